@@ -1,0 +1,155 @@
+"""What is written for readers runs: README blocks, docstring examples, notebooks. The promised names are there."""
+
+import doctest
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jupytext
+import nbclient
+import nbformat
+import pytest
+
+import vescale_fn as vfn
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+PROMISED = """
+simulate launch make_mesh use_mesh set_mesh current_mesh
+P spec_from_rules shard unshard with_sharding from_local spec_of shard_shape
+shard_map psum pmean pmax pmin all_gather psum_scatter all_to_all ppermute pbroadcast
+axis_index axis_size pvary pcast dynamic_slice
+grad value_and_grad vjp remat
+comm_log strict show
+random optim
+""".split()
+PROMISED_RANDOM = "key split fold_in key_data wrap_key_data bits uniform normal bernoulli randint dropout".split()
+
+
+# README
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("index", range(len(blocks((ROOT / "README.md").read_text()))))
+def test_readme_block_runs(index: int, tmp_path: Path) -> None:
+    """As a reader would: in a file of its own, in a fresh process, anywhere on the disk."""
+    script = tmp_path / f"block_{index}.py"
+    script.write_text(blocks((ROOT / "README.md").read_text())[index])
+    ran = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""  # nor any warning
+
+
+def test_readme_begins_with_a_program() -> None:
+    first = blocks((ROOT / "README.md").read_text())[0]
+    lines = [line for line in first.splitlines() if line.strip() and not line.strip().startswith("#")]
+    assert 10 <= len(lines) <= 18
+    assert "assert" in first
+    assert "simulate(8)" in first
+
+
+# Docstrings
+
+
+def modules() -> list[str]:
+    root = ROOT / "vescale_fn"
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(root.rglob("*.py"))]
+    return [name.removesuffix(".__init__") for name in names]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_docstring_examples_run(name: str) -> None:
+    module = importlib.import_module(name)
+    report: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE, verbose=False)
+    for test in doctest.DocTestFinder(exclude_empty=True).find(module, name):
+        runner.run(test, out=report.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)
+    assert vfn.current_mesh() is None, f"an example of {name} leaves a mesh behind"
+
+
+def undocumented(module: types.ModuleType) -> list[str]:
+    """Public names of a module without a docstring, and functions and classes without an example in it."""
+    faults = []
+    for name in module.__all__:
+        value = getattr(module, name)
+        text = inspect.getdoc(value) or ""
+        if inspect.isclass(value) and issubclass(value, BaseException):
+            if not text:
+                faults.append(f"{module.__name__}.{name} has no docstring")
+        elif not inspect.ismodule(value) and ">>>" not in text:
+            faults.append(f"{module.__name__}.{name} has no example in its docstring")
+    return faults
+
+
+@pytest.mark.parametrize("name", ["vescale_fn", "vescale_fn.random", "vescale_fn.optim"])
+def test_public_names_have_a_docstring_with_an_example(name: str) -> None:
+    assert undocumented(importlib.import_module(name)) == []
+
+
+def test_a_name_without_an_example_is_found() -> None:
+    module = types.ModuleType("planted")
+    exec("__all__ = ['f', 'g', 'E']\ndef f(): 'Text.'\ndef g():\n  '>>> 1'\nclass E(Exception): ...", vars(module))
+    vars(module)["E"].__doc__ = None
+    assert undocumented(module)[:1] == ["planted.f has no example in its docstring"]
+
+
+def test_the_promised_names_are_there() -> None:
+    assert [name for name in PROMISED if not hasattr(vfn, name)] == []
+    assert [name for name in PROMISED_RANDOM if not hasattr(vfn.random, name)] == []
+    assert [name for name in PROMISED if name not in vfn.__all__] == []
+
+
+# Notebooks
+
+
+def shown(notebook: nbformat.NotebookNode) -> list[list[str]]:
+    """What each code cell shows, as text. A progress bar and other things on stderr do not count."""
+    cells = []
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        texts = []
+        for output in cell.outputs:
+            if output.output_type == "stream" and output.name == "stdout":
+                texts.append(output.text)
+            elif output.output_type in ("execute_result", "display_data"):
+                texts.append(output.data.get("text/html", output.data.get("text/plain", "")))
+        cells.append(texts)
+    return cells
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_its_percent_source(path: Path) -> None:
+    source, notebook = jupytext.read(path.with_suffix(".py")), nbformat.read(path, as_version=4)
+    assert [(cell.cell_type, cell.source) for cell in source.cells] == [
+        (cell.cell_type, cell.source) for cell in notebook.cells
+    ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs_and_shows_what_is_stored(path: Path) -> None:
+    stored = nbformat.read(path, as_version=4)
+    assert any(shown(stored)), f"{path.name} is stored without its outputs"
+    assert "assert" in [cell for cell in stored.cells if cell.cell_type == "code"][-1].source
+    fresh = nbformat.read(path, as_version=4)
+    environment = {**ENVIRONMENT, "PYTHONWARNINGS": "default"}
+    client = nbclient.NotebookClient(fresh, timeout=300, kernel_name="python3")
+    client.execute(env=environment)  # raises on the first cell that raises
+    assert shown(fresh) == shown(stored)
+
+
+def test_there_is_a_notebook() -> None:
+    assert "01_one_program_many_devices" in [path.stem for path in NOTEBOOKS]
