@@ -1,0 +1,60 @@
+"""What one op costs on an array, beside the same op on a DTensor and on the plain block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import distribute_tensor
+
+import vescale_fn as vfn
+from benchmarks import fake_ranks
+from benchmarks.side_by_side import medians, publish
+from vescale_fn import P
+
+# name -> (the op on a batch x, a weight w and a second batch y; DTensor's path for it)
+OPS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
+    "add": (lambda x, w, y: x + y, "fast"),
+    "mm": (lambda x, w, y: x @ w, "fast"),
+    "relu": (lambda x, w, y: torch.relu(x), "fast"),
+    "x * 2.0": (lambda x, w, y: x * 2.0, "slow"),
+    "x + 1": (lambda x, w, y: x + 1, "slow"),
+    "in-place add": (lambda x, w, y: x.add_(y), "slow"),
+    "view": (lambda x, w, y: x.view(8, 2, 4), "slow"),
+    "transpose": (lambda x, w, y: x.transpose(0, 1), "slow"),
+    "unsqueeze": (lambda x, w, y: x.unsqueeze(1), "slow"),
+    "sum over a dim": (lambda x, w, y: x.sum(1), "slow"),
+    "softmax": (lambda x, w, y: torch.softmax(x, 1), "slow"),
+}
+
+
+def candidates(mesh_name: str, op: Callable[[Any, Any, Any], Any]) -> dict[str, Callable[[], Any]]:
+    mesh = fake_ranks.mesh(mesh_name)
+    # x, y: split by the first axis in dim 0; w: by the last axis, if there is a second one, in dim 1.
+    x, w, y = torch.randn(8, 8), torch.randn(8, 8), torch.randn(8, 8)
+    names = fake_ranks.MESHES[mesh_name][1]
+    specs = P(names[0]), P(None, *names[1:]), P(names[0])
+    ours = [vfn.shard(value, mesh, spec) for value, spec in zip((x, w, y), specs, strict=True)]
+    theirs = [distribute_tensor(v, mesh, a.placements) for v, a in zip((x, w, y), ours, strict=True)]
+    return {"plain": lambda: op(x, w, y), "DTensor": lambda: op(*theirs), "array": lambda: op(*ours)}
+
+
+def main() -> None:
+    fake_ranks.start()
+    rows = []
+    with torch.no_grad():
+        for mesh_name in fake_ranks.MESHES:
+            for name, (op, path) in OPS.items():
+                took = medians(candidates(mesh_name, op))
+                times = took["plain"], took["DTensor"], took["array"]
+                rows.append([mesh_name, f"`{name}`" if "x" in name[:1] else name, path, *times, times[2] / times[1]])
+    publish(
+        "eager_ops",
+        ["mesh", "op", "DTensor's path", "plain whole value, us", "DTensor, us", "array, us", "array / DTensor"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
