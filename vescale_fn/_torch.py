@@ -1,0 +1,77 @@
+"""The one door to private torch names: DTensor's internals, functorch's wrappers, process groups, by feature test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._C._functorch as _functorch
+from torch.autograd import forward_ad as _forward_ad
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import placement_types as _placement_types
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+__all__ = ["DTensorSpec", "TensorMeta"]
+
+strided_shard_type = _placement_types._StridedShard  # noqa: SLF001
+disabled_torch_function = torch._C._disabled_torch_function_impl  # noqa: SLF001
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # noqa: SLF001
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """The placement of an axis that takes its piece out of each of `split_factor` segments."""
+    return strided_shard_type(dim, split_factor=split_factor)
+
+
+if hasattr(torch.Tensor, "_dtensor__new__"):
+    new_dtensor = torch.Tensor._dtensor__new__  # noqa: SLF001  (cls, local, spec, *, requires_grad)
+else:
+
+    def new_dtensor(cls: Any, local: Any, spec: Any, *, requires_grad: bool) -> Any:
+        """A DTensor of class `cls` around `local`."""
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.__new__(cls, local, spec, requires_grad=requires_grad)
+
+
+def forbid_data_ptr(x: torch.Tensor) -> None:
+    """Make taking the data pointer of `x`, a wrapper without storage, raise."""
+    torch._C._set_throw_on_mutable_data_ptr(x)  # noqa: SLF001
+
+
+def unattached_mesh(device: str, ranks: torch.Tensor, names: tuple[str, ...], cls: type = DeviceMesh) -> Any:
+    """A mesh of class `cls` that belongs to no process group, seen from rank 0."""
+    return cls(device, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
+
+
+def peel(x: torch.Tensor) -> torch.Tensor:
+    """The tensor below all functorch wrappers (which hide a subclass and its attributes)."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether some wrapper around `x` is of a `vmap`."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_batchedtensor(x):
+            return True
+        x = _functorch.get_unwrapped(x)
+    return False
+
+
+def transforming() -> bool:
+    """Whether a functorch transform (`torch.func.grad`, `vmap`, ...) is active."""
+    return torch._C._are_functorch_transforms_active()  # noqa: SLF001
+
+
+def forward_ad_active() -> bool:
+    """Whether dual numbers (`torch.autograd.forward_ad`) are in use."""
+    return _forward_ad._current_level >= 0  # noqa: SLF001
+
+
+def apply(function: Any, *args: Any) -> Any:
+    """`function.apply(*args)`, by the short way (a sixth of the time) when no functorch transform is active."""
+    if torch._C._are_functorch_transforms_active():  # noqa: SLF001
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]

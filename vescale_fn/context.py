@@ -1,0 +1,147 @@
+"""What is ambient, in one place: simulation, current mesh, manual axes, strictness, logs. Data and context managers only.
+
+The state is one object per thread. Everything that depends on "where am I" reads it here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Body:
+    """The `shard_map` body that is running: its mesh, the axes that are manual in it, and whether types are checked."""
+
+    mesh: Any
+    axes: tuple[str, ...]
+    check: bool
+
+
+class _State(threading.local):
+    mesh: Any = None
+    body: Body | None = None
+    strict: bool = False
+    logs: tuple[Any, ...] = ()
+    grad_depth: int = 0
+
+
+_state = _State()
+_simulated: int | None = None  # of the process, not of a thread: autograd's threads must see it too
+
+
+def simulated() -> int | None:
+    """The number of ranks that this process plays, or None when it is one rank of a real job."""
+    return _simulated
+
+
+def set_simulated(n: int | None) -> None:
+    """Play `n` ranks from now on (None: stop)."""
+    global _simulated
+    _simulated = n
+
+
+def current_mesh() -> Any:
+    """The mesh set by `use_mesh` or `set_mesh`, or None.
+
+    >>> import vescale_fn as vfn
+    >>> vfn.current_mesh() is None
+    True
+    """
+    return _state.mesh
+
+
+def body() -> Body | None:
+    """The `shard_map` body that is running in this thread, or None."""
+    return _state.body
+
+
+def is_strict() -> bool:
+    """Whether moves that the program did not ask for raise."""
+    return _state.strict
+
+
+def logs() -> tuple[Any, ...]:
+    """The communication logs that are recording in this thread."""
+    return _state.logs
+
+
+def grad_depth() -> int:
+    """How many `vfn.grad`s on the plain autograd engine are being differentiated around this point."""
+    return _state.grad_depth
+
+
+@contextlib.contextmanager
+def _setting(**values: Any) -> Iterator[None]:
+    before = {name: getattr(_state, name) for name in values}
+    for name, value in values.items():
+        setattr(_state, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(_state, name, value)
+
+
+def use_mesh(mesh: Any) -> contextlib.AbstractContextManager[None]:
+    """Make `mesh` the current mesh inside a ``with`` block, so that specs need not name it.
+
+    Args:
+        mesh: a DeviceMesh from `make_mesh`, or None for no mesh.
+
+    >>> import vescale_fn as vfn
+    >>> with vfn.simulate(2):
+    ...     with vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
+    ...         print(vfn.current_mesh().mesh_dim_names)
+    ('dp',)
+    """
+    return _setting(mesh=mesh)
+
+
+def set_mesh(mesh: Any) -> None:
+    """Make `mesh` the current mesh from here on: `use_mesh` for a notebook. None takes it away.
+
+    >>> import vescale_fn as vfn
+    >>> vfn.set_mesh(None)
+    """
+    _state.mesh = mesh
+
+
+def strict() -> contextlib.AbstractContextManager[None]:
+    """Inside this ``with`` block, a move of data that the program did not ask for raises.
+
+    Moves that `shard`, `with_sharding`, `unshard` or a collective name are asked for; a gather that an op needs
+    because of how its arguments lie is not.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(2):
+    ...     x = vfn.shard(torch.arange(4.0), vfn.make_mesh((2,), ("dp",)), P("dp"))
+    ...     with vfn.strict():
+    ...         y = x * 2  # nothing moves
+    """
+    return _setting(strict=True)
+
+
+def entered_body(value: Body | None) -> contextlib.AbstractContextManager[None]:
+    """Run a `shard_map` body."""
+    return _setting(body=value)
+
+
+def logging_to(log: Any) -> contextlib.AbstractContextManager[None]:
+    """Record every collective into `log` as well."""
+    return _setting(logs=(*_state.logs, log))
+
+
+def differentiating() -> contextlib.AbstractContextManager[None]:
+    """Run the function that a `vfn.grad` differentiates."""
+    return _setting(grad_depth=_state.grad_depth + 1)
+
+
+def clear() -> None:
+    """Forget everything ambient, as in a fresh process (a forked rank calls it)."""
+    set_simulated(None)
+    _state.mesh, _state.body, _state.strict, _state.logs, _state.grad_depth = None, None, False, (), 0

@@ -1,0 +1,75 @@
+"""Linear maps as autograd and `torch.func` see them: one generic Function over anything that knows its transpose.
+
+A collective, a move from one placement to another, entering and leaving a `shard_map` body: each is a linear map that
+treats every tensor of a tuple alike. Its derivative is itself on tangents, its transpose on cotangents, and, under
+`vmap`, itself one dim further in. `apply` is all that the rest of the library knows of autograd's Functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from . import _torch
+
+
+class LinearMap(Protocol):
+    """A linear map of tuples of tensors, one result for each argument."""
+
+    def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The results, on tensors that no transform wraps."""
+        ...
+
+    def transpose(self) -> LinearMap:
+        """The map of cotangents."""
+        ...
+
+    def batched(self) -> LinearMap:
+        """The same map on tensors with one more dim in front."""
+        ...
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(op: LinearMap, *xs: Any) -> Any:
+        return op(xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.op = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        wanted = [i for i, ct in enumerate(cotangents) if ct is not None and ctx.needs_input_grad[i + 1]]
+        grads: list[Any] = [None] * len(cotangents)
+        if wanted:
+            for i, grad in zip(wanted, apply(ctx.op.transpose(), *(cotangents[i] for i in wanted)), strict=True):
+                grads[i] = grad
+        return None, *grads
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+        outs: list[Any] = [None] * len(tangents)
+        for i, out in zip(moving, apply(ctx.op, *(tangents[i] for i in moving)), strict=True):
+            outs[i] = out
+        return tuple(outs)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, op: LinearMap, *xs: Any) -> Any:
+        front = [
+            x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(xs, in_dims[1:], strict=True)
+        ]
+        return apply(op.batched(), *front), (0,) * len(xs)
+
+
+def apply(op: LinearMap, *xs: Any) -> tuple[Any, ...]:
+    """``op(xs)``, differentiable in every mode and under every transform."""
+    if not _torch.transforming() and not (
+        (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or _torch.forward_ad_active()
+    ):
+        return op(xs)
+    return _torch.apply(_Linear, op, *xs)

@@ -1,0 +1,179 @@
+"""Meshes: ranks laid out on named axes, real or simulated."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from . import _torch, context, ranks
+from .errors import MeshError, report
+from .spec import axes_of
+
+axes = axes_of
+
+
+class SimulatedMesh(DeviceMesh):
+    """A mesh whose ranks are all played by this process; equal to a real mesh never, to its like always."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, SimulatedMesh) and self._key() == other._key())
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.device_type, tuple(self.mesh.shape), self.mesh_dim_names
+
+    def __repr__(self) -> str:
+        return f"SimulatedMesh({', '.join(f'{name}={size}' for name, size in axes_of(self).items())})"
+
+    def __reduce__(self) -> Any:
+        return _simulated_mesh, (self.device_type, tuple(self.mesh.shape), self.mesh_dim_names)
+
+    def __deepcopy__(self, memo: Any) -> SimulatedMesh:
+        return self
+
+
+@functools.lru_cache(maxsize=64)
+def _simulated_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> SimulatedMesh:
+    return _torch.unattached_mesh(device, torch.arange(math.prod(shape)).view(shape), names, SimulatedMesh)
+
+
+def make_mesh(shape: Sequence[int], names: Sequence[str], *, device: str | None = None) -> DeviceMesh:
+    """Lay all ranks that there are out on a mesh with named axes.
+
+    Works under `simulate`, in a process started by `launch` or by ``torchrun`` (the process group is initialised from the
+    environment), on a process group that is already initialised, and in a bare process for a mesh of size 1.
+
+    Args:
+        shape: the size of each axis; one of them may be -1, "the rest".
+        names: the axes' names, all different.
+        device: "cpu" or "cuda"; by default that of the process group's backend.
+
+    Raises:
+        MeshError: sizes and names that do not fit, or not the number of ranks that there are.
+
+    Source: `jax.make_mesh`, `torch.distributed.device_mesh.init_device_mesh`.
+
+    >>> import vescale_fn as vfn
+    >>> with vfn.simulate(8):
+    ...     vfn.make_mesh((2, -1), ("dp", "tp"))
+    SimulatedMesh(dp=2, tp=4)
+    """
+    sizes, names = _checked(shape, names)
+    simulated = context.simulated()
+    world = simulated if simulated is not None else ranks.ensure_process_group(device)[1]
+    sizes = _fill(sizes, names, world)
+    if simulated is not None:
+        return _simulated_mesh(device or "cpu", sizes, names)
+    device = device or ranks.device_type()
+    if not ranks.has_process_group():
+        return _torch.unattached_mesh(device, torch.zeros(sizes, dtype=torch.int64), names)
+    return init_device_mesh(device, sizes, mesh_dim_names=names)
+
+
+def _checked(shape: Any, names: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    names = (names,) if isinstance(names, str) else tuple(names)
+    failures = []
+    if len(shape) != len(names):
+        failures.append(f"shape {shape} has {len(shape)} sizes, but names {names} has {len(names)}")
+    failures += [f"name {name!r} is not a string" for name in names if not isinstance(name, str)]
+    failures += [f"axis {name!r} is named twice" for name in sorted({n for n in names if names.count(n) > 1}, key=str)]
+    failures += [f"size {size!r} is not a positive integer (or one -1)" for size in shape
+                 if not isinstance(size, int) or (size < 1 and size != -1)]  # fmt: skip
+    if shape.count(-1) > 1:
+        failures.append(f"shape {shape} leaves more than one axis open with -1")
+    if failures or not shape:
+        raise MeshError(report("make_mesh", "the shape and the names do not make a mesh", failures or ["it has no axes"],
+                               'for instance make_mesh((2, 4), ("dp", "tp"))'))  # fmt: skip
+    return shape, names
+
+
+def _fill(sizes: tuple[int, ...], names: tuple[str, ...], world: int) -> tuple[int, ...]:
+    known = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes and world % known == 0:
+        return tuple(world // known if size == -1 else size for size in sizes)
+    if -1 not in sizes and known == world:
+        return sizes
+    wanted = " x ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+    have = f"there {'is' if world == 1 else 'are'} {world} rank{'s' * (world != 1)}"
+    if -1 in sizes:
+        raise MeshError(report("make_mesh", f"{wanted}: {known} does not divide the ranks, {have}"))
+    if known < world:
+        raise MeshError(report("make_mesh", f"{wanted} has {known} ranks, but {have}; a mesh uses all of them",
+                               fix=f"make_mesh(({', '.join(map(str, (*sizes[:-1], -1)))},), {names}), or another axis"))  # fmt: skip
+    raise MeshError(report(
+        "make_mesh", f"{wanted} = {known} ranks, but {have}. Three ways to get them",
+        [f"vfn.simulate({known})                     all ranks played by this process (notebooks, tests)",
+         f"vfn.launch(fn, {known})                   {known} processes started from here, running fn",
+         f"torchrun --nproc-per-node {known} your.py   {known} processes started from the shell"],
+    ))  # fmt: skip
+
+
+def is_simulated(mesh: Any) -> bool:
+    """Whether this process plays all ranks of `mesh`."""
+    return isinstance(mesh, SimulatedMesh)
+
+
+@functools.lru_cache(maxsize=1024)
+def coordinates(mesh: Any, rank: int) -> Mapping[str, int]:
+    """The place of the `rank`-th rank (row-major over the mesh) on each axis."""
+    coord = {}
+    for name, size in reversed(axes_of(mesh).items()):
+        rank, coord[name] = divmod(rank, size)
+    return {name: coord[name] for name in axes_of(mesh)}
+
+
+def my_rank(mesh: Any) -> int:
+    """This process's row-major place in `mesh`."""
+    place = 0
+    for size, i in zip(axes_of(mesh).values(), mesh.get_coordinate(), strict=True):
+        place = place * size + i
+    return place
+
+
+def played_ranks(mesh: Any) -> range:
+    """The row-major places of `mesh` that this process plays: all of them when simulated, else its own."""
+    if is_simulated(mesh):
+        return range(math.prod(axes_of(mesh).values()))
+    mine = my_rank(mesh)
+    return range(mine, mine + 1)
+
+
+def axis_names(axis_name: Any, mesh_axes: Mapping[str, int], where: str) -> tuple[str, ...]:
+    """A name or a tuple of names as a tuple, each checked to be an axis, none twice."""
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    unknown = [name for name in names if name not in mesh_axes]
+    if unknown or len(set(names)) != len(names):
+        raise MeshError(report(
+            where, f"axis_name={axis_name!r} is not an axis, or a tuple of different axes, of the mesh",
+            [f"{name!r} is not one of the axes {tuple(mesh_axes)}" for name in unknown]
+            or [f"axis {name!r} is named twice" for name in sorted({n for n in names if names.count(n) > 1})],
+        ))  # fmt: skip
+    return names
+
+
+def groups(mesh: Any, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The groups of row-major ranks that differ only along `names`, each in the order of `names`, major first."""
+    return _groups(tuple(axes_of(mesh).items()), tuple(names))
+
+
+@functools.lru_cache(maxsize=1024)
+def _groups(axes_items: tuple[tuple[str, int], ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    order = [name for name, _ in axes_items]
+    ranks_ = torch.arange(math.prod(size for _, size in axes_items)).view([size for _, size in axes_items])
+    rest = [name for name in order if name not in names]
+    permuted = ranks_.permute([order.index(name) for name in (*rest, *names)])
+    size = math.prod(dict(axes_items)[name] for name in names)
+    return tuple(map(tuple, permuted.reshape(-1, size).tolist()))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two meshes are the same."""
+    return a is b or a == b

@@ -1,0 +1,306 @@
+"""Partition specs: what they mean, as pure data. No process group, no tensor of any rank.
+
+A spec `P` gives each tensor dim the mesh axes that split it (major first). Everything here is arithmetic over a mapping
+``{"dp": 2, "tp": 4}`` from axis names to sizes, in mesh order: validation, shard shapes, index maps, and the translation
+to and from the placements of torch's DTensor.
+
+Sizes that do not divide follow `torch.chunk`: the last shards are smaller, or empty. Where several axes split one dim, they
+are applied as DTensor applies placements: in mesh order, an axis that comes earlier in the mesh but later in the spec
+taking its piece out of each of the segments that the axes after it will make (`_StridedShard`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import optree
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from . import _torch
+from .errors import SpecError, mesh_text, report
+from .tree import dotted
+
+Axes = Mapping[str, int]
+Entry = None | str | tuple[str, ...]
+
+
+class P(tuple):  # noqa: SLOT001
+    """How an array lies on a mesh: one entry a dim, None or an axis name or a tuple of names (major first).
+
+    Args:
+        entries: for each dim, the mesh axes that split it. Dims beyond the last entry are not split.
+        unreduced: axes over which the ranks hold partial sums that are still to be added.
+        reduced: axes over which the value is replicated and its gradient stays unreduced.
+
+    Source: `jax.sharding.PartitionSpec`.
+
+    >>> from vescale_fn import P
+    >>> P("dp", None, ("dp2", "tp"))
+    P('dp', None, ('dp2', 'tp'))
+    >>> P(("x",)) == P("x"), P("x") == P("x", None)
+    (True, False)
+    >>> P("dp", unreduced={"tp"})
+    P('dp', unreduced={'tp'})
+    """
+
+    unreduced: frozenset[str]
+    reduced: frozenset[str]
+
+    def __new__(cls, *entries: Entry, unreduced: Iterable[str] = (), reduced: Iterable[str] = ()) -> P:
+        self = tuple.__new__(cls, map(_entry, entries))
+        self.unreduced = _names(unreduced, "unreduced")
+        self.reduced = _names(reduced, "reduced")
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, P)
+            and tuple.__eq__(self, other)
+            and self.unreduced == other.unreduced
+            and self.reduced == other.reduced
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((tuple(self), self.unreduced, self.reduced))
+
+    def __repr__(self) -> str:
+        parts = [repr(entry) for entry in self]
+        for word, names in (("unreduced", self.unreduced), ("reduced", self.reduced)):
+            if names:
+                parts.append(f"{word}={{{', '.join(map(repr, sorted(names)))}}}")
+        return f"P({', '.join(parts)})"
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (tuple(self), self.unreduced, self.reduced)
+
+
+def _rebuild(entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]) -> P:
+    return P(*entries, unreduced=unreduced, reduced=reduced)
+
+
+def _entry(entry: Any) -> Entry:
+    if entry is None or isinstance(entry, str):
+        return entry
+    if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
+        return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
+    raise SpecError(
+        report("P", f"an entry must be None, an axis name or a tuple of axis names, but one is {entry!r}",
+               fix='for instance P("dp", None, ("dp", "tp"))')  # fmt: skip
+    )
+
+
+def _names(names: Any, word: str) -> frozenset[str]:
+    if isinstance(names, str):
+        return frozenset((names,))
+    names = frozenset(names)
+    if not all(isinstance(name, str) for name in names):
+        raise SpecError(report("P", f"{word} must be a set of axis names, but it is {set(names)!r}"))
+    return names
+
+
+def split_axes(spec: P, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """For each of `ndim` dims, the axes that split it, major first."""
+    rows = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in spec]
+    return (*rows, *((),) * (ndim - len(rows)))
+
+
+def from_split_axes(rows: Sequence[Sequence[str]], unreduced: Iterable[str] = (), reduced: Iterable[str] = ()) -> P:
+    """The spec of `split_axes`, written shortly: trailing Nones are dropped."""
+    rows = list(rows)
+    while rows and not rows[-1]:
+        rows.pop()
+    return P(*map(tuple, rows), unreduced=unreduced, reduced=reduced)
+
+
+def problems(spec: P, axes: Axes, ndim: int | None) -> list[str]:
+    """Everything that is wrong with `spec` on a mesh with these axes, for a value of `ndim` dims (None: not known)."""
+    found = []
+    used: dict[str, str] = {}
+    places = [(name, f"dim {dim}") for dim, names in enumerate(split_axes(spec, len(spec))) for name in names]
+    places += [(name, word) for word in ("unreduced", "reduced") for name in sorted(getattr(spec, word))]
+    for name, place in places:
+        if name not in axes:
+            found.append(f"axis {name!r} ({place}) is not an axis of the {mesh_text(axes)}")
+        if name in used:
+            found.append(f"axis {name!r} is used twice: for {used[name]} and for {place}")
+        used.setdefault(name, place)
+    if ndim is not None and len(spec) > ndim:
+        found.append(f"it has {len(spec)} entries, but the value has {ndim} dim{'s' * (ndim != 1)}")
+    return found
+
+
+def validate(spec: P, axes: Axes, ndim: int | None, where: str, name: str = "") -> None:
+    """Raise a SpecError unless `spec` fits; `name` is the value's path."""
+    found = problems(spec, axes, ndim)
+    if found:
+        of = f" of {name}" if name else ""
+        raise SpecError(report(where, f"the spec {spec!r}{of} does not fit", found,
+                               f"use the axes of the {mesh_text(axes)}, each at most once, at most one entry a dim"))  # fmt: skip
+
+
+def _chunk(indices: Any, n: int, i: int) -> Any:
+    size = -(-len(indices) // n)
+    return indices[i * size : (i + 1) * size]
+
+
+def _split_factor(names: tuple[str, ...], axis: str, axes: Axes) -> int:
+    """How many segments the axes that are major to `axis` in the spec, but come later in the mesh, will make."""
+    order = list(axes)
+    major = names[: names.index(axis)]
+    return math.prod(axes[name] for name in major if order.index(name) > order.index(axis))
+
+
+def dim_indices(size: int, names: tuple[str, ...], axes: Axes, coord: Mapping[str, int]) -> range | list[int]:
+    """The indices of a dim of `size`, split by `names`, that the rank at `coord` holds (a range when contiguous)."""
+    indices: Any = range(size)
+    for axis in axes:
+        if axis not in names:
+            continue
+        segments = _split_factor(names, axis, axes)
+        if segments == 1:
+            indices = _chunk(indices, axes[axis], coord[axis])
+        else:
+            pieces = [_chunk(_chunk(indices, segments, s), axes[axis], coord[axis]) for s in range(segments)]
+            indices = _joined(pieces)
+    return indices
+
+
+def _joined(pieces: list[Any]) -> range | list[int]:
+    pieces = [piece for piece in pieces if len(piece)]
+    if not pieces:
+        return range(0)
+    if all(isinstance(p, range) for p in pieces) and all(a.stop == b.start for a, b in zip(pieces, pieces[1:])):
+        return range(pieces[0].start, pieces[-1].stop)
+    return [i for piece in pieces for i in piece]
+
+
+def local_indices(shape: Sequence[int], axes: Axes, spec: P, coord: Mapping[str, int]) -> tuple[range | list[int], ...]:
+    """For each dim, the global indices that the rank at `coord` holds."""
+    return tuple(
+        dim_indices(size, names, axes, coord) for size, names in zip(shape, split_axes(spec, len(shape)), strict=True)
+    )
+
+
+def shard_shape(shape: Sequence[int], mesh: Any, spec: P) -> tuple[int, ...]:
+    """The shape of one rank's block of an array of `shape`: of the first rank's, the largest, where sizes do not divide.
+
+    Args:
+        shape: the shape of the whole array.
+        mesh: a DeviceMesh, or a mapping from axis names to sizes: no ranks are needed.
+        spec: how the array lies.
+
+    Raises:
+        SpecError: the spec does not fit the mesh or the shape.
+
+    Source: `jax.sharding.NamedSharding.shard_shape`.
+
+    >>> import vescale_fn as vfn
+    >>> vfn.shard_shape((8, 6), {"dp": 2, "tp": 3}, vfn.P("dp", "tp"))
+    (4, 2)
+    >>> vfn.shard_shape((5, 6), {"dp": 4}, vfn.P("dp"))
+    (2, 6)
+    """
+    axes = dict(mesh) if isinstance(mesh, Mapping) else axes_of(mesh)
+    validate(spec, axes, len(shape), "shard_shape")
+    return tuple(map(len, local_indices(shape, axes, spec, dict.fromkeys(axes, 0))))
+
+
+def is_even(shape: Sequence[int], axes: Axes, spec: P) -> bool:
+    """Whether every rank's block of `shape` has the same size."""
+    rows = split_axes(spec, len(shape))
+    return all(size % math.prod(axes[a] for a in names) == 0 for size, names in zip(shape, rows))
+
+
+def axes_of(mesh: Any) -> dict[str, int]:
+    """The axes of a DeviceMesh, in mesh order, with their sizes."""
+    return _axes_of(mesh)
+
+
+@functools.lru_cache(maxsize=256)
+def _axes_of(mesh: Any) -> dict[str, int]:
+    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    return dict(zip(names, mesh.shape, strict=True))
+
+
+def to_placements(spec: P, axes: Axes, ndim: int) -> tuple[Placement, ...]:
+    """The DTensor placements of `spec`: one for each mesh axis."""
+    where = {axis: (dim, names) for dim, names in enumerate(split_axes(spec, ndim)) for axis in names}
+    placements: list[Placement] = []
+    for axis in axes:
+        if axis in where:
+            dim, names = where[axis]
+            factor = _split_factor(names, axis, axes)
+            placements.append(Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor))
+        else:
+            placements.append(Partial("sum") if axis in spec.unreduced else Replicate())
+    return tuple(placements)
+
+
+def from_placements(placements: Sequence[Any], axes: Axes, ndim: int) -> P:
+    """The spec of DTensor placements: the inverse of `to_placements`.
+
+    Raises:
+        SpecError: placements that no spec can say (a partial maximum, a strided shard of no order of axes).
+    """
+    rows: list[list[str]] = [[] for _ in range(ndim)]
+    unreduced = set()
+    for axis, placement in reversed(list(zip(axes, placements, strict=True))):  # later axes first: they are the segments
+        if placement.is_partial():
+            if placement.reduce_op not in ("sum", "avg"):
+                raise SpecError(f"a partial {placement.reduce_op!r} over {axis!r} has no spec; only partial sums have")
+            unreduced.add(axis)
+        elif not placement.is_replicate():
+            row = rows[placement.dim % ndim]
+            factor, at = getattr(placement, "split_factor", 1), 0
+            while factor > 1 and at < len(row) and factor % axes[row[at]] == 0:
+                factor //= axes[row[at]]
+                at += 1
+            if factor != 1:
+                raise SpecError(f"{placement} over {axis!r} is not the layout of any order of the {mesh_text(axes)}")
+            row.insert(at, axis)
+    return from_split_axes(rows, unreduced)
+
+
+def spec_from_rules(tree: Any, rules: Sequence[tuple[str, P]]) -> Any:
+    """A tree of specs for `tree`: for each leaf, the spec of the first pattern found in its path.
+
+    Args:
+        tree: any tree; a leaf's path is written with dots, like ``blocks.0.attn.wq``.
+        rules: (regular expression, spec) pairs, tried in order with `re.search`.
+
+    Raises:
+        SpecError: a leaf that no rule matches, a rule that matches no leaf, or a spec with more entries than its leaf has
+            dims; all of them at once.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> params = {"w": torch.zeros(4, 2), "b": torch.zeros(2)}
+    >>> vfn.spec_from_rules(params, [(r"w$", P("tp", None)), (r"b$", P())])
+    {'b': P(), 'w': P('tp', None)}
+    """
+    accessors, leaves, treedef = optree.tree_flatten_with_accessor(tree)
+    found, failures, hits = [], [], set()
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        path, code = dotted(accessor), accessor.codify("tree")
+        matching = [i for i, (pattern, _) in enumerate(rules) if re.search(pattern, path)]
+        hits.update(matching)
+        if not matching:
+            failures.append(f"no rule matches {path!r} ({code})")
+            continue
+        spec = rules[matching[0]][1]
+        ndim = getattr(leaf, "ndim", None)
+        if ndim is not None and len(spec) > ndim:
+            failures.append(f"rule {rules[matching[0]]!r} gives {len(spec)} entries to {path!r}, which has {ndim} dims")
+        found.append(spec)
+    failures += [f"rule {rule!r} matches no leaf" for i, rule in enumerate(rules) if i not in hits]
+    if failures:
+        raise SpecError(report("spec_from_rules", "the rules and the tree do not fit", failures,
+                               'add a rule, for instance (r".*", P()) at the end, or take the unused one away'))  # fmt: skip
+    return optree.tree_unflatten(treedef, found)

@@ -1,0 +1,277 @@
+"""The collectives themselves: on a process group, and, rank by rank, on `Blocks`; each one is logged.
+
+Every function takes one local value (a plain tensor on a real mesh, a `Blocks` on a simulated one), the mesh, and the
+axes as a tuple of names, major first: the ranks of a group are numbered in that order. Nothing here is differentiable;
+`ops/collective.py` and `reshard.py` are.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import context
+from .blocks import Blocks
+from .mesh import axes_of, groups, is_simulated, my_rank
+
+_HERE = __file__.rsplit("/", 1)[0]
+_TORCH = torch.__file__.rsplit("/", 1)[0]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One collective: what, over which axes, how many bytes on one rank, why, and the user's line."""
+
+    op: str
+    axes: tuple[str, ...]
+    bytes: int
+    why: str
+    line: str
+
+    @property
+    def axis(self) -> str:
+        """The axes as the user would write them: ``tp`` or ``dp,tp``."""
+        return ",".join(self.axes)
+
+
+def _user_line() -> str:
+    frame = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_HERE, _TORCH)) or f"{_HERE}/recipes" in file:
+            if not file.startswith("<frozen") and "/optree/" not in file:
+                return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"
+
+
+def _log(op: str, axes: tuple[str, ...], tensor: Any, factor: int, why: str) -> None:
+    logs = context.logs()
+    if logs:
+        one = tensor.blocks[0] if type(tensor) is Blocks else tensor
+        record = Record(op, axes, one.numel() * one.element_size() * factor, why, _user_line())
+        for log in logs:
+            log.append(record)
+
+
+def group_size(mesh: Any, axes: Sequence[str]) -> int:
+    """How many ranks there are along `axes`."""
+    sizes = axes_of(mesh)
+    return math.prod(sizes[name] for name in axes)
+
+
+# --- process groups ---------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def _joint_group(mesh: Any, axes: frozenset[str], default: Any) -> Any:
+    """This rank's process group along several axes at once (made on all ranks together), with its world ranks in order.
+
+    `default` is the default process group: a new one makes new groups.
+    """
+    mine = None
+    flat = mesh.mesh.flatten().tolist()
+    for group in groups(mesh, [name for name in axes_of(mesh) if name in axes]):
+        ranks = sorted(flat[place] for place in group)
+        made = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = made
+    return mine
+
+
+def _group(mesh: Any, axes: tuple[str, ...]) -> tuple[Any, list[int]]:
+    """The process group along `axes`, and for each position in the order of `axes` its index in that group."""
+    group = mesh.get_group(axes[0]) if len(axes) == 1 else _joint_group(mesh, frozenset(axes), dist.group.WORLD)
+    return group, _positions(mesh, axes, group)
+
+
+@functools.lru_cache(maxsize=1024)
+def _positions(mesh: Any, axes: tuple[str, ...], group: Any) -> list[int]:
+    place = my_rank(mesh)
+    members = next(g for g in groups(mesh, axes) if place in g)
+    flat = mesh.mesh.flatten().tolist()
+    return [dist.get_group_rank(group, flat[member]) for member in members]
+
+
+_CARRIED = {  # what gloo cannot carry travels as bits of another type; sums of small integers as int32
+    torch.uint16: torch.int8,
+    torch.int16: torch.int8,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.bool: torch.uint8,
+}
+
+
+def _as_bits(x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous()
+    if x.dtype in _CARRIED or x.dtype.itemsize == 1:
+        return x.view(_CARRIED.get(x.dtype, torch.uint8)) if x.ndim else x.reshape(1).view(_CARRIED.get(x.dtype, torch.uint8))
+    return x
+
+
+def _moving(dtype: torch.dtype) -> torch.dtype:
+    return _CARRIED.get(dtype, torch.uint8 if dtype.itemsize == 1 else dtype)
+
+
+# --- the collectives --------------------------------------------------------------------------------------------------
+
+_REDUCE = {
+    "sum": (dist.ReduceOp.SUM, lambda blocks: functools.reduce(torch.add, blocks)),
+    "max": (dist.ReduceOp.MAX, lambda blocks: functools.reduce(torch.maximum, blocks)),
+    "min": (dist.ReduceOp.MIN, lambda blocks: functools.reduce(torch.minimum, blocks)),
+}
+
+
+def _simulated(x: Any, mesh: Any, axes: tuple[str, ...], formula: Callable[[list[torch.Tensor]], Any]) -> Blocks:
+    """Apply ``formula(blocks of a group) -> one block, or a list of one a member`` to each group."""
+    outs: list[Any] = [None] * len(x.blocks)
+    for members in groups(mesh, axes):
+        result = formula([x.blocks[m] for m in members])
+        for i, member in enumerate(members):
+            outs[member] = result[i] if isinstance(result, (list, tuple)) else result
+    return Blocks(outs)
+
+
+def all_reduce(x: Any, mesh: Any, axes: tuple[str, ...], why: str, op: str = "sum") -> Any:
+    """The sum (or max, min) of the group's values, on every rank."""
+    if group_size(mesh, axes) == 1:
+        return x
+    _log("all_reduce", axes, x, 1, why)
+    reduce_op, fold = _REDUCE[op]
+    if is_simulated(mesh):
+        return _simulated(x, mesh, axes, fold)
+    group, _ = _group(mesh, axes)
+    carrier = torch.int32 if x.dtype in (torch.int16, torch.uint16, torch.bool) else x.dtype
+    if x.dtype in (torch.uint32, torch.uint64):
+        carrier = torch.int64
+    out = x.to(carrier).contiguous() if carrier is not x.dtype else x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, op=reduce_op, group=group)
+    return out.to(x.dtype)
+
+
+def all_gather(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str) -> Any:
+    """The group's values, concatenated along `dim` in the order of `axes`, on every rank. All have one shape."""
+    n = group_size(mesh, axes)
+    if n == 1:
+        return x
+    _log("all_gather", axes, x, n, why)
+    if is_simulated(mesh):
+        return _simulated(x, mesh, axes, lambda blocks: torch.cat(blocks, dim))
+    group, positions = _group(mesh, axes)
+    bits = _as_bits(x)
+    out = torch.empty((n, bits.numel()), dtype=bits.dtype, device=x.device)
+    dist.all_gather_into_tensor(out.view(-1), bits.reshape(-1), group=group)
+    if positions != list(range(n)):
+        out = out[positions]
+    blocks = out.view(n, *bits.shape).view(x.dtype) if bits.dtype is not x.dtype else out.view(n, *bits.shape)
+    if dim == 0:
+        return blocks.reshape(n * x.shape[0], *x.shape[1:])
+    return torch.cat(blocks.unbind(), dim)
+
+
+def reduce_scatter(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str) -> Any:
+    """The sum of the group's values, of which each rank keeps its piece along `dim`. The size must divide."""
+    n = group_size(mesh, axes)
+    if n == 1:
+        return x
+    _log("reduce_scatter", axes, x, 1, why)
+    if is_simulated(mesh):
+        return _simulated(x, mesh, axes, lambda blocks: [
+            b.contiguous() for b in functools.reduce(torch.add, blocks).chunk(n, dim)])  # fmt: skip
+    group, positions = _group(mesh, axes)
+    if x.dtype in (torch.int16, torch.uint16, torch.bool, torch.uint32, torch.uint64):
+        wide = torch.int64 if x.dtype.itemsize == 4 or x.dtype.itemsize == 8 else torch.int32
+        return _reduce_scatter(x.to(wide), n, group, positions, dim).to(x.dtype)
+    return _reduce_scatter(x, n, group, positions, dim)
+
+
+def _reduce_scatter(x: torch.Tensor, n: int, group: Any, positions: list[int], dim: int) -> torch.Tensor:
+    pieces: list[Any] = [None] * n
+    for position, piece in zip(positions, x.chunk(n, dim), strict=True):
+        pieces[position] = piece
+    in_order = dim == 0 and positions == list(range(n))
+    stacked = x.contiguous() if in_order else torch.stack(pieces).flatten(0, 1) if x.ndim > 1 else torch.cat(pieces)
+    out = torch.empty(pieces[0].shape, dtype=x.dtype, device=x.device)
+    dist.reduce_scatter_tensor(out.view(-1), stacked.reshape(-1), group=group)
+    return out
+
+
+def all_to_all(x: Any, mesh: Any, axes: tuple[str, ...], split_dim: int, concat_dim: int, why: str) -> Any:
+    """Piece i along `split_dim` goes to the group's rank i; what arrives is concatenated along `concat_dim`."""
+    n = group_size(mesh, axes)
+    if n == 1:
+        return x
+    _log("all_to_all", axes, x, 1, why)
+    if is_simulated(mesh):
+        def formula(blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+            pieces = [b.chunk(n, split_dim) for b in blocks]
+            return [torch.cat([pieces[source][i] for source in range(n)], concat_dim) for i in range(n)]
+
+        return _simulated(x, mesh, axes, formula)
+    group, positions = _group(mesh, axes)
+    pieces: list[Any] = [None] * n
+    for position, piece in zip(positions, x.chunk(n, split_dim), strict=True):
+        pieces[position] = piece
+    stacked = torch.stack(pieces)
+    bits = _as_bits(stacked)
+    out = torch.empty_like(bits)
+    dist.all_to_all_single(out, bits, group=group)
+    arrived = out.view(x.dtype).unbind() if bits.dtype is not x.dtype else out.unbind()
+    return torch.cat([arrived[position] for position in positions], concat_dim)
+
+
+def permute(x: Any, mesh: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], why: str) -> Any:
+    """The value of `source` arrives at `destination` for each pair; a rank that is no destination gets zeros."""
+    n = group_size(mesh, axes)
+    _log("permute", axes, x, 1, why)
+    source_of = {destination: source for source, destination in pairs}
+    if is_simulated(mesh):
+        return _simulated(x, mesh, axes, lambda blocks: [
+            blocks[source_of[i]] if i in source_of else torch.zeros_like(blocks[i]) for i in range(n)])  # fmt: skip
+    if n == 1:
+        return x if source_of else torch.zeros_like(x)
+    group, positions = _group(mesh, axes)
+    me = positions.index(dist.get_rank(group))
+    bits = _as_bits(x)
+    out = torch.zeros_like(bits)
+    operations = []
+    for source, destination in pairs:
+        if source == me and destination == me:
+            out.copy_(bits)
+        elif source == me:
+            operations.append(dist.P2POp(dist.isend, bits, group=group, group_peer=positions[destination]))
+        elif destination == me:
+            operations.append(dist.P2POp(dist.irecv, out, group=group, group_peer=positions[source]))
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    return out.view(x.dtype).view(x.shape) if bits.dtype is not x.dtype else out
+
+
+def broadcast(x: Any, mesh: Any, axes: tuple[str, ...], source: int, why: str) -> Any:
+    """The value of the group's rank `source`, on every rank."""
+    if group_size(mesh, axes) == 1:
+        return x
+    _log("broadcast", axes, x, 1, why)
+    if is_simulated(mesh):
+        return _simulated(x, mesh, axes, lambda blocks: blocks[source])
+    group, positions = _group(mesh, axes)
+    bits = _as_bits(x).clone()
+    dist.broadcast(bits, group=group, group_src=positions[source])
+    return bits.view(x.dtype).view(x.shape) if bits.dtype is not x.dtype else bits
+
+
+def check_same(value: Any, mesh: Any, complain: Callable[[list[Any]], Exception]) -> None:
+    """Raise ``complain(values in rank order)`` on every rank unless all ranks of a real mesh bring an equal value."""
+    if is_simulated(mesh) or group_size(mesh, tuple(axes_of(mesh))) == 1:
+        return
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    if any(v != values[0] for v in values[1:]):
+        raise complain(values)
