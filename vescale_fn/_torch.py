@@ -75,3 +75,14 @@ def apply(function: Any, *args: Any) -> Any:
     if torch._C._are_functorch_transforms_active():  # noqa: SLF001
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether `x` is a tensor and nothing else, and nothing watches: no subclass, transform, mode or compiler."""
+    return (
+        type(x) is torch.Tensor
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()  # noqa: SLF001
+        and torch._C._len_torch_dispatch_stack() == 0  # noqa: SLF001
+        and torch._C._len_torch_function_stack() == 0  # noqa: SLF001
+    )
