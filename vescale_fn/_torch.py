@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch._C._functorch as _functorch
+import torch.utils._pytree as _pytree
 from torch.autograd import forward_ad as _forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import placement_types as _placement_types
@@ -86,3 +87,17 @@ def is_plain(x: torch.Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0  # noqa: SLF001
         and torch._C._len_torch_function_stack() == 0  # noqa: SLF001
     )
+
+
+def register_tree_node(cls: type, flatten: Any, unflatten: Any, names: tuple[str, ...]) -> None:
+    """Make `cls` a node of torch's own pytree; `names` are the attributes that hold its children."""
+    entries = [_pytree.GetAttrKey(name) for name in names]
+
+    def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children, context = flatten(node)
+        return list(zip(entries, children, strict=True)), context
+
+    _pytree.register_pytree_node(
+        cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )  # fmt: skip
