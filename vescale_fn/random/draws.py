@@ -1,0 +1,288 @@
+"""Draws: JAX's distributions, its argument names, its numbers."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import RandomError, report
+from ..spec import P
+from . import kinds
+from .keys import Key, checked, described, shape_of
+from .placed import Draw, drawn
+from .streams import split
+
+Shape = Sequence[int] | int
+UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
+
+def bits(key: Key, shape: Shape = (), dtype: torch.dtype = torch.uint32, *, spec: P | None = None,
+         mesh: Any = None) -> torch.Tensor:  # fmt: skip
+    """Draw random bits.
+
+    Args:
+        key: one key.
+        shape: of the whole draw.
+        dtype: uint8, uint16, uint32 or uint64.
+        spec: how the draw lies on the mesh; each rank draws its own block alone. None: whole, on every rank.
+        mesh: by default the current mesh; without one the draw is whole.
+
+    Returns:
+        A tensor; with a spec and a mesh, an array. Inside a `shard_map` body with a spec, this rank's block.
+
+    Raises:
+        RandomError: not one key, not a shape, another dtype.
+        SpecError: a spec that does not fit the mesh or the shape.
+
+    Source: `jax.random.bits`, with its streams.
+
+    >>> import vescale_fn as vfn
+    >>> vfn.random.bits(vfn.random.key(42), (2,)).tolist()
+    [2098992034, 2919706841]
+    """
+    key = checked(key, "random.bits")
+    _need(dtype, UNSIGNED, "random.bits")
+    return drawn("random.bits", key, Draw("bits", shape_of(shape, "random.bits"), dtype), spec, mesh)
+
+
+def uniform(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, minval: Any = 0.0, maxval: Any = 1.0, *,
+            spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+    """Draw uniform numbers in [minval, maxval).
+
+    In bfloat16 there are only 128 different ones on [0, 1), in float16 1024: for initial weights draw float32 and cast.
+
+    Args:
+        key: one key.
+        shape: of the whole draw.
+        dtype: a float dtype.
+        minval: a number, or a tensor that broadcasts to shape; gradients go through it.
+        maxval: the same; never reached but by rounding.
+        spec: how the draw lies on the mesh; each rank draws its own block alone. None: whole, on every rank.
+        mesh: by default the current mesh; without one the draw is whole.
+
+    Returns:
+        A tensor; with a spec and a mesh, an array. Inside a `shard_map` body with a spec, this rank's block.
+
+    Raises:
+        RandomError: not one key, not a shape, another dtype, bounds that do not broadcast.
+        SpecError: a spec that does not fit the mesh or the shape.
+
+    Source: `jax.random.uniform`, with its streams.
+
+    >>> import vescale_fn as vfn
+    >>> vfn.random.uniform(vfn.random.key(42), (2,))
+    tensor([0.4887, 0.6798])
+    """
+    key = checked(key, "random.uniform")
+    _need(dtype, kinds.FLOATS, "random.uniform")
+    shape = shape_of(shape, "random.uniform")
+    if not isinstance(minval, torch.Tensor) and not isinstance(maxval, torch.Tensor):
+        bounds = number(minval, "random.uniform", "minval"), number(maxval, "random.uniform", "maxval")
+        return drawn("random.uniform", key, Draw("uniform", shape, dtype, bounds), spec, mesh)
+    unit = drawn("random.uniform", key, Draw("uniform", shape, dtype, (0.0, 1.0)), spec, mesh)
+    low, high = _fitting("random.uniform", unit, minval=minval, maxval=maxval)
+    return _Affine.apply(unit, low.to(dtype), high.to(dtype))
+
+
+class _Affine(torch.autograd.Function):
+    """`kinds.affine`, with gradients to both bounds."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(unit: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        return kinds.affine(unit, low, high)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        unit, ctx.low, ctx.high = inputs[0], inputs[1].shape, inputs[2].shape
+        ctx.save_for_backward(unit)
+        ctx.save_for_forward(unit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (unit,) = ctx.saved_tensors
+        return None, (grad * (1 - unit)).sum_to_size(ctx.low), (grad * unit).sum_to_size(ctx.high)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, low: Any, high: Any) -> torch.Tensor:
+        (unit,) = ctx.saved_tensors
+        low, high = (torch.zeros_like(unit) if tangent is None else tangent for tangent in (low, high))
+        return low * (1 - unit) + high * unit
+
+
+def normal(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None,
+           mesh: Any = None) -> torch.Tensor:  # fmt: skip
+    """Draw from the standard normal distribution.
+
+    A draw in bfloat16 has only 128 different values: for initial weights draw float32 and cast.
+
+    Args:
+        key: one key.
+        shape: of the whole draw.
+        dtype: a float dtype, or complex64 or complex128 (real and imaginary part of variance 1/2 each).
+        spec: how the draw lies on the mesh; each rank draws its own block alone. None: whole, on every rank.
+        mesh: by default the current mesh; without one the draw is whole.
+
+    Returns:
+        A tensor; with a spec and a mesh, an array. Inside a `shard_map` body with a spec, this rank's block.
+
+    Raises:
+        RandomError: not one key, not a shape, another dtype.
+        SpecError: a spec that does not fit the mesh or the shape.
+
+    Source: `jax.random.normal`: float32, float16 and bfloat16 with its bits, float64 to about 1e-9.
+
+    >>> import vescale_fn as vfn
+    >>> vfn.random.normal(vfn.random.key(0), (2,))
+    tensor([ 1.6227,  2.0251])
+    """
+    key = checked(key, "random.normal")
+    parts = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+    _need(dtype, {**kinds.FLOATS, **parts}, "random.normal")
+    draw = Draw("normal", shape_of(shape, "random.normal"), parts.get(dtype, dtype))
+    if dtype not in parts:
+        return drawn("random.normal", key, draw, spec, mesh)
+    real, imaginary = (drawn("random.normal", part, draw, spec, mesh) for part in split(key))
+    return torch.complex(real, imaginary) / math.sqrt(2)
+
+
+def bernoulli(key: Key, p: Any = 0.5, shape: Shape | None = None, mode: str = "low", *, spec: P | None = None,
+              mesh: Any = None) -> torch.Tensor:  # fmt: skip
+    """Draw booleans that are true with probability p.
+
+    Args:
+        key: one key.
+        p: a number in [0, 1], or a float tensor that broadcasts to shape.
+        shape: of the whole draw; by default that of p.
+        mode: "low" compares one uniform number with p, "high" two, for p below 1e-6.
+        spec: how the draw lies on the mesh; each rank draws its own block alone. None: whole, on every rank.
+        mesh: by default the current mesh; without one the draw is whole.
+
+    Returns:
+        A bool tensor; with a spec and a mesh, an array. Inside a `shard_map` body with a spec, this rank's block.
+
+    Raises:
+        RandomError: not one key, not a shape, p outside [0, 1] or not floating point, an unknown mode.
+        SpecError: a spec that does not fit the mesh or the shape.
+
+    Source: `jax.random.bernoulli`, with its streams.
+
+    >>> import vescale_fn as vfn
+    >>> vfn.random.bernoulli(vfn.random.key(42), 0.5, (3,))
+    tensor([ True, False, False])
+    """
+    key = checked(key, "random.bernoulli")
+    if mode not in ("low", "high"):
+        raise RandomError(report("random.bernoulli", f"mode must be 'low' or 'high', but it is {mode!r}"))
+    tensor = isinstance(p, torch.Tensor)
+    p = p if tensor else probability(p, "random.bernoulli", "p")
+    dtype = p.dtype if tensor else torch.float32
+    _need(dtype, kinds.FLOATS, "random.bernoulli", "p")
+    shape = (tuple(p.shape) if tensor else ()) if shape is None else shape_of(shape, "random.bernoulli")
+    if not tensor and mode == "low":
+        return drawn("random.bernoulli", key, Draw("bernoulli", shape, dtype, (p,)), spec, mesh)
+    if mode == "low":
+        unit = drawn("random.bernoulli", key, Draw("uniform", shape, dtype, (0.0, 1.0)), spec, mesh)
+        (p,) = _fitting("random.bernoulli", unit, p=p)
+        return unit < p
+    pair = Draw("uniform", (2, *shape), dtype, (0.0, 1.0))
+    coarse, fine = drawn("random.bernoulli", key, pair, spec if spec is None else P(None, *spec), mesh).unbind(0)
+    (p,) = _fitting("random.bernoulli", coarse, p=p)
+    return fine * 2.0 ** -kinds.FLOATS[dtype][0] < p.to(dtype) - coarse
+
+
+def randint(key: Key, shape: Shape, minval: Any, maxval: Any, dtype: torch.dtype = torch.int32, *,
+            spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+    """Draw integers in [minval, maxval); minval alone where that is empty.
+
+    Args:
+        key: one key.
+        shape: of the whole draw.
+        minval: an integer, or an integer tensor that broadcasts to shape; beyond the dtype's range it is the range's end.
+        maxval: the same, one more than the largest that is drawn.
+        dtype: an integer dtype of any width; int64 and int32 draws are different numbers.
+        spec: how the draw lies on the mesh; each rank draws its own block alone. None: whole, on every rank.
+        mesh: by default the current mesh; without one the draw is whole.
+
+    Returns:
+        A tensor; with a spec and a mesh, an array. Inside a `shard_map` body with a spec, this rank's block.
+
+    Raises:
+        RandomError: not one key, not a shape, another dtype, bounds that are not integers or do not broadcast.
+        SpecError: a spec that does not fit the mesh or the shape.
+
+    Source: `jax.random.randint`, with its streams (and its small bias where the span is no power of two).
+
+    >>> import vescale_fn as vfn
+    >>> vfn.random.randint(vfn.random.key(42), (3,), 0, 1000)
+    tensor([644, 914,  71], dtype=torch.int32)
+    """
+    where = "random.randint"
+    key = checked(key, where)
+    _need(dtype, kinds.INTEGERS, where)
+    shape = shape_of(shape, where)
+    if not isinstance(minval, torch.Tensor) and not isinstance(maxval, torch.Tensor):
+        bounds = integer(minval, where, "minval"), integer(maxval, where, "maxval")
+        return drawn(where, key, Draw("randint", shape, dtype, kinds.integer_range(*bounds, dtype)), spec, mesh)
+    width = max(32, kinds.INTEGERS[dtype])
+    words = Draw("bits", shape, torch.int64 if width == 64 else torch.int32)
+    higher, lower = (drawn(where, part, words, spec, mesh) for part in split(key))
+    low, high = _fitting(where, lower, minval=minval, maxval=maxval)
+    return kinds.modulo_offset(higher, lower, *kinds.integer_ranges(low, high, dtype), width).to(dtype)
+
+
+# What the arguments must be
+
+
+def _need(dtype: Any, known: Any, where: str, name: str = "dtype") -> None:
+    if dtype not in known:
+        names = ", ".join(str(d).removeprefix("torch.") for d in known)
+        what = "dtype" if name == "dtype" else f"{name}'s dtype"
+        raise RandomError(report(where, f"{what} must be one of {names}, but it is {dtype}"))
+
+
+def _fitting(where: str, drawn_: torch.Tensor, **bounds: Any) -> list[torch.Tensor]:
+    """The bounds as tensors that broadcast to what was drawn, integers for integers."""
+    found = []
+    for name, bound in bounds.items():
+        if not isinstance(bound, torch.Tensor):
+            exact = integer if not drawn_.is_floating_point() else number
+            bound = torch.tensor(exact(bound, where, name), device=drawn_.device)
+        if not drawn_.is_floating_point() and (bound.is_floating_point() or bound.dtype == torch.bool):
+            raise RandomError(report(where, f"{name} must be integers, but it is {described(bound)}"))
+        ndim = drawn_.ndim - bound.ndim
+        if ndim < 0 or any(b not in (1, size) for b, size in zip(bound.shape, drawn_.shape[ndim:], strict=True)):
+            raise RandomError(report(where, f"{name} of shape {tuple(bound.shape)} does not broadcast to the shape "
+                                            f"{tuple(drawn_.shape)} of the draw",
+                                     fix=f"shape={tuple(bound.shape)}, or one that ends so"))  # fmt: skip
+        found.append(bound)
+    return found
+
+
+def number(value: Any, where: str, name: str) -> float:
+    """A real number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise RandomError(report(where, f"{name} must be a number or a tensor, but it is {described(value)}")) from None
+
+
+def integer(value: Any, where: str, name: str) -> int:
+    """A Python integer."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise RandomError(report(where, f"{name} must be an integer, but it is {described(value)}")) from None
+
+
+def probability(value: Any, where: str, name: str) -> float:
+    """A number in [0, 1]."""
+    value = number(value, where, name)
+    if not 0 <= value <= 1:
+        raise RandomError(report(where, f"{name} must be in [0, 1], but it is {value!r}"))
+    return value

@@ -1,0 +1,192 @@
+"""The type of keys: explicit, typed, without arithmetic; and the checks that every function here begins with.
+
+A key is 64 bits, held as two int32 (gloo, DTensor and `torch.save` carry those; uint32 they do not). It lives on the CPU
+unless it is moved, so that every rank has it without communication.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+
+from .. import _torch
+from ..errors import RandomError, report
+
+IMPLS = ("threefry2x32",)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Key:
+    """A random key, or an array of keys: what `key`, `split` and `fold_in` return and every draw takes first.
+
+    It indexes, iterates and reshapes like an array of keys, and is a node of pytrees (optree's and torch's) around one
+    int32 tensor, so it goes through `tree_map`, `vmap`, `shard`, `save`, pickle and copies. It has no arithmetic.
+
+    Args:
+        data: int32 [..., 2], the bits; two keys with the same bits are equal.
+        impl: the name of the generator, "threefry2x32".
+
+    Source: JAX's typed key arrays (JEP 9263).
+
+    >>> import vescale_fn as vfn
+    >>> keys = vfn.random.split(vfn.random.key(0), 3)
+    >>> keys.shape, len(keys), keys[0].shape
+    ((3,), 3, ())
+    >>> first, *rest = keys
+    >>> first == keys[0], first == keys[1]
+    (True, False)
+    """
+
+    data: Any
+    impl: str = "threefry2x32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array of keys: () for one key."""
+        return tuple(self.data.shape[:-1])
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims of the array of keys: 0 for one key."""
+        return self.data.ndim - 1
+
+    @property
+    def size(self) -> int:
+        """How many keys there are."""
+        return self.data.numel() // 2
+
+    def reshape(self, *shape: Any) -> Key:
+        """The same keys in another shape."""
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        return Key(self.data.reshape((*sizes, 2)), self.impl)
+
+    def __len__(self) -> int:
+        self._need_dims("len()")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Key]:
+        self._need_dims("iterating")
+        return (Key(data, self.impl) for data in self.data.unbind(0))
+
+    def __getitem__(self, index: Any) -> Key:
+        self._need_dims("indexing")
+        entries = index if isinstance(index, tuple) else (index,)
+        used = sum(i.ndim if isinstance(i, torch.Tensor) and i.dtype == torch.bool else i is not None and i is not ...
+                   for i in entries)  # fmt: skip
+        if used > self.ndim:
+            raise IndexError(f"{used} indices for an array of keys of shape {self.shape}")
+        return Key(self.data[(*entries, slice(None)) if any(i is ... for i in entries) else entries], self.impl)
+
+    def _need_dims(self, what: str) -> None:
+        if not self.ndim:
+            raise RandomError(report("Key", f"{what} needs an array of keys, but this is one key, of shape ()",
+                                     fix="k1, k2 = vfn.random.split(key)"))  # fmt: skip
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Key):
+            return NotImplemented
+        same = self.impl == other.impl and self.shape == other.shape
+        return same and bool((self.data == other.data.to(self.data.device)).all())
+
+    __hash__ = None  # type: ignore[assignment]  # the bits lie in a tensor
+
+    def __bool__(self) -> bool:
+        raise RandomError(report("Key", "a key is not true or false", fix="`if key is not None:`"))
+
+    def __repr__(self) -> str:
+        if not (isinstance(self.data, torch.Tensor) and _torch.is_plain(self.data)):
+            return f"Key({type(self.data).__name__}, {self.impl})"
+        if self.ndim:
+            return f"Key(shape={self.shape}, {self.impl})"
+        first, second = (word & 0xFFFFFFFF for word in self.data.tolist())
+        return f"Key([{first}, {second}], {self.impl})"
+
+
+def _no_arithmetic(symbol: str) -> Any:
+    def refuse(self: Key, *others: Any) -> Any:
+        raise RandomError(report(
+            "Key", f"`{symbol}` is not for keys: arithmetic would make keys whose streams overlap",
+            fix="vfn.random.split(key) for several keys, vfn.random.fold_in(key, i) for the i-th"))  # fmt: skip
+
+    return refuse
+
+
+for _symbol, _names in {
+    "+": "add radd iadd", "-": "sub rsub isub neg", "*": "mul rmul imul", "@": "matmul rmatmul", "/": "truediv rtruediv",
+    "//": "floordiv rfloordiv", "%": "mod rmod", "**": "pow rpow", "^": "xor rxor", "&": "and rand", "|": "or ror",
+    "<<": "lshift rlshift", ">>": "rshift rrshift", "~": "invert", "<": "lt", "<=": "le", ">": "gt", ">=": "ge",
+    "int()": "int index", "float()": "float",
+}.items():  # fmt: skip
+    for _name in _names.split():
+        setattr(Key, f"__{_name}__", _no_arithmetic(_symbol))
+
+
+def _flatten(node: Key) -> tuple[tuple[Any], str]:
+    return (node.data,), node.impl
+
+
+def _unflatten_optree(impl: Any, children: Any) -> Key:
+    return Key(*children, impl)
+
+
+def _unflatten_torch(children: Any, impl: Any) -> Key:
+    return Key(*children, impl)
+
+
+optree.register_pytree_node(
+    Key,
+    lambda node: ((node.data,), node.impl, ("data",)),
+    _unflatten_optree,
+    path_entry_type=optree.GetAttrEntry,
+    namespace=optree.registry.__GLOBAL_NAMESPACE,
+)
+_torch.register_tree_node(Key, _flatten, _unflatten_torch, ("data",))
+
+
+def checked(key: Any, where: str, scalar: bool = True) -> Key:
+    """`key` if it is one (and, by default, only one), else a RandomError that says what to pass."""
+    if not isinstance(key, Key):
+        raise RandomError(report(where, f"the first argument must be a key, but it is {described(key)}",
+                                 fix=_key_from(key)))  # fmt: skip
+    if scalar and key.ndim:
+        raise RandomError(report(
+            where, f"it takes one key, but was given an array of keys of shape {key.shape}",
+            fix=f"key[0], or vfn.vmap(lambda key: vfn.random.{where.split('.')[-1]}(key, ...))(keys)"))  # fmt: skip
+    return key
+
+
+def described(value: Any) -> str:
+    """A value in a message."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        kind = "a tensor" if isinstance(value, torch.Tensor) else "an array"
+        return f"{kind} of dtype {str(value.dtype).removeprefix('torch.')} and shape {tuple(value.shape)}"
+    return f"the {type(value).__name__} {value!r}"
+
+
+def _key_from(value: Any) -> str:
+    if isinstance(value, int):
+        return f"vfn.random.key({value})"
+    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim and value.shape[-1] == 2:
+        return "vfn.random.wrap_key_data(...) around the raw bits"
+    return "vfn.random.key(seed)"
+
+
+def shape_of(shape: Any, where: str, name: str = "shape") -> tuple[int, ...]:
+    """`shape` as a tuple of sizes (an int is one size), or a RandomError."""
+    entries = shape if isinstance(shape, (Sequence, torch.Size)) and not isinstance(shape, str) else (shape,)
+    sizes = []
+    for size in entries:
+        try:
+            sizes.append(operator.index(size))
+        except TypeError:
+            raise RandomError(report(where, f"{name} must be integers, but {name}={shape!r} has the "
+                                            f"{type(size).__name__} {size!r}")) from None  # fmt: skip
+    if any(size < 0 for size in sizes):
+        raise RandomError(report(where, f"{name} must not be negative, but {name}={shape!r}"))
+    return tuple(sizes)

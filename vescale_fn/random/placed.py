@@ -1,0 +1,151 @@
+"""Where a draw lies: whole, one block a rank of an array, or this rank's block inside a `shard_map` body.
+
+Each rank hashes the counters of its own rectangle and of nothing else, so nothing moves between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import _torch, array, blocks, context
+from ..errors import SpecError, mesh_text, report
+from ..mesh import axes_of, coordinates, played_ranks, same
+from ..spec import P, is_even, local_indices, split_axes, validate
+from . import counters, kinds, op
+from .keys import Key
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What is drawn, before it is said where: an entry of `kinds.KINDS`, its numbers, its dtype, the whole shape."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    params: tuple[kinds.Number, ...] = ()
+
+
+def drawn(where: str, key: Key, draw: Draw, spec: P | None = None, mesh: Any = None, device: Any = None) -> torch.Tensor:
+    """The draw, laid out as `spec` says on `mesh` (by default the current one); whole, on `device`, where there is no mesh.
+
+    Inside a `shard_map` body: this rank's block of the draw; without a spec, the same whole draw on every rank.
+    """
+    body = context.body()
+    if spec is None and mesh is None:
+        return _whole(key, draw, device or _device(key, body.mesh if body else None))
+    spec = _checked(where, P() if spec is None else spec)
+    if mesh is None:
+        mesh = body.mesh if body else context.current_mesh()
+    if mesh is None:
+        if len(spec) > len(draw.shape):
+            raise SpecError(report(where, f"the spec {spec!r} has {len(spec)} entries, but the draw has shape "
+                                          f"{draw.shape}", fix="at most one entry a dim"))  # fmt: skip
+        return _whole(key, draw, _device(key, None))
+    validate(spec, axes_of(mesh), len(draw.shape), where, f"a draw of shape {draw.shape}")
+    if body:
+        return _in_body(where, key, draw, spec, mesh, body)
+    if _torch.transforming():
+        return _Placed.apply(key.data, draw, spec, mesh)
+    return _on_mesh(key.data, draw, spec, mesh)
+
+
+def draw_local(key: Any, draw: Draw, indices: Sequence[counters.Indices], device: Any = "cpu") -> torch.Tensor:
+    """One rectangle of a draw: the elements at these global indices, one vector a dim, as a plain tensor.
+
+    Args:
+        key: a `Key`, or its data; a batch of keys gives a batch of draws, in front.
+        indices: for each dim of `draw.shape`, the global indices to draw (a range where they are neighbours).
+    """
+    data = key.data if isinstance(key, Key) else key
+    rows = counters.encode(draw.shape, indices)
+    local = tuple(map(len, indices))
+    return op.draw(data, _rows_tensor(rows), draw.shape, local, draw.kind, draw.params, draw.dtype, torch.device(device))
+
+
+def _rows_tensor(rows: list[list[int]] | None) -> torch.Tensor | None:
+    # by numpy, because torch's factories mean something else inside a body
+    return None if rows is None else torch.from_numpy(np.asarray(rows, dtype=np.int64).reshape(-1, 3))
+
+
+def _checked(where: str, spec: Any) -> P:
+    if not isinstance(spec, P):
+        raise SpecError(report(where, f"spec must be a P, but it is the {type(spec).__name__} {spec!r}",
+                               fix='for instance P("dp", None)'))  # fmt: skip
+    if spec.unreduced or spec.reduced:
+        raise SpecError(report(where, f"the spec {spec!r} speaks of sums between ranks, and a draw is not one",
+                               fix=f"spec={P(*spec)!r}"))  # fmt: skip
+    return spec
+
+
+def _device(key: Key, mesh: Any) -> torch.device:
+    if key.data.device.type != "cpu":
+        return key.data.device
+    return torch.get_default_device() if mesh is None else torch.device(mesh.device_type)
+
+
+def _whole(key: Key, draw: Draw, device: torch.device) -> torch.Tensor:
+    return op.draw(key.data, None, draw.shape, draw.shape, draw.kind, draw.params, draw.dtype, device)
+
+
+def _on_mesh(data: torch.Tensor, draw: Draw, spec: P, mesh: Any) -> torch.Tensor:
+    """An array; the batch dims of `data` come first and are not split."""
+    data = array.unshard(data) if isinstance(data, DTensor) else data
+    axes, batch = axes_of(mesh), data.shape[:-1]
+
+    def block(coord: Any) -> torch.Tensor:
+        return draw_local(data, draw, local_indices(draw.shape, axes, spec, coord), mesh.device_type)
+
+    dtype = kinds.result_dtype(draw.kind, draw.dtype)
+    return array.from_blocks(block, (*batch, *draw.shape), dtype, mesh, P(*(None,) * len(batch), *spec))
+
+
+class _Placed(torch.autograd.Function):
+    """`_on_mesh` under functorch transforms, which see a function of the key with a rule for batches."""
+
+    @staticmethod
+    def forward(data: torch.Tensor, draw: Draw, spec: P, mesh: Any) -> torch.Tensor:
+        return _on_mesh(data, draw, spec, mesh)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, data: torch.Tensor, draw: Draw, spec: P, mesh: Any) -> Any:
+        return _Placed.apply(data.movedim(in_dims[0], 0), draw, spec, mesh), 0
+
+
+def _in_body(where: str, key: Key, draw: Draw, spec: P, mesh: Any, body: Any) -> torch.Tensor:
+    axes = axes_of(body.mesh)
+    names = [name for row in split_axes(spec, len(spec)) for name in row]
+    failures = [f"axis {name!r} is not manual here: the body's axes are {tuple(body.axes)}"
+                for name in names if name not in body.axes]  # fmt: skip
+    if not same(mesh, body.mesh):
+        failures.append("mesh is another mesh than the body's")
+    if not is_even(draw.shape, axes, spec):
+        for dim, (size, row) in enumerate(zip(draw.shape, split_axes(spec, len(draw.shape)), strict=True)):
+            n = int(np.prod([axes[name] for name in row]))
+            if size % n:
+                failures.append(f"dim {dim} of size {size} is split {n} times by {row}, and {size} % {n} = {size % n}")
+    if failures:
+        raise SpecError(report(where, f"the spec {spec!r} does not fit a draw of shape {draw.shape} inside a shard_map "
+                                      f"body on the {mesh_text(axes)}", failures,
+                               "sizes that the axes divide; outside of bodies any size will do"))  # fmt: skip
+
+    def rows(rank: int) -> Any:
+        return _rows_tensor(counters.encode(draw.shape, local_indices(draw.shape, axes, spec, coordinates(mesh, rank))))
+
+    local = tuple(map(len, local_indices(draw.shape, axes, spec, dict.fromkeys(axes, 0))))
+    where_ = None if local == draw.shape else blocks.each(rows, played_ranks(mesh))
+    device = _device(key, mesh)
+    return op.draw(key.data, where_, draw.shape, local, draw.kind, draw.params, draw.dtype, device)
