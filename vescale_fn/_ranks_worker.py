@@ -1,0 +1,235 @@
+"""One launched rank's life, in its own process: settle in, join the group, run, report, leave.
+
+`ranks.py` is the other end of the pipe. On it the rank says ``ready`` once it can compute and has met the others, hears
+``go``, says ``done`` or ``failed``, and stays until it is told to leave or is ended.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from . import _torch, context
+from .errors import report
+
+try:
+    import cloudpickle
+except ImportError:  # the extra `launch`
+    cloudpickle = None
+
+LINGER = 2.0  # seconds that a finished rank keeps its connections open
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank of one launch knows."""
+
+    nprocs: int
+    device: str
+    timeout: float
+    folder: str  # of the rendezvous file; exists as long as the launch
+    streams: dict[int, int]  # 1 and 2 -> where this rank's stdout and stderr go, if not where the caller's go
+    caller: int  # the process that must outlive this one
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a rank tells its caller."""
+
+    kind: str  # ready, done, failed
+    rank: int
+    value: Any = None  # done: the pickled result
+    title: str = ""  # failed: "raised ValueError"
+    text: str = ""  # failed: the traceback
+    when: float = 0.0  # of the machine's monotonic clock, the same for all processes
+
+
+def run_rank(rank: int, job: Job, pipe: Connection, call: Callable[[], Any]) -> None:
+    """Be rank `rank` of `job`: compute ``call()`` and send what came of it through `pipe`."""
+    try:
+        settle(rank, job)
+        _compute_a_little()
+        join_group(rank, job.nprocs, job.device, job.timeout, os.path.join(job.folder, "rendezvous"))
+    except Exception as error:
+        return _stay(pipe, failure(rank, error))
+    pipe.send(Message("ready", rank))
+    pipe.recv()  # go: no rank calls the function before all ranks can
+    try:
+        result = call()
+        if job.device == "cuda":
+            torch.cuda.synchronize()
+    except BaseException as error:  # sys.exit in the function too
+        return _stay(pipe, failure(rank, error))
+    try:
+        message = Message("done", rank, value=dumps(result))
+    except Exception as error:
+        what = report("launch", f"what rank {rank} returned cannot be sent to the caller", [str(error)])
+        message = Message("failed", rank, title="returned what cannot be sent", text=what, when=time.monotonic())
+    pipe.send(message)
+    # Closing at once could cut off what another rank is still receiving. Staying for good would let a rank that waits
+    # for this one in a collective wait out the timeout, where a closed connection tells it at once.
+    _wait(pipe, LINGER)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return None
+
+
+def failure(rank: int, error: BaseException) -> Message:
+    """The report of an exception, timed, without the frame of this file."""
+    below = error.__traceback__.tb_next if error.__traceback__ else None
+    text = "".join(traceback.format_exception(type(error), error, below))
+    return Message("failed", rank, title=f"raised {type(error).__name__}", text=text, when=time.monotonic())
+
+
+def _stay(pipe: Connection, message: Message) -> None:
+    """Report a failure and wait for the end: leaving would break the others' collectives and bury the cause."""
+    pipe.send(message)
+    _wait(pipe, 60)
+
+
+def _wait(pipe: Connection, seconds: float) -> None:
+    try:
+        pipe.poll(seconds)
+    except OSError:
+        pass  # the caller is gone
+
+
+def settle(rank: int, job: Job) -> None:
+    """Leave behind what belonged to the caller: its context, signals, streams, threads."""
+    context.clear()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, which ends the ranks
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number, name in (1, "stdout"), (2, "stderr"):
+        if number in job.streams:
+            os.dup2(job.streams[number], number)
+        encoding = "utf-8" if number in job.streams else None
+        # A stream of its own, by line: the caller's may be a notebook's, or hold half a line.
+        setattr(sys, name, open(number, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.nprocs))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.nprocs))
+    for name in "MASTER_ADDR", "MASTER_PORT":  # of another job, which this rank is not part of
+        os.environ.pop(name, None)
+    # OpenMP's threads do not come along in a fork, and the first parallel loop would wait for them for ever.
+    torch.set_num_threads(1)
+    end_with(job.caller, job.folder)
+
+
+def end_with(caller: int, folder: str | None = None) -> None:
+    """End this process soon after the process `caller` that started it, however that one ended."""
+
+    def watch() -> None:
+        while os.getppid() == caller:
+            time.sleep(0.2)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end with the caller", daemon=True).start()
+
+
+def _compute_a_little() -> None:
+    """Raise where a fork has left autograd unusable, as it does once the caller's engine had started GPU threads."""
+    with torch.enable_grad():
+        x = torch.ones(2, device="cpu", requires_grad=True)
+        (x * x).sum().backward()
+
+
+def join_group(rank: int, nprocs: int, device: str, timeout: float, rendezvous: str) -> None:
+    """Initialise the process group of ranks that are all on this machine and meet in the file `rendezvous`."""
+    # A file, not a TCPStore: that needs a free port, and a server's thread in a process that forks may hold the
+    # resolver's lock at that moment, so that every later connection of the child hangs.
+    store = dist.FileStore(rendezvous, nprocs)
+    _torch.set_default_group_timeout(timedelta(seconds=timeout))
+    bound = None
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        bound = torch.device("cuda", rank)
+    else:  # by default gloo looks up this machine's name, which on a laptop may lead nowhere
+        loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+        if loopback:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=nprocs,
+                            timeout=timedelta(seconds=timeout), device_id=bound)  # fmt: skip
+
+
+# From process to process
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle what a rank returns: by reference where that works, so that the caller gets its own classes back."""
+    try:
+        return _pickled(pickle.Pickler, value, _for_the_caller)
+    except Unsendable:
+        raise
+    except Exception:
+        if cloudpickle is None:
+            raise
+        return _pickled(cloudpickle.Pickler, value, _for_the_caller)
+
+
+def dumps_call(value: Any) -> bytes:
+    """Pickle a function and its arguments for a fresh process: functions by value where there is no module to import."""
+    return _pickled(pickle.Pickler if cloudpickle is None else cloudpickle.Pickler, value, _for_a_rank)
+
+
+class Unsendable(TypeError):
+    """A value that means nothing in another process."""
+
+
+def _for_the_caller(x: Any) -> Any:
+    if isinstance(x, DTensor):
+        raise Unsendable(
+            f"a sharded array of shape {tuple(x.shape)} on {x.device_mesh}: its other blocks are on the other ranks, "
+            "which end with the launch. Instead: return vfn.unshard(tree), whole, or x.to_local(), this rank's block"
+        )
+    # On the CPU: a caller that need not touch the GPUs should not have to, and can still fork.
+    return x.detach().cpu() if isinstance(x, torch.Tensor) and x.is_cuda else x
+
+
+def _for_a_rank(x: Any) -> Any:
+    if isinstance(x, DTensor):
+        raise Unsendable(
+            f"a sharded array of shape {tuple(x.shape)} on {x.device_mesh}, which the ranks do not have. "
+            "Instead: pass vfn.unshard(tree) and shard it in the function"
+        )
+    if cloudpickle is None and isinstance(x, (FunctionType, type)) and x.__module__ == "__main__":
+        raise Unsendable(f"{x.__qualname__} is defined in __main__, which a fresh process cannot import")
+    return x
+
+
+def _to_this_gpu(x: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    return x.cuda().requires_grad_(requires_grad)
+
+
+def _pickled(pickler: Any, value: Any, change: Callable[[Any], Any]) -> bytes:
+    class Pickler(pickler):
+        def reducer_override(self, x: Any) -> Any:
+            changed = change(x)
+            if changed is not x:
+                return changed.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            if isinstance(x, torch.Tensor) and x.is_cuda:  # each rank gets it on its own GPU
+                return _to_this_gpu, (x.detach().cpu(), x.requires_grad)
+            inherited = getattr(super(), "reducer_override", None)
+            return inherited(x) if inherited else NotImplemented
+
+    buffer = io.BytesIO()
+    Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
