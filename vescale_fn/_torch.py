@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import torch._C._functorch as _functorch
 import torch.utils._pytree as _pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad as _forward_ad
+from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import placement_types as _placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -101,3 +103,15 @@ def register_tree_node(cls: type, flatten: Any, unflatten: Any, names: tuple[str
         cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         flatten_with_keys_fn=flatten_with_keys,
     )  # fmt: skip
+
+
+def set_default_group_timeout(timeout: Any) -> None:
+    """Let the groups of a mesh time out as the process group does (by default half an hour, whatever that was given)."""
+    _c10d.default_pg_timeout = timeout
+    if getattr(_c10d, "default_pg_nccl_timeout", None) is not None:
+        _c10d.default_pg_nccl_timeout = timeout
+
+
+def fake_mode() -> Any:
+    """A mode under which tensors have shapes and strides but no values."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
