@@ -1,0 +1,1 @@
+"""Runnable training programs on real input, written with the public names alone."""

@@ -1,0 +1,137 @@
+"""A decoder-only transformer over bytes: pure functions over a tree of parameters, written as for one device.
+
+Lines that exist only for distribution end in ``# mesh``: the table of specs and two `with_sharding`s. Take them away
+and the same program is left, for one device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import vescale_fn as vfn
+from vescale_fn import P  # mesh
+
+VOCAB = 256
+Params = dict[str, Any]
+
+# Tensor parallelism as in Megatron-LM (arXiv 1909.08053): heads and hidden units are split over "tp", the matrices back
+# into the residual stream by their rows. Everything else lies whole on every rank.
+SPECS = [(r"\.(qkv|up)$", P(None, "tp")), (r"\.(out|down)$", P("tp")), (r".*", P())]  # mesh
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of the model: width, attention heads, blocks, hidden width of each block, and the dropout rate."""
+
+    dim: int = 128
+    heads: int = 4
+    layers: int = 2
+    hidden: int = 512
+    dropout: float = 0.05
+
+
+def init(key: vfn.random.Key, config: Config, dtype: torch.dtype = torch.float32) -> Params:
+    """Random parameters, the same for the same key."""
+    keys = iter(vfn.random.split(key, 2 + 4 * config.layers))
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+        return vfn.random.normal(next(keys), (rows, columns), dtype) * (scale * rows**-0.5)
+
+    def block() -> Params:
+        ones, back = torch.ones(config.dim, dtype=dtype), (2 * config.layers) ** -0.5
+        return {
+            "attention": {
+                "norm": ones,
+                "qkv": matrix(config.dim, 3 * config.dim),
+                "out": matrix(config.dim, config.dim, back),
+            },
+            "mlp": {
+                "norm": ones.clone(),
+                "up": matrix(config.dim, config.hidden),
+                "down": matrix(config.hidden, config.dim, back),
+            },
+        }
+
+    return {
+        "embed": matrix(VOCAB, config.dim),
+        "blocks": [block() for _ in range(config.layers)],
+        "norm": torch.ones(config.dim, dtype=dtype),
+        "head": matrix(config.dim, VOCAB, 0.1),
+    }
+
+
+def logits(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random.Key | None = None) -> torch.Tensor:
+    """Scores [B, T, 256] of the byte after each position of `tokens` [B, T]; with a key, dropout is on."""
+    x = F.embedding(tokens, params["embed"])
+    angles = rotation(tokens.shape[1], config.dim // config.heads, x)
+    keys = iter(vfn.random.split(key, 2 * config.layers)) if key is not None else repeat(None)
+    for block in params["blocks"]:
+        x = x + dropout(next(keys), attention(block["attention"], x, angles, config.heads), config.dropout)
+        x = x + dropout(next(keys), mlp(block["mlp"], x), config.dropout)
+    return norm(x, params["norm"]) @ params["head"]
+
+
+def loss(params: Params, batch: torch.Tensor, config: Config, key: vfn.random.Key | None = None) -> torch.Tensor:
+    """Mean cross entropy in nats of each window's next bytes; `batch` is [B, T + 1]."""
+    scores = logits(params, batch[:, :-1], config, key)
+    return F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def attention(p: Params, x: torch.Tensor, angles: Any, heads: int) -> torch.Tensor:
+    """Causal self-attention. The columns of `qkv` are grouped by head, so that a split of them is a split of heads."""
+    qkv = (norm(x, p["norm"]) @ p["qkv"]).unflatten(-1, (heads, -1)).transpose(1, 2)
+    q, k, v = qkv.chunk(3, dim=-1)  # [B, heads, T, dim / heads] each
+    y = F.scaled_dot_product_attention(rotate(q, angles), rotate(k, angles), v, is_causal=True)
+    y = y.transpose(1, 2).flatten(2) @ p["out"]
+    y = vfn.with_sharding(y, P("dp"))  # mesh
+    return y
+
+
+def mlp(p: Params, x: torch.Tensor) -> torch.Tensor:
+    """Two matrices with a GELU between them."""
+    y = F.gelu(norm(x, p["norm"]) @ p["up"]) @ p["down"]
+    y = vfn.with_sharding(y, P("dp"))  # mesh
+    return y
+
+
+def norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Layer normalisation without a bias."""
+    return F.layer_norm(x, scale.shape, scale)
+
+
+def dropout(key: vfn.random.Key | None, x: torch.Tensor, rate: float) -> torch.Tensor:
+    """Dropout where there is a key."""
+    return x if key is None or not rate else vfn.random.dropout(key, x, rate)
+
+
+def rotation(length: int, dim: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [T, dim] of rotary positions (arXiv 2104.09864), in the dtype and on the device of `like`."""
+    speeds = torch.exp(torch.arange(0, dim, 2, dtype=torch.float64) * (-math.log(10000.0) / dim))
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), speeds)
+    cos, sin = angles.cos(), angles.sin()
+    tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    return tables[0].to(like.device, like.dtype), tables[1].to(like.device, like.dtype)
+
+
+def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Turn each pair (i, i + dim / 2) of the last dim by its position's angle."""
+    return x * angles[0] + x.roll(x.shape[-1] // 2, -1) * angles[1]
+
+
+def generate(params: Params, prompt: bytes, length: int, context: int, config: Config, key: vfn.random.Key,
+             temperature: float = 0.7) -> bytes:  # fmt: skip
+    """`length` bytes after `prompt`, drawn one by one; each looks back at most `context` bytes."""
+    text = list(prompt)
+    device = params["embed"].device
+    for draw in vfn.random.uniform(key, (length,)):
+        tokens = torch.tensor([text[-context:]], device=device)
+        scores = logits(params, tokens, config)[0, -1].cpu()
+        reached = torch.softmax(scores / temperature, dim=-1).cumsum(-1)
+        text.append(min(int(torch.searchsorted(reached, draw)), VOCAB - 1))
+    return bytes(text)
