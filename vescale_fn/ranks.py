@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import functools
-import linecache
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import tempfile
-import time
-import warnings
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing import Pipe, connection, get_context
+from multiprocessing import Pipe, connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import _ranks_worker, context
-from ._ranks_worker import Job, Message
+from . import _rank_process, context
+from ._rank_group import NotStarted, Streams, how_it_ended, read, run
+from ._rank_process import Message
 from .errors import MeshError, RankError, report
-
-# Seconds: for all ranks to have met, to hear of more failures after the first, for finished ranks to leave.
-START, GRACE, LEAVE = {"cpu": 30.0, "cuda": 120.0}, 0.2, 5.0
-
 
 # Simulated
 
@@ -52,7 +44,7 @@ def simulate(n: int) -> Simulation:
     ...     mesh = vfn.make_mesh((2, 4), ("dp", "tp"))
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise MeshError(report("simulate", f"n={n!r} is not a number of ranks; it must be an integer, at least 1"))
+        raise MeshError(report("simulate", f"n={n!r} is not a number of ranks; it must be an integer >= 1"))
     return Simulation(n)
 
 
@@ -84,9 +76,10 @@ class Simulation:
 
 
 def ensure_process_group(device: str | None = None) -> tuple[int, int]:
-    """This process's rank and the number of ranks, initialising the process group from torchrun's environment if need be.
+    """This process's rank and the number of ranks.
 
-    A process group that is there is taken as it is; without one, and without torchrun, this is rank 0 of 1.
+    A process group that is there is taken as it is, of any backend; under torchrun one is initialised from the
+    environment; otherwise this is rank 0 of 1, without a process group.
     """
     if has_process_group():
         return dist.get_rank(), dist.get_world_size()
@@ -108,7 +101,7 @@ def has_process_group() -> bool:
 
 
 def device_type() -> str:
-    """Where the ranks compute: "cuda" on an NCCL group, "cpu" on another one, torch's default device without a group."""
+    """Where the ranks compute: "cuda" in an NCCL group, "cpu" in any other; without a group torch's default device."""
     if not has_process_group():
         return torch.get_default_device().type
     return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
@@ -159,21 +152,17 @@ def launch(fn: Callable[..., Any], nprocs: int, *args: Any, device: str | None =
     [5, 15]
     """
     if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
-        raise MeshError(report("launch", f"nprocs={nprocs!r} is not a number of ranks; it must be an integer, at least 1",
-                               fix=f"launch(fn, 4, ...), where fn={getattr(fn, '__name__', fn)!r}"))  # fmt: skip
+        raise MeshError(report("launch", f"nprocs={nprocs!r} is not a number of ranks; it must be an integer >= 1",
+                               fix="launch(fn, nprocs, *args), for instance launch(train, 4, config)"))  # fmt: skip
     device = _device(device, nprocs, "launch")
     reason = _why_not_fork()
     if reason is None:
         try:
-            results = _run(functools.partial(fn, *args), nprocs, device, timeout)
+            results = run(functools.partial(fn, *args), nprocs, device, timeout)
             return [pickle.loads(result) for result in results]
-        except _NotStarted as error:  # no rank has called fn yet
+        except NotStarted as error:  # no rank has called fn yet
             reason = str(error)
     return [pickle.loads(result) for result in _run_fresh(fn, args, nprocs, device, timeout, reason)]
-
-
-class _NotStarted(Exception):
-    """The ranks did not get as far as calling the function."""
 
 
 def _why_not_fork() -> str | None:
@@ -184,155 +173,6 @@ def _why_not_fork() -> str | None:
     if sys.platform == "darwin":
         return "a fork is unsafe on macOS"
     return None
-
-
-@dataclass(frozen=True)
-class _Rank:
-    process: Any
-    pipe: connection.Connection
-
-
-def _run(call: Callable[[], Any], nprocs: int, device: str, timeout: float) -> list[bytes]:
-    """Fork `nprocs` ranks, watch them, and return their pickled results; none of them is left when it returns."""
-    with tempfile.TemporaryDirectory(prefix="vescale_fn-") as folder, _Streams() as streams:
-        job = Job(nprocs, device, timeout, folder, streams.ends, os.getpid())
-        ranks: list[_Rank] = []
-        try:
-            for rank in range(nprocs):
-                ranks.append(_fork(rank, job, call))
-            _, failed = _hear(ranks, "ready", streams, START[device])
-            if failed:
-                raise _NotStarted(failed[0].text or f"rank {failed[0].rank} {failed[0].title} before it could start")
-            _tell(ranks, "go")
-            done, failed = _hear(ranks, "done", streams, float("inf"))
-            if failed:
-                raise RankError(_first_and_others(failed, nprocs))
-            _tell(ranks, "leave")
-            late = time.monotonic() + LEAVE
-            while any(rank.process.is_alive() for rank in ranks) and time.monotonic() < late:
-                streams.wait([rank.process.sentinel for rank in ranks if rank.process.is_alive()], 0.05)
-            return [done[rank] for rank in range(nprocs)]
-        finally:
-            _end(ranks)
-
-
-def _fork(rank: int, job: Job, call: Callable[[], Any]) -> _Rank:
-    ours, theirs = Pipe()
-    process = get_context("fork").Process(target=_ranks_worker.run_rank, args=(rank, job, theirs, call))
-    sys.stdout and sys.stdout.flush()
-    sys.stderr and sys.stderr.flush()
-    with warnings.catch_warnings():
-        # Python warns of a fork beside threads; a rank that a fork has broken does not say "ready".
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
-    theirs.close()
-    return _Rank(process, ours)
-
-
-def _tell(ranks: list[_Rank], word: str) -> None:
-    for rank in ranks:
-        with contextlib.suppress(OSError):  # it has gone already: `_hear` finds out, where it matters
-            rank.pipe.send(word)
-
-
-def _hear(ranks: list[_Rank], kind: str, streams: _Streams, seconds: float) -> tuple[dict[int, Any], list[Message]]:
-    """Wait for every rank's message of this kind, or for the first failure and those that come with it."""
-    heard: dict[int, Any] = {}
-    failed: list[Message] = []
-    until = time.monotonic() + seconds
-    while len(heard) + len(failed) < len(ranks):
-        silent = [i for i in range(len(ranks)) if i not in heard and i not in {message.rank for message in failed}]
-        if time.monotonic() > until:
-            if not failed:
-                failed = [Message("failed", i, title=f"did not start within {seconds:g} seconds") for i in silent]
-            break
-        streams.wait([end for i in silent for end in (ranks[i].pipe, ranks[i].process.sentinel)], 0.2)
-        for i in silent:
-            ended = ranks[i].process.exitcode is not None  # asked before the pipe: it may hold a last word
-            message = _message(ranks[i].pipe) if ranks[i].pipe.poll() else None
-            if message is None and (ended or ranks[i].pipe.poll()):
-                ranks[i].process.join(1)
-                message = Message("failed", i, title=_how_it_ended(ranks[i].process.exitcode), when=time.monotonic())
-            if message is not None and message.kind == kind:
-                heard[i] = message.value
-            elif message is not None:
-                failed.append(message)
-        if failed:
-            until = min(until, time.monotonic() + GRACE)
-    # A rank that died breaks the others' collectives, and their complaint may be here before its death is.
-    return heard, sorted(failed, key=lambda message: (message.text != "", message.when))
-
-
-def _message(pipe: connection.Connection) -> Message | None:
-    try:
-        return pipe.recv()
-    except (EOFError, OSError):
-        return None
-
-
-def _how_it_ended(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"exited with code {code} and returned nothing"
-    name = signal.Signals(-code).name
-    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-
-
-def _first_and_others(failed: list[Message], nprocs: int) -> str:
-    first, *others = failed
-    text = f"launch: rank {first.rank} of {nprocs} {first.title}; the other ranks were ended"
-    text += "\n\n" + first.text if first.text else ""
-    for other in others:
-        last = other.text.strip().rpartition("\n")[2][:200]
-        text += f"\nAfter it, rank {other.rank} {other.title}" + (f": {last}" if last else "")
-    return text
-
-
-def _end(ranks: list[_Rank]) -> None:
-    for rank in ranks:
-        rank.process.terminate()
-    for rank in ranks:
-        rank.process.join(2)
-        if rank.process.is_alive():
-            rank.process.kill()
-            rank.process.join()
-        rank.pipe.close()
-        rank.process.close()
-
-
-class _Streams:
-    """Carries what the ranks print to `sys.stdout` and `sys.stderr` where those are not the process's own.
-
-    A notebook and a test's capture put objects there that no other process can write to. Elsewhere the ranks write
-    to the same terminal or file as the caller, and nothing is carried.
-    """
-
-    def __init__(self) -> None:
-        self.ends: dict[int, int] = {}
-        self._from: dict[int, tuple[Any, Any]] = {}
-        for number, name in (1, "stdout"), (2, "stderr"):
-            stream = getattr(sys, name)
-            if stream is not None and stream is not getattr(sys, f"__{name}__"):
-                source, self.ends[number] = os.pipe()
-                os.set_blocking(source, False)
-                self._from[source] = stream, codecs.getincrementaldecoder("utf-8")("replace")
-
-    def __enter__(self) -> _Streams:
-        return self
-
-    def wait(self, others: list[Any], seconds: float) -> None:
-        """Wait for one of `others`, or for something to carry; carry all that there is."""
-        connection.wait([*others, *self._from], seconds)
-        for source, (stream, decoder) in self._from.items():
-            try:
-                while chunk := os.read(source, 1 << 16):
-                    stream.write(decoder.decode(chunk))
-            except BlockingIOError:
-                stream.flush()
-
-    def __exit__(self, *_: object) -> None:
-        self.wait([], 0)
-        for end in (*self._from, *self.ends.values()):
-            os.close(end)
 
 
 # Where this process cannot fork: a fresh interpreter that imports once, and forks
@@ -349,32 +189,31 @@ _serve(pipe)
 
 def _run_fresh(fn: Any, args: Any, nprocs: int, device: str, timeout: float, reason: str) -> list[bytes]:
     try:
-        body = _ranks_worker.dumps_call((fn, args, _settings()))
+        body = _rank_process.dumps_call(fn, args)
     except Exception as error:
-        install = "pip install vescale_fn[launch], which carries closures and notebook functions, or " * (
-            _ranks_worker.cloudpickle is None)  # fmt: skip
-        raise RankError(report("launch", "fn or its arguments cannot be sent to the ranks", [str(error), reason],
-                               f"{install}call launch before this process uses CUDA or a process group")) from error  # fmt: skip
+        fix = "call launch before this process uses CUDA or a process group"
+        if _rank_process.cloudpickle is None:
+            fix = f"pip install vescale_fn[launch], which carries closures and a notebook's functions; or {fix}"
+        what = "fn or its arguments cannot be sent to the ranks"
+        raise RankError(report("launch", what, [str(error), reason], fix)) from error
     ours, theirs = Pipe()
-    with _Streams() as streams:
-        process = subprocess.Popen([sys.executable, "-c", _BOOT, str(theirs.fileno())], stdin=subprocess.DEVNULL,
-                                   stdout=streams.ends.get(1), stderr=streams.ends.get(2),
-                                   pass_fds=[theirs.fileno()])  # fmt: skip
+    with Streams() as streams:
+        command = [sys.executable, "-c", _BOOT, str(theirs.fileno())]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=streams.ends.get(1),
+                                   stderr=streams.ends.get(2), pass_fds=[theirs.fileno()])  # fmt: skip
         theirs.close()
         try:
-            ours.send(sys.path)
-            ours.send((body, nprocs, device, timeout, os.getpid()))
+            with contextlib.suppress(OSError):  # it has ended: so says the pipe
+                ours.send(sys.path)
+                ours.send((body, nprocs, device, timeout, os.getpid()))
             while not ours.poll():
                 streams.wait([ours], 0.2)
-            answer = _message(ours)
+            answer = read(ours)
             if answer is None:
-                code = process.wait(5)
-                raise RankError(f"launch: the interpreter that should start the ranks {_how_it_ended(code)}")
+                raise RankError(f"launch: the interpreter that was to start the ranks {how_it_ended(process.wait(5))}")
             if answer.kind == "failed":
                 raise RankError(answer.text)
             return answer.value
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise RankError(f"launch: the interpreter that should start the ranks {_how_it_ended(process.wait(5))}") from error
         finally:
             ours.close()
             process.terminate()  # it ends its ranks first
@@ -390,28 +229,15 @@ def _serve(pipe: connection.Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     body, nprocs, device, timeout, caller = pipe.recv()
-    _ranks_worker.end_with(caller)
+    _rank_process.end_with(caller)
     try:
-        results = _run(functools.partial(_call, body), nprocs, device, timeout)
+        results = run(functools.partial(_rank_process.call_pickled, body), nprocs, device, timeout)
         pipe.send(Message("done", 0, value=results))
     except RankError as error:
         pipe.send(Message("failed", 0, text=str(error)))
-    except _NotStarted as error:
+    except NotStarted as error:
         pipe.send(Message("failed", 0, text=f"launch: the ranks could not start\n\n{error}"))
-
-
-def _settings() -> dict[str, Any]:
-    """What a fork would have carried along besides the function."""
-    # The source of notebook cells, for tracebacks. Without a time of change, or Python looks for the file.
-    cells = {name: (entry[0], None, *entry[2:]) for name, entry in linecache.cache.items()
-             if len(entry) == 4 and not os.path.exists(name)}  # fmt: skip
-    return {"dtype": torch.get_default_dtype(), "grad": torch.is_grad_enabled(), "draws": torch.get_rng_state(), "cells": cells}
-
-
-def _call(body: bytes) -> Any:
-    fn, args, settings = pickle.loads(body)
-    torch.set_default_dtype(settings["dtype"])
-    torch.set_grad_enabled(settings["grad"])
-    torch.set_rng_state(settings["draws"])
-    linecache.cache.update(settings["cells"])
-    return fn(*args)
+    except Exception:
+        pipe.send(Message("failed", 0, text=f"launch: the ranks could not be watched\n\n{traceback.format_exc()}"))
+    finally:
+        os._exit(0)  # the ranks are gone, and nothing else here needs an orderly end

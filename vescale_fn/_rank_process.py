@@ -1,12 +1,13 @@
 """One launched rank's life, in its own process: settle in, join the group, run, report, leave.
 
-`ranks.py` is the other end of the pipe. On it the rank says ``ready`` once it can compute and has met the others, hears
-``go``, says ``done`` or ``failed``, and stays until it is told to leave or is ended.
+`_rank_group.py` is the other end of the pipe. On it the rank says ``ready`` once it can compute and has met the others,
+hears ``go``, says ``done`` or ``failed``, and stays until it is told to leave or is ended.
 """
 
 from __future__ import annotations
 
 import io
+import linecache
 import os
 import pickle
 import shutil
@@ -93,10 +94,13 @@ def run_rank(rank: int, job: Job, pipe: Connection, call: Callable[[], Any]) -> 
 
 
 def failure(rank: int, error: BaseException) -> Message:
-    """The report of an exception, timed, without the frame of this file."""
-    below = error.__traceback__.tb_next if error.__traceback__ else None
+    """The report of an exception, timed, without this file's own frames."""
+    below = error.__traceback__
+    while below is not None and below.tb_frame.f_code.co_filename == __file__:
+        below = below.tb_next
     text = "".join(traceback.format_exception(type(error), error, below))
-    return Message("failed", rank, title=f"raised {type(error).__name__}", text=text, when=time.monotonic())
+    how = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
+    return Message("failed", rank, title=how, text=text, when=time.monotonic())
 
 
 def _stay(pipe: Connection, message: Message) -> None:
@@ -185,9 +189,23 @@ def dumps(value: Any) -> bytes:
         return _pickled(cloudpickle.Pickler, value, _for_the_caller)
 
 
-def dumps_call(value: Any) -> bytes:
-    """Pickle a function and its arguments for a fresh process: functions by value where there is no module to import."""
-    return _pickled(pickle.Pickler if cloudpickle is None else cloudpickle.Pickler, value, _for_a_rank)
+def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Pickle ``fn(*args)`` for a fresh process, with what a fork would have carried along besides."""
+    # The source of notebook cells, for tracebacks. Without a time of change, or Python looks for the file.
+    cells = {name: (entry[0], None, *entry[2:]) for name, entry in linecache.cache.items()
+             if len(entry) == 4 and not os.path.exists(name)}  # fmt: skip
+    ambient = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_rng_state(), cells
+    return _pickled(pickle.Pickler if cloudpickle is None else cloudpickle.Pickler, (fn, args, ambient), _for_a_rank)
+
+
+def call_pickled(body: bytes) -> Any:
+    """``fn(*args)`` of `dumps_call`."""
+    fn, args, (dtype, grad_enabled, generator, cells) = pickle.loads(body)
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad_enabled)
+    torch.set_rng_state(generator)
+    linecache.cache.update(cells)
+    return fn(*args)
 
 
 class Unsendable(TypeError):

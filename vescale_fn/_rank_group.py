@@ -1,0 +1,180 @@
+"""A group of ranks forked from this process: start them, watch them, end them; none is left behind."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import Pipe, connection, get_context
+from typing import Any
+
+from . import _rank_process
+from ._rank_process import Job, Message
+from .errors import RankError
+
+# Seconds: for all ranks to have met, to hear of more failures after the first, for finished ranks to leave.
+START, GRACE, LEAVE = {"cpu": 30.0, "cuda": 120.0}, 0.2, 5.0
+
+
+class NotStarted(Exception):
+    """The ranks did not get as far as calling the function."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    process: Any
+    pipe: connection.Connection
+
+
+def run(call: Callable[[], Any], nprocs: int, device: str, timeout: float) -> list[bytes]:
+    """Fork `nprocs` ranks, watch them, and return their pickled results; none of them is left when it returns."""
+    with tempfile.TemporaryDirectory(prefix="vescale_fn-") as folder, Streams() as streams:
+        job = Job(nprocs, device, timeout, folder, streams.ends, os.getpid())
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(nprocs):
+                ranks.append(_fork(rank, job, call))
+            _, failed = _hear(ranks, "ready", streams, START[device])
+            if failed:
+                raise NotStarted(failed[0].text or f"rank {failed[0].rank} {failed[0].title} before it could start")
+            _tell(ranks, "go")
+            done, failed = _hear(ranks, "done", streams, float("inf"))
+            if failed:
+                raise RankError(_first_and_others(failed, list(done), nprocs))
+            _tell(ranks, "leave")
+            late = time.monotonic() + LEAVE
+            while any(rank.process.is_alive() for rank in ranks) and time.monotonic() < late:
+                streams.wait([rank.process.sentinel for rank in ranks if rank.process.is_alive()], 0.05)
+            return [done[rank] for rank in range(nprocs)]
+        finally:
+            _end(ranks)
+
+
+def _fork(rank: int, job: Job, call: Callable[[], Any]) -> _Rank:
+    ours, theirs = Pipe()
+    process = get_context("fork").Process(target=_rank_process.run_rank, args=(rank, job, theirs, call))
+    sys.stdout and sys.stdout.flush()
+    sys.stderr and sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python warns of a fork beside threads; a rank that a fork has broken does not say "ready".
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    theirs.close()
+    return _Rank(process, ours)
+
+
+def _tell(ranks: list[_Rank], word: str) -> None:
+    for rank in ranks:
+        with contextlib.suppress(OSError):  # it has gone already: `_hear` finds out, where it matters
+            rank.pipe.send(word)
+
+
+def _hear(ranks: list[_Rank], kind: str, streams: Streams, seconds: float) -> tuple[dict[int, Any], list[Message]]:
+    """Wait for every rank's message of this kind, or for the first failure and those that come with it."""
+    heard: dict[int, Any] = {}
+    failed: list[Message] = []
+    until = time.monotonic() + seconds
+    while len(heard) + len(failed) < len(ranks):
+        silent = [i for i in range(len(ranks)) if i not in heard and i not in {message.rank for message in failed}]
+        if time.monotonic() > until:
+            if not failed:
+                failed = [Message("failed", i, title=f"did not start within {seconds:g} seconds") for i in silent]
+            break
+        streams.wait([end for i in silent for end in (ranks[i].pipe, ranks[i].process.sentinel)], 0.2)
+        for i in silent:
+            ended = ranks[i].process.exitcode is not None  # asked before the pipe: it may hold a last word
+            message = read(ranks[i].pipe) if ranks[i].pipe.poll() else None
+            if message is None and (ended or ranks[i].pipe.poll()):
+                ranks[i].process.join(1)
+                message = Message("failed", i, title=how_it_ended(ranks[i].process.exitcode), when=time.monotonic())
+            if message is not None and message.kind == kind:
+                heard[i] = message.value
+            elif message is not None:
+                failed.append(message)
+        if failed:
+            until = min(until, time.monotonic() + GRACE)
+    # A rank that died breaks the others' collectives, and their complaint may be here before its death is.
+    return heard, sorted(failed, key=lambda message: (message.text != "", message.when))
+
+
+def read(pipe: connection.Connection) -> Message | None:
+    """The next message, or None when the other end is gone."""
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        return None
+
+
+def how_it_ended(code: int | None) -> str:
+    """A process's exit code in words."""
+    if code is None or code >= 0:
+        return f"exited with code {code} and returned nothing"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+def _first_and_others(failed: list[Message], returned: list[int], nprocs: int) -> str:
+    first, *others = failed
+    text = f"launch: rank {first.rank} of {nprocs} {first.title}; the other ranks were ended"
+    text += "\n\n" + first.text if first.text else ""
+    for other in others:
+        last = other.text.strip().rpartition("\n")[2][:200]
+        text += f"\nAfter it, rank {other.rank} {other.title}" + (f": {last}" if last else "")
+    if returned:  # often the cause: it left out a collective that the others wait in
+        text += f"\nBy then rank {', '.join(map(str, sorted(returned)))} had returned."
+    return text
+
+
+def _end(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        rank.process.terminate()
+    for rank in ranks:
+        rank.process.join(2)
+        if rank.process.is_alive():
+            rank.process.kill()
+            rank.process.join()
+        rank.pipe.close()
+        rank.process.close()
+
+
+class Streams:
+    """Carries what the ranks print to `sys.stdout` and `sys.stderr` where those are not the process's own.
+
+    A notebook and a test's capture put objects there that no other process can write to. Elsewhere the ranks write
+    to the same terminal or file as the caller, and nothing is carried.
+    """
+
+    def __init__(self) -> None:
+        self.ends: dict[int, int] = {}
+        self._from: dict[int, tuple[Any, Any]] = {}
+        for number, name in (1, "stdout"), (2, "stderr"):
+            stream = getattr(sys, name)
+            if stream is not None and stream is not getattr(sys, f"__{name}__"):
+                source, self.ends[number] = os.pipe()
+                os.set_blocking(source, False)
+                self._from[source] = stream, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def wait(self, others: list[Any], seconds: float) -> None:
+        """Wait for one of `others`, or for something to carry; carry all that there is."""
+        connection.wait([*others, *self._from], seconds)
+        for source, (stream, decoder) in self._from.items():
+            try:
+                while chunk := os.read(source, 1 << 16):
+                    stream.write(decoder.decode(chunk))
+            except BlockingIOError:
+                stream.flush()
+
+    def __exit__(self, *_: object) -> None:
+        self.wait([], 0)
+        for end in (*self._from, *self.ends.values()):
+            os.close(end)
