@@ -1,1 +1,1 @@
-"""Ratios, measured side by side in one process. `python -m benchmarks` runs all of them and writes README.md's tables."""
+"""Ratios, measured side by side in one process. `python -m benchmarks` runs all and writes README.md's tables."""

@@ -36,9 +36,7 @@ def pair(mesh_name: str, count: int, differentiate: bool) -> dict[str, Callable[
         "shard_map": vfn.shard_map(identity, mesh=mesh, in_specs=P(axis), out_specs=P(axis)),
         "unchecked": vfn.shard_map(identity, mesh=mesh, in_specs=P(axis), out_specs=P(axis), check_vma=False),
     }
-    return {
-        name: lambda f=f, args=theirs if name == "local_map" else ours: f(*args) for name, f in calls.items()
-    }
+    return {name: lambda f=f, args=theirs if name == "local_map" else ours: f(*args) for name, f in calls.items()}
 
 
 def main() -> None:

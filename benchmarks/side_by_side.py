@@ -16,7 +16,9 @@ RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent / "README.md"
 
 
-def medians(candidates: Mapping[str, Callable[[], Any]], *, rounds: int = 41, seconds: float = 0.01) -> dict[str, float]:
+def medians(
+    candidates: Mapping[str, Callable[[], Any]], *, rounds: int = 41, seconds: float = 0.01
+) -> dict[str, float]:
     """The median time of one call of each candidate, in microseconds.
 
     Every round runs each candidate once, for about `seconds`, in an order that rotates: what slows the machine for a
@@ -45,7 +47,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A Markdown table; floats to three figures."""
 
     def text(value: Any) -> str:
-        return f"{value:.3g}" if isinstance(value, float) and value < 1000 else f"{value:.0f}" if isinstance(value, float) else str(value)
+        if not isinstance(value, float):
+            return str(value)
+        return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(map(text, line)) + " |" for line in lines)

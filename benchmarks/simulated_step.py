@@ -1,4 +1,4 @@
-"""A training step of the recipe's transformer on 8 simulated ranks, beside 8 steps on one device; and where its time goes."""
+"""A step of the recipe's transformer on 8 simulated ranks, beside 8 steps on one device; and where its time goes."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@
 # %% [markdown]
 # # One program, many devices
 #
-# You write one function, as for one device. Where its arrays lie is said beside it. Then the same function runs on one
-# device, on ranks that this notebook plays by itself, and on real processes, and gives the same numbers. This tour does
-# all three. It needs no GPU and takes under a minute.
+# You write one function, as for one device. Where its arrays lie is said beside it. Then the same function
+# runs on one device, on ranks that this notebook plays by itself, and on real processes, and gives the same
+# numbers. This tour does all three. It needs no GPU and takes under a minute.
 
 # %%
 import torch
@@ -29,8 +29,8 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## A function
 #
-# A two-layer network, its parameters in a dictionary, a loss. Nothing in it knows of devices. Numbers come from a *key*:
-# the same key always gives the same numbers, and a key is split where several are needed.
+# A two-layer network, its parameters in a dictionary, a loss. Nothing in it knows of devices. Numbers come
+# from a *key*: the same key always gives the same numbers, and a key is split where several are needed.
 
 
 # %%
@@ -62,8 +62,9 @@ vfn.show(one_grads)
 # %% [markdown]
 # ## Eight ranks in one process
 #
-# `simulate(8)` makes this process play eight ranks. As a bare call it stays on, which suits a notebook. A *mesh* lays the
-# ranks out in a grid with named axes: here two rows, `dp` (data parallel), of four, `tp` (tensor parallel).
+# `simulate(8)` makes this process play eight ranks. As a bare call it stays on, which suits a notebook. A
+# *mesh* lays the ranks out in a grid with named axes: here two rows, `dp` (data parallel), of four, `tp`
+# (tensor parallel).
 
 # %%
 vfn.simulate(8)
@@ -72,8 +73,9 @@ vfn.set_mesh(mesh)
 mesh
 
 # %% [markdown]
-# A *spec* says which axes split each dim. The batch is split over `dp`. The first weight is split by columns and the second
-# by rows over `tp`, so that each rank keeps a quarter of the hidden units. What a spec does not mention is replicated.
+# A *spec* says which axes split each dim. The batch is split over `dp`. The first weight is split by columns
+# and the second by rows over `tp`, so that each rank keeps a quarter of the hidden units. What a spec does
+# not mention is replicated.
 
 # %%
 specs = {"up": P(None, "tp"), "down": P("tp", None)}
@@ -91,8 +93,8 @@ print(f"loss {vfn.unshard(value).item():.6f}")
 print("gradients lie as their parameters do:", {name: vfn.spec_of(grad) for name, grad in grads.items()})
 
 # %% [markdown]
-# Communication is never silent. The log has one line for each collective: what, over which axis, how much, why, and the
-# line of this notebook that asked for it.
+# Communication is never silent. The log has one line for each collective: what, over which axis, how much,
+# why, and the line of this notebook that asked for it.
 
 # %%
 print(log)
@@ -107,9 +109,9 @@ torch.testing.assert_close(vfn.unshard(grads), one_grads)
 # %% [markdown]
 # ## Saying where a value lies
 #
-# Placement follows from the inputs. `with_sharding` states it where you care. Here the hidden layer is asked to lie whole
-# on every `tp` rank. That is worse, and the log shows the price: but the numbers stay the same, because *where* a value
-# lies is no part of *what* it is.
+# Placement follows from the inputs. `with_sharding` states it where you care. Here the hidden layer is asked
+# to lie whole on every `tp` rank. That is worse, and the log shows the price: but the numbers stay the same,
+# because *where* a value lies is no part of *what* it is.
 
 
 # %%
@@ -135,8 +137,9 @@ vfn.set_mesh(mesh)
 # %% [markdown]
 # ## The local view
 #
-# Sometimes you want to write what *one rank* does, with communication spelled out: `shard_map`. Inside, a value is the
-# rank's own block, a plain tensor. `psum` adds over the ranks of an axis; `pmean` takes the mean.
+# Sometimes you want to write what *one rank* does, with communication spelled out: `shard_map`. Inside, a
+# value is the rank's own block, a plain tensor. `psum` adds over the ranks of an axis; `pmean` takes the
+# mean.
 
 
 # %%
@@ -152,9 +155,9 @@ torch.testing.assert_close(vfn.unshard(value), one_value)
 torch.testing.assert_close(vfn.unshard(grads), one_grads)
 
 # %% [markdown]
-# No reduction of the gradients is written anywhere, and yet they are whole. Inside the body each value has a type for each
-# axis: `params` do not vary over `dp`, `x` does; where they meet, the weight's gradient is summed over `dp`. Forget the
-# `psum`, and the types say so before anything runs wrong:
+# No reduction of the gradients is written anywhere, and yet they are whole. Inside the body each value has a
+# type for each axis: `params` do not vary over `dp`, `x` does; where they meet, the weight's gradient is
+# summed over `dp`. Forget the `psum`, and the types say so before anything runs wrong:
 
 
 # %%
@@ -171,8 +174,8 @@ except vfn.VfnError as error:
 # %% [markdown]
 # ## Random numbers
 #
-# Element *i* of a draw depends on the key and on *i*, and on nothing else. So each rank draws just its own block, without
-# communication, and the whole is bit for bit what one device draws.
+# Element *i* of a draw depends on the key and on *i*, and on nothing else. So each rank draws just its own
+# block, without communication, and the whole is bit for bit what one device draws.
 
 # %%
 key = vfn.random.key(7)
@@ -183,7 +186,8 @@ assert torch.equal(vfn.unshard(parts), whole)
 assert len(log) == 0
 
 # %% [markdown]
-# Dropout takes a key, too. The mask follows the value's own layout and is the one that a single device would have used.
+# Dropout takes a key, too. The mask follows the value's own layout and is the one that a single device would
+# have used.
 
 # %%
 dropped = vfn.random.dropout(key, x, 0.5)
@@ -193,9 +197,9 @@ vfn.unshard(vfn.random.dropout(key, x_mesh, 0.5))
 # %% [markdown]
 # ## Training, and then real processes
 #
-# A training step is a pure function as well: parameters in, parameters out. `train` takes its mesh from its arguments and
-# is run three times: on one device, on the eight simulated ranks, and by `launch` on four real processes that exchange
-# their data over gloo (a function defined in a cell may be launched).
+# A training step is a pure function as well: parameters in, parameters out. `train` takes its mesh from its
+# arguments and is run three times: on one device, on the eight simulated ranks, and by `launch` on four real
+# processes that exchange their data over gloo (a function defined in a cell may be launched).
 
 
 # %%

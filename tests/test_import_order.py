@@ -166,7 +166,9 @@ def private_faults(root: Path) -> list[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 for name in node.names:
-                    if name.name.split(".")[0] == "torch":
+                    if name.name.split(".")[0] != "torch":  # os._exit, sys._getframe: not torch's
+                        alias[name.asname or name.name.split(".")[0]] = name.name
+                    else:
                         alias[name.asname or "torch"] = name.name if name.asname else "torch"
                         if any(map(_private, name.name.split("."))):
                             lines[node.lineno, name.name] = None
@@ -185,8 +187,8 @@ def private_faults(root: Path) -> list[str]:
             if not isinstance(node, ast.Attribute) or not _private(node.attr):
                 continue
             name = dotted(node)
-            if name is not None and name.startswith("torch."):
-                if not name.startswith("torch.ops.aten."):
+            if name is not None:
+                if name.startswith("torch.") and not name.startswith("torch.ops.aten."):
                     lines[node.lineno, name] = None
             elif node.attr not in ours:
                 lines[node.lineno, f"(...).{node.attr}"] = None
@@ -303,6 +305,12 @@ FAULTS = {
         "vescale_fn/spec.py",
         "import torch\no = torch.ops\nx = o._c10d.y",
         "torch.ops._c10d",
+    ),
+    "private name of something else": (
+        private_faults,
+        "vescale_fn/spec.py",
+        "import os\nos._exit(x()._tree)",
+        "(...)._tree",
     ),
     "private method": (private_faults, "vescale_fn/spec.py", "def h(x): return x._local_tensor", "_local_tensor"),
     "torch in a light file": (
