@@ -135,7 +135,7 @@ def normal(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, s
         RandomError: not one key, not a shape, another dtype.
         SpecError: a spec that does not fit the mesh or the shape.
 
-    Source: `jax.random.normal`: float32, float16 and bfloat16 with its bits, float64 to about 1e-9.
+    Source: `jax.random.normal`: float32, float16 and bfloat16 with its bits, float64 to about 1e-15.
 
     >>> import vescale_fn as vfn
     >>> vfn.random.normal(vfn.random.key(0), (2,))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from .. import _torch, array, context
+from .. import array, context
 from ..errors import RandomError, report
 from ..spec import P
 from .draws import probability
@@ -49,9 +48,8 @@ def dropout(key: Key, x: torch.Tensor, rate: float) -> torch.Tensor:
     if keep == 1:
         return x
     draw = Draw("bernoulli", tuple(x.shape), torch.float32, (keep,))
-    if not torch.compiler.is_compiling() and context.body() is None and isinstance(_torch.peel(x), DTensor):
-        spec = array.spec_of(x)  # under vmap, of the unbatched dims
-        mask = drawn("random.dropout", key, draw, P(*spec), _torch.peel(x).device_mesh)
+    if not torch.compiler.is_compiling() and context.body() is None and array.is_array(x):
+        mask = drawn("random.dropout", key, draw, P(*array.spec_of(x)), array.mesh_of(x))
     else:
         mask = drawn("random.dropout", key, draw, device=x.device)
     return torch.where(mask, x / keep if keep else x * 0, 0.0)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from .. import _torch, array, blocks, context
 from ..errors import SpecError, mesh_text, report
@@ -86,7 +85,9 @@ def _checked(where: str, spec: Any) -> P:
 def _device(key: Key, mesh: Any) -> torch.device:
     if key.data.device.type != "cpu":
         return key.data.device
-    return torch.get_default_device() if mesh is None else torch.device(mesh.device_type)
+    if mesh is not None:
+        return torch.device(mesh.device_type)
+    return torch.empty(0).device if torch.compiler.is_compiling() else torch.get_default_device()
 
 
 def _whole(key: Key, draw: Draw, device: torch.device) -> torch.Tensor:
@@ -95,7 +96,7 @@ def _whole(key: Key, draw: Draw, device: torch.device) -> torch.Tensor:
 
 def _on_mesh(data: torch.Tensor, draw: Draw, spec: P, mesh: Any) -> torch.Tensor:
     """An array; the batch dims of `data` come first and are not split."""
-    data = array.unshard(data) if isinstance(data, DTensor) else data
+    data = array.unshard(data)
     axes, batch = axes_of(mesh), data.shape[:-1]
 
     def block(coord: Any) -> torch.Tensor:

@@ -42,13 +42,13 @@ def hash_words(k0: Word, k1: Word, x0: Word, x1: torch.Tensor) -> tuple[torch.Te
     On a CPU the rounds run in numpy, whose small operations cost a quarter of torch's.
     """
     if x1.device.type != "cpu":
-        return _rounds(k0, k1, x0, x1, _as_tensor, _rotate_tensor)
+        return rounds(k0, k1, x0, x1, as_tensor, rotate_tensor)
     with np.errstate(over="ignore"):  # of the scalars; arrays wrap without a word
-        y0, y1 = _rounds(k0, k1, x0, x1, _as_array, _rotate_array)
+        y0, y1 = rounds(k0, k1, x0, x1, as_array, rotate_array)
     return torch.from_numpy(y0.view(np.int32)), torch.from_numpy(y1.view(np.int32))
 
 
-def _rounds(k0: Word, k1: Word, hi: Word, low: torch.Tensor, own: Any, rotate: Any) -> tuple[Any, Any]:
+def rounds(k0: Word, k1: Word, hi: Word, low: torch.Tensor, own: Any, rotate: Any) -> tuple[Any, Any]:
     k0, k1, x0, x1 = own(k0), own(k1), own(hi), own(low)
     schedule = (k0, k1, k0 ^ k1 ^ own(PARITY))
     x1 = x1 + schedule[1]
@@ -65,15 +65,15 @@ def _rounds(k0: Word, k1: Word, hi: Word, low: torch.Tensor, own: Any, rotate: A
     return x0, x1
 
 
-def _as_array(x: Word) -> Any:
+def as_array(x: Word) -> Any:
     return np.uint32(x) if isinstance(x, int) else x.numpy().view(np.uint32)
 
 
-def _as_tensor(x: Word) -> torch.Tensor:
+def as_tensor(x: Word) -> torch.Tensor:
     return torch.tensor(signed(x), dtype=torch.int32, device="cpu") if isinstance(x, int) else x
 
 
-def _rotate_array(x: np.ndarray, r: int, scratch: Any) -> Any:
+def rotate_array(x: np.ndarray, r: int, scratch: Any) -> Any:
     if not r:
         return np.empty_like(x)
     np.left_shift(x, np.uint32(r), out=scratch)
@@ -81,7 +81,7 @@ def _rotate_array(x: np.ndarray, r: int, scratch: Any) -> Any:
     np.bitwise_or(x, scratch, out=x)
 
 
-def _rotate_tensor(x: torch.Tensor, r: int, scratch: Any) -> Any:
+def rotate_tensor(x: torch.Tensor, r: int, scratch: Any) -> Any:
     """int32 shifts right with its sign, which the mask takes away; the two parts share no bit, so a sum unites them."""
     if not r:
         return torch.empty_like(x)
