@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -129,71 +130,70 @@ def _private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def private_faults(root: Path) -> list[str]:
-    """Private names of torch, and private attributes of objects that are not ours, outside the one door.
-
-    A name under `torch.ops.aten` is an operator's name, whatever it starts with.
-    """
-    trees = {module: ast.parse(path.read_text()) for module, path in modules(root).items()}
-    # Our own private names: defined, assigned, annotated or declared as a slot somewhere in the package.
+def own_names(trees: Iterable[ast.AST]) -> set[str]:
+    """Names that are defined, assigned or imported under that name somewhere in the package."""
     ours = {"_replace", "_fields", "_asdict", "_make"}  # of named tuples
-    for tree in trees.values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                ours.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                ours.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                ours.add(node.attr)
-            elif isinstance(node, ast.alias):
-                ours.add(node.asname or node.name.split(".")[-1])
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            ours.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            ours.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            ours.add(node.attr)
+        elif isinstance(node, ast.alias):
+            ours.add(node.asname or node.name.split(".")[-1])
+    return ours
 
-    faults = []
+
+def private_uses(tree: ast.AST, ours: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, name) of each private name of torch, and of each private attribute of a value that is not ours."""
+    stands_for: dict[str, str] = {}  # a name in this file -> the module or function that it was imported as
+
+    def dotted(node: ast.AST) -> str | None:
+        if isinstance(node, ast.Name):
+            return stands_for.get(node.id)
+        if isinstance(node, ast.Attribute):
+            base = dotted(node.value)
+            return base and f"{base}.{node.attr}"
+        return None
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                stands_for[name.asname or name.name.split(".")[0]] = (
+                    name.name if name.asname else name.name.split(".")[0]
+                )
+                yield node.lineno, name.name
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for name in node.names:
+                stands_for[name.asname or name.name] = f"{node.module}.{name.name}"
+                yield node.lineno, f"{node.module}.{name.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            value = dotted(node.value) or ""
+            if value.startswith("torch.ops"):  # aten = torch.ops.aten
+                stands_for[node.targets[0].id] = value
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            name = dotted(node)
+            if name is not None:
+                yield node.lineno, name
+            elif _private(node.attr) and node.attr not in ours:
+                yield node.lineno, f"torch.(...).{node.attr}"
+
+
+def private_faults(root: Path) -> list[str]:
+    """Private names of torch outside the one door. In `torch.ops.aten` a name is an operator's, whatever it begins with."""
+    trees = {module: ast.parse(path.read_text()) for module, path in modules(root).items()}
+    ours, faults = own_names(trees.values()), []
     for module, tree in trees.items():
         if module == DOOR:
             continue
-        alias: dict[str, str] = {}
-        lines: dict[tuple[int, str], None] = {}
-
-        def dotted(node: ast.AST, alias: dict[str, str] = alias) -> str | None:
-            if isinstance(node, ast.Name):
-                return alias.get(node.id)
-            if isinstance(node, ast.Attribute):
-                base = dotted(node.value)
-                return base and f"{base}.{node.attr}"
-            return None
-
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                for name in node.names:
-                    if name.name.split(".")[0] != "torch":  # os._exit, sys._getframe: not torch's
-                        alias[name.asname or name.name.split(".")[0]] = name.name
-                    else:
-                        alias[name.asname or "torch"] = name.name if name.asname else "torch"
-                        if any(map(_private, name.name.split("."))):
-                            lines[node.lineno, name.name] = None
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-                for name in node.names:
-                    full = f"{node.module}.{name.name}"
-                    alias[name.asname or name.name] = full
-                    if any(map(_private, full.split("."))):
-                        lines[node.lineno, full] = None
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-                value = dotted(node.value)
-                if value is not None and value.startswith("torch.ops"):  # aten = torch.ops.aten
-                    alias[node.targets[0].id] = value
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Attribute) or not _private(node.attr):
-                continue
-            name = dotted(node)
-            if name is not None:
-                if name.startswith("torch.") and not name.startswith("torch.ops.aten."):
-                    lines[node.lineno, name] = None
-            elif node.attr not in ours:
-                lines[node.lineno, f"(...).{node.attr}"] = None
         path = modules(root)[module].relative_to(root)
-        faults += [f"{path}:{line} uses {name}; private names go through _torch.py" for line, name in lines]
+        for line, name in dict.fromkeys(private_uses(tree, ours)):
+            parts = name.split(".")
+            if parts[0] == "torch" and parts[1:3] != ["ops", "aten"] and any(map(_private, parts)):
+                faults.append(f"{path}:{line} uses {name}; private names go through _torch.py")
     return faults
 
 
