@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -52,6 +53,38 @@ def peel(x: torch.Tensor) -> torch.Tensor:
     while _functorch.is_functorch_wrapped_tensor(x):
         x = _functorch.get_unwrapped(x)
     return x
+
+
+def base(x: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `x` is a view of."""
+    return x._base  # noqa: SLF001
+
+
+no_torch_function = torch._C.DisableTorchFunction  # noqa: SLF001  (a context: neither modes nor subclasses see the calls)
+
+_plain_function_apply = torch.autograd.Function.__dict__["apply"]
+
+
+def intercept_function_apply(handler: Any) -> None:
+    """Send every `autograd.Function.apply` to ``handler(cls, apply, args, kwargs)``; None ends that."""
+    if handler is None:
+        torch.autograd.Function.apply = _plain_function_apply  # type: ignore[method-assign]
+        return
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return handler(cls, _plain_function_apply.__get__(None, cls), args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+
+
+def batch_dims(x: torch.Tensor) -> list[int]:
+    """The dims that `vmap`s have taken out of view, to be removed from the innermost tensor's dims in this order."""
+    found = []
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_batchedtensor(x):
+            found.append(_functorch.maybe_get_bdim(x))
+        x = _functorch.get_unwrapped(x)
+    return found[::-1]
 
 
 def is_batched(x: torch.Tensor) -> bool:
@@ -112,6 +145,7 @@ def set_default_group_timeout(timeout: Any) -> None:
         _c10d.default_pg_nccl_timeout = timeout
 
 
+@functools.cache
 def fake_mode() -> Any:
     """A mode under which tensors have shapes and strides but no values."""
     return FakeTensorMode(allow_non_fake_inputs=True)

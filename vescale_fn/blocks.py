@@ -9,6 +9,7 @@ What a real rank could not do either raises: Python's ``if`` on a value that dif
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,10 +25,10 @@ class Blocks(torch.Tensor):
     blocks: tuple[torch.Tensor, ...]
 
     @staticmethod
-    def __new__(cls, blocks: Iterable[torch.Tensor]) -> Blocks:
+    def __new__(cls, blocks: Iterable[torch.Tensor], in_body: bool = False) -> Blocks:
         blocks = tuple(blocks)
         first = blocks[0]
-        ragged = any(b.shape != first.shape for b in blocks)
+        ragged = in_body and any(b.shape != first.shape for b in blocks)  # an array knows its blocks' shapes, a body not
         self = _torch.make_wrapper_subclass(
             cls,
             first.shape,
@@ -70,35 +71,57 @@ _SHAPE_QUERIES = {
 }
 
 
-def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], share: bool = False) -> Any:
-    """Run an aten op once a rank on `Blocks` among its arguments; without any, once.
-
-    Args:
-        share: ranks whose arguments are the same tensors share one result. For values that are never changed in place
-            behind the back of the caller; a body gives each rank its own.
-    """
-    n = _ranks((*args, *kwargs.values()))
+def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an aten op of a body once a rank; without `Blocks` among its arguments, once."""
+    n = ranks_in((*args, *kwargs.values()))
     if n is None:
         return func(*args, **kwargs)
     if func in _SHAPE_QUERIES:
-        shapes = {tuple(b.shape) for b in args[0].blocks}
-        raise TypingError(report("shape", "this value's shape differs by rank", [f"the shapes are {sorted(shapes)}"],
+        shapes = sorted({tuple(b.shape) for b in args[0].blocks})
+        raise TypingError(report("shape", "this value's shape differs by rank", [f"the shapes are {shapes}"],
                                  "pad it to one shape, or select with a mask"))  # fmt: skip
-    if func._schema.is_mutable:  # noqa: SLF001
-        _check_writes(func, args, kwargs)
+    targets = [_argument(args, kwargs, i, name) for i, name in written(func)]
+    _check_writes(func, args, kwargs, targets)
+    return run_ranks(func, n, args, kwargs, targets[0] if targets else None, in_body=True)
+
+
+def run_ranks(fn: Callable[..., Any], n: int, args: Sequence[Any], kwargs: dict[str, Any], target: Any = None,
+              share: bool = False, vary: tuple[int, Sequence[Any]] | None = None, in_body: bool = False) -> Any:  # fmt: skip
+    """Run `fn` once a rank and put the results together.
+
+    Args:
+        target: the argument that is written in place: a tensor that several ranks share is written once.
+        share: ranks whose arguments are the same tensors share one result; for values that nothing changes in place.
+        vary: (position, one value a rank) of an argument that differs by rank without being a tensor.
+    """
     seen: dict[Any, Any] = {}
     outs = []
     for rank in range(n):
-        local_args = [_pick(a, rank) for a in args]
-        local_kwargs = {k: _pick(a, rank) for k, a in kwargs.items()} if kwargs else kwargs
-        if share:
-            ids = tuple(_identity(a) for a in (*local_args, *local_kwargs.values()))
-            if ids not in seen:
-                seen[ids] = func(*local_args, **local_kwargs)
-            outs.append(seen[ids])
+        local = [_pick(a, rank) for a in args]
+        if vary is not None:
+            local[vary[0]] = vary[1][rank]
+        named = {k: _pick(a, rank) for k, a in kwargs.items()} if kwargs else kwargs
+        if target is not None:
+            same: Any = _identity(_pick(target, rank))
+        elif share:
+            same = (*map(_identity, local), *map(_identity, named.values()), vary and vary[1][rank])
         else:
-            outs.append(func(*local_args, **local_kwargs))
-    return _stitch(func, args, kwargs, outs)
+            same = rank
+        if same not in seen:
+            seen[same] = fn(*local, **named)
+        outs.append(seen[same])
+    return _stitch((*args, *kwargs.values()), outs, in_body)
+
+
+@functools.lru_cache(maxsize=4096)
+def written(func: Any) -> tuple[tuple[int, str], ...]:
+    """The (position, name) of each argument that an op writes in place."""
+    return tuple((i, a.name) for i, a in enumerate(func._schema.arguments)  # noqa: SLF001
+                 if a.alias_info is not None and a.alias_info.is_write)  # fmt: skip
+
+
+def _argument(args: Sequence[Any], kwargs: dict[str, Any], i: int, name: str) -> Any:
+    return args[i] if i < len(args) else kwargs.get(name)
 
 
 def _identity(a: Any) -> Any:
@@ -107,12 +130,13 @@ def _identity(a: Any) -> Any:
     return tuple(map(_identity, a)) if isinstance(a, (list, tuple)) else None  # every rank has the same static argument
 
 
-def _ranks(args: Iterable[Any]) -> int | None:
+def ranks_in(args: Iterable[Any]) -> int | None:
+    """How many ranks the first `Blocks` among the arguments stands for, or None without any."""
     for a in args:
         if type(a) is Blocks:
             return len(a.blocks)
         if isinstance(a, (list, tuple)):
-            n = _ranks(a)
+            n = ranks_in(a)
             if n is not None:
                 return n
     return None
@@ -126,11 +150,8 @@ def _pick(a: Any, rank: int) -> Any:
     return a
 
 
-def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    for i, argument in enumerate(func._schema.arguments):  # noqa: SLF001
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
+def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> None:
+    for value in targets:
         for target in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(target, torch.Tensor) and type(target) is not Blocks:
                 raise InPlaceError(report(
@@ -138,24 +159,31 @@ def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
                     [f"the target is a plain {_type(target)}"],
                     "make the buffer inside the body (torch.zeros there is each rank's own), or use the result of the "
                     "op without the underscore"))  # fmt: skip
-            if type(target) is Blocks and len(set(map(id, target.blocks))) < len(target.blocks):
-                others = [a for a in (*args, *kwargs.values()) if type(a) is Blocks and a is not target]
-                if any(len(set(map(id, a.blocks))) > 1 for a in others):
-                    raise InPlaceError(report(
-                        str(func), "this writes a value that differs by rank into one that several ranks share",
-                        [f"the target is a replicated {_type(target.blocks[0])}"],
-                        "clone it first: buffer = x.clone()"))  # fmt: skip
+            if type(target) is Blocks and _writers_differ(target, (*args, *kwargs.values())):
+                raise InPlaceError(report(
+                    str(func), "this writes a value that differs by rank into one that several ranks share",
+                    [f"the target is a replicated {_type(target.blocks[0])}"],
+                    "clone it first: buffer = x.clone()"))  # fmt: skip
 
 
-def _stitch(func: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: list[Any]) -> Any:
+def _writers_differ(target: Blocks, args: Sequence[Any]) -> bool:
+    writers: dict[int, Any] = {}
+    for rank, block in enumerate(target.blocks):
+        local = tuple(_identity(_pick(a, rank)) for a in args)
+        if writers.setdefault(id(block), local) != local:
+            return True
+    return False
+
+
+def _stitch(args: Sequence[Any], outs: list[Any], in_body: bool) -> Any:
     first = outs[0]
     if isinstance(first, torch.Tensor):
-        for a in (*args, *kwargs.values()):  # an in-place op gives back the tensor that it was given
+        for a in args:  # an in-place op gives back the tensor that it was given
             if type(a) is Blocks and a.blocks[0] is first:
                 return a
-        return Blocks(outs)
+        return Blocks(outs, in_body)
     if isinstance(first, (list, tuple)):
-        return type(first)(_stitch(func, args, kwargs, list(row)) for row in zip(*outs, strict=True))
+        return type(first)(_stitch(args, list(row), in_body) for row in zip(*outs, strict=True))
     if any(out != first for out in outs[1:]) and not all(out != out for out in outs):  # NaN on all ranks is agreement
         raise TypingError(report(
             "Python", "this reads a number out of a value that differs by rank, so ranks would go different ways",

@@ -53,7 +53,8 @@ class _Linear(torch.autograd.Function):
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
         moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
         outs: list[Any] = [None] * len(tangents)
-        for i, out in zip(moving, apply(ctx.op, *(tangents[i] for i in moving)), strict=True):
+        op = ctx.op.tangent() if hasattr(ctx.op, "tangent") else ctx.op  # a map that is not linear says so there
+        for i, out in zip(moving, apply(op, *(tangents[i] for i in moving)), strict=True):
             outs[i] = out
         return tuple(outs)
 

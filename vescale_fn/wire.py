@@ -267,11 +267,12 @@ def broadcast(x: Any, mesh: Any, axes: tuple[str, ...], source: int, why: str) -
     return bits.view(x.dtype).view(x.shape) if bits.dtype is not x.dtype else bits
 
 
-def check_same(value: Any, mesh: Any, complain: Callable[[list[Any]], Exception]) -> None:
-    """Raise ``complain(values in rank order)`` on every rank unless all ranks of a real mesh bring an equal value."""
+def everyone(mine: Any, mesh: Any) -> list[Any]:
+    """``[rank][leaf]`` of small Python values, from ``mine[leaf][played rank]``, on every rank."""
     if is_simulated(mesh) or group_size(mesh, tuple(axes_of(mesh))) == 1:
-        return
+        ranks = len(mine[0]) if mine else 0
+        return [[row[rank] for row in mine] for rank in range(ranks)]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    if any(v != values[0] for v in values[1:]):
-        raise complain(values)
+    dist.all_gather_object(values, [row[0] for row in mine])
+    flat = mesh.mesh.flatten().tolist()
+    return [values[rank] for rank in flat]
