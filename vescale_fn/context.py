@@ -6,8 +6,9 @@ The state is one object per thread. Everything that depends on "where am I" read
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,12 @@ class _State(threading.local):
     mesh: Any = None
     body: Body | None = None
     strict: bool = False
-    logs: tuple[Any, ...] = ()
     grad_depth: int = 0
 
 
 _state = _State()
-_simulated: int | None = None  # of the process, not of a thread: autograd's threads must see it too
+_simulated: int | None = None  # of the process, not of a thread, as are the logs: autograd's threads must see them too
+_logs: tuple[Any, ...] = ()
 
 
 def simulated() -> int | None:
@@ -65,8 +66,8 @@ def is_strict() -> bool:
 
 
 def logs() -> tuple[Any, ...]:
-    """The communication logs that are recording in this thread."""
-    return _state.logs
+    """The communication logs that are recording."""
+    return _logs
 
 
 def grad_depth() -> int:
@@ -131,9 +132,20 @@ def entered_body(value: Body | None) -> contextlib.AbstractContextManager[None]:
     return _setting(body=value)
 
 
-def logging_to(log: Any) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def logging_to(log: Any) -> Iterator[None]:
     """Record every collective into `log` as well."""
-    return _setting(logs=(*_state.logs, log))
+    global _logs
+    before, _logs = _logs, (*_logs, log)
+    try:
+        yield
+    finally:
+        _logs = before
+
+
+def captured() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What brings this thread's state of now back, any number of times: for what a backward pass computes again."""
+    return functools.partial(_setting, mesh=_state.mesh, body=_state.body, strict=_state.strict)
 
 
 def differentiating() -> contextlib.AbstractContextManager[None]:
@@ -143,5 +155,7 @@ def differentiating() -> contextlib.AbstractContextManager[None]:
 
 def clear() -> None:
     """Forget everything ambient, as in a fresh process (a forked rank calls it)."""
+    global _logs
     set_simulated(None)
-    _state.mesh, _state.body, _state.strict, _state.logs, _state.grad_depth = None, None, False, (), 0
+    _logs = ()
+    _state.mesh, _state.body, _state.strict, _state.grad_depth = None, None, False, 0

@@ -18,6 +18,20 @@ map_ = optree.tree_map
 leaves = optree.tree_leaves
 
 
+_opaque: set[type] = set()
+
+
+def mark_opaque(cls: type) -> type:
+    """Have transforms pass nodes of this class through as leaves (keys: there is nothing in them to differentiate)."""
+    _opaque.add(cls)
+    return cls
+
+
+def flatten_opaque(tree: Any) -> tuple[list[Any], Any]:
+    """`flatten`, with nodes of opaque classes as leaves."""
+    return optree.tree_flatten(tree, is_leaf=lambda x: type(x) in _opaque)
+
+
 def paths(tree: Any, root: str = "") -> list[str]:
     """The path of each leaf as the user would write it: ``params['blocks'][0].w``."""
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree)]

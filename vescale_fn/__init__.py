@@ -1,0 +1,72 @@
+"""vescale_fn: JAX's SPMD programming model, in eager PyTorch. Write one function, as for one device; say where arrays lie."""
+
+from . import errors, optim, random
+from .array import Array, from_local, shard, spec_of, unshard, with_sharding
+from .context import current_mesh, set_mesh, strict, use_mesh
+from .debug import comm_log, show
+from .mesh import make_mesh
+from .ops import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    dynamic_slice,
+    pbroadcast,
+    pcast,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    psum,
+    psum_scatter,
+    pvary,
+)
+from .ranks import launch, simulate
+from .spec import P, shard_shape, spec_from_rules
+from .transform import grad, jvp, remat, value_and_grad, vjp, vmap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Array",
+    "P",
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "comm_log",
+    "current_mesh",
+    "dynamic_slice",
+    "errors",
+    "from_local",
+    "grad",
+    "jvp",
+    "launch",
+    "make_mesh",
+    "optim",
+    "pbroadcast",
+    "pcast",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "pvary",
+    "random",
+    "remat",
+    "set_mesh",
+    "shard",
+    "shard_shape",
+    "show",
+    "simulate",
+    "spec_from_rules",
+    "spec_of",
+    "strict",
+    "unshard",
+    "use_mesh",
+    "value_and_grad",
+    "vjp",
+    "vmap",
+    "with_sharding",
+]

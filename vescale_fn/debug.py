@@ -1,0 +1,187 @@
+"""Seeing: where everything lies, and what travelled."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from . import array, context, tree
+from .interpreter import type_text
+from .mesh import axes_of, coordinates
+from .spec import P, local_indices, shard_shape, split_axes
+from .wire import Record
+
+
+class CommLog:
+    """The collectives that ran while it was recording, in order: a list of records with ``op``, ``axes``, ``axis``,
+    ``bytes``, ``why`` and ``line``; printing it shows them as a table."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def append(self, record: Record) -> None:
+        """Add a record."""
+        self.records.append(record)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.records[index]
+
+    def count(self, op: str | None = None, axis: str | tuple[str, ...] | None = None) -> int:
+        """How many there were, of one op ("all_reduce", "all_gather", "reduce_scatter", ...) and over one axis."""
+        return len(self._chosen(op, axis))
+
+    def bytes(self, op: str | None = None, axis: str | tuple[str, ...] | None = None) -> int:
+        """How many bytes they held on one rank (the larger of input and output), in all."""
+        return sum(r.bytes for r in self._chosen(op, axis))
+
+    def _chosen(self, op: str | None, axis: Any) -> list[Record]:
+        axes = None if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+        return [r for r in self.records if op in (None, r.op) and axes in (None, r.axes)]
+
+    def __repr__(self) -> str:
+        if not self.records:
+            return "no collective"
+        rows = [("op", "axis", "bytes", "why", "line")]
+        rows += [(r.op, r.axis, str(r.bytes), r.why, r.line) for r in self.records]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[4]]) for row in rows)
+
+
+@contextlib.contextmanager
+def comm_log() -> Iterator[CommLog]:
+    """Record every collective that runs inside a ``with`` block, forward and backward.
+
+    Each has the op, the mesh axes, the bytes it held on one rank, why it ran, and the user's source line. On a simulated
+    mesh a collective counts once, as it does on each rank of a real one; over an axis of size 1 nothing travels.
+
+    >>> import torch, vescale_fn as vfn
+    >>> with vfn.simulate(2):
+    ...     x = vfn.shard(torch.ones(4, 2), vfn.make_mesh((2,), ("dp",)), vfn.P("dp"))
+    ...     with vfn.comm_log() as log:
+    ...         print(x.sum().item())
+    8.0
+    >>> log.count("all_reduce"), log[0].axis, log[0].bytes
+    (1, 'dp', 4)
+    """
+    log = CommLog()
+    with context.logging_to(log):
+        yield log
+
+
+class Shown:
+    """What `show` returns: text in a terminal, a table in a notebook."""
+
+    def __init__(self, rows: list[tuple[str, str, str, str]], title: str, tensors: list[tuple[str, Any]]) -> None:
+        self.rows, self.title, self._tensors = rows, title, tensors
+
+    def __repr__(self) -> str:
+        rows = [("path", "type", "on each rank", "bytes on each rank"), *self.rows]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+        return "\n".join([self.title, *lines])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th style='text-align:left'>{h}</th>" for h in ("path", "type", "on each rank", "bytes on each rank", "who holds what"))
+        body = "".join(
+            "<tr>" + "".join(f"<td style='text-align:left'><code>{html.escape(cell)}</code></td>" for cell in row)
+            + f"<td>{_picture(x)}</td></tr>" for row, (_, x) in zip(self.rows, self._tensors)
+        )  # fmt: skip
+        return f"<p>{html.escape(self.title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def show(value: Any) -> Shown:
+    """Show where everything in a tree lies: a table of text in a terminal, HTML with a picture a leaf in a notebook.
+
+    Args:
+        value: any tree.
+
+    Returns:
+        An object to print, or to leave as a notebook cell's last value. Nothing travels.
+
+    >>> import torch, vescale_fn as vfn
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+    ...     print(vfn.show({"w": vfn.shard(torch.zeros(4, 6), mesh, vfn.P(None, "tp")), "step": 3}))
+    1 array on mesh (dp=2, tp=2), 1 other leaf
+    path      type        on each rank  bytes on each rank
+    ['step']  int 3
+    ['w']     f32[4,6@tp]  [4, 3]        48
+    """
+    leaves, _ = tree.flatten(value)
+    rows, tensors, meshes, arrays, plain = [], [], [], 0, 0
+    for path, x in zip(tree.paths(value), leaves, strict=True):
+        path = path or "(value)"
+        tensors.append((path, x))
+        if not isinstance(x, torch.Tensor):
+            rows.append((path, f"{type(x).__name__} {x!r}", "", ""))
+            continue
+        mesh, spec = array.mesh_of(x), array.spec_of(x)
+        text = type_text(x.shape, x.dtype, spec)
+        if mesh is None:
+            plain += 1
+            rows.append((path, f"{text} (plain)", str(list(x.shape)), f"{x.numel() * x.element_size():,}"))
+            continue
+        arrays += 1
+        if mesh not in meshes:
+            meshes.append(mesh)
+        block = shard_shape(tuple(x.shape), mesh, P(*spec))
+        even = "" if _even(x, mesh, spec) else " at most"
+        size = torch.Size(block).numel() * x.element_size()
+        rows.append((path, text, f"{list(block)}{even}", f"{size:,}"))
+    where = " and ".join("mesh (" + ", ".join(f"{k}={v}" for k, v in axes_of(m).items()) + ")" for m in meshes)
+    counts = [(arrays, "array", f" on {where}"), (plain, "plain tensor", ""), (len(leaves) - arrays - plain, "other lea", "")]
+    parts = [f"{n} {word}{_plural(n, word)}{tail}" for n, word, tail in counts if n]
+    return Shown(rows, ", ".join(parts) or "nothing", tensors)
+
+
+def _plural(n: int, word: str) -> str:
+    if word.endswith("lea"):
+        return "f" if n == 1 else "ves"
+    return "" if n == 1 else "s"
+
+
+def _even(x: Any, mesh: Any, spec: P) -> bool:
+    shapes = {tuple(map(len, local_indices(tuple(x.shape), axes_of(mesh), spec, coordinates(mesh, rank))))
+              for rank in range(mesh.size())}  # fmt: skip
+    return len(shapes) == 1
+
+
+_COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#edc948")
+
+
+def _picture(x: Any) -> str:
+    """A small drawing: the value's last two dims (or its one), each block in a colour, with the ranks that hold it."""
+    mesh = array.mesh_of(x) if isinstance(x, torch.Tensor) else None
+    if mesh is None or not 1 <= x.ndim or x.numel() == 0:
+        return ""
+    axes, spec = axes_of(mesh), array.spec_of(x)
+    dims = [d for d, row in enumerate(split_axes(spec, x.ndim)) if row][:2] or [0]
+    rows_dim, cols_dim = (dims[0], dims[1]) if len(dims) == 2 else (dims[0], None)
+    width, height, blocks = 180.0, 72.0, {}
+    for rank in range(mesh.size()):
+        spans = local_indices(tuple(x.shape), axes, spec, coordinates(mesh, rank))
+        key = tuple((i[0], len(i)) if len(i) else None for i in (spans[d] for d in dims))
+        blocks.setdefault(key, []).append(rank)
+    drawn = []
+    for number, (key, ranks) in enumerate(blocks.items()):
+        if None in key:
+            continue
+        (r0, rn) = key[0]
+        (c0, cn) = key[1] if cols_dim is not None else (0, 1)
+        n_rows, n_cols = x.shape[rows_dim], x.shape[cols_dim] if cols_dim is not None else 1
+        left, top, w, h = c0 / n_cols * width, r0 / n_rows * height, cn / n_cols * width, rn / n_rows * height
+        label = ",".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}..{ranks[-1]}"
+        drawn.append(f"<rect x='{left:.1f}' y='{top:.1f}' width='{w:.1f}' height='{h:.1f}' fill='{_COLORS[number % 8]}' "
+                     f"stroke='white'/><text x='{left + w / 2:.1f}' y='{top + h / 2 + 3:.1f}' font-size='9' fill='white' "
+                     f"text-anchor='middle'>{label}</text>")  # fmt: skip
+    return f"<svg width='{width:.0f}' height='{height:.0f}' role='img'>{''.join(drawn)}</svg>"
