@@ -168,7 +168,7 @@ def forgotten(params, x):
 
 try:
     forgotten(on_mesh, x_mesh)
-except vfn.VfnError as error:
+except vfn.errors.VfnError as error:
     print(error)
 
 # %% [markdown]

@@ -56,7 +56,7 @@ def test_readme_begins_with_a_program() -> None:
     first = blocks((ROOT / "README.md").read_text())[0]
     lines = [line for line in first.splitlines() if line.strip() and not line.strip().startswith("#")]
     assert 10 <= len(lines) <= 18
-    assert "assert" in first
+    assert "assert_close" in first
     assert "simulate(8)" in first
 
 

@@ -183,7 +183,7 @@ def private_uses(tree: ast.AST, ours: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def private_faults(root: Path) -> list[str]:
-    """Private names of torch outside the one door. In `torch.ops.aten` a name is an operator's, whatever it begins with."""
+    """Private names of torch outside the one door. In `torch.ops.aten` a name is an operator's, however it begins."""
     trees = {module: ast.parse(path.read_text()) for module, path in modules(root).items()}
     ours, faults = own_names(trees.values()), []
     for module, tree in trees.items():
