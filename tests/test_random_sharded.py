@@ -1,5 +1,6 @@
 """A sharded draw is the whole draw, each rank having made its own block: every spec, mesh and size."""
 
+import hashlib
 import itertools
 import json
 from pathlib import Path
@@ -66,12 +67,12 @@ def test_counters_of_rectangles_beyond_32_bits() -> None:
             (range(2), range(858_990, 858_995), range(100, 400), range(2, 5)),
             (range(1), range(122_713, 122_714), range(5000), range(7)),
             (range(1), range(122_713, 122_714), range(1757, 1759), range(7)),
-            ([0, 2], range(122_710, 122_720), range(5000), range(7))]  # fmt: skip
+            ([0, 2], range(122_712, 122_715), range(5000), range(7))]  # fmt: skip
     for indices in rows:
         expected = torch.zeros((), dtype=torch.int64)
         for index, size in zip(indices, shape, strict=True):
             expected = expected[..., None] * size + torch.tensor(list(index))
-        for size in (5, 4096, 1 << 15):
+        for size in (4096, 1 << 15):
             assert walked(shape, indices, size) == expected.flatten().tolist()
 
 
@@ -100,7 +101,7 @@ def test_goldens_of_shards() -> None:
         indices = [range(*args["rows"]), range(*args.get("cols", (0, shape[1])))]
         block = draw_local(KEY, Draw(kind[0], shape, *kind[1:]), indices)
         assert block.shape == torch.Size(case["out"]["shape"])
-        assert block.flatten()[: case["out"]["n_first"]].tolist() == pytest.approx(case["out"]["first"], abs=0)
+        assert hashlib.sha256(block.numpy().tobytes()).hexdigest() == case["out"]["sha256"]
 
 
 def test_a_batch_of_keys_draws_a_batch_of_blocks() -> None:

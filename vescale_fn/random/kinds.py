@@ -59,18 +59,19 @@ def unit(words: Words, dtype: torch.dtype) -> torch.Tensor:
 
 
 def uniform(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch.Tensor:
-    """Uniform on [low, high); the parameters are numbers of `dtype`."""
+    """Uniform on [low, high)."""
     low, high = params
     u = unit(words, dtype)
-    return u if (low, high) == (0, 1) else affine(u, low, high)
+    if (low, high) == (0, 1):
+        return u
+    return affine(u, floats.constant(low, u), floats.constant(high, u), check=high < low)
 
 
-def affine(u: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
+def affine(u: torch.Tensor, low: torch.Tensor, high: torch.Tensor, check: bool = True) -> torch.Tensor:
     """``u * (high - low) + low``, and never below low: fused in float32 and float64, as `jax` compiles it on a CPU."""
-    low, high = floats.constant(low, u), floats.constant(high, u)
     wide = u.dtype in (torch.float32, torch.float64)
     scaled = floats.fma(u, high - low, low) if wide else u * (high - low) + low
-    return torch.maximum(scaled, low)
+    return torch.maximum(scaled, low) if check else scaled
 
 
 def normal(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch.Tensor:
