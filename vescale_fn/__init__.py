@@ -22,6 +22,7 @@ from .ops import (
     pvary,
 )
 from .ranks import launch, simulate
+from .shard_map import shard_map
 from .spec import P, shard_shape, spec_from_rules
 from .transform import grad, jvp, remat, value_and_grad, vjp, vmap
 
@@ -57,6 +58,7 @@ __all__ = [
     "remat",
     "set_mesh",
     "shard",
+    "shard_map",
     "shard_shape",
     "show",
     "simulate",

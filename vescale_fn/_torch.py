@@ -149,3 +149,28 @@ def set_default_group_timeout(timeout: Any) -> None:
 def fake_mode() -> Any:
     """A mode under which tensors have shapes and strides but no values."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_operator(func: Any) -> bool:
+    """Whether `func` is something under `torch.ops`."""
+    return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))  # noqa: SLF001
+
+
+def is_wrapped(x: torch.Tensor) -> bool:
+    """Whether a functorch transform wraps `x`."""
+    return _functorch.is_functorch_wrapped_tensor(x)
+
+
+def level() -> int:
+    """How deep functorch's transforms are nested at this point."""
+    return _functorch.maybe_current_level() or 0
+
+
+def version(x: torch.Tensor) -> int:
+    """How often `x` has been written in place."""
+    return 0 if x.is_inference() else peel(x)._version  # noqa: SLF001
+
+
+def function_mode_on() -> bool:
+    """Whether a mode sees the torch functions that are called here."""
+    return torch._C._len_torch_function_stack() > 0 and torch._C._is_torch_function_all_disabled() is False  # noqa: SLF001

@@ -291,7 +291,7 @@ class _Enter:
         if not isinstance(x, Array) or layout(x._spec) != bare:
             (x,) = _Move(self.mesh, None, bare, "shard_map")((x,))
         local = x._local_tensor
-        return (Blocks(local.blocks, in_body=True) if type(local) is Blocks else local,)
+        return (Blocks(local.blocks, in_body=True) if type(local) is Blocks else local.detach(),)
 
     def transpose(self) -> _Leave:
         return _Leave(self.mesh, _cotangent_spec(self.spec))
@@ -308,7 +308,7 @@ class _Leave:
     spec: P
 
     def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
-        local = _local(xs[0], self.mesh)
+        local = _local(xs[0].detach(), self.mesh)
         axes = axes_of(self.mesh)
         shape = [size * _product(axes, names) for size, names in zip(local.shape, split_axes(self.spec, local.ndim))]
         return (_wrap(_copy_if_strided(local), self.mesh, self.spec, torch.Size(shape)),)

@@ -132,6 +132,12 @@ def entered_body(value: Body | None) -> contextlib.AbstractContextManager[None]:
     return _setting(body=value)
 
 
+def swap_body(value: Body | None) -> Body | None:
+    """`entered_body` without the context manager, for the path of every call: set the body, and return the one before."""
+    before, _state.body = _state.body, value
+    return before
+
+
 @contextlib.contextmanager
 def logging_to(log: Any) -> Iterator[None]:
     """Record every collective into `log` as well."""

@@ -1,0 +1,649 @@
+"""psum, all_gather and their family: communication between the ranks of a `shard_map` body, written out.
+
+Each public function chooses a row of the table in `maps.py` and says how the type of its operand changes. `_send` does the
+rest, for trees: it checks every leaf before anything moves, promotes, and sends the leaves of one dtype in one bucket.
+
+Source: `jax.lax`'s parallel operators.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import _torch, context, linear, tree, types, wire
+from ..blocks import Blocks
+from ..errors import CollectiveError, TypingError, mesh_text, report
+from ..mesh import axes_of, axis_names, is_simulated
+from .maps import Collective, enter, index, promote
+
+Axis = str | Sequence[str]
+Problem = Callable[[torch.Tensor, int, str], str | None]
+
+# --- from a call to the table -----------------------------------------------------------------------------------------
+
+
+def _axes(where: str, axis_name: Any) -> tuple[context.Body, tuple[str, ...], int]:
+    """The running body, the axes as a tuple, and the number of ranks along them."""
+    body = context.body()
+    if body is None:
+        raise CollectiveError(report(
+            where, f"axis_name={axis_name!r}, but no axis is manual here: this is not inside a shard_map body",
+            fix=f"vfn.shard_map(lambda x: vfn.{where}(x, {axis_name!r}), mesh=mesh, in_specs=P({axis_name!r}), "
+            "out_specs=...)(x); a whole array needs no collective: x.sum(0)"))  # fmt: skip
+    names = axis_names(axis_name, axes_of(body.mesh), where)
+    return body, names, wire.group_size(body.mesh, names)
+
+
+def _span(names: tuple[str, ...], n: int) -> str:
+    return f"{n} (ax{'is' if len(names) == 1 else 'es'} {', '.join(map(repr, names))})"
+
+
+def _local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
+    """A leaf as a local value of this body."""
+    if not isinstance(leaf, torch.Tensor):
+        with _torch.no_torch_function():
+            leaf = torch.as_tensor(leaf)
+    below = _torch.peel(leaf)
+    if isinstance(below, DTensor):
+        raise TypingError(report(
+            where, f"a whole array of shape {tuple(leaf.shape)} was used inside a shard_map body, where values are local",
+            fix="pass it as an argument of the body, with its spec in in_specs"))  # fmt: skip
+    if is_simulated(body.mesh) and type(below) is not Blocks:
+        known = types.read(leaf)
+        leaf = enter(leaf, body.mesh)
+        types.mark(leaf, known or types.INVARIANT)
+    return leaf
+
+
+def _send(where: str, x: Any, axis_name: Any, row: str, *, takes: str = "V", gives: str = "V",
+          problem: Problem | None = None, fix: str = "", **parameters: Any) -> Any:  # fmt: skip
+    """Send every leaf of `x` through `row`.
+
+    Args:
+        takes: the types that the row accepts as they are; invariant and reduced operands are promoted to varying first.
+        gives: the type of the result over the axes.
+        problem: what is wrong with a leaf, given the number of ranks and its text; all of them are reported at once.
+    """
+    body, names, n = _axes(where, axis_name)
+    leaves, treedef = tree.flatten(x)
+    leaves = [_local(leaf, body, where) for leaf in leaves]
+    if problem is not None:
+        found = [problem(leaf, n, _span(names, n)) for leaf in leaves]
+        if any(found):
+            raise CollectiveError(report(
+                where, f"the operand does not fit the {mesh_text(axes_of(body.mesh))}",
+                [f"{path} of shape {types.text(leaf)}: {why}"
+                 for path, leaf, why in zip(tree.paths(x, "x"), leaves, found) if why], fix))  # fmt: skip
+    op = Collective(row, body.mesh, names, where, body.check, **parameters)
+    have = [types.typeof(leaf, body.axes) for leaf in leaves] if body.check else []
+    wrong = [(i, a) for i, t in enumerate(have) for a in names if t.letter(a) == "U" and "U" not in takes]
+    if wrong:
+        raise TypingError(report(
+            where, "an unreduced value, still to be added over the ranks, may only be summed",
+            [f"{tree.paths(x, 'x')[i]} is {types.text(leaves[i], have[i])}: unreduced over {a!r}" for i, a in wrong],
+            f"vfn.psum(x, {wrong[0][1]!r}) first"))  # fmt: skip
+    want = types.of(varying=names)
+    with _torch.no_torch_function():
+        leaves = [promote(leaf, t, want, body.mesh) for leaf, t in zip(leaves, have)] or leaves
+    outs = _bucketed(op, leaves)
+    for out, t in zip(outs, have):
+        types.mark(out, types.with_letter(t, names, gives))
+    return tree.unflatten(treedef, outs)
+
+
+def _bucketed(op: Collective, leaves: list[torch.Tensor]) -> list[Any]:
+    """One application, so one collective, for each dtype."""
+    buckets: dict[torch.dtype, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        buckets.setdefault(leaf.dtype, []).append(i)
+    outs: list[Any] = [None] * len(leaves)
+    with _torch.no_torch_function():
+        for members in buckets.values():
+            for i, out in zip(members, linear.apply(op, *(leaves[i] for i in members)), strict=True):
+                outs[i] = out
+    return outs
+
+
+def _dim_problem(dim: int, ndim: int, word: str) -> str | None:
+    return None if -ndim <= dim < ndim else f"{word}={dim} is not one of its {ndim} dims"
+
+
+# --- reductions -------------------------------------------------------------------------------------------------------
+
+_warned: set[tuple[str, ...]] = set()
+
+
+def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
+    """A reduction over the ranks. Over an axis along which a value is the same, it is arithmetic without communication."""
+    body, names, n = _axes(where, axis_name)
+    leaves, treedef = tree.flatten(x)
+    outs: list[Any] = [None] * len(leaves)
+    todo: dict[tuple[str, ...], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            outs[i] = leaf * n if where == "psum" else leaf
+            continue
+        leaf = _local(leaf, body, where)
+        have = types.typeof(leaf, body.axes)
+        same = tuple(axis for axis in names if body.check and have.letter(axis) == "I")
+        rest = tuple(axis for axis in names if axis not in same)
+        if row == "psum" and leaf.dtype is torch.bool:
+            leaf = _computed(leaf.to, torch.int32, have)
+        if where == "psum" and same:
+            _warn_once(same, wire.group_size(body.mesh, same))
+            leaf = _computed(leaf.mul, wire.group_size(body.mesh, same), have)
+        outs[i] = leaf
+        if rest:
+            todo.setdefault(rest, []).append(i)
+    for rest, members in todo.items():
+        done = _send(where, [outs[i] for i in members], rest, row, takes="VU" if row == "psum" else "V", gives="I")
+        for i, out in zip(members, done, strict=True):
+            if where == "pmean":
+                out = _computed(out.div, wire.group_size(body.mesh, rest), types.typeof(out, body.axes))
+            outs[i] = out
+    return tree.unflatten(treedef, outs)
+
+
+def _computed(method: Callable[[Any], torch.Tensor], argument: Any, type_: types.Type) -> torch.Tensor:
+    with _torch.no_torch_function():
+        x = method(argument)
+    types.mark(x, type_)
+    return x
+
+
+def _warn_once(axes: tuple[str, ...], factor: int) -> None:
+    if axes not in _warned:
+        _warned.add(axes)
+        warnings.warn(f"vfn.psum over {', '.join(map(repr, axes))} of a value that is the same on all ranks multiplies it by "
+                      f"{factor}. (A gradient with respect to such a value is already summed.)", stacklevel=4)  # fmt: skip
+
+
+def psum(x: Any, axis_name: Axis) -> Any:
+    """The sum of the ranks' values along an axis, on every one of them: an all-reduce.
+
+    Args:
+        x: a tree; leaves of one dtype travel together. A bool counts as int32. A Python number is multiplied by the number of
+            ranks, so ``psum(1, "i")`` is the axis size; so is a value that is the same on all ranks, with a warning.
+        axis_name: a mesh axis, or a tuple of them (one sum over all).
+
+    Returns:
+        The same tree, invariant over the axis.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.psum`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: vfn.psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P())
+    ...     print(vfn.unshard(f(torch.arange(8.0))))
+    tensor([12., 16.])
+    """
+    return _reduce("psum", x, axis_name, "psum")
+
+
+def pmean(x: Any, axis_name: Axis) -> Any:
+    """The mean of the ranks' values along an axis, on every one of them.
+
+    Args:
+        x: a tree; integers give floating-point means. A value that is the same on all ranks is its own mean: the mean of a
+            gradient that is already summed is still the sum.
+        axis_name: a mesh axis, or a tuple of them.
+
+    Returns:
+        The same tree, invariant over the axis.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.pmean`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: vfn.pmean(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P())
+    ...     print(vfn.unshard(f(torch.arange(8.0))))
+    tensor([3., 4.])
+    """
+    return _reduce("pmean", x, axis_name, "psum")
+
+
+def pmax(x: Any, axis_name: Axis) -> Any:
+    """The elementwise maximum of the ranks' values along an axis, on every one of them. It has no derivative.
+
+    Args:
+        x: a tree.
+        axis_name: a mesh axis, or a tuple of them.
+
+    Returns:
+        The same tree, invariant over the axis.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body, or when it is differentiated.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.pmax`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: vfn.pmax(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P())
+    ...     print(vfn.unshard(f(torch.arange(8.0))))
+    tensor([6., 7.])
+    """
+    return _reduce("pmax", x, axis_name, "pmax")
+
+
+def pmin(x: Any, axis_name: Axis) -> Any:
+    """The elementwise minimum of the ranks' values along an axis, on every one of them. It has no derivative.
+
+    Args:
+        x: a tree.
+        axis_name: a mesh axis, or a tuple of them.
+
+    Returns:
+        The same tree, invariant over the axis.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body, or when it is differentiated.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.pmin`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: vfn.pmin(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P())
+    ...     print(vfn.unshard(f(torch.arange(8.0))))
+    tensor([0., 1.])
+    """
+    return _reduce("pmin", x, axis_name, "pmin")
+
+
+# --- gathers, scatters, exchanges -------------------------------------------------------------------------------------
+
+_GATHERS = {"varying": ("all_gather", "V"), "invarying": ("all_gather_invariant", "I"), "reduced": ("all_gather", "R")}
+
+
+def all_gather(x: Any, axis_name: Axis, *, axis: int = 0, tiled: bool = False, to: str = "varying") -> Any:
+    """The values of all ranks along an axis, on every one of them.
+
+    Args:
+        x: a tree.
+        axis_name: a mesh axis, or a tuple of them, major first.
+        axis: the dim where the ranks' values go: a new one, or with `tiled` the one along which they are concatenated.
+        tiled: concatenate instead of stacking.
+        to: how the result is typed, which decides what the backward pass does: "varying" (a reduce-scatter), "invarying"
+            (a slice, nothing moves; may be returned with ``out_specs=P()``), "reduced" (a reduce-scatter of a gradient that
+            stayed unreduced: weights sharded over data-parallel ranks).
+
+    Raises:
+        CollectiveError: outside a `shard_map` body, or an `axis` that a leaf does not have.
+        MeshError: an unknown axis name.
+
+    Source: `jax.lax.all_gather`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: vfn.all_gather(x, "i", tiled=True, to="invarying") * 2, mesh=mesh, in_specs=P("i"), out_specs=P())
+    ...     print(vfn.unshard(f(torch.arange(4.0))))
+    tensor([0., 2., 4., 6.])
+    """
+    body, _, _ = _axes("all_gather", axis_name)
+    if to not in _GATHERS:
+        raise CollectiveError(report("all_gather", f"to={to!r} is none of {tuple(_GATHERS)}"))
+    row, gives = _GATHERS[to] if body.check else _GATHERS["varying"]
+
+    def problem(leaf: torch.Tensor, n: int, span: str) -> str | None:
+        return _dim_problem(axis, leaf.ndim + (not tiled), "axis")
+
+    return _send("all_gather", x, axis_name, row, dim=axis, gives=gives, tiled=tiled, problem=problem,
+                 fix="an axis that the result has; a scalar can be gathered with tiled=False")  # fmt: skip
+
+
+def psum_scatter(x: Any, axis_name: Axis, *, scatter_dimension: int = 0, tiled: bool = False) -> Any:
+    """The sum of the ranks' values along an axis, of which each rank keeps its own piece: a reduce-scatter.
+
+    Args:
+        x: a tree.
+        axis_name: a mesh axis, or a tuple of them, major first.
+        scatter_dimension: the dim that is cut into one piece a rank.
+        tiled: the dim stays, and a piece is a slice of it (its size must divide); else its size must be the number of ranks
+            and it goes away.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body, or a size that does not fit.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.psum_scatter`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: vfn.psum_scatter(x, "i", tiled=True), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    ...     print(vfn.unshard(f(torch.arange(16.0))))
+    tensor([24., 28., 32., 36.])
+    """
+
+    def problem(leaf: torch.Tensor, n: int, span: str) -> str | None:
+        return _dim_problem(scatter_dimension, leaf.ndim, "scatter_dimension") or _size_problem(
+            leaf, scatter_dimension, "scatter_dimension", tiled, n, span
+        )
+
+    return _send("psum_scatter", x, axis_name, "psum_scatter", dim=scatter_dimension, takes="VU", tiled=tiled,
+                 problem=problem, fix="pad the dim, scatter along another, or vfn.psum and slice")  # fmt: skip
+
+
+def all_to_all(x: Any, axis_name: Axis, split_axis: int, concat_axis: int, *, tiled: bool = False) -> Any:
+    """Cut the value into one piece for each rank, send each its piece, and put together what arrives.
+
+    Args:
+        x: a tree.
+        axis_name: a mesh axis, or a tuple of them, major first.
+        split_axis: the dim that is cut.
+        concat_axis: the dim where the arriving pieces go, in rank order. Without `tiled`, counted after `split_axis` has gone.
+        tiled: slices of `split_axis` are concatenated along `concat_axis`; else `split_axis`, whose size must be the number
+            of ranks, goes away and `concat_axis` is a new dim.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body, or sizes that do not fit.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.all_to_all`; its gradient is also right where the untiled axes differ.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(2):
+    ...     mesh = vfn.make_mesh((2,), ("i",))
+    ...     f = vfn.shard_map(lambda x: vfn.all_to_all(x, "i", 1, 0, tiled=True), mesh=mesh, in_specs=P("i"), out_specs=P(None, "i"))
+    ...     print(vfn.unshard(f(torch.arange(4).view(2, 2))))
+    tensor([[0, 1],
+            [2, 3]])
+    """
+
+    def problem(leaf: torch.Tensor, n: int, span: str) -> str | None:
+        return (
+            _dim_problem(split_axis, leaf.ndim, "split_axis")
+            or _dim_problem(concat_axis, leaf.ndim, "concat_axis")
+            or _size_problem(leaf, split_axis, "split_axis", tiled, n, span)
+        )
+
+    return _send("all_to_all", x, axis_name, "all_to_all", dim=split_axis, other=concat_axis, tiled=tiled, problem=problem,
+                 fix="another split_axis, or pad the dim")  # fmt: skip
+
+
+def _size_problem(leaf: torch.Tensor, dim: int, word: str, tiled: bool, n: int, span: str) -> str | None:
+    size = leaf.shape[dim]
+    if tiled:
+        return f"tiled, {word}={dim} has size {size}, which is not divisible by {span}" if size % n else None
+    return f"{word}={dim} has size {size}, but untiled it must be {span}" if size != n else None
+
+
+def ppermute(x: Any, axis_name: Axis, perm: Sequence[tuple[int, int]]) -> Any:
+    """Send each rank's value to another rank.
+
+    Args:
+        x: a tree.
+        axis_name: a mesh axis, or a tuple of them, major first.
+        perm: (source, destination) pairs of positions along the axis. A rank that is no destination gets zeros.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body; a source or a destination named twice, or out of range.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.ppermute`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: vfn.ppermute(x, "i", [(0, 1), (1, 2)]), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    ...     print(vfn.unshard(f(torch.arange(1.0, 5.0))))
+    tensor([0., 1., 2., 0.])
+    """
+    _, names, n = _axes("ppermute", axis_name)
+    pairs = tuple((operator.index(source), operator.index(destination)) for source, destination in perm)
+    failures = [f"pair {pair}: positions go from 0 to {n - 1}, there are {_span(names, n)}"
+                for pair in pairs if not all(0 <= i < n for i in pair)]  # fmt: skip
+    for word, places in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
+        failures += [f"{word} {i} is in {[pair for pair in pairs if pair[word == 'destination'] == i]}"
+                     for i in sorted(set(places)) if places.count(i) > 1]  # fmt: skip
+    if failures:
+        raise CollectiveError(report("ppermute", f"perm={list(pairs)} is not a permutation of some of the ranks", failures,
+                                     "each rank at most once as source and at most once as destination"))  # fmt: skip
+    return _send("ppermute", x, axis_name, "ppermute", perm=pairs)
+
+
+def pbroadcast(x: Any, axis_name: Axis, source: int) -> Any:
+    """The value of one rank, on every rank along an axis.
+
+    Args:
+        x: a tree.
+        axis_name: a mesh axis, or a tuple of them, major first.
+        source: the position along the axis whose value is taken.
+
+    Returns:
+        The same tree, typed varying although it is equal everywhere.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body, or a `source` out of range.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.pbroadcast`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: vfn.pbroadcast(x, "i", 2), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    ...     print(vfn.unshard(f(torch.arange(4.0))))
+    tensor([2., 2., 2., 2.])
+    """
+    _, names, n = _axes("pbroadcast", axis_name)
+    if not 0 <= operator.index(source) < n:
+        raise CollectiveError(report("pbroadcast", f"source={source}, but positions go from 0 to {n - 1}: there are "
+                                     f"{_span(names, n)}"))  # fmt: skip
+    return _send("pbroadcast", x, axis_name, "pbroadcast", source=operator.index(source))
+
+
+# --- types, positions -------------------------------------------------------------------------------------------------
+
+# (from, to) -> the row; each is the identity on the values.
+_CASTS = {("I", "V"): "copy", ("R", "V"): "relabel", ("I", "R"): "copy", ("V", "U"): "relabel"}
+_WORDS = {"varying": "V", "reduced": "R", "unreduced": "U"}
+_NAMES = {"V": "varying", "R": "reduced", "U": "unreduced", "I": "invarying"}
+
+
+def pcast(x: Any, axis_name: Axis, *, to: str) -> Any:
+    """The same values with another type over an axis, which changes what their gradient means.
+
+    Args:
+        x: a tree.
+        axis_name: a mesh axis, or a tuple of them.
+        to: "varying" (from invariant: the gradient is summed over the ranks; from reduced), "reduced" (from invariant: the
+            gradient stays unreduced), "unreduced" (from varying: the ranks' values are parts of a sum from now on).
+
+    Raises:
+        TypingError: a cast that does not exist, such as varying to varying.
+        CollectiveError: outside a `shard_map` body.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.pcast`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda w, x: vfn.psum(torch.func.grad(lambda w: (w * x).sum())(vfn.pcast(w, "i", to="varying")), "i"), mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+    ...     print(vfn.unshard(f(torch.tensor(2.0), torch.arange(4.0))))
+    tensor(6.)
+    """
+    return _cast("pcast", x, axis_name, to)
+
+
+def pvary(x: Any, axis_name: Axis) -> Any:
+    """The same values, typed varying over an axis: ``pcast(x, axis_name, to="varying")``.
+
+    It is seldom needed: where an invariant value meets a varying one this happens by itself. Its gradient is the sum over the
+    ranks, so a whole tree of weights cast at once has its gradients summed in one collective.
+
+    Args:
+        x: a tree.
+        axis_name: a mesh axis, or a tuple of them.
+
+    Raises:
+        TypingError: a leaf that is varying already.
+        CollectiveError: outside a `shard_map` body.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.pvary`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(2):
+    ...     mesh = vfn.make_mesh((2,), ("i",))
+    ...     f = vfn.shard_map(lambda x: vfn.pvary(x, "i"), mesh=mesh, in_specs=P(), out_specs=P("i"))
+    ...     print(vfn.unshard(f(torch.arange(2.0))))
+    tensor([0., 1., 0., 1.])
+    """
+    return _cast("pvary", x, axis_name, "varying")
+
+
+def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
+    body, names, _ = _axes(where, axis_name)
+    if to not in _WORDS:
+        raise TypingError(report(where, f"to={to!r} is none of {tuple(_WORDS)}"))
+    leaves, treedef = tree.flatten(x)
+    leaves = [_local(leaf, body, where) for leaf in leaves]
+    if not body.check:
+        return tree.unflatten(treedef, leaves)
+    groups: dict[tuple[tuple[str, tuple[str, ...]], ...], list[int]] = {}
+    failures = []
+    for i, leaf in enumerate(leaves):
+        have, steps = types.typeof(leaf, body.axes), {}
+        for name in names:
+            row = _CASTS.get((have.letter(name), _WORDS[to]))
+            if row is None:
+                failures.append(f"{tree.paths(x, 'x')[i]} is {types.text(leaf, have)}: no cast from "
+                                f"{_NAMES[have.letter(name)]} to {to} over {name!r}")  # fmt: skip
+            else:
+                steps[row] = (*steps.get(row, ()), name)
+        groups.setdefault(tuple(steps.items()), []).append(i)
+    if failures:
+        raise TypingError(report(where, f"unsupported, to={to!r}", failures,
+                                 "the casts are invarying -> varying | reduced, reduced -> varying, varying -> unreduced; "
+                                 "vfn.psum makes a varying or unreduced value invarying"))  # fmt: skip
+    for steps, members in groups.items():
+        known = [types.typeof(leaves[i], body.axes) for i in members]
+        values = [leaves[i] for i in members]
+        for row, axes in steps:
+            values = _bucketed(Collective(row, body.mesh, axes, where), values)
+        for i, value, have in zip(members, values, known, strict=True):
+            types.mark(value, types.with_letter(have, names, _WORDS[to]))
+            types.borrow(value)
+            leaves[i] = value
+    return tree.unflatten(treedef, leaves)
+
+
+def axis_index(axis_name: Axis) -> torch.Tensor:
+    """This rank's position along an axis, as a 0-d int32 tensor.
+
+    Args:
+        axis_name: a mesh axis, or a tuple of them, major first.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.axis_index`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: x + vfn.axis_index("i"), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    ...     print(vfn.unshard(f(torch.zeros(4))))
+    tensor([0., 1., 2., 3.])
+    """
+    body, names, _ = _axes("axis_index", axis_name)
+    position = index(body.mesh, names)
+    types.mark(position, types.of(varying=names))
+    types.borrow(position)
+    return position
+
+
+def axis_size(axis_name: Axis) -> int:
+    """The number of ranks along an axis.
+
+    Args:
+        axis_name: a mesh axis, or a tuple of them.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.axis_size`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: x / vfn.axis_size("i"), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    ...     print(vfn.unshard(f(torch.ones(4))))
+    tensor([0.2500, 0.2500, 0.2500, 0.2500])
+    """
+    return _axes("axis_size", axis_name)[2]
+
+
+def dynamic_slice(x: torch.Tensor, start_indices: Sequence[Any], sizes: Sequence[int]) -> torch.Tensor:
+    """A block of `x` whose place may differ by rank, since only its sizes are Python integers.
+
+    Args:
+        x: a tensor.
+        start_indices: for each dim, where the block begins: an int or a 0-d integer tensor, such as arithmetic with
+            `axis_index`. Negative counts from the end. Moved where needed so that the block lies within `x`.
+        sizes: the shape of the block.
+
+    Raises:
+        CollectiveError: not one start and one size for each dim, or a size larger than its dim.
+
+    Source: `jax.lax.dynamic_slice`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> vfn.dynamic_slice(torch.arange(6), [torch.tensor(4)], [3])
+    tensor([3, 4, 5])
+    """
+    starts = list(start_indices.unbind()) if isinstance(start_indices, torch.Tensor) else list(start_indices)
+    failures = []
+    if not len(starts) == len(sizes) == x.ndim:
+        failures.append(f"x has {x.ndim} dims, but there are {len(starts)} start_indices and {len(sizes)} sizes")
+    failures += [f"dim {dim} has size {whole}, but sizes[{dim}] is {size}"
+                 for dim, (whole, size) in enumerate(zip(x.shape, sizes)) if not 0 <= size <= whole]  # fmt: skip
+    if failures:
+        raise CollectiveError(report("dynamic_slice", f"the block does not fit x of shape {types.text(x)}", failures))
+    for dim, (start, whole, size) in enumerate(zip(starts, tuple(x.shape), sizes)):
+        if not isinstance(start, torch.Tensor):
+            start = start + whole if start < 0 else start
+            x = x.narrow(dim, min(max(int(start), 0), whole - size), size)
+        elif size < whole:  # a block as large as the dim has but one place
+            start = start.to(torch.int64)
+            start = torch.where(start < 0, start + whole, start).clamp(0, whole - size)
+            x = x.index_select(dim, start + torch.arange(size, device=x.device))
+    return x

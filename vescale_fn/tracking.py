@@ -1,0 +1,444 @@
+"""Running a `shard_map` body: a mode that types every value, promotes where needed, and makes factories each rank's own.
+
+`Checked` sees each torch function that a body calls, before autograd and `torch.func` do. Functions fall into a few classes,
+found by name once and remembered: an ordinary function combines the types of its operands; a write may change the type of its
+target; a draw, or an op that nothing is known about, gives a varying result (in doubt that costs a reduction too many or an
+error at `out_specs`; calling it invariant could cost a gradient). Promoted values are remembered, so that the gradient of a
+weight that is used ten times is reduced once.
+
+On a simulated mesh what a factory makes becomes a `Blocks` with a tensor for each rank, so that a rank's writes are its own.
+That is all that `Unchecked` does, the mode of a body with ``check_vma=False``; on a real mesh such a body has no mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from . import _torch, context, linear, types
+from .blocks import Blocks
+from .errors import InPlaceError, TypingError, report
+from .mesh import is_simulated
+from .ops.maps import Collective, enter, promote
+from .types import Type, mark
+
+Tensor = torch.Tensor
+
+# --- classes of functions ---------------------------------------------------------------------------------------------
+
+_NOTHING_TO_TYPE = """
+    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward dim ndimension size stride numel
+    nelement element_size data_ptr storage_offset untyped_storage storage get_device is_floating_point is_complex is_contiguous
+    is_signed is_pinned is_shared is_inference is_same_size is_set_to is_nonzero_static is_conj is_neg is_coalesced has_names
+    __len__ __hash__ __repr__ __str__ __format__ _set_grad_enabled set_default_dtype get_default_dtype result_type can_cast
+    __reduce_ex__"""
+_READS_A_NUMBER = "item tolist __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal allclose __contains__"
+_DRAWS = """
+    empty empty_strided empty_permuted empty_like new_empty new_empty_strided rand randn randint randperm rand_like randn_like
+    randint_like normal bernoulli multinomial poisson binomial rrelu dropout dropout1d dropout2d dropout3d alpha_dropout
+    feature_dropout feature_alpha_dropout native_dropout gumbel_softmax normal_ uniform_ random_ bernoulli_ exponential_
+    geometric_ cauchy_ log_normal_ dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_ rrelu_"""
+_OURS = ("aten", "prims", "vescale_fn")  # namespaces whose ops are pure functions of their arguments
+
+
+def _classify(func: Any) -> tuple[Any, str]:
+    """The rule that handles `func`, and its name."""
+    name = getattr(func, "__name__", "?")
+    if name == "__get__":
+        return Checked.getter, func.__self__.__name__
+    if name == "__set__":
+        return Checked.setter, func.__self__.__name__
+    if _torch.is_operator(func):
+        packet = getattr(func, "overloadpacket", func)
+        name = packet.__name__
+        if str(packet).split(".")[0] not in _OURS:
+            return Checked.unknown, name
+    if func is torch.autograd.grad:
+        return Checked.gradient, name
+    if name in _NOTHING_TO_TYPE.split():
+        return Checked.untouched, name
+    if name in _READS_A_NUMBER.split():
+        return Checked.number, name
+    inplace_operator = name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__iter__")
+    if name == "__setitem__" or inplace_operator or (name.endswith("_") and not name.endswith("__")):
+        return Checked.write, name
+    return (Checked.draw if name in _DRAWS.split() else Checked.function), name
+
+
+_classes: dict[Any, tuple[Any, str]] = {}
+_STATIC = frozenset((int, float, bool, type(None), str, slice, type(...), torch.dtype, torch.device, torch.Size,
+                     torch.memory_format, torch.layout, complex))  # fmt: skip
+
+
+def _collect(value: Any, into: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        into.append(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, into)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, into)
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    """The tensors in lists, tuples and dicts, in order."""
+    found: list[Tensor] = []
+    for value in values:
+        _collect(value, found)
+    return found
+
+
+def _with_tensors(value: Any, new: Iterator[Tensor]) -> Any:
+    """The same structure with other tensors."""
+    if isinstance(value, Tensor):
+        return next(new)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_with_tensors(item, new) for item in value))
+    if isinstance(value, (list, tuple)) and type(value) is not torch.Size:
+        return type(value)(_with_tensors(item, new) for item in value)
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, new) for key, item in value.items()}
+    return value
+
+
+def _mark_all(value: Any, type_: Type) -> Any:
+    for x in _tensors(value):
+        mark(x, type_)
+    return value
+
+
+def _may_need_gradient(x: Tensor) -> bool:
+    return (x.requires_grad and torch.is_grad_enabled()) or _torch.is_wrapped(x)
+
+
+# --- the modes --------------------------------------------------------------------------------------------------------
+
+
+class Unchecked(TorchFunctionMode):
+    """For a body without types: on a simulated mesh, what a factory makes is each rank's own."""
+
+    def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor]) -> None:
+        self.body, self.adopt = body, adopt
+        self.ranks = body.mesh.size() if is_simulated(body.mesh) else 0
+        self.remembered: dict[Any, Any] = {}
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = _tensors(args, kwargs)
+        if not given:
+            return self.made(func, args, kwargs, draws=func.__name__ in _DRAWS.split())
+        new = [self.taken_in(x) for x in given]
+        if any(a is not b for a, b in zip(new, given)):
+            args, kwargs = _with_tensors((args, kwargs), iter(new))
+        return func(*args, **kwargs)
+
+    def made(self, func: Any, args: Any, kwargs: Any, draws: bool) -> Any:
+        """What a function without tensor operands makes."""
+        out = func(*args, **kwargs)
+        if not self.ranks or not isinstance(out, Tensor) or _torch.is_batched(out):
+            return out
+        one = _torch.peel(out).detach()
+        if type(one) is not Tensor:
+            return out
+        with _torch.no_torch_function():
+            again = [_torch.peel(func(*args, **kwargs)).detach() if draws else one.clone() for _ in range(1, self.ranks)]
+            return Blocks((one, *again)).requires_grad_(out.requires_grad)
+
+    def taken_in(self, x: Tensor) -> Tensor:
+        """A value from outside, as a local one: a whole array, or on a simulated mesh a tensor that has a gradient."""
+        below = _torch.peel(x)
+        if isinstance(below, DTensor):
+            return self.remember(x, "array", lambda: self.as_every_ranks(self.adopt(x)))
+        if self.ranks and type(below) is not Blocks and _may_need_gradient(x):
+            return self.remember(x, "closure", lambda: self.as_every_ranks(enter(x, self.body.mesh)))
+        return x
+
+    def as_every_ranks(self, x: Tensor) -> Tensor:
+        """A value that every rank holds: without types, its gradient is the sum of theirs."""
+        return linear.apply(Collective("copy", self.body.mesh, self.body.axes, "closure"), x)[0]
+
+    def remember(self, x: Tensor, what: Any, make: Callable[[], Tensor]) -> Tensor:
+        """``make()``, once for each `x` as long as it lives unchanged; at one level of transforms, with or without gradient."""
+        key = (id(x), what, torch.is_grad_enabled(), _torch.level())
+        version = _torch.version(x)
+        found = self.remembered.get(key)
+        if found is not None and found[0]() is x and found[1] == version:
+            return found[2]
+        made, remembered = make(), self.remembered
+        remembered[key] = (weakref.ref(x, lambda _: remembered.pop(key, None)), version, made)
+        return made
+
+
+class Checked(Unchecked):
+    """For a body with types."""
+
+    def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(body, adopt)
+        self.everywhere = types.of(varying=body.axes)
+        self.retyped = False  # some write made an invariant value varying, so its views must be looked at twice
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = _classes.get(func)
+        if found is None:
+            found = _classes[func] = _classify(func)
+        rule, name = found
+        return rule(self, func, name, args, kwargs or {})
+
+    def as_every_ranks(self, x: Tensor) -> Tensor:
+        mark(x, types.INVARIANT)
+        return x
+
+    def typeof(self, x: Tensor) -> Type:
+        """The type of a local value."""
+        found = types.typeof(x, self.body.axes)
+        if self.retyped and (base := _torch.base(_torch.peel(x))) is not None:
+            found = types.combine("", (found, types.typeof(base, self.body.axes)), False)[1] if found.plain else found
+        return found
+
+    def promoted(self, x: Tensor, have: Type, want: Type) -> Tensor:
+        """`x` as a value that varies where `want` does."""
+        if have is want or not any(types.promotion(have, want)) or not _may_need_gradient(x):
+            return x
+
+        def cast() -> Tensor:
+            y = promote(x, have, want, self.body.mesh)
+            mark(y, types.with_letter(have, tuple(sorted(want.varying)), "V"))
+            return y
+
+        return self.remember(x, want, cast)
+
+    def combined(self, name: str, args: Any, given: Sequence[Tensor], known: Sequence[Type]) -> tuple[Type, Type]:
+        """`types.combine`, with a message that names the function and its operands."""
+        try:
+            return types.combine(name, tuple(known), any(type(a) in (int, float, complex) for a in args))
+        except types.Misuse as misuse:
+            operands = [f"operand {i} is {types.text(x, t)}" for i, (x, t) in enumerate(zip(given, known, strict=True))]
+            raise TypingError(report(name, misuse.why, operands, misuse.instead)) from None
+
+    # One method for each class of functions.
+
+    def function(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """An ordinary function: its operands are brought to one type, which is its result's."""
+        first = None
+        if kwargs and ("out" in kwargs or kwargs.get("inplace")):
+            return self.write(func, name, args, kwargs)
+        if not self.retyped and not _torch.transforming():  # the short way: operands of one type
+            for a in (*args, *kwargs.values()) if kwargs else args:
+                kind = a.__class__
+                if kind is Tensor or kind is Blocks:
+                    found = getattr(a, "vfn_type", None)
+                    if found is not first:
+                        if first is not None or not found.plain:
+                            break
+                        first = found
+                    elif found is None:
+                        break
+                elif kind not in _STATIC and not (kind is tuple and all(item.__class__ in _STATIC for item in a)):
+                    break
+            else:
+                if first is not None:
+                    out = func(*args, **kwargs)
+                    if out.__class__ is Tensor or out.__class__ is Blocks:
+                        out.vfn_type = first
+                        return out
+                    return _mark_all(out, first)
+        return self.combining(func, name, args, kwargs)
+
+    def combining(self, func: Any, name: str, args: Any, kwargs: Any, to: Type | None = None) -> Any:
+        """`function`, operands of any types; or with all of them brought to varying as `to`."""
+        given = _tensors(args, kwargs)
+        if not given:
+            out = self.made(func, args, kwargs, draws=to is not None)
+            return _mark_all(out, to or types.INVARIANT)
+        operands = [self.taken_in(x) for x in given]
+        known = [self.typeof(x) for x in operands]
+        if to is not None:
+            known_and_all = (*known, to)
+            want, result = self.combined(name, args, [*operands, operands[0]], known_and_all)
+        else:
+            want, result = self.combined(name, args, operands, known)
+        operands = [self.promoted(x, have, want) for x, have in zip(operands, known, strict=True)]
+        if any(a is not b for a, b in zip(operands, given)):
+            args, kwargs = _with_tensors((args, kwargs), iter(operands))
+        return _mark_all(func(*args, **kwargs), result)
+
+    def unknown(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """An op that we know nothing about: it may talk to other ranks, or draw."""
+        return self.combining(func, name, args, kwargs, to=self.everywhere)
+
+    def draw(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A function that gives each rank something else: uninitialised memory, or from the rank's generator."""
+        if name.endswith("dropout") and not kwargs.get("training", args[2] if len(args) > 2 else True):
+            return self.combining(func, name, args, kwargs)
+        return self.combining(func, name, args, kwargs, to=self.everywhere)
+
+    def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A function that writes into an argument. What it writes may differ by rank where the target did not."""
+        given = _tensors(args, kwargs)
+        into = kwargs["out"] if "out" in kwargs else args[0] if args else kwargs.get("input")
+        targets = _tensors(into)
+        if not targets:
+            return self.combining(func, name, args, kwargs)
+        known = [self.typeof(x) for x in given]
+        drawn = (self.everywhere,) if name in _DRAWS.split() else ()
+        plain_name = name.strip("_").removeprefix("i") if name.startswith("__i") else name.rstrip("_")
+        want, result = self.combined(plain_name, args, [*given, *targets[: len(drawn)]], (*known, *drawn))
+        for target in targets:
+            self.check_write(name, target, self.typeof(target), result)
+        mine = set(map(id, targets))
+        operands = [x if id(x) in mine else self.promoted(self.taken_in(x), have, want) for x, have in zip(given, known)]
+        args, kwargs = _with_tensors((args, kwargs), iter(operands))
+        out = func(*args, **kwargs)
+        for target in targets:
+            if self.typeof(target) is not result:
+                self.retyped = True
+                mark(target, result)
+                if (base := _torch.base(_torch.peel(target))) is not None:
+                    mark(base, result)
+        return _mark_all(out, result)
+
+    def check_write(self, name: str, target: Tensor, have: Type, result: Type) -> None:
+        """Raise where a write would reach memory of someone else, or where a gradient would be lost."""
+        what = f"the target is {types.text(target, have)}"
+        if types.is_borrowed(target):
+            raise InPlaceError(report(
+                name, "this writes into memory that belongs to the caller, or to another value", [what],
+                "x = x.clone() first, or the function without the underscore"))  # fmt: skip
+        if have is result:
+            return
+        outside = types.read(target) is None
+        if outside or _may_need_gradient(target):
+            raise TypingError(report(
+                name, "this writes a value that differs by rank into one that is the same on all of them",
+                [f"{what}, {'a value from outside the body' if outside else 'which has a gradient'}",
+                 f"what is written makes it {types.text(target, result)}"],
+                "the function without the underscore, which makes a new value"))  # fmt: skip
+
+    def gradient(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """`torch.autograd.grad`: its arguments must stay the tensors that they are; a gradient is typed as its primal."""
+        outputs, inputs = (_tensors(args[i] if len(args) > i else kwargs.get(key)) for i, key in enumerate(("outputs", "inputs")))
+        seeds = args[2] if len(args) > 2 else kwargs.get("grad_outputs")
+        if seeds is None and context.is_strict():
+            varying = [x for x in outputs if self.typeof(x).varying]
+            if varying:
+                raise TypingError(report(
+                    "grad", "strict: this differentiates a value that differs by rank, which means the sum over the ranks",
+                    [f"the value is {types.text(x, self.typeof(x))}" for x in varying],
+                    f"vfn.psum(loss, {min(self.typeof(varying[0]).varying)!r}) in the function"))  # fmt: skip
+        found = func(*args, **kwargs)
+        for gradient, x in zip(found, inputs):
+            if gradient is not None and not isinstance(_torch.peel(gradient), DTensor):
+                mark(gradient, types.dual(self.typeof(x)))
+        return found
+
+    def getter(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """An attribute of a tensor."""
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and not isinstance(_torch.peel(out), DTensor):
+            have = self.typeof(args[0])
+            mark(out, types.dual(have) if name == "grad" else have)
+        return out
+
+    def setter(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """An attribute of a tensor is set."""
+        func(*args, **kwargs)
+        if name == "data":
+            mark(args[0], self.typeof(args[1]))
+
+    def untouched(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A function whose result is no value."""
+        return func(*args, **kwargs)
+
+    def number(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A value is read into Python, where ranks must not part."""
+        for x in _tensors(args, kwargs):
+            have = self.typeof(x)
+            differs = sorted(have.varying | have.unreduced)
+            if differs:
+                raise TypingError(report(
+                    name, "this reads a number out of a value that differs by rank, so ranks could go different ways",
+                    [f"the value is {types.text(x, have)}"],
+                    f"torch.where instead of `if`, or make it the same first: vfn.psum(x, {differs[0]!r})"))  # fmt: skip
+        return func(*args, **kwargs)
+
+
+# --- entering and leaving ---------------------------------------------------------------------------------------------
+
+
+class _Active(threading.local):
+    run: running | None = None
+
+
+_active = _Active()
+_intercepting = 0
+_lock = threading.Lock()
+
+
+class running:  # noqa: N801  (used like a function)
+    """A context in which a body runs: its axes are manual, its values typed.
+
+    Args:
+        body: mesh, axes, and whether types are checked.
+        adopt: makes a local value of a whole array that the body closes over.
+    """
+
+    __slots__ = ("_before", "_body_before", "_mode", "adopt", "body")
+
+    def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor]) -> None:
+        self.body, self.adopt = body, adopt
+
+    def __enter__(self) -> running:
+        global _intercepting
+        body = self.body
+        self._mode = (Checked(body, self.adopt) if body.check else
+                      Unchecked(body, self.adopt) if is_simulated(body.mesh) else None)  # fmt: skip
+        self._before, _active.run = _active.run, self
+        self._body_before = context.swap_body(body)
+        if self._mode is not None:
+            if body.check:
+                with _lock:
+                    _intercepting += 1
+                    if _intercepting == 1:
+                        _torch.intercept_function_apply(_function_apply)
+            self._mode.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        global _intercepting
+        if self._mode is not None:
+            self._mode.__exit__(*exception)
+            if self.body.check:
+                with _lock:
+                    _intercepting -= 1
+                    if _intercepting == 0:
+                        _torch.intercept_function_apply(None)
+        context.swap_body(self._body_before)
+        _active.run = self._before
+
+
+def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+    """A user's `autograd.Function` in a body: no mode sees it, and its backward may do anything."""
+    run = _active.run
+    mode = run._mode if run is not None else None  # noqa: SLF001
+    if not isinstance(mode, Checked) or cls.__module__ == linear.__name__ or not _torch.function_mode_on():
+        return apply(*args, **kwargs)
+    return mode.combining(apply, f"{cls.__name__}.apply", args, kwargs, to=mode.everywhere)
+
+
+def capture() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """A function that enters the present body again, for what is computed anew during a backward pass.
+
+    Modes are off there, and the thread may be another one.
+    """
+    run = _active.run
+    if run is None:
+        return contextlib.nullcontext
+    return lambda: running(run.body, run.adopt)

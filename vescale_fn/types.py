@@ -1,0 +1,210 @@
+"""Types of local values: for each manual axis, how one rank's value relates to the other ranks', and how ops combine them.
+
+Over a mesh axis a value is
+
+- ``I`` invariant: the same on every rank; its cotangent is the same on every rank, and complete;
+- ``V`` varying: each rank's own; so is its cotangent;
+- ``U`` unreduced: the ranks' values are still to be added; its cotangent is reduced;
+- ``R`` reduced: the same on every rank, and its cotangent is unreduced.
+
+Where an invariant value meets a varying one it is promoted, by a cast whose transpose is the sum over the axis: the sum that
+a user would otherwise have to write by hand, or forget. The type sits on the tensor itself, below any functorch wrapper.
+This file is pure rules; `tracking.py` applies them while a body runs.
+
+Source: JAX's varying manual axes (`jax.typeof(x).vma`) and sharding in types; all four states also in Meta's spmd_types.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+
+from . import _torch
+from .blocks import Blocks
+from .spec import P, split_axes
+
+
+class Type:
+    """The axes over which a value varies, is unreduced, is reduced; over all others it is invariant. Made by `of`."""
+
+    __slots__ = ("plain", "reduced", "unreduced", "varying")
+
+    def __init__(self, varying: frozenset[str], unreduced: frozenset[str], reduced: frozenset[str]) -> None:
+        self.varying, self.unreduced, self.reduced = varying, unreduced, reduced
+        self.plain = not unreduced and not reduced
+
+    def letter(self, axis: str) -> str:
+        """I, V, U or R."""
+        return "V" if axis in self.varying else "U" if axis in self.unreduced else "R" if axis in self.reduced else "I"
+
+    def __repr__(self) -> str:
+        parts = [f"{letter}:{','.join(sorted(names))}" for letter, names in
+                 (("V", self.varying), ("U", self.unreduced), ("R", self.reduced)) if names]  # fmt: skip
+        return f"{{{' '.join(parts)}}}" if parts else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _interned(varying: frozenset[str], unreduced: frozenset[str], reduced: frozenset[str]) -> Type:
+    return Type(varying, unreduced, reduced)
+
+
+def of(varying: Iterable[str] = (), unreduced: Iterable[str] = (), reduced: Iterable[str] = ()) -> Type:
+    """The type with these axes; equal types are one object."""
+    return _interned(frozenset(varying), frozenset(unreduced), frozenset(reduced))
+
+
+INVARIANT = of()
+
+
+@functools.lru_cache(maxsize=4096)
+def with_letter(type_: Type, axes: tuple[str, ...], letter: str) -> Type:
+    """`type_`, but with `letter` over `axes`."""
+    kept = [names.difference(axes) for names in (type_.varying, type_.unreduced, type_.reduced)]
+    return of(*(names.union(axes) if letter == word else names for word, names in zip("VUR", kept)))
+
+
+@functools.lru_cache(maxsize=4096)
+def dual(type_: Type) -> Type:
+    """The type of a cotangent: unreduced and reduced change places."""
+    return of(type_.varying, type_.reduced, type_.unreduced)
+
+
+@functools.lru_cache(maxsize=4096)
+def of_spec(spec: P) -> Type:
+    """The type of the local value of an array that lies as `spec`."""
+    return of((axis for row in split_axes(spec, len(spec)) for axis in row), spec.unreduced, spec.reduced)
+
+
+# --- how ops combine types --------------------------------------------------------------------------------------------
+
+# The only functions that an unreduced value may go through, by how they are linear. Everything else needs it whole.
+_LINEAR = {
+    "linear": """
+        neg positive clone contiguous detach alias to type type_as float double half bfloat16 cuda cpu view view_as reshape
+        reshape_as flatten unflatten ravel transpose t permute movedim moveaxis swapaxes swapdims mT T mH H adjoint squeeze
+        unsqueeze expand expand_as broadcast_to narrow select split split_with_sizes chunk unbind tensor_split __getitem__
+        getitem index_select take gather flip roll rot90 repeat repeat_interleave tile unfold diagonal diag trace tril triu
+        sum mean nansum cumsum real imag data requires_grad pad view_as_real view_as_complex""",
+    "sum of": "add __add__ __radd__ sub __sub__ subtract",
+    "row of": "cat concat concatenate stack hstack vstack dstack column_stack",
+    "product of": "mul multiply __mul__ __rmul__ matmul __matmul__ __rmatmul__ mm bmm mv dot inner outer einsum linear "
+    "tensordot kron vdot",
+    "quotient of": "div divide true_divide __truediv__",
+}
+LINEARITY = {name: how for how, names in _LINEAR.items() for name in names.split()}
+
+
+class Misuse(Exception):
+    """Types that do not go together over `axis`, and why; `tracking` adds which function and which values."""
+
+    def __init__(self, axis: str, why: str, instead: str) -> None:
+        super().__init__(why)
+        self.axis, self.why, self.instead = axis, why, instead
+
+
+@functools.lru_cache(maxsize=8192)
+def combine(function: str, types: tuple[Type, ...], numbers: bool) -> tuple[Type, Type]:
+    """The type that the operands of a function are brought to where they are invariant or reduced, and its result's type.
+
+    Args:
+        types: of the tensor operands, in order.
+        numbers: whether a Python number is an operand as well.
+    """
+    varying: frozenset[str] = frozenset().union(*(t.varying for t in types))
+    if all(t.plain for t in types):
+        return of(varying), of(varying)
+    result: dict[str, list[str]] = {"V": [], "U": [], "R": [], "I": []}
+    marked = frozenset().union(*(t.unreduced | t.reduced for t in types))
+    for axis in sorted(marked | varying):
+        letters = [t.letter(axis) for t in types]
+        result[_over_one_axis(function, axis, letters, numbers)].append(axis)
+    return of(varying), of(result["V"], result["U"], result["R"])
+
+
+def _over_one_axis(function: str, axis: str, letters: list[str], numbers: bool) -> str:
+    if "U" in letters:
+        how, others = LINEARITY.get(function), [letter for letter in letters if letter != "U"]
+        sum_first = f"vfn.psum(x, {axis!r}) first, or vfn.psum_scatter"
+        if how is None:
+            raise Misuse(axis, f"{function} is not linear, so the sum over {axis!r} must come before it", sum_first)
+        if "V" in others:
+            raise Misuse(axis, "a value still to be added over the ranks meets one that differs by rank", sum_first)
+        if how == "sum of" and numbers:
+            raise Misuse(axis, f"the number would be added once a rank of {axis!r}", f"{sum_first}, then add the number")
+        if how in ("sum of", "row of") and others:
+            raise Misuse(axis, f"the invariant value would be added once a rank of {axis!r}", f"{sum_first}, then {function}")
+        if how == "product of" and (letters.count("U") > 1 or len(letters) > 2):
+            raise Misuse(axis, f"{function} is not linear in two unreduced values together, nor with a third", sum_first)
+        if how == "quotient of" and letters[0] != "U":
+            raise Misuse(axis, "dividing by an unreduced value is not linear", sum_first)
+        if how in ("product of", "quotient of") and others not in ([], ["R"]):
+            raise Misuse(axis, "an unreduced value may only be scaled by a reduced one, whose gradient is unreduced as well",
+                         f"vfn.pcast(w, {axis!r}, to='reduced') for the other operand")  # fmt: skip
+        return "U"
+    if "V" in letters:
+        return "V"
+    if "R" in letters and "I" in letters:
+        raise Misuse(axis, "a reduced value meets an invariant one: their cotangents differ",
+                     f"vfn.pcast(x, {axis!r}, to='reduced') for the invariant one")  # fmt: skip
+    return "R" if "R" in letters else "I"
+
+
+@functools.lru_cache(maxsize=4096)
+def promotion(have: Type, varying: Type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes over which a value must be cast from invariant, and from reduced, to varying."""
+    return tuple(sorted(varying.varying - have.varying - have.unreduced - have.reduced)), tuple(
+        sorted(varying.varying & have.reduced)
+    )
+
+
+# --- on the tensor ----------------------------------------------------------------------------------------------------
+
+
+def mark(x: torch.Tensor, type_: Type) -> None:
+    """Give a local value its type."""
+    _torch.peel(x).vfn_type = type_  # type: ignore[attr-defined]
+
+
+def borrow(x: torch.Tensor) -> None:
+    """Note that a local value is another name for memory that belongs to someone else, so it must not be written."""
+    _torch.peel(x).vfn_borrowed = True  # type: ignore[attr-defined]
+
+
+def is_borrowed(x: torch.Tensor) -> bool:
+    """Whether a local value, or what it is a view of, belongs to someone else."""
+    x = _torch.peel(x)
+    return hasattr(x, "vfn_borrowed") or hasattr(_torch.base(x), "vfn_borrowed")
+
+
+def read(x: torch.Tensor) -> Type | None:
+    """The type that a local value, or the value that it is a view of, was given; None for one from outside."""
+    x = _torch.peel(x)
+    found = getattr(x, "vfn_type", None)
+    if found is None and (base := _torch.base(x)) is not None:
+        found = getattr(base, "vfn_type", None)
+    return found
+
+
+def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
+    """The type of a local value in a body with these manual axes; one from outside is invariant.
+
+    A `Blocks` that was made behind the back of the body, with different blocks, is taken to vary over every axis.
+    """
+    found = read(x)
+    if found is None:
+        x = _torch.peel(x)
+        differs = type(x) is Blocks and len(set(map(id, x.blocks))) > 1
+        return of(axes) if differs else INVARIANT
+    return found
+
+
+_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+
+
+def text(x: torch.Tensor, type_: Type | None = None) -> str:
+    """A value on one short line: ``f32[2,3]{V:i}``."""
+    name = str(x.dtype).removeprefix("torch.")
+    word = name.rstrip("0123456789")
+    return f"{_DTYPES.get(word, word)}{name[len(word) :]}[{','.join(map(str, x.shape))}]{type_ or ''}"
