@@ -97,14 +97,17 @@ class Decision:
     simulated: bool = False
 
     @property
-    def plain(self) -> bool:
-        """Whether it is one call on the local tensors and one wrap."""
-        return not (self.targets is None or self.moves or self.many or self.op or self.sizes or self.fold or self.view
-                    or self.written or self.partial or self.simulated)  # fmt: skip
+    def way(self) -> int:
+        """How it is carried out: by one call on the local tensors and one wrap, or step by step."""
+        if (self.targets is None or self.moves or self.many or self.op or self.fold or self.partial or self.simulated
+                or (self.sizes and self.written)):  # fmt: skip
+            return _STEP_BY_STEP
+        return _WRITE if self.written else _VIEW if self.view else _STEP_BY_STEP if self.sizes else _PLAIN
 
 
+_STEP_BY_STEP, _PLAIN, _VIEW, _WRITE = range(4)
 _CACHE_SIZE = 16384
-_cache: OrderedDict[Any, tuple[Decision, bool]] = OrderedDict()
+_cache: OrderedDict[Any, tuple[Decision, int]] = OrderedDict()
 
 
 def cache_info() -> dict[str, int]:
@@ -114,6 +117,8 @@ def cache_info() -> dict[str, int]:
 
 def _key(a: Any) -> Any:
     kind = a.__class__
+    if kind is int or kind is bool:
+        return kind, a  # 1, True and 1.0 are equal, and not the same
     if kind is float:
         return float  # no decision depends on a float
     if kind is list or kind is tuple:
@@ -135,14 +140,38 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     found = _cache.get(key)
     if found is None:
         decision = _decide(cls, func, args, kwargs or {})
-        found = _cache[key] = (decision, decision.plain)
+        found = _cache[key] = (decision, decision.way)
         if len(_cache) > _CACHE_SIZE:
             _cache.popitem(last=False)
-    decision, plain = found
-    if plain:
-        out = func(*[a._local_tensor if a.__class__ is cls else a for a in args], **(kwargs or {}))
+    decision, way = found
+    if way == _STEP_BY_STEP:
+        return _carry_out(cls, func, args, kwargs or {}, decision)
+    local = [a._local_tensor if a.__class__ is cls else a for a in args]
+    if way == _PLAIN:
+        out = func(*local, **kwargs) if kwargs else func(*local)
         return _torch.new_dtensor(cls, out, decision.outs[0], requires_grad=False)
-    return _carry_out(cls, func, args, kwargs or {}, decision)
+    source = args[0]
+    notes = source.__dict__
+    if way == _WRITE:
+        if notes:
+            _check_writable(func, source)
+        func(*local, **kwargs) if kwargs else func(*local)
+        if notes:
+            _after_write(source)
+        return source
+    sizes = decision.sizes
+    if sizes is not None:
+        local[sizes[0]] = sizes[1][0]
+    try:
+        out = func(*local, **kwargs) if kwargs else func(*local)
+    except RuntimeError:
+        return _carry_out(cls, func, args, kwargs or {}, decision)
+    wrapped = _torch.new_dtensor(cls, out, decision.outs[0], requires_grad=False)
+    if notes:
+        _note_views(source, (wrapped,), False)
+    else:
+        wrapped._root = source
+    return wrapped
 
 
 # --- deciding ---------------------------------------------------------------------------------------------------------
