@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -19,8 +20,10 @@ from . import _rank_process
 from ._rank_process import Job, Message
 from .errors import RankError
 
-# Seconds: for all ranks to have met, to hear of more failures after the first, for finished ranks to leave.
-START, GRACE, LEAVE = {"cpu": 30.0, "cuda": 120.0}, 0.2, 5.0
+# Seconds: for all ranks to have met, for finished ranks to leave, to hear of more failures after the first one; and
+# where all complain of broken connections, to hear of the rank that broke them, which a busy machine may take to bury.
+START, LEAVE, GRACE, BURIAL = {"cpu": 30.0, "cuda": 120.0}, 5.0, 0.2, 3.0
+BROKEN = re.compile("[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited")
 
 
 class NotStarted(Exception):
@@ -28,7 +31,9 @@ class NotStarted(Exception):
 
 
 @dataclass(frozen=True)
-class _Rank:
+class Rank:
+    """A rank's process and the pipe to it."""
+
     process: Any
     pipe: connection.Connection
 
@@ -37,55 +42,61 @@ def run(call: Callable[[], Any], nprocs: int, device: str, timeout: float) -> li
     """Fork `nprocs` ranks, watch them, and return their pickled results; none of them is left when it returns."""
     with tempfile.TemporaryDirectory(prefix="vescale_fn-") as folder, Streams() as streams:
         job = Job(nprocs, device, timeout, folder, streams.ends, os.getpid())
-        ranks: list[_Rank] = []
+        ranks: list[Rank] = []
         try:
             for rank in range(nprocs):
-                ranks.append(_fork(rank, job, call))
-            _, failed = _hear(ranks, "ready", streams, START[device])
+                ranks.append(fork(_rank_process.run_rank, rank, job, call))
+            _, failed = hear(ranks, "ready", streams, START[device])
             if failed:
                 raise NotStarted(failed[0].text or f"rank {failed[0].rank} {failed[0].title} before it could start")
-            _tell(ranks, "go")
-            done, failed = _hear(ranks, "done", streams, float("inf"))
+            tell(ranks, "go")
+            done, failed = hear(ranks, "done", streams, float("inf"))
             if failed:
-                raise RankError(_first_and_others(failed, list(done), nprocs))
-            _tell(ranks, "leave")
+                raise RankError(first_and_others(failed, list(done), nprocs))
+            tell(ranks, "leave")
             late = time.monotonic() + LEAVE
             while any(rank.process.is_alive() for rank in ranks) and time.monotonic() < late:
                 streams.wait([rank.process.sentinel for rank in ranks if rank.process.is_alive()], 0.05)
             return [done[rank] for rank in range(nprocs)]
         finally:
-            _end(ranks)
+            end(ranks)
 
 
-def _fork(rank: int, job: Job, call: Callable[[], Any]) -> _Rank:
+def fork(target: Callable[..., None], *args: Any) -> Rank:
+    """Fork a process that runs ``target(*args, pipe)``."""
     ours, theirs = Pipe()
-    process = get_context("fork").Process(target=_rank_process.run_rank, args=(rank, job, theirs, call))
-    sys.stdout and sys.stdout.flush()
-    sys.stderr and sys.stderr.flush()
+    process = get_context("fork").Process(target=target, args=(*args, theirs))
+    for stream in sys.stdout, sys.stderr:
+        if stream is not None:
+            stream.flush()
     with warnings.catch_warnings():
         # Python warns of a fork beside threads; a rank that a fork has broken does not say "ready".
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     theirs.close()
-    return _Rank(process, ours)
+    return Rank(process, ours)
 
 
-def _tell(ranks: list[_Rank], word: str) -> None:
+def tell(ranks: list[Rank], word: Any) -> None:
+    """Send `word` to every rank."""
     for rank in ranks:
-        with contextlib.suppress(OSError):  # it has gone already: `_hear` finds out, where it matters
+        with contextlib.suppress(OSError):  # it has gone already: `hear` finds out, where it matters
             rank.pipe.send(word)
 
 
-def _hear(ranks: list[_Rank], kind: str, streams: Streams, seconds: float) -> tuple[dict[int, Any], list[Message]]:
+def hear(ranks: list[Rank], kind: str, streams: Streams, seconds: float) -> tuple[dict[int, Any], list[Message]]:
     """Wait for every rank's message of this kind, or for the first failure and those that come with it."""
     heard: dict[int, Any] = {}
     failed: list[Message] = []
-    until = time.monotonic() + seconds
+    start = time.monotonic()
     while len(heard) + len(failed) < len(ranks):
         silent = [i for i in range(len(ranks)) if i not in heard and i not in {message.rank for message in failed}]
-        if time.monotonic() > until:
-            if not failed:
-                failed = [Message("failed", i, title=f"did not start within {seconds:g} seconds") for i in silent]
+        if failed:
+            victims = all(BROKEN.search(message.text) for message in failed)
+            if time.monotonic() > min(message.when for message in failed) + (BURIAL if victims else GRACE):
+                break
+        elif time.monotonic() > start + seconds:
+            failed = [Message("failed", i, title=f"did not answer within {seconds:g} seconds") for i in silent]
             break
         streams.wait([end for i in silent for end in (ranks[i].pipe, ranks[i].process.sentinel)], 0.2)
         for i in silent:
@@ -98,9 +109,7 @@ def _hear(ranks: list[_Rank], kind: str, streams: Streams, seconds: float) -> tu
                 heard[i] = message.value
             elif message is not None:
                 failed.append(message)
-        if failed:
-            until = min(until, time.monotonic() + GRACE)
-    # A rank that died breaks the others' collectives, and their complaint may be here before its death is.
+    # A rank that died breaks the others' collectives, and their complaints may be here before its death.
     return heard, sorted(failed, key=lambda message: (message.text != "", message.when))
 
 
@@ -120,7 +129,8 @@ def how_it_ended(code: int | None) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
-def _first_and_others(failed: list[Message], returned: list[int], nprocs: int) -> str:
+def first_and_others(failed: list[Message], returned: list[int], nprocs: int) -> str:
+    """The message of a failed launch: the first failure in full, a line for each other one."""
     first, *others = failed
     text = f"launch: rank {first.rank} of {nprocs} {first.title}; the other ranks were ended"
     text += "\n\n" + first.text if first.text else ""
@@ -132,7 +142,8 @@ def _first_and_others(failed: list[Message], returned: list[int], nprocs: int) -
     return text
 
 
-def _end(ranks: list[_Rank]) -> None:
+def end(ranks: list[Rank]) -> None:
+    """End what is left of the ranks, and wait until it is gone."""
     for rank in ranks:
         rank.process.terminate()
     for rank in ranks:

@@ -63,7 +63,7 @@ class Message:
     when: float = 0.0  # of the machine's monotonic clock, the same for all processes
 
 
-def run_rank(rank: int, job: Job, pipe: Connection, call: Callable[[], Any]) -> None:
+def run_rank(rank: int, job: Job, call: Callable[[], Any], pipe: Connection) -> None:
     """Be rank `rank` of `job`: compute ``call()`` and send what came of it through `pipe`."""
     try:
         settle(rank, job)

@@ -1,0 +1,59 @@
+"""What every test starts from: one thread, fixed seeds, nothing ambient; and `gloo`, the pool of real ranks."""
+
+import os
+
+import pytest
+import torch
+from pool import Pool
+
+from vescale_fn import context
+
+torch.set_num_threads(1)
+
+_pool: list[Pool] = []
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "gloo" in getattr(item, "fixturenames", ()):
+            item.add_marker("gloo")
+        if item.get_closest_marker("gpu") and torch.cuda.device_count() == 0:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish(session):
+    """Fork the pool's nursery before the first test: later this process may not be fit to fork any more."""
+    needed = any("gloo" in getattr(item, "fixturenames", ()) for item in session.items)
+    if needed and not _pool and not session.config.option.collectonly:
+        _pool.append(Pool())
+
+
+def pytest_unconfigure():
+    while _pool:
+        _pool.pop().close()
+
+
+@pytest.fixture
+def gloo():
+    """``gloo(n, fn, *args)``: run ``fn(*args)`` on `n` real ranks over gloo; the list of their results.
+
+    `fn` is a function of the test's module, or anything that cloudpickle takes. An exception on a rank arrives as
+    RankError with that rank's traceback, and the ranks are replaced before the next call.
+    """
+    return _pool[0].run
+
+
+@pytest.fixture(autouse=True)
+def _same_start():
+    """Each test begins with the same seed, and leaves behind no mesh, no simulation, no default dtype."""
+    before = context.simulated(), context.current_mesh()
+    environ = dict(os.environ)
+    torch.manual_seed(0)
+    yield
+    context.set_simulated(before[0])
+    context.set_mesh(before[1])
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)

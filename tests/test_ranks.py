@@ -1,0 +1,493 @@
+"""Where ranks come from: `simulate`, `launch` (forked and fresh), torchrun, and the tests' own pool."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from vescale_fn import _rank_process, context, ranks
+from vescale_fn.errors import MeshError, RankError
+from vescale_fn.ranks import launch, simulate
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def descendants() -> set[int]:
+    """The processes below this one that have not ended."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                parents[int(entry.name)] = int(parent)
+    found = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {os.getpid()}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request, tmp_path, monkeypatch):
+    """No test leaves a process or a rendezvous file, but for the pool's own."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = descendants()
+    yield
+    assert "gloo" in request.fixturenames or descendants() <= before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("vescale_fn-")] == []
+
+
+@pytest.fixture(params=["fork", "fresh"])
+def way(request, monkeypatch):
+    """Both ways to start ranks; the fresh interpreter does without a module of tests to import."""
+    if request.param == "fresh":
+        monkeypatch.setattr(ranks, "_why_not_fork", lambda: "a test wants a fresh interpreter")
+    return request.param
+
+
+@pytest.fixture
+def forked_only(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("this should have forked")
+
+    monkeypatch.setattr(ranks, "_run_fresh", refuse)
+
+
+# simulate
+
+
+def test_simulate_is_on_from_the_call_and_restores_on_exit():
+    assert context.simulated() is None
+    simulate(4)
+    assert context.simulated() == 4
+    with simulate(8) as outer:
+        assert context.simulated() == 8
+        with simulate(2):
+            assert context.simulated() == 2
+        assert context.simulated() == 8
+    assert context.simulated() == 4
+    with outer:
+        assert context.simulated() == 8
+        with outer:
+            assert context.simulated() == 8
+        assert context.simulated() == 8
+    assert context.simulated() == 4
+
+
+def test_simulate_restores_after_an_exception():
+    with pytest.raises(KeyError), simulate(3):
+        raise KeyError
+    assert context.simulated() is None
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.0, True, "4", None])
+def test_simulate_refuses(n):
+    with pytest.raises(MeshError) as error:
+        simulate(n)
+    assert str(error.value) == f"simulate: n={n!r} is not a number of ranks; it must be an integer >= 1"
+    assert context.simulated() is None
+
+
+# launch: results
+
+
+class Pair(NamedTuple):
+    total: torch.Tensor
+    rank: int
+
+
+def test_a_closure_its_results_in_rank_order_and_what_surrounds_it(way, capsys):
+    weights = torch.arange(6.0).view(2, 3)
+
+    class Local:
+        def __init__(self, rank):
+            self.rank = rank
+
+    def whole_sum(extra):
+        rank = dist.get_rank()
+        mine = weights * rank + extra
+        dist.all_reduce(mine)
+        print(f"rank {rank} prints")
+        os.write(1, b"and from below\n")
+        print(f"rank {rank} warns", file=sys.stderr)
+        ambient = torch.get_default_dtype(), torch.is_grad_enabled(), torch.randn(3)
+        return {"pair": Pair(mine, rank), "more": [None, "s", Local(rank).rank], "ambient": ambient}
+
+    torch.set_default_dtype(torch.float64)
+    with torch.no_grad():
+        torch.manual_seed(7)
+        results = launch(whole_sum, 3, 10.0, device="cpu")
+        torch.manual_seed(7)
+        draws = torch.randn(3)
+    for rank, result in enumerate(results):
+        assert type(result["pair"]) is Pair
+        assert torch.equal(result["pair"].total, weights * 3 + 30)
+        assert result["pair"].rank == rank
+        assert result["more"] == [None, "s", rank]
+        assert result["ambient"][:2] == (torch.float64, False)
+        assert torch.equal(result["ambient"][2], draws)
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == ["and from below"] * 3 + [f"rank {rank} prints" for rank in range(3)]
+    assert {f"rank {rank} warns" for rank in range(3)} <= set(err.splitlines())
+
+
+def test_a_rank_knows_its_place_and_computes_on_one_thread(forked_only):
+    def place():
+        names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+        return [int(os.environ[name]) for name in names], torch.get_num_threads(), ranks.ensure_process_group()
+
+    assert launch(place, 2, device="cpu") == [([0, 2, 0, 2], 1, (0, 2)), ([1, 2, 1, 2], 1, (1, 2))]
+
+
+def test_ranks_do_not_simulate(forked_only):
+    with simulate(8):
+        assert launch(lambda: (context.simulated(), dist.get_world_size()), 2, device="cpu") == [(None, 2)] * 2
+        assert context.simulated() == 8
+
+
+def test_results_may_be_large_and_local_classes_and_functions(forked_only):
+    class Local(NamedTuple):
+        x: torch.Tensor
+
+    big, local, function = launch(
+        lambda: (torch.ones(3_000_000), Local(torch.ones(2)), lambda y: y + 1), 1, device="cpu"
+    )[0]
+    assert big.sum() == 3_000_000
+    assert local.x.tolist() == [1, 1]
+    assert function(1) == 2
+
+
+def test_a_class_of_the_caller_comes_back_as_itself(forked_only):
+    assert type(launch(lambda: Pair(torch.zeros(1), 0), 1, device="cpu")[0]) is Pair
+
+
+def test_a_launched_rank_can_launch(forked_only):
+    assert launch(lambda: dist.get_world_size(), 2, device="cpu") == [2, 2]
+
+
+def test_a_launched_rank_launches_from_a_fresh_interpreter():
+    def outer():
+        rank = dist.get_rank()
+        return launch(lambda: (rank, dist.get_rank(), dist.get_world_size()), 2, device="cpu")
+
+    assert launch(outer, 1, device="cpu") == [[(0, 0, 2), (0, 1, 2)]]
+
+
+def test_after_autograd_and_openmp_in_the_caller(forked_only):
+    """OpenMP's threads are gone in a fork: a rank that used more than one would hang in the first large op."""
+    torch.set_num_threads(2)
+    try:
+        x = torch.randn(500, 500, requires_grad=True)
+        (x @ x).exp().sum().backward()
+    finally:
+        torch.set_num_threads(1)
+
+    def gradient():
+        w = torch.full((500, 500), 2.0, requires_grad=True)
+        (w @ w).sum().backward()
+        dist.all_reduce(w.grad)
+        return w.grad[0, 0].item()
+
+    assert launch(gradient, 2, device="cpu") == [2 * (1000.0 + 1000.0)] * 2
+
+
+def test_with_a_store_serving_in_the_caller(forked_only):
+    """The server's thread may hold the resolver's lock at the fork; ranks that meet by names would hang in it."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False).set("a", "b")
+    for _ in range(3):
+        assert launch(lambda: dist.get_rank(), 2, device="cpu") == [0, 1]
+
+
+def test_a_fork_that_cannot_compute_is_replaced_by_a_fresh_interpreter(monkeypatch):
+    """As where the caller's autograd engine has GPU threads."""
+
+    def refused():
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+
+    monkeypatch.setattr(_rank_process, "_compute_a_little", refused)
+    scale = 3
+    assert launch(lambda: scale * dist.get_rank(), 2, device="cpu") == [0, 3]
+
+
+def test_a_group_that_is_there_is_taken_as_it_is():
+    dist.init_process_group("fake", rank=1, world_size=4, store=dist.HashStore())
+    try:
+        assert ranks.ensure_process_group() == (1, 4)
+        assert ranks.device_type() == "cpu"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_more_is_printed_than_a_pipe_holds(forked_only, capsys):
+    launch(lambda: print("x" * 300_000), 2, device="cpu")
+    assert capsys.readouterr().out.count("x") == 600_000
+
+
+# launch: failures
+
+
+def failing_rank(how):
+    def body():
+        if dist.get_rank() == 1:
+            time.sleep(0.2)  # the others wait by now
+            how()
+        dist.all_reduce(torch.ones(1))
+
+    return body
+
+
+def wrong_key():
+    return {}["no such key"]
+
+
+def message_of(fn, nprocs=3, **options):
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        launch(fn, nprocs, device="cpu", **options)
+    return str(error.value), time.monotonic() - start
+
+
+def test_an_exception_on_one_rank_while_the_others_wait(way):
+    message, seconds = message_of(failing_rank(wrong_key))
+    title, empty, *trace = message.splitlines()
+    assert title == "launch: rank 1 of 3 raised KeyError; the other ranks were ended"
+    assert empty == ""
+    assert trace[0] == "Traceback (most recent call last):"
+    assert "in body" in trace[1]  # the user's own frame, not one of ours
+    assert trace[-1] == "KeyError: 'no such key'"
+    assert "Connection" not in message  # no victim's complaint
+    assert seconds < (5 if way == "fork" else 30)
+
+
+@pytest.mark.parametrize(
+    ("how", "title"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL (out of memory?)"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "was killed by SIGTERM"),
+        (lambda: os._exit(3), "exited with code 3 and returned nothing"),
+        (lambda: os._exit(0), "exited with code 0 and returned nothing"),
+        (lambda: sys.exit(4), "called sys.exit(4)"),
+    ],
+    ids=["kill", "term", "_exit(3)", "_exit(0)", "sys.exit"],
+)
+def test_a_rank_that_dies_is_named_before_those_it_broke(how, title, forked_only):
+    message, seconds = message_of(failing_rank(how))
+    assert message.splitlines()[0] == f"launch: rank 1 of 3 {title}; the other ranks were ended"
+    assert seconds < 5
+
+
+def test_of_two_failures_the_first_by_time_comes_first(forked_only):
+    def body():
+        time.sleep(0.05 * (3 - dist.get_rank()))
+        raise ValueError(f"of rank {dist.get_rank()}")
+
+    message, _ = message_of(body)
+    assert message.startswith("launch: rank 2 of 3 raised ValueError")
+    assert "After it, rank 1 raised ValueError: ValueError: of rank 1" in message
+
+
+def test_a_rank_that_leaves_out_a_collective(forked_only):
+    message, seconds = message_of(lambda: dist.get_rank() == 0 or dist.all_reduce(torch.ones(1)), 2)
+    assert message.startswith("launch: rank 1 of 2 raised RuntimeError")
+    assert message.endswith("By then rank 0 had returned.")
+    assert seconds < 2 * _rank_process.LINGER + 3
+
+
+def test_timeout_is_of_one_collective_on_every_group(forked_only):
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        if dist.get_rank() == 0:
+            time.sleep(30)
+        dist.all_reduce(torch.ones(1), group=mesh.get_group("a"))
+
+    message, seconds = message_of(body, 4, timeout=0.5)
+    assert message.startswith("launch: rank 2 of 4 raised RuntimeError")
+    assert "Timed out waiting 500ms" in message
+    assert seconds < 10
+
+
+def test_a_slow_rank_is_no_failure(forked_only):
+    def body():
+        dist.all_reduce(torch.ones(1))
+        time.sleep(1.5 * dist.get_rank())
+        return dist.get_rank()
+
+    assert launch(body, 2, device="cpu", timeout=1.0) == [0, 1]
+
+
+def test_a_sharded_result_says_what_to_return(forked_only):
+    def body():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        return {"w": distribute_tensor(torch.ones(4, 2), mesh)}
+
+    message, _ = message_of(body, 2)
+    assert "returned cannot be sent to the caller" in message
+    assert "a sharded array of shape (4, 2)" in message
+    assert "return vfn.unshard(tree), whole, or x.to_local(), this rank's block" in message
+
+
+def test_a_result_that_does_not_pickle(forked_only):
+    message, _ = message_of(lambda: (i for i in range(3)), 1)
+    assert message.splitlines()[2].startswith("launch: what rank 0 returned cannot be sent to the caller")
+    assert "generator" in message
+
+
+def test_without_cloudpickle_a_function_of_main_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(ranks, "_why_not_fork", lambda: "CUDA is in use in this process, so that it cannot fork")
+    monkeypatch.setattr(_rank_process, "cloudpickle", None)
+    message, _ = message_of(lambda: 1, 2)
+    assert message.startswith("launch: fn or its arguments cannot be sent to the ranks")
+    assert "CUDA is in use in this process" in message
+    assert "pip install vescale_fn[launch]" in message
+
+
+def test_without_cloudpickle_an_importable_function_still_goes(monkeypatch):
+    monkeypatch.setattr(ranks, "_why_not_fork", lambda: "a test wants a fresh interpreter")
+    monkeypatch.setattr(_rank_process, "cloudpickle", None)
+    assert launch(os.path.join, 1, "a", "b", device="cpu") == [os.path.join("a", "b")]
+
+
+@pytest.mark.parametrize("nprocs", [0, -2, 1.5, True, "2"])
+def test_launch_refuses_a_number(nprocs):
+    with pytest.raises(MeshError) as error:
+        launch(print, nprocs)
+    assert str(error.value) == (
+        f"launch: nprocs={nprocs!r} is not a number of ranks; it must be an integer >= 1\n"
+        "  Instead: launch(fn, nprocs, *args), for instance launch(train, 4, config)"
+    )
+
+
+def test_launch_refuses_a_device():
+    with pytest.raises(MeshError) as error:
+        launch(print, 2, device="tpu")
+    assert str(error.value) == 'launch: device=\'tpu\' is neither "cpu" nor "cuda"'
+    gpus = torch.cuda.device_count()
+    with pytest.raises(MeshError) as error:
+        launch(print, gpus + 1, device="cuda")
+    assert f'device="cuda" needs {gpus + 1} GPUs, one for each rank, but there are {gpus}' in str(error.value)
+
+
+# The caller's own end
+
+
+def sleeping_caller(pipe, err):
+    """A process that launches two ranks, which tell their numbers and sleep."""
+
+    def sleep():
+        print(os.getpid())
+        time.sleep(300)
+
+    os.setsid()
+    os.dup2(pipe, 1)
+    os.dup2(os.open(err, os.O_CREAT | os.O_WRONLY), 2)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    launch(sleep, 2, device="cpu")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_when_the_caller_ends_so_do_its_ranks(end, way, tmp_path):
+    """Killed, or by Ctrl-C, which a terminal sends to the ranks as well."""
+    source, sink = os.pipe()
+    caller = multiprocessing.get_context("fork").Process(target=sleeping_caller, args=(sink, tmp_path / "err"))
+    caller.start()
+    os.close(sink)
+    with open(source) as lines:
+        pids = [int(lines.readline()) for _ in range(2)]
+        assert all(map(alive, pids))
+        start = time.monotonic()
+        (os.killpg if end == signal.SIGINT else os.kill)(caller.pid, end)
+        assert lines.read() == ""  # until the ranks have closed their ends of the pipe
+    caller.join(10)
+    assert time.monotonic() - start < 5
+    assert not any(map(alive, pids))
+    err = (tmp_path / "err").read_text()
+    assert err.count("Traceback") == err.count("KeyboardInterrupt") == (1 if end == signal.SIGINT else 0), err
+
+
+def test_the_environment_that_torchrun_sets():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def place():
+        dist.destroy_process_group()
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        place = ranks.ensure_process_group("cpu")
+        assert place == ranks.ensure_process_group()
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        return place, x.item(), ranks.device_type()
+
+    assert launch(place, 2, device="cpu") == [((0, 2), 2, "cpu"), ((1, 2), 2, "cpu")]
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path):
+    text = """
+        import torch, torch.distributed as dist
+        from vescale_fn import ranks
+        place = ranks.ensure_process_group()
+        x = torch.ones(1); dist.all_reduce(x)
+        print(place, x.item(), ranks.device_type())
+        dist.destroy_process_group()
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(text))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, str(tmp_path / "script.py")], env=env, capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.splitlines()) == ["(0, 2) 2.0 cpu", "(1, 2) 2.0 cpu"]
+
+
+def test_a_bare_process_is_one_rank_without_a_group():
+    assert ranks.ensure_process_group() == (0, 1)
+    assert not ranks.has_process_group()
+    assert ranks.device_type() == "cpu"
+
+
+# The tests' own pool
+
+
+def summed(x):
+    dist.all_reduce(x)
+    return os.getpid(), x
+
+
+def test_the_pool_keeps_its_ranks_and_their_order(gloo):
+    first = gloo(4, summed, torch.arange(3.0))
+    again = gloo(4, summed, torch.arange(3.0))
+    assert [pid for pid, _ in first] == [pid for pid, _ in again]
+    assert all(torch.equal(x, 4 * torch.arange(3.0)) for _, x in first)
+    assert gloo(3, lambda: (dist.get_rank(), dist.get_world_size())) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_the_pool_survives_a_failure(gloo):
+    with pytest.raises(RankError) as error:
+        gloo(2, failing_rank(wrong_key))
+    assert str(error.value).startswith("launch: rank 1 of 2 raised KeyError")
+    with pytest.raises(RankError) as error:
+        gloo(2, failing_rank(lambda: os._exit(1)))
+    assert str(error.value).startswith("launch: rank 1 of 2 exited with code 1")
+    assert [x.item() for _, x in gloo(2, summed, torch.ones(1))] == [2, 2]
