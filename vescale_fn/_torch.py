@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch._C._functorch as _functorch
+import torch.distributed as dist
 import torch.utils._pytree as _pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad as _forward_ad
@@ -20,6 +21,10 @@ __all__ = ["DTensorSpec", "TensorMeta"]
 strided_shard_type = _placement_types._StridedShard  # noqa: SLF001
 disabled_torch_function = torch._C._disabled_torch_function_impl  # noqa: SLF001
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # noqa: SLF001
+
+
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name changed in 2.13
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import context
+from . import _torch, context
 from .blocks import Blocks
 from .mesh import axes_of, groups, is_simulated, my_rank
 
@@ -167,7 +167,7 @@ def all_gather(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str) -> 
     group, positions = _group(mesh, axes)
     bits = _as_bits(x)
     out = torch.empty((n, bits.numel()), dtype=bits.dtype, device=x.device)
-    dist.all_gather_into_tensor(out.view(-1), bits.reshape(-1), group=group)
+    _torch.all_gather_single(out.view(-1), bits.reshape(-1), group=group)
     if positions != list(range(n)):
         out = out[positions]
     blocks = out.view(n, *bits.shape).view(x.dtype) if bits.dtype is not x.dtype else out.view(n, *bits.shape)
@@ -199,7 +199,7 @@ def _reduce_scatter(x: torch.Tensor, n: int, group: Any, positions: list[int], d
     in_order = dim == 0 and positions == list(range(n))
     stacked = x.contiguous() if in_order else torch.stack(pieces).flatten(0, 1) if x.ndim > 1 else torch.cat(pieces)
     out = torch.empty(pieces[0].shape, dtype=x.dtype, device=x.device)
-    dist.reduce_scatter_tensor(out.view(-1), stacked.reshape(-1), group=group)
+    _torch.reduce_scatter_single(out.view(-1), stacked.reshape(-1), group=group)
     return out
 
 
