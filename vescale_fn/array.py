@@ -18,7 +18,7 @@ from .blocks import Blocks
 from .errors import MeshError, SpecError, mesh_text, report
 from .interpreter import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
 from .mesh import axes_of, coordinates, is_simulated, played_ranks, same
-from .spec import P, from_placements, from_split_axes, local_indices, split_axes, validate
+from .spec import P, from_placements, from_split_axes, local_indices, problems, split_axes, too_long, validate
 
 
 class Array(DTensor):
@@ -222,7 +222,7 @@ class _Move:
         steps = reshard.plan(tuple(x.shape), axes_items(self.mesh), spec, P(*target, unreduced=target.unreduced))
         local = reshard.run(_local(x, self.mesh), tuple(x.shape), self.mesh, steps, self.why)
         if not isinstance(x, Array) and not steps:
-            local = _copy_if_strided(local)
+            local = _packed(local)
         stride = tuple(x.stride()) if isinstance(x, Array) and not steps else None
         return (_wrap(local, self.mesh, target, x.shape, stride),)
 
@@ -258,10 +258,13 @@ def _local(x: Any, mesh: Any) -> Any:
     return local
 
 
-def _copy_if_strided(local: Any) -> Any:
-    one = local.blocks[0] if type(local) is Blocks else local
-    return local if one.is_contiguous() else blocks.run_ranks(torch.Tensor.contiguous, len(local.blocks), (local,), {}, share=True) \
-        if type(local) is Blocks else local.contiguous()  # fmt: skip
+def _packed(local: Any) -> Any:
+    """A local value that is contiguous: arrays are, unless an op made them otherwise."""
+    if type(local) is not Blocks:
+        return local.contiguous()
+    if all(block.is_contiguous() for block in local.blocks):
+        return local
+    return blocks.run_ranks(torch.Tensor.contiguous, len(local.blocks), (local,), {}, share=True)
 
 
 def _plain(x: Any, mesh: Any, spec: P, why: str) -> torch.Tensor:
@@ -311,7 +314,7 @@ class _Leave:
         local = _local(xs[0].detach(), self.mesh)
         axes = axes_of(self.mesh)
         shape = [size * _product(axes, names) for size, names in zip(local.shape, split_axes(self.spec, local.ndim))]
-        return (_wrap(_copy_if_strided(local), self.mesh, self.spec, torch.Size(shape)),)
+        return (_wrap(_packed(local), self.mesh, self.spec, torch.Size(shape)),)
 
     def transpose(self) -> _Enter:
         return _Enter(self.mesh, _cotangent_spec(self.spec))
@@ -341,17 +344,6 @@ def take_out(local: Any, mesh: Any, spec: P) -> Any:
 # --- the public functions ---------------------------------------------------------------------------------------------
 
 
-def _check_not_manual(spec: P, where: str) -> None:
-    body = context.body()
-    if body is None:
-        return
-    named = [a for row in split_axes(spec, len(spec)) for a in row if a in body.axes]
-    raise SpecError(report(
-        where, "this is the body of a shard_map: its values are one rank's blocks, and its axes are manual",
-        [f"axis {axis!r} of {spec!r} is manual here" for axis in named],
-        "a collective (vfn.all_gather, vfn.psum_scatter, ...) in the body, or the spec in in_specs or out_specs"))  # fmt: skip
-
-
 def _place(x: Any, mesh: Any, spec: P, where: str) -> Any:
     """One leaf brought to `spec` on `mesh`, from wherever it is."""
     own = mesh_of(x)
@@ -364,29 +356,50 @@ def _place(x: Any, mesh: Any, spec: P, where: str) -> Any:
     return linear.apply(_Move(mesh, source, spec, where), x)[0]
 
 
-def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[str], list[P]]:
+def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
+    """The leaves of a tree, its structure, and the spec of each leaf."""
+    if isinstance(value, torch.Tensor) and isinstance(spec, P):
+        return [value], None, [spec]
     leaves, treedef = tree.flatten(value)
-    names = tree.paths(value, "tree")
     specs = tree.broadcast(spec, value, where, "spec", "tree")
-    wrong = [f"spec for {name} is {s!r}" for name, s in zip(names, specs, strict=True) if not isinstance(s, P)]
-    if wrong:
+    if not all(isinstance(s, P) for s in specs):
+        wrong = [f"the spec of {name} is {s!r}" for name, s in zip(tree.paths(value, "tree"), specs, strict=True)
+                 if not isinstance(s, P)]  # fmt: skip
         raise SpecError(report(where, "every spec must be a vfn.P", wrong, 'for instance P("dp") or P()'))
-    return leaves, treedef, names, specs
+    return leaves, treedef, specs
 
 
-def _checked(leaves: Sequence[Any], names: Sequence[str], specs: Sequence[P], axes: Any, where: str) -> None:
-    failures = []
-    for leaf, name, spec in zip(leaves, names, specs, strict=True):
-        if isinstance(leaf, torch.Tensor):
-            try:
-                validate(spec, axes, leaf.ndim, where, f"{name} ({type_text(leaf.shape, leaf.dtype, WHOLE)})")
-            except SpecError as error:
-                failures.append(error)
-    if len(failures) == 1:
-        raise failures[0]
-    if failures:
-        texts = [str(f).split(": ", 1)[1].split("\n  Instead")[0].replace("\n  * ", ": ") for f in failures]
-        raise SpecError(report(where, f"{len(failures)} specs do not fit the {mesh_text(axes)}", texts))
+def _rebuilt(treedef: Any, leaves: list[Any]) -> Any:
+    return leaves[0] if treedef is None else tree.unflatten(treedef, leaves)
+
+
+def _check(value: Any, leaves: Sequence[Any], specs: Sequence[P], meshes: Sequence[Any], where: str) -> None:
+    """Raise one SpecError for all leaves whose specs do not fit (without a mesh: that have too many entries)."""
+    wrong = {}
+    for i, (x, spec, mesh) in enumerate(zip(leaves, specs, meshes, strict=True)):
+        if isinstance(x, torch.Tensor):
+            found = problems(spec, axes_of(mesh), x.ndim) if mesh is not None else too_long(spec, x.ndim)
+            if found:
+                wrong[i] = found
+    if not wrong:
+        return
+    names = tree.paths(value, "tree")
+    mesh = meshes[next(iter(wrong))]
+    rows = [f"{names[i]} is {type_text(leaves[i].shape, leaves[i].dtype, WHOLE)}, its spec {specs[i]!r}: {problem}"
+            for i, found in wrong.items() for problem in found]  # fmt: skip
+    of = f" on the {mesh_text(axes_of(mesh))}" if mesh is not None else ""
+    raise SpecError(report(where, f"{len(wrong)} spec{'s do' if len(wrong) > 1 else ' does'} not fit{of}", rows,
+                           "each axis of the mesh at most once, and at most one entry a dim"))  # fmt: skip
+
+
+def _keep_out_of_bodies(specs: Sequence[P], where: str) -> None:
+    body = context.body()
+    if body is not None:
+        named = {a: spec for spec in specs for row in split_axes(spec, len(spec)) for a in row if a in body.axes}
+        raise SpecError(report(
+            where, "this is the body of a shard_map: its values are one rank's blocks, and its axes are manual",
+            [f"axis {axis!r} of {spec!r} is manual here" for axis, spec in named.items()],
+            "a collective (vfn.all_gather, vfn.psum_scatter, ...) in the body, or the spec in in_specs or out_specs"))  # fmt: skip
 
 
 def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
@@ -415,12 +428,11 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     ...     [block.tolist() for block in tree["x"].to_local().blocks], tree["n"]
     ([[0, 1], [2, 3], [4], []], 3)
     """
-    leaves, treedef, names, specs = _specs(tree_, spec, "shard")
-    _checked(leaves, names, specs, axes_of(mesh), "shard")
-    if any(isinstance(x, torch.Tensor) for x in leaves) and context.body() is not None:
-        _check_not_manual(specs[0], "shard")
+    leaves, treedef, specs = _specs(tree_, spec, "shard")
+    _check(tree_, leaves, specs, [mesh] * len(leaves), "shard")
+    _keep_out_of_bodies(specs, "shard")
     out = [_place(x, mesh, s, "shard") if isinstance(x, torch.Tensor) else x for x, s in zip(leaves, specs, strict=True)]
-    return tree.unflatten(treedef, out)
+    return _rebuilt(treedef, out)
 
 
 def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
@@ -450,23 +462,12 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     ...     vfn.spec_of(f(torch.ones(4)))
     P('dp')
     """
-    leaves, treedef, names, specs = _specs(tree_, spec, "with_sharding")
-    out = []
+    leaves, treedef, specs = _specs(tree_, spec, "with_sharding")
     meshes = [mesh or mesh_of(x) or context.current_mesh() if isinstance(x, torch.Tensor) else None for x in leaves]
-    for x, name, s, m in zip(leaves, names, specs, meshes, strict=True):
-        if isinstance(x, torch.Tensor):
-            if m is None and len(s) > x.ndim:
-                raise SpecError(report("with_sharding", f"the spec {s!r} of {name} does not fit",
-                                       [f"it has {len(s)} entries, but the value has {x.ndim} dims"]))  # fmt: skip
-            if m is not None:
-                _checked([x], [name], [s], axes_of(m), "with_sharding")
-    for x, s, m in zip(leaves, specs, meshes, strict=True):
-        if m is not None:
-            if context.body() is not None:
-                _check_not_manual(s, "with_sharding")
-            x = _place(x, m, s, "with_sharding")
-        out.append(x)
-    return tree.unflatten(treedef, out)
+    _check(tree_, leaves, specs, meshes, "with_sharding")
+    _keep_out_of_bodies(specs, "with_sharding")
+    out = [x if m is None else _place(x, m, s, "with_sharding") for x, s, m in zip(leaves, specs, meshes, strict=True)]
+    return _rebuilt(treedef, out)
 
 
 def unshard(tree_: Any) -> Any:
@@ -480,7 +481,7 @@ def unshard(tree_: Any) -> Any:
     >>> with vfn.simulate(2):
     ...     x = vfn.shard(torch.arange(3), vfn.make_mesh((2,), ("dp",)), vfn.P("dp"))
     ...     vfn.unshard({"x": x, "n": 1})
-    {'n': 1, 'x': tensor([0, 1, 2])}
+    {'x': tensor([0, 1, 2]), 'n': 1}
     """
     return tree.map_(lambda x: linear.apply(_Move(mesh_of(x), spec_of(x), None, "unshard"), x)[0] if is_array(x) else x,
                      tree_)  # fmt: skip
@@ -507,7 +508,7 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
     Array i64[4@dp] on mesh (dp=2)
     tensor([0, 0, 1, 1])
     """
-    leaves, treedef, names, specs = _specs(tree_, spec, "from_local")
+    leaves, treedef, specs = _specs(tree_, spec, "from_local")
     ranks = played_ranks(mesh)
     mine: list[list[Any]] = []
     for leaf in leaves:
@@ -518,6 +519,7 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
     seen = [[(tuple(b.shape), b.dtype) if isinstance(b, torch.Tensor) else None for b in row] for row in mine]
     by_rank = wire.everyone(seen, mesh)  # [rank][leaf] -> (shape, dtype)
     out, failures = [], []
+    names = tree.paths(tree_, "tree")
     for i, (name, s) in enumerate(zip(names, specs, strict=True)):
         metas = [row[i] for row in by_rank]
         if metas[0] is None:
@@ -526,11 +528,11 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
         shape = _joined_shape(metas, mesh, s, name, failures)
         if shape is not None:
             local = Blocks(mine[i]) if is_simulated(mesh) else mine[i][0]
-            out.append(_wrap(_copy_if_strided(local), mesh, s, torch.Size(shape)))
+            out.append(_wrap(_packed(local), mesh, s, torch.Size(shape)))
     if failures:
         raise SpecError(report("from_local", f"the ranks' blocks do not make up arrays on the {mesh_text(axes_of(mesh))}",
                                failures, "give each rank the block that vfn.shard_shape and torch.chunk give it"))  # fmt: skip
-    return tree.unflatten(treedef, out)
+    return _rebuilt(treedef, out)
 
 
 def _joined_shape(metas: Sequence[Any], mesh: Any, spec: P, name: str, failures: list[str]) -> Any:

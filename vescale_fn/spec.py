@@ -131,9 +131,12 @@ def problems(spec: P, axes: Axes, ndim: int | None) -> list[str]:
         if name in used:
             found.append(f"axis {name!r} is used twice: for {used[name]} and for {place}")
         used.setdefault(name, place)
-    if ndim is not None and len(spec) > ndim:
-        found.append(f"it has {len(spec)} entries, but the value has {ndim} dim{'s' * (ndim != 1)}")
-    return found
+    return found + (too_long(spec, ndim) if ndim is not None else [])
+
+
+def too_long(spec: P, ndim: int) -> list[str]:
+    """What is wrong when `spec` has more entries than a value of `ndim` dims."""
+    return [f"it has {len(spec)} entries, but the value has {ndim} dim{'s' * (ndim != 1)}"] if len(spec) > ndim else []
 
 
 def validate(spec: P, axes: Axes, ndim: int | None, where: str, name: str = "") -> None:
@@ -283,7 +286,7 @@ def spec_from_rules(tree: Any, rules: Sequence[tuple[str, P]]) -> Any:
     >>> from vescale_fn import P
     >>> params = {"w": torch.zeros(4, 2), "b": torch.zeros(2)}
     >>> vfn.spec_from_rules(params, [(r"w$", P("tp", None)), (r"b$", P())])
-    {'b': P(), 'w': P('tp', None)}
+    {'w': P('tp', None), 'b': P()}
     """
     accessors, leaves, treedef = optree.tree_flatten_with_accessor(tree)
     found, failures, hits = [], [], set()
