@@ -363,7 +363,7 @@ def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
     leaves, treedef = tree.flatten(value)
     specs = tree.broadcast(spec, value, where, "spec", "tree")
     if not all(isinstance(s, P) for s in specs):
-        wrong = [f"the spec of {name} is {s!r}" for name, s in zip(tree.paths(value, "tree"), specs, strict=True)
+        wrong = [f"the spec of {name} is {s!r}" for name, s in zip(tree.paths(value, tree.spelling(value, "tree")), specs, strict=True)
                  if not isinstance(s, P)]  # fmt: skip
         raise SpecError(report(where, "every spec must be a vfn.P", wrong, 'for instance P("dp") or P()'))
     return leaves, treedef, specs
@@ -383,7 +383,7 @@ def _check(value: Any, leaves: Sequence[Any], specs: Sequence[P], meshes: Sequen
                 wrong[i] = found
     if not wrong:
         return
-    names = tree.paths(value, "tree")
+    names = tree.paths(value, tree.spelling(value, "tree"))
     mesh = meshes[next(iter(wrong))]
     rows = [f"{names[i]} is {type_text(leaves[i].shape, leaves[i].dtype, WHOLE)}, its spec {specs[i]!r}: {problem}"
             for i, found in wrong.items() for problem in found]  # fmt: skip

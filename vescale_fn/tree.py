@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optree
 
 from .errors import SpecError, report
+
+_HERE = __file__.rsplit("/", 1)[0]
 
 flatten = optree.tree_flatten
 unflatten = optree.tree_unflatten
@@ -42,15 +45,47 @@ def dotted(accessor: optree.PyTreeAccessor) -> str:
     return ".".join(str(getattr(entry, "name", None) or entry.entry) for entry in accessor)
 
 
+def spelling(value: Any, otherwise: str) -> str:
+    """The name by which the user's code calls `value` (its variable's), for messages; else `otherwise`."""
+    frame = sys._getframe(1)  # noqa: SLF001
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE) and "/recipes/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    if frame is None or isinstance(value, (int, str, bool, float, type(None))):
+        return otherwise
+    used = {name: frame.f_globals.get(name) for name in frame.f_code.co_names}
+    held = {**used, **frame.f_locals}
+    return next((name for name, x in held.items() if x is value and name.isidentifier()), otherwise)
+
+
 def broadcast(prefix: Any, tree: Any, where: str, prefix_name: str, tree_name: str,
               is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:  # fmt: skip
     """One entry of `prefix` for each leaf of `tree`, or a SpecError that names every place where they part."""
     try:
         return optree.broadcast_prefix(prefix, tree, is_leaf=is_leaf)
     except ValueError:
-        errors = optree.prefix_errors(prefix, tree, is_leaf=is_leaf)
-        failures = [str(error(prefix_name)).replace("\n", " ") for error in errors]
+        prefix_name, tree_name = spelling(prefix, prefix_name), spelling(tree, tree_name)
+        failures = list(_partings(prefix, tree, prefix_name, tree_name))
         raise SpecError(
-            report(where, f"{prefix_name} is not a prefix of {tree_name}", failures or ["the structures differ"],
-                   f"give {prefix_name} the structure of {tree_name}, or one spec for a whole subtree")  # fmt: skip
+            report(where, f"{prefix_name} is not a prefix of {tree_name}", failures,
+                   f"give {prefix_name} the structure of {tree_name}, or one entry for a whole subtree")  # fmt: skip
         ) from None
+
+
+def _partings(prefix: Any, tree: Any, prefix_path: str, tree_path: str) -> Iterator[str]:
+    """Where a tree and its would-be prefix part, in words."""
+    if optree.tree_is_leaf(prefix):
+        return
+    if optree.tree_is_leaf(tree) or type(prefix) is not type(tree):
+        what = [f"a leaf ({type(x).__name__})" if optree.tree_is_leaf(x) else f"a {type(x).__name__}" for x in (prefix, tree)]
+        yield f"{prefix_path} is {what[0]}, but {tree_path} is {what[1]}"
+        return
+    (mine, _, my_keys, _), (theirs, _, their_keys, _) = map(optree.tree_flatten_one_level, (prefix, tree))
+    if set(my_keys) != set(their_keys):
+        missing, extra = ([k for k in a if k not in b] for a, b in ((their_keys, my_keys), (my_keys, their_keys)))
+        parts = [f"{word} {', '.join(map(repr, keys))}" for word, keys in (("lacks", missing), ("has besides", extra)) if keys]
+        yield f"{prefix_path} {' and '.join(parts)}: {tree_path} has {', '.join(map(repr, their_keys))}"
+        return
+    found = dict(zip(their_keys, theirs, strict=True))
+    for key, child in zip(my_keys, mine, strict=True):
+        step = f"[{key!r}]" if isinstance(tree, (dict, list, tuple)) and not hasattr(tree, "_fields") else f".{key}"
+        yield from _partings(child, found[key], prefix_path + step, tree_path + step)
