@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,9 +53,17 @@ class CommLog:
         if not self.records:
             return "no collective"
         rows = [("op", "axis", "bytes", "why", "line")]
-        rows += [(r.op, r.axis, str(r.bytes), r.why, r.line) for r in self.records]
+        rows += [(r.op, r.axis, str(r.bytes), r.why, _readable(r.line)) for r in self.records]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[4]]) for row in rows)
+
+
+def _readable(line: str) -> str:
+    """A source line as its reader knows it: in a notebook by the number of the cell, not by the kernel's temporary file."""
+    file, _, number = line.rpartition(":")
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cell = shell.compile.format_code_name(file) if shell is not None else None
+    return line if cell is None else f"{cell[1]}:{number}"
 
 
 @contextlib.contextmanager
