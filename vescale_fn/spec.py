@@ -119,6 +119,10 @@ def from_split_axes(rows: Sequence[Sequence[str]], unreduced: Iterable[str] = ()
     return P(*map(tuple, rows), unreduced=unreduced, reduced=reduced)
 
 
+def _dims(n: int) -> str:
+    return f"{n} dim{'s' * (n != 1)}"
+
+
 def problems(spec: P, axes: Axes, ndim: int | None) -> list[str]:
     """Everything that is wrong with `spec` on a mesh with these axes, for a value of `ndim` dims (None: not known)."""
     found = []
@@ -136,7 +140,7 @@ def problems(spec: P, axes: Axes, ndim: int | None) -> list[str]:
 
 def too_long(spec: P, ndim: int) -> list[str]:
     """What is wrong when `spec` has more entries than a value of `ndim` dims."""
-    return [f"it has {len(spec)} entries, but the value has {ndim} dim{'s' * (ndim != 1)}"] if len(spec) > ndim else []
+    return [f"it has {len(spec)} entries, but the value has {_dims(ndim)}"] if len(spec) > ndim else []
 
 
 def validate(spec: P, axes: Axes, ndim: int | None, where: str, name: str = "") -> None:
@@ -171,17 +175,18 @@ def dim_indices(size: int, names: tuple[str, ...], axes: Axes, coord: Mapping[st
             indices = _chunk(indices, axes[axis], coord[axis])
         else:
             pieces = [_chunk(_chunk(indices, segments, s), axes[axis], coord[axis]) for s in range(segments)]
-            indices = _joined(pieces)
-    return indices
+            indices = [i for piece in pieces for i in piece]
+    return _as_range(indices)
 
 
-def _joined(pieces: list[Any]) -> range | list[int]:
-    pieces = [piece for piece in pieces if len(piece)]
-    if not pieces:
+def _as_range(indices: range | list[int]) -> range | list[int]:
+    """The same indices, as a range when they are contiguous."""
+    if isinstance(indices, range):
+        return indices
+    if not indices:
         return range(0)
-    if all(isinstance(p, range) for p in pieces) and all(a.stop == b.start for a, b in zip(pieces, pieces[1:])):
-        return range(pieces[0].start, pieces[-1].stop)
-    return [i for piece in pieces for i in piece]
+    contiguous = indices[-1] - indices[0] == len(indices) - 1  # they ascend and differ
+    return range(indices[0], indices[-1] + 1) if contiguous else indices
 
 
 def local_indices(shape: Sequence[int], axes: Axes, spec: P, coord: Mapping[str, int]) -> tuple[range | list[int], ...]:
@@ -300,7 +305,7 @@ def spec_from_rules(tree: Any, rules: Sequence[tuple[str, P]]) -> Any:
         spec = rules[matching[0]][1]
         ndim = getattr(leaf, "ndim", None)
         if ndim is not None and len(spec) > ndim:
-            failures.append(f"rule {rules[matching[0]]!r} gives {len(spec)} entries to {path!r}, which has {ndim} dims")
+            failures.append(f"rule {rules[matching[0]]!r} gives {len(spec)} entries to {path!r}, which has {_dims(ndim)}")
         found.append(spec)
     failures += [f"rule {rule!r} matches no leaf" for i, rule in enumerate(rules) if i not in hits]
     if failures:
