@@ -45,7 +45,9 @@ def main() -> None:
     rows = []
     with torch.no_grad():
         for mesh_name in fake_ranks.MESHES:
-            took = {name: medians(candidates(mesh_name, op)) for name, op in OPS.items()}
+            sides = {name: candidates(mesh_name, op) for name, op in OPS.items()}
+            flat = medians({(name, side): call for name, calls in sides.items() for side, call in calls.items()})
+            took = {name: {side: flat[name, side] for side in calls} for name, calls in sides.items()}
             for name, times in took.items():
                 # Ops that DTensor runs in C++ take it about as long as an add; those in Python several times as long.
                 slow = times["DTensor"] > 2 * took["`x + y`"]["DTensor"]

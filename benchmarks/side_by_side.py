@@ -8,17 +8,19 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Name = TypeVar("Name")
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent / "README.md"
 
 
 def medians(
-    candidates: Mapping[str, Callable[[], Any]], *, rounds: int = 41, seconds: float = 0.01
-) -> dict[str, float]:
+    candidates: Mapping[Name, Callable[[], Any]], *, rounds: int = 41, seconds: float = 0.01
+) -> dict[Name, float]:
     """The median time of one call of each candidate, in microseconds.
 
     Every round runs each candidate once, for about `seconds`, in an order that rotates: what slows the machine for a
@@ -31,7 +33,7 @@ def medians(
         start = time.perf_counter()
         candidate()
         calls[name] = max(1, round(seconds / max(time.perf_counter() - start, 1e-7)))
-    times: dict[str, list[float]] = {name: [] for name in candidates}
+    times: dict[Name, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:

@@ -56,7 +56,7 @@ x, y = vfn.random.normal(keys[1], (4, 6)), vfn.random.normal(keys[2], (4, 6))
 
 # %%
 one_value, one_grads = vfn.value_and_grad(loss)(params, x, y)
-print(f"loss {one_value.item():.6f}")
+print(f"loss {one_value.item():.4f}")
 vfn.show(one_grads)
 
 # %% [markdown]
@@ -89,12 +89,14 @@ vfn.show({"params": on_mesh, "x": x_mesh})
 # %%
 with vfn.comm_log() as log:
     value, grads = vfn.value_and_grad(loss)(on_mesh, x_mesh, y_mesh)
-print(f"loss {vfn.unshard(value).item():.6f}")
+print(f"loss {vfn.unshard(value).item():.4f}")
 print("gradients lie as their parameters do:", {name: vfn.spec_of(grad) for name, grad in grads.items()})
 
 # %% [markdown]
-# Communication is never silent. The log has one line for each collective: what, over which axis, how much,
-# why, and the line of this notebook that asked for it.
+# Communication is never silent. The log has one line for each collective: what, over which axis, how many
+# bytes, why, and the line of this notebook that asked for it. Types are short: `f32[4@dp,6]{U:tp}` is a 4 x 6
+# array of float32 whose first dim is split over `dp`, and which is *unreduced* over `tp`: each rank holds a
+# part of a sum. The product with `down` is one, and the subtraction needs it whole.
 
 # %%
 print(log)
@@ -219,12 +221,11 @@ def train(shape=None, steps=5):
 vfn.set_mesh(None)
 one = train()
 simulated = train((2, 4))
-with vfn.simulate(1):  # leave the simulation
-    real = vfn.launch(train, 4, (2, 2))
+real = vfn.launch(train, 4, (2, 2))
 
 print("step  one device  8 simulated  4 processes")
 for step, row in enumerate(zip(one[0], simulated[0], real[0][0])):
-    print(f"{step:4}  " + "  ".join(f"{value:>10.6f}" for value in row))
+    print(f"{step:4}  " + "  ".join(f"{value:>10.4f}" for value in row))
 
 # %%
 for losses, tree in [simulated, *real]:

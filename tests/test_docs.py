@@ -80,10 +80,16 @@ def test_docstring_examples_run(name: str) -> None:
     assert vfn.current_mesh() is None, f"an example of {name} leaves a mesh behind"
 
 
+def defined(module: types.ModuleType) -> list[str]:
+    """The public functions and classes that a module without `__all__` defines itself."""
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    return [name for name in own if not name.startswith("_")]
+
+
 def undocumented(module: types.ModuleType) -> list[str]:
     """Public names of a module without a docstring, and functions and classes without an example in it."""
     faults = []
-    for name in module.__all__:
+    for name in getattr(module, "__all__", None) or defined(module):
         value = getattr(module, name)
         text = inspect.getdoc(value) or ""
         if inspect.isclass(value) and issubclass(value, BaseException):

@@ -169,12 +169,14 @@ _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#7
 
 
 def _picture(x: Any) -> str:
-    """A small drawing: the value's last two dims (or its one), each block in a colour, with the ranks that hold it."""
+    """A small drawing: two dims of the value (or its one), each block in a colour, with the ranks that hold it."""
     mesh = array.mesh_of(x) if isinstance(x, torch.Tensor) else None
     if mesh is None or not 1 <= x.ndim or x.numel() == 0:
         return ""
     axes, spec = axes_of(mesh), array.spec_of(x)
-    dims = [d for d, row in enumerate(split_axes(spec, x.ndim)) if row][:2] or [0]
+    dims = [d for d, row in enumerate(split_axes(spec, x.ndim)) if row][:2] or [x.ndim - 1]
+    if len(dims) == 1 and x.ndim > 1:  # beside the one split dim, the neighbour that shows which way it runs
+        dims = [dims[0] - 1, dims[0]] if dims[0] == x.ndim - 1 else [dims[0], dims[0] + 1]
     rows_dim, cols_dim = (dims[0], dims[1]) if len(dims) == 2 else (dims[0], None)
     width, height, blocks = 180.0, 72.0, {}
     for rank in range(mesh.size()):
