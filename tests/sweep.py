@@ -1,0 +1,293 @@
+"""Every op of torch's operator database, on sharded values against one device: the longer run.
+
+    python tests/sweep.py                      # all of it (some minutes): prints a table, exits 1 if anything is wrong
+    python tests/sweep.py --ops '^nn\\.' --samples 1 --kinds values,inplace --layouts 'over 3'
+    python tests/sweep.py --part 1/2           # every second op
+    python tests/sweep.py --prove              # writes the list of ops in vescale_fn/ops/proved.py anew
+
+Each op runs on a few of its samples, forward and backward, in place, into ``out=``, and with a write through the view
+that it gives; every tensor argument that has the dims is laid out in one of `LAYOUTS`, over even and uneven sizes. The
+database is torch's own test code, and needs the `expecttest` package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.errors import VfnError
+
+RIGHT, REFUSED, RAISES, WRONG = "right", "refused", "raises", "wrong"
+NO_VALUES = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+
+# name -> (the mesh, the spec of a value of n dims); None: partial sums
+LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[int], P | None]]] = {
+    "first over 2": ((2,), lambda n: P("a")),
+    "last over 3": ((3,), lambda n: P(*[None] * (n - 1), "a")),
+    "first over 2, last over 2": ((2, 2), lambda n: P("a", *[None] * (n - 2), "b") if n > 1 else P("b")),
+    "first over 4 as (b, a)": ((2, 2), lambda n: P(("b", "a"))),
+    "partial over 2": ((2,), lambda n: None),
+}
+
+
+def database() -> list[Any]:
+    """The ops; imported here because it takes seconds, and is torch's test code."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return list(op_db)
+
+
+def dtype_of(op: Any) -> torch.dtype | None:
+    """The dtype to try: the widest that shows a wrong sum best."""
+    for dtype in (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool):
+        if dtype in op.dtypes:
+            return dtype
+    return None
+
+
+def lay(x: torch.Tensor, mesh: Any, spec_of_dims: Callable[[int], P | None]) -> torch.Tensor:
+    """`x` as an array on the mesh; too few dims or a layout that is not strided: `x` itself."""
+    if x.layout is not torch.strided or x.is_quantized:
+        return x.detach().clone().requires_grad_(x.requires_grad)
+    value = x.detach().clone(memory_format=torch.contiguous_format)
+    spec = spec_of_dims(x.ndim)
+    if spec is None and x.dtype is not torch.bool:
+        with torch.no_grad():  # parts that differ and add up exactly: 2x and -x
+            parts = torch.stack([torch.where(torch.isfinite(value), 2 * value, value),
+                                 torch.where(torch.isfinite(value), -value, 0)]).to(x.dtype)  # fmt: skip
+            out = vfn.shard(parts, mesh, P("a")).sum(0, dtype=x.dtype)
+    else:
+        out = vfn.shard(value, mesh, P() if spec is None or x.ndim == 0 else spec)
+    return out.requires_grad_(x.requires_grad)
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in optree.tree_leaves(tree, none_is_leaf=True) if isinstance(x, torch.Tensor)]
+
+
+def fresh(tree: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return optree.tree_map(lambda x: make(x) if isinstance(x, torch.Tensor) else x, tree, none_is_leaf=True)
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def difference(want: Any, got: Any, values: bool = True) -> str:
+    """What is first seen to differ, or nothing."""
+    a, b = (optree.tree_leaves(tree, none_is_leaf=True) for tree in (want, got))
+    if len(a) != len(b):
+        return f"{len(b)} results for {len(a)}"
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        if isinstance(x, torch.Tensor) != isinstance(y, torch.Tensor):
+            return f"result {i} is {type(y).__name__} for {type(x).__name__}"
+        if not isinstance(x, torch.Tensor):
+            if x != y and x == x:
+                return f"result {i} is {y!r} for {x!r}"
+            continue
+        told = tuple(y.shape)
+        y = vfn.unshard(y.detach())
+        x = x.detach()
+        if x.shape != y.shape or tuple(x.shape) != told:
+            return f"result {i} has shape {told}, its values {tuple(y.shape)}, for {tuple(x.shape)}"
+        if x.dtype != y.dtype:
+            return f"result {i} has dtype {y.dtype} for {x.dtype}"
+        if values and x.layout is torch.strided and not close(x, y):
+            return f"result {i} has other values: {y.flatten()[:4].tolist()} for {x.flatten()[:4].tolist()}"
+    return ""
+
+
+def close(x: torch.Tensor, y: torch.Tensor) -> bool:
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        eps = torch.finfo(x.dtype).eps ** 0.6
+        return torch.allclose(x, y, rtol=eps, atol=eps, equal_nan=True)
+    return torch.equal(x, y)
+
+
+def gradients(outs: Any, leaves: list[torch.Tensor]) -> Any:
+    """The gradients of the sum of squares of all results, or None where there are none."""
+    wanted = [x for x in leaves if x.requires_grad]
+    loss = [(o * o.conj()).real.sum() if o.is_complex() else (o * o).sum() for o in tensors(outs)
+            if o.requires_grad and o.layout is torch.strided]  # fmt: skip
+    if not wanted or not loss:
+        return None
+    return torch.autograd.grad(sum(loss), wanted, allow_unused=True)
+
+
+# --- the kinds of runs: each gives what is to be compared, from a function that makes an argument -----------------------
+
+
+def run_values(op: Any, sample: Any, make: Any) -> Any:
+    """Results, and the gradients of all arguments."""
+    args = fresh((sample.input, sample.args, sample.kwargs), make)
+    out = op(args[0], *args[1], **args[2])
+    try:
+        grads = gradients(out, tensors(args))
+    except (RuntimeError, NotImplementedError) as error:
+        if make is not plain:
+            raise
+        grads = f"plain: {type(error).__name__}"  # nothing to compare with
+    return out, grads
+
+
+def run_inplace(op: Any, sample: Any, make: Any) -> Any:
+    """What an in-place op leaves in its argument, in the value that it was a view of, and what it returns."""
+    variant = op.get_inplace()
+    if variant is None or not isinstance(sample.input, torch.Tensor):
+        return None
+    with torch.no_grad():
+        first, args, kwargs = fresh((sample.input, sample.args, sample.kwargs), make)
+        alias = first.detach()
+        out = variant(first, *args, **kwargs)
+    return out, first, alias
+
+
+def run_out(op: Any, sample: Any, make: Any) -> Any:
+    """What is written into ``out=``."""
+    if not op.supports_out:
+        return None
+    with torch.no_grad():
+        first, args, kwargs = fresh((sample.input, sample.args, sample.kwargs), make)
+        like = op(*fresh((sample.input, *sample.args), plain), **fresh(sample.kwargs, plain))
+        if not tensors(like):
+            return None
+        target = fresh(like, lambda x: make(torch.zeros_like(x)))
+        op(first, *args, **kwargs, out=target)
+    return target
+
+
+def run_view(op: Any, sample: Any, make: Any) -> Any:
+    """The argument after a write into what the op gave, and what it gave after a write into the argument."""
+    if not isinstance(sample.input, torch.Tensor):
+        return None
+    with torch.no_grad():
+        if not any(aliases(o, x) for x in [plain(sample.input)]
+                   for o in tensors(op(x, *fresh(sample.args, plain), **fresh(sample.kwargs, plain)))):  # fmt: skip
+            return None
+        first, args, kwargs = fresh((sample.input, sample.args, sample.kwargs), make)
+        outs = tensors(op(first, *args, **kwargs))
+        first.mul_(3) if first.dtype is not torch.bool else first.logical_not_()
+        after = [o + 0 if o.dtype is not torch.bool else ~o for o in outs]
+        for o in outs[:1]:
+            o.add_(1) if o.dtype is not torch.bool else o.logical_not_()
+    return first, after
+
+
+def aliases(a: torch.Tensor, b: torch.Tensor) -> bool:
+    strided = a.layout is torch.strided and b.layout is torch.strided and a.numel() and b.numel()
+    return bool(strided) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+KINDS = {"values": run_values, "inplace": run_inplace, "out": run_out, "view": run_view}
+
+
+def samples_of(op: Any, count: int) -> list[Any]:
+    dtype = dtype_of(op)
+    if dtype is None:
+        return []
+    torch.manual_seed(0)
+    found: list[Any] = []
+    with contextlib.suppress(Exception):  # a few need a GPU, or what is not built in
+        grads = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+        for sample in op.sample_inputs("cpu", dtype, requires_grad=grads):
+            if sum(t.numel() for t in tensors((sample.input, sample.args, sample.kwargs))) < 20000:
+                found.append(sample)
+            if len(found) == count:
+                break
+    return found
+
+
+def verdicts(op: Any, count: int, layouts: dict[str, Any], kinds: Any) -> Iterator[tuple[str, str, str, str]]:
+    """(kind, layout, verdict, what was seen) for each run of an op."""
+    for sample in samples_of(op, count):
+        for kind in kinds:
+            torch.manual_seed(0)
+            try:
+                want = KINDS[kind](op, sample, plain)
+            except Exception:  # noqa: BLE001  the sample does not fit this kind
+                continue
+            if want is None:
+                continue
+            for layout, (mesh_shape, spec) in layouts.items():
+                mesh = vfn.make_mesh(mesh_shape, ("a", "b")[: len(mesh_shape)])
+                torch.manual_seed(0)
+                try:
+                    got = KINDS[kind](op, sample, lambda x, mesh=mesh, spec=spec: lay(x, mesh, spec))
+                    if kind == "values" and isinstance(want[1], str):
+                        want, got = (want[0], None), (got[0], None)
+                    seen = difference(want, got, op.name.split(".")[-1] not in NO_VALUES)
+                    yield kind, layout, WRONG if seen else RIGHT, seen
+                except VfnError as error:
+                    yield kind, layout, REFUSED, str(error).splitlines()[0]
+                except Exception as error:  # noqa: BLE001
+                    where = traceback.extract_tb(error.__traceback__)[-1]
+                    yield kind, layout, RAISES, f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+
+
+def sweep(ops: list[Any], samples: int, layouts: dict[str, Any], kinds: Any, each: Any = None) -> dict[Any, Any]:
+    """{(op, kind): {verdict: [(layout, what was seen)]}}"""
+    table: dict[Any, Any] = defaultdict(lambda: defaultdict(list))
+    for op in ops:
+        name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+        for layout, (shape, spec) in layouts.items():
+            with vfn.simulate(math.prod(shape)):
+                for kind, at, verdict, seen in verdicts(op, samples, {layout: (shape, spec)}, kinds):
+                    table[name, kind][verdict].append((at, seen))
+        if each:
+            each(name)
+    return table
+
+
+def worst(row: Any) -> str:
+    return next(v for v in (WRONG, RAISES, REFUSED, RIGHT) if row.get(v))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", default="", help="a regular expression on the ops' names")
+    parser.add_argument("--layouts", default="", help="a regular expression on the layouts' names")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--part", default="1/1")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    part, parts = map(int, args.part.split("/"))
+    ops = [op for op in database() if re.search(args.ops, op.name)][part - 1 :: parts]
+    layouts = {name: layout for name, layout in LAYOUTS.items() if re.search(args.layouts, name)}
+    begin = time.time()
+    table = sweep(ops, args.samples, layouts, args.kinds.split(","))
+    for (name, kind), row in sorted(table.items()):
+        if worst(row) != RIGHT:
+            counts = " ".join(f"{v} {len(row[v])}" for v in (RIGHT, REFUSED, RAISES, WRONG) if row[v])
+            at, seen = row[worst(row)][0]
+            print(f"{worst(row):8} {kind:8} {name}: {counts}; {at}: {seen[:300]}")
+    print(f"\n{len(ops)} ops, {time.time() - begin:.0f} s")
+    print(f"{'':10}" + "".join(f"{v:>10}" for v in (RIGHT, REFUSED, RAISES, WRONG)))
+    for kind in args.kinds.split(","):
+        ops_count = Counter(worst(row) for (_, k), row in table.items() if k == kind)
+        print(f"{kind:10}" + "".join(f"{ops_count[v]:>10}" for v in (RIGHT, REFUSED, RAISES, WRONG)) + "   ops, by their worst run")
+        runs = {v: sum(len(row[v]) for (_, k), row in table.items() if k == kind) for v in (RIGHT, REFUSED, RAISES, WRONG)}
+        print(f"{'':10}" + "".join(f"{runs[v]:>10}" for v in runs) + "   runs")
+    return int(any(row[WRONG] for row in table.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
