@@ -215,16 +215,16 @@ class _Move:
         x = _take_in(x)
         spec = layout(x._spec) if isinstance(x, Array) else WHOLE
         if self.target is None:
-            return (_plain(x, self.mesh, spec, self.why),)
+            return (_plain(x, self.why),)
         target = self._target(spec, x.ndim)
         if isinstance(x, Array) and P(*target, unreduced=target.unreduced) == spec and not target.reduced:
             return (x.detach(),)
-        steps = reshard.plan(tuple(x.shape), axes_items(self.mesh), spec, P(*target, unreduced=target.unreduced))
+        bare = P(*target, unreduced=target.unreduced)
+        if isinstance(x, Array):
+            return (_wrap(interpreter.brought(x, bare, self.why), self.mesh, target, x.shape),)
+        steps = reshard.plan(tuple(x.shape), axes_items(self.mesh), WHOLE, bare)
         local = reshard.run(_local(x, self.mesh), tuple(x.shape), self.mesh, steps, self.why)
-        if not isinstance(x, Array) and not steps:
-            local = _packed(local)
-        stride = tuple(x.stride()) if isinstance(x, Array) and not steps else None
-        return (_wrap(local, self.mesh, target, x.shape, stride),)
+        return (_wrap(_packed(local), self.mesh, target, x.shape),)
 
     def _target(self, spec: P, ndim: int) -> P:
         assert self.target is not None
@@ -267,17 +267,10 @@ def _packed(local: Any) -> Any:
     return blocks.run_ranks(torch.Tensor.contiguous, len(local.blocks), (local,), {}, share=True)
 
 
-def _plain(x: Any, mesh: Any, spec: P, why: str) -> torch.Tensor:
+def _plain(x: Any, why: str) -> torch.Tensor:
     if not isinstance(x, Array):
         return x
-    steps = reshard.plan(tuple(x.shape), axes_items(mesh), spec, WHOLE)
-    cell = getattr(x, "_sum", None)
-    if steps and cell and cell[0] == (x._version, steps):
-        local = cell[1]
-    else:
-        local = reshard.run(x._local_tensor, tuple(x.shape), mesh, steps, why)
-        if steps and cell is not None:
-            cell[:] = [(x._version, steps), local]
+    local = interpreter.brought(x, WHOLE, why)
     return local.blocks[0] if type(local) is Blocks else local
 
 
@@ -330,9 +323,14 @@ def _product(axes: dict[str, int], names: Sequence[str]) -> int:
     return n
 
 
+def _on_device(x: torch.Tensor, mesh: Any) -> torch.Tensor:
+    return x if x.device.type == mesh.device_type or type(x) is Blocks else x.to(mesh.device_type)
+
+
 def bring_in(x: Any, mesh: Any, spec: P, why: str) -> Any:
     """Each rank's block of a plain tensor or an array that is to lie as `spec`; differentiable."""
-    (array,) = linear.apply(_Move(mesh, spec_of(x) if is_array(x) else None, spec, why), x)
+    source = spec_of(x) if is_array(x) else None
+    (array,) = linear.apply(_Move(mesh, source, spec, why), x if source is not None else _on_device(x, mesh))
     return linear.apply(_Enter(mesh, spec), array)[0]
 
 
@@ -353,6 +351,8 @@ def _place(x: Any, mesh: Any, spec: P, where: str) -> Any:
     source = None if own is None else spec_of(x)
     if source == spec and type(_torch.peel(x)) is Array:
         return x
+    if own is None:
+        x = _on_device(x, mesh)
     return linear.apply(_Move(mesh, source, spec, where), x)[0]
 
 
@@ -513,9 +513,10 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
     mine: list[list[Any]] = []
     for leaf in leaves:
         if callable(leaf) and not isinstance(leaf, torch.Tensor):
-            mine.append([leaf(dict(coordinates(mesh, rank))) for rank in ranks])
+            row = [leaf(dict(coordinates(mesh, rank))) for rank in ranks]
         else:
-            mine.append([leaf.blocks[rank] if type(leaf) is Blocks else leaf for rank in ranks])
+            row = [leaf.blocks[rank] if type(leaf) is Blocks else leaf for rank in ranks]
+        mine.append([_on_device(x.detach(), mesh) if isinstance(x, torch.Tensor) else x for x in row])
     seen = [[(tuple(b.shape), b.dtype) if isinstance(b, torch.Tensor) else None for b in row] for row in mine]
     by_rank = wire.everyone(seen, mesh)  # [rank][leaf] -> (shape, dtype)
     out, failures = [], []

@@ -447,18 +447,25 @@ def _moved(func: Any, x: Any, steps: Sequence[reshard.Step], decision: Decision,
     """The local value of argument `i`, brought to where the op needs it."""
     if not isinstance(x, DTensor):
         return reshard.run(x, tuple(x.shape), decision.mesh, steps, "")
-    cell = getattr(x, "_sum", None)
-    if cell is not None and cell and cell[0] == (x._version, steps):
-        return cell[1]
     why = f"{func}: argument {i} is {_text(x)}"
+    assert decision.targets is not None
     if context.is_strict() and any(step.kind in ("all_gather", "all_to_all") for step in steps):
-        assert decision.targets is not None
         raise ReshardError(report(
             f"strict: {func}", "this op needs a move of data that the program did not ask for",
             [f"argument {i} is {_text(x)} and would have to be {type_text(x.shape, x.dtype, decision.targets[i])}"],
             f"vfn.with_sharding(x, {decision.targets[i]!r}) before it"))  # fmt: skip
-    out = reshard.run(x._local_tensor, tuple(x.shape), decision.mesh, steps, why)
-    if cell is not None and steps[0].kind == "all_reduce":
+    return brought(x, decision.targets[i], why)
+
+
+def brought(x: Any, target: P, why: str) -> Any:
+    """The local value of an array, brought to `target`. What a partial value adds up to is remembered until it is written."""
+    mesh, shape = x._spec.mesh, tuple(x.shape)
+    steps = reshard.plan(shape, axes_items(mesh), layout(x._spec), target)
+    cell = getattr(x, "_sum", None)
+    if cell and cell[0] == (x._version, steps):
+        return cell[1]
+    out = reshard.run(x._local_tensor, shape, mesh, steps, why)
+    if cell is not None and steps and steps[0].kind == "all_reduce":
         cell[:] = [(x._version, steps), out]
     return out
 
