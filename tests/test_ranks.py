@@ -420,9 +420,10 @@ def test_when_the_caller_ends_so_do_its_ranks(end, way, tmp_path):
         start = time.monotonic()
         (os.killpg if end == signal.SIGINT else os.kill)(caller.pid, end)
         assert lines.read() == ""  # until the ranks have closed their ends of the pipe
+    while any(map(alive, pids)):
+        assert time.monotonic() - start < 10
+        time.sleep(0.02)
     caller.join(10)
-    assert time.monotonic() - start < 5
-    assert not any(map(alive, pids))
     err = (tmp_path / "err").read_text()
     assert err.count("Traceback") == err.count("KeyboardInterrupt") == (1 if end == signal.SIGINT else 0), err
 

@@ -101,13 +101,16 @@ def hear(ranks: list[Rank], kind: str, streams: Streams, seconds: float) -> tupl
         streams.wait([end for i in silent for end in (ranks[i].pipe, ranks[i].process.sentinel)], 0.2)
         for i in silent:
             ended = ranks[i].process.exitcode is not None  # asked before the pipe: it may hold a last word
-            message = read(ranks[i].pipe) if ranks[i].pipe.poll() else None
-            if message is None and (ended or ranks[i].pipe.poll()):
-                ranks[i].process.join(1)
+            told = ranks[i].pipe.poll()
+            if not (told or ended):
+                continue
+            message = read(ranks[i].pipe) if told else None
+            if message is None:
+                ranks[i].process.join(5)
                 message = Message("failed", i, title=how_it_ended(ranks[i].process.exitcode), when=time.monotonic())
-            if message is not None and message.kind == kind:
+            if message.kind == kind:
                 heard[i] = message.value
-            elif message is not None:
+            else:
                 failed.append(message)
     # A rank that died breaks the others' collectives, and their complaints may be here before its death.
     return heard, sorted(failed, key=lambda message: (message.text != "", message.when))
