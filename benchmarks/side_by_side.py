@@ -21,7 +21,7 @@ README = Path(__file__).parent / "README.md"
 def medians(
     candidates: Mapping[Name, Callable[[], Any]], *, rounds: int = 41, seconds: float = 0.01
 ) -> dict[Name, float]:
-    """The median time of one call of each candidate, in microseconds.
+    """The median time of one call of each candidate, in microseconds of this process on the CPU.
 
     Every round runs each candidate once, for about `seconds`, in an order that rotates: what slows the machine for a
     while slows all of them. A candidate's first calls, which fill caches, are not counted.
@@ -30,18 +30,18 @@ def medians(
     for name, candidate in candidates.items():
         for _ in range(5):
             candidate()
-        start = time.perf_counter()
+        start = time.process_time()
         candidate()
-        calls[name] = max(1, round(seconds / max(time.perf_counter() - start, 1e-7)))
+        calls[name] = max(1, round(seconds / max(time.process_time() - start, 1e-7)))
     times: dict[Name, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             candidate, count = candidates[name], range(calls[name])
-            start = time.perf_counter()
+            start = time.process_time()
             for _ in count:
                 candidate()
-            times[name].append((time.perf_counter() - start) / len(count) * 1e6)
+            times[name].append((time.process_time() - start) / len(count) * 1e6)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
