@@ -248,6 +248,8 @@ class Checked(Unchecked):
                     out = func(*args, **kwargs)
                     if out.__class__ is Tensor or out.__class__ is Blocks:
                         out.vfn_type = first
+                        if _torch.base(out) is not None:
+                            mark(out, first)
                         return out
                     return _mark_all(out, first)
         return self.combining(func, name, args, kwargs)

@@ -163,8 +163,11 @@ def promotion(have: Type, varying: Type) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def mark(x: torch.Tensor, type_: Type) -> None:
-    """Give a local value its type."""
-    _torch.peel(x).vfn_type = type_  # type: ignore[attr-defined]
+    """Give a local value its type. What it is a view of notes it too: a view that `vmap` makes unseen is found by that."""
+    x = _torch.peel(x)
+    x.vfn_type = type_  # type: ignore[attr-defined]
+    if (base := _torch.base(x)) is not None:
+        base.vfn_view_type = type_  # type: ignore[attr-defined]
 
 
 def borrow(x: torch.Tensor) -> None:
@@ -183,7 +186,7 @@ def read(x: torch.Tensor) -> Type | None:
     x = _torch.peel(x)
     found = getattr(x, "vfn_type", None)
     if found is None and (base := _torch.base(x)) is not None:
-        found = getattr(base, "vfn_type", None)
+        found = getattr(base, "vfn_type", None) or getattr(base, "vfn_view_type", None)
     return found
 
 
