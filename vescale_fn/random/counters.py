@@ -1,8 +1,8 @@
 """Which elements of a draw to make: a rectangle of global indices, walked in blocks of counters.
 
-The counter of an element is its row-major index in the *global* shape, in 64 bits. A rank's rectangle is one index vector
-a dim. Whole trailing dims merge into runs of neighbouring counters; a long run is cut into blocks, short runs are put
-together into one. No index is ever held for the whole draw at once.
+The counter of an element is its row-major index in the *global* shape, in 64 bits. A rank's rectangle is one index
+vector a dim. Whole trailing dims merge into runs of neighbouring counters; a long run is cut into blocks, short runs
+are put together into one. No index is ever held for the whole draw at once.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ Indices = range | Sequence[int]  # of one dim; a contiguous range wherever it ca
 Block = tuple[int, int, int | torch.Tensor, torch.Tensor]  # local start and stop; high and low words of the counters
 
 
-def encode(shape: Sequence[int], indices: Sequence[Indices]) -> list[list[int]] | None:
-    """The rectangle as rows (dim, first, length), each one run of neighbours in one dim; None for the whole shape."""
-    if all(isinstance(index, range) and len(index) == size for index, size in zip(indices, shape, strict=True)):
-        return None
+def is_whole(shape: Sequence[int], indices: Sequence[Indices]) -> bool:
+    """Whether the rectangle is everything."""
+    return all(isinstance(index, range) and len(index) == size for index, size in zip(indices, shape, strict=True))
+
+
+def encode(indices: Sequence[Indices]) -> list[list[int]]:
+    """The rectangle as rows (dim, first, length), each one run of neighbours in one dim."""
     return [[dim, first, length] for dim, index in enumerate(indices) for first, length in _runs(index)]
 
 
 def decode(shape: Sequence[int], rows: Sequence[Sequence[int]] | None) -> list[Indices]:
-    """The rectangle that `encode` wrote down."""
+    """The rectangle that `encode` wrote down; without rows, the whole shape."""
     if rows is None:
         return [range(size) for size in shape]
     found: list[list[range]] = [[] for _ in shape]
@@ -62,7 +65,7 @@ def blocks(shape: Sequence[int], indices: Sequence[Indices], size: int, device: 
                 piece = inner[a : a + size]
                 yield from _run(base, piece, row * n + a, device)
         return
-    offsets = torch.tensor(inner, device=device) if isinstance(inner, list) else _arange(inner, device)
+    offsets = _tensor(inner, device)
     group = size // n
     for r in range(0, rows, group):
         bases = _row_bases(outer, r, min(rows, r + group), device)
@@ -106,7 +109,7 @@ def _row_bases(outer: list[tuple[Indices, int]], start: int, stop: int, device: 
     for at, (index, stride) in reversed(list(enumerate(outer))):
         i = rows if at == 0 else rows % len(index)
         rows = rows if at == 0 else rows // len(index)
-        i = i + index.start if isinstance(index, range) else torch.tensor(index, device=device)[i]
+        i = i + index.start if isinstance(index, range) else _tensor(index, device)[i]
         base.add_(i, alpha=stride)
     return base
 
@@ -114,7 +117,7 @@ def _row_bases(outer: list[tuple[Indices, int]], start: int, stop: int, device: 
 def _run(base: int, piece: Indices, at: int, device: torch.device) -> Iterator[Block]:
     """The blocks of one row: one, or two where the counters pass a multiple of 2**32."""
     if not isinstance(piece, range):
-        yield at, at + len(piece), *_words(torch.tensor(piece, device=device) + base)
+        yield at, at + len(piece), *_words(_tensor(piece, device) + base)
         return
     first, last = base + piece.start, base + piece.stop
     while first < last:
@@ -128,5 +131,7 @@ def _words(counters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (counters >> 32).to(torch.int32), (counters & 0xFFFFFFFF).to(torch.int32)
 
 
-def _arange(index: range, device: torch.device) -> torch.Tensor:
-    return torch.arange(index.start, index.stop, device=device)
+def _tensor(index: Indices, device: torch.device) -> torch.Tensor:
+    if isinstance(index, range):
+        return torch.arange(index.start, index.stop, device=device)
+    return torch.tensor(index, dtype=torch.int64, device=device)

@@ -85,34 +85,7 @@ def uniform(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, min
         return drawn("random.uniform", key, Draw("uniform", shape, dtype, bounds), spec, mesh)
     unit = drawn("random.uniform", key, Draw("uniform", shape, dtype, (0.0, 1.0)), spec, mesh)
     low, high = _fitting("random.uniform", unit, minval=minval, maxval=maxval)
-    return _Affine.apply(unit, low.to(dtype), high.to(dtype))
-
-
-class _Affine(torch.autograd.Function):
-    """`kinds.affine`, with gradients to both bounds."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(unit: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-        return kinds.affine(unit, low, high)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        unit, ctx.low, ctx.high = inputs[0], inputs[1].shape, inputs[2].shape
-        ctx.save_for_backward(unit)
-        ctx.save_for_forward(unit)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (unit,) = ctx.saved_tensors
-        return None, (grad * (1 - unit)).sum_to_size(ctx.low), (grad * unit).sum_to_size(ctx.high)
-
-    @staticmethod
-    def jvp(ctx: Any, _: Any, low: Any, high: Any) -> torch.Tensor:
-        (unit,) = ctx.saved_tensors
-        low, high = (torch.zeros_like(unit) if tangent is None else tangent for tangent in (low, high))
-        return low * (1 - unit) + high * unit
+    return kinds.between(unit, low.to(dtype), high.to(dtype))
 
 
 def normal(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None,
@@ -139,7 +112,7 @@ def normal(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, s
 
     >>> import vescale_fn as vfn
     >>> vfn.random.normal(vfn.random.key(0), (2,))
-    tensor([ 1.6227,  2.0251])
+    tensor([1.6226, 2.0253])
     """
     key = checked(key, "random.normal")
     parts = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -203,7 +176,8 @@ def randint(key: Key, shape: Shape, minval: Any, maxval: Any, dtype: torch.dtype
     Args:
         key: one key.
         shape: of the whole draw.
-        minval: an integer, or an integer tensor that broadcasts to shape; beyond the dtype's range it is the range's end.
+        minval: an integer, or an integer tensor that broadcasts to shape; beyond the dtype's range it is that range's
+            end.
         maxval: the same, one more than the largest that is drawn.
         dtype: an integer dtype of any width; int64 and int32 draws are different numbers.
         spec: how the draw lies on the mesh; each rank draws its own block alone. None: whole, on every rank.
@@ -233,7 +207,8 @@ def randint(key: Key, shape: Shape, minval: Any, maxval: Any, dtype: torch.dtype
     words = Draw("bits", shape, torch.int64 if width == 64 else torch.int32)
     higher, lower = (drawn(where, part, words, spec, mesh) for part in split(key))
     low, high = _fitting(where, lower, minval=minval, maxval=maxval)
-    return kinds.modulo_offset(higher, lower, *kinds.integer_ranges(low, high, dtype), width).to(dtype)
+    low, span, factor = kinds.integer_ranges(low, high, dtype)
+    return kinds.modulo_offset(higher, lower, low, span, factor, width).to(dtype)
 
 
 # What the arguments must be

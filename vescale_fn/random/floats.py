@@ -1,10 +1,11 @@
-"""The float functions that draws need, with the same bits on every machine: polynomials of our own, fused in fixed places.
+"""The float functions that draws need, with the same bits on every machine: own polynomials, fused in fixed places.
 
 torch's `erfinv`, `log1p` and `sqrt` give other last bits on other builds and devices, and a draw must not. Each product
-that is added to something is *fused* (rounded once) exactly where it is written `fma`, and nowhere else; with these places
-float32 results equal those of `jax` on a CPU.
+that is added to something is *fused* (rounded once) exactly where it is written `fma`, and nowhere else; with these
+places float32 results equal those of `jax` on a CPU. (float64 still goes through torch's own logarithm.)
 
-Sources: Giles, "Approximating the erfinv function" (GPU Computing Gems, 2011); Moshier's Cephes library (`logf`, `log1p`).
+Sources: Giles, "Approximating the erfinv function" (GPU Computing Gems, 2011); Moshier's Cephes library (`logf` and
+`log1p`).
 """
 
 from __future__ import annotations
@@ -75,6 +76,14 @@ def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float, out: 
     return fma_float32(a, b, c) if a.dtype == torch.float32 else fma_compensated(a, b, c)
 
 
+def fma_with_gradients(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """`fma` outside of operators, where gradients, transforms and arrays pass through."""
+    if addcmul_is_fused(a.device, a.dtype):
+        return torch.addcmul(c, a, b)
+    rounded_twice = a * b + c  # its gradient is right, and its value is taken away again
+    return fma(a.detach(), b.detach(), c.detach()) + (rounded_twice - rounded_twice.detach())
+
+
 def fma_float32(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """The exact `fma` of float32, in float64: the product is exact there, and the sum is rounded to odd.
 
@@ -118,6 +127,10 @@ def addcmul_is_fused(device: torch.device, dtype: torch.dtype) -> bool:
     c = torch.full_like(a, -(1 + 2 * e))
     forms = [(c, a, a), (c[0], a, a), (c, a, a[0]), (c[::2], a[::2], a[1::2]), (c[0], a[0], a[0])]
     return all(bool((torch.addcmul(*form) == e * e).all()) for form in forms)
+
+
+for _dtype in (torch.float32, torch.float64):
+    addcmul_is_fused(torch.device("cpu"), _dtype)  # now, where no mode watches
 
 
 @functools.lru_cache(maxsize=1024)

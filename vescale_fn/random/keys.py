@@ -1,7 +1,7 @@
 """The type of keys: explicit, typed, without arithmetic; and the checks that every function here begins with.
 
-A key is 64 bits, held as two int32 (gloo, DTensor and `torch.save` carry those; uint32 they do not). It lives on the CPU
-unless it is moved, so that every rank has it without communication.
+A key is 64 bits, held as two int32 (gloo, DTensor and `torch.save` carry those; uint32 they do not). It lives on the
+CPU unless it is moved, so that every rank has it without communication.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import optree
+import optree.registry
 import torch
 
 from .. import _torch
@@ -118,35 +119,32 @@ def _no_arithmetic(symbol: str) -> Any:
 
 
 for _symbol, _names in {
-    "+": "add radd iadd", "-": "sub rsub isub neg", "*": "mul rmul imul", "@": "matmul rmatmul", "/": "truediv rtruediv",
-    "//": "floordiv rfloordiv", "%": "mod rmod", "**": "pow rpow", "^": "xor rxor", "&": "and rand", "|": "or ror",
-    "<<": "lshift rlshift", ">>": "rshift rrshift", "~": "invert", "<": "lt", "<=": "le", ">": "gt", ">=": "ge",
-    "int()": "int index", "float()": "float",
+    "+": "add radd iadd", "-": "sub rsub isub neg", "*": "mul rmul imul", "@": "matmul rmatmul",
+    "/": "truediv rtruediv", "//": "floordiv rfloordiv", "%": "mod rmod", "**": "pow rpow",
+    "^": "xor rxor", "&": "and rand", "|": "or ror", "~": "invert", "<<": "lshift rlshift", ">>": "rshift rrshift",
+    "<": "lt", "<=": "le", ">": "gt", ">=": "ge", "int()": "int index", "float()": "float",
 }.items():  # fmt: skip
     for _name in _names.split():
         setattr(Key, f"__{_name}__", _no_arithmetic(_symbol))
 
 
-def _flatten(node: Key) -> tuple[tuple[Any], str]:
+def _flatten(node: Any) -> tuple[tuple[Any], str]:
     return (node.data,), node.impl
 
 
-def _unflatten_optree(impl: Any, children: Any) -> Key:
-    return Key(*children, impl)
-
-
-def _unflatten_torch(children: Any, impl: Any) -> Key:
-    return Key(*children, impl)
+def _unflatten(impl: Any, children: Any) -> Any:
+    (data,) = children
+    return Key(data, impl)
 
 
 optree.register_pytree_node(
-    Key,
-    lambda node: ((node.data,), node.impl, ("data",)),
-    _unflatten_optree,
+    cast(Any, Key),  # which optree's types take for a collection
+    lambda node: (*_flatten(node), ("data",)),
+    _unflatten,
     path_entry_type=optree.GetAttrEntry,
     namespace=optree.registry.__GLOBAL_NAMESPACE,
 )
-_torch.register_tree_node(Key, _flatten, _unflatten_torch, ("data",))
+_torch.register_tree_node(Key, _flatten, lambda children, impl: _unflatten(impl, children), ("data",))
 
 
 def checked(key: Any, where: str, scalar: bool = True) -> Key:
@@ -179,7 +177,7 @@ def _key_from(value: Any) -> str:
 
 def shape_of(shape: Any, where: str, name: str = "shape") -> tuple[int, ...]:
     """`shape` as a tuple of sizes (an int is one size), or a RandomError."""
-    entries = shape if isinstance(shape, (Sequence, torch.Size)) and not isinstance(shape, str) else (shape,)
+    entries: Any = shape if isinstance(shape, (Sequence, torch.Size)) and not isinstance(shape, str) else (shape,)
     sizes = []
     for size in entries:
         try:

@@ -64,14 +64,20 @@ def uniform(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch
     u = unit(words, dtype)
     if (low, high) == (0, 1):
         return u
-    return affine(u, floats.constant(low, u), floats.constant(high, u), check=high < low)
+    low, high = floats.constant(low, u), floats.constant(high, u)
+    scaled = floats.fma(u, high - low, low) if is_wide(dtype) else u * (high - low) + low
+    return torch.maximum(scaled, low) if params[1] < params[0] else scaled
 
 
-def affine(u: torch.Tensor, low: torch.Tensor, high: torch.Tensor, check: bool = True) -> torch.Tensor:
-    """``u * (high - low) + low``, and never below low: fused in float32 and float64, as `jax` compiles it on a CPU."""
-    wide = u.dtype in (torch.float32, torch.float64)
-    scaled = floats.fma(u, high - low, low) if wide else u * (high - low) + low
-    return torch.maximum(scaled, low) if check else scaled
+def is_wide(dtype: torch.dtype) -> bool:
+    """Whether `uniform` scales with a fused multiply-add: as `jax` compiles it on a CPU."""
+    return dtype in (torch.float32, torch.float64)
+
+
+def between(u: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """What `uniform` makes of a draw on [0, 1), for bounds that are tensors; differentiable in them."""
+    scaled = floats.fma_with_gradients(u, high - low, low) if is_wide(u.dtype) else u * (high - low) + low
+    return torch.maximum(scaled, low)
 
 
 def normal(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch.Tensor:
@@ -117,7 +123,7 @@ def _int64(bits: int) -> int:
     return bits - (1 << 64) if bits >> 63 else bits
 
 
-def integer_ranges(low: torch.Tensor, high: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def integer_ranges(low: torch.Tensor, high: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any, Any]:
     """`integer_range` for tensors of bounds."""
     info, width = torch.iinfo(dtype), max(32, INTEGERS[dtype])
     rest = remainder if width == 32 else unsigned_remainder
@@ -155,8 +161,8 @@ def remainder(x: torch.Tensor, span: Any) -> torch.Tensor:
 def unsigned_remainder(x: torch.Tensor, span: Any) -> torch.Tensor:
     """x % span where the bits of both int64s are read as unsigned.
 
-    A span with its top bit set goes into x once or not at all. Else half of x is not negative, so its remainder is right;
-    twice that, and the last bit, is below 2 * span. Source: Warren, Hacker's Delight (unsigned division).
+    A span with its top bit set goes into x once or not at all. Else half of x is not negative, so its remainder is
+    right; twice that, and the last bit, is below 2 * span. Source: Warren, Hacker's Delight (unsigned division).
     """
     least = torch.iinfo(torch.int64).min
     not_below = lambda a, b: (a ^ least) >= (b ^ least)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .. import array, context
@@ -17,10 +15,10 @@ from .placed import Draw, drawn
 def dropout(key: Key, x: torch.Tensor, rate: float) -> torch.Tensor:
     """Set each element of x to zero with probability `rate`, and divide the others by ``1 - rate``.
 
-    The mask is ``bernoulli(key, 1 - rate, x.shape)``, drawn in float32 whatever x is: element i of it depends on the key
-    and on i alone. On an array each rank draws its own block of the mask, so the result is the same on every mesh.
-    Inside a `shard_map` body, x is one rank's block: with the same key on all ranks, all their blocks have the same mask;
-    ``fold_in(key, axis_index(axis))`` makes them different.
+    The mask is ``bernoulli(key, 1 - rate, x.shape)``, drawn in float32 whatever x is: element i of it depends on the
+    key and on i alone. On an array each rank draws its own block of the mask, so the result is the same on every mesh.
+    Inside a `shard_map` body, x is one rank's block: with the same key on all ranks, all their blocks have the same
+    mask; ``fold_in(key, axis_index(axis))`` makes them different.
 
     Args:
         key: one key.
@@ -37,7 +35,7 @@ def dropout(key: Key, x: torch.Tensor, rate: float) -> torch.Tensor:
 
     >>> import torch, vescale_fn as vfn
     >>> vfn.random.dropout(vfn.random.key(42), torch.ones(4), 0.5)
-    tensor([2., 0., 0., 2.])
+    tensor([2., 0., 0., 0.])
     """
     key = checked(key, "random.dropout")
     if isinstance(rate, bool) or not isinstance(rate, (int, float)):

@@ -1,7 +1,7 @@
 """The draw as one torch operator, `vescale_fn::draw`, and its two companions for keys.
 
-An operator is what every transform understands: `vmap` over keys is a rule, a tracer sees one node, a tensor that stands
-for many ranks runs it once a rank. What is inside is plain loops over blocks of counters.
+An operator is what every transform understands: `vmap` over keys is a rule, a tracer sees one node, a tensor that
+stands for many ranks runs it once a rank. What is inside is plain loops over blocks of counters.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import _torch, array, blocks, context
+from .. import _torch, array, blocks, context, types
 from ..errors import SpecError, mesh_text, report
-from ..mesh import axes_of, coordinates, played_ranks, same
+from ..mesh import axes_of, coordinates, is_simulated, played_ranks, same
 from ..spec import P, is_even, local_indices, split_axes, validate
 from . import counters, kinds, op
 from .keys import Key
@@ -30,8 +30,10 @@ class Draw:
     params: tuple[kinds.Number, ...] = ()
 
 
-def drawn(where: str, key: Key, draw: Draw, spec: P | None = None, mesh: Any = None, device: Any = None) -> torch.Tensor:
-    """The draw, laid out as `spec` says on `mesh` (by default the current one); whole, on `device`, where there is no mesh.
+def drawn(
+    where: str, key: Key, draw: Draw, spec: P | None = None, mesh: Any = None, device: Any = None
+) -> torch.Tensor:
+    """The draw, laid out as `spec` says on `mesh` (by default the current one); whole, on `device`, without a mesh.
 
     Inside a `shard_map` body: this rank's block of the draw; without a spec, the same whole draw on every rank.
     """
@@ -62,14 +64,14 @@ def draw_local(key: Any, draw: Draw, indices: Sequence[counters.Indices], device
         indices: for each dim of `draw.shape`, the global indices to draw (a range where they are neighbours).
     """
     data = key.data if isinstance(key, Key) else key
-    rows = counters.encode(draw.shape, indices)
+    where = None if counters.is_whole(draw.shape, indices) else _rows(indices)
     local = tuple(map(len, indices))
-    return op.draw(data, _rows_tensor(rows), draw.shape, local, draw.kind, draw.params, draw.dtype, torch.device(device))
+    return op.draw(data, where, draw.shape, local, draw.kind, draw.params, draw.dtype, torch.device(device))
 
 
-def _rows_tensor(rows: list[list[int]] | None) -> torch.Tensor | None:
+def _rows(indices: Sequence[counters.Indices]) -> torch.Tensor:
     # by numpy, because torch's factories mean something else inside a body
-    return None if rows is None else torch.from_numpy(np.asarray(rows, dtype=np.int64).reshape(-1, 3))
+    return torch.from_numpy(np.asarray(counters.encode(indices), dtype=np.int64).reshape(-1, 3))
 
 
 def _checked(where: str, spec: Any) -> P:
@@ -91,7 +93,14 @@ def _device(key: Key, mesh: Any) -> torch.device:
 
 
 def _whole(key: Key, draw: Draw, device: torch.device) -> torch.Tensor:
-    return op.draw(key.data, None, draw.shape, draw.shape, draw.kind, draw.params, draw.dtype, device)
+    out = op.draw(key.data, None, draw.shape, draw.shape, draw.kind, draw.params, draw.dtype, device)
+    body = context.body()
+    if body is not None and is_simulated(body.mesh) and type(out) is torch.Tensor and not _torch.transforming():
+        # each rank's own, as what a factory makes in a body is: a rank may write into it
+        with _torch.no_torch_function():
+            out = blocks.Blocks((out, *(out.clone() for _ in played_ranks(body.mesh)[1:])))
+        types.mark(out, types.INVARIANT)
+    return out
 
 
 def _on_mesh(data: torch.Tensor, draw: Draw, spec: P, mesh: Any) -> torch.Tensor:
@@ -143,10 +152,12 @@ def _in_body(where: str, key: Key, draw: Draw, spec: P, mesh: Any, body: Any) ->
                                       f"body on the {mesh_text(axes)}", failures,
                                "sizes that the axes divide; outside of bodies any size will do"))  # fmt: skip
 
-    def rows(rank: int) -> Any:
-        return _rows_tensor(counters.encode(draw.shape, local_indices(draw.shape, axes, spec, coordinates(mesh, rank))))
+    def rows(rank: int) -> torch.Tensor:
+        return _rows(local_indices(draw.shape, axes, spec, coordinates(mesh, rank)))
 
     local = tuple(map(len, local_indices(draw.shape, axes, spec, dict.fromkeys(axes, 0))))
-    where_ = None if local == draw.shape else blocks.each(rows, played_ranks(mesh))
+    where_ = blocks.each(rows, played_ranks(mesh)) if names else None
+    if where_ is not None:
+        types.mark(where_, types.of_spec(spec))  # which makes the draw vary over the spec's axes
     device = _device(key, mesh)
     return op.draw(key.data, where_, draw.shape, local, draw.kind, draw.params, draw.dtype, device)

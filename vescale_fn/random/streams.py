@@ -1,7 +1,7 @@
 """New keys from seeds, and from keys: split and folded, never used twice.
 
-Each is one hash, of Python integers where the key is a plain one on the CPU; on a key that stands for many (under `vmap`,
-or one a rank) it is the same hash as a torch op.
+Each is one hash, of Python integers where the key is a plain one on the CPU; on a key that stands for many (under
+`vmap`, or one a rank) it is the same hash as a torch op.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def key_data(keys: Key) -> torch.Tensor:
     >>> vfn.random.key_data(vfn.random.key(42)).tolist()
     [0, 42]
     """
-    return checked(keys, "random.key_data", scalar=False).data.view(torch.uint32)
+    return checked(keys, "random.key_data", scalar=False).data.to(torch.uint32)
 
 
 def key_impl(keys: Key) -> str:
