@@ -76,6 +76,8 @@ def _nurse(parent: int, pipe: Any) -> None:
     _rank_process.end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the ranks write where pytest's process does
+    import torch._dynamo  # noqa: F401  a second of imports that torch's fake mode would ask of every new rank
+
     crews: dict[int, _Crew] = {}
     while (order := _receive(pipe)) is not None:
         n, body = order

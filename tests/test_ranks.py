@@ -239,6 +239,20 @@ def test_more_is_printed_than_a_pipe_holds(forked_only, capsys):
     assert capsys.readouterr().out.count("x") == 600_000
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_before_and_after_cuda_is_used_here():
+    def body(x):
+        y = x.cuda() * 2
+        dist.all_reduce(y)
+        return y, str(y.device), dist.get_backend(), ranks.device_type(), x.device.type
+
+    expected = torch.tensor([2.0, 4.0])
+    for x in torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0], device="cuda"):  # the second one initialises CUDA
+        result, device, backend, kind, given = launch(body, 1, x)[0]
+        assert torch.equal(result, expected)
+        assert (device, backend, kind, given) == ("cuda:0", "nccl", "cuda", x.device.type)
+
+
 # launch: failures
 
 
