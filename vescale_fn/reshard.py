@@ -157,12 +157,9 @@ def _take(x: torch.Tensor, dim: int, positions: Sequence[int]) -> torch.Tensor:
     first, n = positions[0], len(positions)
     if first >= 0 and list(positions) == list(range(first, first + n)):
         return x.narrow(dim, first, n)
-    out = x.new_zeros([*x.shape[:dim], n, *x.shape[dim + 1 :]])
-    kept = [(to, at) for to, at in enumerate(positions) if at >= 0]
-    if kept:
-        to, at = (torch.tensor(row, device=x.device) for row in zip(*kept, strict=True))
-        out.index_copy_(dim, to, x.index_select(dim, at))
-    return out
+    padded = torch.cat([x, x.new_zeros([*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim)  # -1 becomes its last entry
+    at = torch.tensor([x.shape[dim] if position < 0 else position for position in positions], device=x.device)
+    return padded.index_select(dim, at)
 
 
 def _positions(wanted: Sequence[int], held: Sequence[int], length: int | None = None) -> list[int]:
