@@ -20,6 +20,9 @@ from .keys import IMPLS, Key, checked, described, shape_of
 from .threefry import signed
 
 
+from_numpy = torch.from_numpy  # not `torch.tensor`, which in a `shard_map` body makes one copy a simulated rank
+
+
 def _check_impl(impl: Any, where: str) -> None:
     if impl not in IMPLS:
         raise RandomError(report(where, f"impl={impl!r} is not a generator", fix=f"one of {IMPLS}"))
@@ -65,7 +68,7 @@ def key(seed: Any, impl: str = "threefry2x32") -> Key:
     if isinstance(seed, torch.Tensor):
         wide = seed.to(torch.int64)
         return Key(torch.stack([(wide >> 32).to(torch.int32), (wide & 0xFFFFFFFF).to(torch.int32)], dim=-1), impl)
-    return Key(torch.tensor([signed(seed >> 32), signed(seed)], dtype=torch.int32, device="cpu"), impl)
+    return Key(from_numpy(np.asarray([signed(seed >> 32), signed(seed)], dtype=np.int32)), impl)
 
 
 def wrap_key_data(data: Any, impl: str = "threefry2x32") -> Key:
@@ -181,7 +184,7 @@ def fold_in(key: Key, data: Any) -> Key:
     key = checked(key, "random.fold_in")
     data = _integer(data, "random.fold_in", "data", 0, 1 << 32)
     if not isinstance(data, torch.Tensor):
-        data = torch.tensor(data, dtype=torch.int64, device="cpu")
+        data = from_numpy(np.asarray(data, dtype=np.int64))
     return Key(op.fold_in(key.data, data), key.impl)
 
 
