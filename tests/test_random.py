@@ -143,6 +143,12 @@ def test_compensated_float64() -> None:
     assert (floats.fma_compensated(a, a, -(1 + 2.0**-26) * torch.ones_like(a)) == 2.0**-54).all()
 
 
+def test_selection_by_bits() -> None:
+    w = torch.tensor([0.0, 1e-30, 4.9999995, 5.0, 5.0000005, 40.0, float("inf")])
+    yes, no = torch.linspace(-1, 1, 7), torch.linspace(3, -3, 7)
+    assert torch.equal(floats.select(floats.below(w, 5.0), yes, no), torch.where(w < 5, yes, no))
+
+
 def test_erfinv_inverts_erf() -> None:
     x = torch.linspace(-0.9999, 0.9999, 5001, dtype=torch.float64)
     torch.testing.assert_close(torch.special.erf(floats.erfinv(x)), x, rtol=1e-13, atol=1e-13)
@@ -232,6 +238,23 @@ def test_raw_bits() -> None:
     assert random.fold_in(KEY, torch.tensor(7)) == random.fold_in(KEY, np.uint8(7)) == random.fold_in(KEY, 7)
     assert repr(KEY) == "Key([0, 42], threefry2x32)"
     assert repr(keys) == "Key(shape=(3,), threefry2x32)"
+
+
+def test_keys_and_draws_are_the_same_where_something_watches() -> None:
+    """Python's integers where nothing does, operators under a mode."""
+    program = lambda: (
+        random.split(KEY, 3),
+        random.fold_in(KEY, 7),
+        random.normal(KEY, (5,)),
+        random.split(KEY, (2, 50)),
+    )
+    alone = program()
+    with torch.device("cpu"):  # a mode for torch functions
+        watched = program()
+    assert watched[0] == alone[0]
+    assert watched[1] == alone[1]
+    assert torch.equal(watched[2], alone[2])
+    assert watched[3] == alone[3]
 
 
 def test_draws_follow_the_default_device_and_keys_do_not() -> None:
