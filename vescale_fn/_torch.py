@@ -9,10 +9,12 @@ import torch
 import torch._C._functorch as _functorch
 import torch.distributed as dist
 import torch.utils._pytree as _pytree
+from torch._library import simple_registry as _simple_registry
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad as _forward_ad
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import placement_types as _placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -30,6 +32,33 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def strided_shard(dim: int, split_factor: int) -> Any:
     """The placement of an axis that takes its piece out of each of `split_factor` segments."""
     return strided_shard_type(dim, split_factor=split_factor)
+
+
+def dispatch_to_own(cls: Any) -> Any:
+    """Have ops on `cls`, a subclass of DTensor, come to its own ``__torch_dispatch__``.
+
+    In some releases torch takes subclasses of DTensor down DTensor's C++ path without asking them (2.11 does, 2.13 asks).
+    There a rule registered for the class comes first; torch keeps such rules by op, so this one answers for every op.
+    """
+
+    class Probe(DTensor):
+        asked = False
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Probe.asked = True
+            return args[0]
+
+    mesh = unattached_mesh("cpu", torch.arange(1), ("x",))
+    meta = TensorMeta(torch.Size(()), (), torch.float32)
+    spec = DTensorSpec(mesh, (_placement_types.Replicate(),), tensor_meta=meta)
+    torch.neg(new_dtensor(Probe, torch.zeros(()), spec, requires_grad=False))
+    if not Probe.asked:
+        holder = _simple_registry.GenericTorchDispatchRuleHolder
+        find = holder.find
+        rule = lambda _, func, types, args=(), kwargs=None: cls.__torch_dispatch__(func, types, args, kwargs)
+        holder.find = lambda self, asked: rule if asked is cls else find(self, asked)
+    return cls
 
 
 if hasattr(torch.Tensor, "_dtensor__new__"):
@@ -161,9 +190,15 @@ def is_operator(func: Any) -> bool:
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))  # noqa: SLF001
 
 
-def is_wrapped(x: torch.Tensor) -> bool:
-    """Whether a functorch transform wraps `x`."""
-    return _functorch.is_functorch_wrapped_tensor(x)
+def needs_gradient(x: torch.Tensor) -> bool:
+    """Whether autograd follows `x`, at any level of transforms."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+        if x.requires_grad:
+            return True
+    return False
 
 
 def level() -> int:

@@ -21,6 +21,7 @@ from .mesh import axes_of, coordinates, is_simulated, played_ranks, same
 from .spec import P, from_placements, from_split_axes, local_indices, problems, split_axes, too_long, validate
 
 
+@_torch.dispatch_to_own
 class Array(DTensor):
     """A whole value that lies on a mesh: any torch op on it gives the single-device answer.
 
@@ -129,6 +130,8 @@ def _rebuild(local: Any, mesh: Any, spec: P, shape: Any, stride: Any, requires_g
 def _wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...] | None = None) -> Array:
     bare = P(*spec, unreduced=spec.unreduced) if spec.reduced else spec
     dspec = spec_for(mesh, bare, shape, stride or contiguous_stride(shape), local.dtype)
+    if local.requires_grad:  # inside a Function's forward: the array is the variable, not what it holds
+        local = local.detach()
     out = _torch.new_dtensor(Array, local, dspec, requires_grad=False)
     if spec.unreduced:
         out._sum = []
