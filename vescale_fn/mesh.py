@@ -21,11 +21,12 @@ class SimulatedMesh(DeviceMesh):
     """A mesh whose ranks are all played by this process; equal to a real mesh never, to its like always."""
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, SimulatedMesh) and self._key() == other._key())
+        return self is other or (isinstance(other, SimulatedMesh) and self._key == other._key)
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self._key)
 
+    @functools.cached_property  # it is asked for at every op, and DeviceMesh computes its shape anew each time
     def _key(self) -> tuple[Any, ...]:
         return self.device_type, tuple(self.mesh.shape), self.mesh_dim_names
 
@@ -33,7 +34,7 @@ class SimulatedMesh(DeviceMesh):
         return f"SimulatedMesh({', '.join(f'{name}={size}' for name, size in axes_of(self).items())})"
 
     def __reduce__(self) -> Any:
-        return _simulated_mesh, (self.device_type, tuple(self.mesh.shape), self.mesh_dim_names)
+        return _simulated_mesh, self._key
 
     def __deepcopy__(self, memo: Any) -> SimulatedMesh:
         return self
