@@ -21,7 +21,7 @@ SIZES = {
     "tiny": (transformer.Config(dim=32, heads=4, layers=2, hidden=64, dropout=0.0), 16, 16),
     "the recipe's": (transformer.Config(dropout=0.0), 16, 64),
 }
-PACKAGE = str(Path(vfn.__file__).parent)
+PACKAGE, TORCH = str(Path(vfn.__file__).parent), str(Path(torch.__file__).parent)
 
 
 def step(config: transformer.Config, params: Any, batch: torch.Tensor) -> Any:
@@ -44,9 +44,11 @@ def profile(call: Callable[[], Any]) -> list[tuple[str, float]]:
         if file.startswith(PACKAGE):
             shares[str(Path(file).relative_to(PACKAGE))] += own
         elif file == "~":
-            shares["torch's C++ and other built-in calls"] += own
+            shares["built-in calls (torch's C++ among them)"] += own
+        elif file.startswith(TORCH):
+            shares[str(Path("torch") / Path(file).relative_to(TORCH))] += own
         else:
-            shares["torch's and other Python"] += own
+            shares["other Python"] += own
     total = sum(shares.values())
     return [(name, time / total) for name, time in shares.most_common(8)]
 
