@@ -163,7 +163,7 @@ def test_counts_steps_in_a_plain_integer_too(case):
 def test_complains_of_another_structure(case):
     params = make_params()
     grads = {**params, "more": torch.ones(2)}
-    with pytest.raises(vfn.VfnError, match="lacks the structure of params") as error:
+    with pytest.raises(vfn.errors.VfnError, match="lacks the structure of params") as error:
         case.ours.update(grads, case.ours.init(params), params)
     assert "Instead: give gradients and state" in str(error.value)
 
@@ -220,20 +220,20 @@ def test_mask_of_weight_decay():
 def test_mask_must_fit():
     params = {"w": torch.ones(2)}
     opt = optim.adamw(0.1, mask={"v": True})
-    with pytest.raises(vfn.SpecError) as error:
+    with pytest.raises(vfn.errors.SpecError) as error:
         opt.update(params, opt.init(params), params)
     assert "adamw: mask is not a prefix of params" in str(error.value)
 
 
 def test_complex_parameters_are_refused():
-    with pytest.raises(vfn.VfnError) as error:
+    with pytest.raises(vfn.errors.VfnError) as error:
         optim.adamw(0.1).init({"w": torch.ones(2, dtype=torch.complex64)})
     assert "torch.complex64 of shape [2]" in str(error.value)
     assert "torch.view_as_real" in str(error.value)
 
 
 def test_nesterov_needs_momentum():
-    with pytest.raises(vfn.VfnError, match="nesterov=True needs a momentum"):
+    with pytest.raises(vfn.errors.VfnError, match="nesterov=True needs a momentum"):
         optim.sgd(0.1, nesterov=True)
 
 
@@ -256,5 +256,5 @@ def test_schedules(name):
 
 
 def test_warm_up_must_leave_steps():
-    with pytest.raises(vfn.VfnError, match="warmup=5 and steps=5"):
+    with pytest.raises(vfn.errors.VfnError, match="warmup=5 and steps=5"):
         optim.warmup_cosine(1.0, 5, 5)

@@ -173,10 +173,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--simulate", action="store_true", help="play all ranks in this process")  # mesh
     parser.add_argument("--check", action="store_true", help="run the first steps on one device too, and compare")
     parser.add_argument("--data", metavar="PATH", help="a file or a folder; by default Python's standard library")
-    parser.add_argument("--steps", type=int, default=400, help="steps of training")
+    parser.add_argument("--steps", type=int, default=300, help="steps of training")
     parser.add_argument("--batch", type=int, default=16, help="windows of text in a step")
     parser.add_argument("--context", type=int, default=128, help="bytes in a window")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--dim", type=int, default=size.dim, help="width of the model")
     parser.add_argument("--heads", type=int, default=size.heads, help="attention heads")
     parser.add_argument("--layers", type=int, default=size.layers, help="blocks")

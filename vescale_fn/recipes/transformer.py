@@ -59,10 +59,10 @@ def init(key: vfn.random.Key, config: Config, dtype: torch.dtype = torch.float32
         }
 
     return {
-        "embed": matrix(VOCAB, config.dim),
+        "embed": vfn.random.normal(next(keys), (VOCAB, config.dim), dtype) * 0.4,
         "blocks": [block() for _ in range(config.layers)],
         "norm": torch.ones(config.dim, dtype=dtype),
-        "head": matrix(config.dim, VOCAB, 0.1),
+        "head": matrix(config.dim, VOCAB),
     }
 
 
@@ -134,4 +134,4 @@ def generate(params: Params, prompt: bytes, length: int, context: int, config: C
         scores = logits(params, tokens, config)[0, -1].cpu()
         reached = torch.softmax(scores / temperature, dim=-1).cumsum(-1)
         text.append(min(int(torch.searchsorted(reached, draw)), VOCAB - 1))
-    return bytes(text)
+    return bytes(text[len(prompt) :])

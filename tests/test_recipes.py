@@ -1,0 +1,340 @@
+"""The main job: the model, its numbers on every mesh, its text, its command line and what it prints."""
+
+import io
+import math
+import random
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.recipes import count_lines, data, report, train, transformer
+
+SMALL = transformer.Config(dim=16, heads=4, layers=2, hidden=24, dropout=0.2)
+TINY = "--steps 3 --batch 4 --context 8 --dim 16 --heads 2 --layers 1 --sample 12".split()
+FSDP = [(r"\.(qkv|up)$", P("dp", "tp")), (r"\.(out|down)$", P("tp", "dp")), (r".*", P())]
+WORDS = torch.arange(3000).mul(7).remainder(251).to(torch.uint8)
+KEY = vfn.random.key(3)
+
+
+def make_params(dtype=torch.float64):
+    return transformer.init(KEY, SMALL, dtype)
+
+
+# The model
+
+
+def test_scores_have_one_row_for_each_byte():
+    scores = transformer.logits(make_params(), torch.zeros(3, 7, dtype=torch.int64), SMALL)
+    assert scores.shape == (3, 7, 256)
+
+
+def test_begins_near_a_uniform_guess():
+    batch = data.random_batch(KEY, WORDS, 16, 24)
+    assert transformer.loss(make_params(), batch, SMALL).item() == pytest.approx(math.log(256), abs=0.6)
+
+
+def test_looks_only_back():
+    params, tokens = make_params(), torch.randint(256, (2, 9))
+    other = tokens.clone()
+    other[:, 5] = (other[:, 5] + 1) % 256
+    before, after = (transformer.logits(params, x, SMALL, KEY) for x in (tokens, other))
+    assert before[:, :5].equal(after[:, :5])
+    changed = (before != after).any(-1)
+    assert changed[:, 5:].all()
+
+
+def test_positions_matter():
+    params = make_params()
+    scores = transformer.logits(params, torch.tensor([[5, 9, 1], [9, 5, 1]]), SMALL)
+    assert not torch.allclose(scores[0, 2], scores[1, 2])
+
+
+def test_rotation_keeps_scores_of_equal_distances():
+    angles = transformer.rotation(10, 6, torch.zeros(0, dtype=torch.float64))
+    q, k = torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    turned_q, turned_k = (transformer.rotate(x.expand(10, 6), angles) for x in (q, k))
+    scores = turned_q @ turned_k.T
+    for distance in range(-9, 10):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert scores[0, 0] == pytest.approx((q @ k).item())
+
+
+def test_dropout_is_on_with_a_key_alone():
+    params, batch = make_params(), data.random_batch(KEY, WORDS, 4, 8)
+    score = lambda key, config=SMALL: transformer.loss(params, batch, config, key).item()
+    assert score(KEY) == score(KEY) != score(None)
+    assert score(KEY) != score(vfn.random.fold_in(KEY, 1))
+    assert score(KEY, transformer.Config(16, 4, 2, 24, dropout=0.0)) == score(None)
+
+
+def test_generates_bytes_from_a_key():
+    params = make_params(torch.float32)
+    texts = [transformer.generate(params, b"def ", 20, 8, SMALL, vfn.random.key(i)) for i in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert len(texts[0]) == 20
+
+
+# The same numbers on every mesh
+
+
+def losses(params, place, steps=4):
+    """The losses of the first steps, and the loss without dropout after them."""
+    optimizer = train.make_optimizer(3e-2, 10)
+    step, state, found = train.make_step(SMALL, optimizer), optimizer.init(params), []
+    for i in range(steps):
+        batch = place(data.random_batch(vfn.random.fold_in(KEY, i), WORDS, 8, 12))
+        params, state, loss = step(params, state, batch, vfn.random.fold_in(KEY, 100 + i))
+        found.append(loss.item())
+    return [*found, train.evaluate(params, [batch], SMALL)]
+
+
+def losses_on(shape, specs=transformer.SPECS):
+    """The same on a mesh ("dp", "tp") of this shape."""
+    mesh = vfn.make_mesh(shape, ("dp", "tp"))
+    params = make_params()
+    params = vfn.shard(params, mesh, vfn.spec_from_rules(params, specs))
+    return losses(params, lambda batch: vfn.shard(batch, mesh, P("dp")))
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return losses(make_params(), lambda batch: batch)
+
+
+def test_learns(one_device):
+    assert one_device[-1] < one_device[0] - 0.5
+
+
+# float64, sums in another order: a relative 1e-16 an addition, over 4 steps
+@pytest.mark.parametrize("specs", [transformer.SPECS, FSDP], ids=["specs", "fsdp"])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4), (1, 1)])
+def test_simulated_meshes_give_the_losses_of_one_device(one_device, shape, specs):
+    with vfn.simulate(math.prod(shape)):
+        assert losses_on(shape, specs) == pytest.approx(one_device, rel=1e-12)
+
+
+def test_real_ranks_give_the_losses_of_one_device(one_device, gloo):
+    for found in gloo(4, losses_on, (2, 2)):
+        assert found == pytest.approx(one_device, rel=1e-12)
+
+
+def test_a_step_communicates_as_a_hand_written_one():
+    with vfn.simulate(4):
+        mesh, params = vfn.make_mesh((2, 2), ("dp", "tp")), make_params()
+        params = vfn.shard(params, mesh, vfn.spec_from_rules(params, transformer.SPECS))
+        batch = vfn.shard(data.random_batch(KEY, WORDS, 8, 12), mesh, P("dp"))
+        with vfn.comm_log() as log:
+            vfn.value_and_grad(transformer.loss)(params, batch, SMALL, KEY)
+    assert log.count("all_gather") == 0, str(log)
+    tp = [line for line in str(log).splitlines() if re.match(r"all_reduce +tp", line)]
+    assert len(tp) == 4 * SMALL.layers  # Megatron-LM: two forward, two backward in each block
+
+
+def test_without_its_marked_lines_the_program_runs_on_one_device(monkeypatch, capsys):
+    package = types.ModuleType("one_device")
+    package.__path__ = []
+    monkeypatch.setitem(sys.modules, "one_device", package)
+    for name, module in {"data": data, "report": report}.items():
+        setattr(package, name, module)
+    for name in ("transformer", "train"):
+        source = (Path(count_lines.__file__).parent / f"{name}.py").read_text().splitlines()
+        marked = {number for number, _ in count_lines.distribution_lines(f"{name}.py")}
+        left = "\n".join("" if i in marked else line for i, line in enumerate(source, 1))
+        for word in ("mesh", "shard", "P(", "simulate", "launch", "rank"):
+            code = re.sub(r'"""(.|\n)*?"""|#.*|help="[^"]*"', "", left)
+            assert word not in code, f"{word} is left in {name}.py"
+        module = types.ModuleType(f"one_device.{name}")
+        module.__package__ = "one_device"
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(left, f"{name}.py without its marked lines", "exec"), module.__dict__)
+        setattr(package, name, module)
+    options = package.train.parse(TINY)
+    stripped = package.train.run(options)
+    whole = train.run(train.parse([*TINY, "--mesh", "dp=1,tp=1"]))
+    assert stripped["losses"] == whole["losses"]
+
+
+# The text
+
+
+def write(folder, count, size=100):
+    for i in range(count):
+        (folder / f"{i:02}.txt").write_bytes(bytes([i]) * size)
+
+
+def test_every_tenth_file_is_held_out(tmp_path):
+    write(tmp_path, 23)
+    text, held_out = data.read_text(data.find_files(str(tmp_path)), 1)
+    assert set(held_out.tolist()) == {9, 19}
+    assert set(text.tolist()) == set(range(23)) - {9, 19}
+
+
+def test_of_few_files_the_last_tenth_is_held_out(tmp_path):
+    (tmp_path / "a").write_bytes(bytes(range(100)))
+    text, held_out = data.read_text(data.find_files(str(tmp_path / "a")), 1)
+    assert text.tolist() == list(range(90))
+    assert held_out.tolist() == list(range(90, 100))
+
+
+def test_the_standard_library_is_there():
+    files = data.find_files()
+    assert len(files) > 100
+    assert all(file.suffix == ".py" for file in files)
+    assert not any("site-packages" in file.parts for file in files)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda folder: folder / "nowhere", "nowhere does not exist"),
+    (lambda folder: folder, "there are no * files in"),
+])  # fmt: skip
+def test_complains_where_there_is_no_text(tmp_path, make, message):
+    with pytest.raises(data.DataError) as error:
+        data.find_files(str(make(tmp_path)))
+    assert message in str(error.value)
+    assert "give --data a file or a folder of text" in str(error.value)
+
+
+def test_windows_are_pieces_of_the_text():
+    batch = data.random_batch(KEY, WORDS, 50, 9)
+    assert (batch.shape, batch.dtype) == ((50, 10), torch.int64)
+    assert all(bytes(row) in bytes(WORDS.tolist()) for row in batch.tolist())
+    assert batch.equal(data.random_batch(KEY, WORDS, 50, 9))
+    whole = data.windows(WORDS, torch.tensor([0, len(WORDS) - 10]), 9)
+    assert whole[1].tolist() == WORDS[-10:].tolist()
+    spread = torch.cat(data.even_batches(WORDS, 3, 4, 9))
+    assert spread[0].tolist() == WORDS[:10].tolist()
+    assert spread[-1].tolist() == WORDS[-10:].tolist()
+
+
+def test_random_windows_reach_both_ends():
+    starts = data.random_batch(KEY, torch.arange(6, dtype=torch.uint8), 200, 2)[:, 0]
+    assert set(starts.tolist()) == {0, 1, 2, 3}
+
+
+def test_bigram_loss_is_the_formula():
+    draw = random.Random(0)
+    text, held_out = ([draw.choice(b"abc") for _ in range(n)] for n in (400, 61))
+    total = 0.0
+    for a, b in zip(held_out, held_out[1:]):
+        pairs = sum((x, y) == (a, b) for x, y in zip(text, text[1:]))
+        total -= math.log((pairs + 0.1) / (sum(x == a for x in text[:-1]) + 25.6))
+    ours = data.bigram_loss(torch.tensor(text, dtype=torch.uint8), [torch.tensor([held_out])])
+    assert ours == pytest.approx(total / 60, rel=1e-9)
+
+
+def test_bigram_loss_of_what_is_certain_and_of_what_is_not():
+    turns = torch.tensor(list(b"ab") * 500, dtype=torch.uint8)
+    assert data.bigram_loss(turns, [turns[None, :100].long()]) < 0.1
+    noise = torch.randint(256, (400_000,), dtype=torch.uint8)
+    assert data.bigram_loss(noise, [noise[None, :5000].long()]) == pytest.approx(math.log(256), abs=0.15)
+
+
+# The command line
+
+
+def test_runs_and_checks_on_a_simulated_mesh(capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="the plot needs it")
+    plot = tmp_path / "loss.png"
+    assert train.main([*TINY, "--simulate", "--check", "--save-plot", str(plot)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "mesh (dp=2, tp=2): one process that plays them all, on cpu" in out
+    assert re.search(r"largest difference \d\.\de-\d\d: below 1e-05", out)
+    assert re.search(r"held-out  \d\.\d{3} nats a byte, \d\.\d{3} (below|ABOVE) the bigram model's 2\.\d{3}", out)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gloo
+def test_runs_and_checks_on_processes(capfd):
+    assert train.main([*TINY, "--check", "--device", "cpu"]) == 0
+    out = capfd.readouterr().out
+    assert "mesh (dp=2, tp=2): 4 processes, on cpu" in out
+    assert out.count("step 3/3") == 1  # one rank talks
+    assert re.search(r"largest difference \d\.\de-\d\d: below 1e-05", out)
+
+
+def test_a_difference_is_an_exit_status(capsys, monkeypatch):
+    monkeypatch.setattr(train, "ALLOWED", 0.0)
+    assert train.main([*TINY, "--simulate", "--check"]) == 1
+    assert "NOT below 0e+00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    ("--mesh pp=2", "'pp=2' in 'pp=2': write it like dp=2,tp=2"),
+    ("--mesh dp=0", "'dp=0' in 'dp=0': write it like dp=2,tp=2"),
+    ("--mesh dp=1,tp=3", "tp=3 must divide --heads 4"),
+    ("--steps 0", "--steps must be at least 1"),
+    ("--dim 30", "--dim 30 must be an even number for each of --heads 4"),
+    ("--dropout 1", "--dropout 1.0 must be at least 0 and below 1"),
+    ("--data /no/such/text", "/no/such/text does not exist; give --data a file or a folder of text"),
+])  # fmt: skip
+def test_complains_before_it_starts(argv, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.parse(argv.split())
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_complains_before_it_starts(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        train.parse(["--save-plot", "loss.png"])
+    assert "--save-plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+
+
+def test_a_mesh_on_the_command_line():
+    assert train.mesh_of("tp=3") == {"dp": 1, "tp": 3}
+    assert list(train.mesh_of("tp=3,dp=2").items()) == [("dp", 2), ("tp", 3)]
+
+
+# What it shows
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def shown(stream, steps=50):
+    progress = report.Progress(steps, stream)
+    for done in range(1, steps + 1):
+        progress.step(done, [2.5] * done, 64)
+    progress.end()
+    return stream.getvalue()
+
+
+def test_progress_in_a_file_is_ten_lines():
+    lines = shown(io.StringIO()).splitlines()
+    assert len(lines) == 10
+    assert re.fullmatch(r"step 50/50  loss 2\.500  [\d,]+ tokens/s  0:00 gone, 0:00 to go", lines[-1])
+
+
+def test_progress_in_a_terminal_is_one_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    text = shown(Terminal())
+    assert text.endswith("\n")
+    assert text.count("\n") == 1
+    assert re.match(r"\[=+\] step 50/50 ", text.split("\r")[-1])
+    assert all(len(line.strip("\n")) < 100 for line in text.split("\r"))
+
+
+def test_side_by_side():
+    agrees, text = report.side_by_side([2.5, 2.25], [2.5, 2.250001], 1e-5)
+    assert agrees
+    assert text.splitlines()[-1] == "  largest difference 1.0e-06: below 1e-05"
+    assert not report.side_by_side([2.5], [2.6], 1e-5)[0]
+    assert not report.side_by_side([2.5, 2.5], [2.5, math.nan], 1e-5)[0]
+
+
+def test_lines_for_distribution_are_counted(capsys):
+    count_lines.main()
+    total = sum(len(count_lines.distribution_lines(name)) for name in count_lines.PROGRAM)
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"= {total} lines")
+    assert total > 20
