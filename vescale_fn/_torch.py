@@ -94,6 +94,11 @@ def base(x: torch.Tensor) -> torch.Tensor | None:
     return x._base  # noqa: SLF001
 
 
+def memory(x: torch.Tensor) -> tuple[Any, ...]:
+    """Where the elements of `x` are; equal for two tensors that are names of the same elements."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()  # noqa: SLF001
+
+
 no_torch_function = torch._C.DisableTorchFunction  # noqa: SLF001  (a context: neither modes nor subclasses see the calls)
 
 _plain_function_apply = torch.autograd.Function.__dict__["apply"]

@@ -25,8 +25,11 @@ class CollectiveError(VfnError, ValueError):
     """A collective was called with arguments that do not fit its operand or its axis."""
 
 
-class TypingError(VfnError, TypeError):
-    """A value was used against its type: varying, invariant, unreduced or reduced."""
+class TypingError(VfnError, ValueError):
+    """A value was used against its type: varying, invariant, unreduced or reduced.
+
+    No TypeError: out of one of those, torch's operators make Python's "unsupported operand type(s)", without the message.
+    """
 
 
 class RandomError(VfnError, TypeError):

@@ -88,12 +88,12 @@ class _Mapped:
             plan = _remember(self.ins, key, _plan_ins(self, mesh, args, leaves))
         if context.is_strict():
             _refuse_moves(self, args, leaves, plan)
-        fast = not _torch.transforming() and not _torch.forward_ad_active() and not (
-            torch.is_grad_enabled() and any(x.requires_grad for x in leaves if isinstance(x, torch.Tensor)))  # fmt: skip
+        fast = _nothing_differentiates(leaves)
         for i, entry in enumerate(plan):
             if entry is not None:
                 leaves[i] = _brought_in(leaves[i], mesh, entry, fast, self.check)
-        with tracking.running(body, functools.partial(_adopt, mesh, self.name)):
+        intercepted = self.check or is_simulated(mesh) or not fast or context.grad_depth() > 0
+        with tracking.running(body, functools.partial(_adopt, mesh, self.name), intercepted):
             result = self.f(*tree.unflatten(treedef, leaves))
         locals_, out_def = tree.flatten(result)
         if self.check:
@@ -105,12 +105,29 @@ class _Mapped:
         outs = self.outs.get(key)
         if outs is None:
             outs = _remember(self.outs, key, _plan_outs(self, mesh, result, locals_, have))
-        fast = not _torch.transforming() and not _torch.forward_ad_active() and not (
-            torch.is_grad_enabled() and any(x.requires_grad for x in locals_ if isinstance(x, torch.Tensor)))  # fmt: skip
+        if intercepted:
+            fast = _nothing_differentiates(locals_)
+        elif not _nothing_differentiates(locals_):
+            raise _closure_with_gradient(self, locals_)
         for i, entry in enumerate(outs):
             if entry is not None:
                 locals_[i] = _taken_out(locals_[i], have[i], mesh, entry, fast, self.check)
         return tree.unflatten(out_def, locals_)
+
+
+def _nothing_differentiates(leaves: Sequence[Any]) -> bool:
+    if _torch.transforming() or _torch.forward_ad_active():
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in leaves if isinstance(x, torch.Tensor)))
+
+
+def _closure_with_gradient(mapped: _Mapped, locals_: Sequence[Any]) -> Exception:
+    """For a body that nothing watched, because none of its arguments has a gradient, but whose result has."""
+    found = [types.text(x) for x in locals_ if isinstance(x, torch.Tensor) and x.requires_grad]
+    return TypingError(report(
+        f"shard_map({mapped.name})", "with check_vma=False, a gradient of a tensor that the body closes over would stay each "
+        "rank's own", [f"the result {text} has a gradient, but no argument has" for text in found],
+        "pass the parameters as arguments, with in_specs=P(); or torch.no_grad(), or .detach() in the body"))  # fmt: skip
 
 
 def _remember(cache: dict[Any, Any], key: Any, value: Any) -> Any:
@@ -202,7 +219,7 @@ def _refuse_moves(mapped: _Mapped, args: Any, leaves: Sequence[Any], plan: Seque
         source = _bare(spec_of(x))
         steps = reshard.plan(tuple(x.shape), axes_items(mesh_of(x)), source, _bare(entry.spec))
         if any(step.kind not in reshard.LOCAL_KINDS for step in steps):
-            failures.append(f"{_argument(mapped, args, i)}; it lies as {source!r}: vfn.with_sharding(x, {entry.spec!r})")
+            failures.append(f"{_argument(mapped, args, i)} = {entry.spec!r}, but it lies as {source!r}: vfn.with_sharding(x, {entry.spec!r})")
     if failures:
         raise ReshardError(report(f"shard_map({mapped.name})", "strict: arguments lie otherwise than in_specs says", failures,
                                   "write the vfn.with_sharding, so that the program asks for the move"))  # fmt: skip
@@ -215,16 +232,16 @@ def _brought_in(x: Any, mesh: Any, entry: _In, fast: bool, check: bool) -> Any:
         else:
             local = bring_in(x, mesh, entry.spec, "shard_map argument")
         local = Blocks(local.blocks) if local.__class__ is Blocks else local.detach()  # a name of its own, to be typed
+        local.vfn_type = entry.type
         if check:
-            local.vfn_type = entry.type
             local.vfn_borrowed = True
         return local
     local = bring_in(x, mesh, entry.spec, "shard_map argument")
-    if check:
-        types.mark(local, entry.type)
-        types.borrow(local)
-    elif entry.shared_by:
+    if entry.shared_by:
         (local,) = linear.apply(Collective("copy", mesh, entry.shared_by, "shard_map argument"), local)
+    types.mark(local, entry.type)
+    if check:
+        types.borrow(local)
     return local
 
 

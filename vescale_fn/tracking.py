@@ -7,7 +7,8 @@ error at `out_specs`; calling it invariant could cost a gradient). Promoted valu
 weight that is used ten times is reduced once.
 
 On a simulated mesh what a factory makes becomes a `Blocks` with a tensor for each rank, so that a rank's writes are its own.
-That is all that `Unchecked` does, the mode of a body with ``check_vma=False``; on a real mesh such a body has no mode.
+`Unchecked`, for a body with ``check_vma=False``, does that and sums the gradients of closed-over tensors; on a real mesh,
+where nothing is differentiated, such a body has no mode at all.
 """
 
 from __future__ import annotations
@@ -115,10 +116,6 @@ def _mark_all(value: Any, type_: Type) -> Any:
     return value
 
 
-def _may_need_gradient(x: Tensor) -> bool:
-    return (x.requires_grad and torch.is_grad_enabled()) or _torch.is_wrapped(x)
-
-
 # --- the modes --------------------------------------------------------------------------------------------------------
 
 
@@ -131,39 +128,52 @@ class Unchecked(TorchFunctionMode):
         self.remembered: dict[Any, Any] = {}
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return self.call(func, getattr(func, "__name__", "?"), args, kwargs or {})
+
+    def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Any function: what it gives is a value of the body, which tells it from those that come from outside."""
         given = _tensors(args, kwargs)
         if not given:
-            return self.made(func, args, kwargs, draws=func.__name__ in _DRAWS.split())
-        new = [self.taken_in(x) for x in given]
-        if any(a is not b for a, b in zip(new, given)):
-            args, kwargs = _with_tensors((args, kwargs), iter(new))
-        return func(*args, **kwargs)
+            return _mark_all(self.made(func, args, kwargs, draws=name in _DRAWS.split()), types.INVARIANT)
+        if func is not torch.autograd.grad and name not in _NOTHING_TO_TYPE.split():
+            new = [self.taken_in(x) for x in given]
+            if any(a is not b for a, b in zip(new, given)):
+                args, kwargs = _with_tensors((args, kwargs), iter(new))
+        return _mark_all(func(*args, **kwargs), types.INVARIANT)
 
     def made(self, func: Any, args: Any, kwargs: Any, draws: bool) -> Any:
         """What a function without tensor operands makes."""
         out = func(*args, **kwargs)
         if not self.ranks or not isinstance(out, Tensor) or _torch.is_batched(out):
             return out
-        one = _torch.peel(out).detach()
+        one = _torch.peel(out)
         if type(one) is not Tensor:
             return out
         with _torch.no_torch_function():
-            again = [_torch.peel(func(*args, **kwargs)).detach() if draws else one.clone() for _ in range(1, self.ranks)]
-            return Blocks((one, *again)).requires_grad_(out.requires_grad)
+            again = [func(*args, **kwargs) if draws else one.clone() for _ in range(1, self.ranks)]
+            made = Blocks(_torch.peel(x.detach()) for x in (one, *again))
+            if _torch.transforming():
+                return made.clone()  # a value of the innermost transform, which may be written inside it
+            return made.requires_grad_() if out.requires_grad else made
 
     def taken_in(self, x: Tensor) -> Tensor:
-        """A value from outside, as a local one: a whole array, or on a simulated mesh a tensor that has a gradient."""
+        """A value from outside as a local one, whose gradient is the sum of the ranks'."""
+        if types.read(x) is not None:
+            return x
+        entered = self.entered(x)
+        if not _torch.needs_gradient(entered):
+            return entered
+        copy = Collective("copy", self.body.mesh, self.body.axes, "closure")
+        return self.remember(x, "copy", lambda: linear.apply(copy, entered)[0])
+
+    def entered(self, x: Tensor) -> Tensor:
+        """A whole array, or on a simulated mesh a plain tensor, as a local value."""
         below = _torch.peel(x)
         if isinstance(below, DTensor):
-            return self.remember(x, "array", lambda: self.as_every_ranks(self.adopt(x)))
-        if self.ranks and type(below) is not Blocks and _may_need_gradient(x):
-            return self.remember(x, "closure", lambda: self.as_every_ranks(enter(x, self.body.mesh)))
+            return self.remember(x, "array", lambda: self.adopt(x))
+        if self.ranks and type(below) is not Blocks:
+            return self.remember(x, "enter", lambda: enter(x, self.body.mesh))
         return x
-
-    def as_every_ranks(self, x: Tensor) -> Tensor:
-        """A value that every rank holds: without types, its gradient is the sum of theirs."""
-        return linear.apply(Collective("copy", self.body.mesh, self.body.axes, "closure"), x)[0]
 
     def remember(self, x: Tensor, what: Any, make: Callable[[], Tensor]) -> Tensor:
         """``make()``, once for each `x` as long as it lives unchanged; at one level of transforms, with or without gradient."""
@@ -173,6 +183,7 @@ class Unchecked(TorchFunctionMode):
         if found is not None and found[0]() is x and found[1] == version:
             return found[2]
         made, remembered = make(), self.remembered
+        mark(made, types.INVARIANT)
         remembered[key] = (weakref.ref(x, lambda _: remembered.pop(key, None)), version, made)
         return made
 
@@ -192,9 +203,9 @@ class Checked(Unchecked):
         rule, name = found
         return rule(self, func, name, args, kwargs or {})
 
-    def as_every_ranks(self, x: Tensor) -> Tensor:
-        mark(x, types.INVARIANT)
-        return x
+    def taken_in(self, x: Tensor) -> Tensor:
+        """A value from outside as a local one, the same on all ranks. Without a gradient a plain tensor will do as it is."""
+        return self.entered(x) if _torch.needs_gradient(x) or isinstance(_torch.peel(x), DTensor) else x
 
     def typeof(self, x: Tensor) -> Type:
         """The type of a local value."""
@@ -205,15 +216,12 @@ class Checked(Unchecked):
 
     def promoted(self, x: Tensor, have: Type, want: Type) -> Tensor:
         """`x` as a value that varies where `want` does."""
-        if have is want or not any(types.promotion(have, want)) or not _may_need_gradient(x):
+        if have is want or not any(types.promotion(have, want)) or not _torch.needs_gradient(x):
             return x
 
-        def cast() -> Tensor:
-            y = promote(x, have, want, self.body.mesh)
-            mark(y, types.with_letter(have, tuple(sorted(want.varying)), "V"))
-            return y
-
-        return self.remember(x, want, cast)
+        y = self.remember(x, want, lambda: promote(x, have, want, self.body.mesh))
+        mark(y, types.with_letter(have, tuple(sorted(want.varying)), "V"))
+        return y
 
     def combined(self, name: str, args: Any, given: Sequence[Tensor], known: Sequence[Type]) -> tuple[Type, Type]:
         """`types.combine`, with a message that names the function and its operands."""
@@ -317,7 +325,7 @@ class Checked(Unchecked):
         if have is result:
             return
         outside = types.read(target) is None
-        if outside or _may_need_gradient(target):
+        if outside or _torch.needs_gradient(target):
             raise TypingError(report(
                 name, "this writes a value that differs by rank into one that is the same on all of them",
                 [f"{what}, {'a value from outside the body' if outside else 'which has a gradient'}",
@@ -390,26 +398,25 @@ class running:  # noqa: N801  (used like a function)
     Args:
         body: mesh, axes, and whether types are checked.
         adopt: makes a local value of a whole array that the body closes over.
+        intercepted: False where nothing needs watching: no types, a real mesh, no gradient.
     """
 
-    __slots__ = ("_before", "_body_before", "_mode", "adopt", "body")
+    __slots__ = ("_before", "_body_before", "_mode", "adopt", "body", "intercepted")
 
-    def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor]) -> None:
-        self.body, self.adopt = body, adopt
+    def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor], intercepted: bool = True) -> None:
+        self.body, self.adopt, self.intercepted = body, adopt, intercepted
 
     def __enter__(self) -> running:
         global _intercepting
         body = self.body
-        self._mode = (Checked(body, self.adopt) if body.check else
-                      Unchecked(body, self.adopt) if is_simulated(body.mesh) else None)  # fmt: skip
+        self._mode = (Checked if body.check else Unchecked)(body, self.adopt) if self.intercepted else None
         self._before, _active.run = _active.run, self
         self._body_before = context.swap_body(body)
         if self._mode is not None:
-            if body.check:
-                with _lock:
-                    _intercepting += 1
-                    if _intercepting == 1:
-                        _torch.intercept_function_apply(_function_apply)
+            with _lock:
+                _intercepting += 1
+                if _intercepting == 1:
+                    _torch.intercept_function_apply(_function_apply)
             self._mode.__enter__()
         return self
 
@@ -417,11 +424,10 @@ class running:  # noqa: N801  (used like a function)
         global _intercepting
         if self._mode is not None:
             self._mode.__exit__(*exception)
-            if self.body.check:
-                with _lock:
-                    _intercepting -= 1
-                    if _intercepting == 0:
-                        _torch.intercept_function_apply(None)
+            with _lock:
+                _intercepting -= 1
+                if _intercepting == 0:
+                    _torch.intercept_function_apply(None)
         context.swap_body(self._body_before)
         _active.run = self._before
 
@@ -430,8 +436,10 @@ def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
     """A user's `autograd.Function` in a body: no mode sees it, and its backward may do anything."""
     run = _active.run
     mode = run._mode if run is not None else None  # noqa: SLF001
-    if not isinstance(mode, Checked) or cls.__module__ == linear.__name__ or not _torch.function_mode_on():
+    if mode is None or cls.__module__ == linear.__name__ or not _torch.function_mode_on():
         return apply(*args, **kwargs)
+    if not isinstance(mode, Checked):
+        return mode.call(apply, cls.__name__, args, kwargs)
     return mode.combining(apply, f"{cls.__name__}.apply", args, kwargs, to=mode.everywhere)
 
 
@@ -443,4 +451,4 @@ def capture() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     run = _active.run
     if run is None:
         return contextlib.nullcontext
-    return lambda: running(run.body, run.adopt)
+    return lambda: running(run.body, run.adopt, run.intercepted)

@@ -54,9 +54,12 @@ def _local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
         raise TypingError(report(
             where, f"a whole array of shape {tuple(leaf.shape)} was used inside a shard_map body, where values are local",
             fix="pass it as an argument of the body, with its spec in in_specs"))  # fmt: skip
+    known = types.read(leaf)
     if is_simulated(body.mesh) and type(below) is not Blocks:
-        known = types.read(leaf)
         leaf = enter(leaf, body.mesh)
+    if known is None and not body.check and _torch.needs_gradient(leaf):  # a closed-over tensor: sums the ranks' gradients
+        (leaf,) = linear.apply(Collective("copy", body.mesh, body.axes, where), leaf)
+    if type(_torch.peel(leaf)) is not type(below):
         types.mark(leaf, known or types.INVARIANT)
     return leaf
 
@@ -81,16 +84,17 @@ def _send(where: str, x: Any, axis_name: Any, row: str, *, takes: str = "V", giv
                 [f"{path} of shape {types.text(leaf)}: {why}"
                  for path, leaf, why in zip(tree.paths(x, "x"), leaves, found) if why], fix))  # fmt: skip
     op = Collective(row, body.mesh, names, where, body.check, **parameters)
-    have = [types.typeof(leaf, body.axes) for leaf in leaves] if body.check else []
+    have = [types.typeof(leaf, body.axes) if body.check else types.INVARIANT for leaf in leaves]
     wrong = [(i, a) for i, t in enumerate(have) for a in names if t.letter(a) == "U" and "U" not in takes]
     if wrong:
         raise TypingError(report(
             where, "an unreduced value, still to be added over the ranks, may only be summed",
             [f"{tree.paths(x, 'x')[i]} is {types.text(leaves[i], have[i])}: unreduced over {a!r}" for i, a in wrong],
             f"vfn.psum(x, {wrong[0][1]!r}) first"))  # fmt: skip
-    want = types.of(varying=names)
-    with _torch.no_torch_function():
-        leaves = [promote(leaf, t, want, body.mesh) for leaf, t in zip(leaves, have)] or leaves
+    if body.check:
+        want = types.of(varying=names)
+        with _torch.no_torch_function():
+            leaves = [promote(leaf, t, want, body.mesh) for leaf, t in zip(leaves, have)]
     outs = _bucketed(op, leaves)
     for out, t in zip(outs, have):
         types.mark(out, types.with_letter(t, names, gives))

@@ -155,9 +155,10 @@ def _in_body(where: str, key: Key, draw: Draw, spec: P, mesh: Any, body: Any) ->
     def rows(rank: int) -> torch.Tensor:
         return _rows(local_indices(draw.shape, axes, spec, coordinates(mesh, rank)))
 
-    local = tuple(map(len, local_indices(draw.shape, axes, spec, dict.fromkeys(axes, 0))))
-    where_ = blocks.each(rows, played_ranks(mesh)) if names else None
-    if where_ is not None:
-        types.mark(where_, types.of_spec(spec))  # which makes the draw vary over the spec's axes
     device = _device(key, mesh)
-    return op.draw(key.data, where_, draw.shape, local, draw.kind, draw.params, draw.dtype, device)
+    if not names:
+        return _whole(key, draw, device)
+    local = tuple(map(len, local_indices(draw.shape, axes, spec, dict.fromkeys(axes, 0))))
+    mine = blocks.each(rows, played_ranks(mesh))
+    types.mark(mine, types.of_spec(spec))  # which makes the draw vary over the spec's axes
+    return op.draw(key.data, mine, draw.shape, local, draw.kind, draw.params, draw.dtype, device)
