@@ -102,7 +102,7 @@ def run_ranks(fn: Callable[..., Any], n: int, args: Sequence[Any], kwargs: dict[
             local[vary[0]] = vary[1][rank]
         named = {k: _pick(a, rank) for k, a in kwargs.items()} if kwargs else kwargs
         if target is not None:
-            same: Any = _identity(_pick(target, rank))
+            same: Any = _memory(_pick(target, rank))
         elif share:
             same = (*map(_identity, local), *map(_identity, named.values()), vary and vary[1][rank])
         else:
@@ -128,6 +128,13 @@ def _identity(a: Any) -> Any:
     if isinstance(a, torch.Tensor):
         return id(a)
     return tuple(map(_identity, a)) if isinstance(a, (list, tuple)) else None  # every rank has the same static argument
+
+
+def _memory(a: Any) -> Any:
+    """Where a value lies: two tensors may be names of one memory, which is written once."""
+    if isinstance(a, torch.Tensor):
+        return _torch.memory(a) if a.numel() else id(a)
+    return tuple(map(_memory, a)) if isinstance(a, (list, tuple)) else None
 
 
 def ranks_in(args: Iterable[Any]) -> int | None:
@@ -169,8 +176,8 @@ def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], target
 def _writers_differ(target: Blocks, args: Sequence[Any]) -> bool:
     writers: dict[int, Any] = {}
     for rank, block in enumerate(target.blocks):
-        local = tuple(_identity(_pick(a, rank)) for a in args)
-        if writers.setdefault(id(block), local) != local:
+        local = tuple(_memory(_pick(a, rank)) for a in args)
+        if writers.setdefault(_memory(block), local) != local:
             return True
     return False
 

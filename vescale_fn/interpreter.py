@@ -25,7 +25,8 @@ from . import _torch, blocks, context, reshard
 from .blocks import Blocks
 from .errors import InPlaceError, MeshError, RandomError, ReshardError, TypingError, mesh_text, report
 from .mesh import axes_of, coordinates, is_simulated, played_ranks, same
-from .ops.rules import Call, Rule, T, find
+from .ops.rule import Call, Rule, T
+from .ops.rules import find
 from .spec import P, from_placements, from_split_axes, local_indices, split_axes, to_placements
 
 WHOLE = P()
@@ -85,22 +86,25 @@ class Decision:
 
     mesh: Any
     targets: tuple[P, ...] | None  # how each tensor argument must lie, in order
-    moves: tuple[tuple[int, tuple[reshard.Step, ...]], ...]  # (which tensor argument, the steps to its target)
+    moves: tuple[tuple[int, tuple[reshard.Step, ...], str], ...]  # (which tensor argument, the steps to its target, why)
     outs: tuple[Any, ...]  # a DTensorSpec, or None for no tensor, for each result
     many: bool  # whether the op gives a tuple or list of results
     op: Any = None  # what runs on the blocks, with all arguments bound, where it is not the op itself
+    finish: Any = None  # what makes the results of the folded parts
     sizes: tuple[int, tuple[Any, ...]] | None = None  # (argument position, its value on each played rank)
-    fold: tuple[str, tuple[tuple[str, ...], ...]] | None = None  # (max or min, the axes to fold over, for each result)
+    fold: tuple[str, tuple[tuple[str, ...], ...]] | None = None  # (max, min or total, the axes to fold over, for each result)
     view: bool = False  # results alias the first argument
     written: bool = False  # the first argument is written in place, and lies right for it
     partial: bool = False  # some result is a partial sum: it will remember what it adds up to
+    lists: bool = False  # some tensors come in lists
+    seeded: bool = False  # whether it draws is a float's doing: asked each time
     simulated: bool = False
 
     @property
     def way(self) -> int:
         """How it is carried out: by one call on the local tensors and one wrap, or step by step."""
-        if (self.targets is None or self.moves or self.many or self.op or self.fold or self.partial or self.simulated
-                or (self.sizes and self.written)):  # fmt: skip
+        if (self.targets is None or self.moves or self.many or self.op or self.fold or self.finish or self.partial
+                or self.lists or self.seeded or self.simulated or (self.sizes and self.written)):  # fmt: skip
             return _STEP_BY_STEP
         return _WRITE if self.written else _VIEW if self.view else _STEP_BY_STEP if self.sizes else _PLAIN
 
@@ -120,7 +124,7 @@ def _key(a: Any) -> Any:
     if kind is int or kind is bool:
         return kind, a  # 1, True and 1.0 are equal, and not the same
     if kind is float:
-        return float  # no decision depends on a float
+        return a if a == 2.0 else float  # no decision depends on a float, but for the Euclidean norm's order
     if kind is list or kind is tuple:
         return tuple([_key(x) for x in a])
     if isinstance(a, torch.Tensor):
@@ -228,50 +232,72 @@ def _decide(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     tensors = _tensors(args, kwargs)
     mesh = _mesh_of(func, tensors)
     _refuse(func, args, kwargs)
-    axes = axes_of(mesh)
     specs = [layout(x._spec) if isinstance(x, DTensor) else WHOLE for x in tensors]
-    outs, many = _metas(func, args, kwargs, tensors, mesh)
-    written = blocks.written(func)
-    whole = Decision(mesh, None, (), (), many, view=_is_view(func), simulated=is_simulated(mesh))
-    if outs is None or (written and (len(written) > 1 or written[0][0] != 0 or not isinstance(args[0], DTensor))):
-        return whole
-    bound = _bind(func, args, kwargs)
-    ts = tuple(T(i, tuple(x.shape)) for i, x in enumerate(tensors))
-    numbered = iter(ts)
-    by_name = {name: _replace(a, numbered) for name, a in bound.items()}
-    name = func._schema.name.removeprefix("aten::")
-    if written:
-        name = name.removesuffix("_")
-    make_rule = find(func)
-    rule = make_rule(Call(name, by_name, ts, tuple(None if o is None else tuple(o.shape) for o in outs))) if make_rule else None
+    outs, many = _metas(func, args, kwargs, tensors)
+    common = {"view": _is_view(func), "simulated": is_simulated(mesh), "seeded": _is_seeded(func),
+              "lists": any(isinstance(a, (list, tuple)) and _tensors(a, {}) for a in (*args, *kwargs.values()))}  # fmt: skip
+    rule, pinned = _rule(func, args, kwargs, tensors, outs)
     if rule is None:
-        return whole
-    solved = _solve(rule, [(spec, t.shape) for spec, t in zip(specs, ts, strict=True)],
-                    [None if o is None else tuple(o.shape) for o in outs], axes, 0 if written else None)  # fmt: skip
+        return Decision(mesh, None, (), (), many, **common)
+    solved = _solve(rule, [(spec, tuple(x.shape)) for spec, x in zip(specs, tensors, strict=True)],
+                    [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs], axes_of(mesh), pinned)  # fmt: skip
     targets, out_specs, fold_axes = solved
-    if written and (targets[0] != specs[0] or out_specs[0] != specs[0]):
-        return whole  # what is written does not lie as the target does
+    if any(targets[i] != specs[i] for i in pinned) or any(out != specs[i] for i, out in zip(pinned, out_specs)):
+        return Decision(mesh, None, (), (), many, **common)  # what is written does not lie as the target does
     moves = []
     for i, (x, spec, target) in enumerate(zip(tensors, specs, targets, strict=True)):
         steps = reshard.plan(tuple(x.shape), axes_items(mesh), spec, target)
         if steps:
-            moves.append((i, steps))
+            moves.append((i, steps, _why(func, tuple(x.shape), x.dtype, spec, target)))
     out_dspecs = tuple(
-        None if o is None else spec_for(mesh, spec, o.shape, tuple(o.stride()), o.dtype)
+        spec_for(mesh, spec, o.shape, tuple(o.stride()), o.dtype) if isinstance(o, torch.Tensor) else None
         for o, spec in zip(outs, out_specs, strict=True)
     )
+    folded = any(fold_axes)
+    alone = rule.finish is not None and not folded  # nothing is split: the op itself gives the results
     return Decision(
-        mesh, tuple(targets), tuple(moves), out_dspecs, many, rule.op,
-        _local_sizes(rule, func, outs, out_specs, mesh),
-        (rule.fold, tuple(fold_axes)) if any(fold_axes) else None,
-        _is_view(func), bool(written), any(spec.unreduced for spec in out_specs), is_simulated(mesh),
+        mesh, tuple(targets), tuple(moves), out_dspecs, many, None if alone else rule.op, None if alone else rule.finish,
+        _local_sizes(rule, func, outs, out_specs, mesh), (rule.fold, tuple(fold_axes)) if folded else None,
+        written=bool(pinned), partial=any(spec.unreduced for spec in out_specs), **common,
     )  # fmt: skip
+
+
+def _rule(func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any) -> tuple[Rule | None, list[int]]:
+    """The rule of a call, and which of its tensors are written and so must stay where they are."""
+    places = blocks.written(func)
+    make_rule = find(func)
+    if outs is None or make_rule is None or any(i >= len(args) for i, _ in places):  # the last: out=, a new value
+        return None, []
+    written = {id(x) for i, _ in places for x in (args[i] if isinstance(args[i], (list, tuple)) else (args[i],))}
+    pinned = [i for i, x in enumerate(tensors) if id(x) in written]
+    if any(not isinstance(tensors[i], DTensor) for i in pinned) or len(pinned) < len(written):
+        return None, []
+    ts = tuple(T(i, tuple(x.shape), x.dtype) for i, x in enumerate(tensors))
+    numbered = iter(ts)
+    by_name = {name: _replace(a, numbered) for name, a in _bind(func, args, kwargs).items()}
+    name = func._schema.name.removeprefix("aten::")
+    call = Call(name.removesuffix("_") if places else name, by_name, ts,
+                tuple(tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs),
+                tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in outs))  # fmt: skip
+    return make_rule(call), pinned
+
+
+def _why(func: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: P, target: P) -> str:
+    """Why an argument moves, for the log: ``softmax needs dim 1 whole: f32[8,4@tp]``."""
+    name, value = func._schema.name.split("::")[-1].strip("_"), type_text(shape, dtype, spec)
+    before, after = split_axes(spec, len(shape)), split_axes(target, len(shape))
+    gathered = [str(d) for d, (a, b) in enumerate(zip(before, after, strict=True)) if a and not b]
+    if spec.unreduced - target.unreduced and before == after:
+        return f"{name} needs the sum: {value}"
+    if gathered and all(a == b for a, b in zip(before, after, strict=True) if b):
+        return f"{name} needs dim{'s' * (len(gathered) > 1)} {' and '.join(gathered)} whole: {value}"
+    return f"{name} needs {type_text(shape, dtype, target)}: {value}"
 
 
 def _refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise for what has no answer on a mesh: a stateful draw, a change of storage."""
     name = func._schema.name.removeprefix("aten::")
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if _is_seeded(func):
         bound = _bind(func, args, kwargs)
         chance = bound.get("dropout_p", bound.get("p"))
         if "attention" in name and not chance or name == "native_dropout" and (not chance or bound.get("train") is False):
@@ -280,9 +306,12 @@ def _refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
             f"torch's {name}", "a stateful draw on an array: every rank would draw from a generator of its own",
             fix="a keyed draw, the same on every mesh: " + _KEYED.get(name.removesuffix("_").removesuffix("_like"),
                                                                        "vfn.random.bits(key, x.shape, ...)")))  # fmt: skip
-    if name in ("set_", "resize_", "resize_as_", "set_data"):
-        raise InPlaceError(report(f"torch's {name}", "an array's storage cannot be exchanged or resized",
-                                  fix="make a new array"))  # fmt: skip
+    if torch.Tag.inplace_view in func.tags and name != "detach_" or name == "resize_as_":
+        raise InPlaceError(report(f"torch's {name}", "an array's shape and storage cannot be changed in place",
+                                  fix=f"a new array: x = x.{name.removesuffix('_')}(...), or x = x.clone()"))  # fmt: skip
+    if name == "as_strided" and hasattr(args[0], "_root"):
+        raise InPlaceError(report("torch's as_strided", "a view of an array does not show the memory around it",
+                                  [f"the view is {_text(args[0])}"], "index the array itself, or x.clone()"))  # fmt: skip
 
 
 _KEYED = {
@@ -297,27 +326,35 @@ _KEYED = {
 }
 
 
+def _is_seeded(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 def _is_view(func: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
-def _metas(func: Any, args: Any, kwargs: Any, tensors: Any, mesh: Any) -> tuple[tuple[Any, ...] | None, bool]:
+def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, ...] | None, bool]:
     """What the results look like on one device: (None, many) where that cannot be told without the values."""
     with _torch.fake_mode():
-        fakes = iter([torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors])
+        made = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors]
+        fakes = iter(made)
+        fake_args = [_replace(a, fakes) for a in args]
         try:
-            out = func(*[_replace(a, fakes) for a in args], **{k: _replace(a, fakes) for k, a in kwargs.items()})
+            out = func(*fake_args, **{k: _replace(a, fakes) for k, a in kwargs.items()})
         except Exception:  # noqa: BLE001  whatever it is, computing whole shows it, or does without
             return None, False
+    if out is None and func._schema.name.endswith("_"):  # a list changed in place
+        out = fake_args[0]
     many = isinstance(out, (list, tuple))
     outs = tuple(out) if many else (out,)
-    if not all(o is None or isinstance(o, torch.Tensor) for o in outs) or all(o is None for o in outs):
+    if not any(isinstance(o, torch.Tensor) for o in outs) or not all(o is None or isinstance(o, (int, torch.Tensor)) for o in outs):
         return None, many
     return outs, many
 
 
 def _solve(rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence[Any], axes: dict[str, int],
-           pinned: int | None) -> tuple[list[P], list[P], list[tuple[str, ...]]]:  # fmt: skip
+           pinned: Sequence[int]) -> tuple[list[P], list[P], list[tuple[str, ...]]]:  # fmt: skip
     """Which axes split which label: the larger tensor stays where it is, the smaller one moves."""
     kept = {axis for axis in axes if rule.linear and all(axis in args[i][0].unreduced for i in rule.linear)}
     votes: dict[Any, dict[tuple[str, ...], float]] = {}
@@ -325,13 +362,13 @@ def _solve(rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence
     for i, (spec, shape) in enumerate(args):
         for names, label, size in zip(split_axes(spec, len(shape)), rule.ins[i], shape, strict=True):
             sizes.setdefault(label, set()).add(size)
-            if label is not None and names and i not in rule.shape_only:
+            if label is not None and (names or i in pinned) and i not in rule.shape_only:
                 votes.setdefault(label, {}).setdefault(names, 0)
-                votes[label][names] += math.inf if i == pinned else 1 + math.prod(shape)
+                votes[label][names] += math.inf if i in pinned else 1 + math.prod(shape)
     for row, shape in zip(rule.outs, outs, strict=True):
         for label, size in zip(row, shape or (), strict=True):
             sizes.setdefault(label, set()).add(size)
-    even = rule.even | (rule.sums if rule.fold != "sum" else frozenset())
+    even = rule.even | (rule.sums if rule.fold in ("max", "min") else frozenset())
     chosen: dict[Any, tuple[str, ...]] = {}
     used = set(kept)
     for label in sorted(votes, key=lambda label: -max(votes[label].values())):
@@ -381,14 +418,16 @@ def _local_sizes(rule: Rule, func: Any, outs: Any, out_specs: Sequence[P], mesh:
 
 
 def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], decision: Decision) -> Any:
+    if decision.seeded:
+        _refuse(func, args, kwargs)
     for position, name in blocks.written(func):
         _check_writable(func, args[position] if position < len(args) else kwargs.get(name))
     if decision.targets is None:
         return _whole(cls, func, args, kwargs, decision)
     tensors = _tensors(args, kwargs)
     local: list[Any] = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
-    for i, steps in decision.moves:
-        local[i] = _moved(func, tensors[i], steps, decision, i)
+    for i, steps, why in decision.moves:
+        local[i] = _moved(func, tensors[i], steps, decision, i, why)
     values = iter(local)
     op, local_args, local_kwargs = func, [_replace(a, values) for a in args], {k: _replace(a, values) for k, a in kwargs.items()}
     if decision.op is not None:
@@ -397,57 +436,86 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
         op = decision.op
         local_args = [v for k, v in bound.items() if k not in only]
         local_kwargs = {k: v for k, v in bound.items() if k in only}
-    out = _run(op, local_args, local_kwargs, decision, reshape=decision.view and decision.sizes is not None)
     if decision.written:
-        _after_write(args[0])
-        return args[0]
+        target = tuple(local_args[i] for i, _ in blocks.written(func))
+        _run(op, local_args, local_kwargs, decision, target, decision.sizes)
+        for x in _tensors([args[i] for i, _ in blocks.written(func)], {}):
+            _after_write(x)
+        return args[0] if func._schema.returns else None
+    copied: list[bool] = []
+    reshape = decision.view and decision.sizes is not None
+    out = _run(_reshape_if_needed(op, copied) if reshape else op, local_args, local_kwargs, decision, None, decision.sizes)
     results = list(out) if decision.many else [out]
     if decision.fold:
-        how, axes_of_outs = decision.fold
-        results = [reshard.wire.all_reduce(r, decision.mesh, a, f"{func}: fold the parts", how) if a else r
-                   for r, a in zip(results, axes_of_outs, strict=True)]  # fmt: skip
-    wrapped = [None if spec is None else _torch.new_dtensor(cls, r, spec, requires_grad=False)
+        results = _folded(func, results, decision)
+    if decision.finish is not None:
+        results = _run(decision.finish, results, {}, decision, None)
+        results = list(results) if decision.many else [results]
+    wrapped = [r if spec is None else _torch.new_dtensor(cls, r, spec, requires_grad=False)
                for r, spec in zip(results, decision.outs, strict=True)]  # fmt: skip
     if decision.view:
-        _note_views(args[0], wrapped, bool(decision.moves))
+        _note_views(args[0], wrapped, bool(decision.moves or copied))
     if decision.partial:
-        _remember_sums(args[0], wrapped, decision.view)
+        _remember_sums(args[0], wrapped, func in _SAME)
     return type(out)(wrapped) if decision.many else wrapped[0]
 
 
-def _run(op: Any, args: list[Any], kwargs: dict[str, Any], decision: Decision, reshape: bool) -> Any:
-    sizes = decision.sizes
+_SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}  # another name for the same value
+
+
+def _folded(func: Any, parts: list[Any], decision: Decision) -> list[Any]:
+    """The results that the ranks' parts make up."""
+    assert decision.fold is not None
+    how, axes_of_parts = decision.fold
+    why = f"{func._schema.name.split('::')[-1].strip('_')} puts its parts together"
+    if how != "total":
+        return [reshard.wire.all_reduce(part, decision.mesh, axes, why, how) if axes else part
+                for part, axes in zip(parts, axes_of_parts, strict=True)]  # fmt: skip
+    together: dict[Any, list[int]] = {}
+    for i, (part, axes) in enumerate(zip(parts, axes_of_parts, strict=True)):
+        if axes:
+            together.setdefault((axes, part.dtype), []).append(i)
+    for (axes, _), members in together.items():
+        summed = reshard.all_reduce_bucket([parts[i] for i in members], decision.mesh, axes, why)
+        for i, value in zip(members, summed, strict=True):
+            parts[i] = value
+    return parts
+
+
+def _run(op: Any, args: list[Any], kwargs: dict[str, Any], decision: Decision, target: Any, sizes: Any = None) -> Any:
     if decision.simulated:
         n = len(played_ranks(decision.mesh))
         if blocks.ranks_in((*args, *kwargs.values())) is None:
             out = op(*args, **kwargs)
             many = isinstance(out, (list, tuple))
-            return type(out)(blocks.shared(o, n) for o in out) if many else blocks.shared(out, n)
-        target = args[0] if decision.written else None
-        safe = _reshape_if_needed(op) if reshape else op
-        return blocks.run_ranks(safe, n, args, kwargs, target, share=True, vary=sizes)
+            return type(out)(_shared(o, n) for o in out) if many else _shared(out, n)
+        return blocks.run_ranks(op, n, args, kwargs, target, share=True, vary=sizes)
     if sizes is not None:
         args[sizes[0]] = sizes[1][0]
-    return (_reshape_if_needed(op) if reshape else op)(*args, **kwargs)
+    return op(*args, **kwargs)
 
 
-def _reshape_if_needed(op: Any) -> Any:
-    """A block may lie in memory so that what is a view of the whole is a copy of the block."""
+def _shared(value: Any, n: int) -> Any:
+    return blocks.shared(value, n) if isinstance(value, torch.Tensor) else value
+
+
+def _reshape_if_needed(op: Any, copied: list[bool]) -> Any:
+    """A block may lie in memory so that what is a view of the whole is a copy of the block: that is noted in `copied`."""
 
     def run(x: torch.Tensor, size: Any, **kwargs: Any) -> torch.Tensor:
         try:
             return op(x, size, **kwargs)
         except RuntimeError:
+            copied.append(True)
             return x.reshape(size)
 
     return run
 
 
-def _moved(func: Any, x: Any, steps: Sequence[reshard.Step], decision: Decision, i: int) -> Any:
+def _moved(func: Any, x: Any, steps: Sequence[reshard.Step], decision: Decision, i: int, why: str) -> Any:
     """The local value of argument `i`, brought to where the op needs it."""
     if not isinstance(x, DTensor):
         return reshard.run(x, tuple(x.shape), decision.mesh, steps, "")
-    why = f"{func}: argument {i} is {_text(x)}"
     assert decision.targets is not None
     if context.is_strict() and any(step.kind in ("all_gather", "all_to_all") for step in steps):
         raise ReshardError(report(
@@ -462,10 +530,10 @@ def brought(x: Any, target: P, why: str) -> Any:
     mesh, shape = x._spec.mesh, tuple(x.shape)
     steps = reshard.plan(shape, axes_items(mesh), layout(x._spec), target)
     cell = getattr(x, "_sum", None)
-    if cell and cell[0] == (x._version, steps):
+    if cell and cell[0] == (_torch.version(x), steps):
         return cell[1]
     out = reshard.run(x._local_tensor, shape, mesh, steps, why)
-    if cell is not None and steps and steps[0].kind == "all_reduce":
+    if cell is not None and steps and steps[0].kind == "all_reduce" and not x.is_inference():
         cell[:] = [(x._version, steps), out]
     return out
 
@@ -476,28 +544,22 @@ def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], dec
     tensors = _tensors(args, kwargs)
     targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in blocks.written(func)]
     written = {id(t) for target in targets for t in (target if isinstance(target, (list, tuple)) else (target,))}
-    whole, moved = [], False
+    brought_whole: dict[int, torch.Tensor] = {}  # an array that is two arguments is one value: what is written is read
+    moved = False
     for i, x in enumerate(tensors):
-        if not isinstance(x, DTensor):
-            whole.append(x)
+        if id(x) in brought_whole:
             continue
-        steps = reshard.plan(tuple(x.shape), axes_items(mesh), layout(x._spec), WHOLE)
-        local = _moved(func, x, steps, Decision(mesh, (WHOLE,) * len(tensors), (), (), False), i) if steps else x._local_tensor
-        one = local.blocks[0] if type(local) is Blocks else local
-        strided = one.stride() == tuple(x.stride()) or x.numel() == 0
-        if id(x) in written and layout(x._spec) == WHOLE and strided:
-            pass  # its own storage is whole: the write lands there
-        elif id(x) in written or not strided:
-            one = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=one.device).copy_(one)
-            moved = True
-        moved = moved or bool(steps)
-        whole.append(one)
+        one = x
+        if isinstance(x, DTensor):
+            one, copied = _one_whole(func, x, i, decision, id(x) in written)
+            moved = moved or copied
+        brought_whole[id(x)] = one
+    whole = [brought_whole[id(x)] for x in tensors]
     values = iter(whole)
     out = func(*[_replace(a, values) for a in args], **{k: _replace(a, values) for k, a in kwargs.items()})
-    for x, one in zip(tensors, whole, strict=True):
-        if id(x) in written and isinstance(x, DTensor):
-            _write_back(x, one, mesh)
-            _after_write(x)
+    for x in {id(x): x for x in tensors if id(x) in written and isinstance(x, DTensor)}.values():
+        _write_back(func, x, brought_whole[id(x)], mesh)
+        _after_write(x)
     by_value = {id(one): x for x, one in zip(tensors, whole, strict=True)}
 
     def wrap(o: Any) -> Any:
@@ -516,8 +578,27 @@ def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], dec
     return result
 
 
-def _write_back(x: Any, whole: torch.Tensor, mesh: Any) -> None:
+def _one_whole(func: Any, x: Any, i: int, decision: Decision, written: bool) -> tuple[torch.Tensor, bool]:
+    """An array as one whole tensor with the array's strides, and whether that is a copy."""
+    spec, shape = layout(x._spec), tuple(x.shape)
+    steps = reshard.plan(shape, axes_items(decision.mesh), spec, WHOLE)
+    local = x._local_tensor
+    if steps:
+        whole = Decision(decision.mesh, (WHOLE,) * (i + 1), (), (), False)
+        local = _moved(func, x, steps, whole, i, _why(func, shape, x.dtype, spec, WHOLE))
+    one = local.blocks[0] if type(local) is Blocks else local
+    strided = one.stride() == tuple(x.stride()) or x.numel() == 0
+    if strided and not (written and spec != WHOLE):
+        return one, bool(steps)  # where it is not a copy, what is written lands in the array's own storage
+    return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=one.device).copy_(one), True
+
+
+def _write_back(func: Any, x: Any, whole: torch.Tensor, mesh: Any) -> None:
     """Put a whole value into the storage of an array, as it lies."""
+    if whole.shape != x.shape:
+        raise InPlaceError(report(str(func), "the array to write into has another shape than what is to be written",
+                                  [f"it is {_text(x)}, the result has shape {list(whole.shape)}"],
+                                  "an array of the result's shape, or the op without out="))  # fmt: skip
     steps = reshard.plan(tuple(x.shape), axes_items(mesh), WHOLE, layout(x._spec))
     value = reshard.run(whole, tuple(x.shape), mesh, steps, "")
     local = x._local_tensor

@@ -1,0 +1,90 @@
+"""What a rule is: which dims of an op's tensors may be split together, and what must be added up afterwards.
+
+A rule gives every dim of every tensor argument and result a label. Dims with one label are split alike; a dim without a
+label (None) must be whole. That is all that an op's mathematics says; which axes then split which label is the
+interpreter's business. A label that is summed over (`sums`) and missing from a result leaves that result a partial sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+Label = Any
+Row = tuple[Label, ...]
+
+
+class T(NamedTuple):
+    """A tensor argument: its place among the op's tensors, its global shape, its dtype."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op: its arguments by name, tensors as `T`, and its results' shapes and dtypes (None: no tensor)."""
+
+    name: str
+    args: dict[str, Any]
+    tensors: tuple[T, ...]
+    outs: tuple[tuple[int, ...] | None, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[name]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What may be split together."""
+
+    ins: tuple[Row, ...]
+    outs: tuple[Row, ...]
+    sums: frozenset[Label] = frozenset()  # split and missing from a result: that result is a partial sum
+    even: frozenset[Label] = frozenset()  # may be split only where every size under it divides
+    linear: tuple[int, ...] = ()  # the arguments in which, together, the op is linear: all partial in, partial out
+    shape_only: tuple[int, ...] = ()  # arguments of which only the shape is read
+    joins: tuple[int, ...] = ()  # arguments that are added once to a sum
+    fold: str = "sum"  # how the parts of a missing label are put together: sum (when it is needed), total (at once), max, min
+    op: Callable[..., Any] | None = None  # what runs on the blocks, where it is not the op itself
+    finish: Callable[..., Any] | None = None  # what makes the results of the folded parts, where they are not the results
+    sizes: str = ""  # the argument that holds the first result's global shape
+
+
+def same(shape: Sequence[int] | None) -> Row:
+    """Each dim for itself."""
+    return tuple(range(len(shape or ())))
+
+
+def but(ndim: int, whole: Sequence[int]) -> Row:
+    """Each dim for itself, but for those that must be whole."""
+    return tuple(None if d in whole else d for d in range(ndim))
+
+
+def none(shape: Sequence[int] | None) -> Row:
+    """All dims whole."""
+    return (None,) * len(shape or ())
+
+
+def dims(dim: Any, ndim: int) -> list[int]:
+    """A dim argument (None or empty: all) as a list."""
+    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
+        return list(range(ndim))
+    return [d % ndim if ndim else 0 for d in (dim if isinstance(dim, (list, tuple)) else (dim,))]
+
+
+def broadcast(shape: Sequence[int], out: Sequence[int], labels: Row | None = None) -> Row:
+    """The row of an argument that is broadcast to a result with these labels: a dim that is repeated is whole."""
+    shift = len(out) - len(shape)
+    labels = same(out) if labels is None else labels
+    return tuple(labels[d + shift] if size == out[d + shift] else None for d, size in enumerate(shape))
