@@ -13,7 +13,7 @@ import sys
 import tempfile
 from typing import Any
 
-from vescale_fn import _rank_group, _rank_process, context
+from vescale_fn import _rank_group, _rank_process, _torch, context
 from vescale_fn._rank_process import Job, Message
 from vescale_fn.errors import RankError
 
@@ -76,8 +76,7 @@ def _nurse(parent: int, pipe: Any) -> None:
     _rank_process.end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the ranks write where pytest's process does
-    import torch._dynamo  # noqa: F401  a second of imports that torch's fake mode would ask of every new rank
-
+    _torch.preload()
     crews: dict[int, _Crew] = {}
     while (order := _receive(pipe)) is not None:
         n, body = order

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe, connection, get_context
 from typing import Any
 
-from . import _rank_process
+from . import _rank_process, _torch
 from ._rank_process import Job, Message
 from .errors import RankError
 
@@ -40,6 +40,7 @@ class Rank:
 
 def run(call: Callable[[], Any], nprocs: int, device: str, timeout: float) -> list[bytes]:
     """Fork `nprocs` ranks, watch them, and return their pickled results; none of them is left when it returns."""
+    _torch.preload()
     with tempfile.TemporaryDirectory(prefix="vescale_fn-") as folder, Streams() as streams:
         job = Job(nprocs, device, timeout, folder, streams.ends, os.getpid())
         ranks: list[Rank] = []

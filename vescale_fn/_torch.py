@@ -184,6 +184,11 @@ def set_default_group_timeout(timeout: Any) -> None:
         _c10d.default_pg_nccl_timeout = timeout
 
 
+def preload() -> None:
+    """Import what torch imports at the first op on shapes alone: a second, spent once before a fork, not by each rank."""
+    import torch._dynamo
+
+
 @functools.cache
 def fake_mode() -> Any:
     """A mode under which tensors have shapes and strides but no values."""
