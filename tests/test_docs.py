@@ -16,6 +16,7 @@ import nbformat
 import pytest
 
 import vescale_fn as vfn
+from vescale_fn.recipes import count_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -58,6 +59,14 @@ def test_readme_begins_with_a_program() -> None:
     assert 10 <= len(lines) <= 18
     assert "assert_close" in first
     assert "simulate(8)" in first
+
+
+def test_readme_counts_the_lines_for_distribution() -> None:
+    counts = {name: len(count_lines.distribution_lines(name)) for name in count_lines.PROGRAM}
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"**{sum(counts.values())} lines** exist only for distribution" in text, counts
+    for name, count in counts.items():
+        assert f"{count} in `{name}`" in text, counts
 
 
 # Docstrings
