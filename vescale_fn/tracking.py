@@ -210,8 +210,9 @@ class Checked(Unchecked):
     def typeof(self, x: Tensor) -> Type:
         """The type of a local value."""
         found = types.typeof(x, self.body.axes)
-        if self.retyped and (base := _torch.base(_torch.peel(x))) is not None:
-            found = types.combine("", (found, types.typeof(base, self.body.axes)), False)[1] if found.plain else found
+        if self.retyped and found.plain and (base := _torch.base(_torch.peel(x))) is not None:
+            written = getattr(base, "vfn_type", found)
+            found = types.of(varying=found.varying | written.varying)
         return found
 
     def promoted(self, x: Tensor, have: Type, want: Type) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 
 from . import _torch
 from .blocks import Blocks
+from .errors import TypingError, report
 from .spec import P, split_axes
 
 
@@ -193,14 +194,23 @@ def read(x: torch.Tensor) -> Type | None:
 def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
     """The type of a local value in a body with these manual axes; one from outside is invariant.
 
-    A `Blocks` that was made behind the back of the body, with different blocks, is taken to vary over every axis.
+    A `Blocks` that was made behind the back of the body, with different blocks, is taken to vary over every axis; but where
+    autograd follows it a guess could cost a gradient.
+
+    Raises:
+        TypingError: such a value that autograd follows.
     """
     found = read(x)
-    if found is None:
-        x = _torch.peel(x)
-        differs = type(x) is Blocks and len(set(map(id, x.blocks))) > 1
-        return of(axes) if differs else INVARIANT
-    return found
+    if found is not None:
+        return found
+    below = _torch.peel(x)
+    if type(below) is not Blocks or len(set(map(id, below.blocks))) == 1:
+        return INVARIANT
+    if _torch.needs_gradient(x):
+        raise TypingError(report(
+            "shard_map", "a value that differs by rank, and has a gradient, was made where the body could not see it",
+            [f"it is {text(x)}"], "take it out of its own body first, or detach it"))  # fmt: skip
+    return of(axes)
 
 
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}

@@ -1,0 +1,742 @@
+"""`shard_map`: the same programs as on one device, on meshes of all shapes and on real ranks; typing; messages."""
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.errors import InPlaceError, MeshError, ReshardError, SpecError, TypingError
+
+MESHES = [((1,), ("t",)), ((1, 1), ("d", "t")), ((4,), ("t",)), ((2, 3), ("d", "t")), ((2, 2, 2), ("c", "d", "t"))]
+
+
+def over(x, axes, reduce=vfn.psum):
+    """A reduction over axes, of which there may be none."""
+    return reduce(x, axes) if axes else x
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+# --- programs: one function on one device, a body for each rank -------------------------------------------------------
+# Each gives (the function, its arguments, the body, in_specs) for the axes: `t` is the last, `d` the others. The first
+# arguments are parameters; bodies return a loss that is the same on all ranks.
+
+
+def tensor_parallel_mlp(d, t):
+    def one(w1, w2, x):
+        return (torch.tanh(x @ w1) @ w2).square().sum()
+
+    def body(w1, w2, x):
+        return over(vfn.psum(torch.tanh(x @ w1) @ w2, t).square().sum(), d)
+
+    return one, (draw(5, 12), draw(12, 3), draw(24, 5)), body, (P(None, t), P(t), P(d))
+
+
+def fully_sharded(to):
+    def make(d, t):
+        every = (*d, t)
+
+        def one(w, b, x):
+            return torch.sin(x @ w.view(24, 3) + b).sum()
+
+        def body(w, b, x):
+            w = vfn.all_gather(w, every, tiled=True, to=to)
+            b = vfn.pcast(b, every, to=to) if to == "reduced" else b
+            return vfn.psum(torch.sin(x @ w.view(24, 3) + b).sum(), every)
+
+        return one, (draw(72), draw(3), draw(24, 24)), body, (P(every), P(), P(every))
+
+    return make
+
+
+def vocabulary_parallel_loss(d, t):
+    def one(w, x, targets):
+        return F.cross_entropy(x @ w, targets, reduction="sum")
+
+    def body(w, x, targets):
+        logits = x @ w
+        first = vfn.axis_index(t) * logits.shape[-1]
+        largest = vfn.pmax(logits.detach().amax(-1), t)
+        total = vfn.psum(torch.exp(logits - largest[:, None]).sum(-1), t)
+        here = targets - first
+        mine = (here >= 0) & (here < logits.shape[-1])
+        picked = logits.gather(-1, here.clamp(0, logits.shape[-1] - 1)[:, None])[:, 0]
+        picked = vfn.psum(torch.where(mine, picked, torch.zeros_like(picked)), t)
+        return over((largest + total.log() - picked).sum(), d)
+
+    return one, (draw(5, 12), draw(24, 5), torch.arange(24) * 5 % 12), body, (P(None, t), P(d), P(d))
+
+
+def ring(d, t):
+    def one(k, q):
+        return (q.exp() @ k.T).square().sum()
+
+    def body(k, q):
+        n, out = vfn.axis_size(t), torch.zeros((), dtype=q.dtype)
+        for _ in range(n):
+            out += (q.exp() @ k.T).square().sum()  # in place into a value that begins the same on all ranks
+            k = vfn.ppermute(k, t, [(i, (i + 1) % n) for i in range(n)])
+        return vfn.psum(out, (*d, t))
+
+    return one, (draw(12, 3), draw(24, 3)), body, (P(t), P((*d, t)))
+
+
+def heads_and_sequence(d, t):
+    def one(w, x):  # x: [sequence, heads, dim]
+        scores = torch.einsum("shd,thd->hst", x * w, x).softmax(-1)
+        return torch.einsum("hst,thd->shd", scores, x).sin().sum()
+
+    def body(w, x):
+        x = vfn.all_to_all(x, t, 1, 0, tiled=True)  # my heads, the whole sequence
+        scores = torch.einsum("shd,thd->hst", x * w, x).softmax(-1)
+        y = vfn.all_to_all(torch.einsum("hst,thd->shd", scores, x), t, 0, 1, tiled=True)
+        return vfn.psum(y.sin().sum(), t)
+
+    return one, (draw(3), draw(12, 12, 3)), body, (P(), P(t))
+
+
+def a_weight_used_often(d, t):
+    constant = draw(4)
+
+    def one(w, x):
+        for i in range(4):
+            x = torch.tanh(x @ w + constant * i + torch.arange(4, dtype=x.dtype))
+        return x.sum()
+
+    def body(w, x):
+        return vfn.psum(one(w, x), (*d, t))
+
+    return one, (draw(4, 4), draw(24, 4)), body, (P(), P((*d, t)))
+
+
+def buffers(d, t):
+    def one(w, x):
+        out = torch.empty(3, dtype=x.dtype)
+        out[0] = (w * x).sum()
+        out[1:] = out[0].clone().sin()
+        return out.square().sum()
+
+    def body(w, x):
+        out = torch.empty(3, dtype=x.dtype)
+        rows = torch.zeros(2, dtype=x.dtype)
+        rows[:1].add_((w * x).sum())  # written through a view
+        out[0] = vfn.psum(rows.sum(), (*d, t))
+        out[1:] = out[0].clone().sin()
+        return vfn.pmean(out.square().sum(), (*d, t))
+
+    return one, (draw(3), draw(24, 3)), body, (P(), P((*d, t)))
+
+
+def gradient_inside(d, t):
+    def loss(w, x):
+        return torch.sin(x @ w).sum()
+
+    def one(w, x):
+        return vfn.grad(loss)(w, x).square().sum()
+
+    def body(w, x):
+        return vfn.grad(loss)(w, x).square().sum()  # the gradient of w is summed over the ranks by itself
+
+    return one, (draw(4), draw(24, 4)), body, (P(), P((*d, t)))
+
+
+PROGRAMS = {
+    "tensor parallel": tensor_parallel_mlp,
+    "fully sharded, varying": fully_sharded("varying"),
+    "fully sharded, invarying": fully_sharded("invarying"),
+    "fully sharded, reduced": fully_sharded("reduced"),
+    "vocabulary parallel": vocabulary_parallel_loss,
+    "ring": ring,
+    "all to all": heads_and_sequence,
+    "weight used often": a_weight_used_often,
+    "buffers": buffers,
+    "gradient inside": gradient_inside,
+}
+
+
+def program(name, names):
+    """One program for a mesh's axes: the function, the mapped body as a function of a mesh, arguments, which are parameters."""
+    one, args, body, in_specs = PROGRAMS[name](names[:-1], names[-1])
+    params = tuple(i for i, x in enumerate(args) if x.is_floating_point())
+    return one, args, params, lambda **options: vfn.shard_map(body, in_specs=in_specs, out_specs=P(), **options)
+
+
+@pytest.mark.filterwarnings("ignore:vfn.psum over")
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("shape_names", MESHES, ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name, shape_names, check):
+    shape, names = shape_names
+    one, args, params, make = program(name, names)
+    if name == "gradient inside" and not check:
+        pytest.skip("without types a gradient inside a body is each rank's own, by definition")
+    with vfn.simulate(math.prod(shape)):
+        f = make(mesh=vfn.make_mesh(shape, names), check_vma=check)
+        value, grads = vfn.value_and_grad(f, argnums=params)(*args)
+        torch.testing.assert_close(vfn.unshard(value), one(*args), rtol=1e-12, atol=1e-12)
+        wanted = vfn.grad(one, argnums=params)(*args)
+        torch.testing.assert_close(grads, wanted, rtol=1e-11, atol=1e-12)
+        if shape == (2, 3):
+            found = torch.func.grad(lambda *args: vfn.unshard(f(*args)), argnums=params)(*args)
+            torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+            sharded = vfn.shard(args, vfn.make_mesh(shape, names), P())
+            found = vfn.grad(f, argnums=params)(*sharded)
+            torch.testing.assert_close(vfn.unshard(found), wanted, rtol=1e-11, atol=1e-12)
+
+
+def programs_on_real_ranks():
+    shape, names = (2, 2), ("d", "t")
+    found = {}
+    for name in PROGRAMS:
+        _, args, params, make = program(name, names)
+        for check in (True, False):
+            if check or name != "gradient inside":
+                f = make(mesh=vfn.make_mesh(shape, names), check_vma=check)
+                value, grads = vfn.value_and_grad(f, argnums=params)(*args)
+                again = torch.func.grad(lambda *args, f=f: vfn.unshard(f(*args)), argnums=params)(*args)
+                found[name, check] = vfn.unshard(value), grads, again
+    return found
+
+
+def test_programs_on_real_ranks(gloo):
+    for found in gloo(4, programs_on_real_ranks):
+        for (name, _), (value, grads, again) in found.items():
+            one, args, params, _ = program(name, ("d", "t"))
+            wanted = vfn.grad(one, argnums=params)(*args)
+            torch.testing.assert_close(value, one(*args), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(grads, wanted, rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(again, wanted, rtol=1e-11, atol=1e-12)
+
+
+# --- transforms, inside and outside -----------------------------------------------------------------------------------
+
+
+def coupled(w, d):
+    h = torch.tanh(w[:, None] * d)
+    mean = vfn.pmean(h.sum(1), "i")
+    return vfn.psum((h * mean[:, None] * w.sum()).sum(), "i")
+
+
+def coupled_on_one(w, d):
+    h = torch.tanh(w[:, None] * d)
+    return (h * h.sum(1)[:, None] / 2 * w.sum()).sum()
+
+
+def directional(derive):
+    return lambda f: lambda w, d: derive(lambda w: f(w, d), (w,), (w.sin(),))[1]
+
+
+TRANSFORMS = {
+    "vfn.grad": vfn.grad,
+    "func.grad": torch.func.grad,
+    "jacrev": torch.func.jacrev,
+    "jacfwd": torch.func.jacfwd,
+    "hessian": torch.func.hessian,
+    "grad of grad": lambda f: vfn.grad(lambda w, d: vfn.grad(f)(w, d).sin().sum()),
+    "func.grad of func.grad": lambda f: torch.func.grad(lambda w, d: torch.func.grad(f)(w, d).sin().sum()),
+    "func.grad of vfn.grad": lambda f: torch.func.grad(lambda w, d: vfn.grad(f)(w, d).sin().sum()),
+    "func.jvp": directional(torch.func.jvp),
+    "vfn.jvp": directional(vfn.jvp),
+    "grad of jvp": lambda f: vfn.grad(lambda w, d: directional(torch.func.jvp)(f)(w, d).sum()),
+    "vjp": lambda f: lambda w, d: vfn.vjp(lambda w: f(w, d), w)[1](torch.tensor(2.0, dtype=w.dtype))[0],
+    "remat": lambda f: vfn.grad(vfn.remat(f)),
+    "vmap": lambda f: lambda w, d: torch.func.vmap(f, in_dims=(0, None))(torch.stack([w, w.sin()]), d),
+    "vmap of grad": lambda f: lambda w, d: torch.func.vmap(torch.func.grad(f), (0, None))(torch.stack([w, w.sin()]), d),
+    "vmap of vfn.grad": lambda f: lambda w, d: vfn.vmap(vfn.grad(f), (0, None))(torch.stack([w, w.sin()]), d),
+}
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name, where):
+    transform, w, d = TRANSFORMS[name], draw(2), draw(8)
+    with vfn.simulate(4):
+        specs = dict(mesh=vfn.make_mesh((2, 2), ("i", "j")), in_specs=(P(), P("i")), out_specs=P())
+        if where == "outside":
+            f = vfn.shard_map(coupled, **specs)
+            found = transform(lambda w, d: vfn.unshard(f(w, d)))(w, d)
+        else:
+            found = vfn.unshard(vfn.shard_map(transform(coupled), **specs)(w, d))
+    torch.testing.assert_close(found, transform(coupled_on_one)(w, d), rtol=1e-11, atol=1e-12)
+
+
+def test_gradient_of_a_gradient_inside():
+    w, d = draw(2), draw(8)
+    with vfn.simulate(4):
+        g = vfn.shard_map(vfn.grad(coupled), mesh=vfn.make_mesh((2, 2), ("i", "j")), in_specs=(P(), P("i")), out_specs=P())
+        for grad in (vfn.grad, torch.func.grad):
+            found = grad(lambda w: vfn.unshard(g(w, d)).sin().sum())(w)
+            wanted = vfn.grad(lambda w: vfn.grad(coupled_on_one)(w, d).sin().sum())(w)
+            torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+
+
+# --- types ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+    with vfn.simulate(4):
+        yield vfn.make_mesh((4,), ("i",))
+
+
+def run(body, mesh, *args, ins=P("i"), outs=P("i"), **options):
+    return vfn.shard_map(body, mesh=mesh, in_specs=ins, out_specs=outs, **options)(*args)
+
+
+D = torch.arange(1.0, 5.0)
+
+
+def type_in_body(body, mesh, *args, ins=P("i")):
+    """The letter over `i` of what a body computes."""
+    from vescale_fn import types
+
+    found = []
+
+    def spy(*args):
+        found.append(types.typeof(body(*args), ("i",)).letter("i"))
+        return torch.zeros(())
+
+    run(spy, mesh, *args, ins=ins, outs=P())
+    return found[0]
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w, x):
+        ctx.save_for_backward(w, x)
+        return w * x
+
+    @staticmethod
+    def backward(ctx, g):
+        w, x = ctx.saved_tensors
+        return (g * x).sum(), g * w
+
+
+TYPES = {
+    "argument": (lambda x: x, "V"),
+    "psum": (lambda x: vfn.psum(x, "i"), "I"),
+    "zeros": (lambda x: torch.zeros(3), "I"),
+    "arange, tensor, eye": (lambda x: torch.arange(3)[:, None] + torch.tensor([1, 2, 3]) + torch.eye(3), "I"),
+    "zeros_like": (lambda x: torch.zeros_like(x), "V"),
+    "empty": (lambda x: torch.empty(3), "V"),
+    "rand": (lambda x: torch.rand(3), "V"),
+    "drawn in place": (lambda x: torch.zeros(3).normal_(), "V"),
+    "dropout": (lambda x: F.dropout(vfn.psum(x, "i")), "V"),
+    "no dropout": (lambda x: F.dropout(vfn.psum(x, "i"), 0.5, False), "I"),
+    "mixed": (lambda x: vfn.psum(x, "i") + x, "V"),
+    "list of mixed": (lambda x: torch.cat([vfn.psum(x, "i"), x]), "V"),
+    "index": (lambda x: torch.arange(4)[vfn.axis_index("i")[None]], "V"),
+    "keyword": (lambda x: torch.add(torch.zeros(1), other=x), "V"),
+    "tuple of results": (lambda x: torch.max(x[None], dim=0)[1], "V"),
+    "attribute": (lambda x: x[None].mT, "V"),
+    "iteration": (lambda x: next(iter(x)), "V"),
+    "setitem": (lambda x: _set(torch.zeros(3), x), "V"),
+    "old view of what is written": (lambda x: _set_after_view(torch.zeros(3), x), "V"),
+    "base of what is written": (lambda x: _set_view(torch.zeros(3), x), "V"),
+    "out=": (lambda x: torch.add(x, 1, out=torch.zeros(1)), "V"),
+    "vmap, unseen view": (lambda x: torch.func.vmap(lambda x: x * 2, out_dims=-1)(x[:, None]), "V"),
+    "vmap of a captured value": (lambda x: torch.func.vmap(lambda y: x * 1)(torch.zeros(3)), "V"),
+    "autograd.Function": (lambda x: Scale.apply(torch.ones(()), vfn.psum(x, "i")), "V"),
+    "gradient of varying": (lambda x: torch.func.grad(lambda x: x.sum())(x), "V"),
+    "gradient of invariant": (lambda x: torch.func.grad(lambda w: (w * x).sum())(torch.ones(())), "I"),
+    "gathered": (lambda x: vfn.all_gather(x, "i"), "V"),
+    "gathered invarying": (lambda x: vfn.all_gather(x, "i", to="invarying"), "I"),
+    "gathered reduced": (lambda x: vfn.all_gather(x, "i", to="reduced"), "R"),
+    "reduced times reduced": (lambda x: vfn.all_gather(x, "i", to="reduced") ** 2, "R"),
+    "reduced times varying": (lambda x: vfn.all_gather(x, "i", to="reduced") * x, "V"),
+    "unreduced": (lambda x: 3 * -vfn.pcast(x, "i", to="unreduced")[None] / 2, "U"),
+    "unreduced plus unreduced": (lambda x: vfn.pcast(x, "i", to="unreduced") + vfn.pcast(x, "i", to="unreduced"), "U"),
+    "unreduced times reduced": (lambda x: vfn.pcast(x, "i", to="unreduced") * vfn.pcast(torch.ones(1), "i", to="reduced"), "U"),
+    "unreduced scattered": (lambda x: vfn.psum_scatter(vfn.pcast(x.repeat(4), "i", to="unreduced"), "i"), "V"),
+    "unreduced summed": (lambda x: vfn.psum(vfn.pcast(x, "i", to="unreduced"), "i"), "I"),
+    "gradient of reduced": (
+        lambda x: torch.func.grad(lambda w: (w * x).sum())(vfn.pcast(torch.ones(()), "i", to="reduced")), "U"),
+    "gradient of unreduced": (
+        lambda x: torch.func.grad(lambda u: vfn.psum(u, "i").sum())(vfn.pcast(x, "i", to="unreduced")), "R"),
+}  # fmt: skip
+
+
+def _set(buffer, x):
+    buffer[0] = x[0]
+    return buffer * 1
+
+
+def _set_view(buffer, x):
+    buffer[1:].add_(x)
+    return buffer * 1
+
+
+def _set_after_view(buffer, x):
+    row = buffer[:1]
+    buffer += x
+    return row * 1
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_types(name, mesh):
+    body, letter = TYPES[name]
+    assert type_in_body(body, mesh, D) == letter
+
+
+def types_on_real_ranks():
+    mesh = vfn.make_mesh((2,), ("i",))
+    return {name: type_in_body(body, mesh, D[:2]) for name, (body, _) in TYPES.items() if name not in FOUR_RANKS}
+
+
+FOUR_RANKS = ("unreduced scattered",)
+
+
+def test_types_on_real_ranks(gloo):
+    wanted = {name: letter for name, (_, letter) in TYPES.items() if name not in FOUR_RANKS}
+    assert gloo(2, types_on_real_ranks) == [wanted] * 2
+
+
+def refused(body, mesh, *args, error=TypingError, **options):
+    with vfn.comm_log() as log, pytest.raises(error) as caught:
+        run(body, mesh, *(args or (D,)), **options)
+    return str(caught.value), len(log)
+
+
+def test_messages_of_types(mesh):
+    unreduced = lambda x: vfn.pcast(x, "i", to="unreduced")
+    text, moved = refused(lambda x: torch.sin(unreduced(x)), mesh)
+    assert moved == 0
+    assert text == (
+        "sin: sin is not linear, so the sum over 'i' must come before it\n"
+        "  * operand 0 is f32[1]{U:i}\n"
+        "  Instead: vfn.psum(x, 'i') first, or vfn.psum_scatter"
+    )
+    assert "the number would be added once a rank of 'i'" in refused(lambda x: unreduced(x) + 1, mesh)[0]
+    assert "the invariant value would be added once a rank" in refused(lambda x: unreduced(x) + torch.ones(1), mesh)[0]
+    assert "not linear in two unreduced values" in refused(lambda x: unreduced(x) * unreduced(x), mesh)[0]
+    assert "only be scaled by a reduced one" in refused(lambda x: unreduced(x) * torch.ones(1), mesh)[0]
+    assert "meets one that differs by rank" in refused(lambda x: unreduced(x) + x, mesh)[0]
+    assert "dividing by an unreduced value" in refused(lambda x: vfn.pcast(D, "i", to="reduced") / unreduced(x), mesh)[0]
+    text, _ = refused(lambda x: vfn.all_gather(x, "i", to="reduced") + torch.ones(1), mesh)
+    assert text == (
+        "add: a reduced value meets an invariant one: their cotangents differ\n"
+        "  * operand 0 is f32[4,1]{R:i}\n"
+        "  * operand 1 is f32[1]\n"
+        "  Instead: vfn.pcast(x, 'i', to='reduced') for the invariant one"
+    )
+    text, _ = refused(lambda x: x if x > 0 else -x, mesh)
+    assert text == (
+        "__bool__: this reads a number out of a value that differs by rank, so ranks could go different ways\n"
+        "  * the value is bool[1]{V:i}\n"
+        "  Instead: torch.where instead of `if`, or make it the same first: vfn.psum(x, 'i')"
+    )
+    assert vfn.unshard(run(lambda x: x if vfn.psum(x, "i") > 9 else -x, mesh, D)).tolist() == [1, 2, 3, 4]
+
+
+def test_messages_of_writes(mesh):
+    outside, weight = torch.zeros(1), torch.ones((), requires_grad=True)
+    text, _ = refused(lambda x: x.add_(1), mesh, error=InPlaceError)
+    assert text == (
+        "add_: this writes into memory that belongs to the caller, or to another value\n"
+        "  * the target is f32[1]{V:i}\n"
+        "  Instead: x = x.clone() first, or the function without the underscore"
+    )
+    for body in (lambda x: x.view(-1).mul_(2), lambda x: F.relu(x, inplace=True), lambda x: _set(vfn.pvary(torch.ones(1), "i"), x)):
+        refused(body, mesh, error=InPlaceError)
+    text, _ = refused(lambda x: outside.add_(x), mesh)
+    assert text == (
+        "add_: this writes a value that differs by rank into one that is the same on all of them\n"
+        "  * the target is f32[1], a value from outside the body\n"
+        "  * what is written makes it f32[1]{V:i}\n"
+        "  Instead: the function without the underscore, which makes a new value"
+    )
+    text, _ = refused(lambda x: (weight * 2).add_(x[0]), mesh)
+    assert "which has a gradient" in text
+
+
+def test_factories_give_each_rank_its_own_memory(mesh):
+    def body(x):
+        out = torch.zeros(2)
+        out[0] = x[0]
+        out += 1
+        return out, torch.arange(3).add_(1)
+
+    for check in (True, False):
+        mine, same = run(body, mesh, D, outs=(P("i"), P()), check_vma=check)
+        assert vfn.unshard(mine).tolist() == [2, 1, 3, 1, 4, 1, 5, 1]
+        assert vfn.unshard(same).tolist() == [1, 2, 3]
+
+
+def test_a_weight_used_ten_times_is_reduced_once(mesh):
+    def body(w, x):
+        return vfn.psum(sum((w * x * i).sum() for i in range(10)), "i")
+
+    f = vfn.shard_map(body, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+    for grad in (vfn.grad, lambda f: torch.func.grad(lambda w, d: vfn.unshard(f(w, d)))):
+        with vfn.comm_log() as log:
+            assert grad(f)(torch.tensor(2.0), D).item() == 450
+        assert log.count("all_reduce") == 2
+    # but not after it was written
+    def written(w, x):
+        w = w.clone()
+        y = (w * x).sum()
+        with torch.no_grad():
+            w += 1
+        return vfn.psum(y + (w * x).sum(), "i")
+
+    run(written, mesh, torch.tensor(2.0), D, ins=(P(), P("i")), outs=P())
+
+
+def test_promoted_values_are_not_kept_alive(mesh):
+    alive = []
+
+    def body(w, x):
+        h = w * 2  # the same on all ranks, with a gradient
+        ref = weakref.ref(h)
+        h = (h * x).sum()
+        gc.collect()
+        alive.append(ref() is not None)
+        return vfn.psum(h.detach(), "i")
+
+    w = torch.tensor(2.0, requires_grad=True)
+    with torch.no_grad():
+        run(body, mesh, w, D, ins=(P(), P("i")), outs=P())
+    assert alive == [False]
+
+
+def test_users_functions_and_modules(mesh):
+    f = vfn.shard_map(lambda w, x: vfn.psum(Scale.apply(w, x).sum(), "i"), mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+    assert vfn.grad(f)(torch.tensor(2.0), D).item() == 10
+    linear = torch.nn.Linear(1, 1)
+    for check in (True, False):
+        linear.zero_grad()
+        g = vfn.shard_map(lambda x: vfn.psum(linear(x[:, None]).sum(), "i"), mesh=mesh, in_specs=P("i"), out_specs=P(),
+                          check_vma=check)  # fmt: skip
+        vfn.unshard(g(D)).backward()
+        assert type(linear.weight.grad) is torch.Tensor
+        assert linear.weight.grad.item() == 10
+        assert linear.bias.grad.item() == 4
+    assert torch.autograd.Function.apply.__func__.__name__ == "apply"  # nothing intercepts it any more
+    assert "_torch" not in torch.autograd.Function.apply.__func__.__code__.co_filename
+
+
+def closures_on_real_ranks():
+    mesh = vfn.make_mesh((2,), ("i",))
+    found = []
+    for check in (True, False):
+        w = torch.tensor(2.0)
+        f = lambda w, check=check: run(lambda x: vfn.psum((w.exp() * x).sum(), "i"), mesh, D[:2], outs=P(), check_vma=check)
+        found.append(vfn.grad(f)(w).item())
+        found.append(torch.func.grad(lambda w: vfn.unshard(f(w)))(w).item())
+        leaf = torch.tensor(2.0, requires_grad=True)
+        try:
+            out = vfn.unshard(run(lambda x: vfn.psum((leaf.exp() * x).sum(), "i"), mesh, D[:2], outs=P(), check_vma=check))
+            out.backward()
+            found.append(leaf.grad.item())
+        except TypingError as error:
+            found.append(str(error).splitlines()[1])
+    return found
+
+
+def test_gradients_of_closures_on_real_ranks(gloo):
+    wanted = 3 * torch.tensor(2.0).exp().item()
+    for found in gloo(2, closures_on_real_ranks):
+        assert found[:5] == pytest.approx([wanted] * 5)
+        assert found[5] == "  * the result f32[] has a gradient, but no argument has"
+
+
+def test_closures_over_arrays(mesh):
+    whole, sharded = vfn.shard(torch.tensor(2.0), mesh, P()), vfn.shard(D, mesh, P("i"))
+    f = lambda w: run(lambda x: vfn.psum((w * x).sum(), "i"), mesh, D, outs=P())
+    assert f(whole).item() == 20
+    assert vfn.grad(f)(whole).item() == 10
+    for check in (True, False):
+        text, _ = refused(lambda x: x * sharded, mesh, check_vma=check)
+        assert text == (
+            "shard_map(<lambda>): the body uses an array from outside, of which each rank holds a part\n"
+            "  * it is f32[4] lying as P('i') on the mesh (i=4)\n"
+            "  Instead: pass it as an argument, with in_specs=P('i') for its block or P() for the whole"
+        )
+
+
+# --- specs, arguments, results ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [("x", "y"), ("y", "x")])
+def test_identity_between_all_specs(axes):
+    a, b = axes
+    specs = [P(), P(a), P(None, a), P(a, b), P((a, b)), P((b, a)), P(None, (a, b))]
+    x = torch.arange(72.0).view(6, 12)
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((2, 3), ("x", "y"))
+        for spec in specs:
+            f = vfn.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)
+            for source in (None, *specs):
+                given = x if source is None else vfn.shard(x, mesh, source)
+                out = f(given)
+                assert vfn.spec_of(out) == spec
+                assert torch.equal(vfn.unshard(out), x)
+                g = vfn.grad(lambda x: (f(x) * x).sum())(given)
+                assert torch.equal(vfn.unshard(g), 2 * x)
+                assert vfn.spec_of(g) == vfn.spec_of(given)
+
+
+def test_trees_static_arguments_and_none(mesh):
+    @vfn.shard_map(mesh=mesh, in_specs=[P("i"), None, P(), P(), {"a": P("i"), "b": P()}], out_specs=(P("i"), None, P(), P()))
+    def f(x, nothing, times, name, tree):
+        assert (nothing, times, name) == (None, 3, "hi")
+        assert tree["b"] == [1, "static"]
+        return {"y": x * times + tree["a"]}, nothing, name, times
+
+    out, nothing, name, times = f(D, None, 3, "hi", {"a": D, "b": [1, "static"]})
+    assert f.__name__ == "f"
+    assert vfn.unshard(out["y"]).tolist() == [4, 8, 12, 16]
+    assert (nothing, name, times) == (None, "hi", 3)
+    with pytest.raises(TypingError, match=r"takes positional arguments, but \['tree'\] came by keyword"):
+        f(D, None, 3, "hi", tree={})
+
+
+def test_keys(mesh):
+    key = vfn.random.key(0)
+    whole = vfn.random.normal(key, (8,))
+    same = run(lambda k: vfn.random.normal(k, (8,)), mesh, key, ins=P(), outs=P())
+    assert torch.equal(vfn.unshard(same), whole)
+    mine = run(lambda k: vfn.random.normal(k, (8,), spec=P("i")), mesh, key, ins=P(), outs=P("i"))
+    assert torch.equal(vfn.unshard(mine), whole)
+    split = run(lambda k: vfn.random.normal(k[0], (1,)), mesh, vfn.random.split(key, 4))
+    folded = run(lambda k: vfn.random.normal(vfn.random.fold_in(k, vfn.axis_index("i")), (1,)), mesh, key, ins=P())
+    assert torch.equal(vfn.unshard(split), vfn.unshard(folded))
+    text, _ = refused(lambda k: vfn.random.normal(k, (8,), spec=P("i")), mesh, key, ins=P(), outs=P(), error=SpecError)
+    assert "out is f32[2]{V:i}, for out_specs P(): it varies over 'i'" in text
+
+
+def test_which_mesh(mesh):
+    identity = vfn.shard_map(lambda x: x, in_specs=P("i"), out_specs=P("i"))
+    with pytest.raises(MeshError) as error:
+        identity(D)
+    assert str(error.value) == (
+        "shard_map(<lambda>): there is no mesh: none was given, none is current, and no argument is an array on one\n"
+        "  Instead: shard_map(f, mesh=mesh, ...) or `with vfn.use_mesh(mesh):`"
+    )
+    assert torch.equal(vfn.unshard(identity(vfn.shard(D, mesh, P()))), D)
+    with vfn.use_mesh(mesh):
+        assert torch.equal(vfn.unshard(identity(D)), D)
+    other = vfn.make_mesh((2, 2), ("i", "j"))
+    with vfn.use_mesh(other):  # the same function, planned anew
+        assert identity(D).to_local().shape == (2,)
+    text, _ = refused(lambda x: x, mesh, vfn.shard(D, other, P("i")), error=SpecError)
+    assert "it lies on another mesh, mesh (i=2, j=2); vfn.shard(x, mesh, P('i')) brings it over" in text
+    text, _ = refused(lambda x: run(lambda y: y, mesh, x), mesh, error=MeshError)
+    assert "inside the body of another shard_map, where all axes are manual already" in text
+
+
+def test_unreduced_and_reduced_arrays(mesh):
+    out = run(lambda x: vfn.pcast(x * 2, "i", to="unreduced"), mesh, D, outs=P(unreduced={"i"}))
+    assert vfn.spec_of(out) == P(unreduced={"i"})
+    assert vfn.unshard(out).tolist() == [20]
+    again = run(lambda u: vfn.psum(u, "i"), mesh, out, ins=P(unreduced={"i"}), outs=P())
+    assert vfn.unshard(again).tolist() == [20]
+    w = vfn.shard(torch.tensor(2.0), mesh, P(reduced={"i"}))
+    f = lambda w: run(lambda w, x: vfn.psum((w * x).sum(), "i"), mesh, w, D, ins=(P(reduced={"i"}), P("i")), outs=P())
+    with vfn.comm_log() as log:
+        g = vfn.grad(f)(w)
+    assert vfn.spec_of(g) == P(unreduced={"i"})  # its sum is left to the user, who asked for that
+    assert log.count("all_reduce") == 1
+    assert vfn.unshard(g).item() == 10
+    text, _ = refused(lambda x: vfn.pcast(x, "i", to="unreduced"), mesh, outs=P(), error=SpecError)
+    assert "it is unreduced over 'i', but out_specs says the same on all ranks" in text
+    assert "vfn.psum(x, 'i'), or out_specs with unreduced={'i'}" in text
+
+
+def test_strict(mesh):
+    x = vfn.shard(D, mesh, P("i"))
+    with vfn.strict():
+        run(lambda x: x, mesh, x)
+        run(lambda x: x, mesh, vfn.shard(D, mesh, P()))  # a slice: nothing moves
+        text, moved = refused(lambda p: p, mesh, x, ins=P(), outs=P(), error=ReshardError)
+        assert moved == 0
+        assert text == (
+            "shard_map(<lambda>): strict: arguments lie otherwise than in_specs says\n"
+            "  * args[0] of shape f32[4], where args[0] is bound to <lambda>'s parameter 'p', corresponds to in_specs = P(), "
+            "but it lies as P('i'): vfn.with_sharding(x, P())\n"
+            "  Instead: write the vfn.with_sharding, so that the program asks for the move"
+        )
+        text, _ = refused(lambda w, x: torch.func.grad(lambda w: (w * x).sum())(w), mesh, torch.ones(()), D, ins=(P(), P("i")),
+                          outs=P())  # fmt: skip
+        assert "strict: this differentiates a value that differs by rank" in text
+    with vfn.comm_log() as log:
+        assert torch.equal(vfn.unshard(run(lambda x: x, mesh, x, ins=P(), outs=P())), D)
+    assert [(r.op, r.why) for r in log] == [("all_gather", "shard_map argument")]
+
+
+def test_messages_of_arguments(mesh):
+    def f(p, x):
+        return x
+
+    with pytest.raises(SpecError) as error:
+        run(f, mesh, {"w": torch.ones(5, 3), "b": torch.ones(6)}, torch.ones(4), ins=({"w": P("i"), "b": P("i")}, P(None, "i")))
+    assert str(error.value) == (
+        "shard_map(f): the arguments do not fit in_specs on the mesh (i=4)\n"
+        "  * args[0]['b'] of shape f32[6], where args[0] is bound to f's parameter 'p', corresponds to in_specs[0]['b'] = "
+        "P('i'): dim 0: 6 is not divisible by 4 (axis 'i')\n"
+        "  * args[0]['w'] of shape f32[5,3], where args[0] is bound to f's parameter 'p', corresponds to in_specs[0]['w'] = "
+        "P('i'): dim 0: 5 is not divisible by 4 (axis 'i')\n"
+        "  * args[1] of shape f32[4], where args[1] is bound to f's parameter 'x', corresponds to in_specs[1] = "
+        "P(None, 'i'): it has 2 entries, but the value has 1 dim\n"
+        "  Instead: a spec of axes that divide the dims, None for a dim that every rank needs whole, or pad the argument"
+    )
+    assert "axis 'j' (dim 0) is not an axis of the mesh (i=4)" in refused(f, mesh, D, D, ins=P("j"), error=SpecError)[0]
+    text, _ = refused(f, mesh, D, D, ins=(P("i"),), error=SpecError)
+    assert "is not a prefix of args" in text
+    with vfn.simulate(6):
+        two = vfn.make_mesh((2, 3), ("x", "y"))
+        text, _ = refused(f, two, D, torch.ones(10), ins=(P(), P(("x", "y"))), error=SpecError)
+        assert "dim 0: 10 is not divisible by 2*3 = 6 (axes 'x', 'y')" in text
+
+
+def test_messages_of_results(mesh):
+    text, moved = refused(lambda x: {"a": vfn.psum(1, "i") * x, "b": x.sum()}, mesh, outs={"a": P(), "b": P("i")}, error=SpecError)
+    assert moved == 0
+    assert text == (
+        "shard_map(<lambda>): the results do not fit out_specs on the mesh (i=4)\n"
+        "  * out['a'] is f32[1]{V:i}, for out_specs P(): it varies over 'i', which out_specs does not mention, so it would have "
+        "to be the same on all ranks\n"
+        "  * out['b'] is f32[]{V:i}, for out_specs P('i'): it has 1 entries, but the value has 0 dims\n"
+        "  Instead: vfn.psum(x, 'i') or vfn.pmean(x, 'i'), where the ranks' values are to be combined; or vfn.all_gather(x, 'i', "
+        "to='invarying'), where all ranks are to have all of them; or out_specs with 'i' for the dim along which they are to be "
+        "concatenated; or x[None] adds a dim to concatenate along: out_specs=P('i') needs 1 dims"
+    )
+    text, _ = refused(lambda x: (x, x), mesh, outs=(P("i"),), error=SpecError)
+    assert "is not a prefix of the result" in text
+    text, _ = refused(lambda x: 3, mesh, outs=P("i"), error=SpecError)
+    assert "out is 3, which is not a tensor, for out_specs P('i')" in text
+
+
+def refused_on_real_ranks():
+    mesh = vfn.make_mesh((2,), ("i",))
+    texts = []
+    for body, args, outs in [(lambda x: x, (torch.ones(3),), P("i")), (lambda x: x, (torch.ones(4),), P())]:
+        with vfn.comm_log() as log:
+            try:
+                run(body, mesh, *args, outs=outs)
+            except SpecError as error:
+                texts.append((str(error).splitlines()[1], len(log)))
+    return texts
+
+
+def test_what_is_refused_is_refused_on_every_real_rank(gloo):
+    first, second = gloo(2, refused_on_real_ranks)
+    assert first == second
+    assert len(first) == 2
+    assert all(moved == 0 for _, moved in first)
+
+
+def test_plans_are_remembered_and_follow_shapes(mesh):
+    f = vfn.shard_map(lambda x: x * 2, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    for shape in ((4,), (8,), (4, 3), (4,)):
+        x = torch.arange(float(math.prod(shape))).view(shape)
+        for given in (x, vfn.shard(x, mesh, P("i")), vfn.shard(x, mesh, P())):
+            assert torch.equal(vfn.unshard(f(given)), x * 2)
+    assert vfn.unshard(f(torch.arange(4))).dtype == torch.int64
