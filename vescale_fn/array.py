@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch, blocks, context, interpreter, linear, reshard, tree, wire
 from .blocks import Blocks
-from .errors import MeshError, SpecError, mesh_text, report
+from .errors import InPlaceError, MeshError, SpecError, TypingError, mesh_text, report
 from .interpreter import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
-from .mesh import axes_of, coordinates, is_simulated, played_ranks, same
-from .spec import P, from_placements, from_split_axes, local_indices, problems, split_axes, too_long, validate
+from .mesh import SimulatedMesh, axes_of, coordinates, is_simulated, played_ranks, rebuild_mesh, same
+from .spec import P, from_placements, from_split_axes, local_indices, problems, rebuild_spec, split_axes, too_long, validate
 
 
 @_torch.dispatch_to_own
@@ -44,21 +44,30 @@ class Array(DTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         spec = spec_of(self)
         head = f"Array {type_text(self.shape, self.dtype, spec)} on {mesh_text(axes_of(self._spec.mesh))}"
-        if is_simulated(self._spec.mesh) or spec == WHOLE:
-            return f"{head}\n{unshard(self.detach())}"
+        if is_simulated(self._spec.mesh) or _is_here(self._spec.mesh, spec):
+            return f"{head}\n{_plain(self, 'print')}"  # not through autograd: a transform may be printing
         return f"{head}\n{_own_block(self, spec)}"
 
     def __format__(self, form: str) -> str:
         return format(self.item(), form) if self.ndim == 0 else object.__format__(self, form)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self._local_tensor.detach(), self._spec.mesh, spec_of(self), tuple(self.shape),
-                          tuple(self.stride()), self.requires_grad)  # fmt: skip
+        return _rebuild, (self._local_tensor, self._spec.mesh, spec_of(self), tuple(self.shape), tuple(self.stride()),
+                          self.requires_grad, isinstance(self, torch.nn.Parameter))  # fmt: skip
 
     def __deepcopy__(self, memo: Any) -> Array:
         copy = self.detach().clone().requires_grad_(self.requires_grad)
-        copy._reduced = spec_of(self).reduced
-        return copy
+        return _marked(copy, spec_of(self).reduced, isinstance(self, torch.nn.Parameter))
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The same value, not seen by autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise InPlaceError(report("array", "`.data = ` cannot exchange what an array holds",
+                                  fix="with torch.no_grad(): x.copy_(value); or torch.utils.swap_tensors(x, value)"))  # fmt: skip
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, flat: Any, outer_size: Any, outer_stride: Any) -> Array:
@@ -68,8 +77,7 @@ class Array(DTensor):
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Array:  # type: ignore[override]
         """This value with other DTensor placements; `with_sharding` in torch's words."""
         mesh = device_mesh or self._spec.mesh
-        full = [p if getattr(p, "dim", 0) >= 0 else type(p)(p.dim + self.ndim) for p in placements or self.placements]
-        return shard(self, mesh, from_placements(full, axes_of(mesh), self.ndim))
+        return shard(self, mesh, from_placements(placements or self.placements, axes_of(mesh), self.ndim))
 
     def full_tensor(self, **kwargs: Any) -> torch.Tensor:
         """The whole value as a plain tensor; `unshard` in torch's words."""
@@ -103,13 +111,18 @@ class Array(DTensor):
         return super().__get_tensor_shard__(index)  # type: ignore[misc]
 
 
-torch.serialization.add_safe_globals([Array, P])
 
 
 def _refuse_simulated_checkpoint(x: Array) -> None:
     if is_simulated(x._spec.mesh):
         raise MeshError(report("torch.distributed.checkpoint", "a simulated mesh has one process for all ranks",
                                [repr(x).splitlines()[0]], "save vfn.unshard(tree)"))  # fmt: skip
+
+
+def _is_here(mesh: Any, spec: P) -> bool:
+    """Whether each rank holds the whole value."""
+    axes = axes_of(mesh)
+    return all(axes[axis] == 1 for row in (*split_axes(spec, len(spec)), spec.unreduced) for axis in row)
 
 
 def _own_block(x: Array, spec: P) -> str:
@@ -122,9 +135,21 @@ def _own_block(x: Array, spec: P) -> str:
     return f"{what} [{spans}]: {x._local_tensor}"
 
 
-def _rebuild(local: Any, mesh: Any, spec: P, shape: Any, stride: Any, requires_grad: bool) -> Array:
+def _rebuild(local: Any, mesh: Any, spec: P, shape: Any, stride: Any, requires_grad: bool, parameter: bool) -> Array:
     out = _wrap(local, mesh, spec, torch.Size(shape), stride)
-    return out.requires_grad_(requires_grad)
+    return _marked(out.requires_grad_(requires_grad), spec.reduced, parameter)
+
+
+def _marked(x: Array, reduced: frozenset[str], parameter: bool) -> Array:
+    """With what is known of an array besides its value."""
+    if reduced:
+        x._reduced = reduced
+    if parameter:
+        x._is_param = True  # what makes a subclass of Tensor an nn.Parameter
+    return x
+
+
+torch.serialization.add_safe_globals([Array, Blocks, SimulatedMesh, P, _rebuild, rebuild_mesh, rebuild_spec])
 
 
 def _wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...] | None = None) -> Array:
@@ -224,10 +249,12 @@ class _Move:
             return (x.detach(),)
         bare = P(*target, unreduced=target.unreduced)
         if isinstance(x, Array):
-            return (_wrap(interpreter.brought(x, bare, self.why), self.mesh, target, x.shape),)
+            local = interpreter.brought(x, bare, self.why)
+            return (_wrap(_apart(local, x._local_tensor), self.mesh, target, x.shape),)
         steps = reshard.plan(tuple(x.shape), axes_items(self.mesh), WHOLE, bare)
-        local = reshard.run(_local(x, self.mesh), tuple(x.shape), self.mesh, steps, self.why)
-        return (_wrap(_packed(local), self.mesh, target, x.shape),)
+        before = _local(x, self.mesh)
+        local = reshard.run(before, tuple(x.shape), self.mesh, steps, self.why)
+        return (_wrap(_apart(local, before) if steps else _packed(local), self.mesh, target, x.shape),)
 
     def _target(self, spec: P, ndim: int) -> P:
         assert self.target is not None
@@ -268,6 +295,15 @@ def _packed(local: Any) -> Any:
     if all(block.is_contiguous() for block in local.blocks):
         return local
     return blocks.run_ranks(torch.Tensor.contiguous, len(local.blocks), (local,), {}, share=True)
+
+
+def _apart(local: Any, source: Any) -> Any:
+    """`local` in memory of its own: a write into a piece of a whole that all ranks hold would change it on one alone."""
+    def own(rank: int, block: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        return block.clone() if _torch.memory(block)[0] == _torch.memory(old)[0] else block
+
+    ranks = range(len(local.blocks)) if type(local) is Blocks else (0,)
+    return blocks.each(own, ranks, local, source, key=lambda rank: None)
 
 
 def _plain(x: Any, why: str) -> torch.Tensor:
@@ -501,6 +537,7 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
 
     Raises:
         SpecError: blocks whose shapes or dtypes do not make one array, on every rank, with all of them listed.
+        TypingError: a leaf that is an array already, or that is being differentiated: data is not.
 
     Source: `torch.distributed.tensor.DTensor.from_local`, `jax.make_array_from_process_local_data`.
 
@@ -512,6 +549,8 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
     tensor([0, 0, 1, 1])
     """
     leaves, treedef, specs = _specs(tree_, spec, "from_local")
+    names = tree.paths(tree_, tree.spelling(tree_, "tree"))
+    _check_data(leaves, names)
     ranks = played_ranks(mesh)
     mine: list[list[Any]] = []
     for leaf in leaves:
@@ -519,11 +558,10 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
             row = [leaf(dict(coordinates(mesh, rank))) for rank in ranks]
         else:
             row = [leaf.blocks[rank] if type(leaf) is Blocks else leaf for rank in ranks]
-        mine.append([_on_device(x.detach(), mesh) if isinstance(x, torch.Tensor) else x for x in row])
+        mine.append([_on_device(x, mesh) if isinstance(x, torch.Tensor) else x for x in row])
     seen = [[(tuple(b.shape), b.dtype) if isinstance(b, torch.Tensor) else None for b in row] for row in mine]
     by_rank = wire.everyone(seen, mesh)  # [rank][leaf] -> (shape, dtype)
     out, failures = [], []
-    names = tree.paths(tree_, "tree")
     for i, (name, s) in enumerate(zip(names, specs, strict=True)):
         metas = [row[i] for row in by_rank]
         if metas[0] is None:
@@ -537,6 +575,17 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
         raise SpecError(report("from_local", f"the ranks' blocks do not make up arrays on the {mesh_text(axes_of(mesh))}",
                                failures, "give each rank the block that vfn.shard_shape and torch.chunk give it"))  # fmt: skip
     return _rebuilt(treedef, out)
+
+
+def _check_data(leaves: Sequence[Any], names: Sequence[str]) -> None:
+    failures = []
+    for x, name in zip(leaves, names, strict=True):
+        if is_array(x):
+            failures.append(f"{name} is an array already, {type_text(x.shape, x.dtype, spec_of(x))}: vfn.shard moves it")
+        elif isinstance(x, torch.Tensor) and (x.requires_grad or _torch.peel(x) is not x):
+            failures.append(f"{name} is differentiated or mapped over, which ends here: x.detach(), or vfn.shard_map")
+    if failures:
+        raise TypingError(report("from_local", "a block must be data: a plain tensor that nothing transforms", failures))
 
 
 def _joined_shape(metas: Sequence[Any], mesh: Any, spec: P, name: str, failures: list[str]) -> Any:

@@ -34,14 +34,15 @@ class SimulatedMesh(DeviceMesh):
         return f"SimulatedMesh({', '.join(f'{name}={size}' for name, size in axes_of(self).items())})"
 
     def __reduce__(self) -> Any:
-        return _simulated_mesh, self._key
+        return rebuild_mesh, self._key
 
     def __deepcopy__(self, memo: Any) -> SimulatedMesh:
         return self
 
 
 @functools.lru_cache(maxsize=64)
-def _simulated_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> SimulatedMesh:
+def rebuild_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> SimulatedMesh:
+    """The simulated mesh of these axes, one object for all."""
     return _torch.unattached_mesh(device, torch.arange(math.prod(shape)).view(shape), names, SimulatedMesh)
 
 
@@ -71,7 +72,7 @@ def make_mesh(shape: Sequence[int], names: Sequence[str], *, device: str | None 
     world = simulated if simulated is not None else ranks.ensure_process_group(device)[1]
     sizes = _fill(sizes, names, world)
     if simulated is not None:
-        return _simulated_mesh(device or "cpu", sizes, names)
+        return rebuild_mesh(device or "cpu", sizes, names)
     device = device or ranks.device_type()
     if not ranks.has_process_group():
         return _torch.unattached_mesh(device, torch.zeros(sizes, dtype=torch.int64), names)

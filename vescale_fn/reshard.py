@@ -159,7 +159,7 @@ def _take(x: torch.Tensor, dim: int, positions: Sequence[int]) -> torch.Tensor:
         return x.narrow(dim, first, n)
     padded = torch.cat([x, x.new_zeros([*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim)  # -1 becomes its last entry
     at = torch.tensor([x.shape[dim] if position < 0 else position for position in positions], device=x.device)
-    return padded.index_select(dim, at)
+    return padded[(*[slice(None)] * dim, at)]  # index_select knows no unsigned types
 
 
 def _positions(wanted: Sequence[int], held: Sequence[int], length: int | None = None) -> list[int]:

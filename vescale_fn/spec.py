@@ -78,10 +78,11 @@ class P(tuple):  # noqa: SLOT001
         return f"P({', '.join(parts)})"
 
     def __reduce__(self) -> Any:
-        return _rebuild, (tuple(self), self.unreduced, self.reduced)
+        return rebuild_spec, (tuple(self), sorted(self.unreduced), sorted(self.reduced))
 
 
-def _rebuild(entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]) -> P:
+def rebuild_spec(entries: tuple[Entry, ...], unreduced: Iterable[str], reduced: Iterable[str]) -> P:
+    """The spec with these parts: what pickles hold."""
     return P(*entries, unreduced=unreduced, reduced=reduced)
 
 
