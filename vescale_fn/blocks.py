@@ -10,6 +10,7 @@ What a real rank could not do either raises: Python's ``if`` on a value that dif
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -94,22 +95,23 @@ def run_ranks(fn: Callable[..., Any], n: int, args: Sequence[Any], kwargs: dict[
         share: ranks whose arguments are the same tensors share one result; for values that nothing changes in place.
         vary: (position, one value a rank) of an argument that differs by rank without being a tensor.
     """
+    columns = [_column(a, n) for a in (*args, *kwargs.values())]
+    if vary is not None:
+        columns[vary[0]] = vary[1]
+    if target is not None:
+        same: Iterable[Any] = map(_memory, _column(target, n))
+    elif share:  # what every rank has alike need not be compared
+        differ = [map(_identity, column) for column in columns if type(column) is not itertools.repeat]
+        same = zip(*differ, vary[1] if vary is not None else itertools.repeat(None))
+    else:
+        same = range(n)
+    count, names = len(args), tuple(kwargs)
     seen: dict[Any, Any] = {}
     outs = []
-    for rank in range(n):
-        local = [_pick(a, rank) for a in args]
-        if vary is not None:
-            local[vary[0]] = vary[1][rank]
-        named = {k: _pick(a, rank) for k, a in kwargs.items()} if kwargs else kwargs
-        if target is not None:
-            same: Any = _memory(_pick(target, rank))
-        elif share:
-            same = (*map(_identity, local), *map(_identity, named.values()), vary and vary[1][rank])
-        else:
-            same = rank
-        if same not in seen:
-            seen[same] = fn(*local, **named)
-        outs.append(seen[same])
+    for key, local in zip(same, zip(*columns)):
+        if key not in seen:
+            seen[key] = fn(*local[:count], **dict(zip(names, local[count:]))) if names else fn(*local)
+        outs.append(seen[key])
     return _stitch((*args, *kwargs.values()), outs, in_body)
 
 
@@ -155,6 +157,15 @@ def _pick(a: Any, rank: int) -> Any:
     if isinstance(a, (list, tuple)):
         return type(a)(_pick(x, rank) for x in a)
     return a
+
+
+def _column(a: Any, n: int) -> Iterable[Any]:
+    """What each of `n` ranks has of an argument."""
+    if type(a) is Blocks:
+        return a.blocks
+    if isinstance(a, (list, tuple)) and ranks_in(a) is not None:
+        return [_pick(a, rank) for rank in range(n)]
+    return itertools.repeat(a, n)
 
 
 def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> None:
