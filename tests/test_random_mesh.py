@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import vescale_fn as vfn
 from vescale_fn import P, random
 from vescale_fn.errors import SpecError
+from vescale_fn.random import op
 
 KEY = random.key(5)
 MESHES = [((1,), "a"), ((4,), "a"), ((2, 3), "ab"), ((2, 2, 2), "abc")]
@@ -79,6 +80,30 @@ def test_dropout_lies_as_its_value() -> None:
             for grad in (vfn.grad, torch.func.grad):
                 assert torch.equal(vfn.unshard(grad(loss)(xs)), torch.func.grad(loss)(x))
             assert torch.equal(vfn.unshard(random.dropout(KEY, xs, 1)), torch.zeros_like(x))
+
+
+def test_each_rank_draws_only_its_own_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, draw = [], op.draw
+
+    def counted(key, where, shape, local, *rest):
+        drawn.append(math.prod(local))
+        return draw(key, where, shape, local, *rest)
+
+    monkeypatch.setattr(op, "draw", counted)
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((2, 3), ("a", "b"))
+        for spec, sizes in ((P("a", "b"), [28, 28, 14, 24, 24, 12]), (P("b"), [50, 50, 30]), (P(), [130])):
+            drawn.clear()
+            random.normal(KEY, (13, 10), spec=spec, mesh=mesh)
+            assert drawn == sizes
+            drawn.clear()
+            random.dropout(KEY, vfn.shard(torch.ones(13, 10), mesh, spec), 0.5)
+            assert drawn == sizes
+        body = lambda k: random.normal(k, (12, 9), spec=P("b", "a"))
+        drawn.clear()
+        with pytest.raises(SpecError, match="9 % 2 = 1"):
+            vfn.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P("b", "a"))(KEY)
+        assert drawn == []
 
 
 def test_keys_as_arrays() -> None:
@@ -287,15 +312,18 @@ def _on_ranks(shape, names, cases):
     body = lambda k: random.normal(random.fold_in(k, vfn.axis_index("b")), (4, 2), spec=P("a"))
     folded = vfn.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P("a", "b"))(KEY)
     x = vfn.shard(torch.arange(35.0).view(7, 5), mesh, P(("b", "a")))
-    return found, vfn.unshard(folded), vfn.unshard(random.dropout(KEY, x, 0.3))
+    body = lambda w: vfn.psum((w * random.normal(KEY, (6,), spec=P("a"))).sum(), "a")  # the block varies, w does not
+    slope = vfn.grad(vfn.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P()))(torch.tensor(1.0))
+    return found, vfn.unshard(folded), vfn.unshard(random.dropout(KEY, x, 0.3)), vfn.unshard(slope)
 
 
 def test_draws_on_real_ranks(gloo) -> None:
     cases = [(size, spec) for size, spec in itertools.product([(7, 5), (12, 4)], specs(["a", "b"], 2)[::3])]
-    for rank, (found, folded, dropped) in enumerate(gloo(4, _on_ranks, (2, 2), ("a", "b"), cases)):
+    for rank, (found, folded, dropped, slope) in enumerate(gloo(4, _on_ranks, (2, 2), ("a", "b"), cases)):
         for (size, spec), (block, whole) in zip(cases, found, strict=True):
             assert torch.equal(whole, random.normal(KEY, size)), (rank, spec)
             assert block.numel() <= torch.Size(size).numel()
         expected = torch.cat([random.normal(random.fold_in(KEY, i), (4, 2)) for i in range(2)], 1)
         assert torch.equal(folded, expected)
         assert torch.equal(dropped, random.dropout(KEY, torch.arange(35.0).view(7, 5), 0.3))
+        torch.testing.assert_close(slope, random.normal(KEY, (6,)).sum())

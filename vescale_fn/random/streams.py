@@ -19,7 +19,6 @@ from . import op
 from .keys import IMPLS, Key, checked, described, shape_of
 from .threefry import signed
 
-
 from_numpy = torch.from_numpy  # not `torch.tensor`, which in a `shard_map` body makes one copy a simulated rank
 
 
