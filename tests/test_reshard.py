@@ -16,7 +16,7 @@ from test_spec import all_specs
 import vescale_fn as vfn
 from vescale_fn import P, mesh, reshard, spec
 from vescale_fn.blocks import Blocks
-from vescale_fn.interpreter import axes_items
+from vescale_fn.layout import axes_items
 
 ALL = os.environ.get("VFN_TEST_ALL") == "1"
 MESHES = [((4,), "a"), ((2, 3), "ab"), ((3, 2), "ab"), ((1, 4), "ab"), ((2, 2, 2), "abc"), ((2, 1, 3), "abc")]
@@ -80,7 +80,7 @@ def test_forward(sizes, names) -> None:
         for shape, source, target in cases(sizes, names, 120, 1):
             x = torch.arange(math.prod(shape)).view(shape) * 3 + 1
             steps = reshard.plan(shape, axes_items(m), source, target)
-            assert (not steps) == (source == target or 1 in sizes and steps == ()), (source, target)
+            assert (not steps) == (source == target or (1 in sizes and steps == ())), (source, target)
             try:
                 assert_holds(reshard.run(Blocks(placed(x, m, source)), shape, m, steps, "test"), x, m, target)
             except Exception as error:
@@ -161,7 +161,9 @@ def test_a_plan_is_no_dearer_than_gathering_everything() -> None:
     """Bytes on the busiest step never exceed the whole value, and a slice never follows a gather of the same axes."""
     for axes in [{"a": 4}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2}]:
         layouts = all_specs(axes, 2, unreduced=True)
-        for source, target in itertools.product(layouts, layouts) if len(axes) < 3 or ALL else zip(layouts, layouts[7:]):
+        for source, target in (
+            itertools.product(layouts, layouts) if len(axes) < 3 or ALL else zip(layouts, layouts[7:])
+        ):
             steps = reshard.plan((12, 12), tuple(axes.items()), source, target)
             assert len([s for s in steps if s.kind == "all_reduce"]) <= 1, (source, target)
             if not source.unreduced:

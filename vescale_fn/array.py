@@ -16,9 +16,19 @@ from torch.distributed.tensor import DTensor
 from . import _torch, blocks, context, interpreter, linear, reshard, tree, wire
 from .blocks import Blocks
 from .errors import InPlaceError, MeshError, SpecError, TypingError, mesh_text, report
-from .interpreter import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
+from .layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
 from .mesh import SimulatedMesh, axes_of, coordinates, is_simulated, played_ranks, rebuild_mesh, same
-from .spec import P, from_placements, from_split_axes, local_indices, problems, rebuild_spec, split_axes, too_long, validate
+from .spec import (
+    P,
+    from_placements,
+    from_split_axes,
+    local_indices,
+    problems,
+    rebuild_spec,
+    split_axes,
+    too_long,
+    validate,
+)
 
 
 @_torch.dispatch_to_own

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import array, context, tree
-from .interpreter import type_text
+from .layout import type_text
 from .mesh import axes_of, coordinates
 from .spec import P, local_indices, shard_shape, split_axes
 from .wire import Record

@@ -1,8 +1,8 @@
 """`shard_map`: a function of one rank's blocks, mapped over the ranks of a mesh.
 
-Inside, values are local: each rank's block, a plain tensor, and communication is written out (`vfn.psum`, ...). What must be
-known about the arguments (are the shards even, does anything move, how is each block typed) is a function of their specs and
-shapes, so it is worked out once and remembered; likewise for the results.
+Inside, values are local: each rank's block, a plain tensor, and communication is written out (`vfn.psum`, ...). What
+must be known about the arguments (are the shards even, does anything move, how is each block typed) is a function of
+their specs and shapes, so it is worked out once and remembered; likewise for the results.
 
 Source: `jax.shard_map`.
 """
@@ -21,12 +21,10 @@ from . import _torch, context, linear, reshard, tracking, tree, types
 from .array import Array, bring_in, is_array, mesh_of, spec_of, take_out
 from .blocks import Blocks, shared
 from .errors import MeshError, ReshardError, SpecError, TypingError, mesh_text, report
-from .interpreter import axes_items, contiguous_stride, layout, spec_for
+from .layout import axes_items, contiguous_stride, layout, spec_for
 from .mesh import axes_of, is_simulated, same
 from .ops.maps import Collective, promote
 from .spec import P, problems, split_axes
-
-
 
 # --- what is remembered about arguments and results -------------------------------------------------------------------
 
@@ -336,20 +334,20 @@ def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs
     """Map a function of one rank's blocks over the ranks of a mesh. Also a decorator.
 
     Inside `f` every tensor is local, any torch op or kernel runs on it as it is, and ranks communicate by `psum`,
-    `all_gather` and their family. Gradients are right with no call by the user: where a value that is the same on all ranks
-    meets one that differs, its gradient is summed.
+    `all_gather` and their family. Gradients are right with no call by the user: where a value that is the same on all
+    ranks meets one that differs, its gradient is summed.
 
     Args:
         f: takes and returns trees of tensors (ints, strings, None and the like pass through). Called with positional
-            arguments. It must not write into its arguments. A plain tensor that it closes over counts as the same on all
-            ranks, and so does an array of which every rank holds the whole; another array must be an argument.
+            arguments. It must not write into its arguments. A plain tensor that it closes over counts as the same on
+            all ranks, and so does an array of which every rank holds the whole; another array must be an argument.
         mesh: a DeviceMesh; by default the current one, or that of the arguments.
         in_specs: a `P`, or a prefix of the tuple of arguments: how each argument is cut. Its dims must divide evenly.
             An argument that lies otherwise is moved there first (under `strict` that raises).
-        out_specs: a `P`, or a prefix of the result: how the ranks' results are put together. An axis that it does not mention
-            is a promise that the value is the same along it, which is checked.
-        check_vma: track how values vary over the axes, and check. Without, nothing intercepts the body: a promise is believed,
-            and inside, `psum` is its own transpose; gradients taken outside are the same.
+        out_specs: a `P`, or a prefix of the result: how the ranks' results are put together. An axis that it does not
+            mention is a promise that the value is the same along it, which is checked.
+        check_vma: track how values vary over the axes, and check. Without, nothing intercepts the body: a promise is
+            believed, and inside, `psum` is its own transpose; gradients taken outside are the same.
 
     Returns:
         A function of whole values, plain tensors or arrays, that gives arrays.

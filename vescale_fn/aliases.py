@@ -1,0 +1,65 @@
+"""What is remembered on an array: what a partial value adds up to, and which views of it had to be copied out.
+
+A write through a copied view would be lost, and such a view would miss writes to its array: both raise.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from .errors import InPlaceError, report
+from .layout import layout, text
+
+
+def remember_sums(source: Any, outs: Sequence[Any], alias: bool) -> None:
+    """Give each partial result a cell that keeps what it adds up to, shared by its aliases, until it is written."""
+    shared = getattr(source, "_sum", None) if alias and len(outs) == 1 and source.shape == outs[0].shape else None
+    for out in outs:
+        if out is not None and layout(out._spec).unreduced:
+            out._sum = shared if shared is not None else []
+
+
+def note_views(source: Any, outs: Sequence[Any], moved: bool) -> None:
+    """Note what the results alias: a write through one that had to be moved would be lost, and it would miss writes."""
+    root = getattr(source, "_root", source)
+    moved = moved or hasattr(source, "_moved")
+    for out in outs:
+        if not isinstance(out, DTensor) or out is source:
+            continue
+        out._root = root
+        if moved and isinstance(root, DTensor):
+            out._moved = True
+            root.__dict__.setdefault("_copies", []).append(weakref.ref(out))
+
+
+def check_writable(func: Any, target: Any) -> None:
+    for x in target if isinstance(target, (list, tuple)) else (target,):
+        if isinstance(x, DTensor) and hasattr(x, "_moved"):
+            raise InPlaceError(report(
+                str(func), "a write into a view whose elements had to be moved would be lost",
+                [f"the view is {text(x)}, of {text(x._root)}"],
+                "compute a new array: torch.where(mask, new, x), torch.cat, x.index_copy(...); or bring x to a layout in "
+                "which the view is local: x = vfn.with_sharding(x, P())"))  # fmt: skip
+
+
+class _Stale:
+    """Stands for the spec of a view that missed a write: whatever asks for it raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise InPlaceError(report("array", "this view was copied out of an array that was changed in place afterwards",
+                                  fix="take the view again after the write"))  # fmt: skip
+
+    def __hash__(self) -> int:
+        return self.missing
+
+
+def after_write(x: Any) -> None:
+    root = getattr(x, "_root", x)
+    for copy in root.__dict__.pop("_copies", ()):
+        view = copy()
+        if view is not None:
+            view._spec = _Stale()

@@ -1,0 +1,288 @@
+"""Deciding how one op on arrays is carried out: how each argument must lie, what runs, how the results lie.
+
+A decision depends on the op, on global shapes and specs, and on static arguments alone, never on a rank's own block: all
+ranks decide alike and issue the same collectives. It is asked of, in this order: the table (`ops/rules.py`); DTensor's own
+propagator, where a sweep has proved it (`ops/proved.py`); and last the op is computed whole on gathered arguments, which is
+right for every op, and logged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from . import _torch, blocks, reshard
+from .blocks import Blocks
+from .errors import InPlaceError, MeshError, RandomError, TypingError, mesh_text, report
+from .layout import WHOLE, axes_items, layout, spec_for, text, type_text
+from .mesh import axes_of, coordinates, is_simulated, played_ranks, same
+from .ops.rule import Call, Rule, T
+from .ops.rules import find
+from .spec import P, from_split_axes, local_indices, split_axes
+
+STEP_BY_STEP, PLAIN, VIEW, WRITE = range(4)  # the ways to carry a decision out
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How one op is carried out. `targets` is None where the op is computed whole."""
+
+    mesh: Any
+    targets: tuple[P, ...] | None  # how each tensor argument must lie, in order
+    moves: tuple[tuple[int, tuple[reshard.Step, ...], str], ...]  # (which tensor argument, the steps to its target, why)
+    outs: tuple[Any, ...]  # a DTensorSpec, or None for no tensor, for each result
+    many: bool  # whether the op gives a tuple or list of results
+    op: Any = None  # what runs on the blocks, with all arguments bound, where it is not the op itself
+    finish: Any = None  # what makes the results of the folded parts
+    sizes: tuple[int, tuple[Any, ...]] | None = None  # (argument position, its value on each played rank)
+    fold: tuple[str, tuple[tuple[str, ...], ...]] | None = None  # (max, min or total, the axes to fold over, for each result)
+    view: bool = False  # results alias the first argument
+    written: bool = False  # the first argument is written in place, and lies right for it
+    partial: bool = False  # some result is a partial sum: it will remember what it adds up to
+    lists: bool = False  # some tensors come in lists
+    seeded: bool = False  # whether it draws is a float's doing: asked each time
+    simulated: bool = False
+
+    @property
+    def way(self) -> int:
+        """How it is carried out: by one call on the local tensors and one wrap, or step by step."""
+        if (self.targets is None or self.moves or self.many or self.op or self.fold or self.finish or self.partial
+                or self.lists or self.seeded or self.simulated or (self.sizes and self.written)):  # fmt: skip
+            return STEP_BY_STEP
+        return WRITE if self.written else VIEW if self.view else STEP_BY_STEP if self.sizes else PLAIN
+
+
+def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments of an op, in order; also those in lists."""
+    found: list[torch.Tensor] = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, torch.Tensor):
+            found.append(a)
+        elif isinstance(a, (list, tuple)):
+            found.extend(x for x in a if isinstance(x, torch.Tensor))
+    return found
+
+
+def replace(a: Any, values: Any) -> Any:
+    """`a` with each tensor in it replaced by the next of the iterator `values`."""
+    if isinstance(a, torch.Tensor):
+        return next(values)
+    if isinstance(a, (list, tuple)):
+        return type(a)(next(values) if isinstance(x, torch.Tensor) else x for x in a)
+    return a
+
+
+def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    meshes: list[Any] = []
+    for x in tensors:
+        if isinstance(x, DTensor) and not any(same(x._spec.mesh, mesh) for mesh in meshes):
+            meshes.append(x._spec.mesh)
+        if type(x) is Blocks:
+            raise TypingError(report(str(func), "a value of one rank (inside shard_map) meets a whole array",
+                                     fix="pass the array to shard_map as an argument, with its own in_spec"))  # fmt: skip
+    if len(meshes) > 1:
+        texts = [f"{text(x)} on the {mesh_text(axes_of(x._spec.mesh))}" for x in tensors if isinstance(x, DTensor)]
+        raise MeshError(report(str(func), "arrays on different meshes do not mix", texts,
+                               f"vfn.shard(x, mesh, {layout(tensors[0]._spec)!r}) brings one to the other's mesh"  # type: ignore[attr-defined]
+                               ))  # fmt: skip
+    return meshes[0]
+
+
+def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name, defaults filled in."""
+    bound = {}
+    for i, argument in enumerate(func._schema.arguments):
+        bound[argument.name] = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+    return bound
+
+
+def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
+    """Decide on one call."""
+    tensors = tensors_in(args, kwargs)
+    mesh = _mesh_of(func, tensors)
+    refuse(func, args, kwargs)
+    specs = [layout(x._spec) if isinstance(x, DTensor) else WHOLE for x in tensors]
+    outs, many = _metas(func, args, kwargs, tensors)
+    common = {"view": _is_view(func), "simulated": is_simulated(mesh), "seeded": _is_seeded(func),
+              "lists": any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in (*args, *kwargs.values()))}  # fmt: skip
+    rule, pinned = _rule(func, args, kwargs, tensors, outs)
+    if rule is None:
+        return Decision(mesh, None, (), (), many, **common)
+    solved = _solve(rule, [(spec, tuple(x.shape)) for spec, x in zip(specs, tensors, strict=True)],
+                    [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs], axes_of(mesh), pinned)  # fmt: skip
+    targets, out_specs, fold_axes = solved
+    if any(targets[i] != specs[i] for i in pinned) or any(out != specs[i] for i, out in zip(pinned, out_specs)):
+        return Decision(mesh, None, (), (), many, **common)  # what is written does not lie as the target does
+    moves = []
+    for i, (x, spec, target) in enumerate(zip(tensors, specs, targets, strict=True)):
+        steps = reshard.plan(tuple(x.shape), axes_items(mesh), spec, target)
+        if steps:
+            moves.append((i, steps, reason(func, tuple(x.shape), x.dtype, spec, target)))
+    out_dspecs = tuple(
+        spec_for(mesh, spec, o.shape, tuple(o.stride()), o.dtype) if isinstance(o, torch.Tensor) else None
+        for o, spec in zip(outs, out_specs, strict=True)
+    )
+    folded = any(fold_axes)
+    alone = rule.finish is not None and not folded  # nothing is split: the op itself gives the results
+    return Decision(
+        mesh, tuple(targets), tuple(moves), out_dspecs, many, None if alone else rule.op, None if alone else rule.finish,
+        _local_sizes(rule, func, outs, out_specs, mesh), (rule.fold, tuple(fold_axes)) if folded else None,
+        written=bool(pinned), partial=any(spec.unreduced for spec in out_specs), **common,
+    )  # fmt: skip
+
+
+def _rule(func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any) -> tuple[Rule | None, list[int]]:
+    """The rule of a call, and which of its tensors are written and so must stay where they are."""
+    places = blocks.written(func)
+    make_rule = find(func)
+    if outs is None or make_rule is None or any(i >= len(args) for i, _ in places):  # the last: out=, a new value
+        return None, []
+    written = {id(x) for i, _ in places for x in (args[i] if isinstance(args[i], (list, tuple)) else (args[i],))}
+    pinned = [i for i, x in enumerate(tensors) if id(x) in written]
+    if any(not isinstance(tensors[i], DTensor) for i in pinned) or len(pinned) < len(written):
+        return None, []
+    ts = tuple(T(i, tuple(x.shape), x.dtype) for i, x in enumerate(tensors))
+    numbered = iter(ts)
+    by_name = {name: replace(a, numbered) for name, a in bind(func, args, kwargs).items()}
+    name = func._schema.name.removeprefix("aten::")
+    call = Call(name.removesuffix("_") if places else name, by_name, ts,
+                tuple(tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs),
+                tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in outs))  # fmt: skip
+    return make_rule(call), pinned
+
+
+def reason(func: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: P, target: P) -> str:
+    """Why an argument moves, for the log: ``softmax needs dim 1 whole: f32[8,4@tp]``."""
+    name, value = func._schema.name.split("::")[-1].strip("_"), type_text(shape, dtype, spec)
+    before, after = split_axes(spec, len(shape)), split_axes(target, len(shape))
+    gathered = [str(d) for d, (a, b) in enumerate(zip(before, after, strict=True)) if a and not b]
+    if spec.unreduced - target.unreduced and before == after:
+        return f"{name} needs the sum: {value}"
+    if gathered and all(a == b for a, b in zip(before, after, strict=True) if b):
+        return f"{name} needs dim{'s' * (len(gathered) > 1)} {' and '.join(gathered)} whole: {value}"
+    return f"{name} needs {type_text(shape, dtype, target)}: {value}"
+
+
+def refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise for what has no answer on a mesh: a stateful draw, a change of storage."""
+    name = func._schema.name.removeprefix("aten::")
+    if _is_seeded(func):
+        bound = bind(func, args, kwargs)
+        chance = bound.get("dropout_p", bound.get("p"))
+        if "attention" in name and not chance or name == "native_dropout" and (not chance or bound.get("train") is False):
+            return
+        raise RandomError(report(
+            f"torch's {name}", "a stateful draw on an array: every rank would draw from a generator of its own",
+            fix="a keyed draw, the same on every mesh: " + _KEYED.get(name.removesuffix("_").removesuffix("_like"),
+                                                                       "vfn.random.bits(key, x.shape, ...)")))  # fmt: skip
+    if torch.Tag.inplace_view in func.tags and name != "detach_" or name == "resize_as_":
+        raise InPlaceError(report(f"torch's {name}", "an array's shape and storage cannot be changed in place",
+                                  fix=f"a new array: x = x.{name.removesuffix('_')}(...), or x = x.clone()"))  # fmt: skip
+    if name == "as_strided" and hasattr(args[0], "_root"):
+        raise InPlaceError(report("torch's as_strided", "a view of an array does not show the memory around it",
+                                  [f"the view is {text(args[0])}"], "index the array itself, or x.clone()"))  # fmt: skip
+
+
+_KEYED = {
+    "native_dropout": "vfn.random.dropout(key, x, rate)",
+    "bernoulli": "vfn.random.bernoulli(key, p, x.shape); for dropout vfn.random.dropout(key, x, rate)",
+    "rand": "vfn.random.uniform(key, x.shape, spec=vfn.spec_of(x))",
+    "uniform": "vfn.random.uniform(key, x.shape, minval=..., maxval=..., spec=vfn.spec_of(x))",
+    "randn": "vfn.random.normal(key, x.shape, spec=vfn.spec_of(x))",
+    "normal": "mean + std * vfn.random.normal(key, x.shape, spec=vfn.spec_of(x))",
+    "randint": "vfn.random.randint(key, x.shape, low, high, spec=vfn.spec_of(x))",
+    "random": "vfn.random.randint(key, x.shape, low, high, spec=vfn.spec_of(x))",
+}
+
+
+def _is_seeded(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, ...] | None, bool]:
+    """What the results look like on one device: (None, many) where that cannot be told without the values."""
+    with _torch.fake_mode():
+        made = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors]
+        fakes = iter(made)
+        fake_args = [replace(a, fakes) for a in args]
+        try:
+            out = func(*fake_args, **{k: replace(a, fakes) for k, a in kwargs.items()})
+        except Exception:  # noqa: BLE001  whatever it is, computing whole shows it, or does without
+            return None, False
+    if out is None and func._schema.name.endswith("_"):  # a list changed in place
+        out = fake_args[0]
+    many = isinstance(out, (list, tuple))
+    outs = tuple(out) if many else (out,)
+    if not any(isinstance(o, torch.Tensor) for o in outs) or not all(o is None or isinstance(o, (int, torch.Tensor)) for o in outs):
+        return None, many
+    return outs, many
+
+
+def _solve(rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence[Any], axes: dict[str, int],
+           pinned: Sequence[int]) -> tuple[list[P], list[P], list[tuple[str, ...]]]:  # fmt: skip
+    """Which axes split which label: the larger tensor stays where it is, the smaller one moves."""
+    kept = {axis for axis in axes if rule.linear and all(axis in args[i][0].unreduced for i in rule.linear)}
+    votes: dict[Any, dict[tuple[str, ...], float]] = {}
+    sizes: dict[Any, set[int]] = {}
+    for i, (spec, shape) in enumerate(args):
+        for names, label, size in zip(split_axes(spec, len(shape)), rule.ins[i], shape, strict=True):
+            sizes.setdefault(label, set()).add(size)
+            if label is not None and (names or i in pinned) and i not in rule.shape_only:
+                votes.setdefault(label, {}).setdefault(names, 0)
+                votes[label][names] += math.inf if i in pinned else 1 + math.prod(shape)
+    for row, shape in zip(rule.outs, outs, strict=True):
+        for label, size in zip(row, shape or (), strict=True):
+            sizes.setdefault(label, set()).add(size)
+    even = rule.even | (rule.sums if rule.fold in ("max", "min") else frozenset())
+    chosen: dict[Any, tuple[str, ...]] = {}
+    used = set(kept)
+    for label in sorted(votes, key=lambda label: -max(votes[label].values())):
+        names = max(votes[label], key=votes[label].__getitem__)
+        n = 0
+        while n < len(names) and names[n] not in used and (
+            label not in even or all(s % math.prod(axes[a] for a in names[: n + 1]) == 0 for s in sizes[label])
+        ):
+            n += 1
+        chosen[label] = names[:n]
+        used.update(chosen[label])
+
+    def rows(labels: Sequence[Any]) -> list[tuple[str, ...]]:
+        return [chosen.get(label, ()) if label is not None else () for label in labels]
+
+    def missing(labels: Sequence[Any]) -> set[str]:
+        return {axis for label in rule.sums if label not in labels for axis in chosen.get(label, ())}
+
+    targets = []
+    for i, (spec, _) in enumerate(args):
+        unreduced = kept if i in rule.linear else missing(rule.outs[0]) if i in rule.joins else ()
+        targets.append(spec if i in rule.shape_only else from_split_axes(rows(rule.ins[i]), unreduced))
+    if rule.shape_only and not rule.linear:  # a new tensor that lies as one whose shape it has
+        for i in rule.shape_only:
+            for names, label in zip(split_axes(args[i][0], len(args[i][1])), rule.ins[i], strict=True):
+                if label is not None:
+                    chosen[label] = names
+    add = rule.fold == "sum"
+    out_specs = [from_split_axes(rows(row), kept | missing(row) if add else kept) for row in rule.outs]
+    folds = [() if add else tuple(a for a in axes if a in missing(row)) for row in rule.outs]
+    return targets, out_specs, folds
+
+
+def _local_sizes(rule: Rule, func: Any, outs: Any, out_specs: Sequence[P], mesh: Any) -> Any:
+    """The size argument on each rank that this process plays."""
+    if not rule.sizes:
+        return None
+    position = next(i for i, argument in enumerate(func._schema.arguments) if argument.name == rule.sizes)
+    axes = axes_of(mesh)
+    return position, tuple(
+        tuple(map(len, local_indices(tuple(outs[0].shape), axes, out_specs[0], coordinates(mesh, rank))))
+        for rank in played_ranks(mesh)
+    )

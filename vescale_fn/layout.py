@@ -1,0 +1,63 @@
+"""How an array lies, three ways: as a `P`, as DTensor's own spec, and as a line of text. Specs are interned."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from . import _torch
+from .mesh import axes_of
+from .spec import P, from_placements, split_axes, to_placements
+
+WHOLE = P()
+
+
+@functools.lru_cache(maxsize=65536)
+def spec_for(mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """The DTensorSpec of an array; equal ones are one object, so that looking up decisions compares identities."""
+    placements = to_placements(spec, axes_of(mesh), len(shape))
+    return _torch.DTensorSpec(mesh, placements, tensor_meta=_torch.TensorMeta(torch.Size(shape), stride, dtype))
+
+
+@functools.lru_cache(maxsize=65536)
+def layout(spec: Any) -> P:
+    """The `P` of a DTensorSpec."""
+    return from_placements(spec.placements, axes_of(spec.mesh), len(spec.tensor_meta.shape))
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of `shape`."""
+    stride, strides = 1, []
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def axes_items(mesh: Any) -> tuple[tuple[str, int], ...]:
+    """The axes of a mesh as (name, size) pairs: hashable."""
+    return tuple(axes_of(mesh).items())
+
+
+def type_text(shape: Sequence[int], dtype: torch.dtype, spec: P) -> str:
+    """A value's type on one short line: ``f32[8@dp,4]{U:tp}``."""
+    rows = split_axes(spec, len(shape))
+    dims = [f"{size}@{'+'.join(names)}" if names else str(size) for size, names in zip(shape, rows, strict=True)]
+    return f"{_SHORT.get(dtype, str(dtype).removeprefix('torch.'))}[{','.join(dims)}]" + "".join(
+        f"{{{letter}:{','.join(sorted(names))}}}" for letter, names in (("U", spec.unreduced), ("R", spec.reduced)) if names
+    )
+
+
+_SHORT = {
+    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+}  # fmt: skip
+
+
+def text(x: Any) -> str:
+    """The type of a tensor or an array, on one short line."""
+    return type_text(x.shape, x.dtype, layout(x._spec) if isinstance(x, DTensor) else WHOLE)
