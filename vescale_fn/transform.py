@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from . import _torch, array, context, linear, reshard, tracking, tree
 from .array import Array, is_array, mesh_of, spec_of
 from .errors import VfnError, report
-from .interpreter import WHOLE, axes_items, layout, type_text
+from .layout import WHOLE, axes_items, layout, type_text
 from .spec import P
 
 
@@ -167,7 +167,7 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_
 
     >>> import torch, vescale_fn as vfn
     >>> vfn.value_and_grad(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([1.0, 2.0]), "n": 3})
-    (tensor(5.), {'n': 3, 'w': tensor([2., 4.])})
+    (tensor(5.), {'w': tensor([2., 4.]), 'n': 3})
     """
 
     @functools.wraps(f)
