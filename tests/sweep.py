@@ -221,7 +221,7 @@ def verdicts(op: Any, count: int, layouts: dict[str, Any], kinds: Any) -> Iterat
             torch.manual_seed(0)
             try:
                 want = KINDS[kind](op, sample, plain)
-            except Exception:  # noqa: BLE001  the sample does not fit this kind
+            except Exception:
                 continue
             if want is None:
                 continue
@@ -236,9 +236,14 @@ def verdicts(op: Any, count: int, layouts: dict[str, Any], kinds: Any) -> Iterat
                     yield kind, layout, WRONG if seen else RIGHT, seen
                 except VfnError as error:
                     yield kind, layout, REFUSED, str(error).splitlines()[0]
-                except Exception as error:  # noqa: BLE001
+                except Exception as error:
                     where = traceback.extract_tb(error.__traceback__)[-1]
-                    yield kind, layout, RAISES, f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+                    yield (
+                        kind,
+                        layout,
+                        RAISES,
+                        f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})",
+                    )
 
 
 def sweep(ops: list[Any], samples: int, layouts: dict[str, Any], kinds: Any, each: Any = None) -> dict[Any, Any]:
@@ -283,8 +288,14 @@ def main() -> int:
     print(f"{'':10}" + "".join(f"{v:>10}" for v in (RIGHT, REFUSED, RAISES, WRONG)))
     for kind in args.kinds.split(","):
         ops_count = Counter(worst(row) for (_, k), row in table.items() if k == kind)
-        print(f"{kind:10}" + "".join(f"{ops_count[v]:>10}" for v in (RIGHT, REFUSED, RAISES, WRONG)) + "   ops, by their worst run")
-        runs = {v: sum(len(row[v]) for (_, k), row in table.items() if k == kind) for v in (RIGHT, REFUSED, RAISES, WRONG)}
+        print(
+            f"{kind:10}"
+            + "".join(f"{ops_count[v]:>10}" for v in (RIGHT, REFUSED, RAISES, WRONG))
+            + "   ops, by their worst run"
+        )
+        runs = {
+            v: sum(len(row[v]) for (_, k), row in table.items() if k == kind) for v in (RIGHT, REFUSED, RAISES, WRONG)
+        }
         print(f"{'':10}" + "".join(f"{runs[v]:>10}" for v in runs) + "   runs")
     return int(any(row[WRONG] for row in table.values()))
 

@@ -102,7 +102,7 @@ def test_backward(sizes, names) -> None:
             assert torch.equal(vfn.unshard(y), whole), (shape, source, target)
             (g,) = torch.autograd.grad((y * weights).sum(), x)
             assert torch.equal(vfn.unshard(g), weights), (shape, source, target)
-            g = vfn.grad(lambda x: (vfn.with_sharding(x, target) * weights).sum())(x.detach())  # noqa: B023
+            g = vfn.grad(lambda x: (vfn.with_sharding(x, target) * weights).sum())(x.detach())
             assert vfn.spec_of(g) == one_order(P(*source), dict(zip(names, sizes))), (source, target)
             assert torch.equal(vfn.unshard(g), weights), (shape, source, target)
 
@@ -253,7 +253,7 @@ def _back_and_forth(sizes, names, todo):
             x = vfn.shard(whole, m, source).requires_grad_()
         if len(log):
             return f"{shape} {source}: shard moved something"
-        g = vfn.grad(lambda x: (vfn.with_sharding(x, target) * weights).sum())(x.detach())  # noqa: B023
+        g = vfn.grad(lambda x: (vfn.with_sharding(x, target) * weights).sum())(x.detach())
         y = vfn.with_sharding(x, target)
         if not (torch.equal(vfn.unshard(y), whole) and torch.equal(vfn.unshard(g), weights)):
             return f"{shape} {source} -> {target}"

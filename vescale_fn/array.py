@@ -1,7 +1,8 @@
 """Arrays: whole values that lie on a mesh, run by the interpreter; and how they are made, moved and taken apart.
 
 An `Array` is a DTensor whose `__torch_dispatch__` is the eager interpreter, so it sees the program below autograd and
-below `torch.func`, forward and backward alike, and it is still a DTensor to checkpoints, optimisers and other libraries.
+below `torch.func`, forward and backward alike, and it is still a DTensor to checkpoints, optimisers and other
+libraries.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Array(DTensor):
         return format(self.item(), form) if self.ndim == 0 else object.__format__(self, form)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self._local_tensor, self._spec.mesh, spec_of(self), tuple(self.shape), tuple(self.stride()),
+        return _rebuild, (_torch.local(self), self._spec.mesh, spec_of(self), tuple(self.shape), tuple(self.stride()),
                           self.requires_grad, isinstance(self, torch.nn.Parameter))  # fmt: skip
 
     def __deepcopy__(self, memo: Any) -> Array:
@@ -82,7 +83,7 @@ class Array(DTensor):
     @staticmethod
     def __tensor_unflatten__(inner: Any, flat: Any, outer_size: Any, outer_stride: Any) -> Array:
         raw = DTensor.__tensor_unflatten__(inner, flat, outer_size, outer_stride)
-        return _torch.new_dtensor(Array, raw._local_tensor, raw._spec, requires_grad=raw.requires_grad)
+        return _torch.new_dtensor(Array, _torch.local(raw), raw._spec, requires_grad=raw.requires_grad)
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Array:  # type: ignore[override]
         """This value with other DTensor placements; `with_sharding` in torch's words."""
@@ -121,8 +122,6 @@ class Array(DTensor):
         return super().__get_tensor_shard__(index)  # type: ignore[misc]
 
 
-
-
 def _refuse_simulated_checkpoint(x: Array) -> None:
     if is_simulated(x._spec.mesh):
         raise MeshError(report("torch.distributed.checkpoint", "a simulated mesh has one process for all ranks",
@@ -140,9 +139,13 @@ def _own_block(x: Array, spec: P) -> str:
     mesh = x._spec.mesh
     rank = played_ranks(mesh)[0]
     where = local_indices(tuple(x.shape), axes_of(mesh), spec, coordinates(mesh, rank))
-    spans = ", ".join(f"{i.start}:{i.stop}" if isinstance(i, range) else f"{len(i)} of {n}" for i, n in zip(where, x.shape))
-    what = f"this rank's partial sum over {','.join(sorted(spec.unreduced))} of" if spec.unreduced else "this rank's block"
-    return f"{what} [{spans}]: {x._local_tensor}"
+    spans = ", ".join(
+        f"{i.start}:{i.stop}" if isinstance(i, range) else f"{len(i)} of {n}" for i, n in zip(where, x.shape)
+    )
+    what = (
+        f"this rank's partial sum over {','.join(sorted(spec.unreduced))} of" if spec.unreduced else "this rank's block"
+    )
+    return f"{what} [{spans}]: {_torch.local(x)}"
 
 
 def _rebuild(local: Any, mesh: Any, spec: P, shape: Any, stride: Any, requires_grad: bool, parameter: bool) -> Array:
@@ -185,7 +188,7 @@ def _take_in(value: Any) -> Any:
         if any(p.is_partial() and p.reduce_op != "sum" for p in value._spec.placements):
             replicate = [torch.distributed.tensor.Replicate() if p.is_partial() else p for p in value._spec.placements]
             value = DTensor.redistribute(value.detach(), placements=replicate)
-        return _torch.new_dtensor(Array, value._local_tensor, value._spec, requires_grad=False)
+        return _torch.new_dtensor(Array, _torch.local(value), value._spec, requires_grad=False)
     return value
 
 
@@ -260,7 +263,7 @@ class _Move:
         bare = P(*target, unreduced=target.unreduced)
         if isinstance(x, Array):
             local = interpreter.brought(x, bare, self.why)
-            return (_wrap(_apart(local, x._local_tensor), self.mesh, target, x.shape),)
+            return (_wrap(_apart(local, _torch.local(x)), self.mesh, target, x.shape),)
         steps = reshard.plan(tuple(x.shape), axes_items(self.mesh), WHOLE, bare)
         before = _local(x, self.mesh)
         local = reshard.run(before, tuple(x.shape), self.mesh, steps, self.why)
@@ -292,7 +295,7 @@ def _before(row: tuple[str, ...], taken: set[str]) -> tuple[str, ...]:
 
 def _local(x: Any, mesh: Any) -> Any:
     """The local value of an array, or of a plain tensor, which every rank holds."""
-    local = x._local_tensor if isinstance(x, Array) else x
+    local = _torch.local(x) if isinstance(x, Array) else x
     if is_simulated(mesh) and type(local) is not Blocks:
         return blocks.shared(local, len(played_ranks(mesh)))
     return local
@@ -309,6 +312,7 @@ def _packed(local: Any) -> Any:
 
 def _apart(local: Any, source: Any) -> Any:
     """`local` in memory of its own: a write into a piece of a whole that all ranks hold would change it on one alone."""
+
     def own(rank: int, block: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         return block.clone() if _torch.memory(block)[0] == _torch.memory(old)[0] else block
 
@@ -335,7 +339,7 @@ class _Enter:
         bare = P(*self.spec, unreduced=self.spec.unreduced)
         if not isinstance(x, Array) or layout(x._spec) != bare:
             (x,) = _Move(self.mesh, None, bare, "shard_map")((x,))
-        local = x._local_tensor
+        local = _torch.local(x)
         return (Blocks(local.blocks, in_body=True) if type(local) is Blocks else local.detach(),)
 
     def transpose(self) -> _Leave:
@@ -480,7 +484,9 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     leaves, treedef, specs = _specs(tree_, spec, "shard")
     _check(tree_, leaves, specs, [mesh] * len(leaves), "shard")
     _keep_out_of_bodies(specs, "shard")
-    out = [_place(x, mesh, s, "shard") if isinstance(x, torch.Tensor) else x for x, s in zip(leaves, specs, strict=True)]
+    out = [
+        _place(x, mesh, s, "shard") if isinstance(x, torch.Tensor) else x for x, s in zip(leaves, specs, strict=True)
+    ]
     return _rebuilt(treedef, out)
 
 
@@ -543,7 +549,8 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
         tree_: a tree of this rank's own blocks. A leaf may also be a function of this rank's coordinate
             (``{"dp": 1, "tp": 0}``) that gives its block, which is how a simulated mesh gets different blocks.
         mesh: a DeviceMesh, all of whose ranks make this call.
-        spec: how the arrays lie, a `P` or a prefix tree. Along axes that it does not name, ranks must bring equal blocks.
+        spec: how the arrays lie, a `P` or a prefix tree. Along axes that it does not name, ranks must bring equal
+            blocks.
 
     Raises:
         SpecError: blocks whose shapes or dtypes do not make one array, on every rank, with all of them listed.
@@ -591,11 +598,15 @@ def _check_data(leaves: Sequence[Any], names: Sequence[str]) -> None:
     failures = []
     for x, name in zip(leaves, names, strict=True):
         if is_array(x):
-            failures.append(f"{name} is an array already, {type_text(x.shape, x.dtype, spec_of(x))}: vfn.shard moves it")
+            failures.append(
+                f"{name} is an array already, {type_text(x.shape, x.dtype, spec_of(x))}: vfn.shard moves it"
+            )
         elif isinstance(x, torch.Tensor) and (x.requires_grad or _torch.peel(x) is not x):
             failures.append(f"{name} is differentiated or mapped over, which ends here: x.detach(), or vfn.shard_map")
     if failures:
-        raise TypingError(report("from_local", "a block must be data: a plain tensor that nothing transforms", failures))
+        raise TypingError(
+            report("from_local", "a block must be data: a plain tensor that nothing transforms", failures)
+        )
 
 
 def _joined_shape(metas: Sequence[Any], mesh: Any, spec: P, name: str, failures: list[str]) -> Any:

@@ -3,8 +3,8 @@
 A `Blocks` holds one plain tensor a rank and runs each aten op once a rank, so autograd and every `torch.func` transform
 work through it as through any tensor. Two ranks may hold the same tensor object: a replicated value is held once.
 
-What a real rank could not do either raises: Python's ``if`` on a value that differs by rank, a write into a plain tensor
-(which belongs to all ranks), a shape where the ranks' shapes differ.
+What a real rank could not do either raises: Python's ``if`` on a value that differs by rank, a write into a plain
+tensor (which belongs to all ranks), a shape where the ranks' shapes differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Blocks(torch.Tensor):
     def __new__(cls, blocks: Iterable[torch.Tensor], in_body: bool = False) -> Blocks:
         blocks = tuple(blocks)
         first = blocks[0]
-        ragged = in_body and any(b.shape != first.shape for b in blocks)  # an array knows its blocks' shapes, a body not
+        # an array knows its blocks' shapes, a body not
+        ragged = in_body and any(b.shape != first.shape for b in blocks)
         self = _torch.make_wrapper_subclass(
             cls,
             first.shape,
@@ -118,7 +119,7 @@ def run_ranks(fn: Callable[..., Any], n: int, args: Sequence[Any], kwargs: dict[
 @functools.lru_cache(maxsize=4096)
 def written(func: Any) -> tuple[tuple[int, str], ...]:
     """The (position, name) of each argument that an op writes in place."""
-    return tuple((i, a.name) for i, a in enumerate(func._schema.arguments)  # noqa: SLF001
+    return tuple((i, a.name) for i, a in enumerate(func._schema.arguments)
                  if a.alias_info is not None and a.alias_info.is_write)  # fmt: skip
 
 

@@ -70,8 +70,9 @@ def _readable(line: str) -> str:
 def comm_log() -> Iterator[CommLog]:
     """Record every collective that runs inside a ``with`` block, forward and backward.
 
-    Each has the op, the mesh axes, the bytes it held on one rank, why it ran, and the user's source line. On a simulated
-    mesh a collective counts once, as it does on each rank of a real one; over an axis of size 1 nothing travels.
+    Each has the op, the mesh axes, the bytes it held on one rank, why it ran, and the user's source line. On a
+    simulated mesh a collective counts once, as it does on each rank of a real one; over an axis of size 1 nothing
+    travels.
 
     >>> import torch, vescale_fn as vfn
     >>> with vfn.simulate(2):
@@ -100,7 +101,10 @@ class Shown:
         return "\n".join([self.title, *lines])
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th style='text-align:left'>{h}</th>" for h in ("path", "type", "on each rank", "bytes on each rank", "who holds what"))
+        head = "".join(
+            f"<th style='text-align:left'>{h}</th>"
+            for h in ("path", "type", "on each rank", "bytes on each rank", "who holds what")
+        )
         body = "".join(
             "<tr>" + "".join(f"<td style='text-align:left'><code>{html.escape(cell)}</code></td>" for cell in row)
             + f"<td>{_picture(x)}</td></tr>" for row, (_, x) in zip(self.rows, self._tensors)
@@ -148,7 +152,11 @@ def show(value: Any) -> Shown:
         size = torch.Size(block).numel() * x.element_size()
         rows.append((path, text, f"{list(block)}{even}", f"{size:,}"))
     where = " and ".join("mesh (" + ", ".join(f"{k}={v}" for k, v in axes_of(m).items()) + ")" for m in meshes)
-    counts = [(arrays, "array", f" on {where}"), (plain, "plain tensor", ""), (len(leaves) - arrays - plain, "other lea", "")]
+    counts = [
+        (arrays, "array", f" on {where}"),
+        (plain, "plain tensor", ""),
+        (len(leaves) - arrays - plain, "other lea", ""),
+    ]
     parts = [f"{n} {word}{_plural(n, word)}{tail}" for n, word, tail in counts if n]
     return Shown(rows, ", ".join(parts) or "nothing", tensors)
 

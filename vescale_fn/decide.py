@@ -1,9 +1,9 @@
 """Deciding how one op on arrays is carried out: how each argument must lie, what runs, how the results lie.
 
-A decision depends on the op, on global shapes and specs, and on static arguments alone, never on a rank's own block: all
-ranks decide alike and issue the same collectives. It is asked of, in this order: the table (`ops/rules.py`); DTensor's own
-propagator, where a sweep has proved it (`ops/proved.py`); and last the op is computed whole on gathered arguments, which is
-right for every op, and logged.
+A decision depends on the op, on global shapes and specs, and on static arguments alone, never on a rank's own block:
+all ranks decide alike and issue the same collectives. It is asked of, in this order: the table (`ops/rules.py`);
+DTensor's own propagator, where a sweep has proved it (`ops/proved.py`); and last the op is computed whole on gathered
+arguments, which is right for every op, and logged.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ class Decision:
 
     mesh: Any
     targets: tuple[P, ...] | None  # how each tensor argument must lie, in order
-    moves: tuple[tuple[int, tuple[reshard.Step, ...], str], ...]  # (which tensor argument, the steps to its target, why)
+    # (which tensor argument, the steps to its target, why)
+    moves: tuple[tuple[int, tuple[reshard.Step, ...], str], ...]
     outs: tuple[Any, ...]  # a DTensorSpec, or None for no tensor, for each result
     many: bool  # whether the op gives a tuple or list of results
     op: Any = None  # what runs on the blocks, with all arguments bound, where it is not the op itself
     finish: Any = None  # what makes the results of the folded parts
     sizes: tuple[int, tuple[Any, ...]] | None = None  # (argument position, its value on each played rank)
-    fold: tuple[str, tuple[tuple[str, ...], ...]] | None = None  # (max, min or total, the axes to fold over, for each result)
+    # (max, min or total, the axes to fold over, for each result)
+    fold: tuple[str, tuple[tuple[str, ...], ...]] | None = None
     view: bool = False  # results alias the first argument
     written: bool = False  # the first argument is written in place, and lies right for it
     partial: bool = False  # some result is a partial sum: it will remember what it adds up to
@@ -174,7 +176,12 @@ def refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     if _is_seeded(func):
         bound = bind(func, args, kwargs)
         chance = bound.get("dropout_p", bound.get("p"))
-        if "attention" in name and not chance or name == "native_dropout" and (not chance or bound.get("train") is False):
+        if (
+            "attention" in name
+            and not chance
+            or name == "native_dropout"
+            and (not chance or bound.get("train") is False)
+        ):
             return
         raise RandomError(report(
             f"torch's {name}", "a stateful draw on an array: every rank would draw from a generator of its own",
@@ -216,13 +223,15 @@ def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, 
         fake_args = [replace(a, fakes) for a in args]
         try:
             out = func(*fake_args, **{k: replace(a, fakes) for k, a in kwargs.items()})
-        except Exception:  # noqa: BLE001  whatever it is, computing whole shows it, or does without
+        except Exception:
             return None, False
     if out is None and func._schema.name.endswith("_"):  # a list changed in place
         out = fake_args[0]
     many = isinstance(out, (list, tuple))
     outs = tuple(out) if many else (out,)
-    if not any(isinstance(o, torch.Tensor) for o in outs) or not all(o is None or isinstance(o, (int, torch.Tensor)) for o in outs):
+    if not any(isinstance(o, torch.Tensor) for o in outs) or not all(
+        o is None or isinstance(o, (int, torch.Tensor)) for o in outs
+    ):
         return None, many
     return outs, many
 
@@ -248,8 +257,10 @@ def _solve(rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence
     for label in sorted(votes, key=lambda label: -max(votes[label].values())):
         names = max(votes[label], key=votes[label].__getitem__)
         n = 0
-        while n < len(names) and names[n] not in used and (
-            label not in even or all(s % math.prod(axes[a] for a in names[: n + 1]) == 0 for s in sizes[label])
+        while (
+            n < len(names)
+            and names[n] not in used
+            and (label not in even or all(s % math.prod(axes[a] for a in names[: n + 1]) == 0 for s in sizes[label]))
         ):
             n += 1
         chosen[label] = names[:n]

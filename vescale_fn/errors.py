@@ -28,7 +28,8 @@ class CollectiveError(VfnError, ValueError):
 class TypingError(VfnError, ValueError):
     """A value was used against its type: varying, invariant, unreduced or reduced.
 
-    No TypeError: out of one of those, torch's operators make Python's "unsupported operand type(s)", without the message.
+    No TypeError: out of one of those, torch's operators make Python's "unsupported operand type(s)", without the
+    message.
     """
 
 

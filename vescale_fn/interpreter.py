@@ -1,7 +1,7 @@
 """The eager interpreter: one aten op on sharded values, with every decision cached.
 
-For one op it looks up, or has made, a `Decision` (`decide.py`): how each argument must lie, what runs on the blocks, how
-the results lie. Then it moves what must move, runs, and wraps.
+For one op it looks up, or has made, a `Decision` (`decide.py`): how each argument must lie, what runs on the blocks,
+how the results lie. Then it moves what must move, runs, and wraps.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     decision, way = found
     if way == STEP_BY_STEP:
         return _carry_out(cls, func, args, kwargs or {}, decision)
-    local = [a._local_tensor if a.__class__ is cls else a for a in args]
+    local = [_torch.local(a) if a.__class__ is cls else a for a in args]
     if way == PLAIN:
         out = func(*local, **kwargs) if kwargs else func(*local)
         return _torch.new_dtensor(cls, out, decision.outs[0], requires_grad=False)
@@ -98,11 +98,15 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
     if decision.targets is None:
         return _whole(cls, func, args, kwargs, decision)
     tensors = tensors_in(args, kwargs)
-    local: list[Any] = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
+    local: list[Any] = [_torch.local(x) if isinstance(x, DTensor) else x for x in tensors]
     for i, steps, why in decision.moves:
         local[i] = _moved(func, tensors[i], steps, decision, i, why)
     values = iter(local)
-    op, local_args, local_kwargs = func, [replace(a, values) for a in args], {k: replace(a, values) for k, a in kwargs.items()}
+    op, local_args, local_kwargs = (
+        func,
+        [replace(a, values) for a in args],
+        {k: replace(a, values) for k, a in kwargs.items()},
+    )
     if decision.op is not None:
         bound = bind(func, local_args, local_kwargs)
         only = {a.name for a in func._schema.arguments if a.kwarg_only}
@@ -117,7 +121,9 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
         return args[0] if func._schema.returns else None
     copied: list[bool] = []
     reshape = decision.view and decision.sizes is not None
-    out = _run(_reshape_if_needed(op, copied) if reshape else op, local_args, local_kwargs, decision, None, decision.sizes)
+    out = _run(
+        _reshape_if_needed(op, copied) if reshape else op, local_args, local_kwargs, decision, None, decision.sizes
+    )
     results = list(out) if decision.many else [out]
     if decision.fold:
         results = _folded(func, results, decision)
@@ -205,9 +211,9 @@ def brought(x: Any, target: P, why: str) -> Any:
     cell = getattr(x, "_sum", None)
     if cell and cell[0] == (_torch.version(x), steps):
         return cell[1]
-    out = reshard.run(x._local_tensor, shape, mesh, steps, why)
+    out = reshard.run(_torch.local(x), shape, mesh, steps, why)
     if cell is not None and steps and steps[0].kind == "all_reduce" and not x.is_inference():
-        cell[:] = [(x._version, steps), out]
+        cell[:] = [(_torch.version(x), steps), out]
     return out
 
 
@@ -255,7 +261,7 @@ def _one_whole(func: Any, x: Any, i: int, decision: Decision, written: bool) -> 
     """An array as one whole tensor with the array's strides, and whether that is a copy."""
     spec, shape = layout(x._spec), tuple(x.shape)
     steps = reshard.plan(shape, axes_items(decision.mesh), spec, WHOLE)
-    local = x._local_tensor
+    local = _torch.local(x)
     if steps:
         whole = Decision(decision.mesh, (WHOLE,) * (i + 1), (), (), False)
         local = _moved(func, x, steps, whole, i, reason(func, shape, x.dtype, spec, WHOLE))
@@ -274,7 +280,7 @@ def _write_back(func: Any, x: Any, whole: torch.Tensor, mesh: Any) -> None:
                                   "an array of the result's shape, or the op without out="))  # fmt: skip
     steps = reshard.plan(tuple(x.shape), axes_items(mesh), WHOLE, layout(x._spec))
     value = reshard.run(whole, tuple(x.shape), mesh, steps, "")
-    local = x._local_tensor
+    local = _torch.local(x)
     if type(local) is Blocks:
         parts = value.blocks if type(value) is Blocks else (value,) * len(local.blocks)
         for target, part in zip(local.blocks, parts, strict=True):

@@ -48,7 +48,9 @@ def type_text(shape: Sequence[int], dtype: torch.dtype, spec: P) -> str:
     rows = split_axes(spec, len(shape))
     dims = [f"{size}@{'+'.join(names)}" if names else str(size) for size, names in zip(shape, rows, strict=True)]
     return f"{_SHORT.get(dtype, str(dtype).removeprefix('torch.'))}[{','.join(dims)}]" + "".join(
-        f"{{{letter}:{','.join(sorted(names))}}}" for letter, names in (("U", spec.unreduced), ("R", spec.reduced)) if names
+        f"{{{letter}:{','.join(sorted(names))}}}"
+        for letter, names in (("U", spec.unreduced), ("R", spec.reduced))
+        if names
     )
 
 

@@ -49,8 +49,8 @@ def rebuild_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) ->
 def make_mesh(shape: Sequence[int], names: Sequence[str], *, device: str | None = None) -> DeviceMesh:
     """Lay all ranks that there are out on a mesh with named axes.
 
-    Works under `simulate`, in a process started by `launch` or by ``torchrun`` (the process group is initialised from the
-    environment), on a process group that is already initialised, and in a bare process for a mesh of size 1.
+    Works under `simulate`, in a process started by `launch` or by ``torchrun`` (the process group is initialised from
+    the environment), on a process group that is already initialised, and in a bare process for a mesh of size 1.
 
     Args:
         shape: the size of each axis; one of them may be -1, "the rest".

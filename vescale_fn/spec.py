@@ -1,12 +1,12 @@
 """Partition specs: what they mean, as pure data. No process group, no tensor of any rank.
 
 A spec `P` gives each tensor dim the mesh axes that split it (major first). Everything here is arithmetic over a mapping
-``{"dp": 2, "tp": 4}`` from axis names to sizes, in mesh order: validation, shard shapes, index maps, and the translation
-to and from the placements of torch's DTensor.
+``{"dp": 2, "tp": 4}`` from axis names to sizes, in mesh order: validation, shard shapes, index maps, and the
+translation to and from the placements of torch's DTensor.
 
-Sizes that do not divide follow `torch.chunk`: the last shards are smaller, or empty. Where several axes split one dim, they
-are applied as DTensor applies placements: in mesh order, an axis that comes earlier in the mesh but later in the spec
-taking its piece out of each of the segments that the axes after it will make (`_StridedShard`).
+Sizes that do not divide follow `torch.chunk`: the last shards are smaller, or empty. Where several axes split one dim,
+they are applied as DTensor applies placements: in mesh order, an axis that comes earlier in the mesh but later in the
+spec taking its piece out of each of the segments that the axes after it will make (`_StridedShard`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Axes = Mapping[str, int]
 Entry = None | str | tuple[str, ...]
 
 
-class P(tuple):  # noqa: SLOT001
+class P(tuple):
     """How an array lies on a mesh: one entry a dim, None or an axis name or a tuple of names (major first).
 
     Args:
@@ -92,8 +92,11 @@ def _entry(entry: Any) -> Entry:
     if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
         return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
     raise SpecError(
-        report("P", f"an entry must be None, an axis name or a tuple of axis names, but one is {entry!r}",
-               fix='for instance P("dp", None, ("dp", "tp"))')  # fmt: skip
+        report(
+            "P",
+            f"an entry must be None, an axis name or a tuple of axis names, but one is {entry!r}",
+            fix='for instance P("dp", None, ("dp", "tp"))',
+        )
     )
 
 
@@ -260,7 +263,8 @@ def from_placements(placements: Sequence[Any], axes: Axes, ndim: int) -> P:
     """
     rows: list[list[str]] = [[] for _ in range(ndim)]
     unreduced = set()
-    for axis, placement in reversed(list(zip(axes, placements, strict=True))):  # later axes first: they are the segments
+    # later axes first: they are the segments
+    for axis, placement in reversed(list(zip(axes, placements, strict=True))):
         if placement.is_partial():
             if placement.reduce_op not in ("sum", "avg"):
                 raise SpecError(f"a partial {placement.reduce_op!r} over {axis!r} has no spec; only partial sums have")
@@ -285,8 +289,8 @@ def spec_from_rules(tree: Any, rules: Sequence[tuple[str, P]]) -> Any:
         rules: (regular expression, spec) pairs, tried in order with `re.search`.
 
     Raises:
-        SpecError: a leaf that no rule matches, a rule that matches no leaf, or a spec with more entries than its leaf has
-            dims; all of them at once.
+        SpecError: a leaf that no rule matches, a rule that matches no leaf, or a spec with more entries than its leaf
+            has dims; all of them at once.
 
     >>> import torch, vescale_fn as vfn
     >>> from vescale_fn import P
@@ -306,7 +310,9 @@ def spec_from_rules(tree: Any, rules: Sequence[tuple[str, P]]) -> Any:
         spec = rules[matching[0]][1]
         ndim = getattr(leaf, "ndim", None)
         if ndim is not None and len(spec) > ndim:
-            failures.append(f"rule {rules[matching[0]]!r} gives {len(spec)} entries to {path!r}, which has {_dims(ndim)}")
+            failures.append(
+                f"rule {rules[matching[0]]!r} gives {len(spec)} entries to {path!r}, which has {_dims(ndim)}"
+            )
         found.append(spec)
     failures += [f"rule {rule!r} matches no leaf" for i, rule in enumerate(rules) if i not in hits]
     if failures:

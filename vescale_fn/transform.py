@@ -1,8 +1,8 @@
 """Gradients and the other transforms, over any pytree, on plain tensors and on arrays.
 
-`grad` runs on the plain autograd engine, so every kernel works and memory is freed as usual; when a `torch.func` transform
-is already active it hands over to `torch.func`, which nests. Gradients come back in the structure, dtype and layout of
-what they are gradients of, already reduced.
+`grad` runs on the plain autograd engine, so every kernel works and memory is freed as usual; when a `torch.func`
+transform is already active it hands over to `torch.func`, which nests. Gradients come back in the structure, dtype and
+layout of what they are gradients of, already reduced.
 """
 
 from __future__ import annotations
@@ -80,7 +80,11 @@ def _is_differentiable(x: Any) -> bool:
 
 
 def _kind(x: Any) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} tensors" if isinstance(x, torch.Tensor) else f"{type(x).__name__} leaves"
+    return (
+        f"{str(x.dtype).removeprefix('torch.')} tensors"
+        if isinstance(x, torch.Tensor)
+        else f"{type(x).__name__} leaves"
+    )
 
 
 def _argnums(argnums: Any, args: Sequence[Any], where: str) -> tuple[int, ...]:
@@ -137,7 +141,9 @@ def _settle_together(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tens
         shapes = [tuple(g.shape) for g in arrays]
         plans = [reshard.plan(shape, axes_items(mesh), layout(g._spec), goal)
                  for g, shape, (_, goal) in zip(arrays, shapes, rows, strict=True)]  # fmt: skip
-        moved = reshard.run_together([g._local_tensor for g in arrays], shapes, mesh, plans, "grad: the layout of the primals")
+        moved = reshard.run_together(
+            [_torch.local(g) for g in arrays], shapes, mesh, plans, "grad: the layout of the primals"
+        )
         for (i, goal), g, local in zip(rows, arrays, moved, strict=True):
             out[i] = array._wrap(local, mesh, goal, g.shape)
     return out
@@ -146,7 +152,9 @@ def _settle_together(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tens
 # --- grad -------------------------------------------------------------------------------------------------------------
 
 
-def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
+def value_and_grad(
+    f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """The function that returns ``(value, gradient)`` of `f`, or ``((value, aux), gradient)``.
 
     Args:
@@ -201,7 +209,9 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool 
     return run
 
 
-def _call(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], has_aux: bool) -> tuple[torch.Tensor, Any]:
+def _call(
+    f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], has_aux: bool
+) -> tuple[torch.Tensor, Any]:
     out = f(*args, **kwargs)
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise TransformError(report("value_and_grad", "with has_aux=True the function must return (value, aux)",
@@ -262,7 +272,9 @@ def _by_functorch(f: Any, split: _Split, kwargs: dict[str, Any], has_aux: bool) 
         return value, tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
     primals = split.primals
-    grads, (value, tensors) = torch.func.grad_and_value(flat, argnums=tuple(range(len(primals))), has_aux=True)(*primals)
+    grads, (value, tensors) = torch.func.grad_and_value(flat, argnums=tuple(range(len(primals))), has_aux=True)(
+        *primals
+    )
     found = iter(tensors)
     aux = tree.unflatten(rest["def"], [next(found) if isinstance(x, torch.Tensor) else x for x in rest["leaves"]])
     return _settle([value], [_whole_like(value)])[0], aux, _settle(grads, primals)
@@ -279,8 +291,8 @@ def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[[Any], tupl
         primals: its arguments.
 
     Returns:
-        ``(out, pullback)``; ``pullback(cotangent)`` takes a tree like `out` and returns one tree for each primal, in its
-        layout, with zeros at integer and bool tensors. It can be called again.
+        ``(out, pullback)``; ``pullback(cotangent)`` takes a tree like `out` and returns one tree for each primal, in
+        its layout, with zeros at integer and bool tensors. It can be called again.
 
     Source: `jax.vjp`.
 
@@ -333,7 +345,9 @@ def _autograd_vjp(flat: Callable[..., Any], originals: Sequence[torch.Tensor]) -
         pairs = [outs[i] for i in moving], [cotangents[i] for i in moving]
         found: Any = (None,) * len(primals)
         if moving:
-            found = torch.autograd.grad(pairs[0], primals, pairs[1], retain_graph=True, create_graph=attached, allow_unused=True)
+            found = torch.autograd.grad(
+                pairs[0], primals, pairs[1], retain_graph=True, create_graph=attached, allow_unused=True
+            )
         return [torch.zeros_like(x) if g is None else g for g, x in zip(found, primals, strict=True)]
 
     return (outs if attached else tuple(x.detach() for x in outs)), back
@@ -396,7 +410,11 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
         leaves, treedef = tree.flatten(args)
         axes = in_axes if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
         dims = tree.broadcast(tuple(axes), args, "vmap", "in_axes", "args", is_leaf=lambda x: x is None)
-        mapped = [i for i, (x, d) in enumerate(zip(leaves, dims, strict=True)) if isinstance(x, torch.Tensor) and d is not None]
+        mapped = [
+            i
+            for i, (x, d) in enumerate(zip(leaves, dims, strict=True))
+            if isinstance(x, torch.Tensor) and d is not None
+        ]
         if not mapped:
             raise TransformError(report("vmap", "no tensor argument is mapped over", [f"in_axes={in_axes!r}"]))
         rest: dict[str, Any] = {}
@@ -438,8 +456,9 @@ class _Again:
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """`f`, whose intermediate values are computed again in the backward pass instead of being kept.
 
-    A gather made in `f` is made again too: with parameters sharded and gathered inside, this is FSDP's memory. Keyed draws
-    are the same the second time. Under a `torch.func` transform, which keeps every value by construction, it is `f`.
+    A gather made in `f` is made again too: with parameters sharded and gathered inside, this is FSDP's memory. Keyed
+    draws are the same the second time. Under a `torch.func` transform, which keeps every value by construction, it is
+    `f`.
 
     Source: `jax.checkpoint`, `torch.utils.checkpoint`.
 

@@ -47,8 +47,10 @@ def dotted(accessor: optree.PyTreeAccessor) -> str:
 
 def spelling(value: Any, otherwise: str) -> str:
     """The name by which the user's code calls `value` (its variable's), for messages; else `otherwise`."""
-    frame = sys._getframe(1)  # noqa: SLF001
-    while frame is not None and frame.f_code.co_filename.startswith(_HERE) and "/recipes/" not in frame.f_code.co_filename:
+    frame = sys._getframe(1)
+    while (
+        frame is not None and frame.f_code.co_filename.startswith(_HERE) and "/recipes/" not in frame.f_code.co_filename
+    ):
         frame = frame.f_back
     if frame is None or isinstance(value, (int, str, bool, float, type(None))):
         return otherwise
@@ -66,8 +68,12 @@ def broadcast(prefix: Any, tree: Any, where: str, prefix_name: str, tree_name: s
         prefix_name, tree_name = spelling(prefix, prefix_name), spelling(tree, tree_name)
         failures = list(_partings(prefix, tree, prefix_name, tree_name))
         raise SpecError(
-            report(where, f"{prefix_name} is not a prefix of {tree_name}", failures,
-                   f"give {prefix_name} the structure of {tree_name}, or one entry for a whole subtree")  # fmt: skip
+            report(
+                where,
+                f"{prefix_name} is not a prefix of {tree_name}",
+                failures,
+                f"give {prefix_name} the structure of {tree_name}, or one entry for a whole subtree",
+            )
         ) from None
 
 
@@ -76,13 +82,20 @@ def _partings(prefix: Any, tree: Any, prefix_path: str, tree_path: str) -> Itera
     if optree.tree_is_leaf(prefix):
         return
     if optree.tree_is_leaf(tree) or type(prefix) is not type(tree):
-        what = [f"a leaf ({type(x).__name__})" if optree.tree_is_leaf(x) else f"a {type(x).__name__}" for x in (prefix, tree)]
+        what = [
+            f"a leaf ({type(x).__name__})" if optree.tree_is_leaf(x) else f"a {type(x).__name__}"
+            for x in (prefix, tree)
+        ]
         yield f"{prefix_path} is {what[0]}, but {tree_path} is {what[1]}"
         return
     (mine, _, my_keys, _), (theirs, _, their_keys, _) = map(optree.tree_flatten_one_level, (prefix, tree))
     if set(my_keys) != set(their_keys):
         missing, extra = ([k for k in a if k not in b] for a, b in ((their_keys, my_keys), (my_keys, their_keys)))
-        parts = [f"{word} {', '.join(map(repr, keys))}" for word, keys in (("lacks", missing), ("has besides", extra)) if keys]
+        parts = [
+            f"{word} {', '.join(map(repr, keys))}"
+            for word, keys in (("lacks", missing), ("has besides", extra))
+            if keys
+        ]
         yield f"{prefix_path} {' and '.join(parts)}: {tree_path} has {', '.join(map(repr, their_keys))}"
         return
     found = dict(zip(their_keys, theirs, strict=True))

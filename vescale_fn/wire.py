@@ -42,7 +42,7 @@ class Record:
 
 
 def _user_line() -> str:
-    frame = sys._getframe(1)  # noqa: SLF001
+    frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_HERE, _TORCH)) or f"{_HERE}/recipes" in file:
@@ -112,7 +112,11 @@ _CARRIED = {  # what gloo cannot carry travels as bits of another type; sums of 
 def _as_bits(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     if x.dtype in _CARRIED or x.dtype.itemsize == 1:
-        return x.view(_CARRIED.get(x.dtype, torch.uint8)) if x.ndim else x.reshape(1).view(_CARRIED.get(x.dtype, torch.uint8))
+        return (
+            x.view(_CARRIED.get(x.dtype, torch.uint8))
+            if x.ndim
+            else x.reshape(1).view(_CARRIED.get(x.dtype, torch.uint8))
+        )
     return x
 
 
@@ -210,6 +214,7 @@ def all_to_all(x: Any, mesh: Any, axes: tuple[str, ...], split_dim: int, concat_
         return x
     _log("all_to_all", axes, x, 1, why)
     if is_simulated(mesh):
+
         def formula(blocks: list[torch.Tensor]) -> list[torch.Tensor]:
             pieces = [b.chunk(n, split_dim) for b in blocks]
             return [torch.cat([pieces[source][i] for source in range(n)], concat_dim) for i in range(n)]

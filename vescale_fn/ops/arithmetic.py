@@ -61,7 +61,9 @@ def elementwise_lists(call: Call) -> Rule | None:
         for k, (t, out) in enumerate(zip(ts, outs, strict=True)):
             if len(t.shape) <= len(out or ()):
                 rows[t.index] = broadcast(t.shape, out or (), tuple((k, d) for d in same(out)))
-    return Rule(tuple(rows[t.index] for t in call.tensors), tuple(tuple((k, d) for d in same(o)) for k, o in enumerate(outs)))
+    return Rule(
+        tuple(rows[t.index] for t in call.tensors), tuple(tuple((k, d) for d in same(o)) for k, o in enumerate(outs))
+    )
 
 
 def like(call: Call) -> Rule:
@@ -145,7 +147,7 @@ def norm(call: Call) -> Rule:
         return reduction(call) if "dim" in call.args else elementwise_lists(call) or reduction(call)
     if "dim" not in call.args:  # _foreach_norm: of each tensor of a list
         rows = tuple(tuple((t.index, d) for d in same(t.shape)) for t in call.tensors)
-        squares = lambda blocks, *_: [b.square() for b in aten._foreach_norm(blocks, 2)]  # noqa: SLF001
+        squares = lambda blocks, *_: [b.square() for b in aten._foreach_norm(blocks, 2)]
         return Rule(rows, ((),) * len(rows), frozenset(label for row in rows for label in row), fold="total",
                     op=squares, finish=lambda *parts: [part.sqrt() for part in parts])  # fmt: skip
     over, keep = dims(call["dim"], call.tensors[0].ndim), call["keepdim"]

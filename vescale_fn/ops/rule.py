@@ -55,9 +55,11 @@ class Rule:
     linear: tuple[int, ...] = ()  # the arguments in which, together, the op is linear: all partial in, partial out
     shape_only: tuple[int, ...] = ()  # arguments of which only the shape is read
     joins: tuple[int, ...] = ()  # arguments that are added once to a sum
-    fold: str = "sum"  # how the parts of a missing label are put together: sum (when it is needed), total (at once), max, min
+    # how the parts of a missing label are put together: sum (when it is needed), total (at once), max, min
+    fold: str = "sum"
     op: Callable[..., Any] | None = None  # what runs on the blocks, where it is not the op itself
-    finish: Callable[..., Any] | None = None  # what makes the results of the folded parts, where they are not the results
+    # what makes the results of the folded parts, where they are not the results
+    finish: Callable[..., Any] | None = None
     sizes: str = ""  # the argument that holds the first result's global shape
 
 

@@ -1,8 +1,8 @@
 """The table: aten op -> how it shards.
 
 One function serves a class of ops. To add an op, add its name to a class; to add a class, write its function in
-`arithmetic.py`, `shapes.py` or `layers.py` and list it here. What has no rule is asked of DTensor's own propagator where
-that is proved, and else computed whole.
+`arithmetic.py`, `shapes.py` or `layers.py` and list it here. What has no rule is asked of DTensor's own propagator
+where that is proved, and else computed whole.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ RULES: dict[str, Callable[[Call], Rule | None]] = {
 @functools.lru_cache(maxsize=4096)
 def find(func: Any) -> Callable[[Call], Rule | None] | None:
     """The rule of an overload, or None; an in-place op has the rule of its out-of-place twin."""
-    name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
-    if not func._schema.name.startswith("aten::"):  # noqa: SLF001
+    name = func._schema.name.removeprefix("aten::")
+    if not func._schema.name.startswith("aten::"):
         return None
     rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
     if rule is None and torch.Tag.pointwise in func.tags:
