@@ -63,7 +63,7 @@ SOME = [P(), P("x"), P(None, "x"), P(("x", "y"), None), P("x", unreduced={"z", "
 
 @pytest.mark.parametrize("value", SOME, ids=repr)
 def test_copies_and_text_say_everything(value: P) -> None:
-    assert eval(repr(value)) == value  # noqa: S307
+    assert eval(repr(value)) == value
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         again = pickle.loads(pickle.dumps(value, protocol))
         assert type(again) is P
@@ -271,7 +271,13 @@ def test_spec_from_rules() -> None:
         "steps": 3,
         "none": None,
     }
-    rules = [(r"blocks\.1\.attn\.wq", P()), (r"wq$", P(None, "tp")), (r"\.wo$", P("tp")), (r"emb", P("tp")), (".*", P())]
+    rules = [
+        (r"blocks\.1\.attn\.wq", P()),
+        (r"wq$", P(None, "tp")),
+        (r"\.wo$", P("tp")),
+        (r"emb", P("tp")),
+        (".*", P()),
+    ]
     assert vfn.spec_from_rules(params, rules) == {
         "blocks": [
             {"attn": {"wo": P("tp"), "wq": P(None, "tp")}, "b": P()},
