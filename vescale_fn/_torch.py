@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # noqa: SLF001
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name changed in 2.13
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+local = operator.attrgetter("_local_tensor")  # this rank's block of a DTensor
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
@@ -186,7 +190,6 @@ def set_default_group_timeout(timeout: Any) -> None:
 
 def preload() -> None:
     """Import what torch imports at the first op on shapes alone: a second, spent once before a fork, not by each rank."""
-    import torch._dynamo
 
 
 @functools.cache

@@ -60,7 +60,7 @@ _LIMIT = 1024  # plans that one mapped function remembers
 
 
 class _Mapped:
-    """A function with its specs; called, it validates, brings the blocks in, runs the body and takes the results out."""
+    """A function with its specs. Called, it validates, brings the blocks in, runs it, and takes the results out."""
 
     def __init__(self, f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, check: bool) -> None:
         self.f, self.mesh, self.check = f, mesh, check
@@ -78,8 +78,9 @@ class _Mapped:
         if body is None:
             body = self.bodies[id(mesh)] = context.Body(mesh, tuple(axes_of(mesh)), self.check)
         if context.body() is not None:
-            raise MeshError(report(f"shard_map({self.name})", "it was called inside the body of another shard_map, where all "
-                                   "axes are manual already", fix="call the function itself: its values are local too"))  # fmt: skip
+            raise MeshError(report(
+                f"shard_map({self.name})", "it was called inside the body of another shard_map, where all axes are manual "
+                "already", fix="call the function itself: its values are local too"))  # fmt: skip
         key = (treedef, id(mesh), *[_key(x) for x in leaves])
         plan = self.ins.get(key)
         if plan is None:
@@ -123,9 +124,10 @@ def _closure_with_gradient(mapped: _Mapped, locals_: Sequence[Any]) -> Exception
     """For a body that nothing watched, because none of its arguments has a gradient, but whose result has."""
     found = [types.text(x) for x in locals_ if isinstance(x, torch.Tensor) and x.requires_grad]
     return TypingError(report(
-        f"shard_map({mapped.name})", "with check_vma=False, a gradient of a tensor that the body closes over would stay each "
-        "rank's own", [f"the result {text} has a gradient, but no argument has" for text in found],
-        "pass the parameters as arguments, with in_specs=P(); or torch.no_grad(), or .detach() in the body"))  # fmt: skip
+        f"shard_map({mapped.name})", "with check_vma=False, a gradient of a tensor that the body closes over would "
+        "stay each rank's own", [f"the result {text} has a gradient, but no argument has" for text in found],
+        "pass the parameters as arguments, with in_specs=P(); or torch.no_grad(); or .detach() in the body"
+    ))  # fmt: skip
 
 
 def _remember(cache: dict[Any, Any], key: Any, value: Any) -> Any:
@@ -147,8 +149,9 @@ def _found_mesh(leaves: Sequence[Any], name: str) -> Any:
     if mesh is None:
         mesh = next((mesh_of(x) for x in leaves if isinstance(x, torch.Tensor) and is_array(x)), None)
     if mesh is None:
-        raise MeshError(report(f"shard_map({name})", "there is no mesh: none was given, none is current, and no argument is "
-                               "an array on one", fix="shard_map(f, mesh=mesh, ...) or `with vfn.use_mesh(mesh):`"))  # fmt: skip
+        raise MeshError(report(
+            f"shard_map({name})", "there is no mesh: none was given, none is current, and no argument is an array on one",
+            fix="shard_map(f, mesh=mesh, ...) or `with vfn.use_mesh(mesh):`"))  # fmt: skip
     return mesh
 
 
@@ -165,20 +168,25 @@ def _plan_ins(mapped: _Mapped, mesh: Any, args: Any, leaves: Sequence[Any]) -> l
         if not isinstance(x, torch.Tensor):
             plan.append(None)
             continue
-        found = [f"in_specs must hold P, but here is {spec!r}"] if not isinstance(spec, P) else problems(spec, axes, x.ndim)
+        found = (
+            [f"in_specs must hold P, but here is {spec!r}"] if not isinstance(spec, P) else problems(spec, axes, x.ndim)
+        )
         if not found:
             found = _uneven(tuple(x.shape), spec, axes)
         other = mesh_of(x) if is_array(x) else None
         if other is not None and not same(other, mesh):
-            found = [f"it lies on another mesh, {mesh_text(axes_of(other))}; vfn.shard(x, mesh, {spec!r}) brings it over"]
+            found = [
+                f"it lies on another mesh, {mesh_text(axes_of(other))}; vfn.shard(x, mesh, {spec!r}) brings it over"
+            ]
         failures += [f"{_argument(mapped, args, i)} = {spec!r}: {problem}" for problem in found]
         if not found:
             direct = type(x) is Array and layout(x._spec) == _bare(spec)
             plan.append(_In(spec, direct, () if mapped.check else _unmentioned(spec, mesh)))
     if failures:
-        raise SpecError(report(where, f"the arguments do not fit in_specs on the {mesh_text(axes)}", failures,
-                               "a spec of axes that divide the dims, None for a dim that every rank needs whole, or pad the "
-                               "argument"))  # fmt: skip
+        raise SpecError(report(
+            where, f"the arguments do not fit in_specs on the {mesh_text(axes)}", failures,
+            "a spec of axes that divide the dims, None for a dim that every rank needs whole, or pad the argument",
+        ))  # fmt: skip
     return plan
 
 
@@ -194,7 +202,11 @@ def _argument(mapped: _Mapped, args: Any, i: int) -> str:
         bound = {}
     name = next((name for name, value in bound.items() if value is args[position]), None)
     said = f", where args[{position}] is bound to {mapped.name}'s parameter {name!r}," if name else ""
-    where = f"in_specs[{position}]{tail}" if isinstance(mapped.in_specs, tuple) and not isinstance(mapped.in_specs, P) else "in_specs"
+    where = (
+        f"in_specs[{position}]{tail}"
+        if isinstance(mapped.in_specs, tuple) and not isinstance(mapped.in_specs, P)
+        else "in_specs"
+    )
     return f"{path} of shape {types.text(x)}{said} corresponds to {where}"
 
 
@@ -217,16 +229,17 @@ def _refuse_moves(mapped: _Mapped, args: Any, leaves: Sequence[Any], plan: Seque
         source = _bare(spec_of(x))
         steps = reshard.plan(tuple(x.shape), axes_items(mesh_of(x)), source, _bare(entry.spec))
         if any(step.kind not in reshard.LOCAL_KINDS for step in steps):
-            failures.append(f"{_argument(mapped, args, i)} = {entry.spec!r}, but it lies as {source!r}: vfn.with_sharding(x, {entry.spec!r})")
+            wanted = f"{entry.spec!r}, but it lies as {source!r}: vfn.with_sharding(x, {entry.spec!r})"
+            failures.append(f"{_argument(mapped, args, i)} = {wanted}")
     if failures:
-        raise ReshardError(report(f"shard_map({mapped.name})", "strict: arguments lie otherwise than in_specs says", failures,
-                                  "write the vfn.with_sharding, so that the program asks for the move"))  # fmt: skip
+        raise ReshardError(report(f"shard_map({mapped.name})", "strict: arguments lie otherwise than in_specs says",
+                                  failures, "write the vfn.with_sharding, so that the program asks for the move"))  # fmt: skip
 
 
 def _brought_in(x: Any, mesh: Any, entry: _In, fast: bool, check: bool) -> Any:
     if fast:
         if entry.direct:
-            local = x._local_tensor
+            local = _torch.local(x)
         else:
             local = bring_in(x, mesh, entry.spec, "shard_map argument")
         local = Blocks(local.blocks) if local.__class__ is Blocks else local.detach()  # a name of its own, to be typed
@@ -257,7 +270,9 @@ def _adopt(mesh: Any, name: str, x: torch.Tensor) -> torch.Tensor:
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-def _plan_outs(mapped: _Mapped, mesh: Any, result: Any, locals_: Sequence[Any], have: Sequence[Any]) -> list[_Out | None]:
+def _plan_outs(
+    mapped: _Mapped, mesh: Any, result: Any, locals_: Sequence[Any], have: Sequence[Any]
+) -> list[_Out | None]:
     """What each result becomes; or an error that names all of them that do not fit."""
     where, axes = f"shard_map({mapped.name})", axes_of(mesh)
     specs = tree.broadcast(mapped.out_specs, result, where, "out_specs", "the result")
@@ -298,7 +313,9 @@ def _type_problem(axis: str, have: str, want: str, spec: P, ways: list[str]) -> 
         ways += [f"vfn.psum(x, {axis!r}) or vfn.pmean(x, {axis!r}), where the ranks' values are to be combined",
                  f"vfn.all_gather(x, {axis!r}, to='invarying'), where all ranks are to have all of them",
                  f"out_specs with {axis!r} for the dim along which they are to be concatenated"]  # fmt: skip
-        return [f"it varies over {axis!r}, which out_specs does not mention, so it would have to be the same on all ranks"]
+        return [
+            f"it varies over {axis!r}, which out_specs does not mention, so it would have to be the same on all ranks"
+        ]
     word = {"V": "varying", "U": "unreduced", "R": "reduced", "I": "the same on all ranks"}
     if have == "U":
         ways.append(f"vfn.psum(x, {axis!r}), or out_specs with unreduced={{{axis!r}}}")
@@ -313,7 +330,9 @@ def _taken_out(local: Any, have: types.Type, mesh: Any, entry: _Out, fast: bool,
     if fast:
         if local.__class__ is not Blocks and is_simulated(mesh):
             local = shared(local.detach(), mesh.size())
-        out = _torch.new_dtensor(Array, local if local.is_contiguous() else local.contiguous(), entry.dspec, requires_grad=False)
+        out = _torch.new_dtensor(
+            Array, local if local.is_contiguous() else local.contiguous(), entry.dspec, requires_grad=False
+        )
         if entry.spec.unreduced:
             out._sum = []
         if entry.spec.reduced:
@@ -376,8 +395,9 @@ def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
-            raise TypingError(report(f"shard_map({mapped.name})", f"it takes positional arguments, but {sorted(kwargs)} came by "
-                                     "keyword", fix="in_specs is matched by position"))  # fmt: skip
+            raise TypingError(report(
+                f"shard_map({mapped.name})", f"it takes positional arguments, but {sorted(kwargs)} came by keyword",
+                fix="in_specs is matched by position"))  # fmt: skip
         return mapped(args)
 
     return run

@@ -258,7 +258,7 @@ def _whole_like(value: torch.Tensor) -> torch.Tensor:
     """A stand-in for a value's layout, replicated: what it is settled to."""
     if not is_array(value):
         return torch.empty(())
-    return array._wrap(_torch.peel(value)._local_tensor, mesh_of(value), WHOLE, torch.Size(()))  # type: ignore[attr-defined]
+    return array._wrap(_torch.local(_torch.peel(value)), mesh_of(value), WHOLE, torch.Size(()))  # type: ignore[attr-defined]
 
 
 def _by_functorch(f: Any, split: _Split, kwargs: dict[str, Any], has_aux: bool) -> tuple[Any, Any, list[torch.Tensor]]:
