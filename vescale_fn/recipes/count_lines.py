@@ -8,26 +8,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
-MARK = "# mesh"
 PROGRAM = ("transformer.py", "train.py")
+MARKS = {"# mesh": "in the model and the training", "# mesh: start": "to start the ranks and read the command line"}
 
 
-def distribution_lines(name: str) -> list[tuple[int, str]]:
-    """The marked lines of a file of this folder, with their numbers."""
-    lines = (Path(__file__).parent / name).read_text().splitlines()
-    return [(i, line) for i, line in enumerate(lines, 1) if line.rstrip().endswith("  " + MARK)]
+def distribution_lines(name: str) -> list[tuple[int, str, str]]:
+    """The marked lines of a file of this folder: number, text and mark."""
+    lines = enumerate((Path(__file__).parent / name).read_text().splitlines(), 1)
+    return [
+        (i, line.removesuffix("  " + mark), mark) for i, line in lines for mark in MARKS if line.endswith("  " + mark)
+    ]
 
 
 def main() -> None:
     """Print the lines and how many they are."""
-    counts = {}
-    for name in PROGRAM:
-        found = distribution_lines(name)
-        counts[name] = len(found)
-        print(name)
-        for number, line in found:
-            print(f"  {number:4}  {line.rstrip().removesuffix(MARK).rstrip()}")
-    print(" + ".join(f"{count} in {name}" for name, count in counts.items()), "=", sum(counts.values()), "lines")
+    found = {name: distribution_lines(name) for name in PROGRAM}
+    for name, lines in found.items():
+        print(name, *(f"  {number:4}  {text}" for number, text, _ in lines), sep="\n")
+    marks = [mark for lines in found.values() for _, _, mark in lines]
+    print(
+        *(f"{marks.count(mark)} lines {where}" for mark, where in MARKS.items()), f"{len(marks)} lines in all", sep="\n"
+    )
 
 
 if __name__ == "__main__":

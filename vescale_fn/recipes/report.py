@@ -18,19 +18,25 @@ class Progress:
         """Start the clock for `total` steps."""
         self.total, self.stream = total, stream or sys.stdout
         self.redraws = self.stream.isatty()
-        self.started = self.last_drawn = time.perf_counter()
+        self.started = self.last_drawn = self.seen = time.perf_counter()
         self.speed_from: tuple[float, int] | None = None
         self.tokens = 0
 
     def step(self, done: int, losses: Sequence[float], tokens: int) -> None:
         """Show that `done` steps are done, the last of which took in `tokens` tokens."""
-        now = time.perf_counter()
+        now = self.seen = time.perf_counter()
         self.tokens += tokens
         if self.speed_from is None:  # the first step sets everything up: it does not count for the speed
             self.speed_from = (now, self.tokens)
         if done == self.total or (now - self.last_drawn > 0.1 if self.redraws else self._crosses(done)):
             self.last_drawn = now
             self._draw(self._line(done, losses, now))
+
+    def skip(self) -> None:
+        """Do not count the time since the last step for the speed."""
+        if self.speed_from is not None:
+            start, tokens = self.speed_from
+            self.speed_from = (start + time.perf_counter() - self.seen, tokens)
 
     def end(self) -> None:
         """Leave the line standing."""
@@ -83,7 +89,7 @@ def ending(result: dict[str, Any], sample: bytes, seconds: float) -> list[str]:
     return [
         f"held-out  {score:.3f} nats a byte, {apart}",
         "sample",
-        *(f"    | {line}" for line in text.split("\n")),
+        *(f"    | {line}".rstrip() for line in text.rstrip().split("\n")),
         f"took      {_clock(seconds)}",
     ]
 

@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 4 -m vescale_fn.recipes.train
 
 A step is one pure function, and with the same seed every mesh gives the same losses, up to the order of sums. Lines
-that exist only for distribution end in ``# mesh``; `vescale_fn.recipes.count_lines` counts them.
+that exist only for distribution end in ``# mesh``, in the model and the training, or in ``# mesh: start``, where ranks
+are started and the command line is read; `vescale_fn.recipes.count_lines` counts them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from . import data, report, transformer
 
 CHECKED, ALLOWED = 5, 1e-5  # --check: so many steps in fp32, where sums in another order differ by about 1e-6
 EVALUATIONS, HELD_OUT_WINDOWS = 4, 256
-PROMPT = b"\n    def "
+PROMPT = b"\nclass "
 
 
 def make_optimizer(lr: float, steps: int) -> vfn.optim.Optimizer:
@@ -84,7 +85,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     tests = data.even_batches(held_out, max(1, HELD_OUT_WINDOWS // size), size, context)
     bigram = data.bigram_loss(text, tests)
     place = lambda batch: batch.to(options.device)
-    params = optree.tree_map(place, transformer.init(init_key, config))
+    params: Any = transformer.init(init_key, config)
+    params = optree.tree_map(place, params)
     say(*headline(options, files, text, held_out, params, bigram))
 
     alone = training(options, params, text, place, *train_keys)  # a generator: nothing has run yet
@@ -106,6 +108,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             say("\n" * progress.redraws + table)
         if done % math.ceil(options.steps / EVALUATIONS) == 0 or done == options.steps:
             result["held_out"].append((done, evaluate(params, tests, config)))
+            progress.skip()
     params = vfn.unshard(params)  # mesh
     if first:
         progress.end()
@@ -118,22 +121,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def on_ranks(options: argparse.Namespace) -> dict[str, Any]:  # mesh
-    """Run on every rank: simulated ones, those that torchrun has started, or processes started here."""  # mesh
-    ranks = math.prod(options.mesh.values())  # mesh
-    if options.simulate:  # mesh
-        with vfn.simulate(ranks):  # mesh
-            return run(options)  # mesh
-    if ranks == 1 or "TORCHELASTIC_RUN_ID" in os.environ:  # mesh
-        return run(options)  # mesh
-    return vfn.launch(run, ranks, options, device=options.device)[0]  # mesh
+def on_ranks(options: argparse.Namespace) -> dict[str, Any]:  # mesh: start
+    """Run on every rank: simulated ones, those that torchrun has started, or processes started here."""  # mesh: start
+    ranks = math.prod(options.mesh.values())  # mesh: start
+    if options.simulate:  # mesh: start
+        with vfn.simulate(ranks):  # mesh: start
+            return run(options)  # mesh: start
+    if ranks == 1 or "TORCHELASTIC_RUN_ID" in os.environ:  # mesh: start
+        return run(options)  # mesh: start
+    return vfn.launch(run, ranks, options, device=options.device)[0]  # mesh: start
 
 
 def headline(options: argparse.Namespace, files: list[Any], text: torch.Tensor, held_out: torch.Tensor, params: Any,
              bigram: float) -> list[str]:  # fmt: skip
     """What will be done, on what and where."""
     config, where = options.config, f"one process, on {options.device}"
-    where = mesh_text(options)  # mesh
+    where = mesh_text(options)  # mesh: start
     count = sum(leaf.numel() for leaf in optree.tree_leaves(params))
     source = options.data or "Python's standard library"
     return [
@@ -146,45 +149,53 @@ def headline(options: argparse.Namespace, files: list[Any], text: torch.Tensor, 
     ]
 
 
-def mesh_text(options: argparse.Namespace) -> str:  # mesh
-    """The mesh and what plays its ranks."""  # mesh
-    axes, ranks = ", ".join(f"{n}={size}" for n, size in options.mesh.items()), math.prod(options.mesh.values())  # mesh
-    players = "one process that plays them all" if options.simulate else f"{ranks} process{'es' * (ranks > 1)}"  # mesh
-    return f"mesh ({axes}): {players}, on {options.device}"  # mesh
+def mesh_text(options: argparse.Namespace) -> str:  # mesh: start
+    """The mesh, and what plays its ranks."""  # mesh: start
+    axes = ", ".join(f"{name}={size}" for name, size in options.mesh.items())  # mesh: start
+    ranks = math.prod(options.mesh.values())  # mesh: start
+    processes = "one process" if options.simulate or ranks == 1 else f"{ranks} processes"  # mesh: start
+    return f"mesh ({axes}): {processes}{', simulated' * options.simulate}, on {options.device}"  # mesh: start
 
 
-def mesh_of(text: str) -> dict[str, int]:  # mesh
-    """``dp=2,tp=2`` as axes and sizes; an axis that is not named has size 1."""  # mesh
-    sizes = {"dp": 1, "tp": 1}  # mesh
-    for part in text.split(","):  # mesh
-        name, _, size = part.partition("=")  # mesh
-        if name not in sizes or not size.isdigit() or int(size) < 1:  # mesh
-            raise argparse.ArgumentTypeError(f"{part!r} in {text!r}: write it like dp=2,tp=2")  # mesh
-        sizes[name] = int(size)  # mesh
-    return sizes  # mesh
+def mesh_of(text: str) -> dict[str, int]:  # mesh: start
+    """``dp=2,tp=2`` as axes and sizes; an axis that is not named has size 1."""  # mesh: start
+    sizes = {"dp": 1, "tp": 1}  # mesh: start
+    for part in text.split(","):  # mesh: start
+        name, _, size = part.partition("=")  # mesh: start
+        if name not in sizes or not size.isdigit() or int(size) < 1:  # mesh: start
+            raise argparse.ArgumentTypeError(f"{part!r} in {text!r}: write it like dp=2,tp=2")  # mesh: start
+        sizes[name] = int(size)  # mesh: start
+    return sizes  # mesh: start
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked."""
     size = transformer.Config()
-    parser = argparse.ArgumentParser(prog="python -m vescale_fn.recipes.train", description=__doc__.split("\n")[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
-    parser.add_argument("--mesh", type=mesh_of, default="dp=2,tp=2", help="axes and sizes")  # mesh
-    parser.add_argument("--simulate", action="store_true", help="play all ranks in this process")  # mesh
+    numbers = {
+        "steps": (240, "steps of training"),
+        "batch": (16, "windows of text in a step"),
+        "context": (128, "bytes in a window"),
+        "lr": (4e-3, "peak learning rate"),
+        "dim": (size.dim, "width of the model"),
+        "heads": (size.heads, "attention heads"),
+        "layers": (size.layers, "blocks"),
+        "dropout": (size.dropout, "dropout rate"),
+        "seed": (0, "of parameters, batches, dropout and the sample"),
+        "sample": (240, "bytes to write at the end"),
+    }
+    parser = argparse.ArgumentParser(
+        prog="python -m vescale_fn.recipes.train", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--mesh", type=mesh_of, default="dp=2,tp=2", help="axes and sizes (dp=2,tp=2)")  # mesh: start
+    parser.add_argument("--simulate", action="store_true", help="play all ranks in this process")  # mesh: start
     parser.add_argument("--check", action="store_true", help="run the first steps on one device too, and compare")
-    parser.add_argument("--data", metavar="PATH", help="a file or a folder; by default Python's standard library")
-    parser.add_argument("--steps", type=int, default=300, help="steps of training")
-    parser.add_argument("--batch", type=int, default=16, help="windows of text in a step")
-    parser.add_argument("--context", type=int, default=128, help="bytes in a window")
-    parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
-    parser.add_argument("--dim", type=int, default=size.dim, help="width of the model")
-    parser.add_argument("--heads", type=int, default=size.heads, help="attention heads")
-    parser.add_argument("--layers", type=int, default=size.layers, help="blocks")
-    parser.add_argument("--dropout", type=float, default=size.dropout, help="dropout rate")
-    parser.add_argument("--seed", type=int, default=0, help="of parameters, batches, dropout and the sample")
-    parser.add_argument("--sample", type=int, default=240, metavar="BYTES", help="length of the sample")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="by default GPUs, if there are enough")
-    parser.add_argument("--save-plot", metavar="FILE", help="draw the losses (needs matplotlib)")
+    parser.add_argument(
+        "--data", metavar="PATH", help="a file or a folder (the .py files of Python's standard library)"
+    )
+    for name, (value, text) in numbers.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value, metavar="N", help=f"{text} ({value})")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to compute (on GPUs, if there are enough)")
+    parser.add_argument("--save-plot", metavar="FILE", help="draw the losses, with matplotlib")
     options = parser.parse_args(argv)
     for name in ("steps", "batch", "context", "dim", "heads", "layers"):
         if getattr(options, name) < 1:
@@ -193,8 +204,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--dim {options.dim} must be an even number for each of --heads {options.heads}")
     if not 0 <= options.dropout < 1:
         parser.error(f"--dropout {options.dropout} must be at least 0 and below 1")
-    if options.heads % options.mesh["tp"]:  # mesh
-        parser.error(f"tp={options.mesh['tp']} must divide --heads {options.heads}")  # mesh
+    if options.heads % options.mesh["tp"]:  # mesh: start
+        parser.error(f"tp={options.mesh['tp']} must divide --heads {options.heads}")  # mesh: start
     try:
         data.read_text(data.find_files(options.data), smallest=options.context + 1)
         if options.save_plot:
@@ -203,7 +214,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     options.config = transformer.Config(options.dim, options.heads, options.layers, 4 * options.dim, options.dropout)
     wanted = 1
-    wanted = math.inf if options.simulate else math.prod(options.mesh.values())  # mesh
+    wanted = math.inf if options.simulate else math.prod(options.mesh.values())  # mesh: start
     options.device = options.device or ("cuda" if torch.cuda.device_count() >= wanted else "cpu")
     return options
 
@@ -211,7 +222,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the job from the command line; the exit status is 1 where `--check` found a difference."""
     job, options = run, parse(argv)
-    job = on_ranks  # mesh
+    job = on_ranks  # mesh: start
     return 0 if job(options)["agrees"] else 1
 
 

@@ -125,7 +125,7 @@ def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.
 
 
 def generate(params: Params, prompt: bytes, length: int, context: int, config: Config, key: vfn.random.Key,
-             temperature: float = 0.7) -> bytes:  # fmt: skip
+             temperature: float = 0.6) -> bytes:  # fmt: skip
     """`length` bytes after `prompt`, drawn one by one; each looks back at most `context` bytes."""
     text = list(prompt)
     device = params["embed"].device
