@@ -23,8 +23,8 @@ def size_of(axis, mesh=MESH):
     return math.prod(mesh[name] for name in names_of(axis))
 
 
-# Each collective: its call; the shape of a block for n ranks; what the ranks of one group get, from the list of their blocks
-# in the order of the axes (the oracle: plain tensors, no mesh); and whether the result is the same on all of them.
+# Each collective: its call; the shape of a block for n ranks; what the ranks of one group get, from the list of their
+# blocks in the order of the axes (the oracle: plain tensors, no mesh); and whether the result is the same on all of them.
 def gathered(blocks, dim, tiled):
     whole = torch.cat(blocks, dim) if tiled else torch.stack(blocks, dim)
     return [whole] * len(blocks)
@@ -54,7 +54,8 @@ COLLECTIVES = {
     "psum": (lambda x, a: vfn.psum(x, a), lambda n: (3, 5), lambda b: [sum(b)] * len(b), True),
     "pmean": (lambda x, a: vfn.pmean(x, a), lambda n: (3, 5), lambda b: [sum(b) / len(b)] * len(b), True),
     "all_gather": (lambda x, a: vfn.all_gather(x, a), lambda n: (3, 5), lambda b: gathered(b, 0, False), False),
-    "all_gather -1": (lambda x, a: vfn.all_gather(x, a, axis=-1), lambda n: (3, 5), lambda b: gathered(b, -1, False), False),
+    "all_gather -1": (lambda x, a: vfn.all_gather(x, a, axis=-1),
+                      lambda n: (3, 5), lambda b: gathered(b, -1, False), False),
     "all_gather tiled 1": (lambda x, a: vfn.all_gather(x, a, axis=1, tiled=True), lambda n: (3, 5),
                            lambda b: gathered(b, 1, True), False),
     "all_gather invarying": (lambda x, a: vfn.all_gather(x, a, axis=1, to="invarying"), lambda n: (3, 5),
@@ -66,17 +67,22 @@ COLLECTIVES = {
                         lambda b: scattered(b, -1, False), False),
     "psum_scatter tiled 1": (lambda x, a: vfn.psum_scatter(x, a, scatter_dimension=1, tiled=True),
                              lambda n: (3, 2 * n), lambda b: scattered(b, 1, True), False),
-    "all_to_all 0 0": (lambda x, a: vfn.all_to_all(x, a, 0, 0), lambda n: (n, 3, 2), lambda b: exchanged(b, 0, 0, False), False),
-    "all_to_all 0 2": (lambda x, a: vfn.all_to_all(x, a, 0, 2), lambda n: (n, 3, 2), lambda b: exchanged(b, 0, 2, False), False),
-    "all_to_all 1 0": (lambda x, a: vfn.all_to_all(x, a, 1, 0), lambda n: (3, n, 2), lambda b: exchanged(b, 1, 0, False), False),
-    "all_to_all -1 0": (lambda x, a: vfn.all_to_all(x, a, -1, 0), lambda n: (3, 2, n), lambda b: exchanged(b, -1, 0, False), False),
+    "all_to_all 0 0": (lambda x, a: vfn.all_to_all(x, a, 0, 0),
+                       lambda n: (n, 3, 2), lambda b: exchanged(b, 0, 0, False), False),
+    "all_to_all 0 2": (lambda x, a: vfn.all_to_all(x, a, 0, 2),
+                       lambda n: (n, 3, 2), lambda b: exchanged(b, 0, 2, False), False),
+    "all_to_all 1 0": (lambda x, a: vfn.all_to_all(x, a, 1, 0),
+                       lambda n: (3, n, 2), lambda b: exchanged(b, 1, 0, False), False),
+    "all_to_all -1 0": (lambda x, a: vfn.all_to_all(x, a, -1, 0),
+                        lambda n: (3, 2, n), lambda b: exchanged(b, -1, 0, False), False),
     "all_to_all tiled 0 1": (lambda x, a: vfn.all_to_all(x, a, 0, 1, tiled=True), lambda n: (2 * n, 3),
                              lambda b: exchanged(b, 0, 1, True), False),
     "all_to_all tiled -1 -1": (lambda x, a: vfn.all_to_all(x, a, -1, -1, tiled=True), lambda n: (3, 2 * n),
                                lambda b: exchanged(b, -1, -1, True), False),
     "ppermute": (lambda x, a: vfn.ppermute(x, a, shift(vfn.axis_size(a))), lambda n: (3, 5),
                  lambda b: permuted(b, shift(len(b))), False),
-    "ppermute partial": (lambda x, a: vfn.ppermute(x, a, [(1, 0)]), lambda n: (3, 5), lambda b: permuted(b, [(1, 0)]), False),
+    "ppermute partial": (lambda x, a: vfn.ppermute(x, a, [(1, 0)]),
+                         lambda n: (3, 5), lambda b: permuted(b, [(1, 0)]), False),
     "pbroadcast": (lambda x, a: vfn.pbroadcast(x, a, 1), lambda n: (3, 5), lambda b: [b[1]] * len(b), False),
     "pvary": (lambda x, a: vfn.pvary(vfn.psum(x, a), a), lambda n: (3,), lambda b: [sum(b)] * len(b), False),
 }  # fmt: skip
@@ -103,7 +109,7 @@ def oracle(x, axis, local, mesh=MESH):
 
 
 def mapped(call, axis, same, mesh, **options):
-    """The collective as a function of the stacked blocks; where the result is the same along an axis, that dim is gone."""
+    """The collective as a function of the stacked blocks; the dim of an axis along which the result is the same is gone."""
     gone = names_of(axis) if same else ()
 
     def body(x):
@@ -277,7 +283,9 @@ def test_psum_of_an_invarying_value_warns_once_with_the_factor(mesh):
     from vescale_fn.ops import collective
 
     collective._warned.clear()
-    with pytest.warns(UserWarning, match="psum over 'x', 'y' of a value that is the same on all ranks multiplies it by 6"):
+    with pytest.warns(
+        UserWarning, match="psum over 'x', 'y' of a value that is the same on all ranks multiplies it by 6"
+    ):
         assert torch.equal(vfn.unshard(f(torch.ones(2))), torch.full((2,), 6.0))
     with warnings.catch_warnings(), vfn.comm_log() as log:
         warnings.simplefilter("error")
@@ -288,7 +296,9 @@ def test_psum_of_an_invarying_value_warns_once_with_the_factor(mesh):
 
 
 def test_axis_index_in_both_orders(mesh):
-    f = vfn.shard_map(lambda: tuple(vfn.axis_index(a).reshape(1, 1) for a in AXES), mesh=mesh, in_specs=(), out_specs=P("x", "y"))
+    f = vfn.shard_map(
+        lambda: tuple(vfn.axis_index(a).reshape(1, 1) for a in AXES), mesh=mesh, in_specs=(), out_specs=P("x", "y")
+    )
     x, y, xy, yx = (vfn.unshard(out) for out in f())
     assert x.dtype == torch.int32
     assert x.tolist() == [[0, 0, 0], [1, 1, 1]]
@@ -334,8 +344,10 @@ def test_messages(mesh):
     x = {"w": torch.ones(5, 3), "b": torch.ones(4), "c": torch.ones(6)}
     assert message(lambda x: vfn.psum_scatter(x, ("x", "y"), tiled=True), x, mesh) == (
         "psum_scatter: the operand does not fit the mesh (x=2, y=3)\n"
-        "  * x['b'] of shape f32[4]: tiled, scatter_dimension=0 has size 4, which is not divisible by 6 (axes 'x', 'y')\n"
-        "  * x['w'] of shape f32[5,3]: tiled, scatter_dimension=0 has size 5, which is not divisible by 6 (axes 'x', 'y')\n"
+        "  * x['b'] of shape f32[4]: tiled, scatter_dimension=0 has size 4, which is not divisible by 6 "
+        "(axes 'x', 'y')\n"
+        "  * x['w'] of shape f32[5,3]: tiled, scatter_dimension=0 has size 5, which is not divisible by 6 "
+        "(axes 'x', 'y')\n"
         "  Instead: pad the dim, scatter along another, or vfn.psum and slice"
     )
     assert message(lambda x: vfn.psum_scatter(x, "y", scatter_dimension=1), x["w"][None], mesh) == (
@@ -387,7 +399,7 @@ def test_casts(mesh):
     assert str(error.value) == (
         "pcast: unsupported, to='varying'\n"
         "  * x['v'] is f32[2]{V:x}: no cast from varying to varying over 'x'\n"
-        "  Instead: the casts are invarying -> varying | reduced, reduced -> varying, varying -> unreduced; "
+        "  Instead: the casts are invarying -> varying or reduced, reduced -> varying, varying -> unreduced; "
         "vfn.psum makes a varying or unreduced value invarying"
     )
     with pytest.raises(TypingError, match="no cast from invarying to unreduced over 'x'"):
@@ -407,7 +419,7 @@ def test_casts(mesh):
 
 
 def everything():
-    """Each collective and its transpose, over one axis and over both in either order, on a 2x2 mesh of the ranks there are."""
+    """Each collective and its transpose, over one axis and over both in either order, on a 2x2 mesh."""
     mesh = vfn.make_mesh((2, 2), ("x", "y"))
     found = {}
     for axis in ["x", "y", ("x", "y"), ("y", "x")]:
@@ -422,7 +434,10 @@ def everything():
             f = vfn.shard_map(body, mesh=mesh, in_specs=P("x", "y"), out_specs=P(*(n for n in MESH if n not in gone)))
             x = torch.arange(4.0 * math.prod(block), dtype=torch.float64).view(2, 2, *block).sin()
             out, pullback = vfn.vjp(lambda x, f=f: vfn.unshard(f(x)), x)
-            found[name, str(axis)] = out, pullback(1 + torch.arange(float(out.numel()), dtype=out.dtype).view(out.shape))[0]
+            found[name, str(axis)] = (
+                out,
+                pullback(1 + torch.arange(float(out.numel()), dtype=out.dtype).view(out.shape))[0],
+            )
     f = vfn.shard_map(lambda t: vfn.psum(t, ("y", "x")), mesh=mesh, in_specs=P(("x", "y")), out_specs=P())
     tree = f({"b": torch.arange(8) % 3 == 0, "h": torch.arange(8.0, dtype=torch.bfloat16), "i": torch.arange(8)})
     found["tree", ""] = tuple(vfn.unshard(tree)[key] for key in "bhi")
@@ -436,7 +451,9 @@ def test_real_ranks_find_what_simulated_ones_do(gloo):
         assert found.keys() == wanted.keys()
         for key, values in wanted.items():
             for mine, simulated in zip(found[key], values, strict=True):
-                torch.testing.assert_close(mine, simulated, rtol=1e-13, atol=1e-13, msg=lambda text, key=key: f"{key}: {text}")
+                torch.testing.assert_close(
+                    mine, simulated, rtol=1e-13, atol=1e-13, msg=lambda text, key=key: f"{key}: {text}"
+                )
 
 
 def refused_together():

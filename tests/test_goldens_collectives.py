@@ -1,7 +1,7 @@
 """Every collective, and the gradients in and around `shard_map`, against JAX's numbers (made by jax 0.10.2).
 
-Beside JAX's cotangents the file holds the transpose found by brute force, from the map of basis vectors: where JAX's own
-gradient crashes (untiled `all_to_all` between different dims), ours is compared with that.
+Beside JAX's cotangents the file holds the transpose found by brute force, from the map of basis vectors: where JAX's
+own gradient crashes (untiled `all_to_all` between different dims), ours is compared with that.
 """
 
 import json
@@ -66,7 +66,9 @@ def mapped(case, body):
     """The case's `shard_map`, and its argument."""
     mesh = vfn.make_mesh((2, 4), ("x", "y")) if case["name"].startswith("2d") else vfn.make_mesh((4,), ("i",))
     specs = {key: eval(case[key], {"P": P}) for key in ("in_spec", "out_spec")}
-    f = vfn.shard_map(body, mesh=mesh, in_specs=specs["in_spec"], out_specs=specs["out_spec"], check_vma=case["check_vma"])
+    f = vfn.shard_map(
+        body, mesh=mesh, in_specs=specs["in_spec"], out_specs=specs["out_spec"], check_vma=case["check_vma"]
+    )
     return f, torch.arange(float(math.prod(case["in_shape"]))).view(case["in_shape"])
 
 

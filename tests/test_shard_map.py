@@ -162,7 +162,7 @@ PROGRAMS = {
 
 
 def program(name, names):
-    """One program for a mesh's axes: the function, the mapped body as a function of a mesh, arguments, which are parameters."""
+    """One program for a mesh's axes: the function, its arguments, which of them are parameters, and what maps the body."""
     one, args, body, in_specs = PROGRAMS[name](names[:-1], names[-1])
     params = tuple(i for i, x in enumerate(args) if x.is_floating_point())
     return one, args, params, lambda **options: vfn.shard_map(body, in_specs=in_specs, out_specs=P(), **options)
@@ -270,7 +270,9 @@ def test_transforms(name, where):
 def test_gradient_of_a_gradient_inside():
     w, d = draw(2), draw(8)
     with vfn.simulate(4):
-        g = vfn.shard_map(vfn.grad(coupled), mesh=vfn.make_mesh((2, 2), ("i", "j")), in_specs=(P(), P("i")), out_specs=P())
+        g = vfn.shard_map(
+            vfn.grad(coupled), mesh=vfn.make_mesh((2, 2), ("i", "j")), in_specs=(P(), P("i")), out_specs=P()
+        )
         for grad in (vfn.grad, torch.func.grad):
             found = grad(lambda w: vfn.unshard(g(w, d)).sin().sum())(w)
             wanted = vfn.grad(lambda w: vfn.grad(coupled_on_one)(w, d).sin().sum())(w)
@@ -353,7 +355,8 @@ TYPES = {
     "reduced times varying": (lambda x: vfn.all_gather(x, "i", to="reduced") * x, "V"),
     "unreduced": (lambda x: 3 * -vfn.pcast(x, "i", to="unreduced")[None] / 2, "U"),
     "unreduced plus unreduced": (lambda x: vfn.pcast(x, "i", to="unreduced") + vfn.pcast(x, "i", to="unreduced"), "U"),
-    "unreduced times reduced": (lambda x: vfn.pcast(x, "i", to="unreduced") * vfn.pcast(torch.ones(1), "i", to="reduced"), "U"),
+    "unreduced times reduced": (
+        lambda x: vfn.pcast(x, "i", to="unreduced") * vfn.pcast(torch.ones(1), "i", to="reduced"), "U"),
     "unreduced scattered": (lambda x: vfn.psum_scatter(vfn.pcast(x.repeat(4), "i", to="unreduced"), "i"), "V"),
     "unreduced summed": (lambda x: vfn.psum(vfn.pcast(x, "i", to="unreduced"), "i"), "I"),
     "gradient of reduced": (
@@ -418,7 +421,9 @@ def test_messages_of_types(mesh):
     assert "not linear in two unreduced values" in refused(lambda x: unreduced(x) * unreduced(x), mesh)[0]
     assert "only be scaled by a reduced one" in refused(lambda x: unreduced(x) * torch.ones(1), mesh)[0]
     assert "meets one that differs by rank" in refused(lambda x: unreduced(x) + x, mesh)[0]
-    assert "dividing by an unreduced value" in refused(lambda x: vfn.pcast(D, "i", to="reduced") / unreduced(x), mesh)[0]
+    assert (
+        "dividing by an unreduced value" in refused(lambda x: vfn.pcast(D, "i", to="reduced") / unreduced(x), mesh)[0]
+    )
     text, _ = refused(lambda x: vfn.all_gather(x, "i", to="reduced") + torch.ones(1), mesh)
     assert text == (
         "add: a reduced value meets an invariant one: their cotangents differ\n"
@@ -430,7 +435,7 @@ def test_messages_of_types(mesh):
     assert text == (
         "__bool__: this reads a number out of a value that differs by rank, so ranks could go different ways\n"
         "  * the value is bool[1]{V:i}\n"
-        "  Instead: torch.where instead of `if`, or make it the same first: vfn.psum(x, 'i')"
+        "  Instead: torch.where instead of `if`, or make it the same: vfn.psum(x, 'i')"
     )
     assert vfn.unshard(run(lambda x: x if vfn.psum(x, "i") > 9 else -x, mesh, D)).tolist() == [1, 2, 3, 4]
 
@@ -443,7 +448,11 @@ def test_messages_of_writes(mesh):
         "  * the target is f32[1]{V:i}\n"
         "  Instead: x = x.clone() first, or the function without the underscore"
     )
-    for body in (lambda x: x.view(-1).mul_(2), lambda x: F.relu(x, inplace=True), lambda x: _set(vfn.pvary(torch.ones(1), "i"), x)):
+    for body in (
+        lambda x: x.view(-1).mul_(2),
+        lambda x: F.relu(x, inplace=True),
+        lambda x: _set(vfn.pvary(torch.ones(1), "i"), x),
+    ):
         refused(body, mesh, error=InPlaceError)
     text, _ = refused(lambda x: outside.add_(x), mesh)
     assert text == (
@@ -478,6 +487,7 @@ def test_a_weight_used_ten_times_is_reduced_once(mesh):
         with vfn.comm_log() as log:
             assert grad(f)(torch.tensor(2.0), D).item() == 450
         assert log.count("all_reduce") == 2
+
     # but not after it was written
     def written(w, x):
         w = w.clone()
@@ -507,7 +517,9 @@ def test_promoted_values_are_not_kept_alive(mesh):
 
 
 def test_users_functions_and_modules(mesh):
-    f = vfn.shard_map(lambda w, x: vfn.psum(Scale.apply(w, x).sum(), "i"), mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+    f = vfn.shard_map(
+        lambda w, x: vfn.psum(Scale.apply(w, x).sum(), "i"), mesh=mesh, in_specs=(P(), P("i")), out_specs=P()
+    )
     assert vfn.grad(f)(torch.tensor(2.0), D).item() == 10
     linear = torch.nn.Linear(1, 1)
     for check in (True, False):
@@ -527,12 +539,16 @@ def closures_on_real_ranks():
     found = []
     for check in (True, False):
         w = torch.tensor(2.0)
-        f = lambda w, check=check: run(lambda x: vfn.psum((w.exp() * x).sum(), "i"), mesh, D[:2], outs=P(), check_vma=check)
+        f = lambda w, check=check: run(
+            lambda x: vfn.psum((w.exp() * x).sum(), "i"), mesh, D[:2], outs=P(), check_vma=check
+        )
         found.append(vfn.grad(f)(w).item())
         found.append(torch.func.grad(lambda w: vfn.unshard(f(w)))(w).item())
         leaf = torch.tensor(2.0, requires_grad=True)
         try:
-            out = vfn.unshard(run(lambda x: vfn.psum((leaf.exp() * x).sum(), "i"), mesh, D[:2], outs=P(), check_vma=check))
+            out = vfn.unshard(
+                run(lambda x: vfn.psum((leaf.exp() * x).sum(), "i"), mesh, D[:2], outs=P(), check_vma=check)
+            )
             out.backward()
             found.append(leaf.grad.item())
         except TypingError as error:
@@ -584,7 +600,9 @@ def test_identity_between_all_specs(axes):
 
 
 def test_trees_static_arguments_and_none(mesh):
-    @vfn.shard_map(mesh=mesh, in_specs=[P("i"), None, P(), P(), {"a": P("i"), "b": P()}], out_specs=(P("i"), None, P(), P()))
+    @vfn.shard_map(
+        mesh=mesh, in_specs=[P("i"), None, P(), P(), {"a": P("i"), "b": P()}], out_specs=(P("i"), None, P(), P())
+    )
     def f(x, nothing, times, name, tree):
         assert (nothing, times, name) == (None, 3, "hi")
         assert tree["b"] == [1, "static"]
@@ -659,12 +677,12 @@ def test_strict(mesh):
         assert moved == 0
         assert text == (
             "shard_map(<lambda>): strict: arguments lie otherwise than in_specs says\n"
-            "  * args[0] of shape f32[4], where args[0] is bound to <lambda>'s parameter 'p', corresponds to in_specs = P(), "
-            "but it lies as P('i'): vfn.with_sharding(x, P())\n"
+            "  * args[0] of shape f32[4], where args[0] is bound to <lambda>'s parameter 'p', corresponds to "
+            "in_specs = P(), but it lies as P('i'): vfn.with_sharding(x, P())\n"
             "  Instead: write the vfn.with_sharding, so that the program asks for the move"
         )
-        text, _ = refused(lambda w, x: torch.func.grad(lambda w: (w * x).sum())(w), mesh, torch.ones(()), D, ins=(P(), P("i")),
-                          outs=P())  # fmt: skip
+        body = lambda w, x: torch.func.grad(lambda w: (w * x).sum())(w)
+        text, _ = refused(body, mesh, torch.ones(()), D, ins=(P(), P("i")), outs=P())
         assert "strict: this differentiates a value that differs by rank" in text
     with vfn.comm_log() as log:
         assert torch.equal(vfn.unshard(run(lambda x: x, mesh, x, ins=P(), outs=P())), D)
@@ -676,16 +694,23 @@ def test_messages_of_arguments(mesh):
         return x
 
     with pytest.raises(SpecError) as error:
-        run(f, mesh, {"w": torch.ones(5, 3), "b": torch.ones(6)}, torch.ones(4), ins=({"w": P("i"), "b": P("i")}, P(None, "i")))
+        run(
+            f,
+            mesh,
+            {"w": torch.ones(5, 3), "b": torch.ones(6)},
+            torch.ones(4),
+            ins=({"w": P("i"), "b": P("i")}, P(None, "i")),
+        )
     assert str(error.value) == (
         "shard_map(f): the arguments do not fit in_specs on the mesh (i=4)\n"
-        "  * args[0]['b'] of shape f32[6], where args[0] is bound to f's parameter 'p', corresponds to in_specs[0]['b'] = "
-        "P('i'): dim 0: 6 is not divisible by 4 (axis 'i')\n"
-        "  * args[0]['w'] of shape f32[5,3], where args[0] is bound to f's parameter 'p', corresponds to in_specs[0]['w'] = "
-        "P('i'): dim 0: 5 is not divisible by 4 (axis 'i')\n"
+        "  * args[0]['b'] of shape f32[6], where args[0] is bound to f's parameter 'p', corresponds to "
+        "in_specs[0]['b'] = P('i'): dim 0: 6 is not divisible by 4 (axis 'i')\n"
+        "  * args[0]['w'] of shape f32[5,3], where args[0] is bound to f's parameter 'p', corresponds to "
+        "in_specs[0]['w'] = P('i'): dim 0: 5 is not divisible by 4 (axis 'i')\n"
         "  * args[1] of shape f32[4], where args[1] is bound to f's parameter 'x', corresponds to in_specs[1] = "
         "P(None, 'i'): it has 2 entries, but the value has 1 dim\n"
-        "  Instead: a spec of axes that divide the dims, None for a dim that every rank needs whole, or pad the argument"
+        "  Instead: a spec of axes that divide the dims, None for a dim that every rank needs whole, or pad the "
+        "argument"
     )
     assert "axis 'j' (dim 0) is not an axis of the mesh (i=4)" in refused(f, mesh, D, D, ins=P("j"), error=SpecError)[0]
     text, _ = refused(f, mesh, D, D, ins=(P("i"),), error=SpecError)
@@ -697,16 +722,18 @@ def test_messages_of_arguments(mesh):
 
 
 def test_messages_of_results(mesh):
-    text, moved = refused(lambda x: {"a": vfn.psum(1, "i") * x, "b": x.sum()}, mesh, outs={"a": P(), "b": P("i")}, error=SpecError)
+    text, moved = refused(
+        lambda x: {"a": vfn.psum(1, "i") * x, "b": x.sum()}, mesh, outs={"a": P(), "b": P("i")}, error=SpecError
+    )
     assert moved == 0
     assert text == (
         "shard_map(<lambda>): the results do not fit out_specs on the mesh (i=4)\n"
-        "  * out['a'] is f32[1]{V:i}, for out_specs P(): it varies over 'i', which out_specs does not mention, so it would have "
-        "to be the same on all ranks\n"
+        "  * out['a'] is f32[1]{V:i}, for out_specs P(): it varies over 'i', which out_specs does not mention, so it "
+        "would have to be the same on all ranks\n"
         "  * out['b'] is f32[]{V:i}, for out_specs P('i'): it has 1 entries, but the value has 0 dims\n"
-        "  Instead: vfn.psum(x, 'i') or vfn.pmean(x, 'i'), where the ranks' values are to be combined; or vfn.all_gather(x, 'i', "
-        "to='invarying'), where all ranks are to have all of them; or out_specs with 'i' for the dim along which they are to be "
-        "concatenated; or x[None] adds a dim to concatenate along: out_specs=P('i') needs 1 dims"
+        "  Instead: vfn.psum(x, 'i') or vfn.pmean(x, 'i'), where the ranks' values are to be combined; or "
+        "vfn.all_gather(x, 'i', to='invarying'), where all ranks are to have all of them; or out_specs with 'i' for the "
+        "dim along which they are to be concatenated; or x[None] adds a dim to concatenate along: out_specs=P('i') needs 1 dims"
     )
     text, _ = refused(lambda x: (x, x), mesh, outs=(P("i"),), error=SpecError)
     assert "is not a prefix of the result" in text

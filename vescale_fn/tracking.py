@@ -1,14 +1,15 @@
-"""Running a `shard_map` body: a mode that types every value, promotes where needed, and makes factories each rank's own.
+"""Running a `shard_map` body: a mode that types every value, promotes where needed, and makes factories each rank's
+own.
 
-`Checked` sees each torch function that a body calls, before autograd and `torch.func` do. Functions fall into a few classes,
-found by name once and remembered: an ordinary function combines the types of its operands; a write may change the type of its
-target; a draw, or an op that nothing is known about, gives a varying result (in doubt that costs a reduction too many or an
-error at `out_specs`; calling it invariant could cost a gradient). Promoted values are remembered, so that the gradient of a
-weight that is used ten times is reduced once.
+`Checked` sees each torch function that a body calls, before autograd and `torch.func` do. Functions fall into a few
+classes, found by name once and remembered: an ordinary function combines the types of its operands; a write may change
+the type of its target; a draw, or an op that nothing is known about, gives a varying result (in doubt that costs a
+reduction too many or an error at `out_specs`; calling it invariant could cost a gradient). Promoted values are
+remembered, so that the gradient of a weight that is used ten times is reduced once.
 
-On a simulated mesh what a factory makes becomes a `Blocks` with a tensor for each rank, so that a rank's writes are its own.
-`Unchecked`, for a body with ``check_vma=False``, does that and sums the gradients of closed-over tensors; on a real mesh,
-where nothing is differentiated, such a body has no mode at all.
+On a simulated mesh what a factory makes becomes a `Blocks` with a tensor for each rank, so that a rank's writes are its
+own. `Unchecked`, for a body with ``check_vma=False``, does that and sums the gradients of closed-over tensors; on a
+real mesh, where nothing is differentiated, such a body has no mode at all.
 """
 
 from __future__ import annotations
@@ -32,48 +33,9 @@ from .types import Type, mark
 
 Tensor = torch.Tensor
 
-# --- classes of functions ---------------------------------------------------------------------------------------------
+# --- operands ---------------------------------------------------------------------------------------------------------
 
-_NOTHING_TO_TYPE = """
-    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward dim ndimension size stride numel
-    nelement element_size data_ptr storage_offset untyped_storage storage get_device is_floating_point is_complex is_contiguous
-    is_signed is_pinned is_shared is_inference is_same_size is_set_to is_nonzero_static is_conj is_neg is_coalesced has_names
-    __len__ __hash__ __repr__ __str__ __format__ _set_grad_enabled set_default_dtype get_default_dtype result_type can_cast
-    __reduce_ex__"""
-_READS_A_NUMBER = "item tolist __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal allclose __contains__"
-_DRAWS = """
-    empty empty_strided empty_permuted empty_like new_empty new_empty_strided rand randn randint randperm rand_like randn_like
-    randint_like normal bernoulli multinomial poisson binomial rrelu dropout dropout1d dropout2d dropout3d alpha_dropout
-    feature_dropout feature_alpha_dropout native_dropout gumbel_softmax normal_ uniform_ random_ bernoulli_ exponential_
-    geometric_ cauchy_ log_normal_ dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_ rrelu_"""
-_OURS = ("aten", "prims", "vescale_fn")  # namespaces whose ops are pure functions of their arguments
-
-
-def _classify(func: Any) -> tuple[Any, str]:
-    """The rule that handles `func`, and its name."""
-    name = getattr(func, "__name__", "?")
-    if name == "__get__":
-        return Checked.getter, func.__self__.__name__
-    if name == "__set__":
-        return Checked.setter, func.__self__.__name__
-    if _torch.is_operator(func):
-        packet = getattr(func, "overloadpacket", func)
-        name = packet.__name__
-        if str(packet).split(".")[0] not in _OURS:
-            return Checked.unknown, name
-    if func is torch.autograd.grad:
-        return Checked.gradient, name
-    if name in _NOTHING_TO_TYPE.split():
-        return Checked.untouched, name
-    if name in _READS_A_NUMBER.split():
-        return Checked.number, name
-    inplace_operator = name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__iter__")
-    if name == "__setitem__" or inplace_operator or (name.endswith("_") and not name.endswith("__")):
-        return Checked.write, name
-    return (Checked.draw if name in _DRAWS.split() else Checked.function), name
-
-
-_classes: dict[Any, tuple[Any, str]] = {}
+_rules: dict[Any, tuple[Callable[..., Any], str]] = {}  # how `Checked` handles a function, and its name
 _STATIC = frozenset((int, float, bool, type(None), str, slice, type(...), torch.dtype, torch.device, torch.Size,
                      torch.memory_format, torch.layout, complex))  # fmt: skip
 
@@ -134,8 +96,8 @@ class Unchecked(TorchFunctionMode):
         """Any function: what it gives is a value of the body, which tells it from those that come from outside."""
         given = _tensors(args, kwargs)
         if not given:
-            return _mark_all(self.made(func, args, kwargs, draws=name in _DRAWS.split()), types.INVARIANT)
-        if func is not torch.autograd.grad and name not in _NOTHING_TO_TYPE.split():
+            return _mark_all(self.made(func, args, kwargs, draws=name in types.DRAWS), types.INVARIANT)
+        if func is not torch.autograd.grad and name not in types.NOT_TYPED:
             new = [self.taken_in(x) for x in given]
             if any(a is not b for a, b in zip(new, given)):
                 args, kwargs = _with_tensors((args, kwargs), iter(new))
@@ -176,7 +138,7 @@ class Unchecked(TorchFunctionMode):
         return x
 
     def remember(self, x: Tensor, what: Any, make: Callable[[], Tensor]) -> Tensor:
-        """``make()``, once for each `x` as long as it lives unchanged; at one level of transforms, with or without gradient."""
+        """``make()``, once for each `x` as long as it lives unchanged (and for each level of transforms, and grad mode)."""
         key = (id(x), what, torch.is_grad_enabled(), _torch.level())
         version = _torch.version(x)
         found = self.remembered.get(key)
@@ -197,14 +159,15 @@ class Checked(Unchecked):
         self.retyped = False  # some write made an invariant value varying, so its views must be looked at twice
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = _classes.get(func)
+        found = _rules.get(func)
         if found is None:
-            found = _classes[func] = _classify(func)
+            kind, name = types.kind_of(func)
+            found = _rules[func] = getattr(Checked, kind), name
         rule, name = found
         return rule(self, func, name, args, kwargs or {})
 
     def taken_in(self, x: Tensor) -> Tensor:
-        """A value from outside as a local one, the same on all ranks. Without a gradient a plain tensor will do as it is."""
+        """A value from outside as a local one, the same on all ranks. A plain tensor without gradient will do as it is."""
         return self.entered(x) if _torch.needs_gradient(x) or isinstance(_torch.peel(x), DTensor) else x
 
     def typeof(self, x: Tensor) -> Type:
@@ -299,13 +262,15 @@ class Checked(Unchecked):
         if not targets:
             return self.combining(func, name, args, kwargs)
         known = [self.typeof(x) for x in given]
-        drawn = (self.everywhere,) if name in _DRAWS.split() else ()
+        drawn = (self.everywhere,) if name in types.DRAWS else ()
         plain_name = name.strip("_").removeprefix("i") if name.startswith("__i") else name.rstrip("_")
         want, result = self.combined(plain_name, args, [*given, *targets[: len(drawn)]], (*known, *drawn))
         for target in targets:
             self.check_write(name, target, self.typeof(target), result)
         mine = set(map(id, targets))
-        operands = [x if id(x) in mine else self.promoted(self.taken_in(x), have, want) for x, have in zip(given, known)]
+        operands = [
+            x if id(x) in mine else self.promoted(self.taken_in(x), have, want) for x, have in zip(given, known)
+        ]
         args, kwargs = _with_tensors((args, kwargs), iter(operands))
         out = func(*args, **kwargs)
         for target in targets:
@@ -334,14 +299,16 @@ class Checked(Unchecked):
                 "the function without the underscore, which makes a new value"))  # fmt: skip
 
     def gradient(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """`torch.autograd.grad`: its arguments must stay the tensors that they are; a gradient is typed as its primal."""
-        outputs, inputs = (_tensors(args[i] if len(args) > i else kwargs.get(key)) for i, key in enumerate(("outputs", "inputs")))
+        """`torch.autograd.grad`: its arguments must stay the tensors that they are; a gradient has its primal's type."""
+        outputs, inputs = (
+            _tensors(args[i] if len(args) > i else kwargs.get(key)) for i, key in enumerate(("outputs", "inputs"))
+        )
         seeds = args[2] if len(args) > 2 else kwargs.get("grad_outputs")
         if seeds is None and context.is_strict():
             varying = [x for x in outputs if self.typeof(x).varying]
             if varying:
                 raise TypingError(report(
-                    "grad", "strict: this differentiates a value that differs by rank, which means the sum over the ranks",
+                    "grad", "strict: this differentiates a value that differs by rank, and so the sum over the ranks",
                     [f"the value is {types.text(x, self.typeof(x))}" for x in varying],
                     f"vfn.psum(loss, {min(self.typeof(varying[0]).varying)!r}) in the function"))  # fmt: skip
         found = func(*args, **kwargs)
@@ -377,7 +344,7 @@ class Checked(Unchecked):
                 raise TypingError(report(
                     name, "this reads a number out of a value that differs by rank, so ranks could go different ways",
                     [f"the value is {types.text(x, have)}"],
-                    f"torch.where instead of `if`, or make it the same first: vfn.psum(x, {differs[0]!r})"))  # fmt: skip
+                    f"torch.where instead of `if`, or make it the same: vfn.psum(x, {differs[0]!r})"))  # fmt: skip
         return func(*args, **kwargs)
 
 
@@ -393,7 +360,7 @@ _intercepting = 0
 _lock = threading.Lock()
 
 
-class running:  # noqa: N801  (used like a function)
+class running:
     """A context in which a body runs: its axes are manual, its values typed.
 
     Args:
@@ -436,7 +403,7 @@ class running:  # noqa: N801  (used like a function)
 def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
     """A user's `autograd.Function` in a body: no mode sees it, and its backward may do anything."""
     run = _active.run
-    mode = run._mode if run is not None else None  # noqa: SLF001
+    mode = run._mode if run is not None else None
     if mode is None or cls.__module__ == linear.__name__ or not _torch.function_mode_on():
         return apply(*args, **kwargs)
     if not isinstance(mode, Checked):

@@ -1,4 +1,5 @@
-"""Types of local values: for each manual axis, how one rank's value relates to the other ranks', and how ops combine them.
+"""Types of local values: for each manual axis, how one rank's value relates to the other ranks', and how ops combine
+them.
 
 Over a mesh axis a value is
 
@@ -7,17 +8,19 @@ Over a mesh axis a value is
 - ``U`` unreduced: the ranks' values are still to be added; its cotangent is reduced;
 - ``R`` reduced: the same on every rank, and its cotangent is unreduced.
 
-Where an invariant value meets a varying one it is promoted, by a cast whose transpose is the sum over the axis: the sum that
-a user would otherwise have to write by hand, or forget. The type sits on the tensor itself, below any functorch wrapper.
-This file is pure rules; `tracking.py` applies them while a body runs.
+Where an invariant value meets a varying one it is promoted, by a cast whose transpose is the sum over the axis: the sum
+that a user would otherwise have to write by hand, or forget. The type sits on the tensor itself, below any functorch
+wrapper. This file is the rules; `tracking.py` applies them while a body runs.
 
-Source: JAX's varying manual axes (`jax.typeof(x).vma`) and sharding in types; all four states also in Meta's spmd_types.
+Source: JAX's varying manual axes (`jax.typeof(x).vma`) and sharding in types; all four states also in Meta's
+    spmd_types.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -78,16 +81,66 @@ def of_spec(spec: P) -> Type:
     return of((axis for row in split_axes(spec, len(spec)) for axis in row), spec.unreduced, spec.reduced)
 
 
+# --- classes of functions, by name --------------------------------------------------------------------------------------
+
+# Its result is no value, or is the value itself.
+NOT_TYPED = frozenset(
+    """
+    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward dim ndimension size stride numel
+    nelement element_size data_ptr storage_offset untyped_storage storage get_device is_floating_point is_complex
+    is_contiguous is_signed is_pinned is_shared is_inference is_same_size is_set_to is_conj is_neg is_coalesced has_names
+    __len__ __hash__ __repr__ __str__ __format__ __reduce_ex__ _set_grad_enabled set_default_dtype get_default_dtype
+    result_type can_cast""".split()
+)
+_READS_A_NUMBER = frozenset(
+    """
+    item tolist __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal allclose __contains__""".split()
+)
+# It gives each rank something else: uninitialised memory, or what comes from the rank's own generator.
+DRAWS = frozenset(
+    """
+    empty empty_strided empty_permuted empty_like new_empty new_empty_strided rand randn randint randperm rand_like
+    randn_like randint_like normal bernoulli multinomial poisson binomial rrelu dropout dropout1d dropout2d dropout3d
+    alpha_dropout feature_dropout feature_alpha_dropout native_dropout gumbel_softmax normal_ uniform_ random_ bernoulli_
+    exponential_ geometric_ cauchy_ log_normal_ dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_ rrelu_
+    """.split()
+)
+_PURE_OPERATORS = ("aten", "prims", "vescale_fn")  # namespaces whose ops are functions of their arguments alone
+
+
+def kind_of(func: Any) -> tuple[str, str]:
+    """The class of a torch function, which is a method of `tracking.Checked`, and the function's name."""
+    name = getattr(func, "__name__", "?")
+    if name in ("__get__", "__set__"):
+        return "getter" if name == "__get__" else "setter", func.__self__.__name__
+    if _torch.is_operator(func):
+        packet = getattr(func, "overloadpacket", func)
+        name = packet.__name__
+        if str(packet).split(".")[0] not in _PURE_OPERATORS:
+            return "unknown", name
+    if func is torch.autograd.grad:
+        return "gradient", name
+    if name in NOT_TYPED:
+        return "untouched", name
+    if name in _READS_A_NUMBER:
+        return "number", name
+    inplace_operator = name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__iter__")
+    if name == "__setitem__" or inplace_operator or (name.endswith("_") and not name.endswith("__")):
+        return "write", name
+    return "draw" if name in DRAWS else "function", name
+
+
 # --- how ops combine types --------------------------------------------------------------------------------------------
 
 # The only functions that an unreduced value may go through, by how they are linear. Everything else needs it whole.
 _LINEAR = {
     "linear": """
-        neg positive clone contiguous detach alias to type type_as float double half bfloat16 cuda cpu view view_as reshape
-        reshape_as flatten unflatten ravel transpose t permute movedim moveaxis swapaxes swapdims mT T mH H adjoint squeeze
-        unsqueeze expand expand_as broadcast_to narrow select split split_with_sizes chunk unbind tensor_split __getitem__
-        getitem index_select take gather flip roll rot90 repeat repeat_interleave tile unfold diagonal diag trace tril triu
-        sum mean nansum cumsum real imag data requires_grad pad view_as_real view_as_complex""",
+        neg positive clone contiguous detach alias to type type_as float double half bfloat16 cuda cpu view view_as
+        reshape reshape_as flatten unflatten ravel transpose t permute movedim moveaxis swapaxes swapdims mT T mH H
+        adjoint squeeze unsqueeze expand expand_as broadcast_to narrow select split split_with_sizes chunk unbind
+        tensor_split __getitem__ getitem index_select take gather flip roll rot90 repeat repeat_interleave tile unfold
+        diagonal diag trace tril triu sum mean nansum cumsum real imag data requires_grad pad view_as_real
+        view_as_complex""",
     "sum of": "add __add__ __radd__ sub __sub__ subtract",
     "row of": "cat concat concatenate stack hstack vstack dstack column_stack",
     "product of": "mul multiply __mul__ __rmul__ matmul __matmul__ __rmatmul__ mm bmm mv dot inner outer einsum linear "
@@ -107,7 +160,8 @@ class Misuse(Exception):
 
 @functools.lru_cache(maxsize=8192)
 def combine(function: str, types: tuple[Type, ...], numbers: bool) -> tuple[Type, Type]:
-    """The type that the operands of a function are brought to where they are invariant or reduced, and its result's type.
+    """The type that the operands of a function are brought to where they are invariant or reduced, and its result's
+    type.
 
     Args:
         types: of the tensor operands, in order.
@@ -133,15 +187,21 @@ def _over_one_axis(function: str, axis: str, letters: list[str], numbers: bool) 
         if "V" in others:
             raise Misuse(axis, "a value still to be added over the ranks meets one that differs by rank", sum_first)
         if how == "sum of" and numbers:
-            raise Misuse(axis, f"the number would be added once a rank of {axis!r}", f"{sum_first}, then add the number")
+            raise Misuse(
+                axis, f"the number would be added once a rank of {axis!r}", f"{sum_first}, then add the number"
+            )
         if how in ("sum of", "row of") and others:
-            raise Misuse(axis, f"the invariant value would be added once a rank of {axis!r}", f"{sum_first}, then {function}")
+            raise Misuse(
+                axis, f"the invariant value would be added once a rank of {axis!r}", f"{sum_first}, then {function}"
+            )
         if how == "product of" and (letters.count("U") > 1 or len(letters) > 2):
-            raise Misuse(axis, f"{function} is not linear in two unreduced values together, nor with a third", sum_first)
+            raise Misuse(
+                axis, f"{function} is not linear in two unreduced values together, nor with a third", sum_first
+            )
         if how == "quotient of" and letters[0] != "U":
             raise Misuse(axis, "dividing by an unreduced value is not linear", sum_first)
         if how in ("product of", "quotient of") and others not in ([], ["R"]):
-            raise Misuse(axis, "an unreduced value may only be scaled by a reduced one, whose gradient is unreduced as well",
+            raise Misuse(axis, "an unreduced value may only be scaled by a reduced one, whose gradient is unreduced too",
                          f"vfn.pcast(w, {axis!r}, to='reduced') for the other operand")  # fmt: skip
         return "U"
     if "V" in letters:
@@ -164,7 +224,7 @@ def promotion(have: Type, varying: Type) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def mark(x: torch.Tensor, type_: Type) -> None:
-    """Give a local value its type. What it is a view of notes it too: a view that `vmap` makes unseen is found by that."""
+    """Give a local value its type. What it is a view of notes it too: so a view that `vmap` makes unseen has one."""
     x = _torch.peel(x)
     x.vfn_type = type_  # type: ignore[attr-defined]
     if (base := _torch.base(x)) is not None:
@@ -194,8 +254,8 @@ def read(x: torch.Tensor) -> Type | None:
 def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
     """The type of a local value in a body with these manual axes; one from outside is invariant.
 
-    A `Blocks` that was made behind the back of the body, with different blocks, is taken to vary over every axis; but where
-    autograd follows it a guess could cost a gradient.
+    A `Blocks` that was made behind the back of the body, with different blocks, is taken to vary over every axis; but
+    where autograd follows it a guess could cost a gradient.
 
     Raises:
         TypingError: such a value that autograd follows.

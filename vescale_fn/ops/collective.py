@@ -1,7 +1,8 @@
 """psum, all_gather and their family: communication between the ranks of a `shard_map` body, written out.
 
-Each public function chooses a row of the table in `maps.py` and says how the type of its operand changes. `_send` does the
-rest, for trees: it checks every leaf before anything moves, promotes, and sends the leaves of one dtype in one bucket.
+Each public function chooses a row of the table in `maps.py` and says how the type of its operand changes. `_send` does
+the rest, for trees: it checks every leaf before anything moves, promotes, and sends the leaves of one dtype in one
+bucket.
 
 Source: `jax.lax`'s parallel operators.
 """
@@ -52,12 +53,14 @@ def _local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
     below = _torch.peel(leaf)
     if isinstance(below, DTensor):
         raise TypingError(report(
-            where, f"a whole array of shape {tuple(leaf.shape)} was used inside a shard_map body, where values are local",
+            where, f"a whole array of shape {tuple(leaf.shape)} was used inside a shard_map body, whose values are local",
             fix="pass it as an argument of the body, with its spec in in_specs"))  # fmt: skip
     known = types.read(leaf)
     if is_simulated(body.mesh) and type(below) is not Blocks:
         leaf = enter(leaf, body.mesh)
-    if known is None and not body.check and _torch.needs_gradient(leaf):  # a closed-over tensor: sums the ranks' gradients
+    if (
+        known is None and not body.check and _torch.needs_gradient(leaf)
+    ):  # a closed-over tensor: sums the ranks' gradients
         (leaf,) = linear.apply(Collective("copy", body.mesh, body.axes, where), leaf)
     if type(_torch.peel(leaf)) is not type(below):
         types.mark(leaf, known or types.INVARIANT)
@@ -124,7 +127,7 @@ _warned: set[tuple[str, ...]] = set()
 
 
 def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
-    """A reduction over the ranks. Over an axis along which a value is the same, it is arithmetic without communication."""
+    """A reduction over the ranks. Over an axis along which a value is the same it is arithmetic: nothing is sent."""
     body, names, n = _axes(where, axis_name)
     leaves, treedef = tree.flatten(x)
     outs: list[Any] = [None] * len(leaves)
@@ -164,16 +167,17 @@ def _computed(method: Callable[[Any], torch.Tensor], argument: Any, type_: types
 def _warn_once(axes: tuple[str, ...], factor: int) -> None:
     if axes not in _warned:
         _warned.add(axes)
-        warnings.warn(f"vfn.psum over {', '.join(map(repr, axes))} of a value that is the same on all ranks multiplies it by "
-                      f"{factor}. (A gradient with respect to such a value is already summed.)", stacklevel=4)  # fmt: skip
+        warnings.warn(f"vfn.psum over {', '.join(map(repr, axes))} of a value that is the same on all ranks multiplies it "
+                      f"by {factor}. (A gradient with respect to such a value is already summed.)", stacklevel=4)  # fmt: skip
 
 
 def psum(x: Any, axis_name: Axis) -> Any:
     """The sum of the ranks' values along an axis, on every one of them: an all-reduce.
 
     Args:
-        x: a tree; leaves of one dtype travel together. A bool counts as int32. A Python number is multiplied by the number of
-            ranks, so ``psum(1, "i")`` is the axis size; so is a value that is the same on all ranks, with a warning.
+        x: a tree; leaves of one dtype travel together. A bool counts as int32. A Python number is multiplied by the
+            number of ranks, so ``psum(1, "i")`` is the axis size; so is a value that is the same on all ranks, with a
+            warning.
         axis_name: a mesh axis, or a tuple of them (one sum over all).
 
     Returns:
@@ -200,8 +204,8 @@ def pmean(x: Any, axis_name: Axis) -> Any:
     """The mean of the ranks' values along an axis, on every one of them.
 
     Args:
-        x: a tree; integers give floating-point means. A value that is the same on all ranks is its own mean: the mean of a
-            gradient that is already summed is still the sum.
+        x: a tree; integers give floating-point means. A value that is the same on all ranks is its own mean: the mean
+            of a gradient that is already summed is still the sum.
         axis_name: a mesh axis, or a tuple of them.
 
     Returns:
@@ -291,9 +295,9 @@ def all_gather(x: Any, axis_name: Axis, *, axis: int = 0, tiled: bool = False, t
         axis_name: a mesh axis, or a tuple of them, major first.
         axis: the dim where the ranks' values go: a new one, or with `tiled` the one along which they are concatenated.
         tiled: concatenate instead of stacking.
-        to: how the result is typed, which decides what the backward pass does: "varying" (a reduce-scatter), "invarying"
-            (a slice, nothing moves; may be returned with ``out_specs=P()``), "reduced" (a reduce-scatter of a gradient that
-            stayed unreduced: weights sharded over data-parallel ranks).
+        to: how the result is typed, which decides what the backward pass does: "varying" (a reduce-scatter),
+            "invarying" (a slice, nothing moves; may be returned with ``out_specs=P()``), "reduced" (a reduce-scatter of
+            a gradient that stayed unreduced: weights sharded over data-parallel ranks).
 
     Raises:
         CollectiveError: outside a `shard_map` body, or an `axis` that a leaf does not have.
@@ -305,7 +309,8 @@ def all_gather(x: Any, axis_name: Axis, *, axis: int = 0, tiled: bool = False, t
     >>> from vescale_fn import P
     >>> with vfn.simulate(4):
     ...     mesh = vfn.make_mesh((4,), ("i",))
-    ...     f = vfn.shard_map(lambda x: vfn.all_gather(x, "i", tiled=True, to="invarying") * 2, mesh=mesh, in_specs=P("i"), out_specs=P())
+    ...     body = lambda x: vfn.all_gather(x, "i", tiled=True, to="invarying") * 2
+    ...     f = vfn.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P())
     ...     print(vfn.unshard(f(torch.arange(4.0))))
     tensor([0., 2., 4., 6.])
     """
@@ -328,8 +333,8 @@ def psum_scatter(x: Any, axis_name: Axis, *, scatter_dimension: int = 0, tiled: 
         x: a tree.
         axis_name: a mesh axis, or a tuple of them, major first.
         scatter_dimension: the dim that is cut into one piece a rank.
-        tiled: the dim stays, and a piece is a slice of it (its size must divide); else its size must be the number of ranks
-            and it goes away.
+        tiled: the dim stays, and a piece is a slice of it (its size must divide); else its size must be the number of
+            ranks and it goes away.
 
     Raises:
         CollectiveError: outside a `shard_map` body, or a size that does not fit.
@@ -341,7 +346,8 @@ def psum_scatter(x: Any, axis_name: Axis, *, scatter_dimension: int = 0, tiled: 
     >>> from vescale_fn import P
     >>> with vfn.simulate(4):
     ...     mesh = vfn.make_mesh((4,), ("i",))
-    ...     f = vfn.shard_map(lambda x: vfn.psum_scatter(x, "i", tiled=True), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    ...     body = lambda x: vfn.psum_scatter(x, "i", tiled=True)
+    ...     f = vfn.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
     ...     print(vfn.unshard(f(torch.arange(16.0))))
     tensor([24., 28., 32., 36.])
     """
@@ -362,9 +368,10 @@ def all_to_all(x: Any, axis_name: Axis, split_axis: int, concat_axis: int, *, ti
         x: a tree.
         axis_name: a mesh axis, or a tuple of them, major first.
         split_axis: the dim that is cut.
-        concat_axis: the dim where the arriving pieces go, in rank order. Without `tiled`, counted after `split_axis` has gone.
-        tiled: slices of `split_axis` are concatenated along `concat_axis`; else `split_axis`, whose size must be the number
-            of ranks, goes away and `concat_axis` is a new dim.
+        concat_axis: the dim where the arriving pieces go, in rank order. Without `tiled`, counted after `split_axis`
+            has gone.
+        tiled: slices of `split_axis` are concatenated along `concat_axis`; else `split_axis`, whose size must be the
+            number of ranks, goes away and `concat_axis` is a new dim.
 
     Raises:
         CollectiveError: outside a `shard_map` body, or sizes that do not fit.
@@ -376,7 +383,8 @@ def all_to_all(x: Any, axis_name: Axis, split_axis: int, concat_axis: int, *, ti
     >>> from vescale_fn import P
     >>> with vfn.simulate(2):
     ...     mesh = vfn.make_mesh((2,), ("i",))
-    ...     f = vfn.shard_map(lambda x: vfn.all_to_all(x, "i", 1, 0, tiled=True), mesh=mesh, in_specs=P("i"), out_specs=P(None, "i"))
+    ...     body = lambda x: vfn.all_to_all(x, "i", 1, 0, tiled=True)
+    ...     f = vfn.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P(None, "i"))
     ...     print(vfn.unshard(f(torch.arange(4).view(2, 2))))
     tensor([[0, 1],
             [2, 3]])
@@ -389,8 +397,8 @@ def all_to_all(x: Any, axis_name: Axis, split_axis: int, concat_axis: int, *, ti
             or _size_problem(leaf, split_axis, "split_axis", tiled, n, span)
         )
 
-    return _send("all_to_all", x, axis_name, "all_to_all", dim=split_axis, other=concat_axis, tiled=tiled, problem=problem,
-                 fix="another split_axis, or pad the dim")  # fmt: skip
+    return _send("all_to_all", x, axis_name, "all_to_all", dim=split_axis, other=concat_axis, tiled=tiled,
+                 problem=problem, fix="another split_axis, or pad the dim")  # fmt: skip
 
 
 def _size_problem(leaf: torch.Tensor, dim: int, word: str, tiled: bool, n: int, span: str) -> str | None:
@@ -418,7 +426,8 @@ def ppermute(x: Any, axis_name: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     >>> from vescale_fn import P
     >>> with vfn.simulate(4):
     ...     mesh = vfn.make_mesh((4,), ("i",))
-    ...     f = vfn.shard_map(lambda x: vfn.ppermute(x, "i", [(0, 1), (1, 2)]), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    ...     body = lambda x: vfn.ppermute(x, "i", [(0, 1), (1, 2)])
+    ...     f = vfn.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
     ...     print(vfn.unshard(f(torch.arange(1.0, 5.0))))
     tensor([0., 1., 2., 0.])
     """
@@ -430,8 +439,8 @@ def ppermute(x: Any, axis_name: Axis, perm: Sequence[tuple[int, int]]) -> Any:
         failures += [f"{word} {i} is in {[pair for pair in pairs if pair[word == 'destination'] == i]}"
                      for i in sorted(set(places)) if places.count(i) > 1]  # fmt: skip
     if failures:
-        raise CollectiveError(report("ppermute", f"perm={list(pairs)} is not a permutation of some of the ranks", failures,
-                                     "each rank at most once as source and at most once as destination"))  # fmt: skip
+        raise CollectiveError(report("ppermute", f"perm={list(pairs)} is not a permutation of some of the ranks",
+                                     failures, "each rank at most once as source and at most once as destination"))  # fmt: skip
     return _send("ppermute", x, axis_name, "ppermute", perm=pairs)
 
 
@@ -481,8 +490,8 @@ def pcast(x: Any, axis_name: Axis, *, to: str) -> Any:
     Args:
         x: a tree.
         axis_name: a mesh axis, or a tuple of them.
-        to: "varying" (from invariant: the gradient is summed over the ranks; from reduced), "reduced" (from invariant: the
-            gradient stays unreduced), "unreduced" (from varying: the ranks' values are parts of a sum from now on).
+        to: "varying" (from invariant: the gradient is summed over the ranks; from reduced), "reduced" (from invariant:
+            the gradient stays unreduced), "unreduced" (from varying: the ranks' values are parts of a sum from now on).
 
     Raises:
         TypingError: a cast that does not exist, such as varying to varying.
@@ -495,9 +504,11 @@ def pcast(x: Any, axis_name: Axis, *, to: str) -> Any:
     >>> from vescale_fn import P
     >>> with vfn.simulate(4):
     ...     mesh = vfn.make_mesh((4,), ("i",))
-    ...     f = vfn.shard_map(lambda w, x: vfn.psum(torch.func.grad(lambda w: (w * x).sum())(vfn.pcast(w, "i", to="varying")), "i"), mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+    ...     def gradient_of_each_rank(w, x):
+    ...         return vfn.grad(lambda w: (w * x).sum())(vfn.pcast(w, "i", to="varying"))[None]
+    ...     f = vfn.shard_map(gradient_of_each_rank, mesh=mesh, in_specs=(P(), P("i")), out_specs=P("i"))
     ...     print(vfn.unshard(f(torch.tensor(2.0), torch.arange(4.0))))
-    tensor(6.)
+    tensor([0., 1., 2., 3.])
     """
     return _cast("pcast", x, axis_name, to)
 
@@ -505,8 +516,8 @@ def pcast(x: Any, axis_name: Axis, *, to: str) -> Any:
 def pvary(x: Any, axis_name: Axis) -> Any:
     """The same values, typed varying over an axis: ``pcast(x, axis_name, to="varying")``.
 
-    It is seldom needed: where an invariant value meets a varying one this happens by itself. Its gradient is the sum over the
-    ranks, so a whole tree of weights cast at once has its gradients summed in one collective.
+    It is seldom needed: where an invariant value meets a varying one this happens by itself. Its gradient is the sum
+    over the ranks, so a whole tree of weights cast at once has its gradients summed in one collective.
 
     Args:
         x: a tree.
@@ -552,8 +563,8 @@ def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
         groups.setdefault(tuple(steps.items()), []).append(i)
     if failures:
         raise TypingError(report(where, f"unsupported, to={to!r}", failures,
-                                 "the casts are invarying -> varying | reduced, reduced -> varying, varying -> unreduced; "
-                                 "vfn.psum makes a varying or unreduced value invarying"))  # fmt: skip
+                                 "the casts are invarying -> varying or reduced, reduced -> varying, varying -> "
+                                 "unreduced; vfn.psum makes a varying or unreduced value invarying"))  # fmt: skip
     for steps, members in groups.items():
         known = [types.typeof(leaves[i], body.axes) for i in members]
         values = [leaves[i] for i in members]

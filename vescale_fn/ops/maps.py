@@ -1,9 +1,10 @@
 """The collectives as linear maps: one row each, with its transpose.
 
-A row of `TABLE` reads: how an operand becomes pieces ``[k, ...]``, which collective moves the pieces of all operands at once,
-how a result is put together from what arrives, and which row is the transpose. A row is correct for values whose types are
-tracked: the cotangent of a value that is the same on all ranks is the same on all ranks and complete. Where types are not
-tracked (``check_vma=False``) every value counts as each rank's own, and `psum` is its own transpose.
+A row of `TABLE` reads: how an operand becomes pieces ``[k, ...]``, which collective moves the pieces of all operands at
+once, how a result is put together from what arrives, and which row is the transpose. A row is correct for values whose
+types are
+tracked: the cotangent of a value that is the same on all ranks is the same on all ranks and complete. Where types are
+not tracked (``check_vma=False``) every value counts as each rank's own, and `psum` is its own transpose.
 """
 
 from __future__ import annotations
@@ -164,8 +165,8 @@ def _all_gather(op: Collective, x: Any) -> Any:
 def _no_derivative(op: Collective) -> Any:
     raise CollectiveError(report(
         op.row, "it was differentiated, but it has no derivative (nor has JAX's)",
-        fix=f"vfn.{op.row}(x.detach(), ...) where the result only stabilises, as in log-sum-exp; or vfn.all_gather, then "
-        f"x.{op.row.replace('p', 'a', 1)}(0)"))  # fmt: skip
+        fix=f"vfn.{op.row}(x.detach(), ...) where the result only stabilises, as in log-sum-exp; or vfn.all_gather, "
+        f"then x.{op.row.replace('p', 'a', 1)}(0)"))  # fmt: skip
 
 
 TABLE: dict[str, Row] = {
@@ -204,9 +205,7 @@ TABLE: dict[str, Row] = {
     "sum_at_source": Row(_whole, _all_reduce("sum"), _only_at_source, lambda op: _becomes(op, "pbroadcast")),
     # A tensor that every rank of a simulated mesh holds <-> a Blocks.
     "enter": Row(lambda op, x: shared(x, op.mesh.size()), None, _same, lambda op: _becomes(op, "leave")),
-    "leave": Row(
-        lambda op, x: x.blocks[0] if type(x) is Blocks else x, None, _alias, lambda op: _becomes(op, "enter")
-    ),
+    "leave": Row(lambda op, x: x.blocks[0] if type(x) is Blocks else x, None, _alias, lambda op: _becomes(op, "enter")),
     # The end of a body without types: its result is as many values as there are ranks, of which one is the output.
     "share": Row(_alias, None, _same, lambda op: _becomes(op, "divide")),
     "divide": Row(lambda op, x: x / op.n, None, _same, lambda op: _becomes(op, "divide")),
