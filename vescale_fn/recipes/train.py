@@ -141,12 +141,17 @@ def headline(options: argparse.Namespace, files: list[Any], text: torch.Tensor, 
     source = options.data or "Python's standard library"
     return [
         f"where     {where}",
-        f"text      {source}: {len(files)} files, {len(text):,} bytes to learn from, {len(held_out):,} held out",
-        f"model     {count:,} parameters: {config.layers} blocks of width {config.dim}, {config.heads} heads, "
-        f"dropout {config.dropout}",
-        f"steps     {options.steps} of {options.batch} windows of {options.context} bytes",
+        f"text      {source}: {several(len(files), 'file')}, {len(text):,} bytes to learn from, {len(held_out):,} held out",
+        f"model     {count:,} parameters: {several(config.layers, 'block')} of width {config.dim}, "
+        f"{several(config.heads, 'head')}, dropout {config.dropout}",
+        f"steps     {options.steps}, each of {several(options.batch, 'window')} of {several(options.context, 'byte')}",
         f"bigram    {bigram:.3f} nats a byte on the held-out text: what counting pairs of bytes gives",
     ]
+
+
+def several(count: int, thing: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{count} {thing}{'s' * (count != 1)}"
 
 
 def mesh_text(options: argparse.Namespace) -> str:  # mesh: start
