@@ -55,6 +55,8 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     key = tuple(key)
     found = _cache.get(key)
     if found is None:
+        if func in _OTHER_SHAPE:
+            return _in_another_shape(cls, func, args)
         decision = decide(func, args, kwargs or {})
         found = _cache[key] = (decision, decision.way)
         if len(_cache) > _CACHE_SIZE:
@@ -88,6 +90,31 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     else:
         wrapped._root = source
     return wrapped
+
+
+_aten = torch.ops.aten
+_OTHER_SHAPE: dict[Any, Any] = {  # what gives the array that was asked for another shape: the view that is that shape
+    _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+    _aten.transpose_.default: _aten.transpose.int,
+    _aten.t_.default: _aten.t.default,
+}
+
+
+def _in_another_shape(cls: Any, func: Any, args: Sequence[Any]) -> Any:
+    """An array made to be a view of itself: torch's own `matmul` of vectors does so to its result."""
+    x, view = args[0], dispatch(cls, _OTHER_SHAPE[func], args, None)
+    if hasattr(view, "_moved"):
+        name = func._schema.name.removeprefix("aten::")
+        raise InPlaceError(report(f"torch's {name}", "the elements would have to move", [f"the array is {text(x)}"],
+                                  f"a new array: x = x.{name.removesuffix('_')}(...)"))  # fmt: skip
+    x._local_tensor, x._spec = _torch.local(view), view._spec
+    if hasattr(view, "_sum"):
+        x._sum = view._sum
+    _torch.own_shape(func, args)
+    return x
 
 
 def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], decision: Decision) -> Any:
