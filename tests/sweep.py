@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import math
 import re
 import sys
@@ -34,7 +35,7 @@ import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn.errors import VfnError
 
-RIGHT, REFUSED, RAISES, WRONG = "right", "refused", "raises", "wrong"
+VERDICTS = RIGHT, REFUSED, RAISES, WRONG = "right", "refused", "raises", "wrong"
 NO_VALUES = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 # name -> (the mesh, the spec of a value of n dims); None: partial sums
@@ -62,19 +63,19 @@ def dtype_of(op: Any) -> torch.dtype | None:
     return None
 
 
-def lay(x: torch.Tensor, mesh: Any, spec_of_dims: Callable[[int], P | None]) -> torch.Tensor:
+def lay(x: torch.Tensor, mesh: Any, spec: Callable[[int], P | None]) -> torch.Tensor:
     """`x` as an array on the mesh; too few dims or a layout that is not strided: `x` itself."""
     if x.layout is not torch.strided or x.is_quantized:
         return x.detach().clone().requires_grad_(x.requires_grad)
     value = x.detach().clone(memory_format=torch.contiguous_format)
-    spec = spec_of_dims(x.ndim)
-    if spec is None and x.dtype is not torch.bool:
+    target = spec(x.ndim)
+    if target is None and x.dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64):
         with torch.no_grad():  # parts that differ and add up exactly: 2x and -x
             parts = torch.stack([torch.where(torch.isfinite(value), 2 * value, value),
                                  torch.where(torch.isfinite(value), -value, 0)]).to(x.dtype)  # fmt: skip
             out = vfn.shard(parts, mesh, P("a")).sum(0, dtype=x.dtype)
     else:
-        out = vfn.shard(value, mesh, P() if spec is None or x.ndim == 0 else spec)
+        out = vfn.shard(value, mesh, P() if target is None or x.ndim == 0 else target)
     return out.requires_grad_(x.requires_grad)
 
 
@@ -131,7 +132,7 @@ def gradients(outs: Any, leaves: list[torch.Tensor]) -> Any:
     return torch.autograd.grad(sum(loss), wanted, allow_unused=True)
 
 
-# --- the kinds of runs: each gives what is to be compared, from a function that makes an argument -----------------------
+# --- the kinds of runs: each gives what is to be compared, from a function that makes an argument -----------------
 
 
 def run_values(op: Any, sample: Any, make: Any) -> Any:
@@ -175,8 +176,8 @@ def run_out(op: Any, sample: Any, make: Any) -> Any:
 
 def run_view(op: Any, sample: Any, make: Any) -> Any:
     """The argument after a write into what the op gave, and what it gave after a write into the argument."""
-    if not isinstance(sample.input, torch.Tensor):
-        return None
+    if not isinstance(sample.input, torch.Tensor) or op.name.startswith("unsafe_"):
+        return None  # writes through unsafe_split are undefined
     with torch.no_grad():
         if not any(aliases(o, x) for x in [plain(sample.input)]
                    for o in tensors(op(x, *fresh(sample.args, plain), **fresh(sample.kwargs, plain)))):  # fmt: skip
@@ -222,41 +223,41 @@ def verdicts(op: Any, count: int, layouts: dict[str, Any], kinds: Any) -> Iterat
             try:
                 want = KINDS[kind](op, sample, plain)
             except Exception:
-                continue
-            if want is None:
-                continue
-            for layout, (mesh_shape, spec) in layouts.items():
-                mesh = vfn.make_mesh(mesh_shape, ("a", "b")[: len(mesh_shape)])
-                torch.manual_seed(0)
-                try:
-                    got = KINDS[kind](op, sample, lambda x, mesh=mesh, spec=spec: lay(x, mesh, spec))
-                    if kind == "values" and isinstance(want[1], str):
-                        want, got = (want[0], None), (got[0], None)
-                    seen = difference(want, got, op.name.split(".")[-1] not in NO_VALUES)
-                    yield kind, layout, WRONG if seen else RIGHT, seen
-                except VfnError as error:
-                    yield kind, layout, REFUSED, str(error).splitlines()[0]
-                except Exception as error:
-                    where = traceback.extract_tb(error.__traceback__)[-1]
-                    yield (
-                        kind,
-                        layout,
-                        RAISES,
-                        f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})",
-                    )
+                continue  # the sample does not fit this kind
+            if want is not None:
+                for layout, (mesh_shape, spec) in layouts.items():
+                    with vfn.simulate(math.prod(mesh_shape)):
+                        mesh = vfn.make_mesh(mesh_shape, ("a", "b")[: len(mesh_shape)])
+                        yield (
+                            kind,
+                            layout,
+                            *verdict(op, sample, kind, want, functools.partial(lay, mesh=mesh, spec=spec)),
+                        )
 
 
-def sweep(ops: list[Any], samples: int, layouts: dict[str, Any], kinds: Any, each: Any = None) -> dict[Any, Any]:
+def verdict(op: Any, sample: Any, kind: str, want: Any, make: Any) -> tuple[str, str]:
+    """One run against what one device gives."""
+    torch.manual_seed(0)
+    try:
+        got = KINDS[kind](op, sample, make)
+        if kind == "values" and isinstance(want[1], str):
+            want, got = (want[0], None), (got[0], None)
+        seen = difference(want, got, op.name.split(".")[-1] not in NO_VALUES)
+        return (WRONG if seen else RIGHT), seen
+    except VfnError as error:
+        return REFUSED, str(error).splitlines()[0]
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return RAISES, f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+
+
+def sweep(ops: list[Any], samples: int, layouts: dict[str, Any], kinds: Any) -> dict[Any, Any]:
     """{(op, kind): {verdict: [(layout, what was seen)]}}"""
     table: dict[Any, Any] = defaultdict(lambda: defaultdict(list))
     for op in ops:
         name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
-        for layout, (shape, spec) in layouts.items():
-            with vfn.simulate(math.prod(shape)):
-                for kind, at, verdict, seen in verdicts(op, samples, {layout: (shape, spec)}, kinds):
-                    table[name, kind][verdict].append((at, seen))
-        if each:
-            each(name)
+        for kind, layout, found, seen in verdicts(op, samples, layouts, kinds):
+            table[name, kind][found].append((layout, seen))
     return table
 
 
@@ -281,22 +282,16 @@ def main() -> int:
     table = sweep(ops, args.samples, layouts, args.kinds.split(","))
     for (name, kind), row in sorted(table.items()):
         if worst(row) != RIGHT:
-            counts = " ".join(f"{v} {len(row[v])}" for v in (RIGHT, REFUSED, RAISES, WRONG) if row[v])
+            counts = " ".join(f"{v} {len(row[v])}" for v in VERDICTS if row[v])
             at, seen = row[worst(row)][0]
             print(f"{worst(row):8} {kind:8} {name}: {counts}; {at}: {seen[:300]}")
     print(f"\n{len(ops)} ops, {time.time() - begin:.0f} s")
-    print(f"{'':10}" + "".join(f"{v:>10}" for v in (RIGHT, REFUSED, RAISES, WRONG)))
+    print(f"{'':10}" + "".join(f"{v:>10}" for v in VERDICTS))
     for kind in args.kinds.split(","):
-        ops_count = Counter(worst(row) for (_, k), row in table.items() if k == kind)
-        print(
-            f"{kind:10}"
-            + "".join(f"{ops_count[v]:>10}" for v in (RIGHT, REFUSED, RAISES, WRONG))
-            + "   ops, by their worst run"
-        )
-        runs = {
-            v: sum(len(row[v]) for (_, k), row in table.items() if k == kind) for v in (RIGHT, REFUSED, RAISES, WRONG)
-        }
-        print(f"{'':10}" + "".join(f"{runs[v]:>10}" for v in runs) + "   runs")
+        rows = [row for (_, k), row in table.items() if k == kind]
+        by_op = Counter(map(worst, rows))
+        print(f"{kind:10}" + "".join(f"{by_op[v]:>10}" for v in VERDICTS) + "   ops, by their worst run")
+        print(f"{'':10}" + "".join(f"{sum(len(row[v]) for row in rows):>10}" for v in VERDICTS) + "   runs")
     return int(any(row[WRONG] for row in table.values()))
 
 

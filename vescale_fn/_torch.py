@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -66,7 +69,7 @@ def dispatch_to_own(cls: Any) -> Any:
 
 
 if hasattr(torch.Tensor, "_dtensor__new__"):
-    new_dtensor = torch.Tensor._dtensor__new__  # noqa: SLF001  (cls, local, spec, *, requires_grad)
+    new_dtensor: Any = torch.Tensor._dtensor__new__  # noqa: SLF001  (cls, local, spec, *, requires_grad)
 else:
 
     def new_dtensor(cls: Any, local: Any, spec: Any, *, requires_grad: bool) -> Any:
@@ -101,6 +104,13 @@ def base(x: torch.Tensor) -> torch.Tensor | None:
 def memory(x: torch.Tensor) -> tuple[Any, ...]:
     """Where the elements of `x` are; equal for two tensors that are names of the same elements."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()  # noqa: SLF001
+
+
+def settled(x: torch.Tensor) -> torch.Tensor:
+    """`x` with its lazy conjugate and minus sign carried out, also where dispatch below autograd does not heed them."""
+    if x.is_conj():
+        x = torch.conj_physical(x.conj())
+    return torch.neg(torch._neg_view(x)) if x.is_neg() else x  # noqa: SLF001
 
 
 no_torch_function = torch._C.DisableTorchFunction  # noqa: SLF001  (a context: neither modes nor subclasses see the calls)
@@ -199,9 +209,20 @@ def preload() -> None:
 
 
 @functools.cache
-def fake_mode() -> Any:
-    """A mode under which tensors have shapes and strides but no values."""
+def _fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Inside, tensors have shapes and strides but no values; what cannot be run so raises, and is not logged."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        with _fake_mode():
+            yield
+    finally:
+        log.disabled = before
 
 
 def is_operator(func: Any) -> bool:

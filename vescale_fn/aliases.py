@@ -33,15 +33,27 @@ def note_views(source: Any, outs: Sequence[Any], moved: bool) -> None:
         out._root = root
         if moved and isinstance(root, DTensor):
             out._moved = True
-            root.__dict__.setdefault("_copies", []).append(weakref.ref(out))
+            copies = root.__dict__.setdefault("_copies", [])
+            if len(copies) % 64 == 63:  # those that nobody has any more
+                copies[:] = [copy for copy in copies if copy() is not None]
+            copies.append(weakref.ref(out))
+
+
+def note_copy(source: Any, out: Any) -> None:
+    """Note that a result is a copy of what should be memory of its source, which only matters while that is known."""
+    out._beside = weakref.ref(source)
+
+
+def _nothing() -> None:
+    return None
 
 
 def check_writable(func: Any, target: Any) -> None:
     for x in target if isinstance(target, (list, tuple)) else (target,):
-        if isinstance(x, DTensor) and hasattr(x, "_moved"):
+        if isinstance(x, DTensor) and (hasattr(x, "_moved") or getattr(x, "_beside", _nothing)() is not None):
             raise InPlaceError(report(
                 str(func), "a write into a view whose elements had to be moved would be lost",
-                [f"the view is {text(x)}, of {text(x._root)}"],
+                [f"the view is {text(x)}, of {text(getattr(x, '_root', x))}"],
                 "compute a new array: torch.where(mask, new, x), torch.cat, x.index_copy(...); or bring x to a layout in "
                 "which the view is local: x = vfn.with_sharding(x, P())"))  # fmt: skip
 

@@ -29,6 +29,9 @@ class Blocks(torch.Tensor):
     def __new__(cls, blocks: Iterable[torch.Tensor], in_body: bool = False) -> Blocks:
         blocks = tuple(blocks)
         first = blocks[0]
+        if first.is_conj() or first.is_neg():
+            blocks = tuple(map(_torch.settled, blocks))
+            first = blocks[0]
         # an array knows its blocks' shapes, a body not
         ragged = in_body and any(b.shape != first.shape for b in blocks)
         self = _torch.make_wrapper_subclass(
@@ -45,7 +48,7 @@ class Blocks(torch.Tensor):
         return self
 
     __init__ = object.__init__  # type: ignore[assignment]
-    __torch_function__ = _torch.disabled_torch_function
+    __torch_function__ = _torch.disabled_torch_function  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         rows = "\n".join(f"  rank {rank}: {block}" for rank, block in enumerate(self.blocks))

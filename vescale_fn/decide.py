@@ -39,6 +39,7 @@ class Decision:
     outs: tuple[Any, ...]  # a DTensorSpec, or None for no tensor, for each result
     many: bool  # whether the op gives a tuple or list of results
     op: Any = None  # what runs on the blocks, with all arguments bound, where it is not the op itself
+    copies: bool = False  # the results are copies where the op gives views
     finish: Any = None  # what makes the results of the folded parts
     sizes: tuple[int, tuple[Any, ...]] | None = None  # (argument position, its value on each played rank)
     # (max, min or total, the axes to fold over, for each result)
@@ -110,7 +111,7 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
     refuse(func, args, kwargs)
     specs = [layout(x._spec) if isinstance(x, DTensor) else WHOLE for x in tensors]
     outs, many = _metas(func, args, kwargs, tensors)
-    common = {"view": _is_view(func), "simulated": is_simulated(mesh), "seeded": _is_seeded(func),
+    common: dict[str, Any] = {"view": _is_view(func), "simulated": is_simulated(mesh), "seeded": _is_seeded(func),
               "lists": any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in (*args, *kwargs.values()))}  # fmt: skip
     rule, pinned = _rule(func, args, kwargs, tensors, outs)
     if rule is None:
@@ -132,8 +133,9 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
     folded = any(fold_axes)
     alone = rule.finish is not None and not folded  # nothing is split: the op itself gives the results
     return Decision(
-        mesh, tuple(targets), tuple(moves), out_dspecs, many, None if alone else rule.op, None if alone else rule.finish,
-        _local_sizes(rule, func, outs, out_specs, mesh), (rule.fold, tuple(fold_axes)) if folded else None,
+        mesh, tuple(targets), tuple(moves), out_dspecs, many, op=None if alone else rule.op, copies=rule.copies,
+        finish=None if alone else rule.finish, sizes=_local_sizes(rule, func, outs, out_specs, mesh),
+        fold=(rule.fold, tuple(fold_axes)) if folded else None,
         written=bool(pinned), partial=any(spec.unreduced for spec in out_specs), **common,
     )  # fmt: skip
 
@@ -217,7 +219,7 @@ def _is_view(func: Any) -> bool:
 
 def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, ...] | None, bool]:
     """What the results look like on one device: (None, many) where that cannot be told without the values."""
-    with _torch.fake_mode():
+    with _torch.shapes_only():
         made = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors]
         fakes = iter(made)
         fake_args = [replace(a, fakes) for a in args]

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from . import _torch, blocks, context, reshard
-from .aliases import after_write, check_writable, note_views, remember_sums
+from .aliases import after_write, check_writable, note_copy, note_views, remember_sums
 from .blocks import Blocks
 from .decide import PLAIN, STEP_BY_STEP, WRITE, Decision, bind, decide, reason, refuse, replace, tensors_in
 from .errors import InPlaceError, ReshardError, report
@@ -147,7 +147,7 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
             after_write(x)
         return args[0] if func._schema.returns else None
     copied: list[bool] = []
-    reshape = decision.view and decision.sizes is not None
+    reshape = decision.sizes is not None and (decision.view or func is _UNSAFE_VIEW)
     out = _run(
         _reshape_if_needed(op, copied) if reshape else op, local_args, local_kwargs, decision, None, decision.sizes
     )
@@ -160,13 +160,18 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
     wrapped = [r if spec is None else _torch.new_dtensor(cls, r, spec, requires_grad=False)
                for r, spec in zip(results, decision.outs, strict=True)]  # fmt: skip
     if decision.view:
-        note_views(args[0], wrapped, bool(decision.moves or copied))
+        note_views(args[0], wrapped, bool(decision.moves or copied or decision.copies))
+    elif func is _UNSAFE_VIEW and (decision.moves or copied):
+        note_copy(args[0], wrapped[0])
     if decision.partial:
         remember_sums(args[0], wrapped, func in _SAME)
     return type(out)(wrapped) if decision.many else wrapped[0]
 
 
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}  # another name for the same value
+
+
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view of a value that nothing else should know
 
 
 def _folded(func: Any, parts: list[Any], decision: Decision) -> list[Any]:
@@ -273,6 +278,8 @@ def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], dec
             return type(o)(map(wrap, o))
         if not isinstance(o, torch.Tensor):
             return o
+        if o.is_conj() or o.is_neg():
+            o = _torch.settled(o)
         if id(o) in by_value and id(by_value[id(o)]) in written:
             return by_value[id(o)]
         spec = spec_for(mesh, WHOLE, o.shape, tuple(o.stride()), o.dtype)

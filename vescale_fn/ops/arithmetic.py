@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 # --- elementwise ------------------------------------------------------------------------------------------------------
 
-_SAME_VALUE = {"clone", "detach", "alias", "lift_fresh", "positive", "_conj", "_neg_view"}  # additive, of any dtype
+_SAME_VALUE = {"clone", "detach", "alias", "lift_fresh", "positive"}
 _LINEAR = {"add", "sub", "neg", "_to_copy", "copy"}  # in all tensor arguments together
 _SCALING = {"mul", "div"}  # linear in one argument when the other is one number
 
@@ -64,6 +64,13 @@ def elementwise_lists(call: Call) -> Rule | None:
     return Rule(
         tuple(rows[t.index] for t in call.tensors), tuple(tuple((k, d) for d in same(o)) for k, o in enumerate(outs))
     )
+
+
+def lazy(call: Call) -> Rule:
+    """Views that only note a conjugate or a minus sign: below autograd nothing reads the note, so it is carried out."""
+    op = torch.conj_physical if call.name == "_conj" else torch.neg
+    row = same(call.tensors[0].shape)
+    return Rule((row,), (row,), linear=(0,), op=lambda block: op(block), copies=True)
 
 
 def like(call: Call) -> Rule:

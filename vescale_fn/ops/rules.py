@@ -22,8 +22,8 @@ __all__ = ["RULES", "Call", "Rule", "T", "find"]
 
 _CLASSES: dict[Callable[[Call], Rule | None], str] = {
     # Arithmetic; besides these, all that torch itself tags as pointwise, and every _foreach_ op.
-    elementwise: "clone _to_copy copy detach alias masked_fill lift_fresh polar complex positive "
-    "_conj _neg_view",
+    elementwise: "clone _to_copy copy detach alias masked_fill lift_fresh polar complex positive",
+    arithmetic.lazy: "_conj _neg_view",
     arithmetic.like: "zeros_like ones_like full_like empty_like",
     arithmetic.fill: "fill zero",
     arithmetic.new: "new_zeros new_ones new_full new_empty new_empty_strided",

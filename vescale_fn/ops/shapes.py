@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .rule import Call, Row, Rule, T, broadcast, but, dims, none, same
+from .rule import Call, Row, Rule, broadcast, but, dims, none, same
 
 aten = torch.ops.aten
 
@@ -21,15 +21,16 @@ def view(call: Call) -> Rule:
     if "dtype" in call.args:  # the same bytes as another type: of another width, the last dim changes
         row = but(len(x), () if x == out else (len(x) - 1,))
         return Rule((row,), (row,))
-    row, new_row = [None] * len(x), [None] * len(out)
+    labels: list[Any] = [None] * len(x)
+    new_labels: list[Any] = [None] * len(out)
     even = set()
     if math.prod(x):
         for label, (ins, outs) in enumerate(_groups(x, out)):
             if ins and outs:
-                row[ins[0]] = new_row[outs[0]] = label
+                labels[ins[0]] = new_labels[outs[0]] = label
                 if [x[d] for d in ins] != [out[d] for d in outs]:
                     even.add(label)
-    return Rule((tuple(row),), (tuple(new_row),), even=frozenset(even), linear=(0,),
+    return Rule((tuple(labels),), (tuple(new_labels),), even=frozenset(even), linear=(0,),
                 sizes="size" if "size" in call.args else "shape")  # fmt: skip
 
 
@@ -138,7 +139,7 @@ def diagonal(call: Call) -> Rule:
 
 def part_backward(call: Call) -> Rule:
     """The transposes of select, slice, unfold, diagonal: the part placed in zeros."""
-    n = len(call["input_sizes"])
+    n = max(len(call["input_sizes"]), 1)
     if call.name == "diagonal_backward":
         gone = [call["dim1"] % n, call["dim2"] % n]
     else:
@@ -150,8 +151,8 @@ def part_backward(call: Call) -> Rule:
         row = (*but(n, gone), None)
     else:
         row = tuple(d for d in range(n) if d not in gone) + (None,) * (call.name == "diagonal_backward")
-    assert len(row) == grad.ndim
-    return Rule((row,), (but(n, gone),), linear=(0,), sizes="input_sizes")
+    out = but(len(call["input_sizes"]), gone)
+    return Rule((row if len(row) == grad.ndim else none(grad.shape),), (out,), linear=(0,), sizes="input_sizes")
 
 
 def part_scatter(call: Call) -> Rule:
@@ -242,6 +243,8 @@ def index_select(call: Call) -> Rule:
     """Rows by number: the index may be split, and every other dim."""
     x = call["self"]
     dim = _dim(call, x.ndim)
+    if not x.ndim:
+        return Rule(((), none(call["index"].shape)), ((),))
     out = tuple("i" if d == dim else d for d in range(len(call.outs[0] or ())))
     return Rule((but(x.ndim, (dim,)), ("i",) * call["index"].ndim), (out,))
 
@@ -298,5 +301,3 @@ def index_put(call: Call) -> Rule | None:
         keep = lambda r: tuple(label if label in split else None for label in r)
         return Rule((row, *map(keep, rows), keep(value_row)), (row,))
     return Rule((row, *rows, value_row), (row,), sums=frozenset(labels), joins=(0,))
-
-
