@@ -385,8 +385,9 @@ def _on_device(x: torch.Tensor, mesh: Any) -> torch.Tensor:
 def bring_in(x: Any, mesh: Any, spec: P, why: str) -> Any:
     """Each rank's block of a plain tensor or an array that is to lie as `spec`; differentiable."""
     source = spec_of(x) if is_array(x) else None
-    (array,) = linear.apply(_Move(mesh, source, spec, why), x if source is not None else _on_device(x, mesh))
-    return linear.apply(_Enter(mesh, spec), array)[0]
+    if source != spec:  # else its cotangent comes back right from _Enter alone
+        (x,) = linear.apply(_Move(mesh, source, spec, why), x if source is not None else _on_device(x, mesh))
+    return linear.apply(_Enter(mesh, spec), x)[0]
 
 
 def take_out(local: Any, mesh: Any, spec: P) -> Any:
