@@ -96,7 +96,7 @@ class _Mapped:
             result = self.f(*tree.unflatten(treedef, leaves))
         locals_, out_def = tree.flatten(result)
         if self.check:
-            have = [types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else None for x in locals_]
+            have = [types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in locals_]
         else:
             have = [types.INVARIANT] * len(locals_)
         key = (out_def, id(mesh), *[(x.shape, x.dtype, t) if isinstance(x, torch.Tensor) else type(x)
@@ -110,7 +110,7 @@ class _Mapped:
             raise _closure_with_gradient(self, locals_)
         for i, entry in enumerate(outs):
             if entry is not None:
-                locals_[i] = _taken_out(locals_[i], have[i], mesh, entry, fast, self.check)
+                locals_[i] = _taken_out(locals_[i], have[i], mesh, entry, fast, self.check)  # type: ignore[arg-type]
         return tree.unflatten(out_def, locals_)
 
 

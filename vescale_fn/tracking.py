@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,42 +40,35 @@ _STATIC = frozenset((int, float, bool, type(None), str, slice, type(...), torch.
                      torch.memory_format, torch.layout, complex))  # fmt: skip
 
 
-def _collect(value: Any, into: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        into.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, into)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, into)
+_LOCAL = frozenset((Tensor, Blocks, torch.nn.Parameter))
 
 
-def _tensors(*values: Any) -> list[Tensor]:
-    """The tensors in lists, tuples and dicts, in order."""
-    found: list[Tensor] = []
-    for value in values:
-        _collect(value, found)
+def _seen(args: Any, kwargs: Any) -> list[Any] | None:
+    """The tensors among arguments that are simple enough to tell at first sight; None where one is not."""
+    found = []
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        kind = a.__class__
+        if kind in _LOCAL:
+            found.append(a)
+        elif kind is list or kind is tuple:
+            for b in a:
+                if b.__class__ in _LOCAL:
+                    found.append(b)
+                elif b.__class__ not in _STATIC:
+                    return None
+        elif kind not in _STATIC:
+            return None
     return found
 
 
-def _with_tensors(value: Any, new: Iterator[Tensor]) -> Any:
-    """The same structure with other tensors."""
-    if isinstance(value, Tensor):
-        return next(new)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_with_tensors(item, new) for item in value))
-    if isinstance(value, (list, tuple)) and type(value) is not torch.Size:
-        return type(value)(_with_tensors(item, new) for item in value)
-    if isinstance(value, dict):
-        return {key: _with_tensors(item, new) for key, item in value.items()}
-    return value
-
-
-def _mark_all(value: Any, type_: Type) -> Any:
-    for x in _tensors(value):
-        mark(x, type_)
-    return value
+def _mark_result(out: Any, type_: Type) -> Any:
+    """`_mark_all` outside of transforms."""
+    if out.__class__ is Tensor or out.__class__ is Blocks:
+        out.vfn_type = type_
+        if (base := _torch.base(out)) is not None:
+            base.vfn_view_type = type_
+        return out
+    return out if out.__class__ in _STATIC else types.mark_all(out, type_)
 
 
 # --- the modes --------------------------------------------------------------------------------------------------------
@@ -94,14 +87,14 @@ class Unchecked(TorchFunctionMode):
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Any function: what it gives is a value of the body, which tells it from those that come from outside."""
-        given = _tensors(args, kwargs)
+        given = types.tensors(args, kwargs)
         if not given:
-            return _mark_all(self.made(func, args, kwargs, draws=name in types.DRAWS), types.INVARIANT)
+            return types.mark_all(self.made(func, args, kwargs, draws=name in types.DRAWS), types.INVARIANT)
         if func is not torch.autograd.grad and name not in types.NOT_TYPED:
             new = [self.taken_in(x) for x in given]
             if any(a is not b for a, b in zip(new, given)):
-                args, kwargs = _with_tensors((args, kwargs), iter(new))
-        return _mark_all(func(*args, **kwargs), types.INVARIANT)
+                args, kwargs = types.with_tensors((args, kwargs), iter(new))
+        return types.mark_all(func(*args, **kwargs), types.INVARIANT)
 
     def made(self, func: Any, args: Any, kwargs: Any, draws: bool) -> Any:
         """What a function without tensor operands makes."""
@@ -137,15 +130,15 @@ class Unchecked(TorchFunctionMode):
             return self.remember(x, "enter", lambda: enter(x, self.body.mesh))
         return x
 
-    def remember(self, x: Tensor, what: Any, make: Callable[[], Tensor]) -> Tensor:
+    def remember(self, x: Tensor, what: Any, make: Callable[[], Tensor], type_: Type = types.INVARIANT) -> Tensor:
         """``make()``, once for each `x` as long as it lives unchanged (and for each level of transforms, and grad mode)."""
-        key = (id(x), what, torch.is_grad_enabled(), _torch.level())
+        key = (id(x), what, torch.is_grad_enabled(), _torch.level() if _torch.transforming() else 0)
         version = _torch.version(x)
         found = self.remembered.get(key)
         if found is not None and found[0]() is x and found[1] == version:
             return found[2]
         made, remembered = make(), self.remembered
-        mark(made, types.INVARIANT)
+        mark(made, type_)
         remembered[key] = (weakref.ref(x, lambda _: remembered.pop(key, None)), version, made)
         return made
 
@@ -180,12 +173,11 @@ class Checked(Unchecked):
 
     def promoted(self, x: Tensor, have: Type, want: Type) -> Tensor:
         """`x` as a value that varies where `want` does."""
-        if have is want or not any(types.promotion(have, want)) or not _torch.needs_gradient(x):
+        if have is want or types.promotion(have, want) == ((), ()) or not _torch.needs_gradient(x):
             return x
 
-        y = self.remember(x, want, lambda: promote(x, have, want, self.body.mesh))
-        mark(y, types.with_letter(have, tuple(sorted(want.varying)), "V"))
-        return y
+        type_ = types.with_letter(have, tuple(sorted(want.varying)), "V")
+        return self.remember(x, want, lambda: promote(x, have, want, self.body.mesh), type_)
 
     def combined(self, name: str, args: Any, given: Sequence[Tensor], known: Sequence[Type]) -> tuple[Type, Type]:
         """`types.combine`, with a message that names the function and its operands."""
@@ -198,40 +190,49 @@ class Checked(Unchecked):
     # One method for each class of functions.
 
     def function(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """An ordinary function: its operands are brought to one type, which is its result's."""
-        first = None
+        """An ordinary function: its operands are brought to one type, which is its result's.
+
+        Here is the short way, for operands that are found at first sight and typed plainly.
+        """
         if kwargs and ("out" in kwargs or kwargs.get("inplace")):
             return self.write(func, name, args, kwargs)
-        if not self.retyped and not _torch.transforming():  # the short way: operands of one type
-            for a in (*args, *kwargs.values()) if kwargs else args:
-                kind = a.__class__
-                if kind is Tensor or kind is Blocks:
-                    found = getattr(a, "vfn_type", None)
-                    if found is not first:
-                        if first is not None or not found.plain:
-                            break
-                        first = found
-                    elif found is None:
-                        break
-                elif kind not in _STATIC and not (kind is tuple and all(item.__class__ in _STATIC for item in a)):
-                    break
-            else:
-                if first is not None:
-                    out = func(*args, **kwargs)
-                    if out.__class__ is Tensor or out.__class__ is Blocks:
-                        out.vfn_type = first
-                        if _torch.base(out) is not None:
-                            mark(out, first)
-                        return out
-                    return _mark_all(out, first)
-        return self.combining(func, name, args, kwargs)
+        operands = None if self.retyped or _torch.transforming() else _seen(args, kwargs)
+        if operands is None:
+            return self.combining(func, name, args, kwargs)
+        result = None
+        for x in operands:
+            have = getattr(x, "vfn_type", None)
+            if have is not result or have is None:
+                if have is None or result is not None:
+                    if self.ranks:
+                        return self.combining(func, name, args, kwargs)
+                    return self.mixed(func, name, args, kwargs, operands)
+                result = have
+        if result is None and not self.ranks:
+            result = types.INVARIANT  # a factory
+        if result is None or not result.plain:
+            return self.combining(func, name, args, kwargs)
+        return _mark_result(func(*args, **kwargs), result)
+
+    def mixed(self, func: Any, name: str, args: Any, kwargs: Any, operands: Sequence[Any]) -> Any:
+        """The short way for operands of several plain types, on a real mesh."""
+        known = tuple([getattr(x, "vfn_type", None) or self.typeof(x) for x in operands])
+        result = types.union(known)
+        if result is None:
+            return self.combining(func, name, args, kwargs)
+        if torch.is_grad_enabled():
+            new = {id(x): self.promoted(x, have, result) for x, have in zip(operands, known)
+                   if have is not result and x.requires_grad}  # fmt: skip
+            if new:
+                args, kwargs = types.with_tensors((args, kwargs), iter([new.get(id(x), x) for x in operands]))  # type: ignore[arg-type]
+        return _mark_result(func(*args, **kwargs), result)
 
     def combining(self, func: Any, name: str, args: Any, kwargs: Any, to: Type | None = None) -> Any:
         """`function`, operands of any types; or with all of them brought to varying as `to`."""
-        given = _tensors(args, kwargs)
+        given = types.tensors(args, kwargs)
         if not given:
             out = self.made(func, args, kwargs, draws=to is not None)
-            return _mark_all(out, to or types.INVARIANT)
+            return types.mark_all(out, to or types.INVARIANT)
         operands = [self.taken_in(x) for x in given]
         known = [self.typeof(x) for x in operands]
         if to is not None:
@@ -241,8 +242,8 @@ class Checked(Unchecked):
             want, result = self.combined(name, args, operands, known)
         operands = [self.promoted(x, have, want) for x, have in zip(operands, known, strict=True)]
         if any(a is not b for a, b in zip(operands, given)):
-            args, kwargs = _with_tensors((args, kwargs), iter(operands))
-        return _mark_all(func(*args, **kwargs), result)
+            args, kwargs = types.with_tensors((args, kwargs), iter(operands))
+        return types.mark_all(func(*args, **kwargs), result)
 
     def unknown(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """An op that we know nothing about: it may talk to other ranks, or draw."""
@@ -256,9 +257,15 @@ class Checked(Unchecked):
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A function that writes into an argument. What it writes may differ by rank where the target did not."""
-        given = _tensors(args, kwargs)
+        if not kwargs and not self.retyped and args[0].__class__ in _LOCAL and not _torch.transforming():
+            have = getattr(args[0], "vfn_type", None)
+            operands = _seen(args, kwargs)
+            if operands and have is not None and have.plain and name not in types.DRAWS:
+                if all(getattr(x, "vfn_type", None) is have for x in operands) and not types.is_borrowed(args[0]):
+                    return func(*args)  # what is written has the target's type: nothing changes
+        given = types.tensors(args, kwargs)
         into = kwargs["out"] if "out" in kwargs else args[0] if args else kwargs.get("input")
-        targets = _tensors(into)
+        targets = types.tensors(into)
         if not targets:
             return self.combining(func, name, args, kwargs)
         known = [self.typeof(x) for x in given]
@@ -271,7 +278,7 @@ class Checked(Unchecked):
         operands = [
             x if id(x) in mine else self.promoted(self.taken_in(x), have, want) for x, have in zip(given, known)
         ]
-        args, kwargs = _with_tensors((args, kwargs), iter(operands))
+        args, kwargs = types.with_tensors((args, kwargs), iter(operands))
         out = func(*args, **kwargs)
         for target in targets:
             if self.typeof(target) is not result:
@@ -279,7 +286,7 @@ class Checked(Unchecked):
                 mark(target, result)
                 if (base := _torch.base(_torch.peel(target))) is not None:
                     mark(base, result)
-        return _mark_all(out, result)
+        return types.mark_all(out, result)
 
     def check_write(self, name: str, target: Tensor, have: Type, result: Type) -> None:
         """Raise where a write would reach memory of someone else, or where a gradient would be lost."""
@@ -301,7 +308,7 @@ class Checked(Unchecked):
     def gradient(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """`torch.autograd.grad`: its arguments must stay the tensors that they are; a gradient has its primal's type."""
         outputs, inputs = (
-            _tensors(args[i] if len(args) > i else kwargs.get(key)) for i, key in enumerate(("outputs", "inputs"))
+            types.tensors(args[i] if len(args) > i else kwargs.get(key)) for i, key in enumerate(("outputs", "inputs"))
         )
         seeds = args[2] if len(args) > 2 else kwargs.get("grad_outputs")
         if seeds is None and context.is_strict():
@@ -337,7 +344,7 @@ class Checked(Unchecked):
 
     def number(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A value is read into Python, where ranks must not part."""
-        for x in _tensors(args, kwargs):
+        for x in types.tensors(args, kwargs):
             have = self.typeof(x)
             differs = sorted(have.varying | have.unreduced)
             if differs:

@@ -19,7 +19,7 @@ Source: JAX's varying manual axes (`jax.typeof(x).vma`) and sharding in types; a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -178,6 +178,12 @@ def combine(function: str, types: tuple[Type, ...], numbers: bool) -> tuple[Type
     return of(varying), of(result["V"], result["U"], result["R"])
 
 
+@functools.lru_cache(maxsize=8192)
+def union(types: tuple[Type, ...]) -> Type | None:
+    """The type of what is made of plain values, by any function; None where one is not plain."""
+    return combine("", types, False)[1] if all(t.plain for t in types) else None
+
+
 def _over_one_axis(function: str, axis: str, letters: list[str], numbers: bool) -> str:
     if "U" in letters:
         how, others = LINEARITY.get(function), [letter for letter in letters if letter != "U"]
@@ -271,6 +277,45 @@ def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
             "shard_map", "a value that differs by rank, and has a gradient, was made where the body could not see it",
             [f"it is {text(x)}"], "take it out of its own body first, or detach it"))  # fmt: skip
     return of(axes)
+
+
+def _collect(value: Any, into: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        into.append(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, into)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, into)
+
+
+def tensors(*values: Any) -> list[torch.Tensor]:
+    """The tensors in lists, tuples and dicts, in order."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        _collect(value, found)
+    return found
+
+
+def with_tensors(value: Any, new: Iterator[torch.Tensor]) -> Any:
+    """The same structure with other tensors."""
+    if isinstance(value, torch.Tensor):
+        return next(new)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(with_tensors(item, new) for item in value))
+    if isinstance(value, (list, tuple)) and type(value) is not torch.Size:
+        return type(value)(with_tensors(item, new) for item in value)
+    if isinstance(value, dict):
+        return {key: with_tensors(item, new) for key, item in value.items()}
+    return value
+
+
+def mark_all(value: Any, type_: Type) -> Any:
+    """Give every tensor in a result its type, and return the result."""
+    for x in tensors(value):
+        mark(x, type_)
+    return value
 
 
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
