@@ -24,9 +24,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 __all__ = ["DTensorSpec", "TensorMeta"]
 
-strided_shard_type = _placement_types._StridedShard  # noqa: SLF001
-disabled_torch_function = torch._C._disabled_torch_function_impl  # noqa: SLF001
-make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # noqa: SLF001
+strided_shard_type = _placement_types._StridedShard
+disabled_torch_function = torch._C._disabled_torch_function_impl
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name changed in 2.13
@@ -69,7 +69,7 @@ def dispatch_to_own(cls: Any) -> Any:
 
 
 if hasattr(torch.Tensor, "_dtensor__new__"):
-    new_dtensor: Any = torch.Tensor._dtensor__new__  # noqa: SLF001  (cls, local, spec, *, requires_grad)
+    new_dtensor = torch.Tensor._dtensor__new__  # type: ignore[assignment]  # (cls, local, spec, *, requires_grad)
 else:
 
     def new_dtensor(cls: Any, local: Any, spec: Any, *, requires_grad: bool) -> Any:
@@ -81,7 +81,7 @@ else:
 
 def forbid_data_ptr(x: torch.Tensor) -> None:
     """Make taking the data pointer of `x`, a wrapper without storage, raise."""
-    torch._C._set_throw_on_mutable_data_ptr(x)  # noqa: SLF001
+    torch._C._set_throw_on_mutable_data_ptr(x)
 
 
 def unattached_mesh(device: str, ranks: torch.Tensor, names: tuple[str, ...], cls: type = DeviceMesh) -> Any:
@@ -98,22 +98,22 @@ def peel(x: torch.Tensor) -> torch.Tensor:
 
 def base(x: torch.Tensor) -> torch.Tensor | None:
     """The tensor that `x` is a view of."""
-    return x._base  # noqa: SLF001
+    return x._base
 
 
 def memory(x: torch.Tensor) -> tuple[Any, ...]:
     """Where the elements of `x` are; equal for two tensors that are names of the same elements."""
-    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()  # noqa: SLF001
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
 
 
 def settled(x: torch.Tensor) -> torch.Tensor:
     """`x` with its lazy conjugate and minus sign carried out, also where dispatch below autograd does not heed them."""
     if x.is_conj():
         x = torch.conj_physical(x.conj())
-    return torch.neg(torch._neg_view(x)) if x.is_neg() else x  # noqa: SLF001
+    return torch.neg(torch._neg_view(x)) if x.is_neg() else x
 
 
-no_torch_function = torch._C.DisableTorchFunction  # noqa: SLF001  (a context: neither modes nor subclasses see the calls)
+no_torch_function = torch._C.DisableTorchFunction
 
 _plain_function_apply = torch.autograd.Function.__dict__["apply"]
 
@@ -157,17 +157,17 @@ def is_batched(x: torch.Tensor) -> bool:
 
 def transforming() -> bool:
     """Whether a functorch transform (`torch.func.grad`, `vmap`, ...) is active."""
-    return torch._C._are_functorch_transforms_active()  # noqa: SLF001
+    return torch._C._are_functorch_transforms_active()
 
 
 def forward_ad_active() -> bool:
     """Whether dual numbers (`torch.autograd.forward_ad`) are in use."""
-    return _forward_ad._current_level >= 0  # noqa: SLF001
+    return _forward_ad._current_level >= 0
 
 
 def apply(function: Any, *args: Any) -> Any:
     """`function.apply(*args)`, by the short way (a sixth of the time) when no functorch transform is active."""
-    if torch._C._are_functorch_transforms_active():  # noqa: SLF001
+    if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
@@ -177,9 +177,9 @@ def is_plain(x: torch.Tensor) -> bool:
     return (
         type(x) is torch.Tensor
         and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()  # noqa: SLF001
-        and torch._C._len_torch_dispatch_stack() == 0  # noqa: SLF001
-        and torch._C._len_torch_function_stack() == 0  # noqa: SLF001
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
     )
 
 
@@ -227,7 +227,7 @@ def shapes_only() -> Iterator[None]:
 
 def is_operator(func: Any) -> bool:
     """Whether `func` is something under `torch.ops`."""
-    return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))  # noqa: SLF001
+    return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
 def needs_gradient(x: torch.Tensor) -> bool:
@@ -248,9 +248,9 @@ def level() -> int:
 
 def version(x: torch.Tensor) -> int:
     """How often `x` has been written in place."""
-    return 0 if x.is_inference() else peel(x)._version  # noqa: SLF001
+    return 0 if x.is_inference() else peel(x)._version
 
 
 def function_mode_on() -> bool:
     """Whether a mode sees the torch functions that are called here."""
-    return torch._C._len_torch_function_stack() > 0 and torch._C._is_torch_function_all_disabled() is False  # noqa: SLF001
+    return torch._C._len_torch_function_stack() > 0 and torch._C._is_torch_function_all_disabled() is False

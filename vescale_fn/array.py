@@ -189,7 +189,7 @@ def _take_in(value: Any) -> Any:
     if isinstance(value, DTensor) and not isinstance(value, Array):
         if any(p.is_partial() and p.reduce_op != "sum" for p in value._spec.placements):
             replicate = [torch.distributed.tensor.Replicate() if p.is_partial() else p for p in value._spec.placements]
-            value = DTensor.redistribute(value.detach(), placements=replicate)
+            value = DTensor.redistribute(value.detach(), placements=replicate)  # type: ignore[arg-type]
         return _torch.new_dtensor(Array, _torch.local(value), value._spec, requires_grad=False)
     return value
 
@@ -342,7 +342,7 @@ class _Enter:
         if not isinstance(x, Array) or layout(x._spec) != bare:
             (x,) = _Move(self.mesh, None, bare, "shard_map")((x,))
         local = _torch.local(x)
-        return (Blocks(local.blocks, in_body=True) if type(local) is Blocks else local.detach(),)
+        return (Blocks(local.blocks, in_body=True) if type(local) is Blocks else local.detach(),)  # type: ignore[call-arg]
 
     def transpose(self) -> _Leave:
         return _Leave(self.mesh, _cotangent_spec(self.spec))

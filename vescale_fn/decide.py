@@ -114,7 +114,7 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
     common: dict[str, Any] = {"view": _is_view(func), "simulated": is_simulated(mesh), "seeded": _is_seeded(func),
               "lists": any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in (*args, *kwargs.values()))}  # fmt: skip
     rule, pinned = _rule(func, args, kwargs, tensors, outs)
-    if rule is None:
+    if rule is None or outs is None:
         return Decision(mesh, None, (), (), many, **common)
     solved = _solve(rule, [(spec, tuple(x.shape)) for spec, x in zip(specs, tensors, strict=True)],
                     [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs], axes_of(mesh), pinned)  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from . import wire
-from .blocks import Blocks, each
+from .blocks import each
 from .mesh import axes_of, coordinates, groups, played_ranks
 from .spec import P, dim_indices, split_axes
 
@@ -320,4 +320,3 @@ def all_reduce_bucket(xs: Sequence[Any], mesh: Any, axes: tuple[str, ...], why: 
         return whole.narrow(0, sum(b.numel() for b in blocks[:-1]), blocks[-1].numel()).view(blocks[-1].shape)
 
     return [each(cut, ranks, total, *xs[: i + 1], key=lambda rank: None) for i in range(len(xs))]
-

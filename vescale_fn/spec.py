@@ -28,7 +28,7 @@ Axes = Mapping[str, int]
 Entry = None | str | tuple[str, ...]
 
 
-class P(tuple):
+class P(tuple[Any, ...]):
     """How an array lies on a mesh: one entry a dim, None or an axis name or a tuple of names (major first).
 
     Args:
@@ -51,7 +51,7 @@ class P(tuple):
     reduced: frozenset[str]
 
     def __new__(cls, *entries: Entry, unreduced: Iterable[str] = (), reduced: Iterable[str] = ()) -> P:
-        self = tuple.__new__(cls, map(_entry, entries))
+        self: P = super().__new__(cls, map(_entry, entries))
         self.unreduced = _names(unreduced, "unreduced")
         self.reduced = _names(reduced, "reduced")
         return self
@@ -59,7 +59,7 @@ class P(tuple):
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, P)
-            and tuple.__eq__(self, other)
+            and super().__eq__(other)
             and self.unreduced == other.unreduced
             and self.reduced == other.reduced
         )
@@ -89,8 +89,9 @@ def rebuild_spec(entries: tuple[Entry, ...], unreduced: Iterable[str], reduced: 
 def _entry(entry: Any) -> Entry:
     if entry is None or isinstance(entry, str):
         return entry
-    if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
-        return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
+    names: tuple[Any, ...] | None = tuple(entry) if isinstance(entry, (tuple, list)) else None  # type: ignore[arg-type]
+    if names is not None and all(isinstance(name, str) for name in names):
+        return None if not names else names[0] if len(names) == 1 else names
     raise SpecError(
         report(
             "P",
@@ -111,7 +112,9 @@ def _names(names: Any, word: str) -> frozenset[str]:
 
 def split_axes(spec: P, ndim: int) -> tuple[tuple[str, ...], ...]:
     """For each of `ndim` dims, the axes that split it, major first."""
-    rows = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in spec]
+    rows: list[tuple[str, ...]] = [
+        () if entry is None else (entry,) if isinstance(entry, str) else entry for entry in spec
+    ]
     return (*rows, *((),) * (ndim - len(rows)))
 
 
@@ -129,7 +132,7 @@ def _dims(n: int) -> str:
 
 def problems(spec: P, axes: Axes, ndim: int | None) -> list[str]:
     """Everything that is wrong with `spec` on a mesh with these axes, for a value of `ndim` dims (None: not known)."""
-    found = []
+    found: list[str] = []
     used: dict[str, str] = {}
     places = [(name, f"dim {dim}") for dim, names in enumerate(split_axes(spec, len(spec))) for name in names]
     places += [(name, word) for word in ("unreduced", "reduced") for name in sorted(getattr(spec, word))]
@@ -219,7 +222,7 @@ def shard_shape(shape: Sequence[int], mesh: Any, spec: P) -> tuple[int, ...]:
     >>> vfn.shard_shape((5, 6), {"dp": 4}, vfn.P("dp"))
     (2, 6)
     """
-    axes = dict(mesh) if isinstance(mesh, Mapping) else axes_of(mesh)
+    axes: dict[str, int] = dict(mesh) if isinstance(mesh, Mapping) else axes_of(mesh)  # type: ignore[arg-type]
     validate(spec, axes, len(shape), "shard_shape")
     return tuple(map(len, local_indices(shape, axes, spec, dict.fromkeys(axes, 0))))
 
@@ -262,16 +265,18 @@ def from_placements(placements: Sequence[Any], axes: Axes, ndim: int) -> P:
         SpecError: placements that no spec can say (a partial maximum, a strided shard of no order of axes).
     """
     rows: list[list[str]] = [[] for _ in range(ndim)]
-    unreduced = set()
+    unreduced: set[str] = set()
     # later axes first: they are the segments
-    for axis, placement in reversed(list(zip(axes, placements, strict=True))):
+    pairs: list[tuple[str, Any]] = list(zip(axes, placements, strict=True))
+    for axis, placement in reversed(pairs):
         if placement.is_partial():
             if placement.reduce_op not in ("sum", "avg"):
                 raise SpecError(f"a partial {placement.reduce_op!r} over {axis!r} has no spec; only partial sums have")
             unreduced.add(axis)
         elif not placement.is_replicate():
-            row = rows[placement.dim % ndim]
-            factor, at = getattr(placement, "split_factor", 1), 0
+            dim: int = placement.dim % ndim
+            row, at = rows[dim], 0
+            factor: int = getattr(placement, "split_factor", 1)
             while factor > 1 and at < len(row) and factor % axes[row[at]] == 0:
                 factor //= axes[row[at]]
                 at += 1
@@ -299,7 +304,9 @@ def spec_from_rules(tree: Any, rules: Sequence[tuple[str, P]]) -> Any:
     {'w': P('tp', None), 'b': P()}
     """
     accessors, leaves, treedef = optree.tree_flatten_with_accessor(tree)
-    found, failures, hits = [], [], set()
+    found: list[P] = []
+    failures: list[str] = []
+    hits: set[int] = set()
     for accessor, leaf in zip(accessors, leaves, strict=True):
         path, code = dotted(accessor), accessor.codify("tree")
         matching = [i for i, (pattern, _) in enumerate(rules) if re.search(pattern, path)]

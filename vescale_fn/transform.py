@@ -310,7 +310,7 @@ def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[[Any], tupl
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
     if _torch.transforming():
-        outs, back = torch.func.vjp(flat, *split.primals)
+        outs, back = torch.func.vjp(flat, *split.primals)[:2]
     else:
         outs, back = _autograd_vjp(flat, split.primals)
     found = iter(outs)
@@ -381,7 +381,7 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) 
         rest["leaves"] = leaves
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
-    outs, slopes = torch.func.jvp(flat, tuple(split.primals), directions)
+    outs, slopes = torch.func.jvp(flat, tuple(split.primals), directions)[:2]
 
     def rebuilt(tensors: Sequence[Any]) -> Any:
         found = iter(tensors)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import optree
@@ -15,10 +15,10 @@ from .errors import SpecError, report
 
 _HERE = __file__.rsplit("/", 1)[0]
 
-flatten = optree.tree_flatten
-unflatten = optree.tree_unflatten
-map_ = optree.tree_map
-leaves = optree.tree_leaves
+flatten: Callable[..., tuple[list[Any], Any]] = optree.tree_flatten
+unflatten: Callable[[Any, Iterable[Any]], Any] = optree.tree_unflatten
+map_: Callable[..., Any] = optree.tree_map
+leaves: Callable[..., list[Any]] = optree.tree_leaves
 
 
 _opaque: set[type] = set()
