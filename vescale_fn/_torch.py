@@ -160,6 +160,14 @@ def transforming() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+dispatch_modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are active
+
+
+def is_traced() -> bool:
+    """Whether `make_fx` (and so `torch.func.linearize`) is tracing."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def forward_ad_active() -> bool:
     """Whether dual numbers (`torch.autograd.forward_ad`) are in use."""
     return _forward_ad._current_level >= 0

@@ -17,7 +17,7 @@ from . import _torch, blocks, context, reshard
 from .aliases import after_write, check_writable, note_copy, note_views, remember_sums
 from .blocks import Blocks
 from .decide import PLAIN, STEP_BY_STEP, WRITE, Decision, bind, decide, reason, refuse, replace, tensors_in
-from .errors import InPlaceError, ReshardError, report
+from .errors import InPlaceError, ReshardError, TypingError, report
 from .layout import WHOLE, axes_items, layout, spec_for, text, type_text
 from .mesh import played_ranks
 from .spec import P
@@ -46,6 +46,10 @@ def _key(a: Any) -> Any:
 
 def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     """Carry out one aten op on arrays of class `cls`."""
+    if _torch.dispatch_modes() and _torch.is_traced():
+        raise TypingError(report(
+            str(func), "arrays cannot be traced by make_fx, nor by torch.func.linearize, which uses it: values on a mesh "
+            "would be frozen into the trace", fix="vfn.jvp(f, primals, tangents) for the derivative along a tangent"))  # fmt: skip
     key = [func]
     for a in args:
         key.append(a._spec if a.__class__ is cls else _key(a))
