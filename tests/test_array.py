@@ -505,10 +505,10 @@ def test_placing_inside_a_gradient(m, x, grad, s: P) -> None:
         lambda p: vfn.with_sharding(vfn.with_sharding(p, P("tp"), mesh=m) * 1, P(), mesh=m),
     ):
         a = vfn.shard(x, m, s)
-        g = grad(lambda p: (move(p) ** 2).sum())(a)  # noqa: B023
+        g = grad(lambda p: (move(p) ** 2).sum())(a)
         assert vfn.spec_of(g) == s
         assert torch.equal(vfn.unshard(g), 2 * x)
-        plain = grad(lambda p: vfn.unshard((move(p) ** 2).sum()))(x)  # noqa: B023
+        plain = grad(lambda p: vfn.unshard((move(p) ** 2).sum()))(x)
         assert type(plain) is torch.Tensor
         assert torch.equal(plain, 2 * x)
 
@@ -522,10 +522,10 @@ def test_placing_under_vmap(m, x) -> None:
         (P("dp"), P(None, "dp")),
         (P(("tp", "dp")), P(None, ("tp", "dp"))),
     ]:
-        y = torch.func.vmap(lambda row: vfn.with_sharding(row * 2, s))(a)  # noqa: B023
+        y = torch.func.vmap(lambda row: vfn.with_sharding(row * 2, s))(a)
         assert vfn.spec_of(y) == after
         assert torch.equal(vfn.unshard(y), 2 * x)
-        y = torch.func.vmap(lambda row: vfn.with_sharding(row * 2, s, mesh=m))(x)  # noqa: B023
+        y = torch.func.vmap(lambda row: vfn.with_sharding(row * 2, s, mesh=m))(x)
         assert torch.equal(vfn.unshard(y), 2 * x)
     seen = []
     torch.func.vmap(lambda column: seen.append(vfn.spec_of(column)) or column, in_dims=1)(a)

@@ -77,8 +77,13 @@ class Array(DTensor):
 
     @data.setter
     def data(self, value: Any) -> None:
-        raise InPlaceError(report("array", "`.data = ` cannot exchange what an array holds",
-                                  fix="with torch.no_grad(): x.copy_(value); or torch.utils.swap_tensors(x, value)"))  # fmt: skip
+        raise InPlaceError(
+            report(
+                "array",
+                "`.data = ` cannot exchange what an array holds",
+                fix="with torch.no_grad(): x.copy_(value); or torch.utils.swap_tensors(x, value)",
+            )
+        )
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, flat: Any, outer_size: Any, outer_stride: Any) -> Array:
@@ -419,8 +424,8 @@ def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
     leaves, treedef = tree.flatten(value)
     specs = tree.broadcast(spec, value, where, "spec", "tree")
     if not all(isinstance(s, P) for s in specs):
-        wrong = [f"the spec of {name} is {s!r}" for name, s in zip(tree.paths(value, tree.spelling(value, "tree")), specs, strict=True)
-                 if not isinstance(s, P)]  # fmt: skip
+        names = tree.paths(value, tree.spelling(value, "tree"))
+        wrong = [f"the spec of {n} is {s!r}" for n, s in zip(names, specs, strict=True) if not isinstance(s, P)]
         raise SpecError(report(where, "every spec must be a vfn.P", wrong, 'for instance P("dp") or P()'))
     return leaves, treedef, specs
 
@@ -452,10 +457,14 @@ def _keep_out_of_bodies(specs: Sequence[P], where: str) -> None:
     body = context.body()
     if body is not None:
         named = {a: spec for spec in specs for row in split_axes(spec, len(spec)) for a in row if a in body.axes}
-        raise SpecError(report(
-            where, "this is the body of a shard_map: its values are one rank's blocks, and its axes are manual",
-            [f"axis {axis!r} of {spec!r} is manual here" for axis, spec in named.items()],
-            "a collective (vfn.all_gather, vfn.psum_scatter, ...) in the body, or the spec in in_specs or out_specs"))  # fmt: skip
+        raise SpecError(
+            report(
+                where,
+                "this is the body of a shard_map: its values are one rank's blocks, and its axes are manual",
+                [f"axis {axis!r} of {spec!r} is manual here" for axis, spec in named.items()],
+                "a collective (vfn.all_gather, vfn.psum_scatter, ...) in the body, or the spec in in_specs or out_specs",
+            )
+        )
 
 
 def shard(tree_: Any, mesh: Any, spec: Any) -> Any:

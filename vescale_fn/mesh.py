@@ -108,8 +108,13 @@ def _fill(sizes: tuple[int, ...], names: tuple[str, ...], world: int) -> tuple[i
     if -1 in sizes:
         raise MeshError(report("make_mesh", f"{wanted}: {known} does not divide the ranks, {have}"))
     if known < world:
-        raise MeshError(report("make_mesh", f"{wanted} has {known} ranks, but {have}; a mesh uses all of them",
-                               fix=f"make_mesh(({', '.join(map(str, (*sizes[:-1], -1)))},), {names}), or another axis"))  # fmt: skip
+        raise MeshError(
+            report(
+                "make_mesh",
+                f"{wanted} has {known} ranks, but {have}; a mesh uses all of them",
+                fix=f"make_mesh(({', '.join(map(str, (*sizes[:-1], -1)))},), {names}), or another axis",
+            )
+        )
     raise MeshError(report(
         "make_mesh", f"{wanted} = {known} ranks, but {have}. Three ways to get them",
         [f"vfn.simulate({known})                     all ranks played by this process (notebooks, tests)",

@@ -155,8 +155,14 @@ def validate(spec: P, axes: Axes, ndim: int | None, where: str, name: str = "") 
     found = problems(spec, axes, ndim)
     if found:
         of = f" of {name}" if name else ""
-        raise SpecError(report(where, f"the spec {spec!r}{of} does not fit", found,
-                               f"use the axes of the {mesh_text(axes)}, each at most once, at most one entry a dim"))  # fmt: skip
+        raise SpecError(
+            report(
+                where,
+                f"the spec {spec!r}{of} does not fit",
+                found,
+                f"use the axes of the {mesh_text(axes)}, each at most once, at most one entry a dim",
+            )
+        )
 
 
 def _chunk(indices: Any, n: int, i: int) -> Any:
