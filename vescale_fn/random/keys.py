@@ -16,7 +16,7 @@ import optree
 import optree.registry
 import torch
 
-from .. import _torch
+from .. import _torch, tree
 from ..errors import RandomError, report
 
 IMPLS = ("threefry2x32",)
@@ -144,6 +144,7 @@ optree.register_pytree_node(
     path_entry_type=optree.GetAttrEntry,
     namespace=optree.registry.__GLOBAL_NAMESPACE,
 )
+tree.mark_opaque(Key)  # there is nothing in a key to differentiate: gradient trees hold it as it is
 _torch.register_tree_node(Key, _flatten, lambda children, impl: _unflatten(impl, children), ("data",))
 
 
