@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .errors import MeshError, report
+
 
 @dataclass(frozen=True)
 class Body:
@@ -87,6 +89,15 @@ def _setting(**values: Any) -> Iterator[None]:
             setattr(_state, name, value)
 
 
+def checked_mesh(mesh: Any, where: str) -> Any:
+    """`mesh` if it is a mesh, else a MeshError."""
+    if not hasattr(mesh, "mesh_dim_names"):
+        what = "a tensor" if hasattr(mesh, "dtype") else f"{mesh!r}"
+        fix = 'mesh = vfn.make_mesh((2, 4), ("dp", "tp"))'
+        raise MeshError(report(where, f"the mesh must be a DeviceMesh, but it is {what}", fix=fix))
+    return mesh
+
+
 def use_mesh(mesh: Any) -> contextlib.AbstractContextManager[None]:
     """Make `mesh` the current mesh inside a ``with`` block, so that specs need not name it.
 
@@ -99,7 +110,7 @@ def use_mesh(mesh: Any) -> contextlib.AbstractContextManager[None]:
     ...         print(vfn.current_mesh().mesh_dim_names)
     ('dp',)
     """
-    return _setting(mesh=mesh)
+    return _setting(mesh=mesh if mesh is None else checked_mesh(mesh, "use_mesh"))
 
 
 def set_mesh(mesh: Any) -> None:
@@ -108,7 +119,7 @@ def set_mesh(mesh: Any) -> None:
     >>> import vescale_fn as vfn
     >>> vfn.set_mesh(None)
     """
-    _state.mesh = mesh
+    _state.mesh = mesh if mesh is None else checked_mesh(mesh, "set_mesh")
 
 
 def strict() -> contextlib.AbstractContextManager[None]:

@@ -106,20 +106,23 @@ def _fill(sizes: tuple[int, ...], names: tuple[str, ...], world: int) -> tuple[i
     wanted = " x ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
     have = f"there {'is' if world == 1 else 'are'} {world} rank{'s' * (world != 1)}"
     if -1 in sizes:
-        raise MeshError(report("make_mesh", f"{wanted}: {known} does not divide the ranks, {have}"))
+        raise MeshError(report("make_mesh", f"{wanted}: {have}, which {known} does not divide"))
     if known < world:
+        others = known // sizes[-1]
+        fits = f"make_mesh({(*sizes[:-1], -1)}, {names})" if world % others == 0 else f"sizes whose product is {world}"
         raise MeshError(
             report(
                 "make_mesh",
                 f"{wanted} has {known} ranks, but {have}; a mesh uses all of them",
-                fix=f"make_mesh(({', '.join(map(str, (*sizes[:-1], -1)))},), {names}), or another axis",
+                fix=f"{fits}, or another axis",
             )
         )
     raise MeshError(report(
         "make_mesh", f"{wanted} = {known} ranks, but {have}. Three ways to get them",
-        [f"vfn.simulate({known})                     all ranks played by this process (notebooks, tests)",
-         f"vfn.launch(fn, {known})                   {known} processes started from here, running fn",
-         f"torchrun --nproc-per-node {known} your.py   {known} processes started from the shell"],
+        [f"{way:<{31 + len(str(known))}} {what}" for way, what in (
+            (f"vfn.simulate({known})", "this process plays all ranks (notebooks, tests)"),
+            (f"vfn.launch(fn, {known})", f"{known} processes started from here, each running fn"),
+            (f"torchrun --nproc-per-node {known} your.py", f"{known} processes started from the shell"))],
     ))  # fmt: skip
 
 

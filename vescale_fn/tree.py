@@ -42,7 +42,9 @@ def paths(tree: Any, root: str = "") -> list[str]:
 
 def dotted(accessor: optree.PyTreeAccessor) -> str:
     """A leaf's path with dots, for patterns: ``blocks.0.attn.wq``."""
-    return ".".join(str(getattr(entry, "name", None) or entry.entry) for entry in accessor)
+    return ".".join(
+        str(getattr(entry, "field", None) or getattr(entry, "name", None) or entry.entry) for entry in accessor
+    )
 
 
 def spelling(value: Any, otherwise: str) -> str:
@@ -89,6 +91,9 @@ def _partings(prefix: Any, tree: Any, prefix_path: str, tree_path: str) -> Itera
         yield f"{prefix_path} is {what[0]}, but {tree_path} is {what[1]}"
         return
     (mine, _, my_keys, _), (theirs, _, their_keys, _) = map(optree.tree_flatten_one_level, (prefix, tree))
+    if isinstance(tree, (list, tuple)) and len(mine) != len(theirs):
+        yield f"{prefix_path} has length {len(mine)}, but {tree_path} has length {len(theirs)}"
+        return
     if set(my_keys) != set(their_keys):
         missing, extra = ([k for k in a if k not in b] for a, b in ((their_keys, my_keys), (my_keys, their_keys)))
         parts = [
@@ -100,5 +105,8 @@ def _partings(prefix: Any, tree: Any, prefix_path: str, tree_path: str) -> Itera
         return
     found = dict(zip(their_keys, theirs, strict=True))
     for key, child in zip(my_keys, mine, strict=True):
-        step = f"[{key!r}]" if isinstance(tree, (dict, list, tuple)) and not hasattr(tree, "_fields") else f".{key}"
+        if hasattr(tree, "_fields"):  # a named tuple, whose keys are its fields' places
+            step = f".{tree._fields[key]}"
+        else:
+            step = f"[{key!r}]" if isinstance(tree, (dict, list, tuple)) else f".{key}"
         yield from _partings(child, found[key], prefix_path + step, tree_path + step)
