@@ -1,9 +1,10 @@
 """vescale_fn: JAX's SPMD programming model, in eager PyTorch. Write one function, as for one device; say where arrays lie."""
 
 from . import errors, optim, random
-from .array import Array, from_local, shard, spec_of, unshard, with_sharding
+from .array import Array, spec_of
 from .context import current_mesh, set_mesh, strict, use_mesh
 from .debug import comm_log, show
+from .gradient import grad, value_and_grad, vjp
 from .mesh import make_mesh
 from .ops import (
     all_gather,
@@ -21,10 +22,11 @@ from .ops import (
     psum_scatter,
     pvary,
 )
+from .placement import from_local, shard, unshard, with_sharding
 from .ranks import launch, simulate
 from .shard_map import shard_map
 from .spec import P, shard_shape, spec_from_rules
-from .transform import grad, jvp, remat, value_and_grad, vjp, vmap
+from .transform import jvp, remat, vmap
 
 __version__ = "0.1.0"
 

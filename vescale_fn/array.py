@@ -7,16 +7,16 @@ libraries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from . import _torch, blocks, context, interpreter, linear, reshard, tree, wire
+from . import _torch, blocks, interpreter, linear, reshard
 from .blocks import Blocks
-from .errors import InPlaceError, MeshError, SpecError, TypingError, mesh_text, report
+from .errors import InPlaceError, MeshError, mesh_text, report
 from .layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
 from .mesh import SimulatedMesh, axes_of, coordinates, is_simulated, played_ranks, rebuild_mesh, same
 from .spec import (
@@ -24,11 +24,8 @@ from .spec import (
     from_placements,
     from_split_axes,
     local_indices,
-    problems,
     rebuild_spec,
     split_axes,
-    too_long,
-    validate,
 )
 
 
@@ -93,11 +90,13 @@ class Array(DTensor):
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Array:  # type: ignore[override]
         """This value with other DTensor placements; `with_sharding` in torch's words."""
         mesh = device_mesh or self._spec.mesh
-        return shard(self, mesh, from_placements(placements or self.placements, axes_of(mesh), self.ndim))
+        return place(
+            self, mesh, from_placements(placements or self.placements, axes_of(mesh), self.ndim), "redistribute"
+        )
 
     def full_tensor(self, **kwargs: Any) -> torch.Tensor:
         """The whole value as a plain tensor; `unshard` in torch's words."""
-        return unshard(self)
+        return whole(self)
 
     def to_local(self, **kwargs: Any) -> torch.Tensor:
         """This rank's block, as a plain tensor (on a simulated mesh: a `Blocks`)."""
@@ -105,14 +104,14 @@ class Array(DTensor):
 
     def numpy(self, **kwargs: Any) -> Any:
         """The whole value as a numpy array."""
-        return unshard(self).numpy(**kwargs)
+        return whole(self).numpy(**kwargs)
 
     def __array__(self, dtype: Any = None) -> Any:
-        return unshard(self.detach()).__array__(dtype) if dtype is not None else unshard(self.detach()).__array__()
+        return whole(self.detach()).__array__(dtype) if dtype is not None else whole(self.detach()).__array__()
 
     def tolist(self) -> Any:
         """The whole value as nested lists."""
-        return unshard(self.detach()).tolist()
+        return whole(self.detach()).tolist()
 
     def __create_write_items__(self, *args: Any) -> Any:
         _refuse_simulated_checkpoint(self)
@@ -154,7 +153,7 @@ def _own_block(x: Array, spec: P) -> str:
 
 
 def _rebuild(local: Any, mesh: Any, spec: P, shape: Any, stride: Any, requires_grad: bool, parameter: bool) -> Array:
-    out = _wrap(local, mesh, spec, torch.Size(shape), stride)
+    out = wrap(local, mesh, spec, torch.Size(shape), stride)
     return _marked(out.requires_grad_(requires_grad), spec.reduced, parameter)
 
 
@@ -170,7 +169,7 @@ def _marked(x: Array, reduced: frozenset[str], parameter: bool) -> Array:
 torch.serialization.add_safe_globals([Array, Blocks, SimulatedMesh, P, _rebuild, rebuild_mesh, rebuild_spec])
 
 
-def _wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...] | None = None) -> Array:
+def wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...] | None = None) -> Array:
     bare = P(*spec, unreduced=spec.unreduced) if spec.reduced else spec
     if type(local) is not Blocks and (local.is_conj() or local.is_neg()):
         local = _torch.settled(local)
@@ -270,11 +269,11 @@ class _Move:
         bare = P(*target, unreduced=target.unreduced)
         if isinstance(x, Array):
             local = interpreter.brought(x, bare, self.why)
-            return (_wrap(_apart(local, _torch.local(x)), self.mesh, target, x.shape),)
+            return (wrap(_apart(local, _torch.local(x)), self.mesh, target, x.shape),)
         steps = reshard.plan(tuple(x.shape), axes_items(self.mesh), WHOLE, bare)
         before = _local(x, self.mesh)
         local = reshard.run(before, tuple(x.shape), self.mesh, steps, self.why)
-        return (_wrap(_apart(local, before) if steps else _packed(local), self.mesh, target, x.shape),)
+        return (wrap(_apart(local, before) if steps else packed(local), self.mesh, target, x.shape),)
 
     def _target(self, spec: P, ndim: int) -> P:
         assert self.target is not None
@@ -308,7 +307,7 @@ def _local(x: Any, mesh: Any) -> Any:
     return local
 
 
-def _packed(local: Any) -> Any:
+def packed(local: Any) -> Any:
     """A local value that is contiguous: arrays are, unless an op made them otherwise."""
     if type(local) is not Blocks:
         return local.contiguous()
@@ -367,7 +366,7 @@ class _Leave:
         local = _local(xs[0].detach(), self.mesh)
         axes = axes_of(self.mesh)
         shape = [size * _product(axes, names) for size, names in zip(local.shape, split_axes(self.spec, local.ndim))]
-        return (_wrap(_packed(local), self.mesh, self.spec, torch.Size(shape)),)
+        return (wrap(packed(local), self.mesh, self.spec, torch.Size(shape)),)
 
     def transpose(self) -> _Enter:
         return _Enter(self.mesh, _cotangent_spec(self.spec))
@@ -383,16 +382,28 @@ def _product(axes: dict[str, int], names: Sequence[str]) -> int:
     return n
 
 
-def _on_device(x: torch.Tensor, mesh: Any) -> torch.Tensor:
+def on_device(x: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """A plain tensor where the ranks of a mesh compute."""
     return x if x.device.type == mesh.device_type or type(x) is Blocks else x.to(mesh.device_type)
 
 
 def bring_in(x: Any, mesh: Any, spec: P, why: str) -> Any:
     """Each rank's block of a plain tensor or an array that is to lie as `spec`; differentiable."""
-    source = spec_of(x) if is_array(x) else None
-    if source != spec:  # else its cotangent comes back right from _Enter alone
-        (x,) = linear.apply(_Move(mesh, source, spec, why), x if source is not None else _on_device(x, mesh))
+    if not is_array(x):
+        x = on_device(x, mesh)
+    if not is_array(x) or spec_of(x) != spec:  # else its cotangent comes back right from _Enter alone
+        x = moved(x, mesh, spec, why)
     return linear.apply(_Enter(mesh, spec), x)[0]
+
+
+def moved(x: Any, mesh: Any, target: P | None, why: str) -> Any:
+    """An array, or a plain whole tensor, brought to `target`, or (None) to a plain whole tensor; differentiable."""
+    return linear.apply(_Move(mesh, spec_of(x) if is_array(x) else None, target, why), x)[0]
+
+
+def whole(x: Any, why: str = "unshard") -> torch.Tensor:
+    """An array as a plain whole tensor, on every rank; differentiable."""
+    return moved(x, mesh_of(x), None, why)
 
 
 def take_out(local: Any, mesh: Any, spec: P) -> Any:
@@ -400,259 +411,14 @@ def take_out(local: Any, mesh: Any, spec: P) -> Any:
     return linear.apply(_Leave(mesh, spec), local)[0]
 
 
-# --- the public functions ---------------------------------------------------------------------------------------------
-
-
-def _place(x: Any, mesh: Any, spec: P, where: str) -> Any:
+def place(x: Any, mesh: Any, spec: P, where: str) -> Any:
     """One leaf brought to `spec` on `mesh`, from wherever it is."""
     own = mesh_of(x)
     if own is not None and not same(own, mesh):
-        (x,) = linear.apply(_Move(own, spec_of(x), None, where), x)
-        own = None
+        x, own = moved(x, own, None, where), None
     source = None if own is None else spec_of(x)
     if source == spec and type(_torch.peel(x)) is Array:
         return x
     if own is None:
-        x = _on_device(x, mesh)
-    return linear.apply(_Move(mesh, source, spec, where), x)[0]
-
-
-def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
-    """The leaves of a tree, its structure, and the spec of each leaf."""
-    if isinstance(value, torch.Tensor) and isinstance(spec, P):
-        return [value], None, [spec]
-    leaves, treedef = tree.flatten(value)
-    specs = tree.broadcast(spec, value, where, "spec", "tree")
-    if not all(isinstance(s, P) for s in specs):
-        names = tree.paths(value, tree.spelling(value, "tree"))
-        wrong = [f"the spec of {n} is {s!r}" for n, s in zip(names, specs, strict=True) if not isinstance(s, P)]
-        raise SpecError(report(where, "every spec must be a vfn.P", wrong, 'for instance P("dp") or P()'))
-    return leaves, treedef, specs
-
-
-def _rebuilt(treedef: Any, leaves: list[Any]) -> Any:
-    return leaves[0] if treedef is None else tree.unflatten(treedef, leaves)
-
-
-def _check(value: Any, leaves: Sequence[Any], specs: Sequence[P], meshes: Sequence[Any], where: str) -> None:
-    """Raise one SpecError for all leaves whose specs do not fit (without a mesh: that have too many entries)."""
-    wrong = {}
-    for i, (x, spec, mesh) in enumerate(zip(leaves, specs, meshes, strict=True)):
-        if isinstance(x, torch.Tensor):
-            found = problems(spec, axes_of(mesh), x.ndim) if mesh is not None else too_long(spec, x.ndim)
-            if found:
-                wrong[i] = found
-    if not wrong:
-        return
-    names = tree.paths(value, tree.spelling(value, "tree"))
-    mesh = meshes[next(iter(wrong))]
-    rows = [f"{names[i]} is {type_text(leaves[i].shape, leaves[i].dtype, WHOLE)}, its spec {specs[i]!r}: {problem}"
-            for i, found in wrong.items() for problem in found]  # fmt: skip
-    of = f" on the {mesh_text(axes_of(mesh))}" if mesh is not None else ""
-    raise SpecError(report(where, f"{len(wrong)} spec{'s do' if len(wrong) > 1 else ' does'} not fit{of}", rows,
-                           "each axis of the mesh at most once, and at most one entry a dim"))  # fmt: skip
-
-
-def _keep_out_of_bodies(specs: Sequence[P], where: str) -> None:
-    body = context.body()
-    if body is not None:
-        named = {a: spec for spec in specs for row in split_axes(spec, len(spec)) for a in row if a in body.axes}
-        raise SpecError(
-            report(
-                where,
-                "this is the body of a shard_map: its values are one rank's blocks, and its axes are manual",
-                [f"axis {axis!r} of {spec!r} is manual here" for axis, spec in named.items()],
-                "a collective (vfn.all_gather, vfn.psum_scatter, ...) in the body, or the spec in in_specs or out_specs",
-            )
-        )
-
-
-def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
-    """Lay the tensors of a tree out on a mesh.
-
-    Args:
-        tree_: a tree of plain tensors, which are taken to be the same whole value on every rank, of arrays or of raw
-            DTensors (which are resharded, from another mesh too); other leaves pass through. Any dtype, 0-d too.
-        mesh: a DeviceMesh, all of whose ranks make this call.
-        spec: a `P`, or a prefix tree of them.
-
-    Returns:
-        The tree with arrays in it. Nothing moves for plain tensors: each rank keeps its block. Differentiable: the
-        cotangent goes back to where the value came from.
-
-    Raises:
-        SpecError: a spec that does not fit its value, the mesh or the tree; before anything moves.
-
-    Source: `jax.device_put` with a `NamedSharding`; `torch.distributed.tensor.distribute_tensor`.
-
-    >>> import torch, vescale_fn as vfn
-    >>> from vescale_fn import P
-    >>> with vfn.simulate(4):
-    ...     mesh = vfn.make_mesh((4,), ("dp",))
-    ...     tree = vfn.shard({"x": torch.arange(5), "n": 3}, mesh, P("dp"))
-    ...     [block.tolist() for block in tree["x"].to_local().blocks], tree["n"]
-    ([[0, 1], [2, 3], [4], []], 3)
-    """
-    leaves, treedef, specs = _specs(tree_, spec, "shard")
-    _check(tree_, leaves, specs, [mesh] * len(leaves), "shard")
-    _keep_out_of_bodies(specs, "shard")
-    out = [
-        _place(x, mesh, s, "shard") if isinstance(x, torch.Tensor) else x for x, s in zip(leaves, specs, strict=True)
-    ]
-    return _rebuilt(treedef, out)
-
-
-def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
-    """State how the tensors of a tree lie, moving them if they lie otherwise.
-
-    The gradient goes back to the layout that the input had: ``with_sharding(w, P())`` of a sharded weight is FSDP, a
-    gather forward and a reduce-scatter backward. Without a mesh, on plain tensors, the program is running on one device
-    and this is the identity.
-
-    Args:
-        tree_: a tree of tensors; other leaves pass through.
-        spec: a `P`, or a prefix tree of them; under `vmap` of the unbatched dims.
-        mesh: the mesh to use; by default an array's own, and for plain tensors the current one.
-
-    Raises:
-        SpecError: a spec that does not fit.
-
-    Source: `jax.lax.with_sharding_constraint`, with the transpose of `jax.sharding.reshard`.
-
-    >>> import torch, vescale_fn as vfn
-    >>> from vescale_fn import P
-    >>> def f(x):
-    ...     return vfn.with_sharding(x * 2, P("dp"))
-    >>> f(torch.ones(4))
-    tensor([2., 2., 2., 2.])
-    >>> with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
-    ...     vfn.spec_of(f(torch.ones(4)))
-    P('dp')
-    """
-    leaves, treedef, specs = _specs(tree_, spec, "with_sharding")
-    meshes = [mesh or mesh_of(x) or context.current_mesh() if isinstance(x, torch.Tensor) else None for x in leaves]
-    _check(tree_, leaves, specs, meshes, "with_sharding")
-    _keep_out_of_bodies(specs, "with_sharding")
-    out = [x if m is None else _place(x, m, s, "with_sharding") for x, s, m in zip(leaves, specs, meshes, strict=True)]
-    return _rebuilt(treedef, out)
-
-
-def unshard(tree_: Any) -> Any:
-    """The tree with plain, whole tensors: every rank gets the whole value.
-
-    Plain tensors and other leaves pass through. Differentiable. All ranks of the mesh must make this call.
-
-    Source: `torch.distributed.tensor.DTensor.full_tensor`.
-
-    >>> import torch, vescale_fn as vfn
-    >>> with vfn.simulate(2):
-    ...     x = vfn.shard(torch.arange(3), vfn.make_mesh((2,), ("dp",)), vfn.P("dp"))
-    ...     vfn.unshard({"x": x, "n": 1})
-    {'x': tensor([0, 1, 2]), 'n': 1}
-    """
-    return tree.map_(lambda x: linear.apply(_Move(mesh_of(x), spec_of(x), None, "unshard"), x)[0] if is_array(x) else x,
-                     tree_)  # fmt: skip
-
-
-def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
-    """Make arrays of the blocks that each rank has for itself: loaded data.
-
-    Args:
-        tree_: a tree of this rank's own blocks. A leaf may also be a function of this rank's coordinate
-            (``{"dp": 1, "tp": 0}``) that gives its block, which is how a simulated mesh gets different blocks.
-        mesh: a DeviceMesh, all of whose ranks make this call.
-        spec: how the arrays lie, a `P` or a prefix tree. Along axes that it does not name, ranks must bring equal
-            blocks.
-
-    Raises:
-        SpecError: blocks whose shapes or dtypes do not make one array, on every rank, with all of them listed.
-        TypingError: a leaf that is an array already, or that is being differentiated: data is not.
-
-    Source: `torch.distributed.tensor.DTensor.from_local`, `jax.make_array_from_process_local_data`.
-
-    >>> import torch, vescale_fn as vfn
-    >>> with vfn.simulate(2):
-    ...     mesh = vfn.make_mesh((2,), ("dp",))
-    ...     print(vfn.from_local(lambda coord: torch.full((2,), coord["dp"]), mesh, vfn.P("dp")))
-    Array i64[4@dp] on mesh (dp=2)
-    tensor([0, 0, 1, 1])
-    """
-    leaves, treedef, specs = _specs(tree_, spec, "from_local")
-    names = tree.paths(tree_, tree.spelling(tree_, "tree"))
-    _check_data(leaves, names)
-    ranks = played_ranks(mesh)
-    mine: list[list[Any]] = []
-    for leaf in leaves:
-        if callable(leaf) and not isinstance(leaf, torch.Tensor):
-            row = [leaf(dict(coordinates(mesh, rank))) for rank in ranks]
-        else:
-            row = [leaf.blocks[rank] if type(leaf) is Blocks else leaf for rank in ranks]
-        mine.append([_on_device(x, mesh) if isinstance(x, torch.Tensor) else x for x in row])
-    seen = [[(tuple(b.shape), b.dtype) if isinstance(b, torch.Tensor) else None for b in row] for row in mine]
-    by_rank = wire.everyone(seen, mesh)  # [rank][leaf] -> (shape, dtype)
-    out, failures = [], []
-    for i, (name, s) in enumerate(zip(names, specs, strict=True)):
-        metas = [row[i] for row in by_rank]
-        if metas[0] is None:
-            out.append(mine[i][0])
-            continue
-        shape = _joined_shape(metas, mesh, s, name, failures)
-        if shape is not None:
-            local = Blocks(mine[i]) if is_simulated(mesh) else mine[i][0]
-            out.append(_wrap(_packed(local), mesh, s, torch.Size(shape)))
-    if failures:
-        raise SpecError(report("from_local", f"the ranks' blocks do not make up arrays on the {mesh_text(axes_of(mesh))}",
-                               failures, "give each rank the block that vfn.shard_shape and torch.chunk give it"))  # fmt: skip
-    return _rebuilt(treedef, out)
-
-
-def _check_data(leaves: Sequence[Any], names: Sequence[str]) -> None:
-    failures = []
-    for x, name in zip(leaves, names, strict=True):
-        if is_array(x):
-            failures.append(
-                f"{name} is an array already, {type_text(x.shape, x.dtype, spec_of(x))}: vfn.shard moves it"
-            )
-        elif isinstance(x, torch.Tensor) and (x.requires_grad or _torch.peel(x) is not x):
-            failures.append(f"{name} is differentiated or mapped over, which ends here: x.detach(), or vfn.shard_map")
-    if failures:
-        raise TypingError(
-            report("from_local", "a block must be data: a plain tensor that nothing transforms", failures)
-        )
-
-
-def _joined_shape(metas: Sequence[Any], mesh: Any, spec: P, name: str, failures: list[str]) -> Any:
-    axes = axes_of(mesh)
-    listed = ", ".join(f"rank {r}: {m and type_text(m[0], m[1], WHOLE)}" for r, m in enumerate(metas))
-    if any(m is None or m[1] != metas[0][1] or len(m[0]) != len(metas[0][0]) for m in metas):
-        failures.append(f"{name} differs in dtype or number of dims: {listed}")
-        return None
-    validate(spec, axes, len(metas[0][0]), "from_local", name)
-    coords = [coordinates(mesh, rank) for rank in range(len(metas))]
-    shape = []
-    for dim, names in enumerate(split_axes(spec, len(metas[0][0]))):
-        places = {tuple(c[a] for a in names): m[0][dim] for c, m in zip(coords, metas, strict=True)}
-        shape.append(sum(places.values()))
-    for coord, meta in zip(coords, metas, strict=True):
-        if tuple(map(len, local_indices(shape, axes, spec, coord))) != meta[0]:
-            failures.append(f"{name} with {spec!r} would be {list(shape)}, split as torch.chunk does, but the blocks are "
-                            f"{listed}")  # fmt: skip
-            return None
-    return shape
-
-
-def from_blocks(make_block: Callable[[dict[str, int]], torch.Tensor], shape: Sequence[int], dtype: torch.dtype, mesh: Any,
-                spec: P) -> Array:  # fmt: skip
-    """The array of `shape` of which each rank makes its own block: ``make_block(coordinate)``, once a distinct block."""
-    names = [axis for row in split_axes(spec, len(shape)) for axis in row]
-    made: dict[Any, torch.Tensor] = {}
-
-    def block(rank: int) -> torch.Tensor:
-        coord = coordinates(mesh, rank)
-        place = tuple(coord[name] for name in names)
-        if place not in made:
-            made[place] = make_block(dict(coord))
-        return made[place]
-
-    row = [block(rank) for rank in played_ranks(mesh)]
-    return _wrap(Blocks(row) if is_simulated(mesh) else row[0], mesh, spec, torch.Size(shape))
+        x = on_device(x, mesh)
+    return moved(x, mesh, spec, where)

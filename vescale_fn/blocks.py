@@ -210,7 +210,7 @@ def _stitch(args: Sequence[Any], outs: list[Any], in_body: bool) -> Any:
         raise TypingError(report(
             "Python", "this reads a number out of a value that differs by rank, so ranks would go different ways",
             [f"rank {rank} has {out!r}" for rank, out in enumerate(outs)],
-            "torch.where instead of `if`, or make it the same first: vfn.psum, vfn.pmax, ..."))  # fmt: skip
+            "torch.where instead of `if`, vfn.dynamic_slice instead of x[i], or make it the same: vfn.psum, vfn.pmax, ..."))  # fmt: skip
     return first
 
 

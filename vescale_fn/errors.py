@@ -33,6 +33,10 @@ class TypingError(VfnError, ValueError):
     """
 
 
+class TransformError(VfnError, TypeError):
+    """A transform was given something that it cannot transform."""
+
+
 class RandomError(VfnError, TypeError):
     """Something is not a key, or a draw was asked for what it cannot give."""
 

@@ -48,8 +48,8 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     """Carry out one aten op on arrays of class `cls`."""
     if _torch.dispatch_modes() and _torch.is_traced():
         raise TypingError(report(
-            str(func), "arrays cannot be traced by make_fx, nor by torch.func.linearize, which uses it: values on a mesh "
-            "would be frozen into the trace", fix="vfn.jvp(f, primals, tangents) for the derivative along a tangent"))  # fmt: skip
+            str(func), "make_fx, and torch.func.linearize by it, would freeze the values of arrays into the trace",
+            fix="vfn.jvp(f, primals, tangents) for the derivative along a tangent"))  # fmt: skip
     key = [func]
     for a in args:
         key.append(a._spec if a.__class__ is cls else _key(a))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import _torch, array, blocks, context, types
+from .. import _torch, blocks, context, placement, types
 from ..errors import SpecError, mesh_text, report
 from ..mesh import axes_of, coordinates, is_simulated, played_ranks, same
 from ..spec import P, is_even, local_indices, split_axes, validate
@@ -105,14 +105,14 @@ def _whole(key: Key, draw: Draw, device: torch.device) -> torch.Tensor:
 
 def _on_mesh(data: torch.Tensor, draw: Draw, spec: P, mesh: Any) -> torch.Tensor:
     """An array; the batch dims of `data` come first and are not split."""
-    data = array.unshard(data)
+    data = placement.unshard(data)
     axes, batch = axes_of(mesh), data.shape[:-1]
 
     def block(coord: Any) -> torch.Tensor:
         return draw_local(data, draw, local_indices(draw.shape, axes, spec, coord), mesh.device_type)
 
     dtype = kinds.result_dtype(draw.kind, draw.dtype)
-    return array.from_blocks(block, (*batch, *draw.shape), dtype, mesh, P(*(None,) * len(batch), *spec))
+    return placement.from_blocks(block, (*batch, *draw.shape), dtype, mesh, P(*(None,) * len(batch), *spec))
 
 
 class _Placed(torch.autograd.Function):

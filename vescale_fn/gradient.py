@@ -1,0 +1,347 @@
+"""Gradients over any pytree, on plain tensors and on arrays: `grad`, `value_and_grad`, `vjp`.
+
+They run on the plain autograd engine, so every kernel works and memory is freed as usual; when a `torch.func` transform is
+already active they hand over to `torch.func`, which nests. Gradients come back in the structure, dtype and layout of what
+they are gradients of, already reduced.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from . import _torch, context, reshard, tree
+from .array import Array, is_array, mesh_of, moved, spec_of, wrap
+from .errors import TransformError, report
+from .layout import WHOLE, axes_items, layout, type_text
+from .spec import P
+
+# --- the leaves that are differentiated -------------------------------------------------------------------------------
+
+
+class Split:
+    """The arguments of a call, with the floating-point tensors among those to differentiate taken out."""
+
+    def __init__(self, where: str, args: Sequence[Any], argnums: Sequence[int]) -> None:
+        self.args, self.argnums = args, argnums
+        flat = [tree.flatten_opaque(args[n]) for n in argnums]
+        self.defs = [treedef for _, treedef in flat]
+        self.leaves = [leaf for leaves, _ in flat for leaf in leaves]
+        self.counts = [len(leaves) for leaves, _ in flat]
+        self.moving = [i for i, x in enumerate(self.leaves) if _is_differentiable(x)]
+        if not self.moving:
+            raise TransformError(report(
+                where, "there is no floating-point tensor to differentiate",
+                [f"argument {n} holds {', '.join(sorted({_kind(x) for x in leaves})) or 'no leaves'}"
+                 for n, (leaves, _) in zip(argnums, flat, strict=True)],
+                "point argnums at the parameters, or convert them with .float()"))  # fmt: skip
+
+    @property
+    def primals(self) -> list[torch.Tensor]:
+        return [self.leaves[i] for i in self.moving]
+
+    def trees(self, leaves: Sequence[Any]) -> list[Any]:
+        out, start = [], 0
+        for treedef, count in zip(self.defs, self.counts, strict=True):
+            out.append(tree.unflatten(treedef, leaves[start : start + count]))
+            start += count
+        return out
+
+    def with_primals(self, primals: Sequence[Any]) -> list[Any]:
+        """All arguments, with these in place of the differentiated leaves."""
+        leaves = list(self.leaves)
+        for i, x in zip(self.moving, primals, strict=True):
+            leaves[i] = x
+        args = list(self.args)
+        for n, value in zip(self.argnums, self.trees(leaves), strict=True):
+            args[n] = value
+        return args
+
+    def gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """A gradient tree for each argument: zeros for integer and bool tensors, other leaves as they are."""
+        leaves = [torch.zeros_like(x) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        for i, g in zip(self.moving, grads, strict=True):
+            leaves[i] = g
+        return self.trees(leaves)
+
+
+def _is_differentiable(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _kind(x: Any) -> str:
+    return (
+        f"{str(x.dtype).removeprefix('torch.')} tensors"
+        if isinstance(x, torch.Tensor)
+        else f"{type(x).__name__} leaves"
+    )
+
+
+def _argnums(argnums: Any, args: Sequence[Any], where: str) -> tuple[int, ...]:
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    wrong = [n for n in numbers if not isinstance(n, int) or not -len(args) <= n < len(args)]
+    if wrong:
+        raise TransformError(report(where, f"argnums={argnums!r} does not fit a call with {len(args)} arguments",
+                                    [f"there is no argument {n!r}" for n in wrong]))  # fmt: skip
+    return tuple(n % len(args) for n in numbers)
+
+
+def _scalar(value: Any, where: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.ndim or not value.is_floating_point():
+        what = type_text(value.shape, value.dtype, spec_of(value)) if isinstance(value, torch.Tensor) else repr(value)
+        raise TransformError(report(
+            where, "the function must return one floating-point number, a 0-d tensor", [f"it returned {what}"],
+            "reduce it: loss.mean() or loss.sum(); with more results, return (loss, aux) and has_aux=True"))  # fmt: skip
+    return value
+
+
+# --- layouts of gradients ---------------------------------------------------------------------------------------------
+
+
+def _goal(primal: torch.Tensor) -> P | None:
+    """How the gradient of `primal` lies: as it, unreduced and reduced swapped; None for a plain tensor."""
+    if not is_array(primal):
+        return None
+    spec = spec_of(primal)
+    return P(*spec, unreduced=spec.reduced)
+
+
+def _settle(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Bring each gradient to the layout of its primal, differentiably, one by one."""
+    out = []
+    for g, x in zip(grads, primals, strict=True):
+        goal, mesh = _goal(x), mesh_of(x) or mesh_of(g)
+        if mesh is not None and (goal is None or not is_array(g) or spec_of(g) != goal):
+            g = moved(g, mesh, goal, "grad")
+        out.append(g)
+    return out
+
+
+def _settle_together(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same for finished values: what is to be added over the same axes travels as one collective a dtype."""
+    out, moving = list(grads), {}
+    for i, (g, x) in enumerate(zip(grads, primals, strict=True)):
+        goal = _goal(x)
+        if isinstance(g, Array) and goal is not None and layout(g._spec) != goal:
+            moving.setdefault(g._spec.mesh, []).append((i, goal))
+        elif isinstance(g, Array) != (goal is not None):
+            out[i] = _settle([g], [x])[0]
+    for mesh, rows in moving.items():
+        arrays: list[Any] = [grads[i] for i, _ in rows]
+        shapes = [tuple(g.shape) for g in arrays]
+        plans = [reshard.plan(shape, axes_items(mesh), layout(g._spec), goal)
+                 for g, shape, (_, goal) in zip(arrays, shapes, rows, strict=True)]  # fmt: skip
+        moved = reshard.run_together(
+            [_torch.local(g) for g in arrays], shapes, mesh, plans, "grad: the layout of the primals"
+        )
+        for (i, goal), g, local in zip(rows, arrays, moved, strict=True):
+            out[i] = wrap(local, mesh, goal, g.shape)
+    return out
+
+
+# --- grad -------------------------------------------------------------------------------------------------------------
+
+
+def value_and_grad(
+    f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """The function that returns ``(value, gradient)`` of `f`, or ``((value, aux), gradient)``.
+
+    Args:
+        f: a function that returns a 0-d floating-point tensor, or with `has_aux` a pair of it and anything.
+        argnums: which argument, or arguments, to differentiate: any trees of tensors.
+        has_aux: whether `f` returns ``(value, aux)``.
+
+    Returns:
+        A function of the same arguments. The gradient has the structure, dtypes and layouts of the argument: a plain
+        tensor's is plain, an array's lies as it does and is reduced (over an axis that the spec calls ``reduced``: it
+        stays unreduced). At integer and bool tensors it holds zeros; keys and other leaves pass through. With several
+        argnums it is a tuple. Tensors that `f` closes over are constants.
+
+    Raises:
+        TransformError: `f` returns no scalar, or nothing to differentiate.
+
+    Source: `jax.value_and_grad`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> vfn.value_and_grad(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([1.0, 2.0]), "n": 3})
+    (tensor(5.), {'w': tensor([2., 4.]), 'n': 3})
+    """
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        split = Split("value_and_grad", args, _argnums(argnums, args, "value_and_grad"))
+        engine = _by_functorch if _torch.transforming() else _by_autograd
+        value, aux, grads = engine(f, split, kwargs, has_aux)
+        trees = split.gradients(grads)
+        gradient = trees[0] if isinstance(argnums, int) else tuple(trees)
+        return ((value, aux), gradient) if has_aux else (value, gradient)
+
+    return run
+
+
+def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """The function that returns the gradient of `f`, or ``(gradient, aux)``; see `value_and_grad`.
+
+    Source: `jax.grad`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> vfn.grad(vfn.grad(lambda x: x**3))(torch.tensor(2.0))
+    tensor(12.)
+    """
+    both = value_and_grad(f, argnums, has_aux)
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        value, gradient = both(*args, **kwargs)
+        return (gradient, value[1]) if has_aux else gradient
+
+    return run
+
+
+def _call(
+    f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], has_aux: bool
+) -> tuple[torch.Tensor, Any]:
+    out = f(*args, **kwargs)
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise TransformError(report("value_and_grad", "with has_aux=True the function must return (value, aux)",
+                                    [f"it returned {type(out).__name__}"]))  # fmt: skip
+    value, aux = out if has_aux else (out, None)
+    return _scalar(value, "value_and_grad"), aux
+
+
+def _fresh(x: torch.Tensor, attached: bool) -> torch.Tensor:
+    """A variable to differentiate by: `x` itself under another name where an outer gradient goes through it."""
+    if attached and x.requires_grad:
+        out = x.view_as(x)
+    else:
+        out = x.detach().requires_grad_()
+    return _keep_mark(out, x)
+
+
+def _keep_mark(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Aliases of an array keep what its spec says of its gradient."""
+    if isinstance(x, Array) and hasattr(x, "_reduced"):
+        out._reduced = x._reduced  # type: ignore[attr-defined]
+    return out
+
+
+def _by_autograd(f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool) -> tuple[Any, Any, list[torch.Tensor]]:
+    originals = split.primals
+    attached = context.grad_depth() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in originals))
+    with torch.enable_grad(), context.differentiating():
+        primals = [_fresh(x, attached) for x in originals]
+        value, aux = _call(f, split.with_primals(primals), kwargs, has_aux)
+        if value.requires_grad:
+            found = torch.autograd.grad(value, primals, create_graph=attached, allow_unused=True)
+        else:
+            found = (None,) * len(primals)
+    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, primals, strict=True)]
+    if attached:
+        return _settle([value], [_whole_like(value)])[0], aux, _settle(grads, originals)
+    aux = tree.map_(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, aux)
+    value, *grads = _settle_together([value.detach(), *grads], [_whole_like(value), *originals])
+    return value, aux, grads
+
+
+def _whole_like(value: torch.Tensor) -> torch.Tensor:
+    """A stand-in for a value's layout, replicated: what it is settled to."""
+    if not is_array(value):
+        return torch.empty(())
+    return wrap(_torch.local(_torch.peel(value)), mesh_of(value), WHOLE, torch.Size(()))  # type: ignore[attr-defined]
+
+
+def _by_functorch(f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool) -> tuple[Any, Any, list[torch.Tensor]]:
+    rest: dict[str, Any] = {}
+
+    def flat(*primals: torch.Tensor) -> Any:
+        args = split.with_primals([_keep_mark(p, x) for p, x in zip(primals, split.primals, strict=True)])
+        value, aux = _call(f, args, kwargs, has_aux)
+        leaves, rest["def"] = tree.flatten(aux)
+        rest["leaves"] = leaves
+        return value, tuple(x for x in leaves if isinstance(x, torch.Tensor))
+
+    primals = split.primals
+    grads, (value, tensors) = torch.func.grad_and_value(flat, argnums=tuple(range(len(primals))), has_aux=True)(
+        *primals
+    )
+    found = iter(tensors)
+    aux = tree.unflatten(rest["def"], [next(found) if isinstance(x, torch.Tensor) else x for x in rest["leaves"]])
+    return _settle([value], [_whole_like(value)])[0], aux, _settle(grads, primals)
+
+
+# --- vjp --------------------------------------------------------------------------------------------
+
+
+def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
+    """``f(*primals)``, and the function from a cotangent of that result to the cotangents of the primals.
+
+    Args:
+        f: a function of trees of tensors to a tree of tensors.
+        primals: its arguments.
+
+    Returns:
+        ``(out, pullback)``; ``pullback(cotangent)`` takes a tree like `out` and returns one tree for each primal, in
+        its layout, with zeros at integer and bool tensors. It can be called again.
+
+    Source: `jax.vjp`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> out, pullback = vfn.vjp(lambda x: 3 * x, torch.tensor([1.0, 2.0]))
+    >>> out, pullback(torch.tensor([1.0, 10.0]))
+    (tensor([3., 6.]), (tensor([ 3., 30.]),))
+    """
+    split = Split("vjp", primals, range(len(primals)))
+    rest: dict[str, Any] = {}
+
+    def flat(*moving: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves, rest["def"] = tree.flatten(f(*split.with_primals(moving)))
+        rest["leaves"] = leaves
+        return tuple(x for x in leaves if isinstance(x, torch.Tensor))
+
+    if _torch.transforming():
+        outs, back = torch.func.vjp(flat, *split.primals)[:2]
+    else:
+        outs, back = _autograd_vjp(flat, split.primals)
+    found = iter(outs)
+    out = tree.unflatten(rest["def"], [next(found) if isinstance(x, torch.Tensor) else x for x in rest["leaves"]])
+
+    def pullback(cotangent: Any) -> tuple[Any, ...]:
+        cotangents = _cotangents(cotangent, out)
+        return tuple(split.gradients(_settle(back(cotangents), split.primals)))
+
+    return out, pullback
+
+
+def _cotangents(cotangent: Any, out: Any) -> tuple[torch.Tensor, ...]:
+    given = tree.broadcast(cotangent, out, "vjp: pullback", "the cotangent", "the result")
+    wanted, failures = tree.leaves(out), []
+    for name, ct, x in zip(tree.paths(out, "out"), given, wanted, strict=True):
+        if isinstance(x, torch.Tensor) and not (isinstance(ct, torch.Tensor) and ct.shape == x.shape):
+            failures.append(f"{name} has shape {list(x.shape)}, its cotangent {list(getattr(ct, 'shape', ()))}")
+    if failures:
+        raise TransformError(report("vjp: pullback", "the cotangent does not fit the result", failures))
+    return tuple(ct for ct, x in zip(given, wanted, strict=True) if isinstance(x, torch.Tensor))
+
+
+def _autograd_vjp(flat: Callable[..., Any], originals: Sequence[torch.Tensor]) -> tuple[Any, Callable[[Any], Any]]:
+    attached = context.grad_depth() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in originals))
+    with torch.enable_grad(), context.differentiating():
+        primals = [_fresh(x, attached) for x in originals]
+        outs = flat(*primals)
+    moving = [i for i, x in enumerate(outs) if x.requires_grad]
+
+    def back(cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        pairs = [outs[i] for i in moving], [cotangents[i] for i in moving]
+        found: Any = (None,) * len(primals)
+        if moving:
+            found = torch.autograd.grad(
+                pairs[0], primals, pairs[1], retain_graph=True, create_graph=attached, allow_unused=True
+            )
+        return [torch.zeros_like(x) if g is None else g for g, x in zip(found, primals, strict=True)]
+
+    return (outs if attached else tuple(x.detach() for x in outs)), back

@@ -1,0 +1,257 @@
+"""Laying values out: trees of tensors brought to a mesh, to another layout, and back.
+
+`shard`, `with_sharding`, `unshard` and `from_local` check all leaves first, and say all that is wrong before anything moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import _torch, context, tree, wire
+from .array import Array, is_array, mesh_of, on_device, packed, place, spec_of, whole, wrap
+from .blocks import Blocks
+from .errors import SpecError, TypingError, mesh_text, report
+from .layout import WHOLE, type_text
+from .mesh import axes_of, coordinates, is_simulated, played_ranks
+from .spec import P, local_indices, problems, split_axes, too_long, validate
+
+
+def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
+    """The leaves of a tree, its structure, and the spec of each leaf."""
+    if isinstance(value, torch.Tensor) and isinstance(spec, P):
+        return [value], None, [spec]
+    leaves, treedef = tree.flatten(value)
+    specs = tree.broadcast(spec, value, where, "spec", "tree")
+    if not all(isinstance(s, P) for s in specs):
+        names = tree.paths(value, tree.spelling(value, "tree"))
+        wrong = [f"the spec of {n} is {s!r}" for n, s in zip(names, specs, strict=True) if not isinstance(s, P)]
+        raise SpecError(report(where, "every spec must be a vfn.P", wrong, 'for instance P("dp") or P()'))
+    return leaves, treedef, specs
+
+
+def _rebuilt(treedef: Any, leaves: list[Any]) -> Any:
+    return leaves[0] if treedef is None else tree.unflatten(treedef, leaves)
+
+
+def _check(value: Any, leaves: Sequence[Any], specs: Sequence[P], meshes: Sequence[Any], where: str) -> None:
+    """Raise one SpecError for all leaves whose specs do not fit (without a mesh: that have too many entries)."""
+    wrong = {}
+    for i, (x, spec, mesh) in enumerate(zip(leaves, specs, meshes, strict=True)):
+        if isinstance(x, torch.Tensor):
+            found = problems(spec, axes_of(mesh), x.ndim) if mesh is not None else too_long(spec, x.ndim)
+            if found:
+                wrong[i] = found
+    if not wrong:
+        return
+    names = tree.paths(value, tree.spelling(value, "tree"))
+    mesh = meshes[next(iter(wrong))]
+    rows = [f"{names[i]} is {type_text(leaves[i].shape, leaves[i].dtype, WHOLE)}, its spec {specs[i]!r}: {problem}"
+            for i, found in wrong.items() for problem in found]  # fmt: skip
+    of = f" on the {mesh_text(axes_of(mesh))}" if mesh is not None else ""
+    raise SpecError(report(where, f"{len(wrong)} spec{'s do' if len(wrong) > 1 else ' does'} not fit{of}", rows,
+                           "each axis of the mesh at most once, and at most one entry a dim"))  # fmt: skip
+
+
+def _keep_out_of_bodies(specs: Sequence[P], where: str) -> None:
+    body = context.body()
+    if body is not None:
+        named = {a: spec for spec in specs for row in split_axes(spec, len(spec)) for a in row if a in body.axes}
+        raise SpecError(
+            report(
+                where,
+                "this is the body of a shard_map: its values are one rank's blocks, and its axes are manual",
+                [f"axis {axis!r} of {spec!r} is manual here" for axis, spec in named.items()],
+                "a collective (vfn.all_gather, vfn.psum_scatter, ...) in the body, or the spec in in_specs or out_specs",
+            )
+        )
+
+
+def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
+    """Lay the tensors of a tree out on a mesh.
+
+    Args:
+        tree_: a tree of plain tensors, which are taken to be the same whole value on every rank, of arrays or of raw
+            DTensors (which are resharded, from another mesh too); other leaves pass through. Any dtype, 0-d too.
+        mesh: a DeviceMesh, all of whose ranks make this call.
+        spec: a `P`, or a prefix tree of them.
+
+    Returns:
+        The tree with arrays in it. Nothing moves for plain tensors: each rank keeps its block. Differentiable: the
+        cotangent goes back to where the value came from.
+
+    Raises:
+        SpecError: a spec that does not fit its value, the mesh or the tree; before anything moves.
+
+    Source: `jax.device_put` with a `NamedSharding`; `torch.distributed.tensor.distribute_tensor`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("dp",))
+    ...     tree = vfn.shard({"x": torch.arange(5), "n": 3}, mesh, P("dp"))
+    ...     [block.tolist() for block in tree["x"].to_local().blocks], tree["n"]
+    ([[0, 1], [2, 3], [4], []], 3)
+    """
+    leaves, treedef, specs = _specs(tree_, spec, "shard")
+    _check(tree_, leaves, specs, [mesh] * len(leaves), "shard")
+    _keep_out_of_bodies(specs, "shard")
+    out = [place(x, mesh, s, "shard") if isinstance(x, torch.Tensor) else x for x, s in zip(leaves, specs, strict=True)]
+    return _rebuilt(treedef, out)
+
+
+def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
+    """State how the tensors of a tree lie, moving them if they lie otherwise.
+
+    The gradient goes back to the layout that the input had: ``with_sharding(w, P())`` of a sharded weight is FSDP, a
+    gather forward and a reduce-scatter backward. Without a mesh, on plain tensors, the program is running on one device
+    and this is the identity.
+
+    Args:
+        tree_: a tree of tensors; other leaves pass through.
+        spec: a `P`, or a prefix tree of them; under `vmap` of the unbatched dims.
+        mesh: the mesh to use; by default an array's own, and for plain tensors the current one.
+
+    Raises:
+        SpecError: a spec that does not fit.
+
+    Source: `jax.lax.with_sharding_constraint`, with the transpose of `jax.sharding.reshard`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> def f(x):
+    ...     return vfn.with_sharding(x * 2, P("dp"))
+    >>> f(torch.ones(4))
+    tensor([2., 2., 2., 2.])
+    >>> with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
+    ...     vfn.spec_of(f(torch.ones(4)))
+    P('dp')
+    """
+    leaves, treedef, specs = _specs(tree_, spec, "with_sharding")
+    meshes = [mesh or mesh_of(x) or context.current_mesh() if isinstance(x, torch.Tensor) else None for x in leaves]
+    _check(tree_, leaves, specs, meshes, "with_sharding")
+    _keep_out_of_bodies(specs, "with_sharding")
+    out = [x if m is None else place(x, m, s, "with_sharding") for x, s, m in zip(leaves, specs, meshes, strict=True)]
+    return _rebuilt(treedef, out)
+
+
+def unshard(tree_: Any) -> Any:
+    """The tree with plain, whole tensors: every rank gets the whole value.
+
+    Plain tensors and other leaves pass through. Differentiable. All ranks of the mesh must make this call.
+
+    Source: `torch.distributed.tensor.DTensor.full_tensor`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> with vfn.simulate(2):
+    ...     x = vfn.shard(torch.arange(3), vfn.make_mesh((2,), ("dp",)), vfn.P("dp"))
+    ...     vfn.unshard({"x": x, "n": 1})
+    {'x': tensor([0, 1, 2]), 'n': 1}
+    """
+    return tree.map_(lambda x: whole(x) if is_array(x) else x, tree_)
+
+
+def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
+    """Make arrays of the blocks that each rank has for itself: loaded data.
+
+    Args:
+        tree_: a tree of this rank's own blocks. A leaf may also be a function of this rank's coordinate
+            (``{"dp": 1, "tp": 0}``) that gives its block, which is how a simulated mesh gets different blocks.
+        mesh: a DeviceMesh, all of whose ranks make this call.
+        spec: how the arrays lie, a `P` or a prefix tree. Along axes that it does not name, ranks must bring equal
+            blocks.
+
+    Raises:
+        SpecError: blocks whose shapes or dtypes do not make one array, on every rank, with all of them listed.
+        TypingError: a leaf that is an array already, or that is being differentiated: data is not.
+
+    Source: `torch.distributed.tensor.DTensor.from_local`, `jax.make_array_from_process_local_data`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> with vfn.simulate(2):
+    ...     mesh = vfn.make_mesh((2,), ("dp",))
+    ...     print(vfn.from_local(lambda coord: torch.full((2,), coord["dp"]), mesh, vfn.P("dp")))
+    Array i64[4@dp] on mesh (dp=2)
+    tensor([0, 0, 1, 1])
+    """
+    leaves, treedef, specs = _specs(tree_, spec, "from_local")
+    names = tree.paths(tree_, tree.spelling(tree_, "tree"))
+    _check_data(leaves, names)
+    ranks = played_ranks(mesh)
+    mine: list[list[Any]] = []
+    for leaf in leaves:
+        if callable(leaf) and not isinstance(leaf, torch.Tensor):
+            row = [leaf(dict(coordinates(mesh, rank))) for rank in ranks]
+        else:
+            row = [leaf.blocks[rank] if type(leaf) is Blocks else leaf for rank in ranks]
+        mine.append([on_device(x, mesh) if isinstance(x, torch.Tensor) else x for x in row])
+    seen = [[(tuple(b.shape), b.dtype) if isinstance(b, torch.Tensor) else None for b in row] for row in mine]
+    by_rank = wire.everyone(seen, mesh)  # [rank][leaf] -> (shape, dtype)
+    out, failures = [], []
+    for i, (name, s) in enumerate(zip(names, specs, strict=True)):
+        metas = [row[i] for row in by_rank]
+        if metas[0] is None:
+            out.append(mine[i][0])
+            continue
+        shape = _joined_shape(metas, mesh, s, name, failures)
+        if shape is not None:
+            local = Blocks(mine[i]) if is_simulated(mesh) else mine[i][0]
+            out.append(wrap(packed(local), mesh, s, torch.Size(shape)))
+    if failures:
+        raise SpecError(report("from_local", f"the ranks' blocks do not make up arrays on the {mesh_text(axes_of(mesh))}",
+                               failures, "give each rank the block that vfn.shard_shape and torch.chunk give it"))  # fmt: skip
+    return _rebuilt(treedef, out)
+
+
+def _check_data(leaves: Sequence[Any], names: Sequence[str]) -> None:
+    failures = []
+    for x, name in zip(leaves, names, strict=True):
+        if is_array(x):
+            failures.append(
+                f"{name} is an array already, {type_text(x.shape, x.dtype, spec_of(x))}: vfn.shard moves it"
+            )
+        elif isinstance(x, torch.Tensor) and (x.requires_grad or _torch.peel(x) is not x):
+            failures.append(f"{name} is differentiated or mapped over, which ends here: x.detach(), or vfn.shard_map")
+    if failures:
+        raise TypingError(
+            report("from_local", "a block must be data: a plain tensor that nothing transforms", failures)
+        )
+
+
+def _joined_shape(metas: Sequence[Any], mesh: Any, spec: P, name: str, failures: list[str]) -> Any:
+    axes = axes_of(mesh)
+    listed = ", ".join(f"rank {r}: {m and type_text(m[0], m[1], WHOLE)}" for r, m in enumerate(metas))
+    if any(m is None or m[1] != metas[0][1] or len(m[0]) != len(metas[0][0]) for m in metas):
+        failures.append(f"{name} differs in dtype or number of dims: {listed}")
+        return None
+    validate(spec, axes, len(metas[0][0]), "from_local", name)
+    coords = [coordinates(mesh, rank) for rank in range(len(metas))]
+    shape = []
+    for dim, names in enumerate(split_axes(spec, len(metas[0][0]))):
+        places = {tuple(c[a] for a in names): m[0][dim] for c, m in zip(coords, metas, strict=True)}
+        shape.append(sum(places.values()))
+    for coord, meta in zip(coords, metas, strict=True):
+        if tuple(map(len, local_indices(shape, axes, spec, coord))) != meta[0]:
+            failures.append(f"{name} with {spec!r} would be {list(shape)}, split as torch.chunk does, but the blocks are "
+                            f"{listed}")  # fmt: skip
+            return None
+    return shape
+
+
+def from_blocks(make_block: Callable[[dict[str, int]], torch.Tensor], shape: Sequence[int], dtype: torch.dtype, mesh: Any,
+                spec: P) -> Array:  # fmt: skip
+    """The array of `shape` of which each rank makes its own block: ``make_block(coordinate)``, once a distinct block."""
+    names = [axis for row in split_axes(spec, len(shape)) for axis in row]
+    made: dict[Any, torch.Tensor] = {}
+
+    def block(rank: int) -> torch.Tensor:
+        coord = coordinates(mesh, rank)
+        place = tuple(coord[name] for name in names)
+        if place not in made:
+            made[place] = make_block(dict(coord))
+        return made[place]
+
+    row = [block(rank) for rank in played_ranks(mesh)]
+    return wrap(Blocks(row) if is_simulated(mesh) else row[0], mesh, spec, torch.Size(shape))
