@@ -1,5 +1,6 @@
 """`shard_map`: the same programs as on one device, on meshes of all shapes and on real ranks; typing; messages."""
 
+import copy
 import gc
 import math
 import weakref
@@ -267,6 +268,22 @@ def test_transforms(name, where):
     torch.testing.assert_close(found, transform(coupled_on_one)(w, d), rtol=1e-11, atol=1e-12)
 
 
+def transforms_on_real_ranks():
+    w, d = draw(2), draw(8)
+    specs = dict(mesh=vfn.make_mesh((2, 2), ("i", "j")), in_specs=(P(), P("i")), out_specs=P())
+    f = vfn.shard_map(coupled, **specs)
+    outside = {k: transform(lambda w, d: vfn.unshard(f(w, d)))(w, d) for k, transform in TRANSFORMS.items()}
+    inside = {k: vfn.unshard(vfn.shard_map(transform(coupled), **specs)(w, d)) for k, transform in TRANSFORMS.items()}
+    return outside, inside
+
+
+def test_transforms_on_real_ranks(gloo):
+    wanted = {name: transform(coupled_on_one)(draw(2), draw(8)) for name, transform in TRANSFORMS.items()}
+    for found in gloo(4, transforms_on_real_ranks):
+        for side in found:
+            torch.testing.assert_close(side, wanted, rtol=1e-11, atol=1e-12)
+
+
 def test_gradient_of_a_gradient_inside():
     w, d = draw(2), draw(8)
     with vfn.simulate(4):
@@ -488,15 +505,16 @@ def test_a_weight_used_ten_times_is_reduced_once(mesh):
             assert grad(f)(torch.tensor(2.0), D).item() == 450
         assert log.count("all_reduce") == 2
 
-    # but not after it was written
-    def written(w, x):
-        w = w.clone()
-        y = (w * x).sum()
-        with torch.no_grad():
-            w += 1
-        return vfn.psum(y + (w * x).sum(), "i")
 
-    run(written, mesh, torch.tensor(2.0), D, ins=(P(), P("i")), outs=P())
+def test_a_weight_is_promoted_anew_after_it_was_written(mesh):
+    def body(w, x):
+        w = w * 1
+        before = (w + x).sum()
+        w *= 3
+        return vfn.psum(before + (w + x).sum(), "i")
+
+    f = vfn.shard_map(body, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+    assert vfn.grad(f)(torch.tensor(2.0), D).item() == 4 * (1 + 3)
 
 
 def test_promoted_values_are_not_kept_alive(mesh):
@@ -612,6 +630,8 @@ def test_trees_static_arguments_and_none(mesh):
     assert f.__name__ == "f"
     assert vfn.unshard(out["y"]).tolist() == [4, 8, 12, 16]
     assert (nothing, name, times) == (None, "hi", 3)
+    doubled = run(lambda x: copy.deepcopy(x) * 2, mesh, D.numpy())  # a numpy array is cut like a tensor
+    assert vfn.unshard(doubled).tolist() == [2, 4, 6, 8]
     with pytest.raises(TypingError, match=r"takes positional arguments, but \['tree'\] came by keyword"):
         f(D, None, 3, "hi", tree={})
 

@@ -57,6 +57,9 @@ class Blocks(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Blocks, (self.blocks,)
 
+    def __deepcopy__(self, memo: Any) -> Blocks:
+        return self.detach().clone().requires_grad_(self.requires_grad)  # type: ignore[return-value]
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
@@ -210,7 +213,7 @@ def _stitch(args: Sequence[Any], outs: list[Any], in_body: bool) -> Any:
         raise TypingError(report(
             "Python", "this reads a number out of a value that differs by rank, so ranks would go different ways",
             [f"rank {rank} has {out!r}" for rank, out in enumerate(outs)],
-            "torch.where instead of `if`, vfn.dynamic_slice instead of x[i], or make it the same: vfn.psum, vfn.pmax, ..."))  # fmt: skip
+            "torch.where instead of `if`, vfn.dynamic_slice instead of x[i], or make it the same: vfn.psum, ..."))  # fmt: skip
     return first
 
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import _torch, context, linear, reshard, tracking, tree, types
@@ -73,6 +74,7 @@ class _Mapped:
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
         leaves, treedef = tree.flatten(args)
+        leaves = [torch.as_tensor(x) if x.__class__ is np.ndarray else x for x in leaves]
         mesh = self.mesh if self.mesh is not None else _found_mesh(leaves, self.name)
         body = self.bodies.get(id(mesh))
         if body is None:
@@ -357,9 +359,10 @@ def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs
     ranks meets one that differs, its gradient is summed.
 
     Args:
-        f: takes and returns trees of tensors (ints, strings, None and the like pass through). Called with positional
-            arguments. It must not write into its arguments. A plain tensor that it closes over counts as the same on
-            all ranks, and so does an array of which every rank holds the whole; another array must be an argument.
+        f: takes and returns trees of tensors (numpy arrays become tensors; ints, strings, None and the like pass
+            through). Called with positional arguments. It must not write into its arguments. A plain tensor that it
+            closes over counts as the same on all ranks, and so does an array of which every rank holds the whole;
+            another array must be an argument.
         mesh: a DeviceMesh; by default the current one, or that of the arguments.
         in_specs: a `P`, or a prefix of the tuple of arguments: how each argument is cut. Its dims must divide evenly.
             An argument that lies otherwise is moved there first (under `strict` that raises).
