@@ -85,16 +85,27 @@ def _argnums(argnums: Any, args: Sequence[Any], where: str) -> tuple[int, ...]:
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     wrong = [n for n in numbers if not isinstance(n, int) or not -len(args) <= n < len(args)]
     if wrong:
-        raise TransformError(report(where, f"argnums={argnums!r} does not fit a call with {len(args)} arguments",
+        raise TransformError(report(where, f"argnums={argnums!r} does not fit a call with {len(args)} argument{'s' * (len(args) != 1)}",
                                     [f"there is no argument {n!r}" for n in wrong]))  # fmt: skip
     return tuple(n % len(args) for n in numbers)
 
 
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return type_text(value.shape, value.dtype, spec_of(value))
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {', '.join(map(_described, value))}"
+    return (
+        f"the {type(value).__name__} {value!r}"
+        if isinstance(value, (int, float, complex))
+        else f"a {type(value).__name__}"
+    )
+
+
 def _scalar(value: Any, where: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.ndim or not value.is_floating_point():
-        what = type_text(value.shape, value.dtype, spec_of(value)) if isinstance(value, torch.Tensor) else repr(value)
         raise TransformError(report(
-            where, "the function must return one floating-point number, a 0-d tensor", [f"it returned {what}"],
+            where, "the function must return one floating-point number, a 0-d tensor", [f"it returned {_described(value)}"],
             "reduce it: loss.mean() or loss.sum(); with more results, return (loss, aux) and has_aux=True"))  # fmt: skip
     return value
 
@@ -214,12 +225,25 @@ def _call(
     return _scalar(value, "value_and_grad"), aux
 
 
+def _recording(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` out of inference mode, which keeps autograd from recording anything: a gradient there would be zero."""
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return f(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return f(*args, **kwargs)
+
+    return run
+
+
 def _fresh(x: torch.Tensor, attached: bool) -> torch.Tensor:
     """A variable to differentiate by: `x` itself under another name where an outer gradient goes through it."""
     if attached and x.requires_grad:
         out = x.view_as(x)
     else:
-        out = x.detach().requires_grad_()
+        out = (x.clone() if x.is_inference() else x.detach()).requires_grad_()
     return _keep_mark(out, x)
 
 
@@ -230,6 +254,7 @@ def _keep_mark(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@_recording
 def _by_autograd(f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool) -> tuple[Any, Any, list[torch.Tensor]]:
     originals = split.primals
     attached = context.grad_depth() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in originals))
@@ -328,6 +353,7 @@ def _cotangents(cotangent: Any, out: Any) -> tuple[torch.Tensor, ...]:
     return tuple(ct for ct, x in zip(given, wanted, strict=True) if isinstance(x, torch.Tensor))
 
 
+@_recording
 def _autograd_vjp(flat: Callable[..., Any], originals: Sequence[torch.Tensor]) -> tuple[Any, Callable[[Any], Any]]:
     attached = context.grad_depth() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in originals))
     with torch.enable_grad(), context.differentiating():

@@ -24,12 +24,17 @@ def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
     if isinstance(value, torch.Tensor) and isinstance(spec, P):
         return [value], None, [spec]
     leaves, treedef = tree.flatten(value)
-    specs = tree.broadcast(spec, value, where, "spec", "tree")
+    specs = tree.broadcast(spec, value, where, "spec", _generic(value))
     if not all(isinstance(s, P) for s in specs):
-        names = tree.paths(value, tree.spelling(value, "tree"))
+        names = tree.paths(value, tree.spelling(value, _generic(value)))
         wrong = [f"the spec of {n} is {s!r}" for n, s in zip(names, specs, strict=True) if not isinstance(s, P)]
         raise SpecError(report(where, "every spec must be a vfn.P", wrong, 'for instance P("dp") or P()'))
     return leaves, treedef, specs
+
+
+def _generic(value: Any) -> str:
+    """What to call a value that the user's code has no name for."""
+    return "the value" if isinstance(value, torch.Tensor) else "tree"
 
 
 def _rebuilt(treedef: Any, leaves: list[Any]) -> Any:
@@ -42,11 +47,13 @@ def _check(value: Any, leaves: Sequence[Any], specs: Sequence[P], meshes: Sequen
     for i, (x, spec, mesh) in enumerate(zip(leaves, specs, meshes, strict=True)):
         if isinstance(x, torch.Tensor):
             found = problems(spec, axes_of(mesh), x.ndim) if mesh is not None else too_long(spec, x.ndim)
+            if mesh is not None and x.layout is not torch.strided:
+                found.append(f"its memory format is {x.layout}, and only strided tensors can be laid out")
             if found:
                 wrong[i] = found
     if not wrong:
         return
-    names = tree.paths(value, tree.spelling(value, "tree"))
+    names = tree.paths(value, tree.spelling(value, _generic(value)))
     mesh = meshes[next(iter(wrong))]
     rows = [f"{names[i]} is {type_text(leaves[i].shape, leaves[i].dtype, WHOLE)}, its spec {specs[i]!r}: {problem}"
             for i, found in wrong.items() for problem in found]  # fmt: skip
@@ -95,6 +102,7 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     ...     [block.tolist() for block in tree["x"].to_local().blocks], tree["n"]
     ([[0, 1], [2, 3], [4], []], 3)
     """
+    context.checked_mesh(mesh, "shard")
     leaves, treedef, specs = _specs(tree_, spec, "shard")
     _check(tree_, leaves, specs, [mesh] * len(leaves), "shard")
     _keep_out_of_bodies(specs, "shard")
@@ -129,6 +137,8 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     ...     vfn.spec_of(f(torch.ones(4)))
     P('dp')
     """
+    if mesh is not None:
+        context.checked_mesh(mesh, "with_sharding")
     leaves, treedef, specs = _specs(tree_, spec, "with_sharding")
     meshes = [mesh or mesh_of(x) or context.current_mesh() if isinstance(x, torch.Tensor) else None for x in leaves]
     _check(tree_, leaves, specs, meshes, "with_sharding")
@@ -176,8 +186,9 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
     Array i64[4@dp] on mesh (dp=2)
     tensor([0, 0, 1, 1])
     """
+    context.checked_mesh(mesh, "from_local")
     leaves, treedef, specs = _specs(tree_, spec, "from_local")
-    names = tree.paths(tree_, tree.spelling(tree_, "tree"))
+    names = tree.paths(tree_, tree.spelling(tree_, _generic(tree_)))
     _check_data(leaves, names)
     ranks = played_ranks(mesh)
     mine: list[list[Any]] = []

@@ -33,8 +33,16 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) 
     (tensor(0.), tensor(2.))
     """
     split = Split("jvp", tuple(primals), range(len(primals)))
-    given = [leaf for p, t in zip(primals, tangents, strict=True)
-             for leaf in tree.broadcast(t, p, "jvp", "tangents", "primals", is_leaf=lambda x: x is None)]  # fmt: skip
+    given = [
+        tangent
+        for p, t in zip(primals, tangents, strict=True)
+        for leaf, tangent in zip(
+            tree.leaves(p, is_leaf=tree.none_or_opaque),
+            tree.broadcast(t, p, "jvp", "tangents", "primals", is_leaf=tree.none_or_opaque),
+            strict=True,
+        )
+        if leaf is not None
+    ]
     directions = tuple(given[i] for i in split.moving)
     rest: dict[str, Any] = {}
 
@@ -69,7 +77,7 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
 
     @functools.wraps(f)
     def run(*args: Any) -> Any:
-        leaves, treedef = tree.flatten(args)
+        leaves, treedef = tree.flatten(args, is_leaf=lambda x: x is None)
         axes = in_axes if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
         dims = tree.broadcast(tuple(axes), args, "vmap", "in_axes", "args", is_leaf=lambda x: x is None)
         mapped = [

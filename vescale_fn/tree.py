@@ -30,6 +30,11 @@ def mark_opaque(cls: type) -> type:
     return cls
 
 
+def none_or_opaque(x: Any) -> bool:
+    """Whether `x` has no leaves of its own to walk to: with None as a leaf, a tree and what goes with it stay in step."""
+    return x is None or type(x) in _opaque
+
+
 def flatten_opaque(tree: Any) -> tuple[list[Any], Any]:
     """`flatten`, with nodes of opaque classes as leaves."""
     return optree.tree_flatten(tree, is_leaf=lambda x: type(x) in _opaque)
