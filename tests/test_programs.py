@@ -8,7 +8,7 @@ import torch
 from programs import PROGRAMS, Program, mean_square, mlp, tensor_parallel
 
 import vescale_fn as vfn
-from vescale_fn import P, interpreter, reshard, spec, transform, tree, wire
+from vescale_fn import P, interpreter, reshard, spec, tree, wire
 from vescale_fn.blocks import Blocks
 from vescale_fn.ops import rules
 from vescale_fn.random import placed
@@ -287,7 +287,7 @@ FAULTS = {
         "_softmax", lambda rule: lambda call: replace(rule(call), ins=((0, 1, 2),), outs=((0, 1, 2),))
     ),
     "a gradient is not brought to its parameter": lambda patch: patch.setattr(
-        transform, "_settle_together", lambda grads, primals: grads
+        gradient, "_settle_together", lambda grads, primals: grads
     ),
     "a draw begins anew on each rank": lambda patch: patch.setattr(
         placed, "local_indices", lambda shape, *rest: tuple(range(len(i)) for i in spec.local_indices(shape, *rest))

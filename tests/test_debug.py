@@ -1,0 +1,222 @@
+"""Seeing: the log of collectives, and where everything lies."""
+
+import html.parser
+import inspect
+import math
+
+import pytest
+import torch
+
+import vescale_fn as vfn
+from vescale_fn import P, mesh, random
+
+
+@pytest.fixture
+def grid():
+    """A simulated mesh (dp=2, tp=3)."""
+    with vfn.simulate(6):
+        yield vfn.make_mesh((2, 3), ("dp", "tp"))
+
+
+def line() -> int:
+    return inspect.currentframe().f_back.f_lineno
+
+
+# --- comm_log ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_record(grid) -> None:
+    x = vfn.shard(torch.ones(6, 4), grid, P("dp", None))
+    with vfn.comm_log() as log:
+        x.softmax(0)
+        here = line() - 1
+    (record,) = log
+    assert (record.op, record.axes, record.axis) == ("all_gather", ("dp",), "dp")
+    assert record.bytes == 6 * 4 * 4, "the larger of what goes in and what comes out, on one rank"
+    assert record.why == "softmax needs dim 0 whole: f32[6@dp,4]"
+    assert record.line == f"{__file__}:{here}"
+
+
+def test_counts_and_bytes(grid) -> None:
+    x = vfn.shard(torch.ones(6, 6, dtype=torch.float64), grid, P("dp", "tp"))
+    with vfn.comm_log() as log:
+        vfn.with_sharding(x, P("tp", "dp"))
+        vfn.unshard(x.sum())
+        vfn.unshard(x)
+    assert log.count() == len(log) == len(log.records)
+    assert log.count("all_reduce") == log.count("all_reduce", ("dp", "tp")) == 1
+    assert log.count("all_reduce", "dp") == 0
+    assert log.bytes("all_reduce") == 8
+    assert log.count("reduce_scatter") == 0
+    assert log[-1].op == "all_gather"
+    assert log.bytes() == sum(record.bytes for record in log)
+
+
+def test_forward_and_backward_lines(grid) -> None:
+    """What runs in the backward pass, on autograd's own thread or in a checkpoint, is logged at the user's line as well."""
+    w = vfn.shard(torch.ones(6, 6), grid, P("dp")).requires_grad_()
+    with vfn.comm_log() as log:
+        y = (vfn.with_sharding(w, P()) ** 2).sum()
+        y.backward()
+        backward = line() - 1
+    ops = {record.op: record for record in log}
+    assert ops["all_gather"].line == f"{__file__}:{backward - 1}"
+    assert ops["all_gather"].why == "with_sharding"
+    if "reduce_scatter" in ops:
+        assert ops["reduce_scatter"].line == f"{__file__}:{backward}"
+    with vfn.comm_log() as log:
+        vfn.grad(vfn.remat(lambda w: (vfn.with_sharding(w, P()) ** 2).sum()))(w.detach())
+        here = line() - 1
+    assert {record.line for record in log} == {f"{__file__}:{here}"}
+    assert log.count("all_gather") == 2
+
+
+def test_logs_nest_and_end(grid) -> None:
+    x = vfn.shard(torch.ones(6), grid, P("dp"))
+    with vfn.comm_log() as outer:
+        vfn.unshard(x)
+        with vfn.comm_log() as inner:
+            vfn.unshard(x)
+        vfn.unshard(x)
+    vfn.unshard(x)
+    assert (len(outer), len(inner)) == (3, 1)
+    with pytest.raises(RuntimeError), vfn.comm_log() as log:
+        raise RuntimeError
+    vfn.unshard(x)
+    assert len(log) == 0
+
+
+def test_a_log_as_text(grid) -> None:
+    x = vfn.shard(torch.ones(6), grid, P("dp"))
+    with vfn.comm_log() as log:
+        assert repr(log) == "no collective"
+        vfn.unshard(x)
+        here = line() - 1
+    head, row = repr(log).splitlines()
+    assert head.split() == ["op", "axis", "bytes", "why", "line"]
+    assert row.split() == ["all_gather", "dp", "24", "unshard", f"{__file__}:{here}"]
+
+
+def test_nothing_over_size_one_axes() -> None:
+    with vfn.simulate(2):
+        m = vfn.make_mesh((1, 2), ("a", "b"))
+        x = vfn.shard(torch.ones(4), m, P("a"))
+        with vfn.comm_log() as log:
+            vfn.unshard(x.sum())
+            vfn.unshard(x)
+    assert len(log) == 0
+
+
+def _log_of_a_step():
+    m = vfn.make_mesh((2, 2), ("dp", "tp"))
+    w = vfn.shard(torch.ones(6, 4), m, P(None, "tp"))
+    x = vfn.shard(torch.ones(2, 6), m, P("dp"))
+    with vfn.comm_log() as log:
+        vfn.grad(lambda w: ((x @ w).relu() ** 2).sum())(w)
+        vfn.with_sharding(w, P("tp"))
+        vfn.unshard(x)
+    return [(r.op, r.axes, r.bytes, r.why, r.line) for r in log]
+
+
+def test_real_ranks_log_what_simulated_ranks_log(gloo) -> None:
+    with vfn.simulate(4):
+        expected = _log_of_a_step()
+    assert len(expected) >= 3
+    assert gloo(4, _log_of_a_step) == [expected] * 4
+
+
+# --- show -------------------------------------------------------------------------------------------------------------
+
+
+def tree(grid):
+    return {
+        "w": vfn.shard(torch.zeros(6, 9), grid, P("dp", "tp")),
+        "b": [vfn.shard(torch.zeros(7, dtype=torch.bfloat16), grid, P("tp")), torch.zeros(3)],
+        "s": vfn.shard(torch.zeros(2), grid, P(unreduced={"dp"})),
+        "z": vfn.shard(torch.tensor(1), grid, P()),
+        "key": random.key(0),
+        "n": 3,
+        "none": None,
+    }
+
+
+def test_show_as_text(grid) -> None:
+    with vfn.comm_log() as log:
+        shown = vfn.show(tree(grid))
+        text, page = repr(shown), shown._repr_html_()
+    assert len(log) == 0, "nothing travels"
+    rows = [row.split() for row in text.splitlines()]
+    assert text.splitlines()[0] == "4 arrays on mesh (dp=2, tp=3), 2 plain tensors, 1 other leaf"
+    assert ["['w']", "f32[6@dp,9@tp]", "[3,", "3]", "36"] in rows
+    assert ["['b'][0]", "bf16[7@tp]", "[3]", "at", "most", "6"] in rows
+    assert ["['b'][1]", "f32[3]", "(plain)", "[3]", "12"] in rows
+    assert ["['s']", "f32[2]{U:dp}", "[2]", "8"] in rows
+    assert ["['z']", "i64[]", "[]", "8"] in rows
+    assert ["['n']", "int", "3"] in rows
+    check_html(page, svgs=3)
+
+
+def check_html(page: str, svgs: int) -> None:
+    """That every tag is closed in order, and each array of some dims has its picture."""
+    open_tags = []
+
+    class Parser(html.parser.HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            if tag not in ("rect",):
+                open_tags.append(tag)
+
+        def handle_endtag(self, tag):
+            if tag != "rect":
+                assert open_tags.pop() == tag
+
+    Parser().feed(page)
+    assert not open_tags
+    assert page.count("<svg") == svgs
+
+
+def test_the_picture_covers_the_value(grid) -> None:
+    """The drawn blocks tile the value, and each names the ranks that hold it."""
+    import re
+
+    for s, parts in [(P("dp", "tp"), 6), (P("dp"), 2), (P(None, "tp"), 3), (P(("tp", "dp")), 6), (P(), 1)]:
+        page = vfn.show(vfn.shard(torch.zeros(12, 9), grid, s))._repr_html_()
+        boxes = [tuple(map(float, b)) for b in re.findall(r"width='([\d.]+)' height='([\d.]+)' fill", page)]
+        area = sum(w * h for w, h in boxes)
+        assert len(boxes) == parts
+        assert math.isclose(area, 180 * 72, rel_tol=0.01)
+        labels = re.findall(r"text-anchor='middle'>([^<]*)<", page)
+        named = [r for label in labels for r in (range(6) if ".." in label else map(int, label.split(",")))]
+        assert sorted(named) == list(range(6))
+
+
+def test_show_of_one_value_and_of_nothing(grid) -> None:
+    x = vfn.shard(torch.zeros(6), grid, P(("tp", "dp")))
+    assert "(value)  f32[6@tp+dp]" in repr(vfn.show(x))
+    assert repr(vfn.show({})).splitlines()[0] == "nothing"
+    assert repr(vfn.show(torch.zeros(2))).splitlines()[0] == "1 plain tensor"
+    assert "<script>" not in vfn.show({"<script>": 1, "b": "<script>"})._repr_html_()
+    seen = []
+    vfn.grad(lambda p: seen.append(repr(vfn.show({"p": p}))) or p.sum())(x)
+    torch.func.grad(lambda p: seen.append(repr(vfn.show({"p": p}))) or p.sum())(x)
+    assert all("f32[6@tp+dp]" in text for text in seen)
+    assert mesh.axes_of(x.device_mesh) == {"dp": 2, "tp": 3}
+
+
+# --- strict -----------------------------------------------------------------------------------------------------------
+
+
+def test_strict_refuses_moves_that_nobody_asked_for(grid) -> None:
+    x = vfn.shard(torch.ones(6, 6), grid, P("dp"))
+    with vfn.strict(), vfn.comm_log() as log:
+        with pytest.raises(vfn.errors.ReshardError) as error:
+            x.softmax(0)
+        assert str(error.value) == (
+            "strict: aten._softmax.default: this op needs a move of data that the program did not ask for\n"
+            "  * argument 0 is f32[6@dp,6] and would have to be f32[6,6]\n"
+            "  Instead: vfn.with_sharding(x, P()) before it"
+        )
+        assert len(log) == 0
+        vfn.with_sharding(x, P()).softmax(0)
+        vfn.unshard(x)
+        (x * 2 + x).relu().sum().item()
+    x.softmax(0)

@@ -1,0 +1,281 @@
+"""The messages of the global view: as text, on every rank, before anything has moved."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.errors import MeshError, RandomError, SpecError
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+@pytest.fixture
+def mesh():
+    with vfn.simulate(8):
+        yield vfn.make_mesh((2, 4), ("dp", "tp"))
+
+
+def message(kind, call) -> str:
+    with vfn.comm_log() as log, pytest.raises(kind) as error:
+        call()
+    assert len(log) == 0, "nothing has moved"
+    return str(error.value)
+
+
+# --- specs ------------------------------------------------------------------------------------------------------------
+
+w = torch.zeros(4, 2)
+
+
+def params_tree():
+    return {"w": torch.zeros(4, 2), "layers": [torch.zeros(3), {"b": torch.zeros(2, 2)}], "at": Point(w, w)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        (P("xp"), "axis 'xp' (dim 0) is not an axis of the mesh (dp=2, tp=4)"),
+        (P("dp", "dp"), "axis 'dp' is used twice: for dim 0 and for dim 1"),
+        (P("dp", unreduced={"dp"}), "axis 'dp' is used twice: for dim 0 and for unreduced"),
+        (P("dp", None, "tp"), "it has 3 entries, but the value has 2 dims"),
+        (P(None, reduced={"q"}), "axis 'q' (reduced) is not an axis of the mesh (dp=2, tp=4)"),
+    ],
+    ids=repr,
+)
+def test_a_spec_that_does_not_fit(mesh, spec: P, problem: str) -> None:
+    for where, call in (
+        ("shard", lambda: vfn.shard(w, mesh, spec)),
+        ("with_sharding", lambda: vfn.with_sharding(w, spec, mesh=mesh)),
+        ("with_sharding", lambda: vfn.with_sharding(vfn.shard(w, mesh, P()), spec)),
+    ):
+        text = message(SpecError, call)
+        assert text.startswith(f"{where}: 1 spec does not fit on the mesh (dp=2, tp=4)\n")
+        assert f"is f32[4,2], its spec {spec!r}: {problem}\n" in text
+        assert text.endswith("Instead: each axis of the mesh at most once, and at most one entry a dim")
+
+
+def test_every_failure_at_once(mesh) -> None:
+    params = params_tree()
+    specs = {"w": P(None, "tp", "dp"), "layers": P("dp", "dp"), "at": P()}
+    lines = message(SpecError, lambda: vfn.shard(params, mesh, specs)).splitlines()
+    assert lines[0] == "shard: 3 specs do not fit on the mesh (dp=2, tp=4)"
+    assert sorted(lines[1:-1]) == [
+        "  * params['layers'][0] is f32[3], its spec P('dp', 'dp'): axis 'dp' is used twice: for dim 0 and for dim 1",
+        "  * params['layers'][0] is f32[3], its spec P('dp', 'dp'): it has 2 entries, but the value has 1 dim",
+        "  * params['layers'][1]['b'] is f32[2,2], its spec P('dp', 'dp'): axis 'dp' is used twice: for dim 0 and for dim 1",
+        "  * params['w'] is f32[4,2], its spec P(None, 'tp', 'dp'): it has 3 entries, but the value has 2 dims",
+    ]
+    assert lines[-1] == "  Instead: each axis of the mesh at most once, and at most one entry a dim"
+
+
+def test_too_many_entries_without_a_mesh() -> None:
+    """On one device with_sharding is the identity, and still says what a mesh would."""
+    x = torch.zeros(3)
+    assert message(SpecError, lambda: vfn.with_sharding({"x": x}, P("dp", None))) == (
+        "with_sharding: 1 spec does not fit\n"
+        "  * tree['x'] is f32[3], its spec P('dp', None): it has 2 entries, but the value has 1 dim\n"
+        "  Instead: each axis of the mesh at most once, and at most one entry a dim"
+    )
+
+
+@pytest.mark.parametrize(
+    ("specs", "problems"),
+    [
+        (
+            {"w": P(), "layers": [P()], "at": P()},
+            ["specs['layers'] has length 1, but params['layers'] has length 2"],
+        ),
+        (
+            {"w": P(), "layer": P(), "at": P()},
+            ["specs lacks 'layers' and has besides 'layer': params has 'at', 'layers', 'w'"],
+        ),
+        (
+            {"w": P(), "layers": {"b": P()}, "at": (P(), P())},
+            [
+                "specs['layers'] is a dict, but params['layers'] is a list",
+                "specs['at'] is a tuple, but params['at'] is a Point",
+            ],
+        ),
+        (
+            {"w": [P()], "layers": [P(), {"c": P()}], "at": Point(P(), {"q": P()})},
+            [
+                "specs['w'] is a list, but params['w'] is a leaf (Tensor)",
+                "specs['layers'][1] lacks 'b' and has besides 'c': params['layers'][1] has 'b'",
+                "specs['at'].y is a dict, but params['at'].y is a leaf (Tensor)",
+            ],
+        ),
+    ],
+    ids=["length", "keys", "kind", "deep"],
+)
+def test_a_prefix_that_does_not_fit(mesh, specs, problems: list[str]) -> None:
+    params = params_tree()
+    for call in (lambda: vfn.shard(params, mesh, specs), lambda: vfn.with_sharding(params, specs, mesh=mesh)):
+        text = message(SpecError, call)
+        head, *rest, fix = text.splitlines()
+        assert head.split(": ")[1] == "specs is not a prefix of params"
+        assert sorted(rest) == sorted(f"  * {problem}" for problem in problems)
+        assert fix == "  Instead: give specs the structure of params, or one entry for a whole subtree"
+
+
+def test_a_spec_that_is_none(mesh) -> None:
+    params = params_tree()
+    assert message(SpecError, lambda: vfn.shard(params, mesh, {"w": "dp", "layers": P(), "at": P()})) == (
+        "shard: every spec must be a vfn.P\n  * the spec of params['w'] is 'dp'\n  Instead: for instance P(\"dp\") or P()"
+    )
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_mesh_that_is_none(mesh) -> None:
+    fix = '\n  Instead: mesh = vfn.make_mesh((2, 4), ("dp", "tp"))'
+    for call, head in [
+        (lambda: vfn.shard(w, None, P("dp")), "shard: the mesh must be a DeviceMesh, but it is None"),
+        (lambda: vfn.shard(w, (2, 4), P("dp")), "shard: the mesh must be a DeviceMesh, but it is (2, 4)"),
+        (lambda: vfn.shard(mesh, w, P("dp")), "shard: the mesh must be a DeviceMesh, but it is a tensor"),
+        (lambda: vfn.from_local(w, None, P("dp")), "from_local: the mesh must be a DeviceMesh, but it is None"),
+        (
+            lambda: vfn.with_sharding(w, P("dp"), mesh="dp"),
+            "with_sharding: the mesh must be a DeviceMesh, but it is 'dp'",
+        ),
+        (lambda: vfn.use_mesh((2, 4)), "use_mesh: the mesh must be a DeviceMesh, but it is (2, 4)"),
+        (lambda: vfn.set_mesh((2, 4)), "set_mesh: the mesh must be a DeviceMesh, but it is (2, 4)"),
+    ]:
+        assert message(MeshError, call) == head + fix
+
+
+def test_not_enough_ranks(mesh) -> None:
+    assert message(MeshError, lambda: vfn.make_mesh((2, 6), ("dp", "tp"))) == (
+        "make_mesh: dp=2 x tp=6 = 12 ranks, but there are 8 ranks. Three ways to get them\n"
+        "  * vfn.simulate(12)                  this process plays all ranks (notebooks, tests)\n"
+        "  * vfn.launch(fn, 12)                12 processes started from here, each running fn\n"
+        "  * torchrun --nproc-per-node 12 your.py 12 processes started from the shell"
+    )
+
+
+def test_too_many_ranks(mesh) -> None:
+    assert message(MeshError, lambda: vfn.make_mesh((2, 2), ("dp", "tp"))) == (
+        "make_mesh: dp=2 x tp=2 has 4 ranks, but there are 8 ranks; a mesh uses all of them\n"
+        "  Instead: make_mesh((2, -1), ('dp', 'tp')), or another axis"
+    )
+    assert "Instead: sizes whose product is 8, or another axis" in message(
+        MeshError, lambda: vfn.make_mesh((3, 2), ("dp", "tp"))
+    )
+    assert message(MeshError, lambda: vfn.make_mesh((3, -1), ("dp", "tp"))) == (
+        "make_mesh: dp=3 x tp=-1: there are 8 ranks, which 3 does not divide"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "problem"),
+    [
+        ((2, 4), ("dp", "dp"), "axis 'dp' is named twice"),
+        ((2, 4), ("dp",), "shape (2, 4) has 2 sizes, but names ('dp',) has 1"),
+        ((0, 8), ("dp", "tp"), "size 0 is not a positive integer (or one -1)"),
+        ((-1, -1), ("dp", "tp"), "shape (-1, -1) leaves more than one axis open with -1"),
+        ((2, 4), ("dp", 3), "name 3 is not a string"),
+        ((), (), "it has no axes"),
+    ],
+    ids=str,
+)
+def test_sizes_and_names_that_make_no_mesh(mesh, sizes, names, problem: str) -> None:
+    assert message(MeshError, lambda: vfn.make_mesh(sizes, names)) == (
+        f"make_mesh: the shape and the names do not make a mesh\n  * {problem}\n"
+        '  Instead: for instance make_mesh((2, 4), ("dp", "tp"))'
+    )
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("draw", "fix"),
+    [
+        (lambda a: torch.nn.functional.dropout(a, 0.5), "for dropout vfn.random.dropout(key, x, rate)"),
+        (torch.rand_like, "vfn.random.uniform(key, x.shape, spec=vfn.spec_of(x))"),
+        (torch.randn_like, "vfn.random.normal(key, x.shape, spec=vfn.spec_of(x))"),
+        (lambda a: a.clone().normal_(), "mean + std * vfn.random.normal(key, x.shape, spec=vfn.spec_of(x))"),
+        (
+            lambda a: a.clone().uniform_(),
+            "vfn.random.uniform(key, x.shape, minval=..., maxval=..., spec=vfn.spec_of(x))",
+        ),
+    ],
+    ids=["dropout", "rand_like", "randn_like", "normal_", "uniform_"],
+)
+def test_stateful_draws(mesh, draw, fix: str) -> None:
+    a = vfn.shard(w, mesh, P("dp"))
+    text = message(RandomError, lambda: draw(a))
+    assert ": a stateful draw on an array: every rank would draw from a generator of its own\n" in text
+    assert text.endswith(fix)
+
+
+def test_a_tensor_without_blocks(mesh) -> None:
+    sparse = torch.eye(4).to_sparse()
+    problem = "its memory format is torch.sparse_coo, and only strided tensors can be laid out"
+    lines = message(SpecError, lambda: vfn.shard(sparse, mesh, P("dp"))).splitlines()
+    assert lines[1] == f"  * sparse is f32[4,4], its spec P('dp'): {problem}"
+
+
+# --- on every rank ----------------------------------------------------------------------------------------------------
+
+
+def _wrong_in_every_way():
+    m = vfn.make_mesh((2, 2), ("dp", "tp"))
+    a = vfn.shard(torch.ones(4, 4), m, P("dp"))
+    params = {"w": a, "b": torch.ones(3)}
+    calls = [
+        lambda: vfn.make_mesh((2, 4), ("dp", "tp")),
+        lambda: vfn.shard(params, m, P("xp")),
+        lambda: vfn.with_sharding(params, {"w": P("dp", "dp"), "b": P()}),
+        lambda: vfn.with_sharding(params, P(None, "tp")),
+        lambda: vfn.shard(params, m, {"w": P()}),
+        lambda: vfn.from_local(params, m, P()),
+        lambda: torch.rand_like(a),
+        lambda: a @ torch.ones(3, 3),
+        lambda: vfn.grad(lambda a: a * 2)(a),
+        lambda: a[0:1].zero_(),
+        lambda: vfn.random.uniform(vfn.random.key(0), (4,), spec=P("xp"), mesh=m),
+        lambda: vfn.grad(lambda a: vfn.with_sharding(a, P("xp")).sum())(a),
+        lambda: torch.func.grad(lambda a: vfn.with_sharding(a, P("dp", "dp")).sum())(a),
+    ]
+    texts = []
+    for number, call in enumerate(calls):
+        with vfn.comm_log() as log:
+            try:
+                call()
+                texts.append("no error")
+            except (vfn.errors.VfnError, RuntimeError) as error:
+                texts.append(f"{type(error).__name__}: {error}")
+        if len(log) and number not in (7, 9):  # a wrong product gathers; a[0:1] gathers, and the write to it raises
+            texts[-1] = f"moved before it raised: {log}"
+    texts.append(vfn.unshard(a * 2).sum().item())  # nobody waits for anybody: the ranks go on together
+    return texts
+
+
+def test_errors_are_raised_on_every_rank(gloo) -> None:
+    first, *others = gloo(4, _wrong_in_every_way)
+    assert len(first) == 14
+    assert first[-1] == 32.0
+    assert not [text for text in first[:-1] if text.startswith(("no error", "moved"))]
+    assert others == [first] * 3
+
+
+def _only_rank_2():
+    m = vfn.make_mesh((4,), ("dp",))
+    if vfn.mesh.my_rank(m) == 2:
+        vfn.shard(torch.ones(4), m, P("xp"))
+    return vfn.unshard(vfn.shard(torch.ones(4), m, P("dp"))).sum().item()
+
+
+def test_an_error_on_one_rank_reaches_the_caller(gloo) -> None:
+    with pytest.raises(vfn.errors.RankError, match="axis 'xp' \\(dim 0\\) is not an axis of the mesh \\(dp=4\\)"):
+        gloo(4, _only_rank_2)
+    assert gloo(4, _fine) == [4.0] * 4
+
+
+def _fine():
+    m = vfn.make_mesh((4,), ("dp",))
+    return vfn.unshard(vfn.shard(torch.ones(4), m, P("dp"))).sum().item()

@@ -1,0 +1,486 @@
+"""Gradients and the other transforms: over any tree, nested in every order, on plain tensors and on arrays."""
+
+import dataclasses
+import math
+from collections import namedtuple
+
+import optree
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vescale_fn as vfn
+from vescale_fn import P, random, tree
+from vescale_fn.errors import TransformError
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@optree.dataclasses.dataclass(namespace="")
+class Linear:
+    w: torch.Tensor
+    b: torch.Tensor
+    rate: float = dataclasses.field(default=0.5, metadata={"pytree_node": False})
+
+
+@pytest.fixture(params=["plain", "arrays"])
+def place(request):
+    """Puts a tree on one device, or on a simulated mesh (dp=2, tp=3) under a prefix of specs."""
+    if request.param == "plain":
+        yield lambda tree, spec=None: tree
+    else:
+        with vfn.simulate(6):
+            mesh = vfn.make_mesh((2, 3), ("dp", "tp"))
+            yield lambda tree, spec=P(): vfn.shard(tree, mesh, spec)
+
+
+@pytest.fixture
+def mesh():
+    with vfn.simulate(6):
+        yield vfn.make_mesh((2, 3), ("dp", "tp"))
+
+
+def close(a, b, **how) -> None:
+    a, b = vfn.unshard(a), vfn.unshard(b)
+    assert tree.paths(a) == tree.paths(b)
+    for x, y in zip(tree.leaves(a), tree.leaves(b)):
+        if isinstance(y, torch.Tensor):
+            torch.testing.assert_close(x, y, **how)
+        else:
+            assert x == y
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+# --- arguments and results --------------------------------------------------------------------------------------------
+
+
+def test_argnums(place) -> None:
+    f = lambda x, y, z: (x * y**2 * z).sum()
+    x, y, z = (place(randn(7, 5), P("dp", "tp")) for _ in range(3))
+    close(vfn.grad(f)(x, y, z), y**2 * z)
+    close(vfn.grad(f, argnums=1)(x, y, z), 2 * x * y * z)
+    close(vfn.grad(f, argnums=-1)(x, y, z), x * y**2)
+    close(vfn.grad(f, argnums=(0,))(x, y, z), (y**2 * z,))
+    close(vfn.grad(f, argnums=(2, 0))(x, y, z), (x * y**2, y**2 * z))
+    close(vfn.grad(f, argnums=(-1, 1))(x, y, z), (x * y**2, 2 * x * y * z))
+    value, (gx, gz) = vfn.value_and_grad(f, argnums=[0, 2])(x, y, z)
+    close((value, gx, gz), (f(x, y, z), y**2 * z, x * y**2))
+    close(vfn.grad(lambda x, *, k: (x * k).sum())(x, k=3.0), 3 * torch.ones(7, 5, dtype=torch.float64))
+
+
+def test_aux(place) -> None:
+    f = lambda x: ((x**2).sum(), {"y": x * 2, "n": 3, "none": None, "name": "adam"})
+    x = place(randn(7), P("dp"))
+    g, aux = vfn.grad(f, has_aux=True)(x)
+    close(g, 2 * x)
+    close(aux, {"y": 2 * x, "n": 3, "none": None, "name": "adam"})
+    (value, aux), g = vfn.value_and_grad(f, has_aux=True)(x)
+    close((value, g), ((x**2).sum(), 2 * x))
+    assert not aux["y"].requires_grad
+    assert not value.requires_grad
+    assert not g.requires_grad
+
+
+def test_any_tree(place) -> None:
+    key = random.key(3)
+    params = {
+        "linear": Linear(randn(5), randn(5)),
+        "pair": Pair(randn(3), None),
+        "list": [torch.arange(4), torch.tensor([True, False]), (randn(2), 7)],
+        "key": key,
+        "name": "adam",
+        "flag": True,
+        "complex": torch.complex(randn(2), randn(2)),
+        "": randn(1),
+    }
+    params = place(params, P())
+
+    def loss(p):
+        assert isinstance(p["linear"], Linear)
+        assert p["linear"].rate == 0.5
+        assert p["name"] == "adam"
+        draw = random.uniform(p["key"], (5,), torch.float64)
+        terms = [
+            p["linear"].w ** 2 * draw,
+            p["linear"].b ** 3,
+            p["pair"].first * 2,
+            p["list"][2][0].exp(),
+            p["complex"].abs(),
+        ]
+        return sum(t.sum() for t in terms) + p["list"][0].sum() * p["list"][2][1]
+
+    g = vfn.grad(loss)(params)
+    assert isinstance(g["linear"], Linear)
+    assert isinstance(g["pair"], Pair)
+    assert g["pair"].second is None
+    assert (g["name"], g["flag"], g["list"][2][1]) == ("adam", True, 7)
+    assert isinstance(g["key"], random.Key), "a key passes through"
+    close(g["key"].data, key.data)
+    draw = random.uniform(key, (5,), torch.float64)
+    close(g["linear"].w, 2 * params["linear"].w * draw)
+    close(g["linear"].b, 3 * params["linear"].b ** 2)
+    close(g["list"][:2], [torch.zeros(4, dtype=torch.int64), torch.zeros(2, dtype=torch.bool)])
+    close(g["list"][2][0], params["list"][2][0].exp())
+    close(g["complex"], params["complex"] / params["complex"].abs())
+    close(g[""], torch.zeros(1, dtype=torch.float64))
+    assert tree.paths(g) == tree.paths(params)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64], ids=str
+)
+def test_gradients_have_the_dtype_of_their_primals(place, dtype) -> None:
+    x = place(torch.arange(1, 8).to(dtype), P("dp"))
+    for g in (
+        vfn.grad(lambda x: (x.to(torch.complex128).abs() ** 2).sum())(x),
+        torch.func.grad(lambda x: x.abs().float().sum())(x),
+    ):
+        assert g.dtype == dtype
+
+
+def test_what_a_function_closes_over_is_constant(place) -> None:
+    c = place(randn(7), P("dp")).requires_grad_()
+    g = vfn.grad(lambda x: (x * c).sum())(place(randn(7), P("dp")))
+    close(g, c.detach())
+    assert c.grad is None
+
+
+def test_a_constant_function(place) -> None:
+    x = place(randn(7), P("dp"))
+    value, g = vfn.value_and_grad(lambda x: torch.tensor(2.0))(x)
+    close((value, g), (torch.tensor(2.0), torch.zeros(7, dtype=torch.float64)))
+
+
+def test_inside_no_grad_and_on_variables(place) -> None:
+    x = place(randn(7), P("dp"))
+    with torch.no_grad():
+        close(vfn.grad(lambda x: (x**2).sum())(x), 2 * x)
+    leaf = x.clone().requires_grad_()
+    g = vfn.grad(lambda x: (x**3).sum())(leaf)
+    assert g.requires_grad, "an outer backward goes through it"
+    g.sum().backward()
+    close(leaf.grad, 6 * x)
+    with torch.inference_mode():
+        close(vfn.grad(lambda x: (x**2).sum())(x), 2 * x)
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("s", [P(), P("dp"), P("tp", "dp"), P(("tp", "dp")), P(None, ("dp", "tp"))], ids=repr)
+def test_a_gradient_lies_as_its_primal(mesh, s: P) -> None:
+    x, w = randn(7, 5), randn(5, 3)
+    a, expected = vfn.shard(x, mesh, s), torch.func.grad(lambda x: ((x @ w) ** 2).sum())(x)
+    for data in (w, vfn.shard(w, mesh, P("tp")), vfn.shard(w, mesh, P(None, "dp"))):
+        f = lambda a: ((a @ data) ** 2).sum()
+        for g in (
+            vfn.grad(f)(a),
+            vfn.value_and_grad(f)(a)[1],
+            vfn.vjp(f, a)[1](torch.ones((), dtype=torch.float64))[0],
+        ):
+            assert vfn.spec_of(g) == s
+            close(g, expected)
+        close(torch.func.grad(f)(a), expected)
+    g = vfn.grad(lambda x: vfn.unshard(((x @ vfn.shard(w, mesh, P("tp"))) ** 2).sum()))(x)
+    assert type(g) is torch.Tensor, "plain for plain"
+    close(g, expected)
+
+
+def test_reduced(mesh) -> None:
+    """Over an axis that the spec calls reduced the gradient stays unreduced: the user delays the sum."""
+    w, x = randn(5, 3), randn(8, 5)
+    data = vfn.shard(x, mesh, P("dp"))
+    expected = torch.func.grad(lambda w: ((x @ w) ** 2).sum())(w)
+    for spec, after in [
+        (P(reduced={"dp"}), P(unreduced={"dp"})),
+        (P(None, "tp", reduced={"dp"}), P(None, "tp", unreduced={"dp"})),
+        (P(reduced={"dp", "tp"}), P(unreduced={"dp", "tp"})),
+    ]:
+        a = vfn.shard(w, mesh, spec)
+        assert vfn.spec_of(a) == spec
+        with vfn.comm_log() as log:
+            g = vfn.grad(lambda w: ((data @ w) ** 2).sum())(a)
+        assert vfn.spec_of(g) == after
+        assert log.bytes("all_reduce", "dp") <= 8, "at most the loss"
+        close(g, expected)
+        close(vfn.with_sharding(g, P("dp")), expected)
+    moved = vfn.grad(lambda w: ((data @ vfn.with_sharding(w, P(reduced={"dp"}))) ** 2).sum())(
+        vfn.shard(w, mesh, P("dp"))
+    )
+    assert vfn.spec_of(moved) == P("dp")
+    close(moved, expected)
+
+
+def test_unreduced_primals(mesh) -> None:
+    """The cotangent of partial sums is replicated, and marked so."""
+    a = vfn.shard(randn(7, 5), mesh, P("tp", unreduced={"dp"}))
+    g = vfn.grad(lambda a: (a**2).sum())(a)
+    close(g, 2 * vfn.unshard(a))
+    assert vfn.spec_of(g).unreduced == frozenset()
+
+
+# --- nesting ----------------------------------------------------------------------------------------------------------
+
+GRADS = {"vfn": vfn.grad, "func": torch.func.grad}
+
+
+@pytest.mark.parametrize("outer", GRADS)
+@pytest.mark.parametrize("inner", GRADS)
+@pytest.mark.parametrize("s", [P(), P("dp"), P(("tp", "dp"))], ids=repr)
+def test_gradients_of_gradients(place, outer: str, inner: str, s: P) -> None:
+    x = place(randn(7), s)
+    f = lambda x: (x**4).sum() + x.sum() ** 3
+    first = GRADS[inner](f)
+    second = GRADS[outer](lambda x: (first(x) * x).sum())(x)
+    plain = vfn.unshard(x)
+    close(second, torch.func.grad(lambda x: (torch.func.grad(f)(x) * x).sum())(plain))
+    third = GRADS[outer](lambda x: GRADS[inner](lambda y: (first(y) ** 2).sum())(x).sum())(x)
+    close(
+        third, torch.func.grad(lambda x: torch.func.grad(lambda y: (torch.func.grad(f)(y) ** 2).sum())(x).sum())(plain)
+    )
+
+
+def test_the_inner_gradient_may_be_of_something_else(place) -> None:
+    x, y = place(randn(7), P("dp")), place(randn(7), P("tp"))
+    f = lambda x: vfn.grad(lambda y: (x**2 * y**3).sum())(y).sum()
+    close(vfn.grad(f)(x), 6 * x * y**2)
+    close(torch.func.grad(f)(x), 6 * x * y**2)
+    close(vfn.grad(lambda y: vfn.grad(lambda z: (z**2 * y).sum())(x).sum())(y), 2 * x)
+
+
+def test_hessians(place) -> None:
+    x = place(randn(5), P("tp"))
+    f = lambda x: (x**3).sum() + x[0] * x.sum()
+    expected = torch.func.hessian(f)(vfn.unshard(x))
+    close(torch.func.hessian(f)(x), expected)
+    close(torch.func.jacrev(vfn.grad(f))(x), expected)
+    close(torch.func.jacfwd(vfn.grad(f))(x), expected)
+    close(torch.func.jacrev(torch.func.grad(f))(x), expected)
+    v = torch.arange(5, dtype=torch.float64)
+    close(vfn.jvp(vfn.grad(f), (x,), (place(v, P("dp")),))[1], expected @ v)
+    close(vfn.vjp(vfn.grad(f), x)[1](place(v, P()))[0], expected @ v)
+
+
+def test_a_gradient_step_inside_a_gradient(place) -> None:
+    """MAML: trees, auxiliary values and value_and_grad in a nest."""
+    p = place({"w": randn(5, 3), "n": 2}, P("dp"))
+    x = place(randn(8, 5), P("tp"))
+
+    def loss(p):
+        return (torch.tanh(x @ p["w"]) ** 2).sum() * p["n"]
+
+    def after_a_step(p):
+        (value, aux), g = vfn.value_and_grad(lambda p: (loss(p), p["n"]), has_aux=True)(p)
+        assert g["n"] == aux == 2
+        return loss({"w": p["w"] - 0.1 * g["w"], "n": 2}) + 0.01 * value
+
+    def plain_loss(w):
+        return (torch.tanh(vfn.unshard(x) @ w) ** 2).sum() * 2
+
+    expected = torch.func.grad(lambda w: plain_loss(w - 0.1 * torch.func.grad(plain_loss)(w)) + 0.01 * plain_loss(w))(
+        vfn.unshard(p["w"])
+    )
+    for grad in (vfn.grad, lambda f: lambda p: {"w": torch.func.grad(lambda w: f({"w": w, "n": 2}))(p["w"]), "n": 2}):
+        close(grad(after_a_step)(p), {"w": expected, "n": 2}, rtol=1e-12, atol=1e-12)
+
+
+# --- vjp, jvp, vmap ---------------------------------------------------------------------------------------------------
+
+
+def test_vjp_can_be_called_again(place) -> None:
+    f = lambda p, x: {"y": p["w"] * x, "s": (p["w"].sum(), None, 3)}
+    p, x = place({"w": randn(7), "n": torch.tensor(2)}, P()), place(randn(7), P("dp"))
+    out, pullback = vfn.vjp(f, p, x)
+    assert out["s"][1:] == (None, 3)
+    for scale in (1.0, 2.0):
+        ct = {
+            "y": place(torch.full((7,), scale, dtype=torch.float64), P("tp")),
+            "s": (torch.tensor(scale, dtype=torch.float64), None, 3),
+        }
+        gp, gx = pullback(ct)
+        close(gp, {"w": scale * (x + 1), "n": torch.tensor(0)})
+        close(gx, scale * p["w"])
+        assert (vfn.spec_of(gp["w"]), vfn.spec_of(gx)) == (vfn.spec_of(p["w"]), vfn.spec_of(x))
+    _, inner = vfn.vjp(lambda x: vfn.vjp(torch.sin, x)[1](torch.ones(7, dtype=torch.float64))[0], x)
+    close(inner(torch.ones(7, dtype=torch.float64))[0], -x.sin())
+
+
+def test_jvp(place) -> None:
+    f = lambda p, x: {"y": p["w"] * x, "s": (p["w"].sum() ** 2, 3)}
+    p, x = place({"w": randn(7), "n": 2}, P("dp")), place(randn(7), P("tp"))
+    out, slope = vfn.jvp(f, (p, x), ({"w": x, "n": None}, 2 * x))
+    close(out, f(p, x))
+    close(slope["y"], x * x + p["w"] * 2 * x)
+    close(slope["s"][0], 2 * p["w"].sum() * x.sum())
+    close(vfn.jvp(vfn.grad(lambda x: (x**3).sum()), (x,), (x,))[1], 6 * x * x)
+
+
+def test_vmap(place) -> None:
+    x, y = place(randn(7, 5), P("dp", "tp")), place(randn(5, 7), P("dp"))
+    close(vfn.vmap(torch.dot)(x, y.t()), (x * y.t()).sum(1))
+    close(vfn.vmap(torch.dot, in_axes=(0, 1))(x, y), (x * y.t()).sum(1))
+    close(vfn.vmap(torch.dot, in_axes=(1, None))(x, y[0] * 1), vfn.unshard(x).t() @ vfn.unshard(y)[0])
+    tree_ = {"a": x, "b": (y, 3), "c": None}
+    out = vfn.vmap(
+        lambda t: {"s": t["a"].sum() + t["b"][0].sum() * t["b"][1], "row": t["a"]},
+        in_axes=({"a": 0, "b": 1, "c": None},),
+    )(tree_)
+    close(out["s"], vfn.unshard(x).sum(1) + 3 * vfn.unshard(y).sum(0))
+    close(vfn.vmap(lambda r: r * 2, out_axes=1)(x), 2 * vfn.unshard(x).t())
+    close(
+        vfn.vmap(lambda r: {"a": r, "b": r.sum()}, out_axes={"a": 1, "b": 0})(x),
+        {"a": vfn.unshard(x).t(), "b": vfn.unshard(x).sum(1)},
+    )
+    close(vfn.vmap(vfn.vmap(lambda v: v * 2))(x), 2 * x)
+    close(vfn.vmap(vfn.grad(lambda r: (r**2).sum()))(x), 2 * x)
+    close(vfn.grad(lambda x: vfn.vmap(lambda r: (r**2).sum())(x).sum())(x), 2 * x)
+    keys = random.split(random.key(0), 7)
+    close(vfn.vmap(lambda k, r: r * random.uniform(k, (), torch.float64))(keys, x),
+          vfn.unshard(x) * torch.stack([random.uniform(k, (), torch.float64) for k in keys])[:, None])  # fmt: skip
+
+
+# --- remat ------------------------------------------------------------------------------------------------------------
+
+
+class Count(TorchDispatchMode):
+    """How often an op ran below autograd."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.n = name, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += func.overloadpacket.__name__ == self.name
+        return func(*args, **(kwargs or {}))
+
+
+def test_remat_computes_again(place) -> None:
+    x = place(randn(7), P("dp"))
+    calls = []
+
+    def block(x, scale=1.0):
+        calls.append(x.shape)
+        return {"y": x.sin().exp() * scale, "n": 3, "none": None}
+
+    f = lambda block: lambda x: (block(block(x)["y"], scale=2.0)["y"] ** 2).sum()
+    expected = vfn.grad(f(block))(x)
+    calls.clear()
+    close(vfn.grad(f(vfn.remat(block)))(x), expected)
+    assert len(calls) == 4, "twice forward, and twice in the backward pass"
+    with torch.no_grad():
+        close(vfn.remat(block)(x), block(x))
+
+
+def test_remat_in_nests(place) -> None:
+    x = place(randn(7), P("dp"))
+    g = vfn.remat(lambda x: x.sin() * x)
+    plain = lambda x: x.sin() * x
+    for f in (lambda h: lambda x: (h(x) ** 2).sum(), lambda h: lambda x: h(h(x)).sum()):
+        twice = lambda f: vfn.grad(lambda x: (vfn.grad(f)(x) ** 2).sum())
+        close(twice(f(g))(x), twice(f(plain))(x))
+        close(torch.func.grad(f(g))(x), vfn.grad(f(plain))(x))
+        close(vfn.vmap(vfn.grad(f(g)))(x[None] * 1), vfn.grad(f(plain))(x)[None])
+        close(vfn.jvp(f(g), (x,), (x,)), vfn.jvp(f(plain), (x,), (x,)))
+        close(vfn.grad(vfn.remat(f(g)))(x), vfn.grad(f(plain))(x))
+
+
+def test_remat_keeps_closures_keys_and_places(mesh) -> None:
+    """What it closes over gets its gradient; keyed draws repeat; the mesh of the forward pass is the one of the backward."""
+    x, w = vfn.shard(randn(6), mesh, P("dp")), vfn.shard(randn(6), mesh, P("tp"))
+    key = random.key(1)
+
+    def f(remat):
+        def loss(p):
+            block = remat(lambda x: vfn.with_sharding(random.dropout(key, x * p["w"], 0.5), P("tp")))
+            with vfn.use_mesh(mesh):
+                y = block(p["x"])
+            return (y**2).sum()
+
+        return vfn.grad(loss)({"x": x, "w": w})
+
+    close(f(vfn.remat), f(lambda g: g))
+
+
+def test_remat_keeps_less() -> None:
+    """Of a chain of blocks, only the blocks' inputs live until the backward pass."""
+
+    def peak(remat) -> int:
+        alive = 0
+
+        def pack(x):
+            nonlocal alive
+            alive += 1
+            return x
+
+        def block(x):
+            for _ in range(5):
+                x = x.sin().cos()
+            return x
+
+        def loss(x):
+            for _ in range(4):
+                x = remat(block)(x)
+            return x.sum()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            vfn.value_and_grad(lambda x: loss(x))(torch.ones(3))
+        return alive
+
+    assert peak(lambda f: f) == 40
+    assert peak(vfn.remat) <= 8
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def message(call) -> str:
+    with pytest.raises(TransformError) as error:
+        call()
+    return str(error.value)
+
+
+def test_messages(mesh) -> None:
+    x, n = torch.ones(3), torch.arange(3)
+    a = vfn.shard(torch.ones(6, 4), mesh, P("dp"))
+    assert message(lambda: vfn.grad(lambda x: x * 2)(x)) == (
+        "value_and_grad: the function must return one floating-point number, a 0-d tensor\n"
+        "  * it returned f32[3]\n"
+        "  Instead: reduce it: loss.mean() or loss.sum(); with more results, return (loss, aux) and has_aux=True"
+    )
+    assert "  * it returned f32[6@dp,4]\n" in message(lambda: vfn.grad(lambda a: a * 2)(a))
+    assert "  * it returned the float 3.0\n" in message(lambda: vfn.grad(lambda x: 3.0)(x))
+    assert "  * it returned i64[]\n" in message(lambda: vfn.grad(lambda x: n.sum())(x))
+    assert "it returned a tuple of f32[], the int 1\n" in message(lambda: vfn.grad(lambda x: (x.sum(), 1))(x))
+    assert message(lambda: vfn.grad(lambda x: x.sum(), has_aux=True)(x)) == (
+        "value_and_grad: with has_aux=True the function must return (value, aux)\n  * it returned Tensor"
+    )
+    assert message(lambda: vfn.grad(lambda p, x: x.sum())({"n": n, "m": 3}, x)) == (
+        "value_and_grad: there is no floating-point tensor to differentiate\n"
+        "  * argument 0 holds int leaves, int64 tensors\n"
+        "  Instead: point argnums at the parameters, or convert them with .float()"
+    )
+    assert "argument 0 holds no leaves" in message(lambda: vfn.grad(lambda p: 0.0)(None))
+    assert message(lambda: vfn.grad(lambda x: x.sum(), argnums=(0, 2))(x)) == (
+        "value_and_grad: argnums=(0, 2) does not fit a call with 1 argument\n  * there is no argument 2"
+    )
+    _, pullback = vfn.vjp(lambda x: {"y": x * 2}, x)
+    assert message(lambda: pullback({"y": torch.ones(2)})) == (
+        "vjp: pullback: the cotangent does not fit the result\n  * out['y'] has shape [3], its cotangent [2]"
+    )
+    assert "no tensor argument is mapped over" in message(lambda: vfn.vmap(lambda x: x, in_axes=None)(x))
+    assert issubclass(TransformError, (vfn.errors.VfnError, TypeError))
+    with pytest.raises(vfn.errors.SpecError, match="in_axes is not a prefix"):
+        vfn.vmap(lambda p: p["a"], in_axes=({"b": 0},))({"a": x})
+
+
+def test_names_and_documentation_stay() -> None:
+    def loss(x):
+        """Of a model."""
+        return x.sum()
+
+    for wrapped in (vfn.grad(loss), vfn.value_and_grad(loss), vfn.vmap(loss), vfn.remat(loss)):
+        assert (wrapped.__name__, wrapped.__doc__) == ("loss", "Of a model.")
+    assert math.isfinite(vfn.value_and_grad(loss)(torch.ones(2))[0])
