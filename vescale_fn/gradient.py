@@ -85,7 +85,8 @@ def _argnums(argnums: Any, args: Sequence[Any], where: str) -> tuple[int, ...]:
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     wrong = [n for n in numbers if not isinstance(n, int) or not -len(args) <= n < len(args)]
     if wrong:
-        raise TransformError(report(where, f"argnums={argnums!r} does not fit a call with {len(args)} argument{'s' * (len(args) != 1)}",
+        given = f"{len(args)} argument{'s' * (len(args) != 1)}"
+        raise TransformError(report(where, f"argnums={argnums!r} does not fit a call with {given}",
                                     [f"there is no argument {n!r}" for n in wrong]))  # fmt: skip
     return tuple(n % len(args) for n in numbers)
 
