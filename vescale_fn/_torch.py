@@ -106,6 +106,12 @@ def memory(x: torch.Tensor) -> tuple[Any, ...]:
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
 
 
+def count_write(x: torch.Tensor) -> None:
+    """Note that `x` has been written in place."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+
+
 def settled(x: torch.Tensor) -> torch.Tensor:
     """`x` with its lazy conjugate and minus sign carried out, also where dispatch below autograd does not heed them."""
     if x.is_conj():

@@ -98,10 +98,12 @@ def run_ranks(fn: Callable[..., Any], n: int, args: Sequence[Any], kwargs: dict[
     """Run `fn` once a rank and put the results together.
 
     Args:
-        target: the argument that is written in place: a tensor that several ranks share is written once.
+        target: what is written in place, a tensor or a list: a tensor that several ranks share is written once.
         share: ranks whose arguments are the same tensors share one result; for values that nothing changes in place.
         vary: (position, one value a rank) of an argument that differs by rank without being a tensor.
     """
+    if isinstance(target, (list, tuple)) and fn._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
+        return _write_lists(fn, n, args, kwargs, target)
     columns = [_column(a, n) for a in (*args, *kwargs.values())]
     if vary is not None:
         columns[vary[0]] = vary[1]
@@ -120,6 +122,19 @@ def run_ranks(fn: Callable[..., Any], n: int, args: Sequence[Any], kwargs: dict[
             seen[key] = fn(*local[:count], **dict(zip(names, local[count:]))) if names else fn(*local)
         outs.append(seen[key])
     return _stitch((*args, *kwargs.values()), outs, in_body)
+
+
+def _write_lists(fn: Any, n: int, args: Sequence[Any], kwargs: dict[str, Any], target: Sequence[Any]) -> None:
+    """Run a ``torch._foreach_`` op that writes the tensors of a list, each of them once."""
+    done: set[Any] = set()
+    for rank in range(n):
+        places = [_memory(_pick(x, rank)) for x in target]
+        todo = [k for k, place in enumerate(places) if place not in done]
+        done.update(places)
+        local = [[a[k] for k in todo] if isinstance(a, (list, tuple)) and len(a) == len(target) else a
+                 for a in (_pick(a, rank) for a in (*args, *kwargs.values()))]  # fmt: skip
+        if todo:
+            fn(*local[: len(args)], **dict(zip(kwargs, local[len(args) :])))
 
 
 @functools.lru_cache(maxsize=4096)

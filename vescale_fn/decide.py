@@ -204,6 +204,7 @@ _KEYED = {
     "uniform": "vfn.random.uniform(key, x.shape, minval=..., maxval=..., spec=vfn.spec_of(x))",
     "randn": "vfn.random.normal(key, x.shape, spec=vfn.spec_of(x))",
     "normal": "mean + std * vfn.random.normal(key, x.shape, spec=vfn.spec_of(x))",
+    "multinomial": "vfn.random.categorical(key, logits)",
     "randint": "vfn.random.randint(key, x.shape, low, high, spec=vfn.spec_of(x))",
     "random": "vfn.random.randint(key, x.shape, low, high, spec=vfn.spec_of(x))",
 }
@@ -255,24 +256,26 @@ def _solve(rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence
             sizes.setdefault(label, set()).add(size)
     even = rule.even | (rule.sums if rule.fold in ("max", "min") else frozenset())
     chosen: dict[Any, tuple[str, ...]] = {}
-    used = set(kept)
+    used: dict[Any, set[str]] = {}  # an axis splits one label of a call
     for label in sorted(votes, key=lambda label: -max(votes[label].values())):
         names = max(votes[label], key=votes[label].__getitem__)
+        taken = used.setdefault(label[0] if rule.apart else None, set(kept))
         n = 0
         while (
             n < len(names)
-            and names[n] not in used
+            and names[n] not in taken
             and (label not in even or all(s % math.prod(axes[a] for a in names[: n + 1]) == 0 for s in sizes[label]))
         ):
             n += 1
         chosen[label] = names[:n]
-        used.update(chosen[label])
+        taken.update(chosen[label])
 
     def rows(labels: Sequence[Any]) -> list[tuple[str, ...]]:
         return [chosen.get(label, ()) if label is not None else () for label in labels]
 
-    def missing(labels: Sequence[Any]) -> set[str]:
-        return {axis for label in rule.sums if label not in labels for axis in chosen.get(label, ())}
+    def missing(labels: Sequence[Any], result: int = 0) -> set[str]:
+        sums = {label for label in rule.sums if not rule.apart or label[0] == result}
+        return {axis for label in sums if label not in labels for axis in chosen.get(label, ())}
 
     targets = []
     for i, (spec, _) in enumerate(args):
@@ -284,8 +287,9 @@ def _solve(rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence
                 if label is not None:
                     chosen[label] = names
     add = rule.fold == "sum"
-    out_specs = [from_split_axes(rows(row), kept | missing(row) if add else kept) for row in rule.outs]
-    folds = [() if add else tuple(a for a in axes if a in missing(row)) for row in rule.outs]
+    gone = [missing(row, result) for result, row in enumerate(rule.outs)]
+    out_specs = [from_split_axes(rows(row), kept | m if add else kept) for row, m in zip(rule.outs, gone, strict=True)]
+    folds = [() if add else tuple(a for a in axes if a in m) for m in gone]
     return targets, out_specs, folds
 
 

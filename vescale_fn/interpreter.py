@@ -40,7 +40,9 @@ def _key(a: Any) -> Any:
     if kind is list or kind is tuple:
         return tuple([_key(x) for x in a])
     if isinstance(a, torch.Tensor):
-        return a._spec if isinstance(a, DTensor) else (a.shape, a.stride(), a.dtype, a.device.type)
+        if isinstance(a, DTensor):
+            return a._spec
+        return a.shape, a.stride() if a.layout is torch.strided else a.layout, a.dtype, a.device.type
     return kind, a
 
 
@@ -145,10 +147,11 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
         local_args = [v for k, v in bound.items() if k not in only]
         local_kwargs = {k: v for k, v in bound.items() if k in only}
     if decision.written:
-        target = tuple(local_args[i] for i, _ in blocks.written(func))
+        lists = [local_args[i] for i, _ in blocks.written(func)]
+        target = list(zip(*lists)) if isinstance(lists[0], (list, tuple)) else lists[0]
         _run(op, local_args, local_kwargs, decision, target, decision.sizes)
         for x in tensors_in([args[i] for i, _ in blocks.written(func)], {}):
-            after_write(x)
+            _written(func, x)
         return args[0] if func._schema.returns else None
     copied: list[bool] = []
     reshape = decision.sizes is not None and (decision.view or func is _UNSAFE_VIEW)
@@ -274,14 +277,14 @@ def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], dec
     out = func(*[replace(a, values) for a in args], **{k: replace(a, values) for k, a in kwargs.items()})
     for x in {id(x): x for x in tensors if id(x) in written and isinstance(x, DTensor)}.values():
         _write_back(func, x, brought_whole[id(x)], mesh)
-        after_write(x)
+        _written(func, x)
     by_value = {id(one): x for x, one in zip(tensors, whole, strict=True)}
 
     def wrap(o: Any) -> Any:
         if isinstance(o, (list, tuple)):
             return type(o)(map(wrap, o))
-        if not isinstance(o, torch.Tensor):
-            return o
+        if not isinstance(o, torch.Tensor) or o.layout is not torch.strided:
+            return o  # a sparse result is a plain tensor, the same on every rank
         if o.is_conj() or o.is_neg():
             o = _torch.settled(o)
         if id(o) in by_value and id(by_value[id(o)]) in written:
@@ -295,6 +298,12 @@ def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], dec
     return result
 
 
+def _written(func: Any, x: Any) -> None:
+    after_write(x)
+    if not func._schema.returns:  # of the arrays of a list, torch counts no writes
+        _torch.count_write(x)
+
+
 def _one_whole(func: Any, x: Any, i: int, decision: Decision, written: bool) -> tuple[torch.Tensor, bool]:
     """An array as one whole tensor with the array's strides, and whether that is a copy."""
     spec, shape = layout(x._spec), tuple(x.shape)
@@ -304,7 +313,7 @@ def _one_whole(func: Any, x: Any, i: int, decision: Decision, written: bool) -> 
         whole = Decision(decision.mesh, (WHOLE,) * (i + 1), (), (), False)
         local = _moved(func, x, steps, whole, i, reason(func, shape, x.dtype, spec, WHOLE))
     one = local.blocks[0] if type(local) is Blocks else local
-    strided = one.stride() == tuple(x.stride()) or x.numel() == 0
+    strided = one.stride() == tuple(x.stride()) or x.numel() == 0 or (0 in x.stride() and not written)
     if strided and not (written and spec != WHOLE):
         return one, bool(steps)  # where it is not a copy, what is written lands in the array's own storage
     return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=one.device).copy_(one), True

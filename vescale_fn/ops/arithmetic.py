@@ -62,7 +62,9 @@ def elementwise_lists(call: Call) -> Rule | None:
             if len(t.shape) <= len(out or ()):
                 rows[t.index] = broadcast(t.shape, out or (), tuple((k, d) for d in same(out)))
     return Rule(
-        tuple(rows[t.index] for t in call.tensors), tuple(tuple((k, d) for d in same(o)) for k, o in enumerate(outs))
+        tuple(rows[t.index] for t in call.tensors),
+        tuple(tuple((k, d) for d in same(o)) for k, o in enumerate(outs)),
+        apart=True,
     )
 
 
@@ -126,7 +128,7 @@ def mean(call: Call) -> Rule:
     """mean: the parts of the sum add up, each divided by the global count."""
     x = call.tensors[0]
     over = dims(call.args.get("dim"), x.ndim)
-    count = math.prod(x.shape[d] for d in set(over))
+    count = math.prod(x.shape[d] for d in set(over)) if x.ndim else 1
 
     def scaled_sum(block: torch.Tensor, *_: Any, dtype: Any = None, **__: Any) -> torch.Tensor:
         dtype = dtype or block.dtype
@@ -148,6 +150,12 @@ def max_or_min(call: Call) -> Rule:
     return reduction(call, "" if "dim" in call.args else call.name)
 
 
+def spread(call: Call) -> Rule:
+    """var and std: as a reduction; split evenly, for of no elements they warn."""
+    rule = reduction(call)
+    return replace(rule, even=frozenset(rule.ins[0]) - {None})
+
+
 def norm(call: Call) -> Rule:
     """Norms of vectors: the Euclidean one by its parts' squares, added at once; the others of whole dims."""
     if call["ord"] != 2 or any(dtype is None or dtype.itemsize < 4 for dtype in call.dtypes):
@@ -156,7 +164,7 @@ def norm(call: Call) -> Rule:
         rows = tuple(tuple((t.index, d) for d in same(t.shape)) for t in call.tensors)
         squares = lambda blocks, *_: [b.square() for b in aten._foreach_norm(blocks, 2)]
         return Rule(rows, ((),) * len(rows), frozenset(label for row in rows for label in row), fold="total",
-                    op=squares, finish=lambda *parts: [part.sqrt() for part in parts])  # fmt: skip
+                    apart=True, op=squares, finish=lambda *parts: [part.sqrt() for part in parts])  # fmt: skip
     over, keep = dims(call["dim"], call.tensors[0].ndim), call["keepdim"]
 
     def square(block: torch.Tensor, *_: Any, dtype: Any = None) -> torch.Tensor:

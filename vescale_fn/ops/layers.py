@@ -14,6 +14,8 @@ from .rule import Call, Row, Rule, T, broadcast, none, same
 aten = torch.ops.aten
 PLAIN, MEAN, SUM = 0, 1, 2  # torch's numbers for how a loss is reduced
 
+# Some of these kernels crash on no elements, so what they split is split evenly.
+
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
@@ -47,7 +49,7 @@ def attention(call: Call) -> Rule:
     return Rule(tuple(row(t.shape, t is lse) for t in call.tensors),
                 tuple(row(s, i == 1 and not backward) for i, s in enumerate(call.outs)),
                 sums=frozenset(("batch", "head") if backward else ()),  # of the gradient of a mask that is broadcast
-                even=frozenset(("head",) if len(heads) > 1 else ()))  # fmt: skip
+                even=frozenset(("batch", "head")))  # fmt: skip
 
 
 def convolution(call: Call) -> Rule:
@@ -55,7 +57,7 @@ def convolution(call: Call) -> Rule:
     examples = [call["input"], call.args.get("grad_output")]
     rows = tuple(("n", *none(t.shape[1:])) if any(t is x for x in examples) else none(t.shape) for t in call.tensors)
     outs = tuple(("n", *none(s[1:])) if s and i == 0 else none(s) for i, s in enumerate(call.outs))
-    return Rule(rows, outs, sums=frozenset({"n"}))
+    return Rule(rows, outs, sums=frozenset({"n"}), even=frozenset({"n"}))
 
 
 def group_norm(call: Call) -> Rule | None:
@@ -70,7 +72,7 @@ def group_norm(call: Call) -> Rule | None:
 
     rows = tuple(("n", *none(t.shape[1:])) if t.ndim > 1 else none(t.shape) for t in call.tensors)
     outs = tuple(("n", *none(s[1:])) if s and len(s) > 1 else none(s) for s in call.outs)
-    return Rule(rows, outs, sums=frozenset({"n"}), op=local)
+    return Rule(rows, outs, sums=frozenset({"n"}), even=frozenset({"n"}), op=local)
 
 
 def examples(ndim: int) -> Callable[[Call], Rule | None]:
@@ -80,7 +82,7 @@ def examples(ndim: int) -> Callable[[Call], Rule | None]:
         if any(len(shape or ()) != ndim for shape in (*(t.shape for t in call.tensors), *call.outs)):
             return None
         row = ("n", *(None,) * (ndim - 1))
-        return Rule((row,) * len(call.tensors), (row,) * len(call.outs))
+        return Rule((row,) * len(call.tensors), (row,) * len(call.outs), even=frozenset({"n"}))
 
     return rule
 

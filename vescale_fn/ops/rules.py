@@ -39,8 +39,9 @@ _CLASSES: dict[Callable[[Call], Rule | None], str] = {
     extreme("max"): "amax any",
     extreme("min"): "amin all",
     arithmetic.max_or_min: "max min",
+    arithmetic.spread: "var std var_mean std_mean",
     arithmetic.norm: "linalg_vector_norm _foreach_norm",
-    reduction: "argmax argmin prod var std logsumexp median nanmedian var_mean std_mean count_nonzero mode kthvalue aminmax "
+    reduction: "argmax argmin prod logsumexp median nanmedian count_nonzero mode kthvalue aminmax "
     "nansum",
     # Shapes.
     shapes.view: "view _unsafe_view reshape",
