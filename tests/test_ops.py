@@ -567,3 +567,32 @@ def test_moves_say_why():
             ("all_gather", "tp", "linalg_qr needs dims 0 and 1 whole: f32[8@dp,4@tp]"),
             ("all_gather", "dp", "linalg_qr needs dims 0 and 1 whole: f32[8@dp,4@tp]"),
         ]
+
+
+# --- real ranks -------------------------------------------------------------------------------------------------------
+
+
+def on_real_ranks(names):
+    """Run programs on this rank of a (2, 2) mesh; the failures' texts."""
+    mesh, failures = vfn.make_mesh((2, 2), ("a", "b")), []
+    for name, program, *inputs in PROGRAMS + WRITES:
+        if name in names:
+            rng = random.Random(zlib.crc32(name.encode()))
+            specs = [sampled_spec(rng, x.ndim, ("a", "b"), x.dtype.is_floating_point) for x in inputs]
+            try:
+                want = outcome(program, [x.clone() for x in inputs])
+                assert_same(
+                    want, outcome(program, [laid_out(x, mesh, s) for x, s in zip(inputs, specs)]), f"{name} {specs}"
+                )
+            except Exception as error:
+                failures.append(f"{name} {specs}: {type(error).__name__}: {error}")
+    return failures
+
+
+def test_on_real_ranks(gloo):
+    """What a simulated mesh does otherwise: short ways, lists, numbers that differ by rank, maxima over a group."""
+    names = [name for name, *_ in PROGRAMS if name.startswith((
+        "numbers", "extremes", "any", "view", "heads", "expand", "squeeze", "cat", "stack", "foreach", "cross_entropy", "in place",
+        "norms", "attention", "group_norm", "index_put", "a sum, used", "complex", "clipping", "to bfloat16", "vmap", "backward",
+    ))]  # fmt: skip
+    assert gloo(4, on_real_ranks, names) == [[]] * 4

@@ -17,12 +17,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from . import _torch, blocks, reshard
+from .arguments import bind, replace, tensors_in
 from .blocks import Blocks
 from .errors import InPlaceError, MeshError, RandomError, TypingError, mesh_text, report
 from .layout import WHOLE, axes_items, layout, spec_for, text, type_text
 from .mesh import axes_of, coordinates, is_simulated, played_ranks, same
 from .ops.rule import Call, Rule, T
 from .ops.rules import find
+from .propagator import propagated
 from .spec import P, from_split_axes, local_indices, split_axes
 
 STEP_BY_STEP, PLAIN, VIEW, WRITE = range(4)  # the ways to carry a decision out
@@ -60,26 +62,6 @@ class Decision:
         return WRITE if self.written else VIEW if self.view else STEP_BY_STEP if self.sizes else PLAIN
 
 
-def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments of an op, in order; also those in lists."""
-    found: list[torch.Tensor] = []
-    for a in (*args, *kwargs.values()):
-        if isinstance(a, torch.Tensor):
-            found.append(a)
-        elif isinstance(a, (list, tuple)):
-            found.extend(x for x in a if isinstance(x, torch.Tensor))
-    return found
-
-
-def replace(a: Any, values: Any) -> Any:
-    """`a` with each tensor in it replaced by the next of the iterator `values`."""
-    if isinstance(a, torch.Tensor):
-        return next(values)
-    if isinstance(a, (list, tuple)):
-        return type(a)(next(values) if isinstance(x, torch.Tensor) else x for x in a)
-    return a
-
-
 def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
     meshes: list[Any] = []
     for x in tensors:
@@ -96,14 +78,6 @@ def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return meshes[0]
 
 
-def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, defaults filled in."""
-    bound = {}
-    for i, argument in enumerate(func._schema.arguments):
-        bound[argument.name] = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
-    return bound
-
-
 def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
     """Decide on one call."""
     tensors = tensors_in(args, kwargs)
@@ -114,11 +88,15 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
     common: dict[str, Any] = {"view": _is_view(func), "simulated": is_simulated(mesh), "seeded": _is_seeded(func),
               "lists": any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in (*args, *kwargs.values()))}  # fmt: skip
     rule, pinned = _rule(func, args, kwargs, tensors, outs)
-    if rule is None or outs is None:
+    if rule is not None and outs is not None:
+        solved = _solve(rule, [(spec, tuple(x.shape)) for spec, x in zip(specs, tensors, strict=True)],
+                        [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs], axes_of(mesh), pinned)  # fmt: skip
+    else:
+        solved, rule = propagated(func, args, kwargs, tensors, outs, mesh), Rule((), ())
+    if solved is None or outs is None:
         return Decision(mesh, None, (), (), many, **common)
-    solved = _solve(rule, [(spec, tuple(x.shape)) for spec, x in zip(specs, tensors, strict=True)],
-                    [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs], axes_of(mesh), pinned)  # fmt: skip
-    targets, out_specs, fold_axes = solved
+    targets, out_specs, *folds = solved
+    fold_axes = folds[0] if folds else ()
     if any(targets[i] != specs[i] for i in pinned) or any(out != specs[i] for i, out in zip(pinned, out_specs)):
         return Decision(mesh, None, (), (), many, **common)  # what is written does not lie as the target does
     moves = []

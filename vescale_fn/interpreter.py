@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch, blocks, context, reshard
 from .aliases import after_write, check_writable, note_copy, note_views, remember_sums
+from .arguments import bind, replace, tensors_in
 from .blocks import Blocks
-from .decide import PLAIN, STEP_BY_STEP, WRITE, Decision, bind, decide, reason, refuse, replace, tensors_in
+from .decide import PLAIN, STEP_BY_STEP, WRITE, Decision, decide, reason, refuse
 from .errors import InPlaceError, ReshardError, TypingError, report
 from .layout import WHOLE, axes_items, layout, spec_for, text, type_text
 from .mesh import played_ranks
@@ -29,6 +30,11 @@ _cache: OrderedDict[Any, tuple[Decision, int]] = OrderedDict()
 def cache_info() -> dict[str, int]:
     """How many decisions are remembered, and how many can be."""
     return {"decisions": len(_cache), "limit": _CACHE_SIZE}
+
+
+def clear_cache() -> None:
+    """Forget all decisions."""
+    _cache.clear()
 
 
 def _key(a: Any) -> Any:

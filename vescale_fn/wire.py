@@ -152,12 +152,30 @@ def all_reduce(x: Any, mesh: Any, axes: tuple[str, ...], why: str, op: str = "su
     if is_simulated(mesh):
         return _simulated(x, mesh, axes, fold)
     group, _ = _group(mesh, axes)
+    if op != "sum" and x.dtype.is_floating_point:
+        bits = _ordered(x, op)
+        dist.all_reduce(bits, op=reduce_op, group=group)
+        return _ordered_back(bits, x.dtype)
     carrier = torch.int32 if x.dtype in (torch.int16, torch.uint16, torch.bool) else x.dtype
     if x.dtype in (torch.uint32, torch.uint64):
         carrier = torch.int64
     out = x.to(carrier).contiguous() if carrier is not x.dtype else x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, op=reduce_op, group=group)
     return out.to(x.dtype)
+
+
+def _ordered(x: torch.Tensor, op: str) -> torch.Tensor:
+    """Integers in the order of the floats `x`, with NaN where it wins: groups lose a NaN in a maximum of floats."""
+    wide = x.to(torch.float64 if x.dtype is torch.float64 else torch.float32).contiguous()
+    bits = wide.view(torch.int64 if wide.dtype is torch.float64 else torch.int32)
+    bits = bits ^ ((bits >> (8 * bits.dtype.itemsize - 1)) & torch.iinfo(bits.dtype).max)
+    limits = torch.iinfo(bits.dtype)
+    return torch.where(wide.isnan(), limits.max if op == "max" else limits.min, bits)
+
+
+def _ordered_back(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    bits = bits ^ ((bits >> (8 * bits.dtype.itemsize - 1)) & torch.iinfo(bits.dtype).max)
+    return bits.view(torch.float64 if bits.dtype is torch.int64 else torch.float32).to(dtype)
 
 
 def all_gather(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str) -> Any:

@@ -97,7 +97,16 @@ def find(func: Any) -> Callable[[Call], Rule | None] | None:
     name = func._schema.name.removeprefix("aten::")
     if not func._schema.name.startswith("aten::"):
         return None
-    rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
+    if name.endswith("_") and not name.endswith("__") and name not in RULES:
+        return _of_twin(func, name[:-1])
+    rule = RULES.get(name)
     if rule is None and torch.Tag.pointwise in func.tags:
         return elementwise
     return arithmetic.elementwise_lists if rule is None and name.startswith("_foreach_") else rule
+
+
+def _of_twin(func: Any, name: str) -> Callable[[Call], Rule | None] | None:
+    twin = getattr(torch.ops.aten, name, None)
+    overload = str(func).split(".")[-1]
+    rule = find(getattr(twin, overload)) if twin and overload in twin.overloads() else RULES.get(name)
+    return elementwise if rule is None and torch.Tag.pointwise in func.tags else rule
