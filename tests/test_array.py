@@ -449,8 +449,8 @@ def test_a_view_that_was_moved(m, x) -> None:
     rows = a[0:2]
     with pytest.raises(InPlaceError) as error:
         rows.zero_()
-    assert "a write into a view whose elements had to be moved would be lost" in str(error.value)
-    assert "the view is f32[2,5], of f32[7@dp,5]" in str(error.value)
+    assert "a write into a view, or a resharded value, whose elements had to be moved would be lost" in str(error.value)
+    assert "it is f32[2,5], of f32[7@dp,5]" in str(error.value)
     a.add_(1)
     for use in (
         lambda: rows + 1,
@@ -472,17 +472,30 @@ def test_a_sum_that_was_remembered_is_forgotten_by_a_write(m, x) -> None:
         assert torch.equal(vfn.unshard(a), 2 * x)
 
 
-def test_pieces_have_memory_of_their_own(m, x) -> None:
-    """A write into a resharded value must not change the value that it came from on some ranks and not on others."""
+def test_a_resharded_value_is_not_written_while_its_source_is_known(m, x) -> None:
+    """On one device with_sharding is the identity, and a write to its result would show in its argument."""
     for s in (P("dp"), P(None, "tp"), P(unreduced={"dp"}), P(("tp", "dp")), P("dp", unreduced={"tp"})):
         whole = vfn.shard(x.clone(), m, P())
         piece = vfn.with_sharding(whole, s)
-        piece.mul_(3)
+        for write in (lambda: piece.mul_(3), lambda: piece.view(-1).mul_(3), lambda: piece[0:2].zero_()):
+            with pytest.raises(InPlaceError, match="or a resharded value"):
+                write()
         assert torch.equal(vfn.unshard(whole), x), s
+        assert torch.equal(vfn.unshard(piece), x), s
+        del whole
+        piece.mul_(3)  # nobody can see the difference any more
         assert torch.equal(vfn.unshard(piece), 3 * x), s
         plain = x.clone()
         vfn.shard(plain, m, s).mul_(3)
         assert torch.equal(plain, x), s
+    whole = vfn.shard(x.clone(), m, P("dp"))
+    moved = vfn.with_sharding(whole, P())
+    again = vfn.with_sharding(moved, P("tp"))
+    rows = moved[0:2]
+    whole.mul_(2)
+    for value in (moved, again, rows):
+        with pytest.raises(InPlaceError, match="changed in place afterwards"):
+            vfn.unshard(value)
 
 
 def test_storage_is_not_exchanged(a) -> None:

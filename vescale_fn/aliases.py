@@ -33,37 +33,53 @@ def note_views(source: Any, outs: Sequence[Any], moved: bool) -> None:
         out._root = root
         if moved and isinstance(root, DTensor):
             out._moved = True
-            copies = root.__dict__.setdefault("_copies", [])
-            if len(copies) % 64 == 63:  # those that nobody has any more
-                copies[:] = [copy for copy in copies if copy() is not None]
-            copies.append(weakref.ref(out))
+            _note_stale_after_write(root, out)
+        for known in _beside(out):
+            _note_stale_after_write(known, out)
+
+
+def _note_stale_after_write(root: Any, out: Any) -> None:
+    copies = root.__dict__.setdefault("_copies", [])
+    if len(copies) % 64 == 63:  # those that nobody has any more
+        copies[:] = [copy for copy in copies if copy() is not None]
+    copies.append(weakref.ref(out))
 
 
 def note_copy(source: Any, out: Any) -> None:
     """Note that a result is a copy of what should be memory of its source, which only matters while that is known."""
-    out._beside = weakref.ref(source)
+    root = getattr(source, "_root", source)
+    out._beside = (weakref.ref(root), *getattr(root, "_beside", ()))
 
 
-def _nothing() -> None:
-    return None
+def note_elsewhere(source: Any, out: Any) -> None:
+    """Note that a result lies elsewhere than its source, whose memory it would be on one device: `with_sharding` moved it."""
+    note_copy(source, out)
+    for known in _beside(out):
+        _note_stale_after_write(known, out)
+
+
+def _beside(x: Any) -> list[Any]:
+    """The arrays that somebody still knows, of whose memory `x`, or what it is a view of, would be a part on one device."""
+    refs = getattr(getattr(x, "_root", x), "_beside", ())
+    return [known for known in (ref() for ref in refs) if known is not None]
 
 
 def check_writable(func: Any, target: Any) -> None:
     for x in target if isinstance(target, (list, tuple)) else (target,):
-        if isinstance(x, DTensor) and (hasattr(x, "_moved") or getattr(x, "_beside", _nothing)() is not None):
+        if isinstance(x, DTensor) and (hasattr(x, "_moved") or _beside(x)):
             raise InPlaceError(report(
-                str(func), "a write into a view whose elements had to be moved would be lost",
-                [f"the view is {text(x)}, of {text(getattr(x, '_root', x))}"],
-                "compute a new array: torch.where(mask, new, x), torch.cat, x.index_copy(...); or bring x to a layout in "
-                "which the view is local: x = vfn.with_sharding(x, P())"))  # fmt: skip
+                str(func), "a write into a view, or a resharded value, whose elements had to be moved would be lost",
+                [f"it is {text(x)}, of {text((*_beside(x), getattr(x, '_root', x))[0])}"],
+                "a new array: torch.where(mask, new, x), torch.cat, x.index_copy(...), x + y; or a layout of the source "
+                "in which the view is local: x = vfn.with_sharding(x, P())"))  # fmt: skip
 
 
 class _Stale:
     """Stands for the spec of a view that missed a write: whatever asks for it raises."""
 
     def __getattr__(self, name: str) -> Any:
-        raise InPlaceError(report("array", "this view was copied out of an array that was changed in place afterwards",
-                                  fix="take the view again after the write"))  # fmt: skip
+        raise InPlaceError(report("array", "this value was copied out of an array that was changed in place afterwards",
+                                  fix="take the view, or call with_sharding, after the write"))  # fmt: skip
 
     def __hash__(self) -> int:
         return self.missing
