@@ -107,8 +107,9 @@ class Array(DTensor):
         """The whole value as a numpy array."""
         return whole(self).numpy(**kwargs)
 
-    def __array__(self, dtype: Any = None) -> Any:
-        return whole(self.detach()).__array__(dtype) if dtype is not None else whole(self.detach()).__array__()
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        value = whole(self.detach()).numpy()
+        return value.astype(dtype or value.dtype, copy=bool(copy))
 
     def tolist(self) -> Any:
         """The whole value as nested lists."""
@@ -269,7 +270,7 @@ class _Move:
             return (x.detach(),)
         bare = P(*target, unreduced=target.unreduced)
         if isinstance(x, Array):
-            local = interpreter.brought(x, bare, self.why)
+            local = interpreter.brought(x, bare, self.why, apart=True)
             return (wrap(_apart(local, _torch.local(x)), self.mesh, target, x.shape),)
         steps = reshard.plan(tuple(x.shape), axes_items(self.mesh), WHOLE, bare)
         before = _local(x, self.mesh)
@@ -330,7 +331,7 @@ def _apart(local: Any, source: Any) -> Any:
 def _plain(x: Any, why: str) -> torch.Tensor:
     if not isinstance(x, Array):
         return x
-    local = interpreter.brought(x, WHOLE, why)
+    local = interpreter.brought(x, WHOLE, why, apart=True)
     return local.blocks[0] if type(local) is Blocks else local
 
 

@@ -249,17 +249,27 @@ def _moved(func: Any, x: Any, steps: Sequence[reshard.Step], decision: Decision,
     return brought(x, decision.targets[i], why)
 
 
-def brought(x: Any, target: P, why: str) -> Any:
-    """The local value of an array, brought to `target`. What a partial value adds up to is remembered until it is written."""
+def brought(x: Any, target: P, why: str, apart: bool = False) -> Any:
+    """The local value of an array, brought to `target`. What a partial value adds up to is remembered until it is written.
+
+    With `apart` the result is nobody else's: it is given away, and may be written.
+    """
     mesh, shape = x._spec.mesh, tuple(x.shape)
     steps = reshard.plan(shape, axes_items(mesh), layout(x._spec), target)
     cell = getattr(x, "_sum", None)
     if cell and cell[0] == (_torch.version(x), steps):
-        return cell[1]
+        return _copied(cell[1]) if apart else cell[1]
     out = reshard.run(_torch.local(x), shape, mesh, steps, why)
     if cell is not None and steps and steps[0].kind == "all_reduce" and not x.is_inference():
         cell[:] = [(_torch.version(x), steps), out]
+        return _copied(out) if apart else out
     return out
+
+
+def _copied(local: Any) -> Any:
+    if type(local) is not Blocks:
+        return local.clone()
+    return blocks.run_ranks(torch.clone, len(local.blocks), (local,), {}, share=True)
 
 
 def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], decision: Decision) -> Any:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import _torch, context, tree, wire
 from .array import Array, is_array, mesh_of, on_device, packed, place, spec_of, whole, wrap
 from .blocks import Blocks
-from .errors import SpecError, TypingError, mesh_text, report
+from .errors import SpecError, TypingError, VfnError, mesh_text, report
 from .layout import WHOLE, type_text
 from .mesh import axes_of, coordinates, is_simulated, played_ranks
 from .spec import P, local_indices, problems, split_axes, too_long, validate
@@ -24,6 +25,7 @@ def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
     if isinstance(value, torch.Tensor) and isinstance(spec, P):
         return [value], None, [spec]
     leaves, treedef = tree.flatten(value)
+    leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
     specs = tree.broadcast(spec, value, where, "spec", _generic(value))
     if not all(isinstance(s, P) for s in specs):
         names = tree.paths(value, tree.spelling(value, _generic(value)))
@@ -80,8 +82,9 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     """Lay the tensors of a tree out on a mesh.
 
     Args:
-        tree_: a tree of plain tensors, which are taken to be the same whole value on every rank, of arrays or of raw
-            DTensors (which are resharded, from another mesh too); other leaves pass through. Any dtype, 0-d too.
+        tree_: a tree of plain tensors or numpy arrays, which are taken to be the same whole value on every rank, of
+            arrays or of raw DTensors (which are resharded, from another mesh too); other leaves pass through. Any
+            dtype, 0-d too. A tensor that every rank is to hold whole is shared, not copied.
         mesh: a DeviceMesh, all of whose ranks make this call.
         spec: a `P`, or a prefix tree of them.
 
@@ -150,7 +153,8 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
 def unshard(tree_: Any) -> Any:
     """The tree with plain, whole tensors: every rank gets the whole value.
 
-    Plain tensors and other leaves pass through. Differentiable. All ranks of the mesh must make this call.
+    Plain tensors and other leaves pass through. Differentiable. All ranks of the mesh must make this call. The result of
+    an array that every rank holds whole shares its memory, as `torch.Tensor.detach` does; clone it before writing to it.
 
     Source: `torch.distributed.tensor.DTensor.full_tensor`.
 
@@ -187,19 +191,26 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
     tensor([0, 0, 1, 1])
     """
     context.checked_mesh(mesh, "from_local")
-    leaves, treedef, specs = _specs(tree_, spec, "from_local")
-    names = tree.paths(tree_, tree.spelling(tree_, _generic(tree_)))
-    _check_data(leaves, names)
     ranks = played_ranks(mesh)
+    names: list[str] = []
     mine: list[list[Any]] = []
-    for leaf in leaves:
-        if callable(leaf) and not isinstance(leaf, torch.Tensor):
-            row = [leaf(dict(coordinates(mesh, rank))) for rank in ranks]
-        else:
-            row = [leaf.blocks[rank] if type(leaf) is Blocks else leaf for rank in ranks]
-        mine.append([on_device(x, mesh) if isinstance(x, torch.Tensor) else x for x in row])
+    error = None
+    try:
+        leaves, treedef, specs = _specs(tree_, spec, "from_local")
+        names = tree.paths(tree_, tree.spelling(tree_, _generic(tree_)))
+        mine = _own_blocks(leaves, names, mesh, ranks)
+    except VfnError as raised:
+        error = raised  # on all ranks together: see below
+    head = (names, error and str(error).splitlines()[0])
     seen = [[(tuple(b.shape), b.dtype) if isinstance(b, torch.Tensor) else None for b in row] for row in mine]
-    by_rank = wire.everyone(seen, mesh)  # [rank][leaf] -> (shape, dtype)
+    by_rank = wire.everyone([[head] * len(ranks), *seen], mesh)  # [rank][1 + leaf] -> (shape, dtype)
+    if error is not None:
+        raise error
+    heads, by_rank = [row[0] for row in by_rank], [row[1:] for row in by_rank]
+    if any(other != head for other in heads):
+        rows = [f"rank {rank} {f'fails: {problem}' if problem else f'brings {found}'}"
+                for rank, (found, problem) in enumerate(heads)]  # fmt: skip
+        raise SpecError(report("from_local", "the ranks must bring trees of one structure", rows))
     out, failures = [], []
     for i, (name, s) in enumerate(zip(names, specs, strict=True)):
         metas = [row[i] for row in by_rank]
@@ -214,6 +225,20 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
         raise SpecError(report("from_local", f"the ranks' blocks do not make up arrays on the {mesh_text(axes_of(mesh))}",
                                failures, "give each rank the block that vfn.shard_shape and torch.chunk give it"))  # fmt: skip
     return _rebuilt(treedef, out)
+
+
+def _own_blocks(leaves: Sequence[Any], names: Sequence[str], mesh: Any, ranks: Sequence[int]) -> list[list[Any]]:
+    """For each leaf, the block of each rank that this process plays."""
+    _check_data(leaves, names)
+    mine = []
+    for leaf in leaves:
+        if callable(leaf) and not isinstance(leaf, torch.Tensor):
+            row = [leaf(dict(coordinates(mesh, rank))) for rank in ranks]
+        else:
+            row = [leaf.blocks[rank] if type(leaf) is Blocks else leaf for rank in ranks]
+        row = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in row]
+        mine.append([on_device(x, mesh) if isinstance(x, torch.Tensor) else x for x in row])
+    return mine
 
 
 def _check_data(leaves: Sequence[Any], names: Sequence[str]) -> None:
