@@ -232,6 +232,22 @@ def test_complex_parameters_are_refused():
     assert "torch.view_as_real" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("sgd", "a SgdState"), ("adamw", "an AdamState"), ("lion", "a LionState"), ("chain", "the tuple of the states")],
+)
+def test_a_state_that_is_none_is_refused(name, wanted):
+    params = {"w": torch.ones(2)}
+    opt = optim.chain(optim.sgd(0.1), optim.sgd(0.1)) if name == "chain" else getattr(optim, name)(0.1)
+    for state, found in ((None, "not None"), ((), "not a tuple of length 0"), (params, "not a dict")):
+        with pytest.raises(vfn.errors.VfnError) as error:
+            opt.update(params, state, params)
+        text = str(error.value)
+        assert text.startswith(f"{name}: update takes (grads, state, params), and its state must be {wanted}")
+        assert text.splitlines()[0].endswith(found)
+        assert "Instead: state = opt.init(params)" in text
+
+
 def test_nesterov_needs_momentum():
     with pytest.raises(vfn.errors.VfnError, match="nesterov=True needs a momentum"):
         optim.sgd(0.1, nesterov=True)

@@ -84,6 +84,7 @@ def sgd(lr: Rate, momentum: float = 0.0, nesterov: bool = False, weight_decay: f
         return SgdState(_zero_count(), _zeros_like(params) if momentum else None)
 
     def update(grads: Any, state: SgdState, params: Any) -> tuple[Any, SgdState]:
+        _check_state("sgd", state, SgdState)
         scale = -_rate(lr, state.count)
 
         def rule(grad: Any, param: Any, *kept: Any) -> tuple[Any, ...]:
@@ -125,6 +126,7 @@ def adamw(lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weigh
         return AdamState(_zero_count(), _zeros_like(params), _zeros_like(params))
 
     def update(grads: Any, state: AdamState, params: Any) -> tuple[Any, AdamState]:
+        _check_state("adamw", state, AdamState)
         count = state.count + 1
         done = _float(count)
         # u = -lr * (m / c1) / (sqrt(v / c2) + eps), with the corrections c1 and c2 moved out of the leaves.
@@ -168,6 +170,7 @@ def lion(lr: Rate, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0,
         return LionState(_zero_count(), _zeros_like(params))
 
     def update(grads: Any, state: LionState, params: Any) -> tuple[Any, LionState]:
+        _check_state("lion", state, LionState)
         scale = -_rate(lr, state.count)
 
         def rule(grad: Any, param: Any, decays: Any, mean: Any) -> tuple[Any, ...]:
@@ -203,6 +206,8 @@ def chain(*transformations: Optimizer) -> Optimizer:
         return tuple(one.init(params) for one in transformations)
 
     def update(grads: Any, state: Sequence[Any], params: Any) -> tuple[Any, tuple[Any, ...]]:
+        if not isinstance(state, (tuple, list)) or len(state) != len(transformations):
+            raise _not_a_state("chain", state, f"the tuple of the states of its {len(transformations)} parts")
         after = []
         for one, its in zip(transformations, state, strict=True):
             grads, its = one.update(grads, its, params)
@@ -322,6 +327,20 @@ def _rate(lr: Rate, count: Any) -> Any:
 
 def _zero_count() -> Any:
     return torch.zeros((), dtype=torch.int64)
+
+
+def _check_state(where: str, state: Any, wanted: type) -> None:
+    if not all(hasattr(state, name) for name in wanted._fields):  # type: ignore[attr-defined]
+        raise _not_a_state(where, state, f"{'an' if wanted is AdamState else 'a'} {wanted.__name__}")
+
+
+def _not_a_state(where: str, state: Any, wanted: str) -> VfnError:
+    found = "None" if state is None else f"a {type(state).__name__}"
+    if isinstance(state, (tuple, list)):
+        found += f" of length {len(state)}"
+    fix = "state = opt.init(params) before the first step, then the state that the last update returned"
+    return VfnError(report(where, f"update takes (grads, state, params), and its state must be {wanted}, not {found}",
+                           fix=fix))  # fmt: skip
 
 
 def _float(count: Any) -> Any:
