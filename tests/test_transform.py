@@ -476,6 +476,54 @@ def test_messages(mesh) -> None:
         vfn.vmap(lambda p: p["a"], in_axes=({"b": 0},))({"a": x})
 
 
+def test_jvp_names_the_tangents_that_do_not_fit() -> None:
+    x = {"a": torch.ones(3), "b": [torch.ones(2), torch.arange(2)]}
+    f = lambda p, y: p["a"].sum() * y + p["b"][0].sum()
+    bad = {"a": torch.ones(2), "b": [torch.ones(2, dtype=torch.float64), None]}
+    assert message(lambda: vfn.jvp(f, (x, torch.tensor(1.0)), (bad, 2.0))) == (
+        "jvp: the tangents do not fit the primals\n"
+        "  * primals[0]['a'] has shape [3], its tangent [2]\n"
+        "  * primals[0]['b'][0] is torch.float32, its tangent torch.float64\n"
+        "  * primals[1] has shape [], its tangent is 2.0, not a tensor\n"
+        "  Instead: a tensor of the same shape and dtype for each, torch.ones_like(x) say"
+    )
+    assert "primals has length 2, but tangents has length 1" in message(lambda: vfn.jvp(f, (x, x), (x,)))
+
+
+def test_vmap_with_results_that_are_not_mapped() -> None:
+    w = torch.tensor([1.0, 2.0])
+    f = lambda x, w: (x @ w, w * 2, None)
+    for axes in ((0, None, 0), (0, None, None)):
+        y, z, n = vfn.vmap(f, in_axes=(0, None), out_axes=axes)(torch.eye(2), w)
+        assert torch.equal(y, w)
+        assert torch.equal(z, w * 2)
+        assert n is None
+    out = vfn.vmap(lambda x: {"k": w, "n": 3}, out_axes=None)(w)
+    assert out["n"] == 3
+    assert torch.equal(out["k"], w)
+
+    def inner(x):  # mapped by the outer vmap, the same for all entries of the inner one
+        return vfn.vmap(lambda y: (x * y, x * 2), out_axes=(0, None))(w)
+
+    table, double = vfn.vmap(inner)(w)
+    assert torch.equal(table, torch.outer(w, w))
+    assert torch.equal(double, w * 2)
+    g = vfn.grad(lambda w: vfn.vmap(f, in_axes=(0, None), out_axes=(0, None, None))(torch.eye(2), w)[1].sum())(w)
+    assert torch.equal(g, torch.tensor([2.0, 2.0]))
+    assert message(lambda: vfn.vmap(lambda x: {"a": x, "b": w}, out_axes=None)(w)) == (
+        "vmap: out_axes=None is for results that are the same for all entries\n"
+        "  * out['a'] differs between entries, but out_axes is None for it\n"
+        "  Instead: out_axes=0 there, or reduce the result over the entries after vmap"
+    )
+
+
+def test_vmap_of_an_array_with_a_result_that_is_not_mapped(mesh) -> None:
+    a, w = vfn.shard(torch.arange(24.0).view(6, 4), mesh, P("dp")), vfn.shard(torch.ones(4), mesh, P())
+    y, z = vfn.vmap(lambda x, w: (x * w, w * 2), in_axes=(0, None), out_axes=(0, None))(a, w)
+    assert torch.equal(vfn.unshard(y), torch.arange(24.0).view(6, 4))
+    assert torch.equal(vfn.unshard(z), torch.full((4,), 2.0))
+
+
 def test_names_and_documentation_stay() -> None:
     def loss(x):
         """Of a model."""

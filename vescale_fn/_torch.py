@@ -187,6 +187,11 @@ def is_batched(x: torch.Tensor) -> bool:
     return False
 
 
+def is_mapped(x: torch.Tensor) -> bool:
+    """Whether the innermost active transform is a `vmap`, and `x` differs between its entries."""
+    return _functorch.is_batchedtensor(x) and _functorch.maybe_get_level(x) == _functorch.maybe_current_level()
+
+
 def transforming() -> bool:
     """Whether a functorch transform (`torch.func.grad`, `vmap`, ...) is active."""
     return torch._C._are_functorch_transforms_active()

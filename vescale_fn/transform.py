@@ -32,6 +32,9 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) 
     >>> vfn.jvp(torch.sin, (torch.tensor(0.0),), (torch.tensor(2.0),))
     (tensor(0.), tensor(2.))
     """
+    if len(primals) != len(tangents):
+        what = f"primals has length {len(primals)}, but tangents has length {len(tangents)}"
+        raise TransformError(report("jvp", what, fix="give tuples, one tangent for each argument of the function"))
     split = Split("jvp", tuple(primals), range(len(primals)))
     given = [
         tangent
@@ -44,6 +47,7 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) 
         if leaf is not None
     ]
     directions = tuple(given[i] for i in split.moving)
+    _check_tangents(split, primals, directions)
     rest: dict[str, Any] = {}
 
     def flat(*moving: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -60,13 +64,33 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) 
     return rebuilt(outs), rebuilt(slopes)
 
 
+def _check_tangents(split: Split, primals: Sequence[Any], directions: Sequence[Any]) -> None:
+    names = [name for n, p in enumerate(primals) for name in tree.paths_opaque(p, f"primals[{n}]")]
+    failures = []
+    for i, tangent in zip(split.moving, directions, strict=True):
+        x = split.leaves[i]
+        if not isinstance(tangent, torch.Tensor):
+            failures.append(f"{names[i]} has shape {list(x.shape)}, its tangent is {tangent!r:.60}, not a tensor")
+        elif tangent.shape != x.shape:
+            failures.append(f"{names[i]} has shape {list(x.shape)}, its tangent {list(tangent.shape)}")
+        elif tangent.dtype != x.dtype:
+            failures.append(f"{names[i]} is {x.dtype}, its tangent {tangent.dtype}")
+    if failures:
+        raise TransformError(report("jvp", "the tangents do not fit the primals", failures,
+                                    "a tensor of the same shape and dtype for each, torch.ones_like(x) say"))  # fmt: skip
+
+
 def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
     """The function that applies `f` to each entry along a dim of its arguments.
 
     Args:
         f: a function of trees of tensors; inside it, tensors, specs and keys speak of one entry.
         in_axes: for each argument the dim to map over, an int, None for none, or a prefix tree of them; or one for all.
-        out_axes: where the dim goes in the results; an int or a prefix tree.
+        out_axes: where the dim goes in the results: an int, None for a result that is the same for all entries, or a
+            prefix tree of them.
+
+    Raises:
+        TransformError: no argument is mapped over; `out_axes` is None for a result that differs between entries.
 
     Source: `jax.vmap`.
 
@@ -95,16 +119,33 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
                 full[i] = x
             outs, rest["def"] = tree.flatten(f(*tree.unflatten(treedef, full)))
             rest["leaves"] = outs
-            rest["dims"] = tree.broadcast(out_axes, tree.unflatten(rest["def"], outs), "vmap", "out_axes", "the result")
-            return tuple(x for x in outs if isinstance(x, torch.Tensor))
+            result = tree.unflatten(rest["def"], outs)
+            goals = tree.broadcast(out_axes, result, "vmap", "out_axes", "the result", is_leaf=tree.none)
+            rest["dims"] = [d for d, x in zip(goals, tree.leaves(result, is_leaf=tree.none), strict=True) if x is not None]
+            _check_unmapped(result, outs, rest["dims"])
+            return tuple(x for x, d in zip(outs, rest["dims"], strict=True) if _is_mapped(x, d))
 
         outs = torch.func.vmap(flat, in_dims=tuple(dims[i] for i in mapped))(*(leaves[i] for i in mapped))
         found = iter(outs)
-        placed = [next(found).movedim(0, d) if isinstance(x, torch.Tensor) else x
+        placed = [next(found).movedim(0, d) if _is_mapped(x, d) else x
                   for x, d in zip(rest["leaves"], rest["dims"], strict=True)]  # fmt: skip
         return tree.unflatten(rest["def"], placed)
 
     return run
+
+
+def _is_mapped(x: Any, dim: int | None) -> bool:
+    return isinstance(x, torch.Tensor) and dim is not None
+
+
+def _check_unmapped(result: Any, leaves: Sequence[Any], dims: Sequence[Any]) -> None:
+    """Inside the map: a result whose place is None must be the same for all entries."""
+    failures = [f"{name} differs between entries, but out_axes is None for it"
+                for name, x, d in zip(tree.paths(result, "out"), leaves, dims, strict=True)
+                if d is None and isinstance(x, torch.Tensor) and _torch.is_mapped(x)]  # fmt: skip
+    if failures:
+        raise TransformError(report("vmap", "out_axes=None is for results that are the same for all entries", failures,
+                                    "out_axes=0 there, or reduce the result over the entries after vmap"))  # fmt: skip
 
 
 class _Again:

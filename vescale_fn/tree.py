@@ -35,6 +35,11 @@ def none_or_opaque(x: Any) -> bool:
     return x is None or type(x) in _opaque
 
 
+def none(x: Any) -> bool:
+    """Whether `x` is None: for trees in which None is an entry."""
+    return x is None
+
+
 def flatten_opaque(tree: Any) -> tuple[list[Any], Any]:
     """`flatten`, with nodes of opaque classes as leaves."""
     return optree.tree_flatten(tree, is_leaf=lambda x: type(x) in _opaque)
@@ -43,6 +48,11 @@ def flatten_opaque(tree: Any) -> tuple[list[Any], Any]:
 def paths(tree: Any, root: str = "") -> list[str]:
     """The path of each leaf as the user would write it: ``params['blocks'][0].w``."""
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree)]
+
+
+def paths_opaque(tree: Any, root: str = "") -> list[str]:
+    """`paths`, with nodes of opaque classes as leaves."""
+    return [accessor.codify(root) for accessor in optree.tree_accessors(tree, is_leaf=lambda x: type(x) in _opaque)]
 
 
 def dotted(accessor: optree.PyTreeAccessor) -> str:
