@@ -66,3 +66,10 @@ def test_ranks_of_which_one_fails_all_raise(gloo) -> None:
     own, other = gloo(2, _one_bad_spec)
     assert own.startswith("from_local: spec is not a prefix of tree")
     assert "rank 0 fails: from_local: spec is not a prefix of tree" in other
+
+
+@pytest.mark.parametrize("spec", [P("i"), P(None, "i"), P()], ids=repr)
+def test_two_views_of_one_memory_written_in_one_call(spec: P) -> None:
+    a = vfn.shard(torch.arange(16.0).view(4, 4), simulated(), spec).clone()
+    torch._foreach_add_([a, a.t()], 1.0)
+    torch.testing.assert_close(vfn.unshard(a), torch.arange(16.0).view(4, 4) + 2)

@@ -7,7 +7,7 @@ how the results lie. Then it moves what must move, runs, and wraps.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -278,6 +278,7 @@ def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], dec
     tensors = tensors_in(args, kwargs)
     targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in blocks.written(func)]
     written = {id(t) for target in targets for t in (target if isinstance(target, (list, tuple)) else (target,))}
+    _refuse_overlap(func, {id(x): x for x in tensors if id(x) in written and isinstance(x, DTensor)}.values())
     brought_whole: dict[int, torch.Tensor] = {}  # an array that is two arguments is one value: what is written is read
     moved = False
     for i, x in enumerate(tensors):
@@ -318,6 +319,18 @@ def _written(func: Any, x: Any) -> None:
     after_write(x)
     if not func._schema.returns:  # of the arrays of a list, torch counts no writes
         _torch.count_write(x)
+
+
+def _refuse_overlap(func: Any, targets: Iterable[Any]) -> None:
+    """Two views of one memory, each written whole, would undo each other's writes."""
+    roots: dict[int, Any] = {}
+    for x in targets:
+        root = id(getattr(x, "_root", x))
+        if root in roots:
+            raise InPlaceError(report(str(func), "two of the values to write are views of one memory",
+                                      [f"they are {text(roots[root])} and {text(x)}"],
+                                      "one call for each of them"))  # fmt: skip
+        roots[root] = x
 
 
 def _one_whole(func: Any, x: Any, i: int, decision: Decision, written: bool) -> tuple[torch.Tensor, bool]:
