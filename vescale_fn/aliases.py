@@ -65,6 +65,7 @@ def _beside(x: Any) -> list[Any]:
 
 
 def check_writable(func: Any, target: Any) -> None:
+    """Raise if a write to `target` (an array, or a list of them) would be lost."""
     for x in target if isinstance(target, (list, tuple)) else (target,):
         if isinstance(x, DTensor) and (hasattr(x, "_moved") or _beside(x)):
             raise InPlaceError(report(
@@ -86,6 +87,7 @@ class _Stale:
 
 
 def after_write(x: Any) -> None:
+    """What was copied out of `x`, or out of what it is a view of, has missed a write: it raises when it is used."""
     root = getattr(x, "_root", x)
     for copy in root.__dict__.pop("_copies", ()):
         view = copy()

@@ -172,6 +172,7 @@ torch.serialization.add_safe_globals([Array, Blocks, SimulatedMesh, P, _rebuild,
 
 
 def wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...] | None = None) -> Array:
+    """The array of `shape` of which `local` is what this rank holds under `spec`."""
     bare = P(*spec, unreduced=spec.unreduced) if spec.reduced else spec
     if type(local) is not Blocks and (local.is_conj() or local.is_neg()):
         local = _torch.settled(local)
@@ -193,11 +194,17 @@ def _take_in(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_take_in, value))
     if isinstance(value, DTensor) and not isinstance(value, Array):
-        if any(p.is_partial() and p.reduce_op != "sum" for p in value._spec.placements):
-            replicate = [torch.distributed.tensor.Replicate() if p.is_partial() else p for p in value._spec.placements]
-            value = DTensor.redistribute(value.detach(), placements=replicate)  # type: ignore[arg-type]
+        value = _only_sums(value.detach())
         return _torch.new_dtensor(Array, _torch.local(value), value._spec, requires_grad=False)
     return value
+
+
+def _only_sums(x: Any) -> Any:
+    """A raw DTensor with maxima and the like put together: of partial values a spec can say only sums."""
+    if isinstance(x, Array) or not any(p.is_partial() and p.reduce_op != "sum" for p in x._spec.placements):
+        return x
+    whole = [torch.distributed.tensor.Replicate() if p.is_partial() else p for p in x._spec.placements]
+    return DTensor.redistribute(x, placements=whole)  # type: ignore[arg-type]
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -405,7 +412,7 @@ def moved(x: Any, mesh: Any, target: P | None, why: str) -> Any:
 
 def whole(x: Any, why: str = "unshard") -> torch.Tensor:
     """An array as a plain whole tensor, on every rank; differentiable."""
-    return moved(x, mesh_of(x), None, why)
+    return moved(_only_sums(x) if isinstance(x, DTensor) else x, mesh_of(x), None, why)
 
 
 def take_out(local: Any, mesh: Any, spec: P) -> Any:
@@ -416,6 +423,7 @@ def take_out(local: Any, mesh: Any, spec: P) -> Any:
 def place(x: Any, mesh: Any, spec: P, where: str) -> Any:
     """One leaf brought to `spec` on `mesh`, from wherever it is."""
     own = mesh_of(x)
+    x = _only_sums(x) if isinstance(x, DTensor) else x
     if own is not None and not same(own, mesh):
         x, own = moved(x, own, None, where), None
     source = None if own is None else spec_of(x)

@@ -49,6 +49,7 @@ def hash_words(k0: Word, k1: Word, x0: Word, x1: torch.Tensor) -> tuple[torch.Te
 
 
 def rounds(k0: Word, k1: Word, hi: Word, low: torch.Tensor, own: Any, rotate: Any) -> tuple[Any, Any]:
+    """The twenty rounds, on words that wrap: numpy's or torch's, by `own` and `rotate`."""
     k0, k1, x0, x1 = own(k0), own(k1), own(hi), own(low)
     schedule = (k0, k1, k0 ^ k1 ^ own(PARITY))
     x1 = x1 + schedule[1]
@@ -66,14 +67,17 @@ def rounds(k0: Word, k1: Word, hi: Word, low: torch.Tensor, own: Any, rotate: An
 
 
 def as_array(x: Word) -> Any:
+    """A word as an unsigned numpy scalar or array."""
     return np.uint32(x) if isinstance(x, int) else x.numpy().view(np.uint32)
 
 
 def as_tensor(x: Word) -> torch.Tensor:
+    """A word as an int32 tensor."""
     return torch.tensor(signed(x), dtype=torch.int32, device="cpu") if isinstance(x, int) else x
 
 
 def rotate_array(x: np.ndarray, r: int, scratch: Any) -> Any:
+    """Rotate every word left by `r` bits in place; with `r` 0, make the scratch space for it."""
     if not r:
         return np.empty_like(x)
     np.left_shift(x, np.uint32(r), out=scratch)
