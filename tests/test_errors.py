@@ -1,5 +1,7 @@
 """The messages of the global view: as text, on every rank, before anything has moved."""
 
+import math
+import re
 from collections import namedtuple
 
 import pytest
@@ -159,14 +161,54 @@ def test_not_enough_ranks(mesh) -> None:
 def test_too_many_ranks(mesh) -> None:
     assert message(MeshError, lambda: vfn.make_mesh((2, 2), ("dp", "tp"))) == (
         "make_mesh: dp=2 x tp=2 has 4 ranks, but there are 8 ranks; a mesh uses all of them\n"
-        "  Instead: make_mesh((2, -1), ('dp', 'tp')), or another axis"
+        "  Instead: make_mesh((2, -1), ('dp', 'tp')), or start 4 ranks: vfn.simulate(4), vfn.launch(fn, 4) or "
+        "torchrun --nproc-per-node 4"
     )
-    assert "Instead: sizes whose product is 8, or another axis" in message(
+    assert "Instead: make_mesh((-1, 2), ('dp', 'tp')), or start 6 ranks" in message(
         MeshError, lambda: vfn.make_mesh((3, 2), ("dp", "tp"))
     )
     assert message(MeshError, lambda: vfn.make_mesh((3, -1), ("dp", "tp"))) == (
-        "make_mesh: dp=3 x tp=-1: there are 8 ranks, which 3 does not divide"
+        "make_mesh: dp=3 x tp=-1: there are 8 ranks, which 3 does not divide\n"
+        "  Instead: make_mesh((-1, 1), ('dp', 'tp')), or start a multiple of 3 ranks: vfn.simulate(3), "
+        "vfn.launch(fn, 3) or torchrun --nproc-per-node 3"
     )
+    assert "Instead: make_mesh((-1,), ('dp',)), or start 3 ranks" in message(
+        MeshError, lambda: vfn.make_mesh((3,), ("dp",))
+    )
+    assert "Instead: make_mesh((1, -1), ('dp', 'tp')), or start 1 rank: vfn.simulate(1)" in message(
+        MeshError, lambda: vfn.make_mesh((1, 1), ("dp", "tp"))
+    )
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (3, -1), (-1, 3), (3, 5, -1), (3, 3, -1), (2, -1, 3), (2, 3, 1)])
+def test_the_mesh_that_is_suggested_can_be_made(mesh, sizes) -> None:
+    names = ("a", "b", "c")[: len(sizes)]
+    text = message(MeshError, lambda: vfn.make_mesh(sizes, names))
+    suggested = eval(re.search(r"Instead: make_mesh(\(.*?\)\)), or", text)[1])
+    assert math.prod(vfn.make_mesh(*suggested).mesh.shape) == 8
+
+
+def test_no_number_of_ranks() -> None:
+    assert message(MeshError, lambda: vfn.simulate(0)) == (
+        "simulate: n=0 is not a number of ranks; it must be an integer >= 1\n"
+        "  Instead: the product of the mesh's sizes, simulate(8) for make_mesh((2, 4), (\"dp\", \"tp\")) say"
+    )
+
+
+def test_none_for_a_spec_is_pointed_to_p(mesh) -> None:
+    f = vfn.shard_map(lambda x, y: x, mesh=mesh, in_specs=(P("dp"), None), out_specs=P("dp"))
+    assert message(SpecError, lambda: f(torch.ones(4), torch.ones(4))) == (
+        "shard_map(<lambda>): in_specs is not a prefix of args\n"
+        "  * in_specs[1] is None, but args[1] is a leaf (Tensor)\n"
+        "  Instead: P() in place of None, where all ranks hold the whole value; or give in_specs the structure of args, "
+        "or one entry for a whole subtree"
+    )
+    params = {"w": torch.ones(2), "b": torch.ones(2)}
+    specs = {"w": P("dp"), "b": None}
+    assert "Instead: P() in place of None" in message(SpecError, lambda: vfn.shard(params, mesh, specs))
+    with pytest.raises(SpecError) as error:
+        vfn.vmap(lambda x: x["a"], in_axes=({"a": {"b": 0}},))({"a": torch.ones(2)})
+    assert "P()" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,10 @@ class SimulatedMesh(DeviceMesh):
     def __reduce__(self) -> Any:
         return rebuild_mesh, self._key
 
+    def __getitem__(self, names: Any) -> Any:
+        raise MeshError(report("mesh[...]", "a simulated mesh has no meshes within it", [f"asked for {names!r} of {self!r}"],
+                               "the whole mesh, and a spec that names some of its axes"))  # fmt: skip
+
     def __deepcopy__(self, memo: Any) -> SimulatedMesh:
         return self
 
@@ -106,17 +110,13 @@ def _fill(sizes: tuple[int, ...], names: tuple[str, ...], world: int) -> tuple[i
     wanted = " x ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
     have = f"there {'is' if world == 1 else 'are'} {world} rank{'s' * (world != 1)}"
     if -1 in sizes:
-        raise MeshError(report("make_mesh", f"{wanted}: {have}, which {known} does not divide"))
-    if known < world:
-        others = known // sizes[-1]
-        fits = f"make_mesh({(*sizes[:-1], -1)}, {names})" if world % others == 0 else f"sizes whose product is {world}"
+        what = f"{wanted}: {have}, which {known} does not divide"
         raise MeshError(
-            report(
-                "make_mesh",
-                f"{wanted} has {known} ranks, but {have}; a mesh uses all of them",
-                fix=f"{fits}, or another axis",
-            )
+            report("make_mesh", what, fix=f"{_fitting(sizes, names, world)}, or {_ranks(known, multiple=True)}")
         )
+    if known < world:
+        what = f"{wanted} has {known} ranks, but {have}; a mesh uses all of them"
+        raise MeshError(report("make_mesh", what, fix=f"{_fitting(sizes, names, world)}, or {_ranks(known)}"))
     raise MeshError(report(
         "make_mesh", f"{wanted} = {known} ranks, but {have}. Three ways to get them",
         [f"{way:<{31 + len(str(known))}} {what}" for way, what in (
@@ -124,6 +124,21 @@ def _fill(sizes: tuple[int, ...], names: tuple[str, ...], world: int) -> tuple[i
             (f"vfn.launch(fn, {known})", f"{known} processes started from here, each running fn"),
             (f"torchrun --nproc-per-node {known} your.py", f"{known} processes started from the shell"))],
     ))  # fmt: skip
+
+
+def _fitting(sizes: tuple[int, ...], names: tuple[str, ...], world: int) -> str:
+    """A mesh of these axes and all ranks: one axis open, the last one that leaves sizes which divide."""
+    for i in reversed(range(len(sizes))):
+        rest = math.prod(size for k, size in enumerate(sizes) if k != i and size != -1)
+        if world % rest == 0:
+            held = tuple(-1 if k == i else 1 if size == -1 else size for k, size in enumerate(sizes))
+            return f"make_mesh({held}, {names})"
+    return f"make_mesh({(*[1] * (len(sizes) - 1), -1)}, {names})"
+
+
+def _ranks(count: int, multiple: bool = False) -> str:
+    ranks_ = f"a multiple of {count} ranks" if multiple else f"{count} rank{'s' * (count != 1)}"
+    return f"start {ranks_}: vfn.simulate({count}), vfn.launch(fn, {count}) or torchrun --nproc-per-node {count}"
 
 
 def is_simulated(mesh: Any) -> bool:

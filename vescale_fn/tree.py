@@ -82,14 +82,18 @@ def broadcast(prefix: Any, tree: Any, where: str, prefix_name: str, tree_name: s
     try:
         return optree.broadcast_prefix(prefix, tree, is_leaf=is_leaf)
     except ValueError:
+        of_specs = "spec" in prefix_name
         prefix_name, tree_name = spelling(prefix, prefix_name), spelling(tree, tree_name)
         failures = list(_partings(prefix, tree, prefix_name, tree_name))
+        fix = f"give {prefix_name} the structure of {tree_name}, or one entry for a whole subtree"
+        if of_specs and any(" is None, but " in failure for failure in failures):
+            fix = f"P() in place of None, where all ranks hold the whole value; or {fix}"
         raise SpecError(
             report(
                 where,
                 f"{prefix_name} is not a prefix of {tree_name}",
                 failures,
-                f"give {prefix_name} the structure of {tree_name}, or one entry for a whole subtree",
+                fix,
             )
         ) from None
 
@@ -100,7 +104,11 @@ def _partings(prefix: Any, tree: Any, prefix_path: str, tree_path: str) -> Itera
         return
     if optree.tree_is_leaf(tree) or type(prefix) is not type(tree):
         what = [
-            f"a leaf ({type(x).__name__})" if optree.tree_is_leaf(x) else f"a {type(x).__name__}"
+            "None"
+            if x is None
+            else f"a leaf ({type(x).__name__})"
+            if optree.tree_is_leaf(x)
+            else f"a {type(x).__name__}"
             for x in (prefix, tree)
         ]
         yield f"{prefix_path} is {what[0]}, but {tree_path} is {what[1]}"
