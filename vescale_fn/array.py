@@ -15,7 +15,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from . import _torch, blocks, interpreter, linear, reshard
-from .aliases import note_elsewhere
 from .blocks import Blocks
 from .errors import InPlaceError, MeshError, mesh_text, report
 from .layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
@@ -429,9 +428,4 @@ def place(x: Any, mesh: Any, spec: P, where: str) -> Any:
     source = None if own is None else spec_of(x)
     if source == spec and type(_torch.peel(x)) is Array:
         return x
-    if own is None:
-        return moved(on_device(x, mesh), mesh, spec, where)
-    out = moved(x, mesh, spec, where)
-    if where == "with_sharding":
-        note_elsewhere(_torch.peel(x), _torch.peel(out))
-    return out
+    return moved(x if own is not None else on_device(x, mesh), mesh, spec, where)

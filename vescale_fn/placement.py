@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from . import _torch, context, tree, wire
+from .aliases import note_elsewhere
 from .array import Array, is_array, mesh_of, on_device, packed, place, spec_of, whole, wrap
 from .blocks import Blocks
 from .errors import SpecError, TypingError, VfnError, mesh_text, report
@@ -147,6 +148,9 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     _check(tree_, leaves, specs, meshes, "with_sharding")
     _keep_out_of_bodies(specs, "with_sharding")
     out = [x if m is None else place(x, m, s, "with_sharding") for x, s, m in zip(leaves, specs, meshes, strict=True)]
+    for x, y in zip(leaves, out, strict=True):
+        if y is not x and is_array(x):  # on one device the two are one: a write to either is to be seen in both
+            note_elsewhere(_torch.peel(x), _torch.peel(y))
     return _rebuilt(treedef, out)
 
 
