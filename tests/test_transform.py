@@ -446,7 +446,7 @@ def test_messages(mesh) -> None:
     x, n = torch.ones(3), torch.arange(3)
     a = vfn.shard(torch.ones(6, 4), mesh, P("dp"))
     assert message(lambda: vfn.grad(lambda x: x * 2)(x)) == (
-        "value_and_grad: the function must return one floating-point number, a 0-d tensor\n"
+        "grad: the function must return one floating-point number, a 0-d tensor\n"
         "  * it returned f32[3]\n"
         "  Instead: reduce it: loss.mean() or loss.sum(); with more results, return (loss, aux) and has_aux=True"
     )
@@ -455,17 +455,25 @@ def test_messages(mesh) -> None:
     assert "  * it returned i64[]\n" in message(lambda: vfn.grad(lambda x: n.sum())(x))
     assert "it returned a tuple of f32[], the int 1\n" in message(lambda: vfn.grad(lambda x: (x.sum(), 1))(x))
     assert message(lambda: vfn.grad(lambda x: x.sum(), has_aux=True)(x)) == (
-        "value_and_grad: with has_aux=True the function must return (value, aux)\n  * it returned Tensor"
+        "grad: with has_aux=True the function must return (value, aux)\n  * it returned f32[]\n"
+        "  Instead: return loss, aux; or leave has_aux out, where the loss is all there is"
     )
     assert message(lambda: vfn.grad(lambda p, x: x.sum())({"n": n, "m": 3}, x)) == (
-        "value_and_grad: there is no floating-point tensor to differentiate\n"
+        "grad: there is no floating-point tensor to differentiate\n"
         "  * argument 0 holds int leaves, int64 tensors\n"
         "  Instead: point argnums at the parameters, or convert them with .float()"
     )
     assert "argument 0 holds no leaves" in message(lambda: vfn.grad(lambda p: 0.0)(None))
     assert message(lambda: vfn.grad(lambda x: x.sum(), argnums=(0, 2))(x)) == (
-        "value_and_grad: argnums=(0, 2) does not fit a call with 1 argument\n  * there is no argument 2"
+        "grad: argnums=(0, 2) does not fit a call with 1 argument\n  * there is no argument 2\n"
+        "  Instead: argnums=0; arguments that are given by name are not counted"
     )
+    for wrong in (lambda x: x * 2, lambda x: n.sum()):
+        assert message(lambda: vfn.value_and_grad(wrong)(x)).startswith("value_and_grad: ")  # noqa: B023
+    assert message(lambda: vfn.value_and_grad(lambda x: x.sum(), argnums=3)(x)).startswith("value_and_grad: argnums=3")
+    nested = lambda x: vfn.vmap(vfn.grad(lambda y: y * torch.ones(2)))(x)
+    assert message(lambda: nested(x)).startswith("grad: the function must return one floating-point number")
+    assert "a call with 0 arguments" in message(lambda: vfn.grad(lambda x: x.sum())(x=x))
     _, pullback = vfn.vjp(lambda x: {"y": x * 2}, x)
     assert message(lambda: pullback({"y": torch.ones(2)})) == (
         "vjp: pullback: the cotangent does not fit the result\n  * out['y'] has shape [3], its cotangent [2]"

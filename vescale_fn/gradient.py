@@ -27,7 +27,7 @@ class Split:
     """The arguments of a call, with the floating-point tensors among those to differentiate taken out."""
 
     def __init__(self, where: str, args: Sequence[Any], argnums: Sequence[int]) -> None:
-        self.args, self.argnums = args, argnums
+        self.where, self.args, self.argnums = where, args, argnums
         flat = [tree.flatten_opaque(args[n]) for n in argnums]
         self.defs = [treedef for _, treedef in flat]
         self.leaves = [leaf for leaves, _ in flat for leaf in leaves]
@@ -86,8 +86,11 @@ def _argnums(argnums: Any, args: Sequence[Any], where: str) -> tuple[int, ...]:
     wrong = [n for n in numbers if not isinstance(n, int) or not -len(args) <= n < len(args)]
     if wrong:
         given = f"{len(args)} argument{'s' * (len(args) != 1)}"
-        raise TransformError(report(where, f"argnums={argnums!r} does not fit a call with {given}",
-                                    [f"there is no argument {n!r}" for n in wrong]))  # fmt: skip
+        fix = "argnums=0" if len(args) == 1 else f"argnums between 0 and {len(args) - 1}"
+        fix = fix if args else "give what is differentiated by its place"
+        raise TransformError(report(
+            where, f"argnums={argnums!r} does not fit a call with {given}", [f"there is no argument {n!r}" for n in wrong],
+            f"{fix}; arguments that are given by name are not counted"))  # fmt: skip
     return tuple(n % len(args) for n in numbers)
 
 
@@ -184,9 +187,15 @@ def value_and_grad(
     (tensor(5.), {'w': tensor([2., 4.]), 'n': 3})
     """
 
+    return _value_and_grad(f, argnums, has_aux, "value_and_grad")
+
+
+def _value_and_grad(f: Callable[..., Any], argnums: Any, has_aux: bool, where: str) -> Callable[..., Any]:
+    """`value_and_grad`; `where` is the name that the user called it by."""
+
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        split = Split("value_and_grad", args, _argnums(argnums, args, "value_and_grad"))
+        split = Split(where, args, _argnums(argnums, args, where))
         engine = _by_functorch if _torch.transforming() else _by_autograd
         value, aux, grads = engine(f, split, kwargs, has_aux)
         trees = split.gradients(grads)
@@ -199,13 +208,16 @@ def value_and_grad(
 def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """The function that returns the gradient of `f`, or ``(gradient, aux)``; see `value_and_grad`.
 
+    Instead of a raw ``loss.backward()``, which works on arrays too but leaves each ``.grad`` as autograd made it (for a
+    replicated parameter often still ``unreduced``: partial sums), it brings every gradient to its parameter's layout.
+
     Source: `jax.grad`.
 
     >>> import torch, vescale_fn as vfn
     >>> vfn.grad(vfn.grad(lambda x: x**3))(torch.tensor(2.0))
     tensor(12.)
     """
-    both = value_and_grad(f, argnums, has_aux)
+    both = _value_and_grad(f, argnums, has_aux, "grad")
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -216,14 +228,15 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool 
 
 
 def _call(
-    f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], has_aux: bool
+    f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], has_aux: bool, where: str
 ) -> tuple[torch.Tensor, Any]:
     out = f(*args, **kwargs)
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        raise TransformError(report("value_and_grad", "with has_aux=True the function must return (value, aux)",
-                                    [f"it returned {type(out).__name__}"]))  # fmt: skip
+        raise TransformError(report(
+            where, "with has_aux=True the function must return (value, aux)", [f"it returned {_described(out)}"],
+            "return loss, aux; or leave has_aux out, where the loss is all there is"))  # fmt: skip
     value, aux = out if has_aux else (out, None)
-    return _scalar(value, "value_and_grad"), aux
+    return _scalar(value, where), aux
 
 
 def _recording(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,7 +274,7 @@ def _by_autograd(f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool) ->
     attached = context.grad_depth() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in originals))
     with torch.enable_grad(), context.differentiating():
         primals = [_fresh(x, attached) for x in originals]
-        value, aux = _call(f, split.with_primals(primals), kwargs, has_aux)
+        value, aux = _call(f, split.with_primals(primals), kwargs, has_aux, split.where)
         if value.requires_grad:
             found = torch.autograd.grad(value, primals, create_graph=attached, allow_unused=True)
         else:
@@ -286,7 +299,7 @@ def _by_functorch(f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool) -
 
     def flat(*primals: torch.Tensor) -> Any:
         args = split.with_primals([_keep_mark(p, x) for p, x in zip(primals, split.primals, strict=True)])
-        value, aux = _call(f, args, kwargs, has_aux)
+        value, aux = _call(f, args, kwargs, has_aux, split.where)
         leaves, rest["def"] = tree.flatten(aux)
         rest["leaves"] = leaves
         return value, tuple(x for x in leaves if isinstance(x, torch.Tensor))
