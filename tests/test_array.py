@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from test_reshard import split
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import vescale_fn as vfn
 from vescale_fn import P, mesh, random, spec
@@ -647,6 +648,42 @@ def _citizen():
 
 def test_real_ranks(gloo) -> None:
     assert gloo(4, _citizen) == ["fine"] * 4
+
+
+def _dtensors():
+    """What torch's own DTensors and meshes look like from here."""
+    m = vfn.make_mesh((2, 2), ("dp", "tp"))
+    me = mesh.my_rank(m)
+    x = torch.arange(35.0).view(7, 5)
+    a = vfn.shard(x, m, P("dp", "tp"))
+    r = distribute_tensor(x.clone(), m, [Shard(0), Replicate()])
+    assert type(r + a) is type(a + r) is vfn.Array
+    assert torch.equal(vfn.unshard(r + a), 2 * x)
+    leaf = distribute_tensor(x.clone(), m, [Replicate(), Shard(1)]).requires_grad_()
+    (a * leaf).sum().backward()
+    assert torch.equal(vfn.unshard(leaf.grad), x)
+    for kind in ("sum", "max", "min", "avg"):
+        part = DTensor.from_local(torch.full((3,), float(me // 2)), m, [Partial(kind), Replicate()])
+        wanted = part.full_tensor()
+        assert torch.equal(vfn.unshard(part), wanted), kind
+        assert torch.equal(vfn.unshard(part + vfn.shard(torch.zeros(3), m, P())), wanted), kind
+        assert torch.equal(vfn.unshard(vfn.with_sharding(part, P("tp"))), wanted), kind
+    rows = vfn.shard(x, m["dp"], P("dp"))
+    assert torch.equal(vfn.unshard(vfn.grad(lambda w: (w**2).sum())(rows)), 2 * x), "on a mesh within a mesh"
+    unnamed = distribute_tensor(x, init_device_mesh("cpu", (4,)), [Shard(1)])
+    assert torch.equal(vfn.unshard(vfn.shard(unnamed, m, P("tp", "dp"))), x)
+    again = vfn.make_mesh((2, 2), ("dp", "tp"))
+    assert torch.equal(vfn.unshard(a + vfn.shard(x, again, P())), 2 * x), "the same mesh, made anew"
+    return "fine"
+
+
+def test_torchs_own_dtensors(gloo) -> None:
+    assert gloo(4, _dtensors) == ["fine"] * 4
+
+
+def test_a_simulated_mesh_has_no_meshes_within_it(m) -> None:
+    with pytest.raises(MeshError, match="a simulated mesh has no meshes within it"):
+        m["dp"]
 
 
 def _wrong_block():

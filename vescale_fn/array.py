@@ -193,7 +193,7 @@ def _take_in(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_take_in, value))
     if isinstance(value, DTensor) and not isinstance(value, Array):
-        value = _only_sums(value.detach())
+        value = _only_sums(value)
         return _torch.new_dtensor(Array, _torch.local(value), value._spec, requires_grad=False)
     return value
 
@@ -203,7 +203,7 @@ def _only_sums(x: Any) -> Any:
     if isinstance(x, Array) or not any(p.is_partial() and p.reduce_op != "sum" for p in x._spec.placements):
         return x
     whole = [torch.distributed.tensor.Replicate() if p.is_partial() else p for p in x._spec.placements]
-    return DTensor.redistribute(x, placements=whole)  # type: ignore[arg-type]
+    return DTensor.redistribute(x.detach(), placements=whole)  # type: ignore[arg-type]
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -88,7 +88,8 @@ def _joint_group(mesh: Any, axes: frozenset[str], default: Any) -> Any:
 
 def _group(mesh: Any, axes: tuple[str, ...]) -> tuple[Any, list[int]]:
     """The process group along `axes`, and for each position in the order of `axes` its index in that group."""
-    group = mesh.get_group(axes[0]) if len(axes) == 1 else _joint_group(mesh, frozenset(axes), dist.group.WORLD)
+    single = list(axes_of(mesh)).index(axes[0])  # a mesh of torch's own may have no names
+    group = mesh.get_group(single) if len(axes) == 1 else _joint_group(mesh, frozenset(axes), dist.group.WORLD)
     return group, _positions(mesh, axes, group)
 
 
