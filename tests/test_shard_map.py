@@ -162,6 +162,10 @@ PROGRAMS = {
 }
 
 
+# Without types a gradient inside a body is each rank's own, by definition.
+WAYS = [(name, check) for name in PROGRAMS for check in (True, False) if check or name != "gradient inside"]
+
+
 def program(name, names):
     """One program for a mesh's axes: the function, its arguments, which of them are parameters, and what maps the body."""
     one, args, body, in_specs = PROGRAMS[name](names[:-1], names[-1])
@@ -170,14 +174,11 @@ def program(name, names):
 
 
 @pytest.mark.filterwarnings("ignore:vfn.psum over")
-@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("shape_names", MESHES, ids=str)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "check"), WAYS, ids=lambda x: x if isinstance(x, str) else ("unchecked", "checked")[x])
 def test_programs(name, shape_names, check):
     shape, names = shape_names
     one, args, params, make = program(name, names)
-    if name == "gradient inside" and not check:
-        pytest.skip("without types a gradient inside a body is each rank's own, by definition")
     with vfn.simulate(math.prod(shape)):
         f = make(mesh=vfn.make_mesh(shape, names), check_vma=check)
         value, grads = vfn.value_and_grad(f, argnums=params)(*args)
@@ -358,6 +359,14 @@ TYPES = {
     "iteration": (lambda x: next(iter(x)), "V"),
     "setitem": (lambda x: _set(torch.zeros(3), x), "V"),
     "old view of what is written": (lambda x: _set_after_view(torch.zeros(3), x), "V"),
+    "old row of what is written": (lambda x: _alias_then_write(torch.zeros(2), x, lambda b: b.unbind()[1]), "V"),
+    "old detached name of what is written": (lambda x: _alias_then_write(torch.zeros(2), x, torch.Tensor.detach), "V"),
+    "old data of what is written": (lambda x: _alias_then_write(torch.zeros(2), x, lambda b: b.data), "V"),
+    "written through data": (lambda x: _write_alias(torch.zeros(2), x, lambda b: b.data), "V"),
+    "written through a chunk": (lambda x: _write_alias(torch.zeros(2), x, lambda b: b.chunk(2)[0]), "V"),
+    "written through view_as": (lambda x: _write_alias(torch.zeros(1), x, lambda b: b.view_as(x)), "V"),
+    "sibling view of what is written": (lambda x: _write_sibling(torch.zeros(4), x), "V"),
+    "another buffer than what is written": (lambda x: _alias_then_write(torch.zeros(2), x, torch.Tensor.clone), "I"),
     "base of what is written": (lambda x: _set_view(torch.zeros(3), x), "V"),
     "out=": (lambda x: torch.add(x, 1, out=torch.zeros(1)), "V"),
     "vmap, unseen view": (lambda x: torch.func.vmap(lambda x: x * 2, out_dims=-1)(x[:, None]), "V"),
@@ -399,6 +408,23 @@ def _set_after_view(buffer, x):
     return row * 1
 
 
+def _alias_then_write(buffer, x, alias):
+    other = alias(buffer)
+    buffer += x
+    return other
+
+
+def _write_alias(buffer, x, alias):
+    alias(buffer).copy_(x)
+    return buffer
+
+
+def _write_sibling(buffer, x):
+    first, second = buffer.view(2, 2)[0], buffer[:2]
+    first.copy_(x)
+    return second
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_types(name, mesh):
     body, letter = TYPES[name]
@@ -416,6 +442,35 @@ FOUR_RANKS = ("unreduced scattered",)
 def test_types_on_real_ranks(gloo):
     wanted = {name: letter for name, (_, letter) in TYPES.items() if name not in FOUR_RANKS}
     assert gloo(2, types_on_real_ranks) == [wanted] * 2
+
+
+def test_names_of_one_memory(mesh):
+    """A write through one name of a memory is seen by collectives and out_specs through every other."""
+
+    def total(x):
+        buffer = torch.zeros(2)
+        rows, detached = buffer.unbind(), buffer.detach()
+        buffer += x
+        return vfn.psum((rows[1], detached), "i")
+
+    one, both = run(total, mesh, D, outs=P())
+    assert (vfn.unshard(one).item(), vfn.unshard(both).tolist()) == (10, [10, 10])
+    text, moved = refused(lambda x: _alias_then_write(torch.zeros(1), x, torch.Tensor.detach), mesh, outs=P(),
+                          error=SpecError)  # fmt: skip
+    assert "out is f32[1]{V:i}, for out_specs P()" in text and moved == 0
+    array = vfn.shard(D, mesh, P("i"))
+    for body in (lambda x: x.detach().mul_(2), lambda x: x.data.mul_(2), _write_through_data):
+        assert "belongs to the caller" in refused(body, mesh, array, error=InPlaceError)[0]
+    assert vfn.unshard(array).tolist() == D.tolist()
+    text, _ = refused(lambda x: torch.zeros(0).set_(torch.zeros(1)), mesh, error=InPlaceError)
+    assert text.startswith("set_: this makes a tensor another name for memory")
+
+
+def _write_through_data(x):
+    mine = torch.zeros(1)
+    mine.data = x
+    mine += 1
+    return mine
 
 
 def refused(body, mesh, *args, error=TypingError, **options):

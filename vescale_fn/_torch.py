@@ -132,6 +132,15 @@ def propagate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[l
         return None  # its interface is private: in a release where it is another, there is no answer
 
 
+def storage(x: torch.Tensor) -> Any:
+    """The memory of `x`, one object as long as the memory lives, which takes attributes; None for one without (sparse)."""
+    try:
+        with no_torch_function():
+            return x.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def count_write(x: torch.Tensor) -> None:
     """Note that `x` has been written in place."""
     if not x.is_inference():

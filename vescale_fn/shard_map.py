@@ -96,11 +96,11 @@ class _Mapped:
         intercepted = self.check or is_simulated(mesh) or not fast or context.grad_depth() > 0
         with tracking.running(body, functools.partial(_adopt, mesh, self.name), intercepted):
             result = self.f(*tree.unflatten(treedef, leaves))
-        locals_, out_def = tree.flatten(result)
-        if self.check:
-            have = [types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in locals_]
-        else:
-            have = [types.INVARIANT] * len(locals_)
+            locals_, out_def = tree.flatten(result)
+            if self.check:  # still inside: only there is known what the body wrote
+                have = [types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in locals_]
+            else:
+                have = [types.INVARIANT] * len(locals_)
         key = (out_def, id(mesh), *[(x.shape, x.dtype, t) if isinstance(x, torch.Tensor) else type(x)
                                     for x, t in zip(locals_, have)])  # fmt: skip
         outs = self.outs.get(key)

@@ -149,7 +149,7 @@ class Checked(Unchecked):
     def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor]) -> None:
         super().__init__(body, adopt)
         self.everywhere = types.of(varying=body.axes)
-        self.retyped = False  # some write made an invariant value varying, so its views must be looked at twice
+        self.writes = types.Writes()
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = _rules.get(func)
@@ -165,11 +165,7 @@ class Checked(Unchecked):
 
     def typeof(self, x: Tensor) -> Type:
         """The type of a local value."""
-        found = types.typeof(x, self.body.axes)
-        if self.retyped and found.plain and (base := _torch.base(_torch.peel(x))) is not None:
-            written = getattr(base, "vfn_type", found)
-            found = types.of(varying=found.varying | written.varying)
-        return found
+        return types.typeof(x, self.body.axes)
 
     def promoted(self, x: Tensor, have: Type, want: Type) -> Tensor:
         """`x` as a value that varies where `want` does."""
@@ -196,7 +192,7 @@ class Checked(Unchecked):
         """
         if kwargs and ("out" in kwargs or kwargs.get("inplace")):
             return self.write(func, name, args, kwargs)
-        operands = None if self.retyped or _torch.transforming() else _seen(args, kwargs)
+        operands = None if self.writes.any or _torch.transforming() else _seen(args, kwargs)
         if operands is None:
             return self.combining(func, name, args, kwargs)
         result = None
@@ -257,12 +253,18 @@ class Checked(Unchecked):
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A function that writes into an argument. What it writes may differ by rank where the target did not."""
-        if not kwargs and not self.retyped and args[0].__class__ in _LOCAL and not _torch.transforming():
+        if not kwargs and not self.writes.any and args[0].__class__ in _LOCAL and not _torch.transforming():
             have = getattr(args[0], "vfn_type", None)
             operands = _seen(args, kwargs)
             if operands and have is not None and have.plain and name not in types.DRAWS:
-                if all(getattr(x, "vfn_type", None) is have for x in operands) and not types.is_borrowed(args[0]):
+                base = getattr(_torch.base(args[0]), "vfn_type", have)
+                if base is have and all(getattr(x, "vfn_type", None) is have for x in operands) \
+                        and not types.is_borrowed(args[0]):  # fmt: skip
                     return func(*args)  # what is written has the target's type: nothing changes
+        if name == "set_":
+            raise InPlaceError(report(
+                name, "this makes a tensor another name for memory of its own choice, which types cannot follow",
+                [f"the target is {types.text(args[0])}"], "a view of the other tensor, such as x.view(...)"))  # fmt: skip
         given = types.tensors(args, kwargs)
         into = kwargs["out"] if "out" in kwargs else args[0] if args else kwargs.get("input")
         targets = types.tensors(into)
@@ -281,11 +283,9 @@ class Checked(Unchecked):
         args, kwargs = types.with_tensors((args, kwargs), iter(operands))
         out = func(*args, **kwargs)
         for target in targets:
-            if self.typeof(target) is not result:
-                self.retyped = True
-                mark(target, result)
-                if (base := _torch.base(_torch.peel(target))) is not None:
-                    mark(base, result)
+            base = _torch.base(_torch.peel(target))
+            if self.typeof(target) is not result or (base is not None and self.typeof(base) is not result):
+                types.retype(target, result)
         return types.mark_all(out, result)
 
     def check_write(self, name: str, target: Tensor, have: Type, result: Type) -> None:
@@ -330,6 +330,15 @@ class Checked(Unchecked):
         if isinstance(out, Tensor) and not isinstance(_torch.peel(out), DTensor):
             have = self.typeof(args[0])
             mark(out, types.dual(have) if name == "grad" else have)
+            if name == "data" and types.is_borrowed(args[0]):
+                types.borrow(out)
+        return out
+
+    def alias(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """`detach`: another name for the same memory, which torch does not count as a view."""
+        out = self.function(func, name, args, kwargs)
+        if types.is_borrowed(args[0] if args else kwargs["input"]):
+            types.borrow(out)
         return out
 
     def setter(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -337,6 +346,8 @@ class Checked(Unchecked):
         func(*args, **kwargs)
         if name == "data":
             mark(args[0], self.typeof(args[1]))
+            if types.is_borrowed(args[1]):
+                types.borrow(args[0])
 
     def untouched(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A function whose result is no value."""
@@ -374,17 +385,23 @@ class running:
         body: mesh, axes, and whether types are checked.
         adopt: makes a local value of a whole array that the body closes over.
         intercepted: False where nothing needs watching: no types, a real mesh, no gradient.
+        writes: those of a body that is entered again.
     """
 
-    __slots__ = ("_before", "_body_before", "_mode", "adopt", "body", "intercepted")
+    __slots__ = ("_before", "_body_before", "_mode", "_writes_before", "adopt", "body", "intercepted", "writes")
 
-    def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor], intercepted: bool = True) -> None:
+    def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor], intercepted: bool = True,
+                 writes: types.Writes | None = None) -> None:  # fmt: skip
         self.body, self.adopt, self.intercepted = body, adopt, intercepted
+        self.writes = writes or types.Writes()
 
     def __enter__(self) -> running:
         global _intercepting
         body = self.body
         self._mode = (Checked if body.check else Unchecked)(body, self.adopt) if self.intercepted else None
+        if isinstance(self._mode, Checked):
+            self._mode.writes = self.writes
+        self._writes_before = types.swap_writes(self.writes)
         self._before, _active.run = _active.run, self
         self._body_before = context.swap_body(body)
         if self._mode is not None:
@@ -404,6 +421,7 @@ class running:
                 if _intercepting == 0:
                     _torch.intercept_function_apply(None)
         context.swap_body(self._body_before)
+        types.swap_writes(self._writes_before)
         _active.run = self._before
 
 
@@ -426,4 +444,4 @@ def capture() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     run = _active.run
     if run is None:
         return contextlib.nullcontext
-    return lambda: running(run.body, run.adopt, run.intercepted)
+    return lambda: running(run.body, run.adopt, run.intercepted, run.writes)

@@ -19,6 +19,7 @@ Source: JAX's varying manual axes (`jax.typeof(x).vma`) and sharding in types; a
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -120,6 +121,8 @@ def kind_of(func: Any) -> tuple[str, str]:
             return "unknown", name
     if func is torch.autograd.grad:
         return "gradient", name
+    if name == "detach":
+        return "alias", name
     if name in NOT_TYPED:
         return "untouched", name
     if name in _READS_A_NUMBER:
@@ -237,6 +240,59 @@ def mark(x: torch.Tensor, type_: Type) -> None:
         base.vfn_view_type = type_  # type: ignore[attr-defined]
 
 
+class Writes:
+    """The writes of one running body: whether one made an invariant value varying. It signs the memory they went to.
+
+    Types sit on tensors, but several tensors can be names of one memory (views, `detach`, ``.data``): once something
+    that differs by rank is written, all of them vary, also those that were made before.
+    """
+
+    __slots__ = ("any",)
+
+    def __init__(self) -> None:
+        self.any = False
+
+
+class _Now(threading.local):
+    writes: Writes | None = None
+
+
+_now = _Now()
+
+
+def swap_writes(writes: Writes | None) -> Writes | None:
+    """Make `writes` those of the body that runs in this thread; returns what was there."""
+    before, _now.writes = _now.writes, writes
+    return before
+
+
+def _memory(x: torch.Tensor) -> Any:
+    x = _torch.peel(x)
+    return _torch.storage(x.blocks[0] if type(x) is Blocks else x)
+
+
+def retype(x: torch.Tensor, type_: Type) -> None:
+    """Note that a write made a value, and so all that shares its memory, vary as `type_`."""
+    mark(x, type_)
+    if (base := _torch.base(_torch.peel(x))) is not None:
+        mark(base, type_)
+    if _now.writes is not None and (memory := _memory(x)) is not None:
+        before = getattr(memory, "vfn_written", None)
+        varying = type_.varying | (before[1].varying if before is not None and before[0] is _now.writes else frozenset())
+        memory.vfn_written = (_now.writes, of(varying=varying))
+        _now.writes.any = True
+
+
+def _as_written(x: torch.Tensor, found: Type) -> Type:
+    """`found`, and what was written into the memory of `x` since."""
+    writes = _now.writes
+    if writes is not None and writes.any and found.plain:
+        written = getattr(_memory(x), "vfn_written", None)
+        if written is not None and written[0] is writes:
+            return of(varying=found.varying | written[1].varying)
+    return found
+
+
 def borrow(x: torch.Tensor) -> None:
     """Note that a local value is another name for memory that belongs to someone else, so it must not be written."""
     _torch.peel(x).vfn_borrowed = True  # type: ignore[attr-defined]
@@ -268,10 +324,10 @@ def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
     """
     found = read(x)
     if found is not None:
-        return found
+        return _as_written(x, found)
     below = _torch.peel(x)
     if type(below) is not Blocks or len(set(map(id, below.blocks))) == 1:
-        return INVARIANT
+        return _as_written(x, INVARIANT)
     if _torch.needs_gradient(x):
         raise TypingError(report(
             "shard_map", "a value that differs by rank, and has a gradient, was made where the body could not see it",
