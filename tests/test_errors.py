@@ -191,7 +191,7 @@ def test_the_mesh_that_is_suggested_can_be_made(mesh, sizes) -> None:
 def test_no_number_of_ranks() -> None:
     assert message(MeshError, lambda: vfn.simulate(0)) == (
         "simulate: n=0 is not a number of ranks; it must be an integer >= 1\n"
-        "  Instead: the product of the mesh's sizes, simulate(8) for make_mesh((2, 4), (\"dp\", \"tp\")) say"
+        '  Instead: as many as the mesh is to have, simulate(8) for make_mesh((2, 4), ("dp", "tp")) say'
     )
 
 

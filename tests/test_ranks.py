@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from vescale_fn import _rank_process, context, ranks
-from vescale_fn.errors import MeshError, RankError
+from vescale_fn.errors import MeshError, RankError, SpecError
 from vescale_fn.ranks import launch, simulate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,7 +99,7 @@ def test_simulate_restores_after_an_exception():
 def test_simulate_refuses(n):
     with pytest.raises(MeshError) as error:
         simulate(n)
-    assert str(error.value) == f"simulate: n={n!r} is not a number of ranks; it must be an integer >= 1"
+    assert str(error.value).splitlines()[0] == f"simulate: n={n!r} is not a number of ranks; it must be an integer >= 1"
     assert context.simulated() is None
 
 
@@ -313,13 +313,40 @@ def test_of_two_failures_the_first_by_time_comes_first(forked_only):
 
     message, _ = message_of(body)
     assert message.startswith("launch: rank 2 of 3 raised ValueError")
-    assert "After it, rank 1 raised ValueError: ValueError: of rank 1" in message
+    assert "After it, rank 1 raised ValueError: of rank 1" in message
+
+
+def test_of_a_later_failure_the_first_line_is_quoted(forked_only):
+    def body():
+        time.sleep(0.05 * (1 - dist.get_rank()))
+        raise SpecError("f: the spec does not fit\n  * why\n  Instead: another")
+
+    message, _ = message_of(body, 2)
+    *_, last = message.splitlines()
+    assert last == "After it, rank 0 raised SpecError: f: the spec does not fit"
+
+
+def test_a_rank_that_returns_is_told_of_beside_another_ranks_own_failure(forked_only):
+    def body():
+        if dist.get_rank():
+            time.sleep(0.5)
+            raise ValueError("mine")
+
+    message, _ = message_of(body, 2)
+    assert message.startswith("launch: rank 1 of 2 raised ValueError")
+    assert message.endswith("By then rank 0 had returned.")
 
 
 def test_a_rank_that_leaves_out_a_collective(forked_only):
     message, seconds = message_of(lambda: dist.get_rank() == 0 or dist.all_reduce(torch.ones(1)), 2)
-    assert message.startswith("launch: rank 1 of 2 raised RuntimeError")
-    assert message.endswith("By then rank 0 had returned.")
+    first, fix, empty, *_ = message.splitlines()
+    assert first == (
+        "launch: rank 1 of 2 waited in a collective that others had left out: rank 0 had returned by then. "
+        "It raised RuntimeError; the other ranks were ended"
+    )
+    assert fix.startswith("  Instead: call the same collectives on every rank")
+    assert empty == ""
+    assert "had returned" not in message.partition("\n")[2]
     assert seconds < 2 * _rank_process.LINGER + 3
 
 

@@ -317,6 +317,24 @@ def test_progress_in_a_file_is_ten_lines():
     assert re.fullmatch(r"step 50/50  loss 2\.500  [\d,]+ tokens/s  0:00 gone, 0:00 to go", lines[-1])
 
 
+def test_progress_shows_the_loss_of_the_step_itself():
+    stream = io.StringIO()
+    progress = report.Progress(2, stream)
+    progress.step(1, [4.0], 64)
+    progress.step(2, [4.0, 2.0], 64)
+    assert [line.split()[3] for line in stream.getvalue().splitlines()] == ["4.000", "2.000"]
+
+
+def test_help_tells_the_ways_to_run(capsys):
+    with pytest.raises(SystemExit) as end:
+        train.parse(["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    assert "A small transformer learns real text" in text
+    assert "\n    python -m vescale_fn.recipes.train --simulate " in text
+    assert "torchrun --nproc-per-node 4 -m vescale_fn.recipes.train\n" in text
+
+
 def test_progress_in_a_terminal_is_one_line(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     text = shown(Terminal())

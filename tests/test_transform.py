@@ -469,7 +469,7 @@ def test_messages(mesh) -> None:
         "  Instead: argnums=0; arguments that are given by name are not counted"
     )
     for wrong in (lambda x: x * 2, lambda x: n.sum()):
-        assert message(lambda: vfn.value_and_grad(wrong)(x)).startswith("value_and_grad: ")  # noqa: B023
+        assert message(lambda: vfn.value_and_grad(wrong)(x)).startswith("value_and_grad: ")
     assert message(lambda: vfn.value_and_grad(lambda x: x.sum(), argnums=3)(x)).startswith("value_and_grad: argnums=3")
     nested = lambda x: vfn.vmap(vfn.grad(lambda y: y * torch.ones(2)))(x)
     assert message(lambda: nested(x)).startswith("grad: the function must return one floating-point number")

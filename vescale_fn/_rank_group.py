@@ -137,13 +137,29 @@ def first_and_others(failed: list[Message], returned: list[int], nprocs: int) ->
     """The message of a failed launch: the first failure in full, a line for each other one."""
     first, *others = failed
     text = f"launch: rank {first.rank} of {nprocs} {first.title}; the other ranks were ended"
+    gone = f"rank{'s' * (len(returned) > 1)} {', '.join(map(str, sorted(returned)))} had returned"
+    if returned and BROKEN.search(first.text):  # its words are those of the transport, which knows no ranks
+        text = (
+            f"launch: rank {first.rank} of {nprocs} waited in a collective that others had left out: {gone} by then. "
+            f"It {first.title}; the other ranks were ended"
+        )
+        returned = []
+        text += "\n  Instead: call the same collectives on every rank, in the same order, before fn returns"
     text += "\n\n" + first.text if first.text else ""
     for other in others:
-        last = other.text.strip().rpartition("\n")[2][:200]
-        text += f"\nAfter it, rank {other.rank} {other.title}" + (f": {last}" if last else "")
-    if returned:  # often the cause: it left out a collective that the others wait in
-        text += f"\nBy then rank {', '.join(map(str, sorted(returned)))} had returned."
+        said = re.sub(rf"^[\w.]*{re.escape(other.title.rpartition(' ')[2])}: ", "", said_first(other.text))[:200]
+        text += f"\nAfter it, rank {other.rank} {other.title}" + (f": {said}" if said else "")
+    if returned:  # perhaps the cause: it left out a collective that the others wait in
+        text += f"\nBy then {gone}."
     return text
+
+
+def said_first(text: str) -> str:
+    """The first line of a traceback's message: what stands below the frames, which are indented."""
+    lines = text.strip().split("\n")
+    frames = [i for i, line in enumerate(lines) if line.startswith("  File ")]
+    below = (line for line in lines[frames[-1] + 1 if frames else 0 :] if line and not line.startswith("  "))
+    return next(below, lines[-1])
 
 
 def end(ranks: list[Rank]) -> None:

@@ -44,8 +44,8 @@ def simulate(n: int) -> Simulation:
     ...     mesh = vfn.make_mesh((2, 4), ("dp", "tp"))
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise MeshError(report("simulate", f"n={n!r} is not a number of ranks; it must be an integer >= 1",
-                               fix='the product of the mesh\'s sizes, simulate(8) for make_mesh((2, 4), ("dp", "tp")) say'))  # fmt: skip
+        fix = 'as many as the mesh is to have, simulate(8) for make_mesh((2, 4), ("dp", "tp")) say'
+        raise MeshError(report("simulate", f"n={n!r} is not a number of ranks; it must be an integer >= 1", fix=fix))
     return Simulation(n)
 
 

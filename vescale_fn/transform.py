@@ -121,7 +121,9 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
             rest["leaves"] = outs
             result = tree.unflatten(rest["def"], outs)
             goals = tree.broadcast(out_axes, result, "vmap", "out_axes", "the result", is_leaf=tree.none)
-            rest["dims"] = [d for d, x in zip(goals, tree.leaves(result, is_leaf=tree.none), strict=True) if x is not None]
+            rest["dims"] = [
+                d for d, x in zip(goals, tree.leaves(result, is_leaf=tree.none), strict=True) if x is not None
+            ]
             _check_unmapped(result, outs, rest["dims"])
             return tuple(x for x, d in zip(outs, rest["dims"], strict=True) if _is_mapped(x, d))
 

@@ -47,12 +47,11 @@ class Progress:
         return done * LINES // self.total != (done - 1) * LINES // self.total
 
     def _line(self, done: int, losses: Sequence[float], now: float) -> str:
-        recent = losses[-20:]
         since, before = self.speed_from or (self.started, 0)
         speed = (self.tokens - before) / (now - since) if now > since else self.tokens / max(now - self.started, 1e-9)
         left = (now - self.started) * (self.total - done) / done
         return (
-            f"step {done:{len(str(self.total))}}/{self.total}  loss {sum(recent) / len(recent):.3f}  "
+            f"step {done:{len(str(self.total))}}/{self.total}  loss {losses[-1]:.3f}  "
             f"{speed:,.0f} tokens/s  {_clock(now - self.started)} gone, {_clock(left)} to go"
         )
 

@@ -185,17 +185,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "heads": (size.heads, "attention heads"),
         "layers": (size.layers, "blocks"),
         "dropout": (size.dropout, "dropout rate"),
-        "seed": (0, "of parameters, batches, dropout and the sample"),
+        "seed": (0, "seed of parameters, batches, dropout and the sample"),
         "sample": (240, "bytes to write at the end"),
     }
+    description, examples, *_ = f"{__doc__}\n\n".split("\n\n")
     parser = argparse.ArgumentParser(
-        prog="python -m vescale_fn.recipes.train", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--mesh", type=mesh_of, default="dp=2,tp=2", help="axes and sizes (dp=2,tp=2)")  # mesh: start
+        prog="python -m vescale_fn.recipes.train", description=description.split(": ")[-1].capitalize(),
+        epilog=f"examples:\n{examples}", formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    axes = "ranks that split the batch (dp) and the model (tp) (dp=2,tp=2)"  # mesh: start
+    parser.add_argument("--mesh", type=mesh_of, default="dp=2,tp=2", metavar="dp=N,tp=N", help=axes)  # mesh: start
     parser.add_argument("--simulate", action="store_true", help="play all ranks in this process")  # mesh: start
-    parser.add_argument("--check", action="store_true", help="run the first steps on one device too, and compare")
     parser.add_argument(
-        "--data", metavar="PATH", help="a file or a folder (the .py files of Python's standard library)"
+        "--check", action="store_true", help=f"run the first {CHECKED} steps on one device too, and compare the losses"
+    )
+    parser.add_argument(
+        "--data", metavar="PATH", help="text to learn: a file or a folder (the .py files of Python's standard library)"
     )
     for name, (value, text) in numbers.items():
         parser.add_argument(f"--{name}", type=type(value), default=value, metavar="N", help=f"{text} ({value})")
