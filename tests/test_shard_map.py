@@ -5,6 +5,7 @@ import gc
 import math
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -479,6 +480,53 @@ def refused(body, mesh, *args, error=TypingError, **options):
     return str(caught.value), len(log)
 
 
+def _plus_in_place(u, number):
+    u = u.clone()
+    u += number
+    return u
+
+
+ONCE_A_RANK, ROUNDS = "the number would be added once a rank of 'i'", "rounds each rank's part"
+NOT_LINEAR = {
+    "padding": (lambda u: F.pad(u, (1, 1), value=5.0), "the padding would be added once a rank"),
+    "padding by position": (lambda u: F.pad(u, (1, 1), "constant", 5.0), "the padding would be added once a rank"),
+    "number by keyword": (lambda u: torch.add(u, other=5.0), ONCE_A_RANK),
+    "subtracted by keyword": (lambda u: torch.sub(u, other=1.0), ONCE_A_RANK),
+    "number of numpy": (lambda u: u + np.float64(5), ONCE_A_RANK),
+    "in place": (lambda u: _plus_in_place(u, np.float32(1)), ONCE_A_RANK),
+    "bool": (lambda u: u + True, ONCE_A_RANK),
+    "floor": (lambda u: torch.div(u, 2, rounding_mode="floor"), ROUNDS),
+    "trunc": (lambda u: u.div(2, rounding_mode="trunc"), ROUNDS),
+    "to": (lambda u: u.to(torch.int32), ROUNDS),
+    "to, by keyword": (lambda u: u.to(dtype=torch.int32), ROUNDS),
+    "to bool": (lambda u: u.to(torch.bool), ROUNDS),
+    "to another's": (lambda u: u.to(torch.arange(1)), ROUNDS),
+    "type": (lambda u: u.type(torch.int64), ROUNDS),
+    "type by name": (lambda u: u.type("torch.LongTensor"), ROUNDS),
+    "type_as": (lambda u: u.type_as(torch.arange(1)), ROUNDS),
+    "sum to an integer": (lambda u: u.sum(dtype=torch.int64), ROUNDS),
+    "nansum": (lambda u: u.nansum(), "is not linear"),
+    "as an index": (lambda u: torch.arange(9)[u.double().sum().expand(1)], "is not linear"),
+    "as a shape": (lambda u: torch.ones(1).expand_as(u), "is not linear in its other operands"),
+}
+LINEAR = {
+    "zero padding": lambda u: F.pad(u, (1, 1)),
+    "circular padding": lambda u: F.pad(u[None, None].expand(1, 1, 2), (1, 1), mode="circular"),
+    "scaled": lambda u: torch.add(u, u, alpha=3) * np.float32(2) / 4,
+    "cast": lambda u: u.to(torch.float64).type(torch.float32).sum(dtype=torch.float64),
+    "moved": lambda u: u.to("cpu", torch.float64).index_select(0, torch.tensor([0, 0])).expand_as(torch.ones(2)),
+    "integers": lambda u: u.to(torch.float32).div(2).mean(),
+    "in place": lambda u: u.clone().mul_(3).div_(2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_what_is_linear(name, mesh):
+    f = LINEAR[name]
+    late = run(lambda x: vfn.psum(f(vfn.pcast(x, "i", to="unreduced")), "i"), mesh, D, outs=P())
+    torch.testing.assert_close(vfn.unshard(late), f(D.sum(0, keepdim=True)))
+
+
 def test_messages_of_types(mesh):
     unreduced = lambda x: vfn.pcast(x, "i", to="unreduced")
     text, moved = refused(lambda x: torch.sin(unreduced(x)), mesh)
@@ -496,6 +544,8 @@ def test_messages_of_types(mesh):
     assert (
         "dividing by an unreduced value" in refused(lambda x: vfn.pcast(D, "i", to="reduced") / unreduced(x), mesh)[0]
     )
+    for body, why in NOT_LINEAR.values():
+        assert why in refused(lambda x, body=body: body(unreduced(x)), mesh)[0]
     text, _ = refused(lambda x: vfn.all_gather(x, "i", to="reduced") + torch.ones(1), mesh)
     assert text == (
         "add: a reduced value meets an invariant one: their cotangents differ\n"

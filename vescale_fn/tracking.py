@@ -175,10 +175,18 @@ class Checked(Unchecked):
         type_ = types.with_letter(have, tuple(sorted(want.varying)), "V")
         return self.remember(x, want, lambda: promote(x, have, want, self.body.mesh), type_)
 
-    def combined(self, name: str, args: Any, given: Sequence[Tensor], known: Sequence[Type]) -> tuple[Type, Type]:
+    def combined(self, name: str, args: Any, kwargs: Any, given: Sequence[Tensor],
+                 known: Sequence[Type]) -> tuple[Type, Type]:  # fmt: skip
         """`types.combine`, with a message that names the function and its operands."""
         try:
-            return types.combine(name, tuple(known), any(type(a) in (int, float, complex) for a in args))
+            unreduced = next((axis for t in known for axis in t.unreduced), None)
+            if unreduced is None:
+                return types.combine(name, tuple(known), False)
+            why = types.not_linear(name, args, kwargs)
+            if why is not None:
+                raise types.Misuse(unreduced, f"{name} is not linear here: {why}",
+                                   f"vfn.psum(x, {unreduced!r}) first, or vfn.psum_scatter")  # fmt: skip
+            return types.combine(name, tuple(known), types.has_number(args, kwargs))
         except types.Misuse as misuse:
             operands = [f"operand {i} is {types.text(x, t)}" for i, (x, t) in enumerate(zip(given, known, strict=True))]
             raise TypingError(report(name, misuse.why, operands, misuse.instead)) from None
@@ -233,9 +241,9 @@ class Checked(Unchecked):
         known = [self.typeof(x) for x in operands]
         if to is not None:
             known_and_all = (*known, to)
-            want, result = self.combined(name, args, [*operands, operands[0]], known_and_all)
+            want, result = self.combined(name, args, kwargs, [*operands, operands[0]], known_and_all)
         else:
-            want, result = self.combined(name, args, operands, known)
+            want, result = self.combined(name, args, kwargs, operands, known)
         operands = [self.promoted(x, have, want) for x, have in zip(operands, known, strict=True)]
         if any(a is not b for a, b in zip(operands, given)):
             args, kwargs = types.with_tensors((args, kwargs), iter(operands))
@@ -273,7 +281,7 @@ class Checked(Unchecked):
         known = [self.typeof(x) for x in given]
         drawn = (self.everywhere,) if name in types.DRAWS else ()
         plain_name = name.strip("_").removeprefix("i") if name.startswith("__i") else name.rstrip("_")
-        want, result = self.combined(plain_name, args, [*given, *targets[: len(drawn)]], (*known, *drawn))
+        want, result = self.combined(plain_name, args, kwargs, [*given, *targets[: len(drawn)]], (*known, *drawn))
         for target in targets:
             self.check_write(name, target, self.typeof(target), result)
         mine = set(map(id, targets))

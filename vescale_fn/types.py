@@ -142,15 +142,54 @@ _LINEAR = {
         reshape reshape_as flatten unflatten ravel transpose t permute movedim moveaxis swapaxes swapdims mT T mH H
         adjoint squeeze unsqueeze expand expand_as broadcast_to narrow select split split_with_sizes chunk unbind
         tensor_split __getitem__ getitem index_select take gather flip roll rot90 repeat repeat_interleave tile unfold
-        diagonal diag trace tril triu sum mean nansum cumsum real imag data requires_grad pad view_as_real
+        diagonal diag trace tril triu sum mean cumsum real imag data requires_grad pad view_as_real
         view_as_complex""",
     "sum of": "add __add__ __radd__ sub __sub__ subtract",
     "row of": "cat concat concatenate stack hstack vstack dstack column_stack",
     "product of": "mul multiply __mul__ __rmul__ matmul __matmul__ __rmatmul__ mm bmm mv dot inner outer einsum linear "
     "tensordot kron vdot",
-    "quotient of": "div divide true_divide __truediv__",
+    "quotient of": "div divide true_divide __truediv__ truediv",
 }
 LINEARITY = {name: how for how, names in _LINEAR.items() for name in names.split()}
+
+
+def not_linear(function: str, args: Any, kwargs: Any) -> str | None:
+    """Why these arguments make a function that is linear by its name not linear; or None."""
+    given = (*args, *kwargs.values())
+    if function == "pad" and (kwargs.get("value", args[3] if len(args) > 3 else None) or 0) != 0:
+        return "the padding would be added once a rank"
+    if kwargs.get("rounding_mode") is not None:
+        return f"rounding_mode={kwargs['rounding_mode']!r} rounds each rank's part"
+    if function in _CASTS or kwargs.get("dtype") is not None:
+        have = args[0].dtype if args and isinstance(args[0], torch.Tensor) else None
+        for a in given if function in _CASTS else [kwargs["dtype"]]:
+            to = _cast_to(a)
+            if to is not None and have is not None and _rank_of(to) < _rank_of(have):
+                return f"{to} rounds each rank's part"
+    return None
+
+
+_CASTS = frozenset("to type type_as".split())
+
+
+def _cast_to(a: Any) -> torch.dtype | None:
+    """The dtype that an argument of a cast stands for."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype
+    if isinstance(a, str) and a.startswith("torch."):
+        a = getattr(torch, a.split(".")[-1], None)
+    return a if isinstance(a, torch.dtype) else getattr(a, "dtype", None)
+
+
+def _rank_of(dtype: torch.dtype) -> int:
+    return 0 if dtype is torch.bool else 2 if dtype.is_floating_point or dtype.is_complex else 1
+
+
+def has_number(args: Any, kwargs: Any) -> bool:
+    """Whether something else than a tensor is an operand: a number of Python or numpy, a bool."""
+    return any(not isinstance(a, torch.Tensor) for a in args) or any(
+        not isinstance(a, torch.Tensor) for key, a in kwargs.items() if key not in ("alpha", "out")
+    )
 
 
 class Misuse(Exception):
@@ -168,7 +207,7 @@ def combine(function: str, types: tuple[Type, ...], numbers: bool) -> tuple[Type
 
     Args:
         types: of the tensor operands, in order.
-        numbers: whether a Python number is an operand as well.
+        numbers: whether a number is an operand as well.
     """
     varying: frozenset[str] = frozenset().union(*(t.varying for t in types))
     if all(t.plain for t in types):
@@ -193,6 +232,8 @@ def _over_one_axis(function: str, axis: str, letters: list[str], numbers: bool) 
         sum_first = f"vfn.psum(x, {axis!r}) first, or vfn.psum_scatter"
         if how is None:
             raise Misuse(axis, f"{function} is not linear, so the sum over {axis!r} must come before it", sum_first)
+        if how == "linear" and (letters[0] != "U" or ("U" in letters[1:] and not function.endswith("_as"))):
+            raise Misuse(axis, f"{function} is not linear in its other operands, such as an index", sum_first)
         if "V" in others:
             raise Misuse(axis, "a value still to be added over the ranks meets one that differs by rank", sum_first)
         if how == "sum of" and numbers:
