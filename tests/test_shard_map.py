@@ -458,13 +458,88 @@ def test_names_of_one_memory(mesh):
     assert (vfn.unshard(one).item(), vfn.unshard(both).tolist()) == (10, [10, 10])
     text, moved = refused(lambda x: _alias_then_write(torch.zeros(1), x, torch.Tensor.detach), mesh, outs=P(),
                           error=SpecError)  # fmt: skip
-    assert "out is f32[1]{V:i}, for out_specs P()" in text and moved == 0
+    assert "out is f32[1]{V:i}, for out_specs P()" in text
+    assert moved == 0
     array = vfn.shard(D, mesh, P("i"))
     for body in (lambda x: x.detach().mul_(2), lambda x: x.data.mul_(2), _write_through_data):
         assert "belongs to the caller" in refused(body, mesh, array, error=InPlaceError)[0]
     assert vfn.unshard(array).tolist() == D.tolist()
     text, _ = refused(lambda x: torch.zeros(0).set_(torch.zeros(1)), mesh, error=InPlaceError)
     assert text.startswith("set_: this makes a tensor another name for memory")
+
+
+def aside_writes(mesh):
+    """What functions do that write an argument without saying so in their name; on any mesh of 2 ranks."""
+    x, mean, var, table = torch.arange(1.0, 5.0), torch.zeros(1), torch.ones(1), torch.ones(4, 2)
+    norm = lambda x, mean, var: F.batch_norm(x[:, None], mean, var, training=True)[:, 0]
+    positional = lambda x, mean, var: torch.batch_norm(x[:, None], None, None, mean, var, True, 0.1, 1e-5, False)[:, 0]
+    look_up = lambda x, table: F.embedding(x.long() - 1, table, max_norm=1.0)[:, 0]
+    said = []
+
+    def attempt(body, *args, ins=P("i"), outs=P("i")):
+        try:
+            said.append(vfn.unshard(run(body, mesh, *args, ins=ins, outs=outs)).tolist())
+        except (InPlaceError, SpecError, TypingError) as error:
+            said.append(str(error).split("\n")[0])
+
+    for f in (norm, positional):
+        attempt(f, x, mean, var, ins=(P("i"), P(), P()))
+        attempt(lambda x, f=f: f(x, mean, var), x)
+        attempt(lambda x, f=f: _own_buffer(x, lambda x, own: f(x, own, torch.ones(1))), x)
+        attempt(lambda x, f=f: _own_buffer(x, lambda x, own: f(x, own, torch.ones(1))), x, outs=P())
+    attempt(lambda x: F.batch_norm(x[:, None], mean, var, eps=0.0)[:, 0], x)
+    attempt(torch.nn.BatchNorm1d(2), torch.ones(4, 2))
+    attempt(look_up, x, table, ins=(P("i"), P()))
+    attempt(lambda x: look_up(x, table), x)
+    attempt(lambda x: F.embedding(x.long() - 1, table)[:, 0], x)
+    attempt(lambda x: torch.from_numpy(x.numpy().copy()), x)
+    attempt(lambda x: torch.as_tensor(np.asarray(x)), x)
+    attempt(lambda x: torch.tensor(x.tolist()), x)
+    attempt(lambda x: torch.from_dlpack(x), x)
+    attempt(lambda x: torch.from_numpy(vfn.psum(x, "i").numpy() * 1), x, outs=P())
+    attempt(lambda x: torch.tensor(vfn.psum(x, "i").tolist()), x, outs=P())
+    return said, mean.tolist(), var.tolist(), table.tolist()
+
+
+def _own_buffer(x, f):
+    own = torch.zeros(1)
+    f(x, own)
+    return own
+
+
+def aside_writes_on_real_ranks():
+    return aside_writes(vfn.make_mesh((2,), ("i",)))
+
+
+def test_writes_and_reads_that_no_name_tells(gloo):
+    with vfn.simulate(2):
+        said, mean, var, table = aside_writes(vfn.make_mesh((2,), ("i",)))
+    assert gloo(2, aside_writes_on_real_ranks) == [(said, mean, var, table)] * 2
+    assert (mean, var, table) == ([0], [1], [[1, 1]] * 4)
+    foreign, outside = "this writes into memory that belongs to the caller", "writes into a tensor from outside the body"
+    for first in (0, 4):
+        assert foreign in said[first]
+        assert outside in said[first + 1]
+        assert said[first + 2] == pytest.approx([0.15, 0.35])
+        assert "do not fit out_specs" in said[first + 3]
+    assert said[8] == [1, 2, 3, 4]
+    assert [foreign in said[10], outside in said[9], outside in said[11]] == [True] * 3
+    assert said[12] == [1, 1, 1, 1]
+    for text, name in zip(said[13:17], ("numpy", "__array__", "tolist", "__dlpack__")):
+        assert text.startswith(f"{name}: this takes the values out of a value that differs by rank")
+    assert said[17:] == [[4, 6], [4, 6]]
+
+
+@torch.library.custom_op("vfn_tests::add_total", mutates_args=("buffer",))
+def add_total(x: torch.Tensor, buffer: torch.Tensor) -> None:
+    buffer += x.sum()
+
+
+def test_what_a_custom_op_writes(mesh):
+    grown = run(lambda x: _own_buffer(x, add_total), mesh, D)
+    assert vfn.unshard(grown).tolist() == [1, 2, 3, 4]
+    assert "do not fit out_specs" in refused(lambda x: _own_buffer(x, add_total), mesh, outs=P(), error=SpecError)[0]
+    assert "belongs to the caller" in refused(lambda x: add_total(x, x), mesh, error=InPlaceError)[0]
 
 
 def _write_through_data(x):

@@ -273,13 +273,17 @@ class Checked(Unchecked):
             raise InPlaceError(report(
                 name, "this makes a tensor another name for memory of its own choice, which types cannot follow",
                 [f"the target is {types.text(args[0])}"], "a view of the other tensor, such as x.view(...)"))  # fmt: skip
-        given = types.tensors(args, kwargs)
         into = kwargs["out"] if "out" in kwargs else args[0] if args else kwargs.get("input")
         targets = types.tensors(into)
         if not targets:
             return self.combining(func, name, args, kwargs)
+        return self.writing(func, name, args, kwargs, targets, draws=name in types.DRAWS)
+
+    def writing(self, func: Any, name: str, args: Any, kwargs: Any, targets: list[Tensor], draws: bool = False) -> Any:
+        """A function that writes `targets`, which are among its operands."""
+        given = types.tensors(args, kwargs)
         known = [self.typeof(x) for x in given]
-        drawn = (self.everywhere,) if name in types.DRAWS else ()
+        drawn = (self.everywhere,) if draws else ()
         plain_name = name.strip("_").removeprefix("i") if name.startswith("__i") else name.rstrip("_")
         want, result = self.combined(plain_name, args, kwargs, [*given, *targets[: len(drawn)]], (*known, *drawn))
         for target in targets:
@@ -295,6 +299,23 @@ class Checked(Unchecked):
             if self.typeof(target) is not result or (base is not None and self.typeof(base) is not result):
                 types.retype(target, result)
         return types.mark_all(out, result)
+
+    def aside(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A function that may write arguments without saying so in its name, such as running statistics."""
+        targets = types.written(func, name, args, kwargs)
+        if not targets:
+            return self.function(func, name, args, kwargs)
+        for target in targets:
+            if types.read(target) is None:
+                raise InPlaceError(report(
+                    name, "this writes into a tensor from outside the body", [f"it is {types.text(target)}"],
+                    "an argument of the body, cloned in it and returned; or a function that writes nothing (eval mode, "
+                    "no max_norm)"))  # fmt: skip
+        return self.writing(func, name, args, kwargs, targets)
+
+    def operator(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """An op that we know nothing about, but what it writes."""
+        return self.writing(func, name, args, kwargs, types.written(func, name, args, kwargs), draws=True)
 
     def check_write(self, name: str, target: Tensor, have: Type, result: Type) -> None:
         """Raise where a write would reach memory of someone else, or where a gradient would be lost."""
@@ -363,14 +384,21 @@ class Checked(Unchecked):
 
     def number(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A value is read into Python, where ranks must not part."""
+        shown = "this takes the values" if name in ("numpy", "__array__", "__dlpack__", "tolist") else "this reads a number"
         for x in types.tensors(args, kwargs):
             have = self.typeof(x)
             differs = sorted(have.varying | have.unreduced)
             if differs:
                 raise TypingError(report(
-                    name, "this reads a number out of a value that differs by rank, so ranks could go different ways",
+                    name, f"{shown} out of a value that differs by rank, so ranks could go different ways",
                     [f"the value is {types.text(x, have)}"],
-                    f"torch.where instead of `if`, or make it the same: vfn.psum(x, {differs[0]!r})"))  # fmt: skip
+                    f"torch.where instead of `if`, or make it the same: vfn.psum(x, {differs[0]!r})"
+                    + "; or a torch.library.custom_op for what torch has no op for" * (shown != "this reads a number")
+                ))  # fmt: skip
+        if self.ranks and name in ("numpy", "__array__", "__dlpack__", "tolist"):
+            below = _torch.peel(args[0])
+            if type(below) is Blocks and not _torch.is_batched(args[0]):
+                return func(below.blocks[0].clone(), *args[1:], **kwargs)  # of one rank, as all have the same
         return func(*args, **kwargs)
 
 

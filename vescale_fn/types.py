@@ -19,6 +19,7 @@ Source: JAX's varying manual axes (`jax.typeof(x).vma`) and sharding in types; a
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -95,7 +96,8 @@ NOT_TYPED = frozenset(
 )
 _READS_A_NUMBER = frozenset(
     """
-    item tolist __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal allclose __contains__""".split()
+    item tolist numpy __array__ __dlpack__ __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal allclose
+    __contains__""".split()
 )
 # It gives each rank something else: uninitialised memory, or what comes from the rank's own generator.
 DRAWS = frozenset(
@@ -105,6 +107,11 @@ DRAWS = frozenset(
     alpha_dropout feature_dropout feature_alpha_dropout native_dropout gumbel_softmax normal_ uniform_ random_ bernoulli_
     exponential_ geometric_ cauchy_ log_normal_ dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_ rrelu_
     """.split()
+)
+# It writes arguments that are not its first, and without saying so in its name. What `written` finds.
+_WRITES_ASIDE = frozenset(
+    """
+    batch_norm instance_norm native_batch_norm embedding embedding_bag""".split()
 )
 _PURE_OPERATORS = ("aten", "prims", "vescale_fn")  # namespaces whose ops are functions of their arguments alone
 
@@ -118,19 +125,52 @@ def kind_of(func: Any) -> tuple[str, str]:
         packet = getattr(func, "overloadpacket", func)
         name = packet.__name__
         if str(packet).split(".")[0] not in _PURE_OPERATORS:
-            return "unknown", name
+            return "operator" if _schema(func) is not None else "unknown", name
     if func is torch.autograd.grad:
         return "gradient", name
     if name == "detach":
         return "alias", name
     if name in NOT_TYPED:
         return "untouched", name
+    if name in _WRITES_ASIDE:
+        return "aside", name
     if name in _READS_A_NUMBER:
         return "number", name
     inplace_operator = name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__iter__")
     if name == "__setitem__" or inplace_operator or (name.endswith("_") and not name.endswith("__")):
         return "write", name
     return "draw" if name in DRAWS else "function", name
+
+
+_signature = functools.lru_cache(maxsize=64)(inspect.signature)
+
+
+def _schema(func: Any) -> Any:
+    """The schema of an operator that writes some of its arguments; None for another."""
+    overloads = [getattr(func, name) for name in func.overloads()] if hasattr(func, "overloads") else [func]
+    found = overloads[0]._schema if len(overloads) == 1 else None
+    return found if found is not None and found.is_mutable else None
+
+
+def written(func: Any, name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that a function of class "aside", or an operator, writes."""
+
+    def argument(position: int, key: str) -> Any:
+        return args[position] if len(args) > position else kwargs.get(key)
+
+    if name in _WRITES_ASIDE:
+        try:
+            bound = _signature(func).bind(*args, **kwargs).arguments
+        except (TypeError, ValueError):  # a builtin: torch.batch_norm(x, weight, bias, mean, var, training, ...)
+            bound = {key: argument(i, key) for i, key in
+                     enumerate(("input", "weight", "bias", "running_mean", "running_var", "training"))}  # fmt: skip
+        if "embedding" in name:
+            return tensors(bound["weight"]) if bound.get("max_norm") is not None else []
+        if not bound.get("training", bound.get("use_input_stats", name == "instance_norm")):
+            return []
+        return tensors(bound.get("running_mean"), bound.get("running_var"))
+    return tensors([argument(i, a.name) for i, a in enumerate(_schema(func).arguments)
+                    if a.alias_info is not None and a.alias_info.is_write])  # fmt: skip
 
 
 # --- how ops combine types --------------------------------------------------------------------------------------------
