@@ -292,7 +292,30 @@ def test_psum_of_an_invarying_value_warns_once_with_the_factor(mesh):
         f(torch.ones(2))
         mean = vfn.shard_map(lambda x: vfn.pmean(x, "x"), mesh=mesh, in_specs=P(), out_specs=P())
         assert torch.equal(vfn.unshard(mean(torch.tensor([1 / 3]))), torch.tensor([1 / 3]))
+        vfn.shard_map(lambda x: vfn.psum(x, "one"), mesh=vfn.make_mesh((1, 6), ("one", "x")), in_specs=P(),
+                      out_specs=P())(torch.ones(2))  # times one: nothing to warn of
     assert not len(log)
+    for other, n in ((mesh, 3), (vfn.make_mesh((3, 2), ("x", "y")), 2)):  # another factor is another warning
+        with pytest.warns(UserWarning, match=f"multiplies it by {n}"):
+            vfn.shard_map(lambda x: vfn.psum(x, "y"), mesh=other, in_specs=P(), out_specs=P())(torch.ones(2))
+
+
+def test_messages_of_names_and_pairs(mesh):
+    def said(body, error):
+        with pytest.raises(error) as caught:
+            vfn.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(torch.ones(2))
+        return str(caught.value)
+
+    for name in (0, "z"):
+        assert said(lambda x, name=name: vfn.psum(x, name), MeshError) == (
+            f"psum: axis_name={name!r} is not an axis, or a tuple of different axes, of the mesh\n"
+            f"  * {name!r} is not one of the axes ('x', 'y')\n"
+            "  Instead: one of the axes ('x', 'y'), such as vfn.psum(..., 'x'), or a tuple of them"
+        )
+    assert said(lambda x: vfn.ppermute(x, "x", [0, 1]), CollectiveError) == (
+        "ppermute: perm=[0, 1] is not a sequence of (source, destination) pairs\n"
+        "  Instead: a shift by one is [(i, (i + 1) % 2) for i in range(2)]"
+    )
 
 
 def test_axis_index_in_both_orders(mesh):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -173,13 +173,14 @@ def played_ranks(mesh: Any) -> range:
 
 def axis_names(axis_name: Any, mesh_axes: Mapping[str, int], where: str) -> tuple[str, ...]:
     """A name or a tuple of names as a tuple, each checked to be an axis, none twice."""
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    names = tuple(axis_name) if isinstance(axis_name, Iterable) and not isinstance(axis_name, str) else (axis_name,)
     unknown = [name for name in names if name not in mesh_axes]
     if unknown or len(set(names)) != len(names):
         raise MeshError(report(
             where, f"axis_name={axis_name!r} is not an axis, or a tuple of different axes, of the mesh",
             [f"{name!r} is not one of the axes {tuple(mesh_axes)}" for name in unknown]
             or [f"axis {name!r} is named twice" for name in sorted({n for n in names if names.count(n) > 1})],
+            f"one of the axes {tuple(mesh_axes)}, such as vfn.{where}(..., {next(iter(mesh_axes))!r}), or a tuple of them",
         ))  # fmt: skip
     return names
 

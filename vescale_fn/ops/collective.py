@@ -123,7 +123,7 @@ def _dim_problem(dim: int, ndim: int, word: str) -> str | None:
 
 # --- reductions -------------------------------------------------------------------------------------------------------
 
-_warned: set[tuple[str, ...]] = set()
+_warned: set[tuple[tuple[str, ...], int]] = set()
 
 
 def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
@@ -165,8 +165,8 @@ def _computed(method: Callable[[Any], torch.Tensor], argument: Any, type_: types
 
 
 def _warn_once(axes: tuple[str, ...], factor: int) -> None:
-    if axes not in _warned:
-        _warned.add(axes)
+    if factor > 1 and (axes, factor) not in _warned:
+        _warned.add((axes, factor))
         warnings.warn(f"vfn.psum over {', '.join(map(repr, axes))} of a value that is the same on all ranks multiplies it "
                       f"by {factor}. (A gradient with respect to such a value is already summed.)", stacklevel=4)  # fmt: skip
 
@@ -432,7 +432,11 @@ def ppermute(x: Any, axis_name: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     tensor([0., 1., 2., 0.])
     """
     _, names, n = _axes("ppermute", axis_name)
-    pairs = tuple((operator.index(source), operator.index(destination)) for source, destination in perm)
+    try:
+        pairs = tuple((operator.index(source), operator.index(destination)) for source, destination in perm)
+    except (TypeError, ValueError):
+        raise CollectiveError(report("ppermute", f"perm={perm!r} is not a sequence of (source, destination) pairs",
+                                     fix=f"a shift by one is [(i, (i + 1) % {n}) for i in range({n})]")) from None  # fmt: skip
     failures = [f"pair {pair}: positions go from 0 to {n - 1}, there are {_span(names, n)}"
                 for pair in pairs if not all(0 <= i < n for i in pair)]  # fmt: skip
     for word, places in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
