@@ -192,8 +192,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m vescale_fn.recipes.train", description=description.split(": ")[-1].capitalize(),
         epilog=f"examples:\n{examples}", formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    axes = "ranks that split the batch (dp) and the model (tp) (dp=2,tp=2)"  # mesh: start
-    parser.add_argument("--mesh", type=mesh_of, default="dp=2,tp=2", metavar="dp=N,tp=N", help=axes)  # mesh: start
+    parser.add_argument("--mesh", type=mesh_of, default="dp=2,tp=2", help="axes and sizes (dp=2,tp=2)")  # mesh: start
     parser.add_argument("--simulate", action="store_true", help="play all ranks in this process")  # mesh: start
     parser.add_argument(
         "--check", action="store_true", help=f"run the first {CHECKED} steps on one device too, and compare the losses"
