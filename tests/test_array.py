@@ -681,6 +681,17 @@ def test_torchs_own_dtensors(gloo) -> None:
     assert gloo(4, _dtensors) == ["fine"] * 4
 
 
+def _unsigned():
+    return [torch.tensor([1, 2], dtype=dtype) for dtype in (torch.uint16, torch.uint32, torch.uint64)]
+
+
+def test_unsigned_results_come_back(gloo) -> None:
+    """torch itself writes these so that it cannot read them; a key's data is of such a type."""
+    for results in gloo(2, _unsigned):
+        assert [r.dtype for r in results] == [torch.uint16, torch.uint32, torch.uint64]
+        assert [r.tolist() for r in results] == [[1, 2]] * 3
+
+
 def test_a_simulated_mesh_has_no_meshes_within_it(m) -> None:
     with pytest.raises(MeshError, match="a simulated mesh has no meshes within it"):
         m["dp"]

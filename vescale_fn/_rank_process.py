@@ -237,10 +237,20 @@ def _to_this_gpu(x: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return x.cuda().requires_grad_(requires_grad)
 
 
+# What torch writes of these it cannot read: they travel as the bits of a type that it can.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.view(dtype)
+
+
 def _pickled(pickler: Any, value: Any, change: Callable[[Any], Any]) -> bytes:
     class Pickler(pickler):
         def reducer_override(self, x: Any) -> Any:
             changed = change(x)
+            if isinstance(changed, torch.Tensor) and changed.dtype in _SIGNED:
+                return _as_dtype, (changed.view(_SIGNED[changed.dtype]), changed.dtype)
             if changed is not x:
                 return changed.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if isinstance(x, torch.Tensor) and x.is_cuda:  # each rank gets it on its own GPU
