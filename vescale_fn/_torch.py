@@ -117,14 +117,14 @@ def propagate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[l
     None where it has none, or would call the op with other arguments on the blocks than on the whole.
     """
     try:
-        own = DTensor._op_dispatcher.sharding_propagator
+        own: Any = DTensor._op_dispatcher.sharding_propagator
         info = own.op_to_schema_info.get(func)
         info = info or getattr(own, "op_to_schema_info_for_single_dim_strategy", {}).get(func)
         schema = OpSchema(func, tuple(args), kwargs, info)
-        answer = own.propagate_op_sharding_non_cached(schema)
+        answer: Any = own.propagate_op_sharding_non_cached(schema)
         if getattr(answer, "use_val_from_redistribute_schema", True):
             return None
-        wanted = answer.redistribute_schema if answer.needs_redistribute else schema
+        wanted: Any = answer.redistribute_schema if answer.needs_redistribute else schema
         ins = [a.placements for a in _pytree.tree_leaves(wanted.args_schema) if isinstance(a, DTensorSpec)]
         outs = answer.output_spec if isinstance(answer.output_spec, (list, tuple)) else [answer.output_spec]
         return ins, [None if out is None else out.placements for out in outs]

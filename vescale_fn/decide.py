@@ -89,8 +89,9 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
               "lists": any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in (*args, *kwargs.values()))}  # fmt: skip
     rule, pinned = _rule(func, args, kwargs, tensors, outs)
     if rule is not None and outs is not None:
-        solved = _solve(rule, [(spec, tuple(x.shape)) for spec, x in zip(specs, tensors, strict=True)],
-                        [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs], axes_of(mesh), pinned)  # fmt: skip
+        shapes = [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs]
+        lying = [(spec, tuple(x.shape)) for spec, x in zip(specs, tensors, strict=True)]
+        solved = _solve(rule, lying, shapes, axes_of(mesh), pinned)
     else:
         solved, rule = propagated(func, args, kwargs, tensors, outs, mesh), Rule((), ())
     if solved is None or outs is None:
