@@ -292,8 +292,9 @@ def test_psum_of_an_invarying_value_warns_once_with_the_factor(mesh):
         f(torch.ones(2))
         mean = vfn.shard_map(lambda x: vfn.pmean(x, "x"), mesh=mesh, in_specs=P(), out_specs=P())
         assert torch.equal(vfn.unshard(mean(torch.tensor([1 / 3]))), torch.tensor([1 / 3]))
-        vfn.shard_map(lambda x: vfn.psum(x, "one"), mesh=vfn.make_mesh((1, 6), ("one", "x")), in_specs=P(),
-                      out_specs=P())(torch.ones(2))  # times one: nothing to warn of
+        vfn.shard_map(
+            lambda x: vfn.psum(x, "one"), mesh=vfn.make_mesh((1, 6), ("one", "x")), in_specs=P(), out_specs=P()
+        )(torch.ones(2))  # times one: nothing to warn of
     assert not len(log)
     for other, n in ((mesh, 3), (vfn.make_mesh((3, 2), ("x", "y")), 2)):  # another factor is another warning
         with pytest.warns(UserWarning, match=f"multiplies it by {n}"):

@@ -176,7 +176,9 @@ def program(name, names):
 
 @pytest.mark.filterwarnings("ignore:vfn.psum over")
 @pytest.mark.parametrize("shape_names", MESHES, ids=str)
-@pytest.mark.parametrize(("name", "check"), WAYS, ids=lambda x: x if isinstance(x, str) else ("unchecked", "checked")[x])
+@pytest.mark.parametrize(
+    ("name", "check"), WAYS, ids=lambda x: x if isinstance(x, str) else ("unchecked", "checked")[x]
+)
 def test_programs(name, shape_names, check):
     shape, names = shape_names
     one, args, params, make = program(name, names)
@@ -516,7 +518,10 @@ def test_writes_and_reads_that_no_name_tells(gloo):
         said, mean, var, table = aside_writes(vfn.make_mesh((2,), ("i",)))
     assert gloo(2, aside_writes_on_real_ranks) == [(said, mean, var, table)] * 2
     assert (mean, var, table) == ([0], [1], [[1, 1]] * 4)
-    foreign, outside = "this writes into memory that belongs to the caller", "writes into a tensor from outside the body"
+    foreign, outside = (
+        "this writes into memory that belongs to the caller",
+        "writes into a tensor from outside the body",
+    )
     for first in (0, 4):
         assert foreign in said[first]
         assert outside in said[first + 1]

@@ -384,7 +384,9 @@ class Checked(Unchecked):
 
     def number(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A value is read into Python, where ranks must not part."""
-        shown = "this takes the values" if name in ("numpy", "__array__", "__dlpack__", "tolist") else "this reads a number"
+        shown = (
+            "this takes the values" if name in ("numpy", "__array__", "__dlpack__", "tolist") else "this reads a number"
+        )
         for x in types.tensors(args, kwargs):
             have = self.typeof(x)
             differs = sorted(have.varying | have.unreduced)

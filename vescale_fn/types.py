@@ -359,7 +359,9 @@ def retype(x: torch.Tensor, type_: Type) -> None:
         mark(base, type_)
     if _now.writes is not None and (memory := _memory(x)) is not None:
         before = getattr(memory, "vfn_written", None)
-        varying = type_.varying | (before[1].varying if before is not None and before[0] is _now.writes else frozenset())
+        varying = type_.varying | (
+            before[1].varying if before is not None and before[0] is _now.writes else frozenset()
+        )
         memory.vfn_written = (_now.writes, of(varying=varying))
         _now.writes.any = True
 
