@@ -25,7 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 try:
     from torch.distributed.tensor._op_schema import OpSchema
 except ImportError:
-    OpSchema = None  # then DTensor is never asked how it would run an op
+    OpSchema: Any = None  # then DTensor is never asked how it would run an op
 
 __all__ = ["DTensorSpec", "TensorMeta"]
 

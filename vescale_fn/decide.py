@@ -49,6 +49,7 @@ class Decision:
     view: bool = False  # results alias the first argument
     written: bool = False  # the first argument is written in place, and lies right for it
     partial: bool = False  # some result is a partial sum: it will remember what it adds up to
+    answer: bool = False  # the op asks about shapes alone, and `outs` is what it gives
     lists: bool = False  # some tensors come in lists
     seeded: bool = False  # whether it draws is a float's doing: asked each time
     simulated: bool = False
@@ -57,7 +58,7 @@ class Decision:
     def way(self) -> int:
         """How it is carried out: by one call on the local tensors and one wrap, or step by step."""
         if (self.targets is None or self.moves or self.many or self.op or self.fold or self.finish or self.partial
-                or self.lists or self.seeded or self.simulated or (self.sizes and self.written)):  # fmt: skip
+                or self.answer or self.lists or self.seeded or self.simulated or (self.sizes and self.written)):  # fmt: skip
             return STEP_BY_STEP
         return WRITE if self.written else VIEW if self.view else STEP_BY_STEP if self.sizes else PLAIN
 
@@ -87,6 +88,8 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
     outs, many = _metas(func, args, kwargs, tensors)
     common: dict[str, Any] = {"view": _is_view(func), "simulated": is_simulated(mesh), "seeded": _is_seeded(func),
               "lists": any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in (*args, *kwargs.values()))}  # fmt: skip
+    if outs is not None and not any(isinstance(o, torch.Tensor) for o in outs):
+        return Decision(mesh, (), (), outs, many, answer=True)
     rule, pinned = _rule(func, args, kwargs, tensors, outs)
     if rule is not None and outs is not None:
         shapes = [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs]
@@ -200,10 +203,9 @@ def _is_view(func: Any) -> bool:
 def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, ...] | None, bool]:
     """What the results look like on one device: (None, many) where that cannot be told without the values."""
     with _torch.shapes_only():
-        made = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors]
-        fakes = iter(made)
-        fake_args = [replace(a, fakes) for a in args]
         try:
+            fakes = iter([torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors])
+            fake_args = [replace(a, fakes) for a in args]
             out = func(*fake_args, **{k: replace(a, fakes) for k, a in kwargs.items()})
         except Exception:
             return None, False
@@ -211,9 +213,7 @@ def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, 
         out = fake_args[0]
     many = isinstance(out, (list, tuple))
     outs = tuple(out) if many else (out,)
-    if not any(isinstance(o, torch.Tensor) for o in outs) or not all(
-        o is None or isinstance(o, (int, torch.Tensor)) for o in outs
-    ):
+    if all(o is None for o in outs) or not all(o is None or isinstance(o, (int, torch.Tensor)) for o in outs):
         return None, many
     return outs, many
 
@@ -243,7 +243,10 @@ def _solve(rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence
         while (
             n < len(names)
             and names[n] not in taken
-            and (label not in even or all(s % math.prod(axes[a] for a in names[: n + 1]) == 0 for s in sizes[label]))
+            and (
+                (label not in even and len(sizes[label]) == 1)
+                or all(s % math.prod(axes[a] for a in names[: n + 1]) == 0 for s in sizes[label])
+            )
         ):
             n += 1
         chosen[label] = names[:n]
