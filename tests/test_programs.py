@@ -280,8 +280,8 @@ FAULTS = {
     "a sum forgets its parts": _rule("sum", _forgets_sums),
     "a contraction forgets its sum": _rule("mm", _forgets_sums),
     "a mean counts its own block": _rule("mean", _local_count),
-    "a result's layout is transposed": _rule(
-        "t", lambda rule: lambda call: replace(rule(call), outs=tuple(row[::-1] for row in rule(call).outs))
+    "a result's layout is forgotten": _rule(
+        "t", lambda rule: lambda call: replace(rule(call), outs=tuple((None,) * len(row) for row in rule(call).outs))
     ),
     "softmax is taken in each block": _rule(
         "_softmax", lambda rule: lambda call: replace(rule(call), ins=((0, 1, 2),), outs=((0, 1, 2),))
