@@ -456,7 +456,16 @@ def test_in_inference_mode():
     """There composite ops come undecomposed, and what is written is not counted."""
     with torch.inference_mode():
         for name, program, *inputs in PROGRAMS[::2]:
-            if name in ("grad of grad", "func.grad", "hessian", "jacobians", "vmap of grad", "jvp", "backward()", "clipping"):
+            if name in (
+                "grad of grad",
+                "func.grad",
+                "hessian",
+                "jacobians",
+                "vmap of grad",
+                "jvp",
+                "backward()",
+                "clipping",
+            ):
                 continue
             want = program(*[x.clone() for x in inputs])
             for where, arrays in runs(name, inputs, layouts=1, meshes=[(2, 3)]):
