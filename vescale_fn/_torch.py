@@ -147,12 +147,6 @@ def count_write(x: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(x)
 
 
-@functools.lru_cache(maxsize=4096)
-def is_composite(func: Any) -> bool:
-    """Whether an op is nothing but other ops; in inference mode torch does not take it apart by itself."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
 def settled(x: torch.Tensor) -> torch.Tensor:
     """`x` with its lazy conjugate and minus sign carried out, also where dispatch below autograd does not heed them."""
     if x.is_conj():

@@ -50,7 +50,7 @@ class Decision:
     written: bool = False  # the first argument is written in place, and lies right for it
     partial: bool = False  # some result is a partial sum: it will remember what it adds up to
     answer: bool = False  # the op asks about shapes alone, and `outs` is what it gives
-    lists: bool = False  # some tensors come in lists, or by name
+    lists: bool = False  # some tensors come in lists
     seeded: bool = False  # whether it draws is a float's doing: asked each time
     simulated: bool = False
 
@@ -87,8 +87,7 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
     specs = [layout(x._spec) if isinstance(x, DTensor) else WHOLE for x in tensors]
     outs, many = _metas(func, args, kwargs, tensors)
     common: dict[str, Any] = {"view": _is_view(func), "simulated": is_simulated(mesh), "seeded": _is_seeded(func),
-              "lists": any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in args)
-              or bool(tensors_in((), kwargs))}  # fmt: skip
+              "lists": any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in (*args, *kwargs.values()))}  # fmt: skip
     if outs is not None and not any(isinstance(o, torch.Tensor) for o in outs):
         return Decision(mesh, (), (), outs, many, answer=True)
     rule, pinned = _rule(func, args, kwargs, tensors, outs)

@@ -67,8 +67,6 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     key = tuple(key)
     found = _cache.get(key)
     if found is None:
-        if _torch.is_composite(func):
-            return func.decompose(*args, **(kwargs or {}))
         if func in _OTHER_SHAPE:
             return _in_another_shape(cls, func, args)
         decision = decide(func, args, kwargs or {})

@@ -42,6 +42,4 @@ def propagated(func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any, mesh:
     targets, out_specs = specs[: len(tensors)], specs[len(tensors) :]
     if not any(targets) or any(target.unreduced for target in targets):
         return None  # nothing is gained
-    if any(out.unreduced for out in out_specs) and any(isinstance(a, float) for a in args):
-        return None  # whether parts add up may depend on the number (the order of a norm), a decision does not
     return targets, out_specs

@@ -22,8 +22,7 @@ __all__ = ["RULES", "Call", "Rule", "T", "find"]
 
 _CLASSES: dict[Callable[[Call], Rule | None], str] = {
     # Arithmetic; besides these, all that torch itself tags as pointwise, and every _foreach_ op.
-    elementwise: "clone _to_copy copy detach alias masked_fill lift_fresh polar complex positive rsub hardswish "
-    "hardswish_backward elu_backward leaky_relu_backward softplus_backward mish_backward _prelu_kernel",
+    elementwise: "clone _to_copy copy detach alias masked_fill lift_fresh polar complex positive",
     arithmetic.lazy: "_conj _neg_view",
     arithmetic.like: "zeros_like ones_like full_like empty_like",
     arithmetic.fill: "fill zero",
