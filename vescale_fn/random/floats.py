@@ -2,10 +2,10 @@
 
 torch's `erfinv`, `log1p` and `sqrt` give other last bits on other builds and devices, and a draw must not. Each product
 that is added to something is *fused* (rounded once) exactly where it is written `fma`, and nowhere else; with these
-places float32 results equal those of `jax` on a CPU. (float64 still goes through torch's own logarithm.)
+places float32 results equal those of `jax` on a CPU.
 
-Sources: Giles, "Approximating the erfinv function" (GPU Computing Gems, 2011); Moshier's Cephes library (`logf` and
-`log1p`).
+Sources: Giles, "Approximating the erfinv function" (GPU Computing Gems, 2011); Moshier's Cephes library (`logf`,
+`log` and `log1p`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,16 @@ LOG_HIGH = (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1)
 LOG_MIDDLE = (-1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1)
 LOG_LOW = (2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1)
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+
+LOG64_TOP = (
+    1.01875663804580931796e-4, 4.97494994976747001425e-1, 4.70579119878881725854, 1.44989225341610930846e1,
+    1.79368678507819816313e1, 7.70838733755885391666,
+)  # fmt: skip
+LOG64_BOTTOM = (
+    1.0, 1.12873587189167450590e1, 4.52279145837532221105e1, 8.29875266912776603211e1, 7.11544750618563894466e1,
+    2.31251620126765340583e1,
+)  # fmt: skip
+LN2_LOW64 = -2.121944400546905827679e-4
 
 LOG1P_TOP = (
     4.5270000862445199635215e-5, 4.9854102823193375972212e-1, 6.5787325942061044846969, 2.9911919328553073277375e1,
@@ -171,7 +181,9 @@ def select(mask: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
 
 
 def log(x: torch.Tensor) -> torch.Tensor:
-    """log of positive, normal float32 numbers: mantissa in [sqrt(1/2), sqrt(2)), then a polynomial of it less one."""
+    """log of positive, normal numbers: the mantissa in [sqrt(1/2), sqrt(2)), then a polynomial of it less one."""
+    if x.dtype == torch.float64:
+        return _log64(x)
     lowest = 0x3F3504F3  # sqrt(1/2) as bits: subtracting it makes the exponent change there
     bits = x.view(torch.int32) - lowest
     exponent = (bits >> 23).to(torch.float32)
@@ -185,6 +197,19 @@ def log(x: torch.Tensor) -> torch.Tensor:
     return fma(exponent, LN2_HIGH, y, out=y)
 
 
+def _log64(x: torch.Tensor) -> torch.Tensor:
+    lowest = 0x3FE6A09E667F3BCD  # sqrt(1/2)
+    bits = x.view(torch.int64) - lowest
+    exponent = (bits >> 52).to(torch.float64)
+    m = bits.bitwise_and_(0x000FFFFFFFFFFFFF).add_(lowest).view(torch.float64).sub_(1)
+    square = m * m
+    ratio = polynomial(m, LOG64_TOP).div_(polynomial(m, LOG64_BOTTOM))
+    y = ratio.mul_(m * square)
+    y = fma(exponent, LN2_LOW64, y)
+    y = fma(square, -0.5, y)
+    return fma(exponent, LN2_HIGH, y.add_(m))
+
+
 def log1p(x: torch.Tensor) -> torch.Tensor:
     """log(1 + x) for x > -1, float32 or float64: a rational function near zero, `log` elsewhere."""
     square = x * x
@@ -192,7 +217,7 @@ def log1p(x: torch.Tensor) -> torch.Tensor:
     near = fma(square, -0.5, ratio.mul_(x * square)).add_(x)
     if x.dtype == torch.float32:
         return select(below(x.abs(), math.sqrt(2) - 1), near, log(x + 1))
-    return torch.where(x.abs() < math.sqrt(2) - 1, near, (x + 1).log_())
+    return torch.where(x.abs() < math.sqrt(2) - 1, near, log(x + 1))
 
 
 def erfinv(x: torch.Tensor) -> torch.Tensor:

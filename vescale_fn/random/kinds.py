@@ -6,13 +6,14 @@ plain numbers. The recipes are those of `jax.random`, so that the same key gives
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from . import floats
+from . import elementary, floats
 
 Words = tuple[torch.Tensor, torch.Tensor]
 Number = int | float
@@ -92,6 +93,73 @@ def bernoulli(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> tor
     """True with probability p: where a uniform draw of `dtype` is below p."""
     u = unit(words, dtype)
     return u < floats.constant(params[0], u)
+
+
+def rademacher(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch.Tensor:
+    """1 or -1: as a fair `bernoulli` of float32 draws, whatever the dtype."""
+    return (word(words, 32) >> 31).bitwise_or_(1).to(dtype)
+
+
+def through(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """A function of `floats`; of 16-bit numbers through float32."""
+    return function(x) if is_wide(x.dtype) else function(x.float()).to(x.dtype)
+
+
+def exponential(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch.Tensor:
+    """-log(1 - u)."""
+    return through(floats.log1p, unit(words, dtype).neg_()).neg_()
+
+
+def open_unit(words: Words, dtype: torch.dtype) -> torch.Tensor:
+    """Uniform on (0, 1): from the smallest normal number on."""
+    return uniform(words, dtype, (torch.finfo(dtype).smallest_normal, 1.0))
+
+
+def gumbel(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch.Tensor:
+    """-log(-log(u))."""
+    return through(floats.log, through(floats.log, open_unit(words, dtype)).neg_()).neg_()
+
+
+def laplace(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch.Tensor:
+    """The logarithm of the distance of u, uniform on (-1, 1), from the end on its side; with the sign of u."""
+    u = uniform(words, dtype, (-1 + torch.finfo(dtype).eps / 2, 1.0))
+    return through(floats.log1p, u.abs().neg_()).mul_(u.sign())
+
+
+def logistic(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch.Tensor:
+    """log(u) - log(1 - u)."""
+    u = open_unit(words, dtype)
+    return through(floats.log, u).sub_(through(floats.log1p, -u))
+
+
+def cauchy(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch.Tensor:
+    """tan(pi * (u - 1/2))."""
+    u = uniform(words, dtype, (torch.finfo(dtype).eps, 1.0)).sub_(0.5)
+    return through(elementary.tan, u.mul_(floats.constant(math.pi, u)))
+
+
+def truncated_normal(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch.Tensor:
+    """The standard normal between two numbers: sqrt(2) erfinv(u) for u uniform between their values of erf."""
+    low, high, least, most = truncation(*params, dtype)
+    x = through(elementary.erfinv, uniform(words, dtype, (low, high)))
+    return x.mul_(floats.constant(math.sqrt(2), x)).clamp_(least, most)
+
+
+@functools.lru_cache(maxsize=1024)
+def truncation(lower: float, upper: float, dtype: torch.dtype) -> tuple[float, ...]:
+    """Between which uniform numbers to draw, and the least and the largest result, for a truncated normal."""
+    bounds = torch.tensor([lower, upper], dtype=dtype, device="cpu")
+    u = through(elementary.erf, bounds / torch.tensor(math.sqrt(2), dtype=dtype, device="cpu"))
+    return *u.tolist(), next_number(bounds[:1], 1).item(), next_number(bounds[1:], -1).item()
+
+
+def next_number(x: torch.Tensor, direction: int) -> torch.Tensor:
+    """The next number of x's dtype above (1) or below (-1)."""
+    integer = FLOATS[x.dtype][2]
+    away = torch.where(x > 0, direction, -direction).to(integer)
+    step = torch.where(x.isinf() & (x.sign() == direction), torch.zeros_like(away), away)
+    smallest = torch.full_like(x, 1).view(integer).mul(0).add(1).view(x.dtype) * direction
+    return torch.where(x == 0, smallest, (x.contiguous().view(integer) + step).view(x.dtype))
 
 
 def randint(higher: Words, lower: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch.Tensor:
@@ -181,6 +249,13 @@ KINDS: dict[str, tuple[int, Callable[..., torch.Tensor]]] = {  # how many stream
     "normal": (1, normal),
     "bernoulli": (1, bernoulli),
     "randint": (2, randint),
+    "rademacher": (1, rademacher),
+    "exponential": (1, exponential),
+    "gumbel": (1, gumbel),
+    "laplace": (1, laplace),
+    "logistic": (1, logistic),
+    "cauchy": (1, cauchy),
+    "truncated_normal": (1, truncated_normal),
 }
 
 
