@@ -111,8 +111,8 @@ def exponential(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> t
 
 
 def open_unit(words: Words, dtype: torch.dtype) -> torch.Tensor:
-    """Uniform on (0, 1): from the smallest normal number on."""
-    return uniform(words, dtype, (torch.finfo(dtype).smallest_normal, 1.0))
+    """Uniform on (0, 1): the smallest normal number instead of 0."""
+    return unit(words, dtype).clamp_(min=torch.finfo(dtype).smallest_normal)
 
 
 def gumbel(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch.Tensor:
