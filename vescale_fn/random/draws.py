@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +10,11 @@ import torch
 from ..errors import RandomError, report
 from ..spec import P
 from . import kinds
-from .keys import Key, checked, described, shape_of
+from .keys import Key, checked, shape_of
+from .parameters import Shape, fitting, integer, need, number, probability
 from .placed import Draw, drawn
-from .streams import split
+from .streams import pieces
 
-Shape = Sequence[int] | int
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -45,7 +43,7 @@ def bits(key: Key, shape: Shape = (), dtype: torch.dtype = torch.uint32, *, spec
     [2098992034, 2919706841]
     """
     key = checked(key, "random.bits")
-    _need(dtype, UNSIGNED, "random.bits")
+    need(dtype, UNSIGNED, "random.bits")
     return drawn("random.bits", key, Draw("bits", shape_of(shape, "random.bits"), dtype), spec, mesh)
 
 
@@ -78,14 +76,14 @@ def uniform(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, min
     tensor([0.4887, 0.6798])
     """
     key = checked(key, "random.uniform")
-    _need(dtype, kinds.FLOATS, "random.uniform")
+    need(dtype, kinds.FLOATS, "random.uniform")
     shape = shape_of(shape, "random.uniform")
     if not isinstance(minval, torch.Tensor) and not isinstance(maxval, torch.Tensor):
         bounds = number(minval, "random.uniform", "minval"), number(maxval, "random.uniform", "maxval")
         return drawn("random.uniform", key, Draw("uniform", shape, dtype, bounds), spec, mesh)
     unit = drawn("random.uniform", key, Draw("uniform", shape, dtype, (0.0, 1.0)), spec, mesh)
-    low, high = _fitting("random.uniform", unit, minval=minval, maxval=maxval)
-    return kinds.between(unit, low.to(dtype), high.to(dtype))
+    low, high = fitting("random.uniform", unit, minval=minval, maxval=maxval)
+    return kinds.between(unit, low, high)
 
 
 def normal(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None,
@@ -116,11 +114,11 @@ def normal(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, s
     """
     key = checked(key, "random.normal")
     parts = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-    _need(dtype, {**kinds.FLOATS, **parts}, "random.normal")
+    need(dtype, {**kinds.FLOATS, **parts}, "random.normal")
     draw = Draw("normal", shape_of(shape, "random.normal"), parts.get(dtype, dtype))
     if dtype not in parts:
         return drawn("random.normal", key, draw, spec, mesh)
-    real, imaginary = (drawn("random.normal", part, draw, spec, mesh) for part in split(key))
+    real, imaginary = (drawn("random.normal", part, draw, spec, mesh) for part in pieces(key))
     return torch.complex(real, imaginary) / math.sqrt(2)
 
 
@@ -155,18 +153,18 @@ def bernoulli(key: Key, p: Any = 0.5, shape: Shape | None = None, mode: str = "l
     tensor = isinstance(p, torch.Tensor)
     p = p if tensor else probability(p, "random.bernoulli", "p")
     dtype = p.dtype if tensor else torch.float32
-    _need(dtype, kinds.FLOATS, "random.bernoulli", "p")
+    need(dtype, kinds.FLOATS, "random.bernoulli", "p")
     shape = (tuple(p.shape) if tensor else ()) if shape is None else shape_of(shape, "random.bernoulli")
     if not tensor and mode == "low":
         return drawn("random.bernoulli", key, Draw("bernoulli", shape, dtype, (p,)), spec, mesh)
     if mode == "low":
         unit = drawn("random.bernoulli", key, Draw("uniform", shape, dtype, (0.0, 1.0)), spec, mesh)
-        (p,) = _fitting("random.bernoulli", unit, p=p)
+        (p,) = fitting("random.bernoulli", unit, p=p)
         return unit < p
     pair = Draw("uniform", (2, *shape), dtype, (0.0, 1.0))
     coarse, fine = drawn("random.bernoulli", key, pair, spec if spec is None else P(None, *spec), mesh).unbind(0)
-    (p,) = _fitting("random.bernoulli", coarse, p=p)
-    return fine * 2.0 ** -kinds.FLOATS[dtype][0] < p.to(dtype) - coarse
+    (p,) = fitting("random.bernoulli", coarse, p=p)
+    return fine * 2.0 ** -kinds.FLOATS[dtype][0] < p - coarse
 
 
 def randint(key: Key, shape: Shape, minval: Any, maxval: Any, dtype: torch.dtype = torch.int32, *,
@@ -198,66 +196,14 @@ def randint(key: Key, shape: Shape, minval: Any, maxval: Any, dtype: torch.dtype
     """
     where = "random.randint"
     key = checked(key, where)
-    _need(dtype, kinds.INTEGERS, where)
+    need(dtype, kinds.INTEGERS, where)
     shape = shape_of(shape, where)
     if not isinstance(minval, torch.Tensor) and not isinstance(maxval, torch.Tensor):
         bounds = integer(minval, where, "minval"), integer(maxval, where, "maxval")
         return drawn(where, key, Draw("randint", shape, dtype, kinds.integer_range(*bounds, dtype)), spec, mesh)
     width = max(32, kinds.INTEGERS[dtype])
     words = Draw("bits", shape, torch.int64 if width == 64 else torch.int32)
-    higher, lower = (drawn(where, part, words, spec, mesh) for part in split(key))
-    low, high = _fitting(where, lower, minval=minval, maxval=maxval)
+    higher, lower = (drawn(where, part, words, spec, mesh) for part in pieces(key))
+    low, high = fitting(where, lower, minval=minval, maxval=maxval)
     low, span, factor = kinds.integer_ranges(low, high, dtype)
     return kinds.modulo_offset(higher, lower, low, span, factor, width).to(dtype)
-
-
-# What the arguments must be
-
-
-def _need(dtype: Any, known: Any, where: str, name: str = "dtype") -> None:
-    if dtype not in known:
-        names = ", ".join(str(d).removeprefix("torch.") for d in known)
-        what = "dtype" if name == "dtype" else f"{name}'s dtype"
-        raise RandomError(report(where, f"{what} must be one of {names}, but it is {dtype}"))
-
-
-def _fitting(where: str, drawn_: torch.Tensor, **bounds: Any) -> list[torch.Tensor]:
-    """The bounds as tensors that broadcast to what was drawn, integers for integers."""
-    found = []
-    for name, bound in bounds.items():
-        if not isinstance(bound, torch.Tensor):
-            exact = integer if not drawn_.is_floating_point() else number
-            bound = torch.tensor(exact(bound, where, name), device=drawn_.device)
-        if not drawn_.is_floating_point() and (bound.is_floating_point() or bound.dtype == torch.bool):
-            raise RandomError(report(where, f"{name} must be integers, but it is {described(bound)}"))
-        ndim = drawn_.ndim - bound.ndim
-        if ndim < 0 or any(b not in (1, size) for b, size in zip(bound.shape, drawn_.shape[ndim:], strict=True)):
-            raise RandomError(report(where, f"{name} of shape {tuple(bound.shape)} does not broadcast to the shape "
-                                            f"{tuple(drawn_.shape)} of the draw",
-                                     fix=f"shape={tuple(bound.shape)}, or one that ends so"))  # fmt: skip
-        found.append(bound)
-    return found
-
-
-def number(value: Any, where: str, name: str) -> float:
-    """A real number."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise RandomError(report(where, f"{name} must be a number or a tensor, but it is {described(value)}")) from None
-
-
-def integer(value: Any, where: str, name: str) -> int:
-    """A Python integer."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise RandomError(report(where, f"{name} must be an integer, but it is {described(value)}")) from None
-
-
-def probability(value: Any, where: str, name: str) -> float:
-    """A number in [0, 1]."""
-    value = number(value, where, name)
-    if not 0 <= value <= 1:
-        raise RandomError(report(where, f"{name} must be in [0, 1], but it is {value!r}"))
-    return value
