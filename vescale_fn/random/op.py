@@ -69,7 +69,7 @@ def _draw(key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int], l
     together = max(1, size // max(n, 1))  # keys of small draws are hashed side by side
     indices = counters.decode(shape, None if where is None else where.tolist())
     for first in range(0, len(keys), together):
-        some = _words(keys[first : first + together], device)
+        some = key_words(keys[first : first + together], device)
         for start, stop, high, low in counters.blocks(shape, indices, size, device):
             words = [hash_words(k0, k1, high, low.expand(out[first : first + together, start:stop].shape))
                      for k0, k1 in some]  # fmt: skip
@@ -77,7 +77,7 @@ def _draw(key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int], l
     return out.view((*batch, *local))
 
 
-def _words(keys: torch.Tensor, device: torch.device) -> list[tuple[Word, Word]]:
+def key_words(keys: torch.Tensor, device: torch.device) -> list[tuple[Word, Word]]:
     """For each stream, the key's two words: ints if they are at hand, else tensors with a dim for the counters."""
     if len(keys) == 1 and keys.device.type == "cpu":
         return [(k0 & MASK, k1 & MASK) for k0, k1 in keys[0].tolist()]
@@ -128,12 +128,12 @@ def _split_vmap(info: Any, in_dims: Any, key: torch.Tensor, n: int) -> Any:
 def _fold_in_vmap(info: Any, in_dims: Any, key: torch.Tensor, data: torch.Tensor) -> Any:
     key_dim, data_dim = in_dims
     ndim = max(key.ndim - 1 - (key_dim is not None), data.ndim - (data_dim is not None))
-    key = key if key_dim is None else _batch_in_front(key, key_dim, ndim + 1)
-    data = data if data_dim is None else _batch_in_front(data, data_dim, ndim)
+    key = key if key_dim is None else batch_in_front(key, key_dim, ndim + 1)
+    data = data if data_dim is None else batch_in_front(data, data_dim, ndim)
     return torch.ops.vescale_fn.fold_in.default(key, data), 0
 
 
-def _batch_in_front(x: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
+def batch_in_front(x: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
     """The batch dim first, then `ndim` dims, padded with ones, so that the others still broadcast."""
     x = x.movedim(dim, 0)
     return x.reshape(x.shape[0], *(1,) * (ndim + 1 - x.ndim), *x.shape[1:])

@@ -37,9 +37,23 @@ def drawn(
 
     Inside a `shard_map` body: this rank's block of the draw; without a spec, the same whole draw on every rank.
     """
+    layout = laid_out(where, key, draw, spec, mesh)
+    if layout is None:
+        body = context.body()
+        return _whole(key, draw, device or device_of(key, body.mesh if body else None))
+    spec, mesh = layout
+    if context.body():
+        return _in_body(key, draw, spec, mesh)
+    if _torch.transforming():
+        return _Placed.apply(key.data, draw, spec, mesh)
+    return _on_mesh(key.data, draw, spec, mesh)
+
+
+def laid_out(where: str, key: Key, draw: Draw, spec: P | None, mesh: Any) -> tuple[P, Any] | None:
+    """The spec and the mesh of a draw, checked; None where it is whole, on one device or on every rank alike."""
     body = context.body()
     if spec is None and mesh is None:
-        return _whole(key, draw, device or _device(key, body.mesh if body else None))
+        return None
     spec = _checked(where, P() if spec is None else spec)
     if mesh is None:
         mesh = body.mesh if body else context.current_mesh()
@@ -47,13 +61,11 @@ def drawn(
         if len(spec) > len(draw.shape):
             raise SpecError(report(where, f"the spec {spec!r} has {len(spec)} entries, but the draw has shape "
                                           f"{draw.shape}", fix="at most one entry a dim"))  # fmt: skip
-        return _whole(key, draw, _device(key, None))
+        return None
     validate(spec, axes_of(mesh), len(draw.shape), where, f"a draw of shape {draw.shape}")
     if body:
-        return _in_body(where, key, draw, spec, mesh, body)
-    if _torch.transforming():
-        return _Placed.apply(key.data, draw, spec, mesh)
-    return _on_mesh(key.data, draw, spec, mesh)
+        _check_in_body(where, draw, spec, mesh, body)
+    return spec, mesh
 
 
 def draw_local(key: Any, draw: Draw, indices: Sequence[counters.Indices], device: Any = "cpu") -> torch.Tensor:
@@ -64,12 +76,13 @@ def draw_local(key: Any, draw: Draw, indices: Sequence[counters.Indices], device
         indices: for each dim of `draw.shape`, the global indices to draw (a range where they are neighbours).
     """
     data = key.data if isinstance(key, Key) else key
-    where = None if counters.is_whole(draw.shape, indices) else _rows(indices)
+    where = None if counters.is_whole(draw.shape, indices) else rows_of(indices)
     local = tuple(map(len, indices))
     return op.draw(data, where, draw.shape, local, draw.kind, draw.params, draw.dtype, torch.device(device))
 
 
-def _rows(indices: Sequence[counters.Indices]) -> torch.Tensor:
+def rows_of(indices: Sequence[counters.Indices]) -> torch.Tensor:
+    """The rectangle as a tensor that says it to an operator."""
     # by numpy, because torch's factories mean something else inside a body
     return torch.from_numpy(np.asarray(counters.encode(indices), dtype=np.int64).reshape(-1, 3))
 
@@ -84,7 +97,8 @@ def _checked(where: str, spec: Any) -> P:
     return spec
 
 
-def _device(key: Key, mesh: Any) -> torch.device:
+def device_of(key: Key, mesh: Any) -> torch.device:
+    """Where a draw is made."""
     if key.data.device.type != "cpu":
         return key.data.device
     if mesh is not None:
@@ -93,10 +107,13 @@ def _device(key: Key, mesh: Any) -> torch.device:
 
 
 def _whole(key: Key, draw: Draw, device: torch.device) -> torch.Tensor:
-    out = op.draw(key.data, None, draw.shape, draw.shape, draw.kind, draw.params, draw.dtype, device)
+    return own(op.draw(key.data, None, draw.shape, draw.shape, draw.kind, draw.params, draw.dtype, device))
+
+
+def own(out: torch.Tensor) -> torch.Tensor:
+    """What is the same on all ranks, in a body each rank's own, as what a factory makes there: it may write into it."""
     body = context.body()
     if body is not None and is_simulated(body.mesh) and type(out) is torch.Tensor and not _torch.transforming():
-        # each rank's own, as what a factory makes in a body is: a rank may write into it
         with _torch.no_torch_function():
             out = blocks.Blocks((out, *(out.clone() for _ in played_ranks(body.mesh)[1:])))
         types.mark(out, types.INVARIANT)
@@ -135,7 +152,7 @@ class _Placed(torch.autograd.Function):
         return _Placed.apply(data.movedim(in_dims[0], 0), draw, spec, mesh), 0
 
 
-def _in_body(where: str, key: Key, draw: Draw, spec: P, mesh: Any, body: Any) -> torch.Tensor:
+def _check_in_body(where: str, draw: Draw, spec: P, mesh: Any, body: Any) -> None:
     axes = axes_of(body.mesh)
     names = [name for row in split_axes(spec, len(spec)) for name in row]
     failures = [f"axis {name!r} is not manual here: the body's axes are {tuple(body.axes)}"
@@ -152,13 +169,24 @@ def _in_body(where: str, key: Key, draw: Draw, spec: P, mesh: Any, body: Any) ->
                                       f"body on the {mesh_text(axes)}", failures,
                                "sizes that the axes divide; outside of bodies any size will do"))  # fmt: skip
 
-    def rows(rank: int) -> torch.Tensor:
-        return _rows(local_indices(draw.shape, axes, spec, coordinates(mesh, rank)))
 
-    device = _device(key, mesh)
-    if not names:
-        return _whole(key, draw, device)
+def body_rows(draw: Draw, spec: P, mesh: Any) -> tuple[Any, tuple[int, ...]]:
+    """This rank's rectangle of a draw in a body (None: everything), and the rectangle's shape, which all ranks share."""
+    axes = axes_of(mesh)
+    if not any(split_axes(spec, len(spec))):
+        return None, draw.shape
+
+    def rows(rank: int) -> torch.Tensor:
+        return rows_of(local_indices(draw.shape, axes, spec, coordinates(mesh, rank)))
+
     local = tuple(map(len, local_indices(draw.shape, axes, spec, dict.fromkeys(axes, 0))))
-    mine = blocks.each(rows, played_ranks(mesh))
+    return blocks.each(rows, played_ranks(mesh)), local
+
+
+def _in_body(key: Key, draw: Draw, spec: P, mesh: Any) -> torch.Tensor:
+    mine, local = body_rows(draw, spec, mesh)
+    device = device_of(key, mesh)
+    if mine is None:
+        return _whole(key, draw, device)
     types.mark(mine, types.of_spec(spec))  # which makes the draw vary over the spec's axes
     return op.draw(key.data, mine, draw.shape, local, draw.kind, draw.params, draw.dtype, device)
