@@ -38,6 +38,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+standard_gamma_grad = torch._standard_gamma_grad  # (concentration, sample)
 local = operator.attrgetter("_local_tensor")  # this rank's block of a DTensor
 
 

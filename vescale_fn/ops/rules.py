@@ -96,7 +96,7 @@ def find(func: Any) -> Callable[[Call], Rule | None] | None:
     """The rule of an overload, or None; an in-place op has the rule of its out-of-place twin."""
     name = func._schema.name.removeprefix("aten::")
     if not func._schema.name.startswith("aten::"):
-        return None
+        return elementwise if torch.Tag.pointwise in func.tags else None
     if name.endswith("_") and not name.endswith("__") and name not in RULES:
         return _of_twin(func, name[:-1])
     rule = RULES.get(name)

@@ -1,8 +1,28 @@
 """Keys and draws: JAX's numbers, bit for bit, on any mesh."""
 
+from .continuous import (
+    cauchy,
+    double_sided_maxwell,
+    exponential,
+    gumbel,
+    laplace,
+    logistic,
+    lognormal,
+    maxwell,
+    pareto,
+    rademacher,
+    rayleigh,
+    triangular,
+    truncated_normal,
+    wald,
+    weibull_min,
+)
+from .discrete import binomial, geometric, multinomial, poisson
 from .draws import bernoulli, bits, normal, randint, uniform
+from .gammas import beta, chisquare, f, gamma, generalized_normal, loggamma, t
 from .keys import Key
 from .masks import dropout
+from .multivariate import ball, dirichlet, multivariate_normal
 from .streams import clone, fold_in, key, key_data, key_impl, split, wrap_key_data
 
 __all__ = [
@@ -19,5 +39,34 @@ __all__ = [
     "normal",
     "bernoulli",
     "randint",
+    "cauchy",
+    "double_sided_maxwell",
+    "exponential",
+    "gumbel",
+    "laplace",
+    "logistic",
+    "lognormal",
+    "maxwell",
+    "pareto",
+    "rademacher",
+    "rayleigh",
+    "triangular",
+    "truncated_normal",
+    "wald",
+    "weibull_min",
+    "binomial",
+    "geometric",
+    "multinomial",
+    "poisson",
+    "beta",
+    "chisquare",
+    "f",
+    "gamma",
+    "generalized_normal",
+    "loggamma",
+    "t",
+    "ball",
+    "dirichlet",
+    "multivariate_normal",
     "dropout",
 ]
