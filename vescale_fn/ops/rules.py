@@ -60,6 +60,8 @@ _CLASSES: dict[Callable[[Call], Rule | None], str] = {
     shapes.along: "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod logcumsumexp "
     "cummax cummin sort topk flip roll glu glu_backward linalg_cross",
     shapes.last_two: "triu tril",
+    shapes.matrices: "linalg_qr linalg_cholesky_ex linalg_eigh _linalg_eigh _linalg_svd linalg_inv_ex",
+    shapes.searched: "searchsorted",
     shapes.embedding: "embedding",
     shapes.embedding_backward: "embedding_dense_backward",
     shapes.gather: "gather scatter scatter_add scatter_reduce",

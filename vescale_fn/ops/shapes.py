@@ -206,6 +206,20 @@ def last_two(call: Call) -> Rule:
     return Rule((row,), (row,), linear=(0,))
 
 
+def matrices(call: Call) -> Rule:
+    """Decompositions of matrices (qr, cholesky, svd, ...): batches may be split."""
+    batch = call.tensors[0].ndim - 2
+    row = lambda shape: tuple(range(batch)) + (None,) * (len(shape or ()) - batch)
+    return Rule((row(call.tensors[0].shape),), tuple(map(row, call.outs)))
+
+
+def searched(call: Call) -> Rule | None:
+    """Places in one sorted row: the values may be split."""
+    if call["sorted_sequence"].ndim > 1 or len(call.tensors) > 2:
+        return None
+    return Rule(tuple(same(t.shape) if t.index else (None,) for t in call.tensors), (same(call.outs[0]),))
+
+
 # --- by index ---------------------------------------------------------------------------------------------------------
 
 

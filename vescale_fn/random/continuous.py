@@ -163,10 +163,16 @@ def gumbel(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, mode
     need(dtype, kinds.FLOATS, "random.gumbel")
     one_of(mode, (None, "low", "high"), "random.gumbel", "mode")
     shape = shape_of(shape, "random.gumbel")
+    return gumbel_noise("random.gumbel", key, shape, dtype, mode, spec, mesh)
+
+
+def gumbel_noise(where: str, key: Key, shape: tuple[int, ...], dtype: torch.dtype, mode: str | None,
+                 spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+    """`gumbel` for other draws, all checked."""
     if mode != "high":
-        return drawn("random.gumbel", key, Draw("gumbel", shape, dtype), spec, mesh)
+        return drawn(where, key, Draw("gumbel", shape, dtype), spec, mesh)
     pair = Draw("uniform", (2, *shape), dtype, (0.0, 1.0))
-    coarse, fine = drawn("random.gumbel", key, pair, spec if spec is None else P(None, *spec), mesh).unbind(0)
+    coarse, fine = drawn(where, key, pair, spec if spec is None else P(None, *spec), mesh).unbind(0)
     finer = coarse + 2.0 ** -kinds.FLOATS[dtype][0] * fine + torch.finfo(dtype).tiny
     return -functions.log(-functions.log1p(-torch.where(coarse >= 0.5, coarse, finer)))
 
