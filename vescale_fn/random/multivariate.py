@@ -165,8 +165,8 @@ def multivariate_normal(key: Key, mean: Any, cov: Any, shape: Shape | None = Non
     where = "random.multivariate_normal"
     key = checked(key, where)
     mean, cov = (x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.float32) for x in (mean, cov))
-    dtype = mean.dtype if dtype is None else dtype
-    need(dtype, kinds.FLOATS, where)
+    wanted: torch.dtype = mean.dtype if dtype is None else dtype
+    need(wanted, kinds.FLOATS, where)
     one_of(method, ("cholesky", "eigh", "svd"), where, "method")
     n = mean.shape[-1] if mean.ndim else 0
     if not mean.ndim or cov.ndim < 2 or tuple(cov.shape[-2:]) != (n, n):
@@ -174,10 +174,10 @@ def multivariate_normal(key: Key, mean: Any, cov: Any, shape: Shape | None = Non
                                         f"{described(cov)}"))  # fmt: skip
     full = None if shape is None else (*shape_of(shape, where), n)
     full, spec, mesh = shape_and_place(where, full, spec, mesh, mean=mean, cov=cov.detach()[..., 0])
-    factor = _factor(cov, method).to(dtype)
+    factor = _factor(cov, method).to(wanted)
 
     def vectors(spec: P | None) -> torch.Tensor:
-        z = drawn(where, key, Draw("normal", full, dtype), spec, mesh)
+        z = drawn(where, key, Draw("normal", full, wanted), spec, mesh)
         (at,) = fitting(where, z, mean=mean)
         columns = [fitting(where, z, cov=column)[0] for column in factor.unbind(-1)]
         total = columns[0] * z[..., 0:1]

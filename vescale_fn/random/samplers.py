@@ -35,9 +35,9 @@ STIRLING = (  # log(k!) less Stirling's formula, for k = 0, ..., 9
 def child(key: Words, i: int) -> Words:
     """The i-th of the keys that one key, or each of many, is split into."""
     k0, k1 = key
-    if isinstance(k0, int) and isinstance(k1, int):
+    if isinstance(k0, int):
         return hash_ints(k0 & MASK, k1 & MASK, 0, i)
-    return hash_words(k0, k1, 0, torch.full_like(k0, signed(i)))
+    return hash_words(k0, k1, 0, (k0 * 0).add_(signed(i)))
 
 
 class Elements:
