@@ -109,7 +109,7 @@ def test_in_a_body_a_spec_gives_the_block(d: Distribution) -> None:
         mesh = vfn.make_mesh((2, 3), ("a", "b"))
         last = (None,) if d.vector else ()
         for spec in (P("a", "b"), P(None, ("b", "a")), P("a")):
-            body = lambda: d(KEY, (4, 6), spec=spec)  # noqa: B023
+            body = lambda: d(KEY, (4, 6), spec=spec)
             full = P(*spec, *(None,) * (2 - len(spec)), *last)
             drawn = vfn.shard_map(body, mesh=mesh, in_specs=(), out_specs=full)()
             assert torch.equal(vfn.unshard(drawn), whole), spec
@@ -210,9 +210,9 @@ def test_gradients(d: Distribution) -> None:
 
         drawn, tangent = torch.func.jvp(draw, (at,), (direction,))
         weight = torch.randn(drawn.shape, dtype=torch.float64, generator=generator)
-        gradient = torch.func.grad(lambda value: (draw(value) * weight).sum())(at)  # noqa: B023
+        gradient = torch.func.grad(lambda value: (draw(value) * weight).sum())(at)
         torch.testing.assert_close((gradient * direction).sum(), (tangent * weight).sum(), rtol=1e-9, atol=1e-9)
-        batch = torch.func.vmap(torch.func.grad(lambda value: (draw(value) * weight).sum()))  # noqa: B023
+        batch = torch.func.vmap(torch.func.grad(lambda value: (draw(value) * weight).sum()))
         torch.testing.assert_close(batch(torch.stack([at, at]))[1], gradient, rtol=1e-9, atol=1e-9)
         assert gradient.abs().max() > 1e-3
         if d.name not in GAMMAS:
@@ -228,7 +228,7 @@ def test_the_gradient_of_gamma_is_implicit(a: float) -> None:
     special = pytest.importorskip("scipy.special", reason="scipy is an extra")
     at = torch.tensor(a, dtype=torch.float64)
     for name in ("gamma", "loggamma"):
-        draw = lambda value: getattr(random, name)(KEY, value, (300,), dtype=torch.float64)  # noqa: B023
+        draw = lambda value: getattr(random, name)(KEY, value, (300,), dtype=torch.float64)
         drawn, slope = torch.func.jvp(draw, (at,), (torch.ones_like(at),))
         x = (drawn if name == "gamma" else drawn.exp()).numpy()
         h = a * 1e-4

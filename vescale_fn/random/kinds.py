@@ -96,8 +96,9 @@ def bernoulli(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> tor
 
 
 def rademacher(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch.Tensor:
-    """1 or -1: as a fair `bernoulli` of float32 draws, whatever the dtype."""
-    return (word(words, 32) >> 31).bitwise_or_(1).to(dtype)
+    """1 or -1: by the top bit, as a fair `bernoulli` of float32; of float64 for the dtypes that JAX needs x64 for."""
+    width = 64 if dtype in (torch.float64, torch.int64) else 32
+    return (word(words, width) >> (width - 1)).bitwise_or_(1).to(dtype)
 
 
 def through(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
