@@ -304,3 +304,33 @@ def test_methods_of_multivariate_normal() -> None:
              for m in ("cholesky", "eigh", "svd")}  # fmt: skip
     for x in drawn.values():
         torch.testing.assert_close(x.T.cov(), torch.tensor(COV), rtol=0.1, atol=0.03)  # of 20,000 vectors
+
+
+def _on_real_ranks() -> list[bool]:
+    mesh = vfn.make_mesh((2, 2), ("a", "b"))
+    found = []
+    for d in DISTRIBUTIONS[::3]:
+        for spec in (P("a", "b"), P(("b", "a"))):
+            drawn = d(KEY, (3, 10), spec=spec, mesh=mesh)
+            found.append(torch.equal(vfn.unshard(drawn), d(KEY, (3, 10))))
+    return found
+
+
+def test_on_real_ranks(gloo) -> None:
+    for found in gloo(4, _on_real_ranks):
+        assert len(found) > 20
+        assert all(found)
+
+
+def test_each_rank_of_a_trial_stops_with_the_slowest() -> None:
+    """The rounds of a poisson draw are those of the whole draw: one number moves, and no block."""
+    whole = random.poisson(KEY, 50.0, (64,))
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((4,), ("a",))
+        with vfn.comm_log() as log:
+            drawn = random.poisson(KEY, 50.0, (64,), spec=P("a"), mesh=mesh)
+        assert torch.equal(vfn.unshard(drawn), whole)
+        assert len(log) == 1
+        with vfn.comm_log() as log:
+            random.poisson(KEY, 5.0, (64,), spec=P("a"), mesh=mesh)
+        assert len(log) == 0

@@ -103,7 +103,7 @@ def tan(x: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.float32:
         return tan(x.double()).float()
     size = x.abs()
-    octant = size.div(math.pi / 4).floor_()
+    octant = size.mul(4 / math.pi).floor_()  # a division by a number is not one on every device
     octant = octant + octant.remainder(2)
     z = size
     for part in QUARTER_PI:
