@@ -270,7 +270,7 @@ def test_draws_follow_the_default_device_and_keys_do_not() -> None:
 def test_dropout_is_a_scaled_bernoulli_mask() -> None:
     x = torch.linspace(-1, 1, 999).view(27, 37)
     mask = random.bernoulli(KEY, 1 - 0.3, x.shape)
-    expected = torch.where(mask, x / (1 - 0.3), 0)
+    expected = torch.where(mask, x * (1 / (1 - 0.3)), 0)
     assert torch.equal(random.dropout(KEY, x, 0.3), expected)
     assert torch.equal(random.dropout(KEY, x.t().contiguous().t(), 0.3), expected)
     assert torch.equal(random.dropout(KEY, x.bfloat16(), 0.3) != 0, mask & (x != 0))

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import vescale_fn as vfn
 from vescale_fn import P, random
 from vescale_fn.errors import SpecError
-from vescale_fn.random import op
+from vescale_fn.random import masks, op
 
 KEY = random.key(5)
 MESHES = [((1,), "a"), ((4,), "a"), ((2, 3), "ab"), ((2, 2, 2), "abc")]
@@ -89,7 +89,13 @@ def test_each_rank_draws_only_its_own_block(monkeypatch: pytest.MonkeyPatch) -> 
         drawn.append(math.prod(local))
         return draw(key, where, shape, local, *rest)
 
+    def masked(key, where, x, *rest):
+        drawn.append(x.numel())
+        return run(key, where, x, *rest)
+
+    run = masks._run
     monkeypatch.setattr(op, "draw", counted)
+    monkeypatch.setattr(masks, "_run", masked)
     with vfn.simulate(6):
         mesh = vfn.make_mesh((2, 3), ("a", "b"))
         for spec, sizes in ((P("a", "b"), [28, 28, 14, 24, 24, 12]), (P("b"), [50, 50, 30]), (P(), [130])):
