@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from distributions import COV, DISTRIBUTIONS, Distribution
@@ -13,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import vescale_fn as vfn
 from vescale_fn import P, random
 from vescale_fn.errors import RandomError
-from vescale_fn.random import floats
+from vescale_fn.random import elementary, floats, functions
 
 KEY = random.key(42)
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "random.json").read_text())["cases"]
@@ -334,3 +335,54 @@ def test_each_rank_of_a_trial_stops_with_the_slowest() -> None:
         with vfn.comm_log() as log:
             random.poisson(KEY, 5.0, (64,), spec=P("a"), mesh=mesh)
         assert len(log) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_truncated_normal_stays_inside(dtype: torch.dtype) -> None:
+    """By number and by tensor, also where rounding would reach a bound."""
+    for low, high in ((-0.01, 0.01), (0.0, 3.0), (-3.0, 0.0), (-math.inf, 1.0), (2.0, math.inf)):
+        by_number = random.truncated_normal(KEY, low, high, (3000,), dtype)
+        assert by_number.isfinite().all()
+        assert low < by_number.min()
+        assert by_number.max() < high
+        by_tensor = random.truncated_normal(KEY, *torch.tensor([low, high], dtype=dtype), (3000,), dtype)
+        assert torch.equal(by_tensor, by_number)
+
+
+def test_next_numbers() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        x = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.5, -1e-30, math.inf, -math.inf], dtype=dtype)
+        assert torch.equal(elementary.above(x), torch.nextafter(x, torch.full_like(x, math.inf)))
+        assert torch.equal(elementary.below(x), torch.nextafter(x, torch.full_like(x, -math.inf)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "ulps"), [("exp", 2), ("log", 2), ("log1p", 200), ("sqrt", 0.5), ("erf", 8), ("tan", 3)]
+)
+def test_functions_are_near_the_truth(name: str, ulps: float, dtype: torch.dtype) -> None:
+    """In units of the last place: against numpy's in float128 where there is one, and math.erf."""
+    generator = np.random.default_rng(0)
+    low, high = {"exp": (-80, 80), "log1p": (-0.999, 3), "erf": (-3, 3), "tan": (-1.5, 1.5)}.get(name, (0, 1000))
+    x = generator.uniform(low, high, 5000).astype(str(dtype).removeprefix("torch."))
+    exact = np.vectorize(math.erf)(x.astype(float)) if name == "erf" else getattr(np, name)(x.astype(np.longdouble))
+    got = elementary.extended(torch.from_numpy(x), name).numpy()
+    error = np.abs(got.astype(np.longdouble) - exact) / np.spacing(np.abs(got)).astype(np.longdouble)
+    assert error.max() <= ulps + 0.01
+
+
+@pytest.mark.parametrize("name", ["exp", "log", "log1p", "sqrt", "erf", "erfinv"])
+def test_functions_differentiate_twice_and_batch(name: str) -> None:
+    f, x = getattr(functions, name), torch.linspace(0.1, 0.8, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(f, x)
+    assert torch.autograd.gradgradcheck(f, x)
+    slope = torch.func.vmap(torch.func.grad(f))(x.detach())
+    torch.testing.assert_close(slope, torch.func.jvp(f, (x.detach(),), (torch.ones(5, dtype=torch.float64),))[1])
+    forward = torch.func.jacfwd(torch.func.grad(lambda x: f(x).sum()))(x.detach())
+    torch.testing.assert_close(forward, torch.func.hessian(lambda x: f(x).sum())(x.detach()))
+
+
+def test_a_sum_in_an_order_of_its_own() -> None:
+    for n in (0, 1, 2, 7, 64, 100):
+        x = torch.randn(3, n, dtype=torch.float64)
+        torch.testing.assert_close(functions.tree_sum(x), x.sum(-1))

@@ -247,7 +247,7 @@ def truncated_normal(key: Key, lower: Any, upper: Any, shape: Shape | None = Non
     lower, upper = fitting(where, unit, lower=lower, upper=upper)
     root = torch.tensor(math.sqrt(2), dtype=dtype, device=unit.device)
     u = kinds.between(unit, functions.erf(lower / root), functions.erf(upper / root))
-    least, most = kinds.next_number(lower.detach(), 1), kinds.next_number(upper.detach(), -1)
+    least, most = functions.above(lower), functions.below(upper)
     return torch.minimum(torch.maximum(functions.erfinv(u) * root, least), most)
 
 

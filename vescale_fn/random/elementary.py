@@ -157,14 +157,34 @@ def erfinv(x: torch.Tensor) -> torch.Tensor:
     return torch.where(inside, y, torch.where(x.abs() == 1, x * math.inf, math.nan))
 
 
+def above(x: torch.Tensor, direction: int = 1) -> torch.Tensor:
+    """The next number of x's own dtype; with direction -1, the one before. Infinity stays."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    bits = x.contiguous().view(integer)
+    step = torch.where(x > 0, direction, -direction).to(integer)
+    smallest = torch.ones_like(bits).view(x.dtype) * direction
+    moved = torch.where(x == 0, smallest, (bits + step).view(x.dtype))
+    return torch.where(x == direction * math.inf, x, moved)
+
+
+def below(x: torch.Tensor) -> torch.Tensor:
+    """The number of x's own dtype before it."""
+    return above(x, -1)
+
+
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp": _exp, "log": _log, "log1p": _log1p, "sqrt": _sqrt, "erf": erf, "erfinv": erfinv, "tan": tan,
     "lgamma": lgamma,
 }  # fmt: skip
 
 
+IN_THEIR_DTYPE = {"above": above, "below": below}
+
+
 def extended(x: torch.Tensor, name: str) -> torch.Tensor:
     """A function of all numbers, in any float dtype; of the 16-bit ones through float32."""
+    if name in IN_THEIR_DTYPE:
+        return IN_THEIR_DTYPE[name](x)
     wide = x.contiguous() if x.dtype in (torch.float32, torch.float64) else x.float().contiguous()
     flat = wide.reshape(-1)  # where even one number is a vector: the functions above write into views
     return FUNCTIONS[name](flat).reshape(x.shape).to(x.dtype)

@@ -119,6 +119,16 @@ def erfinv(x: torch.Tensor) -> torch.Tensor:
     return _torch.apply(_Exact, x, "erfinv")
 
 
+def above(x: torch.Tensor) -> torch.Tensor:
+    """The next number of x's dtype. It has no derivative here."""
+    return torch.ops.vescale_fn.exact.default(x.detach(), "above")
+
+
+def below(x: torch.Tensor) -> torch.Tensor:
+    """The number of x's dtype before it. It has no derivative here."""
+    return torch.ops.vescale_fn.exact.default(x.detach(), "below")
+
+
 def power(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x to the power of y, for x >= 0 and y > 0; through float64, so that float32 results are rounded once."""
     wide = x.double()

@@ -151,16 +151,7 @@ def truncation(lower: float, upper: float, dtype: torch.dtype) -> tuple[float, .
     """Between which uniform numbers to draw, and the least and the largest result, for a truncated normal."""
     bounds = torch.tensor([lower, upper], dtype=dtype, device="cpu")
     u = through(elementary.erf, bounds / torch.tensor(math.sqrt(2), dtype=dtype, device="cpu"))
-    return *u.tolist(), next_number(bounds[:1], 1).item(), next_number(bounds[1:], -1).item()
-
-
-def next_number(x: torch.Tensor, direction: int) -> torch.Tensor:
-    """The next number of x's dtype above (1) or below (-1)."""
-    integer = FLOATS[x.dtype][2]
-    away = torch.where(x > 0, direction, -direction).to(integer)
-    step = torch.where(x.isinf() & (x.sign() == direction), torch.zeros_like(away), away)
-    smallest = torch.full_like(x, 1).view(integer).mul(0).add(1).view(x.dtype) * direction
-    return torch.where(x == 0, smallest, (x.contiguous().view(integer) + step).view(x.dtype))
+    return *u.tolist(), elementary.above(bounds[:1]).item(), elementary.below(bounds[1:]).item()
 
 
 def randint(higher: Words, lower: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch.Tensor:
