@@ -386,3 +386,32 @@ def test_a_sum_in_an_order_of_its_own() -> None:
     for n in (0, 1, 2, 7, 64, 100):
         x = torch.randn(3, n, dtype=torch.float64)
         torch.testing.assert_close(functions.tree_sum(x), x.sum(-1))
+
+
+@pytest.mark.parametrize("d", BATCHED, ids=lambda d: d.id)
+def test_a_spec_wins_over_how_parameters_lie(d: Distribution) -> None:
+    params = {name: v * (1 + torch.arange(10) / 20) for name, v in tensors(d).items()}
+    whole = getattr(random, d.name)(KEY, **params, shape=(4, 10))
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("a", "b"))
+        lying = {name: vfn.shard(v, mesh, P("a")) for name, v in params.items()}
+        for spec in (P("a", "b"), P(None, ("b", "a"))):
+            drawn = getattr(random, d.name)(KEY, **lying, shape=(4, 10), spec=spec, mesh=mesh)
+            assert vfn.spec_of(drawn) == spec
+            assert torch.equal(vfn.unshard(drawn), whole)
+
+
+@pytest.mark.parametrize("name", ["dirichlet", "ball", "multivariate_normal"])
+def test_the_entries_of_vectors_can_be_split_in_a_body(name: str) -> None:
+    call = {
+        "dirichlet": lambda **more: random.dirichlet(KEY, torch.arange(1.0, 7.0), (4,), **more),
+        "ball": lambda **more: random.ball(KEY, 6, 1.5, (4,), **more),
+        "multivariate_normal": lambda **more: random.multivariate_normal(
+            KEY, torch.arange(6.0), torch.diag(torch.arange(1.0, 7.0)), (4,), **more
+        ),
+    }[name]
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((2, 3), ("a", "b"))
+        for spec in (P("a", "b"), P(None, ("b", "a"))):
+            drawn = vfn.shard_map(lambda: call(spec=spec), mesh=mesh, in_specs=(), out_specs=spec)()
+            assert torch.equal(vfn.unshard(drawn), call())
