@@ -1,5 +1,6 @@
 """Keys and draws: JAX's numbers, bit for bit, on any mesh."""
 
+from . import init
 from .continuous import (
     cauchy,
     double_sided_maxwell,
@@ -69,4 +70,5 @@ __all__ = [
     "dirichlet",
     "multivariate_normal",
     "dropout",
+    "init",
 ]
