@@ -227,15 +227,23 @@ def apply(function: Any, *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
+_functorch_active = torch._C._are_functorch_transforms_active
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_is_compiling = torch.compiler.is_compiling
+
+
 def is_plain(x: torch.Tensor) -> bool:
     """Whether `x` is a tensor and nothing else, and nothing watches: no subclass, transform, mode or compiler."""
-    return (
-        type(x) is torch.Tensor
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-    )
+    return (type(x) is torch.Tensor and not _is_compiling() and not _functorch_active()
+            and _dispatch_modes() == 0 and _function_modes() == 0)  # fmt: skip
+
+
+_CPU = torch.device("cpu")
+
+
+def default_device() -> torch.device:
+    """`torch.get_default_device()`, at once where nothing can have changed it."""
+    return _CPU if torch._C._len_torch_function_stack() == 0 else torch.get_default_device()
 
 
 def register_tree_node(cls: type, flatten: Any, unflatten: Any, names: tuple[str, ...]) -> None:

@@ -1,6 +1,7 @@
 """Keys and draws: JAX's numbers, bit for bit, on any mesh."""
 
 from . import init
+from .backends import backend
 from .continuous import (
     cauchy,
     double_sided_maxwell,
@@ -25,8 +26,14 @@ from .keys import Key
 from .masks import dropout
 from .multivariate import ball, dirichlet, multivariate_normal
 from .streams import clone, fold_in, key, key_data, key_impl, split, wrap_key_data
+from .whole_axis import categorical, choice, orthogonal, permutation
 
 __all__ = [
+    "backend",
+    "categorical",
+    "choice",
+    "orthogonal",
+    "permutation",
     "Key",
     "key",
     "split",

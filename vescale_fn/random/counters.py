@@ -54,7 +54,7 @@ def blocks(shape: Sequence[int], indices: Sequence[Indices], size: int, device: 
     """The counters of the rectangle in row-major order, in blocks of about `size`."""
     if not math.prod(map(len, indices)):
         return
-    outer, inner = _plan(shape, indices)
+    outer, inner = plan(shape, indices)
     n = len(inner)
     rows = math.prod(len(index) for index, _ in outer)
     small = math.prod(shape) <= 1 << 32  # then the high word is zero everywhere
@@ -77,7 +77,7 @@ def blocks(shape: Sequence[int], indices: Sequence[Indices], size: int, device: 
             yield start, stop, *_words((bases[:, None] + offsets).view(-1))
 
 
-def _plan(shape: Sequence[int], indices: Sequence[Indices]) -> tuple[list[tuple[Indices, int]], Indices]:
+def plan(shape: Sequence[int], indices: Sequence[Indices]) -> tuple[list[tuple[Indices, int]], Indices]:
     """Outer dims as (index, stride), and the offsets that are repeated for each of their rows."""
     stride, inner, dim = 1, range(1), len(shape) - 1
     while dim >= 0 and isinstance(indices[dim], range) and len(indices[dim]) == shape[dim]:

@@ -178,6 +178,8 @@ def _key_from(value: Any) -> str:
 
 def shape_of(shape: Any, where: str, name: str = "shape") -> tuple[int, ...]:
     """`shape` as a tuple of sizes (an int is one size), or a RandomError."""
+    if type(shape) is tuple and all(type(size) is int and size >= 0 for size in shape):
+        return shape
     entries: Any = shape if isinstance(shape, (Sequence, torch.Size)) and not isinstance(shape, str) else (shape,)
     sizes = []
     for size in entries:

@@ -10,14 +10,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import _torch
-from . import counters, kinds
+from . import backends, counters, kinds, native
 from .threefry import MASK, Word, hash_ints, hash_words, signed
 
 BLOCK = {"cpu": 1 << 15}  # what stays in a core's cache, and below what torch spreads over threads
 BLOCK_ELSEWHERE = 1 << 22
+SMALL = 1 << 16  # elements that one thread draws
 FEW = 32  # so many hashes are cheaper on Python's ints than on tensors
 
 _library = torch.library.Library("vescale_fn", "FRAGMENT")
@@ -47,13 +49,31 @@ def draw(key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int], lo
     return torch.ops.vescale_fn.draw.default(key, where, shape, local, kind, params, dtype, device)
 
 
+def draw_small(key: torch.Tensor, kind: str, shape: tuple[int, ...], dtype: torch.dtype,
+               params: Sequence[kinds.Number]) -> torch.Tensor | None:  # fmt: skip
+    """A whole draw under one plain key on the CPU, by the shortest way; None where that is not one."""
+    code = native.SMALL.get((kind, dtype))
+    if code is None or backends.variant is None or key.ndim != 1 or key.device.type != "cpu":
+        return None
+    n = math.prod(shape)
+    if n >= SMALL:
+        return None
+    dtype = torch.bool if kind == "bernoulli" else dtype
+    return native.small(backends.variant, code, key, 0, n, params, shape, dtype)
+
+
 def split(key: torch.Tensor, n: int) -> torch.Tensor:
     """int32 [..., 2] -> [..., n, 2]: the hashes of the counters 0, ..., n - 1."""
     return _split(key, n) if _torch.is_plain(key) else torch.ops.vescale_fn.split.default(key, n)
 
 
-def fold_in(key: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+def fold_in(key: torch.Tensor, data: torch.Tensor | int) -> torch.Tensor:
     """int32 [..., 2] and integers [...], broadcast -> [..., 2]: the hash of the counter `data`."""
+    if isinstance(data, int):
+        if backends.variant is not None and _torch.is_plain(key) and key.ndim == 1 and key.device.type == "cpu":
+            return native.small(backends.variant, native.WORDS, key, data, 1, (), (2,), torch.int32)
+        # by numpy: `torch.tensor` makes, in a `shard_map` body, one copy a simulated rank
+        data = torch.from_numpy(np.asarray(data, dtype=np.int64))
     if _torch.is_plain(key) and _torch.is_plain(data):
         return _fold_in(key, data)
     return torch.ops.vescale_fn.fold_in.default(key, data)
@@ -61,6 +81,9 @@ def fold_in(key: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 def _draw(key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int], local: Sequence[int], kind: str,
           params: Sequence[kinds.Number], dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # fmt: skip
+    code = native.CODES.get((kind, dtype)) if backends.variant is not None and device.type == "cpu" else None
+    if code is not None and key.device.type == "cpu":
+        return _draw_native(backends.variant, code, key, where, shape, local, kind, params, dtype)
     batch, n = key.shape[:-1], math.prod(local)
     streams, values = kinds.KINDS[kind]
     keys = key.reshape(-1, 1, 2) if streams == 1 else _split(key.reshape(-1, 2), streams)  # [keys, streams, 2]
@@ -77,6 +100,16 @@ def _draw(key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int], l
     return out.view((*batch, *local))
 
 
+def _draw_native(variant: Any, code: int, key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int],
+                 local: Sequence[int], kind: str, params: Sequence[kinds.Number], dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
+    streams = kinds.KINDS[kind][0]
+    out = torch.empty((*key.shape[:-1], *local), dtype=kinds.result_dtype(kind, dtype), device="cpu")
+    keys = key.reshape(-1, 1, 2) if streams == 1 else _split(key.reshape(-1, 2), streams)
+    indices = counters.decode(shape, None if where is None else where.tolist())
+    native.draw(variant, code, keys, shape, indices, params, out)
+    return out
+
+
 def key_words(keys: torch.Tensor, device: torch.device) -> list[tuple[Word, Word]]:
     """For each stream, the key's two words: ints if they are at hand, else tensors with a dim for the counters."""
     if len(keys) == 1 and keys.device.type == "cpu":
@@ -86,6 +119,12 @@ def key_words(keys: torch.Tensor, device: torch.device) -> list[tuple[Word, Word
 
 
 def _split(key: torch.Tensor, n: int) -> torch.Tensor:
+    if backends.variant is not None and key.device.type == "cpu":
+        if key.ndim == 1 and n < SMALL:
+            return native.small(backends.variant, native.WORDS, key, 0, n, (), (n, 2), torch.int32)
+        out = torch.empty((*key.shape[:-1], n, 2), dtype=torch.int32, device="cpu")
+        native.draw(backends.variant, native.WORDS, key.reshape(-1, 1, 2), (n,), (range(n),), (), out)
+        return out
     if key.ndim == 1 and n <= FEW and key.device.type == "cpu":
         k0, k1 = (k & MASK for k in key.tolist())
         hashed = [[*map(signed, hash_ints(k0, k1, 0, i))] for i in range(n)]

@@ -6,8 +6,7 @@ Each rank hashes the counters of its own rectangle and of nothing else, so nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +19,7 @@ from . import counters, kinds, op
 from .keys import Key
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """What is drawn, before it is said where: an entry of `kinds.KINDS`, its numbers, its dtype, the whole shape."""
 
     kind: str
@@ -37,6 +35,10 @@ def drawn(
 
     Inside a `shard_map` body: this rank's block of the draw; without a spec, the same whole draw on every rank.
     """
+    if spec is None and mesh is None and device is None and context.body() is None and _torch.is_plain(key.data):
+        out = op.draw_small(key.data, draw.kind, draw.shape, draw.dtype, draw.params)
+        if out is not None:
+            return out
     layout = laid_out(where, key, draw, spec, mesh)
     if layout is None:
         body = context.body()
@@ -103,7 +105,7 @@ def device_of(key: Key, mesh: Any) -> torch.device:
         return key.data.device
     if mesh is not None:
         return torch.device(mesh.device_type)
-    return torch.empty(0).device if torch.compiler.is_compiling() else torch.get_default_device()
+    return torch.empty(0).device if torch.compiler.is_compiling() else _torch.default_device()
 
 
 def _whole(key: Key, draw: Draw, device: torch.device) -> torch.Tensor:

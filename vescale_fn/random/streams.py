@@ -187,8 +187,6 @@ def fold_in(key: Key, data: Any) -> Key:
     """
     key = checked(key, "random.fold_in")
     data = _integer(data, "random.fold_in", "data", 0, 1 << 32)
-    if not isinstance(data, torch.Tensor):
-        data = from_numpy(np.asarray(data, dtype=np.int64))
     return Key(op.fold_in(key.data, data), key.impl)
 
 
