@@ -29,8 +29,14 @@ def test_the_definition(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     mask = random.bernoulli(KEY, 1 - RATE, shape)
     expected = torch.where(mask, x.to(wide) * torch.tensor(1 / (1 - RATE), dtype=wide), 0).to(dtype)
-    assert torch.equal(f(x), expected)
-    assert torch.equal(f(x.mT.contiguous().mT if x.ndim > 1 else x), expected)
+    before = random.backend()
+    try:
+        for backend in ("torch", "auto"):
+            random.backend(backend)
+            assert torch.equal(f(x), expected)
+            assert torch.equal(f(x.mT.contiguous().mT if x.ndim > 1 else x), expected)
+    finally:
+        random.backend(before)
 
 
 def test_what_is_dropped_is_zero_whatever_it_was() -> None:
