@@ -100,8 +100,10 @@ def _draw(key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int], l
     return out.view((*batch, *local))
 
 
-def _draw_native(variant: Any, code: int, key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int],
-                 local: Sequence[int], kind: str, params: Sequence[kinds.Number], dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
+def _draw_native(
+    variant: int, code: int, key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int], local: Sequence[int],
+    kind: str, params: Sequence[kinds.Number], dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     streams = kinds.KINDS[kind][0]
     out = torch.empty((*key.shape[:-1], *local), dtype=kinds.result_dtype(kind, dtype), device="cpu")
     keys = key.reshape(-1, 1, 2) if streams == 1 else _split(key.reshape(-1, 2), streams)

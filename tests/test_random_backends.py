@@ -1,0 +1,201 @@
+"""Draws have the same bits whatever carries them out: torch, and the C library in each instruction set and any threads."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vescale_fn import random
+from vescale_fn.errors import RandomError
+from vescale_fn.random import backends, kinds, native
+from vescale_fn.random.placed import Draw, draw_local
+
+KEY = random.key(42)
+PARAMS = {"uniform": (-1.25, 3.7), "bernoulli": (0.3,), "randint": kinds.integer_range(-5, 1000, torch.int32)}
+ENTRIES = sorted(native.CODES, key=str)
+BIG = (1 << 20, 1 << 20)
+
+RECTANGLES = {  # shape, indices in each dim
+    "scalar": ((), ()),
+    "empty": ((4, 6), (range(4), range(3, 3))),
+    "whole": ((37, 111), (range(37), range(111))),
+    "rows": ((64, 5, 7), (range(16, 33), range(5), range(7))),
+    "columns": ((50, 130), (range(50), range(64, 128))),
+    "one column": ((50, 13), (range(50), range(7, 8))),
+    "a box": ((9, 8, 7, 6), (range(2, 5), range(8), range(1, 6), range(2, 4))),
+    "pieces of rows": ((30, 11), ([0, 1, 2, 10, 11, 12, 29], range(11))),
+    "pieces of columns": ((30, 40), (range(3, 30), [0, 1, 5, 6, 7, 39])),
+    "pieces of both": ((30, 40), ([1, 4], [0, 1, 5, 6, 7, 39])),
+    "far away": (BIG, (range(BIG[0] - 2, BIG[0]), range(5, 400))),
+    "across 2**32": ((1 << 33,), (range((1 << 32) - 700, (1 << 32) + 900),)),
+    "rows across 2**32": ((3, (1 << 32) - 100), (range(3), range(0, 300))),
+}
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    before, threads = random.backend(), torch.get_num_threads()
+    yield
+    random.backend(before)
+    torch.set_num_threads(threads)
+
+
+def test_the_c_library_is_built_where_there_is_a_compiler() -> None:
+    assert native.library is not None or not shutil.which("cc"), (
+        "there is a C compiler, but vescale_fn.random has no C library: was the project installed with `pip install`?"
+    )
+
+
+def drawn(name: str, kind: str, dtype: torch.dtype, shape, indices, key=KEY) -> torch.Tensor:
+    random.backend(name)
+    out = draw_local(key, Draw(kind, shape, dtype, PARAMS.get(kind, ())), indices)
+    return out.contiguous().view(torch.uint8) if out.ndim else out.reshape(1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("where", RECTANGLES)
+@pytest.mark.parametrize("name", native.available())
+def test_every_rectangle_of_every_kind(name: str, where: str) -> None:
+    shape, indices = RECTANGLES[where]
+    for kind, dtype in ENTRIES:
+        assert torch.equal(drawn(name, kind, dtype, shape, indices), drawn("torch", kind, dtype, shape, indices)), (
+            kind,
+            dtype,
+        )
+
+
+@pytest.mark.parametrize("name", native.available())
+def test_many_keys_in_one_call(name: str) -> None:
+    keys = random.split(KEY, (3, 50))
+    for kind, dtype in ENTRIES:
+        for shape, indices in (RECTANGLES["columns"], RECTANGLES["scalar"]):
+            got, want = (drawn(b, kind, dtype, shape, indices, keys) for b in (name, "torch"))
+            assert torch.equal(got, want), (kind, dtype)
+
+
+@pytest.mark.parametrize("name", native.available())
+def test_threads_do_not_matter(name: str) -> None:
+    n = 5 * (1 << 16) + 321  # enough for several threads
+    random.backend("torch")
+    want = random.normal(KEY, (n,)), random.bits(KEY, (n,)), random.bernoulli(KEY, 0.25, (3, n // 3))
+    for threads in (1, 2, 8):
+        torch.set_num_threads(threads)
+        random.backend(name)
+        got = random.normal(KEY, (n,)), random.bits(KEY, (n,)), random.bernoulli(KEY, 0.25, (3, n // 3))
+        assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("name", native.available())
+def test_special_parameters(name: str) -> None:
+    cases = [
+        lambda: random.uniform(KEY, (999,), minval=3.0, maxval=-1.0),
+        lambda: random.uniform(KEY, (999,), torch.float64, 3.0, -1.0),
+        lambda: random.uniform(KEY, (999,), minval=-1e38, maxval=1e38),
+        lambda: random.bernoulli(KEY, 0.0, (999,)),
+        lambda: random.bernoulli(KEY, 1.0, (999,)),
+        lambda: random.randint(KEY, (999,), -(1 << 31), 1 << 31),
+        lambda: random.randint(KEY, (999,), 5, 5),
+        lambda: random.randint(KEY, (999,), 0, 1 << 32, torch.uint32),
+        lambda: random.randint(KEY, (999,), 0, (1 << 31) + 7, torch.uint32),
+        lambda: random.randint(KEY, (999,), -300, 300, torch.int8),
+    ]
+    for case in cases:
+        random.backend("torch")
+        want = case()
+        random.backend(name)
+        assert torch.equal(case().view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", native.available())
+def test_keys(name: str) -> None:
+    for make in (lambda: random.split(KEY, 5), lambda: random.split(KEY, (2, 1000)), lambda: random.split(KEY, 0),
+                 lambda: random.split(KEY, 70_000), lambda: random.fold_in(KEY, 2**32 - 1), lambda: random.fold_in(KEY, 0)):  # fmt: skip
+        random.backend("torch")
+        want = make()
+        random.backend(name)
+        assert make() == want
+
+
+@pytest.mark.parametrize("name", native.available())
+def test_the_self_test_finds_a_wrong_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = native.VARIANTS.index(name)
+    assert backends.differing(variant) == []
+    swapped = {**native.CODES, ("normal", torch.float32): native.CODES["exponential", torch.float32]}
+    monkeypatch.setattr(native, "CODES", swapped)
+    assert backends.differing(variant) == ["normal of float32"]
+
+
+def test_a_library_that_is_wrong_is_left_alone() -> None:
+    """In a process of its own, because the choice is made at import."""
+    program = (
+        "import torch, warnings\n"
+        "import vescale_fn.random.native as native, vescale_fn.random.backends as backends\n"
+        "native.CODES['normal', torch.float32] = 11\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    backends._start()\n"
+        "print(backends.backend(), '|', caught[0].message)\n"
+    )
+    if not native.available():
+        pytest.skip("no C library here, and no compiler to build it")
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    best = native.available()[-1]
+    assert found == (
+        f"torch | vescale_fn.random: {best} differs from the torch definition in normal of float32, so draws run on torch\n"
+    )
+
+
+def test_the_backend_is_told_and_set() -> None:
+    there = ["torch", *native.available()]
+    assert random.backend("auto") == there[-1]
+    for name in there:
+        assert random.backend(name) == random.backend() == name
+    with pytest.raises(RandomError) as raised:
+        random.backend("numpy")
+    listed = ", ".join(map(repr, [*there, "auto"]))
+    assert str(raised.value) == f"random.backend: 'numpy' is not a backend\n  Instead: one of {listed}"
+    assert random.backend() == there[-1]  # what was there stays
+
+
+def test_what_is_not_available_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "available", lambda: ["c-baseline"])
+    monkeypatch.setattr(native, "library", object())
+    with pytest.raises(RandomError) as raised:
+        random.backend("c-avx512")
+    assert str(raised.value) == (
+        "random.backend: the backend 'c-avx512' is not available: this processor lacks its instructions\n"
+        "  Instead: one of 'torch', 'c-baseline', 'auto'"
+    )
+    monkeypatch.setattr(native, "available", lambda: [])
+    monkeypatch.setattr(native, "library", None)
+    with pytest.raises(RandomError) as raised:
+        random.backend("c-avx2")
+    assert str(raised.value) == (
+        "random.backend: the backend 'c-avx2' is not available: the C library was not built\n"
+        "  Instead: one of 'torch', 'auto'"
+    )
+
+
+def test_the_environment_chooses() -> None:
+    environment = {**os.environ, "VESCALE_FN_RANDOM": "torch"}
+    program = "import vescale_fn as vfn; print(vfn.random.backend())"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert run.stdout == "torch\n"
+
+
+def test_nothing_of_the_draws_size_is_held_besides_it() -> None:
+    """Peak memory of a draw of 64 MiB, in a process of its own: the draw and little else."""
+    program = (
+        "import resource, torch, vescale_fn as vfn\n"
+        "key = vfn.random.key(0)\n"
+        "vfn.random.normal(key, (1 << 17,))\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "x = vfn.random.normal(key, (1 << 24,))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    for name in ["torch", *native.available()[-1:]]:
+        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
+                             env={**os.environ, "VESCALE_FN_RANDOM": name})  # fmt: skip
+        assert int(run.stdout) < 64 * 1024 * 1.25, name
