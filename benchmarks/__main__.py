@@ -3,5 +3,5 @@
 import subprocess
 import sys
 
-for name in ("shard_map_call", "eager_ops", "simulated_step"):
+for name in ("shard_map_call", "eager_ops", "simulated_step", "random_draws"):
     subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

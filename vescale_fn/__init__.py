@@ -3,7 +3,7 @@
 from . import errors, optim, random
 from .array import Array, spec_of
 from .context import current_mesh, set_mesh, strict, use_mesh
-from .debug import comm_log, show
+from .debug import comm_log, debug, show
 from .gradient import grad, value_and_grad, vjp
 from .mesh import make_mesh
 from .ops import (
@@ -39,6 +39,7 @@ __all__ = [
     "axis_size",
     "comm_log",
     "current_mesh",
+    "debug",
     "dynamic_slice",
     "errors",
     "from_local",

@@ -238,6 +238,11 @@ def is_plain(x: torch.Tensor) -> bool:
             and _dispatch_modes() == 0 and _function_modes() == 0)  # fmt: skip
 
 
+def tracing() -> bool:
+    """Whether a mode watches every op, as tracers do."""
+    return _dispatch_modes() > 0
+
+
 _CPU = torch.device("cpu")
 
 

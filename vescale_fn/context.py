@@ -29,6 +29,7 @@ class _State(threading.local):
     body: Body | None = None
     strict: bool = False
     grad_depth: int = 0
+    key_uses: dict[Any, Any] | None = None
 
 
 _state = _State()
@@ -65,6 +66,11 @@ def body() -> Body | None:
 def is_strict() -> bool:
     """Whether moves that the program did not ask for raise."""
     return _state.strict
+
+
+def key_uses() -> dict[Any, Any] | None:
+    """In debug mode, what each random key was used for; else None."""
+    return _state.key_uses
 
 
 def logs() -> tuple[Any, ...]:
@@ -149,6 +155,11 @@ def swap_body(value: Body | None) -> Body | None:
     return before
 
 
+def debugging() -> contextlib.AbstractContextManager[None]:
+    """Note what each key is used for."""
+    return _setting(key_uses={})
+
+
 @contextlib.contextmanager
 def logging_to(log: Any) -> Iterator[None]:
     """Record every collective into `log` as well."""
@@ -162,7 +173,8 @@ def logging_to(log: Any) -> Iterator[None]:
 
 def captured() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What brings this thread's state of now back, any number of times: for what a backward pass computes again."""
-    return functools.partial(_setting, mesh=_state.mesh, body=_state.body, strict=_state.strict)
+    # not the uses of keys: what is computed again draws again, on purpose
+    return functools.partial(_setting, mesh=_state.mesh, body=_state.body, strict=_state.strict, key_uses=None)
 
 
 def differentiating() -> contextlib.AbstractContextManager[None]:
@@ -175,4 +187,4 @@ def clear() -> None:
     global _logs
     set_simulated(None)
     _logs = ()
-    _state.mesh, _state.body, _state.strict, _state.grad_depth = None, None, False, 0
+    _state.mesh, _state.body, _state.strict, _state.grad_depth, _state.key_uses = None, None, False, 0, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import html
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from . import array, context, tree
 from .layout import type_text
+from .lines import readable
 from .mesh import axes_of, coordinates
 from .spec import P, local_indices, shard_shape, split_axes
 from .wire import Record
@@ -53,17 +53,9 @@ class CommLog:
         if not self.records:
             return "no collective"
         rows = [("op", "axis", "bytes", "why", "line")]
-        rows += [(r.op, r.axis, str(r.bytes), r.why, _readable(r.line)) for r in self.records]
+        rows += [(r.op, r.axis, str(r.bytes), r.why, readable(r.line)) for r in self.records]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[4]]) for row in rows)
-
-
-def _readable(line: str) -> str:
-    """A source line as its reader knows it: in a notebook by the number of the cell, not by the kernel's temporary file."""
-    file, _, number = line.rpartition(":")
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    cell = shell.compile.format_code_name(file) if shell is not None else None
-    return line if cell is None else f"{cell[1]}:{number}"
 
 
 @contextlib.contextmanager
@@ -204,3 +196,27 @@ def _picture(x: Any) -> str:
                      f"stroke='white'/><text x='{left + w / 2:.1f}' y='{top + h / 2 + 3:.1f}' font-size='9' fill='white' "
                      f"text-anchor='middle'>{label}</text>")  # fmt: skip
     return f"<svg width='{width:.0f}' height='{height:.0f}' role='img'>{''.join(drawn)}</svg>"
+
+
+def debug() -> contextlib.AbstractContextManager[None]:
+    """Inside this ``with`` block, mistakes that cost time to find are looked for: a random key that is used twice.
+
+    A draw and a `split` use a key up. `fold_in` may be called on one key again and again, but not beside a draw or a
+    split of it, whose numbers it would repeat. A key that is made twice counts as one. Tracers are not looked into.
+
+    Raises:
+        RandomError: where a key is used again; it names the lines of both uses.
+
+    Source: the idea of `jax.experimental.key_reuse`.
+
+    >>> import vescale_fn as vfn
+    >>> key = vfn.random.key(0)
+    >>> with vfn.debug():
+    ...     x = vfn.random.normal(key, (2,))
+    ...     try:
+    ...         y = vfn.random.uniform(key, (2,))
+    ...     except vfn.errors.RandomError as error:
+    ...         print(str(error).splitlines()[0])
+    random.uniform: the key [0, 0] was used before, so the numbers are not new ones
+    """
+    return context.debugging()

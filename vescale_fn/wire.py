@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,8 @@ import torch.distributed as dist
 
 from . import _torch, context
 from .blocks import Blocks
+from .lines import user_line
 from .mesh import axes_of, groups, is_simulated, my_rank
-
-_HERE = __file__.rsplit("/", 1)[0]
-_TORCH = torch.__file__.rsplit("/", 1)[0]
 
 
 @dataclass(frozen=True)
@@ -41,22 +38,11 @@ class Record:
         return ",".join(self.axes)
 
 
-def _user_line() -> str:
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_HERE, _TORCH)) or f"{_HERE}/recipes" in file:
-            if not file.startswith("<frozen") and "/optree/" not in file:
-                return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "?"
-
-
 def _log(op: str, axes: tuple[str, ...], tensor: Any, factor: int, why: str) -> None:
     logs = context.logs()
     if logs:
         one = tensor.blocks[0] if type(tensor) is Blocks else tensor
-        record = Record(op, axes, one.numel() * one.element_size() * factor, why, _user_line())
+        record = Record(op, axes, one.numel() * one.element_size() * factor, why, user_line())
         for log in logs:
             log.append(record)
 

@@ -18,6 +18,7 @@ import torch
 
 from .. import _torch, tree
 from ..errors import RandomError, report
+from . import reuse
 
 IMPLS = ("threefry2x32",)
 
@@ -148,8 +149,11 @@ tree.mark_opaque(Key)  # there is nothing in a key to differentiate: gradient tr
 _torch.register_tree_node(Key, _flatten, lambda children, impl: _unflatten(impl, children), ("data",))
 
 
-def checked(key: Any, where: str, scalar: bool = True) -> Key:
-    """`key` if it is one (and, by default, only one), else a RandomError that says what to pass."""
+def checked(key: Any, where: str, scalar: bool = True, use: str | None = reuse.DRAW) -> Key:
+    """`key` if it is one (and, by default, only one), else a RandomError that says what to pass.
+
+    Every public function that takes a key calls this once, first; in debug mode it notes the use that is made of it.
+    """
     if not isinstance(key, Key):
         raise RandomError(report(where, f"the first argument must be a key, but it is {described(key)}",
                                  fix=_key_from(key)))  # fmt: skip
@@ -157,6 +161,8 @@ def checked(key: Any, where: str, scalar: bool = True) -> Key:
         raise RandomError(report(
             where, f"it takes one key, but was given an array of keys of shape {key.shape}",
             fix=f"key[0], or vfn.vmap(lambda key: vfn.random.{where.split('.')[-1]}(key, ...))(keys)"))  # fmt: skip
+    if use is not None:
+        reuse.note(key.data, where, use)
     return key
 
 

@@ -87,6 +87,12 @@ def small(variant: int, code: int, key: torch.Tensor, first: int, n: int, params
     return out
 
 
+def _vector(index: counters.Indices) -> np.ndarray:
+    if isinstance(index, range):
+        return np.arange(index.start, index.stop, dtype=np.int64)
+    return np.array(index, dtype=np.int64)
+
+
 def draw(variant: int, code: int, keys: torch.Tensor, shape: Sequence[int], indices: Sequence[counters.Indices],
          params: Sequence[float], out: torch.Tensor, x: torch.Tensor | None = None) -> None:  # fmt: skip
     """The elements of a rectangle, for each key.
@@ -102,9 +108,9 @@ def draw(variant: int, code: int, keys: torch.Tensor, shape: Sequence[int], indi
     keys = keys.contiguous()
     outer, inner = counters.plan(shape, indices)
     sizes = np.array([len(index) for index, _ in outer], dtype=np.int64)
-    vectors = [np.asarray(index, dtype=np.int64) * stride for index, stride in outer]
+    vectors = [_vector(index) * stride for index, stride in outer]
     offsets = np.concatenate(vectors) if vectors else sizes
-    listed = None if isinstance(inner, range) else np.asarray(inner, dtype=np.int64)
+    listed = None if isinstance(inner, range) else _vector(inner)
     first = inner.start if isinstance(inner, range) else 0
     job = _Draw(code, len(outer), keys.data_ptr(), keys.shape[0], keys.shape[1], sizes.ctypes.data, offsets.ctypes.data,
                 first, len(inner), None if listed is None else listed.ctypes.data,

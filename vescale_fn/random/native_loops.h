@@ -160,12 +160,22 @@ TARGET SEPARATE static void SUFFIX(values)(const Draw *d, const uint32_t *restri
 
 /* --- the walk: counters.py ----------------------------------------------------------------------------------------- */
 
-/* Consecutive counters from `from` on. */
-TARGET SEPARATE static void SUFFIX(count)(uint64_t from, uint32_t *restrict hi, uint32_t *restrict lo, int n) {
+/* Consecutive counters from `from` on. Writes in whole steps, up to STEP - 1 behind the last. */
+INLINE void SUFFIX(count)(uint64_t from, uint32_t *restrict hi, uint32_t *restrict lo, int n) {
+    enum { STEP = 16 };
     const uint32_t high = (uint32_t)(from >> 32), low = (uint32_t)from;
-    for (int i = 0; i < n; i++) lo[i] = low + (uint32_t)i;
-    for (int i = 0; i < n; i++) hi[i] = high;
-    for (int64_t i = (int64_t)(0x100000000 - low); i < n; i++) hi[i] = high + 1; /* past a multiple of 2**32 */
+    for (int i = 0; i < n; i += STEP)
+        for (int j = 0; j < STEP; j++) lo[i + j] = low + (uint32_t)(i + j), hi[i + j] = high;
+    if (low + (uint32_t)n < low) /* past a multiple of 2**32 */
+        for (int64_t i = (int64_t)(0x100000000 - low); i < n; i++) hi[i] = high + 1;
+}
+
+/* What all outer dims but the last add to a counter, and where the offsets of the last begin. */
+INLINE uint64_t SUFFIX(base)(const Draw *d, const int64_t *at, const int64_t **last) {
+    uint64_t base = (uint64_t)d->first;
+    *last = d->offsets;
+    for (int i = 0; i + 1 < d->ndim; i++) base += (uint64_t)(*last)[at[i]], *last += d->sizes[i];
+    return base;
 }
 
 /* The elements start <= e < stop of all keys' draws, laid one after the other. */
@@ -181,13 +191,13 @@ TARGET static void SUFFIX(range)(const Draw *d, int64_t start, int64_t stop) {
         const uint32_t *k = d->keys + key * 2 * d->streams;
         int64_t row = (start - key * per_key) / d->run, column = (start - key * per_key) % d->run;
         for (int i = d->ndim - 1; i >= 0; i--) at[i] = row % d->sizes[i], row /= d->sizes[i];
+        const int64_t *last;
+        uint64_t outer = SUFFIX(base)(d, at, &last);
         while (start < end) {
             int n = 0;
             const int most = end - start < BLOCK ? (int)(end - start) : BLOCK;
             while (n < most) { /* one run, or what of it the block takes */
-                uint64_t base = (uint64_t)d->first;
-                const int64_t *offsets = d->offsets;
-                for (int i = 0; i < d->ndim; i++) base += (uint64_t)offsets[at[i]], offsets += d->sizes[i];
+                const uint64_t base = outer + (uint64_t)(d->ndim ? last[at[d->ndim - 1]] : 0);
                 const int take = d->run - column < most - n ? (int)(d->run - column) : most - n;
                 if (d->inner) {
                     for (int i = 0; i < take; i++) {
@@ -200,7 +210,11 @@ TARGET static void SUFFIX(range)(const Draw *d, int64_t start, int64_t stop) {
                 n += take, column += take;
                 if (column == d->run) {
                     column = 0;
-                    for (int i = d->ndim - 1; i >= 0 && ++at[i] == d->sizes[i]; i--) at[i] = 0;
+                    if (d->ndim && ++at[d->ndim - 1] == d->sizes[d->ndim - 1]) {
+                        at[d->ndim - 1] = 0;
+                        for (int i = d->ndim - 2; i >= 0 && ++at[i] == d->sizes[i]; i--) at[i] = 0;
+                        outer = SUFFIX(base)(d, at, &last);
+                    }
                 }
             }
             SUFFIX(hash)(k[0], k[1], hi, lo, y0, y1, n);

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import RandomError, report
-from . import op
+from . import op, reuse
 from .keys import IMPLS, Key, checked, described, shape_of
 from .threefry import signed
 
@@ -115,7 +115,7 @@ def key_data(keys: Key) -> torch.Tensor:
     >>> vfn.random.key_data(vfn.random.key(42)).tolist()
     [0, 42]
     """
-    return checked(keys, "random.key_data", scalar=False).data.to(torch.uint32)
+    return checked(keys, "random.key_data", scalar=False, use=None).data.to(torch.uint32)
 
 
 def key_impl(keys: Key) -> str:
@@ -133,7 +133,7 @@ def key_impl(keys: Key) -> str:
     >>> vfn.random.key_impl(vfn.random.key(0))
     'threefry2x32'
     """
-    return checked(keys, "random.key_impl", scalar=False).impl
+    return checked(keys, "random.key_impl", scalar=False, use=None).impl
 
 
 def split(key: Key, num: int | Sequence[int] = 2) -> Key:
@@ -185,7 +185,7 @@ def fold_in(key: Key, data: Any) -> Key:
     >>> vfn.random.fold_in(vfn.random.key(42), 7)
     Key([2547012911, 1371500959], threefry2x32)
     """
-    key = checked(key, "random.fold_in")
+    key = checked(key, "random.fold_in", use=reuse.FOLD)
     data = _integer(data, "random.fold_in", "data", 0, 1 << 32)
     return Key(op.fold_in(key.data, data), key.impl)
 
@@ -206,5 +206,6 @@ def clone(key: Key) -> Key:
     >>> vfn.random.clone(key) == key
     True
     """
-    key = checked(key, "random.clone", scalar=False)
+    key = checked(key, "random.clone", scalar=False, use=None)
+    reuse.allow(key.data)
     return Key(key.data.clone(), key.impl)
