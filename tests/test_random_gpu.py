@@ -44,10 +44,11 @@ PLACES = {  # the whole draw's shape, the rectangle's indices
     "across 2**32": ((1 << 33,), (range((1 << 32) - 70, (1 << 32) + 60),)),
     "across 2**32 in a row": ((3, 3 << 31), (range(3), range((1 << 32) - 5, (1 << 32) + 9))),
     "listed across 2**32": ((1 << 34,), ([5, (1 << 32) - 1, 1 << 32, (1 << 34) - 1],)),
+    "least and most": ((1 << 24,), ([11_367_249, 14_640_141],)),  # where the first key draws all zeros, all ones
     "long rows": ((3, 9000), (range(1, 3), range(100, 8900))),
 }
 LONG = ("whole", "long rows")  # under one key in the interpreter, which takes its time
-FEW = ("whole", "listed both", "across 2**32")
+FEW = ("whole", "listed both", "across 2**32", "least and most")
 CASES = [(kind, dtype) for kind, (dtypes, _) in gpu.KNOWN.items() for dtype in dtypes]
 DROPS = [("dropout", dtype) for dtype in gpu.DROPOUTS]
 THOROUGH = [("bits", torch.uint32), ("randint", torch.int32), ("dropout", torch.float32)]
@@ -108,6 +109,11 @@ def every_case():
         for place in PLACES if (kind, dtype) in THOROUGH else FEW:
             for count in (1, 3) if (kind, dtype) in THOROUGH and place not in LONG else (1 if place in LONG else 3,):
                 yield kind, dtype, place, count
+
+
+def test_the_extremes_are_drawn():
+    drawn = expected("uniform", torch.float32, KEYS[:1, :1], "least and most", (0, 1))
+    assert drawn.tolist() == [[0.0, 1 - 2.0**-23]]
 
 
 # In the interpreter, in a process of its own
@@ -178,12 +184,14 @@ def report():
     return json.loads(ran.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_kernel_has_the_bits_of_the_definition_in_the_interpreter(report):
     assert report["bad"] == []
     assert report["count"] == len([*every_case()]) + len(SPECIAL)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_self_test_finds_a_multiply_add_that_is_rounded_twice(report):
     assert report["rounded twice"] == {"normal": True, "gumbel": True, "bernoulli": False}
