@@ -130,7 +130,7 @@ def blocks() -> None:
         everything = tuple(map(range, shape))
         for kind, params in (("uniform", (0.0, 1.0)), ("normal", ())):
             draw = Draw(kind, shape, torch.float32, params)
-            took = wall({"whole": lambda draw=draw: draw_local(KEY, draw, everything),
+            took = wall({"whole": lambda draw=draw, everything=everything: draw_local(KEY, draw, everything),
                          "block": lambda draw=draw, indices=indices: draw_local(KEY, draw, indices)})  # fmt: skip
             rows.append([kind, name, took["whole"], took["block"] * 8, took["block"] * 8 / took["whole"]])
     publish("random_blocks", ["draw", "an eighth by", "whole, ns an element", "block, ns an element", "ratio"], rows)

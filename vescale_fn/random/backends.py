@@ -14,10 +14,13 @@ from .threefry import hash_words
 TORCH = "torch"
 _chosen: str = TORCH
 variant: int | None = None  # of the C library, where that is chosen
+on_cuda = True  # whether Triton draws on CUDA devices, where it is there; "torch" is for all devices
 
 
 def backend(name: str | None = None) -> str:
-    """Tell, or set, what carries draws on the CPU out. The bits of a draw do not depend on it.
+    """Tell, or set, what carries draws out. The bits of a draw do not depend on it.
+
+    On CUDA devices draws run in Triton kernels, where Triton is installed; only "torch" makes them torch ops there too.
 
     Args:
         name: "torch" (always there), "c-avx512", "c-avx2", "c-baseline" (where the installation found a C compiler, and
@@ -36,10 +39,11 @@ def backend(name: str | None = None) -> str:
     >>> vfn.random.backend(before) == before
     True
     """
-    global _chosen, variant
+    global _chosen, variant, on_cuda
     if name is None:
         return _chosen
     there = [TORCH, *native.available()]
+    triton = name != TORCH
     if name == "auto":
         name = there[-1]
     if name not in there:
@@ -48,6 +52,7 @@ def backend(name: str | None = None) -> str:
         fact = f"the backend {name!r} is not available: {missing}" if known else f"{name!r} is not a backend"
         raise RandomError(report("random.backend", fact, fix=f"one of {', '.join(map(repr, [*there, 'auto']))}"))
     _chosen, variant = name, None if name == TORCH else native.VARIANTS.index(name)
+    on_cuda = triton
     return name
 
 
@@ -55,7 +60,7 @@ def differing(chosen: int, n: int = 300) -> list[str]:
     """The kinds for which this variant of the C library does not give the bits of the torch definition."""
     key = torch.tensor([[[0x13198A2E, 0x03707344], [-0x5BF6FCDE, 0x299F31D0]]], dtype=torch.int32)
     low = torch.arange(n, dtype=torch.int32)
-    first, second = (hash_words(*(k & 0xFFFFFFFF for k in words), 7, low) for words in key[0].tolist())
+    first, second = (hash_words(k0 & 0xFFFFFFFF, k1 & 0xFFFFFFFF, 7, low) for k0, k1 in key[0].tolist())
     params = {"uniform": (-1.25, 3.7), "bernoulli": (0.3,), "randint": (-5, 1000, 296)}
     wrong = []
     for (kind, dtype), code in native.CODES.items():

@@ -16,7 +16,7 @@ from .. import _torch, array, blocks, context, types
 from ..errors import RandomError, report
 from ..mesh import axes_of, coordinates, played_ranks
 from ..spec import P, local_indices, split_axes
-from . import backends, counters, kinds, native, op, placed
+from . import backends, counters, gpu, kinds, native, op, placed
 from .keys import Key, checked, described
 from .parameters import probability
 from .placed import Draw, drawn
@@ -193,6 +193,9 @@ def _run(
     if backends.variant is not None and code is not None and x.device.type == "cpu":
         native.draw(backends.variant, code, keys.cpu(), shape, indices, (keep, scale(keep)), flat, source)
         return out
+    if x.device.type == "cuda" and backends.on_cuda:
+        if gpu.dropout(keys, shape, indices, source, keep, scale(keep), flat):
+            return out
     size = op.BLOCK.get(x.device.type, op.BLOCK_ELSEWHERE)
     together = max(1, size // max(n, 1))
     factor = torch.tensor(

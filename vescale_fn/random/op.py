@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from .. import _torch
-from . import backends, counters, kinds, native
+from . import backends, counters, gpu, kinds, native
 from .threefry import MASK, Word, hash_ints, hash_words, signed
 
-BLOCK = {"cpu": 1 << 15}  # what stays in a core's cache, and below what torch spreads over threads
+BLOCK = {"cpu": 1 << 17}  # so many that the calls cost little, so few that they stay in a cache
 BLOCK_ELSEWHERE = 1 << 22
 SMALL = 1 << 16  # elements that one thread draws
 FEW = 32  # so many hashes are cheaper on Python's ints than on tensors
@@ -81,9 +81,9 @@ def fold_in(key: torch.Tensor, data: torch.Tensor | int) -> torch.Tensor:
 
 def _draw(key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int], local: Sequence[int], kind: str,
           params: Sequence[kinds.Number], dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # fmt: skip
-    code = native.CODES.get((kind, dtype)) if backends.variant is not None and device.type == "cpu" else None
-    if code is not None and key.device.type == "cpu":
-        return _draw_native(backends.variant, code, key, where, shape, local, kind, params, dtype)
+    variant, code = backends.variant, native.CODES.get((kind, dtype))
+    if variant is not None and code is not None and device.type == key.device.type == "cpu":
+        return _draw_native(variant, code, key, where, shape, local, kind, params, dtype)
     batch, n = key.shape[:-1], math.prod(local)
     streams, values = kinds.KINDS[kind]
     keys = key.reshape(-1, 1, 2) if streams == 1 else _split(key.reshape(-1, 2), streams)  # [keys, streams, 2]
@@ -91,6 +91,8 @@ def _draw(key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int], l
     size = BLOCK.get(device.type, BLOCK_ELSEWHERE)
     together = max(1, size // max(n, 1))  # keys of small draws are hashed side by side
     indices = counters.decode(shape, None if where is None else where.tolist())
+    if device.type == "cuda" and backends.on_cuda and gpu.draw(kind, keys, shape, indices, params, dtype, out):
+        return out.view((*batch, *local))
     for first in range(0, len(keys), together):
         some = key_words(keys[first : first + together], device)
         for start, stop, high, low in counters.blocks(shape, indices, size, device):
