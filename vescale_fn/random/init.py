@@ -241,7 +241,7 @@ def orthogonal(scale: float = 1.0, column_axis: int = -1, dtype: torch.dtype = t
             raise RandomError(report(where, f"shape must have 2 dims or more, but it is {shape}"))
         (column,) = dims(column_axis, len(shape), where, "column_axis")
         laid_out(where, key, Draw("normal", shape, dtype), spec, mesh)  # a wrong spec is found before the work
-        return whole_axis._spread(where, key, _orthogonal(key, shape, column, scale, dtype), spec, mesh)
+        return whole_axis.spread(where, key, _orthogonal(key, shape, column, scale, dtype), spec, mesh)
 
     return init
 
@@ -277,7 +277,7 @@ def delta_orthogonal(scale: float = 1.0, column_axis: int = -1, dtype: torch.dty
         matrix = _orthogonal(key, shape[-2:], column, scale, dtype)
         around = [pad for k in reversed(shape[:-2]) for pad in ((k - 1) // 2, k - 1 - (k - 1) // 2)]
         value = torch.nn.functional.pad(matrix[(None,) * (len(shape) - 2)], (0, 0, 0, 0, *around))
-        return whole_axis._spread(where, key, value, spec, mesh)
+        return whole_axis.spread(where, key, value, spec, mesh)
 
     return init
 

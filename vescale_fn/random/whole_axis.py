@@ -57,11 +57,11 @@ def permutation(key: Key, x: Any, axis: int = 0, independent: bool = False, *, s
     key = checked(key, where)
     if not isinstance(x, torch.Tensor) or not x.ndim:
         axis = _dim(axis, 1, where)
-        return _spread(where, key, _shuffled(key, _size(x, where, "x")).to(torch.int32), spec, mesh)
+        return spread(where, key, _shuffled(key, _size(x, where, "x")).to(torch.int32), spec, mesh)
     axis = _dim(axis, x.ndim, where)
     if independent and x.ndim > 1:
-        return _spread(where, key, _shuffled_rows(where, key, x, axis), spec, mesh)
-    return _spread(where, key, _taken(x, _shuffled(key, x.shape[axis]), axis), spec, mesh)
+        return spread(where, key, _shuffled_rows(where, key, x, axis), spec, mesh)
+    return spread(where, key, _taken(x, _shuffled(key, x.shape[axis]), axis), spec, mesh)
 
 
 def choice(key: Key, a: Any, shape: Shape = (), replace: bool = True, p: Any = None, axis: int = 0,
@@ -127,10 +127,10 @@ def choice(key: Key, a: Any, shape: Shape = (), replace: bool = True, p: Any = N
         g = gumbel_noise(where, key, (n,), p.dtype, mode) + functions.log(p)
         index = _largest(g, count, 0).reshape(shape)
     if not tensor:
-        return _spread(where, key, index.to(torch.int32), spec, mesh)
+        return spread(where, key, index.to(torch.int32), spec, mesh)
     taken = _taken(a, index.to(torch.int64).flatten(), axis)
     out = taken.reshape((*a.shape[:axis], *shape, *a.shape[axis + 1 :]))
-    return _spread(where, key, out, spec, mesh)
+    return spread(where, key, out, spec, mesh)
 
 
 def categorical(key: Key, logits: torch.Tensor, axis: int = -1, shape: Shape | None = None, replace: bool = True,
@@ -184,7 +184,7 @@ def categorical(key: Key, logits: torch.Tensor, axis: int = -1, shape: Shape | N
         wide.insert(len(wide) + axis + 1, classes)
         noise = gumbel_noise(where, key, (*shape[:extra], *wide), logits.dtype, mode, own_spec, own_mesh)
         found = _first_largest(noise + logits, axis)
-        return found if context.body() is not None else _spread(where, key, found, spec, mesh)
+        return found if context.body() is not None else spread(where, key, found, spec, mesh)
     count = math.prod(shape[:extra])
     if count > classes:
         raise RandomError(report(where, f"{count} draws without replacement need as many classes, but there are {classes}",
@@ -194,7 +194,7 @@ def categorical(key: Key, logits: torch.Tensor, axis: int = -1, shape: Shape | N
     wide.insert(len(wide) + axis + 1, classes)
     noise = gumbel_noise(where, key, tuple(wide), logits.dtype, mode, own_spec, own_mesh)
     found = _largest(noise + logits, count, axis).movedim(axis, 0).reshape((*shape[:extra], *batch)).to(torch.int32)
-    return found.expand(here) if context.body() is not None else _spread(where, key, found.expand(shape), spec, mesh)
+    return found.expand(here) if context.body() is not None else spread(where, key, found.expand(shape), spec, mesh)
 
 
 def orthogonal(key: Key, n: int, shape: Shape = (), dtype: torch.dtype = torch.float32, m: int | None = None, *,
@@ -243,7 +243,7 @@ def orthogonal(key: Key, n: int, shape: Shape = (), dtype: torch.dtype = torch.f
     if spec is None:
         return q
     if (body := context.body()) is None:
-        return _spread(where, key, q, spec, mesh)
+        return spread(where, key, q, spec, mesh)
     return _cut(q, from_split_axes(rows[len(shape) :]), len(shape), mesh or body.mesh)
 
 
@@ -359,7 +359,7 @@ def _as_logits(logits: torch.Tensor, spec: P | None, mesh: Any, axis: int, extra
     return from_split_axes(rows), mesh
 
 
-def _spread(where: str, key: Key, value: torch.Tensor, spec: P | None, mesh: Any) -> torch.Tensor:
+def spread(where: str, key: Key, value: torch.Tensor, spec: P | None, mesh: Any) -> torch.Tensor:
     """What all ranks have computed, laid out: each keeps its part; or an array, brought to its spec."""
     if array.is_array(value) and mesh is None and context.body() is None:
         mesh = array.mesh_of(value) if spec is not None else None
