@@ -274,9 +274,8 @@ def _rounds(size: int) -> int:
 
 
 def _order(words: torch.Tensor, dim: int) -> torch.Tensor:
-    """What sorts unsigned words, equal ones as they come; through int32, which sorts in half the time of int64."""
-    signed = words.view(torch.int32) ^ torch.iinfo(torch.int32).min
-    return signed.argsort(dim=dim, stable=True)
+    """What sorts words, held as int32, as unsigned ones; equal ones stay as they come."""
+    return (words ^ torch.iinfo(torch.int32).min).argsort(dim=dim, stable=True)
 
 
 def _shuffled(key: Key, n: int) -> torch.Tensor:
@@ -284,7 +283,7 @@ def _shuffled(key: Key, n: int) -> torch.Tensor:
     found = None
     for _ in range(_rounds(n)):
         key, part = pieces(key)
-        order = _order(drawn("random.permutation", part, Draw("bits", (n,), torch.uint32)), 0)
+        order = _order(drawn("random.permutation", part, Draw("bits", (n,), torch.int32)), 0)
         found = order if found is None else found.gather(0, order)
     return torch.arange(n) if found is None else found
 
@@ -297,7 +296,7 @@ def _shuffled_rows(where: str, key: Key, x: torch.Tensor, axis: int) -> torch.Te
         x = with_sharding(x, spec)
     for _ in range(_rounds(x.numel())):
         key, part = pieces(key)
-        words = drawn(where, part, Draw("bits", tuple(x.shape), torch.uint32), spec and P(*spec), mesh)
+        words = drawn(where, part, Draw("bits", tuple(x.shape), torch.int32), spec and P(*spec), mesh)
         x = x.gather(axis, _order(words, axis))
     return x if spec is whole or whole is None else with_sharding(x, whole)
 
