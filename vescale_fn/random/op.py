@@ -53,12 +53,13 @@ def draw_small(key: torch.Tensor, kind: str, shape: tuple[int, ...], dtype: torc
                params: Sequence[kinds.Number]) -> torch.Tensor | None:  # fmt: skip
     """A whole draw under one plain key on the CPU, by the shortest way; None where that is not one."""
     code = native.SMALL.get((kind, dtype))
-    if code is None or backends.variant is None or key.ndim != 1 or key.device.type != "cpu":
+    if code is None or backends.variant is None or key.ndim != 1 or not key.is_cpu:
         return None
     n = math.prod(shape)
     if n >= SMALL:
         return None
-    dtype = torch.bool if kind == "bernoulli" else dtype
+    if kind == "bernoulli":
+        dtype = torch.bool
     return native.small(backends.variant, code, key, 0, n, params, shape, dtype)
 
 

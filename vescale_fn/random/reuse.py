@@ -23,7 +23,7 @@ def note(data: Any, where: str, kind: str = DRAW) -> None:
     Raises:
         RandomError: with the lines of both uses.
     """
-    if torch.compiler.is_compiling() or (uses := context.key_uses()) is None or _torch.tracing():
+    if (uses := context.key_uses()) is None or torch.compiler.is_compiling() or _torch.tracing():
         return
     line = user_line()
     for bits in _bits(data):
