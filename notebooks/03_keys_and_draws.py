@@ -87,7 +87,8 @@ for shape, spec in [((1,), P("x")), ((4,), P("x")), ((8,), P(None, "x")), ((2, 4
 # ## Which rank draws what
 #
 # Each picture is the whole draw of 13 x 10 numbers; the colour is the rank that makes an element. 13 rows do not
-# divide, so some ranks have less, and one may have nothing; over 8 ranks, 10 columns give three of them nothing. `("x", "y")` and `("y", "x")` on one dim are two layouts.
+# divide, so some ranks have less, and one may have nothing; over 8 ranks, 10 columns give three of them nothing.
+# `("x", "y")` and `("y", "x")` on one dim are two layouts.
 
 
 # %%
