@@ -30,6 +30,8 @@ class _State(threading.local):
     strict: bool = False
     grad_depth: int = 0
     key_uses: dict[Any, Any] | None = None
+    unit: Callable[[Any], Any] | None = None
+    recorder: Callable[[str, Any, Any], None] | None = None
 
 
 _state = _State()
@@ -55,7 +57,7 @@ def current_mesh() -> Any:
     >>> vfn.current_mesh() is None
     True
     """
-    return _state.mesh
+    return seen(_state.mesh)
 
 
 def body() -> Body | None:
@@ -66,6 +68,22 @@ def body() -> Body | None:
 def is_strict() -> bool:
     """Whether moves that the program did not ask for raise."""
     return _state.strict
+
+
+def on_one_device() -> bool:
+    """Whether a program for a mesh runs on one device, to compare: `shard` and `with_sharding` leave values plain."""
+    return _state.unit is not None
+
+
+def seen(mesh: Any) -> Any:
+    """The mesh that the program is to see: on one device, one with the same axes, all of size 1."""
+    return mesh if mesh is None or _state.unit is None else _state.unit(mesh)
+
+
+def note(name: str, given: Any, made: Any) -> None:
+    """Tell the recorder, where there is one, of a step of ours that it cannot see: what went in, and what came out."""
+    if _state.recorder is not None:
+        _state.recorder(name, given, made)
 
 
 def key_uses() -> dict[Any, Any] | None:
@@ -144,6 +162,16 @@ def strict() -> contextlib.AbstractContextManager[None]:
     return _setting(strict=True)
 
 
+def one_device(unit: Callable[[Any], Any] | None) -> contextlib.AbstractContextManager[None]:
+    """Let every mesh count as ``unit(mesh)``, its like with one rank; None ends that."""
+    return _setting(unit=unit)
+
+
+def recording(recorder: Callable[[str, Any, Any], None]) -> contextlib.AbstractContextManager[None]:
+    """Have `note` call ``recorder(name, given, made)``."""
+    return _setting(recorder=recorder)
+
+
 def entered_body(value: Body | None) -> contextlib.AbstractContextManager[None]:
     """Run a `shard_map` body."""
     return _setting(body=value)
@@ -173,8 +201,9 @@ def logging_to(log: Any) -> Iterator[None]:
 
 def captured() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What brings this thread's state of now back, any number of times: for what a backward pass computes again."""
-    # not the uses of keys: what is computed again draws again, on purpose
-    return functools.partial(_setting, mesh=_state.mesh, body=_state.body, strict=_state.strict, key_uses=None)
+    # not the uses of keys, and no recorder: what is computed again draws again, on purpose
+    kept = {name: getattr(_state, name) for name in ("mesh", "body", "strict", "unit")}
+    return functools.partial(_setting, **kept, key_uses=None, recorder=None)
 
 
 def differentiating() -> contextlib.AbstractContextManager[None]:
@@ -188,3 +217,4 @@ def clear() -> None:
     set_simulated(None)
     _logs = ()
     _state.mesh, _state.body, _state.strict, _state.grad_depth, _state.key_uses = None, None, False, 0, None
+    _state.unit, _state.recorder = None, None

@@ -75,6 +75,8 @@ def make_mesh(shape: Sequence[int], names: Sequence[str], *, device: str | None 
     simulated = context.simulated()
     world = simulated if simulated is not None else ranks.ensure_process_group(device)[1]
     sizes = _fill(sizes, names, world)
+    if context.on_one_device():
+        return _unit(device or ranks.device_type(), names)
     if simulated is not None:
         return rebuild_mesh(device or "cpu", sizes, names)
     device = device or ranks.device_type()
@@ -139,6 +141,17 @@ def _fitting(sizes: tuple[int, ...], names: tuple[str, ...], world: int) -> str:
 def _ranks(count: int, multiple: bool = False) -> str:
     ranks_ = f"a multiple of {count} ranks" if multiple else f"{count} rank{'s' * (count != 1)}"
     return f"start {ranks_}: vfn.simulate({count}), vfn.launch(fn, {count}) or torchrun --nproc-per-node {count}"
+
+
+def unit(mesh: Any) -> Any:
+    """The mesh with the same axes, each of size 1: that of a program which runs on one device."""
+    return _unit(mesh.device_type, tuple(axes_of(mesh)))
+
+
+@functools.lru_cache(maxsize=256)
+def _unit(device: str, names: tuple[str, ...]) -> DeviceMesh:
+    with _torch.no_torch_function():  # where the program is in a body, a factory would mean something else
+        return _torch.unattached_mesh(device, torch.zeros((1,) * len(names), dtype=torch.int64), names)
 
 
 def is_simulated(mesh: Any) -> bool:

@@ -110,7 +110,10 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     leaves, treedef, specs = _specs(tree_, spec, "shard")
     _check(tree_, leaves, specs, [mesh] * len(leaves), "shard")
     _keep_out_of_bodies(specs, "shard")
+    if context.on_one_device():
+        return unshard(_rebuilt(treedef, leaves))
     out = [place(x, mesh, s, "shard") if isinstance(x, torch.Tensor) else x for x, s in zip(leaves, specs, strict=True)]
+    context.note("shard", leaves, out)
     return _rebuilt(treedef, out)
 
 
@@ -147,10 +150,13 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     meshes = [mesh or mesh_of(x) or context.current_mesh() if isinstance(x, torch.Tensor) else None for x in leaves]
     _check(tree_, leaves, specs, meshes, "with_sharding")
     _keep_out_of_bodies(specs, "with_sharding")
+    if context.on_one_device():
+        return unshard(tree_)
     out = [x if m is None else place(x, m, s, "with_sharding") for x, s, m in zip(leaves, specs, meshes, strict=True)]
     for x, y in zip(leaves, out, strict=True):
         if y is not x and is_array(x):  # on one device the two are one: a write to either is to be seen in both
             note_elsewhere(_torch.peel(x), _torch.peel(y))
+    context.note("with_sharding", leaves, out)
     return _rebuilt(treedef, out)
 
 
@@ -195,6 +201,9 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
     tensor([0, 0, 1, 1])
     """
     context.checked_mesh(mesh, "from_local")
+    if context.on_one_device():  # what the ranks have loaded, put together
+        with context.one_device(None):
+            return unshard(from_local(tree_, mesh, spec))
     ranks = played_ranks(mesh)
     names: list[str] = []
     mine: list[list[Any]] = []

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from . import _torch, context, linear, reshard, tracking, tree, types
-from .array import Array, bring_in, is_array, mesh_of, spec_of, take_out
+from .array import Array, bring_in, is_array, mesh_of, spec_of, take_out, whole
 from .blocks import Blocks, shared
 from .errors import MeshError, ReshardError, SpecError, TypingError, mesh_text, report
 from .layout import axes_items, contiguous_stride, layout, spec_for
@@ -75,7 +75,7 @@ class _Mapped:
     def __call__(self, args: tuple[Any, ...]) -> Any:
         leaves, treedef = tree.flatten(args)
         leaves = [torch.as_tensor(x) if x.__class__ is np.ndarray else x for x in leaves]
-        mesh = self.mesh if self.mesh is not None else _found_mesh(leaves, self.name)
+        mesh = context.seen(self.mesh) if self.mesh is not None else _found_mesh(leaves, self.name)
         body = self.bodies.get(id(mesh))
         if body is None:
             body = self.bodies[id(mesh)] = context.Body(mesh, tuple(axes_of(mesh)), self.check)
@@ -89,10 +89,11 @@ class _Mapped:
             plan = _remember(self.ins, key, _plan_ins(self, mesh, args, leaves))
         if context.is_strict():
             _refuse_moves(self, args, leaves, plan)
-        fast = _nothing_differentiates(leaves)
+        fast, given = _nothing_differentiates(leaves), tuple(leaves)
         for i, entry in enumerate(plan):
             if entry is not None:
                 leaves[i] = _brought_in(leaves[i], mesh, entry, fast, self.check)
+        context.note(f"the arguments of shard_map({self.name})", given, leaves)
         intercepted = self.check or is_simulated(mesh) or not fast or context.grad_depth() > 0
         with tracking.running(body, functools.partial(_adopt, mesh, self.name), intercepted):
             result = self.f(*tree.unflatten(treedef, leaves))
@@ -110,9 +111,12 @@ class _Mapped:
             fast = _nothing_differentiates(locals_)
         elif not _nothing_differentiates(locals_):
             raise _closure_with_gradient(self, locals_)
+        made = tuple(locals_)
         for i, entry in enumerate(outs):
             if entry is not None:
                 locals_[i] = _taken_out(locals_[i], have[i], mesh, entry, fast, self.check)  # type: ignore[arg-type]
+                locals_[i] = whole(locals_[i]) if context.on_one_device() else locals_[i]
+        context.note(f"the results of shard_map({self.name})", made, locals_)
         return tree.unflatten(out_def, locals_)
 
 

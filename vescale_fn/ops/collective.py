@@ -101,6 +101,7 @@ def _send(where: str, x: Any, axis_name: Any, row: str, *, takes: str = "V", giv
     outs = _bucketed(op, leaves)
     for out, t in zip(outs, have):
         types.mark(out, types.with_letter(t, names, gives))
+    context.note(where, x, outs)
     return tree.unflatten(treedef, outs)
 
 
@@ -154,6 +155,7 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
             if where == "pmean":
                 out = _computed(out.div, wire.group_size(body.mesh, rest), types.typeof(out, body.axes))
             outs[i] = out
+    context.note(where, x, outs)
     return tree.unflatten(treedef, outs)
 
 
@@ -578,6 +580,7 @@ def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
             types.mark(value, types.with_letter(have, names, _WORDS[to]))
             types.borrow(value)
             leaves[i] = value
+    context.note(where, x, leaves)
     return tree.unflatten(treedef, leaves)
 
 

@@ -59,6 +59,7 @@ def laid_out(where: str, key: Key, draw: Draw, spec: P | None, mesh: Any) -> tup
     spec = _checked(where, P() if spec is None else spec)
     if mesh is None:
         mesh = body.mesh if body else context.current_mesh()
+    mesh = context.seen(mesh)
     if mesh is None:
         if len(spec) > len(draw.shape):
             raise SpecError(report(where, f"the spec {spec!r} has {len(spec)} entries, but the draw has shape "
@@ -67,6 +68,8 @@ def laid_out(where: str, key: Key, draw: Draw, spec: P | None, mesh: Any) -> tup
     validate(spec, axes_of(mesh), len(draw.shape), where, f"a draw of shape {draw.shape}")
     if body:
         _check_in_body(where, draw, spec, mesh, body)
+    elif context.on_one_device():
+        return None
     return spec, mesh
 
 

@@ -342,7 +342,7 @@ def _splits(spec: P | None, mesh: Any, ndim: int) -> tuple[int, ...]:
     body = context.body()
     if body is None or not isinstance(spec, P) or len(spec) > ndim:
         return (1,) * ndim
-    sizes = axes_of(mesh or body.mesh)
+    sizes = axes_of(context.seen(mesh or body.mesh))
     return tuple(math.prod(sizes.get(name, 1) for name in names) for names in split_axes(spec, ndim))
 
 
