@@ -278,27 +278,33 @@ def test_python_numbers(mesh):
     vfn.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(torch.ones(2))
 
 
-def test_psum_of_an_invarying_value_warns_once_with_the_factor(mesh):
-    f = vfn.shard_map(lambda x: vfn.psum(x, ("x", "y")), mesh=mesh, in_specs=P(), out_specs=P())
-    from vescale_fn.ops import collective
+def test_psum_of_an_invarying_value_warns_once_a_line_with_the_factor(mesh):
+    def body(x):
+        return vfn.psum(x, ("x", "y"))
 
-    collective._warned.clear()
-    with pytest.warns(
-        UserWarning, match="psum over 'x', 'y' of a value that is the same on all ranks multiplies it by 6"
-    ):
-        assert torch.equal(vfn.unshard(f(torch.ones(2))), torch.full((2,), 6.0))
-    with warnings.catch_warnings(), vfn.comm_log() as log:
-        warnings.simplefilter("error")
-        f(torch.ones(2))
+    f = vfn.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P())
+    said = (
+        "vfn.psum over {} of a value that is the same on all ranks multiplies it by {}. "
+        "(A gradient with respect to such a value is already summed.)"
+    )
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            assert torch.equal(vfn.unshard(f(torch.ones(2))), torch.full((2,), 6.0))
+    line = body.__code__.co_firstlineno + 1
+    assert [(w.filename, w.lineno, str(w.message)) for w in seen] == [(__file__, line, said.format("'x', 'y'", 6))]
+    with vfn.comm_log() as log:
         mean = vfn.shard_map(lambda x: vfn.pmean(x, "x"), mesh=mesh, in_specs=P(), out_specs=P())
         assert torch.equal(vfn.unshard(mean(torch.tensor([1 / 3]))), torch.tensor([1 / 3]))
         vfn.shard_map(
             lambda x: vfn.psum(x, "one"), mesh=vfn.make_mesh((1, 6), ("one", "x")), in_specs=P(), out_specs=P()
         )(torch.ones(2))  # times one: nothing to warn of
     assert not len(log)
-    for other, n in ((mesh, 3), (vfn.make_mesh((3, 2), ("x", "y")), 2)):  # another factor is another warning
-        with pytest.warns(UserWarning, match=f"multiplies it by {n}"):
+    with warnings.catch_warnings(record=True) as seen:  # another factor is another warning
+        warnings.simplefilter("default")
+        for other in (mesh, vfn.make_mesh((3, 2), ("x", "y"))):
             vfn.shard_map(lambda x: vfn.psum(x, "y"), mesh=other, in_specs=P(), out_specs=P())(torch.ones(2))
+    assert [str(w.message) for w in seen] == [said.format("'y'", n) for n in (3, 2)]
 
 
 def test_messages_of_names_and_pairs(mesh):

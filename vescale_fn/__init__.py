@@ -26,6 +26,7 @@ from .placement import from_local, shard, unshard, with_sharding
 from .ranks import launch, simulate
 from .shard_map import shard_map
 from .spec import P, shard_shape, spec_from_rules
+from .tracebacks import full_tracebacks
 from .transform import jvp, remat, vmap
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ __all__ = [
     "dynamic_slice",
     "errors",
     "from_local",
+    "full_tracebacks",
     "grad",
     "jvp",
     "launch",

@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from . import _torch, context
+from . import _torch, context, tracebacks
 from .errors import report
 
 try:
@@ -98,7 +97,7 @@ def failure(rank: int, error: BaseException) -> Message:
     below = error.__traceback__
     while below is not None and below.tb_frame.f_code.co_filename == __file__:
         below = below.tb_next
-    text = "".join(traceback.format_exception(type(error), error, below))
+    text = tracebacks.text(error, below)
     how = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
     return Message("failed", rank, title=how, text=text, when=time.monotonic())
 

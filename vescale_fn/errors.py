@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from . import tracebacks
+
 
 class VfnError(Exception):
-    """Base of every error that vescale_fn raises on purpose."""
+    """Base of every error that vescale_fn raises on purpose; it is shown with the user's line as the last frame."""
+
+    ends_at_the_users_line = True  # for `tracebacks`
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        tracebacks.hide_from_pytest()
 
 
 class SpecError(VfnError, ValueError):

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from . import _torch, context, reshard, tree
+from . import _torch, context, reshard, tracebacks, tree
 from .array import Array, is_array, mesh_of, moved, spec_of, wrap
 from .errors import TransformError, report
 from .layout import WHOLE, axes_items, layout, type_text
 from .spec import P
+
+__tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
 # --- the leaves that are differentiated -------------------------------------------------------------------------------
 

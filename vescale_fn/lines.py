@@ -1,26 +1,78 @@
-"""Where the user is: the line of their code from which ours was called."""
+"""Where the user is: the line of their code from which ours was called; warnings that point there.
+
+A frame is *inner* when it runs code of this package, of torch or of optree, or of Python's own library called from such.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import linecache
+import os
 import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from types import FrameType
 
-import torch
+_HERE = os.path.dirname(__file__) + os.sep
+_RECIPES = _HERE + "recipes" + os.sep  # programs, as a user would write them
 
-_HERE = __file__.rsplit("/", 1)[0]
-_TORCH = torch.__file__.rsplit("/", 1)[0]
+
+def _folder(package: str) -> str:
+    found = importlib.util.find_spec(package)  # does not import it
+    return os.path.dirname(found.origin) + os.sep if found is not None and found.origin else "\0"
+
+
+_INNER = (_HERE, *map(_folder, ("torch", "functorch", "optree")))
+_LIBRARY = (os.path.dirname(os.__file__) + os.sep, "<frozen")
+
+
+def is_ours(file: str) -> bool:
+    """Whether a file of code belongs to this package."""
+    return file.startswith(_HERE) and not file.startswith(_RECIPES)
+
+
+def is_inner(file: str) -> bool:
+    """Whether a file of code belongs to this package, to torch or to optree."""
+    return file.startswith(_INNER) and not file.startswith(_RECIPES)
+
+
+def is_library(file: str) -> bool:
+    """Whether a file of code belongs to Python's own library."""
+    return file.startswith(_LIBRARY) and "site-packages" not in file
+
+
+def inner(files: Iterable[str]) -> list[bool]:
+    """Which of these frames, given by their files with the outermost first, are inner."""
+    found, last = [], False
+    for file in files:
+        last = is_inner(file) or (last and is_library(file))
+        found.append(last)
+    return found
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame of the user's code; None where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (is_inner(frame.f_code.co_filename) or is_library(frame.f_code.co_filename)):
+        frame = frame.f_back
+    return frame
 
 
 def user_line() -> str:
-    """Where in the user's code this is, as ``file:line``: the innermost frame that is neither ours nor torch's."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_HERE, _TORCH)) or f"{_HERE}/recipes" in file:
-            if not file.startswith("<frozen") and "/optree/" not in file:
-                return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "?"
+    """Where in the user's code this is, as ``file:line``."""
+    frame = user_frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the user's line: by Python's rules once for each line and text, unless the user's filters say otherwise."""
+    frame = user_frame()
+    if frame is None:
+        warnings.warn(message, category, stacklevel=2)
+        return
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    module = frame.f_globals.get("__name__") or "<unknown>"
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
 def readable(line: str) -> str:
@@ -36,3 +88,19 @@ def quoted(line: str) -> str:
     file, _, number = line.rpartition(":")
     text = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
     return f"{readable(line)}: `{text}`" if text else readable(line)
+
+
+def mark_inner_frames(name: str) -> None:
+    """Give each inner frame of the present stack a local variable `name` that is true."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    _mark(frames[::-1], name)
+
+
+def _mark(frames: Sequence[FrameType], name: str) -> None:
+    for frame, hidden in zip(frames, inner(f.f_code.co_filename for f in frames)):
+        if hidden:
+            frame.f_locals[name] = True

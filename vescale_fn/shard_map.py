@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import _torch, context, linear, reshard, tracking, tree, types
+from . import _torch, context, linear, reshard, tracebacks, tracking, tree, types
 from .array import Array, bring_in, is_array, mesh_of, spec_of, take_out, whole
 from .blocks import Blocks, shared
 from .errors import MeshError, ReshardError, SpecError, TypingError, mesh_text, report
@@ -26,6 +26,8 @@ from .layout import axes_items, contiguous_stride, layout, spec_for
 from .mesh import axes_of, is_simulated, same
 from .ops.maps import Collective, promote
 from .spec import P, problems, split_axes
+
+__tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
 # --- what is remembered about arguments and results -------------------------------------------------------------------
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from . import _torch, context, tracking, tree
+from . import _torch, context, tracebacks, tracking, tree
 from .errors import TransformError, report
 from .gradient import Split
+
+__tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
 
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import optree
 
+from . import lines
 from .errors import SpecError, report
-
-_HERE = __file__.rsplit("/", 1)[0]
 
 flatten: Callable[..., tuple[list[Any], Any]] = optree.tree_flatten
 unflatten: Callable[[Any, Iterable[Any]], Any] = optree.tree_unflatten
@@ -64,11 +62,7 @@ def dotted(accessor: optree.PyTreeAccessor) -> str:
 
 def spelling(value: Any, otherwise: str) -> str:
     """The name by which the user's code calls `value` (its variable's), for messages; else `otherwise`."""
-    frame = sys._getframe(1)
-    while (
-        frame is not None and frame.f_code.co_filename.startswith(_HERE) and "/recipes/" not in frame.f_code.co_filename
-    ):
-        frame = frame.f_back
+    frame = lines.user_frame()
     if frame is None or isinstance(value, (int, str, bool, float, type(None))):
         return otherwise
     used = {name: frame.f_globals.get(name) for name in frame.f_code.co_names}

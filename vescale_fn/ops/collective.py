@@ -10,14 +10,13 @@ Source: `jax.lax`'s parallel operators.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from .. import _torch, context, linear, tree, types, wire
+from .. import _torch, context, linear, lines, tree, types, wire
 from ..blocks import Blocks
 from ..errors import CollectiveError, TypingError, mesh_text, report
 from ..mesh import axes_of, axis_names, is_simulated
@@ -124,8 +123,6 @@ def _dim_problem(dim: int, ndim: int, word: str) -> str | None:
 
 # --- reductions -------------------------------------------------------------------------------------------------------
 
-_warned: set[tuple[tuple[str, ...], int]] = set()
-
 
 def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
     """A reduction over the ranks. Over an axis along which a value is the same it is arithmetic: nothing is sent."""
@@ -144,7 +141,7 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
         if row == "psum" and leaf.dtype is torch.bool:
             leaf = _computed(leaf.to, torch.int32, have)
         if where == "psum" and same:
-            _warn_once(same, wire.group_size(body.mesh, same))
+            _warn_of_factor(same, wire.group_size(body.mesh, same))
             leaf = _computed(leaf.mul, wire.group_size(body.mesh, same), have)
         outs[i] = leaf
         if rest:
@@ -166,11 +163,10 @@ def _computed(method: Callable[[Any], torch.Tensor], argument: Any, type_: types
     return x
 
 
-def _warn_once(axes: tuple[str, ...], factor: int) -> None:
-    if factor > 1 and (axes, factor) not in _warned:
-        _warned.add((axes, factor))
-        warnings.warn(f"vfn.psum over {', '.join(map(repr, axes))} of a value that is the same on all ranks multiplies it "
-                      f"by {factor}. (A gradient with respect to such a value is already summed.)", stacklevel=4)  # fmt: skip
+def _warn_of_factor(axes: tuple[str, ...], factor: int) -> None:
+    if factor > 1:
+        lines.warn(f"vfn.psum over {', '.join(map(repr, axes))} of a value that is the same on all ranks multiplies it "
+                   f"by {factor}. (A gradient with respect to such a value is already summed.)")  # fmt: skip
 
 
 def psum(x: Any, axis_name: Axis) -> Any:

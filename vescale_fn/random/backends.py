@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import warnings
 
 import torch
 
+from .. import lines
 from ..errors import RandomError, report
 from . import kinds, native
 from .threefry import hash_words
@@ -83,8 +83,8 @@ def _start() -> None:
     asked = os.environ.get("VESCALE_FN_RANDOM", "auto")
     backend(asked)
     if variant is not None and (wrong := differing(variant)):
-        warnings.warn(f"vescale_fn.random: {_chosen} differs from the torch definition in {', '.join(wrong)}, so draws "
-                      "run on torch", RuntimeWarning, stacklevel=2)  # fmt: skip
+        what = f"{_chosen} differs from the torch definition in {', '.join(wrong)}"
+        lines.warn(f"vescale_fn.random: {what}, so draws run on torch", RuntimeWarning)
         backend(TORCH)
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from .. import lines
 from . import counters, gpu_kernels, kinds
 from .threefry import MASK, hash_words
 
@@ -166,8 +166,9 @@ def agrees(device: torch.device, kind: str, dtype: torch.dtype) -> bool:
     if fact is None:
         return True
     name = str(dtype).removeprefix("torch.")
-    warnings.warn(f"vescale_fn.random: Triton's {kind} of {name} on {device} {fact}, so it runs on torch ops",
-                  RuntimeWarning, stacklevel=2)  # fmt: skip
+    lines.warn(
+        f"vescale_fn.random: Triton's {kind} of {name} on {device} {fact}, so it runs on torch ops", RuntimeWarning
+    )
     return False
 
 
