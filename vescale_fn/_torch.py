@@ -95,6 +95,12 @@ def unattached_mesh(device: str, ranks: torch.Tensor, names: tuple[str, ...], cl
     return cls(device, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
 
 
+def root_mesh(mesh: Any) -> Any:
+    """The mesh that `mesh` was cut out of by ``mesh[names]``, or itself."""
+    find = getattr(mesh, "_get_root_mesh", None)
+    return mesh if find is None else find()
+
+
 def peel(x: torch.Tensor) -> torch.Tensor:
     """The tensor below all functorch wrappers (which hide a subclass and its attributes)."""
     while _functorch.is_functorch_wrapped_tensor(x):

@@ -7,14 +7,14 @@ libraries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from . import _torch, blocks, interpreter, linear, reshard
+from . import _torch, blocks, interpreter, linear, reshard, types
 from .blocks import Blocks
 from .errors import InPlaceError, MeshError, mesh_text, report
 from .layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
@@ -337,50 +337,88 @@ def _apart(local: Any, source: Any) -> Any:
 def _plain(x: Any, why: str) -> torch.Tensor:
     if not isinstance(x, Array):
         return x
-    local = interpreter.brought(x, WHOLE, why, apart=True)
-    return local.blocks[0] if type(local) is Blocks else local
+    return interpreter.the_one(interpreter.brought(x, WHOLE, why, apart=True), x._spec.mesh)
 
 
 @dataclass(frozen=True)
 class _Enter:
-    """From an array to each rank's block of it: into a `shard_map` body."""
+    """From an array to each rank's block of it: into a `shard_map` body. Along the axes of `auto` the block stays whole:
+    it is an array on that part of the mesh."""
 
     mesh: Any
     spec: P
+    auto: Any = None
 
     def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
         (x,) = xs
         bare = P(*self.spec, unreduced=self.spec.unreduced)
         if not isinstance(x, Array) or layout(x._spec) != bare:
             (x,) = _Move(self.mesh, None, bare, "shard_map")((x,))
-        local = _torch.local(x)
-        return (Blocks(local.blocks, in_body=True) if type(local) is Blocks else local.detach(),)  # type: ignore[call-arg]
+        return (entered(x, self.spec, self.auto),)
 
     def transpose(self) -> _Leave:
-        return _Leave(self.mesh, _cotangent_spec(self.spec))
+        return _Leave(self.mesh, _cotangent_spec(self.spec), self.auto)
 
     def batched(self) -> _Enter:
-        return _Enter(self.mesh, P(None, *self.spec, unreduced=self.spec.unreduced, reduced=self.spec.reduced))
+        return _Enter(self.mesh, _one_dim_in(self.spec), self.auto)
+
+
+def _one_dim_in(spec: P) -> P:
+    return P(None, *spec, unreduced=spec.unreduced, reduced=spec.reduced)
+
+
+def only_along(spec: P, axes: Iterable[str]) -> P:
+    """The part of a spec that speaks of these axes."""
+    axes = frozenset(axes)
+    rows = [tuple(a for a in row if a in axes) for row in split_axes(spec, len(spec))]
+    return from_split_axes(rows, spec.unreduced & axes, spec.reduced & axes)
+
+
+def entered(x: Array, spec: P, auto: Any) -> Any:
+    """The block of an array that lies as `spec`, under a name of its own; with `auto` an array on that part of the mesh."""
+    local = _torch.local(x)
+    if auto is None:
+        return Blocks(local.blocks, in_body=True) if type(local) is Blocks else local.detach()  # type: ignore[call-arg]
+    axes = axes_of(x._spec.mesh)
+    others = only_along(spec, axes.keys() - axes_of(auto).keys())
+    shape = [size // _product(axes, names) for size, names in zip(x.shape, split_axes(others, x.ndim))]
+    return wrap(_renamed(local), auto, only_along(P(*spec, unreduced=spec.unreduced), axes_of(auto)), torch.Size(shape))
+
+
+def _renamed(local: Any) -> Any:
+    """A local value under a name of its own."""
+    return Blocks(local.blocks) if type(local) is Blocks else local.detach()  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True)
 class _Leave:
-    """From each rank's block to the array that they make up: out of a `shard_map` body. Blocks are of one size."""
+    """From each rank's block to the array that they make up: out of a `shard_map` body. Blocks are of one size, or with
+    `auto` blocks of arrays of one size on that part of the mesh."""
 
     mesh: Any
     spec: P
+    auto: Any = None
 
     def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
-        local = _local(xs[0].detach(), self.mesh)
-        axes = axes_of(self.mesh)
-        shape = [size * _product(axes, names) for size, names in zip(local.shape, split_axes(self.spec, local.ndim))]
+        (x,) = xs
+        if self.auto is not None:
+            inner = only_along(P(*self.spec, unreduced=self.spec.unreduced), axes_of(self.auto))
+            (x,) = _Move(self.auto, None, inner, "shard_map")((x,))
+        local, axes = (
+            _local(_renamed(_torch.local(x)) if isinstance(x, Array) else x.detach(), self.mesh),
+            axes_of(self.mesh),
+        )
+        rows = split_axes(self.spec, x.ndim)
+        if self.auto is not None:
+            rows = split_axes(only_along(self.spec, axes.keys() - axes_of(self.auto).keys()), x.ndim)
+        shape = [size * _product(axes, names) for size, names in zip(x.shape, rows)]
         return (wrap(packed(local), self.mesh, self.spec, torch.Size(shape)),)
 
     def transpose(self) -> _Enter:
-        return _Enter(self.mesh, _cotangent_spec(self.spec))
+        return _Enter(self.mesh, _cotangent_spec(self.spec), self.auto)
 
     def batched(self) -> _Leave:
-        return _Leave(self.mesh, P(None, *self.spec, unreduced=self.spec.unreduced, reduced=self.spec.reduced))
+        return _Leave(self.mesh, _one_dim_in(self.spec), self.auto)
 
 
 def _product(axes: dict[str, int], names: Sequence[str]) -> int:
@@ -395,18 +433,18 @@ def on_device(x: torch.Tensor, mesh: Any) -> torch.Tensor:
     return x if x.device.type == mesh.device_type or type(x) is Blocks else x.to(mesh.device_type)
 
 
-def bring_in(x: Any, mesh: Any, spec: P, why: str) -> Any:
+def bring_in(x: Any, mesh: Any, spec: P, why: str, auto: Any = None) -> Any:
     """Each rank's block of a plain tensor or an array that is to lie as `spec`; differentiable."""
     if not is_array(x):
         x = on_device(x, mesh)
     if not is_array(x) or spec_of(x) != spec:  # else its cotangent comes back right from _Enter alone
         x = moved(x, mesh, spec, why)
-    return linear.apply(_Enter(mesh, spec), x)[0]
+    return linear.apply(_Enter(mesh, spec, auto), x)[0]
 
 
 def moved(x: Any, mesh: Any, target: P | None, why: str) -> Any:
     """An array, or a plain whole tensor, brought to `target`, or (None) to a plain whole tensor; differentiable."""
-    return linear.apply(_Move(mesh, spec_of(x) if is_array(x) else None, target, why), x)[0]
+    return types.kept(linear.apply(_Move(mesh, spec_of(x) if is_array(x) else None, target, why), x)[0], x)
 
 
 def whole(x: Any, why: str = "unshard") -> torch.Tensor:
@@ -414,9 +452,9 @@ def whole(x: Any, why: str = "unshard") -> torch.Tensor:
     return moved(_only_sums(x) if isinstance(x, DTensor) else x, mesh_of(x), None, why)
 
 
-def take_out(local: Any, mesh: Any, spec: P) -> Any:
+def take_out(local: Any, mesh: Any, spec: P, auto: Any = None) -> Any:
     """The array that the ranks' blocks, all of one size, make up under `spec`; differentiable."""
-    return linear.apply(_Leave(mesh, spec), local)[0]
+    return linear.apply(_Leave(mesh, spec, auto), local)[0]
 
 
 def place(x: Any, mesh: Any, spec: P, where: str) -> Any:

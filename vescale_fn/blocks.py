@@ -62,7 +62,12 @@ class Blocks(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(types) > 1 and not all(map(_HERE.__contains__, types)):
+            return NotImplemented  # an array knows what to do with blocks, not they with it
         return run(func, args, kwargs or {})
+
+
+_HERE = frozenset((torch.Tensor, torch.nn.Parameter, Blocks))
 
 
 def _type(x: torch.Tensor) -> str:

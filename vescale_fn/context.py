@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import MeshError, report
@@ -17,11 +17,21 @@ from .errors import MeshError, report
 
 @dataclass(frozen=True)
 class Body:
-    """The `shard_map` body that is running: its mesh, the axes that are manual in it, and whether types are checked."""
+    """The `shard_map` body that is running.
+
+    Args:
+        mesh: the whole mesh.
+        axes: the axes that are manual in it, those of the maps around it first.
+        sizes: of these axes.
+        check: whether types are checked.
+        auto: the mesh of the other axes, along which its values are whole arrays; None where there are none.
+    """
 
     mesh: Any
     axes: tuple[str, ...]
+    sizes: Mapping[str, int] = field(hash=False)
     check: bool
+    auto: Any = None
 
 
 class _State(threading.local):

@@ -21,7 +21,7 @@ from .arguments import bind, replace, tensors_in
 from .blocks import Blocks
 from .errors import InPlaceError, MeshError, RandomError, TypingError, mesh_text, report
 from .layout import WHOLE, axes_items, layout, spec_for, text, type_text
-from .mesh import axes_of, coordinates, is_simulated, played_ranks, same
+from .mesh import axes_of, coordinates, is_part, is_simulated, played_ranks, same
 from .ops.rule import Call, Rule, T
 from .ops.rules import find
 from .propagator import propagated
@@ -68,7 +68,8 @@ def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
     for x in tensors:
         if isinstance(x, DTensor) and not any(same(x._spec.mesh, mesh) for mesh in meshes):
             meshes.append(x._spec.mesh)
-        if type(x) is Blocks:
+    for x in tensors:
+        if type(x) is Blocks and not is_part(meshes[0]):
             raise TypingError(report(str(func), "a value of one rank (inside shard_map) meets a whole array",
                                      fix="pass the array to shard_map as an argument, with its own in_spec"))  # fmt: skip
     if len(meshes) > 1:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from . import _torch, context, reshard, tracebacks, tree
+from . import _torch, context, reshard, tracebacks, tree, types
 from .array import Array, is_array, mesh_of, moved, spec_of, wrap
 from .errors import TransformError, report
 from .layout import WHOLE, axes_items, layout, type_text
@@ -156,7 +156,7 @@ def _settle_together(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tens
             [_torch.local(g) for g in arrays], shapes, mesh, plans, "grad: the layout of the primals"
         )
         for (i, goal), g, local in zip(rows, arrays, moved, strict=True):
-            out[i] = wrap(local, mesh, goal, g.shape)
+            out[i] = types.kept(wrap(local, mesh, goal, g.shape), g)
     return out
 
 

@@ -20,7 +20,7 @@ from .blocks import Blocks
 from .decide import PLAIN, STEP_BY_STEP, WRITE, Decision, decide, reason, refuse
 from .errors import InPlaceError, ReshardError, TypingError, report
 from .layout import WHOLE, axes_items, layout, spec_for, text, type_text
-from .mesh import played_ranks
+from .mesh import is_part, played_ranks
 from .spec import P
 
 _CACHE_SIZE = 16384
@@ -309,7 +309,8 @@ def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], dec
         if id(o) in by_value and id(by_value[id(o)]) in written:
             return by_value[id(o)]
         spec = spec_for(mesh, WHOLE, o.shape, tuple(o.stride()), o.dtype)
-        return _torch.new_dtensor(cls, blocks.shared(o, n) if decision.simulated else o, spec, requires_grad=False)
+        local = blocks.shared(o, n) if decision.simulated and type(o) is not Blocks else o
+        return _torch.new_dtensor(cls, local, spec, requires_grad=False)
 
     result = wrap(out)
     if decision.view:
@@ -343,11 +344,22 @@ def _one_whole(func: Any, x: Any, i: int, decision: Decision, written: bool) -> 
     if steps:
         whole = Decision(decision.mesh, (WHOLE,) * (i + 1), (), (), False)
         local = _moved(func, x, steps, whole, i, reason(func, shape, x.dtype, spec, WHOLE))
-    one = local.blocks[0] if type(local) is Blocks else local
+    one = the_one(local, decision.mesh)
     strided = one.stride() == tuple(x.stride()) or x.numel() == 0 or (0 in x.stride() and not written)
     if strided and not (written and spec != WHOLE):
         return one, bool(steps)  # where it is not a copy, what is written lands in the array's own storage
-    return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=one.device).copy_(one), True
+    return _in_own_memory(one, shape, x.stride()), True
+
+
+def the_one(local: Any, mesh: Any) -> Any:
+    """What all ranks hold, once: of blocks the first. Where the mesh is only a part of one, they may differ: all of them."""
+    return local.blocks[0] if type(local) is Blocks and not is_part(mesh) else local
+
+
+def _in_own_memory(one: Any, shape: Sequence[int], stride: Sequence[int]) -> Any:
+    if type(one) is Blocks:
+        return Blocks([_in_own_memory(block, shape, stride) for block in one.blocks])
+    return torch.empty_strided(shape, stride, dtype=one.dtype, device=one.device).copy_(one)
 
 
 def _write_back(func: Any, x: Any, whole: torch.Tensor, mesh: Any) -> None:

@@ -44,6 +44,47 @@ class SimulatedMesh(DeviceMesh):
         return self
 
 
+class SimulatedPart(SimulatedMesh):
+    """Some axes of a simulated mesh. Its ranks are those of the whole mesh: along the other axes there is a copy of it
+    for each place, with values of its own."""
+
+    whole: SimulatedMesh
+
+    @functools.cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return (*self.whole._key, self.mesh_dim_names)
+
+    def __reduce__(self) -> Any:
+        return part, (self.whole, self.mesh_dim_names)
+
+
+@functools.lru_cache(maxsize=256)
+def part(mesh: Any, names: tuple[str, ...]) -> Any:
+    """The mesh of some axes of a mesh, in its order: on each rank, of the ranks that share its place on the other axes."""
+    if tuple(axes_of(mesh)) == names:
+        return mesh
+    sizes = [axes_of(mesh)[name] for name in names]
+    if is_simulated(mesh):
+        made = _torch.unattached_mesh(
+            mesh.device_type, torch.arange(math.prod(sizes)).view(sizes), names, SimulatedPart
+        )
+        made.whole = root(mesh)
+        return made
+    if not ranks.has_process_group():
+        return _torch.unattached_mesh(mesh.device_type, torch.zeros(sizes, dtype=torch.int64), names)
+    return mesh[names]
+
+
+def root(mesh: Any) -> Any:
+    """The mesh of which this is a part, or itself."""
+    return mesh.whole if isinstance(mesh, SimulatedPart) else mesh if is_simulated(mesh) else _torch.root_mesh(mesh)
+
+
+def is_part(mesh: Any) -> bool:
+    """Whether this is only a part of a simulated mesh, so that what it holds whole may still differ between ranks."""
+    return isinstance(mesh, SimulatedPart)
+
+
 @functools.lru_cache(maxsize=64)
 def rebuild_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> SimulatedMesh:
     """The simulated mesh of these axes, one object for all."""
@@ -161,9 +202,9 @@ def is_simulated(mesh: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def coordinates(mesh: Any, rank: int) -> Mapping[str, int]:
-    """The place of the `rank`-th rank (row-major over the mesh) on each axis."""
+    """The place of the `rank`-th rank (row-major over the mesh, or the simulated one it is a part of) on each axis."""
     coord = {}
-    for name, size in reversed(axes_of(mesh).items()):
+    for name, size in reversed(axes_of(mesh.whole if is_part(mesh) else mesh).items()):
         rank, coord[name] = divmod(rank, size)
     return {name: coord[name] for name in axes_of(mesh)}
 
@@ -179,7 +220,7 @@ def my_rank(mesh: Any) -> int:
 def played_ranks(mesh: Any) -> range:
     """The row-major places of `mesh` that this process plays: all of them when simulated, else its own."""
     if is_simulated(mesh):
-        return range(math.prod(axes_of(mesh).values()))
+        return range(math.prod(axes_of(root(mesh)).values()))
     mine = my_rank(mesh)
     return range(mine, mine + 1)
 
@@ -200,7 +241,7 @@ def axis_names(axis_name: Any, mesh_axes: Mapping[str, int], where: str) -> tupl
 
 def groups(mesh: Any, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """The groups of row-major ranks that differ only along `names`, each in the order of `names`, major first."""
-    return _groups(tuple(axes_of(mesh).items()), tuple(names))
+    return _groups(tuple(axes_of(mesh.whole if is_part(mesh) else mesh).items()), tuple(names))
 
 
 @functools.lru_cache(maxsize=1024)

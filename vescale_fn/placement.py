@@ -15,10 +15,10 @@ from . import _torch, context, tree, wire
 from .aliases import note_elsewhere
 from .array import Array, is_array, mesh_of, on_device, packed, place, spec_of, whole, wrap
 from .blocks import Blocks
-from .errors import SpecError, TypingError, VfnError, mesh_text, report
+from .errors import MeshError, SpecError, TypingError, VfnError, mesh_text, report
 from .layout import WHOLE, type_text
-from .mesh import axes_of, coordinates, is_simulated, played_ranks
-from .spec import P, local_indices, problems, split_axes, too_long, validate
+from .mesh import axes_of, coordinates, is_simulated, played_ranks, same
+from .spec import P, axes_named, local_indices, problems, split_axes, too_long, validate
 
 
 def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
@@ -65,18 +65,24 @@ def _check(value: Any, leaves: Sequence[Any], specs: Sequence[P], meshes: Sequen
                            "each axis of the mesh at most once, and at most one entry a dim"))  # fmt: skip
 
 
-def _keep_out_of_bodies(specs: Sequence[P], where: str) -> None:
+def _mesh_here(specs: Sequence[P], mesh: Any, where: str) -> Any:
+    """`mesh`; in the body of a `shard_map` the part of it along which values are whole there."""
     body = context.body()
-    if body is not None:
-        named = {a: spec for spec in specs for row in split_axes(spec, len(spec)) for a in row if a in body.axes}
-        raise SpecError(
-            report(
-                where,
-                "this is the body of a shard_map: its values are one rank's blocks, and its axes are manual",
-                [f"axis {axis!r} of {spec!r} is manual here" for axis, spec in named.items()],
-                "a collective (vfn.all_gather, vfn.psum_scatter, ...) in the body, or the spec in in_specs or out_specs",
-            )
-        )
+    if body is None or (body.auto is not None and same(mesh, body.auto)):
+        return mesh
+    named = {a: spec for spec in specs for a in axes_named(spec) if a in body.axes}
+    if body.auto is None or named:
+        raise SpecError(report(
+            where, "this is the body of a shard_map: its values are one rank's blocks"
+            + (f" along {', '.join(map(repr, body.axes))}" if body.auto is not None else ", and its axes are manual"),
+            [f"axis {axis!r} of {spec!r} is manual here" for axis, spec in named.items()],
+            "a collective (vfn.all_gather, vfn.psum_scatter, ...) in the body, or the spec in in_specs or out_specs",
+        ))  # fmt: skip
+    if mesh is not None and not same(mesh, body.mesh):
+        raise MeshError(report(where, "this is the body of a shard_map on another mesh",
+                               [f"it is on the {mesh_text(axes_of(body.mesh))}, not the {mesh_text(axes_of(mesh))}"],
+                               "no mesh=: the body's is used"))  # fmt: skip
+    return body.auto
 
 
 def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
@@ -108,8 +114,8 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     """
     context.checked_mesh(mesh, "shard")
     leaves, treedef, specs = _specs(tree_, spec, "shard")
+    mesh = _mesh_here(specs, mesh, "shard")
     _check(tree_, leaves, specs, [mesh] * len(leaves), "shard")
-    _keep_out_of_bodies(specs, "shard")
     if context.on_one_device():
         return unshard(_rebuilt(treedef, leaves))
     out = [place(x, mesh, s, "shard") if isinstance(x, torch.Tensor) else x for x, s in zip(leaves, specs, strict=True)]
@@ -147,9 +153,9 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     if mesh is not None:
         context.checked_mesh(mesh, "with_sharding")
     leaves, treedef, specs = _specs(tree_, spec, "with_sharding")
-    meshes = [mesh or mesh_of(x) or context.current_mesh() if isinstance(x, torch.Tensor) else None for x in leaves]
+    here = _mesh_here(specs, mesh, "with_sharding") if context.body() is not None else mesh
+    meshes = [here or mesh_of(x) or context.current_mesh() if isinstance(x, torch.Tensor) else None for x in leaves]
     _check(tree_, leaves, specs, meshes, "with_sharding")
-    _keep_out_of_bodies(specs, "with_sharding")
     if context.on_one_device():
         return unshard(tree_)
     out = [x if m is None else place(x, m, s, "with_sharding") for x, s, m in zip(leaves, specs, meshes, strict=True)]

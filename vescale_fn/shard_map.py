@@ -9,23 +9,24 @@ Source: `jax.shard_map`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from . import _torch, context, linear, reshard, tracebacks, tracking, tree, types
-from .array import Array, bring_in, is_array, mesh_of, spec_of, take_out, whole
+from .array import Array, bring_in, entered, is_array, mesh_of, only_along, packed, spec_of, take_out, whole
 from .blocks import Blocks, shared
 from .errors import MeshError, ReshardError, SpecError, TypingError, mesh_text, report
 from .layout import axes_items, contiguous_stride, layout, spec_for
-from .mesh import axes_of, is_simulated, same
-from .ops.maps import Collective, promote
-from .spec import P, problems, split_axes
+from .mesh import axes_of, is_part, is_simulated, part, played_ranks, same
+from .ops.maps import Collective, enter, promote
+from .spec import P, axes_named, from_split_axes, problems, split_axes
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
@@ -33,26 +34,53 @@ __tracebackhide__ = tracebacks.between  # of a user's error that only passes thr
 
 
 class _In:
-    """One tensor argument: its spec, its block's type, and whether its block can be read off as it lies."""
+    """One tensor argument: its spec, how the whole array must lie, its block's type, and whether the block can be read off
+    as it lies."""
 
-    __slots__ = ("direct", "shared_by", "spec", "type")
+    __slots__ = ("direct", "lies", "shared_by", "spec", "type")
 
-    def __init__(self, spec: P, direct: bool, shared_by: tuple[str, ...]) -> None:
-        self.spec, self.type, self.direct, self.shared_by = spec, types.of_spec(spec), direct, shared_by
+    def __init__(self, spec: P, lies: P, direct: bool, shared_by: tuple[str, ...]) -> None:
+        self.spec, self.lies, self.direct, self.shared_by = spec, lies, direct, shared_by
+        self.type = types.of_spec(spec)
 
 
 class _Out:
-    """One tensor result: its spec, and the DTensorSpec of the array."""
+    """One tensor result: its spec, how the array lies, also as a DTensorSpec, and the type that its block must have."""
 
-    __slots__ = ("dspec", "shared_by", "spec", "type")
+    __slots__ = ("dspec", "lies", "shared_by", "spec", "type")
 
-    def __init__(self, spec: P, dspec: Any, shared_by: tuple[str, ...]) -> None:
-        self.spec, self.type, self.dspec, self.shared_by = spec, types.of_spec(spec), dspec, shared_by
+    def __init__(self, spec: P, lies: P, dspec: Any, shared_by: tuple[str, ...]) -> None:
+        self.spec, self.lies, self.dspec, self.shared_by = spec, lies, dspec, shared_by
+        self.type = types.of_spec(spec)
 
 
-def _unmentioned(spec: P, mesh: Any) -> tuple[str, ...]:
-    mentioned = {axis for row in split_axes(spec, len(spec)) for axis in row} | spec.unreduced | spec.reduced
-    return tuple(axis for axis in axes_of(mesh) if axis not in mentioned)
+class _Site:
+    """Where a function is mapped: over which axes of which mesh, and what its body is.
+
+    Called in the body of another map, the mesh is the part of it that the other left alone.
+    """
+
+    def __init__(self, mesh: Any, manual: tuple[str, ...], outer: context.Body | None, check: bool) -> None:
+        sizes = axes_of(mesh)
+        rest = tuple(axis for axis in sizes if axis not in manual)
+        around = outer.sizes if outer is not None else {}
+        self.mesh, self.manual, self.outer = mesh, manual, outer
+        self.sizes = {axis: sizes[axis] for axis in sizes if axis in manual}
+        self.auto = part(mesh, rest) if rest else None
+        now = {**around, **self.sizes}
+        self.body = context.Body(outer.mesh if outer else mesh, tuple(now), now, check, self.auto)
+
+    def unmentioned(self, spec: P) -> tuple[str, ...]:
+        """The manual axes that a spec does not name."""
+        return tuple(axis for axis in self.sizes if axis not in axes_named(spec))
+
+    def lies(self, spec: P, x: Any) -> P:
+        """How the whole array lies of which `spec` speaks of the manual axes, and the others are as `x` has them."""
+        if self.auto is None or not is_array(x):
+            return spec
+        own = only_along(_bare(spec_of(x)), axes_of(self.auto))
+        rows = [(*a, *b) for a, b in zip(split_axes(spec, x.ndim), split_axes(own, x.ndim))]
+        return from_split_axes(rows, spec.unreduced | own.unreduced, spec.reduced)
 
 
 def _bare(spec: P) -> P:
@@ -65,59 +93,60 @@ _LIMIT = 1024  # plans that one mapped function remembers
 class _Mapped:
     """A function with its specs. Called, it validates, brings the blocks in, runs it, and takes the results out."""
 
-    def __init__(self, f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, check: bool) -> None:
+    def __init__(self, f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, axis_names: Any,
+                 check: bool) -> None:  # fmt: skip
         self.f, self.mesh, self.check = f, mesh, check
         self.in_specs = tuple(in_specs) if isinstance(in_specs, list) else in_specs
-        self.out_specs = out_specs
+        self.out_specs, self.axis_names = out_specs, _names(axis_names)
         self.name = getattr(f, "__name__", type(f).__name__)
-        self.bodies: dict[int, context.Body] = {}
+        self.sites: dict[Any, _Site] = {}
         self.ins: dict[Any, list[_In | None]] = {}
         self.outs: dict[Any, list[_Out | None]] = {}
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
         leaves, treedef = tree.flatten(args)
         leaves = [torch.as_tensor(x) if x.__class__ is np.ndarray else x for x in leaves]
-        mesh = context.seen(self.mesh) if self.mesh is not None else _found_mesh(leaves, self.name)
-        body = self.bodies.get(id(mesh))
-        if body is None:
-            body = self.bodies[id(mesh)] = context.Body(mesh, tuple(axes_of(mesh)), self.check)
-        if context.body() is not None:
-            raise MeshError(report(
-                f"shard_map({self.name})", "it was called inside the body of another shard_map, where all axes are manual "
-                "already", fix="call the function itself: its values are local too"))  # fmt: skip
-        key = (treedef, id(mesh), *[_key(x) for x in leaves])
+        outer = context.body()
+        mesh = context.seen(self.mesh) if self.mesh is not None else _found_mesh(leaves, outer, self.name)
+        site = self.sites.get((id(mesh), outer))
+        if site is None:
+            site = self.sites[id(mesh), outer] = _site(self, mesh, outer)
+        key = (treedef, id(site), *[_key(x) for x in leaves])
         plan = self.ins.get(key)
         if plan is None:
-            plan = _remember(self.ins, key, _plan_ins(self, mesh, args, leaves))
+            plan = _remember(self.ins, key, _plan_ins(self, site, args, leaves))
         if context.is_strict():
             _refuse_moves(self, args, leaves, plan)
         fast, given = _nothing_differentiates(leaves), tuple(leaves)
-        for i, entry in enumerate(plan):
-            if entry is not None:
-                leaves[i] = _brought_in(leaves[i], mesh, entry, fast, self.check)
+        with _unwatched(outer):
+            for i, entry in enumerate(plan):
+                if entry is not None:
+                    leaves[i] = _brought_in(leaves[i], site, entry, fast)
         context.note(f"the arguments of shard_map({self.name})", given, leaves)
-        intercepted = self.check or is_simulated(mesh) or not fast or context.grad_depth() > 0
-        with tracking.running(body, functools.partial(_adopt, mesh, self.name), intercepted):
+        intercepted = self.check or is_simulated(site.mesh) or not fast or context.grad_depth() > 0
+        body = site.body
+        with tracking.running(body, functools.partial(_adopt, site, self.name), intercepted):
             result = self.f(*tree.unflatten(treedef, leaves))
             locals_, out_def = tree.flatten(result)
             if self.check:  # still inside: only there is known what the body wrote
                 have = [types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in locals_]
             else:
                 have = [types.INVARIANT] * len(locals_)
-        key = (out_def, id(mesh), *[(x.shape, x.dtype, t) if isinstance(x, torch.Tensor) else type(x)
+        key = (out_def, id(site), *[(*_key(x), t) if isinstance(x, torch.Tensor) else type(x)
                                     for x, t in zip(locals_, have)])  # fmt: skip
         outs = self.outs.get(key)
         if outs is None:
-            outs = _remember(self.outs, key, _plan_outs(self, mesh, result, locals_, have))
+            outs = _remember(self.outs, key, _plan_outs(self, site, result, locals_, have))
         if intercepted:
             fast = _nothing_differentiates(locals_)
         elif not _nothing_differentiates(locals_):
             raise _closure_with_gradient(self, locals_)
         made = tuple(locals_)
-        for i, entry in enumerate(outs):
-            if entry is not None:
-                locals_[i] = _taken_out(locals_[i], have[i], mesh, entry, fast, self.check)  # type: ignore[arg-type]
-                locals_[i] = whole(locals_[i]) if context.on_one_device() else locals_[i]
+        with _unwatched(outer):
+            for i, entry in enumerate(outs):
+                if entry is not None:
+                    locals_[i] = _taken_out(locals_[i], have[i], site, entry, fast)
+                    locals_[i] = whole(locals_[i]) if context.on_one_device() else locals_[i]
         context.note(f"the results of shard_map({self.name})", made, locals_)
         return tree.unflatten(out_def, locals_)
 
@@ -148,12 +177,17 @@ def _remember(cache: dict[Any, Any], key: Any, value: Any) -> Any:
 def _key(x: Any) -> Any:
     """What a plan depends on, of one leaf. The DTensorSpecs of equal arrays are one object, so comparing is quick."""
     if x.__class__ is Array:
-        return x._spec
+        return (x._spec,)
     return (x.shape, x.dtype, is_array(x) and (mesh_of(x), spec_of(x))) if isinstance(x, torch.Tensor) else type(x)
 
 
-def _found_mesh(leaves: Sequence[Any], name: str) -> Any:
-    mesh = context.current_mesh()
+def _unwatched(outer: context.Body | None) -> contextlib.AbstractContextManager[Any]:
+    """The mode of a body around this one watches what that body does, not what we do."""
+    return contextlib.nullcontext() if outer is None else _torch.no_torch_function()
+
+
+def _found_mesh(leaves: Sequence[Any], outer: context.Body | None, name: str) -> Any:
+    mesh = outer.mesh if outer is not None else context.current_mesh()
     if mesh is None:
         mesh = next((mesh_of(x) for x in leaves if isinstance(x, torch.Tensor) and is_array(x)), None)
     if mesh is None:
@@ -163,12 +197,47 @@ def _found_mesh(leaves: Sequence[Any], name: str) -> Any:
     return mesh
 
 
+def _names(axis_names: Any) -> tuple[Any, ...]:
+    if isinstance(axis_names, str):
+        return (axis_names,)
+    return tuple(sorted(axis_names, key=str)) if axis_names is not None else ()
+
+
+def _site(mapped: _Mapped, mesh: Any, outer: context.Body | None) -> _Site:
+    """Where `mapped` runs when it is called on `mesh`, in the body `outer` or in none; or an error."""
+    where, asked = f"shard_map({mapped.name})", mapped.axis_names
+    axes = axes_of(mesh)
+    unknown = [f"{name!r} is not one of the axes {tuple(axes)}" for name in asked if name not in axes]
+    if unknown:
+        raise MeshError(report(where, f"axis_names={set(asked)!r} does not fit the {mesh_text(axes)}", unknown,
+                               "the axes along which the body sees one rank's blocks; none: all of them"))  # fmt: skip
+    if outer is None:
+        return _Site(mesh, asked or tuple(axes), None, mapped.check)
+    taken = [name for name in asked if name in outer.axes]
+    if outer.auto is None or taken:
+        raise MeshError(report(
+            where, "it was called inside the body of another shard_map, where "
+            + (f"{', '.join(map(repr, taken))} is manual already" if outer.auto else "all axes are manual already"),
+            fix=f"axis_names among the others, {tuple(axes_of(outer.auto))}" if outer.auto is not None
+            else "call the function itself: its values are local too"))  # fmt: skip
+    if not (same(mesh, outer.mesh) or same(mesh, outer.auto)):
+        raise MeshError(report(where, "a map inside the body of another is on the same mesh",
+                               [f"it was given the {mesh_text(axes)}, the other is on the "
+                                f"{mesh_text(axes_of(outer.mesh))}"], "no mesh= for the inner one"))  # fmt: skip
+    if not (outer.check and mapped.check):
+        raise TypingError(report(
+            where, "of a map inside the body of another, gradients are right only where both are checked",
+            [f"check_vma={outer.check} for the outer one, check_vma={mapped.check} for this one"],
+            "check_vma=True, which is the default, for both; or one shard_map over all axes"))  # fmt: skip
+    return _Site(outer.auto, asked or tuple(axes_of(outer.auto)), outer, mapped.check)
+
+
 # --- in ---------------------------------------------------------------------------------------------------------------
 
 
-def _plan_ins(mapped: _Mapped, mesh: Any, args: Any, leaves: Sequence[Any]) -> list[_In | None]:
+def _plan_ins(mapped: _Mapped, site: _Site, args: Any, leaves: Sequence[Any]) -> list[_In | None]:
     """What happens to each argument; or an error that names all of them that do not fit."""
-    where, axes = f"shard_map({mapped.name})", axes_of(mesh)
+    where = f"shard_map({mapped.name})"
     specs = tree.broadcast(mapped.in_specs, args, where, "in_specs", "args")
     failures: list[str] = []
     plan: list[_In | None] = []
@@ -177,25 +246,34 @@ def _plan_ins(mapped: _Mapped, mesh: Any, args: Any, leaves: Sequence[Any]) -> l
             plan.append(None)
             continue
         found = (
-            [f"in_specs must hold P, but here is {spec!r}"] if not isinstance(spec, P) else problems(spec, axes, x.ndim)
+            [f"in_specs must hold P, but here is {spec!r}"] if not isinstance(spec, P) else _misfits(spec, site, x.ndim)
         )
         if not found:
-            found = _uneven(tuple(x.shape), spec, axes)
+            found = _uneven(tuple(x.shape), spec, site.sizes)
         other = mesh_of(x) if is_array(x) else None
-        if other is not None and not same(other, mesh):
+        if other is not None and not same(other, site.mesh):
             found = [
                 f"it lies on another mesh, {mesh_text(axes_of(other))}; vfn.shard(x, mesh, {spec!r}) brings it over"
             ]
         failures += [f"{_argument(mapped, args, i)} = {spec!r}: {problem}" for problem in found]
         if not found:
-            direct = type(x) is Array and layout(x._spec) == _bare(spec)
-            plan.append(_In(spec, direct, () if mapped.check else _unmentioned(spec, mesh)))
+            lies = site.lies(spec, x)
+            direct = type(x) is Array and layout(x._spec) == _bare(lies)
+            plan.append(_In(spec, lies, direct, () if mapped.check else site.unmentioned(spec)))
     if failures:
         raise SpecError(report(
-            where, f"the arguments do not fit in_specs on the {mesh_text(axes)}", failures,
+            where, f"the arguments do not fit in_specs on the {mesh_text(axes_of(site.mesh))}", failures,
             "a spec of axes that divide the dims, None for a dim that every rank needs whole, or pad the argument",
         ))  # fmt: skip
     return plan
+
+
+def _misfits(spec: P, site: _Site, ndim: int) -> list[str]:
+    """What is wrong with a spec, which may speak of the manual axes only."""
+    axes = axes_of(site.mesh)
+    return problems(spec, axes, ndim) or [
+        f"axis {axis!r} is not in axis_names={set(site.manual)!r}: along it a value lies in the body as it does outside"
+        for axis in axes if axis in axes_named(spec) and axis not in site.manual]  # fmt: skip
 
 
 def _argument(mapped: _Mapped, args: Any, i: int) -> str:
@@ -218,7 +296,7 @@ def _argument(mapped: _Mapped, args: Any, i: int) -> str:
     return f"{path} of shape {types.text(x)}{said} corresponds to {where}"
 
 
-def _uneven(shape: tuple[int, ...], spec: P, axes: dict[str, int]) -> list[str]:
+def _uneven(shape: tuple[int, ...], spec: P, axes: Mapping[str, int]) -> list[str]:
     found = []
     for dim, (size, names) in enumerate(zip(shape, split_axes(spec, len(shape)))):
         n = math.prod(axes[name] for name in names)
@@ -235,54 +313,65 @@ def _refuse_moves(mapped: _Mapped, args: Any, leaves: Sequence[Any], plan: Seque
         if entry is None or entry.direct or not is_array(x):
             continue
         source = _bare(spec_of(x))
-        steps = reshard.plan(tuple(x.shape), axes_items(mesh_of(x)), source, _bare(entry.spec))
+        steps = reshard.plan(tuple(x.shape), axes_items(mesh_of(x)), source, _bare(entry.lies))
         if any(step.kind not in reshard.LOCAL_KINDS for step in steps):
-            wanted = f"{entry.spec!r}, but it lies as {source!r}: vfn.with_sharding(x, {entry.spec!r})"
+            wanted = f"{entry.spec!r}, but it lies as {source!r}: vfn.with_sharding(x, {entry.lies!r})"
             failures.append(f"{_argument(mapped, args, i)} = {wanted}")
     if failures:
         raise ReshardError(report(f"shard_map({mapped.name})", "strict: arguments lie otherwise than in_specs says",
                                   failures, "write the vfn.with_sharding, so that the program asks for the move"))  # fmt: skip
 
 
-def _brought_in(x: Any, mesh: Any, entry: _In, fast: bool, check: bool) -> Any:
-    if fast:
-        if entry.direct:
-            local = _torch.local(x)
-        else:
-            local = bring_in(x, mesh, entry.spec, "shard_map argument")
+def _brought_in(x: Any, site: _Site, entry: _In, fast: bool) -> Any:
+    check, outer = site.body.check, site.outer
+    type_ = entry.type if outer is None else types.both(entry.type, types.read(x))
+    if fast and entry.direct and site.auto is None:
+        local = _torch.local(x)
         local = Blocks(local.blocks) if local.__class__ is Blocks else local.detach()  # a name of its own, to be typed
-        local.vfn_type = entry.type
+    elif fast and entry.direct:
+        local = entered(x, entry.lies, site.auto)
+    else:
+        local = bring_in(x, site.mesh, entry.lies, "shard_map argument", site.auto)
+    if fast:
+        if not entry.direct:
+            local = Blocks(local.blocks) if local.__class__ is Blocks else local.detach()
+        local.vfn_type = type_
         if check:
             local.vfn_borrowed = True
         return local
-    local = bring_in(x, mesh, entry.spec, "shard_map argument")
     if entry.shared_by:
-        (local,) = linear.apply(Collective("copy", mesh, entry.shared_by, "shard_map argument"), local)
-    types.mark(local, entry.type)
+        (local,) = linear.apply(Collective("copy", site.body.mesh, entry.shared_by, "shard_map argument"), local)
+    types.mark(local, type_)
     if check:
         types.borrow(local)
     return local
 
 
-def _adopt(mesh: Any, name: str, x: torch.Tensor) -> torch.Tensor:
-    """An array that a body closes over. One that every rank holds whole comes in as by ``in_specs=P()``."""
-    spec = spec_of(x)
-    if any(spec) or spec.unreduced or not same(mesh_of(x), mesh):
+def _adopt(site: _Site, name: str, x: torch.Tensor) -> torch.Tensor:
+    """A value that a body closes over, as by ``in_specs=P()``: a plain tensor, or an array of which along the manual axes
+    every rank holds the whole. A value of a body around this one lies as its op left it, so it may have to be gathered."""
+    mesh = site.mesh
+    if not is_array(x):
+        return bring_in(enter(x, site.body.mesh) if is_part(mesh) else x, mesh, P(), "closure", site.auto)
+    spec, here = spec_of(x), same(mesh_of(x), mesh)
+    mine = only_along(spec, site.sizes)
+    parted = any(mine) or bool(mine.unreduced)
+    if not here or (parted and (site.outer is None or context.is_strict())):
         raise TypingError(report(
             f"shard_map({name})", "the body uses an array from outside, of which each rank holds a part",
             [f"it is {types.text(x)} lying as {spec!r} on the {mesh_text(axes_of(mesh_of(x)))}"],
-            f"pass it as an argument, with in_specs={spec!r} for its block or P() for the whole"))  # fmt: skip
-    return bring_in(x, mesh, P(), "closure")
+            f"pass it as an argument, with in_specs={mine!r} for its block or P() for the whole"))  # fmt: skip
+    return bring_in(x, mesh, site.lies(P(), x), "closure", site.auto)
 
 
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
 def _plan_outs(
-    mapped: _Mapped, mesh: Any, result: Any, locals_: Sequence[Any], have: Sequence[Any]
+    mapped: _Mapped, site: _Site, result: Any, locals_: Sequence[Any], have: Sequence[Any]
 ) -> list[_Out | None]:
     """What each result becomes; or an error that names all of them that do not fit."""
-    where, axes = f"shard_map({mapped.name})", axes_of(mesh)
+    where, mesh = f"shard_map({mapped.name})", site.mesh
     specs = tree.broadcast(mapped.out_specs, result, where, "out_specs", "the result")
     paths = tree.paths(result, "out")
     failures, ways = [], []
@@ -296,20 +385,21 @@ def _plan_outs(
             failures += [f"{path} is {x!r}, which is not a tensor, for out_specs {spec!r}"] * (spec != P())
             continue
         said = f"{path} is {types.text(x, type_)}, for out_specs {spec!r}"
-        found = [f"it is {types.text(x)}, a whole array"] if is_array(x) else problems(spec, axes, x.ndim)
+        outside = types.outside(x, site.auto)
+        found = [f"it is {types.text(x)}, a whole array"] if outside else _misfits(spec, site, x.ndim)
         if found and len(spec) > x.ndim:
             ways.append(f"x[None] adds a dim to concatenate along: out_specs={spec!r} needs {len(spec)} dims")
         if not found and mapped.check:
-            for axis in axes:
+            for axis in site.sizes:
                 found += _type_problem(axis, type_.letter(axis), types.of_spec(spec).letter(axis), spec, ways)
         failures += [f"{said}: {problem}" for problem in found]
         if not found:
-            rows = split_axes(spec, x.ndim)
-            shape = torch.Size(size * math.prod(axes[a] for a in names) for size, names in zip(x.shape, rows))
-            dspec = spec_for(mesh, _bare(spec), shape, contiguous_stride(shape), x.dtype)
-            plan.append(_Out(spec, dspec, () if mapped.check else _unmentioned(spec, mesh)))
+            rows, lies = split_axes(spec, x.ndim), site.lies(spec, x)
+            shape = torch.Size(size * math.prod(site.sizes[a] for a in names) for size, names in zip(x.shape, rows))
+            dspec = spec_for(mesh, _bare(lies), shape, contiguous_stride(shape), x.dtype)
+            plan.append(_Out(spec, lies, dspec, () if mapped.check else site.unmentioned(spec)))
     if failures:
-        raise SpecError(report(where, f"the results do not fit out_specs on the {mesh_text(axes)}", failures,
+        raise SpecError(report(where, f"the results do not fit out_specs on the {mesh_text(axes_of(mesh))}", failures,
                                "; or ".join(dict.fromkeys(ways))))  # fmt: skip
     return plan
 
@@ -334,30 +424,32 @@ def _type_problem(axis: str, have: str, want: str, spec: P, ways: list[str]) -> 
     return [f"it is {word[have]} over {axis!r}, but out_specs says {word[want]}"]
 
 
-def _taken_out(local: Any, have: types.Type, mesh: Any, entry: _Out, fast: bool, check: bool) -> Any:
+def _taken_out(local: Any, have: types.Type, site: _Site, entry: _Out, fast: bool) -> Any:
     if fast:
-        if local.__class__ is not Blocks and is_simulated(mesh):
-            local = shared(local.detach(), mesh.size())
-        out = _torch.new_dtensor(
-            Array, local if local.is_contiguous() else local.contiguous(), entry.dspec, requires_grad=False
-        )
-        if entry.spec.unreduced:
+        local = _torch.local(local) if local.__class__ is Array else local
+        if local.__class__ is not Blocks and is_simulated(site.mesh):
+            local = shared(local.detach(), len(played_ranks(site.mesh)))
+        out = _torch.new_dtensor(Array, packed(local), entry.dspec, requires_grad=False)
+        if entry.lies.unreduced:
             out._sum = []
-        if entry.spec.reduced:
-            out._reduced = entry.spec.reduced
-        return out
-    if check:
-        local = promote(local, have, entry.type, mesh)
-    elif entry.shared_by:
-        (local,) = linear.apply(Collective("share", mesh, entry.shared_by, "shard_map result"), local)
-    return take_out(local, mesh, entry.spec)
+        if entry.lies.reduced:
+            out._reduced = entry.lies.reduced
+    else:
+        if site.body.check:
+            local = promote(local, have, entry.type, site.body.mesh)
+        elif entry.shared_by:
+            (local,) = linear.apply(Collective("share", site.body.mesh, entry.shared_by, "shard_map result"), local)
+        out = take_out(local, site.mesh, entry.lies, site.auto)
+    if site.outer is not None:
+        types.mark(out, types.over(have, site.outer.axes))
+    return out
 
 
 # --- the public function ----------------------------------------------------------------------------------------------
 
 
 def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs: Any, out_specs: Any,
-              check_vma: bool = True) -> Any:  # fmt: skip
+              axis_names: Any = None, check_vma: bool = True) -> Any:  # fmt: skip
     """Map a function of one rank's blocks over the ranks of a mesh. Also a decorator.
 
     Inside `f` every tensor is local, any torch op or kernel runs on it as it is, and ranks communicate by `psum`,
@@ -374,6 +466,9 @@ def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs
             An argument that lies otherwise is moved there first (under `strict` that raises).
         out_specs: a `P`, or a prefix of the result: how the ranks' results are put together. An axis that it does not
             mention is a promise that the value is the same along it, which is checked.
+        axis_names: the axes to map over, a set; by default all. Along the others the values of the body stay whole:
+            they are arrays on that part of the mesh, which ops and `with_sharding` treat as they do outside, and on
+            which another `shard_map` may be called, over more axes. Specs name the mapped axes only.
         check_vma: track how values vary over the axes, and check. Without, nothing intercepts the body: a promise is
             believed, and inside, `psum` is its own transpose; gradients taken outside are the same.
 
@@ -383,7 +478,7 @@ def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs
     Raises:
         SpecError: specs that do not fit the arguments or the results; on all ranks, before anything moves.
         TypingError: a local value was used against its type.
-        MeshError: no mesh, or arguments on another one.
+        MeshError: no mesh, arguments on another one, or an axis that is manual already.
 
     Source: `jax.shard_map`.
 
@@ -398,8 +493,9 @@ def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs
     tensor([140.]) tensor([140.])
     """
     if f is None:
-        return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
-    mapped = _Mapped(f, mesh, in_specs, out_specs, check_vma)
+        return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names,
+                                 check_vma=check_vma)  # fmt: skip
+    mapped = _Mapped(f, mesh, in_specs, out_specs, axis_names, check_vma)
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -118,6 +118,11 @@ def split_axes(spec: P, ndim: int) -> tuple[tuple[str, ...], ...]:
     return (*rows, *((),) * (ndim - len(rows)))
 
 
+def axes_named(spec: P) -> frozenset[str]:
+    """All axes that a spec speaks of."""
+    return spec.unreduced.union(spec.reduced, *split_axes(spec, len(spec)))
+
+
 def from_split_axes(rows: Sequence[Sequence[str]], unreduced: Iterable[str] = (), reduced: Iterable[str] = ()) -> P:
     """The spec of `split_axes`, written shortly: trailing Nones are dropped."""
     rows = list(rows)

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from . import _torch, context, linear, types
 from .blocks import Blocks
 from .errors import InPlaceError, TypingError, report
-from .mesh import is_simulated
+from .mesh import is_simulated, played_ranks
 from .ops.maps import Collective, enter, promote
 from .types import Type, mark
 
@@ -71,6 +71,14 @@ def _mark_result(out: Any, type_: Type) -> Any:
     return out if out.__class__ in _STATIC else types.mark_all(out, type_)
 
 
+class _Active(threading.local):
+    run: running | None = None
+    mode: Unchecked | None = None  # that of the innermost body
+
+
+_active = _Active()
+
+
 # --- the modes --------------------------------------------------------------------------------------------------------
 
 
@@ -79,10 +87,12 @@ class Unchecked(TorchFunctionMode):
 
     def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor]) -> None:
         self.body, self.adopt = body, adopt
-        self.ranks = body.mesh.size() if is_simulated(body.mesh) else 0
+        self.ranks = len(played_ranks(body.mesh)) if is_simulated(body.mesh) else 0
         self.remembered: dict[Any, Any] = {}
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _active.mode is not self:  # of a body around the one that runs
+            return func(*args, **kwargs or {})
         return self.call(func, getattr(func, "__name__", "?"), args, kwargs or {})
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -125,10 +135,17 @@ class Unchecked(TorchFunctionMode):
         """A whole array, or on a simulated mesh a plain tensor, as a local value."""
         below = _torch.peel(x)
         if isinstance(below, DTensor):
+            known = types.read(x) or types.INVARIANT  # typed where it is of a body around this one
+            return self.remember(x, "array", lambda: self.adopt(x), known) if self.outside(x) else x
+        if self.body.auto is not None and types.read(x) is None and _torch.needs_gradient(x):  # that will be an array
             return self.remember(x, "array", lambda: self.adopt(x))
         if self.ranks and type(below) is not Blocks:
             return self.remember(x, "enter", lambda: enter(x, self.body.mesh))
         return x
+
+    def outside(self, x: Tensor) -> bool:
+        """Whether `x` is a whole array from outside of the body."""
+        return types.outside(x, self.body.auto)
 
     def remember(self, x: Tensor, what: Any, make: Callable[[], Tensor], type_: Type = types.INVARIANT) -> Tensor:
         """``make()``, once for each `x` as long as it lives unchanged (and for each level of transforms, and grad mode)."""
@@ -152,6 +169,8 @@ class Checked(Unchecked):
         self.writes = types.Writes()
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _active.mode is not self:
+            return func(*args, **kwargs or {})
         found = _rules.get(func)
         if found is None:
             kind, name = types.kind_of(func)
@@ -349,14 +368,14 @@ class Checked(Unchecked):
                     f"vfn.psum(loss, {min(self.typeof(varying[0]).varying)!r}) in the function"))  # fmt: skip
         found = func(*args, **kwargs)
         for gradient, x in zip(found, inputs):
-            if gradient is not None and not isinstance(_torch.peel(gradient), DTensor):
+            if gradient is not None and not self.outside(gradient):
                 mark(gradient, types.dual(self.typeof(x)))
         return found
 
     def getter(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """An attribute of a tensor."""
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and not isinstance(_torch.peel(out), DTensor):
+        if isinstance(out, Tensor) and not self.outside(out):
             have = self.typeof(args[0])
             mark(out, types.dual(have) if name == "grad" else have)
             if name == "data" and types.is_borrowed(args[0]):
@@ -407,11 +426,6 @@ class Checked(Unchecked):
 # --- entering and leaving ---------------------------------------------------------------------------------------------
 
 
-class _Active(threading.local):
-    run: running | None = None
-
-
-_active = _Active()
 _intercepting = 0
 _lock = threading.Lock()
 
@@ -426,7 +440,8 @@ class running:
         writes: those of a body that is entered again.
     """
 
-    __slots__ = ("_before", "_body_before", "_mode", "_writes_before", "adopt", "body", "intercepted", "writes")
+    __slots__ = ("_before", "_body_before", "_mode", "_mode_before", "_writes_before", "adopt", "body", "intercepted",
+                 "writes")  # fmt: skip
 
     def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor], intercepted: bool = True,
                  writes: types.Writes | None = None) -> None:  # fmt: skip
@@ -441,6 +456,7 @@ class running:
             self._mode.writes = self.writes
         self._writes_before = types.swap_writes(self.writes)
         self._before, _active.run = _active.run, self
+        self._mode_before, _active.mode = _active.mode, self._mode
         self._body_before = context.swap_body(body)
         if self._mode is not None:
             with _lock:
@@ -460,7 +476,7 @@ class running:
                     _torch.intercept_function_apply(None)
         context.swap_body(self._body_before)
         types.swap_writes(self._writes_before)
-        _active.run = self._before
+        _active.run, _active.mode = self._before, self._mode_before
 
 
 def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:

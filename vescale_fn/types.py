@@ -25,10 +25,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from . import _torch
 from .blocks import Blocks
 from .errors import TypingError, report
+from .mesh import same
 from .spec import P, split_axes
 
 
@@ -75,6 +77,20 @@ def with_letter(type_: Type, axes: tuple[str, ...], letter: str) -> Type:
 def dual(type_: Type) -> Type:
     """The type of a cotangent: unreduced and reduced change places."""
     return of(type_.varying, type_.reduced, type_.unreduced)
+
+
+@functools.lru_cache(maxsize=4096)
+def both(inner: Type, outer: Type | None) -> Type:
+    """The type of what is `inner` over some axes, and `outer` over others."""
+    if outer is None:
+        return inner
+    return of(inner.varying | outer.varying, inner.unreduced | outer.unreduced, inner.reduced | outer.reduced)
+
+
+@functools.lru_cache(maxsize=4096)
+def over(type_: Type, axes: tuple[str, ...]) -> Type:
+    """What a type says of these axes."""
+    return of(*(names.intersection(axes) for names in (type_.varying, type_.unreduced, type_.reduced)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -349,6 +365,7 @@ def swap_writes(writes: Writes | None) -> Writes | None:
 
 def _memory(x: torch.Tensor) -> Any:
     x = _torch.peel(x)
+    x = _torch.local(x) if isinstance(x, DTensor) else x
     return _torch.storage(x.blocks[0] if type(x) is Blocks else x)
 
 
@@ -396,11 +413,25 @@ def read(x: torch.Tensor) -> Type | None:
     return found
 
 
+def kept(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`out`, which is `x` lying otherwise: in a body it has the type of `x`."""
+    if (found := read(x)) is not None:
+        mark(out, found)
+    return out
+
+
+def outside(x: torch.Tensor, auto: Any) -> bool:
+    """Whether `x` is an array, but not one of a body whose values are arrays on the mesh `auto`."""
+    below = _torch.peel(x)
+    return isinstance(below, DTensor) and (auto is None or not same(below._spec.mesh, auto))
+
+
 def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
     """The type of a local value in a body with these manual axes; one from outside is invariant.
 
-    A `Blocks` that was made behind the back of the body, with different blocks, is taken to vary over every axis; but
-    where autograd follows it a guess could cost a gradient.
+    A value that differs by rank and was made behind the back of the body (a `Blocks` with different blocks, an array
+    on a part of the mesh) is taken to vary over every axis; but where autograd follows it a guess could cost a
+    gradient.
 
     Raises:
         TypingError: such a value that autograd follows.
@@ -409,7 +440,7 @@ def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
     if found is not None:
         return _as_written(x, found)
     below = _torch.peel(x)
-    if type(below) is not Blocks or len(set(map(id, below.blocks))) == 1:
+    if not isinstance(below, DTensor) and (type(below) is not Blocks or len(set(map(id, below.blocks))) == 1):
         return _as_written(x, INVARIANT)
     if _torch.needs_gradient(x):
         raise TypingError(report(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from . import _torch, context
 from .blocks import Blocks
 from .lines import user_line
-from .mesh import axes_of, groups, is_simulated, my_rank
+from .mesh import axes_of, groups, is_simulated, my_rank, root
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def _joint_group(mesh: Any, axes: frozenset[str], default: Any) -> Any:
     `default` is the default process group: a new one makes new groups.
     """
     mine = None
+    mesh = root(mesh)  # of which all ranks make the groups
     flat = mesh.mesh.flatten().tolist()
     for group in groups(mesh, [name for name in axes_of(mesh) if name in axes]):
         ranks = sorted(flat[place] for place in group)

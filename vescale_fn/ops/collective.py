@@ -36,8 +36,19 @@ def _axes(where: str, axis_name: Any) -> tuple[context.Body, tuple[str, ...], in
             where, f"axis_name={axis_name!r}, but no axis is manual here: this is not inside a shard_map body",
             fix=f"vfn.shard_map(lambda x: vfn.{where}(x, {axis_name!r}), mesh=mesh, in_specs=P({axis_name!r}), "
             "out_specs=...)(x); a whole array needs no collective: x.sum(0)"))  # fmt: skip
-    names = axis_names(axis_name, axes_of(body.mesh), where)
+    whole = set(_names(axis_name)) & (set(axes_of(body.mesh)) - set(body.axes))
+    if whole:
+        raise CollectiveError(report(
+            where, f"axis_name={axis_name!r}, but only {tuple(body.axes)} are manual in this shard_map body",
+            [f"along {name!r} of the {mesh_text(axes_of(body.mesh))} its values are whole" for name in sorted(whole)],
+            f"x.sum(...) and its like, as on one device; or axis_names={{{', '.join(map(repr, (*body.axes, *sorted(whole))))}}}"
+        ))  # fmt: skip
+    names = axis_names(axis_name, body.sizes, where)
     return body, names, wire.group_size(body.mesh, names)
+
+
+def _names(axis_name: Any) -> tuple[Any, ...]:
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list, set, frozenset)) else (axis_name,)
 
 
 def _span(names: tuple[str, ...], n: int) -> str:
@@ -50,12 +61,12 @@ def _local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
         with _torch.no_torch_function():
             leaf = torch.as_tensor(leaf)
     below = _torch.peel(leaf)
-    if isinstance(below, DTensor):
+    if types.outside(leaf, body.auto):
         raise TypingError(report(
             where, f"a whole array of shape {tuple(leaf.shape)} was used inside a shard_map body, whose values are local",
             fix="pass it as an argument of the body, with its spec in in_specs"))  # fmt: skip
     known = types.read(leaf)
-    if is_simulated(body.mesh) and type(below) is not Blocks:
+    if is_simulated(body.mesh) and not isinstance(below, (Blocks, DTensor)):
         leaf = enter(leaf, body.mesh)
     if (
         known is None and not body.check and _torch.needs_gradient(leaf)

@@ -12,14 +12,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from .. import _torch, linear, types, wire
+from .. import _torch, linear, reshard, types, wire
 from ..blocks import Blocks, each, shared
 from ..errors import CollectiveError, report
+from ..layout import axes_items, contiguous_stride, layout, spec_for
 from ..mesh import axes_of, coordinates, is_simulated, played_ranks
+from ..spec import P, from_split_axes, is_even, split_axes
 
 
 @dataclass(frozen=True)
@@ -60,18 +63,55 @@ class Collective:
             if row.move is None:
                 return tuple(row.after(self, row.before(self, x)) for x in xs)
             if is_simulated(self.mesh):
-                xs = tuple(x if type(x) is Blocks else shared(x, self.mesh.size()) for x in xs)
-            pieces = [row.before(self, x) for x in xs]
-            if len(pieces) == 1:
-                return (row.after(self, _own(row.move(self, pieces[0]), pieces[0])),)
-            flat = [piece.reshape(piece.shape[0], -1) for piece in pieces]
-            bucket = torch.cat(flat, 1)
-            moved = _own(row.move(self, bucket), bucket).split([f.shape[1] for f in flat], 1)
-            return tuple(row.after(self, m.reshape(m.shape[0], *p.shape[1:])) for m, p in zip(moved, pieces))
+                xs = tuple(
+                    x if isinstance(x, (Blocks, DTensor)) else shared(x, len(played_ranks(self.mesh))) for x in xs
+                )
+            opened = [_opened(self, row.before(self, x)) for x in xs]
+            if len(xs) == 1 or any(one.ragged for one in opened):
+                moved = [_own(row.move(self, one.pieces), one.pieces) for one in opened]
+            else:
+                flat = [one.pieces.reshape(one.pieces.shape[0], -1) for one in opened]
+                bucket = torch.cat(flat, 1)
+                parts = _own(row.move(self, bucket), bucket).split([f.shape[1] for f in flat], 1)
+                moved = [m.reshape(m.shape[0], *one.pieces.shape[1:]) for m, one in zip(parts, opened)]
+            return tuple(row.after(self, one.close(m)) for m, one in zip(moved, opened))
 
 
 def _own(moved: Any, given: Any) -> Any:
     return moved.clone() if moved is given else moved  # one rank: nothing was moved, but the result is a new value
+
+
+class _Opened(NamedTuple):
+    """The pieces of an operand as they travel; whether their sizes differ between ranks; and what makes of what arrives
+    again what the operand was."""
+
+    pieces: Any
+    ragged: bool
+    close: Callable[[Any], Any]
+
+
+def _opened(op: Collective, pieces: Any) -> _Opened:
+    """A local value is its own pieces. Of an array on the other axes of the mesh each rank sends its block."""
+    if not isinstance(pieces, DTensor):
+        return _Opened(pieces, False, lambda arrived: arrived)
+    mesh, shape, lies = pieces._spec.mesh, tuple(pieces.shape), layout(pieces._spec)
+    rows = split_axes(lies, len(shape))
+    spec = from_split_axes([(), *rows[1:]], lies.unreduced if op.row not in ("pmax", "pmin") else ())
+    local = reshard.run(_torch.local(pieces), shape, mesh, reshard.plan(shape, axes_items(mesh), lies, spec), op.why)
+    cls, rest = type(pieces), shape[1:]
+
+    def close(arrived: Any) -> Any:
+        if type(arrived) is Blocks:
+            arrived = Blocks(arrived.blocks)  # whose sizes may differ, as an array's may
+        whole = torch.Size((arrived.shape[0], *rest))
+        out = _torch.new_dtensor(
+            cls, arrived, spec_for(mesh, spec, whole, contiguous_stride(whole), arrived.dtype), requires_grad=False
+        )
+        if spec.unreduced:
+            out._sum = []
+        return out
+
+    return _Opened(local, not is_even(shape, axes_of(mesh), spec), close)
 
 
 @dataclass(frozen=True)
@@ -149,6 +189,14 @@ def _mine(op: Collective, pieces: Any) -> Any:
     return pieces.index_select(0, index(op.mesh, op.axes).reshape(1)).select(0, 0)
 
 
+def _left(x: Any, why: str) -> Any:
+    """What every rank of a simulated mesh has, once."""
+    if isinstance(x, DTensor):
+        mesh, shape = x._spec.mesh, tuple(x.shape)
+        x = reshard.run(_torch.local(x), shape, mesh, reshard.plan(shape, axes_items(mesh), layout(x._spec), P()), why)
+    return x.blocks[0] if type(x) is Blocks else x
+
+
 def _only_at_source(op: Collective, pieces: Any) -> Any:
     x = pieces.select(0, 0)
     return torch.where(index(op.mesh, op.axes) == op.source, x, torch.zeros_like(x))
@@ -204,8 +252,8 @@ TABLE: dict[str, Row] = {
     ),
     "sum_at_source": Row(_whole, _all_reduce("sum"), _only_at_source, lambda op: _becomes(op, "pbroadcast")),
     # A tensor that every rank of a simulated mesh holds <-> a Blocks.
-    "enter": Row(lambda op, x: shared(x, op.mesh.size()), None, _same, lambda op: _becomes(op, "leave")),
-    "leave": Row(lambda op, x: x.blocks[0] if type(x) is Blocks else x, None, _alias, lambda op: _becomes(op, "enter")),
+    "enter": Row(lambda op, x: shared(x, len(played_ranks(op.mesh))), None, _same, lambda op: _becomes(op, "leave")),
+    "leave": Row(lambda op, x: _left(x, op.why), None, _alias, lambda op: _becomes(op, "enter")),
     # The end of a body without types: its result is as many values as there are ranks, of which one is the output.
     "share": Row(_alias, None, _same, lambda op: _becomes(op, "divide")),
     "divide": Row(lambda op, x: x / op.n, None, _same, lambda op: _becomes(op, "divide")),

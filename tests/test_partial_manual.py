@@ -1,0 +1,463 @@
+"""Maps over some axes of a mesh, and maps inside maps, against the same function on whole plain tensors."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.errors import CollectiveError, MeshError, SpecError, TypingError
+
+D = torch.float64
+MESHES = [
+    ((2, 2), ("dp", "tp")),
+    ((2, 3), ("dp", "tp")),
+    ((3, 2), ("tp", "dp")),
+    ((4, 1), ("dp", "tp")),
+    ((1, 4), ("dp", "tp")),
+]
+ids = lambda mesh: ",".join(f"{name}={size}" for size, name in zip(*mesh))
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(seed))
+
+
+W1, W2, X = numbers(6, 8, seed=1), numbers(8, 5, seed=2), numbers(12, 6, seed=3)
+
+
+def whole_loss(w1, w2, x):
+    return (torch.relu(x @ w1) @ w2).square().sum()
+
+
+def body_loss(w1, w2, x):
+    """Data parallel by hand, tensor parallel by annotation."""
+    h = vfn.with_sharding(torch.relu(x @ w1), P(None, "tp"))
+    return vfn.psum((h @ w2).square().sum(), "dp")
+
+
+SPECS = [(P(), P(), P()), (P(None, "tp"), P("tp"), P("dp")), (P("tp"), P(None, "tp"), P("dp", "tp")),
+         (P("dp"), P(("tp", "dp")), P(("dp", "tp"))), (P(("dp", "tp")), P("tp", "dp"), P(("tp", "dp")))]  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=ids)
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+def test_some_axes_manual(mesh, check):
+    (value, grads) = vfn.value_and_grad(whole_loss, argnums=(0, 1, 2))(W1, W2, X)
+    tangents = numbers(6, 8, seed=4), numbers(8, 5, seed=5), numbers(12, 6, seed=6)
+    slope = vfn.jvp(whole_loss, (W1, W2, X), tangents)[1]
+    with vfn.simulate(mesh[0][0] * mesh[0][1]):
+        on = vfn.make_mesh(*mesh)
+        f = vfn.shard_map(body_loss, mesh=on, axis_names={"dp"}, in_specs=(P(), P(), P("dp")), out_specs=P(),
+                          check_vma=check)  # fmt: skip
+        for specs in SPECS:
+            args = vfn.shard((W1, W2, X), on, specs)
+            assert_close(vfn.unshard(f(*args)), value)
+            got, gradients = vfn.value_and_grad(f, argnums=(0, 1, 2))(*args)
+            assert_close(vfn.unshard((got, gradients)), (value, grads))
+            assert [vfn.spec_of(g) for g in gradients] == [vfn.spec_of(a) for a in args]
+            assert_close(vfn.unshard(torch.func.grad(f, argnums=(0, 1, 2))(*args)), grads)
+            assert_close(vfn.unshard(vfn.jvp(f, args, vfn.shard(tangents, on, specs))[1]), slope)
+        got, gradients = vfn.value_and_grad(f, argnums=(0, 1, 2))(W1, W2, X)  # plain in, plain out
+        assert_close((vfn.unshard(got), gradients), (value, grads))
+        assert not any(isinstance(g, torch.distributed.tensor.DTensor) for g in gradients)
+
+
+def test_values_are_whole_along_the_other_axes():
+    seen = []
+
+    def body(x, y):
+        seen.append((tuple(x.shape), vfn.spec_of(x), tuple(y.shape), vfn.spec_of(y)))
+        return x * 2, y
+
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((2, 3), ("dp", "tp"))
+        f = vfn.shard_map(body, mesh=mesh, axis_names={"dp"}, in_specs=(P("dp"), P()), out_specs=(P("dp"), P()))
+        x, y = vfn.shard((X, W1), mesh, (P("dp", "tp"), P("tp")))
+        with vfn.strict():
+            two, same = f(x, y)
+        assert seen == [((6, 6), P(None, "tp"), (6, 8), P("tp"))]
+        assert (vfn.spec_of(two), vfn.spec_of(same)) == (P("dp", "tp"), P("tp"))
+        assert_close(vfn.unshard((two, same)), (X * 2, W1), rtol=0, atol=0)
+
+
+ROWS = {  # a body over "i", whose values are 4 x 6 there, and the same on whole 8 x 6 values (2 ranks along "i")
+    "psum": (lambda x: vfn.psum(x, "i"), P(), lambda a, b: a + b),
+    "pmean": (lambda x: vfn.pmean(x, "i"), P(), lambda a, b: (a + b) / 2),
+    "pmax": (lambda x: vfn.pmax(x.detach(), "i") + vfn.psum(x, "i"), P(), lambda a, b: torch.maximum(a, b).detach() + a + b),
+    "all_gather": (lambda x: vfn.all_gather(x, "i"), P(None, "i"), lambda a, b: torch.cat([torch.stack([a, b])] * 2, 1)),
+    "all_gather tiled": (lambda x: vfn.all_gather(x, "i", tiled=True, axis=1), P("i"),
+                         lambda a, b: torch.cat([torch.cat([a, b], 1)] * 2)),
+    "all_gather invarying": (lambda x: vfn.all_gather(x, "i", tiled=True, to="invarying"), P(), lambda a, b: torch.cat([a, b])),
+    "psum_scatter": (lambda x: vfn.psum_scatter(x, "i", tiled=True), P("i"), lambda a, b: a + b),
+    "psum_scatter dim 1": (lambda x: vfn.psum_scatter(x, "i", scatter_dimension=1, tiled=True), P(None, "i"), lambda a, b: a + b),
+    "all_to_all": (lambda x: vfn.all_to_all(x, "i", 1, 0, tiled=True), P(None, "i"), lambda a, b: torch.cat([a, b])),
+    "all_to_all back": (lambda x: vfn.all_to_all(x, "i", 0, 1, tiled=True), P("i"),
+                        lambda a, b: torch.cat([torch.cat([a[:2], b[:2]], 1), torch.cat([a[2:], b[2:]], 1)])),
+    "ppermute": (lambda x: vfn.ppermute(x, "i", [(0, 1)]), P("i"), lambda a, b: torch.cat([torch.zeros_like(a), a])),
+    "pbroadcast": (lambda x: vfn.pbroadcast(x, "i", 1), P("i"), lambda a, b: torch.cat([b, b])),
+    "axis_index": (lambda x: x * (1 + vfn.axis_index("i")), P("i"), lambda a, b: torch.cat([a, 2 * b])),
+    "softmax": (lambda x: x.softmax(1) @ x.mT, P("i"), lambda a, b: torch.cat([a.softmax(1) @ a.mT, b.softmax(1) @ b.mT])),
+    "constant": (lambda x: vfn.psum(x + torch.ones(4, 1, dtype=D), "i"), P(), lambda a, b: a + b + 2),
+    "tree": (lambda x: sum(vfn.psum({"a": x, "b": (x.sum(0), x.sum(1, keepdim=True))}, "i")["b"]) * 1.0, P(),
+             lambda a, b: (a + b).sum(0) + (a + b).sum(1, keepdim=True)),
+}  # fmt: skip
+LAYOUTS = [P(), P("i"), P(None, "j"), P("i", "j"), P(("i", "j")), P(("j", "i")), P("j", "i")]
+REAL_LAYOUTS = [P("i", "j"), P(("j", "i"))]
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("size", [2, 3, 4])  # 4 and 6 over 4: uneven, and an empty shard
+def test_collectives_on_values_that_are_arrays(row, size):
+    body, out, whole = ROWS[row]
+    x, ct = numbers(8, 6, seed=7), None
+
+    def one(x):
+        return whole(x[:4], x[4:])
+
+    want = one(x)
+    ct = numbers(*want.shape, seed=8)
+    grad = vfn.grad(lambda x: (one(x) * ct).sum())(x)
+    second = vfn.grad(lambda x: (vfn.grad(lambda x: (one(x).sin() * ct).sum())(x) * numbers(8, 6, seed=9)).sum())(x)
+    with vfn.simulate(2 * size):
+        for shape, names in (((2, size), ("i", "j")), ((size, 2), ("j", "i"))):
+            mesh = vfn.make_mesh(shape, names)
+            f = vfn.shard_map(body, mesh=mesh, axis_names={"i"}, in_specs=P("i"), out_specs=out)
+            for lying in LAYOUTS:
+                xx = vfn.shard(x, mesh, lying)
+                assert_close(vfn.unshard(f(xx)), want)
+                got = vfn.grad(lambda x: (f(x) * ct).sum())(xx)
+                assert_close(vfn.unshard(got), grad)
+                assert vfn.spec_of(got) == vfn.spec_of(xx)
+            xx = vfn.shard(x, mesh, P("i", "j"))
+            assert_close(vfn.unshard(vfn.jvp(f, (xx,), (vfn.shard(ct_like(x), mesh, P("j")),))[1]),
+                         vfn.jvp(one, (x,), (ct_like(x),))[1])  # fmt: skip
+            batch = torch.stack([x, 2 * x, x - 1])
+            assert_close(
+                vfn.unshard(vfn.vmap(f)(vfn.shard(batch, mesh, P(None, "i", "j")))),
+                torch.stack([one(b) for b in batch]),
+            )
+            got = vfn.grad(lambda x: (vfn.grad(lambda x: (f(x).sin() * ct).sum())(x) * numbers(8, 6, seed=9)).sum())(xx)
+            assert_close(vfn.unshard(got), second)
+
+
+def ct_like(x):
+    return numbers(*x.shape, seed=11)
+
+
+# --- transforms in the body ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=ids)
+def test_gradients_taken_in_the_body(mesh):
+    grads = vfn.grad(whole_loss, argnums=(0, 1))(W1, W2, X)
+
+    def local_loss(w1, w2, x):
+        return (vfn.with_sharding(torch.relu(x @ w1), P(None, "tp")) @ w2).square().sum()
+
+    for engine in (vfn.grad, torch.func.grad):
+
+        def body(w1, w2, x):
+            return engine(local_loss, argnums=(0, 1))(w1, w2, x)  # summed over "dp" with no call by the user
+
+        with vfn.simulate(mesh[0][0] * mesh[0][1]):
+            on = vfn.make_mesh(*mesh)
+            f = vfn.shard_map(body, mesh=on, axis_names={"dp"}, in_specs=(P(), P(), P("dp")), out_specs=P())
+            for specs in SPECS:
+                assert_close(vfn.unshard(f(*vfn.shard((W1, W2, X), on, specs))), grads)
+            assert_close(vfn.unshard(f(W1, W2, X)), grads)
+
+
+def test_a_closure_is_a_constant_with_a_gradient():
+    want = vfn.grad(lambda w: (X @ w).square().sum())(W1)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+
+        def loss(w):
+            body = lambda x: vfn.psum((x @ w).square().sum(), "dp")
+            return vfn.shard_map(body, mesh=mesh, axis_names={"dp"}, in_specs=P("dp"), out_specs=P())(X)
+
+        assert_close(vfn.grad(loss)(W1), want)
+        for spec in (P(), P("tp"), P(None, "tp")):
+            w = vfn.shard(W1, mesh, spec)
+            got = vfn.grad(loss)(w)
+            assert_close(vfn.unshard(got), want)
+            assert vfn.spec_of(got) == spec
+
+
+def test_remat_and_draws():
+    key = vfn.random.key(3)
+
+    def one(w, x):
+        return (vfn.random.dropout(key, x @ w, 0.5)).square().sum()
+
+    want = vfn.grad(one)(W1, X)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+
+        def body(w, x):
+            h = vfn.remat(lambda w, x: torch.tanh(vfn.all_gather(x, "dp", tiled=True, to="invarying") @ w))(w, x)
+            return (vfn.random.dropout(key, h, 0.5)).square().sum()
+
+        f = vfn.shard_map(body, mesh=mesh, axis_names={"dp"}, in_specs=(P(), P("dp")), out_specs=P())
+        for specs in ((P(), P()), (P(None, "tp"), P("dp")), (P("tp"), P("dp", "tp"))):
+            got = vfn.grad(f)(*vfn.shard((W1, X), mesh, specs))
+            assert_close(
+                vfn.unshard(got),
+                vfn.grad(lambda w, x: vfn.random.dropout(key, torch.tanh(x @ w), 0.5).square().sum())(W1, X),
+            )
+    assert want.shape == W1.shape
+
+
+def test_writes_and_reading():
+    def body(x):
+        x = x.clone()
+        x[0] = 7.0
+        x.mul_(2)
+        return x, vfn.pmax(x.detach().max(), "dp")
+
+    want = X.clone()
+    want[0], want[6] = 7.0, 7.0
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        f = vfn.shard_map(body, mesh=mesh, axis_names={"dp"}, in_specs=P("dp"), out_specs=(P("dp"), P()))
+        y, top = f(vfn.shard(X, mesh, P("dp", "tp")))
+        assert_close(vfn.unshard((y, top)), (want * 2, (want * 2).max()))
+        g = vfn.shard_map(lambda x: x.add_(1), mesh=mesh, axis_names={"dp"}, in_specs=P("dp"), out_specs=P("dp"))
+        with pytest.raises(vfn.errors.InPlaceError, match="belongs to the caller"):
+            g(vfn.shard(X, mesh, P("dp", "tp")))
+        h = vfn.shard_map(
+            lambda x: x * float(x.sum()), mesh=mesh, axis_names={"dp"}, in_specs=P("dp"), out_specs=P("dp")
+        )
+        with pytest.raises(TypingError, match="differs by rank"):
+            h(vfn.shard(X, mesh, P("dp", "tp")))
+        k = vfn.shard_map(lambda x: x * float(vfn.psum(x.sum(), "dp")), mesh=mesh, axis_names={"dp"}, in_specs=P("dp"),
+                          out_specs=P("dp"))  # fmt: skip
+        assert_close(vfn.unshard(k(vfn.shard(X, mesh, P("dp", "tp")))), X * float(X.sum()))
+
+
+# --- maps inside maps ---------------------------------------------------------------------------------------------------
+
+
+def nested(outer, inner, on):
+    def ring(h, w2):
+        return vfn.psum(h @ w2, inner)
+
+    def body(w1, w2, x):
+        h = torch.relu(x @ w1)
+        y = vfn.shard_map(ring, axis_names={inner}, in_specs=(P(None, inner), P(inner)), out_specs=P())(h, w2)
+        return vfn.psum(y.square().sum(), outer)
+
+    return vfn.shard_map(body, mesh=on, axis_names={outer}, in_specs=(P(), P(), P(outer)), out_specs=P())
+
+
+@pytest.mark.parametrize("mesh", [((2, 2), ("dp", "tp")), ((3, 2), ("dp", "tp")), ((2, 3), ("tp", "dp")), ((1, 2), ("dp", "tp"))],
+                         ids=ids)  # fmt: skip
+def test_a_map_inside_a_map(mesh):
+    value, grads = vfn.value_and_grad(whole_loss, argnums=(0, 1, 2))(W1, W2, X)
+    tangents = numbers(6, 8, seed=4), numbers(8, 5, seed=5), numbers(12, 6, seed=6)
+    slope = vfn.jvp(whole_loss, (W1, W2, X), tangents)[1]
+    with vfn.simulate(mesh[0][0] * mesh[0][1]):
+        on = vfn.make_mesh(*mesh)
+        f = nested("dp", "tp", on)
+        for specs in SPECS:
+            args = vfn.shard((W1, W2, X), on, specs)
+            got = vfn.value_and_grad(f, argnums=(0, 1, 2))(*args)
+            assert_close(vfn.unshard(got), (value, grads))
+            assert_close(vfn.unshard(torch.func.grad(f, argnums=(0, 1, 2))(*args)), grads)
+            assert_close(vfn.unshard(vfn.jvp(f, args, vfn.shard(tangents, on, specs))[1]), slope)
+        assert_close(vfn.unshard(vfn.value_and_grad(f, argnums=(0, 1, 2))(W1, W2, X)), (value, grads))
+
+
+def test_three_axes_three_maps():
+    x = numbers(8, 12, 2, seed=1)
+    want = vfn.value_and_grad(lambda x: (x.sum(1) ** 2).sum() + x.sum())(x)
+    with vfn.simulate(8):
+        mesh = vfn.make_mesh((2, 2, 2), ("a", "b", "c"))
+
+        def third(x):
+            assert vfn.axis_size(("a", "b", "c")) == 8
+            return vfn.psum((x**2).sum(), ("c", "a"))
+
+        def second(x):
+            y = vfn.psum(x.sum(1), "b")
+            inner = vfn.shard_map(third, axis_names={"c"}, in_specs=P("c"), out_specs=P())
+            return inner(y), vfn.psum(x.sum(), ("b", "a"))
+
+        def first(x):
+            return vfn.shard_map(second, axis_names={"b"}, in_specs=P(None, "b"), out_specs=(P(), P()))(x)
+
+        f = vfn.shard_map(first, mesh=mesh, axis_names={"a"}, in_specs=P("a"), out_specs=(P(), P()))
+        for spec in (P(), P("a", "b", "c"), P("c", ("b", "a")), P(("b", "c", "a"))):
+            got = vfn.value_and_grad(lambda x: sum(f(x)))(vfn.shard(x, mesh, spec))
+            assert_close(vfn.unshard(got), want)
+
+
+def test_the_inner_map_sees_values_of_the_outer_body():
+    x, w = numbers(4, 6, seed=1), numbers(6, 6, seed=2)
+    want = vfn.value_and_grad(lambda x, w: ((x @ w) * x.sum(1, keepdim=True)).sin().sum(), argnums=(0, 1))(x, w)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+
+        def body(x, w):
+            scale = x.sum(1, keepdim=True)  # varies over dp; closed over below
+
+            def inner(wt):
+                return (x @ wt) * scale
+
+            y = vfn.shard_map(inner, axis_names={"tp"}, in_specs=P(None, "tp"), out_specs=P(None, "tp"))(w)
+            return vfn.psum(y.sin().sum(), "dp")
+
+        f = vfn.shard_map(body, mesh=mesh, axis_names={"dp"}, in_specs=(P("dp"), P()), out_specs=P())
+        for specs in ((P(), P()), (P("dp"), P(None, "tp")), (P("tp"), P("dp", "tp"))):
+            got = vfn.value_and_grad(f, argnums=(0, 1))(*vfn.shard((x, w), mesh, specs))
+            assert_close(vfn.unshard(got), want)
+
+
+# --- real ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _on_real_ranks(shape, names):
+    torch.set_num_threads(1)
+    mesh = vfn.make_mesh(shape, names)
+    found = []
+    for f in (vfn.shard_map(body_loss, mesh=mesh, axis_names={"dp"}, in_specs=(P(), P(), P("dp")), out_specs=P()),
+              vfn.shard_map(body_loss, mesh=mesh, axis_names={"dp"}, in_specs=(P(), P(), P("dp")), out_specs=P(), check_vma=False),
+              nested("dp", "tp", mesh)):  # fmt: skip
+        for specs in SPECS[2::2]:
+            args = vfn.shard((W1, W2, X), mesh, specs)
+            found.append(vfn.unshard(vfn.value_and_grad(f, argnums=(0, 1, 2))(*args)))
+            found.append(vfn.unshard((f(*args), torch.func.grad(f, argnums=(0, 1, 2))(*args))))
+        found.append(vfn.unshard(vfn.value_and_grad(f, argnums=(0, 1, 2))(W1, W2, X)))
+    return found
+
+
+def _collectives_on_real_ranks(shape, names):
+    torch.set_num_threads(1)
+    mesh, found = vfn.make_mesh(shape, names), {}
+    for row, (body, out, _) in ROWS.items():
+        f = vfn.shard_map(body, mesh=mesh, axis_names={"i"}, in_specs=P("i"), out_specs=out)
+        for lying in REAL_LAYOUTS:
+            x = vfn.shard(numbers(8, 6, seed=7), mesh, lying)
+            found[row, lying] = vfn.unshard((f(x), vfn.grad(lambda x: f(x).sin().sum())(x)))
+    return found
+
+
+def test_real_ranks(gloo):
+    want = vfn.value_and_grad(whole_loss, argnums=(0, 1, 2))(W1, W2, X)
+    for results in gloo(4, _on_real_ranks, (2, 2), ("dp", "tp")):
+        for got in results:
+            assert_close(got, want)
+
+
+def test_collectives_on_real_ranks(gloo):
+    x = numbers(8, 6, seed=7)
+    for found in gloo(4, _collectives_on_real_ranks, (2, 2), ("j", "i")):
+        for row, (_, _, whole) in ROWS.items():
+            one = lambda x: whole(x[:4], x[4:])
+            for lying in REAL_LAYOUTS:
+                assert_close(found[row, lying], (one(x), vfn.grad(lambda x: one(x).sin().sum())(x)))
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------
+
+
+def _refused(kind):
+    x = torch.zeros(4, 4)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        part = lambda f, **k: vfn.shard_map(
+            f, **{"mesh": mesh, "axis_names": {"dp"}, "in_specs": P("dp"), "out_specs": P("dp"), **k}
+        )
+        if kind == "unknown axis":
+            part(lambda x: x, axis_names={"pp"})(x)
+        if kind == "in_specs":
+            part(lambda x: x, in_specs=P("tp"))(x)
+        if kind == "out_specs":
+            part(lambda x: x, out_specs=P("dp", "tp"))(x)
+        if kind == "collective":
+            part(lambda x: vfn.psum(x, ("dp", "tp")))(x)
+        if kind == "with_sharding":
+            part(lambda x: vfn.with_sharding(x, P("dp")))(x)
+        if kind == "again":
+            part(lambda x: part(lambda x: x)(x))(x)
+        if kind == "all taken":
+            whole = vfn.shard_map(lambda x: part(lambda x: x)(x), mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+            whole(x)
+        if kind == "another mesh":
+            other = vfn.make_mesh((4,), ("tp",))
+            part(lambda x: vfn.shard_map(lambda x: x, mesh=other, in_specs=P(), out_specs=P())(x))(x)
+        if kind == "unchecked inside":
+            part(lambda x: vfn.shard_map(lambda x: x, in_specs=P("tp"), out_specs=P("tp"), check_vma=False)(x))(x)
+        if kind == "closure":
+            y = vfn.shard(x, mesh, P("dp", "tp"))
+            part(lambda x: x + y)(x)
+
+
+REFUSED = {
+    "unknown axis": (MeshError, """\
+shard_map(<lambda>): axis_names={'pp'} does not fit the mesh (dp=2, tp=2)
+  * 'pp' is not one of the axes ('dp', 'tp')
+  Instead: the axes along which the body sees one rank's blocks; none: all of them"""),
+    "in_specs": (SpecError, """\
+shard_map(<lambda>): the arguments do not fit in_specs on the mesh (dp=2, tp=2)
+  * args[0] of shape f32[4,4], where args[0] is bound to <lambda>'s parameter 'x', corresponds to in_specs = P('tp'): axis 'tp' is not in axis_names={'dp'}: along it a value lies in the body as it does outside
+  Instead: a spec of axes that divide the dims, None for a dim that every rank needs whole, or pad the argument"""),
+    "out_specs": (SpecError, """\
+shard_map(<lambda>): the results do not fit out_specs on the mesh (dp=2, tp=2)
+  * out is f32[2,4]{V:dp}, for out_specs P('dp', 'tp'): axis 'tp' is not in axis_names={'dp'}: along it a value lies in the body as it does outside"""),
+    "collective": (CollectiveError, """\
+psum: axis_name=('dp', 'tp'), but only ('dp',) are manual in this shard_map body
+  * along 'tp' of the mesh (dp=2, tp=2) its values are whole
+  Instead: x.sum(...) and its like, as on one device; or axis_names={'dp', 'tp'}"""),
+    "with_sharding": (SpecError, """\
+with_sharding: this is the body of a shard_map: its values are one rank's blocks along 'dp'
+  * axis 'dp' of P('dp') is manual here
+  Instead: a collective (vfn.all_gather, vfn.psum_scatter, ...) in the body, or the spec in in_specs or out_specs"""),
+    "again": (MeshError, """\
+shard_map(<lambda>): it was called inside the body of another shard_map, where 'dp' is manual already
+  Instead: axis_names among the others, ('tp',)"""),
+    "all taken": (MeshError, """\
+shard_map(<lambda>): it was called inside the body of another shard_map, where all axes are manual already
+  Instead: call the function itself: its values are local too"""),
+    "another mesh": (MeshError, """\
+shard_map(<lambda>): a map inside the body of another is on the same mesh
+  * it was given the mesh (tp=4), the other is on the mesh (dp=2, tp=2)
+  Instead: no mesh= for the inner one"""),
+    "unchecked inside": (TypingError, """\
+shard_map(<lambda>): of a map inside the body of another, gradients are right only where both are checked
+  * check_vma=True for the outer one, check_vma=False for this one
+  Instead: check_vma=True, which is the default, for both; or one shard_map over all axes"""),
+    "closure": (TypingError, """\
+shard_map(<lambda>): the body uses an array from outside, of which each rank holds a part
+  * it is f32[4,4] lying as P('dp', 'tp') on the mesh (dp=2, tp=2)
+  Instead: pass it as an argument, with in_specs=P('dp') for its block or P() for the whole"""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_messages(kind):
+    error, text = REFUSED[kind]
+    with pytest.raises(error) as raised:
+        _refused(kind)
+    assert str(raised.value) == text
+
+
+@pytest.mark.parametrize("names", [None, set(), {"dp", "tp"}, ("tp", "dp"), frozenset(("dp", "tp"))], ids=str)
+def test_axis_names_says_all_axes_in_several_ways(names):
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        f = vfn.shard_map(
+            lambda x: vfn.psum(x, ("dp", "tp")), mesh=mesh, axis_names=names, in_specs=P(("dp", "tp")), out_specs=P()
+        )
+        assert vfn.unshard(f(torch.arange(4.0))).tolist() == [6.0]
+
+
+def test_an_axis_name_alone_is_one_axis():
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        f = vfn.shard_map(
+            lambda x: (vfn.psum(x, "dp"), vfn.spec_of(x)), mesh=mesh, axis_names="dp", in_specs=P("dp"), out_specs=P()
+        )
+        y, spec = f(vfn.shard(torch.arange(4.0), mesh, P(("dp", "tp"))))
+        assert (vfn.unshard(y).tolist(), spec) == ([2.0, 4.0], P("tp"))
