@@ -3,6 +3,7 @@
 import html.parser
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -176,8 +177,6 @@ def check_html(page: str, svgs: int) -> None:
 
 def test_the_picture_covers_the_value(grid) -> None:
     """The drawn blocks tile the value, and each names the ranks that hold it."""
-    import re
-
     for s, parts in [(P("dp", "tp"), 6), (P("dp"), 2), (P(None, "tp"), 3), (P(("tp", "dp")), 6), (P(), 1)]:
         page = vfn.show(vfn.shard(torch.zeros(12, 9), grid, s))._repr_html_()
         boxes = [tuple(map(float, b)) for b in re.findall(r"width='([\d.]+)' height='([\d.]+)' fill", page)]
@@ -220,3 +219,37 @@ def test_strict_refuses_moves_that_nobody_asked_for(grid) -> None:
         vfn.unshard(x)
         (x * 2 + x).relu().sum().item()
     x.softmax(0)
+
+
+def test_show_in_a_body(grid) -> None:
+    shown = []
+
+    def body(w, x):
+        y = vfn.psum(x * w, "dp")
+        shown.append(vfn.show({"w": w, "x": x, "y": y, "at": vfn.axis_index("tp"), "n": 3}))
+        return y
+
+    vfn.shard_map(body, mesh=grid, in_specs=(P(), P("dp")), out_specs=P())(torch.ones(2), torch.arange(4.0))
+    assert (
+        repr(shown[0])
+        == """\
+4 local values in a body over dp, tp of mesh (dp=2, tp=3), 1 other leaf
+path    type          on each rank  bytes on each rank
+['at']  i32[]{V:tp}   []            4
+['n']   int 3
+['w']   f32[2]        [2]           8
+['x']   f32[2]{V:dp}  [2]           8
+['y']   f32[2]        [2]           8"""
+    )
+    pictures = shown[0]._repr_html_().split("<svg")[1:]
+    assert [len(set(re.findall("fill='(#[^']+)'", picture))) for picture in pictures] == [3, 1, 2, 1]
+    assert all(picture.count("<rect") == 6 for picture in pictures)
+
+
+def test_show_of_a_value_that_is_an_array_along_another_axis(grid) -> None:
+    shown = []
+    f = vfn.shard_map(
+        lambda x: shown.append(vfn.show(x)) or x, mesh=grid, axis_names={"dp"}, in_specs=P("dp"), out_specs=P("dp")
+    )
+    f(vfn.shard(torch.ones(4, 6), grid, P("dp", "tp")))
+    assert repr(shown[0]).splitlines()[2].split() == ["(value)", "f32[2,6@tp]{V:dp}", "[2,", "6]", "48"]

@@ -430,7 +430,7 @@ shard_map(<lambda>): of a map inside the body of another, gradients are right on
   Instead: check_vma=True, which is the default, for both; or one shard_map over all axes"""),
     "closure": (TypingError, """\
 shard_map(<lambda>): the body uses an array from outside, of which each rank holds a part
-  * it is f32[4,4] lying as P('dp', 'tp') on the mesh (dp=2, tp=2)
+  * it is f32[4@dp,4@tp] on the mesh (dp=2, tp=2)
   Instead: pass it as an argument, with in_specs=P('dp') for its block or P() for the whole"""),
 }  # fmt: skip
 

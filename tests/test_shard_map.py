@@ -775,7 +775,7 @@ def test_closures_over_arrays(mesh):
         text, _ = refused(lambda x: x * sharded, mesh, check_vma=check)
         assert text == (
             "shard_map(<lambda>): the body uses an array from outside, of which each rank holds a part\n"
-            "  * it is f32[4] lying as P('i') on the mesh (i=4)\n"
+            "  * it is f32[4@i] on the mesh (i=4)\n"
             "  Instead: pass it as an argument, with in_specs=P('i') for its block or P() for the whole"
         )
 
@@ -882,7 +882,7 @@ def test_strict(mesh):
         assert moved == 0
         assert text == (
             "shard_map(<lambda>): strict: arguments lie otherwise than in_specs says\n"
-            "  * args[0] of shape f32[4], where args[0] is bound to <lambda>'s parameter 'p', corresponds to "
+            "  * args[0] of shape f32[4@i], where args[0] is bound to <lambda>'s parameter 'p', corresponds to "
             "in_specs = P(), but it lies as P('i'): vfn.with_sharding(x, P())\n"
             "  Instead: write the vfn.with_sharding, so that the program asks for the move"
         )

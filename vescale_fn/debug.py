@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from . import array, context, tree
+from . import array, context, tree, types
+from .blocks import Blocks
+from .errors import mesh_text
 from .layout import type_text
 from .lines import readable
 from .mesh import axes_of, coordinates
@@ -83,8 +85,8 @@ def comm_log() -> Iterator[CommLog]:
 class Shown:
     """What `show` returns: text in a terminal, a table in a notebook."""
 
-    def __init__(self, rows: list[tuple[str, str, str, str]], title: str, tensors: list[tuple[str, Any]]) -> None:
-        self.rows, self.title, self._tensors = rows, title, tensors
+    def __init__(self, rows: list[tuple[str, str, str, str]], title: str, pictures: list[str]) -> None:
+        self.rows, self.title, self._pictures = rows, title, pictures
 
     def __repr__(self) -> str:
         rows = [("path", "type", "on each rank", "bytes on each rank"), *self.rows]
@@ -99,7 +101,7 @@ class Shown:
         )
         body = "".join(
             "<tr>" + "".join(f"<td style='text-align:left'><code>{html.escape(cell)}</code></td>" for cell in row)
-            + f"<td>{_picture(x)}</td></tr>" for row, (_, x) in zip(self.rows, self._tensors)
+            + f"<td>{picture}</td></tr>" for row, picture in zip(self.rows, self._pictures)
         )  # fmt: skip
         return f"<p>{html.escape(self.title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -108,7 +110,8 @@ def show(value: Any) -> Shown:
     """Show where everything in a tree lies: a table of text in a terminal, HTML with a picture a leaf in a notebook.
 
     Args:
-        value: any tree.
+        value: any tree. In a `shard_map` body its values are shown with their types over the axes, and on a simulated
+            mesh with a picture of the ranks, those in one colour that hold the same.
 
     Returns:
         An object to print, or to leave as a notebook cell's last value. Nothing travels.
@@ -123,18 +126,23 @@ def show(value: Any) -> Shown:
     ['w']     f32[4,6@tp]  [4, 3]        48
     """
     leaves, _ = tree.flatten(value)
-    rows, tensors, meshes, arrays, plain = [], [], [], 0, 0
+    rows, pictures, meshes, arrays, plain, mine = [], [], [], 0, 0, 0
+    body = context.body()
     for path, x in zip(tree.paths(value), leaves, strict=True):
         path = path or "(value)"
-        tensors.append((path, x))
+        pictures.append(_picture(x, body))
         if not isinstance(x, torch.Tensor):
             rows.append((path, f"{type(x).__name__} {x!r}", "", ""))
             continue
         mesh, spec = array.mesh_of(x), array.spec_of(x)
+        if body is not None and not types.outside(x, body.auto):
+            mine += 1
+            rows.append((path, types.text(x, types.typeof(x, body.axes)), str(list(x.shape)), _size(x)))
+            continue
         text = type_text(x.shape, x.dtype, spec)
         if mesh is None:
             plain += 1
-            rows.append((path, f"{text} (plain)", str(list(x.shape)), f"{x.numel() * x.element_size():,}"))
+            rows.append((path, f"{text} (plain)", str(list(x.shape)), _size(x)))
             continue
         arrays += 1
         if mesh not in meshes:
@@ -143,14 +151,23 @@ def show(value: Any) -> Shown:
         even = "" if _even(x, mesh, spec) else " at most"
         size = torch.Size(block).numel() * x.element_size()
         rows.append((path, text, f"{list(block)}{even}", f"{size:,}"))
-    where = " and ".join("mesh (" + ", ".join(f"{k}={v}" for k, v in axes_of(m).items()) + ")" for m in meshes)
+    where = " and ".join(map(_mesh_line, meshes))
     counts = [
         (arrays, "array", f" on {where}"),
         (plain, "plain tensor", ""),
-        (len(leaves) - arrays - plain, "other lea", ""),
+        (mine, "local value", f" in a body over {', '.join(body.axes)} of {_mesh_line(body.mesh)}" if body else ""),
+        (len(leaves) - arrays - plain - mine, "other lea", ""),
     ]
     parts = [f"{n} {word}{_plural(n, word)}{tail}" for n, word, tail in counts if n]
-    return Shown(rows, ", ".join(parts) or "nothing", tensors)
+    return Shown(rows, ", ".join(parts) or "nothing", pictures)
+
+
+def _mesh_line(mesh: Any) -> str:
+    return mesh_text(axes_of(mesh))
+
+
+def _size(x: torch.Tensor) -> str:
+    return f"{x.numel() * x.element_size():,}"
 
 
 def _plural(n: int, word: str) -> str:
@@ -168,8 +185,10 @@ def _even(x: Any, mesh: Any, spec: P) -> bool:
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#edc948")
 
 
-def _picture(x: Any) -> str:
+def _picture(x: Any, body: Any) -> str:
     """A small drawing: two dims of the value (or its one), each block in a colour, with the ranks that hold it."""
+    if body is not None and type(x) is Blocks:
+        return _ranks(x, body.mesh)
     mesh = array.mesh_of(x) if isinstance(x, torch.Tensor) else None
     if mesh is None or not 1 <= x.ndim or x.numel() == 0:
         return ""
@@ -192,9 +211,35 @@ def _picture(x: Any) -> str:
         n_rows, n_cols = x.shape[rows_dim], x.shape[cols_dim] if cols_dim is not None else 1
         left, top, w, h = c0 / n_cols * width, r0 / n_rows * height, cn / n_cols * width, rn / n_rows * height
         label = ",".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}..{ranks[-1]}"
-        drawn.append(f"<rect x='{left:.1f}' y='{top:.1f}' width='{w:.1f}' height='{h:.1f}' fill='{_COLORS[number % 8]}' "
-                     f"stroke='white'/><text x='{left + w / 2:.1f}' y='{top + h / 2 + 3:.1f}' font-size='9' fill='white' "
-                     f"text-anchor='middle'>{label}</text>")  # fmt: skip
+        drawn.append(_box(left, top, w, h, number, label))
+    return _drawing(width, height, drawn)
+
+
+def _ranks(x: Blocks, mesh: Any) -> str:
+    """A small drawing of a value of a body: the ranks of the mesh, in one colour those that have the same."""
+    sizes = list(axes_of(mesh).values())
+    columns = sizes[-1]
+    width, height = min(180.0, 60.0 * columns), 24.0 * (mesh.size() // columns)
+    w, h = width / columns, 24.0
+    seen: list[torch.Tensor] = []
+    drawn = []
+    for rank, block in enumerate(x.blocks):
+        number = next((i for i, other in enumerate(seen) if other is block or torch.equal(other, block)), len(seen))
+        if number == len(seen):
+            seen.append(block)
+        row, column = divmod(rank, columns)
+        label = f"{block.item():.4g}" if block.numel() == 1 and not block.is_complex() else str(rank)
+        drawn.append(_box(column * w, row * h, w, h, number, label))
+    return _drawing(width, height, drawn)
+
+
+def _box(left: float, top: float, w: float, h: float, number: int, label: str) -> str:
+    return (f"<rect x='{left:.1f}' y='{top:.1f}' width='{w:.1f}' height='{h:.1f}' fill='{_COLORS[number % 8]}' "
+            f"stroke='white'/><text x='{left + w / 2:.1f}' y='{top + h / 2 + 3:.1f}' font-size='9' fill='white' "
+            f"text-anchor='middle'>{label}</text>")  # fmt: skip
+
+
+def _drawing(width: float, height: float, drawn: list[str]) -> str:
     return f"<svg width='{width:.0f}' height='{height:.0f}' role='img'>{''.join(drawn)}</svg>"
 
 

@@ -47,17 +47,20 @@ def type_text(shape: Sequence[int], dtype: torch.dtype, spec: P) -> str:
     """A value's type on one short line: ``f32[8@dp,4]{U:tp}``."""
     rows = split_axes(spec, len(shape))
     dims = [f"{size}@{'+'.join(names)}" if names else str(size) for size, names in zip(shape, rows, strict=True)]
-    return f"{_SHORT.get(dtype, str(dtype).removeprefix('torch.'))}[{','.join(dims)}]" + "".join(
+    return f"{_dtype_text(dtype)}[{','.join(dims)}]" + "".join(
         f"{{{letter}:{','.join(sorted(names))}}}"
         for letter, names in (("U", spec.unreduced), ("R", spec.reduced))
         if names
     )
 
 
-_SHORT = {
-    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
-    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
-}  # fmt: skip
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    word = name.rstrip("0123456789")
+    return f"{_SHORT.get(word, word)}{name[len(word) :]}"
 
 
 def text(x: Any) -> str:

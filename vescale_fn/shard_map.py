@@ -359,7 +359,7 @@ def _adopt(site: _Site, name: str, x: torch.Tensor) -> torch.Tensor:
     if not here or (parted and (site.outer is None or context.is_strict())):
         raise TypingError(report(
             f"shard_map({name})", "the body uses an array from outside, of which each rank holds a part",
-            [f"it is {types.text(x)} lying as {spec!r} on the {mesh_text(axes_of(mesh_of(x)))}"],
+            [f"it is {types.text(_torch.peel(x))} on the {mesh_text(axes_of(mesh_of(x)))}"],
             f"pass it as an argument, with in_specs={mine!r} for its block or P() for the whole"))  # fmt: skip
     return bring_in(x, mesh, site.lies(P(), x), "closure", site.auto)
 

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from . import _torch
 from .blocks import Blocks
 from .errors import TypingError, report
+from .layout import layout, type_text
 from .mesh import same
 from .spec import P, split_axes
 
@@ -488,11 +489,7 @@ def mark_all(value: Any, type_: Type) -> Any:
     return value
 
 
-_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-
-
 def text(x: torch.Tensor, type_: Type | None = None) -> str:
     """A value on one short line: ``f32[2,3]{V:i}``."""
-    name = str(x.dtype).removeprefix("torch.")
-    word = name.rstrip("0123456789")
-    return f"{_DTYPES.get(word, word)}{name[len(word) :]}[{','.join(map(str, x.shape))}]{type_ or ''}"
+    lies = layout(x._spec) if isinstance(x, DTensor) else P()
+    return f"{type_text(x.shape, x.dtype, lies)}{type_ or ''}"
