@@ -27,7 +27,7 @@ from .ranks import launch, simulate
 from .shard_map import shard_map
 from .spec import P, shard_shape, spec_from_rules
 from .tracebacks import full_tracebacks
-from .transform import jvp, remat, vmap
+from .transform import jvp, linearize, remat, vmap
 
 __version__ = "0.1.0"
 
@@ -48,6 +48,7 @@ __all__ = [
     "grad",
     "jvp",
     "launch",
+    "linearize",
     "make_mesh",
     "optim",
     "pbroadcast",

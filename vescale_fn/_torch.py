@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import placement_types as _placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.fx.experimental import proxy_tensor as _proxy_tensor
+from torch.utils import checkpoint as _checkpoint
+
+from .errors import TransformError, report
 
 try:
     from torch.distributed.tensor._op_schema import OpSchema
@@ -178,6 +183,52 @@ def intercept_function_apply(handler: Any) -> None:
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
 
 
+_plain_checkpoint: Any = getattr(_checkpoint, "_checkpoint_without_reentrant_generator", None)
+_checkpoint_settings = 0 if _plain_checkpoint is None else sum(
+    p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(_plain_checkpoint).parameters.values())  # fmt: skip
+checkpoint_function = _checkpoint.CheckpointFunction  # what ``use_reentrant=True`` applies
+
+
+def intercept_checkpoint(handler: Any) -> None:
+    """Have `torch.utils.checkpoint` compute again by the function, and in the context, of ``handler(fn, args, kwargs)``,
+    which is asked at the call; None ends that."""
+    if _plain_checkpoint is None:
+        return
+    if handler is None:
+        _checkpoint._checkpoint_without_reentrant_generator = _plain_checkpoint  # type: ignore[attr-defined]
+        return
+
+    def generator(fn: Any, preserve: Any, context_fn: Any, *rest: Any, **kwargs: Any) -> Any:
+        if is_traced() or getattr(context_fn, "enters_body", False):
+            return _plain_checkpoint(fn, preserve, context_fn, *rest, **kwargs)
+        fn, ours = handler(fn, rest[_checkpoint_settings - 3 :], kwargs)
+
+        def contexts() -> tuple[Any, Any]:
+            first, second = context_fn()
+            return first, _Both(ours, second)
+
+        return _plain_checkpoint(fn, preserve, contexts, *rest, **kwargs)
+
+    _checkpoint._checkpoint_without_reentrant_generator = generator  # type: ignore[attr-defined]
+
+
+class _Both:
+    """Two contexts, each entered as often as this one."""
+
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        try:
+            return self.inner.__exit__(*error)
+        finally:
+            self.outer.__exit__(*error)
+
+
 def own_shape(func: Any, args: Any) -> None:
     """Apply an op on shapes to what a wrapper subclass says of its own shape, leaving out the subclass's dispatch."""
     with torch._C._DisableTorchDispatch():
@@ -216,9 +267,42 @@ def transforming() -> bool:
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are active
 
 
+def _tracer() -> Any:
+    """The tracer of `make_fx` (and so of `torch.func.linearize`) that is at work, or None."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return None if mode is None else mode.tracer
+
+
 def is_traced() -> bool:
     """Whether `make_fx` (and so `torch.func.linearize`) is tracing."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return _tracer() is not None
+
+
+def in_trace(args: Any) -> bool:
+    """Whether a tensor among arguments is one that `make_fx`, which is tracing, follows."""
+    tracer = _tracer()
+    return any(isinstance(x, torch.Tensor) and _proxy_tensor.has_proxy_slot(x, tracer)
+               for x in _pytree.tree_leaves(args))  # fmt: skip
+
+
+def as_one_step(function: Any, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+    """``run()``, which a trace has as one call of `function`; and as a value, where it follows no argument."""
+    tracer, followed = _tracer(), in_trace((args, kwargs))
+    with _proxy_tensor.disable_proxy_modes_tracing():
+        out = run()
+    if followed and torch.Tag.data_dependent_output in getattr(function, "tags", ()):
+        raise TransformError(report(str(function), "a number is read out of a value that torch.func.linearize, or make_fx, "
+                                    "follows, and would be frozen", fix="vfn.linearize, which traces nothing"))  # fmt: skip
+    if not followed or not any(isinstance(x, torch.Tensor) for x in _pytree.tree_leaves(out)):
+        return out
+
+    def proxy(x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and _proxy_tensor.has_proxy_slot(x, tracer):
+            return _proxy_tensor.get_proxy_slot(x, tracer).proxy  # type: ignore[call-overload]
+        return x
+
+    step = tracer.create_proxy("call_function", function, *_pytree.tree_map(proxy, (tuple(args), kwargs)))
+    return _proxy_tensor.track_tensor_tree(out, step, constant=None, tracer=tracer)
 
 
 def forward_ad_active() -> bool:
@@ -313,6 +397,14 @@ def needs_gradient(x: torch.Tensor) -> bool:
         if x.requires_grad:
             return True
     return False
+
+
+autograd_count = torch.autograd._get_sequence_nr  # how many nodes this thread has made; each knows its number
+
+
+def made_after(x: torch.Tensor, count: int) -> bool:
+    """Whether autograd made `x` when it had already made `count` nodes."""
+    return x.grad_fn is not None and x.grad_fn._sequence_nr() >= count
 
 
 def level() -> int:

@@ -86,6 +86,8 @@ _SHAPE_QUERIES = {
 
 def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an aten op of a body once a rank; without `Blocks` among its arguments, once."""
+    if _torch.dispatch_modes() and _torch.is_traced():
+        return _torch.as_one_step(func, args, kwargs, lambda: run(func, args, kwargs))
     n = ranks_in((*args, *kwargs.values()))
     if n is None:
         return func(*args, **kwargs)

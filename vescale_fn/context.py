@@ -216,6 +216,22 @@ def captured() -> Callable[[], contextlib.AbstractContextManager[None]]:
     return functools.partial(_setting, **kept, key_uses=None, recorder=None)
 
 
+class Again:
+    """A context that can be entered any number of times: each time the contexts that these functions make, anew."""
+
+    def __init__(self, *makers: Callable[[], Any]) -> None:
+        self.makers, self.stacks = makers, []
+
+    def __enter__(self) -> None:
+        stack = contextlib.ExitStack()
+        for make in self.makers:
+            stack.enter_context(make())
+        self.stacks.append(stack)
+
+    def __exit__(self, *error: Any) -> Any:
+        return self.stacks.pop().__exit__(*error)
+
+
 def differentiating() -> contextlib.AbstractContextManager[None]:
     """Run the function that a `vfn.grad` differentiates."""
     return _setting(grad_depth=_state.grad_depth + 1)

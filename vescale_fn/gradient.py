@@ -127,7 +127,7 @@ def _goal(primal: torch.Tensor) -> P | None:
     return P(*spec, unreduced=spec.reduced)
 
 
-def _settle(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def settled(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Bring each gradient to the layout of its primal, differentiably, one by one."""
     out = []
     for g, x in zip(grads, primals, strict=True):
@@ -146,7 +146,7 @@ def _settle_together(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tens
         if isinstance(g, Array) and goal is not None and layout(g._spec) != goal:
             moving.setdefault(g._spec.mesh, []).append((i, goal))
         elif isinstance(g, Array) != (goal is not None):
-            out[i] = _settle([g], [x])[0]
+            out[i] = settled([g], [x])[0]
     for mesh, rows in moving.items():
         arrays: list[Any] = [grads[i] for i, _ in rows]
         shapes = [tuple(g.shape) for g in arrays]
@@ -198,7 +198,7 @@ def _value_and_grad(f: Callable[..., Any], argnums: Any, has_aux: bool, where: s
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         split = Split(where, args, _argnums(argnums, args, where))
-        engine = _by_functorch if _torch.transforming() else _by_autograd
+        engine = _by_functorch if _torch.transforming() or _torch.forward_ad_active() else _by_autograd
         value, aux, grads = engine(f, split, kwargs, has_aux)
         trees = split.gradients(grads)
         gradient = trees[0] if isinstance(argnums, int) else tuple(trees)
@@ -283,7 +283,7 @@ def _by_autograd(f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool) ->
             found = (None,) * len(primals)
     grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, primals, strict=True)]
     if attached:
-        return _settle([value], [_whole_like(value)])[0], aux, _settle(grads, originals)
+        return settled([value], [_whole_like(value)])[0], aux, settled(grads, originals)
     aux = tree.map_(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, aux)
     value, *grads = _settle_together([value.detach(), *grads], [_whole_like(value), *originals])
     return value, aux, grads
@@ -312,10 +312,37 @@ def _by_functorch(f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool) -
     )
     found = iter(tensors)
     aux = tree.unflatten(rest["def"], [next(found) if isinstance(x, torch.Tensor) else x for x in rest["leaves"]])
-    return _settle([value], [_whole_like(value)])[0], aux, _settle(grads, primals)
+    return settled([value], [_whole_like(value)])[0], aux, settled(grads, primals)
 
 
-# --- vjp --------------------------------------------------------------------------------------------
+# --- vjp --------------------------------------------------------------------------------------------------------------
+
+
+class Flat:
+    """`f` from its differentiated leaves to the tensors of its result, and the way back to a tree like its result."""
+
+    def __init__(self, f: Callable[..., Any], split: Split) -> None:
+        self.f, self.split = f, split
+
+    def __call__(self, *moving: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.leaves, self.treedef = tree.flatten(self.f(*self.split.with_primals(moving)))
+        return tuple(x for x in self.leaves if isinstance(x, torch.Tensor))
+
+    def rebuilt(self, tensors: Sequence[Any]) -> Any:
+        """The last result's tree, with these in place of its tensors."""
+        found = iter(tensors)
+        return tree.unflatten(self.treedef, [next(found) if isinstance(x, torch.Tensor) else x for x in self.leaves])
+
+
+def pullback_of(flat: Callable[..., Any], primals: Sequence[torch.Tensor], follow: bool = False) -> tuple[Any, Any]:
+    """The results of a function of tensors, and the function from their cotangents to those of `primals`.
+
+    Args:
+        follow: whether the pullback will itself be differentiated.
+    """
+    if _torch.transforming() or _torch.forward_ad_active():
+        return torch.func.vjp(flat, *primals)[:2]
+    return _autograd_vjp(flat, primals, follow)
 
 
 def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
@@ -337,23 +364,13 @@ def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[[Any], tupl
     (tensor([3., 6.]), (tensor([ 3., 30.]),))
     """
     split = Split("vjp", primals, range(len(primals)))
-    rest: dict[str, Any] = {}
-
-    def flat(*moving: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        leaves, rest["def"] = tree.flatten(f(*split.with_primals(moving)))
-        rest["leaves"] = leaves
-        return tuple(x for x in leaves if isinstance(x, torch.Tensor))
-
-    if _torch.transforming():
-        outs, back = torch.func.vjp(flat, *split.primals)[:2]
-    else:
-        outs, back = _autograd_vjp(flat, split.primals)
-    found = iter(outs)
-    out = tree.unflatten(rest["def"], [next(found) if isinstance(x, torch.Tensor) else x for x in rest["leaves"]])
+    flat = Flat(f, split)
+    outs, back = pullback_of(flat, split.primals)
+    out = flat.rebuilt(outs)
 
     def pullback(cotangent: Any) -> tuple[Any, ...]:
         cotangents = _cotangents(cotangent, out)
-        return tuple(split.gradients(_settle(back(cotangents), split.primals)))
+        return tuple(split.gradients(settled(back(cotangents), split.primals)))
 
     return out, pullback
 
@@ -370,7 +387,9 @@ def _cotangents(cotangent: Any, out: Any) -> tuple[torch.Tensor, ...]:
 
 
 @_recording
-def _autograd_vjp(flat: Callable[..., Any], originals: Sequence[torch.Tensor]) -> tuple[Any, Callable[[Any], Any]]:
+def _autograd_vjp(
+    flat: Callable[..., Any], originals: Sequence[torch.Tensor], follow: bool
+) -> tuple[Any, Callable[[Any], Any]]:
     attached = context.grad_depth() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in originals))
     with torch.enable_grad(), context.differentiating():
         primals = [_fresh(x, attached) for x in originals]
@@ -381,8 +400,9 @@ def _autograd_vjp(flat: Callable[..., Any], originals: Sequence[torch.Tensor]) -
         pairs = [outs[i] for i in moving], [cotangents[i] for i in moving]
         found: Any = (None,) * len(primals)
         if moving:
+            further = attached or follow or (torch.is_grad_enabled() and any(ct.requires_grad for ct in pairs[1]))
             found = torch.autograd.grad(
-                pairs[0], primals, pairs[1], retain_graph=True, create_graph=attached, allow_unused=True
+                pairs[0], primals, pairs[1], retain_graph=True, create_graph=further, allow_unused=True
             )
         return [torch.zeros_like(x) if g is None else g for g, x in zip(found, primals, strict=True)]
 

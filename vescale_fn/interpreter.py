@@ -18,7 +18,7 @@ from .aliases import after_write, check_writable, note_copy, note_views, remembe
 from .arguments import bind, replace, tensors_in
 from .blocks import Blocks
 from .decide import PLAIN, STEP_BY_STEP, WRITE, Decision, decide, reason, refuse
-from .errors import InPlaceError, ReshardError, TypingError, report
+from .errors import InPlaceError, ReshardError, report
 from .layout import WHOLE, axes_items, layout, spec_for, text, type_text
 from .mesh import is_part, played_ranks
 from .spec import P
@@ -55,9 +55,7 @@ def _key(a: Any) -> Any:
 def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     """Carry out one aten op on arrays of class `cls`."""
     if _torch.dispatch_modes() and _torch.is_traced():
-        raise TypingError(report(
-            str(func), "make_fx, and torch.func.linearize by it, would freeze the values of arrays into the trace",
-            fix="vfn.jvp(f, primals, tangents) for the derivative along a tangent"))  # fmt: skip
+        return _torch.as_one_step(func, args, kwargs or {}, lambda: dispatch(cls, func, args, kwargs))
     key = [func]
     for a in args:
         key.append(a._spec if a.__class__ is cls else _key(a))

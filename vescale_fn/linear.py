@@ -33,7 +33,7 @@ class LinearMap(Protocol):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(op: LinearMap, *xs: Any) -> Any:
-        return op(xs)
+        return _run(op, xs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -72,5 +72,16 @@ def apply(op: LinearMap, *xs: Any) -> tuple[Any, ...]:
     if not _torch.transforming() and not (
         (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or _torch.forward_ad_active()
     ):
-        return op(xs)
+        return _run(op, xs)
     return _torch.apply(_Linear, op, *xs)
+
+
+def _run(op: LinearMap, xs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The map itself; a tracer sees it as one step, since it would not see what a collective does."""
+    if not (_torch.dispatch_modes() and _torch.is_traced()):
+        return op(xs)
+
+    def step(*xs: Any) -> tuple[Any, ...]:
+        return apply(op, *xs)
+
+    return _torch.as_one_step(step, xs, {}, lambda: op(xs))

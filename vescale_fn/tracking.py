@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import _torch, context, linear, types
 from .blocks import Blocks
-from .errors import InPlaceError, TypingError, report
+from .errors import InPlaceError, TransformError, TypingError, report
 from .mesh import is_simulated, played_ranks
 from .ops.maps import Collective, enter, promote
 from .types import Type, mark
@@ -97,6 +97,8 @@ class Unchecked(TorchFunctionMode):
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Any function: what it gives is a value of the body, which tells it from those that come from outside."""
+        if name == "_make_dual":
+            _refuse_to_be_traced()
         given = types.tensors(args, kwargs)
         if not given:
             return types.mark_all(self.made(func, args, kwargs, draws=name in types.DRAWS), types.INVARIANT)
@@ -366,6 +368,14 @@ class Checked(Unchecked):
                     "grad", "strict: this differentiates a value that differs by rank, and so the sum over the ranks",
                     [f"the value is {types.text(x, self.typeof(x))}" for x in varying],
                     f"vfn.psum(loss, {min(self.typeof(varying[0]).varying)!r}) in the function"))  # fmt: skip
+        for seed, x in zip(types.tensors(seeds), outputs) if seeds is not None else ():
+            differs = self.typeof(seed).varying - self.typeof(x).varying
+            if differs:
+                raise TypingError(report(
+                    "grad", "the cotangent differs by rank, where the value is the same on all of them",
+                    [f"the value is {types.text(x, self.typeof(x))}, its cotangent {types.text(seed, self.typeof(seed))}"],
+                    f"vfn.pvary(value, {min(differs)!r}) in the function, if each rank is to have a cotangent of its own"
+                ))  # fmt: skip
         found = func(*args, **kwargs)
         for gradient, x in zip(found, inputs):
             if gradient is not None and not self.outside(gradient):
@@ -381,6 +391,11 @@ class Checked(Unchecked):
             if name == "data" and types.is_borrowed(args[0]):
                 types.borrow(out)
         return out
+
+    def dual(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A primal and a tangent become one value, for forward-mode differentiation."""
+        _refuse_to_be_traced()
+        return self.function(func, name, args, kwargs)
 
     def alias(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """`detach`: another name for the same memory, which torch does not count as a view."""
@@ -423,6 +438,15 @@ class Checked(Unchecked):
         return func(*args, **kwargs)
 
 
+def _refuse_to_be_traced() -> None:
+    """What `torch.func.linearize` plays back later has no types: its results would all count as invariant."""
+    if _torch.dispatch_modes() and _torch.is_traced():
+        raise TransformError(report(
+            "torch.func.linearize", "inside a shard_map body it would lose the types of local values, and so gradients",
+            fix="vfn.linearize(f, *primals), which gives the same pair; or torch.func.linearize outside of the shard_map"
+        ))  # fmt: skip
+
+
 # --- entering and leaving ---------------------------------------------------------------------------------------------
 
 
@@ -463,6 +487,7 @@ class running:
                 _intercepting += 1
                 if _intercepting == 1:
                     _torch.intercept_function_apply(_function_apply)
+                    _torch.intercept_checkpoint(computed_again)
             self._mode.__enter__()
         return self
 
@@ -474,6 +499,7 @@ class running:
                 _intercepting -= 1
                 if _intercepting == 0:
                     _torch.intercept_function_apply(None)
+                    _torch.intercept_checkpoint(None)
         context.swap_body(self._body_before)
         types.swap_writes(self._writes_before)
         _active.run, _active.mode = self._before, self._mode_before
@@ -485,6 +511,13 @@ def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
     mode = run._mode if run is not None else None
     if mode is None or cls.__module__ == linear.__name__ or not _torch.function_mode_on():
         return apply(*args, **kwargs)
+    if cls is _torch.checkpoint_function:
+        function, _, *given = args
+        if not any(_torch.needs_gradient(x) for x in types.tensors(given)):
+            return function(*given)
+        raise TransformError(report(
+            "torch.utils.checkpoint", "with use_reentrant=True the backward pass computes the function again outside of the "
+            "shard_map body", fix="vfn.remat(f)(...), or checkpoint(f, ..., use_reentrant=False)"))  # fmt: skip
     if not isinstance(mode, Checked):
         return mode.call(apply, cls.__name__, args, kwargs)
     return mode.combining(apply, f"{cls.__name__}.apply", args, kwargs, to=mode.everywhere)
@@ -499,3 +532,21 @@ def capture() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     if run is None:
         return contextlib.nullcontext
     return lambda: running(run.body, run.adopt, run.intercepted, run.writes)
+
+
+def computed_again(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], context.Again]:
+    """`fn` for a call with these arguments that a backward pass makes anew, and what it runs in.
+
+    In a nest of checkpoints the arguments are other tensors then, which have lost their types.
+    """
+    known = [(types.read(x), types.is_borrowed(x)) for x in types.tensors(args, kwargs)]
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        for x, (type_, borrowed) in zip(types.tensors(args, kwargs), known, strict=True):
+            if type_ is not None and types.read(x) is None:
+                mark(x, type_)
+                if borrowed:
+                    types.borrow(x)
+        return fn(*args, **kwargs)
+
+    return again, context.Again(context.captured(), capture())

@@ -1,4 +1,4 @@
-"""The other transforms over any pytree: `jvp`, `vmap`, `remat`."""
+"""The other transforms over any pytree: `jvp`, `linearize`, `vmap`, `remat`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from . import _torch, context, tracebacks, tracking, tree
+from . import _torch, tracebacks, tracking, tree
 from .errors import TransformError, report
-from .gradient import Split
+from .gradient import Flat, Split, pullback_of, settled
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
@@ -38,35 +38,25 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) 
         what = f"primals has length {len(primals)}, but tangents has length {len(tangents)}"
         raise TransformError(report("jvp", what, fix="give tuples, one tangent for each argument of the function"))
     split = Split("jvp", tuple(primals), range(len(primals)))
+    flat = Flat(f, split)
+    outs, slopes = torch.func.jvp(flat, tuple(split.primals), _directions(split, tangents))[:2]
+    return flat.rebuilt(outs), flat.rebuilt(slopes)
+
+
+def _directions(split: Split, tangents: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """The tangent of each leaf that is differentiated."""
+    where, primals = split.where, split.args
     given = [
         tangent
         for p, t in zip(primals, tangents, strict=True)
         for leaf, tangent in zip(
             tree.leaves(p, is_leaf=tree.none_or_opaque),
-            tree.broadcast(t, p, "jvp", "tangents", "primals", is_leaf=tree.none_or_opaque),
+            tree.broadcast(t, p, where, "tangents", "primals", is_leaf=tree.none_or_opaque),
             strict=True,
         )
         if leaf is not None
     ]
     directions = tuple(given[i] for i in split.moving)
-    _check_tangents(split, primals, directions)
-    rest: dict[str, Any] = {}
-
-    def flat(*moving: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        leaves, rest["def"] = tree.flatten(f(*split.with_primals(moving)))
-        rest["leaves"] = leaves
-        return tuple(x for x in leaves if isinstance(x, torch.Tensor))
-
-    outs, slopes = torch.func.jvp(flat, tuple(split.primals), directions)[:2]
-
-    def rebuilt(tensors: Sequence[Any]) -> Any:
-        found = iter(tensors)
-        return tree.unflatten(rest["def"], [next(found) if isinstance(x, torch.Tensor) else x for x in rest["leaves"]])
-
-    return rebuilt(outs), rebuilt(slopes)
-
-
-def _check_tangents(split: Split, primals: Sequence[Any], directions: Sequence[Any]) -> None:
     names = [name for n, p in enumerate(primals) for name in tree.paths_opaque(p, f"primals[{n}]")]
     failures = []
     for i, tangent in zip(split.moving, directions, strict=True):
@@ -78,8 +68,65 @@ def _check_tangents(split: Split, primals: Sequence[Any], directions: Sequence[A
         elif tangent.dtype != x.dtype:
             failures.append(f"{names[i]} is {x.dtype}, its tangent {tangent.dtype}")
     if failures:
-        raise TransformError(report("jvp", "the tangents do not fit the primals", failures,
+        raise TransformError(report(where, "the tangents do not fit the primals", failures,
                                     "a tensor of the same shape and dtype for each, torch.ones_like(x) say"))  # fmt: skip
+    return directions
+
+
+def linearize(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
+    """``f(*primals)``, and its derivative there: a function of tangents, which does not run `f` again.
+
+    For many tangents at one point (conjugate gradients, Lanczos, a Jacobian's columns). `f` runs once, and what its
+    derivative needs is kept; each call then costs about a backward pass. Its derivative is the transpose of the
+    transpose: whatever `vjp` of `vjp` goes through, on plain tensors, on arrays and in a `shard_map` body. For one
+    tangent `jvp` does it in one run.
+
+    Args:
+        f: a function of trees of tensors to a tree of tensors.
+        primals: its arguments.
+
+    Returns:
+        ``(out, f_jvp)``; ``f_jvp(*tangents)`` takes one tree for each primal (read as `jvp` reads its tangents) and
+        returns a tree like `out`, in its layout, with zeros at integer and bool tensors.
+
+    Raises:
+        TransformError: nothing to differentiate; from `f_jvp`, tangents that do not fit the primals.
+
+    Source: `jax.linearize`; the transposition trick is Jamie Townsend's, "A new trick for calculating
+        Jacobian vector products" (2017).
+
+    >>> import torch, vescale_fn as vfn
+    >>> out, f_jvp = vfn.linearize(lambda x: x**2, torch.tensor(3.0))
+    >>> out, f_jvp(torch.tensor(1.0)), f_jvp(torch.tensor(10.0))
+    (tensor(9.), tensor(6.), tensor(60.))
+    """
+    split = Split("linearize", primals, range(len(primals)))
+    flat = Flat(f, split)
+    outs, back = pullback_of(flat, split.primals, follow=True)
+    out = flat.rebuilt(outs)
+    smooth = [i for i, x in enumerate(outs) if x.is_floating_point() or x.is_complex()]
+
+    def transposed(*seeds: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        cotangents = [torch.zeros_like(x) for x in outs]
+        for i, seed in zip(smooth, seeds, strict=True):
+            cotangents[i] = seed
+        return tuple(back(tuple(cotangents)))
+
+    _, forth = pullback_of(transposed, [torch.zeros_like(outs[i]) for i in smooth],
+                           follow=any(x.requires_grad for x in outs))  # fmt: skip
+
+    def f_jvp(*tangents: Any) -> Any:
+        if len(tangents) != len(primals):
+            what = f"{len(primals)} primals were given, but there are {len(tangents)} tangents"
+            raise TransformError(report("linearize: f_jvp", what, fix="one tangent for each argument of the function"))
+        slopes = [torch.zeros_like(x) for x in outs]
+        for i, slope in zip(
+            smooth, settled(forth(_directions(split, tangents)), [outs[i] for i in smooth]), strict=True
+        ):
+            slopes[i] = slope
+        return flat.rebuilt(slopes)
+
+    return out, f_jvp
 
 
 def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
@@ -152,28 +199,12 @@ def _check_unmapped(result: Any, leaves: Sequence[Any], dims: Sequence[Any]) -> 
                                     "out_axes=0 there, or reduce the result over the entries after vmap"))  # fmt: skip
 
 
-class _Again:
-    """Enters the contexts that these functions make, each time anew."""
-
-    def __init__(self, *makers: Callable[[], Any]) -> None:
-        self.makers, self.stacks = makers, []
-
-    def __enter__(self) -> None:
-        stack = contextlib.ExitStack()
-        for make in self.makers:
-            stack.enter_context(make())
-        self.stacks.append(stack)
-
-    def __exit__(self, *error: Any) -> Any:
-        return self.stacks.pop().__exit__(*error)
-
-
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """`f`, whose intermediate values are computed again in the backward pass instead of being kept.
 
     A gather made in `f` is made again too: with parameters sharded and gathered inside, this is FSDP's memory. Keyed
-    draws are the same the second time. Under a `torch.func` transform, which keeps every value by construction, it is
-    `f`.
+    draws are the same the second time. Under a `torch.func` transform, which keeps every value by construction, and in
+    forward mode, which keeps none, it is `f`.
 
     Source: `jax.checkpoint`, `torch.utils.checkpoint`.
 
@@ -184,19 +215,24 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _torch.transforming() or not torch.is_grad_enabled():
+        if _torch.transforming() or _torch.forward_ad_active() or not torch.is_grad_enabled():
             return f(*args, **kwargs)
         leaves, treedef = tree.flatten((args, kwargs))
-        again = _Again(context.captured(), tracking.capture())
 
         def flat(*flat_args: Any) -> Any:
             a, k = tree.unflatten(treedef, flat_args)
             outs, flat_def = tree.flatten(f(*a, **k))
             return (flat_def, *outs)
 
+        again, setting = tracking.computed_again(flat, leaves, {})
+
+        def contexts() -> tuple[Any, Any]:
+            return contextlib.nullcontext(), setting
+
+        contexts.enters_body = True
         out_def, *outs = torch.utils.checkpoint.checkpoint(
-            flat, *leaves, use_reentrant=False, preserve_rng_state=False,
-            context_fn=lambda: (contextlib.nullcontext(), again))  # fmt: skip
+            again, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
         return tree.unflatten(out_def, outs)
 
     return run

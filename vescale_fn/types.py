@@ -147,6 +147,8 @@ def kind_of(func: Any) -> tuple[str, str]:
         return "gradient", name
     if name == "detach":
         return "alias", name
+    if name == "_make_dual":
+        return "dual", name
     if name in NOT_TYPED:
         return "untouched", name
     if name in _WRITES_ASIDE:
@@ -339,16 +341,17 @@ def mark(x: torch.Tensor, type_: Type) -> None:
 
 
 class Writes:
-    """The writes of one running body: whether one made an invariant value varying. It signs the memory they went to.
+    """The writes of one running body: whether one made an invariant value varying. It signs the memory they went to. And
+    since when the body runs, by the count of autograd's nodes.
 
     Types sit on tensors, but several tensors can be names of one memory (views, `detach`, ``.data``): once something
     that differs by rank is written, all of them vary, also those that were made before.
     """
 
-    __slots__ = ("any",)
+    __slots__ = ("any", "since")
 
     def __init__(self) -> None:
-        self.any = False
+        self.any, self.since = False, _torch.autograd_count()
 
 
 class _Now(threading.local):
@@ -435,12 +438,18 @@ def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
     gradient.
 
     Raises:
-        TypingError: such a value that autograd follows.
+        TypingError: a value that autograd follows, and that was made in the body by something that no mode sees.
     """
     found = read(x)
     if found is not None:
         return _as_written(x, found)
     below = _torch.peel(x)
+    if _now.writes is not None and _torch.made_after(x, _now.writes.since):
+        raise TypingError(report(
+            "shard_map", "a value with a gradient was made in the body by something that the body cannot see, so nothing is "
+            "known of how it differs by rank", [f"it is {text(x)}, made by {type(x.grad_fn).__name__}"],
+            "wrap the extension that made it as a torch.library.custom_op or a torch.autograd.Function; a value from "
+            "outside of the body should be its argument"))  # fmt: skip
     if not isinstance(below, DTensor) and (type(below) is not Blocks or len(set(map(id, below.blocks))) == 1):
         return _as_written(x, INVARIANT)
     if _torch.needs_gradient(x):

@@ -146,7 +146,7 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
             outs[i] = leaf * n if where == "psum" else leaf
             continue
         leaf = _local(leaf, body, where)
-        have = types.typeof(leaf, body.axes)
+        have = types.typeof(leaf, body.axes) if body.check else types.INVARIANT
         same = tuple(axis for axis in names if body.check and have.letter(axis) == "I")
         rest = tuple(axis for axis in names if axis not in same)
         if row == "psum" and leaf.dtype is torch.bool:

@@ -118,7 +118,10 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(key: Any, where: Any, x: Any, shape: tuple[int, ...], keep: float) -> Any:
         if array.is_array(x):
-            return _on_mesh(key, x, shape, keep)
+            run = lambda: _on_mesh(key, x, shape, keep)
+            if not _torch.is_traced():
+                return run()
+            return _torch.as_one_step(lambda x: _Dropout.apply(key, where, x, shape, keep), (x,), {}, run)
         return torch.ops.vescale_fn.keyed_dropout.default(key, where, x, shape, keep)
 
     @staticmethod

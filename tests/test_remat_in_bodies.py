@@ -1,0 +1,197 @@
+"""Values made anew in the backward pass of a `shard_map` body, by `vfn.remat` and by torch's own checkpoint; and values that
+are made in a body unseen."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,  # by name, as users do
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+import vescale_fn as vfn
+from vescale_fn import P, _torch
+from vescale_fn.errors import TransformError, TypingError
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+W, X = draw(4, 4), draw(8, 4)
+again = partial(checkpoint, use_reentrant=False)
+
+
+def keep_products(_, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def layer(w, x):
+    return torch.tanh(vfn.psum(x @ (w * (1 + vfn.axis_index("j"))), "j")) * x
+
+
+def layer_on_one(w, x):
+    return torch.tanh(3 * (x @ w)) * x
+
+
+# of a layer, a function with the same arguments
+PROGRAMS = {
+    "checkpoint": lambda f: lambda w, x: again(f, w, x),
+    "of a closure": lambda f: lambda w, x: again(lambda x: f(w, x), x),
+    "twice": lambda f: lambda w, x: again(f, w, again(f, w, x)),
+    "nested": lambda f: lambda w, x: again(lambda w, x: again(f, w, x) + x, w, x),
+    "nested three times": lambda f: lambda w, x: again(lambda w, x: again(again, f, w, x.sin()) * w.sum(), w, x),
+    "in remat": lambda f: lambda w, x: vfn.remat(lambda w, x: again(f, w, x.sin()))(w, x),
+    "of remat": lambda f: lambda w, x: again(lambda w, x: vfn.remat(f)(w, x.sin()), w, x),
+    "remat of remat": lambda f: lambda w, x: vfn.remat(lambda w, x: vfn.remat(f)(w, x.sin()))(w, x),
+    "sequential": lambda f: lambda w, x: checkpoint_sequential(
+        [lambda x: f(w, x), lambda x: f(w, x.sin())], 2, x, use_reentrant=False),
+    "a gradient in it": lambda f: lambda w, x: x * again(
+        lambda w, x: vfn.grad(lambda w: f(w, x).sin().sum())(w), w, x).sum(),
+    "options": lambda f: lambda w, x: again(f, w, x, preserve_rng_state=False, determinism_check="none"),
+    "keeping products": lambda f: lambda w, x: again(
+        f, w, x, context_fn=partial(create_selective_checkpoint_contexts, keep_products)),
+}  # fmt: skip
+
+
+def gradients(name, check):
+    """The gradient around the map, by a raw `backward`, of the gradient, and inside the body."""
+    mesh = vfn.make_mesh((2, 2), ("i", "j"))
+
+    def body(w, x):
+        return vfn.psum(PROGRAMS[name](layer)(w, x).sin().sum(), "i")
+
+    specs = dict(mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+    f = vfn.shard_map(body, check_vma=check, **specs)
+    leaf = W.clone().requires_grad_()
+    vfn.unshard(f(leaf, X)).backward()
+    found = [vfn.grad(f)(W, X), leaf.grad]
+    if name != "keeping products":  # torch: "only allowed to backward once"
+        found.append(vfn.grad(lambda w: (vfn.grad(f)(w, X) ** 2).sum())(W))
+    return [vfn.unshard(g) for g in [*found, vfn.shard_map(vfn.grad(body), **specs)(W, X)]]
+
+
+def wanted(name):
+    f = lambda w: PROGRAMS[name](layer_on_one)(w, X).sin().sum()
+    first = vfn.grad(f)(W)
+    second = [vfn.grad(lambda w: (vfn.grad(f)(w) ** 2).sum())(W)] if name != "keeping products" else []
+    return [first, first, *second, first]
+
+
+WAYS = [(name, check) for name in PROGRAMS for check in (True, False)]
+WAYS.remove(("a gradient in it", False))  # without types it is each rank's own, by definition
+
+
+@pytest.mark.parametrize(("name", "check"), WAYS)
+def test_gradients(name, check):
+    with vfn.simulate(4):
+        torch.testing.assert_close(gradients(name, check), wanted(name), rtol=1e-11, atol=1e-11)
+
+
+def gradients_of_some():
+    some = ("checkpoint", "nested three times", "of remat", "a gradient in it", "keeping products")
+    return {(name, check): gradients(name, check) for name, check in WAYS if name in some}
+
+
+def test_gradients_on_real_ranks(gloo):
+    for found in gloo(4, gradients_of_some):
+        for (name, _), mine in found.items():
+            torch.testing.assert_close(mine, wanted(name), rtol=1e-11, atol=1e-11, msg=lambda text: f"{name}: {text}")
+
+
+def test_the_reentrant_kind():
+    with vfn.simulate(2):
+        specs = dict(mesh=vfn.make_mesh((2,), ("j",)), in_specs=(P(), P("j")), out_specs=P())
+        f = vfn.shard_map(lambda w, x: vfn.psum(checkpoint(layer, w, x, use_reentrant=True).sum(), "j"), **specs)
+        g = vfn.shard_map(lambda w, x: vfn.psum(layer(w, x).sum(), "j"), **specs)
+        torch.testing.assert_close(vfn.unshard(f(W, X)), vfn.unshard(g(W, X)))  # nothing is computed again
+        with pytest.raises(TransformError) as error:
+            vfn.grad(f)(W, X)
+    assert str(error.value) == (
+        "torch.utils.checkpoint: with use_reentrant=True the backward pass computes the function again outside of the "
+        "shard_map body\n  Instead: vfn.remat(f)(...), or checkpoint(f, ..., use_reentrant=False)"
+    )
+
+
+def test_torch_is_left_as_it_was():
+    before = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    with vfn.simulate(2):
+        seen = []
+
+        def body(x):
+            seen.append(torch.utils.checkpoint._checkpoint_without_reentrant_generator)
+            return x
+
+        vfn.shard_map(body, mesh=vfn.make_mesh((2,), ("j",)), in_specs=P("j"), out_specs=P("j"))(torch.ones(2))
+    assert seen[0] is not before
+    assert torch.utils.checkpoint._checkpoint_without_reentrant_generator is before
+
+
+# --- what no mode sees: a pybind extension, say -----------------------------------------------------------------------
+
+
+def unseen(x):
+    with _torch.no_torch_function():
+        return x * 2
+
+
+UNSEEN = {
+    "of a varying value": lambda w, x: vfn.psum((unseen(x * w) * w).sum(), "i"),
+    "into a collective": lambda w, x: vfn.psum(unseen(w * x), "i").sum(),
+    "as the result": lambda w, x: unseen((x * w).sum()),
+    "of an invariant value": lambda w, x: vfn.psum((unseen(w) * x).sum(), "i"),
+    "through a view": lambda w, x: vfn.psum((unseen(w * x).t() @ x).sum(), "i"),
+    "its gradient": lambda w, x: vfn.grad(lambda w: (unseen(w) * x).sum())(w).sum(),
+}
+
+
+def said(body):
+    mesh = vfn.make_mesh((2,), ("i",))
+    f = vfn.shard_map(body, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+    texts = []
+    for grad in (vfn.grad, torch.func.grad):
+        with pytest.raises(TypingError) as error:
+            grad(lambda w: vfn.unshard(f(w, X)))(W[0])
+        texts.append(str(error.value))
+    return texts
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_gradient_through_an_unseen_extension_is_refused(name):
+    with vfn.simulate(2):
+        for text in said(UNSEEN[name]):
+            first, what, instead = text.splitlines()
+            assert first == (
+                "shard_map: a value with a gradient was made in the body by something that the body cannot see, so "
+                "nothing is known of how it differs by rank"
+            )
+            assert what.startswith("  * it is f64[")
+            assert what.endswith("made by MulBackward0")
+            assert instead == (
+                "  Instead: wrap the extension that made it as a torch.library.custom_op or a torch.autograd.Function; "
+                "a value from outside of the body should be its argument"
+            )
+
+
+def unseen_is_refused():
+    return [text.startswith("shard_map: a value with a gradient") for body in UNSEEN.values() for text in said(body)]
+
+
+def test_an_unseen_extension_on_real_ranks(gloo):
+    assert all(all(found) and len(found) == 2 * len(UNSEEN) for found in gloo(2, unseen_is_refused))
+
+
+def test_values_from_outside_are_no_offence():
+    outside = (W[0] * 1.0).requires_grad_().exp()
+
+    def f(w):
+        c = w.exp()  # made by autograd, before the body is entered
+        g = vfn.shard_map(lambda x: vfn.psum((c * outside * x).sum(), "i"), in_specs=P("i"), out_specs=P())
+        return vfn.unshard(g(X))
+
+    with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("i",))):
+        found = vfn.grad(f)(W[1])
+    torch.testing.assert_close(found, (W[1].exp() * outside * X).sum(0).detach())
