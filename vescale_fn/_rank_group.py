@@ -11,19 +11,22 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import Pipe, connection, get_context
+from pathlib import Path
 from typing import Any
 
 from . import _rank_process, _torch
 from ._rank_process import Job, Message
 from .errors import RankError
+from .lines import is_users, quoted
 
 # Seconds: for all ranks to have met, for finished ranks to leave, to hear of more failures after the first one; and
-# where all complain of broken connections, to hear of the rank that broke them, which a busy machine may take to bury.
-START, LEAVE, GRACE, BURIAL = {"cpu": 30.0, "cuda": 120.0}, 5.0, 0.2, 3.0
+# where all complain of others' ends, to hear of the rank that was first, which a busy machine may take to bury.
+START, LEAVE, GRACE, BURIAL, ANSWER = {"cpu": 30.0, "cuda": 120.0}, 5.0, 0.2, 3.0, 1.0
 BROKEN = re.compile("[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited")
+LATE = re.compile("[Tt]ime?d? ?out")  # "Timed out waiting", "timeout"
 
 
 class NotStarted(Exception):
@@ -53,7 +56,9 @@ def run(call: Callable[[], Any], nprocs: int, device: str, timeout: float) -> li
             tell(ranks, "go")
             done, failed = hear(ranks, "done", streams, float("inf"))
             if failed:
-                raise RankError(first_and_others(failed, list(done), nprocs))
+                silent = [i for i in range(nprocs) if i not in done and i not in {message.rank for message in failed}]
+                at = whereabouts(ranks, silent, folder) if any(LATE.search(m.text) for m in failed) else {}
+                raise RankError(first_and_others(failed, list(done), nprocs, at))
             tell(ranks, "leave")
             late = time.monotonic() + LEAVE
             while any(rank.process.is_alive() for rank in ranks) and time.monotonic() < late:
@@ -93,7 +98,7 @@ def hear(ranks: list[Rank], kind: str, streams: Streams, seconds: float) -> tupl
     while len(heard) + len(failed) < len(ranks):
         silent = [i for i in range(len(ranks)) if i not in heard and i not in {message.rank for message in failed}]
         if failed:
-            victims = all(BROKEN.search(message.text) for message in failed)
+            victims = all(message.follows or BROKEN.search(message.text) for message in failed)
             if time.monotonic() > min(message.when for message in failed) + (BURIAL if victims else GRACE):
                 break
         elif time.monotonic() > start + seconds:
@@ -114,7 +119,7 @@ def hear(ranks: list[Rank], kind: str, streams: Streams, seconds: float) -> tupl
             else:
                 failed.append(message)
     # A rank that died breaks the others' collectives, and their complaints may be here before its death.
-    return heard, sorted(failed, key=lambda message: (message.text != "", message.when))
+    return heard, sorted(failed, key=lambda message: (message.text != "", message.follows, message.when))
 
 
 def read(pipe: connection.Connection) -> Message | None:
@@ -133,8 +138,28 @@ def how_it_ended(code: int | None) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
-def first_and_others(failed: list[Message], returned: list[int], nprocs: int) -> str:
-    """The message of a failed launch: the first failure in full, a line for each other one."""
+def whereabouts(ranks: list[Rank], silent: list[int], folder: str) -> dict[int, str]:
+    """The user's line at which each of the `silent` ranks is now."""
+    found = {}
+    for i in silent:
+        with contextlib.suppress(OSError):
+            os.kill(ranks[i].process.pid, _rank_process.ASK)
+    late = time.monotonic() + ANSWER
+    while len(found) < len(silent) and time.monotonic() < late:
+        time.sleep(0.02)
+        for i in silent:
+            told = Path(folder, f"where {i}").read_text().rpartition("Thread 0x")[2]  # the main thread is the last one
+            lines = re.findall(r'File "(.*)", line (\d+)', told.rpartition("most recent call first")[2])
+            users = [f"{file}:{line}" for file, line in lines if is_users(file)]
+            if users:
+                found[i] = quoted(users[0])
+    return found
+
+
+def first_and_others(
+    failed: list[Message], returned: list[int], nprocs: int, at: Mapping[int, str] | None = None
+) -> str:
+    """The message of a failed launch: the first failure in full, a line for each other one, and where the rest were."""
     first, *others = failed
     text = f"launch: rank {first.rank} of {nprocs} {first.title}; the other ranks were ended"
     gone = f"rank{'s' * (len(returned) > 1)} {', '.join(map(str, sorted(returned)))} had returned"
@@ -151,6 +176,8 @@ def first_and_others(failed: list[Message], returned: list[int], nprocs: int) ->
         text += f"\nAfter it, rank {other.rank} {other.title}" + (f": {said}" if said else "")
     if returned:  # perhaps the cause: it left out a collective that the others wait in
         text += f"\nBy then {gone}."
+    for rank, line in (at or {}).items():
+        text += f"\nMeanwhile rank {rank} was at {line}."
     return text
 
 

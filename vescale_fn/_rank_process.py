@@ -6,6 +6,7 @@ hears ``go``, says ``done`` or ``failed``, and stays until it is told to leave o
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import linecache
 import os
@@ -28,13 +29,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from . import _torch, context, tracebacks
-from .errors import report
+from .errors import DivergenceError, report
 
 try:
     import cloudpickle
 except ImportError:  # the extra `launch`
     cloudpickle = None
 
+ASK = signal.SIGUSR1  # makes a rank write down where it is, also while it waits in a collective
 LINGER = 2.0  # seconds that a finished rank keeps its connections open
 
 
@@ -59,6 +61,7 @@ class Message:
     value: Any = None  # done: the pickled result
     title: str = ""  # failed: "raised ValueError"
     text: str = ""  # failed: the traceback
+    follows: bool = False  # the error says that it is only about another rank's
     when: float = 0.0  # of the machine's monotonic clock, the same for all processes
 
 
@@ -99,7 +102,8 @@ def failure(rank: int, error: BaseException) -> Message:
         below = below.tb_next
     text = tracebacks.text(error, below)
     how = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
-    return Message("failed", rank, title=how, text=text, when=time.monotonic())
+    follows = isinstance(error, DivergenceError) and error.follows
+    return Message("failed", rank, title=how, text=text, follows=follows, when=time.monotonic())
 
 
 def _stay(pipe: Connection, message: Message) -> None:
@@ -126,6 +130,8 @@ def settle(rank: int, job: Job) -> None:
         encoding = "utf-8" if number in job.streams else None
         # A stream of its own, by line: the caller's may be a notebook's, or hold half a line.
         setattr(sys, name, open(number, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False))
+    told = open(os.path.join(job.folder, f"where {rank}"), "w")  # faulthandler keeps it open
+    faulthandler.register(ASK, file=told, all_threads=True)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.nprocs))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.nprocs))
     for name in "MASTER_ADDR", "MASTER_PORT":  # of another job, which this rank is not part of

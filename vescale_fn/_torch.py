@@ -362,8 +362,24 @@ def set_default_group_timeout(timeout: Any) -> None:
         _c10d.default_pg_nccl_timeout = timeout
 
 
+def default_store() -> Any:
+    """The store through which the ranks of the default process group met."""
+    return _c10d._get_default_store()
+
+
+def default_group_timeout() -> float:
+    """How many seconds a collective of the default process group may take."""
+    device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
+    try:
+        return dist.group.WORLD._get_backend(device).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):  # a backend without options
+        return _c10d.default_pg_timeout.total_seconds()
+
+
 def preload() -> None:
     """Import what torch imports at the first op on shapes alone: a second, spent once before a fork, not by each rank."""
+    with shapes_only():
+        torch.ops.aten.add.Tensor(torch.empty(1), 1)
 
 
 @functools.cache

@@ -45,8 +45,10 @@ class _State(threading.local):
 
 
 _state = _State()
-_simulated: int | None = None  # of the process, not of a thread, as are the logs: autograd's threads must see them too
+# Of the process, not of a thread: the threads of autograd must see them.
+_simulated: int | None = None
 _logs: tuple[Any, ...] = ()
+_watch: Any = None
 
 
 def simulated() -> int | None:
@@ -104,6 +106,17 @@ def key_uses() -> dict[Any, Any] | None:
 def logs() -> tuple[Any, ...]:
     """The communication logs that are recording."""
     return _logs
+
+
+def watch() -> Any:
+    """In debug mode, what compares this rank's calls with those of the others (`agreement.Watch`); else None."""
+    return _watch
+
+
+def set_watch(value: Any) -> None:
+    """Begin debug mode, or (None) end it."""
+    global _watch
+    _watch = value
 
 
 def grad_depth() -> int:
@@ -241,6 +254,7 @@ def clear() -> None:
     """Forget everything ambient, as in a fresh process (a forked rank calls it)."""
     global _logs
     set_simulated(None)
+    set_watch(None)
     _logs = ()
     _state.mesh, _state.body, _state.strict, _state.grad_depth, _state.key_uses = None, None, False, 0, None
     _state.unit, _state.recorder = None, None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import array, context, tree, types
+from . import agreement, array, context, tree, types
 from .blocks import Blocks
 from .errors import mesh_text
 from .layout import type_text
@@ -243,16 +243,31 @@ def _drawing(width: float, height: float, drawn: list[str]) -> str:
     return f"<svg width='{width:.0f}' height='{height:.0f}' role='img'>{''.join(drawn)}</svg>"
 
 
-def debug() -> contextlib.AbstractContextManager[None]:
-    """Inside this ``with`` block, mistakes that cost time to find are looked for: a random key that is used twice.
+def debug(*, timeout: float | None = None) -> contextlib.AbstractContextManager[None]:
+    """Inside this ``with`` block, mistakes that cost time to find are looked for; it must be entered on every rank.
 
-    A draw and a `split` use a key up. `fold_in` may be called on one key again and again, but not beside a draw or a
-    split of it, whose numbers it would repeat. A key that is made twice counts as one. Tracers are not looked into.
+    - A random key that is used twice: a draw and a `split` use a key up. `fold_in` may be called on one key again and
+      again, but not beside a draw or a split of it, whose numbers it would repeat. A key that is made twice counts as
+      one. Tracers are not looked into.
+    - Ranks that part ways: each collective and each `shard_map` call, forward and backward, is compared across its ranks
+      (function, line, shapes, dtypes, specs, parameters) before it runs. Ranks that differ, and ranks that wait for one
+      that left, died or never comes, get an error that names what each of them does, instead of a hang.
+    - Plain tensors that count as the same on every rank and are not: in `shard`, `with_sharding`, `shard_map`, ops that
+      they share with arrays, and the blocks that `from_local` is given along axes that its spec does not name.
+
+    Ranks tell each other through the process group's store, so this works with any backend, and it is slow: every
+    collective becomes a meeting of its ranks, and plain tensors are read. Collectives that `torch.distributed` is
+    called for directly are not seen. On a simulated mesh there is one process, and nothing to compare.
+
+    Args:
+        timeout: how many seconds a rank waits for the others; by default a little less than a collective of the
+            process group may take.
 
     Raises:
         RandomError: where a key is used again; it names the lines of both uses.
+        DivergenceError: where ranks part ways, on every one of them, in the same words.
 
-    Source: the idea of `jax.experimental.key_reuse`.
+    Source: the ideas of `jax.experimental.key_reuse`, and of torch's ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
 
     >>> import vescale_fn as vfn
     >>> key = vfn.random.key(0)
@@ -264,4 +279,17 @@ def debug() -> contextlib.AbstractContextManager[None]:
     ...         print(str(error).splitlines()[0])
     random.uniform: the key [0, 0] was used before, so the numbers are not new ones
     """
-    return context.debugging()
+    return _Debug(timeout)
+
+
+class _Debug:
+    def __init__(self, timeout: float | None) -> None:
+        self._parts = context.debugging(), agreement.Watch(timeout)
+
+    def __enter__(self) -> None:
+        for part in self._parts:
+            part.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for part in reversed(self._parts):
+            part.__exit__(*error)

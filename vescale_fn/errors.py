@@ -53,6 +53,17 @@ class RankError(VfnError, RuntimeError):
     """A launched rank failed; the message carries that rank's own traceback."""
 
 
+class DivergenceError(VfnError, RuntimeError):
+    """In debug mode: the ranks do not do the same, or one has left while others wait for it.
+
+    `follows` says that another rank's own failure comes first.
+    """
+
+    def __init__(self, message: str, follows: bool = False) -> None:
+        super().__init__(message)
+        self.follows = follows
+
+
 class InPlaceError(VfnError, RuntimeError):
     """A write would be lost, or would change what other ranks hold."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from . import _torch, blocks, context, reshard
+from . import _torch, blocks, context, replicas, reshard
 from .aliases import after_write, check_writable, note_copy, note_views, remember_sums
 from .arguments import bind, replace, tensors_in
 from .blocks import Blocks
@@ -72,6 +72,9 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
         if len(_cache) > _CACHE_SIZE:
             _cache.popitem(last=False)
     decision, way = found
+    if context.watch() is not None:
+        replicas.same_plain(str(func), decision.mesh, (
+            (f"argument {i}", x) for i, x in enumerate(tensors_in(args, kwargs or {}))))  # fmt: skip
     if way == STEP_BY_STEP:
         return _carry_out(cls, func, args, kwargs or {}, decision)
     local = [_torch.local(a) if a.__class__ is cls else a for a in args]

@@ -50,17 +50,22 @@ def inner(files: Iterable[str]) -> list[bool]:
     return found
 
 
-def user_frame() -> FrameType | None:
-    """The innermost frame of the user's code; None where there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (is_inner(frame.f_code.co_filename) or is_library(frame.f_code.co_filename)):
+def is_users(file: str) -> bool:
+    """Whether a file of code is the user's."""
+    return not (is_inner(file) or is_library(file))
+
+
+def user_frame(frame: FrameType | None = None) -> FrameType | None:
+    """The innermost frame of the user's code, from here (or `frame`) outwards; None where there is none."""
+    frame = frame or sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
-def user_line() -> str:
-    """Where in the user's code this is, as ``file:line``."""
-    frame = user_frame()
+def user_line(frame: FrameType | None = None) -> str:
+    """Where in the user's code this (or `frame`) is, as ``file:line``."""
+    frame = user_frame(frame)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
 
 

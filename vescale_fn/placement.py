@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import _torch, context, tree, wire
+from . import _torch, context, replicas, tree, wire
 from .aliases import note_elsewhere
 from .array import Array, is_array, mesh_of, on_device, packed, place, spec_of, whole, wrap
 from .blocks import Blocks
@@ -29,10 +29,15 @@ def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
     leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
     specs = tree.broadcast(spec, value, where, "spec", _generic(value))
     if not all(isinstance(s, P) for s in specs):
-        names = tree.paths(value, tree.spelling(value, _generic(value)))
+        names = _names(value)
         wrong = [f"the spec of {n} is {s!r}" for n, s in zip(names, specs, strict=True) if not isinstance(s, P)]
         raise SpecError(report(where, "every spec must be a vfn.P", wrong, 'for instance P("dp") or P()'))
     return leaves, treedef, specs
+
+
+def _names(value: Any) -> list[str]:
+    """The path of each leaf, in the user's words."""
+    return tree.paths(value, tree.spelling(value, _generic(value)))
 
 
 def _generic(value: Any) -> str:
@@ -56,7 +61,7 @@ def _check(value: Any, leaves: Sequence[Any], specs: Sequence[P], meshes: Sequen
                 wrong[i] = found
     if not wrong:
         return
-    names = tree.paths(value, tree.spelling(value, _generic(value)))
+    names = _names(value)
     mesh = meshes[next(iter(wrong))]
     rows = [f"{names[i]} is {type_text(leaves[i].shape, leaves[i].dtype, WHOLE)}, its spec {specs[i]!r}: {problem}"
             for i, found in wrong.items() for problem in found]  # fmt: skip
@@ -118,6 +123,8 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     _check(tree_, leaves, specs, [mesh] * len(leaves), "shard")
     if context.on_one_device():
         return unshard(_rebuilt(treedef, leaves))
+    if context.watch() is not None:
+        replicas.same_plain("shard", mesh, zip(_names(tree_), leaves, strict=True))
     out = [place(x, mesh, s, "shard") if isinstance(x, torch.Tensor) else x for x, s in zip(leaves, specs, strict=True)]
     context.note("shard", leaves, out)
     return _rebuilt(treedef, out)
@@ -158,6 +165,10 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     _check(tree_, leaves, specs, meshes, "with_sharding")
     if context.on_one_device():
         return unshard(tree_)
+    if context.watch() is not None:
+        for one in dict.fromkeys(meshes):
+            named = zip(_names(tree_), leaves, meshes, strict=True)
+            replicas.same_plain("with_sharding", one, ((name, x) for name, x, m in named if m is one))
     out = [x if m is None else place(x, m, s, "with_sharding") for x, s, m in zip(leaves, specs, meshes, strict=True)]
     for x, y in zip(leaves, out, strict=True):
         if y is not x and is_array(x):  # on one device the two are one: a write to either is to be seen in both
@@ -216,13 +227,16 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
     error = None
     try:
         leaves, treedef, specs = _specs(tree_, spec, "from_local")
-        names = tree.paths(tree_, tree.spelling(tree_, _generic(tree_)))
+        names = _names(tree_)
         mine = _own_blocks(leaves, names, mesh, ranks)
     except VfnError as raised:
         error = raised  # on all ranks together: see below
     head = (names, error and str(error).splitlines()[0])
-    seen = [[(tuple(b.shape), b.dtype) if isinstance(b, torch.Tensor) else None for b in row] for row in mine]
-    by_rank = wire.everyone([[head] * len(ranks), *seen], mesh)  # [rank][1 + leaf] -> (shape, dtype)
+    bits = replicas.digest if context.watch() is not None else lambda block: ""
+    seen = [[(tuple(b.shape), b.dtype, bits(b)) if isinstance(b, torch.Tensor) else None for b in row] for row in mine]
+    by_rank = wire.everyone(
+        [[head] * len(ranks), *seen], mesh, "from_local"
+    )  # [rank][1 + leaf] -> (shape, dtype, bits)
     if error is not None:
         raise error
     heads, by_rank = [row[0] for row in by_rank], [row[1:] for row in by_rank]
@@ -291,6 +305,15 @@ def _joined_shape(metas: Sequence[Any], mesh: Any, spec: P, name: str, failures:
         if tuple(map(len, local_indices(shape, axes, spec, coord))) != meta[0]:
             failures.append(f"{name} with {spec!r} would be {list(shape)}, split as torch.chunk does, but the blocks are "
                             f"{listed}")  # fmt: skip
+            return None
+    own = [a for row in split_axes(spec, len(shape)) for a in row] + sorted(spec.unreduced)
+    first: dict[Any, int] = {}  # of each piece, the rank that brings it; in debug mode others must bring the same
+    for rank, coord in enumerate(coords):
+        at = first.setdefault(tuple(coord[a] for a in own), rank)
+        if metas[at][2] != metas[rank][2]:
+            failures.append(
+                f"{name} with {spec!r}: ranks {at} and {rank} bring the same piece, but their blocks differ"
+            )
             return None
     return shape
 

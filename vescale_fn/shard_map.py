@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import _torch, context, linear, reshard, tracebacks, tracking, tree, types
+from . import _torch, context, linear, replicas, reshard, tracebacks, tracking, tree, types
 from .array import Array, bring_in, entered, is_array, mesh_of, only_along, packed, spec_of, take_out, whole
 from .blocks import Blocks, shared
 from .errors import MeshError, ReshardError, SpecError, TypingError, mesh_text, report
@@ -111,6 +111,8 @@ class _Mapped:
         site = self.sites.get((id(mesh), outer))
         if site is None:
             site = self.sites[id(mesh), outer] = _site(self, mesh, outer)
+        if context.watch() is not None:
+            replicas.same_call(self, site.mesh, args, leaves)
         key = (treedef, id(site), *[_key(x) for x in leaves])
         plan = self.ins.get(key)
         if plan is None:
@@ -132,6 +134,8 @@ class _Mapped:
                 have = [types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in locals_]
             else:
                 have = [types.INVARIANT] * len(locals_)
+        if context.watch() is not None:
+            replicas.same_shapes(self, site.mesh, result, locals_)
         key = (out_def, id(site), *[(*_key(x), t) if isinstance(x, torch.Tensor) else type(x)
                                     for x, t in zip(locals_, have)])  # fmt: skip
         outs = self.outs.get(key)

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from . import _torch, context
+from .agreement import Call, Value
 from .blocks import Blocks
+from .layout import text
 from .lines import user_line
 from .mesh import axes_of, groups, is_simulated, my_rank, root
 
@@ -38,13 +40,35 @@ class Record:
         return ",".join(self.axes)
 
 
-def _log(op: str, axes: tuple[str, ...], tensor: Any, factor: int, why: str) -> None:
+def _note(op: str, mesh: Any, axes: tuple[str, ...], tensor: Any, factor: int, why: str, details: str = "") -> None:
+    """Log a collective that is about to run; in debug mode, first compare it with what the group's other ranks run."""
+    if (watch := context.watch()) is not None and not is_simulated(mesh):
+        values = watch.take_values() or (Value("", text(tensor)),)
+        watch.compare(_members(mesh, axes), _call(op, axes, values, why, details))
     logs = context.logs()
     if logs:
         one = tensor.blocks[0] if type(tensor) is Blocks else tensor
         record = Record(op, axes, one.numel() * one.element_size() * factor, why, user_line())
         for log in logs:
             log.append(record)
+
+
+def _members(mesh: Any, axes: tuple[str, ...]) -> list[int]:
+    """The ranks of the world in this rank's group along `axes`."""
+    place, flat = my_rank(mesh), mesh.mesh.flatten().tolist()
+    return [flat[member] for group in groups(mesh, axes) if place in group for member in group]
+
+
+_BY_NAME = {"psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute", "pbroadcast"}
+
+
+def _call(op: str, axes: tuple[str, ...], values: tuple[Value, ...], why: str, details: str) -> Call:
+    """What a rank tells the others of a collective: in the user's words where the user called it."""
+    cause = why.removeprefix("gradient of ")
+    what = why if why in _BY_NAME else f"{why} ({op})" if cause.isidentifier() else op
+    told = [part for part in (details, "" if cause.isidentifier() else why) if part]
+    over = f"over {axes[0]!r}" if len(axes) == 1 else f"over {axes}"
+    return Call(what, over, values, ", ".join(told))
 
 
 def group_size(mesh: Any, axes: Sequence[str]) -> int:
@@ -65,6 +89,10 @@ def _joint_group(mesh: Any, axes: frozenset[str], default: Any) -> Any:
     mine = None
     mesh = root(mesh)  # of which all ranks make the groups
     flat = mesh.mesh.flatten().tolist()
+    if (watch := context.watch()) is not None:
+        watch.compare(
+            flat, Call("the first collective", f"over {tuple(name for name in axes_of(mesh) if name in axes)}")
+        )
     for group in groups(mesh, [name for name in axes_of(mesh) if name in axes]):
         ranks = sorted(flat[place] for place in group)
         made = dist.new_group(ranks)
@@ -135,7 +163,7 @@ def all_reduce(x: Any, mesh: Any, axes: tuple[str, ...], why: str, op: str = "su
     """The sum (or max, min) of the group's values, on every rank."""
     if group_size(mesh, axes) == 1:
         return x
-    _log("all_reduce", axes, x, 1, why)
+    _note("all_reduce", mesh, axes, x, 1, why, "" if op == "sum" else op)
     reduce_op, fold = _REDUCE[op]
     if is_simulated(mesh):
         return _simulated(x, mesh, axes, fold)
@@ -171,7 +199,7 @@ def all_gather(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str) -> 
     n = group_size(mesh, axes)
     if n == 1:
         return x
-    _log("all_gather", axes, x, n, why)
+    _note("all_gather", mesh, axes, x, n, why, f"dim {dim}")
     if is_simulated(mesh):
         return _simulated(x, mesh, axes, lambda blocks: torch.cat(blocks, dim))
     group, positions = _group(mesh, axes)
@@ -191,7 +219,7 @@ def reduce_scatter(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str)
     n = group_size(mesh, axes)
     if n == 1:
         return x
-    _log("reduce_scatter", axes, x, 1, why)
+    _note("reduce_scatter", mesh, axes, x, 1, why, f"dim {dim}")
     if is_simulated(mesh):
         return _simulated(x, mesh, axes, lambda blocks: [
             b.contiguous() for b in functools.reduce(torch.add, blocks).chunk(n, dim)])  # fmt: skip
@@ -218,7 +246,7 @@ def all_to_all(x: Any, mesh: Any, axes: tuple[str, ...], split_dim: int, concat_
     n = group_size(mesh, axes)
     if n == 1:
         return x
-    _log("all_to_all", axes, x, 1, why)
+    _note("all_to_all", mesh, axes, x, 1, why, f"dim {split_dim} to dim {concat_dim}")
     if is_simulated(mesh):
 
         def formula(blocks: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -241,7 +269,7 @@ def all_to_all(x: Any, mesh: Any, axes: tuple[str, ...], split_dim: int, concat_
 def permute(x: Any, mesh: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], why: str) -> Any:
     """The value of `source` arrives at `destination` for each pair; a rank that is no destination gets zeros."""
     n = group_size(mesh, axes)
-    _log("permute", axes, x, 1, why)
+    _note("permute", mesh, axes, x, 1, why, f"perm {list(pairs)}")
     source_of = {destination: source for source, destination in pairs}
     if is_simulated(mesh):
         return _simulated(x, mesh, axes, lambda blocks: [
@@ -269,7 +297,7 @@ def broadcast(x: Any, mesh: Any, axes: tuple[str, ...], source: int, why: str) -
     """The value of the group's rank `source`, on every rank."""
     if group_size(mesh, axes) == 1:
         return x
-    _log("broadcast", axes, x, 1, why)
+    _note("broadcast", mesh, axes, x, 1, why, f"from {source}")
     if is_simulated(mesh):
         return _simulated(x, mesh, axes, lambda blocks: blocks[source])
     group, positions = _group(mesh, axes)
@@ -278,12 +306,14 @@ def broadcast(x: Any, mesh: Any, axes: tuple[str, ...], source: int, why: str) -
     return bits.view(x.dtype).view(x.shape) if bits.dtype is not x.dtype else bits
 
 
-def everyone(mine: Any, mesh: Any) -> list[Any]:
+def everyone(mine: Any, mesh: Any, why: str) -> list[Any]:
     """``[rank][leaf]`` of small Python values, from ``mine[leaf][played rank]``, on every rank."""
     if is_simulated(mesh) or group_size(mesh, tuple(axes_of(mesh))) == 1:
         ranks = len(mine[0]) if mine else 0
         return [[row[rank] for row in mine] for rank in range(ranks)]
     values: list[Any] = [None] * dist.get_world_size()
+    if (watch := context.watch()) is not None:
+        watch.compare(range(len(values)), Call(f"{why} (all_gather_object)", "over all ranks"))
     dist.all_gather_object(values, [row[0] for row in mine])
     flat = mesh.mesh.flatten().tolist()
     return [values[rank] for rank in flat]

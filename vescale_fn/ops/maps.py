@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from .. import _torch, linear, reshard, types, wire
+from .. import _torch, context, linear, reshard, types, wire
 from ..blocks import Blocks, each, shared
 from ..errors import CollectiveError, report
-from ..layout import axes_items, contiguous_stride, layout, spec_for
+from ..layout import axes_items, contiguous_stride, layout, spec_for, text
 from ..mesh import axes_of, coordinates, is_simulated, played_ranks
 from ..spec import P, from_split_axes, is_even, split_axes
 
@@ -57,6 +57,17 @@ class Collective:
         """The same map with one more dim in front."""
         return replace(self, dim=self.dim + (self.dim >= 0), other=self.other + (self.other >= 0))
 
+    def told(self) -> str:
+        """The parameters, in words."""
+        words = {
+            "all_to_all": f"dim {self.dim} to dim {self.other}",
+            "ppermute": f"perm {list(self.perm)}",
+            "pbroadcast": f"from {self.source}",
+        }
+        gathers = self.row.startswith("all_gather") or self.row == "psum_scatter"
+        said = f"dim {self.dim}" if gathers else words.get(self.row, "")
+        return said + ", tiled" * self.tiled
+
     def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
         row = TABLE[self.row]
         with _torch.no_torch_function():
@@ -67,6 +78,8 @@ class Collective:
                     x if isinstance(x, (Blocks, DTensor)) else shared(x, len(played_ranks(self.mesh))) for x in xs
                 )
             opened = [_opened(self, row.before(self, x)) for x in xs]
+            if (watch := context.watch()) is not None:
+                watch.about_to_send([(f"leaf {i}" if len(xs) > 1 else "", text(x)) for i, x in enumerate(xs)], self.told())
             if len(xs) == 1 or any(one.ragged for one in opened):
                 moved = [_own(row.move(self, one.pieces), one.pieces) for one in opened]
             else:
