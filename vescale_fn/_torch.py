@@ -371,7 +371,7 @@ def default_group_timeout() -> float:
     """How many seconds a collective of the default process group may take."""
     device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
     try:
-        return dist.group.WORLD._get_backend(device).options._timeout.total_seconds()
+        return dist.group.WORLD._get_backend(device).options._timeout.total_seconds()  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):  # a backend without options
         return _c10d.default_pg_timeout.total_seconds()
 

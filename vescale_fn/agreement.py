@@ -23,6 +23,7 @@ from .ranks import has_process_group
 
 QUICK, SLOW, LOOK, WARN = 0.0002, 0.02, 0.1, 10.0  # seconds: between polls, between looks at the others, to a warning
 LISTED = 10  # of the values that differ
+SAME_TYPES = "the same shapes, dtypes and numbers on every rank; blocks that differ in size can be padded"
 SAME = "the same calls on every rank, in the same order; a Python `if` may not depend on the rank"
 
 
@@ -62,7 +63,7 @@ class Watch:
         self._timeout = timeout
         self._board: Board | None = None
         self._outermost = False
-        self._values: tuple[Value, ...] = ()
+        self._sent: tuple[tuple[Value, ...], str] | None = None
 
     def __enter__(self) -> None:
         self._outermost = context.watch() is None
@@ -89,14 +90,14 @@ class Watch:
             self._board = Board(store, dist.get_rank(), Watch.entered_blocks, self._entered)
         return self._board
 
-    def about_to_send(self, values: Iterable[tuple[str, str]]) -> None:
-        """The next collective carries these (path, type), perhaps in one bucket."""
-        self._values = tuple(Value(path, type_) for path, type_ in values)
+    def about_to_send(self, values: Iterable[tuple[str, str]], details: str) -> None:
+        """The next collective is one of the user's, with these (path, type) perhaps in one bucket, and these arguments."""
+        self._sent = tuple(Value(path, type_) for path, type_ in values), details
 
-    def take_values(self) -> tuple[Value, ...]:
-        """What the collective that begins here carries, where that was said."""
-        values, self._values = self._values, ()
-        return values
+    def sent(self) -> tuple[tuple[Value, ...], str] | None:
+        """What was said of the collective that begins here."""
+        sent, self._sent = self._sent, None
+        return sent
 
     def compare(self, ranks: Iterable[int], call: Call) -> None:
         """Wait until all `ranks` (of the world, this one among them) make this call.
@@ -170,14 +171,17 @@ def different(seen: Mapping[int, Call]) -> str:
     if not alike("details") or len({tuple(v.path for v in call.values) for call in calls}) > 1:
         return report("debug", f"the ranks differ in the arguments of {one.what}", listed, SAME)
     values = list(zip(*(call.values for call in calls), strict=True))
-    found = [f"{row[0].path or 'its value'}: " + ", ".join(f"{v.type} on {_ranks(rows[c])}" for v, c in zip(row, calls))
-             for row in values if len({v.type for v in row}) > 1]  # fmt: skip
+    found, kinds = [], set()
+    for row in values:
+        if len({v.type for v in row}) > 1:
+            on = [f"{v.type} on {_ranks(rows[call])}" for v, call in zip(row, calls, strict=True)]
+            found.append(f"{row[0].path or 'its value'}: {', '.join(on)}")
+            heads = [v.type.partition("[") for v in row]
+            kinds.add("arguments" if any(not bracket for _, bracket, _ in heads) else
+                      "dtypes" if len({head for head, _, _ in heads}) > 1 else "shapes")  # fmt: skip
     if found:
-        dtypes = all(
-            len({v.type.partition("[")[0] for v in row}) > 1 for row in values if len({v.type for v in row}) > 1
-        )
-        return report("debug", f"the ranks differ in the {'dtypes' if dtypes else 'shapes'} of {one.what}",
-                      [*found[:LISTED], str(one)], "the same shapes and dtypes on every rank; pad, or cut")  # fmt: skip
+        return report("debug", f"the ranks differ in the {' and '.join(sorted(kinds))} of {one.what}",
+                      [*found[:LISTED], str(one)], SAME_TYPES)  # fmt: skip
     for row in values:
         i, other = next(((i, v) for i, v in enumerate(row) if v.digest != row[0].digest), (0, row[0]))
         if i:

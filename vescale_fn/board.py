@@ -18,7 +18,7 @@ from typing import Any
 from .lines import quoted, user_line
 
 Group = tuple[int, ...]  # ranks of the world, ascending
-PULSE = 0.5  # seconds between two looks at where this rank is, while it calls nothing
+PULSE = 0.25  # seconds between two looks at where this rank is, while it calls nothing
 
 
 class Board:

@@ -73,7 +73,8 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
             _cache.popitem(last=False)
     decision, way = found
     if context.watch() is not None:
-        replicas.same_plain(str(func), decision.mesh, (
+        name = func._schema.name.split("::")[-1].strip("_")
+        replicas.same_plain(f"torch's {name}", decision.mesh, (
             (f"argument {i}", x) for i, x in enumerate(tensors_in(args, kwargs or {}))))  # fmt: skip
     if way == STEP_BY_STEP:
         return _carry_out(cls, func, args, kwargs or {}, decision)

@@ -43,7 +43,7 @@ class Record:
 def _note(op: str, mesh: Any, axes: tuple[str, ...], tensor: Any, factor: int, why: str, details: str = "") -> None:
     """Log a collective that is about to run; in debug mode, first compare it with what the group's other ranks run."""
     if (watch := context.watch()) is not None and not is_simulated(mesh):
-        values = watch.take_values() or (Value("", text(tensor)),)
+        values, details = watch.sent() or ((Value("", text(tensor)),), details)
         watch.compare(_members(mesh, axes), _call(op, axes, values, why, details))
     logs = context.logs()
     if logs:

@@ -1,0 +1,418 @@
+"""No hang: whatever one rank does alone, the others hear of it soon, in words that name both.
+
+In debug mode ranks that part ways raise on all ranks in the same words, and stay usable. Without it, the rank that failed
+comes first in what `launch` says, with its own traceback, within the timeout.
+"""
+
+import inspect
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.errors import DivergenceError, SpecError
+
+ROOT = Path(__file__).resolve().parents[1]
+SAME_TYPES = "\n  Instead: the same shapes, dtypes and numbers on every rank; blocks that differ in size can be padded"
+SAME_VALUES = (
+    "\n  Instead: make it from the same data and the same seed on every rank; vfn.from_local for what each process has for "
+    "itself"
+)
+SAME = "\n  Instead: the same calls on every rank, in the same order; a Python `if` may not depend on the rank"
+
+
+def plain(text: str) -> str:
+    """A message without what differs from run to run: a line of this file as its function and how far it is below."""
+
+    def place(found: re.Match) -> str:
+        starts = {f.__code__.co_firstlineno: name for name, f in globals().items()
+                  if inspect.isfunction(f) and f.__code__.co_filename == __file__}  # fmt: skip
+        start = max(line for line in starts if line <= int(found[1]))
+        return f"{starts[start]}+{int(found[1]) - start}"
+
+    text = re.sub(rf"{re.escape(__file__)}:(\d+): `[^`]*`", place, text)
+    return re.sub(r"process \d+", "process N", text)
+
+
+def body(mesh, f, x, in_specs=None, out_specs=P()):
+    """``f`` of the blocks of `x`, which is cut along dim 0 by the mesh's first axis, or as said."""
+    in_specs = P(mesh.mesh_dim_names[0]) if in_specs is None else in_specs
+    return vfn.unshard(vfn.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(x))
+
+
+class Breaks(torch.autograd.Function):
+    """The identity, with a backward that calls `then`."""
+
+    @staticmethod
+    def forward(ctx, x, then):
+        ctx.then = then
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.then(gradient), None
+
+
+# --- debug mode: ranks that part ways -------------------------------------------------------------------------------
+# Each is a program of (mesh (a=2, b=1), rank, x = arange(8.0)), and what is raised on both ranks.
+
+
+def another_collective(mesh, rank, x):
+    def f(x):
+        if rank == 0:
+            return vfn.psum(x, "a")
+        return vfn.all_gather(x, "a", tiled=True, to="invarying")
+
+    body(mesh, f, x)
+
+
+def a_call_left_out(mesh, rank, x):
+    def f(x):
+        if rank == 1:
+            x = vfn.pvary(vfn.psum(x, "a"), "a")
+        return vfn.psum(x, "a")
+
+    body(mesh, f, x)
+
+
+def another_shape(mesh, rank, x):
+    body(mesh, lambda x: vfn.psum(x[: 2 + rank], "a"), x)
+
+
+def another_shape_of_the_same_size(mesh, rank, x):
+    body(mesh, lambda x: vfn.psum({"u": x, "v": x.view(2, 2) if rank else x.view(4, 1)}, "a")["u"], x)
+
+
+def another_dtype(mesh, rank, x):
+    body(mesh, lambda x: vfn.pmax(x.to(torch.float64 if rank else torch.float32), "a"), x)
+
+
+def another_dim(mesh, rank, x):
+    body(mesh, lambda x: vfn.all_gather(x.view(2, 2), "a", axis=rank, tiled=True, to="invarying").sum(), x)
+
+
+def another_permutation(mesh, rank, x):
+    body(mesh, lambda x: vfn.psum(vfn.ppermute(x, "a", [(0, 1), (1, 0)][: 1 + rank]), "a"), x)
+
+
+def another_order_of_axes(mesh, rank, x):
+    body(mesh, lambda x: vfn.psum(x, ("a", "b") if rank else ("b", "a")), x, in_specs=P(("a", "b")))
+
+
+def another_source(mesh, rank, x):
+    body(mesh, lambda x: vfn.psum(vfn.pbroadcast(x, "a", rank), "a"), x)
+
+
+def other_specs(mesh, rank, x):
+    body(mesh, lambda x: x * 2, x, in_specs=P("a") if rank else P(), out_specs=P("a"))
+
+
+def another_function(mesh, rank, x):
+    def double(x):
+        return x * 2
+
+    def triple(x):
+        return x * 3
+
+    body(mesh, triple if rank else double, x, out_specs=P("a"))
+
+
+def another_number(mesh, rank, x):
+    f = vfn.shard_map(lambda x, k: x * k, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    f(x, 2 + rank)
+
+
+def shapes_that_depend_on_the_data(mesh, rank, x):
+    body(mesh, lambda x: x[x > 2.5], x, out_specs=P("a"))
+
+
+def a_gradient_stopped(mesh, rank, x):
+    def f(w, x):
+        return vfn.psum(((w.detach() if rank else w) * x).sum(), "a")
+
+    f = vfn.shard_map(f, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
+    vfn.grad(lambda w: f(w, x))(torch.ones(4))
+    vfn.unshard(vfn.shard(x, mesh, P("a")))
+
+
+def another_move(mesh, rank, x):
+    x = vfn.shard(x, mesh, P("a"))
+    return x.softmax(0) if rank else x.sum().item()
+
+
+def plain_tensors_to_shard(mesh, rank, x):
+    x[7] += rank
+    vfn.shard({"x": x, "y": torch.ones(3), "n": 3}, mesh, {"x": P("a"), "y": P(), "n": P()})
+
+
+def plain_tensors_to_with_sharding(mesh, rank, x):
+    vfn.with_sharding(torch.full((2,), rank, dtype=torch.bool), P("a"), mesh=mesh)
+
+
+def plain_tensors_in_an_op(mesh, rank, x):
+    return vfn.shard(x, mesh, P("a")) * torch.tensor(1.0 + rank)
+
+
+def plain_tensors_to_shard_map(mesh, rank, x):
+    body(mesh, lambda x: x, torch.full((2, 1), rank), out_specs=P("a"))
+
+
+PARTINGS = {
+    another_collective: """\
+debug: the ranks make different calls
+  * rank 0: psum over 'a' of f32[4] at another_collective+3
+  * rank 1: all_gather over 'a' of f32[4] (dim 0, tiled) at another_collective+4""" + SAME,
+    a_call_left_out: """\
+debug: the ranks are at different lines in psum, so one of them has left out a call
+  * rank 0: psum over 'a' of f32[4] at a_call_left_out+4
+  * rank 1: psum over 'a' of f32[4] at a_call_left_out+3""" + SAME,
+    another_shape: """\
+debug: the ranks differ in the shapes of psum
+  * its value: f32[2] on rank 0, f32[3] on rank 1
+  * psum over 'a' of f32[2] at another_shape+1""" + SAME_TYPES,
+    another_shape_of_the_same_size: """\
+debug: the ranks differ in the shapes of psum
+  * leaf 1: f32[4,1] on rank 0, f32[2,2] on rank 1
+  * psum over 'a' of leaf 0: f32[4], leaf 1: f32[4,1] at another_shape_of_the_same_size+1""" + SAME_TYPES,
+    another_dtype: """\
+debug: the ranks differ in the dtypes of pmax
+  * its value: f32[4] on rank 0, f64[4] on rank 1
+  * pmax over 'a' of f32[4] at another_dtype+1""" + SAME_TYPES,
+    another_dim: """\
+debug: the ranks differ in the arguments of all_gather
+  * rank 0: all_gather over 'a' of f32[2,2] (dim 0, tiled) at another_dim+1
+  * rank 1: all_gather over 'a' of f32[2,2] (dim 1, tiled) at another_dim+1""" + SAME,
+    another_permutation: """\
+debug: the ranks differ in the arguments of ppermute
+  * rank 0: ppermute over 'a' of f32[4] (perm [(0, 1)]) at another_permutation+1
+  * rank 1: ppermute over 'a' of f32[4] (perm [(0, 1), (1, 0)]) at another_permutation+1""" + SAME,
+    another_order_of_axes: """\
+debug: the ranks make different calls
+  * rank 0: psum over ('b', 'a') of f32[4] at another_order_of_axes+1
+  * rank 1: psum over ('a', 'b') of f32[4] at another_order_of_axes+1""" + SAME,
+    another_source: """\
+debug: the ranks differ in the arguments of pbroadcast
+  * rank 0: pbroadcast over 'a' of f32[4] (from 0) at another_source+1
+  * rank 1: pbroadcast over 'a' of f32[4] (from 1) at another_source+1""" + SAME,
+    other_specs: """\
+debug: the ranks differ in the arguments of shard_map(<lambda>)
+  * rank 0: shard_map(<lambda>) on mesh (a=2, b=1) of args[0]: f32[8] (in_specs=P(), out_specs=P('a')) at body+3
+  * rank 1: shard_map(<lambda>) on mesh (a=2, b=1) of args[0]: f32[8] (in_specs=P('a'), out_specs=P('a')) at body+3""" + SAME,
+    another_function: """\
+debug: the ranks make different calls
+  * rank 0: shard_map(double) on mesh (a=2, b=1) of args[0]: f32[8] (in_specs=P('a'), out_specs=P('a')) at body+3
+  * rank 1: shard_map(triple) on mesh (a=2, b=1) of args[0]: f32[8] (in_specs=P('a'), out_specs=P('a')) at body+3""" + SAME,
+    another_number: """\
+debug: the ranks differ in the arguments of shard_map(<lambda>)
+  * args[1]: 2 on rank 0, 3 on rank 1
+  * shard_map(<lambda>) on mesh (a=2, b=1) of args[0]: f32[8], args[1]: 2 (in_specs=(P('a'), P()), out_specs=P('a')) at another_number+2""" + SAME_TYPES,
+    shapes_that_depend_on_the_data: """\
+debug: the ranks differ in the shapes of the results of shard_map(<lambda>)
+  * out: f32[1] on rank 0, f32[4] on rank 1
+  * the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[1] at body+3""" + SAME_TYPES,
+    a_gradient_stopped: """\
+debug: the ranks make different calls
+  * rank 0: gradient of pvary (all_reduce) over 'a' of f32[4] at a_gradient_stopped+5
+  * rank 1: shard on mesh (a=2, b=1) of x: f32[8] at a_gradient_stopped+6""" + SAME,
+    another_move: """\
+debug: the ranks make different calls
+  * rank 0: all_reduce over 'a' of f32[] (local_scalar_dense needs the sum: f32[]{U:a}) at another_move+2
+  * rank 1: all_gather over 'a' of f32[4] (dim 0, softmax needs dim 0 whole: f32[8@a]) at another_move+2""" + SAME,
+    plain_tensors_to_shard: """\
+debug: the ranks differ in a plain tensor, which counts as the same everywhere, in shard
+  * tree['x']: f32[8] is [0, 1, 2, ...] (sum 28) on rank 0, but [0, 1, 2, ...] (sum 29) on rank 1
+  * shard on mesh (a=2, b=1) of tree['x']: f32[8], tree['y']: f32[3] at plain_tensors_to_shard+2""" + SAME_VALUES,
+    plain_tensors_to_with_sharding: """\
+debug: the ranks differ in a plain tensor, which counts as the same everywhere, in with_sharding
+  * the value: bool[2] is [False, False] on rank 0, but [True, True] on rank 1
+  * with_sharding on mesh (a=2, b=1) of the value: bool[2] at plain_tensors_to_with_sharding+1""" + SAME_VALUES,
+    plain_tensors_in_an_op: """\
+debug: the ranks differ in a plain tensor, which counts as the same everywhere, in torch's mul
+  * argument 1: f32[] is [1] on rank 0, but [2] on rank 1
+  * torch's mul on mesh (a=2, b=1) of argument 1: f32[] at plain_tensors_in_an_op+1""" + SAME_VALUES,
+    plain_tensors_to_shard_map: """\
+debug: the ranks differ in a plain tensor, which counts as the same everywhere, in shard_map(<lambda>)
+  * args[0]: i64[2,1] is [0, 0] on rank 0, but [1, 1] on rank 1
+  * shard_map(<lambda>) on mesh (a=2, b=1) of args[0]: i64[2,1] (in_specs=P('a'), out_specs=P('a')) at body+3""" + SAME_VALUES,
+}  # fmt: skip
+
+
+def parting(programs):
+    """On each rank: what each program raises, and whether the ranks work on afterwards."""
+    mesh, rank, said = vfn.make_mesh((2, 1), ("a", "b")), dist.get_rank(), {}
+    with vfn.debug(timeout=20):
+        for program in programs:
+            try:
+                program(mesh, rank, torch.arange(8.0))
+                said[program.__name__] = "nothing"
+            except DivergenceError as error:
+                said[program.__name__] = plain(str(error))
+            total = body(mesh, lambda x: vfn.psum(x.sum(), "a"), torch.arange(8.0))
+            assert total == 28, program
+    return said
+
+
+def test_ranks_that_part_ways(gloo):
+    first, second = gloo(2, parting, list(PARTINGS))
+    assert first == second, "on every rank the same text"
+    assert first == {program.__name__: text for program, text in PARTINGS.items()}
+
+
+def test_the_message_as_the_user_sees_it(gloo):
+    def f():
+        with vfn.debug(), pytest.raises(DivergenceError) as error:
+            another_collective(vfn.make_mesh((2,), ("a",)), dist.get_rank(), torch.arange(8.0))
+        return str(error.value)
+
+    line = another_collective.__code__.co_firstlineno
+    assert gloo(2, f)[0].splitlines()[1:3] == [
+        f"  * rank 0: psum over 'a' of f32[4] at {__file__}:{line + 3}: `return vfn.psum(x, \"a\")`",
+        f"  * rank 1: all_gather over 'a' of f32[4] (dim 0, tiled) at {__file__}:{line + 4}: "
+        '`return vfn.all_gather(x, "a", tiled=True, to="invarying")`',
+    ]
+
+
+def unequal_blocks(spec):
+    mesh = vfn.make_mesh((2, 2), ("a", "b"))
+    with vfn.debug(), pytest.raises(SpecError) as error:
+        vfn.from_local({"x": torch.ones(2), "y": torch.full((2,), dist.get_rank() // 2)}, mesh, spec)
+    return str(error.value)
+
+
+def test_from_local_with_unequal_blocks_of_one_piece(gloo):
+    """Ranks 0 and 1, then 2 and 3, hold one block each over `b`; over `a` the blocks of y differ."""
+    texts = gloo(4, unequal_blocks, P("b"))
+    assert set(texts) == {
+        "from_local: the ranks' blocks do not make up arrays on the mesh (a=2, b=2)\n"
+        "  * tree['y'] with P('b'): ranks 0 and 2 bring the same piece, but their blocks differ\n"
+        "  Instead: give each rank the block that vfn.shard_shape and torch.chunk give it"
+    }
+
+
+def test_from_local_with_unequal_blocks_on_a_simulated_mesh():
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("a",))
+        make = lambda coord: torch.full((2,), coord["a"])
+        vfn.from_local(make, mesh, P())  # outside debug mode it is taken on trust
+        with vfn.debug():
+            vfn.from_local(make, mesh, P("a"))
+            vfn.from_local(make, mesh, P(unreduced={"a"}))
+            with pytest.raises(SpecError, match="ranks 0 and 1 bring the same piece, but their blocks differ"):
+                vfn.from_local(make, mesh, P())
+
+
+# --- debug mode: ranks that leave -----------------------------------------------------------------------------------
+# Each is a program of (mesh (a=3), rank, x = arange(6.0)); rank 1 leaves the others alone.
+
+
+def returns_early(mesh, rank, x):
+    if rank != 1:
+        body(mesh, lambda x: vfn.psum(x, "a"), x)
+
+
+def raises_before(mesh, rank, x):
+    if rank == 1:
+        raise ValueError("mine\nand more")
+    body(mesh, lambda x: vfn.psum(x, "a"), x)
+
+
+def raises_inside(mesh, rank, x):
+    def f(x):
+        y = vfn.psum(x, "a")
+        if rank == 1:
+            y.view(7)
+        return vfn.psum(vfn.pvary(y, "a"), "a")
+
+    body(mesh, f, x)
+
+
+def raises_in_the_backward_pass(mesh, rank, x):
+    def then(gradient):
+        if rank == 1:
+            raise ValueError("in the backward pass")
+        return gradient
+
+    f = vfn.shard_map(lambda w, x: vfn.psum((Breaks.apply(w, then) * x).sum(), "a"), mesh=mesh,
+                      in_specs=(P(), P("a")), out_specs=P())  # fmt: skip
+    vfn.grad(lambda w: f(w, x))(torch.ones(2))
+
+
+def raises_in_a_hook(mesh, rank, x):
+    w = vfn.shard(x, mesh, P("a")).requires_grad_()
+    y = vfn.with_sharding(w, P())
+    y.register_hook(lambda gradient: {}["hook"] if rank == 1 else gradient)
+    (y**2).sum().backward()
+    vfn.unshard(w.grad)
+
+
+def leaves_python(mesh, rank, x):
+    if rank == 1:
+        sys.exit(3)
+    vfn.unshard(vfn.shard(x, mesh, P("a")))
+
+
+def sleeps(mesh, rank, x):
+    body(mesh, lambda x: vfn.psum(x, "a"), x)
+    if rank == 1:
+        time.sleep(1.5)
+    body(mesh, lambda x: vfn.psum(x, "a"), x)
+
+
+LEAVINGS = {  # what rank 1 raises, and what the others do
+    returns_early: ('', """\
+debug: rank 1 has left while others wait for it
+  * rank 1 left the block of leaving+6, before its first call
+  * ranks 0, 2 wait in shard_map(<lambda>) on mesh (a=3) of args[0]: f32[6] (in_specs=P('a'), out_specs=P()) at body+3""" + SAME),
+    raises_before: ('ValueError', """\
+debug: rank 1 has left while others wait for it
+  * rank 1 left the block of leaving+6 by ValueError: mine, before its first call
+  * ranks 0, 2 wait in shard_map(<lambda>) on mesh (a=3) of args[0]: f32[6] (in_specs=P('a'), out_specs=P()) at body+3"""),
+    raises_inside: ('RuntimeError', """\
+debug: rank 1 has left while others wait for it
+  * rank 1 left the block of leaving+6 by RuntimeError: shape '[7]' is invalid for input of size 2, after 2 calls; the last was psum over 'a' of f32[2] at raises_inside+2
+  * ranks 0, 2 wait in psum over 'a' of f32[2] at raises_inside+5"""),
+    raises_in_the_backward_pass: ('ValueError', """\
+debug: rank 1 has left while others wait for it
+  * rank 1 left the block of leaving+6 by ValueError: in the backward pass, after 3 calls; the last was the results of shard_map(<lambda>) on mesh (a=3) of out: f32[] at raises_in_the_backward_pass+8
+  * ranks 0, 2 wait in gradient of pvary (all_reduce) over 'a' of f32[2] at raises_in_the_backward_pass+8"""),
+    raises_in_a_hook: ('KeyError', """\
+debug: rank 1 has left while others wait for it
+  * rank 1 left the block of leaving+6 by KeyError: 'hook', after 2 calls; the last was with_sharding (all_gather) over 'a' of f32[2] (dim 0) at raises_in_a_hook+2
+  * ranks 0, 2 wait in unshard (all_gather) over 'a' of f32[2] (dim 0) at raises_in_a_hook+5"""),
+    leaves_python: ('SystemExit', """\
+debug: rank 1 has left while others wait for it
+  * rank 1 left the block of leaving+6 by SystemExit: 3, before its first call
+  * ranks 0, 2 wait in shard on mesh (a=3) of x: f32[6] at leaves_python+3"""),
+    sleeps: ('DivergenceError', """\
+debug: after 1 s not all ranks have come
+  * ranks 0, 2 wait in shard_map(<lambda>) on mesh (a=3) of args[0]: f32[6] (in_specs=P('a'), out_specs=P()) at body+3
+  * rank 1 is at sleeps+3, after 3 calls; the last was the results of shard_map(<lambda>) on mesh (a=3) of out: f32[2] at body+3"""),
+}  # fmt: skip
+
+
+def leaving(programs):
+    """On each rank: what each program raises, in a debug block of its own."""
+    mesh, said = vfn.make_mesh((3,), ("a",)), {}
+    for program in programs:
+        said[program.__name__] = ("", "")
+        try:
+            with vfn.debug(timeout=1.0 if program is sleeps else 20):
+                program(mesh, dist.get_rank(), torch.arange(6.0))
+        except BaseException as error:
+            said[program.__name__] = (type(error).__name__, plain(str(error)))
+    return said
+
+
+def test_ranks_that_leave(gloo):
+    first, other, third = gloo(3, leaving, list(LEAVINGS))
+    assert first == third, "on every rank that waits the same text"
+    for program, (own, text) in LEAVINGS.items():
+        assert first[program.__name__] == ("DivergenceError", text)
+        assert other[program.__name__][0] == own
+    assert other["sleeps"] == first["sleeps"], "it hears of it when it comes"
