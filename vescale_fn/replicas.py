@@ -28,7 +28,7 @@ def digest(x: torch.Tensor) -> str:
         return ""
     with _torch.no_torch_function(), torch.no_grad():
         flat = _torch.settled(x.detach()).cpu().contiguous().reshape(-1)
-        return hashlib.blake2b(memoryview(flat.view(torch.uint8).numpy()), digest_size=8).hexdigest() if flat.numel() else ""
+        return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=8).hexdigest() if flat.numel() else ""
 
 
 def _shown(x: torch.Tensor) -> str:

@@ -79,7 +79,9 @@ class Collective:
                 )
             opened = [_opened(self, row.before(self, x)) for x in xs]
             if (watch := context.watch()) is not None:
-                watch.about_to_send([(f"leaf {i}" if len(xs) > 1 else "", text(x)) for i, x in enumerate(xs)], self.told())
+                watch.about_to_send(
+                    [(f"leaf {i}" if len(xs) > 1 else "", text(x)) for i, x in enumerate(xs)], self.told()
+                )
             if len(xs) == 1 or any(one.ragged for one in opened):
                 moved = [_own(row.move(self, one.pieces), one.pieces) for one in opened]
             else:
