@@ -315,7 +315,7 @@ def test_messages_of_names_and_pairs(mesh):
 
     for name in (0, "z"):
         assert said(lambda x, name=name: vfn.psum(x, name), MeshError) == (
-            f"psum: axis_name={name!r} is not an axis, or a tuple of different axes, of the mesh\n"
+            f"psum: axis_name={name!r} is not an axis, or a tuple of different axes, of the mesh (x=2, y=3)\n"
             f"  * {name!r} is not one of the axes ('x', 'y')\n"
             "  Instead: one of the axes ('x', 'y'), such as vfn.psum(..., 'x'), or a tuple of them"
         )
@@ -355,8 +355,9 @@ def test_dynamic_slice(mesh):
         vfn.dynamic_slice(whole, [0], [13, 4])
     assert str(error.value) == (
         "dynamic_slice: the block does not fit x of shape f32[12,4]\n"
-        "  * x has 2 dims, but there are 1 start_indices and 2 sizes\n"
-        "  * dim 0 has size 12, but sizes[0] is 13"
+        "  * x has 2 dims, but there are 1 start and 2 sizes\n"
+        "  * dim 0 has size 12, but sizes[0] is 13\n"
+        "  Instead: dynamic_slice(x, [start, ...], [size, ...]), an entry for each dim of x"
     )
 
 
@@ -390,8 +391,12 @@ def test_messages(mesh):
         "  * x of shape f32[5,3]: split_axis=0 has size 5, but untiled it must be 3 (axis 'y')\n"
         "  Instead: another split_axis, or pad the dim"
     )
-    assert "concat_axis=2 is not one of its 2 dims" in message(lambda x: vfn.all_to_all(x, "y", 1, 2), x["w"], mesh)
-    assert "axis=3 is not one of its 3 dims" in message(lambda x: vfn.all_gather(x, "y", axis=3), x["w"], mesh)
+    assert "concat_axis=2 is not one of the 2 dims of the result" in message(
+        lambda x: vfn.all_to_all(x, "y", 1, 2), x["w"], mesh
+    )
+    assert "axis=3 is not one of the 3 dims of the result" in message(
+        lambda x: vfn.all_gather(x, "y", axis=3), x["w"], mesh
+    )
     assert message(lambda x: vfn.ppermute(x, "y", [(0, 1), (0, 2), (1, 3)]), x, mesh) == (
         "ppermute: perm=[(0, 1), (0, 2), (1, 3)] is not a permutation of some of the ranks\n"
         "  * pair (1, 3): positions go from 0 to 2, there are 3 (axis 'y')\n"
@@ -404,7 +409,7 @@ def test_messages(mesh):
     )
     assert "'tp' is not one of the axes ('x', 'y')" in message(lambda x: vfn.psum(x, "tp"), x, mesh, MeshError)
     assert "axis 'x' is named twice" in message(lambda x: vfn.psum(x, ("x", "x")), x, mesh, MeshError)
-    assert "to='whole' is none of" in message(lambda x: vfn.all_gather(x, "x", to="whole"), x, mesh)
+    assert "to='whole' is not one of" in message(lambda x: vfn.all_gather(x, "x", to="whole"), x, mesh)
 
 
 def test_outside_of_a_body(mesh):
@@ -412,7 +417,7 @@ def test_outside_of_a_body(mesh):
         vfn.psum(torch.ones(2), "x")
     assert str(error.value) == (
         "psum: axis_name='x', but no axis is manual here: this is not inside a shard_map body\n"
-        "  Instead: vfn.shard_map(lambda x: vfn.psum(x, 'x'), mesh=mesh, in_specs=P('x'), out_specs=...)(x); "
+        "  Instead: call it in the function that vfn.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) maps; "
         "a whole array needs no collective: x.sum(0)"
     )
     for call in (vfn.axis_index, vfn.axis_size):
@@ -427,9 +432,9 @@ def test_casts(mesh):
     with pytest.raises(TypingError) as error:
         run(lambda i, v: vfn.pcast({"i": i, "v": v}, ("x",), to="varying")["v"])
     assert str(error.value) == (
-        "pcast: unsupported, to='varying'\n"
-        "  * x['v'] is f32[2]{V:x}: no cast from varying to varying over 'x'\n"
-        "  Instead: the casts are invarying -> varying or reduced, reduced -> varying, varying -> unreduced; "
+        "pcast: there is no such cast, to='varying'\n"
+        "  * x['v'] is f32[2]{V:x}: it is varying over 'x' already\n"
+        "  Instead: no cast where none is needed; the casts are invarying -> varying or reduced, reduced -> varying, varying -> unreduced; "
         "vfn.psum makes a varying or unreduced value invarying"
     )
     with pytest.raises(TypingError, match="no cast from invarying to unreduced over 'x'"):

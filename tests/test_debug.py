@@ -210,7 +210,7 @@ def test_strict_refuses_moves_that_nobody_asked_for(grid) -> None:
         with pytest.raises(vfn.errors.ReshardError) as error:
             x.softmax(0)
         assert str(error.value) == (
-            "strict: aten._softmax.default: this op needs a move of data that the program did not ask for\n"
+            "softmax: strict: this op needs a move of data that the program did not ask for\n"
             "  * argument 0 is f32[6@dp,6] and would have to be f32[6,6]\n"
             "  Instead: vfn.with_sharding(x, P()) before it"
         )

@@ -125,7 +125,7 @@ def test_a_prefix_that_does_not_fit(mesh, specs, problems: list[str]) -> None:
 def test_a_spec_that_is_none(mesh) -> None:
     params = params_tree()
     assert message(SpecError, lambda: vfn.shard(params, mesh, {"w": "dp", "layers": P(), "at": P()})) == (
-        "shard: every spec must be a vfn.P\n  * the spec of params['w'] is 'dp'\n  Instead: for instance P(\"dp\") or P()"
+        "shard: every spec must be a vfn.P\n  * the spec of params['w'] is 'dp'\n  Instead: vfn.P('dp')"
     )
 
 
@@ -137,7 +137,7 @@ def test_a_mesh_that_is_none(mesh) -> None:
     for call, head in [
         (lambda: vfn.shard(w, None, P("dp")), "shard: the mesh must be a DeviceMesh, but it is None"),
         (lambda: vfn.shard(w, (2, 4), P("dp")), "shard: the mesh must be a DeviceMesh, but it is (2, 4)"),
-        (lambda: vfn.shard(mesh, w, P("dp")), "shard: the mesh must be a DeviceMesh, but it is a tensor"),
+        (lambda: vfn.shard(mesh, w, P("dp")), "shard: the mesh must be a DeviceMesh, but it is the tensor f32[4,2]"),
         (lambda: vfn.from_local(w, None, P("dp")), "from_local: the mesh must be a DeviceMesh, but it is None"),
         (
             lambda: vfn.with_sharding(w, P("dp"), mesh="dp"),
@@ -146,7 +146,9 @@ def test_a_mesh_that_is_none(mesh) -> None:
         (lambda: vfn.use_mesh((2, 4)), "use_mesh: the mesh must be a DeviceMesh, but it is (2, 4)"),
         (lambda: vfn.set_mesh((2, 4)), "set_mesh: the mesh must be a DeviceMesh, but it is (2, 4)"),
     ]:
-        assert message(MeshError, call) == head + fix
+        where = head.split(":")[0]
+        order = f", then vfn.{where}(tree, mesh, spec)" if where in ("shard", "from_local") else ""
+        assert message(MeshError, call) == head + fix + order
 
 
 def test_not_enough_ranks(mesh) -> None:

@@ -300,7 +300,7 @@ REFUSED = {
     ),
     "raw bits for a key": (
         lambda: random.uniform(torch.zeros(2, dtype=torch.uint32)),
-        "random.uniform: the first argument must be a key, but it is a tensor of dtype uint32 and shape (2,)\n"
+        "random.uniform: the first argument must be a key, but it is the tensor u32[2]\n"
         "  Instead: vfn.random.wrap_key_data(...) around the raw bits",
     ),
     "several keys": (
@@ -353,7 +353,7 @@ REFUSED = {
     ),
     "dropout of integers": (
         lambda: random.dropout(KEY, torch.ones(2, dtype=torch.int32), 0.5),
-        "random.dropout: x must be a float tensor, but it is a tensor of dtype int32 and shape (2,)",
+        "random.dropout: x must be a float tensor, but it is the tensor i32[2]",
     ),
     "float bounds of integers": (
         lambda: random.randint(KEY, (2,), 0, 2.5),
@@ -379,7 +379,7 @@ REFUSED = {
     ),
     "raw bits of another shape": (
         lambda: random.wrap_key_data(torch.zeros(3, dtype=torch.int32)),
-        "random.wrap_key_data: data must be uint32 [..., 2], but it is a tensor of dtype int32 and shape (3,)",
+        "random.wrap_key_data: data must be uint32 [..., 2], but it is the tensor i32[3]",
     ),
     "key + 1": (
         lambda: KEY + 1,

@@ -269,15 +269,15 @@ REFUSED = {
     "random.pareto: b must be a number or a tensor, but it is the str 'x'": lambda: random.pareto(F, "x"),
     "random.rademacher: dtype must be one of int8, int16, int32, int64, float64, float32, float16, bfloat16, but it is "
     "torch.uint8": lambda: random.rademacher(F, (2,), torch.uint8),
-    "random.dirichlet: alpha must be [..., n], but it is a tensor of dtype float32 and shape ()":
+    "random.dirichlet: alpha must be [..., n], but it is the tensor f32[]":
         lambda: random.dirichlet(F, torch.tensor(1.0)),
     "random.ball: d must be positive, but it is 0": lambda: random.ball(F, 0),
     "random.multinomial: p must have a dim of outcomes, but its shape is ()":
         lambda: random.multinomial(F, 3, torch.tensor(0.5)),
     "random.multivariate_normal: method must be 'cholesky' or 'eigh' or 'svd', but it is 'lu'":
         lambda: random.multivariate_normal(F, torch.zeros(3), torch.tensor(COV), method="lu"),
-    "random.multivariate_normal: mean must be [..., n] and cov [..., n, n], but they are a tensor of dtype float32 and "
-    "shape (2,) and a tensor of dtype float32 and shape (3, 3)":
+    "random.multivariate_normal: mean must be [..., n] and cov [..., n, n], but they are the tensor f32[2] and the "
+    "tensor f32[3,3]":
         lambda: random.multivariate_normal(F, torch.zeros(2), torch.tensor(COV)),
 }  # fmt: skip
 

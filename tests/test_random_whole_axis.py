@@ -204,13 +204,11 @@ REFUSED = {
     ),
     "p of another size": (
         lambda: random.choice(KEY, 3, (4,), p=WEIGHTS),
-        "random.choice: p must be of shape (3,), one number for each thing, but it is a tensor of dtype float32 and "
-        "shape (10,)",
+        "random.choice: p must be of shape (3,), one number for each thing, but it is the tensor f32[10]",
     ),
     "integer logits": (
         lambda: random.categorical(KEY, ROWS),
-        "random.categorical: logits must be a float tensor with a dim of classes, but it is a tensor of dtype int32 and "
-        "shape (5, 12)",
+        "random.categorical: logits must be a float tensor with a dim of classes, but it is the tensor i32[5,12]",
     ),
     "a shape that does not fit": (
         lambda: random.categorical(KEY, LOGITS, shape=(3,)),

@@ -935,7 +935,7 @@ def test_messages_of_results(mesh):
         "shard_map(<lambda>): the results do not fit out_specs on the mesh (i=4)\n"
         "  * out['a'] is f32[1]{V:i}, for out_specs P(): it varies over 'i', which out_specs does not mention, so it "
         "would have to be the same on all ranks\n"
-        "  * out['b'] is f32[]{V:i}, for out_specs P('i'): it has 1 entries, but the value has 0 dims\n"
+        "  * out['b'] is f32[]{V:i}, for out_specs P('i'): it has 1 entry, but the value has 0 dims\n"
         "  Instead: vfn.psum(x, 'i') or vfn.pmean(x, 'i'), where the ranks' values are to be combined; or "
         "vfn.all_gather(x, 'i', to='invarying'), where all ranks are to have all of them; or out_specs with 'i' for the "
         "dim along which they are to be concatenated; or x[None] adds a dim to concatenate along: out_specs=P('i') needs 1 dims"

@@ -92,7 +92,9 @@ def test_wrong_entries() -> None:
     )
     with pytest.raises(SpecError) as error:
         P(unreduced={1})
-    assert str(error.value) == "P: unreduced must be a set of axis names, but it is {1}"
+    assert str(error.value) == (
+        'P: unreduced must be a set of axis names, but it is the set {1}\n  Instead: for instance P(unreduced={"dp"})'
+    )
 
 
 # --- index maps -------------------------------------------------------------------------------------------------------

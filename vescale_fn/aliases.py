@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from .errors import InPlaceError, report
+from .errors import InPlaceError, op_text, report
 from .layout import layout, text
 
 
@@ -69,7 +69,7 @@ def check_writable(func: Any, target: Any) -> None:
     for x in target if isinstance(target, (list, tuple)) else (target,):
         if isinstance(x, DTensor) and (hasattr(x, "_moved") or _beside(x)):
             raise InPlaceError(report(
-                str(func), "a write into a view, or a resharded value, whose elements had to be moved would be lost",
+                op_text(func), "a write into a view, or a resharded value, whose elements had to be moved would be lost",
                 [f"it is {text(x)}, of {text((*_beside(x), getattr(x, '_root', x))[0])}"],
                 "a new array: torch.where(mask, new, x), torch.cat, x.index_copy(...), x + y; or a layout of the source "
                 "in which the view is local: x = vfn.with_sharding(x, P())"))  # fmt: skip

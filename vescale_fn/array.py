@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch, blocks, interpreter, linear, reshard, types
 from .blocks import Blocks
-from .errors import InPlaceError, MeshError, mesh_text, report
+from .errors import InPlaceError, MeshError, SpecError, described, mesh_text, report
 from .layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
 from .mesh import SimulatedMesh, axes_of, coordinates, is_simulated, played_ranks, rebuild_mesh, same
 from .spec import (
@@ -90,6 +90,10 @@ class Array(DTensor):
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Array:  # type: ignore[override]
         """This value with other DTensor placements; `with_sharding` in torch's words."""
         mesh = device_mesh or self._spec.mesh
+        given, wanted = len(placements or self.placements), len(axes_of(mesh))
+        if given != wanted:
+            raise SpecError(report("redistribute", f"{given} placements for {wanted} axes, those of the "
+                                   f"{mesh_text(axes_of(mesh))}", fix="one placement for each axis"))  # fmt: skip
         return place(
             self, mesh, from_placements(placements or self.placements, axes_of(mesh), self.ndim), "redistribute"
         )
@@ -234,6 +238,9 @@ def spec_of(x: torch.Tensor) -> P:
     ...     vfn.spec_of(vfn.shard(torch.zeros(4, 2), vfn.make_mesh((2,), ("dp",)), vfn.P("dp")))
     P('dp')
     """
+    if not isinstance(x, torch.Tensor):
+        raise SpecError(report("spec_of", f"x must be one tensor, but it is {described(x)}",
+                               fix="vfn.show(tree) for a whole tree"))  # fmt: skip
     inner = _torch.peel(x)
     if not isinstance(inner, DTensor):
         return WHOLE

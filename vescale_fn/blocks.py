@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import _torch
-from .errors import InPlaceError, TypingError, report
+from .errors import InPlaceError, TypingError, dtype_text, op_text, report
 
 
 class Blocks(torch.Tensor):
@@ -54,6 +54,12 @@ class Blocks(torch.Tensor):
         rows = "\n".join(f"  rank {rank}: {block}" for rank, block in enumerate(self.blocks))
         return f"Blocks of {len(self.blocks)} ranks, each {_type(self.blocks[0])}:\n{rows}"
 
+    def __format__(self, format_spec: str) -> str:
+        if self.ndim or not format_spec:
+            return super().__format__(format_spec)
+        numbers = [format(block.item(), format_spec) for block in self.blocks]
+        return numbers[0] if len(set(map(id, self.blocks))) == 1 else f"({', '.join(numbers)})"
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Blocks, (self.blocks,)
 
@@ -71,7 +77,7 @@ _HERE = frozenset((torch.Tensor, torch.nn.Parameter, Blocks))
 
 
 def _type(x: torch.Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+    return f"{dtype_text(x.dtype)}[{','.join(map(str, x.shape))}]"
 
 
 _SHAPE_QUERIES = {
@@ -94,7 +100,7 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func in _SHAPE_QUERIES:
         shapes = sorted({tuple(b.shape) for b in args[0].blocks})
         raise TypingError(report("shape", "this value's shape differs by rank", [f"the shapes are {shapes}"],
-                                 "pad it to one shape, or select with a mask"))  # fmt: skip
+                                 "one shape on all ranks: torch.where(mask, x, 0) for x[mask], or pad it"))  # fmt: skip
     targets = [_argument(args, kwargs, i, name) for i, name in written(func)]
     _check_writes(func, args, kwargs, targets)
     return run_ranks(func, n, args, kwargs, targets[0] if targets else None, in_body=True)
@@ -202,13 +208,13 @@ def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], target
         for target in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(target, torch.Tensor) and type(target) is not Blocks:
                 raise InPlaceError(report(
-                    str(func), "this writes a value that differs by rank into a plain tensor, which all ranks share",
+                    op_text(func), "this writes a value that differs by rank into a plain tensor, which all ranks share",
                     [f"the target is a plain {_type(target)}"],
                     "make the buffer inside the body (torch.zeros there is each rank's own), or use the result of the "
                     "op without the underscore"))  # fmt: skip
             if type(target) is Blocks and _writers_differ(target, (*args, *kwargs.values())):
                 raise InPlaceError(report(
-                    str(func), "this writes a value that differs by rank into one that several ranks share",
+                    op_text(func), "this writes a value that differs by rank into one that several ranks share",
                     [f"the target is a replicated {_type(target.blocks[0])}"],
                     "clone it first: buffer = x.clone()"))  # fmt: skip
 
@@ -233,9 +239,10 @@ def _stitch(args: Sequence[Any], outs: list[Any], in_body: bool) -> Any:
         return type(first)(_stitch(args, list(row), in_body) for row in zip(*outs, strict=True))
     if any(out != first for out in outs[1:]) and not all(out != out for out in outs):  # NaN on all ranks is agreement
         raise TypingError(report(
-            "Python", "this reads a number out of a value that differs by rank, so ranks would go different ways",
-            [f"rank {rank} has {out!r}" for rank, out in enumerate(outs)],
-            "torch.where instead of `if`, vfn.dynamic_slice instead of x[i], or make it the same: vfn.psum, ..."))  # fmt: skip
+            "item", "this needs the number in a value that differs by rank, so ranks would go different ways",
+            [f"rank {rank} has {out!r}" for rank, out in list(enumerate(outs))[:8]],
+            "vfn.dynamic_slice(x, [i], [size]) for x[i] or x[i : i + size], torch.where for `if`; or make it the same on "
+            "all ranks: vfn.psum(x, axis). Shapes are Python ints, the same on all ranks"))  # fmt: skip
     return first
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import MeshError, report
+from .errors import MeshError, report, short
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,10 @@ def _setting(**values: Any) -> Iterator[None]:
 def checked_mesh(mesh: Any, where: str) -> Any:
     """`mesh` if it is a mesh, else a MeshError."""
     if not hasattr(mesh, "mesh_dim_names"):
-        what = "a tensor" if hasattr(mesh, "dtype") else f"{mesh!r}"
         fix = 'mesh = vfn.make_mesh((2, 4), ("dp", "tp"))'
-        raise MeshError(report(where, f"the mesh must be a DeviceMesh, but it is {what}", fix=fix))
+        if where in ("shard", "from_local"):
+            fix += f", then vfn.{where}(tree, mesh, spec)"
+        raise MeshError(report(where, f"the mesh must be a DeviceMesh, but it is {short(mesh)}", fix=fix))
     return mesh
 
 

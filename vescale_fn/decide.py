@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from . import _torch, blocks, reshard
 from .arguments import bind, replace, tensors_in
 from .blocks import Blocks
-from .errors import InPlaceError, MeshError, RandomError, TypingError, mesh_text, report
+from .errors import InPlaceError, MeshError, RandomError, TypingError, described, mesh_text, op_text, report
 from .layout import WHOLE, axes_items, layout, spec_for, text, type_text
 from .mesh import axes_of, coordinates, is_part, is_simulated, played_ranks, same
 from .ops.rule import Call, Rule, T
@@ -70,11 +70,12 @@ def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
             meshes.append(x._spec.mesh)
     for x in tensors:
         if type(x) is Blocks and not is_part(meshes[0]):
-            raise TypingError(report(str(func), "a value of one rank (inside shard_map) meets a whole array",
-                                     fix="pass the array to shard_map as an argument, with its own in_spec"))  # fmt: skip
+            raise TypingError(report(op_text(func), "a value of one rank (inside shard_map) meets a whole array",
+                                     [text(y) if isinstance(y, DTensor) else f"{described(y)} of one rank" for y in tensors],
+                                     "the array as an argument of shard_map, with its own in_spec"))  # fmt: skip
     if len(meshes) > 1:
         texts = [f"{text(x)} on the {mesh_text(axes_of(x._spec.mesh))}" for x in tensors if isinstance(x, DTensor)]
-        raise MeshError(report(str(func), "arrays on different meshes do not mix", texts,
+        raise MeshError(report(op_text(func), "arrays on different meshes do not mix", texts,
                                f"vfn.shard(x, mesh, {layout(tensors[0]._spec)!r}) brings one to the other's mesh"  # type: ignore[attr-defined]
                                ))  # fmt: skip
     return meshes[0]

@@ -6,7 +6,8 @@ write instead; it lists every failure at once. `report` is the one place that la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from . import tracebacks
 
@@ -83,3 +84,81 @@ def report(where: str, what: str, failures: Iterable[str] = (), fix: str = "") -
 def mesh_text(axes: Mapping[str, int]) -> str:
     """A mesh on one short line: ``mesh (dp=2, tp=4)``."""
     return "mesh (" + ", ".join(f"{name}={size}" for name, size in axes.items()) + ")"
+
+
+def axes_text(names: Iterable[str]) -> str:
+    """Axes in a sentence: ``axis 'dp'``, ``axes 'dp' and 'tp'``."""
+    listed = [repr(name) for name in names]
+    return f"ax{'is' if len(listed) == 1 else 'es'} {' and '.join(listed)}"
+
+
+def count_text(n: int, word: str) -> str:
+    """A number of things: ``1 dim``, ``2 dims``, ``2 entries``."""
+    return f"{n} {word if n == 1 else word[:-1] + 'ies' if word.endswith('y') else word + 's'}"
+
+
+_WORDS = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+
+
+def dtype_text(dtype: Any) -> str:
+    """A dtype as types are written: ``f32``, ``bf16``, ``i64``, ``bool``."""
+    name = str(dtype).removeprefix("torch.")
+    word = name.rstrip("0123456789")
+    return f"{_WORDS.get(word, word)}{name[len(word) :]}"
+
+
+def described(value: Any) -> str:
+    """Any value in a few words, on one line: ``the tensor f32[2,3]``, ``the int 3``."""
+    kind = type(value).__name__
+    if value is None:
+        return "None"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        what = "array" if kind in ("ndarray", "Array") else "tensor"
+        return (
+            f"the {'numpy ' * (kind == 'ndarray')}{what} {dtype_text(value.dtype)}[{','.join(map(str, value.shape))}]"
+        )
+    if callable(value):
+        named = getattr(value, "__name__", None)
+        return f"the function {named}" if named and not isinstance(value, type) else f"a {kind}"
+    if kind in ("tuple", "list") and any(not isinstance(x, (str, int, float, tuple, type(None))) for x in value):
+        inside = ", ".join(described(x) for x in value[:4]) + ", ..." * (len(value) > 4)
+        return f"a {kind} of {inside}"
+    if isinstance(value, dict):
+        return f"a {kind} with keys {', '.join(map(repr, list(value)[:4]))}{', ...' * (len(value) > 4)}"
+    said = " ".join(repr(value).split())
+    return f"the {kind} {said if len(said) <= 60 else said[:57] + '...'}"
+
+
+def short(value: Any) -> str:
+    """A value as it is written, where that is short; else `described`."""
+    return repr(value) if isinstance(value, (str, int, float, tuple, list, type(None))) and "\n" not in repr(value) \
+        else described(value)  # fmt: skip
+
+
+def op_text(op: Any) -> str:
+    """The name by which users call an operator of torch: ``add`` for ``aten.add.Tensor``."""
+    parts = str(op).split(".")
+    return (parts[1] if len(parts) > 1 else parts[0]).lstrip("_")
+
+
+def checked_function(f: Any, where: str) -> None:
+    """Raise unless `f` can be called: given its result, as in ``grad(loss(w))``, say so."""
+    if not callable(f):
+        raise TransformError(report(where, f"f must be a function, but it is {described(f)}",
+                                    fix=f"vfn.{where}(f, ...)(x) with the function itself, which is called later"))  # fmt: skip
+
+
+def called(f: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any], where: str) -> Any:
+    """``f(*args, **kwargs)``, a function of the user's; an error of ours where it takes other arguments."""
+    try:
+        return f(*args, **kwargs)
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise
+        raise TransformError(report(where, "the function does not take these arguments",
+                                    [str(error), f"it was called with {_call_text(args, kwargs)}"])) from None  # fmt: skip
+
+
+def _call_text(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+    given = [*map(described, args), *(f"{name}={described(x)}" for name, x in kwargs.items())]
+    return "(" + ", ".join(given) + ")"

@@ -18,7 +18,7 @@ from .aliases import after_write, check_writable, note_copy, note_views, remembe
 from .arguments import bind, replace, tensors_in
 from .blocks import Blocks
 from .decide import PLAIN, STEP_BY_STEP, WRITE, Decision, decide, reason, refuse
-from .errors import InPlaceError, ReshardError, report
+from .errors import InPlaceError, ReshardError, op_text, report
 from .layout import WHOLE, axes_items, layout, spec_for, text, type_text
 from .mesh import is_part, played_ranks
 from .spec import P
@@ -247,7 +247,7 @@ def _moved(func: Any, x: Any, steps: Sequence[reshard.Step], decision: Decision,
     assert decision.targets is not None
     if context.is_strict() and any(step.kind in ("all_gather", "all_to_all") for step in steps):
         raise ReshardError(report(
-            f"strict: {func}", "this op needs a move of data that the program did not ask for",
+            op_text(func), "strict: this op needs a move of data that the program did not ask for",
             [f"argument {i} is {text(x)} and would have to be {type_text(x.shape, x.dtype, decision.targets[i])}"],
             f"vfn.with_sharding(x, {decision.targets[i]!r}) before it"))  # fmt: skip
     return brought(x, decision.targets[i], why)
@@ -332,7 +332,7 @@ def _refuse_overlap(func: Any, targets: Iterable[Any]) -> None:
     for x in targets:
         root = id(getattr(x, "_root", x))
         if root in roots:
-            raise InPlaceError(report(str(func), "two of the values to write are views of one memory",
+            raise InPlaceError(report(op_text(func), "two of the values to write are views of one memory",
                                       [f"they are {text(roots[root])} and {text(x)}"],
                                       "one call for each of them"))  # fmt: skip
         roots[root] = x
@@ -367,7 +367,7 @@ def _in_own_memory(one: Any, shape: Sequence[int], stride: Sequence[int]) -> Any
 def _write_back(func: Any, x: Any, whole: torch.Tensor, mesh: Any) -> None:
     """Put a whole value into the storage of an array, as it lies."""
     if whole.shape != x.shape:
-        raise InPlaceError(report(str(func), "the array to write into has another shape than what is to be written",
+        raise InPlaceError(report(op_text(func), "the array to write into has another shape than what is to be written",
                                   [f"it is {text(x)}, the result has shape {list(whole.shape)}"],
                                   "an array of the result's shape, or the op without out="))  # fmt: skip
     steps = reshard.plan(tuple(x.shape), axes_items(mesh), WHOLE, layout(x._spec))

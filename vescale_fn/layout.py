@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from . import _torch
+from .errors import dtype_text
 from .mesh import axes_of
 from .spec import P, from_placements, split_axes, to_placements
 
@@ -47,20 +48,11 @@ def type_text(shape: Sequence[int], dtype: torch.dtype, spec: P) -> str:
     """A value's type on one short line: ``f32[8@dp,4]{U:tp}``."""
     rows = split_axes(spec, len(shape))
     dims = [f"{size}@{'+'.join(names)}" if names else str(size) for size, names in zip(shape, rows, strict=True)]
-    return f"{_dtype_text(dtype)}[{','.join(dims)}]" + "".join(
+    return f"{dtype_text(dtype)}[{','.join(dims)}]" + "".join(
         f"{{{letter}:{','.join(sorted(names))}}}"
         for letter, names in (("U", spec.unreduced), ("R", spec.reduced))
         if names
     )
-
-
-_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-
-
-def _dtype_text(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    word = name.rstrip("0123456789")
-    return f"{_SHORT.get(word, word)}{name[len(word) :]}"
 
 
 def text(x: Any) -> str:

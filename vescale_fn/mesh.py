@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import _torch, context, ranks
-from .errors import MeshError, report
+from .errors import MeshError, described, mesh_text, report, short
 from .spec import axes_of
 
 axes = axes_of
@@ -113,6 +113,8 @@ def make_mesh(shape: Sequence[int], names: Sequence[str], *, device: str | None 
     SimulatedMesh(dp=2, tp=4)
     """
     sizes, names = _checked(shape, names)
+    if device is not None:
+        ranks.check_device(device, "make_mesh")
     simulated = context.simulated()
     world = simulated if simulated is not None else ranks.ensure_process_group(device)[1]
     sizes = _fill(sizes, names, world)
@@ -127,9 +129,12 @@ def make_mesh(shape: Sequence[int], names: Sequence[str], *, device: str | None 
 
 
 def _checked(shape: Any, names: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    failures = [f"{word} must be a tuple, but it is {described(value)}" for word, value in (("shape", shape), ("names", names))
+                if not isinstance(value, (int, str, Sequence))]  # fmt: skip
+    if failures:
+        raise _no_mesh(failures)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     names = (names,) if isinstance(names, str) else tuple(names)
-    failures = []
     if len(shape) != len(names):
         failures.append(f"shape {shape} has {len(shape)} sizes, but names {names} has {len(names)}")
     failures += [f"name {name!r} is not a string" for name in names if not isinstance(name, str)]
@@ -139,9 +144,13 @@ def _checked(shape: Any, names: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     if shape.count(-1) > 1:
         failures.append(f"shape {shape} leaves more than one axis open with -1")
     if failures or not shape:
-        raise MeshError(report("make_mesh", "the shape and the names do not make a mesh", failures or ["it has no axes"],
-                               'for instance make_mesh((2, 4), ("dp", "tp"))'))  # fmt: skip
+        raise _no_mesh(failures or ["it has no axes"])
     return shape, names
+
+
+def _no_mesh(failures: Sequence[str]) -> MeshError:
+    fix = 'for instance make_mesh((2, 4), ("dp", "tp"))'
+    return MeshError(report("make_mesh", "the shape and the names do not make a mesh", failures, fix))
 
 
 def _fill(sizes: tuple[int, ...], names: tuple[str, ...], world: int) -> tuple[int, ...]:
@@ -227,13 +236,16 @@ def played_ranks(mesh: Any) -> range:
 
 def axis_names(axis_name: Any, mesh_axes: Mapping[str, int], where: str) -> tuple[str, ...]:
     """A name or a tuple of names as a tuple, each checked to be an axis, none twice."""
-    names = tuple(axis_name) if isinstance(axis_name, Iterable) and not isinstance(axis_name, str) else (axis_name,)
-    unknown = [name for name in names if name not in mesh_axes]
+    several = isinstance(axis_name, Iterable) and not isinstance(axis_name, str) and not hasattr(axis_name, "dtype")
+    names = tuple(axis_name) if several else (axis_name,)
+    unknown = [name for name in names if not isinstance(name, str) or name not in mesh_axes]
     if unknown or len(set(names)) != len(names):
+        failures = [f"{short(name)} is not one of the axes {tuple(mesh_axes)}" for name in unknown]
+        failures += [f"axis {name!r} is named twice" for name in sorted({n for n in names if names.count(n) > 1}, key=str)
+                     if name in mesh_axes]  # fmt: skip
         raise MeshError(report(
-            where, f"axis_name={axis_name!r} is not an axis, or a tuple of different axes, of the mesh",
-            [f"{name!r} is not one of the axes {tuple(mesh_axes)}" for name in unknown]
-            or [f"axis {name!r} is named twice" for name in sorted({n for n in names if names.count(n) > 1})],
+            where, f"axis_name={short(axis_name)} is not an axis, or a tuple of different axes, of the "
+            f"{mesh_text(mesh_axes)}", failures,
             f"one of the axes {tuple(mesh_axes)}, such as vfn.{where}(..., {next(iter(mesh_axes))!r}), or a tuple of them",
         ))  # fmt: skip
     return names

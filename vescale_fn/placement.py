@@ -15,10 +15,10 @@ from . import _torch, context, replicas, tree, wire
 from .aliases import note_elsewhere
 from .array import Array, is_array, mesh_of, on_device, packed, place, spec_of, whole, wrap
 from .blocks import Blocks
-from .errors import MeshError, SpecError, TypingError, VfnError, mesh_text, report
+from .errors import MeshError, SpecError, TypingError, VfnError, described, mesh_text, report, short
 from .layout import WHOLE, type_text
 from .mesh import axes_of, coordinates, is_simulated, played_ranks, same
-from .spec import P, axes_named, local_indices, problems, split_axes, too_long, validate
+from .spec import P, as_spec, axes_named, is_spec, local_indices, problems, split_axes, too_long, validate
 
 
 def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
@@ -27,11 +27,15 @@ def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
         return [value], None, [spec]
     leaves, treedef = tree.flatten(value)
     leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
+    _refuse_modules(value, leaves, where)
+    if treedef.num_nodes == 1 and not isinstance(spec, P):
+        is_spec(spec, where)
     specs = tree.broadcast(spec, value, where, "spec", _generic(value))
     if not all(isinstance(s, P) for s in specs):
-        names = _names(value)
-        wrong = [f"the spec of {n} is {s!r}" for n, s in zip(names, specs, strict=True) if not isinstance(s, P)]
-        raise SpecError(report(where, "every spec must be a vfn.P", wrong, 'for instance P("dp") or P()'))
+        wrong = {n: s for n, s in zip(_names(value), specs, strict=True) if not isinstance(s, P)}
+        raise SpecError(report(where, "every spec must be a vfn.P",
+                               [f"the spec of {n} is {short(s)}" for n, s in wrong.items()],
+                               as_spec(next(iter(wrong.values())))))  # fmt: skip
     return leaves, treedef, specs
 
 
@@ -40,9 +44,20 @@ def _names(value: Any) -> list[str]:
     return tree.paths(value, tree.spelling(value, _generic(value)))
 
 
+def _refuse_modules(value: Any, leaves: Sequence[Any], where: str) -> None:
+    """A module is no tree: what it holds would stay where it is, in silence."""
+    modules = [i for i, x in enumerate(leaves) if isinstance(x, torch.nn.Module)]
+    if modules:
+        names = _names(value)
+        raise SpecError(report(
+            where, "a torch.nn.Module is not a tree of tensors",
+            [f"{names[i]} is a {type(leaves[i]).__name__}" for i in modules],
+            "params = dict(module.named_parameters()), and torch.func.functional_call(module, params, args)"))  # fmt: skip
+
+
 def _generic(value: Any) -> str:
     """What to call a value that the user's code has no name for."""
-    return "the value" if isinstance(value, torch.Tensor) else "tree"
+    return "tree" if isinstance(value, (dict, list, tuple)) else "the value"
 
 
 def _rebuilt(treedef: Any, leaves: list[Any]) -> Any:
@@ -191,6 +206,7 @@ def unshard(tree_: Any) -> Any:
     ...     vfn.unshard({"x": x, "n": 1})
     {'x': tensor([0, 1, 2]), 'n': 1}
     """
+    _refuse_modules(tree_, tree.leaves(tree_), "unshard")
     return tree.map_(lambda x: whole(x) if is_array(x) else x, tree_)
 
 
@@ -264,9 +280,13 @@ def _own_blocks(leaves: Sequence[Any], names: Sequence[str], mesh: Any, ranks: S
     """For each leaf, the block of each rank that this process plays."""
     _check_data(leaves, names)
     mine = []
-    for leaf in leaves:
+    for leaf, name in zip(leaves, names, strict=True):
         if callable(leaf) and not isinstance(leaf, torch.Tensor):
             row = [leaf(dict(coordinates(mesh, rank))) for rank in ranks]
+            if not all(isinstance(x, (torch.Tensor, np.ndarray)) for x in row):
+                raise TypingError(report(
+                    "from_local", "the function of the coordinate must give this rank's block, a tensor",
+                    [f"{name} gave {described(x)}" for x in row[:1]]))  # fmt: skip
         else:
             row = [leaf.blocks[rank] if type(leaf) is Blocks else leaf for rank in ranks]
         row = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in row]

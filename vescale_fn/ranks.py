@@ -20,7 +20,7 @@ import torch.distributed as dist
 from . import _rank_process, context
 from ._rank_group import NotStarted, Streams, how_it_ended, read, run
 from ._rank_process import Message
-from .errors import MeshError, RankError, report
+from .errors import MeshError, RankError, described, report, short
 
 # Simulated
 
@@ -121,6 +121,19 @@ def _device(device: str | None, nprocs: int, where: str) -> str:
     return device
 
 
+def check_device(device: Any, where: str) -> None:
+    """Raise unless `device` names a type of device that is there."""
+    if device not in ("cpu", "cuda"):
+        try:
+            if isinstance(device, str) and torch.device(device).type == device:
+                return
+        except RuntimeError:
+            pass
+        raise MeshError(report(where, f'device={short(device)} is no type of device, such as "cpu" or "cuda"'))
+    if device == "cuda" and torch.cuda.device_count() == 0:
+        raise MeshError(report(where, 'device="cuda", but there are no GPUs here', fix='device="cpu", or no device'))
+
+
 # Real processes started from here
 
 
@@ -153,8 +166,13 @@ def launch(fn: Callable[..., Any], nprocs: int, *args: Any, device: str | None =
     [5, 15]
     """
     if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
-        raise MeshError(report("launch", f"nprocs={nprocs!r} is not a number of ranks; it must be an integer >= 1",
+        raise MeshError(report("launch", f"nprocs={short(nprocs)} is not a number of ranks; it must be an integer >= 1",
                                fix="launch(fn, nprocs, *args), for instance launch(train, 4, config)"))  # fmt: skip
+    if not callable(fn):
+        raise MeshError(report("launch", f"fn must be a function, but it is {described(fn)}",
+                               fix="launch(fn, nprocs, *args); args are what it is called with"))  # fmt: skip
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
+        raise MeshError(report("launch", f"timeout must be a number of seconds, but it is {described(timeout)}"))
     device = _device(device, nprocs, "launch")
     reason = _why_not_fork()
     if reason is None:

@@ -20,8 +20,8 @@ from typing import Any
 import optree
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from . import _torch
-from .errors import SpecError, mesh_text, report
+from . import _torch, context
+from .errors import SpecError, count_text, described, mesh_text, report, short
 from .tree import dotted
 
 Axes = Mapping[str, int]
@@ -89,14 +89,17 @@ def rebuild_spec(entries: tuple[Entry, ...], unreduced: Iterable[str], reduced: 
 def _entry(entry: Any) -> Entry:
     if entry is None or isinstance(entry, str):
         return entry
-    names: tuple[Any, ...] | None = tuple(entry) if isinstance(entry, (tuple, list)) else None  # type: ignore[arg-type]
+    nested = isinstance(entry, P)  # a whole spec, which would be taken for one dim's axes
+    names: tuple[Any, ...] | None = tuple(entry) if isinstance(entry, (tuple, list)) and not nested else None  # type: ignore[arg-type]
     if names is not None and all(isinstance(name, str) for name in names):
         return None if not names else names[0] if len(names) == 1 else names
     raise SpecError(
         report(
             "P",
-            f"an entry must be None, an axis name or a tuple of axis names, but one is {entry!r}",
-            fix='for instance P("dp", None, ("dp", "tp"))',
+            f"an entry must be None, an axis name or a tuple of axis names, but one is {short(entry)}",
+            fix=f"P(*spec, ...) takes over the entries of spec = {entry!r}"
+            if nested
+            else 'for instance P("dp", None, ("dp", "tp"))',
         )
     )
 
@@ -104,10 +107,26 @@ def _entry(entry: Any) -> Entry:
 def _names(names: Any, word: str) -> frozenset[str]:
     if isinstance(names, str):
         return frozenset((names,))
-    names = frozenset(names)
-    if not all(isinstance(name, str) for name in names):
-        raise SpecError(report("P", f"{word} must be a set of axis names, but it is {set(names)!r}"))
-    return names
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise SpecError(report("P", f"{word} must be a set of axis names, but it is {described(names)}",
+                               fix=f'for instance P({word}={{"dp"}})'))  # fmt: skip
+    return frozenset(names)
+
+
+def is_spec(spec: Any, where: str, name: str = "spec") -> P:
+    """`spec` if it is a `P`, else a SpecError that shows how to write it as one."""
+    if not isinstance(spec, P):
+        raise SpecError(report(where, f"{name} must be a vfn.P, but it is {described(spec)}", fix=as_spec(spec)))
+    return spec
+
+
+def as_spec(value: Any) -> str:
+    """How to write as a `P` what was given in its place."""
+    entries = value if isinstance(value, (tuple, list)) else (value,)
+    try:
+        return f"vfn.{P(*entries)!r}" + " for a value that every rank holds whole" * (value is None)
+    except SpecError:
+        return "one entry a dim: vfn.P(\"dp\") for a first dim that is split over axis 'dp', vfn.P() for a whole value"
 
 
 def split_axes(spec: P, ndim: int) -> tuple[tuple[str, ...], ...]:
@@ -131,10 +150,6 @@ def from_split_axes(rows: Sequence[Sequence[str]], unreduced: Iterable[str] = ()
     return P(*map(tuple, rows), unreduced=unreduced, reduced=reduced)
 
 
-def _dims(n: int) -> str:
-    return f"{n} dim{'s' * (n != 1)}"
-
-
 def problems(spec: P, axes: Axes, ndim: int | None) -> list[str]:
     """Everything that is wrong with `spec` on a mesh with these axes, for a value of `ndim` dims (None: not known)."""
     found: list[str] = []
@@ -152,7 +167,11 @@ def problems(spec: P, axes: Axes, ndim: int | None) -> list[str]:
 
 def too_long(spec: P, ndim: int) -> list[str]:
     """What is wrong when `spec` has more entries than a value of `ndim` dims."""
-    return [f"it has {len(spec)} entries, but the value has {_dims(ndim)}"] if len(spec) > ndim else []
+    return (
+        [f"it has {count_text(len(spec), 'entry')}, but the value has {count_text(ndim, 'dim')}"]
+        if len(spec) > ndim
+        else []
+    )
 
 
 def validate(spec: P, axes: Axes, ndim: int | None, where: str, name: str = "") -> None:
@@ -233,8 +252,13 @@ def shard_shape(shape: Sequence[int], mesh: Any, spec: P) -> tuple[int, ...]:
     >>> vfn.shard_shape((5, 6), {"dp": 4}, vfn.P("dp"))
     (2, 6)
     """
+    if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
+        raise SpecError(report("shard_shape", f"shape must be a tuple of ints, but it is {described(shape)}",
+                               fix='for instance vfn.shard_shape((8, 6), mesh, P("dp")), or of a tensor x.shape'))  # fmt: skip
+    if not isinstance(mesh, Mapping):
+        context.checked_mesh(mesh, "shard_shape")
     axes: dict[str, int] = dict(mesh) if isinstance(mesh, Mapping) else axes_of(mesh)  # type: ignore[arg-type]
-    validate(spec, axes, len(shape), "shard_shape")
+    validate(is_spec(spec, "shard_shape"), axes, len(shape), "shard_shape")
     return tuple(map(len, local_indices(shape, axes, spec, dict.fromkeys(axes, 0))))
 
 
@@ -314,6 +338,7 @@ def spec_from_rules(tree: Any, rules: Sequence[tuple[str, P]]) -> Any:
     >>> vfn.spec_from_rules(params, [(r"w$", P("tp", None)), (r"b$", P())])
     {'w': P('tp', None), 'b': P()}
     """
+    _check_rules(rules)
     accessors, leaves, treedef = optree.tree_flatten_with_accessor(tree)
     found: list[P] = []
     failures: list[str] = []
@@ -329,7 +354,8 @@ def spec_from_rules(tree: Any, rules: Sequence[tuple[str, P]]) -> Any:
         ndim = getattr(leaf, "ndim", None)
         if ndim is not None and len(spec) > ndim:
             failures.append(
-                f"rule {rules[matching[0]]!r} gives {len(spec)} entries to {path!r}, which has {_dims(ndim)}"
+                f"rule {rules[matching[0]]!r} gives {count_text(len(spec), 'entry')} to {path!r}, which has "
+                f"{count_text(ndim, 'dim')}"
             )
         found.append(spec)
     failures += [f"rule {rule!r} matches no leaf" for i, rule in enumerate(rules) if i not in hits]
@@ -337,3 +363,25 @@ def spec_from_rules(tree: Any, rules: Sequence[tuple[str, P]]) -> Any:
         raise SpecError(report("spec_from_rules", "the rules and the tree do not fit", failures,
                                'add a rule, for instance (r".*", P()) at the end, or take the unused one away'))  # fmt: skip
     return optree.tree_unflatten(treedef, found)
+
+
+def _check_rules(rules: Any) -> None:
+    """Rules are (regular expression, spec) pairs."""
+    if isinstance(rules, (str, Mapping)) or not isinstance(rules, Iterable):
+        raise SpecError(report("spec_from_rules", f"rules must be a list of pairs, but it is {described(rules)}",
+                               fix='spec_from_rules(tree, [(r"w$", P("tp")), (r".*", P())])'))  # fmt: skip
+    failures: list[str] = []
+    for i, rule in enumerate(rules):
+        if not isinstance(rule, tuple) or len(rule) != 2:
+            failures.append(f"rules[{i}] is {described(rule)}, not a (pattern, spec) pair")
+            continue
+        pattern, spec = rule
+        if not isinstance(spec, P):
+            failures.append(f"rules[{i}]: the spec of {pattern!r} is {described(spec)}, not a vfn.P")
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            failures.append(f"rules[{i}]: {described(pattern)} is not a regular expression ({error})")
+    if failures:
+        raise SpecError(report("spec_from_rules", "the rules are not (regular expression, spec) pairs", failures,
+                               '[(r"w$", P("tp")), (r".*", P())]'))  # fmt: skip

@@ -5,7 +5,6 @@ from .collective import (
     all_to_all,
     axis_index,
     axis_size,
-    dynamic_slice,
     pbroadcast,
     pcast,
     pmax,
@@ -16,6 +15,7 @@ from .collective import (
     psum_scatter,
     pvary,
 )
+from .slices import dynamic_slice
 
 __all__ = [
     "all_gather",

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch, context, linear, lines, tree, types, wire
 from ..blocks import Blocks
-from ..errors import CollectiveError, TypingError, mesh_text, report
+from ..errors import CollectiveError, TypingError, described, mesh_text, report, short
 from ..mesh import axes_of, axis_names, is_simulated
 from .maps import Collective, enter, index, promote
+from .operands import dim_problem, operands, refuse_unreduced, refuse_what_cannot_be_reduced, size_problem
 
 Axis = str | Sequence[str]
 Problem = Callable[[torch.Tensor, int, str], str | None]
@@ -33,13 +34,13 @@ def _axes(where: str, axis_name: Any) -> tuple[context.Body, tuple[str, ...], in
     body = context.body()
     if body is None:
         raise CollectiveError(report(
-            where, f"axis_name={axis_name!r}, but no axis is manual here: this is not inside a shard_map body",
-            fix=f"vfn.shard_map(lambda x: vfn.{where}(x, {axis_name!r}), mesh=mesh, in_specs=P({axis_name!r}), "
-            "out_specs=...)(x); a whole array needs no collective: x.sum(0)"))  # fmt: skip
+            where, f"axis_name={short(axis_name)}, but no axis is manual here: this is not inside a shard_map body",
+            fix="call it in the function that vfn.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) maps"
+            + _ON_ARRAYS.get(where, "")))  # fmt: skip
     whole = set(_names(axis_name)) & (set(axes_of(body.mesh)) - set(body.axes))
     if whole:
         raise CollectiveError(report(
-            where, f"axis_name={axis_name!r}, but only {tuple(body.axes)} are manual in this shard_map body",
+            where, f"axis_name={short(axis_name)}, but only {tuple(body.axes)} are manual in this shard_map body",
             [f"along {name!r} of the {mesh_text(axes_of(body.mesh))} its values are whole" for name in sorted(whole)],
             f"x.sum(...) and its like, as on one device; or axis_names={{{', '.join(map(repr, (*body.axes, *sorted(whole))))}}}"
         ))  # fmt: skip
@@ -47,8 +48,14 @@ def _axes(where: str, axis_name: Any) -> tuple[context.Body, tuple[str, ...], in
     return body, names, wire.group_size(body.mesh, names)
 
 
-def _names(axis_name: Any) -> tuple[Any, ...]:
-    return tuple(axis_name) if isinstance(axis_name, (tuple, list, set, frozenset)) else (axis_name,)
+# What takes the place of a collective in the global view.
+_ON_ARRAYS = {name: f"; a whole array needs no collective: x.{method}" for name, method in
+              (("psum", "sum(0)"), ("pmean", "mean(0)"), ("pmax", "amax(0)"), ("pmin", "amin(0)"))}  # fmt: skip
+
+
+def _names(axis_name: Any) -> tuple[str, ...]:
+    several = isinstance(axis_name, (tuple, list, set, frozenset))
+    return tuple(name for name in (axis_name if several else (axis_name,)) if isinstance(name, str))
 
 
 def _span(names: tuple[str, ...], n: int) -> str:
@@ -63,7 +70,7 @@ def _local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
     below = _torch.peel(leaf)
     if types.outside(leaf, body.auto):
         raise TypingError(report(
-            where, f"a whole array of shape {tuple(leaf.shape)} was used inside a shard_map body, whose values are local",
+            where, "a whole array was used inside a shard_map body, whose values are local", [f"it is {described(leaf)}"],
             fix="pass it as an argument of the body, with its spec in in_specs"))  # fmt: skip
     known = types.read(leaf)
     if is_simulated(body.mesh) and not isinstance(below, (Blocks, DTensor)):
@@ -87,7 +94,7 @@ def _send(where: str, x: Any, axis_name: Any, row: str, *, takes: str = "V", giv
         problem: what is wrong with a leaf, given the number of ranks and its text; all of them are reported at once.
     """
     body, names, n = _axes(where, axis_name)
-    leaves, treedef = tree.flatten(x)
+    leaves, treedef = operands(where, x, body)
     leaves = [_local(leaf, body, where) for leaf in leaves]
     if problem is not None:
         found = [problem(leaf, n, _span(names, n)) for leaf in leaves]
@@ -95,15 +102,12 @@ def _send(where: str, x: Any, axis_name: Any, row: str, *, takes: str = "V", giv
             raise CollectiveError(report(
                 where, f"the operand does not fit the {mesh_text(axes_of(body.mesh))}",
                 [f"{path} of shape {types.text(leaf)}: {why}"
-                 for path, leaf, why in zip(tree.paths(x, "x"), leaves, found) if why], fix))  # fmt: skip
+                 for path, leaf, why in zip(tree.paths(x, "x"), leaves, found) if why],
+                fix if any("size" in why for why in found if why) else ""))  # fmt: skip
     op = Collective(row, body.mesh, names, where, body.check, **parameters)
     have = [types.typeof(leaf, body.axes) if body.check else types.INVARIANT for leaf in leaves]
-    wrong = [(i, a) for i, t in enumerate(have) for a in names if t.letter(a) == "U" and "U" not in takes]
-    if wrong:
-        raise TypingError(report(
-            where, "an unreduced value, still to be added over the ranks, may only be summed",
-            [f"{tree.paths(x, 'x')[i]} is {types.text(leaves[i], have[i])}: unreduced over {a!r}" for i, a in wrong],
-            f"vfn.psum(x, {wrong[0][1]!r}) first"))  # fmt: skip
+    if "U" not in takes:
+        refuse_unreduced(where, x, leaves, have, names)
     if body.check:
         want = types.of(varying=names)
         with _torch.no_torch_function():
@@ -128,17 +132,14 @@ def _bucketed(op: Collective, leaves: list[torch.Tensor]) -> list[Any]:
     return outs
 
 
-def _dim_problem(dim: int, ndim: int, word: str) -> str | None:
-    return None if -ndim <= dim < ndim else f"{word}={dim} is not one of its {ndim} dims"
-
-
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 
 def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
     """A reduction over the ranks. Over an axis along which a value is the same it is arithmetic: nothing is sent."""
     body, names, n = _axes(where, axis_name)
-    leaves, treedef = tree.flatten(x)
+    leaves, treedef = operands(where, x, body)
+    refuse_what_cannot_be_reduced(where, x, leaves, body, names)
     outs: list[Any] = [None] * len(leaves)
     todo: dict[tuple[str, ...], list[int]] = {}
     for i, leaf in enumerate(leaves):
@@ -325,14 +326,14 @@ def all_gather(x: Any, axis_name: Axis, *, axis: int = 0, tiled: bool = False, t
     """
     body, _, _ = _axes("all_gather", axis_name)
     if to not in _GATHERS:
-        raise CollectiveError(report("all_gather", f"to={to!r} is none of {tuple(_GATHERS)}"))
+        raise CollectiveError(report("all_gather", f"to={short(to)} is not one of {tuple(_GATHERS)}"))
     row, gives = _GATHERS[to] if body.check else _GATHERS["varying"]
 
     def problem(leaf: torch.Tensor, n: int, span: str) -> str | None:
-        return _dim_problem(axis, leaf.ndim + (not tiled), "axis")
+        found = dim_problem(axis, leaf.ndim + (not tiled), "axis", "x" if tiled else "the result")
+        return f"{found}; tiled=False gathers scalars" if found and tiled and not leaf.ndim else found
 
-    return _send("all_gather", x, axis_name, row, dim=axis, gives=gives, tiled=tiled, problem=problem,
-                 fix="an axis that the result has; a scalar can be gathered with tiled=False")  # fmt: skip
+    return _send("all_gather", x, axis_name, row, dim=axis, gives=gives, tiled=tiled, problem=problem)
 
 
 def psum_scatter(x: Any, axis_name: Axis, *, scatter_dimension: int = 0, tiled: bool = False) -> Any:
@@ -362,7 +363,7 @@ def psum_scatter(x: Any, axis_name: Axis, *, scatter_dimension: int = 0, tiled: 
     """
 
     def problem(leaf: torch.Tensor, n: int, span: str) -> str | None:
-        return _dim_problem(scatter_dimension, leaf.ndim, "scatter_dimension") or _size_problem(
+        return dim_problem(scatter_dimension, leaf.ndim, "scatter_dimension") or size_problem(
             leaf, scatter_dimension, "scatter_dimension", tiled, n, span
         )
 
@@ -401,20 +402,13 @@ def all_to_all(x: Any, axis_name: Axis, split_axis: int, concat_axis: int, *, ti
 
     def problem(leaf: torch.Tensor, n: int, span: str) -> str | None:
         return (
-            _dim_problem(split_axis, leaf.ndim, "split_axis")
-            or _dim_problem(concat_axis, leaf.ndim, "concat_axis")
-            or _size_problem(leaf, split_axis, "split_axis", tiled, n, span)
+            dim_problem(split_axis, leaf.ndim, "split_axis")
+            or dim_problem(concat_axis, leaf.ndim, "concat_axis", "x" if tiled else "the result")
+            or size_problem(leaf, split_axis, "split_axis", tiled, n, span)
         )
 
     return _send("all_to_all", x, axis_name, "all_to_all", dim=split_axis, other=concat_axis, tiled=tiled,
                  problem=problem, fix="another split_axis, or pad the dim")  # fmt: skip
-
-
-def _size_problem(leaf: torch.Tensor, dim: int, word: str, tiled: bool, n: int, span: str) -> str | None:
-    size = leaf.shape[dim]
-    if tiled:
-        return f"tiled, {word}={dim} has size {size}, which is not divisible by {span}" if size % n else None
-    return f"{word}={dim} has size {size}, but untiled it must be {span}" if size != n else None
 
 
 def ppermute(x: Any, axis_name: Axis, perm: Sequence[tuple[int, int]]) -> Any:
@@ -444,7 +438,7 @@ def ppermute(x: Any, axis_name: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     try:
         pairs = tuple((operator.index(source), operator.index(destination)) for source, destination in perm)
     except (TypeError, ValueError):
-        raise CollectiveError(report("ppermute", f"perm={perm!r} is not a sequence of (source, destination) pairs",
+        raise CollectiveError(report("ppermute", f"perm={_perm_text(perm)} is not a sequence of (source, destination) pairs",
                                      fix=f"a shift by one is [(i, (i + 1) % {n}) for i in range({n})]")) from None  # fmt: skip
     failures = [f"pair {pair}: positions go from 0 to {n - 1}, there are {_span(names, n)}"
                 for pair in pairs if not all(0 <= i < n for i in pair)]  # fmt: skip
@@ -455,6 +449,15 @@ def ppermute(x: Any, axis_name: Axis, perm: Sequence[tuple[int, int]]) -> Any:
         raise CollectiveError(report("ppermute", f"perm={list(pairs)} is not a permutation of some of the ranks",
                                      failures, "each rank at most once as source and at most once as destination"))  # fmt: skip
     return _send("ppermute", x, axis_name, "ppermute", perm=pairs)
+
+
+def _perm_text(perm: Any) -> str:
+    held = (
+        [b for a in perm for b in (a if isinstance(a, (tuple, list)) else (a,))]
+        if isinstance(perm, (tuple, list))
+        else ()
+    )
+    return "[...] with tensors in it" if any(isinstance(a, torch.Tensor) for a in held) else repr(perm)
 
 
 def pbroadcast(x: Any, axis_name: Axis, source: int) -> Any:
@@ -483,6 +486,10 @@ def pbroadcast(x: Any, axis_name: Axis, source: int) -> Any:
     tensor([2., 2., 2., 2.])
     """
     _, names, n = _axes("pbroadcast", axis_name)
+    if isinstance(source, (bool, torch.Tensor)) or not hasattr(source, "__index__"):
+        raise CollectiveError(report(
+            "pbroadcast", f"source must be an int, one position for all ranks, but it is {described(source)}",
+            fix="torch.where(vfn.axis_index(axis) == i, x, 0) and vfn.psum, where the source is computed"))  # fmt: skip
     if not 0 <= operator.index(source) < n:
         raise CollectiveError(report("pbroadcast", f"source={source}, but positions go from 0 to {n - 1}: there are "
                                      f"{_span(names, n)}"))  # fmt: skip
@@ -557,8 +564,8 @@ def pvary(x: Any, axis_name: Axis) -> Any:
 def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
     body, names, _ = _axes(where, axis_name)
     if to not in _WORDS:
-        raise TypingError(report(where, f"to={to!r} is none of {tuple(_WORDS)}"))
-    leaves, treedef = tree.flatten(x)
+        raise TypingError(report(where, f"to={short(to)} is not one of {tuple(_WORDS)}"))
+    leaves, treedef = operands(where, x, body)
     leaves = [_local(leaf, body, where) for leaf in leaves]
     if not body.check:
         return tree.unflatten(treedef, leaves)
@@ -569,15 +576,18 @@ def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
         for name in names:
             row = _CASTS.get((have.letter(name), _WORDS[to]))
             if row is None:
-                failures.append(f"{tree.paths(x, 'x')[i]} is {types.text(leaf, have)}: no cast from "
-                                f"{_NAMES[have.letter(name)]} to {to} over {name!r}")  # fmt: skip
+                which = _NAMES[have.letter(name)]
+                failures.append(f"{tree.paths(x, 'x')[i]} is {types.text(leaf, have)}: " + (
+                    f"it is {to} over {name!r} already" if which == to else f"no cast from {which} to {to} over {name!r}"
+                ))  # fmt: skip
             else:
                 steps[row] = (*steps.get(row, ()), name)
         groups.setdefault(tuple(steps.items()), []).append(i)
     if failures:
-        raise TypingError(report(where, f"unsupported, to={to!r}", failures,
-                                 "the casts are invarying -> varying or reduced, reduced -> varying, varying -> "
-                                 "unreduced; vfn.psum makes a varying or unreduced value invarying"))  # fmt: skip
+        raise TypingError(report(where, f"there is no such cast, to={to!r}", failures,
+                                 "no cast where none is needed; the casts are invarying -> varying or reduced, reduced "
+                                 "-> varying, varying -> unreduced; vfn.psum makes a varying or unreduced value "
+                                 "invarying"))  # fmt: skip
     for steps, members in groups.items():
         known = [types.typeof(leaves[i], body.axes) for i in members]
         values = [leaves[i] for i in members]
@@ -639,40 +649,3 @@ def axis_size(axis_name: Axis) -> int:
     tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
     return _axes("axis_size", axis_name)[2]
-
-
-def dynamic_slice(x: torch.Tensor, start_indices: Sequence[Any], sizes: Sequence[int]) -> torch.Tensor:
-    """A block of `x` whose place may differ by rank, since only its sizes are Python integers.
-
-    Args:
-        x: a tensor.
-        start_indices: for each dim, where the block begins: an int or a 0-d integer tensor, such as arithmetic with
-            `axis_index`. Negative counts from the end. Moved where needed so that the block lies within `x`.
-        sizes: the shape of the block.
-
-    Raises:
-        CollectiveError: not one start and one size for each dim, or a size larger than its dim.
-
-    Source: `jax.lax.dynamic_slice`.
-
-    >>> import torch, vescale_fn as vfn
-    >>> vfn.dynamic_slice(torch.arange(6), [torch.tensor(4)], [3])
-    tensor([3, 4, 5])
-    """
-    starts = list(start_indices.unbind()) if isinstance(start_indices, torch.Tensor) else list(start_indices)
-    failures = []
-    if not len(starts) == len(sizes) == x.ndim:
-        failures.append(f"x has {x.ndim} dims, but there are {len(starts)} start_indices and {len(sizes)} sizes")
-    failures += [f"dim {dim} has size {whole}, but sizes[{dim}] is {size}"
-                 for dim, (whole, size) in enumerate(zip(x.shape, sizes)) if not 0 <= size <= whole]  # fmt: skip
-    if failures:
-        raise CollectiveError(report("dynamic_slice", f"the block does not fit x of shape {types.text(x)}", failures))
-    for dim, (start, whole, size) in enumerate(zip(starts, tuple(x.shape), sizes)):
-        if not isinstance(start, torch.Tensor):
-            start = start + whole if start < 0 else start
-            x = x.narrow(dim, min(max(int(start), 0), whole - size), size)
-        elif size < whole:  # a block as large as the dim has but one place
-            start = start.to(torch.int64)
-            start = torch.where(start < 0, start + whole, start).clamp(0, whole - size)
-            x = x.index_select(dim, start + torch.arange(size, device=x.device))
-    return x

@@ -17,7 +17,7 @@ import optree.registry
 import torch
 
 from .. import _torch, tree
-from ..errors import RandomError, report
+from ..errors import RandomError, described, report
 from . import reuse
 
 IMPLS = ("threefry2x32",)
@@ -164,14 +164,6 @@ def checked(key: Any, where: str, scalar: bool = True, use: str | None = reuse.D
     if use is not None:
         reuse.note(key.data, where, use)
     return key
-
-
-def described(value: Any) -> str:
-    """A value in a message."""
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        kind = "a tensor" if isinstance(value, torch.Tensor) else "an array"
-        return f"{kind} of dtype {str(value.dtype).removeprefix('torch.')} and shape {tuple(value.shape)}"
-    return f"the {type(value).__name__} {value!r}"
 
 
 def _key_from(value: Any) -> str:

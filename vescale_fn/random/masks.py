@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from .. import _torch, array, blocks, context, types
-from ..errors import RandomError, report
+from ..errors import RandomError, described, report
 from ..mesh import axes_of, coordinates, played_ranks
 from ..spec import P, local_indices, split_axes
 from . import backends, counters, gpu, kinds, native, op, placed
-from .keys import Key, checked, described
+from .keys import Key, checked
 from .parameters import probability
 from .placed import Draw, drawn
 from .threefry import hash_words

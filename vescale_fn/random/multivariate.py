@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from .. import array, context
-from ..errors import RandomError, report
+from ..errors import RandomError, described, report
 from ..mesh import axes_of
 from ..ops.collective import axis_index
 from ..spec import P, split_axes
 from . import functions, kinds
 from .gammas import draw_gammas, draw_generalized_normals
-from .keys import Key, checked, described, shape_of
+from .keys import Key, checked, shape_of
 from .parameters import Shape, fitting, integer, need, one_of, positive, shape_and_place
 from .placed import Draw, drawn
 from .streams import pieces

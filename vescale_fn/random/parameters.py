@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from .. import array, context
-from ..errors import RandomError, report
+from ..errors import RandomError, described, report
 from ..spec import P, from_split_axes, split_axes
-from .keys import described, shape_of
+from .keys import shape_of
 
 Shape = Sequence[int] | int
 

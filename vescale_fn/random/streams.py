@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import RandomError, report
+from ..errors import RandomError, described, report
 from . import op, reuse
-from .keys import IMPLS, Key, checked, described, shape_of
+from .keys import IMPLS, Key, checked, shape_of
 from .threefry import signed
 
 from_numpy = torch.from_numpy  # not `torch.tensor`, which in a `shard_map` body makes one copy a simulated rank

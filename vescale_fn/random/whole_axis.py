@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from .. import array, blocks, context, types
-from ..errors import RandomError, report
+from ..errors import RandomError, described, report
 from ..mesh import axes_of, coordinates, played_ranks
 from ..placement import with_sharding
 from ..spec import P, dim_indices, from_split_axes, split_axes
 from . import functions, kinds
 from .continuous import gumbel_noise
-from .keys import Key, checked, described, shape_of
+from .keys import Key, checked, shape_of
 from .parameters import Shape, need, one_of
 from .placed import Draw, drawn, laid_out
 from .streams import pieces

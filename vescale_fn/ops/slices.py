@@ -1,0 +1,84 @@
+"""`dynamic_slice`: a block whose place may differ by rank, though its size may not.
+
+Source: `jax.lax.dynamic_slice`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import types
+from ..errors import CollectiveError, count_text, described, report
+
+
+def dynamic_slice(x: torch.Tensor, start_indices: Sequence[Any], sizes: Sequence[int]) -> torch.Tensor:
+    """A block of `x` whose place may differ by rank, since only its sizes are Python integers.
+
+    Args:
+        x: a tensor.
+        start_indices: for each dim, where the block begins: an int or a 0-d integer tensor, such as arithmetic with
+            `axis_index`. Negative counts from the end. Moved where needed so that the block lies within `x`.
+        sizes: the shape of the block.
+
+    Raises:
+        CollectiveError: not one start and one size for each dim, or a size larger than its dim.
+
+    Source: `jax.lax.dynamic_slice`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> vfn.dynamic_slice(torch.arange(6), [torch.tensor(4)], [3])
+    tensor([3, 4, 5])
+    """
+    starts = _checked_slice(x, start_indices, sizes)
+    for dim, (start, whole, size) in enumerate(zip(starts, tuple(x.shape), sizes)):
+        if not isinstance(start, torch.Tensor):
+            start = start + whole if start < 0 else start
+            x = x.narrow(dim, min(max(int(start), 0), whole - size), size)
+        elif size < whole:  # a block as large as the dim has but one place
+            start = start.to(torch.int64)
+            start = torch.where(start < 0, start + whole, start).clamp(0, whole - size)
+            x = x.index_select(dim, start + torch.arange(size, device=x.device))
+    return x
+
+
+def _checked_slice(x: Any, start_indices: Any, sizes: Any) -> list[Any]:
+    """The starts of a block; or an error that says all that is wrong with it."""
+    failures = [] if isinstance(x, torch.Tensor) else [f"x must be a tensor, but it is {described(x)}"]
+    rows = isinstance(start_indices, torch.Tensor) and start_indices.ndim == 1
+    if not rows and not isinstance(start_indices, (tuple, list)):
+        failures.append(
+            f"start_indices must be a sequence, one start for each dim, but it is {described(start_indices)}"
+        )
+    if not isinstance(sizes, (tuple, list)):
+        failures.append(f"sizes must be a sequence of ints, one for each dim, but it is {described(sizes)}")
+    if failures:
+        raise _misfit(x, failures)
+    starts = list(start_indices.unbind() if rows else start_indices)
+    failures = [f"start_indices[{i}] must be an int or a 0-d integer tensor, but it is {described(start)}"
+                for i, start in enumerate(starts) if not _is_index(start)]  # fmt: skip
+    if not len(starts) == len(sizes) == x.ndim:
+        failures.append(f"x has {count_text(x.ndim, 'dim')}, but there are {count_text(len(starts), 'start')} and "
+                        f"{count_text(len(sizes), 'size')}")  # fmt: skip
+    for dim, size in enumerate(sizes):
+        if isinstance(size, torch.Tensor) or not hasattr(size, "__index__"):
+            failures.append(f"sizes[{dim}] must be an int, the same on all ranks, but it is {described(size)}")
+        elif dim < x.ndim and not 0 <= size <= x.shape[dim]:
+            failures.append(f"dim {dim} has size {x.shape[dim]}, but sizes[{dim}] is {size}")
+    if failures:
+        raise _misfit(x, failures)
+    return starts
+
+
+def _misfit(x: Any, failures: Sequence[str]) -> CollectiveError:
+    of = f" of shape {types.text(x)}" if isinstance(x, torch.Tensor) else ""
+    return CollectiveError(report("dynamic_slice", f"the block does not fit x{of}", failures,
+                                  "dynamic_slice(x, [start, ...], [size, ...]), an entry for each dim of x"))  # fmt: skip
+
+
+def _is_index(start: Any) -> bool:
+    if isinstance(start, torch.Tensor):
+        return start.ndim == 0 and not (start.is_floating_point() or start.is_complex() or start.dtype is torch.bool)
+    return hasattr(start, "__index__")
