@@ -219,7 +219,7 @@ def _ranks(x: Blocks, mesh: Any) -> str:
     """A small drawing of a value of a body: the ranks of the mesh, in one colour those that have the same."""
     sizes = list(axes_of(mesh).values())
     columns = sizes[-1]
-    width, height = min(180.0, 60.0 * columns), 24.0 * (mesh.size() // columns)
+    width, height = min(360.0, 80.0 * columns), 24.0 * (mesh.size() // columns)
     w, h = width / columns, 24.0
     seen: list[torch.Tensor] = []
     drawn = []
@@ -228,9 +228,16 @@ def _ranks(x: Blocks, mesh: Any) -> str:
         if number == len(seen):
             seen.append(block)
         row, column = divmod(rank, columns)
-        label = f"{block.item():.4g}" if block.numel() == 1 and not block.is_complex() else str(rank)
-        drawn.append(_box(column * w, row * h, w, h, number, label))
+        drawn.append(_box(column * w, row * h, w, h, number, _values(block) or f"rank {rank}"))
     return _drawing(width, height, drawn)
+
+
+def _values(x: torch.Tensor) -> str:
+    """The numbers in a tensor, if they are few and short."""
+    if x.numel() > 8 or x.is_complex():
+        return ""
+    text = " ".join(f"{value:.4g}" for value in x.flatten().tolist())
+    return text if len(text) <= 16 else ""
 
 
 def _box(left: float, top: float, w: float, h: float, number: int, label: str) -> str:
