@@ -252,4 +252,4 @@ def test_show_of_a_value_that_is_an_array_along_another_axis(grid) -> None:
         lambda x: shown.append(vfn.show(x)) or x, mesh=grid, axis_names={"dp"}, in_specs=P("dp"), out_specs=P("dp")
     )
     f(vfn.shard(torch.ones(4, 6), grid, P("dp", "tp")))
-    assert repr(shown[0]).splitlines()[2].split() == ["(value)", "f32[2,6@tp]{V:dp}", "[2,", "6]", "48"]
+    assert repr(shown[0]).splitlines()[2].split() == ["(value)", "f32[2,6@tp]{V:dp}", "[2,", "2]", "16"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,20 +138,17 @@ def show(value: Any) -> Shown:
         mesh, spec = array.mesh_of(x), array.spec_of(x)
         if body is not None and not types.outside(x, body.auto):
             mine += 1
-            rows.append((path, types.text(x, types.typeof(x, body.axes)), str(list(x.shape)), _size(x)))
+            rows.append((path, types.text(x, types.typeof(x, body.axes)), *_block(x, mesh, spec)))
             continue
         text = type_text(x.shape, x.dtype, spec)
         if mesh is None:
             plain += 1
-            rows.append((path, f"{text} (plain)", str(list(x.shape)), _size(x)))
-            continue
-        arrays += 1
-        if mesh not in meshes:
-            meshes.append(mesh)
-        block = shard_shape(tuple(x.shape), mesh, P(*spec))
-        even = "" if _even(x, mesh, spec) else " at most"
-        size = torch.Size(block).numel() * x.element_size()
-        rows.append((path, text, f"{list(block)}{even}", f"{size:,}"))
+            text += " (plain)"
+        else:
+            arrays += 1
+            if mesh not in meshes:
+                meshes.append(mesh)
+        rows.append((path, text, *_block(x, mesh, spec)))
     where = " and ".join(map(_mesh_line, meshes))
     counts = [
         (arrays, "array", f" on {where}"),
@@ -166,8 +164,11 @@ def _mesh_line(mesh: Any) -> str:
     return mesh_text(axes_of(mesh))
 
 
-def _size(x: torch.Tensor) -> str:
-    return f"{x.numel() * x.element_size():,}"
+def _block(x: torch.Tensor, mesh: Any, spec: Any) -> tuple[str, str]:
+    """The shape of what a rank holds of `x`, and its bytes."""
+    shape = list(x.shape) if mesh is None else list(shard_shape(tuple(x.shape), mesh, P(*spec)))
+    even = "" if mesh is None or _even(x, mesh, spec) else " at most"
+    return f"{shape}{even}", f"{math.prod(shape) * x.element_size():,}"
 
 
 def _plural(n: int, word: str) -> str:
