@@ -1,10 +1,39 @@
 """`vfn.check` finds the classical mistakes of distributed programs, names them, and lets their right twins pass."""
 
+import contextlib
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed as dist
 
 import vescale_fn as vfn
 from vescale_fn import P, context
+from vescale_fn.errors import ParityError
 from vescale_fn.mesh import unit
+from vescale_fn.random import dropout, key, normal
+
+MESH = (2, 4), ("dp", "tp")
+X = torch.arange(96.0).reshape(8, 12) / 8 - 5
+W = torch.arange(36.0).reshape(12, 3) % 7 - 3
+B = torch.tensor([1.0, 2.0, 3.0])
+
+
+def on_ranks(f: Callable[..., Any], *in_specs: P, out: Any = P(), check_vma: bool = True) -> Callable[..., Any]:
+    return vfn.shard_map(f, in_specs=in_specs, out_specs=out, check_vma=check_vma)
+
+
+def message(f: Callable[..., Any], *args: Any, mesh: Any = None, **options: Any) -> str:
+    """What `check` says of a wrong function, with the lines of this file as <the line itself>."""
+    with pytest.raises(ParityError) as caught:
+        vfn.check(f, *args, mesh=mesh, **options)
+    return re.sub(
+        re.escape(__file__) + r":\d+(: `(.*)`)?", lambda m: f"<{m[2]}>" if m[1] else "here", str(caught.value)
+    )
+
 
 # --- a program for a mesh on one device -------------------------------------------------------------------------------
 
@@ -23,7 +52,8 @@ def test_on_one_device_every_mesh_has_one_rank() -> None:
 
         with vfn.use_mesh(mesh), context.one_device(unit):
             seen = vfn.current_mesh()
-            assert seen.size() == 1 and seen.mesh_dim_names == ("dp", "tp")
+            assert seen.size() == 1
+            assert seen.mesh_dim_names == ("dp", "tp")
             assert vfn.make_mesh((2, 2), ("dp", "tp")) is seen
             values = [
                 rows(x),
@@ -36,7 +66,8 @@ def test_on_one_device_every_mesh_has_one_rank() -> None:
     noise = vfn.random.normal(key, (8, 6))
     wanted = [(x + noise).sum(1) + x.sum(1), x, x, noise, torch.tensor([0, 0, 1, 1])]
     for value, want in zip(values, wanted, strict=True):
-        assert type(value) is torch.Tensor and torch.equal(value, want)
+        assert type(value) is torch.Tensor
+        assert torch.equal(value, want)
 
 
 def test_what_is_computed_again_in_a_backward_pass_stays_on_one_device() -> None:
@@ -46,4 +77,419 @@ def test_what_is_computed_again_in_a_backward_pass_stays_on_one_device() -> None
         total = vfn.shard_map(lambda x: vfn.psum((x**2).sum(), "dp"), mesh=mesh, in_specs=P("dp"), out_specs=P())
         with vfn.use_mesh(mesh), context.one_device(unit):
             found = vfn.grad(vfn.remat(total))(x)
-    assert type(found) is torch.Tensor and torch.equal(found, 2 * x)
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, 2 * x)
+
+
+# --- the classical mistakes, each beside its right twin ---------------------------------------------------------------
+
+TENSOR_PARALLEL = P("dp", "tp"), P("tp"), P()
+
+
+def matmul_without_psum(x, w, b):
+    return x @ w
+
+
+def matmul_with_psum(x, w, b):
+    return vfn.psum(x @ w, "tp")
+
+
+def summed_twice(x, w, b):
+    y = vfn.psum(x @ w, "tp")
+    return vfn.psum(y, "tp") + b
+
+
+def bias_before_the_sum(x, w, b):
+    y = x @ w + b
+    return vfn.psum(y, "tp")
+
+
+def bias_after_the_sum(x, w, b):
+    return vfn.psum(x @ w, "tp") + b
+
+
+def linear_with_bias(x, w, b):
+    return vfn.psum(torch.nn.functional.linear(x, w.T, b), "tp")
+
+
+def one_added_before_the_sum(x, w, b):
+    return vfn.psum(x @ w + 1, "tp")
+
+
+def relu_before_the_sum(x, w, b):
+    return vfn.psum(torch.relu(x @ w), "tp")
+
+
+def relu_after_the_sum(x, w, b):
+    return torch.relu(vfn.psum(x @ w, "tp"))
+
+
+def mean_then_psum(w, x):
+    loss = (x @ w).square().mean()
+    return vfn.psum(loss, "dp")
+
+
+def mean_then_pmean(w, x):
+    return vfn.pmean((x @ w).square().mean(), "dp")
+
+
+def sum_then_pmean(w, x):
+    return vfn.pmean((x @ w).square().sum(), "dp")
+
+
+def sum_then_psum(w, x):
+    return vfn.psum((x @ w).square().sum(), "dp")
+
+
+def pmean_of_a_summed_gradient(w, x):
+    gradient = vfn.grad(lambda w: (x @ w).square().mean())(w)
+    return vfn.pmean(gradient, "dp")
+
+
+def psum_of_a_summed_gradient(w, x):
+    gradient = vfn.grad(mean_then_pmean)(w, x)
+    return vfn.psum(gradient, "dp")
+
+
+def gradient_of_the_mean(w, x):
+    return vfn.grad(mean_then_pmean)(w, x)
+
+
+def same_mask_on_each_rank(k, x):
+    return dropout(k, x, 0.5)
+
+
+def own_part_of_the_mask(k, x):
+    return dropout(k, x, 0.5, spec=P("dp"))
+
+
+def same_noise_on_each_rank(k, x):
+    return x + normal(k, x.shape)
+
+
+def own_part_of_the_noise(k, x):
+    return x + normal(k, (8, 12), spec=P("dp"))
+
+
+def clipped_by_the_local_norm(g):
+    norm = g.norm()
+    return g / norm
+
+
+def clipped_by_the_norm(g):
+    return g / vfn.psum(g.square().sum(), "tp").sqrt()
+
+
+def local_rms(x):
+    scale = x.square().mean(-1, keepdim=True)
+    return x * torch.rsqrt(scale)
+
+
+def global_rms(x):
+    return x * torch.rsqrt(vfn.pmean(x.square().mean(-1, keepdim=True), "tp"))
+
+
+def local_softmax(x):
+    return torch.softmax(x, -1)
+
+
+def global_softmax(x):
+    top = vfn.pmax(x.detach().amax(-1, keepdim=True), "tp")
+    weights = (x - top).exp()
+    return weights / vfn.psum(weights.sum(-1, keepdim=True), "tp")
+
+
+def product(x, w):
+    return vfn.psum(x @ w, ("dp", "tp"))
+
+
+def gathered_in_another_order(x):
+    return vfn.all_gather(x, ("tp", "dp"), tiled=True, to="invarying")
+
+
+def gathered(x):
+    return vfn.all_gather(x, ("dp", "tp"), tiled=True, to="invarying")
+
+
+def own_loss(w, x):
+    return (x @ w).square().mean()[None]
+
+
+K = key(0)
+SQUARE = torch.arange(48.0).reshape(3, 16) / 4, torch.arange(80.0).reshape(16, 5) % 9 - 4
+BOTH = P(("dp", "tp"))
+
+MISTAKES: dict[str, tuple[Any, Any, Any, str]] = {  # what is wrong, what is right, their arguments, what is said
+    "a forgotten psum": (
+        on_ranks(matmul_without_psum, *TENSOR_PARALLEL, out=P("dp"), check_vma=False),
+        on_ranks(matmul_with_psum, *TENSOR_PARALLEL, out=P("dp")),
+        (X, W, B), """
+  * out is on each rank of 'tp' only a part of the sum
+  * gradient of w is 1/4 times the one-device value (4 = size of axis 'tp')
+  * the runs part at the results of shard_map(matmul_without_psum)
+      operand 0 (matmul, <return x @ w>): f32[8@dp,3], on each rank of 'tp' a part of the sum
+      out_specs says that all ranks of 'tp' hold the same, but each holds its part of a sum
+  Instead: vfn.psum(x, 'tp') of what the body returns"""),
+    "a forgotten pmean": (
+        on_ranks(gradient_of_the_mean, P(), P("dp"), check_vma=False),
+        on_ranks(gradient_of_the_mean, P(), P("dp")),
+        (W, X), """
+  * out is on each rank of 'dp' only the mean of a part
+  * the runs part at the results of shard_map(gradient_of_the_mean)
+      operand 0 (grad, <return vfn.grad(mean_then_pmean)(w, x)>): f32[12,3], on each rank of 'dp' the mean of its block
+      out_specs says that all ranks of 'dp' hold the same, but each holds the mean of its own block
+  Instead: vfn.pmean(x, 'dp') of what the body returns"""),
+    "a doubled psum": (
+        on_ranks(summed_twice, *TENSOR_PARALLEL, out=P("dp")),
+        on_ranks(bias_after_the_sum, *TENSOR_PARALLEL, out=P("dp")),
+        (X, W, B), """
+  * gradient of w is 4 times the one-device value (4 = size of axis 'tp')
+  * the runs part at psum, <return vfn.psum(y, "tp") + b>
+      operand 0 (psum, here): f32[8@dp,3], each rank its block
+      the ranks hold the whole value already, so that the sum counts it once for each of them
+  Instead: leave it out (a gradient by a value that is the same on all ranks is summed already)"""),
+    "a psum of a gradient that is summed": (
+        on_ranks(psum_of_a_summed_gradient, P(), P("dp")),
+        on_ranks(gradient_of_the_mean, P(), P("dp")),
+        (W, X), """
+  * out is 2 times the one-device value (2 = size of axis 'dp')
+  * the runs part at psum, <return vfn.psum(gradient, "dp")>
+      operand 0 (grad, here): f32[12,3], the same on all ranks
+      the ranks hold the whole value already, so that the sum counts it once for each of them"""),
+    "a pmean of a gradient that is summed": (
+        on_ranks(pmean_of_a_summed_gradient, P(), P("dp")),
+        on_ranks(gradient_of_the_mean, P(), P("dp")),
+        (W, X), """
+  * out is 2 times the one-device value (2 = size of axis 'dp')
+  * the runs part at grad, <gradient = vfn.grad(lambda w: (x @ w).square().mean())(w)>
+      operand 0 (mean, here): f32[], on each rank of 'dp' the mean of its block
+      operand 1: f32[12,3], the same on all ranks
+      what is differentiated is, on each rank of 'dp', the mean of its own block; by a value that is the same on all \
+ranks, the gradients of all of them are added up
+  Instead: vfn.pmean(loss, 'dp') in the function that is differentiated"""),
+    "a mean over local batches, summed": (
+        on_ranks(mean_then_psum, P(), P("dp")),
+        on_ranks(mean_then_pmean, P(), P("dp")),
+        (W, X), """
+  * out is 2 times the one-device value (2 = size of axis 'dp')
+  * gradient of w is 2 times the one-device value (2 = size of axis 'dp')
+  * the runs part at psum, <return vfn.psum(loss, "dp")>
+      operand 0 (mean, here): f32[], on each rank of 'dp' the mean of its block
+      these are means over the ranks' blocks, and their sum is 2 times the mean
+  Instead: vfn.pmean(x, 'dp')"""),
+    "the mean of partial sums": (
+        on_ranks(sum_then_pmean, P(), P("dp")),
+        on_ranks(sum_then_psum, P(), P("dp")),
+        (W, X), """
+  * out is 1/2 times the one-device value (2 = size of axis 'dp')
+  * the runs part at pmean, <return vfn.pmean((x @ w).square().sum(), "dp")>
+      operand 0 (sum, here): f32[], on each rank of 'dp' a part of the sum
+      these are parts of a sum, and their mean is 1/2 of it
+  Instead: vfn.psum(x, 'dp')"""),
+    "a bias that is added on every rank": (
+        on_ranks(bias_before_the_sum, *TENSOR_PARALLEL, out=P("dp")),
+        on_ranks(bias_after_the_sum, *TENSOR_PARALLEL, out=P("dp")),
+        (X, W, B), """
+  * gradient of b is 4 times the one-device value (4 = size of axis 'tp')
+  * the runs part at add, <y = x @ w + b>
+      operand 0 (matmul, here): f32[8@dp,3], on each rank of 'tp' a part of the sum
+      operand 1: f32[3], the same on all ranks
+      operand 1 is added on every rank of 'tp', so that the sum counts it 4 times
+  Instead: add it after vfn.psum(x, 'tp')"""),
+    "a bias in linear": (
+        on_ranks(linear_with_bias, *TENSOR_PARALLEL, out=P("dp")),
+        on_ranks(bias_after_the_sum, *TENSOR_PARALLEL, out=P("dp")),
+        (X, W, B), """
+  * gradient of b is 4 times the one-device value (4 = size of axis 'tp')
+  * the runs part at linear, <return vfn.psum(torch.nn.functional.linear(x, w.T, b), "tp")>
+      operand 2 is added on every rank of 'tp', so that the sum counts it 4 times"""),
+    "a number that is added on every rank": (
+        on_ranks(one_added_before_the_sum, *TENSOR_PARALLEL, out=P("dp")),
+        on_ranks(matmul_with_psum, *TENSOR_PARALLEL, out=P("dp")),
+        (X, W, B), """
+  * out differs by 3 (relative 0.16)
+  * the runs part at add, <return vfn.psum(x @ w + 1, "tp")>
+      the number is added on every rank of 'tp', so that the sum counts it 4 times"""),
+    "a nonlinear function of partial sums": (
+        on_ranks(relu_before_the_sum, *TENSOR_PARALLEL, out=P("dp")),
+        on_ranks(relu_after_the_sum, *TENSOR_PARALLEL, out=P("dp")),
+        (X, W, B), """
+  * the runs part at relu, <return vfn.psum(torch.relu(x @ w), "tp")>
+      on each rank of 'tp' it is applied to a part of the sum, not to the whole
+  Instead: vfn.psum(x, 'tp') before it"""),
+    "blocks of a contraction that do not belong together": (
+        on_ranks(product, P(None, ("tp", "dp")), BOTH),
+        on_ranks(product, P(None, ("dp", "tp")), BOTH),
+        SQUARE, """
+  * out differs by 13 (relative 0.35)
+  * gradient of x holds the same numbers in another order
+  * the runs part at matmul, <return vfn.psum(x @ w, ("dp", "tp"))>
+      operand 0: f32[3,16@tp+dp], each rank its block
+      operand 1: f32[16@dp+tp,5], each rank its block
+      blocks meet that do not belong together: operand 0 over 'tp' x 'dp' and operand 1 over 'dp' x 'tp'
+  Instead: in_specs that split the dims which meet over the same axes, in the same order"""),
+    "blocks gathered in another order": (
+        on_ranks(gathered_in_another_order, BOTH),
+        on_ranks(gathered, BOTH),
+        (SQUARE[1],), """
+  * out holds the same numbers in another order
+  * the runs part at all_gather, <return vfn.all_gather(x, ("tp", "dp"), tiled=True, to="invarying")>
+      operand 0: f32[16@dp+tp,5], each rank its block
+      the numbers are the same, in another order
+  Instead: the axes of a tuple in one order, in the spec and in the collective: major first"""),
+    "the same mask on each rank": (
+        on_ranks(same_mask_on_each_rank, P(), P("dp"), out=P("dp")),
+        on_ranks(own_part_of_the_mask, P(), P("dp"), out=P("dp")),
+        (K, X), """
+  * the runs part at random.dropout, <return dropout(k, x, 0.5)>
+      operand 0: i32[2], the same on all ranks
+      operand 1: f32[8@dp,12], each rank its block
+      with one key on all ranks each draws the same numbers for its own block; one device draws for the whole
+  Instead: spec=P('dp') in the draw, by which each rank draws its block of the one whole draw"""),
+    "the same noise on each rank": (
+        on_ranks(same_noise_on_each_rank, P(), P("dp"), out=P("dp")),
+        on_ranks(own_part_of_the_noise, P(), P("dp"), out=P("dp")),
+        (K, X), """
+  * the runs part at random draw, <return x + normal(k, x.shape)>
+  Instead: spec=P(...) in the draw, by which each rank draws its block of the one whole draw"""),
+    "clipping by local norms": (
+        on_ranks(clipped_by_the_local_norm, P("tp"), out=P("tp")),
+        on_ranks(clipped_by_the_norm, P("tp"), out=P("tp")),
+        (W,), """
+  * out is the one-device value times another factor on each rank: 1.906, 2.267, 2.125, 1.8; \
+its norm is sqrt(4) = 2 times the one-device value (4 = size of axis 'tp')
+  * the runs part at norm, <norm = g.norm()>
+      operand 0: f32[12@tp,3], each rank its block
+      each rank of 'tp' applies it to its own block, where one device has the whole
+  Instead: vfn.psum(x.square().sum(), 'tp').sqrt()"""),
+    "a local RMS": (
+        on_ranks(local_rms, P(None, "tp"), out=P(None, "tp")),
+        on_ranks(global_rms, P(None, "tp"), out=P(None, "tp")),
+        (X,), """
+  * the runs part at rsqrt, <return x * torch.rsqrt(scale)>
+      operand 0 (mean, here): f32[8,1], on each rank of 'tp' the mean of its block
+      on each rank of 'tp' it is applied to the mean of its own block, not to the whole
+  Instead: vfn.pmean(x, 'tp') before it"""),
+    "a local softmax": (
+        on_ranks(local_softmax, P(None, "tp"), out=P(None, "tp")),
+        on_ranks(global_softmax, P(None, "tp"), out=P(None, "tp")),
+        (X,), """
+  * the runs part at softmax, <return torch.softmax(x, -1)>
+      each rank of 'tp' applies it to its own block, where one device has the whole
+  Instead: m = vfn.pmax(x.detach().amax(dim), 'tp'), and vfn.psum((x - m).exp().sum(dim), 'tp')"""),
+    "one value a rank": (
+        on_ranks(own_loss, P(), P("dp"), out=P("dp")),
+        on_ranks(mean_then_pmean, P(), P("dp")),
+        (W, X), """
+  * out has shape [2] on the mesh, [1] on one device: along dim 0 out_specs puts one block of each rank of 'dp'
+  * the runs part at the results of shard_map(own_loss)
+      operand 0 (__getitem__, <return (x @ w).square().mean()[None]>): f32[1], on each rank of 'dp' the mean of its block
+      out_specs puts side by side what the ranks of 'dp' hold, and each holds the mean of its own block
+  Instead: vfn.pmean(x, 'dp') of what the body returns, and out_specs=P()"""),
+}  # fmt: skip
+
+
+def assert_says(text: str, lines: str) -> None:
+    """That these lines stand in a message, in this order; a line of it may go on."""
+    found = iter(text.splitlines())
+    for line in lines.strip("\n").splitlines():
+        assert any(other.startswith(line) for other in found), f"{line!r} is not in\n{text}"
+
+
+@pytest.mark.filterwarnings("ignore:vfn.psum over:UserWarning")
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named_and_its_right_twin_passes(name: str) -> None:
+    wrong, right, args, says = MISTAKES[name]
+    with vfn.simulate(8), vfn.use_mesh(vfn.make_mesh(*MESH)):
+        assert_says(message(wrong, *args), says)
+        found = vfn.check(right, *args)
+    assert found.equal
+    assert len(found.rows) >= 2
+
+
+def test_a_whole_message() -> None:
+    wrong, _, args, _ = MISTAKES["a bias that is added on every rank"]
+    with vfn.simulate(8):
+        said = message(wrong, *args, mesh=vfn.make_mesh(*MESH))
+    assert (
+        said
+        == """\
+check(bias_before_the_sum): 2 of 4 values differ between one device and the mesh (dp=2, tp=4)
+  * out differs by 9 (relative 0.54)
+      one device, the block of ranks 0, 1, 2, 3: f32[4,3] [-0.875, 8.75, 14.875, 0.625, ...]
+      mesh: f32[4,3] [2.125, 14.75, 23.875, 3.625, ...]
+  * gradient of b is 4 times the one-device value (4 = size of axis 'tp')
+  * the runs part at add, <y = x @ w + b>
+      operand 0 (matmul, here): f32[8@dp,3], on each rank of 'tp' a part of the sum
+      operand 1: f32[3], the same on all ranks
+      one device, the block of ranks 0, 1, 2, 3: f32[4,3] [-0.875, 8.75, 14.875, 0.625, ...]
+      mesh, rank 0: f32[4,3] [1.75, 21.375, 7.75, 1.75, ...]
+      mesh, rank 1: f32[4,3] [5.375, -7.125, 11.875, 3.875, ...]
+      mesh, rank 2: f32[4,3] [9.125, -2.25, -13.625, 6.125, ...]
+      ...
+      operand 1 is added on every rank of 'tp', so that the sum counts it 4 times
+  Instead: add it after vfn.psum(x, 'tp')"""
+    )
+
+
+def test_the_report_of_equal_runs() -> None:
+    right = MISTAKES["a bias that is added on every rank"][1]
+    specs = P("dp", "tp"), P("tp"), P()
+    with vfn.simulate(8):
+        found = vfn.check(right, X.round(), W, B, mesh=vfn.make_mesh(*MESH), spec=specs, gradients=False)
+        assert str(found) == (
+            "check(bias_after_the_sum): 1 of 1 value is equal on one device and on the mesh (dp=2, tp=4)\n"
+            "value  type         max difference  relative  \n"
+            "out    f32[8@dp,3]  0               0         equal"
+        )
+        found = vfn.check(right, X, W, B, mesh=vfn.make_mesh(*MESH), spec=specs)
+    assert [(row.path, row.type) for row in found.rows] == [
+        ("out", "f32[8@dp,3]"),
+        ("gradient of x", "f32[8@dp,12@tp]"),
+        ("gradient of w", "f32[12@tp,3]"),
+        ("gradient of b", "f32[3]"),
+    ]
+    assert all(row.relative < 1e-6 for row in found.rows)
+    assert "<td style='text-align:left'><code>gradient of b</code></td>" in found._repr_html_()
+
+
+# --- real ranks -------------------------------------------------------------------------------------------------------
+
+ON_REAL_RANKS = ["a forgotten psum", "a doubled psum", "a pmean of a gradient that is summed", "the same mask on each rank",
+                 "a bias that is added on every rank", "clipping by local norms"]  # fmt: skip
+
+
+def audits(debug: bool) -> list[str]:
+    """What is said on a mesh of 2 x 2, of wrong functions and of right ones."""
+    said = []
+    with (
+        vfn.use_mesh(vfn.make_mesh((2, 2), ("dp", "tp"))),
+        vfn.debug() if debug else contextlib.nullcontext(),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "vfn.psum over")
+        for name in ON_REAL_RANKS:
+            wrong, right, args, _ = MISTAKES[name]
+            said += [message(wrong, *args), str(vfn.check(right, *args))]
+    return said
+
+
+@pytest.mark.parametrize("debug", [False, True], ids=["", "debug"])
+def test_real_ranks_say_what_simulated_ones_say(gloo: Any, debug: bool) -> None:
+    with vfn.simulate(4):
+        wanted = audits(debug)
+    for said in gloo(4, audits, debug):
+        assert said == wanted
+
+
+def arguments_that_differ() -> str:
+    x = torch.arange(4.0) + dist.get_rank() // 2
+    return message(lambda p: p["x"] * p["n"], {"x": x, "n": torch.tensor(2)}, mesh=vfn.make_mesh((4,), ("dp",)))
+
+
+def test_plain_arguments_must_be_the_same_on_every_rank(gloo: Any) -> None:
+    assert set(gloo(4, arguments_that_differ)) == {
+        "check(<lambda>): the arguments must be the same whole values on every rank\n"
+        "  * p['x'] is another value on rank 2, 3 than on rank 0\n"
+        "  Instead: make them from a key (vfn.random), or send rank 0's; vfn.from_local for each rank's own data"
+    }

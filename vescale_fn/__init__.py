@@ -2,6 +2,7 @@
 
 from . import errors, optim, random
 from .array import Array, spec_of
+from .check import check
 from .context import current_mesh, set_mesh, strict, use_mesh
 from .debug import comm_log, debug, show
 from .gradient import grad, value_and_grad, vjp
@@ -38,6 +39,7 @@ __all__ = [
     "all_to_all",
     "axis_index",
     "axis_size",
+    "check",
     "comm_log",
     "current_mesh",
     "debug",

@@ -41,7 +41,7 @@ class _State(threading.local):
     grad_depth: int = 0
     key_uses: dict[Any, Any] | None = None
     unit: Callable[[Any], Any] | None = None
-    recorder: Callable[[str, Any, Any], None] | None = None
+    recorder: Callable[[str, Any, Any, tuple[str, ...]], None] | None = None
 
 
 _state = _State()
@@ -92,10 +92,11 @@ def seen(mesh: Any) -> Any:
     return mesh if mesh is None or _state.unit is None else _state.unit(mesh)
 
 
-def note(name: str, given: Any, made: Any) -> None:
-    """Tell the recorder, where there is one, of a step of ours that it cannot see: what went in, and what came out."""
+def note(name: str, given: Any, made: Any, axes: tuple[str, ...] = ()) -> None:
+    """Tell the recorder, where there is one, of a step of ours that it cannot see: what went in, what came out of it,
+    and the axes along which ranks communicated."""
     if _state.recorder is not None:
-        _state.recorder(name, given, made)
+        _state.recorder(name, given, made, axes)
 
 
 def key_uses() -> dict[Any, Any] | None:
@@ -109,8 +110,11 @@ def logs() -> tuple[Any, ...]:
 
 
 def watch() -> Any:
-    """In debug mode, what compares this rank's calls with those of the others (`agreement.Watch`); else None."""
-    return _watch
+    """In debug mode, what compares this rank's calls with those of the others (`agreement.Watch`); else None.
+
+    On one device there are no others.
+    """
+    return None if _state.unit is not None else _watch
 
 
 def set_watch(value: Any) -> None:
@@ -191,8 +195,8 @@ def one_device(unit: Callable[[Any], Any] | None) -> contextlib.AbstractContextM
     return _setting(unit=unit)
 
 
-def recording(recorder: Callable[[str, Any, Any], None]) -> contextlib.AbstractContextManager[None]:
-    """Have `note` call ``recorder(name, given, made)``."""
+def recording(recorder: Callable[[str, Any, Any, tuple[str, ...]], None]) -> contextlib.AbstractContextManager[None]:
+    """Have `note` call ``recorder(name, given, made, axes)``."""
     return _setting(recorder=recorder)
 
 

@@ -73,6 +73,12 @@ class ReshardError(VfnError, RuntimeError):
     """Under `strict`: a move of data that the program did not ask for."""
 
 
+class ParityError(VfnError, AssertionError):
+    """`check`: a function gives other numbers on a mesh than on one device. ``report`` is the table of all values."""
+
+    report: Any = None
+
+
 def report(where: str, what: str, failures: Iterable[str] = (), fix: str = "") -> str:
     """Lay out a message: ``where: what``, one bullet for each failure, and what to write instead."""
     lines = [f"{where}: {what}", *(f"  * {failure}" for failure in failures)]

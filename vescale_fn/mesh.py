@@ -63,6 +63,8 @@ def part(mesh: Any, names: tuple[str, ...]) -> Any:
     """The mesh of some axes of a mesh, in its order: on each rank, of the ranks that share its place on the other axes."""
     if tuple(axes_of(mesh)) == names:
         return mesh
+    if context.on_one_device():
+        return _unit(mesh.device_type, names)
     sizes = [axes_of(mesh)[name] for name in names]
     if is_simulated(mesh):
         made = _torch.unattached_mesh(

@@ -136,7 +136,7 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     leaves, treedef, specs = _specs(tree_, spec, "shard")
     mesh = _mesh_here(specs, mesh, "shard")
     _check(tree_, leaves, specs, [mesh] * len(leaves), "shard")
-    if context.on_one_device():
+    if context.on_one_device() and context.body() is None:
         return unshard(_rebuilt(treedef, leaves))
     if context.watch() is not None:
         replicas.same_plain("shard", mesh, zip(_names(tree_), leaves, strict=True))
@@ -178,7 +178,7 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     here = _mesh_here(specs, mesh, "with_sharding") if context.body() is not None else mesh
     meshes = [here or mesh_of(x) or context.current_mesh() if isinstance(x, torch.Tensor) else None for x in leaves]
     _check(tree_, leaves, specs, meshes, "with_sharding")
-    if context.on_one_device():
+    if context.on_one_device() and context.body() is None:
         return unshard(tree_)
     if context.watch() is not None:
         for one in dict.fromkeys(meshes):

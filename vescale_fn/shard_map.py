@@ -150,7 +150,8 @@ class _Mapped:
             for i, entry in enumerate(outs):
                 if entry is not None:
                     locals_[i] = _taken_out(locals_[i], have[i], site, entry, fast)
-                    locals_[i] = whole(locals_[i]) if context.on_one_device() else locals_[i]
+                    if context.on_one_device() and outer is None:
+                        locals_[i] = whole(locals_[i])
         context.note(f"the results of shard_map({self.name})", made, locals_)
         return tree.unflatten(out_def, locals_)
 

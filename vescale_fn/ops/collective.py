@@ -115,7 +115,7 @@ def _send(where: str, x: Any, axis_name: Any, row: str, *, takes: str = "V", giv
     outs = _bucketed(op, leaves)
     for out, t in zip(outs, have):
         types.mark(out, types.with_letter(t, names, gives))
-    context.note(where, x, outs)
+    context.note(where, x, outs, names)
     return tree.unflatten(treedef, outs)
 
 
@@ -164,7 +164,7 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
             if where == "pmean":
                 out = _computed(out.div, wire.group_size(body.mesh, rest), types.typeof(out, body.axes))
             outs[i] = out
-    context.note(where, x, outs)
+    context.note(where, x, outs, names)
     return tree.unflatten(treedef, outs)
 
 
@@ -597,7 +597,7 @@ def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
             types.mark(value, types.with_letter(have, names, _WORDS[to]))
             types.borrow(value)
             leaves[i] = value
-    context.note(where, x, leaves)
+    context.note(where, x, leaves, names)
     return tree.unflatten(treedef, leaves)
 
 
