@@ -4,9 +4,14 @@ In debug mode ranks that part ways raise on all ranks in the same words, and sta
 comes first in what `launch` says, with its own traceback, within the timeout.
 """
 
+import faulthandler
 import inspect
+import os
 import re
+import signal
+import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -15,8 +20,11 @@ import torch
 import torch.distributed as dist
 
 import vescale_fn as vfn
-from vescale_fn import P
-from vescale_fn.errors import DivergenceError, SpecError
+from vescale_fn import P, context
+from vescale_fn.agreement import Call, Value, different
+from vescale_fn.board import Board
+from vescale_fn.errors import CollectiveError, DivergenceError, RankError, SpecError
+from vescale_fn.ops import maps
 
 ROOT = Path(__file__).resolve().parents[1]
 SAME_TYPES = "\n  Instead: the same shapes, dtypes and numbers on every rank; blocks that differ in size can be padded"
@@ -338,9 +346,9 @@ def raises_in_the_backward_pass(mesh, rank, x):
             raise ValueError("in the backward pass")
         return gradient
 
-    f = vfn.shard_map(lambda w, x: vfn.psum((Breaks.apply(w, then) * x).sum(), "a"), mesh=mesh,
+    f = vfn.shard_map(lambda w, x: vfn.psum((Breaks.apply(w, then) * x).sum(), mesh.mesh_dim_names), mesh=mesh,
                       in_specs=(P(), P("a")), out_specs=P())  # fmt: skip
-    vfn.grad(lambda w: f(w, x))(torch.ones(2))
+    vfn.grad(lambda w: f(w, x))(torch.ones(len(x) // mesh.size()))
 
 
 def raises_in_a_hook(mesh, rank, x):
@@ -416,3 +424,360 @@ def test_ranks_that_leave(gloo):
         assert first[program.__name__] == ("DivergenceError", text)
         assert other[program.__name__][0] == own
     assert other["sleeps"] == first["sleeps"], "it hears of it when it comes"
+
+
+# --- debug mode: more than one group ----------------------------------------------------------------------------------
+
+
+def groups_on_their_own(mesh, rank, x):
+    """Within a group all do the same; the groups do not: rows of the mesh sum over b once and twice."""
+
+    def f(x):
+        y = vfn.psum(x, "b")
+        if rank < 2:
+            y = vfn.psum(vfn.pvary(y, "b"), "b")
+        return vfn.psum(vfn.pvary(y, "b"), ("a", "b"))
+
+    return body(mesh, f, x, in_specs=P(("a", "b"))).tolist()
+
+
+def one_group_parts_ways(mesh, rank, x):
+    """Ranks 1 and 3 differ over a; ranks 0 and 2 agree, and hear of it where all four meet."""
+
+    def f(x):
+        y = vfn.psum(x[: 1 + (rank == 3)], "a")
+        return vfn.psum(vfn.pvary(y, "a"), ("a", "b"))
+
+    body(mesh, f, x, in_specs=P(("a", "b")))
+
+
+def a_ring(mesh, rank, x):
+    """0 waits for 2 over a, 2 for 3 over b, 3 for 1 over a, 1 for 0 over b."""
+
+    def f(x):
+        first, second = ("a", "b") if rank in (0, 3) else ("b", "a")
+        return vfn.psum(vfn.psum(x, first), second)
+
+    body(mesh, f, x, in_specs=P(("a", "b")))
+
+
+def in_groups(programs):
+    mesh, said = vfn.make_mesh((2, 2), ("a", "b")), []
+    for program in programs:
+        try:
+            with vfn.debug(timeout=20):
+                said.append(program(mesh, dist.get_rank(), torch.arange(8.0)))
+        except DivergenceError as error:
+            said.append(plain(str(error)))
+    return said
+
+
+def test_groups_are_compared_each_for_itself(gloo):
+    said = gloo(4, in_groups, [groups_on_their_own, one_group_parts_ways, a_ring])
+    alone, parted, ring = zip(*said, strict=True)
+    # x = arange(8) in four blocks; over b: [2, 4] and [10, 12]; the first row once more: [4, 8]; then all of them
+    assert alone == ([28.0, 40.0],) * 4
+    problem = (
+        """\
+debug: the ranks differ in the shapes of psum
+  * its value: f32[1] on rank 1, f32[2] on rank 3
+  * psum over 'a' of f32[1] at one_group_parts_ways+4"""
+        + SAME_TYPES
+    )
+    assert parted == (problem,) * 4
+    text = (
+        """\
+debug: the ranks wait for each other, and none can go on
+  * rank 0 waits for rank 2 in psum over 'a' of f32[2] at a_ring+5
+  * rank 2 waits for rank 3 in psum over 'b' of f32[2] at a_ring+5
+  * rank 3 waits for rank 1 in psum over 'a' of f32[2] at a_ring+5
+  * rank 1 waits for rank 0 in psum over 'b' of f32[2] at a_ring+5"""
+        + SAME
+    )
+    assert ring == (text,) * 4
+
+
+# --- debug mode in a launch -------------------------------------------------------------------------------------------
+
+
+def launched(program, n=2, timeout=20.0, debug=None):
+    """What `launch` says of ``program(mesh, rank, x)``, and after how many seconds."""
+
+    def run():
+        mesh = vfn.make_mesh((n, 1), ("a", "b"))
+        if debug is None:
+            return program(mesh, dist.get_rank(), torch.arange(2.0 * n))
+        with vfn.debug(timeout=debug):
+            return program(mesh, dist.get_rank(), torch.arange(2.0 * n))
+
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        vfn.launch(run, n, device="cpu", timeout=timeout)
+    return plain(str(error.value)).splitlines(), time.monotonic() - start
+
+
+def is_killed(mesh, rank, x):
+    body(mesh, lambda x: vfn.psum(x, "a"), x)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    body(mesh, lambda x: vfn.psum(x, "a"), x)
+
+
+def test_in_debug_mode_the_rank_that_failed_still_comes_first():
+    lines, seconds = launched(raises_inside, debug=20)
+    assert lines[0] == "launch: rank 1 of 2 raised RuntimeError; the other ranks were ended"
+    assert "RuntimeError: shape '[7]' is invalid for input of size 2" in lines
+    assert lines[-1] == "After it, rank 0 raised DivergenceError: debug: rank 1 has left while others wait for it"
+    assert seconds < 5
+
+
+def test_in_debug_mode_a_killed_rank_is_noticed():
+    lines, seconds = launched(is_killed, debug=20)
+    assert lines == [
+        "launch: rank 1 of 2 was killed by SIGKILL (out of memory?); the other ranks were ended",
+        "After it, rank 0 raised DivergenceError: debug: rank 1 has died while others wait for it",
+    ]
+    assert seconds < 5
+
+
+def entered_on_rank_0_alone(mesh, rank, x):
+    if rank == 0:
+        with vfn.debug(timeout=0.5):
+            vfn.unshard(vfn.shard(x, mesh, P("a")))
+    else:
+        vfn.unshard(vfn.shard(x, mesh, P("a")))
+
+
+def test_debug_mode_on_some_ranks_only():
+    lines, _ = launched(entered_on_rank_0_alone)
+    at = lines.index("vescale_fn.errors.DivergenceError: debug: after 0.5 s not all ranks have come")
+    assert lines[at + 1 : at + 4] == [
+        "  * rank 0 waits in shard on mesh (a=2, b=1) of x: f32[4] at entered_on_rank_0_alone+3",
+        "  * rank 1 has not entered this block of vfn.debug()",
+        "  Instead: `with vfn.debug():` on every rank, or on none",
+    ]
+
+
+# --- without debug mode -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("program", "first", "own"), [
+    (raises_before, "raised ValueError", "ValueError: mine"),
+    (raises_inside, "raised RuntimeError", "RuntimeError: shape '[7]' is invalid for input of size 2"),
+    (raises_in_the_backward_pass, "raised ValueError", "ValueError: in the backward pass"),
+    (raises_in_a_hook, "raised KeyError", "KeyError: 'hook'"),
+    (leaves_python, "called sys.exit(3)", "SystemExit: 3"),
+    (is_killed, "was killed by SIGKILL (out of memory?)", ""),
+])  # fmt: skip
+def test_a_rank_that_fails_ends_the_job_with_its_own_traceback_first(program, first, own):
+    lines, seconds = launched(program)
+    assert lines[0] == f"launch: rank 1 of 2 {first}; the other ranks were ended"
+    if own:
+        trace = lines[: lines.index(own)]
+        assert trace[1:3] == ["", "Traceback (most recent call last):"]
+        assert not any("After it" in line or "Connection" in line for line in trace)
+        assert any(program.__name__ in line or " in then" in line or "<lambda>" in line for line in trace)
+    assert seconds < 5
+
+
+def sleeps_long(mesh, rank, x):
+    if rank == 1:
+        time.sleep(60)
+    body(mesh, lambda x: vfn.psum(x, "a"), x)
+
+
+def other_sizes(mesh, rank, x):
+    faulthandler.disable()  # gloo ends the process, and Python would say at length where it was
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    other_specs(mesh, rank, x)
+
+
+@pytest.mark.parametrize(("program", "firsts", "lasts"), [
+    (sleeps_long, ["launch: rank 0 of 2 raised RuntimeError; the other ranks were ended"],
+     ["Meanwhile rank 1 was at sleeps_long+2."]),
+    (another_collective, [f"launch: rank {i} of 2 raised RuntimeError; the other ranks were ended" for i in range(2)],
+     ["After it, rank 0 raised RuntimeError at another_collective+3: ",
+      "After it, rank 1 raised RuntimeError at another_collective+4: "]),
+    (a_call_left_out, ["launch: rank 1 of 2 waited in a collective that others had left out: rank 0 had returned by "
+     "then. It raised RuntimeError; the other ranks were ended"], [""]),
+    (other_sizes, ["launch: rank 1 of 2 was killed by SIGABRT; the other ranks were ended"], [""]),
+])  # fmt: skip
+def test_ranks_that_wait_in_vain_end_with_the_timeout(program, firsts, lasts):
+    lines, seconds = launched(program, timeout=0.5)
+    assert lines[0] in firsts
+    *_, last, hint = lines
+    assert any(last.startswith(words) for words in lasts)
+    assert hint == "Under `with vfn.debug():` ranks whose calls differ say so, and which."
+    assert seconds < 10
+
+
+def runs_into_a_timeout_of_its_own(mesh, rank, x):
+    if rank == 1:
+        time.sleep(0.2)
+        raise TimeoutError("the server timed out")
+
+
+def test_a_timeout_of_the_users_is_not_taken_for_that_of_a_collective():
+    lines, _ = launched(runs_into_a_timeout_of_its_own)
+    assert lines[0] == "launch: rank 1 of 2 raised TimeoutError; the other ranks were ended"
+    assert lines[-1] == "By then rank 0 had returned."
+
+
+def caught_alike():
+    """Errors that all ranks raise alike, before anything moves, in the forward and the backward pass."""
+    mesh, x = vfn.make_mesh((2,), ("a",)), torch.arange(8.0)
+
+    def refuse(gradient):
+        raise ValueError("on every rank")
+
+    for debug in (False, True):
+        for _ in range(2):
+            with vfn.debug() if debug else vfn.use_mesh(mesh):
+                with pytest.raises(CollectiveError):
+                    body(mesh, lambda x: vfn.psum_scatter(x[:3], "a", tiled=True), x, out_specs=P("a"))
+                with pytest.raises(SpecError):
+                    body(mesh, lambda x: vfn.psum(x, "a"), x[:3])
+                f = vfn.shard_map(lambda w, x: vfn.psum((Breaks.apply(w, refuse) * x).sum(), "a"), mesh=mesh,
+                                  in_specs=(P(), P("a")), out_specs=P())  # fmt: skip
+                with pytest.raises(ValueError, match="on every rank"):
+                    vfn.grad(lambda w, f=f: f(w, x))(torch.ones(4))
+                assert body(mesh, lambda x: vfn.psum(x.sum(), "a"), x) == 28
+    return True
+
+
+def test_an_error_that_all_ranks_catch_leaves_them_usable(gloo):
+    assert gloo(2, caught_alike) == [True, True]
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path):
+    """A divergence that is caught, through torchrun's own store; then a rank that fails while the other waits."""
+    script = """
+        import os, torch, torch.distributed as dist, vescale_fn as vfn
+        from vescale_fn import P
+        mesh, x = vfn.make_mesh((2,), ("a",)), torch.arange(4.0)
+        rank = dist.get_rank()
+        with vfn.debug():
+            try:
+                vfn.shard_map(lambda x: vfn.psum(x[:1 + rank], "a"), mesh=mesh, in_specs=P("a"), out_specs=P())(x)
+            except vfn.errors.DivergenceError as error:
+                os.write(1, (str(error).splitlines()[1] + "\\n").encode())
+            total = vfn.unshard(vfn.shard(x, mesh, P("a")).sum())
+        os.write(1, f"{total.item()}\\n".encode())
+        if rank == 1:
+            raise ValueError("of rank 1 alone")
+        dist.all_reduce(x)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, str(tmp_path / "script.py")], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert sorted(done.stdout.splitlines()) == sorted(["  * its value: f32[1] on rank 0, f32[2] on rank 1", "6.0"] * 2)
+    assert done.stderr.index("ValueError: of rank 1 alone") < (done.stderr + "Connection").index("Connection")
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def test_outside_debug_mode_nothing_is_posted_and_inside_a_simulation_neither(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("nothing should be compared here")
+
+    monkeypatch.setattr("vescale_fn.agreement.Watch.compare", refuse)
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("a",))
+        for _ in range(2):
+            assert context.watch() is None
+            with vfn.debug():
+                watch = context.watch()
+                with vfn.debug():  # an inner block is part of the outer one
+                    assert context.watch() is watch
+                assert context.watch() is watch
+                assert body(mesh, lambda x: vfn.psum(x.sum(), "a"), torch.arange(4.0)) == 6
+                vfn.shard(torch.arange(4.0), mesh, P("a")) + torch.ones(4)
+                vfn.grad(lambda x: vfn.with_sharding(x, P("a"), mesh=mesh).sum())(torch.ones(4))
+    assert context.watch() is None
+
+
+def test_a_group_without_other_processes_is_not_waited_for():
+    dist.init_process_group("fake", rank=0, world_size=4, store=dist.HashStore())
+    try:
+        mesh = vfn.make_mesh((4,), ("a",))
+        with vfn.debug(timeout=0.1):
+            assert body(mesh, lambda x: vfn.psum(x, "a"), torch.arange(4.0)).shape == (1,)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_board():
+    store = dist.HashStore()
+    one, two = (Board(store, rank, 1, f"line {rank}") for rank in (3, 5))
+    group = (3, 5)
+    assert one.card(5)["entered"] == "line 5"
+    assert one.card(4) is None
+    assert one.post(group, {"what": "a"}, "a") == 1
+    assert two.calls(group, 1, group) == {3: {"what": "a"}}
+    assert two.post(group, {"what": "b"}, "b") == 1
+    assert one.calls(group, 1, [5]) == {5: {"what": "b"}}
+    assert one.card(5) | {"call": "b", "count": 1, "number": 1, "group": [3, 5], "left": None} == one.card(5)
+    assert one.verdict(group, 1) is None
+    assert one.settle(group, 1, ["first", False]) == ["first", False]
+    assert two.settle(group, 1, None) == two.verdict(group, 1) == ["first", False], "the first word holds for all"
+    assert two.settle(group, 2, None) is None
+    assert one.settle(group, 2, ["late", False]) is None
+    one.forget(group, 1)
+    assert one.calls(group, 1, group) == {5: {"what": "b"}}
+    assert one.verdict(group, 1) is None
+    two.leave(" by KeyError: 3", "text")
+    assert (one.card(5)["left"], one.card(5)["error"]) == (" by KeyError: 3", "text")
+    one.leave("", None)
+
+
+def test_the_board_sees_that_a_process_has_ended():
+    board = Board(dist.HashStore(), 0, 1, "here")
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    card = {**board.card(0), "pid": child.pid}
+    assert not board.is_gone(card)
+    assert not board.is_gone(board.card(0))
+    child.kill()
+    end = time.monotonic() + 10
+    while not board.is_gone(card):  # a zombie, until it is waited for
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    child.communicate()
+    assert board.is_gone(card)
+    assert not board.is_gone({**card, "place": "another machine"})
+    board.leave("", None)
+
+
+def test_of_many_ranks_and_values_some_are_listed():
+    values = [tuple(Value(f"x[{i}]", f"f32[{i + rank % 2}]") for i in range(20)) for rank in range(30)]
+    text = different({rank: Call("psum", "over 'a'", v, line="a.py:1") for rank, v in enumerate(values)})
+    lines = text.splitlines()
+    assert lines[1] == (
+        "  * x[0]: f32[0] on ranks 0, 2, 4, 6, 8, 10, 12, 14, ... (15 in all), "
+        "f32[1] on ranks 1, 3, 5, 7, 9, 11, 13, 15, ... (15 in all)"
+    )
+    assert (
+        lines[11]
+        == "  * psum over 'a' of x[0]: f32[0], x[1]: f32[1], x[2]: f32[2], x[3]: f32[3], ... 20 in all at a.py:1"
+    )
+    assert len(lines) == 13
+
+
+@pytest.mark.parametrize(("row", "one", "other"), [
+    ("all_gather", {"dim": 0}, {"dim": 1}),
+    ("all_gather", {"tiled": False}, {"tiled": True}),
+    ("all_gather_invariant", {"dim": 0}, {"dim": 1}),
+    ("psum_scatter", {"dim": 0}, {"dim": 1}),
+    ("psum_scatter", {"tiled": False}, {"tiled": True}),
+    ("all_to_all", {"dim": 0, "other": 1}, {"dim": 1, "other": 1}),
+    ("all_to_all", {"dim": 0, "other": 1}, {"dim": 0, "other": 0}),
+    ("ppermute", {"perm": ((0, 1),)}, {"perm": ((1, 0),)}),
+    ("pbroadcast", {"source": 0}, {"source": 1}),
+])  # fmt: skip
+def test_what_a_collective_tells_of_its_parameters(row, one, other):
+    """A parameter that were left out could not be seen to differ."""
+    mine, theirs = (maps.Collective(row, None, ("a",), row, **parameters).told() for parameters in (one, other))
+    assert mine != theirs

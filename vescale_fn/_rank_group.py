@@ -26,7 +26,8 @@ from .lines import is_users, quoted
 # where all complain of others' ends, to hear of the rank that was first, which a busy machine may take to bury.
 START, LEAVE, GRACE, BURIAL, ANSWER = {"cpu": 30.0, "cuda": 120.0}, 5.0, 0.2, 3.0, 1.0
 BROKEN = re.compile("[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited")
-LATE = re.compile("[Tt]ime?d? ?out")  # "Timed out waiting", "timeout"
+LATE = re.compile("[Tt]ime(d |)out")
+OF_TRANSPORT = re.compile("raised (RuntimeError|Dist[A-Za-z]*Error)")  # a user's own TimeoutError is none
 
 
 class NotStarted(Exception):
@@ -57,7 +58,7 @@ def run(call: Callable[[], Any], nprocs: int, device: str, timeout: float) -> li
             done, failed = hear(ranks, "done", streams, float("inf"))
             if failed:
                 silent = [i for i in range(nprocs) if i not in done and i not in {message.rank for message in failed}]
-                at = whereabouts(ranks, silent, folder) if any(LATE.search(m.text) for m in failed) else {}
+                at = whereabouts(ranks, silent, folder) if any(map(waited, failed)) else {}
                 raise RankError(first_and_others(failed, list(done), nprocs, at))
             tell(ranks, "leave")
             late = time.monotonic() + LEAVE
@@ -163,7 +164,7 @@ def first_and_others(
     first, *others = failed
     text = f"launch: rank {first.rank} of {nprocs} {first.title}; the other ranks were ended"
     gone = f"rank{'s' * (len(returned) > 1)} {', '.join(map(str, sorted(returned)))} had returned"
-    if returned and BROKEN.search(first.text):  # its words are those of the transport, which knows no ranks
+    if returned and waited(first) and not at:  # its words are those of the transport, which knows no ranks
         text = (
             f"launch: rank {first.rank} of {nprocs} waited in a collective that others had left out: {gone} by then. "
             f"It {first.title}; the other ranks were ended"
@@ -173,12 +174,21 @@ def first_and_others(
     text += "\n\n" + first.text if first.text else ""
     for other in others:
         said = re.sub(rf"^[\w.]*{re.escape(other.title.rpartition(' ')[2])}: ", "", said_first(other.text))[:200]
-        text += f"\nAfter it, rank {other.rank} {other.title}" + (f": {said}" if said else "")
+        at_line = f" at {other.line}" if waited(other) and other.line else ""
+        text += f"\nAfter it, rank {other.rank} {other.title}{at_line}" + (f": {said}" if said else "")
     if returned:  # perhaps the cause: it left out a collective that the others wait in
         text += f"\nBy then {gone}."
     for rank, line in (at or {}).items():
         text += f"\nMeanwhile rank {rank} was at {line}."
+    if waited(first) or "SIGABRT" in first.title:  # with which gloo and NCCL end what does not fit together
+        text += "\nUnder `with vfn.debug():` ranks whose calls differ say so, and which."
     return text
+
+
+def waited(message: Message) -> bool:
+    """Whether a rank failed in a collective because another one was gone or did not come."""
+    of_others = BROKEN.search(message.text) or LATE.search(said_first(message.text))
+    return bool(OF_TRANSPORT.fullmatch(message.title) and of_others)
 
 
 def said_first(text: str) -> str:

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch, context, tracebacks
 from .errors import DivergenceError, report
+from .lines import is_users, quoted
 
 try:
     import cloudpickle
@@ -61,6 +63,7 @@ class Message:
     value: Any = None  # done: the pickled result
     title: str = ""  # failed: "raised ValueError"
     text: str = ""  # failed: the traceback
+    line: str = ""  # failed: the user's line
     follows: bool = False  # the error says that it is only about another rank's
     when: float = 0.0  # of the machine's monotonic clock, the same for all processes
 
@@ -103,7 +106,9 @@ def failure(rank: int, error: BaseException) -> Message:
     text = tracebacks.text(error, below)
     how = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
     follows = isinstance(error, DivergenceError) and error.follows
-    return Message("failed", rank, title=how, text=text, follows=follows, when=time.monotonic())
+    users = [entry for entry in traceback.extract_tb(below) if is_users(entry.filename)]
+    line = quoted(f"{users[-1].filename}:{users[-1].lineno}") if users else ""
+    return Message("failed", rank, title=how, text=text, line=line, follows=follows, when=time.monotonic())
 
 
 def _stay(pipe: Connection, message: Message) -> None:

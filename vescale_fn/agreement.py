@@ -247,10 +247,7 @@ def _late(board: Board, group: Group, seen: Mapping[int, Call], what: str) -> st
             continue
         card, where = board.card(rank), board.where(rank)
         if card is None:
-            which = (
-                "vfn.debug()" if Watch.entered_blocks == 1 else f"its {_nth(Watch.entered_blocks)} block of vfn.debug()"
-            )
-            rows.append(f"rank {rank} has not entered {which}")
+            rows.append(f"rank {rank} has not entered this block of vfn.debug()")
             fix = "`with vfn.debug():` on every rank, or on none"
         elif card["group"] is not None and len(board.calls(tuple(card["group"]), card["number"], card["group"])) < len(
             card["group"]
@@ -282,7 +279,3 @@ def _others(group: Group, rank: int) -> str:
 def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (f", ... ({len(ranks)} in all)" if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
-
-
-def _nth(n: int) -> str:
-    return f"{n}{'th' if 10 < n % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
