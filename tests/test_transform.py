@@ -460,7 +460,7 @@ def test_messages(mesh) -> None:
     )
     assert message(lambda: vfn.grad(lambda p, x: x.sum())({"n": n, "m": 3}, x)) == (
         "grad: there is no floating-point tensor to differentiate\n"
-        "  * argument 0 holds int leaves, int64 tensors\n"
+        "  * argument 0 holds i64 tensors, int leaves\n"
         "  Instead: point argnums at the parameters, or convert them with .float()"
     )
     assert "argument 0 holds no leaves" in message(lambda: vfn.grad(lambda p: 0.0)(None))
@@ -476,7 +476,8 @@ def test_messages(mesh) -> None:
     assert "a call with 0 arguments" in message(lambda: vfn.grad(lambda x: x.sum())(x=x))
     _, pullback = vfn.vjp(lambda x: {"y": x * 2}, x)
     assert message(lambda: pullback({"y": torch.ones(2)})) == (
-        "vjp: pullback: the cotangent does not fit the result\n  * out['y'] has shape [3], its cotangent [2]"
+        "vjp: pullback: the cotangent does not fit the result\n  * out['y'] is f32[3], its cotangent f32[2]\n"
+        "  Instead: a tensor of the same shape and dtype for each, torch.ones_like(x) say"
     )
     assert "no tensor argument is mapped over" in message(lambda: vfn.vmap(lambda x: x, in_axes=None)(x))
     assert issubclass(TransformError, (vfn.errors.VfnError, TypeError))
@@ -490,9 +491,9 @@ def test_jvp_names_the_tangents_that_do_not_fit() -> None:
     bad = {"a": torch.ones(2), "b": [torch.ones(2, dtype=torch.float64), None]}
     assert message(lambda: vfn.jvp(f, (x, torch.tensor(1.0)), (bad, 2.0))) == (
         "jvp: the tangents do not fit the primals\n"
-        "  * primals[0]['a'] has shape [3], its tangent [2]\n"
-        "  * primals[0]['b'][0] is torch.float32, its tangent torch.float64\n"
-        "  * primals[1] has shape [], its tangent is 2.0, not a tensor\n"
+        "  * primals[0]['a'] is f32[3], its tangent f32[2]\n"
+        "  * primals[0]['b'][0] is f32[2], its tangent f64[2]\n"
+        "  * primals[1] is f32[], its tangent is the float 2.0, not a tensor\n"
         "  Instead: a tensor of the same shape and dtype for each, torch.ones_like(x) say"
     )
     assert "primals has length 2, but tangents has length 1" in message(lambda: vfn.jvp(f, (x, x), (x,)))

@@ -6,8 +6,8 @@ write instead; it lists every failure at once. `report` is the one place that la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 from . import tracebacks
 
@@ -130,41 +130,20 @@ def described(value: Any) -> str:
         inside = ", ".join(described(x) for x in value[:4]) + ", ..." * (len(value) > 4)
         return f"a {kind} of {inside}"
     if isinstance(value, dict):
-        return f"a {kind} with keys {', '.join(map(repr, list(value)[:4]))}{', ...' * (len(value) > 4)}"
+        keys = list(cast("Mapping[Any, Any]", value))
+        return f"a {kind} with keys {', '.join(map(repr, keys[:4]))}{', ...' * (len(keys) > 4)}"
     said = " ".join(repr(value).split())
     return f"the {kind} {said if len(said) <= 60 else said[:57] + '...'}"
 
 
 def short(value: Any) -> str:
     """A value as it is written, where that is short; else `described`."""
-    return repr(value) if isinstance(value, (str, int, float, tuple, list, type(None))) and "\n" not in repr(value) \
-        else described(value)  # fmt: skip
+    plain = isinstance(value, (str, int, float, tuple, list, type(None)))
+    said = repr(cast("object", value)) if plain else "\n"
+    return described(value) if "\n" in said else said
 
 
 def op_text(op: Any) -> str:
     """The name by which users call an operator of torch: ``add`` for ``aten.add.Tensor``."""
     parts = str(op).split(".")
     return (parts[1] if len(parts) > 1 else parts[0]).lstrip("_")
-
-
-def checked_function(f: Any, where: str) -> None:
-    """Raise unless `f` can be called: given its result, as in ``grad(loss(w))``, say so."""
-    if not callable(f):
-        raise TransformError(report(where, f"f must be a function, but it is {described(f)}",
-                                    fix=f"vfn.{where}(f, ...)(x) with the function itself, which is called later"))  # fmt: skip
-
-
-def called(f: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any], where: str) -> Any:
-    """``f(*args, **kwargs)``, a function of the user's; an error of ours where it takes other arguments."""
-    try:
-        return f(*args, **kwargs)
-    except TypeError as error:
-        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise
-        raise TransformError(report(where, "the function does not take these arguments",
-                                    [str(error), f"it was called with {_call_text(args, kwargs)}"])) from None  # fmt: skip
-
-
-def _call_text(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
-    given = [*map(described, args), *(f"{name}={described(x)}" for name, x in kwargs.items())]
-    return "(" + ", ".join(given) + ")"

@@ -11,13 +11,16 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.checkpoint
 
 from . import _torch, context, reshard, tracebacks, tree, types
 from .array import Array, is_array, mesh_of, moved, spec_of, wrap
-from .errors import TransformError, report
+from .calls import called, checked_function
+from .errors import TransformError, described, dtype_text, mesh_text, report, short
 from .layout import WHOLE, axes_items, layout, type_text
+from .mesh import axes_of, same
 from .spec import P
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
@@ -39,8 +42,8 @@ class Split:
             raise TransformError(report(
                 where, "there is no floating-point tensor to differentiate",
                 [f"argument {n} holds {', '.join(sorted({_kind(x) for x in leaves})) or 'no leaves'}"
-                 for n, (leaves, _) in zip(argnums, flat, strict=True)],
-                "point argnums at the parameters, or convert them with .float()"))  # fmt: skip
+                 for n, (leaves, _) in zip(argnums, flat, strict=True)] or ["it was given no argument to differentiate"],
+                _how_to_differentiate(self.leaves)))  # fmt: skip
 
     @property
     def primals(self) -> list[torch.Tensor]:
@@ -76,22 +79,33 @@ def _is_differentiable(x: Any) -> bool:
 
 
 def _kind(x: Any) -> str:
-    return (
-        f"{str(x.dtype).removeprefix('torch.')} tensors"
-        if isinstance(x, torch.Tensor)
-        else f"{type(x).__name__} leaves"
-    )
+    return f"{dtype_text(x.dtype)} tensors" if isinstance(x, torch.Tensor) else f"{type(x).__name__} leaves"
+
+
+def _how_to_differentiate(leaves: Sequence[Any]) -> str:
+    """What to give in place of leaves that cannot be differentiated."""
+    if any(isinstance(x, torch.nn.Module) for x in leaves):
+        return "params = dict(module.named_parameters()), and torch.func.functional_call(module, params, args)"
+    if any(isinstance(x, float) for x in leaves):
+        return "torch.tensor(x) for a Python number"
+    if any(isinstance(x, np.ndarray) for x in leaves):
+        return "torch.from_numpy(x) for a numpy array"
+    return "point argnums at the parameters, or convert them with .float()"
 
 
 def _argnums(argnums: Any, args: Sequence[Any], where: str) -> tuple[int, ...]:
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    wrong = [n for n in numbers if not isinstance(n, int) or not -len(args) <= n < len(args)]
+    several = isinstance(argnums, (tuple, list))
+    numbers = tuple(argnums) if several else (argnums,)
+    wrong = [n for n in numbers if not isinstance(n, int) or isinstance(n, bool) or not -len(args) <= n < len(args)]
+    if len(numbers) and not wrong and len({n % len(args) for n in numbers}) < len(numbers):
+        raise TransformError(report(where, f"argnums={argnums!r} names an argument twice", fix="each of them once"))
     if wrong:
         given = f"{len(args)} argument{'s' * (len(args) != 1)}"
         fix = "argnums=0" if len(args) == 1 else f"argnums between 0 and {len(args) - 1}"
         fix = fix if args else "give what is differentiated by its place"
         raise TransformError(report(
-            where, f"argnums={argnums!r} does not fit a call with {given}", [f"there is no argument {n!r}" for n in wrong],
+            where, f"argnums={short(argnums)} does not fit a call with {given}",
+            [f"there is no argument {short(n)}" for n in wrong],
             f"{fix}; arguments that are given by name are not counted"))  # fmt: skip
     return tuple(n % len(args) for n in numbers)
 
@@ -101,18 +115,25 @@ def _described(value: Any) -> str:
         return type_text(value.shape, value.dtype, spec_of(value))
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {', '.join(map(_described, value))}"
-    return (
-        f"the {type(value).__name__} {value!r}"
-        if isinstance(value, (int, float, complex))
-        else f"a {type(value).__name__}"
-    )
+    return described(value)
+
+
+def _how_to_return(value: Any) -> str:
+    """What to return in place of what is no loss."""
+    if value is None:
+        return "return loss: a `return` is missing"
+    if isinstance(value, (int, float)):
+        return "the tensor itself, without .item() or float(), from which no gradient comes back"
+    if isinstance(value, torch.Tensor) and not value.ndim:
+        return "its .abs(), .real or .imag" if value.is_complex() else "a loss computed in floating point"
+    return "reduce it: loss.mean() or loss.sum(); with more results, return (loss, aux) and has_aux=True"
 
 
 def _scalar(value: Any, where: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.ndim or not value.is_floating_point():
         raise TransformError(report(
             where, "the function must return one floating-point number, a 0-d tensor", [f"it returned {_described(value)}"],
-            "reduce it: loss.mean() or loss.sum(); with more results, return (loss, aux) and has_aux=True"))  # fmt: skip
+            _how_to_return(value)))  # fmt: skip
     return value
 
 
@@ -194,6 +215,7 @@ def value_and_grad(
 
 def _value_and_grad(f: Callable[..., Any], argnums: Any, has_aux: bool, where: str) -> Callable[..., Any]:
     """`value_and_grad`; `where` is the name that the user called it by."""
+    checked_function(f, where)
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -232,7 +254,7 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool 
 def _call(
     f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], has_aux: bool, where: str
 ) -> tuple[torch.Tensor, Any]:
-    out = f(*args, **kwargs)
+    out = called(f, args, kwargs, where)
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise TransformError(report(
             where, "with has_aux=True the function must return (value, aux)", [f"it returned {_described(out)}"],
@@ -325,7 +347,8 @@ class Flat:
         self.f, self.split = f, split
 
     def __call__(self, *moving: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        self.leaves, self.treedef = tree.flatten(self.f(*self.split.with_primals(moving)))
+        result = called(self.f, self.split.with_primals(moving), {}, self.split.where)
+        self.leaves, self.treedef = tree.flatten(result)
         return tuple(x for x in self.leaves if isinstance(x, torch.Tensor))
 
     def rebuilt(self, tensors: Sequence[Any]) -> Any:
@@ -363,26 +386,43 @@ def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[[Any], tupl
     >>> out, pullback(torch.tensor([1.0, 10.0]))
     (tensor([3., 6.]), (tensor([ 3., 30.]),))
     """
+    checked_function(f, "vjp")
     split = Split("vjp", primals, range(len(primals)))
     flat = Flat(f, split)
     outs, back = pullback_of(flat, split.primals)
     out = flat.rebuilt(outs)
 
-    def pullback(cotangent: Any) -> tuple[Any, ...]:
+    def pullback(cotangent: Any, *more: Any) -> tuple[Any, ...]:
+        if more:
+            raise TransformError(report("vjp: pullback", f"it takes one cotangent, a tree like the result, but {len(more) + 1} "
+                                        "were given", fix="pullback((a, b)) for a result (x, y)"))  # fmt: skip
         cotangents = _cotangents(cotangent, out)
         return tuple(split.gradients(settled(back(cotangents), split.primals)))
 
     return out, pullback
 
 
+def partner_problem(x: torch.Tensor, partner: Any, word: str) -> str:
+    """What is wrong with the tangent or cotangent of `x`; "" if nothing is."""
+    if not isinstance(partner, torch.Tensor):
+        return f"is {_described(x)}, its {word} is {described(partner)}, not a tensor"
+    theirs = mesh_of(partner)
+    if partner.shape != x.shape or partner.dtype != x.dtype:
+        return f"is {_described(x)}, its {word} {_described(partner)}"
+    if theirs is not None and (mine := mesh_of(x)) is not None and not same(mine, theirs):
+        return f"lies on the {mesh_text(axes_of(mine))}, its {word} on the {mesh_text(axes_of(theirs))}"
+    return ""
+
+
 def _cotangents(cotangent: Any, out: Any) -> tuple[torch.Tensor, ...]:
     given = tree.broadcast(cotangent, out, "vjp: pullback", "the cotangent", "the result")
     wanted, failures = tree.leaves(out), []
     for name, ct, x in zip(tree.paths(out, "out"), given, wanted, strict=True):
-        if isinstance(x, torch.Tensor) and not (isinstance(ct, torch.Tensor) and ct.shape == x.shape):
-            failures.append(f"{name} has shape {list(x.shape)}, its cotangent {list(getattr(ct, 'shape', ()))}")
+        if isinstance(x, torch.Tensor) and (problem := partner_problem(x, ct, "cotangent")):
+            failures.append(f"{name} {problem}")
     if failures:
-        raise TransformError(report("vjp: pullback", "the cotangent does not fit the result", failures))
+        raise TransformError(report("vjp: pullback", "the cotangent does not fit the result", failures,
+                                    "a tensor of the same shape and dtype for each, torch.ones_like(x) say"))  # fmt: skip
     return tuple(ct for ct, x in zip(given, wanted, strict=True) if isinstance(x, torch.Tensor))
 
 

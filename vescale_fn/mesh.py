@@ -239,7 +239,7 @@ def played_ranks(mesh: Any) -> range:
 def axis_names(axis_name: Any, mesh_axes: Mapping[str, int], where: str) -> tuple[str, ...]:
     """A name or a tuple of names as a tuple, each checked to be an axis, none twice."""
     several = isinstance(axis_name, Iterable) and not isinstance(axis_name, str) and not hasattr(axis_name, "dtype")
-    names = tuple(axis_name) if several else (axis_name,)
+    names: tuple[Any, ...] = tuple(axis_name) if several else (axis_name,)
     unknown = [name for name in names if not isinstance(name, str) or name not in mesh_axes]
     if unknown or len(set(names)) != len(names):
         failures = [f"{short(name)} is not one of the axes {tuple(mesh_axes)}" for name in unknown]

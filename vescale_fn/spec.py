@@ -15,7 +15,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import optree
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -90,8 +90,9 @@ def _entry(entry: Any) -> Entry:
     if entry is None or isinstance(entry, str):
         return entry
     nested = isinstance(entry, P)  # a whole spec, which would be taken for one dim's axes
-    names: tuple[Any, ...] | None = tuple(entry) if isinstance(entry, (tuple, list)) and not nested else None  # type: ignore[arg-type]
-    if names is not None and all(isinstance(name, str) for name in names):
+    several = isinstance(entry, (tuple, list)) and not nested
+    names = tuple(cast("Sequence[Any]", entry)) if several else ()
+    if several and all(isinstance(name, str) for name in names):
         return None if not names else names[0] if len(names) == 1 else names
     raise SpecError(
         report(
@@ -107,10 +108,11 @@ def _entry(entry: Any) -> Entry:
 def _names(names: Any, word: str) -> frozenset[str]:
     if isinstance(names, str):
         return frozenset((names,))
-    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+    found: list[Any] = list(cast("Iterable[Any]", names)) if isinstance(names, Iterable) else [None]
+    if not all(isinstance(name, str) for name in found):
         raise SpecError(report("P", f"{word} must be a set of axis names, but it is {described(names)}",
                                fix=f'for instance P({word}={{"dp"}})'))  # fmt: skip
-    return frozenset(names)
+    return frozenset(found)
 
 
 def is_spec(spec: Any, where: str, name: str = "spec") -> P:
@@ -122,7 +124,7 @@ def is_spec(spec: Any, where: str, name: str = "spec") -> P:
 
 def as_spec(value: Any) -> str:
     """How to write as a `P` what was given in its place."""
-    entries = value if isinstance(value, (tuple, list)) else (value,)
+    entries = cast("Sequence[Any]", value) if isinstance(value, (tuple, list)) else (value,)
     try:
         return f"vfn.{P(*entries)!r}" + " for a value that every rank holds whole" * (value is None)
     except SpecError:
@@ -252,8 +254,9 @@ def shard_shape(shape: Sequence[int], mesh: Any, spec: P) -> tuple[int, ...]:
     >>> vfn.shard_shape((5, 6), {"dp": 4}, vfn.P("dp"))
     (2, 6)
     """
-    if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
-        raise SpecError(report("shard_shape", f"shape must be a tuple of ints, but it is {described(shape)}",
+    given: Any = shape
+    if not isinstance(given, Sequence) or not all(isinstance(size, int) for size in cast("Sequence[Any]", given)):
+        raise SpecError(report("shard_shape", f"shape must be a tuple of ints, but it is {described(given)}",
                                fix='for instance vfn.shard_shape((8, 6), mesh, P("dp")), or of a tensor x.shape'))  # fmt: skip
     if not isinstance(mesh, Mapping):
         context.checked_mesh(mesh, "shard_shape")
@@ -371,11 +374,12 @@ def _check_rules(rules: Any) -> None:
         raise SpecError(report("spec_from_rules", f"rules must be a list of pairs, but it is {described(rules)}",
                                fix='spec_from_rules(tree, [(r"w$", P("tp")), (r".*", P())])'))  # fmt: skip
     failures: list[str] = []
-    for i, rule in enumerate(rules):
-        if not isinstance(rule, tuple) or len(rule) != 2:
+    for i, rule in enumerate(cast("Iterable[Any]", rules)):
+        pair = cast("tuple[Any, ...]", rule) if isinstance(rule, tuple) else ()
+        if len(pair) != 2:
             failures.append(f"rules[{i}] is {described(rule)}, not a (pattern, spec) pair")
             continue
-        pattern, spec = rule
+        pattern, spec = pair
         if not isinstance(spec, P):
             failures.append(f"rules[{i}]: the spec of {pattern!r} is {described(spec)}, not a vfn.P")
         try:

@@ -11,8 +11,9 @@ import torch
 import torch.utils.checkpoint
 
 from . import _torch, tracebacks, tracking, tree
-from .errors import TransformError, report
-from .gradient import Flat, Split, pullback_of, settled
+from .calls import called, checked_function
+from .errors import TransformError, described, report, short
+from .gradient import Flat, Split, partner_problem, pullback_of, settled
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
@@ -34,6 +35,12 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) 
     >>> vfn.jvp(torch.sin, (torch.tensor(0.0),), (torch.tensor(2.0),))
     (tensor(0.), tensor(2.))
     """
+    checked_function(f, "jvp")
+    wrong = [f"{name} is {described(given)}" for name, given in (("primals", primals), ("tangents", tangents))
+             if not isinstance(given, (tuple, list))]  # fmt: skip
+    if wrong:
+        fix = "jvp(f, (x,), (dx,)): one of each for each argument of f"
+        raise TransformError(report("jvp", "primals and tangents must be tuples", wrong, fix))
     if len(primals) != len(tangents):
         what = f"primals has length {len(primals)}, but tangents has length {len(tangents)}"
         raise TransformError(report("jvp", what, fix="give tuples, one tangent for each argument of the function"))
@@ -61,12 +68,8 @@ def _directions(split: Split, tangents: Sequence[Any]) -> tuple[torch.Tensor, ..
     failures = []
     for i, tangent in zip(split.moving, directions, strict=True):
         x = split.leaves[i]
-        if not isinstance(tangent, torch.Tensor):
-            failures.append(f"{names[i]} has shape {list(x.shape)}, its tangent is {tangent!r:.60}, not a tensor")
-        elif tangent.shape != x.shape:
-            failures.append(f"{names[i]} has shape {list(x.shape)}, its tangent {list(tangent.shape)}")
-        elif tangent.dtype != x.dtype:
-            failures.append(f"{names[i]} is {x.dtype}, its tangent {tangent.dtype}")
+        if problem := partner_problem(x, tangent, "tangent"):
+            failures.append(f"{names[i]} {problem}")
     if failures:
         raise TransformError(report(where, "the tangents do not fit the primals", failures,
                                     "a tensor of the same shape and dtype for each, torch.ones_like(x) say"))  # fmt: skip
@@ -100,6 +103,7 @@ def linearize(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., 
     >>> out, f_jvp(torch.tensor(1.0)), f_jvp(torch.tensor(10.0))
     (tensor(9.), tensor(6.), tensor(60.))
     """
+    checked_function(f, "linearize")
     split = Split("linearize", primals, range(len(primals)))
     flat = Flat(f, split)
     outs, back = pullback_of(flat, split.primals, follow=True)
@@ -148,32 +152,39 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
     tensor([1., 2.])
     """
 
+    checked_function(f, "vmap")
+
     @functools.wraps(f)
-    def run(*args: Any) -> Any:
-        leaves, treedef = tree.flatten(args, is_leaf=lambda x: x is None)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            raise TransformError(report("vmap", f"it takes positional arguments, but {sorted(kwargs)} came by keyword",
+                                        fix="in_axes is matched by position"))  # fmt: skip
+        leaves, treedef = tree.flatten(args, is_leaf=tree.none)
         axes = in_axes if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
-        dims = tree.broadcast(tuple(axes), args, "vmap", "in_axes", "args", is_leaf=lambda x: x is None)
+        dims = tree.broadcast(tuple(axes), args, "vmap", "in_axes", "args", is_leaf=tree.none)
+        _check_in_axes(args, leaves, dims)
         mapped = [
             i
             for i, (x, d) in enumerate(zip(leaves, dims, strict=True))
             if isinstance(x, torch.Tensor) and d is not None
         ]
         if not mapped:
-            raise TransformError(report("vmap", "no tensor argument is mapped over", [f"in_axes={in_axes!r}"]))
+            raise TransformError(report("vmap", "no tensor argument is mapped over", [f"in_axes={in_axes!r}"],
+                                        "in_axes=0 for one that has an entry for each call"))  # fmt: skip
         rest: dict[str, Any] = {}
 
         def flat(*moving: torch.Tensor) -> tuple[torch.Tensor, ...]:
             full = list(leaves)
             for i, x in zip(mapped, moving, strict=True):
                 full[i] = x
-            outs, rest["def"] = tree.flatten(f(*tree.unflatten(treedef, full)))
+            outs, rest["def"] = tree.flatten(called(f, tree.unflatten(treedef, full), {}, "vmap"))
             rest["leaves"] = outs
             result = tree.unflatten(rest["def"], outs)
             goals = tree.broadcast(out_axes, result, "vmap", "out_axes", "the result", is_leaf=tree.none)
             rest["dims"] = [
                 d for d, x in zip(goals, tree.leaves(result, is_leaf=tree.none), strict=True) if x is not None
             ]
-            _check_unmapped(result, outs, rest["dims"])
+            _check_out_axes(result, outs, rest["dims"])
             return tuple(x for x, d in zip(outs, rest["dims"], strict=True) if _is_mapped(x, d))
 
         outs = torch.func.vmap(flat, in_dims=tuple(dims[i] for i in mapped))(*(leaves[i] for i in mapped))
@@ -189,8 +200,36 @@ def _is_mapped(x: Any, dim: int | None) -> bool:
     return isinstance(x, torch.Tensor) and dim is not None
 
 
-def _check_unmapped(result: Any, leaves: Sequence[Any], dims: Sequence[Any]) -> None:
-    """Inside the map: a result whose place is None must be the same for all entries."""
+def _check_in_axes(args: Any, leaves: Sequence[Any], dims: Sequence[Any]) -> None:
+    """Each tensor has the dim that it is mapped over, and all of them as many entries."""
+    failures, sizes = [], {}
+    names = tree.paths(args, "args", is_leaf=tree.none)
+    for name, x, d in zip(names, leaves, dims, strict=True):
+        if d is not None and (isinstance(d, bool) or not isinstance(d, int)):
+            failures.append(f"in_axes is {short(d)} for {name}, not an int or None")
+        elif isinstance(x, torch.Tensor) and d is not None:
+            if not -x.ndim <= d < x.ndim:
+                failures.append(
+                    f"{name} is {described(x)}, which has no dim {d}" + "; None for a scalar" * (not x.ndim)
+                )
+            else:
+                sizes[name] = d, x.shape[d]
+    if not failures and len({size for _, size in sizes.values()}) > 1:
+        failures = [f"{name} has {size} along dim {d}" for name, (d, size) in sizes.items()]
+    if failures:
+        raise TransformError(report("vmap", "the arguments do not fit in_axes", failures,
+                                    "for each argument the dim that all are mapped over together, None for those that are "
+                                    "the same in all calls"))  # fmt: skip
+
+
+def _check_out_axes(result: Any, leaves: Sequence[Any], dims: Sequence[Any]) -> None:
+    """Inside the map: a place is a dim of the result to come, None only where all entries have the same."""
+    names = tree.paths(result, "out")
+    failures = [f"{name} is {described(x)} in each call, so out_axes may be from {-x.ndim - 1} to {x.ndim}, not {short(d)}"
+                for name, x, d in zip(names, leaves, dims, strict=True) if isinstance(x, torch.Tensor) and d is not None
+                and (isinstance(d, bool) or not isinstance(d, int) or not -x.ndim - 1 <= d <= x.ndim)]  # fmt: skip
+    if failures:
+        raise TransformError(report("vmap", "the results do not fit out_axes", failures))
     failures = [f"{name} differs between entries, but out_axes is None for it"
                 for name, x, d in zip(tree.paths(result, "out"), leaves, dims, strict=True)
                 if d is None and isinstance(x, torch.Tensor) and _torch.is_mapped(x)]  # fmt: skip
@@ -213,6 +252,8 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     tensor(1.)
     """
 
+    checked_function(f, "remat")
+
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if _torch.transforming() or _torch.forward_ad_active() or not torch.is_grad_enabled():
@@ -221,7 +262,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
         def flat(*flat_args: Any) -> Any:
             a, k = tree.unflatten(treedef, flat_args)
-            outs, flat_def = tree.flatten(f(*a, **k))
+            outs, flat_def = tree.flatten(called(f, a, k, "remat"))
             return (flat_def, *outs)
 
         again, setting = tracking.computed_again(flat, leaves, {})

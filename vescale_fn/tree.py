@@ -43,9 +43,9 @@ def flatten_opaque(tree: Any) -> tuple[list[Any], Any]:
     return optree.tree_flatten(tree, is_leaf=lambda x: type(x) in _opaque)
 
 
-def paths(tree: Any, root: str = "") -> list[str]:
+def paths(tree: Any, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """The path of each leaf as the user would write it: ``params['blocks'][0].w``."""
-    return [accessor.codify(root) for accessor in optree.tree_accessors(tree)]
+    return [accessor.codify(root) for accessor in optree.tree_accessors(tree, is_leaf=is_leaf)]
 
 
 def paths_opaque(tree: Any, root: str = "") -> list[str]:
@@ -77,7 +77,8 @@ def broadcast(prefix: Any, tree: Any, where: str, prefix_name: str, tree_name: s
         return optree.broadcast_prefix(prefix, tree, is_leaf=is_leaf)
     except ValueError:
         of_specs = "spec" in prefix_name
-        prefix_name, tree_name = spelling(prefix, prefix_name), spelling(tree, tree_name)
+        if prefix_name == "spec":  # given by position; others the user writes by name
+            prefix_name, tree_name = spelling(prefix, prefix_name), spelling(tree, tree_name)
         failures = list(_partings(prefix, tree, prefix_name, tree_name))
         fix = f"give {prefix_name} the structure of {tree_name}, or one entry for a whole subtree"
         if of_specs and any(" is None, but " in failure for failure in failures):
