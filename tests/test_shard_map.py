@@ -470,6 +470,47 @@ def test_names_of_one_memory(mesh):
     assert text.startswith("set_: this makes a tensor another name for memory")
 
 
+def write_what_arrived(check_vma):
+    """Each collective of a value, its result written in place: the result, the value, and the collective once more."""
+    mesh, pairs = vfn.make_mesh((2, 1), ("i", "one")), [(0, 0), (1, 1)]
+    collectives = [
+        lambda x: vfn.psum(x, "i"),
+        lambda x: vfn.psum(x, "one"),
+        lambda x: vfn.pmax(x, ("one", "i")),
+        lambda x: vfn.all_gather(x, "i", tiled=True),
+        lambda x: vfn.all_gather(x, "one", to="invarying"),
+        lambda x: vfn.psum_scatter(x, "i", tiled=True),
+        lambda x: vfn.all_to_all(x, "i", 0, 0),
+        lambda x: vfn.all_to_all(x, "one", 0, 0, tiled=True),
+        lambda x: vfn.ppermute(x, "i", [(0, 1), (1, 0)]),
+        lambda x: vfn.ppermute(x, "i", pairs),
+        lambda x: vfn.pbroadcast(x, "i", 1),
+        lambda x: vfn.axis_index("i"),
+        lambda x: vfn.axis_index("one"),
+    ]
+
+    def body(x):
+        out = []
+        for collective in collectives:
+            mine = x + 1
+            arrived = collective(mine)
+            arrived += x[1].to(arrived.dtype)
+            out.append(torch.cat([arrived.flatten(), mine, collective(mine).flatten()]))
+        return torch.cat(out)
+
+    f = vfn.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P(("i", "one")), check_vma=check_vma)
+    return vfn.unshard(f(torch.tensor([1.0, 10.0, 100.0, 1000.0]))).tolist()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_arrives_is_the_ranks_own_memory(gloo, check_vma):
+    """Simulated ranks play in one memory; a write of one must not be seen by another, as on real ranks."""
+    with vfn.simulate(2):
+        got = write_what_arrived(check_vma)
+    assert gloo(2, write_what_arrived, check_vma) == [got] * 2
+    assert got[:6] == [113.0, 1022.0, 2.0, 11.0, 103.0, 1012.0]  # psum, written; the value; psum
+
+
 def aside_writes(mesh):
     """What functions do that write an argument without saying so in their name; on any mesh of 2 ranks."""
     x, mean, var, table = torch.arange(1.0, 5.0), torch.zeros(1), torch.ones(1), torch.ones(4, 2)

@@ -624,7 +624,6 @@ def axis_index(axis_name: Axis) -> torch.Tensor:
     body, names, _ = _axes("axis_index", axis_name)
     position = index(body.mesh, names)
     types.mark(position, types.of(varying=names))
-    types.borrow(position)
     return position
 
 

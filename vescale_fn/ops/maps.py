@@ -93,7 +93,16 @@ class Collective:
 
 
 def _own(moved: Any, given: Any) -> Any:
-    return moved.clone() if moved is given else moved  # one rank: nothing was moved, but the result is a new value
+    """What arrived, in memory that is nobody else's, as it is on real ranks: the body may write it."""
+    if type(moved) is not Blocks:
+        return moved.clone() if moved is given else moved  # one rank: nothing was moved
+    taken = set(map(_torch.memory, given.blocks))
+    blocks = []
+    for block in moved.blocks:
+        place = _torch.memory(block)
+        blocks.append(block.clone() if place in taken else block)
+        taken.add(place)
+    return Blocks(blocks)
 
 
 class _Opened(NamedTuple):
@@ -181,8 +190,7 @@ def _pasted_at(dim: str) -> Callable[[Collective, Any], Any]:
 
 def index(mesh: Any, axes: tuple[str, ...]) -> Any:
     """This rank's position along `axes`, major first, as a 0-d int32 tensor (a new one on each call)."""
-    made = _index(mesh, axes)
-    return Blocks(made.blocks) if type(made) is Blocks else made.detach()
+    return _index(mesh, axes).clone()
 
 
 @functools.lru_cache(maxsize=256)
