@@ -1,194 +1,23 @@
-"""The collectives: against a loop over the ranks, the adjoint identity, trees, transforms, messages, and real ranks."""
+"""The collectives: trees, numbers, casts, messages. What each computes and its derivatives: test_collective_laws.py."""
 
-import math
 import warnings
 
 import optree
 import pytest
 import torch
+from collectives import MESH, mapped, names_of, stacked
 
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn.errors import CollectiveError, MeshError, TypingError
 
-MESH = {"x": 2, "y": 3}
 AXES = ["x", "y", ("x", "y"), ("y", "x")]
-
-
-def names_of(axis):
-    return (axis,) if isinstance(axis, str) else axis
-
-
-def size_of(axis, mesh=MESH):
-    return math.prod(mesh[name] for name in names_of(axis))
-
-
-# Each collective: its call; the shape of a block for n ranks; what the ranks of one group get, from the list of their
-# blocks in the order of the axes (the oracle: plain tensors, no mesh); and whether the result is the same on all of them.
-def gathered(blocks, dim, tiled):
-    whole = torch.cat(blocks, dim) if tiled else torch.stack(blocks, dim)
-    return [whole] * len(blocks)
-
-
-def scattered(blocks, dim, tiled):
-    pieces = sum(blocks).chunk(len(blocks), dim) if tiled else sum(blocks).unbind(dim)
-    return list(pieces)
-
-
-def exchanged(blocks, split, concat, tiled):
-    pieces = [b.chunk(len(blocks), split) if tiled else b.unbind(split) for b in blocks]
-    join = torch.cat if tiled else torch.stack
-    return [join([p[i] for p in pieces], concat) for i in range(len(blocks))]
-
-
-def permuted(blocks, perm):
-    source = {to: start for start, to in perm}
-    return [blocks[source[i]] if i in source else torch.zeros_like(blocks[i]) for i in range(len(blocks))]
-
-
-def shift(n):
-    return [(i, (i + 1) % n) for i in range(n)]
-
-
-COLLECTIVES = {
-    "psum": (lambda x, a: vfn.psum(x, a), lambda n: (3, 5), lambda b: [sum(b)] * len(b), True),
-    "pmean": (lambda x, a: vfn.pmean(x, a), lambda n: (3, 5), lambda b: [sum(b) / len(b)] * len(b), True),
-    "all_gather": (lambda x, a: vfn.all_gather(x, a), lambda n: (3, 5), lambda b: gathered(b, 0, False), False),
-    "all_gather -1": (lambda x, a: vfn.all_gather(x, a, axis=-1),
-                      lambda n: (3, 5), lambda b: gathered(b, -1, False), False),
-    "all_gather tiled 1": (lambda x, a: vfn.all_gather(x, a, axis=1, tiled=True), lambda n: (3, 5),
-                           lambda b: gathered(b, 1, True), False),
-    "all_gather invarying": (lambda x, a: vfn.all_gather(x, a, axis=1, to="invarying"), lambda n: (3, 5),
-                             lambda b: gathered(b, 1, False), True),
-    "all_gather invarying tiled -2": (lambda x, a: vfn.all_gather(x, a, axis=-2, tiled=True, to="invarying"),
-                                      lambda n: (3, 5), lambda b: gathered(b, -2, True), True),
-    "psum_scatter": (lambda x, a: vfn.psum_scatter(x, a), lambda n: (n, 5), lambda b: scattered(b, 0, False), False),
-    "psum_scatter -1": (lambda x, a: vfn.psum_scatter(x, a, scatter_dimension=-1), lambda n: (3, n),
-                        lambda b: scattered(b, -1, False), False),
-    "psum_scatter tiled 1": (lambda x, a: vfn.psum_scatter(x, a, scatter_dimension=1, tiled=True),
-                             lambda n: (3, 2 * n), lambda b: scattered(b, 1, True), False),
-    "all_to_all 0 0": (lambda x, a: vfn.all_to_all(x, a, 0, 0),
-                       lambda n: (n, 3, 2), lambda b: exchanged(b, 0, 0, False), False),
-    "all_to_all 0 2": (lambda x, a: vfn.all_to_all(x, a, 0, 2),
-                       lambda n: (n, 3, 2), lambda b: exchanged(b, 0, 2, False), False),
-    "all_to_all 1 0": (lambda x, a: vfn.all_to_all(x, a, 1, 0),
-                       lambda n: (3, n, 2), lambda b: exchanged(b, 1, 0, False), False),
-    "all_to_all -1 0": (lambda x, a: vfn.all_to_all(x, a, -1, 0),
-                        lambda n: (3, 2, n), lambda b: exchanged(b, -1, 0, False), False),
-    "all_to_all tiled 0 1": (lambda x, a: vfn.all_to_all(x, a, 0, 1, tiled=True), lambda n: (2 * n, 3),
-                             lambda b: exchanged(b, 0, 1, True), False),
-    "all_to_all tiled -1 -1": (lambda x, a: vfn.all_to_all(x, a, -1, -1, tiled=True), lambda n: (3, 2 * n),
-                               lambda b: exchanged(b, -1, -1, True), False),
-    "ppermute": (lambda x, a: vfn.ppermute(x, a, shift(vfn.axis_size(a))), lambda n: (3, 5),
-                 lambda b: permuted(b, shift(len(b))), False),
-    "ppermute partial": (lambda x, a: vfn.ppermute(x, a, [(1, 0)]),
-                         lambda n: (3, 5), lambda b: permuted(b, [(1, 0)]), False),
-    "pbroadcast": (lambda x, a: vfn.pbroadcast(x, a, 1), lambda n: (3, 5), lambda b: [b[1]] * len(b), False),
-    "pvary": (lambda x, a: vfn.pvary(vfn.psum(x, a), a), lambda n: (3,), lambda b: [sum(b)] * len(b), False),
-}  # fmt: skip
-
-
-def blocks_of(x, mesh):
-    """The block of each rank, by its coordinates, of a value whose first dims are the mesh axes."""
-    sizes = tuple(mesh.values())
-    return {at: x[at] for at in torch.cartesian_prod(*(torch.arange(n) for n in sizes)).reshape(-1, len(sizes)).unbind()
-            for at in [tuple(at.tolist())]}  # fmt: skip
-
-
-def oracle(x, axis, local, mesh=MESH):
-    """The results of all ranks, stacked along one dim for each mesh axis: a loop over groups."""
-    blocks, order = blocks_of(x, mesh), list(mesh)
-    places = [order.index(name) for name in names_of(axis)]
-    groups = {}
-    for at in sorted(blocks, key=lambda at: [at[i] for i in places]):  # within a group: major first
-        groups.setdefault(tuple(n for i, n in enumerate(at) if i not in places), []).append(at)
-    outs = {}
-    for members in groups.values():
-        outs.update(zip(members, local([blocks[at] for at in members]), strict=True))
-    return torch.stack([outs[at] for at in sorted(outs)]).view(*mesh.values(), *next(iter(outs.values())).shape)
-
-
-def mapped(call, axis, same, mesh, **options):
-    """The collective as a function of the stacked blocks; the dim of an axis along which the result is the same is gone."""
-    gone = names_of(axis) if same else ()
-
-    def body(x):
-        out = call(x.reshape(x.shape[2:]), axis)
-        return out.reshape(*(1 for name in MESH if name not in gone), *out.shape)
-
-    out_specs = P(*(name for name in MESH if name not in gone))
-    return vfn.shard_map(body, mesh=mesh, in_specs=P("x", "y"), out_specs=out_specs, **options)
-
-
-def stacked(shape, seed=0):
-    return torch.randn(2, 3, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def dropped(x, axis):
-    """The oracle's result where it is the same along the axis: once."""
-    for dim, name in reversed(list(enumerate(MESH))):
-        if name in names_of(axis):
-            x = x.select(dim, 0)
-    return x
 
 
 @pytest.fixture
 def mesh():
     with vfn.simulate(6):
         yield vfn.make_mesh((2, 3), ("x", "y"))
-
-
-@pytest.mark.parametrize("axis", ["y", ("x", "y"), ("y", "x")], ids=str)
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_value_transpose_and_tangent(name, axis, mesh):
-    call, shape, local, same = COLLECTIVES[name]
-    f = mapped(call, axis, same, mesh)
-    x, dx = stacked(shape(size_of(axis))), stacked(shape(size_of(axis)), 1)
-    wanted = oracle(x, axis, local)
-    wanted = dropped(wanted, axis) if same else wanted
-    out, pullback = vfn.vjp(lambda x: vfn.unshard(f(x)), x)
-    torch.testing.assert_close(out, wanted, rtol=1e-14, atol=1e-14)
-    # <A* g, dx> = <g, A dx>, for the transpose of autograd, of torch.func, and for the tangent
-    g = torch.randn_like(out)
-    (back,) = pullback(g)
-    product = (g * vfn.unshard(f(dx))).sum()
-    torch.testing.assert_close((back * dx).sum(), product, rtol=1e-12, atol=1e-12)
-    _, again = torch.func.vjp(lambda x: vfn.unshard(f(x)), x)
-    torch.testing.assert_close(again(g)[0], back, rtol=0, atol=0)
-    _, tangent = torch.func.jvp(lambda x: vfn.unshard(f(x)), (x,), (dx,))
-    torch.testing.assert_close(tangent, vfn.unshard(f(dx)), rtol=0, atol=0)
-    # the transpose of the transpose is the map
-    _, forth = torch.func.vjp(lambda g: torch.func.vjp(lambda x: vfn.unshard(f(x)), x)[1](g)[0], g)
-    torch.testing.assert_close(forth(dx)[0], vfn.unshard(f(dx)), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("axis", [("y", "x")], ids=str)
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_without_types_the_values_and_outer_gradients_are_the_same(name, axis, mesh):
-    call, shape, _, same = COLLECTIVES[name]
-    x = stacked(shape(size_of(axis)))
-    checked, unchecked = (mapped(call, axis, same, mesh, check_vma=check) for check in (True, False))
-    out, pullback = vfn.vjp(lambda x: vfn.unshard(checked(x)), x)
-    out2, pullback2 = vfn.vjp(lambda x: vfn.unshard(unchecked(x)), x)
-    torch.testing.assert_close(out2, out, rtol=0, atol=0)
-    g = torch.randn_like(out)
-    torch.testing.assert_close(pullback2(g), pullback(g), rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize("axis", [("y", "x")], ids=str)
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_under_vmap(name, axis, mesh):
-    call, shape, _, same = COLLECTIVES[name]
-    f = mapped(call, axis, same, mesh)
-    x = torch.stack([stacked(shape(size_of(axis)), seed) for seed in range(4)])
-    wanted = torch.stack([vfn.unshard(f(row)) for row in x])
-    torch.testing.assert_close(torch.func.vmap(lambda x: vfn.unshard(f(x)))(x), wanted, rtol=0, atol=0)
-    inside = mapped(lambda x, a: torch.func.vmap(lambda x: call(x, a), in_dims=-1, out_dims=-1)(x), axis, same, mesh)
-    back = vfn.unshard(inside(x.movedim(0, -1))).movedim(-1, 0)
-    torch.testing.assert_close(back, wanted, rtol=0, atol=0)
-    per_sample = torch.func.vmap(torch.func.grad(lambda x: (vfn.unshard(f(x)) ** 2).sum()))(x)
-    one = torch.stack([torch.func.grad(lambda x: (vfn.unshard(f(x)) ** 2).sum())(row) for row in x])
-    torch.testing.assert_close(per_sample, one, rtol=1e-13, atol=1e-13)
 
 
 def test_maxima(mesh):
@@ -451,44 +280,6 @@ def test_casts(mesh):
 
 
 # --- real ranks -------------------------------------------------------------------------------------------------------
-
-
-def everything():
-    """Each collective and its transpose, over one axis and over both in either order, on a 2x2 mesh."""
-    mesh = vfn.make_mesh((2, 2), ("x", "y"))
-    found = {}
-    for axis in ["x", "y", ("x", "y"), ("y", "x")]:
-        for name, (call, shape, _, same) in COLLECTIVES.items():
-            block = shape(math.prod(2 for _ in names_of(axis)))
-            gone = names_of(axis) if same else ()
-
-            def body(x, call=call, axis=axis, gone=gone):
-                out = call(x.reshape(x.shape[2:]), axis)
-                return out.reshape(*(1 for name in MESH if name not in gone), *out.shape)
-
-            f = vfn.shard_map(body, mesh=mesh, in_specs=P("x", "y"), out_specs=P(*(n for n in MESH if n not in gone)))
-            x = torch.arange(4.0 * math.prod(block), dtype=torch.float64).view(2, 2, *block).sin()
-            out, pullback = vfn.vjp(lambda x, f=f: vfn.unshard(f(x)), x)
-            found[name, str(axis)] = (
-                out,
-                pullback(1 + torch.arange(float(out.numel()), dtype=out.dtype).view(out.shape))[0],
-            )
-    f = vfn.shard_map(lambda t: vfn.psum(t, ("y", "x")), mesh=mesh, in_specs=P(("x", "y")), out_specs=P())
-    tree = f({"b": torch.arange(8) % 3 == 0, "h": torch.arange(8.0, dtype=torch.bfloat16), "i": torch.arange(8)})
-    found["tree", ""] = tuple(vfn.unshard(tree)[key] for key in "bhi")
-    return found
-
-
-def test_real_ranks_find_what_simulated_ones_do(gloo):
-    with vfn.simulate(4):
-        wanted = everything()
-    for found in gloo(4, everything):
-        assert found.keys() == wanted.keys()
-        for key, values in wanted.items():
-            for mine, simulated in zip(found[key], values, strict=True):
-                torch.testing.assert_close(
-                    mine, simulated, rtol=1e-13, atol=1e-13, msg=lambda text, key=key: f"{key}: {text}"
-                )
 
 
 def refused_together():

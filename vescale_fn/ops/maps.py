@@ -279,7 +279,9 @@ TABLE: dict[str, Row] = {
     "leave": Row(lambda op, x: _left(x, op.why), None, _alias, lambda op: _becomes(op, "enter")),
     # The end of a body without types: its result is as many values as there are ranks, of which one is the output.
     "share": Row(_alias, None, _same, lambda op: _becomes(op, "divide")),
-    "divide": Row(lambda op, x: x / op.n, None, _same, lambda op: _becomes(op, "divide")),
+    # In a second derivative cotangents of the divided value differ by rank: their mean is the whole's cotangent.
+    "divide": Row(lambda op, x: x / op.n, None, _same, lambda op: _becomes(op, "mean")),
+    "mean": Row(_whole, _all_reduce("sum"), lambda op, x: _first(op, x) / op.n, lambda op: _becomes(op, "divide")),
 }
 
 
