@@ -259,7 +259,7 @@ def spec_of(x: torch.Tensor) -> P:
 
 def _cotangent_spec(spec: P) -> P:
     """How the cotangent of a value with this spec lies: as the value, unreduced and reduced swapped."""
-    return P(*spec, unreduced=spec.reduced)
+    return P(*spec, unreduced=spec.reduced, reduced=spec.unreduced)
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,21 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise TypingError(report("shape", "this value's shape differs by rank", [f"the shapes are {shapes}"],
                                  "one shape on all ranks: torch.where(mask, x, 0) for x[mask], or pad it"))  # fmt: skip
     targets = [_argument(args, kwargs, i, name) for i, name in written(func)]
+    if torch.Tag.inplace_view in func.tags and type(args[0]) is Blocks and ranks_in(args[1:]) is None:
+        return _in_another_shape(func, args, kwargs)
     _check_writes(func, args, kwargs, targets)
     return run_ranks(func, n, args, kwargs, targets[0] if targets else None, in_body=True)
+
+
+def _in_another_shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Blocks:
+    """`squeeze_` and its like, which change a tensor's shape in place: torch's own `matmul` of a vector does so."""
+    x, made = args[0], {}
+    for block in x.blocks:
+        if id(block) not in made:  # other values may hold the same block: they keep their shape
+            made[id(block)] = func(block.detach(), *args[1:], **kwargs)
+    x.blocks = tuple(made[id(block)] for block in x.blocks)
+    _torch.own_shape(func, args)
+    return x
 
 
 def run_ranks(fn: Callable[..., Any], n: int, args: Sequence[Any], kwargs: dict[str, Any], target: Any = None,

@@ -38,6 +38,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.op = inputs[0]
+        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[1:]] if len(inputs) > 2 else None
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -51,12 +52,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
-        outs: list[Any] = [None] * len(tangents)
         op = ctx.op.tangent() if hasattr(ctx.op, "tangent") else ctx.op  # a map that is not linear says so there
-        for i, out in zip(moving, apply(op, *(tangents[i] for i in moving)), strict=True):
-            outs[i] = out
-        return tuple(outs)
+        if ctx.like is not None:  # torch takes no None for the tangent of one result where another has one
+            tangents = tuple(torch.zeros(shape, dtype=dtype, device=device) if tangent is None else tangent
+                             for tangent, (shape, dtype, device) in zip(tangents, ctx.like, strict=True))  # fmt: skip
+        return apply(op, *tangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, op: LinearMap, *xs: Any) -> Any:

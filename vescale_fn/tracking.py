@@ -106,7 +106,8 @@ class Unchecked(TorchFunctionMode):
             new = [self.taken_in(x) for x in given]
             if any(a is not b for a, b in zip(new, given)):
                 args, kwargs = types.with_tensors((args, kwargs), iter(new))
-        return types.mark_all(func(*args, **kwargs), types.INVARIANT)
+                given = new
+        return types.mark_made(func(*args, **kwargs), types.INVARIANT, given)
 
     def made(self, func: Any, args: Any, kwargs: Any, draws: bool) -> Any:
         """What a function without tensor operands makes."""
@@ -249,8 +250,12 @@ class Checked(Unchecked):
             new = {id(x): self.promoted(x, have, result) for x, have in zip(operands, known)
                    if have is not result and x.requires_grad}  # fmt: skip
             if new:
-                args, kwargs = types.with_tensors((args, kwargs), iter([new.get(id(x), x) for x in operands]))  # type: ignore[arg-type]
-        return _mark_result(func(*args, **kwargs), result)
+                operands = [new.get(id(x), x) for x in operands]
+                args, kwargs = types.with_tensors((args, kwargs), iter(operands))  # type: ignore[arg-type]
+        out = func(*args, **kwargs)
+        if any(getattr(x, "vfn_type", None) is None for x in operands):
+            return types.mark_made(out, result, operands)
+        return _mark_result(out, result)
 
     def combining(self, func: Any, name: str, args: Any, kwargs: Any, to: Type | None = None) -> Any:
         """`function`, operands of any types; or with all of them brought to varying as `to`."""
@@ -268,7 +273,7 @@ class Checked(Unchecked):
         operands = [self.promoted(x, have, want) for x, have in zip(operands, known, strict=True)]
         if any(a is not b for a, b in zip(operands, given)):
             args, kwargs = types.with_tensors((args, kwargs), iter(operands))
-        return types.mark_all(func(*args, **kwargs), result)
+        return types.mark_made(func(*args, **kwargs), result, operands)
 
     def unknown(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """An op that we know nothing about: it may talk to other ranks, or draw."""
@@ -387,7 +392,7 @@ class Checked(Unchecked):
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and not self.outside(out):
             have = self.typeof(args[0])
-            mark(out, types.dual(have) if name == "grad" else have)
+            types.mark_made(out, types.dual(have) if name == "grad" else have, args)
             if name == "data" and types.is_borrowed(args[0]):
                 types.borrow(out)
         return out

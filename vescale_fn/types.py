@@ -498,6 +498,24 @@ def mark_all(value: Any, type_: Type) -> Any:
     return value
 
 
+def mark_made(value: Any, type_: Type, operands: Iterable[torch.Tensor]) -> Any:
+    """`mark_all`, but what comes from outside the body stays unmarked: a function may give back its own operand, as
+    `contiguous` does, and the base of a view may be the caller's. Marked, it would count as local in the next body too."""
+    outside: set[int] = set()
+    for x in operands:
+        if read(x) is None:
+            x = _torch.peel(x)
+            outside.update((id(x), id(_torch.base(x))))
+    if not outside:
+        return mark_all(value, type_)
+    for x in map(_torch.peel, tensors(value)):
+        if id(x) not in outside:
+            x.vfn_type = type_  # type: ignore[attr-defined]
+            if (base := _torch.base(x)) is not None and id(base) not in outside:
+                base.vfn_view_type = type_  # type: ignore[attr-defined]
+    return value
+
+
 def text(x: torch.Tensor, type_: Type | None = None) -> str:
     """A value on one short line: ``f32[2,3]{V:i}``."""
     lies = layout(x._spec) if isinstance(x, DTensor) else P()

@@ -73,12 +73,11 @@ def _local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
             where, "a whole array was used inside a shard_map body, whose values are local", [f"it is {described(leaf)}"],
             fix="pass it as an argument of the body, with its spec in in_specs"))  # fmt: skip
     known = types.read(leaf)
-    if is_simulated(body.mesh) and not isinstance(below, (Blocks, DTensor)):
-        leaf = enter(leaf, body.mesh)
-    if (
-        known is None and not body.check and _torch.needs_gradient(leaf)
-    ):  # a closed-over tensor: sums the ranks' gradients
-        (leaf,) = linear.apply(Collective("copy", body.mesh, body.axes, where), leaf)
+    with _torch.no_torch_function():  # the body's mode would take it in a second time
+        if is_simulated(body.mesh) and not isinstance(below, (Blocks, DTensor)):
+            leaf = enter(leaf, body.mesh)
+        if known is None and not body.check and _torch.needs_gradient(leaf):  # closed over: sums the ranks' gradients
+            (leaf,) = linear.apply(Collective("copy", body.mesh, body.axes, where), leaf)
     if type(_torch.peel(leaf)) is not type(below):
         types.mark(leaf, known or types.INVARIANT)
     return leaf
@@ -144,7 +143,7 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
     todo: dict[tuple[str, ...], list[int]] = {}
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
-            outs[i] = leaf * n if where == "psum" else leaf
+            outs[i] = leaf * n if where == "psum" else leaf / 1 if where == "pmean" else leaf
             continue
         leaf = _local(leaf, body, where)
         have = types.typeof(leaf, body.axes) if body.check else types.INVARIANT
@@ -155,6 +154,8 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
         if where == "psum" and same:
             _warn_of_factor(same, wire.group_size(body.mesh, same))
             leaf = _computed(leaf.mul, wire.group_size(body.mesh, same), have)
+        if where == "pmean" and not rest:  # its own mean, but not an integer
+            leaf = _computed(leaf.div, 1, have) if not (leaf.is_floating_point() or leaf.is_complex()) else leaf
         outs[i] = leaf
         if rest:
             todo.setdefault(rest, []).append(i)

@@ -201,7 +201,7 @@ def _index(mesh: Any, axes: tuple[str, ...]) -> Any:
         at, coord = 0, coordinates(mesh, rank)
         for axis in axes:
             at = at * sizes[axis] + coord[axis]
-        return torch.tensor(at, dtype=torch.int32, device=mesh.device_type)
+        return _torch.peel(torch.tensor(at, dtype=torch.int32, device=mesh.device_type))  # kept: no transform's own
 
     with _torch.no_torch_function():
         made = each(position, played_ranks(mesh))

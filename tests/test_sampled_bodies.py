@@ -1,0 +1,218 @@
+"""Sampled `shard_map` programs against a plain loop over ranks: see `sampled_bodies`. And what the long runs found."""
+
+import warnings
+
+import pytest
+import torch
+from sampled_bodies import REAL, WAYS, Wanted, checks, difference, examine, given_inputs, sampled
+
+import vescale_fn as vfn
+from vescale_fn import P
+
+CASES, GROUPS = 120, 4  # a group's cases go through two or three ways each, in turn
+TURNS = [
+    ("forward", "vfn.grad", "vfn.vmap"),
+    ("vfn.grad", "torch.func.grad"),
+    ("forward", "vfn.jvp", "vfn.grad of vfn.remat"),
+    ("vfn.grad", "vfn.vmap of vfn.grad"),
+    ("vfn.grad of vfn.grad",),
+    ("torch.func.grad", "vfn.jvp of vfn.grad"),
+    ("vfn.grad", "torch.func.grad twice"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:vfn.psum over")
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_sampled_bodies(group):
+    wrong = []
+    for k in range(group, CASES, GROUPS):
+        case = sampled(f"0:{k}")
+        wrong += [f"{case.show()}\n{line}" for line in examine(case, TURNS[k // GROUPS % len(TURNS)])]
+    assert not wrong, "\n\n".join(wrong)
+
+
+def test_the_turns_leave_no_way_out():
+    assert {way for turn in TURNS for way in turn} == set(WAYS)
+    cases = [sampled(f"0:{k}") for k in range(CASES)]
+    assert sum(case.refused for case in cases) >= 6
+    lines = " ".join(line.text for case in cases for line in case.lines)
+    for word in ("psum(", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute", "pbroadcast",
+                 "axis_index", "pcast", "'unreduced'", "'reduced'", "'invarying'", "dynamic_slice", "vfn.grad", "vfn.remat",
+                 "vfn.vmap", "Scaled.apply", "tiled=True", "tiled=False"):  # fmt: skip
+        assert word in lines, word
+
+
+REAL_WAYS = ("forward", "vfn.grad", "torch.func.grad", "vfn.jvp", "vfn.vmap", "vfn.grad of vfn.grad")
+
+
+def answers_on_real_ranks(first, last):
+    warnings.filterwarnings("ignore", message="vfn.psum over")
+    found = {}
+    for k in range(first, last):
+        case = sampled(f"real:{k}", REAL)
+        wanted, mesh = Wanted(case), vfn.make_mesh(case.shape, case.names)
+        given = given_inputs(case, mesh)
+        for check in checks(case):
+            f = case.compiled(mesh, check)
+            for name in REAL_WAYS[:2] if k % 2 else REAL_WAYS[:1] + REAL_WAYS[2:]:
+                found[k, check, name] = [vfn.unshard(x).detach() for x in WAYS[name][0](f, wanted, given)]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:vfn.psum over")
+def test_sampled_bodies_on_real_ranks(gloo):
+    ranks = gloo(4, answers_on_real_ranks, 0, 14)
+    assert all(found.keys() == ranks[0].keys() for found in ranks)
+    wrong = []
+    for k, check, name in ranks[0]:
+        case = sampled(f"real:{k}", REAL)
+        want = WAYS[name][1](Wanted(case))
+        for rank, found in enumerate(ranks):
+            if line := difference(found[k, check, name], want):
+                wrong.append(f"{case.show()}\nrank {rank}, {name}, check_vma={check}: {line}")
+    assert not wrong, "\n\n".join(wrong)
+
+
+# --- what the long runs found -----------------------------------------------------------------------------------------
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def mapped(body, mesh, *args, ins=P("i"), outs=P("i"), **options):
+    return vfn.unshard(vfn.shard_map(body, mesh=mesh, in_specs=ins, out_specs=outs, **options)(*args))
+
+
+@pytest.fixture
+def mesh():
+    with vfn.simulate(2):
+        yield vfn.make_mesh((2,), ("i",))
+
+
+def test_a_vector_times_a_matrix_is_a_vector(mesh):
+    """`torch.matmul` changes the shape of its result in place, by `squeeze_`."""
+    x, w = draw(6), draw(3, 4)
+    found = mapped(lambda x: (x @ w)[..., None] * torch.ones(1, 1), mesh, x)
+    assert torch.equal(found, torch.cat([half @ w for half in x.chunk(2)])[:, None])
+    for change in (lambda x: x.t_(), lambda x: x.unsqueeze_(1), lambda x: x.transpose_(0, 1)):
+        found = mapped(lambda x, change=change: change(x * 1) + 1, mesh, w[:2], ins=P(), outs=P())
+        assert torch.equal(found, change(w[:2] * 1) + 1)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("grad", [vfn.grad, torch.func.grad])
+def test_second_derivatives_through_results_that_all_ranks_share(grad, check, mesh):
+    """Where the first derivative of a result hands each rank its part, that of the part is a sum over the ranks."""
+    a, w = draw(4), draw(4)
+    f = lambda a: mapped(lambda a, w: vfn.psum((a * w).sin().sum(), "i"), mesh, a, w, ins=(P(), P("i")), outs=P(),
+                         check_vma=check)  # fmt: skip
+    g = lambda a: mapped(lambda a, w: a * 3, mesh, a, w, ins=(P(), P("i")), outs=P(), check_vma=check).sin().sum()
+    for program, plain in ((f, lambda a: (a[:2] * w.view(2, 2)).sin().sum()), (g, lambda a: (3 * a).sin().sum())):
+        x = a[:2] if program is f else a
+        found = grad(lambda x, program=program: grad(program)(x).cos().sum())(x)
+        want = grad(lambda x, plain=plain: grad(plain)(x).cos().sum())(x)
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("grad", [vfn.grad, torch.func.grad])
+def test_second_derivatives_through_results_that_are_still_to_be_added(grad, mesh):
+    a = draw(4)
+    f = lambda a: mapped(lambda a: vfn.pcast(a.sin(), "i", to="unreduced"), mesh, a, outs=P(unreduced={"i"}))
+    found = grad(lambda a: grad(lambda a: f(a).square().sum())(a).cos().sum())(a)
+    plain = lambda a: a.sin().view(2, 2).sum(0)
+    want = grad(lambda a: grad(lambda a: plain(a).square().sum())(a).cos().sum())(a)
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_remat_in_a_remat_knows_its_types(mesh):
+    a, b = draw(6), draw(2)
+    total = vfn.remat(lambda x: vfn.psum(x.clone(), "i"))
+    inner = lambda a, b: vfn.remat(torch.tanh)(vfn.grad(lambda t: (torch.sin(t) * a.sum()).sum())(b))
+    f = vfn.remat(lambda a, b: mapped(lambda a, b: total(inner(a, b)), mesh, a, b, outs=P()).sum())
+    plain = lambda a, b: sum((half.sum() * part.cos()).tanh().sum() for half, part in zip(a.chunk(2), b.chunk(2)))
+    torch.testing.assert_close(vfn.grad(f, (0, 1))(a, b), vfn.grad(plain, (0, 1))(a, b))
+
+
+GIVES_BACK = {
+    "contiguous": lambda w: w.contiguous(),
+    "to": lambda w: w.to(torch.float64),
+    "reshape": lambda w: w.reshape(-1),
+    "a view": lambda w: w.view(-1)[:],
+    "data": lambda w: w * w.data.cos(),
+    "under vmap": lambda w: torch.func.vmap(lambda t: t.contiguous())(w),
+}
+
+
+def gradients_after_use(mesh):
+    """A weight that a body closed over once, by a function that gives back its operand, and its gradient afterwards."""
+    found = []
+    for give in GIVES_BACK.values():
+        for first in (True, False):
+            w, x = draw(3), draw(2, 3)
+            mapped(lambda x: x * give(w), mesh, x, check_vma=first)
+            rows = {"the weight": lambda w: w, "a piece of it": lambda w: w[:3]}
+            for piece in rows.values():
+                for check in (True, False):
+                    f = lambda w: mapped(lambda x: x * give(piece(w)), mesh, x, check_vma=check).sum()
+                    found += [vfn.grad(f)(w), torch.func.grad(f)(w)]
+    return found
+
+
+def gradients_after_use_on_real_ranks():
+    return gradients_after_use(vfn.make_mesh((2,), ("i",)))
+
+
+def test_a_use_in_one_body_leaves_nothing_on_the_weight(gloo, mesh):
+    w, x = draw(3), draw(2, 3)
+    want = [vfn.grad(lambda w: (x * give(w)).sum())(w) for give in GIVES_BACK.values() for _ in range(16)]
+    torch.testing.assert_close(gradients_after_use(mesh), want)
+    for found in gloo(2, gradients_after_use_on_real_ranks):
+        torch.testing.assert_close(found, want)
+
+
+@pytest.mark.filterwarnings("ignore:vfn.psum over")
+@pytest.mark.parametrize("grad", [vfn.grad, torch.func.grad])
+def test_a_weight_that_goes_straight_into_a_collective(grad, mesh):
+    w, x = draw(3), draw(4)
+    for check in (True, False):
+        for collective, factor in ((lambda w: vfn.pcast(w, "i", to="varying"), 1), (lambda w: vfn.psum(w, "i"), 2)):
+            f = lambda w: mapped(lambda x: collective(w), mesh, x, check_vma=check).sum()
+            assert torch.equal(grad(f)(w), torch.full_like(w, 2 * factor))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_tangents_of_a_tree_of_which_only_a_part_moves(check, mesh):
+    x, y = draw(4), draw(2)
+    f = lambda x: mapped(lambda x, y: vfn.psum((y, x, y.cos()), "i"), mesh, x, y, outs=P(), check_vma=check)
+    out, slope = vfn.jvp(f, (x,), (x.cos(),))
+    torch.testing.assert_close(out, (y.sum()[None], x[:2] + x[2:], y.cos().sum()[None]))
+    torch.testing.assert_close(slope, (torch.zeros(1).double(), x[:2].cos() + x[2:].cos(), torch.zeros(1).double()))
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap"])
+def test_a_position_that_is_first_asked_for_inside_a_transform(transform):
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), (f"position_{transform}",))  # a mesh that nothing has used yet
+        (axis,) = mesh.mesh_dim_names
+        f = lambda x: mapped(lambda x: x * (vfn.axis_index(axis) + 1), mesh, x, ins=P(axis), outs=P(axis))
+        x = draw(2)
+        {
+            "grad": lambda: torch.func.grad(lambda x: f(x).sum())(x),
+            "jvp": lambda: torch.func.jvp(f, (x,), (x,)),
+            "vmap": lambda: torch.func.vmap(f)(x[None]),
+        }[transform]()
+        assert torch.equal(f(x), x * torch.tensor([1.0, 2.0]))
+        assert torch.equal(vfn.vmap(f)(x[None]), x[None] * torch.tensor([1.0, 2.0]))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_the_mean_of_integers_is_no_integer_whoever_holds_them(check, mesh):
+    i = torch.arange(4)
+    body = lambda i: vfn.pmean((i, i > 1, 3, 0.5), "i")
+    for ins, mean in ((P(), i / 1), (P("i"), torch.tensor([1.0, 2.0]))):
+        found, _, number, half = mapped(body, mesh, i, ins=ins, outs=P(), check_vma=check)
+        assert found.dtype is torch.float32
+        assert torch.equal(found, mean)
+        assert (number, half) == (3.0, 0.5)
+        assert isinstance(number, float)
