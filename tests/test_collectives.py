@@ -142,11 +142,14 @@ def test_messages_of_names_and_pairs(mesh):
             vfn.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(torch.ones(2))
         return str(caught.value)
 
-    for name in (0, "z"):
+    for name, why in (
+        (0, "is no name: axes of a mesh have names, dims of a tensor have numbers"),
+        ("z", "is not one of the axes ('x', 'y')"),
+    ):
         assert said(lambda x, name=name: vfn.psum(x, name), MeshError) == (
-            f"psum: axis_name={name!r} is not an axis, or a tuple of different axes, of the mesh (x=2, y=3)\n"
-            f"  * {name!r} is not one of the axes ('x', 'y')\n"
-            "  Instead: one of the axes ('x', 'y'), such as vfn.psum(..., 'x'), or a tuple of them"
+            f"psum: axis_name={name!r} does not name axes of the mesh (x=2, y=3)\n"
+            f"  * {name!r} {why}\n"
+            "  Instead: axis_name='x', or a tuple of different axes out of ('x', 'y')"
         )
     assert said(lambda x: vfn.ppermute(x, "x", [0, 1]), CollectiveError) == (
         "ppermute: perm=[0, 1] is not a sequence of (source, destination) pairs\n"

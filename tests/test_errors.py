@@ -92,7 +92,7 @@ def test_too_many_entries_without_a_mesh() -> None:
         ),
         (
             {"w": P(), "layer": P(), "at": P()},
-            ["specs lacks 'layers' and has besides 'layer': params has 'at', 'layers', 'w'"],
+            ["specs lacks 'layers' and has besides 'layer': params has 'at', 'layers', 'w'; did you mean 'layers'?"],
         ),
         (
             {"w": P(), "layers": {"b": P()}, "at": (P(), P())},

@@ -106,10 +106,10 @@ def test_messages():
     with pytest.raises(TransformError) as error:
         f_jvp(torch.ones(2))
     assert str(error.value) == (
-        "linearize: the tangents do not fit the primals\n  * primals[0] has shape [3], its tangent [2]\n"
+        "linearize: the tangents do not fit the primals\n  * primals[0] is f32[3], its tangent f32[2]\n"
         "  Instead: a tensor of the same shape and dtype for each, torch.ones_like(x) say"
     )
-    with pytest.raises(TransformError, match="linearize: f_jvp: 1 primals were given, but there are 2 tangents"):
+    with pytest.raises(TransformError, match="linearize: f_jvp: it was made with 1 primal, and called with 2 tangents"):
         f_jvp(x, x)
     with pytest.raises(TransformError, match="linearize: there is no floating-point tensor to differentiate"):
         vfn.linearize(lambda n: n, 3)

@@ -402,10 +402,11 @@ shard_map(<lambda>): axis_names={'pp'} does not fit the mesh (dp=2, tp=2)
     "in_specs": (SpecError, """\
 shard_map(<lambda>): the arguments do not fit in_specs on the mesh (dp=2, tp=2)
   * args[0] of shape f32[4,4], where args[0] is bound to <lambda>'s parameter 'x', corresponds to in_specs = P('tp'): axis 'tp' is not in axis_names={'dp'}: along it a value lies in the body as it does outside
-  Instead: a spec of axes that divide the dims, None for a dim that every rank needs whole, or pad the argument"""),
+  Instead: a spec without 'tp', or axis_names with it"""),
     "out_specs": (SpecError, """\
 shard_map(<lambda>): the results do not fit out_specs on the mesh (dp=2, tp=2)
-  * out is f32[2,4]{V:dp}, for out_specs P('dp', 'tp'): axis 'tp' is not in axis_names={'dp'}: along it a value lies in the body as it does outside"""),
+  * out is f32[2,4]{V:dp}, for out_specs P('dp', 'tp'): axis 'tp' is not in axis_names={'dp'}: along it a value lies in the body as it does outside
+  Instead: a spec without 'tp', or axis_names with it"""),
     "collective": (CollectiveError, """\
 psum: axis_name=('dp', 'tp'), but only ('dp',) are manual in this shard_map body
   * along 'tp' of the mesh (dp=2, tp=2) its values are whole

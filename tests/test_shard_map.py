@@ -572,7 +572,7 @@ def test_writes_and_reads_that_no_name_tells(gloo):
     assert [foreign in said[10], outside in said[9], outside in said[11]] == [True] * 3
     assert said[12] == [1, 1, 1, 1]
     for text, name in zip(said[13:17], ("numpy", "__array__", "tolist", "__dlpack__")):
-        assert text.startswith(f"{name}: this takes the values out of a value that differs by rank")
+        assert text.startswith(f"{name}: this takes the numbers out of a value that differs by rank")
     assert said[17:] == [[4, 6], [4, 6]]
 
 
@@ -676,9 +676,9 @@ def test_messages_of_types(mesh):
     )
     text, _ = refused(lambda x: x if x > 0 else -x, mesh)
     assert text == (
-        "__bool__: this reads a number out of a value that differs by rank, so ranks could go different ways\n"
+        "`if`: this asks for the truth of a value that differs by rank, so ranks could go different ways\n"
         "  * the value is bool[1]{V:i}\n"
-        "  Instead: torch.where instead of `if`, or make it the same: vfn.psum(x, 'i')"
+        "  Instead: torch.where(condition, a, b); or one condition for all ranks, of vfn.psum(x, 'i') or vfn.pmax(x, 'i')"
     )
     assert vfn.unshard(run(lambda x: x if vfn.psum(x, "i") > 9 else -x, mesh, D)).tolist() == [1, 2, 3, 4]
 
@@ -891,7 +891,9 @@ def test_which_mesh(mesh):
     with vfn.use_mesh(other):  # the same function, planned anew
         assert identity(D).to_local().shape == (2,)
     text, _ = refused(lambda x: x, mesh, vfn.shard(D, other, P("i")), error=SpecError)
-    assert "it lies on another mesh, mesh (i=2, j=2); vfn.shard(x, mesh, P('i')) brings it over" in text
+    assert (
+        "it lies on another mesh, mesh (i=2, j=2)\n  Instead: vfn.shard(x, mesh, P('i')), which brings it over" in text
+    )
     text, _ = refused(lambda x: run(lambda y: y, mesh, x), mesh, error=MeshError)
     assert "inside the body of another shard_map, where all axes are manual already" in text
 
@@ -956,7 +958,7 @@ def test_messages_of_arguments(mesh):
         "  * args[1] of shape f32[4], where args[1] is bound to f's parameter 'x', corresponds to in_specs[1] = "
         "P(None, 'i'): it has 2 entries, but the value has 1 dim\n"
         "  Instead: a spec of axes that divide the dims, None for a dim that every rank needs whole, or pad the "
-        "argument"
+        "argument; axes of the mesh (i=4), each at most once, and at most 1 entry for 1 dim"
     )
     assert "axis 'j' (dim 0) is not an axis of the mesh (i=4)" in refused(f, mesh, D, D, ins=P("j"), error=SpecError)[0]
     text, _ = refused(f, mesh, D, D, ins=(P("i"),), error=SpecError)
@@ -979,12 +981,13 @@ def test_messages_of_results(mesh):
         "  * out['b'] is f32[]{V:i}, for out_specs P('i'): it has 1 entry, but the value has 0 dims\n"
         "  Instead: vfn.psum(x, 'i') or vfn.pmean(x, 'i'), where the ranks' values are to be combined; or "
         "vfn.all_gather(x, 'i', to='invarying'), where all ranks are to have all of them; or out_specs with 'i' for the "
-        "dim along which they are to be concatenated; or x[None] adds a dim to concatenate along: out_specs=P('i') needs 1 dims"
+        "dim along which they are to be concatenated; or x[None], which adds a dim to concatenate along: "
+        "out_specs=P('i') needs 1 dim"
     )
     text, _ = refused(lambda x: (x, x), mesh, outs=(P("i"),), error=SpecError)
     assert "is not a prefix of the result" in text
     text, _ = refused(lambda x: 3, mesh, outs=P("i"), error=SpecError)
-    assert "out is 3, which is not a tensor, for out_specs P('i')" in text
+    assert "out is the int 3, not a tensor, for out_specs P('i')" in text
 
 
 def refused_on_real_ranks():

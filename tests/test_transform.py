@@ -460,10 +460,10 @@ def test_messages(mesh) -> None:
     )
     assert message(lambda: vfn.grad(lambda p, x: x.sum())({"n": n, "m": 3}, x)) == (
         "grad: there is no floating-point tensor to differentiate\n"
-        "  * argument 0 holds i64 tensors, int leaves\n"
+        "  * argument 0 ('p') holds i64 tensors, int leaves\n"
         "  Instead: point argnums at the parameters, or convert them with .float()"
     )
-    assert "argument 0 holds no leaves" in message(lambda: vfn.grad(lambda p: 0.0)(None))
+    assert "argument 0 ('p') holds no leaves" in message(lambda: vfn.grad(lambda p: 0.0)(None))
     assert message(lambda: vfn.grad(lambda x: x.sum(), argnums=(0, 2))(x)) == (
         "grad: argnums=(0, 2) does not fit a call with 1 argument\n  * there is no argument 2\n"
         "  Instead: argnums=0; arguments that are given by name are not counted"

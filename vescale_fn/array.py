@@ -49,9 +49,14 @@ class Array(DTensor):
             args, kwargs = _take_in(args), _take_in(kwargs)
         return interpreter.dispatch(Array, func, args, kwargs)
 
+    @property
+    def type_text(self) -> str:
+        """The type on one short line: ``f32[8@dp,4]``."""
+        return type_text(self.shape, self.dtype, spec_of(self))
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         spec = spec_of(self)
-        head = f"Array {type_text(self.shape, self.dtype, spec)} on {mesh_text(axes_of(self._spec.mesh))}"
+        head = f"Array {self.type_text} on {mesh_text(axes_of(self._spec.mesh))}"
         if is_simulated(self._spec.mesh) or _is_here(self._spec.mesh, spec):
             return f"{head}\n{_plain(self, 'print')}"  # not through autograd: a transform may be printing
         return f"{head}\n{_own_block(self, spec)}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from . import tracebacks
 from .errors import InPlaceError, TransformError, VfnError, described, report
+
+__tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
 _KEYS = "keys = vfn.random.split(key, n), mapped over as well, and vfn.random's draws from each of them"
 # What torch says, and what it means to someone who called a transform of ours: class, function, fact, way out.
@@ -54,6 +58,22 @@ def checked_function(f: Any, where: str) -> None:
     if not callable(f):
         fix = f"vfn.{where}(f, ...), with the function itself and not with what it returns"
         raise TransformError(report(where, f"f must be a function, but it is {described(f)}", fix=fix))
+
+
+def parameter(f: Callable[..., Any], args: Sequence[Any], position: int) -> str:
+    """The name of the parameter that takes the argument at a position; "" where it has none."""
+    try:
+        bound = inspect.signature(f).bind(*args)
+    except (TypeError, ValueError):
+        return ""
+    kinds, taken = bound.signature.parameters, 0
+    for name in bound.arguments:
+        if kinds[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            return ""
+        if taken == position:
+            return name
+        taken += 1
+    return ""
 
 
 def called(f: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any], where: str) -> Any:

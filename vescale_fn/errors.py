@@ -6,6 +6,7 @@ write instead; it lists every failure at once. `report` is the one place that la
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -98,6 +99,16 @@ def axes_text(names: Iterable[str]) -> str:
     return f"ax{'is' if len(listed) == 1 else 'es'} {' and '.join(listed)}"
 
 
+def meant(wrong: Any, known: Iterable[Any]) -> str:
+    """A question, where one of the known names is close to a wrong one: ``; did you mean 'dp'?``; else nothing."""
+    if not isinstance(wrong, str):
+        return ""
+    names = [name for name in known if isinstance(name, str)]
+    swapped = [name for name in names if sorted(name.lower()) == sorted(wrong.lower())]
+    close = swapped or difflib.get_close_matches(wrong, names, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
 def count_text(n: int, word: str) -> str:
     """A number of things: ``1 dim``, ``2 dims``, ``2 entries``."""
     return f"{n} {word if n == 1 else word[:-1] + 'ies' if word.endswith('y') else word + 's'}"
@@ -114,18 +125,20 @@ def dtype_text(dtype: Any) -> str:
 
 
 def described(value: Any) -> str:
-    """Any value in a few words, on one line: ``the tensor f32[2,3]``, ``the int 3``."""
+    """Any value in a few words, on one line: ``the tensor f32[2,3]{V:dp}``, ``the int 3``."""
     kind = type(value).__name__
     if value is None:
         return "None"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        what = "array" if kind in ("ndarray", "Array") else "tensor"
-        return (
-            f"the {'numpy ' * (kind == 'ndarray')}{what} {dtype_text(value.dtype)}[{','.join(map(str, value.shape))}]"
-        )
+        what = {"ndarray": "numpy array", "Array": "array"}.get(kind, "tensor")
+        sizes = ",".join(map(str, value.shape))
+        type_ = getattr(value, "type_text", None) or f"{dtype_text(value.dtype)}[{sizes}]"
+        return f"the {what} {type_}{getattr(value, 'vfn_type', None) or ''}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     if callable(value):
         named = getattr(value, "__name__", None)
-        return f"the function {named}" if named and not isinstance(value, type) else f"a {kind}"
+        return f"the function {named}" if named else f"a {kind}"
     if kind in ("tuple", "list") and any(not isinstance(x, (str, int, float, tuple, type(None))) for x in value):
         inside = ", ".join(described(x) for x in value[:4]) + ", ..." * (len(value) > 4)
         return f"a {kind} of {inside}"

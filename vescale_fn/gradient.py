@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 
 from . import _torch, context, reshard, tracebacks, tree, types
 from .array import Array, is_array, mesh_of, moved, spec_of, wrap
-from .calls import called, checked_function
+from .calls import called, checked_function, parameter
 from .errors import TransformError, described, dtype_text, mesh_text, report, short
 from .layout import WHOLE, axes_items, layout, type_text
 from .mesh import axes_of, same
@@ -31,7 +31,7 @@ __tracebackhide__ = tracebacks.between  # of a user's error that only passes thr
 class Split:
     """The arguments of a call, with the floating-point tensors among those to differentiate taken out."""
 
-    def __init__(self, where: str, args: Sequence[Any], argnums: Sequence[int]) -> None:
+    def __init__(self, where: str, f: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]) -> None:
         self.where, self.args, self.argnums = where, args, argnums
         flat = [tree.flatten_opaque(args[n]) for n in argnums]
         self.defs = [treedef for _, treedef in flat]
@@ -41,7 +41,7 @@ class Split:
         if not self.moving:
             raise TransformError(report(
                 where, "there is no floating-point tensor to differentiate",
-                [f"argument {n} holds {', '.join(sorted({_kind(x) for x in leaves})) or 'no leaves'}"
+                [f"argument {n}{_named(f, args, n)} holds {', '.join(sorted({_kind(x) for x in leaves})) or 'no leaves'}"
                  for n, (leaves, _) in zip(argnums, flat, strict=True)] or ["it was given no argument to differentiate"],
                 _how_to_differentiate(self.leaves)))  # fmt: skip
 
@@ -74,6 +74,11 @@ class Split:
         return self.trees(leaves)
 
 
+def _named(f: Callable[..., Any], args: Sequence[Any], n: int) -> str:
+    name = parameter(f, args, n)
+    return f" ({name!r})" if name else ""
+
+
 def _is_differentiable(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
 
@@ -93,10 +98,14 @@ def _how_to_differentiate(leaves: Sequence[Any]) -> str:
     return "point argnums at the parameters, or convert them with .float()"
 
 
+def _is_place(n: Any) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool)
+
+
 def _argnums(argnums: Any, args: Sequence[Any], where: str) -> tuple[int, ...]:
     several = isinstance(argnums, (tuple, list))
     numbers = tuple(argnums) if several else (argnums,)
-    wrong = [n for n in numbers if not isinstance(n, int) or isinstance(n, bool) or not -len(args) <= n < len(args)]
+    wrong = [n for n in numbers if not -len(args) <= n < len(args)]
     if len(numbers) and not wrong and len({n % len(args) for n in numbers}) < len(numbers):
         raise TransformError(report(where, f"argnums={argnums!r} names an argument twice", fix="each of them once"))
     if wrong:
@@ -124,6 +133,11 @@ def _how_to_return(value: Any) -> str:
         return "return loss: a `return` is missing"
     if isinstance(value, (int, float)):
         return "the tensor itself, without .item() or float(), from which no gradient comes back"
+    if isinstance(value, (tuple, list)) and value and isinstance(value[0], torch.Tensor) and not value[0].ndim:
+        rest = "aux" if len(value) == 2 else "(" + ", ".join(f"aux{i}" for i in range(1, len(value))) + ")"
+        return f"has_aux=True, with `return loss, {rest}`: only the loss is differentiated"
+    if isinstance(value, dict):
+        return "one of its entries; for the others as well, `return loss, aux` and has_aux=True"
     if isinstance(value, torch.Tensor) and not value.ndim:
         return "its .abs(), .real or .imag" if value.is_complex() else "a loss computed in floating point"
     return "reduce it: loss.mean() or loss.sum(); with more results, return (loss, aux) and has_aux=True"
@@ -216,10 +230,17 @@ def value_and_grad(
 def _value_and_grad(f: Callable[..., Any], argnums: Any, has_aux: bool, where: str) -> Callable[..., Any]:
     """`value_and_grad`; `where` is the name that the user called it by."""
     checked_function(f, where)
+    wrong = [n for n in (argnums if isinstance(argnums, (tuple, list)) else (argnums,)) if not _is_place(n)]
+    if wrong:
+        gave_arguments = any(isinstance(x, (torch.Tensor, dict)) for x in wrong)
+        raise TransformError(report(
+            where, f"argnums must be an int or a tuple of ints, the places of arguments, but it is {short(argnums)}",
+            fix=f"vfn.{where}(f)(x, ...): the arguments go to the function that it returns" if gave_arguments
+            else "argnums=0 for the first argument"))  # fmt: skip
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        split = Split(where, args, _argnums(argnums, args, where))
+        split = Split(where, f, args, _argnums(argnums, args, where))
         engine = _by_functorch if _torch.transforming() or _torch.forward_ad_active() else _by_autograd
         value, aux, grads = engine(f, split, kwargs, has_aux)
         trees = split.gradients(grads)
@@ -387,7 +408,7 @@ def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[[Any], tupl
     (tensor([3., 6.]), (tensor([ 3., 30.]),))
     """
     checked_function(f, "vjp")
-    split = Split("vjp", primals, range(len(primals)))
+    split = Split("vjp", f, primals, range(len(primals)))
     flat = Flat(f, split)
     outs, back = pullback_of(flat, split.primals)
     out = flat.rebuilt(outs)

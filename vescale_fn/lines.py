@@ -69,6 +69,12 @@ def user_line(frame: FrameType | None = None) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
 
 
+def user_text() -> str:
+    """What stands in the user's line, "" where it cannot be read."""
+    frame = user_frame()
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip() if frame else ""
+
+
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the user's line: by Python's rules once for each line and text, unless the user's filters say otherwise."""
     frame = user_frame()

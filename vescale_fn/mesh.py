@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import _torch, context, ranks
-from .errors import MeshError, described, mesh_text, report, short
+from .errors import MeshError, described, meant, mesh_text, report, short
 from .spec import axes_of
 
 axes = axes_of
@@ -132,7 +132,7 @@ def make_mesh(shape: Sequence[int], names: Sequence[str], *, device: str | None 
 
 def _checked(shape: Any, names: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     failures = [f"{word} must be a tuple, but it is {described(value)}" for word, value in (("shape", shape), ("names", names))
-                if not isinstance(value, (int, str, Sequence))]  # fmt: skip
+                if not isinstance(value, (tuple, list, int if word == "shape" else str))]  # fmt: skip
     if failures:
         raise _no_mesh(failures)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -240,17 +240,22 @@ def axis_names(axis_name: Any, mesh_axes: Mapping[str, int], where: str) -> tupl
     """A name or a tuple of names as a tuple, each checked to be an axis, none twice."""
     several = isinstance(axis_name, Iterable) and not isinstance(axis_name, str) and not hasattr(axis_name, "dtype")
     names: tuple[Any, ...] = tuple(axis_name) if several else (axis_name,)
-    unknown = [name for name in names if not isinstance(name, str) or name not in mesh_axes]
-    if unknown or len(set(names)) != len(names):
-        failures = [f"{short(name)} is not one of the axes {tuple(mesh_axes)}" for name in unknown]
-        failures += [f"axis {name!r} is named twice" for name in sorted({n for n in names if names.count(n) > 1}, key=str)
-                     if name in mesh_axes]  # fmt: skip
+    failures = [f"{short(name)} {_no_axis(name, mesh_axes)}" for name in names
+                if not isinstance(name, str) or name not in mesh_axes]  # fmt: skip
+    failures += [f"axis {name!r} is named twice" for name in mesh_axes if names.count(name) > 1]
+    if failures or not names:
         raise MeshError(report(
-            where, f"axis_name={short(axis_name)} is not an axis, or a tuple of different axes, of the "
-            f"{mesh_text(mesh_axes)}", failures,
-            f"one of the axes {tuple(mesh_axes)}, such as vfn.{where}(..., {next(iter(mesh_axes))!r}), or a tuple of them",
+            where, f"axis_name={short(axis_name)} does not name axes of the {mesh_text(mesh_axes)}",
+            failures or ["it names none"], f"axis_name={next(iter(mesh_axes))!r}, "
+            + (f"or a tuple of different axes out of {tuple(mesh_axes)}" if len(mesh_axes) > 1 else "the only axis")
         ))  # fmt: skip
     return names
+
+
+def _no_axis(name: Any, mesh_axes: Mapping[str, int]) -> str:
+    if isinstance(name, str):
+        return f"is not one of the axes {tuple(mesh_axes)}{meant(name, mesh_axes)}"
+    return "is no name" + ": axes of a mesh have names, dims of a tensor have numbers" * isinstance(name, int)
 
 
 def groups(mesh: Any, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:

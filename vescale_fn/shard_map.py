@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,11 +21,12 @@ import torch
 from . import _torch, context, linear, replicas, reshard, tracebacks, tracking, tree, types
 from .array import Array, bring_in, entered, is_array, mesh_of, only_along, packed, spec_of, take_out, whole
 from .blocks import Blocks, shared
-from .errors import MeshError, ReshardError, SpecError, TypingError, mesh_text, report
+from .calls import called, checked_function, parameter
+from .errors import MeshError, ReshardError, SpecError, TypingError, count_text, described, meant, mesh_text, report
 from .layout import axes_items, contiguous_stride, layout, spec_for
 from .mesh import axes_of, is_part, is_simulated, part, played_ranks, same
 from .ops.maps import Collective, enter, promote
-from .spec import P, axes_named, from_split_axes, problems, split_axes
+from .spec import P, as_spec, axes_named, from_split_axes, problems, split_axes
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
@@ -128,7 +128,7 @@ class _Mapped:
         intercepted = self.check or is_simulated(site.mesh) or not fast or context.grad_depth() > 0
         body = site.body
         with tracking.running(body, functools.partial(_adopt, site, self.name), intercepted):
-            result = self.f(*tree.unflatten(treedef, leaves))
+            result = called(self.f, tree.unflatten(treedef, leaves), {}, f"shard_map({self.name})")
             locals_, out_def = tree.flatten(result)
             if self.check:  # still inside: only there is known what the body wrote
                 have = [types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in locals_]
@@ -212,7 +212,8 @@ def _site(mapped: _Mapped, mesh: Any, outer: context.Body | None) -> _Site:
     """Where `mapped` runs when it is called on `mesh`, in the body `outer` or in none; or an error."""
     where, asked = f"shard_map({mapped.name})", mapped.axis_names
     axes = axes_of(mesh)
-    unknown = [f"{name!r} is not one of the axes {tuple(axes)}" for name in asked if name not in axes]
+    unknown = [f"{name!r} is not one of the axes {tuple(axes)}{meant(name, axes)}"
+               for name in asked if name not in axes]  # fmt: skip
     if unknown:
         raise MeshError(report(where, f"axis_names={set(asked)!r} does not fit the {mesh_text(axes)}", unknown,
                                "the axes along which the body sees one rank's blocks; none: all of them"))  # fmt: skip
@@ -245,40 +246,52 @@ def _plan_ins(mapped: _Mapped, site: _Site, args: Any, leaves: Sequence[Any]) ->
     where = f"shard_map({mapped.name})"
     specs = tree.broadcast(mapped.in_specs, args, where, "in_specs", "args")
     failures: list[str] = []
+    ways: list[str] = []
     plan: list[_In | None] = []
     for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
         if not isinstance(x, torch.Tensor):
             plan.append(None)
             continue
-        found = (
-            [f"in_specs must hold P, but here is {spec!r}"] if not isinstance(spec, P) else _misfits(spec, site, x.ndim)
-        )
-        if not found:
-            found = _uneven(tuple(x.shape), spec, site.sizes)
-        other = mesh_of(x) if is_array(x) else None
-        if other is not None and not same(other, site.mesh):
-            found = [
-                f"it lies on another mesh, {mesh_text(axes_of(other))}; vfn.shard(x, mesh, {spec!r}) brings it over"
-            ]
-        failures += [f"{_argument(mapped, args, i)} = {spec!r}: {problem}" for problem in found]
-        if not found:
+        found = _wrong_argument(x, spec, site)
+        if found:
+            failures.append(f"{_argument(mapped, args, i)} = {spec!r}: {'; '.join(problem for problem, _ in found)}")
+            ways += [way for _, way in found]
+        else:
             lies = site.lies(spec, x)
             direct = type(x) is Array and layout(x._spec) == _bare(lies)
             plan.append(_In(spec, lies, direct, () if mapped.check else site.unmentioned(spec)))
     if failures:
-        raise SpecError(report(
-            where, f"the arguments do not fit in_specs on the {mesh_text(axes_of(site.mesh))}", failures,
-            "a spec of axes that divide the dims, None for a dim that every rank needs whole, or pad the argument",
-        ))  # fmt: skip
+        raise SpecError(report(where, f"the arguments do not fit in_specs on the {mesh_text(axes_of(site.mesh))}", failures,
+                               "; ".join(dict.fromkeys(ways))))  # fmt: skip
     return plan
 
 
-def _misfits(spec: P, site: _Site, ndim: int) -> list[str]:
-    """What is wrong with a spec, which may speak of the manual axes only."""
+def _wrong_argument(x: torch.Tensor, spec: Any, site: _Site) -> list[tuple[str, str]]:
+    """What is wrong with an argument and its spec, and what to write instead."""
+    if not isinstance(spec, P):
+        return [(f"it is {described(spec)}, not a vfn.P", as_spec(spec))]
+    other = mesh_of(x) if is_array(x) else None
+    if other is not None and not same(other, site.mesh):
+        there = f"it lies on another mesh, {mesh_text(axes_of(other))}"
+        return [(there, f"vfn.shard(x, mesh, {spec!r}), which brings it over")]
+    found = _misfits(spec, site, x.ndim)
+    return found or [(problem, _EVEN) for problem in _uneven(tuple(x.shape), spec, site.sizes)]
+
+
+_EVEN = "a spec of axes that divide the dims, None for a dim that every rank needs whole, or pad the argument"
+
+
+def _misfits(spec: P, site: _Site, ndim: int) -> list[tuple[str, str]]:
+    """What is wrong with a spec, which may speak of the manual axes only, and what to write instead."""
     axes = axes_of(site.mesh)
-    return problems(spec, axes, ndim) or [
-        f"axis {axis!r} is not in axis_names={set(site.manual)!r}: along it a value lies in the body as it does outside"
-        for axis in axes if axis in axes_named(spec) and axis not in site.manual]  # fmt: skip
+    wrong = problems(spec, axes, ndim)
+    if wrong:
+        at_most = f"at most {count_text(ndim, 'entry')}" if ndim else "no entry"
+        return [(problem, f"axes of the {mesh_text(axes)}, each at most once, and {at_most} for {count_text(ndim, 'dim')}")
+                for problem in wrong]  # fmt: skip
+    return [(f"axis {axis!r} is not in axis_names={set(site.manual)!r}: along it a value lies in the body as it does "
+             "outside", f"a spec without {axis!r}, or axis_names with it")
+            for axis in axes if axis in axes_named(spec) and axis not in site.manual]  # fmt: skip
 
 
 def _argument(mapped: _Mapped, args: Any, i: int) -> str:
@@ -287,11 +300,7 @@ def _argument(mapped: _Mapped, args: Any, i: int) -> str:
     x = tree.leaves(args)[i]
     position = int(path[len("args[") :].split("]", 1)[0])
     tail = path[len(f"args[{position}]") :]
-    try:
-        bound = inspect.signature(mapped.f).bind(*args).arguments
-    except (TypeError, ValueError):
-        bound = {}
-    name = next((name for name, value in bound.items() if value is args[position]), None)
+    name = parameter(mapped.f, args, position)
     said = f", where args[{position}] is bound to {mapped.name}'s parameter {name!r}," if name else ""
     where = (
         f"in_specs[{position}]{tail}"
@@ -383,17 +392,24 @@ def _plan_outs(
     plan: list[_Out | None] = []
     for path, x, type_, spec in zip(paths, locals_, have, specs, strict=True):
         if not isinstance(spec, P):
-            failures.append(f"{path}: out_specs must hold P, but here is {spec!r}")
+            failures.append(f"{path}: its spec is {described(spec)}, not a vfn.P")
+            ways.append(as_spec(spec))
             continue
         if not isinstance(x, torch.Tensor):
             plan.append(None)
-            failures += [f"{path} is {x!r}, which is not a tensor, for out_specs {spec!r}"] * (spec != P())
+            if spec != P():
+                failures.append(f"{path} is {described(x)}, not a tensor, for out_specs {spec!r}")
+                ways.append("P() for what is no tensor: it passes through")
             continue
         said = f"{path} is {types.text(x, type_)}, for out_specs {spec!r}"
         outside = types.outside(x, site.auto)
-        found = [f"it is {types.text(x)}, a whole array"] if outside else _misfits(spec, site, x.ndim)
-        if found and len(spec) > x.ndim:
-            ways.append(f"x[None] adds a dim to concatenate along: out_specs={spec!r} needs {len(spec)} dims")
+        wrong = [(f"it is {types.text(x)}, a whole array", "")] if outside else _misfits(spec, site, x.ndim)
+        found = [problem for problem, _ in wrong]
+        if len(spec) > x.ndim:
+            ways.append("x[None], which adds a dim to concatenate along: "
+                        f"out_specs={spec!r} needs {count_text(len(spec), 'dim')}")  # fmt: skip
+        else:
+            ways += [way for _, way in wrong if way]
         if not found and mapped.check:
             for axis in site.sizes:
                 found += _type_problem(axis, type_.letter(axis), types.of_spec(spec).letter(axis), spec, ways)
@@ -500,6 +516,9 @@ def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs
     if f is None:
         return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names,
                                  check_vma=check_vma)  # fmt: skip
+    checked_function(f, "shard_map")
+    if mesh is not None:
+        context.checked_mesh(mesh, "shard_map")
     mapped = _Mapped(f, mesh, in_specs, out_specs, axis_names, check_vma)
 
     @functools.wraps(f)

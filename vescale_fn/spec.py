@@ -21,7 +21,7 @@ import optree
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from . import _torch, context
-from .errors import SpecError, count_text, described, mesh_text, report, short
+from .errors import SpecError, count_text, described, meant, mesh_text, report, short
 from .tree import dotted
 
 Axes = Mapping[str, int]
@@ -126,7 +126,7 @@ def as_spec(value: Any) -> str:
     """How to write as a `P` what was given in its place."""
     entries = cast("Sequence[Any]", value) if isinstance(value, (tuple, list)) else (value,)
     try:
-        return f"vfn.{P(*entries)!r}" + " for a value that every rank holds whole" * (value is None)
+        return "vfn.P() for a value that every rank holds whole" if value is None else f"vfn.{P(*entries)!r}"
     except SpecError:
         return "one entry a dim: vfn.P(\"dp\") for a first dim that is split over axis 'dp', vfn.P() for a whole value"
 
@@ -160,7 +160,7 @@ def problems(spec: P, axes: Axes, ndim: int | None) -> list[str]:
     places += [(name, word) for word in ("unreduced", "reduced") for name in sorted(getattr(spec, word))]
     for name, place in places:
         if name not in axes:
-            found.append(f"axis {name!r} ({place}) is not an axis of the {mesh_text(axes)}")
+            found.append(f"axis {name!r} ({place}) is not an axis of the {mesh_text(axes)}{meant(name, axes)}")
         if name in used:
             found.append(f"axis {name!r} is used twice: for {used[name]} and for {place}")
         used.setdefault(name, place)

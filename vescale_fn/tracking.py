@@ -24,7 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from . import _torch, context, linear, types
+from . import _torch, context, linear, readout, types
 from .blocks import Blocks
 from .errors import InPlaceError, TransformError, TypingError, report
 from .mesh import is_simulated, played_ranks
@@ -423,20 +423,11 @@ class Checked(Unchecked):
 
     def number(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A value is read into Python, where ranks must not part."""
-        shown = (
-            "this takes the values" if name in ("numpy", "__array__", "__dlpack__", "tolist") else "this reads a number"
-        )
-        for x in types.tensors(args, kwargs):
-            have = self.typeof(x)
-            differs = sorted(have.varying | have.unreduced)
-            if differs:
-                raise TypingError(report(
-                    name, f"{shown} out of a value that differs by rank, so ranks could go different ways",
-                    [f"the value is {types.text(x, have)}"],
-                    f"torch.where instead of `if`, or make it the same: vfn.psum(x, {differs[0]!r})"
-                    + "; or a torch.library.custom_op for what torch has no op for" * (shown != "this reads a number")
-                ))  # fmt: skip
-        if self.ranks and name in ("numpy", "__array__", "__dlpack__", "tolist"):
+        found = [(x, self.typeof(x)) for x in types.tensors(args, kwargs)]
+        parting = [(x, have) for x, have in found if have.varying or have.unreduced]
+        if parting:
+            raise readout.refused(name, parting)
+        if self.ranks and name in readout.VALUES:
             below = _torch.peel(args[0])
             if type(below) is Blocks and not _torch.is_batched(args[0]):
                 return func(below.blocks[0].clone(), *args[1:], **kwargs)  # of one rank, as all have the same

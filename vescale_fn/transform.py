@@ -11,8 +11,8 @@ import torch
 import torch.utils.checkpoint
 
 from . import _torch, tracebacks, tracking, tree
-from .calls import called, checked_function
-from .errors import TransformError, described, report, short
+from .calls import called, checked_function, parameter
+from .errors import TransformError, count_text, described, report, short
 from .gradient import Flat, Split, partner_problem, pullback_of, settled
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
@@ -44,7 +44,7 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) 
     if len(primals) != len(tangents):
         what = f"primals has length {len(primals)}, but tangents has length {len(tangents)}"
         raise TransformError(report("jvp", what, fix="give tuples, one tangent for each argument of the function"))
-    split = Split("jvp", tuple(primals), range(len(primals)))
+    split = Split("jvp", f, tuple(primals), range(len(primals)))
     flat = Flat(f, split)
     outs, slopes = torch.func.jvp(flat, tuple(split.primals), _directions(split, tangents))[:2]
     return flat.rebuilt(outs), flat.rebuilt(slopes)
@@ -104,7 +104,7 @@ def linearize(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., 
     (tensor(9.), tensor(6.), tensor(60.))
     """
     checked_function(f, "linearize")
-    split = Split("linearize", primals, range(len(primals)))
+    split = Split("linearize", f, primals, range(len(primals)))
     flat = Flat(f, split)
     outs, back = pullback_of(flat, split.primals, follow=True)
     out = flat.rebuilt(outs)
@@ -121,7 +121,8 @@ def linearize(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., 
 
     def f_jvp(*tangents: Any) -> Any:
         if len(tangents) != len(primals):
-            what = f"{len(primals)} primals were given, but there are {len(tangents)} tangents"
+            given = count_text(len(tangents), "tangent")
+            what = f"it was made with {count_text(len(primals), 'primal')}, and called with {given}"
             raise TransformError(report("linearize: f_jvp", what, fix="one tangent for each argument of the function"))
         slopes = [torch.zeros_like(x) for x in outs]
         for i, slope in zip(
@@ -162,7 +163,7 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
         leaves, treedef = tree.flatten(args, is_leaf=tree.none)
         axes = in_axes if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
         dims = tree.broadcast(tuple(axes), args, "vmap", "in_axes", "args", is_leaf=tree.none)
-        _check_in_axes(args, leaves, dims)
+        _check_in_axes(f, args, leaves, dims)
         mapped = [
             i
             for i, (x, d) in enumerate(zip(leaves, dims, strict=True))
@@ -200,10 +201,17 @@ def _is_mapped(x: Any, dim: int | None) -> bool:
     return isinstance(x, torch.Tensor) and dim is not None
 
 
-def _check_in_axes(args: Any, leaves: Sequence[Any], dims: Sequence[Any]) -> None:
+def _with_parameter(f: Callable[..., Any], args: Sequence[Any], path: str) -> str:
+    """``args[0]['w']`` as ``args[0]['w'] (of 'params')``."""
+    name = parameter(f, args, int(path[len("args[") :].split("]", 1)[0]))
+    return f"{path} (of {name!r})" if name else path
+
+
+def _check_in_axes(f: Callable[..., Any], args: Any, leaves: Sequence[Any], dims: Sequence[Any]) -> None:
     """Each tensor has the dim that it is mapped over, and all of them as many entries."""
     failures, sizes = [], {}
     names = tree.paths(args, "args", is_leaf=tree.none)
+    names = [_with_parameter(f, args, name) for name in names]
     for name, x, d in zip(names, leaves, dims, strict=True):
         if d is not None and (isinstance(d, bool) or not isinstance(d, int)):
             failures.append(f"in_axes is {short(d)} for {name}, not an int or None")

@@ -11,7 +11,7 @@ from typing import Any
 import optree
 
 from . import lines
-from .errors import SpecError, report
+from .errors import SpecError, meant, report
 
 flatten: Callable[..., tuple[list[Any], Any]] = optree.tree_flatten
 unflatten: Callable[[Any, Iterable[Any]], Any] = optree.tree_unflatten
@@ -119,7 +119,8 @@ def _partings(prefix: Any, tree: Any, prefix_path: str, tree_path: str) -> Itera
             for word, keys in (("lacks", missing), ("has besides", extra))
             if keys
         ]
-        yield f"{prefix_path} {' and '.join(parts)}: {tree_path} has {', '.join(map(repr, their_keys))}"
+        question = meant(extra[0], missing) if extra else ""
+        yield f"{prefix_path} {' and '.join(parts)}: {tree_path} has {', '.join(map(repr, their_keys))}{question}"
         return
     found = dict(zip(their_keys, theirs, strict=True))
     for key, child in zip(my_keys, mine, strict=True):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch, context, linear, lines, tree, types, wire
 from ..blocks import Blocks
-from ..errors import CollectiveError, TypingError, described, mesh_text, report, short
+from ..errors import CollectiveError, TypingError, described, meant, mesh_text, report, short
 from ..mesh import axes_of, axis_names, is_simulated
 from .maps import Collective, enter, index, promote
 from .operands import dim_problem, operands, refuse_unreduced, refuse_what_cannot_be_reduced, size_problem
@@ -327,7 +327,9 @@ def all_gather(x: Any, axis_name: Axis, *, axis: int = 0, tiled: bool = False, t
     """
     body, _, _ = _axes("all_gather", axis_name)
     if to not in _GATHERS:
-        raise CollectiveError(report("all_gather", f"to={short(to)} is not one of {tuple(_GATHERS)}"))
+        raise CollectiveError(report("all_gather", f"to={short(to)} is not one of {tuple(_GATHERS)}{meant(to, _GATHERS)}",
+                                     fix='to="varying", the default; "invarying" for a result that may be returned with '
+                                         "out_specs=P()"))  # fmt: skip
     row, gives = _GATHERS[to] if body.check else _GATHERS["varying"]
 
     def problem(leaf: torch.Tensor, n: int, span: str) -> str | None:
@@ -565,7 +567,11 @@ def pvary(x: Any, axis_name: Axis) -> Any:
 def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
     body, names, _ = _axes(where, axis_name)
     if to not in _WORDS:
-        raise TypingError(report(where, f"to={short(to)} is not one of {tuple(_WORDS)}"))
+        same = isinstance(to, str) and to.startswith("inv")
+        raise TypingError(report(
+            where, f"to={short(to)} is not one of {tuple(_WORDS)}{'' if same else meant(to, _WORDS)}",
+            fix="vfn.psum(x, axis) or vfn.pmean, which make the ranks' values one; vfn.pbroadcast takes one rank's"
+            if same else 'to="varying", where each rank is to go on with a value of its own'))  # fmt: skip
     leaves, treedef = operands(where, x, body)
     leaves = [_local(leaf, body, where) for leaf in leaves]
     if not body.check:
