@@ -168,19 +168,38 @@ def settled(x: torch.Tensor) -> torch.Tensor:
 
 no_torch_function = torch._C.DisableTorchFunction
 
-_plain_function_apply = torch.autograd.Function.__dict__["apply"]
+_Level: Any = torch.autograd.function._SingleLevelFunction
+_apply_under_functorch: Any = torch.autograd.function.custom_function_call  # type: ignore[attr-defined]
 
 
 def intercept_function_apply(handler: Any) -> None:
-    """Send every `autograd.Function.apply` to ``handler(cls, apply, args, kwargs)``; None ends that."""
+    """Send every application of an `autograd.Function` to ``handler(cls, apply, args, kwargs)``; None ends that.
+
+    `Function.apply` is left alone, since programs keep it under names of their own (``relu = Relu.apply``). It ends in one
+    of these two: without a functorch transform, and with one.
+    """
     if handler is None:
-        torch.autograd.Function.apply = _plain_function_apply  # type: ignore[method-assign]
+        del _Level.apply
+        torch.autograd.function.custom_function_call = _apply_under_functorch  # type: ignore[attr-defined]
         return
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return handler(cls, _plain_function_apply.__get__(None, cls), args, kwargs)
+        plain = super(_Level, cls).apply
+        return handler(cls, plain, args, kwargs) if issubclass(cls, torch.autograd.Function) else plain(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    def under_functorch(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return handler(cls, functools.partial(_apply_under_functorch, cls), args, kwargs)
+
+    _Level.apply = classmethod(apply)
+    torch.autograd.function.custom_function_call = under_functorch  # type: ignore[attr-defined]
+
+
+_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def in_backward_pass() -> bool:
+    """Whether the autograd engine is at work in this thread."""
+    return _graph_task() != -1
 
 
 _plain_checkpoint: Any = getattr(_checkpoint, "_checkpoint_without_reentrant_generator", None)
@@ -314,7 +333,7 @@ def apply(function: Any, *args: Any) -> Any:
     """`function.apply(*args)`, by the short way (a sixth of the time) when no functorch transform is active."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    return super(_Level, function).apply(*args)
 
 
 _functorch_active = torch._C._are_functorch_transforms_active

@@ -32,6 +32,12 @@ Problem = Callable[[torch.Tensor, int, str], str | None]
 def _axes(where: str, axis_name: Any) -> tuple[context.Body, tuple[str, ...], int]:
     """The running body, the axes as a tuple, and the number of ranks along them."""
     body = context.body()
+    if body is None and _torch.in_backward_pass():
+        raise CollectiveError(report(
+            where, f"axis_name={short(axis_name)}, but no axis is manual here: this is the backward pass of an "
+            "autograd.Function, which does not run inside the shard_map body",
+            fix="for what is to be computed again, vfn.remat(f) or torch.utils.checkpoint(f, ..., use_reentrant=False); "
+            "else call it in the forward pass, and keep the result with ctx.save_for_backward"))  # fmt: skip
     if body is None:
         raise CollectiveError(report(
             where, f"axis_name={short(axis_name)}, but no axis is manual here: this is not inside a shard_map body",
