@@ -278,11 +278,7 @@ def is_mapped(x: torch.Tensor) -> bool:
     return _functorch.is_batchedtensor(x) and _functorch.maybe_get_level(x) == _functorch.maybe_current_level()
 
 
-def transforming() -> bool:
-    """Whether a functorch transform (`torch.func.grad`, `vmap`, ...) is active."""
-    return torch._C._are_functorch_transforms_active()
-
-
+transforming = torch._C._are_functorch_transforms_active  # whether `torch.func.grad`, `vmap`, ... is active
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are active
 
 

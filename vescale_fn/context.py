@@ -250,9 +250,14 @@ class Again:
         return self.stacks.pop().__exit__(*error)
 
 
-def differentiating() -> contextlib.AbstractContextManager[None]:
+class differentiating:
     """Run the function that a `vfn.grad` differentiates."""
-    return _setting(grad_depth=_state.grad_depth + 1)
+
+    def __enter__(self) -> None:
+        _state.grad_depth += 1
+
+    def __exit__(self, *error: Any) -> None:
+        _state.grad_depth -= 1
 
 
 def clear() -> None:

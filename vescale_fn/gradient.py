@@ -68,10 +68,11 @@ class Split:
 
     def gradients(self, grads: Sequence[Any]) -> list[Any]:
         """A gradient tree for each argument: zeros for integer and bool tensors, other leaves as they are."""
-        leaves = [torch.zeros_like(x) if isinstance(x, torch.Tensor) else x for x in self.leaves]
-        for i, g in zip(self.moving, grads, strict=True):
-            leaves[i] = g
-        return self.trees(leaves)
+        found = dict(zip(self.moving, grads, strict=True))
+        return self.trees([
+            found[i] if i in found else torch.zeros_like(x) if isinstance(x, torch.Tensor) else x
+            for i, x in enumerate(self.leaves)
+        ])  # fmt: skip
 
 
 def _named(f: Callable[..., Any], args: Sequence[Any], n: int) -> str:
@@ -103,6 +104,8 @@ def _is_place(n: Any) -> bool:
 
 
 def _argnums(argnums: Any, args: Sequence[Any], where: str) -> tuple[int, ...]:
+    if type(argnums) is int and 0 <= argnums < len(args):
+        return (argnums,)
     several = isinstance(argnums, (tuple, list))
     numbers = tuple(argnums) if several else (argnums,)
     wrong = [n for n in numbers if not -len(args) <= n < len(args)]
@@ -173,9 +176,14 @@ def settled(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tensor]) -> l
     return out
 
 
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
 def _settle_together(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same for finished values: what is to be added over the same axes travels as one collective a dtype."""
     out, moving = list(grads), {}
+    if _PLAIN.issuperset(map(type, (*grads, *primals))):
+        return out
     for i, (g, x) in enumerate(zip(grads, primals, strict=True)):
         goal = _goal(x)
         if isinstance(g, Array) and goal is not None and layout(g._spec) != goal:
@@ -327,7 +335,7 @@ def _by_autograd(f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool) ->
     grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, primals, strict=True)]
     if attached:
         return settled([value], [_whole_like(value)])[0], aux, settled(grads, originals)
-    aux = tree.map_(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, aux)
+    aux = tree.map_(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, aux) if has_aux else aux
     value, *grads = _settle_together([value.detach(), *grads], [_whole_like(value), *originals])
     return value, aux, grads
 
@@ -335,7 +343,7 @@ def _by_autograd(f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool) ->
 def _whole_like(value: torch.Tensor) -> torch.Tensor:
     """A stand-in for a value's layout, replicated: what it is settled to."""
     if not is_array(value):
-        return torch.empty(())
+        return value
     return wrap(_torch.local(_torch.peel(value)), mesh_of(value), WHOLE, torch.Size(()))  # type: ignore[attr-defined]
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,22 +43,35 @@ _STATIC = frozenset((int, float, bool, type(None), str, slice, type(...), torch.
 _LOCAL = frozenset((Tensor, Blocks, torch.nn.Parameter))
 
 
-def _seen(args: Any, kwargs: Any) -> list[Any] | None:
-    """The tensors among arguments that are simple enough to tell at first sight; None where one is not."""
-    found = []
+def _seen(args: Any, kwargs: Any) -> tuple[list[Tensor], list[Type | None]] | None:
+    """The tensors among arguments that are simple enough to tell at first sight, and their types; None where one is
+    not.
+    """
+    found, known = [], []
     for a in (*args, *kwargs.values()) if kwargs else args:
         kind = a.__class__
         if kind in _LOCAL:
             found.append(a)
+            known.append(getattr(a, "vfn_type", None))
         elif kind is list or kind is tuple:
             for b in a:
                 if b.__class__ in _LOCAL:
                     found.append(b)
+                    known.append(getattr(b, "vfn_type", None))
                 elif b.__class__ not in _STATIC:
                     return None
         elif kind not in _STATIC:
             return None
-    return found
+    return found, known
+
+
+def _with(args: Any, new: Iterator[Tensor]) -> tuple[Any, ...]:
+    """Arguments that `_seen` could tell, with other tensors."""
+    return tuple([
+        next(new) if a.__class__ in _LOCAL else
+        a.__class__([next(new) if b.__class__ in _LOCAL else b for b in a]) if a.__class__ is list or a.__class__ is tuple
+        else a for a in args
+    ])  # fmt: skip
 
 
 def _mark_result(out: Any, type_: Type) -> Any:
@@ -93,6 +106,9 @@ class Unchecked(TorchFunctionMode):
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _active.mode is not self:  # of a body around the one that runs
             return func(*args, **kwargs or {})
+        seen = None if _torch.transforming() or _torch.dispatch_modes() else _seen(args, kwargs)
+        if seen is not None and seen[1] and None not in seen[1]:  # the short way: nothing comes from outside
+            return _mark_result(func(*args, **kwargs or {}), types.INVARIANT)
         return self.call(func, getattr(func, "__name__", "?"), args, kwargs or {})
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -193,8 +209,7 @@ class Checked(Unchecked):
         """`x` as a value that varies where `want` does."""
         if have is want or types.promotion(have, want) == ((), ()) or not _torch.needs_gradient(x):
             return x
-
-        type_ = types.with_letter(have, tuple(sorted(want.varying)), "V")
+        type_ = types.promoted(have, want)
         return self.remember(x, want, lambda: promote(x, have, want, self.body.mesh), type_)
 
     def combined(self, name: str, args: Any, kwargs: Any, given: Sequence[Tensor],
@@ -222,40 +237,43 @@ class Checked(Unchecked):
         """
         if kwargs and ("out" in kwargs or kwargs.get("inplace")):
             return self.write(func, name, args, kwargs)
-        operands = None if self.writes.any or _torch.transforming() else _seen(args, kwargs)
-        if operands is None:
+        seen = None if self.writes.any or _torch.transforming() else _seen(args, kwargs)
+        if seen is None:
             return self.combining(func, name, args, kwargs)
-        result = None
-        for x in operands:
-            have = getattr(x, "vfn_type", None)
-            if have is not result or have is None:
-                if have is None or result is not None:
-                    if self.ranks:
-                        return self.combining(func, name, args, kwargs)
-                    return self.mixed(func, name, args, kwargs, operands)
-                result = have
-        if result is None and not self.ranks:
+        operands, known = seen
+        if operands:
+            result = known[0]
+            if result is None or known.count(result) < len(known):
+                if self.ranks:
+                    return self.combining(func, name, args, kwargs)
+                return self.mixed(func, name, args, kwargs, operands, known)
+        elif self.ranks:
+            return self.combining(func, name, args, kwargs)
+        else:
             result = types.INVARIANT  # a factory
-        if result is None or not result.plain:
+        if not result.plain:
             return self.combining(func, name, args, kwargs)
         return _mark_result(func(*args, **kwargs), result)
 
-    def mixed(self, func: Any, name: str, args: Any, kwargs: Any, operands: Sequence[Any]) -> Any:
+    def mixed(self, func: Any, name: str, args: Any, kwargs: Any, operands: Sequence[Tensor],
+              known: Sequence[Type | None]) -> Any:  # fmt: skip
         """The short way for operands of several plain types, on a real mesh."""
-        known = tuple([getattr(x, "vfn_type", None) or self.typeof(x) for x in operands])
-        result = types.union(known)
+        outside = None in known
+        if outside:
+            known = [self.typeof(x) if have is None else have for x, have in zip(operands, known)]
+        result = types.union(tuple(known))  # type: ignore[arg-type]
         if result is None:
             return self.combining(func, name, args, kwargs)
-        if torch.is_grad_enabled():
-            new = {id(x): self.promoted(x, have, result) for x, have in zip(operands, known)
-                   if have is not result and x.requires_grad}  # fmt: skip
-            if new:
-                operands = [new.get(id(x), x) for x in operands]
-                args, kwargs = types.with_tensors((args, kwargs), iter(operands))  # type: ignore[arg-type]
+        new = None
+        for i, x in enumerate(operands):
+            if known[i] is not result and x.requires_grad and torch.is_grad_enabled():
+                new = new or list(operands)
+                new[i] = self.promoted(x, known[i], result)  # type: ignore[arg-type]
+        if new is not None:
+            operands, its = new, iter(new)
+            args, kwargs = _with(args, its), dict(zip(kwargs, _with(kwargs.values(), its))) if kwargs else kwargs
         out = func(*args, **kwargs)
-        if any(getattr(x, "vfn_type", None) is None for x in operands):
-            return types.mark_made(out, result, operands)
-        return _mark_result(out, result)
+        return types.mark_made(out, result, operands) if outside else _mark_result(out, result)
 
     def combining(self, func: Any, name: str, args: Any, kwargs: Any, to: Type | None = None) -> Any:
         """`function`, operands of any types; or with all of them brought to varying as `to`."""
@@ -289,11 +307,10 @@ class Checked(Unchecked):
         """A function that writes into an argument. What it writes may differ by rank where the target did not."""
         if not kwargs and not self.writes.any and args[0].__class__ in _LOCAL and not _torch.transforming():
             have = getattr(args[0], "vfn_type", None)
-            operands = _seen(args, kwargs)
-            if operands and have is not None and have.plain and name not in types.DRAWS:
+            seen = _seen(args, kwargs)
+            if seen is not None and have is not None and have.plain and name not in types.DRAWS:
                 base = getattr(_torch.base(args[0]), "vfn_type", have)
-                if base is have and all(getattr(x, "vfn_type", None) is have for x in operands) \
-                        and not types.is_borrowed(args[0]):  # fmt: skip
+                if base is have and all(its is have for its in seen[1]) and not types.is_borrowed(args[0]):
                     return func(*args)  # what is written has the target's type: nothing changes
         if name == "set_":
             raise InPlaceError(report(

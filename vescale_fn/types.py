@@ -329,6 +329,12 @@ def promotion(have: Type, varying: Type) -> tuple[tuple[str, ...], tuple[str, ..
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def promoted(have: Type, want: Type) -> Type:
+    """The type of a value that was `have` once it varies where `want` does."""
+    return with_letter(have, tuple(sorted(want.varying)), "V")
+
+
 # --- on the tensor ----------------------------------------------------------------------------------------------------
 
 
