@@ -269,13 +269,13 @@ def all_to_all(x: Any, mesh: Any, axes: tuple[str, ...], split_dim: int, concat_
 def permute(x: Any, mesh: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], why: str) -> Any:
     """The value of `source` arrives at `destination` for each pair; a rank that is no destination gets zeros."""
     n = group_size(mesh, axes)
+    if n == 1:
+        return x if pairs else torch.zeros_like(x)
     _note("permute", mesh, axes, x, 1, why, f"perm {list(pairs)}")
     source_of = {destination: source for source, destination in pairs}
     if is_simulated(mesh):
         return _simulated(x, mesh, axes, lambda blocks: [
             blocks[source_of[i]] if i in source_of else torch.zeros_like(blocks[i]) for i in range(n)])  # fmt: skip
-    if n == 1:
-        return x if source_of else torch.zeros_like(x)
     group, positions = _group(mesh, axes)
     me = positions.index(dist.get_rank(group))
     bits = _as_bits(x)
