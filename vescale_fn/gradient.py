@@ -33,46 +33,56 @@ class Split:
 
     def __init__(self, where: str, f: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]) -> None:
         self.where, self.args, self.argnums = where, args, argnums
-        flat = [tree.flatten_opaque(args[n]) for n in argnums]
-        self.defs = [treedef for _, treedef in flat]
-        self.leaves = [leaf for leaves, _ in flat for leaf in leaves]
-        self.counts = [len(leaves) for leaves, _ in flat]
-        self.moving = [i for i, x in enumerate(self.leaves) if _is_differentiable(x)]
+        self.leaves, self.moving, self.defs, self.counts = [], [], [], []
+        for n in argnums:
+            leaves, treedef = tree.flatten(args[n])
+            moving = _differentiable(leaves)
+            if len(moving) < len(leaves):  # there may be keys, which are nodes around integers
+                leaves, treedef = tree.flatten_opaque(args[n])
+                moving = _differentiable(leaves)
+            self.moving += [i + len(self.leaves) for i in moving] if self.leaves else moving
+            self.leaves += leaves
+            self.defs.append(treedef)
+            self.counts.append(len(leaves))
+        self.primals: list[torch.Tensor] = [self.leaves[i] for i in self.moving]
         if not self.moving:
             raise TransformError(report(
                 where, "there is no floating-point tensor to differentiate",
                 [f"argument {n}{_named(f, args, n)} holds {', '.join(sorted({_kind(x) for x in leaves})) or 'no leaves'}"
-                 for n, (leaves, _) in zip(argnums, flat, strict=True)] or ["it was given no argument to differentiate"],
+                 for n in argnums for leaves in [tree.flatten_opaque(args[n])[0]]]
+                or ["it was given no argument to differentiate"],
                 _how_to_differentiate(self.leaves)))  # fmt: skip
 
-    @property
-    def primals(self) -> list[torch.Tensor]:
-        return [self.leaves[i] for i in self.moving]
-
     def trees(self, leaves: Sequence[Any]) -> list[Any]:
+        if len(self.defs) == 1:
+            return [self.defs[0].unflatten(leaves)]
         out, start = [], 0
         for treedef, count in zip(self.defs, self.counts, strict=True):
-            out.append(tree.unflatten(treedef, leaves[start : start + count]))
+            out.append(treedef.unflatten(leaves[start : start + count]))
             start += count
         return out
 
     def with_primals(self, primals: Sequence[Any]) -> list[Any]:
         """All arguments, with these in place of the differentiated leaves."""
-        leaves = list(self.leaves)
-        for i, x in zip(self.moving, primals, strict=True):
-            leaves[i] = x
+        leaves = primals
+        if len(primals) < len(self.leaves):
+            leaves = list(self.leaves)
+            for i, x in zip(self.moving, primals, strict=True):
+                leaves[i] = x
         args = list(self.args)
-        for n, value in zip(self.argnums, self.trees(leaves), strict=True):
+        for n, value in zip(self.argnums, self.trees(leaves)):
             args[n] = value
         return args
 
     def gradients(self, grads: Sequence[Any]) -> list[Any]:
         """A gradient tree for each argument: zeros for integer and bool tensors, other leaves as they are."""
-        found = dict(zip(self.moving, grads, strict=True))
-        return self.trees([
-            found[i] if i in found else torch.zeros_like(x) if isinstance(x, torch.Tensor) else x
-            for i, x in enumerate(self.leaves)
-        ])  # fmt: skip
+        if len(grads) < len(self.leaves):
+            found = dict(zip(self.moving, grads, strict=True))
+            grads = [
+                found[i] if i in found else torch.zeros_like(x) if isinstance(x, torch.Tensor) else x
+                for i, x in enumerate(self.leaves)
+            ]
+        return self.trees(grads)
 
 
 def _named(f: Callable[..., Any], args: Sequence[Any], n: int) -> str:
@@ -80,8 +90,10 @@ def _named(f: Callable[..., Any], args: Sequence[Any], n: int) -> str:
     return f" ({name!r})" if name else ""
 
 
-def _is_differentiable(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+def _differentiable(leaves: Sequence[Any]) -> list[int]:
+    return [
+        i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+    ]
 
 
 def _kind(x: Any) -> str:
@@ -232,11 +244,13 @@ def value_and_grad(
     (tensor(5.), {'w': tensor([2., 4.]), 'n': 3})
     """
 
-    return _value_and_grad(f, argnums, has_aux, "value_and_grad")
+    return _value_and_grad(f, argnums, has_aux, "value_and_grad", True)
 
 
-def _value_and_grad(f: Callable[..., Any], argnums: Any, has_aux: bool, where: str) -> Callable[..., Any]:
-    """`value_and_grad`; `where` is the name that the user called it by."""
+def _value_and_grad(
+    f: Callable[..., Any], argnums: Any, has_aux: bool, where: str, wants_value: bool
+) -> Callable[..., Any]:
+    """`value_and_grad`, or without the value `grad`; `where` is the name that the user called it by."""
     checked_function(f, where)
     wrong = [n for n in (argnums if isinstance(argnums, (tuple, list)) else (argnums,)) if not _is_place(n)]
     if wrong:
@@ -250,9 +264,11 @@ def _value_and_grad(f: Callable[..., Any], argnums: Any, has_aux: bool, where: s
     def run(*args: Any, **kwargs: Any) -> Any:
         split = Split(where, f, args, _argnums(argnums, args, where))
         engine = _by_functorch if _torch.transforming() or _torch.forward_ad_active() else _by_autograd
-        value, aux, grads = engine(f, split, kwargs, has_aux)
+        value, aux, grads = engine(f, split, kwargs, has_aux, wants_value)
         trees = split.gradients(grads)
         gradient = trees[0] if isinstance(argnums, int) else tuple(trees)
+        if not wants_value:
+            return (gradient, aux) if has_aux else gradient
         return ((value, aux), gradient) if has_aux else (value, gradient)
 
     return run
@@ -270,14 +286,7 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool 
     >>> vfn.grad(vfn.grad(lambda x: x**3))(torch.tensor(2.0))
     tensor(12.)
     """
-    both = _value_and_grad(f, argnums, has_aux, "grad")
-
-    @functools.wraps(f)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        value, gradient = both(*args, **kwargs)
-        return (gradient, value[1]) if has_aux else gradient
-
-    return run
+    return _value_and_grad(f, argnums, has_aux, "grad", False)
 
 
 def _call(
@@ -311,7 +320,7 @@ def _fresh(x: torch.Tensor, attached: bool) -> torch.Tensor:
         out = x.view_as(x)
     else:
         out = (x.clone() if x.is_inference() else x.detach()).requires_grad_()
-    return _keep_mark(out, x)
+    return _keep_mark(out, x) if isinstance(x, Array) else out
 
 
 def _keep_mark(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -321,21 +330,42 @@ def _keep_mark(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+class _Followed(context.differentiating):
+    """A block in which autograd records."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.off = not torch.is_grad_enabled()
+        if self.off:
+            torch.set_grad_enabled(True)
+
+    def __exit__(self, *error: Any) -> None:
+        if self.off:
+            torch.set_grad_enabled(False)
+        super().__exit__(*error)
+
+
 @_recording
-def _by_autograd(f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool) -> tuple[Any, Any, list[torch.Tensor]]:
+def _by_autograd(
+    f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool, wants_value: bool
+) -> tuple[Any, Any, list[torch.Tensor]]:
     originals = split.primals
     attached = context.grad_depth() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in originals))
-    with torch.enable_grad(), context.differentiating():
+    with _Followed():
         primals = [_fresh(x, attached) for x in originals]
         value, aux = _call(f, split.with_primals(primals), kwargs, has_aux, split.where)
         if value.requires_grad:
             found = torch.autograd.grad(value, primals, create_graph=attached, allow_unused=True)
         else:
             found = (None,) * len(primals)
-    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, primals, strict=True)]
+    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, primals)]
     if attached:
-        return settled([value], [_whole_like(value)])[0], aux, settled(grads, originals)
-    aux = tree.map_(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, aux) if has_aux else aux
+        value = settled([value], [_whole_like(value)])[0] if wants_value else None
+        return value, aux, settled(grads, originals)
+    if has_aux:
+        aux = tree.map_(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, aux)
+    if not wants_value:
+        return None, aux, _settle_together(grads, originals)
     value, *grads = _settle_together([value.detach(), *grads], [_whole_like(value), *originals])
     return value, aux, grads
 
@@ -347,7 +377,9 @@ def _whole_like(value: torch.Tensor) -> torch.Tensor:
     return wrap(_torch.local(_torch.peel(value)), mesh_of(value), WHOLE, torch.Size(()))  # type: ignore[attr-defined]
 
 
-def _by_functorch(f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool) -> tuple[Any, Any, list[torch.Tensor]]:
+def _by_functorch(
+    f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool, wants_value: bool
+) -> tuple[Any, Any, list[torch.Tensor]]:
     rest: dict[str, Any] = {}
 
     def flat(*primals: torch.Tensor) -> Any:
@@ -363,7 +395,8 @@ def _by_functorch(f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool) -
     )
     found = iter(tensors)
     aux = tree.unflatten(rest["def"], [next(found) if isinstance(x, torch.Tensor) else x for x in rest["leaves"]])
-    return settled([value], [_whole_like(value)])[0], aux, settled(grads, primals)
+    value = settled([value], [_whole_like(value)])[0] if wants_value else None
+    return value, aux, settled(grads, primals)
 
 
 # --- vjp --------------------------------------------------------------------------------------------------------------
@@ -460,7 +493,7 @@ def _autograd_vjp(
     flat: Callable[..., Any], originals: Sequence[torch.Tensor], follow: bool
 ) -> tuple[Any, Callable[[Any], Any]]:
     attached = context.grad_depth() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in originals))
-    with torch.enable_grad(), context.differentiating():
+    with _Followed():
         primals = [_fresh(x, attached) for x in originals]
         outs = flat(*primals)
     moving = [i for i, x in enumerate(outs) if x.requires_grad]

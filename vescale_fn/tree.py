@@ -33,6 +33,10 @@ def none_or_opaque(x: Any) -> bool:
     return x is None or type(x) in _opaque
 
 
+def _is_opaque(x: Any) -> bool:
+    return type(x) in _opaque
+
+
 def none(x: Any) -> bool:
     """Whether `x` is None: for trees in which None is an entry."""
     return x is None
@@ -40,7 +44,7 @@ def none(x: Any) -> bool:
 
 def flatten_opaque(tree: Any) -> tuple[list[Any], Any]:
     """`flatten`, with nodes of opaque classes as leaves."""
-    return optree.tree_flatten(tree, is_leaf=lambda x: type(x) in _opaque)
+    return optree.tree_flatten(tree, is_leaf=_is_opaque)
 
 
 def paths(tree: Any, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
