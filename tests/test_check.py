@@ -396,7 +396,7 @@ def assert_says(text: str, lines: str) -> None:
         assert any(other.startswith(line) for other in found), f"{line!r} is not in\n{text}"
 
 
-@pytest.mark.filterwarnings("ignore:vfn.psum over:UserWarning")
+@pytest.mark.filterwarnings("ignore:vfn.psum over:UserWarning", "ignore:random.dropout. the same numbers:UserWarning")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_named_and_its_right_twin_passes(name: str) -> None:
     wrong, right, args, says = MISTAKES[name]

@@ -113,8 +113,8 @@ def test_psum_of_an_invarying_value_warns_once_a_line_with_the_factor(mesh):
 
     f = vfn.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P())
     said = (
-        "vfn.psum over {} of a value that is the same on all ranks multiplies it by {}. "
-        "(A gradient with respect to such a value is already summed.)"
+        "vfn.psum over {0}: a value that is the same on all ranks is multiplied by {1}\n  * x is f32[2]\n"
+        "  Instead: x as it is: a gradient with respect to such a value is already summed; or {1} * x, which says so"
     )
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")

@@ -150,7 +150,8 @@ def test_in_a_body() -> None:
             assert torch.equal(vfn.unshard(vfn.grad(square)(xs)), torch.func.grad(loss)(x))
             assert torch.equal(vfn.unshard(vfn.jvp(mapped, (xs,), (xs,))[1]), f(x))
         same = vfn.shard_map(f, mesh=mesh, in_specs=(P("a", "b"),), out_specs=P("a", "b"))
-        blocks = vfn.unshard(same(vfn.shard(torch.ones(12, 6), mesh, P("a", "b"))))
+        with pytest.warns(UserWarning, match="the same numbers are drawn on all ranks along axes 'a' and 'b'"):
+            blocks = vfn.unshard(same(vfn.shard(torch.ones(12, 6), mesh, P("a", "b"))))
         one = f(torch.ones(6, 2))
         for i, j in itertools.product(range(2), range(3)):
             assert torch.equal(blocks[6 * i : 6 * i + 6, 2 * j : 2 * j + 2], one)

@@ -184,3 +184,12 @@ def test_a_distributed_checkpoint_keeps_keys(tmp_path) -> None:
     checkpoint.load(into, checkpoint_id=tmp_path / "c", no_dist=True)
     read = _pytree.tree_unflatten([into[str(i)] for i in range(len(leaves))], treedef)
     assert same(read["key"], random.split(KEY, 3))
+
+
+def test_a_negative_dim_of_keys_is_one_of_theirs_not_of_their_bits() -> None:
+    keys = random.split(random.key(5), (2, 3))
+    assert vfn.vmap(lambda key: key, in_axes=-1, out_axes=-1)(keys) == keys
+    rows = vfn.vmap(lambda key: key, in_axes=-1)(keys)
+    assert [row == keys[:, i] for i, row in enumerate(rows)] == [True] * 3
+    split = vfn.vmap(lambda key: random.split(key, 4), out_axes=-1)(keys[0])
+    assert all(split[:, i] == random.split(keys[0, i], 4) for i in range(3))

@@ -23,6 +23,13 @@ _MEANINGS: tuple[tuple[str, type[VfnError], str, str, str], ...] = (
         "x = x.clone() first, or the function without the underscore",
     ),
     (
+        r"modified by an inplace operation.*which is output \d+ of (?:\w+::)?(\w+?)(?:Backward\d*)?,",
+        InPlaceError,
+        "grad",
+        "an in-place op changed a value which the gradient needs as it was",
+        "the function without the underscore, or a clone() first",
+    ),
+    (
         "vmap: It looks like you're attempting to use a Tensor in some data-dependent control flow",
         TransformError,
         "vmap",
@@ -87,9 +94,17 @@ def called(f: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]
         raise TransformError(report(where, "the function does not take these arguments",
                                     [str(error), f"it was called with ({', '.join(given)})"])) from None  # fmt: skip
     except RuntimeError as error:
-        if isinstance(error, VfnError) or error.__traceback__ is None:
+        if (ours := explained(error)) is None:
             raise
-        for words, kind, of, fact, fix in _MEANINGS:
-            if re.search(words, str(error)):
-                raise kind(report(of, fact, fix=fix)).with_traceback(error.__traceback__.tb_next) from None
-        raise
+        raise ours from None
+
+
+def explained(error: RuntimeError) -> VfnError | None:
+    """An error of torch's in our words, with its traceback; None where it speaks for itself."""
+    if isinstance(error, VfnError) or error.__traceback__ is None:
+        return None
+    for words, kind, of, fact, fix in _MEANINGS:
+        if found := re.search(words, str(error)):
+            shown = [f"it is what {found[1].lower()} gave"] if found.groups() else []
+            return kind(report(of, fact, shown, fix)).with_traceback(error.__traceback__.tb_next)
+    return None

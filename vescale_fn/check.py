@@ -18,6 +18,7 @@ import torch
 
 from . import _torch, context, relation, tree, wire
 from .array import Array, is_array, mesh_of, on_device
+from .calls import checked_function
 from .causes import USUAL
 from .compare import Compared, Report, compared
 from .errors import MeshError, ParityError, mesh_text, report
@@ -79,6 +80,7 @@ def check(f: Callable[..., Any], *args: Any, mesh: Any = None, spec: Any = None,
     """
     name = getattr(f, "__name__", type(f).__name__)
     where = f"check({name})"
+    checked_function(f, "check")
     args = tree.map_(lambda x: torch.as_tensor(x) if isinstance(x, np.ndarray) else x, args)
     mesh = _found_mesh(where, mesh, args)
     laid = args if spec is None else shard(args, mesh, _per_argument(spec, args))

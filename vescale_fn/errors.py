@@ -134,6 +134,8 @@ def described(value: Any) -> str:
         sizes = ",".join(map(str, value.shape))
         type_ = getattr(value, "type_text", None) or f"{dtype_text(value.dtype)}[{sizes}]"
         return f"the {what} {type_}{getattr(value, 'vfn_type', None) or ''}"
+    if hasattr(value, "shape") and not isinstance(value, type):
+        return f"the {kind} of shape {tuple(value.shape)}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if callable(value):

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 
 from . import _torch, context, reshard, tracebacks, tree, types
 from .array import Array, is_array, mesh_of, moved, spec_of, wrap
-from .calls import called, checked_function, parameter
+from .calls import called, checked_function, explained, parameter
 from .errors import TransformError, described, dtype_text, mesh_text, report, short
 from .layout import WHOLE, axes_items, layout, type_text
 from .mesh import axes_of, same
@@ -355,7 +355,7 @@ def _by_autograd(
         primals = [_fresh(x, attached) for x in originals]
         value, aux = _call(f, split.with_primals(primals), kwargs, has_aux, split.where)
         if value.requires_grad:
-            found = torch.autograd.grad(value, primals, create_graph=attached, allow_unused=True)
+            found = _backward(value, primals, create_graph=attached)
         else:
             found = (None,) * len(primals)
     grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, primals)]
@@ -368,6 +368,16 @@ def _by_autograd(
         return None, aux, _settle_together(grads, originals)
     value, *grads = _settle_together([value.detach(), *grads], [_whole_like(value), *originals])
     return value, aux, grads
+
+
+def _backward(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """`torch.autograd.grad`, whose errors are put in our words."""
+    try:
+        return torch.autograd.grad(*args, **kwargs, allow_unused=True)
+    except RuntimeError as error:
+        if (ours := explained(error)) is None:
+            raise
+        raise ours from None
 
 
 def _whole_like(value: torch.Tensor) -> torch.Tensor:
@@ -503,9 +513,7 @@ def _autograd_vjp(
         found: Any = (None,) * len(primals)
         if moving:
             further = attached or follow or (torch.is_grad_enabled() and any(ct.requires_grad for ct in pairs[1]))
-            found = torch.autograd.grad(
-                pairs[0], primals, pairs[1], retain_graph=True, create_graph=further, allow_unused=True
-            )
+            found = _backward(pairs[0], primals, pairs[1], retain_graph=True, create_graph=further)
         return [torch.zeros_like(x) if g is None else g for g, x in zip(found, primals, strict=True)]
 
     return (outs if attached else tuple(x.detach() for x in outs)), back

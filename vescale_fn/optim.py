@@ -266,7 +266,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     >>> vfn.optim.apply_updates({"w": torch.ones(2), "depth": 3}, {"w": torch.ones(2), "depth": 3})
     {'w': tensor([2., 2.]), 'depth': 3}
     """
-    leaves, structure, (updates,) = _beside("apply_updates", params, updates)
+    leaves, structure, (updates,) = _beside("apply_updates", params, updates, name="updates")
     pairs = zip(leaves, updates)
     return tree.unflatten(structure, [p + update if _trained(p) and update is not None else p for p, update in pairs])
 
@@ -366,14 +366,17 @@ def _masked(where: str, mask: Any, params: Any) -> Any:
     return tree.unflatten(tree.flatten(params)[1], flags)
 
 
-def _beside(where: str, params: Any, *others: Any) -> tuple[list[Any], Any, list[list[Any]]]:
-    """The leaves of `params`, its structure, and what stands at each leaf's place in the other trees."""
+def _beside(where: str, params: Any, *others: Any, name: str = "grads") -> tuple[list[Any], Any, list[list[Any]]]:
+    """The leaves of `params`, its structure, and what stands at each leaf's place in the other trees: `name`, and state."""
     leaves, structure = tree.flatten(params)
     try:
         return leaves, structure, [structure.flatten_up_to(other) for other in others]
     except ValueError as error:
+        failures = [problem for i, other in enumerate(others)
+                    for problem in tree.partings(params, other, "params", "state" if i else name)]  # fmt: skip
         fix = "give gradients and state as `grad` and `init` return them for these params"
-        raise VfnError(report(where, "a tree lacks the structure of params", [str(error)], fix)) from None
+        raise VfnError(report(where, "a tree lacks the structure of params",
+                              failures or str(error).splitlines()[:1], fix)) from None  # fmt: skip
 
 
 def _by_leaf(where: str, rule: Callable[..., tuple[Any, ...]], grads: Any, params: Any, *others: Any) -> list[Any]:

@@ -22,7 +22,18 @@ from . import _torch, context, linear, replicas, reshard, tracebacks, tracking, 
 from .array import Array, bring_in, entered, is_array, mesh_of, only_along, packed, spec_of, take_out, whole
 from .blocks import Blocks, shared
 from .calls import called, checked_function, parameter
-from .errors import MeshError, ReshardError, SpecError, TypingError, count_text, described, meant, mesh_text, report
+from .errors import (
+    MeshError,
+    ReshardError,
+    SpecError,
+    TypingError,
+    VfnError,
+    count_text,
+    described,
+    meant,
+    mesh_text,
+    report,
+)
 from .layout import axes_items, contiguous_stride, layout, spec_for
 from .mesh import axes_of, is_part, is_simulated, part, played_ranks, same
 from .ops.maps import Collective, enter, promote
@@ -128,7 +139,11 @@ class _Mapped:
         intercepted = self.check or is_simulated(site.mesh) or not fast or context.grad_depth() > 0
         body = site.body
         with tracking.running(body, functools.partial(_adopt, site, self.name), intercepted):
-            result = called(self.f, tree.unflatten(treedef, leaves), {}, f"shard_map({self.name})")
+            try:
+                result = called(self.f, tree.unflatten(treedef, leaves), {}, f"shard_map({self.name})")
+            except RuntimeError as error:
+                _note_blocks(error, self, args, leaves)
+                raise
             locals_, out_def = tree.flatten(result)
             if self.check:  # still inside: only there is known what the body wrote
                 have = [types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in locals_]
@@ -154,6 +169,18 @@ class _Mapped:
                         locals_[i] = whole(locals_[i])
         context.note(f"the results of shard_map({self.name})", made, locals_)
         return tree.unflatten(out_def, locals_)
+
+
+def _note_blocks(error: RuntimeError, mapped: _Mapped, args: Any, leaves: Sequence[Any]) -> None:
+    """Tell a reader of torch's own message, about shapes mostly, what the arguments are inside (from Python 3.11 on)."""
+    if isinstance(error, VfnError) or not hasattr(error, "add_note"):
+        return
+    shown = [f"{path} is {types.text(x)}{types.read(x) or ''}" for path, x in zip(tree.paths(args, "args"), leaves)
+             if isinstance(x, torch.Tensor)]  # fmt: skip
+    more = [f"and {len(shown) - 6} more"] * (len(shown) > 6)
+    error.add_note(
+        f"In the body of shard_map({mapped.name}) values are one rank's blocks: {', '.join(shown[:6] + more)}"
+    )
 
 
 def _nothing_differentiates(leaves: Sequence[Any]) -> bool:

@@ -163,7 +163,9 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
         leaves, treedef = tree.flatten(args, is_leaf=tree.none)
         axes = in_axes if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
         dims = tree.broadcast(tuple(axes), args, "vmap", "in_axes", "args", is_leaf=tree.none)
-        _check_in_axes(f, args, leaves, dims)
+        nodes = tree.leaves(args, is_leaf=tree.none_or_opaque)
+        _check_in_axes(f, args, nodes, dims)
+        dims = _dims_of_data(nodes, dims)
         mapped = [
             i
             for i, (x, d) in enumerate(zip(leaves, dims, strict=True))
@@ -185,7 +187,9 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
             rest["dims"] = [
                 d for d, x in zip(goals, tree.leaves(result, is_leaf=tree.none), strict=True) if x is not None
             ]
-            _check_out_axes(result, outs, rest["dims"])
+            nodes = tree.leaves(result, is_leaf=tree.opaque)
+            _check_out_axes(result, nodes, outs, rest["dims"])
+            rest["dims"] = _dims_of_data(nodes, rest["dims"])
             return tuple(x for x, d in zip(outs, rest["dims"], strict=True) if _is_mapped(x, d))
 
         outs = torch.func.vmap(flat, in_dims=tuple(dims[i] for i in mapped))(*(leaves[i] for i in mapped))
@@ -195,6 +199,11 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
         return tree.unflatten(rest["def"], placed)
 
     return run
+
+
+def _dims_of_data(nodes: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
+    """The same dims of the tensors in these nodes: keys have another one, last, along which their bits lie."""
+    return [d - 1 if d is not None and d < 0 and tree.opaque(x) else d for x, d in zip(nodes, dims, strict=True)]
 
 
 def _is_mapped(x: Any, dim: int | None) -> bool:
@@ -207,18 +216,19 @@ def _with_parameter(f: Callable[..., Any], args: Sequence[Any], path: str) -> st
     return f"{path} (of {name!r})" if name else path
 
 
-def _check_in_axes(f: Callable[..., Any], args: Any, leaves: Sequence[Any], dims: Sequence[Any]) -> None:
-    """Each tensor has the dim that it is mapped over, and all of them as many entries."""
+def _check_in_axes(f: Callable[..., Any], args: Any, nodes: Sequence[Any], dims: Sequence[Any]) -> None:
+    """Each tensor, or array of keys, has the dim that it is mapped over, and all of them as many entries."""
     failures, sizes = [], {}
-    names = tree.paths(args, "args", is_leaf=tree.none)
-    names = [_with_parameter(f, args, name) for name in names]
-    for name, x, d in zip(names, leaves, dims, strict=True):
+    names = [_with_parameter(f, args, path) for path in tree.paths(args, "args", is_leaf=tree.none_or_opaque)]
+    for name, x, d in zip(names, nodes, dims, strict=True):
         if d is not None and (isinstance(d, bool) or not isinstance(d, int)):
             failures.append(f"in_axes is {short(d)} for {name}, not an int or None")
-        elif isinstance(x, torch.Tensor) and d is not None:
+        elif (isinstance(x, torch.Tensor) or tree.opaque(x)) and d is not None:
             if not -x.ndim <= d < x.ndim:
                 failures.append(
-                    f"{name} is {described(x)}, which has no dim {d}" + "; None for a scalar" * (not x.ndim)
+                    f"{name} is {described(x)}, which has no dim {d}"
+                    + ("; vfn.random.split(key, n) makes an array of keys" if tree.opaque(x) else "; None for a scalar")
+                    * (not x.ndim)
                 )
             else:
                 sizes[name] = d, x.shape[d]
@@ -230,16 +240,17 @@ def _check_in_axes(f: Callable[..., Any], args: Any, leaves: Sequence[Any], dims
                                     "the same in all calls"))  # fmt: skip
 
 
-def _check_out_axes(result: Any, leaves: Sequence[Any], dims: Sequence[Any]) -> None:
+def _check_out_axes(result: Any, nodes: Sequence[Any], leaves: Sequence[Any], dims: Sequence[Any]) -> None:
     """Inside the map: a place is a dim of the result to come, None only where all entries have the same."""
-    names = tree.paths(result, "out")
+    names = tree.paths_opaque(result, "out")
     failures = [f"{name} is {described(x)} in each call, so out_axes may be from {-x.ndim - 1} to {x.ndim}, not {short(d)}"
-                for name, x, d in zip(names, leaves, dims, strict=True) if isinstance(x, torch.Tensor) and d is not None
+                for name, x, d in zip(names, nodes, dims, strict=True)
+                if (isinstance(x, torch.Tensor) or tree.opaque(x)) and d is not None
                 and (isinstance(d, bool) or not isinstance(d, int) or not -x.ndim - 1 <= d <= x.ndim)]  # fmt: skip
     if failures:
         raise TransformError(report("vmap", "the results do not fit out_axes", failures))
     failures = [f"{name} differs between entries, but out_axes is None for it"
-                for name, x, d in zip(tree.paths(result, "out"), leaves, dims, strict=True)
+                for name, x, d in zip(names, leaves, dims, strict=True)
                 if d is None and isinstance(x, torch.Tensor) and _torch.is_mapped(x)]  # fmt: skip
     if failures:
         raise TransformError(report("vmap", "out_axes=None is for results that are the same for all entries", failures,

@@ -33,7 +33,8 @@ def none_or_opaque(x: Any) -> bool:
     return x is None or type(x) in _opaque
 
 
-def _is_opaque(x: Any) -> bool:
+def opaque(x: Any) -> bool:
+    """Whether `x` is a node that transforms pass through as a leaf: a key."""
     return type(x) in _opaque
 
 
@@ -44,7 +45,7 @@ def none(x: Any) -> bool:
 
 def flatten_opaque(tree: Any) -> tuple[list[Any], Any]:
     """`flatten`, with nodes of opaque classes as leaves."""
-    return optree.tree_flatten(tree, is_leaf=_is_opaque)
+    return optree.tree_flatten(tree, is_leaf=opaque)
 
 
 def paths(tree: Any, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
@@ -54,7 +55,7 @@ def paths(tree: Any, root: str = "", is_leaf: Callable[[Any], bool] | None = Non
 
 def paths_opaque(tree: Any, root: str = "") -> list[str]:
     """`paths`, with nodes of opaque classes as leaves."""
-    return [accessor.codify(root) for accessor in optree.tree_accessors(tree, is_leaf=lambda x: type(x) in _opaque)]
+    return [accessor.codify(root) for accessor in optree.tree_accessors(tree, is_leaf=opaque)]
 
 
 def dotted(accessor: optree.PyTreeAccessor) -> str:
@@ -83,7 +84,7 @@ def broadcast(prefix: Any, tree: Any, where: str, prefix_name: str, tree_name: s
         of_specs = "spec" in prefix_name
         if prefix_name == "spec":  # given by position; others the user writes by name
             prefix_name, tree_name = spelling(prefix, prefix_name), spelling(tree, tree_name)
-        failures = list(_partings(prefix, tree, prefix_name, tree_name))
+        failures = list(partings(prefix, tree, prefix_name, tree_name))
         fix = f"give {prefix_name} the structure of {tree_name}, or one entry for a whole subtree"
         if of_specs and any(" is None, but " in failure for failure in failures):
             fix = f"P() in place of None, where all ranks hold the whole value; or {fix}"
@@ -97,7 +98,7 @@ def broadcast(prefix: Any, tree: Any, where: str, prefix_name: str, tree_name: s
         ) from None
 
 
-def _partings(prefix: Any, tree: Any, prefix_path: str, tree_path: str) -> Iterator[str]:
+def partings(prefix: Any, tree: Any, prefix_path: str, tree_path: str) -> Iterator[str]:
     """Where a tree and its would-be prefix part, in words."""
     if optree.tree_is_leaf(prefix):
         return
@@ -132,4 +133,4 @@ def _partings(prefix: Any, tree: Any, prefix_path: str, tree_path: str) -> Itera
             step = f".{tree._fields[key]}"
         else:
             step = f"[{key!r}]" if isinstance(tree, (dict, list, tuple)) else f".{key}"
-        yield from _partings(child, found[key], prefix_path + step, tree_path + step)
+        yield from partings(child, found[key], prefix_path + step, tree_path + step)

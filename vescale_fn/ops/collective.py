@@ -147,6 +147,7 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
     refuse_what_cannot_be_reduced(where, x, leaves, body, names)
     outs: list[Any] = [None] * len(leaves)
     todo: dict[tuple[str, ...], list[int]] = {}
+    multiplied: dict[tuple[str, ...], list[tuple[int, str]]] = {}
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             outs[i] = leaf * n if where == "psum" else leaf / 1 if where == "pmean" else leaf
@@ -158,13 +159,15 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
         if row == "psum" and leaf.dtype is torch.bool:
             leaf = _computed(leaf.to, torch.int32, have)
         if where == "psum" and same:
-            _warn_of_factor(same, wire.group_size(body.mesh, same))
+            multiplied.setdefault(same, []).append((i, types.text(leaf, have)))
             leaf = _computed(leaf.mul, wire.group_size(body.mesh, same), have)
         if where == "pmean" and not rest:  # its own mean, but not an integer
             leaf = _computed(leaf.div, 1, have) if not (leaf.is_floating_point() or leaf.is_complex()) else leaf
         outs[i] = leaf
         if rest:
             todo.setdefault(rest, []).append(i)
+    for same, found in multiplied.items():
+        _warn_of_factor(x, same, wire.group_size(body.mesh, same), found)
     for rest, members in todo.items():
         done = _send(where, [outs[i] for i in members], rest, row, takes="VU" if row == "psum" else "V", gives="I")
         for i, out in zip(members, done, strict=True):
@@ -182,10 +185,14 @@ def _computed(method: Callable[[Any], torch.Tensor], argument: Any, type_: types
     return x
 
 
-def _warn_of_factor(axes: tuple[str, ...], factor: int) -> None:
+def _warn_of_factor(x: Any, axes: tuple[str, ...], factor: int, found: Sequence[tuple[int, str]]) -> None:
     if factor > 1:
-        lines.warn(f"vfn.psum over {', '.join(map(repr, axes))} of a value that is the same on all ranks multiplies it "
-                   f"by {factor}. (A gradient with respect to such a value is already summed.)")  # fmt: skip
+        paths = tree.paths(x, "x")
+        shown = [f"{paths[i]} is {text}" for i, text in found[:4]]
+        shown += [f"{len(found) - 4} more"] * (len(found) > 4)
+        where = f"vfn.psum over {', '.join(map(repr, axes))}"
+        fix = f"x as it is: a gradient with respect to such a value is already summed; or {factor} * x, which says so"
+        lines.warn(report(where, f"a value that is the same on all ranks is multiplied by {factor}", shown, fix))
 
 
 def psum(x: Any, axis_name: Axis) -> Any:

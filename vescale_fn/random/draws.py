@@ -9,7 +9,7 @@ import torch
 
 from ..errors import RandomError, report
 from ..spec import P
-from . import kinds
+from . import alike, kinds
 from .keys import Key, checked, shape_of
 from .parameters import Shape, fitting, integer, need, number, probability
 from .placed import Draw, drawn
@@ -155,6 +155,7 @@ def bernoulli(key: Key, p: Any = 0.5, shape: Shape | None = None, mode: str = "l
     dtype = p.dtype if tensor else torch.float32
     need(dtype, kinds.FLOATS, "random.bernoulli", "p")
     shape = (tuple(p.shape) if tensor else ()) if shape is None else shape_of(shape, "random.bernoulli")
+    alike.warn("random.bernoulli", key, {"p": p}, spec)
     if not tensor and mode == "low":
         return drawn("random.bernoulli", key, Draw("bernoulli", shape, dtype, (p,)), spec, mesh)
     if mode == "low":

@@ -16,7 +16,7 @@ from .. import _torch, array, blocks, context, types
 from ..errors import RandomError, described, report
 from ..mesh import axes_of, coordinates, played_ranks
 from ..spec import P, local_indices, split_axes
-from . import backends, counters, gpu, kinds, native, op, placed
+from . import alike, backends, counters, gpu, kinds, native, op, placed
 from .keys import Key, checked
 from .parameters import probability
 from .placed import Draw, drawn
@@ -67,6 +67,7 @@ def dropout(key: Key, x: torch.Tensor, rate: float, *, spec: P | None = None) ->
     where, shape = (None, x.shape) if spec is None else _place_in_body(x, spec)
     if keep == 1:
         return x
+    alike.warn("random.dropout", key, {"x": x}, spec)
     if not torch.compiler.is_compiling() and context.body() is None and array.is_array(x):
         lying = array.spec_of(x)
         if lying.unreduced and not x.is_complex():

@@ -16,7 +16,7 @@ from .. import _torch, array, blocks, context, types
 from ..mesh import axes_of, coordinates, played_ranks
 from ..placement import unshard
 from ..spec import P, from_split_axes, local_indices, split_axes
-from . import counters, op, placed, samplers
+from . import alike, counters, op, placed, samplers
 from .keys import Key
 from .placed import Draw
 
@@ -42,6 +42,7 @@ def sampled(where: str, key: Key, draw: Draw, params: Sequence[torch.Tensor], sp
             rank's block of it). Nothing is differentiated here.
         spec, mesh: as for `placed.drawn`.
     """
+    alike.warn(where, key, {f"parameter {i}": p for i, p in enumerate(params) if p.ndim}, spec)
     params = [p.detach() for p in params]
     layout = placed.laid_out(where, key, draw, spec, mesh)
     if layout is None:

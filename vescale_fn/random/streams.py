@@ -92,7 +92,7 @@ def wrap_key_data(data: Any, impl: str = "threefry2x32") -> Key:
     if isinstance(data, np.ndarray):
         data = torch.from_numpy(data.copy())
     if not isinstance(data, torch.Tensor):
-        data = torch.tensor(data, dtype=torch.int64, device="cpu")
+        data = torch.tensor(data, device="cpu")
     if data.dtype not in (torch.uint32, torch.int32, torch.int64) or not data.ndim or data.shape[-1] != 2:
         raise RandomError(report("random.wrap_key_data", f"data must be uint32 [..., 2], but it is {described(data)}"))
     if data.dtype == torch.int64:

@@ -19,7 +19,7 @@ from ..errors import RandomError, described, report
 from ..mesh import axes_of, coordinates, played_ranks
 from ..placement import with_sharding
 from ..spec import P, dim_indices, from_split_axes, split_axes
-from . import functions, kinds
+from . import alike, functions, kinds
 from .continuous import gumbel_noise
 from .keys import Key, checked, shape_of
 from .parameters import Shape, need, one_of
@@ -178,6 +178,7 @@ def categorical(key: Key, logits: torch.Tensor, axis: int = -1, shape: Shape | N
     extra = len(shape) - len(batch)
     if extra < 0 or any(b not in (1, size) for b, size in zip(batch, here[extra:], strict=True)):
         raise RandomError(report(where, f"the batch {batch} of the logits does not broadcast to shape={here}"))
+    alike.warn(where, key, {"logits": logits}, spec)
     own_spec, own_mesh = _as_logits(logits, spec, mesh, axis, extra)
     if replace:
         wide = [*shape[extra:]]
