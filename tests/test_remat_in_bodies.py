@@ -150,12 +150,13 @@ UNSEEN = {
 
 def said(body):
     mesh = vfn.make_mesh((2,), ("i",))
-    f = vfn.shard_map(body, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
     texts = []
-    for grad in (vfn.grad, torch.func.grad):
-        with pytest.raises(TypingError) as error:
-            grad(lambda w: vfn.unshard(f(w, X)))(W[0])
-        texts.append(str(error.value))
+    for check in (True, False):
+        f = vfn.shard_map(body, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=check)
+        for grad in (vfn.grad, torch.func.grad):
+            with pytest.raises(TypingError) as error:
+                grad(lambda w, f=f: vfn.unshard(f(w, X)))(W[0])
+            texts.append(str(error.value))
     return texts
 
 
@@ -181,7 +182,7 @@ def unseen_is_refused():
 
 
 def test_an_unseen_extension_on_real_ranks(gloo):
-    assert all(all(found) and len(found) == 2 * len(UNSEEN) for found in gloo(2, unseen_is_refused))
+    assert all(all(found) and len(found) == 4 * len(UNSEEN) for found in gloo(2, unseen_is_refused))
 
 
 def test_values_from_outside_are_no_offence():

@@ -122,6 +122,7 @@ class OfKernels(torch.autograd.Function):
         return kernels.cube_back(g, *ctx.saved_tensors)
 
 
+compiled = torch.compile(lambda x, w: x**3 * w, backend="eager")
 old, new, places, anew, of_kernels = Old.apply, New.apply, AlsoPlaces.apply, Anew.apply, OfKernels.apply
 OPS = {
     "a Function": lambda x, w: Old.apply(x, w, 3),
@@ -132,6 +133,7 @@ OPS = {
     "that computes again": lambda x, w: anew(lambda x, w: x**3 * w, x, w),
     "of compiled kernels": of_kernels,
     "a custom op of NumPy": custom,
+    "what torch.compile made": compiled,
 }
 ONCE = ("that computes again", "of compiled kernels", "a custom op of NumPy")  # their backward has no derivative
 FOR_FUNC = "with setup_context, kept under a name"  # torch.func takes no others

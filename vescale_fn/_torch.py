@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -192,6 +193,22 @@ def intercept_function_apply(handler: Any) -> None:
 
     _Level.apply = classmethod(apply)
     torch.autograd.function.custom_function_call = under_functorch  # type: ignore[attr-defined]
+
+
+_stances: list[Any] = []
+
+
+def run_compiled_as_written(on: bool) -> None:
+    """Have what `torch.compile` made run as it was written, for as long as this is on: what it traces, no mode sees.
+
+    As `torch.compiler.set_stance("force_eager")`, which takes a hundred times as long.
+    """
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # not there: nothing was compiled yet
+    if on and hasattr(frames, "_stance"):
+        _stances.append(frames._stance)
+        frames._stance = frames.DynamoStance("force_eager")
+    elif not on and _stances:
+        frames._stance = _stances.pop()
 
 
 _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)

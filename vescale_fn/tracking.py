@@ -144,6 +144,7 @@ class Unchecked(TorchFunctionMode):
         """A value from outside as a local one, whose gradient is the sum of the ranks'."""
         if types.read(x) is not None:
             return x
+        types.refuse_unseen(x)
         entered = self.entered(x)
         if not _torch.needs_gradient(entered):
             return entered
@@ -501,6 +502,7 @@ class running:
                 if _intercepting == 1:
                     _torch.intercept_function_apply(_function_apply)
                     _torch.intercept_checkpoint(computed_again)
+                    _torch.run_compiled_as_written(True)
             self._mode.__enter__()
         return self
 
@@ -513,6 +515,7 @@ class running:
                 if _intercepting == 0:
                     _torch.intercept_function_apply(None)
                     _torch.intercept_checkpoint(None)
+                    _torch.run_compiled_as_written(False)
         context.swap_body(self._body_before)
         types.swap_writes(self._writes_before)
         _active.run, _active.mode = self._before, self._mode_before
@@ -555,11 +558,12 @@ def computed_again(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call
     known = [(types.read(x), types.is_borrowed(x)) for x in types.tensors(args, kwargs)]
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        for x, (type_, borrowed) in zip(types.tensors(args, kwargs), known, strict=True):
-            if type_ is not None and types.read(x) is None:
-                mark(x, type_)
-                if borrowed:
-                    types.borrow(x)
+        with _torch.no_torch_function():
+            for x, (type_, borrowed) in zip(types.tensors(args, kwargs), known, strict=True):
+                if type_ is not None and types.read(x) is None:
+                    mark(x, type_)
+                    if borrowed:
+                        types.borrow(x)
         return fn(*args, **kwargs)
 
     return again, context.Again(context.captured(), capture())

@@ -436,6 +436,16 @@ def outside(x: torch.Tensor, auto: Any) -> bool:
     return isinstance(below, DTensor) and (auto is None or not same(below._spec.mesh, auto))
 
 
+def refuse_unseen(x: torch.Tensor) -> None:
+    """Raise where a value that has a gradient was made since the body began, and yet has no type."""
+    if _now.writes is not None and _torch.made_after(x, _now.writes.since) and read(x) is None:
+        raise TypingError(report(
+            "shard_map", "a value with a gradient was made in the body by something that the body cannot see, so nothing is "
+            "known of how it differs by rank", [f"it is {text(x)}, made by {type(x.grad_fn).__name__}"],
+            "wrap the extension that made it as a torch.library.custom_op or a torch.autograd.Function; a value from "
+            "outside of the body should be its argument"))  # fmt: skip
+
+
 def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
     """The type of a local value in a body with these manual axes; one from outside is invariant.
 
@@ -450,12 +460,7 @@ def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
     if found is not None:
         return _as_written(x, found)
     below = _torch.peel(x)
-    if _now.writes is not None and _torch.made_after(x, _now.writes.since):
-        raise TypingError(report(
-            "shard_map", "a value with a gradient was made in the body by something that the body cannot see, so nothing is "
-            "known of how it differs by rank", [f"it is {text(x)}, made by {type(x.grad_fn).__name__}"],
-            "wrap the extension that made it as a torch.library.custom_op or a torch.autograd.Function; a value from "
-            "outside of the body should be its argument"))  # fmt: skip
+    refuse_unseen(x)
     if not isinstance(below, DTensor) and (type(below) is not Blocks or len(set(map(id, below.blocks))) == 1):
         return _as_written(x, INVARIANT)
     if _torch.needs_gradient(x):

@@ -79,6 +79,7 @@ def _local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
             where, "a whole array was used inside a shard_map body, whose values are local", [f"it is {described(leaf)}"],
             fix="pass it as an argument of the body, with its spec in in_specs"))  # fmt: skip
     known = types.read(leaf)
+    types.refuse_unseen(leaf)
     with _torch.no_torch_function():  # the body's mode would take it in a second time
         if is_simulated(body.mesh) and not isinstance(below, (Blocks, DTensor)):
             leaf = enter(leaf, body.mesh)
