@@ -492,7 +492,7 @@ class running:
         self._mode = (Checked if body.check else Unchecked)(body, self.adopt) if self.intercepted else None
         if isinstance(self._mode, Checked):
             self._mode.writes = self.writes
-        self._writes_before = types.swap_writes(self.writes)
+        self._writes_before = types.swap_writes(self.writes if self._mode is not None else None)
         self._before, _active.run = _active.run, self
         self._mode_before, _active.mode = _active.mode, self._mode
         self._body_before = context.swap_body(body)
