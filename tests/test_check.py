@@ -493,3 +493,266 @@ def test_plain_arguments_must_be_the_same_on_every_rank(gloo: Any) -> None:
         "  * p['x'] is another value on rank 2, 3 than on rank 0\n"
         "  Instead: make them from a key (vfn.random), or send rank 0's; vfn.from_local for each rank's own data"
     }
+
+
+# --- faults that hide, and programs that only look wrong --------------------------------------------------------------
+
+
+def test_a_fault_that_shows_only_in_the_gradient_of_a_tiny_leaf() -> None:
+    def f(x: Any, w: Any, p: Any) -> Any:
+        return x @ w + p["big"] + p["tiny"] * vfn.axis_size("dp")
+
+    p = {"big": B, "none": None, "n": torch.tensor(3), "tiny": torch.tensor([1e-5])}
+    with vfn.simulate(8):
+        said = message(on_ranks(f, P("dp"), P(), P(), out=P("dp")), X, W, p, mesh=vfn.make_mesh(*MESH))
+    assert_says(said, """\
+check(f): 1 of 5 values differs between one device and the mesh (dp=2, tp=4)
+  * gradient of p['tiny'] is 2 times the one-device value (2 = size of axis 'dp')
+  * the runs part in the backward pass of mul, <return x @ w + p["big"] + p["tiny"] * vfn.axis_size("dp")>""")  # fmt: skip
+
+
+def test_the_gradient_of_what_a_function_closes_over_is_compared() -> None:
+    model = torch.nn.Linear(12, 3)
+    scale = torch.ones(3, requires_grad=True)
+
+    def scaled(x: Any) -> Any:
+        times = vfn.axis_size("tp") if context.body() is not None else 1
+        return model(x) + (scale - scale.detach()) * times
+
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        found = vfn.check(scaled, X, mesh=mesh, spec=P("dp"))
+        assert [row.path for row in found.rows] == ["out", "gradient of x", "gradient of model.weight (closed over)",
+            "gradient of model.bias (closed over)", "gradient of scale (closed over)"]  # fmt: skip
+        assert [row.path for row in vfn.check(model, X, mesh=mesh).rows][1:] == [
+            "gradient of input", "gradient of weight (closed over)", "gradient of bias (closed over)"]  # fmt: skip
+        assert len(vfn.check(scaled, X.long().float(), mesh=mesh, gradients=False).rows) == 1
+        said = message(on_ranks(scaled, P("dp"), out=P("dp")), X, mesh=mesh)
+    assert "1 of 5 values differs" in said
+    assert "gradient of scale (closed over) is 2 times the one-device value (2 = size of axis 'dp' or size of" in said
+    assert not scale._backward_hooks
+    assert "the runs part in the backward pass of mul, <return model(x) + (scale - scale.detach()) * times>" in said
+
+
+def test_a_fault_on_one_rank_only() -> None:
+    def f(x: Any) -> Any:
+        y = x * 2
+        return torch.where(vfn.axis_index("dp") == 2, -y, y)
+
+    with vfn.simulate(4):
+        said = message(on_ranks(f, P("dp"), out=P("dp")), X, mesh=vfn.make_mesh((4,), ("dp",)))
+    assert_says(said, """
+  * out is the one-device value times another factor on each rank: 1, -1
+      one device, the block of rank 2: f32[2,12] [2, 2.25, 2.5, 2.75, ...]
+      mesh: f32[2,12] [-2, -2.25, -2.5, -2.75, ...]
+  * the runs part at where, <return torch.where(vfn.axis_index("dp") == 2, -y, y)>
+      operand 0 (__eq__, here): depends on the rank
+      operand 0 depends on the rank (axis_index, which is 0 on one device), and so does what comes of it""")  # fmt: skip
+
+
+def test_positions_made_of_the_rank_are_no_fault() -> None:
+    def f(x: Any) -> Any:
+        rows = vfn.axis_index("dp") * x.shape[0] + torch.arange(x.shape[0])
+        return x * rows[:, None] + torch.nonzero(x).sum() * 0
+
+    with vfn.simulate(4):
+        assert vfn.check(on_ranks(f, P("dp"), out=P("dp")), X, mesh=vfn.make_mesh((4,), ("dp",))).equal
+
+
+def test_another_dtype_on_the_mesh() -> None:
+    def f(x: Any) -> Any:
+        y = x * 2
+        y = y.double() if vfn.axis_size("dp") > 1 else y
+        return y + 1
+
+    with vfn.simulate(4):
+        said = message(on_ranks(f, P("dp"), out=P("dp")), X, mesh=vfn.make_mesh((4,), ("dp",)))
+    assert_says(said, """
+  * out is float64 on the mesh, float32 on one device
+  * the runs part at add, <return y + 1>
+      the mesh has f64, where one device has f32""")  # fmt: skip
+
+
+def test_a_function_that_keeps_something_from_call_to_call() -> None:
+    last: dict[str, torch.Tensor] = {}
+
+    def f(x: Any) -> Any:
+        y = last.setdefault("x", torch.zeros(()))
+        last["x"] = x.detach().sum()
+        return x.sum() - y
+
+    with vfn.simulate(2):
+        said = message(f, X, mesh=vfn.make_mesh((2,), ("dp",)))
+    assert said == (
+        "check(f): it gives other values when it is called again with the same arguments, on one device\n"
+        "  * out: f32[] 90, then f32[] 0\n"
+        "  Instead: a function without state: nothing kept from call to call, no change in place of what it closes over, "
+        "draws from keys"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_no_fault_however_much_a_program_enlarges_it(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(1024, generator=generator) + 10).to(dtype)
+    a, w = (torch.randn(shape, generator=generator).to(dtype) for shape in ((16, 64), (64, 128)))
+
+    def layers(a: Any, w: Any) -> Any:
+        for _ in range(12):
+            a = torch.tanh(a @ w @ w.T * 0.05)
+        return a.sum()
+
+    with vfn.simulate(8), vfn.use_mesh(vfn.make_mesh((8,), ("dp",))):
+        found = vfn.check(lambda x: (x - x.mean()).sum(), x, spec=P("dp"))
+        assert found.rows[0].remark in ("equal up to rounding", "not judged: rounding alone changes it as much")
+        if found.rows[0].remark.startswith("not"):
+            assert found.title.endswith(
+                "1 of 2 values are equal on one device and on the mesh (dp=8); 1 cannot be judged"
+            )
+        assert vfn.check(layers, a, w, spec=(P(), P(None, "dp"))).equal
+        wrong = lambda a, w: layers(a, w) * (2 if vfn.axis_size("dp") > 1 else 1)  # a fault is found all the same
+        assert "is 2 times the one-device value" in message(on_ranks(wrong, P(), P()), a, w)
+
+
+def test_nan_and_infinity() -> None:
+    x = torch.tensor([1.0, float("nan"), float("inf"), -1.0])
+    with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
+        assert vfn.check(lambda x: x.log(), x, spec=P("dp")).equal
+        said = message(on_ranks(lambda x: x / vfn.axis_index("dp"), P("dp"), out=P("dp")), x.nan_to_num(0.0, 1.0))
+    assert "out has NaN or infinity in other places" in said
+
+
+def test_leaves_that_are_no_floats() -> None:
+    def f(p: Any) -> Any:
+        return {"none": None, "int": 3, "sum": p["x"].sum(), "first": p["x"].argmax(), "flag": p["n"] > 1}
+
+    with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
+        found = vfn.check(f, {"x": X[:7], "n": torch.arange(3), "no": None, "name": "a"}, spec=P())
+        assert [row.path for row in found.rows] == [
+            "out['first']", "out['flag']", "out['int']", "out['sum']", "gradient of p['x']"]  # fmt: skip
+        said = message(on_ranks(lambda x: {"n": vfn.axis_size("dp")} if vfn.axis_size("dp") > 1 else {"m": 1}, P()), X)
+    assert said == (
+        "check(<lambda>): the results have another structure on the mesh (dp=2) than on one device\n"
+        "  * out['m'] only on one device, out['n'] only on the mesh"
+    )
+
+
+# --- functions that fail ----------------------------------------------------------------------------------------------
+
+
+def few_rows(x: Any) -> Any:
+    if x.shape[0] < 3:
+        raise ValueError("too few rows")
+    return x * 2
+
+
+def test_a_function_that_fails_in_one_run() -> None:
+    def swapped(x: Any) -> Any:
+        return vfn.ppermute(x, "dp", [(0, 1), (1, 0)])
+
+    with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
+        said = message(on_ranks(few_rows, P("dp"), out=P("dp")), X[:4])
+        assert said == (
+            "check(few_rows): it fails on the mesh (dp=2), and runs on one device\n"
+            "  * ValueError: too few rows\n"
+            '    at <raise ValueError("too few rows")>'
+        )
+        said = message(on_ranks(swapped, P("dp"), out=P("dp")), X)
+    assert said.startswith(
+        "check(swapped): it fails on one device, and runs on the mesh (dp=2)\n  * CollectiveError: ppermute"
+    )
+    assert said.endswith(
+        'at <return vfn.ppermute(x, "dp", [(0, 1), (1, 0)])>\n  Instead: vfn.axis_size(axis) for a number of ranks, '
+        "also in permutations and shapes: on one device it is 1"
+    )
+
+
+def test_a_function_that_fails_in_both_runs_raises_as_it_does() -> None:
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise RuntimeError("no gradient")
+
+    with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
+        with pytest.raises(ValueError, match="too few rows") as caught:
+            vfn.check(few_rows, X[:2])
+        assert getattr(caught.value, "__notes__", notes := ["vfn.check: the function fails on one device too"]) == notes
+        with pytest.raises(RuntimeError, match="no gradient") as caught:
+            vfn.check(Once.apply, X)
+        notes = [
+            "vfn.check: the gradient of the function fails on one device too; vfn.check(f, ..., gradients=False) compares "
+            "the results alone"
+        ]
+        assert getattr(caught.value, "__notes__", notes) == notes
+        assert vfn.check(Once.apply, X, gradients=False).equal
+
+
+# --- real ranks that part ---------------------------------------------------------------------------------------------
+
+
+def one_rank_fails() -> str:
+    def f(x: Any) -> Any:
+        if vfn.axis_size("dp") > 1 and dist.get_rank() == 2:
+            raise ValueError("not here")
+        return x * 2
+
+    return message(on_ranks(f, P("dp"), out=P("dp")), X, mesh=vfn.make_mesh((4,), ("dp",)))
+
+
+def one_rank_fails_when_called_again() -> str:
+    calls = []
+
+    def f(x: Any) -> Any:
+        calls.append(x)
+        if len(calls) > 2 and dist.get_rank() == 2:
+            raise ValueError("enough")
+        return x * 2 * vfn.axis_size("dp")
+
+    return message(on_ranks(f, P("dp"), out=P("dp")), X, mesh=vfn.make_mesh((4,), ("dp",)))
+
+
+def one_rank_is_wrong() -> str:
+    def f(x: Any) -> Any:
+        y = x * 2
+        return y * 3 if vfn.axis_size("dp") > 1 and dist.get_rank() == 2 else y
+
+    return message(on_ranks(f, P("dp"), out=P("dp")), X, mesh=vfn.make_mesh((4,), ("dp",)))
+
+
+def one_rank_returns_something_else() -> str:
+    def f(x: Any) -> Any:
+        return (x,) if dist.get_rank() == 2 and vfn.axis_size("dp") > 1 else x
+
+    return message(on_ranks(f, P("dp"), out=P("dp")), X, mesh=vfn.make_mesh((4,), ("dp",)))
+
+
+def test_one_real_rank_that_parts_from_the_others_is_named_on_all(gloo: Any) -> None:
+    assert set(gloo(4, one_rank_fails)) == {
+        "check(f): it fails on the mesh (dp=4), and runs on one device, not on all ranks alike\n"
+        "  * rank 2: ValueError: not here\n"
+        '    at <raise ValueError("not here")>'
+    }
+    assert set(gloo(4, one_rank_fails_when_called_again)) == {
+        "check(f): it gives other values when it is called again with the same arguments, on one device\n"
+        "  * it fails then: ValueError: enough\n"
+        '    at <raise ValueError("enough")>\n'
+        "  Instead: a function without state: nothing kept from call to call, no change in place of what it closes over, "
+        "draws from keys"
+    }
+    (said,) = set(gloo(4, one_rank_is_wrong))
+    assert_says(said, """
+  * out is the one-device value times another factor on each rank: 1, 3
+      one device, the block of rank 2: f32[2,12] [2, 2.25, 2.5, 2.75, ...]
+      mesh: f32[2,12] [6, 6.75, 7.5, 8.25, ...]
+  * the ranks part: they take different steps
+      ranks 0, 1, 3: the results of shard_map(f), <return vfn.shard_map(f,
+      rank 2: mul, <return y * 3 if vfn.axis_size("dp") > 1 and dist.get_rank() == 2 else y>""")  # fmt: skip
+    (said,) = set(gloo(4, one_rank_returns_something_else))
+    assert said.startswith(
+        "check(f): it fails on the mesh (dp=4), and runs on one device\n"
+        "  * DivergenceError: debug: the ranks differ in the results of shard_map(f)"
+    ), said

@@ -169,7 +169,8 @@ def different(seen: Mapping[int, Call]) -> str:
         what = f"the ranks are at different lines in {one.what}, so one of them has left out a call"
         return report("debug", what, listed, SAME)
     if not alike("details") or len({tuple(v.path for v in call.values) for call in calls}) > 1:
-        return report("debug", f"the ranks differ in the arguments of {one.what}", listed, SAME)
+        of = "" if one.what.startswith("the results of") else "the arguments of "
+        return report("debug", f"the ranks differ in {of}{one.what}", listed, SAME)
     values = list(zip(*(call.values for call in calls), strict=True))
     found, kinds = [], set()
     for row in values:

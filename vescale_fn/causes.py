@@ -23,6 +23,7 @@ class Step(NamedTuple):
     axes: dict[str, int]
     reordered: bool  # whether its result has the right numbers, in another order
     misfit: bool  # whether the ranks' results have another shape than blocks of the right one would have
+    own: tuple[int, ...] = ()  # the operands that depend on the rank alone
 
 
 _ADDS = ("add", "sub", "rsub", "radd", "iadd", "isub", "add_", "sub_", "__add__", "__radd__", "__sub__", "__rsub__")
@@ -31,7 +32,7 @@ _WITH_BIAS = ("linear", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "bilin
 
 def cause(step: Step) -> tuple[str, str]:
     """Why a step usually goes wrong whose operands are in order, and what to write instead."""
-    for rule in (_result, _summed, _drawn, _bias, _unfinished, _order, _mismatched, _own_block):
+    for rule in (_result, _summed, _moved, _by_rank, _drawn, _bias, _unfinished, _order, _mismatched, _own_block):
         found = rule(step)
         if found is not None:
             return found
@@ -97,10 +98,24 @@ def _summed(step: Step) -> tuple[str, str] | None:
         over = _argument(split)
         return "the ranks hold different blocks of one value, and blocks are not added up", \
             f"vfn.all_gather(x, {over}, tiled=True), which puts them together; or no collective"  # fmt: skip
-    if step.name == "psum":
+    if held.how == "equal" and step.name == "psum":
         return "the ranks hold the whole value already, so that the sum counts it once for each of them", \
             "leave it out (a gradient by a value that is the same on all ranks is summed already)"  # fmt: skip
     return None
+
+
+def _moved(step: Step) -> tuple[str, str] | None:
+    if step.name != "ppermute":
+        return None
+    return "it sends whole blocks from rank to rank, so that what comes of it depends on how many ranks there are", \
+        "a function to check whose result does not: one that uses all of the blocks, or brings them back"  # fmt: skip
+
+
+def _by_rank(step: Step) -> tuple[str, str] | None:
+    if not step.own:
+        return None
+    which = " and ".join(f"operand {i}" for i in step.own)
+    return f"{which} depends on the rank (axis_index, which is 0 on one device), and so does what comes of it", ""
 
 
 def _drawn(step: Step) -> tuple[str, str] | None:

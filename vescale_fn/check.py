@@ -1,35 +1,34 @@
-"""`check`, the parity audit: a function on one device against the same function on a mesh, every result and gradient.
-
-Both runs are of the user's own function. On one device every mesh counts as one rank: `shard` and `with_sharding` leave
-values plain, the body of a `shard_map` runs on whole values, and a draw with a spec is the whole draw.
-"""
+"""`check`, the parity audit: a function on one device against the same function on a mesh, every result and gradient."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
+import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from . import _torch, context, relation, tree, wire
-from .array import Array, is_array, mesh_of, on_device
+from . import context, relation, replicas, tree, wire
+from .array import is_array, mesh_of
+from .audit import Audit, Failure, Outcome, is_floating
 from .calls import checked_function
 from .causes import USUAL
-from .compare import Compared, Report, compared
-from .errors import MeshError, ParityError, mesh_text, report
-from .gradient import vjp
-from .mesh import axes_of, played_ranks, unit
+from .compare import Report, changed, compared, remarked
+from .errors import MeshError, ParityError, count_text, mesh_text, report
+from .mesh import axes_of, played_ranks
 from .parting import Parting, Runs
 from .placement import shard, unshard
 from .recording import Recorder
+from .rollcall import said_by_all
+from .rounding import Rounded
 from .spec import P
 
 _SHOWN = 8  # so many differing values are named in a message
+_ROUNDED = 3  # runs that show what rounding does
 
 
 def check(f: Callable[..., Any], *args: Any, mesh: Any = None, spec: Any = None, gradients: bool = True,
@@ -86,170 +85,143 @@ def check(f: Callable[..., Any], *args: Any, mesh: Any = None, spec: Any = None,
     laid = args if spec is None else shard(args, mesh, _per_argument(spec, args))
     paths = _argument_paths(f, args)
     _same_everywhere(where, args, paths, mesh)
-    audit = _Audit(where, f, unshard(args), laid, mesh, gradients, rtol, atol)
-    one, many = audit.run(None), audit.run(mesh)
-    if isinstance(one, Exception) or isinstance(many, Exception):
-        raise _failed(where, mesh, one, many)
-    rows = audit.compared(one, many, paths)
-    found = Report(name, mesh, rows)
-    if not found.equal:
-        raise _differing(audit, found, one, many)
-    return found
+    whole, laid = (tree.map_(lambda x: x.detach() if is_floating(x) else x, value) for value in (unshard(args), laid))
+    audit = Audit(f, whole, laid, mesh, paths, gradients)
+    one, many = _both(where, audit.run(None), audit.run(mesh), mesh)
+    paths = [*one.paths, *audit.by]
+    compare = functools.partial(compared, paths, one.values, many.values, mesh, rtol, atol)
+    found = Report(name, mesh, compare())
+    if found.equal:
+        return found
+
+    recorders = [Recorder() for _ in range(2 + _ROUNDED)]  # something differs: all runs once more, recorded
+    again = audit.run(None, recorders[0])
+    _pure(where, "one device", paths, one, again, mesh)
+    rounded = [audit.run(None, recorder, Rounded(seed)) for seed, recorder in enumerate(recorders[2:])]
+    alike = [run.values for run in rounded if isinstance(run, Outcome) and run.paths == one.paths]
+    found = Report(name, mesh, remarked(found.rows, compare(alike)))
+    if found.equal:
+        return found
+    again = audit.run(mesh, recorders[1])
+    _pure(where, f"the {mesh_text(axes_of(mesh))}", paths, many, again, mesh)
+    raise _differing(where, found, recorders, len(one.results))
 
 
-# --- what is compared -------------------------------------------------------------------------------------------------
+# --- runs that fail ---------------------------------------------------------------------------------------------------
 
 
-class _Outcome(NamedTuple):
-    """Results and gradients of one run, leaf by leaf."""
-
-    results: list[Any]
-    paths: list[str]
-    gradients: list[Any]
-
-
-class _Audit:
-    """A function and its arguments, ready to be run on one device and on a mesh any number of times."""
-
-    def __init__(self, where: str, f: Any, whole: Any, laid: Any, mesh: Any, gradients: bool, rtol: Any, atol: float):
-        self.where, self.f, self.whole, self.laid, self.mesh = where, f, whole, laid, mesh
-        self.rtol, self.atol = rtol, atol
-        self.moving = [gradients and isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
-                       for x in tree.leaves(whole)]  # fmt: skip
-        self.generators = torch.get_rng_state()
-
-    def run(self, mesh: Any, recorder: Recorder | None = None) -> _Outcome | Exception:
-        """One run: on one device (None) or on the mesh; the error, if it fails."""
-        args = tree.map_(_copied, self.laid if mesh is not None else self.whole)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(context.use_mesh(self.mesh))
-            if context.key_uses() is not None:  # a key is used once in each run
-                stack.enter_context(context.debugging())
-            if mesh is None:
-                stack.enter_context(context.one_device(unit))
-                if self.mesh.device_type != "cpu":
-                    args = tree.map_(lambda x: on_device(x, self.mesh) if isinstance(x, torch.Tensor) else x, args)
-                    stack.enter_context(torch.device(self.mesh.device_type))
-            torch.set_rng_state(self.generators)
-            try:
-                return self._outcome(args, recorder)
-            except Exception as error:
-                return error
-
-    def _outcome(self, args: Any, recorder: Recorder | None) -> _Outcome:
-        kept: dict[str, Any] = {}
-
-        def called(*args: Any) -> Any:
-            if recorder is None:
-                out = self.f(*args)
-            else:
-                with context.recording(recorder.note):
-                    recorder.note("the arguments", (), args)
-                    with recorder:
-                        out = self.f(*args)
-                kept["nodes"] = [recorder.find(x) if isinstance(x, torch.Tensor) else None for x in tree.leaves(out)]
-            kept["paths"] = tree.paths(out, "out")
-            kept["results"] = [x.detach() if isinstance(x, torch.Tensor) else x for x in tree.leaves(out)]
-            return unshard(out)
-
-        if not any(self.moving):
-            called(*args)
-            gradients: list[Any] = []
-        else:
-            out, pullback = vjp(called, *args)
-            found = tree.leaves(pullback(_cotangents(out)))
-            gradients = [g for g, moves in zip(found, self.moving, strict=True) if moves]
-        if recorder is not None:
-            recorder.results = kept["nodes"]
-        return _Outcome(kept["results"], kept["paths"], gradients)
-
-    def compared(self, one: _Outcome, many: _Outcome, paths: Sequence[str]) -> list[Compared]:
-        """Every value of the two runs; the same on every rank."""
-        if one.paths != many.paths:
-            both = sorted({*one.paths} ^ {*many.paths}) or ["the order of the values"]
-            rows = [f"{path}: only {'on one device' if path in one.paths else 'on the mesh'}" for path in both]
-            raise ParityError(report(self.where, "the results have another structure on the mesh", rows))
-        moving = [f"gradient of {path}" for path, moves in zip(paths, self.moving, strict=True) if moves]
-        compare = functools.partial(compared, mesh=self.mesh, rtol=self.rtol, atol=self.atol)
-        return [*compare(one.paths, one.results, many.results), *compare(moving, one.gradients, many.gradients)]
+def _both(where: str, one: Outcome | Failure, many: Outcome | Failure, mesh: Any) -> tuple[Outcome, Outcome]:
+    """The outcomes of both runs, if on every rank both have one, of the same structure."""
+    kind, text = "", ""
+    if isinstance(one, Failure):
+        kind, text = ("both" if isinstance(many, Failure) else "one"), one.text
+    elif isinstance(many, Failure):
+        kind, text = ("follows" if getattr(many.error, "follows", False) else "mesh"), many.text
+    elif one.paths != many.paths:
+        kind, text = "structure", _structures(one.paths, many.paths)
+    told = said_by_all(json.dumps([kind, text]) if kind else "", mesh)
+    if isinstance(one, Outcome) and isinstance(many, Outcome) and not any(said != "" for said in told):
+        return one, many
+    if isinstance(many, Failure) and all(said is not None and json.loads(said or '[""]')[0] == "both" for said in told):
+        raise _noted(many, "on one device too")
+    raise _failed(where, told, mesh) from next((run.error for run in (one, many) if isinstance(run, Failure)), None)
 
 
-def _copied(x: Any) -> Any:
-    return x.detach().clone() if isinstance(x, torch.Tensor) and not isinstance(x, Array) else x
+def _structures(one: Sequence[str], many: Sequence[str]) -> str:
+    both = [path for path in dict.fromkeys([*one, *many]) if (path in one) != (path in many)]
+    rows = [f"{path} only {'on one device' if path in one else 'on the mesh'}" for path in both[:_SHOWN]]
+    return ", ".join(rows + ["..."] * (len(both) > _SHOWN)) or "the same values in another order"
 
 
-def _cotangents(out: Any) -> Any:
-    """Fixed random weights, so that every result counts; one for a single number."""
-    leaves, treedef = tree.flatten(out)
-    moving = [x for x in leaves if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())]
-    alone = len(moving) == 1 and moving[0].ndim == 0
-    weights = []
-    for i, x in enumerate(leaves):
-        if not isinstance(x, torch.Tensor):
-            weights.append(x)
-        elif not (x.is_floating_point() or x.is_complex()):
-            weights.append(torch.zeros_like(x))
-        elif alone:
-            weights.append(torch.ones_like(x))
-        else:
-            generator = torch.Generator().manual_seed(i)
-            weights.append(torch.randn(x.shape, generator=generator, device="cpu", dtype=torch.float64).to(x))
-    return tree.unflatten(treedef, weights)
+def _noted(failure: Failure, where: str) -> Exception:
+    """The error of the user's function, which has nothing to do with the mesh; with a note (from Python 3.11 on)."""
+    if hasattr(failure.error, "add_note"):
+        way = "; vfn.check(f, ..., gradients=False) compares the results alone" if failure.backward else ""
+        of = "the gradient of the function" if failure.backward else "the function"
+        failure.error.add_note(f"vfn.check: {of} fails {where}{way}")
+    return failure.error
 
 
-# --- the message ------------------------------------------------------------------------------------------------------
+_WAYS = {
+    "one": "it fails on one device, and runs on the {mesh}",
+    "mesh": "it fails on the {mesh}, and runs on one device",
+    "follows": "it fails on the {mesh}, and runs on one device",
+    "both": "it fails on one device and on the {mesh}",
+    "structure": "the results have another structure on the {mesh} than on one device",
+}
 
 
-def _differing(audit: _Audit, found: Report, one: _Outcome, many: _Outcome) -> ParityError:
+def _failed(where: str, told: Sequence[str | None], mesh: Any) -> ParityError:
+    """What the ranks told of failed runs, in the same words on all of them."""
+    rows: dict[tuple[str, str], list[int]] = {}
+    for rank, said in enumerate(told):
+        kind, text = (
+            ("", "says nothing: it may wait in a collective") if said is None else json.loads(said or '["", ""]')
+        )
+        rows.setdefault((kind, text), []).append(rank)
+    if any(kind not in ("", "follows") for kind, _ in rows):
+        rows = {key: ranks for key, ranks in rows.items() if key[0] != "follows"}  # those waited for one that failed
+    kinds = {kind for kind, _ in rows if kind}
+    what = _WAYS[kinds.pop()] if len(kinds) == 1 else "it fails on the {mesh} or on one device"
+    alone = [*rows.values()] == [[*range(len(told))]]
+    failures = [text if alone else f"{relation.listed(ranks)}: {text}" for (_, text), ranks in rows.items() if text]
+    fix = ""
+    if alone and next(iter(rows))[0] == "one":
+        fix = "vfn.axis_size(axis) for a number of ranks, also in permutations and shapes: on one device it is 1"
+    on = "" if alone else ", not on all ranks alike"
+    return ParityError(report(where, what.format(mesh=mesh_text(axes_of(mesh))) + on, failures, fix))
+
+
+def _pure(where: str, on: str, paths: Sequence[str], first: Outcome, again: Outcome | Failure, mesh: Any) -> None:
+    """Raise, on all ranks, if a function gives something else when it is called again."""
+    if isinstance(again, Failure):
+        text = f"it fails then: {again.text}"
+    else:
+        text = (
+            changed(paths, first.values, again.values)
+            if again.paths == first.paths
+            else "it has another structure then"
+        )
+    told = said_by_all(text, mesh)
+    text = next((said for said in told if said), "")
+    if text or None in told:
+        what = f"it gives other values when it is called again with the same arguments, on {on}"
+        raise ParityError(report(where, what, [text] if text else [],
+                                 "a function without state: nothing kept from call to call, no change in place of what "
+                                 "it closes over, draws from keys"))  # fmt: skip
+
+
+# --- values that differ -----------------------------------------------------------------------------------------------
+
+
+def _differing(where: str, found: Report, recorders: Sequence[Recorder], results: int) -> ParityError:
     wrong = [(i, row) for i, row in enumerate(found.rows) if row.problem]
     failures = [f"{row.path} {row.problem}" for _, row in wrong[:_SHOWN]]
     failures[0] = "\n      ".join([failures[0], *wrong[0][1].detail])
     if len(wrong) > _SHOWN:
         failures.append(f"... and {len(wrong) - _SHOWN} more: error.report")
-    parting = _parting(audit, wrong[0][0], len(one.results)) or Parting((), "")
+    parting = _parting(found.mesh, recorders, wrong[0][0], results) or Parting((), "")
     if parting.lines:
         failures.append("\n      ".join(parting.lines))
-    powers = [relation.power(row.ratio, axes_of(audit.mesh)) for _, row in wrong if row.ratio]
+    powers = [relation.power(row.ratio, axes_of(found.mesh)) for _, row in wrong if row.ratio]
     usual = next((USUAL[p] for p in powers if p is not None), None)
     if usual and not parting.fix:
         failures.append(f"the usual cause of such a factor: {usual}")
-    what = (
-        f"{len(wrong)} of {len(found.rows)} values differ between one device and the {mesh_text(axes_of(audit.mesh))}"
-    )
-    text = report(audit.where, what, failures, parting.fix)
-    said = wire.everyone([[text] * len(played_ranks(audit.mesh))], audit.mesh, "check")
+    n = len(wrong)
+    what = f"{n} of {count_text(len(found.rows), 'value')} {'differs' if n == 1 else 'differ'} between one device and " \
+        f"the {mesh_text(axes_of(found.mesh))}"  # fmt: skip
+    text = report(where, what, failures, parting.fix)
+    said = wire.everyone([[text] * len(played_ranks(found.mesh))], found.mesh, "check")
     error = ParityError(said[0][0])  # the first rank's words, on every rank
     error.report = found
     return error
 
 
-def _parting(audit: _Audit, first: int, results: int) -> Parting | None:
+def _parting(mesh: Any, recorders: Sequence[Recorder], first: int, results: int) -> Parting | None:
     """Where the runs part, of the first value that differs."""
-    one, many = Recorder(), Recorder()
-    for mesh, recorder in ((None, one), (audit.mesh, many)):
-        if isinstance(audit.run(mesh, recorder), Exception):
-            return None
-    runs = Runs(one.nodes, many.nodes, audit.mesh)
-    if first < results:
-        return runs.find(many.results[first])
-    moving = [i for i, moves in enumerate(audit.moving) if moves]
-    tensors = [isinstance(x, torch.Tensor) for x in tree.leaves(audit.whole)]
-    return runs.find_back(sum(tensors[: moving[first - results]]))
-
-
-def _failed(where: str, mesh: Any, one: Any, many: Any) -> Exception:
-    if isinstance(one, Exception) and isinstance(many, Exception):
-        return many
-    error, place, other = (one, "on one device", "on the mesh") if isinstance(one, Exception) else \
-        (many, f"on the {mesh_text(axes_of(mesh))}", "on one device")  # fmt: skip
-    fix = ""
-    if error is one:
-        fix = "vfn.axis_size(axis) for a number of ranks, also in permutations and shapes: on one device it is 1"
-    said = f"{type(error).__name__}: {error}".replace("\n", "\n    ")
-    text = report(where, f"it fails {place}, and runs {other}", [said], fix)
-    found = ParityError(text)
-    found.__cause__ = error
-    return found
+    one, many, *rounded = recorders
+    runs = Runs(one.nodes, many.nodes, [recorder.nodes for recorder in rounded], mesh)
+    return runs.find(many.results[first]) if first < results else runs.find_back(many.arguments[first - results])
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -279,7 +251,8 @@ def _argument_paths(f: Any, args: tuple[Any, ...]) -> list[str]:
     """The path of each leaf, by the name of the parameter that it is given to."""
     names = [f"args[{i}]" for i in range(len(args))]
     with contextlib.suppress(TypeError, ValueError):
-        parameters = inspect.signature(f).parameters.values()
+        called = f.forward if isinstance(f, torch.nn.Module) else f
+        parameters = inspect.signature(called).parameters.values()
         for i, parameter in enumerate(p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)):
             if i < len(names):
                 names[i] = parameter.name
@@ -289,7 +262,8 @@ def _argument_paths(f: Any, args: tuple[Any, ...]) -> list[str]:
 def _same_everywhere(where: str, args: Any, paths: Sequence[str], mesh: Any) -> None:
     """Plain arguments must be the same on every rank: else the runs would differ for that."""
     leaves = tree.leaves(args)
-    prints = [None if is_array(x) or not isinstance(x, torch.Tensor) else _fingerprint(x) for x in leaves]
+    prints = [None if is_array(x) or not isinstance(x, torch.Tensor) else (tuple(x.shape), str(x.dtype), replicas.digest(x))
+              for x in leaves]  # fmt: skip
     ranks = len(played_ranks(mesh))
     by_rank = [row[0] for row in wire.everyone([[prints] * ranks], mesh, "check")]
     rows = []
@@ -301,8 +275,3 @@ def _same_everywhere(where: str, args: Any, paths: Sequence[str], mesh: Any) -> 
         raise ParityError(report(where, "the arguments must be the same whole values on every rank", rows,
                                  "make them from a key (vfn.random), or send rank 0's; vfn.from_local for each rank's own "
                                  "data"))  # fmt: skip
-
-
-def _fingerprint(x: torch.Tensor) -> Any:
-    one = _torch.peel(x.detach()).contiguous().cpu().reshape(-1).view(torch.uint8)
-    return tuple(x.shape), str(x.dtype), hashlib.sha256(one.numpy().tobytes()).hexdigest()

@@ -22,6 +22,8 @@ from .recording import Held, hold
 from .relation import TOLERANCE, Facts
 from .spec import P, split_axes
 
+EQUAL, ROUNDED, NOISE = "equal", "equal up to rounding", "not judged: rounding alone changes it as much"
+
 
 class Compared(NamedTuple):
     """One value of both runs."""
@@ -33,6 +35,7 @@ class Compared(NamedTuple):
     problem: str  # empty where they are equal
     detail: tuple[str, ...] = ()
     ratio: float | None = None  # of the two, where it is the same for all elements
+    remark: str = EQUAL
 
 
 class Report:
@@ -49,12 +52,15 @@ class Report:
     @property
     def title(self) -> str:
         """What was compared, and how many values are equal."""
-        count, n = sum(not row.problem for row in self.rows), len(self.rows)
+        noise = sum(row.remark == NOISE for row in self.rows)
+        count, n = sum(not row.problem for row in self.rows) - noise, len(self.rows)
         where = f"equal on one device and on the {mesh_text(axes_of(self.mesh))}"
-        return f"check({self.name}): {count} of {n} value{'s' * (n != 1)} {'is' if n == 1 else 'are'} {where}"
+        rest = f"; {noise} cannot be judged" if noise else ""
+        return f"check({self.name}): {count} of {n} value{'s' * (n != 1)} {'is' if n == 1 else 'are'} {where}{rest}"
 
     def _cells(self) -> list[tuple[str, ...]]:
-        return [(row.path, row.type, f"{row.difference:.2g}", f"{row.relative:.2g}", row.problem or "equal")
+        return [(row.path, row.type, f"{row.difference:.2g}", f"{row.relative:.2g}",
+                 row.problem or row.remark)
                 for row in self.rows]  # fmt: skip
 
     def __repr__(self) -> str:
@@ -77,8 +83,8 @@ _HEADS = ("value", "type", "max difference", "relative", "")
 # --- all values -------------------------------------------------------------------------------------------------------
 
 
-def compared(paths: Sequence[str], one: Sequence[Any], many: Sequence[Any], mesh: Any, rtol: float | None,
-             atol: float) -> list[Compared]:  # fmt: skip
+def compared(paths: Sequence[str], one: Sequence[Any], many: Sequence[Any], mesh: Any, rtol: float | None, atol: float,
+             rounded: Sequence[Sequence[Any]] = ()) -> list[Compared]:  # fmt: skip
     """Each value of a run on one device against that of the run on a mesh; the same list on every rank.
 
     Args:
@@ -87,18 +93,22 @@ def compared(paths: Sequence[str], one: Sequence[Any], many: Sequence[Any], mesh
         mesh: all of whose ranks make this call.
         rtol, atol: by how much floats may differ, relative to the largest element of a value (None: by dtype), and
             besides. An error that is as small as the rounding of the largest of all these values is none.
+        rounded: the values of further runs on one device, with arguments that differ by their rounding: an error as
+            large as these make is none.
     """
     axes, ranks = axes_of(mesh), played_ranks(mesh)
     held = [_held(x) if isinstance(x, torch.Tensor) else None for x in many]
     largest = _largest(one)
     mine: list[list[Facts | None]] = []
-    for a, h in zip(one, held, strict=True):
+    slack = [relation.wobble(a, [values[i] for values in rounded]) if isinstance(a, torch.Tensor) else 0.0
+             for i, a in enumerate(one)]  # fmt: skip
+    for a, h, more in zip(one, held, slack, strict=True):
         if not isinstance(a, torch.Tensor) or h is None:
             mine.append([None] * len(ranks))
             continue
         tolerance = TOLERANCE.get(a.dtype, 0.0) if rtol is None else rtol
         room = max(atol, largest * _epsilon(a.dtype))
-        mine.append([relation.facts(a, h.of(at), [h.spec or P()], axes, coordinates(mesh, rank), tolerance, room)
+        mine.append([relation.facts(a, h.of(at), [h.spec or P()], axes, coordinates(mesh, rank), tolerance, room + more)
                      for at, rank in enumerate(ranks)])  # fmt: skip
     by_rank = wire.everyone(mine, mesh, "check")
     rows = []
@@ -108,6 +118,26 @@ def compared(paths: Sequence[str], one: Sequence[Any], many: Sequence[Any], mesh
         else:
             rows.append(_others(path, a, b))
     return rows
+
+
+def remarked(before: Sequence[Compared], after: Sequence[Compared]) -> list[Compared]:
+    """The rows of a second comparison that knows what rounding does, with a remark where that made the difference."""
+    return [new._replace(remark=NOISE if new.relative > 0.1 else ROUNDED) if old.problem and not new.problem else new
+            for old, new in zip(before, after, strict=True)]  # fmt: skip
+
+
+def changed(paths: Sequence[str], before: Sequence[Any], after: Sequence[Any]) -> str:
+    """Of two runs of one kind, the first value that is not the same, in words; "" where all are."""
+    for path, a, b in zip(paths, before, after, strict=True):
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+            if _others(path, a, b).problem:
+                return f"{path}: {a!r}, then {b!r}"
+            continue
+        for x, y in zip(hold(a).blocks, hold(b).blocks):
+            found = relation.facts(x, y, [P()], {}, {}, TOLERANCE.get(x.dtype, 0.0)).fits[0]
+            if not found.equal:
+                return f"{path}: {found.want or relation.head(x)}, then {found.got or relation.head(y)}"
+    return ""
 
 
 def _held(x: torch.Tensor) -> Held:
@@ -170,7 +200,7 @@ def _in_words(
     if any(row.fits[0].nans for row in rows):
         return "has NaN or infinity in other places"
     ratio = relation.factor(rows)
-    if ratio is not None:
+    if ratio is not None and abs(ratio - 1) > 0.01:
         if ratio == 0:
             return "is zero on the mesh"
         return f"is {relation.named(ratio, axes) or f'{ratio:.4g} times the one-device value'}"
@@ -184,7 +214,7 @@ def _in_words(
     close = relation.named(norm, splitting or axes, 1e-5) if abs(norm - 1) > 0.01 else None
     size = f"; its norm is {close}" if close else ""
     own = [row.fits[0].ratio for row in rows]
-    if not any(r is None or math.isnan(r) for r in own):
+    if not any(r is None or math.isnan(r) for r in own) and max(abs(r - 1) for r in own if r is not None) > 0.01:
         listed = ", ".join(dict.fromkeys(f"{r:.4g}" for r in own[:8]))
         return f"is the one-device value times another factor on each rank: {listed}{', ...' * (len(own) > 8)}{size}"
     copies = max(1, sum(math.prod(row.shape) for row in rows) // max(1, whole.numel()))

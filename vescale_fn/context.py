@@ -41,7 +41,7 @@ class _State(threading.local):
     grad_depth: int = 0
     key_uses: dict[Any, Any] | None = None
     unit: Callable[[Any], Any] | None = None
-    recorder: Callable[[str, Any, Any, tuple[str, ...]], None] | None = None
+    recorder: Callable[[str, Any, Any, tuple[str, ...], str], None] | None = None
 
 
 _state = _State()
@@ -92,11 +92,11 @@ def seen(mesh: Any) -> Any:
     return mesh if mesh is None or _state.unit is None else _state.unit(mesh)
 
 
-def note(name: str, given: Any, made: Any, axes: tuple[str, ...] = ()) -> None:
+def note(name: str, given: Any, made: Any, axes: tuple[str, ...] = (), line: str = "") -> None:
     """Tell the recorder, where there is one, of a step of ours that it cannot see: what went in, what came out of it,
-    and the axes along which ranks communicated."""
+    the axes along which ranks communicated, and the line, where that is another than the user's present one."""
     if _state.recorder is not None:
-        _state.recorder(name, given, made, axes)
+        _state.recorder(name, given, made, axes, line)
 
 
 def key_uses() -> dict[Any, Any] | None:
@@ -195,8 +195,10 @@ def one_device(unit: Callable[[Any], Any] | None) -> contextlib.AbstractContextM
     return _setting(unit=unit)
 
 
-def recording(recorder: Callable[[str, Any, Any, tuple[str, ...]], None]) -> contextlib.AbstractContextManager[None]:
-    """Have `note` call ``recorder(name, given, made, axes)``."""
+def recording(
+    recorder: Callable[[str, Any, Any, tuple[str, ...], str], None],
+) -> contextlib.AbstractContextManager[None]:
+    """Have `note` call ``recorder(name, given, made, axes, line)``."""
     return _setting(recorder=recorder)
 
 

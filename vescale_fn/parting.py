@@ -8,16 +8,18 @@ while all that went into it was. A detour that is out of order for a while, and 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import wire
 from .causes import Step, cause
+from .errors import dtype_text
 from .lines import quoted, readable
 from .mesh import axes_of, coordinates, played_ranks
 from .recording import Held, Node, aligned
-from .relation import TOLERANCE, Facts, Relation, conclude, facts, head, layouts, same_numbers, shown
+from .relation import TOLERANCE, Facts, Relation, conclude, facts, head, layouts, listed, same_numbers, shown, wobble
 from .spec import P
 
 Before = Callable[[int], Iterable[int]]  # what a value was made of, or, backward, what was made of it
@@ -40,11 +42,18 @@ class Runs:
     backward pass that ran when there were so many values; None: the values themselves.
     """
 
-    def __init__(self, one: Sequence[Node], many: Sequence[Node], mesh: Any) -> None:
+    def __init__(self, one: Sequence[Node], many: Sequence[Node], rounded: Sequence[Sequence[Node]], mesh: Any) -> None:
         self.one, self.many, self.mesh, self.axes = one, many, mesh, axes_of(mesh)
-        self.pairs = aligned(one, many)
+        self.rounded = [nodes for nodes in rounded if [n.key for n in nodes] == [n.key for n in one]]
+        self.pairs = dict(sorted(aligned(one, many).items()))
+        self.own: set[int] = set()  # what depends on the rank alone
+        for i, node in enumerate(many):
+            if node.name == "axis_index" or (node.sources and self.own.issuperset(node.sources)):
+                self.own.add(i)
         self.rows: dict[Any, list[Facts]] = {}
         self.known: dict[Any, Any] = {}  # a Relation; None: no relation, so something is wrong; UNKNOWN
+        self.common: int | None = None  # so many steps all ranks have in common, where that is not all of them
+        self.ways: dict[tuple[str, str], list[int]] = {}  # the steps after these
         self._compare()
         clocks = {clock for node in many for clock in node.cotangents}
         for i, j in self.pairs.items():
@@ -57,30 +66,59 @@ class Runs:
         return len(self.one) if clock == len(self.many) else self.pairs.get(clock, -1)
 
     def _compare(self) -> None:
-        jobs: dict[Any, tuple[Held, Held]] = {}
+        jobs: dict[Any, tuple[Held, Held, float]] = {}
         for i, j in self.pairs.items():
             alone, node = self.one[j], self.many[i]
-            jobs[i, None] = alone.held, node.held
+            jobs[i, None] = alone.held, node.held, self._slack(alone.held, [nodes[j].held for nodes in self.rounded])
             for clock, held in node.cotangents.items():
-                if self._like(clock) in alone.cotangents:
-                    jobs[i, clock] = alone.cotangents[self._like(clock)], held
-        specs = {key: _specs(a, b, self.axes) for key, (a, b) in jobs.items()}
-        mine = [[facts(a.blocks[0], b.of(at), specs[key], self.axes, coordinates(self.mesh, rank), _tolerance(a))
-                 for key, (a, b) in jobs.items()]
+                like = self._like(clock)
+                if like in alone.cotangents:
+                    others = [nodes[j].cotangents[like] for nodes in self.rounded if like in nodes[j].cotangents]
+                    jobs[i, clock] = alone.cotangents[like], held, self._slack(alone.cotangents[like], others)
+        specs = {key: _specs(a, b, self.axes) for key, (a, b, _) in jobs.items()}
+        mine = [[facts(a.blocks[0], b.of(at), specs[key], self.axes, coordinates(self.mesh, rank), _tolerance(a), slack)
+                 for key, (a, b, slack) in jobs.items()]
                 for at, rank in enumerate(played_ranks(self.mesh))]  # fmt: skip
-        by_rank = [row[0] for row in wire.everyone([mine], self.mesh, "check")]
-        for key, *rows in zip(jobs, *by_rank):  # ranks that went different ways have fewer in common
+        steps, keys = [node.key for node in self.many], list(jobs)
+        by_rank = wire.everyone([[(steps, keys, row) for row in mine]], self.mesh, "check")
+        everyones_steps = [row[0][0] for row in by_rank]
+        self.common = next(
+            (i for i, step in enumerate(itertools.zip_longest(*everyones_steps)) if len({*step}) > 1), None
+        )
+        if self.common is not None:
+            for rank, theirs in enumerate(everyones_steps):
+                step = theirs[self.common] if self.common < len(theirs) else ("the end", "")
+                self.ways.setdefault(step, []).append(rank)
+        for together in zip(*(zip(row[0][1], row[0][2]) for row in by_rank)):
+            key, rows = together[0][0], [row for _, row in together]
+            if any(other != key for other, _ in together) or (self.common is not None and key[0] >= self.common):
+                break  # from here on the ranks went different ways
             self.rows[key] = rows
-            if any(not row.fits or len(row.fits) != len(rows[0].fits) for row in rows):
-                self.known[key] = UNKNOWN
-                continue
-            whole, spec = jobs[key][0], jobs[key][1].spec
-            unreduced = None if spec is None else spec.unreduced
-            found = conclude(rows, specs[key], self.mesh, self.axes, max(_tolerance(whole), 1e-9), unreduced)
-            number, clock = key
-            if found is not None and clock is None and self.many[number].name in ("psum", "pmean"):
-                found = None if {*found.axes} & {*self.many[number].axes} else found  # here the parts are put together
-            self.known[key] = found if found is not None or specs[key] else UNKNOWN
+            self.known[key] = self._concluded(key, rows, specs[key], *jobs[key])
+
+    def _slack(self, held: Held, others: Sequence[Held]) -> float:
+        """What rounding alone makes of a value."""
+        return wobble(held.blocks[0], [other.blocks[0] for other in others])
+
+    def _concluded(self, key: Any, rows: list[Facts], specs: list[P], alone: Held, held: Held, slack: float) -> Any:
+        if any(not row.fits or len(row.fits) != len(rows[0].fits) for row in rows):
+            return UNKNOWN
+        number, clock = key
+        node, whole = self.many[number], alone.blocks[0]
+        scale = max(fit.scale for row in rows for fit in row.fits)
+        tolerance = max(_tolerance(alone), 1e-9) + (slack / scale if scale else 0.0)
+        unreduced = None if held.spec is None else held.spec.unreduced
+        found = conclude(rows, specs, self.mesh, self.axes, tolerance, unreduced)
+        if found is None and (not specs or number in self.own):
+            return UNKNOWN
+        if found is not None and clock is None:
+            if any(row.dtype != whole.dtype for row in rows):
+                return None
+            if node.name in ("psum", "pmean") and found.how != "equal":  # parts are put together here, and none made
+                before = self.known.get((node.sources[0], None)) if node.sources else None
+                parts = {*before.axes} if isinstance(before, Relation) else {*self.axes}
+                return found if {*found.axes} <= parts - {*node.axes} else None
+        return found
 
     # --- the ways back ------------------------------------------------------------------------------------------------
 
@@ -100,9 +138,9 @@ class Runs:
             return self._find_back(node.sources, clock) or self._described(number)
         return self._described(number)
 
-    def find_back(self, argument: int) -> Parting | None:
-        """The step where the wrong gradient of this argument comes from."""
-        return self._find_back((argument,), len(self.many))
+    def find_back(self, start: int | None) -> Parting | None:
+        """The step where the wrong gradient by the value of this number comes from."""
+        return None if start is None else self._find_back((start,), len(self.many))
 
     def _find_back(self, starts: Iterable[int], clock: int) -> Parting | None:
         users: Before = lambda i: [user for user in self.many[i].users if user < clock]
@@ -136,6 +174,11 @@ class Runs:
         return seen
 
     def _last_equal(self, start: int, sources: Before) -> Parting | None:
+        if self.ways:
+            listed_ = [
+                f"{listed(ranks)}: {name}{line and f', {quoted(line)}'}" for (name, line), ranks in self.ways.items()
+            ]
+            return Parting(("the ranks part: they take different steps", *listed_), "")
         reached = self._behind([start], sources, lambda i: not isinstance(self._state(i, None), Relation))
         known = [i for i in reached if isinstance(self._state(i, None), Relation)]
         if not known:
@@ -151,7 +194,11 @@ class Runs:
         states = [self._state(i, None) for i in node.sources]
         operands = tuple(r if isinstance(r, Relation) else None for r in states)
         reordered, misfit = same_numbers(whole, rows, copies, 1e-3), any(not row.fits[0].want for row in rows)
-        why, fix = cause(Step(node.name, node.axes, operands, self.axes, reordered, misfit))
+        own = tuple(i for i, source in enumerate(node.sources) if source in self.own)
+        if any(row.dtype != whole.dtype for row in rows):
+            why, fix = f"the mesh has {dtype_text(rows[0].dtype)}, where one device has {dtype_text(whole.dtype)}", ""
+        else:
+            why, fix = cause(Step(node.name, node.axes, operands, self.axes, reordered, misfit, own))
         place = f"the runs part at {node.name}, {quoted(node.line)}"
         said = [
             f"operand {i}{self._origin(source, node.name)}: {self._text(source)}"
@@ -186,6 +233,8 @@ class Runs:
         if isinstance(state, Relation):
             whole = self._whole(i)
             return state.text(tuple(whole.shape), whole.dtype)
+        if i in self.own:
+            return "depends on the rank"
         return self.rows[i, clock][0].head if (i, clock) in self.rows else "made in this run only"
 
 

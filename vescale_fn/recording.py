@@ -64,9 +64,7 @@ def hold(x: torch.Tensor) -> Held:
         inner = _torch.peel(x)
         spec = None
         if isinstance(inner, DTensor):
-            if (
-                context.body() is None
-            ):  # in a body an array lies on a part of the mesh: how it lies on all of it is not said
+            if context.body() is None:  # in one, an array lies on a part of the mesh only
                 spec = layout(inner._spec)
             inner = _torch.local(inner)
         if type(inner) is Blocks:
@@ -83,8 +81,11 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self.results: list[int | None] = []  # the nodes of what the run gave
+        self.arguments: list[int | None] = []  # the nodes of what the run is differentiated by
+        self.results: list[int | None] = []  # and of what it gave
         self._found: dict[Any, int] = {}  # from a tensor's identity, or its memory, to its node
+        self._first: dict[Any, int] = {}  # from a memory to its first node
+        self._hooks: list[Any] = []
         self._kept: list[Any] = []  # tensors stay alive, so that their identities and memories stay theirs
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,20 +107,22 @@ class Recorder(TorchFunctionMode):
                     self.add(_NAMES.get(name, name), x, sources)
         return out
 
-    def note(self, name: str, given: Any, made: Any, axes: tuple[str, ...] = ()) -> None:
-        """A step of ours."""
+    def note(self, name: str, given: Any, made: Any, axes: tuple[str, ...] = (), line: str = "") -> None:
+        """A step of ours; `line`, if not where the user is."""
         with _torch.no_torch_function():
             before, after = tree.leaves(given), tree.leaves(made)
             together = len(before) == len(after)
             for i, x in enumerate(after):
                 if isinstance(x, torch.Tensor):
                     inputs = [y for y in (before[i : i + 1] if together else before) if isinstance(y, torch.Tensor)]
-                    self.add(name, x, self._sources(inputs, name), axes)
+                    self.add(name, x, self._sources(inputs, name), axes, line)
 
-    def add(self, name: str, x: torch.Tensor, sources: tuple[int, ...], axes: tuple[str, ...] = ()) -> int:
+    def add(
+        self, name: str, x: torch.Tensor, sources: tuple[int, ...], axes: tuple[str, ...] = (), line: str = ""
+    ) -> int:
         """A new node for a tensor."""
         number = len(self.nodes)
-        self.nodes.append(Node(name, user_line(), hold(x), sources, axes))
+        self.nodes.append(Node(name, line or user_line(), hold(x), sources, axes))
         for source in sources:
             self.nodes[source].users.append(number)
         self._kept.append(x)
@@ -127,14 +130,25 @@ class Recorder(TorchFunctionMode):
         memory = _memory(x)
         if memory is not None:
             self._found[memory] = number
+            self._first.setdefault(memory, number)
         if x.requires_grad and _torch.peel(x) is x:
-            x.register_hook(self._hook(number))
+            self._hooks.append(x.register_hook(self._hook(number)))
         return number
 
     def find(self, x: torch.Tensor) -> int | None:
         """The node of a tensor: by itself, or by its memory where it is another name for the same."""
         found = self._found.get(id(x))
         return found if found is not None else self._found.get(_memory(x))
+
+    def first(self, x: torch.Tensor) -> int | None:
+        """The first node of a tensor's memory: of what the function closes over, before it was given other names."""
+        return self._first.get(_memory(x))
+
+    def close(self) -> None:
+        """Let the run go; its nodes stay."""
+        for hook in self._hooks:  # some are on tensors that live on
+            hook.remove()
+        self._hooks, self._kept, self._found, self._first = [], [], {}, {}
 
     def _sources(self, given: Sequence[torch.Tensor], name: str) -> tuple[int, ...]:
         """The nodes of the operands of a step. One that nothing recorded has made gets a node of its own."""

@@ -47,7 +47,7 @@ class Facts(NamedTuple):
     dtype: torch.dtype
     fits: tuple[Fit, ...]
     sums: tuple[float, ...]
-    size: float  # by how much rounding may change a sum
+    size: float  # of which an error as large as the tolerance changes a sum by about that part
     square: float
     moments: tuple[float, ...]
     head: str
@@ -98,7 +98,7 @@ def layouts(whole: Sequence[int], local: Sequence[int], axes: Mapping[str, int])
 @functools.lru_cache(maxsize=64)
 def _directions(n: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(n)
-    return torch.randn((2, n), generator=generator, device="cpu", dtype=torch.float64)
+    return torch.randn((4, n), generator=generator, device="cpu", dtype=torch.float64)
 
 
 def _numbers(x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ def facts(whole: torch.Tensor, mine: torch.Tensor, specs: Sequence[P], axes: Map
         fits.append(_fit(whole, mine, bound, scale))
     finite = v.nan_to_num(0.0, 0.0, 0.0)
     moments = tuple(float((finite**k).sum()) for k in (1, 2, 3))
-    size = float((_directions(v.numel()).abs() @ finite.abs()).max())
+    size = float(finite.abs().max()) * math.sqrt(v.numel()) if v.numel() else 0.0
     return Facts(tuple(mine.shape), mine.dtype, tuple(fits), _sums(v), size, float((finite * finite).sum()), moments,
                  head(mine))  # fmt: skip
 
@@ -162,6 +162,17 @@ def _fit(block: torch.Tensor, mine: torch.Tensor, bound: float, scale: float) ->
         ratio = math.nan  # both are zero: any factor will do
     return Fit(not differing.numel(), difference, scale, ratio, square, _sums(wanted), bool(other.any()),
                head(block, first), head(mine, first))  # fmt: skip
+
+
+def wobble(x: torch.Tensor, others: Sequence[Any]) -> float:
+    """By how much these values, made from arguments that differ by their rounding, differ from `x`; ten times that may
+    be expected of sums in another order."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return 0.0
+    v = _numbers(x)
+    apart = [(_numbers(y) - v).abs().nan_to_num(0.0, 0.0, 0.0) for y in others
+             if isinstance(y, torch.Tensor) and y.shape == x.shape]  # fmt: skip
+    return 10 * max((float(a.max()) for a in apart if a.numel()), default=0.0)
 
 
 def head(x: torch.Tensor, first: int = 0, count: int = 4) -> str:
@@ -208,7 +219,7 @@ def _combined(rows: Sequence[Facts], i: int, grouped: Any, tolerance: float) -> 
         if any(len(rows[m].sums) != len(want) for m in members):
             return None
         total = [sum(rows[m].sums[k] for m in members) for k in range(len(want))]
-        room = 10 * tolerance * sum(rows[m].size for m in members)
+        room = 4 * tolerance * math.sqrt(sum(rows[m].size ** 2 for m in members))
         for how, factor in (("sum", 1), ("mean", len(members))):
             if not all(abs(t - factor * w) <= room for t, w in zip(total, want, strict=True)):
                 found.discard(how)
@@ -273,11 +284,12 @@ def shown(whole: torch.Tensor, rows: Sequence[Facts], i: int = 0) -> list[str]:
     together: dict[str, list[int]] = {}
     for rank in ranks:
         together.setdefault(pairs[rank][1], []).append(rank)
-    block = f", the block of {_listed(ranks)}" if want and len(ranks) < len(rows) else ""
-    lines = [f"mesh{'' if len(together) == 1 else f', {_listed(members)}'}: {got}"
+    block = f", the block of {listed(ranks)}" if want and len(ranks) < len(rows) else ""
+    lines = [f"mesh{'' if len(together) == 1 else f', {listed(members)}'}: {got}"
              for got, members in together.items()]  # fmt: skip
     return [f"one device{block}: {want or head(whole)}", *lines[:3], *["..."] * (len(lines) > 3)]
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks in a sentence."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:4]))}{', ...' * (len(ranks) > 4)}"

@@ -35,6 +35,7 @@ from .errors import (
     report,
 )
 from .layout import axes_items, contiguous_stride, layout, spec_for
+from .lines import user_line
 from .mesh import axes_of, is_part, is_simulated, part, played_ranks, same
 from .ops.maps import Collective, enter, promote
 from .spec import P, as_spec, axes_named, from_split_axes, problems, split_axes
@@ -109,7 +110,7 @@ class _Mapped:
         self.f, self.mesh, self.check = f, mesh, check
         self.in_specs = tuple(in_specs) if isinstance(in_specs, list) else in_specs
         self.out_specs, self.axis_names = out_specs, _names(axis_names)
-        self.name = getattr(f, "__name__", type(f).__name__)
+        self.name, self.line = getattr(f, "__name__", type(f).__name__), user_line()
         self.sites: dict[Any, _Site] = {}
         self.ins: dict[Any, list[_In | None]] = {}
         self.outs: dict[Any, list[_Out | None]] = {}
@@ -170,7 +171,7 @@ class _Mapped:
                     locals_[i] = _taken_out(locals_[i], have[i], site, entry, fast)
                     if context.on_one_device() and outer is None:
                         locals_[i] = whole(locals_[i])
-        context.note(f"the results of shard_map({self.name})", made, locals_)
+        context.note(f"the results of shard_map({self.name})", made, locals_, line=self.line)
         return tree.unflatten(out_def, locals_)
 
 

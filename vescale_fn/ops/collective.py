@@ -645,6 +645,7 @@ def axis_index(axis_name: Axis) -> torch.Tensor:
     body, names, _ = _axes("axis_index", axis_name)
     position = index(body.mesh, names)
     types.mark(position, types.of(varying=names))
+    context.note("axis_index", (), position, names)
     return position
 
 
