@@ -107,6 +107,10 @@ def root_mesh(mesh: Any) -> Any:
     return mesh if find is None else find()
 
 
+flattened = torch._C._nn.flatten_dense_tensors  # of one dtype, one after the other in one dim
+unflattened = torch._C._nn.unflatten_dense_tensors  # parts of such a tensor, with the shapes of these
+
+
 def peel(x: torch.Tensor) -> torch.Tensor:
     """The tensor below all functorch wrappers (which hide a subclass and its attributes)."""
     while _functorch.is_functorch_wrapped_tensor(x):

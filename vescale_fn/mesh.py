@@ -208,7 +208,7 @@ def _unit(device: str, names: tuple[str, ...]) -> DeviceMesh:
 
 def is_simulated(mesh: Any) -> bool:
     """Whether this process plays all ranks of `mesh`."""
-    return isinstance(mesh, SimulatedMesh)
+    return SimulatedMesh in type(mesh).__mro__  # asked often, and DeviceMesh answers isinstance in Python
 
 
 @functools.lru_cache(maxsize=1024)

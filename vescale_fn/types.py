@@ -95,6 +95,12 @@ def over(type_: Type, axes: tuple[str, ...]) -> Type:
 
 
 @functools.lru_cache(maxsize=4096)
+def differing(type_: Type, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the axes over which a value is not invariant."""
+    return tuple(axis for axis in axes if type_.letter(axis) != "I")
+
+
+@functools.lru_cache(maxsize=4096)
 def of_spec(spec: P) -> Type:
     """The type of the local value of an array that lies as `spec`."""
     return of((axis for row in split_axes(spec, len(spec)) for axis in row), spec.unreduced, spec.reduced)
@@ -416,6 +422,9 @@ def is_borrowed(x: torch.Tensor) -> bool:
 
 def read(x: torch.Tensor) -> Type | None:
     """The type that a local value, or the value that it is a view of, was given; None for one from outside."""
+    found = getattr(x, "vfn_type", None)
+    if found is not None:
+        return found
     x = _torch.peel(x)
     found = getattr(x, "vfn_type", None)
     if found is None and (base := _torch.base(x)) is not None:

@@ -159,8 +159,8 @@ def _simulated(x: Any, mesh: Any, axes: tuple[str, ...], formula: Callable[[list
     return Blocks(outs)
 
 
-def all_reduce(x: Any, mesh: Any, axes: tuple[str, ...], why: str, op: str = "sum") -> Any:
-    """The sum (or max, min) of the group's values, on every rank."""
+def all_reduce(x: Any, mesh: Any, axes: tuple[str, ...], why: str, op: str = "sum", fresh: bool = False) -> Any:
+    """The sum (or max, min) of the group's values, on every rank; where `x` is `fresh`, perhaps in its memory."""
     if group_size(mesh, axes) == 1:
         return x
     _note("all_reduce", mesh, axes, x, 1, why, "" if op == "sum" else op)
@@ -175,7 +175,10 @@ def all_reduce(x: Any, mesh: Any, axes: tuple[str, ...], why: str, op: str = "su
     carrier = torch.int32 if x.dtype in (torch.int16, torch.uint16, torch.bool) else x.dtype
     if x.dtype in (torch.uint32, torch.uint64):
         carrier = torch.int64
-    out = x.to(carrier).contiguous() if carrier is not x.dtype else x.clone(memory_format=torch.contiguous_format)
+    if carrier is not x.dtype:
+        out = x.to(carrier).contiguous()
+    else:
+        out = x if fresh else x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, op=reduce_op, group=group)
     return out.to(x.dtype)
 

@@ -70,6 +70,8 @@ def _span(names: tuple[str, ...], n: int) -> str:
 
 def _local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
     """A leaf as a local value of this body."""
+    if leaf.__class__ is torch.Tensor and hasattr(leaf, "vfn_type") and not is_simulated(body.mesh):
+        return leaf  # one already
     if not isinstance(leaf, torch.Tensor):
         with _torch.no_torch_function():
             leaf = torch.as_tensor(leaf)
@@ -114,26 +116,32 @@ def _send(where: str, x: Any, axis_name: Any, row: str, *, takes: str = "V", giv
     have = [types.typeof(leaf, body.axes) if body.check else types.INVARIANT for leaf in leaves]
     if "U" not in takes:
         refuse_unreduced(where, x, leaves, have, names)
-    if body.check:
-        want = types.of(varying=names)
-        with _torch.no_torch_function():
-            leaves = [promote(leaf, t, want, body.mesh) for leaf, t in zip(leaves, have)]
-    outs = _bucketed(op, leaves)
-    for out, t in zip(outs, have):
-        types.mark(out, types.with_letter(t, names, gives))
+    outs = _sent(op, leaves, have, gives)
     context.note(where, x, outs, names)
     return tree.unflatten(treedef, outs)
+
+
+def _sent(op: Collective, leaves: list[torch.Tensor], have: Sequence[types.Type], gives: str) -> list[Any]:
+    """Leaves of these types through `op`; the results are `gives` over its axes."""
+    with _torch.no_torch_function():
+        if op.checked:
+            want = types.of(varying=op.axes)
+            leaves = [leaf if t is want else promote(leaf, t, want, op.mesh) for leaf, t in zip(leaves, have)]
+        outs = _bucketed(op, leaves)
+        for out, t in zip(outs, have):
+            types.mark(out, types.with_letter(t, op.axes, gives))
+    return outs
 
 
 def _bucketed(op: Collective, leaves: list[torch.Tensor]) -> list[Any]:
     """One application, so one collective, for each dtype."""
     buckets: dict[torch.dtype, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        buckets.setdefault(leaf.dtype, []).append(i)
     outs: list[Any] = [None] * len(leaves)
     with _torch.no_torch_function():
+        for i, leaf in enumerate(leaves):
+            buckets.setdefault(leaf.dtype, []).append(i)
         for members in buckets.values():
-            for i, out in zip(members, linear.apply(op, *(leaves[i] for i in members)), strict=True):
+            for i, out in zip(members, linear.apply(op, *[leaves[i] for i in members])):
                 outs[i] = out
     return outs
 
@@ -145,43 +153,45 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
     """A reduction over the ranks. Over an axis along which a value is the same it is arithmetic: nothing is sent."""
     body, names, n = _axes(where, axis_name)
     leaves, treedef = operands(where, x, body)
-    refuse_what_cannot_be_reduced(where, x, leaves, body, names)
-    outs: list[Any] = [None] * len(leaves)
-    todo: dict[tuple[str, ...], list[int]] = {}
-    multiplied: dict[tuple[str, ...], list[tuple[int, str]]] = {}
-    for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
-            outs[i] = leaf * n if where == "psum" else leaf / 1 if where == "pmean" else leaf
-            continue
-        leaf = _local(leaf, body, where)
-        have = types.typeof(leaf, body.axes) if body.check else types.INVARIANT
-        same = tuple(axis for axis in names if body.check and have.letter(axis) == "I")
-        rest = tuple(axis for axis in names if axis not in same)
-        if row == "psum" and leaf.dtype is torch.bool:
-            leaf = _computed(leaf.to, torch.int32, have)
-        if where == "psum" and same:
-            multiplied.setdefault(same, []).append((i, types.text(leaf, have)))
-            leaf = _computed(leaf.mul, wire.group_size(body.mesh, same), have)
-        if where == "pmean" and not rest:  # its own mean, but not an integer
-            leaf = _computed(leaf.div, 1, have) if not (leaf.is_floating_point() or leaf.is_complex()) else leaf
-        outs[i] = leaf
-        if rest:
-            todo.setdefault(rest, []).append(i)
-    for same, found in multiplied.items():
-        _warn_of_factor(x, same, wire.group_size(body.mesh, same), found)
-    for rest, members in todo.items():
-        done = _send(where, [outs[i] for i in members], rest, row, takes="VU" if row == "psum" else "V", gives="I")
-        for i, out in zip(members, done, strict=True):
-            if where == "pmean":
-                out = _computed(out.div, wire.group_size(body.mesh, rest), types.typeof(out, body.axes))
-            outs[i] = out
+    with _torch.no_torch_function():
+        refuse_what_cannot_be_reduced(where, x, leaves, body, names)
+        outs: list[Any] = [None] * len(leaves)
+        types_of: dict[int, types.Type] = {}
+        todo: dict[tuple[str, ...], list[int]] = {}
+        multiplied: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                outs[i] = leaf * n if where == "psum" else leaf / 1 if where == "pmean" else leaf
+                continue
+            leaf = _local(leaf, body, where)
+            have = types_of[i] = types.typeof(leaf, body.axes) if body.check else types.INVARIANT
+            rest = types.differing(have, names) if body.check else names
+            if row == "psum" and leaf.dtype is torch.bool:
+                leaf = _computed(leaf.to, torch.int32, have)
+            if where == "psum" and len(rest) < len(names):
+                same = tuple(axis for axis in names if axis not in rest)
+                multiplied.setdefault(same, []).append((i, types.text(leaf, have)))
+                leaf = _computed(leaf.mul, wire.group_size(body.mesh, same), have)
+            if where == "pmean" and not rest:  # its own mean, but not an integer
+                leaf = _computed(leaf.div, 1, have) if not (leaf.is_floating_point() or leaf.is_complex()) else leaf
+            outs[i] = leaf
+            if rest:
+                todo.setdefault(rest, []).append(i)
+        for same, found in multiplied.items():
+            _warn_of_factor(x, same, wire.group_size(body.mesh, same), found)
+        for rest, members in todo.items():
+            op = Collective(row, body.mesh, rest, where, body.check)
+            done = _sent(op, [outs[i] for i in members], [types_of[i] for i in members], "I")
+            for i, out in zip(members, done, strict=True):
+                if where == "pmean":
+                    out = _computed(out.div, wire.group_size(body.mesh, rest), types.typeof(out, body.axes))
+                outs[i] = out
     context.note(where, x, outs, names)
     return tree.unflatten(treedef, outs)
 
 
 def _computed(method: Callable[[Any], torch.Tensor], argument: Any, type_: types.Type) -> torch.Tensor:
-    with _torch.no_torch_function():
-        x = method(argument)
+    x = method(argument)
     types.mark(x, type_)
     return x
 

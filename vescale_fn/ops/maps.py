@@ -39,6 +39,7 @@ class Collective:
     tiled: bool = False
     perm: tuple[tuple[int, int], ...] = ()
     source: int = 0
+    fresh: bool = False  # whether what moves is in memory that may be written
 
     @property
     def n(self) -> int:
@@ -77,11 +78,13 @@ class Collective:
                 xs = tuple(
                     x if isinstance(x, (Blocks, DTensor)) else shared(x, len(played_ranks(self.mesh))) for x in xs
                 )
-            opened = [_opened(self, row.before(self, x)) for x in xs]
             if (watch := context.watch()) is not None:
                 watch.about_to_send(
                     [(f"leaf {i}" if len(xs) > 1 else "", text(x)) for i, x in enumerate(xs)], self.told()
                 )
+            if row.after is _first and row.before is _whole and _PLAIN.issuperset(map(type, xs)) and len(xs) > 1:
+                return _torch.unflattened(row.move(replace(self, fresh=True), _torch.flattened(xs)), xs)
+            opened = [_opened(self, row.before(self, x)) for x in xs]
             if len(xs) == 1 or any(one.ragged for one in opened):
                 moved = [_own(row.move(self, one.pieces), one.pieces) for one in opened]
             else:
@@ -90,6 +93,9 @@ class Collective:
                 parts = _own(row.move(self, bucket), bucket).split([f.shape[1] for f in flat], 1)
                 moved = [m.reshape(m.shape[0], *one.pieces.shape[1:]) for m, one in zip(parts, opened)]
             return tuple(row.after(self, one.close(m)) for m, one in zip(moved, opened))
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def _own(moved: Any, given: Any) -> Any:
@@ -226,7 +232,7 @@ def _only_at_source(op: Collective, pieces: Any) -> Any:
 
 
 def _all_reduce(reduction: str) -> Callable[[Collective, Any], Any]:
-    return lambda op, x: wire.all_reduce(x, op.mesh, op.axes, op.why, reduction)
+    return lambda op, x: wire.all_reduce(x, op.mesh, op.axes, op.why, reduction, fresh=op.fresh)
 
 
 def _all_gather(op: Collective, x: Any) -> Any:

@@ -84,5 +84,6 @@ def refuse_what_cannot_be_reduced(where: str, x: Any, leaves: Sequence[Any], bod
             raise CollectiveError(report(where, "complex numbers have no order",
                                          [f"{path} is {described(leaf)}" for path, leaf in wrong],
                                          "its .abs(), .real or .imag"))  # fmt: skip
-        if body.check and len(tensors) == len(leaves):
-            refuse_unreduced(where, x, leaves, [types.typeof(leaf, body.axes) for leaf in leaves], names)
+        if body.check:
+            have = [types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in leaves]
+            refuse_unreduced(where, x, leaves, have, names)
