@@ -16,6 +16,7 @@ import argparse
 import linecache
 import math
 import random
+import re
 import sys
 import time
 import traceback
@@ -162,7 +163,7 @@ class Sampler:
     def __init__(self, seed, meshes=MESHES):
         self.rng = random.Random(seed)
         self.generator = torch.Generator().manual_seed(self.rng.randrange(2**31))
-        shape = self.rng.choice(meshes)
+        (shape,) = self.rng.choices(meshes, [1 if math.prod(shape) == 1 else 4 for shape in meshes])
         self.case = Case(seed, shape, tuple(self.rng.sample("xyz", len(shape))))
         self.ranks = Ranks(shape, self.case.names)
         self.values = []
@@ -315,10 +316,14 @@ class Sampler:
         return self.case
 
     def choose_outputs(self):
-        names = [v for v in self.values if v.name.startswith("v")] or self.values
-        floats = [v for v in names if v.is_float] or [v for v in self.values if v.is_float]
-        chosen = [self.rng.choice(floats[-2:])]
-        chosen += [self.rng.choice(names) for _ in range(self.rng.choice([0, 0, 1, 2]))]
+        used = set(re.findall(r"\w+", " ".join(line.text for line in self.case.lines)))
+        made = [v for v in self.values if v.name.startswith("v")] or self.values
+        ends = [v for v in made if v.name not in used] or made  # what no line uses: no line is in vain
+        if not any(v.is_float for v in ends):
+            ends.append(next(v for v in reversed(self.values) if v.is_float and not v.unreduced))
+        chosen = self.rng.sample(ends, len(ends))
+        if self.rng.random() < 0.3:
+            chosen.append(self.rng.choice(self.values))
         leave_out = self.rng.random() < 0.12
         for value in chosen:
             if value.varying and not value.ndim:
@@ -532,10 +537,10 @@ def permute(s):
     axes, said = s.axes(a)
     n = s.size(axes)
     if s.rng.random() < 0.5:
-        shift = s.rng.randrange(n)
+        shift = s.rng.randint(1, n)
         perm = [(k, (k + shift) % n) for k in range(n)]
     else:
-        k = s.rng.randint(0, n)
+        k = s.rng.randint(n // 2, n)
         perm = list(zip(s.rng.sample(range(n), k), s.rng.sample(range(n), k)))
     values = [a, any_value(s)] if s.rng.random() < 0.2 else [a]
     s.collective("ppermute", values, axes, said, perm=perm)
@@ -768,8 +773,9 @@ def difference(got, want):
     return None
 
 
-def examine(case, ways=tuple(WAYS)):
-    """What is wrong with a case on a simulated mesh: a list of lines, empty if nothing is."""
+def examine(case, ways=tuple(WAYS), with_check=None):
+    """What is wrong with a case on a simulated mesh: a list of lines, empty if nothing is. `with_check`: a list of values of
+    `check_vma`; by default all with which it means what the loop says."""
     found, wanted, answers = [], Wanted(case), {}
     with vfn.simulate(math.prod(case.shape)):
         mesh = vfn.make_mesh(case.shape, case.names)
@@ -783,7 +789,7 @@ def examine(case, ways=tuple(WAYS)):
                     found.append(f"refused, but not for what it returns: {error}")
             except Exception:
                 found.append(f"refused, but not by a SpecError\n{traceback.format_exc(limit=-8)}")
-        for check in checks(case):
+        for check in checks(case) if with_check is None else with_check:
             f = case.compiled(mesh, check)
             for name in ways:
                 try:

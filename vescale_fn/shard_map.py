@@ -139,13 +139,14 @@ class _Mapped:
         context.note(f"the arguments of shard_map({self.name})", given, leaves)
         intercepted = self.check or is_simulated(site.mesh) or not fast or context.grad_depth() > 0
         body = site.body
-        with tracking.running(body, functools.partial(_adopt, site, self.name), intercepted):
+        with tracking.running(body, functools.partial(_adopt, site, self.name), intercepted) as run:
             try:
                 result = called(self.f, tree.unflatten(treedef, leaves), {}, f"shard_map({self.name})")
             except RuntimeError as error:
                 _note_blocks(error, self, args, leaves)
                 raise
             locals_, out_def = tree.flatten(result)
+            locals_ = [run.taken_in(x) if isinstance(x, torch.Tensor) else x for x in locals_]
             if self.check:  # still inside: only there is known what the body wrote
                 have = [types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in locals_]
             else:
