@@ -151,9 +151,6 @@ class _Mapped:
                 have = [types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in locals_]
             else:
                 have = [types.INVARIANT] * len(locals_)
-                with _torch.no_torch_function():
-                    for x in types.tensors(locals_) if intercepted else ():
-                        types.refuse_unseen(x)
         if context.watch() is not None:
             replicas.same_shapes(self, site.mesh, result, locals_)
         key = (out_def, id(site), *[(*_key(x), t) if isinstance(x, torch.Tensor) else type(x)

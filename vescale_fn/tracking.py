@@ -508,9 +508,10 @@ class running:
 
     def taken_in(self, x: Tensor) -> Tensor:
         """A result as a local value, which it is not yet where the body gives back what it closes over."""
-        if self._mode is None or types.read(x) is not None:
-            return x
         with _torch.no_torch_function():
+            if self._mode is None or types.read(x) is not None:
+                return x
+            types.refuse_unseen(x)
             return self._mode.taken_in(x)
 
     def __exit__(self, *exception: Any) -> None:

@@ -80,9 +80,9 @@ def _local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
         raise TypingError(report(
             where, "a whole array was used inside a shard_map body, whose values are local", [f"it is {described(leaf)}"],
             fix="pass it as an argument of the body, with its spec in in_specs"))  # fmt: skip
-    known = types.read(leaf)
-    types.refuse_unseen(leaf)
     with _torch.no_torch_function():  # the body's mode would take it in a second time
+        known = types.read(leaf)
+        types.refuse_unseen(leaf)
         if is_simulated(body.mesh) and not isinstance(below, (Blocks, DTensor)):
             leaf = enter(leaf, body.mesh)
         if known is None and not body.check and _torch.needs_gradient(leaf):  # closed over: sums the ranks' gradients
