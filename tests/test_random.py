@@ -364,7 +364,10 @@ REFUSED = {
         "random.uniform: minval of shape (3,) does not broadcast to the shape (2,) of the draw\n"
         "  Instead: shape=(3,), or one that ends so",
     ),
-    "a seed": (lambda: random.key(1.5), "random.key: seed must be an integer, but it is the float 1.5"),
+    "a seed": (
+        lambda: random.key(1.5),
+        "random.key: seed must be an integer, but it is the float 1.5\n  Instead: any int: vfn.random.key(0)",
+    ),
     "a large seed": (
         lambda: random.key(2**64),
         "random.key: seed must be in [-9223372036854775808, 18446744073709551616), but it is 18446744073709551616",

@@ -677,7 +677,7 @@ def test_messages_of_types(mesh):
     text, _ = refused(lambda x: x if x > 0 else -x, mesh)
     assert text == (
         "`if`: this asks for the truth of a value that differs by rank, so ranks could go different ways\n"
-        "  * the value is bool[1]{V:i}\n"
+        "  * the value is bool[1]{V:i} on the mesh (i=4)\n"
         "  Instead: torch.where(condition, a, b); or one condition for all ranks, of vfn.psum(x, 'i') or vfn.pmax(x, 'i')"
     )
     assert vfn.unshard(run(lambda x: x if vfn.psum(x, "i") > 9 else -x, mesh, D)).tolist() == [1, 2, 3, 4]

@@ -33,8 +33,8 @@ _MEANINGS: tuple[tuple[str, type[VfnError], str, str, str], ...] = (
         "vmap: It looks like you're attempting to use a Tensor in some data-dependent control flow",
         TransformError,
         "vmap",
-        "this asks whether a value is true that differs between entries, so they could go different ways",
-        "torch.where(condition, a, b) instead of `if`",
+        "this asks for the truth of a value that differs between entries, so they could go different ways",
+        "torch.where(condition, a, b)",
     ),
     (
         r"vmap: It looks like you're calling \.item\(\) on a Tensor",
@@ -83,6 +83,13 @@ def parameter(f: Callable[..., Any], args: Sequence[Any], position: int) -> str:
     return ""
 
 
+def _signature(f: Callable[..., Any]) -> str:
+    try:
+        return f"arguments for {getattr(f, '__name__', type(f).__name__)}{inspect.signature(f)}"
+    except (TypeError, ValueError):
+        return ""
+
+
 def called(f: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any], where: str) -> Any:
     """``f(*args, **kwargs)``; an error of ours where it takes other arguments, or where torch's would speak of torch."""
     try:
@@ -91,8 +98,9 @@ def called(f: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise
         given = [*map(described, args), *(f"{name}={described(x)}" for name, x in kwargs.items())]
-        raise TransformError(report(where, "the function does not take these arguments",
-                                    [str(error), f"it was called with ({', '.join(given)})"])) from None  # fmt: skip
+        what = "the function does not take these arguments"
+        failures = [str(error), f"it was called with ({', '.join(given)})"]
+        raise TransformError(report(where, what, failures, _signature(f))) from None
     except RuntimeError as error:
         if (ours := explained(error)) is None:
             raise

@@ -246,10 +246,15 @@ def axis_names(axis_name: Any, mesh_axes: Mapping[str, int], where: str) -> tupl
     if failures or not names:
         raise MeshError(report(
             where, f"axis_name={short(axis_name)} does not name axes of the {mesh_text(mesh_axes)}",
-            failures or ["it names none"], f"axis_name={next(iter(mesh_axes))!r}, "
-            + (f"or a tuple of different axes out of {tuple(mesh_axes)}" if len(mesh_axes) > 1 else "the only axis")
-        ))  # fmt: skip
+            failures or ["it names none"], _axis_like(names, tuple(mesh_axes), where)))  # fmt: skip
     return names
+
+
+def _axis_like(given: Sequence[Any], names: tuple[str, ...], where: str) -> str:
+    """What to write in place of these."""
+    if any(hasattr(name, "dtype") for name in given):
+        return f"vfn.{where}(x, {names[0]!r}, ...): the value first, then the axis"
+    return f"axis_name={names[0]!r}" + (f", or a tuple of different axes out of {names}" if len(names) > 1 else "")
 
 
 def _no_axis(name: Any, mesh_axes: Mapping[str, int]) -> str:

@@ -373,7 +373,7 @@ def _beside(where: str, params: Any, *others: Any, name: str = "grads") -> tuple
         return leaves, structure, [structure.flatten_up_to(other) for other in others]
     except ValueError as error:
         failures = [problem for i, other in enumerate(others)
-                    for problem in tree.partings(params, other, "params", "state" if i else name)]  # fmt: skip
+                    for problem in tree.partings(other, params, "state" if i else name, "params")]  # fmt: skip
         fix = "give gradients and state as `grad` and `init` return them for these params"
         raise VfnError(report(where, "a tree lacks the structure of params",
                               failures or str(error).splitlines()[:1], fix)) from None  # fmt: skip

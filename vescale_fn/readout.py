@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from . import lines, types
-from .errors import TypingError, report
+from .errors import TypingError, mesh_text, report
+from .mesh import axes_of
 from .types import Type
 
 VALUES = ("numpy", "__array__", "__dlpack__", "tolist")  # these take all of a value, the others one number
@@ -17,7 +19,7 @@ _CALLED = {"__bool__": "bool()", "__float__": "float()", "__int__": "int()", "__
 _CONDITIONS = re.compile(r"(?<!\.)\b(if|while|assert|and|or|not|any|all|max|min|sorted)\b")
 
 
-def refused(name: str, found: Sequence[tuple[torch.Tensor, Type]]) -> TypingError:
+def refused(name: str, found: Sequence[tuple[torch.Tensor, Type]], mesh: Any) -> TypingError:
     """The error of a read of values that vary, or are unreduced: `name` is torch's for it."""
     axes = sorted({axis for _, t in found for axis in t.varying | t.unreduced})
     varies = any(t.varying for _, t in found)
@@ -37,7 +39,7 @@ def refused(name: str, found: Sequence[tuple[torch.Tensor, Type]]) -> TypingErro
         fix = f"the 0-d tensor as it is, which arithmetic takes; or one number for all ranks: {one}, vfn.pmean"
     reads = f"{_asked(name)} a value {fact}"
     parting = ", so ranks could go different ways" if varies else ""
-    shown = [f"the value is {types.text(x, t)}" for x, t in found]
+    shown = [f"the value is {types.text(x, t)} on the {mesh_text(axes_of(mesh))}" for x, t in found]
     return TypingError(report(_called(name), reads + parting, shown, fix))
 
 

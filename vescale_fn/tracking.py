@@ -444,7 +444,7 @@ class Checked(Unchecked):
         found = [(x, self.typeof(x)) for x in types.tensors(args, kwargs)]
         parting = [(x, have) for x, have in found if have.varying or have.unreduced]
         if parting:
-            raise readout.refused(name, parting)
+            raise readout.refused(name, parting, self.body.mesh)
         if self.ranks and name in readout.VALUES:
             below = _torch.peel(args[0])
             if type(below) is Blocks and not _torch.is_batched(args[0]):

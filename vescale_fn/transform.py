@@ -248,7 +248,8 @@ def _check_out_axes(result: Any, nodes: Sequence[Any], leaves: Sequence[Any], di
                 if (isinstance(x, torch.Tensor) or tree.opaque(x)) and d is not None
                 and (isinstance(d, bool) or not isinstance(d, int) or not -x.ndim - 1 <= d <= x.ndim)]  # fmt: skip
     if failures:
-        raise TransformError(report("vmap", "the results do not fit out_axes", failures))
+        raise TransformError(report("vmap", "the results do not fit out_axes", failures,
+                                    "out_axes=0, the place where vmap puts the entries by default"))  # fmt: skip
     failures = [f"{name} differs between entries, but out_axes is None for it"
                 for name, x, d in zip(names, leaves, dims, strict=True)
                 if d is None and isinstance(x, torch.Tensor) and _torch.is_mapped(x)]  # fmt: skip

@@ -24,7 +24,9 @@ def need(dtype: Any, known: Any, where: str, name: str = "dtype") -> None:
     if dtype not in known:
         names = ", ".join(str(d).removeprefix("torch.") for d in known)
         what = "dtype" if name == "dtype" else f"{name}'s dtype"
-        raise RandomError(report(where, f"{what} must be one of {names}, but it is {dtype}"))
+        wrong_place = not isinstance(dtype, torch.dtype) and name == "dtype"
+        fix = "dtype=torch.float32, say; numbers that come after dtype by name, minval=0.0" if wrong_place else ""
+        raise RandomError(report(where, f"{what} must be one of {names}, but it is {dtype}", fix=fix))
 
 
 def one_of(value: Any, known: Sequence[Any], where: str, name: str) -> None:
@@ -54,7 +56,8 @@ def probability(value: Any, where: str, name: str) -> float:
     """A number in [0, 1]."""
     value = number(value, where, name)
     if not 0 <= value <= 1:
-        raise RandomError(report(where, f"{name} must be in [0, 1], but it is {value!r}"))
+        percent = f"{value / 100:g} for {value:g} %" if 2 <= value <= 100 else ""
+        raise RandomError(report(where, f"{name} must be in [0, 1], but it is {value!r}", fix=percent))
     return value
 
 

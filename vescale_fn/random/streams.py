@@ -27,6 +27,12 @@ def _check_impl(impl: Any, where: str) -> None:
         raise RandomError(report(where, f"impl={impl!r} is not a generator", fix=f"one of {IMPLS}"))
 
 
+_INTEGERS = {
+    "seed": "any int: vfn.random.key(0)",
+    "data": "a number for each use, 0, 1, ...; vfn.axis_index(axis) for one for each rank; or keys of vfn.random.split",
+}
+
+
 def _integer(value: Any, where: str, name: str, low: int, high: int) -> int | torch.Tensor:
     """An int in [low, high), or a 0-d integer tensor."""
     if isinstance(value, torch.Tensor):
@@ -37,7 +43,8 @@ def _integer(value: Any, where: str, name: str, low: int, high: int) -> int | to
     try:
         value = operator.index(value)
     except TypeError:
-        raise RandomError(report(where, f"{name} must be an integer, but it is {described(value)}")) from None
+        raise RandomError(report(where, f"{name} must be an integer, but it is {described(value)}",
+                                 fix=_INTEGERS.get(name, ""))) from None  # fmt: skip
     if not low <= value < high:
         raise RandomError(report(where, f"{name} must be in [{low}, {high}), but it is {value}"))
     return value

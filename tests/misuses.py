@@ -1,0 +1,1485 @@
+"""Mistakes, each with all that is said of it: the class of the error, or of the warning, then its text.
+
+A function here is one mistake, its docstring what the user reads. The error is of its last line, or of the one that is
+marked ``# here``. `test_messages.py` runs them.
+"""
+
+import numpy as np
+import torch
+
+import vescale_fn as vfn
+from vescale_fn import P
+
+X = torch.arange(12.0).view(4, 3)
+KEY = vfn.random.key(0)
+MISUSES = []
+
+
+def misuse(f):
+    MISUSES.append(f)
+    return f
+
+
+def mapped(mesh, body, in_specs=P("dp"), out_specs=P("dp"), **more):
+    return vfn.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **more)
+
+
+def unreduced(x):
+    return vfn.pcast(x, "dp", to="unreduced")
+
+
+def params():
+    return {"blocks": [{"w": torch.ones(4, 6), "b": torch.ones(6)}], "scale": torch.ones(())}
+
+
+# --- meshes and ranks -------------------------------------------------------------------------------------------------
+
+
+@misuse
+def a_mesh_of_more_ranks_than_there_are(mesh):
+    """MeshError
+    make_mesh: dp=2 x tp=4 = 8 ranks, but there are 4 ranks. Three ways to get them
+      * vfn.simulate(8)                  this process plays all ranks (notebooks, tests)
+      * vfn.launch(fn, 8)                8 processes started from here, each running fn
+      * torchrun --nproc-per-node 8 your.py 8 processes started from the shell
+    """
+    vfn.make_mesh((2, 4), ("dp", "tp"))
+
+
+@misuse
+def a_mesh_without_names(mesh):
+    """MeshError
+    make_mesh: the shape and the names do not make a mesh
+      * shape (2, 2.0) has 2 sizes, but names ('dp',) has 1
+      * size 2.0 is not a positive integer (or one -1)
+      Instead: for instance make_mesh((2, 4), ("dp", "tp"))
+    """
+    vfn.make_mesh((2, 2.0), "dp")
+
+
+@misuse
+def a_mesh_that_is_none(mesh):
+    """MeshError
+    use_mesh: the mesh must be a DeviceMesh, but it is (2, 2)
+      Instead: mesh = vfn.make_mesh((2, 4), ("dp", "tp"))
+    """
+    vfn.use_mesh((2, 2))
+
+
+@misuse
+def a_part_of_a_simulated_mesh(mesh):
+    """MeshError
+    mesh[...]: a simulated mesh has no meshes within it
+      * asked for 'dp' of SimulatedMesh(dp=2, tp=2)
+      Instead: the whole mesh, and a spec that names some of its axes
+    """
+    _ = mesh["dp"]
+
+
+@misuse
+def a_launch_of_a_result(mesh):
+    """MeshError
+    launch: fn must be a function, but it is the tensor f32[]
+      Instead: launch(fn, nprocs, *args); args are what it is called with
+    """
+    vfn.launch(X.sum(), 4)
+
+
+# --- specs ------------------------------------------------------------------------------------------------------------
+
+
+@misuse
+def a_dim_in_a_spec(mesh):
+    """SpecError
+    P: an entry must be None, an axis name or a tuple of axis names, but one is 0
+      Instead: for instance P("dp", None, ("dp", "tp"))
+    """
+    P(0, "dp")
+
+
+@misuse
+def a_spec_in_a_spec(mesh):
+    """SpecError
+    P: an entry must be None, an axis name or a tuple of axis names, but one is P('dp')
+      Instead: P(*spec, ...) takes over the entries of spec = P('dp')
+    """
+    P(P("dp"), None)
+
+
+@misuse
+def a_flag_for_axes(mesh):
+    """SpecError
+    P: unreduced must be a set of axis names, but it is the bool True
+      Instead: for instance P(unreduced={"dp"})
+    """
+    P(unreduced=True)
+
+
+@misuse
+def axes_that_a_mesh_has_not(mesh):
+    """SpecError
+    shard: 3 specs do not fit on the mesh (dp=2, tp=2)
+      * tree['blocks'][0]['b'] is f32[6], its spec P('pd'): axis 'pd' (dim 0) is not an axis of the mesh (dp=2, tp=2); did you mean 'dp'?
+      * tree['blocks'][0]['w'] is f32[4,6], its spec P('pd'): axis 'pd' (dim 0) is not an axis of the mesh (dp=2, tp=2); did you mean 'dp'?
+      * tree['scale'] is f32[], its spec P('dp'): it has 1 entry, but the value has 0 dims
+      Instead: each axis of the mesh at most once, and at most one entry a dim
+    """
+    tree = params()
+    vfn.shard(tree, mesh, {"blocks": P("pd"), "scale": P("dp")})
+
+
+@misuse
+def an_axis_used_twice(mesh):
+    """SpecError
+    shard: 1 spec does not fit on the mesh (dp=2, tp=2)
+      * X is f32[4,3], its spec P('dp', 'dp'): axis 'dp' is used twice: for dim 0 and for dim 1
+      Instead: each axis of the mesh at most once, and at most one entry a dim
+    """
+    vfn.shard(X, mesh, P("dp", "dp"))
+
+
+@misuse
+def a_spec_longer_than_its_value(mesh):
+    """SpecError
+    with_sharding: 1 spec does not fit on the mesh (dp=2, tp=2)
+      * X is f32[4,3], its spec P('dp', None, 'tp'): it has 3 entries, but the value has 2 dims
+      Instead: each axis of the mesh at most once, and at most one entry a dim
+    """
+    vfn.with_sharding(X, P("dp", None, "tp"), mesh=mesh)
+
+
+@misuse
+def a_name_for_a_spec(mesh):
+    """SpecError
+    shard: spec must be a vfn.P, but it is the str 'dp'
+      Instead: vfn.P('dp')
+    """
+    vfn.shard(X, mesh, "dp")
+
+
+@misuse
+def none_for_a_spec(mesh):
+    """SpecError
+    shard: spec must be a vfn.P, but it is None
+      Instead: vfn.P() for a value that every rank holds whole
+    """
+    vfn.shard(X, mesh, None)
+
+
+@misuse
+def the_spec_before_the_mesh(mesh):
+    """MeshError
+    shard: the mesh must be a DeviceMesh, but it is P('dp')
+      Instead: mesh = vfn.make_mesh((2, 4), ("dp", "tp")), then vfn.shard(tree, mesh, spec)
+    """
+    vfn.shard(X, P("dp"), mesh)
+
+
+@misuse
+def specs_of_another_tree(mesh):
+    """SpecError
+    shard: specs is not a prefix of tree
+      * specs lacks 'scale' and has besides 'scales': tree has 'blocks', 'scale'; did you mean 'scale'?
+      Instead: give specs the structure of tree, or one entry for a whole subtree
+    """
+    tree, specs = params(), {"blocks": [{"w": P("dp"), "b": P()}, {"w": P("dp"), "b": P()}], "scales": P()}
+    vfn.shard(tree, mesh, specs)
+
+
+@misuse
+def specs_in_a_deeper_tree(mesh):
+    """SpecError
+    shard: specs is not a prefix of tree
+      * specs['blocks'][0]['b'] is None, but tree['blocks'][0]['b'] is a leaf (Tensor)
+      * specs['blocks'][0]['w'] is a list, but tree['blocks'][0]['w'] is a leaf (Tensor)
+      Instead: P() in place of None, where all ranks hold the whole value; or give specs the structure of tree, or one entry for a whole subtree
+    """
+    tree, specs = params(), {"blocks": [{"w": [P("dp")], "b": None}], "scale": P()}
+    vfn.shard(tree, mesh, specs)
+
+
+@misuse
+def a_module_for_a_tree(mesh):
+    """SpecError
+    shard: a torch.nn.Module is not a tree of tensors
+      * the value is a Linear
+      Instead: params = dict(module.named_parameters()), and torch.func.functional_call(module, params, args)
+    """
+    vfn.shard(torch.nn.Linear(3, 4), mesh, P("dp"))
+
+
+@misuse
+def rules_that_do_not_fit(mesh):
+    """SpecError
+    spec_from_rules: the rules and the tree do not fit
+      * rule ('b$', P(None, 'tp')) gives 2 entries to 'blocks.0.b', which has 1 dim
+      * no rule matches 'scale' (tree['scale'])
+      * rule ('wq$', P('tp')) matches no leaf
+      Instead: add a rule, for instance (r".*", P()) at the end, or take the unused one away
+    """
+    vfn.spec_from_rules(params(), [(r"w$", P(None, "tp")), (r"b$", P(None, "tp")), (r"wq$", P("tp"))])
+
+
+@misuse
+def rules_that_are_none(mesh):
+    """SpecError
+    spec_from_rules: the rules are not (regular expression, spec) pairs
+      * rules[0]: the str '*.w' is not a regular expression (nothing to repeat at position 0)
+      * rules[1]: the spec of 'b$' is the str 'tp', not a vfn.P
+      * rules[2] is the P P(), not a (pattern, spec) pair
+      Instead: [(r"w$", P("tp")), (r".*", P())]
+    """
+    vfn.spec_from_rules(params(), [(r"*.w", P()), ("b$", "tp"), P()])
+
+
+@misuse
+def blocks_that_do_not_make_an_array(mesh):
+    """SpecError
+    from_local: the ranks' blocks do not make up arrays on the mesh (dp=2, tp=2)
+      * data['x'] with P('dp') would be [7, 2], split as torch.chunk does, but the blocks are rank 0: f32[3,2], rank 1: f32[3,2], rank 2: f32[4,2], rank 3: f32[4,2]
+      * data['y'] with P('dp') would be [4, 3], split as torch.chunk does, but the blocks are rank 0: f32[2,2], rank 1: f32[2,3], rank 2: f32[2,2], rank 3: f32[2,3]
+      Instead: give each rank the block that vfn.shard_shape and torch.chunk give it
+    """
+    data = {"x": lambda at: torch.ones(3 + at["dp"], 2), "y": lambda at: torch.ones(2, 2 + at["tp"])}
+    vfn.from_local(data, mesh, P("dp"))
+
+
+@misuse
+def a_block_that_is_an_array(mesh):
+    """TypingError
+    from_local: a block must be data: a plain tensor that nothing transforms
+      * x is an array already, f32[4@dp,3]: vfn.shard moves it
+    """
+    x = vfn.shard(X, mesh, P("dp"))
+    vfn.from_local(x, mesh, P("dp"))
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------------
+
+
+@misuse
+def arrays_on_two_meshes(mesh):
+    """MeshError
+    add: arrays on different meshes do not mix
+      * f32[4@dp,3] on the mesh (dp=2, tp=2)
+      * f32[4@i,3] on the mesh (i=4)
+      Instead: vfn.shard(x, mesh, P('dp')) brings one to the other's mesh
+    """
+    a, b = vfn.shard(X, mesh, P("dp")), vfn.shard(X, vfn.make_mesh((4,), ("i",)), P("i"))
+    _ = a + b
+
+
+@misuse
+def a_draw_from_torchs_generator(mesh):
+    """RandomError
+    torch's bernoulli_: a stateful draw on an array: every rank would draw from a generator of its own
+      Instead: a keyed draw, the same on every mesh: vfn.random.bernoulli(key, p, x.shape); for dropout vfn.random.dropout(key, x, rate)
+    """
+    x = vfn.shard(X, mesh, P("dp"))
+    torch.nn.functional.dropout(x, 0.5)
+
+
+@misuse
+def a_write_that_would_be_lost(mesh):
+    """InPlaceError
+    zero_: a write into a view, or a resharded value, whose elements had to be moved would be lost
+      * it is f32[1,3], of f32[4@dp,3]
+      Instead: a new array: torch.where(mask, new, x), torch.cat, x.index_copy(...), x + y; or a layout of the source in which the view is local: x = vfn.with_sharding(x, P())
+    """
+    x = vfn.shard(X, mesh, P("dp"))
+    x[0:1].zero_()
+
+
+@misuse
+def a_move_under_strict(mesh):
+    """ReshardError
+    add: strict: this op needs a move of data that the program did not ask for
+      * argument 1 is f32[4,4@dp] and would have to be f32[4@dp,4]
+      Instead: vfn.with_sharding(x, P('dp')) before it
+    """
+    a, b = vfn.shard(torch.ones(4, 4), mesh, P("dp")), vfn.shard(torch.ones(4, 4), mesh, P(None, "dp"))
+    with vfn.strict():
+        _ = a + b
+
+
+# --- shard_map --------------------------------------------------------------------------------------------------------
+
+
+@misuse
+def a_result_for_a_body(mesh):
+    """TransformError
+    shard_map: f must be a function, but it is the tensor f32[4,3]
+      Instead: vfn.shard_map(f, ...), with the function itself and not with what it returns
+    """
+    vfn.shard_map(X, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+
+
+@misuse
+def a_shape_for_the_mesh(mesh):
+    """MeshError
+    shard_map: the mesh must be a DeviceMesh, but it is (2, 2)
+      Instead: mesh = vfn.make_mesh((2, 4), ("dp", "tp"))
+    """
+    vfn.shard_map(torch.sin, mesh=(2, 2), in_specs=P("dp"), out_specs=P("dp"))
+
+
+@misuse
+def no_mesh_anywhere(mesh):
+    """MeshError
+    shard_map(sin): there is no mesh: none was given, none is current, and no argument is an array on one
+      Instead: shard_map(f, mesh=mesh, ...) or `with vfn.use_mesh(mesh):`
+    """
+    vfn.shard_map(torch.sin, in_specs=P("dp"), out_specs=P("dp"))(X)
+
+
+@misuse
+def arguments_that_do_not_divide(mesh):
+    """SpecError
+    shard_map(step): the arguments do not fit in_specs on the mesh (dp=2, tp=2)
+      * args[0]['b'] of shape f32[6], where args[0] is bound to step's parameter 'params', corresponds to in_specs[0]['b'] = P(('dp', 'tp')): dim 0: 6 is not divisible by 2*2 = 4 (axes 'dp', 'tp')
+      * args[0]['w'] of shape f32[5,3], where args[0] is bound to step's parameter 'params', corresponds to in_specs[0]['w'] = P('dp', 'tp'): dim 0: 5 is not divisible by 2 (axis 'dp'); dim 1: 3 is not divisible by 2 (axis 'tp')
+      Instead: a spec of axes that divide the dims, None for a dim that every rank needs whole, or pad the argument
+    """
+
+    def step(params, x):
+        return x
+
+    tree = {"w": torch.ones(5, 3), "b": torch.ones(6)}
+    mapped(mesh, step, ({"w": P("dp", "tp"), "b": P(("dp", "tp"))}, P("dp")))(tree, X)
+
+
+@misuse
+def specs_of_every_wrong_kind(mesh):
+    """SpecError
+    shard_map(step): the arguments do not fit in_specs on the mesh (dp=2, tp=2)
+      * args[0] of shape f32[4,3], where args[0] is bound to step's parameter 'a', corresponds to in_specs[0] = 'dp': it is the str 'dp', not a vfn.P
+      * args[1] of shape f32[4,3], where args[1] is bound to step's parameter 'b', corresponds to in_specs[1] = P('pd'): axis 'pd' (dim 0) is not an axis of the mesh (dp=2, tp=2); did you mean 'dp'?
+      * args[2] of shape f32[4,3], where args[2] is bound to step's parameter 'c', corresponds to in_specs[2] = P('dp', None, 'tp'): it has 3 entries, but the value has 2 dims
+      * args[3] of shape f32[4,3], where args[3] is bound to step's parameter 'd', corresponds to in_specs[3] = P('dp', 'dp'): axis 'dp' is used twice: for dim 0 and for dim 1
+      Instead: vfn.P('dp'); axes of the mesh (dp=2, tp=2), each at most once, and at most 2 entries for 2 dims
+    """
+
+    def step(a, b, c, d):
+        return a
+
+    mapped(mesh, step, ("dp", P("pd"), P("dp", None, "tp"), P("dp", "dp")))(X, X, X, X)
+
+
+@misuse
+def fewer_specs_than_arguments(mesh):
+    """SpecError
+    shard_map(add): in_specs is not a prefix of args
+      * in_specs has length 1, but args has length 2
+      Instead: give in_specs the structure of args, or one entry for a whole subtree
+    """
+    mapped(mesh, torch.add, (P("dp"),))(X, X)
+
+
+@misuse
+def more_arguments_than_parameters(mesh):
+    """TransformError
+    shard_map(<lambda>): the function does not take these arguments
+      * more_arguments_than_parameters.<locals>.<lambda>() takes 1 positional argument but 2 were given
+      * it was called with (the tensor f32[2,3]{V:dp}, the tensor f32[2,3]{V:dp})
+      Instead: arguments for <lambda>(x)
+    """
+    mapped(mesh, lambda x: x)(X, X)
+
+
+@misuse
+def an_argument_by_name(mesh):
+    """TypingError
+    shard_map(<lambda>): it takes positional arguments, but ['x'] came by keyword
+      Instead: in_specs is matched by position
+    """
+    mapped(mesh, lambda x: x)(x=X)
+
+
+@misuse
+def an_argument_on_another_mesh(mesh):
+    """SpecError
+    shard_map(<lambda>): the arguments do not fit in_specs on the mesh (dp=2, tp=2)
+      * args[0] of shape f32[4@i,3], where args[0] is bound to <lambda>'s parameter 'x', corresponds to in_specs = P('dp'): it lies on another mesh, mesh (i=4)
+      Instead: vfn.shard(x, mesh, P('dp')), which brings it over
+    """
+    x = vfn.shard(X, vfn.make_mesh((4,), ("i",)), P("i"))
+    mapped(mesh, lambda x: x)(x)
+
+
+@misuse
+def an_array_that_a_body_closes_over(mesh):
+    """TypingError
+    shard_map(<lambda>): the body uses an array from outside, of which each rank holds a part
+      * it is f32[4@dp,3] on the mesh (dp=2, tp=2)
+      Instead: pass it as an argument, with in_specs=P('dp') for its block or P() for the whole
+    """
+    w = vfn.shard(X, mesh, P("dp"))
+    mapped(mesh, lambda x: x + w)(X)
+
+
+@misuse
+def a_promise_that_is_not_kept(mesh):
+    """SpecError
+    shard_map(<lambda>): the results do not fit out_specs on the mesh (dp=2, tp=2)
+      * out['loss'] is f32[]{V:dp}, for out_specs P(): it varies over 'dp', which out_specs does not mention, so it would have to be the same on all ranks
+      Instead: vfn.psum(x, 'dp') or vfn.pmean(x, 'dp'), where the ranks' values are to be combined; or vfn.all_gather(x, 'dp', to='invarying'), where all ranks are to have all of them; or out_specs with 'dp' for the dim along which they are to be concatenated
+    """
+    mapped(mesh, lambda x: {"loss": x.sum(), "y": x}, out_specs={"loss": P(), "y": P("dp")})(X)
+
+
+@misuse
+def a_scalar_to_concatenate(mesh):
+    """SpecError
+    shard_map(<lambda>): the results do not fit out_specs on the mesh (dp=2, tp=2)
+      * out is f32[]{V:dp}, for out_specs P('dp'): it has 1 entry, but the value has 0 dims
+      Instead: x[None], which adds a dim to concatenate along: out_specs=P('dp') needs 1 dim
+    """
+    mapped(mesh, lambda x: x.sum())(X)
+
+
+@misuse
+def a_partial_sum_returned_as_whole(mesh):
+    """SpecError
+    shard_map(<lambda>): the results do not fit out_specs on the mesh (dp=2, tp=2)
+      * out is f32[]{U:dp}, for out_specs P(): it is unreduced over 'dp', but out_specs says the same on all ranks
+      Instead: vfn.psum(x, 'dp'), or out_specs with unreduced={'dp'}
+    """
+    mapped(mesh, lambda x: unreduced(x.sum()), out_specs=P())(X)
+
+
+@misuse
+def a_result_that_is_no_tensor(mesh):
+    """SpecError
+    shard_map(<lambda>): the results do not fit out_specs on the mesh (dp=2, tp=2)
+      * out[1] is the int 2, not a tensor, for out_specs P('dp')
+      Instead: P() for what is no tensor: it passes through
+    """
+    mapped(mesh, lambda x: (x, len(x)))(X)
+
+
+@misuse
+def an_axis_name_that_does_not_exist(mesh):
+    """MeshError
+    shard_map(sin): axis_names={'pd'} does not fit the mesh (dp=2, tp=2)
+      * 'pd' is not one of the axes ('dp', 'tp'); did you mean 'dp'?
+      Instead: the axes along which the body sees one rank's blocks; none: all of them
+    """
+    mapped(mesh, torch.sin, axis_names={"pd"})(X)
+
+
+@misuse
+def a_spec_of_an_axis_that_is_not_mapped(mesh):
+    """SpecError
+    shard_map(sin): the arguments do not fit in_specs on the mesh (dp=2, tp=2)
+      * args[0] of shape f32[4,3] corresponds to in_specs = P('dp', 'tp'): axis 'tp' is not in axis_names={'dp'}: along it a value lies in the body as it does outside
+      Instead: a spec without 'tp', or axis_names with it
+    """
+    mapped(mesh, torch.sin, P("dp", "tp"), axis_names={"dp"})(X)
+
+
+@misuse
+def a_map_in_a_map_over_the_same_axes(mesh):
+    """MeshError
+    shard_map(sin): it was called inside the body of another shard_map, where all axes are manual already
+      Instead: call the function itself: its values are local too
+    """
+    inner = mapped(mesh, torch.sin)
+    mapped(mesh, lambda x: inner(x))(X)
+
+
+@misuse
+def an_argument_that_moves_under_strict(mesh):
+    """ReshardError
+    shard_map(<lambda>): strict: arguments lie otherwise than in_specs says
+      * args[0] of shape f32[4@tp,3], where args[0] is bound to <lambda>'s parameter 'w', corresponds to in_specs = P('dp'), but it lies as P('tp'): vfn.with_sharding(x, P('dp'))
+      Instead: write the vfn.with_sharding, so that the program asks for the move
+    """
+    w = vfn.shard(X, mesh, P("tp"))
+    with vfn.strict():
+        mapped(mesh, lambda w: w)(w)
+
+
+@misuse
+def with_sharding_in_a_body(mesh):
+    """SpecError
+    with_sharding: this is the body of a shard_map: its values are one rank's blocks, and its axes are manual
+      * axis 'dp' of P('dp') is manual here
+      Instead: a collective (vfn.all_gather, vfn.psum_scatter, ...) in the body, or the spec in in_specs or out_specs
+    """
+    mapped(mesh, lambda x: vfn.with_sharding(x, P("dp")))(X)
+
+
+# --- local values -----------------------------------------------------------------------------------------------------
+
+
+@misuse
+def if_on_a_varying_value(mesh):
+    """TypingError
+    `if`: this asks for the truth of a value that differs by rank, so ranks could go different ways
+      * the value is bool[]{V:dp} on the mesh (dp=2, tp=2)
+      Instead: torch.where(condition, a, b); or one condition for all ranks, of vfn.psum(x, 'dp') or vfn.pmax(x, 'dp')
+    """
+
+    def body(x):
+        if x.sum() > 0:  # here
+            return x
+        return -x
+
+    mapped(mesh, body)(X)
+
+
+@misuse
+def if_on_the_rank(mesh):
+    """TypingError
+    `if`: this asks for the truth of a value that differs by rank, so ranks could go different ways
+      * the value is bool[]{V:dp} on the mesh (dp=2, tp=2)
+      Instead: torch.where(condition, a, b); or one condition for all ranks, of vfn.psum(x, 'dp') or vfn.pmax(x, 'dp')
+    """
+
+    def body(x):
+        if vfn.axis_index("dp") == 0:  # here
+            x = 2 * x
+        return x
+
+    mapped(mesh, body)(X)
+
+
+@misuse
+def while_on_a_varying_value(mesh):
+    """TypingError
+    `while`: this asks for the truth of a value that differs by rank, so ranks could go different ways
+      * the value is bool[]{V:dp} on the mesh (dp=2, tp=2)
+      Instead: torch.where(condition, a, b); or one condition for all ranks, of vfn.psum(x, 'dp') or vfn.pmax(x, 'dp')
+    """
+
+    def body(x):
+        while x.sum() < 100:  # here
+            x = 2 * x
+        return x
+
+    mapped(mesh, body)(X)
+
+
+@misuse
+def assert_of_a_varying_value(mesh):
+    """TypingError
+    `assert`: this asks for the truth of a value that differs by rank, so ranks could go different ways
+      * the value is bool[]{V:dp} on the mesh (dp=2, tp=2)
+      Instead: torch.where(condition, a, b); or one condition for all ranks, of vfn.psum(x, 'dp') or vfn.pmax(x, 'dp')
+    """
+
+    def body(x):
+        assert (x >= 0).all()  # here
+        return x
+
+    mapped(mesh, body)(X)
+
+
+@misuse
+def bool_of_a_varying_value(mesh):
+    """TypingError
+    bool(): this asks for the truth of a value that differs by rank, so ranks could go different ways
+      * the value is f32[]{V:dp} on the mesh (dp=2, tp=2)
+      Instead: torch.where(condition, a, b); or one condition for all ranks, of vfn.psum(x, 'dp') or vfn.pmax(x, 'dp')
+    """
+    mapped(mesh, lambda x: x * bool(x.sum()))(X)
+
+
+@misuse
+def if_on_an_unreduced_value(mesh):
+    """TypingError
+    `if`: this asks for the truth of a value that is still to be added over 'dp'
+      * the value is f32[]{U:dp} on the mesh (dp=2, tp=2)
+      Instead: vfn.psum(x, 'dp') first, which adds it up
+    """
+    mapped(mesh, lambda x: x if unreduced(x.sum()) else -x)(X)
+
+
+@misuse
+def float_of_a_varying_value(mesh):
+    """TypingError
+    float(): this reads a number out of a value that differs by rank, so ranks could go different ways
+      * the value is f32[]{V:dp} on the mesh (dp=2, tp=2)
+      Instead: the 0-d tensor as it is, which arithmetic takes; or one number for all ranks: vfn.psum(x, 'dp'), vfn.pmean
+    """
+    mapped(mesh, lambda x: x * float(x.sum()))(X)
+
+
+@misuse
+def item_of_an_unreduced_value(mesh):
+    """TypingError
+    item: this reads a number out of a value that is still to be added over 'dp'
+      * the value is f32[]{U:dp} on the mesh (dp=2, tp=2)
+      Instead: vfn.psum(x, 'dp') first, which adds it up
+    """
+    mapped(mesh, lambda x: x * unreduced(x.sum()).item())(X)
+
+
+@misuse
+def the_rank_as_an_index(mesh):
+    """TypingError
+    an index: this reads a number out of a value that differs by rank, so ranks could go different ways
+      * the value is i32[]{V:dp} on the mesh (dp=2, tp=2)
+      Instead: torch.stack(choices)[i] or vfn.dynamic_slice(x, [i], [size]), with the tensor as it is
+    """
+    mapped(mesh, lambda x: [x, 2 * x][vfn.axis_index("dp")])(X)
+
+
+@misuse
+def numpy_of_a_varying_value(mesh):
+    """TypingError
+    numpy: this takes the numbers out of a value that differs by rank, so ranks could go different ways
+      * the value is f32[2,3]{V:dp} on the mesh (dp=2, tp=2)
+      Instead: torch ops; a torch.library.custom_op for what torch has no op for; or one value for all ranks: vfn.psum(x, 'dp')
+    """
+    mapped(mesh, lambda x: torch.from_numpy(np.sort(x.numpy())))(X)
+
+
+@misuse
+def a_comparison_of_varying_values(mesh):
+    """TypingError
+    torch.allclose: this compares a value that differs by rank, so ranks could go different ways
+      * the value is f32[2,3]{V:dp} on the mesh (dp=2, tp=2)
+      * the value is f32[2,3]{V:dp} on the mesh (dp=2, tp=2)
+      Instead: torch.where((a == b).all(), ...); or one answer for all ranks: vfn.pmin((a == b).all(), 'dp')
+    """
+    mapped(mesh, lambda x: x if torch.allclose(x, x.round()) else -x)(X)
+
+
+@misuse
+def a_write_into_an_argument(mesh):
+    """InPlaceError
+    add_: this writes into memory that belongs to the caller, or to another value
+      * the target is f32[2,3]{V:dp}
+      Instead: x = x.clone() first, or the function without the underscore
+    """
+
+    def body(x):
+        x += 1  # here
+        return x
+
+    mapped(mesh, body)(X)
+
+
+@misuse
+def a_write_into_a_view_of_an_argument(mesh):
+    """InPlaceError
+    zero_: this writes into memory that belongs to the caller, or to another value
+      * the target is f32[3]{V:dp}
+      Instead: x = x.clone() first, or the function without the underscore
+    """
+    mapped(mesh, lambda x: x[0].zero_())(X)
+
+
+@misuse
+def a_varying_value_written_into_one_from_outside(mesh):
+    """TypingError
+    add_: this writes a value that differs by rank into one that is the same on all of them
+      * the target is f32[2,3], a value from outside the body
+      * what is written makes it f32[2,3]{V:dp}
+      Instead: the function without the underscore, which makes a new value
+    """
+    total = torch.zeros(2, 3)
+    mapped(mesh, lambda x: total.add_(x))(X)
+
+
+@misuse
+def a_varying_value_written_into_an_invariant_one(mesh):
+    """TypingError
+    add_: this writes a value that differs by rank into one that is the same on all of them
+      * the target is f32[2,3], which has a gradient
+      * what is written makes it f32[2,3]{V:dp}
+      Instead: the function without the underscore, which makes a new value
+    """
+
+    def body(w, x):
+        y = w * 2
+        y.add_(x)  # here
+        return y
+
+    vfn.grad(lambda w: mapped(mesh, body, (P(), P("dp")))(w, X).sum())(torch.ones(2, 3))
+
+
+@misuse
+def running_statistics(mesh):
+    """InPlaceError
+    batch_norm: this writes into a tensor from outside the body
+      * it is f32[3]
+      Instead: an argument of the body, cloned in it and returned; or a function that writes nothing (eval mode, no max_norm)
+    """
+    norm = torch.nn.BatchNorm1d(3)
+    mapped(mesh, lambda x: norm(x))(X)
+
+
+@misuse
+def a_nonlinear_function_of_partial_sums(mesh):
+    """TypingError
+    relu: relu is not linear, so the sum over 'dp' must come before it
+      * operand 0 is f32[2,3]{U:dp}
+      Instead: vfn.psum(x, 'dp') first, or vfn.psum_scatter
+    """
+    mapped(mesh, lambda x: unreduced(x).relu())(X)
+
+
+@misuse
+def a_bias_added_to_partial_sums(mesh):
+    """TypingError
+    add: the invariant value would be added once a rank of 'dp'
+      * operand 0 is f32[2,3]{U:dp}
+      * operand 1 is f32[3]
+      Instead: vfn.psum(x, 'dp') first, or vfn.psum_scatter, then add
+    """
+    bias = torch.ones(3)
+    mapped(mesh, lambda x: unreduced(x) + bias)(X)
+
+
+@misuse
+def partial_sums_beside_a_varying_value(mesh):
+    """TypingError
+    mul: a value still to be added over the ranks meets one that differs by rank
+      * operand 0 is f32[2,3]{U:dp}
+      * operand 1 is f32[2,3]{V:dp}
+      Instead: vfn.psum(x, 'dp') first, or vfn.psum_scatter
+    """
+    mapped(mesh, lambda x: unreduced(x) * x)(X)
+
+
+@misuse
+def a_reduced_value_beside_an_invariant_one(mesh):
+    """TypingError
+    add: a reduced value meets an invariant one: their cotangents differ
+      * operand 0 is f32[4,3]{R:dp}
+      * operand 1 is f32[4,3]
+      Instead: vfn.pcast(x, 'dp', to='reduced') for the invariant one
+    """
+    mapped(mesh, lambda w: vfn.pcast(w, "dp", to="reduced") + w, P())(X)
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+@misuse
+def a_collective_outside_of_a_body(mesh):
+    """CollectiveError
+    psum: axis_name='dp', but no axis is manual here: this is not inside a shard_map body
+      Instead: call it in the function that vfn.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) maps; a whole array needs no collective: x.sum(0)
+    """
+    vfn.psum(X, "dp")
+
+
+@misuse
+def a_position_outside_of_a_body(mesh):
+    """CollectiveError
+    axis_index: axis_name='dp', but no axis is manual here: this is not inside a shard_map body
+      Instead: call it in the function that vfn.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) maps
+    """
+    vfn.axis_index("dp")
+
+
+@misuse
+def an_unknown_axis(mesh):
+    """MeshError
+    psum: axis_name=('pd', 'tp') does not name axes of the mesh (dp=2, tp=2)
+      * 'pd' is not one of the axes ('dp', 'tp'); did you mean 'dp'?
+      Instead: axis_name='dp', or a tuple of different axes out of ('dp', 'tp')
+    """
+    mapped(mesh, lambda x: vfn.psum(x, ("pd", "tp")))(X)
+
+
+@misuse
+def a_dim_for_an_axis(mesh):
+    """MeshError
+    pmean: axis_name=0 does not name axes of the mesh (dp=2, tp=2)
+      * 0 is no name: axes of a mesh have names, dims of a tensor have numbers
+      Instead: axis_name='dp', or a tuple of different axes out of ('dp', 'tp')
+    """
+    mapped(mesh, lambda x: vfn.pmean(x, 0))(X)
+
+
+@misuse
+def the_axis_before_the_value(mesh):
+    """MeshError
+    psum: axis_name=the tensor f32[2,3]{V:dp} does not name axes of the mesh (dp=2, tp=2)
+      * the tensor f32[2,3]{V:dp} is no name
+      Instead: vfn.psum(x, 'dp', ...): the value first, then the axis
+    """
+    mapped(mesh, lambda x: vfn.psum("dp", x))(X)
+
+
+@misuse
+def one_axis_twice(mesh):
+    """MeshError
+    all_gather: axis_name=('dp', 'dp') does not name axes of the mesh (dp=2, tp=2)
+      * axis 'dp' is named twice
+      Instead: axis_name='dp', or a tuple of different axes out of ('dp', 'tp')
+    """
+    mapped(mesh, lambda x: vfn.all_gather(x, ("dp", "dp")))(X)
+
+
+@misuse
+def an_axis_along_which_values_are_whole(mesh):
+    """CollectiveError
+    psum: axis_name='tp', but only ('dp',) are manual in this shard_map body
+      * along 'tp' of the mesh (dp=2, tp=2) its values are whole
+      Instead: x.sum(...) and its like, as on one device; or axis_names={'dp', 'tp'}
+    """
+    mapped(mesh, lambda x: vfn.psum(x, "tp"), axis_names={"dp"})(X)
+
+
+@misuse
+def leaves_that_are_no_numbers(mesh):
+    """CollectiveError
+    psum: x must hold tensors and numbers on the mesh (dp=2, tp=2)
+      * x['f'] is the function sin
+      * x['name'] is the str 'a'
+      Instead: the tensors alone, of one shape on all ranks
+    """
+    mapped(mesh, lambda x: vfn.psum({"x": x, "name": "a", "f": torch.sin}, "dp"))(X)
+
+
+@misuse
+def a_sum_of_keys(mesh):
+    """CollectiveError
+    psum: a random key is not a number, and a reduction of its bits no key
+      * x['key'] is a Key
+      Instead: vfn.random.fold_in(key, vfn.axis_index(axis)), or vfn.pbroadcast of one rank's key
+    """
+    mapped(mesh, lambda x: vfn.psum({"x": x, "key": KEY}, "dp"))(X)
+
+
+@misuse
+def a_pair_too_many(mesh):
+    """CollectiveError
+    ppermute: perm=[(0, 1), (1, 1), (2, 0)] is not a permutation of some of the ranks
+      * pair (2, 0): positions go from 0 to 1, there are 2 (axis 'dp')
+      * destination 1 is in [(0, 1), (1, 1)]
+      Instead: each rank at most once as source and at most once as destination
+    """
+    mapped(mesh, lambda x: vfn.ppermute(x, "dp", [(0, 1), (1, 1), (2, 0)]))(X)
+
+
+@misuse
+def destinations_without_sources(mesh):
+    """CollectiveError
+    ppermute: perm=[1, 0] is not a sequence of (source, destination) pairs
+      Instead: a shift by one is [(i, (i + 1) % 2) for i in range(2)]
+    """
+    mapped(mesh, lambda x: vfn.ppermute(x, "dp", [1, 0]))(X)
+
+
+@misuse
+def a_dim_that_ranks_cannot_exchange(mesh):
+    """CollectiveError
+    all_to_all: the operand does not fit the mesh (dp=2, tp=2)
+      * x['a'] of shape f32[2,3]: tiled, split_axis=1 has size 3, which is not divisible by 2 (axis 'dp')
+      Instead: another split_axis, or pad the dim
+    """
+    mapped(mesh, lambda x: vfn.all_to_all({"a": x, "b": x[:, :2]}, "dp", 1, 0, tiled=True))(X)
+
+
+@misuse
+def pieces_that_do_not_divide(mesh):
+    """CollectiveError
+    psum_scatter: the operand does not fit the mesh (dp=2, tp=2)
+      * x['b'][0] of shape f32[3,4]: tiled, scatter_dimension=0 has size 3, which is not divisible by 2 (axis 'dp')
+      * x['b'][1] of shape f32[3]: tiled, scatter_dimension=0 has size 3, which is not divisible by 2 (axis 'dp')
+      Instead: pad the dim, scatter along another, or vfn.psum and slice
+    """
+    mapped(mesh, lambda x: vfn.psum_scatter({"a": x, "b": [x.T, x[0]]}, "dp", tiled=True), P())(X)
+
+
+@misuse
+def pieces_without_tiled(mesh):
+    """CollectiveError
+    psum_scatter: the operand does not fit the mesh (dp=2, tp=2)
+      * x of shape f32[4,3]: scatter_dimension=0 has size 4, but untiled it must be 2 (axis 'dp'); tiled=True cuts it into equal pieces
+      Instead: pad the dim, scatter along another, or vfn.psum and slice
+    """
+    mapped(mesh, lambda x: vfn.psum_scatter(x, "dp"), P())(X)
+
+
+@misuse
+def a_gather_of_scalars_without_a_dim(mesh):
+    """CollectiveError
+    all_gather: the operand does not fit the mesh (dp=2, tp=2)
+      * x of shape f32[]: axis=0 is not one of the 0 dims of x; tiled=False gathers scalars
+    """
+    mapped(mesh, lambda x: vfn.all_gather(x.sum(), "dp", tiled=True))(X)
+
+
+@misuse
+def a_gather_of_another_kind(mesh):
+    """CollectiveError
+    all_gather: to='invariant' is not one of ('varying', 'invarying', 'reduced'); did you mean 'invarying'?
+      Instead: to="varying", the default; "invarying" for a result that may be returned with out_specs=P()
+    """
+    mapped(mesh, lambda x: vfn.all_gather(x, "dp", to="invariant"))(X)
+
+
+@misuse
+def a_source_that_differs_by_rank(mesh):
+    """CollectiveError
+    pbroadcast: source must be an int, one position for all ranks, but it is the tensor i32[]{V:dp}
+      Instead: torch.where(vfn.axis_index(axis) == i, x, 0) and vfn.psum, where the source is computed
+    """
+    mapped(mesh, lambda x: vfn.pbroadcast(x, "dp", vfn.axis_index("dp")))(X)
+
+
+@misuse
+def a_cast_of_what_varies_already(mesh):
+    """TypingError
+    pvary: there is no such cast, to='varying'
+      * x['x'] is f32[2,3]{V:dp}: it is varying over 'dp' already
+      Instead: no cast where none is needed; the casts are invarying -> varying or reduced, reduced -> varying, varying -> unreduced; vfn.psum makes a varying or unreduced value invarying
+    """
+    mapped(mesh, lambda x: vfn.pvary({"x": x, "w": X}, "dp")["x"])(X)
+
+
+@misuse
+def a_cast_to_invariant(mesh):
+    """TypingError
+    pcast: to='invariant' is not one of ('varying', 'reduced', 'unreduced')
+      Instead: vfn.psum(x, axis) or vfn.pmean, which make the ranks' values one; vfn.pbroadcast takes one rank's
+    """
+    mapped(mesh, lambda x: vfn.pcast(x, "dp", to="invariant"))(X)
+
+
+@misuse
+def a_gather_of_partial_sums(mesh):
+    """TypingError
+    all_gather: an unreduced value, still to be added over the ranks, may only be summed
+      * x is f32[2,3]{U:dp}: unreduced over 'dp'
+      Instead: vfn.psum(x, 'dp') first
+    """
+    mapped(mesh, lambda x: vfn.all_gather(unreduced(x), "dp"))(X)
+
+
+@misuse
+def a_derivative_of_a_maximum(mesh):
+    """CollectiveError
+    pmax: it was differentiated, but it has no derivative (nor has JAX's)
+      Instead: vfn.pmax(x.detach(), ...) where the result only stabilises, as in log-sum-exp; or vfn.all_gather, then x.amax(0)
+    """
+    vfn.grad(lambda x: mapped(mesh, lambda x: vfn.pmax(x, "dp"), out_specs=P())(x).sum())(X)
+
+
+@misuse
+def an_array_in_a_collective(mesh):
+    """TypingError
+    psum: a whole array was used inside a shard_map body, whose values are local
+      * it is the array f32[4@dp,3]
+      Instead: pass it as an argument of the body, with its spec in in_specs
+    """
+    w = vfn.shard(X, mesh, P("dp"))
+    mapped(mesh, lambda x: vfn.psum(w, "dp"))(X)
+
+
+@misuse
+def a_slice_of_other_dims(mesh):
+    """CollectiveError
+    dynamic_slice: the block does not fit x of shape f32[2,3]
+      * start_indices[1] must be an int or a 0-d integer tensor, but it is the float 0.5
+      * x has 2 dims, but there are 2 starts and 1 size
+      * dim 0 has size 2, but sizes[0] is 3
+      Instead: dynamic_slice(x, [start, ...], [size, ...]), an entry for each dim of x
+    """
+    mapped(mesh, lambda x: vfn.dynamic_slice(x, [vfn.axis_index("dp"), 0.5], [3]))(X)
+
+
+# --- transforms -------------------------------------------------------------------------------------------------------
+
+
+@misuse
+def a_gradient_of_a_result(mesh):
+    """TransformError
+    grad: f must be a function, but it is the tensor f32[]
+      Instead: vfn.grad(f, ...), with the function itself and not with what it returns
+    """
+    vfn.grad(X.sum())
+
+
+@misuse
+def arguments_for_argnums(mesh):
+    """TransformError
+    grad: argnums must be an int or a tuple of ints, the places of arguments, but it is the tensor f32[4,3]
+      Instead: vfn.grad(f)(x, ...): the arguments go to the function that it returns
+    """
+    vfn.grad(torch.sum, X)
+
+
+@misuse
+def an_argument_that_is_not_there(mesh):
+    """TransformError
+    grad: argnums=(0, 2) does not fit a call with 2 arguments
+      * there is no argument 2
+      Instead: argnums between 0 and 1; arguments that are given by name are not counted
+    """
+    vfn.grad(lambda w, x: (w * x).sum(), argnums=(0, 2))(X, X)
+
+
+@misuse
+def a_loss_that_is_no_scalar(mesh):
+    """TransformError
+    grad: the function must return one floating-point number, a 0-d tensor
+      * it returned f32[4@dp,3]
+      Instead: reduce it: loss.mean() or loss.sum(); with more results, return (loss, aux) and has_aux=True
+    """
+    x = vfn.shard(X, mesh, P("dp"))
+    vfn.grad(lambda x: x * 2)(x)
+
+
+@misuse
+def a_loss_that_is_a_number(mesh):
+    """TransformError
+    grad: the function must return one floating-point number, a 0-d tensor
+      * it returned the float 66.0
+      Instead: the tensor itself, without .item() or float(), from which no gradient comes back
+    """
+    vfn.grad(lambda x: x.sum().item())(X)
+
+
+@misuse
+def a_loss_with_something_else(mesh):
+    """TransformError
+    value_and_grad: the function must return one floating-point number, a 0-d tensor
+      * it returned a tuple of f32[], f32[4,3]
+      Instead: has_aux=True, with `return loss, aux`: only the loss is differentiated
+    """
+    vfn.value_and_grad(lambda x: (x.sum(), x * 2))(X)
+
+
+@misuse
+def a_loss_that_is_not_returned(mesh):
+    """TransformError
+    grad: the function must return one floating-point number, a 0-d tensor
+      * it returned None
+      Instead: return loss: a `return` is missing
+    """
+    vfn.grad(lambda x: None)(X)
+
+
+@misuse
+def has_aux_without_aux(mesh):
+    """TransformError
+    value_and_grad: with has_aux=True the function must return (value, aux)
+      * it returned f32[]
+      Instead: return loss, aux; or leave has_aux out, where the loss is all there is
+    """
+    vfn.value_and_grad(lambda x: x.sum(), has_aux=True)(X)
+
+
+@misuse
+def integers_to_differentiate(mesh):
+    """TransformError
+    grad: there is no floating-point tensor to differentiate
+      * argument 0 ('batch') holds i64 tensors, int leaves
+      Instead: point argnums at the parameters, or convert them with .float()
+    """
+
+    def loss(batch, w):
+        return w.sum()
+
+    vfn.grad(loss)({"tokens": torch.arange(3), "n": 3}, X)
+
+
+@misuse
+def a_module_to_differentiate(mesh):
+    """TransformError
+    grad: there is no floating-point tensor to differentiate
+      * argument 0 ('module') holds Linear leaves
+      Instead: params = dict(module.named_parameters()), and torch.func.functional_call(module, params, args)
+    """
+    vfn.grad(lambda module: module(X).sum())(torch.nn.Linear(3, 2))
+
+
+@misuse
+def an_argument_that_is_missing(mesh):
+    """TransformError
+    grad: the function does not take these arguments
+      * an_argument_that_is_missing.<locals>.<lambda>() missing 1 required positional argument: 'x'
+      * it was called with (the tensor f32[4,3])
+      Instead: arguments for <lambda>(w, x)
+    """
+    vfn.grad(lambda w, x: (w * x).sum())(X)
+
+
+@misuse
+def a_write_into_what_is_differentiated(mesh):
+    """InPlaceError
+    grad: the function writes into what it is differentiated by, whose value before is needed
+      Instead: x = x.clone() first, or the function without the underscore
+    """
+
+    def loss(x):
+        x.mul_(2)  # here
+        return x.sum()
+
+    vfn.grad(loss)(X)
+
+
+@misuse
+def a_write_into_what_a_gradient_needs(mesh):
+    """InPlaceError
+    grad: an in-place op changed a value which the gradient needs as it was
+      * it is what exp gave
+      Instead: the function without the underscore, or a clone() first
+    """
+
+    def loss(x):
+        y = x.exp()
+        y.add_(1)
+        return y.sum()
+
+    vfn.grad(loss)(X)
+
+
+@misuse
+def a_loss_that_is_still_varying_under_strict(mesh):
+    """TypingError
+    grad: strict: this differentiates a value that differs by rank, and so the sum over the ranks
+      * the value is f32[]{V:dp}
+      Instead: vfn.psum(loss, 'dp') in the function
+    """
+
+    def body(w, x):
+        return vfn.grad(lambda w: (w * x).sum())(w)  # here
+
+    with vfn.strict():
+        mapped(mesh, body, (P(), P("dp")), P())(torch.ones(3), X)
+
+
+@misuse
+def a_cotangent_of_another_shape(mesh):
+    """TransformError
+    vjp: pullback: the cotangent does not fit the result
+      * out['y'] is f32[4,3], its cotangent f32[3]
+      * out['z'][0] is f32[], its cotangent is the float 1.0, not a tensor
+      Instead: a tensor of the same shape and dtype for each, torch.ones_like(x) say
+    """
+    _, pullback = vfn.vjp(lambda x: {"y": x * 2, "z": [x.sum()]}, X)
+    pullback({"y": X[0], "z": [1.0]})
+
+
+@misuse
+def a_cotangent_of_another_tree(mesh):
+    """SpecError
+    vjp: pullback: the cotangent is not a prefix of the result
+      * the cotangent lacks 'z' and has besides 'zz': the result has 'y', 'z'; did you mean 'z'?
+      Instead: give the cotangent the structure of the result, or one entry for a whole subtree
+    """
+    _, pullback = vfn.vjp(lambda x: {"y": x * 2, "z": x.sum()}, X)
+    pullback({"y": X, "zz": X})
+
+
+@misuse
+def tangents_that_do_not_fit(mesh):
+    """TransformError
+    jvp: the tangents do not fit the primals
+      * primals[0]['a'] is f32[4,3], its tangent f32[3]
+      * primals[1] is f32[4,3], its tangent f64[4,3]
+      Instead: a tensor of the same shape and dtype for each, torch.ones_like(x) say
+    """
+    vfn.jvp(lambda p, y: p["a"] * y, ({"a": X}, X), ({"a": X[0]}, X.double()))
+
+
+@misuse
+def tangents_without_a_tuple(mesh):
+    """TransformError
+    jvp: primals and tangents must be tuples
+      * primals is the tensor f32[4,3]
+      * tangents is the tensor f32[4,3]
+      Instead: jvp(f, (x,), (dx,)): one of each for each argument of f
+    """
+    vfn.jvp(torch.sin, X, X)
+
+
+@misuse
+def maps_of_two_lengths(mesh):
+    """TransformError
+    vmap: the arguments do not fit in_axes
+      * args[0] (of 'x') has 4 along dim 0
+      * args[1] (of 'y') has 3 along dim 0
+      Instead: for each argument the dim that all are mapped over together, None for those that are the same in all calls
+    """
+    vfn.vmap(lambda x, y: x + y)(X, torch.ones(3))
+
+
+@misuse
+def a_scalar_to_map_over(mesh):
+    """TransformError
+    vmap: the arguments do not fit in_axes
+      * args[1] (of 'rate') is the tensor f32[], which has no dim 0; None for a scalar
+      Instead: for each argument the dim that all are mapped over together, None for those that are the same in all calls
+    """
+    vfn.vmap(lambda x, rate: x * rate)(X, torch.tensor(0.5))
+
+
+@misuse
+def one_key_to_map_over(mesh):
+    """TransformError
+    vmap: the arguments do not fit in_axes
+      * args[0] (of 'key') is the Key of shape (), which has no dim 0; vfn.random.split(key, n) makes an array of keys
+      Instead: for each argument the dim that all are mapped over together, None for those that are the same in all calls
+    """
+    vfn.vmap(lambda key, x: vfn.random.normal(key, (3,)) + x)(KEY, X)
+
+
+@misuse
+def in_axes_of_another_tree(mesh):
+    """SpecError
+    vmap: in_axes is not a prefix of args
+      * in_axes[0] lacks 'weight' and has besides 'weigth': args[0] has 'weight'; did you mean 'weight'?
+      Instead: give in_axes the structure of args, or one entry for a whole subtree
+    """
+    vfn.vmap(lambda p: p["weight"], in_axes=({"weigth": 0},))({"weight": X})
+
+
+@misuse
+def a_place_that_a_result_has_not(mesh):
+    """TransformError
+    vmap: the results do not fit out_axes
+      * out['y'] is the tensor f32[3] in each call, so out_axes may be from -2 to 1, not 3
+      Instead: out_axes=0, the place where vmap puts the entries by default
+    """
+    vfn.vmap(lambda x: {"y": x}, out_axes=3)(X)
+
+
+@misuse
+def a_result_that_differs_between_entries(mesh):
+    """TransformError
+    vmap: out_axes=None is for results that are the same for all entries
+      * out[1] differs between entries, but out_axes is None for it
+      Instead: out_axes=0 there, or reduce the result over the entries after vmap
+    """
+    vfn.vmap(lambda x: (x, x.sum()), out_axes=(0, None))(X)
+
+
+@misuse
+def if_in_a_vmap(mesh):
+    """TransformError
+    vmap: this asks for the truth of a value that differs between entries, so they could go different ways
+      Instead: torch.where(condition, a, b)
+    """
+    vfn.vmap(lambda x: x if x.sum() > 0 else -x)(X)
+
+
+@misuse
+def item_in_a_vmap(mesh):
+    """TransformError
+    vmap: this reads a Python number out of a value that differs between entries
+      Instead: the 0-d tensor as it is: arithmetic takes it, x.index_select(0, i[None]) and torch.where as well
+    """
+    vfn.vmap(lambda x: x * x.sum().item())(X)
+
+
+@misuse
+def a_draw_of_torchs_in_a_vmap(mesh):
+    """TransformError
+    vmap: this draws from torch's generator: the same numbers for all entries, or others for each?
+      Instead: keys = vfn.random.split(key, n), mapped over as well, and vfn.random's draws from each of them
+    """
+    vfn.vmap(lambda x: x + torch.rand(3))(X)
+
+
+# --- keys and draws ---------------------------------------------------------------------------------------------------
+
+
+@misuse
+def a_seed_for_a_key(mesh):
+    """RandomError
+    random.normal: the first argument must be a key, but it is the int 0
+      Instead: vfn.random.key(0)
+    """
+    vfn.random.normal(0, (3,))
+
+
+@misuse
+def bits_for_a_key(mesh):
+    """RandomError
+    random.normal: the first argument must be a key, but it is the tensor i64[2]
+      Instead: vfn.random.wrap_key_data(...) around the raw bits
+    """
+    vfn.random.normal(torch.tensor([0, 42]), (3,))
+
+
+@misuse
+def keys_for_a_key(mesh):
+    """RandomError
+    random.normal: it takes one key, but was given an array of keys of shape (2,)
+      Instead: key[0], or vfn.vmap(lambda key: vfn.random.normal(key, ...))(keys)
+    """
+    vfn.random.normal(vfn.random.split(KEY), (3,))
+
+
+@misuse
+def arithmetic_on_a_key(mesh):
+    """RandomError
+    Key: `+` is not for keys: arithmetic would make keys whose streams overlap
+      Instead: vfn.random.split(key) for several keys, vfn.random.fold_in(key, i) for the i-th
+    """
+    _ = KEY + 1
+
+
+@misuse
+def one_key_unpacked(mesh):
+    """RandomError
+    Key: iterating needs an array of keys, but this is one key, of shape ()
+      Instead: k1, k2 = vfn.random.split(key)
+    """
+    _first, _second = KEY
+
+
+@misuse
+def a_seed_that_is_no_integer(mesh):
+    """RandomError
+    random.key: seed must be an integer, but it is the float 1.5
+      Instead: any int: vfn.random.key(0)
+    """
+    vfn.random.key(1.5)
+
+
+@misuse
+def a_name_folded_in(mesh):
+    """RandomError
+    random.fold_in: data must be an integer, but it is the str 'dropout'
+      Instead: a number for each use, 0, 1, ...; vfn.axis_index(axis) for one for each rank; or keys of vfn.random.split
+    """
+    vfn.random.fold_in(KEY, "dropout")
+
+
+@misuse
+def numbers_for_a_dtype(mesh):
+    """RandomError
+    random.uniform: dtype must be one of float64, float32, float16, bfloat16, but it is 0.0
+      Instead: dtype=torch.float32, say; numbers that come after dtype by name, minval=0.0
+    """
+    vfn.random.uniform(KEY, (3,), 0.0, 1.0)
+
+
+@misuse
+def a_rate_in_percent(mesh):
+    """RandomError
+    random.dropout: rate must be in [0, 1], but it is 10.0
+      Instead: 0.1 for 10 %
+    """
+    vfn.random.dropout(KEY, X, 10)
+
+
+@misuse
+def a_draw_along_an_unknown_axis(mesh):
+    """SpecError
+    random.normal: the spec P('pd') of a draw of shape (4, 3) does not fit
+      * axis 'pd' (dim 0) is not an axis of the mesh (dp=2, tp=2); did you mean 'dp'?
+      Instead: use the axes of the mesh (dp=2, tp=2), each at most once, at most one entry a dim
+    """
+    vfn.random.normal(KEY, (4, 3), spec=P("pd"), mesh=mesh)
+
+
+@misuse
+def a_draw_in_a_body_that_does_not_divide(mesh):
+    """SpecError
+    random.normal: the spec P('dp') does not fit a draw of shape (5, 3) inside a shard_map body on the mesh (dp=2, tp=2)
+      * dim 0 of size 5 is split 2 times by ('dp',), and 5 % 2 = 1
+      Instead: sizes that the axes divide; outside of bodies any size will do
+    """
+    mapped(mesh, lambda x: x + vfn.random.normal(KEY, (5, 3), spec=P("dp")))(X)
+
+
+@misuse
+def a_key_used_twice(mesh):
+    """RandomError
+    random.uniform: the key [0, 0] was used before, so the numbers are not new ones
+      * by random.normal at misuses.py: `vfn.random.normal(KEY, (3,))`
+      * and by random.uniform at misuses.py: `vfn.random.uniform(KEY, (3,))`
+      Instead: k1, k2 = vfn.random.split(key), and each of them once; vfn.random.clone(key) where it is meant
+    """
+    with vfn.debug():
+        vfn.random.normal(KEY, (3,))
+        vfn.random.uniform(KEY, (3,))
+
+
+@misuse
+def a_key_used_after_it_was_split(mesh):
+    """RandomError
+    random.normal: the key [0, 0] was used before, so the numbers are not new ones
+      * by random.split at misuses.py: `vfn.random.split(KEY)`
+      * and by random.normal at misuses.py: `vfn.random.normal(KEY, (3,))`
+      Instead: k1, k2 = vfn.random.split(key), and each of them once; vfn.random.clone(key) where it is meant
+    """
+    with vfn.debug():
+        vfn.random.split(KEY)
+        vfn.random.normal(KEY, (3,))
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@misuse
+def gradients_of_other_parameters(mesh):
+    """VfnError
+    sgd: a tree lacks the structure of params
+      * grads lacks 'w' and has besides 'v': params has 'w'
+      Instead: give gradients and state as `grad` and `init` return them for these params
+    """
+    opt = vfn.optim.sgd(0.1)
+    opt.update({"v": X}, opt.init({"w": X}), {"w": X})
+
+
+@misuse
+def an_audit_of_a_result(mesh):
+    """TransformError
+    check: f must be a function, but it is the tensor f32[4,3]
+      Instead: vfn.check(f, ...), with the function itself and not with what it returns
+    """
+    vfn.check(X, X, mesh=mesh)
+
+
+# --- warnings ---------------------------------------------------------------------------------------------------------
+
+
+@misuse
+def a_sum_of_what_is_the_same(mesh):
+    """UserWarning
+    vfn.psum over 'dp', 'tp': a value that is the same on all ranks is multiplied by 4
+      * x['b'] is f32[3]
+      * x['w'] is f32[4,3]
+      Instead: x as it is: a gradient with respect to such a value is already summed; or 4 * x, which says so
+    """
+    mapped(mesh, lambda w: vfn.psum(w, ("dp", "tp")), P(), P())({"b": X[0], "w": X})
+
+
+@misuse
+def a_sum_of_a_gradient_that_is_summed(mesh):
+    """UserWarning
+    vfn.psum over 'dp': a value that is the same on all ranks is multiplied by 2
+      * x is f32[3]
+      Instead: x as it is: a gradient with respect to such a value is already summed; or 2 * x, which says so
+    """
+
+    def body(w, x):
+        gradient = vfn.grad(lambda w: (w * x).sum())(w)
+        return vfn.psum(gradient, "dp")  # here
+
+    mapped(mesh, body, (P(), P("dp")), P())(X[0], X)
+
+
+@misuse
+def the_same_mask_on_every_rank(mesh):
+    """UserWarning
+    random.dropout: the same numbers are drawn on all ranks along axis 'dp', where x differs
+      * x is f32[2,3]{V:dp}
+      * the key is the same on all of them
+      Instead: vfn.random.fold_in(key, vfn.axis_index('dp')) for numbers of each rank's own; spec=... for one rank's block of a whole draw; vfn.pvary(key, 'dp'), if the same numbers are meant
+    """
+    mapped(mesh, lambda x: vfn.random.dropout(KEY, x, 0.5))(X)
+
+
+@misuse
+def the_same_noise_for_every_ranks_logits(mesh):
+    """UserWarning
+    random.categorical: the same numbers are drawn on all ranks along axis 'dp', where logits differs
+      * logits is f32[2,3]{V:dp}
+      * the key is the same on all of them
+      Instead: vfn.random.fold_in(key, vfn.axis_index('dp')) for numbers of each rank's own; spec=... for one rank's block of a whole draw; vfn.pvary(key, 'dp'), if the same numbers are meant
+    """
+    mapped(mesh, lambda x: vfn.random.categorical(KEY, x))(X)
