@@ -2,7 +2,7 @@
 
 Every function takes one local value (a plain tensor on a real mesh, a `Blocks` on a simulated one), the mesh, and the
 axes as a tuple of names, major first: the ranks of a group are numbered in that order. Nothing here is differentiable;
-`ops/collective.py` and `reshard.py` are.
+`ops/maps.py` and `reshard.py` are.
 """
 
 from __future__ import annotations

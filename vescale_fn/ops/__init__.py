@@ -1,21 +1,9 @@
 """What can be done with values on a mesh: the collectives of a `shard_map` body, and the rules by which ops shard."""
 
-from .collective import (
-    all_gather,
-    all_to_all,
-    axis_index,
-    axis_size,
-    pbroadcast,
-    pcast,
-    pmax,
-    pmean,
-    pmin,
-    ppermute,
-    psum,
-    psum_scatter,
-    pvary,
-)
-from .slices import dynamic_slice
+from .casts import pcast, pvary
+from .exchanges import all_gather, all_to_all, pbroadcast, ppermute, psum_scatter
+from .positions import axis_index, axis_size, dynamic_slice
+from .reductions import pmax, pmean, pmin, psum
 
 __all__ = [
     "all_gather",

@@ -10,7 +10,7 @@ import torch
 
 from .. import context
 from ..errors import RandomError, report
-from ..ops.collective import pmax
+from ..ops.reductions import pmax
 from ..spec import P, split_axes
 from . import functions, kinds
 from .keys import Key, checked

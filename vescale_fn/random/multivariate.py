@@ -10,7 +10,7 @@ import torch
 from .. import array, context
 from ..errors import RandomError, described, report
 from ..mesh import axes_of
-from ..ops.collective import axis_index
+from ..ops.positions import axis_index
 from ..spec import P, split_axes
 from . import functions, kinds
 from .gammas import draw_gammas, draw_generalized_normals

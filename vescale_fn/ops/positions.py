@@ -1,6 +1,6 @@
-"""`dynamic_slice`: a block whose place may differ by rank, though its size may not.
+"""axis_index, axis_size, dynamic_slice: where a rank is, and a block that lies there.
 
-Source: `jax.lax.dynamic_slice`.
+Source: `jax.lax`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,60 @@ from typing import Any
 
 import torch
 
-from .. import types
+from .. import context, types
 from ..errors import CollectiveError, count_text, described, report
+from .maps import index
+from .sending import Axis, taking_part
+
+
+def axis_index(axis_name: Axis) -> torch.Tensor:
+    """This rank's position along an axis, as a 0-d int32 tensor.
+
+    Args:
+        axis_name: a mesh axis, or a tuple of them, major first.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.axis_index`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: x + vfn.axis_index("i"), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    ...     print(vfn.unshard(f(torch.zeros(4))))
+    tensor([0., 1., 2., 3.])
+    """
+    body, names, _ = taking_part("axis_index", axis_name)
+    position = index(body.mesh, names)
+    types.mark(position, types.of(varying=names))
+    context.note("axis_index", (), position, names)
+    return position
+
+
+def axis_size(axis_name: Axis) -> int:
+    """The number of ranks along an axis.
+
+    Args:
+        axis_name: a mesh axis, or a tuple of them.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.axis_size`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: x / vfn.axis_size("i"), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    ...     print(vfn.unshard(f(torch.ones(4))))
+    tensor([0.2500, 0.2500, 0.2500, 0.2500])
+    """
+    return taking_part("axis_size", axis_name)[2]
 
 
 def dynamic_slice(x: torch.Tensor, start_indices: Sequence[Any], sizes: Sequence[int]) -> torch.Tensor:

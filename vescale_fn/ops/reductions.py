@@ -1,0 +1,185 @@
+"""psum, pmean, pmax, pmin: one value made of the ranks' values.
+
+Source: `jax.lax`'s parallel operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import _torch, context, lines, tree, types, wire
+from ..errors import report
+from .maps import Collective
+from .operands import operands, refuse_what_cannot_be_reduced
+from .sending import Axis, local, sent, taking_part
+
+
+def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
+    """A reduction over the ranks. Over an axis along which a value is the same it is arithmetic: nothing is sent."""
+    body, names, n = taking_part(where, axis_name)
+    leaves, treedef = operands(where, x, body)
+    with _torch.no_torch_function():
+        refuse_what_cannot_be_reduced(where, x, leaves, body, names)
+        outs: list[Any] = [None] * len(leaves)
+        types_of: dict[int, types.Type] = {}
+        todo: dict[tuple[str, ...], list[int]] = {}
+        multiplied: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                outs[i] = leaf * n if where == "psum" else leaf / 1 if where == "pmean" else leaf
+                continue
+            leaf = local(leaf, body, where)
+            have = types_of[i] = types.typeof(leaf, body.axes) if body.check else types.INVARIANT
+            rest = types.differing(have, names) if body.check else names
+            if row == "psum" and leaf.dtype is torch.bool:
+                leaf = _computed(leaf.to, torch.int32, have)
+            if where == "psum" and len(rest) < len(names):
+                same = tuple(axis for axis in names if axis not in rest)
+                multiplied.setdefault(same, []).append((i, types.text(leaf, have)))
+                leaf = _computed(leaf.mul, wire.group_size(body.mesh, same), have)
+            if where == "pmean" and not rest:  # its own mean, but not an integer
+                leaf = _computed(leaf.div, 1, have) if not (leaf.is_floating_point() or leaf.is_complex()) else leaf
+            outs[i] = leaf
+            if rest:
+                todo.setdefault(rest, []).append(i)
+        for same, found in multiplied.items():
+            _warn_of_factor(x, same, wire.group_size(body.mesh, same), found)
+        for rest, members in todo.items():
+            op = Collective(row, body.mesh, rest, where, body.check)
+            done = sent(op, [outs[i] for i in members], [types_of[i] for i in members], "I")
+            for i, out in zip(members, done, strict=True):
+                if where == "pmean":
+                    out = _computed(out.div, wire.group_size(body.mesh, rest), types.typeof(out, body.axes))
+                outs[i] = out
+    context.note(where, x, outs, names)
+    return tree.unflatten(treedef, outs)
+
+
+def _computed(method: Callable[[Any], torch.Tensor], argument: Any, type_: types.Type) -> torch.Tensor:
+    x = method(argument)
+    types.mark(x, type_)
+    return x
+
+
+def _warn_of_factor(x: Any, axes: tuple[str, ...], factor: int, found: Sequence[tuple[int, str]]) -> None:
+    if factor > 1:
+        paths = tree.paths(x, "x")
+        shown = [f"{paths[i]} is {text}" for i, text in found[:4]]
+        shown += [f"{len(found) - 4} more"] * (len(found) > 4)
+        where = f"vfn.psum over {', '.join(map(repr, axes))}"
+        fix = f"x as it is: a gradient with respect to such a value is already summed; or {factor} * x, which says so"
+        lines.warn(report(where, f"a value that is the same on all ranks is multiplied by {factor}", shown, fix))
+
+
+def psum(x: Any, axis_name: Axis) -> Any:
+    """The sum of the ranks' values along an axis, on every one of them: an all-reduce.
+
+    Args:
+        x: a tree; leaves of one dtype travel together. A bool counts as int32. A Python number is multiplied by the
+            number of ranks, so ``psum(1, "i")`` is the axis size; so is a value that is the same on all ranks, with a
+            warning.
+        axis_name: a mesh axis, or a tuple of them (one sum over all).
+
+    Returns:
+        The same tree, invariant over the axis.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.psum`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: vfn.psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P())
+    ...     print(vfn.unshard(f(torch.arange(8.0))))
+    tensor([12., 16.])
+    """
+    return _reduce("psum", x, axis_name, "psum")
+
+
+def pmean(x: Any, axis_name: Axis) -> Any:
+    """The mean of the ranks' values along an axis, on every one of them.
+
+    Args:
+        x: a tree; integers give floating-point means. A value that is the same on all ranks is its own mean: the mean
+            of a gradient that is already summed is still the sum.
+        axis_name: a mesh axis, or a tuple of them.
+
+    Returns:
+        The same tree, invariant over the axis.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.pmean`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: vfn.pmean(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P())
+    ...     print(vfn.unshard(f(torch.arange(8.0))))
+    tensor([3., 4.])
+    """
+    return _reduce("pmean", x, axis_name, "psum")
+
+
+def pmax(x: Any, axis_name: Axis) -> Any:
+    """The elementwise maximum of the ranks' values along an axis, on every one of them. It has no derivative.
+
+    Args:
+        x: a tree.
+        axis_name: a mesh axis, or a tuple of them.
+
+    Returns:
+        The same tree, invariant over the axis.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body, or when it is differentiated.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.pmax`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: vfn.pmax(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P())
+    ...     print(vfn.unshard(f(torch.arange(8.0))))
+    tensor([6., 7.])
+    """
+    return _reduce("pmax", x, axis_name, "pmax")
+
+
+def pmin(x: Any, axis_name: Axis) -> Any:
+    """The elementwise minimum of the ranks' values along an axis, on every one of them. It has no derivative.
+
+    Args:
+        x: a tree.
+        axis_name: a mesh axis, or a tuple of them.
+
+    Returns:
+        The same tree, invariant over the axis.
+
+    Raises:
+        CollectiveError: outside a `shard_map` body, or when it is differentiated.
+        MeshError: an unknown axis.
+
+    Source: `jax.lax.pmin`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((4,), ("i",))
+    ...     f = vfn.shard_map(lambda x: vfn.pmin(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P())
+    ...     print(vfn.unshard(f(torch.arange(8.0))))
+    tensor([0., 1.])
+    """
+    return _reduce("pmin", x, axis_name, "pmin")

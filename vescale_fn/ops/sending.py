@@ -1,0 +1,138 @@
+"""From a call of a collective to its row of the table in `maps.py`: the axes, every operand checked before anything
+moves, promoted, and sent with the others of its dtype in one bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import _torch, context, linear, tree, types, wire
+from ..blocks import Blocks
+from ..errors import CollectiveError, TypingError, described, mesh_text, report, short
+from ..mesh import axes_of, axis_names, is_simulated
+from .maps import Collective, enter, promote
+from .operands import operands, refuse_unreduced
+
+Axis = str | Sequence[str]
+Problem = Callable[[torch.Tensor, int, str], str | None]
+
+
+def taking_part(where: str, axis_name: Any) -> tuple[context.Body, tuple[str, ...], int]:
+    """The running body, the axes as a tuple, and the number of ranks along them."""
+    body = context.body()
+    if body is None and _torch.in_backward_pass():
+        raise CollectiveError(report(
+            where, f"axis_name={short(axis_name)}, but no axis is manual here: this is the backward pass of an "
+            "autograd.Function, which does not run inside the shard_map body",
+            fix="for what is to be computed again, vfn.remat(f) or torch.utils.checkpoint(f, ..., use_reentrant=False); "
+            "else call it in the forward pass, and keep the result with ctx.save_for_backward"))  # fmt: skip
+    if body is None:
+        raise CollectiveError(report(
+            where, f"axis_name={short(axis_name)}, but no axis is manual here: this is not inside a shard_map body",
+            fix="call it in the function that vfn.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) maps"
+            + _ON_ARRAYS.get(where, "")))  # fmt: skip
+    whole = set(_names(axis_name)) & (set(axes_of(body.mesh)) - set(body.axes))
+    if whole:
+        raise CollectiveError(report(
+            where, f"axis_name={short(axis_name)}, but only {tuple(body.axes)} are manual in this shard_map body",
+            [f"along {name!r} of the {mesh_text(axes_of(body.mesh))} its values are whole" for name in sorted(whole)],
+            f"x.sum(...) and its like, as on one device; or axis_names={{{', '.join(map(repr, (*body.axes, *sorted(whole))))}}}"
+        ))  # fmt: skip
+    names = axis_names(axis_name, body.sizes, where)
+    return body, names, wire.group_size(body.mesh, names)
+
+
+# What takes the place of a collective in the global view.
+_ON_ARRAYS = {name: f"; a whole array needs no collective: x.{method}" for name, method in
+              (("psum", "sum(0)"), ("pmean", "mean(0)"), ("pmax", "amax(0)"), ("pmin", "amin(0)"))}  # fmt: skip
+
+
+def _names(axis_name: Any) -> tuple[str, ...]:
+    several = isinstance(axis_name, (tuple, list, set, frozenset))
+    return tuple(name for name in (axis_name if several else (axis_name,)) if isinstance(name, str))
+
+
+def span(names: tuple[str, ...], n: int) -> str:
+    return f"{n} (ax{'is' if len(names) == 1 else 'es'} {', '.join(map(repr, names))})"
+
+
+def local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
+    """A leaf as a local value of this body."""
+    if leaf.__class__ is torch.Tensor and hasattr(leaf, "vfn_type") and not is_simulated(body.mesh):
+        return leaf  # one already
+    if not isinstance(leaf, torch.Tensor):
+        with _torch.no_torch_function():
+            leaf = torch.as_tensor(leaf)
+    below = _torch.peel(leaf)
+    if types.outside(leaf, body.auto):
+        raise TypingError(report(
+            where, "a whole array was used inside a shard_map body, whose values are local", [f"it is {described(leaf)}"],
+            fix="pass it as an argument of the body, with its spec in in_specs"))  # fmt: skip
+    with _torch.no_torch_function():  # the body's mode would take it in a second time
+        known = types.read(leaf)
+        types.refuse_unseen(leaf)
+        if is_simulated(body.mesh) and not isinstance(below, (Blocks, DTensor)):
+            leaf = enter(leaf, body.mesh)
+        if known is None and not body.check and _torch.needs_gradient(leaf):  # closed over: sums the ranks' gradients
+            (leaf,) = linear.apply(Collective("copy", body.mesh, body.axes, where), leaf)
+    if type(_torch.peel(leaf)) is not type(below):
+        types.mark(leaf, known or types.INVARIANT)
+    return leaf
+
+
+def send(where: str, x: Any, axis_name: Any, row: str, *, takes: str = "V", gives: str = "V",
+          problem: Problem | None = None, fix: str = "", **parameters: Any) -> Any:  # fmt: skip
+    """Send every leaf of `x` through `row`.
+
+    Args:
+        takes: the types that the row accepts as they are; invariant and reduced operands are promoted to varying first.
+        gives: the type of the result over the axes.
+        problem: what is wrong with a leaf, given the number of ranks and its text; all of them are reported at once.
+    """
+    body, names, n = taking_part(where, axis_name)
+    leaves, treedef = operands(where, x, body)
+    leaves = [local(leaf, body, where) for leaf in leaves]
+    if problem is not None:
+        found = [problem(leaf, n, span(names, n)) for leaf in leaves]
+        if any(found):
+            raise CollectiveError(report(
+                where, f"the operand does not fit the {mesh_text(axes_of(body.mesh))}",
+                [f"{path} of shape {types.text(leaf)}: {why}"
+                 for path, leaf, why in zip(tree.paths(x, "x"), leaves, found) if why],
+                fix if any("size" in why for why in found if why) else ""))  # fmt: skip
+    op = Collective(row, body.mesh, names, where, body.check, **parameters)
+    have = [types.typeof(leaf, body.axes) if body.check else types.INVARIANT for leaf in leaves]
+    if "U" not in takes:
+        refuse_unreduced(where, x, leaves, have, names)
+    outs = sent(op, leaves, have, gives)
+    context.note(where, x, outs, names)
+    return tree.unflatten(treedef, outs)
+
+
+def sent(op: Collective, leaves: list[torch.Tensor], have: Sequence[types.Type], gives: str) -> list[Any]:
+    """Leaves of these types through `op`; the results are `gives` over its axes."""
+    with _torch.no_torch_function():
+        if op.checked:
+            want = types.of(varying=op.axes)
+            leaves = [leaf if t is want else promote(leaf, t, want, op.mesh) for leaf, t in zip(leaves, have)]
+        outs = bucketed(op, leaves)
+        for out, t in zip(outs, have):
+            types.mark(out, types.with_letter(t, op.axes, gives))
+    return outs
+
+
+def bucketed(op: Collective, leaves: list[torch.Tensor]) -> list[Any]:
+    """One application, so one collective, for each dtype."""
+    buckets: dict[torch.dtype, list[int]] = {}
+    outs: list[Any] = [None] * len(leaves)
+    with _torch.no_torch_function():
+        for i, leaf in enumerate(leaves):
+            buckets.setdefault(leaf.dtype, []).append(i)
+        for members in buckets.values():
+            for i, out in zip(members, linear.apply(op, *[leaves[i] for i in members])):
+                outs[i] = out
+    return outs
