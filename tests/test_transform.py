@@ -214,6 +214,37 @@ def test_reduced(mesh) -> None:
     close(moved, expected)
 
 
+@pytest.mark.parametrize("grad", [vfn.grad, torch.func.grad], ids=["vfn", "torch.func"])
+def test_microbatches_of_reduced_weights_are_added_over_the_ranks_once(mesh, grad) -> None:
+    """Two weights of one dtype and one of another, over microbatches of unequal sizes: one all-reduce a dtype."""
+    layers = {"w": randn(5, 3), "b": randn(3), "f": torch.linspace(-1, 1, 5)}
+    batches = [randn(rows, 5) for rows in (8, 3, 7)]
+
+    def loss(p, x):
+        return torch.tanh(x @ p["w"] + p["b"]).square().sum() + (x.float() @ p["f"]).square().sum()
+
+    def step(p, batches):
+        total = grad(loss)(p, batches[0])
+        for x in batches[1:]:
+            more = grad(loss)(p, x)
+            total = {name: g + more[name] for name, g in total.items()}
+        return total
+
+    expected = step(layers, batches)
+    for axes in (P("dp"), P(("tp", "dp"))):
+        over = {"dp"} if axes == P("dp") else {"dp", "tp"}
+        p, data = vfn.shard(layers, mesh, P(reduced=over)), vfn.shard(batches, mesh, axes)
+        with vfn.comm_log() as log:
+            total = step(p, data)
+        assert not list(log)
+        assert {vfn.spec_of(g) for g in total.values()} == {P(unreduced=over)}
+        with vfn.comm_log() as log:
+            found = vfn.with_sharding(total, P())
+        assert [(record.op, record.bytes) for record in log] == [("all_reduce", 18 * 8), ("all_reduce", 5 * 4)]
+        close({k: found[k] for k in "wb"}, {k: expected[k] for k in "wb"}, rtol=1e-12, atol=1e-12)
+        close(found["f"], expected["f"], rtol=1e-5, atol=1e-5)
+
+
 def test_unreduced_primals(mesh) -> None:
     """The cotangent of partial sums is replicated, and marked so."""
     a = vfn.shard(randn(7, 5), mesh, P("tp", unreduced={"dp"}))

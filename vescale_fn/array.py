@@ -459,6 +459,24 @@ def moved(x: Any, mesh: Any, target: P | None, why: str) -> Any:
     return types.kept(linear.apply(_Move(mesh, spec_of(x) if is_array(x) else None, target, why), x)[0], x)
 
 
+def moved_together(xs: Sequence[Array], targets: Sequence[P], why: str) -> list[Array]:
+    """`moved`, for several finished arrays: what is to be added over the same axes travels as one collective a dtype."""
+    out: list[Any] = list(xs)
+    meshes: dict[Any, list[int]] = {}
+    for i, x in enumerate(xs):
+        meshes.setdefault(x._spec.mesh, []).append(i)
+    for mesh, members in meshes.items():
+        shapes = [tuple(xs[i].shape) for i in members]
+        plans = [
+            reshard.plan(shape, axes_items(mesh), layout(xs[i]._spec), P(*targets[i], unreduced=targets[i].unreduced))
+            for i, shape in zip(members, shapes, strict=True)
+        ]
+        moved = reshard.run_together([_torch.local(xs[i]) for i in members], shapes, mesh, plans, why)
+        for i, local in zip(members, moved, strict=True):
+            out[i] = types.kept(wrap(local, mesh, targets[i], xs[i].shape), xs[i])
+    return out
+
+
 def whole(x: Any, why: str = "unshard") -> torch.Tensor:
     """An array as a plain whole tensor, on every rank; differentiable."""
     return moved(_only_sums(x) if isinstance(x, DTensor) else x, mesh_of(x), None, why)

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 
-from . import _torch, context, reshard, tracebacks, tree, types
-from .array import Array, is_array, mesh_of, moved, spec_of, wrap
+from . import _torch, context, tracebacks, tree
+from .array import Array, is_array, mesh_of, moved, moved_together, spec_of, wrap
 from .calls import called, checked_function, explained, parameter
 from .errors import TransformError, described, dtype_text, mesh_text, report, short
-from .layout import WHOLE, axes_items, layout, type_text
+from .layout import WHOLE, layout, type_text
 from .mesh import axes_of, same
 from .spec import P
 
@@ -194,24 +194,16 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 def _settle_together(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same for finished values: what is to be added over the same axes travels as one collective a dtype."""
     out, moving = list(grads), {}
-    if _PLAIN.issuperset(map(type, (*grads, *primals))):
-        return out
     for i, (g, x) in enumerate(zip(grads, primals, strict=True)):
         goal = _goal(x)
         if isinstance(g, Array) and goal is not None and layout(g._spec) != goal:
-            moving.setdefault(g._spec.mesh, []).append((i, goal))
+            moving[i] = goal
         elif isinstance(g, Array) != (goal is not None):
             out[i] = settled([g], [x])[0]
-    for mesh, rows in moving.items():
-        arrays: list[Any] = [grads[i] for i, _ in rows]
-        shapes = [tuple(g.shape) for g in arrays]
-        plans = [reshard.plan(shape, axes_items(mesh), layout(g._spec), goal)
-                 for g, shape, (_, goal) in zip(arrays, shapes, rows, strict=True)]  # fmt: skip
-        moved = reshard.run_together(
-            [_torch.local(g) for g in arrays], shapes, mesh, plans, "grad: the layout of the primals"
-        )
-        for (i, goal), g, local in zip(rows, arrays, moved, strict=True):
-            out[i] = types.kept(wrap(local, mesh, goal, g.shape), g)
+    arrays: list[Any] = [grads[i] for i in moving]
+    found = moved_together(arrays, list(moving.values()), "grad: the layout of the primals")
+    for i, g in zip(moving, found, strict=True):
+        out[i] = g
     return out
 
 

@@ -13,10 +13,10 @@ import torch
 
 from . import _torch, context, replicas, tree, wire
 from .aliases import note_elsewhere
-from .array import Array, is_array, mesh_of, on_device, packed, place, spec_of, whole, wrap
+from .array import Array, is_array, mesh_of, moved_together, on_device, packed, place, spec_of, whole, wrap
 from .blocks import Blocks
 from .errors import MeshError, SpecError, TypingError, VfnError, described, mesh_text, report, short
-from .layout import WHOLE, type_text
+from .layout import WHOLE, layout, type_text
 from .mesh import axes_of, coordinates, is_simulated, played_ranks, same
 from .spec import P, as_spec, axes_named, is_spec, local_indices, problems, split_axes, too_long, validate
 
@@ -184,12 +184,27 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
         for one in dict.fromkeys(meshes):
             named = zip(_names(tree_), leaves, meshes, strict=True)
             replicas.same_plain("with_sharding", one, ((name, x) for name, x, m in named if m is one))
-    out = [x if m is None else place(x, m, s, "with_sharding") for x, s, m in zip(leaves, specs, meshes, strict=True)]
+    out = list(leaves)
+    sums = [i for i, x in enumerate(leaves) if _is_finished_sum(x, meshes[i], specs[i])]
+    found = moved_together([leaves[i] for i in sums], [specs[i] for i in sums], "with_sharding")
+    for i, (x, m, s) in enumerate(zip(leaves, meshes, specs, strict=True)):
+        if m is not None:
+            out[i] = found[sums.index(i)] if i in sums else place(x, m, s, "with_sharding")
     for x, y in zip(leaves, out, strict=True):
         if y is not x and is_array(x):  # on one device the two are one: a write to either is to be seen in both
             note_elsewhere(_torch.peel(x), _torch.peel(y))
     context.note("with_sharding", leaves, out)
     return _rebuilt(treedef, out)
+
+
+def _is_finished_sum(x: Any, mesh: Any, spec: P) -> bool:
+    """Whether `x`, which no transform follows any more, is an array on `mesh` that is to be added over ranks for `spec`."""
+    if not isinstance(x, Array) or not same(x._spec.mesh, mesh):
+        return False
+    over = layout(x._spec).unreduced - spec.unreduced
+    if all(axes_of(mesh)[axis] == 1 for axis in over):
+        return False
+    return not (_torch.transforming() or _torch.forward_ad_active() or (torch.is_grad_enabled() and x.requires_grad))
 
 
 def unshard(tree_: Any) -> Any:
