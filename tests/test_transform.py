@@ -246,11 +246,12 @@ def test_microbatches_of_reduced_weights_are_added_over_the_ranks_once(mesh, gra
 
 
 def test_unreduced_primals(mesh) -> None:
-    """The cotangent of partial sums is replicated, and marked so."""
+    """The cotangent of partial sums is replicated, and marked so: its own cotangent is partial sums."""
     a = vfn.shard(randn(7, 5), mesh, P("tp", unreduced={"dp"}))
-    g = vfn.grad(lambda a: (a**2).sum())(a)
-    close(g, 2 * vfn.unshard(a))
-    assert vfn.spec_of(g).unreduced == frozenset()
+    for f in (lambda a: (a**2).sum(), lambda a: (vfn.with_sharding(a, P("tp")) ** 2).sum()):
+        g = vfn.grad(f)(a)
+        close(g, 2 * vfn.unshard(a))
+        assert vfn.spec_of(g) == P("tp", reduced={"dp"})
 
 
 # --- nesting ----------------------------------------------------------------------------------------------------------
