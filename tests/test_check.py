@@ -247,7 +247,18 @@ MISTAKES: dict[str, tuple[Any, Any, Any, str]] = {  # what is wrong, what is rig
   * the runs part at psum, <return vfn.psum(y, "tp") + b>
       operand 0 (psum, here): f32[8@dp,3], each rank its block
       the ranks hold the whole value already, so that the sum counts it once for each of them
-  Instead: leave it out (a gradient by a value that is the same on all ranks is summed already)"""),
+  Instead: leave it out (a gradient by a value that is the same on all ranks is summed already), or in_specs that split \
+over 'tp' what is summed"""),
+    "in_specs that leave a contraction whole": (
+        on_ranks(matmul_with_psum, P("dp"), P(), P(), out=P("dp"), check_vma=False),
+        on_ranks(matmul_with_psum, *TENSOR_PARALLEL, out=P("dp")),
+        (X, W, B), """
+  * out is 4 times the one-device value (4 = size of axis 'tp')
+  * the runs part at psum, <return vfn.psum(x @ w, "tp")>
+      operand 0 (matmul, here): f32[8@dp,3], each rank its block
+      the ranks hold the whole value already, so that the sum counts it once for each of them
+  Instead: leave it out (a gradient by a value that is the same on all ranks is summed already), or in_specs that split \
+over 'tp' what is summed"""),
     "a psum of a gradient that is summed": (
         on_ranks(psum_of_a_summed_gradient, P(), P("dp")),
         on_ranks(gradient_of_the_mean, P(), P("dp")),
@@ -548,6 +559,36 @@ def test_a_fault_on_one_rank_only() -> None:
   * the runs part at where, <return torch.where(vfn.axis_index("dp") == 2, -y, y)>
       operand 0 (__eq__, here): depends on the rank
       operand 0 depends on the rank (axis_index, which is 0 on one device), and so does what comes of it""")  # fmt: skip
+
+
+def test_a_fault_in_the_small_elements_of_a_value() -> None:
+    x = torch.linspace(-1, 1, 32).reshape(8, 4) * torch.tensor([1e7] + [1.0] * 7)[:, None]
+
+    def f(x: Any) -> Any:
+        return x * torch.where(x.abs() < 1e3, 1 + 0.01 * (vfn.axis_size("dp") - 1), 1.0)
+
+    with vfn.simulate(4):
+        said = message(on_ranks(f, P("dp"), out=P("dp")), x, mesh=vfn.make_mesh((2, 2), ("dp", "tp")))
+    assert_says(said, """
+  * out differs by 0.01 (relative 0.0021)
+      one device, the block of ranks 0, 1: f32[4,4] [..., -0.74194, -0.67742, -0.6129, -0.54839, ...]
+      mesh: f32[4,4] [..., -0.74935, -0.68419, -0.61903, -0.55387, ...]
+  * the runs part at where, <return x * torch.where(x.abs() < 1e3, 1 + 0.01 * (vfn.axis_size("dp") - 1), 1.0)>
+      its operands are in order: a number in it is another on the mesh, as vfn.axis_size or the size of a block is""")  # fmt: skip
+
+
+def test_a_write_into_a_part_of_a_value() -> None:
+    def f(x: Any) -> Any:
+        x = x.clone()
+        x[0] = 0.0
+        return x
+
+    with vfn.simulate(2):
+        said = message(on_ranks(f, P("dp"), out=P("dp")), X, mesh=vfn.make_mesh((2,), ("dp",)))
+    assert_says(said, """
+  * the runs part at __setitem__, <x[0] = 0.0>
+      operand 0 (clone, here): f32[8@dp,12], each rank its block
+      each rank of 'dp' applies it to its own block, where one device has the whole""")  # fmt: skip
 
 
 def test_positions_made_of_the_rank_are_no_fault() -> None:

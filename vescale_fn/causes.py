@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .relation import Relation
-from .spec import split_axes
+from .spec import P, split_axes
 
 
 class Step(NamedTuple):
@@ -24,6 +24,7 @@ class Step(NamedTuple):
     reordered: bool  # whether its result has the right numbers, in another order
     misfit: bool  # whether the ranks' results have another shape than blocks of the right one would have
     own: tuple[int, ...] = ()  # the operands that depend on the rank alone
+    spec: P | None = None  # by which its result lies, where that is known
 
 
 _ADDS = ("add", "sub", "rsub", "radd", "iadd", "isub", "add_", "sub_", "__add__", "__radd__", "__sub__", "__rsub__")
@@ -32,7 +33,19 @@ _WITH_BIAS = ("linear", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "bilin
 
 def cause(step: Step) -> tuple[str, str]:
     """Why a step usually goes wrong whose operands are in order, and what to write instead."""
-    for rule in (_result, _summed, _moved, _by_rank, _drawn, _bias, _unfinished, _order, _mismatched, _own_block):
+    for rule in (
+        _result,
+        _summed,
+        _moved,
+        _by_rank,
+        _drawn,
+        _bias,
+        _unfinished,
+        _order,
+        _mismatched,
+        _number,
+        _own_block,
+    ):
         found = rule(step)
         if found is not None:
             return found
@@ -71,6 +84,8 @@ def _result(step: Step) -> tuple[str, str] | None:
     assert held is not None
     over, axes = _names(held.axes), _argument(held.axes or ("",))
     if held.how == "equal":
+        if step.spec is not None and P(*step.spec) == P(*held.spec):
+            return None
         return "out_specs puts the ranks' blocks together otherwise than they belong", f"out_specs={held.spec!r}"
     part, fix = ("its part of a sum", f"vfn.psum(x, {axes})") if held.how == "sum" else \
         ("the mean of its own block", f"vfn.pmean(x, {axes})")  # fmt: skip
@@ -83,7 +98,7 @@ def _result(step: Step) -> tuple[str, str] | None:
 
 def _summed(step: Step) -> tuple[str, str] | None:
     """psum and pmean of what is no partial sum."""
-    if step.name not in ("psum", "pmean") or not step.operands or step.operands[0] is None:
+    if step.name not in ("psum", "pmean", "psum_scatter") or not step.operands or step.operands[0] is None:
         return None
     held = step.operands[0]
     if held.how == "mean" and step.name == "psum":
@@ -98,9 +113,10 @@ def _summed(step: Step) -> tuple[str, str] | None:
         over = _argument(split)
         return "the ranks hold different blocks of one value, and blocks are not added up", \
             f"vfn.all_gather(x, {over}, tiled=True), which puts them together; or no collective"  # fmt: skip
-    if held.how == "equal" and step.name == "psum":
-        return "the ranks hold the whole value already, so that the sum counts it once for each of them", \
-            "leave it out (a gradient by a value that is the same on all ranks is summed already)"  # fmt: skip
+    if held.how == "equal" and step.name != "pmean":
+        fix = "leave it out (a gradient by a value that is the same on all ranks is summed already), or in_specs that " \
+            f"split over {_names(step.over)} what is summed"  # fmt: skip
+        return "the ranks hold the whole value already, so that the sum counts it once for each of them", fix
     return None
 
 
@@ -175,6 +191,23 @@ def _mismatched(step: Step) -> tuple[str, str] | None:
     said = " and ".join(f"operand {i} over {_names(names)}" for i, names in split.items())
     return f"blocks meet that do not belong together: {said}", \
         "in_specs that split the dims which meet over the same axes, in the same order"  # fmt: skip
+
+
+_ELEMENTWISE = frozenset(
+    "add sub mul div true_divide pow where neg abs exp log sqrt rsqrt square tanh sigmoid relu gelu silu maximum minimum "
+    "clamp lerp addcmul addcdiv sin cos eq ne lt le gt ge".split()
+)
+
+
+def _number(step: Step) -> tuple[str, str] | None:
+    """An op on elements, whose operands are in order: what is left is a Python number."""
+    name = step.name.strip("_")
+    if not {name, name[1:]} & _ELEMENTWISE:  # also radd, itruediv, ...
+        return None
+    return (
+        "its operands are in order: a number in it is another on the mesh, as vfn.axis_size or the size of a block is",
+        "",
+    )
 
 
 _ON_BLOCKS = (  # how the ranks' results of functions of a block make up that of the whole

@@ -16,10 +16,10 @@ import torch
 from . import relation, wire
 from .array import is_array, mesh_of, place, spec_of
 from .errors import mesh_text
+from .facts import TOLERANCE, Facts, facts, head, wobble
 from .layout import type_text
 from .mesh import axes_of, coordinates, played_ranks
 from .recording import Held, hold
-from .relation import TOLERANCE, Facts
 from .spec import P, split_axes
 
 EQUAL, ROUNDED, NOISE = "equal", "equal up to rounding", "not judged: rounding alone changes it as much"
@@ -31,7 +31,7 @@ class Compared(NamedTuple):
     path: str
     type: str
     difference: float  # the largest absolute difference
-    relative: float  # to the largest element
+    relative: float  # to what its element is compared to
     problem: str  # empty where they are equal
     detail: tuple[str, ...] = ()
     ratio: float | None = None  # of the two, where it is the same for all elements
@@ -91,8 +91,7 @@ def compared(paths: Sequence[str], one: Sequence[Any], many: Sequence[Any], mesh
         paths: what to call them.
         one, many: the values of either run; those of `many` may be arrays.
         mesh: all of whose ranks make this call.
-        rtol, atol: by how much floats may differ, relative to the largest element of a value (None: by dtype), and
-            besides. An error that is as small as the rounding of the largest of all these values is none.
+        rtol, atol: by how much floats may differ, relative to the size of a value (None: by dtype), and besides.
         rounded: the values of further runs on one device, with arguments that differ by their rounding: an error as
             large as these make is none.
     """
@@ -100,15 +99,17 @@ def compared(paths: Sequence[str], one: Sequence[Any], many: Sequence[Any], mesh
     held = [_held(x) if isinstance(x, torch.Tensor) else None for x in many]
     largest = _largest(one)
     mine: list[list[Facts | None]] = []
-    slack = [relation.wobble(a, [values[i] for values in rounded]) if isinstance(a, torch.Tensor) else 0.0
+    slack = [wobble(a, [values[i] for values in rounded]) if isinstance(a, torch.Tensor) else 0.0
              for i, a in enumerate(one)]  # fmt: skip
     for a, h, more in zip(one, held, slack, strict=True):
         if not isinstance(a, torch.Tensor) or h is None:
             mine.append([None] * len(ranks))
             continue
         tolerance = TOLERANCE.get(a.dtype, 0.0) if rtol is None else rtol
-        room = max(atol, largest * _epsilon(a.dtype))
-        mine.append([relation.facts(a, h.of(at), [h.spec or P()], axes, coordinates(mesh, rank), tolerance, room + more)
+        more = (
+            more + atol if bool(a.any()) else max(atol, largest * _epsilon(a.dtype))
+        )  # zeros made of sums are not quite
+        mine.append([facts(a, h.of(at), [h.spec or P()], axes, coordinates(mesh, rank), tolerance, more)
                      for at, rank in enumerate(ranks)])  # fmt: skip
     by_rank = wire.everyone(mine, mesh, "check")
     rows = []
@@ -134,9 +135,9 @@ def changed(paths: Sequence[str], before: Sequence[Any], after: Sequence[Any]) -
                 return f"{path}: {a!r}, then {b!r}"
             continue
         for x, y in zip(hold(a).blocks, hold(b).blocks):
-            found = relation.facts(x, y, [P()], {}, {}, TOLERANCE.get(x.dtype, 0.0)).fits[0]
+            found = facts(x, y, [P()], {}, {}, TOLERANCE.get(x.dtype, 0.0)).fits[0]
             if not found.equal:
-                return f"{path}: {found.want or relation.head(x)}, then {found.got or relation.head(y)}"
+                return f"{path}: {found.want or head(x)}, then {found.got or head(y)}"
     return ""
 
 
@@ -166,8 +167,7 @@ def _tensors(
     type_ = type_text(tuple(whole.shape), whole.dtype, spec)
     fits = [row.fits[0] for row in rows]
     difference = max(fit.difference for fit in fits)
-    scale = max(fit.scale for fit in fits)
-    relative = difference / scale if scale else (math.inf if difference else 0.0)
+    relative = max(fit.relative for fit in fits)
     problem = ""
     if any(row.dtype != whole.dtype for row in rows):
         one, many = (str(dtype).removeprefix("torch.") for dtype in (whole.dtype, rows[0].dtype))

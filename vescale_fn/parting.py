@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 from . import wire
 from .causes import Step, cause
 from .errors import dtype_text
+from .facts import TOLERANCE, Facts, facts, head, sizes, wobble
 from .lines import quoted, readable
 from .mesh import axes_of, coordinates, played_ranks
 from .recording import Held, Node, aligned
-from .relation import TOLERANCE, Facts, Relation, conclude, facts, head, layouts, listed, same_numbers, shown, wobble
+from .relation import Relation, conclude, layouts, listed, same_numbers, shown
 from .spec import P
 
 Before = Callable[[int], Iterable[int]]  # what a value was made of, or, backward, what was made of it
@@ -66,7 +67,7 @@ class Runs:
         return len(self.one) if clock == len(self.many) else self.pairs.get(clock, -1)
 
     def _compare(self) -> None:
-        jobs: dict[Any, tuple[Held, Held, float]] = {}
+        jobs: dict[Any, tuple[Held, Held, Any]] = {}
         for i, j in self.pairs.items():
             alone, node = self.one[j], self.many[i]
             jobs[i, None] = alone.held, node.held, self._slack(alone.held, [nodes[j].held for nodes in self.rounded])
@@ -96,17 +97,17 @@ class Runs:
             self.rows[key] = rows
             self.known[key] = self._concluded(key, rows, specs[key], *jobs[key])
 
-    def _slack(self, held: Held, others: Sequence[Held]) -> float:
+    def _slack(self, held: Held, others: Sequence[Held]) -> Any:
         """What rounding alone makes of a value."""
         return wobble(held.blocks[0], [other.blocks[0] for other in others])
 
-    def _concluded(self, key: Any, rows: list[Facts], specs: list[P], alone: Held, held: Held, slack: float) -> Any:
+    def _concluded(self, key: Any, rows: list[Facts], specs: list[P], alone: Held, held: Held, slack: Any) -> Any:
         if any(not row.fits or len(row.fits) != len(rows[0].fits) for row in rows):
             return UNKNOWN
         number, clock = key
         node, whole = self.many[number], alone.blocks[0]
-        scale = max(fit.scale for row in rows for fit in row.fits)
-        tolerance = max(_tolerance(alone), 1e-9) + (slack / scale if scale else 0.0)
+        size = sizes(whole)
+        tolerance = max(_tolerance(alone), 1e-9, float((slack / size).nan_to_num(0.0).max()) if size.numel() else 0.0)
         unreduced = None if held.spec is None else held.spec.unreduced
         found = conclude(rows, specs, self.mesh, self.axes, tolerance, unreduced)
         if found is None and (not specs or number in self.own):
@@ -193,12 +194,15 @@ class Runs:
         copies = max(1, sum(math.prod(row.shape) for row in rows) // max(1, whole.numel()))
         states = [self._state(i, None) for i in node.sources]
         operands = tuple(r if isinstance(r, Relation) else None for r in states)
-        reordered, misfit = same_numbers(whole, rows, copies, 1e-3), any(not row.fits[0].want for row in rows)
+        reordered, misfit = (
+            same_numbers(whole, rows, copies, max(_tolerance(node.held), 1e-9)),
+            any(not row.fits[0].want for row in rows),
+        )
         own = tuple(i for i, source in enumerate(node.sources) if source in self.own)
         if any(row.dtype != whole.dtype for row in rows):
             why, fix = f"the mesh has {dtype_text(rows[0].dtype)}, where one device has {dtype_text(whole.dtype)}", ""
         else:
-            why, fix = cause(Step(node.name, node.axes, operands, self.axes, reordered, misfit, own))
+            why, fix = cause(Step(node.name, node.axes, operands, self.axes, reordered, misfit, own, node.held.spec))
         place = f"the runs part at {node.name}, {quoted(node.line)}"
         said = [
             f"operand {i}{self._origin(source, node.name)}: {self._text(source)}"

@@ -98,7 +98,7 @@ class Recorder(TorchFunctionMode):
             with _torch.no_torch_function():
                 sources = self._sources(types.tensors(args, kwargs), name)
         out = func(*args, **kwargs)
-        made = types.tensors(out) if name not in types.NOT_TYPED else []
+        made = types.tensors(args[0] if name == "__setitem__" else out) if name not in types.NOT_TYPED else []
         if made:
             with _torch.no_torch_function():
                 if sources is None:
