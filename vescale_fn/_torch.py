@@ -186,8 +186,12 @@ def intercept_function_apply(handler: Any) -> None:
     if handler is None:
         del _Level.apply
         torch.autograd.function.custom_function_call = _apply_under_functorch  # type: ignore[attr-defined]
-        return
+    else:
+        _Level.apply, torch.autograd.function.custom_function_call = _appliers(handler)  # type: ignore[attr-defined]
 
+
+@functools.lru_cache(maxsize=1)
+def _appliers(handler: Any) -> tuple[Any, Any]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         plain = super(_Level, cls).apply
         return handler(cls, plain, args, kwargs) if issubclass(cls, torch.autograd.Function) else plain(*args, **kwargs)
@@ -195,11 +199,15 @@ def intercept_function_apply(handler: Any) -> None:
     def under_functorch(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return handler(cls, functools.partial(_apply_under_functorch, cls), args, kwargs)
 
-    _Level.apply = classmethod(apply)
-    torch.autograd.function.custom_function_call = under_functorch  # type: ignore[attr-defined]
+    return classmethod(apply), under_functorch
 
 
 _stances: list[Any] = []
+
+
+@functools.lru_cache(maxsize=1)
+def _as_written(stance: Any) -> Any:
+    return stance("force_eager")
 
 
 def run_compiled_as_written(on: bool) -> None:
@@ -210,7 +218,7 @@ def run_compiled_as_written(on: bool) -> None:
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # not there: nothing was compiled yet
     if on and hasattr(frames, "_stance"):
         _stances.append(frames._stance)
-        frames._stance = frames.DynamoStance("force_eager")
+        frames._stance = _as_written(frames.DynamoStance)
     elif not on and _stances:
         frames._stance = _stances.pop()
 
@@ -234,10 +242,12 @@ def intercept_checkpoint(handler: Any) -> None:
     which is asked at the call; None ends that."""
     if _plain_checkpoint is None:
         return
-    if handler is None:
-        _checkpoint._checkpoint_without_reentrant_generator = _plain_checkpoint  # type: ignore[attr-defined]
-        return
+    found = _plain_checkpoint if handler is None else _checkpointer(handler)
+    _checkpoint._checkpoint_without_reentrant_generator = found  # type: ignore[attr-defined]
 
+
+@functools.lru_cache(maxsize=1)
+def _checkpointer(handler: Any) -> Any:
     def generator(fn: Any, preserve: Any, context_fn: Any, *rest: Any, **kwargs: Any) -> Any:
         if is_traced() or getattr(context_fn, "enters_body", False):
             return _plain_checkpoint(fn, preserve, context_fn, *rest, **kwargs)
@@ -249,7 +259,7 @@ def intercept_checkpoint(handler: Any) -> None:
 
         return _plain_checkpoint(fn, preserve, contexts, *rest, **kwargs)
 
-    _checkpoint._checkpoint_without_reentrant_generator = generator  # type: ignore[attr-defined]
+    return generator
 
 
 class _Both:

@@ -72,15 +72,17 @@ class _Site:
     Called in the body of another map, the mesh is the part of it that the other left alone.
     """
 
-    def __init__(self, mesh: Any, manual: tuple[str, ...], outer: context.Body | None, check: bool) -> None:
+    def __init__(self, name: str, mesh: Any, manual: tuple[str, ...], outer: context.Body | None, check: bool) -> None:
         sizes = axes_of(mesh)
         rest = tuple(axis for axis in sizes if axis not in manual)
         around = outer.sizes if outer is not None else {}
         self.mesh, self.manual, self.outer = mesh, manual, outer
         self.sizes = {axis: sizes[axis] for axis in sizes if axis in manual}
+        self.simulated = is_simulated(mesh)
         self.auto = part(mesh, rest) if rest else None
         now = {**around, **self.sizes}
         self.body = context.Body(outer.mesh if outer else mesh, tuple(now), now, check, self.auto)
+        self.adopt = functools.partial(_adopt, self, name)
 
     def unmentioned(self, spec: P) -> tuple[str, ...]:
         """The manual axes that a spec does not name."""
@@ -111,6 +113,8 @@ class _Mapped:
         self.in_specs = tuple(in_specs) if isinstance(in_specs, list) else in_specs
         self.out_specs, self.axis_names = out_specs, _names(axis_names)
         self.name, self.line = getattr(f, "__name__", type(f).__name__), user_line()
+        self.where = f"shard_map({self.name})"
+        self.notes = f"the arguments of {self.where}", f"the results of {self.where}"
         self.sites: dict[Any, _Site] = {}
         self.ins: dict[Any, list[_In | None]] = {}
         self.outs: dict[Any, list[_Out | None]] = {}
@@ -136,12 +140,12 @@ class _Mapped:
             for i, entry in enumerate(plan):
                 if entry is not None:
                     leaves[i] = _brought_in(leaves[i], site, entry, fast)
-        context.note(f"the arguments of shard_map({self.name})", given, leaves)
-        intercepted = self.check or is_simulated(site.mesh) or not fast or context.grad_depth() > 0
+        context.note(self.notes[0], given, leaves)
+        intercepted = self.check or site.simulated or not fast or context.grad_depth() > 0
         body = site.body
-        with tracking.running(body, functools.partial(_adopt, site, self.name), intercepted) as run:
+        with tracking.running(body, site.adopt, intercepted) as run:
             try:
-                result = called(self.f, tree.unflatten(treedef, leaves), {}, f"shard_map({self.name})")
+                result = called(self.f, tree.unflatten(treedef, leaves), {}, self.where)
             except RuntimeError as error:
                 _note_blocks(error, self, args, leaves)
                 raise
@@ -169,7 +173,7 @@ class _Mapped:
                     locals_[i] = _taken_out(locals_[i], have[i], site, entry, fast)
                     if context.on_one_device() and outer is None:
                         locals_[i] = whole(locals_[i])
-        context.note(f"the results of shard_map({self.name})", made, locals_, line=self.line)
+        context.note(self.notes[1], made, locals_, line=self.line)
         return tree.unflatten(out_def, locals_)
 
 
@@ -212,12 +216,17 @@ def _key(x: Any) -> Any:
     """What a plan depends on, of one leaf. The DTensorSpecs of equal arrays are one object, so comparing is quick."""
     if x.__class__ is Array:
         return (x._spec,)
+    if x.__class__ is torch.Tensor and not _torch.transforming():
+        return x.shape, x.dtype
     return (x.shape, x.dtype, is_array(x) and (mesh_of(x), spec_of(x))) if isinstance(x, torch.Tensor) else type(x)
 
 
 def _unwatched(outer: context.Body | None) -> contextlib.AbstractContextManager[Any]:
     """The mode of a body around this one watches what that body does, not what we do."""
-    return contextlib.nullcontext() if outer is None else _torch.no_torch_function()
+    return _NOTHING if outer is None else _torch.no_torch_function()
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def _found_mesh(leaves: Sequence[Any], outer: context.Body | None, name: str) -> Any:
@@ -247,7 +256,7 @@ def _site(mapped: _Mapped, mesh: Any, outer: context.Body | None) -> _Site:
         raise MeshError(report(where, f"axis_names={set(asked)!r} does not fit the {mesh_text(axes)}", unknown,
                                "the axes along which the body sees one rank's blocks; none: all of them"))  # fmt: skip
     if outer is None:
-        return _Site(mesh, asked or tuple(axes), None, mapped.check)
+        return _Site(mapped.name, mesh, asked or tuple(axes), None, mapped.check)
     taken = [name for name in asked if name in outer.axes]
     if outer.auto is None or taken:
         raise MeshError(report(
@@ -264,7 +273,7 @@ def _site(mapped: _Mapped, mesh: Any, outer: context.Body | None) -> _Site:
             where, "of a map inside the body of another, gradients are right only where both are checked",
             [f"check_vma={outer.check} for the outer one, check_vma={mapped.check} for this one"],
             "check_vma=True, which is the default, for both; or one shard_map over all axes"))  # fmt: skip
-    return _Site(outer.auto, asked or tuple(axes_of(outer.auto)), outer, mapped.check)
+    return _Site(mapped.name, outer.auto, asked or tuple(axes_of(outer.auto)), outer, mapped.check)
 
 
 # --- in ---------------------------------------------------------------------------------------------------------------
@@ -477,7 +486,7 @@ def _type_problem(axis: str, have: str, want: str, spec: P, ways: list[str]) -> 
 def _taken_out(local: Any, have: types.Type, site: _Site, entry: _Out, fast: bool) -> Any:
     if fast:
         local = _torch.local(local) if local.__class__ is Array else local
-        if local.__class__ is not Blocks and is_simulated(site.mesh):
+        if local.__class__ is not Blocks and site.simulated:
             local = shared(local.detach(), len(played_ranks(site.mesh)))
         out = _torch.new_dtensor(Array, packed(local), entry.dspec, requires_grad=False)
         if entry.lies.unreduced:

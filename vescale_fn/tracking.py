@@ -98,8 +98,8 @@ _active = _Active()
 class Unchecked(TorchFunctionMode):
     """For a body without types: on a simulated mesh, what a factory makes is each rank's own."""
 
-    def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor]) -> None:
-        self.body, self.adopt = body, adopt
+    def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor], writes: types.Writes) -> None:
+        self.body, self.adopt, self.writes = body, adopt, writes
         self.ranks = len(played_ranks(body.mesh)) if is_simulated(body.mesh) else 0
         self.remembered: dict[Any, Any] = {}
 
@@ -183,10 +183,9 @@ class Unchecked(TorchFunctionMode):
 class Checked(Unchecked):
     """For a body with types."""
 
-    def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(body, adopt)
+    def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor], writes: types.Writes) -> None:
+        super().__init__(body, adopt, writes)
         self.everywhere = types.of(varying=body.axes)
-        self.writes = types.Writes()
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _active.mode is not self:
@@ -489,9 +488,8 @@ class running:
     def __enter__(self) -> running:
         global _intercepting
         body = self.body
-        self._mode = (Checked if body.check else Unchecked)(body, self.adopt) if self.intercepted else None
-        if isinstance(self._mode, Checked):
-            self._mode.writes = self.writes
+        mode = Checked if body.check else Unchecked
+        self._mode = mode(body, self.adopt, self.writes) if self.intercepted else None
         self._writes_before = types.swap_writes(self.writes if self._mode is not None else None)
         self._before, _active.run = _active.run, self
         self._mode_before, _active.mode = _active.mode, self._mode
