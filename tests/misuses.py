@@ -1266,7 +1266,7 @@ def if_in_a_vmap(mesh):
 @misuse
 def item_in_a_vmap(mesh):
     """TransformError
-    vmap: this reads a Python number out of a value that differs between entries
+    vmap: this reads a number out of a value that differs between entries
       Instead: the 0-d tensor as it is: arithmetic takes it, x.index_select(0, i[None]) and torch.where as well
     """
     vfn.vmap(lambda x: x * x.sum().item())(X)

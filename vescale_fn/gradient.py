@@ -17,9 +17,10 @@ import torch.utils.checkpoint
 
 from . import _torch, context, tracebacks, tree
 from .array import Array, is_array, mesh_of, moved, moved_together, spec_of, wrap
-from .calls import called, checked_function, explained, parameter
+from .calls import called, checked_function, parameter
 from .errors import TransformError, described, dtype_text, mesh_text, report, short
 from .layout import WHOLE, layout, type_text
+from .meanings import explained
 from .mesh import axes_of, same
 from .spec import P
 

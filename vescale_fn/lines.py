@@ -10,7 +10,7 @@ import linecache
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import FrameType
 
 _HERE = os.path.dirname(__file__) + os.sep
@@ -99,19 +99,3 @@ def quoted(line: str) -> str:
     file, _, number = line.rpartition(":")
     text = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
     return f"{readable(line)}: `{text}`" if text else readable(line)
-
-
-def mark_inner_frames(name: str) -> None:
-    """Give each inner frame of the present stack a local variable `name` that is true."""
-    frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    _mark(frames[::-1], name)
-
-
-def _mark(frames: Sequence[FrameType], name: str) -> None:
-    for frame, hidden in zip(frames, inner(f.f_code.co_filename for f in frames)):
-        if hidden:
-            frame.f_locals[name] = True

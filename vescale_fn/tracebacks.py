@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from . import lines
@@ -43,8 +43,17 @@ def full_tracebacks(on: bool = True) -> None:
 
 def hide_from_pytest() -> None:
     """Mark the frames that an error which is being made now should be shown without. pytest knows this variable."""
-    if not _full:
-        lines.mark_inner_frames("__tracebackhide__")
+    if _full:
+        return
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    frames.reverse()
+    for frame, hidden in zip(frames, lines.inner(f.f_code.co_filename for f in frames)):
+        if hidden:
+            frame.f_locals["__tracebackhide__"] = True
 
 
 def between(excinfo: Any) -> bool:
