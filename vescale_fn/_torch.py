@@ -262,6 +262,11 @@ def _checkpointer(handler: Any) -> Any:
     return generator
 
 
+def is_about_hooks(error: RuntimeError) -> bool:
+    """Whether torch.func says that it cannot run where saved tensors have hooks, as in a checkpoint they do."""
+    return "saved tensor hooks" in str(error)
+
+
 class _Both:
     """Two contexts, each entered as often as this one."""
 

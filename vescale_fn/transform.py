@@ -265,6 +265,9 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     draws are the same the second time. Under a `torch.func` transform, which keeps every value by construction, and in
     forward mode, which keeps none, it is `f`.
 
+    Raises:
+        TransformError: `f` itself takes a gradient by `torch.func`.
+
     Source: `jax.checkpoint`, `torch.utils.checkpoint`.
 
     >>> import torch, vescale_fn as vfn
@@ -291,9 +294,18 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             return contextlib.nullcontext(), setting
 
         contexts.enters_body = True
-        out_def, *outs = torch.utils.checkpoint.checkpoint(
-            again, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-        )
+        try:
+            out_def, *outs = torch.utils.checkpoint.checkpoint(
+                again, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+            )
+        except RuntimeError as error:
+            if not _torch.is_about_hooks(error):
+                raise
+            raise TransformError(report(
+                "remat", "the function takes a gradient by torch.func (so does vfn.grad under vmap or jvp), which keeps values "
+                "where the backward pass of a remat cannot find them",
+                fix="vfn.grad in it, outside of vmap and jvp; or the remat inside of the transform: "
+                "torch.func.grad(vfn.remat(f)), vfn.vmap(vfn.remat(f))")) from None  # fmt: skip
         return tree.unflatten(out_def, outs)
 
     return run
