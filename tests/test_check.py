@@ -1,9 +1,13 @@
 """`vfn.check` finds the classical mistakes of distributed programs, names them, and lets their right twins pass."""
 
 import contextlib
+import os
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from vescale_fn.errors import ParityError
 from vescale_fn.mesh import unit
 from vescale_fn.random import dropout, key, normal
 
+ROOT = Path(__file__).resolve().parents[1]
 MESH = (2, 4), ("dp", "tp")
 X = torch.arange(96.0).reshape(8, 12) / 8 - 5
 W = torch.arange(36.0).reshape(12, 3) % 7 - 3
@@ -443,6 +448,23 @@ check(bias_before_the_sum): 2 of 4 values differ between one device and the mesh
     )
 
 
+def test_the_example_of_the_readme(tmp_path: Path) -> None:
+    program, printed = (
+        re.search(rf"<!-- {marker} -->\n```\w+\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]  # type: ignore[index]
+        for marker in ("check", "what check prints")
+    )
+    (tmp_path / "program.py").write_text(program)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    ran = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    unsure = re.compile(
+        r"^ *[\^~]+$|^\(\d+ frames? of vescale_fn.*\)$|(?<=\]) +[\d.e-]+ +[\d.e-]+ +(?=equal$)", re.MULTILINE
+    )
+    shown, wanted = (unsure.sub("", text) for text in (ran.stdout + ran.stderr.replace(f"{tmp_path}/", ""), printed))
+    assert [line for line in shown.splitlines() if line] == [line for line in wanted.splitlines() if line]
+
+
 def test_the_report_of_equal_runs() -> None:
     right = MISTAKES["a bias that is added on every rank"][1]
     specs = P("dp", "tp"), P("tp"), P()
@@ -450,7 +472,7 @@ def test_the_report_of_equal_runs() -> None:
         found = vfn.check(right, X.round(), W, B, mesh=vfn.make_mesh(*MESH), spec=specs, gradients=False)
         assert str(found) == (
             "check(bias_after_the_sum): 1 of 1 value is equal on one device and on the mesh (dp=2, tp=4)\n"
-            "value  type         max difference  relative  \n"
+            "value  type         max difference  relative\n"
             "out    f32[8@dp,3]  0               0         equal"
         )
         found = vfn.check(right, X, W, B, mesh=vfn.make_mesh(*MESH), spec=specs)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from . import types
 from .relation import Relation
 from .spec import P, split_axes
 
@@ -135,6 +136,9 @@ def _by_rank(step: Step) -> tuple[str, str] | None:
 
 
 def _drawn(step: Step) -> tuple[str, str] | None:
+    if step.name in types.DRAWS:
+        return "torch draws other numbers for the ranks' blocks than for the whole", \
+            "the draws of vfn.random, with a key and with the spec of what is drawn"  # fmt: skip
     if "random" not in step.name:
         return None
     lying = [r.spec for r in step.operands[1:] if r is not None and _splitting(r)]

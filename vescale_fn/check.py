@@ -38,8 +38,11 @@ def check(f: Callable[..., Any], *args: Any, mesh: Any = None, spec: Any = None,
     Both runs are of `f` as it stands. On one device every mesh counts as one rank: `shard_map` runs its body on whole
     values, collectives over one rank do nothing, `with_sharding` leaves values plain, draws are whole. Gradients are of
     all results together, weighted by fixed random numbers (of the result itself, where that is one number), by every
-    floating-point leaf of the arguments. Where something differs both runs are made once more and recorded, to find
-    the line. Small inputs will do.
+    floating-point leaf of the arguments and by every variable that `f` closes over. Where something differs, `f` is run
+    again: with numbers that are off by their rounding, and what that explains is no difference; then recorded, to find
+    the line where the runs part. Small inputs will do.
+
+    On real ranks collectives are compared before they run, as under `debug`, so that no rank waits for one that failed.
 
     Args:
         f: a pure function of trees to a tree: plain torch, `with_sharding`, `shard_map`, draws, all of them mixed.
@@ -50,8 +53,9 @@ def check(f: Callable[..., Any], *args: Any, mesh: Any = None, spec: Any = None,
             one argument its own prefix tree will do). By default arrays lie as they do, and every rank holds what is
             plain.
         gradients: False to compare results alone, for a function that cannot be differentiated.
-        rtol: by how much floats may differ, relative to the largest element of their value; by default 1e-9 for
-            float64, 2e-5 for float32, 4e-3 for float16, 3e-2 for bfloat16. Integers and bools must be equal.
+        rtol: by how much floats may differ, relative to the size of their value (its largest element; of few that are
+            much larger than all others, their own). By default 1e-9 for float64, 2e-5 for float32, 4e-3 for float16,
+            3e-2 for bfloat16, and as much as rounding makes of the program. Integers and bools must be equal.
         atol: by how much they may differ besides.
 
     Returns:
@@ -60,7 +64,9 @@ def check(f: Callable[..., Any], *args: Any, mesh: Any = None, spec: Any = None,
     Raises:
         ParityError: something differs: the message names each value with its path and its ratio (a factor such as the
             size of an axis is named), the line where the runs part, and the usual cause. ``error.report`` is the table.
-            Also if `f` fails in one run only. On all ranks alike.
+            Also if `f` fails in one run only, or on some ranks only, or is not the same when it is called again. On all
+            ranks in the same words.
+        What `f` raises, if it fails in both runs.
         MeshError: no mesh.
 
     >>> import torch, vescale_fn as vfn
@@ -99,7 +105,7 @@ def check(f: Callable[..., Any], *args: Any, mesh: Any = None, spec: Any = None,
     _pure(where, "one device", paths, one, again, mesh)
     rounded = [audit.run(None, recorder, Rounded(seed)) for seed, recorder in enumerate(recorders[2:])]
     alike = [run.values for run in rounded if isinstance(run, Outcome) and run.paths == one.paths]
-    found = Report(name, mesh, remarked(found.rows, compare(alike)))
+    found = Report(name, mesh, remarked(found.rows, compare(alike if rtol is None else ())))
     if found.equal:
         return found
     again = audit.run(mesh, recorders[1])
@@ -205,7 +211,7 @@ def _differing(where: str, found: Report, recorders: Sequence[Recorder], results
         failures.append("\n      ".join(parting.lines))
     powers = [relation.power(row.ratio, axes_of(found.mesh)) for _, row in wrong if row.ratio]
     usual = next((USUAL[p] for p in powers if p is not None), None)
-    if usual and not parting.fix:
+    if usual and not parting.explained:
         failures.append(f"the usual cause of such a factor: {usual}")
     n = len(wrong)
     what = f"{n} of {count_text(len(found.rows), 'value')} {'differs' if n == 1 else 'differ'} between one device and " \

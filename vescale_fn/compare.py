@@ -66,7 +66,7 @@ class Report:
     def __repr__(self) -> str:
         rows = [_HEADS, *self._cells()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADS) - 1)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[-1]]) for row in rows]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[-1]]).rstrip() for row in rows]
         return "\n".join([self.title, *lines])
 
     def _repr_html_(self) -> str:

@@ -158,6 +158,6 @@ def _fit(block: torch.Tensor, mine: torch.Tensor, bound: torch.Tensor, size: tor
 def head(x: torch.Tensor, first: int = 0, count: int = 4) -> str:
     """A value in short: its type and some elements, from the one of this number on."""
     flat = x.detach().reshape(-1)[first : first + count].cpu()
-    items = [f"{item:.5g}" if isinstance(item, float) else str(item) for item in flat.tolist()]
+    items = [f"{item:.5g}" if isinstance(item, (float, complex)) else str(item) for item in flat.tolist()]
     listed = ", ".join(["..."] * (first > 0) + items + ["..."] * (first + count < x.numel()))
     return f"{type_text(tuple(x.shape), x.dtype, P())} {items[0] if x.ndim == 0 else f'[{listed}]'}"

@@ -27,10 +27,11 @@ Before = Callable[[int], Iterable[int]]  # what a value was made of, or, backwar
 
 
 class Parting(NamedTuple):
-    """The step where the runs part, in words; `fix` may be empty."""
+    """The step where the runs part, in words; `fix` may be empty. `explained` says whether they give a cause."""
 
     lines: tuple[str, ...]
     fix: str
+    explained: bool = False
 
 
 UNKNOWN = object()  # of a value that has no like in the other run, or has it in another shape
@@ -208,7 +209,7 @@ class Runs:
             f"operand {i}{self._origin(source, node.name)}: {self._text(source)}"
             for i, source in enumerate(node.sources)
         ]
-        return Parting((place, *said, *shown(whole, rows), *([why] if why else [])), fix)
+        return Parting((place, *said, *shown(whole, rows), *([why] if why else [])), fix, bool(why))
 
     def _described_back(self, number: int, users: Sequence[int], clock: int) -> Parting:
         node, alone = self.many[number], self.one[self.pairs[number]]

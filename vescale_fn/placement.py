@@ -137,7 +137,9 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     mesh = _mesh_here(specs, mesh, "shard")
     _check(tree_, leaves, specs, [mesh] * len(leaves), "shard")
     if context.on_one_device() and context.body() is None:
-        return unshard(_rebuilt(treedef, leaves))
+        out = unshard(_rebuilt(treedef, leaves))
+        context.note("shard", leaves, out)
+        return out
     if context.watch() is not None:
         replicas.same_plain("shard", mesh, zip(_names(tree_), leaves, strict=True))
     out = [place(x, mesh, s, "shard") if isinstance(x, torch.Tensor) else x for x, s in zip(leaves, specs, strict=True)]
@@ -179,7 +181,9 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     meshes = [here or mesh_of(x) or context.current_mesh() if isinstance(x, torch.Tensor) else None for x in leaves]
     _check(tree_, leaves, specs, meshes, "with_sharding")
     if context.on_one_device() and context.body() is None:
-        return unshard(tree_)
+        whole = unshard(tree_)
+        context.note("with_sharding", leaves, whole)
+        return whole
     if context.watch() is not None:
         for one in dict.fromkeys(meshes):
             named = zip(_names(tree_), leaves, meshes, strict=True)

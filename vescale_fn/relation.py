@@ -88,6 +88,8 @@ def conclude(rows: Sequence[Facts], specs: Sequence[P], mesh: Any, axes: Mapping
 def _combined(rows: Sequence[Facts], i: int, grouped: Any, tolerance: float) -> str | None:
     """Whether in each group of ranks the values add up to the block that all of them should hold, or have it as mean."""
     found = {"sum", "mean"}
+    if all(rows[m].sums == rows[members[0]].sums for members in grouped for m in members):
+        found = {"sum"}  # a mean of equal values would be the value
     for members in grouped:
         want = rows[members[0]].fits[i].sums
         if any(len(rows[m].sums) != len(want) for m in members):
@@ -139,6 +141,8 @@ def power(value: float, axes: Mapping[str, int]) -> float | None:
 
 def same_numbers(whole: torch.Tensor, rows: Sequence[Facts], copies: int, tolerance: float) -> bool:
     """Whether the mesh holds the numbers of the whole value in another order (`copies` of each)."""
+    if all(row.fits and row.fits[0].relative < 0.05 for row in rows):
+        return False  # they are nearly the same as they stand
     v = numbers(whole)
     for i, (want, most) in enumerate(zip(moments(v, sizes(whole)), moments(v.abs(), sizes(whole)))):
         got = sum(row.moments[i] for row in rows)
