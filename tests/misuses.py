@@ -468,6 +468,15 @@ def an_axis_name_that_does_not_exist(mesh):
 
 
 @misuse
+def a_number_for_axis_names(mesh):
+    """MeshError
+    shard_map: axis_names must be a set of axis names, but it is the int 0
+      Instead: for instance axis_names={"dp"}; without it all axes are mapped
+    """
+    vfn.shard_map(torch.sin, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=0)
+
+
+@misuse
 def a_spec_of_an_axis_that_is_not_mapped(mesh):
     """SpecError
     shard_map(sin): the arguments do not fit in_specs on the mesh (dp=2, tp=2)
@@ -1386,6 +1395,26 @@ def a_draw_in_a_body_that_does_not_divide(mesh):
 
 
 @misuse
+def a_draw_in_a_body_on_another_mesh(mesh):
+    """SpecError
+    random.normal: the spec P('i') does not fit a draw of shape (2, 3) inside a shard_map body on the mesh (dp=2, tp=2)
+      * mesh is the mesh (i=4), not that of the body: leave it out
+      Instead: sizes that the axes divide; outside of bodies any size will do
+    """
+    other = vfn.make_mesh((4,), ("i",))
+    mapped(mesh, lambda x: x + vfn.random.normal(KEY, (2, 3), spec=P("i"), mesh=other))(X)
+
+
+@misuse
+def a_tensor_for_a_shape(mesh):
+    """RandomError
+    random.normal: shape must be integers, but it is the tensor f32[4,3]
+      Instead: shape=x.shape
+    """
+    vfn.random.normal(KEY, X)
+
+
+@misuse
 def a_key_used_twice(mesh):
     """RandomError
     random.uniform: the key [0, 0] was used before, so the numbers are not new ones
@@ -1423,6 +1452,16 @@ def gradients_of_other_parameters(mesh):
     """
     opt = vfn.optim.sgd(0.1)
     opt.update({"v": X}, opt.init({"w": X}), {"w": X})
+
+
+@misuse
+def updates_of_another_shape(mesh):
+    """VfnError
+    apply_updates: the updates do not fit the parameters
+      * params['w'] is the tensor f32[4,3], its update the tensor f32[3]
+      Instead: the updates that opt.update(grads, state, params) returns for these params
+    """
+    vfn.optim.apply_updates({"w": X, "b": X[0]}, {"w": X[0], "b": X[0]})
 
 
 @misuse

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import misuses
 import pytest
+import torch
 
 import vescale_fn as vfn
-from vescale_fn import tracebacks
+from vescale_fn import P, tracebacks
 
 NAMES = {f.__name__: f for f in misuses.MISUSES}
 
@@ -72,6 +73,19 @@ def test_every_rank_says_the_same_before_the_first_collective(gloo) -> None:
     for name, (text, _) in zip(names, first, strict=True):
         assert text == inspect.cleandoc(NAMES[name].__doc__)
     assert {name for name, (_, collectives) in zip(names, first, strict=True) if collectives} == AFTER_A_COLLECTIVE
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes before Python 3.11")
+def test_an_error_of_torchs_in_a_body_names_the_blocks() -> None:
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        step = vfn.shard_map(lambda p, x: x @ p["w"], mesh=mesh, in_specs=(P(), P("dp", "tp")), out_specs=P("dp"))
+        with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as error:
+            step({"w": torch.ones(4, 3)}, torch.ones(6, 4))
+    assert error.value.__notes__ == [
+        "In the body of shard_map(<lambda>) values are one rank's blocks: args[0]['w'] is f32[4,3], "
+        "args[1] is f32[3,2]{V:dp,tp}"
+    ]
 
 
 # --- in the README ----------------------------------------------------------------------------------------------------

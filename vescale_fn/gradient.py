@@ -52,7 +52,7 @@ class Split:
                 [f"argument {n}{_named(f, args, n)} holds {', '.join(sorted({_kind(x) for x in leaves})) or 'no leaves'}"
                  for n in argnums for leaves in [tree.flatten_opaque(args[n])[0]]]
                 or ["it was given no argument to differentiate"],
-                _how_to_differentiate(self.leaves)))  # fmt: skip
+                _how_to_differentiate(self.leaves, where)))  # fmt: skip
 
     def trees(self, leaves: Sequence[Any]) -> list[Any]:
         if len(self.defs) == 1:
@@ -101,7 +101,7 @@ def _kind(x: Any) -> str:
     return f"{dtype_text(x.dtype)} tensors" if isinstance(x, torch.Tensor) else f"{type(x).__name__} leaves"
 
 
-def _how_to_differentiate(leaves: Sequence[Any]) -> str:
+def _how_to_differentiate(leaves: Sequence[Any], where: str) -> str:
     """What to give in place of leaves that cannot be differentiated."""
     if any(isinstance(x, torch.nn.Module) for x in leaves):
         return "params = dict(module.named_parameters()), and torch.func.functional_call(module, params, args)"
@@ -109,6 +109,8 @@ def _how_to_differentiate(leaves: Sequence[Any]) -> str:
         return "torch.tensor(x) for a Python number"
     if any(isinstance(x, np.ndarray) for x in leaves):
         return "torch.from_numpy(x) for a numpy array"
+    if where not in ("grad", "value_and_grad"):
+        return "floating-point tensors: x.float()"
     return "point argnums at the parameters, or convert them with .float()"
 
 

@@ -15,7 +15,7 @@ import torch
 
 from . import tree
 from .array import spec_of
-from .errors import VfnError, report
+from .errors import VfnError, described, report
 from .spec import split_axes
 
 Schedule = Callable[[Any], Any]
@@ -267,8 +267,14 @@ def apply_updates(params: Any, updates: Any) -> Any:
     {'w': tensor([2., 2.]), 'depth': 3}
     """
     leaves, structure, (updates,) = _beside("apply_updates", params, updates, name="updates")
-    pairs = zip(leaves, updates)
-    return tree.unflatten(structure, [p + update if _trained(p) and update is not None else p for p, update in pairs])
+    moved = [_trained(p) and update is not None for p, update in zip(leaves, updates)]
+    wrong = [i for i, moves in enumerate(moved) if moves and getattr(updates[i], "shape", None) != leaves[i].shape]
+    if wrong:
+        paths = tree.paths(params, "params")
+        raise VfnError(report("apply_updates", "the updates do not fit the parameters",
+                              [f"{paths[i]} is {described(leaves[i])}, its update {described(updates[i])}" for i in wrong],
+                              "the updates that opt.update(grads, state, params) returns for these params"))  # fmt: skip
+    return tree.unflatten(structure, [p + update if moves else p for p, update, moves in zip(leaves, updates, moved)])
 
 
 # Schedules: functions of the number of steps done (optimisers give a 0-d tensor); the first step is number 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -243,6 +243,9 @@ def _found_mesh(leaves: Sequence[Any], outer: context.Body | None, name: str) ->
 def _names(axis_names: Any) -> tuple[Any, ...]:
     if isinstance(axis_names, str):
         return (axis_names,)
+    if axis_names is not None and not isinstance(axis_names, Iterable):
+        raise MeshError(report("shard_map", f"axis_names must be a set of axis names, but it is {described(axis_names)}",
+                               fix='for instance axis_names={"dp"}; without it all axes are mapped'))  # fmt: skip
     return tuple(sorted(axis_names, key=str)) if axis_names is not None else ()
 
 

@@ -17,7 +17,7 @@ import optree.registry
 import torch
 
 from .. import _torch, tree
-from ..errors import RandomError, described, report
+from ..errors import RandomError, described, report, short
 from . import reuse
 
 IMPLS = ("threefry2x32",)
@@ -178,14 +178,16 @@ def shape_of(shape: Any, where: str, name: str = "shape") -> tuple[int, ...]:
     """`shape` as a tuple of sizes (an int is one size), or a RandomError."""
     if type(shape) is tuple and all(type(size) is int and size >= 0 for size in shape):
         return shape
+    if isinstance(shape, torch.Tensor) and shape.ndim:
+        raise RandomError(report(where, f"{name} must be integers, but it is {described(shape)}", fix=f"{name}=x.shape"))
     entries: Any = shape if isinstance(shape, (Sequence, torch.Size)) and not isinstance(shape, str) else (shape,)
     sizes = []
     for size in entries:
         try:
             sizes.append(operator.index(size))
         except TypeError:
-            raise RandomError(report(where, f"{name} must be integers, but {name}={shape!r} has the "
-                                            f"{type(size).__name__} {size!r}")) from None  # fmt: skip
+            raise RandomError(report(where, f"{name} must be integers, but {name}={short(shape)} has "
+                                            f"{described(size)}")) from None  # fmt: skip
     if any(size < 0 for size in sizes):
         raise RandomError(report(where, f"{name} must not be negative, but {name}={shape!r}"))
     return tuple(sizes)

@@ -56,6 +56,8 @@ def laid_out(where: str, key: Key, draw: Draw, spec: P | None, mesh: Any) -> tup
     body = context.body()
     if spec is None and mesh is None:
         return None
+    if mesh is not None:
+        context.checked_mesh(mesh, where)
     spec = _checked(where, P() if spec is None else spec)
     if mesh is None:
         mesh = body.mesh if body else context.current_mesh()
@@ -163,8 +165,8 @@ def _check_in_body(where: str, draw: Draw, spec: P, mesh: Any, body: Any) -> Non
     failures = [f"axis {name!r} is not manual here: the body's axes are {tuple(body.axes)}"
                 for name in names if name not in body.axes]  # fmt: skip
     if not same(mesh, body.mesh):
-        failures.append("mesh is another mesh than the body's")
-    if not is_even(draw.shape, axes, spec):
+        failures = [f"mesh is the {mesh_text(axes_of(mesh))}, not that of the body: leave it out"]
+    elif not failures and not is_even(draw.shape, axes, spec):
         for dim, (size, row) in enumerate(zip(draw.shape, split_axes(spec, len(draw.shape)), strict=True)):
             n = int(np.prod([axes[name] for name in row]))
             if size % n:
