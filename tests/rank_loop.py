@@ -156,7 +156,7 @@ def axis_index(ranks, axes):
 @dataclass
 class Line:
     """One line of a body: what it assigns, and its text; for one that communicates also the collective, which of the
-    values it sends, and its parameters."""
+    values it sends, and its parameters. A "sequence" and a "gradient" stand for lines of their own."""
 
     targets: list
     text: str
@@ -215,12 +215,22 @@ def step(line, ranks, values):
         values[line.targets[0]] = out
     elif line.collective == "axis_index":
         values[line.targets[0]] = axis_index(ranks, line.axes)
-    elif line.collective == "gradient":  # of the sum over `axes` of a loss that each rank has
-        values[line.targets[0]] = psum(ranks, _gradients(line, ranks, values), line.axes)
+    elif line.collective == "sequence":
+        values[line.targets[0]] = _last(line.parameters["lines"], ranks, values)
+    elif (
+        line.collective == "gradient"
+    ):  # of the sum over all ranks of a loss, where ranks along `axes` share what moves
+        lines, moving = line.parameters["lines"], values[line.operands[0]]
+        gradient = torch.func.grad(lambda t: sum(_last(lines, ranks, values | {"t": t})))(list(moving))
+        values[line.targets[0]] = psum(ranks, gradient, line.axes)
     else:
         for target, operand in zip(line.targets, line.operands, strict=True):
             values[target] = COLLECTIVES[line.collective](ranks, values[operand], line.axes, **line.parameters)
 
 
-def _gradients(line, ranks, values):
-    return [line.parameters["of"](*(values[operand][rank] for operand in line.operands)) for rank in range(len(ranks))]
+def _last(lines, ranks, values):
+    """What the last of these lines gives."""
+    values = dict(values)
+    for line in lines:
+        step(line, ranks, values)
+    return values[lines[-1].targets[0]]

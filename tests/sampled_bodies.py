@@ -279,11 +279,7 @@ class Sampler:
     def collective(self, name, values, axes, said, gives="V", **parameters):
         """A line that communicates, on one value or on a tuple of them."""
         operand = "{0}" if len(values) == 1 else "(" + ", ".join(f"{{{i}}}" for i in range(len(values))) + ")"
-        positional = [f"{v}" for key, v in parameters.items() if key in ("split_axis", "concat_axis", "perm", "source")]
-        keywords = [
-            f"{k}={v!r}" for k, v in parameters.items() if k not in ("split_axis", "concat_axis", "perm", "source")
-        ]
-        call = f"vfn.{name}({', '.join([operand, said, *positional, *keywords])})"
+        call = called(name, operand, said, parameters)
         elementwise = name in ("psum", "pmean", "ppermute", "pbroadcast") and len(values) == 1
         if name in ("pmax", "pmin"):
             call = call.replace("{0}", "{0}.detach()")
@@ -344,6 +340,13 @@ class Sampler:
                     self.rng.choice(rows).append(axis)  # tiled
             self.case.outputs.append((value.name, self.as_spec(rows, reduced=reduced, unreduced=unreduced)))
         self.case.nested = len(chosen) > 1 and self.rng.random() < 0.4
+
+
+def called(name, operand, said, parameters):
+    """The text of a collective."""
+    given = [str(value) if key in ("split_axis", "concat_axis", "perm", "source") else f"{key}={value!r}"
+             for key, value in parameters.items()]  # fmt: skip
+    return f"vfn.{name}({', '.join([operand, said, *given])})"
 
 
 def axis_is_in(value, axis):
@@ -532,16 +535,19 @@ def exchange(s):
         s.collective("all_to_all", [a], axes, said, split_axis=dim, concat_axis=other, tiled=tiled)
 
 
+def pairs(s, n):
+    """What `ppermute` sends: a rotation, or some pairs."""
+    if s.rng.random() < 0.5:
+        shift = s.rng.randint(1, n)
+        return [(k, (k + shift) % n) for k in range(n)]
+    k = s.rng.randint(n // 2, n)
+    return list(zip(s.rng.sample(range(n), k), s.rng.sample(range(n), k)))
+
+
 def permute(s):
     a = any_value(s)
     axes, said = s.axes(a)
-    n = s.size(axes)
-    if s.rng.random() < 0.5:
-        shift = s.rng.randint(1, n)
-        perm = [(k, (k + shift) % n) for k in range(n)]
-    else:
-        k = s.rng.randint(n // 2, n)
-        perm = list(zip(s.rng.sample(range(n), k), s.rng.sample(range(n), k)))
+    perm = pairs(s, s.size(axes))
     values = [a, any_value(s)] if s.rng.random() < 0.2 else [a]
     s.collective("ppermute", values, axes, said, perm=perm)
 
@@ -577,23 +583,60 @@ def held_back(s):
             s.collective("psum", [u], axes, repr(axes), "I")
 
 
+def elementwise(s, axes, names):
+    """A collective that keeps the shape, and its parameters."""
+    name = s.rng.choice(names)
+    n = s.size(axes)
+    return name, {"ppermute": {"perm": pairs(s, n)}, "pbroadcast": {"source": s.rng.randrange(n)}}.get(name, {})
+
+
 def gradient_inside(s):
-    """A gradient in the body, of the sum over the ranks of what each has: summed where the operand is the same on all."""
+    """A gradient in the body, of the sum over the ranks of what each has, maybe through a collective: summed where the
+    operand is the same on all."""
     a = s.pick(plain=True)
-    b = s.pick(plain=True, where=lambda v: fits(a.shape, v.shape))
-    if b is not None and b is not a:
-        axes = tuple(axis for axis in s.case.names if axis in b.varying - a.varying)
-        of = torch.func.grad(lambda t, other: (torch.sin(t) * other).sum())
-        text = f"vfn.grad(lambda t: (torch.sin(t) * {b.name}).sum())({a.name})"
-        line = Line([s.name()], text, "gradient", [a.name, b.name], axes, {"of": of})
-        if s.ran(line, [(a.varying,)]) is not None:
-            s.case.typed_only |= bool(axes)
+    b = s.pick(plain=True, where=lambda v: v is not a and fits(a.shape, v.shape))
+    if b is None:
+        return
+    lines, loss = [Line(["h"], "torch.sin(t)")], "torch.sin(t)"
+    if a.varying and s.rng.random() < 0.6:
+        axes = tuple(s.rng.sample(sorted(a.varying), s.rng.randint(1, len(a.varying))))
+        name, parameters = elementwise(s, axes, ["ppermute", "pbroadcast", "all_gather"])
+        lines.append(Line(["h"], "", name, ["h"], axes, parameters))
+        loss = called(name, loss, repr(axes), parameters)
+        if name == "all_gather":
+            lines.append(Line(["h"], "h.cos().sum(0)"))
+            loss += ".cos().sum(0)"
+    lines.append(Line(["loss"], f"(h * {b.name}).sum()"))
+    axes = tuple(axis for axis in s.case.names if axis in b.varying - a.varying)
+    text = f"vfn.grad(lambda t: ({loss} * {b.name}).sum())({a.name})"
+    line = Line([s.name()], text, "gradient", [a.name, b.name], axes, {"lines": lines})
+    if s.ran(line, [(a.varying, frozenset(), frozenset())]) is not None:
+        s.case.typed_only |= bool(axes)
+
+
+def of_a_function(s):
+    """A function with a collective in it, which closes over a value: made again, mapped over, or both."""
+    a = s.pick(ndim=1, plain=True)
+    b = s.pick(plain=True, where=lambda v: a is not None and v.ndim < a.ndim and fits(a.shape[1:], v.shape))
+    if b is None:
+        return
+    axes, said = s.axes(a)
+    name, parameters = elementwise(s, axes, ["psum", "pmean", "ppermute", "pbroadcast"])
+    target = s.name()
+    lines = [Line(["h"], f"torch.tanh({a.name}) * {b.name}"), Line(["h"], "", name, ["h"], axes, parameters),
+             Line([target], "h.sin()")]  # fmt: skip
+    function = f"lambda t: {called(name, f'torch.tanh(t) * {b.name}', said, parameters)}.sin()"
+    wrapped = s.rng.choice(["vfn.remat({})", "vfn.vmap({})", "vfn.vmap(vfn.remat({}))", "vfn.remat(vfn.vmap({}))"])
+    varying = a.varying | b.varying
+    varying = varying - set(axes) if name in ("psum", "pmean") else varying | set(axes)
+    line = Line([target], f"{wrapped.format(function)}({a.name})", "sequence", [a.name, b.name], axes, {"lines": lines})
+    s.ran(line, [(varying, frozenset(), frozenset())])
 
 
 STEPS, WEIGHTS = zip(*{
     unary: 5, fresh: 2, one_dim: 6, binary: 5, with_weight: 3, matmul: 2, own_function: 1, position: 2, by_index: 2,
     integers: 1, reduction: 6, gather: 4, scatter: 3, exchange: 3, permute: 3, broadcast: 1, cast: 1,
-    held_back: 1, gradient_inside: 1,
+    held_back: 1, gradient_inside: 2, of_a_function: 5,
 }.items())  # fmt: skip
 
 
