@@ -67,7 +67,7 @@ def answers_on_real_ranks(first, last):
 
 @pytest.mark.filterwarnings("ignore:vfn.psum over")
 def test_sampled_bodies_on_real_ranks(gloo):
-    ranks = gloo(4, answers_on_real_ranks, 0, 20)
+    ranks = gloo(4, answers_on_real_ranks, 0, 14)
     assert all(found.keys() == ranks[0].keys() for found in ranks)
     wrong = []
     for k, check, name in ranks[0]:
@@ -234,6 +234,47 @@ def test_a_body_that_gives_back_a_weight_which_it_closes_over(gloo, mesh):
     for found in (gradients_of_what_is_given_back(mesh), *gloo(2, gradients_of_what_is_given_back_on_real_ranks)):
         assert all(type(x) is torch.Tensor for x in found)
         torch.testing.assert_close(found, want * 2)
+
+
+GRADIENTS = {
+    "vfn.grad": vfn.grad,
+    "vfn.vjp": lambda f: lambda w: vfn.vjp(f, w)[1](torch.ones((), dtype=torch.float64))[0],
+    "torch.func.grad": torch.func.grad,
+    "torch.func.vjp": lambda f: lambda w: torch.func.vjp(f, w)[1](torch.ones((), dtype=torch.float64))[0],
+    "torch.func.jacrev": torch.func.jacrev,
+    "torch.func.jacfwd": torch.func.jacfwd,
+}
+AROUND = {
+    "nothing": lambda f, w: f(w),
+    "vfn.jvp": lambda f, w: vfn.jvp(f, (w,), (w.cos(),))[1],
+    "vfn.vmap": lambda f, w: vfn.vmap(f)(torch.stack([w, w.cos()])),
+    "vfn.grad": lambda f, w: vfn.grad(lambda w: f(w).sin().sum())(w),
+    "torch.func.grad": lambda f, w: torch.func.grad(lambda w: f(w).sin().sum())(w),
+}
+
+
+def gradients_by_what_is_closed_over(mesh):
+    """Without types a gradient in a body is the rank's own, also by a tensor that the body closes over."""
+    found, x = {}, draw(2)
+    for inside, grad in GRADIENTS.items():
+        for around, transform in AROUND.items():
+            body = lambda w, x: grad(lambda t: (t.sin() * x).sum())(w)[None]
+            f = lambda w: mapped(lambda x: body(w, x), mesh, x, check_vma=False)
+            found[inside, around] = transform(f, draw(3))
+    return found
+
+
+def gradients_by_what_is_closed_over_on_real_ranks():
+    return gradients_by_what_is_closed_over(vfn.make_mesh((2,), ("i",)))
+
+
+def test_a_gradient_in_a_body_without_types_by_what_it_closes_over(gloo, mesh):
+    rows = [gradients_by_what_is_closed_over(mesh), *gloo(2, gradients_by_what_is_closed_over_on_real_ranks)]
+    x = draw(2)
+    for found in rows:
+        for (inside, around), got in found.items():
+            want = AROUND[around](lambda w: torch.outer(x, w.cos()), draw(3))
+            torch.testing.assert_close(got, want, msg=lambda text: f"{inside} in a body, {around} around it: {text}")
 
 
 @pytest.mark.filterwarnings("ignore:vfn.psum over")

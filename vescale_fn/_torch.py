@@ -15,6 +15,7 @@ import torch
 import torch._C._functorch as _functorch
 import torch.distributed as dist
 import torch.utils._pytree as _pytree
+from torch._functorch import eager_transforms as _eager_transforms
 from torch._library import simple_registry as _simple_registry
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad as _forward_ad
@@ -200,6 +201,34 @@ def _appliers(handler: Any) -> tuple[Any, Any]:
         return handler(cls, functools.partial(_apply_under_functorch, cls), args, kwargs)
 
     return classmethod(apply), under_functorch
+
+
+_reverse: dict[str, Any] = {name: made for name in ("grad_and_value_impl", "_vjp_with_argnums")
+                            if (made := getattr(_eager_transforms, name, None)) is not None}  # fmt: skip
+
+
+def intercept_reverse_mode(handler: Any) -> None:
+    """Replace each tensor that `torch.func.grad`, `vjp` and their family are given by ``handler(x)``; None ends that.
+
+    It is called where the transform's own level has not begun yet: what is done to `x` is not a part of the function.
+    """
+    if handler is None:
+        for name, plain in _reverse.items():
+            setattr(_eager_transforms, name, plain)
+        return
+
+    def given(values: Any) -> Any:
+        return _pytree.tree_map_only(torch.Tensor, handler, values)
+
+    def gradient(func: Any, argnums: Any, has_aux: Any, args: Any, kwargs: Any) -> Any:
+        return _reverse["grad_and_value_impl"](func, argnums, has_aux, given(args), kwargs)
+
+    def pullback(func: Any, *primals: Any, **options: Any) -> Any:
+        return _reverse["_vjp_with_argnums"](func, *given(primals), **options)
+
+    for name, ours in (("grad_and_value_impl", gradient), ("_vjp_with_argnums", pullback)):
+        if name in _reverse:
+            setattr(_eager_transforms, name, ours)
 
 
 _stances: list[Any] = []

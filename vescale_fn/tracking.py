@@ -499,6 +499,7 @@ class running:
                 _intercepting += 1
                 if _intercepting == 1:
                     _torch.intercept_function_apply(_function_apply)
+                    _torch.intercept_reverse_mode(_differentiated_by)
                     _torch.intercept_checkpoint(computed_again)
                     _torch.run_compiled_as_written(True)
             self._mode.__enter__()
@@ -520,11 +521,26 @@ class running:
                 _intercepting -= 1
                 if _intercepting == 0:
                     _torch.intercept_function_apply(None)
+                    _torch.intercept_reverse_mode(None)
                     _torch.intercept_checkpoint(None)
                     _torch.run_compiled_as_written(False)
         context.swap_body(self._body_before)
         types.swap_writes(self._writes_before)
         _active.run, _active.mode = self._before, self._mode_before
+
+
+def _differentiated_by(x: Tensor) -> Tensor:
+    """What a gradient inside a body without types is taken by: a tensor from outside becomes the rank's own first, or its
+    gradient would be the ranks' sum."""
+    mode = _active.mode
+    if mode is None or isinstance(mode, Checked) or not _torch.function_mode_on():
+        return x
+    with _torch.no_torch_function():
+        x = mode.taken_in(x)
+        if types.read(x) is None:  # on a real rank one without gradient is good as it is, but for its name
+            (x,) = linear.apply(Collective("copy", mode.body.mesh, mode.body.axes, "closure"), x)
+            mark(x, types.INVARIANT)
+        return x
 
 
 def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
