@@ -117,7 +117,7 @@ w_mesh, rows = vfn.shard(w, mesh, P("tp")), vfn.shard(x, mesh, P("dp", "tp"))
 for name, transform in transforms.items():
     want, got = transform(w, x), transform(w_mesh, rows)
     torch.testing.assert_close(vfn.unshard(got), want, rtol=0, atol=1e-12)
-    print(f"{name:24} {str(list(got.shape)):8} lies as {vfn.spec_of(got)}")
+    print(f"{name:24} {list(got.shape)!s:8} lies as {vfn.spec_of(got)}")
 
 # %% [markdown]
 # ## In the local view, too

@@ -130,17 +130,20 @@ def test_the_promised_names_are_there() -> None:
 
 
 def shown(notebook: nbformat.NotebookNode) -> list[list[str]]:
-    """What each code cell shows, as text. A progress bar and other things on stderr do not count."""
+    """What each code cell shows, as text. A progress bar and other things on stderr do not count; what is printed may
+    have come in pieces."""
     cells = []
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
-        texts = []
+        texts, printing = [], False
         for output in cell.outputs:
             if output.output_type == "stream" and output.name == "stdout":
-                texts.append(output.text)
+                texts = [*texts[:-1], texts[-1] + output.text] if printing else [*texts, output.text]
+                printing = True
             elif output.output_type in ("execute_result", "display_data"):
                 texts.append(output.data.get("text/html", output.data.get("text/plain", "")))
+                printing = False
         cells.append(texts)
     return cells
 

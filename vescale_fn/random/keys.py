@@ -179,7 +179,9 @@ def shape_of(shape: Any, where: str, name: str = "shape") -> tuple[int, ...]:
     if type(shape) is tuple and all(type(size) is int and size >= 0 for size in shape):
         return shape
     if isinstance(shape, torch.Tensor) and shape.ndim:
-        raise RandomError(report(where, f"{name} must be integers, but it is {described(shape)}", fix=f"{name}=x.shape"))
+        raise RandomError(
+            report(where, f"{name} must be integers, but it is {described(shape)}", fix=f"{name}=x.shape")
+        )
     entries: Any = shape if isinstance(shape, (Sequence, torch.Size)) and not isinstance(shape, str) else (shape,)
     sizes = []
     for size in entries:
