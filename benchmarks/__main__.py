@@ -3,5 +3,15 @@
 import subprocess
 import sys
 
-for name in ("shard_map_call", "eager_ops", "simulated_step", "random_draws"):
+NAMES = (
+    "shard_map_call",
+    "ops_in_bodies",
+    "psum_of_a_tree",
+    "grad_call",
+    "eager_ops",
+    "simulated_step",
+    "random_draws",
+)
+
+for name in NAMES:
     subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

@@ -197,6 +197,8 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 def _settle_together(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same for finished values: what is to be added over the same axes travels as one collective a dtype."""
     out, moving = list(grads), {}
+    if _PLAIN.issuperset(map(type, (*grads, *primals))):  # nothing lies anywhere
+        return out
     for i, (g, x) in enumerate(zip(grads, primals, strict=True)):
         goal = _goal(x)
         if isinstance(g, Array) and goal is not None and layout(g._spec) != goal:
