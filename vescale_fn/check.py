@@ -40,7 +40,8 @@ def check(f: Callable[..., Any], *args: Any, mesh: Any = None, spec: Any = None,
     all results together, weighted by fixed random numbers (of the result itself, where that is one number), by every
     floating-point leaf of the arguments and by every variable that `f` closes over. Where something differs, `f` is run
     again: with numbers that are off by their rounding, and what that explains is no difference; then recorded, to find
-    the line where the runs part. Small inputs will do.
+    the line where the runs part. Small inputs will do. A function whose result depends on how many ranks there are (a
+    `ppermute` to the next) differs by its nature: check one that uses it, as a ring that sees every block.
 
     On real ranks collectives are compared before they run, as under `debug`, so that no rank waits for one that failed.
 
