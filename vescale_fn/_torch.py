@@ -264,6 +264,7 @@ _plain_checkpoint: Any = getattr(_checkpoint, "_checkpoint_without_reentrant_gen
 _checkpoint_settings = 0 if _plain_checkpoint is None else sum(
     p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(_plain_checkpoint).parameters.values())  # fmt: skip
 checkpoint_function = _checkpoint.CheckpointFunction  # what ``use_reentrant=True`` applies
+checkpoint_saver = getattr(_checkpoint, "_NoopSaveInputs", None)  # the other kind keeps its arguments by this (2.11)
 
 
 def intercept_checkpoint(handler: Any) -> None:

@@ -547,7 +547,8 @@ def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
     """A user's `autograd.Function` in a body: no mode sees it, and its backward may do anything."""
     run = _active.run
     mode = run._mode if run is not None else None
-    if mode is None or cls.__module__ == linear.__name__ or not _torch.function_mode_on():
+    ours = cls.__module__ == linear.__name__ or cls is _torch.checkpoint_saver
+    if mode is None or ours or not _torch.function_mode_on():
         return apply(*args, **kwargs)
     if cls is _torch.checkpoint_function:
         function, _, *given = args
@@ -582,7 +583,7 @@ def computed_again(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call
     def again(*args: Any, **kwargs: Any) -> Any:
         with _torch.no_torch_function():
             for x, (type_, borrowed) in zip(types.tensors(args, kwargs), known, strict=True):
-                if type_ is not None and types.read(x) is None:
+                if type_ is not None and types.own(x) is None:  # its base may have that of another view
                     mark(x, type_)
                     if borrowed:
                         types.borrow(x)

@@ -420,6 +420,11 @@ def is_borrowed(x: torch.Tensor) -> bool:
     return hasattr(x, "vfn_borrowed") or hasattr(_torch.base(x), "vfn_borrowed")
 
 
+def own(x: torch.Tensor) -> Type | None:
+    """The type that this very tensor was given."""
+    return getattr(_torch.peel(x), "vfn_type", None)
+
+
 def read(x: torch.Tensor) -> Type | None:
     """The type that a local value, or the value that it is a view of, was given; None for one from outside."""
     found = getattr(x, "vfn_type", None)
