@@ -115,6 +115,15 @@ def test_messages():
         vfn.linearize(lambda n: n, 3)
 
 
+def test_the_slope_of_partial_sums_is_whole():
+    with vfn.simulate(2):
+        x = vfn.shard(torch.arange(4.0), vfn.make_mesh((2,), ("a",)), P("a"))
+        out, f_jvp = vfn.linearize(lambda x: (x * x).sum(), x)
+        assert vfn.spec_of(out) == P(unreduced={"a"})
+        assert vfn.spec_of(f_jvp(x)) == P()  # a tangent, no gradient: reduced would say that its own stays unreduced
+        assert vfn.unshard(f_jvp(x)).item() == 28
+
+
 def test_a_trace_freezes_no_number():
     with vfn.simulate(2):
         x = vfn.shard(torch.ones(4), vfn.make_mesh((2,), ("a",)), P("a"))

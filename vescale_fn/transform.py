@@ -125,9 +125,8 @@ def linearize(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., 
             what = f"it was made with {count_text(len(primals), 'primal')}, and called with {given}"
             raise TransformError(report("linearize: f_jvp", what, fix="one tangent for each argument of the function"))
         slopes = [torch.zeros_like(x) for x in outs]
-        for i, slope in zip(
-            smooth, settled(forth(_directions(split, tangents)), [outs[i] for i in smooth]), strict=True
-        ):
+        found = settled(forth(_directions(split, tangents)), [slopes[i] for i in smooth])
+        for i, slope in zip(smooth, found, strict=True):
             slopes[i] = slope
         return flat.rebuilt(slopes)
 
