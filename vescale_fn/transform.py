@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -300,6 +301,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         except RuntimeError as error:
             if not _torch.is_about_hooks(error):
                 raise
+            traceback.clear_frames(error.__traceback__)  # on torch 2.11 a checkpoint that raised is left with its frame
             raise TransformError(report(
                 "remat", "the function takes a gradient by torch.func (so does vfn.grad under vmap or jvp), which keeps values "
                 "where the backward pass of a remat cannot find them",
