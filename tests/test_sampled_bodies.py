@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from sampled_bodies import REAL, WAYS, Wanted, checks, difference, examine, given_inputs, sampled
+from torch.utils.checkpoint import checkpoint
 
 import vescale_fn as vfn
 from vescale_fn import P
@@ -322,3 +323,20 @@ def test_the_mean_of_integers_is_no_integer_whoever_holds_them(check, mesh):
         assert torch.equal(found, mean)
         assert (number, half) == (3.0, 0.5)
         assert isinstance(number, float)
+
+
+@pytest.mark.parametrize("of", [vfn.remat, lambda f: lambda *args: checkpoint(f, *args, use_reentrant=False)])
+def test_remat_of_values_of_every_type(of, mesh):
+    """Of a sum that is held back, of a value that all ranks have alike, of a reduced one: each is what it was, twice."""
+    a, w = draw(4), draw(3)
+
+    def body(a, w):
+        held = vfn.pcast(a.sin(), "i", to="unreduced")
+        kept = vfn.pcast(w, "i", to="reduced")
+        total = of(lambda held, w: vfn.psum(held * 2.0, "i").cos().sum() + w.cos().sum())(held, w)
+        return total + vfn.psum(of(lambda kept, a: (kept.sin() * a.sum()).sum())(kept, a), "i")
+
+    f = lambda a, w: mapped(body, mesh, a, w, ins=(P("i"), P()), outs=P())
+    plain = lambda a, w: (2 * (a[:2].sin() + a[2:].sin())).cos().sum() + w.cos().sum() + (w.sin() * a.sum()).sum()
+    torch.testing.assert_close(f(a, w), plain(a, w))
+    torch.testing.assert_close(vfn.grad(f, (0, 1))(a, w), torch.func.grad(plain, (0, 1))(a, w))
