@@ -318,12 +318,12 @@ D = torch.arange(1.0, 5.0)
 
 def type_in_body(body, mesh, *args, ins=P("i")):
     """The letter over `i` of what a body computes."""
-    from vescale_fn import types
+    from vescale_fn import marks
 
     found = []
 
     def spy(*args):
-        found.append(types.typeof(body(*args), ("i",)).letter("i"))
+        found.append(marks.typeof(body(*args), ("i",)).letter("i"))
         return torch.zeros(())
 
     run(spy, mesh, *args, ins=ins, outs=P())

@@ -223,7 +223,7 @@ def test_a_rank(gloo) -> None:
         gloo(2, fails_on_a_rank)
     text = str(error.value)
     assert functions(text)[-2:] == ["fails_on_a_rank", "branch"]
-    assert "tracking.py" not in text
+    assert "checked.py" not in text
     assert MISSING.search(text)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from . import _torch, blocks, interpreter, linear, reshard, types
+from . import _torch, blocks, interpreter, linear, marks, reshard
 from .blocks import Blocks
 from .errors import InPlaceError, MeshError, SpecError, described, mesh_text, report
 from .layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
@@ -456,7 +456,7 @@ def bring_in(x: Any, mesh: Any, spec: P, why: str, auto: Any = None) -> Any:
 
 def moved(x: Any, mesh: Any, target: P | None, why: str) -> Any:
     """An array, or a plain whole tensor, brought to `target`, or (None) to a plain whole tensor; differentiable."""
-    return types.kept(linear.apply(_Move(mesh, spec_of(x) if is_array(x) else None, target, why), x)[0], x)
+    return marks.kept(linear.apply(_Move(mesh, spec_of(x) if is_array(x) else None, target, why), x)[0], x)
 
 
 def moved_together(xs: Sequence[Array], targets: Sequence[P], why: str) -> list[Array]:
@@ -473,7 +473,7 @@ def moved_together(xs: Sequence[Array], targets: Sequence[P], why: str) -> list[
         ]
         moved = reshard.run_together([_torch.local(xs[i]) for i in members], shapes, mesh, plans, why)
         for i, local in zip(members, moved, strict=True):
-            out[i] = types.kept(wrap(local, mesh, targets[i], xs[i].shape), xs[i])
+            out[i] = marks.kept(wrap(local, mesh, targets[i], xs[i].shape), xs[i])
     return out
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from . import types
+from . import classify
 from .relation import Relation
 from .spec import P, split_axes
 
@@ -136,7 +136,7 @@ def _by_rank(step: Step) -> tuple[str, str] | None:
 
 
 def _drawn(step: Step) -> tuple[str, str] | None:
-    if step.name in types.DRAWS:
+    if step.name in classify.DRAWS:
         return "torch draws other numbers for the ranks' blocks than for the whole", \
             "the draws of vfn.random, with a key and with the spec of what is drawn"  # fmt: skip
     if "random" not in step.name:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import agreement, array, context, tree, types
+from . import agreement, array, context, marks, tree
 from .blocks import Blocks
 from .errors import mesh_text
 from .layout import type_text
@@ -136,9 +136,9 @@ def show(value: Any) -> Shown:
             rows.append((path, f"{type(x).__name__} {x!r}", "", ""))
             continue
         mesh, spec = array.mesh_of(x), array.spec_of(x)
-        if body is not None and not types.outside(x, body.auto):
+        if body is not None and not marks.outside(x, body.auto):
             mine += 1
-            rows.append((path, types.text(x, types.typeof(x, body.axes)), *_block(x, mesh, spec)))
+            rows.append((path, marks.text(x, marks.typeof(x, body.axes)), *_block(x, mesh, spec)))
             continue
         text = type_text(x.shape, x.dtype, spec)
         if mesh is None:

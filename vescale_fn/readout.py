@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import lines, types
+from . import lines, marks
 from .errors import TypingError, mesh_text, report
 from .mesh import axes_of
 from .types import Type
@@ -55,7 +55,7 @@ def refused(name: str, found: Sequence[tuple[torch.Tensor, Type]], mesh: Any) ->
     else:
         what = f"this {kind.does} a value that is still to be added over {axis!r}"
         fix = f"vfn.psum(x, {axis!r}) first, which adds it up"
-    shown = [f"the value is {types.text(x, t)} on the {mesh_text(axes_of(mesh))}" for x, t in found]
+    shown = [f"the value is {marks.text(x, t)} on the {mesh_text(axes_of(mesh))}" for x, t in found]
     return TypingError(report(_condition() or said if name == "__bool__" else said, what, shown, fix))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from . import _torch, context, tree, types
+from . import _torch, classify, context, tree
 from .blocks import Blocks
 from .layout import layout
 from .lines import user_line
@@ -25,7 +25,8 @@ from .spec import P
 
 _PACKAGE = __file__.rsplit("/", 1)[0]
 _TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
-_PASSED = (__file__, f"{_PACKAGE}/tracking.py", _TORCH)  # between the user's call and the mode there may stand these
+_MODES = tuple(f"{_PACKAGE}/{name}.py" for name in ("checked", "unchecked", "tracking"))
+_PASSED = (__file__, *_MODES, _TORCH)  # between the user's call and the mode there may stand these
 _OPEN = (f"{_PACKAGE}/recipes/", f"{_PACKAGE}/optim.py")  # code of ours that is as a user's
 _NAMES = {"keyed_dropout": "random.dropout", "draw": "random draw"}
 _SELDOM_VALUES = ("getter", "setter", "untouched", "number")  # of such calls the operands are seen only if a value came
@@ -90,19 +91,21 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kind, name = types.kind_of(func)
+        kind, name = classify.kind_of(func)
         if not _by_user(name, kind):
             return func(*args, **kwargs)
         sources: tuple[int, ...] | None = None
-        if kind not in _SELDOM_VALUES and name not in types.NOT_TYPED:  # before the call, which may write its operands
+        if (
+            kind not in _SELDOM_VALUES and name not in classify.NOT_TYPED
+        ):  # before the call, which may write its operands
             with _torch.no_torch_function():
-                sources = self._sources(types.tensors(args, kwargs), name)
+                sources = self._sources(classify.tensors(args, kwargs), name)
         out = func(*args, **kwargs)
-        made = types.tensors(args[0] if name == "__setitem__" else out) if name not in types.NOT_TYPED else []
+        made = classify.tensors(args[0] if name == "__setitem__" else out) if name not in classify.NOT_TYPED else []
         if made:
             with _torch.no_torch_function():
                 if sources is None:
-                    sources = self._sources(types.tensors(args, kwargs), name)
+                    sources = self._sources(classify.tensors(args, kwargs), name)
                 for x in made:
                     self.add(_NAMES.get(name, name), x, sources)
         return out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import context, tree, types
+from .. import context, marks, tree, types
 from ..errors import TypingError, meant, report, short
 from .maps import Collective
 from .operands import operands
@@ -91,12 +91,12 @@ def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
     groups: dict[tuple[tuple[str, tuple[str, ...]], ...], list[int]] = {}
     failures = []
     for i, leaf in enumerate(leaves):
-        have, steps = types.typeof(leaf, body.axes), {}
+        have, steps = marks.typeof(leaf, body.axes), {}
         for name in names:
             row = _CASTS.get((have.letter(name), _WORDS[to]))
             if row is None:
                 which = _NAMES[have.letter(name)]
-                failures.append(f"{tree.paths(x, 'x')[i]} is {types.text(leaf, have)}: " + (
+                failures.append(f"{tree.paths(x, 'x')[i]} is {marks.text(leaf, have)}: " + (
                     f"it is {to} over {name!r} already" if which == to else f"no cast from {which} to {to} over {name!r}"
                 ))  # fmt: skip
             else:
@@ -108,13 +108,13 @@ def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
                                  "-> varying, varying -> unreduced; vfn.psum makes a varying or unreduced value "
                                  "invarying"))  # fmt: skip
     for steps, members in groups.items():
-        known = [types.typeof(leaves[i], body.axes) for i in members]
+        known = [marks.typeof(leaves[i], body.axes) for i in members]
         values = [leaves[i] for i in members]
         for row, axes in steps:
             values = bucketed(Collective(row, body.mesh, axes, where), values)
         for i, value, have in zip(members, values, known, strict=True):
-            types.mark(value, types.with_letter(have, names, _WORDS[to]))
-            types.borrow(value)
+            marks.mark(value, types.with_letter(have, names, _WORDS[to]))
+            marks.borrow(value)
             leaves[i] = value
     context.note(where, x, leaves, names)
     return tree.unflatten(treedef, leaves)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import context, tree, types
+from .. import context, marks, tree, types
 from ..blocks import Blocks
 from ..errors import CollectiveError, TypingError, count_text, described, mesh_text, report
 from ..mesh import axes_of
@@ -42,7 +42,7 @@ def refuse_unreduced(
     if wrong:
         raise TypingError(report(
             where, "an unreduced value, still to be added over the ranks, may only be summed",
-            [f"{tree.paths(x, 'x')[i]} is {types.text(leaves[i], have[i])}: unreduced over {a!r}" for i, a in wrong],
+            [f"{tree.paths(x, 'x')[i]} is {marks.text(leaves[i], have[i])}: unreduced over {a!r}" for i, a in wrong],
             f"vfn.psum(x, {wrong[0][1]!r}) first"))  # fmt: skip
 
 
@@ -85,5 +85,5 @@ def refuse_what_cannot_be_reduced(where: str, x: Any, leaves: Sequence[Any], bod
                                          [f"{path} is {described(leaf)}" for path, leaf in wrong],
                                          "its .abs(), .real or .imag"))  # fmt: skip
         if body.check:
-            have = [types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in leaves]
+            have = [marks.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in leaves]
             refuse_unreduced(where, x, leaves, have, names)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import context, types
+from .. import context, marks, types
 from ..errors import CollectiveError, count_text, described, report
 from .maps import index
 from .sending import Axis, taking_part
@@ -38,7 +38,7 @@ def axis_index(axis_name: Axis) -> torch.Tensor:
     """
     body, names, _ = taking_part("axis_index", axis_name)
     position = index(body.mesh, names)
-    types.mark(position, types.of(varying=names))
+    marks.mark(position, types.of(varying=names))
     context.note("axis_index", (), position, names)
     return position
 
@@ -125,7 +125,7 @@ def _checked_slice(x: Any, start_indices: Any, sizes: Any) -> list[Any]:
 
 
 def _misfit(x: Any, failures: Sequence[str]) -> CollectiveError:
-    of = f" of shape {types.text(x)}" if isinstance(x, torch.Tensor) else ""
+    of = f" of shape {marks.text(x)}" if isinstance(x, torch.Tensor) else ""
     return CollectiveError(report("dynamic_slice", f"the block does not fit x{of}", failures,
                                   "dynamic_slice(x, [start, ...], [size, ...]), an entry for each dim of x"))  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import _torch, context, lines, tree, types, wire
+from .. import _torch, context, lines, marks, tree, types, wire
 from ..errors import report
 from .maps import Collective
 from .operands import operands, refuse_what_cannot_be_reduced
@@ -32,13 +32,13 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
                 outs[i] = leaf * n if where == "psum" else leaf / 1 if where == "pmean" else leaf
                 continue
             leaf = local(leaf, body, where)
-            have = types_of[i] = types.typeof(leaf, body.axes) if body.check else types.INVARIANT
+            have = types_of[i] = marks.typeof(leaf, body.axes) if body.check else types.INVARIANT
             rest = types.differing(have, names) if body.check else names
             if row == "psum" and leaf.dtype is torch.bool:
                 leaf = _computed(leaf.to, torch.int32, have)
             if where == "psum" and len(rest) < len(names):
                 same = tuple(axis for axis in names if axis not in rest)
-                multiplied.setdefault(same, []).append((i, types.text(leaf, have)))
+                multiplied.setdefault(same, []).append((i, marks.text(leaf, have)))
                 leaf = _computed(leaf.mul, wire.group_size(body.mesh, same), have)
             if where == "pmean" and not rest:  # its own mean, but not an integer
                 leaf = _computed(leaf.div, 1, have) if not (leaf.is_floating_point() or leaf.is_complex()) else leaf
@@ -52,7 +52,7 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
             done = sent(op, [outs[i] for i in members], [types_of[i] for i in members], "I")
             for i, out in zip(members, done, strict=True):
                 if where == "pmean":
-                    out = _computed(out.div, wire.group_size(body.mesh, rest), types.typeof(out, body.axes))
+                    out = _computed(out.div, wire.group_size(body.mesh, rest), marks.typeof(out, body.axes))
                 outs[i] = out
     context.note(where, x, outs, names)
     return tree.unflatten(treedef, outs)
@@ -60,7 +60,7 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
 
 def _computed(method: Callable[[Any], torch.Tensor], argument: Any, type_: types.Type) -> torch.Tensor:
     x = method(argument)
-    types.mark(x, type_)
+    marks.mark(x, type_)
     return x
 
 

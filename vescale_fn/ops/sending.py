@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .. import _torch, context, linear, tree, types, wire
+from .. import _torch, context, linear, marks, tree, types, wire
 from ..blocks import Blocks
 from ..errors import CollectiveError, TypingError, described, mesh_text, report, short
 from ..mesh import axes_of, axis_names, is_simulated
@@ -68,19 +68,19 @@ def local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
         with _torch.no_torch_function():
             leaf = torch.as_tensor(leaf)
     below = _torch.peel(leaf)
-    if types.outside(leaf, body.auto):
+    if marks.outside(leaf, body.auto):
         raise TypingError(report(
             where, "a whole array was used inside a shard_map body, whose values are local", [f"it is {described(leaf)}"],
             fix="pass it as an argument of the body, with its spec in in_specs"))  # fmt: skip
     with _torch.no_torch_function():  # the body's mode would take it in a second time
-        known = types.read(leaf)
-        types.refuse_unseen(leaf)
+        known = marks.read(leaf)
+        marks.refuse_unseen(leaf)
         if is_simulated(body.mesh) and not isinstance(below, (Blocks, DTensor)):
             leaf = enter(leaf, body.mesh)
         if known is None and not body.check and _torch.needs_gradient(leaf):  # closed over: sums the ranks' gradients
             (leaf,) = linear.apply(Collective("copy", body.mesh, body.axes, where), leaf)
     if type(_torch.peel(leaf)) is not type(below):
-        types.mark(leaf, known or types.INVARIANT)
+        marks.mark(leaf, known or types.INVARIANT)
     return leaf
 
 
@@ -101,11 +101,11 @@ def send(where: str, x: Any, axis_name: Any, row: str, *, takes: str = "V", give
         if any(found):
             raise CollectiveError(report(
                 where, f"the operand does not fit the {mesh_text(axes_of(body.mesh))}",
-                [f"{path} of shape {types.text(leaf)}: {why}"
+                [f"{path} of shape {marks.text(leaf)}: {why}"
                  for path, leaf, why in zip(tree.paths(x, "x"), leaves, found) if why],
                 fix if any("size" in why for why in found if why) else ""))  # fmt: skip
     op = Collective(row, body.mesh, names, where, body.check, **parameters)
-    have = [types.typeof(leaf, body.axes) if body.check else types.INVARIANT for leaf in leaves]
+    have = [marks.typeof(leaf, body.axes) if body.check else types.INVARIANT for leaf in leaves]
     if "U" not in takes:
         refuse_unreduced(where, x, leaves, have, names)
     outs = sent(op, leaves, have, gives)
@@ -121,7 +121,7 @@ def sent(op: Collective, leaves: list[torch.Tensor], have: Sequence[types.Type],
             leaves = [leaf if t is want else promote(leaf, t, want, op.mesh) for leaf, t in zip(leaves, have)]
         outs = bucketed(op, leaves)
         for out, t in zip(outs, have):
-            types.mark(out, types.with_letter(t, op.axes, gives))
+            marks.mark(out, types.with_letter(t, op.axes, gives))
     return outs
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .. import context, lines, types
+from .. import context, lines, marks
 from ..errors import axes_text, report
 from ..spec import P, axes_named
 from .keys import Key
@@ -18,17 +18,17 @@ def warn(where: str, key: Key, values: dict[str, Any], spec: Any = None) -> None
     body = context.body()
     if body is None or not body.check or torch.compiler.is_compiling():
         return
-    own = types.typeof(key.data, body.axes).varying | (axes_named(spec) if isinstance(spec, P) else frozenset())
+    own = marks.typeof(key.data, body.axes).varying | (axes_named(spec) if isinstance(spec, P) else frozenset())
     for name, value in values.items():
         if not isinstance(value, torch.Tensor):
             continue
-        differs = types.typeof(value, body.axes).varying - own
+        differs = marks.typeof(value, body.axes).varying - own
         axes = tuple(axis for axis in body.axes if axis in differs and body.sizes[axis] > 1)
         if axes:
             place = repr(axes[0] if len(axes) == 1 else axes)
             lines.warn(report(
                 where, f"the same numbers are drawn on all ranks along {axes_text(axes)}, where {name} differs",
-                [f"{name} is {types.text(value, types.typeof(value, body.axes))}", "the key is the same on all of them"],
+                [f"{name} is {marks.text(value, marks.typeof(value, body.axes))}", "the key is the same on all of them"],
                 f"vfn.random.fold_in(key, vfn.axis_index({place})) for numbers of each rank's own; spec=... for one rank's "
                 f"block of a whole draw; vfn.pvary(key, {place}), if the same numbers are meant"))  # fmt: skip
             return

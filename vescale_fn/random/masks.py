@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .. import _torch, array, blocks, context, types
+from .. import _torch, array, blocks, context, marks, types
 from ..errors import RandomError, described, report
 from ..mesh import axes_of, coordinates, played_ranks
 from ..spec import P, local_indices, split_axes
@@ -109,7 +109,7 @@ def _place_in_body(x: torch.Tensor, spec: Any) -> tuple[Any, tuple[int, ...]]:
     assert layout is not None
     mine, _ = placed.body_rows(draw, spec, body.mesh)
     if mine is not None:
-        types.mark(mine, types.of_spec(spec))  # which makes the result vary over the spec's axes
+        marks.mark(mine, types.of_spec(spec))  # which makes the result vary over the spec's axes
     return mine, draw.shape
 
 

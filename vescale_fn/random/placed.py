@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import _torch, blocks, context, placement, types
+from .. import _torch, blocks, context, marks, placement, types
 from ..errors import SpecError, mesh_text, report
 from ..mesh import axes_of, coordinates, is_simulated, played_ranks, same
 from ..spec import P, is_even, local_indices, split_axes, validate
@@ -123,7 +123,7 @@ def own(out: torch.Tensor) -> torch.Tensor:
     if body is not None and is_simulated(body.mesh) and type(out) is torch.Tensor and not _torch.transforming():
         with _torch.no_torch_function():
             out = blocks.Blocks((out, *(out.clone() for _ in played_ranks(body.mesh)[1:])))
-        types.mark(out, types.INVARIANT)
+        marks.mark(out, types.INVARIANT)
     return out
 
 
@@ -195,5 +195,5 @@ def _in_body(key: Key, draw: Draw, spec: P, mesh: Any) -> torch.Tensor:
     device = device_of(key, mesh)
     if mine is None:
         return _whole(key, draw, device)
-    types.mark(mine, types.of_spec(spec))  # which makes the draw vary over the spec's axes
+    marks.mark(mine, types.of_spec(spec))  # which makes the draw vary over the spec's axes
     return op.draw(key.data, mine, draw.shape, local, draw.kind, draw.params, draw.dtype, device)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .. import _torch, array, blocks, context, types
+from .. import _torch, array, blocks, context, marks, types
 from ..mesh import axes_of, coordinates, played_ranks
 from ..placement import unshard
 from ..spec import P, from_split_axes, local_indices, split_axes
@@ -55,7 +55,7 @@ def sampled(where: str, key: Key, draw: Draw, params: Sequence[torch.Tensor], sp
         return laid(key.data, draw, spec, mesh, *params)
     mine, local = placed.body_rows(draw, spec, mesh)
     if mine is not None:
-        types.mark(mine, types.of_spec(spec))  # which makes the draw vary over the spec's axes
+        marks.mark(mine, types.of_spec(spec))  # which makes the draw vary over the spec's axes
     return _sample(key.data, mine, params, draw, local, placed.device_of(key, mesh))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import array, blocks, context, types
+from .. import array, blocks, context, marks, types
 from ..errors import RandomError, described, report
 from ..mesh import axes_of, coordinates, played_ranks
 from ..placement import with_sharding
@@ -376,7 +376,7 @@ def _cut(value: torch.Tensor, spec: P, first: int, mesh: Any) -> torch.Tensor:
     for dim, names in enumerate(split_axes(spec, value.ndim - first), first):
         if names:
             index = blocks.each(functools.partial(_indices, value.shape[dim], names, mesh, axes), played_ranks(mesh))
-            types.mark(index, types.of(names))
+            marks.mark(index, types.of(names))
             value = value.index_select(dim, index.to(value.device))
     return value
 
