@@ -2,7 +2,6 @@
 
 from . import errors, optim, random
 from .array import Array, spec_of
-from .check import check
 from .context import current_mesh, set_mesh, strict, use_mesh
 from .debug import comm_log, debug, show
 from .gradient import grad, value_and_grad, vjp
@@ -23,6 +22,7 @@ from .ops import (
     psum_scatter,
     pvary,
 )
+from .parity import check
 from .placement import from_local, shard, unshard, with_sharding
 from .ranks import launch, simulate
 from .shard_map import shard_map

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import relation, wire
-from .array import is_array, mesh_of, place, spec_of
-from .errors import mesh_text
+from .. import wire
+from ..array import is_array, mesh_of, place, spec_of
+from ..errors import mesh_text
+from ..layout import type_text
+from ..mesh import axes_of, coordinates, played_ranks
+from ..spec import P, split_axes
+from . import relation
 from .facts import TOLERANCE, Facts, facts, head, wobble
-from .layout import type_text
-from .mesh import axes_of, coordinates, played_ranks
 from .recording import Held, hold
-from .spec import P, split_axes
 
 EQUAL, ROUNDED, NOISE = "equal", "equal up to rounding", "not judged: rounding alone changes it as much"
 

@@ -17,13 +17,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from . import _torch, classify, context, tree
-from .blocks import Blocks
-from .layout import layout
-from .lines import user_line
-from .spec import P
+from .. import _torch, classify, context, tree
+from ..blocks import Blocks
+from ..layout import layout
+from ..lines import user_line
+from ..spec import P
 
-_PACKAGE = __file__.rsplit("/", 1)[0]
+_PACKAGE = __file__.rsplit("/", 2)[0]
 _TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
 _MODES = tuple(f"{_PACKAGE}/{name}.py" for name in ("checked", "unchecked", "tracking"))
 _PASSED = (__file__, *_MODES, _TORCH)  # between the user's call and the mode there may stand these

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .layout import type_text
-from .spec import P, local_indices
+from ..layout import type_text
+from ..spec import P, local_indices
 
 # By how much floats may differ, of their size.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2,

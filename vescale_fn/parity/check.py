@@ -12,20 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import context, relation, replicas, tree, wire
-from .array import is_array, mesh_of
+from .. import context, replicas, tree, wire
+from ..array import is_array, mesh_of
+from ..calls import checked_function
+from ..errors import MeshError, ParityError, count_text, mesh_text, report
+from ..mesh import axes_of, played_ranks
+from ..placement import shard, unshard
+from ..spec import P
+from . import relation
 from .audit import Audit, Failure, Outcome, is_floating
-from .calls import checked_function
 from .causes import USUAL
 from .compare import Report, changed, compared, remarked
-from .errors import MeshError, ParityError, count_text, mesh_text, report
-from .mesh import axes_of, played_ranks
 from .parting import Parting, Runs
-from .placement import shard, unshard
 from .recording import Recorder
 from .rollcall import said_by_all
 from .rounding import Rounded
-from .spec import P
 
 _SHOWN = 8  # so many differing values are named in a message
 _ROUNDED = 3  # runs that show what rounding does

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import _torch
-from .mesh import is_simulated
+from .. import _torch
+from ..mesh import is_simulated
 
 PATIENCE = 5.0  # seconds, for which those that can still speak are waited for, once a rank has told of a problem
 PAUSE = 0.002, 0.05  # seconds between two looks: the first, the longest

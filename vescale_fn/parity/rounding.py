@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import _torch, tree
+from .. import _torch, tree
 
 _SUMS = frozenset(
     "sum mean var std var_mean std_mean norm vector_norm linalg_norm linalg_vector_norm logsumexp cumsum softmax "

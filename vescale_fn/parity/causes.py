@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from . import classify
+from .. import classify
+from ..spec import P, split_axes
 from .relation import Relation
-from .spec import P, split_axes
 
 
 class Step(NamedTuple):

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import context, tree
-from .agreement import Watch
-from .array import Array, on_device
-from .gradient import settled, vjp
-from .lines import is_users, quoted
-from .mesh import is_simulated, unit
-from .placement import unshard
+from .. import context, tree
+from ..agreement import Watch
+from ..array import Array, on_device
+from ..gradient import settled, vjp
+from ..lines import is_users, quoted
+from ..mesh import is_simulated, unit
+from ..placement import unshard
 from .recording import Recorder
 from .rounding import Rounded
 

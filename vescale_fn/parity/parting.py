@@ -13,15 +13,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from . import wire
+from .. import wire
+from ..errors import dtype_text
+from ..lines import quoted, readable
+from ..mesh import axes_of, coordinates, played_ranks
+from ..spec import P
 from .causes import Step, cause
-from .errors import dtype_text
 from .facts import TOLERANCE, Facts, facts, head, sizes, wobble
-from .lines import quoted, readable
-from .mesh import axes_of, coordinates, played_ranks
 from .recording import Held, Node, aligned
 from .relation import Relation, conclude, layouts, listed, same_numbers, shown
-from .spec import P
 
 Before = Callable[[int], Iterable[int]]  # what a value was made of, or, backward, what was made of it
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..layout import type_text
+from ..mesh import groups
+from ..spec import P, from_split_axes, split_axes
 from .facts import NEAR, Facts, head, moments, numbers, sizes
-from .layout import type_text
-from .mesh import groups
-from .spec import P, from_split_axes, split_axes
 
 _LAYOUTS = 64  # at most so many ways to cut a value are tried
 
