@@ -247,7 +247,7 @@ def test_runs_and_checks_on_a_simulated_mesh(capsys, tmp_path):
     out, err = capsys.readouterr()
     assert err == ""
     assert "mesh (dp=2, tp=2): one process, simulated, on cpu" in out
-    assert re.search(r"largest difference \d\.\de-\d\d: below 1e-05", out)
+    assert re.search(r"largest difference \d\.\de[-+]\d\d: below 1e-05", out)
     assert re.search(r"held-out  \d\.\d{3} nats a byte, \d\.\d{3} (below|ABOVE) the bigram model's \d\.\d{3}", out)
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -258,7 +258,7 @@ def test_runs_and_checks_on_processes(capfd):
     out = capfd.readouterr().out
     assert "mesh (dp=2, tp=2): 4 processes, on cpu" in out
     assert out.count("step 3/3") == 1  # one rank talks
-    assert re.search(r"largest difference \d\.\de-\d\d: below 1e-05", out)
+    assert re.search(r"largest difference \d\.\de[-+]\d\d: below 1e-05", out)
 
 
 def test_a_difference_is_an_exit_status(capsys, monkeypatch):
