@@ -126,7 +126,7 @@ def test_a_fault_of_ours_is_shown_to_where_it_is(monkeypatch) -> None:
     monkeypatch.setattr(gradient, "_call", gradient._argnums)  # called with other arguments than it has
     error = caught(lambda: vfn.grad(torch.sum)(X))
     assert isinstance(error, TypeError)
-    assert functions(tracebacks.text(error, error.__traceback__))[-1] == "_by_autograd"
+    assert functions(tracebacks.text(error, error.__traceback__))[-1] == "run"
 
 
 def test_all_of_it_on_request() -> None:

@@ -573,3 +573,91 @@ def test_names_and_documentation_stay() -> None:
     for wrapped in (vfn.grad(loss), vfn.value_and_grad(loss), vfn.vmap(loss), vfn.remat(loss)):
         assert (wrapped.__name__, wrapped.__doc__) == ("loss", "Of a model.")
     assert math.isfinite(vfn.value_and_grad(loss)(torch.ones(2))[0])
+
+
+# --- the commonest case, which has a short way of its own ---------------------------------------------------------------
+
+X, Y, Z = torch.tensor([1.0, 2.0]), torch.tensor(3.0), torch.tensor([[4.0]])
+TREES = [
+    X,
+    [X],
+    (X, Y),
+    {"b": X, "a": Y},
+    {"b": [X, (Y, Z)], "a": {}, "c": (), "d": {2: Z, 1: X}},
+    [X, [Y, []], X],
+    [[[X]]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", TREES, ids=str)
+def test_a_tree_taken_apart_is_put_together_again(value) -> None:
+    found = []
+    shape = tree.apart(value, frozenset((torch.Tensor,)), found)
+    assert sorted(map(id, found)) == sorted(map(id, optree.tree_leaves(value)))
+    again = tree.together(shape, iter(found))
+    assert repr(again) == repr(value)
+    assert list(map(id, optree.tree_leaves(again))) == list(map(id, optree.tree_leaves(value)))
+
+
+@pytest.mark.parametrize("value", TREES, ids=str)
+def test_gradients_of_plain_trees(value) -> None:
+    f = lambda p: sum((x**2).sum() for x in optree.tree_leaves(p))
+    got = vfn.grad(f)(value)
+    assert repr(got) == repr(optree.tree_map(lambda x: 2 * x, value))  # also the order of keys
+
+
+def test_a_function_may_take_its_argument_apart() -> None:
+    given = {"a": X, "b": [Y, Y]}
+
+    def loss(p):
+        loss = (p.pop("a") ** 2).sum() * p["b"].pop()
+        p["c"] = loss
+        p["b"].clear()
+        given["a"], given["b"] = given.pop("b"), given.pop("a")
+        return loss
+
+    assert repr(vfn.grad(loss)(given)) == repr({"a": 6 * X, "b": [torch.tensor(0.0), torch.tensor(5.0)]})
+
+
+def frozen() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.tensor([1.0, 2.0])
+
+
+# What the short way does not take, beside a leaf that it does: each must be seen to be another.
+OTHERS = {
+    "int": (lambda: torch.arange(2), lambda g: torch.equal(g, torch.zeros(2, dtype=torch.int64))),
+    "complex": (lambda: torch.tensor([1j, 2.0]), lambda g: torch.equal(g, torch.tensor([2j, 4.0]))),
+    "bf16": (lambda: X.bfloat16(), lambda g: torch.equal(g, 2 * X.bfloat16())),
+    "inference": (frozen, lambda g: torch.equal(g, 2 * X) and not g.is_inference()),
+    "parameter": (lambda: torch.nn.Parameter(X.clone()), lambda g: torch.equal(g, 2 * X) and g.requires_grad),
+    "frozen parameter": (lambda: torch.nn.Parameter(X.clone(), False), lambda g: torch.equal(g, 2 * X) and type(g) is torch.Tensor),
+    "none": (lambda: None, lambda g: g is None),
+    "number": (lambda: 3.0, lambda g: g == 3.0),
+    "pair": (lambda: Pair(X, Y), lambda g: type(g) is Pair and torch.equal(g.first, 2 * X)),
+    "dataclass": (lambda: Linear(X, Y), lambda g: torch.equal(g.w, 2 * X) and g.rate == 0.5),
+    "key": (lambda: random.key(0), lambda g: isinstance(g, random.Key)),
+    "array": (lambda: vfn.shard(X, vfn.make_mesh((2,), ("i",)), P("i")), lambda g: vfn.spec_of(g) == P("i")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_gradients_beside_leaves_of_every_kind(name) -> None:
+    make, right = OTHERS[name]
+
+    def loss(p):
+        leaves = [x for x in optree.tree_leaves(p) if isinstance(x, torch.Tensor) and x.dtype.is_signed]
+        return sum((x.abs() ** 2).sum() for x in leaves if x.is_floating_point() or x.is_complex())
+
+    with vfn.simulate(2):
+        got = vfn.grad(loss)([X, {"a": make()}])
+        assert torch.equal(got[0].detach(), 2 * X)
+        assert right(got[1]["a"])
+
+
+def test_gradients_where_the_data_is_an_array_and_the_weights_are_plain() -> None:
+    with vfn.simulate(2):
+        x = vfn.shard(torch.arange(4.0), vfn.make_mesh((2,), ("i",)), P("i"))
+        value, got = vfn.value_and_grad(lambda w: (w["a"] * x).sum())({"a": torch.tensor(2.0)})
+    assert type(got["a"]) is torch.Tensor
+    assert (got["a"], vfn.unshard(value)) == (6.0, 12.0)

@@ -403,10 +403,14 @@ _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C.
 _is_compiling = torch.compiler.is_compiling
 
 
+def watched() -> bool:
+    """Whether a transform, a mode or a compiler sees the functions of torch that are called here."""
+    return bool(_is_compiling() or _functorch_active() or _dispatch_modes() or _function_modes())
+
+
 def is_plain(x: torch.Tensor) -> bool:
     """Whether `x` is a tensor and nothing else, and nothing watches: no subclass, transform, mode or compiler."""
-    return (type(x) is torch.Tensor and not _is_compiling() and not _functorch_active()
-            and _dispatch_modes() == 0 and _function_modes() == 0)  # fmt: skip
+    return type(x) is torch.Tensor and not watched()
 
 
 def tracing() -> bool:

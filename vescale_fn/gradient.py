@@ -8,6 +8,7 @@ they are gradients of, already reduced.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from .mesh import axes_of, same
 from .spec import P
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 # --- the leaves that are differentiated -------------------------------------------------------------------------------
 
@@ -191,9 +194,6 @@ def settled(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tensor]) -> l
     return out
 
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-
-
 def _settle_together(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same for finished values: what is to be added over the same axes travels as one collective a dtype."""
     out, moving = list(grads), {}
@@ -259,11 +259,22 @@ def _value_and_grad(
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        split = Split(where, f, args, _argnums(argnums, args, where))
-        engine = _by_functorch if _torch.transforming() or _torch.forward_ad_active() else _by_autograd
-        value, aux, grads = engine(f, split, kwargs, has_aux, wants_value)
-        trees = split.gradients(grads)
-        gradient = trees[0] if isinstance(argnums, int) else tuple(trees)
+        if (known := _commonest(args, argnums)) is not None:
+            place, leaves, shape = known
+            primals = [x.detach().requires_grad_() for x in leaves]
+            given = list(args)
+            given[place] = tree.together(shape, iter(primals))
+            with context.differentiating():
+                value, aux = _call(f, given, kwargs, has_aux, where)
+                grads = _gradients(value, primals, False)
+            value, aux, grads = _finished(value, aux, grads, leaves, has_aux, wants_value)
+            gradient = tree.together(shape, iter(grads))
+        else:
+            split = Split(where, f, args, _argnums(argnums, args, where))
+            engine = _by_functorch if _torch.transforming() or _torch.forward_ad_active() else _by_autograd
+            value, aux, grads = engine(f, split, kwargs, has_aux, wants_value)
+            trees = split.gradients(grads)
+            gradient = trees[0] if isinstance(argnums, int) else tuple(trees)
         if not wants_value:
             return (gradient, aux) if has_aux else gradient
         return ((value, aux), gradient) if has_aux else (value, gradient)
@@ -342,6 +353,26 @@ class _Followed(context.differentiating):
         super().__exit__(*error)
 
 
+_FLOATS = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+_dtype, _followed = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
+_frozen = operator.methodcaller("is_inference")
+
+
+def _commonest(args: Sequence[Any], argnums: Any) -> tuple[int, list[torch.Tensor], Any] | None:
+    """The place of the argument to differentiate, its leaves and its shape, in the case that must cost little: plain
+    tensors of floats, that nothing else follows, in lists, tuples and dictionaries. Else None: `Split` takes any case.
+    """
+    if (type(argnums) is not int or not 0 <= argnums < len(args) or context.grad_depth() or _torch.watched()
+            or _torch.forward_ad_active() or not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):  # fmt: skip
+        return None
+    leaves: list[torch.Tensor] = []
+    shape = tree.apart(args[argnums], _PLAIN, leaves)
+    plain = leaves and _PLAIN.issuperset(map(type, leaves)) and _FLOATS.issuperset(map(_dtype, leaves))
+    if not plain or True in map(_followed, leaves) or True in map(_frozen, leaves):
+        return None
+    return argnums, leaves, shape
+
+
 @_recording
 def _by_autograd(
     f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool, wants_value: bool
@@ -351,14 +382,23 @@ def _by_autograd(
     with _Followed():
         primals = [_fresh(x, attached) for x in originals]
         value, aux = _call(f, split.with_primals(primals), kwargs, has_aux, split.where)
-        if value.requires_grad:
-            found = _backward(value, primals, create_graph=attached)
-        else:
-            found = (None,) * len(primals)
-    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, primals)]
+        grads = _gradients(value, primals, attached)
     if attached:
         value = settled([value], [_whole_like(value)])[0] if wants_value else None
         return value, aux, settled(grads, originals)
+    return _finished(value, aux, grads, originals, has_aux, wants_value)
+
+
+def _gradients(value: torch.Tensor, primals: Sequence[torch.Tensor], attached: bool) -> list[torch.Tensor]:
+    if not value.requires_grad:
+        return [torch.zeros_like(x) for x in primals]
+    found = _backward(value, primals, create_graph=attached)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, primals)]
+
+
+def _finished(value: torch.Tensor, aux: Any, grads: list[torch.Tensor], originals: Sequence[torch.Tensor], has_aux: bool,
+              wants_value: bool) -> tuple[Any, Any, list[torch.Tensor]]:  # fmt: skip
+    """What is given back where no outer gradient goes through it."""
     if has_aux:
         aux = tree.map_(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, aux)
     if not wants_value:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import optree
@@ -46,6 +47,33 @@ def none(x: Any) -> bool:
 def flatten_opaque(tree: Any) -> tuple[list[Any], Any]:
     """`flatten`, with nodes of opaque classes as leaves."""
     return optree.tree_flatten(tree, is_leaf=opaque)
+
+
+def apart(tree: Any, kinds: frozenset[type], leaves: list[Any]) -> Any:
+    """Add the leaves of lists, tuples and dictionaries to `leaves`, and return the shape from which `together` makes their
+    like. Other nodes count as leaves. `kinds` are classes of leaves that are told at once.
+
+    Only for what is called so seldom that `optree`, and its table of the classes of nodes, have left the cache of the
+    processor: it takes a tenth of the time then.
+    """
+    kind = tree.__class__
+    if kind is not list and kind is not tuple and kind is not dict:
+        leaves.append(tree)
+        return None
+    children = tree.values() if kind is dict else tree
+    if kinds.issuperset(map(type, children)):
+        leaves += children
+        return kind, tuple(tree) if kind is dict else len(tree), None
+    return kind, tuple(tree) if kind is dict else len(tree), [apart(x, kinds, leaves) for x in children]
+
+
+def together(shape: Any, leaves: Iterator[Any]) -> Any:
+    """The tree of this shape, of these leaves."""
+    if shape is None:
+        return next(leaves)
+    kind, keys, children = shape
+    found = leaves if children is None else iter([together(child, leaves) for child in children])
+    return dict(zip(keys, found)) if kind is dict else kind(islice(found, keys))
 
 
 def paths(tree: Any, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
