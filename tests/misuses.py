@@ -169,10 +169,42 @@ def none_for_a_spec(mesh):
 @misuse
 def the_spec_before_the_mesh(mesh):
     """MeshError
-    shard: the mesh must be a DeviceMesh, but it is P('dp')
-      Instead: mesh = vfn.make_mesh((2, 4), ("dp", "tp")), then vfn.shard(tree, mesh, spec)
+    shard: the mesh and the spec have changed places
+      * mesh is P('dp')
+      * spec is the mesh (dp=2, tp=2)
+      Instead: vfn.shard(tree, mesh, spec)
     """
     vfn.shard(X, P("dp"), mesh)
+
+
+@misuse
+def a_tensor_without_values(mesh):
+    """SpecError
+    shard: 1 spec does not fit on the mesh (dp=2, tp=2)
+      * the value is f32[4,3], its spec P('dp'): it is on the meta device, so it has no values to lay out
+      Instead: a tensor with values: made on a device, drawn with spec=, or loaded
+    """
+    vfn.shard(X.to("meta"), mesh, P("dp"))
+
+
+@misuse
+def dims_for_placements(mesh):
+    """SpecError
+    redistribute: placements must be torch's Shard(dim), Replicate() or Partial(), but there is 1, 2
+      Instead: vfn.with_sharding(x, spec), which takes a P
+    """
+    x = vfn.shard(X, mesh, P("dp"))
+    x.redistribute(mesh, [1, 2])
+
+
+@misuse
+def a_spec_for_placements(mesh):
+    """SpecError
+    redistribute: placements must be torch's Shard(dim), Replicate() or Partial(), but there is P('tp')
+      Instead: vfn.with_sharding(x, spec), which takes a P
+    """
+    x = vfn.shard(X, mesh, P("dp"))
+    x.redistribute(mesh, P("tp"))
 
 
 @misuse
@@ -226,7 +258,7 @@ def rules_that_are_none(mesh):
     spec_from_rules: the rules are not (regular expression, spec) pairs
       * rules[0]: the str '*.w' is not a regular expression (nothing to repeat at position 0)
       * rules[1]: the spec of 'b$' is the str 'tp', not a vfn.P
-      * rules[2] is the P P(), not a (pattern, spec) pair
+      * rules[2] is the spec P(), not a (pattern, spec) pair
       Instead: [(r"w$", P("tp")), (r".*", P())]
     """
     vfn.spec_from_rules(params(), [(r"*.w", P()), ("b$", "tp"), P()])
@@ -415,6 +447,16 @@ def an_array_that_a_body_closes_over(mesh):
     """
     w = vfn.shard(X, mesh, P("dp"))
     mapped(mesh, lambda x: x + w)(X)
+
+
+@misuse
+def a_spec_for_a_result_that_is_not_there(mesh):
+    """SpecError
+    shard_map(<lambda>): out_specs is not a prefix of the result
+      * out_specs is a tuple, but the result is a leaf (Tensor)
+      Instead: give out_specs the structure of the result, or one entry for a whole subtree
+    """
+    mapped(mesh, lambda x: x, out_specs=(P("dp"), P()))(X)
 
 
 @misuse
@@ -635,6 +677,39 @@ def the_rank_as_an_index(mesh):
 
 
 @misuse
+def the_rank_in_a_slice(mesh):
+    """TypingError
+    an index: this reads a number out of a value that differs by rank, so ranks could go different ways
+      * the value is i32[]{V:dp} on the mesh (dp=2, tp=2)
+      * the value is i32[]{V:dp} on the mesh (dp=2, tp=2)
+      Instead: torch.stack(choices)[i] or vfn.dynamic_slice(x, [i], [size]), with the tensor as it is
+    """
+    table = torch.arange(4.0)
+
+    def body(x):
+        i = vfn.axis_index("dp")
+        return x + table[i : i + 1]  # here
+
+    mapped(mesh, body)(X)
+
+
+@misuse
+def the_rank_in_a_slice_that_is_written(mesh):
+    """TypingError
+    an index: this reads a number out of a value that differs by rank, so ranks could go different ways
+      * the value is i32[]{V:dp} on the mesh (dp=2, tp=2)
+      Instead: torch.stack(choices)[i] or vfn.dynamic_slice(x, [i], [size]), with the tensor as it is
+    """
+
+    def body(x):
+        y = torch.zeros(4)
+        y[: vfn.axis_index("dp")] = 1.0  # here
+        return x + y[:3]
+
+    mapped(mesh, body)(X)
+
+
+@misuse
 def numpy_of_a_varying_value(mesh):
     """TypingError
     numpy: this takes the numbers out of a value that differs by rank, so ranks could go different ways
@@ -721,10 +796,18 @@ def running_statistics(mesh):
 
 
 @misuse
+def a_view_of_another_size(mesh):
+    """RuntimeError
+    shape '[7]' is invalid for input of size 6
+    """
+    mapped(mesh, lambda x: x.view(7))(X)
+
+
+@misuse
 def a_nonlinear_function_of_partial_sums(mesh):
     """TypingError
     relu: relu is not linear, so the sum over 'dp' must come before it
-      * operand 0 is f32[2,3]{U:dp}
+      * operand 0 is f32[2,3]{U:dp} on the mesh (dp=2, tp=2)
       Instead: vfn.psum(x, 'dp') first, or vfn.psum_scatter
     """
     mapped(mesh, lambda x: unreduced(x).relu())(X)
@@ -734,8 +817,8 @@ def a_nonlinear_function_of_partial_sums(mesh):
 def a_bias_added_to_partial_sums(mesh):
     """TypingError
     add: the invariant value would be added once a rank of 'dp'
-      * operand 0 is f32[2,3]{U:dp}
-      * operand 1 is f32[3]
+      * operand 0 is f32[2,3]{U:dp} on the mesh (dp=2, tp=2)
+      * operand 1 is f32[3] on the mesh (dp=2, tp=2)
       Instead: vfn.psum(x, 'dp') first, or vfn.psum_scatter, then add
     """
     bias = torch.ones(3)
@@ -746,8 +829,8 @@ def a_bias_added_to_partial_sums(mesh):
 def partial_sums_beside_a_varying_value(mesh):
     """TypingError
     mul: a value still to be added over the ranks meets one that differs by rank
-      * operand 0 is f32[2,3]{U:dp}
-      * operand 1 is f32[2,3]{V:dp}
+      * operand 0 is f32[2,3]{U:dp} on the mesh (dp=2, tp=2)
+      * operand 1 is f32[2,3]{V:dp} on the mesh (dp=2, tp=2)
       Instead: vfn.psum(x, 'dp') first, or vfn.psum_scatter
     """
     mapped(mesh, lambda x: unreduced(x) * x)(X)
@@ -757,8 +840,8 @@ def partial_sums_beside_a_varying_value(mesh):
 def a_reduced_value_beside_an_invariant_one(mesh):
     """TypingError
     add: a reduced value meets an invariant one: their cotangents differ
-      * operand 0 is f32[4,3]{R:dp}
-      * operand 1 is f32[4,3]
+      * operand 0 is f32[4,3]{R:dp} on the mesh (dp=2, tp=2)
+      * operand 1 is f32[4,3] on the mesh (dp=2, tp=2)
       Instead: vfn.pcast(x, 'dp', to='reduced') for the invariant one
     """
     mapped(mesh, lambda w: vfn.pcast(w, "dp", to="reduced") + w, P())(X)
@@ -783,6 +866,16 @@ def a_position_outside_of_a_body(mesh):
       Instead: call it in the function that vfn.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) maps
     """
     vfn.axis_index("dp")
+
+
+@misuse
+def a_value_for_a_position(mesh):
+    """MeshError
+    axis_index: axis_name=the tensor f32[2,3]{V:dp} does not name axes of the mesh (dp=2, tp=2)
+      * the tensor f32[2,3]{V:dp} is no name
+      Instead: axis_name='dp', or a tuple of different axes out of ('dp', 'tp')
+    """
+    mapped(mesh, lambda x: x + vfn.axis_index(x))(X)
 
 
 @misuse
@@ -1366,6 +1459,36 @@ def numbers_for_a_dtype(mesh):
 
 
 @misuse
+def a_dtype_by_name(mesh):
+    """RandomError
+    random.normal: dtype must be one of float64, float32, float16, bfloat16, complex64, complex128, but it is 'float32'
+      Instead: dtype=torch.float32, say; numbers that come after dtype by name, minval=0.0
+    """
+    vfn.random.normal(KEY, (3,), "float32")
+
+
+@misuse
+def one_key_cut_in_two(mesh):
+    """SpecError
+    shard_map(<lambda>): the arguments do not fit in_specs on the mesh (dp=2, tp=2)
+      * args[0].data of shape i32[2], where args[0] is bound to <lambda>'s parameter 'key', corresponds to in_specs = P('dp'): these are the numbers of one key, and dim 0, those of a single key, must stay together
+      Instead: P() for a key that all ranks share; vfn.random.split(key, n) with P('dp'), say, for a key on each rank
+    """
+    mapped(mesh, lambda key: vfn.random.normal(key, (2,)))(KEY)
+
+
+@misuse
+def keys_cut_in_two(mesh):
+    """SpecError
+    shard: 1 spec does not fit on the mesh (dp=2, tp=2)
+      * keys.data is i32[4,2], its spec P(None, 'tp'): these are the numbers of keys, and dim 1, those of a single key, must stay together
+      Instead: P() for a key that all ranks share; vfn.random.split(key, n) with P('dp'), say, for a key on each rank
+    """
+    keys = vfn.random.split(KEY, 4)
+    vfn.shard(keys, mesh, P(None, "tp"))
+
+
+@misuse
 def a_rate_in_percent(mesh):
     """RandomError
     random.dropout: rate must be in [0, 1], but it is 10.0
@@ -1444,6 +1567,46 @@ def a_key_used_after_it_was_split(mesh):
 
 
 @misuse
+def a_rate_that_is_a_string(mesh):
+    """VfnError
+    sgd: these arguments must be numbers
+      * lr is the str '0.1'
+      Instead: a number, or for lr a schedule: vfn.optim.cosine(1e-3, 1000)
+    """
+    vfn.optim.sgd("0.1")
+
+
+@misuse
+def a_norm_that_is_a_string(mesh):
+    """VfnError
+    clip_by_global_norm: these arguments must be numbers
+      * max_norm is the str '1'
+      Instead: a number
+    """
+    vfn.optim.clip_by_global_norm("1")
+
+
+@misuse
+def a_schedule_of_strings(mesh):
+    """VfnError
+    cosine: these arguments must be numbers
+      * peak is the str '1e-3'
+      Instead: a number
+    """
+    vfn.optim.cosine("1e-3", 100)
+
+
+@misuse
+def a_list_for_a_chain(mesh):
+    """VfnError
+    chain: each part must be an Optimizer
+      * part 0 is a list
+      Instead: chain(clip_by_global_norm(1.0), sgd(0.1)); chain(*parts) of a list
+    """
+    vfn.optim.chain([vfn.optim.sgd(0.1)])
+
+
+@misuse
 def gradients_of_other_parameters(mesh):
     """VfnError
     sgd: a tree lacks the structure of params
@@ -1462,6 +1625,37 @@ def updates_of_another_shape(mesh):
       Instead: the updates that opt.update(grads, state, params) returns for these params
     """
     vfn.optim.apply_updates({"w": X, "b": X[0]}, {"w": X[0], "b": X[0]})
+
+
+@misuse
+def a_spec_for_an_argument_that_is_not_there(mesh):
+    """SpecError
+    check(<lambda>): spec is not a prefix of args
+      * spec has length 2, but args has length 1
+      Instead: give spec the structure of args, or one entry for a whole subtree
+    """
+    vfn.check(lambda x: x.sum(), X, mesh=mesh, spec=(P("dp"), P()))
+
+
+@misuse
+def an_axis_that_an_audit_cannot_find(mesh):
+    """SpecError
+    check(<lambda>): 1 spec does not fit on the mesh (dp=2, tp=2)
+      * args[0] is f32[4,3], its spec P('pd'): axis 'pd' (dim 0) is not an axis of the mesh (dp=2, tp=2); did you mean 'dp'?
+      Instead: each axis of the mesh at most once, and at most one entry a dim
+    """
+    vfn.check(lambda x: x.sum(), X, mesh=mesh, spec=P("pd"))
+
+
+@misuse
+def a_log_asked_for_another_name(mesh):
+    """VfnError
+    comm_log: op='psum' is not an op of the log
+      Instead: all_reduce, all_gather, reduce_scatter, all_to_all, permute, broadcast: psum is an all_reduce, psum_scatter a reduce_scatter
+    """
+    with vfn.comm_log() as log:
+        pass
+    log.count("psum")
 
 
 @misuse

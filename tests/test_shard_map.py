@@ -654,7 +654,7 @@ def test_messages_of_types(mesh):
     assert moved == 0
     assert text == (
         "sin: sin is not linear, so the sum over 'i' must come before it\n"
-        "  * operand 0 is f32[1]{U:i}\n"
+        "  * operand 0 is f32[1]{U:i} on the mesh (i=4)\n"
         "  Instead: vfn.psum(x, 'i') first, or vfn.psum_scatter"
     )
     assert "the number would be added once a rank of 'i'" in refused(lambda x: unreduced(x) + 1, mesh)[0]
@@ -670,8 +670,8 @@ def test_messages_of_types(mesh):
     text, _ = refused(lambda x: vfn.all_gather(x, "i", to="reduced") + torch.ones(1), mesh)
     assert text == (
         "add: a reduced value meets an invariant one: their cotangents differ\n"
-        "  * operand 0 is f32[4,1]{R:i}\n"
-        "  * operand 1 is f32[1]\n"
+        "  * operand 0 is f32[4,1]{R:i} on the mesh (i=4)\n"
+        "  * operand 1 is f32[1] on the mesh (i=4)\n"
         "  Instead: vfn.pcast(x, 'i', to='reduced') for the invariant one"
     )
     text, _ = refused(lambda x: x if x > 0 else -x, mesh)

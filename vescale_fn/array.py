@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from . import _torch, blocks, interpreter, linear, marks, reshard
+from . import _torch, blocks, context, interpreter, linear, marks, reshard
 from .blocks import Blocks
-from .errors import InPlaceError, MeshError, SpecError, described, mesh_text, report
+from .errors import InPlaceError, MeshError, SpecError, described, mesh_text, report, short
 from .layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
 from .mesh import SimulatedMesh, axes_of, coordinates, is_simulated, played_ranks, rebuild_mesh, same
 from .spec import (
@@ -94,7 +94,12 @@ class Array(DTensor):
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Array:  # type: ignore[override]
         """This value with other DTensor placements; `with_sharding` in torch's words."""
-        mesh = device_mesh or self._spec.mesh
+        mesh = self._spec.mesh if device_mesh is None else context.checked_mesh(device_mesh, "redistribute")
+        wrong = [p for p in placements or () if not isinstance(p, torch.distributed.tensor.placement_types.Placement)]
+        if wrong or isinstance(placements, P):
+            said = repr(placements) if isinstance(placements, P) else ", ".join(map(short, wrong))
+            raise SpecError(report("redistribute", f"placements must be torch's Shard(dim), Replicate() or Partial(), but "
+                                   f"there is {said}", fix="vfn.with_sharding(x, spec), which takes a P"))  # fmt: skip
         given, wanted = len(placements or self.placements), len(axes_of(mesh))
         if given != wanted:
             raise SpecError(report("redistribute", f"{given} placements for {wanted} axes, those of the "

@@ -49,6 +49,7 @@ def called(f: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]
         return f(*args, **kwargs)
     except TypeError as error:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            tracebacks.hide_inner_from_pytest(error)
             raise
         given = [*map(described, args), *(f"{name}={described(x)}" for name, x in kwargs.items())]
         what = "the function does not take these arguments"
@@ -56,5 +57,9 @@ def called(f: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]
         raise TransformError(report(where, what, failures, _signature(f))) from None
     except RuntimeError as error:
         if (ours := explained(error)) is None:
+            tracebacks.hide_inner_from_pytest(error)
             raise
         raise ours from None
+    except Exception as error:
+        tracebacks.hide_inner_from_pytest(error)
+        raise

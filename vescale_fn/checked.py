@@ -15,15 +15,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from . import _torch, classify, context, marks, readout, types
+from . import _torch, classify, context, marks, readout, tracebacks, types
 from .blocks import Blocks
-from .errors import InPlaceError, TypingError, report
+from .errors import InPlaceError, TypingError, mesh_text, report
 from .marks import mark
+from .mesh import axes_of
 from .ops.maps import promote
 from .types import Type
 from .unchecked import LOCAL, Unchecked, at_first_sight, innermost, mark_result, refuse_to_be_traced
 
 Tensor = torch.Tensor
+__tracebackhide__ = tracebacks.between  # of an error about an op of the user's
 
 _rules: dict[Any, tuple[Callable[..., Any], str]] = {}  # how `Checked` handles a function, and its name
 
@@ -73,7 +75,10 @@ class Checked(Unchecked):
                                    f"vfn.psum(x, {unreduced!r}) first, or vfn.psum_scatter")  # fmt: skip
             return types.combine(name, tuple(known), classify.has_number(args, kwargs))
         except types.Misuse as misuse:
-            operands = [f"operand {i} is {marks.text(x, t)}" for i, (x, t) in enumerate(zip(given, known, strict=True))]
+            on = f"on the {mesh_text(axes_of(self.body.mesh))}"
+            operands = [
+                f"operand {i} is {marks.text(x, t)} {on}" for i, (x, t) in enumerate(zip(given, known, strict=True))
+            ]
             raise TypingError(report(name, misuse.why, operands, misuse.instead)) from None
 
     # One method for each class of functions.
@@ -141,6 +146,12 @@ class Checked(Unchecked):
             args, kwargs = classify.with_tensors((args, kwargs), iter(operands))
         return marks.mark_made(func(*args, **kwargs), result, operands)
 
+    def index(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Reading by index, whose slices need numbers."""
+        if read := classify.bounds(args[1]):
+            self.refuse_to_read("__index__", read)
+        return self.function(func, name, args, kwargs)
+
     def unknown(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """An op that we know nothing about: it may talk to other ranks, or draw."""
         return self.combining(func, name, args, kwargs, to=self.everywhere)
@@ -153,6 +164,8 @@ class Checked(Unchecked):
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A function that writes into an argument. What it writes may differ by rank where the target did not."""
+        if name == "__setitem__" and (read := classify.bounds(args[1])):
+            self.refuse_to_read("__index__", read)
         if not kwargs and not self.writes.any and args[0].__class__ in LOCAL and not _torch.transforming():
             have = getattr(args[0], "vfn_type", None)
             seen = at_first_sight(args, kwargs)
@@ -289,15 +302,19 @@ class Checked(Unchecked):
 
     def number(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A value is read into Python, where ranks must not part."""
-        found = [(x, self.typeof(x)) for x in classify.tensors(args, kwargs)]
-        parting = [(x, have) for x, have in found if have.varying or have.unreduced]
-        if parting:
-            raise readout.refused(name, parting, self.body.mesh)
+        self.refuse_to_read(name, classify.tensors(args, kwargs))
         if self.ranks and name in readout.VALUES:
             below = _torch.peel(args[0])
             if type(below) is Blocks and not _torch.is_batched(args[0]):
                 return func(below.blocks[0].clone(), *args[1:], **kwargs)  # of one rank, as all have the same
         return func(*args, **kwargs)
+
+    def refuse_to_read(self, name: str, values: Sequence[Tensor]) -> None:
+        """Raise where one of the values that a function reads into Python differs by rank."""
+        found = [(x, self.typeof(x)) for x in values]
+        parting = [(x, have) for x, have in found if have.varying or have.unreduced]
+        if parting:
+            raise readout.refused(name, parting, self.body.mesh)
 
 
 def _with(args: Any, new: Iterator[Tensor]) -> tuple[Any, ...]:

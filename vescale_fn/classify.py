@@ -48,6 +48,12 @@ def with_tensors(value: Any, new: Iterator[torch.Tensor]) -> Any:
     return value
 
 
+def bounds(index: Any) -> list[torch.Tensor]:
+    """The tensors that are bounds of slices in an index: torch reads numbers out of them, where no mode sees it."""
+    return [x for part in (index if index.__class__ is tuple else (index,)) if part.__class__ is slice
+            for x in (part.start, part.stop, part.step) if isinstance(x, torch.Tensor)]  # fmt: skip
+
+
 # --- classes of functions ---------------------------------------------------------------------------------------------
 
 # Its result is no value, or is the value itself.
@@ -106,6 +112,8 @@ def kind_of(func: Any) -> tuple[str, str]:
     inplace_operator = name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__iter__")
     if name == "__setitem__" or inplace_operator or (name.endswith("_") and not name.endswith("__")):
         return "write", name
+    if name in ("__getitem__", "getitem"):
+        return "index", name
     return "draw" if name in DRAWS else "function", name
 
 

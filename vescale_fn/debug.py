@@ -12,12 +12,12 @@ import torch
 
 from . import agreement, array, context, marks, tree
 from .blocks import Blocks
-from .errors import mesh_text
+from .errors import VfnError, meant, mesh_text, report, short
 from .layout import type_text
 from .lines import readable
 from .mesh import axes_of, coordinates
 from .spec import P, local_indices, shard_shape, split_axes
-from .wire import Record
+from .wire import OPS, Record
 
 
 class CommLog:
@@ -41,7 +41,7 @@ class CommLog:
         return self.records[index]
 
     def count(self, op: str | None = None, axis: str | tuple[str, ...] | None = None) -> int:
-        """How many there were, of one op ("all_reduce", "all_gather", "reduce_scatter", ...) and over one axis."""
+        """How many there were, of one op (one of `wire.OPS`: "all_reduce", ...) and over one axis."""
         return len(self._chosen(op, axis))
 
     def bytes(self, op: str | None = None, axis: str | tuple[str, ...] | None = None) -> int:
@@ -49,6 +49,9 @@ class CommLog:
         return sum(r.bytes for r in self._chosen(op, axis))
 
     def _chosen(self, op: str | None, axis: Any) -> list[Record]:
+        if op is not None and op not in OPS:
+            raise VfnError(report("comm_log", f"op={short(op)} is not an op of the log{meant(op, OPS)}",
+                                  fix=f"{', '.join(OPS)}: psum is an all_reduce, psum_scatter a reduce_scatter"))  # fmt: skip
         axes = None if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
         return [r for r in self.records if op in (None, r.op) and axes in (None, r.axes)]
 

@@ -17,7 +17,7 @@ from .layout import axes_items, layout
 from .mesh import axes_of, same
 from .ops.maps import Collective
 from .site import Map, Site, bare, misfits
-from .spec import P, as_spec, split_axes
+from .spec import KEYS, P, as_spec, keys_taken_apart, split_axes
 
 
 class In:
@@ -38,11 +38,12 @@ def plan_ins(mapped: Map, site: Site, args: Any, leaves: Sequence[Any]) -> list[
     failures: list[str] = []
     ways: list[str] = []
     plan: list[In | None] = []
+    of_keys = tree.leaves_in_opaque(args)
     for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
         if not isinstance(x, torch.Tensor):
             plan.append(None)
             continue
-        found = _wrong_argument(x, spec, site)
+        found = _wrong_argument(x, spec, site, of_keys[i])
         if found:
             failures.append(f"{_argument(mapped, args, i)} = {spec!r}: {'; '.join(problem for problem, _ in found)}")
             ways += [way for _, way in found]
@@ -56,7 +57,7 @@ def plan_ins(mapped: Map, site: Site, args: Any, leaves: Sequence[Any]) -> list[
     return plan
 
 
-def _wrong_argument(x: torch.Tensor, spec: Any, site: Site) -> list[tuple[str, str]]:
+def _wrong_argument(x: torch.Tensor, spec: Any, site: Site, of_keys: bool) -> list[tuple[str, str]]:
     """What is wrong with an argument and its spec, and what to write instead."""
     if not isinstance(spec, P):
         return [(f"it is {described(spec)}, not a vfn.P", as_spec(spec))]
@@ -65,6 +66,8 @@ def _wrong_argument(x: torch.Tensor, spec: Any, site: Site) -> list[tuple[str, s
         there = f"it lies on another mesh, {mesh_text(axes_of(other))}"
         return [(there, f"vfn.shard(x, mesh, {spec!r}), which brings it over")]
     found = misfits(spec, site, x.ndim)
+    if of_keys and not found:
+        found = [(problem, KEYS) for problem in keys_taken_apart(spec, x.ndim)]
     return found or [(problem, _EVEN) for problem in _uneven(tuple(x.shape), spec, site.sizes)]
 
 

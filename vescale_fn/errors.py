@@ -148,6 +148,7 @@ def described(value: Any) -> str:
         keys = list(cast("Mapping[Any, Any]", value))
         return f"a {kind} with keys {', '.join(map(repr, keys[:4]))}{', ...' * (len(keys) > 4)}"
     said = " ".join(repr(value).split())
+    kind = {"P": "spec"}.get(kind, kind)
     return f"the {kind} {said if len(said) <= 60 else said[:57] + '...'}"
 
 

@@ -252,7 +252,7 @@ def axis_names(axis_name: Any, mesh_axes: Mapping[str, int], where: str) -> tupl
 
 def _axis_like(given: Sequence[Any], names: tuple[str, ...], where: str) -> str:
     """What to write in place of these."""
-    if any(hasattr(name, "dtype") for name in given):
+    if any(hasattr(name, "dtype") for name in given) and where not in ("axis_index", "axis_size"):
         return f"vfn.{where}(x, {names[0]!r}, ...): the value first, then the axis"
     return f"axis_name={names[0]!r}" + (f", or a tuple of different axes out of {names}" if len(names) > 1 else "")
 

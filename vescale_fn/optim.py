@@ -8,6 +8,7 @@ for few ops, with all that is the same for every leaf folded into scalars first.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +78,7 @@ def sgd(lr: Rate, momentum: float = 0.0, nesterov: bool = False, weight_decay: f
     >>> vfn.optim.apply_updates(params, updates)
     {'w': tensor([0.5000, 2.5000])}
     """
+    _check_numbers("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
     if nesterov and not momentum:
         raise VfnError(report("sgd", "nesterov=True needs a momentum, but momentum is 0", fix="momentum=0.9, say"))
 
@@ -121,6 +123,7 @@ def adamw(lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weigh
     >>> updates["w"][0], updates["b"]
     (tensor([-0.0001, -0.0001, -0.0001]), tensor([-0., -0., -0.]))
     """
+    _check_numbers("adamw", lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
 
     def init(params: Any) -> AdamState:
         return AdamState(_zero_count(), _zeros_like(params), _zeros_like(params))
@@ -165,6 +168,7 @@ def lion(lr: Rate, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0,
     >>> opt.update(torch.tensor([3.0, -4.0]), opt.init(w), w)[0]
     tensor([-0.1000,  0.1000])
     """
+    _check_numbers("lion", lr=lr, b1=b1, b2=b2, weight_decay=weight_decay)
 
     def init(params: Any) -> LionState:
         return LionState(_zero_count(), _zeros_like(params))
@@ -201,6 +205,11 @@ def chain(*transformations: Optimizer) -> Optimizer:
     >>> opt.update(torch.tensor([3.0, 4.0]), opt.init(w), w)[0]
     tensor([-0.6000, -0.8000])
     """
+    wrong = [f"part {i} is a {type(one).__name__}" for i, one in enumerate(transformations)
+             if not (hasattr(one, "init") and hasattr(one, "update"))]  # fmt: skip
+    if wrong:
+        fix = "chain(clip_by_global_norm(1.0), sgd(0.1)); chain(*parts) of a list"
+        raise VfnError(report("chain", "each part must be an Optimizer", wrong, fix))
 
     def init(params: Any) -> tuple[Any, ...]:
         return tuple(one.init(params) for one in transformations)
@@ -226,6 +235,7 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
     >>> vfn.optim.clip_by_global_norm(5.0).update({"a": torch.tensor([6.0]), "b": torch.tensor(8.0)}, None, None)[0]
     {'a': tensor([3.0000]), 'b': tensor(4.0000)}
     """
+    _check_numbers("clip_by_global_norm", max_norm=max_norm)
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         factor = torch.clamp(max_norm / (global_norm(grads) + 1e-6), max=1.0)
@@ -287,6 +297,7 @@ def constant(value: float) -> Schedule:
     >>> vfn.optim.constant(0.1)(7)
     0.1
     """
+    _check_numbers("constant", value=value)
     return lambda count: value
 
 
@@ -299,6 +310,7 @@ def cosine(peak: float, steps: int, end: float = 0.0) -> Schedule:
     >>> [round(float(vfn.optim.cosine(1.0, 4)(step)), 3) for step in (0, 2, 4, 9)]
     [1.0, 0.5, 0.0, 0.0]
     """
+    _check_numbers("cosine", peak=peak, steps=steps, end=end)
     return warmup_cosine(peak, 0, steps, end)
 
 
@@ -312,6 +324,7 @@ def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Sch
     >>> [round(float(rate(step)), 3) for step in (0, 1, 3, 4, 8, 12, 20)]
     [0.25, 0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
     """
+    _check_numbers("warmup_cosine", peak=peak, warmup=warmup, steps=steps, end=end)
     if not 0 <= warmup < steps:
         raise VfnError(report("warmup_cosine", f"needed is 0 <= warmup < steps, but warmup={warmup} and steps={steps}"))
 
@@ -325,6 +338,16 @@ def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Sch
 
 
 # What all of them share
+
+
+def _check_numbers(where: str, **given: Any) -> None:
+    """Raise where an argument of an optimiser is no number (a learning rate may be a schedule)."""
+    wrong = {name: x for name, x in given.items()
+             if not (isinstance(x, (numbers.Real, torch.Tensor)) or (name == "lr" and callable(x)))}  # fmt: skip
+    if wrong:
+        failures = [f"{name} is {described(x)}" for name, x in wrong.items()]
+        fix = "a number, or for lr a schedule: vfn.optim.cosine(1e-3, 1000)" if "lr" in wrong else "a number"
+        raise VfnError(report(where, "these arguments must be numbers", failures, fix))
 
 
 def _rate(lr: Rate, count: Any) -> Any:

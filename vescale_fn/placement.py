@@ -18,7 +18,19 @@ from .blocks import Blocks
 from .errors import MeshError, SpecError, TypingError, VfnError, described, mesh_text, report, short
 from .layout import WHOLE, layout, type_text
 from .mesh import axes_of, coordinates, is_simulated, played_ranks, same
-from .spec import P, as_spec, axes_named, is_spec, local_indices, problems, split_axes, too_long, validate
+from .spec import (
+    KEYS,
+    P,
+    as_spec,
+    axes_named,
+    is_spec,
+    keys_taken_apart,
+    local_indices,
+    problems,
+    split_axes,
+    too_long,
+    validate,
+)
 
 
 def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
@@ -64,14 +76,25 @@ def _rebuilt(treedef: Any, leaves: list[Any]) -> Any:
     return leaves[0] if treedef is None else tree.unflatten(treedef, leaves)
 
 
+_FITTING = "each axis of the mesh at most once, and at most one entry a dim"
+
+
 def _check(value: Any, leaves: Sequence[Any], specs: Sequence[P], meshes: Sequence[Any], where: str) -> None:
     """Raise one SpecError for all leaves whose specs do not fit (without a mesh: that have too many entries)."""
     wrong = {}
     for i, (x, spec, mesh) in enumerate(zip(leaves, specs, meshes, strict=True)):
         if isinstance(x, torch.Tensor):
             found = problems(spec, axes_of(mesh), x.ndim) if mesh is not None else too_long(spec, x.ndim)
+            found = [(problem, _FITTING) for problem in found]
+            if not found and x.dtype is torch.int32 and tree.leaves_in_opaque(value)[i]:
+                found = [(problem, KEYS) for problem in keys_taken_apart(spec, x.ndim)]
             if mesh is not None and x.layout is not torch.strided:
-                found.append(f"its memory format is {x.layout}, and only strided tensors can be laid out")
+                found.append(
+                    (f"its memory format is {x.layout}, and only strided tensors can be laid out", "x.to_dense()")
+                )
+            if mesh is not None and x.is_meta:
+                found.append(("it is on the meta device, so it has no values to lay out",
+                              "a tensor with values: made on a device, drawn with spec=, or loaded"))  # fmt: skip
             if found:
                 wrong[i] = found
     if not wrong:
@@ -79,10 +102,20 @@ def _check(value: Any, leaves: Sequence[Any], specs: Sequence[P], meshes: Sequen
     names = _names(value)
     mesh = meshes[next(iter(wrong))]
     rows = [f"{names[i]} is {type_text(leaves[i].shape, leaves[i].dtype, WHOLE)}, its spec {specs[i]!r}: {problem}"
-            for i, found in wrong.items() for problem in found]  # fmt: skip
+            for i, found in wrong.items() for problem, _ in found]  # fmt: skip
     of = f" on the {mesh_text(axes_of(mesh))}" if mesh is not None else ""
-    raise SpecError(report(where, f"{len(wrong)} spec{'s do' if len(wrong) > 1 else ' does'} not fit{of}", rows,
-                           "each axis of the mesh at most once, and at most one entry a dim"))  # fmt: skip
+    ways = dict.fromkeys(way for found in wrong.values() for _, way in found)
+    raise SpecError(
+        report(where, f"{len(wrong)} spec{'s do' if len(wrong) > 1 else ' does'} not fit{of}", rows, "; ".join(ways))
+    )
+
+
+def _checked_mesh(mesh: Any, spec: Any, where: str) -> None:
+    if isinstance(mesh, P) and hasattr(spec, "mesh_dim_names"):
+        raise MeshError(report(where, "the mesh and the spec have changed places",
+                               [f"mesh is {mesh!r}", f"spec is the {mesh_text(axes_of(spec))}"],
+                               f"vfn.{where}(tree, mesh, spec)"))  # fmt: skip
+    context.checked_mesh(mesh, where)
 
 
 def _mesh_here(specs: Sequence[P], mesh: Any, where: str) -> Any:
@@ -132,7 +165,7 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     ...     [block.tolist() for block in tree["x"].to_local().blocks], tree["n"]
     ([[0, 1], [2, 3], [4], []], 3)
     """
-    context.checked_mesh(mesh, "shard")
+    _checked_mesh(mesh, spec, "shard")
     leaves, treedef, specs = _specs(tree_, spec, "shard")
     mesh = _mesh_here(specs, mesh, "shard")
     _check(tree_, leaves, specs, [mesh] * len(leaves), "shard")
@@ -252,7 +285,7 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
     Array i64[4@dp] on mesh (dp=2)
     tensor([0, 0, 1, 1])
     """
-    context.checked_mesh(mesh, "from_local")
+    _checked_mesh(mesh, spec, "from_local")
     if context.on_one_device():  # what the ranks have loaded, put together
         with context.one_device(None):
             return unshard(from_local(tree_, mesh, spec))

@@ -67,7 +67,7 @@ class _Mapped(Map):
         with tracking.running(body, site.adopt, intercepted) as run:
             try:
                 result = called(self.f, tree.unflatten(treedef, leaves), {}, self.where)
-            except RuntimeError as error:
+            except (RuntimeError, IndexError) as error:
                 _note_blocks(error, self, args, leaves)
                 raise
             locals_, out_def = tree.flatten(result)
@@ -98,7 +98,7 @@ class _Mapped(Map):
         return tree.unflatten(out_def, locals_)
 
 
-def _note_blocks(error: RuntimeError, mapped: _Mapped, args: Any, leaves: Sequence[Any]) -> None:
+def _note_blocks(error: Exception, mapped: _Mapped, args: Any, leaves: Sequence[Any]) -> None:
     """Tell a reader of torch's own message, about shapes mostly, what the arguments are inside (from Python 3.11 on)."""
     if isinstance(error, VfnError) or not hasattr(error, "add_note"):
         return

@@ -167,6 +167,17 @@ def problems(spec: P, axes: Axes, ndim: int | None) -> list[str]:
     return found + (too_long(spec, ndim) if ndim is not None else [])
 
 
+KEYS = "P() for a key that all ranks share; vfn.random.split(key, n) with P('dp'), say, for a key on each rank"
+
+
+def keys_taken_apart(spec: P, ndim: int) -> list[str]:
+    """What is wrong with a spec for the data of keys: the last dim, of `ndim`, may not be split."""
+    if len(spec) < ndim or not split_axes(spec, ndim)[-1]:
+        return []
+    return [f"these are the numbers of {'keys' if ndim > 1 else 'one key'}, and dim {ndim - 1}, those of a single key, must "
+            "stay together"]  # fmt: skip
+
+
 def too_long(spec: P, ndim: int) -> list[str]:
     """What is wrong when `spec` has more entries than a value of `ndim` dims."""
     return (

@@ -4,7 +4,8 @@ The error keeps its whole traceback, for debuggers and logs; only what is displa
 inner frames go (`lines.inner`), so that the last one is the user's; so do those of an error that torch raised below us,
 about an op that the user called. Of any other error that came through our code go those between the user's frames: a
 function that `grad` or `shard_map` called stands below the line that called them. But what our own code did not mean to
-raise is shown to where it was raised.
+raise is shown to where it was raised; a line of ours that only carries out the user's op did not raise what torch's C++
+raises there. Such lines call it ``func`` or ``op``.
 
 Source: the idea of JAX's traceback filtering.
 """
@@ -12,7 +13,9 @@ Source: the idea of JAX's traceback filtering.
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
+import re
 import sys
 import threading
 import traceback
@@ -56,9 +59,19 @@ def hide_from_pytest() -> None:
             frame.f_locals["__tracebackhide__"] = True
 
 
+def hide_inner_from_pytest(error: BaseException) -> None:
+    """The same for an error that came out of a function of the user's, torch's own about an op in it say."""
+    entries = _entries(error.__traceback__)
+    if _full or _raised_by_us(entries[-1]):
+        return
+    for entry, hidden in zip(entries, lines.inner(e.tb_frame.f_code.co_filename for e in entries)):
+        if hidden:
+            entry.tb_frame.f_locals["__tracebackhide__"] = True
+
+
 def between(excinfo: Any) -> bool:
     """``__tracebackhide__`` of a file that calls functions of the user, for pytest: hide it where an error passed through."""
-    return not _full and not lines.is_ours(_entries(excinfo.tb)[-1].tb_frame.f_code.co_filename)
+    return not _full and not _raised_by_us(_entries(excinfo.tb)[-1])
 
 
 def _entries(found: TracebackType | None) -> list[TracebackType]:
@@ -67,6 +80,15 @@ def _entries(found: TracebackType | None) -> list[TracebackType]:
         entries.append(found)
         found = found.tb_next
     return entries
+
+
+_OF_THE_USER = re.compile(r"\b(func|op)\(")
+
+
+def _raised_by_us(entry: TracebackType) -> bool:
+    """Whether an error whose innermost frame is this one is a fault of ours."""
+    file = entry.tb_frame.f_code.co_filename
+    return lines.is_ours(file) and not _OF_THE_USER.search(linecache.getline(file, entry.tb_lineno))
 
 
 def shorter(error: BaseException, whole: TracebackType | None) -> tuple[TracebackType | None, int]:
@@ -78,7 +100,7 @@ def shorter(error: BaseException, whole: TracebackType | None) -> tuple[Tracebac
         if not any(map(lines.is_ours, files)):
             return whole, 0
         i = len(files) - 1
-        while lines.is_ours(files[-1]) and hidden[i]:
+        while _raised_by_us(entries[-1]) and hidden[i]:
             hidden[i] = False
             i -= 1
     if _full or all(hidden):

@@ -76,6 +76,11 @@ def together(shape: Any, leaves: Iterator[Any]) -> Any:
     return dict(zip(keys, found)) if kind is dict else kind(islice(found, keys))
 
 
+def leaves_in_opaque(tree: Any) -> list[bool]:
+    """For each leaf, whether it belongs to a node of an opaque class: whether it is the data of keys."""
+    return [opaque(node) for node in optree.tree_leaves(tree, is_leaf=opaque) for _ in optree.tree_leaves(node)]
+
+
 def paths(tree: Any, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """The path of each leaf as the user would write it: ``params['blocks'][0].w``."""
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree, is_leaf=is_leaf)]
@@ -134,7 +139,7 @@ def partings(prefix: Any, tree: Any, prefix_path: str, tree_path: str) -> Iterat
         what = [
             "None"
             if x is None
-            else f"a leaf ({type(x).__name__})"
+            else f"a leaf ({'Tensor' if hasattr(x, 'dtype') else type(x).__name__})"
             if optree.tree_is_leaf(x)
             else f"a {type(x).__name__}"
             for x in (prefix, tree)

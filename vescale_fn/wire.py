@@ -23,6 +23,8 @@ from .layout import text
 from .lines import user_line
 from .mesh import axes_of, groups, is_simulated, my_rank, root
 
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast")
+
 
 @dataclass(frozen=True)
 class Record:

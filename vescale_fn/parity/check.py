@@ -15,7 +15,7 @@ import torch
 from .. import context, replicas, tree, wire
 from ..array import is_array, mesh_of
 from ..calls import checked_function
-from ..errors import MeshError, ParityError, count_text, mesh_text, report
+from ..errors import MeshError, ParityError, SpecError, count_text, mesh_text, report
 from ..mesh import axes_of, played_ranks
 from ..placement import shard, unshard
 from ..spec import P
@@ -90,7 +90,7 @@ def check(f: Callable[..., Any], *args: Any, mesh: Any = None, spec: Any = None,
     checked_function(f, "check")
     args = tree.map_(lambda x: torch.as_tensor(x) if isinstance(x, np.ndarray) else x, args)
     mesh = _found_mesh(where, mesh, args)
-    laid = args if spec is None else shard(args, mesh, _per_argument(spec, args))
+    laid = args if spec is None else _laid(where, args, mesh, _per_argument(spec, args))
     paths = _argument_paths(f, args)
     _same_everywhere(where, args, paths, mesh)
     whole, laid = (tree.map_(lambda x: x.detach() if is_floating(x) else x, value) for value in (unshard(args), laid))
@@ -244,6 +244,14 @@ def _found_mesh(where: str, mesh: Any, args: Any) -> Any:
                                fix='vfn.check(f, *args, mesh=vfn.make_mesh((2, 4), ("dp", "tp")), spec=...); '
                                "vfn.simulate(8) plays the ranks"))  # fmt: skip
     return context.checked_mesh(mesh, where)
+
+
+def _laid(where: str, args: tuple[Any, ...], mesh: Any, spec: Any) -> Any:
+    tree.broadcast(spec, args, where, "spec", "args")
+    try:
+        return shard(args, mesh, spec)
+    except SpecError as error:
+        raise SpecError(str(error).replace("shard:", f"{where}:", 1).replace("tree[", "args[")) from None
 
 
 def _per_argument(spec: Any, args: tuple[Any, ...]) -> Any:

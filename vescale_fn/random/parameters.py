@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import array, context
-from ..errors import RandomError, described, report
+from ..errors import RandomError, described, report, short
 from ..spec import P, from_split_axes, split_axes
 from .keys import shape_of
 
@@ -26,7 +26,8 @@ def need(dtype: Any, known: Any, where: str, name: str = "dtype") -> None:
         what = "dtype" if name == "dtype" else f"{name}'s dtype"
         wrong_place = not isinstance(dtype, torch.dtype) and name == "dtype"
         fix = "dtype=torch.float32, say; numbers that come after dtype by name, minval=0.0" if wrong_place else ""
-        raise RandomError(report(where, f"{what} must be one of {names}, but it is {dtype}", fix=fix))
+        said = short(dtype) if wrong_place else dtype
+        raise RandomError(report(where, f"{what} must be one of {names}, but it is {said}", fix=fix))
 
 
 def one_of(value: Any, known: Sequence[Any], where: str, name: str) -> None:
