@@ -1,5 +1,6 @@
 """The collectives: trees, numbers, casts, messages. What each computes and its derivatives: test_collective_laws.py."""
 
+import itertools
 import warnings
 
 import optree
@@ -298,3 +299,46 @@ def refused_together():
 
 def test_a_wrong_call_raises_on_every_real_rank(gloo):
     assert gloo(4, refused_together) == [True] * 4
+
+
+FOLDS = {
+    "psum": lambda values: values.sum(0),
+    "pmean": lambda values: values.mean(0),
+    "pmax": lambda values: values.amax(0),
+}
+
+
+def operands_of(k, x, same, mixed):
+    """Leaves that are all alike but for their dtypes and shapes; and one that is not."""
+    other = {"": x * x, "bool": x > 9, "same": same * 2}[mixed]
+    return [x + k, (x * k).reshape(3, 2), (x - k).double(), x.to(torch.int32) * k, other]
+
+
+def reduced(name, axes, mixed, check):
+    f = lambda x, same: [
+        (y + 0 * vfn.axis_index(("dp", "tp")))[None]  # each rank's own
+        for y in getattr(vfn, name)(operands_of(vfn.axis_index(("dp", "tp")), x, same, mixed), axes)
+    ]
+    mesh, whole = vfn.make_mesh((2, 2), ("dp", "tp")), P(("dp", "tp"))
+    f = vfn.shard_map(f, mesh=mesh, in_specs=(whole, P()), out_specs=whole, check_vma=check)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a value that is the same on all ranks, summed
+        return [vfn.unshard(y) for y in f(torch.arange(24.0), torch.ones(2))]
+
+
+def every_tree():
+    cases = itertools.product(FOLDS, ("tp", ("dp", "tp")), ("", "bool", "same"), (True, False))
+    return {case: reduced(*case) for case in cases if case[0] != "pmean" or case[2] != "bool"}
+
+
+def test_trees_on_real_ranks(gloo):
+    blocks = torch.arange(24.0).split(6)
+    for found in gloo(4, every_tree):
+        assert len(found) == 32
+        for (name, axes, mixed, _), got in found.items():
+            leaves = zip(*(operands_of(k, x, torch.ones(2), mixed) for k, x in enumerate(blocks)), strict=True)
+            for out, values in zip(got, leaves, strict=True):
+                values = torch.stack(values).double()
+                groups = values.split(2) if axes == "tp" else [values, values]
+                want = torch.stack([FOLDS[name](group) for group in groups]).repeat_interleave(2, 0)
+                assert torch.equal(out.double(), want), (name, axes, mixed)

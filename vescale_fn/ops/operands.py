@@ -13,10 +13,14 @@ from ..blocks import Blocks
 from ..errors import CollectiveError, TypingError, count_text, described, mesh_text, report
 from ..mesh import axes_of
 
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
 
 def operands(where: str, x: Any, body: context.Body) -> tuple[list[Any], Any]:
     """The leaves of `x`, and its structure; or an error that names all leaves that nothing can be done with."""
     leaves, treedef = tree.flatten(x)
+    if _PLAIN.issuperset(map(type, leaves)):
+        return leaves, treedef
     wrong = {i: found for i, leaf in enumerate(leaves) if (found := _no_operand(leaf)) is not None}
     if wrong:
         paths = tree.paths(x, "x")

@@ -12,6 +12,7 @@ import torch
 
 from .. import _torch, context, lines, marks, tree, types, wire
 from ..errors import report
+from ..mesh import is_simulated
 from .maps import Collective
 from .operands import operands, refuse_what_cannot_be_reduced
 from .sending import Axis, local, sent, taking_part
@@ -23,6 +24,12 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
     leaves, treedef = operands(where, x, body)
     with _torch.no_torch_function():
         refuse_what_cannot_be_reduced(where, x, leaves, body, names)
+        if (have := _alike(leaves, body, names)) is not None:
+            outs = sent(Collective(row, body.mesh, names, where, body.check), leaves, have, "I")
+            if where == "pmean":
+                outs = [_computed(out.div, n, marks.typeof(out, body.axes)) for out in outs]
+            context.note(where, x, outs, names)
+            return tree.unflatten(treedef, outs)
         outs: list[Any] = [None] * len(leaves)
         types_of: dict[int, types.Type] = {}
         todo: dict[tuple[str, ...], list[int]] = {}
@@ -56,6 +63,19 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
                 outs[i] = out
     context.note(where, x, outs, names)
     return tree.unflatten(treedef, outs)
+
+
+def _alike(leaves: list[Any], body: context.Body, names: tuple[str, ...]) -> list[types.Type] | None:
+    """The types of the leaves, where all of them are local values of this rank, no bools, of one type, that is of each
+    rank's own over all the axes: a large tree of gradients, say, of which each leaf is to cost little. Else None.
+    """
+    if is_simulated(body.mesh) or not all(leaf.__class__ is torch.Tensor and hasattr(leaf, "vfn_type")
+                                          and leaf.dtype is not torch.bool for leaf in leaves):  # fmt: skip
+        return None
+    if not body.check:
+        return [types.INVARIANT] * len(leaves)
+    have = [marks.typeof(leaf, body.axes) for leaf in leaves]
+    return have if len(set(have)) == 1 and types.differing(have[0], names) == names else None
 
 
 def _computed(method: Callable[[Any], torch.Tensor], argument: Any, type_: types.Type) -> torch.Tensor:
