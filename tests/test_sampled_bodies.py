@@ -340,3 +340,37 @@ def test_remat_of_values_of_every_type(of, mesh):
     plain = lambda a, w: (2 * (a[:2].sin() + a[2:].sin())).cos().sum() + w.cos().sum() + (w.sin() * a.sum()).sum()
     torch.testing.assert_close(f(a, w), plain(a, w))
     torch.testing.assert_close(vfn.grad(f, (0, 1))(a, w), torch.func.grad(plain, (0, 1))(a, w))
+
+
+def gradients_of_a_gradient_by_what_is_closed_over(mesh):
+    """A gradient that a body takes by a plain tensor from outside, differentiated from outside: there its own gradient meets
+    that of an array."""
+    body = lambda w, x: vfn.grad(lambda t: (t.sin() * vfn.psum(x.sum(), "i")).sum())(w)
+    f = lambda w, x: mapped(lambda x: body(w, x), mesh, x, outs=P()).square().sum()
+    first = torch.func.grad(f, (0, 1))
+    second = torch.func.grad(lambda w, x: sum(g.sin().sum() for g in first(w, x)), (0, 1))
+    given = [draw(4), vfn.shard(draw(4), mesh, P("i"))]
+    return [grad(draw(3), x) for x in given for grad in (first, second)]
+
+
+def gradients_of_a_gradient_by_what_is_closed_over_on_real_ranks():
+    found = gradients_of_a_gradient_by_what_is_closed_over(vfn.make_mesh((2,), ("i",)))
+    return [tuple(map(vfn.unshard, grads)) for grads in found]
+
+
+def test_a_gradient_by_what_a_body_closes_over_is_plain_outside(gloo, mesh):
+    first = torch.func.grad(lambda w, x: (w.cos() * x.sum()).square().sum(), (0, 1))
+    second = torch.func.grad(lambda w, x: sum(g.sin().sum() for g in first(w, x)), (0, 1))
+    want = [first(draw(3), draw(4)), second(draw(3), draw(4))] * 2
+    found = gradients_of_a_gradient_by_what_is_closed_over(mesh)
+    assert all(type(by_weight) is torch.Tensor for by_weight, _ in found)
+    torch.testing.assert_close([tuple(map(vfn.unshard, grads)) for grads in found], want)
+    for on_real in gloo(2, gradients_of_a_gradient_by_what_is_closed_over_on_real_ranks):
+        torch.testing.assert_close(on_real, want)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_slice_is_typed_by_its_place_whatever_its_size(size, mesh):
+    body = lambda x: vfn.pcast(vfn.dynamic_slice(x, (vfn.axis_index("i"),), (size,)), "i", to="unreduced")
+    found = mapped(lambda x: vfn.psum(body(x), "i"), mesh, draw(3), ins=P(), outs=P())
+    torch.testing.assert_close(found, sum(draw(3)[min(i, 3 - size) :][:size] for i in range(2)))

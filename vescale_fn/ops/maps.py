@@ -21,7 +21,7 @@ from .. import _torch, context, linear, reshard, types, wire
 from ..blocks import Blocks, each, shared
 from ..errors import CollectiveError, report
 from ..layout import axes_items, contiguous_stride, layout, spec_for, text
-from ..mesh import axes_of, coordinates, is_simulated, played_ranks
+from ..mesh import axes_of, coordinates, is_part, is_simulated, played_ranks
 from ..spec import P, from_split_axes, is_even, split_axes
 
 
@@ -218,12 +218,24 @@ def _mine(op: Collective, pieces: Any) -> Any:
     return pieces.index_select(0, index(op.mesh, op.axes).reshape(1)).select(0, 0)
 
 
-def _left(x: Any, why: str) -> Any:
-    """What every rank of a simulated mesh has, once."""
+def _entered(op: Collective, x: Any) -> Any:
+    """What every rank of a simulated mesh has, on each. As the cotangent of what left the body it may be there already, or
+    an array: outside a plain tensor meets arrays."""
     if isinstance(x, DTensor):
-        mesh, shape = x._spec.mesh, tuple(x.shape)
-        x = reshard.run(_torch.local(x), shape, mesh, reshard.plan(shape, axes_items(mesh), layout(x._spec), P()), why)
+        return x.detach() if is_part(x._spec.mesh) else _gathered(x, op.why)
+    return x.detach() if type(x) is Blocks else shared(x, len(played_ranks(op.mesh)))
+
+
+def _left(op: Collective, x: Any) -> Any:
+    """What every rank of a simulated mesh has, once."""
+    x = _gathered(x, op.why) if isinstance(x, DTensor) else x
     return x.blocks[0] if type(x) is Blocks else x
+
+
+def _gathered(x: DTensor, why: str) -> Any:
+    """Each rank's copy of a whole array."""
+    mesh, shape = x._spec.mesh, tuple(x.shape)
+    return reshard.run(_torch.local(x), shape, mesh, reshard.plan(shape, axes_items(mesh), layout(x._spec), P()), why)
 
 
 def _only_at_source(op: Collective, pieces: Any) -> Any:
@@ -281,8 +293,8 @@ TABLE: dict[str, Row] = {
     ),
     "sum_at_source": Row(_whole, _all_reduce("sum"), _only_at_source, lambda op: _becomes(op, "pbroadcast")),
     # A tensor that every rank of a simulated mesh holds <-> a Blocks.
-    "enter": Row(lambda op, x: shared(x, len(played_ranks(op.mesh))), None, _same, lambda op: _becomes(op, "leave")),
-    "leave": Row(lambda op, x: _left(x, op.why), None, _alias, lambda op: _becomes(op, "enter")),
+    "enter": Row(_entered, None, _same, lambda op: _becomes(op, "leave")),
+    "leave": Row(_left, None, _alias, lambda op: _becomes(op, "enter")),
     # The end of a body without types: its result is as many values as there are ranks, of which one is the output.
     "share": Row(_alias, None, _same, lambda op: _becomes(op, "divide")),
     # In a second derivative cotangents of the divided value differ by rank: their mean is the whole's cotangent.

@@ -89,7 +89,7 @@ def dynamic_slice(x: torch.Tensor, start_indices: Sequence[Any], sizes: Sequence
         if not isinstance(start, torch.Tensor):
             start = start + whole if start < 0 else start
             x = x.narrow(dim, min(max(int(start), 0), whole - size), size)
-        elif size < whole:  # a block as large as the dim has but one place
+        else:  # also where the block is as large as the dim: its type must not depend on sizes
             start = start.to(torch.int64)
             start = torch.where(start < 0, start + whole, start).clamp(0, whole - size)
             x = x.index_select(dim, start + torch.arange(size, device=x.device))
