@@ -177,3 +177,41 @@ def each_nest():
 
 def test_nests_on_real_ranks(gloo):
     assert gloo(2, each_nest) == ["compared"] * 2
+
+
+# --- lazy values: zeros that forward mode makes up, conjugates and minus signs ------------------------------------------
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_gradient_of_a_jvp_whose_tangents_are_lazy_zeros(checked):
+    """`torch._efficientzerotensor` has no memory: as a rank's block it ended the process."""
+    w, x, v = values(3, 2), values(4, 3), values(3, 2) + 1
+    wanted = func.jvp(func.grad(lambda w: (x @ w).square().sum()), (w,), (v,))[1]
+    with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
+
+        @vfn.shard_map(in_specs=(P(), P("dp")), out_specs=P(), check_vma=checked)
+        def f(w, x):
+            return vfn.pmean((x @ w).square().sum(), "dp") * 2
+
+        found = func.grad(lambda w: func.jvp(lambda w: f(w, x), (w,), (v,))[1])(w)
+        torch.testing.assert_close(vfn.unshard(found), wanted, rtol=1e-10, atol=1e-10)
+
+
+def send_lazy_values():
+    z = torch.complex(values(4, 4), values(4, 4) + 2)
+    mesh = vfn.make_mesh((2,), ("dp",))
+    gather = vfn.shard_map(lambda x: vfn.all_gather(x, "dp", to="invarying", tiled=True),
+                           mesh=mesh, in_specs=P("dp"), out_specs=P())  # fmt: skip
+    whole = vfn.shard_map(lambda x: vfn.all_gather(x.conj(), "dp", to="invarying", tiled=True),
+                          mesh=mesh, in_specs=P("dp"), out_specs=P())  # fmt: skip
+    minus = vfn.shard_map(lambda x: vfn.all_gather(x.conj().imag, "dp", to="invarying", tiled=True),
+                          mesh=mesh, in_specs=P("dp"), out_specs=P())  # fmt: skip
+    for found, wanted in ((gather(z.conj()), z.conj()), (whole(z), z.conj()), (minus(z), -z.imag)):
+        assert torch.equal(vfn.unshard(found), wanted)
+    return "sent"
+
+
+def test_lazy_values_are_sent_as_they_are(gloo):
+    with vfn.simulate(2):
+        send_lazy_values()
+    assert gloo(2, send_lazy_values) == ["sent"] * 2

@@ -166,10 +166,17 @@ def count_write(x: torch.Tensor) -> None:
 
 
 def settled(x: torch.Tensor) -> torch.Tensor:
-    """`x` with its lazy conjugate and minus sign carried out, also where dispatch below autograd does not heed them."""
+    """`x` with its lazy conjugate, minus sign and zeros carried out: dispatch below autograd does not always heed them."""
+    if x._is_zerotensor():  # a tangent that forward mode made up: it has no memory, so that a kernel would crash
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     if x.is_conj():
         x = torch.conj_physical(x.conj())
     return torch.neg(torch._neg_view(x)) if x.is_neg() else x
+
+
+def is_lazy(x: torch.Tensor) -> bool:
+    """Whether `x` has a conjugate, a minus sign or zeros that are yet to be carried out: see `settled`."""
+    return x.is_conj() or x.is_neg() or x._is_zerotensor()
 
 
 no_torch_function = torch._C.DisableTorchFunction

@@ -187,7 +187,7 @@ torch.serialization.add_safe_globals([Array, Blocks, SimulatedMesh, P, _rebuild,
 def wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...] | None = None) -> Array:
     """The array of `shape` of which `local` is what this rank holds under `spec`."""
     bare = P(*spec, unreduced=spec.unreduced) if spec.reduced else spec
-    if type(local) is not Blocks and (local.is_conj() or local.is_neg()):
+    if type(local) is not Blocks and _torch.is_lazy(local):
         local = _torch.settled(local)
     dspec = spec_for(mesh, bare, shape, stride or contiguous_stride(shape), local.dtype)
     if local.requires_grad:  # inside a Function's forward: the array is the variable, not what it holds

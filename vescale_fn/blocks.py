@@ -29,7 +29,7 @@ class Blocks(torch.Tensor):
     def __new__(cls, blocks: Iterable[torch.Tensor], in_body: bool = False) -> Blocks:
         blocks = tuple(blocks)
         first = blocks[0]
-        if first.is_conj() or first.is_neg():
+        if _torch.is_lazy(first):
             blocks = tuple(map(_torch.settled, blocks))
             first = blocks[0]
         # an array knows its blocks' shapes, a body not

@@ -306,7 +306,7 @@ def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], dec
             return type(o)(map(wrap, o))
         if not isinstance(o, torch.Tensor) or o.layout is not torch.strided:
             return o  # a sparse result is a plain tensor, the same on every rank
-        if o.is_conj() or o.is_neg():
+        if _torch.is_lazy(o):
             o = _torch.settled(o)
         if id(o) in by_value and id(by_value[id(o)]) in written:
             return by_value[id(o)]

@@ -78,6 +78,8 @@ class Collective:
                 xs = tuple(
                     x if isinstance(x, (Blocks, DTensor)) else shared(x, len(played_ranks(self.mesh))) for x in xs
                 )
+            else:  # what is sent lies in memory as it is; `Blocks` sees to that for simulated ranks
+                xs = tuple(map(_torch.settled, xs))
             if (watch := context.watch()) is not None:
                 watch.about_to_send(
                     [(f"leaf {i}" if len(xs) > 1 else "", text(x)) for i, x in enumerate(xs)], self.told()
