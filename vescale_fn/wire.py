@@ -138,10 +138,6 @@ def _as_bits(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _moving(dtype: torch.dtype) -> torch.dtype:
-    return _CARRIED.get(dtype, torch.uint8 if dtype.itemsize == 1 else dtype)
-
-
 # --- the collectives --------------------------------------------------------------------------------------------------
 
 _REDUCE = {
