@@ -1,6 +1,7 @@
 """`vfn.check` finds the classical mistakes of distributed programs, names them, and lets their right twins pass."""
 
 import contextlib
+import math
 import os
 import re
 import subprocess
@@ -819,3 +820,21 @@ def test_one_real_rank_that_parts_from_the_others_is_named_on_all(gloo: Any) -> 
         "check(f): it fails on the mesh (dp=4), and runs on one device\n"
         "  * DivergenceError: debug: the ranks differ in the results of shard_map(f)"
     ), said
+
+
+def checked_on_a_part(shape: tuple[int, ...], names: tuple[str, ...]) -> str:
+    ranks = torch.arange(1, 1 + math.prod(shape)).view(shape)
+    mesh = dist.device_mesh.DeviceMesh("cpu", ranks, mesh_dim_names=names)
+    if dist.get_rank() not in ranks:
+        return ""
+    f = vfn.shard_map(lambda x: vfn.psum(x.sin().sum(), names), mesh=mesh, in_specs=P(names), out_specs=P())
+    return str(vfn.check(f, torch.arange(8.0), mesh=mesh))
+
+
+@pytest.mark.parametrize(("shape", "names"), [((2,), ("i",)), ((2, 2), ("i", "j"))])
+def test_a_mesh_of_some_of_the_ranks_waits_for_no_others(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    n = math.prod(shape)
+    left_out, *said, last = vfn.launch(checked_on_a_part, n + 2, shape, names, device="cpu", timeout=60)
+    assert left_out == last == ""
+    assert len(set(said)) == 1
+    assert "gradient" in said[0]

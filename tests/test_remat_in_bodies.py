@@ -196,3 +196,14 @@ def test_values_from_outside_are_no_offence():
     with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("i",))):
         found = vfn.grad(f)(W[1])
     torch.testing.assert_close(found, (W[1].exp() * outside * X).sum(0).detach())
+
+
+def test_a_remat_that_raised_leaves_nothing_switched_on():
+    def fails(x):
+        raise ValueError("not today")
+
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match="not today") as kept:
+        vfn.grad(lambda x: vfn.remat(lambda x: vfn.remat(fails)(x.sin()))(x))(x)
+    assert torch.equal(torch.func.grad(lambda x: x.square().sum())(x), 2 * x)
+    assert kept.value.__traceback__ is not None

@@ -298,10 +298,12 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             out_def, *outs = torch.utils.checkpoint.checkpoint(
                 again, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
             )
-        except RuntimeError as error:
-            if not _torch.is_about_hooks(error):
+        except Exception as error:
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                    frame.clear()  # with which, on torch 2.11, a checkpoint that raised is left: else its hooks stay on
+            if not (isinstance(error, RuntimeError) and _torch.is_about_hooks(error)):
                 raise
-            traceback.clear_frames(error.__traceback__)  # on torch 2.11 a checkpoint that raised is left with its frame
             raise TransformError(report(
                 "remat", "the function takes a gradient by torch.func (so does vfn.grad under vmap or jvp), which keeps values "
                 "where the backward pass of a remat cannot find them",

@@ -97,7 +97,7 @@ def _joint_group(mesh: Any, axes: frozenset[str], default: Any) -> Any:
         )
     for group in groups(mesh, [name for name in axes_of(mesh) if name in axes]):
         ranks = sorted(flat[place] for place in group)
-        made = dist.new_group(ranks)
+        made = dist.new_group(ranks, use_local_synchronization=len(flat) < dist.get_world_size())
         if dist.get_rank() in ranks:
             mine = made
     return mine
@@ -312,9 +312,10 @@ def everyone(mine: Any, mesh: Any, why: str) -> list[Any]:
     if is_simulated(mesh) or group_size(mesh, tuple(axes_of(mesh))) == 1:
         ranks = len(mine[0]) if mine else 0
         return [[row[rank] for row in mine] for rank in range(ranks)]
-    values: list[Any] = [None] * dist.get_world_size()
+    flat = mesh.mesh.flatten().tolist()  # a mesh may be of a part of the ranks: the others do not come
     if (watch := context.watch()) is not None:
-        watch.compare(range(len(values)), Call(f"{why} (all_gather_object)", "over all ranks"))
-    dist.all_gather_object(values, [row[0] for row in mine])
-    flat = mesh.mesh.flatten().tolist()
-    return [values[rank] for rank in flat]
+        watch.compare(flat, Call(f"{why} (all_gather_object)", "over all ranks"))
+    group, positions = _group(mesh, tuple(axes_of(mesh)))
+    values: list[Any] = [None] * len(flat)
+    dist.all_gather_object(values, [row[0] for row in mine], group)
+    return [values[position] for position in positions]

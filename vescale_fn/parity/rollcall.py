@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from ..mesh import is_simulated
 
 PATIENCE = 5.0  # seconds, for which those that can still speak are waited for, once a rank has told of a problem
 PAUSE = 0.002, 0.05  # seconds between two looks: the first, the longest
-_calls = itertools.count()  # of this process; all ranks make the same
+_calls: dict[str, Iterator[int]] = {}  # for each set of ranks, of which all make the same
 
 
 def said_by_all(mine: str, mesh: Any) -> list[str | None]:
@@ -28,8 +29,9 @@ def said_by_all(mine: str, mesh: Any) -> list[str | None]:
     ranks = mesh.mesh.flatten().tolist()
     if is_simulated(mesh) or len(ranks) == 1:
         return [mine] * len(ranks)
-    store, call, said = _torch.default_store(), next(_calls), dict[int, str]()
-    key = f"vescale_fn says {call} of"
+    together = ",".join(map(str, sorted(ranks)))
+    store, call, said = _torch.default_store(), next(_calls.setdefault(together, itertools.count())), dict[int, str]()
+    key = f"vescale_fn says {call} among {together} of"
     store.set(f"{key} {dist.get_rank()}", f".{mine}")  # some stores cannot hold nothing at all
     pause, end = PAUSE[0], time.monotonic() + _torch.default_group_timeout()
     told = False
@@ -44,5 +46,5 @@ def said_by_all(mine: str, mesh: Any) -> list[str | None]:
         time.sleep(pause)
         pause = min(2 * pause, PAUSE[1])
     if len(said) == len(ranks):  # so all have read what was said before
-        store.delete_key(f"vescale_fn says {call - 1} of {dist.get_rank()}")
+        store.delete_key(f"vescale_fn says {call - 1} among {together} of {dist.get_rank()}")
     return [said.get(rank) for rank in ranks]
