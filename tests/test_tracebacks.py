@@ -145,7 +145,7 @@ def test_what_is_not_ours_is_left_alone() -> None:
 def test_a_fault_of_ours_is_shown_to_where_it_is(monkeypatch) -> None:
     from vescale_fn import gradient
 
-    monkeypatch.setattr(gradient, "_call", gradient._argnums)  # called with other arguments than it has
+    monkeypatch.setattr(gradient, "_call", gradient._finished)  # called with other arguments than it has
     error = caught(lambda: vfn.grad(torch.sum)(X))
     assert isinstance(error, TypeError)
     assert functions(tracebacks.text(error, error.__traceback__))[-1] == "run"

@@ -4,7 +4,7 @@ from . import errors, optim, random
 from .array import Array, spec_of
 from .context import current_mesh, set_mesh, strict, use_mesh
 from .debug import comm_log, debug, show
-from .gradient import grad, value_and_grad, vjp
+from .gradient import grad, value_and_grad
 from .mesh import make_mesh
 from .ops import (
     all_gather,
@@ -24,6 +24,7 @@ from .ops import (
 )
 from .parity import check
 from .placement import from_local, shard, unshard, with_sharding
+from .pullback import vjp
 from .ranks import launch, simulate
 from .shard_map import shard_map
 from .spec import P, shard_shape, spec_from_rules

@@ -13,8 +13,9 @@ import torch.utils.checkpoint
 
 from . import _torch, tracebacks, tracking, tree
 from .calls import called, checked_function, parameter
+from .differentiable import Split, settled
 from .errors import TransformError, count_text, described, report, short
-from .gradient import Flat, Split, partner_problem, pullback_of, settled
+from .pullback import Flat, partner_problem, pullback_of
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 

@@ -17,10 +17,11 @@ import torch
 from .. import context, tree
 from ..agreement import Watch
 from ..array import Array, on_device
-from ..gradient import settled, vjp
+from ..differentiable import settled
 from ..lines import is_users, quoted
 from ..mesh import is_simulated, unit
 from ..placement import unshard
+from ..pullback import vjp
 from .recording import Recorder
 from .rounding import Rounded
 
