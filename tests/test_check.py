@@ -822,19 +822,26 @@ def test_one_real_rank_that_parts_from_the_others_is_named_on_all(gloo: Any) -> 
     ), said
 
 
-def checked_on_a_part(shape: tuple[int, ...], names: tuple[str, ...]) -> str:
+def checked_on(mesh: dist.device_mesh.DeviceMesh) -> str:
+    names = mesh.mesh_dim_names
+    f = vfn.shard_map(lambda x: vfn.psum(x.sin().sum(), names), mesh=mesh, in_specs=P(names), out_specs=P())
+    return str(vfn.check(f, torch.arange(24.0), mesh=mesh))
+
+
+def checked_on_a_part_and_on_all(shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[str, str]:
     ranks = torch.arange(1, 1 + math.prod(shape)).view(shape)
     mesh = dist.device_mesh.DeviceMesh("cpu", ranks, mesh_dim_names=names)
-    if dist.get_rank() not in ranks:
-        return ""
-    f = vfn.shard_map(lambda x: vfn.psum(x.sin().sum(), names), mesh=mesh, in_specs=P(names), out_specs=P())
-    return str(vfn.check(f, torch.arange(8.0), mesh=mesh))
+    of_the_part = checked_on(mesh) if dist.get_rank() in ranks else ""
+    return of_the_part, checked_on(vfn.make_mesh((dist.get_world_size(),), ("all",)))
 
 
 @pytest.mark.parametrize(("shape", "names"), [((2,), ("i",)), ((2, 2), ("i", "j"))])
 def test_a_mesh_of_some_of_the_ranks_waits_for_no_others(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     n = math.prod(shape)
-    left_out, *said, last = vfn.launch(checked_on_a_part, n + 2, shape, names, device="cpu", timeout=60)
+    on_a_part, on_all = zip(*vfn.launch(checked_on_a_part_and_on_all, n + 2, shape, names, device="cpu", timeout=60))
+    left_out, *said, last = on_a_part
     assert left_out == last == ""
     assert len(set(said)) == 1
     assert "gradient" in said[0]
+    assert len(set(on_all)) == 1
+    assert "gradient" in on_all[0]

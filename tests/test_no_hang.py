@@ -712,7 +712,7 @@ def test_a_group_without_other_processes_is_not_waited_for():
 
 def test_the_board():
     store = dist.HashStore()
-    one, two = (Board(store, rank, 1, f"line {rank}") for rank in (3, 5))
+    one, two = (Board(store, rank, (1,), f"line {rank}") for rank in (3, 5))
     group = (3, 5)
     assert one.card(5)["entered"] == "line 5"
     assert one.card(4) is None
@@ -735,7 +735,7 @@ def test_the_board():
 
 
 def test_the_board_sees_that_a_process_has_ended():
-    board = Board(dist.HashStore(), 0, 1, "here")
+    board = Board(dist.HashStore(), 0, (1,), "here")
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     card = {**board.card(0), "pid": child.pid}
     assert not board.is_gone(card)

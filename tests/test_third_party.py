@@ -187,6 +187,39 @@ def everywhere(name, again, mesh):
             yield key, transform(lambda w, x, f=f: vfn.unshard(f(w, x)))(W, X)
 
 
+def captured(name, check, mesh):
+    """The gradient of a weight that the body does not get as an argument, but closes over."""
+
+    def f(w, x):
+        body = lambda x: loss(OPS[name], lambda y: vfn.pmean(vfn.psum(y, "i"), "j"))(w, x)
+        return vfn.unshard(vfn.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P(), check_vma=check)(x))
+
+    return vfn.grad(f, argnums=(0, 1))(W, X)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("name", OPS)
+def test_a_captured_weight(name, check):
+    wanted = vfn.grad(loss(lambda x, w: x**3 * w, lambda y: y), argnums=(0, 1))(W, X)
+    with vfn.simulate(4):
+        found = captured(name, check, vfn.make_mesh((2, 2), ("i", "j")))
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+def captured_on_real_ranks():
+    mesh = vfn.make_mesh((2, 1), ("i", "j"))
+    return {(name, check): captured(name, check, mesh) for name in OPS for check in (True, False)}
+
+
+def test_a_captured_weight_on_real_ranks(gloo):
+    wanted = vfn.grad(loss(lambda x, w: x**3 * w, lambda y: y), argnums=(0, 1))(W, X)
+    for found in gloo(2, captured_on_real_ranks):
+        for way, gradients in found.items():
+            torch.testing.assert_close(
+                gradients, wanted, rtol=1e-11, atol=1e-11, msg=lambda text, w=way: f"{w}: {text}"
+            )
+
+
 def on_one_device(name, again):
     """By torch's own ops and derivatives."""
     f = loss(AGAIN[again](lambda x, w: x**3 * w), lambda y: y)

@@ -54,13 +54,19 @@ class Call:
         return f"{self.what} {self.over}{of}{self.details and f' ({self.details})'} at {self.line}"
 
 
+_entered: dict[Group, int] = {}  # how many blocks this process has entered with each set of ranks
+
+
 class Watch:
-    """Debug mode as one rank sees it; entered, it is `context.watch()`."""
+    """Debug mode as one rank sees it; entered, it is `context.watch()`.
 
-    entered_blocks = 0  # by this process
+    Args:
+        timeout: seconds for which a call of the others is waited for; by default as long as the collective would.
+        ranks: those that enter the block; by default all of the world.
+    """
 
-    def __init__(self, timeout: float | None) -> None:
-        self._timeout = timeout
+    def __init__(self, timeout: float | None, ranks: Iterable[int] = ()) -> None:
+        self._timeout, self._ranks = timeout, tuple(sorted(ranks))
         self._board: Board | None = None
         self._outermost = False
         self._sent: tuple[tuple[Value, ...], str] | None = None
@@ -68,7 +74,7 @@ class Watch:
     def __enter__(self) -> None:
         self._outermost = context.watch() is None
         if self._outermost:
-            Watch.entered_blocks += 1
+            _entered[self._ranks] = _entered.get(self._ranks, 0) + 1
             self._entered, self._thread = quoted(user_line()), threading.get_ident()
             context.set_watch(self)
             self._find_board()
@@ -87,7 +93,8 @@ class Watch:
             return None
         store = _torch.default_store()
         if self._board is None or self._board.store is not store:
-            self._board = Board(store, dist.get_rank(), Watch.entered_blocks, self._entered)
+            block = _entered[self._ranks], *self._ranks
+            self._board = Board(store, dist.get_rank(), block, self._entered)
         return self._board
 
     def about_to_send(self, values: Iterable[tuple[str, str]], details: str) -> None:

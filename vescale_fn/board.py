@@ -22,9 +22,9 @@ PULSE = 0.25  # seconds between two looks at where this rank is, while it calls 
 
 
 class Board:
-    """One rank's view of the board of one debug block, the `block`-th that each rank enters."""
+    """One rank's view of the board of one debug block. By `block`, its number, all ranks that enter it mean the same."""
 
-    def __init__(self, store: Any, rank: int, block: int, entered: str) -> None:
+    def __init__(self, store: Any, rank: int, block: tuple[int, ...], entered: str) -> None:
         self.store, self.rank, self._prefix = store, rank, f"vescale_fn debug {block}"
         self._numbers: dict[Group, int] = {}
         self._card: dict[str, Any] = {

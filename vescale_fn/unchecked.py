@@ -122,14 +122,15 @@ class Unchecked(TorchFunctionMode):
 
     def taken_in(self, x: Tensor) -> Tensor:
         """A value from outside as a local one, whose gradient is the sum of the ranks'."""
-        if marks.read(x) is not None:
-            return x
-        marks.refuse_unseen(x)
-        entered = self.entered(x)
-        if not _torch.needs_gradient(entered):
-            return entered
-        copy = Collective("copy", self.body.mesh, self.body.axes, "closure")
-        return self.remember(x, "copy", lambda: linear.apply(copy, entered)[0])
+        with _torch.no_torch_function():  # or each look at it would take it in
+            if marks.read(x) is not None:
+                return x
+            marks.refuse_unseen(x)
+            entered = self.entered(x)
+            if not _torch.needs_gradient(entered):
+                return entered
+            copy = Collective("copy", self.body.mesh, self.body.axes, "closure")
+            return self.remember(x, "copy", lambda: linear.apply(copy, entered)[0])
 
     def entered(self, x: Tensor) -> Tensor:
         """A whole array, or on a simulated mesh a plain tensor, as a local value."""

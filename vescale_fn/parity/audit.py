@@ -94,7 +94,7 @@ class Audit:
                         args = tree.map_(lambda x: on_device(x, self.mesh) if isinstance(x, torch.Tensor) else x, args)
                         stack.enter_context(torch.device(self.mesh.device_type))
                 elif not is_simulated(mesh):
-                    stack.enter_context(_watched())
+                    stack.enter_context(_watched(mesh))
                 if rounded is not None:
                     stack.enter_context(rounded)
                 torch.set_rng_state(self._generators)
@@ -160,12 +160,12 @@ def is_floating(x: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _watched() -> Iterator[None]:
+def _watched(mesh: Any) -> Iterator[None]:
     """Ranks are compared before each collective, as in debug mode, so that none waits for one that has failed."""
     before = context.watch()
     context.set_watch(None)  # a block of its own, which a rank that fails is seen to leave
     try:
-        with Watch(None):
+        with Watch(None, mesh.mesh.flatten().tolist()):
             yield
     finally:
         context.set_watch(before)
