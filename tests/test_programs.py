@@ -287,7 +287,7 @@ FAULTS = {
         "_softmax", lambda rule: lambda call: replace(rule(call), ins=((0, 1, 2),), outs=((0, 1, 2),))
     ),
     "a gradient is not brought to its parameter": lambda patch: patch.setattr(
-        gradient, "_settle_together", lambda grads, primals: grads
+        gradient, "settle_together", lambda grads, primals: grads
     ),
     "a draw begins anew on each rank": lambda patch: patch.setattr(
         placed, "local_indices", lambda shape, *rest: tuple(range(len(i)) for i in spec.local_indices(shape, *rest))
