@@ -500,7 +500,7 @@ debug: the ranks wait for each other, and none can go on
 # --- debug mode in a launch -------------------------------------------------------------------------------------------
 
 
-def launched(program, n=2, timeout=20.0, debug=None):
+def launched(program, n=2, timeout=90.0, debug=None):
     """What `launch` says of ``program(mesh, rank, x)``, and after how many seconds."""
 
     def run():
@@ -524,20 +524,20 @@ def is_killed(mesh, rank, x):
 
 
 def test_in_debug_mode_the_rank_that_failed_still_comes_first():
-    lines, seconds = launched(raises_inside, debug=20)
+    lines, seconds = launched(raises_inside, debug=90)
     assert lines[0] == "launch: rank 1 of 2 raised RuntimeError; the other ranks were ended"
     assert "RuntimeError: shape '[7]' is invalid for input of size 2" in lines
     assert lines[-1] == "After it, rank 0 raised DivergenceError: debug: rank 1 has left while others wait for it"
-    assert seconds < 5
+    assert seconds < 45  # long before the timeout
 
 
 def test_in_debug_mode_a_killed_rank_is_noticed():
-    lines, seconds = launched(is_killed, debug=20)
+    lines, seconds = launched(is_killed, debug=90)
     assert lines == [
         "launch: rank 1 of 2 was killed by SIGKILL (out of memory?); the other ranks were ended",
         "After it, rank 0 raised DivergenceError: debug: rank 1 has died while others wait for it",
     ]
-    assert seconds < 5
+    assert seconds < 45  # long before the timeout
 
 
 def entered_on_rank_0_alone(mesh, rank, x):
@@ -577,7 +577,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_own_traceback_first(program, fi
         assert trace[1:3] == ["", "Traceback (most recent call last):"]
         assert not any("After it" in line or "Connection" in line for line in trace)
         assert any(program.__name__ in line or " in then" in line or "<lambda>" in line for line in trace)
-    assert seconds < 5
+    assert seconds < 45  # long before the timeout
 
 
 def sleeps_long(mesh, rank, x):
@@ -608,7 +608,7 @@ def test_ranks_that_wait_in_vain_end_with_the_timeout(program, firsts, lasts):
     *_, last, hint = lines
     assert any(last.startswith(words) for words in lasts)
     assert hint == "Under `with vfn.debug():` ranks whose calls differ say so, and which."
-    assert seconds < 10
+    assert seconds < 45
 
 
 def runs_into_a_timeout_of_its_own(mesh, rank, x):
