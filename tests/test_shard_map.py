@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import vescale_fn as vfn
-from vescale_fn import P
+from vescale_fn import P, marks
 from vescale_fn.errors import InPlaceError, MeshError, ReshardError, SpecError, TypingError
 
 MESHES = [((1,), ("t",)), ((1, 1), ("d", "t")), ((4,), ("t",)), ((2, 3), ("d", "t")), ((2, 2, 2), ("c", "d", "t"))]
@@ -318,8 +318,6 @@ D = torch.arange(1.0, 5.0)
 
 def type_in_body(body, mesh, *args, ins=P("i")):
     """The letter over `i` of what a body computes."""
-    from vescale_fn import marks
-
     found = []
 
     def spy(*args):

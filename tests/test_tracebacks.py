@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import vescale_fn as vfn
-from vescale_fn import P, lines, tracebacks
+from vescale_fn import P, gradient, lines, tracebacks
 from vescale_fn.errors import RankError, TypingError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,8 +143,6 @@ def test_what_is_not_ours_is_left_alone() -> None:
 
 
 def test_a_fault_of_ours_is_shown_to_where_it_is(monkeypatch) -> None:
-    from vescale_fn import gradient
-
     monkeypatch.setattr(gradient, "_call", gradient._finished)  # called with other arguments than it has
     error = caught(lambda: vfn.grad(torch.sum)(X))
     assert isinstance(error, TypeError)

@@ -106,10 +106,12 @@ def _how_to_differentiate(leaves: Sequence[Any], where: str) -> str:
 
 
 def is_place(n: Any) -> bool:
+    """Whether this can be the place of an argument."""
     return isinstance(n, int) and not isinstance(n, bool)
 
 
 def argnums_of(argnums: Any, args: Sequence[Any], where: str) -> tuple[int, ...]:
+    """`argnums` as places counted from the front; or an error, where the call has no such arguments."""
     if type(argnums) is int and 0 <= argnums < len(args):
         return (argnums,)
     several = isinstance(argnums, (tuple, list))
@@ -129,6 +131,7 @@ def argnums_of(argnums: Any, args: Sequence[Any], where: str) -> tuple[int, ...]
 
 
 def described_result(value: Any) -> str:
+    """What a function of the user gave, on one short line."""
     if isinstance(value, torch.Tensor):
         return type_text(value.shape, value.dtype, spec_of(value))
     if isinstance(value, (tuple, list)):
@@ -153,6 +156,7 @@ def _how_to_return(value: Any) -> str:
 
 
 def scalar(value: Any, where: str) -> torch.Tensor:
+    """`value`, where it is a loss; or an error that says what to return."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.ndim or not value.is_floating_point():
         raise TransformError(report(
             where, "the function must return one floating-point number, a 0-d tensor",

@@ -102,6 +102,7 @@ def _uneven(shape: tuple[int, ...], spec: P, axes: Mapping[str, int]) -> list[st
 
 
 def refuse_moves(mapped: Map, args: Any, leaves: Sequence[Any], plan: Sequence[In | None]) -> None:
+    """Under `strict`: raise where an argument would have to travel to lie as its spec says."""
     failures = []
     for i, (x, entry) in enumerate(zip(leaves, plan)):
         if entry is None or entry.direct or not is_array(x):
@@ -117,6 +118,7 @@ def refuse_moves(mapped: Map, args: Any, leaves: Sequence[Any], plan: Sequence[I
 
 
 def brought_in(x: Any, site: Site, entry: In, fast: bool) -> Any:
+    """An argument as a value of the body, with its type; `fast` where nothing differentiates."""
     check, outer = site.body.check, site.outer
     type_ = entry.type if outer is None else types.both(entry.type, marks.read(x))
     if fast and entry.direct and site.auto is None:

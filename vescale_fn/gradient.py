@@ -132,6 +132,11 @@ def recording(f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def within_another(primals: Sequence[torch.Tensor]) -> bool:
+    """Whether an outer gradient may go through one that is taken by these."""
+    return context.grad_depth() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in primals))
+
+
 def fresh(x: torch.Tensor, attached: bool) -> torch.Tensor:
     """A variable to differentiate by: `x` itself under another name where an outer gradient goes through it."""
     if attached and x.requires_grad:
@@ -188,7 +193,7 @@ def _by_autograd(
     f: Any, split: Split, kwargs: dict[str, Any], has_aux: bool, wants_value: bool
 ) -> tuple[Any, Any, list[torch.Tensor]]:
     originals = split.primals
-    attached = context.grad_depth() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in originals))
+    attached = within_another(originals)
     with Followed():
         primals = [fresh(x, attached) for x in originals]
         value, aux = _call(f, split.with_primals(primals), kwargs, has_aux, split.where)
@@ -203,7 +208,7 @@ def _gradients(value: torch.Tensor, primals: Sequence[torch.Tensor], attached: b
     if not value.requires_grad:
         return [torch.zeros_like(x) for x in primals]
     found = backward(value, primals, create_graph=attached)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, primals)]
+    return zeros_for_none(found, primals)
 
 
 def _finished(value: torch.Tensor, aux: Any, grads: list[torch.Tensor], originals: Sequence[torch.Tensor], has_aux: bool,
@@ -215,6 +220,11 @@ def _finished(value: torch.Tensor, aux: Any, grads: list[torch.Tensor], original
         return None, aux, settle_together(grads, originals)
     value, *grads = settle_together([value.detach(), *grads], [_whole_like(value), *originals])
     return value, aux, grads
+
+
+def zeros_for_none(grads: Sequence[Any], primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients, with zeros where nothing depends on a primal."""
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, primals)]
 
 
 def backward(*args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -92,6 +92,7 @@ def _type_problem(axis: str, have: str, want: str, spec: P, ways: list[str]) -> 
 
 
 def taken_out(local: Any, have: types.Type, site: Site, entry: Out, fast: bool) -> Any:
+    """A value of the body as a whole array; `fast` where nothing differentiates."""
     if fast:
         local = _torch.local(local) if local.__class__ is Array else local
         if local.__class__ is not Blocks and site.simulated:

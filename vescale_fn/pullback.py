@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from . import _torch, context, tracebacks, tree
+from . import _torch, tracebacks, tree
 from .array import mesh_of
 from .calls import called, checked_function
 from .differentiable import Split, described_result, settled
 from .errors import TransformError, described, mesh_text, report
-from .gradient import Followed, backward, fresh, recording
+from .gradient import Followed, backward, fresh, recording, within_another, zeros_for_none
 from .mesh import axes_of, same
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
@@ -108,7 +108,7 @@ def _cotangents(cotangent: Any, out: Any) -> tuple[torch.Tensor, ...]:
 def _autograd_vjp(
     flat: Callable[..., Any], originals: Sequence[torch.Tensor], follow: bool
 ) -> tuple[Any, Callable[[Any], Any]]:
-    attached = context.grad_depth() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in originals))
+    attached = within_another(originals)
     with Followed():
         primals = [fresh(x, attached) for x in originals]
         outs = flat(*primals)
@@ -120,6 +120,6 @@ def _autograd_vjp(
         if moving:
             further = attached or follow or (torch.is_grad_enabled() and any(ct.requires_grad for ct in pairs[1]))
             found = backward(pairs[0], primals, pairs[1], retain_graph=True, create_graph=further)
-        return [torch.zeros_like(x) if g is None else g for g, x in zip(found, primals, strict=True)]
+        return zeros_for_none(found, primals)
 
     return (outs if attached else tuple(x.detach() for x in outs)), back

@@ -71,6 +71,7 @@ class Site:
 
 
 def bare(spec: P) -> P:
+    """A spec without what it says of gradients: how the values themselves lie."""
     return P(*spec, unreduced=spec.unreduced)
 
 

@@ -57,6 +57,7 @@ def _names(axis_name: Any) -> tuple[str, ...]:
 
 
 def span(names: tuple[str, ...], n: int) -> str:
+    """A number of ranks and the axes that they are along, in words."""
     return f"{n} (ax{'is' if len(names) == 1 else 'es'} {', '.join(map(repr, names))})"
 
 

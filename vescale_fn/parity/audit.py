@@ -18,6 +18,7 @@ from .. import context, tree
 from ..agreement import Watch
 from ..array import Array, on_device
 from ..differentiable import settled
+from ..gradient import zeros_for_none
 from ..lines import is_users, quoted
 from ..mesh import is_simulated, unit
 from ..placement import unshard
@@ -150,8 +151,7 @@ class Audit:
             return [torch.zeros_like(x) for x in self.closed]
         ends, weights = zip(*pairs, strict=True)
         found = torch.autograd.grad(ends, self.closed, weights, retain_graph=True, allow_unused=True)
-        found = [torch.zeros_like(x) if g is None else g for g, x in zip(found, self.closed, strict=True)]
-        return [g.detach() for g in settled(found, self.closed)]
+        return [g.detach() for g in settled(zeros_for_none(found, self.closed), self.closed)]
 
 
 def is_floating(x: Any) -> bool:
