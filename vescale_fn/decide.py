@@ -19,13 +19,14 @@ from torch.distributed.tensor import DTensor
 from . import _torch, blocks, reshard
 from .arguments import bind, replace, tensors_in
 from .blocks import Blocks
-from .errors import InPlaceError, MeshError, RandomError, TypingError, described, mesh_text, op_text, report
+from .errors import InPlaceError, MeshError, TypingError, described, mesh_text, op_text, report
 from .layout import WHOLE, axes_items, layout, spec_for, text, type_text
 from .mesh import axes_of, coordinates, is_part, is_simulated, played_ranks, same
 from .ops.rule import Call, Rule, T
 from .ops.rules import find
 from .propagator import propagated
 from .spec import P, from_split_axes, local_indices, split_axes
+from .stateful import is_seeded, refuse_seeded
 
 STEP_BY_STEP, PLAIN, VIEW, WRITE = range(4)  # the ways to carry a decision out
 
@@ -88,7 +89,7 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
     refuse(func, args, kwargs)
     specs = [layout(x._spec) if isinstance(x, DTensor) else WHOLE for x in tensors]
     outs, many = _metas(func, args, kwargs, tensors)
-    common: dict[str, Any] = {"view": _is_view(func), "simulated": is_simulated(mesh), "seeded": _is_seeded(func),
+    common: dict[str, Any] = {"view": _is_view(func), "simulated": is_simulated(mesh), "seeded": is_seeded(func),
               "lists": any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in (*args, *kwargs.values()))}  # fmt: skip
     if outs is not None and not any(isinstance(o, torch.Tensor) for o in outs):
         return Decision(mesh, (), (), outs, many, answer=True)
@@ -159,43 +160,13 @@ def reason(func: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: P, targe
 def refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise for what has no answer on a mesh: a stateful draw, a change of storage."""
     name = func._schema.name.removeprefix("aten::")
-    if _is_seeded(func):
-        bound = bind(func, args, kwargs)
-        chance = bound.get("dropout_p", bound.get("p"))
-        if (
-            "attention" in name
-            and not chance
-            or name == "native_dropout"
-            and (not chance or bound.get("train") is False)
-        ):
-            return
-        raise RandomError(report(
-            f"torch's {name}", "a stateful draw on an array: every rank would draw from a generator of its own",
-            fix="a keyed draw, the same on every mesh: " + _KEYED.get(name.removesuffix("_").removesuffix("_like"),
-                                                                       "vfn.random.bits(key, x.shape, ...)")))  # fmt: skip
+    refuse_seeded(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags and name != "detach_" or name == "resize_as_":
         raise InPlaceError(report(f"torch's {name}", "an array's shape and storage cannot be changed in place",
                                   fix=f"a new array: x = x.{name.removesuffix('_')}(...), or x = x.clone()"))  # fmt: skip
     if name == "as_strided" and hasattr(args[0], "_root"):
         raise InPlaceError(report("torch's as_strided", "a view of an array does not show the memory around it",
                                   [f"the view is {text(args[0])}"], "index the array itself, or x.clone()"))  # fmt: skip
-
-
-_KEYED = {
-    "native_dropout": "vfn.random.dropout(key, x, rate)",
-    "bernoulli": "vfn.random.bernoulli(key, p, x.shape); for dropout vfn.random.dropout(key, x, rate)",
-    "rand": "vfn.random.uniform(key, x.shape, spec=vfn.spec_of(x))",
-    "uniform": "vfn.random.uniform(key, x.shape, minval=..., maxval=..., spec=vfn.spec_of(x))",
-    "randn": "vfn.random.normal(key, x.shape, spec=vfn.spec_of(x))",
-    "normal": "mean + std * vfn.random.normal(key, x.shape, spec=vfn.spec_of(x))",
-    "multinomial": "vfn.random.categorical(key, logits)",
-    "randint": "vfn.random.randint(key, x.shape, low, high, spec=vfn.spec_of(x))",
-    "random": "vfn.random.randint(key, x.shape, low, high, spec=vfn.spec_of(x))",
-}
-
-
-def _is_seeded(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _is_view(func: Any) -> bool:
