@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import placement_types as _placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental import proxy_tensor as _proxy_tensor
+from torch.utils import _python_dispatch
 from torch.utils import checkpoint as _checkpoint
 
 from .errors import TransformError, report
@@ -37,6 +38,7 @@ except ImportError:
 __all__ = ["DTensorSpec", "TensorMeta"]
 
 strided_shard_type = _placement_types._StridedShard
+OpOverload = torch._ops.OpOverload
 disabled_torch_function = torch._C._disabled_torch_function_impl
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
@@ -359,6 +361,14 @@ def _tracer() -> Any:
     """The tracer of `make_fx` (and so of `torch.func.linearize`) that is at work, or None."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     return None if mode is None else mode.tracer
+
+
+def recorder() -> Any:
+    """The dispatch mode that records a plan, where one is at work; else None."""
+    for mode in reversed(_python_dispatch._get_current_dispatch_mode_stack()):
+        if getattr(mode, "records_plan", False):
+            return mode
+    return None
 
 
 def is_traced() -> bool:

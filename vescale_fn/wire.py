@@ -8,9 +8,11 @@ axes as a tuple of names, major first: the ranks of a group are numbered in that
 from __future__ import annotations
 
 import functools
+import inspect
 import math
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +44,76 @@ class Record:
         return ",".join(self.axes)
 
 
+@dataclass(frozen=True)
+class Collective:
+    """A collective as a value, to be carried out later, any number of times: a node of a plan.
+
+    Args:
+        kind: the name of a function of this file.
+        params: what it takes besides the value, the mesh, the axes and the reason.
+        why, line: the reason, and the user's line, for logs; they are no part of what the collective is.
+
+    Called with a local value; or, on a simulated mesh, with the list of the ranks' blocks, which gives a list.
+    """
+
+    kind: str
+    mesh: Any
+    axes: tuple[str, ...]
+    params: tuple[Any, ...] = ()
+    why: str = field(default="", compare=False)
+    line: str = field(default="", compare=False)
+
+    @property
+    def __name__(self) -> str:  # by which a graph calls its nodes
+        return self.kind
+
+    def __call__(self, x: Any) -> Any:
+        before, _state.line = _state.line, self.line
+        try:
+            if isinstance(x, (list, tuple)):
+                return globals()[self.kind](Blocks(x), self.mesh, self.axes, *self.params, why=self.why).blocks
+            return globals()[self.kind](x, self.mesh, self.axes, *self.params, why=self.why)
+        finally:
+            _state.line = before
+
+    def like(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor of the result's shape and dtype, in which nothing is: communicates nothing."""
+        n = group_size(self.mesh, self.axes)
+        shape = list(x.shape)
+        if self.kind == "all_gather":
+            shape[self.params[0]] *= n
+        elif self.kind == "reduce_scatter":
+            shape[self.params[0]] //= n
+        elif self.kind == "all_to_all":
+            split_dim, concat_dim = self.params
+            shape[split_dim] //= n
+            shape[concat_dim] *= n
+        return x.new_empty(shape)
+
+
+class _State(threading.local):
+    line: str = ""  # of the user's, of the recorded collective that runs
+
+
+_state = _State()
+
+
+def _recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective that a recorder, where one is at work, notes instead of having it carried out."""
+    names = tuple(inspect.signature(fn).parameters)
+    places = [name for name in names[3:] if name not in ("why", "fresh")]
+
+    @functools.wraps(fn)
+    def collective(x: Any, mesh: Any, axes: tuple[str, ...], *rest: Any, **named: Any) -> Any:
+        if _torch.dispatch_modes() and (recorder := _torch.recorder()) is not None and group_size(mesh, axes) > 1:
+            given = dict(zip(names[3:], rest)) | named
+            params = tuple(given.get(name, "sum") for name in places)
+            return recorder.collective(Collective(fn.__name__, mesh, tuple(axes), params, given["why"], user_line()), x)
+        return fn(x, mesh, axes, *rest, **named)
+
+    return collective
+
+
 def _note(op: str, mesh: Any, axes: tuple[str, ...], tensor: Any, factor: int, why: str, details: str = "") -> None:
     """Log a collective that is about to run; in debug mode, first compare it with what the group's other ranks run."""
     if (watch := context.watch()) is not None and not is_simulated(mesh):
@@ -50,7 +122,7 @@ def _note(op: str, mesh: Any, axes: tuple[str, ...], tensor: Any, factor: int, w
     logs = context.logs()
     if logs:
         one = tensor.blocks[0] if type(tensor) is Blocks else tensor
-        record = Record(op, axes, one.numel() * one.element_size() * factor, why, user_line())
+        record = Record(op, axes, one.numel() * one.element_size() * factor, why, _state.line or user_line())
         for log in logs:
             log.append(record)
 
@@ -157,6 +229,7 @@ def _simulated(x: Any, mesh: Any, axes: tuple[str, ...], formula: Callable[[list
     return Blocks(outs)
 
 
+@_recorded
 def all_reduce(x: Any, mesh: Any, axes: tuple[str, ...], why: str, op: str = "sum", fresh: bool = False) -> Any:
     """The sum (or max, min) of the group's values, on every rank; where `x` is `fresh`, perhaps in its memory."""
     if group_size(mesh, axes) == 1:
@@ -195,6 +268,7 @@ def _ordered_back(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return bits.view(torch.float64 if bits.dtype is torch.int64 else torch.float32).to(dtype)
 
 
+@_recorded
 def all_gather(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str) -> Any:
     """The group's values, concatenated along `dim` in the order of `axes`, on every rank. All have one shape."""
     n = group_size(mesh, axes)
@@ -215,6 +289,7 @@ def all_gather(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str) -> 
     return torch.cat(blocks.unbind(), dim)
 
 
+@_recorded
 def reduce_scatter(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str) -> Any:
     """The sum of the group's values, of which each rank keeps its piece along `dim`. The size must divide."""
     n = group_size(mesh, axes)
@@ -242,6 +317,7 @@ def _reduce_scatter(x: torch.Tensor, n: int, group: Any, positions: list[int], d
     return out
 
 
+@_recorded
 def all_to_all(x: Any, mesh: Any, axes: tuple[str, ...], split_dim: int, concat_dim: int, why: str) -> Any:
     """Piece i along `split_dim` goes to the group's rank i; what arrives is concatenated along `concat_dim`."""
     n = group_size(mesh, axes)
@@ -267,6 +343,7 @@ def all_to_all(x: Any, mesh: Any, axes: tuple[str, ...], split_dim: int, concat_
     return torch.cat([arrived[position] for position in positions], concat_dim)
 
 
+@_recorded
 def permute(x: Any, mesh: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], why: str) -> Any:
     """The value of `source` arrives at `destination` for each pair; a rank that is no destination gets zeros."""
     n = group_size(mesh, axes)
@@ -294,6 +371,7 @@ def permute(x: Any, mesh: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int,
     return out.view(x.dtype).view(x.shape) if bits.dtype is not x.dtype else out
 
 
+@_recorded
 def broadcast(x: Any, mesh: Any, axes: tuple[str, ...], source: int, why: str) -> Any:
     """The value of the group's rank `source`, on every rank."""
     if group_size(mesh, axes) == 1:
