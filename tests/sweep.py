@@ -3,7 +3,7 @@
     python tests/sweep.py                      # all of it (some minutes): prints a table, exits 1 if anything is wrong
     python tests/sweep.py --ops '^nn\\.' --samples 1 --kinds values,inplace --layouts 'over 3'
     python tests/sweep.py --part 1/2           # every second op
-    python tests/sweep.py --prove              # writes the list of ops in vescale_fn/ops/proved.py anew
+    python tests/sweep.py --prove              # writes the list of ops in vescale_fn/rules/proved.py anew
 
 Each op runs on a few of its samples, forward and backward, in place, into ``out=``, and with a write through the view
 that it gives; every tensor argument that has the dims is laid out in one of `LAYOUTS`, over even and uneven sizes. The
@@ -22,7 +22,7 @@ import time
 import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,17 @@ import vescale_fn as vfn
 from vescale_fn import P, decide, interpreter, propagator
 from vescale_fn.errors import VfnError
 
+DTYPES = ("float32", "bfloat16", "int64")
 VERDICTS = RIGHT, REFUSED, RAISES, WRONG = "right", "refused", "raises", "wrong"
 NO_VALUES = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 # name -> (the mesh, the spec of a value of n dims); None: partial sums
 LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[int], P | None]]] = {
     "first over 2": ((2,), lambda n: P("a")),
+    "first over 3": ((3,), lambda n: P("a")),
+    "last over 2": ((2,), lambda n: P(*[None] * (n - 1), "a")),
     "last over 3": ((3,), lambda n: P(*[None] * (n - 1), "a")),
+    "last over 4 as (a, b)": ((2, 2), lambda n: P(*[None] * (n - 1), ("a", "b"))),
     "first over 2, last over 2": ((2, 2), lambda n: P("a", *[None] * (n - 2), "b") if n > 1 else P("b")),
     "first over 4 as (b, a)": ((2, 2), lambda n: P(("b", "a"))),
     "partial over 2": ((2,), lambda n: None),
@@ -65,12 +69,18 @@ def database() -> list[Any]:
     return list(op_db)
 
 
-def dtype_of(op: Any) -> torch.dtype | None:
-    """The dtype to try: the widest that shows a wrong sum best."""
+def widest(op: Any) -> torch.dtype | None:
+    """The dtype that shows a wrong sum best."""
     for dtype in (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool):
         if dtype in op.dtypes:
             return dtype
     return None
+
+
+def dtypes_of(op: Any, names: Iterable[str]) -> list[torch.dtype]:
+    """Those of the named dtypes that an op takes; of an op that takes none of them, the widest."""
+    taken = [dtype for dtype in (getattr(torch, name) for name in names) if dtype in op.dtypes]
+    return taken or [dtype for dtype in (widest(op),) if dtype is not None]
 
 
 def lay(x: torch.Tensor, mesh: Any, spec: Callable[[int], P | None]) -> torch.Tensor:
@@ -216,25 +226,26 @@ def aliases(a: torch.Tensor, b: torch.Tensor) -> bool:
 KINDS = {"values": run_values, "inference": run_inference, "inplace": run_inplace, "out": run_out, "view": run_view}
 
 
-def samples_of(op: Any, count: int) -> list[Any]:
-    dtype = dtype_of(op)
-    if dtype is None:
-        return []
+def samples_of(op: Any, dtype: torch.dtype | None, count: int) -> list[Any]:
+    """`count` of an op's samples, the first and others evenly spaced: the database begins with the simplest ones."""
     torch.manual_seed(0)
     found: list[Any] = []
-    with contextlib.suppress(Exception):  # a few need a GPU, or what is not built in
-        grads = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-        for sample in op.sample_inputs("cpu", dtype, requires_grad=grads):
-            if sum(t.numel() for t in tensors((sample.input, sample.args, sample.kwargs))) < 20000:
-                found.append(sample)
-            if len(found) == count:
-                break
-    return found
+    if dtype is not None:
+        with contextlib.suppress(Exception):  # a few need a GPU, or what is not built in
+            grads = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+            for sample in op.sample_inputs("cpu", dtype, requires_grad=grads):
+                if sum(t.numel() for t in tensors((sample.input, sample.args, sample.kwargs))) < 20000:
+                    found.append(sample)
+                if len(found) == 60:
+                    break
+    return [found[k * len(found) // count] for k in range(min(count, len(found)))]
 
 
-def verdicts(op: Any, count: int, layouts: dict[str, Any], kinds: Any) -> Iterator[tuple[str, str, str, str]]:
+def verdicts(
+    op: Any, dtype: torch.dtype, count: int, layouts: dict[str, Any], kinds: Any
+) -> Iterator[tuple[str, str, str, str]]:
     """(kind, layout, verdict, what was seen) for each run of an op."""
-    for sample in samples_of(op, count):
+    for sample in samples_of(op, dtype, count):
         for kind in kinds:
             torch.manual_seed(0)
             try:
@@ -268,13 +279,14 @@ def verdict(op: Any, sample: Any, kind: str, want: Any, make: Any) -> tuple[str,
         return RAISES, f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
 
 
-def sweep(ops: list[Any], samples: int, layouts: dict[str, Any], kinds: Any) -> dict[Any, Any]:
-    """{(op, kind): {verdict: [(layout, what was seen)]}}"""
+def sweep(ops: list[Any], dtypes: Iterable[str], samples: int, layouts: dict[str, Any], kinds: Any) -> dict[Any, Any]:
+    """{(op, kind, dtype): {verdict: [(layout, what was seen)]}}"""
     table: dict[Any, Any] = defaultdict(lambda: defaultdict(list))
     for op in ops:
         name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
-        for kind, layout, found, seen in verdicts(op, samples, layouts, kinds):
-            table[name, kind][found].append((layout, seen))
+        for dtype in dtypes_of(op, dtypes):
+            for kind, layout, found, seen in verdicts(op, dtype, samples, layouts, kinds):
+                table[name, kind, str(dtype).removeprefix("torch.")][found].append((layout, seen))
     return table
 
 
@@ -302,7 +314,7 @@ def prove(ops: list[Any], samples: int) -> tuple[list[str], dict[str, str]]:
     try:
         for op in ops:
             ever: set[str] = set()
-            for i, sample in enumerate(samples_of(op, samples)):
+            for i, sample in enumerate(samples_of(op, widest(op), samples)):
                 torch.manual_seed(0)
                 try:
                     want = run_values(op, sample, plain)
@@ -328,7 +340,7 @@ def prove(ops: list[Any], samples: int) -> tuple[list[str], dict[str, str]]:
 
 
 def write_proved(names: list[str]) -> None:
-    path = Path(propagator.__file__).parent / "ops" / "proved.py"
+    path = Path(propagator.__file__).parent / "rules" / "proved.py"
     head = path.read_text().split("PROVED:")[0]
     rows = "".join(f'        "{name}",\n' for name in names)
     path.write_text(f"{head}PROVED: frozenset[str] = frozenset(\n    {{\n{rows}    }}\n)\n")
@@ -343,6 +355,7 @@ def main() -> int:
     parser.add_argument("--ops", default="", help="a regular expression on the ops' names")
     parser.add_argument("--layouts", default="", help="a regular expression on the layouts' names")
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--part", default="1/1")
     parser.add_argument("--prove", action="store_true")
@@ -360,16 +373,16 @@ def main() -> int:
         return 0
     layouts = {name: layout for name, layout in LAYOUTS.items() if re.search(args.layouts, name)}
     begin = time.time()
-    table = sweep(ops, args.samples, layouts, args.kinds.split(","))
-    for (name, kind), row in sorted(table.items()):
+    table = sweep(ops, args.dtypes.split(","), args.samples, layouts, args.kinds.split(","))
+    for (name, kind, dtype), row in sorted(table.items()):
         if worst(row) != RIGHT:
             counts = " ".join(f"{v} {len(row[v])}" for v in VERDICTS if row[v])
             at, seen = row[worst(row)][0]
-            print(f"{worst(row):8} {kind:8} {name}: {counts}; {at}: {seen[:300]}")
+            print(f"{worst(row):8} {kind:9} {dtype:8} {name}: {counts}; {at}: {seen[:300]}")
     print(f"\n{len(ops)} ops, {time.time() - begin:.0f} s")
     print(f"{'':10}" + "".join(f"{v:>10}" for v in VERDICTS))
     for kind in args.kinds.split(","):
-        rows = [row for (_, k), row in table.items() if k == kind]
+        rows = [row for (_, k, _), row in table.items() if k == kind]
         by_op = Counter(map(worst, rows))
         print(f"{kind:10}" + "".join(f"{by_op[v]:>10}" for v in VERDICTS) + "   ops, by their worst run")
         print(f"{'':10}" + "".join(f"{sum(len(row[v]) for row in rows):>10}" for v in VERDICTS) + "   runs")

@@ -646,11 +646,13 @@ def test_on_real_ranks(gloo):
 def test_a_sample_of_the_database():
     """A seeded sample of the longer run, `sweep.py`: nothing wrong, and nothing raises but what refuses."""
     pytest.importorskip("expecttest", reason="torch's database of ops needs the expecttest package")
+    drawn, table = random.Random(0), {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's test code
-        ops = random.Random(0).sample(sweep.database(), 40)
-        layouts = {name: sweep.LAYOUTS[name] for name in ("last over 3", "first over 4 as (b, a)")}
-        table = sweep.sweep([op for op in ops if "linalg" not in op.name], 1, layouts, sweep.KINDS)
+        for k, op in enumerate(drawn.sample(sweep.database(), 45)):
+            layouts = {name: sweep.LAYOUTS[name] for name in drawn.sample(list(sweep.LAYOUTS), 2)}
+            if "linalg" not in op.name:
+                table |= sweep.sweep([op], sweep.DTYPES[k % 3 :][:1], 1, layouts, sweep.KINDS)
     bad = {key: row for key, row in table.items() if sweep.worst(row) in (sweep.WRONG, sweep.RAISES)}
     assert len(table) > 40
     assert not bad

@@ -1,8 +1,8 @@
 """Deciding how one op on arrays is carried out: how each argument must lie, what runs, how the results lie.
 
 A decision depends on the op, on global shapes and specs, and on static arguments alone, never on a rank's own block:
-all ranks decide alike and issue the same collectives. It is asked of, in this order: the table (`ops/rules.py`);
-DTensor's own propagator, where a sweep has proved it (`ops/proved.py`); and last the op is computed whole on gathered
+all ranks decide alike and issue the same collectives. It is asked of, in this order: the table (`rules/table.py`);
+DTensor's own propagator, where a sweep has proved it (`rules/proved.py`); and last the op is computed whole on gathered
 arguments, which is right for every op, and logged.
 """
 
@@ -22,9 +22,9 @@ from .blocks import Blocks
 from .errors import InPlaceError, MeshError, TypingError, described, mesh_text, op_text, report
 from .layout import WHOLE, axes_items, layout, spec_for, text, type_text
 from .mesh import axes_of, coordinates, is_part, is_simulated, played_ranks, same
-from .ops.rule import Call, Rule, T
-from .ops.rules import find
 from .propagator import propagated
+from .rules.rule import Call, Rule, T
+from .rules.table import find
 from .spec import P, from_split_axes, local_indices, split_axes
 from .stateful import is_seeded, refuse_seeded
 

@@ -11,7 +11,7 @@ from . import _torch, blocks
 from .arguments import replace, tensors_in
 from .layout import WHOLE, spec_for
 from .mesh import axes_of
-from .ops.proved import PROVED
+from .rules.proved import PROVED
 from .spec import P, from_placements, is_even
 
 

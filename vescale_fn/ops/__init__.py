@@ -1,4 +1,4 @@
-"""What can be done with values on a mesh: the collectives of a `shard_map` body, and the rules by which ops shard."""
+"""What a `shard_map` body does beside torch's ops: the collectives, and where a rank is."""
 
 from .casts import pcast, pvary
 from .exchanges import all_gather, all_to_all, pbroadcast, ppermute, psum_scatter

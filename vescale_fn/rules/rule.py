@@ -87,6 +87,11 @@ def dims(dim: Any, ndim: int) -> list[int]:
     return [d % ndim if ndim else 0 for d in (dim if isinstance(dim, (list, tuple)) else (dim,))]
 
 
+def dim_of(call: Call, ndim: int) -> int:
+    """The dim that a call names, counted from the front."""
+    return (call["dim"] if "dim" in call.args else call["dimension"]) % max(ndim, 1)
+
+
 def broadcast(shape: Sequence[int], out: Sequence[int], labels: Row | None = None) -> Row:
     """The row of an argument that is broadcast to a result with these labels: a dim that is repeated is whole."""
     shift = len(out) - len(shape)

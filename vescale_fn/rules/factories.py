@@ -1,0 +1,20 @@
+"""How new tensors shard that are made for another: of its shape, as it lies; of a shape of their own, whole."""
+
+from __future__ import annotations
+
+from .rule import Call, Rule, none, same
+
+
+def like(call: Call) -> Rule:
+    """A new tensor of the argument's shape, whatever is in it."""
+    return Rule((same(call.tensors[0].shape),), (same(call.outs[0]),), shape_only=(0,))
+
+
+def fill(call: Call) -> Rule:
+    """The argument's layout, whatever is in it; the value is one number."""
+    return Rule((same(call.tensors[0].shape), *((),) * (len(call.tensors) - 1)), (same(call.tensors[0].shape),))
+
+
+def new(call: Call) -> Rule:
+    """A new tensor of a shape of its own: whole on every rank."""
+    return Rule(tuple(none(t.shape) for t in call.tensors), (none(call.outs[0]),), shape_only=(0,))

@@ -1,0 +1,136 @@
+"""The table: aten op -> how it shards.
+
+One function serves a class of ops. To add an op, add its name to a class; to add a class, write its function in the file
+of its kind (the headings below are the files) and list it here. What has no rule is asked of DTensor's own propagator
+where that is proved (`proved.py`), and else computed whole; what is refused is in `refused.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import (
+    factories,
+    indexing,
+    losses,
+    matrices,
+    normalisation,
+    parts,
+    reductions,
+    scans,
+    spatial,
+    views,
+)
+from .attention import attention
+from .contractions import contraction
+from .elementwise import elementwise, elementwise_lists, lazy
+from .reductions import extreme, reduction
+from .rule import Call, Rule, T
+
+__all__ = ["RULES", "Call", "Rule", "T", "find"]
+
+_CLASSES: dict[Callable[[Call], Rule | None], str] = {
+    # elementwise.py: besides these, all that torch itself tags as pointwise, and every _foreach_ op
+    elementwise: "clone _to_copy copy detach alias masked_fill lift_fresh polar complex positive",
+    lazy: "_conj _neg_view",
+    # factories.py
+    factories.like: "zeros_like ones_like full_like empty_like",
+    factories.fill: "fill zero",
+    factories.new: "new_zeros new_ones new_full new_empty new_empty_strided",
+    # contractions.py
+    contraction("mk,kn->mn"): "mm",
+    contraction("bmk,bkn->bmn"): "bmm",
+    contraction("mk,k->m"): "mv",
+    contraction("k,k->"): "dot vdot",
+    contraction("mk,kn->mn", joins=True): "addmm",
+    contraction("bmk,bkn->bmn", joins=True): "baddbmm",
+    contraction("mk,k->m", joins=True): "addmv",
+    # reductions.py
+    reductions.total: "sum",
+    reductions.mean: "mean",
+    extreme("max"): "amax any",
+    extreme("min"): "amin all",
+    reductions.max_or_min: "max min",
+    reductions.spread: "var std var_mean std_mean",
+    reductions.norm: "linalg_vector_norm _foreach_norm",
+    reduction: "argmax argmin prod logsumexp median nanmedian count_nonzero mode kthvalue aminmax nansum",
+    # views.py
+    views.view: "view _unsafe_view reshape",
+    views.expand: "expand",
+    views.permute: "t transpose permute",
+    views.squeeze: "squeeze unsqueeze",
+    views.pairs: "view_as_real view_as_complex",
+    # parts.py
+    parts.slicing: "slice select split split_with_sizes unbind narrow",
+    parts.windows: "unfold",
+    parts.diagonal: "diagonal",
+    parts.part_backward: "slice_backward select_backward unfold_backward diagonal_backward",
+    parts.part_scatter: "slice_scatter select_scatter",
+    parts.pad: "constant_pad_nd",
+    parts.cat: "cat stack",
+    parts.repeat: "repeat",
+    # scans.py
+    scans.along: "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod logcumsumexp "
+    "cummax cummin sort topk flip roll glu glu_backward linalg_cross",
+    scans.searched: "searchsorted",
+    # indexing.py
+    indexing.embedding: "embedding",
+    indexing.embedding_backward: "embedding_dense_backward",
+    indexing.gather: "gather scatter scatter_add scatter_reduce",
+    indexing.index_select: "index_select",
+    indexing.index_add: "index_add index_copy index_fill",
+    indexing.index: "index _unsafe_index",
+    indexing.index_put: "index_put _unsafe_index_put _index_put_impl",
+    # matrices.py
+    matrices.last_two: "triu tril",
+    matrices.matrices: "linalg_qr linalg_cholesky_ex linalg_eigh _linalg_eigh _linalg_svd linalg_inv_ex",
+    # normalisation.py
+    normalisation.layer_norm: "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward",
+    normalisation.group_norm: "native_group_norm native_group_norm_backward",
+    # attention.py
+    attention: " ".join(
+        f"_scaled_dot_product_{kind}_attention{end}"
+        for kind, ends in {"flash": ("", "_backward", "_for_cpu", "_for_cpu_backward"), "efficient": ("", "_backward"),
+                           "cudnn": ("", "_backward"), "fused": ("_overrideable", "_overrideable_backward")}.items()
+        for end in ends
+    ),
+    # spatial.py
+    spatial.convolution: "convolution convolution_backward",
+    spatial.examples(4): "max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward "
+    "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward upsample_nearest2d upsample_bilinear2d upsample_bicubic2d "
+    "reflection_pad2d replication_pad2d pixel_shuffle",
+    # losses.py
+    losses.loss: "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy",
+    losses.loss_backward: "mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward "
+    "binary_cross_entropy_backward",
+    losses.nll: "nll_loss_forward nll_loss2d_forward",
+    losses.nll_backward: "nll_loss_backward nll_loss2d_backward",
+}  # fmt: skip
+RULES: dict[str, Callable[[Call], Rule | None]] = {
+    name: rule for rule, names in _CLASSES.items() for name in names.split()
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def find(func: Any) -> Callable[[Call], Rule | None] | None:
+    """The rule of an overload, or None; an in-place op has the rule of its out-of-place twin."""
+    name = func._schema.name.removeprefix("aten::")
+    if not func._schema.name.startswith("aten::"):
+        return elementwise if torch.Tag.pointwise in func.tags else None
+    if name.endswith("_") and not name.endswith("__") and name not in RULES:
+        return _of_twin(func, name[:-1])
+    rule = RULES.get(name)
+    if rule is None and torch.Tag.pointwise in func.tags:
+        return elementwise
+    return elementwise_lists if rule is None and name.startswith("_foreach_") else rule
+
+
+def _of_twin(func: Any, name: str) -> Callable[[Call], Rule | None] | None:
+    twin = getattr(torch.ops.aten, name, None)
+    overload = str(func).split(".")[-1]
+    rule = find(getattr(twin, overload)) if twin and overload in twin.overloads() else RULES.get(name)
+    return elementwise if rule is None and torch.Tag.pointwise in func.tags else rule
