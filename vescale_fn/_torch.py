@@ -538,3 +538,39 @@ def version(x: torch.Tensor) -> int:
 def function_mode_on() -> bool:
     """Whether a mode sees the torch functions that are called here."""
     return torch._C._len_torch_function_stack() > 0 and torch._C._is_torch_function_all_disabled() is False
+
+
+function_tables = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg, torch._C._special, torch._C._fft)
+
+
+class _Asked(Exception):
+    """An operator has been asked for."""
+
+
+class _Asking(_python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _Asked(func, args, kwargs or {})
+
+
+def asked_for(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The first operator that a call asks for, with its arguments; None where it asks for none. Nothing is computed."""
+    try:
+        with on_plain_tensors(), _Asking():
+            call(*args, **kwargs)
+    except _Asked as asked:
+        return asked.args
+    except Exception:
+        return None
+    return None
+
+
+_UNUSED = functools.reduce(operator.or_, (
+    torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    for name in ("AutogradCPU", "AutogradCUDA", "AutogradMeta", "AutogradOther", "ADInplaceOrView")))  # fmt: skip
+
+
+@contextlib.contextmanager
+def on_plain_tensors() -> Iterator[None]:
+    """Inside, torch's functions lead straight to the kernels: no autograd, no notes of views, no function modes."""
+    with torch._C._ExcludeDispatchKeyGuard(_UNUSED), torch._C.DisableTorchFunction():
+        yield
