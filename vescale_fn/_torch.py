@@ -17,8 +17,10 @@ import torch.distributed as dist
 import torch.utils._pytree as _pytree
 from torch._functorch import eager_transforms as _eager_transforms
 from torch._library import simple_registry as _simple_registry
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses import fake_tensor as _fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad as _forward_ad
+from torch.autograd import graph as _autograd_graph
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -35,7 +37,7 @@ try:
 except ImportError:
     OpSchema: Any = None  # then DTensor is never asked how it would run an op
 
-__all__ = ["DTensorSpec", "TensorMeta"]
+__all__ = ["DTensorSpec", "FakeTensor", "TensorMeta"]
 
 strided_shard_type = _placement_types._StridedShard
 OpOverload = torch._ops.OpOverload
@@ -495,10 +497,62 @@ def shapes_only() -> Iterator[None]:
     log = logging.getLogger(FakeTensorMode.__module__)
     before, log.disabled = log.disabled, True
     try:
-        with _fake_mode():
+        with unrecorded(), _fake_mode():
             yield
     finally:
         log.disabled = before
+
+
+# --- recording plans --------------------------------------------------------------------------------------------------
+
+
+def fake_mode() -> Any:
+    """A mode of its own in which tensors have no values."""
+    return FakeTensorMode()
+
+
+NO_VALUE_ERRORS: tuple[type[Exception], ...] = tuple(  # what says that an op cannot be run without values
+    error for name in ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException",
+                       "UnsupportedFakeTensorException") if (error := getattr(_fake_tensor, name, None)))  # fmt: skip
+
+
+def unrecorded() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no dispatch mode sees what is done."""
+    return _python_dispatch._disable_current_modes() if dispatch_modes() else contextlib.nullcontext()
+
+
+def never_recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ours that works on tensors of its own: no dispatch mode sees them."""
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not dispatch_modes():
+            return fn(*args, **kwargs)
+        with unrecorded():
+            return fn(*args, **kwargs)
+
+    return run
+
+
+backward_code = _autograd_graph._engine_run_backward.__code__  # of the function in whose call a backward pass runs
+
+
+def current_autograd_number() -> int:
+    """The number of the autograd node that is at work, -1 without one."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else node._sequence_nr()
+
+
+def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dictionaries."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for x in tree.values():
+            yield from tensors_of(x)
+    elif isinstance(tree, (list, tuple)):
+        for x in tree:
+            yield from tensors_of(x)
 
 
 def is_operator(func: Any) -> bool:

@@ -73,7 +73,7 @@ class Blocks(torch.Tensor):
         return run(func, args, kwargs or {})
 
 
-_HERE = frozenset((torch.Tensor, torch.nn.Parameter, Blocks))
+_HERE = frozenset((torch.Tensor, torch.nn.Parameter, _torch.FakeTensor, Blocks))
 
 
 def _type(x: torch.Tensor) -> str:

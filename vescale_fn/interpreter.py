@@ -67,7 +67,8 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     if found is None:
         if func in _OTHER_SHAPE:
             return _in_another_shape(cls, func, args)
-        decision = decide(func, args, kwargs or {})
+        with _torch.unrecorded():
+            decision = decide(func, args, kwargs or {})
         found = _cache[key] = (decision, decision.way)
         if len(_cache) > _CACHE_SIZE:
             _cache.popitem(last=False)

@@ -93,6 +93,7 @@ def rebuild_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) ->
     return _torch.unattached_mesh(device, torch.arange(math.prod(shape)).view(shape), names, SimulatedMesh)
 
 
+@_torch.never_recorded
 def make_mesh(shape: Sequence[int], names: Sequence[str], *, device: str | None = None) -> DeviceMesh:
     """Lay all ranks that there are out on a mesh with named axes.
 
@@ -201,6 +202,7 @@ def unit(mesh: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
+@_torch.never_recorded
 def _unit(device: str, names: tuple[str, ...]) -> DeviceMesh:
     with _torch.no_torch_function():  # where the program is in a body, a factory would mean something else
         return _torch.unattached_mesh(device, torch.zeros((1,) * len(names), dtype=torch.int64), names)
@@ -269,6 +271,7 @@ def groups(mesh: Any, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 
 
 @functools.lru_cache(maxsize=1024)
+@_torch.never_recorded
 def _groups(axes_items: tuple[tuple[str, int], ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     order = [name for name, _ in axes_items]
     ranks_ = torch.arange(math.prod(size for _, size in axes_items)).view([size for _, size in axes_items])

@@ -1,0 +1,111 @@
+"""Python floats as inputs of a plan: another learning rate records nothing new, and needs no tensor.
+
+While a function is recorded, a float among its arguments is a `Number`: a float by its class, so that torch takes it wherever
+it takes a number, with a value that occurs nowhere else. Where that value turns up in a recorded call, the call is given the
+input instead. Arithmetic on a `Number` is recorded too; what asks for its value in Python (`if`, `print`) cannot be.
+
+Code in C, such as `math.sqrt`, reads the value without asking. So a function with floats is recorded twice, with different
+values: where the two graphs differ, something was computed from a value.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class Number(float):
+    """A float that is an input of the plan that is being recorded, or was computed from one.
+
+    Args:
+        value: the value that stands for it.
+        node: what gives it.
+        recorder: what is told where the value itself is asked for.
+    """
+
+    node: fx.Node
+    recorder: Any
+
+    def __new__(cls, value: float, node: fx.Node, recorder: Any) -> Number:
+        self = super().__new__(cls, value)
+        self.node, self.recorder = node, recorder
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Number:
+        return self
+
+
+def _arithmetic(op: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
+    def method(self: Number, *others: Any) -> Any:
+        if not all(isinstance(other, (int, float)) for other in others):
+            return NotImplemented
+        operands = (*others, self) if swapped else (self, *others)
+        graph = self.node.graph
+        node = graph.call_function(op, tuple(x.node if isinstance(x, Number) else x for x in operands))
+        value = op(*map(_bare, operands))
+        node.meta["val"], node.meta["line"] = value, ""
+        return self.recorder.computed(value, node) if isinstance(value, float) else self.recorder.asked("arithmetic")
+
+    return method
+
+
+def _bare(x: Any) -> Any:
+    return float.__add__(x, 0.0) if isinstance(x, Number) else x
+
+
+def _asking(what: str) -> Callable[..., Any]:
+    def method(self: Number, *_: Any) -> Any:
+        return self.recorder.asked(what)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(Number, f"__{_name}__", _arithmetic(getattr(operator, _name), False))
+    setattr(Number, f"__r{_name}__", _arithmetic(getattr(operator, _name), True))
+for _name in ("neg", "pos", "abs"):
+    setattr(Number, f"__{_name}__", _arithmetic(getattr(operator, _name), False))
+for _what, _names in {
+    "a comparison": ("lt", "le", "gt", "ge", "eq", "ne", "bool"),
+    "a conversion to an int": ("int", "trunc", "floor", "ceil", "round", "divmod", "rdivmod"),
+    "a conversion to a float": ("float",),
+    "printing": ("repr", "str", "format"),
+    "its use as a key": ("hash",),
+}.items():
+    for _name in _names:
+        setattr(Number, f"__{_name}__", _asking(_what))
+
+
+def disguise(value: float, salt: int) -> float:
+    """A value close to `value`, which nothing else has: what stands for an input."""
+    noise = 1e-9 * (1 + (0.6180339887498949 * (salt + 1)) % 1.0)
+    return value * (1 - noise) if value else noise * 1e-3
+
+
+def difference(first: fx.Graph, second: fx.Graph) -> fx.Node | None:
+    """The first call at which two recordings differ, in more than which nodes they name; None where they are alike."""
+    for one, other in zip(first.nodes, second.nodes):
+        if one.target != other.target and one.op != "placeholder":
+            return one
+        if _shown(one.args) != _shown(other.args) or _shown(one.kwargs) != _shown(other.kwargs):
+            return one
+    return None if len(first.nodes) == len(second.nodes) else next(iter(reversed(first.nodes)))
+
+
+def _shown(a: Any) -> Any:
+    if isinstance(a, fx.Node):
+        return a.name
+    if isinstance(a, (list, tuple)):
+        return tuple(map(_shown, a))
+    if isinstance(a, dict):
+        return {k: _shown(v) for k, v in a.items()}
+    return a if isinstance(a, (int, float, str, bool, type(None))) else type(a)
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two constants of two recordings are the same."""
+    return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))

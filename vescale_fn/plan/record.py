@@ -1,0 +1,277 @@
+"""Recording: a function is run once on tensors without values, and what it does to plain tensors becomes a graph.
+
+The recorder is a dispatch mode that is on for that one run. It hands arrays and simulated blocks on to the interpreter, as
+if it were not there, and notes the ops on plain tensors below, forward and backward alike; `wire` hands it the collectives.
+What cannot be recorded (a value is read in Python) raises `Unrecordable`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import _torch, blocks, lines
+from ..blocks import Blocks
+from ..errors import InPlaceError, op_text, report
+from ..stateful import refuse_seeded
+from ..wire import Collective
+from .graph import Step
+from .number import Number, disguise
+
+_LIFT, _CLONE = torch.ops.aten.lift_fresh.default, torch.ops.aten.clone.default
+_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
+_BACKWARD = _torch.backward_code
+_CHECKPOINT = torch.utils.checkpoint.__file__
+
+
+class Unrecordable(BaseException):
+    """The function does something that depends on values, or that runs on values alone. No `Exception`, lest a user's
+    ``except`` takes it for an error."""
+
+    def __init__(self, reason: str, line: str) -> None:
+        super().__init__(reason)
+        self.reason, self.line = reason, line
+
+
+class Recorder(TorchDispatchMode):
+    """The mode under which a function is recorded.
+
+    Attributes:
+        graph: what has been recorded.
+        constants: the tensors that the function used without being given them; each has a placeholder after the inputs.
+        read: those of them whose value it read in Python.
+
+    Args:
+        salt: floats of recordings with different salts stand for theirs by different values.
+    """
+
+    records_plan = True
+
+    def __init__(self, salt: int = 0) -> None:
+        super().__init__()
+        self._salt = salt
+        self._numbers: dict[float, fx.Node] = {}  # what stands for floats -> their nodes
+        self.graph = fx.Graph()
+        self.constants: list[torch.Tensor] = []
+        self._known: dict[int, torch.Tensor] = {}  # id of a constant -> its stand-in
+        self._last_placeholder: fx.Node | None = None
+        self._fake = _torch.fake_mode()
+        self._lines: dict[int, str] = {}  # of what autograd recorded, by its number
+        self._given: set[int] = set()
+        self._literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
+        self.read: list[torch.Tensor] = []
+        self._kept: list[Any] = []  # stand-ins live as long as the recorder: they are known by identity
+
+    # --- what the function is given ---------------------------------------------------------------------------------
+
+    def input(self, x: torch.Tensor) -> torch.Tensor:
+        """The stand-in of an input, a plain tensor."""
+        return self._placeholder(x, "x")
+
+    def number(self, value: float) -> Number:
+        """The stand-in of an input, a Python float."""
+        return self.computed(value, self._new_placeholder("number", value))
+
+    def computed(self, value: float, node: fx.Node) -> Number:
+        """The stand-in of a float that a node gives."""
+        value = disguise(value, self._salt + len(self._numbers))
+        self._numbers[value] = node
+        return Number(value, node, self)
+
+    def asked(self, what: str) -> Any:
+        """The value of a float is needed, for what is said."""
+        raise Unrecordable(f"the value of a float among the arguments is asked for by {what}", self._line()[0] or "?")
+
+    def _new_placeholder(self, name: str, val: Any) -> fx.Node:
+        with self.graph.inserting_after(self._last_placeholder or self.graph._root):
+            node = self.graph.placeholder(name)
+        self._last_placeholder = node
+        node.meta["val"], node.meta["line"] = val, ""
+        return node
+
+    def _placeholder(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        fake = self._like(x)
+        self._note(fake, self._new_placeholder(name, fake))
+        self._given.add(fake.untyped_storage()._cdata)
+        return fake
+
+    def _constant(self, x: torch.Tensor) -> torch.Tensor:
+        found = self._known.get(id(x))
+        if found is None:
+            found = self._known[id(x)] = self._placeholder(x, "constant")
+            self.constants.append(x)
+        return found
+
+    def is_stand_in(self, x: torch.Tensor) -> bool:
+        """Whether `x` is a value of this recording."""
+        return getattr(x, "_plan_recorder", None) is self
+
+    def node(self, x: torch.Tensor) -> fx.Node:
+        """The node that gives a plain tensor."""
+        if not self.is_stand_in(x):
+            x = self._constant(x)
+        return x._plan_node  # type: ignore[attr-defined]
+
+    def _note(self, fake: torch.Tensor, node: fx.Node) -> None:
+        fake._plan_recorder, fake._plan_node = self, node  # type: ignore[attr-defined]
+        self._kept.append(fake)
+
+    # --- what the function does -------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _PLAIN.issuperset(types):
+            self._line()  # which the autograd node that was just made will have
+            return NotImplemented
+        tensors = list(_torch.tensors_of((args, kwargs)))
+        if func in _READS:
+            return self._read(func, tensors, args, kwargs)
+        if func in _NOTHING:
+            return func(*args, **kwargs)
+        refuse_seeded(func, args, kwargs)
+        line, again = self._line()
+        self._check_writes(func, args, kwargs, line)
+        if func is _LIFT:  # a tensor that was written down: the plan keeps it, and each run gets a copy
+            out = self._made(self.graph.call_function(_CLONE, (self.node(tensors[0]),)), self._like(tensors[0]), line, again)
+            self._literals[id(out)] = tensors[0]
+            return out
+        fakes, nodes = self._stand_ins(args), self._nodes(args)
+        fake_kwargs, node_kwargs = self._stand_ins(kwargs), self._nodes(kwargs)
+        try:
+            with self._fake:
+                out = func(*fakes, **fake_kwargs)
+        except _torch.NO_VALUE_ERRORS as error:
+            raise Unrecordable(f"torch's {_name(func)} gives a result whose shape, or whether it can run, depends on values"
+                               , line or "?") from error  # fmt: skip
+        node = self.graph.call_function(func, tuple(nodes), node_kwargs)
+        return self._made(node, out, line, again)
+
+    def _made(self, node: fx.Node, out: Any, line: str, again: Any) -> Any:
+        """The result of a call, each tensor of it known by its node."""
+        node.meta["val"], node.meta["line"] = out, line
+        if again is not None:
+            node.meta["again"] = again
+        if isinstance(out, torch.Tensor):
+            if not self.is_stand_in(out):  # what is written in place is known already
+                self._note(out, node)
+        elif isinstance(out, (list, tuple)):
+            for i, one in enumerate(out):
+                if isinstance(one, torch.Tensor) and not self.is_stand_in(one):
+                    part = self.graph.call_function(operator.getitem, (node, i))
+                    part.meta.update(node.meta, val=one)
+                    self._note(one, part)
+        return out
+
+    def collective(self, collective: Collective, x: Any) -> Any:
+        """A collective on a local value, noted instead of being carried out."""
+        line, again = self._line()
+        collective = Collective(**{**collective.__dict__, "line": line})
+        if type(x) is Blocks:
+            blocks_ = [self._stand_in(block) for block in x.blocks]
+            with _torch.unrecorded(), self._fake:
+                out = Blocks(collective(blocks_))
+            node = self.graph.call_function(collective, ([self.node(block) for block in blocks_],))
+            self._made(node, out.blocks, line, again)
+            return out
+        with _torch.unrecorded(), self._fake:
+            out = collective.like(self._stand_in(x))
+        return self._made(self.graph.call_function(collective, (self.node(x),)), out, line, again)
+
+    def effect(self, step: Step, *args: Any) -> None:
+        """A call that does something besides giving a result; plain tensors among its arguments are values of the plan."""
+        line, _ = self._line()
+        node = self.graph.call_function(step, tuple(self._nodes(args)))
+        node.meta["val"], node.meta["line"] = None, line
+
+    def _like(self, x: torch.Tensor) -> torch.Tensor:
+        with _torch.unrecorded(), self._fake:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+    def _stand_in(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.is_stand_in(x) else self._constant(x)
+
+    def _stand_ins(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return self._stand_in(a)
+        if isinstance(a, (list, tuple)):
+            return type(a)(map(self._stand_ins, a))
+        return {k: self._stand_ins(v) for k, v in a.items()} if isinstance(a, dict) else a
+
+    def _nodes(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return self.node(a)
+        if isinstance(a, float):
+            return self._numbers.get(float.__add__(a, 0.0), a) if self._numbers else a
+        if isinstance(a, (list, tuple)):
+            return type(a)(map(self._nodes, a))
+        return {k: self._nodes(v) for k, v in a.items()} if isinstance(a, dict) else a
+
+    def _read(self, func: Any, tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        values = {id(x): self._literals.get(id(x)) if self.is_stand_in(x) else x for x in tensors}
+        if any(value is None or (value is not x and x._version) for x, value in zip(tensors, values.values())):
+            raise Unrecordable("a value is read in Python", self._line()[0] or "?")
+        for x in tensors:
+            if not self.is_stand_in(x):  # a constant, whose value counts as it is now
+                self._constant(x)
+                self.read.append(x)
+        return func(*(values.get(id(a), a) for a in args), **kwargs)
+
+    def _check_writes(self, func: Any, args: Any, kwargs: Any, line: str) -> None:
+        for position, name in blocks.written(func):
+            target = args[position] if position < len(args) else kwargs.get(name)
+            for x in target if isinstance(target, (list, tuple)) else (target,):
+                if not isinstance(x, torch.Tensor):
+                    continue
+                if not self.is_stand_in(x) or x.untyped_storage()._cdata in self._given:
+                    what = "an argument" if self.is_stand_in(x) else "a tensor that the function closes over"
+                    raise InPlaceError(report(
+                        op_text(func), f"jit: this changes {what} in place, and a recorded function is pure",
+                        [f"at {lines.quoted(line)}"] if line else [],
+                        "a new value: x = x + y for x += y, x.clone() before the write; to update parameters in their own "
+                        "memory return the new ones, and vfn.jit(f, donate_argnums=...)"))  # fmt: skip
+
+    def _line(self) -> tuple[str, Any]:
+        """The user's line that led here; and, where it is being computed again for a backward pass, which time this is."""
+        frame: FrameType | None = sys._getframe(2)
+        if not _torch.in_backward_pass():
+            line = lines.user_line(frame)
+            self._lines[_torch.autograd_count() - 1] = line
+            return line, None
+        line, again, user = "", None, None
+        while frame is not None:
+            code = frame.f_code
+            if code is _BACKWARD:
+                break
+            if code.co_filename == _CHECKPOINT:
+                again = id(frame)
+            elif user is None and lines.is_users(code.co_filename):
+                user = frame
+            frame = frame.f_back
+        if user is not None:
+            line = f"{user.f_code.co_filename}:{user.f_lineno}"
+            self._lines[_torch.autograd_count() - 1] = line
+            return line, again
+        return self._lines.get(_torch.current_autograd_number(), "") or lines.user_line(frame), again
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, _torch.FakeTensor))
+_NOTHING = {torch.ops.prim.device.default, torch.ops.aten._has_same_storage_numel.default}
+
+
+def _name(func: Any) -> str:
+    return func._schema.name.split("::")[-1].strip("_")
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Record what is done inside."""
+    with recorder:
+        yield

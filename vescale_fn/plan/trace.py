@@ -1,0 +1,108 @@
+"""From a function and its arguments to a graph: the arguments' leaves become inputs, its results the output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from .. import tree
+from ..array import Array
+from ..blocks import Blocks
+from ..differentiable import moved_together
+from ..layout import layout
+from ..placement import with_sharding
+from ..spec import P
+from . import leaves as leaves_
+from .leaves import Result
+from .number import Number, difference, same_values
+from .record import Recorder, Unrecordable
+
+
+@dataclass
+class Recorded:
+    """A function as recorded.
+
+    Attributes:
+        graph: its inputs are the plain tensors and the floats of the arguments' leaves, in order, then the constants.
+        constants: tensors that it used without being given them.
+        read: those whose value it read.
+        results: for each leaf of the result: a `Result`, ``("input", i)`` for an argument's leaf, or ``("value", x)``.
+        out_def: the result's tree.
+    """
+
+    graph: fx.Graph
+    constants: list[torch.Tensor]
+    read: list[torch.Tensor]
+    results: list[Any]
+    out_def: Any
+
+
+def trace(f: Callable[..., Any], leaves: Sequence[Any], treedef: Any, out_specs: Any) -> Recorded:
+    """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``."""
+    recorded = _trace(f, leaves, treedef, out_specs, 0)
+    if any(map(leaves_.is_number, leaves)):
+        other = _trace(f, leaves, treedef, out_specs, 1 << 20)
+        node = difference(recorded.graph, other.graph)
+        if node is not None:
+            raise Unrecordable("the value of a float among the arguments is used in Python (by `math.sqrt`, say)",
+                               node.meta.get("line") or "?")  # fmt: skip
+        if not all(map(same_values, recorded.constants, other.constants)):
+            raise Unrecordable("a tensor is made in Python of the value of a float among the arguments", "?")
+    return recorded
+
+
+def _trace(f: Callable[..., Any], leaves: Sequence[Any], treedef: Any, out_specs: Any, salt: int) -> Recorded:
+    recorder = Recorder(salt)
+    given = [_stand_in(recorder, leaf) for leaf in leaves]
+    args, kwargs = tree.unflatten(treedef, given)
+    with recorder:
+        out = f(*args, **kwargs)
+        out_leaves, out_def = tree.flatten(_laid_out(out, out_specs))
+    places: list[fx.Node] = []
+    results = [_result(recorder, leaf, given, places) for leaf in out_leaves]
+    end = recorder.graph.output(tuple(places))
+    end.meta["val"], end.meta["line"] = None, ""
+    return Recorded(recorder.graph, recorder.constants, recorder.read, results, out_def)
+
+
+def _stand_in(recorder: Recorder, leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaves_.with_tensors(leaf, recorder.input)
+    return recorder.number(float(leaf)) if leaves_.is_number(leaf) else leaf
+
+
+def _laid_out(out: Any, out_specs: Any) -> Any:
+    """The results where they are to lie; a partial sum that nobody asked for is added up."""
+    if out_specs is not None:
+        return with_sharding(out, out_specs)
+    leaves, treedef = tree.flatten(out)
+    partial = [i for i, x in enumerate(leaves) if isinstance(x, Array) and layout(x._spec).unreduced]
+    goals = [P(*layout(leaves[i]._spec)) for i in partial]
+    for i, x in zip(partial, moved_together([leaves[i] for i in partial], goals, "jit: a result is whole"), strict=True):
+        leaves[i] = x
+    return tree.unflatten(treedef, leaves) if partial else out
+
+
+def _result(recorder: Recorder, leaf: Any, given: Sequence[Any], places: list[fx.Node]) -> Any:
+    for i, x in enumerate(given):
+        if x is leaf:
+            return "input", i
+    if isinstance(leaf, Number):
+        places.append(leaf.node)
+        return Result(leaf, [len(places) - 1])
+    if not isinstance(leaf, torch.Tensor):
+        return "value", leaf
+    if leaf.requires_grad:
+        raise Unrecordable("a result requires gradients, through tensors that the function closes over", "?")
+    local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+    plain = list(local.blocks) if type(local) is Blocks else [local]
+    if not any(map(recorder.is_stand_in, plain)):
+        return "value", leaf
+    first = len(places)
+    places += [recorder.node(x) for x in plain]
+    return Result(leaf, range(first, len(places)))
