@@ -24,6 +24,7 @@ from .ops import (
 )
 from .parity import check
 from .placement import from_local, shard, unshard, with_sharding
+from .plan import jit
 from .pullback import vjp
 from .ranks import launch, simulate
 from .shard_map import shard_map
@@ -49,6 +50,7 @@ __all__ = [
     "from_local",
     "full_tracebacks",
     "grad",
+    "jit",
     "jvp",
     "launch",
     "linearize",

@@ -49,6 +49,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
 standard_gamma_grad = torch._standard_gamma_grad  # (concentration, sample)
 local = operator.attrgetter("_local_tensor")  # this rank's block of a DTensor
 
@@ -126,6 +127,11 @@ def peel(x: torch.Tensor) -> torch.Tensor:
 def base(x: torch.Tensor) -> torch.Tensor | None:
     """The tensor that `x` is a view of."""
     return x._base
+
+
+def storage(x: torch.Tensor) -> int:
+    """The storage of `x`, as a number."""
+    return x.untyped_storage()._cdata
 
 
 def memory(x: torch.Tensor) -> tuple[Any, ...]:
@@ -425,6 +431,16 @@ _is_compiling = torch.compiler.is_compiling
 def watched() -> bool:
     """Whether a transform, a mode or a compiler sees the functions of torch that are called here."""
     return bool(_is_compiling() or _functorch_active() or _dispatch_modes() or _function_modes())
+
+
+is_compiling = _is_compiling
+
+
+def autocasting() -> tuple[Any, ...]:
+    """Which autocast is on."""
+    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        return ()
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 
 def is_plain(x: torch.Tensor) -> bool:

@@ -82,6 +82,13 @@ def is_strict() -> bool:
     return _state.strict
 
 
+def examined() -> bool:
+    """Whether what runs here is a part of something else: of a `vfn.grad`, a body, debug mode, a parity check."""
+    state = _state
+    return bool(state.grad_depth or state.body is not None or state.key_uses is not None or state.recorder is not None
+                or state.unit is not None or _watch is not None)  # fmt: skip
+
+
 def on_one_device() -> bool:
     """Whether a program for a mesh runs on one device, to compare: `shard` and `with_sharding` leave values plain."""
     return _state.unit is not None

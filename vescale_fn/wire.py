@@ -70,9 +70,11 @@ class Collective:
     def __call__(self, x: Any) -> Any:
         before, _state.line = _state.line, self.line
         try:
+            named = dict(zip(_PARAMS[self.kind], self.params, strict=True))
+            run = globals()[self.kind]
             if isinstance(x, (list, tuple)):
-                return globals()[self.kind](Blocks(x), self.mesh, self.axes, *self.params, why=self.why).blocks
-            return globals()[self.kind](x, self.mesh, self.axes, *self.params, why=self.why)
+                return run(Blocks(x), self.mesh, self.axes, **named, why=self.why).blocks
+            return run(x, self.mesh, self.axes, **named, why=self.why)
         finally:
             _state.line = before
 
@@ -98,17 +100,26 @@ class _State(threading.local):
 _state = _State()
 
 
+_PARAMS: dict[str, tuple[str, ...]] = {  # what each collective takes besides a value, a mesh, axes and a reason
+    "all_reduce": ("op",),
+    "all_gather": ("dim",),
+    "reduce_scatter": ("dim",),
+    "all_to_all": ("split_dim", "concat_dim"),
+    "permute": ("pairs",),
+    "broadcast": ("source",),
+}
+
+
 def _recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A collective that a recorder, where one is at work, notes instead of having it carried out."""
-    names = tuple(inspect.signature(fn).parameters)
-    places = [name for name in names[3:] if name not in ("why", "fresh")]
+    names = tuple(inspect.signature(fn).parameters)[3:]
 
     @functools.wraps(fn)
     def collective(x: Any, mesh: Any, axes: tuple[str, ...], *rest: Any, **named: Any) -> Any:
         if _torch.dispatch_modes() and (recorder := _torch.recorder()) is not None and group_size(mesh, axes) > 1:
-            given = dict(zip(names[3:], rest)) | named
-            params = tuple(given.get(name, "sum") for name in places)
-            return recorder.collective(Collective(fn.__name__, mesh, tuple(axes), params, given["why"], user_line()), x)
+            given = {"op": "sum"} | dict(zip(names, rest)) | named
+            params = tuple(tuple(p) if isinstance(p := given[name], list) else p for name in _PARAMS[fn.__name__])
+            return recorder.collective(Collective(fn.__name__, mesh, tuple(axes), params, given["why"]), x)
         return fn(x, mesh, axes, *rest, **named)
 
     return collective

@@ -118,5 +118,3 @@ class Result:
         if self.notes:
             out.__dict__.update(self.notes)
         return out
-
-

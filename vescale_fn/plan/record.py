@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch, blocks, lines
 from ..blocks import Blocks
@@ -41,7 +40,7 @@ class Unrecordable(BaseException):
         self.reason, self.line = reason, line
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(_torch.TorchDispatchMode):
     """The mode under which a function is recorded.
 
     Attributes:
@@ -100,7 +99,7 @@ class Recorder(TorchDispatchMode):
     def _placeholder(self, x: torch.Tensor, name: str) -> torch.Tensor:
         fake = self._like(x)
         self._note(fake, self._new_placeholder(name, fake))
-        self._given.add(fake.untyped_storage()._cdata)
+        self._given.add(_torch.storage(fake))
         return fake
 
     def _constant(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +139,9 @@ class Recorder(TorchDispatchMode):
         line, again = self._line()
         self._check_writes(func, args, kwargs, line)
         if func is _LIFT:  # a tensor that was written down: the plan keeps it, and each run gets a copy
-            out = self._made(self.graph.call_function(_CLONE, (self.node(tensors[0]),)), self._like(tensors[0]), line, again)
+            out = self._made(
+                self.graph.call_function(_CLONE, (self.node(tensors[0]),)), self._like(tensors[0]), line, again
+            )
             self._literals[id(out)] = tensors[0]
             return out
         fakes, nodes = self._stand_ins(args), self._nodes(args)
@@ -216,7 +217,7 @@ class Recorder(TorchDispatchMode):
 
     def _read(self, func: Any, tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
         values = {id(x): self._literals.get(id(x)) if self.is_stand_in(x) else x for x in tensors}
-        if any(value is None or (value is not x and x._version) for x, value in zip(tensors, values.values())):
+        if any(value is None or (value is not x and _torch.version(x)) for x, value in zip(tensors, values.values())):
             raise Unrecordable("a value is read in Python", self._line()[0] or "?")
         for x in tensors:
             if not self.is_stand_in(x):  # a constant, whose value counts as it is now
@@ -230,7 +231,7 @@ class Recorder(TorchDispatchMode):
             for x in target if isinstance(target, (list, tuple)) else (target,):
                 if not isinstance(x, torch.Tensor):
                     continue
-                if not self.is_stand_in(x) or x.untyped_storage()._cdata in self._given:
+                if not self.is_stand_in(x) or _torch.storage(x) in self._given:
                     what = "an argument" if self.is_stand_in(x) else "a tensor that the function closes over"
                     raise InPlaceError(report(
                         op_text(func), f"jit: this changes {what} in place, and a recorded function is pure",

@@ -11,9 +11,8 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from .. import tree
-from ..array import Array
+from ..array import Array, moved_together
 from ..blocks import Blocks
-from ..differentiable import moved_together
 from ..layout import layout
 from ..placement import with_sharding
 from ..spec import P
@@ -83,7 +82,9 @@ def _laid_out(out: Any, out_specs: Any) -> Any:
     leaves, treedef = tree.flatten(out)
     partial = [i for i, x in enumerate(leaves) if isinstance(x, Array) and layout(x._spec).unreduced]
     goals = [P(*layout(leaves[i]._spec)) for i in partial]
-    for i, x in zip(partial, moved_together([leaves[i] for i in partial], goals, "jit: a result is whole"), strict=True):
+    for i, x in zip(
+        partial, moved_together([leaves[i] for i in partial], goals, "jit: a result is whole"), strict=True
+    ):
         leaves[i] = x
     return tree.unflatten(treedef, leaves) if partial else out
 

@@ -1,0 +1,110 @@
+"""What a function uses without being given it: its closure, its globals, its object; looked at again before each replay.
+
+A plan holds the tensors that its function closed over, by reference, and the numbers and functions that it found, as they
+were. Where a name has come to mean something else since, the function must be recorded again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from .. import lines, tree
+
+_DEPTH = 6  # of functions that call functions
+_LEAVES = 4096  # of one container: larger ones are known by their identity alone
+_MISSING = object()
+_NUMBERS = (int, float, bool, str, bytes, complex, type(None))
+Look = Callable[[], Any]
+
+
+class Captured:
+    """What a function found, with where it found it."""
+
+    def __init__(self, f: Callable[..., Any]) -> None:
+        self._names: list[tuple[str, Look, Any]] = []
+        self._trees: list[tuple[str, Any, list[Any]]] = []
+        self._seen: set[int] = set()
+        self._add_function(f, 0)
+
+    def changed(self) -> str | None:
+        """The name of something that is not what it was; None where all is."""
+        for name, look, value in self._names:
+            if (now := look()) is not value and not _same_number(now, value):
+                return name
+        for name, container, leaves in self._trees:
+            now = tree.leaves(container)
+            if len(now) != len(leaves) or not all(a is b or _same_number(a, b) for a, b in zip(now, leaves)):
+                return name
+        return None
+
+    def _add_function(self, f: Any, depth: int) -> None:
+        while isinstance(f, functools.partial):
+            self._add("an argument of a partial", lambda f=f: (f.args, f.keywords), depth, watch=False)
+            f = f.func
+        if isinstance(f, MethodType):
+            self._add_attributes(f.__self__, depth)
+            f = f.__func__
+        if not isinstance(f, FunctionType):
+            if hasattr(f, "__wrapped__"):
+                self._add_function(f.__wrapped__, depth)
+            return
+        if id(f) in self._seen or depth > _DEPTH or not lines.is_users(f.__code__.co_filename):
+            if (
+                hasattr(f, "__wrapped__") and id(f) not in self._seen
+            ):  # a wrapper of ours around a function of the user's
+                self._seen.add(id(f))
+                self._add_function(f.__wrapped__, depth)
+            return
+        self._seen.add(id(f))
+        for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
+            self._add(name, functools.partial(_content, cell), depth)
+        for name in dict.fromkeys(_names_in(f.__code__)):
+            if name in f.__globals__:
+                self._add(name, functools.partial(f.__globals__.get, name, _MISSING), depth)
+        for value in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
+            self._add("a default", lambda value=value: value, depth, watch=False)
+
+    def _add_attributes(self, owner: Any, depth: int) -> None:
+        for name in list(getattr(owner, "__dict__", ())):
+            if not isinstance(owner, torch.nn.Module):
+                self._add(f"self.{name}", functools.partial(getattr, owner, name, _MISSING), depth)
+
+    def _add(self, name: str, look: Look, depth: int, watch: bool = True) -> None:
+        value = look()
+        if isinstance(value, ModuleType) or inspect.isclass(value):
+            return
+        if watch:
+            self._names.append((name, look, value))
+        if callable(value) and not isinstance(value, torch.Tensor):
+            self._add_function(value, depth + 1)
+        elif isinstance(value, (list, tuple, dict, Mapping)):
+            leaves = tree.leaves(value)
+            if len(leaves) <= _LEAVES:
+                self._trees.append((name, value, leaves))
+                for leaf in leaves:
+                    if callable(leaf) and not isinstance(leaf, torch.Tensor):
+                        self._add_function(leaf, depth + 1)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return _MISSING
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _same_number(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and isinstance(a, _NUMBERS) and (a == b or a != a and b != b)
