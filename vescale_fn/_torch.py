@@ -129,7 +129,7 @@ def base(x: torch.Tensor) -> torch.Tensor | None:
     return x._base
 
 
-def storage(x: torch.Tensor) -> int:
+def memory_number(x: torch.Tensor) -> int:
     """The storage of `x`, as a number."""
     return x.untyped_storage()._cdata
 

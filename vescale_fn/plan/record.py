@@ -99,7 +99,7 @@ class Recorder(_torch.TorchDispatchMode):
     def _placeholder(self, x: torch.Tensor, name: str) -> torch.Tensor:
         fake = self._like(x)
         self._note(fake, self._new_placeholder(name, fake))
-        self._given.add(_torch.storage(fake))
+        self._given.add(_torch.memory_number(fake))
         return fake
 
     def _constant(self, x: torch.Tensor) -> torch.Tensor:
@@ -231,7 +231,7 @@ class Recorder(_torch.TorchDispatchMode):
             for x in target if isinstance(target, (list, tuple)) else (target,):
                 if not isinstance(x, torch.Tensor):
                     continue
-                if not self.is_stand_in(x) or _torch.storage(x) in self._given:
+                if not self.is_stand_in(x) or _torch.memory_number(x) in self._given:
                     what = "an argument" if self.is_stand_in(x) else "a tensor that the function closes over"
                     raise InPlaceError(report(
                         op_text(func), f"jit: this changes {what} in place, and a recorded function is pure",
