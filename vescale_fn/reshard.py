@@ -215,7 +215,13 @@ def _keep_first(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str)
 
 
 def _all_reduce(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> Any:
-    return wire.all_reduce(x, mesh, step.axes, why)
+    return wire.all_reduce(x, mesh, step.axes, why, elements=_largest(shape, mesh, step.before))
+
+
+@functools.lru_cache(maxsize=4096)
+def _largest(shape: tuple[int, ...], mesh: Any, rows: Rows) -> int:
+    """How many elements the first rank has, which has the most."""
+    return math.prod(len(_indices(shape, mesh, rows, 0, dim)) for dim in range(len(shape)))
 
 
 def _all_gather(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> Any:
@@ -302,19 +308,20 @@ def run_together(xs: Sequence[Any], shapes: Sequence[tuple[int, ...]], mesh: Any
         if steps and steps[0].kind == "all_reduce":
             buckets.setdefault((steps[0].axes, xs[i].dtype), []).append(i)
     for (axes, _), members in buckets.items():
-        reduced = all_reduce_bucket([xs[i] for i in members], mesh, axes, why)
+        elements = sum(_largest(shapes[i], mesh, plans[i][0].before) for i in members)
+        reduced = all_reduce_bucket([xs[i] for i in members], mesh, axes, why, elements)
         for i, value in zip(members, reduced, strict=True):
             xs[i], plans[i] = value, plans[i][1:]
     return [run(x, shape, mesh, steps, why) for x, shape, steps in zip(xs, shapes, plans, strict=True)]
 
 
-def all_reduce_bucket(xs: Sequence[Any], mesh: Any, axes: tuple[str, ...], why: str) -> list[Any]:
-    """All-reduce several local values of one dtype as one."""
+def all_reduce_bucket(xs: Sequence[Any], mesh: Any, axes: tuple[str, ...], why: str, elements: int = 0) -> list[Any]:
+    """All-reduce several local values of one dtype as one; `elements`: of the largest rank's, all together."""
     if len(xs) == 1:
-        return [wire.all_reduce(xs[0], mesh, axes, why)]
+        return [wire.all_reduce(xs[0], mesh, axes, why, elements=elements)]
     ranks = played_ranks(mesh)
     flat = each(lambda rank, *blocks: torch.cat([b.reshape(-1) for b in blocks]), ranks, *xs, key=lambda rank: None)
-    total = wire.all_reduce(flat, mesh, axes, why)
+    total = wire.all_reduce(flat, mesh, axes, why, elements=elements)
 
     def cut(rank: int, whole: torch.Tensor, *blocks: torch.Tensor) -> torch.Tensor:
         return whole.narrow(0, sum(b.numel() for b in blocks[:-1]), blocks[-1].numel()).view(blocks[-1].shape)

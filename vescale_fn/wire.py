@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _torch, context
+from . import _torch, context, process_groups
 from .agreement import Call, Value
 from .blocks import Blocks
 from .layout import text
 from .lines import user_line
-from .mesh import axes_of, groups, is_simulated, my_rank, root
+from .mesh import axes_of, groups, is_simulated, my_rank
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast")
 
@@ -52,6 +52,7 @@ class Collective:
         kind: the name of a function of this file.
         params: what it takes besides the value, the mesh, the axes and the reason.
         why, line: the reason, and the user's line, for logs; they are no part of what the collective is.
+        elements: of the largest rank's value, where ranks outside of the group may have more.
 
     Called with a local value; or, on a simulated mesh, with the list of the ranks' blocks, which gives a list.
     """
@@ -62,19 +63,23 @@ class Collective:
     params: tuple[Any, ...] = ()
     why: str = field(default="", compare=False)
     line: str = field(default="", compare=False)
+    elements: int = field(default=0, compare=False)
 
     @property
     def __name__(self) -> str:  # by which a graph calls its nodes
         return self.kind
 
     def __call__(self, x: Any) -> Any:
+        return self._carry_out(x)
+
+    def _carry_out(self, x: Any, **how: Any) -> Any:
         before, _state.line = _state.line, self.line
         try:
             named = dict(zip(_PARAMS[self.kind], self.params, strict=True))
             run = globals()[self.kind]
             if isinstance(x, (list, tuple)):
-                return run(Blocks(x), self.mesh, self.axes, **named, why=self.why).blocks
-            return run(x, self.mesh, self.axes, **named, why=self.why)
+                return run(Blocks(x), self.mesh, self.axes, **named, **how, why=self.why).blocks
+            return run(x, self.mesh, self.axes, **named, **how, why=self.why)
         finally:
             _state.line = before
 
@@ -91,6 +96,23 @@ class Collective:
             shape[split_dim] //= n
             shape[concat_dim] *= n
         return x.new_empty(shape)
+
+
+@dataclass(frozen=True)
+class Start(Collective):
+    """The collective, begun: what it gives is still to come, and `wait` gives it. On a simulated mesh all is done at once."""
+
+    @property
+    def __name__(self) -> str:
+        return f"start_{self.kind}"
+
+    def __call__(self, x: Any) -> Any:
+        return self._carry_out(x, later=True)
+
+
+def wait(begun: Any) -> Any:
+    """The result of a collective that has begun."""
+    return begun.wait() if isinstance(begun, process_groups.InFlight) else begun
 
 
 class _State(threading.local):
@@ -119,7 +141,9 @@ def _recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
         if _torch.dispatch_modes() and (recorder := _torch.recorder()) is not None and group_size(mesh, axes) > 1:
             given = {"op": "sum"} | dict(zip(names, rest)) | named
             params = tuple(tuple(p) if isinstance(p := given[name], list) else p for name in _PARAMS[fn.__name__])
-            return recorder.collective(Collective(fn.__name__, mesh, tuple(axes), params, given["why"]), x)
+            return recorder.collective(
+                Collective(fn.__name__, mesh, tuple(axes), params, given["why"], elements=given.get("elements", 0)), x
+            )
         return fn(x, mesh, axes, *rest, **named)
 
     return collective
@@ -162,72 +186,9 @@ def group_size(mesh: Any, axes: Sequence[str]) -> int:
     return math.prod(sizes[name] for name in axes)
 
 
-# --- process groups ---------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=256)
-def _joint_group(mesh: Any, axes: frozenset[str], default: Any) -> Any:
-    """This rank's process group along several axes at once (made on all ranks together), with its world ranks in order.
-
-    `default` is the default process group: a new one makes new groups.
-    """
-    mine = None
-    mesh = root(mesh)  # of which all ranks make the groups
-    flat = mesh.mesh.flatten().tolist()
-    if (watch := context.watch()) is not None:
-        watch.compare(
-            flat, Call("the first collective", f"over {tuple(name for name in axes_of(mesh) if name in axes)}")
-        )
-    for group in groups(mesh, [name for name in axes_of(mesh) if name in axes]):
-        ranks = sorted(flat[place] for place in group)
-        made = dist.new_group(ranks, use_local_synchronization=len(flat) < dist.get_world_size())
-        if dist.get_rank() in ranks:
-            mine = made
-    return mine
-
-
-def _group(mesh: Any, axes: tuple[str, ...]) -> tuple[Any, list[int]]:
-    """The process group along `axes`, and for each position in the order of `axes` its index in that group."""
-    single = list(axes_of(mesh)).index(axes[0])  # a mesh of torch's own may have no names
-    group = mesh.get_group(single) if len(axes) == 1 else _joint_group(mesh, frozenset(axes), dist.group.WORLD)
-    return group, _positions(mesh, axes, group)
-
-
-@functools.lru_cache(maxsize=1024)
-def _positions(mesh: Any, axes: tuple[str, ...], group: Any) -> list[int]:
-    place = my_rank(mesh)
-    members = next(g for g in groups(mesh, axes) if place in g)
-    flat = mesh.mesh.flatten().tolist()
-    return [dist.get_group_rank(group, flat[member]) for member in members]
-
-
-_CARRIED = {  # what gloo cannot carry travels as bits of another type; sums of small integers as int32
-    torch.uint16: torch.int8,
-    torch.int16: torch.int8,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-    torch.bool: torch.uint8,
-}
-
-
-def _as_bits(x: torch.Tensor) -> torch.Tensor:
-    x = x.contiguous()
-    if x.dtype in _CARRIED or x.dtype.itemsize == 1:
-        return (
-            x.view(_CARRIED.get(x.dtype, torch.uint8))
-            if x.ndim
-            else x.reshape(1).view(_CARRIED.get(x.dtype, torch.uint8))
-        )
-    return x
-
-
 # --- the collectives --------------------------------------------------------------------------------------------------
 
-_REDUCE = {
-    "sum": (dist.ReduceOp.SUM, lambda blocks: functools.reduce(torch.add, blocks)),
-    "max": (dist.ReduceOp.MAX, lambda blocks: functools.reduce(torch.maximum, blocks)),
-    "min": (dist.ReduceOp.MIN, lambda blocks: functools.reduce(torch.minimum, blocks)),
-}
+_FOLD = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def _simulated(x: Any, mesh: Any, axes: tuple[str, ...], formula: Callable[[list[torch.Tensor]], Any]) -> Blocks:
@@ -241,46 +202,22 @@ def _simulated(x: Any, mesh: Any, axes: tuple[str, ...], formula: Callable[[list
 
 
 @_recorded
-def all_reduce(x: Any, mesh: Any, axes: tuple[str, ...], why: str, op: str = "sum", fresh: bool = False) -> Any:
-    """The sum (or max, min) of the group's values, on every rank; where `x` is `fresh`, perhaps in its memory."""
+def all_reduce(x: Any, mesh: Any, axes: tuple[str, ...], why: str, op: str = "sum", fresh: bool = False,
+               elements: int = 0, later: bool = False) -> Any:  # fmt: skip
+    """The sum (or max, min) of the group's values, on every rank; where `x` is `fresh`, perhaps in its memory.
+
+    `elements`: of the largest rank's value, where ranks outside of the group have more.
+    """
     if group_size(mesh, axes) == 1:
         return x
     _note("all_reduce", mesh, axes, x, 1, why, "" if op == "sum" else op)
-    reduce_op, fold = _REDUCE[op]
     if is_simulated(mesh):
-        return _simulated(x, mesh, axes, fold)
-    group, _ = _group(mesh, axes)
-    if op != "sum" and x.dtype.is_floating_point:
-        bits = _ordered(x, op)
-        dist.all_reduce(bits, op=reduce_op, group=group)
-        return _ordered_back(bits, x.dtype)
-    carrier = torch.int32 if x.dtype in (torch.int16, torch.uint16, torch.bool) else x.dtype
-    if x.dtype in (torch.uint32, torch.uint64):
-        carrier = torch.int64
-    if carrier is not x.dtype:
-        out = x.to(carrier).contiguous()
-    else:
-        out = x if fresh else x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, op=reduce_op, group=group)
-    return out.to(x.dtype)
-
-
-def _ordered(x: torch.Tensor, op: str) -> torch.Tensor:
-    """Integers in the order of the floats `x`, with NaN where it wins: groups lose a NaN in a maximum of floats."""
-    wide = x.to(torch.float64 if x.dtype is torch.float64 else torch.float32).contiguous()
-    bits = wide.view(torch.int64 if wide.dtype is torch.float64 else torch.int32)
-    bits = bits ^ ((bits >> (8 * bits.dtype.itemsize - 1)) & torch.iinfo(bits.dtype).max)
-    limits = torch.iinfo(bits.dtype)
-    return torch.where(wide.isnan(), limits.max if op == "max" else limits.min, bits)
-
-
-def _ordered_back(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    bits = bits ^ ((bits >> (8 * bits.dtype.itemsize - 1)) & torch.iinfo(bits.dtype).max)
-    return bits.view(torch.float64 if bits.dtype is torch.int64 else torch.float32).to(dtype)
+        return _simulated(x, mesh, axes, functools.partial(functools.reduce, _FOLD[op]))
+    return process_groups.all_reduce(x, mesh, axes, op, fresh, later)
 
 
 @_recorded
-def all_gather(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str) -> Any:
+def all_gather(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str, later: bool = False) -> Any:
     """The group's values, concatenated along `dim` in the order of `axes`, on every rank. All have one shape."""
     n = group_size(mesh, axes)
     if n == 1:
@@ -288,20 +225,11 @@ def all_gather(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str) -> 
     _note("all_gather", mesh, axes, x, n, why, f"dim {dim}")
     if is_simulated(mesh):
         return _simulated(x, mesh, axes, lambda blocks: torch.cat(blocks, dim))
-    group, positions = _group(mesh, axes)
-    bits = _as_bits(x)
-    out = torch.empty((n, bits.numel()), dtype=bits.dtype, device=x.device)
-    _torch.all_gather_single(out.view(-1), bits.reshape(-1), group=group)
-    if positions != list(range(n)):
-        out = out[positions]
-    blocks = out.view(n, *bits.shape).view(x.dtype) if bits.dtype is not x.dtype else out.view(n, *bits.shape)
-    if dim == 0:
-        return blocks.reshape(n * x.shape[0], *x.shape[1:])
-    return torch.cat(blocks.unbind(), dim)
+    return process_groups.all_gather(x, mesh, axes, n, dim, later)
 
 
 @_recorded
-def reduce_scatter(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str) -> Any:
+def reduce_scatter(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str, later: bool = False) -> Any:
     """The sum of the group's values, of which each rank keeps its piece along `dim`. The size must divide."""
     n = group_size(mesh, axes)
     if n == 1:
@@ -310,26 +238,12 @@ def reduce_scatter(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str)
     if is_simulated(mesh):
         return _simulated(x, mesh, axes, lambda blocks: [
             b.contiguous() for b in functools.reduce(torch.add, blocks).chunk(n, dim)])  # fmt: skip
-    group, positions = _group(mesh, axes)
-    if x.dtype in (torch.int16, torch.uint16, torch.bool, torch.uint32, torch.uint64):
-        wide = torch.int64 if x.dtype.itemsize == 4 or x.dtype.itemsize == 8 else torch.int32
-        return _reduce_scatter(x.to(wide), n, group, positions, dim).to(x.dtype)
-    return _reduce_scatter(x, n, group, positions, dim)
-
-
-def _reduce_scatter(x: torch.Tensor, n: int, group: Any, positions: list[int], dim: int) -> torch.Tensor:
-    pieces: list[Any] = [None] * n
-    for position, piece in zip(positions, x.chunk(n, dim), strict=True):
-        pieces[position] = piece
-    in_order = dim == 0 and positions == list(range(n))
-    stacked = x.contiguous() if in_order else torch.stack(pieces).flatten(0, 1) if x.ndim > 1 else torch.cat(pieces)
-    out = torch.empty(pieces[0].shape, dtype=x.dtype, device=x.device)
-    _torch.reduce_scatter_single(out.view(-1), stacked.reshape(-1), group=group)
-    return out
+    return process_groups.reduce_scatter(x, mesh, axes, n, dim, later)
 
 
 @_recorded
-def all_to_all(x: Any, mesh: Any, axes: tuple[str, ...], split_dim: int, concat_dim: int, why: str) -> Any:
+def all_to_all(x: Any, mesh: Any, axes: tuple[str, ...], split_dim: int, concat_dim: int, why: str,
+               later: bool = False) -> Any:  # fmt: skip
     """Piece i along `split_dim` goes to the group's rank i; what arrives is concatenated along `concat_dim`."""
     n = group_size(mesh, axes)
     if n == 1:
@@ -342,58 +256,33 @@ def all_to_all(x: Any, mesh: Any, axes: tuple[str, ...], split_dim: int, concat_
             return [torch.cat([pieces[source][i] for source in range(n)], concat_dim) for i in range(n)]
 
         return _simulated(x, mesh, axes, formula)
-    group, positions = _group(mesh, axes)
-    pieces: list[Any] = [None] * n
-    for position, piece in zip(positions, x.chunk(n, split_dim), strict=True):
-        pieces[position] = piece
-    stacked = torch.stack(pieces)
-    bits = _as_bits(stacked)
-    out = torch.empty_like(bits)
-    dist.all_to_all_single(out, bits, group=group)
-    arrived = out.view(x.dtype).unbind() if bits.dtype is not x.dtype else out.unbind()
-    return torch.cat([arrived[position] for position in positions], concat_dim)
+    return process_groups.all_to_all(x, mesh, axes, n, split_dim, concat_dim, later)
 
 
 @_recorded
-def permute(x: Any, mesh: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], why: str) -> Any:
+def permute(x: Any, mesh: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], why: str,
+            later: bool = False) -> Any:  # fmt: skip
     """The value of `source` arrives at `destination` for each pair; a rank that is no destination gets zeros."""
     n = group_size(mesh, axes)
     if n == 1:
         return x if pairs else torch.zeros_like(x)
     _note("permute", mesh, axes, x, 1, why, f"perm {list(pairs)}")
-    source_of = {destination: source for source, destination in pairs}
     if is_simulated(mesh):
+        source_of = {destination: source for source, destination in pairs}
         return _simulated(x, mesh, axes, lambda blocks: [
             blocks[source_of[i]] if i in source_of else torch.zeros_like(blocks[i]) for i in range(n)])  # fmt: skip
-    group, positions = _group(mesh, axes)
-    me = positions.index(dist.get_rank(group))
-    bits = _as_bits(x)
-    out = torch.zeros_like(bits)
-    operations = []
-    for source, destination in pairs:
-        if source == me and destination == me:
-            out.copy_(bits)
-        elif source == me:
-            operations.append(dist.P2POp(dist.isend, bits, group=group, group_peer=positions[destination]))
-        elif destination == me:
-            operations.append(dist.P2POp(dist.irecv, out, group=group, group_peer=positions[source]))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
-    return out.view(x.dtype).view(x.shape) if bits.dtype is not x.dtype else out
+    return process_groups.permute(x, mesh, axes, pairs, later)
 
 
 @_recorded
-def broadcast(x: Any, mesh: Any, axes: tuple[str, ...], source: int, why: str) -> Any:
+def broadcast(x: Any, mesh: Any, axes: tuple[str, ...], source: int, why: str, later: bool = False) -> Any:
     """The value of the group's rank `source`, on every rank."""
     if group_size(mesh, axes) == 1:
         return x
     _note("broadcast", mesh, axes, x, 1, why, f"from {source}")
     if is_simulated(mesh):
         return _simulated(x, mesh, axes, lambda blocks: blocks[source])
-    group, positions = _group(mesh, axes)
-    bits = _as_bits(x).clone()
-    dist.broadcast(bits, group=group, group_src=positions[source])
-    return bits.view(x.dtype).view(x.shape) if bits.dtype is not x.dtype else bits
+    return process_groups.broadcast(x, mesh, axes, source, later)
 
 
 def everyone(mine: Any, mesh: Any, why: str) -> list[Any]:
@@ -404,7 +293,7 @@ def everyone(mine: Any, mesh: Any, why: str) -> list[Any]:
     flat = mesh.mesh.flatten().tolist()  # a mesh may be of a part of the ranks: the others do not come
     if (watch := context.watch()) is not None:
         watch.compare(flat, Call(f"{why} (all_gather_object)", "over all ranks"))
-    group, positions = _group(mesh, tuple(axes_of(mesh)))
+    group, positions = process_groups.group_along(mesh, tuple(axes_of(mesh)))
     values: list[Any] = [None] * len(flat)
     dist.all_gather_object(values, [row[0] for row in mine], group)
     return [values[position] for position in positions]

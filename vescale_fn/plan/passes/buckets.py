@@ -1,0 +1,212 @@
+"""Small collectives of one kind, over the same axes and of one dtype, put together into one.
+
+Starting a collective costs as much as carrying some hundred kilobytes, and packing costs a copy: so what is larger than
+`alone` bytes stays alone, and a bucket is full at `limit` bytes. Reductions wait for the last member of their bucket: what
+they give is needed late (a gradient, in the update). Gathers all come with the first one: what they take is there early (a
+parameter, from the start), or they are left where they are.
+
+Every rank makes the same buckets and keeps the same order, because both are decided by what is the same on every rank: the
+order in which the collectives were recorded, which of them waits for which, and their sizes, where what counts is the rank
+that gives most. How many calls lie between two collectives, which may differ by rank, is not looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...wire import group_size
+from .. import dependencies
+from ..exchanged import carried_out, collective_of, given, got, is_listed, noted, put, size
+from ..graph import Step, changed, collectives, copied, value
+
+LIMIT = 4 << 20
+ALONE = 256 << 10
+
+
+def buckets(graph: fx.Graph, limit: int = LIMIT, alone: int = ALONE) -> fx.Graph:
+    """The graph in which one collective does what several small ones did.
+
+    Args:
+        limit: the bytes that a rank gives to one bucket, at most.
+        alone: the bytes from which on a collective stays by itself.
+    """
+    graph = _bucketed(graph, ("all_reduce", "reduce_scatter"), limit, alone, early=False)
+    return _bucketed(graph, ("all_gather",), limit, alone, early=True)
+
+
+def _bucketed(graph: fx.Graph, kinds: Sequence[str], limit: int, alone: int, early: bool) -> fx.Graph:
+    needed = dependencies.needs(graph)
+    chosen = _chosen(graph, needed, kinds, limit, alone, early)
+    if not chosen:
+        return copied(graph)
+    graph, values = _brought_together(graph, needed, chosen, early)
+    for members in chosen:
+        _as_one(graph, [values[member] for member in members])
+    return graph
+
+
+def _brought_together(graph: fx.Graph, needed: dependencies.Needs, chosen: Sequence[Sequence[fx.Node]],
+                      early: bool) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:  # fmt: skip
+    """The graph in an order in which all that the members of a bucket need comes before them, and all that needs one of
+    them after the last."""
+    place: dict[fx.Node, float] = {node: i for i, node in enumerate(graph.nodes)}
+    together = {member: members for members in chosen for member in members}
+    for member, members in together.items():
+        place[member] = place[members[0 if early else -1]]
+    if early:  # what a bucket needs comes as early as the bucket
+        for node in reversed(needed):
+            for x in needed[node]:
+                place[x] = min(place[x], place[node])
+    joint = {node: [*before, *(other for x in before if x in together for other in together[x])]
+             for node, before in needed.items()}  # fmt: skip
+    for member, members in together.items():
+        joint[member] = list(dict.fromkeys(x for other in members for x in joint[other]))
+    order = dependencies.in_turn(collectives(graph), joint, place)
+    return dependencies.arranged(graph, joint, place, order)
+
+
+# --- which ------------------------------------------------------------------------------------------------------------
+
+
+class _Bucket:
+    def __init__(self) -> None:
+        self.members: list[fx.Node] = []
+        self.bytes = 0
+        self.bits = 0  # which collectives these are
+        self.before = 0  # which must come before one of them
+
+    def add(self, node: fx.Node, bit: int, before: int, nbytes: int) -> None:
+        self.members.append(node)
+        self.bytes += nbytes
+        self.bits |= bit
+        self.before |= before
+
+
+def _chosen(graph: fx.Graph, needed: dependencies.Needs, kinds: Sequence[str], limit: int, alone: int,
+            early: bool) -> list[list[fx.Node]]:  # fmt: skip
+    """The members of each bucket, in order. None of them waits for another, not by way of other buckets either."""
+    nodes, hot = collectives(graph), changed(graph)
+    before = dependencies.marked_before(needed, nodes)
+    opened: dict[Any, _Bucket] = {}
+    made: list[_Bucket] = []
+    for i, node in enumerate(nodes):
+        nbytes = size(node)
+        if (
+            collective_of(node).kind not in kinds
+            or nbytes > alone
+            or not hot.isdisjoint((*given(node), *got(node).values()))
+        ):
+            continue
+        bucket = opened.get(key := _key(node))
+        full = bucket is None or bucket.bytes + nbytes > limit
+        if (
+            full
+            or _with_buckets(before[node], made) & bucket.bits
+            or (early and before[node] & ~before[bucket.members[0]])
+        ):
+            bucket = opened[key] = _Bucket()
+            made.append(bucket)
+        bucket.add(node, 1 << i, before[node], nbytes)
+    return [bucket.members for bucket in made if len(bucket.members) > 1]
+
+
+def _key(node: fx.Node) -> Any:
+    """What the members of a bucket have in common."""
+    collective, x = collective_of(node), value(given(node)[0])
+    params = collective.params if collective.kind == "all_reduce" else ()
+    again = node.meta.get("again")
+    return collective.kind, collective.mesh, collective.axes, params, x.dtype, x.device, again, is_listed(node)
+
+
+def _with_buckets(before: int, made: Sequence[_Bucket]) -> int:
+    """What must come before, when a bucket waits for what any of its members waits for."""
+    while True:
+        found = before
+        for bucket in made:
+            if found & bucket.bits:
+                found |= bucket.bits | bucket.before
+        if found == before:
+            return found
+        before = found
+
+
+# --- into one ---------------------------------------------------------------------------------------------------------
+
+
+def _as_one(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
+    """Put one collective in the place of the members."""
+    at = members[-1]
+    first, ranks = collective_of(members[0]), range(len(given(members[0])))
+    elements = sum(size(m) // value(given(m)[0]).element_size() for m in members)
+    collective = dataclasses.replace(
+        first, params=first.params if first.kind == "all_reduce" else (0,), elements=elements,
+        why=f"{len(members)} together: {first.why}")  # fmt: skip
+    n = group_size(first.mesh, first.axes)
+    dims = [0 if first.kind == "all_reduce" else collective_of(m).params[0] for m in members]
+    pack, unpack, is_view = _HOW[first.kind]
+    with graph.inserting_before(at):
+        packed: dict[tuple[fx.Node, ...], fx.Node] = {}
+        flats = []
+        for rank in ranks:
+            blocks = tuple(given(m)[rank] for m in members)
+            if blocks not in packed:
+                step = Step("pack", functools.partial(pack, n=n, dims=dims))
+                packed[blocks] = noted(graph.call_function(step, (list(blocks),)), step(list(map(value, blocks))), at)
+            flats.append(packed[blocks])
+        parts: list[list[fx.Node]] = []
+        for rank, whole in enumerate(carried_out(graph, collective, flats, at)):
+            shapes = [tuple(value(given(m)[rank]).shape) for m in members]
+            step = Step("unpack", functools.partial(unpack, n=n, dims=dims, shapes=shapes), views=(0,) * is_view)
+            node = noted(graph.call_function(step, (whole,)), step(value(whole)), at)
+            parts.append([noted(graph.call_function(operator.getitem, (node, i)), val, at)
+                          for i, val in enumerate(value(node))])  # fmt: skip
+    for i, member in enumerate(members):
+        put(graph, member, [parts[rank][i] for rank in ranks])
+
+
+def _flat(blocks: Sequence[torch.Tensor], n: int, dims: Sequence[int]) -> torch.Tensor:
+    return torch.cat([x.reshape(-1) for x in blocks])
+
+
+def _for_each_rank(blocks: Sequence[torch.Tensor], n: int, dims: Sequence[int]) -> torch.Tensor:
+    """The blocks' pieces for the first rank, then those for the second, ..."""
+    rows = [x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).reshape(n, x.numel() // n)
+            for x, dim in zip(blocks, dims, strict=True)]  # fmt: skip
+    return torch.cat(rows, 1).view(-1)
+
+
+def _as_they_were(
+    flat: torch.Tensor, n: int, dims: Sequence[int], shapes: Sequence[tuple[int, ...]]
+) -> list[torch.Tensor]:
+    pieces = flat.split([math.prod(shape) for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def _my_pieces(
+    flat: torch.Tensor, n: int, dims: Sequence[int], shapes: Sequence[tuple[int, ...]]
+) -> list[torch.Tensor]:
+    cut = [(*shape[:dim], shape[dim] // n, *shape[dim + 1 :]) for dim, shape in zip(dims, shapes, strict=True)]
+    return _as_they_were(flat, n, dims, cut)
+
+
+def _from_each_rank(
+    flat: torch.Tensor, n: int, dims: Sequence[int], shapes: Sequence[tuple[int, ...]]
+) -> list[torch.Tensor]:
+    columns = flat.view(n, -1).split([math.prod(shape) for shape in shapes], 1)
+    return [torch.cat([row.view(shape) for row in column.unbind()], dim)
+            for column, shape, dim in zip(columns, shapes, dims, strict=True)]  # fmt: skip
+
+
+_HOW: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {  # packed, unpacked; whether in the same memory
+    "all_reduce": (_flat, _as_they_were, True),
+    "reduce_scatter": (_for_each_rank, _my_pieces, True),
+    "all_gather": (_flat, _from_each_rank, False),
+}
