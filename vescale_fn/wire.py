@@ -139,11 +139,10 @@ def _recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def collective(x: Any, mesh: Any, axes: tuple[str, ...], *rest: Any, **named: Any) -> Any:
         if _torch.dispatch_modes() and (recorder := _torch.recorder()) is not None and group_size(mesh, axes) > 1:
-            given = {"op": "sum"} | dict(zip(names, rest)) | named
+            given: dict[str, Any] = {"op": "sum", "elements": 0} | dict(zip(names, rest)) | named
             params = tuple(tuple(p) if isinstance(p := given[name], list) else p for name in _PARAMS[fn.__name__])
-            return recorder.collective(
-                Collective(fn.__name__, mesh, tuple(axes), params, given["why"], elements=given.get("elements", 0)), x
-            )
+            what = Collective(fn.__name__, mesh, tuple(axes), params, given["why"], elements=given["elements"])
+            return recorder.collective(what, x)
         return fn(x, mesh, axes, *rest, **named)
 
     return collective

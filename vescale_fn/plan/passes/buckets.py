@@ -99,19 +99,16 @@ def _chosen(graph: fx.Graph, needed: dependencies.Needs, kinds: Sequence[str], l
     made: list[_Bucket] = []
     for i, node in enumerate(nodes):
         nbytes = size(node)
-        if (
-            collective_of(node).kind not in kinds
-            or nbytes > alone
-            or not hot.isdisjoint((*given(node), *got(node).values()))
-        ):
+        written = not hot.isdisjoint((*given(node), *got(node).values()))
+        if collective_of(node).kind not in kinds or nbytes > alone or written:
             continue
         bucket = opened.get(key := _key(node))
-        full = bucket is None or bucket.bytes + nbytes > limit
-        if (
-            full
-            or _with_buckets(before[node], made) & bucket.bits
-            or (early and before[node] & ~before[bucket.members[0]])
-        ):
+        if bucket is not None:
+            waits = _with_buckets(before[node], made) & bucket.bits
+            late = early and before[node] & ~before[bucket.members[0]]
+            if waits or late or bucket.bytes + nbytes > limit:
+                bucket = None
+        if bucket is None:
             bucket = opened[key] = _Bucket()
             made.append(bucket)
         bucket.add(node, 1 << i, before[node], nbytes)
