@@ -443,6 +443,11 @@ def autocasting() -> tuple[Any, ...]:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 
+def is_bare(x: torch.Tensor) -> bool:
+    """Whether `x` is a tensor and nothing else; one without a value, of a recording, counts as what it stands for."""
+    return type(x) is torch.Tensor or type(x) is FakeTensor
+
+
 def is_plain(x: torch.Tensor) -> bool:
     """Whether `x` is a tensor and nothing else, and nothing watches: no subclass, transform, mode or compiler."""
     return type(x) is torch.Tensor and not watched()

@@ -59,6 +59,7 @@ class SimulatedPart(SimulatedMesh):
 
 
 @functools.lru_cache(maxsize=256)
+@_torch.never_recorded
 def part(mesh: Any, names: tuple[str, ...]) -> Any:
     """The mesh of some axes of a mesh, in its order: on each rank, of the ranks that share its place on the other axes."""
     if tuple(axes_of(mesh)) == names:

@@ -111,7 +111,7 @@ class Unchecked(TorchFunctionMode):
         if not self.ranks or not isinstance(out, Tensor) or _torch.is_batched(out):
             return out
         one = _torch.peel(out)
-        if type(one) is not Tensor:
+        if not _torch.is_bare(one):
             return out
         with _torch.no_torch_function():
             again = [func(*args, **kwargs) if draws else one.clone() for _ in range(1, self.ranks)]

@@ -202,6 +202,7 @@ def index(mesh: Any, axes: tuple[str, ...]) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
+@_torch.never_recorded
 def _index(mesh: Any, axes: tuple[str, ...]) -> Any:
     sizes = axes_of(mesh)
 

@@ -104,6 +104,8 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _constant(self, x: torch.Tensor) -> torch.Tensor:
         found = self._known.get(id(x))
+        if found is None and type(x) is _torch.FakeTensor:
+            raise Unrecordable("a value of another recording is used, which was kept from it", self._line()[0] or "?")
         if found is None:
             found = self._known[id(x)] = self._placeholder(x, "constant")
             self.constants.append(x)
@@ -130,6 +132,10 @@ class Recorder(_torch.TorchDispatchMode):
         if not _PLAIN.issuperset(types):
             self._line()  # which the autograd node that was just made will have
             return NotImplemented
+        with _torch.no_torch_function():  # a body's modes are not to see what is done here
+            return self._recorded(func, args, kwargs)
+
+    def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = list(_torch.tensors_of((args, kwargs)))
         if func in _READS:
             return self._read(func, tensors, args, kwargs)
@@ -173,6 +179,10 @@ class Recorder(_torch.TorchDispatchMode):
 
     def collective(self, collective: Collective, x: Any) -> Any:
         """A collective on a local value, noted instead of being carried out."""
+        with _torch.no_torch_function():
+            return self._collective(collective, x)
+
+    def _collective(self, collective: Collective, x: Any) -> Any:
         line, again = self._line()
         collective = Collective(**{**collective.__dict__, "line": line})
         if type(x) is Blocks:
@@ -241,7 +251,7 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _line(self) -> tuple[str, Any]:
         """The user's line that led here; and, where it is being computed again for a backward pass, which time this is."""
-        frame: FrameType | None = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(1)
         if not _torch.in_backward_pass():
             line = lines.user_line(frame)
             self._lines[_torch.autograd_count() - 1] = line

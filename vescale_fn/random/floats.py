@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import _torch
+
 LOG_HIGH = (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1)
 LOG_MIDDLE = (-1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1)
 LOG_LOW = (2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1)
@@ -144,6 +146,7 @@ for _dtype in (torch.float32, torch.float64):
 
 
 @functools.lru_cache(maxsize=1024)
+@_torch.never_recorded
 def _constant(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.tensor(value, dtype=dtype, device=device)
 

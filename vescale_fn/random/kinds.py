@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .. import _torch
 from . import elementary, floats
 
 Words = tuple[torch.Tensor, torch.Tensor]
@@ -147,6 +148,7 @@ def truncated_normal(words: Words, dtype: torch.dtype, params: Sequence[Number])
 
 
 @functools.lru_cache(maxsize=1024)
+@_torch.never_recorded
 def truncation(lower: float, upper: float, dtype: torch.dtype) -> tuple[float, ...]:
     """Between which uniform numbers to draw, and the least and the largest result, for a truncated normal."""
     bounds = torch.tensor([lower, upper], dtype=dtype, device="cpu")

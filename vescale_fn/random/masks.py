@@ -173,7 +173,8 @@ def _on_mesh(key: torch.Tensor, x: Any, shape: Sequence[int], keep: float) -> An
             keys = keys.index_select(dim, torch.tensor(list(index), dtype=torch.int64, device=keys.device))
         indices = indices[depth:]
         where = None if counters.is_whole(shape, indices) else placed.rows_of(indices)
-        return _run(keys, where, mine, shape, keep)
+        run = torch.ops.vescale_fn.keyed_dropout.default if _torch.tracing() else _run
+        return run(keys, where, mine, shape, keep)
 
     names = [name for row in split_axes(spec, x.ndim) for name in row]
     place = lambda rank: tuple(coordinates(mesh, rank)[name] for name in names)

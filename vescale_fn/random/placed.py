@@ -120,7 +120,7 @@ def _whole(key: Key, draw: Draw, device: torch.device) -> torch.Tensor:
 def own(out: torch.Tensor) -> torch.Tensor:
     """What is the same on all ranks, in a body each rank's own, as what a factory makes there: it may write into it."""
     body = context.body()
-    if body is not None and is_simulated(body.mesh) and type(out) is torch.Tensor and not _torch.transforming():
+    if body is not None and is_simulated(body.mesh) and _torch.is_bare(out) and not _torch.transforming():
         with _torch.no_torch_function():
             out = blocks.Blocks((out, *(out.clone() for _ in played_ranks(body.mesh)[1:])))
         marks.mark(out, types.INVARIANT)
