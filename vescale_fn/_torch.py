@@ -139,6 +139,28 @@ def memory(x: torch.Tensor) -> tuple[Any, ...]:
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
 
 
+def users(storage: torch.UntypedStorage) -> int:
+    """How many tensors have this memory."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # one is `storage` itself
+
+
+def in_place(op: Any) -> Any:
+    """The operator of the same name with an underscore behind it, in the same overload; None where there is none."""
+    space, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, space), name + "_", None)
+    return getattr(packet, op._overloadname, None) if packet is not None else None
+
+
+def overloads(op: Any) -> list[Any]:
+    """All overloads of an operator's name."""
+    return [getattr(op._overloadpacket, name) for name in op._overloadpacket.overloads()]
+
+
+def has_kernel(op: Any, backend: str) -> bool:
+    """Whether an operator has a kernel of its own on a backend, ``"CPU"``."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), backend)
+
+
 def propagate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]] | None:
     """DTensor's own way to run an op: the placements of each DTensorSpec among `args`, and of each result.
 

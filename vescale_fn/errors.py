@@ -70,6 +70,10 @@ class InPlaceError(VfnError, RuntimeError):
     """A write would be lost, or would change what other ranks hold."""
 
 
+class DonationError(VfnError, RuntimeError):
+    """A value was used whose memory a jitted function has taken over, or one is given to it that it cannot take."""
+
+
 class ReshardError(VfnError, RuntimeError):
     """Under `strict`: a move of data that the program did not ask for."""
 

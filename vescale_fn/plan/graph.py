@@ -109,14 +109,23 @@ def written(node: fx.Node) -> list[fx.Node]:
     return [x for x in found if isinstance(x, fx.Node)]
 
 
+# Operators that give views, but do not say so in their schemas.
+_SILENT_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
+
+
 def viewed(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory the result of a call may be."""
     if isinstance(node.target, Step):
         return [node.args[i] for i in node.target.views]  # type: ignore[misc]
     if node.target is operator.getitem:
         return [node.args[0]]  # type: ignore[list-item]
+    if isinstance(node.target, Collective) and isinstance(node.args[0], (list, tuple)):
+        # On a simulated mesh a block that is only sent is handed on as it is.
+        return list(node.args[0]) if node.target.kind in ("broadcast", "permute") else []  # type: ignore[arg-type]
     if not is_aten(node):
         return []
+    if name_of(node) in _SILENT_VIEWS:
+        return [node.args[0]]  # type: ignore[list-item]
     found = []
     for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if argument.alias_info is not None:

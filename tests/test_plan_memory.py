@@ -1,0 +1,343 @@
+"""Memory of a plan: what is predicted against what is counted, donated arguments, what `lower` shows."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import vescale_fn as vfn
+from benchmarks.peak_memory import accounting
+from vescale_fn import P
+from vescale_fn.plan import aliasing, codegen, donation, inplace
+from vescale_fn.plan import graph as plan
+from vescale_fn.plan.lowered import Lowered
+from vescale_fn.plan.memory import bytes_text, memory
+from vescale_fn.plan.passes.donate import donate
+from vescale_fn.wire import Collective
+
+SIZES = (5, 24, 40, 7)
+
+
+def recorded(f, *args) -> fx.Graph:
+    """The graph of `f`, whose results are a tuple."""
+    graph = make_fx(f, tracing_mode="fake")(*args).graph
+    graph.eliminate_dead_code()
+    for node in graph.nodes:
+        node.meta.setdefault("line", "?")
+        if node.op == "output":
+            node.args = (tuple(node.args[0]),)
+    return graph
+
+
+def run(graph: fx.Graph, args) -> tuple:
+    return codegen.generate(graph).run(list(args))
+
+
+def loss(params, x):
+    for w in params[:-1]:
+        x = F.gelu(F.layer_norm(x @ w, (w.shape[1],)))
+    return (x @ params[-1]).square().mean()
+
+
+def train(*args):
+    """A step of SGD with momentum: parameters, momenta and a batch to the loss, new parameters and new momenta."""
+    count = len(SIZES) - 1
+    params, momenta, x = args[:count], args[count:-1], args[-1]
+    leaves = [p.detach().requires_grad_() for p in params]
+    value = loss(leaves, x)
+    momenta = [0.9 * m + g for m, g in zip(momenta, torch.autograd.grad(value, leaves))]
+    return value.detach(), *(p - 0.1 * m for p, m in zip(params, momenta)), *momenta
+
+
+def arguments():
+    torch.manual_seed(0)
+    params = [torch.randn(a, b) for a, b in zip(SIZES, SIZES[1:])]
+    return [*params, *(torch.randn_like(p) for p in params), torch.randn(64, SIZES[0])]
+
+
+def given(graph: fx.Graph, count: int) -> fx.Graph:
+    """The graph, with its first arguments donated."""
+    graph = plan.copied(graph)
+    for node in [node for node in graph.nodes if node.op == "placeholder"][:count]:
+        node.meta["donated"] = True
+    return graph
+
+
+def same(got, want) -> bool:
+    return len(got) == len(want) and all(map(torch.equal, got, want))
+
+
+# Prediction
+
+
+def views(x, y):
+    a = (x.t() @ y).view(-1)[3:]
+    b, c = torch.ones(6, 10).split(5, 1)
+    return a.exp().sum(), (b + c).sum(0), a[:2]
+
+
+def parts(x, y):
+    values, _indices = torch.sort(x @ y.t() + 1)
+    return values.sum(), torch.topk(x, 3).indices + 1, x.exp().unbind(1)[0]
+
+
+@pytest.mark.parametrize("f", [train, views, parts], ids=lambda f: f.__name__)
+def test_the_predicted_peak_is_the_counted_one(f):
+    args = arguments() if f is train else [torch.randn(40, 12), torch.randn(40, 12)]
+    graph = recorded(f, *args)
+    replay = codegen.generate(graph).run
+    with accounting(args) as account:
+        replay(list(args))
+    use = memory(graph)
+    assert use.peak == account.peak
+    assert use.arguments == sum(x.nbytes for x in args)
+    assert use.at is not None
+    assert use.at.bytes == use.peak == sum(held.bytes for held in use.held)
+
+
+def test_an_operator_that_hides_that_it_gives_a_view_is_known():
+    def f(x):
+        y = x + 1
+        view = torch.ops.aten._unsafe_view.default(y, [6])
+        view.add_(1)
+        return (y * 2,)
+
+    graph = make_fx(f, tracing_mode="fake")(torch.ones(2, 3)).graph
+    add, view = list(plan.calls(graph))[:2]
+    assert plan.memories(graph)[view] == {add}
+    assert add in plan.changed(graph)
+
+
+def test_on_a_simulated_mesh_a_block_that_is_only_sent_is_no_new_memory():
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("dp",))
+        graph = fx.Graph()
+        blocks = [graph.placeholder(f"x{rank}") for rank in range(2)]
+        for block in blocks:
+            block.meta["val"] = torch.empty(8, device="meta")
+        sent, summed = (
+            graph.call_function(Collective(kind, mesh, ("dp",), params, kind, "?"), (blocks,))
+            for kind, params in (("broadcast", (1,)), ("all_reduce", ("sum",)))
+        )
+        sent.meta["val"], summed.meta["val"] = [blocks[1].meta["val"]] * 2, [torch.empty(8, device="meta")] * 2
+        graph.output((sent, summed))
+        lie = aliasing.memories(graph)
+        assert lie[sent] == {aliasing.Memory(x) for x in blocks}
+        assert lie[summed] == {aliasing.Memory(summed, -1)}
+        assert memory(graph).peak == 3 * 32  # both arguments, and one sum, which both ranks share
+
+
+# Donation
+
+
+def test_a_training_step_writes_its_results_over_what_it_was_given():
+    args = arguments()
+    want, graph = train(*args), recorded(train, *args)
+    made = donate(given(graph, len(args) - 1))
+    assert not [node for node in plan.calls(made) if plan.name_of(node) == "copy_"]
+    places = [x.data_ptr() for x in args[:-1]]
+    results = run(made, args)
+    assert same(results, want)
+    assert [x.data_ptr() for x in results[1:]] == places, "each result lies where its own argument lay"
+    assert all(x._base is None for x in results)
+    batch = args[-1].nbytes
+    assert memory(made).peak <= memory(graph).peak
+    assert sum(node.op == "placeholder" for node in made.nodes) == len(args)
+    assert args[-1].nbytes == batch
+
+
+@pytest.mark.parametrize(
+    ("f", "copies"),
+    [
+        (lambda x, y: (x + y, x * y), 1),  # each would have to wait for the other
+        (
+            lambda x, y: (x + 1, x * y),
+            0,
+        ),  # the second reads x: the first waits for it; the second takes the memory of y
+        (lambda x, y: (y + 1, x + 1), 0),  # crossed: each takes its own
+        (lambda x, y: (x @ y, x + y), 1),  # a product is copied over what it was made of
+        (lambda x, y: (x + x.t(), y), 1),  # element i, j of the sum needs j, i: not in place
+        (lambda x, y: (x.t(), x + 1), 0),  # a view of x is kept: x + 1 takes y's memory
+        (lambda x, y: (x, y.sin()), 0),
+        (lambda x, y: (x.sum(), y.half()), 0),  # nothing fits
+        (lambda x, y: ((a := x + 1), a * 2), 0),
+        (lambda x, y: ((a := x + 1), a.t(), a.t()), 0),
+        (lambda x, y: (torch.where(x > 0, y, x), x > 0), 0),
+        (lambda x, y: (x.cumsum(0), y.exp()), 1),
+        (lambda x, y: ((x + 1).t() @ y, x * 2), 1),
+    ],
+)
+def test_donated_memory_is_written_when_nothing_needs_it_any_more(f, copies):
+    args = [torch.randn(5, 5), torch.randn(5, 5)]
+    want, made = f(*args), donate(given(recorded(f, *args), 2))
+    assert sum(plan.name_of(node) == "copy_" for node in plan.calls(made)) == copies
+    assert same(run(made, args), want)
+
+
+def test_memory_with_holes_or_of_another_layout_is_left_alone():
+    def f(x, y, z):
+        return x + 1, y * 2, z.sin()
+
+    args = [torch.randn(4, 6)[:, :3], torch.randn(3, 1).expand(3, 4), torch.randn(4, 3).t()]
+    before = [x.clone() for x in args]
+    want, made = f(*args), donate(given(recorded(f, *args), 3))
+    results = run(made, args)
+    assert same(results, want)
+    assert same(args[:2], before[:2])
+    assert results[2].data_ptr() == args[2].data_ptr()
+
+
+def leaves_on(mesh):
+    """Donatable values: plain, a parameter, and on a mesh, if there is one."""
+    plain = [torch.arange(4.0), torch.nn.Parameter(torch.ones(3)), torch.ones(2, requires_grad=True)]
+    return plain + ([vfn.shard(torch.arange(4.0), mesh, P("dp")), vfn.shard(torch.ones(3), mesh, P())] if mesh else [])
+
+
+USES = [
+    lambda x: x + 1, lambda x: 2 * x, lambda x: x.sum(), lambda x: x.shape, lambda x: torch.cat([x]), lambda x: x[0], bool,
+    len, list, lambda x: x.add_(1), lambda x: x.grad, lambda x: x.detach(), lambda x: x.numpy(), vfn.spec_of,
+    lambda x: torch.ones(3).copy_(x), vfn.grad(lambda x: (x * x).sum()), lambda x: vfn.with_sharding(x, P()),
+    lambda x: f"{x:.2f}", lambda x: torch.func.vmap(torch.sin)(x), vfn.show,
+]  # fmt: skip
+
+
+def test_a_donated_value_says_who_took_it():
+    with vfn.simulate(2):
+        leaves = leaves_on(vfn.make_mesh((2,), ("dp",)))
+        copies = [x.data_ptr() for x in leaves[:3]]
+        held = [x.data for x in leaves[:3]]
+        gift = donation.Gift("jit(train)", "train.py:7", [f"params[{i}] (f32[4])" for i in range(len(leaves))])
+        donation.give_away(leaves, gift)
+        for i, x in enumerate(leaves):
+            assert repr(x) == f"<params[{i}] (f32[4]), donated to jit(train) at train.py:7>"
+            assert x in {x}
+            for use in USES:
+                if use is vfn.spec_of and i < 3:
+                    continue  # P() for any plain tensor
+                with pytest.raises(vfn.errors.DonationError, match=re.escape(f"params[{i}] (f32[4]) was donated")):
+                    use(x)
+        assert [x.data_ptr() for x in held] == copies, "what holds the memory now keeps it"
+        with pytest.raises(vfn.errors.DonationError) as caught:
+            vfn.unshard(leaves[3])
+        with pytest.raises(vfn.errors.DonationError):
+            leaves[3].to_local()
+    assert str(caught.value) == (
+        "jit(train): params[3] (f32[4]) was donated to an earlier call, and its memory holds something else now\n"
+        "  * donated at train.py:7\n"
+        "  Instead: what that call returned; or, where the value is needed afterwards, give the call x.clone(), or leave "
+        "the argument out of donate_argnums"
+    )
+
+
+def test_what_is_an_argument_twice_cannot_be_donated():
+    x, y = torch.ones(3), torch.ones(3)
+    names = ["params['a'] (f32[3])", "params['b'] (f32[3])", "x (f32[3])", "n"]
+    donation.check("jit(f)", [x, y, torch.ones(3), 4], {0, 1}, names)
+    donation.check("jit(f)", [x, y, y, 4], {0}, names)
+    with pytest.raises(vfn.errors.DonationError) as caught:
+        donation.check("jit(f)", [x, x, x, 4], {0, 1}, names)
+    assert str(caught.value) == (
+        "jit(f): a donated argument must not be another argument too: results are written into its memory\n"
+        "  * params['a'] (f32[3]) is the same tensor as params['b'] (f32[3]) is the same tensor as x (f32[3])\n"
+        "  Instead: pass x.clone() in all places but one; or leave the argument out of donate_argnums"
+    )
+    with pytest.raises(vfn.errors.DonationError, match="the same tensor"):
+        donation.check("jit(f)", [x, y, y, 4], {2}, names)
+
+
+def test_memory_that_something_else_has_is_known():
+    x = torch.arange(6.0)
+    assert donation.is_alone(x)
+    assert donation.is_alone(torch.ones(0))
+    part = x[2:]
+    assert not donation.is_alone(x)
+    assert not donation.is_alone(part)
+    copy = donation.copied(part)
+    assert torch.equal(copy, part)
+    assert donation.is_alone(copy)
+    assert donation.is_alone(part.clone())
+    assert not donation.is_alone(torch.from_numpy(part.numpy()))
+    wide = torch.randn(4, 6)[:, ::2]
+    assert donation.copied(wide).stride() == wide.stride()
+    assert torch.equal(donation.copied(wide), wide)
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("dp",))
+        for array in (*leaves_on(mesh)[3:], vfn.shard(torch.ones(4), mesh, P("dp")) + 1):
+            assert donation.is_alone(array)
+            other = array.detach()
+            assert not donation.is_alone(array)
+            del other
+            assert donation.is_alone(array)
+        block = torch.ones(2)
+        assert not donation.is_alone(vfn.from_local(block, mesh, P("dp")))
+
+
+# In place
+
+
+def test_where_nothing_has_holes_is_known():
+    dense = [
+        torch.ones(3, 4),
+        torch.ones(3, 4).t(),
+        torch.ones(()),
+        torch.ones(0, 3),
+        torch.ones(2, 1, 3).transpose(0, 1),
+    ]
+    assert all(map(inplace.is_dense, dense))
+    assert not any(map(inplace.is_dense, [torch.ones(3, 4)[:, :2], torch.ones(3, 1).expand(3, 2), torch.ones(6)[::2]]))
+
+
+# What is shown
+
+
+def test_bytes_are_read_to_three_figures():
+    assert [bytes_text(n) for n in (0, 7, 1023, 1024, 1234567, 99 * 2**30)] == [
+        "0 B", "7 B", "1023 B", "1.00 KiB", "1.18 MiB", "99.0 GiB"
+    ]  # fmt: skip
+
+
+def test_a_plan_is_told_in_full_or_in_short():
+    def f(x, w):
+        return (torch.tanh(x @ w), (x + 1).sum())
+
+    graph = recorded(f, torch.ones(3, 4), torch.ones(4, 2))
+    lowered = Lowered(graph, "f", [("x", "f32[3,4]"), ("w", "f32[4,2]")], [("[0]", "f32[3,2]"), ("[1]", "f32[]")], {1})
+    assert (
+        lowered.text()
+        == repr(lowered)
+        == (
+            "f: 4 calls, no collective, peak 156 B\n"
+            "  x  f32[3,4]\n"
+            "  w  f32[4,2]  donated\n"
+            "  -> f32[3,2]  [0]\n"
+            "  -> f32[]  [1]\n"
+            "\n"
+            "?\n"
+            "    mm = mm(x_1, w_1)   f32[3,2]\n"
+            "    tanh = tanh(mm)     f32[3,2]\n"
+            "    add = add(x_1, 1)   f32[3,4]\n"
+            "    sum_1 = sum(add)    f32[]"
+        )
+    )
+    assert lowered.text(lines=8).splitlines()[-2:] == ["?", "    mm, tanh, add, sum"]
+    assert len(lowered.text(lines=6).splitlines()) == 6
+    assert lowered.text(lines=None) == lowered.text()
+
+
+def test_memory_is_told_and_drawn():
+    use = memory(recorded(train, *arguments()))
+    told = repr(use)
+    assert told.startswith(
+        f"peak {bytes_text(use.peak)}, of which arguments {bytes_text(use.arguments)}\nreached in call "
+    )
+    assert use.at is not None
+    drawn = use._repr_html_()
+    assert drawn.count("<rect") == len(use.timeline) + 1
+    assert f"peak: {use.at.call}" in drawn
+    nothing = memory(recorded(lambda x: (x,), torch.ones(3)))
+    assert (nothing.peak, nothing.at, nothing.timeline) == (12, None, ())
+    assert repr(nothing) == "peak 12 B, of which arguments 12 B"
+    assert nothing._repr_html_().startswith("<pre>")

@@ -1,0 +1,181 @@
+"""What `vfn.jit(f).lower(...)` shows of a plan: its calls, its collectives, its memory."""
+
+from __future__ import annotations
+
+import operator
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..debug import CommLog
+from ..layout import WHOLE, type_text
+from ..lines import quoted
+from ..wire import Collective, Record, group_size
+from . import graph as plan
+from .memory import MemoryUse, bytes_text, call_text, memory
+
+
+class Lowered:
+    """The plan of a function for arguments of these types: what ``vfn.jit(f).lower(*args)`` returns.
+
+    Nothing has run. Printing it shows `text`.
+
+    Args:
+        graph: the plan, a `torch.fx.Graph` of ops on one process's blocks and of collectives.
+        name: the function's.
+        inputs, outputs: ``(path, type)`` of each leaf, as in ``("params['w']", "f32[8@dp,4]")``.
+        donated: the places among `inputs` whose memory the results are written into.
+        recorded: the plan as it was recorded, before passes improved it.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> graph = make_fx(lambda w, x: (torch.tanh(x @ w),), tracing_mode="fake")(torch.ones(4, 2), torch.ones(3, 4)).graph
+    >>> print(Lowered(graph, "f", [("w", "f32[4,2]"), ("x", "f32[3,4]")], [("", "f32[3,2]")]).text())
+    f: 2 calls, no collective, peak 128 B
+      w  f32[4,2]
+      x  f32[3,4]
+      -> f32[3,2]
+    <BLANKLINE>
+    ?
+        mm = mm(x_1, w_1)   f32[3,2]
+        tanh = tanh(mm)     f32[3,2]
+    """
+
+    def __init__(self, graph: fx.Graph, name: str, inputs: Sequence[tuple[str, str]] = (),
+                 outputs: Sequence[tuple[str, str]] = (), donated: Iterable[int] = (),
+                 recorded: Lowered | None = None) -> None:  # fmt: skip
+        self.graph, self.name, self.inputs, self.outputs = graph, name, tuple(inputs), tuple(outputs)
+        self.donated, self.recorded = frozenset(donated), recorded
+
+    def text(self, lines: int | None = 80) -> str:
+        """The plan in words: what goes in and out, and the calls below the user's lines that they come from.
+
+        Args:
+            lines: how many lines it may take. A plan that is longer than that is told in short: only how often each op
+                is called for a line, with the collectives one by one. None: every call.
+
+        Returns:
+            The text. Collectives are marked with a star.
+        """
+        comms, use = self.comms(), self.memory()
+        count = sum(1 for node in plan.calls(self.graph) if node.target is not operator.getitem)
+        told = f"{len(comms)} collective{'s' * (len(comms) != 1)} of {bytes_text(comms.bytes())}" if len(comms) else ""
+        head = [
+            f"{self.name}: {count} call{'s' * (count != 1)}, {told or 'no collective'}, peak {bytes_text(use.peak)}"
+        ]
+        widths = max((len(path) for path, _ in self.inputs), default=0)
+        head += [
+            f"  {path.ljust(widths)}  {kind}{'  donated' if i in self.donated else ''}"
+            for i, (path, kind) in enumerate(self.inputs)
+        ]
+        head += [f"  -> {kind}{f'  {path}' if path else ''}" for path, kind in self.outputs]
+        body = _calls(self.graph)
+        if lines is not None and len(head) + len(body) > lines:
+            room = max(lines // 3, 8)
+            head = [*head[:room], f"  ... {len(head) - room} more"] if len(head) > room + 1 else head
+            body = _summary(self.graph)
+        if lines is not None and len(head) + len(body) > lines:
+            rest = len(head) + len(body) - lines + 1
+            body = [*body[:-rest], "... text(lines=None) has all calls"]
+        return "\n".join([*head, *body])
+
+    def comms(self) -> CommLog:
+        """The collectives in order, as `comm_log` lists them: op, axes, bytes on one rank, why, and the user's line."""
+        log = CommLog()
+        for node in plan.collectives(self.graph):
+            log.append(_record(node))
+        return log
+
+    def memory(self) -> MemoryUse:
+        """The memory that the plan needs on one process, by prediction: its peak, and over time."""
+        return memory(self.graph)
+
+    def __repr__(self) -> str:
+        return self.text()
+
+
+def _record(node: fx.Node) -> Record:
+    collective: Any = node.target
+    operand = node.args[0]
+    one = operand[0] if isinstance(operand, (list, tuple)) else operand
+    factor = group_size(collective.mesh, collective.axes) if collective.kind == "all_gather" else 1
+    size = plan.nbytes(plan.value(one)) * factor  # type: ignore[arg-type]
+    return Record(collective.kind, collective.axes, size, collective.why, node.meta.get("line", ""))
+
+
+def _runs(graph: fx.Graph) -> Iterator[tuple[str, list[fx.Node]]]:
+    """The calls in order, those in a row that come from one of the user's lines together."""
+    line, run = None, []
+    for node in plan.calls(graph):
+        here = node.meta.get("line", "?")
+        if run and here != line:
+            yield line or "?", run
+            run = []
+        line = here
+        run.append(node)
+    if run:
+        yield line or "?", run
+
+
+def _calls(graph: fx.Graph) -> list[str]:
+    """Every call, below the line that it comes from."""
+    lines: list[str] = []
+    for line, run in _runs(graph):
+        lines += ["", quoted(line)]
+        texts = [f"{node.name} = {_call(node)}" for node in run]
+        width = min(max(map(len, texts)), 72)
+        for node, text in zip(run, texts):
+            mark = "*" if isinstance(node.target, Collective) else " "
+            lines.append(f"  {mark} {text.ljust(width)}   {_type(plan.value(node))}{_why(node)}")
+    return lines
+
+
+def _call(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        return f"{node.args[0]}[{node.args[1]}]"
+    given = [_argument(x) for x in node.args] + [f"{name}={_argument(x)}" for name, x in node.kwargs.items()]
+    if isinstance(node.target, Collective):
+        given += [repr(axis) for axis in node.target.axes]
+    return f"{call_text(node)}({', '.join(given)})"
+
+
+def _argument(x: Any) -> str:
+    if isinstance(x, (list, tuple)) and len(x) > 8:
+        return f"[{', '.join(map(_argument, x[:2]))}, ..., {_argument(x[-1])}]"
+    if isinstance(x, (list, tuple)):
+        return f"[{', '.join(map(_argument, x))}]"
+    return str(x).removeprefix("torch.")
+
+
+def _why(node: fx.Node) -> str:
+    if not isinstance(node.target, Collective):
+        return "  again" if "again" in node.meta else ""
+    return f"  {bytes_text(_record(node).bytes)}, {node.target.why}"
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        kinds = [_type(x) for x in value]
+        return f"{len(kinds)} x {kinds[0]}" if kinds and len(set(kinds)) == 1 else ", ".join(kinds)
+    return type_text(value.shape, value.dtype, WHOLE) if isinstance(value, torch.Tensor) else ""
+
+
+def _summary(graph: fx.Graph) -> list[str]:
+    """For each of the user's lines, in order, what it calls how often; collectives one by one."""
+    lines: list[str] = []
+    for line, run in _runs(graph):
+        counts = Counter(call_text(node) for node in run if not isinstance(node.target, (Collective, type(len))))
+        words = ", ".join(f"{name} x{n}" if n > 1 else name for name, n in counts.items())
+        lines.append(quoted(line))
+        if words:
+            lines += textwrap.wrap(words, 110, initial_indent="    ", subsequent_indent="    ")
+        lines += [
+            f"  * {_type(plan.value(node))} = {_call(node)}{_why(node)}"
+            for node in run
+            if isinstance(node.target, Collective)
+        ]
+    return lines

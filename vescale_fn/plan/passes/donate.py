@@ -1,0 +1,158 @@
+"""Results written into the memory of donated arguments."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import aliasing, inplace
+from .. import graph as plan
+
+DONATED = "donated"  # a placeholder with this in its meta may be written into
+
+
+def donate(graph: fx.Graph) -> fx.Graph:
+    """Write results where donated arguments lie, so that there is no second copy of parameters and of moments.
+
+    Each donated argument (a placeholder with ``meta["donated"]``) takes the result that is computed from it element by
+    element, else the first that is of its shape, dtype and layout. The call that makes that result writes in place, where
+    it works element by element and nothing needs the argument any more; else the result is copied there as soon as may be.
+    """
+    graph = plan.copied(graph)
+    places = _Places(graph)
+    for target, result in _pairs(graph, places):
+        _write(graph, places, target, result)
+    _hand_over(graph)
+    return graph
+
+
+class _Places:
+    """Where everything lies, before any result has moved, and who uses it."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.lie = aliasing.memories(graph)
+        self.changed = plan.changed(graph)
+        self.writers: dict[aliasing.Memory, fx.Node] = {}  # of donated memory
+        self.users: dict[aliasing.Memory, list[fx.Node]] = {}
+        for node in graph.nodes:
+            for memory in frozenset().union(*(self.lie[x] for x in node.all_input_nodes)):
+                self.users.setdefault(memory, []).append(node)
+
+    def uses(self, node: fx.Node) -> list[fx.Node]:
+        """The calls that need something in a node's memory."""
+        return [user for memory in self.lie[node] for user in self.users.get(memory, ())]
+
+    def may_move(self, node: fx.Node, behind: fx.Node) -> bool:
+        """Whether all that a call reads is still there behind a later call."""
+        read = frozenset().union(*(self.lie[x] for x in node.all_input_nodes))
+        return not any(memory in self.writers and self.writers[memory] <= behind for memory in read)
+
+
+def results(graph: fx.Graph) -> list[Any]:
+    """What the plan gives back."""
+    return list(plan.output(graph).args[0])  # type: ignore[arg-type]
+
+
+def _pairs(graph: fx.Graph, places: _Places) -> list[tuple[fx.Node, fx.Node]]:
+    """Donated arguments, each with the result that takes its memory."""
+    given = results(graph)
+    kept = frozenset().union(*(places.lie[x] for x in given if isinstance(x, fx.Node)))
+    free = {
+        node: None
+        for node in graph.nodes
+        if node.op == "placeholder"
+        and DONATED in node.meta
+        and node not in places.changed
+        and not places.lie[node] & kept
+    }
+    waiting = [x for x in dict.fromkeys(given) if isinstance(x, fx.Node) and _has_its_own(x, given, places)]
+    pairs = []
+    for choose in (_origin, _any):
+        for result in list(waiting):
+            target = choose(result, free)
+            if target is not None:
+                pairs.append((target, result))
+                del free[target]
+                waiting.remove(result)
+    return pairs
+
+
+def _has_its_own(result: fx.Node, given: list[Any], places: _Places) -> bool:
+    """Whether a result lies in memory that the plan made, where no other result lies."""
+    others = [places.lie[x] for x in given if isinstance(x, fx.Node) and x is not result]
+    lie = places.lie[result]
+    return len(lie) == 1 and next(iter(lie)).maker.op == "call_function" and not any(lie & other for other in others)
+
+
+def _origin(result: fx.Node, free: dict[fx.Node, None]) -> fx.Node | None:
+    """The nearest donated argument that a result is computed from element by element."""
+    todo, seen = deque([result]), {result}
+    while todo:
+        node = todo.popleft()
+        if node in free:
+            return node if inplace.alike(plan.value(node), plan.value(result)) else None
+        if inplace.is_pointwise(node):
+            before = [x for x in node.all_input_nodes if x not in seen and _same_shape(x, result)]
+            todo.extend(before)
+            seen.update(before)
+    return None
+
+
+def _same_shape(x: fx.Node, y: fx.Node) -> bool:
+    value = plan.value(x)
+    return isinstance(value, torch.Tensor) and value.shape == plan.value(y).shape
+
+
+def _any(result: fx.Node, free: dict[fx.Node, None]) -> fx.Node | None:
+    return next((node for node in free if inplace.alike(plan.value(node), plan.value(result))), None)
+
+
+def _write(graph: fx.Graph, places: _Places, target: fx.Node, result: fx.Node) -> None:
+    """Have `result` written into the memory of `target`."""
+    used = max([target, *(node for node in places.uses(target) if node is not result)])
+    changed = result in places.changed
+    later = [node for node in result.users if node.op != "output" and not used < node]
+    stays = used < result or places.may_move(result, used)
+    if stays and not changed and not later and (call := _fitting(places, target, result)) is not None:
+        if result < used:
+            used.append(result)  # behind the last use
+        result.target, result.args, result.kwargs = call
+        places.writers[aliasing.Memory(target)] = result
+        return
+    with graph.inserting_after(max(used, result) if not changed else _last(graph)):
+        copy = graph.call_function(torch.ops.aten.copy_.default, (target, result))
+    copy.meta = dict(result.meta)
+    places.writers[aliasing.Memory(target)] = copy
+    result.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy and copy < user)
+
+
+def _last(graph: fx.Graph) -> fx.Node:
+    return plan.output(graph).prev
+
+
+def _fitting(places: _Places, target: fx.Node, result: fx.Node) -> Any:
+    """How the call that makes a result writes into `target`, if it can."""
+    if not inplace.is_pointwise(result):
+        return None
+    for x in result.all_input_nodes:  # what lies in the same memory must be the same elements in the same order
+        if places.lie[x] & places.lie[target] and x is not target:
+            return None
+    return inplace.written_into(result, target)
+
+
+def _hand_over(graph: fx.Graph) -> None:
+    """Give back what lies in donated memory as new tensors, that know nothing of those that were given away."""
+    lie, end = aliasing.memories(graph), plan.output(graph)
+    donated = {aliasing.Memory(node) for node in graph.nodes if node.op == "placeholder" and DONATED in node.meta}
+    for result in dict.fromkeys(results(graph)):
+        if isinstance(result, fx.Node) and lie[result] & donated:
+            with graph.inserting_before(end):
+                handed = graph.call_function(HAND_OVER, (result,))
+            handed.meta = dict(result.meta)
+            end.replace_input_with(result, handed)
+
+
+HAND_OVER = plan.Step("handed_over", lambda x: x.data, views=(0,))
