@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,10 @@ from torch.nn import functional as F
 
 from vescale_fn.plan import codegen
 from vescale_fn.plan import graph as plans
+from vescale_fn.plan.passes.common import common
+from vescale_fn.plan.passes.dead import dead
+from vescale_fn.plan.passes.views import views
+from vescale_fn.wire import Collective
 
 
 def recorded(f: Callable[..., Any], *args: torch.Tensor) -> fx.Graph:
@@ -45,3 +49,208 @@ def test_generate() -> None:
     code = codegen.generate(graph)
     for a, b in zip(code.run(list(args)), step(*args), strict=True):
         assert torch.equal(a, b)
+
+
+def names(graph: fx.Graph) -> list[str]:
+    """What a graph calls, in order."""
+    return [plans.name_of(node) or node.target.__name__ for node in plans.calls(graph)]
+
+
+def improved(f: Callable[..., Any], args: Sequence[torch.Tensor], *passes: plans.Pass) -> list[str]:
+    """What is called after the passes. The values are compared with the function's own, and what shares memory: the results
+    with each other, and with the arguments."""
+    graph = recorded(f, *args)
+    before = names(graph)
+    new = graph
+    for one in passes:
+        new = one(new)
+        new.lint()
+    assert names(graph) == before, "a pass changes the graph that it is given"
+    ours, theirs = [x.clone() for x in args], [x.clone() for x in args]
+    got, wanted = codegen.generate(new).run(list(ours)), f(*theirs)
+    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+    for a, b in zip((*got, *ours), (*wanted, *theirs), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        assert a.stride() == b.stride()
+    assert shared((*got, *ours)) == shared((*wanted, *theirs))
+    return names(new)
+
+
+def shared(values: Sequence[torch.Tensor]) -> list[tuple[int, bool]]:
+    """Of each tensor, the first in whose memory it lies, and whether it is that very tensor."""
+    places = [x.untyped_storage().data_ptr() for x in values]
+    return [(first := places.index(place), values[first] is x) for place, x in zip(places, values, strict=True)]
+
+
+x, y = torch.arange(6.0).view(2, 3) + 1, torch.arange(6.0).view(2, 3) / 7
+
+
+# --- dead code --------------------------------------------------------------------------------------------------------
+
+
+def test_dead_code_goes() -> None:
+    def f(x, y):
+        (x * y).exp()
+        return x + y
+
+    assert improved(f, (x, y), dead) == ["add"]
+
+
+def test_writes_stay() -> None:
+    def f(x, y):
+        z = x * 1
+        z[0].mul_(y[1])
+        y.add_(1)
+        return z
+
+    assert improved(f, (x, y), dead).count("mul_") == 1
+
+
+def test_a_print_stays() -> None:
+    seen = []
+    graph = recorded(lambda x: x + 1, x)
+    end = plans.output(graph)
+    with graph.inserting_before(end):
+        node = graph.call_function(plans.Step("print", seen.append, effect=True), (end.args[0][0],))
+    node.meta["val"] = None
+    assert names(dead(graph)) == ["add", "print"]
+    codegen.generate(dead(graph)).run([x])
+    assert torch.equal(seen[0], x + 1)
+
+
+# --- common subexpressions --------------------------------------------------------------------------------------------
+
+
+def test_equal_calls_are_one() -> None:
+    assert improved(lambda x, y: (x * y).exp() + (x * y).exp().sum(), (x, y), common, dead) == [
+        "mul",
+        "exp",
+        "sum",
+        "add",
+    ]
+
+
+def test_numbers_that_differ_differ() -> None:
+    def f(x, y):
+        return y / (x * 0.0), y / (x * -0.0), x.sum(0, keepdim=True) + x.sum(0, keepdim=False)
+
+    assert improved(f, (x, y), common).count("mul") == 2
+
+
+def test_results_that_lie_apart_stay_apart() -> None:
+    def f(x, y):
+        return x * y, x * y, (x * y).view(3, 2), (x * y + 1).sum()
+
+    assert improved(f, (x, y), common, views, dead).count("mul") == 3
+
+
+def test_what_is_changed_in_place_is_not_merged() -> None:
+    def f(x, y):
+        a, b = x * y, x * y
+        before = a.exp()
+        a.add_(y)
+        return a.sum(), b.sum(), before, a.exp(), torch.zeros(3), torch.zeros(3).add_(1)
+
+    found = improved(f, (x, y), common, dead)
+    assert (found.count("mul"), found.count("exp"), found.count("zeros")) == (2, 2, 2)
+
+
+def test_what_remat_repeats_stays_repeated() -> None:
+    graph = recorded(lambda x, y: (x * y).exp() + (x * y).exp() + (x * y).exp(), x, y)
+    for node, again in zip(plans.calls(graph), (None, None, 1, 1, None, 1, 1, None), strict=True):
+        if again is not None:
+            node.meta["again"] = again
+    assert names(dead(common(graph))).count("exp") == 2
+
+
+def collective(graph: fx.Graph, source: fx.Node, **different: Any) -> fx.Node:
+    """A sum over the ranks, of a node, after all else."""
+    settings = {"kind": "all_reduce", "axes": ("tp",), "params": ("sum",), "why": "a"} | different
+    with graph.inserting_before(plans.output(graph)):
+        node = graph.call_function(Collective(mesh="mesh", **settings), (source,))
+    node.meta["val"] = source.meta["val"]
+    return node
+
+
+def test_equal_collectives_are_one() -> None:
+    graph = recorded(lambda x, y: x * y, x, y)
+    (product,) = plans.calls(graph)
+    made = [
+        collective(graph, product, **different)
+        for different in ({}, {"why": "b"}, {"axes": ("dp",)}, {"params": ("max",)}, {})
+    ]
+    with graph.inserting_before(plans.output(graph)):
+        total = graph.call_function(torch.ops.aten.stack.default, (made,))
+    total.meta["val"] = torch.stack([x] * 5)
+    plans.output(graph).args = ((total,),)
+    assert names(common(graph)) == ["mul", "all_reduce", "all_reduce", "all_reduce", "stack"]
+
+
+# --- views ------------------------------------------------------------------------------------------------------------
+
+
+def test_views_of_views_are_one() -> None:
+    def f(x, y):
+        return (x * y).view(3, 2).detach().unsqueeze(0).view(6) + 1
+
+    assert improved(f, (x, y), views, dead) == ["mul", "view", "add"]
+
+
+def test_what_changes_nothing_goes() -> None:
+    def f(x, y):
+        z = (x * y).t().t().permute(1, 0).transpose(0, 1).expand(2, 3).view(2, 3).unsqueeze(0).squeeze(0)
+        return z.clone().contiguous().to(torch.float32) + 1
+
+    assert improved(f, (x, y), views, dead) == ["mul", "add"]
+
+
+def test_dims_of_size_one_move_by_a_view() -> None:
+    assert improved(lambda x, y: (x * y).view(2, 1, 3).permute(1, 0, 2).reshape(6) + 1, (x, y), views, dead) == [
+        "mul",
+        "view",
+        "add",
+    ]
+
+
+def test_permutations_are_one() -> None:
+    def f(x, y):
+        z = torch.stack([x * y, x, y])
+        return (
+            z.permute(2, 0, 1).transpose(0, 1) + 1,
+            z.permute(1, 2, 0).permute(2, 0, 1) + 1,
+            (x * y).transpose(0, 1) + 1,
+        )
+
+    found = improved(f, (x, y), views, dead)
+    assert (found.count("permute"), found.count("transpose"), found.count("t")) == (1, 0, 1)
+
+
+def test_a_factor_is_not_copied() -> None:
+    def f(x, y):
+        z = torch.stack([x, y]).transpose(1, 2).unsqueeze(0)
+        copied = z.clone(memory_format=torch.contiguous_format).view(2, 3, 2)
+        return torch.bmm(copied, torch.stack([x, y]))
+
+    assert "clone" not in improved(f, (x, y), views, dead)
+
+
+def test_a_copy_that_reorders_stays() -> None:
+    assert "clone" in improved(lambda x, y: (x * y).t().contiguous().view(6) + 1, (x, y), views, dead)
+
+
+def test_a_result_is_no_other_result_and_no_argument() -> None:
+    def f(x, y):
+        z = x * y
+        return z, z.clone(), z.detach(), x.clone(), x.detach(), x.view(6).view(2, 3), x[0].clone()
+
+    improved(f, (x, y), views, dead)
+
+
+def test_what_is_changed_in_place_keeps_its_copies() -> None:
+    def f(x, y):
+        z = x * y
+        kept, seen = z.clone(), z.view(6)
+        z.t().mul_(2)
+        return kept.sum(), seen.view(3, 2).sum(), z
+
+    assert "clone" in improved(f, (x, y), views, dead)

@@ -51,7 +51,7 @@ def _kinds(x: Any) -> Any:
     """What of arguments decides where a call leads: types, and of tensors whether they are numbers."""
     if isinstance(x, fx.Node):
         v = value(x)
-        return ("tensor", v.dtype, v.ndim == 0) if isinstance(v, torch.Tensor) else ("list",)
+        return ("tensor", v.dtype, v.ndim == 0) if isinstance(v, torch.Tensor) else ("value", type(v))
     if isinstance(x, (list, tuple)):
         return tuple(map(_kinds, x))
     return x if isinstance(x, str) else type(x)
@@ -63,7 +63,8 @@ def _stand_in(node: fx.Node) -> Any:
 
 
 def _shortest(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Way | None:
-    wanted = _torch.asked_for(node.target, args, kwargs)
+    operator_: Any = node.target
+    wanted = _torch.asked_for(operator_, args, kwargs)
     for candidate in _ways(node, args, kwargs):
         if wanted is not None and _same(_torch.asked_for(candidate.call, args, kwargs), wanted):
             return candidate

@@ -152,7 +152,7 @@ class _Writer:
 
     def constants(self, node: fx.Node) -> list[Any]:
         """The arguments of a node, a number beside a tensor as a tensor: that spares torch to make one each time."""
-        args = list(node.args)
+        args: list[Any] = list(node.args)
         if len(args) == 2 and node.target in _TAKES_NUMBERS and type(args[1]) in (float, int):
             x = value(args[0]) if isinstance(args[0], fx.Node) else None
             if isinstance(x, torch.Tensor) and x.ndim and x.dtype in (torch.float32, torch.float64):

@@ -3,5 +3,13 @@
 from __future__ import annotations
 
 from .graph import Pass
+from .passes.common import common
+from .passes.dead import dead
+from .passes.views import views
 
-PASSES: tuple[Pass, ...] = ()
+PASSES: tuple[Pass, ...] = (
+    dead,
+    views,
+    common,
+    dead,
+)

@@ -1,0 +1,154 @@
+"""A training step of a tensor-parallel transformer, replayed, beside the same step written by hand for one rank's tensors.
+
+The candidates are one program, `loss` below, on parameters that are
+
+- plain tensors, a rank's blocks, with autograd and collectives in place, as Megatron-LM writes them;
+- DTensors, with torch's own autograd;
+- arrays, run op by op (eager), and recorded once and replayed (`vfn.jit`).
+
+All run on torch's `fake` process group of 8 ranks, which exchanges nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn import functional as F
+
+import vescale_fn as vfn
+from benchmarks import fake_ranks
+from benchmarks.side_by_side import medians, publish
+from vescale_fn import P
+
+RANKS, DIM, HEADS, LENGTH, BATCH, VOCAB, RATE = 8, 64, 8, 16, 4, 256, 1e-3
+HIDDEN = 4 * DIM
+Params = dict[str, Any]
+Reduce = Callable[[Any], Any]
+OPTIMISER = vfn.optim.sgd(RATE)
+
+# As in Megatron-LM: what leads into the heads and the hidden units is split by columns, what leads back by rows.
+SPECS = [(r"\.(q|k|v|gate|up)$", P(None, "tp")), (r"\.(out|down)$", P("tp")), (r".*", P())]
+
+
+def init(layers: int) -> Params:
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * rows**-0.5
+
+    def block() -> Params:
+        return {
+            "norm1": torch.ones(DIM), "q": matrix(DIM, DIM), "k": matrix(DIM, DIM), "v": matrix(DIM, DIM),
+            "out": matrix(DIM, DIM), "norm2": torch.ones(DIM), "gate": matrix(DIM, HIDDEN), "up": matrix(DIM, HIDDEN),
+            "down": matrix(HIDDEN, DIM),
+        }  # fmt: skip
+
+    return {"embed": matrix(VOCAB, DIM), "blocks": [block() for _ in range(layers)], "norm": torch.ones(DIM),
+            "head": matrix(DIM, VOCAB)}  # fmt: skip
+
+
+def loss(params: Params, batch: Any, mask: Any, split: Reduce, joined: Reduce, written_out: bool = True) -> Any:
+    """Mean cross entropy of each next token.
+
+    Args:
+        params: as `init` makes them, or a rank's blocks of them.
+        batch: tokens [B, T + 1].
+        mask: [T, T], 0 where a position sees another, else -inf.
+        split: applied to what every rank holds alike, before each rank takes part of the work.
+        joined: applied to the ranks' parts of a sum.
+        written_out: attention in single steps; else torch's own function for it.
+    """
+    x = F.embedding(batch[:, :-1], params["embed"])
+    rows, length = x.shape[:2]
+    for p in params["blocks"]:
+        h = split(F.rms_norm(x, (DIM,), p["norm1"], 1e-5))
+        q, k, v = ((h @ p[name]).view(rows, length, -1, DIM // HEADS).permute(2, 0, 1, 3) for name in "qkv")
+        if written_out:
+            seen = (q @ k.transpose(-1, -2) * (DIM // HEADS) ** -0.5 + mask).softmax(-1) @ v
+        else:
+            seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + joined(seen.permute(1, 2, 0, 3).flatten(2) @ p["out"])
+        h = split(F.rms_norm(x, (DIM,), p["norm2"], 1e-5))
+        x = x + joined((F.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"])
+    scores = F.rms_norm(x, (DIM,), params["norm"], 1e-5) @ params["head"]
+    return F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
+
+
+# --- by hand, on a rank's tensors -------------------------------------------------------------------------------------
+
+
+class _Split(torch.autograd.Function):
+    """Each rank computes with part of the weights: the gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad
+
+
+class _Joined(torch.autograd.Function):
+    """The sum of the ranks' parts, in the memory of this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+def by_hand(params: Params, batch: torch.Tensor, mask: torch.Tensor, written_out: bool, foreach: bool) -> Any:
+    """A step on the blocks of rank 0."""
+    leaves = [leaf.requires_grad_() for leaf in vfn.tree.leaves(params)]
+
+    def step() -> Any:
+        value = loss(params, batch, mask, _Split.apply, _Joined.apply, written_out)
+        grads = torch.autograd.grad(value, leaves)
+        with torch.no_grad():
+            if foreach:
+                return value.detach(), torch._foreach_add(leaves, grads, alpha=-RATE)
+            return value.detach(), [leaf - RATE * grad for leaf, grad in zip(leaves, grads)]
+
+    return step
+
+
+# --- on DTensors, by torch alone --------------------------------------------------------------------------------------
+
+
+def on_dtensors(params: Params, batch: torch.Tensor, mask: torch.Tensor, mesh: Any) -> Any:
+    leaves = [leaf.requires_grad_() for leaf in vfn.tree.leaves(params)]
+    batch, mask = (distribute_tensor(x, mesh, [Replicate()]) for x in (batch, mask))
+
+    def joined(x: DTensor) -> DTensor:
+        return x.redistribute(placements=[Replicate()])
+
+    def step() -> Any:
+        value = loss(params, batch, mask, lambda x: x, joined)
+        grads = torch.autograd.grad(value, leaves)
+        with torch.no_grad():
+            return value.detach(), [leaf - RATE * grad for leaf, grad in zip(leaves, grads)]
+
+    return step
+
+
+# --- on arrays --------------------------------------------------------------------------------------------------------
+
+
+def on_arrays(params: Params, batch: Any, mask: Any, written_out: bool = True) -> Any:
+    """A step as a pure function: the program as it would be written for one device."""
+    value, grads = vfn.value_and_grad(loss)(params, batch, mask, lambda x: x, lambda x: vfn.with_sharding(x, P()), written_out)
+    updates, _ = OPTIMISER.update(grads, OPTIMISER.init(params), params)
+    return value, vfn.optim.apply_updates(params, updates)
