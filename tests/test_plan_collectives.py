@@ -14,10 +14,13 @@ from torch import fx
 import vescale_fn as vfn
 from vescale_fn.mesh import is_simulated, played_ranks
 from vescale_fn.plan.exchanged import size
-from vescale_fn.plan.graph import collectives
+from vescale_fn.plan.graph import collectives, name_of
 from vescale_fn.plan.passes.axes import axes
 from vescale_fn.plan.passes.buckets import buckets
-from vescale_fn.wire import Collective
+from vescale_fn.plan.passes.draws import draws
+from vescale_fn.plan.passes.scatter import _place, scatter
+from vescale_fn.reshard import OwnPart
+from vescale_fn.wire import Collective, group_size
 
 aten = torch.ops.aten
 
@@ -25,8 +28,8 @@ aten = torch.ops.aten
 class Hand:
     """A graph being written: a value is the list of its nodes, one a rank that this process plays."""
 
-    def __init__(self, mesh: Any) -> None:
-        self.mesh, self.ranks, self.graph, self.feeds = mesh, list(played_ranks(mesh)), fx.Graph(), []
+    def __init__(self, mesh: Any, *ranks: int) -> None:
+        self.mesh, self.ranks, self.graph, self.feeds = mesh, ranks or list(played_ranks(mesh)), fx.Graph(), []
 
     def input(self, block: Any) -> list[fx.Node]:
         """``block(rank)`` on each rank."""
@@ -40,6 +43,19 @@ class Hand:
     def op(self, target: Any, *args: Any, **meta: Any) -> list[fx.Node]:
         """An op on each rank; arguments are values, functions of the rank, or the same for all."""
         return [self.call(target, tuple(self._pick(a, i) for a in args), meta) for i in range(len(self.ranks))]
+
+    def once(self, target: Any, *args: Any) -> list[fx.Node]:
+        """An op on what all ranks have alike: one node for all."""
+        return [self.call(target, tuple(self._pick(a, 0) for a in args))] * len(self.ranks)
+
+    def own(self, x: list[fx.Node], names: tuple[str, ...], dim: int, even: bool = True) -> list[fx.Node]:
+        """Each rank's own part along these axes, in memory of its own."""
+        size, n = x[0].meta["val"].shape[dim], group_size(self.mesh, names)
+        length = -(-size // n)
+        first = {rank: min(size, length * _place(self.mesh, names, rank)) for rank in self.ranks}
+        part = self.op(aten.narrow.default, x, dim, first.__getitem__, lambda rank: min(length, size - first[rank]),
+                       own=OwnPart(self.mesh, names, even))  # fmt: skip
+        return self.op(aten.clone.default, part)
 
     def call(self, target: Any, args: Any, meta: Any = None) -> fx.Node:
         node = self.graph.call_function(target, args)
@@ -211,6 +227,66 @@ def forward_and_again(hand):
     return [hand.exchange("all_gather", w, ("tp",), 0), hand.exchange("all_gather", w, ("tp",), 0, again=7)]
 
 
+def own_part_of_a_sum(hand):
+    return [hand.own(hand.exchange("all_reduce", hand.input(block(4, 3)), ("tp",), "sum"), ("tp",), 0)]
+
+
+def own_parts_of_a_scaled_sum(hand):
+    """The one sum serves two slices, and what it is multiplied by is cut as well."""
+    total = hand.exchange("all_reduce", hand.input(block(3, 4)), ("tp",), "sum")
+    cast = hand.op(aten.to.dtype, hand.op(aten.mul.Tensor, total, hand.input(block(4))), torch.float64)
+    turned = hand.op(aten.t.default, cast)
+    return [hand.own(turned, ("tp",), 0)]
+
+
+def own_part_along_one_of_two_axes(hand):
+    return [hand.own(hand.exchange("all_reduce", hand.input(block(4, 3)), ("dp", "tp"), "sum"), ("tp",), 0)]
+
+
+def own_part_of_a_gather(hand):
+    return [hand.own(hand.exchange("all_gather", hand.input(block(2, 3)), ("dp", "tp"), 1), ("dp", "tp"), 1)]
+
+
+def own_part_along_the_major_axis_of_a_gather(hand):
+    return [hand.own(hand.exchange("all_gather", hand.input(block(2, 3)), ("dp", "tp"), 1), ("dp",), 1)]
+
+
+def own_part_along_the_minor_axis_of_a_gather(hand):
+    return [hand.own(hand.exchange("all_gather", hand.input(block(2, 3)), ("dp", "tp"), 1), ("tp",), 1)]
+
+
+def own_part_of_another_dim(hand):
+    return [hand.own(hand.exchange("all_gather", hand.input(block(2, 4)), ("tp",), 0), ("tp",), 1)]
+
+
+def own_part_of_a_maximum(hand):
+    return [hand.own(hand.exchange("all_reduce", hand.input(block(4)), ("tp",), "max"), ("tp",), 0)]
+
+
+def own_part_of_another_size(hand):
+    return [hand.own(hand.exchange("all_reduce", hand.input(block(5)), ("tp",), "sum"), ("tp",), 0, even=False)]
+
+
+def own_part_and_the_whole(hand):
+    total = hand.exchange("all_reduce", hand.input(block(4)), ("tp",), "sum")
+    return [total, hand.own(total, ("tp",), 0)]
+
+
+def the_first_rows_on_every_rank(hand):
+    """On the first rank this is its own part; on the others it is not."""
+    total = hand.exchange("all_reduce", hand.input(block(4)), ("tp",), "sum")
+    return [hand.op(aten.narrow.default, total, 0, 0, 2)]
+
+
+def own_part_and_the_first_rows(hand):
+    total = hand.exchange("all_reduce", hand.input(block(4)), ("tp",), "sum")
+    return [hand.op(aten.slice.Tensor, total, 0, 0, 2), hand.own(total, ("tp",), 0)]
+
+
+def scattered_up(graph):
+    return scatter(draws(graph))
+
+
 def small(graph):
     return buckets(graph, limit=200, alone=300)
 
@@ -236,6 +312,18 @@ PROGRAMS: dict[str, Any] = {
     "scatters": (scatters, buckets, [(S, "dp,tp", 416)]),
     "written between": (written_between, buckets, None),
     "forward and again": (forward_and_again, buckets, None),
+    "own part of a sum": (own_part_of_a_sum, scattered_up, [(S, "tp", 96)]),
+    "own parts of a scaled sum": (own_parts_of_a_scaled_sum, scattered_up, [(S, "tp", 96)]),
+    "own part along one of two axes": (own_part_along_one_of_two_axes, scattered_up, [(S, "tp", 96), (R, "dp", 48)]),
+    "own part of a gather": (own_part_of_a_gather, scattered_up, []),
+    "own part along the major axis": (own_part_along_the_major_axis_of_a_gather, scattered_up, [(G, "tp", 48)]),
+    "own part along the minor axis": (own_part_along_the_minor_axis_of_a_gather, scattered_up, None),
+    "own part of another dim": (own_part_of_another_dim, scattered_up, None),
+    "own part of a maximum": (own_part_of_a_maximum, scattered_up, None),
+    "own part of another size": (own_part_of_another_size, scattered_up, None),
+    "own part and the whole": (own_part_and_the_whole, scattered_up, None),
+    "the first rows on every rank": (the_first_rows_on_every_rank, scattered_up, None),
+    "own part and the first rows": (own_part_and_the_first_rows, scattered_up, None),
 }  # fmt: skip
 
 
@@ -281,3 +369,112 @@ def test_on_real_ranks(gloo):
             assert found[name][0] == asked(better), name
             for one, other in zip(wanted, found[name][1], strict=True):
                 torch.testing.assert_close(other, one[rank], rtol=1e-14, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# --- draws ------------------------------------------------------------------------------------------------------------
+
+
+def drawn(graph: fx.Graph) -> int:
+    """How many elements a graph draws, or fills with a number."""
+    names = ("draw", "zeros", "ones", "full", "new_zeros", "zeros_like")
+    return sum(node.meta["val"].numel() for node in graph.nodes if name_of(node) in names)
+
+
+def draw(hand, shape, kind="normal", keys=1, params=()):
+    key = hand.once(aten.mul.Tensor, hand.input(lambda rank: torch.tensor([3, 4], dtype=torch.int32)), 1)
+    if keys > 1:
+        key = hand.once(torch.ops.vescale_fn.split.default, key, keys)
+    more = (None, list(shape), list(shape), kind, list(params), torch.float32, torch.device("cpu"))
+    return hand.once(torch.ops.vescale_fn.draw.default, key, *more)
+
+
+def scaled(hand):
+    return [hand.own(hand.once(aten.mul.Tensor, draw(hand, (8, 6)), 0.02), ("tp",), 0)]
+
+
+def turned_and_cast(hand):
+    x = hand.once(aten.permute.default, draw(hand, (3, 8, 2), "uniform", params=(0.0, 1.0)), [1, 2, 0])
+    x = hand.once(aten.to.dtype, x, torch.bfloat16)
+    return [hand.own(x, ("dp", "tp"), 0)]
+
+
+def in_another_shape(hand):
+    x = hand.once(aten.view.default, draw(hand, (8, 3, 2)), [4, 2, 6])
+    return [hand.own(x, ("tp",), 0), hand.own(hand.once(aten.view.default, draw(hand, (2, 4)), [8]), ("tp",), 0)]
+
+
+def split_apart(hand):
+    """One dim that becomes two, and a part of the major one."""
+    return [hand.own(hand.once(aten.view.default, draw(hand, (8, 3)), [4, 2, 3]), ("tp",), 0)]
+
+
+def stacked_by_keys(hand):
+    x = draw(hand, (6,), keys=4)
+    return [hand.own(x, ("tp",), 0), hand.own(draw(hand, (6,), keys=4), ("tp",), 1)]
+
+
+def cut_twice(hand):
+    return [hand.own(hand.own(draw(hand, (8, 6)), ("dp",), 0), ("tp",), 1)]
+
+
+def uneven(hand):
+    return [hand.own(draw(hand, (5, 2)), ("dp", "tp"), 0, even=False)]
+
+
+def shifted_and_masked(hand):
+    x = hand.once(aten.add.Tensor, draw(hand, (8, 6)), hand.once(aten.full.default, [6], 2.0))
+    keep = hand.once(aten.lt.Scalar, draw(hand, (8, 6), "uniform", params=(0.0, 1.0)), 0.5)
+    zeros = hand.once(aten.zeros_like.default, x)
+    return [hand.own(hand.once(aten.where.self, keep, x, zeros), ("tp",), 1)]
+
+
+def normalised(hand):
+    """A sum over what is drawn needs all of it."""
+    x = draw(hand, (8, 6))
+    return [hand.own(hand.once(aten.div.Tensor, x, hand.once(aten.sum.dim_IntList, x, [0])), ("tp",), 0)]
+
+
+def across(hand):
+    """A part of a dim that was made of two, but not of whole entries of the major one."""
+    return [hand.own(hand.once(aten.view.default, draw(hand, (3, 4)), [12]), ("tp",), 0)]
+
+
+def three_of_one(hand):
+    """Parts that every rank takes, on purpose, of one draw: three draws would be no less."""
+    x = draw(hand, (6, 2))
+    return [hand.op(aten.slice.Tensor, x, 0, start, start + 2) for start in (0, 2, 4)]
+
+
+DRAWS: dict[
+    str, Any
+] = {  # elements drawn and filled on a simulated mesh of 4, and after: on all ranks together, on rank 1
+    "scaled": (scaled, 48, 48, 24),
+    "turned and cast": (turned_and_cast, 48, 48, 12),
+    "in another shape": (in_another_shape, 56, 56, 28),
+    "split apart": (split_apart, 24, 24, 12),
+    "stacked by keys": (stacked_by_keys, 48, 48, 24),
+    "cut twice": (cut_twice, 48, 48, 12),
+    "uneven": (uneven, 10, 10, 4),
+    "shifted and masked": (shifted_and_masked, 150, 150, 75),
+    "normalised": (normalised, 48, 48, 48),
+    "across": (across, 12, 12, 12),
+    "three of one": (three_of_one, 12, 12, 12),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_same_bits_from_smaller_draws(name):
+    program, *counts = DRAWS[name]
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+    for ranks in ((), (0,), (1,), (2,), (3,)):  # all in one graph; each by itself, as where it is real
+        hand = Hand(mesh, *ranks)
+        graph = hand.end(*program(hand))
+        better = draws(graph)
+        better.lint()
+        for wanted, found in zip(run(graph, hand.feeds), run(better, hand.feeds), strict=True):
+            for one, other in zip(wanted, found, strict=True):
+                assert other.dtype == one.dtype
+                assert torch.equal(other, one)
+        if ranks in ((), (1,)):
+            assert [drawn(graph), drawn(better)] == [counts[0], counts[1 + len(ranks)]], ranks

@@ -15,11 +15,11 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from . import wire
+from . import _torch, wire
 from .blocks import each
 from .mesh import axes_of, coordinates, groups, played_ranks
 from .spec import P, dim_indices, split_axes
@@ -38,6 +38,14 @@ class Step:
     after: Rows
     loses: int = 0  # the dim that loses the axes: all_gather, all_to_all, embed
     gains: int = 0  # the dim that gains them: slice, reduce_scatter, all_to_all
+
+
+class OwnPart(NamedTuple):
+    """What a recorder knows of a slice: it is each rank's own part along these axes; and whether all are of one size."""
+
+    mesh: Any
+    axes: tuple[str, ...]
+    even: bool
 
 
 @functools.lru_cache(maxsize=8192)
@@ -192,6 +200,8 @@ def _slice(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> A
         held, wanted = (_indices(shape, mesh, rows, rank, dim) for rows in (step.before, step.after))
         if isinstance(held, range) and isinstance(wanted, range):
             part = block.narrow(dim, wanted.start - held.start if wanted else 0, len(wanted))
+            if _torch.dispatch_modes() and (recorder := _torch.recorder()) is not None:
+                recorder.know(part, own=OwnPart(mesh, step.axes, _divides(shape, mesh, step, dim)))
         else:
             part = _take(block, dim, _positions(wanted, held))
         return part.contiguous()

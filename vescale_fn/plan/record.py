@@ -121,6 +121,10 @@ class Recorder(_torch.TorchDispatchMode):
             x = self._constant(x)
         return x._plan_node  # type: ignore[attr-defined]
 
+    def know(self, x: torch.Tensor, **what: Any) -> None:
+        """Note of a plain tensor what only the one who made it knows."""
+        self.node(x).meta.update(what)
+
     def _note(self, fake: torch.Tensor, node: fx.Node) -> None:
         fake._plan_recorder, fake._plan_node = self, node  # type: ignore[attr-defined]
         self._kept.append(fake)

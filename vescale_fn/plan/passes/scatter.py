@@ -7,15 +7,16 @@ One rank sees only its own slice, and the first rank's part is what a program ma
 
 from __future__ import annotations
 
-import math
+import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
-from ...mesh import coordinates, played_ranks, same
-from ...wire import Collective
-from ..exchanged import carried_out, collective_of, given, got, gets_same, over
+from ...mesh import axes_of, coordinates, played_ranks, same
+from ...wire import Collective, group_size
+from ..exchanged import carried_out, collective_of, erase_unused, gets_same, given, got, over
 from ..graph import changed, collectives, copied, name_of, value
 from .slices import part_of
 
@@ -59,7 +60,10 @@ def _smaller(collective: Collective, axes: tuple[str, ...], dim: int) -> Sequenc
     if collective.kind == "all_reduce" and collective.params == ("sum",) and set(axes) <= set(collective.axes):
         rest = tuple(name for name in collective.axes if name not in axes)
         scattered = over(collective, axes, dim, kind="reduce_scatter")
-        return [scattered, over(collective, rest)] if rest else [scattered]
+        if not rest:
+            return [scattered]
+        each = collective.elements // group_size(collective.mesh, axes)
+        return [scattered, dataclasses.replace(over(collective, rest), elements=each)]
     if collective.kind == "all_gather" and collective.params == (dim,) and collective.axes[: len(axes)] == axes:
         rest = collective.axes[len(axes) :]
         return [over(collective, rest)] if rest else []
@@ -70,17 +74,34 @@ def _use(graph: fx.Graph, node: fx.Node, axes: tuple[str, ...], parts: Sequence[
     """Let the ranks' parts stand in the place of the slices that they were."""
     mesh = collective_of(node).mesh
     ranks = list(played_ranks(mesh))
-    sizes = dict(zip(axes, (collective_of(node).mesh.size(i) for i in ())))
-    del sizes
-    for place, whole in list(got(node).items()):
+    for place, whole in got(node).items():
         for user in list(whole.users):
             part = part_of(user)
             assert part is not None
-            at = part.start // part.length if part.length else 0
-            mine = next(i for i, rank in enumerate(ranks)
-                        if gets_same(node, place, i) and _place(mesh, axes, rank) == at)  # fmt: skip
-            user.replace_all_uses_with(_settled(parts[mine], user))
+            mine = next(
+                i for i, rank in enumerate(ranks)
+                if gets_same(node, place, i) and _place(mesh, axes, rank) * part.length == part.start)  # fmt: skip
+            user.replace_all_uses_with(parts[mine])
             graph.erase_node(user)
+            if isinstance(parts[mine].target, (Collective, type(operator.getitem))):
+                _drop_copies(graph, parts[mine])
         if whole is not node:
             graph.erase_node(whole)
     graph.erase_node(node)
+    erase_unused(graph, parts)
+
+
+def _drop_copies(graph: fx.Graph, x: fx.Node) -> None:
+    """What was copied because it was a part of something needs no copy."""
+    for user in list(x.users):
+        if name_of(user) == "clone" and len(x.users) == 1 and value(user).stride() == value(x).stride():
+            user.replace_all_uses_with(x)
+            graph.erase_node(user)
+
+
+def _place(mesh: Any, axes: tuple[str, ...], rank: int) -> int:
+    """A rank's place along `axes`, major first."""
+    place, at, sizes = 0, coordinates(mesh, rank), axes_of(mesh)
+    for name in axes:
+        place = place * sizes[name] + at[name]
+    return place

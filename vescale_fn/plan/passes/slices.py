@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ..graph import changed, copied, is_aten, name_of, value
 
@@ -44,7 +45,13 @@ class Call(NamedTuple):
     val: torch.Tensor | None = None
 
 
-Rule = Callable[[fx.Graph, fx.Node, Range], "Call | None"]  # from a call and a part of its result to what gives that part
+Rule = Callable[
+    [fx.Graph, fx.Node, Range], "Call | None"
+]  # from a call and a part of its result to what gives that part
+
+
+def _args(node: fx.Node) -> Any:
+    return node.args
 
 
 def part_of(node: fx.Node) -> Range | None:
@@ -52,11 +59,11 @@ def part_of(node: fx.Node) -> Range | None:
     name = name_of(node)
     if name not in ("narrow", "slice") or node.target is _aten.narrow.Tensor:
         return None
-    shape = value(node.args[0]).shape  # type: ignore[arg-type]
-    dim, start, *rest = (*node.args[1:], *(0, 0)[len(node.args) - 1 :])
+    shape = value(_args(node)[0]).shape
+    dim, start, *rest = (*_args(node)[1:], *(0, 0)[len(_args(node)) - 1 :])
     if name == "slice" and (rest[1:] not in ([], [1]) or node.kwargs):
         return None
-    dim = dim % len(shape)  # type: ignore[operator]
+    dim = dim % len(shape)
     start = start or 0
     if not isinstance(start, int):
         return None
@@ -68,33 +75,33 @@ def moved_up(graph: fx.Graph, rules: Mapping[str, Rule]) -> fx.Graph:
     """The graph in which slices have gone up as far as `rules` (by the names of ops) and those of this file take them."""
     graph = copied(graph)
     hot = changed(graph)
-    for node in reversed(list(graph.nodes)):
+    waiting = list(graph.nodes)
+    while waiting:
+        node = waiting.pop()
         rule = rules.get(name_of(node)) or _rule(node)
         if rule is None or node in hot:
             continue
-        parts = {user: part_of(user) for user in node.users}
-        if not parts or None in parts.values() or any(user in hot for user in parts) or not _worth(node, parts):
+        parts = {user: part for user in node.users if (part := part_of(user)) is not None and user not in hot}
+        if not parts or len(parts) < len(node.users) or not _worth(node, parts):
             continue
         made: dict[Range, fx.Node | None] = {}
         for user, part in parts.items():
             if part not in made:
-                made[part] = _called(graph, node, user, part, rule)  # type: ignore[arg-type, index]
+                made[part] = _called(graph, node, user, part, rule)
         if None in made.values():
             _erase(graph, made.values())
             continue
         for user, part in parts.items():
-            user.replace_all_uses_with(made[part])  # type: ignore[arg-type, index]
+            user.replace_all_uses_with(made[part])
             graph.erase_node(user)
         graph.erase_node(node)
+        waiting += [x for x in made.values() if x is not None]  # of which only a slice may be used, again
     return graph
 
 
-def _worth(node: fx.Node, parts: Mapping[fx.Node, Range | None]) -> bool:
-    different = set(parts.values())
-    return len(different) == 1 or (
-        all("own" in user.meta for user in parts)
-        and sum(math.prod(value(user).shape) for user in parts) <= math.prod(value(node).shape)
-    )
+def _worth(node: fx.Node, parts: Mapping[fx.Node, Range]) -> bool:
+    sizes = {part: value(user).numel() for user, part in parts.items()}
+    return len(sizes) == 1 or (all("own" in user.meta for user in parts) and sum(sizes.values()) <= value(node).numel())
 
 
 def _called(graph: fx.Graph, node: fx.Node, user: fx.Node, part: Range, rule: Rule) -> fx.Node | None:
@@ -117,15 +124,27 @@ def _called(graph: fx.Graph, node: fx.Node, user: fx.Node, part: Range, rule: Ru
     val = call.val
     try:
         if val is None:
-            args, kwargs = fx.node.map_arg((made.args, made.kwargs), value)
+            args, kwargs = map_arg((made.args, made.kwargs), value)
             val = call.target(*args, **kwargs)
     except RuntimeError:  # a view that the memory of the part does not allow
         pass
-    if val is None or not (val.is_contiguous() or val.stride() == value(user).stride()):
+    if val is None or not _lies_as_well(val, value(user)):
         _erase(graph, new)
         return None
-    made.meta = {**{key: what for key, what in node.meta.items() if key != "own"}, "val": val}
+    made.meta = {**node.meta, "val": val}
+    if made.target is _aten.narrow.default and isinstance(
+        call.args[0], fx.Node
+    ):  # two slices of one dim are neither of them
+        made.meta.pop("own", None)
     return made
+
+
+def _lies_as_well(x: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether every view of `before` can be one of `x`: it lies in the same order, without gaps, or in the same way."""
+    if x.is_contiguous() or x.stride() == before.stride():
+        return True
+    dims = sorted((d for d in range(x.ndim) if x.shape[d] > 1), key=before.stride)
+    return all(x.stride(d) == math.prod(x.shape[inner] for inner in dims[:i]) for i, d in enumerate(dims))
 
 
 def _erase(graph: fx.Graph, nodes: Iterable[fx.Node | None]) -> None:
@@ -142,11 +161,11 @@ _LIKE = {"zeros_like", "ones_like", "full_like", "empty_like", "_to_copy", "to",
 def _rule(node: fx.Node) -> Rule | None:
     if not is_aten(node):
         return None
-    name, op = name_of(node), node.target
+    name, op = name_of(node), cast(Any, node.target)
     if name in _VIEWS:
         return _VIEWS[name]
-    by_element = torch.Tag.pointwise in op.tags or name in _LIKE  # type: ignore[union-attr]
-    return _by_element if by_element and not op._schema.is_mutable else None  # type: ignore[union-attr]
+    by_element = torch.Tag.pointwise in op.tags or name in _LIKE
+    return _by_element if by_element and not op._schema.is_mutable else None
 
 
 def _by_element(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
@@ -160,53 +179,53 @@ def _by_element(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
         return Cut(a, part._replace(dim=dim)) if dim >= 0 and value(a).shape[dim] == size != 1 else a
 
     kwargs = {k: of(a) for k, a in node.kwargs.items()}
-    if any(isinstance(a, (list, tuple)) for a in node.args) or any(isinstance(a, Cut) for a in kwargs.values()):
+    if any(isinstance(a, (list, tuple)) for a in _args(node)) or any(isinstance(a, Cut) for a in kwargs.values()):
         return None
-    return Call(node.target, tuple(map(of, node.args)), kwargs)
+    return Call(node.target, tuple(map(of, _args(node))), kwargs)
 
 
 # --- views ------------------------------------------------------------------------------------------------------------
 
 
 def _same_dims(graph: fx.Graph, node: fx.Node, part: Range) -> Call:
-    return Call(node.target, (Cut(node.args[0], part), *node.args[1:]), dict(node.kwargs))  # type: ignore[arg-type]
+    return Call(node.target, (Cut(_args(node)[0], part), *_args(node)[1:]), dict(node.kwargs))
 
 
 def _permuted(order: Callable[[fx.Node, int], Sequence[int]]) -> Rule:
     def rule(graph: fx.Graph, node: fx.Node, part: Range) -> Call:
         ndim = value(node).ndim
         dim = order(node, ndim)[part.dim] % ndim
-        return Call(node.target, (Cut(node.args[0], part._replace(dim=dim)), *node.args[1:]), dict(node.kwargs))  # type: ignore[arg-type]
+        return Call(node.target, (Cut(_args(node)[0], part._replace(dim=dim)), *_args(node)[1:]), dict(node.kwargs))
 
     return rule
 
 
 def _transposed(node: fx.Node, ndim: int) -> list[int]:
     order = list(range(ndim))
-    one, other = (node.args[1] % ndim, node.args[2] % ndim) if len(node.args) > 1 else (0, ndim - 1)  # type: ignore[operator]
+    one, other = (_args(node)[1] % ndim, _args(node)[2] % ndim) if len(_args(node)) > 1 else (0, ndim - 1)
     order[one], order[other] = other, one
     return order
 
 
 def _unsqueezed(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
-    at = node.args[1] % value(node).ndim  # type: ignore[operator]
+    at = _args(node)[1] % value(node).ndim
     if part.dim == at:
         return None
-    return Call(node.target, (Cut(node.args[0], part._replace(dim=part.dim - (part.dim > at))), at), {})  # type: ignore[arg-type]
+    return Call(node.target, (Cut(_args(node)[0], part._replace(dim=part.dim - (part.dim > at))), at), {})
 
 
 def _expanded(graph: fx.Graph, node: fx.Node, part: Range) -> Call:
-    x, shape = node.args[0], list(value(node).shape)
-    size, dim = shape[part.dim], part.dim - (len(shape) - value(x).ndim)  # type: ignore[arg-type]
+    x, shape = _args(node)[0], list(value(node).shape)
+    size, dim = shape[part.dim], part.dim - (len(shape) - value(x).ndim)
     shape[part.dim] = part.length
-    whole = dim < 0 or value(x).shape[dim] != size or size == 1  # type: ignore[arg-type]
-    return Call(node.target, (x if whole else Cut(x, part._replace(dim=dim)), shape), {})  # type: ignore[arg-type]
+    whole = dim < 0 or value(x).shape[dim] != size or size == 1
+    return Call(node.target, (x if whole else Cut(x, part._replace(dim=dim)), shape), {})
 
 
 def _reshaped(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
     """Where the part is whole entries of one dim of the argument."""
-    x, shape = node.args[0], list(value(node).shape)
-    before = value(x).shape  # type: ignore[arg-type]
+    x, shape = _args(node)[0], list(value(node).shape)
+    before = value(x).shape
     if 0 in shape:
         return None
     inner, outer = math.prod(shape[part.dim + 1 :]), math.prod(shape[: part.dim])
@@ -217,14 +236,25 @@ def _reshaped(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
             if start % each or length % each:
                 return None
             shape[part.dim] = part.length
-            return Call(node.target, (Cut(x, Range(dim, start // each, length // each)), shape), {})  # type: ignore[arg-type]
+            return Call(node.target, (Cut(x, Range(dim, start // each, length // each)), shape), {})
     return None
 
 
+def _sliced(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
+    x, first = _args(node)[0], part_of(node)
+    if first is None:
+        return None
+    if first.dim == part.dim:
+        return Call(_aten.narrow.default, (x, part.dim, first.start + part.start, part.length), {})
+    return Call(_aten.narrow.default, (Cut(x, part), *first), {})
+
+
 _VIEWS: dict[str, Rule] = {
+    "narrow": _sliced,
+    "slice": _sliced,
     "t": _permuted(_transposed),
     "transpose": _permuted(_transposed),
-    "permute": _permuted(lambda node, ndim: node.args[1]),  # type: ignore[arg-type, return-value]
+    "permute": _permuted(lambda node, ndim: _args(node)[1]),
     "unsqueeze": _unsqueezed,
     "expand": _expanded,
     "view": _reshaped,
