@@ -401,6 +401,11 @@ def recorder() -> Any:
     return None
 
 
+def is_recorded() -> bool:
+    """Whether a plan is being recorded."""
+    return dispatch_modes() > 0 and recorder() is not None
+
+
 def is_traced() -> bool:
     """Whether `make_fx` (and so `torch.func.linearize`) is tracing."""
     return _tracer() is not None

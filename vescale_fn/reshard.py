@@ -317,7 +317,7 @@ def run_together(xs: Sequence[Any], shapes: Sequence[tuple[int, ...]], mesh: Any
     for i, steps in enumerate(plans):
         if steps and steps[0].kind == "all_reduce":
             buckets.setdefault((steps[0].axes, xs[i].dtype), []).append(i)
-    for (axes, _), members in buckets.items():
+    for (axes, _), members in () if _torch.is_recorded() else buckets.items():  # of those a pass makes buckets, by size
         elements = sum(_largest(shapes[i], mesh, plans[i][0].before) for i in members)
         reduced = all_reduce_bucket([xs[i] for i in members], mesh, axes, why, elements)
         for i, value in zip(members, reduced, strict=True):

@@ -84,10 +84,11 @@ class Collective:
                 watch.about_to_send(
                     [(f"leaf {i}" if len(xs) > 1 else "", text(x)) for i, x in enumerate(xs)], self.told()
                 )
-            if row.after is _first and row.before is _whole and _PLAIN.issuperset(map(type, xs)) and len(xs) > 1:
+            apart = len(xs) == 1 or _torch.is_recorded()  # of what is recorded a pass makes buckets, by size
+            if not apart and row.after is _first and row.before is _whole and _PLAIN.issuperset(map(type, xs)):
                 return _torch.unflattened(row.move(replace(self, fresh=True), _torch.flattened(xs)), xs)
             opened = [_opened(self, row.before(self, x)) for x in xs]
-            if len(xs) == 1 or any(one.ragged for one in opened):
+            if apart or any(one.ragged for one in opened):
                 moved = [_own(row.move(self, one.pieces), one.pieces) for one in opened]
             else:
                 flat = [one.pieces.reshape(one.pieces.shape[0], -1) for one in opened]

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from .graph import Pass
+from .passes.axes import axes
+from .passes.buckets import buckets
 from .passes.common import common
 from .passes.dead import dead
+from .passes.draws import draws
+from .passes.scatter import scatter
 from .passes.views import views
 
 PASSES: tuple[Pass, ...] = (
     dead,
+    draws,
+    scatter,
     views,
     common,
     dead,
+    axes,
+    buckets,
 )

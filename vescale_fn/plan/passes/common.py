@@ -1,6 +1,8 @@
 """What is computed twice of the same values is computed once, collectives among it.
 
-What `remat` repeats stays repeated: it was to be forgotten in between. Draws are functions of their keys, and merge.
+A rank's own part is another value than the same slice taken on every rank, though on one rank the two are equal: all ranks
+are to merge the same calls. What `remat` repeats stays repeated: it was to be forgotten in between. Draws are functions of
+their keys, and merge.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def common(graph: fx.Graph) -> fx.Graph:
     for node in work.calls():
         if not _is_function(node) or not work.fixed.isdisjoint(node.all_input_nodes):
             continue
-        what = node.target, key(node.args), key(node.kwargs), node.meta.get("again")
+        what = node.target, key(node.args), key(node.kwargs), node.meta.get("again"), node.meta.get("own")
         try:
             first = seen.setdefault(what, node)
         except TypeError:  # an argument that cannot be compared
