@@ -2,6 +2,7 @@
 
 import html.parser
 import inspect
+import linecache
 import math
 import re
 
@@ -199,6 +200,78 @@ def test_show_of_one_value_and_of_nothing(grid) -> None:
     torch.func.grad(lambda p: seen.append(repr(vfn.show({"p": p}))) or p.sum())(x)
     assert all("f32[6@tp+dp]" in text for text in seen)
     assert mesh.axes_of(x.device_mesh) == {"dp": 2, "tp": 3}
+
+
+# --- the user's line ------------------------------------------------------------------------------------------------
+
+
+def body_of(x, w):
+    h = x @ w  # the product
+    h = h.tanh()
+    return h.cumsum(0)  # the scan
+
+
+def loss_of(x, w):
+    return body_of(x, w).square().sum()
+
+
+def lines_of(log) -> list[tuple[str, str, bool]]:
+    """What of each record's line stands behind its #, with its op."""
+    return [(r.op, linecache.getline(*_file_and_line(r.line)).partition("#")[2].strip(), r.backward) for r in log]
+
+
+def _file_and_line(place: str) -> tuple[str, int]:
+    file, _, number = place.rpartition(":")
+    return file, int(number)
+
+
+WAYS = {
+    "grad": lambda f, x, w: vfn.grad(f)(w),  # a way
+    "backward": lambda f, x, w: f(w.clone().requires_grad_()).backward(),  # a way
+    "func": lambda f, x, w: torch.func.grad(f)(w),  # a way
+    "vjp": lambda f, x, w: vfn.vjp(f, w)[1](torch.ones(())),  # a way
+    "nested": lambda f, x, w: vfn.grad(lambda w: vfn.grad(f)(w).sum())(w),  # a way
+    "remat": lambda f, x, w: vfn.grad(vfn.remat(f))(w),  # a way
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_move_of_the_backward_pass_is_told_at_the_line_of_its_op(grid, way: str) -> None:
+    """The gradient of a scan needs the whole dim, as the scan did; that of the product sums over the rows."""
+    x, w = vfn.shard(torch.ones(6, 6), grid, P("dp")), vfn.shard(torch.ones(6, 6), grid, P())
+    with vfn.comm_log() as log:
+        WAYS[way](lambda w: loss_of(x, w), x, w)
+    told = lines_of(log)
+    assert ("all_gather", "the scan", False) in told
+    assert {place for op, place, backward in told if op == "all_gather" and backward} <= {"the scan"}
+    assert {place for _, place, _ in told} <= {"the scan", "the product", "a way"}, log
+    if way in ("grad", "backward", "func"):
+        assert sum(place == "a way" for *_, place, _ in told) <= 1, log  # the gradient brought to the layout of w
+
+
+def test_the_line_of_a_collective_in_a_body(grid) -> None:
+    def body(w, x):
+        y = vfn.pvary(w, "dp") * x  # goes back as a sum
+        return vfn.psum(y.sum(0), "dp")
+
+    def loss(w, x):
+        return vfn.shard_map(body, mesh=grid, in_specs=(P(), P("dp")), out_specs=P())(w, x).sum()
+
+    w, x = vfn.shard(torch.ones(3), grid, P()), vfn.shard(torch.ones(6, 3), grid, P("dp"))
+    with vfn.comm_log() as log:
+        vfn.grad(loss)(w, x)
+    assert ("all_reduce", "goes back as a sum", True) in lines_of(log), log
+
+
+def test_a_line_that_was_not_logged(grid) -> None:
+    """Of a forward pass outside of the block nothing is known: the line of the backward call."""
+    w = vfn.shard(torch.ones(6, 6), grid, P("dp")).requires_grad_()
+    y = vfn.with_sharding(w, P(None, "dp")).square().sum()
+    with vfn.comm_log() as log:
+        y.backward()  # here
+    assert {place for *_, place, _ in lines_of(log)} == {"here"}
+    assert all(r.backward for r in log)
+    assert vfn.places._lines == []  # nothing is kept
 
 
 # --- strict -----------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from programs import PROGRAMS, Program, mean_square, mlp, tensor_parallel
 import vescale_fn as vfn
 from vescale_fn import P, gradient, interpreter, reshard, spec, tree, wire
 from vescale_fn.blocks import Blocks
-from vescale_fn.ops import rules
 from vescale_fn.random import placed
+from vescale_fn.rules import table as rules
 
 # mesh sizes, and the axes that play the roles of data and tensor
 MESHES = {

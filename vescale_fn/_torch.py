@@ -622,6 +622,18 @@ def needs_gradient(x: torch.Tensor) -> bool:
 autograd_count = torch.autograd._get_sequence_nr  # how many nodes this thread has made; each knows its number
 
 
+engine_code = getattr(
+    torch.autograd.graph, "_engine_run_backward", dispatch_to_own
+).__code__  # the frame of a backward pass
+_running = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+
+def running_node() -> int | None:
+    """The number of the node whose backward is running in this thread, or None."""
+    node = _running()
+    return None if node is None else node._sequence_nr()
+
+
 def made_after(x: torch.Tensor, count: int) -> bool:
     """Whether autograd made `x` when it had already made `count` nodes."""
     return x.grad_fn is not None and x.grad_fn._sequence_nr() >= count

@@ -18,6 +18,7 @@ from . import _torch, blocks, context, interpreter, linear, marks, reshard
 from .blocks import Blocks
 from .errors import InPlaceError, MeshError, SpecError, described, mesh_text, report, short
 from .layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
+from .merged import Merged
 from .mesh import SimulatedMesh, axes_of, coordinates, is_simulated, played_ranks, rebuild_mesh, same
 from .spec import (
     P,
@@ -142,6 +143,9 @@ class Array(DTensor):
 
 
 def _refuse_simulated_checkpoint(x: Array) -> None:
+    if any(isinstance(entry, Merged) for entry in layout(x._spec)):
+        raise SpecError(report("torch.distributed.checkpoint", "this array's blocks are no contiguous parts of it",
+                               [x.type_text], "vfn.with_sharding(x, P(...)) first"))  # fmt: skip
     if is_simulated(x._spec.mesh):
         raise MeshError(report("torch.distributed.checkpoint", "a simulated mesh has one process for all ranks",
                                [repr(x).splitlines()[0]], "save vfn.unshard(tree)"))  # fmt: skip
@@ -181,7 +185,7 @@ def _marked(x: Array, reduced: frozenset[str], parameter: bool) -> Array:
     return x
 
 
-torch.serialization.add_safe_globals([Array, Blocks, SimulatedMesh, P, _rebuild, rebuild_mesh, rebuild_spec])
+torch.serialization.add_safe_globals([Array, Blocks, Merged, SimulatedMesh, P, _rebuild, rebuild_mesh, rebuild_spec])
 
 
 def wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...] | None = None) -> Array:
@@ -321,7 +325,7 @@ def _before(row: tuple[str, ...], taken: set[str]) -> tuple[str, ...]:
     n = 0
     while n < len(row) and row[n] not in taken:
         n += 1
-    return row[:n]
+    return row if n == len(row) else row[:n]
 
 
 def _local(x: Any, mesh: Any) -> Any:
@@ -387,7 +391,10 @@ def _one_dim_in(spec: P) -> P:
 def only_along(spec: P, axes: Iterable[str]) -> P:
     """The part of a spec that speaks of these axes."""
     axes = frozenset(axes)
-    rows = [tuple(a for a in row if a in axes) for row in split_axes(spec, len(spec))]
+    rows = [row if axes.issuperset(row) else tuple(a for a in row if a in axes) for row in split_axes(spec, len(spec))]
+    if any(isinstance(row, Merged) and kept and kept != row for row, kept in zip(spec, rows)):
+        raise SpecError(report("shard_map", f"some axes of {spec!r} are manual and some are not, and they split one dim",
+                               fix="a layout that a list of axes says: vfn.with_sharding(x, P(...)) before"))  # fmt: skip
     return from_split_axes(rows, spec.unreduced & axes, spec.reduced & axes)
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from . import agreement, array, context, marks, tree
+from . import agreement, array, context, marks, places, tree
 from .blocks import Blocks
 from .errors import VfnError, meant, mesh_text, report, short
 from .layout import type_text
 from .lines import readable
+from .merged import Merged
 from .mesh import axes_of, coordinates
 from .spec import P, local_indices, shard_shape, split_axes
 from .wire import OPS, Record
@@ -59,18 +60,23 @@ class CommLog:
         if not self.records:
             return "no collective"
         rows = [("op", "axis", "bytes", "why", "line")]
-        rows += [(r.op, r.axis, str(r.bytes), r.why, readable(r.line)) for r in self.records]
+        rows += [(r.op, r.axis, str(r.bytes), r.why, _place(r)) for r in self.records]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[4]]) for row in rows)
+
+
+def _place(record: Record) -> str:
+    said = not record.backward or record.why.endswith("(backward)")
+    return readable(record.line) + ("" if said else " (backward)")
 
 
 @contextlib.contextmanager
 def comm_log() -> Iterator[CommLog]:
     """Record every collective that runs inside a ``with`` block, forward and backward.
 
-    Each has the op, the mesh axes, the bytes it held on one rank, why it ran, and the user's source line. On a
-    simulated mesh a collective counts once, as it does on each rank of a real one; over an axis of size 1 nothing
-    travels.
+    Each has the op, the mesh axes, the bytes it held on one rank, why it ran, and the user's source line; in a backward
+    pass ``backward=True`` and the line of the forward op, if that ran in the block too. On a simulated mesh a collective
+    counts once, as it does on each rank of a real one; over an axis of size 1 nothing travels.
 
     >>> import torch, vescale_fn as vfn
     >>> with vfn.simulate(2):
@@ -82,7 +88,7 @@ def comm_log() -> Iterator[CommLog]:
     (1, 'dp', 4)
     """
     log = CommLog()
-    with context.logging_to(log):
+    with context.logging_to(log), places.noted():
         yield log
 
 
@@ -197,6 +203,8 @@ def _picture(x: Any, body: Any) -> str:
     if mesh is None or not 1 <= x.ndim or x.numel() == 0:
         return ""
     axes, spec = axes_of(mesh), array.spec_of(x)
+    if any(isinstance(entry, Merged) for entry in spec):  # blocks of many pieces
+        return ""
     dims = [d for d, row in enumerate(split_axes(spec, x.ndim)) if row][:2] or [x.ndim - 1]
     if len(dims) == 1 and x.ndim > 1:  # beside the one split dim, the neighbour that shows which way it runs
         dims = [dims[0] - 1, dims[0]] if dims[0] == x.ndim - 1 else [dims[0], dims[0] + 1]

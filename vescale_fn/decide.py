@@ -25,8 +25,9 @@ from .mesh import axes_of, coordinates, is_part, is_simulated, played_ranks, sam
 from .propagator import propagated
 from .rules.rule import Call, Rule, T
 from .rules.table import find
-from .spec import P, from_split_axes, local_indices, split_axes
+from .spec import P, axes_named, from_split_axes, local_shape, split_axes
 from .stateful import is_seeded, refuse_seeded
+from .taking_apart import apart, has_merged
 
 STEP_BY_STEP, PLAIN, VIEW, WRITE = range(4)  # the ways to carry a decision out
 
@@ -97,7 +98,7 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
     if rule is not None and outs is not None:
         shapes = [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs]
         lying = [(spec, tuple(x.shape)) for spec, x in zip(specs, tensors, strict=True)]
-        solved = _solve(rule, lying, shapes, axes_of(mesh), pinned)
+        solved = _solved(rule, lying, shapes, axes_of(mesh), pinned)
     else:
         solved, rule = propagated(func, args, kwargs, tensors, outs, mesh), Rule((), ())
     if solved is None or outs is None:
@@ -191,10 +192,36 @@ def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, 
     return outs, many
 
 
+def _stays_partial(axis: str, rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence[Any],
+                   pinned: Sequence[int]) -> bool:  # fmt: skip
+    """Whether results are left as partial sums over an axis: where all that they are linear in is partial; or where some
+    is, as large as a result, and the rest lies whole along the axis, so that one rank alone can add it: a bias."""
+    lying = [args[i] for i in rule.linear]
+    partial = [axis in spec.unreduced for spec, _ in lying]
+    if all(partial) or not any(partial):
+        return bool(lying) and all(partial)
+    sizes = {math.prod(out or ()) for out in outs}
+    return all(math.prod(shape) in sizes if is_partial else i not in pinned and axis not in axes_named(spec)
+               for i, (spec, shape), is_partial in zip(rule.linear, lying, partial, strict=True))  # fmt: skip
+
+
+def _solved(rule: Rule, args: list[tuple[P, tuple[int, ...]]], outs: Sequence[Any], axes: dict[str, int],
+            pinned: Sequence[int]) -> tuple[list[P], list[P], list[tuple[str, ...]]]:  # fmt: skip
+    """How arguments must lie and results do, and the axes over which each result is folded."""
+    if not has_merged(rule, args):
+        return _solve(rule, args, outs, axes, pinned)
+    fine, lying, sizes, together = apart(rule, args, outs, axes)
+    targets, out_specs, folds = _solve(fine, lying, sizes, axes, pinned)
+    targets = [args[i][0] if i in rule.shape_only else together(spec, labels, args[i][1])
+               for i, (spec, labels) in enumerate(zip(targets, rule.ins, strict=True))]  # fmt: skip
+    out_specs = [together(spec, labels, shape or ()) for spec, labels, shape in zip(out_specs, rule.outs, outs)]
+    return targets, out_specs, folds
+
+
 def _solve(rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence[Any], axes: dict[str, int],
            pinned: Sequence[int]) -> tuple[list[P], list[P], list[tuple[str, ...]]]:  # fmt: skip
     """Which axes split which label: the larger tensor stays where it is, the smaller one moves."""
-    kept = {axis for axis in axes if rule.linear and all(axis in args[i][0].unreduced for i in rule.linear)}
+    kept = {axis for axis in axes if _stays_partial(axis, rule, args, outs, pinned)}
     votes: dict[Any, dict[tuple[str, ...], float]] = {}
     sizes: dict[Any, set[int]] = {}
     for i, (spec, shape) in enumerate(args):
@@ -255,6 +282,5 @@ def _local_sizes(rule: Rule, func: Any, outs: Any, out_specs: Sequence[P], mesh:
     position = next(i for i, argument in enumerate(func._schema.arguments) if argument.name == rule.sizes)
     axes = axes_of(mesh)
     return position, tuple(
-        tuple(map(len, local_indices(tuple(outs[0].shape), axes, out_specs[0], coordinates(mesh, rank))))
-        for rank in played_ranks(mesh)
+        local_shape(tuple(outs[0].shape), axes, out_specs[0], coordinates(mesh, rank)) for rank in played_ranks(mesh)
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from . import _torch, blocks, context, replicas, reshard
+from . import _torch, blocks, context, places, replicas, reshard
 from .aliases import after_write, check_writable, note_copy, note_views, remember_sums
 from .arguments import bind, replace, tensors_in
 from .blocks import Blocks
@@ -56,6 +56,8 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     """Carry out one aten op on arrays of class `cls`."""
     if _torch.dispatch_modes() and _torch.is_traced():
         return _torch.as_one_step(func, args, kwargs or {}, lambda: dispatch(cls, func, args, kwargs))
+    if places.listening:
+        places.note()
     key = [func]
     for a in args:
         key.append(a._spec if a.__class__ is cls else _key(a))

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch
 from .errors import dtype_text
+from .merged import parts_of
 from .mesh import axes_of
 from .spec import P, from_placements, split_axes, to_placements
 
@@ -27,7 +28,8 @@ def spec_for(mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...], dty
 @functools.lru_cache(maxsize=65536)
 def layout(spec: Any) -> P:
     """The `P` of a DTensorSpec."""
-    return from_placements(spec.placements, axes_of(spec.mesh), len(spec.tensor_meta.shape))
+    shape = spec.tensor_meta.shape
+    return from_placements(spec.placements, axes_of(spec.mesh), len(shape), tuple(shape))
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -47,7 +49,8 @@ def axes_items(mesh: Any) -> tuple[tuple[str, int], ...]:
 def type_text(shape: Sequence[int], dtype: torch.dtype, spec: P) -> str:
     """A value's type on one short line: ``f32[8@dp,4]{U:tp}``."""
     rows = split_axes(spec, len(shape))
-    dims = [f"{size}@{'+'.join(names)}" if names else str(size) for size, names in zip(shape, rows, strict=True)]
+    dims = ["*".join(f"{n}@{'+'.join(names)}" if names else str(n) for n, names in parts_of(row, size))
+            for size, row in zip(shape, rows, strict=True)]  # fmt: skip
     return f"{dtype_text(dtype)}[{','.join(dims)}]" + "".join(
         f"{{{letter}:{','.join(sorted(names))}}}"
         for letter, names in (("U", spec.unreduced), ("R", spec.reduced))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from . import _torch
+from . import _torch, places
 
 
 class LinearMap(Protocol):
@@ -73,6 +73,8 @@ def apply(op: LinearMap, *xs: Any) -> tuple[Any, ...]:
         (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or _torch.forward_ad_active()
     ):
         return _run(op, xs)
+    if places.listening:
+        places.note(made=False)
     return _torch.apply(_Linear, op, *xs)
 
 

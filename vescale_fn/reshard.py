@@ -12,17 +12,19 @@ first; a gather comes last. And only the minor-most axes of a dim can be taken a
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from . import _torch, wire
 from .blocks import each
+from .merged import Merged, common, parts_of, taken_apart
 from .mesh import axes_of, coordinates, groups, played_ranks
-from .spec import P, dim_indices, split_axes
+from .spec import P, dim_indices, from_split_axes, split_axes
 
 Rows = tuple[tuple[str, ...], ...]
 LOCAL_KINDS = ("slice", "embed", "keep_first")  # steps without communication
@@ -38,6 +40,7 @@ class Step:
     after: Rows
     loses: int = 0  # the dim that loses the axes: all_gather, all_to_all, embed
     gains: int = 0  # the dim that gains them: slice, reduce_scatter, all_to_all
+    apart: tuple[tuple[int, ...], ...] = ()  # where dims are merged ones: the sizes that each dim is taken apart into
 
 
 class OwnPart(NamedTuple):
@@ -51,7 +54,28 @@ class OwnPart(NamedTuple):
 @functools.lru_cache(maxsize=8192)
 def plan(shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], source: P, target: P) -> tuple[Step, ...]:
     """The steps that bring an array of `shape` from `source` to `target` on a mesh with these (name, size) axes."""
-    return tuple(_steps(shape, dict(axes), source, target))
+    if not any(isinstance(row, Merged) for row in (*source, *target)):
+        return tuple(_steps(shape, dict(axes), source, target))
+    steps = _taken_apart(shape, axes, source, target)
+    return (*plan(shape, axes, source, P()), *plan(shape, axes, P(), target)) if steps is None else steps
+
+
+def _taken_apart(shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], source: P, target: P) -> Any:
+    """The steps between layouts with merged dims: those of the array whose dims have been taken apart. None if there is
+    no way to take them apart for both layouts."""
+    before, after = split_axes(source, len(shape)), split_axes(target, len(shape))
+    cut = [common(*([n for n, _ in parts_of(row, size)] for row in rows)) for size, *rows in zip(shape, before, after)]
+    if None in cut:
+        return None
+    apart = tuple(sizes or (1,) for sizes in cut)
+    specs = []
+    for rows, spec in ((before, source), (after, target)):
+        found = [taken_apart(row, size, sizes, dict(axes)) for row, size, sizes in zip(rows, shape, apart, strict=True)]
+        if not all(said for _, said in found):
+            return None
+        specs.append(from_split_axes([row for rows, _ in found for row in rows], spec.unreduced, spec.reduced))
+    steps = plan(tuple(size for sizes in apart for size in sizes), axes, *specs)
+    return tuple(replace(step, apart=apart) for step in steps)
 
 
 def _steps(shape: tuple[int, ...], axes: dict[str, int], source: P, target: P) -> Iterator[Step]:
@@ -144,8 +168,23 @@ def _steps(shape: tuple[int, ...], axes: dict[str, int], source: P, target: P) -
 def run(x: Any, shape: tuple[int, ...], mesh: Any, steps: Sequence[Step], why: str) -> Any:
     """Carry the steps out on a local value."""
     for step in steps:
-        x = _RUN[step.kind](x, shape, mesh, step, why)
+        x = (_run_apart if step.apart else _RUN[step.kind])(x, shape, mesh, step, why)
     return x
+
+
+def _run_apart(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> Any:
+    """Carry out a step on the value with its merged dims taken apart, and put them together again."""
+    sizes = tuple(size for sizes in step.apart for size in sizes)
+    first = list(itertools.accumulate((len(sizes) for sizes in step.apart), initial=0))
+
+    def local(rank: int) -> tuple[int, ...]:
+        return tuple(len(_indices(sizes, mesh, step.before, rank, d)) for d in range(len(sizes)))
+
+    def together(rank: int, block: torch.Tensor) -> torch.Tensor:
+        return block.reshape([math.prod(block.shape[a:b]) for a, b in itertools.pairwise(first)])
+
+    x = _local(x, mesh, lambda rank, block: block.reshape(local(rank)), local)
+    return _local(_RUN[step.kind](x, sizes, mesh, step, why), mesh, together, lambda rank: None)
 
 
 def _indices(shape: tuple[int, ...], mesh: Any, rows: Rows, rank: int, dim: int) -> range | list[int]:

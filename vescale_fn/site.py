@@ -66,7 +66,7 @@ class Site:
         if self.auto is None or not is_array(x):
             return spec
         own = only_along(bare(spec_of(x)), axes_of(self.auto))
-        rows = [(*a, *b) for a, b in zip(split_axes(spec, x.ndim), split_axes(own, x.ndim))]
+        rows = [(*a, *b) if a else b for a, b in zip(split_axes(spec, x.ndim), split_axes(own, x.ndim))]
         return from_split_axes(rows, spec.unreduced | own.unreduced, spec.reduced)
 
 

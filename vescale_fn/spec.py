@@ -22,6 +22,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from . import _torch, context
 from .errors import SpecError, count_text, described, meant, mesh_text, report, short
+from .merged import Merged, merge
 from .tree import dotted
 
 Axes = Mapping[str, int]
@@ -80,6 +81,19 @@ class P(tuple[Any, ...]):
     def __reduce__(self) -> Any:
         return rebuild_spec, (tuple(self), sorted(self.unreduced), sorted(self.reduced))
 
+    @staticmethod
+    def merged(*parts: tuple[int, Entry]) -> Any:
+        """The entry of a dim that merges several, each split evenly by itself: their sizes and entries, major first.
+
+        It is what `reshape` makes of dims that are both split; nobody else needs to write it.
+
+        >>> import vescale_fn as vfn
+        >>> spec = vfn.P(vfn.P.merged((4, "dp"), (6, "tp")))  # of x.reshape(24), where x is [4@dp, 6@tp]
+        >>> vfn.shard_shape((24,), {"dp": 2, "tp": 3}, spec)
+        (4,)
+        """
+        return Merged([(size, split_axes(P(entry), 1)[0]) for size, entry in parts])
+
 
 def rebuild_spec(entries: tuple[Entry, ...], unreduced: Iterable[str], reduced: Iterable[str]) -> P:
     """The spec with these parts: what pickles hold."""
@@ -87,7 +101,7 @@ def rebuild_spec(entries: tuple[Entry, ...], unreduced: Iterable[str], reduced: 
 
 
 def _entry(entry: Any) -> Entry:
-    if entry is None or isinstance(entry, str):
+    if entry is None or isinstance(entry, (str, Merged)):
         return entry
     nested = isinstance(entry, P)  # a whole spec, which would be taken for one dim's axes
     several = isinstance(entry, (tuple, list)) and not nested
@@ -149,7 +163,7 @@ def from_split_axes(rows: Sequence[Sequence[str]], unreduced: Iterable[str] = ()
     rows = list(rows)
     while rows and not rows[-1]:
         rows.pop()
-    return P(*map(tuple, rows), unreduced=unreduced, reduced=reduced)
+    return P(*(row if isinstance(row, Merged) else tuple(row) for row in rows), unreduced=unreduced, reduced=reduced)
 
 
 def problems(spec: P, axes: Axes, ndim: int | None) -> list[str]:
@@ -216,6 +230,8 @@ def _split_factor(names: tuple[str, ...], axis: str, axes: Axes) -> int:
 
 def dim_indices(size: int, names: tuple[str, ...], axes: Axes, coord: Mapping[str, int]) -> range | list[int]:
     """The indices of a dim of `size`, split by `names`, that the rank at `coord` holds (a range when contiguous)."""
+    if isinstance(names, Merged):
+        return _as_range(_merged_indices(size, names, axes, coord))
     indices: Any = range(size)
     for axis in axes:
         if axis not in names:
@@ -227,6 +243,16 @@ def dim_indices(size: int, names: tuple[str, ...], axes: Axes, coord: Mapping[st
             pieces = [_chunk(_chunk(indices, segments, s), axes[axis], coord[axis]) for s in range(segments)]
             indices = [i for piece in pieces for i in piece]
     return _as_range(indices)
+
+
+def _merged_indices(size: int, row: Merged, axes: Axes, coord: Mapping[str, int]) -> range | list[int]:
+    if row.size != size:
+        raise SpecError(report("P", f"{row!r} is the layout of a dim of {row.size}, but the dim has {size}"))
+    indices: range | list[int] = range(1)
+    for part, names in row.parts:
+        inner = dim_indices(part, names, axes, coord)
+        indices = [i * part + j for i in indices for j in inner]
+    return indices
 
 
 def _as_range(indices: range | list[int]) -> range | list[int]:
@@ -243,6 +269,16 @@ def local_indices(shape: Sequence[int], axes: Axes, spec: P, coord: Mapping[str,
     """For each dim, the global indices that the rank at `coord` holds."""
     return tuple(
         dim_indices(size, names, axes, coord) for size, names in zip(shape, split_axes(spec, len(shape)), strict=True)
+    )
+
+
+def local_shape(shape: Sequence[int], axes: Axes, spec: P, coord: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of the block that the rank at `coord` holds."""
+    return tuple(
+        size // math.prod(axes[a] for a in names)
+        if isinstance(names, Merged)
+        else len(dim_indices(size, names, axes, coord))
+        for size, names in zip(shape, split_axes(spec, len(shape)), strict=True)
     )
 
 
@@ -273,7 +309,7 @@ def shard_shape(shape: Sequence[int], mesh: Any, spec: P) -> tuple[int, ...]:
         context.checked_mesh(mesh, "shard_shape")
     axes: dict[str, int] = dict(mesh) if isinstance(mesh, Mapping) else axes_of(mesh)  # type: ignore[arg-type]
     validate(is_spec(spec, "shard_shape"), axes, len(shape), "shard_shape")
-    return tuple(map(len, local_indices(shape, axes, spec, dict.fromkeys(axes, 0))))
+    return local_shape(shape, axes, spec, dict.fromkeys(axes, 0))
 
 
 def is_even(shape: Sequence[int], axes: Axes, spec: P) -> bool:
@@ -300,21 +336,34 @@ def to_placements(spec: P, axes: Axes, ndim: int) -> tuple[Placement, ...]:
     for axis in axes:
         if axis in where:
             dim, names = where[axis]
-            factor = _split_factor(names, axis, axes)
+            factor = (
+                _merged_factor(names, axis, axes) if isinstance(names, Merged) else _split_factor(names, axis, axes)
+            )
             placements.append(Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor))
         else:
             placements.append(Partial("sum") if axis in spec.unreduced else Replicate())
     return tuple(placements)
 
 
-def from_placements(placements: Sequence[Any], axes: Axes, ndim: int) -> P:
-    """The spec of DTensor placements: the inverse of `to_placements`.
+def _merged_factor(row: Merged, axis: str, axes: Axes) -> int:
+    """The same for an axis of a merged dim: the entries of the parts before its own are segments, too."""
+    order, outer = list(axes), 1
+    for size, names in row.parts:
+        if axis in names:
+            return outer * _split_factor(names, axis, axes)
+        outer *= size // math.prod(axes[name] for name in names if order.index(name) < order.index(axis))
+    raise AssertionError(axis)
+
+
+def from_placements(placements: Sequence[Any], axes: Axes, ndim: int, shape: Sequence[int] | None = None) -> P:
+    """The spec of DTensor placements: the inverse of `to_placements`. Merged dims need the shape.
 
     Raises:
         SpecError: placements that no spec can say (a partial maximum, a strided shard of no order of axes).
     """
-    rows: list[list[str]] = [[] for _ in range(ndim)]
+    rows: list[Any] = [[] for _ in range(ndim)]
     unreduced: set[str] = set()
+    merged: set[int] = set()
     # later axes first: they are the segments
     pairs: list[tuple[str, Any]] = list(zip(axes, placements, strict=True))
     for axis, placement in reversed(pairs):
@@ -324,15 +373,41 @@ def from_placements(placements: Sequence[Any], axes: Axes, ndim: int) -> P:
             unreduced.add(axis)
         elif not placement.is_replicate():
             dim: int = placement.dim % ndim
-            row, at = rows[dim], 0
+            row: list[str] = rows[dim]
+            at = 0
             factor: int = getattr(placement, "split_factor", 1)
             while factor > 1 and at < len(row) and factor % axes[row[at]] == 0:
                 factor //= axes[row[at]]
                 at += 1
-            if factor != 1:
+            if factor != 1 and shape is not None:
+                merged.add(dim)
+            elif factor != 1:
                 raise SpecError(f"{placement} over {axis!r} is not the layout of any order of the {mesh_text(axes)}")
             row.insert(at, axis)
+    for dim in merged:
+        rows[dim] = _merged_row(dim, (shape or ())[dim], placements, axes)
     return from_split_axes(rows, unreduced)
+
+
+def _merged_row(dim: int, size: int, placements: Sequence[Any], axes: Axes) -> tuple[str, ...]:
+    """How a dim lies that strided shards split: each axis cuts segments, and lies within those of the axes before it."""
+    cuts: list[tuple[int, str]] = []  # (how many segments of the whole dim an axis cuts, axis), outermost first
+    for axis, placement in zip(axes, placements, strict=True):
+        if placement.is_partial() or placement.is_replicate() or placement.dim != dim:
+            continue
+        factor: int = getattr(placement, "split_factor", 1)
+        for at in range(len(cuts) + 1):
+            segments = factor * math.prod(axes[name] for _, name in cuts[:at])
+            if all(n * axes[a] <= segments for n, a in cuts[:at]) and all(
+                n >= segments * axes[axis] for n, _ in cuts[at:]
+            ):
+                cuts.insert(at, (segments, axis))
+                break
+    ends = [n for n, _ in cuts] + [size]
+    if any(after % (before * axes[axis]) for (before, axis), after in zip(cuts, ends[1:], strict=True)) or not cuts:
+        raise SpecError(f"{placements[0]} and those after it split a dim of {size} as no reshape of split dims does")
+    parts = [(cuts[0][0], ())] + [(after // n, (axis,)) for (n, axis), after in zip(cuts, ends[1:], strict=True)]
+    return merge(parts, axes)
 
 
 def spec_from_rules(tree: Any, rules: Sequence[tuple[str, P]]) -> Any:

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _torch, context, process_groups
+from . import _torch, context, places, process_groups
 from .agreement import Call, Value
 from .blocks import Blocks
 from .layout import text
-from .lines import user_line
 from .mesh import axes_of, groups, is_simulated, my_rank
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast")
@@ -37,6 +36,7 @@ class Record:
     bytes: int
     why: str
     line: str
+    backward: bool = False  # then `line` is that of the forward op, if that was logged too
 
     @property
     def axis(self) -> str:
@@ -156,7 +156,8 @@ def _note(op: str, mesh: Any, axes: tuple[str, ...], tensor: Any, factor: int, w
     logs = context.logs()
     if logs:
         one = tensor.blocks[0] if type(tensor) is Blocks else tensor
-        record = Record(op, axes, one.numel() * one.element_size() * factor, why, _state.line or user_line())
+        line, backward = (_state.line, False) if _state.line else places.here()
+        record = Record(op, axes, one.numel() * one.element_size() * factor, why, line, backward)
         for log in logs:
             log.append(record)
 

@@ -1,8 +1,9 @@
 """What a rule is: which dims of an op's tensors may be split together, and what must be added up afterwards.
 
 A rule gives every dim of every tensor argument and result a label. Dims with one label are split alike; a dim without a
-label (None) must be whole. That is all that an op's mathematics says; which axes then split which label is the
-interpreter's business. A label that is summed over (`sums`) and missing from a result leaves that result a partial sum.
+label (None) must be whole; a dim that is several seen as one has their labels (`Parts`). That is all that an op's
+mathematics says; which axes then split which label is the interpreter's business. A label that is summed over (`sums`) and
+missing from a result leaves that result a partial sum.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+
+
+class Parts(tuple[tuple[int, Any], ...]):
+    """The label of a dim that merges several: the size and the label of each."""
+
 
 Label = Any
 Row = tuple[Label, ...]

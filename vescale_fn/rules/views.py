@@ -8,28 +8,48 @@ from typing import Any
 
 import torch
 
-from .rule import Call, Rule, broadcast, but, dims, same
+from ..merged import common
+from .rule import Call, Parts, Rule, broadcast, but, dims, same
 
 aten = torch.ops.aten
 
 
 def view(call: Call) -> Rule:
-    """A new shape for the same elements in the same order: leading dims of each group of dims correspond."""
+    """A new shape for the same elements in the same order: dims that are merged, or were, keep a label each."""
     x, out = call.tensors[0].shape, call.outs[0] or ()
     if "dtype" in call.args:  # the same bytes as another type: of another width, the last dim changes
         row = but(len(x), () if x == out else (len(x) - 1,))
         return Rule((row,), (row,))
     labels: list[Any] = [None] * len(x)
     new_labels: list[Any] = [None] * len(out)
-    even = set()
+    even: set[Any] = set()
     if math.prod(x):
-        for label, (ins, outs) in enumerate(_groups(x, out)):
+        for n, (ins, outs) in enumerate(_groups(x, out)):
             if ins and outs:
-                labels[ins[0]] = new_labels[outs[0]] = label
-                if [x[d] for d in ins] != [out[d] for d in outs]:
-                    even.add(label)
+                old, new = [x[d] for d in ins], [out[d] for d in outs]
+                finest = common(old, new)
+                if finest is None:  # 6 x 4 seen as 8 x 3: what begins both may be split
+                    labels[ins[0]] = new_labels[outs[0]] = n
+                    even.add(n)
+                    continue
+                parts = [(size, (n, at)) for at, size in enumerate(finest)]
+                for row, dims_, sizes in ((labels, ins, old), (new_labels, outs, new)):
+                    for d, label in zip(dims_, _dealt(parts, sizes), strict=True):
+                        row[d] = label
+                even.update(label for _, label in parts if old != new)
     return Rule((tuple(labels),), (tuple(new_labels),), even=frozenset(even), linear=(0,),
                 sizes="size" if "size" in call.args else "shape")  # fmt: skip
+
+
+def _dealt(parts: Sequence[tuple[int, Any]], sizes: Sequence[int]) -> list[Any]:
+    """The label of each of these dims, which the parts make up in order."""
+    left, labels = list(parts), []
+    for size in sizes:
+        mine = [left.pop(0)]
+        while math.prod(n for n, _ in mine) < size:
+            mine.append(left.pop(0))
+        labels.append(mine[0][1] if len(mine) == 1 else Parts(mine))
+    return labels
 
 
 def _groups(x: Sequence[int], out: Sequence[int]) -> list[tuple[list[int], list[int]]]:
