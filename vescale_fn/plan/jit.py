@@ -17,11 +17,12 @@ from . import leaves as leaves_
 from .captured import Captured
 from .plan import Plan
 from .record import Unrecordable
-from .trace import trace
+from .trace import laid_out, trace
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
 CACHE_SIZE = 64
+_NEW = object()
 OFTEN = 8  # recordings of one function, after which it says why it records again
 
 
@@ -118,24 +119,31 @@ class Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _belongs_to_another():
-            return self._f(*args, **kwargs)
+            out = self._f(*args, **kwargs)
+            return out if self._out_specs is None else laid_out(out, self._out_specs)
         leaves, treedef, key = self._key(args, kwargs)
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
             self._say("an argument requires gradients, which a replay would not follow",
                       "vfn.grad around the jit, or in it; or x.detach()")  # fmt: skip
             return self._run_as_written(args, kwargs)
-        plan = self._plans.get(key, self)
+        self._check_hashable(key, args, kwargs)
+        plan = self._plans.get(key, _NEW)
         if plan.__class__ is Plan and (changed := plan.changed()) is not None:  # type: ignore[union-attr]
-            self._last = (key, f"{changed}, which it closes over, has changed")
-            plan = self
-        if plan is self:
-            plan = self._record(key, leaves, treedef, args, kwargs)
-        else:
+            plan, self._last = _NEW, (key, f"{changed}, which it closes over, has changed")
+        if plan is not _NEW:
+            self._plans.move_to_end(key)
             self._hits += plan is not None
-        if plan is None:
-            return self._run_as_written(args, kwargs)
-        self._plans.move_to_end(key)
-        return plan(leaves)  # type: ignore[operator]
+            return self._run_as_written(args, kwargs) if plan is None else plan(leaves)
+        plan, reason = self._recorded(leaves, treedef, args)
+        out = self._run_as_written(args, kwargs) if plan is None else plan(leaves)
+        self._tell_if_often(key, args, kwargs)
+        self._records += plan is not None
+        self._plans[key] = plan
+        if len(self._plans) > CACHE_SIZE:
+            self._plans.popitem(last=False)
+        if plan is None:  # now that the function itself has shown no error
+            self._say(reason, "torch.where for `if`, tensors for numbers; or leave the jit out")
+        return out
 
     def cache_info(self) -> CacheInfo:
         """How many plans there are, how often they were used, and why the last one was made."""
@@ -156,29 +164,20 @@ class Jitted:
 
     def _run_as_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._as_written += 1
-        return called(self._f, args, kwargs, "jit")
+        return laid_out(called(self._f, args, kwargs, "jit"), self._out_specs)
 
-    def _record(self, key: Any, leaves: list[Any], treedef: Any, args: Any, kwargs: Any) -> Plan | None:
-        self._check_hashable(key, args, kwargs)
+    def _recorded(self, leaves: list[Any], treedef: Any, args: tuple[Any, ...]) -> tuple[Plan | None, str]:
+        """A plan; or None, and why there is none."""
         try:
             recorded = trace(self._with_static(args), leaves, treedef, self._out_specs)
-            plan = Plan(recorded, leaves, Captured(self._f))
+            return Plan(recorded, leaves, Captured(self._f)), ""
         except Unrecordable as why:
             at = "" if why.line == "?" else f", at {lines.quoted(why.line)}"
-            self._say(f"{why.reason}{at}", "torch.where for `if`, tensors for numbers; or leave the jit out")
-            plan = None
+            return None, f"{why.reason}{at}"
         except VfnError:
             raise
-        except Exception as error:
-            self._run_as_written(args, kwargs)  # where the function is wrong, its own error is the one to see
-            self._say(f"it cannot be recorded: {type(error).__name__}: {short(error)}", "or leave the jit out")
-            plan = None
-        self._tell_if_often(key, args, kwargs)
-        self._records += plan is not None
-        self._plans[key] = plan
-        if len(self._plans) > CACHE_SIZE:
-            self._plans.popitem(last=False)
-        return plan
+        except Exception as error:  # perhaps of the function itself: it is to show it
+            return None, f"recording it raised {type(error).__name__}: {str(error).splitlines()[0]}"
 
     def _with_static(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         places = {n % len(args) for n in self._static if -len(args) <= n < len(args)}

@@ -11,7 +11,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from .. import tree
-from ..array import Array, moved_together
+from ..array import Array, mesh_of, moved, moved_together
 from ..blocks import Blocks
 from ..layout import layout
 from ..placement import with_sharding
@@ -45,7 +45,7 @@ def trace(f: Callable[..., Any], leaves: Sequence[Any], treedef: Any, out_specs:
     """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``."""
     recorded = _trace(f, leaves, treedef, out_specs, 0)
     if any(map(leaves_.is_number, leaves)):
-        other = _trace(f, leaves, treedef, out_specs, 1 << 20)
+        other = _trace(f, leaves, treedef, out_specs, 7)
         node = difference(recorded.graph, other.graph)
         if node is not None:
             raise Unrecordable("the value of a float among the arguments is used in Python (by `math.sqrt`, say)",
@@ -61,7 +61,7 @@ def _trace(f: Callable[..., Any], leaves: Sequence[Any], treedef: Any, out_specs
     args, kwargs = tree.unflatten(treedef, given)
     with recorder:
         out = f(*args, **kwargs)
-        out_leaves, out_def = tree.flatten(_laid_out(out, out_specs))
+        out_leaves, out_def = tree.flatten(laid_out(out, out_specs))
     places: list[fx.Node] = []
     results = [_result(recorder, leaf, given, places) for leaf in out_leaves]
     end = recorder.graph.output(tuple(places))
@@ -75,18 +75,25 @@ def _stand_in(recorder: Recorder, leaf: Any) -> Any:
     return recorder.number(float(leaf)) if leaves_.is_number(leaf) else leaf
 
 
-def _laid_out(out: Any, out_specs: Any) -> Any:
+def laid_out(out: Any, out_specs: Any) -> Any:
     """The results where they are to lie; a partial sum that nobody asked for is added up."""
     if out_specs is not None:
         return with_sharding(out, out_specs)
     leaves, treedef = tree.flatten(out)
     partial = [i for i, x in enumerate(leaves) if isinstance(x, Array) and layout(x._spec).unreduced]
+    if not partial:
+        return out
     goals = [P(*layout(leaves[i]._spec)) for i in partial]
-    for i, x in zip(
-        partial, moved_together([leaves[i] for i in partial], goals, "jit: a result is whole"), strict=True
-    ):
+    if any(leaves[i].requires_grad for i in partial):
+        found = [moved(leaves[i], mesh_of(leaves[i]), goal, _WHY) for i, goal in zip(partial, goals)]
+    else:
+        found = moved_together([leaves[i] for i in partial], goals, _WHY)
+    for i, x in zip(partial, found, strict=True):
         leaves[i] = x
-    return tree.unflatten(treedef, leaves) if partial else out
+    return tree.unflatten(treedef, leaves)
+
+
+_WHY = "jit: a result is whole"
 
 
 def _result(recorder: Recorder, leaf: Any, given: Sequence[Any], places: list[fx.Node]) -> Any:

@@ -1,0 +1,428 @@
+"""`vfn.jit`: a replay gives what the function itself gives, on plain tensors, on simulated meshes and on real processes."""
+
+import functools
+import math
+
+import pytest
+import torch
+from programs import PROGRAMS, Program
+
+import vescale_fn as vfn
+from vescale_fn import P, tree
+from vescale_fn.errors import InPlaceError, RandomError, TransformError
+
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}  # fp64: passes may sum in another order
+
+BY_VALUE = {
+    "indexing",
+    "scattering",
+    "losses",
+    "control_flow",
+}  # masks, `bincount`, a loss that checks its input, an `if`
+
+
+def assert_same(found, wanted, tolerance=TOLERANCE):
+    """Equal trees: structure, classes, layouts, dtypes and values."""
+    found_leaves, found_def = tree.flatten(found)
+    leaves, treedef = tree.flatten(wanted)
+    assert found_def == treedef
+    for x, y in zip(found_leaves, leaves):
+        assert type(x) is type(y)
+        if not isinstance(y, torch.Tensor):
+            assert x == y
+            continue
+        spec = vfn.spec_of(y)
+        assert vfn.spec_of(x) == P(*spec, reduced=spec.reduced)  # what is partial comes added up
+        assert not x.requires_grad
+        torch.testing.assert_close(vfn.unshard(x), vfn.unshard(y), **tolerance)
+
+
+def laid(program: Program, mesh, d, t):
+    params, data = program.inputs()
+    if mesh is None:
+        return params, data
+    return tuple(vfn.shard(x, mesh, spec) for x, spec in zip((params, data), program.specs(d, t)))
+
+
+def step(program: Program, d, t):
+    """A training step: the program's outputs, and its parameters moved along the gradient of a sum of them."""
+
+    def loss(params, data):
+        out = program.f(params, data, d, t)
+        parts = [
+            x.double().sin().sum() for x in tree.leaves(out) if isinstance(x, torch.Tensor) and x.is_floating_point()
+        ]
+        return sum(parts, torch.zeros((), dtype=torch.float64)), out
+
+    def run(params, data, lr):
+        (value, out), grads = vfn.value_and_grad(loss, has_aux=True)(params, data)
+        return value, out, tree.map_(lambda p, g: p - lr * g if torch.is_tensor(p) and p.is_floating_point() else p,
+                                     params, grads)  # fmt: skip
+
+    return run
+
+
+def replayed(program: Program, shape, d, t):
+    mesh = None if shape is None else vfn.make_mesh(shape, ("a", "b"))
+    params, data = laid(program, mesh, d, t)
+    f = step(program, d, t)
+    g = vfn.jit(f)
+    with vfn.use_mesh(mesh):
+        if program.name in BY_VALUE:
+            with pytest.warns(UserWarning, match="runs as written"):
+                return assert_same(g(params, data, 0.1), f(params, data, 0.1))
+        for factor in (1.0, 3.0):
+            lr = torch.tensor(factor, dtype=torch.float64)
+            assert_same(g(params, data, lr), f(params, data, lr))
+    assert g.cache_info()[:3] == (1, 1, 0)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name):
+    replayed(PROGRAMS[name], None, None, None)
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS)[::3])
+def test_programs_on_simulated_ranks(name):
+    with vfn.simulate(6):
+        replayed(PROGRAMS[name], (2, 3), "a", "b")
+
+
+def _all_programs(shape, d, t, names):
+    torch.set_num_threads(1)
+    for name in names:
+        replayed(PROGRAMS[name], shape, d, t)
+
+
+def test_programs_on_real_ranks(gloo):
+    gloo(4, _all_programs, (2, 2), "a", "b", list(PROGRAMS)[1::6])
+
+
+# --- what goes in, what comes out -------------------------------------------------------------------------------------
+
+KEY = vfn.random.key(3)
+X = torch.arange(12.0).view(4, 3) / 7
+optimizer = vfn.optim.chain(vfn.optim.clip_by_global_norm(1.0), vfn.optim.adamw(1e-2))
+FUNCTIONS = {
+    "leaves that are no tensors": (lambda t: {"x": t["x"] * t["n"], "n": t["n"] + 1, "no": None, "s": t["s"]},
+                                   [{"x": X, "n": 3, "no": None, "s": "text", "b": True}]),
+    "a float": (lambda x, lr: (x * lr, lr * 2, lr), [X, 0.3]),
+    "a float and whole numbers": (lambda x, lr: (x.long() * 2) * lr, [X, 0.3]),
+    "a float and halves": (lambda x, lr: x.bfloat16() * lr, [X, 0.3]),
+    "a float where torch takes a number": (lambda x, lr: torch.add(x, x, alpha=lr).clamp(max=lr) + torch.full((3,), lr),
+                                           [X, 0.3]),
+    "arithmetic of floats": (lambda x, lr: x * ((1 - lr) ** 2 / 3 + abs(-lr) % 0.2), [X, 0.3]),
+    "a float under a gradient": (lambda x, lr: vfn.grad(lambda x: (x**2 * lr).sum())(x), [X, 0.3]),
+    "arguments given back": (lambda x, y: (y, x, x), [X, X + 1]),
+    "one tensor twice": (lambda x, y: x * y, [X, X]),
+    "keys": (lambda k: (vfn.random.split(k), vfn.random.normal(vfn.random.fold_in(k, 3), (5,))), [KEY]),
+    "a write to a value of its own": (lambda x: (b := torch.zeros_like(x), b.add_(x), b[:, 0].zero_(), b.mul_(2))[-1], [X]),
+    "a literal tensor": (lambda x: x + torch.tensor([1.0, 2.0, 3.0]), [X]),
+    "a literal that is read": (lambda x: x * torch.tensor(3).item(), [X]),
+    "a literal that is written": (lambda x: (b := torch.tensor([1.0, 2.0, 3.0]), b.add_(1), x + b)[-1], [X]),
+    "a constant": (lambda x: x + X[0], [X]),
+    "nothing of a shape": (lambda x: (x[:0], x.sum()), [X]),
+    "a double result": (lambda x: (x * 2,) * 2, [X]),
+    "a namedtuple of torch's": (lambda x: torch.sort(x, 0), [X]),
+    "jvp": (lambda x: vfn.jvp(lambda v: v.sin() * v, (x,), (x * 2,)), [X]),
+    "vmap of grad": (lambda x: vfn.vmap(vfn.grad(lambda v: (v**2).sum()))(x), [X]),
+    "grad of grad": (lambda x: vfn.grad(lambda x: vfn.grad(lambda v: (v**3).sum())(x).sum())(x), [X]),
+    "hessian": (lambda x: torch.func.hessian(lambda v: (v**3).sum())(x), [X[0]]),
+    "vjp": (lambda x: vfn.vjp(lambda v: v.tanh(), x)[1](x), [X]),
+    "linearize": (lambda x: vfn.linearize(lambda v: v.tanh(), x)[1](x), [X]),
+    "remat": (lambda x: vfn.grad(lambda v: vfn.remat(lambda v: v.sin().exp() * v)(v).sum())(x), [X]),
+    "jit in jit": (lambda x: vfn.jit(lambda v: v * 2)(x) + 1, [X]),
+    "a whole step": (lambda p, s, x, k: _train(p, s, x, k), [{"w": X.T, "b": X[0, 0]}, optimizer.init({"w": X.T, "b": X[0, 0]}),
+                                                            X, KEY]),
+}  # fmt: skip
+
+
+def _train(params, state, x, key):
+    now, later = vfn.random.split(key)
+
+    def loss(p):
+        return ((vfn.random.dropout(now, x, 0.3) @ p["w"]).relu() + p["b"]).square().mean()
+
+    value, grads = vfn.value_and_grad(loss)(params)
+    updates, state = optimizer.update(grads, state, params)
+    return value, vfn.optim.apply_updates(params, updates), state, later
+
+
+F32 = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    f, args = FUNCTIONS[name]
+    g = vfn.jit(f)
+    for _ in range(2):
+        assert_same(g(*args), f(*args), F32)
+    assert g.cache_info()[:3] == (1, 1, 0)
+
+
+def _functions_on(mesh):
+    for name, (f, args) in FUNCTIONS.items():
+        laid = [vfn.shard(x, mesh, P("b")) if torch.is_tensor(x) and x.ndim == 2 else x for x in args]
+        g = vfn.jit(f)
+        for _ in range(2):
+            assert_same(g(*laid), f(*laid), F32)
+        assert g.cache_info()[:3] == (1, 1, 0), name
+
+
+def _functions_on_real_ranks():
+    torch.set_num_threads(1)
+    _functions_on(vfn.make_mesh((1, 3), ("a", "b")))
+
+
+def test_functions_on_arrays(gloo):
+    with vfn.simulate(6):
+        _functions_on(vfn.make_mesh((2, 3), ("a", "b")))
+    gloo(3, _functions_on_real_ranks)
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+BODIES = {
+    "psum": (lambda x: vfn.psum((x * vfn.axis_index("a")).sum(0), "a"), P("a"), P()),
+    "gather and scatter": (
+        lambda x: vfn.psum_scatter(vfn.all_gather(x, "a", tiled=True), "a", tiled=True),
+        P("a"),
+        P("a"),
+    ),
+    "ppermute": (lambda x: vfn.ppermute(x, "a", [(0, 1), (1, 0)]), P("a"), P("a")),
+    "all_to_all": (lambda x: vfn.all_to_all(x, "b", 1, 0, tiled=True), P("a"), P(("a", "b"))),
+    "a gradient": (lambda x: vfn.grad(lambda x: vfn.psum((x**2).sum(), "a"))(x), P("a"), P("a")),
+    "a slice": (lambda x: vfn.dynamic_slice(x, [vfn.axis_index("a") * 2, 0], [2, 4]), P(), P("a")),
+    "a buffer": (lambda x: torch.zeros(x.shape).add_(x), P("a"), P("a")),
+    "a draw": (lambda x: x + vfn.random.normal(KEY, (4, 4), spec=P("a")), P("a"), P("a")),
+    "jit inside": (vfn.jit(lambda x: vfn.psum(x, "a")), P("a"), P()),
+}
+
+
+def _bodies():
+    torch.set_num_threads(1)
+    x = torch.arange(16.0).view(4, 4) / 7
+    with vfn.use_mesh(vfn.make_mesh((2, 2), ("a", "b"))):
+        for name, (body, spec, out) in BODIES.items():
+            for check in (True, False):
+                f = vfn.shard_map(body, in_specs=spec, out_specs=out, check_vma=check)
+                loss = lambda x: (vfn.unshard(f(x)).sin() * 2).sum()
+                g = vfn.jit(f)
+                for _ in range(2):
+                    assert_same(g(x), f(x), F32)
+                if name != "a gradient":
+                    assert_same(vfn.jit(vfn.grad(loss))(x), vfn.grad(loss)(x), F32)
+                assert g.cache_info()[:3] == (1, 1, 0), name
+
+
+def test_bodies(gloo):
+    with vfn.simulate(4):
+        _bodies()
+    gloo(4, _bodies)
+
+
+def test_jit_under_transforms_is_the_function():
+    f = vfn.jit(lambda v: (v**2).sum())
+    assert torch.equal(vfn.grad(f)(X), 2 * X)
+    assert torch.equal(torch.func.grad(f)(X), 2 * X)
+    assert torch.equal(vfn.vmap(f)(X), (X**2).sum(1))
+    assert torch.equal(vfn.jvp(f, (X,), (X,))[1], 2 * (X * X).sum())
+    assert f.cache_info().records == 0
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def test_a_thousand_steps_with_changing_floats_are_one_plan():
+    f = vfn.jit(lambda x, lr: x - lr * x)
+    x = y = torch.ones(2, dtype=torch.float64)
+    for i in range(1000):
+        x, y = f(x, 1e-3 / (i + 1)), y - 1e-3 / (i + 1) * y
+    assert torch.equal(x, y)
+    assert f.cache_info()[:4] == (999, 1, 0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:jit")
+def test_what_makes_another_plan():
+    f = vfn.jit(lambda x, n=2: x * n)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("a", "b"))
+        a = torch.ones(4, 4)
+        kinds = [(a,), (a[:2],), (a.double(),), (a.T[:, :2],), (a, 3), (a, True), (a, 1), (a, 1.0), (vfn.shard(a, mesh, P("a")),),
+                 (vfn.shard(a, mesh, P("b")),), ([a][0], 2)]  # fmt: skip
+        for args in kinds:
+            assert_same(f(*args), args[0] * (args[1] if len(args) > 1 else 2))
+    assert f.cache_info().records == len(kinds)
+    for x in (a, a[:2]):
+        f(x)
+    assert f.cache_info().records == len(kinds) + 2  # outside of the simulation is elsewhere
+
+
+def test_static_argnums():
+    f = vfn.jit(lambda x, how: how(x), static_argnums=1)
+    assert torch.equal(f(X, torch.sin), X.sin())
+    assert torch.equal(f(X, torch.cos), X.cos())
+    assert torch.equal(f(X, torch.sin), X.sin())
+    assert f.cache_info()[:3] == (1, 2, 0)
+
+
+def test_recording_too_often_is_said_once():
+    f = vfn.jit(lambda x: x + 1)
+    with pytest.warns(UserWarning, match="recorded 8 times") as said:
+        [f(torch.ones(n)) for n in range(12)]
+    assert len(said) == 1
+    assert str(said[0].message) == (
+        "jit: <lambda> has been recorded 8 times, which costs more than it saves\n"
+        "  * the last time because args[0] was f32[7] and is f32[8]\n"
+        "  Instead: arguments of the same shapes and layouts (pad the last batch); a float or a tensor for an int that changes"
+    )
+
+
+factor, settings = torch.tensor(2.0), {"scale": torch.tensor(3.0), "n": 2}
+
+
+def _helper(x):
+    return x * factor
+
+
+def test_what_a_function_closes_over_is_noticed_when_it_changes(monkeypatch):
+    inner = torch.tensor(5.0)
+
+    def f(x):
+        return _helper(x) * inner * settings["scale"] * settings["n"]
+
+    g, x = vfn.jit(f), torch.ones(2)
+    assert torch.equal(g(x), f(x))
+    factor.add_(1)  # the plan holds the tensor, not its value
+    assert torch.equal(g(x), f(x))
+    assert g.cache_info().records == 1
+    changes = [functools.partial(monkeypatch.setitem, globals(), "factor", torch.tensor(7.0)),
+               functools.partial(monkeypatch.setitem, globals(), "_helper", lambda x: x - factor),
+               functools.partial(monkeypatch.setitem, settings, "scale", torch.tensor(8.0)),
+               functools.partial(monkeypatch.setitem, settings, "n", 4)]  # fmt: skip
+    for i, change in enumerate(changes):
+        change()
+        assert torch.equal(g(x), f(x))
+        assert g.cache_info().records == i + 2
+    inner = torch.tensor(6.0)
+    assert torch.equal(g(x), f(x))
+    assert g.cache_info().last == "inner, which it closes over, has changed"
+
+
+# --- what cannot be recorded ------------------------------------------------------------------------------------------
+
+READS = {
+    "if": lambda x: x * 2 if x.sum() > 0 else x,
+    "item": lambda x: x * x.sum().item(),
+    "float()": lambda x: x * float(x[0, 0]),
+    "tolist": lambda x: x * sum(x.tolist()[0]),
+    "numpy": lambda x: torch.from_numpy(x.numpy() * 2),
+    "a shape by values": lambda x: x[x > 0].sum(),
+    "nonzero": lambda x: x.nonzero().sum(),
+    "sqrt of a float": lambda x, lr: x * math.sqrt(lr),
+    "a comparison of a float": lambda x, lr: x if lr > 0.5 else x * 2,
+    "a tensor of a float": lambda x, lr: x * torch.tensor(lr),
+    "a float as text": lambda x, lr: x * len(f"{lr}"),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reading_a_value_runs_as_written_and_says_so_once(name):
+    f = READS[name]
+    args = (X, 0.3) if f.__code__.co_argcount == 2 else (X,)
+    g = vfn.jit(f)
+    with pytest.warns(UserWarning, match="jit: <lambda> runs as written, not as a plan") as said:
+        [assert_same(g(*args), f(*args)) for _ in range(3)]
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    assert g.cache_info()[:3] == (0, 0, 3)
+
+
+def test_the_line_that_reads_is_named():
+    def f(x):
+        if x.sum() > 0:
+            return x
+        return -x
+
+    with pytest.warns(UserWarning, match="jit") as said:
+        vfn.jit(f)(X)
+    line = f.__code__.co_firstlineno + 1
+    assert str(said[0].message) == (
+        "jit: f runs as written, not as a plan\n"
+        f"  * a value is read in Python, at {__file__}:{line}: `if x.sum() > 0:`\n"
+        "  Instead: torch.where for `if`, tensors for numbers; or leave the jit out"
+    )
+
+
+def test_arguments_that_require_gradients():
+    w = X.clone().requires_grad_()
+    g = vfn.jit(lambda w: (w**2).sum())
+    with pytest.warns(UserWarning, match="an argument requires gradients"):
+        value = g(w)
+    value.backward()
+    assert torch.equal(w.grad, 2 * X)
+    with torch.no_grad():
+        assert g(w) == value
+    assert g.cache_info().records == 1
+
+
+def test_writes_to_what_is_not_its_own_raise():
+    def f(x):
+        x += 1
+        return x
+
+    with pytest.raises(InPlaceError) as raised:
+        vfn.jit(f)(X.clone())
+    assert str(raised.value) == (
+        "add_: jit: this changes an argument in place, and a recorded function is pure\n"
+        f"  * at {__file__}:{f.__code__.co_firstlineno + 1}: `x += 1`\n"
+        "  Instead: a new value: x = x + y for x += y, x.clone() before the write; to update parameters in their own memory "
+        "return the new ones, and vfn.jit(f, donate_argnums=...)"
+    )
+    with pytest.raises(InPlaceError, match="an argument in place"):
+        vfn.jit(lambda x: x.view(-1)[:2].zero_())(X.clone())
+    with pytest.raises(InPlaceError, match="a tensor that the function closes over in place"):
+        vfn.jit(lambda x: X.mul_(x))(X)
+    with vfn.simulate(2):
+        x = vfn.shard(X, vfn.make_mesh((2,), ("a",)), P("a"))
+        with pytest.raises(InPlaceError, match="an argument in place"):
+            vfn.jit(f)(x)
+
+
+def test_draws_from_torchs_generator_raise():
+    with pytest.raises(RandomError) as raised:
+        vfn.jit(lambda x: x * torch.rand(4, 3))(X)
+    assert "vfn.random.uniform(key, (4, 3))" in str(raised.value)
+    with pytest.raises(RandomError, match="vfn.random.dropout"):
+        vfn.jit(lambda x: torch.nn.functional.dropout(x, 0.5))(X)
+
+
+def test_an_error_of_the_function_is_its_own():
+    def f(x):
+        return x @ x
+
+    with pytest.raises(RuntimeError) as wanted:
+        f(X)
+    with pytest.raises(RuntimeError) as raised:
+        vfn.jit(f)(X)
+    assert str(raised.value) == str(wanted.value)
+
+
+def test_arguments_that_cannot_be_keyed():
+    with pytest.raises(TransformError) as raised:
+        vfn.jit(lambda x, s: x)(X, {1, 2})
+    assert str(raised.value) == (
+        "jit: arguments are trees of tensors and of hashable Python values\n"
+        "  * args[1] is the set {1, 2}\n"
+        "  Instead: torch.as_tensor(x) for numbers; a tuple for a list of settings; what never changes, closed over"
+    )
+
+
+def test_out_specs():
+    def init(key):
+        return {"w": vfn.random.normal(key, (5, 4)) * 0.1, "b": torch.zeros(4)}
+
+    with vfn.simulate(4), vfn.use_mesh(vfn.make_mesh((2, 2), ("a", "b"))):
+        made = vfn.jit(init, out_specs={"w": P("a", "b"), "b": P()})(KEY)
+        assert vfn.spec_of(made["w"]) == P("a", "b")
+    assert torch.equal(vfn.unshard(made["w"]), init(KEY)["w"])
