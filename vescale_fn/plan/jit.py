@@ -170,7 +170,6 @@ class Jitted:
         """A plan; or None, and why there is none."""
         try:
             recorded = trace(self._with_static(args), leaves, treedef, self._out_specs)
-            return Plan(recorded, leaves, Captured(self._f)), ""
         except Unrecordable as why:
             at = "" if why.line == "?" else f", at {lines.quoted(why.line)}"
             return None, f"{why.reason}{at}"
@@ -178,6 +177,7 @@ class Jitted:
             raise
         except Exception as error:  # perhaps of the function itself: it is to show it
             return None, f"recording it raised {type(error).__name__}: {str(error).splitlines()[0]}"
+        return Plan(recorded, leaves, Captured(self._f)), ""
 
     def _with_static(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         places = {n % len(args) for n in self._static if -len(args) <= n < len(args)}

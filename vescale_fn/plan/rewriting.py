@@ -66,6 +66,8 @@ class Rewriting:
             return True
         if any(self.leaving[root] or root.op == "placeholder" for root in now):
             return False
+        if not isinstance(value(node), torch.Tensor):
+            return False
         return value(node).stride() == value(new).stride() and all(_size(root) <= _size(new) for root in now)
 
     @property
