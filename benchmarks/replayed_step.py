@@ -149,6 +149,64 @@ def on_dtensors(params: Params, batch: torch.Tensor, mask: torch.Tensor, mesh: A
 
 def on_arrays(params: Params, batch: Any, mask: Any, written_out: bool = True) -> Any:
     """A step as a pure function: the program as it would be written for one device."""
-    value, grads = vfn.value_and_grad(loss)(params, batch, mask, lambda x: x, lambda x: vfn.with_sharding(x, P()), written_out)
+    value, grads = vfn.value_and_grad(loss)(
+        params, batch, mask, lambda x: x, lambda x: vfn.with_sharding(x, P()), written_out
+    )
     updates, _ = OPTIMISER.update(grads, OPTIMISER.init(params), params)
     return value, vfn.optim.apply_updates(params, updates)
+
+
+# --- side by side -----------------------------------------------------------------------------------------------------
+
+
+def candidates(layers: int, written_out: bool) -> dict[str, Callable[[], Any]]:
+    """The same step, in several ways, on parameters with the same values."""
+    mesh = vfn.make_mesh((RANKS,), ("tp",), device="cpu")
+    params, tokens = init(layers), torch.arange(BATCH * (LENGTH + 1)).view(BATCH, -1) * 7 % VOCAB
+    mask = torch.full((LENGTH, LENGTH), float("-inf")).triu(1)
+    arrays = vfn.shard(params, mesh, vfn.spec_from_rules(params, SPECS))
+    batch, seen = vfn.shard((tokens, mask), mesh, P())
+
+    def blocks() -> Params:
+        return vfn.tree.map_(lambda x: x.to_local().clone(), arrays)
+
+    made = {
+        "by hand": by_hand(blocks(), tokens, mask, written_out, False),
+        "by hand, foreach": by_hand(blocks(), tokens, mask, written_out, True),
+        "eager": lambda: on_arrays(arrays, batch, seen, written_out),
+        "replayed": lambda step=vfn.jit(on_arrays): step(arrays, batch, seen, written_out),
+    }
+    if written_out:  # DTensor has no rule for torch's own attention on CPUs
+        dtensors = vfn.tree.map_(lambda x, block: DTensor.from_local(block, mesh, x.placements), arrays, blocks())
+        made["DTensor"] = on_dtensors(dtensors, tokens, mask, mesh)
+    return made
+
+
+def first_calls(layers: int) -> float:
+    """Seconds of the first call, which records the step, improves the plan and makes code of it."""
+    replayed = candidates(layers, True)["replayed"]
+    start = time.process_time()
+    replayed()
+    return time.process_time() - start
+
+
+def main() -> None:
+    fake_ranks.start()
+    rows = []
+    for layers, written_out in ((4, True), (8, True), (16, True), (8, False)):
+        calls = candidates(layers, written_out)
+        took = medians(calls, rounds=11, seconds=0.03)
+        rows.append([
+            layers, "written out" if written_out else "torch's", took["by hand"] / 1000, took["replayed"] / 1000,
+            took["replayed"] / took["by hand"], took["replayed"] / took["by hand, foreach"],
+            took["replayed"] / took["eager"], took["replayed"] / took["DTensor"] if "DTensor" in took else "-",
+        ])  # fmt: skip
+    publish("replayed_step",
+            ["layers", "attention", "by hand, ms", "replayed, ms", "replayed / by hand", "replayed / by hand with foreach",
+             "replayed / eager", "replayed / DTensor"], rows)  # fmt: skip
+    first_calls(1)  # what is loaded once
+    publish("first_call", ["layers", "seconds"], [[layers, first_calls(layers)] for layers in (4, 8, 16)])
+
+
+if __name__ == "__main__":
+    main()

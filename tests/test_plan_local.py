@@ -11,11 +11,14 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+import vescale_fn as vfn
 from vescale_fn.plan import codegen
 from vescale_fn.plan import graph as plans
 from vescale_fn.plan.passes.common import common
 from vescale_fn.plan.passes.dead import dead
+from vescale_fn.plan.passes.flat import flat
 from vescale_fn.plan.passes.views import views
+from vescale_fn.plan.passes.writes import writes
 from vescale_fn.wire import Collective
 
 
@@ -165,9 +168,11 @@ def test_what_remat_repeats_stays_repeated() -> None:
 
 def collective(graph: fx.Graph, source: fx.Node, **different: Any) -> fx.Node:
     """A sum over the ranks, of a node, after all else."""
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((2, 3), ("dp", "tp"))
     settings = {"kind": "all_reduce", "axes": ("tp",), "params": ("sum",), "why": "a"} | different
     with graph.inserting_before(plans.output(graph)):
-        node = graph.call_function(Collective(mesh="mesh", **settings), (source,))
+        node = graph.call_function(Collective(mesh=mesh, **settings), (source,))
     node.meta["val"] = source.meta["val"]
     return node
 
@@ -254,3 +259,75 @@ def test_what_is_changed_in_place_keeps_its_copies() -> None:
         return kept.sum(), seen.view(3, 2).sum(), z
 
     assert "clone" in improved(f, (x, y), views, dead)
+
+
+# --- writes -----------------------------------------------------------------------------------------------------------
+
+
+def test_writes_into_what_nobody_shares_are_new_values() -> None:
+    def f(x, y):
+        z = x * y
+        before = z.exp()
+        z.add_(1).mul_(y)
+        z.clamp_(min=0.5)
+        return before, z.sum(), z
+
+    assert improved(f, (x, y), writes) == ["mul", "exp", "add", "mul", "clamp", "sum"]
+
+
+def test_other_writes_stay() -> None:
+    def f(x, y):
+        a, b, c, d = x * y, x + y, x - y, x * 2
+        a.view(6).add_(1)  # a view of it
+        b[0].mul_(2)
+        b.neg_()  # there is a view of it
+        c.add_(y.to(torch.float64))  # would be of another dtype
+        d[0:1].copy_(y[0:1])
+        x.add_(1)  # an argument
+        return a, b, c, d
+
+    found = improved(f, (x, y), writes)
+    assert [name for name in found if name.endswith("_")] == ["add_", "mul_", "neg_", "add_", "copy_", "add_"]
+
+
+# --- elementwise calls before views -----------------------------------------------------------------------------------
+
+
+def test_views_cancel_around_what_works_by_elements() -> None:
+    a, b, scale = torch.arange(24.0).view(6, 4) / 9, torch.arange(16.0).view(4, 4), torch.arange(4.0) + 1
+
+    def f(a, b, scale):
+        h = (a @ b).view(2, 3, 4)
+        h = torch.nn.functional.silu(h) * (h.softmax(-1) + scale) / h.mean(-1, keepdim=True)
+        total = h.sum((0, 1))
+        return h.reshape(6, 4) @ b, total
+
+    found = improved(f, (a, b, scale), views, flat, views, common, dead)
+    assert found.count("view") == 0
+
+
+def test_a_sum_over_the_ranks_comes_before_a_view() -> None:
+    graph = recorded(lambda x, y: (x * y).view(3, 2), x, y)
+    made = collective(graph, list(plans.calls(graph))[-1])
+    made.meta["val"] = plans.output(graph).args[0][0].meta["val"]
+    plans.output(graph).args = ((made,),)
+    assert names(dead(views(flat(graph)))) == ["mul", "all_reduce", "view"]
+
+
+def test_calls_that_mean_another_thing_in_another_shape_stay() -> None:
+    def f(x, y):
+        z = (x * y).view(3, 2)
+        by_dim = z.softmax(0) + z.sum(0) + z.cumsum(1)
+        scaled = z * torch.arange(3.0).view(3, 1) * torch.arange(2.0)
+        wide = (x * y).view(1, 6) * torch.ones(4, 1)
+        return by_dim, scaled, wide, z.sum((0, 1)), z.view(6, 1).sum(-1, keepdim=True) * 2, z + x.view(3, 2)
+
+    improved(f, (x, y), views, flat, views, common, dead)
+
+
+def test_transposed_values_are_not_viewed_wrongly() -> None:
+    def f(x, y):
+        z = (x * y).t().unsqueeze(0)
+        return z.exp() * 2, (z + 1).transpose(1, 2), z.sum(-1, keepdim=True) + z
+
+    improved(f, (x, y), views, flat, views, common, dead)

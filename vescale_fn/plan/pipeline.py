@@ -8,13 +8,18 @@ from .passes.buckets import buckets
 from .passes.common import common
 from .passes.dead import dead
 from .passes.draws import draws
+from .passes.flat import flat
 from .passes.scatter import scatter
 from .passes.views import views
+from .passes.writes import writes
 
 PASSES: tuple[Pass, ...] = (
     dead,
+    writes,
     draws,
     scatter,
+    views,
+    flat,
     views,
     common,
     dead,

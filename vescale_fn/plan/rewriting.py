@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..wire import Collective
 from .graph import calls, changed, copied, output, value, viewed
 
 
@@ -25,6 +26,7 @@ class Rewriting:
         self.graph = copied(graph)
         self.fixed = changed(self.graph)
         self.leaving = self._find_leaving()
+        self._known: dict[Any, Any] = {}
 
     def calls(self) -> Iterable[fx.Node]:
         """The calls as they are now, in order: those that are added meanwhile are not among them."""
@@ -40,8 +42,16 @@ class Rewriting:
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, tuple(args), kwargs or {})
         node.meta.update((k, before.meta[k]) for k in ("line", "again") if k in before.meta)
-        node.meta["val"] = computed(target, node.args, node.kwargs) if val is None else val
+        node.meta["val"] = self._computed(node) if val is None else val
         return node
+
+    def _computed(self, node: fx.Node) -> Any:
+        """What a call gives; the layers of a model ask for the same again and again."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), _Lies.of)
+        what = node.target, key(args), key(kwargs)
+        if what not in self._known:
+            self._known[what] = computed(node.target, node.args, node.kwargs)
+        return self._known[what]
 
     def replace(self, node: fx.Node, new: fx.Node) -> bool:
         """Have everybody use `new`, which has the same value, for `node`; False, and nothing done, where that would show:
@@ -87,7 +97,16 @@ class Rewriting:
 def computed(target: Any, args: Any, kwargs: Any) -> Any:
     """What a call would give, as tensors without values."""
     args, kwargs = fx.map_arg((args, kwargs), value)
-    return target(*args, **kwargs)
+    return target.like(*args) if isinstance(target, Collective) else target(*args, **kwargs)
+
+
+class _Lies(tuple):
+    """All of a tensor but its values."""
+
+    @staticmethod
+    def of(node: fx.Node) -> Any:
+        x = value(node)
+        return _Lies((x.shape, x.stride(), x.dtype, x.device)) if isinstance(x, torch.Tensor) else node
 
 
 def _size(node: fx.Node) -> int:
