@@ -273,7 +273,7 @@ def test_recording_too_often_is_said_once():
     assert len(said) == 1
     assert str(said[0].message) == (
         "jit: <lambda> has been recorded 8 times, which costs more than it saves\n"
-        "  * the last time because args[0] was f32[7] and is f32[8]\n"
+        "  * the last time because x was f32[7] and is f32[8]\n"
         "  Instead: arguments of the same shapes and layouts (pad the last batch); a float or a tensor for an int that changes"
     )
 
@@ -413,7 +413,7 @@ def test_arguments_that_cannot_be_keyed():
         vfn.jit(lambda x, s: x)(X, {1, 2})
     assert str(raised.value) == (
         "jit: arguments are trees of tensors and of hashable Python values\n"
-        "  * args[1] is the set {1, 2}\n"
+        "  * s is the set {1, 2}\n"
         "  Instead: torch.as_tensor(x) for numbers; a tuple for a list of settings; what never changes, closed over"
     )
 

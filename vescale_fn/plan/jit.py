@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _torch, context, lines, tracebacks, tree
-from ..calls import called, checked_function
+from ..calls import called, checked_function, parameter
 from ..errors import TransformError, VfnError, described, report, short
 from ..layout import WHOLE, layout, type_text
 from . import leaves as leaves_
 from .captured import Captured
+from .lowered import Lowered
 from .plan import Plan
 from .record import Unrecordable
 from .trace import laid_out, trace
@@ -23,6 +24,7 @@ __tracebackhide__ = tracebacks.between  # of a user's error that only passes thr
 
 CACHE_SIZE = 64
 _NEW = object()
+_INSTEAD = "torch.where for `if`, tensors for numbers; or leave the jit out"
 OFTEN = 8  # recordings of one function, after which it says why it records again
 
 
@@ -113,6 +115,7 @@ class Jitted:
         self._hits = self._records = self._as_written = 0
         self._last: tuple[Any, str] = (None, "")
         self._said: set[str] = set()
+        self._name = getattr(f, "__name__", type(f).__name__)
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         return self if owner is None else functools.partial(self, owner)
@@ -126,24 +129,31 @@ class Jitted:
             self._say("an argument requires gradients, which a replay would not follow",
                       "vfn.grad around the jit, or in it; or x.detach()")  # fmt: skip
             return self._run_as_written(args, kwargs)
-        self._check_hashable(key, args, kwargs)
-        plan = self._plans.get(key, _NEW)
-        if plan.__class__ is Plan and (changed := plan.changed()) is not None:  # type: ignore[union-attr]
-            plan, self._last = _NEW, (key, f"{changed}, which it closes over, has changed")
+        plan = self._known(key, args, kwargs)
         if plan is not _NEW:
-            self._plans.move_to_end(key)
             self._hits += plan is not None
-            return self._run_as_written(args, kwargs) if plan is None else plan(leaves)
-        plan, reason = self._recorded(leaves, treedef, args)
-        out = self._run_as_written(args, kwargs) if plan is None else plan(leaves)
-        self._tell_if_often(key, args, kwargs)
-        self._records += plan is not None
-        self._plans[key] = plan
-        if len(self._plans) > CACHE_SIZE:
-            self._plans.popitem(last=False)
+            return self._run_as_written(args, kwargs) if plan is None else self._replayed(plan, leaves)
+        plan, reason = self._recorded(leaves, treedef, args, kwargs)
+        out = self._run_as_written(args, kwargs) if plan is None else self._replayed(plan, leaves)
+        self._remember(key, plan, args, kwargs)
         if plan is None:  # now that the function itself has shown no error
-            self._say(reason, "torch.where for `if`, tensors for numbers; or leave the jit out")
+            self._say(reason, _INSTEAD)
         return out
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """The plan for arguments like these, to look at: its text, its collectives, its memory. Nothing is run.
+
+        Raises:
+            TransformError: the function cannot be recorded.
+        """
+        leaves, treedef, key = self._key(args, kwargs)
+        plan, reason = self._known(key, args, kwargs), ""
+        if plan is _NEW or plan is None:
+            plan, reason = self._recorded(leaves, treedef, args, kwargs)
+            if plan is None:
+                raise TransformError(report("jit", f"{self._name} cannot be recorded", [reason], _INSTEAD))
+            self._remember(key, plan, args, kwargs)
+        return plan.lowered(self._name)
 
     def cache_info(self) -> CacheInfo:
         """How many plans there are, how often they were used, and why the last one was made."""
@@ -166,10 +176,34 @@ class Jitted:
         self._as_written += 1
         return laid_out(called(self._f, args, kwargs, "jit"), self._out_specs)
 
-    def _recorded(self, leaves: list[Any], treedef: Any, args: tuple[Any, ...]) -> tuple[Plan | None, str]:
-        """A plan; or None, and why there is none."""
+    def _replayed(self, plan: Plan, leaves: list[Any]) -> Any:
+        return plan.taking(leaves, f"jit({self._name})", lines.user_line()) if plan.donated else plan(leaves)
+
+    def _known(self, key: Any, args: Any, kwargs: Any) -> Any:
+        """The plan for a key, None where the function runs as written, `_NEW` where that is to be found out."""
         try:
-            recorded = trace(self._with_static(args), leaves, treedef, self._out_specs)
+            plan = self._plans.get(key, _NEW)
+        except TypeError:
+            raise self._unhashable(args, kwargs) from None
+        if plan.__class__ is Plan and (changed := plan.changed()) is not None:  # type: ignore[union-attr]
+            self._last = (key, f"{changed}, which it closes over, has changed")
+            return _NEW
+        if plan is not _NEW:
+            self._plans.move_to_end(key)
+        return plan
+
+    def _remember(self, key: Any, plan: Plan | None, args: Any, kwargs: Any) -> None:
+        self._tell_if_often(key, args, kwargs)
+        self._records += plan is not None
+        self._plans[key] = plan
+        if len(self._plans) > CACHE_SIZE:
+            self._plans.popitem(last=False)
+
+    def _recorded(self, leaves: list[Any], treedef: Any, args: Any, kwargs: Any) -> tuple[Plan | None, str]:
+        """A plan; or None, and why there is none."""
+        names = self._names(args, kwargs)
+        try:
+            recorded = trace(self._with_static(args), leaves, names, treedef, self._out_specs)
         except Unrecordable as why:
             at = "" if why.line == "?" else f", at {lines.quoted(why.line)}"
             return None, f"{why.reason}{at}"
@@ -177,7 +211,30 @@ class Jitted:
             raise
         except Exception as error:  # perhaps of the function itself: it is to show it
             return None, f"recording it raised {type(error).__name__}: {str(error).splitlines()[0]}"
-        return Plan(recorded, leaves, Captured(self._f)), ""
+        names = [f"{name} ({leaves_.described(x)})" for name, x in zip(names, leaves, strict=True)]
+        return Plan(recorded, leaves, Captured(self._f), names, self._donated_leaves(args)), ""
+
+    def _names(self, args: Any, kwargs: Any) -> list[str]:
+        """The leaves of the arguments, as the function's own code would name them."""
+        static = {n % len(args) for n in self._static if -len(args) <= n < len(args)}
+        found = []
+        for n, arg in enumerate(args):
+            if n not in static:
+                found += tree.paths(arg, parameter(self._f, args, n) or f"args[{n}]")
+        for name in sorted(kwargs):
+            found += tree.paths(kwargs[name], name)
+        return found
+
+    def _donated_leaves(self, args: tuple[Any, ...]) -> list[int]:
+        """The places of the leaves of donated arguments, among those of all that are not static."""
+        static = {n % len(args) for n in self._static if -len(args) <= n < len(args)}
+        donated = {n % len(args) for n in self._donated if -len(args) <= n < len(args)} - static
+        found, place = [], 0
+        for n, arg in enumerate(args):
+            count = 0 if n in static else len(tree.leaves(arg))
+            found += range(place, place + count) if n in donated else ()
+            place += count
+        return found
 
     def _with_static(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         places = {n % len(args) for n in self._static if -len(args) <= n < len(args)}
@@ -187,25 +244,20 @@ class Jitted:
 
         return run
 
-    def _check_hashable(self, key: Any, args: Any, kwargs: Any) -> None:
-        try:
-            hash(key)
-        except TypeError:
-            named = zip(_names((args, kwargs)), tree.leaves((args, kwargs)))
-            failures = [f"{name} is {described(x)}" for name, x in named if not _is_hashable(x)]
-            raise TransformError(report(
-                "jit", "arguments are trees of tensors and of hashable Python values", failures,
-                "torch.as_tensor(x) for numbers; a tuple for a list of settings; what never changes, closed over")
-            ) from None  # fmt: skip
+    def _unhashable(self, args: Any, kwargs: Any) -> TransformError:
+        named = zip(self._names(args, kwargs), self._key(args, kwargs)[0], strict=True)
+        failures = [f"{name} is {described(x)}" for name, x in named if not _is_hashable(x)]
+        return TransformError(report("jit", "arguments are trees of tensors and of hashable Python values", failures,
+                                     "torch.as_tensor(x) for numbers; a tuple for a list of settings; what never changes, "
+                                     "closed over"))  # fmt: skip
 
     def _tell_if_often(self, key: Any, args: Any, kwargs: Any) -> None:
         before, reason = self._last
         if before is not None and before is not key:
-            reason = _difference(before, key, _names((args, kwargs)))
+            reason = _difference(before, key, self._names(args, kwargs))
         self._last = (key, reason)
         if self._records == OFTEN:
-            name = getattr(self._f, "__name__", "the function")
-            lines.warn(report("jit", f"{name} has been recorded {OFTEN} times, which costs more than it saves",
+            lines.warn(report("jit", f"{self._name} has been recorded {OFTEN} times, which costs more than it saves",
                               [f"the last time because {reason}"],
                               "arguments of the same shapes and layouts (pad the last batch); a float or a tensor for an int "
                               "that changes"))  # fmt: skip
@@ -214,8 +266,7 @@ class Jitted:
         if reason in self._said:
             return
         self._said.add(reason)
-        name = getattr(self._f, "__name__", "the function")
-        lines.warn(report("jit", f"{name} runs as written, not as a plan", [reason], fix), UserWarning)
+        lines.warn(report("jit", f"{self._name} runs as written, not as a plan", [reason], fix), UserWarning)
 
 
 def _belongs_to_another() -> bool:
@@ -247,11 +298,6 @@ def _is_hashable(x: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _names(call: Any) -> list[str]:
-    """The leaves of ``(args, kwargs)``, as messages name them."""
-    return [path.replace("call[0]", "args", 1).replace("call[1]", "kwargs", 1) for path in tree.paths(call, "call")]
 
 
 def _difference(before: Any, now: Any, names: Sequence[str]) -> str:

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from .. import _torch
 from ..array import Array
 from ..blocks import Blocks
-from ..layout import layout
+from ..errors import short
+from ..layout import WHOLE, layout, text, type_text
 
 _STATIC = frozenset((int, bool, str, bytes, type(None), complex, torch.dtype, torch.device, torch.Size))
 
@@ -38,6 +39,13 @@ def signature(leaf: Any) -> Any:
     if isinstance(leaf, float):
         return float
     return kind, leaf
+
+
+def described(leaf: Any) -> str:
+    """A leaf's type, or value, as messages name it."""
+    if isinstance(leaf, torch.Tensor):
+        return text(leaf)
+    return "float" if isinstance(leaf, float) else short(leaf)
 
 
 def is_number(leaf: Any) -> bool:
@@ -107,6 +115,14 @@ class Result:
         else:
             self.spec = None
         self.ranks = len(places) if type(leaf) is Blocks else None
+
+    def text(self, nodes: Sequence[Any]) -> str:
+        """Its type, where `nodes` are the plan's results."""
+        if self.spec is not None:
+            meta = self.spec.tensor_meta
+            return type_text(meta.shape, meta.dtype, layout(self.spec))
+        value = nodes[self.places[0]].meta["val"]
+        return type_text(value.shape, value.dtype, WHOLE) if isinstance(value, torch.Tensor) else "float"
 
     def __call__(self, outs: Sequence[torch.Tensor]) -> torch.Tensor:
         local: Any = outs[self.places[0]] if self.ranks is None else Blocks([outs[place] for place in self.places])

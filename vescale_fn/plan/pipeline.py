@@ -7,6 +7,7 @@ from .passes.axes import axes
 from .passes.buckets import buckets
 from .passes.common import common
 from .passes.dead import dead
+from .passes.donate import donate
 from .passes.draws import draws
 from .passes.flat import flat
 from .passes.scatter import scatter
@@ -25,4 +26,5 @@ PASSES: tuple[Pass, ...] = (
     dead,
     axes,
     buckets,
+    donate,
 )

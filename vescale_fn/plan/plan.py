@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import fx
+
 from .. import _torch, lines, tree
+from . import donation
 from . import leaves as leaves_
 from .captured import Captured
 from .codegen import generate
+from .graph import output
+from .lowered import Lowered
+from .passes.donate import DONATED
 from .pipeline import PASSES
 from .trace import Recorded
 
@@ -20,17 +27,30 @@ class Plan:
         recorded: the recording.
         leaves: of the arguments that it was recorded with.
         captured: what the function found besides its arguments.
+        names: of the leaves, for messages.
+        donated: the places of the leaves whose memory it may use.
     """
 
-    def __init__(self, recorded: Recorded, leaves: Sequence[Any], captured: Captured) -> None:
-        graph = recorded.graph
-        for improve in PASSES:
-            graph = improve(graph)
-        self.graph = graph
-        self.recorded, self.captured = recorded, captured
+    def __init__(self, recorded: Recorded, leaves: Sequence[Any], captured: Captured, names: Sequence[str],
+                 donated: Sequence[int]) -> None:  # fmt: skip
+        self.recorded, self.captured, self.names = recorded, captured, names
+        returned = {made[1] for made in recorded.results if type(made) is tuple and made[0] == "input"}
+        self.donated = [i for i in donated if isinstance(leaves[i], torch.Tensor) and i not in returned]
         self.versions = [(x, _torch.version(x)) for x in recorded.read]
         self._take = [(i, take) for i, leaf in enumerate(leaves) if (take := _taking(leaf)) is not None]
-        self.code = generate(graph)
+        self.graph = self._improved(recorded.graph, leaves)
+        self.code = generate(self.graph)
+
+    def _improved(self, graph: fx.Graph, leaves: Sequence[Any]) -> fx.Graph:
+        inputs = iter(graph.nodes)
+        for i, take in self._take:
+            for _ in take(leaves[i]):
+                node = next(inputs)
+                if i in self.donated:
+                    node.meta[DONATED] = True
+        for improve in PASSES:
+            graph = improve(graph)
+        return graph
 
     def changed(self) -> str | None:
         """What the function closes over and has changed since; None where nothing has."""
@@ -43,6 +63,22 @@ class Plan:
         given: list[Any] = []
         for i, take in self._take:
             given += take(leaves[i])
+        return self._finished(leaves, given)
+
+    def taking(self, leaves: list[Any], where: str, line: str) -> Any:
+        """The same for a call whose donated leaves it may keep."""
+        donation.check(where, leaves, self.donated, self.names)
+        donated = set(self.donated)
+        given: list[Any] = []
+        for i, take in self._take:
+            shared = i in donated and not donation.is_alone(leaves[i])
+            given += map(donation.copied, take(leaves[i])) if shared else take(leaves[i])
+        out = self._finished(leaves, given)
+        gift = donation.Gift(where, line, [self.names[i] for i in self.donated])
+        donation.give_away([leaves[i] for i in self.donated], gift)
+        return out
+
+    def _finished(self, leaves: Sequence[Any], given: list[Any]) -> Any:
         given += self.recorded.constants
         try:
             outs = self.code.run(given)
@@ -54,6 +90,17 @@ class Plan:
             for made in self.recorded.results
         ]
         return tree.unflatten(self.recorded.out_def, results)
+
+    def lowered(self, name: str) -> Lowered:
+        """What `lower` shows."""
+        nodes = output(self.graph).args[0]
+        outs = [made for made in self.recorded.results if isinstance(made, leaves_.Result)]
+        outputs = [("", made.text(nodes)) for made in outs]  # type: ignore[arg-type]
+        given = [name.rsplit(" (", 1) for i, _ in self._take for name in (self.names[i],)]
+        inputs = [(path, kind.removesuffix(")")) for path, kind in given]
+        places = [i for i, _ in self._take]
+        return Lowered(self.graph, name, inputs, outputs, [places.index(i) for i in self.donated],
+                       Lowered(self.recorded.graph, name))  # fmt: skip
 
     def _tell_where(self, error: Exception) -> None:
         """Add the user's line to an error of a replay."""

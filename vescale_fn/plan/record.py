@@ -71,13 +71,13 @@ class Recorder(_torch.TorchDispatchMode):
 
     # --- what the function is given ---------------------------------------------------------------------------------
 
-    def input(self, x: torch.Tensor) -> torch.Tensor:
+    def input(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """The stand-in of an input, a plain tensor."""
-        return self._placeholder(x, "x")
+        return self._placeholder(x, name)
 
-    def number(self, value: float) -> Number:
+    def number(self, value: float, name: str) -> Number:
         """The stand-in of an input, a Python float."""
-        return self.computed(value, self._new_placeholder("number", value))
+        return self.computed(value, self._new_placeholder(name, value))
 
     def computed(self, value: float, node: fx.Node) -> Number:
         """The stand-in of a float that a node gives."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,11 +42,11 @@ class Recorded:
     out_def: Any
 
 
-def trace(f: Callable[..., Any], leaves: Sequence[Any], treedef: Any, out_specs: Any) -> Recorded:
-    """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``."""
-    recorded = _trace(f, leaves, treedef, out_specs, 0)
+def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any) -> Recorded:
+    """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``; inputs are named as its leaves."""
+    recorded = _trace(f, leaves, names, treedef, out_specs, 0)
     if any(map(leaves_.is_number, leaves)):
-        other = _trace(f, leaves, treedef, out_specs, 7)
+        other = _trace(f, leaves, names, treedef, out_specs, 7)
         node = difference(recorded.graph, other.graph)
         if node is not None:
             raise Unrecordable("the value of a float among the arguments is used in Python (by `math.sqrt`, say)",
@@ -55,9 +56,12 @@ def trace(f: Callable[..., Any], leaves: Sequence[Any], treedef: Any, out_specs:
     return recorded
 
 
-def _trace(f: Callable[..., Any], leaves: Sequence[Any], treedef: Any, out_specs: Any, salt: int) -> Recorded:
+def _trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any,
+           salt: int) -> Recorded:  # fmt: skip
     recorder = Recorder(salt)
-    given = [_stand_in(recorder, leaf) for leaf in leaves]
+    given = [
+        _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
+    ]
     args, kwargs = tree.unflatten(treedef, given)
     with recorder:
         out = f(*args, **kwargs)
@@ -69,10 +73,13 @@ def _trace(f: Callable[..., Any], leaves: Sequence[Any], treedef: Any, out_specs
     return Recorded(recorder.graph, recorder.constants, recorder.read, results, out_def)
 
 
-def _stand_in(recorder: Recorder, leaf: Any) -> Any:
+_NO_WORD = re.compile(r"\W+")
+
+
+def _stand_in(recorder: Recorder, leaf: Any, name: str) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return leaves_.with_tensors(leaf, recorder.input)
-    return recorder.number(float(leaf)) if leaves_.is_number(leaf) else leaf
+        return leaves_.with_tensors(leaf, lambda x: recorder.input(x, name))
+    return recorder.number(float(leaf), name) if leaves_.is_number(leaf) else leaf
 
 
 def laid_out(out: Any, out_specs: Any) -> Any:
