@@ -312,6 +312,16 @@ def a_draw_from_torchs_generator(mesh):
 
 
 @misuse
+def a_draw_from_torchs_generator_under_strict(mesh):
+    """RandomError
+    torch's rand: a draw from torch's global generator, whose numbers depend on all that was drawn before
+      Instead: a keyed draw, the same on every mesh: vfn.random.uniform(key, (4, 3))
+    """
+    with vfn.strict():
+        torch.rand(4, 3)
+
+
+@misuse
 def a_write_that_would_be_lost(mesh):
     """InPlaceError
     zero_: a write into a view, or a resharded value, whose elements had to be moved would be lost
@@ -326,8 +336,9 @@ def a_write_that_would_be_lost(mesh):
 def a_move_under_strict(mesh):
     """ReshardError
     add: strict: this op needs a move of data that the program did not ask for
-      * argument 1 is f32[4,4@dp] and would have to be f32[4@dp,4]
-      Instead: vfn.with_sharding(x, P('dp')) before it
+      * b, its argument other, is f32[4,4@dp] and would have to be f32[4@dp,4] (all-to-all over axis 'dp': 32 bytes on each rank)
+      * at misuses.py: `_ = a + b`
+      Instead: b = vfn.with_sharding(b, P('dp')) before it
     """
     a, b = vfn.shard(torch.ones(4, 4), mesh, P("dp")), vfn.shard(torch.ones(4, 4), mesh, P(None, "dp"))
     with vfn.strict():

@@ -2,7 +2,7 @@
 
 from . import errors, optim, random
 from .array import Array, spec_of
-from .context import current_mesh, set_mesh, strict, use_mesh
+from .context import current_mesh, set_mesh, use_mesh
 from .debug import comm_log, debug, show
 from .gradient import grad, value_and_grad
 from .mesh import make_mesh
@@ -29,6 +29,7 @@ from .pullback import vjp
 from .ranks import launch, simulate
 from .shard_map import shard_map
 from .spec import P, shard_shape, spec_from_rules
+from .strict import strict
 from .tracebacks import full_tracebacks
 from .transform import jvp, linearize, remat, vmap
 

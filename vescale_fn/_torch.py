@@ -481,8 +481,10 @@ def is_plain(x: torch.Tensor) -> bool:
 
 
 def tracing() -> bool:
-    """Whether a mode watches every op, as tracers do."""
-    return _dispatch_modes() > 0
+    """Whether a mode watches every op, as tracers do; but for modes that only look."""
+    return _dispatch_modes() > 0 and not all(
+        getattr(mode, "only_looks", False) for mode in _python_dispatch._get_current_dispatch_mode_stack()
+    )
 
 
 _CPU = torch.device("cpu")

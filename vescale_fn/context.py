@@ -181,19 +181,8 @@ def set_mesh(mesh: Any) -> None:
     _state.mesh = mesh if mesh is None else checked_mesh(mesh, "set_mesh")
 
 
-def strict() -> contextlib.AbstractContextManager[None]:
-    """Inside this ``with`` block, a move of data that the program did not ask for raises.
-
-    Moves that `shard`, `with_sharding`, `unshard` or a collective name are asked for; a gather that an op needs
-    because of how its arguments lie is not.
-
-    >>> import torch, vescale_fn as vfn
-    >>> from vescale_fn import P
-    >>> with vfn.simulate(2):
-    ...     x = vfn.shard(torch.arange(4.0), vfn.make_mesh((2,), ("dp",)), P("dp"))
-    ...     with vfn.strict():
-    ...         y = x * 2  # nothing moves
-    """
+def being_strict() -> contextlib.AbstractContextManager[None]:
+    """Let `is_strict` hold."""
     return _setting(strict=True)
 
 

@@ -18,10 +18,11 @@ from .aliases import after_write, check_writable, note_copy, note_views, remembe
 from .arguments import bind, replace, tensors_in
 from .blocks import Blocks
 from .decide import PLAIN, STEP_BY_STEP, WRITE, Decision, decide, reason, refuse
-from .errors import InPlaceError, ReshardError, op_text, report
-from .layout import WHOLE, axes_items, layout, spec_for, text, type_text
+from .errors import InPlaceError, op_text, report
+from .layout import WHOLE, axes_items, layout, spec_for, text
 from .mesh import is_part, played_ranks
 from .spec import P
+from .strict import refuse_moves
 
 _CACHE_SIZE = 16384
 _cache: OrderedDict[Any, tuple[Decision, int]] = OrderedDict()
@@ -145,6 +146,8 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
         return _whole(cls, func, args, kwargs, decision)
     tensors = tensors_in(args, kwargs)
     local: list[Any] = [_torch.local(x) if isinstance(x, DTensor) else x for x in tensors]
+    if decision.moves and context.is_strict():
+        refuse_moves(func, args, kwargs, [(i, steps, decision.targets[i]) for i, steps, _ in decision.moves])
     for i, steps, why in decision.moves:
         local[i] = _moved(func, tensors[i], steps, decision, i, why)
     values = iter(local)
@@ -248,11 +251,6 @@ def _moved(func: Any, x: Any, steps: Sequence[reshard.Step], decision: Decision,
     if not isinstance(x, DTensor):
         return reshard.run(x, tuple(x.shape), decision.mesh, steps, "")
     assert decision.targets is not None
-    if context.is_strict() and any(step.kind in ("all_gather", "all_to_all") for step in steps):
-        raise ReshardError(report(
-            op_text(func), "strict: this op needs a move of data that the program did not ask for",
-            [f"argument {i} is {text(x)} and would have to be {type_text(x.shape, x.dtype, decision.targets[i])}"],
-            f"vfn.with_sharding(x, {decision.targets[i]!r}) before it"))  # fmt: skip
     return brought(x, decision.targets[i], why)
 
 
@@ -288,6 +286,13 @@ def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], dec
     _refuse_overlap(func, {id(x): x for x in tensors if id(x) in written and isinstance(x, DTensor)}.values())
     brought_whole: dict[int, torch.Tensor] = {}  # an array that is two arguments is one value: what is written is read
     moved = False
+    if context.is_strict():
+        refuse_moves(
+            func,
+            args,
+            kwargs,
+            [(i, _steps_to_whole(x), WHOLE) for i, x in enumerate(tensors) if isinstance(x, DTensor)],
+        )
     for i, x in enumerate(tensors):
         if id(x) in brought_whole:
             continue
@@ -341,10 +346,14 @@ def _refuse_overlap(func: Any, targets: Iterable[Any]) -> None:
         roots[root] = x
 
 
+def _steps_to_whole(x: Any) -> tuple[reshard.Step, ...]:
+    return reshard.plan(tuple(x.shape), axes_items(x._spec.mesh), layout(x._spec), WHOLE)
+
+
 def _one_whole(func: Any, x: Any, i: int, decision: Decision, written: bool) -> tuple[torch.Tensor, bool]:
     """An array as one whole tensor with the array's strides, and whether that is a copy."""
     spec, shape = layout(x._spec), tuple(x.shape)
-    steps = reshard.plan(shape, axes_items(decision.mesh), spec, WHOLE)
+    steps = _steps_to_whole(x)
     local = _torch.local(x)
     if steps:
         whole = Decision(decision.mesh, (WHOLE,) * (i + 1), (), (), False)

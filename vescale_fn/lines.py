@@ -99,3 +99,26 @@ def quoted(line: str) -> str:
     file, _, number = line.rpartition(":")
     text = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
     return f"{readable(line)}: `{text}`" if text else readable(line)
+
+
+def spelled(value: object) -> tuple[str, bool] | None:
+    """How the user's code at this point can write a value: a variable, or a place in one; and whether it is a variable of
+    the function itself, which can be assigned to. None where it cannot be written."""
+    frame = user_frame(sys._getframe(1))
+    if frame is None:
+        return None
+    code = frame.f_code
+    own = {*frame.f_locals} - {*code.co_freevars}
+    named = [(name, frame.f_globals[name]) for name in code.co_names if name in frame.f_globals]
+    todo: list[tuple[str, object]] = [*frame.f_locals.items(), *named]
+    for _ in range(1000):
+        if not todo:
+            return None
+        text, found = todo.pop(0)
+        if found is value:
+            return text, text in own
+        if type(found) is dict:
+            todo += [(f"{text}[{key!r}]", x) for key, x in found.items() if type(key) in (str, int)]
+        elif type(found) in (list, tuple):
+            todo += [(f"{text}[{i}]", x) for i, x in enumerate(found)]
+    return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from . import _torch, wire
 from .blocks import each
 from .merged import Merged, common, parts_of, taken_apart
 from .mesh import axes_of, coordinates, groups, played_ranks
-from .spec import P, dim_indices, from_split_axes, split_axes
+from .spec import P, dim_indices, from_split_axes, local_shape, split_axes
 
 Rows = tuple[tuple[str, ...], ...]
 LOCAL_KINDS = ("slice", "embed", "keep_first")  # steps without communication
@@ -160,6 +160,19 @@ def _steps(shape: tuple[int, ...], axes: dict[str, int], source: P, target: P) -
     alone = in_order(target.unreduced - stays - embedded)
     if alone:
         yield step("keep_first", alone)
+
+
+def traffic(shape: tuple[int, ...], axes: Mapping[str, int], steps: Sequence[Step], itemsize: int) -> list[
+        tuple[str, tuple[str, ...], int]]:  # fmt: skip
+    """What steps send: kind, axes, and the bytes that it holds on the first rank (the larger of before and after)."""
+    found = []
+    for step in steps:
+        if step.kind not in LOCAL_KINDS:
+            sizes = [n for group in step.apart for n in group] if step.apart else shape
+            held = [math.prod(local_shape(sizes, axes, from_split_axes(rows), dict.fromkeys(axes, 0)))
+                    for rows in (step.before, step.after)]  # fmt: skip
+            found.append((step.kind, step.axes, max(held) * itemsize))
+    return found
 
 
 # --- execution --------------------------------------------------------------------------------------------------------
