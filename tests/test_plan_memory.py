@@ -1,5 +1,6 @@
 """Memory of a plan: what is predicted against what is counted, donated arguments, what `lower` shows."""
 
+import operator
 import re
 
 import pytest
@@ -16,6 +17,9 @@ from vescale_fn.plan import graph as plan
 from vescale_fn.plan.lowered import Lowered
 from vescale_fn.plan.memory import bytes_text, memory
 from vescale_fn.plan.passes.donate import donate
+from vescale_fn.plan.passes.order import order
+from vescale_fn.plan.passes.recompute import recompute
+from vescale_fn.plan.passes.reuse import reuse
 from vescale_fn.wire import Collective
 
 SIZES = (5, 24, 40, 7)
@@ -288,6 +292,155 @@ def test_where_nothing_has_holes_is_known():
     ]
     assert all(map(inplace.is_dense, dense))
     assert not any(map(inplace.is_dense, [torch.ones(3, 4)[:, :2], torch.ones(3, 1).expand(3, 2), torch.ones(6)[::2]]))
+
+
+def over(graph: fx.Graph) -> list[str]:
+    """The calls that write over something."""
+    return [plan.name_of(node) for node in plan.calls(graph) if plan.written(node)]
+
+
+@pytest.mark.parametrize(
+    ("f", "written"),
+    [
+        (lambda x, y: (x @ y).exp().neg(), ["exp_", "neg_"]),
+        (lambda x, y: x.exp() + y, ["add_"]),  # arguments are not written over
+        (lambda x, y: x + y.exp(), ["add"]),  # add.out
+        (lambda x, y: (a := x.exp()) + a.t(), []),  # the other way round
+        (lambda x, y: (a := x.exp()) * a, ["mul_"]),
+        (lambda x, y: ((a := x.exp()), a.sin())[1] + a, ["add_"]),  # the sine, not a
+        (lambda x, y: ((a := x.exp()), a + 1), []),  # a is a result
+        (lambda x, y: ((a := x.exp()).t()[:2], a + 1), []),
+        (lambda x, y: x.exp() > 0, []),  # another dtype
+        (lambda x, y: (x.exp() + y.half()).half() + 1, ["add_", "add_"]),
+        (lambda x, y: x.exp().sum(0) + y, []),  # another shape
+        (lambda x, y: x.exp()[1:] * 2, []),  # only a part of the memory
+        (lambda x, y: x.exp().view(-1) * 2, ["mul_"]),
+        (lambda x, y: torch.sort(x)[0] * 2, ["mul_"]),
+        (lambda x, y: x.exp().expand(2, 5, 5) + 1, []),
+        (lambda x, y: (x + 1).softmax(1).log_softmax(0), ["_softmax", "_log_softmax"]),
+        (lambda x, y: F.gelu(x * 2), ["gelu_"]),
+        (lambda x, y: torch.where(x > 0, x.exp(), y), ["where"]),
+        (lambda x, y: (x * 2).clamp_(0).add_(y), ["clamp_", "add_"]),  # the user's own
+    ],
+)
+def test_what_dies_is_written_over(f, written):
+    args = [torch.randn(5, 5), torch.randn(5, 5)]
+    g = lambda *args: out if isinstance(out := f(*args), tuple) else (out,)
+    before, want, graph = [x.clone() for x in args], g(*args), recorded(g, *args)
+    made = reuse(graph)
+    assert over(made) == written
+    assert same(run(made, args), want)
+    assert same(args, before)
+    assert memory(made).peak <= memory(graph).peak
+
+
+def test_on_a_simulated_mesh_a_sum_that_ranks_share_is_not_written_over():
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("dp",))
+        graph = fx.Graph()
+        blocks = [graph.placeholder(f"x{rank}") for rank in range(2)]
+        summed = graph.call_function(Collective("all_reduce", mesh, ("dp",), ("sum",), "test"), (blocks,))
+        parts = [graph.call_function(operator.getitem, (summed, i)) for i in range(2)]
+        outs = [graph.call_function(torch.ops.aten.mul.Tensor, (part, n)) for n, part in enumerate(parts, 2)]
+        graph.output(tuple(outs))
+        for node in graph.nodes:
+            node.meta["val"] = (
+                torch.empty(3, device="meta") if node is not summed else [torch.empty(3, device="meta")] * 2
+            )
+        args = [torch.arange(3.0), torch.ones(3)]
+        assert over(reuse(graph)) == []
+        assert same(run(reuse(graph), args), [2 * (args[0] + 1), 3 * (args[0] + 1)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 129), (3, 40, 5), (2, 1100)])
+def test_softmax_and_its_gradient_give_the_same_over_their_own_input(dtype, shape):
+    def f(x):
+        outs = []
+        for dim in range(x.ndim):
+            for function in (torch.softmax, torch.log_softmax):
+                leaf = (x + dim).detach().requires_grad_()
+                y = function(leaf * 1.5, dim)
+                outs += [y.detach(), *torch.autograd.grad(y, leaf, y.detach().cos() * 3)]
+        return tuple(outs)
+
+    x = torch.randn(shape).to(dtype)
+    made = reuse(recorded(f, x))
+    assert over(made).count("_softmax_backward_data") == over(made).count("_log_softmax_backward_data") == x.ndim
+    assert same(run(made, [x]), f(x))
+
+
+# Order, and computing again
+
+
+def big(*args):
+    """A step of which the parameters are most: all gradients, then all updates."""
+    *params, x = args
+    leaves = [p.detach().requires_grad_() for p in params]
+    grads = torch.autograd.grad(loss(leaves, x), leaves)
+    moved = [0.1 * g for g in grads]
+    return tuple(p - m for p, m in zip(params, moved))
+
+
+def test_an_update_comes_as_soon_as_its_gradient():
+    args = [*(torch.randn(64, 64) for _ in range(6)), torch.randn(2, 64)]
+    graph = given(recorded(big, *args), 6)
+    one = args[0].nbytes
+    before, after = (memory(reuse(donate(made))) for made in (graph, order(graph)))
+    assert before.peak >= before.arguments + 6 * one
+    assert after.peak <= after.arguments + 3 * one
+    assert same(run(reuse(donate(order(graph))), [x.clone() for x in args]), big(*args))
+
+
+def test_what_is_made_early_and_used_late_comes_late():
+    def f(x):
+        mask = torch.full((200, 200), 0.5)
+        a = (x @ x).exp() @ x
+        return (a * mask,)
+
+    x = torch.randn(200, 200)
+    graph = recorded(f, x)
+    made = order(graph)
+    assert [plan.name_of(node) for node in plan.calls(made)][-2:] == ["full", "mul"]
+    assert memory(reuse(made)).peak == memory(reuse(graph)).peak - x.nbytes
+    assert same(run(made, [x]), f(x))
+
+
+def products(x, *ws):
+    """Linear layers with GELU: each weight's gradient needs what GELU gave."""
+    leaves = [w.detach().requires_grad_() for w in ws]
+    for w in leaves:
+        x = F.gelu(x @ w)
+    return torch.autograd.grad(x.sum(), leaves)
+
+
+def test_computing_again_stops_where_it_no_longer_helps():
+    args = [torch.randn(128, 32), *(torch.randn(32, 32) for _ in range(6))]
+    graph, size = recorded(products, *args), 128 * 32 * 4
+    made = recompute(graph, smallest=size)
+    again = [plan.name_of(node) for node in plan.calls(made) if "again" in node.meta and not plan.viewed(node)]
+    assert again == ["gelu"] * len(again)
+    assert 2 <= len(again) <= 5, "all but the last, whose value is not needed, and but what is used at the peak"
+    assert memory(made).peak <= memory(graph).peak - (len(again) - 1) * size
+    assert same(run(made, args), products(*args))
+    fewer = recompute(graph, smallest=size + 1)
+    assert not any("again" in node.meta for node in fewer.nodes)
+
+
+@pytest.mark.parametrize("passes", [[order], [recompute], [reuse], [order, recompute, donate, reuse]])
+@pytest.mark.parametrize("f", [train, views, parts], ids=lambda f: f.__name__)
+def test_passes_change_no_value_and_are_predicted(f, passes):
+    args = arguments() if f is train else [torch.randn(40, 12), torch.randn(40, 12)]
+    graph = recorded(f, *args)
+    made = given(graph, len(args) - 1) if f is train else graph
+    for improve in passes:
+        made = improve(made, smallest=1000) if improve is recompute else improve(made)
+    assert memory(made).peak <= memory(graph).peak
+    replay, copies, want = codegen.generate(made).run, [x.clone() for x in args], f(*args)
+    with accounting(copies) as account:
+        results = replay(list(copies))
+    assert same(results, want)
+    assert account.peak == memory(made).peak
 
 
 # What is shown

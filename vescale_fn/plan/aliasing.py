@@ -7,9 +7,7 @@ free while another lives.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -18,13 +16,12 @@ from ..wire import Collective
 from . import graph as plan
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """What one call made anew.
 
-    Args:
+    Attributes:
         maker: the call, or the placeholder.
-        part: which of its results, where it gives several.
+        part: which of its results, where it gives several; -1: all of them, which may share memory.
     """
 
     maker: fx.Node
@@ -91,13 +88,3 @@ def last_uses(graph: fx.Graph, lie: dict[fx.Node, frozenset[Memory]] | None = No
             for memory in lie[x]:
                 last[memory] = node
     return last
-
-
-def shared(memories: Iterable[frozenset[Memory]]) -> bool:
-    """Whether any two of these may lie in one memory."""
-    seen: set[Memory] = set()
-    for one in memories:
-        if seen & one:
-            return True
-        seen |= one
-    return False

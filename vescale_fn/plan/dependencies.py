@@ -37,7 +37,7 @@ def marked_before(needed: Needs, marks: Sequence[fx.Node]) -> dict[fx.Node, int]
     """For each node, which of `marks` must come before it: bit i for the i-th."""
     bits = {node: 1 << i for i, node in enumerate(marks)}
     found: dict[fx.Node, int] = {}
-    for node in _in_order(needed, dict.fromkeys(needed, 0)):
+    for node in in_order(needed, dict.fromkeys(needed, 0)):
         mask = 0
         for x in needed[node]:
             mask |= found[x] | bits.get(x, 0)
@@ -66,12 +66,12 @@ def arranged(graph: fx.Graph, needed: Needs, place: dict[fx.Node, float], order:
     for one, other in itertools.pairwise(order):
         needed[other].append(one)
     new, values = fx.Graph(), {}
-    for node in _in_order(needed, place):
+    for node in in_order(needed, place):
         values[node] = new.node_copy(node, values.__getitem__)
     return new, values
 
 
-def _in_order(needed: Needs, place: dict[fx.Node, float]) -> list[fx.Node]:
+def in_order(needed: Needs, place: dict[fx.Node, float]) -> list[fx.Node]:
     """Always the node that comes first of those that can."""
     users: dict[fx.Node, list[fx.Node]] = {}
     missing = {node: len(set(before)) for node, before in needed.items()}

@@ -16,6 +16,7 @@ A pass is a pure function from graph to graph: it works on a `copied` one.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -104,14 +105,23 @@ def written(node: fx.Node) -> list[fx.Node]:
     """The arguments that a call writes in place."""
     if isinstance(node.target, Step):
         return [node.args[i] for i in node.target.writes]  # type: ignore[misc]
-    if not is_aten(node):
-        return []
-    found: list[fx.Node] = []
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            found += given if isinstance(given, (list, tuple)) else [given]  # type: ignore[arg-type, list-item]
+    return _aliased(node, True) if is_aten(node) else []
+
+
+def _aliased(node: fx.Node, only_written: bool) -> list[fx.Node]:
+    """The arguments that an operator's result may share memory with, or those that it writes."""
+    found: list[Any] = []
+    for i, name, is_write in _alias_places(node.target):
+        if is_write or not only_written:
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+            found += given if isinstance(given, (list, tuple)) else [given]
     return [x for x in found if isinstance(x, fx.Node)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _alias_places(op: Any) -> tuple[tuple[int, str, bool], ...]:
+    arguments = enumerate(op._schema.arguments)
+    return tuple((i, a.name, a.alias_info.is_write) for i, a in arguments if a.alias_info is not None)
 
 
 # Operators that give views, but do not say so in their schemas.
@@ -131,12 +141,7 @@ def viewed(node: fx.Node) -> list[fx.Node]:
         return []
     if name_of(node) in _SILENT_VIEWS:
         return [node.args[0]]  # type: ignore[list-item]
-    found = []
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.alias_info is not None:
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            found += given if isinstance(given, (list, tuple)) else [given]  # type: ignore[arg-type, list-item]
-    return [x for x in found if isinstance(x, fx.Node)]
+    return _aliased(node, False)
 
 
 def has_effect(node: fx.Node) -> bool:

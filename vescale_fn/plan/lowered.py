@@ -13,10 +13,9 @@ from torch import fx
 
 from ..debug import CommLog
 from ..layout import WHOLE, type_text
-from ..lines import quoted
 from ..wire import Collective, Record, group_size
 from . import graph as plan
-from .memory import MemoryUse, bytes_text, call_text, memory
+from .memory import MemoryUse, bytes_text, call_text, memory, place
 
 
 class Lowered:
@@ -125,13 +124,19 @@ def _calls(graph: fx.Graph) -> list[str]:
     """Every call, below the line that it comes from."""
     lines: list[str] = []
     for line, run in _runs(graph):
-        lines += ["", quoted(line)]
+        lines += ["", place(line)]
         texts = [f"{node.name} = {_call(node)}" for node in run]
         width = min(max(map(len, texts)), 72)
         for node, text in zip(run, texts):
             mark = "*" if isinstance(node.target, Collective) else " "
             lines.append(f"  {mark} {text.ljust(width)}   {_type(plan.value(node))}{_why(node)}")
     return lines
+
+
+def _collective(node: fx.Node) -> str:
+    record, value = _record(node), plan.value(node)
+    one = value[0] if isinstance(value, (list, tuple)) else value
+    return f"{call_text(node)} over {record.axis}: {_type(one)}, {bytes_text(record.bytes)}, {record.why}"
 
 
 def _call(node: fx.Node) -> str:
@@ -144,8 +149,8 @@ def _call(node: fx.Node) -> str:
 
 
 def _argument(x: Any) -> str:
-    if isinstance(x, (list, tuple)) and len(x) > 8:
-        return f"[{', '.join(map(_argument, x[:2]))}, ..., {_argument(x[-1])}]"
+    if isinstance(x, (list, tuple)) and len(x) > 4:
+        return f"[{_argument(x[0])}, ..., {_argument(x[-1])}]"
     if isinstance(x, (list, tuple)):
         return f"[{', '.join(map(_argument, x))}]"
     return str(x).removeprefix("torch.")
@@ -170,12 +175,8 @@ def _summary(graph: fx.Graph) -> list[str]:
     for line, run in _runs(graph):
         counts = Counter(call_text(node) for node in run if not isinstance(node.target, (Collective, type(len))))
         words = ", ".join(f"{name} x{n}" if n > 1 else name for name, n in counts.items())
-        lines.append(quoted(line))
+        lines.append(place(line))
         if words:
             lines += textwrap.wrap(words, 110, initial_indent="    ", subsequent_indent="    ")
-        lines += [
-            f"  * {_type(plan.value(node))} = {_call(node)}{_why(node)}"
-            for node in run
-            if isinstance(node.target, Collective)
-        ]
+        lines += [f"  * {_collective(node)}" for node in run if isinstance(node.target, Collective)]
     return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -62,11 +63,11 @@ class MemoryUse:
         lines = [f"peak {bytes_text(self.peak)}, of which arguments {bytes_text(self.arguments)}"]
         if self.at is not None:
             index = self.timeline.index(self.at)
-            lines.append(f"reached in call {index + 1} of {len(self.timeline)}, {self.at.call}, {quoted(self.at.line)}")
+            lines.append(f"reached in call {index + 1} of {len(self.timeline)}, {self.at.call}, {place(self.at.line)}")
             lines.append(f"over time  {_sparks([moment.bytes for moment in self.timeline])}")
         if self.held:
             lines.append("alive at the peak, by the lines that made it:")
-        lines += [f"  {bytes_text(h.bytes):>10}  {h.count:>4}  {_place(h.line)}" for h in self.held[:_SHOWN]]
+        lines += [f"  {bytes_text(h.bytes):>10}  {h.count:>4}  {place(h.line)}" for h in self.held[:_SHOWN]]
         if len(self.held) > _SHOWN:
             rest = self.held[_SHOWN:]
             lines.append(f"  {bytes_text(sum(h.bytes for h in rest)):>10}  {sum(h.count for h in rest):>4}  elsewhere")
@@ -134,8 +135,11 @@ def bytes_text(count: int) -> str:
     return f"{count} B" if power == 0 else f"{scaled:.{2 - min(int(math.log10(scaled)), 2)}f} {'KMGT'[power - 1]}iB"
 
 
-def _place(line: str) -> str:
-    return quoted(line) if line != ARGUMENTS else line
+def place(line: str) -> str:
+    """One of the user's lines with what stands there, its file by its name alone: ``train.py:12: `x = f(y)` ``."""
+    told = quoted(line)
+    folder = os.path.dirname(line) + os.sep
+    return told.removeprefix(folder)
 
 
 def _sparks(values: list[int], width: int = 60) -> str:

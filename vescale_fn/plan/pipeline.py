@@ -10,6 +10,9 @@ from .passes.dead import dead
 from .passes.donate import donate
 from .passes.draws import draws
 from .passes.flat import flat
+from .passes.order import order
+from .passes.recompute import recompute
+from .passes.reuse import reuse
 from .passes.scatter import scatter
 from .passes.views import views
 from .passes.writes import writes
@@ -26,5 +29,8 @@ PASSES: tuple[Pass, ...] = (
     dead,
     axes,
     buckets,
+    order,
+    recompute,
     donate,
+    reuse,
 )

@@ -1,0 +1,54 @@
+"""Element-by-element calls that write over an argument which nothing needs any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from .. import aliasing, inplace
+from .. import graph as plan
+from .donate import DONATED
+
+# These read a row before they write it, on the CPU: they may write over their first argument, though not by torch's promise.
+_BY_ROWS = {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"}
+
+
+def reuse(graph: fx.Graph) -> fx.Graph:
+    """Let results take the memory of arguments that die: no new memory for most of what is computed element by element.
+
+    Only memory that the plan has made is written over, or that of a donated argument.
+    """
+    graph = plan.copied(graph)
+    lie, last, kept = aliasing.memories(graph), aliasing.last_uses(graph), plan.changed(graph)
+    for node in list(plan.calls(graph)):
+        if node in kept or not _writes_anew(node):
+            continue
+        for x in _targets(node):
+            if _dies(x, node, lie, last, kept) and (call := inplace.written_into(node, x)) is not None:
+                node.target, node.args, node.kwargs = call
+                break
+    return graph
+
+
+def _writes_anew(node: fx.Node) -> bool:
+    return inplace.is_pointwise(node) or (plan.name_of(node) in _BY_ROWS and plan.value(node).device.type == "cpu")
+
+
+def _targets(node: fx.Node) -> list[fx.Node]:
+    """The arguments that the result could be written over: the first first, since that is the shortest call."""
+    given = node.args[:1] if plan.name_of(node) in _BY_ROWS else node.args
+    return [
+        x for x in dict.fromkeys(given) if isinstance(x, fx.Node) and inplace.alike(plan.value(x), plan.value(node))
+    ]
+
+
+def _dies(x: fx.Node, node: fx.Node, lie: Any, last: Any, kept: Any) -> bool:
+    """Whether nothing but this call needs anything in the memory of `x`, all of which `x` is, and the plan may write there."""
+    memories = lie[x]
+    if len(memories) != 1 or x in kept:
+        return False
+    (one,) = memories
+    free = DONATED in one.maker.meta if one.maker.op == "placeholder" else one.part >= 0
+    others = [y for y in node.all_input_nodes if y is not x and lie[y] & memories]
+    return free and last[one] is node and not others and one.bytes == plan.nbytes(plan.value(x))
