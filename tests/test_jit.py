@@ -1,6 +1,8 @@
 """`vfn.jit`: a replay gives what the function itself gives, on plain tensors, on simulated meshes and on real processes."""
 
+import contextlib
 import functools
+import io
 import math
 
 import pytest
@@ -9,7 +11,7 @@ from programs import PROGRAMS, Program
 
 import vescale_fn as vfn
 from vescale_fn import P, tree
-from vescale_fn.errors import InPlaceError, RandomError, TransformError
+from vescale_fn.errors import InPlaceError, RandomError, RecordError, TransformError
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}  # fp64: passes may sum in another order
 
@@ -426,3 +428,90 @@ def test_out_specs():
         made = vfn.jit(init, out_specs={"w": P("a", "b"), "b": P()})(KEY)
         assert vfn.spec_of(made["w"]) == P("a", "b")
     assert torch.equal(vfn.unshard(made["w"]), init(KEY)["w"])
+
+
+# --- what else happens ------------------------------------------------------------------------------------------------
+
+
+def test_debug_print(capsys):
+    def f(x):
+        vfn.debug_print("sum {:.1f} of {x}", x.sum(), x=x[:2, 0])
+        return vfn.grad(lambda x: (vfn.debug_print("inside {}", x[0, 0]), (x**2).sum())[1])(x)
+
+    g = vfn.jit(f)
+    expected = "sum 9.4 of tensor([0.0000, 0.4286])\ninside 0.0\n"
+    for run in (f, g, g):
+        assert torch.equal(run(X), 2 * X)
+        assert capsys.readouterr().out == expected
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("a", "b"))
+        for run in (f, g, g):
+            run(vfn.shard(X, mesh, P("a")))
+            assert capsys.readouterr().out == expected
+        body = vfn.shard_map(
+            lambda x: (vfn.debug_print("{}", x[0, 0] * 7), x)[1], mesh=mesh, in_specs=P("a"), out_specs=P("a")
+        )
+        for run in (body, vfn.jit(body)):
+            run(X)
+            assert capsys.readouterr().out == "[a=0, b=0] 0.0\n[a=0, b=1] 0.0\n[a=1, b=0] 6.0\n[a=1, b=1] 6.0\n"
+    with pytest.raises(TransformError, match="does not fit the values"):
+        vfn.debug_print("{} {}", X)
+
+
+def _print_on_real_ranks():
+    x = vfn.shard(X, vfn.make_mesh((2,), ("a",)), P("a"))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        f = vfn.jit(lambda x: (vfn.debug_print("{}", x.sum()), x * 2)[1])
+        f(x), f(x)
+    return said.getvalue()
+
+
+def test_debug_print_on_real_ranks(gloo):
+    assert gloo(2, _print_on_real_ranks) == ["9.428571701049805\n" * 2, ""]
+
+
+def test_an_error_in_a_replay_names_the_users_line():
+    @torch.library.custom_op("vfn_tests::may_fail", mutates_args=())
+    def may_fail(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 100:
+            raise ValueError("too much")
+        return x.clone()
+
+    may_fail.register_fake(torch.empty_like)
+    f = vfn.jit(lambda x: may_fail(x) + 1)
+    f(X)
+    with pytest.raises(ValueError, match="too much") as raised:
+        f(X * 100)
+    if hasattr(raised.value, "__notes__"):
+        assert raised.value.__notes__[-1].startswith(f"in a replay of what was recorded at {__file__}:")
+
+
+def test_a_value_kept_from_a_recording_is_not_taken_for_one():
+    kept = []
+    f = vfn.jit(lambda x: (kept.append(x * 2), x + 1)[1])
+    f(X)
+    with pytest.raises(RecordError, match="an earlier recording, which was kept from it"):
+        vfn.jit(lambda x: x + kept[0])(X)
+
+
+def test_disable_jit():
+    f = vfn.jit(lambda x: x if x.sum() > 0 else -x)
+    with vfn.disable_jit():
+        assert f(X) is X
+    assert f.cache_info() == (0, 0, 0, 0, 64, "")
+
+
+def test_logs_of_a_replay_name_the_lines_of_the_function():
+    with vfn.simulate(2):
+        x = vfn.shard(X, vfn.make_mesh((2,), ("a",)), P("a"))
+        f = lambda x: x.sum() + 1
+        g = vfn.jit(f)
+        logs = []
+        for run in (f, g, g):
+            with vfn.comm_log() as log:
+                vfn.unshard(run(x))
+            logs.append([(r.op, r.axes, r.bytes, r.line) for r in log])
+    assert logs[0] == logs[1] == logs[2]
+    assert len(logs[0]) == 1
+    assert [(r.op, r.axes, r.bytes, r.line) for r in g.lower(x).comms()] == logs[0]

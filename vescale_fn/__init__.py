@@ -24,7 +24,7 @@ from .ops import (
 )
 from .parity import check
 from .placement import from_local, shard, unshard, with_sharding
-from .plan import jit
+from .plan import debug_print, disable_jit, jit
 from .pullback import vjp
 from .ranks import launch, simulate
 from .shard_map import shard_map
@@ -46,6 +46,8 @@ __all__ = [
     "comm_log",
     "current_mesh",
     "debug",
+    "debug_print",
+    "disable_jit",
     "dynamic_slice",
     "errors",
     "from_local",

@@ -38,6 +38,7 @@ class _State(threading.local):
     mesh: Any = None
     body: Body | None = None
     strict: bool = False
+    as_written: bool = False
     grad_depth: int = 0
     key_uses: dict[Any, Any] | None = None
     unit: Callable[[Any], Any] | None = None
@@ -83,10 +84,11 @@ def is_strict() -> bool:
 
 
 def examined() -> bool:
-    """Whether what runs here is a part of something else: of a `vfn.grad`, a body, debug mode, a parity check."""
+    """Whether what runs here is a part of something else: of a `vfn.grad`, a body, debug mode, a parity check; or is
+    to run as written."""
     state = _state
-    return bool(state.grad_depth or state.body is not None or state.key_uses is not None or state.recorder is not None
-                or state.unit is not None or _watch is not None)  # fmt: skip
+    return bool(state.as_written or state.grad_depth or state.body is not None or state.key_uses is not None
+                or state.recorder is not None or state.unit is not None or _watch is not None)  # fmt: skip
 
 
 def on_one_device() -> bool:
@@ -186,6 +188,11 @@ def being_strict() -> contextlib.AbstractContextManager[None]:
     return _setting(strict=True)
 
 
+def as_written() -> contextlib.AbstractContextManager[None]:
+    """Let no function be recorded."""
+    return _setting(as_written=True)
+
+
 def one_device(unit: Callable[[Any], Any] | None) -> contextlib.AbstractContextManager[None]:
     """Let every mesh count as ``unit(mesh)``, its like with one rank; None ends that."""
     return _setting(unit=unit)
@@ -219,6 +226,17 @@ def logging_to(log: Any) -> Iterator[None]:
     """Record every collective into `log` as well."""
     global _logs
     before, _logs = _logs, (*_logs, log)
+    try:
+        yield
+    finally:
+        _logs = before
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Record no collective: none is carried out."""
+    global _logs
+    before, _logs = _logs, ()
     try:
         yield
     finally:
@@ -265,4 +283,4 @@ def clear() -> None:
     set_watch(None)
     _logs = ()
     _state.mesh, _state.body, _state.strict, _state.grad_depth, _state.key_uses = None, None, False, 0, None
-    _state.unit, _state.recorder = None, None
+    _state.unit, _state.recorder, _state.as_written = None, None, False

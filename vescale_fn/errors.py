@@ -74,6 +74,10 @@ class DonationError(VfnError, RuntimeError):
     """A value was used whose memory a jitted function has taken over, or one is given to it that it cannot take."""
 
 
+class RecordError(VfnError, RuntimeError):
+    """Under `jit`, a value of one recording is used in another."""
+
+
 class ReshardError(VfnError, RuntimeError):
     """Under `strict`: a move of data that the program did not ask for."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -92,6 +93,20 @@ def jit(
     """
     checked_function(f, "jit")
     return Jitted(f, _places(donate_argnums, "donate_argnums"), _places(static_argnums, "static_argnums"), out_specs)
+
+
+def disable_jit() -> contextlib.AbstractContextManager[None]:
+    """Inside this ``with`` block functions under `jit` run as written: to step through them, or on simulated ranks for speed.
+
+    Source: `jax.disable_jit`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> f = vfn.jit(lambda x: x + 1)
+    >>> with vfn.disable_jit():
+    ...     f(torch.zeros(2)), f.cache_info().records
+    (tensor([1., 1.]), 0)
+    """
+    return context.as_written()
 
 
 def _places(argnums: Any, name: str) -> tuple[int, ...]:

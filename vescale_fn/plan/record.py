@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import _torch, blocks, lines
+from .. import _torch, blocks, context, lines
 from ..blocks import Blocks
-from ..errors import InPlaceError, op_text, report
+from ..errors import InPlaceError, RecordError, op_text, report
 from ..stateful import refuse_seeded
 from ..wire import Collective
 from .graph import Step
@@ -105,7 +105,9 @@ class Recorder(_torch.TorchDispatchMode):
     def _constant(self, x: torch.Tensor) -> torch.Tensor:
         found = self._known.get(id(x))
         if found is None and type(x) is _torch.FakeTensor:
-            raise Unrecordable("a value of another recording is used, which was kept from it", self._line()[0] or "?")
+            raise RecordError(report(
+                "jit", "this is a value of an earlier recording, which was kept from it; it has none of its own",
+                [f"at {lines.quoted(self._line()[0])}"], "return what is needed from the function"))  # fmt: skip
         if found is None:
             found = self._known[id(x)] = self._placeholder(x, "constant")
             self.constants.append(x)
@@ -191,7 +193,7 @@ class Recorder(_torch.TorchDispatchMode):
         collective = Collective(**{**collective.__dict__, "line": line})
         if type(x) is Blocks:
             blocks_ = [self._stand_in(block) for block in x.blocks]
-            with _torch.unrecorded(), self._fake:
+            with _torch.unrecorded(), self._fake, context.unlogged():
                 out = Blocks(collective(blocks_))
             node = self.graph.call_function(collective, ([self.node(block) for block in blocks_],))
             self._made(node, out.blocks, line, again)
