@@ -17,6 +17,7 @@ from vescale_fn.plan import graph as plans
 from vescale_fn.plan.passes.common import common
 from vescale_fn.plan.passes.dead import dead
 from vescale_fn.plan.passes.flat import flat
+from vescale_fn.plan.passes.once import once
 from vescale_fn.plan.passes.views import views
 from vescale_fn.plan.passes.writes import writes
 from vescale_fn.wire import Collective
@@ -177,18 +178,34 @@ def collective(graph: fx.Graph, source: fx.Node, **different: Any) -> fx.Node:
     return node
 
 
-def test_equal_collectives_are_one() -> None:
-    graph = recorded(lambda x, y: x * y, x, y)
-    (product,) = plans.calls(graph)
-    made = [
-        collective(graph, product, **different)
-        for different in ({}, {"why": "b"}, {"axes": ("dp",)}, {"params": ("max",)}, {})
-    ]
+def with_collectives(f: Callable[..., Any], settings: Sequence[dict[str, Any]]) -> fx.Graph:
+    """A graph in which a collective follows each result of `f`, and they are stacked."""
+    graph = recorded(f, x, y)
+    made = [collective(graph, each, **one) for each, one in zip(plans.output(graph).args[0], settings, strict=True)]
     with graph.inserting_before(plans.output(graph)):
         total = graph.call_function(torch.ops.aten.stack.default, (made,))
-    total.meta["val"] = torch.stack([x] * 5)
+    total.meta["val"] = torch.stack([x] * len(made))
     plans.output(graph).args = ((total,),)
-    assert names(common(graph)) == ["mul", "all_reduce", "all_reduce", "all_reduce", "stack"]
+    return graph
+
+
+def test_equal_collectives_are_one() -> None:
+    settings = [{}, {"why": "b"}, {"axes": ("dp",)}, {"params": ("max",)}, {}]
+    graph = with_collectives(lambda x, y: (z := x * y, z.detach(), z, z, x * y), settings)
+    assert names(dead(once(graph))).count("all_reduce") == 3
+
+
+def test_collectives_of_values_that_may_differ_on_another_rank_stay() -> None:
+    """Here the sizes and numbers are equal; a rank with another block, or at another place, may have others."""
+    graph = with_collectives(lambda x, y: (x.view(2, 3), x.view(2, 3), y * 0, y * 0, x.clone(), x), [{}] * 6)
+    assert names(dead(common(once(graph)))).count("all_reduce") == 6
+
+
+def test_a_collective_that_remat_repeats_stays_repeated() -> None:
+    graph = with_collectives(lambda x, y: (x, x, x), [{}] * 3)
+    for again, node in enumerate(plans.collectives(graph)):
+        node.meta["again"] = again
+    assert names(once(graph)).count("all_reduce") == 3
 
 
 # --- views ------------------------------------------------------------------------------------------------------------
@@ -269,10 +286,10 @@ def test_writes_into_what_nobody_shares_are_new_values() -> None:
         z = x * y
         before = z.exp()
         z.add_(1).mul_(y)
-        z.clamp_(min=0.5)
+        z.clamp_(min=0.5).pow_(3)
         return before, z.sum(), z
 
-    assert improved(f, (x, y), writes) == ["mul", "exp", "add", "mul", "clamp", "sum"]
+    assert improved(f, (x, y), writes) == ["mul", "exp", "add", "mul", "clamp", "pow", "sum"]
 
 
 def test_other_writes_stay() -> None:

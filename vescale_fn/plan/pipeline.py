@@ -10,6 +10,7 @@ from .passes.dead import dead
 from .passes.donate import donate
 from .passes.draws import draws
 from .passes.flat import flat
+from .passes.once import once
 from .passes.order import order
 from .passes.recompute import recompute
 from .passes.reuse import reuse
@@ -19,6 +20,7 @@ from .passes.writes import writes
 
 PASSES: tuple[Pass, ...] = (
     dead,
+    once,
     writes,
     draws,
     scatter,

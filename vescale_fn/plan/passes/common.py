@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...wire import Collective
 from ..graph import Step, has_effect, is_aten
 from ..rewriting import Rewriting, key
 
@@ -37,7 +38,7 @@ def common(graph: fx.Graph) -> fx.Graph:
 
 def _is_function(node: fx.Node) -> bool:
     """Whether a call gives a value that depends on its arguments alone, and does nothing else."""
-    if has_effect(node) or (isinstance(node.target, Step) and node.target.writes):
+    if has_effect(node) or isinstance(node.target, (Step, Collective)):
         return False
     if not is_aten(node):
         return True

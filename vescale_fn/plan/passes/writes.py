@@ -50,8 +50,15 @@ def _functional(operator: Any) -> Any:
     """The operator that gives as a new value what `operator` writes over its first argument."""
     namespace, _, name = operator._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name.endswith("_") else None
-    found = getattr(packet, operator._schema.overload_name or "default", None)
-    return None if found is None or found._schema.is_mutable else found
+    for overload in packet.overloads() if packet is not None else ():
+        found = getattr(packet, overload)
+        if not found._schema.is_mutable and _arguments(found) == _arguments(operator):
+            return found
+    return None
+
+
+def _arguments(operator: Any) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in operator._schema.arguments]
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
