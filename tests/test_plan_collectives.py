@@ -12,12 +12,13 @@ import torch
 from torch import fx
 
 import vescale_fn as vfn
-from vescale_fn.mesh import is_simulated, played_ranks
+from vescale_fn.mesh import played_ranks
 from vescale_fn.plan.exchanged import size
 from vescale_fn.plan.graph import collectives, name_of
 from vescale_fn.plan.passes.axes import axes
 from vescale_fn.plan.passes.buckets import buckets
 from vescale_fn.plan.passes.draws import draws
+from vescale_fn.plan.passes.overlap import overlap
 from vescale_fn.plan.passes.scatter import _place, scatter
 from vescale_fn.reshard import OwnPart
 from vescale_fn.wire import Collective, group_size
@@ -72,7 +73,7 @@ class Hand:
 
     def exchange(self, kind: str, x: list[fx.Node], names: tuple[str, ...], *params: Any, **meta: Any) -> list[fx.Node]:
         collective = Collective(kind, self.mesh, names, params, "by hand", "here")
-        if not is_simulated(self.mesh):
+        if len(self.ranks) == 1:
             node = self.graph.call_function(collective, (x[0],))
             node.meta = {"val": collective.like(x[0].meta["val"]), "line": "here", **meta}
             return [node]
@@ -287,6 +288,45 @@ def scattered_up(graph):
     return scatter(draws(graph))
 
 
+def layers(hand):
+    """Four layers, the weights gathered right before their use, one of them after a cast."""
+    h = hand.input(block(2, 2))
+    for i, w in enumerate([hand.input(block(1, 2)) for _ in range(4)]):
+        w = hand.op(aten.mul.Tensor, w, 0.5) if i == 2 else w
+        h = hand.op(aten.mm.default, h, hand.exchange("all_gather", w, ("tp",), 0))
+    return [h]
+
+
+def sums_at_the_end(hand):
+    """Gradients in the order of a backward pass, summed at the end, in the order of the parameters."""
+    g = hand.input(block(2, 2))
+    grads = []
+    for _ in range(3):
+        g = hand.op(aten.mm.default, g, g)
+        grads.append(hand.op(aten.neg.default, g))
+    sums = [hand.exchange("all_reduce", grad, ("dp",), "sum") for grad in reversed(grads)]
+    return [hand.op(aten.exp.default, hand.op(aten.t.default, total)) for total in sums]
+
+
+def used_at_once(hand):
+    h = hand.input(block(2, 2))
+    for _ in range(2):
+        h = hand.op(aten.mm.default, h, hand.exchange("all_reduce", h, ("tp",), "sum"))
+    return [h]
+
+
+def overlapped(graph):
+    return overlap(graph, ahead=0, on_cpu=True)
+
+
+def far_ahead(graph):
+    return overlap(graph, ahead=160, on_cpu=True)
+
+
+def bucketed_and_overlapped(graph):
+    return overlap(buckets(graph, limit=64), on_cpu=True)
+
+
 def small(graph):
     return buckets(graph, limit=200, alone=300)
 
@@ -305,13 +345,19 @@ PROGRAMS: dict[str, Any] = {
     "scatters, minor first": (scattered(("tp",), ("dp",)), axes, [(S, "tp,dp", 128)]),
     "scatters of two dims": (scattered(("tp",), ("dp",), (0, 1)), axes, None),
     "gradients": (gradients, small, [(R, "dp", 40), (R, "dp", 56), (R, "dp", 320)]),
-    "a chain": (a_chain, buckets, [(R, "tp", 24), (R, "tp", 40)]),
+    "a chain": (a_chain, buckets, [(R, "tp", 40), (R, "tp", 24)]),
     "crossed": (crossed, buckets, [(R, "dp", 24), (R, "tp", 40), (R, "dp", 16)]),
     "weights": (weights, buckets, [(G, "tp", 48)]),
     "weights and activations": (weights_and_activations, buckets, None),
     "scatters": (scatters, buckets, [(S, "dp,tp", 416)]),
     "written between": (written_between, buckets, None),
     "forward and again": (forward_and_again, buckets, None),
+    "layers": (layers, overlapped, [("start_all_gather", "tp", 16)] * 4),
+    "layers, far ahead": (layers, far_ahead, [("start_all_gather", "tp", 16)] * 4),
+    "sums at the end": (sums_at_the_end, overlapped, [("start_all_reduce", "dp", 32)] * 2 + [(R, "dp", 32)]),
+    "sums in buckets": (sums_at_the_end, bucketed_and_overlapped, [("start_all_reduce", "dp", 64), (R, "dp", 32)]),
+    "used at once": (used_at_once, overlapped, None),
+    "written between, overlapped": (written_between, overlapped, [("start_all_reduce", "tp", 16), (R, "tp", 24)]),
     "own part of a sum": (own_part_of_a_sum, scattered_up, [(S, "tp", 96)]),
     "own parts of a scaled sum": (own_parts_of_a_scaled_sum, scattered_up, [(S, "tp", 96)]),
     "own part along one of two axes": (own_part_along_one_of_two_axes, scattered_up, [(S, "tp", 96), (R, "dp", 48)]),
@@ -347,6 +393,32 @@ def test_the_same_values_by_fewer_collectives(name):
         for one, other in zip(wanted, found, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-14, atol=0)  # sums in another order
     assert asked(graph) == before  # the graph that was given is as it was
+
+
+def told(graph: fx.Graph) -> str:
+    """The calls that compute or communicate, in order."""
+    short = {"start_all_gather": "gather", "start_all_reduce": "sum", "all_reduce": "sum!"}
+    skipped = ("getitem", "t.default", "pack", "unpack")
+    names = [node.target.__name__ for node in graph.nodes if node.op == "call_function"]
+    return " ".join(short.get(name, name.split(".")[0]) for name in names if name not in skipped)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("layers", "gather gather wait mm mul gather wait mm gather wait mm wait mm"),
+        ("layers, far ahead", "gather gather mul gather gather wait mm wait mm wait mm wait mm"),
+        ("sums at the end", "mm neg sum mm neg sum mm neg sum! exp wait exp wait exp"),
+        ("sums in buckets", "mm neg mm neg sum mm neg sum! exp wait exp exp"),
+        ("used at once", "sum! mm sum! mm"),
+    ],
+)
+def test_when_collectives_start_and_are_waited_for(name, wanted):
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+    program, improve, _ = PROGRAMS[name]
+    hand = Hand(mesh, 0)
+    assert told(improve(hand.end(*program(hand)))) == wanted
 
 
 def on_a_rank():
@@ -478,3 +550,16 @@ def test_the_same_bits_from_smaller_draws(name):
                 assert torch.equal(other, one)
         if ranks in ((), (1,)):
             assert [drawn(graph), drawn(better)] == [counts[0], counts[1 + len(ranks)]], ranks
+
+
+def test_a_result_shares_no_memory_with_what_it_is_made_of():
+    """A gather that is nothing gives what was gathered, which the caller may hold."""
+    with vfn.simulate(4):
+        hand = Hand(vfn.make_mesh((2, 2), ("dp", "tp")), 1)
+    whole = hand.exchange("all_gather", hand.input(block(2, 3)), ("tp",), 0)
+    mine = hand.op(aten.narrow.default, whole, 0, 2, 2, own=OwnPart(hand.mesh, ("tp",), True))
+    better = scatter(hand.end(hand.op(aten.view.default, mine, [6]), hand.op(aten.neg.default, mine)))
+    assert asked(better) == []
+    ((out,), _) = run(better, hand.feeds)
+    assert out.untyped_storage().data_ptr() != hand.feeds[0].untyped_storage().data_ptr()
+    assert torch.equal(out.view(2, 3), hand.feeds[0])

@@ -79,7 +79,9 @@ def in_order(needed: Needs, place: dict[fx.Node, float]) -> list[fx.Node]:
         for x in set(before):
             users.setdefault(x, []).append(node)
     stage = {"placeholder": 0, "call_function": 1, "output": 2}
-    rank = {node: (stage[node.op], place[node], i) for i, node in enumerate(needed)}
+    rank = {
+        node: (stage[node.op], place[node] if node.op == "call_function" else 0, i) for i, node in enumerate(needed)
+    }
     ready = [(rank[node], node) for node in needed if not missing[node]]
     heapq.heapify(ready)
     order = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import fx
 
 from ..mesh import groups
 from ..wire import Collective, group_size
-from .graph import Step, nbytes, value
+from .graph import Step, name_of, nbytes, value
 
 _SAME_FOR_ALL = ("all_reduce", "all_gather", "broadcast")  # of a group: its ranks get one value
 
@@ -85,6 +85,39 @@ def size(node: fx.Node) -> int:
     """The bytes that a rank gives to a collective: of the rank that gives most, so that all ranks find the same number."""
     largest = max((value(x) for x in given(node)), key=torch.Tensor.numel)
     return max(nbytes(largest), collective_of(node).elements * largest.element_size())
+
+
+_VIEWS = {
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "t",
+    "transpose",
+    "permute",
+    "unsqueeze",
+    "narrow",
+    "slice",
+    "detach",
+    "alias",
+}
+
+
+def is_light(node: fx.Node) -> bool:
+    """Whether a call only looks at a value in another way, or packs or unpacks what travels."""
+    packs = isinstance(node.target, Step) and node.target.name in ("pack", "unpack")
+    return packs or node.target is operator.getitem or name_of(node) in _VIEWS
+
+
+def made_at(node: fx.Node, place: Mapping[fx.Node, float]) -> float:
+    """The place of the last call that makes what a collective takes; -1 where it is there from the start."""
+    waiting, last = given(node), -1.0
+    while waiting:
+        x = waiting.pop()
+        if is_light(x):
+            waiting += x.all_input_nodes
+        elif x.op == "call_function":
+            last = max(last, place[x])
+    return last
 
 
 def carried_out(graph: fx.Graph, collective: Collective, parts: Sequence[fx.Node], like: fx.Node) -> list[fx.Node]:

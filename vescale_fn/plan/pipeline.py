@@ -14,6 +14,7 @@ from .passes.once import once
 from .passes.order import order
 from .passes.recompute import recompute
 from .passes.reuse import reuse
+from .passes.overlap import overlap
 from .passes.scatter import scatter
 from .passes.views import views
 from .passes.writes import writes
@@ -31,6 +32,7 @@ PASSES: tuple[Pass, ...] = (
     dead,
     axes,
     buckets,
+    overlap,
     order,
     recompute,
     donate,

@@ -24,7 +24,7 @@ from torch import fx
 
 from ...wire import group_size
 from .. import dependencies
-from ..exchanged import carried_out, collective_of, given, got, is_listed, noted, put, size
+from ..exchanged import carried_out, collective_of, given, got, is_listed, made_at, noted, put, size
 from ..graph import Step, changed, collectives, copied, value
 
 LIMIT = 4 << 20
@@ -97,7 +97,10 @@ def _chosen(graph: fx.Graph, needed: dependencies.Needs, kinds: Sequence[str], l
     before = dependencies.marked_before(needed, nodes)
     opened: dict[Any, _Bucket] = {}
     made: list[_Bucket] = []
-    for i, node in enumerate(nodes):
+    recorded = {node: i for i, node in enumerate(graph.nodes)}
+    bit = {node: 1 << i for i, node in enumerate(nodes)}
+    # reductions in the order in which they could be carried out, which is another one where a function sums at its end
+    for node in nodes if early else sorted(nodes, key=lambda node: made_at(node, recorded)):
         nbytes = size(node)
         written = not hot.isdisjoint((*given(node), *got(node).values()))
         if collective_of(node).kind not in kinds or nbytes > alone or written:
@@ -111,8 +114,8 @@ def _chosen(graph: fx.Graph, needed: dependencies.Needs, kinds: Sequence[str], l
         if bucket is None:
             bucket = opened[key] = _Bucket()
             made.append(bucket)
-        bucket.add(node, 1 << i, before[node], nbytes)
-    return [bucket.members for bucket in made if len(bucket.members) > 1]
+        bucket.add(node, bit[node], before[node], nbytes)
+    return [sorted(bucket.members, key=recorded.__getitem__) for bucket in made if len(bucket.members) > 1]
 
 
 def _key(node: fx.Node) -> Any:

@@ -8,15 +8,15 @@ One rank sees only its own slice, and the first rank's part is what a program ma
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from ...mesh import axes_of, coordinates, played_ranks, same
 from ...wire import Collective, group_size
-from ..exchanged import carried_out, collective_of, erase_unused, gets_same, given, got, over
+from ..exchanged import carried_out, collective_of, erase_unused, gets_same, given, got, is_light, noted, over, source
 from ..graph import changed, collectives, copied, name_of, value
 from .slices import part_of
 
@@ -81,10 +81,14 @@ def _use(graph: fx.Graph, node: fx.Node, axes: tuple[str, ...], parts: Sequence[
             mine = next(
                 i for i, rank in enumerate(ranks)
                 if gets_same(node, place, i) and _place(mesh, axes, rank) * part.length == part.start)  # fmt: skip
-            user.replace_all_uses_with(parts[mine])
+            new = parts[mine]
+            if source(new) is not None:
+                _drop_copies(graph, user)
+            elif _leaves(user):  # a result of the plan shares no memory with what it is given
+                with graph.inserting_before(user):
+                    new = noted(graph.call_function(torch.ops.aten.clone.default, (new,)), value(new).clone(), user)
+            user.replace_all_uses_with(new)
             graph.erase_node(user)
-            if isinstance(parts[mine].target, (Collective, type(operator.getitem))):
-                _drop_copies(graph, parts[mine])
         if whole is not node:
             graph.erase_node(whole)
     graph.erase_node(node)
@@ -94,9 +98,14 @@ def _use(graph: fx.Graph, node: fx.Node, axes: tuple[str, ...], parts: Sequence[
 def _drop_copies(graph: fx.Graph, x: fx.Node) -> None:
     """What was copied because it was a part of something needs no copy."""
     for user in list(x.users):
-        if name_of(user) == "clone" and len(x.users) == 1 and value(user).stride() == value(x).stride():
+        if name_of(user) == "clone" and len(x.users) == 1 and value(user).is_contiguous():
             user.replace_all_uses_with(x)
             graph.erase_node(user)
+
+
+def _leaves(x: fx.Node) -> bool:
+    """Whether a result of the plan is in the memory of `x`."""
+    return any(user.op == "output" or (is_light(user) and _leaves(user)) for user in x.users)
 
 
 def _place(mesh: Any, axes: tuple[str, ...], rank: int) -> int:
