@@ -12,9 +12,9 @@ from .passes.draws import draws
 from .passes.flat import flat
 from .passes.once import once
 from .passes.order import order
+from .passes.overlap import overlap
 from .passes.recompute import recompute
 from .passes.reuse import reuse
-from .passes.overlap import overlap
 from .passes.scatter import scatter
 from .passes.views import views
 from .passes.writes import writes

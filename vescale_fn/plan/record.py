@@ -26,7 +26,6 @@ from .graph import Step
 from .number import Number, disguise
 
 _LIFT, _CLONE = torch.ops.aten.lift_fresh.default, torch.ops.aten.clone.default
-_SHORT = 1 << 14  # elements of a tensor that is compared with others
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
 _BACKWARD = _torch.backward_code
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -66,7 +65,6 @@ class Recorder(_torch.TorchDispatchMode):
         self._fake = _torch.fake_mode()
         self._lines: dict[int, str] = {}  # of what autograd recorded, by its number
         self._given: set[int] = set()
-        self._said: dict[Any, torch.Tensor] = {}  # by what it says, a tensor that the program writes down
         self._literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
         self.read: list[torch.Tensor] = []
         self._kept: list[Any] = []  # stand-ins live as long as the recorder: they are known by identity
@@ -115,15 +113,6 @@ class Recorder(_torch.TorchDispatchMode):
             self.constants.append(x)
         return found
 
-    def _written_down(self, x: torch.Tensor) -> torch.Tensor:
-        """The first of the tensors that say the same, so that what is computed of equal ones is equal, on one rank as on
-        another: which positions a block is brought to may be said by a tensor on one of them, by a slice on another."""
-        if x.is_floating_point() or x.is_complex() or x.device.type != "cpu" or x.numel() > _SHORT:
-            return x
-        with _torch.unrecorded():
-            said = x.dtype, tuple(x.shape), tuple(x.flatten().tolist())
-        return self._said.setdefault(said, x)
-
     def is_stand_in(self, x: torch.Tensor) -> bool:
         """Whether `x` is a value of this recording."""
         return getattr(x, "_plan_recorder", None) is self
@@ -163,10 +152,7 @@ class Recorder(_torch.TorchDispatchMode):
         self._check_writes(func, args, kwargs, line)
         if func is _LIFT:  # a tensor that was written down: the plan keeps it, and each run gets a copy
             out = self._made(
-                self.graph.call_function(_CLONE, (self.node(self._written_down(tensors[0])),)),
-                self._like(tensors[0]),
-                line,
-                again,
+                self.graph.call_function(_CLONE, (self.node(tensors[0]),)), self._like(tensors[0]), line, again
             )
             self._literals[id(out)] = tensors[0]
             return out
