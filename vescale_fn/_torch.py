@@ -561,6 +561,11 @@ def fake_mode() -> Any:
     return FakeTensorMode()
 
 
+def without_values(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of such a mode, made by the short way."""
+    return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
+
 NO_VALUE_ERRORS: tuple[type[Exception], ...] = tuple(  # what says that an op cannot be run without values
     error for name in ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException",
                        "UnsupportedFakeTensorException") if (error := getattr(_fake_tensor, name, None)))  # fmt: skip

@@ -58,7 +58,9 @@ class Step:
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """The same graph once more, to be changed."""
+    """The same graph once more, to be changed; the graph itself, where nobody else has it (`given_up`)."""
+    if graph.__dict__.pop("_given_up", False):
+        return graph
     new = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for (
@@ -69,6 +71,12 @@ def copied(graph: fx.Graph) -> fx.Graph:
         copy.meta = dict(node.meta)
         values[node] = copy
     return new
+
+
+def given_up(graph: fx.Graph) -> fx.Graph:
+    """The graph, of which its owner says that the next pass may have it."""
+    graph.__dict__["_given_up"] = True
+    return graph
 
 
 def calls(graph: fx.Graph) -> Iterator[fx.Node]:

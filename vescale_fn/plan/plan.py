@@ -13,7 +13,7 @@ from . import donation
 from . import leaves as leaves_
 from .captured import Captured
 from .codegen import generate
-from .graph import output
+from .graph import copied, given_up, output
 from .lowered import Lowered
 from .passes.donate import DONATED
 from .pipeline import PASSES
@@ -48,8 +48,10 @@ class Plan:
                 node = next(inputs)
                 if i in self.donated:
                     node.meta[DONATED] = True
+        graph = copied(graph)
         for improve in PASSES:
-            graph = improve(graph)
+            graph = improve(given_up(graph))
+        graph.__dict__.pop("_given_up", None)
         return graph
 
     def changed(self) -> str | None:

@@ -24,6 +24,7 @@ from ..stateful import refuse_seeded
 from ..wire import Collective
 from .graph import Step
 from .number import Number, disguise
+from .valueless import Valueless
 
 _LIFT, _CLONE = torch.ops.aten.lift_fresh.default, torch.ops.aten.clone.default
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
@@ -62,7 +63,7 @@ class Recorder(_torch.TorchDispatchMode):
         self.constants: list[torch.Tensor] = []
         self._known: dict[int, torch.Tensor] = {}  # id of a constant -> its stand-in
         self._last_placeholder: fx.Node | None = None
-        self._fake = _torch.fake_mode()
+        self._fake = Valueless()
         self._lines: dict[int, str] = {}  # of what autograd recorded, by its number
         self._given: set[int] = set()
         self._literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
@@ -97,7 +98,7 @@ class Recorder(_torch.TorchDispatchMode):
         return node
 
     def _placeholder(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        fake = self._like(x)
+        fake = self._fake.like(x)
         self._note(fake, self._new_placeholder(name, fake))
         self._given.add(_torch.memory_number(fake))
         return fake
@@ -152,15 +153,14 @@ class Recorder(_torch.TorchDispatchMode):
         self._check_writes(func, args, kwargs, line)
         if func is _LIFT:  # a tensor that was written down: the plan keeps it, and each run gets a copy
             out = self._made(
-                self.graph.call_function(_CLONE, (self.node(tensors[0]),)), self._like(tensors[0]), line, again
+                self.graph.call_function(_CLONE, (self.node(tensors[0]),)), self._fake.like(tensors[0]), line, again
             )
             self._literals[id(out)] = tensors[0]
             return out
         fakes, nodes = self._stand_ins(args), self._nodes(args)
         fake_kwargs, node_kwargs = self._stand_ins(kwargs), self._nodes(kwargs)
         try:
-            with self._fake:
-                out = func(*fakes, **fake_kwargs)
+            out = self._fake(func, fakes, fake_kwargs)
         except _torch.NO_VALUE_ERRORS as error:
             raise Unrecordable(f"torch's {_name(func)} gives a result whose shape, or whether it can run, depends on values"
                                , line or "?") from error  # fmt: skip
@@ -207,10 +207,6 @@ class Recorder(_torch.TorchDispatchMode):
         line, _ = self._line()
         node = self.graph.call_function(step, tuple(self._nodes(args)))
         node.meta["val"], node.meta["line"] = None, line
-
-    def _like(self, x: torch.Tensor) -> torch.Tensor:
-        with _torch.unrecorded(), self._fake:
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
     def _stand_in(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.is_stand_in(x) else self._constant(x)
