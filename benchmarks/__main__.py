@@ -11,6 +11,7 @@ NAMES = (
     "eager_ops",
     "simulated_step",
     "random_draws",
+    "peak_memory",
 )
 
 for name in NAMES:

@@ -11,6 +11,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import vescale_fn as vfn
+from benchmarks.side_by_side import publish
+from vescale_fn import tree
+from vescale_fn.recipes import transformer
+
 
 class Accountant(TorchDispatchMode):
     """Counts the bytes of all memory that is alive, after each operator: what was there when asked, and what ops make.
@@ -52,3 +57,74 @@ def accounting(*alive: Any) -> Iterator[Accountant]:
     """Count the memory that is alive inside a ``with`` block, to begin with that of the tensors in `alive`."""
     with Accountant(*alive) as accountant:
         yield accountant
+
+
+SIZES = {  # what is most of it, batch and length
+    "activations": (transformer.Config(dim=128, heads=4, layers=6, hidden=512, dropout=0.0), 16, 128),
+    "both": (transformer.Config(dim=256, heads=8, layers=6, hidden=1024, dropout=0.0), 4, 128),
+    "parameters": (transformer.Config(dim=256, heads=8, layers=6, hidden=1024, dropout=0.0), 1, 64),
+}
+
+
+def eager(config: transformer.Config, params: Any, batch: torch.Tensor) -> tuple[Any, Any]:
+    """A step as PyTorch users write it, and what is alive before it: autograd, and AdamW in place, leaf by leaf."""
+    leaves = [x.clone().requires_grad_() for x in tree.leaves(params)]
+    opt = torch.optim.AdamW(leaves, lr=1e-3, foreach=False)
+    structure = tree.flatten(params)[1]
+
+    def step() -> None:
+        opt.zero_grad(set_to_none=True)
+        transformer.loss(tree.unflatten(structure, leaves), batch, config).backward()
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+
+    step()
+    return step, [leaves, [list(state.values()) for state in opt.state.values()], batch]
+
+
+def planned(config: transformer.Config, params: Any, batch: torch.Tensor) -> tuple[Any, Any, Any]:
+    """The same step as a plan whose parameters and moments are donated; what is alive before it; what it predicts."""
+    opt = vfn.optim.adamw(1e-3, weight_decay=1e-2)
+
+    def step(params: Any, state: Any, batch: torch.Tensor) -> Any:
+        loss, grads = vfn.value_and_grad(transformer.loss)(params, batch, config)
+        updates, state = opt.update(grads, state, params)
+        return loss, vfn.optim.apply_updates(params, updates), state
+
+    jitted = vfn.jit(step, donate_argnums=(0, 1))
+    _, *values = jitted(tree.map_(torch.clone, params), opt.init(params), batch)
+    plan: Any = next(iter(jitted._plans.values()))  # itself: a jitted function runs as written where a mode looks on
+
+    def run() -> None:
+        values[:] = plan.taking(tree.leaves((*values, batch)), "step", "")[1:]
+
+    return run, [values, batch], jitted.lower(*values, batch).memory()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rows = []
+    for name, (config, size, length) in SIZES.items():
+        params = transformer.init(vfn.random.key(0), config)
+        batch = vfn.random.randint(vfn.random.key(1), (size, length + 1), 0, 256).long()
+        peaks = []
+        step, alive = eager(config, params, batch)
+        with accounting(alive) as account:
+            step()
+        peaks.append(account.peak)
+        step, alive, use = planned(config, params, batch)
+        with accounting(alive) as account:
+            step()
+        peaks.append(account.peak)
+        held = sum(x.nbytes for x in tree.leaves(alive) if isinstance(x, torch.Tensor))
+        mib = [one / 2**20 for one in (held, *peaks)]
+        rows.append([name, *mib, peaks[1] / peaks[0], use.peak / peaks[1]])
+    publish(
+        "peak_memory",
+        ["most of it is", "arguments, MiB", "eager, MiB", "plan, MiB", "plan / eager", "predicted / counted"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

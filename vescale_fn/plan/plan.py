@@ -14,8 +14,8 @@ from . import leaves as leaves_
 from .captured import Captured
 from .codegen import generate
 from .graph import copied, given_up, output
+from .line import DONATED
 from .lowered import Lowered
-from .passes.donate import DONATED
 from .pipeline import PASSES
 from .trace import Recorded
 

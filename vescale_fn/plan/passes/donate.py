@@ -10,8 +10,7 @@ from torch import fx
 
 from .. import aliasing, inplace
 from .. import graph as plan
-
-DONATED = "donated"  # a placeholder with this in its meta may be written into
+from ..line import DONATED
 
 
 def donate(graph: fx.Graph) -> fx.Graph:

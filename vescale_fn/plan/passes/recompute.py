@@ -13,20 +13,33 @@ from torch import fx
 
 from .. import aliasing, inplace
 from .. import graph as plan
+from ..line import Facts
 
 SMALLEST = 256 << 10  # bytes; for less it is not worth a call
 _CHEAP = {"native_layer_norm", "_fused_rms_norm", "rms_norm", "_to_copy", "cat", "arange", "full", "zeros", "ones",
           "zeros_like", "ones_like", "full_like", "roll", "layer_norm"}  # fmt: skip
 
 
+_STEPS = 8  # calls, at most, to compute a value again
+
+
 @dataclass(frozen=True)
 class _Value:
-    """A value that could be computed again: where it is idle, from the last use before to the first use behind."""
+    """A value that could be computed again.
+
+    Args:
+        memory: where it lies.
+        start, stop: the last use before a time in which nothing needs it, and the first use behind that.
+        bytes: how many they are.
+        made: what is computed again for it: itself, and what that takes that is not there any more.
+        sources: what that is computed from, which is there.
+    """
 
     memory: aliasing.Memory
     start: int
     stop: int
     bytes: int
+    made: frozenset[aliasing.Memory]
     sources: frozenset[aliasing.Memory]
 
 
@@ -37,58 +50,46 @@ def recompute(graph: fx.Graph, smallest: int = SMALLEST) -> fx.Graph:
         smallest: values of fewer bytes are kept.
     """
     graph = plan.copied(graph)
-    lie = aliasing.memories(graph)
-    nodes = list(graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
+    nodes, facts, kept = list(graph.nodes), Facts(graph), plan.changed(graph)
     uses: dict[aliasing.Memory, list[int]] = {}
-    for node in nodes:
-        for x in (node, *node.all_input_nodes):
-            for memory in lie[x]:
-                if not uses.setdefault(memory, []) or uses[memory][-1] != place[node]:
-                    uses[memory].append(place[node])
-    live = _live(nodes, uses)
-    kept = plan.changed(graph)
-    found = [
-        value
-        for memory in uses
-        if memory.part >= 0 and memory.bytes >= smallest and _is_cheap(memory.maker) and memory.maker not in kept
-        for value in _idle(memory, uses, lie)
-    ]
-    for value in _chosen(found, live):
-        _compute_again(graph, nodes, value, [nodes[i] for i in uses[value.memory] if i >= value.stop], lie)
+    for i, node in enumerate(nodes):
+        for memory in dict.fromkeys((*facts.made[node], *facts.read[node])):
+            uses.setdefault(memory, []).append(i)
+    found = [value for memory in uses if facts.bytes[memory] >= smallest for value in _idle(memory, uses, facts, kept)]
+    for value in _chosen(found, facts.live(nodes)):
+        _compute_again(graph, nodes, value, [nodes[i] for i in uses[value.memory] if i >= value.stop], facts.lie)
     return graph
-
-
-def _live(nodes: list[fx.Node], uses: dict[aliasing.Memory, list[int]]) -> list[int]:
-    """How many bytes are alive at each node, besides arguments."""
-    change = [0] * (len(nodes) + 1)
-    for memory, at in uses.items():
-        if memory.maker.op == "call_function":
-            change[at[0]] += memory.bytes
-            change[at[-1] + 1] -= memory.bytes
-    live, total = [], 0
-    for one in change[:-1]:
-        total += one
-        live.append(total)
-    return live
 
 
 def _is_cheap(node: fx.Node) -> bool:
     return inplace.is_pointwise(node) or plan.name_of(node) in _CHEAP
 
 
-def _idle(memory: aliasing.Memory, uses: dict[aliasing.Memory, list[int]], lie: Any) -> list[_Value]:
-    """The longest time for which nothing uses a value, if what it is made of is needed at the end of that time too."""
+def _idle(memory: aliasing.Memory, uses: dict[aliasing.Memory, list[int]], facts: Facts, kept: Any) -> list[_Value]:
+    """A value in the longest time for which nothing uses it, if it can be computed again at the end of that time."""
     at = uses[memory]
     start, stop = max(zip(at, at[1:]), key=lambda pair: pair[1] - pair[0], default=(0, 0))
-    sources = frozenset(source for x in memory.maker.all_input_nodes for source in lie[x])
-    there = all(source.maker.op == "placeholder" or uses[source][-1] >= stop for source in sources)
-    return [_Value(memory, start, stop, memory.bytes, sources)] if there and stop - start > 1 else []
+    made: set[aliasing.Memory] = set()
+    sources: set[aliasing.Memory] = set()
+    todo = [memory]
+    while todo:
+        one = todo.pop()
+        if one.part < 0 or not _is_cheap(one.maker) or one.maker in kept or len(made) == _STEPS:
+            return []
+        made.add(one)
+        for source in facts.read[one.maker]:
+            if source.maker.op == "placeholder" or uses[source][-1] >= stop:
+                sources.add(source)
+            elif source not in made:
+                todo.append(source)
+    value = _Value(memory, start, stop, facts.bytes[memory], frozenset(made), frozenset(sources))
+    return [value] if stop - start > 1 else []
 
 
 def _chosen(values: list[_Value], live: list[int]) -> list[_Value]:
-    """Of the values, those that bring the peak down: largest first, and none that another one is made of."""
-    live, waiting = list(live), sorted(values, key=lambda value: -value.bytes)
+    """Of the values, those that bring the peak down, and none that another one is made of: first what is large and made in few
+    calls."""
+    live, waiting = list(live), sorted(values, key=lambda value: -value.bytes / len(value.made))
     chosen: list[_Value] = []
     made_of: set[aliasing.Memory] = set()
     while True:
@@ -124,7 +125,7 @@ def _compute_again(graph: fx.Graph, nodes: list[fx.Node], value: _Value, users: 
     copies: dict[fx.Node, fx.Node] = {}
 
     def again(x: fx.Node) -> fx.Node:
-        if value.memory not in lie[x]:
+        if value.made.isdisjoint(lie[x]):
             return x
         if x not in copies:
             with graph.inserting_before(nodes[value.stop]):

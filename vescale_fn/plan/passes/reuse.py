@@ -8,7 +8,7 @@ from torch import fx
 
 from .. import aliasing, inplace
 from .. import graph as plan
-from .donate import DONATED
+from ..line import DONATED
 
 # These read a row before they write it, on the CPU: they may write over their first argument, though not by torch's promise.
 _BY_ROWS = {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"}
