@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...wire import Start
 from .. import aliasing, inplace
 from .. import graph as plan
 from ..line import DONATED
@@ -37,8 +38,9 @@ class _Places:
         self.writers: dict[aliasing.Memory, fx.Node] = {}  # of donated memory
         self.users: dict[aliasing.Memory, list[fx.Node]] = {}
         for node in graph.nodes:
+            users = [node, *(node.users if isinstance(node.target, Start) else ())]  # until it has arrived, it is read
             for memory in frozenset().union(*(self.lie[x] for x in node.all_input_nodes)):
-                self.users.setdefault(memory, []).append(node)
+                self.users.setdefault(memory, []).extend(users)
 
     def uses(self, node: fx.Node) -> list[fx.Node]:
         """The calls that need something in a node's memory."""
