@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import operator
+import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import vescale_fn as vfn
+from vescale_fn import P
 from vescale_fn.plan import codegen
 from vescale_fn.plan import graph as plans
 from vescale_fn.plan.passes.common import common
+from vescale_fn.plan.passes.composites import composites
 from vescale_fn.plan.passes.dead import dead
 from vescale_fn.plan.passes.flat import flat
 from vescale_fn.plan.passes.once import once
@@ -348,3 +353,157 @@ def test_transposed_values_are_not_viewed_wrongly() -> None:
         return z.exp() * 2, (z + 1).transpose(1, 2), z.sum(-1, keepdim=True) + z
 
     improved(f, (x, y), views, flat, views, common, dead)
+
+
+# --- calls in the form that costs least -------------------------------------------------------------------------------
+
+
+def test_products_with_a_transposed_matrix() -> None:
+    w, b = torch.arange(12.0).view(4, 3) / 5, torch.arange(4.0)
+
+    def f(x, w, b):
+        return x @ w.t(), torch.addmm(b, x, w.t()), torch.addmm(x[:, :1], x, w.t()), w.t() @ b[:, None]
+
+    found = improved(f, (x, w, b), composites, dead)
+    assert (found.count("linear"), found.count("addmm"), found.count("mm"), found.count("t")) == (2, 1, 1, 2)
+
+
+def test_products_of_other_dtypes_stay() -> None:
+    assert "mm" in improved(lambda x, y: x @ y.t(), (x.to(torch.bfloat16), y.to(torch.bfloat16)), composites)
+
+
+def test_powers_of_one() -> None:
+    n = torch.arange(6).view(2, 3)
+
+    def f(x, n):
+        return x.pow(1.0) + 1, x.pow(2.0), n.pow(1.0), x.pow(1.0)
+
+    found = improved(f, (x, n), composites, dead)
+    assert found.count("pow") == 3, "an integer to the power of 1.0 is a float, and a result is no argument"
+
+
+def test_what_is_the_same_along_a_dim_is_computed_once_along_it() -> None:
+    def f(x, y):
+        rows = x.sum(1, keepdim=True).expand(2, 3)
+        kept = (rows * 2).view(-1)
+        return (rows / 3).exp() * y, rows + x[0], kept, rows * 3
+
+    improved(f, (x, y), composites, dead)
+    graph = recorded(lambda x, y: (x.sum(1, keepdim=True).expand(2, 3) / 3).exp() * y, x, y)
+    shapes = {plans.name_of(n): tuple(n.meta["val"].shape) for n in plans.calls(dead(composites(graph)))}
+    assert (shapes["div"], shapes["exp"], shapes["mul"]) == ((2, 1), (2, 1), (2, 3))
+
+
+def test_numbers_are_operands() -> None:
+    graph = recorded(lambda x, y: (x * y).requires_grad_(False), x, y)
+    (product,) = plans.calls(graph)
+    with graph.inserting_after(product):
+        scaled = graph.call_function(torch.ops.aten.mul.Scalar, (product, 0.1))
+    scaled.meta["val"] = product.meta["val"]
+    plans.output(graph).args = ((scaled,),)
+    assert [node.target for node in plans.calls(composites(graph))] == [torch.ops.aten.mul.Tensor] * 2
+    assert torch.equal(codegen.generate(composites(graph)).run([x, y])[0], x * y * 0.1)
+
+
+# --- the code ---------------------------------------------------------------------------------------------------------
+
+NUMBERS = (0.1, 3, -0.0, 1e-30, float("inf"), float("nan"), 2**25 + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_numbers_beside_tensors_keep_their_bits(dtype: torch.dtype) -> None:
+    values = (torch.arange(7) - 3).to(dtype)
+
+    def f(values):
+        out = [g(v, n) for n in NUMBERS for v in (values, values[2]) for g in (torch.mul, torch.add, torch.div)]
+        return tuple(out)
+
+    for a, b in zip(codegen.generate(recorded(f, values)).run([values]), f(values), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(torch.signbit(a), torch.signbit(b))
+
+
+def test_each_value_goes_after_its_last_use() -> None:
+    """What is alive at each call, seen from a step that notes it."""
+    alive: list[int] = []
+    kept: list[Any] = []
+
+    def look(value: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(ref() is not None for ref in kept))
+        out = value.clone()
+        kept.append(weakref.ref(out))
+        return out
+
+    graph = recorded(lambda x: x * 1, x)
+    (node,) = plans.calls(graph)
+    for _ in range(4):
+        with graph.inserting_after(node):
+            after = graph.call_function(plans.Step("look", look), (node,))
+        after.meta["val"], node = node.meta["val"], after
+    plans.output(graph).args = ((node,),)
+    codegen.generate(graph).run([x])
+    assert alive == [0, 1, 1, 1]
+
+
+def test_the_node_of_an_error() -> None:
+    def fails(value: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+    graph = recorded(lambda x: (x * 2).exp(), x)
+    exp = list(plans.calls(graph))[-1]
+    with graph.inserting_after(exp):
+        step = graph.call_function(plans.Step("fails", fails), (exp,))
+    step.meta["val"], step.meta["line"] = exp.meta["val"], "train.py:3"
+    plans.output(graph).args = ((step,),)
+    code = codegen.generate(graph)
+    with pytest.raises(ValueError, match="no") as caught:
+        code.run([x])
+    assert code.node_of(caught.value) is step
+    text = "".join(traceback.format_exception(caught.value))
+    assert "(exp)" in text, "the traceback shows the plan's line"
+    assert code.node_of(ValueError()) is None
+
+
+def test_values_that_are_no_literals() -> None:
+    def f(x, y):
+        made = torch.full((2,), float("inf"), dtype=torch.float64), torch.arange(3, device="cpu")
+        return x.to(torch.float64), *made, x.clamp(max=float("inf")), torch.topk(x, 2)[1], x.max(1)[0]
+
+    found = codegen.generate(recorded(f, x, y))
+    for a, b in zip(found.run([x, y]), f(x, y), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_replays_under_modes_and_with_parameters() -> None:
+    """A replay is the ops alone: no default device of the user's, no gradient."""
+    code = codegen.generate(recorded(lambda x, y: (x * y, torch.zeros(2)), x, y))
+    given = torch.nn.Parameter(x)
+    with torch.device("meta"):
+        out, zeros = code.run([given, y])
+    assert (out.device.type, zeros.device.type, out.requires_grad, out.is_inference()) == ("cpu", "cpu", False, False)
+    out.requires_grad_().add(1).sum().backward()
+    assert torch.equal(out.grad, torch.ones_like(x))
+
+
+def _sums() -> None:
+    mesh = vfn.make_mesh((2, 2), ("a", "b"))
+    rank = torch.distributed.get_rank()
+    w = vfn.shard(torch.arange(12.0).view(4, 3), mesh, P("a"))
+
+    def f(w, x):
+        part = x @ w  # x is split along the dim that is summed over
+        return vfn.with_sharding(part, P()), vfn.with_sharding((x * 2) @ w, P()) + 1, w.sum()
+
+    x = vfn.shard(torch.arange(20.0).view(5, 4), mesh, P(None, "a"))
+    g = vfn.jit(f)
+    for _ in range(3):
+        for ours, eager in zip(g(w, x), f(w, x), strict=True):
+            assert torch.equal(vfn.unshard(ours), vfn.unshard(eager)), rank
+    with vfn.comm_log() as log:
+        g(w, x)
+    assert log.count("all_reduce") == len([r for r in g.lower(w, x).comms() if r.op == "all_reduce"]) > 0
+
+
+def test_sums_on_real_ranks(gloo) -> None:
+    gloo(4, _sums)

@@ -24,6 +24,7 @@ from torch import fx
 
 from .. import _torch
 from ..wire import Collective
+from . import aliasing, sums
 from .callables import way
 from .graph import Step, calls, output, value
 
@@ -95,6 +96,8 @@ class _Writer:
             self.names[node] = self.fresh(node.name)
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         dies = _last_uses(graph, self.parts(graph))
+        self.lie = aliasing.memories(graph)
+        self.last = aliasing.last_uses(graph, self.lie)
         lines, nodes = [f"def {name}(values):"], {}
         if inputs:
             lines.append(f"    {', '.join(map(self.names.__getitem__, inputs))}, = values")
@@ -140,8 +143,7 @@ class _Writer:
         named = [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
         short = way(node)
         if short is None:
-            function = node.target.run if isinstance(node.target, Step) else node.target
-            return f"{self.globally(function, _name(node.target))}({', '.join(args + named)})"
+            return f"{self.globally(self.function(node), _name(node.target))}({', '.join(args + named)})"
         if short.kind == "infix":
             return f" {short.name} ".join(args) if len(args) > 1 else f"{short.name}{args[0]}"
         if short.kind == "sizes":
@@ -149,6 +151,12 @@ class _Writer:
         if short.kind == "function":
             return f"{self.globally(short.call, f'torch_{short.name}')}({', '.join(args + named)})"
         return f"{args[0]}.{short.name}({', '.join(args[1:] + named)})"
+
+    def function(self, node: fx.Node) -> Any:
+        """What is called where there is no shorter way in Python."""
+        if isinstance(node.target, Step):
+            return node.target.run
+        return sums.shortest(node, self.last, self.lie) or node.target
 
     def constants(self, node: fx.Node) -> list[Any]:
         """The arguments of a node, a number beside a tensor as a tensor: that spares torch to make one each time."""
@@ -204,7 +212,9 @@ class _Number:
 
 
 _aten = torch.ops.aten
-_TAKES_NUMBERS = {_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor}
+_TAKES_NUMBERS = {
+    getattr(_aten, name + in_place).Tensor for name in ("add", "sub", "mul", "div") for in_place in ("", "_")
+}
 
 
 def _last_uses(graph: fx.Graph, together: dict[fx.Node, fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:

@@ -6,6 +6,7 @@ from .graph import Pass
 from .passes.axes import axes
 from .passes.buckets import buckets
 from .passes.common import common
+from .passes.composites import composites
 from .passes.dead import dead
 from .passes.donate import donate
 from .passes.draws import draws
@@ -26,6 +27,7 @@ PASSES: tuple[Pass, ...] = (
     draws,
     scatter,
     views,
+    composites,
     flat,
     views,
     common,

@@ -127,18 +127,22 @@ def _lies_alike(copy: torch.Tensor, x: torch.Tensor) -> bool:
 def _uncopied(work: Rewriting, node: fx.Node, place: int) -> None:
     """A factor of a product need not be copied to lie contiguous: a transposed one will do."""
     factor: Any = node.args[place]
-    copy: Any = factor
-    if not isinstance(factor, fx.Node) or factor in work.fixed:
-        return
-    shape = list(value(factor).shape)
-    while copy.target is _VIEW:
+    order = permutation(factor) if isinstance(factor, fx.Node) else None
+    viewed: Any = factor if order is None else factor.args[0]
+    copy = viewed
+    while isinstance(copy, fx.Node) and copy.target is _VIEW:
         copy = copy.args[0]
-    if name_of(copy) not in _COPIES or copy in work.fixed or copy.args[0] in work.fixed:
+    if not isinstance(copy, fx.Node) or name_of(copy) not in _COPIES:
         return
     x: Any = copy.args[0]
+    if not work.fixed.isdisjoint((factor, viewed, copy, x)) or value(x).dtype != value(factor).dtype:
+        return
+    shape = list(value(viewed).shape)
     lies = seen(value(x), shape)
-    if lies is not None and value(x).dtype == value(factor).dtype and _is_matrix(lies):
-        node.update_arg(place, work.add(node, _VIEW, (x, shape)) if list(value(x).shape) != shape else x)
+    if lies is None or not _is_matrix(lies):
+        return
+    new = work.add(node, _VIEW, (x, shape)) if list(value(x).shape) != shape else x
+    node.update_arg(place, new if order is None else work.add(node, _PERMUTE, (new, order)))
 
 
 def _is_matrix(x: torch.Tensor) -> bool:
