@@ -125,6 +125,8 @@ FUNCTIONS = {
     "a constant": (lambda x: x + X[0], [X]),
     "nothing of a shape": (lambda x: (x[:0], x.sum()), [X]),
     "a double result": (lambda x: (x * 2,) * 2, [X]),
+    "an infinite float": (lambda x, lr: x.masked_fill(x > 0.5, lr).clamp(max=math.inf), [X, -math.inf]),
+    "a product of vectors": (lambda x: torch.tanh(x[0] + torch.ones(3) @ torch.eye(3)), [X]),
     "a namedtuple of torch's": (lambda x: torch.sort(x, 0), [X]),
     "jvp": (lambda x: vfn.jvp(lambda v: v.sin() * v, (x,), (x * 2,)), [X]),
     "vmap of grad": (lambda x: vfn.vmap(vfn.grad(lambda v: (v**2).sum()))(x), [X]),
@@ -311,8 +313,30 @@ def test_what_a_function_closes_over_is_noticed_when_it_changes(monkeypatch):
     assert g.cache_info().last == "inner, which it closes over, has changed"
 
 
+class _Model:
+    def __init__(self):
+        self.w = torch.ones(3)
+
+    def __call__(self, x):
+        return x * self.w
+
+    @vfn.jit
+    def method(self, x):
+        return x * self.w
+
+
+@pytest.mark.parametrize("how", ["method", "object", "bound"])
+def test_what_an_object_holds_is_noticed_when_it_changes(how):
+    model = _Model()
+    f = {"method": model.method, "object": vfn.jit(model), "bound": vfn.jit(model.__call__)}[how]
+    for value in (1.0, 5.0):
+        model.w = torch.full((3,), value)
+        assert torch.equal(f(X), X * value)
+
+
 # --- what cannot be recorded ------------------------------------------------------------------------------------------
 
+_SPARSE = torch.eye(4).to_sparse()
 READS = {
     "if": lambda x: x * 2 if x.sum() > 0 else x,
     "item": lambda x: x * x.sum().item(),
@@ -324,6 +348,9 @@ READS = {
     "sqrt of a float": lambda x, lr: x * math.sqrt(lr),
     "a comparison of a float": lambda x, lr: x if lr > 0.5 else x * 2,
     "a tensor of a float": lambda x, lr: x * torch.tensor(lr),
+    "a shape by a float": lambda x, lr: x * torch.arange(0, lr, 0.1),
+    "a formula of torch's with a float": lambda x, lr: vfn.grad(lambda x: torch.lerp(x, x * x, lr).sum())(x),
+    "a sparse constant": lambda x: torch.sparse.mm(_SPARSE, x),
     "a float as text": lambda x, lr: x * len(f"{lr}"),
 }
 

@@ -151,6 +151,13 @@ def in_place(op: Any) -> Any:
     return getattr(packet, op._overloadname, None) if packet is not None else None
 
 
+def out_of_place(op: Any) -> Any:
+    """The operator of the same name without the underscore, in the same overload; None where there is none."""
+    space, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, space), name.removesuffix("_"), None) if name.endswith("_") else None
+    return getattr(packet, op._overloadname, None) if packet is not None else None
+
+
 def overloads(op: Any) -> list[Any]:
     """All overloads of an operator's name."""
     return [getattr(op._overloadpacket, name) for name in op._overloadpacket.overloads()]

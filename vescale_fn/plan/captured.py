@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -24,13 +24,20 @@ Look = Callable[[], Any]
 
 
 class Captured:
-    """What a function found, with where it found it."""
+    """What a function found, with where it found it.
 
-    def __init__(self, f: Callable[..., Any]) -> None:
+    Args:
+        f: the function.
+        objects: what it is given that is no tensor and no number: their attributes count.
+    """
+
+    def __init__(self, f: Callable[..., Any], objects: Iterable[Any] = ()) -> None:
         self._names: list[tuple[str, Look, Any]] = []
         self._trees: list[tuple[str, Any, list[Any]]] = []
         self._seen: set[int] = set()
         self._add_function(f, 0)
+        for x in objects:
+            self._add_attributes(x, 0)
 
     def changed(self) -> str | None:
         """The name of something that is not what it was; None where all is."""

@@ -227,7 +227,9 @@ class Jitted:
         except Exception as error:  # perhaps of the function itself: it is to show it
             return None, f"recording it raised {type(error).__name__}: {str(error).splitlines()[0]}"
         names = [f"{name} ({leaves_.described(x)})" for name, x in zip(names, leaves, strict=True)]
-        return Plan(recorded, leaves, Captured(self._f), names, self._donated_leaves(args)), ""
+        return Plan(
+            recorded, leaves, Captured(self._f, filter(leaves_.is_object, leaves)), names, self._donated_leaves(args)
+        ), ""
 
     def _names(self, args: Any, kwargs: Any) -> list[str]:
         """The leaves of the arguments, as the function's own code would name them."""

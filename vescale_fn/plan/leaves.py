@@ -29,6 +29,8 @@ def signature(leaf: Any) -> Any:
         inside = _pattern(local) if local.__class__ is Blocks else local.stride()
         return leaf._spec, inside, leaf.__dict__.get("_reduced")
     if kind is torch.Tensor:
+        if leaf.layout is not torch.strided:
+            return leaf.shape, leaf.layout, leaf.dtype, leaf.device
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     if kind is float:
         return float
@@ -46,6 +48,11 @@ def described(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return text(leaf)
     return "float" if isinstance(leaf, float) else short(leaf)
+
+
+def is_object(leaf: Any) -> bool:
+    """Whether a leaf is something with attributes, which a function may use as well."""
+    return not isinstance(leaf, (torch.Tensor, float)) and type(leaf) not in _STATIC and hasattr(leaf, "__dict__")
 
 
 def is_number(leaf: Any) -> bool:

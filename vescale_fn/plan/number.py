@@ -10,6 +10,7 @@ values: where the two graphs differ, something was computed from a value.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -83,6 +84,8 @@ for _what, _names in {
 def disguise(value: float, salt: int) -> float:
     """A value between zero and `value` that nothing else has: what stands for an input. Rounded to halves, two still differ."""
     noise = 0.1 + 0.3 * ((0.6180339887498949 * (salt + 1)) % 1.0)
+    if not math.isfinite(value):
+        return math.copysign(1e30, value) * noise
     return value * (1 - noise) if value else noise * 1e-3
 
 
@@ -92,6 +95,8 @@ def difference(first: fx.Graph, second: fx.Graph) -> fx.Node | None:
         if one.target != other.target and one.op != "placeholder":
             return one
         if _shown(one.args) != _shown(other.args) or _shown(one.kwargs) != _shown(other.kwargs):
+            return one
+        if _shape(one.meta.get("val")) != _shape(other.meta.get("val")):
             return one
     return None if len(first.nodes) == len(second.nodes) else next(iter(reversed(first.nodes)))
 
@@ -104,6 +109,10 @@ def _shown(a: Any) -> Any:
     if isinstance(a, dict):
         return {k: _shown(v) for k, v in a.items()}
     return a if isinstance(a, (int, float, str, bool, type(None))) else type(a)
+
+
+def _shape(val: Any) -> Any:
+    return [_shape(x) for x in val] if isinstance(val, (list, tuple)) else getattr(val, "shape", None)
 
 
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:

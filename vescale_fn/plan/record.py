@@ -98,6 +98,8 @@ class Recorder(_torch.TorchDispatchMode):
         return node
 
     def _placeholder(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if x.layout is not torch.strided:
+            raise Unrecordable("a sparse tensor is used", self._line()[0] or "?")
         fake = self._fake.like(x)
         self._note(fake, self._new_placeholder(name, fake))
         self._given.add(_torch.memory_number(fake))
@@ -157,8 +159,14 @@ class Recorder(_torch.TorchDispatchMode):
             )
             self._literals[id(out)] = tensors[0]
             return out
+        if torch.Tag.inplace_view in func.tags:
+            return self._in_another_shape(func, args, kwargs, line, again)
         fakes, nodes = self._stand_ins(args), self._nodes(args)
         fake_kwargs, node_kwargs = self._stand_ins(kwargs), self._nodes(kwargs)
+        if _name(func) in _SIZED and any(isinstance(a, fx.Node) and isinstance(a.meta["val"], float) for a in nodes):
+            raise Unrecordable(
+                f"the value of a float among the arguments decides the shape of torch's {_name(func)}", line
+            )
         try:
             out = self._fake(func, fakes, fake_kwargs)
         except _torch.NO_VALUE_ERRORS as error:
@@ -166,6 +174,20 @@ class Recorder(_torch.TorchDispatchMode):
                                , line or "?") from error  # fmt: skip
         node = self.graph.call_function(func, tuple(nodes), node_kwargs)
         return self._made(node, out, line, again)
+
+    def _in_another_shape(self, func: Any, args: Any, kwargs: Any, line: str, again: Any) -> torch.Tensor:
+        """`squeeze_` and its like: the tensor is from here on the view of it that has the other shape."""
+        x, twin = args[0], _torch.out_of_place(func)
+        if twin is None:
+            raise Unrecordable(f"torch's {_name(func)} changes a tensor's memory", line)
+        before, nodes = self.node(x), self._nodes(args)
+        before.meta["val"] = self._fake.like(x)
+        with self._fake:
+            func(x, *self._stand_ins(args[1:]), **kwargs)
+        node = self.graph.call_function(twin, tuple(nodes), self._nodes(kwargs))
+        self._made(node, x, line, again)
+        x._plan_node = node
+        return x
 
     def _made(self, node: fx.Node, out: Any, line: str, again: Any) -> Any:
         """The result of a call, each tensor of it known by its node."""
@@ -275,6 +297,8 @@ class Recorder(_torch.TorchDispatchMode):
         return self._lines.get(_torch.current_autograd_number(), "") or lines.user_line(frame), again
 
 
+_SIZED = frozenset(("arange", "range", *(f"upsample_{kind}" for kind in (
+    "nearest1d nearest2d nearest3d linear1d bilinear2d bicubic2d trilinear3d").split())))  # fmt: skip
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, _torch.FakeTensor))
 _NOTHING = {torch.ops.prim.device.default, torch.ops.aten._has_same_storage_numel.default}
 

@@ -49,7 +49,7 @@ def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], tr
         other = _trace(f, leaves, names, treedef, out_specs, 7)
         node = difference(recorded.graph, other.graph)
         if node is not None:
-            raise Unrecordable("the value of a float among the arguments is used in Python (by `math.sqrt`, say)",
+            raise Unrecordable("the value of a float among the arguments is computed with: by `math.sqrt`, or by torch in C++",
                                node.meta.get("line") or "?")  # fmt: skip
         if not all(map(same_values, recorded.constants, other.constants)):
             raise Unrecordable("a tensor is made in Python of the value of a float among the arguments", "?")
