@@ -334,6 +334,17 @@ def test_what_an_object_holds_is_noticed_when_it_changes(how):
         assert torch.equal(f(X), X * value)
 
 
+def test_parameters_of_a_module_are_noticed_when_they_change():
+    linear = torch.nn.Linear(3, 2).requires_grad_(False)
+    f = vfn.jit(lambda x: linear(x))
+    for _ in range(2):
+        assert torch.equal(f(X), linear(X))
+        linear.weight = torch.nn.Parameter(torch.ones(2, 3), requires_grad=False)
+    linear.weight.mul_(2)
+    assert torch.equal(f(X), linear(X))
+    assert f.cache_info().records == 3
+
+
 # --- what cannot be recorded ------------------------------------------------------------------------------------------
 
 _SPARSE = torch.eye(4).to_sparse()

@@ -33,7 +33,7 @@ class Captured:
 
     def __init__(self, f: Callable[..., Any], objects: Iterable[Any] = ()) -> None:
         self._names: list[tuple[str, Look, Any]] = []
-        self._trees: list[tuple[str, Any, list[Any]]] = []
+        self._trees: list[tuple[str, Callable[[], list[Any]], list[Any]]] = []
         self._seen: set[int] = set()
         self._add_function(f, 0)
         for x in objects:
@@ -44,8 +44,8 @@ class Captured:
         for name, look, value in self._names:
             if (now := look()) is not value and not _same_number(now, value):
                 return name
-        for name, container, leaves in self._trees:
-            now = tree.leaves(container)
+        for name, look, leaves in self._trees:
+            now = look()
             if len(now) != len(leaves) or not all(a is b or _same_number(a, b) for a, b in zip(now, leaves)):
                 return name
         return None
@@ -60,6 +60,10 @@ class Captured:
         if not isinstance(f, FunctionType):
             if hasattr(f, "__wrapped__"):
                 self._add_function(f.__wrapped__, depth)
+            elif lines.is_users(getattr(getattr(type(f).__call__, "__code__", None), "co_filename", "<frozen")):
+                self._add_function(MethodType(type(f).__call__, f), depth)
+            elif isinstance(f, torch.nn.Module):
+                self._add_attributes(f, depth)
             return
         if id(f) in self._seen or depth > _DEPTH or not lines.is_users(f.__code__.co_filename):
             if (
@@ -78,9 +82,15 @@ class Captured:
             self._add("a default", lambda value=value: value, depth, watch=False)
 
     def _add_attributes(self, owner: Any, depth: int) -> None:
+        if id(owner) in self._seen:
+            return
+        self._seen.add(id(owner))
+        if isinstance(owner, torch.nn.Module):
+            look = lambda: [*owner.parameters(), *owner.buffers(), owner.training]
+            self._trees.append((f"a parameter of {type(owner).__name__}", look, look()))
+            return
         for name in list(getattr(owner, "__dict__", ())):
-            if not isinstance(owner, torch.nn.Module):
-                self._add(f"self.{name}", functools.partial(getattr, owner, name, _MISSING), depth)
+            self._add(f"self.{name}", functools.partial(getattr, owner, name, _MISSING), depth)
 
     def _add(self, name: str, look: Look, depth: int, watch: bool = True) -> None:
         value = look()
@@ -93,7 +103,7 @@ class Captured:
         elif isinstance(value, (list, tuple, dict, Mapping)):
             leaves = tree.leaves(value)
             if len(leaves) <= _LEAVES:
-                self._trees.append((name, value, leaves))
+                self._trees.append((name, functools.partial(tree.leaves, value), leaves))
                 for leaf in leaves:
                     if callable(leaf) and not isinstance(leaf, torch.Tensor):
                         self._add_function(leaf, depth + 1)
