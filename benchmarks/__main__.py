@@ -12,6 +12,7 @@ NAMES = (
     "simulated_step",
     "random_draws",
     "peak_memory",
+    "collectives",
 )
 
 for name in NAMES:

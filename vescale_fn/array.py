@@ -321,6 +321,37 @@ class _Move:
         return _Move(self.mesh, self.source, self.target, self.why, self.lead + 1)
 
 
+@dataclass(frozen=True)
+class _Moves:
+    """Several moves on one mesh; what is the same collective travels as one, there and, when all cotangents are known, back."""
+
+    parts: tuple[_Move, ...]
+
+    def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
+        out: list[Any] = [_take_in(x) for x in xs]
+        together: list[tuple[int, P]] = []
+        for i, (part, x) in enumerate(zip(self.parts, out, strict=True)):
+            if isinstance(x, Array) and part.target is not None and not getattr(x, "_sum", None):
+                target = part._target(layout(x._spec), x.ndim)
+                if P(*target, unreduced=target.unreduced) != layout(x._spec):
+                    together.append((i, target))
+                    continue
+            (out[i],) = part((x,))
+        moved = moved_together([out[i] for i, _ in together], [target for _, target in together], self.parts[0].why)
+        for (i, _), y in zip(together, moved, strict=True):
+            out[i] = y
+        return tuple(out)
+
+    def transpose(self) -> _Moves:
+        return _Moves(tuple(part.transpose() for part in self.parts))
+
+    def only(self, which: Sequence[int]) -> _Moves:
+        return _Moves(tuple(self.parts[i] for i in which))
+
+    def batched(self) -> _Moves:
+        return _Moves(tuple(part.batched() for part in self.parts))
+
+
 def _before(row: tuple[str, ...], taken: set[str]) -> tuple[str, ...]:
     n = 0
     while n < len(row) and row[n] not in taken:
@@ -471,8 +502,26 @@ def moved(x: Any, mesh: Any, target: P | None, why: str) -> Any:
     return marks.kept(linear.apply(_Move(mesh, spec_of(x) if is_array(x) else None, target, why), x)[0], x)
 
 
+_BUCKET = 64 << 20  # bytes of whole values that travel as one
+
+
+def moved_as_one(xs: Sequence[Any], mesh: Any, targets: Sequence[P], why: str) -> list[Any]:
+    """`moved`, for several arrays: neighbours, of so many bytes together, travel as one; differentiable."""
+    out: list[Any] = []
+    todo = list(zip(xs, targets, strict=True))
+    while todo:
+        size, n = 0, 0
+        while n < len(todo) and (n == 0 or size + todo[n][0].nbytes <= _BUCKET):
+            size, n = size + todo[n][0].nbytes, n + 1
+        here, todo = todo[:n], todo[n:]
+        op = _Moves(tuple(_Move(mesh, spec_of(x), target, why) for x, target in here))
+        found = linear.apply(op, *(x for x, _ in here))
+        out += [marks.kept(y, x) for y, (x, _) in zip(found, here, strict=True)]
+    return out
+
+
 def moved_together(xs: Sequence[Array], targets: Sequence[P], why: str) -> list[Array]:
-    """`moved`, for several finished arrays: what is to be added over the same axes travels as one collective a dtype."""
+    """`moved`, for several finished arrays: what is the same collective over the same axes is one, a dtype."""
     out: list[Any] = list(xs)
     meshes: dict[Any, list[int]] = {}
     for i, x in enumerate(xs):
@@ -485,7 +534,8 @@ def moved_together(xs: Sequence[Array], targets: Sequence[P], why: str) -> list[
         ]
         moved = reshard.run_together([_torch.local(xs[i]) for i in members], shapes, mesh, plans, why)
         for i, local in zip(members, moved, strict=True):
-            out[i] = marks.kept(wrap(local, mesh, targets[i], xs[i].shape), xs[i])
+            own = _apart(local, _torch.local(xs[i]))
+            out[i] = marks.kept(wrap(own, mesh, targets[i], xs[i].shape), xs[i])
     return out
 
 

@@ -45,6 +45,7 @@ class Decision:
     op: Any = None  # what runs on the blocks, with all arguments bound, where it is not the op itself
     copies: bool = False  # the results are copies where the op gives views
     finish: Any = None  # what makes the results of the folded parts
+    again: bool = False  # `finish` takes the arguments, too
     sizes: tuple[int, tuple[Any, ...]] | None = None  # (argument position, its value on each played rank)
     # (max, min or total, the axes to fold over, for each result)
     fold: tuple[str, tuple[tuple[str, ...], ...]] | None = None
@@ -120,7 +121,7 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
     alone = rule.finish is not None and not folded  # nothing is split: the op itself gives the results
     return Decision(
         mesh, tuple(targets), tuple(moves), out_dspecs, many, op=None if alone else rule.op, copies=rule.copies,
-        finish=None if alone else rule.finish, sizes=_local_sizes(rule, func, outs, out_specs, mesh),
+        finish=None if alone else rule.finish, again=rule.again, sizes=_local_sizes(rule, func, outs, out_specs, mesh),
         fold=(rule.fold, tuple(fold_axes)) if folded else None,
         written=bool(pinned), partial=any(spec.unreduced for spec in out_specs), **common,
     )  # fmt: skip

@@ -178,7 +178,7 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
     if decision.fold:
         results = _folded(func, results, decision)
     if decision.finish is not None:
-        results = _run(decision.finish, results, {}, decision, None)
+        results = _run(decision.finish, [*results, *local_args] if decision.again else results, {}, decision, None)
         results = list(results) if decision.many else [results]
     wrapped = [r if spec is None else _torch.new_dtensor(cls, r, spec, requires_grad=False)
                for r, spec in zip(results, decision.outs, strict=True)]  # fmt: skip

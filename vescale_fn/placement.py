@@ -13,7 +13,19 @@ import torch
 
 from . import _torch, context, replicas, tree, wire
 from .aliases import note_elsewhere
-from .array import Array, is_array, mesh_of, moved_together, on_device, packed, place, spec_of, whole, wrap
+from .array import (
+    Array,
+    is_array,
+    mesh_of,
+    moved_as_one,
+    moved_together,
+    on_device,
+    packed,
+    place,
+    spec_of,
+    whole,
+    wrap,
+)
 from .blocks import Blocks
 from .errors import MeshError, SpecError, TypingError, VfnError, described, mesh_text, report, short
 from .layout import WHOLE, layout, type_text
@@ -184,7 +196,8 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     """State how the tensors of a tree lie, moving them if they lie otherwise.
 
     The gradient goes back to the layout that the input had: ``with_sharding(w, P())`` of a sharded weight is FSDP, a
-    gather forward and a reduce-scatter backward. Without a mesh, on plain tensors, the program is running on one device
+    gather forward and a reduce-scatter backward; the leaves of a tree travel as one (up to 64 MiB at a time), and so do their
+    gradients, when all are known. Without a mesh, on plain tensors, the program is running on one device
     and this is the identity.
 
     Args:
@@ -223,15 +236,33 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
             replicas.same_plain("with_sharding", one, ((name, x) for name, x, m in named if m is one))
     out = list(leaves)
     sums = [i for i, x in enumerate(leaves) if _is_finished_sum(x, meshes[i], specs[i])]
-    found = moved_together([leaves[i] for i in sums], [specs[i] for i in sums], "with_sharding")
+    found = dict(zip(sums, moved_together([leaves[i] for i in sums], [specs[i] for i in sums], "with_sharding")))
+    found |= _moved_as_one(leaves, meshes, specs, found)
     for i, (x, m, s) in enumerate(zip(leaves, meshes, specs, strict=True)):
         if m is not None:
-            out[i] = found[sums.index(i)] if i in sums else place(x, m, s, "with_sharding")
+            out[i] = found[i] if i in found else place(x, m, s, "with_sharding")
     for x, y in zip(leaves, out, strict=True):
         if y is not x and is_array(x):  # on one device the two are one: a write to either is to be seen in both
             note_elsewhere(_torch.peel(x), _torch.peel(y))
     context.note("with_sharding", leaves, out)
     return _rebuilt(treedef, out)
+
+
+def _moved_as_one(
+    leaves: Sequence[Any], meshes: Sequence[Any], specs: Sequence[P], done: dict[int, Any]
+) -> dict[int, Any]:
+    """Those leaves of a tree, by their places, that are arrays of one mesh and move: their collectives are one."""
+    moving: dict[Any, list[int]] = {}
+    for i, (x, mesh, spec) in enumerate(zip(leaves, meshes, specs, strict=True)):
+        if i not in done and mesh is not None and isinstance(_torch.peel(x), Array) and same(mesh_of(x), mesh):
+            if spec_of(x) != spec:
+                moving.setdefault(mesh, []).append(i)
+    out: dict[int, Any] = {}
+    for mesh, members in moving.items():
+        if len(members) > 1 and not _torch.is_recorded():  # of what is recorded a pass makes buckets, by size
+            found = moved_as_one([leaves[i] for i in members], mesh, [specs[i] for i in members], "with_sharding")
+            out |= dict(zip(members, found, strict=True))
+    return out
 
 
 def _is_finished_sum(x: Any, mesh: Any, spec: P) -> bool:

@@ -363,18 +363,81 @@ _RUN: dict[str, Callable[[Any, tuple[int, ...], Any, Step, str], Any]] = {
 
 def run_together(xs: Sequence[Any], shapes: Sequence[tuple[int, ...]], mesh: Any, plans: Sequence[Sequence[Step]],
                  why: str) -> list[Any]:  # fmt: skip
-    """Carry several plans out; all-reduces over the same axes of one dtype are one collective."""
-    xs, plans = list(xs), [list(steps) for steps in plans]
-    buckets: dict[Any, list[int]] = {}
-    for i, steps in enumerate(plans):
-        if steps and steps[0].kind == "all_reduce":
-            buckets.setdefault((steps[0].axes, xs[i].dtype), []).append(i)
-    for (axes, _), members in () if _torch.is_recorded() else buckets.items():  # of those a pass makes buckets, by size
-        elements = sum(_largest(shapes[i], mesh, plans[i][0].before) for i in members)
-        reduced = all_reduce_bucket([xs[i] for i in members], mesh, axes, why, elements)
-        for i, value in zip(members, reduced, strict=True):
-            xs[i], plans[i] = value, plans[i][1:]
-    return [run(x, shape, mesh, steps, why) for x, shape, steps in zip(xs, shapes, plans, strict=True)]
+    """Carry several plans out; what is the same collective of one dtype over the same axes travels as one."""
+    if _torch.is_recorded():  # of what is recorded a pass makes buckets, by size
+        return [run(x, shape, mesh, steps, why) for x, shape, steps in zip(xs, shapes, plans, strict=True)]
+    xs, left = list(xs), [list(steps) for steps in plans]
+    while any(left):
+        buckets: dict[Any, list[int]] = {}
+        for i, steps in enumerate(left):
+            while steps and not _joins(steps[0], shapes[i], mesh):
+                xs[i] = run(xs[i], shapes[i], mesh, (steps.pop(0),), why)
+            if steps:
+                buckets.setdefault((steps[0].kind, steps[0].axes, xs[i].dtype), []).append(i)
+        for (kind, axes, _), members in buckets.items():
+            steps = [left[i].pop(0) for i in members]
+            if len(members) == 1:
+                xs[members[0]] = run(xs[members[0]], shapes[members[0]], mesh, steps, why)
+                continue
+            inputs = [xs[i] for i in members]
+            if kind == "all_reduce":
+                elements = sum(_largest(shapes[i], mesh, step.before) for i, step in zip(members, steps, strict=True))
+                outs = all_reduce_bucket(inputs, mesh, axes, why, elements)
+            elif kind == "all_gather":
+                outs = _all_gather_bucket(inputs, mesh, axes, [step.loses for step in steps], why)
+            else:
+                outs = _reduce_scatter_bucket(inputs, mesh, axes, [step.gains for step in steps], why)
+            for i, value in zip(members, outs, strict=True):
+                xs[i] = value
+    return xs
+
+
+def _joins(step: Step, shape: tuple[int, ...], mesh: Any) -> bool:
+    """Whether a step can be part of a bucket: blocks that are gathered or scattered have one size."""
+    if step.kind == "all_reduce":
+        return True
+    dim = step.loses if step.kind == "all_gather" else step.gains
+    return step.kind in ("all_gather", "reduce_scatter") and not step.apart and _divides(shape, mesh, step, dim)
+
+
+def _all_gather_bucket(xs: Sequence[Any], mesh: Any, axes: tuple[str, ...], dims: Sequence[int], why: str) -> list[Any]:
+    """All-gather several local values of one dtype, each along its dim, as one."""
+    ranks, n = played_ranks(mesh), wire.group_size(mesh, axes)
+    flat = each(lambda rank, *blocks: torch.cat([b.reshape(-1) for b in blocks]), ranks, *xs, key=lambda rank: None)
+    gathered = wire.all_gather(flat, mesh, axes, 0, why)
+    sizes = [x.shape.numel() for x in xs]
+
+    def cut(i: int) -> Callable[..., torch.Tensor]:
+        def one(rank: int, whole: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+            pieces = whole.view(n, -1).narrow(1, sum(sizes[:i]), sizes[i]).reshape(n, *block.shape)
+            return pieces.flatten(0, 1) if dims[i] == 0 else torch.cat(pieces.unbind(), dims[i])
+
+        return one
+
+    return [each(cut(i), ranks, gathered, x, key=lambda rank: None) for i, x in enumerate(xs)]
+
+
+def _reduce_scatter_bucket(
+    xs: Sequence[Any], mesh: Any, axes: tuple[str, ...], dims: Sequence[int], why: str
+) -> list[Any]:
+    """Reduce-scatter several local values of one dtype, each along its dim, as one."""
+    ranks, n = played_ranks(mesh), wire.group_size(mesh, axes)
+
+    def rows(rank: int, *blocks: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.stack(b.chunk(n, d)).view(n, -1) for b, d in zip(blocks, dims, strict=True)], 1).view(
+            -1
+        )
+
+    mine = wire.reduce_scatter(each(rows, ranks, *xs, key=lambda rank: None), mesh, axes, 0, why)
+    shapes = [
+        [size // n if d == dim else size for d, size in enumerate(x.shape)] for x, dim in zip(xs, dims, strict=True)
+    ]
+    starts = [0, *itertools.accumulate(math.prod(shape) for shape in shapes)]
+
+    def cut(i: int) -> Callable[..., torch.Tensor]:
+        return lambda rank, part: part[starts[i] : starts[i + 1]].view(shapes[i])
+
+    return [each(cut(i), ranks, mine, key=lambda rank: None) for i in range(len(xs))]
 
 
 def all_reduce_bucket(xs: Sequence[Any], mesh: Any, axes: tuple[str, ...], why: str, elements: int = 0) -> list[Any]:

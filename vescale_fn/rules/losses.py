@@ -56,17 +56,18 @@ def nll(call: Call) -> Rule | None:
     overload = getattr(aten, call.name)
     if call["reduction"] == PLAIN:
         return Rule(ins, (rows["target"], ()))
+    if call["reduction"] == SUM:
+        return Rule(ins, ((), ()), sums=frozenset(rows["target"]))
 
     def part(logits: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore: int) -> Any:
-        if logits.dtype.itemsize < 4 and reduction == MEAN and target.numel():  # a sum of halves would not fit a half
+        if logits.dtype.itemsize < 4 and target.numel():  # a sum of halves would not fit a half
             mean, weights = overload(logits, target, weight, MEAN, ignore)
             weights = weights.float()
             return torch.where(weights == 0, weights, mean * weights), weights
         return overload(logits, target, weight, SUM, ignore)
 
     def finish(total: torch.Tensor, weights: torch.Tensor) -> Any:
-        value = total / weights if call["reduction"] == MEAN else total
-        return value.to(dtype), weights.to(dtype)
+        return (total / weights).to(dtype), weights.to(dtype)
 
     return Rule(ins, ((), ()), sums=frozenset(rows["target"]), fold="total", op=part, finish=finish)
 
@@ -82,4 +83,5 @@ def nll_backward(call: Call) -> Rule:
     rows = _nll_rows(call["self"])
     rows["grad_output"] = rows["target"] if call["reduction"] == PLAIN else ()
     named = {t.index: rows.get(name, ()) for name, t in call.args.items() if isinstance(t, T)}
-    return Rule(tuple(named[t.index] for t in call.tensors), (rows["self"],))
+    unread = () if call["reduction"] == MEAN else (call["total_weight"].index,)
+    return Rule(tuple(named[t.index] for t in call.tensors), (rows["self"],), shape_only=unread)

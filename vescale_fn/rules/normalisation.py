@@ -1,12 +1,13 @@
-"""How layers shard that normalise: layer, RMS and group norm."""
+"""How layers shard that normalise: layer, RMS, group and batch norm."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from .rule import Call, Row, Rule, none
+from .rule import Call, Row, Rule, T, none
 
 aten = torch.ops.aten
 
@@ -37,3 +38,78 @@ def group_norm(call: Call) -> Rule | None:
     rows = tuple(("n", *none(t.shape[1:])) if t.ndim > 1 else none(t.shape) for t in call.tensors)
     outs = tuple(("n", *none(s[1:])) if s and len(s) > 1 else none(s) for s in call.outs)
     return Rule(rows, outs, sums=frozenset({"n"}), even=frozenset({"n"}), op=local)
+
+
+def batch_norm(call: Call) -> Rule | None:
+    """batch_norm in training: examples and channels may be split; the ranks' statistics are put together, by one sum.
+
+    Each rank brings its sum, its sum of squared differences from its own mean, and n times its mean squared, in double
+    precision (after Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
+    """
+    if not call["training"] or call["running_mean"] is not None:  # running statistics would be written once a rank
+        return None
+    x = call["input"]
+    over, count = _others(x), math.prod(x.shape) // max(x.shape[1], 1)
+    shape = [1, -1, *[1] * (x.ndim - 2)]
+
+    def part(x: torch.Tensor, *_: Any) -> Any:
+        n = x.numel() // max(x.shape[1], 1)
+        wide = x.to(_wide(x.dtype))
+        mean = wide.mean(over) if n else wide.new_zeros(x.shape[1])
+        spread = (wide - mean.view(shape)).square().sum(over)
+        stats = torch.stack([n * mean.double(), spread.double(), n * mean.double().square()])
+        return x, stats, stats.new_zeros(0)
+
+    def finish(x: torch.Tensor, stats: torch.Tensor, _: Any, *args: Any) -> Any:
+        mean = stats[0] / count
+        invstd = ((stats[1] + stats[2] - count * mean.square()).clamp(min=0) / count + args[7]).rsqrt()
+        mean, invstd = mean.to(_wide(x.dtype)), invstd.to(_wide(x.dtype))
+        out = (x - mean.view(shape)) * invstd.view(shape)
+        out = out if args[1] is None else out * args[1].view(shape)
+        out = out if args[2] is None else out + args[2].view(shape)
+        return out.to(x.dtype), mean.to(call.dtypes[1]), invstd.to(call.dtypes[2])
+
+    return _of_channels(call, part, finish)
+
+
+def batch_norm_backward(call: Call) -> Rule | None:
+    """The gradient of `batch_norm` in training: two sums over all examples, added up as one."""
+    if not call["train"] or call["running_mean"] is not None or call["save_mean"] is None:
+        return None
+    x = call["input"]
+    over, count = _others(x), math.prod(x.shape) // max(x.shape[1], 1)
+    shape = [1, -1, *[1] * (x.ndim - 2)]
+
+    def part(g: torch.Tensor, x: torch.Tensor, *args: Any) -> Any:
+        centred = x - args[3].view(shape)
+        sums = torch.stack([g.to(centred.dtype).sum(over), (g * centred).sum(over)])
+        return g, sums, sums.new_zeros(0)
+
+    def finish(g: torch.Tensor, sums: torch.Tensor, _: Any, *args: Any) -> Any:
+        x, weight, mean, invstd = args[1], args[2], args[5], args[6]
+        slope = (sums[1] / count * invstd.square()).view(shape)
+        grad = (g - (sums[0] / count).view(shape) - (x - mean.view(shape)) * slope) * invstd.view(shape)
+        grad = grad if weight is None else grad * weight.view(shape)
+        found = (
+            grad.to(x.dtype),
+            (sums[1] * invstd).to(call.dtypes[1] or x.dtype),
+            sums[0].to(call.dtypes[2] or x.dtype),
+        )
+        return tuple(value if wanted else None for value, wanted in zip(found, args[9], strict=True))
+
+    return _of_channels(call, part, finish)
+
+
+def _others(x: T) -> list[int]:
+    return [d for d in range(x.ndim) if d != 1]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _of_channels(call: Call, part: Any, finish: Any) -> Rule:
+    ndim = call["input"].ndim
+    row = lambda shape: ("n", "c", *(None,) * (ndim - 2)) if len(shape or ()) == ndim else ("c",) * len(shape or ())
+    return Rule(tuple(row(t.shape) for t in call.tensors), tuple(map(row, call.outs)), sums=frozenset("n"), fold="total",
+                op=part, finish=finish, again=True)  # fmt: skip

@@ -67,6 +67,7 @@ class Rule:
     op: Callable[..., Any] | None = None  # what runs on the blocks, where it is not the op itself
     # what makes the results of the folded parts, where they are not the results
     finish: Callable[..., Any] | None = None
+    again: bool = False  # `finish` takes the arguments, too
     copies: bool = False  # `op` gives a copy where the op itself gives a view
     sizes: str = ""  # the argument that holds the first result's global shape
 

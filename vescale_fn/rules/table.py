@@ -65,7 +65,7 @@ _CLASSES: dict[Callable[[Call], Rule | None], str] = {
     views.squeeze: "squeeze unsqueeze",
     views.pairs: "view_as_real view_as_complex",
     # parts.py
-    parts.slicing: "slice select split split_with_sizes unbind narrow",
+    parts.slicing: "slice select split split_with_sizes unsafe_split unsafe_split_with_sizes unbind narrow",
     parts.windows: "unfold",
     parts.diagonal: "diagonal",
     parts.part_backward: "slice_backward select_backward unfold_backward diagonal_backward",
@@ -91,6 +91,8 @@ _CLASSES: dict[Callable[[Call], Rule | None], str] = {
     # normalisation.py
     normalisation.layer_norm: "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward",
     normalisation.group_norm: "native_group_norm native_group_norm_backward",
+    normalisation.batch_norm: "native_batch_norm",
+    normalisation.batch_norm_backward: "native_batch_norm_backward",
     # attention.py
     attention: " ".join(
         f"_scaled_dot_product_{kind}_attention{end}"
