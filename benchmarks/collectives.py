@@ -87,7 +87,9 @@ def layer_norm(x: torch.Tensor, p: Params) -> torch.Tensor:
     return F.layer_norm(x, p["scale"].shape, p["scale"], p["shift"])
 
 
-def loss(params: Params, tokens: torch.Tensor, targets: torch.Tensor, s: Sizes, r: Regime, spelling: str) -> torch.Tensor:
+def loss(
+    params: Params, tokens: torch.Tensor, targets: torch.Tensor, s: Sizes, r: Regime, spelling: str
+) -> torch.Tensor:
     """Mean cross entropy, the sum over all tokens by their number."""
 
     def heads(x: torch.Tensor) -> torch.Tensor:
@@ -114,6 +116,7 @@ def loss(params: Params, tokens: torch.Tensor, targets: torch.Tensor, s: Sizes, 
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
+
 
 def _bytes(s: Sizes, which: Callable[[str], bool]) -> int:
     """Of the parameters whose paths are chosen."""

@@ -188,6 +188,8 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
         note_copy(args[0], wrapped[0])
     if decision.partial:
         remember_sums(args[0], wrapped, func in _SAME)
+        if decision.view and not decision.many and not decision.moves and args[0].numel() == wrapped[0].numel():
+            wrapped[0]._seen = (args[0], args[0]._spec, func, args[1:], kwargs)
     return type(out)(wrapped) if decision.many else wrapped[0]
 
 
@@ -264,11 +266,32 @@ def brought(x: Any, target: P, why: str, apart: bool = False) -> Any:
     cell = getattr(x, "_sum", None)
     if cell and cell[0] == (_torch.version(x), steps):
         return _copied(cell[1]) if apart else cell[1]
+    if cell is not None and steps and steps[0].kind == "all_reduce" and not target.unreduced and _sees(x):
+        local = brought(_view_of_sum(x), target, why)
+        return _copied(local) if apart else local
     out = reshard.run(_torch.local(x), shape, mesh, steps, why)
     if cell is not None and steps and steps[0].kind == "all_reduce" and not x.is_inference():
         cell[:] = [(_torch.version(x), steps), out]
         return _copied(out) if apart else out
     return out
+
+
+def _sees(x: Any) -> bool:
+    """Whether `x` is a view of all of a partial value, which still lies as it did then."""
+    seen = x.__dict__.get("_seen")
+    return seen is not None and seen[0]._spec is seen[1]
+
+
+def _view_of_sum(x: Any) -> Any:
+    """A view of a partial value as the same view of what that adds up to, which is known, or is from now on."""
+    source, _, func, args, kwargs = x._seen
+    spec = layout(source._spec)
+    goal = P(*spec)
+    local = brought(source, goal, f"{op_text(func)} of a sum")
+    whole = spec_for(source._spec.mesh, goal, source.shape, tuple(source.stride()), source.dtype)
+    return dispatch(
+        type(source), func, (_torch.new_dtensor(type(source), local, whole, requires_grad=False), *args), kwargs
+    )
 
 
 def _copied(local: Any) -> Any:

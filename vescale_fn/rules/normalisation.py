@@ -95,7 +95,7 @@ def batch_norm_backward(call: Call) -> Rule | None:
             (sums[1] * invstd).to(call.dtypes[1] or x.dtype),
             sums[0].to(call.dtypes[2] or x.dtype),
         )
-        return tuple(value if wanted else None for value, wanted in zip(found, args[9], strict=True))
+        return tuple(None if out is None else value for value, out in zip(found, call.outs, strict=True))
 
     return _of_channels(call, part, finish)
 
