@@ -163,6 +163,12 @@ def overloads(op: Any) -> list[Any]:
     return [getattr(op._overloadpacket, name) for name in op._overloadpacket.overloads()]
 
 
+def compiled_by_inductor(module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """What inductor makes of a graph of aten operators, for arguments like `examples`."""
+    with torch.no_grad():
+        return torch._inductor.compile(module, list(examples))  # type: ignore[return-value]
+
+
 def has_kernel(op: Any, backend: str) -> bool:
     """Whether an operator has a kernel of its own on a backend, ``"CPU"``."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), backend)
