@@ -4,20 +4,53 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from .. import _torch
-from ..errors import TransformError, report
+from ..errors import TransformError, meant, report, short
 from ..layout import text
 from . import aliasing
 from . import graph as plan
 
 Run = Callable[[list[Any]], tuple[Any, ...]]
 
+BACKENDS = ("torch", "inductor")
+
 _LEAST = 2  # calls that are worth compiling
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What runs plans.
+
+    Args:
+        name: what computes, one of `BACKENDS`.
+        cuda_graph: whether it is replayed as a CUDA graph.
+    """
+
+    name: str = "torch"
+    cuda_graph: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in BACKENDS:
+            raise TransformError(report("jit", f"backend={short(self.name)} is not one{meant(self.name, BACKENDS)}",
+                                        fix=" or ".join(map(repr, BACKENDS))))  # fmt: skip
+        if self.cuda_graph and not torch.cuda.is_available():
+            raise TransformError(report("jit", "cuda_graph=True needs a CUDA device, and there is none here",
+                                        fix="leave cuda_graph out: the plan runs on the CPU as well"))  # fmt: skip
+
+    @property
+    def passes(self) -> tuple[plan.Pass, ...]:
+        """What a plan goes through besides."""
+        return (inductor,) if self.name == "inductor" else ()
+
+    def running(self, run: Run) -> Run:
+        """What is called to run a plan whose own function is `run`."""
+        return captured(run) if self.cuda_graph else run
 
 
 def inductor(graph: fx.Graph) -> fx.Graph:
@@ -26,10 +59,9 @@ def inductor(graph: fx.Graph) -> fx.Graph:
     Values are the same up to rounding: fused calls round less often, and sum in another order.
     """
     graph = plan.copied(graph)
-    lie = aliasing.memories(graph)
     for run in _runs(graph):
         if sum(not plan.viewed(node) for node in run) >= _LEAST:
-            _compile(graph, run, lie)
+            _compile(graph, run)
     return graph
 
 
@@ -37,16 +69,17 @@ def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
     """The local calls, those in a row together."""
     runs: list[list[fx.Node]] = [[]]
     for node in plan.calls(graph):
-        local = plan.is_aten(node) or (node.target is operator.getitem and node.args[0] in runs[-1])
-        if local:
+        tensors = all(isinstance(plan.value(x), torch.Tensor) for x in node.all_input_nodes)
+        if (plan.is_aten(node) and tensors) or (node.target is operator.getitem and node.args[0] in runs[-1]):
             runs[-1].append(node)
         elif runs[-1]:
             runs.append([])
     return [run for run in runs if run]
 
 
-def _compile(graph: fx.Graph, run: list[fx.Node], lie: Any) -> None:
+def _compile(graph: fx.Graph, run: list[fx.Node]) -> None:
     """Put one call of compiled code in the place of a run of calls."""
+    lie = aliasing.memories(graph)
     inside = set(run)
     inputs = list(dict.fromkeys(x for node in run for x in node.all_input_nodes if x not in inside))
     outputs = [
@@ -87,7 +120,7 @@ def _example(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
 
 
-def captured(run: Run, where: str) -> Run:
+def captured(run: Run) -> Run:
     """A function of tensors on CUDA as a CUDA graph: recorded in its first call, replayed by later ones.
 
     The inputs are copied to where the graph reads them, the results are copied out: the graph's own memory is written again
@@ -95,14 +128,10 @@ def captured(run: Run, where: str) -> Run:
 
     Args:
         run: takes the list of its inputs, which it may empty, and gives a tuple.
-        where: what is called, for messages.
 
     Raises:
-        TransformError: there is no CUDA; or an input is no tensor on it: a number would stay what it was in the first call.
+        TransformError: an input is no tensor on a GPU: a number would stay what it was in the first call.
     """
-    if not torch.cuda.is_available():
-        raise TransformError(report(where, "cuda_graph=True needs a CUDA device, and there is none here",
-                                    fix="leave cuda_graph out: the plan runs on the CPU as well"))  # fmt: skip
     graph = torch.cuda.CUDAGraph()
     inputs: list[torch.Tensor] = []
     outputs: list[Any] = []
@@ -111,7 +140,7 @@ def captured(run: Run, where: str) -> Run:
         wrong = [x for x in values if not (isinstance(x, torch.Tensor) and x.is_cuda)]
         if wrong:
             raise TransformError(report(
-                where, "with cuda_graph=True all arguments must be tensors on a CUDA device",
+                "jit", "with cuda_graph=True all arguments must be tensors on a CUDA device",
                 [text(x) + f" on {x.device}" if isinstance(x, torch.Tensor) else f"the number {x}" for x in wrong],
                 "torch.tensor(x, device='cuda') for a number: one graph serves all its values"))  # fmt: skip
         inputs[:] = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in values]

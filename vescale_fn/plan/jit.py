@@ -15,6 +15,7 @@ from ..calls import called, checked_function, parameter
 from ..errors import TransformError, VfnError, described, report, short
 from ..layout import WHOLE, layout, type_text
 from . import leaves as leaves_
+from .backends import Backend
 from .captured import Captured
 from .lowered import Lowered
 from .plan import Plan
@@ -54,6 +55,8 @@ def jit(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     out_specs: Any = None,
+    backend: str = "torch",
+    cuda_graph: bool = False,
 ) -> Jitted:
     """`f`, recorded once into a plan of plain local ops and collectives, which later calls replay.
 
@@ -71,6 +74,9 @@ def jit(
         static_argnums: which arguments are Python values that the plan is made for, of any hashable type.
         out_specs: where the results are to lie: a `P`, or a prefix tree of them. By default they lie as they come; partial
             sums are added up.
+        backend: what computes: torch's own kernels, or with ``"inductor"`` what torch's compiler makes of the local calls
+            between collectives; then values are the same up to rounding.
+        cuda_graph: whether calls are one CUDA graph each, collectives included. Arguments must be tensors on the GPU.
 
     Returns:
         A function of the same arguments, with ``lower(*args)``, which shows the plan, and ``cache_info()``. Tensors that `f`
@@ -92,7 +98,8 @@ def jit(
     (tensor([0., 0.]), 1)
     """
     checked_function(f, "jit")
-    return Jitted(f, _places(donate_argnums, "donate_argnums"), _places(static_argnums, "static_argnums"), out_specs)
+    donated, static = _places(donate_argnums, "donate_argnums"), _places(static_argnums, "static_argnums")
+    return Jitted(f, donated, static, out_specs, Backend(backend, cuda_graph))
 
 
 def disable_jit() -> contextlib.AbstractContextManager[None]:
@@ -122,9 +129,10 @@ class Jitted:
     """A function that records itself once and then replays its plan; made by `jit`."""
 
     def __init__(
-        self, f: Callable[..., Any], donated: tuple[int, ...], static: tuple[int, ...], out_specs: Any
+        self, f: Callable[..., Any], donated: tuple[int, ...], static: tuple[int, ...], out_specs: Any, how: Backend
     ) -> None:
         functools.update_wrapper(self, f)
+        self._how = how
         self._f, self._donated, self._static, self._out_specs = f, donated, static, out_specs
         self._plans: OrderedDict[Any, Plan | None] = OrderedDict()  # None: the function runs as written
         self._hits = self._records = self._as_written = 0
@@ -227,9 +235,8 @@ class Jitted:
         except Exception as error:  # perhaps of the function itself: it is to show it
             return None, f"recording it raised {type(error).__name__}: {str(error).splitlines()[0]}"
         names = [f"{name} ({leaves_.described(x)})" for name, x in zip(names, leaves, strict=True)]
-        return Plan(
-            recorded, leaves, Captured(self._f, filter(leaves_.is_object, leaves)), names, self._donated_leaves(args)
-        ), ""
+        captured = Captured(self._f, filter(leaves_.is_object, leaves))
+        return Plan(recorded, leaves, captured, names, self._donated_leaves(args), self._how), ""
 
     def _names(self, args: Any, kwargs: Any) -> list[str]:
         """The leaves of the arguments, as the function's own code would name them."""
