@@ -8,8 +8,9 @@ from vescale_fn.plan import backends
 
 
 def step(w, m, x):
-    """Two pieces of local calls, and results over donated arguments."""
-    value, grad = vfn.value_and_grad(lambda w: torch.tanh(x @ w).square().mean())(w)
+    """A gradient by hand (little to compile), and results over donated arguments."""
+    y = torch.tanh(x @ w)
+    value, grad = y.square().mean(), x.mT @ (y * (1 - y * y))
     m = 0.9 * m + grad
     return value, w - 0.1 * m, m
 
