@@ -159,7 +159,7 @@ def test_without_its_marked_lines_the_program_runs_on_one_device(monkeypatch, ca
     options = package.train.parse(TINY)
     stripped = package.train.run(options)
     whole = train.run(train.parse([*TINY, "--mesh", "dp=1,tp=1"]))
-    assert stripped["losses"] == whole["losses"]
+    assert stripped["losses"] == pytest.approx(whole["losses"], rel=1e-6)  # two plans of the step, in fp32
 
 
 # The text

@@ -58,7 +58,8 @@ def training(options: argparse.Namespace, params: Any, text: torch.Tensor, place
              batch_key: vfn.random.Key, dropout_key: vfn.random.Key) -> Iterator[tuple[Any, float]]:  # fmt: skip
     """Train where `params` lie and `place` puts the batches; after each step, the parameters and the loss."""
     optimizer = make_optimizer(options.lr, options.steps)
-    step, state = make_step(options.config, optimizer), optimizer.init(params)
+    step = vfn.jit(make_step(options.config, optimizer), donate_argnums=1)
+    state = optimizer.init(params)
     for i in range(options.steps):
         batch = place(data.random_batch(vfn.random.fold_in(batch_key, i), text, options.batch, options.context))
         params, state, loss = step(params, state, batch, vfn.random.fold_in(dropout_key, i))
