@@ -180,7 +180,7 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
     if decision.finish is not None:
         results = _run(decision.finish, [*results, *local_args] if decision.again else results, {}, decision, None)
         results = list(results) if decision.many else [results]
-    wrapped = [r if spec is None or r is None else _torch.new_dtensor(cls, r, spec, requires_grad=False)
+    wrapped: list[Any] = [r if spec is None or r is None else _torch.new_dtensor(cls, r, spec, requires_grad=False)
                for r, spec in zip(results, decision.outs, strict=True)]  # fmt: skip
     if decision.view:
         note_views(args[0], wrapped, bool(decision.moves or copied or decision.copies))

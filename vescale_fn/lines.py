@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from types import FrameType
+from typing import Any
 
 _HERE = os.path.dirname(__file__) + os.sep
 _RECIPES = _HERE + "recipes" + os.sep  # programs, as a user would write them
@@ -110,7 +111,7 @@ def spelled(value: object) -> tuple[str, bool] | None:
     code = frame.f_code
     own = {*frame.f_locals} - {*code.co_freevars}
     named = [(name, frame.f_globals[name]) for name in code.co_names if name in frame.f_globals]
-    todo: list[tuple[str, object]] = [*frame.f_locals.items(), *named]
+    todo: list[tuple[str, Any]] = [*frame.f_locals.items(), *named]
     for _ in range(1000):
         if not todo:
             return None
