@@ -64,18 +64,26 @@ def loss(params: Params, batch: Any, mask: Any, split: Reduce, joined: Reduce, w
         written_out: attention in single steps; else torch's own function for it.
     """
     x = F.embedding(batch[:, :-1], params["embed"])
-    rows, length = x.shape[:2]
     for p in params["blocks"]:
-        h = split(F.rms_norm(x, (DIM,), p["norm1"], 1e-5))
-        q, k, v = ((h @ p[name]).view(rows, length, -1, DIM // HEADS).permute(2, 0, 1, 3) for name in "qkv")
-        if written_out:
-            seen = (q @ k.transpose(-1, -2) * (DIM // HEADS) ** -0.5 + mask).softmax(-1) @ v
-        else:
-            seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + joined(seen.permute(1, 2, 0, 3).flatten(2) @ p["out"])
-        h = split(F.rms_norm(x, (DIM,), p["norm2"], 1e-5))
-        x = x + joined((F.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"])
-    scores = F.rms_norm(x, (DIM,), params["norm"], 1e-5) @ params["head"]
+        x = layer(p, x, mask, split, joined, written_out)
+    return head(x, params["norm"], params["head"], batch)
+
+
+def layer(p: Params, x: Any, mask: Any, split: Reduce, joined: Reduce, written_out: bool = True) -> Any:
+    rows, length = x.shape[:2]
+    h = split(F.rms_norm(x, (DIM,), p["norm1"], 1e-5))
+    q, k, v = ((h @ p[name]).view(rows, length, -1, DIM // HEADS).permute(2, 0, 1, 3) for name in "qkv")
+    if written_out:
+        seen = (q @ k.transpose(-1, -2) * (DIM // HEADS) ** -0.5 + mask).softmax(-1) @ v
+    else:
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + joined(seen.permute(1, 2, 0, 3).flatten(2) @ p["out"])
+    h = split(F.rms_norm(x, (DIM,), p["norm2"], 1e-5))
+    return x + joined((F.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"])
+
+
+def head(x: Any, norm: Any, weight: Any, batch: Any) -> Any:
+    scores = F.rms_norm(x, (DIM,), norm, 1e-5) @ weight
     return F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
 
 
