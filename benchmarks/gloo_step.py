@@ -198,7 +198,7 @@ def _sent(step: Step) -> tuple[int, float]:
     """How many collectives a step makes, and how many KiB a rank gives to them, by torch's own profiler."""
     with torch.profiler.profile(record_shapes=True) as profile:
         step()
-    sent = [event for event in profile.events() if event.name.startswith("gloo:")]
+    sent = [event for event in profile.events() or () if event.name.startswith("gloo:")]
     return len(sent), sum(math.prod(event.input_shapes[0] or [0]) * 4 for event in sent if event.input_shapes) / 1024
 
 

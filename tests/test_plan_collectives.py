@@ -4,6 +4,8 @@ The graphs are written by hand, as the recorder writes them: on a simulated mesh
 lists, on a real rank one node each. The oracle is the graph as written, on simulated ranks.
 """
 
+import functools
+import importlib
 import operator
 from typing import Any
 
@@ -12,7 +14,9 @@ import torch
 from torch import fx
 
 import vescale_fn as vfn
+from vescale_fn import P
 from vescale_fn.mesh import played_ranks
+from vescale_fn.plan import pipeline
 from vescale_fn.plan.exchanged import size
 from vescale_fn.plan.graph import collectives, name_of
 from vescale_fn.plan.passes.axes import axes
@@ -24,6 +28,7 @@ from vescale_fn.reshard import OwnPart
 from vescale_fn.wire import Collective, group_size
 
 aten = torch.ops.aten
+plan_module = importlib.import_module("vescale_fn.plan.plan")
 
 
 class Hand:
@@ -327,6 +332,17 @@ def bucketed_and_overlapped(graph):
     return overlap(buckets(graph, limit=64), on_cpu=True)
 
 
+def weights_there_and_back(hand):
+    """Two weights gathered for the forward pass and, transposed, for the backward pass."""
+    ws = [hand.input(block(1, 2)), hand.input(block(1, 2))]
+    h = hand.input(block(2, 2))
+    for w in ws:
+        h = hand.op(aten.mm.default, h, hand.exchange("all_gather", w, ("tp",), 0))
+    for w in reversed(ws):
+        h = hand.op(aten.mm.default, h, hand.exchange("all_gather", hand.op(aten.t.default, w), ("tp",), 1))
+    return [h]
+
+
 def small(graph):
     return buckets(graph, limit=200, alone=300)
 
@@ -352,6 +368,7 @@ PROGRAMS: dict[str, Any] = {
     "scatters": (scatters, buckets, [(S, "dp,tp", 416)]),
     "written between": (written_between, buckets, None),
     "forward and again": (forward_and_again, buckets, None),
+    "weights there and back": (weights_there_and_back, buckets, [(G, "tp", 32), (G, "tp", 32)]),
     "layers": (layers, overlapped, [("start_all_gather", "tp", 16)] * 4),
     "layers, far ahead": (layers, far_ahead, [("start_all_gather", "tp", 16)] * 4),
     "sums at the end": (sums_at_the_end, overlapped, [("start_all_reduce", "dp", 32)] * 2 + [(R, "dp", 32)]),
@@ -564,3 +581,89 @@ def test_a_result_shares_no_memory_with_what_it_is_made_of():
     for out, given in zip(run(better, hand.feeds)[0], hand.feeds, strict=True):
         assert torch.equal(out.view(2, 3), given)
         assert out.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def _train(params, batch, rate):
+    def loss(p):
+        h = torch.tanh(batch @ p["in"] + p["bias"]) @ p["out"]
+        return (h**2).mean()
+
+    value, grads = vfn.value_and_grad(loss)(params)
+    return value, {name: params[name] - rate * grads[name] for name in params}
+
+
+def _trained(mesh, spec, sizes=(6, 8, 4)):
+    """A step by its plan, the same step as it is written on one device, and the collectives of the plan."""
+    i, h, o = sizes
+    params = {"in": block(i, h)(0) / 9, "bias": block(h)(0), "out": block(h, o)(0).cos()}
+    batch = block(4 * mesh.size(), i)(0).sin()
+    step = vfn.jit(_train)
+    args = vfn.shard(params, mesh, spec), vfn.shard(batch, mesh, P("dp")), 0.25
+    with vfn.comm_log() as log:
+        step(*args)
+        found = step(*args)
+    assert step.cache_info()[:3] == (1, 1, 0)
+    return vfn.unshard(found), _train(params, batch, 0.25), [(x.op, x.axis, x.bytes) for x in log[len(log) // 2 :]]
+
+
+LAYOUTS = {  # elements: 84 of the weights in, 8 + 48 + 32 = 88 in all, and the loss
+    "data parallel": ((2,), ("dp",), P(), [(R, "dp", 8 * (88 + 1))]),
+    "sharded parameters": ((2,), ("dp",), P("dp"), [(G, "dp", 8 * 88), (G, "dp", 8 * 32), (R, "dp", 8), (S, "dp", 8 * 88)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_training_step_makes_the_collectives_of_the_best_one_by_hand(name):
+    shape, names, spec, wanted = LAYOUTS[name]
+    with vfn.simulate(2):
+        found, alone, sent = _trained(vfn.make_mesh(shape, names), spec)
+    torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+    assert sorted(sent) == sorted(wanted)
+
+
+def _uneven_steps():
+    mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+    told = []
+    for spec in (P("dp"), P("tp"), P(("dp", "tp")), P()):
+        found, alone, sent = _trained(mesh, spec, (5, 7, 3))
+        torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+        told.append([(op, axis) for op, axis, _ in sent])
+    return told
+
+
+def test_ranks_with_blocks_of_other_sizes_make_the_same_collectives_in_the_same_order(gloo, monkeypatch):
+    for improved in (pipeline.PASSES, (*pipeline.PASSES, functools.partial(overlap, on_cpu=True))):
+        told = gloo(4, _with_passes, improved)
+        assert all(one == told[0] for one in told)
+        assert all(told[0])
+
+
+def _with_passes(passes):
+    before, plan_module.PASSES = plan_module.PASSES, passes
+    try:
+        return _uneven_steps()
+    finally:
+        plan_module.PASSES = before
+
+
+def test_an_initialiser_makes_each_rank_only_its_shards():
+    def init(key):
+        keys = vfn.random.split(key, 2)
+        return {"w": vfn.random.normal(keys[0], (8, 6)) * 0.02, "t": vfn.random.uniform(keys[1], (6, 8)).T,
+                "b": torch.zeros(8)}  # fmt: skip
+
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("dp",))
+        jitted = vfn.jit(init, out_specs=P("dp"))
+        with vfn.use_mesh(mesh):
+            made = jitted(vfn.random.key(3))
+            text = jitted.lower(vfn.random.key(3)).text()
+    for name, one in init(vfn.random.key(3)).items():
+        assert vfn.spec_of(made[name]) == P("dp")
+        assert torch.equal(vfn.unshard(made[name]), one)
+    assert "f32[4,6]" in text
+    assert "f32[8,6]" not in text
+    assert "f32[6,8]" not in text

@@ -108,12 +108,18 @@ def is_light(node: fx.Node) -> bool:
     return packs or node.target is operator.getitem or name_of(node) in _VIEWS
 
 
+_MOVES = {"index", "index_select", "cat", "new_zeros", "clone"}  # by which a block is padded, on the ranks that must
+
+
 def made_at(node: fx.Node, place: Mapping[fx.Node, float]) -> float:
-    """The place of the last call that makes what a collective takes; -1 where it is there from the start."""
+    """The place of the last call that makes what a collective takes; -1 where it is there from the start.
+
+    What only moves elements is looked through: a rank may have to pad its block, and another not.
+    """
     waiting, last = given(node), -1.0
     while waiting:
         x = waiting.pop()
-        if is_light(x):
+        if is_light(x) or name_of(x) in _MOVES:
             waiting += x.all_input_nodes
         elif x.op == "call_function":
             last = max(last, place[x])

@@ -3,7 +3,8 @@
 Starting a collective costs as much as carrying some hundred kilobytes, and packing costs a copy: so what is larger than
 `alone` bytes stays alone, and a bucket is full at `limit` bytes. Reductions wait for the last member of their bucket: what
 they give is needed late (a gradient, in the update). Gathers all come with the first one: what they take is there early (a
-parameter, from the start), or they are left where they are.
+parameter, from the start), or they are left where they are; one that takes the same again (a parameter, for the backward
+pass) begins the next bucket, so that the first can be forgotten in between.
 
 Every rank makes the same buckets and keeps the same order, because both are decided by what is the same on every rank: the
 order in which the collectives were recorded, which of them waits for which, and their sizes, where what counts is the rank
@@ -82,9 +83,11 @@ class _Bucket:
         self.bytes = 0
         self.bits = 0  # which collectives these are
         self.before = 0  # which must come before one of them
+        self.sources: set[fx.Node] = set()  # the arguments that they take
 
-    def add(self, node: fx.Node, bit: int, before: int, nbytes: int) -> None:
+    def add(self, node: fx.Node, bit: int, before: int, nbytes: int, sources: set[fx.Node]) -> None:
         self.members.append(node)
+        self.sources |= sources
         self.bytes += nbytes
         self.bits |= bit
         self.before |= before
@@ -105,17 +108,34 @@ def _chosen(graph: fx.Graph, needed: dependencies.Needs, kinds: Sequence[str], l
         written = not hot.isdisjoint((*given(node), *got(node).values()))
         if collective_of(node).kind not in kinds or nbytes > alone or written:
             continue
+        sources = _sources(node) if early and not before[node] else set()
         bucket = opened.get(key := _key(node))
         if bucket is not None:
             waits = _with_buckets(before[node], made) & bucket.bits
-            late = early and before[node] & ~before[bucket.members[0]]
+            late = early and (before[node] & ~before[bucket.members[0]] or bucket.sources & sources)
             if waits or late or bucket.bytes + nbytes > limit:
                 bucket = None
         if bucket is None:
             bucket = opened[key] = _Bucket()
             made.append(bucket)
-        bucket.add(node, bit[node], before[node], nbytes)
+        bucket.add(node, bit[node], before[node], nbytes, sources)
     return [sorted(bucket.members, key=recorded.__getitem__) for bucket in made if len(bucket.members) > 1]
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    """The arguments of the plan of which a collective takes one alone, in whatever way: a rank may have to pad its block."""
+    return {x for block in given(node) if len(found := _inputs(block)) == 1 for x in found}
+
+
+def _inputs(node: fx.Node) -> set[fx.Node]:
+    found, seen, waiting = set(), set(), [node]
+    while waiting:
+        x = waiting.pop()
+        if x.op == "placeholder" and not str(x.target).startswith("constant"):
+            found.add(x)
+        waiting += [y for y in x.all_input_nodes if y not in seen]
+        seen.update(x.all_input_nodes)
+    return found
 
 
 def _key(node: fx.Node) -> Any:
