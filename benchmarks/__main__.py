@@ -13,6 +13,7 @@ NAMES = (
     "random_draws",
     "peak_memory",
     "collectives",
+    "gloo_step",
 )
 
 for name in NAMES:

@@ -71,10 +71,10 @@ def sharded_parameters() -> dict[str, Any]:
     mesh, params, batch, mask = _given("dp")
     arrays = vfn.shard(params, mesh, P("dp"))
     model = _Model(params)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
     return _measured({
-        "fully_shard": _by_module(fully_shard(model, mesh=mesh), _mine(batch), mask),
+        "fully_shard": _by_module(model, _mine(batch), mask),
         **_on_arrays(as_for_one_device, arrays, vfn.shard(batch, mesh, P("dp")), vfn.shard(mask, mesh, P())),
     })  # fmt: skip
 
@@ -131,8 +131,7 @@ class _Model(nn.Module):
     def __init__(self, params: Params) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(map(_Block, params["blocks"]))
-        for name in ("embed", "norm", "head"):
-            setattr(self, name, nn.Parameter(params[name].clone()))
+        self.embed, self.norm, self.head = (nn.Parameter(params[name].clone()) for name in ("embed", "norm", "head"))
 
     def forward(self, batch: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         x = F.embedding(batch[:, :-1], self.embed)
