@@ -4,9 +4,11 @@ import contextlib
 import functools
 import io
 import math
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from programs import PROGRAMS, Program
 
 import vescale_fn as vfn
@@ -553,3 +555,59 @@ def test_logs_of_a_replay_name_the_lines_of_the_function():
     assert logs[0] == logs[1] == logs[2]
     assert len(logs[0]) == 1
     assert [(r.op, r.axes, r.bytes, r.line) for r in g.lower(x).comms()] == logs[0]
+
+
+# --- ranks that differ ------------------------------------------------------------------------------------------------
+
+
+def _one_rank_reads():
+    x = vfn.shard(X, vfn.make_mesh((2,), ("a",)), P("a"))
+
+    def f(x):
+        total = x.sum()
+        if dist.get_rank() == 1:
+            torch.zeros(()).item()
+        return total + (x**2).sum()
+
+    g = vfn.jit(f)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        values = [g(x).item() for _ in range(2)]
+    return values, g.cache_info()[:3], [str(w.message).splitlines()[1].split(", at")[0] for w in said]
+
+
+def test_what_one_rank_cannot_record_runs_as_written_on_all(gloo):
+    (values, info, said), (other_values, other_info, other_said) = gloo(2, _one_rank_reads)
+    assert values == other_values == [(X.sum() + (X**2).sum()).item()] * 2
+    assert info == other_info == (0, 0, 2)
+    assert said == ["  * on rank 1 a value is read in Python"]
+    assert other_said == ["  * a value is read in Python"]
+
+
+def _other_collectives(how):
+    mesh = vfn.make_mesh((2,), ("a",))
+    x = vfn.shard(X, mesh, P("a"))
+
+    def f(x):
+        if how == "raise" and dist.get_rank() == 1:
+            x.add_(1)
+        return vfn.with_sharding(x * 2, P() if dist.get_rank() == 0 and how == "differ" else P(None, "a"))
+
+    try:
+        vfn.jit(f)(x)
+    except vfn.errors.VfnError as error:
+        return type(error).__name__, str(error).splitlines()[:3]
+
+
+def test_ranks_that_record_other_collectives_raise_on_all(gloo):
+    here, there = gloo(2, _other_collectives, "differ")
+    assert here == there
+    name, text = here
+    assert name == "DivergenceError"
+    assert text[0] == "jit: ranks recorded different collectives for f; the first that differs is number 1"
+    assert text[1].startswith(f"  * rank 0: all_gather over a of f32, at {__file__}")
+    assert text[2].startswith(f"  * rank 1: all_to_all over a of f32, at {__file__}")
+    here, there = gloo(2, _other_collectives, "raise")
+    assert here[0] == "RecordError"
+    assert here[1][0] == "jit: recording f raised on rank 1, and not here"
+    assert there[0] == "InPlaceError"

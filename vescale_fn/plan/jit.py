@@ -17,6 +17,7 @@ from ..layout import WHOLE, layout, type_text
 from . import leaves as leaves_
 from .backends import Backend
 from .captured import Captured
+from .consent import agree
 from .lowered import Lowered
 from .plan import Plan
 from .record import Unrecordable
@@ -224,16 +225,22 @@ class Jitted:
 
     def _recorded(self, leaves: list[Any], treedef: Any, args: Any, kwargs: Any) -> tuple[Plan | None, str]:
         """A plan; or None, and why there is none."""
-        names = self._names(args, kwargs)
+        names, recorded, graph, reason, failure = self._names(args, kwargs), None, None, "", None
         try:
             recorded = trace(self._with_static(args), leaves, names, treedef, self._out_specs)
+            graph = recorded.graph
         except Unrecordable as why:
-            at = "" if why.line == "?" else f", at {lines.quoted(why.line)}"
-            return None, f"{why.reason}{at}"
-        except VfnError:
-            raise
+            reason = why.reason if why.line == "?" else f"{why.reason}, at {lines.quoted(why.line)}"
+            graph = why.graph
+        except VfnError as error:
+            failure = error
         except Exception as error:  # perhaps of the function itself: it is to show it
-            return None, f"recording it raised {type(error).__name__}: {str(error).splitlines()[0]}"
+            reason = f"recording it raised {type(error).__name__}: {str(error).splitlines()[0]}"
+        reason = agree(self._name, leaves, graph, reason, failure)
+        if failure is not None:
+            raise failure
+        if recorded is None or reason:
+            return None, reason
         names = [f"{name} ({leaves_.described(x)})" for name, x in zip(names, leaves, strict=True)]
         captured = Captured(self._f, filter(leaves_.is_object, leaves))
         return Plan(recorded, leaves, captured, names, self._donated_leaves(args), self._how), ""

@@ -39,6 +39,7 @@ class Unrecordable(BaseException):
     def __init__(self, reason: str, line: str) -> None:
         super().__init__(reason)
         self.reason, self.line = reason, line
+        self.graph: fx.Graph | None = None  # what had been recorded before
 
 
 class Recorder(_torch.TorchDispatchMode):

@@ -63,9 +63,13 @@ def _trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], t
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
     ]
     args, kwargs = tree.unflatten(treedef, given)
-    with recorder:
-        out = f(*args, **kwargs)
-        out_leaves, out_def = tree.flatten(laid_out(out, out_specs))
+    try:
+        with recorder:
+            out = f(*args, **kwargs)
+            out_leaves, out_def = tree.flatten(laid_out(out, out_specs))
+    except Unrecordable as why:
+        why.graph = recorder.graph
+        raise
     places: list[fx.Node] = []
     results = [_result(recorder, leaf, given, places) for leaf in out_leaves]
     end = recorder.graph.output(tuple(places))
