@@ -9,6 +9,7 @@ NAMES = (
     "psum_of_a_tree",
     "grad_call",
     "eager_ops",
+    "replayed_step",
     "simulated_step",
     "random_draws",
     "peak_memory",

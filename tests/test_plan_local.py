@@ -22,7 +22,9 @@ from vescale_fn.plan.passes.common import common
 from vescale_fn.plan.passes.composites import composites
 from vescale_fn.plan.passes.dead import dead
 from vescale_fn.plan.passes.flat import flat
+from vescale_fn.plan.passes.foreach import foreach
 from vescale_fn.plan.passes.once import once
+from vescale_fn.plan.passes.reuse import reuse
 from vescale_fn.plan.passes.views import views
 from vescale_fn.plan.passes.writes import writes
 from vescale_fn.wire import Collective
@@ -403,6 +405,67 @@ def test_numbers_are_operands() -> None:
     plans.output(graph).args = ((scaled,),)
     assert [node.target for node in plans.calls(composites(graph))] == [torch.ops.aten.mul.Tensor] * 2
     assert torch.equal(codegen.generate(composites(graph)).run([x, y])[0], x * y * 0.1)
+
+
+# --- one call for many leaves -----------------------------------------------------------------------------------------
+
+LEAVES = [torch.arange(n * 1.0) + n for n in (3, 5, 1, 4)] + [torch.arange(6.0).view(2, 3).to(torch.float64)]
+
+
+def momentum(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A step for the first four values, of which the rest are gradients; that of the fifth is in another dtype."""
+    out = []
+    for param in values:
+        grad = param.exp() * 0.1
+        mean = grad * 0.9 + param
+        out += [mean, param - mean / (mean.sqrt() + 1e-3) * 0.5]
+    return tuple(out)
+
+
+def test_the_same_call_for_many_leaves_is_one() -> None:
+    found = improved(momentum, LEAVES, common, dead, foreach)
+    assert found.count("_foreach_sqrt") == found.count("_foreach_div") == found.count("_foreach_sub") == 1
+    assert found.count("sqrt") == found.count("div") == found.count("sub") == 1, "the leaf of another dtype"
+
+
+def test_leaves_updated_in_their_memory() -> None:
+    found = improved(momentum, LEAVES, common, dead, reuse, foreach)
+    assert found.count("_foreach_mul_") >= 2
+    assert found.count("sqrt") + found.count("sqrt_") == 1
+
+
+def test_large_leaves_stay_where_they_are() -> None:
+    large = [torch.arange(1.0 + (1 << 16)), torch.arange(2.0 + (1 << 16))]
+    found = improved(lambda a, b: (a * 2 + 1, b * 2 + 1), large, foreach)
+    assert found == ["mul", "add", "mul", "add"]
+
+
+def test_calls_that_must_not_wait_do_not() -> None:
+    def f(a, b, c):
+        a2, b2 = a * 2, b * 2
+        total = (a2.sum() + b2.sum()) * c  # needs them before the end
+        a3, b3 = a2 + a, b2 + b
+        a.mul_(3)  # what was read of `a` was read before
+        c2, c3 = c * a[0], c * a[0] * b[0]
+        b3.view(-1)[0:2].mul_(2)
+        return total, a3, b3, c2, c3
+
+    three = [torch.arange(3.0) + n for n in (1, 2, 3)]
+    assert not any("foreach" in name for name in improved(f, three, foreach))
+
+
+def test_calls_over_each_other_keep_their_order() -> None:
+    def f(a, b):
+        c, d = a.exp(), b.exp()
+        c.mul_(2), d.mul_(2)
+        c.add_(d), d.add_(c)
+        d.mul_(3), c.mul_(3)
+        return c, d
+
+    found = improved(f, [x, y], foreach)
+    assert (
+        found == ["exp", "exp", "_foreach_mul_", "add_", "add_", "_foreach_mul_"] or found.count("_foreach_mul_") == 2
+    )
 
 
 # --- the code ---------------------------------------------------------------------------------------------------------

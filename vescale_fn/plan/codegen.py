@@ -162,9 +162,11 @@ class _Writer:
         """The arguments of a node, a number beside a tensor as a tensor: that spares torch to make one each time."""
         args: list[Any] = list(node.args)
         if len(args) == 2 and node.target in _TAKES_NUMBERS and type(args[1]) in (float, int):
-            x = value(args[0]) if isinstance(args[0], fx.Node) else None
+            first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+            x = value(first) if isinstance(first, fx.Node) else None
             if isinstance(x, torch.Tensor) and x.ndim and x.dtype in (torch.float32, torch.float64):
-                args[1] = _Number(args[1], x.dtype)
+                if first is args[0] or x.device.type == "cpu":  # beside a list it must be where the list is
+                    args[1] = _Number(args[1], x.dtype)
         return args
 
     def text(self, x: Any) -> str:
@@ -214,7 +216,7 @@ class _Number:
 _aten = torch.ops.aten
 _TAKES_NUMBERS = {
     getattr(_aten, name + in_place).Tensor for name in ("add", "sub", "mul", "div") for in_place in ("", "_")
-}
+} | {_aten._foreach_mul.Scalar, _aten._foreach_mul_.Scalar}
 
 
 def _last_uses(graph: fx.Graph, together: dict[fx.Node, fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:

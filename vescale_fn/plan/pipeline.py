@@ -11,6 +11,7 @@ from .passes.dead import dead
 from .passes.donate import donate
 from .passes.draws import draws
 from .passes.flat import flat
+from .passes.foreach import foreach
 from .passes.once import once
 from .passes.order import order
 from .passes.overlap import overlap
@@ -39,4 +40,5 @@ PASSES: tuple[Pass, ...] = (
     recompute,
     donate,
     reuse,
+    foreach,
 )
