@@ -30,12 +30,12 @@ def line() -> int:
 def test_a_record(grid) -> None:
     x = vfn.shard(torch.ones(6, 4), grid, P("dp", None))
     with vfn.comm_log() as log:
-        x.softmax(0)
+        x.cumsum(0)
         here = line() - 1
     (record,) = log
     assert (record.op, record.axes, record.axis) == ("all_gather", ("dp",), "dp")
     assert record.bytes == 6 * 4 * 4, "the larger of what goes in and what comes out, on one rank"
-    assert record.why == "softmax needs dim 0 whole: f32[6@dp,4]"
+    assert record.why == "cumsum needs dim 0 whole: f32[6@dp,4]"
     assert record.line == f"{__file__}:{here}"
 
 
@@ -281,12 +281,12 @@ def test_strict_refuses_moves_that_nobody_asked_for(grid) -> None:
     x = vfn.shard(torch.ones(6, 6), grid, P("dp"))
     with vfn.strict(), vfn.comm_log() as log:
         with pytest.raises(vfn.errors.ReshardError):
-            x.softmax(0)
+            x.cumsum(0)
         assert len(log) == 0
-        vfn.with_sharding(x, P()).softmax(0)
+        vfn.with_sharding(x, P()).cumsum(0)
         vfn.unshard(x)
         (x * 2 + x).relu().sum().item()
-    x.softmax(0)
+    x.cumsum(0)
 
 
 def test_show_in_a_body(grid) -> None:

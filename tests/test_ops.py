@@ -45,6 +45,11 @@ def c(*shape):
     return torch.complex(f(*shape), f(*shape).flip(0) if shape else f() + 1)
 
 
+def kept_by_batch_norm(x, mean, var, w):
+    out = F.batch_norm(x, mean, var, w, training=True)
+    return out, mean, var
+
+
 def positive(*shape):
     return f(*shape).abs() + 0.1
 
@@ -184,6 +189,9 @@ PROGRAMS = [
     ("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), f(5, 4, 3), f(4), f(4)),
     ("batch_norm, training", lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), f(5, 4, 3), f(4), f(4)),
     ("batch_norm, evaluation", lambda x, m, w: F.batch_norm(x, m.detach(), m.detach().abs() + 1, w), f(5, 4), f(4), f(4)),
+    ("batch_norm that keeps", lambda x, m, v, w: kept_by_batch_norm(x, m.detach().clone(), v.detach().clone(), w),
+     f(6, 4, 2), f(4), positive(4), f(4)),
+    ("batch_norm, batch by batch", lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), f(5, 4, 3, 2), f(4), f(4)),
     ("attention", lambda q, k, v: F.scaled_dot_product_attention(q, k, v), f(4, 2, 3, 4), f(4, 2, 5, 4), f(4, 2, 5, 4)),
     ("causal attention", lambda q, k: F.scaled_dot_product_attention(q, k, k, is_causal=True),
      f(2, 4, 3, 4), f(2, 4, 3, 4)),
@@ -196,6 +204,20 @@ PROGRAMS = [
     ("conv2d", lambda x, w: F.conv2d(x, w, stride=2), f(4, 2, 5, 5), f(3, 2, 3, 3)),
     ("grouped conv2d", lambda x, w: F.conv2d(x, w, groups=2), f(3, 4, 4, 4), f(4, 2, 3, 3)),
     ("conv_transpose1d", lambda x, w: F.conv_transpose1d(x, w), f(3, 2, 4), f(2, 3, 3)),
+    ("conv2d of many channels", lambda x, w, b: F.conv2d(x, w, b, padding=1), f(2, 4, 3, 3), f(8, 4, 3, 3), f(8)),
+    ("conv_transpose2d, conv3d", lambda x, w, y: (F.conv_transpose2d(x, w, stride=2), F.conv3d(y, y[:, :, :2, :2, :2])),
+     f(2, 4, 3, 3), f(4, 4, 2, 2), f(2, 4, 3, 3, 3)),
+    ("convolved alone", lambda x, w, b: F.conv1d(x, w, b), f(4, 6), f(2, 4, 3), f(2)),
+    ("pooling of lines and volumes", lambda x, y: (F.max_pool1d(x, 2), F.adaptive_max_pool1d(x, 3), F.avg_pool3d(y, 2),
+     F.max_pool3d(y, 2), F.adaptive_avg_pool3d(y, 1), F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2)),
+     f(4, 2, 6), f(2, 4, 2, 2, 4)),
+    ("padding by reflection", lambda x, y: (F.pad(x, (1, 2), "reflect"), F.pad(y, (1, 0, 0, 1), "replicate")),
+     f(4, 2, 5), f(2, 4, 3, 3)),
+    ("resampling", lambda x, y: (F.interpolate(x, size=7), F.interpolate(x, scale_factor=0.6, mode="linear"),
+     F.interpolate(y, size=(3, 5), mode="bicubic"), F.grid_sample(y, y[:, :2].permute(0, 2, 3, 1), align_corners=True)),
+     f(4, 2, 5), f(2, 4, 3, 3)),
+    ("columns", lambda x: (F.unfold(x, 2), F.fold(F.unfold(x, 2), (4, 4), 2), F.pixel_shuffle(x, 2), F.pixel_unshuffle(x, 2)),
+     f(2, 4, 4, 4)),
     ("pooling", lambda x: (F.max_pool2d(x, 2), F.avg_pool2d(x, 2), F.adaptive_avg_pool2d(x, 2)), f(3, 2, 4, 4)),
     ("upsampling", lambda x: (F.interpolate(x, scale_factor=2), F.interpolate(x, size=3, mode="bilinear")), f(3, 2, 2, 2)),
     ("losses", lambda x, y: (F.mse_loss(x, y), F.l1_loss(x, y), F.smooth_l1_loss(x, y), F.huber_loss(x, y)),
@@ -227,6 +249,19 @@ PROGRAMS = [
      f(5, 4), i(4, 5)),
     ("linear algebra", lambda x: (torch.linalg.inv(x), torch.linalg.det(x), torch.linalg.qr(x).R.abs(), x.logdet().isnan()),
      f(4, 4) + 3 * torch.eye(4, dtype=torch.float64)),
+    ("matrices in batches", lambda x, y: (torch.linalg.solve(x, y), torch.linalg.slogdet(x), torch.linalg.inv(x) @ y,
+     torch.linalg.solve_triangular(x, y, upper=True), torch.linalg.matrix_exp(x / 9), torch.linalg.lu_factor(x).LU,
+     torch.cholesky_solve(y, torch.linalg.cholesky(x @ x.mT)), torch.linalg.solve(x, y[..., 0]), torch.linalg.pinv(x)),
+     f(4, 3, 3) + 3 * torch.eye(3, dtype=torch.float64), f(4, 3, 4)),
+    ("distances, forms", lambda x, y, w: (torch.cdist(x, y), F.bilinear(x, y[:, :3], w), F.pairwise_distance(x, y[:, :3]),
+     torch.diag_embed(x, dim1=0), torch.addr(x[0], x[0, :, 0], x[0, 0]), torch.addbmm(x[0], x.mT[:, :3], x)),
+     f(4, 3, 3), f(4, 6, 3), f(2, 3, 3)),
+    ("more activations", lambda x, w: (F.elu(x), F.hardswish(x), F.mish(x), F.logsigmoid(x), F.prelu(x, w), F.hardtanh(x),
+     F.softshrink(x, 0.1)), f(5, 4, 2), f(4)),
+    ("along what may be split", lambda x, w: (x.softmax(-1), x.log_softmax(0), x.logsumexp((0, 1)), x.var(1), x.std((0, 1)),
+     *torch.var_mean(x, 0), F.layer_norm(x, (4, 6), w, w), F.rms_norm(x, (6,), w[0])), f(4, 4, 6), f(4, 6)),
+    ("windows of a sound", lambda x: torch.stft(x, 4, 2, window=torch.ones(4, dtype=x.dtype), return_complex=True).abs(),
+     f(3, 16)),
     ("fft", lambda x: (torch.fft.fft(x).abs(), torch.fft.rfft(x, dim=0).abs(), torch.fft.ifft(torch.fft.fft(x)).real),
      f(5, 4)),
     # writes
@@ -448,7 +483,8 @@ def test_program_on_one_real_rank(name, program, inputs):
     mesh = vfn.make_mesh((1,), ("a",))
     want = outcome(program, [x.clone() for x in inputs])
     for dim in range(-1, max(x.ndim for x in inputs)):
-        arrays = [vfn.shard(x, mesh, P(*[None] * dim, "a") if 0 <= dim < x.ndim else P()) for x in inputs]
+        specs = [P(*[None] * dim, "a") if 0 <= dim < x.ndim else P() for x in inputs]
+        arrays = [vfn.shard(x.clone(), mesh, spec) for x, spec in zip(inputs, specs)]  # a program may write them
         assert_same(want, outcome(program, arrays), f"{name}, dim {dim}")
 
 
@@ -598,16 +634,76 @@ def test_moves_say_why():
         mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
         x = vfn.shard(f(8, 4).float(), mesh, P("dp", "tp"))
         with vfn.comm_log() as log:
-            x.softmax(1)
+            x.sort(1)
             ((x @ x.t()).relu(), x.cumsum(0), torch.linalg.qr(x))
         assert [(entry.op, entry.axis, entry.why) for entry in log] == [
-            ("all_gather", "tp", "softmax needs dim 1 whole: f32[8@dp,4@tp]"),
+            ("all_gather", "tp", "sort needs dim 1 whole: f32[8@dp,4@tp]"),
             ("all_gather", "dp", "mm needs dim 1 whole: f32[4@tp,8@dp]"),
             ("all_reduce", "tp", "relu needs the sum: f32[8@dp,8]{U:tp}"),
             ("all_gather", "dp", "cumsum needs dim 0 whole: f32[8@dp,4@tp]"),
             ("all_gather", "tp", "linalg_qr needs dims 0 and 1 whole: f32[8@dp,4@tp]"),
             ("all_gather", "dp", "linalg_qr needs dims 0 and 1 whole: f32[8@dp,4@tp]"),
         ]
+
+
+def moves_of(program, mesh_shape, *laid):
+    """What a program moves: (collective, bytes) of each; inputs are (tensor, spec)."""
+    with vfn.simulate(math.prod(mesh_shape)):
+        mesh = vfn.make_mesh(mesh_shape, NAMES[: len(mesh_shape)])
+        arrays = [vfn.shard(x.detach(), mesh, spec).requires_grad_(x.is_floating_point()) for x, spec in laid]
+        with vfn.comm_log() as log:
+            out = program(*arrays)
+            torch.autograd.grad((out * out.detach()).sum(), [x for x in arrays if x.requires_grad])
+        return [(entry.op, entry.bytes) for entry in log if entry.bytes > 8]  # not the loss itself
+
+
+@pytest.mark.parametrize(
+    ("program", "laid", "moves"),
+    [
+        # A maximum and a sum; in the backward pass a sum, and no rank makes the whole of a value of all classes.
+        (lambda x, y: F.cross_entropy(x, y, reduction="sum"), [(f(10, 8), P(None, "a")), (i(8, 10), P())],
+         [("all_reduce", 80)] * 3),
+        (lambda x: x.softmax(1), [(f(10, 8), P(None, "a"))], [("all_reduce", 80)] * 3),
+        # One sum each way, of three numbers a channel and of two: SyncBatchNorm's.
+        (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [(f(8, 4, 5), P("a")), (f(4), P()), (f(4), P())],
+         [("all_reduce", 96), ("all_reduce", 64)]),
+        (lambda x: F.layer_norm(x, (8,)), [(f(10, 8), P(None, "a"))], [("all_reduce", 80)] * 4),
+        # The channels of a convolution as the columns and rows of Megatron's two products.
+        (lambda x, w, v: F.conv1d(F.conv1d(x, w, padding=1).relu(), v),
+         [(f(2, 3, 6), P()), (f(4, 3, 3), P("a")), (f(3, 4, 1), P(None, "a"))],
+         [("all_reduce", 288)]),
+        # What is each example's, or each channel's own, moves nothing.
+        (lambda x: F.max_pool3d(F.interpolate(x, scale_factor=2), 2), [(f(4, 2, 3, 2, 2), P("a"))], []),
+        (lambda x: F.adaptive_avg_pool2d(F.pad(x, (1, 1, 1, 1), "reflect"), 2), [(f(2, 4, 3, 3), P(None, "a"))], []),
+        (lambda x, y: torch.linalg.solve(x, y), [(f(4, 3, 3), P("a")), (f(4, 3, 2), P("a"))],
+         [("all_gather", 16)]),  # whether each could be solved: where one could not, all ranks raise
+        (lambda x: torch.fft.fft(x).abs(), [(f(4, 6), P("a"))], []),
+    ],
+    ids=["cross_entropy", "softmax", "batch_norm", "layer_norm", "convolutions", "volumes", "channels", "solve", "fft"],
+)  # fmt: skip
+def test_nothing_moves_that_need_not(program, laid, moves):
+    assert moves_of(program, (2,), *laid) == moves
+
+
+def test_a_shape_that_a_float_says():
+    """In inference mode the op comes with its scale, and no decision of another scale serves."""
+    with vfn.simulate(2), torch.inference_mode():
+        mesh = vfn.make_mesh((2,), ("a",))
+        x = f(4, 2, 3)
+        for scale in (0.7, 1.7, 2.0):
+            got = F.interpolate(vfn.shard(x, mesh, P("a")), scale_factor=scale)
+            assert_same(F.interpolate(x, scale_factor=scale), got, scale)
+
+
+def test_a_composite_op_moves_nothing_in_inference_mode():
+    """There it comes as it is, and is taken apart."""
+    with vfn.simulate(2), torch.inference_mode():
+        mesh = vfn.make_mesh((2,), ("a",))
+        x = vfn.shard(f(4, 6), mesh, P("a"))
+        with vfn.comm_log() as log:
+            y = F.linear(x.to(torch.float32).flatten(1).softmax(-1), torch.ones(3, 6))
+        assert vfn.spec_of(y) == P("a")
+        assert not list(log)
 
 
 # --- real ranks -------------------------------------------------------------------------------------------------------

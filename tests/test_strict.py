@@ -32,16 +32,16 @@ def said(call) -> str:
 def test_the_message(grid) -> None:
     """The op, its arguments by their names and by the user's, the bytes, the line, and what to paste."""
 
-    def softmax(x):
-        return x.softmax(0)
+    def cumsum(x):
+        return x.cumsum(0)
 
     x, y = vfn.shard(torch.ones(4, 6), grid, P("dp")), vfn.shard(torch.ones(4, 6), grid, P("tp", "dp"))
     params = {"blocks": [{"w": x + 1}]}
-    assert said(lambda: softmax(x)) == (
-        "softmax: strict: this op needs a move of data that the program did not ask for\n"
+    assert said(lambda: cumsum(x)) == (
+        "cumsum: strict: this op needs a move of data that the program did not ask for\n"
         "  * x, its argument self, is f32[4@dp,6] and would have to be f32[4,6] (all-gather over axis 'dp': 96 bytes on each "
         "rank)\n"
-        "  * at FILE: `return x.softmax(0)`\n"
+        "  * at FILE: `return x.cumsum(0)`\n"
         "  Instead: x = vfn.with_sharding(x, P()) before it"
     )
     # a variable of another function, a place in a tree: not to be assigned to; an intermediate value has no name
@@ -60,7 +60,7 @@ def test_the_message(grid) -> None:
 
 
 PASTED = {
-    "z = x.softmax(0)": 1,
+    "z = x.cumsum(0)": 1,
     "z = x + y": 1,
     "z = x @ y": 1,
     "z = torch.cat([x, y])": 2,

@@ -566,6 +566,12 @@ def shapes_only() -> Iterator[None]:
         log.disabled = before
 
 
+def in_parts(func: Any) -> Any:
+    """What carries an op out as others, where torch made it of others; below autograd it may come as it is. Or None."""
+    made = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return func.decompose if made else None
+
+
 # --- recording plans --------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .errors import InPlaceError, op_text, report
 from .layout import layout, text
+from .refusals import LOST, MISSED
 
 
 def remember_sums(source: Any, outs: Sequence[Any], alias: bool) -> None:
@@ -69,7 +70,7 @@ def check_writable(func: Any, target: Any) -> None:
     for x in target if isinstance(target, (list, tuple)) else (target,):
         if isinstance(x, DTensor) and (hasattr(x, "_moved") or _beside(x)):
             raise InPlaceError(report(
-                op_text(func), "a write into a view, or a resharded value, whose elements had to be moved would be lost",
+                op_text(func), LOST,
                 [f"it is {text(x)}, of {text((*_beside(x), getattr(x, '_root', x))[0])}"],
                 "a new array: torch.where(mask, new, x), torch.cat, x.index_copy(...), x + y; or a layout of the source "
                 "in which the view is local: x = vfn.with_sharding(x, P())"))  # fmt: skip
@@ -79,7 +80,7 @@ class _Stale:
     """Stands for the spec of a view that missed a write: whatever asks for it raises."""
 
     def __getattr__(self, name: str) -> Any:
-        raise InPlaceError(report("array", "this value was copied out of an array that was changed in place afterwards",
+        raise InPlaceError(report("array", MISSED,
                                   fix="take the view, or call with_sharding, after the write"))  # fmt: skip
 
     def __hash__(self) -> int:
@@ -88,6 +89,8 @@ class _Stale:
 
 def after_write(x: Any) -> None:
     """What was copied out of `x`, or out of what it is a view of, has missed a write: it raises when it is used."""
+    if cell := getattr(x, "_sum", None):
+        cell.clear()  # torch counts no writes that an op of several steps makes
     root = getattr(x, "_root", x)
     for copy in root.__dict__.pop("_copies", ()):
         view = copy()

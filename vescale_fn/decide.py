@@ -23,6 +23,8 @@ from .errors import InPlaceError, MeshError, TypingError, described, mesh_text, 
 from .layout import WHOLE, axes_items, layout, spec_for, text, type_text
 from .mesh import axes_of, coordinates, is_part, is_simulated, played_ranks, same
 from .propagator import propagated
+from .refusals import MEMORY, STORAGE
+from .rules.compositions import COMPOSED, READING, composed
 from .rules.rule import Call, Rule, T
 from .rules.table import find
 from .spec import P, axes_named, from_split_axes, local_shape, split_axes
@@ -55,13 +57,15 @@ class Decision:
     answer: bool = False  # the op asks about shapes alone, and `outs` is what it gives
     lists: bool = False  # some tensors come in lists
     seeded: bool = False  # whether it draws is a float's doing: asked each time
+    steps: Any = None  # other ops on arrays, each decided on for itself, that it is carried out as
     simulated: bool = False
 
     @property
     def way(self) -> int:
         """How it is carried out: by one call on the local tensors and one wrap, or step by step."""
         if (self.targets is None or self.moves or self.many or self.op or self.fold or self.finish or self.partial
-                or self.answer or self.lists or self.seeded or self.simulated or (self.sizes and self.written)):  # fmt: skip
+                or self.answer or self.steps or self.lists or self.seeded or self.simulated
+                or (self.sizes and self.written)):  # fmt: skip
             return STEP_BY_STEP
         return WRITE if self.written else VIEW if self.view else STEP_BY_STEP if self.sizes else PLAIN
 
@@ -95,6 +99,8 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
               "lists": any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in (*args, *kwargs.values()))}  # fmt: skip
     if outs is not None and not any(isinstance(o, torch.Tensor) for o in outs):
         return Decision(mesh, (), (), outs, many, answer=True)
+    if (steps := _steps(func, args, kwargs, outs, axes_of(mesh))) is not None:
+        return Decision(mesh, (), (), (), many, steps=steps, **common)
     rule, pinned = _rule(func, args, kwargs, tensors, outs)
     if rule is not None and outs is not None:
         shapes = [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs]
@@ -125,6 +131,22 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
         fold=(rule.fold, tuple(fold_axes)) if folded else None,
         written=bool(pinned), partial=any(spec.unreduced for spec in out_specs), **common,
     )  # fmt: skip
+
+
+def _steps(func: Any, args: Any, kwargs: Any, outs: Any, axes: dict[str, int]) -> Any:
+    """What carries the op out as others, on arrays: by our own composition, or by torch's where there is no rule."""
+    name = str(func).removeprefix("aten.")
+    if name in COMPOSED and outs is not None:
+        bound = bind(func, args, kwargs)
+        rows: dict[str, Any] = {at: split_axes(layout(x._spec), x.ndim) if isinstance(x, DTensor) else ((),) * x.ndim
+                for at, x in bound.items() if isinstance(x, torch.Tensor)}  # fmt: skip
+        steps = composed(name, bound, rows, axes)
+        dtypes = tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in outs)
+        return steps and (lambda args, kwargs: steps(dtypes, *bind(func, args, kwargs).values()))
+    if find(func) is not None or blocks.written(func) or name in READING:
+        return None
+    parts = _torch.in_parts(func)
+    return parts and (lambda args, kwargs: parts(*args, **kwargs))
 
 
 def _rule(func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any) -> tuple[Rule | None, list[int]]:
@@ -164,11 +186,17 @@ def refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     name = func._schema.name.removeprefix("aten::")
     refuse_seeded(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags and name != "detach_" or name == "resize_as_":
-        raise InPlaceError(report(f"torch's {name}", "an array's shape and storage cannot be changed in place",
+        raise InPlaceError(report(f"torch's {name}", STORAGE,
                                   fix=f"a new array: x = x.{name.removesuffix('_')}(...), or x = x.clone()"))  # fmt: skip
-    if name == "as_strided" and hasattr(args[0], "_root"):
-        raise InPlaceError(report("torch's as_strided", "a view of an array does not show the memory around it",
+    if name == "as_strided" and hasattr(args[0], "_root") and not _within(*args):
+        raise InPlaceError(report("torch's as_strided", MEMORY,
                                   [f"the view is {text(args[0])}"], "index the array itself, or x.clone()"))  # fmt: skip
+
+
+def _within(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
+    """Whether as_strided shows nothing but the elements of a view: stft cuts its windows so."""
+    last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return offset is None and x.is_contiguous() and last < x.numel()
 
 
 def _is_view(func: Any) -> bool:

@@ -21,6 +21,7 @@ from .decide import PLAIN, STEP_BY_STEP, WRITE, Decision, decide, reason, refuse
 from .errors import InPlaceError, op_text, report
 from .layout import WHOLE, axes_items, layout, spec_for, text
 from .mesh import is_part, played_ranks
+from .refusals import MOVE, OTHER_SHAPE, OVERLAP
 from .spec import P
 from .strict import refuse_moves
 
@@ -126,7 +127,7 @@ def _in_another_shape(cls: Any, func: Any, args: Sequence[Any]) -> Any:
     x, view = args[0], dispatch(cls, _OTHER_SHAPE[func], args, None)
     if hasattr(view, "_moved"):
         name = func._schema.name.removeprefix("aten::")
-        raise InPlaceError(report(f"torch's {name}", "the elements would have to move", [f"the array is {text(x)}"],
+        raise InPlaceError(report(f"torch's {name}", MOVE, [f"the array is {text(x)}"],
                                   f"a new array: x = x.{name.removesuffix('_')}(...)"))  # fmt: skip
     x._local_tensor, x._spec = _torch.local(view), view._spec
     if hasattr(view, "_sum"):
@@ -140,6 +141,8 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
         refuse(func, args, kwargs)
     if decision.answer:
         return list(decision.outs) if decision.many else decision.outs[0]
+    if decision.steps is not None:
+        return decision.steps(args, kwargs)
     for position, name in blocks.written(func):
         check_writable(func, args[position] if position < len(args) else kwargs.get(name))
     if decision.targets is None:
@@ -363,7 +366,7 @@ def _refuse_overlap(func: Any, targets: Iterable[Any]) -> None:
     for x in targets:
         root = id(getattr(x, "_root", x))
         if root in roots:
-            raise InPlaceError(report(op_text(func), "two of the values to write are views of one memory",
+            raise InPlaceError(report(op_text(func), OVERLAP,
                                       [f"they are {text(roots[root])} and {text(x)}"],
                                       "one call for each of them"))  # fmt: skip
         roots[root] = x
@@ -402,7 +405,7 @@ def _in_own_memory(one: Any, shape: Sequence[int], stride: Sequence[int]) -> Any
 def _write_back(func: Any, x: Any, whole: torch.Tensor, mesh: Any) -> None:
     """Put a whole value into the storage of an array, as it lies."""
     if whole.shape != x.shape:
-        raise InPlaceError(report(op_text(func), "the array to write into has another shape than what is to be written",
+        raise InPlaceError(report(op_text(func), OTHER_SHAPE,
                                   [f"it is {text(x)}, the result has shape {list(whole.shape)}"],
                                   "an array of the result's shape, or the op without out="))  # fmt: skip
     steps = reshard.plan(tuple(x.shape), axes_items(mesh), WHOLE, layout(x._spec))

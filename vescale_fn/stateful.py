@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from .arguments import bind, tensors_in
 from .errors import RandomError, report
+from .refusals import DRAW
 
-_ARRAY = "a stateful draw on an array: every rank would draw from a generator of its own"
 _PLAIN = "a draw from torch's global generator, whose numbers depend on all that was drawn before"
 _OWN = "a draw from a generator, whose numbers depend on all that was drawn before"
 _DROPOUT = "vfn.random.dropout(key, x, rate)"
@@ -59,7 +59,7 @@ def refuse_seeded(func: Any, args: Sequence[Any], kwargs: dict[str, Any], own: b
     array = any(isinstance(x, DTensor) for x in tensors_in(args, kwargs))
     if bound.get("generator") is not None and not (array or own):
         return
-    what = _ARRAY if array else _PLAIN if bound.get("generator") is None else _OWN
+    what = DRAW if array else _PLAIN if bound.get("generator") is None else _OWN
     raise RandomError(report(f"torch's {name}", what,
                              fix=f"a keyed draw, the same on every mesh: {_keyed(name, bound, array)}"))  # fmt: skip
 

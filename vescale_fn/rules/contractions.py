@@ -18,3 +18,10 @@ def contraction(equation: str, joins: bool = False) -> Callable[[Call], Rule]:
         return Rule((*first, *rows), (tuple(out),), frozenset(sums), joins=(0,) if joins else ())
 
     return rule
+
+
+def trilinear(call: Call) -> Rule:
+    """The products of three tensors, each of which lacks some dims, summed over some."""
+    n = call.tensors[0].ndim + len(call["expand1"])
+    rows = tuple(tuple(d for d in range(n) if d not in call[f"expand{k}"]) for k in (1, 2, 3))
+    return Rule(rows, (tuple(d for d in range(n) if d not in call["sumdim"]),), frozenset(call["sumdim"]))

@@ -7,7 +7,7 @@ import torch
 from .rule import Call, Row, Rule, T, broadcast, none, same
 
 _SAME_VALUE = {"clone", "detach", "alias", "lift_fresh", "positive"}
-_LINEAR = {"add", "sub", "neg", "_to_copy", "copy"}  # in all tensor arguments together
+_LINEAR = {"add", "sub", "rsub", "neg", "_to_copy", "copy"}  # in all tensor arguments together
 _SCALING = {"mul", "div"}  # linear in one argument when the other is one number
 
 
@@ -28,6 +28,13 @@ def elementwise(call: Call) -> Rule:
         elif call.name == "mul" and not tensors[0].shape:
             linear = (1,)
     return Rule(tuple(broadcast(t.shape, out) for t in tensors), tuple(map(same, call.outs)), linear=linear)
+
+
+def alike(call: Call) -> Rule:
+    """Elementwise, with buffers of other shapes on some devices."""
+    out = call.outs[0]
+    row = lambda shape: same(shape) if shape == out else none(shape)
+    return Rule(tuple(row(t.shape) for t in call.tensors), tuple(map(row, call.outs)))
 
 
 def exact(call: Call) -> bool:

@@ -51,10 +51,12 @@ def index_select(call: Call) -> Rule:
 
 
 def index_add(call: Call) -> Rule:
-    """index_add, index_copy, index_fill: whole along the dim, split anywhere else."""
+    """index_add, index_copy, index_fill, index_reduce: whole along the dim, split anywhere else."""
     x = call["self"]
     row = but(x.ndim, (dim_of(call, x.ndim),))
-    return Rule(tuple(row if t.ndim == x.ndim and t.index != 1 else none(t.shape) for t in call.tensors), (row,))
+    ins = tuple(row if t.ndim == x.ndim and t.index != 1 else none(t.shape) for t in call.tensors)
+    even = frozenset(row) - {None} if call.name == "index_reduce" else frozenset()  # which fails on no elements
+    return Rule(ins, (row,), even=even)
 
 
 def index(call: Call) -> Rule | None:

@@ -46,7 +46,9 @@ def batch_norm(call: Call) -> Rule | None:
     Each rank brings its sum, its sum of squared differences from its own mean, and n times its mean squared, in double
     precision (after Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
     """
-    if not call["training"] or call["running_mean"] is not None:  # running statistics would be written once a rank
+    if not call["training"]:
+        return _evaluated(call)
+    if call["running_mean"] is not None:  # it writes them, which its schema does not say: `compositions.py`
         return None
     x = call["input"]
     over, count = _others(x), math.prod(x.shape) // max(x.shape[1], 1)
@@ -74,7 +76,9 @@ def batch_norm(call: Call) -> Rule | None:
 
 def batch_norm_backward(call: Call) -> Rule | None:
     """The gradient of `batch_norm` in training: two sums over all examples, added up as one."""
-    if not call["train"] or call["running_mean"] is not None or call["save_mean"] is None:
+    if not call["train"]:
+        return _evaluated(call)
+    if call["running_mean"] is not None or call["save_mean"] is None:
         return None
     x = call["input"]
     over, count = _others(x), math.prod(x.shape) // max(x.shape[1], 1)
@@ -100,6 +104,15 @@ def batch_norm_backward(call: Call) -> Rule | None:
     return _of_channels(call, part, finish)
 
 
+def _evaluated(call: Call) -> Rule:
+    """By statistics that are given: each example and each channel for itself; the weights' gradients sum over examples."""
+    x = call["input"]
+    row = lambda shape: ("n", "c", *none(shape[2:])) if len(shape) == x.ndim else \
+        ("c",) * (shape == x.shape[1:2] != (0,)) or none(shape)  # fmt: skip
+    return Rule(tuple(row(t.shape) for t in call.tensors), tuple(row(s or ()) for s in call.outs),
+                sums=frozenset("n" if "grad_out" in call.args else ""), even=frozenset("nc"))  # fmt: skip
+
+
 def _others(x: T) -> list[int]:
     return [d for d in range(x.ndim) if d != 1]
 
@@ -112,4 +125,4 @@ def _of_channels(call: Call, part: Any, finish: Any) -> Rule:
     ndim = call["input"].ndim
     row = lambda shape: ("n", "c", *(None,) * (ndim - 2)) if len(shape or ()) == ndim else ("c",) * len(shape or ())
     return Rule(tuple(row(t.shape) for t in call.tensors), tuple(map(row, call.outs)), sums=frozenset("n"), fold="total",
-                op=part, finish=finish, again=True)  # fmt: skip
+                op=part, finish=finish, again=True, even=frozenset("c"))  # fmt: skip

@@ -63,18 +63,26 @@ def spread(call: Call) -> Rule:
     return replace(rule, even=frozenset(rule.ins[0]) - {None})
 
 
-def norm(call: Call) -> Rule:
+def norm(call: Call) -> Rule | None:
     """Norms of vectors: the Euclidean one by its parts' squares, added at once; the others of whole dims."""
-    if call["ord"] != 2 or any(dtype is None or dtype.itemsize < 4 for dtype in call.dtypes):
-        return reduction(call) if "dim" in call.args else elementwise_lists(call) or reduction(call)
-    if "dim" not in call.args:  # _foreach_norm: of each tensor of a list
+    order, lists = call.args.get("ord", call.args.get("p")), call.name == "_foreach_norm"
+    if order not in (2, None) or any(dtype is None or dtype.itemsize < 4 for dtype in call.dtypes):
+        return elementwise_lists(call) if lists else reduction(call)
+    if lists:
         rows = tuple(tuple((t.index, d) for d in same(t.shape)) for t in call.tensors)
         squares = lambda blocks, *_: [b.square() for b in aten._foreach_norm(blocks, 2)]
         return Rule(rows, ((),) * len(rows), frozenset(label for row in rows for label in row), fold="total",
                     apart=True, op=squares, finish=lambda *parts: [part.sqrt() for part in parts])  # fmt: skip
-    over, keep = dims(call["dim"], call.tensors[0].ndim), call["keepdim"]
+    over, keep = dims(call.args.get("dim"), call.tensors[0].ndim), call.args.get("keepdim", False)
 
     def square(block: torch.Tensor, *_: Any, dtype: Any = None) -> torch.Tensor:
         return torch.linalg.vector_norm(block, 2, over, keep, dtype=dtype).square()
 
     return replace(reduction(call, "total"), op=square, finish=torch.sqrt)
+
+
+def renorm(call: Call) -> Rule:
+    """renorm: every slice of a dim for itself."""
+    x = call.tensors[0]
+    row = tuple(d if d == call["dim"] % x.ndim else None for d in range(x.ndim))
+    return Rule((row,), (row,))

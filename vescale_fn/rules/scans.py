@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .rule import Call, Row, Rule, dims, none, same
+from .rule import Call, Row, Rule, T, dims, none, same
 
 
 def along(call: Call) -> Rule:
@@ -23,7 +23,10 @@ def along(call: Call) -> Rule:
 
 
 def searched(call: Call) -> Rule | None:
-    """Places in one sorted row: the values may be split."""
-    if call["sorted_sequence"].ndim > 1 or len(call.tensors) > 2:
+    """Places in one row of numbers (searchsorted, bucketize), or whether they are there (isin): the values may be split."""
+    row = next(
+        (call.args[name] for name in ("sorted_sequence", "boundaries", "test_elements") if name in call.args), None
+    )
+    if not isinstance(row, T) or row.ndim > 1 or len(call.tensors) > 2:
         return None
-    return Rule(tuple(same(t.shape) if t.index else (None,) for t in call.tensors), (same(call.outs[0]),))
+    return Rule(tuple(none(t.shape) if t is row else same(t.shape) for t in call.tensors), (same(call.outs[0]),))

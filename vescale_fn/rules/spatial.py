@@ -1,4 +1,4 @@
-"""How ops over space shard: convolution, pooling, resampling. The examples may be split.
+"""How ops over space shard: convolution, pooling, resampling, padding. Examples may be split, and mostly channels.
 
 Some of these kernels crash on no elements, so what they split is split evenly.
 """
@@ -6,25 +6,89 @@ Some of these kernels crash on no elements, so what they split is split evenly.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from .rule import Call, Rule, none
+import torch
+
+from .rule import Call, Row, Rule, T, dims, none
+
+aten = torch.ops.aten
+_EVEN = frozenset({"n", "c", "i", "o"})
 
 
 def convolution(call: Call) -> Rule:
-    """Convolutions: examples may be split; gradients of the weights sum over them."""
-    examples = [call["input"], call.args.get("grad_output")]
-    rows = tuple(("n", *none(t.shape[1:])) if any(t is x for x in examples) else none(t.shape) for t in call.tensors)
-    outs = tuple(("n", *none(s[1:])) if s and i == 0 else none(s) for i, s in enumerate(call.outs))
-    return Rule(rows, outs, sums=frozenset({"n"}), even=frozenset({"n"}))
+    """A sum of products over the input channels; of groups of channels only the examples may be split."""
+    apart = call["groups"] != 1
+    x, w, o = (("n", None), (None, None), (None,)) if apart else (("n", "i"), ("o", "i"), ("o",))
+    out = ("n", None) if apart else ("n", "o")
+    w = w[::-1] if call["transposed"] else w
+
+    def row(lead: Row, shape: Any) -> Row:
+        return (*lead, *none(shape[len(lead) :])) if shape else ()
+
+    shapes = {name: a.shape for name, a in call.args.items() if isinstance(a, T)}
+    if call.name == "convolution":
+        ins = (row(x, shapes["input"]), row(w, shapes["weight"]), *((o,) if "bias" in shapes else ()))
+        return Rule(ins, (row(out, call.outs[0]),), sums=frozenset("i"), even=_EVEN, joins=(2,) if len(ins) > 2 else ())
+    at = list(call.args).index("bias_sizes")
+
+    def local(*args: Any) -> Any:  # the sizes of the bias are those of the block
+        sizes = None if args[at] is None else [args[0].shape[1]]
+        return aten.convolution_backward.default(*args[:at], sizes, *args[at + 1 :])
+
+    ins = (row(out, shapes["grad_output"]), row(x, shapes["input"]), row(w, shapes["weight"]))
+    outs = tuple(row(lead, shape) for lead, shape in zip((x, w, o), call.outs, strict=True))
+    return Rule(ins, outs, sums=frozenset("no"), even=_EVEN, op=local)
 
 
-def examples(ndim: int) -> Callable[[Call], Rule | None]:
-    """Pooling and the like, on values of `ndim` dims: each example for itself."""
+def planes(ndim: int, sizes: str = "") -> Callable[[Call], Rule | None]:
+    """Pooling, resampling and padding over the last `ndim` dims: each example and each channel for itself."""
 
     def rule(call: Call) -> Rule | None:
-        if any(len(shape or ()) != ndim for shape in (*(t.shape for t in call.tensors), *call.outs)):
+        lead = call.tensors[0].shape[:-ndim]
+        shapes = [*(t.shape for t in call.tensors), *(s or () for s in call.outs)]
+        if len(lead) not in (1, 2) or any(len(s) <= len(lead) or s[: len(lead)] != lead for s in shapes):
             return None
-        row = ("n", *(None,) * (ndim - 1))
-        return Rule((row,) * len(call.tensors), (row,) * len(call.outs), even=frozenset({"n"}))
+        rows = [(*("n", "c")[2 - len(lead) :], *none(s[len(lead) :])) for s in shapes]
+        return Rule(tuple(rows[: len(call.tensors)]), tuple(rows[len(call.tensors) :]), even=_EVEN, sizes=sizes)
 
     return rule
+
+
+def columns(ndim: int) -> Callable[[Call], Rule | None]:
+    """im2col, col2im, pixel_shuffle: channels become more channels or fewer, each for itself. Trailing dims are whole."""
+
+    def rule(call: Call) -> Rule | None:
+        x, out = call.tensors[0].shape, call.outs[0] or ()
+        back = call.name == "col2im"
+        lead = len(x) - (2 if back else ndim)
+        if lead < 0:
+            return None
+        labels = (*range(lead), "c")
+        ins, outs = ((*labels, *none(s[lead + 1 :])) for s in (x, out))
+        return Rule((ins,), (outs,), even=frozenset(labels))
+
+    return rule
+
+
+def groups(call: Call) -> Rule:
+    """channel_shuffle: the channels are whole."""
+    row = ("n", *none(call.tensors[0].shape[1:]))
+    return Rule((row,), (row,), even=_EVEN)
+
+
+def grid_sample(call: Call) -> Rule:
+    """Values read at the places of a grid: examples, and channels, over which the gradient of the grid sums."""
+    by_name = {"grid": ("n", None)}
+    row = lambda name, shape: (*by_name.get(name, ("n", "c")), *none(shape[2:])) if shape else ()
+    ins = tuple(row(name, a.shape) for name, a in call.args.items() if isinstance(a, T))
+    outs = tuple(row("grid" if k else "input", shape) for k, shape in enumerate(call.outs))
+    return Rule(ins, outs, sums=frozenset("c"), even=_EVEN)
+
+
+def fourier(call: Call) -> Rule:
+    """Fourier transforms: the dims that are transformed are whole."""
+    x, out = call.tensors[0], call.outs[0] or ()
+    whole = dims(call["dim"], x.ndim)
+    row = tuple(None if d in whole else d for d in range(len(out)))
+    return Rule((row,), (row,), even=frozenset(row) - {None})
