@@ -227,6 +227,14 @@ def written_between(hand):
     return [one, hand.exchange("all_reduce", hand.input(block(2)), ("tp",), "sum")]
 
 
+def read_late_and_written(hand):
+    """What is added to the first sum is written between the two, after it was read."""
+    h = hand.op(aten.mul.Tensor, hand.input(block(3)), 2)
+    one = hand.op(aten.add.Tensor, hand.exchange("all_reduce", hand.input(block(3)), ("tp",), "sum"), h)
+    hand.op(aten.add_.Tensor, h, 100)
+    return [one, h, hand.exchange("all_reduce", hand.input(block(2)), ("tp",), "sum")]
+
+
 def forward_and_again(hand):
     """A weight gathered once more in the backward pass, on purpose."""
     w = hand.input(block(1, 2))
@@ -367,6 +375,7 @@ PROGRAMS: dict[str, Any] = {
     "weights and activations": (weights_and_activations, buckets, None),
     "scatters": (scatters, buckets, [(S, "dp,tp", 416)]),
     "written between": (written_between, buckets, None),
+    "read late and written": (read_late_and_written, buckets, [(R, "tp", 40)]),
     "forward and again": (forward_and_again, buckets, None),
     "weights there and back": (weights_there_and_back, buckets, [(G, "tp", 32), (G, "tp", 32)]),
     "layers": (layers, overlapped, [("start_all_gather", "tp", 16)] * 4),
@@ -506,6 +515,10 @@ def cut_twice(hand):
     return [hand.own(hand.own(draw(hand, (8, 6)), ("dp",), 0), ("tp",), 1)]
 
 
+def cut_twice_along_one_dim(hand):
+    return [hand.own(hand.own(draw(hand, (8, 6)), ("dp",), 0), ("tp",), 0)]
+
+
 def uneven(hand):
     return [hand.own(draw(hand, (5, 2)), ("dp", "tp"), 0, even=False)]
 
@@ -528,6 +541,12 @@ def across(hand):
     return [hand.own(hand.once(aten.view.default, draw(hand, (3, 4)), [12]), ("tp",), 0)]
 
 
+def off_the_entries(hand):
+    """As long as one entry of the major dim, and no entry of it."""
+    x = hand.once(aten.view.default, draw(hand, (3, 4)), [12])
+    return [hand.op(aten.slice.Tensor, x, 0, 2, 6)]
+
+
 def three_of_one(hand):
     """Parts that every rank takes, on purpose, of one draw: three draws would be no less."""
     x = draw(hand, (6, 2))
@@ -543,6 +562,8 @@ DRAWS: dict[
     "split apart": (split_apart, 24, 24, 12),
     "stacked by keys": (stacked_by_keys, 48, 48, 24),
     "cut twice": (cut_twice, 48, 48, 12),
+    "cut twice along one dim": (cut_twice_along_one_dim, 48, 48, 12),
+    "off the entries": (off_the_entries, 12, 12, 12),
     "uneven": (uneven, 10, 10, 4),
     "shifted and masked": (shifted_and_masked, 150, 150, 75),
     "normalised": (normalised, 48, 48, 48),
