@@ -193,8 +193,8 @@ REGIMES = {
 }  # fmt: skip
 
 
-def step(name: str, s: Sizes, spelling: str = "sdpa") -> tuple[Any, Any, Any]:
-    """The loss, its gradients and the log of collectives of one step, on simulated ranks."""
+def step(name: str, s: Sizes, spelling: str = "sdpa", replayed: bool = False) -> tuple[Any, Any, Any]:
+    """The loss, its gradients and the log of collectives of one step, on simulated ranks; of its plan, where it is `replayed`."""
     r, params = REGIMES[name], init(s)
     draw = torch.Generator().manual_seed(1)
     tokens, targets = (torch.randint(s.vocab, (s.batch, s.length), generator=draw) for _ in range(2))
@@ -202,8 +202,16 @@ def step(name: str, s: Sizes, spelling: str = "sdpa") -> tuple[Any, Any, Any]:
         mesh = vfn.make_mesh(r.shape, r.axes)
         params = vfn.shard(params, mesh, vfn.spec_from_rules(params, r.rules))
         data = vfn.shard((tokens, targets), mesh, r.batch)
-        with vfn.use_mesh(mesh), vfn.comm_log() as log:
-            value, grads = vfn.value_and_grad(loss)(params, *data, s, r, spelling)
+
+        def gradients(p: Params, x: Any, y: Any) -> Any:
+            return vfn.value_and_grad(loss)(p, x, y, s, r, spelling)
+
+        run = vfn.jit(gradients) if replayed else gradients
+        with vfn.use_mesh(mesh):
+            if replayed:
+                run(params, *data)
+            with vfn.comm_log() as log:
+                value, grads = run(params, *data)
         return vfn.unshard(value), vfn.unshard(grads), log
 
 
@@ -217,17 +225,17 @@ def on_one_device(s: Sizes) -> tuple[Any, Any]:
 def main() -> None:
     s, rows = Sizes(), []
     for name, regime in REGIMES.items():
-        _, _, log = step(name, s)
-        ours = Counter((r.op, r.axis, r.bytes) for r in log)
+        ours, plan = (Counter((x.op, x.axis, x.bytes) for x in step(name, s, replayed=how)[2]) for how in (False, True))
         hand = regime.hand(s, regime)
-        for op, axis in sorted({key[:2] for key in ours | hand}):
+        for op, axis in sorted({key[:2] for key in ours | hand | plan}):
             count, size = [], []
-            for found in (hand, ours):
+            for found in (hand, ours, plan):
                 mine = {n: times for (o, a, n), times in found.items() if (o, a) == (op, axis)}
                 count.append(sum(mine.values()))
                 size.append(sum(n * times for n, times in mine.items()))
-            rows.append([name, op, axis, count[0], count[1], size[0], size[1]])
-    columns = ["layout", "collective", "axis", "by hand", "vescale_fn", "bytes by hand", "bytes, vescale_fn"]
+            rows.append([name, op, axis, *count, *size])
+    columns = ["layout", "collective", "axis", "by hand", "vescale_fn", "replayed",
+               "bytes by hand", "bytes, vescale_fn", "bytes, replayed"]  # fmt: skip
     publish("collectives", columns, rows)
 
 
