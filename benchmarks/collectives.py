@@ -194,7 +194,7 @@ REGIMES = {
 
 
 def step(name: str, s: Sizes, spelling: str = "sdpa", replayed: bool = False) -> tuple[Any, Any, Any]:
-    """The loss, its gradients and the log of collectives of one step, on simulated ranks; of its plan, where it is `replayed`."""
+    """The loss, its gradients and the log of collectives of one step, or of its replay, on simulated ranks."""
     r, params = REGIMES[name], init(s)
     draw = torch.Generator().manual_seed(1)
     tokens, targets = (torch.randint(s.vocab, (s.batch, s.length), generator=draw) for _ in range(2))
