@@ -6,6 +6,7 @@ were. Where a name has come to mean something else since, the function must be r
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -117,7 +118,8 @@ def _content(cell: Any) -> Any:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+    """The globals that code reads: not what it calls attributes, which stand among `co_names` too."""
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)

@@ -74,7 +74,7 @@ class Lowered:
         head += [f"  -> {kind}{f'  {path}' if path else ''}" for path, kind in self.outputs]
         body = _calls(self.graph)
         if lines is not None and len(head) + len(body) > lines:
-            room = max(lines // 3, 8)
+            room = max(lines // 8, 8)
             head = [*head[:room], f"  ... {len(head) - room} more"] if len(head) > room + 1 else head
             body = _summary(self.graph)
         if lines is not None and len(head) + len(body) > lines:
@@ -170,13 +170,25 @@ def _type(value: Any) -> str:
 
 
 def _summary(graph: fx.Graph) -> list[str]:
-    """For each of the user's lines, in order, what it calls how often; collectives one by one."""
+    """What the user's lines call how often, from one collective to the next; the collectives one by one.
+
+    Between two collectives each line stands once, where it first takes part.
+    """
     lines: list[str] = []
-    for line, run in _runs(graph):
-        counts = Counter(call_text(node) for node in run if not isinstance(node.target, (Collective, type(len))))
-        words = ", ".join(f"{name} x{n}" if n > 1 else name for name, n in counts.items())
-        lines.append(place(line))
-        if words:
-            lines += textwrap.wrap(words, 110, initial_indent="    ", subsequent_indent="    ")
-        lines += [f"  * {_collective(node)}" for node in run if isinstance(node.target, Collective)]
+    counts: dict[str, Counter[str]] = {}
+
+    def tell() -> None:
+        for line, calls in counts.items():
+            words = ", ".join(f"{name} x{n}" if n > 1 else name for name, n in calls.items())
+            lines.append(place(line))
+            lines.extend(textwrap.wrap(words, 110, initial_indent="    ", subsequent_indent="    "))
+        counts.clear()
+
+    for node in plan.calls(graph):
+        if isinstance(node.target, Collective):
+            tell()
+            lines.append(f"* {_collective(node)}")
+        elif node.target is not operator.getitem:
+            counts.setdefault(node.meta.get("line", "?"), Counter())[call_text(node)] += 1
+    tell()
     return lines

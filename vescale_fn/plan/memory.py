@@ -137,9 +137,11 @@ def bytes_text(count: int) -> str:
 
 def place(line: str) -> str:
     """One of the user's lines with what stands there, its file by its name alone: ``train.py:12: `x = f(y)` ``."""
-    told = quoted(line)
-    folder = os.path.dirname(line) + os.sep
-    return told.removeprefix(folder)
+    return _short(line, quoted(line))
+
+
+def _short(line: str, told: str) -> str:
+    return told.removeprefix(os.path.dirname(line) + os.sep)
 
 
 def _sparks(values: list[int], width: int = 60) -> str:
@@ -162,7 +164,7 @@ def _plot(use: MemoryUse, width: float = 640.0, height: float = 200.0) -> str:
     for stretch in stretches:  # of several calls the one that needs most
         moment = max((use.timeline[i] for i in stretch), key=lambda m: m.bytes)
         x, w = left + width * stretch.start / count, width * len(stretch) / count
-        told = html.escape(f"{moment.call}: {bytes_text(moment.bytes)}, {readable(moment.line)}")
+        told = html.escape(f"{moment.call}: {bytes_text(moment.bytes)}, {_short(moment.line, readable(moment.line))}")
         bars.append(_rect(x, y(moment.bytes), w, y(0) - y(moment.bytes), "#f28e2b", told))
     below = _rect(left, y(use.arguments), width, y(0) - y(use.arguments), "#4e79a7", f"{ARGUMENTS}: {use.arguments}")
     index = next(i for i, moment in enumerate(use.timeline) if moment is use.at)
