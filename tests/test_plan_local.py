@@ -40,6 +40,9 @@ def recorded(f: Callable[..., Any], *args: torch.Tensor) -> fx.Graph:
         values[node].meta["line"] = "program.py:7"
         if node.target is operator.getitem:
             values[node].meta.setdefault("val", node.args[0].meta["val"][node.args[1]])
+    for node in plans.calls(new):  # what is written goes on under its own name
+        if plans.is_aten(node) and plans.written(node):
+            node.replace_all_uses_with(plans.written(node)[0])
     end = plans.output(new)
     if isinstance(end.args[0], fx.Node):
         end.args = ((end.args[0],),)
@@ -344,7 +347,20 @@ def test_calls_that_mean_another_thing_in_another_shape_stay() -> None:
         by_dim = z.softmax(0) + z.sum(0) + z.cumsum(1)
         scaled = z * torch.arange(3.0).view(3, 1) * torch.arange(2.0)
         wide = (x * y).view(1, 6) * torch.ones(4, 1)
-        return by_dim, scaled, wide, z.sum((0, 1)), z.view(6, 1).sum(-1, keepdim=True) * 2, z + x.view(3, 2)
+        rows = (x * y).sum(1, keepdim=True) * torch.ones(6, 2)[:2].view(2, 2)
+        cube = (x.t() @ y).exp().view(1, 3, 3)
+        return (
+            rows.view(4, 1).sum(0),
+            cube.sum(1),
+            cube.expand(1, 3, 3).sum(0),
+            z * torch.arange(2.0),
+            by_dim,
+            scaled,
+            wide,
+            z.sum((0, 1)),
+            z.view(6, 1).sum(-1, keepdim=True) * 2,
+            z + x.view(3, 2),
+        )
 
     improved(f, (x, y), views, flat, views, common, dead)
 
@@ -432,6 +448,19 @@ def test_leaves_updated_in_their_memory() -> None:
     found = improved(momentum, LEAVES, common, dead, reuse, foreach)
     assert found.count("_foreach_mul_") >= 2
     assert found.count("sqrt") + found.count("sqrt_") == 1
+
+
+def test_what_is_seen_by_another_name_is_written() -> None:
+    def f(*values):
+        out = []
+        for value in values:
+            divisor = value.exp()
+            seen = divisor.view(-1)
+            torch.div(value, divisor, out=divisor)
+            out += [divisor, seen]
+        return tuple(out)
+
+    improved(f, [x, y], foreach)
 
 
 def test_large_leaves_stay_where_they_are() -> None:
@@ -556,7 +585,12 @@ def _sums() -> None:
 
     def f(w, x):
         part = x @ w  # x is split along the dim that is summed over
-        return vfn.with_sharding(part, P()), vfn.with_sharding((x * 2) @ w, P()) + 1, w.sum()
+        return (
+            vfn.with_sharding(part, P()),
+            vfn.with_sharding(part * 2, P()),
+            vfn.with_sharding((x * 2) @ w, P()) + 1,
+            w.sum(),
+        )
 
     x = vfn.shard(torch.arange(20.0).view(5, 4), mesh, P(None, "a"))
     g = vfn.jit(f)
