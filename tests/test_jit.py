@@ -546,6 +546,20 @@ def test_a_value_kept_from_a_recording_is_not_taken_for_one():
         vfn.jit(lambda x: x + kept[0])(X)
 
 
+def test_passes_are_the_callers_choice():
+    def f(x):
+        return x.sin() + x.sin()
+
+    def counted(graph):
+        seen.append(len(graph.nodes))
+        return graph
+
+    seen = []
+    for passes in ((), vfn.plan.PASSES, (*vfn.plan.PASSES, counted)):
+        assert torch.equal(vfn.jit(f, passes=passes)(X), f(X))
+    assert len(vfn.jit(f, passes=()).lower(X).graph.nodes) > seen[0]
+
+
 def test_disable_jit():
     f = vfn.jit(lambda x: x if x.sum() > 0 else -x)
     with vfn.disable_jit():

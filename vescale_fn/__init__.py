@@ -1,6 +1,6 @@
 """vescale_fn: JAX's SPMD programming model, in eager PyTorch. Write one function, as for one device; say where arrays lie."""
 
-from . import errors, optim, random
+from . import errors, optim, plan, random
 from .array import Array, spec_of
 from .context import current_mesh, set_mesh, use_mesh
 from .debug import comm_log, debug, show
@@ -59,6 +59,7 @@ __all__ = [
     "linearize",
     "make_mesh",
     "optim",
+    "plan",
     "pbroadcast",
     "pcast",
     "pmax",

@@ -18,7 +18,9 @@ from . import leaves as leaves_
 from .backends import Backend
 from .captured import Captured
 from .consent import agree
+from .graph import Pass
 from .lowered import Lowered
+from .pipeline import PASSES
 from .plan import Plan
 from .record import Unrecordable
 from .trace import laid_out, trace
@@ -58,6 +60,7 @@ def jit(
     out_specs: Any = None,
     backend: str = "torch",
     cuda_graph: bool = False,
+    passes: Sequence[Pass] = PASSES,
 ) -> Jitted:
     """`f`, recorded once into a plan of plain local ops and collectives, which later calls replay.
 
@@ -78,6 +81,8 @@ def jit(
         backend: what computes: torch's own kernels, or with ``"inductor"`` what torch's compiler makes of the local calls
             between collectives; then values are the same up to rounding.
         cuda_graph: whether calls are one CUDA graph each, collectives included. Arguments must be tensors on the GPU.
+        passes: the functions from graph to graph that improve a plan, in their order; by default `vfn.plan.PASSES`. With
+            ``functools.partial(buckets, limit=1 << 20)`` for ``buckets`` small collectives travel in smaller groups.
 
     Returns:
         A function of the same arguments, with ``lower(*args)``, which shows the plan, and ``cache_info()``. Tensors that `f`
@@ -100,7 +105,7 @@ def jit(
     """
     checked_function(f, "jit")
     donated, static = _places(donate_argnums, "donate_argnums"), _places(static_argnums, "static_argnums")
-    return Jitted(f, donated, static, out_specs, Backend(backend, cuda_graph))
+    return Jitted(f, donated, static, out_specs, Backend(backend, cuda_graph), tuple(passes))
 
 
 def disable_jit() -> contextlib.AbstractContextManager[None]:
@@ -129,10 +134,11 @@ def _places(argnums: Any, name: str) -> tuple[int, ...]:
 class Jitted:
     """A function that records itself once and then replays its plan; made by `jit`."""
 
-    def __init__(
-        self, f: Callable[..., Any], donated: tuple[int, ...], static: tuple[int, ...], out_specs: Any, how: Backend
-    ) -> None:
+    def __init__(self, f: Callable[..., Any], donated: tuple[int, ...], static: tuple[int, ...], out_specs: Any,
+                 how: Backend, passes: tuple[Pass, ...]) -> None:  # fmt: skip
         functools.update_wrapper(self, f)
+        self._f, self._donated, self._static, self._out_specs = f, donated, static, out_specs
+        self._passes = (*passes, *how.passes)
         self._how = how
         self._f, self._donated, self._static, self._out_specs = f, donated, static, out_specs
         self._plans: OrderedDict[Any, Plan | None] = OrderedDict()  # None: the function runs as written
@@ -243,7 +249,7 @@ class Jitted:
             return None, reason
         names = [f"{name} ({leaves_.described(x)})" for name, x in zip(names, leaves, strict=True)]
         captured = Captured(self._f, filter(leaves_.is_object, leaves))
-        return Plan(recorded, leaves, captured, names, self._donated_leaves(args), self._how), ""
+        return Plan(recorded, leaves, captured, names, self._donated_leaves(args), self._how, self._passes), ""
 
     def _names(self, args: Any, kwargs: Any) -> list[str]:
         """The leaves of the arguments, as the function's own code would name them."""

@@ -126,7 +126,7 @@ class Result:
     def text(self, nodes: Sequence[Any]) -> str:
         """Its type, where `nodes` are the plan's results."""
         if self.spec is not None:
-            meta = self.spec.tensor_meta
+            meta: Any = self.spec.tensor_meta
             return type_text(meta.shape, meta.dtype, layout(self.spec))
         value = nodes[self.places[0]].meta["val"]
         return type_text(value.shape, value.dtype, WHOLE) if isinstance(value, torch.Tensor) else "float"

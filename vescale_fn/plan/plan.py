@@ -14,10 +14,9 @@ from . import leaves as leaves_
 from .backends import Backend
 from .captured import Captured
 from .codegen import generate
-from .graph import copied, given_up, output
+from .graph import Pass, copied, given_up, output
 from .line import DONATED
 from .lowered import Lowered
-from .pipeline import PASSES
 from .trace import Recorded
 
 
@@ -31,20 +30,21 @@ class Plan:
         names: of the leaves, for messages.
         donated: the places of the leaves whose memory it may use.
         how: what runs it.
+        passes: what improves it.
     """
 
     def __init__(self, recorded: Recorded, leaves: Sequence[Any], captured: Captured, names: Sequence[str],
-                 donated: Sequence[int], how: Backend) -> None:  # fmt: skip
+                 donated: Sequence[int], how: Backend, passes: Sequence[Pass]) -> None:  # fmt: skip
         self.recorded, self.captured, self.names = recorded, captured, names
         returned = {made[1] for made in recorded.results if type(made) is tuple and made[0] == "input"}
         self.donated = [i for i in donated if isinstance(leaves[i], torch.Tensor) and i not in returned]
         self.versions = [(x, _torch.version(x)) for x in recorded.read]
         self._take = [(i, take) for i, leaf in enumerate(leaves) if (take := _taking(leaf)) is not None]
-        self.graph = self._improved(recorded.graph, leaves, how)
+        self.graph = self._improved(recorded.graph, leaves, passes)
         self.code = generate(self.graph)
         self.run = how.running(self.code.run)
 
-    def _improved(self, graph: fx.Graph, leaves: Sequence[Any], how: Backend) -> fx.Graph:
+    def _improved(self, graph: fx.Graph, leaves: Sequence[Any], passes: Sequence[Pass]) -> fx.Graph:
         inputs = iter(graph.nodes)
         for i, take in self._take:
             for _ in take(leaves[i]):
@@ -52,7 +52,7 @@ class Plan:
                 if i in self.donated:
                     node.meta[DONATED] = True
         graph = copied(graph)
-        for improve in (*PASSES, *how.passes):
+        for improve in passes:
             graph = improve(given_up(graph))
         graph.__dict__.pop("_given_up", None)
         return graph
