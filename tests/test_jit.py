@@ -279,7 +279,7 @@ def test_recording_too_often_is_said_once():
     assert len(said) == 1
     assert str(said[0].message) == (
         "jit: <lambda> has been recorded 8 times, which costs more than it saves\n"
-        "  * the last time because x was f32[7] and is f32[8]\n"
+        "  * the last time because x was f32[6] and is f32[7]\n"
         "  Instead: arguments of the same shapes and layouts (pad the last batch); a float or a tensor for an int that changes"
     )
 
