@@ -167,7 +167,8 @@ class Jitted:
         return out
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The plan for arguments like these, to look at: its text, its collectives, its memory. Nothing is run; on every rank, as a call.
+        """The plan for arguments like these, to look at: its text, its collectives, its memory. Nothing is run. On a real mesh
+        every rank has to come here, as to a call.
 
         Raises:
             TransformError: the function cannot be recorded.

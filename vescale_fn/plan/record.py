@@ -301,7 +301,11 @@ class Recorder(_torch.TorchDispatchMode):
 _SIZED = frozenset(("arange", "range", *(f"upsample_{kind}" for kind in (
     "nearest1d nearest2d nearest3d linear1d bilinear2d bicubic2d trilinear3d").split())))  # fmt: skip
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, _torch.FakeTensor))
-_NOTHING = {torch.ops.prim.device.default, torch.ops.aten._has_same_storage_numel.default}
+_NOTHING = {
+    torch.ops.aten.detach_.default,
+    torch.ops.prim.device.default,
+    torch.ops.aten._has_same_storage_numel.default,
+}
 
 
 def _name(func: Any) -> str:
