@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -37,7 +38,7 @@ def agree(name: str, leaves: Iterable[Any], graph: fx.Graph | None, reason: str,
         DivergenceError: the ranks recorded different collectives.
     """
     calls = [] if graph is None else collectives(graph)
-    found = [mesh for x in leaves if hasattr(x, "shape") and (mesh := mesh_of(x)) is not None]
+    found = [mesh for x in leaves if isinstance(x, torch.Tensor) and (mesh := mesh_of(x)) is not None]
     found += [node.target.mesh for node in calls]  # type: ignore[union-attr]
     mesh = next(iter(found), None)
     if mesh is None or is_simulated(mesh) or wire.group_size(mesh, tuple(axes_of(mesh))) == 1 or _talks_to_nobody():
