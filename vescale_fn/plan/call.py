@@ -109,7 +109,8 @@ def difference(before: Any, now: Any, names: Sequence[str]) -> str:
         return "the arguments' trees differ"
     for name, one, other in zip(names, before[1], now[1]):
         if one != other:
-            return f"{name} was {_shown(one)} and is {_shown(other)}"
+            was, is_ = _shown(one), _shown(other)
+            return f"{name} was {was} and is {is_}" if was != is_ else f"{name} ({is_}) lies otherwise in memory"
     return "a static argument differs" if before[2] != now[2] else "the mesh, or another setting around it, differs"
 
 
