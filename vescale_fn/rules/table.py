@@ -2,7 +2,7 @@
 
 One function serves a class of ops. To add an op, add its name to a class; to add a class, write its function in the file
 of its kind (the headings below are the files) and list it here. What has no rule is asked of DTensor's own propagator
-where that is proved (`proved.py`), and else computed whole; what is refused is in `refused.py`.
+where that is proved (`proved.py`), and else computed whole; what is refused is in `refusals.py`.
 """
 
 from __future__ import annotations
