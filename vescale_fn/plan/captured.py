@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -36,6 +37,7 @@ class Captured:
         self._names: list[tuple[str, Look, Any]] = []
         self._trees: list[tuple[str, Callable[[], list[Any]], list[Any]]] = []
         self._seen: set[int] = set()
+        self._attributes: set[tuple[int, str]] = set()  # (of what, which)
         self._add_function(f, 0)
         for x in objects:
             self._add_attributes(x, 0)
@@ -74,11 +76,12 @@ class Captured:
                 self._add_function(f.__wrapped__, depth)
             return
         self._seen.add(id(f))
+        names = dict.fromkeys(_names_in(f.__code__))
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
-            self._add(name, functools.partial(_content, cell), depth)
-        for name in dict.fromkeys(_names_in(f.__code__)):
+            self._add(name, functools.partial(_content, cell), depth, names=names)
+        for name in names:
             if name in f.__globals__:
-                self._add(name, functools.partial(f.__globals__.get, name, _MISSING), depth)
+                self._add(name, functools.partial(f.__globals__.get, name, _MISSING), depth, names=names)
         for value in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
             self._add("a default", lambda value=value: value, depth, watch=False)
 
@@ -93,8 +96,19 @@ class Captured:
         for name in list(getattr(owner, "__dict__", ())):
             self._add(f"self.{name}", functools.partial(getattr, owner, name, _MISSING), depth)
 
-    def _add(self, name: str, look: Look, depth: int, watch: bool = True) -> None:
+    def _add(self, name: str, look: Look, depth: int, watch: bool = True, names: Iterable[str] = ()) -> None:
+        """Add what a name means.
+
+        Args:
+            names: the words of the code that uses it: among them are those of the attributes that it looks at.
+        """
         value = look()
+        if not isinstance(value, (torch.Tensor, FunctionType, torch.nn.Module)) and _is_users(value):
+            for word in (word for word in names if word in vars(value)):
+                if (id(value), word) not in self._attributes:
+                    self._attributes.add((id(value), word))
+                    find = functools.partial(getattr, value, word, _MISSING)
+                    self._add(f"{name}.{word}", find, depth, names=names)
         if isinstance(value, ModuleType) or inspect.isclass(value):
             return
         if watch:
@@ -108,6 +122,18 @@ class Captured:
                 for leaf in leaves:
                     if callable(leaf) and not isinstance(leaf, torch.Tensor):
                         self._add_function(leaf, depth + 1)
+
+
+def _is_users(value: Any) -> bool:
+    """Whether something with attributes is a module or a class of the user's, or an object."""
+    if not hasattr(value, "__dict__"):
+        return False
+    if isinstance(value, ModuleType):
+        return lines.is_users(getattr(value, "__file__", None) or "<user>")
+    if inspect.isclass(value):
+        module = sys.modules.get(value.__module__)
+        return lines.is_users(getattr(module, "__file__", None) or "<user>")
+    return True
 
 
 def _content(cell: Any) -> Any:

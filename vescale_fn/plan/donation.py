@@ -62,14 +62,16 @@ class DonatedArray(DTensor):
     full_tensor = redistribute = to_local  # type: ignore[assignment]
 
 
-def check(where: str, leaves: Iterable[Any], donated: Iterable[int], names: Sequence[str]) -> None:
-    """Raise if a donated leaf of a call is also another of its leaves.
+def check(where: str, leaves: Iterable[Any], donated: Iterable[int], names: Sequence[str],
+          constants: Iterable[torch.Tensor] = ()) -> None:  # fmt: skip
+    """Raise if a donated leaf of a call is also another of its leaves, or a tensor that the function closes over.
 
     Args:
         where: what is called, for the message.
         leaves: all leaves of the call, in order.
         donated: the places of the donated ones.
         names: the path and type of each leaf, ``params['w'] (f32[4,8])``.
+        constants: what the function uses without being given it.
 
     Raises:
         DonationError: naming all such leaves.
@@ -84,6 +86,8 @@ def check(where: str, leaves: Iterable[Any], donated: Iterable[int], names: Sequ
         for same in places.values()
         if len(same) > 1 and given.intersection(same)
     ]
+    held = set(map(id, constants))
+    wrong += [f"{names[place]} is a tensor that the function closes over" for place in given if id(leaves[place]) in held]
     if wrong:
         raise DonationError(report(where, "a donated argument must not be another argument too: results are written into "
                                    "its memory", wrong, "pass x.clone() in all places but one; or leave the argument out "
@@ -114,7 +118,9 @@ def _is_only(x: torch.Tensor) -> bool:
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:
-    """A copy of a plain tensor, with the same strides."""
+    """A copy of a plain tensor, with the same strides; of an expanded one nothing, for no plan writes there."""
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+        return x.detach()
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x.detach())
 
 

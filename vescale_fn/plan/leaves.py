@@ -6,6 +6,8 @@ once) and put together again around a result.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from ..blocks import Blocks
 from ..errors import short
 from ..layout import WHOLE, layout, text, type_text
 
+_MOST = sys.float_info.max
 _STATIC = frozenset((int, bool, str, bytes, type(None), complex, torch.dtype, torch.device, torch.Size))
 
 
@@ -33,14 +36,19 @@ def signature(leaf: Any) -> Any:
             return leaf.shape, leaf.layout, leaf.dtype, leaf.device
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     if kind is float:
-        return float
+        return float if 0.0 <= leaf <= _MOST else _unusual(leaf)
     if kind in _STATIC:
         return kind, leaf
     if isinstance(leaf, torch.Tensor):
         return kind, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
     if isinstance(leaf, float):
-        return float
+        return float if 0.0 <= leaf <= _MOST else _unusual(leaf)
     return kind, leaf
+
+
+def _unusual(leaf: float) -> Any:
+    """Of a float that is not just another positive one: code in C sees its sign, and what is not finite, without asking."""
+    return float, "a negative one" if math.isfinite(leaf) else repr(leaf)
 
 
 def described(leaf: Any) -> str:
@@ -56,8 +64,8 @@ def is_object(leaf: Any) -> bool:
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a Python float, which a plan takes as an input."""
-    return isinstance(leaf, float)
+    """Whether a leaf is a Python float, which a plan takes as an input; an infinite one, or nan, is a part of the plan."""
+    return isinstance(leaf, float) and math.isfinite(leaf)
 
 
 def _pattern(local: Blocks) -> tuple[Any, ...]:

@@ -79,6 +79,8 @@ for _what, _names in {
 }.items():
     for _name in _names:
         setattr(Number, f"__{_name}__", _asking(_what))
+for _name in ("is_integer", "as_integer_ratio", "hex"):
+    setattr(Number, _name, _asking(f"float.{_name}"))
 
 
 def disguise(value: float, salt: int) -> float:

@@ -14,7 +14,7 @@ from . import leaves as leaves_
 from .backends import Backend
 from .captured import Captured
 from .codegen import generate
-from .graph import Pass, copied, given_up, output
+from .graph import Pass, calls, copied, given_up, memories, output, written
 from .line import DONATED
 from .lowered import Lowered
 from .trace import Recorded
@@ -39,6 +39,7 @@ class Plan:
         returned = {made[1] for made in recorded.results if type(made) is tuple and made[0] == "input"}
         self.donated = [i for i in donated if isinstance(leaves[i], torch.Tensor) and i not in returned]
         self.versions = [(x, _torch.version(x)) for x in recorded.read]
+        self.constants = [(x, x.shape, x.dtype) for x in recorded.constants]
         self._take = [(i, take) for i, leaf in enumerate(leaves) if (take := _taking(leaf)) is not None]
         self.graph = self._improved(recorded.graph, leaves, passes)
         self.code = generate(self.graph)
@@ -62,6 +63,9 @@ class Plan:
         for x, version in self.versions:
             if _torch.version(x) != version:
                 return "a tensor whose value is read"
+        for x, shape, dtype in self.constants:
+            if x.shape != shape or x.dtype is not dtype:
+                return "a tensor's shape or dtype"
         return self.captured.changed()
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
@@ -72,16 +76,31 @@ class Plan:
 
     def taking(self, leaves: list[Any], where: str, line: str) -> Any:
         """The same for a call whose donated leaves it may keep."""
-        donation.check(where, leaves, self.donated, self.names)
+        donation.check(where, leaves, self.donated, self.names, self.recorded.constants)
         donated = set(self.donated)
         given: list[Any] = []
         for i, take in self._take:
             shared = i in donated and not donation.is_alone(leaves[i])
             given += map(donation.copied, take(leaves[i])) if shared else take(leaves[i])
-        out = self._finished(leaves, given)
         gift = donation.Gift(where, line, [self.names[i] for i in self.donated])
+        try:
+            out = self._finished(leaves, given)
+        except BaseException as error:
+            if self._may_have_written(error):  # some of the old values are no more
+                donation.give_away([leaves[i] for i in self.donated], gift)
+            raise
         donation.give_away([leaves[i] for i in self.donated], gift)
         return out
+
+    def _may_have_written(self, error: BaseException) -> bool:
+        """Whether donated memory may hold something else already where a replay has failed."""
+        failed, lie = self.code.node_of(error), memories(self.graph)
+        for node in calls(self.graph):
+            if any(DONATED in root.meta for x in written(node) for root in lie[x]):
+                return True
+            if node is failed:
+                return False
+        return False
 
     def _finished(self, leaves: Sequence[Any], given: list[Any]) -> Any:
         given += self.recorded.constants

@@ -168,18 +168,21 @@ class Recorder(_torch.TorchDispatchMode):
             raise Unrecordable(
                 f"the value of a float among the arguments decides the shape of torch's {_name(func)}", line
             )
+        outs = [(x, x.shape) for x in fake_kwargs.values() if isinstance(x, torch.Tensor)]
         try:
             out = self._fake(func, fakes, fake_kwargs)
         except _torch.NO_VALUE_ERRORS as error:
             raise Unrecordable(f"torch's {_name(func)} gives a result whose shape, or whether it can run, depends on values"
                                , line or "?") from error  # fmt: skip
+        if any(x.shape != shape for x, shape in outs):
+            raise Unrecordable(f"torch's {_name(func)} gives its out= another shape", line or "?")
         node = self.graph.call_function(func, tuple(nodes), node_kwargs)
         return self._made(node, out, line, again)
 
     def _in_another_shape(self, func: Any, args: Any, kwargs: Any, line: str, again: Any) -> torch.Tensor:
         """`squeeze_` and its like: the tensor is from here on the view of it that has the other shape."""
         x, twin = args[0], _torch.out_of_place(func)
-        if twin is None:
+        if twin is None or twin._schema.arguments[0].alias_info is None:  # `set_`, `resize_`
             raise Unrecordable(f"torch's {_name(func)} changes a tensor's memory", line)
         before, nodes = self.node(x), self._nodes(args)
         before.meta["val"] = self._fake.like(x)

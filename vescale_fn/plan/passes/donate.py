@@ -25,7 +25,7 @@ def donate(graph: fx.Graph) -> fx.Graph:
     places = _Places(graph)
     for target, result in _pairs(graph, places):
         _write(graph, places, target, result)
-    _hand_over(graph)
+    hand_over(graph)
     return graph
 
 
@@ -48,6 +48,8 @@ class _Places:
 
     def may_move(self, node: fx.Node, behind: fx.Node) -> bool:
         """Whether all that a call reads is still there behind a later call."""
+        if not self.changed.isdisjoint(node.all_input_nodes):
+            return False
         read = frozenset().union(*(self.lie[x] for x in node.all_input_nodes))
         return not any(memory in self.writers and self.writers[memory] <= behind for memory in read)
 
@@ -144,12 +146,12 @@ def _fitting(places: _Places, target: fx.Node, result: fx.Node) -> Any:
     return inplace.written_into(result, target)
 
 
-def _hand_over(graph: fx.Graph) -> None:
+def hand_over(graph: fx.Graph) -> None:
     """Give back what lies in donated memory as new tensors, that know nothing of those that were given away."""
     lie, end = aliasing.memories(graph), plan.output(graph)
     donated = {aliasing.Memory(node) for node in graph.nodes if node.op == "placeholder" and DONATED in node.meta}
     for result in dict.fromkeys(results(graph)):
-        if isinstance(result, fx.Node) and lie[result] & donated:
+        if isinstance(result, fx.Node) and lie[result] & donated and result.target is not HAND_OVER:
             with graph.inserting_before(end):
                 handed = graph.call_function(HAND_OVER, (result,))
             handed.meta = dict(result.meta)

@@ -50,16 +50,17 @@ def foreach(graph: fx.Graph) -> fx.Graph:
     groups: dict[Any, list[fx.Node]] = {}
     for node, level in _levels(memory, _waiting(graph, memory)).items():
         groups.setdefault((level, call_of(node).kind), []).append(node)  # type: ignore[union-attr]
-    end, moved = output(graph), _Touched()
+    end, moved, gone = output(graph), _Touched(), set[fx.Node]()  # gone: what gives its result at the end only
     for _, nodes in sorted(groups.items(), key=lambda group: group[0][0]):
-        if len(nodes) == 1 and moved.can_follow(memory, nodes[0]):
+        if len(nodes) == 1 and moved.can_follow(memory, nodes[0]) and gone.isdisjoint(nodes[0].all_input_nodes):
             continue  # it stays where it is
         for node in nodes:
             moved.add(memory, node)
         if len(nodes) > 1:
-            _together(graph, end, nodes)
+            gone |= _together(graph, end, nodes)
         else:
             end.prepend(nodes[0])
+            gone.add(nodes[0])
     return graph
 
 
@@ -173,11 +174,11 @@ def call_of(node: fx.Node) -> _Call | None:
     return _Call(kind, target, tuple(own), shared, tuple(kwargs.items()), in_place)
 
 
-def _together(graph: fx.Graph, end: fx.Node, nodes: Sequence[fx.Node]) -> None:
-    """One call, in front of the end, for several."""
+def _together(graph: fx.Graph, end: fx.Node, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """One call, in front of the end, for several; and what stands for their results."""
     made: list[Any] = [call_of(node) for node in nodes]
     lists = [list(column) for column in zip(*(one.lists for one in made))]
-    first = made[0]
+    first, given = made[0], set[fx.Node]()
     with graph.inserting_before(end):
         call = graph.call_function(first.target, (*lists, *first.shared), dict(first.kwargs))
         call.meta.update(nodes[-1].meta, val=None if first.in_place else [value(node) for node in nodes])
@@ -188,3 +189,5 @@ def _together(graph: fx.Graph, end: fx.Node, nodes: Sequence[fx.Node]) -> None:
                 new.meta.update(node.meta)
             node.replace_all_uses_with(new)
             graph.erase_node(node)
+            given.add(new)
+    return given

@@ -9,6 +9,7 @@ from torch import fx
 from .. import aliasing, inplace
 from .. import graph as plan
 from ..line import DONATED
+from .donate import hand_over
 
 # These read a row before they write it, on the CPU: they may write over their first argument, though not by torch's promise.
 _BY_ROWS = {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"}
@@ -28,6 +29,7 @@ def reuse(graph: fx.Graph) -> fx.Graph:
             if _dies(x, node, lie, last, kept) and (call := inplace.written_into(node, x)) is not None:
                 node.target, node.args, node.kwargs = call
                 break
+    hand_over(graph)
     return graph
 
 
