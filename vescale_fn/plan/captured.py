@@ -76,12 +76,12 @@ class Captured:
                 self._add_function(f.__wrapped__, depth)
             return
         self._seen.add(id(f))
-        names = dict.fromkeys(_names_in(f.__code__))
+        words = dict.fromkeys(_words_in(f.__code__))
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
-            self._add(name, functools.partial(_content, cell), depth, names=names)
-        for name in names:
+            self._add(name, functools.partial(_content, cell), depth, words=words)
+        for name in dict.fromkeys(_names_in(f.__code__)):
             if name in f.__globals__:
-                self._add(name, functools.partial(f.__globals__.get, name, _MISSING), depth, names=names)
+                self._add(name, functools.partial(f.__globals__.get, name, _MISSING), depth, words=words)
         for value in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
             self._add("a default", lambda value=value: value, depth, watch=False)
 
@@ -96,19 +96,19 @@ class Captured:
         for name in list(getattr(owner, "__dict__", ())):
             self._add(f"self.{name}", functools.partial(getattr, owner, name, _MISSING), depth)
 
-    def _add(self, name: str, look: Look, depth: int, watch: bool = True, names: Iterable[str] = ()) -> None:
+    def _add(self, name: str, look: Look, depth: int, watch: bool = True, words: Iterable[str] = ()) -> None:
         """Add what a name means.
 
         Args:
-            names: the words of the code that uses it: among them are those of the attributes that it looks at.
+            words: those of the code that uses it, among which are the attributes that it looks at.
         """
         value = look()
         if not isinstance(value, (torch.Tensor, FunctionType, torch.nn.Module)) and _is_users(value):
-            for word in (word for word in names if word in vars(value)):
+            for word in (word for word in words if word in vars(value)):
                 if (id(value), word) not in self._attributes:
                     self._attributes.add((id(value), word))
                     find = functools.partial(getattr, value, word, _MISSING)
-                    self._add(f"{name}.{word}", find, depth, names=names)
+                    self._add(f"{name}.{word}", find, depth, words=words)
         if isinstance(value, ModuleType) or inspect.isclass(value):
             return
         if watch:
@@ -149,6 +149,14 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
+
+
+def _words_in(code: CodeType) -> Iterator[str]:
+    """The globals and the attributes that code speaks of."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _words_in(constant)
 
 
 def _same_number(a: Any, b: Any) -> bool:

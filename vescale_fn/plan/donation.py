@@ -87,7 +87,9 @@ def check(where: str, leaves: Iterable[Any], donated: Iterable[int], names: Sequ
         if len(same) > 1 and given.intersection(same)
     ]
     held = set(map(id, constants))
-    wrong += [f"{names[place]} is a tensor that the function closes over" for place in given if id(leaves[place]) in held]
+    wrong += [
+        f"{names[place]} is a tensor that the function closes over" for place in given if id(leaves[place]) in held
+    ]
     if wrong:
         raise DonationError(report(where, "a donated argument must not be another argument too: results are written into "
                                    "its memory", wrong, "pass x.clone() in all places but one; or leave the argument out "
