@@ -151,7 +151,7 @@ def a_gradient_stopped(mesh, rank, x):
 
 def another_move(mesh, rank, x):
     x = vfn.shard(x, mesh, P("a"))
-    return x.softmax(0) if rank else x.sum().item()
+    return x.cumsum(0) if rank else x.sum().item()
 
 
 def plain_tensors_to_shard(mesh, rank, x):
@@ -231,7 +231,7 @@ debug: the ranks make different calls
     another_move: """\
 debug: the ranks make different calls
   * rank 0: all_reduce over 'a' of f32[] (local_scalar_dense needs the sum: f32[]{U:a}) at another_move+2
-  * rank 1: all_gather over 'a' of f32[4] (dim 0, softmax needs dim 0 whole: f32[8@a]) at another_move+2""" + SAME,
+  * rank 1: all_gather over 'a' of f32[4] (dim 0, cumsum needs dim 0 whole: f32[8@a]) at another_move+2""" + SAME,
     plain_tensors_to_shard: """\
 debug: the ranks differ in a plain tensor, which counts as the same everywhere, in shard
   * tree['x']: f32[8] is [0, 1, 2, ...] (sum 28) on rank 0, but [0, 1, 2, ...] (sum 29) on rank 1

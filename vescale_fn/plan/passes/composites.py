@@ -65,8 +65,8 @@ def _linear(work: Rewriting, node: fx.Node) -> None:
 def _is_power_of_one(node: fx.Node) -> bool:
     if node.target is not _aten.pow.Tensor_Scalar or node.args[1] != 1:
         return False
-    x: Any = node.args[0]
-    return value(node).dtype == value(x).dtype and value(node).dtype.is_floating_point
+    made, x = value(node), value(node.args[0])  # type: ignore[arg-type]
+    return made.dtype == x.dtype and made.dtype.is_floating_point and made.stride() == x.stride()
 
 
 def _is_pointwise(node: fx.Node) -> bool:
