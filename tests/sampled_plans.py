@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import vescale_fn as vfn
+from vescale_fn.plan import donation
 from vescale_fn.plan.passes.order import order
 
 FLOATS, WHOLE = (torch.float64, torch.float32, torch.bfloat16), (torch.int64, torch.bool, torch.int32)
@@ -231,7 +232,7 @@ def _fault_of_derivative(program, f, passes):
 
 
 def copy_of(x):
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x) if _may_copy(x) else x
+    return donation.copied(x) if _may_copy(x) else x
 
 
 def _may_copy(x):

@@ -120,10 +120,14 @@ def _is_only(x: torch.Tensor) -> bool:
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:
-    """A copy of a plain tensor, with the same strides; of an expanded one nothing, for no plan writes there."""
+    """A copy of a plain tensor, with the same strides and what lies between its elements, which `as_strided` may read; of an
+    expanded one nothing, for no plan writes there."""
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
         return x.detach()
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x.detach())
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) if x.numel() else 0
+    out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    out.as_strided((span,), (1,)).copy_(x.detach().as_strided((span,), (1,)))
+    return out
 
 
 def give_away(leaves: Iterable[torch.Tensor], gift: Gift) -> None:
