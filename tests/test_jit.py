@@ -195,6 +195,7 @@ BODIES = {
         P("a"),
         P("a"),
     ),
+    "a sum and what was summed": (lambda x: (y := x * 2, vfn.psum(y, "a") + y)[1], P("a"), P("a")),
     "ppermute": (lambda x: vfn.ppermute(x, "a", [(0, 1), (1, 0)]), P("a"), P("a")),
     "all_to_all": (lambda x: vfn.all_to_all(x, "b", 1, 0, tiled=True), P("a"), P(("a", "b"))),
     "a gradient": (lambda x: vfn.grad(lambda x: vfn.psum((x**2).sum(), "a"))(x), P("a"), P("a")),

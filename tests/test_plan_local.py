@@ -604,3 +604,11 @@ def _sums() -> None:
 
 def test_sums_on_real_ranks(gloo) -> None:
     gloo(4, _sums)
+
+
+def test_no_view_where_torchs_kernel_makes_another_layout_than_is_said_of_it():
+    def loss(x):
+        return F.softplus(x).unsqueeze(-1).movedim(0, -1).mul(1).sum() + x.flatten()[2:].sum()
+
+    x = torch.randn(6, 8, dtype=torch.float64)[:, ::2]
+    assert torch.equal(vfn.jit(vfn.grad(loss))(x), vfn.grad(loss)(x))

@@ -152,10 +152,21 @@ def in_place(op: Any) -> Any:
 
 
 def out_of_place(op: Any) -> Any:
-    """The operator of the same name without the underscore, in the same overload; None where there is none."""
+    """The operator of the same name without the underscore that takes the same arguments and writes none of them; or None.
+
+    Not that of the same overload's name: ``pow.Scalar`` takes its arguments the other way round than ``pow_.Scalar``.
+    """
     space, _, name = op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, space), name.removesuffix("_"), None) if name.endswith("_") else None
-    return getattr(packet, op._overloadname, None) if packet is not None else None
+    for overload in packet.overloads() if packet is not None else ():
+        found = getattr(packet, overload)
+        if not found._schema.is_mutable and _arguments(found) == _arguments(op):
+            return found
+    return None
+
+
+def _arguments(op: Any) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in op._schema.arguments]
 
 
 def overloads(op: Any) -> list[Any]:

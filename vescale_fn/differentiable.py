@@ -46,6 +46,7 @@ class Split:
                 _how_to_differentiate(self.leaves, where)))  # fmt: skip
 
     def trees(self, leaves: Sequence[Any]) -> list[Any]:
+        """These leaves as the trees of the differentiated arguments."""
         if len(self.defs) == 1:
             return [self.defs[0].unflatten(leaves)]
         out, start = [], 0

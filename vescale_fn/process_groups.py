@@ -120,10 +120,11 @@ def _ordered_back(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return bits.view(torch.float64 if bits.dtype is torch.int64 else torch.float32).to(dtype)
 
 
-# --- the collectives --------------------------------------------------------------------------------------------------
+# --- the collectives: what `wire` says of each; `later`, a handle whose `wait` gives the result -----------------------
 
 
 def all_reduce(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], op: str, fresh: bool, later: bool) -> Any:
+    """The sum, maximum or minimum of the group's values; where `x` is `fresh`, perhaps in its memory."""
     group, _ = group_along(mesh, axes)
     if op != "sum" and x.dtype.is_floating_point:
         bits = _ordered(x, op)
@@ -139,6 +140,7 @@ def all_reduce(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], op: str, fresh
 
 
 def all_gather(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], n: int, dim: int, later: bool) -> Any:
+    """The values of the group's `n` ranks, joined along `dim`."""
     group, positions = group_along(mesh, axes)
     bits = _as_bits(x)
     out = torch.empty((n, bits.numel()), dtype=bits.dtype, device=x.device)
@@ -157,6 +159,7 @@ def _joined(out: torch.Tensor, positions: list[int], shape: Any, x: torch.Tensor
 
 
 def reduce_scatter(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], n: int, dim: int, later: bool) -> Any:
+    """This rank's piece, of `n` along `dim`, of the sum of the group's values."""
     group, positions = group_along(mesh, axes)
     wide = x.to(_SUMMED.get(x.dtype, x.dtype))
     pieces: list[Any] = [None] * n
@@ -171,6 +174,7 @@ def reduce_scatter(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], n: int, di
 
 def all_to_all(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], n: int, split_dim: int, concat_dim: int,
                later: bool) -> Any:  # fmt: skip
+    """The pieces along `split_dim` that the group's `n` ranks send here, joined along `concat_dim`."""
     group, positions = group_along(mesh, axes)
     pieces: list[Any] = [None] * n
     for position, piece in zip(positions, x.chunk(n, split_dim), strict=True):
@@ -187,6 +191,7 @@ def _arrived(out: torch.Tensor, positions: list[int], dtype: torch.dtype, dim: i
 
 
 def permute(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], later: bool) -> Any:
+    """The value of this rank's source among the (source, destination) pairs; without one, zeros."""
     group, positions = group_along(mesh, axes)
     me = positions.index(dist.get_rank(group))
     bits = _as_bits(x)
@@ -204,6 +209,7 @@ def permute(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], pairs: Sequence[t
 
 
 def broadcast(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], source: int, later: bool) -> Any:
+    """The value of the group's rank `source`."""
     group, positions = group_along(mesh, axes)
     bits = _as_bits(x).clone()
     work = dist.broadcast(bits, group=group, group_src=positions[source], async_op=later)

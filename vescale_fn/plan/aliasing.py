@@ -88,3 +88,11 @@ def last_uses(graph: fx.Graph, lie: dict[fx.Node, frozenset[Memory]] | None = No
             for memory in lie[x]:
                 last[memory] = node
     return last
+
+
+def dies(x: fx.Node, node: fx.Node, last: dict[Memory, fx.Node], lie: dict[fx.Node, frozenset[Memory]]) -> bool:
+    """Whether `x` is all that lies in one memory, and nothing needs it after `node`."""
+    if len(lie[x]) != 1:
+        return False
+    (one,) = lie[x]
+    return one.part >= 0 and last[one] is node and one.bytes == plan.nbytes(plan.value(x))

@@ -43,7 +43,7 @@ def agree(name: str, leaves: Iterable[Any], graph: fx.Graph | None, reason: str,
     mesh = next(iter(found), None)
     if mesh is None or is_simulated(mesh) or wire.group_size(mesh, tuple(axes_of(mesh))) == 1 or _talks_to_nobody():
         return reason
-    said = reason, "" if error is None else str(error), [_text(node) for node in calls]
+    said = reason, "" if error is None else str(error), [_said(node) for node in calls]
     by_rank = [row[0] for row in wire.everyone([[said]], mesh, "jit")]
     if error is not None:
         return reason
@@ -56,23 +56,23 @@ def agree(name: str, leaves: Iterable[Any], graph: fx.Graph | None, reason: str,
         if why:
             return reason or f"on rank {rank} {why}"
     for rank, (_, _, theirs) in enumerate(by_rank):
-        for i, (one, other) in enumerate(zip_longest(by_rank[0][2], theirs, fillvalue="none")):
-            if one.split(", at ")[0] != other.split(", at ")[0]:
+        for i, (one, other) in enumerate(zip_longest(by_rank[0][2], theirs, fillvalue=("none", ""))):
+            if one[0] != other[0]:
                 raise DivergenceError(report(
                     "jit", f"ranks recorded different collectives for {name}; the first that differs is number {i + 1}",
-                    [f"rank 0: {one}", f"rank {rank}: {other}"],
+                    [f"rank 0: {', at '.join(filter(None, one))}", f"rank {rank}: {', at '.join(filter(None, other))}"],
                     "the same program on every rank; `if rank == 0` only around what moves nothing"))  # fmt: skip
     return ""
 
 
-def _text(node: fx.Node) -> str:
-    """What the ranks of a group must have alike of a collective; shapes may differ between groups."""
+def _said(node: fx.Node) -> tuple[str, str]:
+    """What the ranks of a group must have alike of a collective, since shapes may differ between groups; and its line."""
     collective: Any = node.target
     given = node.args[0]
     one = value(given[0] if isinstance(given, (list, tuple)) else given)  # type: ignore[arg-type]
     line = node.meta.get("line", "")
     what = f"{collective.kind} over {','.join(collective.axes)} of {dtype_text(one.dtype)}"
-    return f"{what}, at {quoted(line)}" if line else what
+    return what, quoted(line) if line else ""
 
 
 def _talks_to_nobody() -> bool:

@@ -229,7 +229,6 @@ class Jitted:
             raise failure
         if recorded is None or reason:
             return None, reason
-        names = [f"{name} ({leaves_.described(x)})" for name, x in zip(names, call.leaves, strict=True)]
         captured = Captured(self._f, filter(leaves_.is_object, call.leaves))
         return Plan(recorded, call.leaves, captured, names, call.donated(), self._how, self._passes), ""
 

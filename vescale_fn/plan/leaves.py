@@ -35,14 +35,10 @@ def signature(leaf: Any) -> Any:
         if leaf.layout is not torch.strided:
             return leaf.shape, leaf.layout, leaf.dtype, leaf.device
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-    if kind is float:
-        return float if 0.0 <= leaf <= _MOST else _unusual(leaf)
-    if kind in _STATIC:
-        return kind, leaf
-    if isinstance(leaf, torch.Tensor):
-        return kind, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
     if isinstance(leaf, float):
         return float if 0.0 <= leaf <= _MOST else _unusual(leaf)
+    if isinstance(leaf, torch.Tensor):
+        return kind, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
     return kind, leaf
 
 

@@ -46,6 +46,7 @@ class Facts:
         return dependencies.in_order(self.needed, place)
 
     def size(self, memories: Iterable[aliasing.Memory]) -> int:
+        """The bytes of some memories."""
         return sum(map(self.bytes.__getitem__, memories))
 
     def live(self, line: Line) -> list[int]:

@@ -27,7 +27,7 @@ class Plan:
         recorded: the recording.
         leaves: of the arguments that it was recorded with.
         captured: what the function found besides its arguments.
-        names: of the leaves, for messages.
+        names: of the leaves: ``params['w']``.
         donated: the places of the leaves whose memory it may use.
         how: what runs it.
         passes: what improves it.
@@ -36,6 +36,8 @@ class Plan:
     def __init__(self, recorded: Recorded, leaves: Sequence[Any], captured: Captured, names: Sequence[str],
                  donated: Sequence[int], how: Backend, passes: Sequence[Pass]) -> None:  # fmt: skip
         self.recorded, self.captured, self.names = recorded, captured, names
+        self.types = [leaves_.described(x) for x in leaves]
+        self._said = [f"{name} ({kind})" for name, kind in zip(names, self.types, strict=True)]
         returned = {made[1] for made in recorded.results if type(made) is tuple and made[0] == "input"}
         self.donated = [i for i in donated if isinstance(leaves[i], torch.Tensor) and i not in returned]
         self.versions = [(x, _torch.version(x)) for x in recorded.read]
@@ -76,13 +78,13 @@ class Plan:
 
     def taking(self, leaves: list[Any], where: str, line: str) -> Any:
         """The same for a call whose donated leaves it may keep."""
-        donation.check(where, leaves, self.donated, self.names, self.recorded.constants)
+        donation.check(where, leaves, self.donated, self._said, self.recorded.constants)
         donated = set(self.donated)
         given: list[Any] = []
         for i, take in self._take:
             shared = i in donated and not donation.is_alone(leaves[i])
             given += map(donation.copied, take(leaves[i])) if shared else take(leaves[i])
-        gift = donation.Gift(where, line, [self.names[i] for i in self.donated])
+        gift = donation.Gift(where, line, [self._said[i] for i in self.donated])
         try:
             out = self._finished(leaves, given)
         except BaseException as error:
@@ -120,9 +122,8 @@ class Plan:
         nodes = output(self.graph).args[0]
         outs = [made for made in self.recorded.results if isinstance(made, leaves_.Result)]
         outputs = [("", made.text(nodes)) for made in outs]  # type: ignore[arg-type]
-        given = [name.rsplit(" (", 1) for i, _ in self._take for name in (self.names[i],)]
-        inputs = [(path, kind.removesuffix(")")) for path, kind in given]
         places = [i for i, _ in self._take]
+        inputs = [(self.names[i], self.types[i]) for i in places]
         return Lowered(self.graph, name, inputs, outputs, [places.index(i) for i in self.donated],
                        Lowered(self.recorded.graph, name))  # fmt: skip
 

@@ -7,10 +7,10 @@ What cannot be recorded (a value is read in Python) raises `Unrecordable`.
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -216,7 +216,7 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _collective(self, collective: Collective, x: Any) -> Any:
         line, again = self._line()
-        collective = Collective(**{**collective.__dict__, "line": line})
+        collective = dataclasses.replace(collective, line=line)
         if type(x) is Blocks:
             blocks_ = [self._stand_in(block) for block in x.blocks]
             with _torch.unrecorded(), self._fake, context.unlogged():
@@ -313,10 +313,3 @@ _NOTHING = {
 
 def _name(func: Any) -> str:
     return func._schema.name.split("::")[-1].strip("_")
-
-
-@contextlib.contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Record what is done inside."""
-    with recorder:
-        yield

@@ -16,7 +16,8 @@ from torch import fx
 from .. import context, process_groups
 from ..mesh import is_simulated
 from ..wire import Collective
-from .graph import nbytes, value
+from .aliasing import dies
+from .graph import value
 
 
 def shortest(node: fx.Node, last: dict[Any, fx.Node], lie: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -32,16 +33,8 @@ def shortest(node: fx.Node, last: dict[Any, fx.Node], lie: Any) -> Callable[[tor
     v = value(x) if isinstance(x, fx.Node) else None
     if not isinstance(v, torch.Tensor) or not v.dtype.is_floating_point or not v.is_contiguous():
         return None
-    return _over_it(sum_) if dies(x, node, last, lie) else _anew(sum_)  # type: ignore[arg-type]
-
-
-def dies(x: fx.Node, node: fx.Node, last: dict[Any, fx.Node], lie: Any) -> bool:
-    """Whether `x` is all there is in memory that the plan has made, and nothing needs it after `node`."""
-    if len(lie[x]) != 1:
-        return False
-    (memory,) = lie[x]
-    made = memory.maker.op != "placeholder" and memory.part >= 0
-    return made and last[memory] is node and memory.bytes == nbytes(value(x))
+    ours = all(memory.maker.op != "placeholder" for memory in lie[x])
+    return _over_it(sum_) if ours and dies(x, node, last, lie) else _anew(sum_)  # type: ignore[arg-type]
 
 
 def _over_it(sum_: Collective) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -6,6 +6,7 @@ cancel (`views`). What works along the last dim, or adds up all others, can do s
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import fx
 
 from ...wire import Collective
-from ..graph import is_aten, name_of, value
+from ..graph import is_aten, name_of, value, viewed
 from ..rewriting import Rewriting
 from .views import seen
 
@@ -25,35 +26,58 @@ _SUMS = ("sum", "mean", "amax", "amin")
 def flat(graph: fx.Graph) -> fx.Graph:
     """The graph with views after elementwise calls in the place of views before them."""
     work = Rewriting(graph)
-    for node in work.calls():
-        if node not in work.fixed and isinstance(value(node), torch.Tensor):
-            _put_off(work, node)
+    packed: set[fx.Node] = set()
+    for node in list(work.graph.nodes):
+        if node.op == "call_function" and node not in work.fixed and isinstance(value(node), torch.Tensor):
+            node = _put_off(work, node, packed)
+        if _is_packed(node, packed):
+            packed.add(node)
     return work.graph
 
 
-def _put_off(work: Rewriting, node: fx.Node) -> None:
-    """Compute a node in another shape, and view the result."""
+def _is_packed(node: fx.Node, packed: set[fx.Node]) -> bool:
+    """Whether a value is contiguous for certain: of arguments of its shape that lie in several ways, some of torch's kernels
+    make results that lie otherwise than is said of them."""
+    v = node.meta.get("val")
+    if not isinstance(v, torch.Tensor) or not v.is_contiguous():
+        return False
+    maker: Any = node.args[0] if node.target is operator.getitem else node
+    alike = [x for x in maker.all_input_nodes if getattr(value(x), "shape", None) == v.shape]
+    return packed.issuperset(viewed(maker) or alike)
+
+
+def _put_off(work: Rewriting, node: fx.Node, packed: set[fx.Node]) -> fx.Node:
+    """Compute a node in another shape, and view the result: what stands in its place."""
     inputs = node.all_input_nodes
     if not inputs or not all(isinstance(value(x), torch.Tensor) and x not in work.fixed for x in inputs):
-        return
+        return node
     whole = value(inputs[0]).shape if name_of(node) in _SUMS else value(node).shape
     shapes = {tuple(value(made).shape) for x in inputs if (made := _made(x)) is not x and value(x).shape == whole}
     if len(shapes) != 1:
-        return
+        return node
     before = shapes.pop()
     args = _arguments(node, whole, before)
     if args is None or not whole or not before:
-        return
+        return node
     found = {x: _in_shape(x, whole, before) for x in inputs}
-    viewed = [x for x, how in found.items() if isinstance(how, tuple)]
-    if None in found.values() or len(viewed) > sum(how is not x for x, how in found.items()) - len(viewed):
-        return
+    more = sum(isinstance(how, tuple) for how in found.values())
+    if None in found.values() or more > sum(how is not x for x, how in found.items()) - more:
+        return node
+    sources = {_made(x) if isinstance(how, tuple) else how for x, how in found.items()}
+    if not packed.issuperset(sources):
+        return node
     given: dict[fx.Node, fx.Node] = {}
     for x, how in found.items():
         given[x] = work.add(node, _VIEW, (x, list(how))) if isinstance(how, tuple) else how  # type: ignore[assignment]
     new = work.add(node, node.target, *fx.map_arg((args, node.kwargs), given.__getitem__))  # type: ignore[arg-type]
-    if seen(value(new), value(node).shape) is not None:
-        work.replace(node, work.add(node, _VIEW, (new, list(value(node).shape)), val=value(node)))
+    if seen(value(new), value(node).shape) is None:
+        return node
+    view = work.add(node, _VIEW, (new, list(value(node).shape)), val=value(node))
+    if not work.replace(node, view):
+        return node
+    packed.update(given.values())
+    packed.update(x for x in (new, view) if value(x).is_contiguous())
+    return view
 
 
 def _made(x: fx.Node) -> Any:
@@ -91,8 +115,8 @@ def _arguments(node: fx.Node, whole: Sequence[int], before: Sequence[int]) -> tu
         return node.args if node.target.kind == "all_reduce" else None
     if not is_aten(node):
         return None
-    operator: Any = node.target
-    if torch.Tag.pointwise in operator.tags and not operator._schema.is_mutable:
+    op: Any = node.target
+    if torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
         return node.args if node.kwargs.get("memory_format") in (None, torch.preserve_format) else None
     name, last = name_of(node), len(whole) - 1
     if whole[-1:] != before[-1:]:

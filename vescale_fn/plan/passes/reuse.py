@@ -47,10 +47,7 @@ def _targets(node: fx.Node) -> list[fx.Node]:
 
 def _dies(x: fx.Node, node: fx.Node, lie: Any, last: Any, kept: Any) -> bool:
     """Whether nothing but this call needs anything in the memory of `x`, all of which `x` is, and the plan may write there."""
-    memories = lie[x]
-    if len(memories) != 1 or x in kept:
+    if x in kept or not aliasing.dies(x, node, last, lie):
         return False
-    (one,) = memories
-    free = DONATED in one.maker.meta if one.maker.op == "placeholder" else one.part >= 0
-    others = [y for y in node.all_input_nodes if y is not x and lie[y] & memories]
-    return free and last[one] is node and not others and one.bytes == plan.nbytes(plan.value(x))
+    free = all(memory.maker.op != "placeholder" or DONATED in memory.maker.meta for memory in lie[x])
+    return free and not any(lie[y] & lie[x] for y in node.all_input_nodes if y is not x)

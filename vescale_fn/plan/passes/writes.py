@@ -7,11 +7,11 @@ be used again is found at the end (`reuse`), for all values.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import fx
 
+from ... import _torch
 from ..graph import calls, copied, is_aten, memories, value, written
 from ..rewriting import computed
 
@@ -25,7 +25,7 @@ def writes(graph: fx.Graph) -> fx.Graph:
     for node in list(calls(graph)):
         if not _is_write(node):
             continue
-        target, x = _functional(node.target), node.args[0]
+        target, x = _torch.out_of_place(node.target), node.args[0]
         if target is None or not isinstance(x, fx.Node) or x.op == "placeholder" or lie[x] != {x} or shared[x] != 1:
             continue
         val = computed(target, node.args, node.kwargs)
@@ -44,21 +44,6 @@ def writes(graph: fx.Graph) -> fx.Graph:
 def _is_write(node: fx.Node) -> bool:
     """Whether a call writes its first argument in place, and gives it back."""
     return is_aten(node) and node.args[:1] == tuple(written(node))
-
-
-def _functional(operator: Any) -> Any:
-    """The operator that gives as a new value what `operator` writes over its first argument."""
-    namespace, _, name = operator._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name.endswith("_") else None
-    for overload in packet.overloads() if packet is not None else ():
-        found = getattr(packet, overload)
-        if not found._schema.is_mutable and _arguments(found) == _arguments(operator):
-            return found
-    return None
-
-
-def _arguments(operator: Any) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in operator._schema.arguments]
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
