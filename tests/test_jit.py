@@ -273,6 +273,14 @@ def test_static_argnums():
     assert f.cache_info()[:3] == (1, 2, 0)
 
 
+def test_static_arguments_of_equal_value_and_other_type_have_plans_of_their_own():
+    given = [1, 1.0, True, (1,), (1.0,), (True,), 0.0, -0.0, math.nan]
+    f = vfn.jit(lambda x, one: (x, repr(one)), static_argnums=1)
+    for _ in range(2):
+        assert [f(X, one)[1] for one in given] == list(map(repr, given))
+    assert f.cache_info().records == len(given)
+
+
 def test_recording_too_often_is_said_once():
     f = vfn.jit(lambda x: x + 1)
     with pytest.warns(UserWarning, match="recorded 8 times") as said:

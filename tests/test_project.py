@@ -42,7 +42,7 @@ def test_pyright_finds_nothing() -> None:
 
 def test_readme_has_one_command_to_run_and_one_to_test() -> None:
     assert command("main job").splitlines() == ["pip install -e .", "python -m vescale_fn.recipes.train"]
-    assert command("test command").splitlines() == ['pip install -e ".[test]"', "python -m pytest"]
+    assert command("test command").splitlines() == ['pip install -e ".[test]"', "python -m pytest -n auto"]
 
 
 @pytest.mark.parametrize(("script", "status"), [("true", 0), ("true\nfalse\ntrue", 1), ("python -c 'exit(7)'", 7)])

@@ -53,7 +53,7 @@ def test_counts(d: Distribution) -> None:
     ("gamma", {"a": 0.01}, lambda: stats.gamma(0.01)), ("gamma", {"a": 200.0}, lambda: stats.gamma(200)),
     ("loggamma", {"a": 0.01}, lambda: stats.loggamma(0.01)), ("beta", {"a": 0.1, "b": 0.2}, lambda: stats.beta(0.1, 0.2)),
     ("t", {"df": 1.0}, lambda: stats.t(1)), ("truncated_normal", {"lower": 2.5, "upper": 9.0}, lambda: stats.truncnorm(2.5, 9)),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_parameters_at_the_edges(name: str, params: dict, law) -> None:
     drawn = getattr(random, name)(random.key(5), **params, shape=(N,), dtype=torch.float64).numpy()
     assert stats.kstest(drawn, law().cdf).pvalue > RARE

@@ -33,7 +33,7 @@ class Call:
         self._donated, self._static, fixed = donated, (), ()
         if static:
             self._static = tuple(n % len(args) for n in static if -len(args) <= n < len(args))
-            fixed = tuple((type(args[n]), args[n]) for n in self._static)
+            fixed = tuple(_typed(args[n]) for n in self._static)
             args = tuple(None if n in self._static else x for n, x in enumerate(args))
         self.leaves, self.treedef = tree.flatten((args, kwargs))
         self.key = self.treedef, tuple(map(leaves_.signature, self.leaves)), fixed, _around()
@@ -89,6 +89,13 @@ def _is_hashable(x: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _typed(x: Any) -> Any:
+    """A static argument as a key: with its types, since 1, 1.0 and True are equal, and so are 0.0 and -0.0."""
+    if isinstance(x, (tuple, frozenset)):
+        return type(x), (tuple if isinstance(x, tuple) else frozenset)(map(_typed, x))
+    return type(x), repr(x) if isinstance(x, (float, complex)) else x
 
 
 def _around() -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx
@@ -49,12 +50,12 @@ class MemoryUse:
     def __init__(self, timeline: Iterable[Moment], arguments: int, held: Iterable[Held]) -> None:
         self.timeline, self.arguments, self.held = tuple(timeline), arguments, tuple(held)
 
-    @property
+    @cached_property
     def peak(self) -> int:
         """The most bytes that are alive at once."""
         return max((moment.bytes for moment in self.timeline), default=self.arguments)
 
-    @property
+    @cached_property
     def at(self) -> Moment | None:
         """The first call at which the peak is reached; None where nothing is called."""
         return next((moment for moment in self.timeline if moment.bytes == self.peak), None)
