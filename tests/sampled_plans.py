@@ -4,13 +4,16 @@ A seed makes tensors of odd shapes, strides and dtypes, and a function of them: 
 temporaries, through views too. The function runs as it is and as a plan, on two sets of values, donated and not, and its
 derivative does; with all passes, with some, and in another order. Values, strides and dtypes must be equal; results may
 share memory with arguments and with each other just where the function's own do; nothing that was given or returned
-before may change. The ordinary tests take a few dozen. The long run is
+before may change. On a mesh, the arguments are split somehow over simulated ranks; what the eager interpreter refuses
+the plan must refuse too. The ordinary tests take a few dozen. The long run is
 
     python tests/sampled_plans.py --cases 5000 --seed 1       # 1:0 to 1:4999
+    python tests/sampled_plans.py --cases 5000 --mesh         # the same on simulated meshes
     python tests/sampled_plans.py --case 1:17                 # one again, with its program
 """
 
 import argparse
+import math
 import random
 import re
 import sys
@@ -21,6 +24,8 @@ import torch
 import torch.nn.functional as F
 
 import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.errors import InPlaceError
 from vescale_fn.plan import donation
 from vescale_fn.plan.passes.order import order
 
@@ -207,7 +212,8 @@ def _fault_of_calls(program, f, passes, donated):
     return None
 
 
-def _fault_of_derivative(program, f, passes):
+def _derivative(program, f):
+    """Gradients and results of a sum of what a program returns; None where it is given what has no derivative."""
     if not all(dtype in FLOATS for _, dtype, _ in program.makers):
         return None
 
@@ -216,8 +222,16 @@ def _fault_of_derivative(program, f, passes):
         return sum((x.double().nan_to_num(0, 1, -1) * (i + 1)).sum() for i, x in enumerate(outs)), outs
 
     def derivative(*args):
-        return vfn.grad(loss, argnums=tuple(range(len(program.makers))), has_aux=True)(*args)
+        (grads, outs) = vfn.grad(loss, argnums=tuple(range(len(program.makers))), has_aux=True)(*args)
+        return *grads, *outs
 
+    return derivative
+
+
+def _fault_of_derivative(program, f, passes):
+    derivative = _derivative(program, f)
+    if derivative is None:
+        return None
     fast = vfn.jit(derivative, passes=passes)
     for which in range(2):
         try:
@@ -225,10 +239,50 @@ def _fault_of_derivative(program, f, passes):
         except Exception:
             return None
         got = fast(*program.arguments(which))
-        for i, (a, b) in enumerate(zip((*wanted[0], *wanted[1]), (*got[0], *got[1]), strict=True)):
+        for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
             if (wrong := differs(a, b, strides=False)) is not None:
                 return f"derivative, call {which}, result {i}: {wrong}"
     return None
+
+
+MESHES = [((2,), "a"), ((3,), "a"), ((2, 2), "ab"), ((1, 3), "ab"), ((2, 1), "ab"), ((4,), "a")]
+
+
+def fault_on_a_mesh(program):
+    """What is wrong with the plans of a program whose arguments are split over ranks; None where nothing is."""
+    f, rng = program.function(), random.Random(f"mesh {program.name}")
+    sizes, axes = rng.choice(MESHES)
+    specs = [spec(rng, len(shape), axes) for shape, _, _ in program.makers]
+    with warnings.catch_warnings(), vfn.simulate(math.prod(sizes)):
+        warnings.simplefilter("ignore")
+        mesh = vfn.make_mesh(sizes, tuple(axes))
+        for how, g in (("", f), ("donated: ", f), ("derivative: ", _derivative(program, f))):
+            if g is None:
+                continue
+            fast = vfn.jit(g, donate_argnums=tuple(range(len(specs))) if how == "donated: " else ())
+            for which in range(2):
+                given = [[vfn.shard(x.clone(), mesh, p) for x, p in zip(program.arguments(which), specs)] for _ in "12"]
+                number = program.arguments(which)[-1]
+                try:
+                    wanted = g(*program.arguments(which))
+                    eager = [vfn.unshard(x) for x in g(*given[0], number)]
+                except Exception:
+                    continue  # it is no program; or it is refused: sweep.py looks at what is
+                try:
+                    found = [vfn.unshard(x) for x in fast(*given[1], number)]
+                except InPlaceError:
+                    continue  # an argument may be changed in place in eager mode alone
+                for i, row in enumerate(zip(wanted, eager, found, strict=True)):
+                    for mode, one in zip(("eager", "plan"), row[1:]):
+                        if (wrong := differs(row[0], one, strides=False)) is not None:
+                            return f"{how}mesh {sizes}, {specs}: call {which}, result {i}, {mode}: {wrong}"
+    return None
+
+
+def spec(rng, ndim, axes):
+    """A spec for so many dims, each split over none, one or two of the axes, in any order."""
+    left = rng.sample(axes, len(axes))
+    return P(*(tuple(left.pop() for _ in range(min(rng.choice((0, 0, 1, 1, 2)), len(left)))) for _ in range(ndim)))
 
 
 def copy_of(x):
@@ -280,6 +334,7 @@ def main():
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", help="one case, as seed:number")
+    parser.add_argument("--mesh", action="store_true", help="on simulated meshes")
     options = parser.parse_args()
     torch.set_num_threads(1)
     names = [options.case] if options.case else [f"{options.seed}:{i}" for i in range(options.cases)]
@@ -289,7 +344,7 @@ def main():
         if options.case:
             print(program.source)
         try:
-            found = fault(program)
+            found = fault_on_a_mesh(program) if options.mesh else fault(program)
         except Exception as error:
             found = f"raised {type(error).__name__}: {error}"
             if options.case:

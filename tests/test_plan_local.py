@@ -612,3 +612,10 @@ def test_no_view_where_torchs_kernel_makes_another_layout_than_is_said_of_it():
 
     x = torch.randn(6, 8, dtype=torch.float64)[:, ::2]
     assert torch.equal(vfn.jit(vfn.grad(loss))(x), vfn.grad(loss)(x))
+
+
+def test_an_empty_slice_of_a_dim_of_size_one():
+    f = vfn.jit(lambda a, b: ((a + b * 0.5)[1:], (a.exp() - 1).narrow(0, 0, 1)))
+    a, b = torch.randn(1, 3), torch.randn(3)
+    assert torch.equal(f(a, b)[0], torch.empty(0, 3))
+    assert torch.equal(f(a, b)[1], a.exp() - 1)

@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from sampled_plans import Program, fault
+from sampled_plans import Program, fault, fault_on_a_mesh
 
 import vescale_fn as vfn
 from vescale_fn.errors import DonationError
@@ -17,6 +17,13 @@ def test_sampled_functions(start):
     for i in range(start, start + 12):
         program = Program(f"7:{i}")
         assert fault(program) is None, program.source
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sampled_functions_on_meshes():
+    for i in range(24):
+        program = Program(f"8:{i}")
+        assert fault_on_a_mesh(program) is None, program.source
 
 
 def test_a_call_that_stays_comes_behind_what_it_needs():

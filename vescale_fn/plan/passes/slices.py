@@ -176,7 +176,8 @@ def _by_element(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
         if not isinstance(a, fx.Node) or not isinstance(value(a), torch.Tensor):
             return a
         dim = part.dim - (ndim - value(a).ndim)
-        return Cut(a, part._replace(dim=dim)) if dim >= 0 and value(a).shape[dim] == size != 1 else a
+        split = dim >= 0 and value(a).shape[dim] == size and part.length != size
+        return Cut(a, part._replace(dim=dim)) if split else a
 
     kwargs = {k: of(a) for k, a in node.kwargs.items()}
     if any(isinstance(a, (list, tuple)) for a in _args(node)) or any(isinstance(a, Cut) for a in kwargs.values()):
