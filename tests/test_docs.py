@@ -109,7 +109,7 @@ def undocumented(module: types.ModuleType) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("name", ["vescale_fn", "vescale_fn.random", "vescale_fn.optim"])
+@pytest.mark.parametrize("name", ["vescale_fn", "vescale_fn.nn", "vescale_fn.random", "vescale_fn.optim"])
 def test_public_names_have_a_docstring_with_an_example(name: str) -> None:
     assert undocumented(importlib.import_module(name)) == []
 

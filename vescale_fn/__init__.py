@@ -1,6 +1,6 @@
 """vescale_fn: JAX's SPMD programming model, in eager PyTorch. Write one function, as for one device; say where arrays lie."""
 
-from . import errors, optim, plan, random
+from . import errors, nn, optim, plan, random
 from .array import Array, spec_of
 from .context import current_mesh, set_mesh, use_mesh
 from .debug import comm_log, debug, show
@@ -58,6 +58,7 @@ __all__ = [
     "launch",
     "linearize",
     "make_mesh",
+    "nn",
     "optim",
     "plan",
     "pbroadcast",

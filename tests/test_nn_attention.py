@@ -1,0 +1,306 @@
+"""Attention over a split sequence: the numbers of one device, what travels, what is kept, what does not fit."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.errors import CollectiveError
+from vescale_fn.nn import attention, blockwise, ring, zigzag_order
+
+F64 = torch.float64
+WAYS = [("ring", False, 0), ("ring", True, 0), ("ring", True, 1), ("all_gather", True, 0), ("all_gather", True, 1),
+        ("all_to_all", True, 1)]  # fmt: skip
+MESHES = {
+    "1": ((1,), ("cp",), P(None, None, "cp")),
+    "4": ((4,), ("cp",), P(None, None, "cp")),
+    "1x4": ((1, 4), ("dp", "cp"), P("dp", None, "cp")),
+    "2x2": ((2, 2), ("dp", "cp"), P("dp", None, "cp")),
+    "2x2x2": ((2, 2, 2), ("dp", "tp", "cp"), P("dp", "tp", "cp")),
+    "two axes, minor first": ((2, 1, 2), ("a", "b", "c"), P("b", None, ("c", "a"))),
+}
+
+
+def made(batch=2, heads=4, shared=2, length=16, width=5, value_width=5, dtype=F64):
+    q = torch.randn(batch, heads, length, width, dtype=dtype)
+    k = torch.randn(batch, shared, length, width, dtype=dtype)
+    return q, k, torch.randn(batch, shared, length, value_width, dtype=dtype)
+
+
+def reference(q, k, v, causal, order=None):
+    """torch's own, of the tokens in their usual order."""
+    if order is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    back = order.argsort()
+    return reference(*(x[:, :, back] for x in (q, k, v)), causal)[:, :, order]
+
+
+def loss(f, weights):
+    return lambda *leaves: (f(*leaves) * weights).sum()
+
+
+def ranks_of(shape, names, spec):
+    of_sequence = spec[2] if isinstance(spec[2], tuple) else (spec[2],)
+    return math.prod(dict(zip(names, shape, strict=True))[axis] for axis in of_sequence)
+
+
+def close(found, want):
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(vfn.unshard(one), other, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("method", "causal", "zigzag"), WAYS)
+@pytest.mark.parametrize("case", MESHES)
+def test_values_and_gradients_are_those_of_one_device(case, method, causal, zigzag):
+    shape, names, spec = MESHES[case]
+    n = ranks_of(shape, names, spec)
+    leaves, weights = made(), torch.randn(2, 4, 16, 5, dtype=F64)
+    order = zigzag_order(16, n) if zigzag else None
+    f = lambda q, k, v: attention(q, k, v, causal=causal, method=method, zigzag=n * zigzag)
+    want = reference(*leaves, causal, order)
+    grads = vfn.grad(loss(lambda *x: reference(*x, causal, order), weights), (0, 1, 2))(*leaves)
+    close([f(*leaves)], [want])
+    with vfn.simulate(math.prod(shape)):
+        parts = vfn.shard(leaves, vfn.make_mesh(shape, names), spec)
+        with vfn.strict():
+            out, found = f(*parts), vfn.grad(loss(f, weights), (0, 1, 2))(*parts)
+    close([out, *found], [want, *grads])
+    assert [vfn.spec_of(x) for x in (out, *found)] == [spec] * 4
+
+
+@pytest.mark.parametrize(("method", "zigzag"), [("ring", 2), ("all_gather", 0), ("all_to_all", 2)])
+def test_as_a_plan_and_under_transforms(method, zigzag):
+    q, k, v = made(length=8)
+    weights = torch.randn(2, 4, 8, 5, dtype=F64)
+    order = zigzag_order(8, zigzag) if zigzag else None
+    f = loss(lambda *x: attention(*x, causal=True, method=method, zigzag=zigzag), weights)
+    whole = loss(lambda *x: reference(*x, True, order), weights)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "cp"))
+        parts = vfn.shard((q, k, v), mesh, P("dp", None, "cp"))
+        want = vfn.grad(whole, (0, 1, 2))(q, k, v)
+        close(vfn.jit(vfn.grad(f, (0, 1, 2)))(*parts), want)
+        close(vfn.grad(vfn.remat(f), (0, 1, 2))(*parts), want)
+        close(torch.func.grad(f, (0, 1, 2))(*parts), want)
+        several = [torch.stack([x, x.flip(0), x * 2]) for x in (q, k, v)]
+        want = [torch.stack(x) for x in zip(*(vfn.grad(whole, (0, 1, 2))(*(x[i] for x in several)) for i in range(3)))]
+        if method == "ring":  # torch's own kernel has no rule for vmap, and warns
+            parts = vfn.shard(several, mesh, P(None, "dp", None, "cp"))
+            close(vfn.vmap(vfn.grad(f, (0, 1, 2)))(*parts), want)
+
+
+@pytest.mark.parametrize("zigzag", [0, 2])
+def test_the_ring_has_second_derivatives(zigzag):
+    leaves = made(length=4, width=3, value_width=3)
+    place = zigzag_order(4, 2) if zigzag else torch.arange(4)
+
+    def by_hand(q, k, v):
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        scores = (q @ k.mT / math.sqrt(3)).masked_fill(place[:, None] < place, -math.inf)
+        return scores.softmax(-1) @ v
+
+    def twice(f):
+        once = vfn.grad(lambda *x: (f(*x) ** 3).sum(), (0, 1, 2))
+        return vfn.grad(lambda *x: sum((g**2).sum() for g in once(*x)), (0, 1, 2))
+
+    want = twice(by_hand)(*leaves)
+    with vfn.simulate(2):
+        parts = vfn.shard(leaves, vfn.make_mesh((2,), ("cp",)), P(None, None, "cp"))
+        close(twice(lambda *x: attention(*x, causal=True, zigzag=zigzag))(*parts), want)
+
+
+def test_values_of_another_width_and_keys_of_another_length():
+    q, k, v = made(value_width=3)
+    k, v = k[:, :, :12], v[:, :, :12]
+    weights = torch.randn(2, 4, 16, 3, dtype=F64)
+    whole = loss(lambda *x: reference(*x, False), weights)
+    with vfn.simulate(4):
+        parts = vfn.shard((q, k, v), vfn.make_mesh((4,), ("cp",)), P(None, None, "cp"))
+        close(vfn.grad(loss(attention, weights), (0, 1, 2))(*parts), vfn.grad(whole, (0, 1, 2))(q, k, v))
+
+
+@pytest.mark.parametrize("zigzag", [0, 4])
+def test_halves_are_added_up_in_float32(zigzag):
+    leaves = made(width=8, value_width=8, dtype=torch.bfloat16)
+    order = zigzag_order(16, 4) if zigzag else None
+    exact = reference(*(x.double() for x in leaves), True, order)
+    with vfn.simulate(4):
+        parts = vfn.shard(leaves, vfn.make_mesh((4,), ("cp",)), P(None, None, "cp"))
+        with vfn.comm_log() as log:
+            out, back = vfn.vjp(lambda *x: attention(*x, causal=True, zigzag=zigzag), *parts)
+            back(torch.ones_like(out))
+    assert out.dtype == torch.bfloat16
+    one_device = (reference(*leaves, True, order) - exact).abs().max()
+    assert (vfn.unshard(out) - exact).abs().max() <= 2 * one_device  # four roundings to bf16, not one
+    block = 2 * 2 * 2 * 4 * 8  # elements of a rank's keys and values
+    assert sum(call.bytes for call in log if call.op == "permute") == block * (3 * 2 + 3 * 2 + 4 * 4)
+
+
+def test_in_a_body_beside_values_that_are_the_same_along_another_axis():
+    q, k, v = made()
+    k, v = k[:1], v[:1]
+    whole = lambda q, k, v: (reference(q, k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1), True) ** 2).sum()
+    with vfn.simulate(4):
+        f = vfn.shard_map(lambda *x: attention(*x, causal=True, axis="cp"), mesh=vfn.make_mesh((2, 2), ("dp", "cp")),
+                          in_specs=(P("dp", None, "cp"), P(None, None, "cp"), P(None, None, "cp")),
+                          out_specs=P("dp", None, "cp"))  # fmt: skip
+        close(vfn.grad(lambda *x: (f(*x) ** 2).sum(), (0, 1, 2))(q, k, v), vfn.grad(whole, (0, 1, 2))(q, k, v))
+
+
+@pytest.mark.parametrize(("method", "there", "back", "elements"), [
+    ("ring", {"permute": 3}, {"permute": 4}, {"permute": 2 * 3 + (2 + 2) * 3 + 2}),
+    ("all_gather", {"all_gather": 1}, {"reduce_scatter": 1}, {"all_gather": 2, "reduce_scatter": 2}),
+    ("all_to_all", {"all_to_all": 2}, {"all_to_all": 2}, {"all_to_all": 2 * (4 + 2 * 2)})])  # fmt: skip
+def test_what_travels(method, there, back, elements):
+    """Of a rank's part of the keys or values, which have half of the queries' heads here: so many times their size."""
+    leaves = made(heads=8, shared=4, width=6, value_width=6)
+    f = lambda *x: attention(*x, causal=True, method=method)
+    with vfn.simulate(4):
+        parts = vfn.shard(leaves, vfn.make_mesh((4,), ("cp",)), P(None, None, "cp"))
+        with vfn.comm_log() as log:
+            out, pull = vfn.vjp(f, *parts)
+        assert {call.op: log.count(call.op) for call in log} == there
+        with vfn.comm_log() as also:
+            pull(torch.ones_like(out))
+        assert {call.op: also.count(call.op) for call in also} == back
+    size = parts[1].numel() // 4 * 8
+    moved = {op: sum(call.bytes for call in (*log, *also) if call.op == op) for op in elements}
+    if method == "ring":
+        assert moved == {op: size * times for op, times in elements.items()}
+    else:
+        assert set(moved) == set(elements)
+
+
+@pytest.mark.parametrize("zigzag", [0, 4])
+def test_the_ring_keeps_a_ranks_part_and_no_scores(zigzag):
+    leaves = made(length=64, width=8, value_width=8)
+    kept = []
+    with vfn.simulate(4):
+        parts = [x.requires_grad_() for x in vfn.shard(leaves, vfn.make_mesh((4,), ("cp",)), P(None, None, "cp"))]
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            attention(*parts, causal=True, zigzag=zigzag)
+    q, k = 2 * 4 * 16 * 8, 2 * 2 * 16 * 8  # of a rank
+    assert sorted(x.numel() for x in kept) == sorted([q, k, k, q, q // 8])  # q, k, v, the result, its logarithm
+
+
+def test_zigzag_halves_the_work_of_the_ring(monkeypatch):
+    pairs = []
+    counted = lambda q, k, *rest: pairs.append(q.shape[0] * q.shape[2] * k.shape[2]) or blockwise.part(q, k, *rest)
+    monkeypatch.setattr(ring, "part", counted)
+    done = []
+    with vfn.simulate(4):
+        parts = vfn.shard(made(batch=1), vfn.make_mesh((4,), ("cp",)), P(None, None, "cp"))
+        for zigzag in (0, 4):
+            attention(*parts, causal=True, zigzag=zigzag)
+            done.append(sum(pairs))
+            pairs.clear()
+    assert done == [4 * 4 * 4, 4 * 4 + 3 * 2 * (2 * 2)]
+
+
+def test_the_zigzag_order():
+    assert zigzag_order(12, 3).tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
+    assert zigzag_order(2, 1).tolist() == [0, 1]
+    order, tokens = zigzag_order(24, 4), torch.randn(2, 24)
+    assert tokens[:, order][:, order.argsort()].equal(tokens)
+    seen = [sum(int(i) + 1 for i in part) for part in order.chunk(4)]  # how many tokens the tokens of a rank look at
+    assert len(set(seen)) == 1
+    with pytest.raises(CollectiveError) as error:
+        zigzag_order(10, 4)
+    assert str(error.value).splitlines() == [
+        "nn.zigzag_order: zigzag order cuts the sequence into 2 * 4 = 8 parts, but 10 % 8 = 2",
+        "  Instead: pad the tokens at the end: under a causal mask no token looks at what comes after it",
+    ]
+    with pytest.raises(CollectiveError, match="n must be a positive int, but it is the int 0"):
+        zigzag_order(10, 0)
+
+
+def test_a_split_sequence_under_torchs_own_name_is_right_and_said():
+    leaves = made(length=10)
+    with vfn.simulate(4):
+        parts = vfn.shard(leaves, vfn.make_mesh((4,), ("cp",)), P(None, None, "cp"))  # 3, 3, 3, 1
+        own = lambda *x: F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
+        close([own(*parts)], [own(*leaves)])
+        with vfn.strict(), pytest.raises(vfn.errors.ReshardError, match="its argument key.*10@cp"):
+            own(*parts)
+
+
+def test_messages():
+    q, k, v = made(length=6)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((4,), ("cp",))
+        parts = vfn.shard((q, k, v), mesh, P(None, None, "cp"))
+        assert lines_of(lambda: attention(*parts, causal=True)) == [
+            "nn.attention: the sequence cannot be split over 4 ranks along 'cp'",
+            "  * the sequence of q does not divide: 6 % 4 = 2",
+            "  * the sequence of k and v does not divide: 6 % 4 = 2",
+            "  Instead: pad the tokens at the end: under a causal mask no token looks at what comes after it; or "
+            "F.scaled_dot_product_attention, which gathers",
+        ]
+        parts = vfn.shard(made(heads=6, shared=3), mesh, P(None, None, "cp"))
+        assert lines_of(lambda: attention(*parts, method="all_to_all")) == [
+            "nn.attention: the sequence cannot be split over 4 ranks along 'cp'",
+            "  * all_to_all gives each rank some of the heads, but a rank has 6 of q and 3 of k, for 4 ranks",
+            "  Instead: method='ring'",
+        ]
+        assert lines_of(lambda: attention(*parts, causal=True, zigzag=2)) == [
+            "nn.attention: the sequence cannot be split over 4 ranks along 'cp'",
+            "  * tokens in the zigzag order of 2 ranks go round a ring of 4",
+            "  Instead: zigzag=4, with the tokens in the order zigzag_order(16, 4); or method='all_gather'",
+        ]
+        mesh = vfn.make_mesh((2, 2), ("tp", "cp"))
+        parts = vfn.shard(made(heads=2, shared=1), mesh, P(None, None, "cp"))
+        assert lines_of(lambda: attention(vfn.with_sharding(parts[0], P(None, "tp", "cp")), *parts[1:])) == [
+            "nn.attention: the sequence cannot be split over 2 ranks along 'cp'",
+            "  * the heads of k do not divide by the 2 ranks along 'tp': 1 % 2 = 1",
+        ]
+        body = vfn.shard_map(attention, mesh=mesh, in_specs=P(), out_specs=P())
+        assert lines_of(lambda: body(q, k, v))[0] == (
+            "nn.attention: in a shard_map body a value does not say over which axis its sequence is split"
+        )
+    assert lines_of(lambda: attention(q[:1], k[:, :, :3], v, causal=True, method="rings", zigzag=True)) == [
+        "nn.attention: the arguments do not fit",
+        "  * q and k have batch 1 and 2: f64[1,4,6,5], f64[2,2,3,5]",
+        "  * k and v have length 3 and 6: f64[2,2,3,5], f64[2,2,6,5]",
+        "  * causal: query i looks at keys up to i, but there are 6 queries and 3 keys",
+        "  * method='rings' is not one of ('ring', 'all_gather', 'all_to_all'); did you mean 'ring'?",
+        "  * zigzag must be a number of ranks, or 0 for the usual order, but it is the bool True",
+    ]
+    assert lines_of(lambda: attention(q[0], k.long(), v)) == [
+        "nn.attention: the arguments do not fit",
+        "  * q must be a floating-point tensor of 4 dims (batch, heads, sequence, width), but it is the tensor f64[4,6,5]",
+        "  * k must be a floating-point tensor of 4 dims (batch, heads, sequence, width), but it is the tensor i64[2,2,6,5]",
+    ]
+
+
+def lines_of(call):
+    with pytest.raises(CollectiveError) as error:
+        call()
+    return str(error.value).splitlines()
+
+
+ON_RANKS = [("all_gather", 2), ("all_to_all", 0), ("ring", 0), ("ring", 2)]
+
+
+def on_ranks(leaves, weights):
+    parts = vfn.shard(leaves, vfn.make_mesh((2, 2), ("dp", "cp")), P("dp", None, "cp"))
+    found = []
+    for method, zigzag in ON_RANKS:
+        f = loss(lambda *x, m=method, z=zigzag: attention(*x, causal=True, method=m, zigzag=z), weights)
+        found.append(vfn.value_and_grad(f, (0, 1, 2))(*parts))
+    found.append(vfn.jit(vfn.value_and_grad(f, (0, 1, 2)))(*parts))
+    return vfn.unshard(found)
+
+
+def test_on_real_ranks(gloo):
+    leaves, weights = made(length=8), torch.randn(2, 4, 8, 5, dtype=F64)
+    want = []
+    for _, zigzag in (*ON_RANKS, ON_RANKS[-1]):
+        order = zigzag_order(8, 2) if zigzag else None
+        whole = loss(lambda *x, o=order: reference(*x, True, o), weights)
+        want.append(vfn.value_and_grad(whole, (0, 1, 2))(*leaves))
+    for found in gloo(4, on_ranks, leaves, weights):
+        for (one, its), (value, grads) in zip(found, want, strict=True):
+            close([one, *its], [value, *grads])
