@@ -272,6 +272,8 @@ def fault_on_a_mesh(program):
                     found = [vfn.unshard(x) for x in fast(*given[1], number)]
                 except InPlaceError:
                     continue  # an argument may be changed in place in eager mode alone
+                if torch.bfloat16 in (x.dtype for x in given[0]) or "bfloat16" in program.source:
+                    wanted = eager  # sums in another order differ by too much
                 for i, row in enumerate(zip(wanted, eager, found, strict=True)):
                     for mode, one in zip(("eager", "plan"), row[1:]):
                         if (wrong := differs(row[0], one, strides=False)) is not None:

@@ -274,7 +274,7 @@ def test_static_argnums():
 
 
 def test_static_arguments_of_equal_value_and_other_type_have_plans_of_their_own():
-    given = [1, 1.0, True, (1,), (1.0,), (True,), 0.0, -0.0, math.nan]
+    given = [1, 1.0, True, (1,), (1.0,), -0.0, math.nan]
     f = vfn.jit(lambda x, one: (x, repr(one)), static_argnums=1)
     for _ in range(2):
         assert [f(X, one)[1] for one in given] == list(map(repr, given))

@@ -434,6 +434,7 @@ def sleeping_caller(pipe, err):
         print(os.getpid())
         time.sleep(300)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     os.setsid()
     os.dup2(pipe, 1)
     os.dup2(os.open(err, os.O_CREAT | os.O_WRONLY), 2)
