@@ -470,6 +470,40 @@ def test_when_the_caller_ends_so_do_its_ranks(end, way, tmp_path):
     assert err.count("Traceback") == err.count("KeyboardInterrupt") == (1 if end == signal.SIGINT else 0), err
 
 
+def caller_of_savers(pipe, saves):
+    """A process that launches two ranks, which go on until they are told to end, and then save or do not."""
+
+    def work():
+        told = []
+        if saves:
+            signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+        print("working", flush=True)
+        late = time.monotonic() + 60
+        while not told and time.monotonic() < late:
+            time.sleep(0.01)
+        return "saved" if told else "late"
+
+    os.dup2(pipe, 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    print(launch(work, 2, device="cpu"), flush=True)
+
+
+def test_a_caller_that_is_told_to_end_tells_its_ranks(way):
+    for saves in (True, False) if way == "fork" else (True,):
+        source, sink = os.pipe()
+        caller = multiprocessing.get_context("fork").Process(target=caller_of_savers, args=(sink, saves))
+        caller.start()
+        os.close(sink)
+        with open(source) as lines:
+            assert [lines.readline() for _ in range(2)] == ["working\n"] * 2
+            caller.terminate()
+            assert lines.read() == ("['saved', 'saved']\n" if saves else "")
+        caller.join(20)
+        assert caller.exitcode == (0 if saves else -signal.SIGTERM)
+
+
 def test_the_environment_that_torchrun_sets():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -9,9 +9,10 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import Pipe, connection, get_context
 from pathlib import Path
@@ -45,9 +46,9 @@ class Rank:
 def run(call: Callable[[], Any], nprocs: int, device: str, timeout: float) -> list[bytes]:
     """Fork `nprocs` ranks, watch them, and return their pickled results; none of them is left when it returns."""
     _torch.preload()
-    with tempfile.TemporaryDirectory(prefix="vescale_fn-") as folder, Streams() as streams:
+    ranks: list[Rank] = []
+    with told_to_end(ranks), tempfile.TemporaryDirectory(prefix="vescale_fn-") as folder, Streams() as streams:
         job = Job(nprocs, device, timeout, folder, streams.ends, os.getpid())
-        ranks: list[Rank] = []
         try:
             for rank in range(nprocs):
                 ranks.append(fork(_rank_process.run_rank, rank, job, call))
@@ -67,6 +68,40 @@ def run(call: Callable[[], Any], nprocs: int, device: str, timeout: float) -> li
             return [done[rank] for rank in range(nprocs)]
         finally:
             end(ranks)
+
+
+@contextlib.contextmanager
+def told_to_end(ranks: list[Rank]) -> Iterator[None]:
+    """Where SIGTERM tells this process to end, its ranks are told, since they may have work to save.
+
+    If they then return, all is well; if they end, this process ends as the signal alone would have ended it. A second
+    SIGTERM ends it at once. A handler of the user's stays in force instead.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    told = False
+
+    def tell_them(*_: Any) -> None:
+        nonlocal told
+        if told:
+            raise RankError("launch: ended by SIGTERM, a second time")
+        told = True
+        for rank in ranks:
+            with contextlib.suppress(ValueError):  # it has ended, and is put away
+                rank.process.terminate()
+
+    signal.signal(signal.SIGTERM, tell_them)
+    try:
+        yield
+    except (NotStarted, RankError):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if told:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def fork(target: Callable[..., None], *args: Any) -> Rank:

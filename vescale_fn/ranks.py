@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from . import _rank_process, context
-from ._rank_group import NotStarted, Streams, how_it_ended, read, run
+from ._rank_group import NotStarted, Rank, Streams, how_it_ended, read, run, told_to_end
 from ._rank_process import Message
 from .errors import MeshError, RankError, described, report, short
 
@@ -143,7 +143,8 @@ def launch(fn: Callable[..., Any], nprocs: int, *args: Any, device: str | None =
     The ranks share a process group (NCCL on GPUs, gloo on CPUs), so `make_mesh` works in `fn`. They are forked, and so
     take closures, lambdas and what a notebook cell defines. Where a fork cannot work (CUDA or a process group is in use
     here) they are forked from a fresh interpreter instead: `fn` then travels by cloudpickle (``pip install
-    vescale_fn[launch]``), or has to be importable. Each rank computes on one thread.
+    vescale_fn[launch]``), or has to be importable. Each rank computes on one thread. A SIGTERM that this process gets is
+    passed on to the ranks: one that handles it may save its work and return.
 
     Args:
         fn: the function of a rank; it may return anything that pickles: tensors come back on the CPU, sharded arrays do
@@ -216,10 +217,12 @@ def _run_fresh(fn: Any, args: Any, nprocs: int, device: str, timeout: float, rea
         what = "fn or its arguments cannot be sent to the ranks"
         raise RankError(report("launch", what, [str(error), reason], fix)) from error
     ours, theirs = Pipe()
-    with Streams() as streams:
+    interpreter: list[Rank] = []
+    with told_to_end(interpreter), Streams() as streams:
         command = [sys.executable, "-c", _BOOT, str(theirs.fileno())]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=streams.ends.get(1),
                                    stderr=streams.ends.get(2), pass_fds=[theirs.fileno()])  # fmt: skip
+        interpreter.append(Rank(process, ours))
         theirs.close()
         try:
             with contextlib.suppress(OSError):  # it has ended: so says the pipe
@@ -246,7 +249,6 @@ def _run_fresh(fn: Any, args: Any, nprocs: int, device: str, timeout: float, rea
 def _serve(pipe: connection.Connection) -> None:
     """The fresh interpreter's part."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     body, nprocs, device, timeout, caller = pipe.recv()
     _rank_process.end_with(caller)
     try:

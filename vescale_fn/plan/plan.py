@@ -130,7 +130,7 @@ class Plan:
     def _tell_where(self, error: Exception) -> None:
         """Add the user's line to an error of a replay."""
         node = self.code.node_of(error)
-        if node is not None and node.meta.get("line") and hasattr(error, "add_note"):  # Python 3.10 has no notes
+        if node is not None and node.meta.get("line"):
             error.add_note(f"in a replay of what was recorded at {lines.quoted(node.meta['line'])}")
 
 
