@@ -1,7 +1,8 @@
 """vescale_fn: JAX's SPMD programming model, in eager PyTorch. Write one function, as for one device; say where arrays lie."""
 
-from . import errors, nn, optim, plan, random
+from . import checkpoint, errors, nn, optim, plan, random
 from .array import Array, spec_of
+from .checkpoint import export, load, save
 from .context import current_mesh, set_mesh, use_mesh
 from .debug import comm_log, debug, show
 from .gradient import grad, value_and_grad
@@ -43,6 +44,7 @@ __all__ = [
     "axis_index",
     "axis_size",
     "check",
+    "checkpoint",
     "comm_log",
     "current_mesh",
     "debug",
@@ -50,6 +52,7 @@ __all__ = [
     "disable_jit",
     "dynamic_slice",
     "errors",
+    "export",
     "from_local",
     "full_tracebacks",
     "grad",
@@ -57,6 +60,7 @@ __all__ = [
     "jvp",
     "launch",
     "linearize",
+    "load",
     "make_mesh",
     "nn",
     "optim",
@@ -72,6 +76,7 @@ __all__ = [
     "pvary",
     "random",
     "remat",
+    "save",
     "set_mesh",
     "shard",
     "shard_map",

@@ -40,6 +40,7 @@ except ImportError:  # the extra `launch`
 
 ASK = signal.SIGUSR1  # makes a rank write down where it is, also while it waits in a collective
 LINGER = 2.0  # seconds that a finished rank keeps its connections open
+at_end: list[Callable[[], None]] = []  # what a rank still has to do when its function has returned
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ def run_rank(rank: int, job: Job, call: Callable[[], Any], pipe: Connection) -> 
     pipe.recv()  # go: no rank calls the function before all ranks can
     try:
         result = call()
+        for finish in at_end:
+            finish()
         if job.device == "cuda":
             torch.cuda.synchronize()
     except BaseException as error:  # sys.exit in the function too

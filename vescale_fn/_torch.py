@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad as _forward_ad
 from torch.autograd import graph as _autograd_graph
 from torch.distributed import distributed_c10d as _c10d
+from torch.distributed.checkpoint import filesystem as _filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import placement_types as _placement_types
@@ -543,6 +544,9 @@ def set_default_group_timeout(timeout: Any) -> None:
 def default_store() -> Any:
     """The store through which the ranks of the default process group met."""
     return _c10d._get_default_store()
+
+
+stored_at = _filesystem._StorageInfo  # where in which file torch.distributed.checkpoint finds something
 
 
 def default_group_timeout() -> float:

@@ -51,6 +51,10 @@ class RandomError(VfnError, TypeError):
     """Something is not a key, or a draw was asked for what it cannot give."""
 
 
+class CheckpointError(VfnError, RuntimeError):
+    """A checkpoint cannot be written, or what is in it cannot be had, or is not what was asked for."""
+
+
 class RankError(VfnError, RuntimeError):
     """A launched rank failed; the message carries that rank's own traceback."""
 

@@ -1,0 +1,10 @@
+"""Checkpoints: save, load, export, and the last few of a training run. Any mesh to any mesh."""
+
+from .background import Saving
+from .export import export
+from .load import load
+from .manager import Manager
+from .save import save
+from .state_dict import from_state_dict, state_dict
+
+__all__ = ["Manager", "Saving", "export", "from_state_dict", "load", "save", "state_dict"]

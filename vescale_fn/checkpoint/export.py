@@ -1,0 +1,171 @@
+"""export: a tree as plain files that need nothing of ours to be read: of torch.save, or of safetensors."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import tree
+from ..array import is_array, whole
+from ..errors import CheckpointError, report
+from . import folders, together
+from .background import finish_last
+from .kinds import Leaf, leaves_of
+from .names import named
+from .plain_files import INDEX, VALUES, safetensors
+from .writing import on_cpu
+
+TORCH = (".pt", ".pth", ".bin")
+
+
+def export(path: str | os.PathLike[str], tree_: Any, *, max_bytes: int = 5 * 10**9) -> None:
+    """Write a tree to plain files, under the names of its leaves (``blocks.0.w``).
+
+    Whole values are put together on the first rank: all of them for a file of torch's, those of one file at a time for
+    safetensors. `load` reads these files, laid out on any mesh; so does everybody else. What is no tensor is kept where
+    the format has room for it; keys are stored as their numbers, and loaded as keys where ``like`` has a key.
+
+    Args:
+        path: what it ends in says what is written. ``.pt``, ``.pth`` or ``.bin``: a dictionary for `torch.load` and
+            `load_state_dict`. ``.safetensors``: one such file. Else a folder, as Hugging Face's libraries read it:
+            ``model.safetensors``, or several files and ``model.safetensors.index.json``; other files in it stay.
+        tree_: as for `save`. All ranks of the process group make this call.
+        max_bytes: how large one of several files may become.
+
+    Raises:
+        CheckpointError: leaves that cannot be stored so, a file that cannot be written, safetensors not installed.
+
+    >>> import tempfile, torch, vescale_fn as vfn
+    >>> folder = tempfile.mkdtemp()
+    >>> vfn.export(folder + "/model.pt", {"blocks": [{"w": torch.ones(2)}]})
+    >>> torch.load(folder + "/model.pt")
+    {'blocks.0.w': tensor([1., 1.])}
+    """
+    finish_last()
+    crew, target = together.all_ranks(), folders.as_path(path, "export")
+    found: list[Leaf] = []
+
+    def prepare() -> None:
+        if target.suffix not in TORCH:
+            safetensors("export")
+        if target.suffix in (*TORCH, ".safetensors") and target.is_dir():
+            raise CheckpointError(report("export", f"{target} is a folder", fix="a file, or a path without suffix"))
+        leaves, _ = named(tree_, "export", tree.spelling(tree_, "tree"))
+        found.extend(leaves_of(leaves, "export"))
+        if target.suffix not in TORCH:
+            _check_for_safetensors(found)
+
+    def begin(_: Any) -> list[None]:
+        with folders.failing("export", target):
+            _folder_of(target).mkdir(parents=True, exist_ok=True)
+        return [None] * crew.size
+
+    together.step(crew, "export", prepare, begin)
+    tensors = [leaf for leaf in found if leaf.is_tensor]
+    values = {leaf.name: leaf.stored for leaf in found if not leaf.is_tensor}
+    if target.suffix in TORCH:
+        files = [(target.name, tensors)]
+    else:
+        files = list(_shared_out(target, tensors, max_bytes))
+    for name, leaves in files:
+        data = {leaf.name: x for leaf, x in _whole(leaves, crew.rank == 0)}
+        together.same_for_all(crew, "export", functools.partial(_write, target, name, data, values))
+    together.same_for_all(crew, "export", functools.partial(_finish, target, files))
+
+
+def _folder_of(target: Path) -> Path:
+    return target.parent if target.suffix in (*TORCH, ".safetensors") else target
+
+
+def _beside(file: Path) -> Path:
+    return file.with_name(f".{file.name}.saving")
+
+
+def _check_for_safetensors(leaves: Sequence[Leaf]) -> None:
+    failures = []
+    for leaf in leaves:
+        if not leaf.is_tensor and leaf.kind in ("complex", "bytes"):
+            failures.append(f"{leaf.path} is {leaf.stored!r}")
+        if leaf.is_tensor and (leaf.stored.is_complex() and leaf.stored.dtype is not torch.complex64):
+            failures.append(f"{leaf.path} is {leaf.type_text}")
+    if failures:
+        raise CheckpointError(
+            report("export", "safetensors has no room for some leaves", failures, "a .pt file, or vfn.save")
+        )
+
+
+def _shared_out(target: Path, leaves: Sequence[Leaf], most: int) -> Iterator[tuple[str, list[Leaf]]]:
+    """Which leaves go to which file, in order."""
+    if target.suffix == ".safetensors":
+        yield target.name, list(leaves)
+        return
+    parts: list[list[Leaf]] = [[]]
+    size = 0
+    for leaf in leaves:
+        if parts[-1] and size + leaf.stored.nbytes > most:
+            parts.append([])
+            size = 0
+        parts[-1].append(leaf)
+        size += leaf.stored.nbytes
+    for i, part in enumerate(parts, 1):
+        yield "model.safetensors" if len(parts) == 1 else f"model-{i:05}-of-{len(parts):05}.safetensors", part
+
+
+def _whole(leaves: Sequence[Leaf], here: bool) -> Iterator[tuple[Leaf, torch.Tensor]]:
+    """The whole value of each leaf, in memory of its own, where it is wanted; all ranks take part."""
+    for leaf in leaves:
+        x = whole(leaf.stored, "export") if is_array(leaf.stored) else leaf.stored
+        if here:
+            yield leaf, on_cpu(x).clone()
+
+
+def _write(target: Path, name: str, data: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    file = _beside(_folder_of(target) / name)
+    with folders.failing("export", target):
+        try:
+            if target.suffix in TORCH:
+                torch.save(data | values, file)
+            else:
+                header = {"format": "pt"} | ({VALUES: json.dumps(values)} if values else {})
+                safetensors("export").save_file(data, str(file), header)
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        except Exception as error:
+            file.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise
+            cause = error.__context__ or error.__cause__
+            raise cause if isinstance(cause, OSError) else OSError(0, str(error).splitlines()[0]) from error
+
+
+def _finish(target: Path, files: Sequence[tuple[str, list[Leaf]]]) -> None:
+    """Give all files their names, the index last, and remove those of an older export that it does not name."""
+    folder = _folder_of(target)
+    with folders.failing("export", target):
+        for name, _ in files:
+            os.replace(_beside(folder / name), folder / name)
+        if folder == target:
+            _write_index(folder, files)
+        folders.flush_folder(folder)
+
+
+def _write_index(folder: Path, files: Sequence[tuple[str, list[Leaf]]]) -> None:
+    names = {name for name, _ in files}
+    if len(files) > 1:
+        leaves = [(leaf, name) for name, part in files for leaf in part]
+        index = {"metadata": {"total_size": sum(leaf.stored.nbytes for leaf, _ in leaves)},
+                 "weight_map": {leaf.name: name for leaf, name in leaves}}  # fmt: skip
+        new = _beside(folder / INDEX)
+        new.write_text(json.dumps(index, indent=2) + "\n")
+        os.replace(new, folder / INDEX)
+    else:
+        (folder / INDEX).unlink(missing_ok=True)
+    for old in (*folder.glob("model-?????-of-?????.safetensors"), folder / "model.safetensors"):
+        if old.name not in names:
+            old.unlink(missing_ok=True)

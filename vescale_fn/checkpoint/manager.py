@@ -1,0 +1,168 @@
+"""The checkpoints of a training run: one a step, of which the last few are kept."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, report, short
+from . import folders, together
+from .background import Saving, finish_last
+from .load import load
+from .save import save
+
+
+class Manager:
+    """The checkpoints of one training run, in a folder: ``folder/step-100``, ``folder/step-200``, ...
+
+    Every method is called by all ranks of the process group.
+
+    Args:
+        folder: it is made at the first save.
+        keep: how many of the last checkpoints to keep; None: all. Older ones go when a new one is complete.
+        keep_every: keep for good each step that this divides.
+        background: write while the program goes on.
+
+    Source: Orbax's ``CheckpointManager``, TorchTitan's ``CheckpointManager``.
+
+    >>> import tempfile, torch, vescale_fn as vfn
+    >>> manager = vfn.checkpoint.Manager(tempfile.mkdtemp(), keep=2)
+    >>> for step in range(5):
+    ...     manager.save(step, {"w": torch.full((2,), float(step)), "step": step})
+    >>> manager.steps()
+    [3, 4]
+    >>> manager.restore({"w": torch.empty(2), "step": 0})
+    {'w': tensor([4., 4.]), 'step': 4}
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int | None = 3, *, keep_every: int | None = None,
+                 background: bool = False) -> None:  # fmt: skip
+        for name, value in ("keep", keep), ("keep_every", keep_every):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise CheckpointError(
+                    report("Manager", f"{name} must be a positive integer or None, but it is {short(value)}")
+                )
+        self.folder = folders.as_path(folder, "Manager")
+        self.keep, self.keep_every, self.background = keep, keep_every, background
+        self._saving: Saving | None = None
+
+    def save(self, step: int, tree: Any) -> None:
+        """Save a tree as the checkpoint of a step, and then remove those that are too many.
+
+        Args:
+            step: how many steps have been done: a whole number, and none below a checkpoint that there is.
+            tree: as for `vescale_fn.save`.
+
+        Raises:
+            CheckpointError: as for `vescale_fn.save`; in the background at the next `save`, `wait` or `restore`. Or there
+                are checkpoints of later steps, which `rewind` removes.
+        """
+        self.wait()
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise CheckpointError(report("Manager.save", f"step must be a whole number, but it is {short(step)}",
+                                         fix="manager.save(step, tree)"))  # fmt: skip
+        later = [each for each in self.steps() if each > step]
+        if later:
+            raise CheckpointError(report(
+                "Manager.save", f"step {step} comes before step {later[-1]}, which is in {self.folder} already",
+                fix=f"manager.rewind({step}), which removes what is later; or another folder"))  # fmt: skip
+        self._saving = save(self._path(step), tree, background=self.background)
+        if not self.background:
+            self._clean()
+
+    def wait(self) -> None:
+        """Wait for a save that goes on in the background; raise what it failed with."""
+        finish_last()
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.wait()
+            self._clean()
+
+    def steps(self) -> list[int]:
+        """The steps that there are complete checkpoints of, in order: the same list on all ranks."""
+        return together.same_for_all(together.all_ranks(), "Manager.steps", self._steps)
+
+    def latest(self) -> int | None:
+        """The last step that there is a complete checkpoint of, or None."""
+        return (self.steps() or [None])[-1]
+
+    def restore(self, like: Any = None, step: int | None = None, *, mesh: Any = None, spec: Any = None,
+                partial: bool = False) -> Any:  # fmt: skip
+        """Load a checkpoint.
+
+        Args:
+            like, mesh, spec, partial: as for `vescale_fn.load`.
+            step: by default the last one.
+
+        Raises:
+            CheckpointError: there is none; or as for `vescale_fn.load`, with the other steps that there are.
+        """
+        self.wait()
+        there = self.steps()
+        wanted = step if step is not None else (there or [None])[-1]
+        if wanted not in there:
+            what = (
+                f"there is no checkpoint of step {wanted} in {self.folder}"
+                if there
+                else f"{self.folder} has no checkpoint"
+            )
+            raise CheckpointError(
+                report("Manager.restore", what, [f"there {_listed(there)}"] if there else [])
+            )
+        try:
+            return load(self._path(wanted), like, mesh=mesh, spec=spec, partial=partial)
+        except CheckpointError as error:
+            others = [each for each in there if each != wanted]
+            if others:
+                raise CheckpointError(f"{error}\n  Besides step {wanted} there {_listed(others)}: "
+                                      f"restore(like, step={others[-1]})") from error  # fmt: skip
+            raise
+
+    def rewind(self, step: int) -> None:
+        """Remove the checkpoints of all later steps."""
+        self.wait()
+
+        def remove() -> None:
+            with folders.failing("Manager.rewind", self.folder):
+                for each in self._steps():
+                    if each > step:
+                        folders.remove(self._path(each))
+
+        together.same_for_all(together.all_ranks(), "Manager.rewind", remove)
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.wait()
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+    def _steps(self) -> list[int]:
+        if not self.folder.is_dir():
+            return []
+        names = (re.fullmatch(r"step-(\d+)|\.step-(\d+)\.replaced", each.name) for each in self.folder.iterdir())
+        found = {int(name[1] or name[2]) for name in names if name is not None}
+        return sorted(step for step in found if (folders.found(self._path(step)) / folders.METADATA).is_file())
+
+    def _clean(self) -> None:
+        """Remove what is too many; the newest one, just completed, is never among it."""
+
+        def clean() -> None:
+            if self.keep is None:
+                return
+            with folders.failing("Manager.save", self.folder):
+                for step in self._steps()[: -self.keep]:
+                    if not (self.keep_every and step % self.keep_every == 0):
+                        folders.remove(self._path(step))
+                folders.sweep(self.folder)
+
+        together.same_for_all(together.all_ranks(), "Manager.save", clean)
+
+
+def _listed(steps: list[int]) -> str:
+    return f"{'is step' if len(steps) == 1 else 'are steps'} {', '.join(map(str, steps[-8:]))}"

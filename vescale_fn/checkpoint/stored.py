@@ -1,0 +1,118 @@
+"""What a checkpoint's folder says of itself: torch's own metadata, and beside it a manifest with what that cannot say.
+
+`.metadata` is what any torch.distributed.checkpoint reads and writes. The manifest (`vescale_fn.json`) has the shape of
+the tree, the kind of each leaf, and checksums; a checkpoint that others have written has none.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import Metadata
+
+from ..errors import CheckpointError, report
+from .folders import METADATA, failing
+
+MANIFEST, FORMAT = "vescale_fn.json", 1
+Sum = tuple[str, int, int, int, str]  # file, offset, length, CRC-32, leaf
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What we add to torch's metadata."""
+
+    shape: Any = None  # the outline of the tree
+    kinds: Mapping[str, str] = field(default_factory=dict)  # of each leaf
+    files: Mapping[str, int] = field(default_factory=dict)  # how many bytes each has
+    sums: tuple[Sum, ...] = ()
+
+
+def write(folder: Path, metadata: Metadata, manifest: Manifest) -> None:
+    """Write both, to the disk."""
+    inner = {
+        "shape": manifest.shape,
+        "kinds": dict(manifest.kinds),
+        "files": dict(manifest.files),
+        "sums": manifest.sums,
+    }
+    packed = pickle.dumps(metadata)
+    inner["metadata"] = [len(packed), zlib.crc32(packed)]
+    body = json.dumps(inner)
+    text = json.dumps(
+        {"format": FORMAT, "torch": torch.__version__, "crc32": zlib.crc32(body.encode()), "manifest": body}
+    )
+    for name, data in (METADATA, packed), (MANIFEST, text.encode()):
+        with open(folder / name, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read(folder: Path, where: str) -> tuple[Metadata, Manifest | None]:
+    """Both, checked; None for a manifest that is not there."""
+    with failing(where, folder):
+        packed = (folder / METADATA).read_bytes()
+        manifest = _manifest(folder, where, packed) if (folder / MANIFEST).exists() else None
+    try:
+        metadata = _Plain(io.BytesIO(packed)).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"it holds a {type(metadata).__name__}")
+    except Exception as error:
+        raise CheckpointError(report(
+            where, f"{folder / METADATA} is damaged, or no metadata of torch.distributed.checkpoint",
+            [f"{type(error).__name__}: {error}"])) from error  # fmt: skip
+    return metadata, manifest
+
+
+def _manifest(folder: Path, where: str, packed: bytes) -> Manifest:
+    try:
+        outer = json.loads((folder / MANIFEST).read_bytes())
+        newer = outer["format"] > FORMAT
+        body = outer["manifest"]
+        sound = zlib.crc32(body.encode()) == outer["crc32"]
+        inner = json.loads(body) if sound and not newer else {}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        newer = sound = False
+        inner = {}
+    if newer:
+        raise CheckpointError(report(where, f"{folder / MANIFEST} is of a newer vescale_fn", fix="a newer vescale_fn"))
+    if not sound:
+        raise CheckpointError(report(where, f"{folder / MANIFEST} is damaged", ["its checksum does not fit"]))
+    size, crc = inner["metadata"]
+    if len(packed) != size or zlib.crc32(packed) != crc:
+        what = f"it has {len(packed)} bytes of {size}" if len(packed) != size else "its checksum does not fit"
+        raise CheckpointError(report(where, f"{folder / METADATA} is damaged", [what]))
+    return Manifest(inner["shape"], inner["kinds"], inner["files"], tuple(map(tuple, inner["sums"])))
+
+
+class _Plain(pickle.Unpickler):
+    """Reads metadata, and nothing that a file made to do harm could name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        ours = module.startswith("torch.distributed.checkpoint.") and "." not in name
+        plain = (module, name) in _PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+        if ours or plain:
+            found = super().find_class(module, name)
+            if plain or isinstance(found, type):
+                return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata has")
+
+
+_PLAIN = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"),
+}
