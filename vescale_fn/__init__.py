@@ -26,6 +26,7 @@ from .ops import (
 from .parity import check
 from .placement import from_local, shard, unshard, with_sharding
 from .plan import debug_print, disable_jit, jit
+from .profiling import profile
 from .pullback import vjp
 from .ranks import launch, simulate
 from .shard_map import shard_map
@@ -71,6 +72,7 @@ __all__ = [
     "pmean",
     "pmin",
     "ppermute",
+    "profile",
     "psum",
     "psum_scatter",
     "pvary",
