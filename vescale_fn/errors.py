@@ -156,7 +156,7 @@ def described(value: Any) -> str:
     if kind in ("tuple", "list") and any(not isinstance(x, (str, int, float, tuple, type(None))) for x in value):
         inside = ", ".join(described(x) for x in value[:4]) + ", ..." * (len(value) > 4)
         return f"a {kind} of {inside}"
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:
         keys = list(cast("Mapping[Any, Any]", value))
         return f"a {kind} with keys {', '.join(map(repr, keys[:4]))}{', ...' * (len(keys) > 4)}"
     said = " ".join(repr(value).split())
