@@ -480,6 +480,19 @@ def test_arguments_that_cannot_be_keyed():
     )
 
 
+def test_a_view_that_is_a_copy_of_what_lies_otherwise_on_a_rank_is_recorded():
+    def f(x):  # attention gathers the positions, and what it gives lies in memory as that, not as the whole would
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2).square()
+
+    x = torch.randn(2, 6, 12, dtype=torch.float64)
+    with vfn.simulate(2):
+        run = vfn.jit(f)
+        found = run(vfn.shard(x, vfn.make_mesh((2,), ("cp",)), P(None, "cp")))
+        assert run.cache_info().as_written == 0
+        torch.testing.assert_close(vfn.unshard(found), f(x))
+
+
 def test_out_specs():
     def init(key):
         return {"w": vfn.random.normal(key, (5, 4)) * 0.1, "b": torch.zeros(4)}

@@ -31,6 +31,7 @@ from .pullback import vjp
 from .ranks import launch, simulate
 from .shard_map import shard_map
 from .spec import P, shard_shape, spec_from_rules
+from .spec_by_size import spec_by_size
 from .strict import strict
 from .tracebacks import full_tracebacks
 from .transform import jvp, linearize, remat, vmap
@@ -85,6 +86,7 @@ __all__ = [
     "shard_shape",
     "show",
     "simulate",
+    "spec_by_size",
     "spec_from_rules",
     "spec_of",
     "strict",

@@ -101,7 +101,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
         local[sizes[0]] = sizes[1][0]
     try:
         out = func(*local, **kwargs) if kwargs else func(*local)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the latter on tensors without values
         return _carry_out(cls, func, args, kwargs or {}, decision)
     wrapped = _torch.new_dtensor(cls, out, decision.outs[0], requires_grad=False)
     if notes:
@@ -244,7 +244,7 @@ def _reshape_if_needed(op: Any, copied: list[bool]) -> Any:
     def run(x: torch.Tensor, size: Any, **kwargs: Any) -> torch.Tensor:
         try:
             return op(x, size, **kwargs)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # the latter on tensors without values
             copied.append(True)
             return x.reshape(size)
 

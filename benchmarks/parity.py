@@ -1,0 +1,140 @@
+"""Loss curves on meshes beside those of one device: every model, every parallelism, every mesh of up to 8 simulated ranks.
+
+No clock is read. A step is loss, gradients, clipping by their norm and AdamW, with dropout on, replayed from one plan. In
+float64 sums in another order explain a difference of 1e-15 or so, and a mistake always shows; in float32 curves drift apart.
+``python -m benchmarks.parity`` runs all of it, about two hours; with ``--models llama,dit``, ``--rows fsdp,tp+sp`` or
+``--largest 4`` a part, whose table is printed only. tests/test_parallelisms.py runs a sample of it, of few steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import vescale_fn as vfn
+from benchmarks.side_by_side import publish, table
+from vescale_fn import P, tree
+from vescale_fn.recipes import dit, gpt, llama, mixtral, models, parallel, resnet
+
+BATCH, LENGTH, LARGEST = 8, 12, 8
+EXACT, DRIFTING = (torch.float64, 20, 1e-12), (torch.float32, 100, 6e-5)  # dtype, steps, largest difference of losses
+KEY = vfn.random.key(0)
+CONFIGS = {
+    "gpt": gpt.Config(vocab=24, context=16, dim=16, heads=4, layers=2, hidden=24, dropout=0.2),
+    "llama": llama.Config(vocab=24, dim=16, heads=4, groups=2, layers=2, hidden=24, dropout=0.2),
+    "mixtral": mixtral.Config(
+        vocab=24, dim=16, heads=4, groups=2, layers=2, hidden=12, experts=4, capacity=1.0, dropout=0.2
+    ),
+    "dit": dit.Config(size=8, patch=2, classes=5, dim=16, heads=4, layers=2, hidden=24, frequencies=8, dropout=0.2),
+    "resnet": resnet.Config(classes=5, widths=(8, 16), blocks=1, groups=4, dropout=0.2),
+}
+ROWS = (
+    "dp zero1 zero2 fsdp fsdp+remat hsdp tp tp+sp vp cp ep "
+    "dp+tp zero1+tp zero2+tp+sp fsdp+tp fsdp+tp+sp+vp+remat hsdp+tp dp+cp fsdp+cp+tp dp+ep fsdp+ep+tp dp+cp+ep"
+).split()
+
+
+class Run(NamedTuple):
+    """What a run gives: the losses, the parameters before and after, and what dropout makes of ones."""
+
+    losses: list[float]
+    first: Any
+    last: Any
+    mask: torch.Tensor
+
+
+def train(name: str, dtype: torch.dtype, steps: int, text: str = "", mesh: Any = None, jit: bool = True) -> Run:
+    """Train a model; on a mesh, by the parallelisms that `text` names."""
+    layout = parallel.parallel(text, mesh) if text else parallel.ONE_DEVICE
+    model, config = models.MODELS[name], models.laid_out(CONFIGS[name], layout)
+    optimizer = vfn.optim.chain(vfn.optim.clip_by_global_norm(1.0), vfn.optim.adamw(3e-3))
+    params, mask = model.init(KEY, config, dtype), torch.ones(BATCH, LENGTH, 6, dtype=dtype)
+    specs = parallel.Specs(P(), P(), P())
+    if mesh is not None:
+        specs = layout.specs(params, model.NAMES, mesh)
+        params = vfn.jit(lambda key: model.init(key, config, dtype), out_specs=specs.params)(KEY)
+        params = vfn.shard(params, mesh, specs.params)  # where jit has left some of them plain
+        mask = vfn.shard(mask, mesh, layout.spec("batch", "norm_length"))
+    first, state, losses = vfn.unshard(params), specs.init(optimizer, params), []
+
+    def step(params: Any, state: Any, batch: Any, key: vfn.random.Key) -> Any:
+        value, grads = vfn.value_and_grad(model.loss)(params, batch, config, key)
+        params, state = specs.update(optimizer, grads, state, params)
+        return params, state, value
+
+    run = vfn.jit(step) if jit else step
+    for i in range(steps):
+        batch = models.random_batch(vfn.random.fold_in(KEY, i % 4), config, BATCH, LENGTH, dtype)
+        batch = batch if mesh is None else vfn.shard(batch, mesh, layout.spec("batch"))
+        params, state, value = run(params, state, batch, vfn.random.fold_in(KEY, 100 + i))
+        losses.append(vfn.unshard(value).item())
+    return Run(losses, first, vfn.unshard(params), vfn.unshard(vfn.random.dropout(KEY, mask, 0.3)))
+
+
+def on_mesh(name: str, dtype: torch.dtype, steps: int, text: str, sizes: dict[str, int], jit: bool = True) -> Run:
+    """Train on a mesh of these axes, of the ranks that there are."""
+    mesh = vfn.make_mesh(tuple(sizes.values()), tuple(sizes))
+    with vfn.use_mesh(mesh):
+        return train(name, dtype, steps, text, mesh, jit)
+
+
+def apart(one: Run, other: Run) -> float:
+    """The largest difference of two runs' losses; infinite where parameters or masks do not begin as the same bits."""
+    begun = [
+        torch.equal(a, b) for a, b in zip(tree.leaves((one.first, one.mask)), tree.leaves((other.first, other.mask)))
+    ]
+    differences = [abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)]
+    return math.inf if not all(begun) or any(map(math.isnan, differences)) else max(differences)
+
+
+def meshes(text: str, largest: int = LARGEST) -> Iterator[dict[str, int]]:
+    """The meshes of 2 to `largest` ranks for a parallelism: all sizes of its axes, from 2 on."""
+    dims = parallel.parallel(text).dims
+    axes = [axis for axis in parallel.AXES if any(axis in names for _, names in dims)]
+    for sizes in itertools.product(range(2, largest + 1), repeat=len(axes)):
+        if math.prod(sizes) <= largest:
+            yield dict(zip(axes, sizes))
+
+
+def rows(names: list[str], texts: list[str]) -> Iterator[tuple[str, str]]:
+    """The models, each with the parallelisms that it has dims for."""
+    return ((name, text) for name in names for text in texts if models.suits(name, text))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity")
+    parser.add_argument("--models", default=",".join(CONFIGS))
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--largest", type=int, default=LARGEST)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found, one = [], {}
+    for name, text in rows(options.models.split(","), options.rows.split(",")):
+        for dtype, steps, _ in (EXACT, DRIFTING):
+            if (name, dtype) not in one:
+                one[name, dtype] = train(name, dtype, steps)
+        every = list(meshes(text, options.largest))
+        worst = []
+        for sizes in every:
+            with vfn.simulate(math.prod(sizes.values())):
+                worst.append(apart(one[name, EXACT[0]], on_mesh(name, *EXACT[:2], text, sizes)))
+        with vfn.simulate(math.prod(every[-1].values())):
+            drift = apart(one[name, DRIFTING[0]], on_mesh(name, *DRIFTING[:2], text, every[-1]))
+        found.append([name, text, len(every), max(worst), drift, "yes" if max(*worst, drift) < math.inf else "NO"])
+        print(*found[-1], flush=True)
+    columns = ["model", "parallelism", "meshes", "float64, 20 steps", "float32, 100 steps", "same bits to begin with"]
+    if sys.argv[1:]:
+        print(table(columns, found))
+    else:
+        publish("parity", columns, found)
+    assert all(row[3] < EXACT[2] and row[4] < DRIFTING[2] for row in found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""A mixture of experts like Mixtral: Llama's attention, and in the place of its gated layer several, of which each token
+chooses a few (Jiang et al., arXiv 2401.04088).
+
+The tokens of one sequence share the places that an expert has; those that find none left pass by, as in GShard
+(Lepikhin et al., arXiv 2006.16668). So what a token meets does not depend on how many ranks there are. Written as for one
+device; lines that exist only for distribution end in ``# mesh``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import vescale_fn as vfn
+from vescale_fn import P  # mesh
+
+from .layers import dropout, keys_of, matrix, next_token_loss, rms_norm, rotation
+from .llama import attend
+from .parallel import ONE_DEVICE, Layout  # mesh
+
+Params = dict[str, Any]
+
+NAMES = [  # mesh
+    (r"\b(q|k|v)$", P(None, "heads")),  # mesh
+    (r"\bout$", P("heads")),  # mesh
+    (r"\b(gate|up)$", P("experts", None, "hidden")),  # mesh
+    (r"\bdown$", P("experts", "hidden")),  # mesh
+    (r"^(embed|head)$", P("vocab")),  # mesh
+    (r".*", P()),  # mesh
+]  # mesh
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of the model. Each token chooses `chosen` of `experts`; an expert has `capacity` times the places that it
+    would need if all were chosen alike. `balance` weighs the loss that makes them be."""
+
+    vocab: int = 256
+    dim: int = 128
+    heads: int = 4
+    groups: int = 2
+    layers: int = 2
+    hidden: int = 172
+    experts: int = 8
+    chosen: int = 2
+    capacity: float = 1.25
+    balance: float = 0.01
+    dropout: float = 0.05
+    base: float = 10000.0
+    layout: Layout = ONE_DEVICE  # mesh
+
+
+def init(key: vfn.random.Key, config: Config, dtype: torch.dtype = torch.float32) -> Params:
+    """Random parameters, the same for the same key."""
+    keys, dim = iter(vfn.random.split(key, 2 + 8 * config.layers)), config.dim
+    few, back = dim * config.groups // config.heads, (2 * config.layers) ** -0.5
+
+    def linear(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+        return matrix(next(keys), rows, columns, dtype, scale)
+
+    def several(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+        return vfn.random.normal(next(keys), (config.experts, rows, columns), dtype) * (scale * rows**-0.5)
+
+    def block() -> Params:
+        return {
+            "attention": {
+                "norm": torch.ones(dim, dtype=dtype),
+                "q": linear(dim, dim),
+                "k": linear(dim, few),
+                "v": linear(dim, few),
+                "out": linear(dim, dim, back),
+            },
+            "moe": {
+                "norm": torch.ones(dim, dtype=dtype),
+                "router": linear(dim, config.experts),
+                "gate": several(dim, config.hidden),
+                "up": several(dim, config.hidden),
+                "down": several(config.hidden, dim, back),
+            },
+        }
+
+    return {
+        "embed": vfn.random.normal(next(keys), (config.vocab, dim), dtype) * 0.4,
+        "head": vfn.random.normal(next(keys), (config.vocab, dim), dtype) * dim**-0.5,
+        "blocks": [block() for _ in range(config.layers)],
+        "norm": torch.ones(dim, dtype=dtype),
+    }
+
+
+def apply(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random.Key | None = None) -> Any:
+    """Scores [B, T, vocab] of the token after each position of `tokens` [B, T], and how unevenly the experts were chosen:
+    1 where each was by as many, in the mean over the layers. With a key, dropout is on."""
+    blocks, run, keys, uneven = params["blocks"], block, keys_of(key, 2 * config.layers), 0.0
+    params = {name: p for name, p in params.items() if name != "blocks"}
+    angles = rotation(tokens.shape[1], config.dim // config.heads, config.base, params["norm"])
+    at = config.layout  # mesh
+    params, run = at.gather(params), at.block(block)  # mesh
+    tokens = at(tokens, "batch", "norm_length", without="vocab")  # mesh
+    x = F.embedding(tokens, params["embed"])
+    x = at(x, "batch", "norm_length")  # mesh
+    for p in blocks:
+        x, more = run(p, x, angles, config, next(keys), next(keys))
+        uneven = uneven + more / config.layers
+    x = rms_norm(x, params["norm"])
+    x = at(x, "batch", "norm_length", without="vocab")  # mesh
+    return x @ params["head"].T, uneven
+
+
+def logits(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random.Key | None = None) -> torch.Tensor:
+    """The scores alone."""
+    return apply(params, tokens, config, key)[0]
+
+
+def loss(params: Params, batch: torch.Tensor, config: Config, key: vfn.random.Key | None = None) -> torch.Tensor:
+    """Mean cross entropy in nats of each window's next tokens, and the weighed loss of balance; `batch` is [B, T + 1]."""
+    scores, uneven = apply(params, batch[:, :-1], config, key)
+    return next_token_loss(scores, batch[:, 1:]) + config.balance * uneven
+
+
+def block(p: Params, x: torch.Tensor, angles: Any, config: Config, *keys: vfn.random.Key | None) -> Any:
+    """Attention and experts, each added to what it works on; how unevenly these were chosen."""
+    x = x + dropout(keys[0], attend(p["attention"], x, angles, config), config.dropout)
+    y, uneven = mixture(p["moe"], x, config)
+    return x + dropout(keys[1], y, config.dropout), uneven
+
+
+def mixture(p: Params, x: torch.Tensor, config: Config) -> Any:
+    """Each token's experts, weighed as the router scores them; how unevenly they were chosen."""
+    at = config.layout  # mesh
+    h = rms_norm(x, p["norm"])
+    h = at(h, "batch")  # mesh
+    places = math.ceil(config.capacity * config.chosen * h.shape[1] / config.experts)
+    taken, weights, uneven = route(h @ p["router"], places, config.chosen)
+    h = torch.einsum("btec,btd->ebcd", taken, h)
+    h = at(h, "experts", "batch")  # mesh
+    h = F.silu(torch.einsum("ebcd,edh->ebch", h, p["gate"])) * torch.einsum("ebcd,edh->ebch", h, p["up"])
+    h = torch.einsum("ebch,ehd->ebcd", h, p["down"])
+    h = at(h, None, "batch")  # mesh
+    y = torch.einsum("btec,ebcd->btd", weights, h)
+    y = at(y, "batch", "norm_length")  # mesh
+    return y, uneven
+
+
+def route(scores: torch.Tensor, places: int, chosen: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which place of which expert each token takes, 0 or 1, and with which weight: [B, T, E, places] each.
+
+    In each sequence, first choices find their places before second ones, and earlier tokens before later. Also: the loss of
+    balance (Fedus et al., arXiv 2101.03961, equation 4), 1 where all experts are chosen alike.
+    """
+    probs = scores.softmax(-1)
+    best, which = probs.topk(chosen, dim=-1)
+    wanted = one_hot(which, scores.shape[-1])  # [B, T, chosen, E]
+    queue = wanted.transpose(1, 2).flatten(1, 2).cumsum(1).unflatten(1, (chosen, -1)).transpose(1, 2)
+    slots = one_hot(queue - 1, places) & wanted[..., None]  # [B, T, chosen, E, places]
+    taken = slots.any(2).to(probs.dtype)
+    weights = taken * (wanted * (best / best.sum(-1, keepdim=True))[..., None]).sum(2)[..., None]
+    share, mean = wanted.to(probs.dtype).mean((0, 1, 2)), probs.mean((0, 1))
+    return taken, weights, scores.shape[-1] * (share * mean).sum()
+
+
+def one_hot(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Whether each integer is 0, 1, ... `size` - 1, along a new last dim; none of them where it is none."""
+    return x[..., None] == torch.arange(size, device=x.device)

@@ -1,0 +1,161 @@
+"""Parallelisms as a table: which named dims are split over which axes of the mesh.
+
+A model names the dims of its parameters and of a few of its values ("batch", "heads", "hidden", ...). A parallelism is a
+row of `TABLE`, and says which mesh axes split which of these dims; ``parallel("fsdp+tp")`` joins rows. No row knows a
+model, and no model a row. README.md, beside this file, has a section for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+import vescale_fn as vfn
+from vescale_fn import P
+
+# Dims of values: "batch"; "length", the positions that attention sees; "norm_length", those where norms, dropout and
+# sums work; "heads", "hidden", "vocab", "experts". "params", "grads" and "state" stand for the largest dim of each leaf
+# of the parameters, of their gradients and of the optimiser's state.
+TABLE: dict[str, dict[str, tuple[str, ...]]] = {
+    "dp": {"batch": ("dp",)},
+    "zero1": {"batch": ("dp",), "state": ("dp",)},
+    "zero2": {"batch": ("dp",), "state": ("dp",), "grads": ("dp",)},
+    "fsdp": {"batch": ("dp",), "state": ("dp",), "grads": ("dp",), "params": ("dp",)},
+    "hsdp": {"batch": ("replica", "dp"), "state": ("dp",), "grads": ("dp",), "params": ("dp",)},
+    "tp": {"heads": ("tp",), "hidden": ("tp",)},
+    "sp": {"norm_length": ("tp",)},
+    "vp": {"vocab": ("tp",)},
+    "cp": {"length": ("cp",), "norm_length": ("cp",)},
+    "ep": {"batch": ("ep",), "experts": ("ep",)},
+}
+TABLE["zero3"] = TABLE["fsdp"]
+AXES = ("replica", "dp", "cp", "ep", "tp")  # the axes that rows speak of, as a mesh has them: major first
+REMAT = "remat"  # no row: each block is computed, and gathered, again in the backward pass
+Rules = Sequence[tuple[str, P]]
+
+
+class ParallelError(ValueError):
+    """A text that names no parallelism, or one that does not fit the mesh."""
+
+
+class Specs(NamedTuple):
+    """Where the parameters of a model, their gradients, and the optimiser's state for them lie: trees of specs."""
+
+    params: Any
+    grads: Any
+    state: Any
+
+    def init(self, optimizer: vfn.optim.Optimizer, params: Any) -> Any:
+        """The state of an optimiser, each rank having its part of it."""
+        return optimizer.init(vfn.with_sharding(params, self.state))
+
+    def update(self, optimizer: vfn.optim.Optimizer, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """The next parameters and state. Each rank updates that part of the parameters whose state it has."""
+        mine, grads = vfn.with_sharding(params, self.state), vfn.with_sharding(grads, self.grads)
+        updates, state = optimizer.update(vfn.with_sharding(grads, self.state), state, mine)
+        return vfn.with_sharding(vfn.optim.apply_updates(mine, updates), self.params), state
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which mesh axes split which named dims; what `parallel` returns. The empty one states nothing: one device."""
+
+    dims: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    remat: bool = False
+
+    def axes(self, name: str | None) -> tuple[str, ...]:
+        """The axes that split a dim, major first."""
+        return dict(self.dims).get(name or "", ())
+
+    def spec(self, *names: str | None, without: str | None = None) -> P:
+        """The spec of a value whose dims have these names. An axis splits the first of the dims that it could split.
+
+        >>> layout = parallel("dp+ep")
+        >>> layout.spec("batch", "length"), layout.spec("experts", "batch")
+        (P(('dp', 'ep'), None), P('ep', 'dp'))
+        """
+        used, rows = set(self.axes(without)), []
+        for name in names:
+            rows.append(tuple(axis for axis in self.axes(name) if axis not in used))
+            used.update(rows[-1])
+        return P(*rows)
+
+    def __call__(self, x: Any, *names: str | None, without: str | None = None) -> Any:
+        """`x`, whose dims have these names, stated to lie accordingly; not split over the axes of the dim `without`."""
+        return vfn.with_sharding(x, self.spec(*names, without=without)) if self.dims else x
+
+    def gather(self, params: Any) -> Any:
+        """Parameters as a rank computes with them: whole along the axes over which they are merely kept."""
+        return vfn.with_sharding(params, optree.tree_map(self._gathered, params)) if self.axes("params") else params
+
+    def _gathered(self, x: Any) -> P:
+        rows = [(row,) if isinstance(row, str) else row or () for row in (vfn.spec_of(x) if _is_tensor(x) else ())]
+        return P(*(tuple(axis for axis in row if axis not in self.axes("params")) for row in rows))
+
+    def block(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """A block of a model, whose parameters, its first argument, are gathered where it is run, and given up after it."""
+        run = lambda params, *args: f(self.gather(params), *args)
+        return vfn.remat(run) if self.remat else run
+
+    def specs(self, params: Any, rules: Rules, mesh: Any) -> Specs:
+        """Where everything lies: `rules` are as for `vfn.spec_from_rules`, with names of dims in the place of axes.
+
+        `mesh` is a DeviceMesh, or a mapping from axis names to sizes.
+        """
+        base = vfn.spec_from_rules(params, [(pattern, self.spec(*names)) for pattern, names in rules])
+        return Specs(*(vfn.spec_by_size(params, mesh, self.axes(kind), base) for kind in Specs._fields))
+
+
+ONE_DEVICE = Layout()
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def parallel(text: str, mesh: Any = None) -> Layout:
+    """The layout that a text like ``"fsdp+tp+remat"`` names: rows of `TABLE`, in the order of their axes' nesting.
+
+    Args:
+        text: names of rows joined by ``+``, and ``remat``.
+        mesh: if given, it must have the axes of these rows, and no others but of size 1.
+
+    Raises:
+        ParallelError: an unknown name, a row named twice, two rows that keep the same in two ways, or another mesh.
+
+    >>> parallel("zero2+tp").spec("batch", None, "heads")
+    P('dp', None, 'tp')
+    """
+    names = text.split("+")
+    unknown = [name for name in names if name not in TABLE and name != REMAT]
+    if unknown or len(set(names)) < len(names):
+        wrong = f"{', '.join(map(repr, unknown))} is none of them" if unknown else "a name stands there twice"
+        known = ", ".join([*TABLE, REMAT])
+        raise ParallelError(f"{text!r}: {wrong}; write names from {known}, joined by +: fsdp+tp+remat")
+    dims: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        for dim, axes in TABLE.get(name, {}).items():
+            dims[dim] = (*dims.get(dim, ()), *(axis for axis in axes if axis not in dims.get(dim, ())))
+    if mesh is not None:
+        _check(text, {axis for axes in dims.values() for axis in axes}, _sizes(mesh))
+    return Layout(tuple(dims.items()), REMAT in names)
+
+
+def _sizes(mesh: Any) -> dict[str, int]:
+    return dict(mesh) if isinstance(mesh, Mapping) else dict(zip(mesh.mesh_dim_names, mesh.shape))
+
+
+def _check(text: str, used: set[str], sizes: dict[str, int]) -> None:
+    there = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    missing = sorted(used - set(sizes))
+    idle = [name for name, size in sizes.items() if size > 1 and name not in used]
+    if missing:
+        needs = ", ".join(sorted(used))
+        raise ParallelError(f"{text!r} needs the axes {needs}, but the mesh is {there}: add {missing[0]}=2, say")
+    if idle:
+        left = ", ".join(idle)
+        raise ParallelError(f"the mesh is {there}, but {text!r} leaves {left} idle: set it to 1, or name what uses it")
