@@ -6,7 +6,9 @@ from .checkpoint import export, load, save
 from .context import current_mesh, set_mesh, use_mesh
 from .debug import comm_log, debug, show
 from .gradient import grad, value_and_grad
+from .initial import eval_shape, init
 from .mesh import make_mesh
+from .modules import deferred, functionalize
 from .ops import (
     all_gather,
     all_to_all,
@@ -51,13 +53,17 @@ __all__ = [
     "current_mesh",
     "debug",
     "debug_print",
+    "deferred",
     "disable_jit",
     "dynamic_slice",
     "errors",
+    "eval_shape",
     "export",
     "from_local",
     "full_tracebacks",
+    "functionalize",
     "grad",
+    "init",
     "jit",
     "jvp",
     "launch",

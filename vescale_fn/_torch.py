@@ -534,6 +534,32 @@ def register_tree_node(cls: type, flatten: Any, unflatten: Any, names: tuple[str
     )  # fmt: skip
 
 
+def held_by(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """A module's own parameters, its own buffers, its children."""
+    return module._parameters, module._buffers, module._modules
+
+
+def tree_node(cls: type) -> tuple[Callable[[Any], Any], Callable[[list[Any], Any], Any]] | None:
+    """How torch's own pytree takes a node of this class apart and puts it together; None where it is a leaf to it."""
+    found = _pytree.SUPPORTED_NODES.get(cls)
+    return None if found is None else (found.flatten_fn, found.unflatten_fn)
+
+
+@contextlib.contextmanager
+def truncated_normals_by(handler: Callable[..., Any]) -> Iterator[None]:
+    """Have `torch.nn.init.trunc_normal_`, which no mode sees, call ``handler(own, tensor, mean, std, a, b, generator)``; `own`
+    is torch's way to do it."""
+    own = getattr(torch.nn.init, "_no_grad_trunc_normal_", None)
+    if own is None:
+        yield
+        return
+    torch.nn.init._no_grad_trunc_normal_ = functools.partial(handler, own)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = own  # type: ignore[attr-defined]
+
+
 def set_default_group_timeout(timeout: Any) -> None:
     """Let the groups of a mesh time out as the process group does (by default half an hour, whatever that was given)."""
     _c10d.default_pg_timeout = timeout

@@ -25,7 +25,9 @@ class _Active(threading.local):
 
 _active = _Active()
 _intercepting = 0
-_lock = threading.Lock()
+_checkpoints = 0
+_lock = threading.RLock()
+captures: list[Callable[[], Callable[[], Any]]] = []  # what else is entered again; asked at the call, like `capture`
 
 
 class running:
@@ -61,7 +63,7 @@ class running:
                 if _intercepting == 1:
                     _torch.intercept_function_apply(_function_apply)
                     _torch.intercept_reverse_mode(_differentiated_by)
-                    _torch.intercept_checkpoint(computed_again)
+                    watch_checkpoints(1)
                     _torch.run_compiled_as_written(True)
             self._mode.__enter__()
         return self
@@ -83,11 +85,20 @@ class running:
                 if _intercepting == 0:
                     _torch.intercept_function_apply(None)
                     _torch.intercept_reverse_mode(None)
-                    _torch.intercept_checkpoint(None)
+                    watch_checkpoints(-1)
                     _torch.run_compiled_as_written(False)
         context.swap_body(self._body_before)
         marks.swap_writes(self._writes_before)
         _active.run, innermost.mode = self._before, self._mode_before
+
+
+def watch_checkpoints(by: int) -> None:
+    """Have `torch.utils.checkpoint` compute again in what was around it (1), or no longer (-1). Calls are counted."""
+    global _checkpoints
+    with _lock:
+        _checkpoints += by
+        if _checkpoints == max(by, 0):  # the first, or none any more
+            _torch.intercept_checkpoint(computed_again if by > 0 else None)
 
 
 def _differentiated_by(x: Tensor) -> Tensor:
@@ -150,4 +161,4 @@ def computed_again(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call
                         marks.borrow(x)
         return fn(*args, **kwargs)
 
-    return again, context.Again(context.captured(), capture())
+    return again, context.Again(context.captured(), capture(), *(also() for also in captures))

@@ -77,6 +77,12 @@ class Recorder(_torch.TorchDispatchMode):
         """The stand-in of an input, a plain tensor."""
         return self._placeholder(x, name)
 
+    def abstract(self, x: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a tensor of which shape and dtype are known, and on which device it will be is not."""
+        fake = self._fake.like(x, _torch.default_device() if x.device.type == "meta" else x.device)
+        self._note(fake, self._new_placeholder("abstract", fake))
+        return fake
+
     def number(self, value: float, name: str) -> Number:
         """The stand-in of an input, a Python float."""
         return self.computed(value, self._new_placeholder(name, value))

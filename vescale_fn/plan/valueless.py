@@ -17,9 +17,9 @@ class Valueless:
         self._mode = _torch.fake_mode()
         self._known: dict[Any, Any] = {}
 
-    def like(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor without values that lies as `x`."""
-        return self._made((x.shape, x.stride(), x.dtype, x.device))
+    def like(self, x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        """A tensor without values that lies as `x`, there or on another device."""
+        return self._made((x.shape, x.stride(), x.dtype, device or x.device))
 
     def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
         """What an op gives."""
