@@ -10,6 +10,7 @@ NAMES = (
     "grad_call",
     "eager_ops",
     "replayed_step",
+    "optimiser_step",
     "simulated_step",
     "random_draws",
     "peak_memory",

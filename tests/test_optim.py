@@ -30,12 +30,59 @@ class Lion(torch.optim.Optimizer):
                 p -= group["lr"] * (c.sign() + group["weight_decay"] * p)
 
 
+class Muon(torch.optim.Optimizer):
+    """Jordan's formulas, line by line, for matrices; for what is none, plain gradient descent."""
+
+    def __init__(self, params, lr, momentum=0.95, weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for p in group["params"]:
+                if p.ndim != 2:
+                    p -= lr * p.grad
+                    continue
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                m.copy_(momentum * m + (1 - momentum) * p.grad)
+                x = (1 - momentum) * p.grad + momentum * m
+                x = x.T if p.shape[0] > p.shape[1] else x
+                x = x / x.norm()
+                for _ in range(5):
+                    g = x @ x.T
+                    x = 3.4445 * x + (-4.7750 * g + 2.0315 * g @ g) @ x
+                x = x.T if p.shape[0] > p.shape[1] else x
+                p *= 1 - lr * group["weight_decay"]
+                p -= lr * math.sqrt(max(1, p.shape[0] / p.shape[1])) * x
+
+
+class EverySecond(torch.optim.SGD):
+    """A step with the mean of two gradients."""
+
+    @torch.no_grad()
+    def step(self):
+        self.grads = [*getattr(self, "grads", []), [p.grad.clone() for p in self.param_groups[0]["params"]]]
+        if len(self.grads) == 2:
+            for p, first, second in zip(self.param_groups[0]["params"], *self.grads):
+                p.grad = (first + second) / 2
+            super().step()
+            self.grads = []
+
+
 class Case(NamedTuple):
     name: str
     ours: optim.Optimizer
     reference: type
     options: dict
     clip: float = math.inf
+    value: float = math.inf  # to which each number is clipped
+    moves: int = 0  # the collectives of an update on a mesh of two axes
+    exact: bool = True  # elementwise: the same bits on every mesh
+
+
+def by_ndim(params):
+    return optree.tree_map(lambda x: "matrix" if getattr(x, "ndim", 0) == 2 else "other", params)
 
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
@@ -45,6 +92,8 @@ CASES = [
     Case("decay", optim.sgd(0.1, weight_decay=0.3), SGD, {"lr": 0.1, "weight_decay": 0.3}),
     Case("momentum", optim.sgd(0.1, 0.9, weight_decay=0.1), SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
     Case("nesterov", optim.sgd(0.1, 0.8, nesterov=True), SGD, {"lr": 0.1, "momentum": 0.8, "nesterov": True}),
+    Case("adam", optim.adam(0.05), torch.optim.Adam, {"lr": 0.05}),
+    Case("adam_decay", optim.adam(0.05, weight_decay=0.3), torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.3}),
     Case("adamw", optim.adamw(0.05), ADAMW, {"lr": 0.05}),
     Case(
         "adamw_options",
@@ -52,10 +101,49 @@ CASES = [
         ADAMW,
         {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.5},
     ),
-    Case("adam", optim.adamw(0.05, weight_decay=0.0), torch.optim.Adam, {"lr": 0.05}),
     Case("lion", optim.lion(0.02, 0.7, 0.9, 0.2), Lion, {"lr": 0.02, "b1": 0.7, "b2": 0.9, "weight_decay": 0.2}),
-    Case("clipped", optim.chain(optim.clip_by_global_norm(0.7), optim.adamw(0.05)), ADAMW, {"lr": 0.05}, 0.7),
+    Case("adafactor", optim.adafactor(0.05), torch.optim.Adafactor, {"lr": 0.05}, moves=6, exact=False),
+    Case(
+        "adafactor_options",
+        optim.adafactor(0.3, -0.6, (1e-4, 0.02), 1.2, 0.2),
+        torch.optim.Adafactor,
+        {"lr": 0.3, "beta2_decay": -0.6, "eps": (1e-4, 0.02), "d": 1.2, "weight_decay": 0.2},
+        moves=6,
+        exact=False,
+    ),
+    Case(
+        "muon",
+        optim.partition({"matrix": optim.muon(0.05, dtype=torch.float64), "other": optim.sgd(0.05)}, by_ndim),
+        Muon,
+        {"lr": 0.05},
+        moves=3,
+        exact=False,
+    ),
+    Case(
+        "clipped",
+        optim.chain(optim.clip_by_global_norm(0.7), optim.adamw(0.05)),
+        ADAMW,
+        {"lr": 0.05},
+        clip=0.7,
+        moves=1,
+        exact=False,
+    ),
+    Case("clipped_values", optim.chain(optim.clip_by_value(0.3), optim.sgd(0.1)), SGD, {"lr": 0.1}, value=0.3),
     Case("schedule", optim.sgd(falling), SGD, {"lr": falling}),
+    Case(
+        "parts",
+        optim.chain(optim.add_decayed_weights(0.3), optim.scale(-1.0), optim.scale(falling)),
+        SGD,
+        {"lr": falling, "weight_decay": 0.3},
+    ),
+    Case("averaged", optim.chain(optim.sgd(0.1), optim.ema(0.9)), SGD, {"lr": 0.1}),
+    Case("accumulated", optim.accumulate(optim.sgd(0.1), 2), EverySecond, {"lr": 0.1}),
+    Case(
+        "from_torch",
+        optim.from_torch(torch.optim.RMSprop, 0.01, momentum=0.5),
+        torch.optim.RMSprop,
+        {"lr": 0.01, "momentum": 0.5},
+    ),
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -95,6 +183,7 @@ def test_steps_as_the_reference(case):
         reference.zero_grad()
         loss(optree.tree_unflatten(structure, leaves)).backward()
         torch.nn.utils.clip_grad_norm_(leaves, case.clip)
+        torch.nn.utils.clip_grad_value_(leaves, case.value)
         if callable(rate):
             reference.param_groups[0]["lr"] = rate(count)
         reference.step()
@@ -119,6 +208,8 @@ def test_keeps_structures_shapes_and_dtypes(case):
         updates, new_state = case.ours.update(params, state, params)
         describe = lambda tree: optree.tree_map(lambda x: (x.dtype, x.shape), tree)
         assert describe(updates) == describe(params) == describe(optim.apply_updates(params, updates))
+        if case.name == "from_torch":  # torch's make their state in the first step
+            state, (_, new_state) = new_state, case.ours.update(params, new_state, params)
         assert describe(new_state) == describe(state)
 
 
@@ -140,10 +231,12 @@ def test_passes_by_what_is_not_trained(case):
 @each_case
 def test_a_leaf_without_gradient_stays(case):
     params = {"w": torch.ones(2), "frozen": torch.ones(2)}
-    updates, _ = case.ours.update({"w": torch.ones(2), "frozen": None}, case.ours.init(params), params)
-    after = optim.apply_updates(params, updates)
-    assert after["frozen"].equal(torch.ones(2))
-    assert after["w"].lt(1).all()
+    state = case.ours.init(params)
+    for _ in range(2):
+        updates, state = case.ours.update({"w": torch.ones(2), "frozen": None}, state, params)
+        params = optim.apply_updates(params, updates)
+    assert params["frozen"].equal(torch.ones(2))
+    assert params["w"].lt(1).all()
 
 
 @each_case
@@ -169,36 +262,84 @@ def test_complains_of_another_structure(case):
 
 
 @each_case
-@pytest.mark.parametrize(("shape", "names"), [((1, 1), ("dp", "tp")), ((2, 3), ("dp", "tp")), ((4, 2), ("dp", "tp"))])
+@pytest.mark.parametrize(("shape", "names"), [((1, 2), ("dp", "tp")), ((2, 3), ("dp", "tp"))])
 def test_the_same_on_a_mesh(case, shape, names):
     expected = train(case.ours, make_params())
     with vfn.simulate(math.prod(shape)):
-        mesh = vfn.make_mesh(shape, names)
-        params = vfn.shard(make_params(), mesh, SPECS)
-        state = case.ours.init(params)
-        _, after = case.ours.update(vfn.grad(loss)(params), state, params)
-        kept = [vfn.spec_of(x) for x in optree.tree_leaves(after) if x.dtype == torch.float64]
-        assert kept == [vfn.spec_of(x) for x in optree.tree_leaves(params)] * (len(kept) // 4)
+        params = vfn.shard(make_params(), vfn.make_mesh(shape, names), SPECS)
         # sums of squares and of gradients in another order
         close(vfn.unshard(train(case.ours, params)), expected, rtol=1e-12, atol=1e-13)
 
 
+def updates_of(opt, params, draws=2):
+    """The updates, and the last state, for gradients that are drawn."""
+    draw, state, found = torch.Generator().manual_seed(5), opt.init(params), []
+    for _ in range(draws):
+        whole = [torch.randn(x.shape, dtype=x.dtype, generator=draw) for x in optree.tree_leaves(params)]
+        grads = optree.tree_unflatten(optree.tree_structure(params), whole)
+        if vfn.array.is_array(optree.tree_leaves(params)[0]):
+            grads = vfn.shard(grads, optree.tree_leaves(params)[0].device_mesh, SPECS)
+        updates, state = opt.update(grads, state, params)
+        found.append(updates)
+    return found, state
+
+
 @each_case
-def test_a_step_on_a_mesh_moves_nothing(case):
+def test_updates_on_a_mesh(case):
+    """The bits of one device where nothing is summed; eagerly, and recorded; and no more collectives than there must be."""
+    expected = updates_of(case.ours, make_params(torch.float32))
+    close_enough = {"rtol": 0, "atol": 0} if case.exact else {"rtol": 2e-4, "atol": 1e-6}
     with vfn.simulate(4):
-        params = vfn.shard(make_params(), vfn.make_mesh((2, 2), ("dp", "tp")), SPECS)
-        grads, state = vfn.grad(loss)(params), case.ours.init(params)
+        params = vfn.shard(make_params(torch.float32), vfn.make_mesh((2, 2), ("dp", "tp")), SPECS)
         with vfn.comm_log() as log:
-            updates, _ = case.ours.update(grads, state, params)
-            optim.apply_updates(params, updates)
-        # the norm of all gradients is one reduction of 8 bytes over each axis, or over both
-        assert len(log) <= (0 if math.isinf(case.clip) else 2), str(log)
+            found = updates_of(case.ours, params)
+        close(vfn.unshard(found), expected, **close_enough)
+        assert len(log) <= 2 * case.moves, str(log)
+        for x, like in zip(optree.tree_leaves(found[0][0]), optree.tree_leaves(params), strict=True):
+            assert vfn.spec_of(x) == vfn.spec_of(like)
+        replayed = case.ours._replace(update=vfn.jit(case.ours.update))
+        close(vfn.unshard(updates_of(replayed, params)), expected, **close_enough)
 
 
 def test_global_norm():
     tree = {"a": torch.tensor([3.0, 4.0]), "b": [torch.tensor(12.0), None, 5, torch.tensor([7])]}
     assert optim.global_norm(tree).item() == 13.0
     assert optim.global_norm({}).item() == 0.0
+
+
+MIXED = {"a": P("dp", "tp"), "b": P(None, "tp"), "c": P("tp", "dp"), "d": P("dp"), "e": P(), "f": P(("tp", "dp"))}
+
+
+def test_the_norm_of_all_layouts_costs_one_collective():
+    shapes = {"a": (4, 6), "b": (3, 6), "c": (6, 4), "d": (5,), "e": (2, 3), "f": (13,)}
+    draw = torch.Generator().manual_seed(0)
+    grads = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    expected = torch.cat([x.flatten() for x in grads.values()]).norm()
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((2, 3), ("dp", "tp"))
+        arrays = vfn.shard(grads, mesh, MIXED)
+        for norm in (optim.global_norm, vfn.jit(optim.global_norm)):
+            with vfn.strict(), vfn.comm_log() as log:
+                found = norm(arrays)
+            assert [(r.op, r.axes, r.bytes) for r in log] == [("all_reduce", ("dp", "tp"), 4)], str(log)
+            torch.testing.assert_close(vfn.unshard(found), expected)
+        with vfn.comm_log() as log:  # partial sums are put together first, as nothing else gives their squares
+            partial = vfn.with_sharding(arrays["e"], P(unreduced={"dp"}))
+            torch.testing.assert_close(vfn.unshard(optim.global_norm([partial])), grads["e"].norm())
+        assert log.count("all_reduce", "dp") == 1
+
+
+def test_the_norm_of_narrow_numbers_does_not_overflow():
+    grads = [torch.full((3,), 300.0, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16)]
+    assert optim.global_norm(grads).item() == pytest.approx(math.sqrt(3 * 90000 + 2))
+    clipped, _ = optim.clip_by_global_norm(1.0).update(grads, None, None)
+    assert [x.dtype for x in clipped] == [torch.float16, torch.bfloat16]
+    assert clipped[0][0].item() == pytest.approx(300 / math.sqrt(270002), rel=1e-3)
+
+
+def test_a_gradient_goes_through_the_norm():
+    x = torch.tensor([3.0, 4.0])
+    assert vfn.grad(lambda x: optim.global_norm({"x": x}))(x).tolist() == pytest.approx([0.6, 0.8])
 
 
 def test_clipping_leaves_small_gradients_alone():
@@ -232,9 +373,234 @@ def test_complex_parameters_are_refused():
     assert "torch.view_as_real" in str(error.value)
 
 
+def test_matrices_for_muon_come_together_as_a_deck_is_dealt():
+    draw = torch.Generator().manual_seed(0)
+    tensor = lambda *shape: torch.randn(shape, generator=draw)
+    whole = {f"w{i}": tensor(8, 6) for i in range(9)} | {"alone": tensor(4, 10), "experts": tensor(4, 5, 3)}
+    specs = {f"w{i}": P("dp") for i in range(9)} | {"alone": P(None, "dp"), "experts": P("dp")}
+    opt = optim.muon(0.1)
+    expected, _ = opt.update(whole, opt.init(whole), whole)
+    with vfn.simulate(4):
+        params = vfn.shard(whole, vfn.make_mesh((4,), ("dp",)), specs)
+        state = opt.init(params)
+        with vfn.strict(), vfn.comm_log() as log:
+            found, _ = opt.update(params, state, params)
+        # nine matrices of bf16, padded to three a rank, there and back; one alone is gathered, padded too; each rank has its experts
+        assert [(r.op, r.bytes) for r in log] == [
+            ("all_gather", 4 * 12 * 2), ("all_to_all", 12 * 2 * 6 * 2), ("all_to_all", 12 * 2 * 6 * 2)
+        ], str(log)  # fmt: skip
+        close(vfn.unshard(found), expected, rtol=0.02, atol=2e-3)  # bf16 holds three digits
+
+
+def test_muon_is_that_of_torch():
+    draw = torch.Generator().manual_seed(0)
+    start = [torch.randn(6, 4, generator=draw), torch.randn(3, 7, generator=draw)]
+    for ours, options in (
+        (optim.muon(0.1), {}),
+        (optim.muon(0.1, 0.8, False, 0.3), {"momentum": 0.8, "nesterov": False, "weight_decay": 0.3}),
+        (optim.muon(0.1, adjust="match_rms_adamw"), {"adjust_lr_fn": "match_rms_adamw"}),
+    ):
+        leaves = [x.clone().requires_grad_() for x in start]
+        reference = torch.optim.Muon(leaves, lr=0.1, **options)
+        params, state = start, ours.init(start)
+        for _ in range(3):
+            for leaf in leaves:
+                leaf.grad = leaf.detach().sin()
+            reference.step()
+            updates, state = ours.update([x.sin() for x in params], state, params)
+            params = optim.apply_updates(params, updates)
+        # both iterate in bf16, torch on one matrix and ours on a stack: a sum in another order
+        close(params, [x.detach() for x in leaves], rtol=0.02, atol=0.02)
+
+
+def test_muon_refuses_what_is_no_matrix():
+    with pytest.raises(vfn.errors.VfnError) as error:
+        optim.muon(0.1).init({"w": torch.ones(2, 3), "norm": torch.ones(3), "b": torch.ones(())})
+    assert str(error.value).splitlines()[:3] == [
+        "muon: each leaf must be a matrix, or a stack of matrices",
+        "  * params['b'] is the tensor f32[]",
+        "  * params['norm'] is the tensor f32[3]",
+    ]
+    assert "Instead: partition(" in str(error.value)
+
+
+def test_an_average_follows_the_parameters():
+    opt, params = optim.chain(optim.sgd(0.1), optim.ema(0.9, dtype=torch.float64)), {"w": torch.tensor([1.0, 2.0])}
+    state, average = opt.init(params), params["w"].double()
+    assert state[1].average["w"].data_ptr() != params["w"].data_ptr()  # both may be donated
+    for _ in range(5):
+        updates, state = opt.update(params, state, params)
+        params = optim.apply_updates(params, updates)
+        average = 0.9 * average + 0.1 * params["w"].double()
+        torch.testing.assert_close(state[1].average["w"], average, rtol=1e-7, atol=0)  # the parameters are f32
+
+
+def test_microbatches_are_one_big_batch():
+    """Eagerly the norm is asked for once, and gradients that stay unreduced are reduced once."""
+    x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(16, 3)
+    f = lambda w, x: torch.tanh(x @ w).square().mean()
+    start = torch.linspace(0.5, 2, 6, dtype=torch.float64).view(3, 2)
+    inner = optim.chain(optim.clip_by_global_norm(0.01), optim.adamw(0.1))
+    grads = vfn.grad(f)(start, x)
+    whole = optim.apply_updates(start, inner.update(grads, inner.init(start), start)[0])
+    opt = optim.accumulate(inner, 4)
+    for update in (opt.update, vfn.jit(opt.update)):
+        w, state = start, opt.init(start)
+        for part in x.chunk(4):
+            assert w.equal(start)
+            updates, state = update(vfn.grad(f)(w, part), state, w)
+            w = optim.apply_updates(w, updates)
+        torch.testing.assert_close(w, whole, rtol=1e-12, atol=0)
+        assert state.count == 0
+        assert not state.total.any()
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("dp",))
+        w = vfn.shard(start, mesh, P(reduced={"dp"}))
+        state, counts = opt.init(w), []
+        for part in x.chunk(4):
+            grads = vfn.grad(f)(w, vfn.shard(part, mesh, P("dp")))
+            with vfn.comm_log() as log:
+                updates, state = opt.update(grads, state, w)
+                after = optim.apply_updates(w, updates)
+            counts.append([(r.op, r.bytes) for r in log])
+        assert counts == [[], [], [], [("all_reduce", 48)]]
+        torch.testing.assert_close(vfn.unshard(after), whole, rtol=1e-12, atol=0)
+
+
+def test_narrow_gradients_add_up_in_f32():
+    opt, w = optim.accumulate(optim.sgd(1.0), 300), torch.zeros(1, dtype=torch.bfloat16)
+    state = opt.init(w)
+    for _ in range(299):
+        _, state = opt.update(torch.ones_like(w), state, w)
+    assert state.total.item() == 299  # in bf16 it would stay at 256
+
+
+def test_parts_by_label():
+    params = {"blocks": [{"wq": torch.ones(2, 3), "bias": torch.ones(3)}], "embed": torch.ones(4, 2)}
+    labels = optim.by_path([(r"bias|embed", "other"), (r"blocks", "matrix")])
+    opt = optim.partition({"matrix": optim.sgd(0.5, 0.9), "other": optim.sgd(0.25), "none": optim.adamw(1.0)}, labels)
+    state = opt.init(params)
+    assert [x.shape for x in optree.tree_leaves(state["matrix"].momentum)] == [
+        (2, 3)
+    ]  # no state for what is not its own
+    updates, state = opt.update(params, state, params)
+    assert updates["blocks"][0]["wq"].eq(-0.5).all()
+    assert updates["blocks"][0]["bias"].eq(-0.25).all()
+    assert updates["embed"].eq(-0.25).all()
+
+
+def test_labels_and_patterns_must_fit():
+    params = {"w": torch.ones(2), "v": torch.ones(2)}
+    opt = optim.partition({"slow": optim.sgd(0.1)}, {"w": "slow", "v": "slwo"})
+    with pytest.raises(vfn.errors.SpecError) as error:
+        opt.init(params)
+    assert str(error.value) == (
+        "partition: there is no part for some labels\n"
+        "  * params['v'] has the label 'slwo'; did you mean 'slow'?\n"
+        "  Instead: one of the labels 'slow', or another part"
+    )
+    with pytest.raises(vfn.errors.SpecError) as error:
+        optim.by_path([("w", True), ("x", False)])(params)
+    assert str(error.value).splitlines()[1:3] == [
+        "  * no rule matches 'v' (params['v'])", "  * rule ('x', False) matches no leaf"
+    ]  # fmt: skip
+    with pytest.raises(vfn.errors.SpecError) as error:
+        optim.by_path(["w"])
+    assert "rules[0] is the str 'w'" in str(error.value)
+
+
+def test_what_is_masked_passes_through():
+    params = {"w": torch.ones(2), "b": torch.full((2,), 3.0), "n": 4}
+    opt = optim.masked(
+        optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)), {"w": True, "b": False, "n": False}
+    )
+    updates, state = opt.update(params, opt.init(params), params)
+    assert updates["b"] is params["b"]
+    assert updates["n"] == 4
+    assert updates["w"].lt(0).all()
+    assert len(optree.tree_leaves(state)) == 3  # the count, and two for w
+
+
+def test_torchs_own_on_a_mesh_by_a_schedule():
+    params = {"w": torch.arange(6.0).view(2, 3) / 6, "b": torch.ones(3)}
+    make = lambda: optim.from_torch(torch.optim.NAdam, lambda count: 0.1 / (1 + count), weight_decay=0.1)
+    run = lambda params: [updates_of(make(), params, 3)[0]]
+    expected = []
+    leaves = [x.clone().requires_grad_() for x in (params["b"], params["w"])]
+    reference, draw = torch.optim.NAdam(leaves, lr=0.1, weight_decay=0.1), torch.Generator().manual_seed(5)
+    for count in range(3):
+        before = [x.detach().clone() for x in leaves]
+        for leaf in leaves:
+            leaf.grad = torch.randn(leaf.shape, generator=draw)
+        reference.param_groups[0]["lr"] = 0.1 / (1 + count)
+        reference.step()
+        expected.append(dict(zip("bw", (x.detach() - y for x, y in zip(leaves, before)))))
+        with torch.no_grad():
+            for leaf, x in zip(leaves, before):
+                leaf.copy_(x)  # `updates_of` leaves the parameters where they are
+    close(run(params)[0], expected, rtol=1e-6, atol=1e-7)
+    with vfn.simulate(3):
+        mesh = vfn.make_mesh((3,), ("tp",))
+        arrays = vfn.shard(params, mesh, {"w": P(None, "tp"), "b": P("tp")})
+        opt, draw = make(), torch.Generator().manual_seed(5)
+        state = opt.init(arrays)
+        for count in range(3):
+            grads = {name: torch.randn(params[name].shape, generator=draw) for name in "bw"}
+            updates, state = opt.update(vfn.shard(grads, mesh, {"w": P(None, "tp"), "b": P("tp")}), state, arrays)
+            close(vfn.unshard(updates), expected[count], rtol=1e-6, atol=1e-7)
+
+
+def real_steps():
+    """On a real rank: some optimisers that communicate, three steps each."""
+    mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+    found = {}
+    for case in CASES:
+        if case.name in ("adafactor", "muon", "clipped", "accumulated", "adamw"):
+            params = vfn.shard(make_params(), mesh, SPECS)
+            found[case.name] = vfn.unshard(train(case.ours, params, 3)[-1])
+    return found
+
+
+def test_on_real_ranks(gloo):
+    expected = {case.name: case for case in CASES}
+    for found in gloo(4, real_steps):
+        for name, params in found.items():
+            close(params, train(expected[name].ours, make_params(), 3)[-1], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_lists_give_the_bits_of_single_leaves(dtype):
+    """Eagerly all leaves go through torch's foreach kernels; what looks on sees the formula leaf by leaf."""
+    for case in CASES:
+        if case.exact:
+            params = make_params(dtype)
+            together = updates_of(case.ours, params)
+            with vfn.context.debugging():
+                assert optim.leaves.looked_on()
+                close(together, updates_of(case.ours, params), rtol=0, atol=0)
+
+
+def test_an_update_makes_one_call_for_all_leaves():
+    params = {str(i): torch.ones(2, 3) for i in range(50)}
+    opt = optim.adamw(0.1)
+    state = opt.init(params)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        opt.update(params, state, params)
+    names = [event.name for event in profile.events() if event.name.startswith("aten::_foreach")]
+    assert 5 <= len(names) <= 9, names
+
+
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    [("sgd", "a SgdState"), ("adamw", "an AdamState"), ("lion", "a LionState"), ("chain", "the tuple of the states")],
+    [
+        ("sgd", "a SgdState"),
+        ("adamw", "an AdamState"),
+        ("lion", "a LionState"),
+        ("ema", "an EmaState"),
+        ("adafactor", "an AdafactorState"),
+        ("muon", "a MuonState"),
+        ("chain", "the tuple of the states"),
+    ],
 )
 def test_a_state_that_is_none_is_refused(name, wanted):
     params = {"w": torch.ones(2)}
@@ -260,6 +626,20 @@ SCHEDULES = {
         optim.warmup_cosine(2.0, 4, 12, 0.5),
         lambda t: 2 * (t + 1) / 4 if t < 4 else 0.5 + 1.5 * (1 + math.cos(math.pi * min((t - 4) / 8, 1))) / 2,
     ),
+    "linear": (optim.linear(2.0, 0.5, 10), lambda t: 2 - 1.5 * min(t / 10, 1)),
+    "warmup_linear": (
+        optim.warmup_linear(2.0, 4, 12, 0.5),
+        lambda t: 2 * (t + 1) / 4 if t < 4 else 2 - 1.5 * min((t - 4) / 8, 1),
+    ),
+    "warmup_stable_decay": (
+        optim.warmup_stable_decay(2.0, 3, 4, 12, 0.5),
+        lambda t: 2 * (t + 1) / 3 if t < 3 else 2 if t < 8 else 2 - 1.5 * min((t - 8) / 4, 1),
+    ),
+    "all_decay": (optim.warmup_stable_decay(2.0, 0, 8, 8), lambda t: 2 - 2 * min(t / 8, 1)),
+    "join": (
+        optim.join([optim.linear(0.0, 1.0, 4), optim.constant(0.7), optim.cosine(1.0, 4)], [5, 9]),
+        lambda t: min(t / 4, 1) if t < 5 else 0.7 if t < 9 else (1 + math.cos(math.pi * min((t - 9) / 4, 1))) / 2,
+    ),
 }
 
 
@@ -269,6 +649,29 @@ def test_schedules(name):
     for t in range(15):
         assert float(ours(t)) == pytest.approx(formula(t), rel=1e-12)
         assert float(ours(torch.tensor(t))) == pytest.approx(formula(t), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lion", "adafactor", "scale"])
+def test_a_schedule_is_an_input_of_a_plan(name):
+    rate = optim.warmup_cosine(0.1, 2, 5)
+    opt, params = getattr(optim, name)(rate), {"w": torch.ones(2, 3)}
+    update, state, plain = vfn.jit(opt.update), opt.init(params), opt.init(params)
+    for _ in range(4):
+        updates, state = update(params, state, params)
+        expected, plain = opt.update(params, plain, params)
+        close(updates, expected)
+    assert update.cache_info().records == 1
+
+
+def test_schedules_that_cannot_be_joined():
+    with pytest.raises(vfn.errors.VfnError) as error:
+        optim.join([optim.constant(1.0), 3.0], [4, 2])
+    assert str(error.value).splitlines()[1:3] == [
+        "  * schedules[1] is the float 3.0",
+        "  * 2 schedules need 1 boundaries, each larger than the one before, but boundaries is [4, 2]",
+    ]
+    with pytest.raises(vfn.errors.VfnError, match="decay=9, warmup=2 and steps=10"):
+        optim.warmup_stable_decay(1.0, 2, 9, 10)
 
 
 def test_warm_up_must_leave_steps():

@@ -170,6 +170,16 @@ def _arguments(op: Any) -> list[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in op._schema.arguments]
 
 
+def on_lists(name: str) -> Any:
+    """The function on lists of tensors that does what ``torch.NAME`` does on one; None where there is none."""
+    return getattr(torch, f"_foreach_{name}", None)
+
+
+def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """The norm of each tensor, added up in this dtype."""
+    return torch._foreach_norm(tensors, 2, dtype)
+
+
 def overloads(op: Any) -> list[Any]:
     """All overloads of an operator's name."""
     return [getattr(op._overloadpacket, name) for name in op._overloadpacket.overloads()]

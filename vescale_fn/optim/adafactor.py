@@ -1,0 +1,164 @@
+"""Adafactor: Adam's mean squares of a matrix, kept as one number for each row and one for each column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import tree
+from ..array import is_array, mesh_of, spec_of
+from ..placement import shard, with_sharding
+from ..spec import P, from_split_axes, split_axes
+from .leaves import beside
+from .masks import flags
+from .optimizer import Optimizer, Rate, check_numbers, check_state, is_trained, rate_at, steps_done, zero_count
+
+
+class AdafactorState(NamedTuple):
+    """Steps done, and the running mean squares of the gradients: of each row and each column of a matrix, else of each
+    number. In float32 at least."""
+
+    count: Any
+    squares: Any
+
+
+class Factors(NamedTuple):
+    """The mean squares of the rows, ``[..., n, 1]``, and of the columns, ``[..., 1, m]``."""
+
+    rows: Any
+    columns: Any
+
+
+def adafactor(lr: Rate = 1e-2, decay_exponent: float = -0.8, eps: tuple[float | None, float] = (None, 1e-3),
+              clip: float = 1.0, weight_decay: float = 0.0, mask: Any = True) -> Optimizer:  # fmt: skip
+    """Adam without momentum whose mean squares are factored, relative to the size of each parameter.
+
+    The state of a matrix of n rows and m columns is n + m numbers. On a mesh a step takes two rounds of collectives: one
+    for the sums of squares, of which a rank holds parts, and one for the size of each update; all leaves together, one
+    collective for all that is summed over the same axes.
+
+    Args:
+        lr: the largest relative step, or a schedule.
+        decay_exponent: after t steps, ``t ** decay_exponent`` is the part of the new squares in their running mean.
+        eps: the least mean square of a row (None: the precision of the parameter's dtype), and the least size of a
+            parameter that a step is relative to.
+        clip: the root mean square that an update may have.
+        weight_decay: times the learning rate, the part of a parameter that is taken away each step.
+        mask: which parameters decay, as in `adamw`.
+
+    Source: Shazeer and Stern, arXiv 1804.04235; `torch.optim.Adafactor`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> opt, w = vfn.optim.adafactor(0.1), torch.ones(3, 2)
+    >>> update, state = opt.update(torch.ones(3, 2), opt.init(w), w)
+    >>> update[0], state.squares.rows.shape, state.squares.columns.shape
+    (tensor([-0.1000, -0.1000]), torch.Size([3, 1]), torch.Size([1, 2]))
+    """
+    check_numbers("adafactor", lr=lr, decay_exponent=decay_exponent, clip=clip, weight_decay=weight_decay)
+
+    def init(params: Any) -> AdafactorState:
+        return AdafactorState(zero_count(), tree.map_(_no_squares, params))
+
+    def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, AdafactorState]:
+        check_state("adafactor", state, AdafactorState)
+        leaves, structure, (found, kept) = beside("adafactor", params, grads, state.squares)
+        decaying = tree.leaves(flags("adafactor", mask, params))
+        todo = [i for i, leaf in enumerate(leaves) if found[i] is not None and is_trained(leaf)]
+        if not todo:
+            return grads, AdafactorState(state.count + 1, state.squares)
+        count = state.count + 1
+        done = steps_done(count)
+        rate = rate_at(lr, state.count)
+        part = done**decay_exponent
+        relative = torch.minimum(torch.as_tensor(rate, dtype=torch.float64), done**-0.5)
+
+        wide = [found[i].to(_wide(leaves[i])) for i in todo]
+        sums = [_sums(grad, leaves[i].to(grad.dtype), kept[i]) for grad, i in zip(wide, todo)]
+        sums = _together(sums, wide)
+        steps = []
+        for i, grad, (_, *rest) in zip(todo, wide, sums):
+            least = torch.finfo(leaves[i].dtype).eps if eps[0] is None else eps[0]
+            kept[i], square = _squares(grad, kept[i], rest, part, least)
+            steps.append(grad * torch.rsqrt(torch.clamp(square, min=least * least)))
+        sizes = _together([(_size(step),) for step in steps], steps)
+        for i, step, (of_param, *_), (of_step,) in zip(todo, steps, sums, sizes):
+            factor = -relative * torch.clamp(torch.sqrt(of_param), min=eps[1])
+            step = step * (factor / torch.clamp(torch.sqrt(of_step) / clip, min=1.0))
+            if weight_decay and decaying[i]:
+                step = step - leaves[i] * (rate * weight_decay)
+            found[i] = step.to(leaves[i].dtype)
+        return tree.unflatten(structure, found), AdafactorState(count, tree.unflatten(structure, kept))
+
+    return Optimizer(init, update)
+
+
+def _wide(leaf: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(leaf.dtype, torch.float32)
+
+
+def _no_squares(leaf: Any) -> Any:
+    if not is_trained(leaf):
+        return leaf
+    if leaf.ndim < 2:
+        return torch.zeros_like(leaf, dtype=_wide(leaf))
+    return Factors(*(_zeros_without(leaf, dim) for dim in (-1, -2)))
+
+
+def _zeros_without(leaf: Any, dim: int) -> Any:
+    """Zeros that lie as a leaf does, with one element along `dim`."""
+    shape = list(leaf.shape)
+    shape[dim] = 1
+    zeros = torch.zeros(shape, dtype=_wide(leaf), device=leaf.device)
+    return shard(zeros, mesh_of(leaf), _without(leaf, dim)) if is_array(leaf) else zeros
+
+
+def _without(x: Any, *dims: int) -> P:
+    """The layout of `x`, with these dims whole."""
+    rows = list(split_axes(spec_of(x), x.ndim))
+    for dim in dims:
+        rows[dim] = ()
+    return from_split_axes(rows)
+
+
+def _size(x: Any) -> Any:
+    """The mean square: 0 of nothing."""
+    return torch.sum(x * x) / max(1, x.numel())
+
+
+def _sums(grad: Any, param: Any, kept: Any) -> tuple[Any, ...]:
+    """What is summed over the whole of a leaf, or over its rows and columns."""
+    if grad.ndim < 2:
+        return (_size(param),)
+    square = grad * grad
+    n, m = grad.shape[-2:]
+    rows = torch.sum(square, -1, keepdim=True) / m
+    return (_size(param), rows, torch.sum(square, -2, keepdim=True) / n, torch.sum(rows, -2, keepdim=True) / n,
+            torch.sum(kept.rows, -2, keepdim=True) / n)  # fmt: skip
+
+
+def _together(sums: Sequence[tuple[Any, ...]], like: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """The ranks' parts of sums added up: all that are summed over the same axes in one collective."""
+    if not any(map(is_array, like)):
+        return list(sums)
+    specs = [tuple(P() if x.ndim == 0 else _without(leaf, *(d for d in (-2, -1) if x.shape[d] != leaf.shape[d]))
+                   for x in row) for row, leaf in zip(sums, like)]  # fmt: skip
+    here = [i for i, leaf in enumerate(like) if is_array(leaf)]
+    moved = with_sharding([sums[i] for i in here], [specs[i] for i in here])
+    found = list(sums)
+    for i, row in zip(here, moved):
+        found[i] = row
+    return found
+
+
+def _squares(grad: Any, kept: Any, sums: Sequence[Any], part: Any, least: float) -> tuple[Any, Any]:
+    """The running mean squares after a gradient; and from them the mean square of each number."""
+    if grad.ndim < 2:
+        square = kept + (grad * grad - kept) * part
+        return square.to(kept.dtype), square
+    rows, columns, mean, mean_before = sums
+    # The mean of the rows' new squares, of which a rank has some, is told by means that have come with the sums.
+    mean = torch.clamp(mean_before + (mean - mean_before) * part, min=least)
+    after = Factors(kept.rows + (rows - kept.rows) * part, kept.columns + (columns - kept.columns) * part)
+    return after, after.rows * (after.columns / mean)

@@ -1,0 +1,94 @@
+"""Many tensors as one: a formula written for one tensor runs on a list of them, by torch's ``_foreach_`` kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import _torch, interpreter
+from ..array import is_array
+from ..layout import WHOLE
+
+
+class Many:
+    """A list of plain tensors that torch functions take for one tensor; what they give is again a `Many`.
+
+    A function for which torch has no such kernel runs tensor by tensor: the results are the same, bit for bit. What all
+    tensors share are numbers, and 0-d tensors.
+
+    >>> import torch
+    >>> x = Many([torch.tensor([1.0, 4.0]), torch.tensor([9.0])])
+    >>> torch.lerp(x, torch.sqrt(x) * 2, 0.5).tensors
+    [tensor([1.5000, 4.0000]), tensor([7.5000])]
+    """
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = list(tensors)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Many:
+        args, kwargs = [_shared(a) for a in args], {name: _shared(a) for name, a in (kwargs or {}).items()}
+        name = func.__name__.strip("_")
+        kernel = _kernel(name, args, kwargs)
+        if kernel is not None:
+            return cls(kernel(*(a.tensors if isinstance(a, Many) else a for a in args), **kwargs))
+        n = len(next(a for a in args if isinstance(a, Many)).tensors)
+        at = lambda a, i: a.tensors[i] if isinstance(a, Many) else a
+        return cls([func(*(at(a, i) for a in args), **{k: at(a, i) for k, a in kwargs.items()}) for i in range(n)])
+
+    def to(self, dtype: torch.dtype) -> Many:
+        """All of another dtype."""
+        return Many([x.to(dtype) for x in self.tensors])
+
+    def __add__(self, other: Any) -> Many:
+        return torch.add(self, other)  # type: ignore[return-value, arg-type]
+
+    def __sub__(self, other: Any) -> Many:
+        return torch.sub(self, other)  # type: ignore[return-value, arg-type]
+
+    def __mul__(self, other: Any) -> Many:
+        return torch.mul(self, other)  # type: ignore[return-value, arg-type]
+
+    def __truediv__(self, other: Any) -> Many:
+        return torch.div(self, other)  # type: ignore[return-value, arg-type]
+
+    def __neg__(self) -> Many:
+        return torch.neg(self)  # type: ignore[return-value, arg-type]
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+_UNARY = frozenset(("sqrt", "rsqrt", "neg", "sign", "abs", "reciprocal"))
+_BINARY = frozenset(("add", "sub", "mul", "div", "maximum", "minimum"))
+_WITH_ONE = frozenset(("add", "mul", "div"))  # a list and one 0-d tensor
+
+
+def _kernel(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The function on lists that does what `name` does on one tensor; None where there is none for these arguments."""
+    lists = [isinstance(a, Many) for a in args]
+    if name in _UNARY:
+        fits = lists == [True] and not kwargs
+    elif name in _BINARY and lists == [True, True]:
+        fits = set(kwargs) <= {"alpha"}
+    elif name in _BINARY and lists == [True, False]:
+        number = not isinstance(args[1], torch.Tensor)
+        fits = not kwargs and (number or (name in _WITH_ONE and args[1].ndim == 0))
+    elif name == "lerp":
+        fits = lists == [True, True, False] and not isinstance(args[2], torch.Tensor) and not kwargs
+    elif name in ("addcmul", "addcdiv"):
+        fits = lists == [True, True, True] and not isinstance(kwargs.get("value", 1), torch.Tensor)
+    else:
+        fits = False
+    return _torch.on_lists(name) if fits else None
+
+
+def _shared(a: Any) -> Any:
+    """What all tensors of a formula share: of an array, which every rank holds alike, the plain tensor."""
+    if isinstance(a, torch.Tensor) and is_array(a):
+        x = _torch.peel(a)
+        return interpreter.the_one(interpreter.brought(x, WHOLE, "a number of an update"), x._spec.mesh)  # type: ignore[attr-defined]
+    return a

@@ -1,0 +1,106 @@
+"""What an optimiser is, a pair of pure functions, and what all of them check and count alike."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _torch
+from ..errors import VfnError, described, report
+
+Schedule = Callable[[Any], Any]
+Rate = float | Schedule
+
+
+class Optimizer(NamedTuple):
+    """A pair of pure functions; what `sgd`, `adamw`, `clip_by_global_norm` and `chain` return.
+
+    `init(params)` gives the state, laid out as the parameters; `update(grads, state, params)` gives the updates that
+    `apply_updates` adds, and the next state. Leaves that are not floating point (integers, keys) pass through.
+
+    Source: `optax.GradientTransformation`.
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+
+
+def check_numbers(where: str, **given: Any) -> None:
+    """Raise where an argument of an optimiser is no number (a learning rate may be a schedule)."""
+    wrong = {name: x for name, x in given.items()
+             if not (isinstance(x, (numbers.Real, torch.Tensor)) or (name in _SCHEDULED and callable(x)))}  # fmt: skip
+    if wrong:
+        failures = [f"{name} is {described(x)}" for name, x in wrong.items()]
+        scheduled = [name for name in wrong if name in _SCHEDULED]
+        fix = f"a number, or for {scheduled[0]} a schedule: vfn.optim.cosine(1e-3, 1000)" if scheduled else "a number"
+        raise VfnError(report(where, "these arguments must be numbers", failures, fix))
+
+
+_SCHEDULED = ("lr", "factor", "decay")
+
+
+def check_steps(where: str, **given: Any) -> None:
+    """Raise where an argument is no positive number of steps."""
+    wrong = {name: x for name, x in given.items() if not isinstance(x, int) or isinstance(x, bool) or x < 1}
+    if wrong:
+        raise VfnError(report(where, "these arguments must be numbers of steps",
+                              [f"{name} is {described(x)}" for name, x in wrong.items()], "an int of at least 1"))  # fmt: skip
+
+
+def check_parts(where: str, parts: dict[str, Any], fix: str) -> None:
+    """Raise where one of the optimisers that another is made of is none."""
+    wrong = [f"{name} is a {type(one).__name__}" for name, one in parts.items()
+             if not (hasattr(one, "init") and hasattr(one, "update"))]  # fmt: skip
+    if wrong:
+        raise VfnError(report(where, "each part must be an Optimizer", wrong, fix))
+
+
+def check_state(where: str, state: Any, wanted: type) -> None:
+    """Raise where a state is not that of the optimiser."""
+    if not all(hasattr(state, name) for name in wanted._fields):  # type: ignore[attr-defined]
+        article = "an" if wanted.__name__[0] in "AE" else "a"
+        raise not_a_state(where, state, f"{article} {wanted.__name__}")
+
+
+def not_a_state(where: str, state: Any, wanted: str) -> VfnError:
+    """What is said of something that is not the state that an update needs."""
+    found = "None" if state is None else f"a {type(state).__name__}"
+    if isinstance(state, (tuple, list)):
+        found += f" of length {len(state)}"
+    fix = "state = opt.init(params) before the first step, then the state that the last update returned"
+    return VfnError(report(where, f"update takes (grads, state, params), and its state must be {wanted}, not {found}",
+                           fix=fix))  # fmt: skip
+
+
+def zero_count() -> Any:
+    """No steps done yet."""
+    return torch.zeros((), dtype=torch.int64)
+
+
+def steps_done(count: Any) -> Any:
+    """A count as a 0-d tensor in double precision, which does not promote the leaves that it meets (0-d ones: see
+    `leaves.by_leaf`)."""
+    return torch.as_tensor(count).to(torch.float64)
+
+
+def rate_at(lr: Rate, count: Any) -> Any:
+    """A rate, or what a schedule gives after `count` steps."""
+    return lr(steps_done(count)) if callable(lr) else lr
+
+
+def is_trained(leaf: Any) -> bool:
+    """Whether an optimiser has anything to do with a leaf: a floating-point tensor."""
+    if not isinstance(leaf, torch.Tensor):
+        return False
+    if leaf.dtype.is_complex:
+        found = f"no optimiser here trains complex numbers, but a leaf is {leaf.dtype} of shape {list(leaf.shape)}"
+        raise VfnError(report("optim", found, fix="keep torch.view_as_real(leaf) in the tree"))
+    return leaf.dtype.is_floating_point
+
+
+def is_readable(x: Any) -> bool:
+    """Whether Python may read a tensor's value here: nothing records, transforms or traces."""
+    return not isinstance(x, torch.Tensor) or not (_torch.watched() or _torch.needs_gradient(x))

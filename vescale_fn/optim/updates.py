@@ -1,0 +1,35 @@
+"""Updates, added to the parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import tree
+from ..errors import VfnError, described, report
+from .leaves import beside, each, in_dtypes_of
+from .optimizer import is_trained
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """The parameters with the updates added; leaves that are not floating point stay as they are.
+
+    Source: `optax.apply_updates`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> vfn.optim.apply_updates({"w": torch.ones(2), "depth": 3}, {"w": torch.ones(2), "depth": 3})
+    {'w': tensor([2., 2.]), 'depth': 3}
+    """
+    leaves, structure, (updates,) = beside("apply_updates", params, updates, name="updates")
+    moved = [i for i, (leaf, update) in enumerate(zip(leaves, updates)) if is_trained(leaf) and update is not None]
+    wrong = [i for i in moved if getattr(updates[i], "shape", None) != leaves[i].shape]
+    if wrong:
+        paths = tree.paths(params, "params")
+        raise VfnError(report("apply_updates", "the updates do not fit the parameters",
+                              [f"{paths[i]} is {described(leaves[i])}, its update {described(updates[i])}" for i in wrong],
+                              "the updates that opt.update(grads, state, params) returns for these params"))  # fmt: skip
+    if moved:
+        params, updates = ([x[i] for i in moved] for x in (leaves, updates))
+        (sums,) = each(lambda param, update: (param + update,), params, updates)
+        for i, param in zip(moved, in_dtypes_of(params, sums)):
+            leaves[i] = param
+    return tree.unflatten(structure, leaves)
