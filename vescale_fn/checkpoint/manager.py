@@ -108,9 +108,7 @@ class Manager:
                 if there
                 else f"{self.folder} has no checkpoint"
             )
-            raise CheckpointError(
-                report("Manager.restore", what, [f"there {_listed(there)}"] if there else [])
-            )
+            raise CheckpointError(report("Manager.restore", what, [f"there {_listed(there)}"] if there else []))
         try:
             return load(self._path(wanted), like, mesh=mesh, spec=spec, partial=partial)
         except CheckpointError as error:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ..errors import CheckpointError, report
 from .folders import METADATA, failing
@@ -38,18 +39,17 @@ class Manifest:
 
 def write(folder: Path, metadata: Metadata, manifest: Manifest) -> None:
     """Write both, to the disk."""
-    inner = {
+    metadata.storage_meta = StorageMeta(save_id=MANIFEST)  # without which it is damaged
+    packed = pickle.dumps(metadata)
+    body = json.dumps({
+        "torch": torch.__version__,
         "shape": manifest.shape,
         "kinds": dict(manifest.kinds),
         "files": dict(manifest.files),
         "sums": manifest.sums,
-    }
-    packed = pickle.dumps(metadata)
-    inner["metadata"] = [len(packed), zlib.crc32(packed)]
-    body = json.dumps(inner)
-    text = json.dumps(
-        {"format": FORMAT, "torch": torch.__version__, "crc32": zlib.crc32(body.encode()), "manifest": body}
-    )
+        "metadata": [len(packed), zlib.crc32(packed)],
+    })  # fmt: skip
+    text = json.dumps({"format": FORMAT, "crc32": zlib.crc32(body.encode()), "manifest": body})
     for name, data in (METADATA, packed), (MANIFEST, text.encode()):
         with open(folder / name, "wb") as file:
             file.write(data)
@@ -70,6 +70,8 @@ def read(folder: Path, where: str) -> tuple[Metadata, Manifest | None]:
         raise CheckpointError(report(
             where, f"{folder / METADATA} is damaged, or no metadata of torch.distributed.checkpoint",
             [f"{type(error).__name__}: {error}"])) from error  # fmt: skip
+    if manifest is None and getattr(metadata.storage_meta, "save_id", None) == MANIFEST:
+        raise CheckpointError(report(where, f"{folder} is damaged", [f"{MANIFEST} is missing"], "another checkpoint"))
     return metadata, manifest
 
 
@@ -78,7 +80,7 @@ def _manifest(folder: Path, where: str, packed: bytes) -> Manifest:
         outer = json.loads((folder / MANIFEST).read_bytes())
         newer = outer["format"] > FORMAT
         body = outer["manifest"]
-        sound = zlib.crc32(body.encode()) == outer["crc32"]
+        sound = zlib.crc32(body.encode()) == outer["crc32"] and outer["format"] > 0
         inner = json.loads(body) if sound and not newer else {}
     except (ValueError, KeyError, TypeError, AttributeError):
         newer = sound = False
