@@ -71,9 +71,9 @@ def save(path: str | os.PathLike[str], tree_: Any, *, background: bool = False) 
     target = folders.as_path(path, "save")
     job = _planned(target, tree_)
     if not background:
-        return job.write(job.items)
-    copied = _copied(job.items)
-    return start(target, lambda: job.write(copied))
+        return job.write(job.crew, job.items)
+    apart, copied = together.all_ranks(background=True), _copied(job.items)
+    return start(target, lambda: job.write(apart, copied))
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class _Job:
             out.append(writing.Item(item.index, leaf.path, data))
         return out
 
-    def write(self, items: Callable[[], Sequence[writing.Item]]) -> None:
+    def write(self, crew: together.Crew, items: Callable[[], Sequence[writing.Item]]) -> None:
         """Write these, and finish the checkpoint when all ranks have."""
         folder, names = folders.unfinished(self.path), {leaf.name: leaf.kind for leaf in self.leaves.values()}
 
@@ -112,12 +112,12 @@ class _Job:
             with folders.failing("save", self.path):
                 stored.write(folder, self.metadata, stored.Manifest(self.shape, names, files, sums))
             folders.finish(self.path, "save")
-            return [None] * self.crew.size
+            return [None] * crew.size
 
         def mine() -> writing.Written:
-            return writing.write(folder, self.path, self.crew.rank, items(), "save")
+            return writing.write(folder, self.path, crew.rank, items(), "save")
 
-        together.step(self.crew, "save", mine, complete)
+        together.step(crew, "save", mine, complete)
 
 
 def _planned(path: Path, tree_: Any) -> _Job:

@@ -1,7 +1,7 @@
 """Steps that all ranks take together: each does its part, the first one decides, and where one fails all raise the same.
 
-It needs a group of its own, over gloo: a save in the background must not meet the program's collectives, and what
-travels are small Python values.
+They have groups of their own, over gloo, as what travels are small Python values: one for the calls of the program, one
+for a save in the background, which must not meet them.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class _Failure(NamedTuple):
     text: str
 
 
-def all_ranks() -> Crew:
-    """All real ranks that there are; this process alone where it simulates them."""
+def all_ranks(background: bool = False) -> Crew:
+    """All real ranks that there are; this process alone where it simulates them. Made on all ranks together."""
     if context.simulated() is not None or not ranks.has_process_group() or dist.get_world_size() == 1:
         return Crew(None, 0, 1)
-    return Crew(_group(dist.group.WORLD), dist.get_rank(), dist.get_world_size())
+    return Crew(_group(dist.group.WORLD, background), dist.get_rank(), dist.get_world_size())
 
 
 @functools.lru_cache(maxsize=8)
-def _group(default: Any) -> Any:
-    """`default` is the process group of now: a new one makes a new group."""
+def _group(default: Any, background: bool) -> Any:
+    """`default` is the process group of now: a new one makes new groups."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=_torch.default_group_timeout()))
 
 

@@ -69,6 +69,7 @@ def write(folder: Path, name: Path, rank: int, items: Sequence[Item], where: str
                 places[item.index] = _torch.stored_at(file_name, offset, summing.length)
                 sums.append((file_name, offset, summing.length, summing.crc, item.index.fqn))
                 offset += summing.length
+            at = ""
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
