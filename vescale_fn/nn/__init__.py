@@ -1,8 +1,18 @@
-"""What deserves its own sharded form: attention over a sharded sequence, experts that are split over ranks."""
+"""What deserves its own sharded form: attention over a split sequence, split experts, losses over split classes."""
 
 from .attention import attention
+from .cross_entropy import linear_cross_entropy
 from .experts import experts
 from .routing import Routes, load_balance_loss, route, router_z_loss
 from .zigzag import zigzag_order
 
-__all__ = ["Routes", "attention", "experts", "load_balance_loss", "route", "router_z_loss", "zigzag_order"]
+__all__ = [
+    "Routes",
+    "attention",
+    "experts",
+    "linear_cross_entropy",
+    "load_balance_loss",
+    "route",
+    "router_z_loss",
+    "zigzag_order",
+]

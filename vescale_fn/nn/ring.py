@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from .. import _torch, marks, types, wire
-from ..ops.maps import Collective, index, promote
-from ..ops.operands import refuse_unreduced
-from ..ops.sending import bucketed, local, taking_part
+from .. import _torch, marks, wire
+from ..ops.maps import Collective, index
+from ..ops.sending import bucketed, taking_part
 from .blockwise import part, part_backward, together, wide
+from .bodies import brought
 
 Tensor = Any  # a tensor, or a Blocks
 Grads = tuple[Tensor, Tensor | None]  # of the result, and of its logarithm
@@ -55,16 +55,11 @@ class Ring:
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, axis: Any, scale: float, causal: bool, zigzag: bool) -> Tensor:
     """Attention in a `shard_map` body, of and to all parts of a sequence that lies along `axis`."""
     body, names, _ = taking_part("nn.attention", axis)
-    leaves = [local(x, body, "nn.attention") for x in (q, k, v)]
-    have = [marks.typeof(x, body.axes) if body.check else types.INVARIANT for x in leaves]
-    refuse_unreduced("nn.attention", tuple(leaves), leaves, have, body.axes)
-    want = types.of(varying={*names, *(a for t in have for a in types.differing(t, body.axes))})
+    leaves, have = brought("nn.attention", (q, k, v), names, body)
     with _torch.no_torch_function():
-        if body.check:
-            leaves = [promote(x, t, want, body.mesh) for x, t in zip(leaves, have, strict=True)]
         ring = Ring(body.mesh, names, body.check, scale, causal, zigzag)
         out, _ = _torch.apply(_Attention, ring, *leaves)
-        marks.mark(out, want)
+        marks.mark(out, have)
     return out
 
 

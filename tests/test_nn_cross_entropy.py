@@ -1,0 +1,201 @@
+"""Cross entropy of a linear layer: torch's numbers, without the scores; what travels, what is kept, what does not fit."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.blocks import Blocks
+from vescale_fn.errors import CollectiveError
+from vescale_fn.nn import linear_cross_entropy
+
+F64 = torch.float64
+TOKENS, WIDTH, CLASSES = (4, 6), 5, 12
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.2, "ignore_index": 3},
+    {"reduction": "sum", "ignore_index": 3},
+    {"reduction": "none", "label_smoothing": 0.1},
+]
+MESHES = {
+    "classes": ((4,), ("tp",), P(), P("tp"), None),
+    "tokens and classes": ((2, 2), ("dp", "tp"), P("dp"), P("tp"), None),
+    "a weight split as the tokens are": ((2, 2), ("dp", "tp"), P("dp"), P(("tp", "dp")), None),
+    "the same of its width": ((2, 2), ("dp", "tp"), P("dp"), P("tp", "dp"), None),
+    "a sequence split as the classes are": ((2, 2), ("dp", "tp"), P("dp", "tp"), P("tp"), "tp"),
+    "three axes, one of size 1": ((2, 1, 2), ("dp", "tp", "cp"), P("cp", "dp"), P("tp"), None),
+    "classes over two axes, minor first": ((2, 2), ("a", "b"), P(), P(("b", "a")), None),
+}
+
+
+def made(dtype=F64):
+    target = torch.randint(CLASSES, TOKENS)
+    target[1, 2] = target[3, 3] = 3
+    return torch.randn(*TOKENS, WIDTH, dtype=dtype), torch.randn(CLASSES, WIDTH, dtype=dtype), target
+
+
+def reference(x, weight, target, reduction="mean", **options):
+    out = F.cross_entropy((x @ weight.mT).flatten(0, 1), target.flatten(), reduction=reduction, **options)
+    return out.view(TOKENS) if reduction == "none" else out
+
+
+def gradients(f, x, weight, target, weights, **options):
+    return vfn.value_and_grad(lambda x, w: (f(x, w, target, **options) * weights).sum(), (0, 1))(x, weight)
+
+
+def close(found, want):
+    for one, other in zip((found[0], *found[1]), (want[0], *want[1]), strict=True):
+        torch.testing.assert_close(vfn.unshard(one), other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=[" ".join(map(str, o)) or "plain" for o in OPTIONS])
+def test_values_and_gradients_are_those_of_all_scores(options):
+    x, weight, target = made()
+    if "ignore_index" not in options:
+        target[0, 1] = -100
+    weights = torch.randn(TOKENS, dtype=F64) if options.get("reduction") == "none" else torch.tensor(0.7, dtype=F64)
+    want = gradients(reference, x, weight, target, weights, **options)
+    for chunk in (None, 1, 5, 1000):
+        close(gradients(linear_cross_entropy, x, weight, target, weights, chunk=chunk, **options), want)
+    for shape, names, of_tokens, of_weight, axis in MESHES.values():
+        with vfn.simulate(math.prod(shape)):
+            mesh = vfn.make_mesh(shape, names)
+            there = vfn.shard((x, weight, target), mesh, (of_tokens, of_weight, of_tokens))
+            with vfn.strict():
+                found = gradients(linear_cross_entropy, *there, weights, chunk=5, axis=axis, **options)
+            close(found, want)
+            assert [vfn.spec_of(g) for g in found[1]] == [of_tokens, of_weight]
+
+
+def test_as_a_plan_under_transforms_and_in_a_body():
+    x, weight, target = made()
+    f = lambda x, w, t: linear_cross_entropy(x, w, t, chunk=5, label_smoothing=0.1)
+    whole = lambda x, w: reference(x, w, target, label_smoothing=0.1)
+    want = vfn.value_and_grad(whole, (0, 1))(x, weight)
+    twice = lambda f: vfn.grad(lambda x, w: vfn.grad(f)(x, w).square().sum(), (0, 1))(x, weight)
+    for one, other in zip(twice(lambda x, w: f(x, w, target)), twice(whole), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    each = vfn.vmap(lambda x, t: f(x, weight, t))(x, target)
+    torch.testing.assert_close(each, torch.stack([F.cross_entropy(a @ weight.mT, t, label_smoothing=0.1)
+                                                  for a, t in zip(x, target, strict=True)]))  # fmt: skip
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        there = vfn.shard((x, weight, target), mesh, (P("dp"), P("tp"), P("dp")))
+        close(vfn.jit(vfn.value_and_grad(f, (0, 1)))(*there), want)
+        close(vfn.value_and_grad(vfn.remat(f), (0, 1))(*there), want)
+        close((want[0], torch.func.grad(f, (0, 1))(*there)), want)
+        body = lambda x, w, t: vfn.pmean(linear_cross_entropy(x, w, t, label_smoothing=0.1, axis="tp"), "dp")
+        local = vfn.shard_map(body, mesh=mesh, in_specs=(P("dp"), P("tp"), P("dp")), out_specs=P())
+        close(vfn.value_and_grad(local, (0, 1))(x, weight, target), want)
+
+
+def test_what_travels():
+    x, weight, target = made()
+    tokens = 24 // 2 * 8  # bytes of one number for each token of a rank
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        for chunk in (3, 100):
+            there = vfn.shard((x, weight, target), mesh, (P("dp"), P("tp"), P("dp")))
+            with vfn.comm_log() as log:
+                loss, back = vfn.vjp(lambda x, w: linear_cross_entropy(x, w, there[2], chunk=chunk), *there[:2])
+            assert [(c.op, c.axes, c.bytes) for c in log] == [
+                ("all_reduce", ("tp",), tokens), ("all_reduce", ("tp",), 2 * tokens), ("all_reduce", ("dp",), 16)]  # fmt: skip
+            with vfn.comm_log() as log:
+                back(torch.ones_like(loss))
+            assert sorted((c.op, c.axes, c.bytes) for c in log) == [
+                ("all_reduce", ("dp",), CLASSES // 2 * WIDTH * 8), ("all_reduce", ("tp",), WIDTH * tokens)]  # fmt: skip
+        there = vfn.shard((x, weight), mesh, (P("dp", "tp"), P("tp", "dp")))
+        with vfn.comm_log() as log:
+            vfn.grad(lambda x, w: linear_cross_entropy(x, w, target, axis="tp"), (0, 1))(*there)
+        assert [log.count("all_gather"), log.count("reduce_scatter")] == [2, 2]
+
+
+class Largest(TorchDispatchMode):
+    """The most elements in memory that any op on plain tensors made."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, (vfn.Array, Blocks)) for t in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, (tuple, list)) else (out,):
+            if type(one) is torch.Tensor:  # not what has a shape alone
+                self.size = max(self.size, one.untyped_storage().size() // one.element_size())
+        return out
+
+
+def test_the_scores_of_a_few_tokens_are_the_most_that_is_there():
+    x, weight, target = torch.randn(16, 8, 2), torch.randn(64, 2), torch.randint(64, (16, 8))
+    step = vfn.grad(lambda x, w, t, f: f(x, w, t), (0, 1))
+    with Largest() as seen:
+        step(x, weight, target, lambda x, w, t: F.cross_entropy((x @ w.mT).flatten(0, 1), t.flatten()))
+    assert seen.size == 128 * 64
+    with Largest() as seen:
+        step(x, weight, target, linear_cross_entropy)
+    assert seen.size == 128 * 2  # of x
+    with vfn.simulate(4):
+        there = vfn.shard((x, weight, target), vfn.make_mesh((2, 2), ("dp", "tp")), (P("dp"), P("tp"), P("dp")))
+        with Largest() as seen:
+            step(*there, lambda x, w, t: linear_cross_entropy(x, w, t, chunk=4))
+    assert seen.size == 64 * 2  # of a rank's part of x, as large as the scores of four of its tokens
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda a: kept.append(a.numel()) or a, lambda a: a):
+        linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), target)
+    assert max(kept) == x.numel()
+
+
+def test_halves_and_targets_that_are_no_class():
+    x, weight, target = made(torch.bfloat16)
+    loss = linear_cross_entropy(x, weight, target)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, F.cross_entropy((x @ weight.mT).float().flatten(0, 1), target.flatten()))
+    target[2, 2] = CLASSES
+    found = linear_cross_entropy(x, weight, target, reduction="none")
+    assert found.isnan().nonzero().tolist() == [[2, 2]]
+    assert linear_cross_entropy(x[:0], weight, target[:0], reduction="sum") == 0
+
+
+def lines_of(call):
+    with pytest.raises(CollectiveError) as error:
+        call()
+    return str(error.value).splitlines()
+
+
+def test_messages():
+    x, weight, target = made()
+    assert lines_of(lambda: linear_cross_entropy(x, weight.mT, target[1:], reduction="avg", chunk=0)) == [
+        "nn.linear_cross_entropy: the arguments do not fit",
+        "  * x is the tensor f64[4,6,5] and weight the tensor f64[5,12]: one width, one dtype; weight.mT?",
+        "  * x has [4, 6] tokens, but target is the tensor i64[3,6]",
+        "  * reduction='avg' is not one of ('mean', 'sum', 'none')",
+        "  * chunk must be a positive int, or None, but it is the int 0",
+    ]
+    with vfn.simulate(5):
+        there = vfn.shard((x, weight), vfn.make_mesh((5,), ("tp",)), (P(), P("tp")))
+        assert lines_of(lambda: linear_cross_entropy(*there, target)) == [
+            "nn.linear_cross_entropy: the ranks' parts would differ in size",
+            "  * classes do not divide by the 5 ranks along 'tp': 12 % 5 = 2",
+            "  Instead: pad the classes with rows whose scores are low, tokens with ignore_index; or F.cross_entropy, which "
+            "takes any sizes",
+        ]
+
+
+def on_ranks(x, weight, target):
+    there = vfn.shard((x, weight, target), vfn.make_mesh((2,), ("tp",)), (P(), P("tp"), P()))
+    step = vfn.value_and_grad(lambda x, w, t: linear_cross_entropy(x, w, t, chunk=7), (0, 1))
+    return vfn.unshard((step(*there), vfn.jit(step)(*there)))
+
+
+def test_on_real_ranks(gloo):
+    x, weight, target = made()
+    want = vfn.value_and_grad(lambda x, w: reference(x, w, target), (0, 1))(x, weight)
+    for found in gloo(2, on_ranks, x, weight, target):
+        for one in found:
+            close(one, want)

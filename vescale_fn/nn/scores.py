@@ -1,0 +1,81 @@
+"""What cross entropy needs of the scores ``x @ weight.T``, without all of them being there at once.
+
+The scores of some tokens at a time are made, summed up, and forgotten; the backward pass makes them again. What is kept
+are numbers a token.
+
+Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (arXiv 2411.09009); Hsu et al., "Liger
+    Kernel" (arXiv 2410.10989) for how many tokens at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .. import _torch
+from .blockwise import wide
+
+Tensor = Any  # a tensor, or a Blocks
+
+
+def summed_up(x: Tensor, weight: Tensor, target: Tensor, first: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the scores of each token for some classes: the logarithm of the sum of e^score, the score of its target (0 if
+    that is another class), and the sum.
+
+    Args:
+        x: [N, D].
+        weight: [C, D], of the classes from `first` on.
+        target: i64[N].
+        first: a 0-d integer tensor.
+        chunk: how many tokens at a time.
+    """
+    return _torch.apply(_SummedUp, chunk, first, target, x, weight)
+
+
+class _SummedUp(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(chunk: int, first: Tensor, target: Tensor, x: Tensor, weight: Tensor) -> Any:
+        parts = []
+        for rows in _chunks(x, chunk):
+            scores = wide(x[rows] @ weight.mT)
+            at, here = _at(target[rows], first, weight)
+            picked = torch.where(here, scores.gather(1, at.unsqueeze(1)).squeeze(1), 0.0)
+            parts.append((torch.logsumexp(scores, 1), picked, scores.sum(1)))
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.chunk = inputs[0]
+        ctx.save_for_backward(*inputs[1:], output[0])
+
+    @staticmethod
+    def backward(ctx: Any, log_grad: Tensor, picked_grad: Tensor, sum_grad: Tensor) -> Any:
+        """Made of differentiable ops, so that it has derivatives, too."""
+        first, target, x, weight, log = ctx.saved_tensors
+        of_x, of_weight = [], None
+        for rows in _chunks(x, ctx.chunk):
+            column = lambda one, rows=rows: one[rows].unsqueeze(1)
+            grad = column(log_grad) * torch.exp(wide(x[rows] @ weight.mT) - column(log)) + column(sum_grad)
+            at, here = _at(target[rows], first, weight)
+            grad = grad.scatter_add(1, at.unsqueeze(1), torch.where(here, picked_grad[rows], 0.0).unsqueeze(1))
+            grad = grad.to(x.dtype)
+            of_x.append(grad @ weight)
+            more = wide(grad.mT @ x[rows])
+            of_weight = more if of_weight is None else of_weight + more
+        assert of_weight is not None
+        return None, None, None, torch.cat(of_x), of_weight.to(weight.dtype)
+
+
+def _chunks(x: Tensor, chunk: int) -> Iterator[slice]:
+    for start in range(0, max(x.shape[0], 1), chunk):
+        yield slice(start, min(start + chunk, x.shape[0]))
+
+
+def _at(target: Tensor, first: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each target is among these classes, and whether it is."""
+    at = target - first
+    return at.clamp(0, weight.shape[0] - 1), (at >= 0) & (at < weight.shape[0])
