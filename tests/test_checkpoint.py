@@ -1,8 +1,13 @@
 """Checkpoints: every kind of leaf, from every layout to every other, and what is said where that cannot be."""
 
+import collections
+import gc
 import os
 import pickle
+import threading
+import time
 import types
+import weakref
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +17,7 @@ import torch
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn.checkpoint import pieces, stored
-from vescale_fn.errors import CheckpointError, MeshError, SpecError
+from vescale_fn.errors import CheckpointError, MeshError, RankError, SpecError
 
 MESHES = {"2x3": ((2, 3), ("a", "b")), "4": ((4,), ("a",)), "1x2x2": ((1, 2, 2), ("c", "b", "a"))}
 LAYOUTS = [  # mesh, spec; the value is [7, 9], so that nothing divides evenly
@@ -193,6 +198,49 @@ def test_keys_lie_as_asked(tmp_path):
     assert vfn.load(tmp_path / "c")["one"] == vfn.random.key(9)
 
 
+def test_other_containers_and_keys_that_are_no_strings(tmp_path):
+    tree = {
+        "ordered": collections.OrderedDict(b=WHOLE, a=1),
+        "default": collections.defaultdict(list, {"x": [WHOLE]}),
+        "deque": collections.deque([1, WHOLE]),
+        "numbers": {3: WHOLE, 1: {2: "two"}},
+        "pairs": {(1, 2): 3},
+        "list": {"dict": [], "list": {"tuple": ()}},
+        "named": State(WHOLE, {}),
+    }
+    vfn.save(tmp_path / "c", tree)
+    got = vfn.load(tmp_path / "c", tree)
+    for name, container in tree.items():
+        assert type(got[name]) is type(container)
+    assert list(got["ordered"]) == ["b", "a"]
+    same(got["deque"][1], WHOLE)
+    plain = vfn.load(tmp_path / "c")
+    assert plain["numbers"][1] == {2: "two"}
+    assert plain["pairs"] == {"(1, 2)": 3}
+    assert plain["list"] == tree["list"]
+    assert plain["deque"][0] == 1
+
+
+def test_numbers_of_another_byte_order(tmp_path):
+    tree = {"x": np.arange(3, dtype=">i4"), "y": np.float64(3)}
+    vfn.save(tmp_path / "c", tree)
+    for got in vfn.load(tmp_path / "c"), vfn.load(tmp_path / "c", tree):
+        assert got["x"].tolist() == [0, 1, 2]
+        assert type(got["y"]) is np.float64
+
+
+def test_shapes_before_values_serve_as_an_example(tmp_path):
+    def start(key):
+        keys = vfn.random.split(key)
+        return {"w": vfn.random.normal(keys[0], (7, 9)), "key": keys[1]}
+
+    vfn.save(tmp_path / "c", start(vfn.random.key(3)))
+    like = vfn.eval_shape(start, vfn.random.key(0))
+    got = vfn.load(tmp_path / "c", like, mesh=on("2x3"), spec={"w": P("a", "b"), "key": P()})
+    same(vfn.unshard(got["w"]), start(vfn.random.key(3))["w"])
+    assert got["key"] == start(vfn.random.key(3))["key"]
+
+
 def test_a_tree_of_one_leaf_and_of_none(tmp_path):
     vfn.save(tmp_path / "one", WHOLE)
     same(vfn.load(tmp_path / "one"), WHOLE)
@@ -325,6 +373,49 @@ def test_a_load_waits_for_the_save_before_it(tmp_path):
         assert vfn.load(tmp_path / "c")["i"] == i
         assert saving.done()
     assert repr(saving) == f"Saving({str(tmp_path / 'c')!r}, done)"
+
+
+def test_memory_that_the_program_has_given_up_is_free(tmp_path):
+    """While the copy is being written, nothing else of the tree is held."""
+    gate = threading.Event()
+    x = torch.zeros(100)
+    gone = weakref.ref(x)
+    array = vfn.shard(torch.zeros(8), on("4"), P("a"))
+    block = weakref.ref(blocks(array)[0])
+    plain, os.fsync = os.fsync, lambda handle: gate.wait(10)
+    try:
+        saving = vfn.save(tmp_path / "c", {"x": x, "array": array}, background=True)
+        del x, array
+        gc.collect()
+        assert gone() is None
+        assert block() is None
+        assert not saving.done()
+        with pytest.raises(CheckpointError, match="still goes on after 0 s"):
+            saving.wait(0)
+        assert repr(saving) == f"Saving({str(tmp_path / 'c')!r}, in progress)"
+    finally:
+        gate.set()
+        os.fsync = plain
+    saving.wait()
+
+
+def test_a_rank_that_returns_finishes_its_save_first(tmp_path):
+    def run(name, broken):
+        plain = os.fsync
+
+        def slow(handle):
+            time.sleep(0.3)
+            if broken:
+                raise OSError(28, "No space left on device")
+            plain(handle)
+
+        os.fsync = slow
+        vfn.save(tmp_path / name, {"x": WHOLE}, background=True)
+
+    vfn.launch(run, 1, "c", False, device="cpu")
+    same(vfn.load(tmp_path / "c")["x"], WHOLE)
+    with pytest.raises(RankError, match="No space left on device"):
+        vfn.launch(run, 1, "d", True, device="cpu")
 
 
 def broken_writes(monkeypatch):
@@ -474,8 +565,12 @@ def test_paths(tmp_path):
     assert "is a folder that is no checkpoint, and is left as it is" in text_of(vfn.save, tmp_path / "folder", {})
     assert sorted(os.listdir(tmp_path)) == ["folder", "notes"]
     assert "folder is no checkpoint" in text_of(vfn.load, tmp_path / "folder")
+    vfn.save(tmp_path / "run" / "step-3", {})
+    assert f"{tmp_path}/run is no checkpoint\n  * there are checkpoints in it: step-3\n" in text_of(
+        vfn.load, tmp_path / "run"
+    )
     assert text_of(vfn.load, tmp_path / "fodler") == (
-        f"load: there is nothing at {tmp_path}/fodler\n  * {tmp_path} has folder, notes"
+        f"load: there is nothing at {tmp_path}/fodler\n  * {tmp_path} has folder, notes, run"
     )
     (tmp_path / "empty").mkdir()
     vfn.save(tmp_path / "empty", {"x": 1})

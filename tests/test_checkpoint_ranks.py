@@ -176,6 +176,7 @@ def several(folder):
 
     seen["leaf"] = said(vfn.save, folder / "c", {"x": {1} if rank == 2 else 1})
     seen["tree"] = said(vfn.save, folder / "c", {"x": 1, "y": 2} if rank == 3 else {"x": rank // 2})
+    seen["path"] = said(vfn.save, folder / f"c{rank // 3}", {"x": 1})
     seen["like"] = said(vfn.load, folder / "c", {"a": torch.empty(3)}, partial=True)
     plain = os.fsync
 
@@ -225,6 +226,9 @@ def test_four_ranks_agree_and_fail_alike(tmp_path, gloo):
         "  * tree['x']: rank 0 has int 0, rank 3 has int 1\n"
         "  * tree['y']: rank 0 has nothing, rank 3 has int 2\n"
         "  Instead: the same on all ranks; what differs by rank as one array: vfn.from_local(lambda coord: ..., mesh, P(...))",
+        "path": "save: the ranks must bring the same tree\n"
+        "  * path: rank 0 has c0, rank 3 has c1\n"
+        "  Instead: the same on all ranks; what differs by rank as one array: vfn.from_local(lambda coord: ..., mesh, P(...))",
         "like": f"load: {tmp_path}/c does not hold what is to be loaded\n"
         "  * like['a'] is f32[3] in like, but f32[7,9] in the checkpoint\n"
         "  Instead: a like of what was saved",
@@ -247,6 +251,23 @@ def test_four_ranks_agree_and_fail_alike(tmp_path, gloo):
             assert sum(chunk.sizes.numel() for chunk in entry.chunks) == 63  # each element once
     assert manifest.files.keys() == {f"__{rank}_0.distcp" for rank in range(4)}  # all ranks write
     assert max(manifest.files.values()) < sum(manifest.files.values()) / 2
+
+
+def one_saves(folder):
+    mesh = vfn.make_mesh((2,), ("dp",))
+    x = vfn.shard(torch.ones(4), mesh, P("dp"))
+    with vfn.debug():
+        if dist.get_rank() == 0:
+            vfn.save(folder / "c", {"x": x})
+        else:
+            vfn.unshard(x.sum())
+
+
+def test_one_rank_that_saves_alone_is_named_in_debug_mode(tmp_path, gloo):
+    with pytest.raises(RankError) as error:
+        gloo(2, one_saves, tmp_path)
+    assert "vfn.save over all ranks at" in str(error.value)
+    assert "DivergenceError" in str(error.value)
 
 
 # --- ranks that are killed --------------------------------------------------------------------------------------------

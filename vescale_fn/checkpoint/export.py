@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from .. import tree
 from ..array import is_array, whole
 from ..errors import CheckpointError, report
 from . import folders, together
@@ -48,7 +47,7 @@ def export(path: str | os.PathLike[str], tree_: Any, *, max_bytes: int = 5 * 10*
     {'blocks.0.w': tensor([1., 1.])}
     """
     finish_last()
-    crew, target = together.all_ranks(), folders.as_path(path, "export")
+    crew, target = together.all_ranks("export"), folders.as_path(path, "export")
     found: list[Leaf] = []
 
     def prepare() -> None:
@@ -56,7 +55,7 @@ def export(path: str | os.PathLike[str], tree_: Any, *, max_bytes: int = 5 * 10*
             safetensors("export")
         if target.suffix in (*TORCH, ".safetensors") and target.is_dir():
             raise CheckpointError(report("export", f"{target} is a folder", fix="a file, or a path without suffix"))
-        leaves, _ = named(tree_, "export", tree.spelling(tree_, "tree"))
+        leaves, _ = named(tree_, "export", "tree")
         found.extend(leaves_of(leaves, "export"))
         if target.suffix not in TORCH:
             _check_for_safetensors(found)
@@ -75,8 +74,8 @@ def export(path: str | os.PathLike[str], tree_: Any, *, max_bytes: int = 5 * 10*
         files = list(_shared_out(target, tensors, max_bytes))
     for name, leaves in files:
         data = {leaf.name: x for leaf, x in _whole(leaves, crew.rank == 0)}
-        together.same_for_all(crew, "export", functools.partial(_write, target, name, data, values))
-    together.same_for_all(crew, "export", functools.partial(_finish, target, files))
+        together.same_for_all("export", functools.partial(_write, target, name, data, values))
+    together.same_for_all("export", functools.partial(_finish, target, files))
 
 
 def _folder_of(target: Path) -> Path:

@@ -77,12 +77,10 @@ def remove(path: Path) -> None:
     _remove(gone)
 
 
-def sweep(parent: Path) -> None:
-    """Remove what interrupted saves and removals have left in a folder, while no save goes on there."""
-    for path in parent.iterdir():
-        word = path.name.rpartition(".")[2]
-        if path.name.startswith(".") and word in ("saving", "removed"):
-            _remove(path)
+def sweep(path: Path) -> None:
+    """Remove what an interrupted save or removal of `path` has left, while no save goes on there."""
+    for word in ("saving", "removed", *(["replaced"] if path.exists() else [])):
+        _remove(_beside(path, word))
 
 
 def _remove(path: Path) -> None:

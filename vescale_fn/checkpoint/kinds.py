@@ -73,7 +73,7 @@ def _stored(x: Any) -> tuple[str | None, Any]:
         return (None, problem) if problem else ("tensor", x.detach())
     if isinstance(x, (np.ndarray, np.generic)):
         try:
-            as_tensor = torch.from_numpy(np.array(x))  # a copy: numpy's may be read-only, or of another byte order
+            as_tensor = torch.from_numpy(np.array(x, x.dtype.newbyteorder("=")))  # a copy: numpy's may be read-only
         except (TypeError, ValueError):
             return None, (f" of dtype {x.dtype}, which torch has not", "numbers that torch has")
         return ("numpy" if isinstance(x, np.ndarray) else "number of numpy"), as_tensor

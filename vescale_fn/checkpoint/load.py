@@ -56,7 +56,7 @@ def load(
     tensor([0., 1., 2., 3., 4., 5.]) 3
     """
     finish_last(tell=False)  # which may be the save of what is to be loaded
-    crew = together.all_ranks()
+    crew = together.all_ranks("load")
     plan: list[tuple[Source, list[Target], Any]] = []
 
     def prepare() -> None:
@@ -98,8 +98,10 @@ def opened(path: Path, where: str = "load") -> Source:
         return source
     if not path.exists():
         raise CheckpointError(report(where, f"there is nothing at {path}", _neighbours(path)))
-    parts = [file.name for file in path.glob("__*_*.distcp")] if path.is_dir() else []
-    what = [f"{folders.METADATA} is missing, which says what is in {', '.join(sorted(parts)[:3])}"] if parts else []
+    parts = sorted(file.name for file in path.glob("__*_*.distcp"))
+    inside = sorted(file.parent.name for file in path.glob(f"*/{folders.METADATA}"))
+    what = [f"{folders.METADATA} is missing, which says what is in {', '.join(parts[:3])}"] if parts else []
+    what += [f"there are checkpoints in it: {', '.join(inside[:8])}"] if inside else []
     raise CheckpointError(report(where, f"{path} is no checkpoint", what,
                                  "a folder made by vfn.save, a .pt file or .safetensors files"))  # fmt: skip
 
@@ -127,8 +129,7 @@ def _wanted(source: Source, like: Any, mesh: Any, spec: Any) -> tuple[list[Targe
             specs = _specs(spec, together_(places), "tree")
             found = targets.laid_out([each.target for each, _ in specs], [s for _, s in specs], mesh, "load")
         return found, together_
-    root = tree.spelling(like, "like")
-    leaves, treedef = named(like, "load", root)
+    leaves, treedef = named(like, "load", "like")
     found, failures = [], []
     for one in leaves:
         target = targets.of_like(one)
@@ -136,7 +137,7 @@ def _wanted(source: Source, like: Any, mesh: Any, spec: Any) -> tuple[list[Targe
     if failures:
         raise CheckpointError(report("load", "like has leaves that cannot be loaded", failures))
     if spec is not None:
-        specs = [s for _, s in _specs(spec, rebuilt(treedef, [_Leaf(one) for one in found]), root)]
+        specs = [s for _, s in _specs(spec, rebuilt(treedef, [_Leaf(one) for one in found]), "like")]
         found = targets.laid_out(found, specs, mesh, "load")
     return found, treedef
 

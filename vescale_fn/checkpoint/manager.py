@@ -82,7 +82,7 @@ class Manager:
 
     def steps(self) -> list[int]:
         """The steps that there are complete checkpoints of, in order: the same list on all ranks."""
-        return together.same_for_all(together.all_ranks(), "Manager.steps", self._steps)
+        return together.same_for_all("Manager.steps", self._steps)
 
     def latest(self) -> int | None:
         """The last step that there is a complete checkpoint of, or None."""
@@ -128,7 +128,7 @@ class Manager:
                     if each > step:
                         folders.remove(self._path(each))
 
-        together.same_for_all(together.all_ranks(), "Manager.rewind", remove)
+        together.same_for_all("Manager.rewind", remove)
 
     def __enter__(self) -> Manager:
         return self
@@ -143,9 +143,12 @@ class Manager:
     def _steps(self) -> list[int]:
         if not self.folder.is_dir():
             return []
-        names = (re.fullmatch(r"step-(\d+)|\.step-(\d+)\.replaced", each.name) for each in self.folder.iterdir())
-        found = {int(name[1] or name[2]) for name in names if name is not None}
-        return sorted(step for step in found if (folders.found(self._path(step)) / folders.METADATA).is_file())
+        return [step for step in self._mentioned() if (folders.found(self._path(step)) / folders.METADATA).is_file()]
+
+    def _mentioned(self) -> list[int]:
+        """The steps that anything is called after, in order."""
+        names = (re.fullmatch(r"step-(\d+)|\.step-(\d+)\.\w+", each.name) for each in self.folder.iterdir())
+        return sorted({int(name[1] or name[2]) for name in names if name is not None})
 
     def _clean(self) -> None:
         """Remove what is too many; the newest one, just completed, is never among it."""
@@ -157,9 +160,10 @@ class Manager:
                 for step in self._steps()[: -self.keep]:
                     if not (self.keep_every and step % self.keep_every == 0):
                         folders.remove(self._path(step))
-                folders.sweep(self.folder)
+                for step in self._mentioned():
+                    folders.sweep(self._path(step))
 
-        together.same_for_all(together.all_ranks(), "Manager.save", clean)
+        together.same_for_all("Manager.save", clean)
 
 
 def _listed(steps: list[int]) -> str:

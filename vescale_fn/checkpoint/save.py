@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
-from .. import context, tree
+from .. import context
 from ..array import is_array, mesh_of, moved_together, place, spec_of
 from ..errors import CheckpointError, report
 from ..spec import P
@@ -68,41 +68,25 @@ def save(path: str | os.PathLike[str], tree_: Any, *, background: bool = False) 
     {'key': Key([0, 0], threefry2x32), 'step': 3, 'w': tensor([0., 1., 2., 3., 4., 5.])}
     """
     finish_last()
-    target = folders.as_path(path, "save")
-    job = _planned(target, tree_)
+    job, mine, leaves = _planned(folders.as_path(path, "save"), tree_)
     if not background:
-        return job.write(job.crew, job.items)
-    apart, copied = together.all_ranks(background=True), _copied(job.items)
-    return start(target, lambda: job.write(apart, copied))
+        return job.write(together.all_ranks("save"), lambda: _items(mine, leaves))
+    apart, copies = together.all_ranks("save", background=True), _copied(mine, leaves)
+    return start(job.path, lambda: job.write(apart, copies))
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A save on which all ranks agree."""
+    """A save on which all ranks agree. It holds no values: in the background it outlives them."""
 
-    crew: together.Crew
     path: Path
-    leaves: dict[str, Leaf]
-    shape: Any
-    mine: tuple[WriteItem, ...]  # what this rank is to write
+    shape: Any  # the outline of the tree
+    kinds: dict[str, str]  # of each leaf
     metadata: Metadata | None  # on the first rank
 
-    def items(self) -> list[writing.Item]:
-        """What this rank writes, with its data. Adds up what is unreduced, which all ranks do together."""
-        ready = _added_up(self.leaves)
-        held: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
-        out = []
-        for item in self.mine:
-            name, leaf = item.index.fqn, self.leaves[item.index.fqn]
-            if name not in held:
-                held[name] = {p.offsets: p.tensor for p in pieces.held(ready[name])} if leaf.is_tensor else {}
-            data = leaf.stored if item.index.offset is None else held[name][tuple(item.index.offset)]
-            out.append(writing.Item(item.index, leaf.path, data))
-        return out
-
     def write(self, crew: together.Crew, items: Callable[[], Sequence[writing.Item]]) -> None:
-        """Write these, and finish the checkpoint when all ranks have."""
-        folder, names = folders.unfinished(self.path), {leaf.name: leaf.kind for leaf in self.leaves.values()}
+        """Write what `items` gives, and finish the checkpoint when all ranks have."""
+        folder = folders.unfinished(self.path)
 
         def complete(written: list[writing.Written]) -> list[None]:
             assert self.metadata is not None
@@ -110,7 +94,7 @@ class _Job:
             sums = tuple(one for each in written for one in each.sums)
             files = {name: size for each in written for name, size in each.files.items()}
             with folders.failing("save", self.path):
-                stored.write(folder, self.metadata, stored.Manifest(self.shape, names, files, sums))
+                stored.write(folder, self.metadata, stored.Manifest(self.shape, self.kinds, files, sums))
             folders.finish(self.path, "save")
             return [None] * crew.size
 
@@ -120,19 +104,20 @@ class _Job:
         together.step(crew, "save", mine, complete)
 
 
-def _planned(path: Path, tree_: Any) -> _Job:
-    """What each rank is to write; on the disk there is an empty folder then."""
-    crew, metadata, found, shape = together.all_ranks(), list[Metadata](), dict[str, Leaf](), list[Any]()
+def _planned(path: Path, tree_: Any) -> tuple[_Job, tuple[WriteItem, ...], dict[str, Leaf]]:
+    """The save, what this rank is to write, and of which leaves; on the disk there is an empty folder then."""
+    crew, metadata, found, shape = together.all_ranks("save"), list[Metadata](), dict[str, Leaf](), list[Any]()
 
     def propose() -> tuple[list[tuple[str, str, str]], SavePlan]:
         if context.body() is not None:
             raise CheckpointError(report("save", "this is the body of a shard_map, which has one rank's blocks",
                                          fix="return the values, and save them outside"))  # fmt: skip
-        every, _ = named(tree_, "save", tree.spelling(tree_, "tree"))
+        every, _ = named(tree_, "save", "tree")
         shape.append(outline(tree_, iter([one.name for one in every])))
         found.update((leaf.name, leaf) for leaf in leaves_of(every, "save"))
         items = [item for leaf in found.values() for item in _write_items(leaf)]
-        return [(leaf.name, leaf.path, fingerprint(leaf)) for leaf in found.values()], SavePlan(items)
+        said = [(leaf.name, leaf.path, fingerprint(leaf)) for leaf in found.values()]
+        return [("", "path", path.name), *said], SavePlan(items)
 
     def share_out(proposals: list[tuple[list[tuple[str, str, str]], SavePlan]]) -> list[tuple[WriteItem, ...]]:
         _check_same([said for said, _ in proposals])
@@ -144,7 +129,8 @@ def _planned(path: Path, tree_: Any) -> _Job:
         return [tuple(plan.items) for plan in plans]
 
     mine = together.step(crew, "save", propose, share_out)
-    return _Job(crew, path, found, shape[0], mine, metadata[0] if metadata else None)
+    kinds = {leaf.name: leaf.kind for leaf in found.values()}
+    return _Job(path, shape[0], kinds, metadata[0] if metadata else None), mine, found
 
 
 def _write_items(leaf: Leaf) -> list[WriteItem]:
@@ -167,6 +153,20 @@ def _write_items(leaf: Leaf) -> list[WriteItem]:
     ]
 
 
+def _items(mine: Sequence[WriteItem], leaves: dict[str, Leaf]) -> list[writing.Item]:
+    """What this rank writes, with its data. Adds up what is unreduced, which all ranks do together."""
+    ready = _added_up(leaves)
+    held: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
+    out = []
+    for item in mine:
+        name, leaf = item.index.fqn, leaves[item.index.fqn]
+        if name not in held:
+            held[name] = {p.offsets: p.tensor for p in pieces.held(ready[name])} if leaf.is_tensor else {}
+        data = leaf.stored if item.index.offset is None else held[name][tuple(item.index.offset)]
+        out.append(writing.Item(item.index, leaf.path, data))
+    return out
+
+
 def _added_up(leaves: dict[str, Leaf]) -> dict[str, Any]:
     """The tensors to store, with what is unreduced added up: one collective for all that lie alike."""
     ready = {name: leaf.stored for name, leaf in leaves.items() if leaf.is_tensor}
@@ -178,12 +178,12 @@ def _added_up(leaves: dict[str, Leaf]) -> dict[str, Any]:
     return ready | dict(zip(parts, whole, strict=True))
 
 
-def _copied(items: Callable[[], Sequence[writing.Item]]) -> Callable[[], Sequence[writing.Item]]:
-    """The same, copied now. Where that fails, perhaps on this rank alone, it is told where all wait for each other."""
+def _copied(mine: Sequence[WriteItem], leaves: dict[str, Leaf]) -> Callable[[], Sequence[writing.Item]]:
+    """The same for later, copied now. Where that fails, on this rank alone perhaps, all hear of it together."""
     failure: Exception | None = None
     copies: list[writing.Item] = []
     try:
-        copies += [item._replace(data=_copy(item.data)) for item in items()]
+        copies += [item._replace(data=_copy(item.data)) for item in _items(mine, leaves)]
     except Exception as error:
         failure = error
 

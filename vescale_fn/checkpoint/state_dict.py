@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .. import tree
 from ..errors import CheckpointError, meant, report
 from .names import named, rebuilt
 
@@ -25,7 +24,7 @@ def state_dict(tree_: Any) -> dict[str, Any]:
     >>> vfn.checkpoint.state_dict({"blocks": [{"w": 1.0}, {"w": 2.0}]})
     {'blocks.0.w': 1.0, 'blocks.1.w': 2.0}
     """
-    return {leaf.name: leaf.value for leaf in named(tree_, "state_dict", tree.spelling(tree_, "tree"))[0]}
+    return {leaf.name: leaf.value for leaf in named(tree_, "state_dict", "tree")[0]}
 
 
 def from_state_dict(leaves: Mapping[str, Any], like: Any) -> Any:
@@ -42,7 +41,7 @@ def from_state_dict(leaves: Mapping[str, Any], like: Any) -> Any:
     >>> vfn.checkpoint.from_state_dict({"blocks.0.w": 1.0, "blocks.1.w": 2.0}, {"blocks": [{"w": 0}, {"w": 0}]})
     {'blocks': [{'w': 1.0}, {'w': 2.0}]}
     """
-    wanted, treedef = named(like, "from_state_dict", tree.spelling(like, "like"))
+    wanted, treedef = named(like, "from_state_dict", "like")
     names = {leaf.name for leaf in wanted}
     extra = [name for name in leaves if name not in names]
     failures = [f"{leaf.path} is missing: there is no {leaf.name!r}{meant(leaf.name, extra)}"

@@ -44,8 +44,8 @@ def of_like(one: Named) -> Target | str:
     if isinstance(x, (np.ndarray, np.generic)):
         kind = "numpy" if isinstance(x, np.ndarray) else "number of numpy"
         try:
-            dtype = torch.from_numpy(np.empty(0, x.dtype)).dtype
-        except TypeError:
+            dtype = torch.from_numpy(np.empty(0, x.dtype.newbyteorder("="))).dtype
+        except (TypeError, ValueError):
             return f"{one.path} is {described(x)}, of a dtype that torch has not"
         return Target(one.name, one.path, kind, tuple(x.shape), dtype, "cpu", None, None, x)
     if type(x) in VALUES:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from .. import _torch, context, errors, ranks
+from ..agreement import Call
 from ..errors import CheckpointError, report
 
 T = TypeVar("T")
@@ -33,10 +34,12 @@ class _Failure(NamedTuple):
     text: str
 
 
-def all_ranks(background: bool = False) -> Crew:
-    """All real ranks that there are; this process alone where it simulates them. Made on all ranks together."""
+def all_ranks(where: str, background: bool = False) -> Crew:
+    """All real ranks that there are, of which each has called `where`; this process alone where it simulates them."""
     if context.simulated() is not None or not ranks.has_process_group() or dist.get_world_size() == 1:
         return Crew(None, 0, 1)
+    if (watch := context.watch()) is not None:
+        watch.compare(list(range(dist.get_world_size())), Call(f"vfn.{where}", "over all ranks"))
     return Crew(_group(dist.group.WORLD, background), dist.get_rank(), dist.get_world_size())
 
 
@@ -110,6 +113,7 @@ def _joined(failed: dict[int, _Failure], size: int) -> _Failure:
     return _Failure(first.kind, "\n".join(texts))
 
 
-def same_for_all(crew: Crew, where: str, find: Callable[[], R]) -> R:
+def same_for_all(where: str, find: Callable[[], R]) -> R:
     """What the first rank finds, on every rank."""
+    crew = all_ranks(where)
     return step(crew, where, lambda: None, lambda _: [find()] * crew.size)
