@@ -1,0 +1,196 @@
+"""Hugging Face's models, unchanged, on a mesh: forward, gradients and ten steps are those of the module on one device."""
+
+from typing import NamedTuple
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.recipes import hugging_face
+
+KEY = vfn.random.key(5)
+STEPS, VOCAB = 10, 40
+OPTIONS = {"lr": 0.01, "eps": 1e-6, "weight_decay": 0.1}
+SIZES = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 32}
+TEXT = SIZES | {"vocab_size": VOCAB, "max_position_embeddings": 16}
+GROUPED = TEXT | {"num_key_value_heads": 2}
+IDS = (torch.arange(32).reshape(4, 8) * 7 + torch.arange(4)[:, None] * 3) % VOCAB
+IMAGES = torch.sin(torch.arange(4 * 3 * 64, dtype=torch.float64) * 0.7).reshape(4, 3, 8, 8)
+
+
+class Model(NamedTuple):
+    make: type
+    config: hf.PretrainedConfig
+    inputs: dict
+    labels: torch.Tensor
+    options: dict = {}  # noqa: RUF012
+
+    @property
+    def name(self):
+        return self.config.model_type
+
+
+CAUSAL = {"inputs": {"input_ids": IDS}, "labels": IDS.roll(-1, 1), "options": {"use_cache": False}}
+MODELS = [
+    Model(hf.GPT2LMHeadModel, hf.GPT2Config(n_layer=1, n_head=4, n_embd=16, vocab_size=VOCAB, n_positions=16,
+                                            bos_token_id=0, eos_token_id=1), **CAUSAL),
+    Model(hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED), **CAUSAL),
+    Model(hf.MixtralForCausalLM, hf.MixtralConfig(**GROUPED, num_local_experts=4, experts_implementation="eager"), **CAUSAL),
+    Model(hf.BertForMaskedLM, hf.BertConfig(**TEXT), {"input_ids": IDS, "attention_mask": (IDS > 3).long()}, IDS),
+    Model(hf.ViTForImageClassification, hf.ViTConfig(**SIZES, image_size=8, patch_size=4, num_labels=6),
+          {"pixel_values": IMAGES}, torch.arange(4)),
+    Model(hf.T5ForConditionalGeneration, hf.T5Config(num_layers=1, num_heads=4, d_model=16, d_ff=32, d_kv=4, vocab_size=VOCAB),
+          {"input_ids": IDS, "decoder_input_ids": IDS.flip(1)}, IDS, {"use_cache": False}),
+]  # fmt: skip
+BY_NAME = {model.name: model for model in MODELS}
+each_model = pytest.mark.parametrize("name", BY_NAME)
+
+
+def made(name):
+    """The module in fp64, the same each time; and its inputs."""
+    model = BY_NAME[name]
+    torch.manual_seed(0)
+    return model.make(model.config).double(), model.inputs, model.labels, model.options
+
+
+def cross_entropy(out, labels):
+    """In fp64: the models' own losses are in fp32."""
+    return F.cross_entropy(out.logits.flatten(0, -2), labels.flatten())
+
+
+def train(f, params, inputs, labels, options, key=None, steps=STEPS, jit=False, gather=lambda params: params):
+    """The losses of some steps of AdamW, the gradients of the first one, the parameters after the last."""
+    opt = vfn.optim.adamw(**OPTIONS)
+
+    def step(params, state, inputs, labels):
+        run = lambda params: cross_entropy(f(gather(params), **inputs, **options, key=key), labels)
+        loss, grads = vfn.value_and_grad(run)(params)
+        updates, state = opt.update(grads, state, params)
+        return vfn.optim.apply_updates(params, updates), state, loss, grads
+
+    run, state, losses, first = vfn.jit(step) if jit else step, opt.init(params), [], None
+    for _ in range(steps):
+        params, state, loss, grads = run(params, state, inputs, labels)
+        losses.append(loss)
+        first = grads if first is None else first
+    return torch.stack([vfn.unshard(x) for x in losses]), vfn.unshard(first), vfn.unshard(params)
+
+
+def reference(name, f):
+    """The same by the module itself, with torch's own AdamW."""
+    module, inputs, labels, options = made(name)
+    opt = torch.optim.AdamW(module.eval().parameters(), **OPTIONS)
+    losses, first = [], None
+    for _ in range(STEPS):
+        opt.zero_grad()
+        loss = cross_entropy(module(**inputs, **options), labels)
+        loss.backward()
+        if first is None:
+            named = dict(module.named_parameters(remove_duplicate=False))
+            first = f.params.tree(torch.zeros_like(named[name]) if named[name].grad is None else named[name].grad.clone()
+                                  for name in f.params.names)  # fmt: skip
+        opt.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), first, f.from_state_dict(module.state_dict())
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9)  # Adam's quotients, where a gradient is almost zero
+    torch.testing.assert_close(got[:2], want[:2], rtol=1e-10, atol=1e-12)
+
+
+@each_model
+def test_ten_steps_on_a_mesh_are_those_of_the_module(name):
+    module, inputs, labels, options = made(name)
+    assert type(module).__module__.startswith("transformers.models.")  # the code is theirs
+    f, params = vfn.functionalize(module.eval())
+    want = reference(name, f)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        held = vfn.shard(params, mesh, hugging_face.specs(params, name))
+        assert any("tp" in (entry or ()) for x in optree.tree_leaves(held) for entry in vfn.spec_of(x))
+        got = train(f, held, *vfn.shard((inputs, labels), mesh, P("dp")), options)
+        close(got, want)
+    assert want[0][-1] < want[0][0] - 0.1
+
+
+@pytest.mark.parametrize("fsdp", [None, "dp"])
+def test_a_whole_step_as_a_plan(fsdp):
+    module, inputs, labels, options = made("llama")
+    f, params = vfn.functionalize(module.eval())
+    want = reference("llama", f)
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2, 1) if fsdp else (1, 2), ("dp", "tp"))
+        held = vfn.shard(params, mesh, hugging_face.specs(params, "llama", fsdp=fsdp))
+        whole = hugging_face.specs(params, "llama")
+        gather = lambda params: vfn.with_sharding(params, whole)
+        got = train(f, held, *vfn.shard((inputs, labels), mesh, P("dp")), options, jit=True, gather=gather)
+    close(got, want)
+
+
+def test_dropout_on_a_mesh_is_that_of_one_device():
+    module, inputs, labels, options = made("gpt2")
+    f, params = vfn.functionalize(module)
+    want = train(f, params, inputs, labels, options, KEY, steps=3)
+    evaluated = train(f, params, inputs, labels, options | {"train": False}, steps=1)
+    assert (want[0][0] - evaluated[0][0]).abs() > 1e-4
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        held = vfn.shard(params, mesh, hugging_face.specs(params, "gpt2"))
+        close(train(f, held, *vfn.shard((inputs, labels), mesh, P("dp")), options, KEY, steps=3), want)
+
+
+def test_gradient_checkpointing_is_transformers_own():
+    module, inputs, labels, options = made("gpt2")
+    f, params = vfn.functionalize(module)
+    want = train(f, params, inputs, labels, options, KEY, steps=1)
+    module.activation_checkpointing_enable({"use_reentrant": False})
+    f, params = vfn.functionalize(module)
+    close(train(f, params, inputs, labels, options, KEY, steps=1), want)
+
+
+def test_a_model_that_is_never_whole():
+    model = BY_NAME["llama"]
+    f, initial = vfn.deferred(lambda: model.make(model.config))
+    whole = initial(KEY)
+    assert f.state_dict(whole).keys() == model.make(model.config).state_dict().keys()
+    embedding = whole["model"]["layers"][0]["mlp"]["up_proj"]["weight"]
+    assert 0.015 < embedding.std() < 0.025  # config.initializer_range
+    module = model.make(model.config).eval()
+    module.load_state_dict(f.state_dict(whole))
+    out = f(whole, **model.inputs, use_cache=False, train=False).logits
+    assert torch.equal(out, module(**model.inputs, use_cache=False).logits)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        rules = lambda shapes: hugging_face.specs(shapes, "llama", fsdp="dp")
+        held = vfn.init(initial, KEY, spec=rules, mesh=mesh)
+        assert vfn.spec_of(held["lm_head"]["weight"]) == P(("tp", "dp"))
+        torch.testing.assert_close(vfn.unshard(held), whole, rtol=0, atol=0)
+
+
+def llama_on_ranks():
+    module, inputs, labels, options = made("llama")
+    f, params = vfn.functionalize(module.eval())
+    mesh = vfn.make_mesh((1, 2), ("dp", "tp"))
+    held = vfn.shard(params, mesh, hugging_face.specs(params, "llama"))
+    with vfn.comm_log() as log:
+        f(held, **vfn.shard(inputs, mesh, P("dp")), **options)
+    return train(f, held, *vfn.shard((inputs, labels), mesh, P("dp")), options, steps=2), [r.op for r in log]
+
+
+def test_on_processes(gloo):
+    f, params = vfn.functionalize(made("llama")[0].eval())
+    want = train(f, params, *made("llama")[1:], steps=2)
+    for got, forward in gloo(2, llama_on_ranks):
+        close(got, want)
+        assert forward == ["all_reduce", "all_reduce"]  # after attention and after the MLP, as in Megatron-LM
+
+
+def test_an_architecture_without_a_table():
+    with pytest.raises(KeyError, match="no table for 'mamba', but for llama, mistral"):
+        hugging_face.specs({}, "mamba")
+    assert BY_NAME.keys() <= hugging_face.TENSOR_PARALLEL.keys()
