@@ -16,6 +16,8 @@ NAMES = (
     "peak_memory",
     "collectives",
     "gloo_step",
+    "zero",
+    "lines",
 )
 
 for name in NAMES:

@@ -93,13 +93,17 @@ def apart(one: Run, other: Run) -> float:
     return math.inf if not all(begun) or any(map(math.isnan, differences)) else max(differences)
 
 
-def meshes(text: str, largest: int = LARGEST) -> Iterator[dict[str, int]]:
-    """The meshes of 2 to `largest` ranks for a parallelism: all sizes of its axes, from 2 on."""
+def meshes(name: str, text: str, largest: int = LARGEST) -> Iterator[dict[str, int]]:
+    """The meshes of 2 to `largest` ranks for a parallelism: all sizes of its axes from 2 on, but that a ring of attention
+    and the exchange of experts need as many positions, or experts, on each rank."""
+    config = CONFIGS[name]
+    positions = (config.size // config.patch) ** 2 if name == "dit" else LENGTH
     dims = parallel.parallel(text).dims
     axes = [axis for axis in parallel.AXES if any(axis in names for _, names in dims)]
     for sizes in itertools.product(range(2, largest + 1), repeat=len(axes)):
-        if math.prod(sizes) <= largest:
-            yield dict(zip(axes, sizes))
+        found = dict(zip(axes, sizes))
+        if math.prod(sizes) <= largest and not positions % found.get("cp", 1) and not 4 % found.get("ep", 1):
+            yield found
 
 
 def rows(names: list[str], texts: list[str]) -> Iterator[tuple[str, str]]:
@@ -119,7 +123,7 @@ def main() -> None:
         for dtype, steps, _ in (EXACT, DRIFTING):
             if (name, dtype) not in one:
                 one[name, dtype] = train(name, dtype, steps)
-        every = list(meshes(text, options.largest))
+        every = list(meshes(name, text, options.largest))
         worst = []
         for sizes in every:
             with vfn.simulate(math.prod(sizes.values())):

@@ -82,8 +82,10 @@ def test_the_whole_list_has_every_model_parallelism_and_mesh():
     assert {word for _, text in found for word in text.split("+")} == {*TABLE, "remat"} - {"zero3"}
     assert {text for name, text in found if name == "resnet"} == {"dp", "zero1", "zero2", "fsdp", "fsdp+remat", "hsdp", "tp",
                                                                   "dp+tp", "zero1+tp", "fsdp+tp", "hsdp+tp"}  # fmt: skip
-    assert list(parity.meshes("hsdp", 6)) == [{"replica": a, "dp": b} for a, b in ((2, 2), (2, 3), (3, 2))]
-    assert [*parity.meshes("fsdp")] == [{"dp": n} for n in range(2, 9)]
+    assert list(parity.meshes("gpt", "hsdp", 6)) == [{"replica": a, "dp": b} for a, b in ((2, 2), (2, 3), (3, 2))]
+    assert [*parity.meshes("gpt", "fsdp")] == [{"dp": n} for n in range(2, 9)]
+    assert [*parity.meshes("dit", "cp")] == [{"cp": n} for n in (2, 4, 8)]
+    assert [*parity.meshes("mixtral", "dp+ep")] == [{"dp": a, "ep": b} for a, b in ((2, 2), (2, 4), (3, 2), (4, 2))]
 
 
 # The collectives of the program by hand

@@ -47,8 +47,7 @@ def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
     """Attention of [B, heads, T, d], as [B, T, heads * d]; keys and values may have fewer heads (arXiv 2305.13245)."""
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1])
-    return y.transpose(1, 2).flatten(2)
+    return vfn.nn.attention(q, k, v, causal=causal).transpose(1, 2).flatten(2)
 
 
 def rotation(length: int, dim: int, base: float, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

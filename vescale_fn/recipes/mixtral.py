@@ -133,35 +133,15 @@ def mixture(p: Params, x: torch.Tensor, config: Config) -> Any:
     at = config.layout  # mesh
     h = rms_norm(x, p["norm"])
     h = at(h, "batch")  # mesh
+    scores = h @ p["router"]
+    routes = vfn.nn.route(scores, config.chosen, softmax="after")
     places = math.ceil(config.capacity * config.chosen * h.shape[1] / config.experts)
-    taken, weights, uneven = route(h @ p["router"], places, config.chosen)
-    h = torch.einsum("btec,btd->ebcd", taken, h)
-    h = at(h, "experts", "batch")  # mesh
-    h = F.silu(torch.einsum("ebcd,edh->ebch", h, p["gate"])) * torch.einsum("ebcd,edh->ebch", h, p["up"])
-    h = torch.einsum("ebch,ehd->ebcd", h, p["down"])
-    h = at(h, None, "batch")  # mesh
-    y = torch.einsum("btec,ebcd->btd", weights, h)
+    each = {name: p[name] for name in ("gate", "up", "down")}
+    y = vfn.nn.experts(gated, each, h, routes, capacity=places)
     y = at(y, "batch", "norm_length")  # mesh
-    return y, uneven
+    return y, vfn.nn.load_balance_loss(scores, routes)
 
 
-def route(scores: torch.Tensor, places: int, chosen: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which place of which expert each token takes, 0 or 1, and with which weight: [B, T, E, places] each.
-
-    In each sequence, first choices find their places before second ones, and earlier tokens before later. Also: the loss of
-    balance (Fedus et al., arXiv 2101.03961, equation 4), 1 where all experts are chosen alike.
-    """
-    probs = scores.softmax(-1)
-    best, which = probs.topk(chosen, dim=-1)
-    wanted = one_hot(which, scores.shape[-1])  # [B, T, chosen, E]
-    queue = wanted.transpose(1, 2).flatten(1, 2).cumsum(1).unflatten(1, (chosen, -1)).transpose(1, 2)
-    slots = one_hot(queue - 1, places) & wanted[..., None]  # [B, T, chosen, E, places]
-    taken = slots.any(2).to(probs.dtype)
-    weights = taken * (wanted * (best / best.sum(-1, keepdim=True))[..., None]).sum(2)[..., None]
-    share, mean = wanted.to(probs.dtype).mean((0, 1, 2)), probs.mean((0, 1))
-    return taken, weights, scores.shape[-1] * (share * mean).sum()
-
-
-def one_hot(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Whether each integer is 0, 1, ... `size` - 1, along a new last dim; none of them where it is none."""
-    return x[..., None] == torch.arange(size, device=x.device)
+def gated(p: Params, rows: torch.Tensor) -> torch.Tensor:
+    """Each expert's rows [E, M, D] through its gated layer: SwiGLU (arXiv 2002.05202)."""
+    return (F.silu(rows @ p["gate"]) * (rows @ p["up"])) @ p["down"]
