@@ -1,7 +1,8 @@
-"""What deserves its own sharded form: attention over a split sequence, split experts, losses over split classes."""
+"""What deserves its own sharded form: attention over a split sequence, split experts, tables and losses over split classes."""
 
 from .attention import attention
 from .cross_entropy import linear_cross_entropy
+from .embedding import embedding
 from .experts import experts
 from .routing import Routes, load_balance_loss, route, router_z_loss
 from .zigzag import zigzag_order
@@ -9,6 +10,7 @@ from .zigzag import zigzag_order
 __all__ = [
     "Routes",
     "attention",
+    "embedding",
     "experts",
     "linear_cross_entropy",
     "load_balance_loss",
