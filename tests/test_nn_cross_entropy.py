@@ -151,6 +151,39 @@ def test_the_scores_of_a_few_tokens_are_the_most_that_is_there():
     assert max(kept) == x.numel()
 
 
+TORCHS = {
+    "plain": {},
+    "some ignored": {"ignore_index": 3},
+    "smoothed": {"label_smoothing": 0.1, "ignore_index": 3},
+    "weighted": {"weight": torch.arange(1.0, 13.0, dtype=F64)},
+    "summed": {"reduction": "sum", "label_smoothing": 0.1},
+    "each": {"reduction": "none"},
+}
+
+
+@pytest.mark.parametrize("options", TORCHS.values(), ids=TORCHS)
+def test_torchs_own_over_split_classes_moves_numbers_a_token(options):
+    """The unchanged function: no score moves, and no rank has more than its part of them."""
+    x, weight, target = made()
+    scores, target = (x @ weight.mT).flatten(0, 1), target.flatten()
+    f = lambda scores: F.cross_entropy(scores, goal, **options).sum()
+    goal = target
+    want = vfn.value_and_grad(f)(scores)
+    with vfn.simulate(4):
+        there, goal = vfn.shard((scores, target), vfn.make_mesh((2, 2), ("dp", "tp")), (P("dp", "tp"), P("dp")))
+        with vfn.comm_log() as log:
+            loss, back = vfn.vjp(f, there)
+        assert {c.op for c in log} == {"all_reduce"}
+        tokens = 24 // 2 * 8
+        assert sum(c.bytes == tokens for c in log) == 2  # the maxima, the sums of exponentials
+        assert sum(c.bytes for c in log if c.bytes != tokens) <= 3 * 8
+        with vfn.comm_log() as log, Largest() as seen:
+            (grad,) = back(torch.ones_like(loss))
+        assert [(c.op, c.bytes) for c in log if c.bytes > 8] == [("all_reduce", tokens)]
+        assert seen.size <= 24 * CLASSES // 4
+    torch.testing.assert_close((vfn.unshard(loss), vfn.unshard(grad)), want, rtol=1e-12, atol=1e-14)
+
+
 def test_halves_and_targets_that_are_no_class():
     x, weight, target = made(torch.bfloat16)
     loss = linear_cross_entropy(x, weight, target)

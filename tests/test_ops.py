@@ -752,3 +752,19 @@ def test_a_sample_of_the_database():
     bad = {key: row for key, row in table.items() if sweep.worst(row) in (sweep.WRONG, sweep.RAISES)}
     assert len(table) > 40
     assert not bad
+
+
+def test_zeros_are_filled_into_parts_of_a_sum_and_other_numbers_into_the_sum():
+    x, mask = torch.randn(4, 6, dtype=torch.float64), torch.tensor([True, False, True, False, False, True])
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("i",))
+        summed = lambda: vfn.shard(x, mesh, P("i")).sum(0)
+        for value in (0.0, 1.5, 0, 2, -0.0):  # decided anew for each
+            with vfn.comm_log() as log:
+                filled = summed().masked_fill(mask, value)
+            assert log.count() == (value != 0)
+            assert vfn.spec_of(filled) == (P() if value else P(unreduced={"i"}))
+            torch.testing.assert_close(vfn.unshard(filled), x.sum(0).masked_fill(mask, value), rtol=1e-15, atol=1e-15)
+            written = summed()
+            written.masked_fill_(mask, value)
+            torch.testing.assert_close(vfn.unshard(written), x.sum(0).masked_fill(mask, value), rtol=1e-15, atol=1e-15)

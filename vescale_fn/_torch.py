@@ -781,27 +781,8 @@ class _AttentionOnCpu:
         return _on_cpu_backward(grad, q, k, v, out, log, 0.0, causal, scale=scale)
 
 
-class _AttentionOnCuda:
-    """The same on CUDA devices, for halves."""
-
-    @staticmethod
-    def forward(q: Any, k: Any, v: Any, scale: float, causal: bool) -> tuple[Any, Any]:
-        return _on_cuda(q, k, v, 0.0, causal, False, scale=scale)[:2]
-
-    @staticmethod
-    def backward(
-        grad: Any, q: Any, k: Any, v: Any, out: Any, log: Any, scale: float, causal: bool
-    ) -> tuple[Any, Any, Any]:
-        unused = q.new_empty((), dtype=torch.int64)  # what dropout would draw from
-        return _on_cuda_backward(grad, q, k, v, out, log, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused,
-                                 scale=scale)  # fmt: skip
-
-
 _on_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 _on_cpu_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-_on_cuda: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
-_on_cuda_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", None)
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def attention_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -810,6 +791,4 @@ def attention_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         return None
     if q.device.type == "cpu" and _on_cpu is not None and _on_cpu_backward is not None:
         return _AttentionOnCpu
-    if q.device.type == "cuda" and q.dtype in _HALVES and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
-        return _AttentionOnCuda if _on_cuda is not None and _on_cuda_backward is not None else None
     return None

@@ -44,7 +44,8 @@ def _key(a: Any) -> Any:
     if kind is int or kind is bool:
         return kind, a  # 1, True and 1.0 are equal, and not the same
     if kind is float:
-        return a if a == 2.0 else float  # no decision depends on a float, but for the Euclidean norm's order
+        # no decision depends on a float, but for the Euclidean norm's order, and on whether zeros are filled in
+        return a if a == 2.0 or a == 0.0 else float
     if kind is list or kind is tuple:
         return tuple([_key(x) for x in a])
     if isinstance(a, torch.Tensor):

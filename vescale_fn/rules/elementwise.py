@@ -16,7 +16,8 @@ def elementwise(call: Call) -> Rule:
     out, tensors = call.outs[0], call.tensors
     assert out is not None
     linear: tuple[int, ...] = ()
-    if call.name in _SAME_VALUE:
+    zeroed = call.name == "masked_fill" and isinstance(call["value"], (int, float)) and not call["value"]
+    if call.name in _SAME_VALUE or zeroed:
         linear = (0,)
     elif not exact(call):
         pass
