@@ -36,6 +36,7 @@ SAMPLE = [
 ]
 PLANS = [("llama", "zero1", {"dp": 2})]
 ALONE = {}
+PAGE = Path(count_lines.__file__).parent / "README.md"
 
 
 def one_device(name):
@@ -261,6 +262,15 @@ def test_messages(text, mesh, message):
 
 def test_an_axis_of_size_one_may_be_idle():
     assert parallel("fsdp", {"dp": 2, "tp": 1}) == parallel("fsdp")
+
+
+def test_the_page_about_them_runs():
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    words = {word for word in TABLE if f"`{word}`" in PAGE.read_text()}
+    assert words == set(TABLE) - {"zero3"}
+    there = {}
+    for block in blocks:
+        exec(block, there)
 
 
 # The models without the lines that exist only for distribution

@@ -60,6 +60,8 @@ def embedding(ids: torch.Tensor, table: torch.Tensor, *, axis: str | Sequence[st
     mesh = mesh_of(arrays[0])
     sizes, rows = axes_of(mesh), split_axes(spec_of(ids), ids.ndim)
     lies = split_axes(spec_of(table), 2)
+    if axis is None and not lies[0]:  # whole rows: torch's own, of ids of any size
+        return F.embedding(ids, table)
     of_ids = {a for row in rows for a in row}
     if axis is None:
         names = tuple(a for a in lies[0] if a not in of_ids)

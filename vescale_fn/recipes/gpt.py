@@ -81,7 +81,7 @@ def logits(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random
     at = config.layout  # mesh
     params, run = at.gather(params), at.block(block)  # mesh
     tokens = at(tokens, "batch", "norm_length", without="vocab")  # mesh
-    x = F.embedding(tokens, params["embed"])
+    x = vfn.nn.embedding(tokens, params["embed"])
     x = at(x, "batch", "norm_length")  # mesh
     x = dropout(next(keys), x + params["places"][: x.shape[1]], config.dropout)
     for p in blocks:

@@ -86,7 +86,7 @@ def logits(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random
     at = config.layout  # mesh
     params, run = at.gather(params), at.block(block)  # mesh
     tokens = at(tokens, "batch", "norm_length", without="vocab")  # mesh
-    x = F.embedding(tokens, params["embed"])
+    x = vfn.nn.embedding(tokens, params["embed"])
     x = at(x, "batch", "norm_length")  # mesh
     for p in blocks:
         x = run(p, x, angles, config, next(keys), next(keys))
