@@ -1,6 +1,6 @@
 """vescale_fn: JAX's SPMD programming model, in eager PyTorch. Write one function, as for one device; say where arrays lie."""
 
-from . import checkpoint, errors, nn, optim, plan, random
+from . import checkpoint, errors, nn, optim, plan, precision, random
 from .array import Array, spec_of
 from .checkpoint import export, load, save
 from .context import current_mesh, set_mesh, use_mesh
@@ -73,6 +73,7 @@ __all__ = [
     "nn",
     "optim",
     "plan",
+    "precision",
     "pbroadcast",
     "pcast",
     "pmax",

@@ -285,24 +285,34 @@ class _Move:
     target: P | None
     why: str
     lead: int = 0  # leading dims, of a vmap, that stay as they are
+    cast: tuple[torch.dtype, torch.dtype] | None = (
+        None  # from and to: before it moves. Back, too, it is the first thing
+    )
+
+    def begun(self, x: Any) -> Any:
+        """The value before it moves."""
+        x = _take_in(x)
+        return x if self.cast is None else x.to(self.cast[1])
 
     def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
-        (x,) = xs
-        x = _take_in(x)
+        return (self.carried_out(self.begun(*xs)),)
+
+    def carried_out(self, x: Any) -> Any:
+        """The move, of what has begun."""
         spec = layout(x._spec) if isinstance(x, Array) else WHOLE
         if self.target is None:
-            return (_plain(x, self.why),)
+            return _plain(x, self.why)
         target = self._target(spec, x.ndim)
         if isinstance(x, Array) and P(*target, unreduced=target.unreduced) == spec and not target.reduced:
-            return (x.detach(),)
+            return x.detach()
         bare = P(*target, unreduced=target.unreduced)
         if isinstance(x, Array):
             local = interpreter.brought(x, bare, self.why, apart=True)
-            return (wrap(_apart(local, _torch.local(x)), self.mesh, target, x.shape),)
+            return wrap(_apart(local, _torch.local(x)), self.mesh, target, x.shape)
         steps = reshard.plan(tuple(x.shape), axes_items(self.mesh), WHOLE, bare)
         before = _local(x, self.mesh)
         local = reshard.run(before, tuple(x.shape), self.mesh, steps, self.why)
-        return (wrap(_apart(local, before) if steps else packed(local), self.mesh, target, x.shape),)
+        return wrap(_apart(local, before) if steps else packed(local), self.mesh, target, x.shape)
 
     def _target(self, spec: P, ndim: int) -> P:
         assert self.target is not None
@@ -315,10 +325,11 @@ class _Move:
 
     def transpose(self) -> _Move:
         source, target = (None if s is None else _cotangent_spec(s) for s in (self.source, self.target))
-        return _Move(self.mesh, target, source, f"{self.why} (backward)", self.lead)
+        back = None if self.cast is None else (self.cast[1], self.cast[0])
+        return _Move(self.mesh, target, source, f"{self.why} (backward)", self.lead, back)
 
     def batched(self) -> _Move:
-        return _Move(self.mesh, self.source, self.target, self.why, self.lead + 1)
+        return _Move(self.mesh, self.source, self.target, self.why, self.lead + 1, self.cast)
 
 
 @dataclass(frozen=True)
@@ -328,7 +339,7 @@ class _Moves:
     parts: tuple[_Move, ...]
 
     def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
-        out: list[Any] = [_take_in(x) for x in xs]
+        out: list[Any] = [part.begun(x) for part, x in zip(self.parts, xs, strict=True)]
         together: list[tuple[int, P]] = []
         for i, (part, x) in enumerate(zip(self.parts, out, strict=True)):
             if isinstance(x, Array) and part.target is not None and not getattr(x, "_sum", None):
@@ -336,7 +347,7 @@ class _Moves:
                 if P(*target, unreduced=target.unreduced) != layout(x._spec):
                     together.append((i, target))
                     continue
-            (out[i],) = part((x,))
+            out[i] = part.carried_out(x)
         moved = moved_together([out[i] for i, _ in together], [target for _, target in together], self.parts[0].why)
         for (i, _), y in zip(together, moved, strict=True):
             out[i] = y
@@ -499,7 +510,30 @@ def bring_in(x: Any, mesh: Any, spec: P, why: str, auto: Any = None) -> Any:
 
 def moved(x: Any, mesh: Any, target: P | None, why: str) -> Any:
     """An array, or a plain whole tensor, brought to `target`, or (None) to a plain whole tensor; differentiable."""
-    return marks.kept(linear.apply(_Move(mesh, spec_of(x) if is_array(x) else None, target, why), x)[0], x)
+    source, cast = _before_narrowing(x)
+    return marks.kept(
+        linear.apply(_Move(mesh, spec_of(x) if is_array(x) else None, target, why, cast=cast), source)[0], x
+    )
+
+
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` in a narrower dtype, for a move that follows: its gradient comes back in the dtype of `x`, and so is added up.
+
+    A cast and then a gather have as their transpose a sum over ranks and then a cast, which so would add up, and round, in the
+    narrow dtype. A move of what this gives is one step with the cast, whose transpose casts first.
+    """
+    out = x.to(dtype)
+    if isinstance(x, Array) and x.requires_grad and torch.is_grad_enabled() and out is not x:
+        out._narrowed = (_torch.version(out), x)  # type: ignore[attr-defined]
+    return out
+
+
+def _before_narrowing(x: Any) -> tuple[Any, Any]:
+    """What `narrowed` was given, and the cast to `x`; `x` itself, and none, where it is no such thing."""
+    version, source = getattr(x, "_narrowed", (None, None))
+    if source is None or version != _torch.version(x) or not torch.is_grad_enabled():
+        return x, None
+    return source, (source.dtype, x.dtype)
 
 
 _BUCKET = 64 << 20  # bytes of whole values that travel as one
@@ -514,8 +548,9 @@ def moved_as_one(xs: Sequence[Any], mesh: Any, targets: Sequence[P], why: str) -
         while n < len(todo) and (n == 0 or size + todo[n][0].nbytes <= _BUCKET):
             size, n = size + todo[n][0].nbytes, n + 1
         here, todo = todo[:n], todo[n:]
-        op = _Moves(tuple(_Move(mesh, spec_of(x), target, why) for x, target in here))
-        found = linear.apply(op, *(x for x, _ in here))
+        sources, casts = zip(*(_before_narrowing(x) for x, _ in here))
+        op = _Moves(tuple(_Move(mesh, spec_of(x), target, why, cast=cast) for (x, target), cast in zip(here, casts)))
+        found = linear.apply(op, *sources)
         out += [marks.kept(y, x) for y, (x, _) in zip(found, here, strict=True)]
     return out
 

@@ -50,6 +50,7 @@ _state = _State()
 _simulated: int | None = None
 _logs: tuple[Any, ...] = ()
 _watch: Any = None
+_sums_in: Any = None
 
 
 def simulated() -> int | None:
@@ -267,20 +268,40 @@ class Again:
 
 
 class differentiating:
-    """Run the function that a `vfn.grad` differentiates."""
+    """Run the function that a `vfn.grad` differentiates, and its backward pass."""
 
     def __enter__(self) -> None:
         _state.grad_depth += 1
+        self.sums_in = _sums_in
 
     def __exit__(self, *error: Any) -> None:
+        global _sums_in
         _state.grad_depth -= 1
+        _sums_in = self.sums_in
+
+
+def sums_in() -> Any:
+    """The dtype in which sums over ranks are made of what is narrower; None: in its own."""
+    return _sums_in
+
+
+@contextlib.contextmanager
+def summing_in(dtype: Any) -> Iterator[None]:
+    """Make sums over ranks in this dtype; where something is differentiated, until its backward pass is done as well."""
+    global _sums_in
+    before, _sums_in = _sums_in, dtype
+    try:
+        yield
+    finally:
+        if not _state.grad_depth:
+            _sums_in = before
 
 
 def clear() -> None:
     """Forget everything ambient, as in a fresh process (a forked rank calls it)."""
-    global _logs
+    global _logs, _sums_in
     set_simulated(None)
     set_watch(None)
-    _logs = ()
+    _logs, _sums_in = (), None
     _state.mesh, _state.body, _state.strict, _state.grad_depth, _state.key_uses = None, None, False, 0, None
     _state.unit, _state.recorder, _state.as_written = None, None, False

@@ -23,7 +23,7 @@ from .wire import OPS, Record
 
 class CommLog:
     """The collectives that ran while it was recording, in order: a list of records with ``op``, ``axes``, ``axis``,
-    ``bytes``, ``why`` and ``line``; printing it shows them as a table."""
+    ``bytes``, ``dtype``, ``why`` and ``line``; printing it shows them as a table."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -59,10 +59,12 @@ class CommLog:
     def __repr__(self) -> str:
         if not self.records:
             return "no collective"
-        rows = [("op", "axis", "bytes", "why", "line")]
-        rows += [(r.op, r.axis, str(r.bytes), r.why, _place(r)) for r in self.records]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[4]]) for row in rows)
+        rows = [("op", "axis", "bytes", "dtype", "why", "line")]
+        rows += [(r.op, r.axis, str(r.bytes), r.dtype, r.why, _place(r)) for r in self.records]
+        if not {r.dtype for r in self.records} & {"bf16", "f16"}:  # else it matters what is summed in which
+            rows = [(*row[:3], *row[4:]) for row in rows]
+        widths = [max(map(len, column)) for column in list(zip(*rows))[:-1]]
+        return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[-1]]) for row in rows)
 
 
 def _place(record: Record) -> str:
@@ -74,9 +76,10 @@ def _place(record: Record) -> str:
 def comm_log() -> Iterator[CommLog]:
     """Record every collective that runs inside a ``with`` block, forward and backward.
 
-    Each has the op, the mesh axes, the bytes it held on one rank, why it ran, and the user's source line; in a backward
-    pass ``backward=True`` and the line of the forward op, if that ran in the block too. On a simulated mesh a collective
-    counts once, as it does on each rank of a real one; over an axis of size 1 nothing travels.
+    Each has the op, the mesh axes, the bytes it held on one rank, the dtype (shown where there are 16-bit numbers), why it
+    ran, and the user's source line; in a backward pass ``backward=True`` and the line of the forward op, if that ran in the
+    block too. On a simulated mesh a collective counts once, as it does on each rank of a real one; over an axis of size 1
+    nothing travels.
 
     >>> import torch, vescale_fn as vfn
     >>> with vfn.simulate(2):

@@ -20,16 +20,17 @@ import torch.distributed as dist
 
 from . import _torch, context, places, process_groups
 from .agreement import Call, Value
-from .blocks import Blocks
+from .blocks import Blocks, each
+from .errors import dtype_text
 from .layout import text
-from .mesh import axes_of, groups, is_simulated, my_rank
+from .mesh import axes_of, groups, is_simulated, my_rank, played_ranks
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One collective: what, over which axes, how many bytes on one rank, why, and the user's line."""
+    """One collective: what, over which axes, how many bytes on one rank, why, the user's line, and the dtype."""
 
     op: str
     axes: tuple[str, ...]
@@ -37,6 +38,7 @@ class Record:
     why: str
     line: str
     backward: bool = False  # then `line` is that of the forward op, if that was logged too
+    dtype: str = ""  # of what travels: f32, bf16
 
     @property
     def axis(self) -> str:
@@ -73,7 +75,7 @@ class Collective:
         return self._carry_out(x)
 
     def _carry_out(self, x: Any, **how: Any) -> Any:
-        before, _state.line = _state.line, self.line
+        before, _state.line, _state.planned = (_state.line, _state.planned), self.line, True
         try:
             named = dict(zip(_PARAMS[self.kind], self.params, strict=True))
             run = globals()[self.kind]
@@ -81,7 +83,7 @@ class Collective:
                 return run(Blocks(x), self.mesh, self.axes, **named, **how, why=self.why).blocks
             return run(x, self.mesh, self.axes, **named, **how, why=self.why)
         finally:
-            _state.line = before
+            _state.line, _state.planned = before
 
     def like(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor of the result's shape and dtype, in which nothing is: communicates nothing."""
@@ -117,6 +119,7 @@ def wait(begun: Any) -> Any:
 
 class _State(threading.local):
     line: str = ""  # of the user's, of the recorded collective that runs
+    planned: bool = False  # what runs is a recorded collective
 
 
 _state = _State()
@@ -148,6 +151,25 @@ def _recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
     return collective
 
 
+def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A sum that is made in the dtype that `context.summing_in` asks for, where that holds more; recorded, it is so already."""
+
+    @functools.wraps(fn)
+    def collective(x: Any, mesh: Any, axes: tuple[str, ...], *rest: Any, **named: Any) -> Any:
+        wide: Any = context.sums_in()
+        kept = wide is None or _state.planned or named.get("op", "sum") != "sum" or "max" in rest or "min" in rest
+        if kept or x.dtype == wide or torch.promote_types(x.dtype, wide) != wide or not x.dtype.is_floating_point:
+            return fn(x, mesh, axes, *rest, **named)
+        out = fn(_in_dtype(x, mesh, wide), mesh, axes, *rest, **named) if group_size(mesh, axes) > 1 else x
+        return _in_dtype(out, mesh, x.dtype)
+
+    return collective
+
+
+def _in_dtype(x: Any, mesh: Any, dtype: Any) -> Any:
+    return each(lambda _, block: block.to(dtype), played_ranks(mesh), x, key=lambda rank: None)
+
+
 def _note(op: str, mesh: Any, axes: tuple[str, ...], tensor: Any, factor: int, why: str, details: str = "") -> None:
     """Log a collective that is about to run; in debug mode, first compare it with what the group's other ranks run."""
     if (watch := context.watch()) is not None and not is_simulated(mesh):
@@ -157,7 +179,7 @@ def _note(op: str, mesh: Any, axes: tuple[str, ...], tensor: Any, factor: int, w
     if logs:
         one = tensor.blocks[0] if type(tensor) is Blocks else tensor
         line, backward = (_state.line, False) if _state.line else places.here()
-        record = Record(op, axes, one.numel() * one.element_size() * factor, why, line, backward)
+        record = Record(op, axes, one.numel() * one.element_size() * factor, why, line, backward, dtype_text(one.dtype))
         for log in logs:
             log.append(record)
 
@@ -201,6 +223,7 @@ def _simulated(x: Any, mesh: Any, axes: tuple[str, ...], formula: Callable[[list
     return Blocks(outs)
 
 
+@_wide
 @_recorded
 def all_reduce(x: Any, mesh: Any, axes: tuple[str, ...], why: str, op: str = "sum", fresh: bool = False,
                elements: int = 0, later: bool = False) -> Any:  # fmt: skip
@@ -228,6 +251,7 @@ def all_gather(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str, lat
     return process_groups.all_gather(x, mesh, axes, n, dim, later)
 
 
+@_wide
 @_recorded
 def reduce_scatter(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str, later: bool = False) -> Any:
     """The sum of the group's values, of which each rank keeps its piece along `dim`. The size must divide."""

@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 
-from .. import _torch, blocks, context, tree
-from ..array import Array, mesh_of, spec_of, wrap
-from ..mesh import axes_of, played_ranks
-from ..placement import with_sharding
-from ..spec import P, split_axes
-from .leaves import by_leaf, looked_on
+from .. import _torch, tree
+from .leaves import by_leaf
 from .optimizer import Optimizer, check_numbers, is_trained
+from .totals import added_up, parts_of_numbers
 
 
 def clip_by_global_norm(max_norm: float) -> Optimizer:
@@ -69,39 +66,13 @@ def global_norm(grads: Any) -> Any:
     dtype = torch.float32
     for leaf in leaves:
         dtype = torch.promote_types(dtype, leaf.dtype)
-    groups: dict[Any, list[Any]] = {}
-    for leaf in leaves:
-        axes = frozenset(axis for names in split_axes(spec_of(leaf), leaf.ndim) for axis in names)
-        groups.setdefault((mesh_of(leaf), axes), []).append(leaf)
-    totals: dict[Any, list[Any]] = {}
-    for (mesh, _), members in groups.items():
-        totals.setdefault(mesh, []).append(_squares(members, mesh, dtype))
-    return torch.sqrt(sum(_total(sums, mesh) for mesh, sums in totals.items()))  # type: ignore[arg-type]
+    square = lambda x: torch.sum(x * x)
+    one = lambda x: square(x if x.dtype == dtype else x.to(dtype))
+    many = lambda *xs: torch.stack(list(_torch.norms(xs, dtype))).square()
+    sums = [added_up([vector.sum() for _, vector in parts], mesh, _sum)
+            for mesh, parts in parts_of_numbers(leaves, one, many).items()]  # fmt: skip
+    return torch.sqrt(_sum(sums))
 
 
-def _squares(leaves: Sequence[Any], mesh: Any, dtype: torch.dtype) -> Any:
-    """The sum of the squares of leaves that the same axes split, on each rank its own part of it."""
-    plain = all(type(x) is torch.Tensor or (type(x) is Array and not spec_of(x).unreduced) for x in leaves)
-    if looked_on() or not plain or any(x.requires_grad and torch.is_grad_enabled() for x in leaves):
-        found = [torch.sum(wide * wide) for wide in (x if x.dtype == dtype else x.to(dtype) for x in leaves)]
-        return sum(found[1:], found[0])
-
-    def of_blocks(_: int, *own: torch.Tensor) -> torch.Tensor:
-        return torch.stack(list(_torch.norms(own, dtype))).square().sum()
-
-    if mesh is None:
-        return of_blocks(0, *leaves)
-    local = blocks.each(of_blocks, played_ranks(mesh), *map(_torch.local, leaves), key=lambda rank: None)
-    axes = {axis for names in split_axes(spec_of(leaves[0]), leaves[0].ndim) for axis in names}
-    if not isinstance(local, blocks.Blocks) and type(_torch.local(leaves[0])) is blocks.Blocks:
-        local = blocks.shared(local, len(played_ranks(mesh)))
-    return wrap(local, mesh, P(unreduced=axes), torch.Size(()))
-
-
-def _total(sums: Sequence[Any], mesh: Any) -> Any:
-    """The sum, of numbers that are partial sums over different axes: they all become partial over all of these first."""
-    if mesh is None or context.on_one_device():
-        return sum(sums[1:], sums[0])
-    axes = frozenset[str]().union(*(spec_of(x).unreduced for x in sums))
-    partial = [with_sharding(x, P(unreduced=axes & axes_of(mesh).keys())) for x in sums]
-    return with_sharding(sum(partial[1:], partial[0]), P())
+def _sum(xs: Sequence[Any]) -> Any:
+    return sum(xs[1:], xs[0])

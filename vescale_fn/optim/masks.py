@@ -13,26 +13,29 @@ from ..errors import SpecError, VfnError, described, meant, report
 from .leaves import beside
 from .optimizer import Optimizer, check_parts, not_a_state
 
+_NOTHING: Any = object()
 
-def by_path(rules: Sequence[tuple[str, Any]]) -> Callable[[Any], Any]:
+
+def by_path(rules: Sequence[tuple[str, Any]], otherwise: Any = _NOTHING) -> Callable[[Any], Any]:
     """A mask, or labels, by patterns: for each leaf what stands beside the first pattern that is found in its path.
 
     Args:
         rules: (regular expression, value) pairs, tried in order with `re.search` on paths like ``blocks.0.attn.wq``.
+        otherwise: what stands for leaves that match no rule; without it each leaf must match one.
 
     Returns:
         A function of a tree, that gives the tree of values: what `mask` and `labels` take. It raises SpecError where a leaf
         matches no rule, or a rule no leaf.
 
     >>> import torch, vescale_fn as vfn
-    >>> decays = vfn.optim.by_path([(r"norm|bias", False), (r".*", True)])
+    >>> decays = vfn.optim.by_path([(r"norm|bias", False)], otherwise=True)
     >>> decays({"wq": torch.ones(2, 2), "bias": torch.ones(2), "norm": torch.ones(2)})
     {'wq': True, 'bias': False, 'norm': False}
     """
     wrong = [f"rules[{i}] is {described(rule)}" for i, rule in enumerate(rules)
              if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str))]  # fmt: skip
     if wrong:
-        fix = 'by_path([(r"norm|bias", False), (r".*", True)])'
+        fix = 'by_path([(r"norm|bias", False)], otherwise=True)'
         raise SpecError(report("by_path", "rules are (pattern, value) pairs", wrong, fix))
 
     def values(params: Any) -> Any:
@@ -44,12 +47,14 @@ def by_path(rules: Sequence[tuple[str, Any]]) -> Callable[[Any], Any]:
             hits.update(matching)
             if matching:
                 found.append(rules[matching[0]][1])
+            elif otherwise is not _NOTHING:
+                found.append(otherwise)
             else:
                 failures.append(f"no rule matches {path!r} ({accessor.codify('params')})")
         if accessors:
             failures += [f"rule {rule!r} matches no leaf" for i, rule in enumerate(rules) if i not in hits]
         if failures:
-            fix = 'add a rule, for instance (r".*", True) at the end, or take the unused one away'
+            fix = "otherwise=True, say, for leaves that match no rule; or take the unused rule away"
             raise SpecError(report("by_path", "the rules and the tree do not fit", failures, fix))
         return tree.unflatten(structure, found)
 

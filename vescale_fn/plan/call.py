@@ -105,6 +105,7 @@ def _around() -> tuple[Any, ...]:
         context.simulated(),
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
+        context.sums_in(),
         _torch.autocasting(),
         _torch.default_device(),
     )

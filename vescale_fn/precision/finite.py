@@ -1,0 +1,113 @@
+"""Numbers that are not finite: whether a tree has any, and which leaf has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import _torch, context, tree
+from ..array import is_array
+from ..blocks import Blocks
+from ..errors import TransformError, VfnError, count_text, described, report
+from ..optim.totals import added_up, parts_of_numbers
+from ..placement import unshard
+from ..plan.graph import Step
+
+
+def all_finite(values: Any) -> Any:
+    """Whether all floating-point numbers of a tree are finite: a 0-d bool tensor, the same on all ranks.
+
+    On a mesh that takes one collective, of one number for each leaf.
+
+    Source: `jmp.all_finite`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> vfn.precision.all_finite({"a": torch.ones(2), "b": torch.tensor([0.0, float("inf")])})
+    tensor(False)
+    """
+    leaves = [x for x in tree.leaves(values) if _has_floats(x)]
+    totals = [(vector == 0).all() for _, vector in _counts(leaves, "all_finite")]
+    if not totals:
+        return torch.ones((), dtype=torch.bool)
+    found = totals[0]
+    for total in totals[1:]:
+        found = torch.logical_and(found, total)
+    return found
+
+
+def nan_guard(values: Any, name: str = "values") -> Any:
+    """The tree as it is, or an error that names its first leaf with a number that is not finite, on all ranks.
+
+    On a mesh that takes one collective, of one number for each leaf. Under `jit` it looks in each replay.
+
+    Args:
+        values: a tree; leaves that are not floating point pass by.
+        name: what the tree is called in the error: ``"grads"`` for ``grads['w']``.
+
+    Raises:
+        VfnError: a leaf has numbers that are nan or infinite.
+
+    >>> import torch, vescale_fn as vfn
+    >>> vfn.precision.nan_guard({"w": torch.tensor([1.0, float("nan")])}, "grads")
+    Traceback (most recent call last):
+    vescale_fn.errors.VfnError: nan_guard: a value is not finite
+      * grads['w'] is the tensor f32[2]: 1 number is nan or infinite
+    """
+    paths, leaves = tree.paths(values, name), tree.leaves(values)
+    floats = [i for i, x in enumerate(leaves) if _has_floats(x)]
+    if not floats:
+        return values
+    with torch.no_grad():
+        parts = _counts([leaves[i].detach() for i in floats], "nan_guard")
+    said = [f"{paths[i]} is {described(leaves[i])}" for i in floats]
+    raise_ = _Raise(said, [members for members, _ in parts])
+    recorder = _torch.recorder() if _torch.dispatch_modes() else None
+    vectors = [unshard(vector) if is_array(vector) else vector for _, vector in parts]
+    if recorder is None:
+        raise_(*vectors)
+    else:
+        step = Step("nan_guard", raise_, effect=True)
+        recorder.effect(step, *([*x.blocks] if type(x) is Blocks else x for x in vectors))
+    return values
+
+
+def _has_floats(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
+
+
+def _counts(leaves: Sequence[Any], where: str) -> list[tuple[list[int], Any]]:
+    """How many numbers of each leaf are not finite: for each mesh, the places of its leaves and the vector of their counts."""
+    if context.body() is not None:
+        raise TransformError(report(where, "in a shard_map body a rank sees its own blocks alone, and the ranks would differ",
+                                    fix=f"{where} of the arrays, outside of the body"))  # fmt: skip
+    one = lambda x: torch.sum(torch.logical_not(torch.isfinite(x)), dtype=torch.float32)
+    many = lambda *xs: torch.stack([one(x) for x in xs])
+    found = []
+    for mesh, parts in parts_of_numbers(leaves, one, many).items():
+        members = [i for places, _ in parts for i in places]
+        found.append((members, added_up([vector for _, vector in parts], mesh, torch.cat)))
+    return found
+
+
+class _Raise:
+    """Raises when it is called with counts of which one is not 0."""
+
+    def __init__(self, said: Sequence[str], members: Sequence[Sequence[int]]) -> None:
+        self.said, self.members = said, members
+
+    def __call__(self, *counts: Any) -> None:
+        found: dict[int, int] = {}
+        for members, vector in zip(self.members, counts):
+            vector = vector[0] if isinstance(vector, (list, tuple)) else vector
+            found.update((i, int(count)) for i, count in zip(members, vector.tolist()) if count)
+        if found:
+            first = min(found)
+            count = found[first]
+            failures = [
+                f"{self.said[first]}: {count_text(count, 'number')} {'is' if count == 1 else 'are'} nan or infinite"
+            ]
+            if len(found) > 1:
+                failures.append(f"of the other leaves, {len(found) - 1} more")
+            raise VfnError(report("nan_guard", "a value is not finite", failures))
