@@ -154,11 +154,14 @@ def _recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A sum that is made in the dtype that `context.summing_in` asks for, where that holds more; recorded, it is so already."""
 
+    names = tuple(inspect.signature(fn).parameters)[3:]
+
     @functools.wraps(fn)
     def collective(x: Any, mesh: Any, axes: tuple[str, ...], *rest: Any, **named: Any) -> Any:
-        wide: Any = context.sums_in()
-        kept = wide is None or _state.planned or named.get("op", "sum") != "sum" or "max" in rest or "min" in rest
-        if kept or x.dtype == wide or torch.promote_types(x.dtype, wide) != wide or not x.dtype.is_floating_point:
+        wide = context.sums_in()
+        if wide is None or _state.planned or (dict(zip(names, rest)) | named).get("op", "sum") != "sum":
+            return fn(x, mesh, axes, *rest, **named)
+        if x.dtype == wide or not x.dtype.is_floating_point or torch.promote_types(x.dtype, wide) != wide:
             return fn(x, mesh, axes, *rest, **named)
         out = fn(_in_dtype(x, mesh, wide), mesh, axes, *rest, **named) if group_size(mesh, axes) > 1 else x
         return _in_dtype(out, mesh, x.dtype)
