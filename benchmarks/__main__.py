@@ -16,6 +16,7 @@ NAMES = (
     "peak_memory",
     "collectives",
     "gloo_step",
+    "attention_over_a_sequence",
     "zero",
     "lines",
 )
