@@ -19,6 +19,7 @@ NAMES = (
     "attention_over_a_sequence",
     "zero",
     "lines",
+    "checkpoint",
 )
 
 for name in NAMES:

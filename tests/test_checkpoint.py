@@ -302,8 +302,8 @@ def test_only_what_is_wanted_is_read(tmp_path, monkeypatch):
     """A rank's share, not the whole: one column of four blocks, two of the three rows of blocks."""
     vfn.save(tmp_path / "c", {"w": vfn.shard(WHOLE, on("2x3"), P("a", "b")), "v": WHOLE})
     read = []
-    plain = torch.load
-    monkeypatch.setattr(torch, "load", lambda file, **kw: read.append(len(file.getvalue())) or plain(file, **kw))
+    plain = torch.frombuffer
+    monkeypatch.setattr(torch, "frombuffer", lambda data, **kw: read.append(len(data)) or plain(data, **kw))
     mesh = on("4")
     vfn.load(tmp_path / "c", {"w": vfn.shard(WHOLE, mesh, P("a"))}, partial=True)
     assert len(read) == 6  # each stored piece once, though four ranks need parts of it
@@ -501,6 +501,19 @@ def test_where_values_are_not_to_be_had(tmp_path):
         torch.func.grad(lambda x: body(x).sum()), torch.ones(4)
     )
     assert "vfn.jit is recording" in text_of(vfn.jit(body), torch.ones(4))
+
+
+def test_where_nothing_can_be_loaded(tmp_path):
+    vfn.save(tmp_path / "c", {"x": WHOLE})
+
+    def body(x):
+        return vfn.load(tmp_path / "c")["x"] + x
+
+    mesh = on("4")
+    assert text_of(vfn.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a")), torch.ones(4)) == (
+        "load: this is the body of a shard_map\n  Instead: load outside, and give the function what is loaded"
+    )
+    assert "load: vfn.jit is recording" in text_of(vfn.jit(body), torch.ones(9))
 
 
 def test_another_tree_shape_and_dtype(tmp_path):

@@ -260,3 +260,11 @@ def test_where_nothing_may_be_read(saved, monkeypatch):
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     assert text_of(vfn.load, saved) == (f"load: {saved} cannot be read\n  * Permission denied: {saved}/.metadata")
+
+
+def test_a_disk_that_cannot_read(saved, monkeypatch):
+    def broken(self, path, offset, length):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("vescale_fn.checkpoint.reading.Reader.read", broken)
+    assert text_of(vfn.load, saved) == f"load: {saved} cannot be read, at step\n  * Input/output error"

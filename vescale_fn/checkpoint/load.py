@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import optree
-
-from .. import tree
+from .. import _torch, context, tree
 from ..errors import CheckpointError, SpecError, report
 from . import folders, plain_files, targets, together
 from .background import finish_last
@@ -57,35 +56,30 @@ def load(
     """
     finish_last(tell=False)  # which may be the save of what is to be loaded
     crew = together.all_ranks("load")
-    plan: list[tuple[Source, list[Target], Any]] = []
 
-    def prepare() -> None:
+    def prepare() -> tuple[Source, list[Target], Callable[[dict[str, Any]], Any]]:
+        if context.body() is not None or _torch.is_recorded():
+            inside = "vfn.jit is recording" if context.body() is None else "this is the body of a shard_map"
+            raise CheckpointError(report("load", inside, fix="load outside, and give the function what is loaded"))
         if mesh is not None and spec is None:
             raise SpecError(report("load", "a mesh is given, but no spec", fix="spec=vfn.P(...), or a tree of them"))
         source = opened(folders.as_path(path, "load"))
-        wanted, treedef = _wanted(source, like, mesh, spec)
+        wanted, put_together = _wanted(source, like, mesh, spec)
         targets.check(wanted, source.entries, str(source.path), partial or like is None, "load")
-        plan.append((source, wanted, treedef))
+        return source, wanted, put_together
 
-    def read() -> list[Any]:
-        source, wanted, _ = plan[0]
-        values = source.values([one.name for one in wanted if one.shape is None])
-        made = [targets.made(one) for one in wanted if one.shape is not None]
-        source.fill({one.target.name: one.parts for one in made if one.parts})
-        _check_values(wanted, values)
-        ready.append({**values, **{one.target.name: one for one in made}})
-        return []
+    source, wanted, put_together = together.each(crew, "load", prepare)
+    values, made = together.each(crew, "load", lambda: _read(source, wanted))
+    return put_together(values | {one.target.name: targets.finished(one) for one in made})
 
-    ready: list[dict[str, Any]] = []
-    for what in prepare, read:
-        together.step(crew, "load", what, lambda _: [None] * crew.size)
-    _, wanted, treedef = plan[0]
-    leaves = {}
-    for one in wanted:
-        leaves[one.name] = targets.finished(ready[0][one.name]) if one.shape is not None else ready[0][one.name]
-    if callable(treedef):
-        return treedef(leaves)
-    return rebuilt(treedef, [leaves[one.name] for one in wanted])
+
+def _read(source: Source, wanted: Sequence[Target]) -> tuple[dict[str, Any], list[targets.Made]]:
+    """The Python values, and the tensors with what is stored in them."""
+    values = source.values([one.name for one in wanted if one.shape is None])
+    _check_values(wanted, values)
+    made = [targets.made(one) for one in wanted if one.shape is not None]
+    source.fill({one.target.name: one.parts for one in made if one.parts})
+    return values, made
 
 
 def opened(path: Path, where: str = "load") -> Source:
@@ -115,31 +109,32 @@ def _neighbours(path: Path) -> list[str]:
     ]
 
 
-def _wanted(source: Source, like: Any, mesh: Any, spec: Any) -> tuple[list[Target], Any]:
-    """The leaves to load, and what puts them together."""
+def _wanted(source: Source, like: Any, mesh: Any, spec: Any) -> tuple[list[Target], Callable[[dict[str, Any]], Any]]:
+    """The leaves to load, and what puts them together by their names."""
     if like is None:
-        found = [targets.of_entry(name, entry) for name, entry in source.entries.items()]
         shape = source.shape
-
-        def together_(leaves: dict[str, Any]) -> Any:
-            return leaves if shape is None else filled(shape, leaves.__getitem__)
-
-        if spec is not None:
-            places = {one.name: _Leaf(one) for one in found}
-            specs = _specs(spec, together_(places), "tree")
-            found = targets.laid_out([each.target for each, _ in specs], [s for _, s in specs], mesh, "load")
-        return found, together_
-    leaves, treedef = named(like, "load", "like")
-    found, failures = [], []
-    for one in leaves:
-        target = targets.of_like(one)
-        (failures if isinstance(target, str) else found).append(target)
-    if failures:
-        raise CheckpointError(report("load", "like has leaves that cannot be loaded", failures))
+        found = [targets.of_entry(name, entry) for name, entry in source.entries.items()]
+        put_together = dict if shape is None else functools.partial(_as_saved, shape)
+    else:
+        leaves, treedef = named(like, "load", "like")
+        both = [targets.of_like(one) for one in leaves]
+        if failures := [one for one in both if isinstance(one, str)]:
+            raise CheckpointError(report("load", "like has leaves that cannot be loaded", failures))
+        found = [one for one in both if isinstance(one, Target)]
+        put_together = functools.partial(_as_like, treedef, [one.name for one in leaves])
     if spec is not None:
-        specs = [s for _, s in _specs(spec, rebuilt(treedef, [_Leaf(one) for one in found]), "like")]
-        found = targets.laid_out(found, specs, mesh, "load")
-    return found, treedef
+        places = put_together({one.name: _Leaf(one) for one in found})
+        specs = tree.broadcast(spec, places, "load", "spec", "tree" if like is None else "like")
+        found = targets.laid_out([each.target for each in tree.leaves(places)], specs, mesh, "load")
+    return found, put_together
+
+
+def _as_saved(shape: Any, leaves: dict[str, Any]) -> Any:
+    return filled(shape, leaves.__getitem__)
+
+
+def _as_like(treedef: Any, names: Sequence[str], leaves: dict[str, Any]) -> Any:
+    return rebuilt(treedef, [leaves[name] for name in names])
 
 
 class _Leaf:
@@ -147,10 +142,6 @@ class _Leaf:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-
-
-def _specs(spec: Any, places: Any, name: str) -> list[tuple[_Leaf, Any]]:
-    return list(zip(optree.tree_leaves(places), tree.broadcast(spec, places, "load", "spec", name), strict=True))
 
 
 def _check_values(wanted: Sequence[Target], values: dict[str, Any]) -> None:

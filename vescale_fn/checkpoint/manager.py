@@ -154,10 +154,8 @@ class Manager:
         """Remove what is too many; the newest one, just completed, is never among it."""
 
         def clean() -> None:
-            if self.keep is None:
-                return
             with folders.failing("Manager.save", self.folder):
-                for step in self._steps()[: -self.keep]:
+                for step in self._steps()[: -self.keep] if self.keep is not None else ():
                     if not (self.keep_every and step % self.keep_every == 0):
                         folders.remove(self._path(step))
                 for step in self._mentioned():

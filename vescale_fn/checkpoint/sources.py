@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from ..errors import CheckpointError, report
 from . import stored
 from .folders import failing
 from .pieces import Piece
+from .reading import Reader, loaded, tensor
 
 
 class Entry(NamedTuple):
@@ -49,6 +49,7 @@ class Folder:
     def __init__(self, path: Path, folder: Path, where: str) -> None:
         self.path, self._folder, self._where = path, folder, where
         self._metadata, self._manifest = stored.read(folder, where)
+        self._reader = Reader()
         kinds: Mapping[str, str] = {}
         self.shape, self._sums = None, dict[tuple[str, int], tuple[int, int]]()
         if self._manifest is not None:
@@ -76,7 +77,7 @@ class Folder:
             raise CheckpointError(report(self._where, f"{self.path} is damaged", failures, "another checkpoint"))
 
     def values(self, names: Sequence[str]) -> dict[str, Any]:
-        return {name: self._item(MetadataIndex(name), name) for name in names}
+        return {name: self._read(MetadataIndex(name), name) for name in names}
 
     def fill(self, wanted: Mapping[str, Sequence[Piece]]) -> None:
         todo: dict[MetadataIndex, list[tuple[ReadItem, torch.Tensor]]] = {}
@@ -88,39 +89,37 @@ class Folder:
                 target = targets[tuple(item.dest_index.offset or ())]
                 todo.setdefault(item.storage_index, []).append((item, target))
         places = self._metadata.storage_data
-        for index in sorted(todo, key=lambda index: (places[index].relative_path, places[index].offset)):
-            data = self._item(index, index.fqn)
+        known = {index: (places[index].relative_path, places[index].offset) for index in todo if index in places}
+        for index in sorted(todo, key=lambda index: known.get(index, ("", 0))):
+            whole = self._metadata.state_dict_metadata[index.fqn]
+            sizes = next(chunk.sizes for chunk in whole.chunks if chunk.offsets == index.offset)
+            data = self._read(index, index.fqn, whole.properties.dtype, sizes)
             for item, target in todo[index]:
                 _part(target, item.dest_offsets, item.lengths).copy_(_part(data, item.storage_offsets, item.lengths))
 
-    def _item(self, index: MetadataIndex, name: str) -> Any:
-        """A stored piece or value, its checksum compared."""
+    def _read(self, index: MetadataIndex, name: str, dtype: Any = None, sizes: Sequence[int] = ()) -> Any:
+        """A stored piece, or (without a dtype) a value; its checksum compared."""
         try:
             at = self._metadata.storage_data[index]
         except KeyError:
-            raise self._damaged(name, METADATA_LACKS) from None
-        with failing(self._where, self.path, name), open(self._folder / at.relative_path, "rb") as file:
-            file.seek(at.offset)
-            data = file.read(at.length)
+            raise self._damaged(name, "the metadata does not say where it is") from None
+        with failing(self._where, self.path, name):
+            data = self._reader.read(self._folder / at.relative_path, at.offset, at.length)
+        where = f"in {at.relative_path}, bytes {at.offset} to {at.offset + at.length}"
         length, crc = self._sums.get((at.relative_path, at.offset), (at.length, None))
         if len(data) != length:
             raise self._damaged(name, f"{at.relative_path} ends within it")
         if crc is not None and zlib.crc32(data) != crc:
-            raise self._damaged(name, f"in {at.relative_path}, bytes {at.offset} to {at.offset + at.length}, the checksum "
-                                "does not fit")  # fmt: skip
+            raise self._damaged(name, f"{where}, the checksum does not fit")
         try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            return loaded(data) if dtype is None or crc is None else tensor(data, dtype, sizes)
         except Exception as error:
-            raise self._damaged(name, f"in {at.relative_path}, bytes {at.offset} to {at.offset + at.length}: "
-                                f"{str(error).splitlines()[0]}") from error  # fmt: skip
+            raise self._damaged(name, f"{where}: {str(error).splitlines()[0]}") from error
 
     def _damaged(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(
             report(self._where, f"{self.path} is damaged", [f"{name}: {what}"], "another checkpoint")
         )
-
-
-METADATA_LACKS = "the metadata does not say where it is"
 
 
 def _part(x: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

@@ -12,7 +12,8 @@ import os
 import pickle
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,13 @@ class _Plain(pickle.Unpickler):
     """Reads metadata, and nothing that a file made to do harm could name."""
 
     def find_class(self, module: str, name: str) -> Any:
-        ours = module.startswith("torch.distributed.checkpoint.") and "." not in name
+        theirs = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
         plain = (module, name) in _PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-        if ours or plain:
+        if theirs or plain:
             found = super().find_class(module, name)
-            if plain or isinstance(found, type):
+            if plain or (
+                getattr(found, "__module__", None) == module and (is_dataclass(found) or issubclass(found, Enum))
+            ):
                 return found
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata has")
 

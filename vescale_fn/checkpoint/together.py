@@ -113,6 +113,13 @@ def _joined(failed: dict[int, _Failure], size: int) -> _Failure:
     return _Failure(first.kind, "\n".join(texts))
 
 
+def each(crew: Crew, where: str, mine: Callable[[], T]) -> T:
+    """What `mine` gives on this rank, once it has given something on every rank."""
+    found: list[T] = []
+    step(crew, where, lambda: found.append(mine()), lambda _: [None] * crew.size)
+    return found[0]
+
+
 def same_for_all(where: str, find: Callable[[], R]) -> R:
     """What the first rank finds, on every rank."""
     crew = all_ranks(where)

@@ -16,6 +16,8 @@ from .. import _torch
 from .folders import failing
 from .stored import Sum
 
+ALIGNED = 64  # bytes: at a multiple of it begins each piece, and in it its numbers
+
 
 class Item(NamedTuple):
     """A piece of a leaf, or a Python value."""
@@ -64,6 +66,7 @@ def write(folder: Path, name: Path, rank: int, items: Sequence[Item], where: str
         with open(folder / file_name, "wb") as file:
             for item in items:
                 at, summing = item.path, _Summing(file)
+                offset += file.write(bytes(-offset % ALIGNED))
                 data = on_cpu(item.data) if isinstance(item.data, torch.Tensor) else item.data
                 torch.save(data, cast("IO[bytes]", summing))
                 places[item.index] = _torch.stored_at(file_name, offset, summing.length)
