@@ -306,12 +306,13 @@ def test_other_writes_stay() -> None:
     def f(x, y):
         a, b, c, d = x * y, x + y, x - y, x * 2
         a.view(6).add_(1)  # a view of it
-        b[0].mul_(2)
-        b.neg_()  # there is a view of it
+        row = b[0]
+        row.mul_(2)
+        b.neg_()  # there is a view of it, which is to see that
         c.add_(y.to(torch.float64))  # would be of another dtype
         d[0:1].copy_(y[0:1])
         x.add_(1)  # an argument
-        return a, b, c, d
+        return a, b, c, d, row + 1
 
     found = improved(f, (x, y), writes)
     assert [name for name in found if name.endswith("_")] == ["add_", "mul_", "neg_", "add_", "copy_", "add_"]

@@ -250,7 +250,20 @@ def _sliced(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
     return Call(_aten.narrow.default, (Cut(x, part), *first), {})
 
 
+def _scattered(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
+    """A value with an entry of a dim written."""
+    x, source, at, index = _args(node)
+    at, index = at % value(node).ndim, index % value(node).shape[at]
+    if part.dim != at:
+        of_source = Cut(source, part._replace(dim=part.dim - (part.dim > at)))
+        return Call(node.target, (Cut(x, part), of_source, at, index), {})
+    if not part.start <= index < part.start + part.length:
+        return Call(_aten.alias.default, (Cut(x, part),), {})
+    return Call(node.target, (Cut(x, part), source, at, index - part.start), {})
+
+
 _VIEWS: dict[str, Rule] = {
+    "select_scatter": _scattered,
     "narrow": _sliced,
     "slice": _sliced,
     "t": _permuted(_transposed),
