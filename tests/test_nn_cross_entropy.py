@@ -193,6 +193,9 @@ def test_halves_and_targets_that_are_no_class():
     found = linear_cross_entropy(x, weight, target, reduction="none")
     assert found.isnan().nonzero().tolist() == [[2, 2]]
     assert linear_cross_entropy(x[:0], weight, target[:0], reduction="sum") == 0
+    assert linear_cross_entropy(x[:1], weight, target[:1] * 0 - 100).isnan()  # as torch's: the mean of nothing
+    one = linear_cross_entropy(x[0, 0].double(), weight.double(), target[0, 0])
+    torch.testing.assert_close(one, F.cross_entropy(weight.double() @ x[0, 0].double(), target[0, 0]))
 
 
 def lines_of(call):

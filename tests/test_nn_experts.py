@@ -104,6 +104,20 @@ def test_experts_without_tokens():
         found = gradients(layer, *there, weights, None)
     close(found, gradients(token_by_token, p, gate, x, weights, None))
     assert not vfn.unshard(found[1][0]["up"])[: COUNT - 2].any()
+    given = []
+    experts(lambda p, rows: given.append(rows) or rows, p, x, route(x @ gate, K), capacity=3)
+    assert given[0].any(-1).sum(1).tolist() == [0] * (COUNT - 2) + [3 * GROUPS] * 2  # the rest of the rows are zeros
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_hardly_any_tokens(tokens):
+    p, gate, x, weights = made()
+    x, weights = x[:, :tokens], weights[:, :tokens]
+    with vfn.simulate(2):
+        there = vfn.shard((p, gate, x), vfn.make_mesh((2,), ("ep",)), (P("ep"), P(), P("ep")))
+        found = gradients(layer, *there, weights, None)
+    close(found, gradients(layer, p, gate, x, weights, None))
+    assert found[1][2].shape == x.shape
 
 
 def test_as_a_plan_and_under_transforms():

@@ -73,7 +73,8 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
         return losses
     if reduction == "sum":
         return losses.sum()
-    both = torch.stack([losses, counts]).sum(tuple(range(1, losses.ndim + 1)))
+    both = torch.stack([losses, counts]).unsqueeze(-1)
+    both = both.sum(tuple(range(1, both.ndim)))
     if is_array(both):
         both = with_sharding(both, P(), mesh=mesh_of(both))  # one sum over the ranks
     return both[0] / both[1]

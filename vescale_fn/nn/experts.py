@@ -85,7 +85,7 @@ def _taken_in(x: torch.Tensor, places: torch.Tensor, count: int, capacity: int) 
     """The experts' rows [..., E, C, D]."""
     tokens = x.shape[-2]
     token = torch.arange(places.shape[-1], device=x.device) % max(tokens, 1)
-    nobody = torch.full_like(places[..., :1], tokens).expand(*places.shape[:-1], count * capacity + 1)
+    nobody = torch.full_like(places.sum(-1, keepdim=True), tokens).expand(*places.shape[:-1], count * capacity + 1)
     source = nobody.scatter(-1, places, token.expand(places.shape))[..., :-1].unsqueeze(-1)
     rows = x.gather(-2, source.clamp(max=max(tokens - 1, 0)).expand(*source.shape[:-1], x.shape[-1]))
     return torch.where(source < tokens, rows, 0.0).unflatten(-2, (count, capacity))
