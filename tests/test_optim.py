@@ -584,7 +584,7 @@ def test_an_update_makes_one_call_for_all_leaves():
     params = {str(i): torch.ones(2, 3) for i in range(50)}
     opt = optim.adamw(0.1)
     state = opt.init(params)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         opt.update(params, state, params)
     names = [event.name for event in profile.events() if event.name.startswith("aten::_foreach")]
     assert 5 <= len(names) <= 9, names
