@@ -493,6 +493,16 @@ def test_a_view_that_is_a_copy_of_what_lies_otherwise_on_a_rank_is_recorded():
         torch.testing.assert_close(vfn.unshard(found), f(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("op", [torch.add, torch.sub, torch.mul, torch.div], ids=["add", "sub", "mul", "div"])
+def test_a_number_meets_halves_as_it_does_one_by_one(op, dtype):
+    def f(tensors):  # each in the place of a value that is done with: one call for all of them
+        return [op(x.sin(), 0.4) for x in tensors]
+
+    tensors = [torch.linspace(-2, 2, 100 + i).to(dtype) for i in range(4)]
+    assert all(torch.equal(x, y) for x, y in zip(vfn.jit(f)(tensors), f(tensors), strict=True))
+
+
 def test_out_specs():
     def init(key):
         return {"w": vfn.random.normal(key, (5, 4)) * 0.1, "b": torch.zeros(4)}

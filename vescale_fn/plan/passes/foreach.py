@@ -163,8 +163,10 @@ def call_of(node: fx.Node) -> _Call | None:
             if value(args[1]).ndim or name not in ("mul", "add", "div"):
                 return None
             overload = "Tensor"
-        elif not isinstance(args[1], (int, float)):
-            return None
+        elif not isinstance(args[1], (int, float)) or (in_place and v.dtype.itemsize < 4):
+            return (
+                None  # torch rounds the number itself to a half where many halves are changed in place, but not of one
+            )
     else:
         return None
     target = getattr(getattr(_aten, f"_foreach_{name}{'_' if in_place else ''}", None), overload, None)
