@@ -76,8 +76,16 @@ class Sometimes(nn.Module):
         self.layer = nn.Linear(6, 4)
         self.drop = nn.Dropout(0.4)
 
+    def inside(self, x):
+        return self.drop(torch.sigmoid(self.layer(self.drop(x))))
+
     def forward(self, x):
-        return checkpoint(lambda x: self.drop(torch.sigmoid(self.layer(self.drop(x)))), x, use_reentrant=False).sin()
+        return checkpoint(self.inside, self.drop(x), use_reentrant=False).sin()
+
+
+class Always(Sometimes):
+    def forward(self, x):
+        return self.inside(self.drop(x)).sin()
 
 
 def normed():
@@ -387,6 +395,15 @@ def test_dropout_is_that_of_the_key_by_order():
 
     torch.testing.assert_close(f(params, x, key=KEY), by_hand(params, x), rtol=1e-12, atol=1e-12)
     assert torch.equal(f(params, x, train=False), module.eval()(x))
+
+
+def test_what_a_checkpoint_computes_again_draws_the_same():
+    (again, (x,)), (kept, _) = made(CASES[3]), made(CASES[3]._replace(make=Always))
+    gradients = []
+    for module in again, kept:
+        f, params = vfn.functionalize(module)
+        gradients.append(vfn.grad(lambda params, f=f: total(f(params, x, key=KEY)))(params))
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
 def test_a_draw_without_a_key():
