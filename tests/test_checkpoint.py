@@ -24,7 +24,7 @@ LAYOUTS = [  # mesh, spec; the value is [7, 9], so that nothing divides evenly
     ("2x3", P("a", "b")),
     ("2x3", P("b", "a")),
     ("2x3", P(("a", "b"))),
-    ("2x3", P(("b", "a"))),  # against the order of the mesh: uneven blocks are several pieces
+    ("2x3", P(("b", "a"))),  # against the order of the mesh
     ("2x3", P(None, ("b", "a"))),
     ("2x3", P("a")),
     ("2x3", P()),
@@ -145,12 +145,19 @@ def test_each_byte_is_stored_once(tmp_path):
         len(entry.chunks) for entry in metadata.state_dict_metadata.values())  # fmt: skip
 
 
-def test_a_block_that_is_several_pieces():
-    """Seven rows over b=3 within a=2, against the order of the mesh."""
-    found = pieces.held(vfn.shard(WHOLE, on("2x3"), P(("b", "a"))))
-    assert sorted((piece.offsets[0], piece.sizes[0]) for piece in found) == [(0, 2), (2, 1), (3, 2), (5, 1), (6, 1)]
-    for piece in found:
-        assert torch.equal(piece.tensor, WHOLE[piece.offsets[0] : piece.offsets[0] + piece.sizes[0]])
+def test_a_block_that_is_several_pieces(tmp_path):
+    """Thirteen rows over two axes against the order of the mesh: the rank at a=2, b=0 has rows 6 and 11."""
+    x = torch.arange(13.0)
+    with vfn.simulate(6):
+        array = vfn.shard(x, vfn.make_mesh((3, 2), ("a", "b")), P(("b", "a")))
+    assert blocks(array)[4].tolist() == [6, 11]
+    found = sorted((piece.offsets[0], piece.sizes[0]) for piece in pieces.held(array))
+    assert found == [(0, 3), (3, 3), (6, 1), (7, 2), (9, 2), (11, 1), (12, 1)]
+    for piece in pieces.held(array):
+        assert torch.equal(piece.tensor, x[piece.offsets[0] : piece.offsets[0] + piece.sizes[0]])
+    vfn.save(tmp_path / "c", {"x": array})
+    same(vfn.load(tmp_path / "c")["x"], x)
+    assert all(map(torch.equal, blocks(vfn.load(tmp_path / "c", {"x": array})["x"]), blocks(array)))
 
 
 def test_merged_dims(tmp_path):
