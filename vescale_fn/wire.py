@@ -75,7 +75,7 @@ class Collective:
         return self._carry_out(x)
 
     def _carry_out(self, x: Any, **how: Any) -> Any:
-        before, _state.line, _state.planned = (_state.line, _state.planned), self.line, True
+        before, _state.line = _state.line, self.line
         try:
             named = dict(zip(_PARAMS[self.kind], self.params, strict=True))
             run = globals()[self.kind]
@@ -83,7 +83,7 @@ class Collective:
                 return run(Blocks(x), self.mesh, self.axes, **named, **how, why=self.why).blocks
             return run(x, self.mesh, self.axes, **named, **how, why=self.why)
         finally:
-            _state.line, _state.planned = before
+            _state.line = before
 
     def like(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor of the result's shape and dtype, in which nothing is: communicates nothing."""
@@ -119,7 +119,6 @@ def wait(begun: Any) -> Any:
 
 class _State(threading.local):
     line: str = ""  # of the user's, of the recorded collective that runs
-    planned: bool = False  # what runs is a recorded collective
 
 
 _state = _State()
@@ -152,14 +151,14 @@ def _recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A sum that is made in the dtype that `context.summing_in` asks for, where that holds more; recorded, it is so already."""
+    """A sum in the dtype of `context.summing_in`, where that holds more; a plan is made for one such dtype."""
 
     names = tuple(inspect.signature(fn).parameters)[3:]
 
     @functools.wraps(fn)
     def collective(x: Any, mesh: Any, axes: tuple[str, ...], *rest: Any, **named: Any) -> Any:
         wide = context.sums_in()
-        if wide is None or _state.planned or (dict(zip(names, rest)) | named).get("op", "sum") != "sum":
+        if wide is None or (dict(zip(names, rest)) | named).get("op", "sum") != "sum":
             return fn(x, mesh, axes, *rest, **named)
         if x.dtype == wide or not x.dtype.is_floating_point or torch.promote_types(x.dtype, wide) != wide:
             return fn(x, mesh, axes, *rest, **named)
