@@ -177,7 +177,7 @@ def on_lists(name: str) -> Any:
 
 def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """The norm of each tensor, added up in this dtype."""
-    return torch._foreach_norm(tensors, 2, dtype)
+    return torch._foreach_norm(list(tensors), 2, dtype)
 
 
 def overloads(op: Any) -> list[Any]:

@@ -149,7 +149,7 @@ def described(value: Any) -> str:
     if hasattr(value, "shape") and not isinstance(value, type):
         return f"the {kind} of shape {tuple(value.shape)}"
     if isinstance(value, type):
-        return f"the class {value.__name__}"
+        return f"the class {cast('type[Any]', value).__name__}"
     if callable(value):
         named = getattr(value, "__name__", None)
         return f"the function {named}" if named else f"a {kind}"
@@ -159,7 +159,7 @@ def described(value: Any) -> str:
     if isinstance(value, dict) and value:
         keys = list(cast("Mapping[Any, Any]", value))
         return f"a {kind} with keys {', '.join(map(repr, keys[:4]))}{', ...' * (len(keys) > 4)}"
-    said = " ".join(repr(value).split())
+    said = " ".join(repr(cast("object", value)).split())
     kind = {"P": "spec"}.get(kind, kind)
     return f"the {kind} {said if len(said) <= 60 else said[:57] + '...'}"
 

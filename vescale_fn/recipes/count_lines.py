@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PROGRAM = ("transformer.py", "train.py")
+PROGRAM = ("llama.py", "train.py", "options.py")
 MARKS = {"# mesh": "in the model and the training", "# mesh: start": "to start the ranks and read the command line"}
 
 

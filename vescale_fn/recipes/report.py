@@ -1,12 +1,16 @@
-"""What a training program shows: a progress line, losses side by side, a plot."""
+"""What a training program shows and writes down: a progress line, a journal, losses side by side, a plot."""
 
 from __future__ import annotations
 
+import io
+import math
 import shutil
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any, TextIO
+
+from . import metrics
 
 LINES = 10  # where the progress line cannot be drawn over, it is printed this often
 
@@ -14,9 +18,9 @@ LINES = 10  # where the progress line cannot be drawn over, it is printed this o
 class Progress:
     """A line that says how far, how well and how fast: redrawn in a terminal, printed now and then elsewhere."""
 
-    def __init__(self, total: int, stream: TextIO | None = None) -> None:
-        """Start the clock for `total` steps."""
-        self.total, self.stream = total, stream or sys.stdout
+    def __init__(self, total: int, stream: TextIO | None = None, begun: int = 0) -> None:
+        """Start the clock for `total` steps, `begun` of which were done before."""
+        self.total, self.begun, self.stream = total, begun, stream or sys.stdout
         self.redraws = self.stream.isatty()
         self.started = self.last_drawn = self.seen = time.perf_counter()
         self.speed_from: tuple[float, int] | None = None
@@ -49,7 +53,7 @@ class Progress:
     def _line(self, done: int, losses: Sequence[float], now: float) -> str:
         since, before = self.speed_from or (self.started, 0)
         speed = (self.tokens - before) / (now - since) if now > since else self.tokens / max(now - self.started, 1e-9)
-        left = (now - self.started) * (self.total - done) / done
+        left = (now - self.started) * (self.total - done) / (done - self.begun)
         return (
             f"step {done:{len(str(self.total))}}/{self.total}  loss {losses[-1]:.3f}  "
             f"{speed:,.0f} tokens/s  {_clock(now - self.started)} gone, {_clock(left)} to go"
@@ -67,6 +71,54 @@ class Progress:
         print(f"\r{line[:width]:<{width}}", end="", file=self.stream, flush=True)
 
 
+class Journal:
+    """What is known of a run on one rank: all losses, and, where this rank talks, a progress line and files.
+
+    Args:
+        opt: the options of the run: `steps`, `batch`, `context`, `device`, `metrics`, `tensorboard`.
+        begun: how many steps were done before.
+        work: of this rank in a step: multiplications and additions.
+        talks: whether this rank shows and writes.
+    """
+
+    def __init__(self, opt: Any, begun: int, work: float, talks: bool) -> None:
+        self.losses: list[float] = []
+        self.evaluated: list[tuple[int, float]] = []
+        self.progress = Progress(opt.steps, None if talks else io.StringIO(), begun)
+        self._opt, self._tokens = opt, opt.batch * opt.context
+        self._write = talks and (opt.metrics or opt.tensorboard)
+        self._used = work / metrics.peak(opt.device) if self._write else 0.0
+        self._metrics = metrics.Metrics(opt.metrics, opt.tensorboard, begun) if self._write else metrics.Metrics()
+        self._clock = time.perf_counter()
+
+    def ready(self) -> None:
+        """The next step begins now: what came between does not count for its speed."""
+        self.progress.skip()
+        self._clock = time.perf_counter()
+
+    def step(self, done: int, loss: float) -> None:
+        """A step is done, with this loss."""
+        seconds = time.perf_counter() - self._clock
+        self.losses.append(loss)
+        self.progress.step(done, self.losses, self._tokens)
+        if self._write:
+            self._metrics.write(done, loss=loss, seconds=seconds, tokens_per_second=self._tokens / seconds,
+                                mfu=self._used / seconds, memory=metrics.memory(self._opt.device))  # fmt: skip
+
+    def held_out(self, done: int, loss: float) -> None:
+        """The loss on held-out text after a step."""
+        self.evaluated.append((done, loss))
+        self._metrics.write(done, held_out=loss)
+
+    def __enter__(self) -> Journal:
+        self.ready()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._metrics.__exit__()
+        self.progress.end()
+
+
 def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
@@ -80,9 +132,9 @@ def side_by_side(one: Sequence[float], mesh: Sequence[float], allowed: float) ->
     return agrees, "\n".join(["  step  one device  on the mesh  difference", *rows, verdict])
 
 
-def ending(result: dict[str, Any], sample: bytes, seconds: float) -> list[str]:
-    """The outcome, against the bigram model's, and the sample."""
-    score, bigram = result["held_out"][-1][1], result["bigram"]
+def ending(evaluated: Sequence[tuple[int, float]], bigram: float, sample: bytes, seconds: float) -> list[str]:
+    """The outcome, against the bigram model's, and the sample; a run that was resumed after its end has no outcome."""
+    score = evaluated[-1][1] if evaluated else math.nan
     text = sample.decode("utf-8", errors="replace").strip("\n")
     apart = f"{abs(bigram - score):.3f} {'below' if score < bigram else 'ABOVE'} the bigram model's {bigram:.3f}"
     return [

@@ -1,38 +1,52 @@
-"""The main job: a small transformer learns real text, on a mesh of processes.
+"""The main job: a language model learns real text, on a mesh of processes.
 
-    python -m vescale_fn.recipes.train                      4 processes, dp=2 x tp=2
-    python -m vescale_fn.recipes.train --mesh dp=1,tp=1     one device
-    python -m vescale_fn.recipes.train --simulate           the same mesh, played by this process
+    python -m vescale_fn.recipes.train                                  4 processes, tensor parallel by data parallel
+    python -m vescale_fn.recipes.train --mesh dp=1,tp=1                 one device
+    python -m vescale_fn.recipes.train --simulate                       the same mesh, played by this process
+    python -m vescale_fn.recipes.train --model mixtral --parallel fsdp+ep --mesh dp=2,ep=2
+    python -m vescale_fn.recipes.train --config run.toml --checkpoints run --resume
     torchrun --nproc-per-node 4 -m vescale_fn.recipes.train
 
-A step is one pure function, and with the same seed every mesh gives the same losses, up to the order of sums. Lines
-that exist only for distribution end in ``# mesh``, in the model and the training, or in ``# mesh: start``, where ranks
-are started and the command line is read; `vescale_fn.recipes.count_lines` counts them.
+A step is one pure function, and with the same seed every mesh gives the same losses, up to the order of sums. A run
+that is interrupted and resumed, on any other mesh, goes on as if nothing had been. Lines that exist only for distribution
+end in ``# mesh``, in the model and the training, or in ``# mesh: start``, where ranks are started and the command line is
+read; `vescale_fn.recipes.count_lines` counts them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses  # mesh
 import itertools
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 import torch.distributed as dist  # mesh
 
 import vescale_fn as vfn
-from vescale_fn import P  # mesh
 
-from . import data, report, transformer
+from . import data, metrics, options, report, sampling
+from .stopping import Stopping
 
 CHECKED, ALLOWED = 5, 1e-5  # --check: so many steps in fp32, where sums in another order differ by about 1e-6
-EVALUATIONS, HELD_OUT_WINDOWS = 4, 256
+HELD_OUT_WINDOWS = 256
 PROMPT = b"\nclass "
+Loss = Callable[..., torch.Tensor]
+
+
+class Run(NamedTuple):
+    """What a run has come to, and what a checkpoint holds: all that the next step depends on."""
+
+    done: int
+    params: Any
+    state: Any
 
 
 def make_optimizer(lr: float, steps: int) -> vfn.optim.Optimizer:
@@ -43,109 +57,141 @@ def make_optimizer(lr: float, steps: int) -> vfn.optim.Optimizer:
     return vfn.optim.chain(vfn.optim.clip_by_global_norm(1.0), adam)
 
 
-def make_step(config: transformer.Config, optimizer: vfn.optim.Optimizer) -> Callable[..., tuple[Any, Any, Any]]:
+def make_step(loss: Loss, optimizer: vfn.optim.Optimizer, specs: Any = None) -> Callable[..., Any]:
     """One step of training: a pure function of the parameters, the optimiser's state, a batch and a key."""
 
     def step(params: Any, state: Any, batch: torch.Tensor, key: vfn.random.Key) -> tuple[Any, Any, torch.Tensor]:
-        loss, grads = vfn.value_and_grad(transformer.loss)(params, batch, config, key)
+        value, grads = vfn.value_and_grad(loss)(params, batch, key)
+        if specs:  # mesh
+            return *specs.update(optimizer, grads, state, params), value  # mesh
         updates, state = optimizer.update(grads, state, params)
-        return vfn.optim.apply_updates(params, updates), state, loss
+        return vfn.optim.apply_updates(params, updates), state, value
 
     return step
 
 
-def training(options: argparse.Namespace, params: Any, text: torch.Tensor, place: Callable[[torch.Tensor], Any],
-             batch_key: vfn.random.Key, dropout_key: vfn.random.Key) -> Iterator[tuple[Any, float]]:  # fmt: skip
-    """Train where `params` lie and `place` puts the batches; after each step, the parameters and the loss."""
-    optimizer = make_optimizer(options.lr, options.steps)
-    step = vfn.jit(make_step(options.config, optimizer), donate_argnums=1)
-    state = optimizer.init(params)
-    for i in range(options.steps):
-        batch = place(data.random_batch(vfn.random.fold_in(batch_key, i), text, options.batch, options.context))
-        params, state, loss = step(params, state, batch, vfn.random.fold_in(dropout_key, i))
-        yield params, loss.item()
+def training(opt: argparse.Namespace, at: Run, loss: Loss, text: torch.Tensor, place: Callable[[torch.Tensor], Any],
+             keys: list[vfn.random.Key], specs: Any = None) -> Iterator[tuple[Run, float]]:  # fmt: skip
+    """Train from `at` on, where its parameters lie and `place` puts batches; after each step, the run and the loss."""
+    step = vfn.jit(make_step(loss, make_optimizer(opt.lr, opt.steps), specs), donate_argnums=1)
+    batch_key, dropout_key = keys
+    for i in range(at.done, opt.steps):
+        batch = place(data.random_batch(vfn.random.fold_in(batch_key, i), text, opt.batch, opt.context))
+        with torch.profiler.record_function(f"step {i + 1}"):
+            params, state, value = step(at.params, at.state, batch, vfn.random.fold_in(dropout_key, i))
+        at = Run(i + 1, params, state)
+        yield at, value.item()
 
 
-def evaluate(params: Any, batches: list[torch.Tensor], config: transformer.Config) -> float:
+def traced(steps: Iterator[tuple[Run, float]], path: str | None) -> Iterator[tuple[Run, float]]:
+    """The same steps, a few of which leave a trace in the file `path`."""
+    with contextlib.ExitStack() as recording:
+        for count, step in enumerate(steps, 1):
+            if path and count == options.TRACED[1]:
+                recording.close()
+            yield step
+            if path and count == options.TRACED[0]:
+                recording.enter_context(vfn.profile(path))
+
+
+def evaluate(loss: Loss, params: Any, batches: list[torch.Tensor]) -> float:
     """Mean loss on batches of equal size, without dropout."""
     with torch.no_grad():
-        return sum(transformer.loss(params, batch, config).item() for batch in batches) / len(batches)
+        return sum(loss(params, batch).item() for batch in batches) / len(batches)
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(opt: argparse.Namespace) -> dict[str, Any]:
     """The whole job, the same on every rank; the first rank talks."""
-    began, first = time.perf_counter(), True
-    mesh = vfn.make_mesh(tuple(options.mesh.values()), tuple(options.mesh), device=options.device)  # mesh
+    began, first, ranks, specs = time.perf_counter(), True, 1, None
+    mesh = vfn.make_mesh(tuple(opt.mesh.values()), tuple(opt.mesh), device=opt.device)  # mesh
     first = not dist.is_initialized() or dist.get_rank() == 0  # mesh
+    ranks = 1 if opt.simulate else mesh.size()  # mesh
     say = lambda *lines: print(*lines, sep="\n", flush=True) if first else None
-    config, size, context = options.config, options.batch, options.context
+    model, config = options.MODELS[opt.model], opt.config
+    loss = lambda params, batch, key=None: model.loss(params, batch, config, key)
 
-    init_key, *train_keys, sample_key = vfn.random.split(vfn.random.key(options.seed), 4)
-    files = data.find_files(options.data)
-    text, held_out = data.read_text(files, smallest=context + 1)
-    tests = data.even_batches(held_out, max(1, HELD_OUT_WINDOWS // size), size, context)
+    init_key, *train_keys, sample_key = vfn.random.split(vfn.random.key(opt.seed), 4)
+    files = data.find_files(opt.data)
+    text, held_out = data.read_text(files, smallest=opt.context + 1)
+    tests = data.even_batches(held_out, max(1, HELD_OUT_WINDOWS // opt.batch), opt.batch, opt.context)
     bigram = data.bigram_loss(text, tests)
-    place = lambda batch: batch.to(options.device)
-    params: Any = transformer.init(init_key, config)
-    params = optree.tree_map(place, params)
-    say(*headline(options, files, text, held_out, params, bigram))
+    place: Callable[[Any], Any] = lambda batch: batch.to(opt.device)
+    optimizer, params = make_optimizer(opt.lr, opt.steps), optree.tree_map(place, model.init(init_key, config))
+    work = metrics.flops(loss, params, tests[0]) / ranks
+    say(*headline(opt, files, text, held_out, params, bigram))
 
-    alone = training(options, params, text, place, *train_keys)  # a generator: nothing has run yet
-    expected = [loss for _, loss in itertools.islice(alone, CHECKED if options.check and first else 0)]
+    alone = training(opt, Run(0, params, optimizer.init(params)), loss, text, place, train_keys)  # nothing has run yet
+    expected = [value for _, value in itertools.islice(alone, CHECKED if opt.check and first else 0)]
 
-    params = vfn.shard(params, mesh, vfn.spec_from_rules(params, transformer.SPECS))  # mesh
-    place = lambda batch: vfn.shard(batch.to(options.device), mesh, P("dp"))  # mesh
+    config = dataclasses.replace(config, layout=opt.layout)  # mesh
+    specs = opt.layout.specs(params, model.NAMES, mesh)  # mesh
+    params = vfn.shard(params, mesh, specs.params)  # mesh
+    place = lambda batch: vfn.shard(batch.to(opt.device), mesh, opt.layout.spec("batch"))  # mesh
     tests = [place(batch) for batch in tests]
+    state = optimizer.init(params)
+    state = specs.init(optimizer, params)  # mesh
 
-    result: dict[str, Any] = {"losses": [], "held_out": [], "bigram": bigram, "agrees": True}
-    progress = report.Progress(options.steps)
-    for done, (after, loss) in enumerate(training(options, params, text, place, *train_keys), 1):
-        params = after
-        result["losses"].append(loss)
-        if first:
-            progress.step(done, result["losses"], size * context)
-        if expected and done == len(expected):
-            result["agrees"], table = report.side_by_side(expected, result["losses"], ALLOWED)
-            say("\n" * progress.redraws + table)
-        if done % math.ceil(options.steps / EVALUATIONS) == 0 or done == options.steps:
-            result["held_out"].append((done, evaluate(params, tests, config)))
-            progress.skip()
+    begin, stop = Run(0, params, state), False
+    saved = vfn.checkpoint.Manager(opt.checkpoints, keep=opt.keep, background=True) if opt.checkpoints else None
+    if saved and opt.resume and saved.latest() is not None:
+        begin = saved.restore(begin)
+        say(f"resumed   after step {begin.done}, from {saved.folder}")
+    journal, agrees, at = report.Journal(opt, begin.done, work, first), True, begin
+    with Stopping() as stopping, journal:
+        for at, value in traced(training(opt, begin, loss, text, place, train_keys, specs), opt.profile):
+            journal.step(at.done, value)
+            if at.done == len(expected):
+                agrees, table = report.side_by_side(expected, journal.losses, ALLOWED)
+                say("\n" * journal.progress.redraws + table)
+            if at.done % opt.evaluate_every == 0 or at.done == opt.steps:
+                journal.held_out(at.done, evaluate(loss, at.params, tests))
+            stop = at.done < opt.steps and stopping.now(opt.device)
+            if saved and (at.done % opt.save_every == 0 or at.done == opt.steps or stop):
+                saved.save(at.done, at)
+            if stop:
+                break
+            journal.ready()
+    if saved:
+        saved.wait()
+    params = at.params
     params = vfn.unshard(params)  # mesh
-    if first:
-        progress.end()
+    if first and stop:
+        say(f"stopped   by SIGTERM after step {at.done}" + (f", saved in {saved.folder}: --resume" if saved else ""))
+    elif first:
         with torch.no_grad():
-            sample = transformer.generate(params, PROMPT, options.sample, context, config, sample_key)
-        say(*report.ending(result, PROMPT + sample, time.perf_counter() - began))
-        if options.save_plot:
-            report.save_plot(options.save_plot, result["losses"], result["held_out"], bigram)
-            say(f"plot      {options.save_plot}")
-    return result
+            scores = lambda tokens: model.logits(params, tokens.to(opt.device), opt.config)
+            sample = sampling.generate(scores, PROMPT, opt.sample, opt.context, sample_key)
+        say(*report.ending(journal.evaluated, bigram, PROMPT + sample, time.perf_counter() - began))
+        if opt.save_plot:
+            report.save_plot(opt.save_plot, journal.losses, journal.evaluated, bigram)
+            say(f"plot      {opt.save_plot}")
+    return {"losses": journal.losses, "held_out": journal.evaluated, "agrees": agrees, "done": at.done}
 
 
-def on_ranks(options: argparse.Namespace) -> dict[str, Any]:  # mesh: start
+def on_ranks(opt: argparse.Namespace) -> dict[str, Any]:  # mesh: start
     """Run on every rank: simulated ones, those that torchrun has started, or processes started here."""  # mesh: start
-    ranks = math.prod(options.mesh.values())  # mesh: start
-    if options.simulate:  # mesh: start
+    ranks = math.prod(opt.mesh.values())  # mesh: start
+    if opt.simulate:  # mesh: start
         with vfn.simulate(ranks):  # mesh: start
-            return run(options)  # mesh: start
+            return run(opt)  # mesh: start
     if ranks == 1 or "TORCHELASTIC_RUN_ID" in os.environ:  # mesh: start
-        return run(options)  # mesh: start
-    return vfn.launch(run, ranks, options, device=options.device)[0]  # mesh: start
+        return run(opt)  # mesh: start
+    return vfn.launch(run, ranks, opt, device=opt.device)[0]  # mesh: start
 
 
-def headline(options: argparse.Namespace, files: list[Any], text: torch.Tensor, held_out: torch.Tensor, params: Any,
+def headline(opt: argparse.Namespace, files: list[Any], text: torch.Tensor, held_out: torch.Tensor, params: Any,
              bigram: float) -> list[str]:  # fmt: skip
     """What will be done, on what and where."""
-    config, where = options.config, f"one process, on {options.device}"
-    where = mesh_text(options)  # mesh: start
+    config, where = opt.config, f"one process, on {opt.device}"
+    where = mesh_text(opt)  # mesh: start
     count = sum(leaf.numel() for leaf in optree.tree_leaves(params))
-    source = options.data or "Python's standard library"
+    source = opt.data or "Python's standard library"
     return [
         f"where     {where}",
         f"text      {source}: {several(len(files), 'file')}, {len(text):,} bytes to learn from, {len(held_out):,} held out",
-        f"model     {count:,} parameters: {several(config.layers, 'block')} of width {config.dim}, "
+        f"model     {opt.model}, {count:,} parameters: {several(config.layers, 'block')} of width {config.dim}, "
         f"{several(config.heads, 'head')}, dropout {config.dropout}",
-        f"steps     {options.steps}, each of {several(options.batch, 'window')} of {several(options.context, 'byte')}",
+        f"steps     {opt.steps}, each of {several(opt.batch, 'window')} of {several(opt.context, 'byte')}",
         f"bigram    {bigram:.3f} nats a byte on the held-out text: what counting pairs of bytes gives",
     ]
 
@@ -155,84 +201,19 @@ def several(count: int, thing: str) -> str:
     return f"{count} {thing}{'s' * (count != 1)}"
 
 
-def mesh_text(options: argparse.Namespace) -> str:  # mesh: start
-    """The mesh, and what plays its ranks."""  # mesh: start
-    axes = ", ".join(f"{name}={size}" for name, size in options.mesh.items())  # mesh: start
-    ranks = math.prod(options.mesh.values())  # mesh: start
-    processes = "one process" if options.simulate or ranks == 1 else f"{ranks} processes"  # mesh: start
-    return f"mesh ({axes}): {processes}{', simulated' * options.simulate}, on {options.device}"  # mesh: start
-
-
-def mesh_of(text: str) -> dict[str, int]:  # mesh: start
-    """``dp=2,tp=2`` as axes and sizes; an axis that is not named has size 1."""  # mesh: start
-    sizes = {"dp": 1, "tp": 1}  # mesh: start
-    for part in text.split(","):  # mesh: start
-        name, _, size = part.partition("=")  # mesh: start
-        if name not in sizes or not size.isdigit() or int(size) < 1:  # mesh: start
-            raise argparse.ArgumentTypeError(f"{part!r} in {text!r}: write it like dp=2,tp=2")  # mesh: start
-        sizes[name] = int(size)  # mesh: start
-    return sizes  # mesh: start
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line, checked."""
-    size = transformer.Config()
-    numbers = {
-        "steps": (240, "steps of training"),
-        "batch": (16, "windows of text in a step"),
-        "context": (128, "bytes in a window"),
-        "lr": (4e-3, "peak learning rate"),
-        "dim": (size.dim, "width of the model"),
-        "heads": (size.heads, "attention heads"),
-        "layers": (size.layers, "blocks"),
-        "dropout": (size.dropout, "dropout rate"),
-        "seed": (0, "seed of parameters, batches, dropout and the sample"),
-        "sample": (240, "bytes to write at the end"),
-    }
-    description, examples, *_ = f"{__doc__}\n\n".split("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m vescale_fn.recipes.train", description=description.split(": ")[-1].capitalize(),
-        epilog=f"examples:\n{examples}", formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--mesh", type=mesh_of, default="dp=2,tp=2", help="axes and sizes (dp=2,tp=2)")  # mesh: start
-    parser.add_argument("--simulate", action="store_true", help="play all ranks in this process")  # mesh: start
-    parser.add_argument(
-        "--check", action="store_true", help=f"run the first {CHECKED} steps on one device too, and compare the losses"
-    )
-    parser.add_argument(
-        "--data", metavar="PATH", help="text to learn: a file or a folder (the .py files of Python's standard library)"
-    )
-    for name, (value, text) in numbers.items():
-        parser.add_argument(f"--{name}", type=type(value), default=value, metavar="N", help=f"{text} ({value})")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to compute (on GPUs, if there are enough)")
-    parser.add_argument("--save-plot", metavar="FILE", help="draw the losses, with matplotlib")
-    options = parser.parse_args(argv)
-    for name in ("steps", "batch", "context", "dim", "heads", "layers"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    if options.dim % (2 * options.heads):
-        parser.error(f"--dim {options.dim} must be an even number for each of --heads {options.heads}")
-    if not 0 <= options.dropout < 1:
-        parser.error(f"--dropout {options.dropout} must be at least 0 and below 1")
-    if options.heads % options.mesh["tp"]:  # mesh: start
-        parser.error(f"tp={options.mesh['tp']} must divide --heads {options.heads}")  # mesh: start
-    try:
-        data.read_text(data.find_files(options.data), smallest=options.context + 1)
-        if options.save_plot:
-            report.plotting()
-    except (data.DataError, ImportError) as error:
-        parser.error(str(error))
-    options.config = transformer.Config(options.dim, options.heads, options.layers, 4 * options.dim, options.dropout)
-    wanted = 1
-    wanted = math.inf if options.simulate else math.prod(options.mesh.values())  # mesh: start
-    options.device = options.device or ("cuda" if torch.cuda.device_count() >= wanted else "cpu")
-    return options
+def mesh_text(opt: argparse.Namespace) -> str:  # mesh: start
+    """The mesh, how it is used, and what plays its ranks."""  # mesh: start
+    axes = ", ".join(f"{name}={size}" for name, size in opt.mesh.items())  # mesh: start
+    ranks = math.prod(opt.mesh.values())  # mesh: start
+    processes = "one process" if opt.simulate or ranks == 1 else f"{ranks} processes"  # mesh: start
+    return f"{opt.parallel} on mesh ({axes}): {processes}{', simulated' * opt.simulate}, on {opt.device}"  # mesh: start
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the job from the command line; the exit status is 1 where `--check` found a difference."""
-    job, options = run, parse(argv)
+    job, opt = run, options.parse(argv, __doc__ or "", CHECKED)
     job = on_ranks  # mesh: start
-    return 0 if job(options)["agrees"] else 1
+    return 0 if job(opt)["agrees"] else 1
 
 
 if __name__ == "__main__":

@@ -124,14 +124,3 @@ def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.
     return x * angles[0] + x.roll(x.shape[-1] // 2, -1) * angles[1]
 
 
-def generate(params: Params, prompt: bytes, length: int, context: int, config: Config, key: vfn.random.Key,
-             temperature: float = 0.6) -> bytes:  # fmt: skip
-    """`length` bytes after `prompt`, drawn one by one; each looks back at most `context` bytes."""
-    text = list(prompt)
-    device = params["embed"].device
-    for draw in vfn.random.uniform(key, (length,)):
-        tokens = torch.tensor([text[-context:]], device=device)
-        scores = logits(params, tokens, config)[0, -1].cpu()
-        reached = torch.softmax(scores / temperature, dim=-1).cumsum(-1)
-        text.append(min(int(torch.searchsorted(reached, draw)), VOCAB - 1))
-    return bytes(text[len(prompt) :])
