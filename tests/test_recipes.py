@@ -149,11 +149,25 @@ def test_without_its_marked_lines_the_program_runs_on_one_device(monkeypatch, ca
     package.__path__ = []
     monkeypatch.setitem(sys.modules, "one_device", package)
     folder = Path(count_lines.__file__).parent
-    for name in ("layers", "metrics", "report", "data", "sampling", "stopping", "gpt", "llama", "mixtral", "options", "train"):
+    for name in (
+        "layers",
+        "metrics",
+        "report",
+        "data",
+        "sampling",
+        "stopping",
+        "gpt",
+        "llama",
+        "mixtral",
+        "options",
+        "train",
+    ):
         source = (folder / f"{name}.py").read_text().splitlines()
         marked = {number for number, *_ in count_lines.distribution_lines(f"{name}.py")}
         left = "\n".join("" if i in marked else line for i, line in enumerate(source, 1))
-        for word in ("mesh", "shard", "P(", "simulate", "launch") if name in ("gpt", "llama", "options", "train") else ():
+        for word in (
+            ("mesh", "shard", "P(", "simulate", "launch") if name in ("gpt", "llama", "options", "train") else ()
+        ):
             code = re.sub(r'"""(.|\n)*?"""|#.*|help="[^"]*"|\bmesh_text\b', "", left)
             assert word not in code, f"{word} is left in {name}.py"
         module = types.ModuleType(f"one_device.{name}")
