@@ -105,19 +105,19 @@ def _from_file(path: str | None, parser: argparse.ArgumentParser) -> list[str]:
         given = tomllib.loads(Path(path).read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         parser.error(f"--config {path}: {error}")
-    known = {action.dest: action for action in parser._actions}
+    known = vars(parser.parse_args([]))
     argv: list[str] = []
     for key, value in given.items():
-        action = known.get(key.replace("-", "_"))
-        if action is None or isinstance(value, dict):
-            names = ", ".join(sorted(set(known) - {"help", "config"}))
+        name = key.replace("-", "_")
+        if name not in known or isinstance(value, (dict, list)):
+            names = ", ".join(sorted(set(known) - {"config"}))
             parser.error(f"--config {path}: {key} is no option; write one of {names}")
-        if isinstance(value, bool) != (action.nargs == 0):
-            parser.error(
-                f"--config {path}: {key} = {str(value).lower()} should be {'true or false' if action.nargs == 0 else 'a value'}"
-            )
-        flag = action.option_strings[-1]
-        argv += [flag] * value if isinstance(value, bool) else [flag, str(value)]
+        flag, wanted = isinstance(value, bool), isinstance(known[name], bool)
+        if flag != wanted:
+            said = "true or false" if wanted else "a value"
+            parser.error(f"--config {path}: {key} = {str(value).lower()} should be {said}")
+        option = f"--{name.replace('_', '-')}"
+        argv += [option] * value if flag else [option, str(value)]
     return argv
 
 

@@ -122,5 +122,3 @@ def rotation(length: int, dim: int, like: torch.Tensor) -> tuple[torch.Tensor, t
 def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Turn each pair (i, i + dim / 2) of the last dim by its position's angle."""
     return x * angles[0] + x.roll(x.shape[-1] // 2, -1) * angles[1]
-
-
