@@ -5,6 +5,7 @@ has imported everything, and no test has done anything to it yet (used CUDA, Ope
 fast and safe at any later time.
 """
 
+import gc
 import os
 import pickle
 import resource
@@ -77,6 +78,7 @@ def _nurse(parent: int, pipe: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the ranks write where pytest's process does
     _torch.preload()
+    gc.freeze()  # a collection in a rank would touch, and so copy, all that it has from here
     crews: dict[int, _Crew] = {}
     while (order := _receive(pipe)) is not None:
         n, body = order

@@ -50,7 +50,7 @@ def test_some_axes_manual(mesh, check):
         on = vfn.make_mesh(*mesh)
         f = vfn.shard_map(body_loss, mesh=on, axis_names={"dp"}, in_specs=(P(), P(), P("dp")), out_specs=P(),
                           check_vma=check)  # fmt: skip
-        for specs in SPECS:
+        for specs in SPECS if check else SPECS[1::2]:
             args = vfn.shard((W1, W2, X), on, specs)
             assert_close(vfn.unshard(f(*args)), value)
             got, gradients = vfn.value_and_grad(f, argnums=(0, 1, 2))(*args)

@@ -101,12 +101,12 @@ def test_simulated(name: str, mesh: str) -> None:
 def _on_real_ranks(sizes, d, t, expected):
     _reference.update(expected)
     mesh = vfn.make_mesh(sizes, tuple("abc"[: len(sizes)]))
-    wrong = {name: differences(program, run(program, mesh, d, t)) for name, program in PROGRAMS.items()}
+    wrong = {name: differences(PROGRAMS[name], run(PROGRAMS[name], mesh, d, t)) for name in expected}
     return {name: found for name, found in wrong.items() if found}
 
 
 def test_real_ranks(gloo) -> None:
-    expected = {name: reference(program) for name, program in PROGRAMS.items()}
+    expected = {name: reference(PROGRAMS[name]) for name in list(PROGRAMS)[::2]}  # of the others, `test_jit` takes some
     assert gloo(4, _on_real_ranks, (2, 2), "a", "b", expected) == [{}] * 4
 
 

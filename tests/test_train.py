@@ -27,11 +27,11 @@ def losses(*argv):
 def test_a_run_that_is_resumed_on_another_mesh_goes_on_as_if_nothing_had_been(tmp_path, capsys):
     whole = losses("--steps", "6", "--mesh", "dp=1,tp=1")
     checkpoints = ["--checkpoints", str(tmp_path), "--save-every", "2", "--keep", "2"]
-    first = losses("--steps", "6", "--parallel", "fsdp+tp", *checkpoints)
+    first = losses("--steps", "6", "--parallel", "fsdp", "--mesh", "dp=2", *checkpoints)
     for step in (6, 4):  # as if it had been killed after step 4
         assert (tmp_path / f"step-{step}").is_dir()
     (tmp_path / "step-6").rename(tmp_path / "gone")
-    second = losses("--steps", "6", "--parallel", "zero1", "--mesh", "dp=4", *checkpoints, "--resume")
+    second = losses("--steps", "6", "--parallel", "zero1+tp", "--mesh", "dp=2,tp=2", *checkpoints, "--resume")
     assert first == pytest.approx(whole, abs=1e-5)
     assert second == pytest.approx(whole[4:], abs=1e-5)
     assert f"resumed   after step 4, from {tmp_path}" in capsys.readouterr().out
@@ -50,7 +50,7 @@ def test_models_and_parallelisms_by_name(model, parallel, mesh, capsys):
 
 def test_numbers_of_each_step(tmp_path):
     path, board = tmp_path / "run" / "numbers.jsonl", tmp_path / "board"
-    extra = ["--steps", "4", "--evaluate-every", "2", "--metrics", str(path)]
+    extra = ["--steps", "4", "--evaluate-every", "2", "--mesh", "dp=1,tp=1", "--metrics", str(path)]
     pytest.importorskip("tensorboard", reason="an extra")
     found = losses(*extra, "--tensorboard", str(board))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -82,7 +82,7 @@ def test_work_is_counted_on_shapes():
 
 
 def test_a_trace_of_some_steps(tmp_path):
-    losses("--steps", "7", "--profile", str(tmp_path / "trace.json"))
+    losses("--steps", "7", "--mesh", "dp=1,tp=1", "--profile", str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     first, last = options.TRACED
     assert sorted({e["name"] for e in events if re.fullmatch(r"step \d", e["name"])}) == [

@@ -7,6 +7,7 @@ hears ``go``, says ``done`` or ``failed``, and stays until it is told to leave o
 from __future__ import annotations
 
 import faulthandler
+import gc
 import io
 import linecache
 import os
@@ -130,6 +131,7 @@ def _wait(pipe: Connection, seconds: float) -> None:
 def settle(rank: int, job: Job) -> None:
     """Leave behind what belonged to the caller: its context, signals, streams, threads."""
     context.clear()
+    gc.freeze()  # a collection would touch, and so copy, all the memory that this rank shares with its caller
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, which ends the ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number, name in (1, "stdout"), (2, "stderr"):

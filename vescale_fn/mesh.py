@@ -129,6 +129,11 @@ def make_mesh(shape: Sequence[int], names: Sequence[str], *, device: str | None 
     device = device or ranks.device_type()
     if not ranks.has_process_group():
         return _torch.unattached_mesh(device, torch.zeros(sizes, dtype=torch.int64), names)
+    return _of_group(ranks.world(), device, sizes, names)
+
+
+@functools.lru_cache(maxsize=64)  # the groups of a mesh are sockets and threads, and serve all meshes of its kind
+def _of_group(world: Any, device: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     return init_device_mesh(device, sizes, mesh_dim_names=names)
 
 

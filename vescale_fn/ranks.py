@@ -101,6 +101,11 @@ def has_process_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def world() -> Any:
+    """The process group of all ranks."""
+    return dist.group.WORLD
+
+
 def device_type() -> str:
     """Where the ranks compute: "cuda" in an NCCL group, "cpu" in any other; without a group torch's default device."""
     if not has_process_group():
