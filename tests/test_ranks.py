@@ -20,6 +20,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from vescale_fn import _rank_process, context, ranks
 from vescale_fn.errors import MeshError, RankError, SpecError
+from vescale_fn.mesh import coordinates, make_mesh
 from vescale_fn.ranks import launch, simulate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -568,3 +569,13 @@ def test_the_pool_survives_a_failure(gloo):
         gloo(2, failing_rank(lambda: os._exit(1)))
     assert str(error.value).startswith("launch: rank 1 of 2 exited with code 1")
     assert [x.item() for _, x in gloo(2, summed, torch.ones(1))] == [2, 2]
+
+
+def _meshes():
+    one, same = (make_mesh((2, 2), ("a", "b")) for _ in range(2))
+    turned = make_mesh((2, 2), ("b", "a"))
+    return one.get_group("a") is same.get_group("a"), turned.mesh_dim_names, dict(coordinates(turned, 1))
+
+
+def test_meshes_of_one_kind_share_their_groups(gloo):
+    assert gloo(4, _meshes) == [(True, ("b", "a"), {"b": 0, "a": 1})] * 4
