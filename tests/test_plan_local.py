@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn.plan import codegen
+from vescale_fn.plan import codegen, trace
 from vescale_fn.plan import graph as plans
 from vescale_fn.plan.passes.common import common
 from vescale_fn.plan.passes.composites import composites
@@ -216,6 +216,21 @@ def test_a_collective_that_remat_repeats_stays_repeated() -> None:
     for again, node in enumerate(plans.collectives(graph)):
         node.meta["again"] = again
     assert names(once(graph)).count("all_reduce") == 3
+
+
+def test_what_is_computed_again_at_two_times_is_told_apart() -> None:
+    """By how many there were before: where a frame lies in memory differs from rank to rank, and is used again."""
+
+    def f(w: torch.Tensor) -> torch.Tensor:
+        x = torch.ones(3, 3)
+        for _ in range(6):
+            x = vfn.remat(lambda x: torch.tanh(x @ w))(x)
+        return x.sum()
+
+    leaves, treedef = vfn.tree.flatten(((torch.ones(3, 3),), {}))
+    graph = trace.trace(vfn.grad(f), leaves, ["w"], treedef, None).graph
+    times = [node.meta["again"] for node in plans.calls(graph) if "again" in node.meta]
+    assert list(dict.fromkeys(times)) == [1, 2, 3, 4, 5, 6]
 
 
 # --- views ------------------------------------------------------------------------------------------------------------

@@ -66,6 +66,10 @@ class Recorder(_torch.TorchDispatchMode):
         self._last_placeholder: fx.Node | None = None
         self._fake = Valueless()
         self._lines: dict[int, str] = {}  # of what autograd recorded, by its number
+        self._again: FrameType | None = (
+            None  # of what is being computed again; held, so that no later one is taken for it
+        )
+        self._times = 0
         self._given: set[int] = set()
         self._literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
         self.read: list[torch.Tensor] = []
@@ -290,16 +294,19 @@ class Recorder(_torch.TorchDispatchMode):
             line = lines.user_line(frame)
             self._lines[_torch.autograd_count() - 1] = line
             return line, None
-        line, again, user = "", None, None
+        line, top, user = "", None, None
         while frame is not None:
             code = frame.f_code
             if code is _BACKWARD:
                 break
             if code.co_filename == _CHECKPOINT:
-                again = id(frame)
+                top = frame
             elif user is None and lines.is_users(code.co_filename):
                 user = frame
             frame = frame.f_back
+        if top is not self._again:
+            self._again, self._times = top, self._times + (top is not None)
+        again = self._times if top is not None else None
         if user is not None:
             line = f"{user.f_code.co_filename}:{user.f_lineno}"
             self._lines[_torch.autograd_count() - 1] = line
