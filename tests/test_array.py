@@ -719,3 +719,17 @@ def test_the_blocks_type(a) -> None:
     assert type(a._local_tensor) is Blocks
     assert spec.axes_of(a.device_mesh) == {"dp": 2, "tp": 3}
     assert issubclass(RankError, vfn.errors.VfnError)
+
+
+def test_torch_cannot_store_what_is_no_contiguous_part():
+    with vfn.simulate(6):
+        x = vfn.shard(torch.arange(13.0), vfn.make_mesh((3, 2), ("a", "b")), P(("b", "a")))
+        with pytest.raises(SpecError) as caught:
+            x.__create_write_items__("x", x)
+        assert str(caught.value) == (
+            "torch.distributed.checkpoint: this array's blocks are no contiguous parts of it\n"
+            "  * f32[13@b+a]\n"
+            "  Instead: vfn.save(path, tree), or vfn.with_sharding(x, P(...)) first"
+        )
+        with pytest.raises(MeshError, match=r"a simulated mesh has one process for all ranks\n.*\n  Instead: vfn.save"):
+            vfn.with_sharding(x, P()).__create_write_items__("x", x)

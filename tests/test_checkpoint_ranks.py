@@ -201,6 +201,7 @@ def several(folder):
     for step in range(4):
         manager.save(step, {"x": tree["a"], "step": step})
     seen["meanwhile"] = manager.latest() in (2, 3)  # asked while the last one is being written
+    seen["steps"] = said(manager.save, 2 + 2 * (rank == 3), {"x": 1})  # one of them comes too late, too
     seen["restored"] = manager.restore({"step": 0}, partial=True)["step"], manager.steps()
     dist.barrier()
     vfn.export(folder / "x.pt", tree)
@@ -239,6 +240,8 @@ def test_four_ranks_agree_and_fail_alike(tmp_path, gloo):
         "step": 3,
         "background": True,
         "meanwhile": True,
+        "steps": "Manager.save: the ranks must save the same step\n"
+        "  * rank 0 saves step 2\n  * rank 1 saves step 2\n  * rank 2 saves step 2\n  * rank 3 saves step 4",
         "restored": (3, [2, 3]),
         "export": [True, True],
     }  # fmt: skip

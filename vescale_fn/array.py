@@ -130,25 +130,29 @@ class Array(DTensor):
         return whole(self.detach()).tolist()
 
     def __create_write_items__(self, *args: Any) -> Any:
-        _refuse_simulated_checkpoint(self)
+        _refuse_for_checkpoint(self)
         return super().__create_write_items__(*args)  # type: ignore[misc]
 
     def __create_chunk_list__(self) -> Any:
-        _refuse_simulated_checkpoint(self)
+        _refuse_for_checkpoint(self)
         return super().__create_chunk_list__()  # type: ignore[misc]
 
     def __get_tensor_shard__(self, index: Any) -> Any:
-        _refuse_simulated_checkpoint(self)
+        _refuse_for_checkpoint(self)
         return super().__get_tensor_shard__(index)  # type: ignore[misc]
 
 
-def _refuse_simulated_checkpoint(x: Array) -> None:
-    if any(isinstance(entry, Merged) for entry in layout(x._spec)):
+def _refuse_for_checkpoint(x: Array) -> None:
+    """Raise where torch's checkpoints, which know of one contiguous part of a value a process, would store another one."""
+    mesh, spec = x._spec.mesh, spec_of(x)
+    here = [coordinates(mesh, rank) for rank in played_ranks(mesh)] if mesh.get_coordinate() is not None else []
+    blocks_here = [local_indices(tuple(x.shape), axes_of(mesh), spec, coord) for coord in here]
+    if any(isinstance(indices, list) for block in blocks_here for indices in block):
         raise SpecError(report("torch.distributed.checkpoint", "this array's blocks are no contiguous parts of it",
-                               [x.type_text], "vfn.with_sharding(x, P(...)) first"))  # fmt: skip
-    if is_simulated(x._spec.mesh):
+                               [x.type_text], "vfn.save(path, tree), or vfn.with_sharding(x, P(...)) first"))  # fmt: skip
+    if is_simulated(mesh):
         raise MeshError(report("torch.distributed.checkpoint", "a simulated mesh has one process for all ranks",
-                               [repr(x).splitlines()[0]], "save vfn.unshard(tree)"))  # fmt: skip
+                               [repr(x).splitlines()[0]], "vfn.save(path, tree)"))  # fmt: skip
 
 
 def _is_here(mesh: Any, spec: P) -> bool:

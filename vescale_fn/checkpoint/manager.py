@@ -60,14 +60,7 @@ class Manager:
                 are checkpoints of later steps, which `rewind` removes.
         """
         self.wait()
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise CheckpointError(report("Manager.save", f"step must be a whole number, but it is {short(step)}",
-                                         fix="manager.save(step, tree)"))  # fmt: skip
-        later = [each for each in self.steps() if each > step]
-        if later:
-            raise CheckpointError(report(
-                "Manager.save", f"step {step} comes before step {later[-1]}, which is in {self.folder} already",
-                fix=f"manager.rewind({step}), which removes what is later; or another folder"))  # fmt: skip
+        together.step(together.all_ranks("Manager.save"), "Manager.save", lambda: _checked(step), self._check_next)
         self._saving = save(self._path(step), tree, background=self.background)
         if not self.background:
             self._clean()
@@ -137,6 +130,18 @@ class Manager:
         if kind is None:
             self.wait()
 
+    def _check_next(self, steps: list[int]) -> list[None]:
+        """Raise unless all ranks are to save the same step, and there is none after it."""
+        step, later = steps[0], [each for each in self._steps() if each > steps[0]]
+        if len(set(steps)) > 1:
+            said = [f"rank {rank} saves step {each}" for rank, each in enumerate(steps)]
+            raise CheckpointError(report("Manager.save", "the ranks must save the same step", said))
+        if later:
+            raise CheckpointError(report(
+                "Manager.save", f"step {step} comes before step {later[-1]}, which is in {self.folder} already",
+                fix=f"manager.rewind({step}), which removes what is later; or another folder"))  # fmt: skip
+        return [None] * len(steps)
+
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 
@@ -162,6 +167,13 @@ class Manager:
                     folders.sweep(self._path(step))
 
         together.same_for_all("Manager.save", clean)
+
+
+def _checked(step: Any) -> int:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise CheckpointError(report("Manager.save", f"step must be a whole number, but it is {short(step)}",
+                                     fix="manager.save(step, tree)"))  # fmt: skip
+    return step
 
 
 def _listed(steps: list[int]) -> str:
