@@ -57,10 +57,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(text, line)) + " |" for line in lines)
 
 
-def publish(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], **more: Any) -> None:
+def publish(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], say: bool = True, **more: Any) -> None:
     """Print the table, keep it as `results/NAME.json`, and put it between the markers NAME of README.md."""
     shown = table(columns, rows)
-    print(f"{name}\n{shown}\n")
+    if say:
+        print(f"{name}\n{shown}\n")
     RESULTS.mkdir(exist_ok=True)
     setting = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
     record = {"setting": setting, "columns": list(columns), "rows": [list(row) for row in rows], **more}
