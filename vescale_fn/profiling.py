@@ -53,7 +53,7 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
             report("profile", f"path must be a path, but it is {described(path)}", fix='profile("trace.json")')
         )
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    recorder = torch.profiler.profile(activities=activities)
+    recorder = torch.profiler.profile(activities=activities, acc_events=True)  # one cycle, of which nothing is cleared
     rank, count = (dist.get_rank(), dist.get_world_size()) if ranks.has_process_group() else (0, 1)
     recorder.start()
     try:
