@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .leaves import by_leaf, zeros_like
+from .many import over, plus
 from .masks import flags
 from .optimizer import Optimizer, Rate, check_numbers, check_state, rate_at, steps_done, zero_count
 
@@ -82,12 +83,12 @@ def _adam(where: str, lr: Rate, b1: float, b2: float, eps: float, weight_decay: 
         def rule(grad: Any, param: Any, decays: Any, mean: Any, square: Any) -> tuple[Any, ...]:
             decays_here = decays and weight_decay
             if decays_here and not decoupled:
-                grad = torch.add(grad, param, alpha=weight_decay)
+                grad = plus(grad, param, weight_decay)
             mean = torch.lerp(mean, grad, 1 - b1)
-            square = torch.lerp(square, grad * grad, 1 - b2)
-            size = torch.sqrt(square) + least
-            step = torch.addcdiv(param * decay, mean, size) if decays_here and decoupled else mean / size
-            return step * scale, decays, mean, square
+            square = over(torch.addcmul, square * b2, grad, grad, value=1 - b2)
+            size = over(torch.add, torch.sqrt(square), least)
+            step = over(torch.addcdiv, param * decay, mean, size) if decays_here and decoupled else mean / size
+            return over(torch.mul, step, scale), decays, mean, square
 
         decaying = flags(where, mask, params)
         updates, _, mean, square = by_leaf(where, rule, grads, params, decaying, state.mean, state.square)

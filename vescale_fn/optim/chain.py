@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ..errors import VfnError, report
 from .leaves import by_leaf
+from .many import plus
 from .masks import flags
 from .optimizer import Optimizer, Rate, check_numbers, not_a_state, rate_at, zero_count
 
@@ -95,7 +94,7 @@ def add_decayed_weights(weight_decay: float, mask: Any = True) -> Optimizer:
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         def rule(grad: Any, param: Any, decays: Any) -> tuple[Any, ...]:
-            return (torch.add(grad, param, alpha=weight_decay) if decays else grad, decays)
+            return (plus(grad, param, weight_decay) if decays else grad, decays)
 
         decaying = flags("add_decayed_weights", mask, params)
         return by_leaf("add_decayed_weights", rule, grads, params, decaying)[0], state

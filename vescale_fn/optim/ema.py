@@ -8,6 +8,7 @@ import torch
 
 from .. import tree
 from .leaves import by_leaf
+from .many import over
 from .optimizer import Optimizer, Rate, check_numbers, check_state, is_trained, rate_at, zero_count
 
 
@@ -49,7 +50,8 @@ def ema(decay: Rate, dtype: torch.dtype | None = None) -> Optimizer:
         def rule(update: Any, param: Any, average: Any) -> tuple[Any, ...]:
             after = param + update
             after = after.to(dtype) if dtype is not None else after
-            return update, average + (after - average) * part
+            moved = over(torch.mul, over(torch.sub, after, average), part)
+            return update, over(torch.add, moved, average)
 
         _, average = by_leaf("ema", rule, grads, params, state.average)
         return grads, EmaState(state.count + 1, average)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .leaves import by_leaf, zeros_like
+from .many import over, plus
 from .masks import flags
 from .optimizer import Optimizer, Rate, check_numbers, check_state, rate_at, zero_count
 
@@ -45,10 +46,10 @@ def lion(lr: Rate, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0,
         scale = -rate_at(lr, state.count)
 
         def rule(grad: Any, param: Any, decays: Any, mean: Any) -> tuple[Any, ...]:
-            step = torch.sign(torch.lerp(mean, grad, 1 - b1))
+            step = over(torch.sign, torch.lerp(mean, grad, 1 - b1))
             if decays and weight_decay:
-                step = torch.add(step, param, alpha=weight_decay)
-            return step * scale, decays, torch.lerp(mean, grad, 1 - b2)
+                step = plus(step, param, weight_decay)
+            return over(torch.mul, step, scale), decays, torch.lerp(mean, grad, 1 - b2)
 
         updates, _, mean = by_leaf("lion", rule, grads, params, flags("lion", mask, params), state.mean)
         return updates, LionState(state.count + 1, mean)

@@ -15,6 +15,7 @@ from ..mesh import axes_of
 from ..placement import with_sharding
 from ..spec import from_split_axes, split_axes
 from .leaves import by_leaf, zeros_like
+from .many import over
 from .masks import flags
 from .optimizer import Optimizer, Rate, check_numbers, check_state, is_trained, rate_at, zero_count
 
@@ -85,7 +86,8 @@ def muon(lr: Rate, momentum: float = 0.95, nesterov: bool = True, weight_decay: 
 
         def rule(direction: Any, param: Any, decays: Any, factor: Any) -> tuple[Any, ...]:
             step = direction * (-rate * factor)
-            return step - param * (rate * weight_decay) if decays and weight_decay else step, decays, factor
+            decayed = decays and weight_decay
+            return over(torch.sub, step, param * (rate * weight_decay)) if decayed else step, decays, factor
 
         directions, mean = by_leaf("muon", directed, grads, params, state.mean)
         leaves, structure = tree.flatten(params)

@@ -8,6 +8,7 @@ import torch
 
 from ..errors import VfnError, report
 from .leaves import by_leaf, zeros_like
+from .many import over, plus
 from .optimizer import Optimizer, Rate, check_numbers, check_state, rate_at, zero_count
 
 
@@ -48,11 +49,11 @@ def sgd(lr: Rate, momentum: float = 0.0, nesterov: bool = False, weight_decay: f
 
         def rule(grad: Any, param: Any, *kept: Any) -> tuple[Any, ...]:
             if weight_decay:
-                grad = torch.add(grad, param, alpha=weight_decay)
+                grad = plus(grad, param, weight_decay)
             if not momentum:
                 return (grad * scale,)
-            total = torch.add(grad, kept[0], alpha=momentum)
-            return (torch.add(grad, total, alpha=momentum) if nesterov else total) * scale, total
+            total = plus(grad, kept[0], momentum)
+            return over(torch.mul, plus(grad, total, momentum), scale) if nesterov else total * scale, total
 
         updates, *sums = by_leaf("sgd", rule, grads, params, *([state.momentum] if momentum else []))
         return updates, SgdState(state.count + 1, sums[0] if momentum else None)

@@ -76,7 +76,10 @@ def check(where: str, leaves: Iterable[Any], donated: Iterable[int], names: Sequ
     Raises:
         DonationError: naming all such leaves.
     """
-    leaves, given = list(leaves), set(donated)
+    leaves, given, held = list(leaves), set(donated), set(map(id, constants))
+    ids = [id(x) for x in leaves if isinstance(x, torch.Tensor)]
+    if len(set(ids)) == len(ids) and held.isdisjoint(ids):
+        return
     places: dict[int, list[int]] = {}
     for place, x in enumerate(leaves):
         if isinstance(x, torch.Tensor):
@@ -86,7 +89,6 @@ def check(where: str, leaves: Iterable[Any], donated: Iterable[int], names: Sequ
         for same in places.values()
         if len(same) > 1 and given.intersection(same)
     ]
-    held = set(map(id, constants))
     wrong += [
         f"{names[place]} is a tensor that the function closes over" for place in given if id(leaves[place]) in held
     ]

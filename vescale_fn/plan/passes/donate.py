@@ -122,14 +122,25 @@ def _write(graph: fx.Graph, places: _Places, target: fx.Node, result: fx.Node) -
     if stays and not changed and not later and (call := _fitting(places, target, result)) is not None:
         if result < used:
             used.append(result)  # behind the last use
+        place = target
+        if result.args[:1] == (used,) and (earlier := _earlier(places, target, used, result)) is not None:
+            used.target, used.args, used.kwargs = earlier
+            call, place = inplace.written_into(result, used), used
         result.target, result.args, result.kwargs = call
-        places.writers[aliasing.Memory(target)] = result
+        places.writers[aliasing.Memory(target)] = used if place is used else result
         return
     with graph.inserting_after(max(used, result) if not changed else _last(graph)):
         copy = graph.call_function(torch.ops.aten.copy_.default, (target, result))
     copy.meta = dict(result.meta)
     places.writers[aliasing.Memory(target)] = copy
     result.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy and copy < user)
+
+
+def _earlier(places: _Places, target: fx.Node, used: fx.Node, result: fx.Node) -> Any:
+    """How the last call that needs `target` writes over it, if `result` is made of what that gives, over the same again."""
+    alone = list(used.users) == [result] and used not in places.changed
+    fits = alone and inplace.alike(plan.value(used), plan.value(target))
+    return _fitting(places, target, used) if fits and inplace.written_into(result, used) is not None else None
 
 
 def _last(graph: fx.Graph) -> fx.Node:

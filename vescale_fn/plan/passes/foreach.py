@@ -16,11 +16,13 @@ import torch
 from torch import fx
 
 from ..graph import calls, copied, is_aten, memories, name_of, nbytes, output, value, written
+from .donate import HAND_OVER
 
 LIMIT = 1 << 18  # bytes of a leaf
 OWN = "foreach: nothing else looks at what this writes over"
 _aten = torch.ops.aten
-_BINARY, _UNARY = ("add", "sub", "mul", "div"), ("sqrt", "neg", "reciprocal", "abs", "exp")
+_BINARY, _UNARY = ("add", "sub", "mul", "div"), ("sqrt", "neg", "reciprocal", "abs", "exp", "sign")
+_TERNARY = {"addcmul": 3, "addcdiv": 3, "lerp": 2}  # and how many of their arguments are lists
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class _Call:
         lists: the arguments of which each leaf has its own.
         shared: what comes after the lists.
         in_place: whether the first is written.
+        narrowed: the dtype in which the lists' kernels take the one tensor that all share.
     """
 
     kind: Any
@@ -40,6 +43,7 @@ class _Call:
     shared: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     in_place: bool
+    narrowed: torch.dtype | None = None
 
 
 def foreach(graph: fx.Graph) -> fx.Graph:
@@ -49,7 +53,8 @@ def foreach(graph: fx.Graph) -> fx.Graph:
     memory = _Memory(graph)
     groups: dict[Any, list[fx.Node]] = {}
     for node, level in _levels(memory, _waiting(graph, memory)).items():
-        groups.setdefault((level, call_of(node).kind), []).append(node)  # type: ignore[union-attr]
+        one = call_of(node)
+        groups.setdefault((level, node if one is None else one.kind), []).append(node)
     end, moved, gone = output(graph), _Touched(), set[fx.Node]()  # gone: what gives its result at the end only
     for _, nodes in sorted(groups.items(), key=lambda group: group[0][0]):
         if len(nodes) == 1 and moved.can_follow(memory, nodes[0]) and gone.isdisjoint(nodes[0].all_input_nodes):
@@ -113,7 +118,7 @@ def _waiting(graph: fx.Graph, memory: _Memory) -> list[fx.Node]:
     later = _Touched()
     for node in reversed(list(calls(graph))):
         free = all(user in found or user.op == "output" for user in node.users)
-        if free and later.can_follow(memory, node) and call_of(node) is not None:
+        if free and later.can_follow(memory, node) and (node.target is HAND_OVER or call_of(node) is not None):
             found[node] = None
         else:
             later.add(memory, node)
@@ -150,9 +155,12 @@ def call_of(node: fx.Node) -> _Call | None:
         return None
     name = name.removesuffix("_")
     tensors = [x for x in args if isinstance(x, fx.Node)]
-    if not all(isinstance(value(x), torch.Tensor) and value(x).dtype == v.dtype for x in tensors):
+    if not all(isinstance(value(x), torch.Tensor) for x in tensors):
         return None
     own = [x for x in tensors if value(x).shape == v.shape and value(x).device == v.device]
+    narrowed = None
+    if any(value(x).dtype != v.dtype for x in own):
+        return None
     if name in _UNARY and len(args) == len(own) == 1 and not kwargs:
         overload, shared = "default", ()
     elif name in _BINARY and len(args) == 2 and own == args and set(kwargs) <= {"alpha"}:
@@ -160,20 +168,29 @@ def call_of(node: fx.Node) -> _Call | None:
     elif name in _BINARY and len(args) == 2 and own == args[:1] and not kwargs and v.ndim:
         overload, shared = "Scalar", (args[1],)
         if isinstance(args[1], fx.Node):
-            if value(args[1]).ndim or name not in ("mul", "add", "div"):
+            number = value(args[1])
+            if number.ndim or name not in ("mul", "add", "div") or not number.dtype.is_floating_point:
                 return None
             overload = "Tensor"
+            if number.dtype != v.dtype:
+                if v.dtype.itemsize < 4 or number.device != v.device:
+                    return None
+                narrowed = v.dtype  # as torch does with each of the leaves
         elif not isinstance(args[1], (int, float)) or (in_place and v.dtype.itemsize < 4):
             return (
                 None  # torch rounds the number itself to a half where many halves are changed in place, but not of one
             )
+    elif name in _TERNARY and len(args) == 3 and own == args[: _TERNARY[name]] and set(kwargs) <= {"value"}:
+        overload, shared = "Scalar", tuple(args[_TERNARY[name] :])
+        if not all(isinstance(x, (int, float)) for x in (*shared, *kwargs.values())):
+            return None
     else:
         return None
     target = getattr(getattr(_aten, f"_foreach_{name}{'_' if in_place else ''}", None), overload, None)
     if target is None:
         return None
     kind = (target, *map(repr, shared), repr(sorted(kwargs.items())), v.dtype, v.device)
-    return _Call(kind, target, tuple(own), shared, tuple(kwargs.items()), in_place)
+    return _Call(kind, target, tuple(own), shared, tuple(kwargs.items()), in_place, narrowed)
 
 
 def _together(graph: fx.Graph, end: fx.Node, nodes: Sequence[fx.Node]) -> set[fx.Node]:
@@ -182,7 +199,7 @@ def _together(graph: fx.Graph, end: fx.Node, nodes: Sequence[fx.Node]) -> set[fx
     lists = [list(column) for column in zip(*(one.lists for one in made))]
     first, given = made[0], set[fx.Node]()
     with graph.inserting_before(end):
-        call = graph.call_function(first.target, (*lists, *first.shared), dict(first.kwargs))
+        call = graph.call_function(first.target, (*lists, *_narrowed(graph, first)), dict(first.kwargs))
         call.meta.update(nodes[-1].meta, val=None if first.in_place else [value(node) for node in nodes])
         for i, (node, one) in enumerate(zip(nodes, made)):
             new = one.lists[0]
@@ -193,3 +210,13 @@ def _together(graph: fx.Graph, end: fx.Node, nodes: Sequence[fx.Node]) -> set[fx
             graph.erase_node(node)
             given.add(new)
     return given
+
+
+def _narrowed(graph: fx.Graph, one: _Call) -> tuple[Any, ...]:
+    """What all leaves share, in the dtype that the kernels want."""
+    if one.narrowed is None:
+        return one.shared
+    (number,) = one.shared
+    cast = graph.call_function(_aten._to_copy.default, (number,), {"dtype": one.narrowed})
+    cast.meta.update(number.meta, val=value(number).to(one.narrowed))
+    return (cast,)
