@@ -1,51 +1,231 @@
-"""The main job over time: saved, resumed elsewhere, stopped, measured, configured."""
+"""The main job over time: by other models, optimisers and dtypes; saved, resumed elsewhere, killed, measured, configured."""
 
 import json
-import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
+import optree
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
-from vescale_fn.recipes import metrics, options, report, stopping, train
+import vescale_fn as vfn
+from vescale_fn.errors import CheckpointError, RankError
+from vescale_fn.recipes import data, llama, metrics, optimizers, options, stopping, train
 
 TEXT = Path(__file__).parents[1] / "README.md"
 TINY = f"--batch 4 --context 8 --dim 16 --heads 2 --layers 1 --sample 4 --data {TEXT} --simulate".split()
 
 
+def ran(*argv, text=TINY):
+    return train.on_ranks(options.parse([*text, *argv], train.__doc__, train.CHECKED))
+
+
 def losses(*argv):
-    return train.on_ranks(options.parse([*TINY, *argv], train.__doc__, train.CHECKED))["losses"]
+    return ran(*argv)["losses"]
 
 
-def test_a_run_that_is_resumed_on_another_mesh_goes_on_as_if_nothing_had_been(tmp_path, capsys):
-    whole = losses("--steps", "6", "--mesh", "dp=1,tp=1")
-    checkpoints = ["--checkpoints", str(tmp_path), "--save-every", "2", "--keep", "2"]
-    first = losses("--steps", "6", "--parallel", "fsdp", "--mesh", "dp=2", *checkpoints)
-    for step in (6, 4):  # as if it had been killed after step 4
-        assert (tmp_path / f"step-{step}").is_dir()
-    (tmp_path / "step-6").rename(tmp_path / "gone")
-    second = losses("--steps", "6", "--parallel", "zero1+tp", "--mesh", "dp=2,tp=2", *checkpoints, "--resume")
-    assert first == pytest.approx(whole, abs=1e-5)
-    assert second == pytest.approx(whole[4:], abs=1e-5)
-    assert f"resumed   after step 4, from {tmp_path}" in capsys.readouterr().out
-    assert losses("--steps", "6", "--mesh", "dp=1,tp=1", *checkpoints, "--resume") == []  # all is done
+# --- what trains, and how ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("model", "parallel", "mesh"), [("gpt", "dp+tp+sp+vp", "dp=2,tp=2"), ("mixtral", "fsdp+ep", "dp=2,ep=2")]
-)
-def test_models_and_parallelisms_by_name(model, parallel, mesh, capsys):
-    assert train.main([*TINY, "--steps", "3", "--model", model, "--parallel", parallel, "--mesh", mesh, "--check"]) == 0
+@pytest.mark.parametrize(("model", "parallel", "mesh", "more"), [
+    ("gpt", "tp+sp+vp", "tp=2", ""),
+    ("mixtral", "fsdp+ep", "dp=2,ep=2", "--steps 2"),
+    ("llama", "zero2", "dp=2", "--optimizer muon --precision bf16 --accumulate 2"),
+], ids=["gpt", "mixtral", "llama"])  # fmt: skip
+def test_by_name(model, parallel, mesh, more, capsys):
+    argv = ["--steps", "3", "--model", model, "--parallel", parallel, "--mesh", mesh, *more.split()]
+    assert train.main([*TINY, *argv, "--check"]) == 0
     out = capsys.readouterr().out
     assert f"{parallel} on mesh ({mesh.replace(',', ', ')})" in out
     assert f"model     {model}, " in out
+    if "bf16" in more:
+        assert "numbers   params=f32,compute=bf16,reduce=f32,output=f32\n" in out
+        assert "steps     3 of muon, each of 4 windows of 8 bytes, in 2 parts\n" in out
+        differences = [float(x) for x in re.findall(r"^ +\d+  \S+   \S+    (\S+)$", out, re.MULTILINE)]
+        assert len(differences) == 3
+        assert max(differences) > 1e-6  # it is bf16
+
+
+def test_parts_of_a_batch_make_the_same_step():
+    argv = ["--steps", "3", "--mesh", "dp=1,tp=1", "--dropout", "0"]
+    assert losses(*argv, "--accumulate", "4") == pytest.approx(losses(*argv), abs=1e-5)
+
+
+RATE, STEPS = 0.02, 10  # of which the first five warm up
+
+
+def of_torch(name, params):
+    """The same by torch: for each optimiser what it has of the parameters."""
+    matrices, others = [p for p in params if p.ndim > 1], [p for p in params if p.ndim == 1]
+    adamw = lambda some: torch.optim.AdamW([{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in some],
+                                           betas=(0.9, 0.99))  # fmt: skip
+    if name == "adamw":
+        return [adamw(params)]
+    if name == "muon":
+        hidden = torch.optim.Muon(matrices[:1], momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        return [hidden, adamw(matrices[1:] + others)]
+    if name == "adafactor":
+        return [torch.optim.Adafactor(params)]
+    return [torch.optim.SGD(params, momentum=0.9, nesterov=True)]
+
+
+def lion(params, grads):
+    """Chen et al., arXiv 2302.06675, algorithm 2."""
+    means = [torch.zeros_like(p) for p in params]
+    for i, each in enumerate(grads):
+        for p, g, m in zip(params, each, means):
+            p -= RATE * (i + 1) / 5 * (torch.sign(0.9 * m + 0.1 * g) + 1.0 * (p.ndim > 1) * p)
+            m.lerp_(g, 1 - 0.99)
+    return params
+
+
+@pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
+def test_optimizers_are_those_of_torch(name):
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)
+    first = {"blocks": [{"w": draw(4, 6), "norm": draw(4)}], "embed": draw(5, 4)}
+    leaves, structure = optree.tree_flatten(first, none_is_leaf=False)
+    order = sorted(range(3), key=lambda i: leaves[i].shape != (4, 6))  # the matrix of a block first
+    grads = [[draw(*p.shape) / (20 if i == 1 else 1) for p in leaves] for i in range(3)]
+    optimizer = optimizers.make(name, RATE, STEPS)
+    params, state = first, optimizer.init(first)
+    for each in grads:
+        updates, state = optimizer.update(optree.tree_unflatten(structure, each), state, params)
+        params = vfn.optim.apply_updates(params, updates)
+    norms = [torch.cat([g.flatten() for g in each]).norm().item() for each in grads]
+    assert [norm > 1 for norm in norms] == [True, False, True]
+    clipped = [[g / max(1.0, norm) for g in each] for each, norm in zip(grads, norms)]
+    expected = [p.clone() for p in leaves]
+    if name == "lion":
+        lion(expected, clipped)
+    else:
+        parts = of_torch(name, [expected[i] for i in order])
+        for i, each in enumerate(clipped):
+            for p, g in zip(expected, each):
+                p.grad = g
+            for part in parts:
+                for group in part.param_groups:
+                    group["lr"] = RATE * (i + 1) / 5
+                part.step()
+    tolerance = RATE * (2e-2 if name == "muon" else 1e-6)  # its iterations are in bfloat16, and rates in float32
+    for got, want in zip(optree.tree_leaves(params), expected):
+        torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
+
+
+# --- interrupted ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_resumed_on_another_mesh_goes_on_as_if_nothing_had_been(tmp_path, capsys, monkeypatch):
+    init, made = llama.init, []
+    whole = losses("--steps", "6", "--mesh", "dp=1,tp=1")
+    checkpoints = ["--steps", "6", "--checkpoints", str(tmp_path), "--save-every", "2", "--keep", "2"]
+    monkeypatch.setattr(llama, "init", lambda *args: made.append(init(*args)) or made[-1])
+    first = losses("--parallel", "fsdp", "--mesh", "dp=2", *checkpoints)
+    assert all(isinstance(leaf, FakeTensor) for leaf in optree.tree_leaves(made))  # no rank has made whole parameters
+    assert made
+    for step in (6, 4):  # as if it had been killed after step 4
+        assert (tmp_path / f"step-{step}").is_dir()
+    (tmp_path / "step-6").rename(tmp_path / "gone")
+    second = ran("--parallel", "zero1+tp", "--mesh", "dp=2,tp=2", *checkpoints, "--resume")
+    assert first == pytest.approx(whole, abs=1e-5)
+    assert second["losses"] == pytest.approx(whole[4:], abs=1e-5)
+    assert f"resumed   after step 4, from {tmp_path}" in capsys.readouterr().out
+
+    for asked in "--resume", "--evaluate":  # all is done; nothing is to be done
+        third = ran("--mesh", "dp=1,tp=1", *checkpoints, asked)
+        assert third["losses"] == []
+        assert third["held_out"] == [(6, pytest.approx(second["held_out"][-1][1], abs=1e-5))]
+    out = capsys.readouterr().out
+    assert f"loaded    after step 6, from {tmp_path}\nheld-out  " in out
+    assert out.count("steps     6 of adamw") == 1
+    assert losses("--mesh", "dp=1,tp=1", *checkpoints, "--evaluate", "--optimizer", "lion") == []
+    for asked, other in ("--evaluate", "--dim 32 --layers 3"), ("--resume", "--optimizer lion"):
+        with pytest.raises(SystemExit):
+            ran(*checkpoints, asked, *other.split())
+    complaints = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    for line, said in zip(complaints, ["--evaluate", "--resume"], strict=True):
+        was = "--dim 16 --layers 1" if said == "--evaluate" else "--optimizer adamw"
+        assert line.endswith(f"error: {said}: {tmp_path} has checkpoints of a run with {was}")
+
+
+def at_batch(monkeypatch, number, do):
+    """Let `do` happen in the middle of things, when batch `number` is drawn."""
+    draw, left = data.random_batch, [number]
+
+    def counted(*args):
+        left[0] -= 1
+        if left[0] == 0:
+            do()
+        return draw(*args)
+
+    monkeypatch.setattr(data, "random_batch", counted)
+
+
+@pytest.mark.gloo
+def test_a_run_that_is_told_to_end_and_then_killed_goes_on_with_half_the_ranks(tmp_path, capfd, monkeypatch):
+    alone = [*TINY[:-1], "--device", "cpu"]
+    whole = losses("--steps", "9", "--mesh", "dp=1,tp=1")
+    argv = ["--steps", "9", "--checkpoints", str(tmp_path / "run"), "--save-every", "2", "--evaluate-every", "9",
+            "--metrics", str(tmp_path / "numbers"), "--parallel", "zero1", "--resume"]  # fmt: skip
+    caller = os.getpid()
+    with monkeypatch.context() as patch:
+        at_batch(patch, 3, lambda: dist.get_rank() == 0 and os.kill(caller, signal.SIGTERM))
+        done = ran("--mesh", "dp=2", *argv, text=alone)["done"]
+    assert done in (3, 4)  # the signal goes by way of this process
+    assert f"stopped   by SIGTERM after step {done}, saved in {tmp_path / 'run'}: --resume" in capfd.readouterr().out
+    with monkeypatch.context() as patch:
+        at_batch(patch, 4, lambda: dist.get_rank() == 1 and os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
+            ran("--mesh", "dp=2", *argv, text=alone)
+    last = vfn.checkpoint.Manager(tmp_path / "run").latest()
+    assert last in (4, 6)  # what is written when it is killed does not count
+    assert ran("--mesh", "dp=1", *argv, text=alone)["losses"] == pytest.approx(whole[last:], abs=1e-5)
+    rows = map(json.loads, (tmp_path / "numbers").read_text().splitlines())
+    found = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    assert [found[step] for step in range(1, 10)] == pytest.approx(whole, abs=1e-5)
+
+
+def test_a_full_disk_is_told_of_and_the_last_checkpoint_stays(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    at_batch(monkeypatch, 5, lambda: monkeypatch.setattr(os, "fsync", full))  # when step 2 is there, and 4 is written
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        losses("--steps", "6", "--mesh", "dp=1,tp=1", "--checkpoints", str(tmp_path), "--save-every", "2")
+    monkeypatch.undo()
+    manager = vfn.checkpoint.Manager(tmp_path)
+    assert manager.steps() in ([2], [2, 4])
+    assert manager.restore()["done"] == manager.latest()
+
+
+def test_a_second_signal_ends_at_once():
+    before = signal.getsignal(signal.SIGTERM)
+    with stopping.Stopping() as stop:
+        assert not stop.now("cpu")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.now("cpu")
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_stopping_elsewhere_than_in_the_main_thread_asks_for_nothing():
+    found = []
+
+    def run():
+        with stopping.Stopping() as stop:
+            found.append(stop.now("cpu"))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+# --- measured, and configured -----------------------------------------------------------------------------------------
 
 
 def test_numbers_of_each_step(tmp_path):
@@ -92,12 +272,15 @@ def test_a_trace_of_some_steps(tmp_path):
 
 def test_a_file_of_options(tmp_path, capsys):
     file = tmp_path / "run.toml"
-    file.write_text('steps = 7\nmodel = "gpt"\nsimulate = true\ncheck = false\nevaluate_every = 3\n')
+    file.write_text('steps = 7\nmodel = "gpt"\nsimulate = true\ncheck = false\nevaluate_every = 3\n'
+                    'optimizer = "lion"\nprecision = "bf16"\naccumulate = 2\nlr = 1e-3\n')  # fmt: skip
     parse = lambda *argv: options.parse(["--config", str(file), "--data", str(TEXT), *argv], train.__doc__, 5)
     opt = parse("--steps", "9")
     assert (opt.steps, opt.model, opt.simulate, opt.check, opt.evaluate_every) == (9, "gpt", True, False, 3)
+    assert (opt.optimizer, opt.precision.compute, opt.accumulate, opt.lr) == ("lion", torch.bfloat16, 2, 1e-3)
+    assert parse("--optimizer", "sgd", "--lr", "0.5").lr == 0.5
     for text, message in [
-        ("stepz = 7", f"--config {file}: stepz is no option; write one of batch, check, "),
+        ("stepz = 7", f"--config {file}: stepz is no option; write one of accumulate, batch, check, "),
         ("simulate = 1", f"--config {file}: simulate = 1 should be true or false"),
         ("steps = true", f"--config {file}: steps = true should be a value"),
         ('steps = "many"', "argument --steps: invalid int value: 'many'"),
@@ -107,48 +290,3 @@ def test_a_file_of_options(tmp_path, capsys):
         with pytest.raises(SystemExit):
             parse()
         assert message in capsys.readouterr().err
-
-
-def test_a_run_that_is_told_to_end_saves_and_says_so(tmp_path):
-    argv = [*TINY[:-1], "--steps", "100000", "--mesh", "dp=2", "--parallel", "dp", "--device", "cpu"]
-    run = [sys.executable, "-m", "vescale_fn.recipes.train", *argv, "--checkpoints", str(tmp_path)]
-    with subprocess.Popen([*run, "--evaluate-every", "100000", "--metrics", str(tmp_path / "numbers")], text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:  # fmt: skip
-        late = time.monotonic() + 120
-        while not ((tmp_path / "numbers").exists() and (tmp_path / "numbers").read_text().count("\n") > 2):
-            assert time.monotonic() < late
-            assert process.poll() is None, process.stdout.read()
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, out
-    said = re.search(rf"stopped   by SIGTERM after step (\d+), saved in {tmp_path}: --resume", out)
-    assert said, out
-    assert (tmp_path / f"step-{said[1]}").is_dir()
-
-
-def test_a_second_signal_ends_at_once():
-    before = signal.getsignal(signal.SIGTERM)
-    with stopping.Stopping() as stop:
-        assert not stop.now("cpu")
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.now("cpu")
-        assert signal.getsignal(signal.SIGTERM) is before
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_stopping_elsewhere_than_in_the_main_thread_asks_for_nothing():
-    found = []
-
-    def run():
-        with stopping.Stopping() as stop:
-            found.append(stop.now("cpu"))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert found == [False]
-
-
-def test_a_run_that_had_nothing_left_to_do_has_no_outcome():
-    assert math.isnan(float(report.ending([], 2.0, b"x", 1.0)[0].split()[1]))

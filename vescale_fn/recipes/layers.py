@@ -65,5 +65,6 @@ def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.
 
 
 def next_token_loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats of scores [B, T, V] for targets [B, T]."""
+    """Mean cross entropy in nats of scores [B, T, V] for targets [B, T], in float32 at least."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum") / targets.numel()

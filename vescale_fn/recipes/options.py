@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
+import vescale_fn as vfn
+
 from . import data, gpt, llama, metrics, mixtral, report
 from .models import suits  # mesh: start
+from .optimizers import OPTIMIZERS
 from .parallel import AXES, ParallelError, parallel  # mesh: start
 
 MODELS: dict[str, Any] = {"gpt": gpt, "llama": llama, "mixtral": mixtral}
@@ -21,7 +24,7 @@ NUMBERS = {
     "steps": (240, "steps of training"),
     "batch": (16, "windows of text in a step"),
     "context": (128, "bytes in a window"),
-    "lr": (4e-3, "peak learning rate"),
+    "accumulate": (1, "parts of a batch that are computed one after the other"),
     "dim": (128, "width of the model"),
     "heads": (4, "attention heads"),
     "layers": (2, "blocks"),
@@ -32,7 +35,9 @@ NUMBERS = {
     "save-every": (60, "steps between two checkpoints"),
     "keep": (3, "checkpoints to keep"),
 }
-AT_LEAST_ONE = ("steps", "batch", "context", "dim", "heads", "layers", "evaluate-every", "save-every", "keep")
+AT_LEAST_ONE = "steps batch accumulate context dim heads layers evaluate-every save-every keep".split()
+PRECISIONS = {"fp32": "params=f32", "bf16": "params=f32,compute=bf16", "fp64": "params=f64"}
+OF_A_CHECKPOINT = ("model", "dim", "heads", "layers", "context", "precision", "optimizer")
 TRACED = (3, 6)  # --profile: the steps between these
 
 
@@ -49,9 +54,18 @@ def parse(argv: list[str] | None, doc: str, checked: int) -> argparse.Namespace:
         parser.error(f"--dim {options.dim} must be an even number for each of --heads {options.heads}")
     if not 0 <= options.dropout < 1:
         parser.error(f"--dropout {options.dropout} must be at least 0 and below 1")
-    if options.resume and not options.checkpoints:
-        parser.error("--resume needs --checkpoints FOLDER, where they are")
+    if options.batch % options.accumulate:
+        parser.error(f"--accumulate {options.accumulate} must divide --batch {options.batch}")
+    for name in ("resume", "evaluate"):
+        if getattr(options, name) and not options.checkpoints:
+            parser.error(f"--{name} needs --checkpoints FOLDER, where they are")
+        if getattr(options, name) and options.check:
+            parser.error(f"--check compares the first steps of a run: not with --{name}")
+    options.lr = OPTIMIZERS[options.optimizer][1] if options.lr is None else options.lr
     options.config = _sizes(options)
+    options.setup = _setup(options)
+    if options.resume or options.evaluate:
+        _compare(options, parser)
     _lay_out(options, parser)  # mesh: start
     try:
         data.read_text(data.find_files(options.data), smallest=options.context + 1)
@@ -70,13 +84,19 @@ def parse(argv: list[str] | None, doc: str, checked: int) -> argparse.Namespace:
 def _parser(doc: str, checked: int) -> argparse.ArgumentParser:
     description, examples, *_ = f"{doc}\n\n".split("\n\n")
     parser = argparse.ArgumentParser(
-        prog="python -m vescale_fn.recipes.train", description=description.split(": ")[-1].capitalize(),
+        prog="python -m vescale_fn.recipes.train", usage="%(prog)s [options]; --help lists them",
+        description=description.split(": ")[-1].capitalize(),
         epilog=f"examples:\n{examples}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)  # fmt: skip
     parser.add_argument("--config", metavar="FILE", help="options in TOML (steps = 500); the command line wins")
     parser.add_argument("--model", choices=MODELS, default="llama", help="which model (llama)")
     parser.add_argument("--parallel", default="dp+tp", metavar="NAMES", help="parallelisms (dp+tp)")  # mesh: start
     parser.add_argument("--mesh", type=mesh_of, default="dp=2,tp=2", help="axes and sizes (dp=2,tp=2)")  # mesh: start
     parser.add_argument("--simulate", action="store_true", help="play all ranks in this process")  # mesh: start
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="which optimiser (adamw)")
+    rates = ", ".join(f"{name} {rate:g}" for name, (_, rate) in OPTIMIZERS.items())
+    parser.add_argument("--lr", type=float, metavar="N", help=f"peak learning rate ({rates})")
+    parser.add_argument("--precision", type=precision_of, default="fp32", metavar="NAME",
+                        help=f"{', '.join(PRECISIONS)}, or {_POLICY} (fp32)")  # fmt: skip
     parser.add_argument(
         "--check", action="store_true", help=f"run the first {checked} steps on one device too, and compare the losses"
     )
@@ -88,6 +108,7 @@ def _parser(doc: str, checked: int) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where to compute (on GPUs, if there are enough)")
     parser.add_argument("--checkpoints", metavar="FOLDER", help="save there now and then, at the end, and on SIGTERM")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
+    parser.add_argument("--evaluate", action="store_true", help="only judge the last checkpoint: no training")
     parser.add_argument("--metrics", metavar="FILE", help="write each step's numbers, a line of JSON each")
     parser.add_argument("--tensorboard", metavar="FOLDER", help="write them for TensorBoard")
     parser.add_argument(
@@ -95,6 +116,33 @@ def _parser(doc: str, checked: int) -> argparse.ArgumentParser:
     )
     parser.add_argument("--save-plot", metavar="FILE", help="draw the losses, with matplotlib")
     return parser
+
+
+_POLICY = "a policy like params=f32,compute=bf16,reduce=f32"
+
+
+def precision_of(text: str) -> Any:
+    """A policy by its name in `PRECISIONS`, or by what `vfn.precision.policy` takes.
+
+    >>> precision_of("bf16")
+    Policy(params=f32,compute=bf16,reduce=f32,output=f32)
+    """
+    try:
+        policy = vfn.precision.policy(PRECISIONS.get(text, text))
+    except vfn.errors.VfnError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write {', '.join(PRECISIONS)}, or {_POLICY}") from None
+    if torch.float16 in (policy.params, policy.compute):
+        raise argparse.ArgumentTypeError(f"{text!r}: float16 needs a scaled loss, which is not made here; write bf16")
+    return policy
+
+
+def policy_text(policy: Any) -> str:
+    """The same policy as text.
+
+    >>> policy_text(precision_of("bf16"))
+    'params=f32,compute=bf16,reduce=f32,output=f32'
+    """
+    return str(policy).removeprefix("Policy(").removesuffix(")")
 
 
 def _from_file(path: str | None, parser: argparse.ArgumentParser) -> list[str]:
@@ -128,6 +176,33 @@ def _sizes(options: argparse.Namespace) -> Any:
              "context": options.context, "hidden": -(-config.hidden * options.dim // config.dim // 8) * 8,
              "groups": math.gcd(getattr(config, "groups", 1), options.heads)}  # fmt: skip
     return dataclasses.replace(config, **{f.name: asked[f.name] for f in dataclasses.fields(config) if f.name in asked})
+
+
+def _compare(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Check that the last checkpoint is of the same model and optimiser."""
+    saved, asked = vfn.checkpoint.Manager(options.checkpoints), "evaluate" if options.evaluate else "resume"
+    if saved.latest() is None:
+        if options.evaluate:
+            parser.error(f"--evaluate: there is no checkpoint in {options.checkpoints}")
+        return
+    try:
+        there = saved.restore({"setup": options.setup}, partial=True)["setup"]
+    except vfn.errors.CheckpointError as error:
+        parser.error(f"--{asked}: {error}")
+    passed_over = "optimizer" if options.evaluate else None
+    given = [f"--{name} {value}" for name, value in there.items()
+             if value != options.setup[name] and name != passed_over]  # fmt: skip
+    if given:
+        parser.error(f"--{asked}: {options.checkpoints} has checkpoints of a run with {' '.join(given)}")
+
+
+def _setup(options: argparse.Namespace) -> dict[str, str]:
+    """The options that decide what a checkpoint holds, as text."""
+    found = {name: str(getattr(options, name)) for name in OF_A_CHECKPOINT}
+    found["precision"] = policy_text(options.precision)
+    if not hasattr(options.config, "context"):  # sequences may have any length
+        found["context"] = "any"
+    return found
 
 
 def _lay_out(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:  # mesh: start

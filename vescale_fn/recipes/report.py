@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import shutil
 import sys
 import time
@@ -132,15 +131,14 @@ def side_by_side(one: Sequence[float], mesh: Sequence[float], allowed: float) ->
     return agrees, "\n".join(["  step  one device  on the mesh  difference", *rows, verdict])
 
 
-def ending(evaluated: Sequence[tuple[int, float]], bigram: float, sample: bytes, seconds: float) -> list[str]:
-    """The outcome, against the bigram model's, and the sample; a run that was resumed after its end has no outcome."""
-    score = evaluated[-1][1] if evaluated else math.nan
-    text = sample.decode("utf-8", errors="replace").strip("\n")
+def ending(evaluated: Sequence[tuple[int, float]], bigram: float, sample: bytes | None, seconds: float) -> list[str]:
+    """The outcome, against the bigram model's, and the sample, if there is one."""
+    score = evaluated[-1][1]
+    text = (sample or b"").decode("utf-8", errors="replace").strip("\n").rstrip()
     apart = f"{abs(bigram - score):.3f} {'below' if score < bigram else 'ABOVE'} the bigram model's {bigram:.3f}"
     return [
         f"held-out  {score:.3f} nats a byte, {apart}",
-        "sample",
-        *(f"    | {line}".rstrip() for line in text.rstrip().split("\n")),
+        *(["sample", *(f"    | {line}".rstrip() for line in text.split("\n"))] if sample else []),
         f"took      {_clock(seconds)}",
     ]
 

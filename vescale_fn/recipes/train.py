@@ -4,13 +4,16 @@
     python -m vescale_fn.recipes.train --mesh dp=1,tp=1                 one device
     python -m vescale_fn.recipes.train --simulate                       the same mesh, played by this process
     python -m vescale_fn.recipes.train --model mixtral --parallel fsdp+ep --mesh dp=2,ep=2
+    python -m vescale_fn.recipes.train --optimizer muon --precision bf16 --accumulate 4
     python -m vescale_fn.recipes.train --config run.toml --checkpoints run --resume
+    python -m vescale_fn.recipes.train --config run.toml --checkpoints run --evaluate
     torchrun --nproc-per-node 4 -m vescale_fn.recipes.train
 
-A step is one pure function, and with the same seed every mesh gives the same losses, up to the order of sums. A run
-that is interrupted and resumed, on any other mesh, goes on as if nothing had been. Lines that exist only for distribution
-end in ``# mesh``, in the model and the training, or in ``# mesh: start``, where ranks are started and the command line is
-read; `vescale_fn.recipes.count_lines` counts them.
+A step is one pure function, and with the same seed every mesh gives the same losses, up to the order of sums. Each rank
+makes its own shards of parameters and optimiser state, and no whole ones. A run that is interrupted and resumed, on any
+other mesh, goes on as if nothing had been. Lines that exist only for distribution end in ``# mesh``, in the model and the
+training, or in ``# mesh: start``, where ranks are started and the command line is read; `vescale_fn.recipes.count_lines`
+counts them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses  # mesh
+import functools
 import itertools
 import math
 import os
@@ -32,54 +36,63 @@ import torch.distributed as dist  # mesh
 
 import vescale_fn as vfn
 
-from . import data, metrics, options, report, sampling
+from . import data, metrics, optimizers, options, report, sampling
 from .stopping import Stopping
 
-CHECKED, ALLOWED = 5, 1e-5  # --check: so many steps in fp32, where sums in another order differ by about 1e-6
+CHECKED = 5  # --check: so many steps, whose losses may differ by a bit more than sums in another order explain
+ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 HELD_OUT_WINDOWS = 256
 PROMPT = b"\nclass "
 Loss = Callable[..., torch.Tensor]
 
 
 class Run(NamedTuple):
-    """What a run has come to, and what a checkpoint holds: all that the next step depends on."""
+    """What a run has come to, and what a checkpoint holds: all that the next step depends on, and with which options."""
 
     done: int
     params: Any
     state: Any
+    setup: Any = None
 
 
-def make_optimizer(lr: float, steps: int) -> vfn.optim.Optimizer:
-    """AdamW with warm-up, a cosine and clipped gradients; matrices decay, the scales of norms do not."""
-    rate = vfn.optim.warmup_cosine(lr, warmup=min(20, steps // 2), steps=steps, end=0.05 * lr)
-    matrices = lambda params: optree.tree_map(lambda p: p.ndim > 1, params)
-    adam = vfn.optim.adamw(rate, b1=0.9, b2=0.99, weight_decay=0.1, mask=matrices)
-    return vfn.optim.chain(vfn.optim.clip_by_global_norm(1.0), adam)
+def make_step(loss: Loss, optimizer: vfn.optim.Optimizer, specs: Any = None, parts: int = 1) -> tuple[Any, Any]:
+    """Training as two pure functions: `add`, the loss and gradients of a part of a batch, added to those of earlier parts
+    if there are any; and `step`, which does that with the last part, and takes the step."""
 
+    def add(params: Any, batch: torch.Tensor, key: vfn.random.Key, earlier: Any = None) -> Any:
+        found: Any = vfn.value_and_grad(loss)(params, batch, key)
+        if specs:  # mesh
+            found = found[0], vfn.with_sharding(found[1], specs.grads)  # mesh
+        return found if earlier is None else optree.tree_map(torch.add, earlier, found)
 
-def make_step(loss: Loss, optimizer: vfn.optim.Optimizer, specs: Any = None) -> Callable[..., Any]:
-    """One step of training: a pure function of the parameters, the optimiser's state, a batch and a key."""
-
-    def step(params: Any, state: Any, batch: torch.Tensor, key: vfn.random.Key) -> tuple[Any, Any, torch.Tensor]:
-        value, grads = vfn.value_and_grad(loss)(params, batch, key)
+    def step(params: Any, state: Any, batch: torch.Tensor, key: vfn.random.Key, earlier: Any = None) -> Any:
+        value, grads = add(params, batch, key, earlier)
+        if parts > 1:
+            value, grads = value / parts, optree.tree_map(lambda grad: grad / parts, grads)
         if specs:  # mesh
             return *specs.update(optimizer, grads, state, params), value  # mesh
         updates, state = optimizer.update(grads, state, params)
         return vfn.optim.apply_updates(params, updates), state, value
 
-    return step
+    return add, step
 
 
 def training(opt: argparse.Namespace, at: Run, loss: Loss, text: torch.Tensor, place: Callable[[torch.Tensor], Any],
              keys: list[vfn.random.Key], specs: Any = None) -> Iterator[tuple[Run, float]]:  # fmt: skip
     """Train from `at` on, where its parameters lie and `place` puts batches; after each step, the run and the loss."""
-    step = vfn.jit(make_step(loss, make_optimizer(opt.lr, opt.steps), specs), donate_argnums=1)
+    add, step = make_step(loss, optimizers.make(opt.optimizer, opt.lr, opt.steps), specs, opt.accumulate)
+    add, step = vfn.jit(add, donate_argnums=3), vfn.jit(step, donate_argnums=(0, 1, 4))
     batch_key, dropout_key = keys
     for i in range(at.done, opt.steps):
-        batch = place(data.random_batch(vfn.random.fold_in(batch_key, i), text, opt.batch, opt.context))
+        windows = data.random_batch(vfn.random.fold_in(batch_key, i), text, opt.batch, opt.context)
+        *parts, last = (place(part) for part in windows.chunk(opt.accumulate))
+        *part_keys, key = vfn.random.split(vfn.random.fold_in(dropout_key, i), opt.accumulate)
         with torch.profiler.record_function(f"step {i + 1}"):
-            params, state, value = step(at.params, at.state, batch, vfn.random.fold_in(dropout_key, i))
-        at = Run(i + 1, params, state)
+            earlier = None
+            for part, part_key in zip(parts, part_keys):
+                earlier = add(at.params, part, part_key, earlier)
+            params, state, value = step(at.params, at.state, last, key, earlier)
+        at = at._replace(done=i + 1, params=params, state=state)
         yield at, value.item()
 
 
@@ -107,65 +120,84 @@ def run(opt: argparse.Namespace) -> dict[str, Any]:
     first = not dist.is_initialized() or dist.get_rank() == 0  # mesh
     ranks = 1 if opt.simulate else mesh.size()  # mesh
     say = lambda *lines: print(*lines, sep="\n", flush=True) if first else None
-    model, config = options.MODELS[opt.model], opt.config
-    loss = lambda params, batch, key=None: model.loss(params, batch, config, key)
+    model, config, precision = options.MODELS[opt.model], opt.config, opt.precision
+    loss = precision.apply(lambda params, batch, key=None: model.loss(params, batch, config, key))
+    place: Callable[[Any], Any] = lambda batch: batch.to(opt.device)
+
+    def initial(key: vfn.random.Key) -> Any:
+        with torch.device(opt.device):
+            return model.init(key, config, precision.params)
 
     init_key, *train_keys, sample_key = vfn.random.split(vfn.random.key(opt.seed), 4)
     files = data.find_files(opt.data)
     text, held_out = data.read_text(files, smallest=opt.context + 1)
     tests = data.even_batches(held_out, max(1, HELD_OUT_WINDOWS // opt.batch), opt.batch, opt.context)
     bigram = data.bigram_loss(text, tests)
-    place: Callable[[Any], Any] = lambda batch: batch.to(opt.device)
-    optimizer, params = make_optimizer(opt.lr, opt.steps), optree.tree_map(place, model.init(init_key, config))
-    work = metrics.flops(loss, params, tests[0]) / ranks
-    say(*headline(opt, files, text, held_out, params, bigram))
+    shapes = vfn.eval_shape(initial, init_key)
+    work = metrics.flops(loss, shapes, tests[0]) / ranks
+    say(*headline(opt, files, text, held_out, shapes, bigram))
 
-    alone = training(opt, Run(0, params, optimizer.init(params)), loss, text, place, train_keys)  # nothing has run yet
-    expected = [value for _, value in itertools.islice(alone, CHECKED if opt.check and first else 0)]
+    optimizer = optimizers.make(opt.optimizer, opt.lr, opt.steps)
+    begin, expected = lambda params: Run(0, params, optimizer.init(params), opt.setup), []
+    if opt.check and first:
+        alone = training(opt, begin(initial(init_key)), loss, text, place, train_keys)
+        expected = [value for _, value in itertools.islice(alone, CHECKED)]
+        del alone  # its parameters are whole
 
+    make = functools.partial(vfn.init, initial)
     config = dataclasses.replace(config, layout=opt.layout)  # mesh
-    specs = opt.layout.specs(params, model.NAMES, mesh)  # mesh
-    params = vfn.shard(params, mesh, specs.params)  # mesh
+    specs = opt.layout.specs(shapes, model.NAMES, mesh)  # mesh
+    make = functools.partial(make, spec=specs.params, mesh=mesh)  # mesh
+    begin = lambda params: Run(0, params, specs.init(optimizer, params), opt.setup)  # mesh
     place = lambda batch: vfn.shard(batch.to(opt.device), mesh, opt.layout.spec("batch"))  # mesh
-    tests = [place(batch) for batch in tests]
-    state = optimizer.init(params)
-    state = specs.init(optimizer, params)  # mesh
-
-    begin, stop = Run(0, params, state), False
+    at, tests, stop = begin(make(init_key)), [place(batch) for batch in tests], False
     saved = vfn.checkpoint.Manager(opt.checkpoints, keep=opt.keep, background=True) if opt.checkpoints else None
-    if saved and opt.resume and saved.latest() is not None:
-        begin = saved.restore(begin)
-        say(f"resumed   after step {begin.done}, from {saved.folder}")
-    journal, agrees, at = report.Journal(opt, begin.done, work, first), True, begin
+    if saved and opt.evaluate:
+        at = at._replace(state=None, **saved.restore({"done": 0, "params": at.params}, partial=True))
+        say(f"loaded    after step {at.done}, from {saved.folder}")
+    elif saved and opt.resume and saved.latest() is not None:
+        at = saved.restore(at)
+        say(f"resumed   after step {at.done}, from {saved.folder}")
+    journal, agrees, score = report.Journal(opt, at.done, work, first), True, vfn.jit(loss)
+    steps = () if opt.evaluate else traced(training(opt, at, loss, text, place, train_keys, specs), opt.profile)
     with Stopping() as stopping, journal:
-        for at, value in traced(training(opt, begin, loss, text, place, train_keys, specs), opt.profile):
+        for at, value in steps:
             journal.step(at.done, value)
             if at.done == len(expected):
-                agrees, table = report.side_by_side(expected, journal.losses, ALLOWED)
+                agrees, table = report.side_by_side(expected, journal.losses, ALLOWED[precision.compute])
                 say("\n" * journal.progress.redraws + table)
             if at.done % opt.evaluate_every == 0 or at.done == opt.steps:
-                journal.held_out(at.done, evaluate(loss, at.params, tests))
+                journal.held_out(at.done, evaluate(score, at.params, tests))
             stop = at.done < opt.steps and stopping.now(opt.device)
             if saved and (at.done % opt.save_every == 0 or at.done == opt.steps or stop):
                 saved.save(at.done, at)
             if stop:
                 break
             journal.ready()
+        if not journal.losses:  # nothing was left to do, or to be done
+            journal.held_out(at.done, evaluate(score, at.params, tests))
     if saved:
         saved.wait()
-    params = at.params
-    params = vfn.unshard(params)  # mesh
-    if first and stop:
+    if stop:
         say(f"stopped   by SIGTERM after step {at.done}" + (f", saved in {saved.folder}: --resume" if saved else ""))
-    elif first:
-        with torch.no_grad():
-            scores = lambda tokens: model.logits(params, tokens.to(opt.device), opt.config)
-            sample = sampling.generate(scores, PROMPT, opt.sample, opt.context, sample_key)
-        say(*report.ending(journal.evaluated, bigram, PROMPT + sample, time.perf_counter() - began))
-        if opt.save_plot:
+    else:
+        sample = write_sample(opt, at.params, precision, sample_key, first) if opt.sample else None
+        say(*report.ending(journal.evaluated, bigram, sample, time.perf_counter() - began))
+        if opt.save_plot and first:
             report.save_plot(opt.save_plot, journal.losses, journal.evaluated, bigram)
             say(f"plot      {opt.save_plot}")
     return {"losses": journal.losses, "held_out": journal.evaluated, "agrees": agrees, "done": at.done}
+
+
+def write_sample(opt: argparse.Namespace, params: Any, precision: Any, key: vfn.random.Key, writes: bool) -> bytes:
+    """Text that the model goes on with after `PROMPT`, written by the one rank that `writes`."""
+    params = vfn.unshard(params)  # mesh
+    if not writes:
+        return b""
+    logits = precision.apply(options.MODELS[opt.model].logits)
+    with torch.no_grad():
+        scores = lambda tokens: logits(params, tokens.to(opt.device), opt.config)
+        return PROMPT + sampling.generate(scores, PROMPT, opt.sample, opt.context, key)
 
 
 def on_ranks(opt: argparse.Namespace) -> dict[str, Any]:  # mesh: start
@@ -186,12 +218,16 @@ def headline(opt: argparse.Namespace, files: list[Any], text: torch.Tensor, held
     where = mesh_text(opt)  # mesh: start
     count = sum(leaf.numel() for leaf in optree.tree_leaves(params))
     source = opt.data or "Python's standard library"
+    parts = f", in {opt.accumulate} parts" * (opt.accumulate > 1)
+    windows = f"{several(opt.batch, 'window')} of {several(opt.context, 'byte')}{parts}"
+    steps = f"steps     {opt.steps} of {opt.optimizer}, each of {windows}"
     return [
         f"where     {where}",
         f"text      {source}: {several(len(files), 'file')}, {len(text):,} bytes to learn from, {len(held_out):,} held out",
         f"model     {opt.model}, {count:,} parameters: {several(config.layers, 'block')} of width {config.dim}, "
         f"{several(config.heads, 'head')}, dropout {config.dropout}",
-        f"steps     {opt.steps}, each of {several(opt.batch, 'window')} of {several(opt.context, 'byte')}",
+        *[f"numbers   {options.policy_text(opt.precision)}"] * (opt.precision != vfn.precision.policy()),
+        *[steps] * (not opt.evaluate),
         f"bigram    {bigram:.3f} nats a byte on the held-out text: what counting pairs of bytes gives",
     ]
 

@@ -1,14 +1,12 @@
-"""A decoder-only transformer over bytes: pure functions over a tree of parameters, written as for one device.
+"""A decoder-only transformer over bytes, the shortest of the models: without names of dims, for one parallelism.
 
-Lines that exist only for distribution end in ``# mesh``: the table of specs and two `with_sharding`s. Take them away
-and the same program is left, for one device.
+Lines that exist only for distribution end in ``# mesh``: rules from paths to specs, with axes of the mesh in them, and two
+`with_sharding`s. Take them away and the same program is left, for one device.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -16,6 +14,8 @@ import torch.nn.functional as F
 
 import vescale_fn as vfn
 from vescale_fn import P  # mesh
+
+from .layers import dropout, keys_of, matrix, rotate, rotation
 
 VOCAB = 256
 Params = dict[str, Any]
@@ -40,21 +40,21 @@ def init(key: vfn.random.Key, config: Config, dtype: torch.dtype = torch.float32
     """Random parameters, the same for the same key."""
     keys = iter(vfn.random.split(key, 2 + 4 * config.layers))
 
-    def matrix(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
-        return vfn.random.normal(next(keys), (rows, columns), dtype) * (scale * rows**-0.5)
+    def linear(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+        return matrix(next(keys), rows, columns, dtype, scale)
 
     def block() -> Params:
         ones, back = torch.ones(config.dim, dtype=dtype), (2 * config.layers) ** -0.5
         return {
             "attention": {
                 "norm": ones,
-                "qkv": matrix(config.dim, 3 * config.dim),
-                "out": matrix(config.dim, config.dim, back),
+                "qkv": linear(config.dim, 3 * config.dim),
+                "out": linear(config.dim, config.dim, back),
             },
             "mlp": {
                 "norm": ones.clone(),
-                "up": matrix(config.dim, config.hidden),
-                "down": matrix(config.hidden, config.dim, back),
+                "up": linear(config.dim, config.hidden),
+                "down": linear(config.hidden, config.dim, back),
             },
         }
 
@@ -62,15 +62,15 @@ def init(key: vfn.random.Key, config: Config, dtype: torch.dtype = torch.float32
         "embed": vfn.random.normal(next(keys), (VOCAB, config.dim), dtype) * 0.4,
         "blocks": [block() for _ in range(config.layers)],
         "norm": torch.ones(config.dim, dtype=dtype),
-        "head": matrix(config.dim, VOCAB),
+        "head": linear(config.dim, VOCAB),
     }
 
 
 def logits(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random.Key | None = None) -> torch.Tensor:
     """Scores [B, T, 256] of the byte after each position of `tokens` [B, T]; with a key, dropout is on."""
     x = F.embedding(tokens, params["embed"])
-    angles = rotation(tokens.shape[1], config.dim // config.heads, x)
-    keys = iter(vfn.random.split(key, 2 * config.layers)) if key is not None else repeat(None)
+    angles = rotation(tokens.shape[1], config.dim // config.heads, 10000.0, x)
+    keys = keys_of(key, 2 * config.layers)
     for block in params["blocks"]:
         x = x + dropout(next(keys), attention(block["attention"], x, angles, config.heads), config.dropout)
         x = x + dropout(next(keys), mlp(block["mlp"], x), config.dropout)
@@ -103,22 +103,3 @@ def mlp(p: Params, x: torch.Tensor) -> torch.Tensor:
 def norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Layer normalisation without a bias."""
     return F.layer_norm(x, scale.shape, scale)
-
-
-def dropout(key: vfn.random.Key | None, x: torch.Tensor, rate: float) -> torch.Tensor:
-    """Dropout where there is a key."""
-    return x if key is None or not rate else vfn.random.dropout(key, x, rate)
-
-
-def rotation(length: int, dim: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [T, dim] of rotary positions (arXiv 2104.09864), in the dtype and on the device of `like`."""
-    speeds = torch.exp(torch.arange(0, dim, 2, dtype=torch.float64) * (-math.log(10000.0) / dim))
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), speeds)
-    cos, sin = angles.cos(), angles.sin()
-    tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-    return tables[0].to(like.device, like.dtype), tables[1].to(like.device, like.dtype)
-
-
-def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Turn each pair (i, i + dim / 2) of the last dim by its position's angle."""
-    return x * angles[0] + x.roll(x.shape[-1] // 2, -1) * angles[1]
