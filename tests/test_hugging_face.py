@@ -187,7 +187,7 @@ def test_on_processes(gloo):
     want = train(f, params, *made("llama")[1:], steps=2)
     for got, forward in gloo(2, llama_on_ranks):
         close(got, want)
-        assert forward == ["all_reduce", "all_reduce"]  # after attention and after the MLP, as in Megatron-LM
+        assert forward == ["all_reduce"] * 3  # of the embedding, after attention, after the MLP, as in Megatron-LM
 
 
 def test_an_architecture_without_a_table():

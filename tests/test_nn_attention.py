@@ -217,13 +217,41 @@ def test_the_zigzag_order():
         zigzag_order(10, 0)
 
 
-def test_a_split_sequence_under_torchs_own_name_is_right_and_said():
-    leaves = made(length=10)
+OWN = {
+    "causal": (10, 10, {"is_causal": True, "enable_gqa": True}),
+    "some ranks have no queries": (3, 7, {"is_causal": True, "enable_gqa": True}),
+    "a mask": (10, 7, {"attn_mask": torch.sin(torch.arange(70.0, dtype=F64)).reshape(10, 7), "enable_gqa": True}),
+    "a mask for each example": (6, 9, {"attn_mask": torch.sin(torch.arange(108.0)).reshape(2, 1, 6, 9) > -0.7,
+                                       "enable_gqa": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("t", "s", "options"), OWN.values(), ids=OWN)
+def test_under_torchs_own_name_keys_and_values_are_gathered(t, s, options):
+    """Queries stay where they are, in parts of any size, and look at keys by their place in the whole sequence."""
+    (q, _, _), (_, k, v) = made(length=t), made(length=s)
+    weights = torch.randn(2, 4, t, 5, dtype=F64)
+    own = lambda *x: F.scaled_dot_product_attention(*x, **options)
+    want = vfn.value_and_grad(loss(own, weights), (0, 1, 2))(q, k, v)
     with vfn.simulate(4):
-        parts = vfn.shard(leaves, vfn.make_mesh((4,), ("cp",)), P(None, None, "cp"))  # 3, 3, 3, 1
-        own = lambda *x: F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
-        close([own(*parts)], [own(*leaves)])
-        with vfn.strict(), pytest.raises(vfn.errors.ReshardError, match="its argument key.*10@cp"):
+        for shape, names, spec in (MESHES["4"], MESHES["2x2"], MESHES["two axes, minor first"]):
+            mesh = vfn.make_mesh(shape, names)
+            parts = vfn.shard((q, k, v), mesh, spec)
+            with vfn.comm_log() as log:
+                out, back = vfn.vjp(own, *parts)
+            assert vfn.spec_of(out) == spec
+            assert [call.op for call in log] == ["all_gather"] * 2
+            with vfn.comm_log() as log:
+                grads = back(vfn.shard(weights, mesh, spec))
+            assert (
+                "all_gather" not in [call.op for call in log][2:]
+            )  # keys and values once more; gradients are added up
+            close([(out * weights).sum(), *grads], [want[0], *want[1]])
+            if "attn_mask" not in options and t == s:  # so "all_gather" takes a sequence of any length
+                with vfn.strict():
+                    f = lambda *x: attention(*x, causal=True, method="all_gather")
+                    close(vfn.grad(loss(f, weights), (0, 1, 2))(*parts), want[1])
+        with vfn.strict(), pytest.raises(vfn.errors.ReshardError, match=r"its argument key,? .*@c\+a"):
             own(*parts)
 
 
@@ -237,7 +265,7 @@ def test_messages():
             "  * the sequence of q does not divide: 6 % 4 = 2",
             "  * the sequence of k and v does not divide: 6 % 4 = 2",
             "  Instead: pad the tokens at the end: under a causal mask no token looks at what comes after it; or "
-            "F.scaled_dot_product_attention, which gathers",
+            "method='all_gather'",
         ]
         parts = vfn.shard(made(heads=6, shared=3), mesh, P(None, None, "cp"))
         assert lines_of(lambda: attention(*parts, method="all_to_all")) == [

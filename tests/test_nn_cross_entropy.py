@@ -17,9 +17,11 @@ F64 = torch.float64
 TOKENS, WIDTH, CLASSES = (4, 6), 5, 12
 OPTIONS = [
     {},
-    {"label_smoothing": 0.2, "ignore_index": 3},
-    {"reduction": "sum", "ignore_index": 3},
+    {"label_smoothing": 0.2, "ignore_index": 2},
+    {"reduction": "sum", "ignore_index": 2},
     {"reduction": "none", "label_smoothing": 0.1},
+    {"class_weights": True, "ignore_index": 2, "label_smoothing": 0.3},
+    {"class_weights": True, "reduction": "none"},
 ]
 MESHES = {
     "classes": ((4,), ("tp",), P(), P("tp"), None),
@@ -32,14 +34,18 @@ MESHES = {
 }
 
 
-def made(dtype=F64):
-    target = torch.randint(CLASSES, TOKENS)
-    target[1, 2] = target[3, 3] = 3
-    return torch.randn(*TOKENS, WIDTH, dtype=dtype), torch.randn(CLASSES, WIDTH, dtype=dtype), target
+UNEVEN = ["classes", "a weight split as the tokens are", "the same of its width", "classes over two axes, minor first"]
 
 
-def reference(x, weight, target, reduction="mean", **options):
-    out = F.cross_entropy((x @ weight.mT).flatten(0, 1), target.flatten(), reduction=reduction, **options)
+def made(dtype=F64, classes=CLASSES):
+    target = torch.randint(classes, TOKENS)
+    target[1, 2] = target[3, 3] = 2
+    return torch.randn(*TOKENS, WIDTH, dtype=dtype), torch.randn(classes, WIDTH, dtype=dtype), target
+
+
+def reference(x, weight, target, reduction="mean", class_weights=None, **options):
+    scores = (x @ weight.mT).flatten(0, 1)
+    out = F.cross_entropy(scores, target.flatten(), class_weights, reduction=reduction, **options)
     return out.view(TOKENS) if reduction == "none" else out
 
 
@@ -52,16 +58,20 @@ def close(found, want):
         torch.testing.assert_close(vfn.unshard(one), other, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("classes", [CLASSES, 13, 3])  # even; uneven; ranks without classes
 @pytest.mark.parametrize("options", OPTIONS, ids=[" ".join(map(str, o)) or "plain" for o in OPTIONS])
-def test_values_and_gradients_are_those_of_all_scores(options):
-    x, weight, target = made()
+def test_values_and_gradients_are_those_of_all_scores(options, classes):
+    x, weight, target = made(classes=classes)
+    if "class_weights" in options:
+        options = options | {"class_weights": torch.arange(1, classes + 1, dtype=F64) / 4}
     if "ignore_index" not in options:
         target[0, 1] = -100
     weights = torch.randn(TOKENS, dtype=F64) if options.get("reduction") == "none" else torch.tensor(0.7, dtype=F64)
     want = gradients(reference, x, weight, target, weights, **options)
-    for chunk in (None, 1, 5, 1000):
+    for chunk in (None, 1, 5, 1000) if classes == CLASSES else (7,):
         close(gradients(linear_cross_entropy, x, weight, target, weights, chunk=chunk, **options), want)
-    for shape, names, of_tokens, of_weight, axis in MESHES.values():
+    meshes = MESHES if classes == CLASSES else UNEVEN
+    for shape, names, of_tokens, of_weight, axis in map(MESHES.__getitem__, meshes):
         with vfn.simulate(math.prod(shape)):
             mesh = vfn.make_mesh(shape, names)
             there = vfn.shard((x, weight, target), mesh, (of_tokens, of_weight, of_tokens))
@@ -74,9 +84,9 @@ def test_values_and_gradients_are_those_of_all_scores(options):
 def test_as_a_plan_under_transforms_and_in_a_body():
     x, weight, target = made()
     f = lambda x, w, t: linear_cross_entropy(x, w, t, chunk=5, label_smoothing=0.1)
-    whole = lambda x, w: reference(x, w, target, label_smoothing=0.1)
+    whole = lambda x, w, target=target: reference(x, w, target, label_smoothing=0.1)
     want = vfn.value_and_grad(whole, (0, 1))(x, weight)
-    twice = lambda f: vfn.grad(lambda x, w: vfn.grad(f)(x, w).square().sum(), (0, 1))(x, weight)
+    twice = lambda f, x=x, w=weight: vfn.grad(lambda x, w: vfn.grad(f)(x, w).square().sum(), (0, 1))(x, w)
     for one, other in zip(twice(lambda x, w: f(x, w, target)), twice(whole), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
     each = vfn.vmap(lambda x, t: f(x, weight, t))(x, target)
@@ -84,10 +94,16 @@ def test_as_a_plan_under_transforms_and_in_a_body():
                                                   for a, t in zip(x, target, strict=True)]))  # fmt: skip
     with vfn.simulate(4):
         mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
-        there = vfn.shard((x, weight, target), mesh, (P("dp"), P("tp"), P("dp")))
+        there = list(vfn.shard((x, weight, target), mesh, (P("dp"), P("tp"), P("dp"))))
         close(vfn.jit(vfn.value_and_grad(f, (0, 1)))(*there), want)
         close(vfn.value_and_grad(vfn.remat(f), (0, 1))(*there), want)
         close((want[0], torch.func.grad(f, (0, 1))(*there)), want)
+        uneven = vfn.shard(weight[:11], mesh, P("tp"))
+        goal, there[2] = target.clamp(max=10), vfn.shard(target.clamp(max=10), mesh, P("dp"))
+        close((want[0], twice(lambda x, w: f(x, w, there[2]), there[0], uneven)),
+              (want[0], twice(lambda x, w: whole(x, w, goal), x, weight[:11])))  # fmt: skip
+        close(vfn.jit(vfn.value_and_grad(f, (0, 1)))(there[0], uneven, there[2]),
+              vfn.value_and_grad(lambda x, w: whole(x, w, goal), (0, 1))(x, weight[:11]))  # fmt: skip
         body = lambda x, w, t: vfn.pmean(linear_cross_entropy(x, w, t, label_smoothing=0.1, axis="tp"), "dp")
         local = vfn.shard_map(body, mesh=mesh, in_specs=(P("dp"), P("tp"), P("dp")), out_specs=P())
         close(vfn.value_and_grad(local, (0, 1))(x, weight, target), want)
@@ -179,8 +195,13 @@ def test_torchs_own_over_split_classes_moves_numbers_a_token(options):
         assert sum(c.bytes for c in log if c.bytes != tokens) <= 3 * 8
         with vfn.comm_log() as log, Largest() as seen:
             (grad,) = back(torch.ones_like(loss))
-        assert [(c.op, c.bytes) for c in log if c.bytes > 8] == [("all_reduce", tokens)]
+        sums = [("all_reduce", tokens)] * bool(
+            {"weight", "label_smoothing"} & options.keys()
+        )  # else known by the target
+        assert [(c.op, c.bytes) for c in log if c.bytes > 8] == sums
         assert seen.size <= 24 * CLASSES // 4
+        goal = goal + CLASSES
+        assert f(there).isnan()
     torch.testing.assert_close((vfn.unshard(loss), vfn.unshard(grad)), want, rtol=1e-12, atol=1e-14)
 
 
@@ -213,13 +234,16 @@ def test_messages():
         "  * reduction='avg' is not one of ('mean', 'sum', 'none')",
         "  * chunk must be a positive int, or None, but it is the int 0",
     ]
+    assert lines_of(lambda: linear_cross_entropy(x, weight, target, class_weights=torch.ones(4))) == [
+        "nn.linear_cross_entropy: the arguments do not fit",
+        "  * class_weights must be a float tensor [12], one for each class, but it is the tensor f32[4]",
+    ]
     with vfn.simulate(5):
-        there = vfn.shard((x, weight), vfn.make_mesh((5,), ("tp",)), (P(), P("tp")))
+        there = vfn.shard((x, weight), vfn.make_mesh((5,), ("dp",)), (P("dp"), P()))
         assert lines_of(lambda: linear_cross_entropy(*there, target)) == [
             "nn.linear_cross_entropy: the ranks' parts would differ in size",
-            "  * classes do not divide by the 5 ranks along 'tp': 12 % 5 = 2",
-            "  Instead: pad the classes with rows whose scores are low, tokens with ignore_index; or F.cross_entropy, which "
-            "takes any sizes",
+            "  * dim 0 of x does not divide by the 5 ranks along 'dp': 4 % 5 = 4",
+            "  Instead: pad tokens with ignore_index; or F.cross_entropy, which takes any sizes",
         ]
 
 
@@ -230,7 +254,7 @@ def on_ranks(x, weight, target):
 
 
 def test_on_real_ranks(gloo):
-    x, weight, target = made()
+    x, weight, target = made(classes=11)
     want = vfn.value_and_grad(lambda x, w: reference(x, w, target), (0, 1))(x, weight)
     for found in gloo(2, on_ranks, x, weight, target):
         for one in found:

@@ -1,4 +1,5 @@
-"""What is remembered on an array: what a partial value adds up to, and which views of it had to be copied out.
+"""What is remembered of an array: what a partial value adds up to, which views of it had to be copied out, which table was
+read at it.
 
 A write through a copied view would be lost, and such a view would miss writes to its array: both raise.
 """
@@ -9,7 +10,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import InPlaceError, op_text, report
 from .layout import layout, text
@@ -96,3 +99,19 @@ def after_write(x: Any) -> None:
         view = copy()
         if view is not None:
             view._spec = _Stale()
+
+
+# Torch's op for the gradient of a table is given no table: how the table lay is known by the indices that it was read at,
+# which autograd keeps. Where another transform has made new indices of them nothing is known, and the gradient is made whole.
+_tables: Any = WeakTensorKeyDictionary()
+
+
+def remember_table(indices: torch.Tensor, table: torch.Tensor, rows: tuple[str, ...]) -> None:
+    """Note that a table whose rows lie along these axes was read at these indices."""
+    _tables.setdefault(indices, {})[tuple(table.shape)] = rows
+
+
+def table_rows(args: Sequence[Any]) -> tuple[str, ...]:
+    """The axes along which the rows lay of the table that embedding_dense_backward is to give the gradient of."""
+    grad, indices, count = args[:3]
+    return _tables.get(indices, {}).get((count, grad.shape[-1]), ())

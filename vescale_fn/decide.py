@@ -8,6 +8,7 @@ arguments, which is right for every op, and logged.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ from .mesh import axes_of, coordinates, is_part, is_simulated, played_ranks, sam
 from .propagator import propagated
 from .refusals import MEMORY, STORAGE
 from .rules.compositions import COMPOSED, READING, composed
-from .rules.rule import Call, Rule, T
+from .rules.rule import Call, Rule, T, whole_along
 from .rules.table import find
-from .spec import P, axes_named, from_split_axes, local_shape, split_axes
+from .spec import P, axes_named, dim_indices, from_split_axes, local_shape, split_axes
 from .stateful import is_seeded, refuse_seeded
 from .taking_apart import apart, has_merged
 
@@ -49,6 +50,7 @@ class Decision:
     finish: Any = None  # what makes the results of the folded parts
     again: bool = False  # `finish` takes the arguments, too
     sizes: tuple[int, tuple[Any, ...]] | None = None  # (argument position, its value on each played rank)
+    covered: tuple[range, ...] | None = None  # of each played rank, what its block covers: the last argument of `op`
     # (max, min or total, the axes to fold over, for each result)
     fold: tuple[str, tuple[tuple[str, ...], ...]] | None = None
     view: bool = False  # results alias the first argument
@@ -88,8 +90,8 @@ def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return meshes[0]
 
 
-def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
-    """Decide on one call."""
+def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[str, ...] = ()) -> Decision:
+    """Decide on one call. `lies`: what is remembered of the layout of a tensor that the call does not name."""
     tensors = tensors_in(args, kwargs)
     mesh = _mesh_of(func, tensors)
     refuse(func, args, kwargs)
@@ -101,13 +103,17 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
         return Decision(mesh, (), (), outs, many, answer=True)
     if (steps := _steps(func, args, kwargs, outs, axes_of(mesh))) is not None:
         return Decision(mesh, (), (), (), many, steps=steps, **common)
-    rule, pinned = _rule(func, args, kwargs, tensors, outs)
+    rule, pinned = _rule(func, args, kwargs, tensors, outs, lies)
     if rule is not None and outs is not None:
         shapes = [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs]
         lying = [(spec, tuple(x.shape)) for spec, x in zip(specs, tensors, strict=True)]
         solved = _solved(rule, lying, shapes, axes_of(mesh), pinned)
+        covered = _covered(rule, [*solved[0], *solved[1]], [*tensors, *outs], mesh)
+        if covered is not None and not all(type(one) is range for one in covered):  # uneven, in an order not the mesh's
+            rule, covered = whole_along(rule, rule.block), None
+            solved = _solved(rule, lying, shapes, axes_of(mesh), pinned)
     else:
-        solved, rule = propagated(func, args, kwargs, tensors, outs, mesh), Rule((), ())
+        solved, rule, covered = propagated(func, args, kwargs, tensors, outs, mesh), Rule((), ()), None
     if solved is None or outs is None:
         return Decision(mesh, None, (), (), many, **common)
     targets, out_specs, *folds = solved
@@ -124,11 +130,12 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
         for o, spec in zip(outs, out_specs, strict=True)
     )
     folded = any(fold_axes)
-    alone = rule.finish is not None and not folded  # nothing is split: the op itself gives the results
+    # where nothing is split the op itself gives the results
+    alone = covered is None if rule.block is not None else rule.finish is not None and not folded
     return Decision(
         mesh, tuple(targets), tuple(moves), out_dspecs, many, op=None if alone else rule.op, copies=rule.copies,
         finish=None if alone else rule.finish, again=rule.again, sizes=_local_sizes(rule, func, outs, out_specs, mesh),
-        fold=(rule.fold, tuple(fold_axes)) if folded else None,
+        fold=(rule.fold, tuple(fold_axes)) if folded else None, covered=covered,
         written=bool(pinned), partial=any(spec.unreduced for spec in out_specs), **common,
     )  # fmt: skip
 
@@ -149,7 +156,8 @@ def _steps(func: Any, args: Any, kwargs: Any, outs: Any, axes: dict[str, int]) -
     return parts and (lambda args, kwargs: parts(*args, **kwargs))
 
 
-def _rule(func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any) -> tuple[Rule | None, list[int]]:
+def _rule(func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any, lies: tuple[str, ...]
+          ) -> tuple[Rule | None, list[int]]:  # fmt: skip
     """The rule of a call, and which of its tensors are written and so must stay where they are."""
     places = blocks.written(func)
     make_rule = find(func)
@@ -165,7 +173,7 @@ def _rule(func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any) -> tuple[R
     name = func._schema.name.removeprefix("aten::")
     call = Call(name.removesuffix("_") if places else name, by_name, ts,
                 tuple(tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs),
-                tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in outs))  # fmt: skip
+                tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in outs), lies)  # fmt: skip
     return make_rule(call), pinned
 
 
@@ -240,6 +248,10 @@ def _solved(rule: Rule, args: list[tuple[P, tuple[int, ...]]], outs: Sequence[An
     if not has_merged(rule, args):
         return _solve(rule, args, outs, axes, pinned)
     fine, lying, sizes, together = apart(rule, args, outs, axes)
+    if rule.block is not None and all(
+        rule.block not in row for row in (*fine.ins, *fine.outs)
+    ):  # no range covers such a block
+        return _solved(whole_along(rule, rule.block), args, outs, axes, pinned)
     targets, out_specs, folds = _solve(fine, lying, sizes, axes, pinned)
     targets = [args[i][0] if i in rule.shape_only else together(spec, labels, args[i][1])
                for i, (spec, labels) in enumerate(zip(targets, rule.ins, strict=True))]  # fmt: skip
@@ -262,10 +274,12 @@ def _solve(rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence
     for row, shape in zip(rule.outs, outs, strict=True):
         for label, size in zip(row, shape or (), strict=True):
             sizes.setdefault(label, set()).add(size)
+    for label, names in rule.wish:
+        votes.setdefault(label, {}).setdefault(names, 0)
     even = rule.even | (rule.sums if rule.fold in ("max", "min") else frozenset())
     chosen: dict[Any, tuple[str, ...]] = {}
     used: dict[Any, set[str]] = {}  # an axis splits one label of a call
-    for label in sorted(votes, key=lambda label: -max(votes[label].values())):
+    for label in sorted(votes, key=lambda label: (label in rule.yields, -max(votes[label].values()))):
         names = max(votes[label], key=votes[label].__getitem__)
         taken = used.setdefault(label[0] if rule.apart else None, set(kept))
         n = 0
@@ -302,6 +316,25 @@ def _solve(rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence
     out_specs = [from_split_axes(rows(row), kept | m if add else kept) for row, m in zip(rule.outs, gone, strict=True)]
     folds = [() if add else tuple(a for a in axes if a in m) for m in gone]
     return targets, out_specs, folds
+
+
+def _covered(rule: Rule, specs: Sequence[Any], tensors: Sequence[Any], mesh: Any) -> tuple[Any, ...] | None:
+    """What the block of each rank covers along the rule's `block`, of those that this process plays: a range, or a list
+    where it is no contiguous part. None where the dim is whole."""
+    for row, spec, x in zip((*rule.ins, *rule.outs), specs, tensors, strict=True):
+        if rule.block is None or rule.block not in row:
+            continue
+        dim = row.index(rule.block)
+        size, names, axes = x.shape[dim], split_axes(spec, x.ndim)[dim], axes_of(mesh)
+        if not names:
+            return None
+        everyone = itertools.product(*(range(axes[a]) for a in names))  # all ranks decide alike
+        found = [dim_indices(size, names, axes, dict(zip(names, place))) for place in everyone]
+        if not all(type(one) is range for one in found):
+            return tuple(found)
+        found = [dim_indices(size, names, axes, coordinates(mesh, rank)) for rank in played_ranks(mesh)]
+        return tuple(one or range(size, size) for one in found)
+    return None
 
 
 def _local_sizes(rule: Rule, func: Any, outs: Any, out_specs: Sequence[P], mesh: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from . import _torch, blocks, context, places, replicas, reshard
-from .aliases import after_write, check_writable, note_copy, note_views, remember_sums
+from .aliases import after_write, check_writable, note_copy, note_views, remember_sums, remember_table, table_rows
 from .arguments import bind, replace, tensors_in
 from .blocks import Blocks
 from .decide import PLAIN, STEP_BY_STEP, WRITE, Decision, decide, reason, refuse
@@ -22,7 +22,7 @@ from .errors import InPlaceError, op_text, report
 from .layout import WHOLE, axes_items, layout, spec_for, text
 from .mesh import is_part, played_ranks
 from .refusals import MOVE, OTHER_SHAPE, OVERLAP
-from .spec import P
+from .spec import P, split_axes
 from .strict import refuse_moves
 
 _CACHE_SIZE = 16384
@@ -68,12 +68,16 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
         for name, a in kwargs.items():
             key.append((name, _key(a)))
     key = tuple(key)
+    lies = ()
+    if func is _TABLE_GRADIENT:
+        lies = table_rows(args)
+        key = (*key, lies)
     found = _cache.get(key)
     if found is None:
         if func in _OTHER_SHAPE:
             return _in_another_shape(cls, func, args)
         with _torch.unrecorded():
-            decision = decide(func, args, kwargs or {})
+            decision = decide(func, args, kwargs or {}, lies)
         found = _cache[key] = (decision, decision.way)
         if len(_cache) > _CACHE_SIZE:
             _cache.popitem(last=False)
@@ -113,6 +117,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
 
 
 _aten = torch.ops.aten
+_TABLE_GRADIENT = _aten.embedding_dense_backward.default
 _OTHER_SHAPE: dict[Any, Any] = {  # what gives the array that was asked for another shape: the view that is that shape
     _aten.squeeze_.default: _aten.squeeze.default,
     _aten.squeeze_.dim: _aten.squeeze.dim,
@@ -166,18 +171,20 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
         op = decision.op
         local_args = [v for k, v in bound.items() if k not in only]
         local_kwargs = {k: v for k, v in bound.items() if k in only}
+    sizes = decision.sizes
+    if decision.covered is not None:
+        sizes = len(local_args), decision.covered
+        local_args.append(None)
     if decision.written:
         lists = [local_args[i] for i, _ in blocks.written(func)]
         target = list(zip(*lists)) if isinstance(lists[0], (list, tuple)) else lists[0]
-        _run(op, local_args, local_kwargs, decision, target, decision.sizes)
+        _run(op, local_args, local_kwargs, decision, target, sizes)
         for x in tensors_in([args[i] for i, _ in blocks.written(func)], {}):
             _written(func, x)
         return args[0] if func._schema.returns else None
     copied: list[bool] = []
     reshape = decision.sizes is not None and (decision.view or func is _UNSAFE_VIEW)
-    out = _run(
-        _reshape_if_needed(op, copied) if reshape else op, local_args, local_kwargs, decision, None, decision.sizes
-    )
+    out = _run(_reshape_if_needed(op, copied) if reshape else op, local_args, local_kwargs, decision, None, sizes)
     results = list(out) if decision.many else [out]
     if decision.fold:
         results = _folded(func, results, decision)
@@ -190,6 +197,8 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
         note_views(args[0], wrapped, bool(decision.moves or copied or decision.copies))
     elif func is _UNSAFE_VIEW and (decision.moves or copied):
         note_copy(args[0], wrapped[0])
+    if decision.covered is not None and func is _aten.embedding.default:
+        remember_table(args[1], args[0], split_axes(decision.targets[0], 2)[0])  # after what was gathered before
     if decision.partial:
         remember_sums(args[0], wrapped, func in _SAME)
         if decision.view and not decision.many and not decision.moves and args[0].numel() == wrapped[0].numel():
@@ -225,7 +234,7 @@ def _folded(func: Any, parts: list[Any], decision: Decision) -> list[Any]:
 def _run(op: Any, args: list[Any], kwargs: dict[str, Any], decision: Decision, target: Any, sizes: Any = None) -> Any:
     if decision.simulated:
         n = len(played_ranks(decision.mesh))
-        if blocks.ranks_in((*args, *kwargs.values())) is None:
+        if decision.covered is None and blocks.ranks_in((*args, *kwargs.values())) is None:
             out = op(*args, **kwargs)
             many = isinstance(out, (list, tuple))
             return type(out)(_shared(o, n) for o in out) if many else _shared(out, n)

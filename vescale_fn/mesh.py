@@ -244,8 +244,8 @@ def played_ranks(mesh: Any) -> range:
     return range(mine, mine + 1)
 
 
-def axis_names(axis_name: Any, mesh_axes: Mapping[str, int], where: str) -> tuple[str, ...]:
-    """A name or a tuple of names as a tuple, each checked to be an axis, none twice."""
+def axis_names(axis_name: Any, mesh_axes: Mapping[str, int], where: str, called: str = "axis_name") -> tuple[str, ...]:
+    """A name or a tuple of names as a tuple, each checked to be an axis, none twice. `called`: the parameter's name."""
     several = isinstance(axis_name, Iterable) and not isinstance(axis_name, str) and not hasattr(axis_name, "dtype")
     names: tuple[Any, ...] = tuple(axis_name) if several else (axis_name,)
     failures = [f"{short(name)} {_no_axis(name, mesh_axes)}" for name in names
@@ -253,16 +253,20 @@ def axis_names(axis_name: Any, mesh_axes: Mapping[str, int], where: str) -> tupl
     failures += [f"axis {name!r} is named twice" for name in mesh_axes if names.count(name) > 1]
     if failures or not names:
         raise MeshError(report(
-            where, f"axis_name={short(axis_name)} does not name axes of the {mesh_text(mesh_axes)}",
-            failures or ["it names none"], _axis_like(names, tuple(mesh_axes), where)))  # fmt: skip
+            where, f"{called}={short(axis_name)} does not name axes of the {mesh_text(mesh_axes)}",
+            failures or ["it names none"], _axis_like(names, tuple(mesh_axes), where, called)))  # fmt: skip
     return names
 
 
-def _axis_like(given: Sequence[Any], names: tuple[str, ...], where: str) -> str:
+def _axis_like(given: Sequence[Any], names: tuple[str, ...], where: str, called: str) -> str:
     """What to write in place of these."""
-    if any(hasattr(name, "dtype") for name in given) and where not in ("axis_index", "axis_size"):
+    if (
+        any(hasattr(name, "dtype") for name in given)
+        and where not in ("axis_index", "axis_size")
+        and called == "axis_name"
+    ):
         return f"vfn.{where}(x, {names[0]!r}, ...): the value first, then the axis"
-    return f"axis_name={names[0]!r}" + (f", or a tuple of different axes out of {names}" if len(names) > 1 else "")
+    return f"{called}={names[0]!r}" + (f", or a tuple of different axes out of {names}" if len(names) > 1 else "")
 
 
 def _no_axis(name: Any, mesh_axes: Mapping[str, int]) -> str:

@@ -16,6 +16,8 @@ from ..errors import CollectiveError, count_text, described, meant, mesh_text, r
 from ..marks import text
 from ..mesh import axes_of, axis_names
 from ..ops import all_gather, all_to_all, axis_index, axis_size
+from ..ops.sending import taking_part
+from ..placement import with_sharding
 from ..shard_map import shard_map
 from ..spec import P, from_split_axes, split_axes
 from .ring import ring_attention
@@ -43,8 +45,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
             be said.
         method: "ring": keys and values go round, and neither scores nor the other ranks' keys are kept: a rank's memory
             is that of its part of the sequence. "all_gather": keys and values are gathered, which is one collective
-            there and one back, and are kept whole. "all_to_all": each rank gets the whole sequence of some of the heads,
-            which the number of ranks must divide; what travels does not grow with the number of ranks.
+            there and one back, and are kept whole; so a sequence may have any length. "all_to_all": each rank gets the
+            whole sequence of some of the heads, which the number of ranks must divide; what travels does not grow with
+            the number of ranks.
         zigzag: n, if the tokens lie in the order ``zigzag_order(T, n)``. With `causal` and n ranks, all ranks have the
             same work, and the ring has half of it; without, ranks compute also what the mask then takes away.
 
@@ -79,7 +82,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
                 "nn.attention", "in a shard_map body a value does not say over which axis its sequence is split",
                 fix=f"axis=..., one of the {mesh_text(axes_of(body.mesh))}; or F.scaled_dot_product_attention, if each "
                 "rank has the whole sequence"))  # fmt: skip
-        names = axis_names(axis, body.sizes, "nn.attention")
+        names = taking_part("nn.attention", axis, "axis")[1]
         _check_parts(q, k, method, zigzag, axis_size(names), names, q.shape[2], k.shape[2])
         return _METHODS[method](q, k, v, names, scale, causal, zigzag)
     if not arrays:
@@ -87,11 +90,15 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     mesh = mesh_of(arrays[0])
     sizes = axes_of(mesh)
     rows = split_axes(spec_of(q if is_array(q) else arrays[0]), 4)
-    names = rows[2] if axis is None else axis_names(axis, sizes, "nn.attention")
+    names = rows[2] if axis is None else axis_names(axis, sizes, "nn.attention", "axis")
     if not names:
         return _whole(q, k, v, scale, causal, zigzag)
     n = math.prod(sizes[a] for a in names)
     batch, heads = (tuple(a for a in row if a not in names) for row in rows[:2])
+    if method == "all_gather" and not zigzag and (q.shape[2] % n or k.shape[2] % n):
+        apart, whole = from_split_axes([batch, heads, names]), from_split_axes([batch, heads], reduced=names)
+        q, k, v = with_sharding((q, k, v), (apart, whole, whole), mesh=mesh)
+        return _whole(q, k, v, scale, causal, zigzag)
     _check_parts(q, k, method, zigzag, n, names, q.shape[2] // n, k.shape[2] // n, batch, heads, sizes)
     spec = from_split_axes([batch, heads, names])
     return _mapped(mesh, spec, names, method, scale, causal, zigzag)(q, k, v)
@@ -194,7 +201,7 @@ def _check_parts(q: Any, k: Any, method: str, zigzag: int, n: int, names: Axes, 
         for name, x, part in (("q", q, t), ("k and v", k, s)):
             if part * n != x.shape[2]:
                 failures.append(f"the sequence of {name} does not divide: {x.shape[2]} % {n} = {x.shape[2] % n}")
-                fix = f"{PAD}; or F.scaled_dot_product_attention, which gathers"
+                fix = f"{PAD}; or method='all_gather'" + ", in the usual order" * bool(zigzag)
         for word, dim, axes in (("batch", 0, batch), ("heads", 1, heads)):
             ranks = math.prod(sizes[a] for a in axes)
             failures += [f"the {word} of {name} {'do' if dim else 'does'} not divide by the {ranks} ranks along "

@@ -19,14 +19,17 @@ from ..ops.sending import taking_part
 from ..placement import with_sharding
 from ..shard_map import shard_map
 from ..spec import P, from_split_axes, split_axes
+from .blockwise import wide
 from .bodies import brought
+from .padding import padded, spans
 from .scores import summed_up
 
 Axes = tuple[str, ...]
 _REDUCTIONS = ("mean", "sum", "none")
 
 
-def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100,
+def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *,
+                         class_weights: torch.Tensor | None = None, ignore_index: int = -100,
                          label_smoothing: float = 0.0, reduction: str = "mean", chunk: int | None = None,
                          axis: str | Sequence[str] | None = None) -> torch.Tensor:  # fmt: skip
     """``F.cross_entropy(F.linear(x, weight), target)``, without the scores of all tokens at once.
@@ -39,11 +42,13 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
     Args:
         x: [..., D]; its tokens may be split.
         weight: [V, D], as in ``F.linear``: a tied embedding table, say, or the transpose of a matrix [D, V]. V may be
-            split: ``P("tp")``.
+            split, ``P("tp")``, evenly or not.
         target: i64[...], classes from 0 to V - 1; what is neither one nor `ignore_index` makes the loss nan.
+        class_weights: [V], what a token of each class counts for, as ``F.cross_entropy(weight=...)``: each for 1 if there
+            are none. Every rank has all of them; they get no gradient.
         ignore_index: tokens with this target count for nothing.
         label_smoothing: the share of each target that is spread evenly over all classes.
-        reduction: "mean" over the tokens that count, "sum", or "none": one number a token.
+        reduction: "mean" over the tokens that count, by their weights, "sum", or "none": one number a token.
         chunk: how many of a rank's tokens at a time; by default so many that their scores are as large as x.
         axis: the axes that V is split over; by default those of the weight that do not split x. A weight that is split
             over the axes of the tokens, too, is gathered (that is FSDP), and so are tokens over these axes (that is
@@ -53,7 +58,7 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
         A number, or [...] without a reduction; in float32 of halves.
 
     Raises:
-        CollectiveError: arguments that do not fit each other, or V or tokens that do not divide by their ranks.
+        CollectiveError: arguments that do not fit each other, or tokens that do not divide by their ranks.
 
     Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3, for split classes; Wijmans et al., "Cut Your
         Losses" (arXiv 2411.09009).
@@ -67,8 +72,8 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
     ...     torch.allclose(vfn.unshard(vfn.nn.linear_cross_entropy(x, weight, target)), one)
     True
     """
-    _check(x, weight, target, label_smoothing, reduction, chunk)
-    losses, counts = _each(x, weight, target, axis, (ignore_index, float(label_smoothing), chunk))
+    _check(x, weight, target, class_weights, label_smoothing, reduction, chunk)
+    losses, counts = _each(x, weight, target, class_weights, axis, (ignore_index, float(label_smoothing), chunk))
     if reduction == "none":
         return losses
     if reduction == "sum":
@@ -80,22 +85,26 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
     return both[0] / both[1]
 
 
-def _each(x: Any, weight: Any, target: Any, axis: Any, options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each token, and 1 or 0: whether it counts."""
+def _each(x: Any, weight: Any, target: Any, shares: Any, axis: Any, options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each token, and what it counts for: 0 if it is to be ignored, else 1 or by the weight of its class."""
+    shares = None if shares is None else shares.detach()
     arrays = [a for a in (x, weight, target) if is_array(a)]
     if not arrays:
         if context.body() is None or axis is None:
-            return _local(x, weight, target, None, *options)
-        return _local(x, weight, target, taking_part("nn.linear_cross_entropy", axis)[1], *options)
+            return _local(x, weight, target, shares, None, None, *options)
+        names = taking_part("nn.linear_cross_entropy", axis, "axis")[1]
+        return _local(x, weight, target, shares, names, None, *options)
     mesh = mesh_of(arrays[0])
     sizes, rows = axes_of(mesh), split_axes(spec_of(x), x.ndim)[:-1]
     of_tokens = {a for row in rows for a in row}
     if axis is None:
         names = tuple(a for a in split_axes(spec_of(weight), 2)[0] if a not in of_tokens)
     else:
-        names = axis_names(axis, sizes, "nn.linear_cross_entropy")
+        names = axis_names(axis, sizes, "nn.linear_cross_entropy", "axis")
+    if weight.shape[0] % math.prod(sizes[a] for a in names):  # in another order a part need not be contiguous
+        names = tuple(a for a in sizes if a in names)
     rows = [tuple(a for a in row if a not in names) for row in rows]
-    _check_even(x, weight, rows, names, sizes)
+    _check_even(x, rows, sizes)
     # What is gathered here has a gradient that is added up and split again in one step: it is left to be added up.
     of_weight = {a for row in split_axes(spec_of(weight), 2) for a in row}
     specs = (
@@ -103,33 +112,49 @@ def _each(x: Any, weight: Any, target: Any, axis: Any, options: Any) -> tuple[to
         from_split_axes([names], reduced=of_weight.intersection(of_tokens).difference(names)),
         from_split_axes(rows),
     )
-    given = with_sharding((x, weight, target), specs, mesh=mesh)
-    return _mapped(mesh, specs, names, *options)(*given)
+    x, weight, target = with_sharding((x, weight, target), specs, mesh=mesh)
+    count = weight.shape[0]
+    weight = padded(weight, mesh, specs[1], 0, "nn.linear_cross_entropy")
+    parts = None if weight.shape[0] == count else spans(count, names, mesh)
+    specs = (*specs, None if shares is None else P(), None if parts is None else from_split_axes([names]))
+    return _mapped(mesh, specs, names, count, *options)(x, weight, target, shares, parts)
 
 
 @functools.lru_cache(maxsize=256)
-def _mapped(mesh: Any, specs: tuple[P, P, P], names: Axes, *options: Any) -> Any:
-    def linear_cross_entropy(x: Any, weight: Any, target: Any) -> Any:
-        return _local(x, weight, target, names, *options)
+def _mapped(mesh: Any, specs: tuple[P | None, ...], names: Axes, count: int, *options: Any) -> Any:
+    def linear_cross_entropy(x: Any, weight: Any, target: Any, shares: Any, parts: Any) -> Any:
+        return _local(x, weight, target, shares, names, (count, parts), *options)
 
     return shard_map(linear_cross_entropy, mesh=mesh, in_specs=specs, out_specs=specs[2])
 
 
-def _local(
-    x: Any, weight: Any, target: Any, names: Axes | None, ignore: int, smoothing: float, chunk: int | None
-) -> Any:
-    """`_each` of a rank's tokens, where the classes are split along `names`, or whole."""
+def _local(x: Any, weight: Any, target: Any, shares: Any, names: Axes | None, sizes: tuple[int, Any] | None, ignore: int,
+           smoothing: float, chunk: int | None) -> Any:  # fmt: skip
+    """`_each` of a rank's tokens, where the classes are split along `names`, or whole.
+
+    `sizes`: how many classes there are, and where a rank's begin and end, i64[1, 2], where parts are not of one size.
+    """
     shape, classes = target.shape, weight.shape[0]
     x, goal = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     chunk = chunk or max(1, x.numel() // max(classes, 1))
     body = context.body()
+    ranks = math.prod(body.sizes[a] for a in names) if body is not None and names else 1
+    count, parts = sizes or (classes * ranks, None)
+    shares = None if shares is None else shares.to(wide(x[:0]).dtype)
+    more = [] if shares is None else [shares]
     if body is None:
-        log, picked, total = summed_up(x, weight, goal, torch.zeros_like(goal[:0].sum()), chunk)
+        log, picked, total = summed_up(x, weight, goal, torch.zeros_like(goal[:0].sum()), chunk, None, *more)
     else:
-        (x, weight, goal), have = brought("nn.linear_cross_entropy", (x, weight, goal), names or (), body)
+        more += [] if parts is None else [parts]
+        (x, weight, goal, *more), have = brought("nn.linear_cross_entropy", (x, weight, goal, *more), names or (), body)
         with _torch.no_torch_function():
             first = index(body.mesh, names) * classes if names else torch.zeros_like(goal[:0].sum())
-            found = summed_up(x, weight, goal, first, chunk)
+            known = None
+            if parts is not None:
+                first, end = more.pop()[0].unbind()
+                known = end - first
+            mine = [one[(first + torch.arange(classes, device=one.device)).clamp(max=count - 1)] for one in more]
+            found = summed_up(x, weight, goal, first, chunk, known, *mine)
             for one in found:
                 marks.mark(one, have)
         log, picked, total = found
@@ -137,14 +162,18 @@ def _local(
         most = pmax(log.detach(), names)
         share, picked, *rest = psum((torch.exp(log - most), picked, *[total] * bool(smoothing)), names)
         log, total = most + torch.log(share), rest[0] if rest else total
-        classes *= math.prod(body.sizes[a] for a in names)  # type: ignore[union-attr]
-    losses = log - (1 - smoothing) * picked - (smoothing / classes) * total if smoothing else log - picked
-    losses, counts = losses.reshape(shape), target != ignore
-    known = (target >= 0) & (target < classes)
-    return torch.where(counts, torch.where(known, losses, math.nan), 0.0), counts.to(losses.dtype)
+    counts, known = target != ignore, (target >= 0) & (target < count)
+    each, of_classes = torch.ones_like(log).reshape(shape), float(count)
+    if shares is not None:
+        each, of_classes = shares[target.clamp(0, count - 1)], shares.sum()
+    losses = (log - picked).reshape(shape) * each
+    if smoothing:
+        even = (of_classes * log - total).reshape(shape) / count
+        losses = (1 - smoothing) * losses + smoothing * even
+    return torch.where(counts, torch.where(known, losses, math.nan), 0.0), torch.where(counts, each, 0.0)
 
 
-def _check(x: Any, weight: Any, target: Any, smoothing: Any, reduction: Any, chunk: Any) -> None:
+def _check(x: Any, weight: Any, target: Any, shares: Any, smoothing: Any, reduction: Any, chunk: Any) -> None:
     failures = []
     floats = lambda a: isinstance(a, torch.Tensor) and a.is_floating_point()
     if not floats(x) or not x.ndim:
@@ -159,6 +188,9 @@ def _check(x: Any, weight: Any, target: Any, smoothing: Any, reduction: Any, chu
             failures.append(f"x is {described(x)} and weight {described(weight)}: one width, one dtype{transposed}")
         if tuple(target.shape) != tuple(x.shape[:-1]):
             failures.append(f"x has {list(x.shape[:-1])} tokens, but target is {described(target)}")
+        if shares is not None and (not floats(shares) or tuple(shares.shape) != (weight.shape[0],)):
+            failures.append(f"class_weights must be a float tensor [{weight.shape[0]}], one for each class, but it is "
+                            f"{described(shares)}")  # fmt: skip
     if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)) or not 0 <= smoothing <= 1:
         failures.append(f"label_smoothing must be a number from 0 to 1, but it is {described(smoothing)}")
     if reduction not in _REDUCTIONS:
@@ -169,16 +201,13 @@ def _check(x: Any, weight: Any, target: Any, smoothing: Any, reduction: Any, chu
         raise CollectiveError(report("nn.linear_cross_entropy", "the arguments do not fit", failures))
 
 
-def _check_even(x: Any, weight: Any, rows: Sequence[Axes], names: Axes, sizes: Any) -> None:
+def _check_even(x: Any, rows: Sequence[Axes], sizes: Any) -> None:
     failures = []
-    for what, size, axes in (("classes", weight.shape[0], names), *(
-            (f"dim {dim} of x", x.shape[dim], row) for dim, row in enumerate(rows))):  # fmt: skip
-        n = math.prod(sizes[a] for a in axes)
+    for dim, axes in enumerate(rows):
+        size, n = x.shape[dim], math.prod(sizes[a] for a in axes)
         if size % n:
-            along = ", ".join(map(repr, axes))
-            failures.append(f"{what} {'do' if what == 'classes' else 'does'} not divide by the {n} ranks along {along}: "
-                            f"{size} % {n} = {size % n}")  # fmt: skip
+            failures.append(f"dim {dim} of x does not divide by the {n} ranks along {', '.join(map(repr, axes))}: {size} % "
+                            f"{n} = {size % n}")  # fmt: skip
     if failures:
         raise CollectiveError(report("nn.linear_cross_entropy", "the ranks' parts would differ in size", failures,
-                                     "pad the classes with rows whose scores are low, tokens with ignore_index; or "
-                                     "F.cross_entropy, which takes any sizes"))  # fmt: skip
+                                     "pad tokens with ignore_index; or F.cross_entropy, which takes any sizes"))  # fmt: skip

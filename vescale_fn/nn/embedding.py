@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,23 +13,27 @@ from .. import context
 from ..array import is_array, mesh_of, spec_of
 from ..errors import CollectiveError, described, report
 from ..mesh import axes_of, axis_names
-from ..ops import axis_index, axis_size, pcast
+from ..ops import axis_index, axis_size
+from ..ops.sending import taking_part
 from ..placement import with_sharding
-from ..shard_map import shard_map
-from ..spec import P, from_split_axes, split_axes
+from ..spec import from_split_axes, split_axes
 
 
-def embedding(ids: torch.Tensor, table: torch.Tensor, *, axis: str | Sequence[str] | None = None) -> torch.Tensor:
-    """``F.embedding(ids, table)``, of a table that may be split by its rows: ``table[ids]``.
+def embedding(ids: torch.Tensor, table: torch.Tensor, *, padding_idx: int | None = None,
+              axis: str | Sequence[str] | None = None) -> torch.Tensor:  # fmt: skip
+    """``F.embedding(ids, table)``, of a table that may be split by its rows.
 
     Each rank looks up what is in its own rows, and has zeros for the rest. The result is the ranks' sum, and it is left
     to be added up: one all-reduce where it is used, or a reduce-scatter if a ``with_sharding`` that splits it comes
-    first. The gradient moves nothing, and each rank makes that of its own rows alone. (``F.embedding`` of such a table
-    gathers it, and makes its whole gradient on each rank.)
+    first. The gradient moves nothing, and each rank makes that of its own rows alone.
+
+    ``F.embedding`` itself does the same where the rows are split over other axes than the ids. What this adds is what
+    happens where both are split over one axis (`axis`), and that it can be called in a `shard_map` body.
 
     Args:
-        ids: i64[...], rows of the table; what is none gives nan. They may be split.
-        table: [V, D]. V may be split, ``P("tp")``, and so may D.
+        ids: i64[...], rows of the table; what is none raises, and in a `shard_map` body gives nan. They may be split.
+        table: [V, D]. V may be split, ``P("tp")``, evenly or not, and so may D.
+        padding_idx: a row that gets no gradient; negative counts from the end.
         axis: the axes that V is split over; by default those of the table's rows that do not split the ids. Over the
             axes that both are split over, the table is gathered, and its gradient reduce-scattered: that is FSDP. In a
             `shard_map` body it must be said, if V is split; there the result varies over it: ``psum`` it.
@@ -39,81 +42,60 @@ def embedding(ids: torch.Tensor, table: torch.Tensor, *, axis: str | Sequence[st
         [..., D], lying as the ids, and in its last dim as the table; unreduced over the axes that split V.
 
     Raises:
-        CollectiveError: arguments that are no such tensors, or rows or ids that do not divide by their ranks.
+        CollectiveError: arguments that are no such tensors.
 
     Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
 
     >>> import torch, vescale_fn as vfn
     >>> from vescale_fn import P
-    >>> ids, table = torch.tensor([[3, 0], [2, 3]]), torch.randn(4, 6)
+    >>> ids, table = torch.tensor([[3, 0], [2, 3]]), torch.randn(5, 6)
     >>> with vfn.simulate(2):
     ...     split = vfn.shard(table, vfn.make_mesh((2,), ("tp",)), P("tp"))
     ...     y = vfn.nn.embedding(ids, split)
     ...     print(vfn.spec_of(y), torch.equal(vfn.unshard(y), table[ids]))
     P(unreduced={'tp'}) True
     """
-    _check(ids, table)
+    _check(ids, table, padding_idx)
     arrays = [a for a in (table, ids) if is_array(a)]
     if not arrays:
         split = context.body() is not None and axis is not None
-        return _own_rows(ids, table, axis) if split else F.embedding(ids, table)
+        return _own_rows(ids, table, padding_idx, axis) if split else F.embedding(ids, table, padding_idx)
     mesh = mesh_of(arrays[0])
     sizes, rows = axes_of(mesh), split_axes(spec_of(ids), ids.ndim)
     lies = split_axes(spec_of(table), 2)
-    if axis is None and not lies[0]:  # whole rows: torch's own, of ids of any size
-        return F.embedding(ids, table)
     of_ids = {a for row in rows for a in row}
     if axis is None:
         names = tuple(a for a in lies[0] if a not in of_ids)
     else:
-        names = axis_names(axis, sizes, "nn.embedding")
+        names = axis_names(axis, sizes, "nn.embedding", "axis")
         rows = [tuple(a for a in row if a not in names) for row in rows]
         of_ids.difference_update(names)
     width = tuple(a for a in lies[1] if a not in of_ids and a not in names)
     again = {a for row in lies for a in row if a in of_ids}
     specs = from_split_axes(rows), from_split_axes([names, width], reduced=again)
-    _check_even(ids, table, [*rows, names, width], sizes)
-    given = with_sharding((ids, table), specs, mesh=mesh)
-    return _mapped(mesh, specs, from_split_axes([*rows, width], unreduced=names), names)(*given)
+    ids, table = with_sharding((ids, table), specs, mesh=mesh)
+    return F.embedding(ids, table, padding_idx)
 
 
-@functools.lru_cache(maxsize=256)
-def _mapped(mesh: Any, specs: tuple[P, P], out: P, names: tuple[str, ...]) -> Any:
-    def embedding(ids: Any, table: Any) -> Any:
-        rows = _own_rows(ids, table, names) if names else F.embedding(ids, table)
-        return pcast(rows, names, to="unreduced") if names else rows
-
-    return shard_map(embedding, mesh=mesh, in_specs=specs, out_specs=out)
-
-
-def _own_rows(ids: Any, table: Any, axis: Any) -> Any:
+def _own_rows(ids: Any, table: Any, padding_idx: int | None, axis: Any) -> Any:
     """Of a rank's rows those that the ids name, and zeros."""
+    taking_part("nn.embedding", axis, "axis")
     rows = table.shape[0]
     at = ids - axis_index(axis) * rows
     found = F.embedding(at.clamp(0, rows - 1), table)
+    if padding_idx is not None:
+        found = torch.where((ids == padding_idx % (rows * axis_size(axis))).unsqueeze(-1), found.detach(), found)
     other = torch.where((ids >= 0) & (ids < rows * axis_size(axis)), 0.0, math.nan).to(table.dtype)
     return torch.where(((at >= 0) & (at < rows)).unsqueeze(-1), found, other.unsqueeze(-1))
 
 
-def _check(ids: Any, table: Any) -> None:
+def _check(ids: Any, table: Any, padding_idx: Any) -> None:
     failures = []
     if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
         failures.append(f"ids must be an int64 or int32 tensor, but it is {described(ids)}")
     if not isinstance(table, torch.Tensor) or table.ndim != 2 or not table.is_floating_point() or not table.shape[0]:
         failures.append(f"table must be a float tensor [rows, width], but it is {described(table)}")
+    if padding_idx is not None and (isinstance(padding_idx, bool) or not isinstance(padding_idx, int)):
+        failures.append(f"padding_idx must be the number of a row, or None, but it is {described(padding_idx)}")
     if failures:
         raise CollectiveError(report("nn.embedding", "the arguments do not fit", failures))
-
-
-def _check_even(ids: Any, table: Any, rows: Sequence[tuple[str, ...]], sizes: Any) -> None:
-    whats = [*(f"dim {dim} of ids" for dim in range(ids.ndim)), "the number of the table's rows", "its width"]
-    failures = []
-    for what, size, axes in zip(whats, (*ids.shape, *table.shape), rows, strict=True):
-        n = math.prod(sizes[a] for a in axes)
-        if size % n:
-            failures.append(f"{what} does not divide by the {n} ranks along {', '.join(map(repr, axes))}: {size} % {n} = "
-                            f"{size % n}")  # fmt: skip
-    if failures:
-        raise CollectiveError(report("nn.embedding", "the ranks' parts would differ in size", failures,
-                                     "pad the table with rows that no id names; or F.embedding, which takes any sizes and "
-                                     "gathers"))  # fmt: skip

@@ -11,7 +11,8 @@ from .. import context, tree
 from ..array import is_array, mesh_of, spec_of
 from ..calls import called, checked_function
 from ..errors import CollectiveError, described, report
-from ..ops import all_to_all, axis_size
+from ..ops import all_to_all
+from ..ops.sending import taking_part
 from ..placement import with_sharding
 from ..spec import from_split_axes, split_axes
 from .routing import Routes, route_problems
@@ -62,7 +63,7 @@ def experts(f: Callable[..., Any], params: Any, x: torch.Tensor, routes: Routes,
     2 2 True
     """
     checked_function(f, "nn.experts")
-    parts = axis_size(axis) if axis is not None and context.body() is not None else 1
+    parts = taking_part("nn.experts", axis, "axis")[2] if axis is not None and context.body() is not None else 1
     leaves = _check(params, x, routes, capacity, parts)
     tokens, count = x.shape[-2], routes.count
     capacity = tokens if capacity is None else min(capacity, tokens)

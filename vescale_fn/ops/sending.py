@@ -21,28 +21,28 @@ Axis = str | Sequence[str]
 Problem = Callable[[torch.Tensor, int, str], str | None]
 
 
-def taking_part(where: str, axis_name: Any) -> tuple[context.Body, tuple[str, ...], int]:
-    """The running body, the axes as a tuple, and the number of ranks along them."""
+def taking_part(where: str, axis_name: Any, called: str = "axis_name") -> tuple[context.Body, tuple[str, ...], int]:
+    """The running body, the axes as a tuple, and the number of ranks along them. `called`: the parameter's name."""
     body = context.body()
     if body is None and _torch.in_backward_pass():
         raise CollectiveError(report(
-            where, f"axis_name={short(axis_name)}, but no axis is manual here: this is the backward pass of an "
+            where, f"{called}={short(axis_name)}, but no axis is manual here: this is the backward pass of an "
             "autograd.Function, which does not run inside the shard_map body",
             fix="for what is to be computed again, vfn.remat(f) or torch.utils.checkpoint(f, ..., use_reentrant=False); "
             "else call it in the forward pass, and keep the result with ctx.save_for_backward"))  # fmt: skip
     if body is None:
         raise CollectiveError(report(
-            where, f"axis_name={short(axis_name)}, but no axis is manual here: this is not inside a shard_map body",
+            where, f"{called}={short(axis_name)}, but no axis is manual here: this is not inside a shard_map body",
             fix="call it in the function that vfn.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) maps"
             + _ON_ARRAYS.get(where, "")))  # fmt: skip
     whole = set(_names(axis_name)) & (set(axes_of(body.mesh)) - set(body.axes))
     if whole:
         raise CollectiveError(report(
-            where, f"axis_name={short(axis_name)}, but only {tuple(body.axes)} are manual in this shard_map body",
+            where, f"{called}={short(axis_name)}, but only {tuple(body.axes)} are manual in this shard_map body",
             [f"along {name!r} of the {mesh_text(axes_of(body.mesh))} its values are whole" for name in sorted(whole)],
             f"x.sum(...) and its like, as on one device; or axis_names={{{', '.join(map(repr, (*body.axes, *sorted(whole))))}}}"
         ))  # fmt: skip
-    names = axis_names(axis_name, body.sizes, where)
+    names = axis_names(axis_name, body.sizes, where, called)
     return body, names, wire.group_size(body.mesh, names)
 
 

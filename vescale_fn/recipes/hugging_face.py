@@ -26,11 +26,11 @@ Rules = list[tuple[str, P]]
 
 # Tensor parallelism as in Megatron-LM (arXiv 1909.08053). torch.nn.Linear keeps its weight as [outputs, inputs]: what makes
 # heads, or hidden units, is split by its first dim, what leads back into the residual stream by its second. Scores are split
-# by the vocabulary, also where that splits the embedding too, which is then gathered for looking up.
+# by the vocabulary, and so is the embedding: each rank looks up its own rows, and no rank ever has the whole table.
 LLAMA: Rules = [
     (r"\.(q|k|v|gate|up)_proj\.", P("tp")),
     (r"\.(o|down)_proj\.weight$", P(None, "tp")),
-    (r"lm_head\.weight$", P("tp")),
+    (r"(lm_head|embed_tokens)\.weight$", P("tp")),
     (r"", P()),
 ]
 
@@ -44,7 +44,7 @@ TENSOR_PARALLEL: dict[str, Rules] = {
         (r"\.experts\.", P("tp")),
         (r"\.(q|k|v)_proj\.", P("tp")),
         (r"\.o_proj\.weight$", P(None, "tp")),
-        (r"lm_head\.weight$", P("tp")),
+        (r"(lm_head|embed_tokens)\.weight$", P("tp")),
         (r"", P()),
     ],
     # Its Conv1D keeps [inputs, outputs]. Queries, keys and values are one matrix, which a split would cut across heads.

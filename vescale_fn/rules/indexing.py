@@ -4,24 +4,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from .rule import Call, Row, Rule, broadcast, but, dim_of, none, same
 
+aten = torch.ops.aten
+
 
 def embedding(call: Call) -> Rule:
-    """Rows of a table: the indices and the width may be split."""
+    """Rows of a table: the indices and the width may be split; over other axes the rows, each rank then giving its own."""
     row = tuple(("i", d) for d in range(call["indices"].ndim))
-    return Rule(((None, "width"), row), ((*row, "width"),))
+    count = call["weight"].shape[0]
+
+    def own_rows(table: torch.Tensor, indices: torch.Tensor, *rest: Any) -> torch.Tensor:
+        mine = rest[-1]
+        if not mine:
+            return table.new_zeros((*indices.shape, table.shape[1]))
+        here = (indices >= mine.start) & (indices < mine.stop)
+        at = (indices - mine.start).clamp(0, len(mine) - 1)
+        at = torch.where((indices >= 0) & (indices < count), at, indices)  # what is no row raises, as on one device
+        return aten.embedding(table, at).masked_fill(here.logical_not().unsqueeze(-1), 0.0)
+
+    return Rule((("rows", "width"), row), ((*row, "width"),), sums=frozenset(("rows",)), op=own_rows, block="rows",
+                yields=frozenset(("rows",)))  # fmt: skip
 
 
 def embedding_backward(call: Call) -> Rule | None:
-    """The transpose of `embedding`: sums over the indices."""
+    """The transpose of `embedding`: sums over the indices, into a rank's own rows where the table lay so."""
     if call["scale_grad_by_freq"]:
         return None  # how often an index occurs is known to all ranks together only
     row = tuple(("i", d) for d in range(call["indices"].ndim))
-    return Rule(((*row, "width"), row), ((None, "width"),), sums=frozenset(row))
+
+    def own_rows(grad: torch.Tensor, indices: torch.Tensor, count: int, padding: int, *rest: Any) -> torch.Tensor:
+        mine = rest[-1]
+        if not mine:
+            return grad.new_zeros((0, grad.shape[-1]))
+        here = (indices >= mine.start) & (indices < mine.stop) & (indices != padding)
+        at = torch.where(here, indices - mine.start, -1)
+        return aten.embedding_dense_backward(grad, at, len(mine), -1, False)  # which skips what is "padding": -1
+
+    return Rule(((*row, "width"), row), (("rows", "width"),), sums=frozenset(row), op=own_rows, block="rows",
+                yields=frozenset(("rows",)), wish=(("rows", call.lies),))  # fmt: skip
 
 
 def gather(call: Call) -> Rule:

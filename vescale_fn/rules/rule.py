@@ -9,7 +9,7 @@ missing from a result leaves that result a partial sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,7 @@ class Call:
     tensors: tuple[T, ...]
     outs: tuple[tuple[int, ...] | None, ...]
     dtypes: tuple[torch.dtype | None, ...]
+    lies: tuple[str, ...] = ()  # what is remembered of another tensor: the axes that split its first dim
 
     def __getitem__(self, name: str) -> Any:
         return self.args[name]
@@ -70,6 +71,13 @@ class Rule:
     again: bool = False  # `finish` takes the arguments, too
     copies: bool = False  # `op` gives a copy where the op itself gives a view
     sizes: str = ""  # the argument that holds the first result's global shape
+    block: Label = (
+        None  # where this label is split, `op` runs: its last argument is the range that a rank's block covers
+    )
+    yields: frozenset[Label] = frozenset()  # take the axes that no other label takes
+    wish: tuple[
+        tuple[Label, tuple[str, ...]], ...
+    ] = ()  # how labels that no argument has are split, if nothing opposes it
 
 
 def same(shape: Sequence[int] | None) -> Row:
@@ -104,3 +112,9 @@ def broadcast(shape: Sequence[int], out: Sequence[int], labels: Row | None = Non
     shift = len(out) - len(shape)
     labels = same(out) if labels is None else labels
     return tuple(labels[d + shift] if size == out[d + shift] else None for d, size in enumerate(shape))
+
+
+def whole_along(rule: Rule, label: Label) -> Rule:
+    """The rule with this label's dims whole."""
+    rows = lambda side: tuple(tuple(None if one == label else one for one in row) for row in side)
+    return replace(rule, ins=rows(rule.ins), outs=rows(rule.outs), block=None, op=None)

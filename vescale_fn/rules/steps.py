@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .. import _torch
 from .rule import dims
 
 aten = torch.ops.aten
@@ -28,6 +29,18 @@ def _wide_dtype(x: torch.Tensor) -> torch.dtype:
 def total(x: torch.Tensor, over: Sequence[int]) -> torch.Tensor:
     """The sum over some dims, which stay."""
     return aten.sum.dim_IntList(x, list(over), True)
+
+
+def know_total(x: Any, dim: int, its: Any) -> Any:
+    """`x`, of which the sum over a split dim is known without adding it up, for as long as nothing writes into it."""
+    x._total = (_torch.version(x), dim, its)
+    return x
+
+
+def known_total(x: Any, dim: int) -> Any:
+    """The sum over a dim, which stays."""
+    version, where, its = getattr(x, "_total", (None, None, None))
+    return its if version == _torch.version(x) and where == dim % x.ndim else total(wide(x), [dim])
 
 
 def added_up(x: torch.Tensor) -> torch.Tensor:
@@ -60,8 +73,7 @@ def softmax_backward(dtypes: Any, grad: Any, y: Any, dim: int, *_: Any) -> Any:
 
 def log_softmax_backward(dtypes: Any, grad: Any, y: Any, dim: int, *_: Any) -> Any:
     """g - e^y (sum of g)."""
-    grad, y = wide(grad), wide(y)
-    return (grad - aten.exp(y) * total(grad, [dim])).to(dtypes[0])
+    return (wide(grad) - aten.exp(wide(y)) * known_total(grad, dim)).to(dtypes[0])
 
 
 def logsumexp(dtypes: Any, x: Any, dim: Any, keepdim: bool) -> Any:
@@ -195,7 +207,9 @@ def nll(dtypes: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: i
     """The negative log likelihood over split classes: what is at the target, found by comparing."""
     mine, weights = _at_target(x, target, weight, ignore)
     dim = _class_dim(x)
-    values = aten.neg(aten.sum.dim_IntList(aten.where(mine, wide(x) * weights, 0.0), [dim]))
+    known = (target == ignore) | ((target >= 0) & (target < x.shape[dim]))
+    other = aten.unsqueeze(aten.where(known, 0.0, math.nan), dim)  # on one device, what is no class raises
+    values = aten.neg(aten.sum.dim_IntList(aten.where(mine, wide(x) * weights, other), [dim]))
     if reduction == 0:
         return values.to(dtypes[0]), aten.zeros_like(aten.sum(values), dtype=dtypes[1])
     weight_sum = aten.sum(aten.where(mine, weights, 0.0))
@@ -205,10 +219,14 @@ def nll(dtypes: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: i
 
 def nll_backward(dtypes: Any, grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int,
                  weight_sum: Any) -> Any:  # fmt: skip
-    """Its gradient."""
+    """Its gradient, of which an example's sum over the classes is what is at its target."""
+    dim = _class_dim(x)
     mine, weights = _at_target(x, target, weight, ignore)
-    grad = aten.unsqueeze(grad, _class_dim(x)) if reduction == 0 else grad / weight_sum if reduction == 1 else grad
-    return aten.where(mine, aten.neg(wide(grad) * weights), 0.0).to(dtypes[0])
+    grad = aten.unsqueeze(grad, dim) if reduction == 0 else grad / weight_sum if reduction == 1 else grad
+    out = aten.where(mine, aten.neg(wide(grad) * weights), 0.0).to(dtypes[0])
+    if weight is not None:
+        return out
+    return know_total(out, dim, aten.where(aten.unsqueeze(target, dim) != ignore, aten.neg(wide(grad)), 0.0))
 
 
 def _class_dim(x: Any) -> int:

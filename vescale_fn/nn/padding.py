@@ -1,0 +1,94 @@
+"""Rows of zeros at the end of a split dim, so that all ranks have parts of one size: nothing moves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .. import _torch, linear
+from ..array import moved, wrap
+from ..blocks import each
+from ..layout import layout
+from ..mesh import axes_of, coordinates, played_ranks
+from ..spec import P, dim_indices, from_split_axes, local_shape, split_axes
+
+
+def padded(x: Any, mesh: Any, spec: P, dim: int, why: str) -> Any:
+    """An array that lies as `spec`, made as long along a split dim as its axes divide; differentiable."""
+    sizes = axes_of(mesh)
+    n = math.prod(sizes[a] for a in split_axes(spec, x.ndim)[dim])
+    x = moved(x, mesh, spec, why)
+    return x if x.shape[dim] % n == 0 else linear.apply(_Padded(mesh, spec, dim, x.shape[dim], n, why), x)[0]
+
+
+def spans(size: int, names: tuple[str, ...], mesh: Any) -> torch.Tensor:
+    """Where each part of a dim of `size` begins and ends that lies along these axes: i64[n, 2]."""
+    axes = axes_of(mesh)
+    places = itertools.product(*(range(axes[a]) for a in names))
+    found = [dim_indices(size, names, axes, dict(zip(names, place))) for place in places]
+    return torch.tensor([(one[0], one[-1] + 1) if len(one) else (size, size) for one in found], device=mesh.device_type)
+
+
+@dataclass(frozen=True)
+class _Padded:
+    """From `size` to the next multiple of `n`: each part has zeros at its end, if it is smaller than the largest."""
+
+    mesh: Any
+    spec: P
+    dim: int
+    size: int
+    n: int
+    why: str
+
+    @property
+    def part(self) -> int:
+        return -(-self.size // self.n)
+
+    def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self._each(xs[0], lambda block, own: _with_zeros(block, self.dim, self.part), self.part * self.n),)
+
+    def _each(self, x: Any, change: Any, size: int) -> Any:
+        """Each rank's block changed, given how much of the dim is its own in `size`."""
+        bare = P(*self.spec, unreduced=self.spec.unreduced)
+        if layout(x._spec) != bare:
+            x = moved(x, self.mesh, bare, self.why)
+        shape, axes = [*x.shape], axes_of(self.mesh)
+        shape[self.dim] = self.size
+        own = lambda rank: local_shape(shape, axes, self.spec, coordinates(self.mesh, rank))[self.dim]
+        local = each(lambda rank, block: change(block, own(rank)), played_ranks(self.mesh), _torch.local(x), key=own)
+        shape[self.dim] = size
+        return wrap(local, self.mesh, self.spec, torch.Size(shape))
+
+    def transpose(self) -> _Cut:
+        return _Cut(self.mesh, _swapped(self.spec), self.dim, self.size, self.n, f"{self.why} (backward)")
+
+    def batched(self) -> _Padded:
+        return replace(self, spec=_one_dim_in(self.spec), dim=self.dim + 1)
+
+
+@dataclass(frozen=True)
+class _Cut(_Padded):
+    """Back to `size`."""
+
+    def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self._each(xs[0], lambda block, own: block.narrow(self.dim, 0, own).contiguous(), self.size),)
+
+    def transpose(self) -> _Padded:  # type: ignore[override]
+        return _Padded(self.mesh, _swapped(self.spec), self.dim, self.size, self.n, f"{self.why} (backward)")
+
+
+def _with_zeros(block: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    more = size - block.shape[dim]
+    return torch.constant_pad_nd(block, [0, 0] * (block.ndim - 1 - dim) + [0, more]) if more else block
+
+
+def _swapped(spec: P) -> P:
+    return P(*spec, unreduced=spec.reduced, reduced=spec.unreduced)
+
+
+def _one_dim_in(spec: P) -> P:
+    return from_split_axes([(), *split_axes(spec, len(spec))], spec.unreduced, spec.reduced)
