@@ -233,6 +233,26 @@ def test_what_is_computed_again_at_two_times_is_told_apart() -> None:
     assert list(dict.fromkeys(times)) == [1, 2, 3, 4, 5, 6]
 
 
+TRANSPOSED = {  # of what torch says that it lies otherwise than it does, on arguments out of order
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "the gradient of batch_norm": vfn.grad(lambda x: (F.batch_norm(x, None, None, training=True) * W).sum()),
+    "the gradient of layer_norm": vfn.grad(lambda x: (F.layer_norm(x, (5,)) * W).sum()),
+    "the gradient of log_softmax": vfn.grad(lambda x: (F.log_softmax(x, 1) * W).sum()),
+    "the gradient of softmax": vfn.grad(lambda x: (F.softmax(x * 2, 1) * W).sum()),
+    "logsigmoid": F.logsigmoid,
+    "a power": lambda x: 2.0**x,
+    "a floor": lambda x: torch.div(x, torch.tensor(0.3), rounding_mode="floor"),
+}
+W = torch.arange(120.0).reshape(4, 5, 6).sin().transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_a_view_of_what_lies_otherwise_than_torch_says(name: str) -> None:
+    x = torch.arange(120.0).reshape(4, 5, 6).cos()
+    f = lambda x: TRANSPOSED[name](x.transpose(1, 2)).transpose(1, 2).reshape(20, 6)
+    torch.testing.assert_close(vfn.jit(f)(x), f(x), rtol=0, atol=0)
+
+
 # --- views ------------------------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from ..wire import Collective
 from . import aliasing, sums
 from .callables import way
 from .graph import Step, calls, output, value
+from .strides import as_recorded, uncertain
 
 _count = itertools.count(1)
 
@@ -134,7 +135,14 @@ class _Writer:
         ending = f"; del {', '.join(map(self.names.__getitem__, dead))}" if dead else ""
         line = node.meta.get("line", "")
         part = f"[{parts[0].args[1]}]" if len(parts) == 1 else ""
-        return target + self.call(node) + part + ending + (f"  # {os.path.basename(line)}" if line else "")
+        return target + self.checked(node) + part + ending + (f"  # {os.path.basename(line)}" if line else "")
+
+    def checked(self, node: fx.Node) -> str:
+        """The call of a node, whose result is seen to lie as was recorded, where that is not sure."""
+        strides = uncertain(node)
+        if strides is None:
+            return self.call(node)
+        return f"{self.globally(as_recorded, 'as_recorded')}({self.call(node)}, {self.text(strides)})"
 
     def call(self, node: fx.Node) -> str:
         if node.target is operator.getitem:
