@@ -369,6 +369,15 @@ def test_help_tells_the_ways_to_run(capsys):
     assert "torchrun --nproc-per-node 4 -m vescale_fn.recipes.train\n" in text
 
 
+def test_the_readme_says_each_option_once(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    there = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    table = re.search(r"<!-- options -->\n(.*?)\n\n", TEXT.read_text(), re.DOTALL)[1]
+    assert sorted(re.findall(r"`(--[a-z-]+)`", table)) == sorted(there)
+    assert len(there) > 30
+
+
 def test_progress_in_a_terminal_is_one_line(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     text = shown(Terminal())

@@ -34,7 +34,7 @@ def losses(*argv):
 
 @pytest.mark.parametrize(("model", "parallel", "mesh", "more"), [
     ("gpt", "tp+sp+vp", "tp=2", ""),
-    ("mixtral", "fsdp+ep", "dp=2,ep=2", "--steps 2"),
+    ("mixtral", "ep", "ep=2", ""),
     ("llama", "zero2", "dp=2", "--optimizer muon --precision bf16 --accumulate 2"),
 ], ids=["gpt", "mixtral", "llama"])  # fmt: skip
 def test_by_name(model, parallel, mesh, more, capsys):
@@ -130,19 +130,18 @@ def test_a_run_that_is_resumed_on_another_mesh_goes_on_as_if_nothing_had_been(tm
     for step in (6, 4):  # as if it had been killed after step 4
         assert (tmp_path / f"step-{step}").is_dir()
     (tmp_path / "step-6").rename(tmp_path / "gone")
-    second = ran("--parallel", "zero1+tp", "--mesh", "dp=2,tp=2", *checkpoints, "--resume")
+    second = ran("--parallel", "tp+vp", "--mesh", "tp=2", *checkpoints, "--resume")
     assert first == pytest.approx(whole, abs=1e-5)
     assert second["losses"] == pytest.approx(whole[4:], abs=1e-5)
     assert f"resumed   after step 4, from {tmp_path}" in capsys.readouterr().out
 
-    for asked in "--resume", "--evaluate":  # all is done; nothing is to be done
-        third = ran("--mesh", "dp=1,tp=1", *checkpoints, asked)
+    for asked in ["--resume"], ["--evaluate", "--optimizer", "lion"]:  # all is done; nothing is to be done
+        third = ran("--mesh", "dp=1,tp=1", *checkpoints, *asked)
         assert third["losses"] == []
         assert third["held_out"] == [(6, pytest.approx(second["held_out"][-1][1], abs=1e-5))]
     out = capsys.readouterr().out
     assert f"loaded    after step 6, from {tmp_path}\nheld-out  " in out
     assert out.count("steps     6 of adamw") == 1
-    assert losses("--mesh", "dp=1,tp=1", *checkpoints, "--evaluate", "--optimizer", "lion") == []
     for asked, other in ("--evaluate", "--dim 32 --layers 3"), ("--resume", "--optimizer lion"):
         with pytest.raises(SystemExit):
             ran(*checkpoints, asked, *other.split())
