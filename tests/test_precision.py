@@ -1,6 +1,7 @@
 """Mixed precision: which dtype travels and is added up; numbers that are not finite; scaled losses."""
 
 import math
+from functools import partial
 
 import optree
 import pytest
@@ -273,6 +274,94 @@ def test_no_guard_in_a_body():
     with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
         with pytest.raises(vfn.errors.TransformError, match="in a shard_map body a rank sees its own blocks alone"):
             vfn.shard_map(precision.nan_guard, in_specs=P("dp"), out_specs=P("dp"))(torch.ones(2))
+
+
+# Wide copies of narrow parameters
+
+
+def narrow_steps(params, x, opt, steps=4):
+    """The parameters, and the state, after each step: the plan writes over the old."""
+
+    @partial(vfn.jit, donate_argnums=(0, 1))
+    def step(params, state, x):
+        updates, state = opt.update(vfn.grad(lambda p, x: mlp(p, x).float().square().mean())(params, x), state, params)
+        return optim.apply_updates(params, updates), state
+
+    params = optree.tree_map(torch.clone, params)
+    state, found = opt.init(params), []
+    for _ in range(steps):
+        params, state = step(params, state, x)
+        found.append(vfn.unshard((params, state)))
+        found[-1] = optree.tree_map(torch.clone, found[-1])
+    assert step.cache_info().records <= 2
+    return found
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+def test_wide_copies_take_the_steps(dtype):
+    """As torch's AdamW on float32 leaves, of which each step's gradients are those at the rounded leaves."""
+    params, x = {"up": drawn(7, 9), "down": drawn(9, 5, seed=1)}, drawn(4, 7, seed=2).to(dtype)
+    params = optree.tree_map(lambda p: p.to(dtype), params)
+    opt = precision.master(optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.003, weight_decay=0.3)))
+    found = narrow_steps(params, x, opt)
+    leaves = {name: p.float().requires_grad_() for name, p in params.items()}
+    reference = torch.optim.AdamW(leaves.values(), lr=0.003, weight_decay=0.3)
+    for after, state in found:
+        narrow = {name: p.detach().to(dtype).requires_grad_() for name, p in leaves.items()}
+        mlp(narrow, x).float().square().mean().backward()
+        for name, leaf in leaves.items():
+            leaf.grad = narrow[name].grad.float()
+        torch.nn.utils.clip_grad_norm_(leaves.values(), 0.1)
+        reference.step()
+        for name, p in leaves.items():
+            torch.testing.assert_close(state.params[name], p.detach(), rtol=1e-6, atol=1e-7)
+            assert after[name].equal(state.params[name].to(dtype))
+            assert after[name].dtype == dtype
+    assert not after["up"].equal(params["up"])
+    opt, grads = precision.master(optim.adamw(0.003)), optree.tree_map(torch.sin, params)
+    updates, state = opt.update(grads, opt.init(params), params)
+    expected = optim.apply_updates(params, updates), state
+    with vfn.simulate(3):
+        specs = {"up": P("dp"), "down": P(None, "dp")}  # uneven
+        params, grads = vfn.shard((params, grads), vfn.make_mesh((3,), ("dp",)), (specs, specs))
+        with vfn.strict(), vfn.comm_log() as log:
+            updates, state = opt.update(grads, opt.init(params), params)
+            found = optim.apply_updates(params, updates), state
+        assert len(log) == 0
+        assert vfn.spec_of(state.params["up"]) == P("dp")
+        optree.tree_map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=0), vfn.unshard(found), expected)
+
+
+def test_a_parameter_is_its_rounded_copy_wherever_it_was():
+    """Also where the update is not small: the sum of a parameter and its update is not off by a rounding."""
+    size = torch.logspace(-1.5, 1.5, 4000)
+    start, copies = ((drawn(4000, seed=3).sign() + 0.5) * size).bfloat16(), (drawn(4000, seed=4).sign() + 0.3) / size
+    start[0], copies[0] = -3.0, 1 + 2**-8 + 2**-23  # just above the middle of two numbers: 4 + 2**-8 + 2**-23 would be rounded
+    opt = precision.master(optim.sgd(1.0))
+    params = {"w": start, "wide": copies[:3], "n": torch.arange(2), "frozen": start, "none": None}
+    state = opt.init(params)
+    assert state.params["wide"] is None
+    grads = {**params, "w": -torch.ones_like(start), "frozen": None}
+    updates, state = opt.update(grads, state._replace(params={**state.params, "w": copies}), params)
+    after = optim.apply_updates(params, updates)
+    assert state.params["w"].equal(copies + 1)
+    assert after["w"].equal((copies + 1).bfloat16())
+    updates, _ = opt.update({**grads, "w": 0 * start}, state._replace(params={**state.params, "w": copies}), params)
+    assert optim.apply_updates(params, updates)["w"].equal(copies.bfloat16())
+    assert after["wide"].eq(0).all()
+    assert after["frozen"].equal(start)
+
+
+def test_small_gradients_of_float16_reach_the_copies():
+    """2 ** -25 is no number of float16; both ways round the scale is taken away in float32."""
+    w, scaled = torch.full((1,), 2.0**-10, dtype=F16), partial(precision.scaled, initial=2.0**15)
+    for opt, parts in (
+        (precision.master(scaled(optim.sgd(1.0))), lambda state: (state.params, state.inner.scale)),
+        (scaled(precision.master(optim.sgd(1.0))), lambda state: (state.inner.params, state.scale)),
+    ):
+        for gradient, copy, scale in ((-(2.0**-10), 2.0**-10 + 2.0**-25, 2.0**15), (math.inf, 2.0**-10, 2.0**14)):
+            _, state = opt.update(torch.full_like(w, gradient), opt.init(w), w)
+            assert tuple(x.item() for x in parts(state)) == (copy, scale)
 
 
 # Scaled losses

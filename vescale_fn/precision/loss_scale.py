@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import tree
 from ..errors import VfnError, report
 from ..optim.leaves import by_leaf, choose, zeros_like
-from ..optim.optimizer import Optimizer, check_numbers, check_parts, check_state, check_steps
+from ..optim.optimizer import Optimizer, check_numbers, check_parts, check_state, check_steps, is_trained
 from .finite import all_finite
 
 
@@ -59,7 +60,9 @@ def scaled(opt: Optimizer, initial: float = 2.0**15, period: int = 2000, factor:
         check_state("scaled", state, ScaledState)
         scale = torch.as_tensor(state.scale)
         finite = all_finite(grads)
-        (own,) = by_leaf("scaled", lambda grad, _: (grad / scale,), grads, params)
+        # In float32: what is too small for float16 must not be lost before `master` adds it up.
+        wide = tree.map_(lambda x: x.to(torch.promote_types(x.dtype, torch.float32)) if is_trained(x) else x, grads)
+        (own,) = by_leaf("scaled", lambda grad, _: (grad / scale,), wide, wide)
         updates, inner = opt.update(own, state.inner, params)
         good = torch.where(finite, torch.as_tensor(state.good) + 1, 0)
         grown = torch.where(good == period, scale * factor, scale)
