@@ -209,8 +209,6 @@ def test_keeps_structures_shapes_and_dtypes(case):
         updates, new_state = case.ours.update(params, state, params)
         describe = lambda tree: optree.tree_map(lambda x: (x.dtype, x.shape), tree)
         assert describe(updates) == describe(params) == describe(optim.apply_updates(params, updates))
-        if case.name == "from_torch":  # torch's make their state in the first step
-            state, (_, new_state) = new_state, case.ours.update(params, new_state, params)
         assert describe(new_state) == describe(state)
 
 
@@ -469,6 +467,74 @@ def test_microbatches_are_one_big_batch():
         torch.testing.assert_close(vfn.unshard(after), whole, rtol=1e-12, atol=0)
 
 
+def regression(params, x, y, key=None, scale=1.0):
+    hidden = torch.tanh(x @ params["up"] + params["bias"])
+    hidden = hidden if key is None else vfn.random.dropout(key, hidden, 0.3)
+    return (hidden @ params["down"] - y).square().mean() * scale
+
+
+def regression_data():
+    draw = torch.Generator().manual_seed(0)
+    tensor = lambda *shape: torch.randn(shape, dtype=torch.float64, generator=draw)
+    return {"up": tensor(6, 8), "bias": tensor(8), "down": tensor(8, 2)}, tensor(24, 6), tensor(24, 2)
+
+
+TENSOR = {"up": P(None, "tp"), "bias": P("tp"), "down": P("tp")}
+SHARDED = {"up": P("dp"), "bias": P(), "down": P(None, "dp")}
+
+
+def in_parts(specs, wrap=lambda f: f):
+    """On a mesh, with dropout: the loss and the gradients, and what was moved to sum them."""
+    params, x, y = regression_data()
+    mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+    params, (x, y) = vfn.shard(params, mesh, specs), vfn.shard((x, y), mesh, P("dp"))
+    step = wrap(optim.microbatches(vfn.value_and_grad(regression), 3))
+    with vfn.comm_log() as log:
+        value, grads = step(params, x, y, vfn.random.key(3))
+    assert [vfn.spec_of(grads[name]) for name in specs] == list(specs.values())
+    return vfn.unshard((value, grads)), [(r.op, r.axis, r.bytes) for r in log if "reduce" in r.op]
+
+
+def test_a_batch_in_parts():
+    params, x, y = regression_data()
+    gradient = vfn.value_and_grad(regression)
+    close(
+        optim.microbatches(gradient, 3)(params, x, y, scale=2.0), gradient(params, x, y, scale=2.0), rtol=1e-12, atol=0
+    )
+    keys, expected = vfn.random.split(vfn.random.key(3), 3), []
+    for part in range(3):  # every third row, with a key of its own
+        expected.append(gradient(params, x[part::3], y[part::3], keys[part]))
+    expected = optree.tree_map(lambda *parts: sum(parts) / 3, *expected)
+    close(optim.microbatches(gradient, 3)(params, x, y, vfn.random.key(3)), expected, rtol=1e-12, atol=1e-15)
+    with vfn.simulate(4):
+        for specs, wrap, sums in (
+            (TENSOR, lambda f: f, [("all_reduce", 288)]),  # all gradients of a rank, once
+            (TENSOR, vfn.jit, [("all_reduce", 312)]),  # and the three losses
+            (SHARDED, lambda f: f, [("reduce_scatter", 512)] * 3 + [("all_reduce", 64)]),  # of the bias, once
+        ):
+            found, moved = in_parts(specs, wrap)
+            close(found, expected, rtol=1e-12, atol=1e-15)
+            assert [(op, size) for op, axis, size in moved if axis == "dp" and size > 8] == sums
+    mean = optim.microbatches(lambda w, x: x.mean(), 300)(None, torch.tensor([1.0, 0.0] * 150).bfloat16())
+    assert (mean.dtype, mean.item()) == (torch.bfloat16, 0.5)  # 256 ones are not the last that bf16 counts
+
+
+def test_a_batch_that_has_no_parts():
+    with pytest.raises(vfn.errors.VfnError) as error:
+        optim.microbatches(lambda *_: {}, 4)({}, {"x": torch.ones(6, 2), "y": torch.ones(8)}, torch.ones(5))
+    assert str(error.value) == (
+        "microbatches: the batch has no 4 equal parts\n"
+        "  * batch[0]['x'] is the tensor f32[6,2]: 6 rows are no multiple of 4\n"
+        "  * batch[1] is the tensor f32[5]: 5 rows are no multiple of 4\n"
+        "  Instead: a count that divides the rows; what is no batch by keyword"
+    )
+    with pytest.raises(vfn.errors.VfnError) as error:
+        optim.microbatches(lambda w, x: (x.mean(), {"seen": x.gt(0).sum()}), 2)({}, torch.ones(4))
+    assert str(error.value).splitlines()[1] == "  * result[1]['seen'] is the tensor i64[]"
+    with pytest.raises(vfn.errors.VfnError, match="count is the int 0"):
+        optim.microbatches(lambda w: w, 0)
+
+
 def test_narrow_gradients_add_up_in_f32():
     opt, w = optim.accumulate(optim.sgd(1.0), 300), torch.zeros(1, dtype=torch.bfloat16)
     state = opt.init(w)
@@ -552,6 +618,31 @@ def test_torchs_own_on_a_mesh_by_a_schedule():
             close(vfn.unshard(updates), expected[count], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.Adam, {"amsgrad": True}), (torch.optim.NAdam, {}), (torch.optim.RAdam, {}), (torch.optim.Adagrad, {}),
+        (torch.optim.Adadelta, {}), (torch.optim.Rprop, {}), (torch.optim.ASGD, {}), (torch.optim.Adamax, {}), (Lion, {}),
+        (torch.optim.Adafactor, {}), (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}), (torch.optim.SGD, {}),
+    ],
+)  # fmt: skip
+def test_the_state_of_torchs_own_begins_as_theirs_does(cls, options):
+    """Before the first step it has the tree that it has after it, and the values from which torch's goes on."""
+    start, grads = torch.arange(6.0).view(2, 3) - 2, torch.arange(6.0).view(2, 3).cos()
+    leaf, opt, params = start.clone().requires_grad_(), optim.from_torch(cls, 0.1, **options), {"w": start, "n": 3}
+    reference, state = cls([leaf], lr=0.1, **options), opt.init(params)
+    first = optree.tree_structure(state)
+    for _ in range(3):
+        leaf.grad = grads.clone()
+        reference.step()
+        updates, state = opt.update({"w": grads, "n": 3}, state, params)
+        params = optim.apply_updates(params, updates)
+        torch.testing.assert_close(params["w"], leaf.detach(), rtol=1e-6, atol=1e-6)
+    made_of_gradients = cls is torch.optim.SGD and bool(options)
+    assert (first == optree.tree_structure(state)) is not made_of_gradients
+
+
 def real_steps():
     """On a real rank: some optimisers that communicate, three steps each."""
     mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
@@ -560,12 +651,15 @@ def real_steps():
         if case.name in ("adafactor", "muon", "clipped", "accumulated", "adamw"):
             params = vfn.shard(make_params(), mesh, SPECS)
             found[case.name] = vfn.unshard(train(case.ours, params, 3)[-1])
-    return found
+    return found, in_parts(TENSOR)
 
 
 def test_on_real_ranks(gloo):
     expected = {case.name: case for case in CASES}
-    for found in gloo(4, real_steps):
+    gradients = optim.microbatches(vfn.value_and_grad(regression), 3)(*regression_data(), vfn.random.key(3))
+    for found, (parts, moved) in gloo(4, real_steps):
+        close(parts, gradients, rtol=1e-12, atol=1e-15)
+        assert [size for _, axis, size in moved if axis == "dp" and size > 8] == [288]
         for name, params in found.items():
             close(params, train(expected[name].ours, make_params(), 3)[-1], rtol=1e-12, atol=1e-13)
 

@@ -13,6 +13,7 @@ from .ema import EmaState, ema
 from .from_torch import TorchState, from_torch
 from .lion import LionState, lion
 from .masks import by_path, masked, partition
+from .microbatches import microbatches
 from .muon import MuonState, muon
 from .optimizer import Optimizer
 from .schedules import constant, cosine, join, linear, warmup_cosine, warmup_linear, warmup_stable_decay
@@ -49,6 +50,7 @@ __all__ = [
     "linear",
     "lion",
     "masked",
+    "microbatches",
     "muon",
     "partition",
     "scale",

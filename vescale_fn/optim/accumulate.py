@@ -30,7 +30,9 @@ def accumulate(opt: Optimizer, steps: int) -> Optimizer:
     ``reduced``) stay so until the step: they are reduced once.
 
     Run eagerly, `opt` is asked only for its step. In a plan, which cannot look at a number, it is asked each time, and its
-    result chosen or not: what it communicates, for a norm say, is communicated each time.
+    result chosen or not: what it computes is computed, and what it communicates, for the sum of the gradients or a norm, is
+    communicated `steps` times. Where all batches are there at once, `microbatches` takes them in one step, and in a plan too
+    reduces and updates once.
 
     Args:
         opt: an optimiser, or a chain that ends in one.
@@ -63,7 +65,7 @@ def accumulate(opt: Optimizer, steps: int) -> Optimizer:
             return zeros_like(grads), AccumulateState(count, total, state.inner)
         mean = lambda grad, _, total: (total / steps, total)
         means, _ = by_leaf("accumulate", mean, grads, params, total)
-        updates, inner = opt.update(_reduced(means), state.inner, params)
+        updates, inner = opt.update(reduced(means), state.inner, params)
         if read:
             return updates, AccumulateState(torch.zeros_like(count), zeros_like(total), inner)
         return choose(last, updates, zeros_like(updates)), AccumulateState(
@@ -77,7 +79,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _reduced(grads: Any) -> Any:
+def reduced(grads: Any) -> Any:
     """Gradients whose parts are on several ranks, added up: all leaves together."""
     leaves, structure = tree.flatten(grads)
     partial = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and spec_of(x).unreduced]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from .. import tree
+from .. import _torch, tree
 from .leaves import beside
 from .optimizer import Optimizer, Rate, check_numbers, check_state, is_trained, rate_at, zero_count
 
 
 class TorchState(NamedTuple):
-    """Steps done, and for each parameter what torch's optimiser keeps of it: nothing before the first step."""
+    """Steps done, and for each parameter what torch's optimiser keeps of it."""
 
     count: Any
     kept: Any
@@ -32,7 +32,8 @@ def from_torch(cls: Callable[..., torch.optim.Optimizer], lr: Rate, **options: A
         options: its other arguments.
 
     Returns:
-        The pair. Its state is a tree: for each parameter a dictionary, empty before the first step.
+        The pair. Its state is a tree: for each parameter a dictionary. What it begins with is found by a step on copies; where
+        that makes an entry out of a gradient (SGD its momentum), the dictionary is empty until the first step.
 
     >>> import torch, vescale_fn as vfn
     >>> opt, w = vfn.optim.from_torch(torch.optim.RMSprop, lr=0.1), torch.tensor([1.0, 2.0])
@@ -42,7 +43,20 @@ def from_torch(cls: Callable[..., torch.optim.Optimizer], lr: Rate, **options: A
     check_numbers("from_torch", lr=lr)
 
     def init(params: Any) -> TorchState:
-        return TorchState(zero_count(), tree.map_(lambda _: {}, params))
+        leaves, structure = tree.flatten(params)
+        todo = [i for i, leaf in enumerate(leaves) if is_trained(leaf)]
+        kept: list[Any] = [{} for _ in leaves]
+        if todo:
+            own = _variables([leaves[i] for i in todo])
+            rate = rate_at(lr, 0)
+            theirs = cls(own, lr=float(rate) if callable(lr) else rate, **options)
+            for variable in own:
+                variable.grad = torch.zeros_like(variable)
+                theirs.state[variable] = _Beginning(variable, theirs.state[variable])
+            theirs.step()
+            for variable, i in zip(own, todo):
+                kept[i] = theirs.state[variable].begins
+        return TorchState(zero_count(), tree.unflatten(structure, kept))
 
     def update(grads: Any, state: TorchState, params: Any) -> tuple[Any, TorchState]:
         check_state("from_torch", state, TorchState)
@@ -50,8 +64,7 @@ def from_torch(cls: Callable[..., torch.optim.Optimizer], lr: Rate, **options: A
         todo = [i for i, leaf in enumerate(leaves) if found[i] is not None and is_trained(leaf)]
         if todo:
             rate = rate_at(lr, state.count)
-            with torch.no_grad():
-                own = [leaves[i].detach().clone() for i in todo]
+            own = _variables([leaves[i] for i in todo])
             theirs = cls(own, lr=float(rate) if callable(lr) else rate, **options)
             for variable, i in zip(own, todo):
                 variable.grad = found[i].detach().clone()
@@ -63,6 +76,32 @@ def from_torch(cls: Callable[..., torch.optim.Optimizer], lr: Rate, **options: A
         return tree.unflatten(structure, found), TorchState(state.count + 1, tree.unflatten(structure, kept))
 
     return Optimizer(init, update)
+
+
+def _variables(leaves: Sequence[Any]) -> list[Any]:
+    with torch.no_grad():
+        return [leaf.detach().clone() for leaf in leaves]
+
+
+class _Beginning(dict[str, Any]):
+    """What an optimiser keeps of a parameter, and copies of it as it was put in: before the parameter took its first step."""
+
+    def __init__(self, variable: torch.Tensor, given: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.variable, self.version, self.begins = variable, _torch.version(variable), {}
+        for name, x in given.items():
+            self[name] = x
+
+    def __setitem__(self, name: str, x: Any) -> None:
+        if name not in self:
+            early = _torch.version(self.variable) == self.version
+            self.begins = {**self.begins, name: _copied(x)} if early else {}
+        super().__setitem__(name, x)
+
+    def setdefault(self, name: str, x: Any = None) -> Any:
+        if name not in self:
+            self[name] = x
+        return self[name]
 
 
 def _copied(x: Any) -> Any:

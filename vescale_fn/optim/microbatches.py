@@ -1,0 +1,132 @@
+"""A batch in parts, one after the other, within one step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from .. import tree
+from ..array import is_array, spec_of
+from ..calls import checked_function
+from ..errors import VfnError, described, report
+from ..placement import with_sharding
+from ..random.keys import Key
+from ..random.streams import split
+from ..spec import P, axes_named, split_axes
+from .accumulate import reduced
+from .leaves import each, in_dtypes_of
+from .optimizer import check_steps, is_trained
+
+
+def microbatches(f: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """`f` on `count` parts of its batch, one after the other, and the mean of what it gives: the memory of a part at a time.
+
+    Where `f` gives means over a batch, a loss and its gradients, that is what it gives for the whole batch, up to rounding.
+    A part has every `count`-th row: the same rows on every mesh, and nothing moves where each rank has a multiple of `count`
+    of them. What is summed over the axes that split the batch, the gradients of parameters that each of its ranks holds, is
+    added up over the ranks once, after the last part; gradients of parameters that are themselves split over such an axis
+    (FSDP) are reduced, and so split, in each part. Means are made in float32 at least.
+
+    Args:
+        f: a function of parameters and of anything else, which gives a tree of floating-point tensors:
+            ``vfn.value_and_grad(loss)``.
+        count: how many parts.
+
+    Returns:
+        A function of the same arguments. Of those after the first, tensors are divided by their rows (dim 0), and keys are
+        split; numbers, 0-d tensors and what is given by keyword stay as they are.
+
+    Raises:
+        VfnError: a tensor whose rows are no multiple of `count`; a result that has no mean.
+
+    Source: `MultiSteps` of optax, within one step; Huang et al. (GPipe), arXiv 1811.06965, for the word.
+
+    >>> import torch, vescale_fn as vfn
+    >>> gradient = vfn.grad(lambda w, x: (w * x).square().mean())
+    >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    >>> gradient(torch.tensor(1.0), x), vfn.optim.microbatches(gradient, 2)(torch.tensor(1.0), x)
+    (tensor(15.), tensor(15.))
+    """
+    checked_function(f, "microbatches")
+    check_steps("microbatches", count=count)
+
+    @functools.wraps(f)
+    def run(params: Any, *batch: Any, **kwargs: Any) -> Any:
+        leaves, structure = optree.tree_flatten(batch, is_leaf=_is_key)  # type: ignore[arg-type]
+        _check_rows(batch, leaves, count)
+        keys = {i: split(x, count) for i, x in enumerate(leaves) if _is_key(x)}
+        params = _reduced_later(params, leaves)
+        outs: list[Any] = []
+        shape: Any = None
+        totals: list[Any] = []
+        for part in range(count):
+            own = [keys[i][part] if i in keys else _part(x, part, count) for i, x in enumerate(leaves)]
+            out = f(params, *optree.tree_unflatten(structure, own), **kwargs)
+            outs, shape = tree.flatten(out)
+            if not totals:
+                _check_results(out, outs)
+                totals = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in outs]
+            elif outs:
+                (totals,) = each(lambda total, x: (total + x,), totals, outs)
+        if not outs:
+            return tree.unflatten(shape, outs)
+        (means,) = each(lambda total: (total / count,), totals)
+        return reduced(tree.unflatten(shape, in_dtypes_of(outs, means)))
+
+    return run
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, Key)
+
+
+def _part(x: Any, part: int, count: int) -> Any:
+    return x.unflatten(0, (-1, count)).select(1, part) if _has_rows(x) else x
+
+
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim > 0
+
+
+def _reduced_later(params: Any, batch: Sequence[Any]) -> Any:
+    """The parameters, of which gradients stay partial sums over the axes that split the batch."""
+    axes = {
+        axis
+        for x in batch
+        if _has_rows(x) and is_array(x)
+        for names in split_axes(spec_of(x), x.ndim)
+        for axis in names
+    }
+    leaves, structure = tree.flatten(params)
+    later: dict[int, P] = {}
+    for i, x in enumerate(leaves):
+        if is_trained(x) and is_array(x):
+            spec = spec_of(x)
+            free = axes - axes_named(spec)
+            if free and not spec.unreduced:
+                later[i] = P(*spec, reduced=spec.reduced | free)
+    if later:
+        for i, x in zip(later, with_sharding([leaves[i] for i in later], list(later.values()))):
+            leaves[i] = x
+    return tree.unflatten(structure, leaves)
+
+
+def _check_rows(batch: Any, leaves: Sequence[Any], count: int) -> None:
+    paths = [accessor.codify("batch") for accessor in optree.tree_accessors(batch, is_leaf=_is_key)]  # type: ignore[arg-type]
+    wrong = [f"{path} is {described(x)}: {x.shape[0]} rows are no multiple of {count}"
+             for path, x in zip(paths, leaves) if _has_rows(x) and x.shape[0] % count]  # fmt: skip
+    if wrong:
+        raise VfnError(report("microbatches", f"the batch has no {count} equal parts", wrong,
+                              "a count that divides the rows; what is no batch by keyword"))  # fmt: skip
+
+
+def _check_results(out: Any, leaves: Sequence[Any]) -> None:
+    wrong = [f"{path} is {described(x)}" for path, x in zip(tree.paths(out, "result"), leaves)
+             if not (isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex))]  # fmt: skip
+    if wrong:
+        raise VfnError(report("microbatches", "the results of the parts have no mean", wrong,
+                              "floating-point tensors: count.float(), say"))  # fmt: skip
