@@ -660,6 +660,19 @@ def test_ranks_with_blocks_of_other_sizes_make_the_same_collectives_in_the_same_
         assert all(told[0])
 
 
+def test_what_arrives_as_it_was_sent_was_sent_all_the_same():
+    """Simulated ranks hand one tensor on; a plan has the collective, though what it gives is there already."""
+    with vfn.simulate(3):
+        mesh = vfn.make_mesh((3,), ("i",))
+        x = vfn.shard(torch.arange(6.0), mesh, P("i"))
+        turn = lambda x: vfn.pbroadcast(vfn.ppermute(x, "i", [(0, 1), (1, 2), (2, 0)]), "i", 2)
+        body = vfn.shard_map(turn, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+        with vfn.comm_log() as log:
+            found = vfn.jit(body)(x)
+        assert [(one.op, one.bytes) for one in log] == [("permute", 8), ("broadcast", 8)]
+        assert vfn.unshard(found).tolist() == [2, 3] * 3
+
+
 def test_an_initialiser_makes_each_rank_only_its_shards():
     def init(key):
         keys = vfn.random.split(key, 2)

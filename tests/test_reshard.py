@@ -121,6 +121,25 @@ def test_a_cotangent_in_another_layout() -> None:
             assert vfn.spec_of(g) == (u if s == t else s)  # where nothing moves, nothing is recorded
 
 
+def test_values_that_travel_together_may_have_blocks_of_other_sizes_on_other_ranks() -> None:
+    with vfn.simulate(6):
+        m = vfn.make_mesh((2, 3), ("a", "b"))
+        whole = {"w": torch.randn(7, 4).double(), "v": torch.randn(6).double(), "u": torch.randn(2, 5).double()}
+        weights = {name: torch.randn_like(x) for name, x in whole.items()}
+        split = {"w": P("b", "a"), "v": P("a"), "u": P("a", "b")}
+        gathered = {"w": P("b"), "v": P(), "u": P(None, "b")}
+
+        parts = {name: P(*spec, unreduced={"a"}) for name, spec in gathered.items()}
+        with vfn.comm_log() as log:
+            x, pullback = vfn.vjp(lambda x: vfn.with_sharding(x, gathered), vfn.shard(whole, m, split))
+            (grads,) = pullback(vfn.shard(weights, m, parts))
+        assert [(x.op, x.axis) for x in log] == [("all_gather", "a"), ("reduce_scatter", "a")]
+        for name, wanted in weights.items():
+            assert torch.equal(vfn.unshard(x[name]), whole[name])
+            assert torch.equal(vfn.unshard(grads[name]), wanted)
+            assert vfn.spec_of(grads[name]) == split[name]
+
+
 AXES = (("a", 2), ("b", 2))
 KINDS = [
     (P(), P("a"), []),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _torch, wire
-from .blocks import each
+from .blocks import Blocks, each
 from .merged import Merged, common, parts_of, taken_apart
 from .mesh import axes_of, coordinates, groups, played_ranks
 from .spec import P, dim_indices, from_split_axes, local_shape, split_axes
@@ -404,12 +404,11 @@ def _all_gather_bucket(xs: Sequence[Any], mesh: Any, axes: tuple[str, ...], dims
     """All-gather several local values of one dtype, each along its dim, as one."""
     ranks, n = played_ranks(mesh), wire.group_size(mesh, axes)
     flat = each(lambda rank, *blocks: torch.cat([b.reshape(-1) for b in blocks]), ranks, *xs, key=lambda rank: None)
-    gathered = wire.all_gather(flat, mesh, axes, 0, why)
-    sizes = [x.shape.numel() for x in xs]
+    gathered, starts = wire.all_gather(flat, mesh, axes, 0, why), _starts(xs, ranks)
 
     def cut(i: int) -> Callable[..., torch.Tensor]:
         def one(rank: int, whole: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-            pieces = whole.view(n, -1).narrow(1, sum(sizes[:i]), sizes[i]).reshape(n, *block.shape)
+            pieces = whole.view(n, -1).narrow(1, starts[rank][i], block.numel()).reshape(n, *block.shape)
             return pieces.flatten(0, 1) if dims[i] == 0 else torch.cat(pieces.unbind(), dims[i])
 
         return one
@@ -429,15 +428,22 @@ def _reduce_scatter_bucket(
         )
 
     mine = wire.reduce_scatter(each(rows, ranks, *xs, key=lambda rank: None), mesh, axes, 0, why)
-    shapes = [
-        [size // n if d == dim else size for d, size in enumerate(x.shape)] for x, dim in zip(xs, dims, strict=True)
-    ]
-    starts = [0, *itertools.accumulate(math.prod(shape) for shape in shapes)]
+    starts = _starts(xs, ranks)
 
     def cut(i: int) -> Callable[..., torch.Tensor]:
-        return lambda rank, part: part[starts[i] : starts[i + 1]].view(shapes[i])
+        def one(rank: int, part: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+            shape = [size // n if d == dims[i] else size for d, size in enumerate(block.shape)]
+            return part.narrow(0, starts[rank][i] // n, block.numel() // n).view(shape)
 
-    return [each(cut(i), ranks, mine, key=lambda rank: None) for i in range(len(xs))]
+        return one
+
+    return [each(cut(i), ranks, mine, x, key=lambda rank: None) for i, x in enumerate(xs)]
+
+
+def _starts(xs: Sequence[Any], ranks: Sequence[int]) -> dict[int, list[int]]:
+    """Where in a bucket each value begins, by rank: blocks of ranks of other groups may have other sizes."""
+    there = {rank: [x.blocks[rank] if type(x) is Blocks else x for x in xs] for rank in ranks}
+    return {rank: [0, *itertools.accumulate(b.numel() for b in blocks)] for rank, blocks in there.items()}
 
 
 def all_reduce_bucket(xs: Sequence[Any], mesh: Any, axes: tuple[str, ...], why: str, elements: int = 0) -> list[Any]:
