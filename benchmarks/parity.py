@@ -35,7 +35,7 @@ CONFIGS = {
     "resnet": resnet.Config(classes=5, widths=(8, 16), blocks=1, groups=4, dropout=0.2),
 }
 ROWS = (
-    "dp zero1 zero2 fsdp fsdp+remat hsdp tp tp+sp vp cp ep "
+    "dp zero1 zero2 fsdp fsdp+remat hsdp tp tp+sp vp cp cp-gather cp-ulysses ep "
     "dp+tp zero1+tp zero2+tp+sp fsdp+tp fsdp+tp+sp+vp+remat hsdp+tp dp+cp fsdp+cp+tp dp+ep fsdp+ep+tp dp+cp+ep"
 ).split()
 
@@ -94,12 +94,13 @@ def apart(one: Run, other: Run) -> float:
 
 
 def meshes(name: str, text: str, largest: int = LARGEST) -> Iterator[dict[str, int]]:
-    """The meshes of 2 to `largest` ranks for a parallelism: all sizes of its axes from 2 on, but that a ring of attention
-    and the exchange of experts need as many positions, or experts, on each rank."""
-    config = CONFIGS[name]
+    """The meshes of 2 to `largest` ranks for a parallelism: all sizes of its axes from 2 on, but that ranks which share a
+    sequence need as many positions each, or by exchange as many heads, and those that share experts as many of these."""
+    config, layout = CONFIGS[name], parallel.parallel(text)
     positions = (config.size // config.patch) ** 2 if name == "dit" else LENGTH
-    dims = parallel.parallel(text).dims
-    axes = [axis for axis in parallel.AXES if any(axis in names for _, names in dims)]
+    if layout.method == "all_to_all":
+        positions = math.gcd(positions, config.heads)
+    axes = [axis for axis in parallel.AXES if any(axis in names for _, names in layout.dims)]
     for sizes in itertools.product(range(2, largest + 1), repeat=len(axes)):
         found = dict(zip(axes, sizes))
         if math.prod(sizes) <= largest and not positions % found.get("cp", 1) and not 4 % found.get("ep", 1):

@@ -28,10 +28,10 @@ SAMPLE = [
     ("llama", "zero1+tp", {"dp": 2, "tp": 4}),  # more ranks than heads of keys
     ("llama", "zero2", {"dp": 4}),
     ("llama", "hsdp+tp", {"replica": 2, "dp": 2, "tp": 2}),
-    ("mixtral", "fsdp+ep+tp", {"dp": 2, "ep": 2, "tp": 2}),
-    ("mixtral", "vp", {"tp": 2}),
+    ("mixtral", "fsdp+cp+ep", {"dp": 2, "cp": 2, "ep": 2}),
+    ("mixtral", "vp+cp-gather", {"cp": 2, "tp": 2}),
     ("dit", "fsdp+remat", {"dp": 4}),
-    ("dit", "tp+sp", {"tp": 2}),
+    ("dit", "cp-ulysses+tp+sp", {"cp": 2, "tp": 2}),
     ("resnet", "fsdp+tp", {"dp": 2, "tp": 2}),
 ]
 PLANS = [("llama", "zero1", {"dp": 2})]
@@ -107,7 +107,6 @@ LAYERS = CONFIG.layers
 
 REPLAYED = {  # (op, axis): how many, and the bytes of all of them, of a step replayed from a plan; the loss is 4 bytes
     "dp": {("all_reduce", "dp"): (1, ALL + 4)},
-    "zero1": {("reduce_scatter", "dp"): (1, ALL), ("all_gather", "dp"): (1, ALL), ("all_reduce", "dp"): (1, 4)},
     # a plan puts small gathers together; remat gathers each block once more, when its gradients are computed
     "fsdp+remat": {("reduce_scatter", "dp"): (1, ALL), ("all_gather", "dp"): (1 + LAYERS, ALL + BLOCKS),
                    ("all_reduce", "dp"): (1, 4)},
@@ -116,6 +115,7 @@ REPLAYED = {  # (op, axis): how many, and the bytes of all of them, of a step re
               ("all_gather", "tp"): (4 * LAYERS, 4 * LAYERS * ACTIVATIONS), ("all_reduce", "tp"): (1, NORMS + VOCABULARY + 4)},
 }  # fmt: skip
 OP_BY_OP = {  # the same of a step that is run as written: what is gathered or scattered is so block by block
+    "zero1": {("reduce_scatter", "dp"): (1, ALL), ("all_gather", "dp"): (1, ALL), ("all_reduce", "dp"): (1, 4)},
     "fsdp": {("reduce_scatter", "dp"): (LAYERS + 1, ALL), ("all_gather", "dp"): (LAYERS + 1, ALL), ("all_reduce", "dp"): (1, 4)},
     "hsdp": {("reduce_scatter", "dp"): (LAYERS + 1, ALL), ("all_gather", "dp"): (LAYERS + 1, ALL),
              ("all_reduce", "replica"): (LAYERS + 1, ALL // 2), ("all_reduce", "replica,dp"): (1, 4)},
@@ -196,6 +196,7 @@ def held(values):
 
 @pytest.mark.parametrize(("text", "parts"), [
     ("dp", (1, 1, 1)), ("zero1", (1, 1, 4)), ("zero2", (1, 4, 4)), ("fsdp", (4, 4, 4)), ("hsdp", (2, 2, 2)),
+    ("zero2+cp", (1, 4, 4)), ("fsdp+cp", (4, 4, 4)),
 ])  # fmt: skip
 def test_bytes_on_a_rank_are_those_of_the_formula(text, parts):
     _, params, state, grads = step_on(text, sizes_of(text), jit=False, keep=True)
@@ -222,8 +223,14 @@ def test_layouts_by_name():
 def test_specs_of_a_model():
     specs = parallel("zero2+tp").specs(WHOLE, llama.NAMES, {"dp": 2, "tp": 2})
     block = {kind: tree_["blocks"][0] for kind, tree_ in specs._asdict().items()}
-    columns, rows = P(None, "tp"), P("tp")
-    assert block["params"]["attention"] == {"k": columns, "norm": P(), "out": rows, "q": columns, "v": columns}
+    columns, rows = P(None, "tp", reduced={"dp"}), P("tp", reduced={"dp"})  # gradients stay to be added up and split
+    assert block["params"]["attention"] == {
+        "k": columns,
+        "norm": P(reduced={"dp"}),
+        "out": rows,
+        "q": columns,
+        "v": columns,
+    }
     assert block["grads"] == block["state"]
     assert block["state"]["mlp"] == {
         "down": P(("tp", "dp")),
@@ -232,14 +239,28 @@ def test_specs_of_a_model():
         "up": P("dp", "tp"),
     }
     # "down" is 32 x 16 and tp leaves 16 x 16 of it on a rank: the first of two dims as large
+    assert parallel("zero1").specs({"w": torch.ones(3)}, [("", P())], {"dp": 2}) == Specs(*[{"w": P()}] * 3)
+
+
+def test_what_is_kept_in_parts_is_split_over_all_ranks_that_see_other_tokens():
+    experts = mixtral.init(parity.KEY, parity.CONFIGS["mixtral"])
+    specs = parallel("fsdp+cp+ep+tp").specs(experts, mixtral.NAMES, {"dp": 2, "cp": 2, "ep": 2, "tp": 2})
+    block, data = specs.params["blocks"][0], ("dp", "cp", "ep")
+    assert block["attention"]["q"] == P(data, "tp")
+    assert block["moe"]["router"] == P(data)
+    assert block["moe"]["up"] == P("ep", ("dp", "cp"), "tp")  # experts lie along "ep" as it is
+    assert specs.params == specs.grads == specs.state
+    specs = parallel("hsdp+cp").specs(WHOLE, llama.NAMES, {"replica": 2, "dp": 2, "cp": 2})
+    assert specs.params["norm"] == P(("dp", "cp"))  # not over replicas
 
 
 def test_one_device_states_nothing():
     x, calls = torch.ones(2), []
     f = lambda p, x: calls.append(p) or p["w"] * x
     assert ONE_DEVICE(x, "batch") is x
-    assert ONE_DEVICE.gather({"w": x})["w"] is x
-    assert ONE_DEVICE.block(f)({"w": x}, 3).tolist() == [3, 3]
+    assert ONE_DEVICE.gather({"w": x}, [])["w"] is x
+    assert ONE_DEVICE.attention(f) is f
+    assert ONE_DEVICE.block(f, [])({"w": x}, 3).tolist() == [3, 3]
     specs = Specs(P(), P(), P())
     sgd = vfn.optim.sgd(0.5)
     params, _ = specs.update(sgd, {"w": x}, specs.init(sgd, {"w": x}), {"w": x})
@@ -247,13 +268,14 @@ def test_one_device_states_nothing():
 
 
 @pytest.mark.parametrize(("text", "mesh", "message"), [
-    ("fdsp", None, "'fdsp': 'fdsp' is none of them; write names from dp, zero1, zero2, fsdp, hsdp, tp, sp, vp, cp, ep, zero3, "
-     "remat, joined by +: fsdp+tp+remat"),
-    ("dp+dp", None, "'dp+dp': a name stands there twice; write names from dp, zero1, zero2, fsdp, hsdp, tp, sp, vp, cp, ep, "
-     "zero3, remat, joined by +: fsdp+tp+remat"),
+    ("fdsp", None, "'fdsp': 'fdsp' is none of them; write names from dp, zero1, zero2, fsdp, hsdp, tp, sp, vp, cp, cp-gather, cp-ulysses, "
+     "ep, zero3, remat, joined by +: fsdp+tp+remat"),
+    ("dp+dp", None, "'dp+dp': a name stands there twice; write names from dp, zero1, zero2, fsdp, hsdp, tp, sp, vp, cp, "
+     "cp-gather, cp-ulysses, ep, zero3, remat, joined by +: fsdp+tp+remat"),
+    ("cp+cp-gather", None, "'cp+cp-gather': cp and cp-gather share one sequence in two ways; leave one of them"),
     ("fsdp+tp", {"dp": 2}, "'fsdp+tp' needs the axes dp, tp, but the mesh is dp=2: add tp=2, say"),
     ("fsdp", {"dp": 2, "tp": 2}, "the mesh is dp=2, tp=2, but 'fsdp' leaves tp idle: set it to 1, or name what uses it"),
-], ids=["unknown", "twice", "missing", "idle"])  # fmt: skip
+], ids=["unknown", "twice", "two ways", "missing", "idle"])  # fmt: skip
 def test_messages(text, mesh, message):
     with pytest.raises(ParallelError) as error:
         parallel(text, mesh)

@@ -1,5 +1,6 @@
 """The models of the recipes on one device, beside torch's own modules and their papers' formulas in plain loops."""
 
+import itertools
 import math
 
 import pytest
@@ -8,9 +9,10 @@ import torch.nn.functional as F
 
 import vescale_fn as vfn
 from benchmarks.parity import CONFIGS
-from vescale_fn import tree
+from vescale_fn import P, tree
 from vescale_fn.recipes import dit, gpt, llama, mixtral, models, resnet
 from vescale_fn.recipes.layers import group_norm
+from vescale_fn.recipes.parallel import parallel
 
 KEY = vfn.random.key(3)
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}  # float64, the same sums in another order
@@ -93,21 +95,22 @@ def test_llama_is_its_formulas():
     torch.testing.assert_close(llama.logits(params, tokens, config), wanted, **CLOSE)
 
 
-@pytest.mark.parametrize("capacity", [0.5, 1.0, 4.0])
-def test_mixtral_is_its_formulas(capacity):
+@pytest.mark.parametrize(("capacity", "parts"), [(0.5, 1), (1.0, 2), (None, 1)])
+def test_mixtral_is_its_formulas(capacity, parts):
     """Each token for itself, its experts one by one; those that have no place left do nothing."""
-    _, config, params = made("mixtral", capacity=capacity)
-    tokens, dropped = tokens_of(config), 0
+    _, config, params = made("mixtral", capacity=capacity, parts=parts)
+    tokens, dropped, idle = tokens_of(config, 6), 0, 0
     x = params["embed"][tokens]
-    places = math.ceil(capacity * config.chosen * 7 / config.experts)
+    places = math.inf if capacity is None else math.ceil(capacity * config.chosen * 6 / parts / config.experts)
     for p in params["blocks"]:
         x, moe = attended(p["attention"], x, config), p["moe"]
         h, out = rms(x, moe["norm"]), x.clone()
         for b in range(3):
-            scores, taken = h[b] @ moe["router"], [0] * config.experts
+            scores = h[b] @ moe["router"]
             best = scores.argsort(-1, descending=True)[:, : config.chosen]
-            for choice in range(config.chosen):
-                for t in range(7):
+            for first in range(0, 6, 6 // parts):
+                taken = [0] * config.experts
+                for choice, t in itertools.product(range(config.chosen), range(first, first + 6 // parts)):
                     expert = int(best[t, choice])
                     taken[expert] += 1
                     if taken[expert] > places:
@@ -117,8 +120,10 @@ def test_mixtral_is_its_formulas(capacity):
                     weight = scores[t, best[t]].softmax(-1)[choice]
                     gate = h[b, t] @ w["gate"]
                     out[b, t] += weight * ((gate * torch.sigmoid(gate) * (h[b, t] @ w["up"])) @ w["down"])
+                idle += taken.count(0)
         x = out
-    assert (dropped > 0) == (capacity < 4)
+    assert idle > 0
+    assert (dropped > 0) == (capacity is not None)
     wanted = rms(x, params["norm"]) @ params["head"].T
     torch.testing.assert_close(mixtral.logits(params, tokens, config), wanted, **CLOSE)
 
@@ -186,7 +191,7 @@ def test_group_norm_is_torchs_and_stays_where_channels_are():
     torch.testing.assert_close(group_norm(x, 4, scale, shift), wanted, **CLOSE)
     with vfn.simulate(2):
         mesh = vfn.make_mesh((2,), ("tp",))
-        laid = vfn.shard((x, scale, shift), mesh, (vfn.P(None, "tp"), vfn.P("tp"), vfn.P("tp")))
+        laid = vfn.shard((x, scale, shift), mesh, (P(None, "tp"), P("tp"), P("tp")))
         with vfn.strict(), vfn.comm_log() as log:
             found = group_norm(laid[0], 4, *laid[1:])
         assert log.count() == 0
@@ -194,9 +199,34 @@ def test_group_norm_is_torchs_and_stays_where_channels_are():
 
 
 @pytest.mark.parametrize("name", LANGUAGE)
+def test_smoothed_targets_of_which_some_do_not_count(name):
+    """On a mesh, too, whose ranks have different shares of them, and each a part of the vocabulary."""
+    model, config, params = made(name, smoothing=0.2, ignored=3, dropout=0.0)
+    batch = tokens_of(config)
+    batch[0, 1:6], batch[1, 4] = 3, 3
+    scores, targets, found = model.logits(params, batch[:, :-1], config), batch[:, 1:], []
+    for b, t in itertools.product(range(3), range(6)):
+        if targets[b, t] != 3:
+            each = -scores[b, t].log_softmax(-1)
+            found.append(0.8 * each[targets[b, t]] + 0.2 * each.mean())
+    balance = config.balance * mixtral.apply(params, batch[:, :-1], config)[1] if name == "mixtral" else 0.0
+    torch.testing.assert_close(model.loss(params, batch, config), sum(found) / len(found) + balance, **CLOSE)
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((3, 2), ("dp", "tp"))
+        layout = parallel("dp+vp", mesh)
+        laid = vfn.shard(params, mesh, layout.specs(params, model.NAMES, mesh).params)
+        loss = lambda params: model.loss(params, vfn.shard(batch, mesh, P("dp")), models.laid_out(config, layout))
+        with vfn.use_mesh(mesh):
+            value, grads = vfn.unshard(vfn.value_and_grad(loss)(laid))
+    one = vfn.value_and_grad(model.loss)(params, batch, config)
+    for x, y in zip(tree.leaves((value, grads)), tree.leaves(one), strict=True):
+        torch.testing.assert_close(x, y, **CLOSE)
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
 def test_looks_only_back(name):
-    """Experts with room for all: where some are full, a later token's first choice goes before an earlier one's second."""
-    model, config, params = made(name, **({"capacity": 4.0} if name == "mixtral" else {}))
+    """Experts with room for all: where one is full, a later token's first choice goes before an earlier one's second."""
+    model, config, params = made(name, **({"capacity": None} if name == "mixtral" else {}))
     tokens = tokens_of(config)
     other = tokens.clone()
     other[:, 5] = (other[:, 5] + 1) % config.vocab

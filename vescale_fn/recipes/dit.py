@@ -90,7 +90,7 @@ def apply(params: Params, images: torch.Tensor, noise: torch.Tensor, labels: tor
     blocks, run, keys = params["blocks"], block, keys_of(key, 2 * config.layers)
     params = {name: p for name, p in params.items() if name != "blocks"}
     at = config.layout  # mesh
-    params, run = at.gather(params), at.block(block)  # mesh
+    params, run = at.gather(params, NAMES), at.block(block, NAMES)  # mesh
     given = F.silu(waves(noise, config.frequencies) @ params["time"][0]) @ params["time"][1]
     given = F.silu(given + F.embedding(labels, params["label"]))
     x = rearrange(images, "b c (h p) (w q) -> b (h w) (c p q)", p=config.patch, q=config.patch)
@@ -126,12 +126,13 @@ def block(
     p: Params, x: torch.Tensor, given: torch.Tensor, config: Config, *keys: vfn.random.Key | None
 ) -> torch.Tensor:
     """Attention and two matrices with a GELU between them, each scaled, shifted and gated by what is given."""
-    at = config.layout  # mesh
+    look = attention
+    at, look = config.layout, config.layout.attention(attention)  # mesh
     shift, scale, gate, shift2, scale2, gate2 = modulated(given, p["ada"], 6)
     h = norm(x) * (1 + scale) + shift
     h = at(h, "batch", "length")  # mesh
     q, k, v = split_heads(h @ p["qkv"], config.heads).chunk(3, dim=-1)  # columns grouped by head
-    y = attention(q, k, v, causal=False) @ p["out"]
+    y = look(q, k, v, causal=False) @ p["out"]
     y = at(y, "batch", "norm_length")  # mesh
     x = x + gate * dropout(keys[0], y, config.dropout)
     h = norm(x) * (1 + scale2) + shift2

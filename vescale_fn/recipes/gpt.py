@@ -32,7 +32,10 @@ NAMES = [  # mesh
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of the model. `context` is the longest sequence; with `tied`, the scores are products with the embedding."""
+    """The sizes of the model. `context` is the longest sequence; with `tied`, the scores are products with the embedding.
+
+    A share of `smoothing` of each target is spread over all tokens; a target that is the token `ignored` does not count.
+    """
 
     vocab: int = 256
     context: int = 128
@@ -41,6 +44,8 @@ class Config:
     layers: int = 2
     hidden: int = 512
     dropout: float = 0.05
+    smoothing: float = 0.0
+    ignored: int | None = None
     tied: bool = True
     layout: Layout = ONE_DEVICE  # mesh
 
@@ -79,7 +84,7 @@ def logits(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random
     blocks, run, keys = params["blocks"], block, keys_of(key, 1 + 2 * config.layers)
     params = {name: p for name, p in params.items() if name != "blocks"}
     at = config.layout  # mesh
-    params, run = at.gather(params), at.block(block)  # mesh
+    params, run = at.gather(params, NAMES), at.block(block, NAMES)  # mesh
     tokens = at(tokens, "batch", "norm_length", without="vocab")  # mesh
     x = vfn.nn.embedding(tokens, params["embed"])
     x = at(x, "batch", "norm_length")  # mesh
@@ -93,16 +98,18 @@ def logits(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random
 
 def loss(params: Params, batch: torch.Tensor, config: Config, key: vfn.random.Key | None = None) -> torch.Tensor:
     """Mean cross entropy in nats of each window's next tokens; `batch` is [B, T + 1]."""
-    return next_token_loss(logits(params, batch[:, :-1], config, key), batch[:, 1:])
+    scores = logits(params, batch[:, :-1], config, key)
+    return next_token_loss(scores, batch[:, 1:], config.smoothing, config.ignored)
 
 
 def block(p: Params, x: torch.Tensor, config: Config, *keys: vfn.random.Key | None) -> torch.Tensor:
     """Attention and two matrices with a GELU between them, each added to what it works on."""
-    at = config.layout  # mesh
+    look = attention
+    at, look = config.layout, config.layout.attention(attention)  # mesh
     h = norm(x, p["attention"]["norm"])
     h = at(h, "batch", "length")  # mesh
     q, k, v = split_heads(linear(h, p["attention"]["qkv"]), config.heads).chunk(3, dim=-1)  # columns grouped by head
-    y = attention(q, k, v, causal=True) @ p["attention"]["out"]["w"]
+    y = look(q, k, v, causal=True) @ p["attention"]["out"]["w"]
     y = at(y, "batch", "norm_length")  # mesh
     x = x + dropout(keys[0], y + p["attention"]["out"]["b"], config.dropout)
     h = norm(x, p["mlp"]["norm"])

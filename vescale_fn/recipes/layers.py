@@ -45,9 +45,9 @@ def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Attention of [B, heads, T, d], as [B, T, heads * d]; keys and values may have fewer heads (arXiv 2305.13245)."""
-    return vfn.nn.attention(q, k, v, causal=causal).transpose(1, 2).flatten(2)
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """`vfn.nn.attention` of [B, heads, T, d], as [B, T, heads * d]; keys and values may have fewer heads (arXiv 2305.13245)."""
+    return vfn.nn.attention(q, k, v, **options).transpose(1, 2).flatten(2)
 
 
 def rotation(length: int, dim: int, base: float, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,7 +64,14 @@ def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.
     return x * angles[0] + x.roll(x.shape[-1] // 2, -1) * angles[1]
 
 
-def next_token_loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats of scores [B, T, V] for targets [B, T], in float32 at least."""
+def next_token_loss(scores: torch.Tensor, targets: torch.Tensor, smoothing: float, ignored: int | None) -> torch.Tensor:
+    """Mean cross entropy in nats of scores [B, T, V] for targets [B, T], of which those that are `ignored` do not count; in
+    float32 at least.
+
+    Of each target a share of `smoothing` is spread over all tokens (arXiv 1512.00567).
+    """
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum") / targets.numel()
+    count = targets.numel() if ignored is None else (targets != ignored).sum()
+    ignored = -1 if ignored is None else ignored
+    scores, targets = scores.flatten(0, 1), targets.flatten()
+    return F.cross_entropy(scores, targets, ignore_index=ignored, label_smoothing=smoothing, reduction="sum") / count

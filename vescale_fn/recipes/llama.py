@@ -32,7 +32,10 @@ NAMES = [  # mesh
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of the model; `groups` heads of keys and values serve `heads` heads of queries."""
+    """The sizes of the model; `groups` heads of keys and values serve `heads` heads of queries.
+
+    A share of `smoothing` of each target is spread over all tokens; a target that is the token `ignored` does not count.
+    """
 
     vocab: int = 256
     dim: int = 128
@@ -41,6 +44,8 @@ class Config:
     layers: int = 2
     hidden: int = 344
     dropout: float = 0.05
+    smoothing: float = 0.0
+    ignored: int | None = None
     base: float = 10000.0
     layout: Layout = ONE_DEVICE  # mesh
 
@@ -84,7 +89,7 @@ def logits(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random
     params = {name: p for name, p in params.items() if name != "blocks"}
     angles = rotation(tokens.shape[1], config.dim // config.heads, config.base, params["norm"])
     at = config.layout  # mesh
-    params, run = at.gather(params), at.block(block)  # mesh
+    params, run = at.gather(params, NAMES), at.block(block, NAMES)  # mesh
     tokens = at(tokens, "batch", "norm_length", without="vocab")  # mesh
     x = vfn.nn.embedding(tokens, params["embed"])
     x = at(x, "batch", "norm_length")  # mesh
@@ -97,7 +102,8 @@ def logits(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random
 
 def loss(params: Params, batch: torch.Tensor, config: Config, key: vfn.random.Key | None = None) -> torch.Tensor:
     """Mean cross entropy in nats of each window's next tokens; `batch` is [B, T + 1]."""
-    return next_token_loss(logits(params, batch[:, :-1], config, key), batch[:, 1:])
+    scores = logits(params, batch[:, :-1], config, key)
+    return next_token_loss(scores, batch[:, 1:], config.smoothing, config.ignored)
 
 
 def block(p: Params, x: torch.Tensor, angles: Any, config: Config, *keys: vfn.random.Key | None) -> torch.Tensor:
@@ -108,11 +114,12 @@ def block(p: Params, x: torch.Tensor, angles: Any, config: Config, *keys: vfn.ra
 
 def attend(p: Params, x: torch.Tensor, angles: Any, config: Any) -> torch.Tensor:
     """Causal self-attention; each head of keys and values serves several of queries (arXiv 2305.13245)."""
-    at = config.layout  # mesh
+    look = attention
+    at, look = config.layout, config.layout.attention(attention)  # mesh
     h = rms_norm(x, p["norm"])
     h = at(h, "batch", "length")  # mesh
     q, k, v = split_heads(h @ p["q"], config.heads), *(split_heads(h @ p[name], config.groups) for name in "kv")
-    y = attention(rotate(q, angles), rotate(k, angles), v, causal=True) @ p["out"]
+    y = look(rotate(q, angles), rotate(k, angles), v, causal=True) @ p["out"]
     y = at(y, "batch", "norm_length")  # mesh
     return y
 

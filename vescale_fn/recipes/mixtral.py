@@ -1,9 +1,9 @@
 """A mixture of experts like Mixtral: Llama's attention, and in the place of its gated layer several, of which each token
 chooses a few (Jiang et al., arXiv 2401.04088).
 
-The tokens of one sequence share the places that an expert has; those that find none left pass by, as in GShard
-(Lepikhin et al., arXiv 2006.16668). So what a token meets does not depend on how many ranks there are. Written as for one
-device; lines that exist only for distribution end in ``# mesh``.
+The tokens of one sequence, or of one part of it, share the places that an expert has; those that find none left pass by,
+as in GShard (Lepikhin et al., arXiv 2006.16668). So what a token meets does not depend on how many ranks there are. Written
+as for one device; lines that exist only for distribution end in ``# mesh``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ NAMES = [  # mesh
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of the model. Each token chooses `chosen` of `experts`; an expert has `capacity` times the places that it
-    would need if all were chosen alike. `balance` weighs the loss that makes them be."""
+    """The sizes of the model. Each token chooses `chosen` of `experts`. In each of the `parts` of a sequence an expert has
+    `capacity` times the places that it would need if all were chosen alike; with None it has a place for every token, and
+    none is dropped. `balance` weighs the loss that makes experts be chosen alike.
+
+    A share of `smoothing` of each target is spread over all tokens; a target that is the token `ignored` does not count.
+    """
 
     vocab: int = 256
     dim: int = 128
@@ -47,9 +51,12 @@ class Config:
     hidden: int = 172
     experts: int = 8
     chosen: int = 2
-    capacity: float = 1.25
+    capacity: float | None = 1.25
+    parts: int = 1
     balance: float = 0.01
     dropout: float = 0.05
+    smoothing: float = 0.0
+    ignored: int | None = None
     base: float = 10000.0
     layout: Layout = ONE_DEVICE  # mesh
 
@@ -98,7 +105,7 @@ def apply(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random.
     params = {name: p for name, p in params.items() if name != "blocks"}
     angles = rotation(tokens.shape[1], config.dim // config.heads, config.base, params["norm"])
     at = config.layout  # mesh
-    params, run = at.gather(params), at.block(block)  # mesh
+    params, run = at.gather(params, NAMES), at.block(block, NAMES)  # mesh
     tokens = at(tokens, "batch", "norm_length", without="vocab")  # mesh
     x = vfn.nn.embedding(tokens, params["embed"])
     x = at(x, "batch", "norm_length")  # mesh
@@ -118,7 +125,8 @@ def logits(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random
 def loss(params: Params, batch: torch.Tensor, config: Config, key: vfn.random.Key | None = None) -> torch.Tensor:
     """Mean cross entropy in nats of each window's next tokens, and the weighed loss of balance; `batch` is [B, T + 1]."""
     scores, uneven = apply(params, batch[:, :-1], config, key)
-    return next_token_loss(scores, batch[:, 1:]) + config.balance * uneven
+    loss = next_token_loss(scores, batch[:, 1:], config.smoothing, config.ignored)
+    return loss + config.balance * uneven
 
 
 def block(p: Params, x: torch.Tensor, angles: Any, config: Config, *keys: vfn.random.Key | None) -> Any:
@@ -131,13 +139,17 @@ def block(p: Params, x: torch.Tensor, angles: Any, config: Config, *keys: vfn.ra
 def mixture(p: Params, x: torch.Tensor, config: Config) -> Any:
     """Each token's experts, weighed as the router scores them; how unevenly they were chosen."""
     at = config.layout  # mesh
-    h = rms_norm(x, p["norm"])
-    h = at(h, "batch")  # mesh
+    h, parts, places = rms_norm(x, p["norm"]), config.parts, 1
+    if config.capacity is None:
+        parts = x.shape[1]  # where none is dropped, tokens need not know of each other
+    else:
+        places = math.ceil(config.capacity * config.chosen * x.shape[1] / parts / config.experts)
+    h = at(h, "batch", "length" if parts > 1 else None)  # mesh
+    h = h.unflatten(1, (parts, -1))
     scores = h @ p["router"]
     routes = vfn.nn.route(scores, config.chosen, softmax="after")
-    places = math.ceil(config.capacity * config.chosen * h.shape[1] / config.experts)
     each = {name: p[name] for name in ("gate", "up", "down")}
-    y = vfn.nn.experts(gated, each, h, routes, capacity=places)
+    y = vfn.nn.experts(gated, each, h, routes, capacity=places).flatten(1, 2)
     y = at(y, "batch", "norm_length")  # mesh
     return y, vfn.nn.load_balance_loss(scores, routes)
 

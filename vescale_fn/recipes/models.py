@@ -11,14 +11,14 @@ import torch
 import vescale_fn as vfn
 
 from . import dit, gpt, llama, mixtral, resnet
-from .parallel import Layout
+from .parallel import METHODS, Layout
 
 # The parallelisms that a model has named dims for; those of the batch and of the parameters as such suit all of them.
 DIMS = {
-    "gpt": {"tp", "sp", "vp", "cp"},
-    "llama": {"tp", "sp", "vp", "cp"},
-    "mixtral": {"tp", "sp", "vp", "cp", "ep"},
-    "dit": {"tp", "sp", "cp"},
+    "gpt": {"tp", "sp", "vp", *METHODS},
+    "llama": {"tp", "sp", "vp", *METHODS},
+    "mixtral": {"tp", "sp", "vp", *METHODS, "ep"},
+    "dit": {"tp", "sp", *METHODS},
     "resnet": {"tp"},
 }
 ANY = {"dp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "remat"}

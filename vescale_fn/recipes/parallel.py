@@ -7,33 +7,36 @@ model, and no model a row. README.md, beside this file, has a section for each.
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
-import torch
 
 import vescale_fn as vfn
 from vescale_fn import P
 
+AXES = ("replica", "dp", "cp", "ep", "tp")  # the axes that rows speak of, as a mesh has them: major first
+DATA = ("dp", "cp", "ep")  # ranks along these see other tokens: what is kept in parts is split over all that are in use
+METHODS = {"cp": "ring", "cp-gather": "all_gather", "cp-ulysses": "all_to_all"}  # how attention meets other ranks' keys
 # Dims of values: "batch"; "length", the positions that attention sees; "norm_length", those where norms, dropout and
 # sums work; "heads", "hidden", "vocab", "experts". "params", "grads" and "state" stand for the largest dim of each leaf
 # of the parameters, of their gradients and of the optimiser's state.
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "dp": {"batch": ("dp",)},
-    "zero1": {"batch": ("dp",), "state": ("dp",)},
-    "zero2": {"batch": ("dp",), "state": ("dp",), "grads": ("dp",)},
-    "fsdp": {"batch": ("dp",), "state": ("dp",), "grads": ("dp",), "params": ("dp",)},
-    "hsdp": {"batch": ("replica", "dp"), "state": ("dp",), "grads": ("dp",), "params": ("dp",)},
+    "zero1": {"batch": ("dp",), "state": DATA},
+    "zero2": {"batch": ("dp",), "state": DATA, "grads": DATA},
+    "fsdp": {"batch": ("dp",), "state": DATA, "grads": DATA, "params": DATA},
+    "hsdp": {"batch": ("replica", "dp"), "state": DATA, "grads": DATA, "params": DATA},
     "tp": {"heads": ("tp",), "hidden": ("tp",)},
     "sp": {"norm_length": ("tp",)},
     "vp": {"vocab": ("tp",)},
-    "cp": {"length": ("cp",), "norm_length": ("cp",)},
+    **{name: {"length": ("cp",), "norm_length": ("cp",)} for name in METHODS},
     "ep": {"batch": ("ep",), "experts": ("ep",)},
 }
 TABLE["zero3"] = TABLE["fsdp"]
-AXES = ("replica", "dp", "cp", "ep", "tp")  # the axes that rows speak of, as a mesh has them: major first
 REMAT = "remat"  # no row: each block is computed, and gathered, again in the backward pass
 Rules = Sequence[tuple[str, P]]
 
@@ -55,7 +58,7 @@ class Specs(NamedTuple):
 
     def update(self, optimizer: vfn.optim.Optimizer, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """The next parameters and state. Each rank updates that part of the parameters whose state it has."""
-        mine, grads = vfn.with_sharding(params, self.state), vfn.with_sharding(grads, self.grads)
+        mine = vfn.with_sharding(params, self.state)
         updates, state = optimizer.update(vfn.with_sharding(grads, self.state), state, mine)
         return vfn.with_sharding(vfn.optim.apply_updates(mine, updates), self.params), state
 
@@ -66,6 +69,7 @@ class Layout:
 
     dims: tuple[tuple[str, tuple[str, ...]], ...] = ()
     remat: bool = False
+    method: str = "ring"
 
     def axes(self, name: str | None) -> tuple[str, ...]:
         """The axes that split a dim, major first."""
@@ -88,33 +92,50 @@ class Layout:
         """`x`, whose dims have these names, stated to lie accordingly; not split over the axes of the dim `without`."""
         return vfn.with_sharding(x, self.spec(*names, without=without)) if self.dims else x
 
-    def gather(self, params: Any) -> Any:
-        """Parameters as a rank computes with them: whole along the axes over which they are merely kept."""
-        return vfn.with_sharding(params, optree.tree_map(self._gathered, params)) if self.axes("params") else params
+    def gather(self, params: Any, rules: Rules) -> Any:
+        """Parameters as a rank computes with them: split as `rules` name their dims, and not as they are merely kept."""
+        if not self.axes("params"):
+            return params
+        paths = [".".join(map(str, path)) for path in optree.tree_paths(params)]
+        of_these = [
+            rule for rule in rules if any(re.search(rule[0], path) for path in paths)
+        ]  # it may be a block's part
+        return vfn.with_sharding(params, self._named(params, of_these))
 
-    def _gathered(self, x: Any) -> P:
-        rows = [(row,) if isinstance(row, str) else row or () for row in (vfn.spec_of(x) if _is_tensor(x) else ())]
-        return P(*(tuple(axis for axis in row if axis not in self.axes("params")) for row in rows))
-
-    def block(self, f: Callable[..., Any]) -> Callable[..., Any]:
+    def block(self, f: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
         """A block of a model, whose parameters, its first argument, are gathered where it is run, and given up after it."""
-        run = lambda params, *args: f(self.gather(params), *args)
+        run = lambda params, *args: f(self.gather(params, rules), *args)
         return vfn.remat(run) if self.remat else run
+
+    def attention(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """`f`, `vfn.nn.attention` or what hands its options on to it, in the way in which ranks share a sequence."""
+        return functools.partial(f, method=self.method) if self.axes("length") else f
 
     def specs(self, params: Any, rules: Rules, mesh: Any) -> Specs:
         """Where everything lies: `rules` are as for `vfn.spec_from_rules`, with names of dims in the place of axes.
 
         `mesh` is a DeviceMesh, or a mapping from axis names to sizes.
         """
-        base = vfn.spec_from_rules(params, [(pattern, self.spec(*names)) for pattern, names in rules])
-        return Specs(*(vfn.spec_by_size(params, mesh, self.axes(kind), base) for kind in Specs._fields))
+        base = self._named(params, rules)
+
+        def kept(kind: str) -> Any:
+            """Leaf by leaf over the axes that do not split it yet: experts lie along "ep" as it is."""
+            free = lambda spec: [axis for axis in self.axes(kind) if axis not in _axes_in(spec)]
+            return optree.tree_map(lambda x, spec: vfn.spec_by_size(x, mesh, free(spec), spec), params, base)
+
+        specs = Specs(*map(kept, Specs._fields))
+        left = lambda spec, state: P(*spec, reduced=_axes_in(state) - _axes_in(spec))
+        return specs._replace(params=optree.tree_map(left, specs.params, specs.state))
+
+    def _named(self, params: Any, rules: Rules) -> Any:
+        return vfn.spec_from_rules(params, [(pattern, self.spec(*names)) for pattern, names in rules])
 
 
 ONE_DEVICE = Layout()
 
 
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, torch.Tensor)
+def _axes_in(spec: P) -> set[str]:
+    return {axis for row in spec for axis in ((row,) if isinstance(row, str) else row or ())}
 
 
 def parallel(text: str, mesh: Any = None) -> Layout:
@@ -132,17 +153,22 @@ def parallel(text: str, mesh: Any = None) -> Layout:
     """
     names = text.split("+")
     unknown = [name for name in names if name not in TABLE and name != REMAT]
+    methods = [name for name in names if name in METHODS]
     if unknown or len(set(names)) < len(names):
         wrong = f"{', '.join(map(repr, unknown))} is none of them" if unknown else "a name stands there twice"
         known = ", ".join([*TABLE, REMAT])
         raise ParallelError(f"{text!r}: {wrong}; write names from {known}, joined by +: fsdp+tp+remat")
+    if len(methods) > 1:
+        raise ParallelError(f"{text!r}: {' and '.join(methods)} share one sequence in two ways; leave one of them")
     dims: dict[str, tuple[str, ...]] = {}
     for name in names:
         for dim, axes in TABLE.get(name, {}).items():
             dims[dim] = (*dims.get(dim, ()), *(axis for axis in axes if axis not in dims.get(dim, ())))
+    data = {*dims.get("batch", ()), *dims.get("length", ())}
+    dims = {dim: tuple(a for a in axes if dim not in Specs._fields or a in data) for dim, axes in dims.items()}
     if mesh is not None:
         _check(text, {axis for axes in dims.values() for axis in axes}, _sizes(mesh))
-    return Layout(tuple(dims.items()), REMAT in names)
+    return Layout(tuple(dims.items()), REMAT in names, *(METHODS[name] for name in methods))
 
 
 def _sizes(mesh: Any) -> dict[str, int]:

@@ -76,7 +76,7 @@ def logits(params: Params, images: torch.Tensor, config: Config, key: vfn.random
     blocks, run, keys = params["blocks"], block, keys_of(key, len(params["blocks"]))
     params = {name: p for name, p in params.items() if name != "blocks"}
     at = config.layout  # mesh
-    params, run = at.gather(params), at.block(block)  # mesh
+    params, run = at.gather(params, NAMES), at.block(block, NAMES)  # mesh
     x = F.conv2d(images, params["stem"], padding=1)
     for i, p in enumerate(blocks):
         x = run(p, x, 2 if i and i % config.blocks == 0 else 1, config, next(keys))
