@@ -67,11 +67,13 @@ assert not of_ranks & (words(llama) | words(mixtral))
 # ## The table
 #
 # A parallelism says which axes of the mesh split which of the named dims. `params`, `grads` and `state` stand for the
-# largest dim of each parameter, of its gradient, and of the optimiser's state for it.
+# largest dim of each parameter, of its gradient, and of the optimiser's state for it: they are split over those of `dp`,
+# `cp` and `ep` that are in use, whose ranks see other tokens. The three ways to share a sequence split the same: they are
+# three ways in which attention meets other ranks' keys.
 
 # %%
 for name, dims in TABLE.items():
-    print(f"{name:6} ", ",  ".join(f"{dim} over {' and '.join(axes)}" for dim, axes in dims.items()))
+    print(f"{name:10} ", ",  ".join(f"{dim} over {' and '.join(axes)}" for dim, axes in dims.items()))
 
 # %% [markdown]
 # Rows are joined by `+`. What comes of it is a spec for each value whose dims have names:
@@ -188,6 +190,7 @@ print(f"{len(runs)} parallelisms, {STEPS} steps: every loss is within 1e-13 of t
 # One matrix of the first block, its gradient, and AdamW's running mean of that gradient. In the pictures a colour is a
 # block, and the numbers in it are the ranks that hold it. Data parallel: everything whole, on everyone. ZeRO-1 splits the
 # state; ZeRO-2 the gradient, too; FSDP (ZeRO-3) all. Tensor parallel splits what is computed with, and the rest follows.
+# (`R:dp` in a type: each rank's gradient stays to be added up, until it is known which part of the sum a rank needs.)
 
 
 # %%
@@ -245,8 +248,8 @@ assert logs["cp"].count("all_gather") == 0 < logs["cp"].count("permute")
 assert logs["ep, mixtral"].count("all_to_all") == 4 * MIXTRAL.layers
 
 # %% [markdown]
-# Each record says what it was for. ZeRO-1: gradients are added up; the norm that clips them is one more number, as each
-# rank now works on a part of them; and the updated parameters are gathered.
+# Each record says what it was for. ZeRO-1: gradients are added up and split; the norm that clips them is one more number,
+# as each rank now works on a part of them; and the updated parameters are gathered.
 
 # %%
 for record in logs["zero1"]:
@@ -317,17 +320,18 @@ for text, (p, g, s) in big.items():
 # %% [markdown]
 # ## A row of one's own
 #
-# The table is a dictionary. Ranks that share a sequence hold the same parameters, so a run with long contexts would split
-# them over *both* axes, `dp` and `cp`. No row says so; here is one, and the model is not touched.
+# The table is a dictionary. HSDP repeats everything on each replica, but for the optimiser's state, the largest part, there
+# is no need to: that is used once a step. No row says so; here is one, and the model is not touched.
 
 # %%
-over_both = dict.fromkeys(("params", "grads", "state"), ("dp", "cp"))
-TABLE["long"] = {"batch": ("dp",), "length": ("cp",), "norm_length": ("cp",), **over_both}
+TABLE["hsdp1"] = TABLE["hsdp"] | {"state": ("dp", "replica")}
 
-losses, log, (params, grads, state) = train("long", {"dp": 2, "cp": 2})
+losses, log, trees = train("hsdp1", {"replica": 2, "dp": 2})
 assert max(abs(loss - want) for loss, want in zip(losses, one[llama])) < 1e-13
-print(f"{held((params, grads, state)):,} bytes on a rank, a quarter of {32 * count:,}")
-vfn.show(params["blocks"][0]["attention"])
+assert [held(tree) for tree in trees] == [8 * count / 2, 8 * count / 2, 16 * count / 4]
+print(f"{sum(map(held, trees)):,} bytes on a rank, where hsdp has {sum(small['hsdp']):,}")
+params, grads, (_, adam) = trees
+vfn.show(OrderedDict(parameter=params["norm"], gradient=grads["norm"], mean=adam.mean["norm"]))
 
 # %% [markdown]
 # ## Without a table

@@ -164,8 +164,8 @@ def parallel(text: str, mesh: Any = None) -> Layout:
     for name in names:
         for dim, axes in TABLE.get(name, {}).items():
             dims[dim] = (*dims.get(dim, ()), *(axis for axis in axes if axis not in dims.get(dim, ())))
-    data = {*dims.get("batch", ()), *dims.get("length", ())}
-    dims = {dim: tuple(a for a in axes if dim not in Specs._fields or a in data) for dim, axes in dims.items()}
+    idle = {*DATA}.difference(dims.get("batch", ()), dims.get("length", ()))
+    dims = {dim: tuple(axis for axis in axes if axis not in idle) for dim, axes in dims.items()}
     if mesh is not None:
         _check(text, {axis for axes in dims.values() for axis in axes}, _sizes(mesh))
     return Layout(tuple(dims.items()), REMAT in names, *(METHODS[name] for name in methods))
