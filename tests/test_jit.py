@@ -384,6 +384,7 @@ READS = {
     "a shape by a float": lambda x, lr: x * torch.arange(0, lr, 0.1),
     "a formula of torch's with a float": lambda x, lr: vfn.grad(lambda x: torch.lerp(x, x * x, lr).sum())(x),
     "a sparse constant": lambda x: torch.sparse.mm(_SPARSE, x),
+    "where the memory of an argument begins": lambda x: vfn.grad(lambda x: x.as_strided((2,), (1,), 1).sum())(x),
     "a float as text": lambda x, lr: x * len(f"{lr}"),
 }
 

@@ -253,6 +253,13 @@ def test_a_view_of_what_lies_otherwise_than_torch_says(name: str) -> None:
     torch.testing.assert_close(vfn.jit(f)(x), f(x), rtol=0, atol=0)
 
 
+def test_what_is_seen_conjugated_is_not_written_over() -> None:
+    f = vfn.grad(lambda a, b: torch.polar(a, b).real.sum(), argnums=(0, 1))
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -3.0])
+    for got, want in zip(vfn.jit(f)(a, b), (b.cos(), -a * b.sin()), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 # --- views ------------------------------------------------------------------------------------------------------------
 
 

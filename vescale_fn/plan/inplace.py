@@ -23,6 +23,7 @@ def alike(x: Any, y: Any) -> bool:
         isinstance(x, torch.Tensor)
         and isinstance(y, torch.Tensor)
         and (x.shape, x.dtype, x.stride(), x.device) == (y.shape, y.dtype, y.stride(), y.device)
+        and not (x.is_conj() or x.is_neg())  # what is written there would be seen conjugated, or negated
         and is_dense(x)
     )
 

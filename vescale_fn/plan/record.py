@@ -178,6 +178,9 @@ class Recorder(_torch.TorchDispatchMode):
             raise Unrecordable(
                 f"the value of a float among the arguments decides the shape of torch's {_name(func)}", line
             )
+        if func is _AS_STRIDED and [*args, kwargs.get("storage_offset")][3] is not None:
+            if _torch.memory_number(fakes[0]) in self._given:  # the next argument may begin elsewhere in its memory
+                raise Unrecordable("torch's as_strided counts from where the memory of an argument begins", line or "?")
         outs = [(x, x.shape) for x in fake_kwargs.values() if isinstance(x, torch.Tensor)]
         try:
             out = self._fake(func, fakes, fake_kwargs)
@@ -318,6 +321,7 @@ class Recorder(_torch.TorchDispatchMode):
 _SIZED = frozenset(("arange", "range", *(f"upsample_{kind}" for kind in (
     "nearest1d nearest2d nearest3d linear1d bilinear2d bicubic2d trilinear3d").split())))  # fmt: skip
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, _torch.FakeTensor))
+_AS_STRIDED = torch.ops.aten.as_strided.default
 _NOTHING = {
     torch.ops.aten.detach_.default,
     torch.ops.prim.device.default,
