@@ -261,6 +261,32 @@ def test_complains_of_another_structure(case):
 
 
 @each_case
+def test_complains_of_other_shapes(case):
+    """A gradient that would fit after broadcasting, and a state of other parameters."""
+    params = {"w": torch.ones(2, 3), "b": torch.ones(4)}
+    with pytest.raises(vfn.errors.VfnError) as error:
+        case.ours.update({"w": torch.ones(3), "b": torch.ones(4)}, case.ours.init(params), params)
+    assert "must have the same shapes\n  * params['w'] is the tensor f32[2,3], its gradient is " in str(error.value)
+    assert "Instead: gradients by these parameters, and opt.init(params) for the state" in str(error.value)
+    if case.name != "from_torch" and any(x.ndim for x in optree.tree_leaves(case.ours.init(params))):
+        other = {"w": torch.ones(2, 5), "b": torch.ones(4)}
+        with pytest.raises(vfn.errors.VfnError, match=r"params\['w'\] is the tensor f32\[2,3\], state has the tensor"):
+            case.ours.update(params, case.ours.init(other), params)
+
+
+def test_parameters_on_two_meshes_and_on_none():
+    params = {"a": torch.linspace(-1, 1, 30).view(5, 6), "b": torch.linspace(1, 2, 7).bfloat16(), "c": torch.ones(3)}
+    grads, opt = optree.tree_map(torch.sin, params), optim.adamw(0.1)
+    expected = opt.update(grads, opt.init(params), params)
+    with vfn.simulate(4):
+        row, grid = vfn.make_mesh((4,), ("dp",)), vfn.make_mesh((2, 2), ("x", "y"))
+        place = lambda tree: {"a": vfn.shard(tree["a"], row, P("dp")), "b": vfn.shard(tree["b"], grid, P(("y", "x"))),
+                              "c": tree["c"]}  # fmt: skip
+        params, grads = place(params), place(grads)
+        close(vfn.unshard(opt.update(grads, opt.init(params), params)), expected, rtol=0, atol=0)
+
+
+@each_case
 @pytest.mark.parametrize(("shape", "names"), [((1, 2), ("dp", "tp")), ((2, 3), ("dp", "tp"))])
 def test_the_same_on_a_mesh(case, shape, names):
     expected = train(case.ours, make_params())
@@ -814,3 +840,6 @@ def test_schedules_that_cannot_be_joined():
 def test_warm_up_must_leave_steps():
     with pytest.raises(vfn.errors.VfnError, match="warmup=5 and steps=5"):
         optim.warmup_cosine(1.0, 5, 5)
+    for schedule, where in ((optim.cosine, "cosine"), (lambda *given: optim.linear(0.0, *given), "linear")):
+        with pytest.raises(vfn.errors.VfnError, match=f"^{where}: needed is steps > 0, but steps=0$"):
+            schedule(1.0, 0)

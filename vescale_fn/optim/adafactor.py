@@ -9,9 +9,10 @@ import torch
 
 from .. import tree
 from ..array import is_array, mesh_of, spec_of
+from ..errors import described
 from ..placement import shard, with_sharding
 from ..spec import P, from_split_axes, split_axes
-from .leaves import beside
+from .leaves import beside, check_shapes, other_shapes
 from .masks import flags
 from .optimizer import Optimizer, Rate, check_numbers, check_state, is_trained, rate_at, steps_done, zero_count
 
@@ -68,6 +69,11 @@ def adafactor(lr: Rate = 1e-2, decay_exponent: float = -0.8, eps: tuple[float | 
         todo = [i for i, leaf in enumerate(leaves) if found[i] is not None and is_trained(leaf)]
         if not todo:
             return grads, AdafactorState(state.count + 1, state.squares)
+        check_shapes("adafactor", params, todo, [leaves[i] for i in todo], [[found[i] for i in todo]])
+        if wrong := [i for i in todo if [x.shape for x in tree.leaves(kept[i])] != _shapes(leaves[i])]:
+            paths = tree.paths(params, "params")
+            raise other_shapes("adafactor", [f"{paths[i]} is {described(leaves[i])}, state has " + " and ".join(
+                described(x) for x in tree.leaves(kept[i])) for i in wrong])  # fmt: skip
         count = state.count + 1
         done = steps_done(count)
         rate = rate_at(lr, state.count)
@@ -104,6 +110,12 @@ def _no_squares(leaf: Any) -> Any:
     if leaf.ndim < 2:
         return torch.zeros_like(leaf, dtype=_wide(leaf))
     return Factors(*(_zeros_without(leaf, dim) for dim in (-1, -2)))
+
+
+def _shapes(leaf: Any) -> list[torch.Size]:
+    """Those of what is kept of a leaf."""
+    *before, n, m = leaf.shape if leaf.ndim > 1 else (0, 0)
+    return [torch.Size((*before, n, 1)), torch.Size((*before, 1, m))] if leaf.ndim > 1 else [leaf.shape]
 
 
 def _zeros_without(leaf: Any, dim: int) -> Any:

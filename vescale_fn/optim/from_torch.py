@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _torch, tree
-from .leaves import beside
+from .leaves import beside, check_shapes
 from .optimizer import Optimizer, Rate, check_numbers, check_state, is_trained, rate_at, zero_count
 
 
@@ -63,6 +63,7 @@ def from_torch(cls: Callable[..., torch.optim.Optimizer], lr: Rate, **options: A
         leaves, structure, (found, kept) = beside("from_torch", params, grads, state.kept)
         todo = [i for i, leaf in enumerate(leaves) if found[i] is not None and is_trained(leaf)]
         if todo:
+            check_shapes("from_torch", params, todo, [leaves[i] for i in todo], [[found[i] for i in todo]])
             rate = rate_at(lr, state.count)
             own = _variables([leaves[i] for i in todo])
             theirs = cls(own, lr=float(rate) if callable(lr) else rate, **options)

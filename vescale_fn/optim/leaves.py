@@ -17,7 +17,7 @@ import torch
 from .. import _torch, context, tree
 from ..array import Array
 from ..blocks import Blocks
-from ..errors import VfnError, report
+from ..errors import VfnError, described, report
 from ..layout import layout, spec_for
 from .many import Many
 from .optimizer import is_trained
@@ -42,6 +42,7 @@ def by_leaf(where: str, rule: Rule, grads: Any, params: Any, *others: Any) -> li
     todo = [i for i, leaf in enumerate(leaves) if columns[0][i] is not None and is_trained(leaf)]
     if todo:
         given = [x if len(todo) == len(x) else [x[i] for i in todo] for x in (columns[0], leaves, *columns[1:])]
+        check_shapes(where, params, todo, given[1], [given[0], *given[2:]])
         given[0] = in_dtypes_of(given[1], given[0])
         for column, like, out in zip(columns, given[1:], each(rule, *given)):
             for i, x in zip(todo, in_dtypes_of(like, out)):
@@ -56,7 +57,35 @@ def in_dtypes_of(like: Sequence[Any], xs: list[Any]) -> list[Any]:
     return [x if x.dtype == one.dtype else x.to(one.dtype) for x, one in zip(xs, like)]
 
 
-_dtype, _spec, _followed = (operator.attrgetter(name) for name in ("dtype", "_spec", "requires_grad"))
+_dtype, _shape, _spec, _followed = (operator.attrgetter(x) for x in ("dtype", "shape", "_spec", "requires_grad"))
+
+
+def check_shapes(where: str, params: Any, places: Sequence[int], leaves: Sequence[Any],
+                 columns: Sequence[Sequence[Any]]) -> None:  # fmt: skip
+    """Raise where a gradient (the first column), or what a state has of a leaf, has another shape than the leaf itself.
+
+    Args:
+        where: the optimiser's name.
+        params, places: the whole tree, and the places of its leaves that are looked at.
+        leaves, columns: these leaves, and what stands beside each: what is no tensor has no shape.
+    """
+    shapes = list(map(_shape, leaves))
+    failures = []
+    for which, column in enumerate(columns):
+        if isinstance(column[0], torch.Tensor) and list(map(_shape, column)) != shapes:
+            paths = tree.paths(params, "params")
+            whose = "state has" if which else "its gradient is"
+            failures += [f"{paths[i]} is {described(leaf)}, {whose} {described(x)}"
+                         for i, leaf, x in zip(places, leaves, column) if x.shape != leaf.shape]  # fmt: skip
+    if failures:
+        raise other_shapes(where, failures)
+
+
+def other_shapes(where: str, failures: Sequence[str]) -> VfnError:
+    """What is said of gradients, or of a state, of other parameters than these."""
+    found = "gradients, parameters and state must have the same shapes"
+    fix = "gradients by these parameters, and opt.init(params) for the state"
+    return VfnError(report(where, found, list(dict.fromkeys(failures)), fix))
 
 
 def beside(where: str, params: Any, *others: Any, name: str = "grads") -> tuple[list[Any], Any, list[list[Any]]]:
@@ -69,7 +98,7 @@ def beside(where: str, params: Any, *others: Any, name: str = "grads") -> tuple[
                     for problem in tree.partings(other, params, "state" if i else name, "params")]  # fmt: skip
         fix = "give gradients and state as `grad` and `init` return them for these params"
         raise VfnError(report(where, "a tree lacks the structure of params",
-                              failures or str(error).splitlines()[:1], fix)) from None  # fmt: skip
+                              list(dict.fromkeys(failures)) or str(error).splitlines()[:1], fix)) from None  # fmt: skip
 
 
 def zeros_like(params: Any, dtype: torch.dtype | None = None) -> Any:

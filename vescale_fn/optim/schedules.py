@@ -33,7 +33,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     [1.0, 0.8, 0.2, 0.2]
     """
     check_numbers("linear", start=start, end=end, steps=steps)
-    _check_lengths("linear", warmup=0, steps=steps)
+    _check_lengths("linear", warmup=None, steps=steps)
     return lambda count: start + (end - start) * _part(steps_done(count), 0, steps)
 
 
@@ -47,6 +47,7 @@ def cosine(peak: float, steps: int, end: float = 0.0) -> Schedule:
     [1.0, 0.5, 0.0, 0.0]
     """
     check_numbers("cosine", peak=peak, steps=steps, end=end)
+    _check_lengths("cosine", warmup=None, steps=steps)
     return warmup_cosine(peak, 0, steps, end)
 
 
@@ -153,7 +154,11 @@ def _warmed(done: Any, warmup: int) -> Any:
     return torch.clamp((done + 1) / warmup, max=1.0)
 
 
-def _check_lengths(where: str, warmup: int, steps: int, decay: int | None = None) -> None:
+def _check_lengths(where: str, warmup: int | None, steps: int, decay: int | None = None) -> None:
+    if warmup is None:
+        if steps <= 0:
+            raise VfnError(report(where, f"needed is steps > 0, but steps={steps}"))
+        return
     if not 0 <= warmup < steps:
         raise VfnError(report(where, f"needed is 0 <= warmup < steps, but warmup={warmup} and steps={steps}"))
     if decay is not None and not 0 < decay <= steps - warmup:
