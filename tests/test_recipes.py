@@ -67,6 +67,14 @@ def test_rotation_keeps_scores_of_equal_distances():
     assert scores[0, 0] == pytest.approx((q @ k).item())
 
 
+def test_the_loss_of_narrow_scores_is_not_rounded():
+    scores, targets = torch.randn(3, 5, 7).bfloat16(), torch.arange(15).view(3, 5) % 7
+    ours = layers.next_token_loss(scores, targets)
+    want = -scores.double().log_softmax(-1).gather(-1, targets[..., None]).mean()
+    assert ours.dtype == torch.float32
+    assert ours.item() == pytest.approx(want.item(), rel=1e-6)
+
+
 def test_dropout_is_on_with_a_key_alone():
     params, batch = make_params(), data.random_batch(KEY, WORDS, 4, 8)
     score = lambda key, config=SMALL: transformer.loss(params, batch, config, key).item()

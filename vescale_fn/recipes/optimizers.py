@@ -53,8 +53,8 @@ def _sgd(rate: Rate) -> vfn.optim.Optimizer:
 # A name: the optimiser for a schedule, and the peak of it that suits the main job's models
 OPTIMIZERS: dict[str, tuple[Callable[[Rate], vfn.optim.Optimizer], float]] = {
     "adamw": (_adamw, 4e-3),
-    "lion": (_lion, 4e-4),
-    "muon": (_muon, 4e-3),
+    "lion": (_lion, 1e-3),
+    "muon": (_muon, 1e-2),
     "adafactor": (_adafactor, 3e-2),
     "sgd": (_sgd, 3e-1),
 }

@@ -64,7 +64,7 @@ def parse(argv: list[str] | None, doc: str, checked: int) -> argparse.Namespace:
     options.lr = OPTIMIZERS[options.optimizer][1] if options.lr is None else options.lr
     options.config = _sizes(options)
     options.setup = _setup(options)
-    if options.resume or options.evaluate:
+    if options.checkpoints:
         _compare(options, parser)
     _lay_out(options, parser)  # mesh: start
     try:
@@ -179,12 +179,16 @@ def _sizes(options: argparse.Namespace) -> Any:
 
 
 def _compare(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Check that the last checkpoint is of the same model and optimiser."""
+    """Check that the last checkpoint, if there is one, is to be used, and is of the same model and optimiser."""
     saved, asked = vfn.checkpoint.Manager(options.checkpoints), "evaluate" if options.evaluate else "resume"
-    if saved.latest() is None:
-        if options.evaluate:
-            parser.error(f"--evaluate: there is no checkpoint in {options.checkpoints}")
+    last = saved.latest()
+    if last is None and options.evaluate:
+        parser.error(f"--evaluate: there is no checkpoint in {options.checkpoints}")
+    if last is None:
         return
+    if not (options.resume or options.evaluate):
+        parser.error(f"--checkpoints {options.checkpoints} has those of a run that has come to step {last}: --resume, "
+                     "or another folder")  # fmt: skip
     try:
         there = saved.restore({"setup": options.setup}, partial=True)["setup"]
     except vfn.errors.CheckpointError as error:
