@@ -69,7 +69,7 @@ def test_rotation_keeps_scores_of_equal_distances():
 
 def test_the_loss_of_narrow_scores_is_not_rounded():
     scores, targets = torch.randn(3, 5, 7).bfloat16(), torch.arange(15).view(3, 5) % 7
-    ours = layers.next_token_loss(scores, targets)
+    ours = layers.next_token_loss(scores, targets, 0.0, None)
     want = -scores.double().log_softmax(-1).gather(-1, targets[..., None]).mean()
     assert ours.dtype == torch.float32
     assert ours.item() == pytest.approx(want.item(), rel=1e-6)
