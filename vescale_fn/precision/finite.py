@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from .. import _torch, context, tree
+from .. import _torch, context, marks, tree
 from ..array import is_array
 from ..blocks import Blocks
 from ..errors import TransformError, VfnError, count_text, described, report
+from ..ops.reductions import psum
 from ..optim.totals import added_up, parts_of_numbers
 from ..placement import unshard
 from ..plan.graph import Step
@@ -19,7 +21,7 @@ from ..plan.graph import Step
 def all_finite(values: Any) -> Any:
     """Whether all floating-point numbers of a tree are finite: a 0-d bool tensor, the same on all ranks.
 
-    On a mesh that takes one collective, of one number for each leaf.
+    On a mesh, and in a `shard_map` body, whose values are one rank's, that takes one collective, of one number for each leaf.
 
     Source: `jmp.all_finite`.
 
@@ -40,7 +42,8 @@ def all_finite(values: Any) -> Any:
 def nan_guard(values: Any, name: str = "values") -> Any:
     """The tree as it is, or an error that names its first leaf with a number that is not finite, on all ranks.
 
-    On a mesh that takes one collective, of one number for each leaf. Under `jit` it looks in each replay.
+    On a mesh, and in a `shard_map` body, that takes one collective, of one number for each leaf. Under `jit` it looks in each
+    replay.
 
     Args:
         values: a tree; leaves that are not floating point pass by.
@@ -61,16 +64,24 @@ def nan_guard(values: Any, name: str = "values") -> Any:
         return values
     with torch.no_grad():
         parts = _counts([leaves[i].detach() for i in floats], "nan_guard")
+        vectors = [_read(vector) for _, vector in parts]
     said = [f"{paths[i]} is {described(leaves[i])}" for i in floats]
     raise_ = _Raise(said, [members for members, _ in parts])
     recorder = _torch.recorder() if _torch.dispatch_modes() else None
-    vectors = [unshard(vector) if is_array(vector) else vector for _, vector in parts]
     if recorder is None:
         raise_(*vectors)
     else:
-        step = Step("nan_guard", raise_, effect=True)
-        recorder.effect(step, *([*x.blocks] if type(x) is Blocks else x for x in vectors))
+        recorder.effect(Step("nan_guard", raise_, effect=True), *vectors)
     return values
+
+
+def _read(vector: Any) -> Any:
+    """Counts that are the same on all ranks, as a plain tensor, or as the list of the simulated ranks' tensors."""
+    whole = unshard(vector) if is_array(vector) and context.body() is None else vector
+    with _torch.no_torch_function():
+        inner = _torch.peel(whole)
+        inner = unshard(inner) if is_array(inner) else inner
+        return list(inner.blocks) if type(inner) is Blocks else inner
 
 
 def _has_floats(x: Any) -> bool:
@@ -79,16 +90,32 @@ def _has_floats(x: Any) -> bool:
 
 def _counts(leaves: Sequence[Any], where: str) -> list[tuple[list[int], Any]]:
     """How many numbers of each leaf are not finite: for each mesh, the places of its leaves and the vector of their counts."""
-    if context.body() is not None:
-        raise TransformError(report(where, "in a shard_map body a rank sees its own blocks alone, and the ranks would differ",
-                                    fix=f"{where} of the arrays, outside of the body"))  # fmt: skip
     one = lambda x: torch.sum(torch.logical_not(torch.isfinite(x)), dtype=torch.float32)
     many = lambda *xs: torch.stack([one(x) for x in xs])
+    if context.body() is not None:
+        return [(list(range(len(leaves))), _added_up_in_body(leaves, one, where))] if leaves else []
     found = []
     for mesh, parts in parts_of_numbers(leaves, one, many).items():
         members = [i for places, _ in parts for i in places]
         found.append((members, added_up([vector for _, vector in parts], mesh, torch.cat)))
     return found
+
+
+def _added_up_in_body(leaves: Sequence[Any], one: Callable[[Any], Any], where: str) -> Any:
+    """The vector of the leaves' numbers, added up over the ranks that hold different blocks of any of them."""
+    body = context.body()
+    assert body is not None
+    if not body.check:
+        raise TransformError(report(where, "in a shard_map body whose types are not checked nothing tells which ranks hold "
+                                    "blocks of one value, and which the same", fix=f"check_vma=True; or {where} of the "
+                                    "arrays, outside of the body"))  # fmt: skip
+    numbers = [one(x) for x in leaves]
+    varying = [marks.typeof(x, body.axes).varying for x in numbers]
+    axes = frozenset[str]().union(*varying)
+    # What all ranks of an axis hold alike each of them adds.
+    times = [math.prod(body.sizes[axis] for axis in axes - own) for own in varying]
+    vector = torch.stack([x / n for x, n in zip(numbers, times)])
+    return psum(vector, tuple(axis for axis in body.axes if axis in axes)) if axes else vector
 
 
 class _Raise:
@@ -101,7 +128,7 @@ class _Raise:
         found: dict[int, int] = {}
         for members, vector in zip(self.members, counts):
             vector = vector[0] if isinstance(vector, (list, tuple)) else vector
-            found.update((i, int(count)) for i, count in zip(members, vector.tolist()) if count)
+            found.update((i, round(count)) for i, count in zip(members, vector.tolist()) if count)
         if found:
             first = min(found)
             count = found[first]

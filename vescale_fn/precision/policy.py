@@ -83,8 +83,8 @@ class Policy:
         value's own dtype where that holds more; where a `vfn.grad` is taken of it, those of the backward pass as well.
 
         Weights that `with_sharding` gathers travel in the dtype of computing, and their gradients are added up, and stay, in
-        that of the parameters. With `remat` write ``vfn.remat(policy.apply(block))``: from outside of a block that is computed
-        again the sum would be rounded to the dtype of computing.
+        that of the parameters, also where blocks of `f` are computed again (`remat`). Where a transform of torch.func comes
+        between, the sum is made in the dtype of computing.
 
         Args:
             f: a function of parameters and of anything else.
