@@ -109,6 +109,23 @@ def test_experts_without_tokens():
     assert given[0].any(-1).sum(1).tolist() == [0] * (COUNT - 2) + [3 * GROUPS] * 2  # the rest of the rows are zeros
 
 
+def test_all_tokens_to_one_expert():
+    """Each rank's tokens go to one rank, which takes all of them in; with less room, the first ones of each group."""
+    p, _, x, weights = made()
+    gate = torch.zeros(WIDTH, COUNT, dtype=F64)
+    gate[:, 5] = 9
+    x = x.abs() + 0.1
+    to_one = lambda p, gate, x, capacity: experts(network, p, x, route(x @ gate, 1), capacity=capacity)
+    for capacity in (None, 2):
+        kept = (torch.arange(TOKENS) < (capacity or TOKENS)).double()[:, None]
+        alone = lambda p, gate, x, _, kept=kept: kept * torch.softmax(x @ gate, -1)[..., 5:6] * network(
+            {name: w[5] for name, w in p.items()}, x)  # fmt: skip
+        want = gradients(alone, p, gate, x, weights, None)
+        with vfn.simulate(4):
+            there = vfn.shard((p, gate, x), vfn.make_mesh((4,), ("ep",)), (P("ep"), P(), P("ep")))
+            close(gradients(to_one, *there, weights, capacity), want)
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_hardly_any_tokens(tokens):
     p, gate, x, weights = made()
@@ -116,8 +133,11 @@ def test_hardly_any_tokens(tokens):
     with vfn.simulate(2):
         there = vfn.shard((p, gate, x), vfn.make_mesh((2,), ("ep",)), (P("ep"), P(), P("ep")))
         found = gradients(layer, *there, weights, None)
-    close(found, gradients(layer, p, gate, x, weights, None))
-    assert found[1][2].shape == x.shape
+        close(found, gradients(layer, p, gate, x, weights, None))
+        assert found[1][2].shape == x.shape
+        there = vfn.shard((p, gate, x[:1]), vfn.make_mesh((2,), ("ep",)), (P("ep"), P(), P()))  # one group in all
+        found = gradients(layer, *there, weights[:1], None)
+    close(found, gradients(layer, p, gate, x[:1], weights[:1], None))
 
 
 def test_as_a_plan_and_under_transforms():

@@ -37,8 +37,13 @@ def experts(f: Callable[..., Any], params: Any, x: torch.Tensor, routes: Routes,
         x: tokens [..., T, D]: groups of T tokens. To split a sequence over ranks as well, make groups of its parts:
             ``x.unflatten(1, (parts, -1))``.
         routes: of `route`, for these tokens.
-        capacity: rows of each expert for each group: ``math.ceil(1.25 * k * T / E)``, say. By default T, the most that
-            a group can need: no token is dropped, and the buffers are ``E / k`` times as large as the tokens.
+        capacity: rows of each expert for each group. By default T, the most that a group can need, so that no token is
+            dropped, wherever they all go. Shapes may not depend on routes, so this is paid for always: buffers of E T
+            rows a group, of which k T are used, which is E / k times as much as an even load needs, in memory and in what
+            `f` computes. With 8 experts, k = 2, T = 4096, D = 4096 and hidden rows of 14336, in bf16, that is for one
+            group 8 * 4096 * 4096 * 2 = 268 MB of rows, as much of results, and 940 MB of each hidden value, four times
+            what is used. ``math.ceil(1.25 * k * T / E)`` makes it 1.25 times, and drops what exceeds that; shorter groups
+            (``x.unflatten(1, (parts, -1))``) do not change the sum, but even out less.
         axis: in a `shard_map` body, where x and params are one rank's: the axis or axes that the experts are split over.
 
     Returns:
