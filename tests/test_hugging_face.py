@@ -65,12 +65,12 @@ def cross_entropy(out, labels):
     return F.cross_entropy(out.logits.flatten(0, -2), labels.flatten())
 
 
-def train(f, params, inputs, labels, options, key=None, steps=STEPS, jit=False, gather=lambda params: params):
+def train(f, params, inputs, labels, options, key=None, steps=STEPS, jit=False):
     """The losses of some steps of AdamW, the gradients of the first one, the parameters after the last."""
     opt = vfn.optim.adamw(**OPTIONS)
 
     def step(params, state, inputs, labels):
-        run = lambda params: cross_entropy(f(gather(params), **inputs, **options, key=key), labels)
+        run = lambda params: cross_entropy(f(params, **inputs, **options, key=key), labels)
         loss, grads = vfn.value_and_grad(run)(params)
         updates, state = opt.update(grads, state, params)
         return vfn.optim.apply_updates(params, updates), state, loss, grads
@@ -151,10 +151,31 @@ def test_a_whole_step_as_a_plan(fsdp):
     with vfn.simulate(2):
         mesh = vfn.make_mesh((2, 1) if fsdp else (1, 2), ("dp", "tp"))
         held = vfn.shard(params, mesh, hugging_face.specs(params, "llama", fsdp=fsdp))
-        whole = hugging_face.specs(params, "llama")
-        gather = lambda params: vfn.with_sharding(params, whole)
-        got = train(f, held, *vfn.shard((inputs, labels), mesh, P("dp")), options, jit=True, gather=gather)
+        f = f.gathering(hugging_face.specs(params, "llama"))
+        got = train(f, held, *vfn.shard((inputs, labels), mesh, P("dp")), options, jit=True)
     close(got, want)
+
+
+def test_fsdp_gathers_where_a_module_reads_and_again_in_the_backward_pass():
+    module, inputs, labels, options = made("llama")
+    module.activation_checkpointing_enable({"use_reentrant": False})
+    f, params = vfn.functionalize(module.train())
+    want = vfn.grad(lambda params: cross_entropy(f(params, **inputs, **options), labels))(params)
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("dp",))
+        held = vfn.shard(params, mesh, hugging_face.specs(params, "llama", tp=None, fsdp="dp"))
+        inputs, labels = vfn.shard((inputs, labels), mesh, P("dp"))
+        run = lambda params: cross_entropy(f.gathering(P())(params, **inputs, **options), labels)
+        with vfn.comm_log() as log, vfn.strict():
+            loss, back = vfn.vjp(run, held)
+        layer, rest = len(optree.tree_leaves(params["model"]["layers"])), 3  # besides: embedding, last norm, scores
+        assert log.count("all_gather") == layer + rest
+        with vfn.comm_log() as log, vfn.strict():
+            (grads,) = back(torch.ones_like(loss))
+        assert log.count("all_gather") == layer
+        assert log.count("reduce_scatter") == layer + rest
+        assert optree.tree_map(vfn.spec_of, grads) == optree.tree_map(vfn.spec_of, held)
+        torch.testing.assert_close(vfn.unshard(grads), want, rtol=1e-10, atol=1e-12)
 
 
 def test_dropout_on_a_mesh_is_that_of_one_device():

@@ -99,9 +99,12 @@ def test_as_a_plan_under_transforms_and_in_a_body():
         close(vfn.value_and_grad(vfn.remat(f), (0, 1))(*there), want)
         close((want[0], torch.func.grad(f, (0, 1))(*there)), want)
         uneven = vfn.shard(weight[:11], mesh, P("tp"))
+        tangents = x.cos(), weight[:11].sin()
         goal, there[2] = target.clamp(max=10), vfn.shard(target.clamp(max=10), mesh, P("dp"))
         close((want[0], twice(lambda x, w: f(x, w, there[2]), there[0], uneven)),
               (want[0], twice(lambda x, w: whole(x, w, goal), x, weight[:11])))  # fmt: skip
+        close((want[0], vfn.jvp(lambda x, w: f(x, w, there[2]), (there[0], uneven), tangents)),
+              (want[0], vfn.jvp(lambda x, w: whole(x, w, goal), (x, weight[:11]), tangents)))  # fmt: skip
         close(vfn.jit(vfn.value_and_grad(f, (0, 1)))(there[0], uneven, there[2]),
               vfn.value_and_grad(lambda x, w: whole(x, w, goal), (0, 1))(x, weight[:11]))  # fmt: skip
         body = lambda x, w, t: vfn.pmean(linear_cross_entropy(x, w, t, label_smoothing=0.1, axis="tp"), "dp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _torch, tracebacks
-from ..array import mesh_of
+from .. import _torch, tracebacks, tree
+from ..array import is_array, mesh_of
 from ..errors import InPlaceError, RandomError, SpecError, TransformError, described, report, short
+from ..placement import with_sharding
 from ..random.keys import Key
+from ..spec import P
 from .keyed import Keyed, memory_of
 from .names import Names
 from .results import adopt
@@ -118,6 +121,7 @@ class Functional:
         self.trainable = self.params.tree(not frozen for frozen in self._frozen)
         held = {id(b) for b in self.state.tensors} if self.state else set()
         self._constants = {id(b): (name, b) for name, b in template.root.named_buffers() if id(b) not in held}
+        self._at_use: dict[int, P] = {}
         self._moved: dict[Any, list[torch.Tensor]] = {}
         self._module_names = dict(template.root.named_modules())
         if isinstance(state, str) and self.state is not None and not self.state.names:
@@ -146,7 +150,7 @@ class Functional:
             held, args = args[0], args[1:]
             held = self.state.leaves(held, self.__name__)
             given |= {id(stand_in): x.clone() for stand_in, x in zip(self.state.tensors, held)}
-        module = self._template.filled(given, train)
+        module = self._template.filled(given, train, self._read if self._at_use else None)
         names = dict(zip(map(id, module.modules()), self._module_names))
         watched = [*((f"the buffer {self._constants[i][0]!r}", x) for i, x in constants.items()),
                    *((f"the parameter {path}", x) for path, x in zip(self.params.paths, leaves))]  # fmt: skip
@@ -160,6 +164,45 @@ class Functional:
             return out
         after = dict(module.named_buffers(remove_duplicate=False))
         return out, self.state.tree(after[name] for name in self.state.names)
+
+    def gathering(self, specs: Any) -> Functional:
+        """This function, whose module brings a parameter to where `specs` says each time that it reads it.
+
+        So a model that is split as in FSDP never has more than some of its parameters whole: one layer's, if its layers are
+        computed again in the backward pass (transformers' ``module.activation_checkpointing_enable()``, or
+        `torch.utils.checkpoint` in its code), and those that the backward pass will need, if not. Gradients are
+        reduce-scattered. In a plan small parameters travel together.
+
+        Args:
+            specs: how each parameter is to lie where it is used; a tree of specs, or a prefix of one: ``P()``.
+
+        Raises:
+            SpecError: specs that do not fit the tree.
+
+        Source: Zhao et al., "PyTorch FSDP" (arXiv 2304.11277).
+
+        >>> import torch, vescale_fn as vfn
+        >>> f, params = vfn.functionalize(torch.nn.Linear(4, 2))
+        >>> with vfn.simulate(2), vfn.comm_log() as log:
+        ...     split = vfn.shard(params, vfn.make_mesh((2,), ("dp",)), vfn.P("dp"))
+        ...     y = f.gathering(vfn.P())(split, torch.ones(3, 4))
+        ...     print([call.op for call in log], vfn.unshard(y).equal(f(params, torch.ones(3, 4))))
+        ['all_gather', 'all_gather'] True
+        """
+        found = tree.broadcast(
+            specs, self.params.tree(self.params.tensors), f"{self.__name__}.gathering", "specs", "params"
+        )
+        if wrong := [f"that of {path} is {described(s)}" for path, s in zip(self.params.paths, found)
+                     if not isinstance(s, P)]:  # fmt: skip
+            raise SpecError(report(f"{self.__name__}.gathering", "every spec must be a vfn.P", wrong))
+        out = copy.copy(self)
+        out._at_use = {id(stand_in): spec for stand_in, spec in zip(self.params.tensors, found, strict=True)}
+        return out
+
+    def _read(self, stand_in: Any, x: Any) -> Any:
+        """A parameter as its module reads it; on one device it lies where it is."""
+        spec = self._at_use.get(id(stand_in))
+        return with_sharding(x, spec, mesh=mesh_of(x)) if spec is not None and is_array(x) else x
 
     def state_dict(self, params: Any, state: Any = None) -> dict[str, torch.Tensor]:
         """The parameters, and the buffers that a checkpoint has, by the names that `torch.nn.Module.state_dict` gives them.

@@ -22,6 +22,7 @@ from ..errors import TransformError, described, report
 
 _DEPTH = 5  # of containers in containers, where modules may be kept
 Swap = Callable[[Any], Any]
+Read = Callable[[Any, Any], Any]
 
 
 class Template:
@@ -54,8 +55,11 @@ class Template:
         members = {id(x) for x in (*self.modules, *self.root.parameters(), *self.root.buffers())}
         self._references = [_mentioning(m, members) for m in self.modules]
 
-    def filled(self, tensors: Mapping[int, torch.Tensor], train: bool | None) -> nn.Module:
-        """New modules with these tensors, each by the id of what stands for it in the structure."""
+    def filled(self, tensors: Mapping[int, torch.Tensor], train: bool | None, read: Read | None = None) -> nn.Module:
+        """New modules with these tensors, each by the id of what stands for it in the structure.
+
+        `read`: what a module gets that reads a parameter, from what stands for it and what it holds.
+        """
         made: dict[int, Any] = {id(m): m.__class__.__new__(m.__class__) for m in self.modules}
         put = lambda held: {name: tensors.get(id(x), x) for name, x in held.items()}
 
@@ -66,12 +70,26 @@ class Template:
             own = vars(made[id(m)])
             parameters, buffers, children = _torch.held_by(m)
             own.update(vars(m), _parameters=put(parameters), _buffers=put(buffers))
+            if read is not None:
+                own["_parameters"] = _Read(own["_parameters"], parameters, read)
             own["_modules"] = {name: made.get(id(child)) for name, child in children.items()}
             if train is not None:
                 own["training"] = train
             for name, value in references:
                 own[name] = _rebuilt(value, swap, 0)
         return made[id(self.root)]
+
+
+class _Read(dict[str, Any]):
+    """The parameters of a module, of which something else is read than what is held."""
+
+    def __init__(self, held: dict[str, Any], stand_ins: Mapping[str, Any], read: Read) -> None:
+        super().__init__(held)
+        self._stand_ins, self._read = stand_ins, read
+
+    def __getitem__(self, name: str) -> Any:
+        x = super().__getitem__(name)
+        return x if x is None else self._read(self._stand_ins[name], x)
 
 
 def _on_meta(p: torch.Tensor) -> torch.Tensor:

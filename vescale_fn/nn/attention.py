@@ -52,7 +52,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
             same work, and the ring has half of it; without, ranks compute also what the mask then takes away.
 
     Returns:
-        [B, H, T, E], lying as q does. "ring" has derivatives of every order in reverse mode, the others those that
+        [B, H, T, E], lying as q does. "ring" has derivatives of every order in both modes, the others those that
         ``F.scaled_dot_product_attention`` has.
 
     Raises:

@@ -62,6 +62,17 @@ def part_backward(grad: Tensor, log_grad: Tensor | None, q: Tensor, k: Tensor, v
     )
 
 
+def part_tangent(q: Tensor, k: Tensor, v: Tensor, tangents: tuple[Tensor, Tensor, Tensor], log: Tensor, scale: float,
+                 causal: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What a part adds to the tangents of the whole: to that of the logarithm, and to that of the result with the other's
+    share in it. Both are sums over the keys; where the logarithm is infinite the queries do not look at these."""
+    tq, tk, tv = map(wide, tangents)
+    share = _grouped(torch.exp(_scores(q, k, scale, causal) - log.unsqueeze(-1)), k)
+    change = share * (_grouped(tq, k) @ wide(k).mT + _grouped(wide(q), k) @ tk.mT) * scale
+    out = (change @ wide(v) + share @ tv).reshape(*q.shape[:-1], v.shape[-1])
+    return out, change.sum(-1).reshape(q.shape[:-1])
+
+
 def together(out: Tensor, log: Tensor, more: Tensor, more_log: Tensor) -> tuple[Tensor, Tensor]:
     """Two parts, of the same queries and different keys, as one."""
     total = torch.logaddexp(log, more_log)

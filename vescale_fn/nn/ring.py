@@ -17,7 +17,7 @@ import torch
 from .. import _torch, marks, wire
 from ..ops.maps import Collective, index
 from ..ops.sending import bucketed, taking_part
-from .blockwise import part, part_backward, together, wide
+from .blockwise import part, part_backward, part_tangent, together, wide
 from .bodies import brought
 
 Tensor = Any  # a tensor, or a Blocks
@@ -74,6 +74,7 @@ class _Attention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.ring, *leaves = inputs
         ctx.save_for_backward(*leaves, *output)
+        ctx.save_for_forward(*leaves, *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -84,6 +85,15 @@ class _Attention(torch.autograd.Function):
             grad = torch.zeros_like(out)
         back = _zigzag_backward if ctx.ring.causal and ctx.ring.zigzag else _in_order_backward
         return None, *back(ctx.ring, (grad, log_grad), q, k, v, out, log)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Any:
+        """Keys and values go round once more, and with them their tangents."""
+        q, k, v, out, log = ctx.saved_tensors
+        given = tuple(torch.zeros_like(x) if t is None else t for x, t in zip((q, k, v), tangents, strict=True))
+        way = _zigzag_tangent if ctx.ring.causal and ctx.ring.zigzag else _in_order_tangent
+        mixed, log_tangent = way(ctx.ring, q, k, v, given, log)
+        return (mixed - log_tangent.unsqueeze(-1) * wide(out)).to(out.dtype), log_tangent
 
 
 def _in_order(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,6 +116,17 @@ def _in_order_backward(ring: Ring, given: Grads, q: Tensor, k: Tensor, v: Tensor
         more = part_backward(*given, q, k, v, out, seen, ring.scale, False)
         grads = [a + b for a, b in zip(grads, more, strict=True)]
     return _home(ring, grads, q)
+
+
+def _in_order_tangent(ring: Ring, q: Tensor, k: Tensor, v: Tensor, given: Any, log: Tensor) -> tuple[Tensor, Tensor]:
+    tq, *others = given
+    sums = part_tangent(q, k, v, given, log, ring.scale, ring.causal)
+    for step in range(1, ring.n):
+        k, v, *others = ring.turned(k, v, *others)
+        seen = torch.where(ring.earlier(step), log, math.inf) if ring.causal else log
+        more = part_tangent(q, k, v, (tq, *others), seen, ring.scale, False)
+        sums = sums[0] + more[0], sums[1] + more[1]
+    return sums
 
 
 def _home(ring: Ring, grads: list[Tensor], like: Tensor) -> list[Tensor]:
@@ -151,6 +172,20 @@ def _zigzag_backward(ring: Ring, given: Grads, q: Tensor, k: Tensor, v: Tensor, 
             early, either = more[i].chunk(2)
             grads[i] = grads[i] + torch.cat([early + _if(before, either), _if(~before, either)], 2)
     return _home(ring, grads, q)
+
+
+def _zigzag_tangent(ring: Ring, q: Tensor, k: Tensor, v: Tensor, given: Any, log: Tensor) -> tuple[Tensor, Tensor]:
+    tq, *others = given
+    sums = list(part_tangent(q, k, v, given, log, ring.scale, True))
+    for step in range(1, ring.n):
+        k, v, *others = ring.turned(k, v, *others)
+        before = ring.earlier(step)
+        queries, *pairs = _pairs(before, q, (k, v, *others))
+        more = part_tangent(queries, *pairs[:2], (_pair(before, tq), *pairs[2:]), _pair(before, log), ring.scale, False)
+        for i, x in enumerate(more):
+            late, either = x.chunk(2)
+            sums[i] = sums[i] + torch.cat([_if(before, either), late + _if(~before, either)], 2)
+    return sums[0], sums[1]
 
 
 def _pairs(before: Tensor, q: Tensor, keys: tuple[Tensor, ...]) -> list[Tensor]:

@@ -57,6 +57,7 @@ class _SummedUp(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.chunk, *leaves = inputs
         ctx.save_for_backward(*leaves, output[0])
+        ctx.save_for_forward(*leaves, output[0])
 
     @staticmethod
     def backward(ctx: Any, log_grad: Tensor, picked_grad: Tensor, sum_grad: Tensor) -> Any:
@@ -77,6 +78,21 @@ class _SummedUp(torch.autograd.Function):
             of_weight = more if of_weight is None else of_weight + more
         assert of_weight is not None
         return None, None, None, None, None, torch.cat(of_x), of_weight.to(weight.dtype)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        first, count, target, shares, x, weight, log = ctx.saved_tensors
+        of_x, of_weight = (torch.zeros_like(one) if t is None else t for one, t in zip((x, weight), tangents[-2:]))
+        log = torch.where(log == -math.inf, 0.0, log)
+        parts = []
+        for rows in _chunks(x, ctx.chunk):
+            scores = _of_classes(wide(x[rows] @ weight.mT), count)
+            change = wide(of_x[rows] @ weight.mT + x[rows] @ of_weight.mT)
+            at, here = _at(target[rows], first, weight.shape[0] if count is None else count)
+            picked = torch.where(here, change.gather(1, at.unsqueeze(1)).squeeze(1), 0.0)
+            of_log = (torch.exp(scores - log[rows].unsqueeze(1)) * change).sum(1)
+            parts.append((of_log, picked, change.sum(1) if shares is None else change @ shares))
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 def _chunks(x: Tensor, chunk: int) -> Iterator[slice]:

@@ -10,6 +10,12 @@ where its parameters and its data lie. A model that is too large to be made on o
     f, initial = vfn.deferred(lambda: transformers.LlamaForCausalLM(config))
     params = vfn.init(initial, key, spec=lambda shapes: hugging_face.specs(shapes, "llama", fsdp="dp"), mesh=mesh)
 
+Its parameters are split over `dp` besides, and gathered where a module reads them. With transformers' own checkpoints
+(``module.activation_checkpointing_enable({"use_reentrant": False})``) the backward pass gathers them again, and no more than
+one layer is ever there:
+
+    f = f.gathering(hugging_face.specs(params, "llama"))
+
 The tables are for transformers 5 and later. For another architecture, print the paths (``f.params.names``) and write one.
 """
 
@@ -83,7 +89,7 @@ def specs(params: Any, model_type: str, *, tp: str | None = "tp", fsdp: str | No
         model_type: ``config.model_type``, one of `TENSOR_PARALLEL`.
         tp: the axis that heads, hidden units and the vocabulary are split over; None for none.
         fsdp: the axis that what a rank would hold is split over besides, by its first dim. Before their use parameters are
-            gathered over it: ``vfn.with_sharding(params, specs(params, model_type, tp=tp))``, whose gradient is scattered.
+            gathered over it: ``f.gathering(specs(params, model_type, tp=tp))``, whose gradients are scattered.
 
     Raises:
         KeyError: an architecture without a table.
