@@ -180,8 +180,8 @@ def _zigzag_tangent(ring: Ring, q: Tensor, k: Tensor, v: Tensor, given: Any, log
     for step in range(1, ring.n):
         k, v, *others = ring.turned(k, v, *others)
         before = ring.earlier(step)
-        queries, *pairs = _pairs(before, q, (k, v, *others))
-        more = part_tangent(queries, *pairs[:2], (_pair(before, tq), *pairs[2:]), _pair(before, log), ring.scale, False)
+        queries, keys, values, tk, tv = _pairs(before, q, (k, v, *others))
+        more = part_tangent(queries, keys, values, (_pair(before, tq), tk, tv), _pair(before, log), ring.scale, False)
         for i, x in enumerate(more):
             late, either = x.chunk(2)
             sums[i] = sums[i] + torch.cat([_if(before, either), late + _if(~before, either)], 2)
