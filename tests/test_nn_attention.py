@@ -71,6 +71,18 @@ def test_values_and_gradients_are_those_of_one_device(case, method, causal, zigz
     assert [vfn.spec_of(x) for x in (out, *found)] == [spec] * 4
 
 
+def test_ranks_that_split_the_heads_may_be_more_than_there_are_heads_of_keys():
+    leaves, weights = made(length=4), torch.randn(2, 4, 4, 5, dtype=F64)
+    f = lambda *x: attention(*x, causal=True)
+    whole = lambda *x: reference(*x, True)
+    with vfn.simulate(8):
+        mesh = vfn.make_mesh((4, 2), ("tp", "cp"))
+        parts = vfn.shard(leaves, mesh, (P(None, "tp", "cp"), P(None, None, "cp"), P(None, "tp", "cp")))  # 2 over 4
+        close([f(*parts)], [whole(*leaves)])
+        found = vfn.grad(loss(f, weights), (0, 1, 2))(*parts)
+    close(found, vfn.grad(loss(whole, weights), (0, 1, 2))(*leaves))
+
+
 @pytest.mark.parametrize(("method", "zigzag"), [("ring", 2), ("all_gather", 0), ("all_to_all", 2)])
 def test_as_a_plan_and_under_transforms(method, zigzag):
     q, k, v = made(length=8)
@@ -291,10 +303,10 @@ def test_messages():
             "  Instead: zigzag=4, with the tokens in the order zigzag_order(16, 4); or method='all_gather'",
         ]
         mesh = vfn.make_mesh((2, 2), ("tp", "cp"))
-        parts = vfn.shard(made(heads=2, shared=1), mesh, P(None, None, "cp"))
+        parts = vfn.shard(made(heads=6, shared=3), mesh, P(None, None, "cp"))
         assert lines_of(lambda: attention(vfn.with_sharding(parts[0], P(None, "tp", "cp")), *parts[1:])) == [
             "nn.attention: the sequence cannot be split over 2 ranks along 'cp'",
-            "  * the heads of k do not divide by the 2 ranks along 'tp': 1 % 2 = 1",
+            "  * the heads of k do not divide by the 2 ranks along 'tp': 3 % 2 = 1",
         ]
         body = vfn.shard_map(attention, mesh=mesh, in_specs=P(), out_specs=P())
         assert lines_of(lambda: body(q, k, v))[0] == (

@@ -250,6 +250,19 @@ def test_messages():
         ]
 
 
+def test_the_gradient_of_a_reduced_weight_stays_to_be_added_up():
+    x, weight, target = made()
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        there = vfn.shard((weight, x, target), mesh, (P("tp", reduced={"dp"}), P("dp"), P("dp")))
+        with vfn.comm_log() as log:
+            grad = vfn.grad(lambda w, x, t: linear_cross_entropy(x, w, t))(*there)
+        assert [(one.op, one.axis) for one in log] == [("all_reduce", "tp"), ("all_reduce", "tp"), ("all_reduce", "dp")]
+        assert vfn.spec_of(grad) == P("tp", unreduced={"dp"})
+    want = vfn.grad(lambda w: reference(x, w, target))(weight)
+    torch.testing.assert_close(vfn.unshard(grad), want, rtol=1e-12, atol=1e-14)
+
+
 def on_ranks(x, weight, target):
     there = vfn.shard((x, weight, target), vfn.make_mesh((2,), ("tp",)), (P(), P("tp"), P()))
     step = vfn.value_and_grad(lambda x, w, t: linear_cross_entropy(x, w, t, chunk=7), (0, 1))

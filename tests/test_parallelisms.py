@@ -120,6 +120,10 @@ OP_BY_OP = {  # the same of a step that is run as written: what is gathered or s
     "hsdp": {("reduce_scatter", "dp"): (LAYERS + 1, ALL), ("all_gather", "dp"): (LAYERS + 1, ALL),
              ("all_reduce", "replica"): (LAYERS + 1, ALL // 2), ("all_reduce", "replica,dp"): (1, 4)},
     "tp": {("all_reduce", "tp"): (4 * LAYERS, 4 * LAYERS * ACTIVATIONS)},
+    # forward what is looked up, backward the gradient of what is scored; of each token's scores the maximum and a sum
+    "zero1+vp": {("reduce_scatter", "dp"): (1, ALL - VOCABULARY // 2), ("all_gather", "dp"): (1, ALL - VOCABULARY // 2),
+                 ("all_reduce", "tp"): (4, 2 * ACTIVATIONS // 2 + 2 * 4 * BATCH * LENGTH // 2),
+                 ("all_reduce", "dp,tp"): (1, 4)},
     "fsdp+tp": {("reduce_scatter", "dp"): (LAYERS + 1, (ALL + NORMS + VOCABULARY) // 2), ("all_reduce", "dp"): (1, 4),
                 ("all_gather", "dp"): (LAYERS + 1, (ALL + NORMS + VOCABULARY) // 2),
                 ("all_reduce", "tp"): (4 * LAYERS, 4 * LAYERS * ACTIVATIONS // 2)},

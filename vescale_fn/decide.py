@@ -28,7 +28,7 @@ from .refusals import MEMORY, STORAGE
 from .rules.compositions import COMPOSED, READING, composed
 from .rules.rule import Call, Rule, T, whole_along
 from .rules.table import find
-from .spec import P, axes_named, dim_indices, from_split_axes, local_shape, split_axes
+from .spec import P, all_hold_some, axes_named, dim_indices, from_split_axes, local_shape, split_axes
 from .stateful import is_seeded, refuse_seeded
 from .taking_apart import apart, has_merged
 
@@ -276,7 +276,7 @@ def _solve(rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence
             sizes.setdefault(label, set()).add(size)
     for label, names in rule.wish:
         votes.setdefault(label, {}).setdefault(names, 0)
-    even = rule.even | (rule.sums if rule.fold in ("max", "min") else frozenset())
+    extremes = rule.sums if rule.fold in ("max", "min") else frozenset()  # of nothing there is none
     chosen: dict[Any, tuple[str, ...]] = {}
     used: dict[Any, set[str]] = {}  # an axis splits one label of a call
     for label in sorted(votes, key=lambda label: (label in rule.yields, -max(votes[label].values()))):
@@ -287,9 +287,10 @@ def _solve(rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence
             n < len(names)
             and names[n] not in taken
             and (
-                (label not in even and len(sizes[label]) == 1)
+                (label not in rule.even and len(sizes[label]) == 1)
                 or all(s % math.prod(axes[a] for a in names[: n + 1]) == 0 for s in sizes[label])
             )
+            and (label not in extremes or all(all_hold_some(s, names[: n + 1], axes) for s in sizes[label]))
         ):
             n += 1
         chosen[label] = names[:n]

@@ -12,6 +12,7 @@ spec taking its piece out of each of the segments that the axes after it will ma
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -243,6 +244,14 @@ def dim_indices(size: int, names: tuple[str, ...], axes: Axes, coord: Mapping[st
             pieces = [_chunk(_chunk(indices, segments, s), axes[axis], coord[axis]) for s in range(segments)]
             indices = [i for piece in pieces for i in piece]
     return _as_range(indices)
+
+
+def all_hold_some(size: int, names: tuple[str, ...], axes: Axes) -> bool:
+    """Whether each rank holds an index of a dim of `size`, split by `names`."""
+    if size % math.prod(axes[name] for name in names) == 0:
+        return size > 0
+    places = itertools.product(*(range(axes[name]) for name in names))
+    return all(len(dim_indices(size, names, axes, dict(zip(names, place)))) for place in places)
 
 
 def _merged_indices(size: int, row: Merged, axes: Axes, coord: Mapping[str, int]) -> range | list[int]:

@@ -37,7 +37,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
 
     Args:
         q: queries [B, H, T, D].
-        k: keys [B, G, S, D], where G divides H: ``H / G`` query heads share a key head.
+        k: keys [B, G, S, D], where G divides H: ``H / G`` query heads share a key head. Where heads are split over more
+            than G ranks, each key head is repeated for several of these.
         v: values [B, G, S, E]. All three lie alike: ``P(batch axes, head axes, sequence axes)``.
         causal: query i looks at the keys up to i alone; T and S are then the same.
         scale: what scores are multiplied by; by default ``1 / sqrt(D)``.
@@ -95,6 +96,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
         return _whole(q, k, v, scale, causal, zigzag)
     n = math.prod(sizes[a] for a in names)
     batch, heads = (tuple(a for a in row if a not in names) for row in rows[:2])
+    ranks = math.prod(sizes[a] for a in heads)
+    if k.shape[1] % ranks and ranks % k.shape[1] == 0:  # several ranks need the same key head
+        k, v = (x.repeat_interleave(ranks // k.shape[1], 1) for x in (k, v))
     if method == "all_gather" and not zigzag and (q.shape[2] % n or k.shape[2] % n):
         apart, whole = from_split_axes([batch, heads, names]), from_split_axes([batch, heads], reduced=names)
         q, k, v = with_sharding((q, k, v), (apart, whole, whole), mesh=mesh)

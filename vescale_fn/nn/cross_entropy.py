@@ -106,7 +106,7 @@ def _each(x: Any, weight: Any, target: Any, shares: Any, axis: Any, options: Any
     rows = [tuple(a for a in row if a not in names) for row in rows]
     _check_even(x, rows, sizes)
     # What is gathered here has a gradient that is added up and split again in one step: it is left to be added up.
-    of_weight = {a for row in split_axes(spec_of(weight), 2) for a in row}
+    of_weight = {a for row in (*split_axes(spec_of(weight), 2), spec_of(weight).reduced) for a in row}
     specs = (
         from_split_axes([*rows, ()], reduced=of_tokens.intersection(names)),
         from_split_axes([names], reduced=of_weight.intersection(of_tokens).difference(names)),

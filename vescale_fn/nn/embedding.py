@@ -71,7 +71,7 @@ def embedding(ids: torch.Tensor, table: torch.Tensor, *, padding_idx: int | None
         rows = [tuple(a for a in row if a not in names) for row in rows]
         of_ids.difference_update(names)
     width = tuple(a for a in lies[1] if a not in of_ids and a not in names)
-    again = {a for row in lies for a in row if a in of_ids}
+    again = {a for row in (*lies, spec_of(table).reduced) for a in row if a in of_ids}
     specs = from_split_axes(rows), from_split_axes([names, width], reduced=again)
     ids, table = with_sharding((ids, table), specs, mesh=mesh)
     return F.embedding(ids, table, padding_idx)

@@ -7,10 +7,10 @@ step (`steps.py`) is an op on arrays with a decision of its own. A line of `COMP
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ..spec import all_hold_some
 from . import steps
 from .rule import dims
 
@@ -23,7 +23,7 @@ class Composition(NamedTuple):
     argument: str  # which argument, by name
     dims: Callable[[dict[str, Any], int], Sequence[int]]  # from all arguments by name, and its number of dims
     steps: Callable[..., Any]  # of the results' dtypes, and of all arguments
-    even: bool = False  # whether those dims must be split evenly: there is a maximum of parts among the steps
+    some: bool = False  # whether each rank must hold some of those dims: there is a maximum of parts among the steps
     writes: tuple[str, ...] = ()  # arguments that the op changes, which its schema does not say
 
 
@@ -34,7 +34,7 @@ def composed(name: str, args: dict[str, Any], rows: Rows, axes: dict[str, int]) 
         return None
     row, shape = rows[found.argument], args[found.argument].shape
     over = [d for d in found.dims(args, len(shape)) if d < len(row) and row[d]]
-    if found.even and any(shape[d] % math.prod(axes[a] for a in row[d]) for d in over):
+    if found.some and not all(all_hold_some(shape[d], row[d], axes) for d in over):
         return None
     trains = bool(found.writes) and len(found.dims(args, len(shape))) > 0
     return found.steps if over or (trains and any(any(rows.get(w, ())) for w in found.writes)) else None
@@ -63,11 +63,11 @@ def _classes(args: dict[str, Any], ndim: int) -> Sequence[int]:
 
 _KEPT = ("running_mean", "running_var")
 COMPOSED: dict[str, Composition] = {
-    "_softmax.default": Composition("self", _dim, steps.softmax, even=True),
-    "_log_softmax.default": Composition("self", _dim, steps.log_softmax, even=True),
+    "_softmax.default": Composition("self", _dim, steps.softmax, some=True),
+    "_log_softmax.default": Composition("self", _dim, steps.log_softmax, some=True),
     "_softmax_backward_data.default": Composition("output", _dim, steps.softmax_backward),
     "_log_softmax_backward_data.default": Composition("output", _dim, steps.log_softmax_backward),
-    "logsumexp.default": Composition("self", _dim, steps.logsumexp, even=True),
+    "logsumexp.default": Composition("self", _dim, steps.logsumexp, some=True),
     "var.correction": Composition("self", _dim, steps.variance),
     "std.correction": Composition("self", _dim, functools.partial(steps.variance, root=True)),
     "var_mean.correction": Composition("self", _dim, functools.partial(steps.variance, mean=True)),
