@@ -78,6 +78,7 @@ def adafactor(lr: Rate = 1e-2, decay_exponent: float = -0.8, eps: tuple[float | 
         done = steps_done(count)
         rate = rate_at(lr, state.count)
         part = done**decay_exponent
+        parts = {torch.float32: part.to(torch.float32), torch.float64: part}
         relative = torch.minimum(torch.as_tensor(rate, dtype=torch.float64), done**-0.5)
 
         wide = [found[i].to(_wide(leaves[i])) for i in todo]
@@ -86,12 +87,17 @@ def adafactor(lr: Rate = 1e-2, decay_exponent: float = -0.8, eps: tuple[float | 
         steps = []
         for i, grad, (_, *rest) in zip(todo, wide, sums):
             least = torch.finfo(leaves[i].dtype).eps if eps[0] is None else eps[0]
-            kept[i], square = _squares(grad, kept[i], rest, part, least)
+            kept[i], square = _squares(grad, kept[i], rest, parts[grad.dtype], least)
             steps.append(grad * torch.rsqrt(torch.clamp(square, min=least * least)))
-        sizes = _together([(_size(step),) for step in steps], steps)
-        for i, step, (of_param, *_), (of_step,) in zip(todo, steps, sums, sizes):
-            factor = -relative * torch.clamp(torch.sqrt(of_param), min=eps[1])
-            step = step * (factor / torch.clamp(torch.sqrt(of_step) / clip, min=1.0))
+        sizes = _together([(torch.sum(step * step),) for step in steps], steps)
+
+        def factor(of_params: Any, of_steps: Any) -> Any:
+            large = torch.clamp(torch.sqrt(of_params), min=eps[1]) * -relative
+            return large / torch.clamp(torch.sqrt(of_steps) / clip, min=1.0)
+
+        factors = _of_all(factor, steps, [of_param for of_param, *_ in sums], [of_step for (of_step,) in sizes])
+        for i, step, factor_here in zip(todo, steps, factors):
+            step = step * factor_here
             if weight_decay and decaying[i]:
                 step = step - leaves[i] * (rate * weight_decay)
             found[i] = step.to(leaves[i].dtype)
@@ -134,20 +140,30 @@ def _without(x: Any, *dims: int) -> P:
     return from_split_axes(rows)
 
 
-def _size(x: Any) -> Any:
-    """The mean square: 0 of nothing."""
-    return torch.sum(x * x) / max(1, x.numel())
+def _of_all(function: Any, leaves: Sequence[Any], *sums: Sequence[Any]) -> list[Any]:
+    """A function of mean squares, of all leaves at once: a number for each leaf from the sums of its squares."""
+    groups: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        groups.setdefault((mesh_of(leaf), leaf.dtype, leaf.device), []).append(i)
+    found: list[Any] = [None] * len(leaves)
+    for (_, dtype, device), members in groups.items():
+        counts = torch.tensor([max(1, leaves[i].numel()) for i in members], dtype=dtype, device=device)
+        given = (torch.stack([column[i] for i in members]) / counts for column in sums)
+        for i, x in zip(members, function(*given).unbind()):
+            found[i] = x
+    return found
 
 
 def _sums(grad: Any, param: Any, kept: Any) -> tuple[Any, ...]:
     """What is summed over the whole of a leaf, or over its rows and columns."""
+    size = torch.sum(param * param)
     if grad.ndim < 2:
-        return (_size(param),)
+        return (size,)
     square = grad * grad
     n, m = grad.shape[-2:]
     rows = torch.sum(square, -1, keepdim=True) / m
-    return (_size(param), rows, torch.sum(square, -2, keepdim=True) / n, torch.sum(rows, -2, keepdim=True) / n,
-            torch.sum(kept.rows, -2, keepdim=True) / n)  # fmt: skip
+    columns = torch.sum(square, -2, keepdim=True) / n
+    return size, rows, columns, torch.sum(rows, -2, keepdim=True), torch.sum(kept.rows, -2, keepdim=True)
 
 
 def _together(sums: Sequence[tuple[Any, ...]], like: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -167,10 +183,10 @@ def _together(sums: Sequence[tuple[Any, ...]], like: Sequence[Any]) -> list[tupl
 def _squares(grad: Any, kept: Any, sums: Sequence[Any], part: Any, least: float) -> tuple[Any, Any]:
     """The running mean squares after a gradient; and from them the mean square of each number."""
     if grad.ndim < 2:
-        square = kept + (grad * grad - kept) * part
-        return square.to(kept.dtype), square
-    rows, columns, mean, mean_before = sums
-    # The mean of the rows' new squares, of which a rank has some, is told by means that have come with the sums.
-    mean = torch.clamp(mean_before + (mean - mean_before) * part, min=least)
-    after = Factors(kept.rows + (rows - kept.rows) * part, kept.columns + (columns - kept.columns) * part)
+        square = torch.lerp(kept, grad * grad, part)
+        return square, square
+    rows, columns, total, total_before = sums
+    # The mean of the rows' new squares, of which a rank has some, is told by sums that have come with the others.
+    mean = torch.clamp(torch.lerp(total_before, total, part) / grad.shape[-2], min=least)
+    after = Factors(torch.lerp(kept.rows, rows, part), torch.lerp(kept.columns, columns, part))
     return after, after.rows * (after.columns / mean)
