@@ -307,7 +307,7 @@ def test_a_guard_in_a_body_sees_all_ranks():
 # Wide copies of narrow parameters
 
 
-def narrow_steps(params, x, opt, steps=4):
+def narrow_steps(params, x, opt, steps=3):
     """The parameters, and the state, after each step: the plan writes over the old."""
 
     @partial(vfn.jit, donate_argnums=(0, 1))
@@ -456,14 +456,14 @@ def fp16_steps(params, x, steps=4):
 
 def test_float16_trains_on_a_mesh_as_on_one_device():
     params, x = {"up": drawn(6, 8), "down": drawn(8, 4, seed=1)}, drawn(4, 6, seed=2)
-    whole, state, finite, _ = fp16_steps(params, x, 24)
+    whole, state, finite, _ = fp16_steps(params, x, 20)
     assert finite[0] is False  # it finds the scale
     assert finite[-1] is True
     assert not whole["up"].equal(params["up"])
     with vfn.simulate(4):
         mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
         arrays = vfn.shard(params, mesh, {"up": P(None, "tp"), "down": P("tp")})
-        found, its, also, records = fp16_steps(arrays, vfn.shard(x, mesh, P("dp")), 24)
+        found, its, also, records = fp16_steps(arrays, vfn.shard(x, mesh, P("dp")), 20)
         assert also == finite
         assert vfn.unshard(its.scale).item() == state.scale.item()
         assert records <= 2  # the state's numbers are plain at first, arrays then
