@@ -308,6 +308,8 @@ def test_a_difference_is_an_exit_status(capsys, monkeypatch):
     ("--accumulate 3", "--accumulate 3 must divide --batch 16"),
     ("--precision fp8", "'fp8': write fp32, bf16, fp64, or a policy like params=f32,compute=bf16,reduce=f32"),
     ("--precision compute=f16", "'compute=f16': float16 needs a scaled loss, which is not made here; write bf16"),
+    ("--lr 0", "--lr 0.0 must be above 0"),
+    ("--steps 3 --profile x", "--profile traces steps 4 to 6: it needs more --steps, and not --evaluate"),
     ("--optimizer adam", "argument --optimizer: invalid choice: 'adam'"),
     ("--config nowhere.toml", "--config nowhere.toml: [Errno 2] No such file"),
     ("--steps 0", "--steps must be at least 1"),

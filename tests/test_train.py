@@ -301,6 +301,7 @@ def test_a_file_of_options(tmp_path, capsys):
         ("simulate = 1", f"--config {file}: simulate = 1 should be true or false"),
         ("steps = true", f"--config {file}: steps = true should be a value"),
         ('steps = "many"', "argument --steps: invalid int value: 'many'"),
+        ("mesh = { dp = 2 }", f"--config {file}: mesh should be one value, written as on the command line"),
         ("steps 7", f"--config {file}: Expected '=' after a key"),
     ]:
         file.write_text(text)

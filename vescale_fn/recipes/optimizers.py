@@ -55,7 +55,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Rate], vfn.optim.Optimizer], float]] = {
     "adamw": (_adamw, 4e-3),
     "lion": (_lion, 1e-3),
     "muon": (_muon, 1e-2),
-    "adafactor": (_adafactor, 3e-2),
+    "adafactor": (_adafactor, 5e-2),
     "sgd": (_sgd, 3e-1),
 }
 

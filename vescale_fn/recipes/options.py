@@ -52,6 +52,12 @@ def parse(argv: list[str] | None, doc: str, checked: int) -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1")
     if options.dim % (2 * options.heads):
         parser.error(f"--dim {options.dim} must be an even number for each of --heads {options.heads}")
+    if options.profile and (options.evaluate or options.steps <= TRACED[0]):
+        parser.error(
+            f"--profile traces steps {TRACED[0] + 1} to {TRACED[1]}: it needs more --steps, and not --evaluate"
+        )
+    if options.lr is not None and not 0 < options.lr < math.inf:
+        parser.error(f"--lr {options.lr} must be above 0")
     if not 0 <= options.dropout < 1:
         parser.error(f"--dropout {options.dropout} must be at least 0 and below 1")
     if options.batch % options.accumulate:
@@ -157,7 +163,9 @@ def _from_file(path: str | None, parser: argparse.ArgumentParser) -> list[str]:
     argv: list[str] = []
     for key, value in given.items():
         name = key.replace("-", "_")
-        if name not in known or isinstance(value, (dict, list)):
+        if name in known and isinstance(value, (dict, list)):
+            parser.error(f"--config {path}: {key} should be one value, written as on the command line")
+        if name not in known:
             names = ", ".join(sorted(set(known) - {"config"}))
             parser.error(f"--config {path}: {key} is no option; write one of {names}")
         flag, wanted = isinstance(value, bool), isinstance(known[name], bool)

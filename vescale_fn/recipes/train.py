@@ -61,7 +61,7 @@ def make_step(loss: Loss, optimizer: vfn.optim.Optimizer, specs: Any = None, par
 
     def add(params: Any, batch: torch.Tensor, key: vfn.random.Key, earlier: Any = None) -> Any:
         found: Any = vfn.value_and_grad(loss)(params, batch, key)
-        if specs:  # mesh
+        if specs and parts > 1:  # mesh
             found = found[0], vfn.with_sharding(found[1], specs.grads)  # mesh
         return found if earlier is None else optree.tree_map(torch.add, earlier, found)
 
