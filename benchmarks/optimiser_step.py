@@ -1,8 +1,8 @@
 """What a step of AdamW costs for the many leaves of a model, beside torch.optim's on the same leaves.
 
-One update, and the new parameters, of the 9 leaves of each of a GPT's blocks. Ours is pure: it makes new parameters and
-state, where torch's writes over the old (but for a replay). On plain tensors it stands beside torch's foreach and fused ways; on arrays of a
-mesh of 8 `fake` ranks beside torch.optim on DTensors, as FSDP2 uses it. All is run eagerly, and replayed (`vfn.jit`, donated).
+One update, and the new parameters, of the 9 leaves of each of a GPT's blocks. Ours is pure: run eagerly it makes new
+parameters and state, where torch's writes over the old; replayed (`vfn.jit`, donated) so does ours. On plain tensors it stands
+beside torch's foreach and fused ways; on arrays of a mesh of 8 `fake` ranks beside torch.optim on DTensors, as FSDP2 uses it.
 """
 
 from __future__ import annotations
