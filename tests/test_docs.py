@@ -3,11 +3,14 @@
 import doctest
 import importlib
 import inspect
+import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import jupytext
@@ -165,6 +168,61 @@ def test_the_promised_names_are_there() -> None:
 
 # Notebooks
 
+# One process that has imported what every notebook imports, which is what takes the time. Each visitor gets a fork of it, a
+# kernel, and is let go when that ends.
+KERNELS = """
+import os, select, signal, socket, sys
+
+os.environ["JPY_PARENT_PID"] = str(os.getpid())  # a kernel ends with this process, as this does with the tests
+import matplotlib.pyplot, torch, vescale_fn
+from ipykernel.kernelapp import IPKernelApp
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+door = socket.socket(socket.AF_UNIX)
+door.bind(sys.argv[1])
+door.listen()
+print("open", flush=True)
+while door in select.select([door, sys.stdin], [], [])[0]:
+    visitor, _ = door.accept()
+    if os.fork() == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        door.close()
+        IPKernelApp.launch_instance(["-f", visitor.recv(4096).decode()])
+        sys.exit()
+    visitor.close()
+"""
+VISITOR = """
+import signal, socket, sys
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # which Jupyter sends before it asks a kernel to end
+kernel = socket.socket(socket.AF_UNIX)
+kernel.connect(sys.argv[1])
+kernel.sendall(sys.argv[2].encode())
+kernel.recv(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def jupyter_path() -> Iterator[str]:
+    """A folder in which Jupyter finds a kernel named "fork"."""
+    environment = {
+        **ENVIRONMENT,
+        "PYTHONWARNINGS": "default",
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # read when matplotlib is imported
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        door = f"{folder}/door"
+        argv = [sys.executable, "-S", "-c", VISITOR, door, "{connection_file}"]
+        spec = Path(folder, "kernels", "fork", "kernel.json")
+        spec.parent.mkdir(parents=True)
+        spec.write_text(json.dumps({"argv": argv, "display_name": "fork", "language": "python"}))
+        command, pipe = [sys.executable, "-c", KERNELS, door], subprocess.PIPE
+        with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "open\n"
+            yield folder
+            process.kill()
+
 
 def shown(notebook: nbformat.NotebookNode) -> list[list[str]]:
     """What each code cell shows, as text. A progress bar and other things on stderr do not count; what is printed may
@@ -194,14 +252,13 @@ def test_notebook_is_its_percent_source(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_and_shows_what_is_stored(path: Path) -> None:
+def test_notebook_runs_and_shows_what_is_stored(path: Path, jupyter_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = nbformat.read(path, as_version=4)
     assert any(shown(stored)), f"{path.name} is stored without its outputs"
     assert "assert" in [cell for cell in stored.cells if cell.cell_type == "code"][-1].source
     fresh = nbformat.read(path, as_version=4)
-    environment = {**ENVIRONMENT, "PYTHONWARNINGS": "default"}
-    client = nbclient.NotebookClient(fresh, timeout=300, kernel_name="python3")
-    client.execute(env=environment)  # raises on the first cell that raises
+    monkeypatch.setenv("JUPYTER_PATH", jupyter_path)
+    nbclient.NotebookClient(fresh, timeout=300, kernel_name="fork").execute()  # raises on the first cell that raises
     for index, (now, then) in enumerate(zip(shown(fresh), shown(stored), strict=True), 1):
         assert now == then, f"In[{index}] shows something else; `python notebooks/build.py` stores it"
 
