@@ -41,8 +41,8 @@ torch.set_num_threads(1)
 plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 90}
 
 KEY, STEPS, BATCH, LENGTH = vfn.random.key(0), 5, 8, 16
-LLAMA = llama.Config(vocab=32, dim=16, heads=4, groups=4, layers=2, hidden=32, dropout=0.1)
-MIXTRAL = mixtral.Config(vocab=32, dim=16, heads=4, groups=4, layers=2, hidden=16, experts=4, dropout=0.1)
+LLAMA = llama.Config(vocab=32, dim=16, heads=4, groups=4, layers=1, hidden=32, dropout=0.1)
+MIXTRAL = mixtral.Config(vocab=32, dim=16, heads=4, groups=4, layers=1, hidden=16, experts=4, dropout=0.1)
 
 # %% [markdown]
 # ## The model
