@@ -25,12 +25,11 @@ SAMPLE = [
     ("gpt", "dp", {"dp": 3}),  # batches of 3, 3 and 2
     ("gpt", "fsdp+tp+sp+vp+remat", {"dp": 2, "tp": 2}),
     ("gpt", "dp+cp", {"dp": 2, "cp": 3}),
-    ("llama", "zero1+tp", {"dp": 2, "tp": 4}),  # more ranks than heads of keys
-    ("llama", "zero2", {"dp": 4}),
+    ("llama", "zero2+tp", {"dp": 2, "tp": 4}),  # more ranks than heads of keys
     ("llama", "hsdp+tp", {"replica": 2, "dp": 2, "tp": 2}),
     ("mixtral", "fsdp+cp+ep", {"dp": 2, "cp": 2, "ep": 2}),
     ("mixtral", "vp+cp-gather", {"cp": 2, "tp": 2}),
-    ("dit", "fsdp+remat", {"dp": 4}),
+    ("dit", "fsdp+remat", {"dp": 2}),
     ("dit", "cp-ulysses+tp+sp", {"cp": 2, "tp": 2}),
     ("resnet", "fsdp+tp", {"dp": 2, "tp": 2}),
 ]

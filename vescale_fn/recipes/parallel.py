@@ -65,7 +65,10 @@ class Specs(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Which mesh axes split which named dims; what `parallel` returns. The empty one states nothing: one device."""
+    """Which mesh axes split which named dims; what `parallel` returns. The empty one states nothing: one device.
+
+    `remat`: whether blocks are computed again in the backward pass. `method`: how attention meets other ranks' keys.
+    """
 
     dims: tuple[tuple[str, tuple[str, ...]], ...] = ()
     remat: bool = False
