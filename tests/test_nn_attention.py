@@ -52,8 +52,10 @@ def close(found, want):
         torch.testing.assert_close(vfn.unshard(one), other, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize(("method", "causal", "zigzag"), WAYS)
-@pytest.mark.parametrize("case", MESHES)
+ALL = [(case, *way) for case in MESHES for way in WAYS if way[0] == "ring" or case not in ("1", "1x4")]
+
+
+@pytest.mark.parametrize(("case", "method", "causal", "zigzag"), ALL)
 def test_values_and_gradients_are_those_of_one_device(case, method, causal, zigzag):
     shape, names, spec = MESHES[case]
     n = ranks_of(shape, names, spec)
@@ -119,11 +121,12 @@ def test_the_ring_has_second_derivatives_in_both_modes(zigzag):
         return vfn.grad(lambda *x: sum((g**2).sum() for g in once(*x)), (0, 1, 2))
 
     def forwards(f, leaves, tangents):
-        """The tangent; the gradient of its square; the tangent of the gradient."""
-        along = lambda *x: vfn.jvp(f, x, tangents)[1]
-        gradient = vfn.grad(lambda *x: (f(*x) ** 3).sum(), (0, 1, 2))
-        squared = vfn.grad(lambda *x: along(*x).square().sum(), (0, 1, 2))
-        return along(*leaves), *squared(*leaves), *vfn.jvp(gradient, leaves, tangents)[1]
+        """The tangent; the gradient of its square, for the keys; the tangent of the gradient for the queries."""
+        q, k, v = leaves
+        along = lambda k: vfn.jvp(lambda *x: f(*x), (q, k, v), tangents)[1]
+        gradient = vfn.grad(lambda *x: (f(*x) ** 3).sum())
+        squared = vfn.grad(lambda k: along(k).square().sum())
+        return along(k), squared(k), vfn.jvp(gradient, leaves, tangents)[1]
 
     want = twice(by_hand)(*leaves)
     tangents = tuple(map(torch.randn_like, leaves))
