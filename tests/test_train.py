@@ -177,29 +177,23 @@ def at_batch(monkeypatch, number, do):
     monkeypatch.setattr(data, "random_batch", counted)
 
 
-@pytest.mark.gloo
-def test_a_run_that_is_told_to_end_and_then_killed_goes_on_with_half_the_ranks(tmp_path, capfd, monkeypatch):
+def signalled(opt, number, rank, which):
+    """A run on this rank; when batch `number` is drawn, one rank gets a signal."""
+    with pytest.MonkeyPatch.context() as patch:
+        at_batch(patch, number, lambda: dist.get_rank() == rank and os.kill(os.getpid(), which))
+        return train.run(opt)["done"]
+
+
+def test_a_run_that_is_told_to_end_and_then_killed_goes_on_with_half_the_ranks(tmp_path, gloo):
     alone = [*TINY[:-1], "--device", "cpu"]
     whole = losses("--steps", "9", "--mesh", "dp=1,tp=1")
     argv = ["--steps", "9", "--checkpoints", str(tmp_path / "run"), "--save-every", "2", "--evaluate-every", "9",
             "--metrics", str(tmp_path / "numbers"), "--parallel", "zero1", "--resume"]  # fmt: skip
-    caller = os.getpid()
-
-    def tell():
-        noted, late = signal.getsignal(signal.SIGTERM), time.monotonic() + 60
-        if dist.get_rank() == 0:
-            os.kill(caller, signal.SIGTERM)  # which passes it on to its ranks
-            while signal.getsignal(signal.SIGTERM) == noted and time.monotonic() < late:
-                time.sleep(0.01)
-
-    with monkeypatch.context() as patch:
-        at_batch(patch, 3, tell)
-        assert ran("--mesh", "dp=2", *argv, text=alone)["done"] == 3
-    assert f"stopped   by SIGTERM after step 3, saved in {tmp_path / 'run'}: --resume" in capfd.readouterr().out
-    with monkeypatch.context() as patch:
-        at_batch(patch, 4, lambda: dist.get_rank() == 1 and os.kill(os.getpid(), signal.SIGKILL))
-        with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
-            ran("--mesh", "dp=2", *argv, text=alone)
+    on_two = lambda: options.parse([*alone, "--mesh", "dp=2", *argv], train.__doc__, train.CHECKED)
+    assert gloo(2, signalled, on_two(), 3, 0, signal.SIGTERM) == [3, 3]  # one was told, and both have stopped
+    assert vfn.checkpoint.Manager(tmp_path / "run").latest() == 3
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
+        gloo(2, signalled, on_two(), 4, 1, signal.SIGKILL)
     last = vfn.checkpoint.Manager(tmp_path / "run").latest()
     assert last in (4, 6)  # what is written when it is killed does not count
     assert ran("--mesh", "dp=1", *argv, text=alone)["losses"] == pytest.approx(whole[last:], abs=1e-5)
