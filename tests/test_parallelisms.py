@@ -24,11 +24,10 @@ from vescale_fn.recipes.parallel import AXES, ONE_DEVICE, TABLE, Layout, Paralle
 SAMPLE = [
     ("gpt", "dp", {"dp": 3}),  # batches of 3, 3 and 2
     ("gpt", "fsdp+tp+sp+vp+remat", {"dp": 2, "tp": 2}),
-    ("gpt", "dp+cp", {"dp": 2, "cp": 3}),
+    ("gpt", "dp+cp-gather", {"dp": 2, "cp": 3}),
     ("llama", "zero2+tp", {"dp": 2, "tp": 4}),  # more ranks than heads of keys
     ("llama", "hsdp+tp", {"replica": 2, "dp": 2, "tp": 2}),
     ("mixtral", "fsdp+cp+ep", {"dp": 2, "cp": 2, "ep": 2}),
-    ("mixtral", "vp+cp-gather", {"cp": 2, "tp": 2}),
     ("dit", "fsdp+remat", {"dp": 2}),
     ("dit", "cp-ulysses+tp+sp", {"cp": 2, "tp": 2}),
     ("resnet", "fsdp+tp", {"dp": 2, "tp": 2}),
@@ -105,7 +104,6 @@ BLOCKS = bytes_of(WHOLE, "blocks")
 LAYERS = CONFIG.layers
 
 REPLAYED = {  # (op, axis): how many, and the bytes of all of them, of a step replayed from a plan; the loss is 4 bytes
-    "dp": {("all_reduce", "dp"): (1, ALL + 4)},
     # a plan puts small gathers together; remat gathers each block once more, when its gradients are computed
     "fsdp+remat": {("reduce_scatter", "dp"): (1, ALL), ("all_gather", "dp"): (1 + LAYERS, ALL + BLOCKS),
                    ("all_reduce", "dp"): (1, 4)},
@@ -114,6 +112,7 @@ REPLAYED = {  # (op, axis): how many, and the bytes of all of them, of a step re
               ("all_gather", "tp"): (4 * LAYERS, 4 * LAYERS * ACTIVATIONS), ("all_reduce", "tp"): (1, NORMS + VOCABULARY + 4)},
 }  # fmt: skip
 OP_BY_OP = {  # the same of a step that is run as written: what is gathered or scattered is so block by block
+    "dp": {("all_reduce", "dp"): (1, ALL + 4)},
     "zero1": {("reduce_scatter", "dp"): (1, ALL), ("all_gather", "dp"): (1, ALL), ("all_reduce", "dp"): (1, 4)},
     "fsdp": {("reduce_scatter", "dp"): (LAYERS + 1, ALL), ("all_gather", "dp"): (LAYERS + 1, ALL), ("all_reduce", "dp"): (1, 4)},
     "hsdp": {("reduce_scatter", "dp"): (LAYERS + 1, ALL), ("all_gather", "dp"): (LAYERS + 1, ALL),
