@@ -171,6 +171,8 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
         op = decision.op
         local_args = [v for k, v in bound.items() if k not in only]
         local_kwargs = {k: v for k, v in bound.items() if k in only}
+    if func in _IN_ORDER:
+        op = _in_order(op)
     sizes = decision.sizes
     if decision.covered is not None:
         sizes = len(local_args), decision.covered
@@ -210,6 +212,23 @@ _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}  # another
 
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view of a value that nothing else should know
+
+
+# Kernels that give wrong numbers, or refuse, where an argument's elements do not lie in order: autograd's formulas see to it
+# by what an array says of itself, which is that they do; its blocks lie as the last kernel left them.
+_IN_ORDER = {
+    _aten.native_group_norm.default, _aten.native_group_norm_backward.default, _aten.native_layer_norm_backward.default,
+    _aten.adaptive_max_pool3d_backward.default, _aten.fractional_max_pool2d_backward.default,
+    _aten.fractional_max_pool3d_backward.default, _aten._ctc_loss.default, _aten._ctc_loss.Tensor,
+    _aten._pdist_forward.default, _aten._pdist_backward.default, _aten.nll_loss2d_backward.default,
+}  # fmt: skip
+
+
+def _in_order(op: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return op(*(a.contiguous() if isinstance(a, torch.Tensor) else a for a in args), **kwargs)
+
+    return run
 
 
 def _folded(func: Any, parts: list[Any], decision: Decision) -> list[Any]:

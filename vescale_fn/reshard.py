@@ -423,9 +423,9 @@ def _reduce_scatter_bucket(
     ranks, n = played_ranks(mesh), wire.group_size(mesh, axes)
 
     def rows(rank: int, *blocks: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.stack(b.chunk(n, d)).view(n, -1) for b, d in zip(blocks, dims, strict=True)], 1).view(
-            -1
-        )
+        return torch.cat(
+            [torch.stack(b.chunk(n, d)).reshape(n, -1) for b, d in zip(blocks, dims, strict=True)], 1
+        ).view(-1)
 
     mine = wire.reduce_scatter(each(rows, ranks, *xs, key=lambda rank: None), mesh, axes, 0, why)
     starts = _starts(xs, ranks)

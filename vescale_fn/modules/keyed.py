@@ -171,9 +171,21 @@ class _Overrides:
 
 @functools.lru_cache(maxsize=512)
 def _unchecked(func: Any) -> Any:
-    """A function of torch's that does not ask first whether a mode wants to have it: one does, and has asked for its code."""
+    """A function of torch's that does not ask first whether a mode wants to have it: one does, and has asked for its code.
+
+    Nor do the private ones that do its work, which would ask in its name.
+    """
     func = _INITS.get(func.__name__, func)  # transformers has others of these names in their place
     own = {**func.__globals__, **_NO, "torch": _Overrides()}
-    out = types.FunctionType(func.__code__, own, func.__name__, func.__defaults__, func.__closure__)
+    helpers = (name for name in func.__code__.co_names if name.startswith("_") and own.get(name) is not func)
+    own |= {name: _unchecked(own[name]) for name in helpers if _does_its_work(own.get(name))}
+    held = [cell.cell_contents for cell in func.__closure__ or ()]
+    cells = tuple(types.CellType(_unchecked(x) if _does_its_work(x) else x) for x in held)
+    out = types.FunctionType(func.__code__, own, func.__name__, func.__defaults__, cells)
     out.__kwdefaults__ = func.__kwdefaults__
     return out
+
+
+def _does_its_work(x: Any) -> bool:
+    """Whether something is a function that torch has written in Python, as those whose work it does."""
+    return type(x) is types.FunctionType and x.__module__ in _IN_PYTHON
