@@ -45,7 +45,7 @@ TENSOR_PARALLEL: dict[str, Rules] = {
     "mistral": LLAMA,
     "qwen2": LLAMA,
     "qwen3": LLAMA,
-    # Experts are split by their number: each rank computes its own.
+    # Experts are split by their number. The module takes them one by one, and gathers each that gets tokens.
     "mixtral": [
         (r"\.experts\.", P("tp")),
         (r"\.(q|k|v)_proj\.", P("tp")),
