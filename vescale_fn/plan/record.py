@@ -234,7 +234,7 @@ class Recorder(_torch.TorchDispatchMode):
             blocks_ = [self._stand_in(block) for block in x.blocks]
             with _torch.unrecorded(), self._fake, context.unlogged():
                 sent = {id(block): block.detach() for block in blocks_}  # which may arrive as it is: then as a result
-                out = Blocks([sent.get(id(block), block) for block in collective(blocks_)])
+                out = Blocks([sent[id(x)] if id(x) in sent else x for x in collective(blocks_)])
             node = self.graph.call_function(collective, ([self.node(block) for block in blocks_],))
             self._made(node, out.blocks, line, again)
             return out
