@@ -258,7 +258,8 @@ def test_notebook_runs_and_shows_what_is_stored(path: Path, jupyter_path: str, m
     assert "assert" in [cell for cell in stored.cells if cell.cell_type == "code"][-1].source
     fresh = nbformat.read(path, as_version=4)
     monkeypatch.setenv("JUPYTER_PATH", jupyter_path)
-    nbclient.NotebookClient(fresh, timeout=300, kernel_name="fork").execute()  # raises on the first cell that raises
+    client = nbclient.NotebookClient(fresh, timeout=300, startup_timeout=300, kernel_name="fork")
+    client.execute()  # raises on the first cell that raises
     for index, (now, then) in enumerate(zip(shown(fresh), shown(stored), strict=True), 1):
         assert now == then, f"In[{index}] shows something else; `python notebooks/build.py` stores it"
 

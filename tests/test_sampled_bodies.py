@@ -12,7 +12,7 @@ import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn.ops import maps
 
-CASES, GROUPS = 208, 4
+CASES, GROUPS = 120, 4
 TURNS = [  # through which ways a case goes, with the check or without
     ("forward", "vfn.grad"),
     ("torch.func.grad",),

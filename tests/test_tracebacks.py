@@ -198,7 +198,9 @@ def test_a_notebook() -> None:
     cells = ["import torch, vescale_fn as vfn", "def loss(w):\n    return w * 2\nvfn.grad(loss)(torch.ones(3))",
              "import sys, traceback\nprint(len(traceback.extract_tb(sys.last_traceback)))"]  # fmt: skip
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", allow_errors=True).execute(env=ENVIRONMENT)
+    nbclient.NotebookClient(
+        notebook, timeout=120, startup_timeout=300, kernel_name="python3", allow_errors=True
+    ).execute(env=ENVIRONMENT)
     (output,) = [o for o in notebook.cells[1].outputs if o.output_type == "error"]
     text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(output.traceback))
     assert "vfn.grad(loss)(torch.ones(3))" in text
