@@ -105,3 +105,43 @@ def test_sampled_programs(part: int) -> None:
         mesh = vfn.make_mesh((2, 3), ("a", "b"))
         results = [run(seed, mesh) for seed in range(60 * part, 60 * (part + 1))]
     assert results.count("right") >= 15, "enough of them run to the end"
+
+
+# --- into views of plain tensors, beside arrays -----------------------------------------------------------------------
+
+INTO_PLAIN = {
+    "row": lambda v: v.__setitem__(0, 0.0),
+    "rows": lambda v: v[1:].mul_(5),
+    "transposed": lambda v: v.t()[1:].mul_(5),
+    "flat": lambda v: v.view(-1)[3:].mul_(5),
+    "diagonal": lambda v: v[:2].diagonal().mul_(2),
+    "a row of columns": lambda v: v[:, 1][2].zero_(),
+}
+
+
+def by_backward(f):
+    def gradient(p, x):
+        p = p.clone().requires_grad_()
+        f(p, x).backward()
+        return p.grad
+
+    return gradient
+
+
+@pytest.mark.parametrize("name", INTO_PLAIN)
+def test_gradients_of_writes_into_plain_tensors_that_meet_arrays(name: str) -> None:
+    """Their cotangents are arrays, of which autograd writes views by `as_strided`."""
+
+    def loss(p, x):
+        v = p.clone()
+        INTO_PLAIN[name](v)
+        return (x * p).sum() + (v * 3 * p).sum()
+
+    p, x = torch.arange(8.0).view(4, 2) + 2, torch.arange(8.0).view(4, 2) - 3
+    want = vfn.grad(loss)(p, x)
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("x",))
+        split = vfn.shard(x, mesh, vfn.P(None, "x"))
+        for grad in vfn.grad, by_backward, torch.func.grad:
+            torch.testing.assert_close(vfn.unshard(grad(loss)(p, split)), want, rtol=0, atol=0)
+        assert vfn.check(loss, p, x, mesh=mesh, spec=(vfn.P(), vfn.P(None, "x"))).equal

@@ -358,7 +358,11 @@ def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], dec
         brought_whole[id(x)] = one
     whole = [brought_whole[id(x)] for x in tensors]
     values = iter(whole)
-    out = func(*[replace(a, values) for a in args], **{k: replace(a, values) for k, a in kwargs.items()})
+    all_args, all_kwargs = [replace(a, values) for a in args], {k: replace(a, values) for k, a in kwargs.items()}
+    if decision.view:  # of each rank's own memory: ranks may hold the same value in blocks of their own
+        out = _run(func, all_args, all_kwargs, decision, None)
+    else:
+        out = func(*all_args, **all_kwargs)
     for x in {id(x): x for x in tensors if id(x) in written and isinstance(x, DTensor)}.values():
         _write_back(func, x, brought_whole[id(x)], mesh)
         _written(func, x)
@@ -413,7 +417,7 @@ def _one_whole(func: Any, x: Any, i: int, decision: Decision, written: bool) -> 
     if steps:
         whole = Decision(decision.mesh, (WHOLE,) * (i + 1), (), (), False)
         local = _moved(func, x, steps, whole, i, reason(func, shape, x.dtype, spec, WHOLE))
-    one = the_one(local, decision.mesh)
+    one = local if decision.view else the_one(local, decision.mesh)
     strided = one.stride() == tuple(x.stride()) or x.numel() == 0 or (0 in x.stride() and not written)
     if strided and not (written and spec != WHOLE):
         return one, bool(steps)  # where it is not a copy, what is written lands in the array's own storage

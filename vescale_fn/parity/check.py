@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .. import context, replicas, tree, wire
-from ..array import is_array, mesh_of
+from ..array import is_array, mesh_of, spec_of
 from ..calls import checked_function
 from ..errors import MeshError, ParityError, SpecError, count_text, mesh_text, report
 from ..mesh import axes_of, played_ranks
@@ -53,7 +53,7 @@ def check(f: Callable[..., Any], *args: Any, mesh: Any = None, spec: Any = None,
             the current mesh. It is the current mesh while `f` runs.
         spec: how the arguments lie on the mesh: a `P`, or a tuple with a `P` or a prefix tree for each argument (for
             one argument its own prefix tree will do). By default arrays lie as they do, and every rank holds what is
-            plain.
+            plain. Plain arguments that it replicates are checked as arrays and once more as the plain tensors they are.
         gradients: False to compare results alone, for a function that cannot be differentiated.
         rtol: by how much floats may differ, relative to the size of their value (its largest element; of few that are
             much larger than all others, their own). By default 1e-9 for float64, 2e-5 for float32, 4e-3 for float16,
@@ -94,7 +94,17 @@ def check(f: Callable[..., Any], *args: Any, mesh: Any = None, spec: Any = None,
     paths = _argument_paths(f, args)
     _same_everywhere(where, args, paths, mesh)
     whole, laid = (tree.map_(lambda x: x.detach() if is_floating(x) else x, value) for value in (unshard(args), laid))
-    audit = Audit(f, whole, laid, mesh, paths, gradients)
+    found = _audited(where, name, Audit(f, whole, laid, mesh, paths, gradients), rtol, atol)
+    plain = tree.map_(lambda x, y, one: one if _is_replica(x, y) else y, args, laid, whole)
+    if found.equal and any(x is not y for x, y in zip(tree.leaves(plain), tree.leaves(laid), strict=True)):
+        again = f"{where}, its replicated arguments plain tensors"  # ops on these take other ways than on arrays
+        _audited(again, name, Audit(f, whole, plain, mesh, paths, gradients), rtol, atol)
+    return found
+
+
+def _audited(where: str, name: str, audit: Audit, rtol: float | None, atol: float) -> Report:
+    """Both runs of a function, compared; raises where they differ."""
+    mesh = audit.mesh
     one, many = _both(where, audit.run(None), audit.run(mesh), mesh)
     paths = [*one.paths, *audit.by]
     compare = functools.partial(compared, paths, one.values, many.values, mesh, rtol, atol)
@@ -113,6 +123,11 @@ def check(f: Callable[..., Any], *args: Any, mesh: Any = None, spec: Any = None,
     again = audit.run(mesh, recorders[1])
     _pure(where, f"the {mesh_text(axes_of(mesh))}", paths, many, again, mesh)
     raise _differing(where, found, recorders, len(one.results))
+
+
+def _is_replica(given: Any, laid: Any) -> bool:
+    """Whether an argument that was given as a plain tensor became an array of which every rank holds all."""
+    return isinstance(given, torch.Tensor) and not is_array(given) and is_array(laid) and spec_of(laid) == P()
 
 
 # --- runs that fail ---------------------------------------------------------------------------------------------------
