@@ -65,6 +65,29 @@ def test_generate() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["a\nraise SystemExit(7)  #.py", "a\r    raise SystemExit(7)  #.py", "a\udc80.py"])
+def test_a_file_of_any_name_is_a_comment_in_a_plan(name):
+    x, scope = torch.ones(2), {"torch": torch}
+    # `compile` refuses no name, as a file system would
+    exec("def f(x):\n    y = x * 2\n    return y.exp() + 1", scope)
+    scope["f"].__code__ = scope["f"].__code__.replace(co_filename=f"/tmp/{name}")
+    f = vfn.jit(scope["f"])
+    assert torch.equal(f(x), (x * 2).exp() + 1)
+    assert f.cache_info().records == 1
+
+
+def test_names_and_numbers_that_print_themselves_as_something_else() -> None:
+    class Odd(int):
+        def __repr__(self):
+            return "1 / 0"
+
+    writer = codegen._Writer()
+    assert eval(writer.text(Odd(3)), writer.globals) == 3
+    first, second = writer.globally([], "\N{LATIN SMALL LIGATURE FI}"), writer.globally((), "fi")  # one name to Python
+    assert eval(first, writer.globals) == []
+    assert eval(second, writer.globals) == ()
+
+
 def names(graph: fx.Graph) -> list[str]:
     """What a graph calls, in order."""
     return [plans.name_of(node) or node.target.__name__ for node in plans.calls(graph)]

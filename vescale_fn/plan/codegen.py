@@ -135,7 +135,7 @@ class _Writer:
         ending = f"; del {', '.join(map(self.names.__getitem__, dead))}" if dead else ""
         line = node.meta.get("line", "")
         part = f"[{parts[0].args[1]}]" if len(parts) == 1 else ""
-        return target + self.checked(node) + part + ending + (f"  # {os.path.basename(line)}" if line else "")
+        return target + self.checked(node) + part + ending + (f"  # {_comment(line)}" if line else "")
 
     def checked(self, node: fx.Node) -> str:
         """The call of a node, whose result is seen to lie as was recorded, where that is not sure."""
@@ -183,7 +183,9 @@ class _Writer:
             return self.names[x]
         if isinstance(x, _Number):
             return self.globally(x.tensor(), _name(x), key=repr(x))
-        if x is None or isinstance(x, (bool, int, str)) or (isinstance(x, float) and math.isfinite(x)):
+        if (
+            x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x))
+        ):  # a subclass prints itself
             return repr(x)
         if type(x) is list:
             return f"[{', '.join(map(self.text, x))}]"
@@ -202,12 +204,18 @@ class _Writer:
         return self.names[key]
 
     def fresh(self, name: str) -> str:
-        name = re.sub(r"\W", "_", name).lstrip("0123456789") or "value"
+        # ASCII alone: Python takes some letters for the same (NFKC), and would mix up two names that differ here
+        name = re.sub(r"\W", "_", name, flags=re.ASCII).lstrip("0123456789") or "value"
         found = next(
             n for n in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1))) if n not in self.taken
         )
         self.taken.add(found)
         return found
+
+
+def _comment(line: str) -> str:
+    """A source line as a comment. A file may have any name, a line break in it too, which would end the comment."""
+    return "".join(c if c.isprintable() else "?" for c in os.path.basename(line))
 
 
 @dataclass(frozen=True)
