@@ -9,18 +9,23 @@ the plan must refuse too. The ordinary tests take a few dozen. The long run is
 
     python tests/sampled_plans.py --cases 5000 --seed 1       # 1:0 to 1:4999
     python tests/sampled_plans.py --cases 5000 --mesh         # the same on simulated meshes
+    python tests/sampled_plans.py --cases 5000 --processes 3  # on meshes of real processes, with shards that are uneven or empty
     python tests/sampled_plans.py --case 1:17                 # one again, with its program
 """
 
 import argparse
+import json
 import math
+import os
 import random
 import re
 import sys
+import tempfile
 import traceback
 import warnings
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import vescale_fn as vfn
@@ -30,6 +35,7 @@ from vescale_fn.plan import donation
 from vescale_fn.plan.passes.order import order
 
 FLOATS, WHOLE = (torch.float64, torch.float32, torch.bfloat16), (torch.int64, torch.bool, torch.int32)
+UNEVEN = [(5, 5), (6, 7), (5, 7), (7, 4), (5,), (7,), (1, 5), (2, 5, 3), (2, 3, 4), (4, 6), (4, 6), (0, 6), ()]
 SHAPES = [(4, 6), (4, 6), (6, 4), (6,), (4,), (1, 6), (4, 1), (), (2, 3, 4), (2, 4, 6), (0, 6), (3, 4, 6)]
 CLOSED = torch.arange(24.0, dtype=torch.float64).view(4, 6) / 7 - 1.5
 
@@ -82,13 +88,14 @@ class Program:
 
     Args:
         name: ``seed:number``, of which everything follows.
+        shapes: of the arguments.
     """
 
-    def __init__(self, name):
+    def __init__(self, name, shapes=SHAPES):
         self.name, self.rng = name, random.Random(name)
         rng = self.rng
         kind = rng.choice((FLOATS[:1], FLOATS[:1], FLOATS, FLOATS + WHOLE))
-        self.makers = [(rng.choice(SHAPES), rng.choice(kind), rng.randrange(5)) for _ in range(rng.randrange(1, 4))]
+        self.makers = [(rng.choice(shapes), rng.choice(kind), rng.randrange(5)) for _ in range(rng.randrange(1, 4))]
         self.lines, self.returned, self.size = [], [], rng.randrange(2, 14)
         self._grow()
 
@@ -281,6 +288,72 @@ def fault_on_a_mesh(program):
     return None
 
 
+BATCH = 100  # programs to one start of the processes
+PROCESSES = {3: [((3,), "a")], 6: [((6,), "a"), ((2, 3), "ab"), ((3, 2), "ab")]}
+
+
+def faults_on_ranks(processes, names, journal=None):
+    """What is wrong with the plans of programs, by name, on a mesh of real processes; to be called on each of them.
+
+    A plan is wrong, too, where ranks had to leave out a pass to agree on it. To the file `journal` goes the name of each
+    program before it runs, and what is wrong with it afterwards.
+    """
+    wrong = {}
+    for name in names:
+        dist.barrier()
+        _note(journal, name, None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = _fault_on_ranks(Program(name, UNEVEN), processes)
+        if found:
+            wrong[name] = found
+            _note(journal, name, found)
+    return wrong
+
+
+def _note(journal, *row):
+    if journal is not None:
+        with open(journal, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _fault_on_ranks(program, processes):
+    f, rng = program.function(), random.Random(f"ranks {program.name}")
+    sizes, axes = rng.choice(PROCESSES[processes])
+    mesh = vfn.make_mesh(sizes, tuple(axes))
+    specs = [spec(rng, len(shape), axes) for shape, _, _ in program.makers]
+    for how, g in (("", f), ("donated: ", f), ("derivative: ", _derivative(program, f))):
+        if g is None:
+            continue
+        where = f"{how}mesh {sizes}, {specs}"
+        fast = vfn.jit(g, donate_argnums=tuple(range(len(specs))) if how == "donated: " else ())
+        given = [[vfn.shard(x.clone(), mesh, p) for x, p in zip(program.arguments(0), specs)] for _ in "12"]
+        number = program.arguments(0)[-1]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                wanted = g(*program.arguments(0))
+            except Exception:
+                continue
+            try:
+                eager = [vfn.unshard(x) for x in g(*given[0], number)]
+                if torch.bfloat16 in (x.dtype for x in given[0]) or "bfloat16" in program.source:
+                    wanted = eager  # sums in another order differ by too much
+                found = [vfn.unshard(x) for x in fast(*given[1], number)]
+            except (vfn.errors.VfnError, RuntimeError, IndexError, TypeError, ValueError) as error:
+                if isinstance(error, InPlaceError) or not fast.cache_info().records:
+                    continue
+                return f"{where}: {type(error).__name__}: {error}"
+        for i, row in enumerate(zip(wanted, eager, found, strict=True)):
+            for mode, one in zip(("eager", "plan"), row[1:]):
+                if (wrong := differs(row[0], one, strides=False)) is not None:
+                    return f"{where}: result {i}, {mode}: {wrong}"
+        parted = [str(w.message) for w in said if "differ between ranks" in str(w.message)]
+        if parted:
+            return f"{where}: {parted[0]}"
+    return None
+
+
 def spec(rng, ndim, axes):
     """A spec for so many dims, each split over none, one or two of the axes, in any order."""
     left = rng.sample(axes, len(axes))
@@ -331,16 +404,46 @@ def shared(outs, given):
     return [(places.index(p), args.index(p) if p in args else None, p == closed) for p in places]
 
 
+def launched_faults(processes, names):
+    """What is wrong with the plans of programs, by name, on processes that are started for it; ranks that fail or hang are
+    started again for the programs after the one that they were at."""
+    wrong = {}
+    while names:
+        with tempfile.TemporaryDirectory() as folder:
+            journal, error = os.path.join(folder, "journal"), None
+            try:
+                vfn.launch(faults_on_ranks, processes, processes, names, journal, timeout=30.0)
+            except vfn.errors.RankError as raised:
+                error = str(raised)
+            with open(journal) as file:
+                rows = list(map(json.loads, file))
+            wrong |= {name: found for name, found in rows if found}
+            at = names[-1] if error is None else rows[-1][0]
+            if error is not None:
+                wrong[at] = error
+            names = names[names.index(at) + 1 :]
+    return wrong
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", help="one case, as seed:number")
     parser.add_argument("--mesh", action="store_true", help="on simulated meshes")
+    parser.add_argument("--processes", type=int, choices=tuple(PROCESSES), help="on meshes of so many real processes")
     options = parser.parse_args()
     torch.set_num_threads(1)
     names = [options.case] if options.case else [f"{options.seed}:{i}" for i in range(options.cases)]
     wrong = 0
+    if options.processes:
+        for start in range(0, len(names), BATCH):
+            found = launched_faults(options.processes, names[start : start + BATCH])
+            for name, text in found.items():
+                print(f"--- {name}\n{Program(name, UNEVEN).source}{text}", flush=True)
+            wrong += len(found)
+        print(f"{len(names)} cases, {wrong} wrong")
+        sys.exit(bool(wrong))
     for name in names:
         program = Program(name)
         if options.case:

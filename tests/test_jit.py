@@ -14,6 +14,9 @@ from programs import PROGRAMS, Program
 import vescale_fn as vfn
 from vescale_fn import P, tree
 from vescale_fn.errors import InPlaceError, RandomError, RecordError, TransformError
+from vescale_fn.plan.passes.buckets import buckets
+from vescale_fn.plan.passes.once import once
+from vescale_fn.plan.passes.scatter import scatter
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}  # fp64: passes may sum in another order
 
@@ -669,3 +672,61 @@ def test_ranks_that_record_other_collectives_raise_on_all(gloo):
     assert here[0] == "RecordError"
     assert here[1][0] == "jit: recording f raised on rank 1, and not here"
     assert there[0] == "InPlaceError"
+
+
+def _written_beside_a_padded_block(how):
+    """Ranks 0 and 1 gather a part of `v` as it lies in memory that is written, rank 2 has to pad a copy."""
+    mesh = vfn.make_mesh((3,), ("a",))
+
+    def f(x, y):
+        v = x * 1.0
+        v.t().add_(1.0)
+        return v[:, -2:] * 1.0, y[:, -2:] * 1.0
+
+    def by_rank(graph):
+        if how == "raises" and dist.get_rank() == 1:
+            raise ZeroDivisionError("in a pass")
+        return buckets(graph) if dist.get_rank() == 1 else graph
+
+    x, y = torch.arange(25.0).view(5, 5), torch.arange(42.0).view(6, 7)
+    if how == "planted":
+        f = lambda x, y: (x[:, -2:] * 2.0, y[:, -2:] * 1.0)
+    g = vfn.jit(f) if how == "written" else vfn.jit(f, passes=(once, by_rank, scatter))
+    given = [vfn.shard(z, mesh, P(None, "a")) for z in (x, y)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            for _ in range(2):
+                assert all(map(torch.equal, map(vfn.unshard, g(*given)), f(x, y)))
+        except (vfn.errors.VfnError, ZeroDivisionError) as error:
+            return type(error).__name__, str(error)
+    kinds = [(r.op, r.bytes) for r in g.lower(*given).comms()]
+    return kinds, [str(w.message) for w in said], g.cache_info()[:2]
+
+
+def test_no_rank_looks_at_how_its_own_block_lies(gloo):
+    """The ranks abort where they gather other sizes."""
+    assert (
+        gloo(3, _written_beside_a_padded_block, "written")
+        == [([("all_gather", 120), ("all_gather", 216)], [], (1, 1))] * 3
+    )
+
+
+def test_a_pass_that_decides_by_rank_is_left_out_on_all_ranks(gloo):
+    found = gloo(3, _written_beside_a_padded_block, "planted")
+    for kinds, (said,), info in found:
+        assert kinds == [("all_gather", 120), ("all_gather", 216)]
+        assert info == (1, 1)
+        first, *rows = said.splitlines()
+        assert first == ("jit: after the pass `by_rank` the collectives of <lambda> would differ between ranks, so the plan is "
+                         "made without this pass: its values are right, it may be slower")  # fmt: skip
+        why = f"slice needs dim 1 whole: f32[5,5@a], at {__file__}"
+        assert rows[0].startswith(f"  * number 1 on rank 0: all_gather over a of f32[5,2], {why}")
+        assert rows[1].startswith(f"  * number 1 on rank 1: all_gather over a of f32[28], 2 together: {why}")
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_pass_that_raises_on_one_rank_raises_on_all(gloo):
+    found = gloo(3, _written_beside_a_padded_block, "raises")
+    assert found[1] == ("ZeroDivisionError", "in a pass")
+    assert found[0] == found[2] == ("RecordError", "jit: recording f raised on rank 1, and not here\n  * in a pass")

@@ -176,7 +176,7 @@ def _note(op: str, mesh: Any, axes: tuple[str, ...], tensor: Any, factor: int, w
     """Log a collective that is about to run; in debug mode, first compare it with what the group's other ranks run."""
     if (watch := context.watch()) is not None and not is_simulated(mesh):
         values, details = watch.sent() or ((Value("", text(tensor)),), details)
-        watch.compare(_members(mesh, axes), _call(op, axes, values, why, details))
+        watch.compare(members(mesh, axes), _call(op, axes, values, why, details))
     logs = context.logs()
     if logs:
         one = tensor.blocks[0] if type(tensor) is Blocks else tensor
@@ -186,7 +186,7 @@ def _note(op: str, mesh: Any, axes: tuple[str, ...], tensor: Any, factor: int, w
             log.append(record)
 
 
-def _members(mesh: Any, axes: tuple[str, ...]) -> list[int]:
+def members(mesh: Any, axes: tuple[str, ...]) -> list[int]:
     """The ranks of the world in this rank's group along `axes`."""
     place, flat = my_rank(mesh), mesh.mesh.flatten().tolist()
     return [flat[member] for group in groups(mesh, axes) if place in group for member in group]

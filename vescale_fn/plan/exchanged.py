@@ -119,11 +119,33 @@ def made_at(node: fx.Node, place: Mapping[fx.Node, float]) -> float:
     waiting, last = given(node), -1.0
     while waiting:
         x = waiting.pop()
-        if is_light(x) or name_of(x) in _MOVES:
+        if _only_moves(x):
             waiting += x.all_input_nodes
         elif x.op == "call_function":
             last = max(last, place[x])
     return last
+
+
+def is_written(node: fx.Node, hot: frozenset[fx.Node], taken: bool = True) -> bool:
+    """Whether the memory of what a collective gives is written in place, or (where it counts what is `taken`) of what it takes.
+
+    What only moves elements is looked through, both ways: one rank takes a block as it is, another has to pad it, and pads
+    or cuts off a copy.
+
+    Args:
+        hot: the values whose memory is written (`graph.changed`).
+    """
+    up, down = list(given(node)) if taken else [], list(got(node).values())
+    for x in up:
+        if _only_moves(x):
+            up += [source for source in x.all_input_nodes if source not in up]
+    for x in down:
+        down += [user for user in x.users if _only_moves(user) and user not in down]
+    return not hot.isdisjoint((*up, *down))
+
+
+def _only_moves(x: fx.Node) -> bool:
+    return is_light(x) or name_of(x) in _MOVES
 
 
 def carried_out(graph: fx.Graph, collective: Collective, parts: Sequence[fx.Node], like: fx.Node) -> list[fx.Node]:

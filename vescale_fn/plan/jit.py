@@ -15,7 +15,7 @@ from . import leaves as leaves_
 from .backends import Backend
 from .call import Call, difference
 from .captured import Captured
-from .consent import agree
+from .consent import Stage, agree, shared_mesh, stage, tell_left_out
 from .graph import Pass
 from .lowered import Lowered
 from .pipeline import PASSES
@@ -213,10 +213,12 @@ class Jitted:
 
     def _recorded(self, call: Call) -> tuple[Plan | None, str]:
         """A plan; or None, and why there is none."""
-        names, recorded, graph, reason, failure = call.names(), None, None, "", None
+        names, plan, graph, reason, failure = call.names(), None, None, "", None
         try:
             recorded = trace(call.function, call.leaves, names, call.treedef, self._out_specs)
             graph = recorded.graph
+            captured = Captured(self._f, filter(leaves_.is_object, call.leaves))
+            plan = Plan(recorded, call.leaves, captured, names, call.donated(), self._how)
         except Unrecordable as why:
             reason = why.reason if why.line == "?" else f"{why.reason}, at {lines.quoted(why.line)}"
             graph = why.graph
@@ -224,13 +226,22 @@ class Jitted:
             failure = error
         except Exception as error:  # perhaps of the function itself: it is to show it
             reason = f"recording it raised {type(error).__name__}: {str(error).splitlines()[0]}"
-        reason = agree(self._name, call.leaves, graph, reason, failure)
-        if failure is not None:
-            raise failure
-        if recorded is None or reason:
-            return None, reason
-        captured = Captured(self._f, filter(leaves_.is_object, call.leaves))
-        return Plan(recorded, call.leaves, captured, names, call.donated(), self._how, self._passes), ""
+        mesh, passes = shared_mesh(call.leaves, graph), list(self._passes)
+        while True:
+            stages: list[Stage] = []
+            try:
+                if plan is not None:
+                    plan.improve(passes, _nothing if mesh is None else lambda graph, to=stages: to.append(stage(graph)))
+            except Exception as error:
+                failure = error
+            reason, parted = agree(self._name, mesh, graph, stages, reason, failure)
+            if failure is not None:
+                raise failure
+            if plan is None or reason:
+                return None, reason
+            if parted is None:
+                return plan, ""
+            tell_left_out(self._name, mesh, passes.pop(parted), stages[parted + 1])
 
     def _remember(self, call: Call, plan: Plan | None) -> None:
         before, reason = self._last
@@ -251,6 +262,10 @@ class Jitted:
         if reason not in self._said:
             self._said.add(reason)
             lines.warn(report("jit", f"{self._name} runs as written, not as a plan", [reason], fix), UserWarning)
+
+
+def _nothing(graph: Any) -> None:
+    """What looks at the graphs between passes where there is nobody to compare them with."""
 
 
 def _belongs_to_another() -> bool:

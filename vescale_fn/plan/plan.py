@@ -30,11 +30,12 @@ class Plan:
         names: of the leaves: ``params['w']``.
         donated: the places of the leaves whose memory it may use.
         how: what runs it.
-        passes: what improves it.
+
+    It can be called once `improve` has been.
     """
 
     def __init__(self, recorded: Recorded, leaves: Sequence[Any], captured: Captured, names: Sequence[str],
-                 donated: Sequence[int], how: Backend, passes: Sequence[Pass]) -> None:  # fmt: skip
+                 donated: Sequence[int], how: Backend) -> None:  # fmt: skip
         self.recorded, self.captured, self.names = recorded, captured, names
         self.types = [leaves_.described(x) for x in leaves]
         self._said = [f"{name} ({kind})" for name, kind in zip(names, self.types, strict=True)]
@@ -43,22 +44,26 @@ class Plan:
         self.versions = [(x, _torch.version(x)) for x in recorded.read]
         self.constants = [(x, x.shape, x.dtype) for x in recorded.constants]
         self._take = [(i, take) for i, leaf in enumerate(leaves) if (take := _taking(leaf)) is not None]
-        self.graph = self._improved(recorded.graph, leaves, passes)
-        self.code = generate(self.graph)
-        self.run = how.running(self.code.run)
-
-    def _improved(self, graph: fx.Graph, leaves: Sequence[Any], passes: Sequence[Pass]) -> fx.Graph:
-        inputs = iter(graph.nodes)
+        self._how = how
+        inputs = iter(recorded.graph.nodes)
         for i, take in self._take:
             for _ in take(leaves[i]):
                 node = next(inputs)
                 if i in self.donated:
                     node.meta[DONATED] = True
-        graph = copied(graph)
+
+    def improve(self, passes: Sequence[Pass], seen: Callable[[fx.Graph], None]) -> None:
+        """Make the plan of the recording by passes, in their order; each graph is shown to `seen`, that of the recording
+        first."""
+        seen(self.recorded.graph)
+        graph = copied(self.recorded.graph)
         for improve in passes:
             graph = improve(given_up(graph))
+            seen(graph)
         graph.__dict__.pop("_given_up", None)
-        return graph
+        self.graph = graph
+        self.code = generate(graph)
+        self.run = self._how.running(self.code.run)
 
     def changed(self) -> str | None:
         """What the function closes over and has changed since; None where nothing has."""

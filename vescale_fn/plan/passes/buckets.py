@@ -25,7 +25,7 @@ from torch import fx
 
 from ...wire import group_size
 from .. import dependencies
-from ..exchanged import carried_out, collective_of, given, got, is_listed, made_at, noted, put, size
+from ..exchanged import carried_out, collective_of, given, is_listed, is_written, made_at, noted, put, size
 from ..graph import Step, changed, collectives, copied, value
 
 LIMIT = 4 << 20
@@ -105,8 +105,7 @@ def _chosen(graph: fx.Graph, needed: dependencies.Needs, kinds: Sequence[str], l
     # reductions in the order in which they could be carried out, which is another one where a function sums at its end
     for node in nodes if early else sorted(nodes, key=lambda node: made_at(node, recorded)):
         nbytes = size(node)
-        written = not hot.isdisjoint((*given(node), *got(node).values()))
-        if collective_of(node).kind not in kinds or nbytes > alone or written:
+        if collective_of(node).kind not in kinds or nbytes > alone or is_written(node, hot):
             continue
         sources = _sources(node) if early and not before[node] else set()
         bucket = opened.get(key := _key(node))

@@ -132,6 +132,7 @@ def _write(graph: fx.Graph, places: _Places, target: fx.Node, result: fx.Node) -
     with graph.inserting_after(max(used, result) if not changed else _last(graph)):
         copy = graph.call_function(torch.ops.aten.copy_.default, (target, result))
     copy.meta = dict(result.meta)
+    places.lie[copy] = places.lie[target]
     places.writers[aliasing.Memory(target)] = copy
     result.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy and copy < user)
 

@@ -20,7 +20,7 @@ from torch import fx
 from ... import wire
 from ...wire import Collective, Start, group_size
 from .. import dependencies
-from ..exchanged import collective_of, given, got, is_light, made_at, size
+from ..exchanged import collective_of, given, is_light, is_written, made_at, size
 from ..graph import Step, changed, collectives, copied
 
 AHEAD = 64 << 20
@@ -37,7 +37,7 @@ def overlap(graph: fx.Graph, ahead: int = AHEAD, on_cpu: bool = False) -> fx.Gra
     hot = changed(graph)
     nodes = [node for node in collectives(graph)
              if (on_cpu or collective_of(node).mesh.device_type != "cpu")
-             and hot.isdisjoint((*given(node), *got(node).values()))]  # fmt: skip
+             and not is_written(node, hot)]  # fmt: skip
     if not nodes:
         return graph
     starts = _starts(graph, nodes, ahead)

@@ -16,7 +16,19 @@ from torch import fx
 
 from ...mesh import axes_of, coordinates, played_ranks, same
 from ...wire import Collective, group_size
-from ..exchanged import carried_out, collective_of, erase_unused, gets_same, given, got, is_light, noted, over, source
+from ..exchanged import (
+    carried_out,
+    collective_of,
+    erase_unused,
+    gets_same,
+    given,
+    got,
+    is_light,
+    is_written,
+    noted,
+    over,
+    source,
+)
 from ..graph import changed, collectives, copied, name_of, value
 from .slices import part_of
 
@@ -27,7 +39,7 @@ def scatter(graph: fx.Graph) -> fx.Graph:
     hot = changed(graph)
     for node in collectives(graph):
         own = _own_parts(node)
-        if own is None or not hot.isdisjoint(got(node).values()):
+        if own is None or is_written(node, hot, taken=False):
             continue
         axes, dim = own
         smaller = _smaller(collective_of(node), axes, dim)
