@@ -12,7 +12,7 @@ from collectives import COLLECTIVES, LINEAR, MESH, mapped, oracle, size_of, stac
 from torch import func
 
 import vescale_fn as vfn
-from vescale_fn.errors import CollectiveError
+from vescale_fn.errors import CollectiveError, InPlaceError
 
 ORDERS = ["y", ("x", "y"), ("y", "x")]
 
@@ -178,6 +178,37 @@ def test_law(name, law, mesh):
 def test_law_without_types(name, law, mesh):
     """Derivatives taken outside of a map do not depend on whether it checks."""
     check(law, name, in_turn(law, name), function(name, in_turn(law, name), mesh, check_vma=False))
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_result_may_be_written_in_place(name, mesh):
+    """Except that of a cast, which is another name for its operand, and says so."""
+    number, line = LINEAR.index(name), COLLECTIVES[name]
+    axis = ORDERS[number % len(ORDERS)]
+    (x,) = inputs(name, axis, 0)
+    j = jacobian(name, axis, tuple(MESH.items()))
+    g = torch.randint(-4, 5, j.shape[: -x.ndim], generator=torch.Generator().manual_seed(2)).to(x.dtype)
+
+    def call(x, a):
+        y = line.call(x, a)
+        y *= 3
+        y[..., -1:] += 1
+        return y
+
+    def loss(x):
+        return (g * vfn.unshard(f(x))).sum()
+
+    ways = [vfn.grad, func.grad, *([lambda loss: vfn.jit(vfn.grad(loss))] if number % 4 == 0 else [])]
+    for check_vma in True, False:
+        f = mapped(call, axis, line.same, mesh, check_vma=check_vma)
+        if name in ("pvary", "pcast", "psum as reduced", "all_gather reduced tiled") and check_vma:
+            with pytest.raises(
+                InPlaceError, match="this writes into memory that belongs to the caller, or to another value"
+            ):
+                loss(x)
+            continue
+        for grad in ways:
+            close(grad(loss)(x), transposed(j, x, 3 * g))
 
 
 EXTREMES = [name for name, line in COLLECTIVES.items() if not line.linear]

@@ -130,6 +130,11 @@ def base(x: torch.Tensor) -> torch.Tensor | None:
     return x._base
 
 
+def no_view(x: torch.Tensor) -> torch.Tensor:
+    """`x`, not as a view of a tensor that nobody else has: autograd refuses writes into a Function's result that is a view."""
+    return x.data if x._is_view() else x
+
+
 def memory_number(x: torch.Tensor) -> int:
     """The storage of `x`, as a number."""
     return x.untyped_storage()._cdata

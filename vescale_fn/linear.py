@@ -33,7 +33,8 @@ class LinearMap(Protocol):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(op: LinearMap, *xs: Any) -> Any:
-        return _run(op, xs)
+        # a result that is a view, of what the map has made, may be written by the caller like any other
+        return tuple(map(_torch.no_view, _run(op, xs)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
