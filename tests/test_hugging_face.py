@@ -221,6 +221,26 @@ def test_a_model_that_is_never_whole():
         torch.testing.assert_close(vfn.unshard(held), whole, rtol=0, atol=0)
 
 
+def test_a_model_in_another_dtype_that_is_never_whole():
+    config = BY_NAME["llama"].config
+    make = lambda: hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    types = lambda named: {name: x.dtype for name, x in named.items()}
+    module = make()
+    want = types(dict(module.named_parameters()))
+    f, initial = vfn.deferred(make)
+    buffers = lambda m: dict(m.named_buffers())
+    assert types(buffers(f._template.root)) == types(buffers(module))
+    assert all(torch.equal(x, buffers(module)[name]) for name, x in buffers(f._template.root).items())
+    shapes = vfn.eval_shape(initial, KEY)
+    assert types(f.state_dict(shapes)) == types(f.state_dict(initial(KEY))) == want
+    assert types(f.state_dict(vfn.jit(initial)(KEY))) == want
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        held = vfn.init(initial, KEY, spec=lambda shapes: hugging_face.specs(shapes, "llama", fsdp="dp"), mesh=mesh)
+        assert types(f.state_dict(held)) == want
+        torch.testing.assert_close(vfn.unshard(held), initial(KEY), rtol=0, atol=0)
+
+
 def llama_on_ranks():
     module, inputs, labels, options = made("llama")
     f, params = vfn.functionalize(module.eval())

@@ -141,9 +141,42 @@ FUNCTIONS = {
     "linearize": (lambda x: vfn.linearize(lambda v: v.tanh(), x)[1](x), [X]),
     "remat": (lambda x: vfn.grad(lambda v: vfn.remat(lambda v: v.sin().exp() * v)(v).sum())(x), [X]),
     "jit in jit": (lambda x: vfn.jit(lambda v: v * 2)(x) + 1, [X]),
+    "another default dtype": (lambda x: _in_another_dtype(x), [X]),
+    "another default dtype, under a gradient": (lambda x: vfn.grad(lambda x: _in_another_dtype(x)[0].double().sum())(x), [X]),
+    "another default device": (lambda x: _on_another_device(x), [X]),
+    "autocast": (lambda x: _autocast(x), [X]),
     "a whole step": (lambda p, s, x, k: _train(p, s, x, k), [{"w": X.T, "b": X[0, 0]}, optimizer.init({"w": X.T, "b": X[0, 0]}),
                                                             X, KEY]),
 }  # fmt: skip
+
+
+def _in_another_dtype(x):
+    """Factories, whole numbers that become floats, and a comparison that torch makes in its default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        n = torch.arange(300)
+        made = [torch.zeros(3), torch.full((2,), 1.5), torch.arange(0, 1, 0.1), torch.eye(2), torch.linspace(0, 1, 5),
+                torch.bartlett_window(4), torch.tensor([1.5, 2]), torch.tensor(0.5) * n, torch.ones(2, dtype=torch.float64),
+                torch.arange(2), torch.empty(2).fill_(1), torch.scalar_tensor(1.0), torch.ones(2, 2).cumsum(0)]  # fmt: skip
+        counted = [n / 2, n * 1.01, n < 256.5, n.sqrt(), n * 1j, n.float() / 3, n + 1, torch.where(n > 4, 0.1, 0.2), n / (n + 1),
+                   n.view(3, 100).to(torch.get_default_dtype()), torch.stack([n, n]).sum(dtype=torch.float32), n.new_zeros(2)]
+    finally:
+        torch.set_default_dtype(before)
+    return x * made[0].float() + torch.ones(3), made, counted, torch.zeros(3) + n[1] / 3
+
+
+def _on_another_device(x):
+    with torch.device("meta"):
+        shape = torch.zeros(4, 3).shape
+    return x + torch.ones(shape)
+
+
+def _autocast(x):
+    with torch.autocast("cpu", torch.bfloat16):
+        y = x @ x.T
+        with torch.autocast("cpu", enabled=False):
+            return y, x @ x.T, vfn.grad(lambda x: (x @ x.T).sum())(x)
 
 
 def _train(params, state, x, key):
@@ -368,6 +401,105 @@ def test_parameters_of_a_module_are_noticed_when_they_change():
     linear.weight.mul_(2)
     assert torch.equal(f(X), linear(X))
     assert f.cache_info().records == 3
+
+
+@contextlib.contextmanager
+def _set(setter, value, before):
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+class _Mode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {})) * (2 if func is torch.sin else 1)
+
+
+_attends = torch.nn.functional.scaled_dot_product_attention
+SETTINGS = {
+    "default dtype": (functools.partial(_set, torch.set_default_dtype, torch.float64, torch.float32), lambda x: torch.ones(3)),
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), lambda x: x @ x.T),
+    "autocast that is off inside": (lambda: torch.autocast("cpu", torch.bfloat16), lambda x: (x @ x.T, _autocast(x))),
+    "attention": (lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+                  lambda x: _attends(*[x[None, None]] * 3)),
+    "deterministic": (functools.partial(_set, torch.use_deterministic_algorithms, True, False), lambda x: x.cumsum(0)),
+    "precision": (functools.partial(_set, torch.set_float32_matmul_precision, "medium", "highest"), lambda x: x @ x.T),
+    "inference": (torch.inference_mode, lambda x: (x * 2, torch.ones(1) * torch.is_inference_mode_enabled())),
+    "a default device": (lambda: torch.device("meta"), lambda x: torch.ones(3)),
+    "a mode": (_Mode, lambda x: torch.sin(x)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_around_a_call_are_those_of_the_function(name):
+    around, f = SETTINGS[name]
+    g = vfn.jit(f)
+    for _ in range(2):
+        assert_same(g(X), f(X), F32)
+        with around():
+            found, wanted = g(X), f(X)
+        assert_same(found, wanted, F32)
+    assert g.cache_info()[:2] == ((1, 1) if name == "a mode" else (2, 2))
+    if name == "attention":
+        kernels = [[n.target for n in g.lower(X).graph.nodes if n.op == "call_function"]]
+        with around():
+            kernels.append([n.target for n in g.lower(X).graph.nodes if n.op == "call_function"])
+        assert kernels[0] != kernels[1]
+
+
+def test_a_setting_of_kernels_that_a_function_changes_runs_as_written():
+    def f(x):
+        torch.use_deterministic_algorithms(True)
+        try:
+            return x.cumsum(0)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    g = vfn.jit(f)
+    with pytest.warns(UserWarning, match="torch.use_deterministic_algorithms is set inside the function, and not around"):
+        assert_same(g(X), f(X))
+    assert g.cache_info()[:3] == (0, 0, 1)
+
+
+def test_a_function_that_leaves_the_default_dtype_changed_runs_as_written():
+    g = vfn.jit(lambda x: (x + 1, torch.set_default_dtype(torch.float64))[0])
+    with pytest.warns(UserWarning, match="the function leaves torch's default dtype changed"):
+        with _set(torch.set_default_dtype, torch.float32, torch.float32):
+            assert torch.equal(g(X), X + 1)
+            assert torch.get_default_dtype() is torch.float64
+
+
+def test_autocast_keeps_no_weight_of_a_recording():
+    w = torch.eye(3, requires_grad=True)
+    f = lambda x: (x @ w).detach()
+    g = vfn.jit(f)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            assert_same(g(X), f(X))
+    with torch.no_grad():
+        w.mul_(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(g(X), f(X))
+
+
+def test_strictness_is_a_part_of_the_plan():
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("a",))
+        x = vfn.shard(X, mesh, P("a"))
+        g = vfn.jit(lambda x: x.flatten().cumsum(0))
+        g(x)
+        with vfn.strict(), pytest.raises(vfn.errors.VfnError, match="strict"):
+            g(x)
+
+
+def test_a_decision_on_whole_numbers_heeds_the_default_dtype():
+    with vfn.simulate(2):
+        x = vfn.shard(torch.arange(4), vfn.make_mesh((2,), ("a",)), P("a"))
+        for dtype in (torch.float32, torch.float64):
+            with _set(torch.set_default_dtype, dtype, torch.float32):
+                torch.testing.assert_close(vfn.unshard(x / 2), torch.arange(4) / 2)
 
 
 # --- what cannot be recorded ------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental import proxy_tensor as _proxy_tensor
 from torch.utils import _python_dispatch
 from torch.utils import checkpoint as _checkpoint
+from torch.utils._device import DeviceContext
 
 from .errors import TransformError, report
 
@@ -510,6 +511,72 @@ def autocasting() -> tuple[Any, ...]:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 
+def watched_by_other_modes() -> bool:
+    """Whether a mode sees the functions of torch that are called here; not `torch.set_default_device`'s, which is a setting."""
+    if torch._C._len_torch_function_stack() == 0:
+        return False
+    return any(type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack())
+
+
+def _getters(*names: str) -> list[Callable[[], Any]]:
+    """Those of torch's functions that tell a setting which this release has."""
+    return [getattr(torch._C, f"_get_{name}") for name in names if hasattr(torch._C, f"_get_{name}")]
+
+
+# What kernels look up each time they run; and what decides, besides, of which kernels torch makes up an operator.
+_KERNEL_SETTINGS = {
+    "torch.use_deterministic_algorithms": _getters("deterministic_algorithms", "deterministic_algorithms_warn_only"),
+    "torch.utils.deterministic.fill_uninitialized_memory": _getters("deterministic_fill_uninitialized_memory"),
+    "torch.set_float32_matmul_precision": _getters("float32_matmul_precision"),
+    "torch.backends.cuda.matmul": _getters("cublas_allow_tf32", "cublas_allow_fp16_reduced_precision_reduction",
+                                           "cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_accumulation"),
+    "torch.backends.cudnn": _getters("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_allow_tf32"),
+    "torch.backends.mkldnn": _getters("mkldnn_enabled", "mkldnn_deterministic", "onednn_allow_tf32"),
+}  # fmt: skip
+_OF_KERNELS = [get for getters in _KERNEL_SETTINGS.values() for get in getters]
+_OF_CHOICES = _getters("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled",
+                       "overrideable_sdp_enabled", "math_sdp_allow_fp16_bf16_reduction")  # fmt: skip
+_SDP_ORDER = _getters("sdp_priority_order")
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """The settings that kernels look up each time they run."""
+    return tuple([get() for get in _OF_KERNELS])
+
+
+def changed_setting(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    """What sets the first of the `kernel_settings` that differs."""
+    names = [name for name, getters in _KERNEL_SETTINGS.items() for _ in getters]
+    return next(name for name, one, other in zip(names, before, now) if one != other)
+
+
+def choices() -> tuple[Any, ...]:
+    """The settings that decide of which kernels torch makes up an operator: which attention is allowed, in which order."""
+    return tuple([get() for get in _OF_CHOICES]) + tuple([tuple(get()) for get in _SDP_ORDER])
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, `dtype` is torch's default for floats."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def casts_not_kept() -> Iterator[None]:
+    """Inside, autocast keeps no weight that it has cast for the next use, and looks for none."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 def is_bare(x: torch.Tensor) -> bool:
     """Whether `x` is a tensor and nothing else; one without a value, of a recording, counts as what it stands for."""
     return type(x) is torch.Tensor or type(x) is FakeTensor
@@ -762,12 +829,13 @@ def asked_for(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 _UNUSED = functools.reduce(operator.or_, (
     torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
-    for name in ("AutogradCPU", "AutogradCUDA", "AutogradMeta", "AutogradOther", "ADInplaceOrView")))  # fmt: skip
+    for name in ("AutogradCPU", "AutogradCUDA", "AutogradMeta", "AutogradOther", "ADInplaceOrView", "AutocastCPU",
+                 "AutocastCUDA")))  # fmt: skip
 
 
 @contextlib.contextmanager
 def on_plain_tensors() -> Iterator[None]:
-    """Inside, torch's functions lead straight to the kernels: no autograd, no notes of views, no function modes."""
+    """Inside, torch's functions lead straight to the kernels: no autograd, no autocast, no notes of views, no function modes."""
     with torch._C._ExcludeDispatchKeyGuard(_UNUSED), torch._C.DisableTorchFunction():
         yield
 

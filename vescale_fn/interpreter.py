@@ -61,7 +61,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
         return _torch.as_one_step(func, args, kwargs or {}, lambda: dispatch(cls, func, args, kwargs))
     if places.listening:
         places.note()
-    key = [func]
+    key = [func, torch.get_default_dtype()]
     for a in args:
         key.append(a._spec if a.__class__ is cls else _key(a))
     if kwargs:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from .. import _torch, context, tree
+from .. import tree
 from ..calls import called, parameter
 from ..errors import TransformError, described, report, short
 from ..layout import WHOLE, layout, type_text
+from . import ambient
 from . import leaves as leaves_
 
 
@@ -36,7 +37,7 @@ class Call:
             fixed = tuple(_typed(args[n]) for n in self._static)
             args = tuple(None if n in self._static else x for n, x in enumerate(args))
         self.leaves, self.treedef = tree.flatten((args, kwargs))
-        self.key = self.treedef, tuple(map(leaves_.signature, self.leaves)), fixed, _around()
+        self.key = self.treedef, tuple(map(leaves_.signature, self.leaves)), fixed, ambient.around()
 
     def run(self) -> Any:
         """The function's own result."""
@@ -98,19 +99,6 @@ def _typed(x: Any) -> Any:
     return type(x), repr(x) if isinstance(x, (float, complex)) else x
 
 
-def _around() -> tuple[Any, ...]:
-    """What is ambient and decides what a function does."""
-    return (
-        context.current_mesh(),
-        context.simulated(),
-        torch.is_grad_enabled(),
-        torch.get_default_dtype(),
-        context.sums_in(),
-        _torch.autocasting(),
-        _torch.default_device(),
-    )
-
-
 def difference(before: Any, now: Any, names: Sequence[str]) -> str:
     """In what two keys differ."""
     if before[0] != now[0]:
@@ -119,7 +107,9 @@ def difference(before: Any, now: Any, names: Sequence[str]) -> str:
         if one != other:
             was, is_ = _shown(one), _shown(other)
             return f"{name} was {was} and is {is_}" if was != is_ else f"{name} ({is_}) lies otherwise in memory"
-    return "a static argument differs" if before[2] != now[2] else "the mesh, or another setting around it, differs"
+    if before[2] != now[2]:
+        return "a static argument differs"
+    return next((f"{name} differs" for name, one, other in zip(ambient.NAMES, before[3], now[3]) if one != other), "")
 
 
 def _shown(signature: Any) -> str:

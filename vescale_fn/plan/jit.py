@@ -272,6 +272,7 @@ def _belongs_to_another() -> bool:
     """Whether the function is a part of something else that is being transformed, recorded or examined."""
     return bool(
         _torch.dispatch_modes()
+        or _torch.watched_by_other_modes()
         or _torch.transforming()
         or _torch.forward_ad_active()
         or context.examined()

@@ -7,6 +7,7 @@ What cannot be recorded (a value is read in Python) raises `Unrecordable`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 import sys
@@ -22,6 +23,7 @@ from ..blocks import Blocks
 from ..errors import InPlaceError, RecordError, op_text, report
 from ..stateful import refuse_seeded
 from ..wire import Collective
+from . import ambient
 from .graph import Step
 from .number import Number, disguise
 from .valueless import Valueless
@@ -74,6 +76,20 @@ class Recorder(_torch.TorchDispatchMode):
         self._literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
         self.read: list[torch.Tensor] = []
         self._kept: list[Any] = []  # stand-ins live as long as the recorder: they are known by identity
+        self._around = contextlib.ExitStack()
+
+    def __enter__(self) -> Any:
+        self._dtype, self._settings = torch.get_default_dtype(), _torch.kernel_settings()
+        self._around.enter_context(_torch.casts_not_kept())
+        self._around.enter_context(_torch.default_dtype(self._dtype))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        changed = torch.get_default_dtype() is not self._dtype
+        self._around.close()
+        if changed and error[0] is None:
+            raise Unrecordable("the function leaves torch's default dtype changed", "?")
 
     # --- what the function is given ---------------------------------------------------------------------------------
 
@@ -163,6 +179,7 @@ class Recorder(_torch.TorchDispatchMode):
             return func(*args, **kwargs)
         refuse_seeded(func, args, kwargs)
         line, again = self._line()
+        self._check_settings(line)
         self._check_writes(func, args, kwargs, line)
         if func is _LIFT:  # a tensor that was written down: the plan keeps it, and each run gets a copy
             out = self._made(
@@ -189,6 +206,9 @@ class Recorder(_torch.TorchDispatchMode):
                                , line or "?") from error  # fmt: skip
         if any(x.shape != shape for x, shape in outs):
             raise Unrecordable(f"torch's {_name(func)} gives its out= another shape", line or "?")
+        if torch.get_default_dtype() is not self._dtype:
+            func, more = ambient.resolved(func, args, kwargs, out)
+            node_kwargs |= more
         node = self.graph.call_function(func, tuple(nodes), node_kwargs)
         return self._made(node, out, line, again)
 
@@ -276,6 +296,11 @@ class Recorder(_torch.TorchDispatchMode):
                 self._constant(x)
                 self.read.append(x)
         return func(*(values.get(id(a), a) for a in args), **kwargs)
+
+    def _check_settings(self, line: str) -> None:
+        if (now := _torch.kernel_settings()) != self._settings:
+            what = _torch.changed_setting(self._settings, now)
+            raise Unrecordable(f"{what} is set inside the function, and not around its call", line)
 
     def _check_writes(self, func: Any, args: Any, kwargs: Any, line: str) -> None:
         for position, name in blocks.written(func):

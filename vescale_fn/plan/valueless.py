@@ -26,7 +26,7 @@ class Valueless:
         if not _is_new(op):
             with self._mode:
                 return op(*args, **kwargs)
-        key = op, _key(args), _key(kwargs)
+        key = op, torch.get_default_dtype(), _key(args), _key(kwargs)
         found = self._known.get(key)
         if found is None:
             with self._mode:
