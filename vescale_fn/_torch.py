@@ -835,7 +835,7 @@ _UNUSED = functools.reduce(operator.or_, (
 
 @contextlib.contextmanager
 def on_plain_tensors() -> Iterator[None]:
-    """Inside, torch's functions lead straight to the kernels: no autograd, no autocast, no notes of views, no function modes."""
+    """Inside, torch's functions lead straight to the kernels: no autograd or autocast, no notes of views, no modes."""
     with torch._C._ExcludeDispatchKeyGuard(_UNUSED), torch._C.DisableTorchFunction():
         yield
 

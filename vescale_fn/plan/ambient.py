@@ -17,7 +17,7 @@ from .. import _torch, context
 from ..arguments import bind, tensors_in
 from .graph import Step
 
-NAMES = ("the mesh", "the number of simulated ranks", "vfn.strict", "the dtype of sums", "whether gradients are enabled",
+NAMES = ("the mesh", "the number of simulated ranks", "the dtype of sums", "whether gradients are enabled",
          "inference mode", "torch's default dtype", "torch's default device", "autocast",
          "a setting of torch's kernels", "which attention torch may take")  # fmt: skip
 
@@ -27,7 +27,6 @@ def around() -> tuple[Any, ...]:
     return (
         context.current_mesh(),
         context.simulated(),
-        context.is_strict(),
         context.sums_in(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
