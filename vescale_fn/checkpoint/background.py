@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import multiprocessing
+import multiprocessing.util
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .. import _rank_process
 from ..errors import CheckpointError, report
@@ -58,34 +63,77 @@ class Saving:
         return f"Saving({str(self.path)!r}, {'done' if self.done() else 'in progress'})"
 
 
-_last: Saving | None = None
+_running: list[Saving] = []  # and those that have ended, until it is told how
 
 
 def start(path: Path, work: Callable[[], None]) -> Saving:
     """Begin a save; the one before has ended (see `finish_last`)."""
-    global _last
-    _last = Saving(path, work)
-    _last._thread.start()
-    return _last
+    saving = Saving(path, work)
+    _running.append(saving)
+    try:
+        saving._thread.start()
+    except BaseException:
+        _running.remove(saving)
+        raise
+    if multiprocessing.parent_process() is not None:
+        multiprocessing.util.Finalize(None, _end_child, exitpriority=0)
+    return saving
 
 
 def finish_last(tell: bool = True) -> None:
     """Wait for the save that may go on; raise what it failed with, unless that has been raised, or is not to be told."""
-    global _last
-    if _last is None:
-        return
-    if not tell:
-        _last._thread.join()
-        return
-    before, _last = _last, None
-    before.wait()
+    for saving in list(_running):  # several, if several threads of the program save
+        saving._thread.join()
+        if tell:
+            with contextlib.suppress(ValueError):  # another thread was quicker
+                _running.remove(saving)
+            saving.wait()
 
 
-def _forget() -> None:
-    global _last
-    _last = None
+def _tell_all() -> bool:
+    """Wait for all saves, and write what they failed with to stderr; whether one has failed."""
+    failed = False
+    while _running:
+        try:
+            finish_last()
+        except Exception as error:
+            failed = True
+            print(f"a save in the background failed, as was found when the program ended\n{error}", file=sys.stderr)
+    return failed
 
 
-os.register_at_fork(after_in_child=_forget)  # the child has not the thread
-atexit.register(finish_last)
+def _end_process() -> None:
+    """At Python's end: fail if a save has. What is raised here would be printed and the exit status stay 0; only streams
+    that cannot be flushed make Python end with another one (120)."""
+    if _tell_all():
+        sys.stderr = _Unflushable(sys.stderr)
+
+
+def _end_child() -> None:
+    """The same for a process of `multiprocessing`, which ends without that."""
+    ending_with = sys.exc_info()[1]
+    if _tell_all() and ending_with is None:
+        sys.exit(1)
+
+
+class _Unflushable:
+    """A stream whose last flush, after all other things that are done at exit, fails."""
+
+    closed = False
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError("a save in the background failed")
+
+
+os.register_at_fork(after_in_child=_running.clear)  # the child has not the threads
+atexit.register(_end_process)
 _rank_process.at_end.append(finish_last)  # a launched rank ends without Python's own farewell

@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import _torch, context, tree
 from ..errors import CheckpointError, SpecError, report
-from . import folders, plain_files, targets, together
+from . import folders, plain_files, replacing, targets, together
 from .background import finish_last
 from .names import filled, named, rebuilt
 from .sources import Folder, Source
@@ -84,7 +84,7 @@ def _read(source: Source, wanted: Sequence[Target]) -> tuple[dict[str, Any], lis
 
 def opened(path: Path, where: str = "load") -> Source:
     """What lies there, whatever its form."""
-    folder = folders.found(path)
+    folder = replacing.found(path)
     if (folder / folders.METADATA).is_file():
         return Folder(path, folder, where)
     source = plain_files.opened(path, where)

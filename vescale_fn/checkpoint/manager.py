@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, report, short
-from . import folders, together
+from . import folders, locks, replacing, together
 from .background import Saving, finish_last
 from .load import load
 from .save import save
@@ -119,7 +120,7 @@ class Manager:
             with folders.failing("Manager.rewind", self.folder):
                 for each in self._steps():
                     if each > step:
-                        folders.remove(self._path(each))
+                        replacing.remove(self._path(each), "Manager.rewind")
 
         together.same_for_all("Manager.rewind", remove)
 
@@ -148,23 +149,32 @@ class Manager:
     def _steps(self) -> list[int]:
         if not self.folder.is_dir():
             return []
-        return [step for step in self._mentioned() if (folders.found(self._path(step)) / folders.METADATA).is_file()]
+        return [step for step in self._mentioned() if (replacing.found(self._path(step)) / folders.METADATA).is_file()]
 
     def _mentioned(self) -> list[int]:
         """The steps that anything is called after, in order."""
-        names = (re.fullmatch(r"step-(\d+)|\.step-(\d+)\.\w+", each.name) for each in self.folder.iterdir())
-        return sorted({int(name[1] or name[2]) for name in names if name is not None})
+        return sorted({*self._named(r"step-(\d+)"), *self._interrupted()})
+
+    def _interrupted(self) -> set[int]:
+        """The steps of which a save or a removal goes on, or has left something."""
+        return self._named(r"\.step-(\d+)\.[\w-]+")
+
+    def _named(self, form: str) -> set[int]:
+        found = (re.fullmatch(form, name) for name in os.listdir(self.folder))
+        return {int(each[1]) for each in found if each is not None}
 
     def _clean(self) -> None:
-        """Remove what is too many; the newest one, just completed, is never among it."""
+        """Remove what is too many, but for what another process writes; the newest one, just completed, is never among it."""
 
         def clean() -> None:
             with folders.failing("Manager.save", self.folder):
                 for step in self._steps()[: -self.keep] if self.keep is not None else ():
                     if not (self.keep_every and step % self.keep_every == 0):
-                        folders.remove(self._path(step))
-                for step in self._mentioned():
-                    folders.sweep(self._path(step))
+                        with contextlib.suppress(locks.Busy):
+                            replacing.remove(self._path(step), "Manager.save")
+                for step in self._interrupted():
+                    with contextlib.suppress(locks.Busy):
+                        replacing.sweep(self._path(step), "Manager.save")
 
         together.same_for_all("Manager.save", clean)
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import (
@@ -27,7 +27,7 @@ from .. import context
 from ..array import is_array, mesh_of, moved_together, place, spec_of
 from ..errors import CheckpointError, report
 from ..spec import P
-from . import folders, pieces, stored, together, writing
+from . import folders, pieces, replacing, stored, together, writing
 from .background import Saving, finish_last, start
 from .kinds import Leaf, fingerprint, leaves_of
 from .names import named, outline
@@ -69,10 +69,14 @@ def save(path: str | os.PathLike[str], tree_: Any, *, background: bool = False) 
     """
     finish_last()
     job, mine, leaves = _planned(folders.as_path(path, "save"), tree_)
-    if not background:
-        return job.write(together.all_ranks("save"), lambda: _items(mine, leaves))
-    apart, copies = together.all_ranks("save", background=True), _copied(mine, leaves)
-    return start(job.path, lambda: job.write(apart, copies))
+    try:
+        if not background:
+            return job.write(together.all_ranks("save"), lambda: _items(mine, leaves))
+        apart, copies = together.all_ranks("save", background=True), _copied(mine, leaves)
+        return start(job.path, lambda: job.write(apart, copies))
+    except BaseException:
+        job.close()
+        raise
 
 
 @dataclass(frozen=True)
@@ -80,33 +84,44 @@ class _Job:
     """A save on which all ranks agree. It holds no values: in the background it outlives them."""
 
     path: Path
+    folder: Path  # what `path` is called while it is being written
+    writing: replacing.Writing | None  # on the first rank
     shape: Any  # the outline of the tree
     kinds: dict[str, str]  # of each leaf
     metadata: Metadata | None  # on the first rank
 
     def write(self, crew: together.Crew, items: Callable[[], Sequence[writing.Item]]) -> None:
         """Write what `items` gives, and finish the checkpoint when all ranks have."""
-        folder = folders.unfinished(self.path)
 
         def complete(written: list[writing.Written]) -> list[None]:
             assert self.metadata is not None
+            assert self.writing is not None
             self.metadata.storage_data = {index: at for each in written for index, at in each.places.items()}
             sums = tuple(one for each in written for one in each.sums)
             files = {name: size for each in written for name, size in each.files.items()}
             with folders.failing("save", self.path):
-                stored.write(folder, self.metadata, stored.Manifest(self.shape, self.kinds, files, sums))
-            folders.finish(self.path, "save")
+                stored.write(self.folder, self.metadata, stored.Manifest(self.shape, self.kinds, files, sums))
+            self.writing.finish()
             return [None] * crew.size
 
         def mine() -> writing.Written:
-            return writing.write(folder, self.path, crew.rank, items(), "save")
+            return writing.write(self.folder, self.path, crew.rank, items(), "save")
 
-        together.step(crew, "save", mine, complete)
+        try:
+            together.step(crew, "save", mine, complete)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Remove what is not finished, and let others write."""
+        if self.writing is not None:
+            self.writing.close()
 
 
 def _planned(path: Path, tree_: Any) -> tuple[_Job, tuple[WriteItem, ...], dict[str, Leaf]]:
     """The save, what this rank is to write, and of which leaves; on the disk there is an empty folder then."""
     crew, metadata, found, shape = together.all_ranks("save"), list[Metadata](), dict[str, Leaf](), list[Any]()
+    begun = list[replacing.Writing]()
 
     def propose() -> tuple[list[tuple[str, str, str]], SavePlan]:
         if context.body() is not None:
@@ -119,18 +134,31 @@ def _planned(path: Path, tree_: Any) -> tuple[_Job, tuple[WriteItem, ...], dict[
         said = [(leaf.name, leaf.path, fingerprint(leaf)) for leaf in found.values()]
         return [("", "path", path.name), *said], SavePlan(items)
 
-    def share_out(proposals: list[tuple[list[tuple[str, str, str]], SavePlan]]) -> list[tuple[WriteItem, ...]]:
+    def share_out(proposals: list[tuple[list[tuple[str, str, str]], SavePlan]]) -> list[_Share]:
         _check_same([said for said, _ in proposals])
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         plans, made = planner.create_global_plan([plan for _, plan in proposals])
         made.planner_data = {leaf.name: leaf.keys for leaf in found.values()}
         metadata.append(made)
-        folders.begin(path, "save")
-        return [tuple(plan.items) for plan in plans]
+        begun.append(replacing.begin(path, "save"))
+        return [_Share(begun[0].folder, tuple(plan.items)) for plan in plans]
 
-    mine = together.step(crew, "save", propose, share_out)
+    try:
+        mine = together.step(crew, "save", propose, share_out)
+    except BaseException:
+        for each in begun:
+            each.close()
+        raise
     kinds = {leaf.name: leaf.kind for leaf in found.values()}
-    return _Job(path, shape[0], kinds, metadata[0] if metadata else None), mine, found
+    first = (begun[0], metadata[0]) if begun else (None, None)
+    return _Job(path, mine.folder, first[0], shape[0], kinds, first[1]), mine.items, found
+
+
+class _Share(NamedTuple):
+    """What one rank is to write, and where."""
+
+    folder: Path
+    items: tuple[WriteItem, ...]
 
 
 def _write_items(leaf: Leaf) -> list[WriteItem]:

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import pickle
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
@@ -56,6 +57,23 @@ def write(folder: Path, metadata: Metadata, manifest: Manifest) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+
+
+_OURS = re.compile(r"__\d+_\d+\.distcp")
+
+
+def is_name_of_ours(name: str) -> bool:
+    """Whether a file of a checkpoint can be called so."""
+    return name in (METADATA, MANIFEST) or _OURS.fullmatch(name) is not None
+
+
+def files_of(folder: Path) -> frozenset[str] | None:
+    """The files that belong to a checkpoint of ours; None for any other folder, and for a damaged manifest."""
+    try:
+        manifest = _manifest(folder, "", (folder / METADATA).read_bytes())
+    except (OSError, CheckpointError):
+        return None
+    return frozenset(name for name in (*manifest.files, METADATA, MANIFEST) if is_name_of_ours(name))
 
 
 def read(folder: Path, where: str) -> tuple[Metadata, Manifest | None]:

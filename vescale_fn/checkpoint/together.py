@@ -95,7 +95,8 @@ def _scattered(crew: Crew, answers: Any) -> Any:
 
 def _failure(where: str, error: BaseException) -> _Failure:
     if isinstance(error, errors.VfnError):
-        return _Failure(type(error).__name__, str(error))
+        known = next(each for each in type(error).__mro__ if hasattr(errors, each.__name__))
+        return _Failure(known.__name__, str(error))
     what = f"it stopped with {type(error).__name__}"
     return _Failure(CheckpointError.__name__, report(where, what, [line] if (line := str(error)) else []))
 
