@@ -582,7 +582,9 @@ def test_paths(tmp_path):
     assert text_of(vfn.save, tmp_path / "notes", {}) == (
         f"save: {tmp_path}/notes is a file, and is left as it is\n  Instead: another path, or remove it"
     )
-    assert "is a folder that is no checkpoint, and is left as it is" in text_of(vfn.save, tmp_path / "folder", {})
+    assert "is a folder that is no checkpoint of vescale_fn, and is left as it is" in text_of(
+        vfn.save, tmp_path / "folder", {}
+    )
     assert sorted(os.listdir(tmp_path)) == ["folder", "notes"]
     assert "folder is no checkpoint" in text_of(vfn.load, tmp_path / "folder")
     vfn.save(tmp_path / "run" / "step-3", {})

@@ -13,7 +13,7 @@ from test_checkpoint import WHOLE, on, same, text_of
 import vescale_fn as vfn
 from vescale_fn import P
 
-CALLS = [(os, "fsync"), (os, "replace"), (Path, "rename"), (Path, "mkdir"), (shutil, "rmtree"), (torch, "save")]
+CALLS = [(os, name) for name in ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir")] + [(torch, "save")]
 
 
 def killed_at(count, work):

@@ -25,6 +25,25 @@ def as_path(path: Any, where: str) -> Path:
     return Path(os.path.abspath(path))
 
 
+class Mark:
+    """A file by which one notices that something else has taken the place of what was opened."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._was = file, _identity(file)
+
+    def changed(self) -> bool:
+        """Whether it is another file now, or gone."""
+        return _identity(self._file) != self._was
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def flush_folder(path: Path) -> None:
     """Bring to the disk which files a folder has."""
     handle = os.open(path, os.O_RDONLY)

@@ -56,8 +56,25 @@ def load(
     """
     finish_last(tell=False)  # which may be the save of what is to be loaded
     crew = together.all_ranks("load")
+    for _ in range(ATTEMPTS):
+        done = _attempt(crew, path, like, mesh, spec, partial)
+        if done is not None:
+            put_together, values, made = done
+            return put_together(values | {one.target.name: targets.finished(one) for one in made})
+    raise CheckpointError(report("load", f"{path} was replaced by another checkpoint while it was being loaded",
+                                 [f"{ATTEMPTS} times"], "load while nobody saves there"))  # fmt: skip
 
-    def prepare() -> tuple[Source, list[Target], Callable[[dict[str, Any]], Any]]:
+
+ATTEMPTS = 10  # to load what other processes replace meanwhile
+_Loaded = tuple[Callable[[dict[str, Any]], Any], dict[str, Any], list[targets.Made]]
+
+
+def _attempt(crew: together.Crew, path: Any, like: Any, mesh: Any, spec: Any, partial: bool) -> _Loaded | None:
+    """What puts the leaves together, the values and the tensors; None where another checkpoint took the place meanwhile."""
+    prepared = list[tuple[Source, list[Target], Callable[[dict[str, Any]], Any]]]()
+    read = list[tuple[dict[str, Any], list[targets.Made]]]()
+
+    def prepare() -> str:
         if context.body() is not None or _torch.is_recorded():
             inside = "vfn.jit is recording" if context.body() is None else "this is the body of a shard_map"
             raise CheckpointError(report("load", inside, fix="load outside, and give the function what is loaded"))
@@ -66,11 +83,24 @@ def load(
         source = opened(folders.as_path(path, "load"))
         wanted, put_together = _wanted(source, like, mesh, spec)
         targets.check(wanted, source.entries, str(source.path), partial or like is None, "load")
-        return source, wanted, put_together
+        prepared.append((source, wanted, put_together))
+        return source.stamp
 
-    source, wanted, put_together = together.each(crew, "load", prepare)
-    values, made = together.each(crew, "load", lambda: _read(source, wanted))
-    return put_together(values | {one.target.name: targets.finished(one) for one in made})
+    def fill() -> bool:
+        source, wanted, _ = prepared[0]
+        try:
+            read.append(_read(source, wanted))
+        except CheckpointError:
+            if not source.mark.changed():
+                raise
+            return False
+        return True
+
+    if not together.step(crew, "load", prepare, lambda stamps: [len(set(stamps)) == 1] * crew.size):
+        return None
+    if not together.step(crew, "load", fill, lambda filled: [all(filled)] * crew.size):
+        return None
+    return prepared[0][2], *read[0]
 
 
 def _read(source: Source, wanted: Sequence[Target]) -> tuple[dict[str, Any], list[targets.Made]]:
@@ -83,8 +113,18 @@ def _read(source: Source, wanted: Sequence[Target]) -> tuple[dict[str, Any], lis
 
 
 def opened(path: Path, where: str = "load") -> Source:
-    """What lies there, whatever its form."""
-    folder = replacing.found(path)
+    """What is stored there, in whatever form."""
+    while True:
+        folder = replacing.found(path)
+        mark = folders.Mark(folder / folders.METADATA)
+        try:
+            return _opened(path, folder, where)
+        except CheckpointError:
+            if not mark.changed() and replacing.found(path) == folder:
+                raise  # else another checkpoint has taken its place meanwhile
+
+
+def _opened(path: Path, folder: Path, where: str) -> Source:
     if (folder / folders.METADATA).is_file():
         return Folder(path, folder, where)
     source = plain_files.opened(path, where)

@@ -173,7 +173,7 @@ def _holder(folder: Path, now: Path) -> tuple[Owner | None, float] | None:
     """
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(folder):
-            with open(folder / name) as file:
+            with open(folder / name, errors="replace") as file:
                 owner, age = _parsed(file.read()), now.stat().st_mtime - os.fstat(file.fileno()).st_mtime
             if _is_alive(owner, name, age):
                 return owner, age
@@ -209,7 +209,9 @@ def _refusal(path: Path, where: str, owner: Owner | None, age: float) -> str:
     failures = [who]
     if owner is None or (owner.host, owner.machine) != (me.host, me.machine):
         failures.append(f"its last sign of life is {max(age, 0):.0f} s old; after {DEAD:.0f} s it counts as dead")
-    return report(where, f"{path} is being written by somebody else", failures, "another path, or wait for the other to end")
+    return report(
+        where, f"{path} is being written by somebody else", failures, "another path, or wait for the other to end"
+    )
 
 
 def _me() -> Owner:

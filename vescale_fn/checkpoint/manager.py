@@ -118,9 +118,12 @@ class Manager:
 
         def remove() -> None:
             with folders.failing("Manager.rewind", self.folder):
-                for each in self._steps():
-                    if each > step:
-                        replacing.remove(self._path(each), "Manager.rewind")
+                later = [each for each in self._steps() if each > step]
+                left = [each for each in later if not replacing.remove(self._path(each), "Manager.rewind")]
+            if left:
+                failures = [f"{self._path(each)} is not removed" for each in left]
+                raise CheckpointError(report("Manager.rewind", "what vescale_fn has not written, links and damaged "
+                                             "checkpoints stay as they are", failures, "remove them by hand"))  # fmt: skip
 
         together.same_for_all("Manager.rewind", remove)
 

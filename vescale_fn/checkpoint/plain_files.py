@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, report
-from .folders import failing
+from .folders import Mark, failing
 from .names import named
 from .pieces import Piece
 from .sources import Entry, Source
@@ -60,10 +60,10 @@ def _indexed(path: Path, where: str) -> tuple[list[str], dict[str, str]]:
 class _TorchFile:
     """A file of `torch.save` that holds a tree of tensors; read as far as it is needed."""
 
-    shape = None
+    shape, stamp = None, ""
 
     def __init__(self, path: Path, where: str) -> None:
-        self.path = path
+        self.path, self.mark = path, Mark(path)
         with failing(where, path):
             path.open("rb").close()
         try:
@@ -100,11 +100,12 @@ def _torch_file(path: Path) -> Any:
 class _Safetensors:
     """Files of safetensors, of which slices are read."""
 
-    shape = None
+    shape, stamp = None, ""
 
     def __init__(self, folder: Path, where: str, files: Sequence[str], index: Mapping[str, str] | None,
                  path: Path | None = None) -> None:  # fmt: skip
         self.path, self._folder, self._where = path or folder, folder, where
+        self.mark = Mark(folder / (INDEX if index else files[0]) if path is None else path)
         self._files, self._values, entries = dict[str, str](), dict[str, Any](), dict[str, Entry]()
         failures = [f"{name} is missing" for name in files if not (folder / name).is_file()]
         for name in files if not failures else ():

@@ -77,12 +77,15 @@ def found(path: Path) -> Path:
     return replaced[-1] if replaced else path
 
 
-def remove(path: Path, where: str) -> None:
-    """Remove a checkpoint: in one moment it is gone, and its files soon after; other files in its folder stay."""
+def remove(path: Path, where: str) -> bool:
+    """Remove a checkpoint: in one moment it is gone, and its files soon after; other files in its folder stay. False for
+    one of another program, a damaged one and a link, which stay as they are."""
     with locks.locked(path, where):
         _tidy(path)
-        if stored.files_of(path) is not None and not path.is_symlink():
+        ours = not path.is_symlink() and stored.files_of(path) is not None
+        if ours:
             _retire(path, path)
+        return ours
 
 
 def sweep(path: Path, where: str) -> None:
@@ -155,7 +158,10 @@ def _refuse_what_is_not_ours(path: Path, where: str) -> None:
         if inside:
             kind, failures = "folder of checkpoints", [f"in it there are {', '.join(inside[:8])}"]
         elif unknown:
-            kind, failures = "checkpoint with files of another one", [f"its manifest does not list {', '.join(unknown[:8])}"]
+            kind, failures = (
+                "checkpoint with files of another one",
+                [f"its manifest does not list {', '.join(unknown[:8])}"],
+            )
         elif (path / stored.MANIFEST).exists():
             kind, failures = "damaged checkpoint", ["its manifest cannot be read, or another program has written to it"]
     raise CheckpointError(

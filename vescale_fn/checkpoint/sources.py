@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ..errors import CheckpointError, report
 from . import stored
-from .folders import failing
+from .folders import METADATA, Mark, failing
 from .pieces import Piece
 from .reading import Reader, loaded, tensor
 
@@ -31,6 +31,8 @@ class Source(Protocol):
     """Something that leaves can be read from."""
 
     path: Path
+    mark: Mark  # which changes when another checkpoint takes the place of this one
+    stamp: str  # the same on all ranks that have opened the same
     entries: dict[str, Entry]
     shape: Any  # the outline of the tree; None: a flat dictionary
 
@@ -48,7 +50,9 @@ class Folder:
 
     def __init__(self, path: Path, folder: Path, where: str) -> None:
         self.path, self._folder, self._where = path, folder, where
+        self.mark = Mark(folder / METADATA)
         self._metadata, self._manifest = stored.read(folder, where)
+        self.stamp = "" if self._manifest is None else self._manifest.stamp
         self._reader = Reader()
         kinds: Mapping[str, str] = {}
         self.shape, self._sums = None, dict[tuple[str, int], tuple[int, int]]()

@@ -37,6 +37,7 @@ class Manifest:
     kinds: Mapping[str, str] = field(default_factory=dict)  # of each leaf
     files: Mapping[str, int] = field(default_factory=dict)  # how many bytes each has
     sums: tuple[Sum, ...] = ()
+    stamp: str = ""  # differs from that of any other checkpoint, whose values would be others
 
 
 def write(folder: Path, metadata: Metadata, manifest: Manifest) -> None:
@@ -112,7 +113,8 @@ def _manifest(folder: Path, where: str, packed: bytes) -> Manifest:
     if len(packed) != size or zlib.crc32(packed) != crc:
         what = f"it has {len(packed)} bytes of {size}" if len(packed) != size else "its checksum does not fit"
         raise CheckpointError(report(where, f"{folder / METADATA} is damaged", [what]))
-    return Manifest(inner["shape"], inner["kinds"], inner["files"], tuple(map(tuple, inner["sums"])))
+    return Manifest(inner["shape"], inner["kinds"], inner["files"], tuple(map(tuple, inner["sums"])),
+                    f"{outer['crc32']:08x}")  # fmt: skip
 
 
 class _Plain(pickle.Unpickler):
