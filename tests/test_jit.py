@@ -39,7 +39,7 @@ def assert_same(found, wanted, tolerance=TOLERANCE):
             assert x == y
             continue
         spec = vfn.spec_of(y)
-        assert vfn.spec_of(x) == P(*spec, reduced=spec.reduced)  # what is partial comes added up
+        assert vfn.spec_of(x) == spec
         assert not x.requires_grad
         torch.testing.assert_close(vfn.unshard(x), vfn.unshard(y), **tolerance)
 
@@ -251,6 +251,7 @@ BODIES = {
     "a buffer": (lambda x: torch.zeros(x.shape).add_(x), P("a"), P("a")),
     "a draw": (lambda x: x + vfn.random.normal(KEY, (4, 4), spec=P("a")), P("a"), P("a")),
     "jit inside": (vfn.jit(lambda x: vfn.psum(x, "a")), P("a"), P()),
+    "a sum that is not made": (lambda x: vfn.pcast(x, "a", to="unreduced"), P("a"), P(unreduced={"a"})),
 }
 
 
@@ -274,6 +275,21 @@ def test_bodies(gloo):
     with vfn.simulate(4):
         _bodies()
     gloo(4, _bodies)
+
+
+def test_what_is_unreduced_stays_unreduced():
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("a",))
+        x, w = vfn.shard(X, mesh, P("a")), vfn.shard(X[0], mesh, P(reduced={"a"}))
+        back = lambda w, x: vfn.vjp(lambda w: (x * w).sum(), w)[1](torch.ones(()))
+        cases = [vfn.grad(lambda w, x: (x * w).sum()), back, lambda w, x: x.sum(0), lambda w, x: x.sum(0) * 2,
+                 lambda w, x: vfn.with_sharding(w * 1, P(unreduced={"a"}))]  # fmt: skip
+        for f in cases:
+            wanted = f(w, x)
+            assert_same(vfn.jit(f)(w, x), wanted)
+            assert "unreduced" in repr(vfn.spec_of(tree.leaves(wanted)[0]))
+            reduced = vfn.jit(f, out_specs=P())(w, x)
+            assert vfn.spec_of(tree.leaves(reduced)[0]) == P()
 
 
 def test_jit_under_transforms_is_the_function():

@@ -74,8 +74,8 @@ def jit(
         donate_argnums: which arguments the call may use up: their memory takes results of the same shape and layout.
             They cannot be used afterwards.
         static_argnums: which arguments are Python values that the plan is made for, of any hashable type.
-        out_specs: where the results are to lie: a `P`, or a prefix tree of them. By default they lie as they come; partial
-            sums are added up.
+        out_specs: the layout of the results: a `P`, or a prefix tree of them. By default they have the layout that the
+            function gives them: what is unreduced stays unreduced.
         backend: what computes: torch's own kernels, or with ``"inductor"`` what torch's compiler makes of the local calls
             between collectives; then values are the same up to rounding.
         cuda_graph: whether calls are one CUDA graph each, collectives included. Arguments must be tensors on the GPU.
@@ -149,7 +149,7 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _belongs_to_another():
             out = self._f(*args, **kwargs)
-            return out if self._out_specs is None else laid_out(out, self._out_specs)
+            return laid_out(out, self._out_specs)
         call = Call(self._f, args, kwargs, self._static, self._donated)
         if call.follows_gradients():
             self._say("an argument requires gradients, which a replay would not follow",

@@ -12,11 +12,8 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from .. import tree
-from ..array import Array, mesh_of, moved, moved_together
 from ..blocks import Blocks
-from ..layout import layout
 from ..placement import with_sharding
-from ..spec import P
 from . import leaves as leaves_
 from .leaves import Result
 from .number import Number, difference, same_values
@@ -87,24 +84,8 @@ def _stand_in(recorder: Recorder, leaf: Any, name: str) -> Any:
 
 
 def laid_out(out: Any, out_specs: Any) -> Any:
-    """The results where they are to lie; a partial sum that nobody asked for is added up."""
-    if out_specs is not None:
-        return with_sharding(out, out_specs)
-    leaves, treedef = tree.flatten(out)
-    partial = [i for i, x in enumerate(leaves) if isinstance(x, Array) and layout(x._spec).unreduced]
-    if not partial:
-        return out
-    goals = [P(*layout(leaves[i]._spec)) for i in partial]
-    if any(leaves[i].requires_grad for i in partial):
-        found = [moved(leaves[i], mesh_of(leaves[i]), goal, _WHY) for i, goal in zip(partial, goals)]
-    else:
-        found = moved_together([leaves[i] for i in partial], goals, _WHY)
-    for i, x in zip(partial, found, strict=True):
-        leaves[i] = x
-    return tree.unflatten(treedef, leaves)
-
-
-_WHY = "jit: a result is whole"
+    """The results where they are to lie: without `out_specs`, as the function has them."""
+    return out if out_specs is None else with_sharding(out, out_specs)
 
 
 def _result(recorder: Recorder, leaf: Any, given: Sequence[Any], places: list[fx.Node]) -> Any:
