@@ -32,6 +32,11 @@ SAME_VALUES = (
     "\n  Instead: make it from the same data and the same seed on every rank; vfn.from_local for what each process has for "
     "itself"
 )
+USED = "debug: the ranks use different values where one value counts as the same on all of them"
+SAME_USES = (
+    "\n  Instead: make it from the same data and the same seed on every rank; vfn.axis_index or a key folded with it for what "
+    "is to differ in a body, vfn.from_local for what each process has for itself"
+)
 SAME = "\n  Instead: the same calls on every rank, in the same order; a Python `if` may not depend on the rank"
 
 
@@ -171,6 +176,46 @@ def plain_tensors_to_shard_map(mesh, rank, x):
     body(mesh, lambda x: x, torch.full((2, 1), rank), out_specs=P("a"))
 
 
+def another_rate(mesh, rank, x):
+    w = vfn.shard(x, mesh, P("a"))
+    vfn.unshard(w - (0.1 + rank) * w)
+
+
+def another_key(mesh, rank, x):
+    vfn.unshard(vfn.random.normal(vfn.random.key(rank), (8,), spec=P("a"), mesh=mesh))
+
+
+def another_key_in_a_body(mesh, rank, x):
+    key = vfn.random.key(2 + rank)
+    body(mesh, lambda x: x + vfn.random.normal(key, (4,)), x, out_specs=P("a"))
+
+
+def another_key_of_a_dropout(mesh, rank, x):
+    vfn.unshard(vfn.random.dropout(vfn.random.key(4 + rank), vfn.shard(x, mesh, P("a")), 0.5))
+
+
+def another_float_in_a_body(mesh, rank, x):
+    body(mesh, lambda x: x * (0.5 + rank), x, out_specs=P("a"))
+
+
+def another_slice_in_a_body(mesh, rank, x):
+    body(mesh, lambda x: x[rank : rank + 2].exp(), x, P(), P())
+
+
+def a_tensor_made_in_a_body(mesh, rank, x):
+    body(mesh, lambda x: x + torch.tensor(1.0 + rank), x, out_specs=P("a"))
+
+
+def a_tensor_that_a_body_closes_over(mesh, rank, x):
+    c = torch.full((4,), rank)
+    torch.func.grad(lambda x: body(mesh, lambda x: x + c, x, out_specs=P("a")).sum())(x)
+
+
+def a_promise_of_an_unchecked_body(mesh, rank, x):
+    vfn.shard_map(lambda x: x, mesh=mesh, in_specs=P("a"), out_specs=P(), check_vma=False)(x)
+    vfn.shard(x, mesh, P("a"))
+
+
 PARTINGS = {
     another_collective: """\
 debug: the ranks make different calls
@@ -244,6 +289,34 @@ debug: the ranks differ in a plain tensor, which counts as the same everywhere, 
 debug: the ranks differ in a plain tensor, which counts as the same everywhere, in torch's mul
   * argument 1: f32[] is [1] on rank 0, but [2] on rank 1
   * torch's mul on mesh (a=2, b=1) of argument 1: f32[] at plain_tensors_in_an_op+1""" + SAME_VALUES,
+    another_rate: USED + """
+  * 'other' of mul is 0.1 on rank 0, but 1.1 on rank 1, at another_rate+2
+  * seen in unshard (all_gather) over 'a' of f32[4] (dim 0) at another_rate+2""" + SAME_USES,
+    another_key: USED + """
+  * the key of random.normal is [0, 0] on rank 0, but [0, 1] on rank 1, at another_key+1
+  * seen in unshard (all_gather) over 'a' of f32[4] (dim 0) at another_key+1""" + SAME_USES,
+    another_key_in_a_body: USED + """
+  * tensor 0 of draw, i32[2] from outside of the body, is [0, 2] on rank 0, but [0, 3] on rank 1, at another_key_in_a_body+2
+  * seen in the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[4] at body+3""" + SAME_USES,
+    another_key_of_a_dropout: USED + """
+  * the key of random.dropout is [0, 4] on rank 0, but [0, 5] on rank 1, at another_key_of_a_dropout+1
+  * seen in unshard (all_gather) over 'a' of f32[4] (dim 0) at another_key_of_a_dropout+1""" + SAME_USES,
+    another_float_in_a_body: USED + """
+  * argument 1 of mul is 0.5 on rank 0, but 1.5 on rank 1, at another_float_in_a_body+1
+  * seen in the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[4] at body+3""" + SAME_USES,
+    another_slice_in_a_body: USED + """
+  * argument 1 of __getitem__ is slice(0, 2, None) on rank 0, but slice(1, 3, None) on rank 1, at another_slice_in_a_body+1
+  * out of shard_map(<lambda>), f32[2]{the same along a, b}, is [1, 2.71828] on rank 0, but [2.71828, 7.38906] on rank 1, at body+3
+  * seen in the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[2] at body+3""" + SAME_USES,
+    a_tensor_made_in_a_body: USED + """
+  * the tensor f32[] that tensor makes is [1] on rank 0, but [2] on rank 1, at a_tensor_made_in_a_body+1
+  * seen in the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[4] at body+3""" + SAME_USES,
+    a_tensor_that_a_body_closes_over: USED + """
+  * tensor 1 of add, i64[4] from outside of the body, is [0, 0, 0, ...] (sum 0) on rank 0, but [1, 1, 1, ...] (sum 4) on rank 1, at a_tensor_that_a_body_closes_over+2
+  * seen in the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[4] at body+3""" + SAME_USES,
+    a_promise_of_an_unchecked_body: USED + """
+  * out of shard_map(<lambda>), f32[4]{the same along a, b}, is [0, 1, 2, ...] (sum 6) on rank 0, but [4, 5, 6, ...] (sum 22) on rank 1, at a_promise_of_an_unchecked_body+1
+  * seen in shard on mesh (a=2, b=1) of x: f32[8] at a_promise_of_an_unchecked_body+2""" + SAME_USES,
     plain_tensors_to_shard_map: """\
 debug: the ranks differ in a plain tensor, which counts as the same everywhere, in shard_map(<lambda>)
   * args[0]: i64[2,1] is [0, 0] on rank 0, but [1, 1] on rank 1
@@ -270,6 +343,88 @@ def test_ranks_that_part_ways(gloo):
     first, second = gloo(2, parting, list(PARTINGS))
     assert first == second, "on every rank the same text"
     assert first == {program.__name__: text for program, text in PARTINGS.items()}
+
+
+def a_rate_at_the_end_of_a_block(mesh, rank, x):
+    w = vfn.shard(x, mesh, P("a"))
+    if rank == 1:
+        time.sleep(0.3)  # the rank that leaves last sees it
+    return w * (0.1 + rank)
+
+
+def sizes_that_depend_on_data(mesh, rank, x):
+    """Each rank has as many as it has: their number is no value that is to be the same."""
+
+    def f(x):
+        y = x[x > 2.5]
+        return (torch.zeros(len(y)).sum() + y.view(len(y), 1).sum() + x.narrow(0, 0, len(y)).sum())[None]
+
+    assert vfn.unshard(body(mesh, f, x, out_specs=P("a"))).tolist() == [3, 44]
+
+
+def uses_of_blocks():
+    mesh, rank, x = vfn.make_mesh((2,), ("a",)), dist.get_rank(), torch.arange(8.0)
+    with vfn.debug(timeout=20):
+        sizes_that_depend_on_data(mesh, rank, x)
+    try:
+        with vfn.debug(timeout=20):
+            a_rate_at_the_end_of_a_block(mesh, rank, x)
+    except DivergenceError as error:
+        return plain(str(error)).splitlines()[1:3]
+    return []
+
+
+def test_uses_after_the_last_call_of_a_block_and_sizes_that_depend_on_data(gloo):
+    assert gloo(2, uses_of_blocks) == [[], [
+        "  * 'other' of mul is 0.1 on rank 0, but 1.1 on rank 1, at a_rate_at_the_end_of_a_block+4",
+        "  * seen in the block of vfn.debug() that ends here"]]  # fmt: skip
+
+
+def recorded_with_other_values():
+    mesh, rank, x, said = vfn.make_mesh((2,), ("a",)), dist.get_rank(), torch.arange(8.0), []
+    w, c = vfn.shard(x, mesh, P("a")), torch.tensor(float(rank))
+    mapped = lambda w, k: vfn.shard_map(lambda x: x * k, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(w)
+    draw = lambda w, k: w + vfn.random.normal(k, (8,), spec=P("a"), mesh=mesh)
+    for f, value in [
+        (lambda w, lr: w - lr * w, 0.1 + rank),
+        (lambda w, n: w * n, 2 + rank),
+        (draw, vfn.random.key(rank)),
+        (lambda w, k: w + k * 2, c),
+        (lambda w, _: w * c, None),
+        (lambda w, _: w * (2.0 + rank), None),
+        (lambda w, _: mapped(w, 2.0 + rank), None),
+        (lambda w, _: mapped(w, c), None),
+        (lambda w, k: mapped(w, 3.0) + k.sum().detach().numel() * 2, c),  # of its value nothing is made
+    ]:
+        try:
+            vfn.jit(f)(w, value)
+            said.append("nothing")
+        except DivergenceError as error:
+            said.append([row.partition(", at ")[0] for row in str(error).splitlines()[:-1]])
+    try:
+        vfn.init(lambda key: vfn.random.normal(key, (8,)), vfn.random.key(rank), spec=P("a"), mesh=mesh)
+    except DivergenceError as error:
+        said.append(plain(str(error)))
+    return said
+
+
+def test_ranks_that_bring_other_values_to_a_recording(gloo):
+    """Outside of debug mode too: when ranks agree on a recording anyway."""
+    first, second = gloo(2, recorded_with_other_values)
+    assert first == second
+    head = "jit: ranks bring different values to <lambda>, where one counts as the same on all of them"
+    assert first == [
+        [head, "  * lr is 0.1 on rank 0, but 1.1 on rank 1"],
+        [head, "  * n is 2 on rank 0, but 3 on rank 1", "  * 'other' of mul is 2 on rank 0, but 3 on rank 1"],
+        [head, "  * k.data is [0, 0] on rank 0, but [0, 1] on rank 1"],
+        [head, "  * k is [0] on rank 0, but [1] on rank 1"],
+        [head, "  * a tensor f32[] that it closes over is [0] on rank 0, but [1] on rank 1"],
+        [head, "  * 'other' of mul is 2.0 on rank 0, but 3.0 on rank 1"],
+        [head, "  * argument 1 of mul is 2.0 on rank 0, but 3.0 on rank 1"],
+        [head, "  * a tensor f32[] that it closes over is [0] on rank 0, but [1] on rank 1"],
+        "nothing",
+        f"{head}\n  * key.data is [0, 0] on rank 0, but [0, 1] on rank 1, at recorded_with_other_values+22{SAME_USES}",
+    ]
 
 
 def test_the_message_as_the_user_sees_it(gloo):

@@ -253,6 +253,7 @@ def is_lazy(x: torch.Tensor) -> bool:
 
 
 no_torch_function = torch._C.DisableTorchFunction
+no_transforms = torch._C._DisableFuncTorch  # inside, transforms do not see what is done to plain tensors
 
 _Level: Any = torch.autograd.function._SingleLevelFunction
 _apply_under_functorch: Any = torch.autograd.function.custom_function_call  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -18,12 +18,17 @@ import torch.distributed as dist
 from . import _torch, context
 from .board import Board, Group
 from .errors import DivergenceError, report
+from .ledger import Ledger, Row, differing
 from .lines import quoted, user_line, warn
 from .ranks import has_process_group
 
 QUICK, SLOW, LOOK, WARN = 0.0002, 0.02, 0.1, 10.0  # seconds: between polls, between looks at the others, to a warning
 LISTED = 10  # of the values that differ
 SAME_TYPES = "the same shapes, dtypes and numbers on every rank; blocks that differ in size can be padded"
+SAME_VALUES = (
+    "make it from the same data and the same seed on every rank; vfn.axis_index or a key folded with it for what is to differ "
+    "in a body, vfn.from_local for what each process has for itself"
+)
 SAME = "the same calls on every rank, in the same order; a Python `if` may not depend on the rank"
 
 
@@ -39,13 +44,14 @@ class Value:
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank is about to do together with others."""
+    """What a rank is about to do together with others; and what it has used that they must have alike."""
 
     what: str
     over: str
     values: tuple[Value, ...] = ()
     details: str = ""
     line: str = ""
+    used: Sequence[Row] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         shown = [f"{v.path}: {v.type}" if v.path else v.type for v in self.values[:4]]
@@ -68,6 +74,7 @@ class Watch:
     def __init__(self, timeout: float | None, ranks: Iterable[int] = ()) -> None:
         self._timeout, self._ranks = timeout, tuple(sorted(ranks))
         self._board: Board | None = None
+        self.ledger = Ledger()
         self._outermost = False
         self._sent: tuple[tuple[Value, ...], str] | None = None
 
@@ -85,7 +92,12 @@ class Watch:
             if self._board is not None:
                 said = "" if error is None else str(error).strip().partition("\n")[0]
                 how = "" if error is None else f" by {type(error).__name__}{said and f': {said}'}"
-                self._board.leave(how, str(error) if isinstance(error, DivergenceError) else None)
+                world = range(dist.get_world_size())
+                used = self.ledger.told(world) if error is None else []
+                self._board.leave(how, str(error) if isinstance(error, DivergenceError) else None, used)
+                cards = {rank: self._board.card(rank) for rank in world} if used else {}
+                if found := differing({rank: card.get("used", ()) for rank, card in cards.items() if card}):
+                    raise DivergenceError(not_alike(found, "the block of vfn.debug() that ends here"))
 
     def _find_board(self) -> Board | None:
         """The board of the process group; None where no other process could read it."""
@@ -115,7 +127,8 @@ class Watch:
         group, board = tuple(sorted(ranks)), self._find_board()
         if len(group) == 1 or board is None:
             return
-        call = Call(call.what, call.over, call.values, call.details, call.line or self._line())
+        used = self.ledger.told(group)
+        call = Call(call.what, call.over, call.values, call.details, call.line or self._line(), used)
         number = board.post(group, asdict(call), str(call))
         seen = {board.rank: call}
         start, pause, looked, warned = time.monotonic(), QUICK, 0.0, False
@@ -127,6 +140,8 @@ class Watch:
             if any(other != call for other in seen.values()):
                 problem = different(seen), False
             elif len(seen) == len(group):
+                found = differing({rank: other.used for rank, other in seen.items()})
+                problem = (not_alike(found, call), False) if found else None
                 break
             elif (problem := board.verdict(group, number)) is None:
                 waited = time.monotonic() - start
@@ -141,8 +156,10 @@ class Watch:
                 pause = min(2 * pause, SLOW)
         problem = board.settle(group, number, problem)
         if problem is not None:
+            self.ledger.clear()
             text, follows = problem
             raise DivergenceError(text, follows)
+        self.ledger.drop(group)
         board.forget(group, number - 1)
 
     def _line(self) -> str:
@@ -200,6 +217,13 @@ def different(seen: Mapping[int, Call]) -> str:
         [*found[:LISTED], str(one)],
         "make it from the same data and the same seed on every rank; vfn.from_local for what each process has for itself",
     )  # fmt: skip
+
+
+def not_alike(found: Sequence[str], call: object) -> str:
+    """What is said of values that ranks have used and that are not the same."""
+    what = "the ranks use different values where one value counts as the same on all of them"
+    more = [f"... {len(found)} in all"] if len(found) > LISTED else []
+    return report("debug", what, [*found[:LISTED], *more, f"seen in {call}"], SAME_VALUES)
 
 
 def _trouble(board: Board, group: Group, number: int, call: Call) -> tuple[str, bool] | None:

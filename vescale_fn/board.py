@@ -45,10 +45,11 @@ class Board:
         self._set(f"card {self.rank}", self._card)
         return number
 
-    def leave(self, how: str, error: str | None) -> None:
-        """Post that this rank has left the block; `error` is what it was told of the others, where that is why."""
+    def leave(self, how: str, error: str | None, used: Any = ()) -> None:
+        """Post that this rank has left the block; `error` is what it was told of the others, where that is why, and `used`
+        what it has used since its last call."""
         self._ended.set()
-        self._card.update(left=how, error=error)
+        self._card.update(left=how, error=error, used=used)
         with contextlib.suppress(RuntimeError):  # a store that is gone has no readers
             self._set(f"card {self.rank}", self._card)
 

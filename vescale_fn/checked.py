@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from . import _torch, classify, context, marks, readout, tracebacks, types
+from . import _torch, classify, context, marks, readout, replicas, tracebacks, types
 from .blocks import Blocks
 from .errors import InPlaceError, TypingError, mesh_text, report
 from .marks import mark
@@ -36,6 +36,7 @@ class Checked(Unchecked):
     def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor], writes: marks.Writes) -> None:
         super().__init__(body, adopt, writes)
         self.everywhere = types.of(varying=body.axes)
+        self.compared = not self.ranks and replicas.looked_for()
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if innermost.mode is not self:
@@ -45,7 +46,10 @@ class Checked(Unchecked):
             kind, name = classify.kind_of(func)
             found = _rules[func] = getattr(Checked, kind), name
         rule, name = found
-        return rule(self, func, name, args, kwargs or {})
+        out = rule(self, func, name, args, kwargs or {})
+        if self.compared and rule not in _GIVES_NO_VALUE and name not in classify.DRAWS:
+            replicas.body_alike(self.body, name, args, kwargs or {}, out)
+        return out
 
     def taken_in(self, x: Tensor) -> Tensor:
         """A value from outside as a local one, the same on all ranks. A plain tensor without gradient will do as it is."""
@@ -315,6 +319,9 @@ class Checked(Unchecked):
         parting = [(x, have) for x, have in found if have.varying or have.unreduced]
         if parting:
             raise readout.refused(name, parting, self.body.mesh)
+
+
+_GIVES_NO_VALUE = frozenset((Checked.untouched, Checked.getter, Checked.setter, Checked.number, Checked.gradient))
 
 
 def _with(args: Any, new: Iterator[Tensor]) -> tuple[Any, ...]:

@@ -276,6 +276,9 @@ def debug(*, timeout: float | None = None) -> contextlib.AbstractContextManager[
       that left, died or never comes, get an error that names what each of them does, instead of a hang.
     - Plain tensors that count as the same on every rank and are not: in `shard`, `with_sharding`, `shard_map`, ops that
       they share with arrays, and the blocks that `from_local` is given along axes that its spec does not name.
+    - Numbers and keys that differ by rank where one counts as the same on all of them: of ops on arrays, draws on a mesh and
+      optimisers; in a `shard_map` body, with the tensors that it closes over or makes; results that a body gives as the same
+      along an axis. They are noted where they are used and compared when ranks next meet, or at the end of the block.
 
     Ranks tell each other through the process group's store, so this works with any backend, and it is slow: every
     collective becomes a meeting of its ranks, and plain tensors are read. Collectives that `torch.distributed` is

@@ -57,7 +57,8 @@ def _key(a: Any) -> Any:
 
 def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     """Carry out one aten op on arrays of class `cls`."""
-    if _torch.dispatch_modes() and _torch.is_traced():
+    modes = _torch.dispatch_modes()
+    if modes and _torch.is_traced():
         return _torch.as_one_step(func, args, kwargs or {}, lambda: dispatch(cls, func, args, kwargs))
     if places.listening:
         places.note()
@@ -82,10 +83,11 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
         if len(_cache) > _CACHE_SIZE:
             _cache.popitem(last=False)
     decision, way = found
-    if context.watch() is not None:
+    if modes or context.watch() is not None:
         name = func._schema.name.split("::")[-1].strip("_")
         replicas.same_plain(f"torch's {name}", decision.mesh, (
             (f"argument {i}", x) for i, x in enumerate(tensors_in(args, kwargs or {}))))  # fmt: skip
+        replicas.numbers_alike(name, func, decision.mesh, args, kwargs or {})
     if way == STEP_BY_STEP:
         return _carry_out(cls, func, args, kwargs or {}, decision)
     local = [_torch.local(a) if a.__class__ is cls else a for a in args]

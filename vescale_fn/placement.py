@@ -185,7 +185,7 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
         out = unshard(_rebuilt(treedef, leaves))
         context.note("shard", leaves, out)
         return out
-    if context.watch() is not None:
+    if replicas.looked_for():
         replicas.same_plain("shard", mesh, zip(_names(tree_), leaves, strict=True))
     out = [place(x, mesh, s, "shard") if isinstance(x, torch.Tensor) else x for x, s in zip(leaves, specs, strict=True)]
     context.note("shard", leaves, out)
@@ -230,7 +230,7 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
         whole = unshard(tree_)
         context.note("with_sharding", leaves, whole)
         return whole
-    if context.watch() is not None:
+    if replicas.looked_for():
         for one in dict.fromkeys(meshes):
             named = zip(_names(tree_), leaves, meshes, strict=True)
             replicas.same_plain("with_sharding", one, ((name, x) for name, x, m in named if m is one))

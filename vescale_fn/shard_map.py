@@ -50,6 +50,8 @@ class _Mapped(Map):
             site = _remember(self.sites, (id(mesh), outer), found_site(self, mesh, outer))
         if context.watch() is not None:
             replicas.same_call(self, site.mesh, args, leaves)
+        elif _torch.is_recorded():
+            replicas.same_plain(self.where, site.mesh, (("", x) for x in leaves))
         key = (treedef, site, *[_key(x) for x in leaves])
         plan = self.ins.get(key)
         if plan is None:
@@ -77,12 +79,17 @@ class _Mapped(Map):
             else:
                 have = [types.INVARIANT] * len(locals_)
         if context.watch() is not None:
+            if self.check:
+                alike = [[axis for axis in body.axes if type_.letter(axis) == "I"] for type_ in have]
+                replicas.results_alike(self, body, result, locals_, alike)
             replicas.same_shapes(self, site.mesh, result, locals_)
         key = (out_def, site, *[(*_key(x), t) if isinstance(x, torch.Tensor) else type(x)
                                     for x, t in zip(locals_, have)])  # fmt: skip
         outs = self.outs.get(key)
         if outs is None:
             outs = _remember(self.outs, key, plan_outs(self, site, result, locals_, have))
+        if context.watch() is not None and not self.check:
+            replicas.results_alike(self, body, result, locals_, [entry and entry.shared_by for entry in outs])
         if intercepted:
             fast = _nothing_differentiates(locals_)
         elif not _nothing_differentiates(locals_):

@@ -199,7 +199,8 @@ def _pasted_at(dim: str) -> Callable[[Collective, Any], Any]:
 
 def index(mesh: Any, axes: tuple[str, ...]) -> Any:
     """This rank's position along `axes`, major first, as a 0-d int32 tensor (a new one on each call)."""
-    return _index(mesh, axes).clone()
+    with _torch.no_torch_function():  # what is not typed yet would count as the same on all ranks
+        return _index(mesh, axes).clone()
 
 
 @functools.lru_cache(maxsize=256)

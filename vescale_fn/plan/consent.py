@@ -13,13 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from .. import wire
+from .. import replicas, wire
+from ..agreement import LISTED, SAME_VALUES
 from ..array import mesh_of
 from ..errors import DivergenceError, RecordError, dtype_text, report
 from ..layout import WHOLE, type_text
+from ..ledger import Row as Noted
+from ..ledger import differing as differences
 from ..lines import quoted, warn
 from ..mesh import axes_of, is_simulated
 from .graph import Pass, collectives, value
+from .leaves import Result
+from .trace import Recorded
 
 
 class Row(NamedTuple):
@@ -57,21 +62,23 @@ def stage(graph: fx.Graph) -> Stage:
     return Stage(rows, _digest([row.what for row in rows]), groups)
 
 
-def shared_mesh(leaves: Iterable[Any], graph: fx.Graph | None) -> Any:
+def shared_mesh(leaves: Iterable[Any], graph: fx.Graph | None, recorded: Recorded | None) -> Any:
     """The mesh whose ranks make a plan together; None where there are no other processes.
 
     Args:
         leaves: of the arguments.
         graph: what was recorded, perhaps in part.
+        recorded: all of it; None where that failed.
     """
     found = [mesh for x in leaves if isinstance(x, torch.Tensor) and (mesh := mesh_of(x)) is not None]
     found += [node.target.mesh for node in collectives(graph)] if graph is not None else []  # type: ignore[union-attr]
+    found += [x.spec.mesh for x in recorded.results if isinstance(x, Result) and x.spec is not None] if recorded else []
     mesh = next(iter(found), None)
     alone = mesh is None or is_simulated(mesh) or wire.group_size(mesh, tuple(axes_of(mesh))) == 1
     return None if alone or _talks_to_nobody() else mesh
 
 
-def agree(name: str, mesh: Any, graph: fx.Graph | None, stages: Sequence[Stage], reason: str,
+def agree(name: str, mesh: Any, graph: fx.Graph | None, stages: Sequence[Stage], used: Sequence[Noted], reason: str,
           error: Exception | None) -> tuple[str, int | None]:  # fmt: skip
     """Tell the other ranks what came of recording a function here, and hear what came of it there.
 
@@ -80,6 +87,7 @@ def agree(name: str, mesh: Any, graph: fx.Graph | None, stages: Sequence[Stage],
         mesh: of the ranks that record it (`shared_mesh`); None where there are no others.
         graph: what was recorded, perhaps in part.
         stages: of the recording, and of what it was after each pass.
+        used: what all ranks are to have alike of what they bring, and of the numbers in the function.
         reason: why the function cannot be recorded on this rank; "" where it can be.
         error: what was raised on this rank.
 
@@ -89,13 +97,14 @@ def agree(name: str, mesh: Any, graph: fx.Graph | None, stages: Sequence[Stage],
 
     Raises:
         RecordError: recording raised on another rank, and not here.
-        DivergenceError: the ranks recorded different collectives.
+        DivergenceError: the ranks recorded different collectives, or bring different values where one counts as the same on
+            all of them.
     """
     if mesh is None:
         return reason, None
     calls = [] if graph is None else [_said(node) for node in collectives(graph)]
     said = reason, "" if error is None else str(error) or type(error).__name__, calls
-    by_rank = [row[0] for row in wire.everyone([[(*said, [(s.order, s.groups) for s in stages])]], mesh, "jit")]
+    by_rank = [row[0] for row in wire.everyone([[(*said, used, [(s.order, s.groups) for s in stages])]], mesh, "jit")]
     if error is not None:
         return reason, None
     for rank, (_, raised, *_) in enumerate(by_rank):
@@ -106,13 +115,17 @@ def agree(name: str, mesh: Any, graph: fx.Graph | None, stages: Sequence[Stage],
     for rank, (why, *_) in enumerate(by_rank):
         if why:
             return reason or f"on rank {rank} {why}", None
-    for rank, (_, _, theirs, _) in enumerate(by_rank):
+    for rank, (_, _, theirs, *_) in enumerate(by_rank):
         for i, (one, other) in enumerate(zip_longest(by_rank[0][2], theirs, fillvalue=("none", ""))):
             if one[0] != other[0]:
                 raise DivergenceError(report(
                     "jit", f"ranks recorded different collectives for {name}; the first that differs is number {i + 1}",
                     [f"rank 0: {', at '.join(filter(None, one))}", f"rank {rank}: {', at '.join(filter(None, other))}"],
                     "the same program on every rank; `if rank == 0` only around what moves nothing"))  # fmt: skip
+    ranks = replicas.ranks_of(mesh)
+    if differing := differences({ranks[rank]: row[3] for rank, row in enumerate(by_rank)}):
+        raise DivergenceError(report("jit", f"ranks bring different values to {name}, where one counts as the same on all of "
+                                     "them", differing[:LISTED], SAME_VALUES))  # fmt: skip
     parted = _parted([stages_ for *_, stages_ in by_rank])
     if parted == 0:
         raise DivergenceError(report(

@@ -13,6 +13,7 @@ from ..calls import checked_function
 from ..errors import TransformError, VfnError, report, short
 from . import leaves as leaves_
 from .backends import Backend
+from .brought import brought
 from .call import Call, difference
 from .captured import Captured
 from .consent import Stage, agree, shared_mesh, stage, tell_left_out
@@ -213,7 +214,7 @@ class Jitted:
 
     def _recorded(self, call: Call) -> tuple[Plan | None, str]:
         """A plan; or None, and why there is none."""
-        names, plan, graph, reason, failure = call.names(), None, None, "", None
+        names, recorded, plan, graph, reason, failure = call.names(), None, None, None, "", None
         try:
             recorded = trace(call.function, call.leaves, names, call.treedef, self._out_specs)
             graph = recorded.graph
@@ -226,7 +227,8 @@ class Jitted:
             failure = error
         except Exception as error:  # perhaps of the function itself: it is to show it
             reason = f"recording it raised {type(error).__name__}: {str(error).splitlines()[0]}"
-        mesh, passes = shared_mesh(call.leaves, graph), list(self._passes)
+        mesh, passes = shared_mesh(call.leaves, graph, recorded), list(self._passes)
+        used = [] if mesh is None or recorded is None else brought(recorded, call.leaves, names, mesh)
         while True:
             stages: list[Stage] = []
             try:
@@ -234,7 +236,7 @@ class Jitted:
                     plan.improve(passes, _nothing if mesh is None else lambda graph, to=stages: to.append(stage(graph)))
             except Exception as error:
                 failure = error
-            reason, parted = agree(self._name, mesh, graph, stages, reason, failure)
+            reason, parted = agree(self._name, mesh, graph, stages, used, reason, failure)
             if failure is not None:
                 raise failure
             if plan is None or reason:

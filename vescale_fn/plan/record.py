@@ -21,6 +21,7 @@ from torch import fx
 from .. import _torch, blocks, context, lines
 from ..blocks import Blocks
 from ..errors import InPlaceError, RecordError, op_text, report
+from ..ledger import Ledger
 from ..stateful import refuse_seeded
 from ..wire import Collective
 from . import ambient
@@ -51,6 +52,7 @@ class Recorder(_torch.TorchDispatchMode):
         graph: what has been recorded.
         constants: the tensors that the function used without being given them; each has a placeholder after the inputs.
         read: those of them whose value it read in Python.
+        ledger: the numbers in it that are to be the same on all ranks.
 
     Args:
         salt: floats of recordings with different salts stand for theirs by different values.
@@ -63,6 +65,7 @@ class Recorder(_torch.TorchDispatchMode):
         self._salt = salt
         self._numbers: dict[float, fx.Node] = {}  # what stands for floats -> their nodes
         self.graph = fx.Graph()
+        self.ledger = Ledger()
         self.constants: list[torch.Tensor] = []
         self._known: dict[int, torch.Tensor] = {}  # id of a constant -> its stand-in
         self._last_placeholder: fx.Node | None = None
@@ -156,6 +159,15 @@ class Recorder(_torch.TorchDispatchMode):
     def know(self, x: torch.Tensor, **what: Any) -> None:
         """Note of a plain tensor what only the one who made it knows."""
         self.node(x).meta.update(what)
+
+    def counts_as_alike(self, x: torch.Tensor) -> None:
+        """Note that a plain tensor counts as the same on all ranks."""
+        if _torch.is_bare(x) and x.layout is torch.strided:
+            self.node(x).meta["alike"] = True
+
+    def stands_for_a_float(self, x: Any) -> bool:
+        """Whether a number stands for an input of the plan, or was computed from one."""
+        return isinstance(x, Number) or (type(x) is float and x in self._numbers)
 
     def _note(self, fake: torch.Tensor, node: fx.Node) -> None:
         fake._plan_recorder, fake._plan_node = self, node  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import tree
 from ..blocks import Blocks
+from ..ledger import Ledger
 from ..placement import with_sharding
 from . import leaves as leaves_
 from .leaves import Result
@@ -30,6 +31,7 @@ class Recorded:
         read: those whose value it read.
         results: for each leaf of the result: a `Result`, ``("input", i)`` for an argument's leaf, or ``("value", x)``.
         out_def: the result's tree.
+        ledger: the numbers in it that are to be the same on all ranks.
     """
 
     graph: fx.Graph
@@ -37,6 +39,7 @@ class Recorded:
     read: list[torch.Tensor]
     results: list[Any]
     out_def: Any
+    ledger: Ledger
 
 
 def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any) -> Recorded:
@@ -71,7 +74,7 @@ def _trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], t
     results = [_result(recorder, leaf, given, places) for leaf in out_leaves]
     end = recorder.graph.output(tuple(places))
     end.meta["val"], end.meta["line"] = None, ""
-    return Recorded(recorder.graph, recorder.constants, recorder.read, results, out_def)
+    return Recorded(recorder.graph, recorder.constants, recorder.read, results, out_def, recorder.ledger)
 
 
 _NO_WORD = re.compile(r"\W+")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .. import _torch, array, blocks, context, marks, types
+from .. import _torch, array, blocks, context, marks, replicas, types
 from ..errors import RandomError, described, report
 from ..mesh import axes_of, coordinates, played_ranks
 from ..spec import P, local_indices, split_axes
@@ -70,6 +70,8 @@ def dropout(key: Key, x: torch.Tensor, rate: float, *, spec: P | None = None) ->
     alike.warn("random.dropout", key, {"x": x}, spec)
     if not torch.compiler.is_compiling() and context.body() is None and array.is_array(x):
         lying = array.spec_of(x)
+        if replicas.looked_for():
+            replicas.key_alike("random.dropout", key.data, array.mesh_of(x))
         if lying.unreduced and not x.is_complex():
             x, lying = array.moved(x, array.mesh_of(x), P(*lying, reduced=lying.reduced), "random.dropout"), P(*lying)
         if x.is_complex() or lying.reduced:  # no rule of ours: by ops that have theirs

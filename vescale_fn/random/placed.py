@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import _torch, blocks, context, marks, placement, types
+from .. import _torch, blocks, context, marks, placement, replicas, types
 from ..errors import SpecError, mesh_text, report
 from ..mesh import axes_of, coordinates, is_simulated, played_ranks, same
 from ..spec import P, is_even, local_indices, split_axes, validate
@@ -72,6 +72,8 @@ def laid_out(where: str, key: Key, draw: Draw, spec: P | None, mesh: Any) -> tup
         _check_in_body(where, draw, spec, mesh, body)
     elif context.on_one_device():
         return None
+    if isinstance(key, Key) and replicas.looked_for():
+        replicas.key_alike(where, key.data, mesh)
     return spec, mesh
 
 
