@@ -189,8 +189,9 @@ def same_plain(where: str, mesh: Any, values: Iterable[tuple[str, Any]]) -> None
     if mesh is None or is_simulated(mesh):
         return
     if watch is None:
-        recorder = _torch.recorder()
-        for _, x in values if recorder is not None else ():
+        if (recorder := _torch.recorder()) is None:
+            return
+        for _, x in values:
             if isinstance(x, torch.Tensor) and not isinstance(below := _torch.peel(x), DTensor):
                 recorder.counts_as_alike(below)
         return
