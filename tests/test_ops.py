@@ -180,6 +180,14 @@ PROGRAMS = [
     ("embedding", lambda k, w: (F.embedding(k, w), F.embedding(k, w, padding_idx=2)), i(7, 4, 3), f(7, 5)),
     ("embedding by frequency", lambda k, w: F.embedding(k, w, scale_grad_by_freq=True), i(5, 4, 3), f(5, 3)),
     ("one_hot, bincount", lambda k: (F.one_hot(k, 5), k.bincount(minlength=5), k.unique()), i(5, 8)),
+    ("a few of many rows", lambda x, k: (x.gather(0, k), x.index_select(0, k[0]), x[k[:, 0]], x[:, k[0] % 3], x[-1 - k[0]],
+     x.gather(1, k[:, :2] % 3)), f(13, 4), i(13, 3, 4)),
+    ("many into few rows", lambda x, k, v: (x.index_add(0, k[:, 0], v, alpha=2), x.scatter_add(0, k, v),
+     x.scatter_reduce(0, k, v, "sum"), x.scatter_reduce(0, k, v, "mean"), x.index_put((k[:, 0] - 5,), v, accumulate=True),
+     x.scatter_reduce(0, k, v, "sum", include_self=False)), f(5, 4), i(5, 40, 4), f(40, 4)),
+    ("dims merged by cat", lambda x, y: torch.cat([x, y], 1).view(3, 2, 8).exp().chunk(2, 1)[0]
+     + torch.cat([x, y], 1)[:, 8:].unsqueeze(1), f(3, 8), f(3, 8)),
+    ("three parts", lambda x: torch.cat([p * k for k, p in enumerate(x.view(12, 4).split([4, 4, 4]))], 0)[4:], f(3, 4, 4)),
     ("select_scatter", lambda x, y: (x.select_scatter(y, 0, 1), x.slice_scatter(y[None], 0, 2, 3)), f(5, 4), f(4)),
     ("searchsorted, isin", lambda x, k: (torch.searchsorted(k.sort().values, x), torch.isin(x, k)), i(9, 5, 2), i(7, 4)),
     # layers and losses
@@ -187,6 +195,8 @@ PROGRAMS = [
     ("layer_norm of all", lambda x, w: F.layer_norm(x, (5, 4), w), f(5, 4), f(5, 4)),
     ("rms_norm", lambda x, w: F.rms_norm(x, (4,), w), f(3, 5, 4), f(4)),
     ("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), f(5, 4, 3), f(4), f(4)),
+    ("group_norm of planes", lambda x, w, b: (F.group_norm(x, 4, w, b), F.group_norm(x, 8, w), F.group_norm(x[..., 0, 0], 2)),
+     f(4, 8, 3, 2), f(8), f(8)),
     ("batch_norm, training", lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), f(5, 4, 3), f(4), f(4)),
     ("batch_norm, evaluation", lambda x, m, w: F.batch_norm(x, m.detach(), m.detach().abs() + 1, w), f(5, 4), f(4), f(4)),
     ("batch_norm that keeps", lambda x, m, v, w: kept_by_batch_norm(x, m.detach().clone(), v.detach().clone(), w),
@@ -203,6 +213,8 @@ PROGRAMS = [
     ("conv1d", lambda x, w, b: F.conv1d(x, w, b, padding=1), f(5, 2, 6), f(3, 2, 3), f(3)),
     ("conv2d", lambda x, w: F.conv2d(x, w, stride=2), f(4, 2, 5, 5), f(3, 2, 3, 3)),
     ("grouped conv2d", lambda x, w: F.conv2d(x, w, groups=2), f(3, 4, 4, 4), f(4, 2, 3, 3)),
+    ("depthwise, in groups", lambda x, w, v, b: (F.conv1d(x, w, b, padding=1, groups=4), F.conv1d(x, v, groups=4),
+     F.conv_transpose1d(x, v, groups=4)), f(4, 8, 4), f(8, 2, 3), f(8, 2, 1), f(8)),
     ("conv_transpose1d", lambda x, w: F.conv_transpose1d(x, w), f(3, 2, 4), f(2, 3, 3)),
     ("conv2d of many channels", lambda x, w, b: F.conv2d(x, w, b, padding=1), f(2, 4, 3, 3), f(8, 4, 3, 3), f(8)),
     ("conv_transpose2d, conv3d", lambda x, w, y: (F.conv_transpose2d(x, w, stride=2), F.conv3d(y, y[:, :, :2, :2, :2])),
@@ -281,6 +293,8 @@ PROGRAMS = [
     ("another shape in place", lambda x: ((x * 1).t_(), (x * 1).unsqueeze_(0).mul_(2), (x[:, :1] * 1).squeeze_(1)),
      f(5, 4)),
     ("scatter in place", lambda x, k, v: (x * 1).scatter_(0, k, v), f(5, 3), i(5, 4, 3), f(4, 3)),
+    ("rows in place", lambda x, k, v: ((x * 1).index_add_(0, k[:, 0], v), (x * 1).scatter_add_(0, k, v), (x * 1).index_copy_(
+     0, k[:3, 0] * 0 + torch.arange(3), v[:3]), (x * 1).index_put_((k[:, 0],), v, accumulate=True)), f(5, 4), i(5, 40, 4), f(40, 4)),
     ("index_add in place", lambda x, k, v: (x * 1).index_add_(0, k, v), f(5, 3), i(5, 4), f(4, 3)),
     ("boolean setitem", lambda x: setitem(x * 1, lambda y: y > 0, 0.0), f(5, 4)),
     ("indexed setitem", lambda x, k, v: setitem(x * 1, lambda y: k, v), f(5, 4), i(5, 3), f(4)),
@@ -678,11 +692,45 @@ def moves_of(program, mesh_shape, *laid):
         (lambda x, y: torch.linalg.solve(x, y), [(f(4, 3, 3), P("a")), (f(4, 3, 2), P("a"))],
          [("all_gather", 16)]),  # whether each could be solved: where one could not, all ranks raise
         (lambda x: torch.fft.fft(x).abs(), [(f(4, 6), P("a"))], []),
+        # Rows by number, of split rows: what was read is added up, what is written stays; many that are added, as a sum.
+        (lambda x, k: x.gather(1, k), [(f(4, 12), P(None, "a")), (i(12, 4, 1), P())], [("all_reduce", 32)]),
+        (lambda x, k: x[k[0]], [(f(12, 4), P("a")), (i(12, 1, 3), P())], [("all_reduce", 96)]),
+        (lambda x, k, v: x.index_add(0, k, v), [(f(8, 4), P("a")), (i(8, 3), P()), (f(3, 4), P())], []),
+        (lambda x, k, v: x.scatter_add(0, k, v), [(f(2, 4), P()), (i(2, 40, 4), P("a")), (f(40, 4), P("a"))],
+         [("all_reduce", 64)]),
+        # Groups of channels are for themselves; where a group is cut, one number a channel is gathered, four times in all.
+        (lambda x, w, b: F.group_norm(x, 2, w, b), [(f(3, 8, 9), P(None, "a")), (f(8), P("a")), (f(8), P("a"))], []),
+        (lambda x: F.group_norm(x, 1), [(f(3, 8, 9), P(None, "a"))], [("all_reduce", 24)] * 4),
+        (lambda x, w, b: F.conv1d(x, w, b, groups=4), [(f(3, 4, 9), P(None, "a")), (f(4, 1, 3), P("a")), (f(4), P("a"))], []),
+        # What is split in two, and put together again, stays where it is.
+        (lambda x, w: sum(p.exp() for p in (x @ w).chunk(2, 1)), [(f(3, 4), P()), (f(4, 8), P(None, P.merged((2, None), (4, "a"))))],
+         []),
+        (lambda x: torch.cat([x, x.exp()], 1).view(3, 2, 4).sum(1), [(f(3, 4), P(None, "a"))], []),
     ],
-    ids=["cross_entropy", "softmax", "batch_norm", "layer_norm", "convolutions", "volumes", "channels", "solve", "fft"],
+    ids=["cross_entropy", "softmax", "batch_norm", "layer_norm", "convolutions", "volumes", "channels", "solve", "fft",
+         "gather", "index", "index_add", "scatter_add", "group_norm", "groups cut", "depthwise", "chunks of merged dims", "cat"],
 )  # fmt: skip
 def test_nothing_moves_that_need_not(program, laid, moves):
     assert moves_of(program, (2,), *laid) == moves
+
+
+def test_a_matrix_for_each_group_of_rows():
+    """grouped_mm, whatever is split, evenly or not: each rank its own rows and its own groups, and nothing is gathered."""
+    w, v = f(4, 16, 24).float() / 9, f(16, 24).float()
+    loss = lambda x, w, offs: (F.grouped_mm(x, w, offs=offs) * v).sum()
+    layouts = [(P("a"), P()), (P(), P("b")), (P("a"), P("b")), (P(None, "b"), P(None, "b")), (P("a"), P(None, None, "b")),
+               (P("a", "b"), P(None, "b")), (P(), P(("b", "a"))), (P(("a", "b")), P())]  # fmt: skip
+    for ends in ([3, 3, 10, 16], [0, 0, 0, 16], [16, 16, 16, 16]):
+        x, offs = f(16, 16).float(), torch.tensor(ends, dtype=torch.int32)
+        want = F.grouped_mm(x, w, offs=offs), vfn.grad(loss, (0, 1))(x, w, offs)
+        with vfn.simulate(6):
+            mesh = vfn.make_mesh((2, 3), ("a", "b"))
+            for rows, matrices in layouts:
+                held = vfn.shard(x, mesh, rows), vfn.shard(w, mesh, matrices), offs
+                with vfn.comm_log() as log:
+                    got = F.grouped_mm(held[0], held[1], offs=offs), vfn.grad(loss, (0, 1))(*held)
+                assert not log.count("all_gather"), (rows, matrices, log)
+                torch.testing.assert_close(vfn.unshard(got), want, rtol=1e-5, atol=1e-4)
 
 
 def test_a_shape_that_a_float_says():
@@ -730,7 +778,7 @@ def test_on_real_ranks(gloo):
     """What a simulated mesh does otherwise: short ways, lists, numbers that differ by rank, maxima over a group."""
     names = [name for name, *_ in PROGRAMS if name.startswith((
         "numbers", "extremes", "any", "view", "heads", "expand", "squeeze", "cat", "stack", "foreach", "cross_entropy",
-        "in place", "norms", "attention", "group_norm", "index_put", "a sum, used", "complex", "clipping", "to bfloat16",
+        "in place", "norms", "attention", "group_norm", "a few of many rows", "rows in place", "depthwise, in groups", "index_put", "a sum, used", "complex", "clipping", "to bfloat16",
         "vmap", "backward",
     ))]  # fmt: skip
     assert gloo(4, on_real_ranks, names) == [[]] * 4

@@ -26,8 +26,8 @@ from .mesh import axes_of, coordinates, is_part, is_simulated, played_ranks, sam
 from .propagator import propagated
 from .refusals import MEMORY, STORAGE
 from .rules.compositions import COMPOSED, READING, composed
-from .rules.rule import Call, Rule, T, whole_along
-from .rules.table import find
+from .rules.rule import Call, Parts, Rule, T, without_blocks
+from .rules.table import SHAPES, find
 from .spec import P, all_hold_some, axes_named, dim_indices, from_split_axes, local_shape, split_axes
 from .stateful import is_seeded, refuse_seeded
 from .taking_apart import apart, has_merged
@@ -50,7 +50,7 @@ class Decision:
     finish: Any = None  # what makes the results of the folded parts
     again: bool = False  # `finish` takes the arguments, too
     sizes: tuple[int, tuple[Any, ...]] | None = None  # (argument position, its value on each played rank)
-    covered: tuple[range, ...] | None = None  # of each played rank, what its block covers: the last argument of `op`
+    covered: tuple[Any, ...] | None = None  # of each played rank, what its block covers: the last argument of `op`
     # (max, min or total, the axes to fold over, for each result)
     fold: tuple[str, tuple[tuple[str, ...], ...]] | None = None
     view: bool = False  # results alias the first argument
@@ -109,8 +109,8 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[s
         lying = [(spec, tuple(x.shape)) for spec, x in zip(specs, tensors, strict=True)]
         solved = _solved(rule, lying, shapes, axes_of(mesh), pinned)
         covered = _covered(rule, [*solved[0], *solved[1]], [*tensors, *outs], mesh)
-        if covered is not None and not all(type(one) is range for one in covered):  # uneven, in an order not the mesh's
-            rule, covered = whole_along(rule, rule.block), None
+        if covered == _SCATTERED:
+            rule, covered = without_blocks(rule), None
             solved = _solved(rule, lying, shapes, axes_of(mesh), pinned)
     else:
         solved, rule, covered = propagated(func, args, kwargs, tensors, outs, mesh), Rule((), ()), None
@@ -131,9 +131,11 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[s
     )
     folded = any(fold_axes)
     # where nothing is split the op itself gives the results
-    alone = covered is None if rule.block is not None else rule.finish is not None and not folded
+    split = {"blocks": covered is not None, "parts": _splits_parts(rule, (*targets, *out_specs)), "": True}
+    alone = not split[rule.only] or (rule.finish is not None and not folded)
+    op = None if alone else _written_by(rule.op) if pinned and rule.op else rule.op
     return Decision(
-        mesh, tuple(targets), tuple(moves), out_dspecs, many, op=None if alone else rule.op, copies=rule.copies,
+        mesh, tuple(targets), tuple(moves), out_dspecs, many, op=op, copies=rule.copies,
         finish=None if alone else rule.finish, again=rule.again, sizes=_local_sizes(rule, func, outs, out_specs, mesh),
         fold=(rule.fold, tuple(fold_axes)) if folded else None, covered=covered,
         written=bool(pinned), partial=any(spec.unreduced for spec in out_specs), **common,
@@ -217,7 +219,7 @@ def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, 
         try:
             fakes = iter([torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors])
             fake_args = [replace(a, fakes) for a in args]
-            out = func(*fake_args, **{k: replace(a, fakes) for k, a in kwargs.items()})
+            out = SHAPES.get(func, func)(*fake_args, **{k: replace(a, fakes) for k, a in kwargs.items()})
         except Exception:
             return None, False
     if out is None and func._schema.name.endswith("_"):  # a list changed in place
@@ -248,10 +250,8 @@ def _solved(rule: Rule, args: list[tuple[P, tuple[int, ...]]], outs: Sequence[An
     if not has_merged(rule, args):
         return _solve(rule, args, outs, axes, pinned)
     fine, lying, sizes, together = apart(rule, args, outs, axes)
-    if rule.block is not None and all(
-        rule.block not in row for row in (*fine.ins, *fine.outs)
-    ):  # no range covers such a block
-        return _solved(whole_along(rule, rule.block), args, outs, axes, pinned)
+    if any(all(label not in row for row in (*fine.ins, *fine.outs)) for label in rule.blocks):
+        return _solved(without_blocks(rule), args, outs, axes, pinned)  # no range covers such a block
     targets, out_specs, folds = _solve(fine, lying, sizes, axes, pinned)
     targets = [args[i][0] if i in rule.shape_only else together(spec, labels, args[i][1])
                for i, (spec, labels) in enumerate(zip(targets, rule.ins, strict=True))]  # fmt: skip
@@ -276,6 +276,8 @@ def _solve(rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence
             sizes.setdefault(label, set()).add(size)
     for label, names in rule.wish:
         votes.setdefault(label, {}).setdefault(names, 0)
+    for label in rule.sums if pinned else ():  # what is written is no partial sum
+        votes.pop(label, None)
     extremes = rule.sums if rule.fold in ("max", "min") else frozenset()  # of nothing there is none
     chosen: dict[Any, tuple[str, ...]] = {}
     used: dict[Any, set[str]] = {}  # an axis splits one label of a call
@@ -319,23 +321,41 @@ def _solve(rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence
     return targets, out_specs, folds
 
 
-def _covered(rule: Rule, specs: Sequence[Any], tensors: Sequence[Any], mesh: Any) -> tuple[Any, ...] | None:
-    """What the block of each rank covers along the rule's `block`, of those that this process plays: a range, or a list
-    where it is no contiguous part. None where the dim is whole."""
-    for row, spec, x in zip((*rule.ins, *rule.outs), specs, tensors, strict=True):
-        if rule.block is None or rule.block not in row:
-            continue
-        dim = row.index(rule.block)
-        size, names, axes = x.shape[dim], split_axes(spec, x.ndim)[dim], axes_of(mesh)
-        if not names:
+def _written_by(op: Any) -> Any:
+    """What writes the result of `op` into its first argument."""
+    return lambda block, *args, **kwargs: block.copy_(op(block, *args, **kwargs))
+
+
+def _splits_parts(rule: Rule, specs: Sequence[P]) -> bool:
+    """Whether a dim that is several dims seen as one is split."""
+    rows = zip((*rule.ins, *rule.outs), specs, strict=True)
+    return any(names and type(label) is Parts for row, spec in rows
+               for names, label in zip(split_axes(spec, len(row)), row, strict=True))  # fmt: skip
+
+
+_SCATTERED = ()  # some block is no contiguous part: uneven, in an order not the mesh's
+
+
+def _covered(rule: Rule, specs: Sequence[Any], tensors: Sequence[Any], mesh: Any) -> Any:
+    """What the block of each rank that this process plays covers along the rule's `blocks`: a range, or a tuple of them.
+    None where these dims are whole."""
+    axes, found, split = axes_of(mesh), [], False
+    for label in rule.blocks:
+        at = next(((spec, x, row.index(label)) for row, spec, x in zip((*rule.ins, *rule.outs), specs, tensors, strict=True)
+                   if label in row), None)  # fmt: skip
+        if at is None:
             return None
+        spec, x, dim = at
+        size, names = x.shape[dim], split_axes(spec, x.ndim)[dim]
         everyone = itertools.product(*(range(axes[a]) for a in names))  # all ranks decide alike
-        found = [dim_indices(size, names, axes, dict(zip(names, place))) for place in everyone]
-        if not all(type(one) is range for one in found):
-            return tuple(found)
-        found = [dim_indices(size, names, axes, coordinates(mesh, rank)) for rank in played_ranks(mesh)]
-        return tuple(one or range(size, size) for one in found)
-    return None
+        if not all(type(dim_indices(size, names, axes, dict(zip(names, place)))) is range for place in everyone):
+            return _SCATTERED
+        mine = [dim_indices(size, names, axes, coordinates(mesh, rank)) for rank in played_ranks(mesh)]
+        found.append([one or range(size, size) for one in mine])
+        split = split or bool(names)
+    if not split:
+        return None
+    return tuple(found[0]) if len(found) == 1 else tuple(zip(*found))
 
 
 def _local_sizes(rule: Rule, func: Any, outs: Any, out_specs: Sequence[P], mesh: Any) -> Any:

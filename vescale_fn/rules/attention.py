@@ -36,7 +36,8 @@ def attention(call: Call) -> Rule:
                 tuple(row(s, i == 1 and not backward, i == 0 or not backward) for i, s in enumerate(call.outs)),
                 # of the gradients of keys and values, and of that of a mask that is broadcast
                 sums=frozenset(("batch", "head", "query") if backward else ()),
-                even=frozenset(("batch", "head")), op=own, block="query" if own else None)  # fmt: skip
+                even=frozenset(("batch", "head")), op=own,
+                only="blocks" if own else "", blocks=("query",) if own else ())  # fmt: skip
 
 
 def _forward(q: Any, k: Any, v: Any, rate: float, causal: bool, mine: range, *, attn_mask: Any, scale: Any) -> Any:

@@ -7,6 +7,7 @@ step (`steps.py`) is an op on arrays with a decision of its own. A line of `COMP
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ class Composition(NamedTuple):
     steps: Callable[..., Any]  # of the results' dtypes, and of all arguments
     some: bool = False  # whether each rank must hold some of those dims: there is a maximum of parts among the steps
     writes: tuple[str, ...] = ()  # arguments that the op changes, which its schema does not say
+    # of all arguments, the axes that split each dim, and their sizes: whether there is a rule for that
+    unless: Callable[[dict[str, Any], Sequence[tuple[str, ...]], dict[str, int]], bool] = lambda *_: False
 
 
 def composed(name: str, args: dict[str, Any], rows: Rows, axes: dict[str, int]) -> Callable[..., Any] | None:
@@ -35,6 +38,8 @@ def composed(name: str, args: dict[str, Any], rows: Rows, axes: dict[str, int]) 
     row, shape = rows[found.argument], args[found.argument].shape
     over = [d for d in found.dims(args, len(shape)) if d < len(row) and row[d]]
     if found.some and not all(all_hold_some(shape[d], row[d], axes) for d in over):
+        return None
+    if found.unless(args, row, axes):
         return None
     trains = bool(found.writes) and len(found.dims(args, len(shape))) > 0
     return found.steps if over or (trains and any(any(rows.get(w, ())) for w in found.writes)) else None
@@ -57,6 +62,16 @@ def _examples(args: dict[str, Any], ndim: int) -> Sequence[int]:
     return [d for d in range(ndim) if d != 1 or kept]
 
 
+def _all(args: dict[str, Any], ndim: int) -> Sequence[int]:
+    return range(ndim)
+
+
+def _by_groups(args: dict[str, Any], row: Sequence[tuple[str, ...]], axes: dict[str, int]) -> bool:
+    """Whether examples and groups of channels are split evenly, and nothing else is."""
+    ways = [math.prod(axes[axis] for axis in names) for names in row]
+    return args["N"] % ways[0] == 0 and args["group"] % ways[1] == 0 and not any(row[2:]) and type(row[1]) is tuple
+
+
 def _classes(args: dict[str, Any], ndim: int) -> Sequence[int]:
     return [min(ndim - 1, 1)]
 
@@ -76,6 +91,8 @@ COMPOSED: dict[str, Composition] = {
     "native_layer_norm_backward.default": Composition("input", _normalized, steps.layer_norm_backward),
     "_fused_rms_norm.default": Composition("input", _normalized, steps.rms_norm),
     "_fused_rms_norm_backward.default": Composition("input", _normalized, steps.rms_norm_backward),
+    "native_group_norm.default": Composition("input", _all, steps.group_norm, unless=_by_groups),
+    "native_group_norm_backward.default": Composition("input", _all, steps.group_norm_backward, unless=_by_groups),
     "native_batch_norm.default": Composition("input", _examples, steps.batch_norm, writes=_KEPT),
     "native_batch_norm_backward.default": Composition("input", _examples, steps.batch_norm_backward, writes=_KEPT),
     "cudnn_batch_norm.default": Composition("input", _examples, steps.batch_norm, writes=_KEPT),

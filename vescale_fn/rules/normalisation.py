@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .rule import Call, Row, Rule, T, none
+from .rule import Call, Parts, Row, Rule, T, none
 
 aten = torch.ops.aten
 
@@ -26,18 +26,26 @@ def layer_norm(call: Call) -> Rule:
 
 
 def group_norm(call: Call) -> Rule | None:
-    """group_norm: examples may be split; gradients of the weights sum over them."""
+    """group_norm: examples and groups may be split; gradients of the weights sum over examples."""
     if any(t.ndim > 1 and t.shape[0] != call["N"] for t in call.tensors):
         return None
-    at = list(call.args).index("N")
+    at, count = list(call.args).index("N"), list(call.args).index("group")
     overload = getattr(aten, call.name).default
+    channels, groups = call["C"], call["group"]
+    label = "g" if channels == groups else Parts([(groups, "g"), (channels // groups, None)])
 
     def local(*args: Any) -> Any:
-        return overload(*args[:at], args[0].shape[0], *args[at + 1 :])
+        held = args[0].shape[1]
+        return overload(*args[:at], args[0].shape[0], held, *args[at + 2 : count], held * groups // channels,
+                        *args[count + 1 :])  # fmt: skip
 
-    rows = tuple(("n", *none(t.shape[1:])) if t.ndim > 1 else none(t.shape) for t in call.tensors)
-    outs = tuple(("n", *none(s[1:])) if s and len(s) > 1 else none(s) for s in call.outs)
-    return Rule(rows, outs, sums=frozenset({"n"}), even=frozenset({"n"}), op=local)
+    def row(shape: Any) -> Row:
+        lead = ("n", label) if len(shape) > 2 or shape[1:] == (channels,) and channels != groups else ("n", "g")
+        return (*lead, *none(shape[2:])) if len(shape) > 1 else (label,) * len(shape)
+
+    rows = tuple(row(t.shape) for t in call.tensors)
+    outs = tuple(row(shape or ()) for shape in call.outs)
+    return Rule(rows, outs, sums=frozenset({"n"}), even=frozenset({"n", "g"}), op=local)
 
 
 def batch_norm(call: Call) -> Rule | None:

@@ -2,17 +2,62 @@
 
 from __future__ import annotations
 
-from .rule import Call, Rule, but, dim_of, none, same
+import itertools
+import math
+from typing import Any
+
+import torch
+
+from .rule import Call, Parts, Row, Rule, but, dim_of, none, same
+
+aten = torch.ops.aten
 
 
 def slicing(call: Call) -> Rule:
-    """Part of one dim: whole there, unless all of it is taken."""
+    """Part of one dim: whole there, unless all of it is taken, or it is several dims seen as one and the part is some of
+    the outer one: ``[2, n@tp]`` seen as ``[2 * n]``, of which each half is ``[n@tp]``."""
     x = call.tensors[0]
     if call.name == "slice" and call.outs[0] == x.shape and call["step"] == 1:
         return Rule((same(x.shape),), (same(x.shape),), linear=(0,))
-    row = but(x.ndim, (dim_of(call, x.ndim),))
-    out = tuple(d for d in row if d is not None) if call.name in ("select", "unbind") else row
-    return Rule((row,), (out,) * len(call.outs), linear=(0,))
+    dim = dim_of(call, x.ndim)
+    row = but(x.ndim, (dim,))
+    if call.name in ("select", "unbind"):
+        out = tuple(d for d in row if d is not None)
+        return Rule((row,), (out,) * len(call.outs), linear=(0,))
+    sizes = [(out or ())[dim] for out in call.outs]
+    if call.name == "slice":
+        starts = [_start(call["start"], x.shape[dim])] if call["step"] == 1 else [1]
+    else:
+        starts = [0, *itertools.accumulate(sizes)][:-1]
+    inner = math.gcd(*starts, *sizes, x.shape[dim])
+    labels = [_of(row, dim, size, inner) for size in (x.shape[dim], *sizes)]
+
+    def local(block: torch.Tensor, *_: Any) -> Any:
+        held = block.shape[dim]  # of each part the same share
+        at = [
+            (start * held // x.shape[dim], (start + size) * held // x.shape[dim]) for start, size in zip(starts, sizes)
+        ]
+        found = [aten.slice.Tensor(block, dim, *ends) for ends in at]
+        return found[0] if call.name == "slice" else found
+
+    return Rule((labels[0],), tuple(labels[1:]), linear=(0,), even=_inner(dim), op=local, only="parts")
+
+
+def _start(start: int | None, size: int) -> int:
+    start = start or 0
+    return min(max(start + size if start < 0 else start, 0), size)
+
+
+def _of(row: Row, dim: int, size: int, inner: int) -> Row:
+    """The row with a dim that is so many times `inner`: the outer one is whole."""
+    if inner < 2 or not size:
+        return row
+    (label,) = _inner(dim)
+    return (*row[:dim], label if size == inner else Parts([(size // inner, None), (inner, label)]), *row[dim + 1 :])
+
+
+def _inner(dim: int) -> frozenset[Any]:
+    return frozenset({("inner", dim)})
 
 
 def windows(call: Call) -> Rule:
@@ -37,13 +82,30 @@ def part_backward(call: Call) -> Rule:
         gone = [call["dim"] % n]
     grad = call.tensors[0]
     if call.name == "slice_backward":
-        row = but(n, gone)
-    elif call.name == "unfold_backward":
+        return _slice_backward(call, gone[0])
+    if call.name == "unfold_backward":
         row = (*but(n, gone), None)
     else:
         row = tuple(d for d in range(n) if d not in gone) + (None,) * (call.name == "diagonal_backward")
     out = but(len(call["input_sizes"]), gone)
     return Rule((row if len(row) == grad.ndim else none(grad.shape),), (out,), linear=(0,), sizes="input_sizes")
+
+
+def _slice_backward(call: Call, dim: int) -> Rule:
+    whole, grad = call["input_sizes"], call.tensors[0]
+    if grad.ndim != len(whole):
+        return Rule((none(grad.shape),), (but(len(whole), (dim,)),), linear=(0,), sizes="input_sizes")
+    size, length = whole[dim], grad.shape[dim]
+    start = _start(call["start"], size)
+    inner = math.gcd(start, length, size) if call["step"] == 1 else 1
+    row = but(len(whole), (dim,))
+
+    def local(block: torch.Tensor, sizes: Any, *_: Any) -> torch.Tensor:
+        ends = (at * sizes[dim] // size for at in (start, start + length))
+        return aten.slice_backward(block, sizes, dim, *ends, 1)
+
+    return Rule((_of(row, dim, length, inner),), (_of(row, dim, size, inner),), linear=(0,), sizes="input_sizes",
+                even=_inner(dim), op=local, only="parts")  # fmt: skip
 
 
 def part_scatter(call: Call) -> Rule:
@@ -69,7 +131,10 @@ def cat(call: Call) -> Rule:
     if call.name == "stack":
         dim = call["dim"] % len(out)
         return Rule((row[:dim] + row[dim + 1 :],) * len(call.tensors), (row,), linear=linear)
-    return Rule(tuple(row if t.ndim == len(out) else none(t.shape) for t in call.tensors), (row,), linear=linear)
+    dim = call["dim"] % len(out)
+    inner = math.gcd(*(t.shape[dim] for t in call.tensors if t.ndim == len(out)))
+    ins = tuple(_of(row, dim, t.shape[dim], inner) if t.ndim == len(out) else none(t.shape) for t in call.tensors)
+    return Rule(ins, (_of(row, dim, out[dim], inner),), linear=linear, even=_inner(dim))
 
 
 def repeat(call: Call) -> Rule:

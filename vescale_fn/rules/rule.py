@@ -66,14 +66,15 @@ class Rule:
     # how the parts of a missing label are put together: sum (when it is needed), total (at once), max, min
     fold: str = "sum"
     op: Callable[..., Any] | None = None  # what runs on the blocks, where it is not the op itself
+    only: str = ""  # `op` runs only where the "blocks" are split, or dims that are several, "parts"
     # what makes the results of the folded parts, where they are not the results
     finish: Callable[..., Any] | None = None
     again: bool = False  # `finish` takes the arguments, too
     copies: bool = False  # `op` gives a copy where the op itself gives a view
     sizes: str = ""  # the argument that holds the first result's global shape
-    block: Label = (
-        None  # where this label is split, `op` runs: its last argument is the range that a rank's block covers
-    )
+    # where one of these labels is split, the last argument of `op` is the range that a rank's block covers, or a tuple of the
+    # ranges of all of them
+    blocks: tuple[Label, ...] = ()
     yields: frozenset[Label] = frozenset()  # take the axes that no other label takes
     wish: tuple[
         tuple[Label, tuple[str, ...]], ...
@@ -114,7 +115,7 @@ def broadcast(shape: Sequence[int], out: Sequence[int], labels: Row | None = Non
     return tuple(labels[d + shift] if size == out[d + shift] else None for d, size in enumerate(shape))
 
 
-def whole_along(rule: Rule, label: Label) -> Rule:
-    """The rule with this label's dims whole."""
-    rows = lambda side: tuple(tuple(None if one == label else one for one in row) for row in side)
-    return replace(rule, ins=rows(rule.ins), outs=rows(rule.outs), block=None, op=None)
+def without_blocks(rule: Rule) -> Rule:
+    """The rule with the dims whole of which a block has a range."""
+    rows = lambda side: tuple(tuple(None if one in rule.blocks else one for one in row) for row in side)
+    return replace(rule, ins=rows(rule.ins), outs=rows(rule.outs), blocks=(), op=None)

@@ -10,35 +10,58 @@ from typing import Any
 
 import torch
 
-from .rule import Call, Row, Rule, T, dims, none
+from .rule import Call, Parts, Row, Rule, T, dims, none
 
 aten = torch.ops.aten
-_EVEN = frozenset({"n", "c", "i", "o"})
+_EVEN = frozenset({"n", "c", "i", "o", "g"})
 
 
 def convolution(call: Call) -> Rule:
-    """A sum of products over the input channels; of groups of channels only the examples may be split."""
-    apart = call["groups"] != 1
-    x, w, o = (("n", None), (None, None), (None,)) if apart else (("n", "i"), ("o", "i"), ("o",))
-    out = ("n", None) if apart else ("n", "o")
-    w = w[::-1] if call["transposed"] else w
+    """A sum of products over the input channels; channels in groups may be split by groups, each of which is for itself."""
+    groups = call["groups"]
+    shapes = {name: a.shape for name, a in call.args.items() if isinstance(a, T)}
+    if groups == 1:
+        x, w, o = ("n", "i"), ("o", "i"), "o"
+        w = w[::-1] if call["transposed"] else w
+    else:
+        across = shapes["weight"][0] // groups  # of the first dim of the weight, a group's share
+        first, other = _grouped(groups, across), _grouped(groups, shapes["input"][1] // groups)
+        if call["transposed"]:  # [inputs, outputs of a group]
+            x, w, o = ("n", first), (first, None), _grouped(groups, shapes["weight"][1])
+        else:  # [outputs, inputs of a group]
+            x, w, o = ("n", other), (first, None), first
+    out = ("n", o)
 
     def row(lead: Row, shape: Any) -> Row:
         return (*lead, *none(shape[len(lead) :])) if shape else ()
 
-    shapes = {name: a.shape for name, a in call.args.items() if isinstance(a, T)}
+    def held(weight: torch.Tensor) -> int:  # how many groups a rank has
+        return 1 if groups == 1 else weight.shape[0] * groups // shapes["weight"][0]
+
     if call.name == "convolution":
-        ins = (row(x, shapes["input"]), row(w, shapes["weight"]), *((o,) if "bias" in shapes else ()))
-        return Rule(ins, (row(out, call.outs[0]),), sums=frozenset("i"), even=_EVEN, joins=(2,) if len(ins) > 2 else ())
-    at = list(call.args).index("bias_sizes")
+        ins = (row(x, shapes["input"]), row(w, shapes["weight"]), *(((o,),) if "bias" in shapes else ()))
+
+        def one(*args: Any) -> Any:
+            return aten.convolution.default(*args[:-1], held(args[1]))
+
+        return Rule(ins, (row(out, call.outs[0]),), sums=frozenset("i"), even=_EVEN, joins=(2,) if len(ins) > 2 else (),
+                    op=one if groups > 1 else None)  # fmt: skip
+    at, count = list(call.args).index("bias_sizes"), list(call.args).index("groups")
 
     def local(*args: Any) -> Any:  # the sizes of the bias are those of the block
         sizes = None if args[at] is None else [args[0].shape[1]]
-        return aten.convolution_backward.default(*args[:at], sizes, *args[at + 1 :])
+        return aten.convolution_backward.default(
+            *args[:at], sizes, *args[at + 1 : count], held(args[2]), *args[count + 1 :]
+        )
 
     ins = (row(out, shapes["grad_output"]), row(x, shapes["input"]), row(w, shapes["weight"]))
-    outs = tuple(row(lead, shape) for lead, shape in zip((x, w, o), call.outs, strict=True))
+    outs = tuple(row(lead, shape) for lead, shape in zip((x, w, (o,)), call.outs, strict=True))
     return Rule(ins, outs, sums=frozenset("no"), even=_EVEN, op=local)
+
+
+def _grouped(groups: int, each: int) -> Any:
+    """The label of channels in groups."""
+    return "g" if each == 1 else Parts([(groups, "g"), (each, None)])
 
 
 def planes(ndim: int, sizes: str = "") -> Callable[[Call], Rule | None]:

@@ -185,6 +185,43 @@ def cudnn_batch_norm_backward(dtypes: Any, x: Any, grad: Any, weight: Any, mean_
     return batch_norm_backward(dtypes, grad, x, weight, mean_kept, var_kept, mean, rstd, True, eps, [True] * 3)
 
 
+def group_norm(dtypes: Any, x: Any, weight: Any, bias: Any, n: int, c: int, size: int, groups: int, eps: float) -> Any:
+    """(x - mean) / std of each group of channels: a sum for each channel, and of those one for each group."""
+    count = c * size // groups
+    x = wide(x)
+    mean = added_up(_in_groups(x, groups) / count)
+    x = x - _to_channels(mean, x)
+    rstd = aten.rsqrt(added_up(_in_groups(x * x, groups) / count) + eps)
+    w, b = (None if v is None else aten.view(wide(v), _channels(x)[1]) for v in (weight, bias))
+    return _results(dtypes, _scaled(x * _to_channels(rstd, x), w, b), mean, rstd)
+
+
+def group_norm_backward(dtypes: Any, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, n: int, c: int, size: int,
+                        groups: int, mask: Sequence[bool]) -> Any:  # fmt: skip
+    """Its gradients: for x, the weight and the bias."""
+    count = c * size // groups
+    grad, scale = wide(grad), _to_channels(wide(rstd), x)
+    normal = (wide(x) - _to_channels(wide(mean), x)) * scale
+    scaled = grad if weight is None else grad * aten.view(wide(weight), _channels(x)[1])
+    means = [added_up(_in_groups(v, groups) / count) for v in (scaled, scaled * normal)] if mask[0] else []
+    x_grad = (scaled - _to_channels(means[0], x) - normal * _to_channels(means[1], x)) * scale if mask[0] else None
+    sums = lambda value: aten.sum.dim_IntList(value, _channels(x)[0])
+    return _results(dtypes, x_grad, sums(grad * normal) if mask[1] else None, sums(grad) if mask[2] else None)
+
+
+def _in_groups(x: Any, groups: int) -> Any:
+    """The sum over the channels of each group, and over the planes: of the latter first."""
+    x = total(x, range(2, x.ndim)) if x.ndim > 2 else x
+    return aten.sum.dim_IntList(aten.view(x, [x.shape[0], groups, -1]), [2])
+
+
+def _to_channels(x: Any, like: Any) -> Any:
+    """A value a group, for each channel of the group."""
+    n, groups = x.shape
+    repeated = aten.expand(aten.unsqueeze(x, 2), [n, groups, like.shape[1] // groups])
+    return aten.view(aten.clone(repeated), [n, like.shape[1], *[1] * (like.ndim - 2)])
+
+
 def _channels(x: Any) -> tuple[list[int], list[int], int]:
     """The dims that are no channels, the shape of a value a channel, how many elements a channel has."""
     over = [d for d in range(x.ndim) if d != 1]

@@ -26,14 +26,14 @@ from . import (
     views,
 )
 from .attention import attention
-from .contractions import contraction, trilinear
+from .contractions import contraction, grouped, grouped_shape, trilinear
 from .elementwise import alike, elementwise, elementwise_lists, lazy
 from .matrices import batched
 from .reductions import extreme, reduction
 from .rule import Call, Rule, T
 from .spatial import columns, planes
 
-__all__ = ["RULES", "Call", "Rule", "T", "find"]
+__all__ = ["RULES", "SHAPES", "Call", "Rule", "T", "find"]
 
 _CLASSES: dict[Callable[[Call], Rule | None], str] = {
     # elementwise.py: besides these, all that torch itself tags as pointwise, and every _foreach_ op
@@ -57,6 +57,7 @@ _CLASSES: dict[Callable[[Call], Rule | None], str] = {
     contraction("m,n->mn", joins=True): "addr",
     contraction("bmk,bkn->mn", joins=True): "addbmm",
     trilinear: "_trilinear",
+    grouped: "_grouped_mm",
     # reductions.py
     reductions.total: "sum",
     reductions.mean: "mean",
@@ -168,6 +169,9 @@ _CLASSES: dict[Callable[[Call], Rule | None], str] = {
 RULES: dict[str, Callable[[Call], Rule | None]] = {
     name: rule for rule, names in _CLASSES.items() for name in names.split()
 }
+
+
+SHAPES = {torch.ops.aten._grouped_mm.default: grouped_shape}  # what gives results of an op's shapes, where the op does not
 
 
 @functools.lru_cache(maxsize=4096)
