@@ -48,9 +48,8 @@ MODELS = [
           {"input_ids": IDS, "decoder_input_ids": IDS.flip(1)}, IDS, {"use_cache": False}),
 ]  # fmt: skip
 BY_NAME = {model.name: model for model in MODELS}
-# Of GPT-2 the gradients of queries, keys and values, which are one matrix; of Mixtral experts, tokens and masks, as its code
-# goes from expert to expert; of BERT a mask, which it reads by an index.
-WITH_GATHERS = {"gpt2", "mixtral", "bert"}
+# Of Mixtral tokens and masks, as its code goes from expert to expert; of BERT a mask, which it reads by an index.
+WITH_GATHERS = {"mixtral", "bert"}
 each_model = pytest.mark.parametrize("name", BY_NAME)
 
 
@@ -144,6 +143,43 @@ def test_ten_steps_on_a_mesh_are_those_of_the_module(name):
         why for why in moved if why.startswith(("embedding", "nll", "log_softmax"))
     ]  # nothing of the vocabulary's size
     assert want[0][-1] < want[0][0] - 0.1
+
+
+FUSED = {  # besides GPT-2: what is several matrices in one, and how many bytes are gathered of a batch: of masks and routes
+    "phi3": (lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**TEXT, num_key_value_heads=4, pad_token_id=0, eos_token_id=1)), IDS, 0),
+    "modernbert": (lambda: hf.ModernBertForMaskedLM(hf.ModernBertConfig(
+        **TEXT, **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
+        local_attention=4)), IDS, 0),
+    "sam": (lambda: hf.models.sam.modeling_sam.SamVisionModel(hf.SamVisionConfig(
+        **{k: v for k, v in SIZES.items() if k != "intermediate_size"}, mlp_dim=32, image_size=8, patch_size=4, output_channels=4,
+        window_size=2, global_attn_indexes=[])), IMAGES, 0),
+    "mixtral": (lambda: hf.MixtralForCausalLM(hf.MixtralConfig(
+        **GROUPED, num_local_experts=4, experts_implementation="grouped_mm")), IDS, 2816),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_matrices_in_one_are_split_each(name):
+    """Forward and gradients; no parameter travels, no expert, and no token but to the rank that sorts them by expert."""
+    make, data, gathered = FUSED[name]
+    torch.manual_seed(0)
+    dtype = torch.float32 if name == "mixtral" else torch.float64  # of which grouped_mm has no kernel
+    f, params = vfn.functionalize(make().to(dtype).eval())
+    inputs = {"pixel_values": data} if data is IMAGES else {"input_ids": data}
+
+    def loss(params, inputs):
+        out = f(params, **inputs, **({"use_cache": False} if name in ("phi3", "mixtral") else {}))
+        return out[0].square().mean() + out[0].sin().mean()
+
+    want = vfn.value_and_grad(loss)(params, inputs)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        held = vfn.shard(params, mesh, hugging_face.specs(params, name))
+        with vfn.comm_log() as log:
+            got = vfn.value_and_grad(loss)(held, vfn.shard(inputs, mesh, P("dp")))
+        assert log.bytes("all_gather") + log.bytes("all_to_all") == gathered, log
+        tolerance = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-11}
+        torch.testing.assert_close(vfn.unshard(got), want, **tolerance)
 
 
 @pytest.mark.parametrize("fsdp", [None, "dp"])

@@ -22,13 +22,36 @@ The tables are for transformers 5 and later. For another architecture, print the
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import optree
 
 from vescale_fn import P
+from vescale_fn.merged import Merged
 
-Rules = list[tuple[str, P]]
+Spec = P | Callable[[tuple[int, ...]], P]
+Rules = list[tuple[str, Spec]]
+
+
+def fused(count: int, dim: int = 0) -> Callable[[tuple[int, ...]], P]:
+    """The spec of a parameter that is `count` of one size, one after the other along a dim: each of them is split.
+
+    >>> from vescale_fn.recipes import hugging_face
+    >>> hugging_face.fused(3)((24, 8))  # queries, keys and values in one matrix
+    P(P.merged((3, None), (8, 'tp')))
+    """
+
+    def spec(shape: tuple[int, ...]) -> P:
+        return P(*[None] * dim, P.merged((count, None), (shape[dim] // count, "tp")))
+
+    return spec
+
+
+def _heads_alike(shape: tuple[int, ...]) -> P:
+    """Of queries, keys and values in one matrix, where there are as many heads of each; else no spec says it."""
+    return fused(3)(shape) if shape[0] == 3 * shape[1] else P()
+
 
 # Tensor parallelism as in Megatron-LM (arXiv 1909.08053). torch.nn.Linear keeps its weight as [outputs, inputs]: what makes
 # heads, or hidden units, is split by its first dim, what leads back into the residual stream by its second. Scores are split
@@ -45,26 +68,50 @@ TENSOR_PARALLEL: dict[str, Rules] = {
     "mistral": LLAMA,
     "qwen2": LLAMA,
     "qwen3": LLAMA,
-    # Experts are split by their number. The module takes them one by one, and gathers each that gets tokens.
+    # Each expert is split as an MLP is: no expert and no token travels, whichever way transformers computes them
+    # (``experts_implementation="grouped_mm"`` runs as a plan, too).
     "mixtral": [
-        (r"\.experts\.", P("tp")),
+        (r"\.experts\.gate_up_proj$", fused(2, 1)),
+        (r"\.experts\.down_proj$", P(None, None, "tp")),
         (r"\.(q|k|v)_proj\.", P("tp")),
         (r"\.o_proj\.weight$", P(None, "tp")),
         (r"(lm_head|embed_tokens)\.weight$", P("tp")),
         (r"", P()),
     ],
-    # Its Conv1D keeps [inputs, outputs]. Queries, keys and values are one matrix, which a split would cut across heads.
+    # Its Conv1D keeps [inputs, outputs].
     "gpt2": [
+        (r"\.c_attn\.weight$", fused(3, 1)),
+        (r"\.c_attn\.bias$", fused(3)),
         (r"\.c_fc\.weight$", P(None, "tp")),
         (r"\.c_fc\.bias$", P("tp")),
         (r"\.c_proj\.weight$", P("tp")),
         (r"\.wte\.weight$", P("tp")),
         (r"", P()),
     ],
+    "phi3": [
+        (r"\.gate_up_proj\.weight$", fused(2)),
+        (r"\.qkv_proj\.weight$", _heads_alike),
+        (r"\.(o|down)_proj\.weight$", P(None, "tp")),
+        (r"(lm_head|embed_tokens)\.weight$", P("tp")),
+        (r"", P()),
+    ],
     "bert": [
         (r"\.self\.(query|key|value)\.|\.intermediate\.dense\.", P("tp")),
         (r"\.layer\.\d+\.(attention\.)?output\.dense\.weight$", P(None, "tp")),
         (r"\.word_embeddings\.weight$|predictions\.bias$", P("tp")),
+        (r"", P()),
+    ],
+    "modernbert": [
+        (r"\.attn\.Wqkv\.", fused(3)),
+        (r"\.mlp\.Wi\.", fused(2)),
+        (r"\.Wo\.weight$", P(None, "tp")),
+        (r"\.tok_embeddings\.weight$|^decoder\.", P("tp")),
+        (r"", P()),
+    ],
+    "sam": [
+        (r"\.attn\.qkv\.", fused(3)),
+        (r"\.(q_proj|k_proj|v_proj|lin1)\.", P("tp")),
+        (r"\.(proj|out_proj|lin2)\.weight$", P(None, "tp")),
         (r"", P()),
     ],
     "vit": [
@@ -107,14 +154,24 @@ def specs(params: Any, model_type: str, *, tp: str | None = "tp", fsdp: str | No
     for path, x in zip(paths, shapes):
         name = ".".join(map(str, path))
         spec = next(spec for pattern, spec in TENSOR_PARALLEL[model_type] if re.search(pattern, name))
-        found.append(_split(spec, x.ndim, tp, fsdp))
+        found.append(_split(spec(tuple(x.shape)) if callable(spec) else spec, x.ndim, tp, fsdp))
     return optree.tree_unflatten(treedef, found)
 
 
 def _split(spec: P, ndim: int, tp: str | None, fsdp: str | None) -> P:
     """A spec of the tables with other axes: `tp` by its name, `fsdp` on the first dim, within what is there."""
-    entries = [tp if entry == "tp" else entry for entry in spec]
+    entries = [_renamed(entry, tp) for entry in spec]
     if fsdp is not None and ndim:
         first = entries[0] if entries else None
-        entries[:1] = [fsdp if first is None else (first, fsdp)]
+        if isinstance(first, Merged):
+            *outer, (size, names) = first.parts
+            entries[0] = P.merged(*outer, (size, (*names, fsdp)))
+        else:
+            entries[:1] = [fsdp if first is None else (first, fsdp)]
     return P(*entries)
+
+
+def _renamed(entry: Any, tp: str | None) -> Any:
+    if isinstance(entry, Merged):
+        return P.merged(*((size, tp if names else None) for size, names in entry.parts)) if tp else None
+    return tp if entry == "tp" else entry

@@ -171,7 +171,8 @@ RULES: dict[str, Callable[[Call], Rule | None]] = {
 }
 
 
-SHAPES = {torch.ops.aten._grouped_mm.default: grouped_shape}  # what gives results of an op's shapes, where the op does not
+# what gives results of an op's shapes, where the op itself does not
+SHAPES = {torch.ops.aten._grouped_mm.default: grouped_shape}
 
 
 @functools.lru_cache(maxsize=4096)
