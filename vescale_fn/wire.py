@@ -216,12 +216,15 @@ _FOLD = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def _simulated(x: Any, mesh: Any, axes: tuple[str, ...], formula: Callable[[list[torch.Tensor]], Any]) -> Blocks:
-    """Apply ``formula(blocks of a group) -> one block, or a list of one a member`` to each group."""
+    """Apply ``formula(blocks of a group) -> one block, or a list of one a member`` to each group. What arrives is contiguous, as
+    from a process group."""
     outs: list[Any] = [None] * len(x.blocks)
     for members in groups(mesh, axes):
         result = formula([x.blocks[m] for m in members])
-        for i, member in enumerate(members):
-            outs[member] = result[i] if isinstance(result, (list, tuple)) else result
+        several = isinstance(result, (list, tuple))
+        arrived = [one.contiguous() for one in result] if several else [result.contiguous()] * len(members)
+        for member, block in zip(members, arrived, strict=True):
+            outs[member] = block
     return Blocks(outs)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from ..graph import is_aten, name_of, value
-from ..rewriting import Rewriting
+from ..rewriting import Rewriting, computed
 
 _aten = torch.ops.aten
 _NUMBERS = {
@@ -95,4 +95,14 @@ def _unexpanded(work: Rewriting, node: fx.Node) -> None:
         node.args, node.kwargs = args, kwargs  # type: ignore[assignment]
     elif all(is_aten(user) and _is_pointwise(user) for user in node.users):
         new = work.add(node, node.target, args, kwargs)  # type: ignore[arg-type]
-        work.replace(node, work.add(node, _aten.expand.default, (new, list(shape))))
+        wide = work.add(node, _aten.expand.default, (new, list(shape)))
+        if not all(_is_as_before(user, node, wide) for user in node.users) or not work.replace(node, wide):
+            work.graph.erase_node(wide)
+            work.graph.erase_node(new)
+
+
+def _is_as_before(user: fx.Node, node: fx.Node, wide: fx.Node) -> bool:
+    """Whether a call's result has the strides that views of it rely on, if one argument is expanded, and not memory of its own."""
+    args, kwargs = fx.map_arg((user.args, user.kwargs), lambda x: wide if x is node else x)
+    before, now = value(user), computed(user.target, args, kwargs)
+    return not isinstance(before, torch.Tensor) or before.stride() == now.stride()

@@ -141,7 +141,10 @@ def _called(graph: fx.Graph, node: fx.Node, user: fx.Node, part: Range, rule: Ru
 
 def _lies_as_well(x: torch.Tensor, before: torch.Tensor) -> bool:
     """Whether every view of `before` can be one of `x`: it lies in the same order, without gaps, or in the same way."""
-    if x.is_contiguous() or x.stride() == before.stride():
+    if x.stride() == before.stride():
+        return True
+    steps = [before.stride(d) for d in range(x.ndim) if x.shape[d] > 1 and before.stride(d)]
+    if x.is_contiguous() and steps == sorted(steps, reverse=True):
         return True
     dims = sorted((d for d in range(x.ndim) if x.shape[d] > 1), key=before.stride)
     return all(x.stride(d) == math.prod(x.shape[inner] for inner in dims[:i]) for i, d in enumerate(dims))
