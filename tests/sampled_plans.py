@@ -63,6 +63,9 @@ torch.add(x, y, alpha=s); x.clamp(min=s); torch.full_like(x, s); x * (s * 2 + 1)
 torch._foreach_add([x, x], 1.0)[1]; torch._foreach_mul([x, y], [y, x])[0]; x.as_strided((2, 2), (1, 2)); x.movedim(0, -1); x.swapaxes(0, 1); x.rot90()
 torch.complex(x, y); x.conj(); x.to(torch.complex128).conj() * y; x.view_as(y); x.expand_as(y); x.broadcast_to(4, 6); x.nan_to_num(); x.hypot(y); x.atan2(y)
 torch.func.vmap(lambda r: r * 2 + r.sum())(x); vfn.vmap(lambda r: r.softmax(0))(x); x.logical_not(); x.sign(); x.erf(); x.log1p(); x.square(); x.rsqrt(); x.diff(); x.trace()
+x.transpose(1, 2); x.transpose(-1, -2); x.mT @ y; x @ y.mT; (x @ y).transpose(1, 2); x.transpose(0, 1).reshape(-1, x.shape[-1]); x.transpose(1, 2).flatten(1)
+x * torch.sigmoid(1.702 * x); 0.5 * x * (1 + torch.erf(x * 0.7)); 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.04 * x ** 3))); x * torch.tanh(0.5 * x) + y; x / (1 + x.abs())
+(x - x.mean(-1, keepdim=True)) * (x.var(-1, keepdim=True) + 1e-5).rsqrt(); x * x.sum(-1, keepdim=True); F.linear(x, y.t()); x.unflatten(-1, (2, -1)).transpose(1, 2)
 """
 WRITING = """
 w.add_(y); w.mul_(y); w.sub_(0.5); w.div_(2); w.zero_(); w.fill_(2); w.copy_(y); w[1:].add_(1); w[:, 1:].mul_(2); w.t().mul_(0.5); w.t().add_(y.t())
@@ -78,6 +81,11 @@ w[1:].t().mul_(2); w.reshape(-1)[1:].sub_(1); w.expand(2, *w.shape)[0].add_(1); 
 
 # What torch refuses of a block that has one row, and does, unordered, for more: of some ranks alone.
 OVERLAPPING = ("w.sub_(w[0])", "w.mul_(w[:, :1])", "w.add_(w.t())")
+
+
+# What some programs begin with a product of: a batch and the weight of a layer.
+LAYERS = [((2, 3, 4), (4, 6)), ((2, 4, 6), (6, 4))]
+LAYERS_UNEVEN = [((2, 5, 7), (7, 5)), ((3, 2, 4), (4, 5))]
 
 
 def lines_of(text):
@@ -102,7 +110,13 @@ class Program:
         kind = rng.choice((FLOATS[:1], FLOATS[:1], FLOATS, FLOATS + WHOLE))
         self.makers = [(rng.choice(shapes), rng.choice(kind), rng.randrange(5)) for _ in range(rng.randrange(1, 4))]
         self.lines, self.returned, self.size = [], [], rng.randrange(2, 14)
-        self._grow()
+        if rng.random() < 0.2:
+            pair = rng.choice(LAYERS_UNEVEN if shapes is UNEVEN else LAYERS)
+            self.makers[:2] = [(shape, torch.float64, rng.randrange(4)) for shape in pair]
+            self.lines = ["v0 = a0 @ a1"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._grow()
 
     def arguments(self, which):
         """The arguments, with the values of their `which`-th set; ``s``, a float, last."""
@@ -116,6 +130,9 @@ class Program:
         env = dict(zip((*self._names(), "s"), self.arguments(0)), torch=torch, F=F, vfn=vfn, c=CLOSED)
         given = {env[n].untyped_storage().data_ptr() for n in self._names()} | {CLOSED.untyped_storage().data_ptr()}
         values, tries = self._names(), 0
+        for line in self.lines:
+            exec(line, env)
+            values.append(line.split()[0])
         while len(self.lines) < self.size and tries < 200:
             tries += 1
             mine = [n for n in values if env[n].untyped_storage().data_ptr() not in given]

@@ -216,8 +216,8 @@ _FOLD = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def _simulated(x: Any, mesh: Any, axes: tuple[str, ...], formula: Callable[[list[torch.Tensor]], Any]) -> Blocks:
-    """Apply ``formula(blocks of a group) -> one block, or a list of one a member`` to each group. What arrives is contiguous, as
-    from a process group."""
+    """Apply ``formula(blocks of a group) -> one block, or a list of one a member`` to each group. The results are contiguous,
+    as those of a process group are."""
     outs: list[Any] = [None] * len(x.blocks)
     for members in groups(mesh, axes):
         result = formula([x.blocks[m] for m in members])

@@ -102,7 +102,7 @@ def _unexpanded(work: Rewriting, node: fx.Node) -> None:
 
 
 def _is_as_before(user: fx.Node, node: fx.Node, wide: fx.Node) -> bool:
-    """Whether a call's result has the strides that views of it rely on, if one argument is expanded, and not memory of its own."""
+    """Whether a call's result keeps the strides that views of it rely on, if an argument of it is expanded instead."""
     args, kwargs = fx.map_arg((user.args, user.kwargs), lambda x: wide if x is node else x)
     before, now = value(user), computed(user.target, args, kwargs)
     return not isinstance(before, torch.Tensor) or before.stride() == now.stride()
