@@ -145,3 +145,19 @@ def test_gradients_of_writes_into_plain_tensors_that_meet_arrays(name: str) -> N
         for grad in vfn.grad, by_backward, torch.func.grad:
             torch.testing.assert_close(vfn.unshard(grad(loss)(p, split)), want, rtol=0, atol=0)
         assert vfn.check(loss, p, x, mesh=mesh, spec=(vfn.P(), vfn.P(None, "x"))).equal
+
+
+@pytest.mark.parametrize("made", [lambda a: a.var(0), lambda a: a.sum(0, keepdim=True).view(-1), lambda a: a.sum(0)])
+def test_what_a_partial_value_adds_up_to_is_forgotten_when_it_is_written(made) -> None:
+    """`var` gives a view, inside of torch, of a sum: torch counts no write into it."""
+
+    def f(a: torch.Tensor) -> torch.Tensor:
+        v = made(a)
+        v.exp()  # adds it up
+        v.mul_(0.5)
+        return v + 1
+
+    x = torch.arange(12.0, dtype=torch.float64).view(4, 3) ** 2
+    with vfn.simulate(2):
+        found = vfn.unshard(f(vfn.shard(x, vfn.make_mesh((2,), ("a",)), vfn.P("a"))))
+    torch.testing.assert_close(found, f(x))
