@@ -64,6 +64,25 @@ def test_a_result_does_not_move_behind_a_write_into_what_it_reads():
     assert all(map(torch.equal, vfn.jit(f, donate_argnums=0)(x.clone()), f(x)))
 
 
+def test_a_donated_argument_that_the_last_call_needs_again():
+    def f(a):
+        total = a.sum()
+        return torch.addcdiv(a + a, total, a, value=0.5)
+
+    x = torch.arange(1.0, 7.0)
+    assert torch.equal(vfn.jit(f, donate_argnums=0)(x.clone()), f(x))
+
+
+def test_two_results_in_the_memory_of_donated_arguments_of_which_one_is_copied():
+    def f(a, b):
+        v = a.flip(0)
+        return v, v.tanh()
+
+    x, y = torch.arange(6.0).view(2, 3)
+    given = [z.clone() for z in (x, y)]
+    assert all(map(torch.equal, vfn.jit(f, donate_argnums=(0, 1))(*given), f(x, y)))
+
+
 def test_an_expanded_tensor_can_be_donated():
     x = torch.arange(3.0).expand(2, 3)
     assert torch.equal(vfn.jit(lambda x: x + 1, donate_argnums=0)(x), torch.tensor([[1.0, 2, 3]] * 2))

@@ -138,8 +138,10 @@ def _write(graph: fx.Graph, places: _Places, target: fx.Node, result: fx.Node) -
 
 
 def _earlier(places: _Places, target: fx.Node, used: fx.Node, result: fx.Node) -> Any:
-    """How the last call that needs `target` writes over it, if `result` is made of what that gives, over the same again."""
-    alone = list(used.users) == [result] and used not in places.changed
+    """How the last call before `result` that needs `target` writes over it, if `result` is made of what that gives, over the
+    same again, and does not need what was there before."""
+    needed = any(places.lie[x] & places.lie[target] for x in result.all_input_nodes)
+    alone = list(used.users) == [result] and used not in places.changed and not needed
     fits = alone and inplace.alike(plan.value(used), plan.value(target))
     return _fitting(places, target, used) if fits and inplace.written_into(result, used) is not None else None
 
