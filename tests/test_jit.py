@@ -884,3 +884,86 @@ def test_a_pass_that_raises_on_one_rank_raises_on_all(gloo):
     found = gloo(3, _written_beside_a_padded_block, "raises")
     assert found[1] == ("ZeroDivisionError", "in a pass")
     assert found[0] == found[2] == ("RecordError", "jit: recording f raised on rank 1, and not here\n  * in a pass")
+
+
+# --- how arrays lie in memory -------------------------------------------------------------------------------------------
+
+
+def _steps(mesh, sizes, specs):
+    """The values of three steps of momentum with donated state, and how often the step was recorded."""
+
+    def step(p, m, x):
+        g = vfn.grad(lambda p: ((torch.relu(x @ p["w"] + p["b"]) @ p["v"]) ** 2).mean())(p)
+        m = {name: 0.9 * m[name] + g[name] for name in p}
+        return {name: p[name] - 0.1 * m[name] for name in p}, m
+
+    n, k = sizes
+    values = {"w": torch.arange(float(n * k)).view(n, k).cos(), "b": torch.arange(float(k)), "v": torch.ones(k, 2)}
+    x = torch.arange(4.0 * n).view(4, n).sin()
+    p = {name: vfn.shard(value.t().clone().t(), mesh, specs[name]) for name, value in values.items()}
+    m = {name: vfn.with_sharding(x * 0, specs[name]) for name, x in p.items()}
+    data, fast = vfn.shard(x, mesh, P("a")), vfn.jit(step, donate_argnums=(0, 1))
+    q, moment = values, {name: value * 0 for name, value in values.items()}
+    for _ in range(3):
+        p, m = fast(p, m, data)
+        q, moment = step(q, moment, x)
+    for name in q:
+        torch.testing.assert_close(vfn.unshard(p[name]), q[name], rtol=1e-4, atol=1e-5)
+    return fast.cache_info()[:2]
+
+
+STATES = [
+    {"w": P(), "b": P(), "v": P()},
+    {"w": P(None, "a"), "b": P("a"), "v": P("a")},
+    {"w": P("a"), "b": P(), "v": P(None, "a")},
+]
+
+
+@pytest.mark.parametrize("axes", [{"a": 3}, {"a": 2, "b": 2}])
+@pytest.mark.parametrize("specs", STATES)
+def test_a_training_loop_is_recorded_once_on_simulated_ranks(axes, specs):
+    """Ranks that hold the same value may hold it once or each for itself; that makes no other plan."""
+    with vfn.simulate(math.prod(axes.values())):
+        assert _steps(vfn.make_mesh(tuple(axes.values()), tuple(axes)), (5, 4), specs) == (2, 1)
+
+
+def _training_loops():
+    mesh = vfn.make_mesh((3,), ("a",))
+    return [_steps(mesh, (5, 4), specs) for specs in STATES]
+
+
+def test_a_training_loop_is_recorded_once_on_real_ranks(gloo):
+    """Of 4 columns or rows the last rank has none, of 5 it has one."""
+    assert gloo(3, _training_loops) == [[(2, 1)] * 3] * 3
+
+
+def _blocks_in_other_orders():
+    """The last rank's block has width 1, and is contiguous in any order."""
+    mesh = vfn.make_mesh((2,), ("a",))
+    x = torch.arange(12.0).view(4, 3)
+    f = lambda x: (x.t() * 2 + 1).t().sum(0)
+    fast = vfn.jit(f)
+    for local in (lambda b: b, lambda b: b.t().contiguous().t(), lambda b: torch.cat([b, b], 1)[:, : b.shape[1]]):
+        given = vfn.shard(x, mesh, P(None, "a"))
+        given._local_tensor = local(given._local_tensor)
+        assert torch.equal(vfn.unshard(fast(given)), f(x))
+    return fast.cache_info()[:2]
+
+
+def test_the_order_of_a_block_in_memory_makes_no_other_plan(gloo):
+    assert gloo(2, _blocks_in_other_orders) == [(2, 1)] * 2
+
+
+def _raw_dtensors():
+    mesh = vfn.make_mesh((2,), ("a",))
+    x = torch.arange(16.0).view(4, 4)
+    fast = vfn.jit(lambda x: x * 2 + x.sum(0))
+    for spec in (P("a"), P(None, "a"), P()):
+        array = vfn.shard(x, mesh, spec)
+        raw = torch.distributed.tensor.DTensor.from_local(array.to_local(), mesh, array.placements)
+        assert torch.equal(vfn.unshard(fast(raw)), x * 2 + x.sum(0))
+    return fast.cache_info()[:2]
+
+
+def test_a_dtensor_of_torch_has_a_plan_for_each_placement(gloo):
+    assert gloo(2, _raw_dtensors) == [(0, 3)] * 2

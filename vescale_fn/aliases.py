@@ -93,7 +93,7 @@ class _Stale:
 def after_write(x: Any) -> None:
     """What was copied out of `x`, or out of what it is a view of, has missed a write: it raises when it is used."""
     seen = x
-    while seen is not None:  # torch counts no writes that an op of several steps makes, nor those to views that it takes
+    while seen is not None:  # torch counts no writes that an op of several steps makes, nor those into its views
         if cell := getattr(seen, "_sum", None):
             cell.clear()
         seen = seen.__dict__.get("_seen", (None,))[0]

@@ -88,7 +88,9 @@ class Plan:
         given: list[Any] = []
         for i, take in self._take:
             shared = i in donated and not donation.is_alone(leaves[i])
-            given += map(donation.copied, take(leaves[i])) if shared else take(leaves[i])
+            blocks = take(leaves[i])
+            shared = shared or (i in donated and len(set(map(id, blocks))) < len(blocks))
+            given += map(donation.copied, blocks) if shared else blocks
         gift = donation.Gift(where, line, [self._said[i] for i in self.donated])
         try:
             out = self._finished(leaves, given)

@@ -61,4 +61,8 @@ def as_recorded(out: Any, strides: Sequence[Any]) -> Any:
 def _restrided(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     if all(a == b for a, b, size in zip(x.stride(), strides, x.shape, strict=True) if size != 1):
         return x
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    shape = x.shape
+    for dim, (size, stride) in enumerate(zip(x.shape, strides)):
+        if size > 1 and stride == 0:  # expanded: all entries are the same
+            x = x.narrow(dim, 0, 1)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x).expand(shape)

@@ -37,6 +37,8 @@ def writes(graph: fx.Graph) -> fx.Graph:
         target, x, now = _torch.out_of_place(node.target), node.args[0], place[node]
         if target is None or not isinstance(x, fx.Node) or x.op == "placeholder" or lie[x] != {x}:
             continue
+        if any(x in lie[y] for y in node.all_input_nodes if y is not x):
+            continue  # it reads what it writes: torch's result depends on the order of the elements
         after = [other for other in sharing[x] if place[other] > now]
         if any(
             place[user] > now for other in sharing[x] if other is not x and place[other] < now for user in other.users
