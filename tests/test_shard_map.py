@@ -340,6 +340,34 @@ class Scale(torch.autograd.Function):
         return (g * x).sum(), g * w
 
 
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x + torch.rand(1)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+@torch.library.custom_op("vfn_tests::half_of", mutates_args=())
+def half_of(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+half_of.register_autograd(lambda ctx, g: g / 2)
+
+
+@torch.library.custom_op("vfn_tests::noise_like", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def noise_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand(x.shape)
+
+
+@torch.library.custom_op("vfn_tests::some", mutates_args=())
+def some(n: int) -> torch.Tensor:
+    return torch.rand(n)
+
+
 TYPES = {
     "argument": (lambda x: x, "V"),
     "psum": (lambda x: vfn.psum(x, "i"), "I"),
@@ -372,7 +400,17 @@ TYPES = {
     "out=": (lambda x: torch.add(x, 1, out=torch.zeros(1)), "V"),
     "vmap, unseen view": (lambda x: torch.func.vmap(lambda x: x * 2, out_dims=-1)(x[:, None]), "V"),
     "vmap of a captured value": (lambda x: torch.func.vmap(lambda y: x * 1)(torch.zeros(3)), "V"),
-    "autograd.Function": (lambda x: Scale.apply(torch.ones(()), vfn.psum(x, "i")), "V"),
+    "autograd.Function": (lambda x: Scale.apply(torch.ones(()), vfn.psum(x, "i")), "I"),
+    "autograd.Function of varying": (lambda x: Scale.apply(torch.ones(()), x), "V"),
+    "autograd.Function that draws": (lambda x: Noisy.apply(vfn.psum(x, "i")), "V"),
+    "custom op": (lambda x: half_of(vfn.psum(x, "i")), "I"),
+    "custom op of varying": (lambda x: half_of(x), "V"),
+    "custom op that draws": (lambda x: noise_like(vfn.psum(x, "i")), "V"),
+    "custom op of no tensor": (lambda x: some(3), "V"),
+    "written over uninitialised memory": (lambda x: torch.mul(vfn.psum(x, "i"), 2, out=torch.empty(1)), "I"),
+    "copied over uninitialised memory": (lambda x: torch.empty(1).copy_(vfn.psum(x, "i")), "I"),
+    "filled uninitialised memory": (lambda x: torch.empty_like(x).fill_(2), "I"),
+    "a part of uninitialised memory": (lambda x: _write_alias(torch.empty(2), vfn.psum(x, "i"), lambda b: b[:1]), "V"),
     "gradient of varying": (lambda x: torch.func.grad(lambda x: x.sum())(x), "V"),
     "gradient of invariant": (lambda x: torch.func.grad(lambda w: (w * x).sum())(torch.ones(())), "I"),
     "gathered": (lambda x: vfn.all_gather(x, "i"), "V"),
@@ -391,6 +429,23 @@ TYPES = {
     "gradient of unreduced": (
         lambda x: torch.func.grad(lambda u: vfn.psum(u, "i").sum())(vfn.pcast(x, "i", to="unreduced")), "R"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("f", [lambda w, x: Scale.apply(w, x), lambda w, x: half_of(w * x) * 2], ids=["Function", "op"])
+def test_what_a_body_cannot_see_into_varies_as_its_operands(f):
+    """Over two axes, of which the operands vary over one: neither the value nor a gradient is a multiple."""
+    w, x = torch.tensor(2.0), torch.arange(1.0, 5)
+    local = lambda w, x: vfn.psum(f(w, x).sum(), "d")
+    loss = lambda w, x: vfn.shard_map(local, in_specs=(P(), P("d")), out_specs=P())(w, x)
+    with vfn.simulate(4), vfn.use_mesh(vfn.make_mesh((2, 2), ("d", "t"))):
+        value, found = vfn.value_and_grad(loss, (0, 1))(w, x)
+        inside = lambda w, x: vfn.grad(local)(w, x)
+        here = vfn.shard_map(inside, in_specs=(P(), P("d")), out_specs=P())(w, x)
+        noisy = lambda x: vfn.shard_map(lambda x: vfn.psum(Noisy.apply(x), ("d", "t")), in_specs=P(), out_specs=P())(x)
+        with pytest.raises(TypingError, match="differs by rank of operands that do not") as caught:
+            vfn.grad(lambda x: noisy(x).sum())(x)
+        assert "vfn.pvary(x, 'd') for the operands" in str(caught.value)
+    assert (value.item(), found[0].item(), vfn.unshard(found[1]).tolist(), here.item()) == (20, 10, [2, 2, 2, 2], 10)
 
 
 def _set(buffer, x):

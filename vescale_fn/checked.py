@@ -2,9 +2,8 @@
 
 `Checked` sees each torch function that a body calls, before autograd and `torch.func` do. Functions fall into a few
 classes, found by name once and remembered: an ordinary function combines the types of its operands; a write may change
-the type of its target; a draw, or an op that nothing is known about, gives a varying result (in doubt that costs a
-reduction too many or an error at `out_specs`; calling it invariant could cost a gradient). Promoted values are
-remembered, so that the gradient of a weight that is used ten times is reduced once.
+the type of its target; a draw gives a varying result; of an op that nothing is known about, the result varies as its
+operands do. Promoted values are remembered, so that the gradient of a weight that is used ten times is reduced once.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Checked(Unchecked):
         rule, name = found
         out = rule(self, func, name, args, kwargs or {})
         if self.compared and rule not in _GIVES_NO_VALUE and name not in classify.DRAWS:
-            replicas.body_alike(self.body, name, args, kwargs or {}, out)
+            replicas.body_alike(self.body, name, args, kwargs or {}, out, rule in _OPAQUE)
         return out
 
     def taken_in(self, x: Tensor) -> Tensor:
@@ -157,8 +156,9 @@ class Checked(Unchecked):
         return self.function(func, name, args, kwargs)
 
     def unknown(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """An op that we know nothing about: it may talk to other ranks, or draw."""
-        return self.combining(func, name, args, kwargs, to=self.everywhere)
+        """An op that we know nothing about: what it gives varies as its operands do."""
+        alike = classify.tensors(args, kwargs) and not classify.may_differ(func)
+        return self.combining(func, name, args, kwargs, to=None if alike else self.everywhere)
 
     def draw(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A function that gives each rank something else: uninitialised memory, or from the rank's generator."""
@@ -173,7 +173,8 @@ class Checked(Unchecked):
         if not kwargs and not self.writes.any and args[0].__class__ in LOCAL and not _torch.transforming():
             have = getattr(args[0], "vfn_type", None)
             seen = at_first_sight(args, kwargs)
-            if seen is not None and have is not None and have.plain and name not in classify.DRAWS:
+            told = name in classify.DRAWS or (name in _OVERWRITES and have is not types.INVARIANT)
+            if seen is not None and have is not None and have.plain and not told:
                 base = getattr(_torch.base(args[0]), "vfn_type", have)
                 if base is have and all(its is have for its in seen[1]) and not marks.is_borrowed(args[0]):
                     return func(*args)  # what is written has the target's type: nothing changes
@@ -193,7 +194,10 @@ class Checked(Unchecked):
         known = [self.typeof(x) for x in given]
         drawn = (self.everywhere,) if draws else ()
         plain_name = name.strip("_").removeprefix("i") if name.startswith("__i") else name.rstrip("_")
-        want, result = self.combined(plain_name, args, kwargs, [*given, *targets[: len(drawn)]], (*known, *drawn))
+        gone = set(map(id, filter(_is_alone, targets))) if "out" in kwargs or name in _OVERWRITES else ()
+        used = [(x, have) for x, have in zip(given, known) if id(x) not in gone]
+        operands, types_ = [x for x, _ in used], [have for _, have in used]
+        want, result = self.combined(plain_name, args, kwargs, [*operands, *targets[: len(drawn)]], (*types_, *drawn))
         for target in targets:
             self.check_write(name, target, self.typeof(target), result)
         mine = set(map(id, targets))
@@ -223,7 +227,8 @@ class Checked(Unchecked):
 
     def operator(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """An op that we know nothing about, but what it writes."""
-        return self.writing(func, name, args, kwargs, classify.written(func, name, args, kwargs), draws=True)
+        targets = classify.written(func, name, args, kwargs)
+        return self.writing(func, name, args, kwargs, targets, draws=classify.may_differ(func))
 
     def check_write(self, name: str, target: Tensor, have: Type, result: Type) -> None:
         """Raise where a write would reach memory of someone else, or where a gradient would be lost."""
@@ -321,7 +326,16 @@ class Checked(Unchecked):
             raise readout.refused(name, parting, self.body.mesh)
 
 
+_OPAQUE = frozenset((Checked.unknown, Checked.operator))
 _GIVES_NO_VALUE = frozenset((Checked.untouched, Checked.getter, Checked.setter, Checked.number, Checked.gradient))
+
+
+_OVERWRITES = frozenset(("copy_", "fill_", "zero_"))  # of what the target was nothing is left
+
+
+def _is_alone(x: Tensor) -> bool:
+    """Whether no other tensor is known to have a part of this one's memory, and no gradient goes through it."""
+    return _torch.base(_torch.peel(x)) is None and not _torch.needs_gradient(x)
 
 
 def _with(args: Any, new: Iterator[Tensor]) -> tuple[Any, ...]:

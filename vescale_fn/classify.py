@@ -117,6 +117,17 @@ def kind_of(func: Any) -> tuple[str, str]:
     return "draw" if name in DRAWS else "function", name
 
 
+_COMMUNICATES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor")
+
+
+def may_differ(func: Any) -> bool:
+    """Whether an operator may give ranks something else although they give it the same: one that says that it draws, or that
+    talks to other ranks. Of what is inside of others nothing is known; debug mode compares what they give."""
+    overloads = [getattr(func, name) for name in func.overloads()] if hasattr(func, "overloads") else [func]
+    return overloads[0]._schema.name.split("::")[0] in _COMMUNICATES or any(
+        torch.Tag.nondeterministic_seeded in one.tags for one in overloads)  # fmt: skip
+
+
 _signature = functools.lru_cache(maxsize=64)(inspect.signature)
 
 

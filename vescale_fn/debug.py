@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import agreement, array, context, marks, places, tree
+from . import _torch, agreement, array, context, marks, places, tree
 from .blocks import Blocks
 from .errors import VfnError, meant, mesh_text, report, short
 from .layout import type_text
@@ -143,7 +143,8 @@ def show(value: Any) -> Shown:
     body = context.body()
     for path, x in zip(tree.paths(value), leaves, strict=True):
         path = path or "(value)"
-        pictures.append(_picture(x, body))
+        with _torch.no_torch_function():  # a body refuses to read values
+            pictures.append(_picture(x, body))
         if not isinstance(x, torch.Tensor):
             rows.append((path, f"{type(x).__name__} {x!r}", "", ""))
             continue

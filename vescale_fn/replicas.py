@@ -117,7 +117,8 @@ def _members(mesh: Any, axes: tuple[str, ...]) -> list[int]:
     return mesh.mesh[mine].flatten().tolist()
 
 
-def body_alike(body: context.Body, name: str, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
+def body_alike(body: context.Body, name: str, args: Any, kwargs: Mapping[str, Any], out: Any,
+               opaque: bool = False) -> None:  # fmt: skip
     """Note what a function in a body with types is given that is the same on all ranks: floats, tensors from outside, and
     where the result is the same as well, ints. A tensor that it makes of Python values is the same too.
 
@@ -146,6 +147,10 @@ def body_alike(body: context.Body, name: str, args: Any, kwargs: Mapping[str, An
             if marks.read(x) is None and (found := bits(x)):
                 what = f"tensor {i} of {name}, {text(_torch.peel(x))} from outside of the body,"
                 ledger.note(what, found, everyone, line)
+        for i, x in enumerate(made if opaque and alike else ()):  # it may have drawn, or talked to other ranks
+            if _comparable(x) and (found := bits(x)):
+                what = f"result {i} of {name}, {text(_torch.peel(x))}{{the same along {', '.join(alike)}}},"
+                ledger.note(what, found, _members(body.mesh, alike), line)
         if not given and made and type_ is types.INVARIANT and (found := bits(made[0])):
             ledger.note(f"the tensor {text(_torch.peel(made[0]))} that {name} makes", found, everyone, line)
 

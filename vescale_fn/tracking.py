@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from . import _torch, classify, context, linear, marks, types
+from . import _torch, classify, context, linear, marks, replicas, types
 from .checked import Checked
-from .errors import TransformError, report
+from .errors import TransformError, TypingError, report
 from .marks import mark
 from .ops.maps import Collective
 from .unchecked import Unchecked, innermost
@@ -116,7 +116,7 @@ def _differentiated_by(x: Tensor) -> Tensor:
 
 
 def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
-    """A user's `autograd.Function` in a body: no mode sees it, and its backward may do anything."""
+    """A user's `autograd.Function` in a body: no mode sees that it is applied."""
     run = _active.run
     mode = run._mode if run is not None else None
     ours = cls.__module__ == linear.__name__ or cls is _torch.checkpoint_saver
@@ -131,7 +131,37 @@ def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
             "shard_map body", fix="vfn.remat(f)(...), or checkpoint(f, ..., use_reentrant=False)"))  # fmt: skip
     if not isinstance(mode, Checked):
         return mode.call(apply, cls.__name__, args, kwargs)
-    return mode.combining(apply, f"{cls.__name__}.apply", args, kwargs, to=mode.everywhere)
+    return _typed_apply(mode, cls, apply, args, kwargs)
+
+
+def _typed_apply(mode: Checked, cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+    """A Function in a body with types: what it gives varies as its operands do, and as its forward has made it, which the
+    mode does see: where that draws, say."""
+    inside: list[types.Type] = []
+
+    def applied(*args: Any, **kwargs: Any) -> Any:
+        out = apply(*args, **kwargs)
+        inside.extend(found for x in classify.tensors(out) if (found := marks.own(x)) is not None and found.plain)
+        return out
+
+    name, given = f"{cls.__name__}.apply", classify.tensors(args, kwargs)
+    out = mode.combining(applied, name, args, kwargs, to=None if given else mode.everywhere)
+    made = [x for x in classify.tensors(out) if marks.own(x) is not None]
+    extra = frozenset().union(*(found.varying for found in inside)) - frozenset().union(
+        *(mode.typeof(x).varying for x in made)
+    )
+    if extra:
+        if any(x.requires_grad for x in made):
+            raise TypingError(report(
+                name, "its forward makes something that differs by rank of operands that do not, so their gradients would not "
+                "be added up", [f"operand {i} is {marks.text(x, mode.typeof(x))}" for i, x in enumerate(given)],
+                f"vfn.pvary(x, {min(extra)!r}) for the operands"))  # fmt: skip
+        for x in made:
+            have = mode.typeof(x)
+            mark(x, types.of(have.varying | extra, have.unreduced, have.reduced))
+    if mode.compared:
+        replicas.body_alike(mode.body, name, args, kwargs, out, opaque=True)
+    return out
 
 
 def capture() -> Callable[[], contextlib.AbstractContextManager[Any]]:
