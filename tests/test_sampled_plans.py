@@ -83,6 +83,30 @@ def test_two_results_in_the_memory_of_donated_arguments_of_which_one_is_copied()
     assert all(map(torch.equal, vfn.jit(f, donate_argnums=(0, 1))(*given), f(x, y)))
 
 
+def test_one_of_several_results_is_turned_in_place():
+    def f(a):
+        v = torch.nn.functional.layer_norm(a, (4,))
+        v.transpose_(0, 1)
+        return v
+
+    x = torch.arange(48.0).view(2, 3, 8)[..., ::2]
+    found = vfn.jit(f)(x)
+    assert torch.equal(found, f(x))
+    assert found.stride() == f(x).stride()
+
+
+def test_a_write_that_reads_what_it_writes():
+    """What torch gives depends on the order of the elements."""
+
+    def f(a):
+        v = a * 1.0
+        v.mul_(v[:, :1])
+        return v
+
+    x = torch.arange(2.0, 14.0).view(2, 3, 2)
+    assert torch.equal(vfn.jit(f)(x), f(x))
+
+
 def test_an_expanded_tensor_can_be_donated():
     x = torch.arange(3.0).expand(2, 3)
     assert torch.equal(vfn.jit(lambda x: x + 1, donate_argnums=0)(x), torch.tensor([[1.0, 2, 3]] * 2))

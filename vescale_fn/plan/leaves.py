@@ -116,6 +116,12 @@ def taking(leaf: Any) -> Callable[[Any], list[torch.Tensor]] | None:
     return lambda x: [as_recorded(x._local_tensor.blocks[rank], strides) for rank, strides in wanted]
 
 
+def plain_of(leaf: Any) -> list[torch.Tensor]:
+    """The plain tensors in a leaf."""
+    take = taking(leaf)
+    return [] if take is None else take(leaf)
+
+
 def with_tensors(leaf: Any, replaced: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The leaf with each plain tensor in it replaced."""
     if isinstance(leaf, DTensor):

@@ -231,6 +231,9 @@ class Recorder(_torch.TorchDispatchMode):
             raise Unrecordable(f"torch's {_name(func)} changes a tensor's memory", line)
         before, nodes = self.node(x), self._nodes(args)
         before.meta["val"] = self._fake.like(x)
+        if before.target is operator.getitem:  # what gives several knows each of them, too
+            whole, place = before.args
+            whole.meta["val"] = [*whole.meta["val"][:place], before.meta["val"], *whole.meta["val"][place + 1 :]]  # type: ignore
         with self._fake:
             func(x, *self._stand_ins(args[1:]), **kwargs)
         node = self.graph.call_function(twin, tuple(nodes), self._nodes(kwargs))
