@@ -232,10 +232,10 @@ def specs_in_a_deeper_tree(mesh):
 
 @misuse
 def a_module_for_a_tree(mesh):
-    """SpecError
-    shard: a torch.nn.Module is not a tree of tensors
+    """TreeError
+    shard: a leaf is a container that trees do not go into, or another library's array
       * the value is a Linear
-      Instead: params = dict(module.named_parameters()), and torch.func.functional_call(module, params, args)
+      Instead: f, params = vfn.functionalize(module), of which params is a tree
     """
     vfn.shard(torch.nn.Linear(3, 4), mesh, P("dp"))
 
@@ -1197,10 +1197,10 @@ def integers_to_differentiate(mesh):
 
 @misuse
 def a_module_to_differentiate(mesh):
-    """TransformError
-    grad: there is no floating-point tensor to differentiate
-      * argument 0 ('module') holds Linear leaves
-      Instead: params = dict(module.named_parameters()), and torch.func.functional_call(module, params, args)
+    """TreeError
+    grad: a leaf is a container that trees do not go into, or another library's array
+      * module is a Linear
+      Instead: f, params = vfn.functionalize(module), of which params is a tree
     """
     vfn.grad(lambda module: module(X).sum())(torch.nn.Linear(3, 2))
 

@@ -3,6 +3,7 @@
 from . import checkpoint, errors, nn, optim, plan, precision, random
 from .array import Array, spec_of
 from .checkpoint import export, load, save
+from .containers import register_dataclass
 from .context import current_mesh, set_mesh, use_mesh
 from .debug import comm_log, debug, show
 from .gradient import grad, value_and_grad
@@ -85,6 +86,7 @@ __all__ = [
     "psum_scatter",
     "pvary",
     "random",
+    "register_dataclass",
     "remat",
     "save",
     "set_mesh",

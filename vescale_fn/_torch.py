@@ -622,10 +622,17 @@ def held_by(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], di
     return module._parameters, module._buffers, module._modules
 
 
-def tree_node(cls: type) -> tuple[Callable[[Any], Any], Callable[[list[Any], Any], Any]] | None:
-    """How torch's own pytree takes a node of this class apart and puts it together; None where it is a leaf to it."""
+def tree_node(
+    cls: type,
+) -> tuple[Callable[[Any], Any], Callable[[list[Any], Any], Any], Callable[[Any], Any] | None] | None:
+    """How torch's own pytree takes a node of this class apart, puts it together, and calls its children (None where it has no
+    names for them); None where the class is a leaf to it."""
     found = _pytree.SUPPORTED_NODES.get(cls)
-    return None if found is None else (found.flatten_fn, found.unflatten_fn)
+    if found is None:
+        return None
+    with_keys: Any = getattr(found, "flatten_with_keys_fn", None)
+    names = lambda node: [getattr(key, "name", getattr(key, "key", None)) for key, _ in with_keys(node)[0]]
+    return found.flatten_fn, found.unflatten_fn, None if with_keys is None else names
 
 
 @contextlib.contextmanager

@@ -36,6 +36,14 @@ def parameter(f: Callable[..., Any], args: Sequence[Any], position: int) -> str:
     return ""
 
 
+def owner(f: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
+    """The object of which `f` is called as a method, in a list; an empty one where `f` is none."""
+    found = getattr(type(args[0]), getattr(f, "__name__", ""), None) if args else None
+    while found is not None and found is not f:
+        found = getattr(found, "__wrapped__", None)
+    return args[:1] if found is f else ()
+
+
 def _signature(f: Callable[..., Any]) -> str:
     try:
         return f"arguments for {getattr(f, '__name__', type(f).__name__)}{inspect.signature(f)}"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from . import tree
 from .array import Array, is_array, mesh_of, moved, moved_together, spec_of
 from .calls import parameter
+from .containers import opened
 from .errors import TransformError, described, dtype_text, report, short
 from .layout import layout, type_text
 from .spec import P
@@ -27,7 +28,7 @@ class Split:
         self.where, self.args, self.argnums = where, args, argnums
         self.leaves, self.moving, self.defs, self.counts = [], [], [], []
         for n in argnums:
-            leaves, treedef = tree.flatten(args[n])
+            leaves, treedef = opened(args[n], where, functools.partial(_paths, f, args, n))
             moving = _differentiable(leaves)
             if len(moving) < len(leaves):  # there may be keys, which are nodes around integers
                 leaves, treedef = tree.flatten_opaque(args[n])
@@ -78,6 +79,10 @@ class Split:
         return self.trees(grads)
 
 
+def _paths(f: Callable[..., Any], args: Sequence[Any], n: int) -> list[str]:
+    return tree.paths(args[n], parameter(f, args, n) or f"args[{n}]")
+
+
 def _named(f: Callable[..., Any], args: Sequence[Any], n: int) -> str:
     name = parameter(f, args, n)
     return f" ({name!r})" if name else ""
@@ -95,12 +100,8 @@ def _kind(x: Any) -> str:
 
 def _how_to_differentiate(leaves: Sequence[Any], where: str) -> str:
     """What to give in place of leaves that cannot be differentiated."""
-    if any(isinstance(x, torch.nn.Module) for x in leaves):
-        return "params = dict(module.named_parameters()), and torch.func.functional_call(module, params, args)"
     if any(isinstance(x, float) for x in leaves):
         return "torch.tensor(x) for a Python number"
-    if any(isinstance(x, np.ndarray) for x in leaves):
-        return "torch.from_numpy(x) for a numpy array"
     if where not in ("grad", "value_and_grad"):
         return "floating-point tensors: x.float()"
     return "point argnums at the parameters, or convert them with .float()"

@@ -12,12 +12,13 @@ from . import _torch, linear, marks, reshard, tree, types
 from .array import Array, bring_in, entered, is_array, mesh_of, spec_of
 from .blocks import Blocks
 from .calls import parameter
+from .containers import SPLIT_NUMBERS, split_numbers
 from .errors import ReshardError, SpecError, described, mesh_text, report
 from .layout import axes_items, layout
 from .mesh import axes_of, same
 from .ops.maps import Collective
 from .site import Map, Site, bare, misfits
-from .spec import KEYS, P, as_spec, keys_taken_apart, split_axes
+from .spec import KEYS, P, as_spec, axes_named, keys_taken_apart, split_axes
 
 
 class In:
@@ -39,9 +40,13 @@ def plan_ins(mapped: Map, site: Site, args: Any, leaves: Sequence[Any]) -> list[
     ways: list[str] = []
     plan: list[In | None] = []
     of_keys = tree.leaves_in_opaque(args)
+    alone = split_numbers(mapped.in_specs, args, leaves, _names_axes)
     for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
         if not isinstance(x, torch.Tensor):
             plan.append(None)
+            if i in alone:
+                failures.append(f"{tree.paths(args, 'args')[i]} = {spec!r}: it is {described(x)}, which has no dims")
+                ways.append(SPLIT_NUMBERS)
             continue
         found = _wrong_argument(x, spec, site, of_keys[i])
         if found:
@@ -69,6 +74,10 @@ def _wrong_argument(x: torch.Tensor, spec: Any, site: Site, of_keys: bool) -> li
     if of_keys and not found:
         found = [(problem, KEYS) for problem in keys_taken_apart(spec, x.ndim)]
     return found or [(problem, _EVEN) for problem in _uneven(tuple(x.shape), spec, site.sizes)]
+
+
+def _names_axes(spec: Any) -> bool:
+    return isinstance(spec, P) and bool(axes_named(spec))
 
 
 _EVEN = "a spec of axes that divide the dims, None for a dim that every rank needs whole, or pad the argument"

@@ -27,6 +27,10 @@ class SpecError(VfnError, ValueError):
     """A partition spec does not fit its mesh, its value or its tree."""
 
 
+class TreeError(VfnError, ValueError):
+    """A leaf of a tree is a container that trees do not go into, or another library's array; or a class cannot be a node."""
+
+
 class MeshError(VfnError, ValueError):
     """A mesh cannot be made, is missing, or two meshes were mixed."""
 

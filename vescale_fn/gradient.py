@@ -17,6 +17,7 @@ import torch
 from . import _torch, context, tracebacks, tree
 from .array import Array, is_array, mesh_of, wrap
 from .calls import called, checked_function
+from .containers import checked
 from .differentiable import PLAIN, Split, argnums_of, described_result, is_place, scalar, settle_together, settled
 from .errors import TransformError, report, short
 from .layout import WHOLE
@@ -116,6 +117,7 @@ def _call(
             where, "with has_aux=True the function must return (value, aux)", [f"it returned {described_result(out)}"],
             "return loss, aux; or leave has_aux out, where the loss is all there is"))  # fmt: skip
     value, aux = out if has_aux else (out, None)
+    checked(aux, where, "aux", numpy=True)
     return scalar(value, where), aux
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from . import context, lines, tracebacks, tree
-from .calls import called, checked_function
+from .calls import called, checked_function, owner
+from .containers import checked, opened
 from .errors import SpecError, TransformError, described, mesh_text, report
 from .layout import WHOLE, type_text
 from .mesh import axes_of
@@ -52,11 +53,11 @@ def eval_shape(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _shapes(f: Callable[..., Any], args: Any, kwargs: Any, where: str) -> Any:
     recorder = Recorder()
-    leaves, treedef = tree.flatten((args, kwargs))
+    leaves, treedef = opened((args, kwargs), where, "(args, kwargs)", numpy=True, modules=True, passing=owner(f, args))
     given = [with_tensors(x, recorder.abstract) if isinstance(x, torch.Tensor) else x for x in leaves]
     args, kwargs = tree.unflatten(treedef, given)
     with recorder, context.unlogged():
-        out = called(f, args, kwargs, where)
+        out = checked(called(f, args, kwargs, where), where, "out")
     return tree.map_(_abstract, out)
 
 
@@ -108,7 +109,7 @@ def init(f: Callable[..., Any], *args: Any, spec: Any = None, mesh: Any = None) 
     except Unrecordable as why:
         lines.warn(report("init", "the function runs as written, so that each rank makes whole values first", [_reason(why)],
                           "torch.where for `if`, tensors for numbers"))  # fmt: skip
-        out = f(*args)
+        out = checked(f(*args), "init", "out")
         shapes = tree.map_(_abstract, out)
     specs = _fitting(spec, shapes, {} if mesh is None else axes_of(mesh), mesh is not None)
     if mesh is None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from .array import (
     wrap,
 )
 from .blocks import Blocks
+from .containers import SPLIT_NUMBERS, checked, opened, split_numbers
 from .errors import MeshError, SpecError, TypingError, VfnError, described, mesh_text, report, short
 from .layout import WHOLE, layout, type_text
 from .mesh import axes_of, coordinates, is_simulated, played_ranks, same
@@ -49,9 +51,8 @@ def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
     """The leaves of a tree, its structure, and the spec of each leaf."""
     if isinstance(value, torch.Tensor) and isinstance(spec, P):
         return [value], None, [spec]
-    leaves, treedef = tree.flatten(value)
+    leaves, treedef = opened(value, where, functools.partial(_names, value), numpy=True)
     leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
-    _refuse_modules(value, leaves, where)
     if treedef.num_nodes == 1 and not isinstance(spec, P):
         is_spec(spec, where)
     specs = tree.broadcast(spec, value, where, "spec", _generic(value))
@@ -60,23 +61,17 @@ def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
         raise SpecError(report(where, "every spec must be a vfn.P",
                                [f"the spec of {n} is {short(s)}" for n, s in wrong.items()],
                                as_spec(next(iter(wrong.values())))))  # fmt: skip
+    if alone := split_numbers(spec, value, leaves, axes_named):
+        names = _names(value)
+        raise SpecError(report(where, "a spec splits a number, which has no dims",
+                               [f"{names[i]} is {described(leaves[i])}, its spec {specs[i]!r}" for i in alone],
+                               SPLIT_NUMBERS))  # fmt: skip
     return leaves, treedef, specs
 
 
 def _names(value: Any) -> list[str]:
     """The path of each leaf, in the user's words."""
     return tree.paths(value, tree.spelling(value, _generic(value)))
-
-
-def _refuse_modules(value: Any, leaves: Sequence[Any], where: str) -> None:
-    """A module is no tree: what it holds would stay where it is, in silence."""
-    modules = [i for i, x in enumerate(leaves) if isinstance(x, torch.nn.Module)]
-    if modules:
-        names = _names(value)
-        raise SpecError(report(
-            where, "a torch.nn.Module is not a tree of tensors",
-            [f"{names[i]} is a {type(leaves[i]).__name__}" for i in modules],
-            "params = dict(module.named_parameters()), and torch.func.functional_call(module, params, args)"))  # fmt: skip
 
 
 def _generic(value: Any) -> str:
@@ -289,7 +284,7 @@ def unshard(tree_: Any) -> Any:
     ...     vfn.unshard({"x": x, "n": 1})
     {'x': tensor([0, 1, 2]), 'n': 1}
     """
-    _refuse_modules(tree_, tree.leaves(tree_), "unshard")
+    checked(tree_, "unshard", functools.partial(_names, tree_), numpy=True)
     return tree.map_(lambda x: whole(x) if is_array(x) else x, tree_)
 
 

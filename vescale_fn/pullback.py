@@ -10,6 +10,7 @@ import torch
 from . import _torch, tracebacks, tree
 from .array import mesh_of
 from .calls import called, checked_function
+from .containers import opened
 from .differentiable import Split, described_result, settled
 from .errors import TransformError, described, mesh_text, report
 from .gradient import Followed, backward, fresh, recording, within_another, zeros_for_none
@@ -26,7 +27,7 @@ class Flat:
 
     def __call__(self, *moving: torch.Tensor) -> tuple[torch.Tensor, ...]:
         result = called(self.f, self.split.with_primals(moving), {}, self.split.where)
-        self.leaves, self.treedef = tree.flatten(result)
+        self.leaves, self.treedef = opened(result, self.split.where, "out")
         return tuple(x for x in self.leaves if isinstance(x, torch.Tensor))
 
     def rebuilt(self, tensors: Sequence[Any]) -> Any:

@@ -20,6 +20,7 @@ import torch
 from . import _torch, context, marks, replicas, tracebacks, tracking, tree, types
 from .array import Array, is_array, mesh_of, spec_of, whole
 from .calls import called, checked_function
+from .containers import opened
 from .entering import In, brought_in, plan_ins, refuse_moves
 from .errors import MeshError, TypingError, VfnError, report
 from .leaving import Out, plan_outs, taken_out
@@ -41,8 +42,8 @@ class _Mapped(Map):
         self.outs: dict[Any, list[Out | None]] = {}
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
-        leaves, treedef = tree.flatten(args)
-        leaves = [torch.as_tensor(x) if x.__class__ is np.ndarray else x for x in leaves]
+        leaves, treedef = opened(args, self.where, "args", numpy=True)
+        leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
         outer = context.body()
         mesh = context.seen(self.mesh) if self.mesh is not None else _found_mesh(leaves, outer, self.name)
         site = self.sites.get((id(mesh), outer))
@@ -72,7 +73,8 @@ class _Mapped(Map):
             except (RuntimeError, IndexError) as error:
                 _note_blocks(error, self, args, leaves)
                 raise
-            locals_, out_def = tree.flatten(result)
+            locals_, out_def = opened(result, self.where, "out", numpy=True)
+            locals_ = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in locals_]
             locals_ = [run.taken_in(x) if isinstance(x, torch.Tensor) else x for x in locals_]
             if self.check:  # still inside: only there is known what the body wrote
                 have = [marks.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in locals_]

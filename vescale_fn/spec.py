@@ -22,6 +22,7 @@ import optree
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from . import _torch, context
+from .containers import checked
 from .errors import SpecError, count_text, described, meant, mesh_text, report, short
 from .merged import Merged, merge
 from .tree import dotted
@@ -437,6 +438,7 @@ def spec_from_rules(tree: Any, rules: Sequence[tuple[str, P]]) -> Any:
     {'w': P('tp', None), 'b': P()}
     """
     _check_rules(rules)
+    checked(tree, "spec_from_rules", "tree", numpy=True)
     accessors, leaves, treedef = optree.tree_flatten_with_accessor(tree)
     found: list[P] = []
     failures: list[str] = []

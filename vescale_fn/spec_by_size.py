@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from . import context, tree
+from .containers import opened
 from .errors import SpecError, axes_text, meant, mesh_text, report
 from .spec import P, axes_named, axes_of, from_split_axes, split_axes
 
@@ -42,7 +43,7 @@ def spec_by_size(params: Any, mesh: Any, axes: str | Sequence[str], specs: Any =
         context.checked_mesh(mesh, "spec_by_size")
     sizes: dict[str, int] = dict(cast("Any", mesh)) if isinstance(mesh, Mapping) else axes_of(mesh)
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    leaves, treedef = tree.flatten(params)
+    leaves, treedef = opened(params, "spec_by_size", "params", numpy=True)
     before = tree.broadcast(specs, params, "spec_by_size", "specs", "params")
     failures = [f"axis {name!r} is not an axis of the {mesh_text(sizes)}{meant(name, sizes)}"
                 for name in names if name not in sizes]  # fmt: skip

@@ -12,7 +12,8 @@ import torch
 import torch.utils.checkpoint
 
 from . import _torch, tracebacks, tracking, tree
-from .calls import called, checked_function, parameter
+from .calls import called, checked_function, owner, parameter
+from .containers import opened
 from .differentiable import Split, settled
 from .errors import TransformError, count_text, described, report, short
 from .pullback import Flat, partner_problem, pullback_of
@@ -161,8 +162,9 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
         if kwargs:
             raise TransformError(report("vmap", f"it takes positional arguments, but {sorted(kwargs)} came by keyword",
                                         fix="in_axes is matched by position"))  # fmt: skip
-        leaves, treedef = tree.flatten(args, is_leaf=tree.none)
         axes = in_axes if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
+        shared = tree.leaves([x for x, axis in zip(args, axes) if axis is None])
+        leaves, treedef = opened(args, "vmap", "args", is_leaf=tree.none, passing=shared)
         dims = tree.broadcast(tuple(axes), args, "vmap", "in_axes", "args", is_leaf=tree.none)
         nodes = tree.leaves(args, is_leaf=tree.none_or_opaque)
         _check_in_axes(f, args, nodes, dims)
@@ -181,7 +183,7 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
             full = list(leaves)
             for i, x in zip(mapped, moving, strict=True):
                 full[i] = x
-            outs, rest["def"] = tree.flatten(called(f, tree.unflatten(treedef, full), {}, "vmap"))
+            outs, rest["def"] = opened(called(f, tree.unflatten(treedef, full), {}, "vmap"), "vmap", "out")
             rest["leaves"] = outs
             result = tree.unflatten(rest["def"], outs)
             goals = tree.broadcast(out_axes, result, "vmap", "out_axes", "the result", is_leaf=tree.none)
@@ -282,11 +284,13 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if _torch.transforming() or _torch.forward_ad_active() or not torch.is_grad_enabled():
             return f(*args, **kwargs)
-        leaves, treedef = tree.flatten((args, kwargs))
+        leaves, treedef = opened(
+            (args, kwargs), "remat", "(args, kwargs)", numpy=True, modules=True, passing=owner(f, args)
+        )
 
         def flat(*flat_args: Any) -> Any:
             a, k = tree.unflatten(treedef, flat_args)
-            outs, flat_def = tree.flatten(called(f, a, k, "remat"))
+            outs, flat_def = opened(called(f, a, k, "remat"), "remat", "out", numpy=True)
             return (flat_def, *outs)
 
         again, setting = tracking.computed_again(flat, leaves, {})

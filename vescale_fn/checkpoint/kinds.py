@@ -71,6 +71,8 @@ def _stored(x: Any) -> tuple[str | None, Any]:
     if isinstance(x, torch.Tensor):
         problem = _unfit(x)
         return (None, problem) if problem else ("tensor", x.detach())
+    if isinstance(x, np.ma.MaskedArray):
+        return None, ("", "x.filled(), and x.mask beside it")
     if isinstance(x, (np.ndarray, np.generic)):
         try:
             as_tensor = torch.from_numpy(np.array(x, x.dtype.newbyteorder("=")))  # a copy: numpy's may be read-only

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import optree
 
 from .. import tree
+from ..containers import adopted
 from ..errors import CheckpointError, report
 
 ALONE = "value"  # the name of a tree that is one leaf
@@ -24,6 +25,8 @@ class Named(NamedTuple):
 
 def named(tree_: Any, where: str, root: str) -> tuple[list[Named], Any]:
     """The leaves of a tree in order, and what `rebuilt` makes a tree of."""
+    while adopted(tree.leaves(tree_, is_leaf=tree.opaque)):
+        pass  # a node may hold others
     accessors, leaves, treedef = optree.tree_flatten_with_accessor(tree_, is_leaf=tree.opaque, none_is_leaf=True)
     found = [
         Named(".".join(keys) or ALONE, keys or (ALONE,), accessor.codify(root), leaf)

@@ -12,13 +12,13 @@ from torch import nn
 
 from .. import _torch, tracebacks, tree
 from ..array import is_array, mesh_of
+from ..containers import adopted
 from ..errors import InPlaceError, RandomError, SpecError, TransformError, described, report, short
 from ..placement import with_sharding
 from ..random.keys import Key
 from ..spec import P
 from .keyed import Keyed, memory_of
 from .names import Names
-from .results import adopt
 from .template import Template
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
@@ -159,7 +159,7 @@ class Functional:
         with Keyed(self.__name__, key, kept, names, self._fix()):
             out = module(*args, **kwargs)
         self._check_kept(module, constants, watched, before)
-        adopt(out)
+        adopted([out])
         if self.state is None:
             return out
         after = dict(module.named_buffers(remove_duplicate=False))

@@ -10,6 +10,7 @@ import torch
 
 from .. import context, marks, tree, types
 from ..blocks import Blocks
+from ..containers import opened
 from ..errors import CollectiveError, TypingError, count_text, described, mesh_text, report
 from ..mesh import axes_of
 
@@ -18,7 +19,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 def operands(where: str, x: Any, body: context.Body) -> tuple[list[Any], Any]:
     """The leaves of `x`, and its structure; or an error that names all leaves that nothing can be done with."""
-    leaves, treedef = tree.flatten(x)
+    leaves, treedef = opened(x, where, "x", numpy=True)
     if _PLAIN.issuperset(map(type, leaves)):
         return leaves, treedef
     wrong = {i: found for i, leaf in enumerate(leaves) if (found := _no_operand(leaf)) is not None}

@@ -10,7 +10,7 @@ from .. import tree
 from ..array import spec_of
 from ..placement import with_sharding
 from ..spec import P
-from .leaves import by_leaf, choose, zeros_like
+from .leaves import by_leaf, choose, mapped, zeros_like
 from .optimizer import Optimizer, check_parts, check_state, check_steps, is_readable, is_trained, zero_count
 
 
@@ -51,7 +51,7 @@ def accumulate(opt: Optimizer, steps: int) -> Optimizer:
     check_parts("accumulate", {"opt": opt}, "accumulate(vfn.optim.adamw(1e-3), 4)")
 
     def init(params: Any) -> AccumulateState:
-        total = tree.map_(lambda leaf: torch.zeros_like(leaf, dtype=_wide(leaf)) if is_trained(leaf) else leaf, params)
+        total = mapped(lambda leaf: torch.zeros_like(leaf, dtype=_wide(leaf)) if is_trained(leaf) else leaf, params)
         return AccumulateState(zero_count(), total, opt.init(params))
 
     def update(grads: Any, state: AccumulateState, params: Any) -> tuple[Any, AccumulateState]:

@@ -12,7 +12,7 @@ from ..array import is_array, mesh_of, spec_of
 from ..errors import described
 from ..placement import shard, with_sharding
 from ..spec import P, from_split_axes, split_axes
-from .leaves import beside, check_shapes, other_shapes
+from .leaves import beside, check_shapes, mapped, other_shapes
 from .masks import flags
 from .optimizer import Optimizer, Rate, check_numbers, check_state, is_trained, rate_at, steps_done, zero_count
 
@@ -60,7 +60,7 @@ def adafactor(lr: Rate = 1e-2, decay_exponent: float = -0.8, eps: tuple[float | 
     check_numbers("adafactor", lr=lr, decay_exponent=decay_exponent, clip=clip, weight_decay=weight_decay)
 
     def init(params: Any) -> AdafactorState:
-        return AdafactorState(zero_count(), tree.map_(_no_squares, params))
+        return AdafactorState(zero_count(), mapped(_no_squares, params))
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, AdafactorState]:
         check_state("adafactor", state, AdafactorState)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .. import _torch, tree
+from .. import _torch
+from ..containers import opened
 from .leaves import by_leaf
 from .optimizer import Optimizer, check_numbers, is_trained
 from .totals import added_up, parts_of_numbers
@@ -60,7 +61,7 @@ def global_norm(grads: Any) -> Any:
     >>> vfn.optim.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
     tensor(5.)
     """
-    leaves = list(filter(is_trained, tree.leaves(grads)))
+    leaves = list(filter(is_trained, opened(grads, "global_norm", "grads")[0]))
     if not leaves:
         return torch.zeros(())
     dtype = torch.float32

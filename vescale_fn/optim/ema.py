@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import tree
-from .leaves import by_leaf
+from .leaves import by_leaf, mapped
 from .many import over
 from .optimizer import Optimizer, Rate, check_numbers, check_state, is_trained, rate_at, zero_count
 
@@ -41,7 +40,7 @@ def ema(decay: Rate, dtype: torch.dtype | None = None) -> Optimizer:
 
     def init(params: Any) -> EmaState:
         copied = lambda leaf: leaf.to(dtype or leaf.dtype, copy=True) if is_trained(leaf) else leaf
-        return EmaState(zero_count(), tree.map_(copied, params))
+        return EmaState(zero_count(), mapped(copied, params))
 
     def update(grads: Any, state: EmaState, params: Any) -> tuple[Any, EmaState]:
         check_state("ema", state, EmaState)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _torch, tree
+from ..containers import opened
 from .leaves import beside, check_shapes
 from .optimizer import Optimizer, Rate, check_numbers, check_state, is_trained, rate_at, zero_count
 
@@ -43,7 +44,7 @@ def from_torch(cls: Callable[..., torch.optim.Optimizer], lr: Rate, **options: A
     check_numbers("from_torch", lr=lr)
 
     def init(params: Any) -> TorchState:
-        leaves, structure = tree.flatten(params)
+        leaves, structure = opened(params, "opt.init", "params")
         todo = [i for i, leaf in enumerate(leaves) if is_trained(leaf)]
         kept: list[Any] = [{} for _ in leaves]
         if todo:

@@ -17,6 +17,7 @@ import torch
 from .. import _torch, context, tree
 from ..array import Array
 from ..blocks import Blocks
+from ..containers import opened
 from ..errors import VfnError, described, report
 from ..layout import layout, spec_for
 from .many import Many
@@ -90,7 +91,7 @@ def other_shapes(where: str, failures: Sequence[str]) -> VfnError:
 
 def beside(where: str, params: Any, *others: Any, name: str = "grads") -> tuple[list[Any], Any, list[list[Any]]]:
     """The leaves of `params`, its structure, and what stands at each leaf's place in the other trees: `name`, and state."""
-    leaves, structure = tree.flatten(params)
+    leaves, structure = opened(params, where, "params")
     try:
         return leaves, structure, [structure.flatten_up_to(other) for other in others]
     except ValueError as error:
@@ -102,8 +103,14 @@ def beside(where: str, params: Any, *others: Any, name: str = "grads") -> tuple[
 
 
 def zeros_like(params: Any, dtype: torch.dtype | None = None) -> Any:
-    """Zeros that lie as the floating-point leaves do; other leaves as they are."""
-    return tree.map_(lambda leaf: torch.zeros_like(leaf, dtype=dtype) if is_trained(leaf) else leaf, params)
+    """Zeros in the layout of the floating-point leaves; other leaves as they are."""
+    return mapped(lambda leaf: torch.zeros_like(leaf, dtype=dtype) if is_trained(leaf) else leaf, params)
+
+
+def mapped(f: Callable[[Any], Any], params: Any) -> Any:
+    """What an optimiser begins with: `f` of each leaf."""
+    leaves, structure = opened(params, "opt.init", "params")
+    return tree.unflatten(structure, map(f, leaves))
 
 
 # --- lists ------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import optree
 
 from .. import tree
+from ..containers import checked
 from ..errors import SpecError, VfnError, described, meant, report
 from .leaves import beside
 from .optimizer import Optimizer, check_parts, not_a_state
@@ -39,6 +40,7 @@ def by_path(rules: Sequence[tuple[str, Any]], otherwise: Any = _NOTHING) -> Call
         raise SpecError(report("by_path", "rules are (pattern, value) pairs", wrong, fix))
 
     def values(params: Any) -> Any:
+        checked(params, "by_path", "params")
         accessors, _, structure = optree.tree_flatten_with_accessor(params)
         found, failures, hits = [], [], set()
         for accessor in accessors:
@@ -63,6 +65,7 @@ def by_path(rules: Sequence[tuple[str, Any]], otherwise: Any = _NOTHING) -> Call
 
 def flags(where: str, mask: Any, params: Any, name: str = "mask") -> Any:
     """A mask, or labels, as the tree of one entry for each leaf."""
+    checked(params, where, "params")
     found = tree.broadcast(mask(params) if callable(mask) else mask, params, where, name, "params")
     return tree.unflatten(tree.flatten(params)[1], found)
 

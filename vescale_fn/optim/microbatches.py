@@ -12,6 +12,7 @@ import torch
 from .. import tree
 from ..array import is_array, spec_of
 from ..calls import checked_function
+from ..containers import opened
 from ..errors import VfnError, described, report
 from ..placement import with_sharding
 from ..random.keys import Key
@@ -56,7 +57,7 @@ def microbatches(f: Callable[..., Any], count: int) -> Callable[..., Any]:
 
     @functools.wraps(f)
     def run(params: Any, *batch: Any, **kwargs: Any) -> Any:
-        leaves, structure = optree.tree_flatten(batch, is_leaf=_is_key)  # type: ignore[arg-type]
+        leaves, structure = opened(batch, "microbatches", "batch", is_leaf=_is_key)
         _check_rows(batch, leaves, count)
         keys = {i: split(x, count) for i, x in enumerate(leaves) if _is_key(x)}
         params = _reduced_later(params, leaves)
@@ -66,7 +67,7 @@ def microbatches(f: Callable[..., Any], count: int) -> Callable[..., Any]:
         for part in range(count):
             own = [keys[i][part] if i in keys else _part(x, part, count) for i, x in enumerate(leaves)]
             out = f(params, *optree.tree_unflatten(structure, own), **kwargs)
-            outs, shape = tree.flatten(out)
+            outs, shape = opened(out, "microbatches", "result")
             if not totals:
                 _check_results(out, outs)
                 totals = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in outs]
@@ -101,7 +102,7 @@ def _reduced_later(params: Any, batch: Sequence[Any]) -> Any:
         for names in split_axes(spec_of(x), x.ndim)
         for axis in names
     }
-    leaves, structure = tree.flatten(params)
+    leaves, structure = opened(params, "microbatches", "params")
     later: dict[int, P] = {}
     for i, x in enumerate(leaves):
         if is_trained(x) and is_array(x):

@@ -17,6 +17,7 @@ import torch
 from .. import context, tree
 from ..agreement import Watch
 from ..array import Array, on_device
+from ..containers import checked
 from ..differentiable import settled
 from ..gradient import zeros_for_none
 from ..lines import is_users, quoted
@@ -112,13 +113,13 @@ class Audit:
         def called(*args: Any) -> Any:
             own.update(id(x) for x in tree.leaves(args))
             if recorder is None:
-                out = self.f(*args)
+                out = checked(self.f(*args), "check", "out", numpy=True)
             else:
                 with context.recording(recorder.note):
                     recorder.note("the arguments", (), args)
                     recorder.arguments = [recorder.find(x) for x, moves in zip(tree.leaves(args), self.moving) if moves]
                     with recorder:
-                        out = self.f(*args)
+                        out = checked(self.f(*args), "check", "out", numpy=True)
                 recorder.results = [recorder.find(x) if isinstance(x, torch.Tensor) else None for x in tree.leaves(out)]
                 recorder.arguments += [recorder.first(x) for x in self.closed]
             reached["paths"] = tree.paths(out, "out")

@@ -15,6 +15,7 @@ import torch
 from .. import context, replicas, tree, wire
 from ..array import is_array, mesh_of, spec_of
 from ..calls import checked_function
+from ..containers import checked
 from ..errors import MeshError, ParityError, SpecError, count_text, mesh_text, report
 from ..mesh import axes_of, played_ranks
 from ..placement import shard, unshard
@@ -88,6 +89,7 @@ def check(f: Callable[..., Any], *args: Any, mesh: Any = None, spec: Any = None,
     name = getattr(f, "__name__", type(f).__name__)
     where = f"check({name})"
     checked_function(f, "check")
+    checked(args, where, functools.partial(_argument_paths, f, args), numpy=True)
     args = tree.map_(lambda x: torch.as_tensor(x) if isinstance(x, np.ndarray) else x, args)
     mesh = _found_mesh(where, mesh, args)
     laid = args if spec is None else _laid(where, args, mesh, _per_argument(spec, args))

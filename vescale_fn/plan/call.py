@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from .. import tree
-from ..calls import called, parameter
+from ..calls import called, owner, parameter
+from ..containers import opened
 from ..errors import TransformError, described, report, short
 from ..layout import WHOLE, layout, type_text
 from . import ambient
@@ -36,8 +37,14 @@ class Call:
             self._static = tuple(n % len(args) for n in static if -len(args) <= n < len(args))
             fixed = tuple(_typed(args[n]) for n in self._static)
             args = tuple(None if n in self._static else x for n, x in enumerate(args))
-        self.leaves, self.treedef = tree.flatten((args, kwargs))
+        self.leaves, self.treedef = opened(
+            (args, kwargs), "jit", self.names, numpy=True, modules=True, passing=owner(f, args)
+        )
         self.key = self.treedef, tuple(map(leaves_.signature, self.leaves)), fixed, ambient.around()
+
+    def static(self) -> list[Any]:
+        """The leaves of the static arguments."""
+        return tree.leaves([self.args[n] for n in self._static])
 
     def run(self) -> Any:
         """The function's own result."""

@@ -93,8 +93,11 @@ class Captured:
             look = lambda: [*owner.parameters(), *owner.buffers(), owner.training]
             self._trees.append((f"a parameter of {type(owner).__name__}", look, look()))
             return
-        for name in list(getattr(owner, "__dict__", ())):
+        for name, value in list(getattr(owner, "__dict__", {}).items()):
             self._add(f"self.{name}", functools.partial(getattr, owner, name, _MISSING), depth)
+            if depth < _DEPTH and len(self._names) < _LEAVES:
+                for x in filter(_is_users_object, tree.leaves(value)):  # whose methods may look at any attribute
+                    self._add_attributes(x, depth + 1)
 
     def _add(self, name: str, look: Look, depth: int, watch: bool = True, words: Iterable[str] = ()) -> None:
         """Add what a name means.
@@ -134,6 +137,12 @@ def _is_users(value: Any) -> bool:
         module = sys.modules.get(value.__module__)
         return lines.is_users(getattr(module, "__file__", None) or "<user>")
     return True
+
+
+def _is_users_object(value: Any) -> bool:
+    """Whether something is an instance, with attributes, of a class of the user's."""
+    plain = isinstance(value, (torch.Tensor, ModuleType, FunctionType, type))
+    return not plain and _is_users(value) and _is_users(type(value))
 
 
 def _content(cell: Any) -> Any:

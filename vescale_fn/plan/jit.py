@@ -218,7 +218,7 @@ class Jitted:
         try:
             recorded = trace(call.function, call.leaves, names, call.treedef, self._out_specs)
             graph = recorded.graph
-            captured = Captured(self._f, filter(leaves_.is_object, call.leaves))
+            captured = Captured(self._f, filter(leaves_.is_object, (*call.leaves, *call.static())))
             plan = Plan(recorded, call.leaves, captured, names, call.donated(), self._how)
         except Unrecordable as why:
             reason = why.reason if why.line == "?" else f"{why.reason}, at {lines.quoted(why.line)}"

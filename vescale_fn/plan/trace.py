@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import tree
 from ..blocks import Blocks
+from ..containers import checked
 from ..ledger import Ledger
 from ..placement import with_sharding
 from . import leaves as leaves_
@@ -65,7 +66,7 @@ def _trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], t
     args, kwargs = tree.unflatten(treedef, given)
     try:
         with recorder:
-            out = f(*args, **kwargs)
+            out = checked(f(*args, **kwargs), "jit", "out", numpy=True, modules=True)
             out_leaves, out_def = tree.flatten(laid_out(out, out_specs))
     except Unrecordable as why:
         why.graph = recorder.graph

@@ -11,6 +11,7 @@ import torch
 from .. import _torch, context, marks, tree
 from ..array import is_array
 from ..blocks import Blocks
+from ..containers import opened
 from ..errors import TransformError, VfnError, count_text, described, report
 from ..ops.reductions import psum
 from ..optim.totals import added_up, parts_of_numbers
@@ -29,7 +30,7 @@ def all_finite(values: Any) -> Any:
     >>> vfn.precision.all_finite({"a": torch.ones(2), "b": torch.tensor([0.0, float("inf")])})
     tensor(False)
     """
-    leaves = [x for x in tree.leaves(values) if _has_floats(x)]
+    leaves = [x for x in opened(values, "all_finite", "values")[0] if _has_floats(x)]
     totals = [(vector == 0).all() for _, vector in _counts(leaves, "all_finite")]
     if not totals:
         return torch.ones((), dtype=torch.bool)
@@ -58,7 +59,8 @@ def nan_guard(values: Any, name: str = "values") -> Any:
     vescale_fn.errors.VfnError: nan_guard: a value is not finite
       * grads['w'] is the tensor f32[2]: 1 number is nan or infinite
     """
-    paths, leaves = tree.paths(values, name), tree.leaves(values)
+    leaves, _ = opened(values, "nan_guard", name)
+    paths = tree.paths(values, name)
     floats = [i for i, x in enumerate(leaves) if _has_floats(x)]
     if not floats:
         return values

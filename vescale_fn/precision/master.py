@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import tree
+from ..containers import opened
 from ..optim.leaves import beside, by_leaf, each
 from ..optim.optimizer import Optimizer, check_parts, check_state, is_trained
 from ..optim.updates import apply_updates
@@ -48,7 +49,7 @@ def master(opt: Optimizer) -> Optimizer:
     check_parts("master", {"opt": opt}, "master(vfn.optim.adamw(1e-3))")
 
     def init(params: Any) -> MasterState:
-        leaves, structure = tree.flatten(params)
+        leaves, structure = opened(params, "opt.init", "params")
         copies = [leaf.to(torch.float32) if _is_narrow(leaf) else None for leaf in leaves]
         return MasterState(tree.unflatten(structure, copies), opt.init(_wide(leaves, structure, copies)))
 

@@ -12,6 +12,7 @@ import torch
 from .. import context, tree
 from ..array import narrowed
 from ..calls import checked_function
+from ..containers import opened
 from ..errors import VfnError, described, dtype_text, meant, report
 from ..optim.masks import by_path
 
@@ -66,7 +67,7 @@ class Policy:
         What `with_sharding` gathers of them travels in that dtype, and the gradient is added up in that of the parameters.
         """
         dtypes = tree.leaves(by_path(self.rules, otherwise=self.compute)(params))
-        leaves, structure = tree.flatten(params)
+        leaves, structure = opened(params, "policy", "params")
         return tree.unflatten(structure, [self._computed(x, dtype) for x, dtype in zip(leaves, dtypes)])
 
     def _computed(self, x: Any, dtype: torch.dtype) -> Any:
@@ -175,4 +176,5 @@ def _holds(one: torch.dtype, other: torch.dtype) -> bool:
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return tree.map_(lambda x: x.to(dtype) if _has_floats(x) else x, values)
+    leaves, structure = opened(values, "policy", "values")
+    return tree.unflatten(structure, [x.to(dtype) if _has_floats(x) else x for x in leaves])
