@@ -1,13 +1,19 @@
 """Where ranks come from: `simulate`, `launch` (forked and fresh), torchrun, and the tests' own pool."""
 
+import logging
+import math
 import multiprocessing
 import os
+import pdb
+import re
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +24,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from vescale_fn import _rank_process, context, ranks
+from vescale_fn import _rank_process, _torch, context, ranks
 from vescale_fn.errors import MeshError, RankError, SpecError
 from vescale_fn.mesh import coordinates, make_mesh
 from vescale_fn.ranks import launch, simulate
@@ -66,7 +72,7 @@ def forked_only(monkeypatch):
     def refuse(*_):
         raise AssertionError("this should have forked")
 
-    monkeypatch.setattr(ranks, "_run_fresh", refuse)
+    monkeypatch.setattr(ranks, "run_fresh", refuse)
 
 
 # simulate
@@ -362,6 +368,182 @@ def test_timeout_is_of_one_collective_on_every_group(forked_only):
     assert message.startswith("launch: rank 2 of 4 raised RuntimeError")
     assert "Timed out waiting 500ms" in message
     assert seconds < 10
+
+
+def test_a_stopped_rank_is_named(forked_only):
+    def body():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(1))
+
+    message, _ = message_of(body, 2, timeout=0.5)
+    assert message.startswith("launch: rank 0 of 2 raised RuntimeError")
+    assert re.search(r"\nMeanwhile rank 1 was stopped, by SIGSTOP or a debugger \(`kill -CONT \d+` would", message)
+
+
+def test_the_limit_of_the_whole_run(forked_only):
+    def body():
+        if dist.get_rank():
+            time.sleep(60)  # the line at which it is
+
+    message, seconds = message_of(body, 2, limit=0.3)
+    title, where = message.splitlines()
+    assert title == "launch: rank 1 of 2 did not answer within 0.3 seconds; the ranks were ended"
+    assert where.startswith("  * rank 1 was at ")
+    assert where.endswith("`time.sleep(60)  # the line at which it is`")
+    assert seconds < 10
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"timeout": 0}, "timeout must be a number of seconds above 0, but it is the int 0\n"
+                     "  Instead: timeout=300.0, or timeout=math.inf for none"),
+    ({"limit": math.nan}, "limit must be a number of seconds above 0, but it is the float nan\n"
+                          "  Instead: limit=300.0, or limit=math.inf for none"),
+    ({"kwargs": [1]}, "kwargs must be a dict of fn's keyword arguments, but it is the list [1]\n"
+                      '  Instead: for instance kwargs={"steps": 10}'),
+    ({"stdin_rank": 2}, "stdin_rank=2 is none of the ranks, which are 0 to 1"),
+    ({"logs": 3}, "logs must be a folder to write to, but it is the int 3\n"
+                  "  * expected str, bytes or os.PathLike object, not int"),
+], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")  # fmt: skip
+def test_launch_refuses_options(options, said):
+    with pytest.raises(MeshError) as error:
+        launch(print, 2, device="cpu", **options)
+    assert str(error.value) == f"launch: {said}"
+
+
+@pytest.fixture
+def stdin(tmp_path):
+    """What the process reads, as a file to write to."""
+    before = os.dup(0)
+    given = tmp_path / "stdin"
+    given.touch()
+    with open(given) as file:
+        os.dup2(file.fileno(), 0)
+    yield given
+    os.dup2(before, 0)
+    os.close(before)
+
+
+def test_by_name_without_end_into_files_and_reading(way, tmp_path, stdin, capsys):
+    stdin.write_text("read")
+    logs = tmp_path / "runs" / "first"
+    logs.mkdir(parents=True)
+    (logs / "rank-1.log").write_text("of an earlier run\n")
+
+    def body(base, *, timeout, device):  # launch's own words are fn's as well
+        print("from", dist.get_rank())
+        os.write(2, b"from below\n")
+        return base + timeout + device, sys.stdin.read()
+
+    found = launch(body, 2, 1, kwargs={"timeout": 10, "device": 100}, device="cpu", timeout=math.inf, logs=logs,
+                   stdin_rank=1)  # fmt: skip
+    assert found == [(111, ""), (111, "read")]
+    assert capsys.readouterr() == ("", "")
+    assert (logs / "rank-0.log").read_text() == "from 0\nfrom below\n"
+    assert (logs / "rank-1.log").read_text() == "of an earlier run\nfrom 1\nfrom below\n"
+
+
+def test_a_breakpoint_with_a_terminal_and_without(forked_only, stdin, capsys):
+    def body():
+        answer = 1
+        if dist.get_rank() == 1:
+            if sys.breakpointhook is sys.__breakpointhook__:
+                sys.breakpointhook = pdb.Pdb(
+                    nosigint=True
+                ).set_trace  # as Python has it: pytest puts its own in its place
+            breakpoint()
+        return answer
+
+    stdin.write_text("p 'seen', answer\nanswer = 42\nc\n")
+    assert launch(body, 2, device="cpu", stdin_rank=1) == [1, 42]
+    assert "('seen', 1)" in capsys.readouterr().out
+    message, _ = message_of(body, 2)
+    assert (
+        "RankError: breakpoint: rank 1 cannot ask for commands: it does not read what the caller reads\n"
+        "  Instead: launch(..., stdin_rank=1, timeout=math.inf), which gives it the caller's terminal; or a debugger "
+        "over a socket, PYTHONBREAKPOINT=remote_pdb.set_trace say\n"
+    ) in message
+
+
+def test_from_several_threads_at_once(forked_only):
+    """Each counts the shapes-only modes that it is in itself: a mode that threads share was left in a wrong state."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    results, errors, filters = {}, [], list(warnings.filters)
+
+    def run(i):
+        try:
+            for _ in range(3):
+                results[i] = launch(lambda: i, 1, device="cpu")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert results == {i: [i] for i in range(4)}
+    assert not logger.disabled
+    assert warnings.filters == filters
+
+
+def test_shapes_only_in_two_threads_in_turn():
+    """One thread leaves an inner block while the other is inside."""
+    steps, values = [threading.Event() for _ in range(2)], []
+
+    def other():
+        steps[0].wait()
+        with _torch.shapes_only():
+            steps[1].set()
+            values.append(type(torch.empty(1)).__name__)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with _torch.shapes_only():
+        with _torch.shapes_only():
+            steps[0].set()
+            steps[1].wait()
+        values.append(type(torch.empty(1)).__name__)
+    thread.join()
+    assert values == ["FakeTensor", "FakeTensor"]
+    assert type(torch.empty(1)) is torch.Tensor
+
+
+def of_a_daemon(pipe):
+    pipe.send(launch(os.path.join, 1, "a", kwargs={}, device="cpu"))
+
+
+def test_from_a_daemon_process():
+    ours, theirs = multiprocessing.Pipe()
+    daemon = multiprocessing.get_context("fork").Process(target=of_a_daemon, args=(theirs,), daemon=True)
+    daemon.start()
+    theirs.close()
+    assert ours.recv() == ["a"]
+    daemon.join(20)
+
+
+def test_no_file_of_the_users_stands_for_one_of_pythons_own(tmp_path, monkeypatch):
+    """The fresh interpreter takes Python's library first, and then finds what the caller would find."""
+    for name in "struct", "queue", "random":
+        (tmp_path / f"{name}.py").write_text(f"open('ran {name}', 'w')\n")
+    (tmp_path / "of_the_user.py").write_text("VALUE = 5\n")
+    (tmp_path / "also").mkdir()
+    (tmp_path / "also" / "on_the_path.py").write_text("VALUE = 7\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", str(tmp_path / "also"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(str(tmp_path / "also"))
+    monkeypatch.setattr(ranks, "_why_not_fork", lambda: "a test wants a fresh interpreter")
+
+    def body():
+        import of_the_user
+        import on_the_path
+
+        return of_the_user.VALUE + on_the_path.VALUE, os.environ["PYTHONPATH"]
+
+    assert launch(body, 1, device="cpu") == [(12, os.environ["PYTHONPATH"])]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("ran ")] == []
 
 
 def test_a_slow_rank_is_no_failure(forked_only):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _rank_process, _torch
-from ._rank_process import Job, Message
+from ._rank_process import Job, Message, Settings
 from .errors import RankError
 from .lines import is_users, quoted
 
@@ -43,23 +43,27 @@ class Rank:
     pipe: connection.Connection
 
 
-def run(call: Callable[[], Any], nprocs: int, device: str, timeout: float) -> list[bytes]:
-    """Fork `nprocs` ranks, watch them, and return their pickled results; none of them is left when it returns."""
+def run(call: Callable[[], Any], settings: Settings) -> list[bytes]:
+    """Fork the ranks, watch them, and return their pickled results; none of them is left when it returns."""
     _torch.preload()
     ranks: list[Rank] = []
-    with told_to_end(ranks), tempfile.TemporaryDirectory(prefix="vescale_fn-") as folder, Streams() as streams:
-        job = Job(nprocs, device, timeout, folder, streams.ends, os.getpid())
+    nprocs = settings.nprocs
+    reads = settings.stdin_rank is not None
+    with told_to_end(ranks), tempfile.TemporaryDirectory(prefix="vescale_fn-") as folder, Streams(reads) as streams:
+        job = Job(nprocs, settings.device, settings.timeout, folder, streams.ends, os.getpid(), settings.logs,
+                  settings.stdin_rank)  # fmt: skip
         try:
             for rank in range(nprocs):
                 ranks.append(fork(_rank_process.run_rank, rank, job, call))
-            _, failed = hear(ranks, "ready", streams, START[device])
+            _, failed = hear(ranks, "ready", streams, START[settings.device])
             if failed:
                 raise NotStarted(failed[0].text or f"rank {failed[0].rank} {failed[0].title} before it could start")
             tell(ranks, "go")
-            done, failed = hear(ranks, "done", streams, float("inf"))
+            done, failed = hear(ranks, "done", streams, settings.limit)
             if failed:
-                silent = [i for i in range(nprocs) if i not in done and i not in {message.rank for message in failed}]
-                at = whereabouts(ranks, silent, folder) if any(map(waited, failed)) else {}
+                heard = {*done, *(message.rank for message in failed if message.kind == "failed")}
+                ask = failed[0].kind == "late" or any(map(waited, failed))
+                at = whereabouts(ranks, [i for i in range(nprocs) if i not in heard], folder) if ask else {}
                 raise RankError(first_and_others(failed, list(done), nprocs, at))
             tell(ranks, "leave")
             late = time.monotonic() + LEAVE
@@ -106,16 +110,17 @@ def told_to_end(ranks: list[Rank]) -> Iterator[None]:
 
 def fork(target: Callable[..., None], *args: Any) -> Rank:
     """Fork a process that runs ``target(*args, pipe)``."""
-    ours, theirs = Pipe()
-    process = get_context("fork").Process(target=target, args=(*args, theirs))
     for stream in sys.stdout, sys.stderr:
         if stream is not None:
             stream.flush()
-    with warnings.catch_warnings():
-        # Python warns of a fork beside threads; a rank that a fork has broken does not say "ready".
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
-    theirs.close()
+    with _rank_process.forking:  # filters of warnings are the process's, and no other rank may hold this one's ends
+        ours, theirs = Pipe()
+        process = get_context("fork").Process(target=target, args=(*args, theirs))
+        with warnings.catch_warnings():
+            # Python warns of a fork beside threads; a rank that a fork has broken does not say "ready".
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        theirs.close()
     return Rank(process, ours)
 
 
@@ -138,7 +143,7 @@ def hear(ranks: list[Rank], kind: str, streams: Streams, seconds: float) -> tupl
             if time.monotonic() > min(message.when for message in failed) + (BURIAL if victims else GRACE):
                 break
         elif time.monotonic() > start + seconds:
-            failed = [Message("failed", i, title=f"did not answer within {seconds:g} seconds") for i in silent]
+            failed = [Message("late", i, title=f"did not answer within {seconds:g} seconds") for i in silent]
             break
         streams.wait([end for i in silent for end in (ranks[i].pipe, ranks[i].process.sentinel)], 0.2)
         for i in silent:
@@ -175,21 +180,32 @@ def how_it_ended(code: int | None) -> str:
 
 
 def whereabouts(ranks: list[Rank], silent: list[int], folder: str) -> dict[int, str]:
-    """The user's line at which each of the `silent` ranks is now."""
+    """What each of the `silent` ranks is doing now: the user's line at which it is, or that it has been stopped."""
     found = {}
     for i in silent:
+        pid = ranks[i].process.pid
+        if state(pid) in ("T", "t"):
+            found[i] = f"was stopped, by SIGSTOP or a debugger (`kill -CONT {pid}` would have let it go on)"
         with contextlib.suppress(OSError):
-            os.kill(ranks[i].process.pid, _rank_process.ASK)
+            os.kill(pid, _rank_process.ASK)
     late = time.monotonic() + ANSWER
     while len(found) < len(silent) and time.monotonic() < late:
         time.sleep(0.02)
-        for i in silent:
+        for i in set(silent) - set(found):
             told = Path(folder, f"where {i}").read_text().rpartition("Thread 0x")[2]  # the main thread is the last one
             lines = re.findall(r'File "(.*)", line (\d+)', told.rpartition("most recent call first")[2])
             users = [f"{file}:{line}" for file, line in lines if is_users(file)]
             if users:
-                found[i] = quoted(users[0])
+                found[i] = f"was at {quoted(users[0])}"
     return found
+
+
+def state(pid: int) -> str:
+    """The state of a process, as the letter that ``ps`` shows; "" where that cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def first_and_others(
@@ -197,6 +213,10 @@ def first_and_others(
 ) -> str:
     """The message of a failed launch: the first failure in full, a line for each other one, and where the rest were."""
     first, *others = failed
+    if first.kind == "late":
+        some = ", ".join(str(message.rank) for message in failed)
+        text = f"launch: rank{'s' * (len(failed) > 1)} {some} of {nprocs} {first.title}; the ranks were ended"
+        return "\n".join([text, *(f"  * rank {rank} {doing}" for rank, doing in sorted((at or {}).items()))])
     text = f"launch: rank {first.rank} of {nprocs} {first.title}; the other ranks were ended"
     gone = f"rank{'s' * (len(returned) > 1)} {', '.join(map(str, sorted(returned)))} had returned"
     if returned and waited(first) and not at:  # its words are those of the transport, which knows no ranks
@@ -213,8 +233,8 @@ def first_and_others(
         text += f"\nAfter it, rank {other.rank} {other.title}{at_line}" + (f": {said}" if said else "")
     if returned:  # perhaps the cause: it left out a collective that the others wait in
         text += f"\nBy then {gone}."
-    for rank, line in (at or {}).items():
-        text += f"\nMeanwhile rank {rank} was at {line}."
+    for rank, doing in sorted((at or {}).items()):
+        text += f"\nMeanwhile rank {rank} {doing}."
     if waited(first) or "SIGABRT" in first.title:  # with which gloo and NCCL end what does not fit together
         text += "\nUnder `with vfn.debug():` ranks whose calls differ say so, and which."
     return text
@@ -251,11 +271,12 @@ class Streams:
     """Carries what the ranks print to `sys.stdout` and `sys.stderr` where those are not the process's own.
 
     A notebook and a test's capture put objects there that no other process can write to. Elsewhere the ranks write
-    to the same terminal or file as the caller, and nothing is carried.
+    to the same terminal or file as the caller, and nothing is carried. `stdin`: whether a rank is to read what this
+    process would.
     """
 
-    def __init__(self) -> None:
-        self.ends: dict[int, int] = {}
+    def __init__(self, stdin: bool = False) -> None:
+        self.ends: dict[int, int] = {0: os.dup(0)} if stdin else {}
         self._from: dict[int, tuple[Any, Any]] = {}
         for number, name in (1, "stdout"), (2, "stderr"):
             stream = getattr(sys, name)

@@ -7,6 +7,7 @@ hears ``go``, says ``done`` or ``failed``, and stays until it is told to leave o
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import io
 import linecache
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from . import _torch, context, tracebacks
-from .errors import DivergenceError, report
+from .errors import DivergenceError, RankError, report
 from .lines import is_users, quoted
 
 try:
@@ -41,7 +42,32 @@ except ImportError:  # the extra `launch`
 
 ASK = signal.SIGUSR1  # makes a rank write down where it is, also while it waits in a collective
 LINGER = 2.0  # seconds that a finished rank keeps its connections open
+PDB = ("", "pdb.set_trace")  # values of PYTHONBREAKPOINT that stand for Python's own debugger
+LONGEST = 10 * 365 * 86400.0  # seconds: a timeout above this is none, and torch can still count it in nanoseconds
 at_end: list[Callable[[], None]] = []  # what a rank still has to do when its function has returned
+
+
+forking = threading.Lock()  # held while this process forks a rank: one thread at a time
+
+
+def _unlocked() -> None:
+    global forking
+    forking = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlocked)  # the parent held it
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `launch` was asked for; `launch` says what each is."""
+
+    nprocs: int
+    device: str
+    timeout: float
+    limit: float
+    logs: str | None
+    stdin_rank: int | None
 
 
 @dataclass(frozen=True)
@@ -54,13 +80,15 @@ class Job:
     folder: str  # of the rendezvous file; exists as long as the launch
     streams: dict[int, int]  # 1 and 2 -> where this rank's stdout and stderr go, if not where the caller's go
     caller: int  # the process that must outlive this one
+    logs: str | None = None  # the folder of a file for each rank, where stdout and stderr go instead
+    stdin_rank: int | None = None
 
 
 @dataclass(frozen=True)
 class Message:
     """What a rank tells its caller."""
 
-    kind: str  # ready, done, failed
+    kind: str  # ready, done, failed; late: said of a rank that has sent nothing
     rank: int
     value: Any = None  # done: the pickled result
     title: str = ""  # failed: "raised ValueError"
@@ -134,12 +162,21 @@ def settle(rank: int, job: Job) -> None:
     gc.freeze()  # a collection would touch, and so copy, all the memory that this rank shares with its caller
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, which ends the ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    where = dict(job.streams)
+    if job.logs is not None:
+        log = os.path.join(job.logs, f"rank-{rank}.log")
+        where[1] = where[2] = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for number, name in (1, "stdout"), (2, "stderr"):
-        if number in job.streams:
-            os.dup2(job.streams[number], number)
-        encoding = "utf-8" if number in job.streams else None
+        if number in where:
+            os.dup2(where[number], number)
+        encoding = "utf-8" if number in where else None
         # A stream of its own, by line: the caller's may be a notebook's, or hold half a line.
         setattr(sys, name, open(number, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False))
+    if rank == job.stdin_rank:
+        os.dup2(where[0], 0)
+        sys.stdin = open(0, closefd=False)
+    elif sys.breakpointhook is sys.__breakpointhook__ and os.environ.get("PYTHONBREAKPOINT", "") in PDB:
+        sys.breakpointhook = functools.partial(_no_terminal, rank)
     told = open(os.path.join(job.folder, f"where {rank}"), "w")  # faulthandler keeps it open
     faulthandler.register(ASK, file=told, all_threads=True)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.nprocs))
@@ -149,6 +186,14 @@ def settle(rank: int, job: Job) -> None:
     # OpenMP's threads do not come along in a fork, and the first parallel loop would wait for them for ever.
     torch.set_num_threads(1)
     end_with(job.caller, job.folder)
+
+
+def _no_terminal(rank: int, *_: Any, **__: Any) -> None:
+    """`breakpoint()` on a rank that has nothing to read."""
+    raise RankError(report(
+        "breakpoint", f"rank {rank} cannot ask for commands: it does not read what the caller reads",
+        fix=f"launch(..., stdin_rank={rank}, timeout=math.inf), which gives it the caller's terminal; or a debugger over "
+        "a socket, PYTHONBREAKPOINT=remote_pdb.set_trace say"))  # fmt: skip
 
 
 def end_with(caller: int, folder: str | None = None) -> None:
@@ -176,7 +221,8 @@ def join_group(rank: int, nprocs: int, device: str, timeout: float, rendezvous: 
     # A file, not a TCPStore: that needs a free port, and a server's thread in a process that forks may hold the
     # resolver's lock at that moment, so that every later connection of the child hangs.
     store = dist.FileStore(rendezvous, nprocs)
-    _torch.set_default_group_timeout(timedelta(seconds=timeout))
+    most = timedelta(seconds=min(timeout, LONGEST))
+    _torch.set_default_group_timeout(most)
     bound = None
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -186,7 +232,7 @@ def join_group(rank: int, nprocs: int, device: str, timeout: float, rendezvous: 
         if loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=nprocs,
-                            timeout=timedelta(seconds=timeout), device_id=bound)  # fmt: skip
+                            timeout=most, device_id=bound)  # fmt: skip
 
 
 # From process to process

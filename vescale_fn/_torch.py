@@ -8,6 +8,7 @@ import inspect
 import logging
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -680,21 +681,29 @@ def preload() -> None:
         torch.ops.aten.add.Tensor(torch.empty(1), 1)
 
 
-@functools.cache
-def _fake_mode() -> Any:
-    return FakeTensorMode(allow_non_fake_inputs=True)
+class _Shapes(threading.local):
+    """A thread's own mode, since a mode counts in itself how deep it is entered; and how deep `shapes_only` is entered."""
+
+    depth = 0
+
+    @functools.cached_property
+    def mode(self) -> Any:
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+_shapes = _Shapes()
+logging.getLogger(FakeTensorMode.__module__).addFilter(lambda record: _shapes.depth == 0)
 
 
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
     """Inside, tensors have shapes and strides but no values; what cannot be run so raises, and is not logged."""
-    log = logging.getLogger(FakeTensorMode.__module__)
-    before, log.disabled = log.disabled, True
+    _shapes.depth += 1
     try:
-        with unrecorded(), _fake_mode():
+        with unrecorded(), _shapes.mode:
             yield
     finally:
-        log.disabled = before
+        _shapes.depth -= 1
 
 
 def in_parts(func: Any) -> Any:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import math
 import os
 import pickle
-import signal
-import subprocess
 import sys
-import traceback
-from collections.abc import Callable
-from multiprocessing import Pipe, connection
+from collections.abc import Callable, Mapping
+from multiprocessing import current_process
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import _rank_process, context
-from ._rank_group import NotStarted, Rank, Streams, how_it_ended, read, run, told_to_end
-from ._rank_process import Message
-from .errors import MeshError, RankError, described, report, short
+from . import context
+from ._rank_fresh import run_fresh
+from ._rank_group import NotStarted, run
+from ._rank_process import Settings
+from .errors import MeshError, described, report, short
 
 # Simulated
 
@@ -142,27 +141,35 @@ def check_device(device: Any, where: str) -> None:
 # Real processes started from here
 
 
-def launch(fn: Callable[..., Any], nprocs: int, *args: Any, device: str | None = None, timeout: float = 300.0) -> list:
-    """Run ``fn(*args)`` on `nprocs` ranks, one process each, and return their results in rank order.
+def launch(fn: Callable[..., Any], nprocs: int, *args: Any, kwargs: Mapping[str, Any] | None = None,
+           device: str | None = None, timeout: float = 300.0, limit: float = math.inf,
+           logs: str | os.PathLike[str] | None = None, stdin_rank: int | None = None) -> list:  # fmt: skip
+    """Run ``fn(*args, **kwargs)`` on `nprocs` ranks, one process each, and return their results in rank order.
 
     The ranks share a process group (NCCL on GPUs, gloo on CPUs), so `make_mesh` works in `fn`. They are forked, and so
     take closures, lambdas and what a notebook cell defines. Where a fork cannot work (CUDA or a process group is in use
-    here) they are forked from a fresh interpreter instead: `fn` then travels by cloudpickle (``pip install
-    vescale_fn[launch]``), or has to be importable. Each rank computes on one thread. A SIGTERM that this process gets is
-    passed on to the ranks: one that handles it may save its work and return.
+    here, or this is a daemon of multiprocessing) they are forked from a fresh interpreter instead: `fn` then travels by
+    cloudpickle (``pip install vescale_fn[launch]``), or has to be importable. Each rank computes on one thread. A SIGTERM
+    that this process gets is passed on to the ranks: one that handles it may save its work and return.
 
     Args:
         fn: the function of a rank; it may return anything that pickles: tensors come back on the CPU, sharded arrays do
             not come back (return ``vfn.unshard(x)``).
         nprocs: how many ranks.
         args: given to every rank.
+        kwargs: given to every rank by name: ``launch(train, 4, kwargs={"device": "cpu"})``.
         device: "cpu" or "cuda" (rank i on GPU i); by default "cuda" if there are `nprocs` GPUs.
-        timeout: of one collective, in seconds: a rank that waits longer fails.
+        timeout: of one collective, in seconds: a rank that waits longer fails. ``math.inf``: it waits.
+        limit: of the whole run of `fn`, in seconds: ranks that have not returned by then are ended.
+        logs: a folder, made if need be: what rank i prints is added to ``rank-i.log`` in it, instead of printed here.
+        stdin_rank: the rank that reads what this process would, so that ``breakpoint()`` on it is a prompt in this
+            terminal (give ``timeout=math.inf`` beside it, since the others wait). On the other ranks, and by default,
+            there is nothing to read; a debugger over a socket, named in ``PYTHONBREAKPOINT``, works on every rank.
 
     Raises:
         RankError: a rank raised, was killed or exited; the message begins with the rank that failed first and its own
-            traceback. The other ranks are ended.
-        MeshError: not a number of ranks, or not enough GPUs.
+            traceback. Or the limit was reached; it says where each rank was. The other ranks are ended.
+        MeshError: not a number of ranks, not enough GPUs, or options that are not as above.
 
     Source: `torch.multiprocessing.spawn`, Accelerate's ``notebook_launcher``.
 
@@ -177,17 +184,19 @@ def launch(fn: Callable[..., Any], nprocs: int, *args: Any, device: str | None =
     if not callable(fn):
         raise MeshError(report("launch", f"fn must be a function, but it is {described(fn)}",
                                fix="launch(fn, nprocs, *args); args are what it is called with"))  # fmt: skip
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
-        raise MeshError(report("launch", f"timeout must be a number of seconds, but it is {described(timeout)}"))
-    device = _device(device, nprocs, "launch")
+    if not isinstance(kwargs, (Mapping, type(None))) or not all(isinstance(name, str) for name in kwargs or ()):
+        raise MeshError(report("launch", f"kwargs must be a dict of fn's keyword arguments, but it is {described(kwargs)}",
+                               fix='for instance kwargs={"steps": 10}'))  # fmt: skip
+    settings = Settings(nprocs, _device(device, nprocs, "launch"), _seconds("launch", "timeout", timeout),
+                        _seconds("launch", "limit", limit), _folder(logs), _reader(stdin_rank, nprocs))  # fmt: skip
+    call = functools.partial(fn, *args, **(kwargs or {}))
     reason = _why_not_fork()
     if reason is None:
         try:
-            results = run(functools.partial(fn, *args), nprocs, device, timeout)
-            return [pickle.loads(result) for result in results]
+            return [pickle.loads(result) for result in run(call, settings)]
         except NotStarted as error:  # no rank has called fn yet
             reason = str(error)
-    return [pickle.loads(result) for result in _run_fresh(fn, args, nprocs, device, timeout, reason)]
+    return [pickle.loads(result) for result in run_fresh(call, settings, reason)]
 
 
 def _why_not_fork() -> str | None:
@@ -195,75 +204,38 @@ def _why_not_fork() -> str | None:
         return "CUDA is in use in this process, so that it cannot fork"
     if has_process_group():
         return "this process belongs to a process group, so that it cannot fork"
+    if current_process().daemon:
+        return "this process is a daemon of multiprocessing, which lets it start no other"
     if sys.platform == "darwin":
         return "a fork is unsafe on macOS"
     return None
 
 
-# Where this process cannot fork: a fresh interpreter that imports once, and forks
-
-_BOOT = """
-import sys
-from multiprocessing.connection import Connection
-pipe = Connection(int(sys.argv[1]))
-sys.path[:] = pipe.recv()
-from vescale_fn.ranks import _serve
-_serve(pipe)
-"""
+def _seconds(where: str, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:  # nor NaN
+        raise MeshError(report(where, f"{name} must be a number of seconds above 0, but it is {described(value)}",
+                               fix=f"{name}=300.0, or {name}=math.inf for none"))  # fmt: skip
+    return float(value)
 
 
-def _run_fresh(fn: Any, args: Any, nprocs: int, device: str, timeout: float, reason: str) -> list[bytes]:
+def _folder(logs: Any) -> str | None:
+    if logs is None:
+        return None
     try:
-        body = _rank_process.dumps_call(fn, args)
-    except Exception as error:
-        fix = "call launch before this process uses CUDA or a process group"
-        if _rank_process.cloudpickle is None:
-            fix = f"pip install vescale_fn[launch], which carries closures and a notebook's functions; or {fix}"
-        what = "fn or its arguments cannot be sent to the ranks"
-        raise RankError(report("launch", what, [str(error), reason], fix)) from error
-    ours, theirs = Pipe()
-    interpreter: list[Rank] = []
-    with told_to_end(interpreter), Streams() as streams:
-        command = [sys.executable, "-c", _BOOT, str(theirs.fileno())]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=streams.ends.get(1),
-                                   stderr=streams.ends.get(2), pass_fds=[theirs.fileno()])  # fmt: skip
-        interpreter.append(Rank(process, ours))
-        theirs.close()
-        try:
-            with contextlib.suppress(OSError):  # it has ended: so says the pipe
-                ours.send(sys.path)
-                ours.send((body, nprocs, device, timeout, os.getpid()))
-            while not ours.poll():
-                streams.wait([ours], 0.2)
-            answer = read(ours)
-            if answer is None:
-                raise RankError(f"launch: the interpreter that was to start the ranks {how_it_ended(process.wait(5))}")
-            if answer.kind == "failed":
-                raise RankError(answer.text)
-            return answer.value
-        finally:
-            ours.close()
-            process.terminate()  # it ends its ranks first
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        folder = Path(logs).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (TypeError, OSError) as error:
+        raise MeshError(report("launch", f"logs must be a folder to write to, but it is {described(logs)}",
+                               [str(error)])) from None  # fmt: skip
+    return str(folder)
 
 
-def _serve(pipe: connection.Connection) -> None:
-    """The fresh interpreter's part."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    body, nprocs, device, timeout, caller = pipe.recv()
-    _rank_process.end_with(caller)
+def _reader(rank: Any, nprocs: int) -> int | None:
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < nprocs):
+        raise MeshError(report("launch", f"stdin_rank={short(rank)} is none of the ranks, which are 0 to {nprocs - 1}"))
     try:
-        results = run(functools.partial(_rank_process.call_pickled, body), nprocs, device, timeout)
-        pipe.send(Message("done", 0, value=results))
-    except RankError as error:
-        pipe.send(Message("failed", 0, text=str(error)))
-    except NotStarted as error:
-        pipe.send(Message("failed", 0, text=f"launch: the ranks could not start\n\n{error}"))
-    except Exception:
-        pipe.send(Message("failed", 0, text=f"launch: the ranks could not be watched\n\n{traceback.format_exc()}"))
-    finally:
-        os._exit(0)  # the ranks are gone, and nothing else here needs an orderly end
+        os.fstat(0)
+    except OSError:
+        if rank is not None:
+            raise MeshError(report("launch", f"stdin_rank={rank}, but the stdin of this process is closed")) from None
+    return rank
