@@ -24,7 +24,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from vescale_fn import _rank_process, _torch, context, ranks
+from vescale_fn import _rank_process, _torch, context, process_groups, ranks
 from vescale_fn.errors import MeshError, RankError, SpecError
 from vescale_fn.mesh import coordinates, make_mesh
 from vescale_fn.ranks import launch, simulate
@@ -490,13 +490,14 @@ def test_from_several_threads_at_once(forked_only):
 
 def test_shapes_only_in_two_threads_in_turn():
     """One thread leaves an inner block while the other is inside."""
-    steps, values = [threading.Event() for _ in range(2)], []
+    steps, values = [threading.Event() for _ in range(3)], []
 
     def other():
         steps[0].wait()
         with _torch.shapes_only():
-            steps[1].set()
             values.append(type(torch.empty(1)).__name__)
+            steps[1].set()
+            steps[2].wait()
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -505,6 +506,7 @@ def test_shapes_only_in_two_threads_in_turn():
             steps[0].set()
             steps[1].wait()
         values.append(type(torch.empty(1)).__name__)
+        steps[2].set()
     thread.join()
     assert values == ["FakeTensor", "FakeTensor"]
     assert type(torch.empty(1)) is torch.Tensor
@@ -544,6 +546,33 @@ def test_no_file_of_the_users_stands_for_one_of_pythons_own(tmp_path, monkeypatc
 
     assert launch(body, 1, device="cpu") == [(12, os.environ["PYTHONPATH"])]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("ran ")] == []
+
+
+def test_the_timeout_of_a_mesh(forked_only):
+    def late(group):
+        try:
+            if dist.get_rank() == 0:
+                dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as error:
+            return str(error)[-60:]
+
+    def body():
+        of_group = [_torch.group_timeout(make_mesh((2, 1), ("a", "b")).get_group(name)) for name in "ab"]
+        quick = make_mesh((1, 2), ("a", "b"), timeout=0.3)
+        both = process_groups.group_along(quick, ("a", "b"))[0]
+        times = [_torch.group_timeout(group) for group in (quick.get_group("b"), both)]
+        return of_group, times, late(both)
+
+    first, second = launch(body, 2, device="cpu", timeout=77)
+    assert first[0] == [77, 77]  # whatever torch's default is
+    assert first[1] == [0.3, 0.3]
+    assert "Timed out waiting 300ms" in first[2]
+    assert second[2] is None
+
+
+def test_a_mesh_refuses_a_timeout():
+    with pytest.raises(MeshError, match="make_mesh: timeout must be a number of seconds above 0, but it is the int -1"):
+        make_mesh((1,), ("a",), timeout=-1)
 
 
 def test_a_slow_rank_is_no_failure(forked_only):
@@ -695,7 +724,8 @@ def test_the_environment_that_torchrun_sets():
     def place():
         dist.destroy_process_group()
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        place = ranks.ensure_process_group("cpu")
+        place = ranks.ensure_process_group("cpu", 88)
+        assert _torch.group_timeout() == 88
         assert place == ranks.ensure_process_group()
         x = torch.ones(1)
         dist.all_reduce(x)

@@ -43,7 +43,7 @@ except ImportError:  # the extra `launch`
 ASK = signal.SIGUSR1  # makes a rank write down where it is, also while it waits in a collective
 LINGER = 2.0  # seconds that a finished rank keeps its connections open
 PDB = ("", "pdb.set_trace")  # values of PYTHONBREAKPOINT that stand for Python's own debugger
-LONGEST = 10 * 365 * 86400.0  # seconds: a timeout above this is none, and torch can still count it in nanoseconds
+LONGEST = 10 * 365 * 86400.0  # seconds, which torch can still count in nanoseconds
 at_end: list[Callable[[], None]] = []  # what a rank still has to do when its function has returned
 
 
@@ -216,12 +216,17 @@ def _compute_a_little() -> None:
         (x * x).sum().backward()
 
 
+def time_of(seconds: float) -> timedelta:
+    """A timeout as torch takes it, where none is a very long one."""
+    return timedelta(seconds=min(seconds, LONGEST))
+
+
 def join_group(rank: int, nprocs: int, device: str, timeout: float, rendezvous: str) -> None:
     """Initialise the process group of ranks that are all on this machine and meet in the file `rendezvous`."""
     # A file, not a TCPStore: that needs a free port, and a server's thread in a process that forks may hold the
     # resolver's lock at that moment, so that every later connection of the child hangs.
     store = dist.FileStore(rendezvous, nprocs)
-    most = timedelta(seconds=min(timeout, LONGEST))
+    most = time_of(timeout)
     _torch.set_default_group_timeout(most)
     bound = None
     if device == "cuda":

@@ -666,13 +666,23 @@ def default_store() -> Any:
 stored_at = _filesystem._StorageInfo  # where in which file torch.distributed.checkpoint finds something
 
 
-def default_group_timeout() -> float:
-    """How many seconds a collective of the default process group may take."""
-    device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
+def group_timeout(group: Any = None) -> float:
+    """How many seconds a collective of a process group may take; of the default one, if none is given."""
+    device = torch.device("cuda" if "nccl" in dist.get_backend_config(group) else "cpu")
     try:
-        return dist.group.WORLD._get_backend(device).options._timeout.total_seconds()  # type: ignore[union-attr]
+        return (group or dist.group.WORLD)._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):  # a backend without options
         return _c10d.default_pg_timeout.total_seconds()
+
+
+def set_group_timeout(group: Any, timeout: Any) -> bool:
+    """Let the collectives of a process group take so long; False where its backend does not take that."""
+    try:
+        for device in group._device_types:
+            group._get_backend(device)._set_default_timeout(timeout)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
 
 
 def preload() -> None:

@@ -132,7 +132,7 @@ class Watch:
         number = board.post(group, asdict(call), str(call))
         seen = {board.rank: call}
         start, pause, looked, warned = time.monotonic(), QUICK, 0.0, False
-        timeout = self._timeout or 0.9 * _torch.default_group_timeout()  # before the collective itself would
+        timeout = self._timeout or 0.9 * _torch.group_timeout()  # before the collective itself would
         problem: tuple[str, bool] | None = None
         while problem is None:
             found = board.calls(group, number, [rank for rank in group if rank not in seen])

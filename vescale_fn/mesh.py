@@ -95,7 +95,9 @@ def rebuild_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) ->
 
 
 @_torch.never_recorded
-def make_mesh(shape: Sequence[int], names: Sequence[str], *, device: str | None = None) -> DeviceMesh:
+def make_mesh(
+    shape: Sequence[int], names: Sequence[str], *, device: str | None = None, timeout: float | None = None
+) -> DeviceMesh:
     """Lay all ranks that there are out on a mesh with named axes.
 
     Works under `simulate`, in a process started by `launch` or by ``torchrun`` (the process group is initialised from
@@ -105,6 +107,10 @@ def make_mesh(shape: Sequence[int], names: Sequence[str], *, device: str | None 
         shape: the size of each axis; one of them may be -1, "the rest".
         names: the axes' names, all different.
         device: "cpu" or "cuda"; by default that of the process group's backend.
+        timeout: of one collective on the mesh, in seconds, `math.inf` for none: a rank that waits longer fails. By default
+            that of the process group, which `launch` was told; under torchrun torch's own (half an hour on CPUs, ten
+            minutes on GPUs). Meshes of one kind share their groups, and an axis of all ranks shares the process group:
+            the timeout that was given last holds.
 
     Raises:
         MeshError: sizes and names that do not fit, or not the number of ranks that there are.
@@ -119,8 +125,10 @@ def make_mesh(shape: Sequence[int], names: Sequence[str], *, device: str | None 
     sizes, names = _checked(shape, names)
     if device is not None:
         ranks.check_device(device, "make_mesh")
+    if timeout is not None:
+        timeout = ranks.seconds("make_mesh", "timeout", timeout)
     simulated = context.simulated()
-    world = simulated if simulated is not None else ranks.ensure_process_group(device)[1]
+    world = simulated if simulated is not None else ranks.ensure_process_group(device, timeout)[1]
     sizes = _fill(sizes, names, world)
     if context.on_one_device():
         return _unit(device or ranks.device_type(), names)
@@ -129,12 +137,23 @@ def make_mesh(shape: Sequence[int], names: Sequence[str], *, device: str | None 
     device = device or ranks.device_type()
     if not ranks.has_process_group():
         return _torch.unattached_mesh(device, torch.zeros(sizes, dtype=torch.int64), names)
-    return _of_group(ranks.world(), device, sizes, names)
+    made = _of_group(ranks.world(), device, sizes, names)
+    if timeout is not None and not _limited(made, timeout):
+        raise MeshError(report("make_mesh", f"timeout={timeout:g}, but the backend of the process group has no timeouts",
+                               fix="no timeout here"))  # fmt: skip
+    return made
 
 
 @functools.lru_cache(maxsize=64)  # the groups of a mesh are sockets and threads, and serve all meshes of its kind
 def _of_group(world: Any, device: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    return init_device_mesh(device, sizes, mesh_dim_names=names)
+    made = init_device_mesh(device, sizes, mesh_dim_names=names)
+    _limited(made, _torch.group_timeout(world))  # torch gives a new group its default, not that of the default group
+    return made
+
+
+def _limited(mesh: DeviceMesh, timeout: float) -> bool:
+    """Set how long a collective along one of its axes may take; False where the backend does not take that."""
+    return all(_torch.set_group_timeout(group, ranks.time_of(timeout)) for group in mesh.get_all_groups())
 
 
 def _checked(shape: Any, names: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -50,13 +51,14 @@ def _joint_group(mesh: Any, axes: frozenset[str], default: Any) -> Any:
     mine = None
     mesh = root(mesh)  # of which all ranks make the groups
     flat = mesh.mesh.flatten().tolist()
+    most = timedelta(seconds=_torch.group_timeout(mesh.get_group(0)))
     if (watch := context.watch()) is not None:
         watch.compare(
             flat, Call("the first collective", f"over {tuple(name for name in axes_of(mesh) if name in axes)}")
         )
     for group in groups(mesh, [name for name in axes_of(mesh) if name in axes]):
         ranks = sorted(flat[place] for place in group)
-        made = dist.new_group(ranks, use_local_synchronization=len(flat) < dist.get_world_size())
+        made = dist.new_group(ranks, timeout=most, use_local_synchronization=len(flat) < dist.get_world_size())
         if dist.get_rank() in ranks:
             mine = made
     return mine

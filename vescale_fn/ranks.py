@@ -18,7 +18,7 @@ import torch.distributed as dist
 from . import context
 from ._rank_fresh import run_fresh
 from ._rank_group import NotStarted, run
-from ._rank_process import Settings
+from ._rank_process import Settings, time_of
 from .errors import MeshError, described, report, short
 
 # Simulated
@@ -75,11 +75,11 @@ class Simulation:
 # Real processes that somebody else started
 
 
-def ensure_process_group(device: str | None = None) -> tuple[int, int]:
+def ensure_process_group(device: str | None = None, timeout: float | None = None) -> tuple[int, int]:
     """This process's rank and the number of ranks.
 
     A process group that is there is taken as it is, of any backend; under torchrun one is initialised from the
-    environment; otherwise this is rank 0 of 1, without a process group.
+    environment, with this timeout for a collective; otherwise this is rank 0 of 1, without a process group.
     """
     if has_process_group():
         return dist.get_rank(), dist.get_world_size()
@@ -87,11 +87,12 @@ def ensure_process_group(device: str | None = None) -> tuple[int, int]:
         return 0, 1
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    most = None if timeout is None else time_of(timeout)
     if _device(device, on_this_machine, "make_mesh") == "cuda":
         torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank), timeout=most)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=most)
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -187,8 +188,8 @@ def launch(fn: Callable[..., Any], nprocs: int, *args: Any, kwargs: Mapping[str,
     if not isinstance(kwargs, (Mapping, type(None))) or not all(isinstance(name, str) for name in kwargs or ()):
         raise MeshError(report("launch", f"kwargs must be a dict of fn's keyword arguments, but it is {described(kwargs)}",
                                fix='for instance kwargs={"steps": 10}'))  # fmt: skip
-    settings = Settings(nprocs, _device(device, nprocs, "launch"), _seconds("launch", "timeout", timeout),
-                        _seconds("launch", "limit", limit), _folder(logs), _reader(stdin_rank, nprocs))  # fmt: skip
+    settings = Settings(nprocs, _device(device, nprocs, "launch"), seconds("launch", "timeout", timeout),
+                        seconds("launch", "limit", limit), _folder(logs), _reader(stdin_rank, nprocs))  # fmt: skip
     call = functools.partial(fn, *args, **(kwargs or {}))
     reason = _why_not_fork()
     if reason is None:
@@ -211,7 +212,8 @@ def _why_not_fork() -> str | None:
     return None
 
 
-def _seconds(where: str, name: str, value: Any) -> float:
+def seconds(where: str, name: str, value: Any) -> float:
+    """`value`, a time of more than none, infinity too; or an error."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:  # nor NaN
         raise MeshError(report(where, f"{name} must be a number of seconds above 0, but it is {described(value)}",
                                fix=f"{name}=300.0, or {name}=math.inf for none"))  # fmt: skip

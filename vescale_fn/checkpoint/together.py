@@ -46,7 +46,7 @@ def all_ranks(where: str, background: bool = False) -> Crew:
 @functools.lru_cache(maxsize=8)
 def _group(default: Any, background: bool) -> Any:
     """`default` is the process group of now: a new one makes new groups."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=_torch.default_group_timeout()))
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=_torch.group_timeout()))
 
 
 def step(crew: Crew, where: str, mine: Callable[[], T], decide: Callable[[list[T]], list[R]]) -> R:

@@ -33,7 +33,7 @@ def said_by_all(mine: str, mesh: Any) -> list[str | None]:
     store, call, said = _torch.default_store(), next(_calls.setdefault(together, itertools.count())), dict[int, str]()
     key = f"vescale_fn says {call} among {together} of"
     store.set(f"{key} {dist.get_rank()}", f".{mine}")  # some stores cannot hold nothing at all
-    pause, end = PAUSE[0], time.monotonic() + _torch.default_group_timeout()
+    pause, end = PAUSE[0], time.monotonic() + _torch.group_timeout()
     told = False
     while True:
         for rank in ranks:
