@@ -6,6 +6,9 @@ marked ``# here``. `test_messages.py` runs them.
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import vescale_fn as vfn
 from vescale_fn import P
@@ -74,6 +77,87 @@ def a_part_of_a_simulated_mesh(mesh):
       Instead: the whole mesh, and a spec that names some of its axes
     """
     _ = mesh["dp"]
+
+
+@misuse
+def the_number_of_a_simulated_rank(mesh):
+    """MeshError
+    get_rank: the ranks are simulated: this process plays all of them, and torch has no process group
+      Instead: vfn.axis_index(axis) in a shard_map body: a tensor, of another value on each rank
+    """
+    mapped(mesh, lambda x: x * torch.distributed.get_rank())(X)
+
+
+@misuse
+def a_collective_of_torchs_among_simulated_ranks(mesh):
+    """MeshError
+    all_reduce: the ranks are simulated: this process plays all of them, and torch has no process group
+      Instead: vfn.psum(x, axis) in a shard_map body, or pmax, pmin, pmean; in the global view torch.sum is the whole sum
+    """
+    torch.distributed.all_reduce(X)
+
+
+@misuse
+def the_group_of_a_simulated_mesh(mesh):
+    """MeshError
+    get_group: the ranks of the mesh (dp=2, tp=2) are simulated: this process plays all of them, and torch has no process group
+      Instead: the name of the axis: vfn.psum(x, 'tp') in a shard_map body
+    """
+    mesh.get_group("tp")
+
+
+@misuse
+def a_place_on_a_simulated_mesh(mesh):
+    """MeshError
+    get_local_rank: the ranks of the mesh (dp=2, tp=2) are simulated: this process plays all of them, and torch has no process group
+      Instead: vfn.axis_index(axis) in a shard_map body: a tensor, of another value on each rank
+    """
+    mesh.get_local_rank("tp")
+
+
+@misuse
+def a_tensor_distributed_over_simulated_ranks(mesh):
+    """MeshError
+    distribute_tensor: the ranks of the mesh (dp=2, tp=2) are simulated: this process plays all of them, and torch has no process group
+      Instead: vfn.shard(x, mesh, spec): P('dp') for [Shard(0), Replicate()] on a mesh of 'dp' and 'tp'
+    """
+    distribute_tensor(X, mesh, [Shard(0), Replicate()])
+
+
+@misuse
+def a_dtensor_of_one_ranks_block_on_a_simulated_mesh(mesh):
+    """MeshError
+    from_local: the ranks of the mesh (dp=2, tp=2) are simulated: this process plays all of them, and torch has no process group
+      Instead: vfn.from_local(lambda coord: ..., mesh, spec), which is asked for each rank's block
+    """
+    DTensor.from_local(X, mesh, [Shard(0), Replicate()])
+
+
+@misuse
+def fsdp_on_simulated_ranks(mesh):
+    """MeshError
+    fully_shard: the ranks of the mesh (dp=2, tp=2) are simulated: this process plays all of them, and torch has no process group
+      Instead: f, params = vfn.functionalize(module), and vfn.shard(params, mesh, rules): vfn.spec_by_size splits every parameter, f.gathering(specs) gathers each where it is read; the module stays as it is
+    """
+    fully_shard(torch.nn.Linear(3, 4), mesh=mesh)
+
+
+@misuse
+def ddp_on_simulated_ranks(mesh):
+    """MeshError
+    DistributedDataParallel: the ranks are simulated: this process plays all of them, and torch has no process group
+      Instead: f, params = vfn.functionalize(module), and vfn.shard(params, mesh, rules): params are replicated by P(), and the batch is split by P('dp'); the module stays as it is
+    """
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 4))
+
+
+@misuse
+def a_module_parallelized_over_simulated_ranks(mesh):
+    """MeshError
+    parallelize_module: the ranks of the mesh (tp=4) are simulated: this process plays all of them, and torch has no process group
+      Instead: f, params = vfn.functionalize(module), and vfn.shard(params, mesh, rules): rules split weights, (r"up\\.weight", P("tp")); the module stays as it is
+    """
+    parallelize_module(torch.nn.Linear(3, 4), vfn.make_mesh((4,), ("tp",)), ColwiseParallel())
 
 
 @misuse

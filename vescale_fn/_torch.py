@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import operator
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.checkpoint import filesystem as _filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _api as _dtensor_api
 from torch.distributed.tensor import placement_types as _placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental import proxy_tensor as _proxy_tensor
@@ -108,6 +110,43 @@ def forbid_data_ptr(x: torch.Tensor) -> None:
 def unattached_mesh(device: str, ranks: torch.Tensor, names: tuple[str, ...], cls: type = DeviceMesh) -> Any:
     """A mesh of class `cls` that belongs to no process group, seen from rank 0."""
     return cls(device, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
+
+
+def ask_before_groups(ask: Callable[[], None], ask_of_mesh: Callable[[Any, str], None]) -> None:
+    """Have `ask` called where torch needs the default process group and there is none, nor anything to make one from; and
+    `ask_of_mesh`, with the mesh and the function's name, where it makes a DTensor of one rank's values. Both may raise."""
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # behind a function of this name
+    default, from_environment = _c10d._get_default_group, handlers["env"]
+
+    @functools.wraps(default)
+    def default_group() -> Any:
+        if not dist.is_initialized():
+            ask()
+        return default()
+
+    @functools.wraps(from_environment)
+    def meet(*args: Any, **kwargs: Any) -> Any:
+        if "RANK" not in os.environ:
+            ask()
+        return from_environment(*args, **kwargs)
+
+    def asking(made: Any) -> Any:
+        @functools.wraps(made)
+        def asked(local: Any, *args: Any, **kwargs: Any) -> Any:
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, DeviceMesh) and not hasattr(local, "blocks"):  # those are all ranks' values
+                    ask_of_mesh(x, made.__name__)
+            return made(local, *args, **kwargs)
+
+        return asked
+
+    handlers["env"] = meet
+    for name, module in tuple(sys.modules.items()):
+        if name.startswith("torch.") and vars(module).get("_get_default_group") is default:
+            module._get_default_group = default_group  # type: ignore[attr-defined]
+    DTensor.from_local = staticmethod(asking(DTensor.from_local))  # type: ignore[method-assign]
+    if hasattr(_dtensor_api, "_dtensor_init_helper"):
+        _dtensor_api._dtensor_init_helper = asking(_dtensor_api._dtensor_init_helper)
 
 
 def root_mesh(mesh: Any) -> Any:
@@ -670,7 +709,8 @@ def group_timeout(group: Any = None) -> float:
     """How many seconds a collective of a process group may take; of the default one, if none is given."""
     device = torch.device("cuda" if "nccl" in dist.get_backend_config(group) else "cpu")
     try:
-        return (group or dist.group.WORLD)._get_backend(device).options._timeout.total_seconds()
+        found: Any = group or dist.group.WORLD
+        return found._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):  # a backend without options
         return _c10d.default_pg_timeout.total_seconds()
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from . import _torch, context, ranks
+from . import _torch, context, ranks, torch_habits
 from .errors import MeshError, described, meant, mesh_text, report, short
 from .spec import axes_of
 
@@ -19,6 +19,8 @@ axes = axes_of
 
 class SimulatedMesh(DeviceMesh):
     """A mesh whose ranks are all played by this process; equal to a real mesh never, to its like always."""
+
+    simulates = True
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, SimulatedMesh) and self._key == other._key)
@@ -39,6 +41,18 @@ class SimulatedMesh(DeviceMesh):
     def __getitem__(self, names: Any) -> Any:
         raise MeshError(report("mesh[...]", "a simulated mesh has no meshes within it", [f"asked for {names!r} of {self!r}"],
                                "the whole mesh, and a spec that names some of its axes"))  # fmt: skip
+
+    def get_group(self, mesh_dim: Any = None) -> Any:
+        torch_habits.refuse(self)
+
+    def get_all_groups(self) -> Any:
+        torch_habits.refuse(self, "get_group")
+
+    def get_rank(self) -> Any:
+        torch_habits.refuse(self)
+
+    def get_local_rank(self, mesh_dim: Any = None) -> Any:
+        torch_habits.refuse(self)
 
     def __deepcopy__(self, memo: Any) -> SimulatedMesh:
         return self
