@@ -967,3 +967,25 @@ def _raw_dtensors():
 
 def test_a_dtensor_of_torch_has_a_plan_for_each_placement(gloo):
     assert gloo(2, _raw_dtensors) == [(0, 3)] * 2
+
+
+def test_a_view_behind_sums_of_transposed_blocks():
+    """They travel together, and each comes back contiguous, as from a process group."""
+
+    def f(w, x):
+        o = (x @ w).transpose(1, 2)
+        return (o * torch.tanh(1.702 * o)).sum()
+
+    w, x = torch.arange(24.0).view(4, 6).sin(), torch.arange(24.0).view(2, 3, 4).cos()
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("a",))
+        found = vfn.jit(vfn.grad(f))(vfn.shard(w, mesh, P("a")), vfn.shard(x, mesh, P(None, None, "a")))
+        torch.testing.assert_close(vfn.unshard(found), vfn.grad(f)(w, x))
+
+
+def test_a_view_of_what_was_made_beside_an_expanded_value():
+    def f(a, b, x):
+        return (a.expand(2, 6, 3) * b.expand(2, 6, 3) + x).view(2, 18)
+
+    given = [torch.rand(3), torch.rand(3), torch.rand(2, 3, 6).transpose(1, 2)]
+    assert torch.equal(vfn.jit(f)(*given), f(*given))

@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from sampled_plans import Program, fault, fault_on_a_mesh
+from sampled_plans import Program, fault, fault_on_a_mesh, faults_on_ranks
 
 import vescale_fn as vfn
 from vescale_fn.errors import DonationError
@@ -24,6 +24,12 @@ def test_sampled_functions_on_meshes():
     for i in range(14):
         program = Program(f"8:{i}")
         assert fault_on_a_mesh(program) is None, program.source
+
+
+@pytest.mark.parametrize(("processes", "cases"), [(3, 12), (6, 6)])
+def test_sampled_functions_on_real_ranks(gloo, processes, cases):
+    """Shards are uneven or empty: ranks must make one plan of blocks of several sizes."""
+    assert gloo(processes, faults_on_ranks, processes, [f"9:{i}" for i in range(cases)]) == [{}] * processes
 
 
 def test_a_call_that_stays_comes_behind_what_it_needs():
