@@ -574,6 +574,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")  # torch's own, just before
 @pytest.mark.parametrize(("name", "program", "error", "text"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_refused(name, program, error, text):
     with vfn.simulate(2):

@@ -117,17 +117,21 @@ def test_the_reentrant_kind():
 
 
 def test_torch_is_left_as_it_was():
-    before = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    inner, name = torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
+    name = (
+        f"{name}_impl" if hasattr(inner, f"{name}_impl") else name
+    )  # which is what checkpoint calls from torch 2.14 on
+    before = getattr(inner, name)
     with vfn.simulate(2):
         seen = []
 
         def body(x):
-            seen.append(torch.utils.checkpoint._checkpoint_without_reentrant_generator)
+            seen.append(getattr(inner, name))
             return x
 
         vfn.shard_map(body, mesh=vfn.make_mesh((2,), ("j",)), in_specs=P("j"), out_specs=P("j"))(torch.ones(2))
     assert seen[0] is not before
-    assert torch.utils.checkpoint._checkpoint_without_reentrant_generator is before
+    assert getattr(inner, name) is before
 
 
 # --- what no mode sees: a pybind extension, say -----------------------------------------------------------------------

@@ -10,6 +10,7 @@ import operator
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -43,6 +44,19 @@ except ImportError:
     OpSchema: Any = None  # then DTensor is never asked how it would run an op
 
 __all__ = ["DTensorSpec", "FakeTensor", "TensorMeta"]
+
+TESTED = (2, 11), (2, 15)  # the first and the last release of torch that the tests have been run with
+
+
+def warn_of_untested(version: str) -> None:
+    """Warn where no test has seen this release of torch."""
+    if not TESTED[0] <= tuple(map(int, version.split(".")[:2])) <= TESTED[1]:
+        first, last = (".".join(map(str, release)) for release in TESTED)
+        warnings.warn(f"vescale_fn is tested with torch {first} to {last}, not with {version}: what it cannot rely on there "
+                      "raises, but run its fast tests before you trust it (CONTRIBUTING.md)", stacklevel=2)  # fmt: skip
+
+
+warn_of_untested(torch.__version__)
 
 strided_shard_type = _placement_types._StridedShard
 OpOverload = torch._ops.OpOverload
@@ -295,21 +309,38 @@ def is_lazy(x: torch.Tensor) -> bool:
 no_torch_function = torch._C.DisableTorchFunction
 no_transforms = torch._C._DisableFuncTorch  # inside, transforms do not see what is done to plain tensors
 
-_Level: Any = torch.autograd.function._SingleLevelFunction
-_apply_under_functorch: Any = torch.autograd.function.custom_function_call  # type: ignore[attr-defined]
+_functions: Any = torch.autograd.function
+_Level: Any = _functions._SingleLevelFunction
+_apply_under_functorch: Any = _functions.custom_function_call
+_ours: set[type] = set()  # Functions that `apply` below has applied: nobody needs to be asked about them
 
 
-def intercept_function_apply(handler: Any) -> None:
+def intercept_function_apply(handler: Any, concerned: Any = None) -> None:
     """Send every application of an `autograd.Function` to ``handler(cls, apply, args, kwargs)``; None ends that.
 
     `Function.apply` is left alone, since programs keep it under names of their own (``relu = Relu.apply``). It ends in one
-    of these two: without a functorch transform, and with one.
+    of these two: without a functorch transform, and with one. Where `apply` is written in C (from torch 2.14 on), only
+    those threads are asked for which ``concerned()`` holds when a Function is applied.
     """
     if handler is None:
-        del _Level.apply
-        torch.autograd.function.custom_function_call = _apply_under_functorch  # type: ignore[attr-defined]
+        _functions.custom_function_call = _apply_under_functorch
     else:
-        _Level.apply, torch.autograd.function.custom_function_call = _appliers(handler)  # type: ignore[attr-defined]
+        if handler is not _seen_by_probe and not _functions_are_seen():
+            raise _unseen("autograd.Functions are applied")
+        applied, _functions.custom_function_call = _appliers(handler)
+    if isinstance(vars(torch.autograd.Function)["apply"], classmethod):  # written in Python
+        if handler is None:
+            del _Level.apply
+        else:
+            _Level.apply = applied
+    elif handler is None:
+        _end_detour()  # begun where an interrupt came
+        _functions._bind_default_args, _functions._call_custom_function_call = _bind, _call_under_functorch
+        if "setup_context" in vars(_functions.FunctionMeta):
+            del _functions.FunctionMeta.setup_context
+    else:
+        asked, _functions._bind_default_args, _functions._call_custom_function_call = _detour(handler, concerned)
+        _functions.FunctionMeta.setup_context = asked
 
 
 @functools.lru_cache(maxsize=1)
@@ -324,6 +355,92 @@ def _appliers(handler: Any) -> tuple[Any, Any]:
     return classmethod(apply), under_functorch
 
 
+def _unseen(what: str) -> TransformError:
+    problem = f"in torch {torch.__version__} {what} in a way that a shard_map body cannot see: gradients would be wrong"
+    return TransformError(report("shard_map", problem, fix="one of the releases that are tested, torch 2.11 to 2.15"))
+
+
+_probed: list[type] = []
+
+
+def _seen_by_probe(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+    _probed.append(cls)
+    return apply(*args, **kwargs)
+
+
+@functools.cache
+def _functions_are_seen() -> bool:
+    """Whether this torch can be intercepted so: tried once, on an `apply` that was kept under a name."""
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x + 1
+
+    apply = Probe.apply
+    intercept_function_apply(_seen_by_probe, lambda: True)
+    try:
+        with unrecorded():
+            answer = apply(torch.zeros(()))
+    finally:
+        intercept_function_apply(None)
+    return _probed == [Probe] and answer.item() == 1 and not _functorch_active()
+
+
+_bind: Any = getattr(_functions, "_bind_default_args", None)
+_call_under_functorch: Any = getattr(_functions, "_call_custom_function_call", None)
+_detouring = threading.local()  # .level: whether a functorch level is open that only leads to the handler
+
+
+@functools.lru_cache(maxsize=1)
+def _detour(handler: Any, concerned: Any) -> tuple[Any, Any, Any]:
+    """What an `apply` written in C calls: it can neither be replaced nor does it tell a mode.
+
+    It asks the class for its `setup_context`, has a function of Python bind the arguments to it, and then, if a functorch
+    transform is active, hands everything over to another. So that question opens a level of functorch, nothing is bound
+    yet, and the last function closes the level again. The handler applies a subclass in the place of the class, for which
+    the question opens nothing.
+    """
+
+    def for_the_stand_in() -> None: ...
+
+    def asked(cls: Any) -> Any:
+        if (not _functorch_active() and cls not in _ours and "_applied_for" not in vars(cls)
+                and issubclass(cls, torch.autograd.Function) and concerned()):  # fmt: skip
+            _detouring.level = True
+            _functorch._grad_increment_nesting()
+            return for_the_stand_in
+        owner = next(c for c in cls.__mro__ if "setup_context" in vars(c))
+        return vars(owner)["setup_context"].__get__(None, cls)
+
+    def bound(forward: Any, args: Any, kwargs: Any = None) -> tuple[Any, Any]:
+        return (args, kwargs or {}) if getattr(_detouring, "level", False) else _bind(forward, args, kwargs)
+
+    def called(cls: Any, args: Any, kwargs: Any) -> Any:
+        if not _end_detour():
+            return _call_under_functorch(cls, args, kwargs)
+        return handler(cls, _stand_in(cls).apply, args, kwargs or {})
+
+    return property(asked), bound, called
+
+
+def _end_detour() -> bool:
+    """Close the level of functorch that leads to the handler; whether there was one."""
+    if not getattr(_detouring, "level", False):
+        return False
+    _detouring.level = False
+    _functorch._grad_decrement_nesting()
+    return True
+
+
+def _stand_in(cls: Any) -> Any:
+    """A subclass that is applied in the place of `cls`, made once."""
+    if "_stand_in" not in vars(cls):
+        names = {"_applied_for": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        cls._stand_in = type(cls)(cls.__name__, (cls,), names)
+    return cls._stand_in
+
+
 _reverse: dict[str, Any] = {name: made for name in ("grad_and_value_impl", "_vjp_with_argnums")
                             if (made := getattr(_eager_transforms, name, None)) is not None}  # fmt: skip
 
@@ -333,6 +450,8 @@ def intercept_reverse_mode(handler: Any) -> None:
 
     It is called where the transform's own level has not begun yet: what is done to `x` is not a part of the function.
     """
+    if len(_reverse) < 2 and handler is not None:
+        raise _unseen("torch.func takes gradients")
     if handler is None:
         for name, plain in _reverse.items():
             setattr(_eager_transforms, name, plain)
@@ -381,7 +500,12 @@ def in_backward_pass() -> bool:
     return _graph_task() != -1
 
 
-_plain_checkpoint: Any = getattr(_checkpoint, "_checkpoint_without_reentrant_generator", None)
+_CHECKPOINTS = (
+    "_checkpoint_without_reentrant_generator_impl",
+    "_checkpoint_without_reentrant_generator",
+)  # from 2.14; before
+_checkpoint_name = next((name for name in _CHECKPOINTS if hasattr(_checkpoint, name)), None)
+_plain_checkpoint: Any = _checkpoint_name and getattr(_checkpoint, _checkpoint_name)
 _checkpoint_settings = 0 if _plain_checkpoint is None else sum(
     p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(_plain_checkpoint).parameters.values())  # fmt: skip
 checkpoint_function = _checkpoint.CheckpointFunction  # what ``use_reentrant=True`` applies
@@ -391,26 +515,34 @@ checkpoint_saver = getattr(_checkpoint, "_NoopSaveInputs", None)  # the other ki
 def intercept_checkpoint(handler: Any) -> None:
     """Have `torch.utils.checkpoint` compute again by the function, and in the context, of ``handler(fn, args, kwargs)``,
     which is asked at the call; None ends that."""
-    if _plain_checkpoint is None:
-        return
-    found = _plain_checkpoint if handler is None else _checkpointer(handler)
-    _checkpoint._checkpoint_without_reentrant_generator = found  # type: ignore[attr-defined]
+    if _checkpoint_name is None and handler is not None:
+        raise _unseen("torch.utils.checkpoint computes again")
+    if _checkpoint_name is not None:
+        setattr(_checkpoint, _checkpoint_name, _plain_checkpoint if handler is None else _checkpointer(handler))
 
 
 @functools.lru_cache(maxsize=1)
 def _checkpointer(handler: Any) -> Any:
-    def generator(fn: Any, preserve: Any, context_fn: Any, *rest: Any, **kwargs: Any) -> Any:
+    def again(fn: Any, context_fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if is_traced() or getattr(context_fn, "enters_body", False):
-            return _plain_checkpoint(fn, preserve, context_fn, *rest, **kwargs)
-        fn, ours = handler(fn, rest[_checkpoint_settings - 3 :], kwargs)
+            return fn, context_fn
+        fn, ours = handler(fn, args, kwargs)
 
         def contexts() -> tuple[Any, Any]:
             first, second = context_fn()
             return first, _Both(ours, second)
 
-        return _plain_checkpoint(fn, preserve, contexts, *rest, **kwargs)
+        return fn, contexts
 
-    return generator
+    def generator(fn: Any, args: Any, kwargs: Any, *, context_fn: Any, **settings: Any) -> Any:
+        fn, context_fn = again(fn, context_fn, args, kwargs)
+        return _plain_checkpoint(fn, args, kwargs, context_fn=context_fn, **settings)
+
+    def generator_of_positions(fn: Any, preserve: Any, context_fn: Any, *rest: Any, **kwargs: Any) -> Any:
+        fn, context_fn = again(fn, context_fn, rest[_checkpoint_settings - 3 :], kwargs)
+        return _plain_checkpoint(fn, preserve, context_fn, *rest, **kwargs)
+
+    return generator if _checkpoint_name == _CHECKPOINTS[0] else generator_of_positions
 
 
 def is_about_hooks(error: RuntimeError) -> bool:
@@ -520,6 +652,14 @@ def as_one_step(function: Any, args: Sequence[Any], kwargs: dict[str, Any], run:
     return _proxy_tensor.track_tensor_tree(out, step, constant=None, tracer=tracer)
 
 
+@functools.cache
+def load_forward_rules() -> None:
+    """Import what torch imports at its first dual number, without the warning that it uses its own deprecated `torch.jit`."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".torch.jit.script. is")
+        _forward_ad._maybe_load_decompositions()
+
+
 def forward_ad_active() -> bool:
     """Whether dual numbers (`torch.autograd.forward_ad`) are in use."""
     return _forward_ad._current_level >= 0
@@ -529,6 +669,7 @@ def apply(function: Any, *args: Any) -> Any:
     """`function.apply(*args)`, by the short way (a sixth of the time) when no functorch transform is active."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
+    _ours.add(function)
     return super(_Level, function).apply(*args)
 
 

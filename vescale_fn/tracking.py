@@ -61,7 +61,7 @@ class running:
             with _lock:
                 _intercepting += 1
                 if _intercepting == 1:
-                    _torch.intercept_function_apply(_function_apply)
+                    _torch.intercept_function_apply(_function_apply, _watched)
                     _torch.intercept_reverse_mode(_differentiated_by)
                     watch_checkpoints(1)
                     _torch.run_compiled_as_written(True)
@@ -115,13 +115,17 @@ def _differentiated_by(x: Tensor) -> Tensor:
         return x
 
 
+def _watched() -> bool:
+    """Whether the mode of a body sees what this thread calls."""
+    run = _active.run
+    return run is not None and run._mode is not None and _torch.function_mode_on()
+
+
 def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
     """A user's `autograd.Function` in a body: no mode sees that it is applied."""
-    run = _active.run
-    mode = run._mode if run is not None else None
-    ours = cls.__module__ == linear.__name__ or cls is _torch.checkpoint_saver
-    if mode is None or ours or not _torch.function_mode_on():
+    if cls.__module__ == linear.__name__ or cls is _torch.checkpoint_saver or not _watched():
         return apply(*args, **kwargs)
+    mode: Any = _active.run._mode  # type: ignore[union-attr]
     if cls is _torch.checkpoint_function:
         function, _, *given = args
         if not any(_torch.needs_gradient(x) for x in classify.tensors(given)):

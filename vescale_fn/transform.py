@@ -49,6 +49,7 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) 
         raise TransformError(report("jvp", what, fix="give tuples, one tangent for each argument of the function"))
     split = Split("jvp", f, tuple(primals), range(len(primals)))
     flat = Flat(f, split)
+    _torch.load_forward_rules()
     outs, slopes = torch.func.jvp(flat, tuple(split.primals), _directions(split, tangents))[:2]
     return flat.rebuilt(outs), flat.rebuilt(slopes)
 

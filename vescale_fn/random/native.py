@@ -50,16 +50,14 @@ class _Draw(ctypes.Structure):
 
 def load(folder: Path = Path(__file__).parent) -> Any:
     """The library, with the types of its functions; None where it was not built or cannot be loaded."""
-    for path in sorted(folder.glob("_native*.so")):
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError:  # built for another machine
-            continue
-        library.vfn_draw.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Draw)]
-        library.vfn_small.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
-        library.vfn_draw.restype = library.vfn_small.restype = None
-        return library
-    return None
+    try:
+        library = ctypes.CDLL(str(folder / "_native.so"))
+    except OSError:  # not there, or built for another machine
+        return None
+    library.vfn_draw.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Draw)]
+    library.vfn_small.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
+    library.vfn_draw.restype = library.vfn_small.restype = None
+    return library
 
 
 library = load()
