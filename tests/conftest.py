@@ -12,9 +12,31 @@ torch.set_num_threads(1)
 
 _pool: list[Pool] = []
 
+# Each mechanism once, on simulated and on real ranks, in under two minutes on two cores: `pytest -m fast`.
+FAST = """
+array checkpoint collectives debug errors goldens_collectives import_order init linearize matrix messages modules
+nested_transforms optim partial_manual placement plan_collectives plan_local random random_mesh remat_in_bodies reshard
+shard_map spec strict third_party transform writes
+""".split()
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist, without which the tests run too
+def pytest_xdist_auto_num_workers(config):
+    """``-n auto``: a worker for each core, at most eight."""
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Workers take tests from each other at the end, unless the command line says otherwise."""
+    if getattr(config.option, "dist", None) == "no" and getattr(config.option, "numprocesses", None):
+        config.option.dist = "worksteal"
+
 
 def pytest_collection_modifyitems(items):
     for item in items:
+        if item.path.stem.removeprefix("test_") in FAST:
+            item.add_marker("fast")
         if "gloo" in getattr(item, "fixturenames", ()):
             item.add_marker("gloo")
         if item.get_closest_marker("gpu") and torch.cuda.device_count() == 0:

@@ -8,8 +8,8 @@ from torch import func
 from torch.utils.checkpoint import checkpoint
 
 import vescale_fn as vfn
-from vescale_fn import P
-from vescale_fn.errors import CollectiveError
+from vescale_fn import P, _torch
+from vescale_fn.errors import CollectiveError, TransformError
 
 # --- ways in which y = x**3 * w, of a block x[rows, 3] and a weight w[3], comes with a derivative of its own ---------------
 
@@ -270,3 +270,33 @@ def test_ranks_cannot_talk_where_others_compute_again(check):
         "  Instead: for what is to be computed again, vfn.remat(f) or torch.utils.checkpoint(f, ..., use_reentrant=False); "
         "else call it in the forward pass, and keep the result with ctx.save_for_backward"
     )
+
+
+# --- a torch that cannot be watched -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "missing", "what"), [
+    ("_functions_are_seen", lambda: False, "autograd.Functions are applied"),
+    ("_reverse", {}, "torch.func takes gradients"),
+    ("_checkpoint_name", None, "torch.utils.checkpoint computes again"),
+])  # fmt: skip
+def test_a_torch_in_which_a_body_would_miss_something_is_refused(name, missing, what, monkeypatch):
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("i",))
+        f = vfn.shard_map(lambda x: x * 2, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+        monkeypatch.setattr(_torch, name, missing)
+        with pytest.raises(TransformError) as error:
+            f(torch.ones(2))
+        assert str(error.value) == (
+            f"shard_map: a body cannot see how, in torch {torch.__version__}, {what}: gradients would be wrong\n"
+            "  Instead: a release of torch that is tested, 2.11 to 2.15"
+        )
+        monkeypatch.undo()
+        assert vfn.unshard(f(torch.ones(2))).tolist() == [2, 2]  # nothing is left switched on
+
+
+def test_a_torch_that_no_test_has_seen_is_warned_of():
+    for version in ("2.11.0", "2.15.1+cu130"):
+        _torch.warn_of_untested(version)
+    with pytest.warns(UserWarning, match=r"vescale_fn is tested with torch 2.11 to 2.15, not with 2.16.0a0\+git1"):
+        _torch.warn_of_untested("2.16.0a0+git1")

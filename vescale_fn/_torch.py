@@ -325,8 +325,6 @@ def intercept_function_apply(handler: Any, concerned: Any = None) -> None:
     if handler is None:
         _functions.custom_function_call = _apply_under_functorch
     else:
-        if handler is not _seen_by_probe and not _functions_are_seen():
-            raise _unseen("autograd.Functions are applied")
         applied, _functions.custom_function_call = _appliers(handler)
     if isinstance(vars(torch.autograd.Function)["apply"], classmethod):  # written in Python
         if handler is None:
@@ -355,9 +353,12 @@ def _appliers(handler: Any) -> tuple[Any, Any]:
     return classmethod(apply), under_functorch
 
 
-def _unseen(what: str) -> TransformError:
-    problem = f"in torch {torch.__version__} {what} in a way that a shard_map body cannot see: gradients would be wrong"
-    return TransformError(report("shard_map", problem, fix="one of the releases that are tested, torch 2.11 to 2.15"))
+def unseen() -> list[str]:
+    """What this torch does in a way that nothing below intercepts: a gradient could be silently wrong."""
+    missing = {"autograd.Functions are applied": not _functions_are_seen(),
+               "torch.func takes gradients": len(_reverse) < 2,
+               "torch.utils.checkpoint computes again": _checkpoint_name is None}  # fmt: skip
+    return [what for what, is_missing in missing.items() if is_missing]
 
 
 _probed: list[type] = []
@@ -450,8 +451,6 @@ def intercept_reverse_mode(handler: Any) -> None:
 
     It is called where the transform's own level has not begun yet: what is done to `x` is not a part of the function.
     """
-    if len(_reverse) < 2 and handler is not None:
-        raise _unseen("torch.func takes gradients")
     if handler is None:
         for name, plain in _reverse.items():
             setattr(_eager_transforms, name, plain)
@@ -515,8 +514,6 @@ checkpoint_saver = getattr(_checkpoint, "_NoopSaveInputs", None)  # the other ki
 def intercept_checkpoint(handler: Any) -> None:
     """Have `torch.utils.checkpoint` compute again by the function, and in the context, of ``handler(fn, args, kwargs)``,
     which is asked at the call; None ends that."""
-    if _checkpoint_name is None and handler is not None:
-        raise _unseen("torch.utils.checkpoint computes again")
     if _checkpoint_name is not None:
         setattr(_checkpoint, _checkpoint_name, _plain_checkpoint if handler is None else _checkpointer(handler))
 

@@ -50,6 +50,11 @@ class running:
 
     def __enter__(self) -> running:
         global _intercepting
+        if self.intercepted and (unseen := _torch.unseen()):
+            problem = (
+                f"a body cannot see how, in torch {torch.__version__}, {' and '.join(unseen)}: gradients would be wrong"
+            )
+            raise TransformError(report("shard_map", problem, fix="a release of torch that is tested, 2.11 to 2.15"))
         body = self.body
         mode = Checked if body.check else Unchecked
         self._mode = mode(body, self.adopt, self.writes) if self.intercepted else None
