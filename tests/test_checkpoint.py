@@ -134,14 +134,14 @@ def test_each_byte_is_stored_once(tmp_path):
     mesh = on("2x3")
     tree = {str(i): vfn.shard(WHOLE, mesh, spec) for i, (name, spec) in enumerate(LAYOUTS) if name == "2x3"}
     vfn.save(tmp_path / "c", tree)
-    metadata, manifest = stored.read(tmp_path / "c", "test")
+    contents = stored.read(tmp_path / "c", "test")
     for name in tree:
-        chunks = metadata.state_dict_metadata[name].chunks
         owners = torch.zeros(7, 9)
-        for chunk in chunks:
+        for chunk in contents.leaves[name].chunks:
             owners[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes))] += 1
         assert (owners == 1).all()
-    assert len(manifest.sums) == len(metadata.storage_data) == sum(
+    metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    assert sum(len(one.chunks) for one in contents.leaves.values()) == len(metadata.storage_data) == sum(
         len(entry.chunks) for entry in metadata.state_dict_metadata.values())  # fmt: skip
 
 

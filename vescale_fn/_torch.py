@@ -841,6 +841,7 @@ def default_store() -> Any:
 
 
 stored_at = _filesystem._StorageInfo  # where in which file torch.distributed.checkpoint finds something
+rebuild_tensor = torch._utils._rebuild_tensor_v2  # which torch.save names for a tensor
 
 
 def group_timeout(group: Any = None) -> float:

@@ -12,6 +12,7 @@ from .. import _torch, context, tree
 from ..errors import CheckpointError, SpecError, report
 from . import folders, plain_files, replacing, targets, together
 from .background import finish_last
+from .leaves import uncollected
 from .names import filled, named, rebuilt
 from .sources import Folder, Source
 from .targets import Target
@@ -96,10 +97,11 @@ def _attempt(crew: together.Crew, path: Any, like: Any, mesh: Any, spec: Any, pa
             return False
         return True
 
-    if not together.step(crew, "load", prepare, lambda stamps: [len(set(stamps)) == 1] * crew.size):
-        return None
-    if not together.step(crew, "load", fill, lambda filled: [all(filled)] * crew.size):
-        return None
+    with uncollected():
+        if not together.step(crew, "load", prepare, lambda stamps: [len(set(stamps)) == 1] * crew.size):
+            return None
+        if not together.step(crew, "load", fill, lambda filled: [all(filled)] * crew.size):
+            return None
     return prepared[0][2], *read[0]
 
 

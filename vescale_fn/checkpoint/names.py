@@ -65,6 +65,24 @@ def outline(tree_: Any, names: Iterator[str]) -> Any:
     return {"dict": [[key if type(key) in (str, int, float, bool) else str(key), x] for key, x in zip(keys, inner)]}
 
 
+def outlined(shape: Any) -> list[str]:
+    """The names in an outline, in order; any exception where it is none."""
+    names, todo = list[str](), [shape]
+    while todo:
+        shape = todo.pop()
+        if isinstance(shape, str):
+            names.append(shape)
+            continue
+        ((kind, inner),) = shape.items()
+        if kind == "dict" and len({key for key, _ in inner}) == len(inner):
+            todo += [x for _, x in inner]
+        elif kind in ("list", "tuple") and isinstance(inner, list):
+            todo += inner
+        else:
+            raise ValueError(f"{kind} is no container")
+    return names
+
+
 def filled(shape: Any, leaf: Callable[[str], Any]) -> Any:
     """The tree of this outline, of ``leaf(name)`` for each name."""
     if isinstance(shape, str):

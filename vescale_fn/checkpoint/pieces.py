@@ -51,12 +51,17 @@ def _whole(x: torch.Tensor) -> Piece:
     return Piece((0,) * x.ndim, tuple(x.shape), x)
 
 
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether a tensor is no array; the types that nearly all plain ones have are asked for first."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter) or not is_array(x)
+
+
 def held(x: torch.Tensor) -> list[Piece]:
     """The pieces that this process holds of a plain tensor, or of an array that nothing is left to add for; each once.
 
     Of a value without elements it holds the whole, on every rank.
     """
-    if not is_array(x):
+    if is_plain(x):
         return [_whole(x)]
     assert isinstance(x, Array)
     if x.numel() == 0:

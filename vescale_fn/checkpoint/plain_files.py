@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, report
+from . import streams
 from .folders import Mark, failing
 from .names import named
 from .pieces import Piece
+from .sound import leads_out
 from .sources import Entry, Source
 
 INDEX = "model.safetensors.index.json"  # the name that Hugging Face's libraries look for
@@ -35,7 +37,7 @@ def opened(path: Path, where: str) -> Source | None:
     if path.is_dir():
         if (path / INDEX).is_file():
             return _Safetensors(path, where, *_indexed(path / INDEX, where))
-        files = sorted(each.name for each in path.glob("*.safetensors"))
+        files = sorted(each.name for each in path.glob("*.safetensors") if not each.name.startswith("."))
         return _Safetensors(path, where, files, None) if files else None
     if not path.is_file():
         return None
@@ -51,10 +53,13 @@ def _indexed(path: Path, where: str) -> tuple[list[str], dict[str, str]]:
         text = path.read_bytes()
     try:
         files = json.loads(text)["weight_map"]
-        return sorted(set(files.values())), files
-    except (ValueError, KeyError, TypeError, AttributeError):
+        names = sorted(set(files.values()))
+        if not all(isinstance(name, str) for name in (*files, *names)):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         what = f"{path} is damaged, or no index of safetensors: it has no weight_map"
         raise CheckpointError(report(where, what)) from None
+    return names, files
 
 
 class _TorchFile:
@@ -89,12 +94,42 @@ class _TorchFile:
 
 
 def _torch_file(path: Path) -> Any:
+    """What is in such a file; any exception where it is none, or would take far more memory than it is long."""
+    size = path.stat().st_size
+    most = streams.check_zip(path, size)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        tree = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError as error:
         if "mmap" not in str(error):
             raise
-        return torch.load(path, map_location="cpu", weights_only=True)  # of the days before zip files
+        tree = torch.load(path, map_location="cpu", weights_only=True)  # of the days before zip files
+    _check_extent(tree, size, most)
+    return tree
+
+
+_EXPANDED = 2**30  # bytes: as large a tensor may become that is stored as a view of fewer numbers
+
+
+def _check_extent(tree: Any, size: int, pickled: int) -> None:
+    """Raise a ValueError for a tree that is far larger than a file of this size, and a pickle of that, can say: where
+    containers hold themselves or are there many times, or tensors are views of a few numbers."""
+    todo, count, storages = [tree], 0, dict[int, int]()
+    while todo:
+        x = todo.pop()
+        count += 1
+        if count > 10 * pickled + 100:
+            raise ValueError("its containers hold themselves, or the same ones over and over")
+        if isinstance(x, torch.Tensor):
+            storage = x.untyped_storage()
+            storages[storage.data_ptr()] = max(storages.get(storage.data_ptr(), 0), storage.nbytes())
+            if x.nbytes > max(storage.nbytes(), _EXPANDED):
+                raise ValueError(f"a tensor of {x.nbytes} bytes is stored in {storage.nbytes()}")
+        elif isinstance(x, Mapping):
+            todo += x.values()
+        elif isinstance(x, (list, tuple)):
+            todo += x
+    if sum(storages.values()) > size:
+        raise ValueError(f"its tensors have {sum(storages.values())} bytes, and the file {size}")
 
 
 class _Safetensors:
@@ -107,17 +142,22 @@ class _Safetensors:
         self.path, self._folder, self._where = path or folder, folder, where
         self.mark = Mark(folder / (INDEX if index else files[0]) if path is None else path)
         self._files, self._values, entries = dict[str, str](), dict[str, Any](), dict[str, Entry]()
-        failures = [f"{name} is missing" for name in files if not (folder / name).is_file()]
+        failures = [outside for name in files if name != (path and path.name) and (outside := leads_out(folder, name))]
+        failures += [f"{name} is missing" for name in files if not failures and not (folder / name).is_file()]
         for name in files if not failures else ():
             with self._open(name) as file:
                 for leaf in list(file.keys()):
-                    if index is None or index.get(leaf) == name:
-                        at = file.get_slice(leaf)
-                        entries[leaf], self._files[leaf] = (
-                            Entry(None, tuple(at.get_shape()), _dtype(at.get_dtype())),
-                            name,
-                        )
-                self._values |= json.loads((file.metadata() or {}).get(VALUES, "{}"))
+                    if index is not None and index.get(leaf) != name:
+                        continue
+                    if leaf in self._files:
+                        failures.append(f"{leaf} is in {self._files[leaf]} and in {name}")
+                    at = file.get_slice(leaf)
+                    dtype, self._files[leaf] = _dtype(at.get_dtype()), name
+                    if dtype is None:
+                        failures.append(f"{leaf} has the dtype {at.get_dtype()}, which torch has not")
+                    entries[leaf] = Entry(None, tuple(at.get_shape()), dtype)
+                self._values |= _values(file.metadata() or {}, failures)
+        failures += [f"{leaf} is a tensor and a value" for leaf in self._values if leaf in self._files]
         failures += [f"{leaf} is not in {name}, where the index says it is"
                      for leaf, name in (index or {}).items() if not failures and leaf not in self._files]  # fmt: skip
         if failures:
@@ -160,9 +200,23 @@ def _slices(part: Piece) -> tuple[slice, ...]:
 _LETTERS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint", "C": "complex"}
 
 
-def _dtype(name: str) -> torch.dtype:
-    """The dtype that safetensors calls so: F32, BF16, BOOL, F8_E4M3."""
-    if name.startswith("F8_"):
-        return getattr(torch, f"float8_{name.removeprefix('F8_').lower().replace('e4m3', 'e4m3fn')}")
+def _dtype(name: str) -> torch.dtype | None:
+    """The dtype that safetensors calls so: F32, BF16, BOOL, F8_E4M3; None for one that torch has not."""
     word = name.rstrip("0123456789")
-    return torch.bool if name == "BOOL" else getattr(torch, f"{_LETTERS[word]}{name[len(word) :]}")
+    said = "bool" if name == "BOOL" else f"{_LETTERS.get(word)}{name[len(word) :]}"
+    if name.startswith("F8_"):
+        said = f"float8_{name.removeprefix('F8_').lower().replace('e4m3', 'e4m3fn')}"
+    found = getattr(torch, said, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _values(header: Mapping[str, str], failures: list[str]) -> dict[str, Any]:
+    """The leaves that are no tensors, out of the header of a file."""
+    try:
+        found = json.loads(header.get(VALUES, "{}"))
+        if isinstance(found, dict) and all(type(x) in (int, float, bool, str, type(None)) for x in found.values()):
+            return found
+    except (ValueError, RecursionError):
+        pass
+    failures.append(f"its header has {VALUES}, and in it no plain values")
+    return {}

@@ -1,35 +1,27 @@
 """save: a tree into a folder, each byte once, by all ranks at once, complete or not at all.
 
-Three steps: the ranks agree on what there is and on who writes what (torch's own planner shares it out); each writes its
-own file; the first one writes what the checkpoint says of itself and gives the folder its name.
+Three steps: the ranks agree on what there is and on who writes what; each writes its own file; the first one writes what
+the checkpoint says of itself and gives the folder its name.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import (
-    ChunkStorageMetadata,
-    DefaultSavePlanner,
-    Metadata,
-    SavePlan,
-    WriteItem,
-)
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
 from .. import context
-from ..array import is_array, mesh_of, moved_together, place, spec_of
+from ..array import mesh_of, moved_together, place, spec_of
 from ..errors import CheckpointError, report
 from ..spec import P
 from . import folders, pieces, replacing, stored, together, writing
 from .background import Saving, finish_last, start
 from .kinds import Leaf, fingerprint, leaves_of
+from .leaves import Chunk, Stored, uncollected
 from .names import named, outline
 
 
@@ -71,12 +63,32 @@ def save(path: str | os.PathLike[str], tree_: Any, *, background: bool = False) 
     job, mine, leaves = _planned(folders.as_path(path, "save"), tree_)
     try:
         if not background:
-            return job.write(together.all_ranks("save"), lambda: _items(mine, leaves))
+            with uncollected():
+                return job.write(together.all_ranks("save"), lambda: _items(mine, leaves))
         apart, copies = together.all_ranks("save", background=True), _copied(mine, leaves)
         return start(job.path, lambda: job.write(apart, copies))
     except BaseException:
         job.close()
         raise
+
+
+class _Part(NamedTuple):
+    """A box of a leaf, or a whole Python value."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    nbytes: int
+
+
+class _Share(NamedTuple):
+    """What one rank is to write, and where."""
+
+    folder: Path
+    parts: list[_Part]
+
+
+_Said = list[tuple[str, str, str]]  # of each leaf its name, its path, and what must be the same on all ranks
 
 
 @dataclass(frozen=True)
@@ -87,20 +99,22 @@ class _Job:
     folder: Path  # what `path` is called while it is being written
     writing: replacing.Writing | None  # on the first rank
     shape: Any  # the outline of the tree
-    kinds: dict[str, str]  # of each leaf
-    metadata: Metadata | None  # on the first rank
+    leaves: tuple[Stored, ...]  # still without pieces
+    keys: dict[str, tuple[str, ...]]  # their names in parts
 
     def write(self, crew: together.Crew, items: Callable[[], Sequence[writing.Item]]) -> None:
         """Write what `items` gives, and finish the checkpoint when all ranks have."""
 
         def complete(written: list[writing.Written]) -> list[None]:
-            assert self.metadata is not None
             assert self.writing is not None
-            self.metadata.storage_data = {index: at for each in written for index, at in each.places.items()}
-            sums = tuple(one for each in written for one in each.sums)
+            chunks: dict[str, list[Chunk]] = {}
+            for each in written:
+                for name, chunk in each.chunks:
+                    chunks.setdefault(name, []).append(chunk)
             files = {name: size for each in written for name, size in each.files.items()}
-            with folders.failing("save", self.path):
-                stored.write(self.folder, self.metadata, stored.Manifest(self.shape, self.kinds, files, sums))
+            leaves = [one._replace(chunks=tuple(sorted(chunks[one.name]))) for one in self.leaves]
+            with folders.failing("save", self.path), uncollected():
+                stored.write(self.folder, leaves, self.shape, files, self.keys)
             self.writing.finish()
             return [None] * crew.size
 
@@ -118,95 +132,97 @@ class _Job:
             self.writing.close()
 
 
-def _planned(path: Path, tree_: Any) -> tuple[_Job, tuple[WriteItem, ...], dict[str, Leaf]]:
+def _planned(path: Path, tree_: Any) -> tuple[_Job, Sequence[_Part], dict[str, Leaf]]:
     """The save, what this rank is to write, and of which leaves; on the disk there is an empty folder then."""
-    crew, metadata, found, shape = together.all_ranks("save"), list[Metadata](), dict[str, Leaf](), list[Any]()
+    crew, found, shape = together.all_ranks("save"), dict[str, Leaf](), list[Any]()
     begun = list[replacing.Writing]()
 
-    def propose() -> tuple[list[tuple[str, str, str]], SavePlan]:
+    def propose() -> tuple[_Said, list[_Part]]:
         if context.body() is not None:
             raise CheckpointError(report("save", "this is the body of a shard_map, which has one rank's blocks",
                                          fix="return the values, and save them outside"))  # fmt: skip
         every, _ = named(tree_, "save", "tree")
         shape.append(outline(tree_, iter([one.name for one in every])))
         found.update((leaf.name, leaf) for leaf in leaves_of(every, "save"))
-        items = [item for leaf in found.values() for item in _write_items(leaf)]
-        said = [(leaf.name, leaf.path, fingerprint(leaf)) for leaf in found.values()]
-        return [("", "path", path.name), *said], SavePlan(items)
+        said = [(leaf.name, leaf.path, fingerprint(leaf)) for leaf in found.values()] if crew.size > 1 else []
+        return [("", "path", path.name), *said], [part for leaf in found.values() for part in _parts(leaf)]
 
-    def share_out(proposals: list[tuple[list[tuple[str, str, str]], SavePlan]]) -> list[_Share]:
+    def share_out(proposals: list[tuple[_Said, list[_Part]]]) -> list[_Share]:
         _check_same([said for said, _ in proposals])
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        plans, made = planner.create_global_plan([plan for _, plan in proposals])
-        made.planner_data = {leaf.name: leaf.keys for leaf in found.values()}
-        metadata.append(made)
+        shares = _shared_out([parts for _, parts in proposals])
         begun.append(replacing.begin(path, "save"))
-        return [_Share(begun[0].folder, tuple(plan.items)) for plan in plans]
+        return [_Share(begun[0].folder, parts) for parts in shares]
 
     try:
-        mine = together.step(crew, "save", propose, share_out)
+        with uncollected():
+            mine = together.step(crew, "save", propose, share_out)
     except BaseException:
         for each in begun:
             each.close()
         raise
-    kinds = {leaf.name: leaf.kind for leaf in found.values()}
-    first = (begun[0], metadata[0]) if begun else (None, None)
-    return _Job(path, mine.folder, first[0], shape[0], kinds, first[1]), mine.items, found
+    leaves = tuple(
+        Stored(leaf.name, leaf.kind, leaf.stored.dtype, tuple(leaf.stored.shape), ())
+        if leaf.is_tensor
+        else Stored(leaf.name, leaf.kind, None, None, ())
+        for leaf in found.values()
+    )
+    keys = {leaf.name: leaf.keys for leaf in found.values()}
+    return _Job(path, mine.folder, begun[0] if begun else None, shape[0], leaves, keys), mine.parts, found
 
 
-class _Share(NamedTuple):
-    """What one rank is to write, and where."""
-
-    folder: Path
-    items: tuple[WriteItem, ...]
-
-
-def _write_items(leaf: Leaf) -> list[WriteItem]:
+def _parts(leaf: Leaf) -> Iterator[_Part]:
     """What this process could write of a leaf."""
     if not leaf.is_tensor:
-        return [WriteItem(MetadataIndex(leaf.name), WriteItemType.BYTE_IO)]
+        yield _Part(leaf.name, (), (), 0)
+        return
     x = leaf.stored
-    if is_array(x):
+    if not pieces.is_plain(x):
         x = place(x, mesh_of(x), spec_of(x), "save")  # of a raw DTensor an array
-    size, properties = torch.Size(x.shape), TensorProperties(dtype=x.dtype)
-    return [
-        WriteItem(
-            MetadataIndex(leaf.name, torch.Size(piece.offsets)),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)), properties, size
-            ),
-        )
-        for piece in pieces.held(x)
-    ]
+    for piece in pieces.held(x):
+        yield _Part(leaf.name, piece.offsets, piece.sizes, piece.tensor.nbytes)
 
 
-def _items(mine: Sequence[WriteItem], leaves: dict[str, Leaf]) -> list[writing.Item]:
+def _shared_out(proposals: Sequence[Sequence[_Part]]) -> list[list[_Part]]:
+    """What each rank writes: each part once, by that rank of those that hold it which has the least to write so far."""
+    holders: dict[_Part, list[int]] = {}
+    for rank, parts in enumerate(proposals):
+        for part in parts:
+            holders.setdefault(part, []).append(rank)
+    shares: list[list[_Part]] = [[] for _ in proposals]
+    loads = [0] * len(proposals)
+    for part, ranks in sorted(holders.items(), key=lambda each: len(each[1])):  # first those that leave no choice
+        rank = min(ranks, key=loads.__getitem__)
+        loads[rank] += part.nbytes
+        shares[rank].append(part)
+    return shares
+
+
+def _items(mine: Sequence[_Part], leaves: dict[str, Leaf]) -> list[writing.Item]:
     """What this rank writes, with its data. Adds up what is unreduced, which all ranks do together."""
     ready = _added_up(leaves)
     held: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
     out = []
-    for item in mine:
-        name, leaf = item.index.fqn, leaves[item.index.fqn]
-        if name not in held:
-            held[name] = {p.offsets: p.tensor for p in pieces.held(ready[name])} if leaf.is_tensor else {}
-        data = leaf.stored if item.index.offset is None else held[name][tuple(item.index.offset)]
-        out.append(writing.Item(item.index, leaf.path, data))
+    for name, offsets, sizes, _ in mine:
+        leaf = leaves[name]
+        if leaf.is_tensor and name not in held:
+            held[name] = {p.offsets: p.tensor for p in pieces.held(ready[name])}
+        data = held[name][offsets] if leaf.is_tensor else leaf.stored
+        out.append(writing.Item(name, leaf.path, offsets, sizes, data))
     return out
 
 
 def _added_up(leaves: dict[str, Leaf]) -> dict[str, Any]:
     """The tensors to store, with what is unreduced added up: one collective for all that lie alike."""
     ready = {name: leaf.stored for name, leaf in leaves.items() if leaf.is_tensor}
-    for name, x in ready.items():
-        if is_array(x):
-            ready[name] = place(x, mesh_of(x), spec_of(x), "save")
-    parts = [name for name, x in ready.items() if is_array(x) and spec_of(x).unreduced]
+    arrays = [name for name, x in ready.items() if not pieces.is_plain(x)]
+    for name in arrays:
+        ready[name] = place(ready[name], mesh_of(ready[name]), spec_of(ready[name]), "save")
+    parts = [name for name in arrays if spec_of(ready[name]).unreduced]
     whole = moved_together([ready[name] for name in parts], [P(*spec_of(ready[name])) for name in parts], "save")
     return ready | dict(zip(parts, whole, strict=True))
 
 
-def _copied(mine: Sequence[WriteItem], leaves: dict[str, Leaf]) -> Callable[[], Sequence[writing.Item]]:
+def _copied(mine: Sequence[_Part], leaves: dict[str, Leaf]) -> Callable[[], Sequence[writing.Item]]:
     """The same for later, copied now. Where that fails, on this rank alone perhaps, all hear of it together."""
     failure: Exception | None = None
     copies: list[writing.Item] = []
@@ -227,7 +243,7 @@ def _copy(x: Any) -> Any:
     return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) if isinstance(x, torch.Tensor) else x
 
 
-def _check_same(said: list[list[tuple[str, str, str]]]) -> None:
+def _check_same(said: list[_Said]) -> None:
     """Raise unless all ranks bring the same tree."""
     first, failures = {name: (path, what) for name, path, what in said[0]}, []
     for rank, theirs in enumerate(said[1:], 1):

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.distributed.checkpoint import BytesStorageMetadata, ChunkStorageMetadata, ReadItem
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ..errors import CheckpointError, report
+from ..errors import CheckpointError, dtype_text, report
 from . import stored
 from .folders import METADATA, Mark, failing
+from .leaves import Chunk, Stored
 from .pieces import Piece
 from .reading import Reader, loaded, tensor
 
@@ -46,92 +44,91 @@ class Source(Protocol):
 
 
 class Folder:
-    """A folder of torch.distributed.checkpoint. Whatever is read is compared with its checksum."""
+    """A folder of torch.distributed.checkpoint. Whatever is read is compared with its checksum, and with what it should be."""
 
     def __init__(self, path: Path, folder: Path, where: str) -> None:
         self.path, self._folder, self._where = path, folder, where
         self.mark = Mark(folder / METADATA)
-        self._metadata, self._manifest = stored.read(folder, where)
-        self.stamp = "" if self._manifest is None else self._manifest.stamp
-        self._reader = Reader()
-        kinds: Mapping[str, str] = {}
-        self.shape, self._sums = None, dict[tuple[str, int], tuple[int, int]]()
-        if self._manifest is not None:
-            self.shape, kinds = self._manifest.shape, self._manifest.kinds
-            self._sums = {(file, offset): (length, crc) for file, offset, length, crc, _ in self._manifest.sums}
-            self._check_files(self._manifest)
-        self.entries = {
-            name: Entry(kinds.get(name), None, None)
-            if isinstance(what, BytesStorageMetadata)
-            else Entry(kinds.get(name), tuple(what.size), what.properties.dtype)
-            for name, what in self._metadata.state_dict_metadata.items()
-        }
-
-    def _check_files(self, manifest: stored.Manifest) -> None:
-        """Raise for files that are missing or have another length, with the leaves that are in what is not there."""
-        failures = []
-        for name, size in manifest.files.items():
-            there = (self._folder / name).stat().st_size if (self._folder / name).exists() else None
-            if there != size:
-                lost = dict.fromkeys(leaf for file, offset, length, _, leaf in manifest.sums
-                                     if file == name and (there is None or offset + length > there))  # fmt: skip
-                what = "is missing" if there is None else f"has {there} bytes of {size}"
-                failures.append(f"{name} {what}: {_some(lost)}" if lost else f"{name} {what}")
-        if failures:
-            raise CheckpointError(report(self._where, f"{self.path} is damaged", failures, "another checkpoint"))
+        contents = stored.read(folder, where)
+        self.stamp, self.shape, self._leaves = contents.stamp, contents.shape, contents.leaves
+        self.entries = {name: Entry(one.kind, one.shape, one.dtype) for name, one in self._leaves.items()}
 
     def values(self, names: Sequence[str]) -> dict[str, Any]:
-        return {name: self._read(MetadataIndex(name), name) for name in names}
+        with Reader() as reader:
+            return {name: self._value(reader, self._leaves[name]) for name in names}
+
+    def _value(self, reader: Reader, leaf: Stored) -> Any:
+        value = self._read(reader, leaf, leaf.chunks[0])
+        if leaf.kind not in (None, type(value).__name__):
+            raise self._damaged(leaf, leaf.chunks[0], f"a {type(value).__name__} is stored, and no {leaf.kind}")
+        return value
 
     def fill(self, wanted: Mapping[str, Sequence[Piece]]) -> None:
-        todo: dict[MetadataIndex, list[tuple[ReadItem, torch.Tensor]]] = {}
+        todo = []
         for name, parts in wanted.items():
-            targets = {part.offsets: part.tensor for part in parts}
-            boxes = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in parts]
-            whole: Any = self._metadata.state_dict_metadata[name]
-            for item in create_read_items_for_chunk_list(name, whole, boxes):
-                target = targets[tuple(item.dest_index.offset or ())]
-                todo.setdefault(item.storage_index, []).append((item, target))
-        places = self._metadata.storage_data
-        known = {index: (places[index].relative_path, places[index].offset) for index in todo if index in places}
-        for index in sorted(todo, key=lambda index: known.get(index, ("", 0))):
-            whole = self._metadata.state_dict_metadata[index.fqn]
-            sizes = next(chunk.sizes for chunk in whole.chunks if chunk.offsets == index.offset)
-            data = self._read(index, index.fqn, whole.properties.dtype, sizes)
-            for item, target in todo[index]:
-                _part(target, item.dest_offsets, item.lengths).copy_(_part(data, item.storage_offsets, item.lengths))
+            leaf = self._leaves[name]
+            for chunk in leaf.chunks:
+                common = [each for part in parts if (each := _common(chunk, part)) is not None]
+                if common:
+                    todo.append((leaf, chunk, common))
+        todo.sort(key=lambda each: (each[1].file, each[1].offset))
+        with Reader() as reader:
+            for leaf, chunk, common in todo:
+                data = self._read(reader, leaf, chunk)
+                for target, there, here, sizes in common:
+                    _part(target, there, sizes).copy_(_part(data, here, sizes))
 
-    def _read(self, index: MetadataIndex, name: str, dtype: Any = None, sizes: Sequence[int] = ()) -> Any:
-        """A stored piece, or (without a dtype) a value; its checksum compared."""
+    def _read(self, reader: Reader, leaf: Stored, chunk: Chunk) -> Any:
+        """A stored piece, or a value."""
+        with failing(self._where, self.path, leaf.name):
+            data = reader.read(self._folder / chunk.file, chunk.offset, chunk.length)
+        if len(data) != chunk.length:
+            raise self._damaged(leaf, chunk, "the file ends within it")
+        if chunk.crc is not None and zlib.crc32(data) != chunk.crc:
+            raise self._damaged(leaf, chunk, "the checksum does not fit")
         try:
-            at = self._metadata.storage_data[index]
-        except KeyError:
-            raise self._damaged(name, "the metadata does not say where it is") from None
-        with failing(self._where, self.path, name):
-            data = self._reader.read(self._folder / at.relative_path, at.offset, at.length)
-        where = f"in {at.relative_path}, bytes {at.offset} to {at.offset + at.length}"
-        length, crc = self._sums.get((at.relative_path, at.offset), (at.length, None))
-        if len(data) != length:
-            raise self._damaged(name, f"{at.relative_path} ends within it")
-        if crc is not None and zlib.crc32(data) != crc:
-            raise self._damaged(name, f"{where}, the checksum does not fit")
-        try:
-            return loaded(data) if dtype is None or crc is None else tensor(data, dtype, sizes)
+            found = loaded(data) if leaf.dtype is None else tensor(data, leaf.dtype, chunk.sizes)
         except Exception as error:
-            raise self._damaged(name, f"{where}: {str(error).splitlines()[0]}") from error
+            raise self._damaged(leaf, chunk, (str(error) or type(error).__name__).splitlines()[0]) from error
+        if leaf.dtype is not None:
+            self._check(leaf, chunk, found)
+        return found
 
-    def _damaged(self, name: str, what: str) -> CheckpointError:
-        return CheckpointError(
-            report(self._where, f"{self.path} is damaged", [f"{name}: {what}"], "another checkpoint")
-        )
+    def _check(self, leaf: Stored, chunk: Chunk, x: Any) -> None:
+        assert leaf.dtype is not None
+        if not isinstance(x, torch.Tensor) or (x.dtype, tuple(x.shape)) != (leaf.dtype, chunk.sizes):
+            what = f"{dtype_text(x.dtype)}{list(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            wanted = f"{dtype_text(leaf.dtype)}{list(chunk.sizes)}"
+            raise self._damaged(leaf, chunk, f"{what} is stored, and no {wanted}")
+
+    def _damaged(self, leaf: Stored, chunk: Chunk, what: str) -> CheckpointError:
+        where = f"in {chunk.file}, bytes {chunk.offset} to {chunk.offset + chunk.length}"
+        failures = [f"{leaf.name}: {where}, {what}"]
+        return CheckpointError(report(self._where, f"{self.path} is damaged", failures, "another checkpoint"))
+
+
+_Common = tuple[torch.Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _common(chunk: Chunk, part: Piece) -> _Common | None:
+    """What a stored box and a wanted one have in common: the target, the offsets there and in the box, the sizes."""
+    if chunk.offsets == part.offsets and chunk.sizes == part.sizes:
+        zeros = (0,) * len(part.sizes)
+        return part.tensor, zeros, zeros, part.sizes
+    there, here, sizes = list[int](), list[int](), list[int]()
+    for a, m, b, n in zip(chunk.offsets, chunk.sizes, part.offsets, part.sizes, strict=True):
+        begin, size = max(a, b), min(a + m, b + n) - max(a, b)
+        if size <= 0:
+            return None
+        there.append(begin - b)
+        here.append(begin - a)
+        sizes.append(size)
+    return part.tensor, tuple(there), tuple(here), tuple(sizes)
 
 
 def _part(x: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    if tuple(x.shape) == sizes:
+        return x
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         x = x.narrow(dim, offset, size)
     return x
-
-
-def _some(names: Sequence[str] | Mapping[str, Any], most: int = 5) -> str:
-    listed = list(names)
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more leaves" if len(listed) > most else "")

@@ -1,59 +1,55 @@
-"""What a checkpoint's folder says of itself: torch's own metadata, and beside it a manifest with what that cannot say.
+"""What a checkpoint's folder says of itself: a manifest, and beside it torch's own metadata for other programs.
 
-`.metadata` is what any torch.distributed.checkpoint reads and writes. The manifest (`vescale_fn.json`) has the shape of
-the tree, the kind of each leaf, and checksums; a checkpoint that others have written has none.
+The manifest (`vescale_fn.json`) has three lines of JSON: its format and the checksums of the other two; which files there
+are; the shape of the tree, and each leaf with the pieces in which it is stored and their checksums.
+`.metadata` is what any torch.distributed.checkpoint reads and writes; it is read where there is no manifest. Whatever they
+say is compared with itself and with the files before memory is taken for a value.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pickle
 import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
-from enum import Enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ..errors import CheckpointError, report
+from . import torch_metadata
 from .folders import METADATA, failing
+from .leaves import Chunk, Stored
+from .names import outlined
+from .sound import problems
 
-MANIFEST, FORMAT = "vescale_fn.json", 1
-Sum = tuple[str, int, int, int, str]  # file, offset, length, CRC-32, leaf
+MANIFEST, FORMAT = "vescale_fn.json", 2
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What we add to torch's metadata."""
+class Contents:
+    """What there is in a checkpoint."""
 
-    shape: Any = None  # the outline of the tree
-    kinds: Mapping[str, str] = field(default_factory=dict)  # of each leaf
-    files: Mapping[str, int] = field(default_factory=dict)  # how many bytes each has
-    sums: tuple[Sum, ...] = ()
+    leaves: Mapping[str, Stored] = field(default_factory=dict)
+    shape: Any = None  # the outline of the tree; None where another program has written it
+    files: Mapping[str, int] | None = None  # how many bytes each has; None where that is not said
     stamp: str = ""  # differs from that of any other checkpoint, whose values would be others
 
 
-def write(folder: Path, metadata: Metadata, manifest: Manifest) -> None:
-    """Write both, to the disk."""
-    metadata.storage_meta = StorageMeta(save_id=MANIFEST)  # without which it is damaged
-    packed = pickle.dumps(metadata)
-    body = json.dumps({
-        "torch": torch.__version__,
-        "shape": manifest.shape,
-        "kinds": dict(manifest.kinds),
-        "files": dict(manifest.files),
-        "sums": manifest.sums,
-        "metadata": [len(packed), zlib.crc32(packed)],
-    })  # fmt: skip
-    text = json.dumps({"format": FORMAT, "crc32": zlib.crc32(body.encode()), "manifest": body})
-    for name, data in (METADATA, packed), (MANIFEST, text.encode()):
+def write(folder: Path, leaves: Sequence[Stored], shape: Any, files: Mapping[str, int],
+          keys: Mapping[str, tuple[str, ...]]) -> None:  # fmt: skip
+    """Write both, to the disk. `keys` are the names of the leaves in parts."""
+    packed = torch_metadata.packed(leaves, keys, MANIFEST)
+    there = {"torch": torch.__version__, "files": dict(files), "metadata": [len(packed), zlib.crc32(packed)]}
+    tree = {"shape": shape, "leaves": [
+        [one.name, one.kind, None if one.dtype is None else str(one.dtype)[6:], one.shape, one.chunks] for one in leaves
+    ]}  # fmt: skip
+    lines = [json.dumps(each).encode() for each in (there, tree)]
+    lines.insert(0, json.dumps({"format": FORMAT, "crc32": [zlib.crc32(line) for line in lines]}).encode())
+    for name, data in (METADATA, packed), (MANIFEST, b"\n".join(lines)):
         with open(folder / name, "wb") as file:
             file.write(data)
             file.flush()
@@ -71,73 +67,80 @@ def is_name_of_ours(name: str) -> bool:
 def files_of(folder: Path) -> frozenset[str] | None:
     """The files that belong to a checkpoint of ours; None for any other folder, and for a damaged manifest."""
     try:
-        manifest = _manifest(folder, "", (folder / METADATA).read_bytes())
+        packed = (folder / METADATA).read_bytes()
+        with open(folder / MANIFEST, "rb") as file:
+            files, _ = _files(folder, "", file.readline(), file.readline().rstrip(b"\n"), packed)
+        return frozenset(name for name in (*files, METADATA, MANIFEST) if is_name_of_ours(name))
     except (OSError, CheckpointError):
         return None
-    return frozenset(name for name in (*manifest.files, METADATA, MANIFEST) if is_name_of_ours(name))
 
 
-def read(folder: Path, where: str) -> tuple[Metadata, Manifest | None]:
-    """Both, checked; None for a manifest that is not there."""
+def read(folder: Path, where: str) -> Contents:
+    """What there is in a folder: checked, against the lengths of its files too."""
     with failing(where, folder):
         packed = (folder / METADATA).read_bytes()
-        manifest = _manifest(folder, where, packed) if (folder / MANIFEST).exists() else None
+        ours = (folder / MANIFEST).exists()
+    contents = _ours(folder, where, packed) if ours else _of_others(folder, where, packed)
+    found = problems(folder, contents.leaves, contents.files)
+    if found:
+        raise CheckpointError(report(where, f"{folder} is damaged", found, "another checkpoint"))
+    return contents
+
+
+def _of_others(folder: Path, where: str, packed: bytes) -> Contents:
     try:
-        metadata = _Plain(io.BytesIO(packed)).load()
-        if not isinstance(metadata, Metadata):
-            raise ValueError(f"it holds a {type(metadata).__name__}")
+        leaves, saved_as = torch_metadata.unpacked(packed)
     except Exception as error:
         raise CheckpointError(report(
             where, f"{folder / METADATA} is damaged, or no metadata of torch.distributed.checkpoint",
             [f"{type(error).__name__}: {error}"])) from error  # fmt: skip
-    if manifest is None and getattr(metadata.storage_meta, "save_id", None) == MANIFEST:
+    if saved_as == MANIFEST:
         raise CheckpointError(report(where, f"{folder} is damaged", [f"{MANIFEST} is missing"], "another checkpoint"))
-    return metadata, manifest
+    return Contents(leaves)
 
 
-def _manifest(folder: Path, where: str, packed: bytes) -> Manifest:
+def _ours(folder: Path, where: str, packed: bytes) -> Contents:
+    with failing(where, folder):
+        first, second, third, *_ = [*(folder / MANIFEST).read_bytes().split(b"\n", 2), b"", b"", b""]
+    files, crc = _files(folder, where, first, second, packed)
+    if zlib.crc32(third) != crc:
+        raise CheckpointError(report(where, f"{folder / MANIFEST} is damaged", [_UNFIT]))
     try:
-        outer = json.loads((folder / MANIFEST).read_bytes())
-        newer = outer["format"] > FORMAT
-        body = outer["manifest"]
-        sound = zlib.crc32(body.encode()) == outer["crc32"] and outer["format"] > 0
-        inner = json.loads(body) if sound and not newer else {}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        newer = sound = False
-        inner = {}
-    if newer:
-        raise CheckpointError(report(where, f"{folder / MANIFEST} is of a newer vescale_fn", fix="a newer vescale_fn"))
+        inner = json.loads(third)
+        leaves = {name: Stored(name, kind, _DTYPES.get(dtype, dtype), None if shape is None else tuple(shape),
+                               tuple(Chunk(tuple(offsets), tuple(sizes), *rest) for offsets, sizes, *rest in chunks))
+                  for name, kind, dtype, shape, chunks in inner["leaves"]}  # fmt: skip
+        sound = len(leaves) == len(inner["leaves"]) and sorted(outlined(inner["shape"])) == sorted(leaves)
+        sound = sound and all(chunk.crc is not None for one in leaves.values() for chunk in one.chunks)
+    except _MALFORMED:
+        sound, leaves, inner = False, {}, {"shape": None}
     if not sound:
-        raise CheckpointError(report(where, f"{folder / MANIFEST} is damaged", ["its checksum does not fit"]))
-    size, crc = inner["metadata"]
-    if len(packed) != size or zlib.crc32(packed) != crc:
-        what = f"it has {len(packed)} bytes of {size}" if len(packed) != size else "its checksum does not fit"
-        raise CheckpointError(report(where, f"{folder / METADATA} is damaged", [what]))
-    return Manifest(inner["shape"], inner["kinds"], inner["files"], tuple(map(tuple, inner["sums"])),
-                    f"{outer['crc32']:08x}")  # fmt: skip
+        raise CheckpointError(report(where, f"{folder / MANIFEST} is damaged", ["its parts do not fit together"]))
+    return Contents(leaves, inner["shape"], files, f"{crc:08x}")
 
 
-class _Plain(pickle.Unpickler):
-    """Reads metadata, and nothing that a file made to do harm could name."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        theirs = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-        plain = (module, name) in _PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-        if theirs or plain:
-            found = super().find_class(module, name)
-            if plain or (
-                getattr(found, "__module__", None) == module and (is_dataclass(found) or issubclass(found, Enum))
-            ):
-                return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata has")
+_DTYPES: Mapping[Any, Any] = {str(x)[6:]: x for x in vars(torch).values() if isinstance(x, torch.dtype)} | {None: None}
+_MALFORMED = ValueError, KeyError, TypeError, AttributeError, RecursionError  # what is no manifest raises one of these
 
 
-_PLAIN = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
-}
+_UNFIT = "its checksum does not fit"
+
+
+def _files(folder: Path, where: str, first: bytes, second: bytes, packed: bytes) -> tuple[dict[str, int], int]:
+    """How long the files are as the manifest has it, and the checksum of its third line; compared with torch's metadata."""
+    version, there = None, None
+    try:
+        outer = json.loads(first)
+        version, (mine, crc) = outer["format"], outer["crc32"]
+        if version == FORMAT and zlib.crc32(second) == mine:
+            there = json.loads(second)
+            files, (size, expected) = dict(there["files"]), there["metadata"]
+            if len(packed) != size or zlib.crc32(packed) != expected:
+                what = f"it has {len(packed)} bytes of {size}" if len(packed) != size else _UNFIT
+                raise CheckpointError(report(where, f"{folder / METADATA} is damaged", [what]))
+            return files, int(crc)
+    except _MALFORMED:
+        pass
+    if isinstance(version, int) and version > FORMAT:
+        raise CheckpointError(report(where, f"{folder / MANIFEST} is of a newer vescale_fn", fix="a newer vescale_fn"))
+    raise CheckpointError(report(where, f"{folder / MANIFEST} is damaged", [_UNFIT]))

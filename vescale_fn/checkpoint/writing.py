@@ -1,8 +1,7 @@
-"""One rank's share of a checkpoint, written to a file of its own as torch.distributed.checkpoint lays it out."""
+"""One rank's share of a checkpoint, written to a file of its own as torch.distributed.checkpoint has it."""
 
 from __future__ import annotations
 
-import io
 import os
 import zlib
 from collections.abc import Sequence
@@ -10,44 +9,43 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from .. import _torch
 from .folders import failing
-from .stored import Sum
-
-ALIGNED = 64  # bytes: at a multiple of it begins each piece, and in it its numbers
+from .leaves import Chunk
+from .streams import ALIGNED, form, numbers
 
 
 class Item(NamedTuple):
     """A piece of a leaf, or a Python value."""
 
-    index: MetadataIndex
+    name: str
     path: str  # of the leaf, in the user's words
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     data: Any
 
 
 class Written(NamedTuple):
     """What one rank has written."""
 
-    places: dict[MetadataIndex, Any]  # for torch's metadata
-    sums: list[Sum]
+    chunks: list[tuple[str, Chunk]]  # of which leaf
     files: dict[str, int]
 
 
-class _Summing(io.RawIOBase):
-    """A file, with the CRC-32 of what is written to it."""
+class _Summing:
+    """A file, with the length and the CRC-32 of what is written to it."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.crc, self.length = file, 0, 0
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: Any, /) -> int:
         self.crc = zlib.crc32(data, self.crc)
-        self.length += len(data)
-        return self.file.write(data)
+        n = self.file.write(data)
+        self.length += n
+        return n
+
+    def flush(self) -> None:
+        pass
 
 
 def on_cpu(x: torch.Tensor) -> torch.Tensor:
@@ -59,18 +57,18 @@ def on_cpu(x: torch.Tensor) -> torch.Tensor:
 def write(folder: Path, name: Path, rank: int, items: Sequence[Item], where: str) -> Written:
     """Write these items into the folder, which will be called `name`, and flush them to the disk."""
     if not items:
-        return Written({}, [], {})
+        return Written([], {})
     file_name = f"__{rank}_0.distcp"
-    places, sums, offset, at = {}, list[Sum](), 0, items[0].path
+    chunks, offset, at = list[tuple[str, Chunk]](), 0, items[0].path
     try:
         with open(folder / file_name, "wb") as file:
             for item in items:
-                at, summing = item.path, _Summing(file)
+                at = item.path
                 offset += file.write(bytes(-offset % ALIGNED))
-                data = on_cpu(item.data) if isinstance(item.data, torch.Tensor) else item.data
-                torch.save(data, cast("IO[bytes]", summing))
-                places[item.index] = _torch.stored_at(file_name, offset, summing.length)
-                sums.append((file_name, offset, summing.length, summing.crc, item.index.fqn))
+                summing = _Summing(file)
+                _write(summing, item.data)
+                chunk = Chunk(item.offsets, item.sizes, file_name, offset, summing.length, summing.crc)
+                chunks.append((item.name, chunk))
                 offset += summing.length
             at = ""
             file.flush()
@@ -82,4 +80,19 @@ def write(folder: Path, name: Path, rank: int, items: Sequence[Item], where: str
         cause = error.__context__ or error.__cause__
         with failing(where, name, at):
             raise cause if isinstance(cause, OSError) else OSError(0, str(error)) from error
-    return Written(places, sums, {file_name: offset})
+    return Written(chunks, {file_name: offset})
+
+
+def _write(file: _Summing, data: Any) -> None:
+    """Write what `torch.save` writes, by the form of such tensors where there is one."""
+    made = None
+    if isinstance(data, torch.Tensor):
+        data = on_cpu(data)
+        made = form(data.dtype, tuple(data.shape))
+    if made is None:
+        torch.save(data, cast("IO[bytes]", file))
+        return
+    content = numbers(data)
+    before, after = made.around(content)
+    for part in (before + bytes(content) + after,) if made.length < 2**16 else (before, content, after):
+        file.write(part)
