@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import tempfile
@@ -24,6 +25,7 @@ TREES = {
     "8 leaves of 16 MiB": (8, 2048),
     "200 leaves of 16 KiB": (200, 64),
 }  # leaves, and how many rows and columns each
+SMALL = 20_000, 16
 
 
 def trees(leaves: int, size: int) -> tuple[Any, Any]:
@@ -63,6 +65,36 @@ def measured(folder: str, leaves: int, size: int) -> dict[str, float]:
     return {name: statistics.median(values[WARM:]) for name, values in times.items()}
 
 
+def in_one_process(folder: str, leaves: int, size: int) -> dict[str, float]:
+    """The median time of each way in milliseconds of the CPU, beside one file of `torch.save`, flushed to the disk too."""
+    torch.set_num_threads(1)
+    tree, file, ours = (
+        {str(i): torch.full((size, size), float(i)) for i in range(leaves)},
+        Path(folder, "x.pt"),
+        Path(folder, "c"),
+    )
+
+    def save() -> None:
+        with open(file, "wb") as handle:
+            torch.save(tree, handle)
+            handle.flush()
+            os.fsync(handle.fileno())
+
+    ways: dict[str, Callable[[], Any]] = {
+        "save, torch": save,
+        "save, ours": lambda: vfn.save(ours, tree),
+        "load, torch": lambda: torch.load(file),
+        "load, ours": lambda: vfn.load(ours, tree),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS + WARM):
+        for name, way in ways.items():
+            start = time.process_time()
+            way()
+            times[name].append((time.process_time() - start) * 1e3)
+    return {name: statistics.median(values[WARM:]) for name, values in times.items()}
+
+
 def main() -> None:
     rows = []
     for name, (leaves, size) in TREES.items():
@@ -72,6 +104,13 @@ def main() -> None:
             theirs, ours = took[f"{what}, DCP"], took[f"{what}, ours"]
             rows.append([name, {"blocked": "save in the background, until it returns"}.get(what, what), theirs, ours,
                          ours / theirs])  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        took = in_one_process(folder, *SMALL)
+    for what in "save", "load":
+        theirs, ours = took[f"{what}, torch"], took[f"{what}, ours"]
+        rows.append(
+            [f"{SMALL[0]} leaves of 1 KiB, one process, beside `torch.{what}`", what, theirs, ours, ours / theirs]
+        )
     publish("checkpoint", ["tree", "what", "DCP on DTensors, ms", "`vfn`, ms", "ratio"], rows)
 
 

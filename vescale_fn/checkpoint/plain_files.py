@@ -73,10 +73,13 @@ class _TorchFile:
             path.open("rb").close()
         try:
             tree = _torch_file(path)
+            self._leaves = {leaf.name: leaf.value for leaf in named(tree, where, "tree")[0]}
+        except CheckpointError:
+            raise
         except Exception as error:
             what = (str(error) or type(error).__name__).splitlines()[0]
+            what = "its containers are nested too deeply" if isinstance(error, RecursionError) else what
             raise CheckpointError(report(where, f"{path} is damaged, or no file of torch.save", [what])) from error
-        self._leaves = {leaf.name: leaf.value for leaf in named(tree, where, "tree")[0]}
         self.entries = {
             name: Entry(None, tuple(x.shape), x.dtype)
             if isinstance(x, torch.Tensor)
@@ -205,7 +208,7 @@ def _dtype(name: str) -> torch.dtype | None:
     word = name.rstrip("0123456789")
     said = "bool" if name == "BOOL" else f"{_LETTERS.get(word)}{name[len(word) :]}"
     if name.startswith("F8_"):
-        said = f"float8_{name.removeprefix('F8_').lower().replace('e4m3', 'e4m3fn')}"
+        said = f"float8_{name.removeprefix('F8_').lower().replace('e4m3', 'e4m3fn').replace('m0', 'm0fnu')}"
     found = getattr(torch, said, None)
     return found if isinstance(found, torch.dtype) else None
 

@@ -103,6 +103,9 @@ def _uncovered(shape: tuple[int, ...], chunks: Sequence[Chunk], itemsize: int) -
     total = math.prod(shape)
     if count != total:
         return f"its pieces have {count} elements of {total}"
+    if total == 0 and chunks:
+        ends = tuple(max(chunk.offsets[dim] + chunk.sizes[dim] for chunk in chunks) for dim in range(len(shape)))
+        return None if ends == shape else f"its pieces end at {ends}, and its shape is {shape}"
     active = list[Chunk]()
     for chunk in sorted(boxes) if len(boxes) > 1 else ():
         active = [other for other in active if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
