@@ -14,6 +14,7 @@ from ..errors import TransformError, described, report, short
 from ..layout import WHOLE, layout, type_text
 from . import ambient
 from . import leaves as leaves_
+from .guards import Guard
 
 
 class Call:
@@ -26,8 +27,11 @@ class Call:
 
     Attributes:
         leaves, treedef: of the arguments, without the static ones.
-        key: equal for calls that one plan serves.
+        key: equal for calls that one plan serves, or several with guards.
+        guards: of the plan that was recorded for this call.
     """
+
+    guards: Sequence[Guard] = ()
 
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], static: Sequence[int],
                  donated: Sequence[int]) -> None:  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from .. import _torch, context, lines, tracebacks
 from ..calls import checked_function
 from ..errors import TransformError, VfnError, report, short
+from . import guards
 from . import leaves as leaves_
 from .backends import Backend
 from .brought import brought
@@ -139,7 +140,7 @@ class Jitted:
         self._f, self._donated, self._static, self._out_specs = f, donated, static, out_specs
         self._how, self._passes = how, (*passes, *how.passes)
         self._name = getattr(f, "__name__", type(f).__name__)
-        self._plans: OrderedDict[Any, Plan | None] = OrderedDict()  # None: the function runs as written
+        self._plans: OrderedDict[Any, Plan | guards.Fork | None] = OrderedDict()  # None: the function runs as written
         self._hits = self._records = self._as_written = 0
         self._last: tuple[Any, str] = (None, "")
         self._said: set[str] = set()
@@ -202,7 +203,7 @@ class Jitted:
     def _known(self, call: Call) -> Any:
         """The plan for a call, None where the function runs as written, `_NEW` where that is to be found out."""
         try:
-            plan = self._plans.get(call.key, _NEW)
+            plan = guards.chosen(self._plans.get(call.key, _NEW), call.leaves, _NEW)
         except TypeError:
             raise call.unhashable() from None
         if plan.__class__ is Plan and (changed := plan.changed()) is not None:  # type: ignore[union-attr]
@@ -217,12 +218,12 @@ class Jitted:
         names, recorded, plan, graph, reason, failure = call.names(), None, None, None, "", None
         try:
             recorded = trace(call.function, call.leaves, names, call.treedef, self._out_specs)
-            graph = recorded.graph
+            graph, call.guards = recorded.graph, recorded.guards
             captured = Captured(self._f, filter(leaves_.is_object, (*call.leaves, *call.static())))
             plan = Plan(recorded, call.leaves, captured, names, call.donated(), self._how)
         except Unrecordable as why:
             reason = why.reason if why.line == "?" else f"{why.reason}, at {lines.quoted(why.line)}"
-            graph = why.graph
+            graph, call.guards = why.graph, why.guards
         except VfnError as error:
             failure = error
         except Exception as error:  # perhaps of the function itself: it is to show it
@@ -256,7 +257,7 @@ class Jitted:
                               [f"the last time because {reason}"],
                               "arguments of the same shapes and layouts (pad the last batch); a float or a tensor for an int "
                               "that changes"))  # fmt: skip
-        self._plans[call.key] = plan
+        self._plans[call.key] = guards.grown(self._plans.get(call.key), call.guards, plan)
         if len(self._plans) > CACHE_SIZE:
             self._plans.popitem(last=False)
 

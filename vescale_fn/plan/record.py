@@ -26,11 +26,13 @@ from ..stateful import refuse_seeded
 from ..wire import Collective
 from . import ambient
 from .graph import Step
+from .guards import READS, Guard, can_guard
 from .number import Number, disguise
 from .valueless import Valueless
 
 _LIFT, _CLONE = torch.ops.aten.lift_fresh.default, torch.ops.aten.clone.default
-_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
+_EQUAL = torch.ops.aten.equal.default
+_READS = {torch.ops.aten._local_scalar_dense.default, _EQUAL, torch.ops.aten.is_nonzero.default}
 _BACKWARD = _torch.backward_code
 _CHECKPOINT = torch.utils.checkpoint.__file__
 
@@ -43,6 +45,7 @@ class Unrecordable(BaseException):
         super().__init__(reason)
         self.reason, self.line = reason, line
         self.graph: fx.Graph | None = None  # what had been recorded before
+        self.guards: list[Guard] = []
 
 
 class Recorder(_torch.TorchDispatchMode):
@@ -53,15 +56,18 @@ class Recorder(_torch.TorchDispatchMode):
         constants: the tensors that the function used without being given them; each has a placeholder after the inputs.
         read: those of them whose value it read in Python.
         ledger: the numbers in it that are to be the same on all ranks.
+        guards: the truth values of whole numbers among the inputs that it read.
 
     Args:
         salt: floats of recordings with different salts stand for theirs by different values.
+        given: the plain tensors and floats that the inputs stand for, in order; None where they have no values.
     """
 
     records_plan = True
 
-    def __init__(self, salt: int = 0) -> None:
+    def __init__(self, salt: int = 0, given: Sequence[Any] | None = None) -> None:
         super().__init__()
+        self._inputs, self.guards, self._answers = given, [], {}
         self._salt = salt
         self._numbers: dict[float, fx.Node] = {}  # what stands for floats -> their nodes
         self.graph = fx.Graph()
@@ -145,6 +151,10 @@ class Recorder(_torch.TorchDispatchMode):
             found = self._known[id(x)] = self._placeholder(x, "constant")
             self.constants.append(x)
         return found
+
+    def forget_inputs(self) -> None:
+        """Hold the inputs no longer: what was recorded may be kept for long."""
+        self._inputs = None
 
     def is_stand_in(self, x: torch.Tensor) -> bool:
         """Whether `x` is a value of this recording."""
@@ -305,12 +315,25 @@ class Recorder(_torch.TorchDispatchMode):
     def _read(self, func: Any, tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
         values = {id(x): self._literals.get(id(x)) if self.is_stand_in(x) else x for x in tensors}
         if any(value is None or (value is not x and _torch.version(x)) for x, value in zip(tensors, values.values())):
+            if func is not _EQUAL and self._inputs is not None and can_guard(node := self.node(tensors[0])):
+                return self._answer(node, self._inputs)
             raise Unrecordable("a value is read in Python", self._line()[0] or "?")
         for x in tensors:
             if not self.is_stand_in(x):  # a constant, whose value counts as it is now
                 self._constant(x)
                 self.read.append(x)
         return func(*(values.get(id(a), a) for a in args), **kwargs)
+
+    def _answer(self, node: fx.Node, inputs: Sequence[Any]) -> bool:
+        """The truth value that a node gives for the inputs of now, which the plan is made for."""
+        if node not in self._answers:
+            if len(self.guards) == READS:
+                raise Unrecordable(f"more than {READS} truth values are read in Python", self._line()[0] or "?")
+            guard = Guard(node, {x._plan_node: c for c in self.constants for x in (self._known[id(c)],)})  # type: ignore
+            with _torch.unrecorded():
+                guard.value = self._answers[node] = guard(inputs)
+            self.guards.append(guard)
+        return self._answers[node]
 
     def _check_settings(self, line: str) -> None:
         if (now := _torch.kernel_settings()) != self._settings:

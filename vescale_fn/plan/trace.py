@@ -17,6 +17,7 @@ from ..containers import checked
 from ..ledger import Ledger
 from ..placement import with_sharding
 from . import leaves as leaves_
+from .guards import Guard, plain
 from .leaves import Result
 from .number import Number, difference, same_values
 from .record import Recorder, Unrecordable
@@ -33,6 +34,7 @@ class Recorded:
         results: for each leaf of the result: a `Result`, ``("input", i)`` for an argument's leaf, or ``("value", x)``.
         out_def: the result's tree.
         ledger: the numbers in it that are to be the same on all ranks.
+        guards: the truth values of the inputs that it is made for.
     """
 
     graph: fx.Graph
@@ -41,6 +43,7 @@ class Recorded:
     results: list[Any]
     out_def: Any
     ledger: Ledger
+    guards: list[Guard]
 
 
 def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any) -> Recorded:
@@ -59,7 +62,7 @@ def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], tr
 
 def _trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any,
            salt: int) -> Recorded:  # fmt: skip
-    recorder = Recorder(salt)
+    recorder = Recorder(salt, plain(leaves))
     given = [
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
     ]
@@ -69,13 +72,15 @@ def _trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], t
             out = checked(f(*args, **kwargs), "jit", "out", numpy=True, modules=True)
             out_leaves, out_def = tree.flatten(laid_out(out, out_specs))
     except Unrecordable as why:
-        why.graph = recorder.graph
+        why.graph, why.guards = recorder.graph, recorder.guards
         raise
+    finally:
+        recorder.forget_inputs()
     places: list[fx.Node] = []
     results = [_result(recorder, leaf, given, places) for leaf in out_leaves]
     end = recorder.graph.output(tuple(places))
     end.meta["val"], end.meta["line"] = None, ""
-    return Recorded(recorder.graph, recorder.constants, recorder.read, results, out_def, recorder.ledger)
+    return Recorded(recorder.graph, recorder.constants, recorder.read, results, out_def, recorder.ledger, recorder.guards)
 
 
 _NO_WORD = re.compile(r"\W+")
