@@ -195,6 +195,74 @@ def test_a_whole_step_as_a_plan(fsdp):
     close(got, want)
 
 
+DECODERS = {"gpt2": BY_NAME["gpt2"].config, "llama": BY_NAME["llama"].config, "qwen2": hf.Qwen2Config(**GROUPED),
+            "mistral": hf.MistralConfig(**GROUPED, sliding_window=4)}  # fmt: skip
+START, END = torch.tensor([[0], [2], [3], [1]]), torch.tensor([[8], [6], [5], [7]])
+PADDING = {"none": torch.ones(4, 8, dtype=torch.long), "left": (torch.arange(8) >= START).long(),
+           "right": (torch.arange(8) < END).long()}  # fmt: skip
+
+
+def decoder(name):
+    torch.manual_seed(0)
+    f, params = vfn.functionalize(hf.AutoModelForCausalLM.from_config(DECODERS[name]).double().eval())
+    return f, params
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_padded_batches_are_plans(name):
+    f, params = decoder(name)
+    run = lambda params, ids, mask: f(params, input_ids=ids, attention_mask=mask, use_cache=False).logits
+    plain = vfn.jit(run)
+    wanted = {padding: run(params, IDS, mask) for padding, mask in PADDING.items()}
+    for padding, mask in PADDING.items():
+        torch.testing.assert_close(plain(params, IDS, mask), wanted[padding], rtol=1e-10, atol=1e-12)
+    assert plain.cache_info()[1:3] == (1, 0)
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("dp",))
+        on_mesh, held = vfn.jit(run), vfn.shard(params, mesh, P())
+        for _ in range(2):
+            for padding, mask in PADDING.items():
+                found = on_mesh(held, *vfn.shard((IDS, mask), mesh, P("dp")))
+                torch.testing.assert_close(vfn.unshard(found), wanted[padding], rtol=1e-10, atol=1e-12)
+        assert on_mesh.cache_info()[2] == 0
+        assert on_mesh.cache_info().records == (1 if name == "mistral" else 2)  # with and without padding
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
+def test_caches_are_trees(name, kind):
+    hugging_face.caches()
+    f, params = decoder(name)
+    config = DECODERS[name]
+    empty = lambda: (
+        hf.DynamicCache(config=config) if kind == "dynamic" else hf.StaticCache(config=config, max_cache_len=12)
+    )
+
+    def step(params, ids, cache):
+        cache = optree.tree_map(torch.clone, cache)
+        out = f(params, input_ids=ids, past_key_values=cache, use_cache=True)
+        return out.logits, out.past_key_values
+
+    def decoded(run, params, ids):
+        cache, found = empty(), []
+        for part in (ids[:, :5], ids[:, 5:6], ids[:, 6:7], ids[:, 7:]):
+            logits, cache = run(params, part, cache)
+            found.append(logits)
+        return found, optree.tree_leaves(cache)
+
+    wanted = decoded(step, params, IDS)
+    torch.testing.assert_close(torch.cat(wanted[0], 1), f(params, IDS, use_cache=False).logits, rtol=1e-10, atol=1e-12)
+    run = vfn.jit(step, donate_argnums=2)
+    torch.testing.assert_close(decoded(run, params, IDS), wanted, rtol=1e-10, atol=1e-12)
+    assert run.cache_info()[1:3] == ((2, 0) if kind == "static" and name != "mistral" else (4, 0))
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("dp",))
+        run = vfn.jit(step)
+        found = decoded(run, vfn.shard(params, mesh, P()), vfn.shard(IDS, mesh, P("dp")))
+        torch.testing.assert_close(vfn.unshard(found), wanted, rtol=1e-10, atol=1e-12)
+        assert run.cache_info().as_written == 0
+
+
 def test_fsdp_gathers_where_a_module_reads_and_again_in_the_backward_pass():
     module, inputs, labels, options = made("llama")
     module.activation_checkpointing_enable({"use_reentrant": False})

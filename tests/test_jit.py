@@ -145,6 +145,7 @@ FUNCTIONS = {
     "another default dtype, under a gradient": (lambda x: vfn.grad(lambda x: _in_another_dtype(x)[0].double().sum())(x), [X]),
     "another default device": (lambda x: _on_another_device(x), [X]),
     "autocast": (lambda x: _autocast(x), [X]),
+    "the truth of a mask": (lambda x, m: (x * 2 if m.all() else -x, x if (m.sum(0) > 3).any() else x + 1), [X, X > 0.2]),
     "a whole step": (lambda p, s, x, k: _train(p, s, x, k), [{"w": X.T, "b": X[0, 0]}, optimizer.init({"w": X.T, "b": X[0, 0]}),
                                                             X, KEY]),
 }  # fmt: skip
@@ -556,6 +557,33 @@ def test_reading_a_value_runs_as_written_and_says_so_once(name):
     assert len(said) == 1
     assert said[0].filename == __file__
     assert g.cache_info()[:3] == (0, 0, 3)
+
+
+def test_truth_values_of_whole_numbers_choose_a_plan():
+    held = torch.ones(2, dtype=torch.bool)
+    f = lambda x, n, lr: (x * lr if (n > 0).all() else -x) + (1 if n[0] == 3 else 2) * (1 if held.all() else 5)
+    g = vfn.jit(f)
+    for expected in (3, 3, 6):
+        for n in map(torch.tensor, ([1, 2], [3, 4], [0, 1], [3, 5])):
+            assert_same(g(X, n, 0.3), f(X, n, 0.3))
+        assert g.cache_info()[1:4] == (expected, 0, 1)
+        held[0] = g.cache_info().hits < 2
+    assert "neg" in g.lower(X, torch.tensor([0, 1]), 0.3).text()
+
+
+@pytest.mark.filterwarnings("ignore:jit")
+def test_truth_values_that_lead_to_many_plans_run_as_written():
+    many = lambda x, n: x * sum(2**i * (1 if b else 0) for i, b in enumerate(n))
+    g = vfn.jit(many)
+    for i in [*range(12), *range(12)]:
+        n = torch.tensor([i % 2, i // 2 % 2, i // 4 % 2, i // 8]) > 0
+        assert_same(g(X, n), many(X, n))
+    assert g.cache_info()[1:4] == (9, 15, 1)  # the ninth ends it
+    written = lambda x, n: x if (m := n.clone(), m.add_(1), (m > 1).all())[-1] else -x
+    g = vfn.jit(written)
+    for n in (torch.ones(2, dtype=torch.long), torch.zeros(2, dtype=torch.long)):
+        assert_same(g(X, n), written(X, n))
+    assert g.cache_info().records == 0
 
 
 def test_the_line_that_reads_is_named():

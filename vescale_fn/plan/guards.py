@@ -1,8 +1,8 @@
 """Guards: a truth value of whole numbers that a function reads in Python (``if mask.all()``) chooses between plans.
 
-What a mask, ids or lengths decide is known before a call: the few ops that lead from the arguments to the truth value are run by
-themselves, collectives included, while the function is recorded and before each replay. A call whose arguments give another
-answer has another plan. A truth value of floats (``if loss > 0``) is no such thing: it may cost as much as the function.
+What a mask, ids or lengths decide can be computed before a call: the few ops that lead from the arguments to the truth value
+are run by themselves, collectives included, while the function is recorded and before each replay. A call whose arguments give
+another answer has another plan. A truth value of floats (``if loss > 0``) is no such thing: it may cost as much as the function.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import _torch
 from . import leaves as leaves_
 from .codegen import generate
-from .graph import Step, changed, output, value
+from .graph import Step, changed, value
 
 READS = 16  # of one recording
 PLANS = 8  # for arguments of the same types
@@ -64,7 +63,9 @@ def can_guard(node: fx.Node) -> bool:
     given = [value(x) for x in nodes if x.op == "placeholder"]
     if len(nodes) > _NODES or not all(isinstance(x, torch.Tensor) and _is_whole(x) for x in given):
         return False
-    return changed(node.graph).isdisjoint(nodes) and not any(isinstance(x.target, Step) and x.target.effect for x in nodes)
+    return changed(node.graph).isdisjoint(nodes) and not any(
+        isinstance(x.target, Step) and x.target.effect for x in nodes
+    )
 
 
 def _is_whole(x: torch.Tensor) -> bool:

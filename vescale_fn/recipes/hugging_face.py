@@ -16,16 +16,22 @@ one layer is ever there:
 
     f = f.gathering(hugging_face.specs(params, "llama"))
 
+transformers' caches of keys and values are trees after `caches`: they go into a jitted function and come out of it.
+
 The tables are for transformers 5 and later. For another architecture, print the paths (``f.params.names``) and write one.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
 
 import optree
+import torch
 
 from vescale_fn import P
 from vescale_fn.merged import Merged
@@ -175,3 +181,59 @@ def _renamed(entry: Any, tp: str | None) -> Any:
     if isinstance(entry, Merged):
         return P.merged(*((size, tp if names else None) for size, names in entry.parts)) if tp else None
     return tp if entry == "tp" else entry
+
+
+@functools.cache
+def caches() -> None:
+    """Make transformers' caches, `DynamicCache`, `StaticCache` and their kind, nodes of trees.
+
+    A function under `vfn.jit` gets a new cache, and the caller's stays as it was. A `DynamicCache` grows, so that each length has
+    a plan of its own; a `StaticCache` has one for all. Layers write into their tensors, which a recorded function must own:
+    ``cache = optree.tree_map(torch.clone, cache)`` at its beginning, and ``vfn.jit(f, donate_argnums=...)`` to give it the memory.
+
+    >>> import optree, torch, transformers
+    >>> from vescale_fn.recipes import hugging_face
+    >>> hugging_face.caches()
+    >>> cache = transformers.DynamicCache()
+    >>> keys, values = cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    >>> [x.shape for x in optree.tree_leaves(cache)]
+    [torch.Size([1, 2, 3, 4]), torch.Size([1, 2, 3, 4])]
+    """
+    module = importlib.import_module("transformers.cache_utils")
+    classes = {x for x in vars(module).values() if inspect.isclass(x) and x.__module__ == module.__name__}
+    _nodes.update(cls for cls in classes if cls.__name__.endswith(("Cache", "Layer")))
+    for cls in _nodes:
+        together = functools.partial(_together, cls)
+        optree.register_pytree_node(cls, _apart, together, namespace=optree.registry.__GLOBAL_NAMESPACE)
+
+
+_nodes: set[type] = set()
+
+
+def _apart(node: Any) -> tuple[list[Any], Any, list[str]]:
+    """The attributes of a cache, or of a layer of one, that hold tensors; the others; the names of the former."""
+    held = {name: x for name, x in vars(node).items() if _holds_tensors(x)}
+    return list(held.values()), _Others({k: x for k, x in vars(node).items() if k not in held}, list(held)), list(held)
+
+
+def _holds_tensors(x: Any) -> bool:
+    return any(isinstance(y, torch.Tensor) or type(y) in _nodes for y in (x if isinstance(x, list) else [x]))
+
+
+def _together(cls: type, others: _Others, children: Any) -> Any:
+    node = cls.__new__(cls)
+    vars(node).update(others.values, **dict(zip(others.names, children)))
+    return node
+
+
+class _Others:
+    """What a cache holds besides tensors, which its structure is made of: with a hash."""
+
+    def __init__(self, values: dict[str, Any], names: list[str]) -> None:
+        self.values, self.names = values, names
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Others) and (self.values, self.names) == (other.values, other.names)
+
+    def __hash__(self) -> int:
+        return hash((*self.values, *self.names))
