@@ -2,7 +2,7 @@
 
 What a mask, ids or lengths decide can be computed before a call: the few ops that lead from the arguments to the truth value
 are run by themselves, collectives included, while the function is recorded and before each replay. A call whose arguments give
-another answer has another plan. A truth value of floats (``if loss > 0``) is no such thing: it may cost as much as the function.
+another answer has another plan. A truth value of floats (``if loss > 0``) is left out: it may cost as much as the function.
 """
 
 from __future__ import annotations

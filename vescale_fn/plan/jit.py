@@ -72,8 +72,8 @@ def jit(
     Args:
         f: a pure function of trees. It is run once on tensors without values for each new combination of trees, shapes,
             dtypes, layouts, and Python values: ints, bools and strings are a part of the plan, a float is an input of it. A
-            function that reads a tensor's value in Python (``if loss > 0``) runs as written, and says so once; but a truth value
-            of whole numbers (``if mask.all()``) chooses between plans.
+            function that reads a tensor's value in Python (``if loss > 0``) runs as written, and says so once; a truth value of
+            whole numbers (``if mask.all()``) chooses between plans.
         donate_argnums: which arguments the call may use up: their memory takes results of the same shape and layout.
             They cannot be used afterwards.
         static_argnums: which arguments are Python values that the plan is made for, of any hashable type.

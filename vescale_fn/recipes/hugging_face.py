@@ -187,9 +187,9 @@ def _renamed(entry: Any, tp: str | None) -> Any:
 def caches() -> None:
     """Make transformers' caches, `DynamicCache`, `StaticCache` and their kind, nodes of trees.
 
-    A function under `vfn.jit` gets a new cache, and the caller's stays as it was. A `DynamicCache` grows, so that each length has
-    a plan of its own; a `StaticCache` has one for all. Layers write into their tensors, which a recorded function must own:
-    ``cache = optree.tree_map(torch.clone, cache)`` at its beginning, and ``vfn.jit(f, donate_argnums=...)`` to give it the memory.
+    A function under `vfn.jit` gets a new cache, and the caller's stays as it was. A `DynamicCache` grows: each length has its
+    own plan; a `StaticCache` has one for all. Layers write into their tensors, which a recorded function must own: it begins
+    with ``cache = optree.tree_map(torch.clone, cache)``; with `donate_argnums` it gets the memory.
 
     >>> import optree, torch, transformers
     >>> from vescale_fn.recipes import hugging_face
@@ -203,7 +203,7 @@ def caches() -> None:
     classes = {x for x in vars(module).values() if inspect.isclass(x) and x.__module__ == module.__name__}
     _nodes.update(cls for cls in classes if cls.__name__.endswith(("Cache", "Layer")))
     for cls in _nodes:
-        together = functools.partial(_together, cls)
+        together: Any = functools.partial(_together, cls)
         optree.register_pytree_node(cls, _apart, together, namespace=optree.registry.__GLOBAL_NAMESPACE)
 
 
@@ -220,7 +220,7 @@ def _holds_tensors(x: Any) -> bool:
     return any(isinstance(y, torch.Tensor) or type(y) in _nodes for y in (x if isinstance(x, list) else [x]))
 
 
-def _together(cls: type, others: _Others, children: Any) -> Any:
+def _together(cls: Any, others: _Others, children: Any) -> Any:
     node = cls.__new__(cls)
     vars(node).update(others.values, **dict(zip(others.names, children)))
     return node
