@@ -80,7 +80,9 @@ def _trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], t
     results = [_result(recorder, leaf, given, places) for leaf in out_leaves]
     end = recorder.graph.output(tuple(places))
     end.meta["val"], end.meta["line"] = None, ""
-    return Recorded(recorder.graph, recorder.constants, recorder.read, results, out_def, recorder.ledger, recorder.guards)
+    return Recorded(
+        recorder.graph, recorder.constants, recorder.read, results, out_def, recorder.ledger, recorder.guards
+    )
 
 
 _NO_WORD = re.compile(r"\W+")
