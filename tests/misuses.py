@@ -409,11 +409,11 @@ def a_draw_from_torchs_generator_under_strict(mesh):
 def a_write_that_would_be_lost(mesh):
     """InPlaceError
     zero_: a write into a view, or a resharded value, whose elements had to be moved would be lost
-      * it is f32[1,3], of f32[4@dp,3]
+      * it is f32[4,3], of f32[4@dp,3]
       Instead: a new array: torch.where(mask, new, x), torch.cat, x.index_copy(...), x + y; or a layout of the source in which the view is local: x = vfn.with_sharding(x, P())
     """
     x = vfn.shard(X, mesh, P("dp"))
-    x[0:1].zero_()
+    vfn.with_sharding(x, P()).zero_()
 
 
 @misuse

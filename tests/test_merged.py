@@ -172,7 +172,7 @@ FREE = {  # what works on a merged dim where it lies
 MOVING = {  # what needs it whole, or otherwise
     "cumsum": lambda x, y: x.cumsum(0),
     "sort": lambda x, y: x.sort(0)[0],
-    "a slice": lambda x, y: x[3:17],
+    "a slice": lambda x, y: x[3:17] + 0,
     "flip": lambda x, y: x.flip(0) + y,
     "meets another layout": lambda x, y: x + vfn.with_sharding(y, P("a")),
     "another cut": lambda x, y: x.reshape(3, 8, 15) + 1,

@@ -1,4 +1,5 @@
-"""Sampled programs of views, moves and writes in place: each step is right on every value that is known, or raises.
+"""Writes in place, also into views whose elements lie on other ranks; and sampled programs of views, moves and writes: each
+step is right on every value that is known, or raises.
 
 One device is the oracle: there a view shares memory with what it is a view of, and `with_sharding` is the identity, so a
 write through one name shows under all others.
@@ -61,11 +62,15 @@ STEPS = {
     "rows": (matrix, lambda x, y, c: x[c.choice((0, 1)) :][:2]),
     "row": (matrix, lambda x, y, c: x[c.choice((0, 1))]),
     "columns": (matrix, lambda x, y, c: x[:, 1:3]),
+    "chunk": (matrix, lambda x, y, c: x.chunk(3, c.choice((0, 1)))[-1]),
     "write add": (anything, lambda x, y, c: (x.add_(1.5), None)[1]),
     "write mul": (anything, lambda x, y, c: (x.mul_(y), None)[1]),
     "write copy": (anything, lambda x, y, c: (x.copy_(y), None)[1]),
     "write row": (matrix, lambda x, y, c: x.__setitem__(0, 2.0)),
     "write columns": (matrix, lambda x, y, c: (x[:, :1].zero_(), None)[1]),
+    "write steps": (matrix, lambda x, y, c: (x[1::2].copy_(x[:1] + 1), None)[1]),
+    "write diagonal": (matrix, lambda x, y, c: (x.fill_diagonal_(3.0), None)[1]),
+    "write some": (matrix, lambda x, y, c: (x[1:].cumsum_(0), None)[1]),
     "write through a view": (matrix, lambda x, y, c: (x.t().mul_(2), None)[1]),
 }
 
@@ -74,8 +79,9 @@ def run(seed: int, mesh) -> str:
     choose = random.Random(seed)
     sources = [torch.arange(35.0).double().view(7, 5) / 7 - 2, torch.arange(24.0).double().view(4, 6) * 5 % 7 - 3]
     layouts = [choose.choice(LAYOUTS) for _ in sources]
+    sources.append(torch.arange(6.0).double().view(3, 2))  # a plain tensor beside them
     plain = Program([x.clone() for x in sources])
-    arrays = Program([vfn.shard(x, mesh, s).clone() for x, s in zip(sources, layouts)])
+    arrays = Program([vfn.shard(x, mesh, s).clone() for x, s in zip(sources, layouts)] + [sources[2].clone()])
     done = [str(layouts)]
     for _ in range(14):
         name, before = choose.choice(list(STEPS)), choose.getstate()
@@ -104,7 +110,128 @@ def test_sampled_programs(part: int) -> None:
     with vfn.simulate(6):
         mesh = vfn.make_mesh((2, 3), ("a", "b"))
         results = [run(seed, mesh) for seed in range(60 * part, 60 * (part + 1))]
-    assert results.count("right") >= 15, "enough of them run to the end"
+    assert results.count("right") >= 30, "enough of them run to the end"
+
+
+# --- into views of arrays whose elements lie on other ranks -------------------------------------------------------------
+
+
+def add_to_rows(v):
+    v[1:] += 1
+
+
+def from_another_part(v):
+    v[1:3] = v[3:5] * 2
+
+
+def a_row_of_views(v):
+    v[2:4].t()[1] = torch.tensor([1.0, 2.0], dtype=v.dtype)
+
+
+def seen_by_an_older_view(v):
+    row = v[1]
+    v.mul_(2)
+    row += v[0]
+
+
+CONSTANTS = {  # nothing needs to travel
+    "row": lambda v: v.__setitem__(0, 1.0),
+    "rows": lambda v: v.__setitem__(slice(1, 3), 5.0),
+    "add to rows": add_to_rows,
+    "steps": lambda v: v[::2, 1:].mul_(2.0),
+    "diagonal": lambda v: v.fill_diagonal_(7.0),
+    "chunk": lambda v: v.chunk(3)[0].zero_(),
+    "unbind": lambda v: v.unbind(1)[1].sigmoid_(),
+    "transposed": lambda v: v.t()[1:3].mul_(3.0),
+    "one": lambda v: v.__setitem__((-1, -1), 9.0),
+    "nothing": lambda v: v.__setitem__(slice(1, 1), 5.0),
+    "plain values": lambda v: v[:, 1].add_(torch.arange(len(v), dtype=v.dtype)),
+    "a row of views": a_row_of_views,
+}
+VALUES = {
+    "flat": lambda v: v.view(-1)[3:].mul_(5.0),
+    "another part": from_another_part,
+    "column": lambda v: v[:, 1].copy_(v[:, 0]),
+    "older view": seen_by_an_older_view,
+    "masked": lambda v: v[1].masked_fill_(v[1] > 0.5, 0.0),
+    "indexed": lambda v: v[1:].index_fill_(0, torch.tensor([0, 2]), 4.0),
+    "in order": lambda v: v[1:].cumsum_(0),
+    "of a row": lambda v: v[0].view(-1)[1:].copy_(v[1, 1:]),
+}
+WRITES = {**CONSTANTS, **VALUES}
+NO_GRADIENT = {"chunk", "unbind"}  # torch refuses: a view of several
+SPLITS = [vfn.P("a"), vfn.P("b", "a"), vfn.P(("a", "b")), vfn.P(None, ("b", "a")), vfn.P("b", unreduced={"a"})]
+
+
+def whole(n: int) -> torch.Tensor:
+    return torch.arange(5.0 * n, dtype=torch.float64).view(n, 5) / 7 - 1
+
+
+def weighted(name: str):
+    def loss(x):
+        v = x * 1.0
+        WRITES[name](v)
+        return (v * v * torch.cos(torch.arange(v.numel(), dtype=v.dtype)).view(v.shape)).sum()
+
+    return loss
+
+
+def wrong_writes(mesh, names, splits, n: int) -> list[str]:
+    """Each of these writes where it is not as on one device: its value, what travels, its gradient."""
+    wrong = []
+    for name, spec in ((name, spec) for name in names for spec in splits):
+        want = whole(n)
+        WRITES[name](want)
+        array = vfn.shard(whole(n), mesh, spec).clone()
+        with vfn.comm_log() as log:
+            WRITES[name](array)
+        if name in CONSTANTS and name != "steps" and not spec.unreduced and len(log):
+            wrong.append(f"{name}, {spec}: {log}")
+        if not torch.equal(vfn.unshard(array), want):
+            wrong.append(f"{name}, {spec}")
+        if name in NO_GRADIENT:
+            continue
+        slope = vfn.grad(weighted(name))(whole(n))
+        for grad in vfn.grad, torch.func.grad:
+            if not torch.allclose(vfn.unshard(grad(weighted(name))(vfn.shard(whole(n), mesh, spec))), slope):
+                wrong.append(f"{grad.__module__} of {name}, {spec}")
+    return wrong
+
+
+@pytest.mark.parametrize("n", [7, 5])
+def test_writes_into_views_whose_elements_are_elsewhere(n: int) -> None:
+    with vfn.simulate(6):
+        assert not wrong_writes(vfn.make_mesh((2, 3), ("a", "b")), WRITES, SPLITS if n == 5 else SPLITS[1:4], n)
+
+
+def test_such_writes_under_jit_and_under_strict() -> None:
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((2, 3), ("a", "b"))
+        for i, name in enumerate(WRITES):
+            array = vfn.shard(whole(7), mesh, SPLITS[i % 4])
+
+            def step(x, name=name):
+                v = x * 1.0
+                WRITES[name](v)
+                return v
+
+            fast = vfn.jit(step)
+            assert torch.equal(vfn.unshard(fast(array)), step(whole(7))), name
+            if name in CONSTANTS:
+                assert str(fast.lower(array).comms()) == "no collective", name
+                with vfn.strict():
+                    step(array)
+            if name not in NO_GRADIENT:
+                slope = vfn.grad(weighted(name))(whole(7))
+                torch.testing.assert_close(vfn.unshard(vfn.jit(vfn.grad(weighted(name)))(array)), slope)
+
+
+def _writes_on_real_ranks():
+    return wrong_writes(vfn.make_mesh((2, 2), ("a", "b")), [*WRITES][::2], SPLITS[1:3], 7)
+
+
+def test_such_writes_on_real_ranks(gloo) -> None:
+    assert gloo(4, _writes_on_real_ranks) == [[]] * 4
 
 
 # --- into views of plain tensors, beside arrays -----------------------------------------------------------------------

@@ -73,6 +73,12 @@ standard_gamma_grad = torch._standard_gamma_grad  # (concentration, sample)
 local = operator.attrgetter("_local_tensor")  # this rank's block of a DTensor
 
 
+def forget_local(x: Any) -> None:
+    """Make `x` a DTensor without a block; it may have none already."""
+    with contextlib.suppress(AttributeError):
+        del x._local_tensor
+
+
 def strided_shard(dim: int, split_factor: int) -> Any:
     """The placement of an axis that takes its piece out of each of `split_factor` segments."""
     return strided_shard_type(dim, split_factor=split_factor)
@@ -568,6 +574,17 @@ def own_shape(func: Any, args: Any) -> None:
     """Apply an op on shapes to what a wrapper subclass says of its own shape, leaving out the subclass's dispatch."""
     with torch._C._DisableTorchDispatch():
         func(*args)
+
+
+def set_storage_offset(x: torch.Tensor, offset: int) -> None:
+    """Make a wrapper subclass, which has no storage, say that it begins there in the memory of what it is a view of."""
+    before = torch._C._meta_in_tls_dispatch_include()
+    torch._C._set_meta_in_tls_dispatch_include(True)  # nothing is allocated
+    try:
+        with torch._C._DisableTorchDispatch():
+            torch.ops.aten.set_.source_Storage_storage_offset(x, x.untyped_storage(), offset, x.shape, x.stride())
+    finally:
+        torch._C._set_meta_in_tls_dispatch_include(before)
 
 
 def batch_dims(x: torch.Tensor) -> list[int]:

@@ -8,15 +8,39 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import _torch
 from .errors import InPlaceError, op_text, report
 from .layout import layout, text
 from .refusals import LOST, MISSED
+
+
+class MovedView(NamedTuple):
+    """How a view came about whose elements are not where it shows them: it is read by moving them, and a write goes back."""
+
+    source: Any  # what it is a view of, and the layout that this had
+    spec: Any
+    func: Any  # the op that gave it, with the other arguments
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    decision: Any
+    number: int | None  # which of the op's results it is
+    shown: torch.Tensor  # the view, in a tensor without values that stands for `base`
+    base: Any  # the array that has the elements
+    recorded: bool
+    siblings: list[Any]  # the op's results
+    refusal: Any = None  # what `strict` says to a reader
+
+
+def moved_view(x: Any) -> MovedView | None:
+    """How a view came about whose elements are elsewhere; None for any other tensor."""
+    found = getattr(x, "__dict__", {}).get("_moved")
+    return found if type(found) is MovedView else None
 
 
 def remember_sums(source: Any, outs: Sequence[Any], alias: bool) -> None:
@@ -71,7 +95,7 @@ def _beside(x: Any) -> list[Any]:
 def check_writable(func: Any, target: Any) -> None:
     """Raise if a write to `target` (an array, or a list of them) would be lost."""
     for x in target if isinstance(target, (list, tuple)) else (target,):
-        if isinstance(x, DTensor) and (hasattr(x, "_moved") or _beside(x)):
+        if isinstance(x, DTensor) and (x.__dict__.get("_moved") is True or _beside(x)):
             raise InPlaceError(report(
                 op_text(func), LOST,
                 [f"it is {text(x)}, of {text((*_beside(x), getattr(x, '_root', x))[0])}"],
@@ -79,28 +103,36 @@ def check_writable(func: Any, target: Any) -> None:
                 "in which the view is local: x = vfn.with_sharding(x, P())"))  # fmt: skip
 
 
+def missed() -> InPlaceError:
+    """The error of a value that missed a write."""
+    return InPlaceError(report("array", MISSED, fix="take the view, or call with_sharding, after the write"))
+
+
 class _Stale:
     """Stands for the spec of a view that missed a write: whatever asks for it raises."""
 
     def __getattr__(self, name: str) -> Any:
-        raise InPlaceError(report("array", MISSED,
-                                  fix="take the view, or call with_sharding, after the write"))  # fmt: skip
+        raise missed()
 
     def __hash__(self) -> int:
         return self.missing
 
 
 def after_write(x: Any) -> None:
-    """What was copied out of `x`, or out of what it is a view of, has missed a write: it raises when it is used."""
+    """What was copied out of `x`, or out of what it is a view of, has missed a write: a view is read anew, the rest raises."""
     seen = x
     while seen is not None:  # torch counts no writes that an op of several steps makes, nor those into its views
         if cell := getattr(seen, "_sum", None):
             cell.clear()
         seen = seen.__dict__.get("_seen", (None,))[0]
     root = getattr(x, "_root", x)
-    for copy in root.__dict__.pop("_copies", ()):
-        view = copy()
-        if view is not None:
+    copies = root.__dict__.pop("_copies", ())
+    for view in (copy() for copy in copies):
+        if moved_view(view) is not None and not _beside(view):
+            _torch.forget_local(view)
+            view.__dict__.get("_sum", []).clear()
+            _note_stale_after_write(root, view)
+        elif view is not None:
             view._spec = _Stale()
 
 

@@ -50,6 +50,12 @@ class Array(DTensor):
             args, kwargs = _take_in(args), _take_in(kwargs)
         return interpreter.dispatch(Array, func, args, kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        if name != "_local_tensor":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        interpreter.read(self)
+        return self._local_tensor
+
     @property
     def type_text(self) -> str:
         """The type on one short line: ``f32[8@dp,4]``."""

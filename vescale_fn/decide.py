@@ -54,6 +54,9 @@ class Decision:
     # (max, min or total, the axes to fold over, for each result)
     fold: tuple[str, tuple[tuple[str, ...], ...]] | None = None
     view: bool = False  # results alias the first argument
+    offsets: tuple[
+        int, ...
+    ] = ()  # of a view: where on one device each result begins in the memory of the first argument
     written: bool = False  # the first argument is written in place, and lies right for it
     partial: bool = False  # some result is a partial sum: it will remember what it adds up to
     answer: bool = False  # the op asks about shapes alone, and `outs` is what it gives
@@ -99,6 +102,8 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[s
     outs, many = _metas(func, args, kwargs, tensors)
     common: dict[str, Any] = {"view": _is_view(func), "simulated": is_simulated(mesh), "seeded": is_seeded(func),
               "lists": any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in (*args, *kwargs.values()))}  # fmt: skip
+    if common["view"] and outs is not None:
+        common["offsets"] = tuple(o.storage_offset() if isinstance(o, torch.Tensor) else 0 for o in outs)
     if outs is not None and not any(isinstance(o, torch.Tensor) for o in outs):
         return Decision(mesh, (), (), outs, many, answer=True)
     if (steps := _steps(func, args, kwargs, outs, axes_of(mesh))) is not None:

@@ -6,6 +6,8 @@ how the results lie. Then it moves what must move, runs, and wraps.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,16 +16,28 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from . import _torch, blocks, context, places, replicas, reshard
-from .aliases import after_write, check_writable, note_copy, note_views, remember_sums, remember_table, table_rows
+from .aliases import (
+    MovedView,
+    after_write,
+    check_writable,
+    missed,
+    moved_view,
+    note_copy,
+    note_views,
+    remember_sums,
+    remember_table,
+    table_rows,
+)
 from .arguments import bind, replace, tensors_in
 from .blocks import Blocks
 from .decide import PLAIN, STEP_BY_STEP, WRITE, Decision, decide, reason, refuse
-from .errors import InPlaceError, op_text, report
+from .errors import InPlaceError, ReshardError, op_text, report
 from .layout import WHOLE, axes_items, layout, spec_for, text
 from .mesh import is_part, played_ranks
 from .refusals import MOVE, OTHER_SHAPE, OVERLAP
 from .spec import P, split_axes
 from .strict import refuse_moves
+from .written_views import by_element, check_fit, is_same_view, write_pieces
 
 _CACHE_SIZE = 16384
 _cache: OrderedDict[Any, tuple[Decision, int]] = OrderedDict()
@@ -88,7 +102,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
         replicas.same_plain(f"torch's {name}", decision.mesh, (
             (f"argument {i}", x) for i, x in enumerate(tensors_in(args, kwargs or {}))))  # fmt: skip
         replicas.numbers_alike(name, func, decision.mesh, args, kwargs or {})
-    if way == STEP_BY_STEP:
+    if way == STEP_BY_STEP or (way != PLAIN and "_moved" in args[0].__dict__):
         return _carry_out(cls, func, args, kwargs or {}, decision)
     local = [_torch.local(a) if a.__class__ is cls else a for a in args]
     if way == PLAIN:
@@ -111,6 +125,8 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     except (RuntimeError, ValueError):  # the latter on tensors without values
         return _carry_out(cls, func, args, kwargs or {}, decision)
     wrapped = _torch.new_dtensor(cls, out, decision.outs[0], requires_grad=False)
+    if wrapped.storage_offset() != (offset := source.storage_offset() + decision.offsets[0]):
+        _torch.set_storage_offset(wrapped, offset)
     if notes:
         note_views(source, (wrapped,), False)
     else:
@@ -144,15 +160,23 @@ def _in_another_shape(cls: Any, func: Any, args: Sequence[Any]) -> Any:
     return x
 
 
-def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], decision: Decision) -> Any:
+def _carry_out(
+    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], decision: Decision, now: bool = False
+) -> Any:
+    """Carry out a decision. With `now` a view whose elements must move is not left for later."""
     if decision.seeded:
         refuse(func, args, kwargs)
     if decision.answer:
         return list(decision.outs) if decision.many else decision.outs[0]
     if decision.steps is not None:
         return decision.steps(args, kwargs)
-    for position, name in blocks.written(func):
-        check_writable(func, args[position] if position < len(args) else kwargs.get(name))
+    targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in blocks.written(func)]
+    for target in targets:
+        check_writable(func, target)
+    if any(moved_view(x) is not None for x in tensors_in(targets, {})):
+        return _write_where_shown(cls, func, args, kwargs, decision)
+    if decision.view and not now and _elements_move(args[0], decision):
+        return _deferred(cls, func, args, kwargs, decision)
     if decision.targets is None:
         return _whole(cls, func, args, kwargs, decision)
     tensors = tensors_in(args, kwargs)
@@ -198,6 +222,7 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
     wrapped: list[Any] = [r if spec is None or r is None else _torch.new_dtensor(cls, r, spec, requires_grad=False)
                for r, spec in zip(results, decision.outs, strict=True)]  # fmt: skip
     if decision.view:
+        _begin(func, args, wrapped, decision)
         note_views(args[0], wrapped, bool(decision.moves or copied or decision.copies))
     elif func is _UNSAFE_VIEW and (decision.moves or copied):
         note_copy(args[0], wrapped[0])
@@ -208,6 +233,15 @@ def _carry_out(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
         if decision.view and not decision.many and not decision.moves and args[0].numel() == wrapped[0].numel():
             wrapped[0]._seen = (args[0], args[0]._spec, func, args[1:], kwargs)
     return type(out)(wrapped) if decision.many else wrapped[0]
+
+
+def _begin(func: Any, args: Sequence[Any], views: Sequence[Any], decision: Decision) -> None:
+    """Make views say where they begin in memory on one device: autograd under functorch shows a gradient by that."""
+    absolute = func is _aten.as_strided.default and len(args) > 3 and args[3] is not None
+    first = 0 if absolute else args[0].storage_offset()
+    for view, offset in zip(views, decision.offsets):
+        if isinstance(view, DTensor) and view is not args[0] and view.storage_offset() != first + offset:
+            _torch.set_storage_offset(view, first + offset)
 
 
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}  # another name for the same value
@@ -280,6 +314,140 @@ def _reshape_if_needed(op: Any, copied: list[bool]) -> Any:
             return x.reshape(size)
 
     return run
+
+
+# --- views whose elements must move -----------------------------------------------------------------------------------
+
+
+def _elements_move(x: Any, decision: Decision) -> bool:
+    """Whether a view of `x` shows elements that are to come from other ranks, or is a view of such a view."""
+    return bool(moved_view(x) or decision.moves or decision.copies) or (
+        decision.targets is None and layout(x._spec) != WHOLE
+    )
+
+
+def _deferred(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], decision: Decision) -> Any:
+    """A view without elements: they are moved when it is first read, and what is written into it is written where they are."""
+    source, link = args[0], moved_view(args[0])
+    with _torch.unrecorded():
+        shown: Any = link.shown if link is not None else torch.empty_strided(
+            source.shape, source.stride(), dtype=source.dtype, device="meta")  # fmt: skip
+        metas = func(shown, *args[1:], **kwargs)
+    metas = list(metas) if decision.many else [metas]
+    base = link.base if link is not None else source
+    recorded = _torch.is_recorded()
+    refusal = _refusal(func, args, kwargs, decision) if context.is_strict() else None
+    outs, siblings = [], []
+    for i, meta in enumerate(metas):
+        spec = decision.outs[i] if decision.targets is not None else \
+            spec_for(decision.mesh, WHOLE, meta.shape, tuple(meta.stride()), meta.dtype)  # fmt: skip
+        local = _torch.local(base)
+        if meta.dtype != base.dtype:  # of what is made here only the kind counts
+            local = (
+                local.view(meta.dtype)
+                if type(local) is not Blocks
+                else Blocks(b.view(meta.dtype) for b in local.blocks)
+            )
+        out = _torch.new_dtensor(cls, local, spec, requires_grad=False)
+        _torch.forget_local(out)
+        outs.append(out)
+    _begin(func, args, outs, decision)
+    remember_sums(source, outs, False)
+    note_views(source, outs, True)
+    for i, (out, meta) in enumerate(zip(outs, metas, strict=True)):
+        out._moved = MovedView(source, source._spec, func, tuple(args[1:]), kwargs, decision, i if decision.many else None,
+                               meta, base, recorded, siblings, refusal)  # fmt: skip
+        siblings.append(weakref.ref(out))
+    return outs if decision.many else outs[0]
+
+
+def _refusal(func: Any, args: Sequence[Any], kwargs: dict[str, Any], decision: Decision) -> ReshardError | None:
+    """What `strict` says of the move, should the view be read: with the line that takes it."""
+    moves = [(0, _steps_to_whole(args[0]), WHOLE)]
+    if decision.targets is not None:
+        moves = [(i, steps, decision.targets[i]) for i, steps, _ in decision.moves]
+    try:
+        refuse_moves(func, args, kwargs, moves)
+    except ReshardError as error:
+        return error
+    return None
+
+
+def read(x: Any) -> None:
+    """Bring the elements of a view that was made without them."""
+    link = moved_view(x)
+    if link is None or link.source._spec is not link.spec:
+        raise AttributeError("_local_tensor") if link is None else missed()
+    if link.refusal is not None and context.is_strict():
+        raise link.refusal
+    outside = _torch.is_recorded() and not link.recorded  # a recording that began later sees a finished value
+    with _torch.unrecorded() if outside else contextlib.nullcontext():
+        out = _carry_out(type(x), link.func, (link.source, *link.args), link.kwargs, link.decision, now=True)
+    if link.number is None:
+        x._local_tensor = _torch.local(out)
+        return
+    x._local_tensor = _torch.local(out[link.number])
+    for i, sibling in enumerate(link.siblings):  # which came with it
+        if (other := sibling()) is not None and other is not x:
+            other._local_tensor = _torch.local(out[i])
+
+
+def _write_where_shown(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], decision: Decision) -> Any:
+    """A write into a view whose elements are elsewhere: each rank writes those that it has."""
+    out = args[0]
+    link = moved_view(out) if isinstance(out, DTensor) else None
+    if link is not None and len(blocks.written(func)) == 1 and by_element(func):
+        check_fit(func, args, kwargs)
+        if func is _aten.copy_.default and is_same_view(link, moved_view(args[1])):
+            return out  # what Python makes of x[1:] += y ends with x[1:] = x[1:]
+        if out.numel() and not write_pieces(func, args, kwargs, link, brought):
+            _write_whole(func, args, kwargs, link)
+        _written(func, link.base)
+        return out
+    copies: dict[int, Any] = {}  # what is written, as values of its own, which are then put where they belong
+
+    def copied(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(map(copied, x))
+        return copies.get(id(x), x) if isinstance(x, torch.Tensor) else x
+
+    targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in blocks.written(func)]
+    originals = [x for x in tensors_in(targets, {}) if moved_view(x) is not None]
+    for x in originals:
+        copies[id(x)] = _torch.new_dtensor(
+            cls, brought(x, layout(x._spec), "", apart=True), x._spec, requires_grad=False
+        )
+    result = dispatch(cls, func, [copied(a) for a in args], {k: copied(a) for k, a in kwargs.items()})
+    for x in originals:
+        dispatch(cls, _aten.copy_.default, (x, copies[id(x)]), None)
+    back = {id(copy): x for x, copy in zip(originals, copies.values(), strict=True)}
+    return back.get(id(result), result)
+
+
+def _write_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any], link: MovedView) -> None:
+    """Write into the whole of what a view shows a part of, and put that back where it lies."""
+    base, mesh = link.base, link.base._spec.mesh
+    if context.is_strict():
+        refuse_moves(func, (base,), {}, [(0, _steps_to_whole(base), WHOLE)])
+    decision = Decision(mesh, None, (), (), False)
+    whole, _ = _one_whole(func, base, 0, decision, True)
+    others = iter([_one_whole(func, x, 0, decision, False)[0] if isinstance(x, DTensor) else x
+                   for x in tensors_in(args[1:], kwargs)])  # fmt: skip
+    rest = [replace(a, others) for a in args[1:]]
+    func(_seen_in(whole, args[0]), *rest, **{k: replace(a, others) for k, a in kwargs.items()})
+    _write_back(func, base, whole, mesh)
+
+
+def _seen_in(whole: torch.Tensor, view: Any) -> torch.Tensor:
+    """The same view of a plain tensor in the place of its base."""
+    link = moved_view(view)
+    if link is None:
+        return whole
+    out = link.func(_seen_in(whole, link.source), *link.args, **link.kwargs)
+    return out if link.number is None else out[link.number]
+
+
+# --- moving -----------------------------------------------------------------------------------------------------------
 
 
 def _moved(func: Any, x: Any, steps: Sequence[reshard.Step], decision: Decision, i: int, why: str) -> Any:
@@ -385,7 +553,9 @@ def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], dec
 
     result = wrap(out)
     if decision.view:
-        note_views(args[0], list(result) if isinstance(result, (list, tuple)) else [result], moved)
+        results = list(result) if isinstance(result, (list, tuple)) else [result]
+        _begin(func, args, results, decision)
+        note_views(args[0], results, moved)
     return result
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from .. import tree
+from .. import _torch, tree
+from ..array import Array
 from ..blocks import Blocks
 from ..containers import checked
 from ..ledger import Ledger
@@ -71,6 +72,9 @@ def _trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], t
         with recorder:
             out = checked(f(*args, **kwargs), "jit", "out", numpy=True, modules=True)
             out_leaves, out_def = tree.flatten(laid_out(out, out_specs))
+            for leaf in out_leaves:
+                if isinstance(leaf, Array):
+                    _torch.local(leaf)  # a view whose elements move brings them when it is first read: here
     except Unrecordable as why:
         why.graph, why.guards = recorder.graph, recorder.guards
         raise

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from .rule import Call, Rule, none, same
 
 
@@ -16,5 +20,8 @@ def fill(call: Call) -> Rule:
 
 
 def new(call: Call) -> Rule:
-    """A new tensor of a shape of its own: whole on every rank."""
+    """A new tensor of a shape of its own: whole on every rank. For a cotangent that is to be written autograd makes one of
+    the same shape without values: it is laid out like the other."""
+    if call.name == "new_empty_strided" and call.outs[0] == call.tensors[0].shape:
+        return replace(like(call), op=lambda x, size, stride, **options: torch.ops.aten.empty_like(x, **options))
     return Rule(tuple(none(t.shape) for t in call.tensors), (none(call.outs[0]),), shape_only=(0,))
