@@ -693,27 +693,31 @@ def caller_of_savers(pipe, saves):
         late = time.monotonic() + 60
         while not told and time.monotonic() < late:
             time.sleep(0.01)
-        return "saved" if told else "late"
+        os.write(1, b"saved\n" if told else b"late\n")
 
     os.dup2(pipe, 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print(launch(work, 2, device="cpu"), flush=True)
 
 
 def test_a_caller_that_is_told_to_end_tells_its_ranks(way):
-    for saves in (True, False) if way == "fork" else (True,):
+    for saves, end in [(True, signal.SIGTERM), (True, signal.SIGINT), (False, signal.SIGTERM)][
+        : 3 if way == "fork" else 2
+    ]:
         source, sink = os.pipe()
         caller = multiprocessing.get_context("fork").Process(target=caller_of_savers, args=(sink, saves))
         caller.start()
         os.close(sink)
         with open(source) as lines:
             assert [lines.readline() for _ in range(2)] == ["working\n"] * 2
-            caller.terminate()
-            assert lines.read() == ("['saved', 'saved']\n" if saves else "")
+            os.kill(caller.pid, end)
+            results = "[None, None]\n" if end == signal.SIGTERM else ""  # KeyboardInterrupt, once they have saved
+            assert lines.read() == ("saved\nsaved\n" + results if saves else "")
         caller.join(20)
-        assert caller.exitcode == (0 if saves else -signal.SIGTERM)
+        assert caller.exitcode == (-signal.SIGTERM if not saves else 1 if end == signal.SIGINT else 0)
 
 
 def test_the_environment_that_torchrun_sets():

@@ -34,7 +34,7 @@ def losses(*argv):
 
 
 @pytest.mark.parametrize(("model", "parallel", "mesh", "more"), [
-    ("gpt", "tp+sp+vp", "tp=2", ""),
+    ("gpt", "tp+sp+vp", "tp=2", "--precision fp16"),
     ("mixtral", "ep", "ep=2", ""),
     ("llama", "zero2", "dp=2", "--optimizer muon --precision bf16 --accumulate 2"),
 ], ids=["gpt", "mixtral", "llama"])  # fmt: skip
@@ -44,6 +44,8 @@ def test_by_name(model, parallel, mesh, more, capsys):
     out = capsys.readouterr().out
     assert f"{parallel} on mesh ({mesh.replace(',', ', ')})" in out
     assert f"model     {model}, " in out
+    if "fp16" in more:
+        assert "numbers   params=f32,compute=f16,reduce=f32,output=f32\n" in out
     if "bf16" in more:
         assert "numbers   params=f32,compute=bf16,reduce=f32,output=f32\n" in out
         assert "steps     3 of muon, each of 4 windows of 8 bytes, in 2 parts\n" in out
@@ -66,6 +68,22 @@ def test_parts_of_a_batch_make_the_same_step():
     earlier = add(params, x[2:4], key, add(params, x[:2], key))
     got, _, mean = step(params, sgd.init(params), x[4:], key, earlier)
     torch.testing.assert_close((got, mean), (whole, value), rtol=1e-12, atol=0)
+
+
+def test_a_scaled_loss_makes_the_same_step_and_is_not_what_is_told():
+    x, params, key = torch.arange(24.0).view(6, 4).double(), {"w": torch.ones(4).double()}, vfn.random.key(0)
+    loss = lambda params, batch, key: (batch @ params["w"]).sin().mean()
+    sgd = vfn.optim.sgd(0.1)
+    scaled = vfn.precision.scaled(sgd)
+    want, _, value = train.make_step(loss, sgd)[1](params, sgd.init(params), x, key)
+    for parts in 1, 2:
+        add, step = train.make_step(loss, scaled, parts=parts)
+        *earlier, last = x.chunk(parts)
+        state = scaled.init(params)
+        total = add(params, earlier[0], key, None, train.scale_of(state)) if earlier else None
+        got, state, told = step(params, state, last, key, total)
+        torch.testing.assert_close((got, told), (want, value), rtol=1e-12, atol=0)
+        assert state.good == 1
 
 
 RATE, STEPS = 0.02, 10  # of which the first five warm up
@@ -220,14 +238,28 @@ def test_a_full_disk_is_told_of_and_the_last_checkpoint_stays(tmp_path, monkeypa
     assert manager.restore()["done"] == 2
 
 
-def test_a_second_signal_ends_at_once():
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(which):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with stopping.Stopping() as stop:
         assert not stop.now("cpu")
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), which)
         assert stop.now("cpu")
-        assert signal.getsignal(signal.SIGTERM) is before
-    assert signal.getsignal(signal.SIGTERM) is before
+        assert stop.told == which
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_an_interrupt_is_no_traceback(tmp_path, monkeypatch, capsys):
+    """^C: the step is finished and saved; before there are steps, the run just ends."""
+    at_batch(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    argv = [*TINY, "--steps", "5", "--mesh", "dp=1,tp=1", "--checkpoints", str(tmp_path)]
+    assert train.main(argv) == 130
+    assert capsys.readouterr().out.endswith(f"\nstopped   after step 2, saved in {tmp_path}: --resume\n")
+    assert vfn.checkpoint.Manager(tmp_path).latest() == 2
+    monkeypatch.setattr(data, "read_text", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    assert train.main(argv[:-2]) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_stopping_elsewhere_than_in_the_main_thread_asks_for_nothing():
@@ -298,7 +330,8 @@ def test_a_file_of_options(tmp_path, capsys):
     assert (opt.optimizer, opt.precision.compute, opt.accumulate, opt.lr) == ("lion", torch.bfloat16, 2, 1e-3)
     assert parse("--optimizer", "sgd", "--lr", "0.5").lr == 0.5
     for text, message in [
-        ("stepz = 7", f"--config {file}: stepz is no option; write one of accumulate, batch, check, "),
+        ("stepz = 7", f"--config {file}: stepz is no option; did you mean 'steps'?"),
+        ("colour = 7", f"--config {file}: colour is no option; write one of accumulate, batch, check, "),
         ("simulate = 1", f"--config {file}: simulate = 1 should be true or false"),
         ("steps = true", f"--config {file}: steps = true should be a value"),
         ('steps = "many"', "argument --steps: invalid int value: 'many'"),

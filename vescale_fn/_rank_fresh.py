@@ -70,6 +70,11 @@ def run_fresh(call: Callable[[], Any], settings: Settings, reason: str) -> list[
             if answer.kind == "failed":
                 raise RankError(answer.text)
             return answer.value
+        except KeyboardInterrupt:  # its ranks may have work to save; a second one ends them at once
+            process.terminate()
+            while process.poll() is None:
+                streams.wait([], 0.1)
+            raise
         finally:
             ours.close()
             process.terminate()  # it ends its ranks first

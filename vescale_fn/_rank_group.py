@@ -59,7 +59,13 @@ def run(call: Callable[[], Any], settings: Settings) -> list[bytes]:
             if failed:
                 raise NotStarted(failed[0].text or f"rank {failed[0].rank} {failed[0].title} before it could start")
             tell(ranks, "go")
-            done, failed = hear(ranks, "done", streams, settings.limit)
+            try:
+                done, failed = hear(ranks, "done", streams, settings.limit)
+            except KeyboardInterrupt:  # as where this process is told to end; a second one ends them at once
+                for rank in ranks:
+                    rank.process.terminate()
+                hear(ranks, "done", streams, float("inf"))
+                raise
             if failed:
                 heard = {*done, *(message.rank for message in failed if message.kind == "failed")}
                 ask = failed[0].kind == "late" or any(map(waited, failed))

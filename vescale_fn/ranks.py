@@ -151,7 +151,7 @@ def launch(fn: Callable[..., Any], nprocs: int, *args: Any, kwargs: Mapping[str,
     take closures, lambdas and what a notebook cell defines. Where a fork cannot work (CUDA or a process group is in use
     here, or this is a daemon of multiprocessing) they are forked from a fresh interpreter instead: `fn` then travels by
     cloudpickle (``pip install vescale_fn[launch]``), or has to be importable. Each rank computes on one thread. A SIGTERM
-    that this process gets is passed on to the ranks: one that handles it may save its work and return.
+    that this process gets, or ^C, is passed on to the ranks as a SIGTERM: one that handles it may save its work and return.
 
     Args:
         fn: the function of a rank; it may return anything that pickles: tensors come back on the CPU, sharded arrays do

@@ -124,7 +124,7 @@ def policy(text: str = "", *, params: Any = None, compute: Any = None, reduce: A
         text: the dtypes in one line, as below; or each by its own argument, a `torch.dtype` or its name.
         params: of parameters as they are kept (float32).
         compute: of parameters and inputs in a computation (that of the parameters).
-        reduce: the narrowest in which sums over ranks are made (float32).
+        reduce: the narrowest in which sums over ranks are made (float32, or what is computed in, if that is wider).
         output: of results (that of the parameters).
         rules: (pattern, dtype) pairs, for parameters that are computed with in another dtype: a router's, a norm's. The
             pattern is looked for in paths like ``blocks.0.attn.wq``.
@@ -154,8 +154,13 @@ def policy(text: str = "", *, params: Any = None, compute: Any = None, reduce: A
         fix = 'policy("params=f32,compute=bf16,reduce=f32,output=f32", rules=[("router", "f32")])'
         raise VfnError(report("policy", "it does not say dtypes", wrong, fix))
     kept = found.get("params", torch.float32)
+    compute = found.get("compute", kept)
     return Policy(
-        kept, found.get("compute", kept), found.get("reduce", torch.float32), found.get("output", kept), others
+        kept,
+        compute,
+        found.get("reduce", torch.promote_types(compute, torch.float32)),
+        found.get("output", kept),
+        others,
     )
 
 

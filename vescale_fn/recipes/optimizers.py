@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import optree
+import torch
 
 import vescale_fn as vfn
 
@@ -26,6 +27,12 @@ def make(name: str, lr: float, steps: int) -> vfn.optim.Optimizer:
     """
     rate = vfn.optim.warmup_cosine(lr, warmup=min(20, steps // 2), steps=steps, end=0.05 * lr)
     return vfn.optim.chain(vfn.optim.clip_by_global_norm(1.0), OPTIMIZERS[name][0](rate))
+
+
+def of(opt: Any) -> vfn.optim.Optimizer:
+    """The optimiser of a run by its options; where it computes in float16, of the gradients of a scaled loss."""
+    made = make(opt.optimizer, opt.lr, opt.steps)
+    return vfn.precision.scaled(made) if opt.precision.compute == torch.float16 else made
 
 
 def _adamw(rate: Rate) -> vfn.optim.Optimizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import sys
 import tomllib
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 import vescale_fn as vfn
+from vescale_fn.errors import meant
 
 from . import data, gpt, llama, metrics, mixtral, report
 from .models import suits  # mesh: start
@@ -36,7 +38,12 @@ NUMBERS = {
     "keep": (3, "checkpoints to keep"),
 }
 AT_LEAST_ONE = "steps batch accumulate context dim heads layers evaluate-every save-every keep".split()
-PRECISIONS = {"fp32": "params=f32", "bf16": "params=f32,compute=bf16", "fp64": "params=f64"}
+PRECISIONS = {
+    "fp32": "params=f32",
+    "bf16": "params=f32,compute=bf16",
+    "fp16": "params=f32,compute=f16",
+    "fp64": "params=f64",
+}
 OF_A_CHECKPOINT = ("model", "dim", "heads", "layers", "context", "precision", "optimizer")
 TRACED = (3, 6)  # --profile: the steps between these
 
@@ -46,7 +53,10 @@ def parse(argv: list[str] | None, doc: str, checked: int) -> argparse.Namespace:
     parser = _parser(doc, checked)
     argv = sys.argv[1:] if argv is None else argv
     first, _ = parser.parse_known_args(argv)
-    options = parser.parse_args([*_from_file(first.config, parser), *argv])
+    options, unknown = parser.parse_known_args([*_from_file(first.config, parser), *argv])
+    for text in unknown:
+        known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+        parser.error(f"{text} is no option{meant(text.partition('=')[0], known)}")
     for name in AT_LEAST_ONE:
         if getattr(options, name.replace("-", "_")) < 1:
             parser.error(f"--{name} must be at least 1")
@@ -81,10 +91,24 @@ def parse(argv: list[str] | None, doc: str, checked: int) -> argparse.Namespace:
             metrics.writer()
     except (data.DataError, ImportError) as error:
         parser.error(str(error))
-    wanted = 1
-    wanted = math.inf if options.simulate else math.prod(options.mesh.values())  # mesh: start
-    options.device = options.device or ("cuda" if torch.cuda.device_count() >= wanted else "cpu")
+    wanted, there = 1, torch.cuda.device_count()
+    wanted = _ranks_here(options)  # mesh: start
+    if options.device == "cuda" and there < wanted:
+        parser.error(f"--device cuda: {wanted} GPU{'s' * (wanted != 1)} needed, one for each rank here, but there "
+                     f"{'is 1' if there == 1 else f'are {there}'}")  # fmt: skip
+    usual = "cuda" if there >= wanted else "cpu"
+    usual = "cpu" if options.simulate else usual  # mesh: start
+    options.device = options.device or usual
     return options
+
+
+def _ranks_here(options: argparse.Namespace) -> int:  # mesh: start
+    """How many processes compute on this machine."""  # mesh: start
+    if options.simulate:  # mesh: start
+        return 1  # mesh: start
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # mesh: start
+        return int(os.environ["LOCAL_WORLD_SIZE"])  # mesh: start
+    return math.prod(options.mesh.values())  # mesh: start
 
 
 def _parser(doc: str, checked: int) -> argparse.ArgumentParser:
@@ -137,8 +161,8 @@ def precision_of(text: str) -> Any:
         policy = vfn.precision.policy(PRECISIONS.get(text, text))
     except vfn.errors.VfnError:
         raise argparse.ArgumentTypeError(f"{text!r}: write {', '.join(PRECISIONS)}, or {_POLICY}") from None
-    if torch.float16 in (policy.params, policy.compute):
-        raise argparse.ArgumentTypeError(f"{text!r}: float16 needs a scaled loss, which is not made here; write bf16")
+    if torch.float16 in (policy.params, policy.output):
+        raise argparse.ArgumentTypeError(f"{text!r}: float16 is for computing alone; write fp16, or {_POLICY}")
     return policy
 
 
@@ -166,8 +190,10 @@ def _from_file(path: str | None, parser: argparse.ArgumentParser) -> list[str]:
         if name in known and isinstance(value, (dict, list)):
             parser.error(f"--config {path}: {key} should be one value, written as on the command line")
         if name not in known:
-            names = ", ".join(sorted(set(known) - {"config"}))
-            parser.error(f"--config {path}: {key} is no option; write one of {names}")
+            names = sorted(set(known) - {"config"})
+            parser.error(
+                f"--config {path}: {key} is no option{meant(name, names) or '; write one of ' + ', '.join(names)}"
+            )
         flag, wanted = isinstance(value, bool), isinstance(known[name], bool)
         if flag != wanted:
             said = "true or false" if wanted else "a value"

@@ -1,4 +1,4 @@
-"""A graceful stop: a run that is told to end finishes its step, saves, and says so."""
+"""A graceful stop: a run that is told to end, by SIGTERM or ^C, finishes its step, saves, and says so."""
 
 from __future__ import annotations
 
@@ -12,30 +12,34 @@ import torch.distributed as dist
 
 
 class Stopping:
-    """While it is entered, SIGTERM is noted instead of obeyed; a second one ends the process as ever."""
+    """While it is entered, SIGTERM and SIGINT are noted instead of obeyed; a second one ends the process as ever.
+
+    A rank that ignores SIGINT goes on doing so: `launch` passes ^C on to its ranks as a SIGTERM.
+    """
 
     def __init__(self) -> None:
-        self.told = False
-        self._before: Any = None
+        self.told = 0  # the number of the signal
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
+            for number in signal.SIGTERM, signal.SIGINT:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-        self.told = True
+        self.__exit__()
+        self.told = number
 
     def now(self, device: str) -> bool:
         """Whether some rank was told to end. All ranks ask together, once a step, and get one answer."""
         if not (dist.is_available() and dist.is_initialized()):
-            return self.told
-        told = torch.tensor(int(self.told), device=device)
+            return bool(self.told)
+        told = torch.tensor(int(bool(self.told)), device=device)
         dist.all_reduce(told, dist.ReduceOp.MAX)
         return bool(told)

@@ -25,6 +25,7 @@ import functools
 import itertools
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,8 +41,9 @@ from . import data, metrics, optimizers, options, report, sampling
 from .stopping import Stopping
 
 CHECKED = 5  # --check: so many steps, whose losses may differ by a bit more than sums in another order explain
-ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 HELD_OUT_WINDOWS = 256
+INTERRUPTED = 128 + signal.SIGINT  # the exit status of what ^C has ended
 PROMPT = b"\nclass "
 Loss = Callable[..., torch.Tensor]
 
@@ -57,16 +59,20 @@ class Run(NamedTuple):
 
 def make_step(loss: Loss, optimizer: vfn.optim.Optimizer, specs: Any = None, parts: int = 1) -> tuple[Any, Any]:
     """Training as two pure functions: `add`, the loss and gradients of a part of a batch, added to those of earlier parts
-    if there are any; and `step`, which does that with the last part, and takes the step."""
+    if there are any; and `step`, which does that with the last part, and takes the step. With a scale, which the state of
+    an optimiser for float16 has, loss and gradients are multiplied by it."""
 
-    def add(params: Any, batch: torch.Tensor, key: vfn.random.Key, earlier: Any = None) -> Any:
-        found: Any = vfn.value_and_grad(loss)(params, batch, key)
+    def add(params: Any, batch: torch.Tensor, key: vfn.random.Key, earlier: Any = None, scale: Any = None) -> Any:
+        f = loss if scale is None else lambda *args: loss(*args) * scale
+        found: Any = vfn.value_and_grad(f)(params, batch, key)
         if specs and parts > 1:  # mesh
             found = found[0], vfn.with_sharding(found[1], specs.grads)  # mesh
         return found if earlier is None else optree.tree_map(torch.add, earlier, found)
 
     def step(params: Any, state: Any, batch: torch.Tensor, key: vfn.random.Key, earlier: Any = None) -> Any:
-        value, grads = add(params, batch, key, earlier)
+        scale = scale_of(state)
+        value, grads = add(params, batch, key, earlier, scale)
+        value = value if scale is None else value / scale
         if parts > 1:
             value, grads = value / parts, optree.tree_map(lambda grad: grad / parts, grads)
         if specs:  # mesh
@@ -77,10 +83,15 @@ def make_step(loss: Loss, optimizer: vfn.optim.Optimizer, specs: Any = None, par
     return add, step
 
 
+def scale_of(state: Any) -> Any:
+    """What the loss is multiplied by: None where it is not."""
+    return state.scale if isinstance(state, vfn.precision.ScaledState) else None
+
+
 def training(opt: argparse.Namespace, at: Run, loss: Loss, text: torch.Tensor, place: Callable[[torch.Tensor], Any],
              keys: list[vfn.random.Key], specs: Any = None) -> Iterator[tuple[Run, float]]:  # fmt: skip
     """Train from `at` on, where its parameters lie and `place` puts batches; after each step, the run and the loss."""
-    add, step = make_step(loss, optimizers.make(opt.optimizer, opt.lr, opt.steps), specs, opt.accumulate)
+    add, step = make_step(loss, optimizers.of(opt), specs, opt.accumulate)
     add, step = vfn.jit(add, donate_argnums=3), vfn.jit(step, donate_argnums=(0, 1, 4))
     batch_key, dropout_key = keys
     for i in range(at.done, opt.steps):
@@ -90,7 +101,7 @@ def training(opt: argparse.Namespace, at: Run, loss: Loss, text: torch.Tensor, p
         with torch.profiler.record_function(f"step {i + 1}"):
             earlier = None
             for part, part_key in zip(parts, part_keys):
-                earlier = add(at.params, part, part_key, earlier)
+                earlier = add(at.params, part, part_key, earlier, scale_of(at.state))
             params, state, value = step(at.params, at.state, last, key, earlier)
         at = at._replace(done=i + 1, params=params, state=state)
         yield at, value.item()
@@ -137,7 +148,7 @@ def run(opt: argparse.Namespace) -> dict[str, Any]:
     work = metrics.flops(loss, shapes, tests[0]) / ranks
     say(*headline(opt, files, text, held_out, shapes, bigram))
 
-    optimizer = optimizers.make(opt.optimizer, opt.lr, opt.steps)
+    optimizer = optimizers.of(opt)
     begin, expected = lambda params: Run(0, params, optimizer.init(params), opt.setup), []
     if opt.check and first:
         alone = training(opt, begin(initial(init_key)), loss, text, place, train_keys)
@@ -179,14 +190,15 @@ def run(opt: argparse.Namespace) -> dict[str, Any]:
     if saved:
         saved.wait()
     if stop:
-        say(f"stopped   by SIGTERM after step {at.done}" + (f", saved in {saved.folder}: --resume" if saved else ""))
+        say(f"stopped   after step {at.done}" + (f", saved in {saved.folder}: --resume" if saved else ""))
     else:
         sample = write_sample(opt, at.params, precision, sample_key, first) if opt.sample else None
         say(*report.ending(journal.evaluated, bigram, sample, time.perf_counter() - began))
         if opt.save_plot and first:
             report.save_plot(opt.save_plot, journal.losses, journal.evaluated, bigram)
             say(f"plot      {opt.save_plot}")
-    return {"losses": journal.losses, "held_out": journal.evaluated, "agrees": agrees, "done": at.done}
+    return {"losses": journal.losses, "held_out": journal.evaluated, "agrees": agrees, "done": at.done,
+            "interrupted": stopping.told == signal.SIGINT}  # fmt: skip
 
 
 def write_sample(opt: argparse.Namespace, params: Any, precision: Any, key: vfn.random.Key, writes: bool) -> bytes:
@@ -246,10 +258,14 @@ def mesh_text(opt: argparse.Namespace) -> str:  # mesh: start
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the job from the command line; the exit status is 1 where `--check` found a difference."""
-    job, opt = run, options.parse(argv, __doc__ or "", CHECKED)
+    """Run the job from the command line; the exit status is 1 where `--check` found a difference, 130 after ^C."""
+    job = run
     job = on_ranks  # mesh: start
-    return 0 if job(opt)["agrees"] else 1
+    try:
+        done = job(options.parse(argv, __doc__ or "", CHECKED))
+    except KeyboardInterrupt:
+        done = {"interrupted": True}
+    return INTERRUPTED if done["interrupted"] else 0 if done["agrees"] else 1
 
 
 if __name__ == "__main__":
