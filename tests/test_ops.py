@@ -601,6 +601,13 @@ def test_what_one_device_refuses_is_refused_alike():
             assert not isinstance(sharded.value, VfnError)
 
 
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss, F.binary_cross_entropy])
+def test_the_mean_of_nothing_is_nan(loss):
+    with vfn.simulate(2):
+        x = vfn.shard(torch.ones(0, 4), vfn.make_mesh((2,), ("a",)), P(None, "a"))
+        assert vfn.unshard(loss(x, x)).isnan()
+
+
 def test_a_chance_is_asked_each_time():
     """A float is not part of a decision's key: no chance of dropping must not allow a later one."""
     with vfn.simulate(2):

@@ -22,11 +22,13 @@ def loss(call: Call) -> Rule:
     at = list(call.args).index("reduction")
     overload = getattr(aten, call.name)
 
+    count = math.prod(shape)
+
     def part(*args: Any) -> torch.Tensor:
         n = math.prod(torch.broadcast_shapes(*(a.shape for a in args if isinstance(a, torch.Tensor))))
-        if call["reduction"] == SUM or not n:
+        if call["reduction"] == SUM or (count and not n):
             return overload(*args[:at], SUM, *args[at + 1 :])
-        return overload(*args) * (n / math.prod(shape))
+        return overload(*args) * (n / count) if count else overload(*args)  # the mean of nothing is nan
 
     rows = tuple(broadcast(t.shape, shape) for t in call.tensors)
     return Rule(rows, ((),), sums=frozenset(range(len(shape))), op=part)
