@@ -14,6 +14,7 @@ the plan must refuse too. The ordinary tests take a few dozen. The long run is
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -27,12 +28,14 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn.errors import InPlaceError
 from vescale_fn.plan import donation
 from vescale_fn.plan.passes.order import order
+from vescale_fn.plan.passes.overlap import overlap
 
 FLOATS, WHOLE = (torch.float64, torch.float32, torch.bfloat16), (torch.int64, torch.bool, torch.int32)
 UNEVEN = [(5, 5), (6, 7), (5, 7), (7, 4), (5,), (7,), (1, 5), (2, 5, 3), (2, 3, 4), (4, 6), (4, 6), (0, 6), ()]
@@ -83,6 +86,18 @@ w[1:].t().mul_(2); w.reshape(-1)[1:].sub_(1); w.expand(2, *w.shape)[0].add_(1); 
 # memory of an argument, which is another one when it has been sharded.
 BY_MEMORY = ("w.sub_(w[0])", "w.mul_(w[:, :1])", "w.add_(w.t())", "x.as_strided((2, 2), (1, 2))")
 
+# On ranks, values also move, each to a layout for its number of dims.
+MOVING = [
+    "move0(x)",
+    "move1(x)",
+    "move2(x)",
+    "move0(x) * 2",
+    "move1(x * y)",
+    "move2(x.t())",
+    "move0(x).exp() + move1(x)",
+    "move0(x @ y)",
+]
+
 # What some programs begin with a product of: a batch and the weight of a layer.
 LAYERS = [((2, 3, 4), (4, 6)), ((2, 4, 6), (6, 4))]
 LAYERS_UNEVEN = [((2, 5, 7), (7, 5)), ((3, 2, 4), (4, 5))]
@@ -93,6 +108,7 @@ def lines_of(text):
 
 
 MAKING, WRITING = lines_of(MAKING), lines_of(WRITING)
+STAYING = {f"move{i}": lambda x: x for i in range(3)}
 
 
 class Program:
@@ -106,7 +122,7 @@ class Program:
     def __init__(self, name, shapes=SHAPES):
         self.name, self.rng = name, random.Random(name)
         rng = self.rng
-        self.left_out = BY_MEMORY if shapes is UNEVEN else ()
+        self.left_out, self.on_ranks = (BY_MEMORY, True) if shapes is UNEVEN else ((), False)
         kind = rng.choice((FLOATS[:1], FLOATS[:1], FLOATS, FLOATS + WHOLE))
         self.makers = [(rng.choice(shapes), rng.choice(kind), rng.randrange(5)) for _ in range(rng.randrange(1, 4))]
         self.lines, self.returned, self.size = [], [], rng.randrange(2, 14)
@@ -127,7 +143,7 @@ class Program:
         return [f"a{i}" for i in range(len(self.makers))]
 
     def _grow(self):
-        env = dict(zip((*self._names(), "s"), self.arguments(0)), torch=torch, F=F, vfn=vfn, c=CLOSED)
+        env = dict(zip((*self._names(), "s"), self.arguments(0)), torch=torch, F=F, vfn=vfn, c=CLOSED, **STAYING)
         given = {env[n].untyped_storage().data_ptr() for n in self._names()} | {CLOSED.untyped_storage().data_ptr()}
         values, tries = self._names(), 0
         for line in self.lines:
@@ -138,7 +154,8 @@ class Program:
             mine = [n for n in values if env[n].untyped_storage().data_ptr() not in given]
             write = mine and self.rng.random() < 0.35
             recent = values[-4:] if self.rng.random() < 0.6 else values
-            text = self.rng.choice(WRITING if write else MAKING)
+            moves = self.on_ranks and not write and self.rng.random() < 0.15
+            text = self.rng.choice(WRITING if write else MOVING if moves else MAKING)
             if text in self.left_out:
                 continue
             picked = {letter: self.rng.choice(recent) for letter in "xyz"}
@@ -166,8 +183,9 @@ class Program:
         body = "".join(f"    {line}\n" for line in self.lines)
         return f"def f({', '.join(self._names())}, s):\n{body}    return {', '.join(self.returned)},\n"
 
-    def function(self):
-        scope = dict(torch=torch, F=F, vfn=vfn, c=CLOSED)
+    def function(self, moves=None):
+        """The program; `moves` are the functions by which values move."""
+        scope = dict(torch=torch, F=F, vfn=vfn, c=CLOSED, **(moves or STAYING))
         exec(compile(self.source, f"<program {self.name}>", "exec"), scope)
         return scope["f"]
 
@@ -312,6 +330,10 @@ def fault_on_a_mesh(program):
     return None
 
 
+def _laid(mesh, specs, x):
+    return vfn.with_sharding(x, specs[x.ndim]) if isinstance(x, DTensor) else vfn.shard(x, mesh, specs[x.ndim])
+
+
 BATCH = 100  # programs to one start of the processes
 PROCESSES = {3: [((3,), "a")], 6: [((6,), "a"), ((2, 3), "ab"), ((3, 2), "ab")]}
 
@@ -342,21 +364,27 @@ def _note(journal, *row):
 
 
 def _fault_on_ranks(program, processes):
-    f, rng = program.function(), random.Random(f"ranks {program.name}")
+    rng, plain = random.Random(f"ranks {program.name}"), program.function()
     sizes, axes = rng.choice(PROCESSES[processes])
     mesh = vfn.make_mesh(sizes, tuple(axes))
     specs = [spec(rng, len(shape), axes) for shape, _, _ in program.makers]
-    for how, g in (("", f), ("donated: ", f), ("derivative: ", _derivative(program, f))):
+    rows = [[spec(rng, ndim, axes) for ndim in range(6)] for _ in STAYING]
+    f = program.function({name: functools.partial(_laid, mesh, row) for name, row in zip(STAYING, rows)})
+    for how, g, on_one in (("", f, plain), ("donated: ", f, plain),
+                           ("derivative: ", _derivative(program, f), _derivative(program, plain))):  # fmt: skip
         if g is None:
             continue
         where = f"{how}mesh {sizes}, {specs}"
-        fast = vfn.jit(g, donate_argnums=tuple(range(len(specs))) if how == "donated: " else ())
+        passes = vfn.plan.PASSES
+        if rng.random() < 0.4:  # as on GPUs
+            passes = [functools.partial(overlap, on_cpu=True) if p is overlap else p for p in passes]
+        fast = vfn.jit(g, passes=passes, donate_argnums=tuple(range(len(specs))) if how == "donated: " else ())
         given = [[vfn.shard(x.clone(), mesh, p) for x, p in zip(program.arguments(0), specs)] for _ in "12"]
         number = program.arguments(0)[-1]
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
-                wanted = g(*program.arguments(0))
+                wanted = on_one(*program.arguments(0))
             except Exception:
                 continue
             try:

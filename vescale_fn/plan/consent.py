@@ -177,9 +177,9 @@ def _row(node: fx.Node) -> Row:
     one = _given(node)
     line = node.meta.get("line", "")
     size = None if collective.kind == "permute" else one.numel()  # who neither sends nor receives may hold less
-    what = f"{collective.__name__} over {','.join(collective.axes)} of {dtype_text(one.dtype)}"
+    what = f"{collective.kind} over {','.join(collective.axes)} of {dtype_text(one.dtype)}"
     value_ = type_text(one.shape, one.dtype, WHOLE)
-    shown = f"{collective.__name__} over {','.join(collective.axes)} of {value_}, {collective.why}"
+    shown = f"{collective.kind} over {','.join(collective.axes)} of {value_}, {collective.why}"
     return Row(what, tuple(wire.members(collective.mesh, collective.axes)), (collective.params, size),
                f"{shown}, at {quoted(line)}" if line else shown)  # fmt: skip
 
