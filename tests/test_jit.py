@@ -856,6 +856,27 @@ def test_ranks_that_record_other_collectives_raise_on_all(gloo):
     assert there[0] == "InPlaceError"
 
 
+def _written_and_forgotten():
+    """The ranks with rows write into what the collective gave them, the one without any into a copy."""
+    mesh = vfn.make_mesh((3,), ("a",))
+
+    def f(x, y):
+        v = vfn.with_sharding(x * x, P(None, "a"))
+        v.copy_(y)
+        return x + y
+
+    x, y = torch.arange(24.0).view(4, 6), torch.ones(4, 6)
+    given, g = [vfn.shard(x, mesh, P("a")), vfn.shard(y, mesh, P())], vfn.jit(f)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(vfn.unshard(g(*given)), f(x, y))
+    return [r.op for r in g.lower(*given).comms()]
+
+
+def test_what_is_written_and_not_read_is_left_out_on_all_ranks(gloo):
+    assert gloo(3, _written_and_forgotten) == [[]] * 3
+
+
 def _written_beside_a_padded_block(how):
     """Ranks 0 and 1 gather a part of `v` as it lies in memory that is written, rank 2 has to pad a copy."""
     mesh = vfn.make_mesh((3,), ("a",))
