@@ -108,7 +108,7 @@ def _unfit(x: torch.Tensor) -> tuple[str, str] | None:
         return f" with the memory format {x.layout}", "x.to_dense()"
     if x.is_quantized:
         return ", quantised", "x.int_repr(), and its scales"
-    if not is_array(x) and type(x) not in (torch.Tensor, torch.nn.Parameter):
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) and not is_array(x):
         return ", a subclass that vescale_fn does not know", "the plain tensors that it is made of"
     return None
 

@@ -58,7 +58,8 @@ def load(
     finish_last(tell=False)  # which may be the save of what is to be loaded
     crew = together.all_ranks("load")
     for _ in range(ATTEMPTS):
-        done = _attempt(crew, path, like, mesh, spec, partial)
+        with uncollected():
+            done = _attempt(crew, path, like, mesh, spec, partial)
         if done is not None:
             put_together, values, made = done
             return put_together(values | {one.target.name: targets.finished(one) for one in made})
@@ -97,11 +98,10 @@ def _attempt(crew: together.Crew, path: Any, like: Any, mesh: Any, spec: Any, pa
             return False
         return True
 
-    with uncollected():
-        if not together.step(crew, "load", prepare, lambda stamps: [len(set(stamps)) == 1] * crew.size):
-            return None
-        if not together.step(crew, "load", fill, lambda filled: [all(filled)] * crew.size):
-            return None
+    if not together.step(crew, "load", prepare, lambda stamps: [len(set(stamps)) == 1] * crew.size):
+        return None
+    if not together.step(crew, "load", fill, lambda filled: [all(filled)] * crew.size):
+        return None
     return prepared[0][2], *read[0]
 
 

@@ -7,7 +7,7 @@ the checkpoint says of itself and gives the folder its name.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,12 +60,16 @@ def save(path: str | os.PathLike[str], tree_: Any, *, background: bool = False) 
     {'key': Key([0, 0], threefry2x32), 'step': 3, 'w': tensor([0., 1., 2., 3., 4., 5.])}
     """
     finish_last()
-    job, mine, leaves = _planned(folders.as_path(path, "save"), tree_)
+    with uncollected():
+        return _save(folders.as_path(path, "save"), tree_, background)
+
+
+def _save(path: Path, tree_: Any, background: bool) -> Saving | None:
+    job, mine, leaves, held = _planned(path, tree_)
     try:
         if not background:
-            with uncollected():
-                return job.write(together.all_ranks("save"), lambda: _items(mine, leaves))
-        apart, copies = together.all_ranks("save", background=True), _copied(mine, leaves)
+            return job.write(together.all_ranks("save"), lambda: _items(mine, leaves, held))
+        apart, copies = together.all_ranks("save", background=True), _copied(mine, leaves, held)
         return start(job.path, lambda: job.write(apart, copies))
     except BaseException:
         job.close()
@@ -79,6 +83,9 @@ class _Part(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     nbytes: int
+
+
+_Held = dict[str, dict[tuple[int, ...], pieces.Piece]]  # of each tensor, by their offsets
 
 
 class _Share(NamedTuple):
@@ -132,9 +139,11 @@ class _Job:
             self.writing.close()
 
 
-def _planned(path: Path, tree_: Any) -> tuple[_Job, Sequence[_Part], dict[str, Leaf]]:
-    """The save, what this rank is to write, and of which leaves; on the disk there is an empty folder then."""
+def _planned(path: Path, tree_: Any) -> tuple[_Job, Sequence[_Part], dict[str, Leaf], _Held]:
+    """The save, what this rank is to write, of which leaves, and the pieces of them that it has; on the disk there is an
+    empty folder then."""
     crew, found, shape = together.all_ranks("save"), dict[str, Leaf](), list[Any]()
+    held: _Held = {}
     begun = list[replacing.Writing]()
 
     def propose() -> tuple[_Said, list[_Part]]:
@@ -145,7 +154,16 @@ def _planned(path: Path, tree_: Any) -> tuple[_Job, Sequence[_Part], dict[str, L
         shape.append(outline(tree_, iter([one.name for one in every])))
         found.update((leaf.name, leaf) for leaf in leaves_of(every, "save"))
         said = [(leaf.name, leaf.path, fingerprint(leaf)) for leaf in found.values()] if crew.size > 1 else []
-        return [("", "path", path.name), *said], [part for leaf in found.values() for part in _parts(leaf)]
+        parts = list[_Part]()
+        for leaf in found.values():
+            if not leaf.is_tensor:
+                parts.append(_Part(leaf.name, (), (), 0))
+                continue
+            held[leaf.name] = _pieces(leaf.stored)
+            parts += [
+                _Part(leaf.name, piece.offsets, piece.sizes, piece.tensor.nbytes) for piece in held[leaf.name].values()
+            ]
+        return [("", "path", path.name), *said], parts
 
     def share_out(proposals: list[tuple[_Said, list[_Part]]]) -> list[_Share]:
         _check_same([said for said, _ in proposals])
@@ -154,8 +172,7 @@ def _planned(path: Path, tree_: Any) -> tuple[_Job, Sequence[_Part], dict[str, L
         return [_Share(begun[0].folder, parts) for parts in shares]
 
     try:
-        with uncollected():
-            mine = together.step(crew, "save", propose, share_out)
+        mine = together.step(crew, "save", propose, share_out)
     except BaseException:
         for each in begun:
             each.close()
@@ -167,19 +184,14 @@ def _planned(path: Path, tree_: Any) -> tuple[_Job, Sequence[_Part], dict[str, L
         for leaf in found.values()
     )
     keys = {leaf.name: leaf.keys for leaf in found.values()}
-    return _Job(path, mine.folder, begun[0] if begun else None, shape[0], leaves, keys), mine.parts, found
+    return _Job(path, mine.folder, begun[0] if begun else None, shape[0], leaves, keys), mine.parts, found, held
 
 
-def _parts(leaf: Leaf) -> Iterator[_Part]:
-    """What this process could write of a leaf."""
-    if not leaf.is_tensor:
-        yield _Part(leaf.name, (), (), 0)
-        return
-    x = leaf.stored
+def _pieces(x: Any) -> dict[tuple[int, ...], pieces.Piece]:
+    """The pieces that this process has of a tensor, by their offsets."""
     if not pieces.is_plain(x):
         x = place(x, mesh_of(x), spec_of(x), "save")  # of a raw DTensor an array
-    for piece in pieces.held(x):
-        yield _Part(leaf.name, piece.offsets, piece.sizes, piece.tensor.nbytes)
+    return {piece.offsets: piece for piece in pieces.held(x)}
 
 
 def _shared_out(proposals: Sequence[Sequence[_Part]]) -> list[list[_Part]]:
@@ -197,37 +209,30 @@ def _shared_out(proposals: Sequence[Sequence[_Part]]) -> list[list[_Part]]:
     return shares
 
 
-def _items(mine: Sequence[_Part], leaves: dict[str, Leaf]) -> list[writing.Item]:
+def _items(mine: Sequence[_Part], leaves: dict[str, Leaf], held: _Held) -> list[writing.Item]:
     """What this rank writes, with its data. Adds up what is unreduced, which all ranks do together."""
-    ready = _added_up(leaves)
-    held: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
-    out = []
-    for name, offsets, sizes, _ in mine:
-        leaf = leaves[name]
-        if leaf.is_tensor and name not in held:
-            held[name] = {p.offsets: p.tensor for p in pieces.held(ready[name])}
-        data = held[name][offsets] if leaf.is_tensor else leaf.stored
-        out.append(writing.Item(name, leaf.path, offsets, sizes, data))
-    return out
+    held = held | _added_up(leaves)
+    return [
+        writing.Item(name, leaves[name].path, offsets, sizes,
+                     held[name][offsets].tensor if name in held else leaves[name].stored)
+        for name, offsets, sizes, _ in mine
+    ]  # fmt: skip
 
 
-def _added_up(leaves: dict[str, Leaf]) -> dict[str, Any]:
-    """The tensors to store, with what is unreduced added up: one collective for all that lie alike."""
-    ready = {name: leaf.stored for name, leaf in leaves.items() if leaf.is_tensor}
-    arrays = [name for name, x in ready.items() if not pieces.is_plain(x)]
-    for name in arrays:
-        ready[name] = place(ready[name], mesh_of(ready[name]), spec_of(ready[name]), "save")
-    parts = [name for name in arrays if spec_of(ready[name]).unreduced]
-    whole = moved_together([ready[name] for name in parts], [P(*spec_of(ready[name])) for name in parts], "save")
-    return ready | dict(zip(parts, whole, strict=True))
+def _added_up(leaves: dict[str, Leaf]) -> _Held:
+    """The pieces of the tensors that are unreduced, added up: one collective for all of one layout."""
+    arrays = {name: leaf.stored for name, leaf in leaves.items() if leaf.is_tensor and not pieces.is_plain(leaf.stored)}
+    arrays = {name: place(x, mesh_of(x), spec_of(x), "save") for name, x in arrays.items() if spec_of(x).unreduced}
+    whole = moved_together(list(arrays.values()), [P(*spec_of(x)) for x in arrays.values()], "save")
+    return {name: _pieces(x) for name, x in zip(arrays, whole, strict=True)}
 
 
-def _copied(mine: Sequence[_Part], leaves: dict[str, Leaf]) -> Callable[[], Sequence[writing.Item]]:
+def _copied(mine: Sequence[_Part], leaves: dict[str, Leaf], held: _Held) -> Callable[[], Sequence[writing.Item]]:
     """The same for later, copied now. Where that fails, on this rank alone perhaps, all hear of it together."""
     failure: Exception | None = None
     copies: list[writing.Item] = []
     try:
-        copies += [item._replace(data=_copy(item.data)) for item in _items(mine, leaves)]
+        copies += [item._replace(data=_copy(item.data)) for item in _items(mine, leaves, held)]
     except Exception as error:
         failure = error
 
