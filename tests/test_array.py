@@ -729,3 +729,55 @@ def test_torch_cannot_store_what_is_no_contiguous_part():
         )
         with pytest.raises(MeshError, match=r"a simulated mesh has one process for all ranks\n.*\n  Instead: vfn.save"):
             vfn.with_sharding(x, P()).__create_write_items__("x", x)
+
+
+WITHOUT_MEMORY = {
+    "data_ptr": lambda x: x.data_ptr(),
+    "untyped_storage": lambda x: x.untyped_storage(),
+    "share_memory_": lambda x: x.share_memory_(),
+    "apply_": lambda x: x.apply_(lambda v: v + 1),
+    "to_dlpack": torch.utils.dlpack.to_dlpack,
+}
+
+
+def _taken_out(real: bool = True) -> list[tuple[str, str]]:
+    """The whole value comes out by each protocol, and what would reach for memory that is not there is refused."""
+    x = vfn.shard(torch.arange(5.0), vfn.make_mesh((2,), ("dp",)), P("dp"))
+    for found in (
+        np.from_dlpack(x),
+        torch.from_dlpack(x),
+        np.asarray(x),
+        x.numpy(),
+        torch.from_dlpack(vfn.with_sharding(x, P())),
+    ):
+        assert found.tolist() == x.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert not x.is_shared()
+    assert not hasattr(x, "__cuda_array_interface__")
+    refused = []
+    for name, take in WITHOUT_MEMORY.items():
+        for value in (x,) if real else (x, x.to_local()):
+            with pytest.raises(RuntimeError) as error:
+                take(value)
+            refused.append((name, str(error.value)))
+    return refused
+
+
+def test_no_protocol_reads_memory_that_an_array_does_not_have(gloo) -> None:
+    """np.from_dlpack read garbage; torch.from_dlpack, share_memory_ and apply_ crashed the process."""
+    with vfn.simulate(2):
+        refused = _taken_out(real=False)
+        with pytest.raises(InPlaceError, match="one block for each simulated rank"):
+            np.from_dlpack(vfn.shard(torch.ones(2), vfn.make_mesh((2,), ("dp",)), P("dp")).to_local())
+    assert [text for name, text in refused if name != "to_dlpack" and "no memory of its own" not in text] == []
+    assert refused[0][1] == (
+        "data_ptr: this value has no memory of its own: its blocks are on the ranks of a mesh\n"
+        "  Instead: vfn.unshard(x) for the whole value, x.to_local() for this rank's block"
+    )
+    gloo(2, _taken_out)
+
+
+def test_a_recording_has_no_memory_either() -> None:
+    """A plain tensor without values was read as if it had them; the function runs as written."""
+    f = vfn.jit(lambda x: x + torch.from_dlpack(x * 1) + torch.from_numpy(np.from_dlpack(x * 1).copy()))
+    with pytest.warns(UserWarning, match="runs as written"):
+        assert torch.equal(f(torch.arange(3.0)), torch.arange(3.0) * 3)

@@ -111,15 +111,14 @@ def dispatch_to_own(cls: Any) -> Any:
     return cls
 
 
-if hasattr(torch.Tensor, "_dtensor__new__"):
-    new_dtensor = torch.Tensor._dtensor__new__  # type: ignore[assignment]  # (cls, local, spec, *, requires_grad)
-else:
+_make_dtensor: Any = getattr(torch.Tensor, "_dtensor__new__", DTensor.__new__)
 
-    def new_dtensor(cls: Any, local: Any, spec: Any, *, requires_grad: bool) -> Any:
-        """A DTensor of class `cls` around `local`."""
-        from torch.distributed.tensor import DTensor
 
-        return DTensor.__new__(cls, local, spec, requires_grad=requires_grad)
+def new_dtensor(cls: Any, local: Any, spec: Any, *, requires_grad: bool) -> Any:
+    """A DTensor of class `cls` around `local`. It has no memory of its own, and code in C that asks for its address fails."""
+    out = _make_dtensor(cls, local, spec, requires_grad=requires_grad)
+    torch._C._set_throw_on_mutable_data_ptr(out)
+    return out
 
 
 def forbid_data_ptr(x: torch.Tensor) -> None:
@@ -887,6 +886,12 @@ def preload() -> None:
         torch.ops.aten.add.Tensor(torch.empty(1), 1)
 
 
+def _without_memory(mode: Any) -> Any:
+    """A mode whose tensors have no address: `__dlpack__` would give one that is not theirs."""
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
+
+
 class _Shapes(threading.local):
     """A thread's own mode, since a mode counts in itself how deep it is entered; and how deep `shapes_only` is entered."""
 
@@ -894,7 +899,7 @@ class _Shapes(threading.local):
 
     @functools.cached_property
     def mode(self) -> Any:
-        return FakeTensorMode(allow_non_fake_inputs=True)
+        return _without_memory(FakeTensorMode(allow_non_fake_inputs=True))
 
 
 _shapes = _Shapes()
@@ -923,7 +928,7 @@ def in_parts(func: Any) -> Any:
 
 def fake_mode() -> Any:
     """A mode of its own in which tensors have no values."""
-    return FakeTensorMode()
+    return _without_memory(FakeTensorMode())
 
 
 def without_values(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

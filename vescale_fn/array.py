@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from . import _torch, blocks, context, interpreter, linear, marks, reshard
-from .blocks import Blocks
+from .blocks import Blocks, WithoutMemory
 from .errors import InPlaceError, MeshError, SpecError, described, mesh_text, report, short
 from .layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
 from .merged import Merged
@@ -31,7 +31,7 @@ from .spec import (
 
 
 @_torch.dispatch_to_own
-class Array(DTensor):
+class Array(WithoutMemory, DTensor):
     """A whole value that lies on a mesh: any torch op on it gives the single-device answer.
 
     Made by `shard`, `from_local`, `with_sharding`, by draws with a ``spec``, and by every op on arrays; not directly.
@@ -43,6 +43,11 @@ class Array(DTensor):
     Array f32[6@dp] on mesh (dp=2)
     tensor([1., 2., 3., 4., 5., 6.])
     """
+
+    elsewhere = (
+        "its blocks are on the ranks of a mesh",
+        "vfn.unshard(x) for the whole value, x.to_local() for this rank's block",
+    )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,6 +139,10 @@ class Array(DTensor):
     def tolist(self) -> Any:
         """The whole value as nested lists."""
         return whole(self.detach()).tolist()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The whole value, for another library's `from_dlpack`."""
+        return whole(self).__dlpack__(*args, **kwargs)
 
     def __create_write_items__(self, *args: Any) -> Any:
         _refuse_for_checkpoint(self)

@@ -20,9 +20,39 @@ from . import _torch
 from .errors import InPlaceError, TypingError, dtype_text, op_text, report
 
 
-class Blocks(torch.Tensor):
+class WithoutMemory(torch.Tensor):
+    """A tensor whose elements are those of others: what would reach for its memory, from Python or from C, is refused."""
+
+    elsewhere: tuple[str, str]  # where they are, and what to write instead
+
+    def _refusal(self, what: str) -> InPlaceError:
+        where, instead = self.elsewhere
+        return InPlaceError(report(what, f"this value has no memory of its own: {where}", fix=instead))
+
+    def data_ptr(self) -> int:
+        raise self._refusal("data_ptr")
+
+    def untyped_storage(self) -> Any:
+        raise self._refusal("untyped_storage")
+
+    def share_memory_(self) -> Any:
+        raise self._refusal("share_memory_")
+
+    def apply_(self, function: Any) -> Any:  # type: ignore[override]
+        raise self._refusal("apply_")
+
+    def is_shared(self) -> bool:
+        return False
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise AttributeError(str(self._refusal("__cuda_array_interface__")))  # so that `hasattr` says no
+
+
+class Blocks(WithoutMemory):
     """One tensor that stands for every simulated rank's block: ``x.blocks[rank]``."""
 
+    elsewhere = "it is one block for each simulated rank", "x.blocks[rank], or vfn.unshard of what the body returns"
     blocks: tuple[torch.Tensor, ...]
 
     @staticmethod
@@ -59,6 +89,11 @@ class Blocks(torch.Tensor):
             return super().__format__(format_spec)
         numbers = [format(block.item(), format_spec) for block in self.blocks]
         return numbers[0] if len(set(map(id, self.blocks))) == 1 else f"({', '.join(numbers)})"
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        if _torch.watched_by_other_modes():  # a body's, which knows the value's type
+            return super().__dlpack__(*args, **kwargs)
+        raise self._refusal("__dlpack__")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Blocks, (self.blocks,)

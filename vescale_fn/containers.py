@@ -80,7 +80,8 @@ SPLIT_NUMBERS = "torch.tensor(x) for a list of numbers; P() for a number that al
 def split_numbers(prefix: Any, value: Any, leaves: Sequence[Any], names_axes: Callable[[Any], Any]) -> list[int]:
     """The places of Python numbers under a spec that names axes and has no tensor under it: it would have no effect.
 
-    Beside a tensor, under one spec for both, a number is a setting that passes through.
+    Beside a tensor (or, for `from_local`, a function that makes one), under one spec for both, a number is a setting that
+    passes through.
     """
     if not any(isinstance(x, _NUMBERS) for x in leaves):
         return []
@@ -89,7 +90,9 @@ def split_numbers(prefix: Any, value: Any, leaves: Sequence[Any], names_axes: Ca
     for entry, part in zip(entries, structure.flatten_up_to(value)):
         own = range(start, start + len(tree.leaves(part)))
         start = own.stop
-        if names_axes(entry) and not any(isinstance(leaves[i], torch.Tensor) for i in own):
+        if names_axes(entry) and not any(
+            isinstance(x, torch.Tensor) or callable(x) for x in leaves[own.start : own.stop]
+        ):
             found += [i for i in own if isinstance(leaves[i], _NUMBERS)]
     return found
 
