@@ -1,16 +1,18 @@
 """Seeing: the log of collectives, and where everything lies."""
 
+import asyncio
 import html.parser
 import inspect
 import linecache
 import math
 import re
+import threading
 
 import pytest
 import torch
 
 import vescale_fn as vfn
-from vescale_fn import P, mesh, random
+from vescale_fn import P, context, mesh, random
 
 
 @pytest.fixture
@@ -321,3 +323,58 @@ def test_show_of_a_value_that_is_an_array_along_another_axis(grid) -> None:
     )
     f(vfn.shard(torch.ones(4, 6), grid, P("dp", "tp")))
     assert repr(shown[0]).splitlines()[2].split() == ["(value)", "f32[2,6@tp]{V:dp}", "[2,", "2]", "16"]
+
+
+def test_a_log_has_the_collectives_of_its_own_thread():
+    """A thread that comes, records or goes in between neither adds to it nor ends it."""
+    with vfn.simulate(2):
+        x = vfn.shard(torch.ones(4, 2), vfn.make_mesh((2,), ("dp",)), P("dp"))
+        inside, done, others = threading.Event(), threading.Event(), []
+
+        def other():
+            with vfn.comm_log() as log:
+                inside.set()
+                done.wait()
+                vfn.unshard(x)
+            others.append(log)
+            vfn.eval_shape(lambda x: x.sum(), x)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        inside.wait()
+        with vfn.comm_log() as log:
+            x.sum().item()
+            done.set()
+            thread.join()
+            x.sum().item()
+            with context.unlogged():
+                x.sum().item()
+        assert [record.op for record in log] == ["all_reduce", "all_reduce"]
+        assert [record.op for record in others[0]] == ["all_gather"]
+        assert context.logs() == ()
+
+
+def test_each_asyncio_task_has_its_own_mesh():
+    with vfn.simulate(4):
+        meshes = {name: vfn.make_mesh((4,), (name,)) for name in "abc"}
+
+        async def task(name, before, after):
+            assert vfn.current_mesh() is meshes["c"]
+            await before.wait()
+            with vfn.use_mesh(meshes[name]):
+                after.set()
+                await asyncio.sleep(0)
+                assert vfn.current_mesh() is meshes[name]
+                vfn.set_mesh(None)
+                await asyncio.sleep(0)
+                assert vfn.current_mesh() is None
+            assert vfn.current_mesh() is meshes["c"]
+
+        async def both():
+            vfn.set_mesh(meshes["c"])  # as in a cell of a notebook: it stays when the task has ended
+            first, second, third = (asyncio.Event() for _ in range(3))
+            first.set()
+            await asyncio.gather(task("a", first, second), task("b", second, third))
+
+        asyncio.run(both())
+        assert vfn.current_mesh() is meshes["c"]

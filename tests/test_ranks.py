@@ -102,6 +102,20 @@ def test_simulate_restores_after_an_exception():
     assert context.simulated() is None
 
 
+def test_more_ranks_than_can_be():
+    with pytest.raises(
+        MeshError, match=r"simulate: n=1,000,000,000 ranks are more than the 1,048,576 that one process"
+    ):
+        simulate(10**9)
+    assert context.simulated() is None
+    with pytest.raises(
+        MeshError, match=r"launch: nprocs=1,000,000,000 are more processes than the 4,096 of one machine"
+    ):
+        launch(print, 10**9)
+    with simulate(4), pytest.raises(MeshError, match=r"= 1000000000000000000 ranks, but there are 4 ranks"):
+        make_mesh((10**9, 10**9), ("a", "b"))
+
+
 @pytest.mark.parametrize("n", [0, -1, 2.0, True, "4", None])
 def test_simulate_refuses(n):
     with pytest.raises(MeshError) as error:

@@ -1,6 +1,7 @@
 """What is ambient, in one place: simulation, current mesh, manual axes, strictness, logs. Data and context managers only.
 
-The state is one object per thread. Everything that depends on "where am I" reads it here and nowhere else.
+The state is one object per thread; the mesh of `use_mesh` belongs to the asyncio task, too. Everything that depends on
+"where am I" reads it here and nowhere else.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +36,11 @@ class Body:
     auto: Any = None
 
 
+_used_mesh: ContextVar[tuple[Any] | None] = ContextVar("mesh of use_mesh", default=None)
+
+
 class _State(threading.local):
-    mesh: Any = None
+    kept_mesh: Any = None  # by `set_mesh`, outside of every `use_mesh`: notebooks run each cell in a task of its own
     body: Body | None = None
     strict: bool = False
     as_written: bool = False
@@ -44,11 +49,26 @@ class _State(threading.local):
     unit: Callable[[Any], Any] | None = None
     recorder: Callable[[str, Any, Any, tuple[str, ...], str], None] | None = None
 
+    @property
+    def used_mesh(self) -> tuple[Any] | None:
+        """The mesh of the `use_mesh` around this point; None where there is none around it."""
+        return _used_mesh.get()
+
+    @used_mesh.setter
+    def used_mesh(self, value: tuple[Any] | None) -> None:
+        _used_mesh.set(value)
+
+    @property
+    def mesh(self) -> Any:
+        used = _used_mesh.get()
+        return self.kept_mesh if used is None else used[0]
+
 
 _state = _State()
 # Of the process, not of a thread: the threads of autograd must see them.
 _simulated: int | None = None
-_logs: tuple[Any, ...] = ()
+_logs: list[tuple[int, Any]] = []  # each with the thread that it is of
+_unlogged: list[int] = []  # threads
 _watch: Any = None
 _sums_in: Any = None
 
@@ -115,8 +135,15 @@ def key_uses() -> dict[Any, Any] | None:
 
 
 def logs() -> tuple[Any, ...]:
-    """The communication logs that are recording."""
-    return _logs
+    """The communication logs that record what this thread does: its own; those of all threads, for a thread of autograd's,
+    which does not say for whom it computes."""
+    if not _logs:
+        return ()
+    here = threading.get_ident()
+    of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
+    if _unlogged if of_autograd else here in _unlogged:
+        return ()
+    return tuple(log for thread, log in tuple(_logs) if of_autograd or thread == here)
 
 
 def watch() -> Any:
@@ -161,7 +188,7 @@ def checked_mesh(mesh: Any, where: str) -> Any:
 
 
 def use_mesh(mesh: Any) -> contextlib.AbstractContextManager[None]:
-    """Make `mesh` the current mesh inside a ``with`` block, so that specs need not name it.
+    """Make `mesh` the current mesh inside a ``with`` block, so that specs need not name it; in this thread and asyncio task.
 
     Args:
         mesh: a DeviceMesh from `make_mesh`, or None for no mesh.
@@ -172,7 +199,7 @@ def use_mesh(mesh: Any) -> contextlib.AbstractContextManager[None]:
     ...         print(vfn.current_mesh().mesh_dim_names)
     ('dp',)
     """
-    return _setting(mesh=mesh if mesh is None else checked_mesh(mesh, "use_mesh"))
+    return _setting(used_mesh=(mesh if mesh is None else checked_mesh(mesh, "use_mesh"),))
 
 
 def set_mesh(mesh: Any) -> None:
@@ -181,7 +208,11 @@ def set_mesh(mesh: Any) -> None:
     >>> import vescale_fn as vfn
     >>> vfn.set_mesh(None)
     """
-    _state.mesh = mesh if mesh is None else checked_mesh(mesh, "set_mesh")
+    mesh = mesh if mesh is None else checked_mesh(mesh, "set_mesh")
+    if _state.used_mesh is None:
+        _state.kept_mesh = mesh
+    else:
+        _state.used_mesh = (mesh,)
 
 
 def being_strict() -> contextlib.AbstractContextManager[None]:
@@ -224,31 +255,34 @@ def debugging() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def logging_to(log: Any) -> Iterator[None]:
-    """Record every collective into `log` as well."""
-    global _logs
-    before, _logs = _logs, (*_logs, log)
+    """Record every collective of this thread into `log` as well."""
+    entry = threading.get_ident(), log
     try:
+        _logs.append(entry)
         yield
     finally:
-        _logs = before
+        if entry in _logs:  # an interrupt may have come first
+            _logs.remove(entry)
 
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """Record no collective: none is carried out."""
-    global _logs
-    before, _logs = _logs, ()
+    """Record no collective of this thread: none is carried out."""
+    here = threading.get_ident()
+    before = _unlogged.count(here)
     try:
+        _unlogged.append(here)
         yield
     finally:
-        _logs = before
+        if _unlogged.count(here) > before:
+            _unlogged.remove(here)
 
 
 def captured() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What brings this thread's state of now back, any number of times: for what a backward pass computes again."""
     # not the uses of keys, and no recorder: what is computed again draws again, on purpose
-    kept = {name: getattr(_state, name) for name in ("mesh", "body", "strict", "unit")}
-    return functools.partial(_setting, **kept, key_uses=None, recorder=None)
+    kept = {name: getattr(_state, name) for name in ("body", "strict", "unit")}
+    return functools.partial(_setting, **kept, used_mesh=(_state.mesh,), key_uses=None, recorder=None)
 
 
 class Again:
@@ -299,9 +333,12 @@ def summing_in(dtype: Any) -> Iterator[None]:
 
 def clear() -> None:
     """Forget everything ambient, as in a fresh process (a forked rank calls it)."""
-    global _logs, _sums_in
+    global _sums_in
     set_simulated(None)
     set_watch(None)
-    _logs, _sums_in = (), None
-    _state.mesh, _state.body, _state.strict, _state.grad_depth, _state.key_uses = None, None, False, 0, None
+    _sums_in = None
+    _logs.clear()
+    _unlogged.clear()
+    _state.kept_mesh, _state.used_mesh = None, None
+    _state.body, _state.strict, _state.grad_depth, _state.key_uses = None, False, 0, None
     _state.unit, _state.recorder, _state.as_written = None, None, False

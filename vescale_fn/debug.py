@@ -74,7 +74,7 @@ def _place(record: Record) -> str:
 
 @contextlib.contextmanager
 def comm_log() -> Iterator[CommLog]:
-    """Record every collective that runs inside a ``with`` block, forward and backward.
+    """Record every collective that this thread runs inside a ``with`` block, forward and backward.
 
     Each has the op, the mesh axes, the bytes it held on one rank, the dtype (shown where there are 16-bit numbers), why it
     ran, and the user's source line; in a backward pass ``backward=True`` and the line of the forward op, if that ran in the

@@ -21,6 +21,8 @@ from ._rank_group import NotStarted, run
 from ._rank_process import Settings, time_of
 from .errors import MeshError, described, report, short
 
+MOST_PLAYED, MOST_STARTED = 2**20, 2**12  # ranks: beyond that a number is a mistake, which would take all memory
+
 # Simulated
 
 
@@ -45,6 +47,10 @@ def simulate(n: int) -> Simulation:
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         fix = 'as many as the mesh is to have, simulate(8) for make_mesh((2, 4), ("dp", "tp")) say'
         raise MeshError(report("simulate", f"n={n!r} is not a number of ranks; it must be an integer >= 1", fix=fix))
+    if n > MOST_PLAYED:
+        raise MeshError(
+            report("simulate", f"n={n:,} ranks are more than the {MOST_PLAYED:,} that one process may play")
+        )
     return Simulation(n)
 
 
@@ -182,6 +188,10 @@ def launch(fn: Callable[..., Any], nprocs: int, *args: Any, kwargs: Mapping[str,
     if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
         raise MeshError(report("launch", f"nprocs={short(nprocs)} is not a number of ranks; it must be an integer >= 1",
                                fix="launch(fn, nprocs, *args), for instance launch(train, 4, config)"))  # fmt: skip
+    if nprocs > MOST_STARTED:
+        raise MeshError(
+            report("launch", f"nprocs={nprocs:,} are more processes than the {MOST_STARTED:,} of one machine")
+        )
     if not callable(fn):
         raise MeshError(report("launch", f"fn must be a function, but it is {described(fn)}",
                                fix="launch(fn, nprocs, *args); args are what it is called with"))  # fmt: skip
