@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import inspect
 import io
 import math
 import warnings
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -338,6 +340,57 @@ def test_static_argnums():
     assert f.cache_info()[:3] == (1, 2, 0)
 
 
+def test_places_out_of_range_are_refused():
+    two = lambda x, y, *, z=0: x
+    for name in ("donate_argnums", "static_argnums"):
+        for wrong in (2, (0, -3)):
+            with pytest.raises(TransformError) as raised:
+                vfn.jit(two, **{name: wrong})
+            place = wrong if wrong == 2 else -3
+            assert str(raised.value) == (
+                f"jit: {name} names the place {place}, but <lambda> takes 2 arguments by position\n"
+                "  Instead: places from -2 to 1"
+            )
+        vfn.jit(two, **{name: (-2, 1)})
+        vfn.jit(lambda *args: args, **{name: 5})
+    with pytest.raises(TransformError, match="takes 0 arguments by position\n  Instead: no donate_argnums"):
+        vfn.jit(lambda: X, donate_argnums=0)
+
+
+def test_jit_as_a_decorator_with_arguments():
+    @vfn.jit(static_argnums=1, donate_argnums=0)
+    def times(x, n):
+        return x * n
+
+    assert repr(times).startswith("<vfn.jit of test_jit_as_a_decorator_with_arguments.<locals>.times: 0 plans>")
+    x = X.clone()
+    assert torch.equal(times(x, 2), X * 2)
+    with pytest.raises(vfn.errors.VfnError, match="donate"):
+        x + 1
+    assert repr(times).endswith("times: 1 plan>")
+    assert "passes: 'Sequence[Pass] | None' = None" in str(inspect.signature(vfn.jit))
+
+
+def test_numbers_that_are_no_floats_are_a_part_of_the_plan():
+    f = lambda x, s: (x * s, repr(s))
+    g = vfn.jit(f)
+    given = [
+        numpy.float32(0.3),
+        numpy.float32("nan"),
+        complex("nan"),
+        numpy.int64(3),
+        numpy.bool_(True),
+        0j,
+        complex(0, -0.0),
+    ]
+    for _ in range(2):
+        for s in given:
+            (value, text), (wanted, named) = g(X, s), f(X, s)
+            torch.testing.assert_close(value, wanted, equal_nan=True)
+            assert text == named
+    assert g.cache_info()[:3] == (7, 7, 0)
+
+
 def test_static_arguments_of_equal_value_and_other_type_have_plans_of_their_own():
     given = [1, 1.0, True, (1,), (1.0,), -0.0, math.nan]
     f = vfn.jit(lambda x, one: (x, repr(one)), static_argnums=1)
@@ -586,6 +639,18 @@ def test_truth_values_that_lead_to_many_plans_run_as_written():
     assert g.cache_info().records == 0
 
 
+def test_distributions_that_check_values_are_named():
+    normal = lambda x, **how: torch.distributions.Normal(x, 1.0, **how).log_prob(x)
+    g = vfn.jit(normal)
+    with pytest.warns(
+        UserWarning, match="torch.distributions checks values, but for those with validate_args=False, at"
+    ):
+        assert_same(g(X), normal(X))
+    unchecked = vfn.jit(lambda x: normal(x, validate_args=False))
+    assert_same(unchecked(X), normal(X))
+    assert unchecked.cache_info().records == 1
+
+
 def test_the_line_that_reads_is_named():
     def f(x):
         if x.sum() > 0:
@@ -760,8 +825,16 @@ def test_a_value_kept_from_a_recording_is_not_taken_for_one():
     kept = []
     f = vfn.jit(lambda x: (kept.append(x * 2), x + 1)[1])
     f(X)
-    with pytest.raises(RecordError, match="an earlier recording, which was kept from it"):
-        vfn.jit(lambda x: x + kept[0])(X)
+    uses = [vfn.jit(lambda x: x + kept[0]), lambda x: kept[0] + 1, lambda x: x * kept[0], lambda x: kept[0].tolist(),
+            lambda x: x.clone().copy_(kept[0]), lambda x: bool(kept[0][0, 0] > 0)]  # fmt: skip
+    for use in uses:
+        with pytest.raises(RecordError, match="an earlier recording, which was kept from it"):
+            use(X)
+    assert repr(kept[0]) == "<a value of an earlier recording: f32[4,3]>"
+    with vfn.simulate(2):
+        f(vfn.shard(X, vfn.make_mesh((2,), ("a",)), P("a")))
+        with pytest.raises(RecordError, match="an earlier recording, which was kept from it"):
+            kept[-1].sum()
 
 
 def test_passes_are_the_callers_choice():

@@ -36,6 +36,17 @@ def parameter(f: Callable[..., Any], args: Sequence[Any], position: int) -> str:
     return ""
 
 
+def positional(f: Callable[..., Any]) -> int | None:
+    """How many arguments a function takes by position; None for any number, or where that cannot be told."""
+    try:
+        kinds = [p.kind for p in inspect.signature(f).parameters.values()]
+    except (TypeError, ValueError):
+        return None
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return None
+    return sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+
+
 def owner(f: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
     """The object of which `f` is called as a method, in a list; an empty one where `f` is none."""
     found = getattr(type(args[0]), getattr(f, "__name__", ""), None) if args else None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import _torch, context, lines, tracebacks
-from ..calls import checked_function
+from ..calls import checked_function, positional
 from ..errors import TransformError, VfnError, report, short
 from . import guards
 from . import leaves as leaves_
@@ -53,14 +53,14 @@ class CacheInfo(NamedTuple):
 
 
 def jit(
-    f: Callable[..., Any],
+    f: Any = ...,
     *,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     out_specs: Any = None,
     backend: str = "torch",
     cuda_graph: bool = False,
-    passes: Sequence[Pass] = PASSES,
+    passes: Sequence[Pass] | None = None,
 ) -> Jitted:
     """`f`, recorded once into a plan of plain local ops and collectives, which later calls replay.
 
@@ -73,7 +73,7 @@ def jit(
         f: a pure function of trees. It is run once on tensors without values for each new combination of trees, shapes,
             dtypes, layouts, and Python values: ints, bools and strings are a part of the plan, a float is an input of it. A
             function that reads a tensor's value in Python (``if loss > 0``) runs as written, and says so once; a truth value of
-            whole numbers (``if mask.all()``) chooses between plans.
+            whole numbers (``if mask.all()``) chooses between plans. Without `f` this is a decorator: ``@vfn.jit(donate_argnums=0)``.
         donate_argnums: which arguments the call may use up: their memory takes results of the same shape and layout.
             They cannot be used afterwards.
         static_argnums: which arguments are Python values that the plan is made for, of any hashable type.
@@ -82,7 +82,7 @@ def jit(
         backend: what computes: torch's own kernels, or with ``"inductor"`` what torch's compiler makes of the local calls
             between collectives; then values are the same up to rounding.
         cuda_graph: whether calls are one CUDA graph each, collectives included. Arguments must be tensors on the GPU.
-        passes: the functions from graph to graph that improve a plan, in their order; by default `vfn.plan.PASSES`. With
+        passes: the functions from graph to graph that improve a plan, in their order; None for `vfn.plan.PASSES`. With
             ``functools.partial(buckets, limit=1 << 20)`` for ``buckets`` small collectives travel in smaller groups.
 
     Returns:
@@ -104,9 +104,15 @@ def jit(
     >>> step(w, torch.eye(2), 0.5), step.cache_info().records
     (tensor([0., 0.]), 1)
     """
+    if f is ...:
+        return functools.partial(  # type: ignore[return-value]
+            jit, donate_argnums=donate_argnums, static_argnums=static_argnums, out_specs=out_specs, backend=backend,
+            cuda_graph=cuda_graph, passes=passes)  # fmt: skip
     checked_function(f, "jit")
-    donated, static = _places(donate_argnums, "donate_argnums"), _places(static_argnums, "static_argnums")
-    return Jitted(f, donated, static, out_specs, Backend(backend, cuda_graph), tuple(passes))
+    donated, static = _places(f, donate_argnums, "donate_argnums"), _places(f, static_argnums, "static_argnums")
+    return Jitted(
+        f, donated, static, out_specs, Backend(backend, cuda_graph), tuple(PASSES if passes is None else passes)
+    )
 
 
 def disable_jit() -> contextlib.AbstractContextManager[None]:
@@ -123,12 +129,18 @@ def disable_jit() -> contextlib.AbstractContextManager[None]:
     return context.as_written()
 
 
-def _places(argnums: Any, name: str) -> tuple[int, ...]:
+def _places(f: Callable[..., Any], argnums: Any, name: str) -> tuple[int, ...]:
     found = tuple(argnums) if isinstance(argnums, (tuple, list)) else (argnums,)
     wrong = [n for n in found if type(n) is not int]
     if wrong:
         raise TransformError(report("jit", f"{name} must be an int or a tuple of ints, the places of arguments, but it is "
                                     f"{short(argnums)}", fix=f"{name}=0 for the first argument"))  # fmt: skip
+    count = positional(f)
+    if count is not None and (wrong := [n for n in found if not -count <= n < count]):
+        takes = "one argument" if count == 1 else f"{count} arguments"
+        raise TransformError(report("jit", f"{name} names the place {wrong[0]}, but {getattr(f, '__name__', short(f))} takes "
+                                    f"{takes} by position", fix=f"places from {-count} to {count - 1}" if count else
+                                    f"no {name}"))  # fmt: skip
     return found
 
 
@@ -145,6 +157,10 @@ class Jitted:
         self._hits = self._records = self._as_written = 0
         self._last: tuple[Any, str] = (None, "")
         self._said: set[str] = set()
+
+    def __repr__(self) -> str:
+        f, plans = getattr(self._f, "__qualname__", None) or short(self._f), len(self._plans)
+        return f"<vfn.jit of {f}: {plans} plan{'s' * (plans != 1)}>"
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         return self if owner is None else functools.partial(self, owner)
@@ -244,6 +260,7 @@ class Jitted:
             if plan is None or reason:
                 return None, reason
             if parted is None:
+                recorded.end()  # type: ignore[union-attr]
                 return plan, ""
             tell_left_out(self._name, mesh, passes.pop(parted), stages[parted + 1])
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,6 +49,8 @@ def signature(leaf: Any) -> Any:
         return kind, leaf._spec, leaf.requires_grad
     if isinstance(leaf, torch.Tensor):
         return kind, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    if isinstance(leaf, numbers.Number) and kind not in _STATIC or kind is complex:
+        return kind, repr(leaf)  # nan is not equal to itself, and zeros of either sign are
     return kind, leaf
 
 

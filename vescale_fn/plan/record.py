@@ -21,6 +21,7 @@ from torch import fx
 from .. import _torch, blocks, context, lines
 from ..blocks import Blocks
 from ..errors import InPlaceError, RecordError, op_text, report
+from ..layout import WHOLE, type_text
 from ..ledger import Ledger
 from ..stateful import refuse_seeded
 from ..wire import Collective
@@ -46,6 +47,20 @@ class Unrecordable(BaseException):
         self.reason, self.line = reason, line
         self.graph: fx.Graph | None = None  # what had been recorded before
         self.guards: list[Guard] = []
+
+
+class Leaked(_torch.FakeTensor):
+    """A value of a recording that is over, and that was kept from it: it has none of its own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        line = lines.user_line()
+        raise RecordError(report(
+            "jit", "this is a value of an earlier recording, which was kept from it; it has none of its own",
+            [f"at {lines.quoted(line)}"] if line else [], "return what is needed from the function"))  # fmt: skip
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        return f"<a value of an earlier recording: {type_text(self.shape, self.dtype, WHOLE)}>"
 
 
 class Recorder(_torch.TorchDispatchMode):
@@ -143,10 +158,6 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _constant(self, x: torch.Tensor) -> torch.Tensor:
         found = self._known.get(id(x))
-        if found is None and type(x) is _torch.FakeTensor:
-            raise RecordError(report(
-                "jit", "this is a value of an earlier recording, which was kept from it; it has none of its own",
-                [f"at {lines.quoted(self._line()[0])}"], "return what is needed from the function"))  # fmt: skip
         if found is None:
             found = self._known[id(x)] = self._placeholder(x, "constant")
             self.constants.append(x)
@@ -155,6 +166,11 @@ class Recorder(_torch.TorchDispatchMode):
     def forget_inputs(self) -> None:
         """Hold the inputs no longer: what was recorded may be kept for long."""
         self._inputs = None
+
+    def end(self) -> None:
+        """Mark what the function may have kept, where nothing is computed of it any more."""
+        for x in self._kept:
+            x.__class__ = Leaked
 
     def is_stand_in(self, x: torch.Tensor) -> bool:
         """Whether `x` is a value of this recording."""
@@ -317,7 +333,8 @@ class Recorder(_torch.TorchDispatchMode):
         if any(value is None or (value is not x and _torch.version(x)) for x, value in zip(tensors, values.values())):
             if func is not _EQUAL and self._inputs is not None and can_guard(node := self.node(tensors[0])):
                 return self._answer(node, self._inputs)
-            raise Unrecordable("a value is read in Python", self._line()[0] or "?")
+            what = "torch.distributions checks values, but for those with validate_args=False"
+            raise Unrecordable(what if _checks_values() else "a value is read in Python", self._line()[0] or "?")
         for x in tensors:
             if not self.is_stand_in(x):  # a constant, whose value counts as it is now
                 self._constant(x)
@@ -379,6 +396,16 @@ class Recorder(_torch.TorchDispatchMode):
             self._lines[_torch.autograd_count() - 1] = line
             return line, again
         return self._lines.get(_torch.current_autograd_number(), "") or lines.user_line(frame), again
+
+
+def _checks_values() -> bool:
+    """Whether a distribution of torch's is looking at the values that it is given."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not lines.is_users(frame.f_code.co_filename):
+        if frame.f_globals.get("__name__") == "torch.distributions.distribution":
+            return True
+        frame = frame.f_back
+    return False
 
 
 _SIZED = frozenset(("arange", "range", *(f"upsample_{kind}" for kind in (

@@ -36,6 +36,7 @@ class Recorded:
         out_def: the result's tree.
         ledger: the numbers in it that are to be the same on all ranks.
         guards: the truth values of the inputs that it is made for.
+        end: to be called when the graph has been worked on.
     """
 
     graph: fx.Graph
@@ -45,6 +46,7 @@ class Recorded:
     out_def: Any
     ledger: Ledger
     guards: list[Guard]
+    end: Callable[[], None]
 
 
 def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any) -> Recorded:
@@ -52,6 +54,7 @@ def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], tr
     recorded = _trace(f, leaves, names, treedef, out_specs, 0)
     if any(map(leaves_.is_number, leaves)):
         other = _trace(f, leaves, names, treedef, out_specs, 7)
+        other.end()
         node = difference(recorded.graph, other.graph)
         if node is not None:
             raise Unrecordable("the value of a float among the arguments is computed with: by `math.sqrt`, or by torch in C++",
@@ -85,7 +88,14 @@ def _trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], t
     end = recorder.graph.output(tuple(places))
     end.meta["val"], end.meta["line"] = None, ""
     return Recorded(
-        recorder.graph, recorder.constants, recorder.read, results, out_def, recorder.ledger, recorder.guards
+        recorder.graph,
+        recorder.constants,
+        recorder.read,
+        results,
+        out_def,
+        recorder.ledger,
+        recorder.guards,
+        recorder.end,
     )
 
 
