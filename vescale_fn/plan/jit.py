@@ -73,7 +73,7 @@ def jit(
         f: a pure function of trees. It is run once on tensors without values for each new combination of trees, shapes,
             dtypes, layouts, and Python values: ints, bools and strings are a part of the plan, a float is an input of it. A
             function that reads a tensor's value in Python (``if loss > 0``) runs as written, and says so once; a truth value of
-            whole numbers (``if mask.all()``) chooses between plans. Without `f` this is a decorator: ``@vfn.jit(donate_argnums=0)``.
+            whole numbers (``if mask.all()``) chooses between plans. Without `f`, a decorator: ``@vfn.jit(static_argnums=0)``.
         donate_argnums: which arguments the call may use up: their memory takes results of the same shape and layout.
             They cannot be used afterwards.
         static_argnums: which arguments are Python values that the plan is made for, of any hashable type.
