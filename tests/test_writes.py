@@ -12,6 +12,7 @@ import torch
 from test_spec import all_specs
 
 import vescale_fn as vfn
+from vescale_fn import P
 from vescale_fn.errors import InPlaceError
 
 AXES = {"a": 2, "b": 3}
@@ -53,6 +54,7 @@ STEPS = {
     "matmul": (matrix, lambda x, y, c: x @ x.t() / 10),
     "softmax": (matrix, lambda x, y, c: x.softmax(c.choice((0, 1)))),
     "sum": (matrix, lambda x, y, c: x.sum(0) / 10),
+    "new": (anything, lambda x, y, c: x.new_ones(x.shape)),
     "clone": (anything, lambda x, y, c: x.clone()),
     "cat": (matrix, lambda x, y, c: torch.cat([x, y])[:7]),
     "move": (matrix, lambda x, y, c: vfn.with_sharding(x, c.choice(LAYOUTS))),
@@ -288,3 +290,79 @@ def test_what_a_partial_value_adds_up_to_is_forgotten_when_it_is_written(made) -
     with vfn.simulate(2):
         found = vfn.unshard(f(vfn.shard(x, vfn.make_mesh((2,), ("a",)), vfn.P("a"))))
     torch.testing.assert_close(found, f(x))
+
+
+# --- into new arrays, whose layout nobody has stated ------------------------------------------------------------------
+
+
+def filled(x, y):
+    """As DeepSeek's attention makes its queries, with views taken before."""
+    out = x.new_empty(8, 4, 6)
+    left, right = out[..., :4], out[..., 4:]
+    left.copy_(x)
+    out[..., 4:] = y
+    out[:, 1] *= 2
+    return out, left * 1, right * 1
+
+
+def step_by_step(x, y):
+    """As RWKV and torch's LSTM do: into a new array at each step; and a product that a split value is added to."""
+    out, state = x.new_zeros(8, 4, 4), x.new_ones(3, 4) @ y.new_ones(4, 4)
+    state = torch.cat([state, state, state[:2]]) @ y.new_ones(4, 4)
+    for i in range(4):
+        state.add_(x[:, i])
+        out[:, i] = state * 2
+    return out, state
+
+
+def test_what_is_written_first_decides_how_a_new_array_is_split() -> None:
+    """Nothing moves, forward or backward, eager or as a plan; views stay views."""
+    x, y = torch.arange(128.0).double().view(8, 4, 4).sin(), torch.arange(64.0).double().view(8, 4, 2).cos()
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("a", "b"))
+        for f, (s, t) in (
+            (filled, (P("a", "b"), P("a", "b"))),
+            (step_by_step, (P("a"), P("a"))),
+            (filled, (P("a"), P("a"))),
+        ):
+            loss = lambda x, y, f=f: sum((out * out.sin()).sum() for out in f(x, y))
+            want, held = (f(x, y), vfn.grad(loss)(x, y)), (vfn.shard(x, mesh, s), vfn.shard(y, mesh, t))
+            for wrap in (lambda f: f, vfn.jit):
+                with vfn.comm_log() as log:
+                    got = wrap(f)(*held), wrap(vfn.grad(loss))(*held)
+                assert not [r for r in log if r.op in ("all_gather", "all_to_all")], log
+                torch.testing.assert_close(vfn.unshard(got), want)
+            torch.testing.assert_close(vfn.unshard(torch.func.grad(loss)(*held)), want[1])
+
+
+def test_a_layout_that_was_stated_is_kept() -> None:
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("a",))
+        x, w = vfn.shard(torch.ones(4, 3), mesh, P("a")), vfn.shard(torch.ones(3, 3), mesh, P())
+        assert vfn.spec_of((w.new_zeros(4, 3)).add_(x)) == P("a")
+        kept = [vfn.shard(torch.zeros(4, 3), mesh, P()), vfn.with_sharding(w.new_zeros(4, 3), P()), w.new_zeros(4, 3)]
+        kept[2].requires_grad_()
+        for held in kept:
+            with torch.no_grad():
+                held.add_(x)
+            assert vfn.spec_of(held) == P()
+            assert torch.equal(vfn.unshard(held.detach()), torch.ones(4, 3))
+        whole = w.new_zeros(4, 3)
+        rows = whole[1:]  # which cuts what would be split: the array stays as it is, and the view its view
+        whole.add_(x)
+        assert torch.equal(vfn.unshard(rows), torch.ones(3, 3))
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_a_recurrent_layer_moves_nothing_but_gradients(kind: str) -> None:
+    f, params = vfn.functionalize(getattr(torch.nn, kind)(5, 6, 2, bidirectional=True).double())
+    x = torch.arange(120.0).double().view(3, 8, 5).sin()
+    run = vfn.value_and_grad(lambda params, x: f(params, x)[0].square().sum())
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((4,), ("a",))
+        held = vfn.shard(params, mesh, P()), vfn.shard(x, mesh, P(None, "a"))
+        with vfn.comm_log() as log:
+            got = run(*held)
+        assert {r.op for r in log} == {"all_reduce"}
+        assert log.count() == 2  # the loss, and the gradients
+        torch.testing.assert_close(vfn.unshard(got), run(params, x))

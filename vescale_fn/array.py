@@ -28,6 +28,7 @@ from .spec import (
     rebuild_spec,
     split_axes,
 )
+from .unsettled import note_stated
 
 
 @_torch.dispatch_to_own
@@ -611,5 +612,6 @@ def place(x: Any, mesh: Any, spec: P, where: str) -> Any:
         x, own = moved(x, own, None, where), None
     source = None if own is None else spec_of(x)
     if source == spec and type(_torch.peel(x)) is Array:
+        note_stated(_torch.peel(x))
         return x
     return moved(x if own is not None else on_device(x, mesh), mesh, spec, where)

@@ -26,13 +26,15 @@ from .mesh import axes_of, coordinates, is_part, is_simulated, played_ranks, sam
 from .propagator import propagated
 from .refusals import MEMORY, STORAGE
 from .rules.compositions import COMPOSED, READING, composed
+from .rules.parts import strided
 from .rules.rule import Call, Parts, Rule, T, without_blocks
 from .rules.table import SHAPES, find
 from .spec import P, all_hold_some, axes_named, dim_indices, from_split_axes, local_shape, split_axes
 from .stateful import is_seeded, refuse_seeded
 from .taking_apart import apart, has_merged
+from .unsettled import is_new
 
-STEP_BY_STEP, PLAIN, VIEW, WRITE = range(4)  # the ways to carry a decision out
+STEP_BY_STEP, PLAIN, VIEW, WRITE, NEW = range(5)  # the ways to carry a decision out
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Decision:
     ] = ()  # of a view: where on one device each result begins in the memory of the first argument
     written: bool = False  # the first argument is written in place, and lies right for it
     partial: bool = False  # some result is a partial sum: it will remember what it adds up to
+    new: bool = False  # the results are new arrays whose layout nobody has stated
     answer: bool = False  # the op asks about shapes alone, and `outs` is what it gives
     lists: bool = False  # some tensors come in lists
     seeded: bool = False  # whether it draws is a float's doing: asked each time
@@ -72,6 +75,8 @@ class Decision:
                 or self.answer or self.steps or self.lists or self.seeded or self.simulated
                 or (self.sizes and self.written)):  # fmt: skip
             return STEP_BY_STEP
+        if self.new:
+            return NEW
         return WRITE if self.written else VIEW if self.view else STEP_BY_STEP if self.sizes else PLAIN
 
 
@@ -143,7 +148,7 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[s
         mesh, tuple(targets), tuple(moves), out_dspecs, many, op=op, copies=rule.copies,
         finish=None if alone else rule.finish, again=rule.again, sizes=_local_sizes(rule, func, outs, out_specs, mesh),
         fold=(rule.fold, tuple(fold_axes)) if folded else None, covered=covered,
-        written=bool(pinned), partial=any(spec.unreduced for spec in out_specs), **common,
+        written=bool(pinned), new=is_new(func, out_specs), partial=any(spec.unreduced for spec in out_specs), **common,
     )  # fmt: skip
 
 
@@ -157,6 +162,8 @@ def _steps(func: Any, args: Any, kwargs: Any, outs: Any, axes: dict[str, int]) -
         steps = composed(name, bound, rows, axes)
         dtypes = tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in outs)
         return steps and (lambda args, kwargs: steps(dtypes, *bind(func, args, kwargs).values()))
+    if name == "as_strided.default" and (parts := strided(*list(bind(func, args, kwargs).values())[:4])) is not None:
+        return parts
     if find(func) is not None or blocks.written(func) or name in READING:
         return None
     parts = _torch.in_parts(func)

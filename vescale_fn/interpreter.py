@@ -30,13 +30,14 @@ from .aliases import (
 )
 from .arguments import bind, replace, tensors_in
 from .blocks import Blocks
-from .decide import PLAIN, STEP_BY_STEP, WRITE, Decision, decide, reason, refuse
+from .decide import NEW, PLAIN, STEP_BY_STEP, WRITE, Decision, decide, reason, refuse
 from .errors import InPlaceError, ReshardError, op_text, report
 from .layout import WHOLE, axes_items, layout, spec_for, text
 from .mesh import is_part, played_ranks
 from .refusals import MOVE, OTHER_SHAPE, OVERLAP
 from .spec import P, split_axes
 from .strict import refuse_moves
+from .unsettled import note_new, note_stated, note_view, settle
 from .written_views import by_element, check_fit, is_same_view, write_pieces
 
 _CACHE_SIZE = 16384
@@ -108,6 +109,11 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     if way == PLAIN:
         out = func(*local, **kwargs) if kwargs else func(*local)
         return _torch.new_dtensor(cls, out, decision.outs[0], requires_grad=False)
+    if way == NEW:
+        out = func(*local, **kwargs) if kwargs else func(*local)
+        wrapped = _torch.new_dtensor(cls, out, decision.outs[0], requires_grad=False)
+        note_new((wrapped,))
+        return wrapped
     source = args[0]
     notes = source.__dict__
     if way == WRITE:
@@ -129,6 +135,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
         _torch.set_storage_offset(wrapped, offset)
     if notes:
         note_views(source, (wrapped,), False)
+        note_view(source, func, args, wrapped)
     else:
         wrapped._root = source
     return wrapped
@@ -176,7 +183,10 @@ def _carry_out(
     if any(moved_view(x) is not None for x in tensors_in(targets, {})):
         return _write_where_shown(cls, func, args, kwargs, decision)
     if decision.view and not now and _elements_move(args[0], decision):
+        note_stated(args[0])  # what shows elements that lie elsewhere knows where they do
         return _deferred(cls, func, args, kwargs, decision)
+    if (decision.moves or decision.targets is None) and settle(lambda *call: dispatch(cls, *call), func, args):
+        return dispatch(cls, func, args, kwargs)
     if decision.targets is None:
         return _whole(cls, func, args, kwargs, decision)
     tensors = tensors_in(args, kwargs)
@@ -224,10 +234,14 @@ def _carry_out(
     if decision.view:
         _begin(func, args, wrapped, decision)
         note_views(args[0], wrapped, bool(decision.moves or copied or decision.copies))
+        for view in wrapped:
+            note_view(args[0], func, args, view)
     elif func is _UNSAFE_VIEW and (decision.moves or copied):
         note_copy(args[0], wrapped[0])
     if decision.covered is not None and func is _aten.embedding.default:
         remember_table(args[1], args[0], split_axes(decision.targets[0], 2)[0])  # after what was gathered before
+    if decision.new:
+        note_new(wrapped)
     if decision.partial:
         remember_sums(args[0], wrapped, func in _SAME)
         if decision.view and not decision.many and not decision.moves and args[0].numel() == wrapped[0].numel():
@@ -556,6 +570,7 @@ def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], dec
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         _begin(func, args, results, decision)
         note_views(args[0], results, moved)
+        note_view(args[0], func, args, result)
     return result
 
 

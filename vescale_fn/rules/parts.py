@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,6 +42,35 @@ def slicing(call: Call) -> Rule:
         return found[0] if call.name == "slice" else found
 
     return Rule((labels[0],), tuple(labels[1:]), linear=(0,), even=_inner(dim), op=local, only="parts")
+
+
+def strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Any:
+    """The slices and selects of `x` that an as_strided of it is, as autograd writes them for a view: None if it is not."""
+    offset, left, steps = offset or 0, list(zip(size, stride, strict=True)), []
+    if any(n > m for n, m in itertools.pairwise(reversed(x.stride()))) or 0 in x.stride() or x.storage_offset():
+        return None
+    for dim, (held, step) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        start, offset = divmod(offset, step)
+        if left and left[0][1] == step and start + left[0][0] <= held:
+            length, _ = left.pop(0)
+            steps.append((dim, start, length))
+        elif start < held:
+            steps.append((dim, start, None))
+        else:
+            return None
+    if left or offset:
+        return None
+
+    def run(args: Any, kwargs: Any) -> Any:
+        out = args[0]
+        for dim, start, length in reversed(steps):
+            if length is None:
+                out = aten.select.int(out, dim, start)
+            elif length != out.shape[dim]:
+                out = aten.slice.Tensor(out, dim, start, start + length)
+        return aten.alias.default(out) if out is args[0] else out
+
+    return run
 
 
 def _start(start: int | None, size: int) -> int:
