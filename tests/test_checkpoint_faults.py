@@ -98,6 +98,30 @@ def test_an_export_killed_at_any_moment(tmp_path):
     assert torch.equal(got, WHOLE + 1)
 
 
+def test_several_files_killed_at_any_moment_are_the_old_ones_or_the_new_ones(tmp_path):
+    """And what is there, and loaded, is whole: files of both never meet. From three files to two, to one, and back."""
+    trees = {size: {name: WHOLE + size + i for i, name in enumerate("abc")} for size in (100, 600, 1000)}
+    write = lambda size: vfn.export(tmp_path / "m", trees[size], max_bytes=size)
+    for old, new in (100, 100), (100, 600), (600, 1000), (1000, 100):
+
+        def prepare(old=old):
+            shutil.rmtree(tmp_path)
+            (tmp_path / "m").mkdir(parents=True)
+            (tmp_path / "m" / "model-00007-of-00009.safetensors").write_text("mine")
+            write(old)
+            trees[new] = {name: x + 1 for name, x in trees[new].items()}
+
+        for _ in moments(lambda new=new: write(new), prepare):
+            before = trees[old] if old != new else {name: x - 1 for name, x in trees[new].items()}
+            got = vfn.load(tmp_path / "m")
+            assert any(all(torch.equal(got[name], tree[name]) for name in "abc") for tree in (before, trees[new]))
+        for size, count in (100, 3), (1000, 1):
+            write(size)
+            left = sorted(os.listdir(tmp_path / "m"))
+            assert len(left) == count + 1 + (count > 1), left
+            assert (tmp_path / "m" / "model-00007-of-00009.safetensors").read_text() == "mine"
+
+
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 

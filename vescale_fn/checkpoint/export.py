@@ -15,9 +15,10 @@ from ..array import is_array, whole
 from ..errors import CheckpointError, report
 from . import folders, together
 from .background import finish_last
+from .file_sets import FileSet
 from .kinds import Leaf, leaves_of
 from .names import named
-from .plain_files import INDEX, VALUES, safetensors
+from .plain_files import VALUES, safetensors
 from .writing import on_cpu
 
 TORCH = (".pt", ".pth", ".bin")
@@ -33,7 +34,8 @@ def export(path: str | os.PathLike[str], tree_: Any, *, max_bytes: int = 5 * 10*
     Args:
         path: what it ends in says what is written. ``.pt``, ``.pth`` or ``.bin``: a dictionary for `torch.load` and
             `load_state_dict`. ``.safetensors``: one such file. Else a folder, as Hugging Face's libraries read it:
-            ``model.safetensors``, or several files and ``model.safetensors.index.json``; other files in it stay.
+            ``model.safetensors``, or several files and ``model.safetensors.index.json``, which take the place of older
+            ones all at once; other files in it stay.
         tree_: as for `save`. All ranks of the process group make this call.
         max_bytes: how large one of several files may become.
 
@@ -53,37 +55,36 @@ def export(path: str | os.PathLike[str], tree_: Any, *, max_bytes: int = 5 * 10*
     def prepare() -> None:
         if target.suffix not in TORCH:
             safetensors("export")
-        if target.suffix in (*TORCH, ".safetensors") and target.is_dir():
+        if _is_file(target) and target.is_dir():
             raise CheckpointError(report("export", f"{target} is a folder", fix="a file, or a path without suffix"))
         leaves, _ = named(tree_, "export", "tree")
         found.extend(leaves_of(leaves, "export"))
         if target.suffix not in TORCH:
             _check_for_safetensors(found)
 
+    begun = list[FileSet]()
+
     def begin(_: Any) -> list[None]:
-        with folders.failing("export", target):
-            _folder_of(target).mkdir(parents=True, exist_ok=True)
+        begun.append(FileSet(target, not _is_file(target), "export"))
         return [None] * crew.size
 
-    together.step(crew, "export", prepare, begin)
-    tensors = [leaf for leaf in found if leaf.is_tensor]
-    values = {leaf.name: leaf.stored for leaf in found if not leaf.is_tensor}
-    if target.suffix in TORCH:
-        files = [(target.name, tensors)]
-    else:
-        files = list(_shared_out(target, tensors, max_bytes))
-    for name, leaves in files:
-        data = {leaf.name: x for leaf, x in _whole(leaves, crew.rank == 0)}
-        together.same_for_all("export", functools.partial(_write, target, name, data, values))
-    together.same_for_all("export", functools.partial(_finish, target, files))
+    try:
+        together.step(crew, "export", prepare, begin)
+        tensors = [leaf for leaf in found if leaf.is_tensor]
+        values = {leaf.name: leaf.stored for leaf in found if not leaf.is_tensor}
+        parts = [tensors] if _is_file(target) else _shared_out(tensors, max_bytes)
+        for part in parts:
+            data = {leaf.name: x for leaf, x in _whole(part, crew.rank == 0)}
+            save = functools.partial(_save, target.suffix in TORCH, data, values)
+            together.same_for_all("export", lambda save=save: begun[0].write(save))
+        together.same_for_all("export", lambda: begun[0].finish(functools.partial(_index, parts)))
+    finally:
+        for each in begun:
+            each.close()
 
 
-def _folder_of(target: Path) -> Path:
-    return target.parent if target.suffix in (*TORCH, ".safetensors") else target
-
-
-def _beside(file: Path) -> Path:
-    return file.with_name(f".{file.name}.saving")
+def _is_file(target: Path) -> bool:
+    return target.suffix in (*TORCH, ".safetensors")
 
 
 def _check_for_safetensors(leaves: Sequence[Leaf]) -> None:
@@ -99,11 +100,8 @@ def _check_for_safetensors(leaves: Sequence[Leaf]) -> None:
         )
 
 
-def _shared_out(target: Path, leaves: Sequence[Leaf], most: int) -> Iterator[tuple[str, list[Leaf]]]:
+def _shared_out(leaves: Sequence[Leaf], most: int) -> list[list[Leaf]]:
     """Which leaves go to which file, in order."""
-    if target.suffix == ".safetensors":
-        yield target.name, list(leaves)
-        return
     parts: list[list[Leaf]] = [[]]
     size = 0
     for leaf in leaves:
@@ -112,8 +110,7 @@ def _shared_out(target: Path, leaves: Sequence[Leaf], most: int) -> Iterator[tup
             size = 0
         parts[-1].append(leaf)
         size += leaf.stored.nbytes
-    for i, part in enumerate(parts, 1):
-        yield "model.safetensors" if len(parts) == 1 else f"model-{i:05}-of-{len(parts):05}.safetensors", part
+    return parts
 
 
 def _whole(leaves: Sequence[Leaf], here: bool) -> Iterator[tuple[Leaf, torch.Tensor]]:
@@ -124,47 +121,16 @@ def _whole(leaves: Sequence[Leaf], here: bool) -> Iterator[tuple[Leaf, torch.Ten
             yield leaf, on_cpu(x).clone()
 
 
-def _write(target: Path, name: str, data: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-    file = _beside(_folder_of(target) / name)
-    with folders.failing("export", target):
-        try:
-            if target.suffix in TORCH:
-                torch.save(data | values, file)
-            else:
-                header = {"format": "pt"} | ({VALUES: json.dumps(values)} if values else {})
-                safetensors("export").save_file(data, str(file), header)
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())
-        except Exception as error:
-            file.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise
-            cause = error.__context__ or error.__cause__
-            raise cause if isinstance(cause, OSError) else OSError(0, str(error).splitlines()[0]) from error
-
-
-def _finish(target: Path, files: Sequence[tuple[str, list[Leaf]]]) -> None:
-    """Give all files their names, the index last, and remove those of an older export that it does not name."""
-    folder = _folder_of(target)
-    with folders.failing("export", target):
-        for name, _ in files:
-            os.replace(_beside(folder / name), folder / name)
-        if folder == target:
-            _write_index(folder, files)
-        folders.flush_folder(folder)
-
-
-def _write_index(folder: Path, files: Sequence[tuple[str, list[Leaf]]]) -> None:
-    names = {name for name, _ in files}
-    if len(files) > 1:
-        leaves = [(leaf, name) for name, part in files for leaf in part]
-        index = {"metadata": {"total_size": sum(leaf.stored.nbytes for leaf, _ in leaves)},
-                 "weight_map": {leaf.name: name for leaf, name in leaves}}  # fmt: skip
-        new = _beside(folder / INDEX)
-        new.write_text(json.dumps(index, indent=2) + "\n")
-        os.replace(new, folder / INDEX)
+def _save(torch_file: bool, data: dict[str, torch.Tensor], values: dict[str, Any], file: Path) -> None:
+    if torch_file:
+        torch.save(data | values, file)
     else:
-        (folder / INDEX).unlink(missing_ok=True)
-    for old in (*folder.glob("model-?????-of-?????.safetensors"), folder / "model.safetensors"):
-        if old.name not in names:
-            old.unlink(missing_ok=True)
+        header = {"format": "pt"} | ({VALUES: json.dumps(values)} if values else {})
+        safetensors("export").save_file(data, str(file), header)
+
+
+def _index(parts: Sequence[Sequence[Leaf]], names: Sequence[str]) -> dict[str, Any]:
+    """What Hugging Face's libraries read of several files."""
+    leaves = [(leaf, name) for name, part in zip(names, parts, strict=True) for leaf in part]
+    return {"metadata": {"total_size": sum(leaf.stored.nbytes for leaf, _ in leaves)},
+            "weight_map": {leaf.name: name for leaf, name in leaves}}  # fmt: skip

@@ -118,11 +118,11 @@ def opened(path: Path, where: str = "load") -> Source:
     """What is stored there, in whatever form."""
     while True:
         folder = replacing.found(path)
-        mark = folders.Mark(folder / folders.METADATA)
+        marks = [folders.Mark(file) for file in (folder / folders.METADATA, path / plain_files.INDEX)]
         try:
             return _opened(path, folder, where)
         except CheckpointError:
-            if not mark.changed() and replacing.found(path) == folder:
+            if not any(mark.changed() for mark in marks) and replacing.found(path) == folder:
                 raise  # else another checkpoint has taken its place meanwhile
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from .pieces import Piece
 from .sound import leads_out
 from .sources import Entry, Source
 
-INDEX = "model.safetensors.index.json"  # the name that Hugging Face's libraries look for
+ALONE = "model.safetensors"  # the names that Hugging Face's libraries look for
+INDEX = f"{ALONE}.index.json"
+SHARD = re.compile(r"(model-(?:\w+-)?)(\d{5})-of-(\d{5})\.safetensors")
 VALUES = "vescale_fn"  # in the header of a safetensors file: the leaves that are no tensors, as JSON
 
 
@@ -37,7 +40,7 @@ def opened(path: Path, where: str) -> Source | None:
     if path.is_dir():
         if (path / INDEX).is_file():
             return _Safetensors(path, where, *_indexed(path / INDEX, where))
-        files = sorted(each.name for each in path.glob("*.safetensors") if not each.name.startswith("."))
+        files = _without_index(path, where)
         return _Safetensors(path, where, files, None) if files else None
     if not path.is_file():
         return None
@@ -46,6 +49,20 @@ def opened(path: Path, where: str) -> Source | None:
     if path.name.endswith(".safetensors.index.json"):
         return _Safetensors(path.parent, where, *_indexed(path, where), path)
     return _TorchFile(path, where)
+
+
+def _without_index(folder: Path, where: str) -> list[str]:
+    """The files of a folder without an index. Beside a `model.safetensors`, numbered ones are an unfinished set."""
+    files = sorted(each.name for each in folder.glob("*.safetensors") if not each.name.startswith("."))
+    numbered = [found for name in files if (found := SHARD.fullmatch(name))]
+    if ALONE in files:
+        return [name for name in files if not SHARD.fullmatch(name)]
+    wanted = {
+        f"{each[1]}{i:05}-of-{each[3]}.safetensors": None for each in numbered for i in range(1, int(each[3]) + 1)
+    }
+    if missing := [f"{name} is missing" for name in wanted if name not in files]:
+        raise CheckpointError(report(where, f"{folder} is damaged", missing[:8], "another checkpoint"))
+    return files
 
 
 def _indexed(path: Path, where: str) -> tuple[list[str], dict[str, str]]:
