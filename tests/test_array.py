@@ -12,9 +12,11 @@ import textwrap
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from test_reshard import split
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.utils import rnn
 
 import vescale_fn as vfn
 from vescale_fn import P, mesh, random, spec
@@ -459,6 +461,41 @@ def test_a_view_whose_elements_are_elsewhere(m, x) -> None:
     a.add_(1)
     assert (vfn.unshard(rows)[0, 0], vfn.unshard(first)[0]) == (1, 1), "it sees writes into the array"
     assert torch.equal(vfn.unshard(a[2:]), x[2:] + 1)
+
+
+@pytest.mark.parametrize("s", [P("dp"), P(None, "tp"), P(None, None, "dp"), P()], ids=str)
+def test_pooling_what_is_transposed_or_channels_last(m, s: P) -> None:
+    """To call its result channels-last, torch changes what it says of its strides, in place."""
+    rows = torch.arange(120.0, dtype=torch.float64).view(4, 6, 5).sin()
+    planes = torch.arange(240.0, dtype=torch.float64).view(4, 6, 5, 2).sin()
+    for x, pool in (
+        (rows, lambda x: F.adaptive_avg_pool1d(x.transpose(1, 2), 1)),
+        (planes, lambda x: F.adaptive_avg_pool2d(x.contiguous(memory_format=torch.channels_last), 1)),
+    ):
+        a = vfn.shard(x, m, s)
+        found, want = pool(a), pool(x)
+        torch.testing.assert_close(vfn.unshard(found), want, rtol=1e-12, atol=1e-12)
+        assert found.stride() == want.stride()
+        slope = vfn.grad(lambda x, pool=pool: (pool(x) ** 2).sum())
+        torch.testing.assert_close(vfn.unshard(slope(a)), slope(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("s", [P("dp"), P(None, None, "tp")], ids=str)
+def test_packed_sequences(m, s: P) -> None:
+    """Their numbers of sequences at each step stay plain: torch reads them in C++."""
+    x, lengths = torch.arange(72.0).view(4, 6, 3).sin(), torch.tensor([6, 3, 2, 2])
+    lstm = torch.nn.LSTM(3, 5, batch_first=True)
+
+    def through(x, lengths=lengths, ordered=True):
+        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=ordered)
+        return rnn.pad_packed_sequence(lstm(packed)[0], batch_first=True)[0]
+
+    with torch.no_grad():
+        torch.testing.assert_close(vfn.unshard(through(vfn.shard(x, m, s))), through(x))
+        split = vfn.shard(lengths, m, P("dp"))
+        torch.testing.assert_close(vfn.unshard(through(vfn.shard(x, m, s), split, False)), through(x, lengths, False))
+    slope = vfn.grad(lambda x: (through(x) ** 2).sum())
+    torch.testing.assert_close(vfn.unshard(slope(vfn.shard(x, m, s))), slope(x))
 
 
 def test_a_sum_that_was_remembered_is_forgotten_by_a_write(m, x) -> None:

@@ -483,6 +483,11 @@ def _as_written(stance: Any) -> Any:
     return stance("force_eager")
 
 
+def is_traced_by_dynamo() -> bool:
+    """Whether `torch.compile` is tracing."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
 def run_compiled_as_written(on: bool) -> None:
     """Have what `torch.compile` made run as it was written, for as long as this is on: what it traces, no mode sees.
 

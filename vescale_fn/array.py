@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch, blocks, context, interpreter, linear, marks, reshard
 from .blocks import Blocks, WithoutMemory
-from .errors import InPlaceError, MeshError, SpecError, described, mesh_text, report, short
+from .errors import InPlaceError, MeshError, SpecError, TransformError, described, mesh_text, report, short
 from .layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
 from .merged import Merged
 from .mesh import SimulatedMesh, axes_of, coordinates, is_simulated, played_ranks, rebuild_mesh, same
@@ -99,6 +99,14 @@ class Array(WithoutMemory, DTensor):
                 fix="with torch.no_grad(): x.copy_(value); or torch.utils.swap_tensors(x, value)",
             )
         )
+
+    def __tensor_flatten__(self) -> Any:
+        if _torch.is_traced_by_dynamo():
+            raise TransformError(report("torch.compile", "it cannot compile a function or a module that is given an array",
+                                        [f"it is {self.type_text}"],
+                                        "vfn.jit(step, backend='inductor') of the whole step, or a shard_map whose body calls "
+                                        "it on blocks"))  # fmt: skip
+        return super().__tensor_flatten__()
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, flat: Any, outer_size: Any, outer_stride: Any) -> Array:

@@ -92,6 +92,8 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     if found is None:
         if func in _OTHER_SHAPE:
             return _in_another_shape(cls, func, args)
+        if func is _aten.as_strided_.default and _only_strides(*args):
+            return _with_strides(func, args)
         with _torch.unrecorded():
             decision = decide(func, args, kwargs or {}, lies)
         found = _cache[key] = (decision, decision.way)
@@ -163,6 +165,20 @@ def _in_another_shape(cls: Any, func: Any, args: Sequence[Any]) -> Any:
     x._local_tensor, x._spec = _torch.local(view), view._spec
     if hasattr(view, "_sum"):
         x._sum = view._sum
+    _torch.own_shape(func, args)
+    return x
+
+
+def _only_strides(x: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
+    """Whether as_strided_ changes nothing but the strides of dims of size 1, which move no element."""
+    same = all(n == 1 or a == b for n, a, b in zip(size, stride, x.stride()))
+    return tuple(size) == tuple(x.shape) and same and offset in (None, x.storage_offset())
+
+
+def _with_strides(func: Any, args: Sequence[Any]) -> Any:
+    """An array that says other strides of itself: torch's own pooling does so to its result, to call it channels-last."""
+    x, _, stride, *_ = args
+    x._spec = spec_for(x._spec.mesh, layout(x._spec), x.shape, tuple(stride), x.dtype)
     _torch.own_shape(func, args)
     return x
 
@@ -566,6 +582,8 @@ def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], dec
         return _torch.new_dtensor(cls, local, spec, requires_grad=False)
 
     result = wrap(out)
+    if func is _aten._pack_padded_sequence.default:
+        result = (result[0], out[1])  # how many sequences go on at each step: torch reads that in C++
     if decision.view:
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         _begin(func, args, results, decision)
