@@ -1,6 +1,7 @@
 """Loss curves on meshes beside those of one device: every model, every parallelism, every mesh of up to 8 simulated ranks.
 
-No clock is read. A step is loss, gradients, clipping by their norm and AdamW, with dropout on, replayed from one plan. In
+No clock is read. A step is loss, gradients, clipping by their norm and AdamW, with dropout on (but in zigzag order, where
+it goes by another order than on one device), replayed from one plan. In
 float64 sums in another order explain a difference of 1e-15 or so, and a mistake always shows; in float32 curves drift apart.
 ``python -m benchmarks.parity`` runs all of it, hours on two cores; ``--sample`` one mesh of each row, the largest; ``--models
 llama,dit`` and ``--rows fsdp,tp+sp`` some rows, the others of the table staying. tests/test_parallelisms.py runs a few steps.
@@ -9,6 +10,7 @@ llama,dit`` and ``--rows fsdp,tp+sp`` some rows, the others of the table staying
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -35,7 +37,7 @@ CONFIGS = {
     "resnet": resnet.Config(classes=5, widths=(8, 16), blocks=1, groups=4, dropout=0.2),
 }
 ROWS = (
-    "dp zero1 zero2 fsdp fsdp+remat hsdp tp tp+sp vp cp cp-gather cp-ulysses ep "
+    "dp zero1 zero2 fsdp fsdp+remat hsdp tp tp+sp vp cp cp-zigzag cp-gather cp-ulysses ep "
     "dp+tp zero1+tp zero2+tp+sp fsdp+tp fsdp+tp+sp+vp+remat hsdp+tp dp+cp fsdp+cp+tp dp+ep fsdp+ep+tp dp+cp+ep"
 ).split()
 
@@ -49,10 +51,17 @@ class Run(NamedTuple):
     mask: torch.Tensor
 
 
-def train(name: str, dtype: torch.dtype, steps: int, text: str = "", mesh: Any = None, jit: bool = True) -> Run:
+def has_dropout(text: str) -> bool:
+    """Whether a row of parallelisms is run with dropout."""
+    return "cp-zigzag" not in text.split("+")
+
+
+def train(name: str, dtype: torch.dtype, steps: int, text: str = "", mesh: Any = None, jit: bool = True,
+          dropout: bool = True) -> Run:  # fmt: skip
     """Train a model; on a mesh, by the parallelisms that `text` names."""
     layout = parallel.parallel(text, mesh) if text else parallel.ONE_DEVICE
     model, config = models.MODELS[name], models.laid_out(CONFIGS[name], layout)
+    config = config if dropout else dataclasses.replace(config, dropout=0.0)
     optimizer = vfn.optim.chain(vfn.optim.clip_by_global_norm(1.0), vfn.optim.adamw(3e-3))
     specs, mask = parallel.Specs(P(), P(), P()), torch.ones(BATCH, LENGTH, 6, dtype=dtype)
     if mesh is None:
@@ -81,7 +90,7 @@ def on_mesh(name: str, dtype: torch.dtype, steps: int, text: str, sizes: dict[st
     """Train on a mesh of these axes, of the ranks that there are."""
     mesh = vfn.make_mesh(tuple(sizes.values()), tuple(sizes))
     with vfn.use_mesh(mesh):
-        return train(name, dtype, steps, text, mesh, jit)
+        return train(name, dtype, steps, text, mesh, jit, has_dropout(text))
 
 
 def apart(one: Run, other: Run) -> float:
@@ -100,6 +109,7 @@ def meshes(name: str, text: str, largest: int = LARGEST) -> Iterator[dict[str, i
     positions = (config.size // config.patch) ** 2 if name == "dit" else LENGTH
     if layout.method == "all_to_all":
         positions = math.gcd(positions, config.heads)
+    positions //= 1 if layout.zigzag == 0 else 2
     axes = [axis for axis in parallel.AXES if any(axis in names for _, names in layout.dims)]
     for sizes in itertools.product(range(2, largest + 1), repeat=len(axes)):
         found = dict(zip(axes, sizes))
@@ -126,12 +136,13 @@ def main() -> None:
         worst = {}
         for kind in EXACT, DRIFTING:
             dtype, steps, _ = kind
-            if (name, dtype) not in one:
-                one[name, dtype] = train(name, dtype, steps)
+            key = name, dtype, has_dropout(text)
+            if key not in one:
+                one[key] = train(name, dtype, steps, dropout=key[2])
             worst[dtype] = 0.0
             for sizes in every if kind is EXACT else every[-1:]:
                 with vfn.simulate(math.prod(sizes.values())):
-                    worst[dtype] = max(worst[dtype], apart(one[name, dtype], on_mesh(name, dtype, steps, text, sizes)))
+                    worst[dtype] = max(worst[dtype], apart(one[key], on_mesh(name, dtype, steps, text, sizes)))
         last = ", ".join(f"{axis}={size}" for axis, size in every[-1].items())
         same = "yes" if max(worst.values()) < math.inf else "NO"
         found.append([name, text, len(every), last, *worst.values(), same])

@@ -25,11 +25,13 @@ SAMPLE = [
     ("gpt", "dp", {"dp": 3}),  # batches of 3, 3 and 2
     ("gpt", "fsdp+tp+sp+vp+remat", {"dp": 2, "tp": 2}),
     ("gpt", "dp+cp-gather", {"dp": 2, "cp": 3}),
+    ("llama", "fsdp+cp-zigzag", {"dp": 2, "cp": 3}),
     ("llama", "zero2+tp", {"dp": 2, "tp": 4}),  # more ranks than heads of keys
     ("llama", "hsdp+tp", {"replica": 2, "dp": 2, "tp": 2}),
     ("mixtral", "fsdp+cp+ep", {"dp": 2, "cp": 2, "ep": 2}),
     ("dit", "fsdp+remat", {"dp": 2}),
     ("dit", "cp-ulysses+tp+sp", {"cp": 2, "tp": 2}),
+    ("gpt", "cp-zigzag+tp+sp+vp+remat", {"cp": 2, "tp": 2}),
     ("resnet", "fsdp+tp", {"dp": 2, "tp": 2}),
 ]
 PLANS = [("llama", "zero1", {"dp": 2})]
@@ -37,10 +39,11 @@ ALONE = {}
 PAGE = Path(count_lines.__file__).parent / "README.md"
 
 
-def one_device(name):
-    if name not in ALONE:
-        ALONE[name] = parity.train(name, torch.float64, 2, jit=False)
-    return ALONE[name]
+def one_device(name, text=""):
+    key = name, parity.has_dropout(text)
+    if key not in ALONE:
+        ALONE[key] = parity.train(name, torch.float64, 2, jit=False, dropout=key[1])
+    return ALONE[key]
 
 
 def close(found, wanted):
@@ -53,7 +56,7 @@ def close(found, wanted):
 @pytest.mark.parametrize(("name", "text", "sizes"), SAMPLE, ids=[f"{name}-{text}" for name, text, _ in SAMPLE])
 def test_a_model_gives_the_numbers_of_one_device(name, text, sizes):
     with vfn.simulate(math.prod(sizes.values())):
-        close(parity.on_mesh(name, torch.float64, 2, text, sizes, jit=False), one_device(name))
+        close(parity.on_mesh(name, torch.float64, 2, text, sizes, jit=False), one_device(name, text))
 
 
 @pytest.mark.parametrize(("name", "text", "sizes"), PLANS, ids=[f"{name}-{text}" for name, text, _ in PLANS])
@@ -83,6 +86,7 @@ def test_the_whole_list_has_every_model_parallelism_and_mesh():
                                                                   "dp+tp", "zero1+tp", "fsdp+tp", "hsdp+tp"}  # fmt: skip
     assert list(parity.meshes("gpt", "hsdp", 6)) == [{"replica": a, "dp": b} for a, b in ((2, 2), (2, 3), (3, 2))]
     assert [*parity.meshes("gpt", "fsdp")] == [{"dp": n} for n in range(2, 9)]
+    assert [*parity.meshes("gpt", "cp-zigzag")] == [{"cp": n} for n in (2, 3, 6)]
     assert [*parity.meshes("dit", "cp")] == [{"cp": n} for n in (2, 4, 8)]
     assert [*parity.meshes("mixtral", "dp+ep")] == [{"dp": a, "ep": b} for a, b in ((2, 2), (2, 4), (3, 2), (4, 2))]
 
@@ -220,6 +224,9 @@ def test_layouts_by_name():
         (("batch", ("dp",)), *((kind, ("dp",)) for kind in ("state", "grads", "params")))
     )
     assert parallel("zero3") == parallel("fsdp") != parallel("fsdp+remat")
+    assert parallel("cp-zigzag", {"cp": 2}).ordered(torch.arange(8), 0).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    with pytest.raises(ParallelError, match="depends on the number of ranks: write parallel"):
+        parallel("cp-zigzag").ordered(torch.arange(8), 0)
 
 
 def test_specs_of_a_model():
@@ -270,10 +277,10 @@ def test_one_device_states_nothing():
 
 
 @pytest.mark.parametrize(("text", "mesh", "message"), [
-    ("fdsp", None, "'fdsp': 'fdsp' is none of them; write names from dp, zero1, zero2, fsdp, hsdp, tp, sp, vp, cp, cp-gather, cp-ulysses, "
-     "ep, zero3, remat, joined by +: fsdp+tp+remat"),
+    ("fdsp", None, "'fdsp': 'fdsp' is none of them; write names from dp, zero1, zero2, fsdp, hsdp, tp, sp, vp, cp, cp-zigzag, cp-gather, "
+     "cp-ulysses, ep, zero3, remat, joined by +: fsdp+tp+remat"),
     ("dp+dp", None, "'dp+dp': a name stands there twice; write names from dp, zero1, zero2, fsdp, hsdp, tp, sp, vp, cp, "
-     "cp-gather, cp-ulysses, ep, zero3, remat, joined by +: fsdp+tp+remat"),
+     "cp-zigzag, cp-gather, cp-ulysses, ep, zero3, remat, joined by +: fsdp+tp+remat"),
     ("cp+cp-gather", None, "'cp+cp-gather': cp and cp-gather share one sequence in two ways; leave one of them"),
     ("fsdp+tp", {"dp": 2}, "'fsdp+tp' needs the axes dp, tp, but the mesh is dp=2: add tp=2, say"),
     ("fsdp", {"dp": 2, "tp": 2}, "the mesh is dp=2, tp=2, but 'fsdp' leaves tp idle: set it to 1, or name what uses it"),

@@ -301,6 +301,8 @@ def test_a_difference_is_an_exit_status(capsys, monkeypatch):
     ("--parallel fsdp+pp", "'fsdp+pp': 'pp' is none of them; write names from dp, zero1"),
     ("--parallel fsdp", "the mesh is dp=2, tp=2, but 'fsdp' leaves tp idle"),
     ("--parallel dp+ep --mesh dp=2,ep=2", "--parallel dp+ep: llama has no dims for all of these"),
+    ("--parallel cp-zigzag --mesh cp=2", "--parallel cp-zigzag: a token's dropout goes by its place, which is another: --dropout 0"),
+    ("--parallel cp-zigzag --mesh cp=3 --dropout 0", "--parallel cp-zigzag: twice cp=3 must divide --context 128"),
     ("--resume", "--resume needs --checkpoints FOLDER, where they are"),
     ("--evaluate", "--evaluate needs --checkpoints FOLDER, where they are"),
     ("--evaluate --checkpoints nowhere", "--evaluate: there is no checkpoint in nowhere"),

@@ -84,11 +84,13 @@ def init(key: vfn.random.Key, config: Config, dtype: torch.dtype = torch.float32
 
 
 def logits(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random.Key | None = None) -> torch.Tensor:
-    """Scores [B, T, vocab] of the token after each position of `tokens` [B, T]; with a key, dropout is on."""
+    """Scores [B, T, vocab] of the token after each position of `tokens` [B, T], which are in the order of the layout; with a
+    key, dropout is on."""
     blocks, run, keys = params["blocks"], block, keys_of(key, 2 * config.layers)
     params = {name: p for name, p in params.items() if name != "blocks"}
     angles = rotation(tokens.shape[1], config.dim // config.heads, config.base, params["norm"])
     at = config.layout  # mesh
+    angles = at.ordered(angles[0], 0), at.ordered(angles[1], 0)  # mesh
     params, run = at.gather(params, NAMES), at.block(block, NAMES)  # mesh
     tokens = at(tokens, "batch", "norm_length", without="vocab")  # mesh
     x = vfn.nn.embedding(tokens, params["embed"])
@@ -102,8 +104,10 @@ def logits(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random
 
 def loss(params: Params, batch: torch.Tensor, config: Config, key: vfn.random.Key | None = None) -> torch.Tensor:
     """Mean cross entropy in nats of each window's next tokens; `batch` is [B, T + 1]."""
-    scores = logits(params, batch[:, :-1], config, key)
-    return next_token_loss(scores, batch[:, 1:], config.smoothing, config.ignored)
+    tokens, targets = batch[:, :-1], batch[:, 1:]
+    tokens, targets = config.layout.ordered(tokens, 1), config.layout.ordered(targets, 1)  # mesh
+    scores = logits(params, tokens, config, key)
+    return next_token_loss(scores, targets, config.smoothing, config.ignored)
 
 
 def block(p: Params, x: torch.Tensor, angles: Any, config: Config, *keys: vfn.random.Key | None) -> torch.Tensor:

@@ -17,8 +17,9 @@ from .parallel import METHODS, Layout
 DIMS = {
     "gpt": {"tp", "sp", "vp", *METHODS},
     "llama": {"tp", "sp", "vp", *METHODS},
-    "mixtral": {"tp", "sp", "vp", *METHODS, "ep"},
-    "dit": {"tp", "sp", *METHODS},
+    # not in zigzag order: which tokens find a place at an expert depends on the order; and DiT looks both ways
+    "mixtral": {"tp", "sp", "vp", *METHODS, "ep"} - {"cp-zigzag"},
+    "dit": {"tp", "sp", *METHODS} - {"cp-zigzag"},
     "resnet": {"tp"},
 }
 ANY = {"dp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "remat"}

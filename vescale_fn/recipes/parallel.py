@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
+import torch
 
 import vescale_fn as vfn
 from vescale_fn import P
 
 AXES = ("replica", "dp", "cp", "ep", "tp")  # the axes that rows speak of, as a mesh has them: major first
 DATA = ("dp", "cp", "ep")  # ranks along these see other tokens: what is kept in parts is split over all that are in use
-METHODS = {"cp": "ring", "cp-gather": "all_gather", "cp-ulysses": "all_to_all"}  # how attention meets other ranks' keys
+METHODS = {  # how attention meets other ranks' keys
+    "cp": "ring", "cp-zigzag": "ring", "cp-gather": "all_gather", "cp-ulysses": "all_to_all"}  # fmt: skip
 # Dims of values: "batch"; "length", the positions that attention sees; "norm_length", those where norms, dropout and
 # sums work; "heads", "hidden", "vocab", "experts". "params", "grads" and "state" stand for the largest dim of each leaf
 # of the parameters, of their gradients and of the optimiser's state.
@@ -68,11 +70,13 @@ class Layout:
     """Which mesh axes split which named dims; what `parallel` returns. The empty one states nothing: one device.
 
     `remat`: whether blocks are computed again in the backward pass. `method`: how attention meets other ranks' keys.
+    `zigzag`: n, if positions are in the order ``vfn.nn.zigzag_order(length, n)``; -1, if the mesh has yet to say what n is.
     """
 
     dims: tuple[tuple[str, tuple[str, ...]], ...] = ()
     remat: bool = False
     method: str = "ring"
+    zigzag: int = 0
 
     def axes(self, name: str | None) -> tuple[str, ...]:
         """The axes that split a dim, major first."""
@@ -112,7 +116,14 @@ class Layout:
 
     def attention(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """`f`, `vfn.nn.attention` or what hands its options on to it, in the way in which ranks share a sequence."""
-        return functools.partial(f, method=self.method) if self.axes("length") else f
+        return functools.partial(f, method=self.method, zigzag=self.zigzag) if self.axes("length") else f
+
+    def ordered(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """`x`, whose dim `dim` goes through the positions, in the order in which ranks share these."""
+        if self.zigzag < 0:
+            raise ParallelError("the order of cp-zigzag depends on the number of ranks: write parallel(text, mesh)")
+        order = vfn.nn.zigzag_order(x.shape[dim], self.zigzag) if self.zigzag else None
+        return x if order is None else x.index_select(dim, order.to(x.device))
 
     def specs(self, params: Any, rules: Rules, mesh: Any) -> Specs:
         """Where everything lies: `rules` are as for `vfn.spec_from_rules`, with names of dims in the place of axes.
@@ -171,7 +182,8 @@ def parallel(text: str, mesh: Any = None) -> Layout:
     dims = {dim: tuple(axis for axis in axes if axis not in idle) for dim, axes in dims.items()}
     if mesh is not None:
         _check(text, {axis for axes in dims.values() for axis in axes}, _sizes(mesh))
-    return Layout(tuple(dims.items()), REMAT in names, *(METHODS[name] for name in methods))
+    zigzag = 0 if "cp-zigzag" not in names else -1 if mesh is None else _sizes(mesh)["cp"]
+    return Layout(tuple(dims.items()), REMAT in names, *(METHODS[name] for name in methods), zigzag=zigzag)
 
 
 def _sizes(mesh: Any) -> dict[str, int]:
