@@ -1,5 +1,6 @@
 """Every distribution under one contract: the goldens, any mesh, `vmap`, tracers, gradients; and what is refused."""
 
+import functools
 import hashlib
 import json
 import math
@@ -253,12 +254,13 @@ REFUSED = {
     "random.truncated_normal: lower must be a number, but it is nan":
         lambda: random.truncated_normal(F, math.nan, 1),
     "random.pareto: b must be positive, but it is 0.0": lambda: random.pareto(F, 0),
-    "random.gamma: a must be positive, but it is nan": lambda: random.gamma(F, math.nan),
+    "random.gamma: a must be zero or more, but it is nan": lambda: random.gamma(F, math.nan),
     "random.rayleigh: scale must be zero or more, but it is -1.0": lambda: random.rayleigh(F, -1),
     "random.poisson: lam must be zero or more, but it is -1.0": lambda: random.poisson(F, -1),
     "random.geometric: p must be in [0, 1], but it is 1.5": lambda: random.geometric(F, 1.5),
-    "random.geometric: p must be positive, but it is 0.0": lambda: random.geometric(F, 0),
-    "random.binomial: n must be zero or more, but it is -2.0": lambda: random.binomial(F, -2, 0.5),
+    "random.binomial: n must be a number, but it is nan": lambda: random.binomial(F, math.nan, 0.5),
+    "random.bits: dtype must be one of uint8, uint16, uint32, uint64, but it is 'uint8'\n  Instead: dtype=torch.uint8":
+        lambda: random.bits(F, (2,), "uint8"),
     "random.binomial: p must be in [0, 1], but it is nan": lambda: random.binomial(F, 2, math.nan),
     "random.binomial: p's dtype must be one of float64, float32, float16, bfloat16, but it is torch.int64":
         lambda: random.binomial(F, 2, torch.tensor(1)),
@@ -415,3 +417,48 @@ def test_the_entries_of_vectors_can_be_split_in_a_body(name: str) -> None:
         for spec in (P("a", "b"), P(None, ("b", "a"))):
             drawn = vfn.shard_map(lambda: call(spec=spec), mesh=mesh, in_specs=(), out_specs=spec)()
             assert torch.equal(vfn.unshard(drawn), call())
+
+
+# What jax 0.7 gives for the key 0 and the shape (4,): where a number does not fit, the nearest that does.
+BIG = 2**31 - 1
+AT_THE_EDGE = {
+    "geometric 1e-10": (lambda k: random.geometric(k, 1e-10, (4,)), [537521024, 216528624, BIG, BIG]),
+    "geometric 0": (lambda k: random.geometric(k, 0, (4,)), [BIG] * 4),
+    "geometric 1": (lambda k: random.geometric(k, 1, (4,)), [1] * 4),
+    "geometric nan": (lambda k: random.geometric(k, torch.full((4,), math.nan)), [0] * 4),
+    "geometric int8": (lambda k: random.geometric(k, 1e-3, (4,), torch.int8), [54, 22, 127, 127]),
+    "geometric uint8": (lambda k: random.geometric(k, 1e-10, (4,), torch.uint8), [255] * 4),
+    "geometric int64": (lambda k: random.geometric(k, 1e-38, (4,), torch.int64), [2**63 - 1] * 4),
+    "geometric uint64": (lambda k: random.geometric(k, 1e-38, (4,), torch.uint64), [2**64 - 1] * 4),
+    "geometric bfloat16": (lambda k: random.geometric(k, torch.full((4,), 1e-30, dtype=torch.bfloat16)), [BIG] * 4),
+    "poisson 1e10": (lambda k: random.poisson(k, 1e10, (4,)), [BIG] * 4),
+    "poisson 1e30": (lambda k: random.poisson(k, 1e30, (4,)), [BIG] * 4),
+    "poisson int8": (lambda k: random.poisson(k, 1000, (4,), torch.int8), [127] * 4),
+    "poisson uint8": (lambda k: random.poisson(k, 1000, (4,), torch.uint8), [255] * 4),
+    "poisson below 0": (lambda k: random.poisson(k, -torch.ones(4)), [-1] * 4),
+    "binomial below 0": (lambda k: random.binomial(k, -1, 0.5, (4,)), [math.nan] * 4),
+    "multinomial below 0": (lambda k: random.multinomial(k, -1, torch.tensor([0.5, 0.5])), [math.nan] * 2),
+    "loggamma 0": (lambda k: random.loggamma(k, 0, (4,)), [-math.inf] * 4),
+    "gamma 0": (lambda k: random.gamma(k, 0, (4,)), [0.0] * 4),
+    "beta 0": (lambda k: random.beta(k, 0, 1, (4,)), [0.0] * 4),
+    "chisquare 0": (lambda k: random.chisquare(k, 0, (4,)), [0.0] * 4),
+    "choice of bools": (lambda k: random.choice(k, 4, (3,), p=torch.tensor([True, False, True, True])), [0, 0, 3]),
+    "choice of counts": (lambda k: random.choice(k, 4, (3,), p=torch.tensor([1, 0, 1, 1])), [0, 0, 3]),
+    "randint int8": (lambda k: random.randint(k, (4,), 0, 300, torch.int8), [101, 80, 72, 61]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AT_THE_EDGE)
+def test_what_does_not_fit_is_as_in_jax(name):
+    draw, want = AT_THE_EDGE[name]
+    found = draw(random.key(0))
+    torch.testing.assert_close(found, torch.tensor(want, dtype=found.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_counts_that_do_not_fit_on_a_mesh():
+    """Each rank's block of the whole draw, and under vmap and jit."""
+    with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
+        for name in ("geometric", "poisson"):
+            draw = functools.partial(getattr(random, name), F, 1e-9 if name == "geometric" else 3e9, (5,))
+            assert torch.equal(vfn.unshard(draw(spec=P("dp"))), draw())
+            assert torch.equal(vfn.jit(draw)(), draw())

@@ -32,9 +32,6 @@ class WithoutMemory(torch.Tensor):
     def data_ptr(self) -> int:
         raise self._refusal("data_ptr")
 
-    def untyped_storage(self) -> Any:
-        raise self._refusal("untyped_storage")
-
     def share_memory_(self) -> Any:
         raise self._refusal("share_memory_")
 

@@ -20,8 +20,8 @@ from .parameters import (
     fitting,
     need,
     not_negative,
-    positive,
     probability,
+    real,
     shape_and_place,
 )
 from .placed import Draw, drawn
@@ -49,9 +49,9 @@ def geometric(key: Key, p: Any, shape: Shape | None = None, dtype: torch.dtype =
 
     Args:
         key: one key.
-        p: a number in (0, 1], or a float tensor that broadcasts to shape.
+        p: a number in [0, 1], or a float tensor that broadcasts to shape.
         shape: of the whole draw; by default that of p.
-        dtype: an integer dtype.
+        dtype: an integer dtype. A count that it cannot hold is its largest number.
         spec: how the draw lies on the mesh. None: as its parameters do; whole, on every rank, where those are plain.
         mesh: by default that of the parameters, or the current mesh; without one the draw is whole.
 
@@ -59,7 +59,7 @@ def geometric(key: Key, p: Any, shape: Shape | None = None, dtype: torch.dtype =
         A tensor; with a spec and a mesh, an array. Inside a `shard_map` body with a spec, this rank's block.
 
     Raises:
-        RandomError: not one key, not a shape, another dtype, a p that is not in (0, 1], not floating point or does not
+        RandomError: not one key, not a shape, another dtype, a p that is not in [0, 1], not floating point or does not
             broadcast.
         SpecError: a spec that does not fit the mesh or the shape.
 
@@ -72,14 +72,14 @@ def geometric(key: Key, p: Any, shape: Shape | None = None, dtype: torch.dtype =
     where = "random.geometric"
     key = checked(key, where)
     need(dtype, kinds.INTEGERS, where)
-    p = p if isinstance(p, torch.Tensor) else positive(probability(p, where, "p"), where, "p")
+    p = p if isinstance(p, torch.Tensor) else probability(p, where, "p")
     wide = p.dtype if isinstance(p, torch.Tensor) else torch.float32
     need(wide, kinds.FLOATS, where, "p")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, p=p)
     u = drawn(where, key, Draw("uniform", shape, wide, (0.0, 1.0)), spec, mesh)
     (p,) = fitting(where, u, p=p)
     u = torch.where(u == 0, 1, u)
-    return ((functions.log(u) / functions.log1p(-p)).floor() + 1).detach().to(dtype)
+    return kinds.as_integers(((functions.log(u) / functions.log1p(-p)).floor() + 1).detach(), dtype)
 
 
 def poisson(key: Key, lam: Any, shape: Shape | None = None, dtype: torch.dtype = torch.int32, *,
@@ -93,7 +93,7 @@ def poisson(key: Key, lam: Any, shape: Shape | None = None, dtype: torch.dtype =
         key: one key.
         lam: the rate: a number, zero or more, or a tensor that broadcasts to shape; it is made float32.
         shape: of the whole draw; by default that of lam.
-        dtype: an integer dtype.
+        dtype: an integer dtype. A count that it cannot hold is its largest number.
         spec: how the draw lies on the mesh. None: as its parameters do; whole, on every rank, where those are plain.
         mesh: by default that of the parameters, or the current mesh; without one the draw is whole.
 
@@ -140,10 +140,10 @@ def binomial(key: Key, n: Any, p: Any, shape: Shape | None = None, dtype: torch.
 
     Args:
         key: one key.
-        n: a number, zero or more, or a tensor that broadcasts to shape.
+        n: a number, or a tensor that broadcasts to shape.
         p: a number in [0, 1], or a float tensor that broadcasts to shape, in whose dtype the trials are made.
         shape: of the whole draw; by default that of the parameters, broadcast.
-        dtype: a float dtype; NaN stands for a negative n in a tensor, or a p that is no probability.
+        dtype: a float dtype; NaN stands for a negative n, or for a p in a tensor that is no probability.
         spec: how the draw lies on the mesh. None: as its parameters do; whole, on every rank, where those are plain.
         mesh: by default that of the parameters, or the current mesh; without one the draw is whole.
 
@@ -151,7 +151,7 @@ def binomial(key: Key, n: Any, p: Any, shape: Shape | None = None, dtype: torch.
         A tensor; with a spec and a mesh, an array. Inside a `shard_map` body with a spec, this rank's block.
 
     Raises:
-        RandomError: not one key, not a shape, another dtype, an n that is negative, a p that is not in [0, 1] or not
+        RandomError: not one key, not a shape, another dtype, an n that is NaN, a p that is not in [0, 1] or not
             floating point, parameters that do not broadcast.
         SpecError: a spec that does not fit the mesh or the shape.
 
@@ -164,7 +164,7 @@ def binomial(key: Key, n: Any, p: Any, shape: Shape | None = None, dtype: torch.
     where = "random.binomial"
     key = checked(key, where)
     need(dtype, kinds.FLOATS, where)
-    n = not_negative(n, where, "n")
+    n = real(n, where, "n")
     p = p if isinstance(p, torch.Tensor) else probability(p, where, "p")
     wide = p.dtype if isinstance(p, torch.Tensor) else torch.float32
     need(wide, kinds.FLOATS, where, "p")
@@ -182,7 +182,7 @@ def multinomial(key: Key, n: Any, p: Any, shape: Shape | None = None, dtype: tor
 
     Args:
         key: one key.
-        n: a number, zero or more, or a tensor that broadcasts to shape without its last dim.
+        n: a number, or a tensor that broadcasts to shape without its last dim; NaN stands for what comes of a negative one.
         p: float [..., outcomes], the probabilities of the outcomes, that broadcasts to shape.
         shape: of the whole draw, the outcomes last; by default that of p.
         dtype: a float dtype.
@@ -193,7 +193,7 @@ def multinomial(key: Key, n: Any, p: Any, shape: Shape | None = None, dtype: tor
         A tensor; with a spec and a mesh, an array. Inside a `shard_map` body with a spec, this rank's block.
 
     Raises:
-        RandomError: not one key, not a shape, another dtype, a negative n, a p that is not floating point, parameters
+        RandomError: not one key, not a shape, another dtype, an n that is NaN, a p that is not floating point, parameters
             that do not broadcast, split outcomes.
         SpecError: a spec that does not fit the mesh or the shape.
 
@@ -206,7 +206,7 @@ def multinomial(key: Key, n: Any, p: Any, shape: Shape | None = None, dtype: tor
     where = "random.multinomial"
     key = checked(key, where)
     need(dtype, kinds.FLOATS, where)
-    n = not_negative(n, where, "n")
+    n = real(n, where, "n")
     p = p if isinstance(p, torch.Tensor) else torch.tensor(p, dtype=torch.float32)
     need(p.dtype, kinds.FLOATS, where, "p")
     if not p.ndim:

@@ -10,7 +10,7 @@ from .. import context
 from ..spec import P
 from . import functions, kinds
 from .keys import Key, checked, shape_of
-from .parameters import Shape, check_broadcast, fitting, need, positive, shape_and_place
+from .parameters import Shape, check_broadcast, fitting, need, not_negative, positive, shape_and_place
 from .placed import Draw, drawn
 from .sampled import sampled
 from .streams import pieces
@@ -36,7 +36,7 @@ def gamma(key: Key, a: Any, shape: Shape | None = None, dtype: torch.dtype = tor
 
     Args:
         key: one key.
-        a: the concentration: a positive number, or a tensor that broadcasts to shape; gradients go through it.
+        a: the concentration: a number, zero or more, or a tensor that broadcasts to shape; gradients go through it.
         shape: of the whole draw; by default that of a.
         dtype: a float dtype.
         spec: how the draw lies on the mesh. None: as its parameters do; whole, on every rank, where those are plain.
@@ -46,7 +46,7 @@ def gamma(key: Key, a: Any, shape: Shape | None = None, dtype: torch.dtype = tor
         A tensor; with a spec and a mesh, an array. Inside a `shard_map` body with a spec, this rank's block.
 
     Raises:
-        RandomError: not one key, not a shape, another dtype, an a that is not positive or does not broadcast.
+        RandomError: not one key, not a shape, another dtype, an a that is negative or does not broadcast.
         SpecError: a spec that does not fit the mesh or the shape.
 
     Source: Marsaglia and Tsang (2000), as in `jax.random.gamma`, with its streams. The gradient in a is the implicit
@@ -59,7 +59,7 @@ def gamma(key: Key, a: Any, shape: Shape | None = None, dtype: torch.dtype = tor
     where = "random.gamma"
     key = checked(key, where)
     need(dtype, kinds.FLOATS, where)
-    a = positive(a, where, "a")
+    a = not_negative(a, where, "a")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, a=a)
     return draw_gammas(where, key, "gamma", "a", a, shape, dtype, spec, mesh)
 
@@ -72,7 +72,7 @@ def loggamma(key: Key, a: Any, shape: Shape | None = None, dtype: torch.dtype = 
 
     Args:
         key: one key.
-        a: the concentration: a positive number, or a tensor that broadcasts to shape; gradients go through it.
+        a: the concentration: a number, zero or more, or a tensor that broadcasts to shape; gradients go through it.
         shape: of the whole draw; by default that of a.
         dtype: a float dtype.
         spec: how the draw lies on the mesh. None: as its parameters do; whole, on every rank, where those are plain.
@@ -82,7 +82,7 @@ def loggamma(key: Key, a: Any, shape: Shape | None = None, dtype: torch.dtype = 
         A tensor; with a spec and a mesh, an array. Inside a `shard_map` body with a spec, this rank's block.
 
     Raises:
-        RandomError: not one key, not a shape, another dtype, an a that is not positive or does not broadcast.
+        RandomError: not one key, not a shape, another dtype, an a that is negative or does not broadcast.
         SpecError: a spec that does not fit the mesh or the shape.
 
     Source: Marsaglia and Tsang (2000), as in `jax.random.loggamma`, with its streams. The gradient in a is the implicit
@@ -95,7 +95,7 @@ def loggamma(key: Key, a: Any, shape: Shape | None = None, dtype: torch.dtype = 
     where = "random.loggamma"
     key = checked(key, where)
     need(dtype, kinds.FLOATS, where)
-    a = positive(a, where, "a")
+    a = not_negative(a, where, "a")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, a=a)
     return draw_gammas(where, key, "loggamma", "a", a, shape, dtype, spec, mesh)
 
@@ -106,7 +106,7 @@ def beta(key: Key, a: Any, b: Any, shape: Shape | None = None, dtype: torch.dtyp
 
     Args:
         key: one key.
-        a: a positive number, or a tensor that broadcasts to shape; gradients go through it.
+        a: a number, zero or more, or a tensor that broadcasts to shape; gradients go through it.
         b: the same.
         shape: of the whole draw; by default that of the parameters, broadcast.
         dtype: a float dtype.
@@ -129,7 +129,7 @@ def beta(key: Key, a: Any, b: Any, shape: Shape | None = None, dtype: torch.dtyp
     where = "random.beta"
     key = checked(key, where)
     need(dtype, kinds.FLOATS, where)
-    a, b = positive(a, where, "a"), positive(b, where, "b")
+    a, b = not_negative(a, where, "a"), not_negative(b, where, "b")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, a=a, b=b)
     key_a, key_b = pieces(key)
     x = draw_gammas(where, key_a, "loggamma", "a", a, shape, dtype, spec, mesh)
@@ -150,7 +150,7 @@ def chisquare(key: Key, df: Any, shape: Shape | None = None, dtype: torch.dtype 
 
     Args:
         key: one key.
-        df: the degrees of freedom: a positive number, or a tensor that broadcasts to shape; gradients go through it.
+        df: the degrees of freedom: a number, zero or more, or a tensor that broadcasts to shape; gradients go through it.
         shape: of the whole draw; by default that of df.
         dtype: a float dtype.
         spec: how the draw lies on the mesh. None: as its parameters do; whole, on every rank, where those are plain.
@@ -160,7 +160,7 @@ def chisquare(key: Key, df: Any, shape: Shape | None = None, dtype: torch.dtype 
         A tensor; with a spec and a mesh, an array. Inside a `shard_map` body with a spec, this rank's block.
 
     Raises:
-        RandomError: not one key, not a shape, another dtype, a df that is not positive or does not broadcast.
+        RandomError: not one key, not a shape, another dtype, a df that is negative or does not broadcast.
         SpecError: a spec that does not fit the mesh or the shape.
 
     Source: `jax.random.chisquare`, with its streams.
@@ -172,7 +172,7 @@ def chisquare(key: Key, df: Any, shape: Shape | None = None, dtype: torch.dtype 
     where = "random.chisquare"
     key = checked(key, where)
     need(dtype, kinds.FLOATS, where)
-    df = positive(df, where, "df")
+    df = not_negative(df, where, "df")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, df=df)
     return _chisquares(where, key, "df", df, shape, dtype, spec, mesh)
 

@@ -39,6 +39,14 @@ INTEGERS = {
 }  # fmt: skip
 
 
+def as_integers(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Floats as integers, as XLA converts them: what does not fit becomes the nearest that does, and NaN becomes 0."""
+    info = torch.iinfo(dtype)
+    above, below = x >= float(info.max + 1), x < float(info.min)
+    inside = torch.where(above | below | x.isnan(), 0, x).to(dtype)
+    return torch.where(above, info.max, torch.where(below, info.min, inside))
+
+
 def word(words: Words, width: int) -> torch.Tensor:
     """`width` random bits an element: both hash words one after the other, or the low bits of their exclusive or."""
     first, second = words

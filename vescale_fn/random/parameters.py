@@ -25,7 +25,9 @@ def need(dtype: Any, known: Any, where: str, name: str = "dtype") -> None:
         names = ", ".join(str(d).removeprefix("torch.") for d in known)
         what = "dtype" if name == "dtype" else f"{name}'s dtype"
         wrong_place = not isinstance(dtype, torch.dtype) and name == "dtype"
-        fix = "dtype=torch.float32, say; numbers that come after dtype by name, minval=0.0" if wrong_place else ""
+        named = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+        fix = f"dtype=torch.{dtype}" if isinstance(named, torch.dtype) else (
+            "dtype=torch.float32, say; numbers that come after dtype by name, minval=0.0" if wrong_place else "")  # fmt: skip
         said = short(dtype) if wrong_place else dtype
         raise RandomError(report(where, f"{what} must be one of {names}, but it is {said}", fix=fix))
 

@@ -236,7 +236,7 @@ def poisson(k0: Word, k1: Word, high: Word, low: torch.Tensor, params: Params, d
     if len(elements.at):
         many = _last_value(elements, _poisson_trial(torch.where(few, 1e5, lam)), rounds, out)
         out = torch.where(few, out, many)
-    return torch.where(lam == 0, 0, out).to(dtype).view(shape)
+    return kinds.as_integers(torch.where(lam == 0, 0, out), dtype).view(shape)
 
 
 def _stirling(k: torch.Tensor) -> torch.Tensor:

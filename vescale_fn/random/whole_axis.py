@@ -107,6 +107,9 @@ def choice(key: Key, a: Any, shape: Shape = (), replace: bool = True, p: Any = N
                                  fix="replace=True"))  # fmt: skip
     if p is not None:
         p = p if isinstance(p, torch.Tensor) else torch.tensor(p, dtype=torch.float32)
+        p = (
+            p.to(torch.float32) if p.dtype is torch.bool or p.dtype in kinds.INTEGERS else p
+        )  # weights: 0 or 1, or counts
         need(p.dtype, kinds.FLOATS, where, "p")
         if tuple(p.shape) != (n,):
             raise RandomError(report(where, f"p must be of shape ({n},), one number for each thing, but it is "
