@@ -382,7 +382,7 @@ def test_uses_after_the_last_call_of_a_block_and_sizes_that_depend_on_data(gloo)
 
 def recorded_with_other_values():
     mesh, rank, x, said = vfn.make_mesh((2,), ("a",)), dist.get_rank(), torch.arange(8.0), []
-    w, c = vfn.shard(x, mesh, P("a")), torch.tensor(float(rank))
+    w, c, one, two = vfn.shard(x, mesh, P("a")), torch.tensor(float(rank)), torch.tensor(1.0), torch.tensor(2.0)
     mapped = lambda w, k: vfn.shard_map(lambda x: x * k, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(w)
     draw = lambda w, k: w + vfn.random.normal(k, (8,), spec=P("a"), mesh=mesh)
     for f, value in [
@@ -394,6 +394,7 @@ def recorded_with_other_values():
         (lambda w, _: w * (2.0 + rank), None),
         (lambda w, _: mapped(w, 2.0 + rank), None),
         (lambda w, _: mapped(w, c), None),
+        (lambda w, _: w * one + two, None),  # alike on all ranks
         (lambda w, k: mapped(w, 3.0) + k.sum().detach().numel() * 2, c),  # of its value nothing is made
     ]:
         try:
@@ -418,12 +419,13 @@ def test_ranks_that_bring_other_values_to_a_recording(gloo):
         [head, "  * n is 2 on rank 0, but 3 on rank 1", "  * 'other' of mul is 2 on rank 0, but 3 on rank 1"],
         [head, "  * k.data is [0, 0] on rank 0, but [0, 1] on rank 1"],
         [head, "  * k is [0] on rank 0, but [1] on rank 1"],
-        [head, "  * a tensor f32[] that it closes over is [0] on rank 0, but [1] on rank 1"],
+        [head, "  * tensor 0 that it closes over, f32[], is [0] on rank 0, but [1] on rank 1"],
         [head, "  * 'other' of mul is 2.0 on rank 0, but 3.0 on rank 1"],
         [head, "  * argument 1 of mul is 2.0 on rank 0, but 3.0 on rank 1"],
-        [head, "  * a tensor f32[] that it closes over is [0] on rank 0, but [1] on rank 1"],
+        [head, "  * tensor 0 that it closes over, f32[], is [0] on rank 0, but [1] on rank 1"],
         "nothing",
-        f"{head}\n  * key.data is [0, 0] on rank 0, but [0, 1] on rank 1, at recorded_with_other_values+22{SAME_USES}",
+        "nothing",
+        f"{head}\n  * key.data is [0, 0] on rank 0, but [0, 1] on rank 1, at recorded_with_other_values+23{SAME_USES}",
     ]
 
 

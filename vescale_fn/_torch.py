@@ -332,10 +332,10 @@ def intercept_function_apply(handler: Any, concerned: Any = None) -> None:
     else:
         applied, _functions.custom_function_call = _appliers(handler)
     if isinstance(vars(torch.autograd.Function)["apply"], classmethod):  # written in Python
-        if handler is None:
-            del _Level.apply
-        else:
+        if handler is not None:
             _Level.apply = applied
+        elif "apply" in vars(_Level):
+            del _Level.apply
     elif handler is None:
         _end_detour()  # begun where an interrupt came
         _functions._bind_default_args, _functions._call_custom_function_call = _bind, _call_under_functorch
@@ -494,7 +494,7 @@ def run_compiled_as_written(on: bool) -> None:
     As `torch.compiler.set_stance("force_eager")`, which takes a hundred times as long.
     """
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # not there: nothing was compiled yet
-    if on and hasattr(frames, "_stance"):
+    if on and hasattr(frames, "_stance") and not _stances:
         _stances.append(frames._stance)
         frames._stance = _as_written(frames.DynamoStance)
     elif not on and _stances:
@@ -631,6 +631,55 @@ def recorder() -> Any:
         if getattr(mode, "records_plan", False):
             return mode
     return None
+
+
+_FLAGS = [name for name in ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode",
+          "_is_in_any_mode_without_ignore_compile_internals") if hasattr(_python_dispatch, name)]  # fmt: skip
+_functorch_depth = getattr(_functorch, "get_dynamic_layer_stack_depth", lambda: 0)
+_enabling = torch._C.DisableTorchFunction()  # whose end brings back what is now: torch functions are seen
+_enabling.__enter__()
+_enabling.__exit__(None, None, None)
+_only_lift = getattr(torch._C, "_only_lift_cpu_tensors", lambda: False)
+
+
+def ambient() -> tuple[Any, ...]:
+    """What torch has in this thread of modes and transforms, for `set_ambient`."""
+    dispatch = _python_dispatch._get_current_dispatch_mode_stack() if dispatch_modes() else ()
+    functions = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    settings = torch.is_grad_enabled(), _only_lift(), torch.get_default_dtype(), torch.is_autocast_cache_enabled()
+    return dispatch, functions, _functorch_depth(), settings, torch._C._is_torch_function_enabled()
+
+
+def set_ambient(saved: tuple[Any, ...]) -> None:
+    """Put back what `ambient` has found."""
+    dispatch, functions, depth, settings, seen = saved
+    if seen and not torch._C._is_torch_function_enabled():
+        _enabling.__exit__(None, None, None)
+    now = ambient()
+    if len(now[0]) != len(dispatch) or any(a is not b for a, b in zip(now[0], dispatch)):
+        for mode in reversed(now[0]):
+            _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))
+        for mode in dispatch:
+            _python_dispatch._push_mode(mode)
+        if not dispatch:
+            for name in _FLAGS:
+                setattr(_python_dispatch, name, False)
+            if hasattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals"):
+                _python_dispatch.set_is_in_mode_without_ignore_compile_internals(False)
+    if len(now[1]) != len(functions) or any(a is not b for a, b in zip(now[1], functions)):
+        while torch._C._len_torch_function_stack():
+            torch.overrides._pop_mode()
+        for mode in functions:
+            torch.overrides._push_mode(mode)
+    if now[2] > depth:
+        _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+    if now[3] != settings:
+        grad, lift, dtype, cache = settings
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
+        torch.set_autocast_cache_enabled(cache)
+        if lift != now[3][1]:
+            torch._C._set_only_lift_cpu_tensors(lift)
 
 
 def is_recorded() -> bool:

@@ -65,6 +65,7 @@ class _State(threading.local):
 
 
 _state = _State()
+local_states: list[Any] = [_state]  # all that is ambient in one thread, in the files below as well
 # Of the process, not of a thread: the threads of autograd must see them.
 _simulated: int | None = None
 _logs: list[tuple[int, Any]] = []  # each with the thread that it is of
@@ -165,16 +166,31 @@ def grad_depth() -> int:
     return _state.grad_depth
 
 
+class Restored:
+    """A context that calls ``restore(value)`` when it is left. Two of them, one in the other, survive an interrupt between any
+    two lines: where it comes while the one is left, the other still is."""
+
+    def __init__(self, restore: Callable[[Any], Any], value: Any) -> None:
+        self._restore, self._value = restore, value
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        self._restore(self._value)
+
+
 @contextlib.contextmanager
 def _setting(**values: Any) -> Iterator[None]:
     before = {name: getattr(_state, name) for name in values}
+    with Restored(_set, before), Restored(_set, before):
+        _set(values)
+        yield
+
+
+def _set(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         setattr(_state, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(_state, name, value)
 
 
 def checked_mesh(mesh: Any, where: str) -> Any:
@@ -257,12 +273,13 @@ def debugging() -> contextlib.AbstractContextManager[None]:
 def logging_to(log: Any) -> Iterator[None]:
     """Record every collective of this thread into `log` as well."""
     entry = threading.get_ident(), log
-    try:
+    with Restored(_end_log, entry), Restored(_end_log, entry):
         _logs.append(entry)
         yield
-    finally:
-        if entry in _logs:  # an interrupt may have come first
-            _logs.remove(entry)
+
+
+def _end_log(entry: tuple[int, Any]) -> None:
+    _logs[:] = [other for other in _logs if other is not entry]
 
 
 @contextlib.contextmanager
@@ -270,12 +287,15 @@ def unlogged() -> Iterator[None]:
     """Record no collective of this thread: none is carried out."""
     here = threading.get_ident()
     before = _unlogged.count(here)
-    try:
+    with Restored(_end_unlogged, before), Restored(_end_unlogged, before):
         _unlogged.append(here)
         yield
-    finally:
-        if _unlogged.count(here) > before:
-            _unlogged.remove(here)
+
+
+def _end_unlogged(before: int) -> None:
+    here = threading.get_ident()
+    while _unlogged.count(here) > before:
+        _unlogged.remove(here)
 
 
 def captured() -> Callable[[], contextlib.AbstractContextManager[None]]:
@@ -322,13 +342,41 @@ def sums_in() -> Any:
 @contextlib.contextmanager
 def summing_in(dtype: Any) -> Iterator[None]:
     """Make sums over ranks in this dtype; where something is differentiated, until its backward pass is done as well."""
-    global _sums_in
-    before, _sums_in = _sums_in, dtype
-    try:
+    with Restored(_end_sums, _sums_in), Restored(_end_sums, _sums_in):
+        _set_sums(dtype)
         yield
-    finally:
-        if not _state.grad_depth:
-            _sums_in = before
+
+
+def _set_sums(dtype: Any) -> None:
+    global _sums_in
+    _sums_in = dtype
+
+
+def _end_sums(before: Any) -> None:
+    if not _state.grad_depth:
+        _set_sums(before)
+
+
+def ambient() -> tuple[Any, ...]:
+    """Everything ambient in this thread, for `set_ambient`."""
+    here = threading.get_ident()
+    own = [entry for entry in _logs if entry[0] == here], _unlogged.count(here)
+    return [vars(state).copy() for state in local_states], own, _used_mesh.get(), (_simulated, _watch, _sums_in)
+
+
+def set_ambient(saved: tuple[Any, ...]) -> None:
+    """Put back what `ambient` has found."""
+    global _simulated, _watch, _sums_in
+    states, (logs, unlogged), used_mesh, (_simulated, _watch, _sums_in) = saved
+    for state, values in zip(local_states, states):
+        if vars(state) != values:
+            vars(state).clear()
+            vars(state).update(values)
+    for entry in [entry for entry in _logs if entry[0] == threading.get_ident() and entry not in logs]:
+        _end_log(entry)
+    _end_unlogged(unlogged)
+    if _used_mesh.get() is not used_mesh:
+        _used_mesh.set(used_mesh)
 
 
 def clear() -> None:

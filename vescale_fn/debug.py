@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from . import _torch, agreement, array, context, marks, places, tree
+from . import _torch, agreement, array, context, interrupts, marks, places, tree
 from .blocks import Blocks
 from .errors import VfnError, meant, mesh_text, report, short
 from .layout import type_text
-from .lines import readable
+from .lines import quoted, readable, user_line, warn
 from .merged import Merged
 from .mesh import axes_of, coordinates
 from .spec import P, local_indices, shard_shape, split_axes
@@ -308,14 +308,25 @@ def debug(*, timeout: float | None = None) -> contextlib.AbstractContextManager[
     return _Debug(timeout)
 
 
-class _Debug:
+class _Debug(contextlib.ExitStack):  # which goes on leaving, where an interrupt comes while one of its contexts is left
+    _entered = True
+
     def __init__(self, timeout: float | None) -> None:
-        self._parts = context.debugging(), agreement.Watch(timeout)
+        super().__init__()
+        self._timeout, self._line = timeout, user_line()
+        self._entered = False
 
-    def __enter__(self) -> None:
-        for part in self._parts:
-            part.__enter__()
+    def __enter__(self) -> None:  # type: ignore[override]
+        self._entered, saved = True, interrupts.before()
+        try:
+            self.callback(interrupts.undo, saved)
+            self.enter_context(context.debugging())
+            self.enter_context(agreement.Watch(self._timeout))
+        except BaseException:
+            interrupts.undo(saved)
+            raise
 
-    def __exit__(self, *error: Any) -> None:
-        for part in reversed(self._parts):
-            part.__exit__(*error)
+    def __del__(self) -> None:
+        if not self._entered:
+            warn(report("debug", f"the debug mode made at {quoted(self._line)} was never entered, so it did nothing",
+                        fix="with vfn.debug(): around what is to be looked at"))  # fmt: skip

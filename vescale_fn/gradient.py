@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import _torch, context, tracebacks, tree
+from . import _torch, context, interrupts, tracebacks, tree
 from .array import Array, is_array, mesh_of, wrap
 from .calls import called, checked_function
 from .containers import checked
@@ -70,25 +70,30 @@ def _value_and_grad(
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if (known := _commonest(args, argnums)) is not None:
-            place, leaves, shape = known
-            primals = [x.detach().requires_grad_() for x in leaves]
-            given = list(args)
-            given[place] = tree.together(shape, iter(primals))
-            with context.differentiating():
-                value, aux = _call(f, given, kwargs, has_aux, where)
-                grads = _gradients(value, primals, False)
-            value, aux, grads = _finished(value, aux, grads, leaves, has_aux, wants_value)
-            gradient = tree.together(shape, iter(grads))
-        else:
-            split = Split(where, f, args, argnums_of(argnums, args, where))
-            engine = _by_functorch if _torch.transforming() or _torch.forward_ad_active() else _by_autograd
-            value, aux, grads = engine(f, split, kwargs, has_aux, wants_value)
-            trees = split.gradients(grads)
-            gradient = trees[0] if isinstance(argnums, int) else tuple(trees)
-        if not wants_value:
-            return (gradient, aux) if has_aux else gradient
-        return ((value, aux), gradient) if has_aux else (value, gradient)
+        saved = interrupts.before()
+        try:
+            if (known := _commonest(args, argnums)) is not None:
+                place, leaves, shape = known
+                primals = [x.detach().requires_grad_() for x in leaves]
+                given = list(args)
+                given[place] = tree.together(shape, iter(primals))
+                with context.differentiating():
+                    value, aux = _call(f, given, kwargs, has_aux, where)
+                    grads = _gradients(value, primals, False)
+                value, aux, grads = _finished(value, aux, grads, leaves, has_aux, wants_value)
+                gradient = tree.together(shape, iter(grads))
+            else:
+                split = Split(where, f, args, argnums_of(argnums, args, where))
+                engine = _by_functorch if _torch.transforming() or _torch.forward_ad_active() else _by_autograd
+                value, aux, grads = engine(f, split, kwargs, has_aux, wants_value)
+                trees = split.gradients(grads)
+                gradient = trees[0] if isinstance(argnums, int) else tuple(trees)
+            if not wants_value:
+                return (gradient, aux) if has_aux else gradient
+            return ((value, aux), gradient) if has_aux else (value, gradient)
+        except BaseException:
+            interrupts.undo(saved)
+            raise
 
     return run
 

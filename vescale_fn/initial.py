@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import context, lines, tracebacks, tree
+from . import context, interrupts, lines, tracebacks, tree
 from .calls import called, checked_function, owner
 from .containers import checked, opened
 from .errors import SpecError, TransformError, described, mesh_text, report
@@ -56,7 +56,7 @@ def _shapes(f: Callable[..., Any], args: Any, kwargs: Any, where: str) -> Any:
     leaves, treedef = opened((args, kwargs), where, "(args, kwargs)", numpy=True, modules=True, passing=owner(f, args))
     given = [with_tensors(x, recorder.abstract) if isinstance(x, torch.Tensor) else x for x in leaves]
     args, kwargs = tree.unflatten(treedef, given)
-    with recorder, context.unlogged():
+    with interrupts.undone(), recorder, context.unlogged():
         out = checked(called(f, args, kwargs, where), where, "out")
     return tree.map_(_abstract, out)
 

@@ -63,7 +63,7 @@ def differing(told: Mapping[int, Iterable[Any]]) -> list[str]:
             key = what, line, tuple(ranks)
             one, known = first.setdefault(key, (rank, values))
             pair = next(((a, b) for a, b in zip(known, values) if a != b), None)
-            if pair is not None and key not in found:
+            if pair is not None and rank != one and key not in found:
                 mine, other = (value.partition("\0")[0] for value in pair)
                 found[key] = f"{what} is {mine} on rank {one}, but {other} on rank {rank}, at {line}"
     return list(found.values())

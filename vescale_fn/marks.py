@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from . import _torch
+from . import _torch, context
 from .blocks import Blocks
 from .classify import tensors
 from .errors import TypingError, report
@@ -46,6 +46,7 @@ class _Now(threading.local):
 
 
 _now = _Now()
+context.local_states.append(_now)
 
 
 def swap_writes(writes: Writes | None) -> Writes | None:

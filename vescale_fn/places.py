@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 
 from . import _torch
+from .context import Restored
 from .lines import is_users, user_line
 
 _KEPT = 200_000  # ops whose lines are remembered
@@ -24,15 +25,28 @@ listening = 0  # how many want to know
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
     """Note lines in this block."""
-    global listening
-    listening += 1
-    try:
+    who = object()
+    with Restored(_ended, who), Restored(_ended, who):
+        _begun(who)
         yield
-    finally:
-        listening -= 1
-        if not listening:
-            _numbers.clear()
-            _lines.clear()
+
+
+_listeners: set[object] = set()
+
+
+def _begun(who: object) -> None:
+    global listening
+    _listeners.add(who)
+    listening = len(_listeners)
+
+
+def _ended(who: object) -> None:
+    global listening
+    _listeners.discard(who)
+    listening = len(_listeners)
+    if not listening:
+        _numbers.clear()
+        _lines.clear()
 
 
 def note(made: bool = True) -> None:

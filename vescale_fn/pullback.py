@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import _torch, tracebacks, tree
+from . import _torch, interrupts, tracebacks, tree
 from .array import mesh_of
 from .calls import called, checked_function
 from .containers import opened
@@ -110,7 +110,7 @@ def _autograd_vjp(
     flat: Callable[..., Any], originals: Sequence[torch.Tensor], follow: bool
 ) -> tuple[Any, Callable[[Any], Any]]:
     attached = within_another(originals)
-    with Followed():
+    with interrupts.undone(), Followed():
         primals = [fresh(x, attached) for x in originals]
         outs = flat(*primals)
     moving = [i for i, x in enumerate(outs) if x.requires_grad]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import _torch, context, marks, replicas, tracebacks, tracking, tree, types
+from . import _torch, context, interrupts, marks, replicas, tracebacks, tracking, tree, types
 from .array import Array, is_array, mesh_of, spec_of, whole
 from .calls import called, checked_function
 from .containers import opened
@@ -228,6 +228,11 @@ def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs
             raise TypingError(report(
                 f"shard_map({mapped.name})", f"it takes positional arguments, but {sorted(kwargs)} came by keyword",
                 fix="in_specs is matched by position"))  # fmt: skip
-        return mapped(args)
+        saved = interrupts.before()
+        try:
+            return mapped(args)
+        except BaseException:
+            interrupts.undo(saved)
+            raise
 
     return run

@@ -50,7 +50,7 @@ def strict() -> Iterator[None]:
     ...             print(str(error).splitlines()[-1])
       Instead: x = vfn.with_sharding(x, P()) before it
     """
-    with context.being_strict(), places.noted(), _Watch():
+    with context.Restored(_torch.set_ambient, _torch.ambient()), context.being_strict(), places.noted(), _Watch():
         yield
 
 

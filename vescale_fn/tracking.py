@@ -24,8 +24,7 @@ class _Active(threading.local):
 
 
 _active = _Active()
-_intercepting = 0
-_checkpoints = 0
+context.local_states.append(_active)
 _lock = threading.RLock()
 captures: list[Callable[[], Callable[[], Any]]] = []  # what else is entered again; asked at the call, like `capture`
 
@@ -49,7 +48,6 @@ class running:
         self.writes = writes or marks.Writes()
 
     def __enter__(self) -> running:
-        global _intercepting
         if self.intercepted and (unseen := _torch.unseen()):
             problem = (
                 f"a body cannot see how, in torch {torch.__version__}, {' and '.join(unseen)}: gradients would be wrong"
@@ -63,13 +61,8 @@ class running:
         self._mode_before, innermost.mode = innermost.mode, self._mode
         self._body_before = context.swap_body(body)
         if self._mode is not None:
-            with _lock:
-                _intercepting += 1
-                if _intercepting == 1:
-                    _torch.intercept_function_apply(_function_apply, _watched)
-                    _torch.intercept_reverse_mode(_differentiated_by)
-                    watch_checkpoints(1)
-                    _torch.run_compiled_as_written(True)
+            _bodies.change(1)
+            _checkpoints.change(1)
             self._mode.__enter__()
         return self
 
@@ -82,28 +75,72 @@ class running:
             return self._mode.taken_in(x)
 
     def __exit__(self, *exception: Any) -> None:
-        global _intercepting
         if self._mode is not None:
             self._mode.__exit__(*exception)
-            with _lock:
-                _intercepting -= 1
-                if _intercepting == 0:
-                    _torch.intercept_function_apply(None)
-                    _torch.intercept_reverse_mode(None)
-                    watch_checkpoints(-1)
-                    _torch.run_compiled_as_written(False)
+            _bodies.change(-1)
+            _checkpoints.change(-1)
         context.swap_body(self._body_before)
         marks.swap_writes(self._writes_before)
         _active.run, innermost.mode = self._before, self._mode_before
 
 
+class _Watchers:
+    """How many contexts, of which thread, need a function of torch's to be another one for now; it is while one does."""
+
+    def __init__(self, exchange: Callable[[bool], None]) -> None:
+        self._exchange, self._counts, self._exchanged = exchange, {}, False
+
+    def count(self) -> int:
+        """How many of this thread do."""
+        return self._counts.get(threading.get_ident(), 0)
+
+    def change(self, by: int) -> None:
+        """One more, or one less."""
+        self.set(self.count() + by)
+
+    def is_settled(self) -> bool:
+        """Whether no call was interrupted that exchanges."""
+        return self._exchanged == bool(self._counts)
+
+    def set(self, count: int) -> None:
+        """Have so many of this thread; any number of times, and also where a call of it was interrupted."""
+        with _lock:
+            if count:
+                self._counts[threading.get_ident()] = count
+            else:
+                self._counts.pop(threading.get_ident(), None)
+            wanted = bool(self._counts)
+            if wanted != self._exchanged:
+                self._exchanged = True  # perhaps in part
+                self._exchange(wanted)
+                self._exchanged = wanted
+
+
+def _exchange_for_bodies(on: bool) -> None:
+    _torch.intercept_function_apply(_function_apply if on else None, _watched)
+    _torch.intercept_reverse_mode(_differentiated_by if on else None)
+    _torch.run_compiled_as_written(on)
+
+
+_bodies = _Watchers(_exchange_for_bodies)
+_checkpoints = _Watchers(lambda on: _torch.intercept_checkpoint(computed_again if on else None))
+
+
 def watch_checkpoints(by: int) -> None:
     """Have `torch.utils.checkpoint` compute again in what was around it (1), or no longer (-1). Calls are counted."""
-    global _checkpoints
-    with _lock:
-        _checkpoints += by
-        if _checkpoints == max(by, 0):  # the first, or none any more
-            _torch.intercept_checkpoint(computed_again if by > 0 else None)
+    _checkpoints.change(by)
+
+
+def watchers() -> tuple[int, int]:
+    """What this thread has exchanged of torch's, for `set_watchers`."""
+    return _bodies.count(), _checkpoints.count()
+
+
+def set_watchers(counts: tuple[int, int]) -> None:
+    """Put back what `watchers` has found."""
+    for watchers, count in zip((_bodies, _checkpoints), counts):
+        if watchers.count() != count or not watchers.is_settled():
+            watchers.set(count)
 
 
 def _differentiated_by(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from . import _torch, tracebacks, tracking, tree
+from . import _torch, interrupts, tracebacks, tracking, tree
 from .calls import called, checked_function, owner, parameter
 from .containers import opened
 from .differentiable import Split, settled
@@ -50,7 +50,8 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) 
     split = Split("jvp", f, tuple(primals), range(len(primals)))
     flat = Flat(f, split)
     _torch.load_forward_rules()
-    outs, slopes = torch.func.jvp(flat, tuple(split.primals), _directions(split, tangents))[:2]
+    with interrupts.undone():
+        outs, slopes = torch.func.jvp(flat, tuple(split.primals), _directions(split, tangents))[:2]
     return flat.rebuilt(outs), flat.rebuilt(slopes)
 
 
@@ -196,7 +197,8 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
             rest["dims"] = _dims_of_data(nodes, rest["dims"])
             return tuple(x for x, d in zip(outs, rest["dims"], strict=True) if _is_mapped(x, d))
 
-        outs = torch.func.vmap(flat, in_dims=tuple(dims[i] for i in mapped))(*(leaves[i] for i in mapped))
+        with interrupts.undone():
+            outs = torch.func.vmap(flat, in_dims=tuple(dims[i] for i in mapped))(*(leaves[i] for i in mapped))
         found = iter(outs)
         placed = [next(found).movedim(0, d) if _is_mapped(x, d) else x
                   for x, d in zip(rest["leaves"], rest["dims"], strict=True)]  # fmt: skip

@@ -73,6 +73,7 @@ class _Innermost(threading.local):
 
 
 innermost = _Innermost()
+context.local_states.append(innermost)
 
 
 class Unchecked(TorchFunctionMode):

@@ -122,6 +122,7 @@ class _State(threading.local):
 
 
 _state = _State()
+context.local_states.append(_state)
 
 
 _PARAMS: dict[str, tuple[str, ...]] = {  # what each collective takes besides a value, a mesh, axes and a reason

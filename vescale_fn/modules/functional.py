@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _torch, tracebacks, tree
+from .. import _torch, interrupts, tracebacks, tree
 from ..array import is_array, mesh_of
 from ..containers import adopted
 from ..errors import InPlaceError, RandomError, SpecError, TransformError, described, report, short
@@ -134,6 +134,10 @@ class Functional:
     def __call__(
         self, params: Any, *args: Any, key: Key | None = None, train: bool | None = None, **kwargs: Any
     ) -> Any:
+        with interrupts.undone():
+            return self._called(params, args, key, train, kwargs)
+
+    def _called(self, params: Any, args: Any, key: Key | None, train: bool | None, kwargs: dict[str, Any]) -> Any:
         leaves = self.params.leaves(params, self.__name__)
         if key is not None and not (isinstance(key, Key) and not key.ndim):
             raise RandomError(report(self.__name__, f"key must be one key, but it is {described(key)}",

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .. import _torch, classify, lines, tracking
+from .. import _torch, classify, context, lines, tracking
 from ..errors import InPlaceError, RandomError, report
 from ..random.keys import Key
 from ..random.streams import fold_in
@@ -32,6 +32,7 @@ class _Innermost(threading.local):
 
 
 _innermost = _Innermost()
+context.local_states.append(_innermost)
 
 
 class Keyed(TorchFunctionMode):
@@ -51,16 +52,18 @@ class Keyed(TorchFunctionMode):
         super().__init__()
         self._where, self._key, self._kept, self._names, self._fix = where, key, kept, names, fix
         self._count = count
+        self._before: list[Keyed | None] = []  # it can be entered inside of itself
 
     def __enter__(self) -> Any:
-        self._before, _innermost.mode = _innermost.mode, self
+        self._before.append(_innermost.mode)
+        _innermost.mode = self
         tracking.watch_checkpoints(1)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         tracking.watch_checkpoints(-1)
-        _innermost.mode = self._before
+        _innermost.mode = self._before.pop()
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         way, name = _way(func)

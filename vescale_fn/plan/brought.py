@@ -35,7 +35,7 @@ def brought(recorded: Recorded, leaves: Sequence[Any], names: Sequence[str], mes
     for name, leaf in zip(names, leaves, strict=True):
         count = 1 if leaves_.is_number(leaf) else len(leaves_.plain_of(leaf))
         places += [(name, leaf)] * count
-    places += [(f"a tensor {text(x)} that it closes over", x) for x in recorded.constants]
+    places += [(f"tensor {i} that it closes over, {text(x)},", x) for i, x in enumerate(recorded.constants)]
     inputs = [node for node in recorded.graph.nodes if node.op == "placeholder"]
     for node, (name, x) in zip(inputs, places):
         if node in needed and isinstance(x, torch.Tensor) and _torch.is_bare(x) and (bits := replicas.bits(x)):

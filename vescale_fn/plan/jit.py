@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .. import _torch, context, lines, tracebacks
+from .. import _torch, context, interrupts, lines, tracebacks
 from ..calls import checked_function, positional
 from ..errors import TransformError, VfnError, report, short
 from . import guards
@@ -166,24 +166,29 @@ class Jitted:
         return self if owner is None else functools.partial(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _belongs_to_another():
-            out = self._f(*args, **kwargs)
-            return laid_out(out, self._out_specs)
-        call = Call(self._f, args, kwargs, self._static, self._donated)
-        if call.follows_gradients():
-            self._say("an argument requires gradients, which a replay would not follow",
-                      "vfn.grad around the jit, or in it; or x.detach()")  # fmt: skip
-            return self._run(None, call)
-        plan = self._known(call)
-        if plan is not _NEW:
-            self._hits += plan is not None
-            return self._run(plan, call)
-        plan, reason = self._recorded(call)
-        out = self._run(plan, call)
-        self._remember(call, plan)
-        if plan is None:  # now that the function itself has shown no error
-            self._say(reason, _INSTEAD)
-        return out
+        saved = interrupts.before()
+        try:
+            if _belongs_to_another():
+                out = self._f(*args, **kwargs)
+                return laid_out(out, self._out_specs)
+            call = Call(self._f, args, kwargs, self._static, self._donated)
+            if call.follows_gradients():
+                self._say("an argument requires gradients, which a replay would not follow",
+                          "vfn.grad around the jit, or in it; or x.detach()")  # fmt: skip
+                return self._run(None, call)
+            plan = self._known(call)
+            if plan is not _NEW:
+                self._hits += plan is not None
+                return self._run(plan, call)
+            plan, reason = self._recorded(call)
+            out = self._run(plan, call)
+            self._remember(call, plan)
+            if plan is None:  # now that the function itself has shown no error
+                self._say(reason, _INSTEAD)
+            return out
+        except BaseException:
+            interrupts.undo(saved)
+            raise
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The plan for arguments like these, to look at: its text, its collectives, its memory. Nothing is run. On a real mesh
@@ -195,7 +200,8 @@ class Jitted:
         call = Call(self._f, args, kwargs, self._static, self._donated)
         plan, reason = self._known(call), ""
         if plan is _NEW or plan is None:
-            plan, reason = self._recorded(call)
+            with interrupts.undone():
+                plan, reason = self._recorded(call)
             if plan is None:
                 raise TransformError(report("jit", f"{self._name} cannot be recorded", [reason], _INSTEAD))
             self._remember(call, plan)

@@ -1,0 +1,115 @@
+"""A KeyboardInterrupt between any two lines leaves nothing ambient behind, and the next call works.
+
+One is raised at a line of this package, or of torch's fake tensors and modes, while a call runs: at every line of what is
+short, at a sample of the lines of what is long. ``VFN_ALL_LINES=1`` takes them all.
+"""
+
+import os
+import random
+import sys
+
+import pytest
+import torch
+import torch._subclasses.fake_tensor
+
+import vescale_fn as vfn
+from vescale_fn import P, context, interrupts, places, tracking
+
+OURS = os.path.dirname(vfn.__file__) + os.sep
+TORCHS = (torch._subclasses.fake_tensor.__file__, torch.utils._python_dispatch.__file__)
+SAMPLE = 10**6 if os.environ.get("VFN_ALL_LINES") else 60
+
+
+class Injected(KeyboardInterrupt):
+    pass
+
+
+def interrupted(f, at):
+    """The lines that a call runs, as (file, line), until an interrupt comes at number `at` of them (-1: none comes)."""
+    seen = []
+
+    def local(frame, event, arg):
+        if event == "line":
+            seen.append((os.path.basename(frame.f_code.co_filename), frame.f_lineno))
+            if len(seen) == at:
+                sys.settrace(None)
+                raise Injected
+        return local
+
+    def calls(frame, event, arg):
+        file = frame.f_code.co_filename
+        return local if file.startswith(OURS) or file in TORCHS else None
+
+    before = sys.gettrace()
+    sys.settrace(calls)
+    try:
+        f()
+    except Injected:
+        pass
+    finally:
+        sys.settrace(before)
+    return seen
+
+
+def ambient():
+    """Everything that is ambient; a setting that is there as None is as one that is not."""
+    (states, *process), watchers, torchs = interrupts.before()
+    states = [{name: value for name, value in state.items() if value not in (None, 0, False)} for state in states]
+    patched = "apply" in vars(torch.autograd.function._SingleLevelFunction)
+    return states, process, watchers, torchs, places.listening, patched, tracking.watchers()
+
+
+def calls(mesh):
+    x, w = torch.arange(8.0), torch.tensor(2.0)
+    sharded = vfn.shard(x, mesh, P("a"))
+    local = lambda x, w: vfn.psum((torch.ones(4) + x * w).sum(), "a")
+    mapped = vfn.shard_map(local, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    replay = vfn.jit(lambda x: (x * 2).sum())
+    module, params = vfn.functionalize(torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.Dropout(0.1)))
+
+    def within(*blocks):
+        def run():
+            for block in blocks:
+                with block():
+                    torch.ones(2) + 1
+
+        return run
+
+    return {
+        "shard_map": lambda: mapped(x, w),
+        "grad of shard_map": lambda: vfn.grad(lambda w: mapped(x, w))(w),
+        "recording": lambda: vfn.jit(lambda x: mapped(x, w))(sharded),
+        "replay": lambda: replay(sharded),
+        "vmap": lambda: vfn.vmap(lambda x: x * vfn.grad(lambda x: x * x)(x))(x),
+        "vjp": lambda: vfn.vjp(lambda x: (x * x).sum(), sharded),
+        "linearize": lambda: vfn.linearize(torch.sin, x)[1](x),
+        "jvp": lambda: vfn.jvp(torch.sin, (x,), (x,)),
+        "remat": lambda: vfn.grad(vfn.remat(lambda x: (x * x).sum()))(x),
+        "eval_shape": lambda: vfn.eval_shape(torch.sin, x),
+        "module": lambda: module(params, x, key=vfn.random.key(0)),
+        "check": lambda: vfn.check(lambda x: (x * x).sum(), sharded),
+        "blocks": within(lambda: vfn.use_mesh(mesh), vfn.comm_log, vfn.strict, vfn.disable_jit, vfn.debug),
+        "dtype of sums": lambda: vfn.precision.policy("params=f32,compute=bf16").apply(lambda x: x.sum())(x),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:debug.*was never entered")
+@pytest.mark.parametrize("name", [
+    "shard_map", "grad of shard_map", "recording", "replay", "vmap", "vjp", "linearize", "jvp", "remat", "eval_shape", "module",
+    "check", "blocks", "dtype of sums"])  # fmt: skip
+def test_an_interrupt_leaves_nothing_behind(name):
+    with vfn.simulate(2):
+        f = calls(vfn.make_mesh((2,), ("a",)))[name]
+        f()
+        lines, clean = interrupted(f, -1), ambient()
+        places_ = sorted(
+            {line: n for n, line in reversed(list(enumerate(lines, 1)))}.values()
+        )  # each line the first time
+        sample = min(SAMPLE, max(10, 50_000 // len(lines)))
+        again = random.Random(0).sample(range(1, len(lines) + 1), min(sample, len(lines)))
+        chosen = random.Random(1).sample(places_, min(sample, len(places_)))
+        for at in sorted({*again, *chosen}):
+            where = interrupted(f, at)[-1]
+            assert ambient() == clean, where
+        f()
+    assert context.body() is None
