@@ -586,7 +586,9 @@ def set_storage_offset(x: torch.Tensor, offset: int) -> None:
     torch._C._set_meta_in_tls_dispatch_include(True)  # nothing is allocated
     try:
         with torch._C._DisableTorchDispatch():
-            torch.ops.aten.set_.source_Storage_storage_offset(x, x.untyped_storage(), offset, x.shape, x.stride())
+            torch.ops.aten.set_.source_Storage_storage_offset(
+                x, torch._C.TensorBase.untyped_storage(x), offset, x.shape, x.stride()
+            )
     finally:
         torch._C._set_meta_in_tls_dispatch_include(before)
 
