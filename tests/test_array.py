@@ -819,6 +819,10 @@ def test_no_protocol_reads_memory_that_an_array_does_not_have(gloo) -> None:
 
 def test_a_recording_has_no_memory_either() -> None:
     """A plain tensor without values was read as if it had them; the function runs as written."""
-    f = vfn.jit(lambda x: x + torch.from_dlpack(x * 1) + torch.from_numpy(np.from_dlpack(x * 1).copy()))
+    f = vfn.jit(
+        lambda x: (
+            x.clone().apply_(lambda v: v) + torch.from_dlpack(x * 1) + torch.from_numpy(np.from_dlpack(x * 1).copy())
+        )
+    )
     with pytest.warns(UserWarning, match="runs as written"):
         assert torch.equal(f(torch.arange(3.0)), torch.arange(3.0) * 3)

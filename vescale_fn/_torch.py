@@ -942,10 +942,11 @@ def preload() -> None:
         torch.ops.aten.add.Tensor(torch.empty(1), 1)
 
 
-def _without_memory(mode: Any) -> Any:
-    """A mode whose tensors have no address: `__dlpack__` would give one that is not theirs."""
-    mode._allow_unsafe_data_ptr_access = False
-    return mode
+def _no_values(x: Any, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("a tensor without values has no memory to read")
+
+
+FakeTensor.__dlpack__ = FakeTensor.apply_ = _no_values  # torch's read from address 0: garbage, or a crash
 
 
 class _Shapes(threading.local):
@@ -955,7 +956,7 @@ class _Shapes(threading.local):
 
     @functools.cached_property
     def mode(self) -> Any:
-        return _without_memory(FakeTensorMode(allow_non_fake_inputs=True))
+        return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 _shapes = _Shapes()
@@ -984,7 +985,7 @@ def in_parts(func: Any) -> Any:
 
 def fake_mode() -> Any:
     """A mode of its own in which tensors have no values."""
-    return _without_memory(FakeTensorMode())
+    return FakeTensorMode()
 
 
 def without_values(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
