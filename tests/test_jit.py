@@ -950,6 +950,25 @@ def test_what_is_written_and_not_read_is_left_out_on_all_ranks(gloo):
     assert gloo(3, _written_and_forgotten) == [[]] * 3
 
 
+def _gathered_along_two_axes():
+    """Of 5 rows the first three ranks hold one each, and pad nothing; of the others one holds none."""
+    mesh = vfn.make_mesh((2, 3), ("a", "b"))
+    g = vfn.jit(lambda x: vfn.with_sharding(vfn.with_sharding(x, P("a")), P()) * 2)
+    found = []
+    for n in (5, 6):
+        x = torch.arange(4.0 * n).view(n, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            given = vfn.shard(x, mesh, P(("a", "b")))
+            assert torch.equal(vfn.unshard(g(given)), x * 2)
+        found.append([r.axes for r in g.lower(given).comms()])
+    return found
+
+
+def test_gathers_of_padded_blocks_are_not_merged_on_some_ranks(gloo):
+    assert gloo(6, _gathered_along_two_axes) == [[[("b",), ("a",)], [("a", "b")]]] * 6
+
+
 def _written_beside_a_padded_block(how):
     """Ranks 0 and 1 gather a part of `v` as it lies in memory that is written, rank 2 has to pad a copy."""
     mesh = vfn.make_mesh((3,), ("a",))

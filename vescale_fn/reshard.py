@@ -288,11 +288,12 @@ def _largest(shape: tuple[int, ...], mesh: Any, rows: Rows) -> int:
 
 def _all_gather(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> Any:
     dim = step.loses
+    elements = _largest(shape, mesh, step.before)
     if _divides(shape, mesh, step, dim):
-        return wire.all_gather(x, mesh, step.axes, dim, why)
+        return wire.all_gather(x, mesh, step.axes, dim, why, elements)
     widest = functools.partial(_widest, shape, mesh, step, dim, step.before)
     padded = _local(x, mesh, lambda rank, block: _pad(block, dim, widest(rank)), lambda rank: rank)
-    gathered = wire.all_gather(padded, mesh, step.axes, dim, why)
+    gathered = wire.all_gather(padded, mesh, step.axes, dim, why, elements, padded=True)
     return _local(gathered, mesh, lambda rank, block: _cut(block, shape, mesh, step, dim, rank, widest(rank)),
                   lambda rank: _members(mesh, step, rank))  # fmt: skip
 
@@ -323,11 +324,12 @@ def _spread(block: torch.Tensor, shape: tuple[int, ...], mesh: Any, step: Step, 
 
 def _reduce_scatter(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> Any:
     dim = step.gains
+    elements = _largest(shape, mesh, step.after) * wire.group_size(mesh, step.axes)
     if _divides(shape, mesh, step, dim):
-        return wire.reduce_scatter(x, mesh, step.axes, dim, why)
+        return wire.reduce_scatter(x, mesh, step.axes, dim, why, elements)
     widest = functools.partial(_widest, shape, mesh, step, dim, step.after)
     spread = _local(x, mesh, lambda r, block: _spread(block, shape, mesh, step, dim, r, widest(r)), lambda rank: rank)
-    mine = wire.reduce_scatter(spread, mesh, step.axes, dim, why)
+    mine = wire.reduce_scatter(spread, mesh, step.axes, dim, why, elements, padded=True)
     return _local(mine, mesh, lambda r, block: block.narrow(dim, 0, len(_indices(shape, mesh, step.after, r, dim)))
                   .contiguous(), lambda rank: rank)  # fmt: skip
 

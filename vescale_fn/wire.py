@@ -55,6 +55,8 @@ class Collective:
         params: what it takes besides the value, the mesh, the axes and the reason.
         why, line: the reason, and the user's line, for logs; they are no part of what the collective is.
         elements: of the largest rank's value, where ranks outside of the group may have more.
+        padded: whether blocks are padded before it, and cut after it, on some ranks: what stands next to it on one rank need
+            not do so on another.
 
     Called with a local value; or, on a simulated mesh, with the list of the ranks' blocks, which gives a list.
     """
@@ -66,6 +68,7 @@ class Collective:
     why: str = field(default="", compare=False)
     line: str = field(default="", compare=False)
     elements: int = field(default=0, compare=False)
+    padded: bool = field(default=False, compare=False)
 
     @property
     def __name__(self) -> str:  # by which a graph calls its nodes
@@ -142,9 +145,10 @@ def _recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def collective(x: Any, mesh: Any, axes: tuple[str, ...], *rest: Any, **named: Any) -> Any:
         if _torch.dispatch_modes() and (recorder := _torch.recorder()) is not None and group_size(mesh, axes) > 1:
-            given: dict[str, Any] = {"op": "sum", "elements": 0} | dict(zip(names, rest)) | named
+            given: dict[str, Any] = {"op": "sum", "elements": 0, "padded": False} | dict(zip(names, rest)) | named
             params = tuple(tuple(p) if isinstance(p := given[name], list) else p for name in _PARAMS[fn.__name__])
-            what = Collective(fn.__name__, mesh, tuple(axes), params, given["why"], elements=given["elements"])
+            what = Collective(fn.__name__, mesh, tuple(axes), params, given["why"], elements=given["elements"],
+                              padded=given["padded"])  # fmt: skip
             return recorder.collective(what, x)
         return fn(x, mesh, axes, *rest, **named)
 
@@ -246,8 +250,12 @@ def all_reduce(x: Any, mesh: Any, axes: tuple[str, ...], why: str, op: str = "su
 
 
 @_recorded
-def all_gather(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str, later: bool = False) -> Any:
-    """The group's values, concatenated along `dim` in the order of `axes`, on every rank. All have one shape."""
+def all_gather(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str, elements: int = 0, padded: bool = False,
+               later: bool = False) -> Any:  # fmt: skip
+    """The group's values, concatenated along `dim` in the order of `axes`, on every rank. All have one shape.
+
+    `elements`, `padded`: as of a `Collective`.
+    """
     n = group_size(mesh, axes)
     if n == 1:
         return x
@@ -259,8 +267,12 @@ def all_gather(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str, lat
 
 @_wide
 @_recorded
-def reduce_scatter(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str, later: bool = False) -> Any:
-    """The sum of the group's values, of which each rank keeps its piece along `dim`. The size must divide."""
+def reduce_scatter(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str, elements: int = 0, padded: bool = False,
+                   later: bool = False) -> Any:  # fmt: skip
+    """The sum of the group's values, of which each rank keeps its piece along `dim`. The size must divide.
+
+    `elements`, `padded`: as of a `Collective`.
+    """
     n = group_size(mesh, axes)
     if n == 1:
         return x

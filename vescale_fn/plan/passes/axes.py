@@ -5,9 +5,12 @@ gather, in which the axes of the second are major; a reduce-scatter of a reduce-
 are. Fewer collectives, and fewer bytes: what the first one gave would have travelled again.
 
 Whether two are merged depends on nothing but what they are and that nothing else uses the first: the same on every rank.
+Where blocks are padded and cut, on some ranks, they are not.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from torch import fx
 
@@ -26,6 +29,7 @@ def axes(graph: fx.Graph) -> fx.Graph:
             continue
         merged = _merged(collective_of(first), collective_of(second))
         if merged is not None:
+            merged = dataclasses.replace(merged, elements=collective_of(first).elements)
             with graph.inserting_before(second):
                 results = carried_out(graph, merged, given(first), second)
             put(graph, second, results)
@@ -35,7 +39,7 @@ def axes(graph: fx.Graph) -> fx.Graph:
 
 def _merged(first: Collective, second: Collective) -> Collective | None:
     alike = first.kind == second.kind and first.params == second.params and same(first.mesh, second.mesh)
-    if not alike or set(first.axes) & set(second.axes):
+    if not alike or set(first.axes) & set(second.axes) or first.padded or second.padded:
         return None
     if first.kind == "all_reduce":
         both = tuple(name for name in axes_of(second.mesh) if name in first.axes + second.axes)

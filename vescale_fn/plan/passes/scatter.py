@@ -76,7 +76,8 @@ def _smaller(collective: Collective, axes: tuple[str, ...], dim: int) -> Sequenc
             return [scattered]
         each = collective.elements // group_size(collective.mesh, axes)
         return [scattered, dataclasses.replace(over(collective, rest), elements=each)]
-    if collective.kind == "all_gather" and collective.params == (dim,) and collective.axes[: len(axes)] == axes:
+    gathers = collective.kind == "all_gather" and not collective.padded
+    if gathers and collective.params == (dim,) and collective.axes[: len(axes)] == axes:
         rest = collective.axes[len(axes) :]
         return [over(collective, rest)] if rest else []
     return None
