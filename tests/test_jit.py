@@ -969,6 +969,29 @@ def test_gathers_of_padded_blocks_are_not_merged_on_some_ranks(gloo):
     assert gloo(6, _gathered_along_two_axes) == [[[("b",), ("a",)], [("a", "b")]]] * 6
 
 
+def _needed_on_one_rank():
+    """The first row is gathered on all ranks, and the one that holds it writes it."""
+    mesh = vfn.make_mesh((3,), ("a",))
+
+    def f(x):
+        v = torch.zeros_like(x)
+        v.narrow(0, 0, 1).copy_(x[1:2])
+        return v * 2
+
+    x = torch.arange(1.0, 13.0).view(6, 2)
+    given, g = vfn.shard(x, mesh, P("a")), vfn.jit(f)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(vfn.unshard(g(given)), f(x))
+    return [r.op for r in g.lower(given).comms()], g.cache_info()[:2]
+
+
+def test_what_one_rank_needs_stays_on_all(gloo):
+    first, *others = gloo(3, _needed_on_one_rank)
+    assert first[1] == (0, 1)
+    assert others == [first] * 2
+
+
 def _written_beside_a_padded_block(how):
     """Ranks 0 and 1 gather a part of `v` as it lies in memory that is written, rank 2 has to pad a copy."""
     mesh = vfn.make_mesh((3,), ("a",))

@@ -78,8 +78,22 @@ def shared_mesh(leaves: Iterable[Any], graph: fx.Graph | None, recorded: Recorde
     return None if alone or _talks_to_nobody() else mesh
 
 
-def agree(name: str, mesh: Any, graph: fx.Graph | None, stages: Sequence[Stage], used: Sequence[Noted], reason: str,
-          error: Exception | None) -> tuple[str, int | None]:  # fmt: skip
+class Verdict(NamedTuple):
+    """What ranks agree on.
+
+    Attributes:
+        reason: why the function cannot be recorded, on this rank or on another one; "" where it is recorded on all.
+        parted: the place of the pass after which the ranks' collectives do not meet; None where they always do.
+        needed: the places of the recorded collectives that some rank needs, where ranks differ in that.
+    """
+
+    reason: str
+    parted: int | None = None
+    needed: frozenset[int] | None = None
+
+
+def agree(name: str, mesh: Any, graph: fx.Graph | None, stages: Sequence[Stage], needed: Sequence[int], used: Sequence[Noted],
+          reason: str, error: Exception | None) -> Verdict:  # fmt: skip
     """Tell the other ranks what came of recording a function here, and hear what came of it there.
 
     Args:
@@ -87,13 +101,10 @@ def agree(name: str, mesh: Any, graph: fx.Graph | None, stages: Sequence[Stage],
         mesh: of the ranks that record it (`shared_mesh`); None where there are no others.
         graph: what was recorded, perhaps in part.
         stages: of the recording, and of what it was after each pass.
+        needed: the places of the collectives whose results this rank needs.
         used: what all ranks are to have alike of what they bring, and of the numbers in the function.
         reason: why the function cannot be recorded on this rank; "" where it can be.
         error: what was raised on this rank.
-
-    Returns:
-        Why it cannot be recorded, on this rank or on another one, "" where it is recorded on all; and the place of the pass
-        after which the ranks' collectives do not meet, None where they always do.
 
     Raises:
         RecordError: recording raised on another rank, and not here.
@@ -101,12 +112,14 @@ def agree(name: str, mesh: Any, graph: fx.Graph | None, stages: Sequence[Stage],
             all of them.
     """
     if mesh is None:
-        return reason, None
+        return Verdict(reason)
     calls = [] if graph is None else [_said(node) for node in collectives(graph)]
     said = reason, "" if error is None else str(error) or type(error).__name__, calls
-    by_rank = [row[0] for row in wire.everyone([[(*said, used, [(s.order, s.groups) for s in stages])]], mesh, "jit")]
+    by_rank = [
+        row[0] for row in wire.everyone([[(*said, used, needed, [(s.order, s.groups) for s in stages])]], mesh, "jit")
+    ]
     if error is not None:
-        return reason, None
+        return Verdict(reason)
     for rank, (_, raised, *_) in enumerate(by_rank):
         if raised:
             raise RecordError(
@@ -114,7 +127,7 @@ def agree(name: str, mesh: Any, graph: fx.Graph | None, stages: Sequence[Stage],
             )
     for rank, (why, *_) in enumerate(by_rank):
         if why:
-            return reason or f"on rank {rank} {why}", None
+            return Verdict(reason or f"on rank {rank} {why}")
     for rank, (_, _, theirs, *_) in enumerate(by_rank):
         for i, (one, other) in enumerate(zip_longest(by_rank[0][2], theirs, fillvalue=("none", ""))):
             if one[0] != other[0]:
@@ -131,7 +144,9 @@ def agree(name: str, mesh: Any, graph: fx.Graph | None, stages: Sequence[Stage],
         raise DivergenceError(report(
             "jit", f"ranks recorded collectives of different sizes for {name}", _difference(mesh, stages[0]),
             "blocks of the same shapes on every rank of a group"))  # fmt: skip
-    return "", None if parted is None else parted - 1
+    wants = [frozenset(wanted) for *_, wanted, _ in by_rank]
+    either = frozenset().union(*wants) if len(set(wants)) > 1 else None
+    return Verdict("", None if parted is None else parted - 1, either)
 
 
 def tell_left_out(name: str, mesh: Any, left_out: Pass, stage: Stage) -> None:

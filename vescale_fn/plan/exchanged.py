@@ -16,7 +16,7 @@ from torch import fx
 
 from ..mesh import groups
 from ..wire import Collective, group_size
-from .graph import Step, name_of, nbytes, value
+from .graph import KEPT, Step, name_of, nbytes, value
 
 _SAME_FOR_ALL = ("all_reduce", "all_gather", "broadcast")  # of a group: its ranks get one value
 
@@ -159,7 +159,7 @@ def carried_out(graph: fx.Graph, collective: Collective, parts: Sequence[fx.Node
 
 def noted(node: fx.Node, val: Any, like: fx.Node) -> fx.Node:
     """A new node with its value, and what else is known of the one whose place it takes."""
-    node.meta = {**{key: like.meta[key] for key in ("line", "again") if key in like.meta}, "val": val}
+    node.meta = {**{key: like.meta[key] for key in ("line", "again", KEPT) if key in like.meta}, "val": val}
     return node
 
 

@@ -9,7 +9,8 @@ one of
 - a `Step`: what a pass has put in the place of several calls, or what must happen besides (a print).
 
 Each node's ``meta`` has ``val`` (its result as tensors without values, or a list of such), ``line`` (of the user's, as
-``file:line``), and ``again`` where it repeats, on purpose, what has been computed before (`remat`).
+``file:line``), ``again`` where it repeats, on purpose, what has been computed before (`remat`), and ``kept`` where a
+collective stays because another rank needs it.
 
 A pass is a pure function from graph to graph: it works on a `copied` one.
 """
@@ -27,6 +28,8 @@ from torch import fx
 
 from .. import _torch
 from ..wire import Collective
+
+KEPT = "kept"
 
 Pass = Callable[[fx.Graph], fx.Graph]
 

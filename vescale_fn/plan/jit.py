@@ -20,6 +20,7 @@ from .captured import Captured
 from .consent import Stage, agree, shared_mesh, stage, tell_left_out
 from .graph import Pass
 from .lowered import Lowered
+from .passes.dead import keep, needed_collectives
 from .pipeline import PASSES
 from .plan import Plan
 from .record import Unrecordable
@@ -255,12 +256,13 @@ class Jitted:
         used = [] if mesh is None or recorded is None else brought(recorded, call.leaves, names, mesh)
         while True:
             stages: list[Stage] = []
+            needed = [] if mesh is None or graph is None or plan is None else needed_collectives(graph)
             try:
                 if plan is not None:
                     plan.improve(passes, _nothing if mesh is None else lambda graph, to=stages: to.append(stage(graph)))
             except Exception as error:
                 failure = error
-            reason, parted = agree(self._name, mesh, graph, stages, used, reason, failure)
+            reason, parted, either = agree(self._name, mesh, graph, stages, needed, used, reason, failure)
             if failure is not None:
                 raise failure
             if plan is None or reason:
@@ -268,7 +270,10 @@ class Jitted:
             if parted is None:
                 recorded.end()  # type: ignore[union-attr]
                 return plan, ""
-            tell_left_out(self._name, mesh, passes.pop(parted), stages[parted + 1])
+            if either is not None:  # what one rank needs stays on all
+                keep(plan.recorded.graph, either)
+            else:
+                tell_left_out(self._name, mesh, passes.pop(parted), stages[parted + 1])
 
     def _remember(self, call: Call, plan: Plan | None) -> None:
         before, reason = self._last

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..wire import Collective
-from .graph import calls, changed, copied, output, value, viewed
+from .graph import KEPT, calls, changed, copied, output, value, viewed
 
 
 class Rewriting:
@@ -41,7 +41,7 @@ class Rewriting:
         """
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, tuple(args), kwargs or {})
-        node.meta.update((k, before.meta[k]) for k in ("line", "again") if k in before.meta)
+        node.meta.update((k, before.meta[k]) for k in ("line", "again", KEPT) if k in before.meta)
         node.meta["val"] = self._computed(node) if val is None else val
         return node
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ...wire import Collective
-from ..graph import has_effect, is_aten, name_of
+from ..graph import KEPT, has_effect, is_aten, name_of
 from ..rewriting import Rewriting
 
 _DIMS = ("t", "transpose", "permute")  # their numbers are dims
@@ -32,6 +32,7 @@ def once(graph: fx.Graph) -> fx.Graph:
         said = _said(work, node, same)
         same[node] = same[said] if isinstance(said, fx.Node) and said is not node else first.setdefault(said, node)
         if isinstance(node.target, Collective) and same[node] is not node:
+            same[node].meta.update((k, node.meta[k]) for k in (KEPT,) if k in node.meta)
             work.replace(node, same[node])
     return work.graph
 
