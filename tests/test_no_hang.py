@@ -429,6 +429,11 @@ def test_ranks_that_bring_other_values_to_a_recording(gloo):
     ]
 
 
+def test_debug_mode_that_is_not_entered_says_so():
+    with pytest.warns(UserWarning, match=r"test_no_hang.py:\d+: `vfn.debug\(\)` was never entered, so it did nothing"):
+        vfn.debug()
+
+
 def test_the_message_as_the_user_sees_it(gloo):
     def f():
         with vfn.debug(), pytest.raises(DivergenceError) as error:
@@ -503,7 +508,7 @@ def raises_in_the_backward_pass(mesh, rank, x):
             raise ValueError("in the backward pass")
         return gradient
 
-    f = vfn.shard_map(lambda w, x: vfn.psum((Breaks.apply(w, then) * x).sum(), mesh.mesh_dim_names), mesh=mesh,
+    f = vfn.shard_map(lambda w, x: vfn.psum((Breaks.apply(vfn.pvary(w, "a"), then) * x).sum(), "a"), mesh=mesh,
                       in_specs=(P(), P("a")), out_specs=P())  # fmt: skip
     vfn.grad(lambda w: f(w, x))(torch.ones(len(x) // mesh.size()))
 

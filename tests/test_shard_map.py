@@ -448,6 +448,29 @@ def test_what_a_body_cannot_see_into_varies_as_its_operands(f):
     assert (value.item(), found[0].item(), vfn.unshard(found[1]).tolist(), here.item()) == (20, 10, [2, 2, 2, 2], 10)
 
 
+INDICES = {
+    "i": lambda x, i: x[i],
+    "i, slice": lambda x, i: x[i, 1:],
+    "ellipsis": lambda x, i: x[..., i],
+    "new dim": lambda x, i: x[:, None, i],
+    "twice": lambda x, i: x[i, i],
+    "negative": lambda x, i: x[1, i - 2],
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_indices_that_are_numbers_which_differ_by_rank(name):
+    f, x = INDICES[name], torch.arange(12.0).view(3, 4)
+    loss = lambda x: vfn.shard_map(
+        lambda x: vfn.psum((f(x, vfn.axis_index("d")) ** 2).sum(), "d"), in_specs=P(), out_specs=P()
+    )(x)
+    with vfn.simulate(4), vfn.use_mesh(vfn.make_mesh((2, 2), ("d", "t"))):
+        out = vfn.shard_map(lambda x: f(x, vfn.axis_index("d"))[None], in_specs=P(), out_specs=P("d"))(x)
+        found = vfn.grad(loss)(x)
+    assert torch.equal(vfn.unshard(out), torch.stack([f(x, i) for i in range(2)]))
+    assert torch.equal(found, vfn.grad(lambda x: sum((f(x, i) ** 2).sum() for i in range(2)))(x))
+
+
 def _set(buffer, x):
     buffer[0] = x[0]
     return buffer * 1

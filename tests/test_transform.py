@@ -661,3 +661,27 @@ def test_gradients_where_the_data_is_an_array_and_the_weights_are_plain() -> Non
         value, got = vfn.value_and_grad(lambda w: (w["a"] * x).sum())({"a": torch.tensor(2.0)})
     assert type(got["a"]) is torch.Tensor
     assert (got["a"], vfn.unshard(value)) == (6.0, 12.0)
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        return 3 * ctx.saved_tensors[0] ** 2 * gradient
+
+
+def test_a_function_that_can_be_differentiated_once():
+    """Of what its gradient depends on torch says nothing: it would count as a constant."""
+    x = torch.tensor(2.0)
+    inner = vfn.grad(lambda x: Once.apply(x) + x**2)
+    assert vfn.grad(Once.apply)(x) == 12
+    for f in (inner, vfn.grad(Once.apply)):
+        with pytest.raises(TransformError, match="can be differentiated only once"):
+            vfn.grad(f)(x)
+    assert vfn.grad(lambda x: inner(x).detach() * x)(x) == 16
+    assert vfn.grad(vfn.grad(lambda x: x * 3))(x) == 0

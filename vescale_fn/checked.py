@@ -153,7 +153,16 @@ class Checked(Unchecked):
         """Reading by index, whose slices need numbers."""
         if read := classify.bounds(args[1]):
             self.refuse_to_read("__index__", read)
+        while (found := classify.number_in_index(*args)) is not None:
+            args = self.taken_at(args[0], *found)
         return self.function(func, name, args, kwargs)
+
+    def taken_at(self, x: Tensor, dim: int, at: Tensor, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+        """``x[at]``, where torch would read the number: the part, of length 1, and the index that is left."""
+        position = at.to(torch.int64).reshape(1)
+        position = torch.where(position < 0, position + x.shape[dim], position)
+        mark(position, self.typeof(at))
+        return self.function(torch.index_select, "index_select", (x, dim, position), {}), rest
 
     def unknown(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """An op that we know nothing about: what it gives varies as its operands do."""

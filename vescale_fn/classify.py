@@ -54,6 +54,27 @@ def bounds(index: Any) -> list[torch.Tensor]:
             for x in (part.start, part.stop, part.step) if isinstance(x, torch.Tensor)]  # fmt: skip
 
 
+def number_in_index(x: torch.Tensor, index: Any) -> tuple[int, torch.Tensor, tuple[Any, ...]] | None:
+    """The first integer in an index that is a 0-d tensor, which torch would read: its dim of `x`, itself, and the index with 0
+    in its place. None where there is none, or where other tensors are in the index."""
+    parts = index if index.__class__ is tuple else (index,)
+    if not any(isinstance(part, torch.Tensor) for part in parts):
+        return None
+    if any(isinstance(part, (list, torch.Tensor)) and not _is_integer(part) for part in parts):
+        return None
+    taken = sum(part is not None and part is not ... for part in parts)
+    dim = 0
+    for i, part in enumerate(parts):
+        if isinstance(part, torch.Tensor):
+            return dim, part, (*parts[:i], 0, *parts[i + 1 :])
+        dim += x.ndim - taken if part is ... else part is not None
+    return None
+
+
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim == 0 and _rank_of(x.dtype) == 1
+
+
 # --- classes of functions ---------------------------------------------------------------------------------------------
 
 # Its result is no value, or is the value itself.

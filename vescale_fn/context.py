@@ -45,6 +45,7 @@ class _State(threading.local):
     strict: bool = False
     as_written: bool = False
     grad_depth: int = 0
+    followed: bool = False
     key_uses: dict[Any, Any] | None = None
     unit: Callable[[Any], Any] | None = None
     recorder: Callable[[str, Any, Any, tuple[str, ...], str], None] | None = None
@@ -331,7 +332,18 @@ class differentiating:
     def __exit__(self, *error: Any) -> None:
         global _sums_in
         _state.grad_depth -= 1
+        _state.followed = _state.followed and _state.grad_depth > 0
         _sums_in = self.sums_in
+
+
+def count_followed() -> None:
+    """A gradient was taken that an outer one may go through."""
+    _state.followed = True
+
+
+def followed() -> bool:
+    """Whether such a gradient was taken since the outermost gradient began."""
+    return _state.followed
 
 
 def sums_in() -> Any:

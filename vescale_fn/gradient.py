@@ -214,8 +214,33 @@ def _by_autograd(
 def _gradients(value: torch.Tensor, primals: Sequence[torch.Tensor], attached: bool) -> list[torch.Tensor]:
     if not value.requires_grad:
         return [torch.zeros_like(x) for x in primals]
-    found = backward(value, primals, create_graph=attached)
+    refuse_twice(value)
+    seed = None
+    if (
+        attached and context.body() is None
+    ):  # followed, or `once_differentiable` would take what is made of it for a constant
+        seed = torch.ones_like(value).requires_grad_()
+        context.count_followed()
+    found = backward(value, primals, seed, create_graph=attached)
     return zeros_for_none(found, primals)
+
+
+def refuse_twice(value: torch.Tensor) -> None:
+    """Raise where a value depends on a gradient through a Function that can be differentiated once: torch would take that for a
+    constant."""
+    if not context.followed():
+        return
+    todo, seen = [value.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().endswith("::Error"):
+            raise TransformError(report(
+                "grad", "the gradient of a gradient goes through an autograd.Function that can be differentiated only once",
+                fix="a backward without @once_differentiable, of torch ops; or .detach() of the inner gradient"))  # fmt: skip
+        todo += [other for other, _ in node.next_functions]
 
 
 def _finished(value: torch.Tensor, aux: Any, grads: list[torch.Tensor], originals: Sequence[torch.Tensor], has_aux: bool,
