@@ -353,3 +353,54 @@ def test_writes_in_a_plan_are_those_of_the_function(f):
         with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
             same(vfn.jit(f)(vfn.shard(x, vfn.current_mesh(), P())), f(x))
             same(vfn.jit(several_rows, out_specs=P("dp"))(x), several_rows(x))
+
+
+class _TiedHalves(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+        self.register_buffer("c", torch.ones(4))
+
+    def forward(self, x):
+        return self.b(self.a(x)) * self.c
+
+
+def _tied_later():
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to(torch.bfloat16)
+    module[1].weight = module[0].weight
+    return module.double()
+
+
+CONVERTED = {
+    "to": lambda: torch.nn.Linear(4, 4).to(torch.bfloat16),
+    "to a device": lambda: torch.nn.Linear(4, 4).to("cpu"),
+    "half": lambda: torch.nn.Linear(4, 4).half(),
+    "double, tied": lambda: _TiedHalves().double(),
+    "tied between": _tied_later,
+    "twice": lambda: torch.nn.Linear(4, 4).to(torch.bfloat16).to(torch.float64),
+    "apply": lambda: (
+        torch.nn.Linear(4, 4).double().apply(lambda m: torch.nn.init.ones_(m.weight)).requires_grad_(False)
+    ),
+    "parametrized": lambda: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4)).double(),
+    "lstm": lambda: torch.nn.LSTM(4, 4).double(),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_deferred_module_may_be_converted(name):
+    """It raised "Couldn't swap": the same dtypes, ties and values on a mesh as on one device."""
+    f, initial = vfn.deferred(CONVERTED[name])
+    key, module = vfn.random.key(0), CONVERTED[name]()
+    params = initial(key)
+    like = {name: (x.dtype, x.shape) for name, x in module.state_dict().items()}
+    assert {name: (x.dtype, x.shape) for name, x in f.state_dict(params).items()} == like
+    assert len(torch.utils._pytree.tree_leaves(params)) == len(list(module.parameters()))
+    flags = torch.utils._pytree.tree_leaves(f.trainable)
+    assert all(flags) == all(p.requires_grad for p in module.parameters())
+    with vfn.simulate(2):
+        laid = vfn.init(initial, key, spec=P(), mesh=vfn.make_mesh((2,), ("dp",)))
+        torch.testing.assert_close(vfn.unshard(laid), params, rtol=0, atol=0)
+    module.load_state_dict(f.state_dict(params))
+    x = torch.ones(2, 4, dtype=next(module.parameters()).dtype)
+    torch.testing.assert_close(f(params, x), module(x))

@@ -900,6 +900,42 @@ def truncated_normals_by(handler: Callable[..., Any]) -> Iterator[None]:
         torch.nn.init._no_grad_trunc_normal_ = own  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def conversions_by_new_parameters() -> Iterator[None]:
+    """Have `nn.Module.to`, `half` and their family put new parameters in the place of those that have no values.
+
+    Torch swaps the two tensors, which fails where something refers to them, as a recording does, and which it would not see.
+    """
+    own: Any = torch.nn.Module._apply
+    later: dict[int, tuple[Any, Any]] = {}  # by its id a parameter, and what has come in its place: it may be tied
+
+    def apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
+        parameters, buffers, children = held_by(module)
+        if not any(isinstance(p, FakeTensor) for p in parameters.values()):
+            return own(module, fn, recurse)
+        for child in children.values() if recurse else ():
+            if child is not None:
+                child._apply(fn)
+        for name, p in parameters.items():
+            if p is None:
+                continue
+            while id(p) in later:
+                p = later[id(p)][1]
+            with torch.no_grad():
+                made = fn(p)
+            if made is not p:
+                later[id(p)] = p, (made := torch.nn.Parameter(made, requires_grad=p.requires_grad))
+            parameters[name] = made
+        buffers.update({name: fn(x) for name, x in buffers.items() if x is not None})
+        return module
+
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module._apply = own  # type: ignore[method-assign]
+
+
 def set_default_group_timeout(timeout: Any) -> None:
     """Let the groups of a mesh time out as the process group does (by default half an hour, whatever that was given)."""
     _c10d.default_pg_timeout = timeout

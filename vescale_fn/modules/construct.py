@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import context, interrupts, lines, tracebacks
+from .. import _torch, context, interrupts, lines, tracebacks
 from ..calls import called, checked_function
 from ..errors import RandomError, report
 from ..plan.jit import jit
@@ -85,7 +85,12 @@ def deferred(construct: Callable[[], nn.Module], *, state: bool | str = False) -
 
 
 def _constructed(construct: Callable[[], nn.Module], key: Key) -> nn.Module:
-    with interrupts.undone(), truncated_normals(), Keyed(_WHERE, key, {}, {}, ""):
+    with (
+        interrupts.undone(),
+        truncated_normals(),
+        _torch.conversions_by_new_parameters(),
+        Keyed(_WHERE, key, {}, {}, ""),
+    ):
         return checked_module(called(construct, (), {}, _WHERE), _WHERE)
 
 
