@@ -36,7 +36,7 @@ def status_of(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def stopped_while_saving(path, moment="fsync"):
+def stopped_while_saving(path, moment="fsync", save=lambda path: vfn.save(path, {"x": 9})):
     """A process that is in the middle of a save, and stays there until it is killed."""
     ready, told = os.pipe()
 
@@ -46,7 +46,7 @@ def stopped_while_saving(path, moment="fsync"):
             time.sleep(60)
 
         setattr(os, moment, stop)
-        vfn.save(path, {"x": 9})
+        save(path)
 
     child = forked(work)
     os.read(ready, 1)
@@ -122,6 +122,24 @@ def test_killed_in_the_middle_by_the_system(moment, tmp_path):
     vfn.save(path, {"x": 2})
     assert vfn.load(path) == {"x": 2}
     assert os.listdir(tmp_path) == ["last"]
+
+
+def test_two_exports_to_one_path(tmp_path):
+    for name in "x.pt", "many":
+        vfn.export(tmp_path / name, {"x": WHOLE, "y": WHOLE}, max_bytes=10)
+        child = stopped_while_saving(
+            tmp_path / name, save=lambda path: vfn.export(path, {"x": WHOLE + 1, "y": WHOLE + 1}, max_bytes=10)
+        )
+        assert f"{tmp_path / name} is being written by somebody else\n  * process {child} on" in text_of(
+            vfn.export, tmp_path / name, {"x": WHOLE}
+        )
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        same(vfn.load(tmp_path / name)["y"], WHOLE)
+        vfn.export(tmp_path / name, {"x": WHOLE + 2})
+        same(vfn.load(tmp_path / name)["x"], WHOLE + 2)
+    assert sorted(os.listdir(tmp_path)) == ["many", "x.pt"]
+    assert os.listdir(tmp_path / "many") == ["model.safetensors"]
 
 
 def test_two_threads_and_two_managers_of_one_process(tmp_path, monkeypatch):

@@ -44,9 +44,13 @@ def save(path: str | os.PathLike[str], tree_: Any, *, background: bool = False) 
         With ``background=True`` a `Saving`, with `wait()` and `done()`; else None. The next save waits for it, and raises
         what it failed with if nobody has waited.
 
+    Of an older checkpoint only its own files go; others in its folder stay. A folder that is no checkpoint of vescale_fn, or
+    holds checkpoints of its own, is not replaced.
+
     Raises:
-        CheckpointError: leaves that cannot be stored, trees that differ between ranks, a folder that cannot be written;
-            on all ranks alike. What was saved before is still there.
+        CheckpointError: leaves that cannot be stored, trees that differ between ranks, a folder that cannot be written or
+            is not replaced, another process or thread that is writing there; on all ranks alike. What was saved before is
+            still there.
 
     Source: `torch.distributed.checkpoint.save` and `async_save`; Orbax.
 
