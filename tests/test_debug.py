@@ -129,6 +129,39 @@ def test_real_ranks_log_what_simulated_ranks_log(gloo) -> None:
     assert gloo(4, _log_of_a_step) == [expected] * 4
 
 
+# --- needless ---------------------------------------------------------------------------------------------------------
+
+
+def test_moves_that_another_layout_would_avoid_are_named() -> None:
+    """What an op caused, by line and value; no sum, no move that was asked for, forward or backward."""
+
+    def f(x, w):
+        h = vfn.with_sharding(x, P("dp", "tp")) @ w
+        return sum(x.cumsum(0).sum() for _ in range(2)) + h.view(2, 3, 4).flip(0).sum()
+
+    x, w = torch.ones(6, 4), torch.ones(4, 4)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        with vfn.comm_log() as log:
+            vfn.unshard(vfn.grad(f, (0, 1))(vfn.shard(x, mesh, P("dp")), vfn.shard(w, mesh, P(None, "tp"))))
+        found = vfn.needless(log)
+        assert len(log) > found.moves[0].times
+        text = re.sub(r"\S*test_debug.py:\d+", "LINE", repr(found))
+        assert text == NEEDLESS, text
+        with vfn.comm_log() as log:
+            vfn.unshard(vfn.shard(x, mesh, P("dp")).sum(1))
+        assert repr(vfn.needless(log)) == "no move that another layout would avoid"
+
+
+NEEDLESS = """\
+LINE: all_gather over dp of f32[6@dp,4] for cumsum: 192 bytes, 2 times
+  Instead: the value laid out as P() before cumsum, once for all 2 uses: x = vfn.with_sharding(x, P())
+LINE: all_gather over dp of f32[2@dp,3,4]{U:tp} for flip: 96 bytes
+  Instead: the value laid out as P(unreduced={'tp'}) before flip: x = vfn.with_sharding(x, P(unreduced={'tp'}))
+LINE: all_to_all over tp of f32[4,4@tp] for mm: 32 bytes
+  Instead: both sides of the product split alike along the dim that is summed over, or this one as P('tp')"""
+
+
 # --- show -------------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from .gradient import grad, value_and_grad
 from .initial import eval_shape, init
 from .mesh import make_mesh
 from .modules import deferred, functionalize
+from .needless import needless
 from .ops import (
     all_gather,
     all_to_all,
@@ -51,6 +52,7 @@ __all__ = [
     "check",
     "checkpoint",
     "comm_log",
+    "needless",
     "current_mesh",
     "debug",
     "debug_print",

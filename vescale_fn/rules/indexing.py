@@ -113,8 +113,8 @@ def _along(call: Call, read: bool, sums: bool) -> tuple[str | None, str | None]:
     both = 2 * out * x.dtype.itemsize
     if read:
         return ("rows" if known and both <= size([x]) else None), "i"
-    sums = sums and known and both <= size(rest) and call.args.get("include_self", True)
-    return ("rows" if x.ndim else None), ("i" if sums else None)
+    part = sums and known and both <= size(rest) and call.args.get("include_self", True)
+    return ("rows" if x.ndim else None), ("i" if part else None)
 
 
 def _reading(rule: Rule, op: Any) -> Rule:
