@@ -358,3 +358,22 @@ def test_what_cannot_be_registered(given, said):
     with pytest.raises(TreeError) as error:
         vfn.register_dataclass(*given)
     assert said in str(error.value)
+
+
+def test_shard_takes_rules_as_init_does(mesh):
+    """A list of (pattern, spec) pairs; a list of specs, which are tuples of strings too, is none."""
+    tree = {"w": W, "b": torch.ones(4)}
+    laid = vfn.shard(tree, mesh, [("w$", P("dp")), ("", P())])
+    assert [vfn.spec_of(laid[name]) for name in "wb"] == [P("dp"), P()]
+    assert [vfn.spec_of(x) for x in vfn.shard([W, W], mesh, [P("dp"), P()])] == [P("dp"), P()]
+    assert [vfn.spec_of(x) for x in vfn.init(lambda: [W + 1, W + 2], spec=[P("dp"), P()], mesh=mesh)] == [P("dp"), P()]
+
+
+@pytest.mark.parametrize("call", [
+    lambda: vfn.optim.adamw(-1e-3), lambda: vfn.optim.sgd(float("nan")), lambda: vfn.optim.lion(-1),
+    lambda: vfn.optim.muon(-1.0), lambda: vfn.optim.clip_by_global_norm(-1), lambda: vfn.optim.clip_by_value(float("nan")),
+    lambda: vfn.optim.from_torch(torch.optim.SGD, -0.1), lambda: vfn.shard_shape((-4,), {"dp": 2}, P("dp")),
+])  # fmt: skip
+def test_negative_numbers_are_refused(call):
+    with pytest.raises(vfn.errors.VfnError, match="must not be negative"):
+        call()

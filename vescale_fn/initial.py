@@ -17,7 +17,7 @@ from .placement import with_sharding
 from .plan.jit import jit
 from .plan.leaves import with_tensors
 from .plan.record import Recorder, Unrecordable
-from .spec import P, problems, spec_from_rules, too_long
+from .spec import P, are_rules, problems, spec_from_rules, too_long
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
@@ -122,7 +122,7 @@ def _fitting(spec: Any, shapes: Any, axes: Mapping[str, int], placed: bool) -> A
     """One spec for each leaf, all of which fit."""
     if callable(spec) and not isinstance(spec, P):
         spec = spec(shapes)
-    if isinstance(spec, list) and any(isinstance(rule, tuple) and rule and isinstance(rule[0], str) for rule in spec):
+    if are_rules(spec):
         spec = spec_from_rules(shapes, spec)
     specs = tree.broadcast(P() if spec is None else spec, shapes, "init", "spec", "the result")
     leaves, treedef = tree.flatten(shapes)

@@ -35,12 +35,14 @@ from .mesh import axes_of, coordinates, is_simulated, played_ranks, same
 from .spec import (
     KEYS,
     P,
+    are_rules,
     as_spec,
     axes_named,
     is_spec,
     keys_taken_apart,
     local_indices,
     problems,
+    spec_from_rules,
     split_axes,
     too_long,
     validate,
@@ -49,6 +51,8 @@ from .spec import (
 
 def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
     """The leaves of a tree, its structure, and the spec of each leaf."""
+    if are_rules(spec):
+        spec = spec_from_rules(value, spec)
     if isinstance(value, torch.Tensor) and isinstance(spec, P):
         return [value], None, [spec]
     leaves, treedef = opened(value, where, functools.partial(_names, value), numpy=True)
@@ -153,7 +157,7 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
             arrays or of raw DTensors (which are resharded, from another mesh too); other leaves pass through. Any
             dtype, 0-d too. A tensor that every rank is to hold whole is shared, not copied.
         mesh: a DeviceMesh, all of whose ranks make this call.
-        spec: a `P`, or a prefix tree of them.
+        spec: a `P`, a prefix tree of them, or a list of rules for `spec_from_rules`.
 
     Returns:
         The tree with arrays in it. Nothing moves for plain tensors: each rank keeps its block. Differentiable: the

@@ -315,6 +315,8 @@ def shard_shape(shape: Sequence[int], mesh: Any, spec: P) -> tuple[int, ...]:
     if not isinstance(given, Sequence) or not all(isinstance(size, int) for size in cast("Sequence[Any]", given)):
         raise SpecError(report("shard_shape", f"shape must be a tuple of ints, but it is {described(given)}",
                                fix='for instance vfn.shard_shape((8, 6), mesh, P("dp")), or of a tensor x.shape'))  # fmt: skip
+    if any(size < 0 for size in shape):
+        raise SpecError(report("shard_shape", f"a size must not be negative, but shape is {described(given)}"))
     if not isinstance(mesh, Mapping):
         context.checked_mesh(mesh, "shard_shape")
     axes: dict[str, int] = dict(mesh) if isinstance(mesh, Mapping) else axes_of(mesh)  # type: ignore[arg-type]
@@ -463,6 +465,12 @@ def spec_from_rules(tree: Any, rules: Sequence[tuple[str, P]]) -> Any:
         raise SpecError(report("spec_from_rules", "the rules and the tree do not fit", failures,
                                'add a rule, for instance (r".*", P()) at the end, or take the unused one away'))  # fmt: skip
     return optree.tree_unflatten(treedef, found)
+
+
+def are_rules(spec: Any) -> bool:
+    """Whether a list of (regular expression, spec) pairs stands where specs are asked for; a `P` is a tuple, too."""
+    found = cast("list[Any]", spec) if isinstance(spec, list) else []
+    return any(isinstance(x, tuple) and not isinstance(x, P) and x and isinstance(x[0], str) for x in found)
 
 
 def _check_rules(rules: Any) -> None:

@@ -49,7 +49,8 @@ def functionalize(module: nn.Module, *, state: bool | str = False) -> tuple[Any,
 
     Returns:
         ``(f, params)``, or with `state` ``(f, params, state)``. The leaves share the memory of the module's own parameters
-        and buffers. ``f(params, *args, key=None, train=None, **kwargs)`` returns what ``module(*args, **kwargs)`` does;
+        and buffers: clone them before they are written or donated, if the module is to keep its values.
+        ``f(params, *args, key=None, train=None, **kwargs)`` returns what ``module(*args, **kwargs)`` does;
         ``f(params, state, *args, ...)`` returns it with the new state. ``train`` is the mode for all of the module; by
         default each part is in its own, as it was when `functionalize` was called. Attributes that a call sets are gone
         after it. ``f.state_dict(params)`` and ``f.from_state_dict(state_dict)`` convert, to all names of a leaf and from any
