@@ -92,7 +92,8 @@ def parse(argv: list[str] | None, doc: str, checked: int) -> argparse.Namespace:
     except (data.DataError, ImportError) as error:
         parser.error(str(error))
     wanted, there = 1, torch.cuda.device_count()
-    wanted = _ranks_here(options)  # mesh: start
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", math.prod(options.mesh.values())))  # mesh: start
+    wanted = 1 if options.simulate else ranks  # mesh: start
     if options.device == "cuda" and there < wanted:
         parser.error(f"--device cuda: {wanted} GPU{'s' * (wanted != 1)} needed, one for each rank here, but there "
                      f"{'is 1' if there == 1 else f'are {there}'}")  # fmt: skip
@@ -100,15 +101,6 @@ def parse(argv: list[str] | None, doc: str, checked: int) -> argparse.Namespace:
     usual = "cpu" if options.simulate else usual  # mesh: start
     options.device = options.device or usual
     return options
-
-
-def _ranks_here(options: argparse.Namespace) -> int:  # mesh: start
-    """How many processes compute on this machine."""  # mesh: start
-    if options.simulate:  # mesh: start
-        return 1  # mesh: start
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # mesh: start
-        return int(os.environ["LOCAL_WORLD_SIZE"])  # mesh: start
-    return math.prod(options.mesh.values())  # mesh: start
 
 
 def _parser(doc: str, checked: int) -> argparse.ArgumentParser:
