@@ -4,18 +4,21 @@ import collections
 import gc
 import os
 import pickle
+import shutil
 import threading
 import time
 import types
 import weakref
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import optree
 import pytest
 import torch
 
 import vescale_fn as vfn
-from vescale_fn import P
+from vescale_fn import P, random
 from vescale_fn.checkpoint import pieces, stored
 from vescale_fn.errors import CheckpointError, MeshError, RankError, SpecError
 
@@ -611,3 +614,39 @@ def test_metadata_that_would_run_a_program(tmp_path):
         f"load: {tmp_path}/c/.metadata is damaged, or no metadata of torch.distributed.checkpoint\n"
         "  * UnpicklingError: it names posix.system, which no metadata has"
     )
+
+
+# --- checkpoints of older formats ---------------------------------------------------------------------------------------
+
+FORMAT_1 = Path(__file__).parent / "goldens" / "checkpoint_of_format_1"  # written on two ranks
+OF_FORMAT_1 = {
+    "w": torch.arange(15.0).reshape(5, 3), "half": torch.arange(6).to(torch.bfloat16), "key": random.key(7), "step": 12,
+    "name": "old", "none": None, "np": np.arange(4, dtype=np.int16), "nested": [torch.tensor(2.5), (3.5, True)],
+}  # fmt: skip
+
+
+def test_a_checkpoint_of_the_first_format_loads_and_is_replaced(tmp_path):
+    for like in None, OF_FORMAT_1:
+        found = vfn.load(FORMAT_1, like=like)
+        assert optree.tree_structure(found) == optree.tree_structure(OF_FORMAT_1)
+        for one, other in zip(optree.tree_leaves(found), optree.tree_leaves(OF_FORMAT_1), strict=True):
+            assert type(one) is type(other)
+            assert getattr(one, "dtype", None) == getattr(other, "dtype", None)
+            assert bool((one == other).all() if hasattr(one, "all") else one == other)
+    with vfn.simulate(3):
+        mesh = vfn.make_mesh((3,), ("tp",))
+        like = OF_FORMAT_1 | {"w": vfn.shard(torch.zeros(5, 3), mesh, P(None, "tp"))}
+        assert torch.equal(vfn.unshard(vfn.load(FORMAT_1, like=like)["w"]), OF_FORMAT_1["w"])
+    shutil.copytree(FORMAT_1, tmp_path / "run")
+    vfn.save(tmp_path / "run", {"w": torch.ones(2)})
+    assert vfn.load(tmp_path / "run")["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["vescale_fn.json", ".metadata", "__0_0.distcp"])
+def test_a_damaged_checkpoint_of_the_first_format_is_refused(tmp_path, name):
+    shutil.copytree(FORMAT_1, tmp_path / "run")
+    data = bytearray((tmp_path / "run" / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "run" / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match="damaged"):
+        vfn.load(tmp_path / "run")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, report
-from . import torch_metadata
+from . import format_1, torch_metadata
 from .folders import METADATA, failing
 from .leaves import Chunk, Stored
 from .names import outlined
@@ -68,8 +68,12 @@ def files_of(folder: Path) -> frozenset[str] | None:
     """The files that belong to a checkpoint of ours; None for any other folder, and for a damaged manifest."""
     try:
         packed = (folder / METADATA).read_bytes()
-        with open(folder / MANIFEST, "rb") as file:
-            files, _ = _files(folder, "", file.readline(), file.readline().rstrip(b"\n"), packed)
+        data = (folder / MANIFEST).read_bytes()
+        if (older := _of_format_1(folder, "", data, packed)) is not None:
+            files = older.files
+        else:
+            first, second, *_ = [*data.split(b"\n", 2), b"", b""]
+            files, _ = _files(folder, "", first, second, packed)
         return frozenset(name for name in (*files, METADATA, MANIFEST) if is_name_of_ours(name))
     except (OSError, CheckpointError):
         return None
@@ -101,7 +105,10 @@ def _of_others(folder: Path, where: str, packed: bytes) -> Contents:
 
 def _ours(folder: Path, where: str, packed: bytes) -> Contents:
     with failing(where, folder):
-        first, second, third, *_ = [*(folder / MANIFEST).read_bytes().split(b"\n", 2), b"", b"", b""]
+        data = (folder / MANIFEST).read_bytes()
+    if (older := _of_format_1(folder, where, data, packed)) is not None:
+        return Contents(older.leaves, older.shape, older.files, f"{older.crc:08x}")
+    first, second, third, *_ = [*data.split(b"\n", 2), b"", b"", b""]
     files, crc = _files(folder, where, first, second, packed)
     if zlib.crc32(third) != crc:
         raise CheckpointError(report(where, f"{folder / MANIFEST} is damaged", [_UNFIT]))
@@ -117,6 +124,19 @@ def _ours(folder: Path, where: str, packed: bytes) -> Contents:
     if not sound:
         raise CheckpointError(report(where, f"{folder / MANIFEST} is damaged", ["its parts do not fit together"]))
     return Contents(leaves, inner["shape"], files, f"{crc:08x}")
+
+
+def _of_format_1(folder: Path, where: str, data: bytes, packed: bytes) -> format_1.Manifest | None:
+    if not data.startswith(b'{"format": 1,'):
+        return None
+    try:
+        found = format_1.read(data, packed)
+        if found is None or sorted(outlined(found.shape)) != sorted(found.leaves):
+            raise ValueError("its parts do not fit together")
+    except Exception as error:
+        text = [f"{type(error).__name__}: {error}"]
+        raise CheckpointError(report(where, f"{folder / MANIFEST} is damaged", text)) from error
+    return found
 
 
 _DTYPES: Mapping[Any, Any] = {str(x)[6:]: x for x in vars(torch).values() if isinstance(x, torch.dtype)} | {None: None}
