@@ -470,7 +470,8 @@ def spec_from_rules(tree: Any, rules: Sequence[tuple[str, P]]) -> Any:
 def are_rules(spec: Any) -> bool:
     """Whether a list of (regular expression, spec) pairs stands where specs are asked for; a `P` is a tuple, too."""
     found = cast("list[Any]", spec) if isinstance(spec, list) else []
-    return any(isinstance(x, tuple) and not isinstance(x, P) and x and isinstance(x[0], str) for x in found)
+    pairs = [cast("tuple[Any, ...]", x) for x in found if isinstance(x, tuple) and not isinstance(x, P)]
+    return any(len(pair) > 0 and isinstance(pair[0], str) for pair in pairs)
 
 
 def _check_rules(rules: Any) -> None:

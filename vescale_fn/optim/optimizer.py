@@ -37,7 +37,11 @@ def check_numbers(where: str, **given: Any) -> None:
         scheduled = [name for name in wrong if name in _SCHEDULED]
         fix = f"a number, or for {scheduled[0]} a schedule: vfn.optim.cosine(1e-3, 1000)" if scheduled else "a number"
         raise VfnError(report(where, "these arguments must be numbers", failures, fix))
-    bad = {name: x for name, x in given.items() if isinstance(x, numbers.Real) and name in _NOT_NEGATIVE and not x >= 0}
+    bad = {
+        name: x
+        for name, x in given.items()
+        if isinstance(x, numbers.Real) and name in _NOT_NEGATIVE and not float(x) >= 0
+    }
     if bad:
         raise VfnError(report(where, "these arguments must not be negative, nor NaN",
                               [f"{name} is {x}" for name, x in bad.items()], "a number, zero or more"))  # fmt: skip
