@@ -873,14 +873,21 @@ def closures_on_real_ranks():
             found.append(leaf.grad.item())
         except TypingError as error:
             found.append(str(error).splitlines()[1])
+        w = vfn.shard(torch.tensor(2.0), mesh, P())
+        by = lambda x, w=w: vfn.grad(lambda w: (w * x).sum())(w)[None]
+        found.append(vfn.unshard(run(by, mesh, D[:2], check_vma=check)).tolist())
     return found
 
 
 def test_gradients_of_closures_on_real_ranks(gloo):
     wanted = 3 * torch.tensor(2.0).exp().item()
     for found in gloo(2, closures_on_real_ranks):
-        assert found[:5] == pytest.approx([wanted] * 5)
-        assert found[5] == "  * the result f32[] has a gradient, but no argument has"
+        assert found[:3] + found[4:6] == pytest.approx([wanted] * 5)
+        assert found[6] == "  * the result f32[] has a gradient, but no argument has"
+        assert (found[3], found[7]) == (
+            [3, 3],
+            [1, 2],
+        )  # by an array, in the body: the ranks' sum; without types its own
 
 
 def test_closures_over_arrays(mesh):
@@ -895,6 +902,33 @@ def test_closures_over_arrays(mesh):
             "  * it is f32[4@i] on the mesh (i=4)\n"
             "  Instead: pass it as an argument, with in_specs=P('i') for its block or P() for the whole"
         )
+
+
+def test_transforms_in_a_body_by_an_array_from_outside(mesh):
+    """A replicated array that the body closes over is what `in_specs=P()` makes of it, for a transform as well."""
+    w, whole = vfn.shard(torch.tensor([2.0, 3.0]), mesh, P()), torch.tensor([2.0, 3.0])
+    one = vfn.shard(torch.tensor(1.0), mesh, P())
+    transforms = {
+        "grad": lambda f, w: vfn.grad(f)(w),
+        "value_and_grad": lambda f, w: vfn.value_and_grad(lambda p: f(p["w"]))({"w": w})[1]["w"],
+        "vjp": lambda f, w: vfn.vjp(f, w)[1](one)[0],
+        "jvp": lambda f, w: vfn.jvp(f, (w,), (w,))[1],
+        "linearize": lambda f, w: vfn.linearize(f, w)[1](w),
+        "torch.func.grad": lambda f, w: torch.func.grad(f)(w),
+    }
+    for check in (True, False):
+        for name, of in transforms.items():
+            summed = check and "grad" in name  # of a value that is the same on all ranks: over the ranks
+            outs = P() if summed else P("i")
+            body = lambda x, w, of=of: of(lambda w: (w * w * x).sum(), w)[None]
+            given = vfn.unshard(run(body, mesh, D, whole, ins=(P("i"), P()), outs=outs, check_vma=check))
+            closed = vfn.unshard(run(lambda x, body=body: body(x, w), mesh, D, outs=outs, check_vma=check))
+            assert torch.equal(closed, given), (name, check)
+            if summed:
+                assert torch.equal(closed, 20 * whole[None]), name
+    sharded = vfn.shard(D, mesh, P("i"))
+    text, _ = refused(lambda x: vfn.grad(lambda w: (w * x).sum())(sharded), mesh)
+    assert text.endswith("Instead: pass it as an argument, with in_specs=P('i') for its block or P() for the whole")
 
 
 # --- specs, arguments, results ----------------------------------------------------------------------------------------

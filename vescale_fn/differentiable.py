@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import tree
+from . import context, tracking, tree
 from .array import Array, is_array, mesh_of, moved, moved_together, spec_of
 from .calls import parameter
 from .containers import opened
@@ -33,6 +33,8 @@ class Split:
             if len(moving) < len(leaves):  # there may be keys, which are nodes around integers
                 leaves, treedef = tree.flatten_opaque(args[n])
                 moving = _differentiable(leaves)
+            if context.body() is not None:
+                leaves = [tracking.local(x) if i in moving else x for i, x in enumerate(leaves)]
             self.moving += [i + len(self.leaves) for i in moving] if self.leaves else moving
             self.leaves += leaves
             self.defs.append(treedef)

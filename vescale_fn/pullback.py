@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import _torch, interrupts, tracebacks, tree
+from . import _torch, interrupts, tracebacks, tracking, tree
 from .array import mesh_of
 from .calls import called, checked_function
 from .containers import opened
@@ -94,7 +94,7 @@ def partner_problem(x: torch.Tensor, partner: Any, word: str) -> str:
 
 
 def _cotangents(cotangent: Any, out: Any) -> tuple[torch.Tensor, ...]:
-    given = tree.broadcast(cotangent, out, "vjp: pullback", "the cotangent", "the result")
+    given = [tracking.local(x) for x in tree.broadcast(cotangent, out, "vjp: pullback", "the cotangent", "the result")]
     wanted, failures = tree.leaves(out), []
     for name, ct, x in zip(tree.paths(out, "out"), given, wanted, strict=True):
         if isinstance(x, torch.Tensor) and (problem := partner_problem(x, ct, "cotangent")):

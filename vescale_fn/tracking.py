@@ -210,6 +210,20 @@ def _typed_apply(mode: Checked, cls: Any, apply: Any, args: Any, kwargs: Any) ->
     return out
 
 
+def local(x: Any) -> Any:
+    """`x`; where it is an array from outside of the body that runs, as the value that the body computes with.
+
+    For transforms, which take their arguments before any function of the body sees them.
+    """
+    run = _active.run
+    if run is None or not isinstance(x, Tensor) or not marks.outside(x, run.body.auto):
+        return x
+    if run._mode is None:
+        return run.adopt(x)
+    with _torch.no_torch_function():
+        return run._mode.taken_in(x)
+
+
 def capture() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """A function that enters the present body again, for what is computed anew during a backward pass.
 

@@ -68,7 +68,7 @@ def _directions(split: Split, tangents: Sequence[Any]) -> tuple[torch.Tensor, ..
         )
         if leaf is not None
     ]
-    directions = tuple(given[i] for i in split.moving)
+    directions = tuple(tracking.local(given[i]) for i in split.moving)
     names = [name for n, p in enumerate(primals) for name in tree.paths_opaque(p, f"primals[{n}]")]
     failures = []
     for i, tangent in zip(split.moving, directions, strict=True):
