@@ -21,7 +21,7 @@ from ..shard_map import shard_map
 from ..spec import P, from_split_axes, split_axes
 from .blockwise import wide
 from .bodies import brought
-from .padding import padded, spans
+from .padding import cut, padded, spans
 from .scores import summed_up
 
 Axes = tuple[str, ...]
@@ -40,7 +40,7 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
     `chunk` is; the backward pass adds up the gradient of x, as after any linear layer that is split so.
 
     Args:
-        x: [..., D]; its tokens may be split.
+        x: [..., D]; its tokens may be split, evenly or not.
         weight: [V, D], as in ``F.linear``: a tied embedding table, say, or the transpose of a matrix [D, V]. V may be
             split, ``P("tp")``, evenly or not.
         target: i64[...], classes from 0 to V - 1; what is neither one nor `ignore_index` makes the loss nan.
@@ -58,7 +58,7 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Te
         A number, or [...] without a reduction; in float32 of halves.
 
     Raises:
-        CollectiveError: arguments that do not fit each other, or tokens that do not divide by their ranks.
+        CollectiveError: arguments that do not fit each other.
 
     Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3, for split classes; Wijmans et al., "Cut Your
         Losses" (arXiv 2411.09009).
@@ -104,7 +104,6 @@ def _each(x: Any, weight: Any, target: Any, shares: Any, axis: Any, options: Any
     if weight.shape[0] % math.prod(sizes[a] for a in names):  # in another order a part need not be contiguous
         names = tuple(a for a in sizes if a in names)
     rows = [tuple(a for a in row if a not in names) for row in rows]
-    _check_even(x, rows, sizes)
     # What is gathered here has a gradient that is added up and split again in one step: it is left to be added up.
     of_weight = {a for row in (*split_axes(spec_of(weight), 2), spec_of(weight).reduced) for a in row}
     specs = (
@@ -113,11 +112,16 @@ def _each(x: Any, weight: Any, target: Any, shares: Any, axis: Any, options: Any
         from_split_axes(rows),
     )
     x, weight, target = with_sharding((x, weight, target), specs, mesh=mesh)
-    count = weight.shape[0]
+    count, tokens = weight.shape[0], target.shape
     weight = padded(weight, mesh, specs[1], 0, "nn.linear_cross_entropy")
+    for dim in range(len(tokens)):  # tokens added here get a loss like any other; it is cut off, so its gradient is 0
+        x, target = (padded(one, mesh, specs[i], dim, "nn.linear_cross_entropy") for one, i in ((x, 0), (target, 2)))
     parts = None if weight.shape[0] == count else spans(count, names, mesh)
     specs = (*specs, None if shares is None else P(), None if parts is None else from_split_axes([names]))
-    return _mapped(mesh, specs, names, count, *options)(x, weight, target, shares, parts)
+    found = _mapped(mesh, specs, names, count, *options)(x, weight, target, shares, parts)
+    for dim, size in enumerate(tokens):
+        found = tuple(cut(one, mesh, specs[2], dim, size, "nn.linear_cross_entropy") for one in found)
+    return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -199,15 +203,3 @@ def _check(x: Any, weight: Any, target: Any, shares: Any, smoothing: Any, reduct
         failures.append(f"chunk must be a positive int, or None, but it is {described(chunk)}")
     if failures:
         raise CollectiveError(report("nn.linear_cross_entropy", "the arguments do not fit", failures))
-
-
-def _check_even(x: Any, rows: Sequence[Axes], sizes: Any) -> None:
-    failures = []
-    for dim, axes in enumerate(rows):
-        size, n = x.shape[dim], math.prod(sizes[a] for a in axes)
-        if size % n:
-            failures.append(f"dim {dim} of x does not divide by the {n} ranks along {', '.join(map(repr, axes))}: {size} % "
-                            f"{n} = {size % n}")  # fmt: skip
-    if failures:
-        raise CollectiveError(report("nn.linear_cross_entropy", "the ranks' parts would differ in size", failures,
-                                     "pad tokens with ignore_index; or F.cross_entropy, which takes any sizes"))  # fmt: skip

@@ -25,6 +25,12 @@ def padded(x: Any, mesh: Any, spec: P, dim: int, why: str) -> Any:
     return x if x.shape[dim] % n == 0 else linear.apply(_Padded(mesh, spec, dim, x.shape[dim], n, why), x)[0]
 
 
+def cut(x: Any, mesh: Any, spec: P, dim: int, size: int, why: str) -> Any:
+    """What `padded` made longer, back at `size`; differentiable."""
+    n = math.prod(axes_of(mesh)[a] for a in split_axes(spec, x.ndim)[dim])
+    return x if x.shape[dim] == size else linear.apply(_Cut(mesh, spec, dim, size, n, why), x)[0]
+
+
 def spans(size: int, names: tuple[str, ...], mesh: Any) -> torch.Tensor:
     """Where each part of a dim of `size` begins and ends that lies along these axes: i64[n, 2]."""
     axes = axes_of(mesh)

@@ -155,7 +155,7 @@ def pad(call: Call) -> Rule:
 
 def cat(call: Call) -> Rule:
     """Tensors joined along one dim, or along a new one."""
-    out = call.outs[0] or ()
+    out = tuple(call.outs[0] or ())
     row = but(len(out), (call["dim"] % len(out),))
     linear = tuple(range(len(call.tensors))) if len({t.dtype for t in call.tensors}) == 1 else ()
     if call.name == "stack":
