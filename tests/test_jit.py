@@ -5,6 +5,7 @@ import functools
 import inspect
 import io
 import math
+import sys
 import warnings
 
 import numpy
@@ -1011,8 +1012,14 @@ def _written_beside_a_padded_block(how):
         f = lambda x, y: (x[:, -2:] * 2.0, y[:, -2:] * 1.0)
     g = vfn.jit(f) if how == "written" else vfn.jit(f, passes=(once, by_rank, scatter))
     given = [vfn.shard(z, mesh, P(None, "a")) for z in (x, y)]
-    with warnings.catch_warnings(record=True) as said:
+
+    def looked_at(*_):
+        raise ZeroDivisionError("where ranks compare")
+
+    with warnings.catch_warnings(record=True) as said, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
+        if how == "before a pass" and dist.get_rank() == 1:
+            patch.setattr(sys.modules[vfn.jit.__module__], "brought", looked_at)
         try:
             for _ in range(2):
                 assert all(map(torch.equal, map(vfn.unshard, g(*given)), f(x, y)))
@@ -1044,10 +1051,11 @@ def test_a_pass_that_decides_by_rank_is_left_out_on_all_ranks(gloo):
     assert found[0] == found[1] == found[2]
 
 
-def test_a_pass_that_raises_on_one_rank_raises_on_all(gloo):
-    found = gloo(3, _written_beside_a_padded_block, "raises")
-    assert found[1] == ("ZeroDivisionError", "in a pass")
-    assert found[0] == found[2] == ("RecordError", "jit: recording f raised on rank 1, and not here\n  * in a pass")
+@pytest.mark.parametrize(("how", "text"), [("raises", "in a pass"), ("before a pass", "where ranks compare")])
+def test_what_raises_on_one_rank_raises_on_all(gloo, how, text):
+    found = gloo(3, _written_beside_a_padded_block, how)
+    assert found[1] == ("ZeroDivisionError", text)
+    assert found[0] == found[2] == ("RecordError", f"jit: recording f raised on rank 1, and not here\n  * {text}")
 
 
 # --- how arrays lie in memory -------------------------------------------------------------------------------------------

@@ -51,11 +51,12 @@ def test_the_message(grid) -> None:
     text = said(lambda: (x * 2).cumsum(0))
     assert "  * its argument self is f32[4@dp,6] and would have to be f32[4,6] (" in text
     assert text.endswith("\n  Instead: vfn.with_sharding(self, P()) in place of self")
-    text = said(lambda: torch.cat([x, y]))  # all that is wrong at once
+    z = vfn.shard(torch.ones(5, 6), grid, P("tp", "dp"))
+    text = said(lambda: torch.cat([x, z]))  # all that is wrong at once
     assert "  * x, its argument tensors[0], is f32[4@dp,6]" in text
-    assert "  * y, its argument tensors[1], is f32[4@tp,6@dp]" in text
+    assert "  * z, its argument tensors[1], is f32[5@tp,6@dp]" in text
     assert re.search(
-        r"Instead: vfn.with_sharding\(x, .*\) in place of x; vfn.with_sharding\(y, .*\) in place of y$", text
+        r"Instead: vfn.with_sharding\(x, .*\) in place of x; vfn.with_sharding\(z, .*\) in place of z$", text
     )
 
 
@@ -63,7 +64,7 @@ PASTED = {
     "z = x.cumsum(0)": 1,
     "z = x + y": 1,
     "z = x @ y": 1,
-    "z = torch.cat([x, y])": 2,
+    "z = torch.cat([x, y])": 1,
     "z = x[1:3] * 1": 1,
     "z = y.index_select(0, i)": 1,
     "z = x.sort(0)[0]": 1,

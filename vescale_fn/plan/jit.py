@@ -253,11 +253,13 @@ class Jitted:
         except Exception as error:  # perhaps of the function itself: it is to show it
             reason = f"recording it raised {type(error).__name__}: {str(error).splitlines()[0]}"
         mesh, passes = shared_mesh(call.leaves, graph, recorded), list(self._passes)
-        used = [] if mesh is None or recorded is None else brought(recorded, call.leaves, names, mesh)
+        used: list[Any] = []
         while True:
             stages: list[Stage] = []
             needed = [] if mesh is None or graph is None or plan is None else needed_collectives(graph)
-            try:
+            try:  # what raises here, on one rank perhaps, the others are told
+                if mesh is not None and recorded is not None and not used:
+                    used = brought(recorded, call.leaves, names, mesh)
                 if plan is not None:
                     plan.improve(passes, _nothing if mesh is None else lambda graph, to=stages: to.append(stage(graph)))
             except Exception as error:
