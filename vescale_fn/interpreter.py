@@ -350,10 +350,13 @@ def _reshape_if_needed(op: Any, copied: list[bool]) -> Any:
 
 
 def _elements_move(x: Any, decision: Decision) -> bool:
-    """Whether a view of `x` shows elements that are to come from other ranks, or is a view of such a view."""
-    return bool(moved_view(x) or decision.moves or decision.copies) or (
-        decision.targets is None and layout(x._spec) != WHOLE
-    )
+    """Whether a view of `x` shows elements that are to come from other ranks, or is a view of such a view.
+
+    Not where it is a copy by nature (a conjugate), or `x` is one: what is written there is refused.
+    """
+    if decision.copies or (hasattr(x, "_moved") and moved_view(x) is None):
+        return False
+    return bool(moved_view(x) or decision.moves) or (decision.targets is None and layout(x._spec) != WHOLE)
 
 
 def _deferred(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], decision: Decision) -> Any:
