@@ -432,7 +432,7 @@ def matmul(s):
 def own_function(s):
     a = s.pick()
     b = s.pick(where=lambda v: v.shape == a.shape)
-    s.add("Scaled.apply({0}, {1})", a, b, everywhere=True)
+    s.add("Scaled.apply({0}, {1})", a, b)
 
 
 def position(s):

@@ -69,10 +69,11 @@ class Watch:
     Args:
         timeout: seconds for which a call of the others is waited for; by default as long as the collective would.
         ranks: those that enter the block; by default all of the world.
+        results: whether what bodies give is compared where it is to be the same; not by those who look at it themselves.
     """
 
-    def __init__(self, timeout: float | None, ranks: Iterable[int] = ()) -> None:
-        self._timeout, self._ranks = timeout, tuple(sorted(ranks))
+    def __init__(self, timeout: float | None, ranks: Iterable[int] = (), results: bool = True) -> None:
+        self._timeout, self._ranks, self.results = timeout, tuple(sorted(ranks)), results
         self._board: Board | None = None
         self.ledger = Ledger()
         self._outermost = False

@@ -162,7 +162,7 @@ def _has_a_float(a: Any) -> bool:
 def results_alike(mapped: Any, body: context.Body, result: Any, leaves: Sequence[Any], alike: Sequence[Any]) -> None:
     """In debug mode: note results of a body, each of which is the same along the axes that `alike` has for it."""
     watch = context.watch()
-    if watch is None or is_simulated(body.mesh):
+    if watch is None or not watch.results or is_simulated(body.mesh):
         return
     for path, x, axes in zip(tree.paths(result, "out"), leaves, alike, strict=True):
         if isinstance(x, torch.Tensor) and axes and _comparable(x) and (found := bits(x)):
