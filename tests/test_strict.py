@@ -35,7 +35,7 @@ def test_the_message(grid) -> None:
     def cumsum(x):
         return x.cumsum(0)
 
-    x, y = vfn.shard(torch.ones(4, 6), grid, P("dp")), vfn.shard(torch.ones(4, 6), grid, P("tp", "dp"))
+    x = vfn.shard(torch.ones(4, 6), grid, P("dp"))
     params = {"blocks": [{"w": x + 1}]}
     assert said(lambda: cumsum(x)) == (
         "cumsum: strict: this op needs a move of data that the program did not ask for\n"
