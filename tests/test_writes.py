@@ -229,11 +229,74 @@ def test_such_writes_under_jit_and_under_strict() -> None:
 
 
 def _writes_on_real_ranks():
-    return wrong_writes(vfn.make_mesh((2, 2), ("a", "b")), [*WRITES][::2], SPLITS[1:3], 7)
+    mesh = vfn.make_mesh((2, 2), ("a", "b"))
+    return wrong_writes(mesh, [*WRITES][::2], SPLITS[1:3], 7) + wrong_lists(mesh, [P("b", "a")], [lambda f: f])
 
 
 def test_such_writes_on_real_ranks(gloo) -> None:
     assert gloo(4, _writes_on_real_ranks) == [[]] * 4
+
+
+def two_layouts(v):
+    other = vfn.with_sharding(v * 1.0, P(None, "a")) if isinstance(v, vfn.Array) else v * 1.0
+    torch._foreach_add_([v, other], [other, v])
+    v.mul_(other)
+
+
+def into_another_list(v):
+    out = v * 0
+    torch.ops.aten._foreach_add.Scalar_out([v, v[:1]], 2.0, out=[out, out[1:2]])
+    v.copy_(out)
+
+
+def fused(v):
+    torch._fused_sgd_([v, v[:1]], [v * 2, v[:1] * 1], [], weight_decay=0.0, momentum=0.0, lr=0.5, dampening=0.0,
+                      nesterov=False, maximize=False, is_first_step=True)  # fmt: skip
+
+
+LISTS = {  # what an entry has in common with another one is written in the order of the list
+    "all and a row": lambda v: torch._foreach_add_([v, v[:1]], 1.0),
+    "a row and all": lambda v: torch._foreach_mul_([v[:1], v], [2.0, 3.0]),
+    "rows": lambda v: torch._foreach_mul_([v[:2], v[1:]], 3.0),
+    "columns": lambda v: torch._foreach_mul_([v, v[:, 1:]], 3.0),
+    "flat": lambda v: torch._foreach_mul_([v, v.view(-1)], 3.0),
+    "read by the next": lambda v: torch._foreach_copy_([v[:1], v[1:2]], [v[1:2], v[:1]]),
+    "numbers in a tensor": lambda v: torch._foreach_addcmul_(
+        [v, v[:1]], [v * 1, v[1:2]], [v * 1, v[2:3]], torch.tensor([1.0, 2.0], dtype=v.dtype)
+    ),
+    "unscaled": lambda v: torch._amp_foreach_non_finite_check_and_unscale_(
+        [v, v[:1]], torch.zeros(1), torch.full((1,), 2.0)
+    ),
+    "fused": fused,
+    "two layouts": two_layouts,
+    "into another list": into_another_list,
+}
+
+
+def wrong_lists(mesh, splits, wraps) -> list[str]:
+    wrong = []
+    for name, spec, wrap in ((name, spec, wrap) for name in LISTS for spec in splits for wrap in wraps):
+        if wrap is vfn.jit and name == "numbers in a tensor":
+            continue  # torch reads them: no plan
+
+        def step(x, name=name):
+            v = x * 1.0
+            LISTS[name](v)
+            return v
+
+        if not torch.equal(vfn.unshard(wrap(step)(vfn.shard(whole(5), mesh, spec))), step(whole(5))):
+            wrong.append(f"{name}, {spec}, {wrap}")
+    return wrong
+
+
+def test_lists_whose_entries_share_memory() -> None:
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((2, 3), ("a", "b"))
+        assert not wrong_lists(mesh, (P("b", "a"), P()), (lambda f: f, vfn.jit))
+        x = vfn.shard(whole(5), mesh, P("a"))
+        out = vfn.shard(torch.zeros(3, 5, dtype=x.dtype), mesh, P("a")).clone()
+        torch.split_with_sizes_copy(x, [2, 3], out=[out[:2], out])
+        assert torch.equal(vfn.unshard(out), whole(5)[2:]), "the last one of the list is written last"
 
 
 # --- into views of plain tensors, beside arrays -----------------------------------------------------------------------

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _torch
+from .arguments import tensors_in
+from .blocks import LIST_OPS
 from .errors import InPlaceError, op_text, report
 from .layout import layout, text
 from .refusals import LOST, MISSED
@@ -90,6 +92,43 @@ def _beside(x: Any) -> list[Any]:
     """The arrays that somebody still knows, of whose memory `x`, or what it is a view of, would be a part on one device."""
     refs = getattr(getattr(x, "_root", x), "_beside", ())
     return [known for known in (ref() for ref in refs) if known is not None]
+
+
+def memories(x: Any) -> set[int]:
+    """What stands for the memory that a tensor has on one device: equal numbers, where two tensors may share some."""
+    if not isinstance(x, DTensor):
+        return {_torch.memory_number(x)} if x.layout is torch.strided else set()
+    return {id(getattr(x, "_root", x)), *map(id, _beside(x))}
+
+
+def entries(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> list[Any]:
+    """The arguments of an op on lists, entry by entry, where an entry has memory in common with what another one writes.
+
+    One device goes through the lists in order, so an entry sees what those before it wrote. Empty for any other call.
+
+    Args:
+        targets: the arguments that are written.
+    """
+    if not targets or not isinstance(targets[0], (list, tuple)) or not func._schema.name.startswith(LIST_OPS):
+        return []
+    n = len(targets[0])
+
+    def entry(a: Any, k: int, name: str = "") -> Any:
+        if isinstance(a, (list, tuple)) and len(a) == n:
+            return [a[k]]
+        return a[k : k + 1] if name == "scalars" and isinstance(a, torch.Tensor) and a.ndim else a
+
+    names = [a.name for a in func._schema.arguments]
+    calls = [([entry(a, k, name) for a, name in zip(args, names)], {name: entry(a, k, name) for name, a in kwargs.items()})
+             for k in range(n)]  # fmt: skip
+    writers: dict[int, set[int]] = {}
+    for k in range(n):
+        for x in tensors_in([entry(a, k) for a in targets if isinstance(a, (list, tuple))], {}):
+            for memory in memories(x):
+                writers.setdefault(memory, set()).add(k)
+    alone = all(writers.get(memory, {k}) == {k} for k, call in enumerate(calls)
+                for x in tensors_in(*call) for memory in memories(x))  # fmt: skip
+    return [] if alone else calls
 
 
 def check_writable(func: Any, target: Any) -> None:

@@ -122,6 +122,9 @@ _SHAPE_QUERIES = {
 }
 
 
+LIST_OPS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")  # go through their lists entry by entry
+
+
 def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an aten op of a body once a rank; without `Blocks` among its arguments, once."""
     if _torch.dispatch_modes() and _torch.is_traced():
@@ -160,7 +163,7 @@ def run_ranks(fn: Callable[..., Any], n: int, args: Sequence[Any], kwargs: dict[
         share: ranks whose arguments are the same tensors share one result; for values that nothing changes in place.
         vary: (position, one value a rank) of an argument that differs by rank without being a tensor.
     """
-    if isinstance(target, (list, tuple)) and fn._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
+    if isinstance(target, (list, tuple)) and fn._schema.name.startswith(LIST_OPS):
         return _write_lists(fn, n, args, kwargs, target)
     columns = [_column(a, n) for a in (*args, *kwargs.values())]
     if vary is not None:

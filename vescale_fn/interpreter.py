@@ -20,6 +20,8 @@ from .aliases import (
     MovedView,
     after_write,
     check_writable,
+    entries,
+    memories,
     missed,
     moved_view,
     note_copy,
@@ -196,6 +198,12 @@ def _carry_out(
     targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in blocks.written(func)]
     for target in targets:
         check_writable(func, target)
+    shown = any(moved_view(x) is not None for x in tensors_in(args, kwargs))
+    if shown or decision.moves or decision.targets is None:  # else each rank goes through the lists as one device does
+        for call in (calls := entries(func, args, kwargs, targets)):
+            dispatch(cls, func, *call)
+        if calls:
+            return args[0] if func._schema.returns else None
     if any(moved_view(x) is not None for x in tensors_in(targets, {})):
         return _write_where_shown(cls, func, args, kwargs, decision)
     if decision.view and not now and _elements_move(args[0], decision):
@@ -445,11 +453,12 @@ def _write_where_shown(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[st
         return copies.get(id(x), x) if isinstance(x, torch.Tensor) else x
 
     targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in blocks.written(func)]
-    originals = [x for x in tensors_in(targets, {}) if moved_view(x) is not None]
+    moved = {m for x in tensors_in(targets, {}) if moved_view(x) is not None for m in memories(x)}
+    originals = list({id(x): x for x in tensors_in(targets, {}) if moved & memories(x)}.values())
     for x in originals:
-        copies[id(x)] = _torch.new_dtensor(
-            cls, brought(x, layout(x._spec), "", apart=True), x._spec, requires_grad=False
-        )
+        local = brought(x, layout(x._spec), "", apart=True)
+        local = local if moved_view(x) is not None else _copied(local)
+        copies[id(x)] = _torch.new_dtensor(cls, local, x._spec, requires_grad=False)
     result = dispatch(cls, func, [copied(a) for a in args], {k: copied(a) for k, a in kwargs.items()})
     for x in originals:
         dispatch(cls, _aten.copy_.default, (x, copies[id(x)]), None)
