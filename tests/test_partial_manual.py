@@ -5,8 +5,8 @@ import torch
 from torch.testing import assert_close
 
 import vescale_fn as vfn
-from vescale_fn import P
-from vescale_fn.errors import CollectiveError, MeshError, SpecError, TypingError
+from vescale_fn import P, _torch
+from vescale_fn.errors import CollectiveError, MeshError, ReshardError, SpecError, TypingError
 
 D = torch.float64
 MESHES = [
@@ -462,3 +462,90 @@ def test_an_axis_name_alone_is_one_axis():
         )
         y, spec = f(vfn.shard(torch.arange(4.0), mesh, P(("dp", "tp"))))
         assert (vfn.unshard(y).tolist(), spec) == ([2.0, 4.0], P("tp"))
+
+
+# --- entries of a vmap that are split -------------------------------------------------------------------------------------
+
+
+def scaled(x, w):
+    return vfn.psum((x.sin() @ w).square(), "j")
+
+
+def whole_scaled(x, w):
+    a, b = (x[..., :3], w[:3]), (x[..., 3:], w[3:])
+    return sum((x.sin() @ w).square() for x, w in (a, b))
+
+
+@pytest.mark.parametrize("names", [None, {"j"}], ids=["all axes", "one axis"])
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+def test_entries_of_a_vmap_stay_split_over_axes_that_a_map_does_not_use(names, check):
+    batch, w = numbers(4, 5, 6, seed=12), numbers(6, 2, seed=13)
+    want = torch.stack([whole_scaled(x, w) for x in batch])
+    slopes = torch.stack([vfn.grad(lambda w: whole_scaled(x, w).sum())(w) for x in batch])
+    both = vfn.grad(lambda x, w: torch.stack([whole_scaled(x, w) for x in x]).sum(), argnums=(0, 1))(batch, w)
+    with vfn.simulate(4), vfn.strict():
+        mesh = vfn.make_mesh((2, 2), ("i", "j"))
+        f = vfn.shard_map(
+            scaled, mesh=mesh, in_specs=(P(None, "j"), P("j")), out_specs=P(), axis_names=names, check_vma=check
+        )
+        xs, ws = vfn.shard((batch, w), mesh, (P("i", None, "j"), P("j")))
+        with vfn.comm_log() as log:
+            got = vfn.vmap(f, in_axes=(0, None))(xs, ws)
+        assert [(entry.op, entry.axes) for entry in log] == [("all_reduce", ("j",))]
+        assert vfn.spec_of(got) == P("i")
+        assert_close(vfn.unshard(got), want)
+        with vfn.comm_log() as log:  # a gradient of each entry
+            each = vfn.vmap(vfn.grad(lambda w, x: f(x, w).sum()), in_axes=(None, 0))(ws, xs)
+        assert {entry.axes for entry in log} <= {("j",)}
+        assert vfn.spec_of(each) == P("i", "j")
+        assert_close(vfn.unshard(each), slopes)
+        grads = vfn.grad(lambda x, w: vfn.vmap(f, in_axes=(0, None))(x, w).sum(), argnums=(0, 1))(xs, ws)
+        assert [vfn.spec_of(g) for g in grads] == [P("i", None, "j"), P("j")]
+        assert_close(vfn.unshard(grads), both)
+
+
+@pytest.mark.parametrize("lying", [P("i"), P(("i", "j")), P("j", "i"), P(None, None, "i")])
+def test_entries_of_a_vmap_whose_body_does_not_communicate_move_nothing(lying):
+    batch = numbers(3, 4, 2, seed=14)
+    with vfn.simulate(4), vfn.strict(), vfn.comm_log() as log:
+        mesh = vfn.make_mesh((2, 2), ("i", "j"))
+        rest = P(*lying[1:])
+        f = vfn.shard_map(lambda x: x.exp() * 2, mesh=mesh, in_specs=rest, out_specs=rest)
+        got = vfn.vmap(vfn.vmap(f, 1, 1) if len(lying) == 1 else f)(xs := vfn.shard(batch, mesh, lying))
+        assert len(log) == 0
+        assert vfn.spec_of(got) == vfn.spec_of(xs) == lying
+        assert_close(vfn.unshard(got), batch.exp() * 2)
+
+
+def test_entries_of_a_vmap_are_gathered_where_the_map_uses_their_axis():
+    batch, ran = numbers(4, 6, seed=15), []
+
+    def over_both(x):  # its specs do not name "i"
+        ran.append(1)
+        return vfn.psum(x * (1.0 + vfn.axis_index("i")), ("i", "j"))
+
+    def by_spec(x):
+        return x * 2
+
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("i", "j"))
+        xs = vfn.shard(batch, mesh, P("i", "j"))
+        f = vfn.shard_map(over_both, mesh=mesh, in_specs=P("j"), out_specs=P())
+        for _ in range(2):
+            assert_close(vfn.unshard(vfn.vmap(f)(xs)), 3 * (batch[:, :3] + batch[:, 3:]))
+        assert len(ran) == 3  # what the body uses is found out once
+        g = vfn.shard_map(by_spec, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+        assert_close(vfn.unshard(vfn.vmap(g)(xs)), batch * 2)
+        for h in (f, g):
+            with (
+                vfn.strict(),
+                pytest.raises(ReshardError, match="its entries, under vmap, are split over axis 'i', which the map"),
+            ):
+                vfn.vmap(h)(xs)
+
+
+def test_the_first_body_of_a_process_may_be_under_a_transform():
+    _torch._functions_are_seen.cache_clear()
+    with vfn.simulate(2):
+        f = vfn.shard_map(lambda x: x * 2, mesh=vfn.make_mesh((2,), ("i",)), in_specs=P("i"), out_specs=P("i"))
+        assert_close(vfn.unshard(vfn.vmap(vfn.vmap(f))(torch.ones(2, 2, 2))), torch.full((2, 2, 2), 2.0))

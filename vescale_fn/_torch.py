@@ -19,6 +19,7 @@ import torch._C._functorch as _functorch
 import torch.distributed as dist
 import torch.utils._pytree as _pytree
 from torch._functorch import eager_transforms as _eager_transforms
+from torch._functorch import pyfunctorch as _pyfunctorch
 from torch._library import simple_registry as _simple_registry
 from torch._subclasses import fake_tensor as _fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -386,11 +387,15 @@ def _functions_are_seen() -> bool:
     apply = Probe.apply
     intercept_function_apply(_seen_by_probe, lambda: True)
     try:
-        with unrecorded():
+        with (
+            unrecorded(),
+            _pyfunctorch.temporarily_clear_interpreter_stack(),
+        ):  # the first body may be under a transform
             answer = apply(torch.zeros(()))
+            alone = not _functorch_active()
     finally:
         intercept_function_apply(None)
-    return _probed == [Probe] and answer.item() == 1 and not _functorch_active()
+    return _probed[-1:] == [Probe] and answer.item() == 1 and alone
 
 
 _bind: Any = getattr(_functions, "_bind_default_args", None)

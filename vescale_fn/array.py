@@ -7,8 +7,8 @@ libraries.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -296,12 +296,24 @@ def spec_of(x: torch.Tensor) -> P:
     return from_split_axes(rows, spec.unreduced, reduced)
 
 
+def entries_over(x: torch.Tensor) -> frozenset[str]:
+    """The axes over which the entries of an array under `vmap` are split."""
+    inner, gone = _torch.peel(x), _torch.batch_dims(x)
+    if not gone or not isinstance(inner, DTensor):
+        return frozenset()
+    rows = list(split_axes(layout(inner._spec), inner.ndim))
+    return frozenset(axis for dim in gone for axis in rows.pop(dim))
+
+
 # --- moving, differentiably -------------------------------------------------------------------------------------------
 
 
 def _cotangent_spec(spec: P) -> P:
     """How the cotangent of a value with this spec lies: as the value, unreduced and reduced swapped."""
     return P(*spec, unreduced=spec.reduced, reduced=spec.unreduced)
+
+
+Lead = tuple[tuple[str, ...], ...]  # of each leading dim, of a vmap: the axes to split it over; none: it stays as it is
 
 
 @dataclass(frozen=True)
@@ -312,7 +324,7 @@ class _Move:
     source: P | None
     target: P | None
     why: str
-    lead: int = 0  # leading dims, of a vmap, that stay as they are
+    lead: Lead = ()
     cast: tuple[torch.dtype, torch.dtype] | None = (
         None  # from and to: before it moves. Back, too, it is the first thing
     )
@@ -330,7 +342,7 @@ class _Move:
         spec = layout(x._spec) if isinstance(x, Array) else WHOLE
         if self.target is None:
             return _plain(x, self.why)
-        target = self._target(spec, x.ndim)
+        target = led(self.lead, spec, self.target, x.ndim)
         if isinstance(x, Array) and P(*target, unreduced=target.unreduced) == spec and not target.reduced:
             return x.detach()
         bare = P(*target, unreduced=target.unreduced)
@@ -342,22 +354,13 @@ class _Move:
         local = reshard.run(before, tuple(x.shape), self.mesh, steps, self.why)
         return wrap(_apart(local, before) if steps else packed(local), self.mesh, target, x.shape)
 
-    def _target(self, spec: P, ndim: int) -> P:
-        assert self.target is not None
-        if not self.lead:
-            return self.target
-        goal = split_axes(self.target, ndim - self.lead)
-        taken = {axis for row in goal for axis in row} | self.target.unreduced
-        lead = [_before(row, taken) for row in split_axes(spec, ndim)[: self.lead]]
-        return from_split_axes([*lead, *goal], self.target.unreduced, self.target.reduced)
-
     def transpose(self) -> _Move:
         source, target = (None if s is None else _cotangent_spec(s) for s in (self.source, self.target))
         back = None if self.cast is None else (self.cast[1], self.cast[0])
         return _Move(self.mesh, target, source, f"{self.why} (backward)", self.lead, back)
 
-    def batched(self) -> _Move:
-        return _Move(self.mesh, self.source, self.target, self.why, self.lead + 1, self.cast)
+    def batched(self, over: tuple[str, ...]) -> _Move:
+        return replace(self, lead=(over, *self.lead))
 
 
 @dataclass(frozen=True)
@@ -371,7 +374,7 @@ class _Moves:
         together: list[tuple[int, P]] = []
         for i, (part, x) in enumerate(zip(self.parts, out, strict=True)):
             if isinstance(x, Array) and part.target is not None and not getattr(x, "_sum", None):
-                target = part._target(layout(x._spec), x.ndim)
+                target = led(part.lead, layout(x._spec), part.target, x.ndim)
                 if P(*target, unreduced=target.unreduced) != layout(x._spec):
                     together.append((i, target))
                     continue
@@ -387,13 +390,26 @@ class _Moves:
     def only(self, which: Sequence[int]) -> _Moves:
         return _Moves(tuple(self.parts[i] for i in which))
 
-    def batched(self) -> _Moves:
-        return _Moves(tuple(part.batched() for part in self.parts))
+    def batched(self, over: tuple[str, ...]) -> _Moves:
+        return _Moves(tuple(part.batched(over) for part in self.parts))
 
 
-def _before(row: tuple[str, ...], taken: set[str]) -> tuple[str, ...]:
+def led(lead: Lead, lies: P, goal: P, ndim: int, among: Container[str] | None = None) -> P:
+    """`goal`, which speaks of the dims behind those of `lead`: these are split as `lead` says, or stay as `lies` has them, over
+    axes that `goal` leaves free (and that are `among` these)."""
+    if not lead:
+        return goal
+    rows = split_axes(goal, ndim - len(lead))
+    taken = {axis for row in rows for axis in row} | goal.unreduced
+    said = taken.union(*lead)
+    front = [_before(over, taken, among) if over else _before(row, said, among)
+             for over, row in zip(lead, split_axes(lies, ndim))]  # fmt: skip
+    return from_split_axes([*front, *rows], goal.unreduced, goal.reduced)
+
+
+def _before(row: tuple[str, ...], taken: set[str], among: Container[str] | None) -> tuple[str, ...]:
     n = 0
-    while n < len(row) and row[n] not in taken:
+    while n < len(row) and row[n] not in taken and (among is None or row[n] in among):
         n += 1
     return row if n == len(row) else row[:n]
 
@@ -439,23 +455,22 @@ class _Enter:
     mesh: Any
     spec: P
     auto: Any = None
+    lead: Lead = ()  # of these dims, too, what is split over the axes of `auto` stays so
 
     def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
         (x,) = xs
-        bare = P(*self.spec, unreduced=self.spec.unreduced)
+        lies = layout(x._spec) if isinstance(x, Array) else WHOLE
+        spec = led(self.lead, lies, self.spec, x.ndim, () if self.auto is None else axes_of(self.auto))
+        bare = P(*spec, unreduced=spec.unreduced)
         if not isinstance(x, Array) or layout(x._spec) != bare:
             (x,) = _Move(self.mesh, None, bare, "shard_map")((x,))
-        return (entered(x, self.spec, self.auto),)
+        return (entered(x, spec, self.auto),)
 
     def transpose(self) -> _Leave:
-        return _Leave(self.mesh, _cotangent_spec(self.spec), self.auto)
+        return _Leave(self.mesh, _cotangent_spec(self.spec), self.auto, self.lead)
 
-    def batched(self) -> _Enter:
-        return _Enter(self.mesh, _one_dim_in(self.spec), self.auto)
-
-
-def _one_dim_in(spec: P) -> P:
-    return P(None, *spec, unreduced=spec.unreduced, reduced=spec.reduced)
+    def batched(self, over: tuple[str, ...]) -> _Enter:
+        return replace(self, lead=(over, *self.lead))
 
 
 def only_along(spec: P, axes: Iterable[str]) -> P:
@@ -492,27 +507,29 @@ class _Leave:
     mesh: Any
     spec: P
     auto: Any = None
+    lead: Lead = ()
 
     def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
         (x,) = xs
+        spec = led(self.lead, layout(x._spec) if isinstance(x, Array) else WHOLE, self.spec, x.ndim)
         if self.auto is not None:
-            inner = only_along(P(*self.spec, unreduced=self.spec.unreduced), axes_of(self.auto))
+            inner = only_along(P(*spec, unreduced=spec.unreduced), axes_of(self.auto))
             (x,) = _Move(self.auto, None, inner, "shard_map")((x,))
         local, axes = (
             _local(_renamed(_torch.local(x)) if isinstance(x, Array) else x.detach(), self.mesh),
             axes_of(self.mesh),
         )
-        rows = split_axes(self.spec, x.ndim)
+        rows = split_axes(spec, x.ndim)
         if self.auto is not None:
-            rows = split_axes(only_along(self.spec, axes.keys() - axes_of(self.auto).keys()), x.ndim)
+            rows = split_axes(only_along(spec, axes.keys() - axes_of(self.auto).keys()), x.ndim)
         shape = [size * _product(axes, names) for size, names in zip(x.shape, rows)]
-        return (wrap(packed(local), self.mesh, self.spec, torch.Size(shape)),)
+        return (wrap(packed(local), self.mesh, spec, torch.Size(shape)),)
 
     def transpose(self) -> _Enter:
-        return _Enter(self.mesh, _cotangent_spec(self.spec), self.auto)
+        return _Enter(self.mesh, _cotangent_spec(self.spec), self.auto, self.lead)
 
-    def batched(self) -> _Leave:
-        return _Leave(self.mesh, _one_dim_in(self.spec), self.auto)
+    def batched(self, over: tuple[str, ...]) -> _Leave:
+        return replace(self, lead=(over, *self.lead))
 
 
 def _product(axes: dict[str, int], names: Sequence[str]) -> int:

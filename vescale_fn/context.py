@@ -27,6 +27,7 @@ class Body:
         sizes: of these axes.
         check: whether types are checked.
         auto: the mesh of the other axes, along which its values are whole arrays; None where there are none.
+        free: of these axes, those that are not manual only because entries of a `vmap` are split over them.
     """
 
     mesh: Any
@@ -34,6 +35,15 @@ class Body:
     sizes: Mapping[str, int] = field(hash=False)
     check: bool
     auto: Any = None
+    free: tuple[str, ...] = ()
+
+
+class NotFree(Exception):
+    """A body communicates over axes that no spec of its map names, and over which entries of a `vmap` were to stay split."""
+
+    def __init__(self, axes: frozenset[str]) -> None:
+        super().__init__(axes)
+        self.axes = axes
 
 
 _used_mesh: ContextVar[tuple[Any] | None] = ContextVar("mesh of use_mesh", default=None)
@@ -45,6 +55,7 @@ class _State(threading.local):
     strict: bool = False
     as_written: bool = False
     grad_depth: int = 0
+    over: tuple[tuple[int, tuple[str, ...]], ...] = ()  # of each vmap that lays its entries out: its level, the axes
     followed: bool = False
     key_uses: dict[Any, Any] | None = None
     unit: Callable[[Any], Any] | None = None
@@ -104,6 +115,21 @@ def body() -> Body | None:
 def is_strict() -> bool:
     """Whether moves that the program did not ask for raise."""
     return _state.strict
+
+
+@contextlib.contextmanager
+def laying_entries(level: int, axes: tuple[str, ...]) -> Iterator[None]:
+    """Inside, the entries of the `vmap` at this level of transforms are laid out over these axes."""
+    before, _state.over = _state.over, (*_state.over, (level, axes))
+    try:
+        yield
+    finally:
+        _state.over = before
+
+
+def entries_over(level: int | None = None) -> tuple[str, ...]:
+    """The axes over which the `vmap` at this level (None: any of them) lays its entries out."""
+    return tuple(axis for one, axes in _state.over if level in (None, one) for axis in axes)
 
 
 def examined() -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from . import _torch, linear, marks, reshard, tree, types
-from .array import Array, bring_in, entered, is_array, mesh_of, spec_of
+from .array import Array, bring_in, entered, entries_over, is_array, mesh_of, spec_of
 from .blocks import Blocks
 from .calls import parameter
 from .containers import SPLIT_NUMBERS, split_numbers
-from .errors import ReshardError, SpecError, described, mesh_text, report
+from .errors import ReshardError, SpecError, axes_text, described, mesh_text, report
 from .layout import axes_items, layout
 from .mesh import axes_of, same
 from .ops.maps import Collective
@@ -110,11 +110,18 @@ def _uneven(shape: tuple[int, ...], spec: P, axes: Mapping[str, int]) -> list[st
     return found
 
 
-def refuse_moves(mapped: Map, args: Any, leaves: Sequence[Any], plan: Sequence[In | None]) -> None:
+def refuse_moves(mapped: Map, site: Site, args: Any, leaves: Sequence[Any], plan: Sequence[In | None]) -> None:
     """Under `strict`: raise where an argument would have to travel to lie as its spec says."""
     failures = []
     for i, (x, entry) in enumerate(zip(leaves, plan)):
         if entry is None or entry.direct or not is_array(x):
+            continue
+        entries = entries_over(x) & (axes_named(entry.lies) | site.sizes.keys())
+        if entries:
+            over = axes_text(sorted(entries))
+            failures.append(
+                f"{_argument(mapped, args, i)}: its entries, under vmap, are split over {over}, which the map uses"
+            )
             continue
         source = bare(spec_of(x))
         steps = reshard.plan(tuple(x.shape), axes_items(mesh_of(x)), source, bare(entry.lies))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from . import _torch, places
+from . import _torch, context, places
 
 
 class LinearMap(Protocol):
@@ -25,8 +25,8 @@ class LinearMap(Protocol):
         """The map of cotangents."""
         ...
 
-    def batched(self) -> LinearMap:
-        """The same map on tensors with one more dim in front."""
+    def batched(self, over: tuple[str, ...]) -> LinearMap:
+        """The same map on tensors with one more dim in front, which is to be split over these axes (none: as it is)."""
         ...
 
 
@@ -68,7 +68,8 @@ class _Linear(torch.autograd.Function):
             x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
             for x, dim in zip(xs, in_dims[1:], strict=True)
         ]
-        return apply(op.batched(), *front), (0,) * len(xs)
+        over = context.entries_over(_torch.level() + 1)  # this runs one level below that of the vmap
+        return apply(op.batched(over), *front), (0,) * len(xs)
 
 
 def apply(op: LinearMap, *xs: Any) -> tuple[Any, ...]:

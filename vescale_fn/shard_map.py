@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 from . import _torch, context, interrupts, marks, replicas, tracebacks, tracking, tree, types
-from .array import Array, is_array, mesh_of, spec_of, whole
+from .array import Array, entries_over, is_array, mesh_of, spec_of, whole
 from .calls import called, checked_function
 from .containers import opened
 from .entering import In, brought_in, plan_ins, refuse_moves
 from .errors import MeshError, TypingError, VfnError, report
 from .leaving import Out, plan_outs, taken_out
+from .mesh import axes_of
 from .site import Map, Site, found_site
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
@@ -40,15 +41,19 @@ class _Mapped(Map):
         self.sites: dict[Any, Site] = {}
         self.ins: dict[Any, list[In | None]] = {}
         self.outs: dict[Any, list[Out | None]] = {}
+        self.used: frozenset[str] = (
+            frozenset()
+        )  # axes that no spec names, but over which the body was seen to communicate
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
         leaves, treedef = opened(args, self.where, "args", numpy=True)
         leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
         outer = context.body()
         mesh = context.seen(self.mesh) if self.mesh is not None else _found_mesh(leaves, outer, self.name)
-        site = self.sites.get((id(mesh), outer))
+        free = self.free_of_entries(leaves, mesh) if _torch.transforming() else ()
+        site = self.sites.get((id(mesh), outer, free))
         if site is None:
-            site = _remember(self.sites, (id(mesh), outer), found_site(self, mesh, outer))
+            site = _remember(self.sites, (id(mesh), outer, free), found_site(self, mesh, outer, free))
         if context.watch() is not None:
             replicas.same_call(self, site.mesh, args, leaves)
         elif _torch.is_recorded():
@@ -58,7 +63,7 @@ class _Mapped(Map):
         if plan is None:
             plan = _remember(self.ins, key, plan_ins(self, site, args, leaves))
         if context.is_strict():
-            refuse_moves(self, args, leaves, plan)
+            refuse_moves(self, site, args, leaves, plan)
         fast, given = _nothing_differentiates(leaves), tuple(leaves)
         with _unwatched(outer):
             for i, entry in enumerate(plan):
@@ -105,6 +110,13 @@ class _Mapped(Map):
                         locals_[i] = whole(locals_[i])
         context.note(self.notes[1], made, locals_, line=self.line)
         return tree.unflatten(out_def, locals_)
+
+    def free_of_entries(self, leaves: Sequence[Any], mesh: Any) -> tuple[str, ...]:
+        """The axes over which entries of a `vmap` are split, and that nothing in this map uses: there values may stay whole."""
+        over = frozenset().union(*(entries_over(x) for x in leaves if isinstance(x, torch.Tensor)))
+        return tuple(
+            axis for axis in axes_of(mesh) if axis in over and axis not in self.named and axis not in self.used
+        )
 
 
 def _note_blocks(error: Exception, mapped: _Mapped, args: Any, leaves: Sequence[Any]) -> None:
@@ -231,6 +243,12 @@ def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs
         saved = interrupts.before()
         try:
             return mapped(args)
+        except context.NotFree as found:
+            interrupts.undo(saved)
+            if found.axes <= mapped.used:  # free by a map around this one
+                raise
+            mapped.used |= found.axes
+            return run(*args)
         except BaseException:
             interrupts.undo(saved)
             raise

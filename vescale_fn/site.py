@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from . import _torch, context, marks
-from .array import bring_in, is_array, mesh_of, only_along, spec_of
+from . import _torch, context, marks, tree
+from .array import bring_in, entries_over, is_array, mesh_of, only_along, spec_of
 from .errors import MeshError, TypingError, count_text, described, meant, mesh_text, report
 from .lines import user_line
 from .mesh import axes_of, is_part, is_simulated, part, same
@@ -26,6 +26,9 @@ class Map:
         self.in_specs = tuple(in_specs) if isinstance(in_specs, list) else in_specs
         self.out_specs, self.axis_names = out_specs, _names(axis_names)
         self.name, self.line = getattr(f, "__name__", type(f).__name__), user_line()
+        self.named = frozenset().union(
+            *(axes_named(s) for s in tree.leaves((self.in_specs, out_specs)) if isinstance(s, P))
+        )
         self.where = f"shard_map({self.name})"
 
 
@@ -44,7 +47,8 @@ class Site:
     Called in the body of another map, the mesh is the part of it that the other left alone.
     """
 
-    def __init__(self, name: str, mesh: Any, manual: tuple[str, ...], outer: context.Body | None, check: bool) -> None:
+    def __init__(self, name: str, mesh: Any, manual: tuple[str, ...], outer: context.Body | None, check: bool,
+                 free: tuple[str, ...] = ()) -> None:  # fmt: skip
         sizes = axes_of(mesh)
         rest = tuple(axis for axis in sizes if axis not in manual)
         around = outer.sizes if outer is not None else {}
@@ -54,7 +58,9 @@ class Site:
         self.simulated = is_simulated(mesh)
         self.auto = part(mesh, rest) if rest else None
         now = {**around, **self.sizes}
-        self.body = context.Body(outer.mesh if outer else mesh, tuple(now), now, check, self.auto)
+        self.body = context.Body(
+            outer.mesh if outer else mesh, tuple(now), now, check, self.auto, (*free, *(outer.free if outer else ()))
+        )
         self.adopt = functools.partial(adopt, self, name)
 
     def unmentioned(self, spec: P) -> tuple[str, ...]:
@@ -96,7 +102,7 @@ def adopt(site: Site, name: str, x: torch.Tensor) -> torch.Tensor:
         return bring_in(enter(x, site.body.mesh) if is_part(mesh) else x, mesh, P(), "closure", site.auto)
     spec, here = spec_of(x), same(mesh_of(x), mesh)
     mine = only_along(spec, site.sizes)
-    parted = any(mine) or bool(mine.unreduced)
+    parted = any(mine) or bool(mine.unreduced) or (context.is_strict() and not entries_over(x).isdisjoint(site.sizes))
     if not here or (parted and (site.outer is None or context.is_strict())):
         raise TypingError(report(
             f"shard_map({name})", "the body uses an array from outside, of which each rank holds a part",
@@ -105,8 +111,15 @@ def adopt(site: Site, name: str, x: torch.Tensor) -> torch.Tensor:
     return bring_in(x, mesh, site.lies(P(), x), "closure", site.auto)
 
 
-def found_site(mapped: Map, mesh: Any, outer: context.Body | None) -> Site:
-    """Where `mapped` runs when it is called on `mesh`, in the body `outer` or in none; or an error."""
+def _without(axes: tuple[str, ...], free: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis not in free)
+
+
+def found_site(mapped: Map, mesh: Any, outer: context.Body | None, free: tuple[str, ...] = ()) -> Site:
+    """Where `mapped` runs when it is called on `mesh`, in the body `outer` or in none; or an error.
+
+    Over the axes `free` entries of a `vmap` are split, and no spec names them: there the body's values stay whole.
+    """
     where, asked = mapped.where, mapped.axis_names
     axes = axes_of(mesh)
     unknown = [f"{name!r} is not one of the axes {tuple(axes)}{meant(name, axes)}"
@@ -115,7 +128,7 @@ def found_site(mapped: Map, mesh: Any, outer: context.Body | None) -> Site:
         raise MeshError(report(where, f"axis_names={set(asked)!r} does not fit the {mesh_text(axes)}", unknown,
                                "the axes along which the body sees one rank's blocks; none: all of them"))  # fmt: skip
     if outer is None:
-        return Site(mapped.name, mesh, asked or tuple(axes), None, mapped.check)
+        return Site(mapped.name, mesh, _without(asked or tuple(axes), free), None, mapped.check, free)
     taken = [name for name in asked if name in outer.axes]
     if outer.auto is None or taken:
         raise MeshError(report(
@@ -132,6 +145,6 @@ def found_site(mapped: Map, mesh: Any, outer: context.Body | None) -> Site:
             where, "of a map inside the body of another, gradients are right only where both are checked",
             [f"check_vma={outer.check} for the outer one, check_vma={mapped.check} for this one"],
             "check_vma=True, which is the default, for both; or one shard_map over all axes"))  # fmt: skip
-    site = Site(mapped.name, outer.auto, asked or tuple(axes_of(outer.auto)), outer, mapped.check)
+    site = Site(mapped.name, outer.auto, _without(asked or tuple(axes_of(outer.auto)), free), outer, mapped.check, free)
     site.given = mesh
     return site

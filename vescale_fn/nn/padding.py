@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import _torch, linear
-from ..array import moved, wrap
+from ..array import Lead, led, moved, wrap
 from ..blocks import each
 from ..layout import layout
 from ..mesh import axes_of, coordinates, played_ranks
@@ -49,6 +49,7 @@ class _Padded:
     size: int
     n: int
     why: str
+    lead: Lead = ()
 
     @property
     def part(self) -> int:
@@ -59,21 +60,22 @@ class _Padded:
 
     def _each(self, x: Any, change: Any, size: int) -> Any:
         """Each rank's block changed, given how much of the dim is its own in `size`."""
-        bare = P(*self.spec, unreduced=self.spec.unreduced)
+        spec = led(self.lead, layout(x._spec), self.spec, x.ndim)
+        bare = P(*spec, unreduced=spec.unreduced)
         if layout(x._spec) != bare:
             x = moved(x, self.mesh, bare, self.why)
         shape, axes = [*x.shape], axes_of(self.mesh)
         shape[self.dim] = self.size
-        own = lambda rank: local_shape(shape, axes, self.spec, coordinates(self.mesh, rank))[self.dim]
+        own = lambda rank: local_shape(shape, axes, spec, coordinates(self.mesh, rank))[self.dim]
         local = each(lambda rank, block: change(block, own(rank)), played_ranks(self.mesh), _torch.local(x), key=own)
         shape[self.dim] = size
-        return wrap(local, self.mesh, self.spec, torch.Size(shape))
+        return wrap(local, self.mesh, spec, torch.Size(shape))
 
     def transpose(self) -> _Cut:
-        return _Cut(self.mesh, _swapped(self.spec), self.dim, self.size, self.n, f"{self.why} (backward)")
+        return _Cut(self.mesh, _swapped(self.spec), self.dim, self.size, self.n, f"{self.why} (backward)", self.lead)
 
-    def batched(self) -> _Padded:
-        return replace(self, spec=_one_dim_in(self.spec), dim=self.dim + 1)
+    def batched(self, over: tuple[str, ...]) -> _Padded:
+        return replace(self, lead=(over, *self.lead), dim=self.dim + 1)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class _Cut(_Padded):
         return (self._each(xs[0], lambda block, own: block.narrow(self.dim, 0, own).contiguous(), self.size),)
 
     def transpose(self) -> _Padded:  # type: ignore[override]
-        return _Padded(self.mesh, _swapped(self.spec), self.dim, self.size, self.n, f"{self.why} (backward)")
+        return _Padded(self.mesh, _swapped(self.spec), self.dim, self.size, self.n, f"{self.why} (backward)", self.lead)
 
 
 def _with_zeros(block: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -54,7 +54,7 @@ class Collective:
         """The map of tangents: itself, where it is linear."""
         return _no_derivative(self) if self.row in ("pmax", "pmin") else self
 
-    def batched(self) -> Collective:
+    def batched(self, over: tuple[str, ...]) -> Collective:
         """The same map with one more dim in front."""
         return replace(self, dim=self.dim + (self.dim >= 0), other=self.other + (self.other >= 0))
 

@@ -36,6 +36,8 @@ def taking_part(where: str, axis_name: Any, called: str = "axis_name") -> tuple[
             fix="call it in the function that vfn.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) maps"
             + _ON_ARRAYS.get(where, "")))  # fmt: skip
     whole = set(_names(axis_name)) & (set(axes_of(body.mesh)) - set(body.axes))
+    if not whole.isdisjoint(body.free):
+        raise context.NotFree(frozenset(whole.intersection(body.free)))
     if whole:
         raise CollectiveError(report(
             where, f"{called}={short(axis_name)}, but only {tuple(body.axes)} are manual in this shard_map body",
