@@ -72,6 +72,32 @@ def test_shapes_of_arrays_are_those_of_the_whole():
     assert log.count() == 0
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_shapes_in_a_body_are_those_of_blocks(check):
+    with vfn.simulate(4), vfn.use_mesh(vfn.make_mesh((4,), ("dp",))), vfn.comm_log() as log:
+        w, plain = vfn.shard(torch.ones(3), vfn.current_mesh(), P()), torch.ones(3)
+        functions = {
+            "block": (lambda x: x.sum(1), (2,)),
+            "psum": (lambda x: vfn.psum(x.sum(1), "dp"), (2,)),
+            "all_gather": (lambda x: vfn.all_gather(x, "dp", tiled=True), (8, 3)),
+            "closures": (lambda x: (x * w) @ plain + torch.zeros(2), (2,)),
+            "grad": (lambda x: vfn.grad(lambda w: (x * w).sum())(w), (3,)),
+            "vmap": (lambda x: vfn.vmap(lambda row: row[:2])(x), (2, 2)),
+        }
+
+        @vfn.shard_map(in_specs=P("dp"), out_specs=P("dp"), check_vma=check)
+        def body(x):
+            for name, (f, shape) in functions.items():
+                got = vfn.eval_shape(f, x)
+                assert (type(got), got.is_meta, got.shape) == (torch.Tensor, True, shape), name
+            rows = vfn.eval_shape(lambda x: x.sum(1), vfn.eval_shape(lambda x: x * 2, x)).shape[0]
+            return x * w * plain * rows  # the values that were closed over are not those of the other run
+
+        x = torch.arange(24.0).view(8, 3)
+        assert torch.equal(vfn.unshard(body(x)), 2 * x)
+    assert [record.op for record in log] == ["all_gather"]  # that of `unshard`
+
+
 def test_shapes_that_need_values():
     def reads(x):
         return x * 2 if x.sum() > 0 else x

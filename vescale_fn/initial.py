@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import context, interrupts, lines, tracebacks, tree
+from . import _torch, context, interrupts, lines, marks, tracebacks, tracking, tree
 from .calls import called, checked_function, owner
 from .containers import checked, opened
 from .errors import SpecError, TransformError, described, mesh_text, report
@@ -23,7 +23,8 @@ __tracebackhide__ = tracebacks.between  # of a user's error that only passes thr
 
 
 def eval_shape(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `f` returns, without its values: shapes and dtypes, for no memory and next to no time.
+    """What `f` returns, without its values: shapes and dtypes, for no memory and next to no time. In a `shard_map` body
+    they are those of one rank's blocks.
 
     Args:
         f: a function of trees to a tree; it is run once, on tensors without values. No mesh is needed.
@@ -54,11 +55,24 @@ def eval_shape(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _shapes(f: Callable[..., Any], args: Any, kwargs: Any, where: str) -> Any:
     recorder = Recorder()
     leaves, treedef = opened((args, kwargs), where, "(args, kwargs)", numpy=True, modules=True, passing=owner(f, args))
-    given = [with_tensors(x, recorder.abstract) if isinstance(x, torch.Tensor) else x for x in leaves]
+    with _torch.no_torch_function():  # of a body, which is not to see what is made here
+        given = [_without_value(x, recorder) for x in leaves]
     args, kwargs = tree.unflatten(treedef, given)
-    with interrupts.undone(), recorder, context.unlogged():
+    # a body anew, which is to keep no value of this run
+    with interrupts.undone(), tracking.capture()(), recorder, context.unlogged():
         out = checked(called(f, args, kwargs, where), where, "out")
-    return tree.map_(_abstract, out)
+    with _torch.no_torch_function():
+        return tree.map_(_abstract, out)
+
+
+def _without_value(x: Any, recorder: Recorder) -> Any:
+    """What stands for an argument; in a body it has the argument's type."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    out = with_tensors(tracking.local(x), recorder.abstract)
+    if context.body() is not None and (type_ := marks.read(x)) is not None:
+        marks.mark(out, type_)
+    return out
 
 
 def _reason(why: Unrecordable) -> str:
