@@ -413,6 +413,28 @@ CONVERTED = {
 }
 
 
+def test_a_deferred_constructor_may_assign_to_data(recwarn):
+    """What a buffer was given by `.data = ` was lost."""
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = torch.nn.Linear(2, 2)
+            self.lin.weight.data = torch.eye(3, 2)
+            self.lin.weight.data.mul_(3)
+            self.register_buffer("offset", torch.ones(2))
+            self.offset.data = torch.arange(3.0) + 1
+
+        def forward(self, x):
+            return x @ self.lin.weight.mT + self.offset
+
+    f, initial = vfn.deferred(Module)
+    params = initial(vfn.random.key(0))
+    assert torch.equal(params["lin"]["weight"], torch.eye(3, 2) * 3)
+    assert torch.equal(f(params, torch.ones(1, 2)), torch.tensor([[4.0, 5.0, 3.0]]))
+    assert not recwarn
+
+
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_deferred_module_may_be_converted(name):
     """It raised "Couldn't swap": the same dtypes, ties and values on a mesh as on one device."""

@@ -703,6 +703,114 @@ def test_writes_to_what_is_not_its_own_raise():
             vfn.jit(f)(x)
 
 
+def _given_to(y, value):
+    y.data = value
+    return y
+
+
+def _after_a_view(x):
+    y = x * 3
+    z = y.view(-1)
+    y.data = x * 5
+    z.mul_(2)
+    y.add_(1)
+    return y.view(-1) + z
+
+
+def _under_two_names(x):
+    y, v = x.clone(), x * 3
+    y.data = v
+    v.add_(1)
+    y.add_(1)
+    return y * v
+
+
+def _saved_before(x):
+    def loss(x):
+        y = x * 3
+        w = y * y
+        y.data = x.data * 100
+        return w.sum() + y.sum()
+
+    return vfn.grad(loss)(x)
+
+
+def _stepped(x):
+    p = torch.nn.Parameter(x.detach().clone())
+    (p * p).sum().backward()
+    p.data = p.data - 0.5 * p.grad
+    p.data.mul_(3)
+    return p.detach()
+
+
+EXCHANGED = {
+    "plain": lambda x: _given_to(x.clone(), x * 2),
+    "a part": lambda x: _given_to(x.clone().split(2)[0], x * 3) ** 2,
+    "another shape": lambda x: _given_to(x.clone(), torch.cat([x, x], 1)) @ torch.ones(6, 2),
+    "another dtype": lambda x: _given_to(x.clone(), x.double()),
+    "of an argument": lambda x: _given_to(x.clone(), x) * 2,
+    "a view of an argument": lambda x: _given_to(x.view(-1), x * 2),
+    "a view": _after_a_view,
+    "two names": _under_two_names,
+    "saved": _saved_before,
+    "a parameter": _stepped,
+    "a literal": lambda x: x + 1 if _given_to(torch.tensor(True), torch.tensor(False)) else x - 1,
+    "written": lambda x: (y := x.clone(), y.data.mul_(2))[0],
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_an_assignment_to_data_is_recorded(name):
+    """`x.data = value` is no op: it was not recorded, and `x` stayed what it was before."""
+    f = EXCHANGED[name]
+    fast = vfn.jit(f)
+    for x in (X, X + 1):
+        found = fast(x.clone())
+        torch.testing.assert_close(found, f(x.clone()), rtol=0, atol=0)
+    assert "data" not in vars(torch.Tensor)
+
+
+def _swapped(x):
+    y, z = x * 1, x * 2
+    torch.utils.swap_tensors(y, z)
+    return y
+
+
+def test_exchanged_memory_of_what_outlives_the_function_raises():
+    """The tensors that it closes over lost their values, and an argument was exchanged in the recording alone."""
+    w, v = torch.ones(2), torch.zeros(2)
+
+    def swap_with(x, y):
+        torch.utils.swap_tensors(x, y)
+
+    for change, what in (
+        (lambda x: _given_to(x, x * 2), "`.data = `: jit: this changes an argument"),
+        (lambda x: _given_to(w, x * 2), "`.data = `: jit: this changes a tensor that the function closes over"),
+        (lambda x: _given_to(w, v), "`.data = `: jit: this changes a tensor that the function closes over"),
+        (
+            lambda x: swap_with(w, x * 2),
+            "torch.utils.swap_tensors: jit: this changes a tensor that the function closes",
+        ),
+    ):
+        with pytest.raises(InPlaceError, match=what):
+            vfn.jit(change)(X.clone())
+    assert type(w) is torch.Tensor
+    assert torch.equal(w, torch.ones(2))
+    with pytest.warns(UserWarning, match="_swapped runs as written"):
+        assert torch.equal(vfn.jit(_swapped)(X), X * 2)
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("a",))
+        x, w = vfn.shard(X, mesh, P("a")), vfn.shard(torch.ones(2), mesh, P("a"))
+        assert torch.equal(vfn.unshard(vfn.jit(_swapped)(x)), X * 2)
+        with pytest.raises(InPlaceError, match="a tensor that the function closes over in place"):
+            vfn.jit(lambda x: swap_with(w, x * 2))(x)
+        with pytest.raises(InPlaceError, match="an argument in place"):
+            vfn.jit(lambda x: swap_with(x, x * 2))(x)
+        assert torch.equal(vfn.unshard(w), torch.ones(2))
+        with pytest.raises(InPlaceError, match="`.data = ` cannot exchange what an array holds"):
+            vfn.jit(lambda x: _given_to(x * 1, x * 2))(x)
+
+
 def test_draws_from_torchs_generator_raise():
     with pytest.raises(RandomError) as raised:
         vfn.jit(lambda x: x * torch.rand(4, 3))(X)

@@ -1034,6 +1034,49 @@ def without_values(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, devic
     return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
 
+_seeing = threading.Lock()
+_recordings = 0  # that see exchanges, in all threads
+_data: Any = torch._C.TensorBase.data
+_uses: Any = torch._C.TensorBase._use_count
+
+
+class _Data:
+    """`torch.Tensor.data` while something is recorded. Torch passes its methods to modes, which ask for the name."""
+
+    __name__ = "data"
+
+    def __get__(self, x: Any, cls: Any = None) -> Any:
+        return self if x is None else _data.__get__(x)
+
+    def __set__(self, x: torch.Tensor, value: Any) -> None:
+        at_work = recorder()
+        _data.__set__(x, value) if at_work is None else at_work.assigned(x, value, _data.__set__)
+
+
+def _counted(x: torch.Tensor) -> int:
+    if (at_work := recorder()) is not None:
+        at_work.swapped(x)
+    return _uses(x)
+
+
+@contextlib.contextmanager
+def exchanges_seen() -> Iterator[None]:
+    """Have the recorder at work asked before `x.data = value`, of which no mode learns: ``recorder().assigned(x, value, set)``;
+    and before `torch.utils.swap_tensors`, which begins by counting the uses of both: ``recorder().swapped(x)``."""
+    global _recordings
+    with _seeing:
+        _recordings += 1
+        torch.Tensor.data = _Data()  # type: ignore[assignment]
+        torch.Tensor._use_count = _counted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        with _seeing:
+            _recordings -= 1
+            if not _recordings:
+                del torch.Tensor.data, torch.Tensor._use_count
+
+
 NO_VALUE_ERRORS: tuple[type[Exception], ...] = tuple(  # what says that an op cannot be run without values
     error for name in ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException",
                        "UnsupportedFakeTensorException") if (error := getattr(_fake_tensor, name, None)))  # fmt: skip

@@ -32,7 +32,7 @@ from .number import Number, disguise
 from .valueless import Valueless
 
 _LIFT, _CLONE = torch.ops.aten.lift_fresh.default, torch.ops.aten.clone.default
-_EQUAL = torch.ops.aten.equal.default
+_EQUAL, _DETACH = torch.ops.aten.equal.default, torch.ops.aten.detach.default
 _READS = {torch.ops.aten._local_scalar_dense.default, _EQUAL, torch.ops.aten.is_nonzero.default}
 _BACKWARD = _torch.backward_code
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -106,6 +106,7 @@ class Recorder(_torch.TorchDispatchMode):
         self._dtype, self._settings = torch.get_default_dtype(), _torch.kernel_settings()
         self._around.enter_context(_torch.casts_not_kept())
         self._around.enter_context(_torch.default_dtype(self._dtype))
+        self._around.enter_context(_torch.exchanges_seen())
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -255,17 +256,57 @@ class Recorder(_torch.TorchDispatchMode):
         x, twin = args[0], _torch.out_of_place(func)
         if twin is None or twin._schema.arguments[0].alias_info is None:  # `set_`, `resize_`
             raise Unrecordable(f"torch's {_name(func)} changes a tensor's memory", line)
-        before, nodes = self.node(x), self._nodes(args)
+        nodes = self._nodes(args)
+        self._freed(x)
+        with self._fake:
+            func(x, *self._stand_ins(args[1:]), **kwargs)
+        return self._rebound(x, self.graph.call_function(twin, tuple(nodes), self._nodes(kwargs)), line, again)
+
+    def _freed(self, x: torch.Tensor) -> None:
+        """A tensor is about to become another value: the node that gave it describes what it was by a tensor of its own."""
+        before = self.node(x)
         before.meta["val"] = self._fake.like(x)
         if before.target is operator.getitem:  # what gives several knows each of them, too
             whole, place = before.args
             whole.meta["val"] = [*whole.meta["val"][:place], before.meta["val"], *whole.meta["val"][place + 1 :]]  # type: ignore
-        with self._fake:
-            func(x, *self._stand_ins(args[1:]), **kwargs)
-        node = self.graph.call_function(twin, tuple(nodes), self._nodes(kwargs))
+
+    def _rebound(self, x: torch.Tensor, node: fx.Node, line: str, again: Any) -> torch.Tensor:
         self._made(node, x, line, again)
-        x._plan_node = node
+        x._plan_node = node  # type: ignore[attr-defined]
         return x
+
+    def assigned(self, x: torch.Tensor, value: Any, assign: Any) -> None:
+        """`x.data = value`: the tensor is from here on another name of the value's memory."""
+        with _torch.no_torch_function():
+            if not isinstance(value, torch.Tensor) or type(value) not in _PLAIN:
+                return assign(x, value)
+            line, again = self._line()
+            if not self.is_stand_in(x) and _torch.memory(x) == _torch.memory(value):
+                return None  # as `nn.Module.to` does that changes nothing
+            self._check_exchange("`.data = `", x, line)
+            value = self._stand_in(value)
+            if value.device != x.device:
+                raise Unrecordable("`.data = ` moves a tensor to another device", line or "?")
+            node = self.graph.call_function(_DETACH, (self.node(value),))
+            self._freed(x)
+            assign(x, value)
+            self._literals.pop(id(x), None)
+            self._rebound(x, node, line, again)
+
+    def swapped(self, x: torch.Tensor) -> None:
+        """`torch.utils.swap_tensors`, with `x` as one of the two. What arrays hold goes with them."""
+        line = self._line()[0]
+        self._check_exchange("torch.utils.swap_tensors", x, line)
+        if type(x) in _PLAIN:
+            raise Unrecordable("torch.utils.swap_tensors exchanges two tensors", line or "?")
+
+    def _check_exchange(self, what: str, x: torch.Tensor, line: str) -> None:
+        """Raise where a tensor that outlives the function is to become another."""
+        held = _torch.local(x) if hasattr(x, "_local_tensor") else x
+        for part in held.blocks if type(held) is Blocks else (held,):
+            given = self.is_stand_in(part) and part._plan_node.op == "placeholder"
+            if given or not self.is_stand_in(part):
+                raise _writes_outside(what, given, line)
 
     def _made(self, node: fx.Node, out: Any, line: str, again: Any) -> Any:
         """The result of a call, each tensor of it known by its node."""
@@ -364,12 +405,7 @@ class Recorder(_torch.TorchDispatchMode):
                 if not isinstance(x, torch.Tensor):
                     continue
                 if not self.is_stand_in(x) or _torch.memory_number(x) in self._given:
-                    what = "an argument" if self.is_stand_in(x) else "a tensor that the function closes over"
-                    raise InPlaceError(report(
-                        op_text(func), f"jit: this changes {what} in place, and a recorded function is pure",
-                        [f"at {lines.quoted(line)}"] if line else [],
-                        "a new value: x = x + y for x += y, x.clone() before the write; to update parameters in their own "
-                        "memory return the new ones, and vfn.jit(f, donate_argnums=...)"))  # fmt: skip
+                    raise _writes_outside(op_text(func), self.is_stand_in(x), line)
 
     def _line(self) -> tuple[str, Any]:
         """The user's line that led here; and, where it is being computed again for a backward pass, which time this is."""
@@ -396,6 +432,15 @@ class Recorder(_torch.TorchDispatchMode):
             self._lines[_torch.autograd_count() - 1] = line
             return line, again
         return self._lines.get(_torch.current_autograd_number(), "") or lines.user_line(frame), again
+
+
+def _writes_outside(where: str, given: bool, line: str) -> InPlaceError:
+    what = "an argument" if given else "a tensor that the function closes over"
+    return InPlaceError(report(
+        where, f"jit: this changes {what} in place, and a recorded function is pure",
+        [f"at {lines.quoted(line)}"] if line else [],
+        "a new value: x = x + y for x += y, x.clone() before the write; to update parameters in their own "
+        "memory return the new ones, and vfn.jit(f, donate_argnums=...)"))  # fmt: skip
 
 
 def _checks_values() -> bool:
