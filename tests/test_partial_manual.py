@@ -549,3 +549,38 @@ def test_the_first_body_of_a_process_may_be_under_a_transform():
     with vfn.simulate(2):
         f = vfn.shard_map(lambda x: x * 2, mesh=vfn.make_mesh((2,), ("i",)), in_specs=P("i"), out_specs=P("i"))
         assert_close(vfn.unshard(vfn.vmap(vfn.vmap(f))(torch.ones(2, 2, 2))), torch.full((2, 2, 2), 2.0))
+
+
+MADE = {  # what a body makes itself, laid out or put together by the library, over 2 x 2 ranks: the result, its spec
+    "stated": (lambda x: vfn.with_sharding(torch.ones(6, dtype=D), P("i")), P()),
+    "stated, of a position": (
+        lambda x: vfn.with_sharding(torch.zeros(4, dtype=D) + vfn.axis_index("j"), P("i")),
+        P("j"),
+    ),
+    "an operand": (lambda x: x + vfn.with_sharding(torch.arange(6.0, dtype=D), P("i")), P("j")),
+    "whole": (lambda x: vfn.unshard(x), P("j")),
+    "a sum of the whole": (lambda x: vfn.psum(x.full_tensor(), "j"), P()),
+    "a finished sum": (lambda x: vfn.with_sharding(x @ x.mT, P("i")), P("j")),
+    "a tree": (lambda x: vfn.with_sharding((x @ x.mT, x + 1, torch.ones(4, dtype=D)), P("i")), P("j")),
+}
+
+
+@pytest.mark.parametrize("row", MADE)
+def test_what_the_library_makes_in_an_unchecked_body_is_no_value_of_the_body(row):
+    body, out = MADE[row]
+    x = numbers(4, 6, seed=16)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("i", "j"))
+        checked, unchecked = (vfn.shard_map(body, mesh=mesh, axis_names={"j"}, in_specs=P("j"), out_specs=out, check_vma=check)
+                              for check in (True, False))  # fmt: skip
+        for given in (vfn.shard(x, mesh, P("j", "i")), x):
+            for needs_grad in (False, True):
+                given = given.detach().requires_grad_(needs_grad)
+                want, got = vfn.unshard(checked(given)), vfn.unshard(unchecked(given))
+                assert all(type(leaf) is torch.Tensor for leaf in (got if isinstance(got, tuple) else (got,)))
+                assert_close(got, want, rtol=0, atol=0)
+                assert tree_specs(unchecked(given)) == tree_specs(checked(given))
+
+
+def tree_specs(out):
+    return [vfn.spec_of(leaf) for leaf in (out if isinstance(out, tuple) else (out,))]

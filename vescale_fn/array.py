@@ -612,9 +612,10 @@ def moved_together(xs: Sequence[Array], targets: Sequence[P], why: str) -> list[
             reshard.plan(shape, axes_items(mesh), layout(xs[i]._spec), P(*targets[i], unreduced=targets[i].unreduced))
             for i, shape in zip(members, shapes, strict=True)
         ]
-        moved = reshard.run_together([_torch.local(xs[i]) for i in members], shapes, mesh, plans, why)
-        for i, local in zip(members, moved, strict=True):
-            own = _apart(local, _torch.local(xs[i]))
+        with _torch.no_torch_function():  # a body's mode watches what the body does, not what is done here
+            moved = reshard.run_together([_torch.local(xs[i]) for i in members], shapes, mesh, plans, why)
+            moved = [_apart(local, _torch.local(xs[i])) for i, local in zip(members, moved, strict=True)]
+        for i, own in zip(members, moved, strict=True):
             out[i] = marks.kept(wrap(own, mesh, targets[i], xs[i].shape), xs[i])
     return out
 

@@ -85,10 +85,15 @@ def apply(op: LinearMap, *xs: Any) -> tuple[Any, ...]:
 
 def _run(op: LinearMap, xs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The map itself; a tracer sees it as one step, since it would not see what a collective does."""
+
+    def run() -> tuple[Any, ...]:
+        with _torch.no_torch_function():  # a body's mode watches what the body does, not what is done here
+            return op(xs)
+
     if not (_torch.dispatch_modes() and _torch.is_traced()):
-        return op(xs)
+        return run()
 
     def step(*xs: Any) -> tuple[Any, ...]:
         return apply(op, *xs)
 
-    return _torch.as_one_step(step, xs, {}, lambda: op(xs))
+    return _torch.as_one_step(step, xs, {}, run)
