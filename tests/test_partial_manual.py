@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 import vescale_fn as vfn
 from vescale_fn import P, _torch
-from vescale_fn.errors import CollectiveError, MeshError, ReshardError, SpecError, TypingError
+from vescale_fn.errors import CollectiveError, MeshError, ReshardError, SpecError, TransformError, TypingError
 
 D = torch.float64
 MESHES = [
@@ -584,3 +584,66 @@ def test_what_the_library_makes_in_an_unchecked_body_is_no_value_of_the_body(row
 
 def tree_specs(out):
     return [vfn.spec_of(leaf) for leaf in (out if isinstance(out, tuple) else (out,))]
+
+
+def laid_out(x, w):
+    return vfn.with_sharding(x @ w, P("j"))
+
+
+@pytest.mark.parametrize("lying", [None, P(), P(None, "j"), P("i"), P(None, "i")], ids=repr)
+def test_spmd_axis_name_lays_the_entries_of_a_vmap_out(lying):
+    batch, w = numbers(4, 5, 6, seed=17), numbers(6, 2, seed=18)
+    want = torch.stack([whole_scaled(x, w) for x in batch])
+    slopes = torch.stack([vfn.grad(lambda w: whole_scaled(x, w).sum())(w) for x in batch])
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("i", "j"))
+        xs = batch if lying is None else vfn.shard(batch, mesh, lying)
+        for names in (None, {"j"}):
+            f = vfn.shard_map(scaled, mesh=mesh, in_specs=(P(None, "j"), P("j")), out_specs=P(), axis_names=names)
+            got = vfn.vmap(f, (0, None), spmd_axis_name="i")(xs, w)
+            assert vfn.spec_of(got) == P("i")
+            assert_close(vfn.unshard(got), want)
+            each = vfn.vmap(vfn.grad(lambda w, x: f(x, w).sum()), (None, 0), spmd_axis_name="i")(w, xs)
+            assert_close(vfn.unshard(each), slopes)
+        with vfn.use_mesh(mesh):
+            got = vfn.vmap(laid_out, (0, None), spmd_axis_name=("i",))(xs, w)
+            assert vfn.spec_of(got) == P("i", "j")
+            assert_close(vfn.unshard(got), batch @ w)
+            again = vfn.vmap(lambda x: vfn.with_sharding(x, vfn.spec_of(x)), spmd_axis_name="i")(
+                vfn.shard(batch, mesh, P(None, "j"))
+            )
+            assert vfn.spec_of(again) == P("i", "j")
+            assert vfn.spec_of(vfn.vmap(laid_out, (0, None))(vfn.shard(batch, mesh, P()), w)) == P(
+                None, "j"
+            )  # it has ended
+
+
+def test_spmd_axis_name_is_refused_where_the_function_uses_the_axis():
+    head = "it cannot lay out the entries of a vmap as its spmd_axis_name says\n  * "
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("i", "j"))
+        xs = vfn.shard(numbers(4, 6, seed=19), mesh, P())
+        by_spec = vfn.shard_map(lambda x: x, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+        by_sum = vfn.shard_map(
+            lambda x: vfn.psum(x * (1.0 + vfn.axis_index("i")), "i"), mesh=mesh, in_specs=P(), out_specs=P()
+        )
+        stated = lambda x: vfn.with_sharding(x, P("i"))
+        for f in (by_spec, by_sum, stated):
+            with pytest.raises(TransformError) as error:
+                vfn.vmap(f, spmd_axis_name="i")(xs)
+            assert head + "axis 'i' is used here already" in str(error.value)
+        with pytest.raises(TransformError) as error:
+            vfn.vmap(stated, spmd_axis_name="k")(xs)
+        assert head + "there is no axis 'k' on the mesh (i=2, j=2)" in str(error.value)
+        inner = lambda x: vfn.vmap(lambda x: x, spmd_axis_name="i")(x)
+        with pytest.raises(TransformError, match="'i' is that of a vmap around this one"):
+            vfn.vmap(inner, spmd_axis_name="i")(xs)
+    for wrong in (3, ("i", "i"), ("i", 2)):
+        with pytest.raises(TransformError, match="spmd_axis_name must be an axis of the mesh, or a tuple of them"):
+            vfn.vmap(torch.sin, spmd_axis_name=wrong)
+    with pytest.raises(
+        TransformError, match="axis_name='batch': collectives are over axes of a mesh, not over entries"
+    ):
+        vfn.vmap(torch.sin, axis_name="batch")
+    with pytest.raises(TransformError, match="axis_size=3: the arguments say how many entries there are"):
+        vfn.vmap(torch.sin, axis_size=3)

@@ -305,6 +305,18 @@ def entries_over(x: torch.Tensor) -> frozenset[str]:
     return frozenset(axis for dim in gone for axis in rows.pop(dim))
 
 
+def entries_asked(where: str, named: frozenset[str], mesh: Any) -> tuple[str, ...]:
+    """The axes that the `vmap`s around lay their entries out over; or an error, where they are used otherwise here."""
+    asked = context.entries_over()
+    sizes = axes_of(mesh)
+    wrong = [f"axis {axis!r} is used here already" for axis in asked if axis in named]
+    wrong += [f"there is no axis {axis!r} on the {mesh_text(sizes)}" for axis in asked if axis not in sizes]
+    if wrong:
+        raise TransformError(report(where, "it cannot lay out the entries of a vmap as its spmd_axis_name says", wrong,
+                                    "for spmd_axis_name an axis of the mesh that nothing in the function names"))  # fmt: skip
+    return asked
+
+
 # --- moving, differentiably -------------------------------------------------------------------------------------------
 
 
@@ -637,7 +649,7 @@ def place(x: Any, mesh: Any, spec: P, where: str) -> Any:
     if own is not None and not same(own, mesh):
         x, own = moved(x, own, None, where), None
     source = None if own is None else spec_of(x)
-    if source == spec and type(_torch.peel(x)) is Array:
+    if source == spec and type(_torch.peel(x)) is Array and not (context.entries_over() and _torch.is_batched(x)):
         note_stated(_torch.peel(x))
         return x
     return moved(x if own is not None else on_device(x, mesh), mesh, spec, where)

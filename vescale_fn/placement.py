@@ -16,6 +16,7 @@ from . import _torch, context, replicas, tree, wire
 from .aliases import note_elsewhere
 from .array import (
     Array,
+    entries_asked,
     is_array,
     mesh_of,
     moved_as_one,
@@ -229,6 +230,10 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
         whole = unshard(tree_)
         context.note("with_sharding", leaves, whole)
         return whole
+    if context.entries_over():
+        for x, m, s in zip(leaves, meshes, specs, strict=True):
+            if m is not None and _torch.is_batched(x):
+                entries_asked("with_sharding", axes_named(s), m)
     if replicas.looked_for():
         for one in dict.fromkeys(meshes):
             named = zip(_names(tree_), leaves, meshes, strict=True)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from . import _torch, context, interrupts, marks, replicas, tracebacks, tracking, tree, types
-from .array import Array, entries_over, is_array, mesh_of, spec_of, whole
+from .array import Array, entries_asked, entries_over, is_array, mesh_of, spec_of, whole
 from .calls import called, checked_function
 from .containers import opened
 from .entering import In, brought_in, plan_ins, refuse_moves
@@ -113,10 +113,12 @@ class _Mapped(Map):
 
     def free_of_entries(self, leaves: Sequence[Any], mesh: Any) -> tuple[str, ...]:
         """The axes over which entries of a `vmap` are split, and that nothing in this map uses: there values may stay whole."""
-        over = frozenset().union(*(entries_over(x) for x in leaves if isinstance(x, torch.Tensor)))
-        return tuple(
-            axis for axis in axes_of(mesh) if axis in over and axis not in self.named and axis not in self.used
-        )
+        used, outer = self.named | self.used, context.body()
+        batched = [x for x in leaves if isinstance(x, torch.Tensor) and _torch.is_batched(x)]
+        over = frozenset().union(*map(entries_over, batched))
+        if batched and context.entries_over():
+            over = over.union(entries_asked(self.where, used, mesh if outer is None else outer.auto or outer.mesh))
+        return tuple(axis for axis in axes_of(mesh) if axis in over and axis not in used)
 
 
 def _note_blocks(error: Exception, mapped: _Mapped, args: Any, leaves: Sequence[Any]) -> None:

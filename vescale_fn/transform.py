@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from . import _torch, interrupts, tracebacks, tracking, tree
+from . import _torch, context, interrupts, tracebacks, tracking, tree
 from .calls import called, checked_function, owner, parameter
 from .containers import opened
 from .differentiable import Split, settled
@@ -138,7 +138,8 @@ def linearize(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., 
     return out, f_jvp
 
 
-def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
+def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, axis_name: Any = None, axis_size: Any = None,
+         spmd_axis_name: Any = None) -> Callable[..., Any]:  # fmt: skip
     """The function that applies `f` to each entry along a dim of its arguments.
 
     Args:
@@ -146,9 +147,14 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
         in_axes: for each argument the dim to map over, an int, None for none, or a prefix tree of them; or one for all.
         out_axes: where the dim goes in the results: an int, None for a result that is the same for all entries, or a
             prefix tree of them.
+        axis_name: refused: a collective is over axes of a mesh, never over the entries.
+        axis_size: refused: it is the size of the dims that are mapped over.
+        spmd_axis_name: an axis of the mesh, or a tuple of them: `with_sharding` and `shard_map` in `f` lay the entries out over
+            it. Their specs, which speak of one entry, and collectives in `f` must not name it.
 
     Raises:
-        TransformError: no argument is mapped over; `out_axes` is None for a result that differs between entries.
+        TransformError: no argument is mapped over; `out_axes` is None for a result that differs between entries; an axis of
+            `spmd_axis_name` is used in `f`, or is not on the mesh.
 
     Source: `jax.vmap`.
 
@@ -158,6 +164,8 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
     """
 
     checked_function(f, "vmap")
+    _refuse_names(axis_name, axis_size)
+    _axes(spmd_axis_name)
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -185,7 +193,9 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
             full = list(leaves)
             for i, x in zip(mapped, moving, strict=True):
                 full[i] = x
-            outs, rest["def"] = opened(called(f, tree.unflatten(treedef, full), {}, "vmap"), "vmap", "out")
+            with context.laying_entries(_torch.level(), _axes(spmd_axis_name)):
+                out = called(f, tree.unflatten(treedef, full), {}, "vmap")
+            outs, rest["def"] = opened(out, "vmap", "out")
             rest["leaves"] = outs
             result = tree.unflatten(rest["def"], outs)
             goals = tree.broadcast(out_axes, result, "vmap", "out_axes", "the result", is_leaf=tree.none)
@@ -205,6 +215,27 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
         return tree.unflatten(rest["def"], placed)
 
     return run
+
+
+def _refuse_names(axis_name: Any, axis_size: Any) -> None:
+    if axis_name is not None:
+        raise TransformError(report("vmap", f"axis_name={axis_name!r}: collectives are over axes of a mesh, not over entries",
+                                    fix="a reduction over the entries after vmap, x.sum(0) say; or vfn.shard_map, with an "
+                                    "axis of a mesh for the entries"))  # fmt: skip
+    if axis_size is not None:
+        raise TransformError(report("vmap", f"axis_size={axis_size!r}: the arguments say how many entries there are",
+                                    fix="in_axes for an argument that has an entry for each call"))  # fmt: skip
+
+
+def _axes(names: Any) -> tuple[str, ...]:
+    axes = () if names is None else tuple(names) if isinstance(names, (tuple, list)) else (names,)
+    if not all(isinstance(axis, str) for axis in axes) or len(set(axes)) < len(axes):
+        raise TransformError(report("vmap", "spmd_axis_name must be an axis of the mesh, or a tuple of them",
+                                    [f"it is {short(names)}"], 'spmd_axis_name="dp"'))  # fmt: skip
+    if twice := [axis for axis in axes if axis in context.entries_over()]:
+        raise TransformError(report("vmap", f"spmd_axis_name={names!r}: {twice[0]!r} is that of a vmap around this one",
+                                    fix="another axis for one of them"))  # fmt: skip
+    return axes
 
 
 def _dims_of_data(nodes: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
