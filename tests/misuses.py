@@ -1557,9 +1557,36 @@ def numbers_for_a_dtype(mesh):
 def a_dtype_by_name(mesh):
     """RandomError
     random.normal: dtype must be one of float64, float32, float16, bfloat16, complex64, complex128, but it is 'float32'
-      Instead: dtype=torch.float32, say; numbers that come after dtype by name, minval=0.0
+      Instead: dtype=torch.float32
     """
     vfn.random.normal(KEY, (3,), "float32")
+
+
+@misuse
+def a_dtype_by_name_that_is_not_for_it(mesh):
+    """RandomError
+    random.normal: dtype must be one of float64, float32, float16, bfloat16, complex64, complex128, but it is 'uint8'
+      Instead: dtype=torch.float32, say
+    """
+    vfn.random.normal(KEY, (3,), "uint8")
+
+
+@misuse
+def a_float_for_a_dtype_of_integers(mesh):
+    """RandomError
+    random.bits: dtype must be one of uint8, uint16, uint32, uint64, but it is 'float32'
+      Instead: dtype=torch.uint8, say
+    """
+    vfn.random.bits(KEY, (3,), "float32")
+
+
+@misuse
+def a_number_for_the_dtype_of_an_initializer(mesh):
+    """RandomError
+    random.init.normal: dtype must be one of float64, float32, float16, bfloat16, but it is 0.0
+      Instead: dtype=torch.float32, say; numbers that come after dtype by name, minval=0.0
+    """
+    vfn.random.init.normal()(KEY, (3, 3), 0.0)
 
 
 @misuse

@@ -79,7 +79,7 @@ def constant(value: float, dtype: torch.dtype = torch.float32) -> Initializer:
 
     def init(key: Any, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None,
              mesh: Any = None) -> torch.Tensor:  # fmt: skip
-        return _filled(where, value, key, shape, dtype or default, spec, mesh)
+        return _filled(where, value, key, shape, default if dtype is None else dtype, spec, mesh)
 
     return init
 
@@ -156,7 +156,7 @@ def variance_scaling(scale: float, mode: str, distribution: str, in_axis: Axes =
 
     def init(key: Key, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None,
              mesh: Any = None) -> torch.Tensor:  # fmt: skip
-        dtype = dtype or default
+        dtype = default if dtype is None else dtype
         key = checked(key, where)
         need(dtype, kinds.FLOATS, where)
         shape = shape_of(shape, where)
@@ -236,7 +236,7 @@ def orthogonal(scale: float = 1.0, column_axis: int = -1, dtype: torch.dtype = t
 
     def init(key: Key, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None,
              mesh: Any = None) -> torch.Tensor:  # fmt: skip
-        dtype, shape = dtype or default, shape_of(shape, where)
+        dtype, shape = default if dtype is None else dtype, shape_of(shape, where)
         if len(shape) < 2:
             raise RandomError(report(where, f"shape must have 2 dims or more, but it is {shape}"))
         (column,) = dims(column_axis, len(shape), where, "column_axis")
@@ -267,7 +267,7 @@ def delta_orthogonal(scale: float = 1.0, column_axis: int = -1, dtype: torch.dty
 
     def init(key: Key, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None,
              mesh: Any = None) -> torch.Tensor:  # fmt: skip
-        dtype, shape = dtype or default, shape_of(shape, where)
+        dtype, shape = default if dtype is None else dtype, shape_of(shape, where)
         if len(shape) not in (3, 4, 5):
             raise RandomError(report(where, f"shape must have 3, 4 or 5 dims, but it is {shape}"))
         if shape[-1] < shape[-2]:
@@ -312,7 +312,7 @@ def _scaled(
 
     def init(key: Key, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None,
              mesh: Any = None) -> torch.Tensor:  # fmt: skip
-        dtype, key = dtype or default, checked(key, where)
+        dtype, key = default if dtype is None else dtype, checked(key, where)
         need(dtype, kinds.FLOATS, where)
         return drawn(where, key, Draw(kind, shape_of(shape, where), dtype, params), spec, mesh) * rounded(scale, dtype)
 

@@ -26,8 +26,10 @@ def need(dtype: Any, known: Any, where: str, name: str = "dtype") -> None:
         what = "dtype" if name == "dtype" else f"{name}'s dtype"
         wrong_place = not isinstance(dtype, torch.dtype) and name == "dtype"
         named = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-        fix = f"dtype=torch.{dtype}" if isinstance(named, torch.dtype) else (
-            "dtype=torch.float32, say; numbers that come after dtype by name, minval=0.0" if wrong_place else "")  # fmt: skip
+        example = torch.float32 if torch.float32 in known else next(iter(known))
+        fix = (f"dtype={named}" if named in known else
+               f"dtype={example}, say" if isinstance(dtype, str) else
+               f"dtype={example}, say; numbers that come after dtype by name, minval=0.0" if wrong_place else "")  # fmt: skip
         said = short(dtype) if wrong_place else dtype
         raise RandomError(report(where, f"{what} must be one of {names}, but it is {said}", fix=fix))
 
