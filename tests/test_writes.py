@@ -299,6 +299,66 @@ def test_lists_whose_entries_share_memory() -> None:
         assert torch.equal(vfn.unshard(out), whole(5)[2:]), "the last one of the list is written last"
 
 
+READ_AND_WRITTEN = {  # what one device refuses, or does in an order that is the processor's
+    "column": lambda v: v.mul_(v[:, :1]),
+    "row": lambda v: v.mul_(v[:1]),
+    "one": lambda v: v.add_(v[0, 0]),
+    "transposed": lambda v: v[:3, :3].add_(v[:3, :3].t()),
+    "next": lambda v: v[1:].copy_(v[:-1]),
+    "out": lambda v: torch.mul(v, v[:, :1], out=v),
+    "list": lambda v: torch._foreach_mul_([v * 1, v], [v, v[:, :1]]),
+    "rows": lambda v: v.index_add_(0, torch.tensor([0, 1]), v[:2]),
+}
+READ_ELSEWHERE = {  # other elements, or the same ones
+    "column": lambda v: v[:, 1:].mul_(v[:, :1]),
+    "same": lambda v: v[1:].mul_(v[1:]),
+    "copy": lambda v: v.mul_(v[:, :1].clone()),
+    "number": lambda v: v.masked_fill_(v > 0.2, v[0, 1]),
+}
+
+
+def wrong_reads(mesh, splits) -> list[str]:
+    wrong = []
+    for spec in splits:
+        for name, write in READ_AND_WRITTEN.items():
+            x = vfn.shard(whole(5), mesh, spec).clone()
+            try:
+                write(x)
+                wrong.append(f"{name}, {spec} is done")
+            except InPlaceError as error:
+                if "it reads some of the elements that it writes" not in str(error):
+                    wrong.append(f"{name}, {spec}: {error}")
+            if not torch.equal(vfn.unshard(x), whole(5)):
+                wrong.append(f"{name}, {spec} is half done")
+        for name, write in READ_ELSEWHERE.items():
+            x, want = vfn.shard(whole(5), mesh, spec).clone(), whole(5)
+            write(x), write(want)
+            if not torch.equal(vfn.unshard(x), want):
+                wrong.append(f"{name}, {spec}")
+    return wrong
+
+
+def test_what_is_read_and_written_is_refused_on_all_ranks_alike() -> None:
+    with vfn.simulate(6):
+        assert not wrong_reads(vfn.make_mesh((2, 3), ("a", "b")), [*SPLITS, P()])
+        x = vfn.shard(whole(5), vfn.make_mesh((6,), ("a",)), P("a"))
+        with pytest.raises(InPlaceError) as error:
+            x.mul_(x[:, :1])
+    assert str(error.value) == (
+        "mul_: it reads some of the elements that it writes, through another view of them\n"
+        "  * it writes f64[5@a,5] and reads f64[5@a,1]\n"
+        "  Instead: a copy of what is read: v.mul_(v[:, :1].clone())"
+    )
+
+
+def _reads_on_real_ranks():  # of five rows three ranks have two, two and one
+    return wrong_reads(vfn.make_mesh((3,), ("a",)), [P("a")])
+
+
+def test_such_reads_on_real_ranks(gloo) -> None:
+    assert gloo(3, _reads_on_real_ranks) == [[]] * 3
+
+
 # --- into views of plain tensors, beside arrays -----------------------------------------------------------------------
 
 INTO_PLAIN = {

@@ -6,6 +6,7 @@ A write through a copied view would be lost, and such a view would miss writes t
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from .arguments import tensors_in
 from .blocks import LIST_OPS
 from .errors import InPlaceError, op_text, report
 from .layout import layout, text
-from .refusals import LOST, MISSED
+from .refusals import LOST, MISSED, READS
+from .shown import Place, overlap
 
 
 class MovedView(NamedTuple):
@@ -129,6 +131,45 @@ def entries(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Seq
     alone = all(writers.get(memory, {k}) == {k} for k, call in enumerate(calls)
                 for x in tensors_in(*call) for memory in memories(x))  # fmt: skip
     return [] if alone else calls
+
+
+_IN_PARTS = ("copy_", "cat.out", "index_add", "index_copy", "index_put", "_index_put", "scatter", "gather")
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_no_order(func: Any) -> bool:
+    """Whether an op may read an element after it wrote it: pointwise ops, and others for which torch looks at that."""
+    name = str(func).removeprefix("aten.")
+    if name.startswith(("fill_", "masked_fill_", "index_fill_")):
+        return False  # they read a number first
+    return torch.Tag.pointwise in func.tags or name.startswith((*_IN_PARTS, "_foreach_"))
+
+
+def check_reads(func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: Any) -> None:
+    """Raise, on all ranks alike, if an op reads some of what it writes: one device refuses it, or gives what the order of the
+    elements makes of it; a block does one or the other by its size.
+    """
+    if isinstance(target, (list, tuple)):
+        roots = {id(getattr(x, "_root", x)) for x in target}
+        if all(
+            id(getattr(x, "_root", x)) not in roots for x in tensors_in([a for a in args if a is not target], kwargs)
+        ):
+            return
+        for k, x in enumerate(target):
+            row = [a[k] if isinstance(a, (list, tuple)) and len(a) == len(target) else a for a in args]
+            check_reads(func, row, {name: a for name, a in kwargs.items() if isinstance(a, torch.Tensor)}, x)
+        return
+    root = getattr(target, "_root", target)
+    for x in tensors_in(args, kwargs):
+        if x is target or not isinstance(x, DTensor) or getattr(x, "_root", x) is not root:
+            continue
+        if isinstance(target, DTensor) and _in_no_order(func) and overlap(_place(x), _place(target)):
+            raise InPlaceError(report(op_text(func), READS, [f"it writes {text(target)} and reads {text(x)}"],
+                                      "a copy of what is read: v.mul_(v[:, :1].clone())"))  # fmt: skip
+
+
+def _place(x: Any) -> Place:
+    return Place(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
 
 
 def check_writable(func: Any, target: Any) -> None:

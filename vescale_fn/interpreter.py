@@ -19,6 +19,7 @@ from . import _torch, blocks, context, places, replicas, reshard
 from .aliases import (
     MovedView,
     after_write,
+    check_reads,
     check_writable,
     entries,
     memories,
@@ -121,6 +122,8 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     source = args[0]
     notes = source.__dict__
     if way == WRITE:
+        if len(args) > 1:
+            check_reads(func, args, kwargs or {}, source)
         if notes:
             check_writable(func, source)
         func(*local, **kwargs) if kwargs else func(*local)
@@ -198,6 +201,7 @@ def _carry_out(
     targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in blocks.written(func)]
     for target in targets:
         check_writable(func, target)
+        check_reads(func, args, kwargs, target)
     shown = any(moved_view(x) is not None for x in tensors_in(args, kwargs))
     if shown or decision.moves or decision.targets is None:  # else each rank goes through the lists as one device does
         for call in (calls := entries(func, args, kwargs, targets)):

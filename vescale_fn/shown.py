@@ -7,6 +7,7 @@ its elements the view shows, and a write into the view can be carried out on the
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -64,6 +65,14 @@ class Piece(NamedTuple):
         return x
 
 
+class Place(NamedTuple):
+    """Where a view of an array is in memory, on one device."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
 def shown_by(view: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> Shown | None:
     """What a view shows of an array of this shape and these strides; None where that cannot be told dim by dim.
 
@@ -94,6 +103,21 @@ def shown_by(view: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -
     if -1 in last or any(n >= shape[d] for d, n in last.items()):
         return None  # a dim of the view goes on from one row of the array to the next
     return Shown(tuple(shape), tuple(start.get(d, 0) for d in range(len(shape))), tuple(walks))
+
+
+@functools.lru_cache(maxsize=4096)
+def overlap(one: Place, other: Place) -> bool:
+    """Whether two views of one memory have some elements in common, and are not the same view of it."""
+    views = [[(n, s) for n, s in zip(place.shape, place.stride) if n > 1] for place in (one, other)]
+    ends = [place.offset + sum((n - 1) * s for n, s in dims) + 1 for place, dims in zip((one, other), views)]
+    if 0 in one.shape or 0 in other.shape or one.offset >= ends[1] or other.offset >= ends[0]:
+        return False
+    if views[0] == views[1] and one.offset == other.offset:
+        return False
+    first = min(one.offset, other.offset)
+    marked = torch.zeros(max(ends) - first, dtype=torch.bool, device="cpu")
+    marked.as_strided(one.shape, one.stride, one.offset - first).fill_(True)
+    return bool(marked.as_strided(other.shape, other.stride, other.offset - first).any())
 
 
 def pieces(shown: Shown, held: Sequence[range | list[int]], whole: Sequence[int]) -> Iterator[Piece]:
