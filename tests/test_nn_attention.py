@@ -73,6 +73,39 @@ def test_values_and_gradients_are_those_of_one_device(case, method, causal, zigz
     assert [vfn.spec_of(x) for x in (out, *found)] == [spec] * 4
 
 
+UNEVEN = [("4", 10), ("4", 5), ("4", 12), ("2x2", 7), ("2x2x2", 1), ("two axes, minor first", 9)]
+UNEVEN_WAYS = [("ring", False, 0), ("ring", True, 0), ("ring", True, 1), ("all_gather", True, 1), ("all_to_all", False, 0),
+               ("all_to_all", True, 0), ("all_to_all", True, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "length"), UNEVEN)
+def test_sequences_that_the_ranks_do_not_divide(case, length):
+    """Uneven parts, ranks without tokens, halves of which one is longer; with each way to share them."""
+    shape, names, spec = MESHES[case]
+    n = ranks_of(shape, names, spec)
+    leaves, weights = made(length=length), torch.randn(2, 4, length, 5, dtype=F64)
+    with vfn.simulate(math.prod(shape)):
+        mesh = vfn.make_mesh(shape, names)
+        parts = vfn.shard(leaves, mesh, spec)
+        for method, causal, zigzag in UNEVEN_WAYS:
+            if (method, zigzag, "," in case) == ("ring", 1, True):
+                continue  # test_messages
+            order = zigzag_order(length, n) if zigzag else None
+            whole = lambda *x, c=causal, o=order: reference(*x, c, o)
+            for scale in (None, 0.0, -0.3) if length == 10 and not zigzag else (None,):
+                given = (leaves[0] * math.sqrt(5) * scale, *leaves[1:]) if scale is not None else leaves
+                f = lambda q, k, v, m=method, c=causal, z=n * zigzag, s=scale: attention(
+                    q, k, v, causal=c, method=m, zigzag=z, scale=s
+                )
+                want = whole(*given)
+                with vfn.strict():
+                    out, found = f(*parts), vfn.grad(loss(f, weights), (0, 1, 2))(*parts)
+                close([out], [want])
+                if scale is None:
+                    close(found, vfn.grad(loss(whole, weights), (0, 1, 2))(*leaves))
+                assert [vfn.spec_of(x) for x in (out, *found)] == [spec] * 4
+
+
 def test_ranks_that_split_the_heads_may_be_more_than_there_are_heads_of_keys():
     leaves, weights = made(length=4), torch.randn(2, 4, 4, 5, dtype=F64)
     f = lambda *x: attention(*x, causal=True)
@@ -141,12 +174,13 @@ def test_the_ring_has_second_derivatives_in_both_modes(zigzag):
 
 def test_values_of_another_width_and_keys_of_another_length():
     q, k, v = made(value_width=3)
-    k, v = k[:, :, :12], v[:, :, :12]
     weights = torch.randn(2, 4, 16, 3, dtype=F64)
     whole = loss(lambda *x: reference(*x, False), weights)
-    with vfn.simulate(4):
-        parts = vfn.shard((q, k, v), vfn.make_mesh((4,), ("cp",)), P(None, None, "cp"))
-        close(vfn.grad(loss(attention, weights), (0, 1, 2))(*parts), vfn.grad(whole, (0, 1, 2))(q, k, v))
+    for length in (12, 7):
+        k, v = k[:, :, :length], v[:, :, :length]
+        with vfn.simulate(4):
+            parts = vfn.shard((q, k, v), vfn.make_mesh((4,), ("cp",)), P(None, None, "cp"))
+            close(vfn.grad(loss(attention, weights), (0, 1, 2))(*parts), vfn.grad(whole, (0, 1, 2))(q, k, v))
 
 
 @pytest.mark.parametrize("zigzag", [0, 4])
@@ -234,12 +268,8 @@ def test_the_zigzag_order():
     assert tokens[:, order][:, order.argsort()].equal(tokens)
     seen = [sum(int(i) + 1 for i in part) for part in order.chunk(4)]  # how many tokens the tokens of a rank look at
     assert len(set(seen)) == 1
-    with pytest.raises(CollectiveError) as error:
-        zigzag_order(10, 4)
-    assert str(error.value).splitlines() == [
-        "nn.zigzag_order: zigzag order cuts the sequence into 2 * 4 = 8 parts, but 10 % 8 = 2",
-        "  Instead: pad the tokens at the end: under a causal mask no token looks at what comes after it",
-    ]
+    assert zigzag_order(10, 4).tolist() == [0, 1, 9, 2, 3, 8, 4, 5, 7, 6]  # 3, 3, 3, 1 of the ranks
+    assert zigzag_order(5, 4).tolist() == [0, 4, 1, 3, 2]
     with pytest.raises(CollectiveError, match="n must be a positive int, but it is the int 0"):
         zigzag_order(10, 0)
 
@@ -286,14 +316,6 @@ def test_messages():
     q, k, v = made(length=6)
     with vfn.simulate(4):
         mesh = vfn.make_mesh((4,), ("cp",))
-        parts = vfn.shard((q, k, v), mesh, P(None, None, "cp"))
-        assert lines_of(lambda: attention(*parts, causal=True)) == [
-            "nn.attention: the sequence cannot be split over 4 ranks along 'cp'",
-            "  * the sequence of q does not divide: 6 % 4 = 2",
-            "  * the sequence of k and v does not divide: 6 % 4 = 2",
-            "  Instead: pad the tokens at the end: under a causal mask no token looks at what comes after it; or "
-            "method='all_gather'",
-        ]
         parts = vfn.shard(made(heads=6, shared=3), mesh, P(None, None, "cp"))
         assert lines_of(lambda: attention(*parts, method="all_to_all")) == [
             "nn.attention: the sequence cannot be split over 4 ranks along 'cp'",
@@ -310,6 +332,19 @@ def test_messages():
         assert lines_of(lambda: attention(vfn.with_sharding(parts[0], P(None, "tp", "cp")), *parts[1:])) == [
             "nn.attention: the sequence cannot be split over 2 ranks along 'cp'",
             "  * the heads of k do not divide by the 2 ranks along 'tp': 3 % 2 = 1",
+        ]
+        parts = vfn.shard(made(length=9), mesh, P(None, None, ("tp", "cp")))
+        assert lines_of(lambda: attention(*parts, causal=True, zigzag=4)) == [
+            "nn.attention: the sequence cannot be split over 4 ranks along 'tp', 'cp'",
+            "  * zigzag_order gives the ranks [3, 3, 3, 0] tokens, but they have [3, 2, 2, 2]",
+            "  Instead: split the sequence over one axis; or pad the tokens at the end; or method='all_gather'",
+        ]
+        odd = vfn.shard_map(lambda *x: attention(*x, causal=True, axis="cp", zigzag=2), mesh=mesh,
+                            in_specs=P(None, None, "cp"), out_specs=P(None, None, "cp"))  # fmt: skip
+        assert lines_of(lambda: odd(q, k, v)) == [
+            "nn.attention: the sequence cannot be split over 2 ranks along 'cp'",
+            "  * in zigzag order a rank has an early and a late half, but 3 tokens",
+            "  Instead: pad the tokens at the end; or nn.attention on arrays, which does",
         ]
         body = vfn.shard_map(attention, mesh=mesh, in_specs=P(), out_specs=P())
         assert lines_of(lambda: body(q, k, v))[0] == (
@@ -349,11 +384,12 @@ def on_ranks(leaves, weights):
     return vfn.unshard(found)
 
 
-def test_on_real_ranks(gloo):
-    leaves, weights = made(length=8), torch.randn(2, 4, 8, 5, dtype=F64)
+@pytest.mark.parametrize("length", [8, 7])
+def test_on_real_ranks(gloo, length):
+    leaves, weights = made(length=length), torch.randn(2, 4, length, 5, dtype=F64)
     want = []
     for _, zigzag in (*ON_RANKS, ON_RANKS[-1]):
-        order = zigzag_order(8, 2) if zigzag else None
+        order = zigzag_order(length, 2) if zigzag else None
         whole = loss(lambda *x, o=order: reference(*x, True, o), weights)
         want.append(vfn.value_and_grad(whole, (0, 1, 2))(*leaves))
     for found in gloo(4, on_ranks, leaves, weights):

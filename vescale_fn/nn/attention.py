@@ -20,10 +20,13 @@ from ..ops.sending import taking_part
 from ..placement import with_sharding
 from ..shard_map import shard_map
 from ..spec import P, from_split_axes, split_axes
+from .padding import cut, padded, part_sizes
 from .ring import ring_attention
-from .zigzag import PAD, uneven, zigzag_order
+from .visible import positions, without_padding
+from .zigzag import chunks
 
 Axes = tuple[str, ...]
+Counts = tuple[int, ...] | None  # how many of each rank's keys are no padding, if there is any
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
@@ -31,9 +34,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     """Scaled dot product attention, of a sequence that may be split over ranks.
 
     On plain tensors and on arrays whose sequence is whole this is ``F.scaled_dot_product_attention``. On arrays whose
-    sequence is split, each rank works on its own queries, and `method` says how it meets the keys and values of all
-    others. Batch and heads may be split over other axes at the same time. Inside a `shard_map` body, q, k and v are one
-    rank's part of the sequence.
+    sequence is split, evenly or not, each rank works on its own queries, and `method` says how it meets the keys and
+    values of all others. Batch and heads may be split over other axes at the same time. Inside a `shard_map` body, q, k
+    and v are one rank's part of the sequence.
 
     Args:
         q: queries [B, H, T, D].
@@ -46,7 +49,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
             be said.
         method: "ring": keys and values go round, and neither scores nor the other ranks' keys are kept: a rank's memory
             is that of its part of the sequence. "all_gather": keys and values are gathered, which is one collective
-            there and one back, and are kept whole; so a sequence may have any length. "all_to_all": each rank gets the
+            there and one back, and are kept whole. "all_to_all": each rank gets the
             whole sequence of some of the heads, which the number of ranks must divide; what travels does not grow with
             the number of ranks.
         zigzag: n, if the tokens lie in the order ``zigzag_order(T, n)``. With `causal` and n ranks, all ranks have the
@@ -84,8 +87,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
                 fix=f"axis=..., one of the {mesh_text(axes_of(body.mesh))}; or F.scaled_dot_product_attention, if each "
                 "rank has the whole sequence"))  # fmt: skip
         names = taking_part("nn.attention", axis, "axis")[1]
-        _check_parts(q, k, method, zigzag, axis_size(names), names, q.shape[2], k.shape[2])
-        return _METHODS[method](q, k, v, names, scale, causal, zigzag)
+        n = axis_size(names)
+        _check_parts(q, k, method, causal, zigzag, names, (q.shape[2],) * n)
+        return _METHODS[method](q, k, v, names, scale, causal, zigzag, None)
     if not arrays:
         return _whole(q, k, v, scale, causal, zigzag)
     mesh = mesh_of(arrays[0])
@@ -103,24 +107,39 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
         apart, whole = from_split_axes([batch, heads, names]), from_split_axes([batch, heads], reduced=names)
         q, k, v = with_sharding((q, k, v), (apart, whole, whole), mesh=mesh)
         return _whole(q, k, v, scale, causal, zigzag)
-    _check_parts(q, k, method, zigzag, n, names, q.shape[2] // n, k.shape[2] // n, batch, heads, sizes)
-    spec = from_split_axes([batch, heads, names])
-    return _mapped(mesh, spec, names, method, scale, causal, zigzag)(q, k, v)
+    wanted, length = from_split_axes([batch, heads, names]), q.shape[2]
+    if length % n or k.shape[2] % n:  # in another order a part need not be contiguous
+        names = tuple(a for a in sizes if a in names)
+    here, there = (part_sizes(x.shape[2], names, mesh) for x in (q, k))
+    _check_parts(q, k, method, causal, zigzag, names, here, batch, heads, sizes)
+    spec, multiple = from_split_axes([batch, heads, names]), 2 if _halved(method, causal, zigzag) else 1
+    if not (length % (n * multiple) or k.shape[2] % (n * multiple)):
+        return _mapped(mesh, spec, names, method, scale, causal, zigzag, None)(q, k, v)
+    if spec != wanted or not all(map(is_array, (q, k, v))):
+        q, k, v = with_sharding((q, k, v), (spec, spec, spec), mesh=mesh)
+    q, k, v = (padded(x, mesh, spec, 2, "nn.attention", multiple) for x in (q, k, v))
+    out = _mapped(mesh, spec, names, method, scale, causal, zigzag, there)(q, k, v)
+    out = cut(out, mesh, spec, 2, length, "nn.attention", multiple)
+    return out if spec == wanted else with_sharding(out, wanted, mesh=mesh)
 
 
 @functools.lru_cache(maxsize=256)
-def _mapped(mesh: Any, spec: P, names: Axes, method: str, scale: float, causal: bool, zigzag: int) -> Any:
+def _mapped(mesh: Any, spec: P, names: Axes, method: str, scale: float, causal: bool, zigzag: int,
+            counts: Counts) -> Any:  # fmt: skip
     def attention(q: Any, k: Any, v: Any) -> Any:
-        return _METHODS[method](q, k, v, names, scale, causal, zigzag)
+        if counts is None:
+            return _METHODS[method](q, k, v, names, scale, causal, zigzag, None)
+        *given, its = without_padding(q, k, v, names, counts, scale)
+        return _METHODS[method](*given, names, its, causal, zigzag, counts)[..., :-1]
 
     return shard_map(attention, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec)
 
 
-def _whole(q: Any, k: Any, v: Any, scale: float, causal: bool, zigzag: int) -> Any:
+def _whole(q: Any, k: Any, v: Any, scale: float, causal: bool, zigzag: int, counts: Counts = None) -> Any:
     """On one device. In zigzag order the mask is by position."""
     mask = None
     if causal and zigzag:
-        order = zigzag_order(q.shape[2], zigzag).to(q.device)
+        order = positions(q.shape[2], zigzag, counts, q.device)
         mask = order.unsqueeze(1) >= order
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal and mask is None, scale=scale,
                                           enable_gqa=q.shape[1] != k.shape[1])  # fmt: skip
@@ -129,31 +148,28 @@ def _whole(q: Any, k: Any, v: Any, scale: float, causal: bool, zigzag: int) -> A
 # --- the three ways, in a body ----------------------------------------------------------------------------------------
 
 
-def _ring(q: Any, k: Any, v: Any, names: Axes, scale: float, causal: bool, zigzag: int) -> Any:
+def _ring(q: Any, k: Any, v: Any, names: Axes, scale: float, causal: bool, zigzag: int, counts: Counts) -> Any:
     return ring_attention(q, k, v, names, scale, causal, bool(zigzag))
 
 
-def _gather(q: Any, k: Any, v: Any, names: Axes, scale: float, causal: bool, zigzag: int) -> Any:
+def _gather(q: Any, k: Any, v: Any, names: Axes, scale: float, causal: bool, zigzag: int, counts: Counts) -> Any:
     """All keys and values come to each rank."""
     length, mask = q.shape[2], None
     k, v = all_gather((k, v), names, axis=2, tiled=True)
     if causal:
-        there = torch.arange(k.shape[2], device=q.device)
-        here = torch.arange(length, device=q.device) + axis_index(names) * length
-        if zigzag:
-            there = zigzag_order(k.shape[2], zigzag).to(q.device)
-            here = there.index_select(0, here)
+        there = positions(k.shape[2], zigzag, counts, q.device)
+        here = there.index_select(0, torch.arange(length, device=q.device) + axis_index(names) * length)
         mask = here.unsqueeze(1) >= there
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _exchange(q: Any, k: Any, v: Any, names: Axes, scale: float, causal: bool, zigzag: int) -> Any:
+def _exchange(q: Any, k: Any, v: Any, names: Axes, scale: float, causal: bool, zigzag: int, counts: Counts) -> Any:
     """The whole sequence of some of the heads comes to each rank."""
     n = axis_size(names)
     if k.shape[1] % n:  # several ranks need the same key head
         k, v = (x.repeat_interleave(n // k.shape[1], 1) for x in (k, v))
     q, k, v = all_to_all((q, k, v), names, 1, 2, tiled=True)
-    return all_to_all(_whole(q, k, v, scale, causal, zigzag), names, 2, 1, tiled=True)
+    return all_to_all(_whole(q, k, v, scale, causal, zigzag, counts), names, 2, 1, tiled=True)
 
 
 _METHODS: dict[str, Callable[..., Any]] = {"ring": _ring, "all_gather": _gather, "all_to_all": _exchange}
@@ -197,26 +213,33 @@ def _check(q: Any, k: Any, v: Any, causal: Any, method: Any, zigzag: Any) -> Non
         raise CollectiveError(report("nn.attention", "the arguments do not fit", failures))
 
 
-def _check_parts(q: Any, k: Any, method: str, zigzag: int, n: int, names: Axes, t: int, s: int, batch: Axes = (),
-                 heads: Axes = (), sizes: Any = None) -> None:  # fmt: skip
-    """Whether the sequence may be split over `n` ranks, `t` queries and `s` keys each, and heads and batch over others."""
-    along, failures, fix = f"{n} ranks along {', '.join(map(repr, names))}", [], ""
+def _halved(method: str, causal: bool, zigzag: int) -> bool:
+    """Whether a rank works on the two halves of its tokens."""
+    return method == "ring" and causal and zigzag > 0
+
+
+def _check_parts(q: Any, k: Any, method: str, causal: bool, zigzag: int, names: Axes, counts: tuple[int, ...],
+                 batch: Axes = (), heads: Axes = (), sizes: Any = None) -> None:  # fmt: skip
+    """Whether the sequence may be split into parts of `counts`, and heads and batch over others."""
+    n, failures, fix = len(counts), [], ""
+    along = f"{n} ranks along {', '.join(map(repr, names))}"
     if sizes is not None:
-        for name, x, part in (("q", q, t), ("k and v", k, s)):
-            if part * n != x.shape[2]:
-                failures.append(f"the sequence of {name} does not divide: {x.shape[2]} % {n} = {x.shape[2] % n}")
-                fix = f"{PAD}; or method='all_gather'" + ", in the usual order" * bool(zigzag)
         for word, dim, axes in (("batch", 0, batch), ("heads", 1, heads)):
             ranks = math.prod(sizes[a] for a in axes)
             failures += [f"the {word} of {name} {'do' if dim else 'does'} not divide by the {ranks} ranks along "
                          f"{', '.join(map(repr, axes))}: {x.shape[dim]} % {ranks} = {x.shape[dim] % ranks}"
                          for name, x in (("q", q), ("k", k)) if x.shape[dim] % ranks]  # fmt: skip
-    if zigzag and t * n % (2 * zigzag):
-        failures.append(uneven(t * n, zigzag))
-        fix = fix or PAD
     if zigzag and zigzag != n and method == "ring":
         failures.append(f"tokens in the zigzag order of {zigzag} ranks go round a ring of {n}")
-        fix = fix or f"zigzag={n}, with the tokens in the order zigzag_order({t * n}, {n}); or method='all_gather'"
+        fix = f"zigzag={n}, with the tokens in the order zigzag_order({sum(counts)}, {n}); or method='all_gather'"
+    elif _halved(method, causal, zigzag):
+        if sizes is None and counts[0] % 2:
+            failures.append(f"in zigzag order a rank has an early and a late half, but {counts[0]} tokens")
+            fix = "pad the tokens at the end; or nn.attention on arrays, which does"
+        if counts != chunks(sum(counts), n):
+            failures.append(f"zigzag_order gives the ranks {list(chunks(sum(counts), n))} tokens, but they have "
+                            f"{list(counts)}")  # fmt: skip
+            fix = "split the sequence over one axis; or pad the tokens at the end; or method='all_gather'"
     if method == "all_to_all":
         ranks = math.prod(sizes[a] for a in heads) if sizes is not None else 1
         mine, shared = q.shape[1] // ranks, k.shape[1] // ranks

@@ -17,43 +17,56 @@ from ..mesh import axes_of, coordinates, played_ranks
 from ..spec import P, dim_indices, from_split_axes, local_shape, split_axes
 
 
-def padded(x: Any, mesh: Any, spec: P, dim: int, why: str) -> Any:
-    """An array that lies as `spec`, made as long along a split dim as its axes divide; differentiable."""
+def padded(x: Any, mesh: Any, spec: P, dim: int, why: str, multiple: int = 1) -> Any:
+    """An array of layout `spec`, made so long along a split dim that each part has one size, of which `multiple` is a
+    divisor; differentiable."""
     sizes = axes_of(mesh)
     n = math.prod(sizes[a] for a in split_axes(spec, x.ndim)[dim])
     x = moved(x, mesh, spec, why)
-    return x if x.shape[dim] % n == 0 else linear.apply(_Padded(mesh, spec, dim, x.shape[dim], n, why), x)[0]
+    if x.shape[dim] % (n * multiple) == 0:
+        return x
+    return linear.apply(_Padded(mesh, spec, dim, x.shape[dim], n, multiple, why), x)[0]
 
 
-def cut(x: Any, mesh: Any, spec: P, dim: int, size: int, why: str) -> Any:
+def cut(x: Any, mesh: Any, spec: P, dim: int, size: int, why: str, multiple: int = 1) -> Any:
     """What `padded` made longer, back at `size`; differentiable."""
     n = math.prod(axes_of(mesh)[a] for a in split_axes(spec, x.ndim)[dim])
-    return x if x.shape[dim] == size else linear.apply(_Cut(mesh, spec, dim, size, n, why), x)[0]
+    return x if x.shape[dim] == size else linear.apply(_Cut(mesh, spec, dim, size, n, multiple, why), x)[0]
 
 
 def spans(size: int, names: tuple[str, ...], mesh: Any) -> torch.Tensor:
     """Where each part of a dim of `size` begins and ends that lies along these axes: i64[n, 2]."""
+    found = _parts(size, names, mesh)
+    return torch.tensor([(one[0], one[-1] + 1) if len(one) else (size, size) for one in found], device=mesh.device_type)
+
+
+def part_sizes(size: int, names: tuple[str, ...], mesh: Any) -> tuple[int, ...]:
+    """How large each part of a dim of `size` is that is split along these axes."""
+    return tuple(map(len, _parts(size, names, mesh)))
+
+
+def _parts(size: int, names: tuple[str, ...], mesh: Any) -> list[Any]:
     axes = axes_of(mesh)
     places = itertools.product(*(range(axes[a]) for a in names))
-    found = [dim_indices(size, names, axes, dict(zip(names, place))) for place in places]
-    return torch.tensor([(one[0], one[-1] + 1) if len(one) else (size, size) for one in found], device=mesh.device_type)
+    return [dim_indices(size, names, axes, dict(zip(names, place))) for place in places]
 
 
 @dataclass(frozen=True)
 class _Padded:
-    """From `size` to the next multiple of `n`: each part has zeros at its end, if it is smaller than the largest."""
+    """From `size` to the next multiple of `n * multiple`: each part that is smaller than the others has zeros at its end."""
 
     mesh: Any
     spec: P
     dim: int
     size: int
     n: int
+    multiple: int
     why: str
     lead: Lead = ()
 
     @property
     def part(self) -> int:
-        return -(-self.size // self.n)
+        return -(-self.size // (self.n * self.multiple)) * self.multiple
 
     def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self._each(xs[0], lambda block, own: _with_zeros(block, self.dim, self.part), self.part * self.n),)
@@ -71,8 +84,13 @@ class _Padded:
         shape[self.dim] = size
         return wrap(local, self.mesh, spec, torch.Size(shape))
 
+    def _back(self) -> tuple[Any, ...]:
+        """The fields of the transpose."""
+        why = f"{self.why} (backward)"
+        return self.mesh, _swapped(self.spec), self.dim, self.size, self.n, self.multiple, why, self.lead
+
     def transpose(self) -> _Cut:
-        return _Cut(self.mesh, _swapped(self.spec), self.dim, self.size, self.n, f"{self.why} (backward)", self.lead)
+        return _Cut(*self._back())
 
     def batched(self, over: tuple[str, ...]) -> _Padded:
         return replace(self, lead=(over, *self.lead), dim=self.dim + 1)
@@ -86,7 +104,7 @@ class _Cut(_Padded):
         return (self._each(xs[0], lambda block, own: block.narrow(self.dim, 0, own).contiguous(), self.size),)
 
     def transpose(self) -> _Padded:  # type: ignore[override]
-        return _Padded(self.mesh, _swapped(self.spec), self.dim, self.size, self.n, f"{self.why} (backward)", self.lead)
+        return _Padded(*self._back())
 
 
 def _with_zeros(block: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -12,10 +12,11 @@ def zigzag_order(length: int, n: int) -> torch.Tensor:
 
     The sequence is cut into 2n parts, and rank i of n holds parts i and 2n - 1 - i. Under a causal mask, where a token
     looks at all tokens before it, each rank then has as much to do as any other; with consecutive parts the last rank
-    has all of the work of a step, and the first none.
+    has all of the work of a step, and the first none. Where 2n does not divide the length, each rank has as many tokens
+    as any split of the sequence gives it, and the last ranks' late parts are shorter, or empty.
 
     Args:
-        length: of the sequence; 2n must divide it.
+        length: of the sequence.
         n: the number of ranks that the sequence is split over.
 
     Returns:
@@ -23,7 +24,7 @@ def zigzag_order(length: int, n: int) -> torch.Tensor:
         each (for rotary angles, say), and ``y[:, order.argsort()]`` the original order again.
 
     Raises:
-        CollectiveError: a length that does not divide.
+        CollectiveError: a length or a number of ranks that is none.
 
     Source: Brandon et al., "Striped Attention" (arXiv 2311.09431) for the idea; this order is that of Llama 3's context
         parallelism (arXiv 2407.21783, section 3.3.2).
@@ -37,15 +38,14 @@ def zigzag_order(length: int, n: int) -> torch.Tensor:
             raise CollectiveError(
                 report("nn.zigzag_order", f"{name} must be a positive int, but it is {described(value)}")
             )
-    if length % (2 * n):
-        raise CollectiveError(report("nn.zigzag_order", uneven(length, n), fix=PAD))
-    parts = torch.arange(length).view(2 * n, -1)
-    return torch.stack([parts[:n], parts[n:].flip(0)], 1).flatten()
+    held = chunks(length, n)
+    early = [min(one, -(-held[0] // 2)) for one in held]
+    sizes = [*early, *(one - its for one, its in zip(held[::-1], early[::-1], strict=True))]
+    parts = torch.arange(length).split(sizes)
+    return torch.cat([one for i in range(n) for one in (parts[i], parts[2 * n - 1 - i])])
 
 
-def uneven(length: int, n: int) -> str:
-    """What is wrong with a length that does not divide."""
-    return f"zigzag order cuts the sequence into 2 * {n} = {2 * n} parts, but {length} % {2 * n} = {length % (2 * n)}"
-
-
-PAD = "pad the tokens at the end: under a causal mask no token looks at what comes after it"
+def chunks(length: int, n: int) -> tuple[int, ...]:
+    """How many tokens each of n ranks has."""
+    part = -(-length // n)
+    return tuple(max(0, min(part, length - i * part)) for i in range(n))
