@@ -504,6 +504,28 @@ def test_entries_of_a_vmap_stay_split_over_axes_that_a_map_does_not_use(names, c
         assert_close(vfn.unshard(grads), both)
 
 
+def _entries_on_real_ranks():
+    mesh = vfn.make_mesh((2, 2), ("i", "j"))
+    f = vfn.shard_map(scaled, mesh=mesh, in_specs=(P(None, "j"), P("j")), out_specs=P())
+    batch, w = numbers(4, 5, 6, seed=12), numbers(6, 2, seed=13)
+    xs, ws = vfn.shard((batch, w), mesh, (P("i", None, "j"), P("j")))
+    found = []
+    for g in (vfn.vmap(f, (0, None)), vfn.jit(vfn.vmap(f, (0, None))), vfn.vmap(f, (0, None), spmd_axis_name="i")):
+        with vfn.strict(), vfn.comm_log() as log:
+            got = g(xs, ws)
+        found.append((vfn.spec_of(got), {entry.axes for entry in log}, vfn.unshard(got)))
+    return found
+
+
+def test_entries_of_a_vmap_on_real_ranks(gloo):
+    batch, w = numbers(4, 5, 6, seed=12), numbers(6, 2, seed=13)
+    want = torch.stack([whole_scaled(x, w) for x in batch])
+    for results in gloo(4, _entries_on_real_ranks):
+        for spec, axes, got in results:
+            assert (spec, axes) == (P("i"), {("j",)})
+            assert_close(got, want)
+
+
 @pytest.mark.parametrize("lying", [P("i"), P(("i", "j")), P("j", "i"), P(None, None, "i")])
 def test_entries_of_a_vmap_whose_body_does_not_communicate_move_nothing(lying):
     batch = numbers(3, 4, 2, seed=14)
