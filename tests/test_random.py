@@ -240,6 +240,30 @@ def test_raw_bits() -> None:
     assert repr(keys) == "Key(shape=(3,), threefry2x32)"
 
 
+def test_torchs_functions_on_arrays_of_keys():
+    """As in jax.numpy they see the array of keys, and not the dim of their bits; others are refused."""
+    keys = random.split(KEY, 6).reshape(2, 3)
+    one, other = keys[0, 0], keys[0, 1]
+    assert torch.cat([keys, keys[:1]]) == keys[torch.tensor([0, 1, 0])]
+    assert torch.cat([keys, keys[:, :1]], dim=-1) == keys[:, torch.tensor([0, 1, 2, 0])]
+    assert torch.stack([one, other]) == keys[0, :2]
+    assert torch.stack([keys[0], keys[1]], -1).shape == (3, 2)
+    assert torch.stack([keys[0], keys[1]], -1)[2] == keys[:, 2]
+    assert torch.where(torch.tensor(False), one, other) == other
+    assert torch.where(torch.tensor([True, False, True]), keys, one)[1, 1] == one
+    assert torch.broadcast_to(keys[0], (4, 3))[3] == keys[0]
+    for refused, why in (
+        (lambda: np.asarray(KEY), r"vfn.random.key_data\(key\), its bits"),
+        (lambda: np.array(keys), r"vfn.random.key_data\(key\), its bits"),
+        (lambda: torch.exp(KEY), r"exp: torch's functions are not for keys"),
+        (lambda: torch.cat([one, other]), r"torch.stack\(keys\)"),
+        (lambda: torch.stack([one, torch.zeros(2)]), r"stack: keys go with keys alone"),
+        (lambda: torch.where(torch.tensor(True), one, torch.zeros(2)), r"where: keys go with keys alone"),
+    ):
+        with pytest.raises(RandomError, match=why):
+            refused()
+
+
 def test_keys_and_draws_are_the_same_where_something_watches() -> None:
     """Python's integers where nothing does, operators under a mode."""
     program = lambda: (

@@ -85,6 +85,17 @@ class Key:
             raise IndexError(f"{used} indices for an array of keys of shape {self.shape}")
         return Key(self.data[(*entries, slice(None)) if any(i is ... for i in entries) else entries], self.impl)
 
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RandomError(report("Key", "a key is no array of numpy's", fix="vfn.random.key_data(key), its bits"))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _ON_ARRAYS_OF_KEYS:
+            raise RandomError(report(
+                getattr(func, "__name__", "torch"), "torch's functions are not for keys, but for cat, stack, where and "
+                "broadcast_to", fix="vfn.random.key_data(key), its bits"))  # fmt: skip
+        return _ON_ARRAYS_OF_KEYS[func](*args, **kwargs or {})
+
     def _need_dims(self, what: str) -> None:
         if not self.ndim:
             raise RandomError(report("Key", f"{what} needs an array of keys, but this is one key, of shape ()",
@@ -108,6 +119,47 @@ class Key:
             return f"Key(shape={self.shape}, {self.impl})"
         first, second = (word & 0xFFFFFFFF for word in self.data.tolist())
         return f"Key([{first}, {second}], {self.impl})"
+
+
+def _bits(where: str, keys: Sequence[Any]) -> tuple[list[Any], str]:
+    """What keys are made of, and their generator, which all share."""
+    if wrong := [described(key) for key in keys if not isinstance(key, Key)]:
+        raise RandomError(report(where, f"keys go with keys alone, and this is {wrong[0]}", fix=_key_from(None)))
+    return [key.data for key in keys], keys[0].impl
+
+
+def _cat(tensors: Sequence[Any], dim: int = 0) -> Key:
+    for key in tensors:
+        if isinstance(key, Key) and not key.ndim:
+            raise RandomError(report("cat", "this is one key, of shape (), and has no dim", fix="torch.stack(keys)"))
+    data, impl = _bits("cat", tensors)
+    return Key(torch.cat(data, _dim(dim, tensors[0].ndim)), impl)
+
+
+def _stack(tensors: Sequence[Any], dim: int = 0) -> Key:
+    data, impl = _bits("stack", tensors)
+    return Key(torch.stack(data, _dim(dim, tensors[0].ndim + 1)), impl)
+
+
+def _where(condition: torch.Tensor, input: Any, other: Any) -> Key:
+    (one, another), impl = _bits("where", (input, other))
+    return Key(torch.where(condition[..., None], one, another), impl)
+
+
+def _broadcast_to(input: Key, size: Sequence[int]) -> Key:
+    return Key(torch.broadcast_to(input.data, (*size, 2)), input.impl)
+
+
+def _dim(dim: int, ndim: int) -> int:
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"dim {dim} of an array of keys of {ndim} dims")
+    return dim % ndim
+
+
+_ON_ARRAYS_OF_KEYS: dict[Any, Any] = {
+    torch.cat: _cat, torch.concat: _cat, torch.concatenate: _cat, torch.stack: _stack, torch.where: _where,
+    torch.broadcast_to: _broadcast_to,
+}  # fmt: skip
 
 
 def _no_arithmetic(symbol: str) -> Any:
