@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import vescale_fn as vfn
-from vescale_fn import P, random, tree
+from vescale_fn import P, _torch, random, tree
 from vescale_fn.errors import TransformError
 
 KEY = random.key(1)
@@ -45,6 +45,12 @@ def close(found, wanted):
 @pytest.mark.parametrize("linearize", [vfn.linearize, func.linearize], ids=["vfn", "torch.func"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_the_derivative_and_can_be_called_again(name, linearize):
+    if (
+        name == "checkpoint" and _torch.checkpoint_saver is not None
+    ):  # torch 2.11's has no forward mode, on one device neither
+        with pytest.raises(NotImplementedError, match="jvp"):
+            func.jvp(PROGRAMS[name](lambda c: c), (X,), (V,))
+        return
     out, slope = func.jvp(PROGRAMS[name](lambda c: c), (X,), (V,))
     for spec in SPECS if linearize is vfn.linearize else SPECS[:2]:
         with vfn.simulate(6):

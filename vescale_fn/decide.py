@@ -231,7 +231,8 @@ def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, 
         try:
             fakes = iter([torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors])
             fake_args = [replace(a, fakes) for a in args]
-            out = SHAPES.get(func, func)(*fake_args, **{k: replace(a, fakes) for k, a in kwargs.items()})
+            shaped: Any = SHAPES.get(func) or func
+            out = shaped(*fake_args, **{k: replace(a, fakes) for k, a in kwargs.items()})
         except Exception:
             return None, False
     if out is None and func._schema.name.endswith("_"):  # a list changed in place
