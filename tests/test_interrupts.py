@@ -52,10 +52,10 @@ def interrupted(f, at):
 
 
 def ambient():
-    """Everything that is ambient; a setting that is there as None is as one that is not."""
+    """Everything that is ambient; a setting that is there as nothing is as one that is not."""
     (states, *process), watchers, torchs = interrupts.before()
-    states = [{name: value for name, value in state.items() if value not in (None, 0, False)} for state in states]
-    patched = "apply" in vars(torch.autograd.function._SingleLevelFunction)
+    states = [{name: value for name, value in state.items() if value not in (None, 0, False, ())} for state in states]
+    patched = "apply" in vars(torch.autograd.function._SingleLevelFunction), "data" in vars(torch.Tensor)
     return states, process, watchers, torchs, places.listening, patched, tracking.watchers()
 
 

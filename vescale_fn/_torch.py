@@ -654,12 +654,15 @@ def ambient() -> tuple[Any, ...]:
     dispatch = _python_dispatch._get_current_dispatch_mode_stack() if dispatch_modes() else ()
     functions = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
     settings = torch.is_grad_enabled(), _only_lift(), torch.get_default_dtype(), torch.is_autocast_cache_enabled()
-    return dispatch, functions, _functorch_depth(), settings, torch._C._is_torch_function_enabled()
+    exchanges = _recordings.get(threading.get_ident(), 0)
+    return dispatch, functions, _functorch_depth(), settings, torch._C._is_torch_function_enabled(), exchanges
 
 
 def set_ambient(saved: tuple[Any, ...]) -> None:
     """Put back what `ambient` has found."""
-    dispatch, functions, depth, settings, seen = saved
+    dispatch, functions, depth, settings, seen, exchanges = saved
+    if _recordings.get(threading.get_ident(), 0) != exchanges:
+        _see_exchanges(exchanges)
     if seen and not torch._C._is_torch_function_enabled():
         _enabling.__exit__(None, None, None)
     now = ambient()
@@ -1035,7 +1038,7 @@ def without_values(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, devic
 
 
 _seeing = threading.Lock()
-_recordings = 0  # that see exchanges, in all threads
+_recordings: dict[int, int] = {}  # by thread, how many see exchanges
 _data: Any = torch._C.TensorBase.data
 _uses: Any = torch._C.TensorBase._use_count
 
@@ -1063,18 +1066,25 @@ def _counted(x: torch.Tensor) -> int:
 def exchanges_seen() -> Iterator[None]:
     """Have the recorder at work asked before `x.data = value`, of which no mode learns: ``recorder().assigned(x, value, set)``;
     and before `torch.utils.swap_tensors`, which begins by counting the uses of both: ``recorder().swapped(x)``."""
-    global _recordings
-    with _seeing:
-        _recordings += 1
-        torch.Tensor.data = _Data()  # type: ignore[assignment]
-        torch.Tensor._use_count = _counted  # type: ignore[method-assign]
+    before = _recordings.get(threading.get_ident(), 0)
+    _see_exchanges(before + 1)
     try:
         yield
     finally:
-        with _seeing:
-            _recordings -= 1
-            if not _recordings:
-                del torch.Tensor.data, torch.Tensor._use_count
+        _see_exchanges(before)
+
+
+def _see_exchanges(recordings: int) -> None:
+    """Say how many recordings of this thread see exchanges."""
+    with _seeing:
+        _recordings[threading.get_ident()] = recordings
+        if not recordings:
+            del _recordings[threading.get_ident()]
+        if _recordings:
+            torch.Tensor.data = _Data()  # type: ignore[assignment]
+            torch.Tensor._use_count = _counted  # type: ignore[method-assign]
+        elif "data" in vars(torch.Tensor):
+            del torch.Tensor.data, torch.Tensor._use_count
 
 
 NO_VALUE_ERRORS: tuple[type[Exception], ...] = tuple(  # what says that an op cannot be run without values
