@@ -69,12 +69,8 @@ _running: list[Saving] = []  # and those that have ended, until it is told how
 def start(path: Path, work: Callable[[], None]) -> Saving:
     """Begin a save; the one before has ended (see `finish_last`)."""
     saving = Saving(path, work)
-    _running.append(saving)
-    try:
-        saving._thread.start()
-    except BaseException:
-        _running.remove(saving)
-        raise
+    saving._thread.start()
+    _running.append(saving)  # not before: another thread may wait for what is listed here
     if multiprocessing.parent_process() is not None:
         multiprocessing.util.Finalize(None, _end_child, exitpriority=0)
     return saving
