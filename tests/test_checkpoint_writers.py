@@ -16,7 +16,7 @@ import pytest
 from test_checkpoint import WHOLE, same, text_of
 
 import vescale_fn as vfn
-from vescale_fn.checkpoint import Manager, locks
+from vescale_fn.checkpoint import Manager, background, locks
 from vescale_fn.errors import CheckpointError
 
 
@@ -191,6 +191,19 @@ def test_threads_that_save_in_the_background(tmp_path):
     vfn.save(tmp_path / "last", {})
     assert [vfn.load(tmp_path / f"{i}") for i in range(3)] == [{"i": i, "k": 4} for i in range(3)]
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "last"]
+
+
+def test_a_save_that_has_not_begun_is_not_waited_for(tmp_path, monkeypatch):
+    """Another thread looks for saves to wait for just before this one's thread starts."""
+    begin = threading.Thread.start
+
+    def start(thread):
+        background.finish_last(tell=False)
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    vfn.save(tmp_path / "last", {"x": 1}, background=True).wait()
+    assert vfn.load(tmp_path / "last") == {"x": 1}
 
 
 def test_a_lock_of_another_machine(tmp_path):

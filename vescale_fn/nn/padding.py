@@ -14,7 +14,7 @@ from ..array import Lead, led, moved, wrap
 from ..blocks import each
 from ..layout import layout
 from ..mesh import axes_of, coordinates, played_ranks
-from ..spec import P, dim_indices, from_split_axes, local_shape, split_axes
+from ..spec import P, dim_indices, local_shape, split_axes
 
 
 def padded(x: Any, mesh: Any, spec: P, dim: int, why: str, multiple: int = 1) -> Any:
@@ -114,7 +114,3 @@ def _with_zeros(block: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 def _swapped(spec: P) -> P:
     return P(*spec, unreduced=spec.reduced, reduced=spec.unreduced)
-
-
-def _one_dim_in(spec: P) -> P:
-    return from_split_axes([(), *split_axes(spec, len(spec))], spec.unreduced, spec.reduced)
