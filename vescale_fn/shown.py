@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from .spec import index_runs
+
 
 class Walk(NamedTuple):
     """Along which dims of the array a dim of the view goes, and in which steps; nowhere, for one of size 1."""
@@ -129,7 +131,7 @@ def pieces(shown: Shown, held: Sequence[range | list[int]], whole: Sequence[int]
         whole: the dims of the view that are split as the array's: of these the block has all that it needs.
     """
     alike = {shown.alike(k) for k in whole}
-    runs = [[(0, 0, len(row))] if d in alike else list(_runs(row)) for d, row in enumerate(held)]
+    runs = [[(0, 0, len(row))] if d in alike else list(index_runs(row)) for d, row in enumerate(held)]
     for block in itertools.product(*runs):
         spans: list[slice] = []
         at = [slice(place + s - first, place + s - first + 1) for s, (first, place, _) in zip(shown.start, block)]
@@ -154,16 +156,3 @@ def pieces(shown: Shown, held: Sequence[range | list[int]], whole: Sequence[int]
                 at[d] = slice(begin, begin + (high - low - 1) * step + 1, step) if high > low else slice(0, 0)
         if all(one.stop is None or one.stop > one.start for one in spans):
             yield Piece(shown, tuple(spans), tuple(at))
-
-
-def _runs(row: range | list[int]) -> Iterator[tuple[int, int, int]]:
-    """The runs of consecutive indices in a row: the first, its place in the row, how many."""
-    if isinstance(row, range):
-        if len(row):
-            yield row.start, 0, len(row)
-        return
-    begin = 0
-    for i in range(1, len(row) + 1):
-        if i == len(row) or row[i] != row[i - 1] + 1:
-            yield row[begin], begin, i - begin
-            begin = i

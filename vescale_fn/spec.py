@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import optree
@@ -273,6 +273,19 @@ def _as_range(indices: range | list[int]) -> range | list[int]:
         return range(0)
     contiguous = indices[-1] - indices[0] == len(indices) - 1  # they ascend and differ
     return range(indices[0], indices[-1] + 1) if contiguous else indices
+
+
+def index_runs(indices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """The runs of neighbours among ascending indices: the first index, its place among them, how many."""
+    if isinstance(indices, range):
+        if len(indices):
+            yield indices.start, 0, len(indices)
+        return
+    begin = 0
+    for i in range(1, len(indices) + 1):
+        if i == len(indices) or indices[i] != indices[i - 1] + 1:
+            yield indices[begin], begin, i - begin
+            begin = i
 
 
 def local_indices(shape: Sequence[int], axes: Axes, spec: P, coord: Mapping[str, int]) -> tuple[range | list[int], ...]:

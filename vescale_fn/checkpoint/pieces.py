@@ -14,7 +14,7 @@ from ..array import Array, is_array, spec_of
 from ..blocks import Blocks
 from ..mesh import axes_of, coordinates, played_ranks
 from ..placement import from_blocks
-from ..spec import P, local_indices, local_shape
+from ..spec import P, index_runs, local_indices, local_shape
 
 
 class Piece(NamedTuple):
@@ -25,22 +25,9 @@ class Piece(NamedTuple):
     tensor: torch.Tensor  # a view
 
 
-def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first index of the whole, first index here, how many) of each run of neighbours."""
-    if isinstance(indices, range):
-        if len(indices):
-            yield indices.start, 0, len(indices)
-        return
-    begin = 0
-    for i in range(1, len(indices) + 1):
-        if i == len(indices) or indices[i] != indices[i - 1] + 1:
-            yield indices[begin], begin, i - begin
-            begin = i
-
-
 def _cut(block: torch.Tensor, where: Sequence[Sequence[int]]) -> Iterator[Piece]:
     """The pieces of a block that has these indices of the whole, a dim."""
-    for runs in itertools.product(*(tuple(_runs(indices)) for indices in where)):
+    for runs in itertools.product(*(tuple(index_runs(indices)) for indices in where)):
         view = block
         for dim, (_, here, n) in enumerate(runs):
             view = view.narrow(dim, here, n)
