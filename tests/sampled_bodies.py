@@ -234,15 +234,13 @@ class Sampler:
         self.fresh_names += 1
         return f"v{self.fresh_names}"
 
-    def add(self, text, *operands, fresh=False, everywhere=False):
-        """A line that does not communicate. `fresh`: it makes a constant, too; `everywhere`: nothing is known of it."""
+    def add(self, text, *operands, fresh=False):
+        """A line that does not communicate. `fresh`: it makes a constant, too."""
         varying = frozenset().union(*(v.varying for v in operands))
         reduced = frozenset().union(*(v.reduced for v in operands)) - varying
         invariant = any(not axis_is_in(v, axis) for axis in reduced for v in operands) or (fresh and reduced)
         if invariant:
             return None  # reduced meets invariant
-        if everywhere:
-            varying, reduced = frozenset(self.case.names), frozenset()
         line = Line([self.name()], text.format(*(v.name for v in operands)))
         return self.ran(line, [(varying, reduced, frozenset().union(*(v.unreduced for v in operands)))])
 
@@ -388,7 +386,7 @@ def fresh(s):
 def one_dim(s):
     if (a := s.pick(ndim=1)) is not None:
         text = s.rng.choice(FROM_ONE_DIM).strip().replace("{d}", str(s.rng.randrange(-a.ndim, a.ndim)))
-        s.add(text, a, everywhere="empty_like" in text)
+        s.add(text, a)
 
 
 def binary(s):

@@ -307,6 +307,10 @@ READ_AND_WRITTEN = {  # what one device refuses, or does in an order that is the
     "next": lambda v: v[1:].copy_(v[:-1]),
     "out": lambda v: torch.mul(v, v[:, :1], out=v),
     "list": lambda v: torch._foreach_mul_([v * 1, v], [v, v[:, :1]]),
+    "sum": lambda v: torch.sum(v, 0, out=v[0]),
+    "largest": lambda v: torch.amax(v, 1, out=v[:, 0]),
+    "running": lambda v: torch.cumsum(v[1:], 0, out=v[:-1]),
+    "product": lambda v: torch.mm(v[:2], v, out=v[:2]),
     "rows": lambda v: v.index_add_(0, torch.tensor([0, 1]), v[:2]),
 }
 READ_ELSEWHERE = {  # other elements, or the same ones

@@ -133,16 +133,10 @@ def entries(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Seq
     return [] if alone else calls
 
 
-_IN_PARTS = ("copy_", "cat.out", "index_add", "index_copy", "index_put", "_index_put", "scatter", "gather")
-
-
 @functools.lru_cache(maxsize=4096)
-def _in_no_order(func: Any) -> bool:
-    """Whether an op may read an element after it wrote it: pointwise ops, and others for which torch looks at that."""
-    name = str(func).removeprefix("aten.")
-    if name.startswith(("fill_", "masked_fill_", "index_fill_")):
-        return False  # they read a number first
-    return torch.Tag.pointwise in func.tags or name.startswith((*_IN_PARTS, "_foreach_"))
+def _reads_first(func: Any) -> bool:
+    """Whether an op has read all that it needs before it writes: a number, which is the only thing that it reads."""
+    return func._schema.name.removeprefix("aten::") in ("fill_", "masked_fill_", "index_fill_")
 
 
 def check_reads(func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: Any) -> None:
@@ -163,7 +157,7 @@ def check_reads(func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: 
     for x in tensors_in(args, kwargs):
         if x is target or not isinstance(x, DTensor) or getattr(x, "_root", x) is not root:
             continue
-        if isinstance(target, DTensor) and _in_no_order(func) and overlap(_place(x), _place(target)):
+        if isinstance(target, DTensor) and not _reads_first(func) and overlap(_place(x), _place(target)):
             raise InPlaceError(report(op_text(func), READS, [f"it writes {text(target)} and reads {text(x)}"],
                                       "a copy of what is read: v.mul_(v[:, :1].clone())"))  # fmt: skip
 

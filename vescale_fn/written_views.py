@@ -86,12 +86,25 @@ def write_pieces(
         if (place := _torch.memory(block)) in done:
             continue
         done.add(place)
-        for piece in pieces(shown, local_indices(shape, axes, spec, coordinates(mesh, rank)), list(alike)):
-            mine = iter([_part(x.blocks[at] if type(x) is Blocks else x, piece.spans[skip:], shown.walks[skip:])
-                         for x, skip in zip(local, first, strict=True)])  # fmt: skip
+        given = [x.blocks[at] if type(x) is Blocks else x for x in local]
+        writes = [
+            (
+                piece.of(block),
+                [_part(x, piece.spans[skip:], shown.walks[skip:]) for x, skip in zip(given, first, strict=True)],
+            )
+            for piece in pieces(shown, local_indices(shape, axes, spec, coordinates(mesh, rank)), list(alike))
+        ]
+        # A plan has this write on every rank, or its passes would see memory that is written on some ranks alone.
+        for target, values in writes or [(block.as_strided((0,), (1,)), list(map(_nothing, given)))]:
+            mine = iter(values)
             rest = [replace(a, mine) for a in args[1:]]
-            func(piece.of(block), *rest, **{k: replace(a, mine) for k, a in kwargs.items()})
+            func(target, *rest, **{k: replace(a, mine) for k, a in kwargs.items()})
     return True
+
+
+def _nothing(x: torch.Tensor) -> torch.Tensor:
+    """No element of a tensor, as a view of it; a number as it is."""
+    return x.as_strided((0,), (1,)) if x.ndim else x
 
 
 def _part(x: torch.Tensor, spans: Sequence[slice], walks: Sequence[Any]) -> torch.Tensor:
