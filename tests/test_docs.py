@@ -1,4 +1,4 @@
-"""What is written for readers runs: README blocks, docstring examples, notebooks. The promised names are there."""
+"""What is written for readers runs: blocks of README and docs, docstring examples, notebooks. The promised names are there."""
 
 import doctest
 import importlib
@@ -38,7 +38,10 @@ random optim
 PROMISED_RANDOM = "key split fold_in key_data wrap_key_data bits uniform normal bernoulli randint dropout".split()
 
 
-# README
+# README and docs
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(text: str) -> list[str]:
@@ -67,11 +70,12 @@ def run_python(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_readme_blocks_run(tmp_path: Path) -> None:
+def test_blocks_run(tmp_path: Path) -> None:
     """As a reader would: each in a file and a process of its own, anywhere on the disk."""
     forked = []
-    for index, block in enumerate(blocks((ROOT / "README.md").read_text())):
-        script = tmp_path / f"block_{index}.py"
+    programs = {f"{page.stem}_{i}": block for page in PAGES for i, block in enumerate(blocks(page.read_text()))}
+    for name, block in programs.items():
+        script = tmp_path / f"{name}.py"
         script.write_text(block)
         if "vfn.launch(" in block:  # whose ranks import what the process was started with
             ran = run_python(tmp_path, str(script))
@@ -85,17 +89,39 @@ def test_readme_blocks_run(tmp_path: Path) -> None:
     assert ran.stdout.split() == ["0"] * len(forked), ran.stderr
 
 
-def test_readme_begins_with_a_program() -> None:
-    first = blocks((ROOT / "README.md").read_text())[0]
+def test_readme_begins_with_a_program_and_what_it_prints(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    first = blocks(text)[0]
     lines = [line for line in first.splitlines() if line.strip() and not line.strip().startswith("#")]
     assert 10 <= len(lines) <= 18
     assert "assert_close" in first
     assert "simulate(8)" in first
+    (tmp_path / "program.py").write_text(first)
+    ran = run_python(tmp_path, "program.py")
+    printed = re.search(r"<!-- what it prints -->\n```text\n(.*?)```", text, re.DOTALL)
+    assert printed
+    assert (ran.stdout.replace(f"{tmp_path}/", "").split(), ran.stderr) == (printed[1].split(), "")
+
+
+def test_readme_is_short_and_its_links_lead_somewhere() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 300 + 270  # the list of files
+    dead = []
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]:
+        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+            path, _, anchor = target.partition("#")
+            if "://" in target:
+                continue
+            file = (page.parent / path).resolve() if path else page
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor and file.exists() else []
+            anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            if not file.exists() or (anchor and anchor not in anchors):
+                dead.append(f"{page.name}: {target}")
+    assert dead == []
 
 
 def test_readme_counts_the_lines_for_distribution() -> None:
     marks = [mark for name in count_lines.PROGRAM for _, _, mark in count_lines.distribution_lines(name)]
-    text = " ".join((ROOT / "README.md").read_text().split())
+    text = " ".join((ROOT / "docs" / "training.md").read_text().split())
     assert f"**{len(marks)} lines** exist only for distribution" in text
     for mark, where in count_lines.MARKS.items():
         assert f"{marks.count(mark)} {where}" in text

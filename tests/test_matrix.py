@@ -1,4 +1,4 @@
-"""Every transform in every context: the answer of one device, or one clear error. The README's table says which.
+"""Every transform in every context: the answer of one device, or one clear error. The table in docs/transforms.md says which.
 
 A row is a transform, a column a context: the ways to run one and the same function on a mesh. Each cell is compared with
 the transform of that function on plain tensors.
@@ -17,7 +17,7 @@ import vescale_fn as vfn
 from vescale_fn import P, random
 from vescale_fn.errors import VfnError
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "transforms.md"
 KEY = random.key(7)
 
 
@@ -227,7 +227,7 @@ def test_every_cell_on_real_ranks(gloo):
 
 
 def table():
-    """The README's table, as it should be."""
+    """The table of docs/transforms.md, as it should be."""
     lines = ["| | " + " | ".join(CONTEXTS) + " |", "|---" * (len(CONTEXTS) + 1) + "|"]
     for row in TRANSFORMS:
         cells = []
@@ -239,8 +239,8 @@ def table():
     return "\n".join(lines)
 
 
-def test_the_readme_has_this_table():
-    text = README.read_text()
+def test_the_page_has_this_table():
+    text = PAGE.read_text()
     start = text.index("<!-- matrix -->\n") + len("<!-- matrix -->\n")
     assert text[start : text.index("\n\n", start)] == table()
     for error in ERRORS.values():

@@ -91,15 +91,15 @@ def test_an_error_of_torchs_in_a_body_names_the_blocks() -> None:
     ]
 
 
-# --- in the README ----------------------------------------------------------------------------------------------------
+# --- in the documentation ----------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKERS = re.compile(r"^ *[\^~]+$|^\(\d+ frames? of vescale_fn.*\)$", re.MULTILINE)  # which some Pythons print
 
 
-def test_the_error_of_the_readme(tmp_path: Path) -> None:
+def test_the_error_of_the_documentation(tmp_path: Path) -> None:
     program, printed = (
-        re.search(rf"<!-- {marker} -->\n```\w+\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+        re.search(rf"<!-- {marker} -->\n```\w+\n(.*?)```", (ROOT / "docs" / "errors.md").read_text(), re.DOTALL)[1]
         for marker in ("mistake", "what is printed")
     )
     (tmp_path / "program.py").write_text(program)
