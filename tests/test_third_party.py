@@ -300,14 +300,3 @@ def test_a_torch_that_no_test_has_seen_is_warned_of():
         _torch.warn_of_untested(version)
     with pytest.warns(UserWarning, match=r"vescale_fn is tested with torch 2.11 to 2.15, not with 2.16.0a0\+git1"):
         _torch.warn_of_untested("2.16.0a0+git1")
-
-
-def test_what_torch_compile_made_says_that_it_takes_no_arrays():
-    x, w = values(4, 3), values(4, 3)
-    with vfn.simulate(2):
-        split = vfn.shard(x, vfn.make_mesh((2,), ("a",)), P("a"))
-        with pytest.raises(
-            Exception, match="it cannot compile a function or a module that is given an array"
-        ) as caught:
-            compiled(split, w)
-    assert "* it is f64[4@a,3]\n  Instead: vfn.jit(step" in str(caught.value)

@@ -51,6 +51,7 @@ class Array(WithoutMemory, DTensor):
     )
 
     @classmethod
+    @_torch.not_compiled
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             args, kwargs = _take_in(args), _take_in(kwargs)
@@ -101,11 +102,9 @@ class Array(WithoutMemory, DTensor):
         )
 
     def __tensor_flatten__(self) -> Any:
-        if _torch.is_traced_by_dynamo():
-            raise TransformError(report("torch.compile", "it cannot compile a function or a module that is given an array",
-                                        [f"it is {self.type_text}"],
-                                        "vfn.jit(step, backend='inductor') of the whole step, or a shard_map whose body calls "
-                                        "it on blocks"))  # fmt: skip
+        _torch.break_graph(TransformError(report(
+            "torch.compile", "it cannot compile what is done with an array", [f"it is {self.type_text}"],
+            "vfn.jit(step, backend='inductor') of the whole step, or a shard_map whose body calls it on blocks")))  # fmt: skip
         return super().__tensor_flatten__()
 
     @staticmethod

@@ -99,6 +99,7 @@ class Blocks(WithoutMemory):
         return self.detach().clone().requires_grad_(self.requires_grad)  # type: ignore[return-value]
 
     @classmethod
+    @_torch.not_compiled
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(types) > 1 and not all(map(_HERE.__contains__, types)):
             return NotImplemented  # an array knows what to do with blocks, not they with it

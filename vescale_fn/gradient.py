@@ -26,6 +26,7 @@ from .meanings import explained
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
 
+@_torch.not_compiled
 def value_and_grad(
     f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -68,6 +69,7 @@ def _value_and_grad(
             fix=f"vfn.{where}(f)(x, ...): the arguments go to the function that it returns" if gave_arguments
             else "argnums=0 for the first argument"))  # fmt: skip
 
+    @_torch.not_compiled
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         saved = interrupts.before()
@@ -98,6 +100,7 @@ def _value_and_grad(
     return run
 
 
+@_torch.not_compiled
 def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """The function that returns the gradient of `f`, or ``(gradient, aux)``; see `value_and_grad`.
 

@@ -22,6 +22,7 @@ from .spec import P, are_rules, problems, spec_from_rules, too_long
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
 
+@_torch.not_compiled
 def eval_shape(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What `f` returns, without its values: shapes and dtypes, for no memory and next to no time. In a `shard_map` body
     they are those of one rank's blocks.
@@ -85,6 +86,7 @@ def _abstract(x: Any) -> Any:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
+@_torch.not_compiled
 def init(f: Callable[..., Any], *args: Any, spec: Any = None, mesh: Any = None) -> Any:
     """What `f` returns, laid out on a mesh, of which each rank makes its own shards alone.
 

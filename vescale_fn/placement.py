@@ -150,6 +150,7 @@ def _mesh_here(specs: Sequence[P], mesh: Any, where: str) -> Any:
     return body.auto
 
 
+@_torch.not_compiled
 def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     """Lay the tensors of a tree out on a mesh.
 
@@ -192,6 +193,7 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     return _rebuilt(treedef, out)
 
 
+@_torch.not_compiled
 def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     """State how the tensors of a tree lie, moving them if they lie otherwise.
 
@@ -279,6 +281,7 @@ def _is_finished_sum(x: Any, mesh: Any, spec: P) -> bool:
     return not (_torch.transforming() or _torch.forward_ad_active() or (torch.is_grad_enabled() and x.requires_grad))
 
 
+@_torch.not_compiled
 def unshard(tree_: Any) -> Any:
     """The tree with plain, whole tensors: every rank gets the whole value.
 
@@ -297,6 +300,7 @@ def unshard(tree_: Any) -> Any:
     return tree.map_(lambda x: whole(x) if is_array(x) else x, tree_)
 
 
+@_torch.not_compiled
 def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
     """Make arrays of the blocks that each rank has for itself: loaded data.
 

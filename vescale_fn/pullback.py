@@ -47,6 +47,7 @@ def pullback_of(flat: Callable[..., Any], primals: Sequence[torch.Tensor], follo
     return _autograd_vjp(flat, primals, follow)
 
 
+@_torch.not_compiled
 def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
     """``f(*primals)``, and the function from a cotangent of that result to the cotangents of the primals.
 
@@ -71,6 +72,7 @@ def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[[Any], tupl
     outs, back = pullback_of(flat, split.primals)
     out = flat.rebuilt(outs)
 
+    @_torch.not_compiled
     def pullback(cotangent: Any, *more: Any) -> tuple[Any, ...]:
         if more:
             raise TransformError(report("vjp: pullback", f"it takes one cotangent, a tree like the result, but {len(more) + 1} "

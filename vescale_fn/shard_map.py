@@ -184,6 +184,7 @@ def _found_mesh(leaves: Sequence[Any], outer: context.Body | None, name: str) ->
     return mesh
 
 
+@_torch.not_compiled
 def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs: Any, out_specs: Any,
               axis_names: Any = None, check_vma: bool = True) -> Any:  # fmt: skip
     """Map a function of one rank's blocks over the ranks of a mesh. Also a decorator.
@@ -236,6 +237,7 @@ def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs
         context.checked_mesh(mesh, "shard_map")
     mapped = _Mapped(f, mesh, in_specs, out_specs, axis_names, check_vma)
 
+    @_torch.not_compiled
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs:

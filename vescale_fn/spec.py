@@ -53,6 +53,7 @@ class P(tuple[Any, ...]):
     unreduced: frozenset[str]
     reduced: frozenset[str]
 
+    @_torch.not_compiled  # which would make a tuple of other entries
     def __new__(cls, *entries: Entry, unreduced: Iterable[str] = (), reduced: Iterable[str] = ()) -> P:
         self: P = super().__new__(cls, map(_entry, entries))
         self.unreduced = _names(unreduced, "unreduced")

@@ -21,6 +21,7 @@ from .pullback import Flat, partner_problem, pullback_of
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
 
+@_torch.not_compiled
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     """``f(*primals)`` and its derivative along `tangents`, by forward-mode differentiation.
 
@@ -81,6 +82,7 @@ def _directions(split: Split, tangents: Sequence[Any]) -> tuple[torch.Tensor, ..
     return directions
 
 
+@_torch.not_compiled
 def linearize(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
     """``f(*primals)``, and its derivative there: a function of tangents, which does not run `f` again.
 
@@ -124,6 +126,7 @@ def linearize(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., 
     _, forth = pullback_of(transposed, [torch.zeros_like(outs[i]) for i in smooth],
                            follow=any(x.requires_grad for x in outs))  # fmt: skip
 
+    @_torch.not_compiled
     def f_jvp(*tangents: Any) -> Any:
         if len(tangents) != len(primals):
             given = count_text(len(tangents), "tangent")
@@ -138,6 +141,7 @@ def linearize(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., 
     return out, f_jvp
 
 
+@_torch.not_compiled
 def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, axis_name: Any = None, axis_size: Any = None,
          spmd_axis_name: Any = None) -> Callable[..., Any]:  # fmt: skip
     """The function that applies `f` to each entry along a dim of its arguments.
@@ -167,6 +171,7 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, axis_name: 
     _refuse_names(axis_name, axis_size)
     _axes(spmd_axis_name)
 
+    @_torch.not_compiled
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
@@ -295,6 +300,7 @@ def _check_out_axes(result: Any, nodes: Sequence[Any], leaves: Sequence[Any], di
                                     "out_axes=0 there, or reduce the result over the entries after vmap"))  # fmt: skip
 
 
+@_torch.not_compiled
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """`f`, whose intermediate values are computed again in the backward pass instead of being kept.
 
@@ -314,6 +320,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
     checked_function(f, "remat")
 
+    @_torch.not_compiled
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if _torch.transforming() or _torch.forward_ad_active() or not torch.is_grad_enabled():

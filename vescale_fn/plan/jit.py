@@ -53,6 +53,7 @@ class CacheInfo(NamedTuple):
     last: str
 
 
+@_torch.not_compiled
 def jit(
     f: Any = ...,
     *,
@@ -166,6 +167,7 @@ class Jitted:
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         return self if owner is None else functools.partial(self, owner)
 
+    @_torch.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         saved = interrupts.before()
         try:
