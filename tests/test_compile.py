@@ -63,7 +63,7 @@ def placed(w, x):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it of each tensor
-@pytest.mark.parametrize("f", (stated, mapped, made_before, transformed, recorded, placed), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("f", [stated, mapped, made_before, transformed, recorded, placed], ids=lambda f: f.__name__)
 def test_a_compiled_function_that_holds_ours_runs(f):
     want, compiled = vfn.value_and_grad(f, argnums=(0, 1))(W, X), compile_(f)
     for _ in range(2):
