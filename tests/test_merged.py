@@ -36,12 +36,13 @@ def cases(count: int):
         parts = []
         for _ in range(draw.choice([2, 3, 4])):
             row = tuple(pool.pop() for _ in range(draw.choice([0, 0, 1, 1, 2])) if pool)
-            parts.append((draw.choice([1, 1, 2, 3]) * math.prod(axes[name] for name in row), row))
+            size = draw.choice([1, 1, 2, 3]) * math.prod(axes[name] for name in row)
+            parts.append((size + draw.choice([0, 0, 0, 1]), row))
         yield axes, parts
 
 
 def test_a_merged_dim_holds_what_its_parts_hold() -> None:
-    """Index maps, against numpy; as DTensor's placements and back; taken apart again."""
+    """Index maps, against numpy, even and uneven; as DTensor's placements and back; taken apart again."""
     merged = 0
     for axes, parts in cases(1500):
         sizes = [size for size, _ in parts]
@@ -92,7 +93,8 @@ def test_the_smallest_form() -> None:
 LAYOUTS = [P(), P("a"), P("b"), P(("a", "b")), P(("b", "a")), P("a", "b"), P(None, "a"), P(unreduced={"a"}),
            P(P.merged((4, None), (6, "a"))), P(P.merged((2, "a"), (12, "b"))), P(P.merged((4, "b"), (6, "a"))),
            P(P.merged((4, "a"), (6, "b"))), P(P.merged((3, None), (8, "b")), "a"), P(P.merged((12, None), (2, "a"))),
-           P(P.merged((2, None), (2, "b"), (6, "a"))), P(P.merged((4, None), (6, "a")), unreduced={"b"})]  # fmt: skip
+           P(P.merged((2, None), (2, "b"), (6, "a"))), P(P.merged((4, None), (6, "a")), unreduced={"b"}),
+           P(P.merged((3, "a"), (8, None))), P(P.merged((8, "b"), (3, "a")))]  # fmt: skip
 
 
 @pytest.mark.parametrize("names", ["ab", "ba"])
@@ -154,20 +156,20 @@ def test_moves_on_real_ranks(gloo) -> None:
 
 FREE = {  # what works on a merged dim where it lies
     "elementwise": lambda x, y: (x.exp() * 2 + y).relu(),
-    "a plain tensor": lambda x, y: x * torch.arange(24.0)[:, None, None],
+    "a plain tensor": lambda x, y: x * torch.arange(float(x.shape[0]))[:, None, None],
     "softmax of another dim": lambda x, y: x.softmax(-1),
     "sum of another dim": lambda x, y: x.sum(1),
     "bmm": lambda x, y: x @ y.mT,
-    "bmm, then back": lambda x, y: (x @ y.mT).view(4, 6, 5, 5).transpose(1, 2),
+    "bmm, then back": lambda x, y: (x @ y.mT).view(*PARTS[x.shape[0]], 5, 5).transpose(1, 2),
     "back in another way": lambda x, y: x.view(2, 12, 5, 3) * 2,
-    "merged further": lambda x, y: x.reshape(120, 3) + y.reshape(120, 3),
-    "matrix": lambda x, y: x.reshape(120, 3) @ torch.arange(6.0).view(3, 2),
+    "merged further": lambda x, y: x.reshape(-1, 3) + y.reshape(-1, 3),
+    "matrix": lambda x, y: x.reshape(-1, 3) @ torch.arange(6.0).view(3, 2),
     "transposed": lambda x, y: x.permute(1, 0, 2).exp(),
     "in place": lambda x, y: x.clone().mul_(y),
     "a row of zeros": lambda x, y: torch.zeros_like(x) + x,
     "embedding": lambda x, y: torch.nn.functional.embedding((x[..., 0] * 10).long() % 7, torch.arange(14.0).view(7, 2)),
     "layer norm": lambda x, y: torch.nn.functional.layer_norm(x, (5, 3)),
-    "grad": lambda x, y: vfn.grad(lambda x: (x.view(4, 6, 15).tanh().reshape(24, 5, 3) * y).sum())(x),
+    "grad": lambda x, y: vfn.grad(lambda x: (x.view(*PARTS[x.shape[0]], 15).tanh().reshape(-1, 5, 3) * y).sum())(x),
 }  # fmt: skip
 MOVING = {  # what needs it whole, or otherwise
     "cumsum": lambda x, y: x.cumsum(0),
@@ -184,22 +186,41 @@ SUMS = {  # what adds up what the ranks hold
     "contraction": lambda x, y: torch.einsum("nij,nik->jk", x, y),
     "max": lambda x, y: x.amax(0),
 }
+PARTS = {24: (4, 6), 35: (5, 7)}  # split evenly, and not
+EVEN = {"back in another way", "another cut"}
+
+
+def _merged(names: str, parts: tuple[int, int]):
+    """Two arrays of shape [n, 5, 3] whose first dim is merged of dims split over a and b, and their whole values."""
+    with vfn.simulate(4):
+        m = vfn.make_mesh((2, 2), tuple(names))
+        wholes = [torch.randn(*parts, 5, 3, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+        arrays = [vfn.shard(w, m, P("a", "b")).reshape(-1, 5, 3) for w in wholes]
+        assert arrays[0].type_text == f"f32[{parts[0]}@a*{parts[1]}@b,5,3]"
+        yield arrays, [w.reshape(-1, 5, 3) for w in wholes]
 
 
 @pytest.fixture(params=["ab", "ba"])
 def merged(request):
-    """Two arrays of shape [24, 5, 3] whose first dim is merged of [4@a, 6@b], and their whole values."""
-    with vfn.simulate(4):
-        m = vfn.make_mesh((2, 2), tuple(request.param))
-        wholes = [torch.randn(4, 6, 5, 3, generator=torch.Generator().manual_seed(k)) for k in range(2)]
-        arrays = [vfn.shard(w, m, P("a", "b")).reshape(24, 5, 3) for w in wholes]
-        assert arrays[0].type_text == "f32[4@a*6@b,5,3]"
-        yield arrays, [w.view(24, 5, 3) for w in wholes]
+    yield from _merged(request.param, PARTS[24])
+
+
+@pytest.fixture(params=["ab", "ba"])
+def uneven(request):
+    yield from _merged(request.param, PARTS[35])
+
+
+@pytest.mark.parametrize("name", sorted({*FREE, *SUMS, *MOVING} - EVEN))
+def test_ops_on_uneven_parts(uneven, name: str) -> None:
+    _check_op(*uneven, name)
 
 
 @pytest.mark.parametrize("name", [*FREE, *SUMS, *MOVING])
 def test_ops(merged, name: str) -> None:
-    arrays, wholes = merged
+    _check_op(*merged, name)
+
+
+def _check_op(arrays, wholes, name: str) -> None:
     f = {**FREE, **SUMS, **MOVING}[name]
     want = f(*(w.clone() for w in wholes)) if name != "meets another layout" else wholes[0] + wholes[1]
     if name == "written":

@@ -725,6 +725,30 @@ def test_nothing_moves_that_need_not(program, laid, moves):
     assert moves_of(program, (2,), *laid) == moves
 
 
+@pytest.mark.parametrize(("names", "batch"), [("a", 5), ("ab", 5), ("ba", 2)])  # 2 of 6 ranks have something
+def test_a_product_of_an_uneven_batch_gathers_nothing(names, batch):
+    """[batch, tokens, dim] seen as rows, which torch's products work on, stays split between sequences."""
+    x, w, b = f(batch, 3, 4), f(6, 4), f(6)
+    rnn = torch.nn.GRU(4, 3, batch_first=True).double()
+    weights = [p.detach() for p in rnn.parameters()]
+    labels = torch.arange(batch * 3).remainder(6)
+    programs = {
+        "@": lambda x, w, b: x @ w.t(),
+        "linear": lambda x, w, b: F.linear(x, w, b).tanh(),
+        "cross_entropy": lambda x, w, b: F.cross_entropy(F.linear(x, w, b).flatten(0, 1), labels, reduction="none"),
+        "gru": lambda x, w, b: torch._VF.gru(x, x.new_zeros(1, batch, 3), weights, True, 1, 0.0, False, False, True)[0],
+    }
+    with vfn.simulate(6 if len(names) > 1 else 2):
+        mesh = vfn.make_mesh((2, 3)[: len(names)], ("a", "b")[: len(names)])
+        held = vfn.shard(x, mesh, P(tuple(names))), vfn.shard(w, mesh, P()), vfn.shard(b, mesh, P())
+        for name, program in programs.items():
+            grad = vfn.grad(lambda *args, program=program: program(*args).square().sum(), (0, 1, 2))
+            with vfn.comm_log() as log:
+                got = program(*held), (vfn.jit(grad) if name == "linear" else grad)(*held)
+            assert {entry.op for entry in log} <= {"all_reduce"}, (name, log)
+            torch.testing.assert_close(vfn.unshard(got), (program(x, w, b), grad(x, w, b)))
+
+
 def test_a_matrix_for_each_group_of_rows():
     """grouped_mm, whatever is split, evenly or not: each rank its own rows and its own groups, and nothing is gathered."""
     w, v = f(4, 16, 24).float() / 9, f(16, 24).float()

@@ -18,7 +18,7 @@ from . import _torch, blocks, context, interpreter, linear, marks, reshard
 from .blocks import Blocks, WithoutMemory
 from .errors import InPlaceError, MeshError, SpecError, TransformError, described, mesh_text, report, short
 from .layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
-from .merged import Merged
+from .merged import Merged, UnevenParts
 from .mesh import SimulatedMesh, axes_of, coordinates, is_simulated, played_ranks, rebuild_mesh, same
 from .spec import (
     P,
@@ -212,7 +212,9 @@ def _marked(x: Array, reduced: frozenset[str], parameter: bool) -> Array:
     return x
 
 
-torch.serialization.add_safe_globals([Array, Blocks, Merged, SimulatedMesh, P, _rebuild, rebuild_mesh, rebuild_spec])
+torch.serialization.add_safe_globals(
+    [Array, Blocks, Merged, UnevenParts, SimulatedMesh, P, _rebuild, rebuild_mesh, rebuild_spec]
+)
 
 
 def wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...] | None = None) -> Array:

@@ -1,8 +1,9 @@
 """A dim that several dims were merged into, each of them split by itself: ``[B@dp, H@tp]`` seen as ``[B * H]``.
 
 Such a dim's piece on a rank is no contiguous run, so no list of axes says how it lies. It is kept as the list of its parts:
-``((B, ("dp",)), (H, ("tp",)))``. Every part is split evenly. In the smallest form of a list of parts no two neighbours
-could be one part; where that is a single part, the dim is an ordinary one.
+``((B, ("dp",)), (H, ("tp",)))``. A part may be split unevenly: ``[5@dp, 3]`` seen as ``[15]`` is cut between its rows alone.
+In the smallest form of a list of parts no two neighbours could be one part; where that is a single part, the dim is an
+ordinary one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+
+from . import _torch
 
 Names = tuple[str, ...]
 Part = tuple[int, Names]
@@ -46,6 +49,38 @@ class Merged(tuple[str, ...]):
         """The size of the dim."""
         return math.prod(size for size, _ in self.parts)
 
+    def is_even(self, axes: Mapping[str, int]) -> bool:
+        """Whether every part is split evenly."""
+        return all(size % _ways(names, axes) == 0 for size, names in self.parts)
+
+
+class UnevenParts(_torch.strided_shard_type):
+    """The placement of the axes of a merged dim some part of which is split unevenly, which no factor of torch's says."""
+
+    parts: tuple[Part, ...]
+
+    def __new__(cls, dim: int, parts: tuple[Part, ...]) -> UnevenParts:
+        return super().__new__(cls, dim, split_factor=math.prod(size for size, _ in parts))
+
+    def __init__(self, dim: int, parts: tuple[Part, ...]) -> None:
+        super().__init__(dim, split_factor=math.prod(size for size, _ in parts))
+        self.parts = parts
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is UnevenParts and (self.dim, self.parts) == (other.dim, other.parts)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.parts))
+
+    def __reduce__(self) -> object:
+        return UnevenParts, (self.dim, self.parts)
+
+    def __repr__(self) -> str:
+        return f"UnevenParts(dim={self.dim}, parts={self.parts})"
+
 
 def merge(parts: Sequence[Part], axes: Mapping[str, int]) -> Names:
     """How a dim lies that has these parts: as a plain row of axes, where that says it."""
@@ -55,8 +90,11 @@ def merge(parts: Sequence[Part], axes: Mapping[str, int]) -> Names:
             continue
         if found:
             before, held = found[-1]
-            if before == _ways(held, axes) or not names:  # split to single entries, or not split further
-                found[-1] = (before * size, held + names)
+            ways, both = _ways(held, axes), held + names
+            exact = size % _ways(names, axes) == 0 or sorted(both, key=list(axes).index) == list(both)
+            # split to single entries, or not split further
+            if (before == ways and exact) or (not names and before % ways == 0):
+                found[-1] = (before * size, both)
                 continue
         found.append((size, names))
     if not found:
@@ -89,6 +127,9 @@ def taken_apart(row: Names, size: int, sizes: Sequence[int], axes: Mapping[str, 
         if math.prod(pieces) != part:  # the part ends within one of the dims
             out += [()] * (len(sizes) - len(out))
             return out, False
+        if sum(piece > 1 for piece in pieces) == 1:  # the part as it is, however it is split
+            out += [names if piece > 1 else () for piece in pieces]
+            continue
         todo = names
         for piece in pieces:
             n = 0

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from . import _torch, context
 from .containers import checked
 from .errors import SpecError, count_text, described, meant, mesh_text, report, short
-from .merged import Merged, merge
+from .merged import Merged, UnevenParts, merge
 from .tree import dotted
 
 Axes = Mapping[str, int]
@@ -86,7 +86,7 @@ class P(tuple[Any, ...]):
 
     @staticmethod
     def merged(*parts: tuple[int, Entry]) -> Any:
-        """The entry of a dim that merges several, each split evenly by itself: their sizes and entries, major first.
+        """The entry of a dim that merges several, each split by itself: their sizes and entries, major first.
 
         It is what `reshape` makes of dims that are both split; nobody else needs to write it.
 
@@ -250,6 +250,8 @@ def dim_indices(size: int, names: tuple[str, ...], axes: Axes, coord: Mapping[st
 
 def all_hold_some(size: int, names: tuple[str, ...], axes: Axes) -> bool:
     """Whether each rank holds an index of a dim of `size`, split by `names`."""
+    if isinstance(names, Merged):
+        return all(all_hold_some(part, row, axes) for part, row in names.parts)
     if size % math.prod(axes[name] for name in names) == 0:
         return size > 0
     places = itertools.product(*(range(axes[name]) for name in names))
@@ -299,7 +301,7 @@ def local_indices(shape: Sequence[int], axes: Axes, spec: P, coord: Mapping[str,
 def local_shape(shape: Sequence[int], axes: Axes, spec: P, coord: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of the block that the rank at `coord` holds."""
     return tuple(
-        size // math.prod(axes[a] for a in names)
+        math.prod(len(dim_indices(part, row, axes, coord)) for part, row in names.parts)
         if isinstance(names, Merged)
         else len(dim_indices(size, names, axes, coord))
         for size, names in zip(shape, split_axes(spec, len(shape)), strict=True)
@@ -341,7 +343,8 @@ def shard_shape(shape: Sequence[int], mesh: Any, spec: P) -> tuple[int, ...]:
 def is_even(shape: Sequence[int], axes: Axes, spec: P) -> bool:
     """Whether every rank's block of `shape` has the same size."""
     rows = split_axes(spec, len(shape))
-    return all(size % math.prod(axes[a] for a in names) == 0 for size, names in zip(shape, rows))
+    return all(names.is_even(axes) if isinstance(names, Merged) else size % math.prod(axes[a] for a in names) == 0
+               for size, names in zip(shape, rows))  # fmt: skip
 
 
 def axes_of(mesh: Any) -> dict[str, int]:
@@ -362,6 +365,9 @@ def to_placements(spec: P, axes: Axes, ndim: int) -> tuple[Placement, ...]:
     for axis in axes:
         if axis in where:
             dim, names = where[axis]
+            if isinstance(names, Merged) and not names.is_even(axes):
+                placements.append(UnevenParts(dim, names.parts))
+                continue
             factor = (
                 _merged_factor(names, axis, axes) if isinstance(names, Merged) else _split_factor(names, axis, axes)
             )
@@ -397,6 +403,8 @@ def from_placements(placements: Sequence[Any], axes: Axes, ndim: int, shape: Seq
             if placement.reduce_op not in ("sum", "avg"):
                 raise SpecError(f"a partial {placement.reduce_op!r} over {axis!r} has no spec; only partial sums have")
             unreduced.add(axis)
+        elif type(placement) is UnevenParts:
+            rows[placement.dim] = Merged(placement.parts)
         elif not placement.is_replicate():
             dim: int = placement.dim % ndim
             row: list[str] = rows[dim]

@@ -36,7 +36,6 @@ def view(call: Call) -> Rule:
                 for row, dims_, sizes in ((labels, ins, old), (new_labels, outs, new)):
                     for d, label in zip(dims_, _dealt(parts, sizes), strict=True):
                         row[d] = label
-                even.update(label for _, label in parts if old != new)
     return Rule((tuple(labels),), (tuple(new_labels),), even=frozenset(even), linear=(0,),
                 sizes="size" if "size" in call.args else "shape")  # fmt: skip
 
