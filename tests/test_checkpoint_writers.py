@@ -232,19 +232,57 @@ def test_a_lock_of_another_machine(tmp_path):
 
 
 def test_a_live_owner_renews_its_lock_and_sees_that_it_was_taken_over(tmp_path, monkeypatch):
+    folder = tmp_path / ".last.lock"
+
+    def slow(handle):
+        for file in folder.iterdir():
+            if file.name != "00aa":
+                os.utime(file, (0, 0))
+                while file.stat().st_mtime == 0:
+                    time.sleep(0.01)
+                file.rename(file.with_name("00aa"))
+
     monkeypatch.setattr(locks, "RENEWED", 0.01)
-    lock = locks.acquire(tmp_path / "last", "save")
-    (file,) = (tmp_path / ".last.lock").iterdir()
-    os.utime(file, (0, 0))
-    while file.stat().st_mtime == 0:
-        time.sleep(0.01)
-    lock.check("save")
-    file.rename(file.with_name("00aa"))
-    assert text_of(lock.check, "save") == (
+    monkeypatch.setattr(os, "fsync", slow)
+    assert text_of(vfn.save, tmp_path / "last", {"x": 1}) == (
         f"save: another process took over the writing of {tmp_path}/last\n  * this one stood still for more than 120 s"
     )
+    assert [each.name for each in folder.iterdir()] == ["00aa"]  # the other's stays
+
+
+def test_a_lock_that_an_interrupt_left_behind(tmp_path, monkeypatch):
+    """The thread that had it takes it over, so does another one, and for other processes it is given back soon."""
+    lock, other = (
+        locks.acquire(tmp_path / "last", "save"),
+        threading.Thread(target=lambda: vfn.save(tmp_path / "last", 1)),
+    )
+    vfn.save(tmp_path / "last", 0)
+    assert "something else has begun to write" in text_of(lock.check, "save")
     lock.release()
-    assert [each.name for each in (tmp_path / ".last.lock").iterdir()] == ["00aa"]  # the other's stays
+    lock = locks.acquire(tmp_path / "last", "save")
+    other.start()
+    other.join()
+    assert vfn.load(tmp_path / "last") == 1
+    monkeypatch.setattr(locks, "RENEWED", 0.01)
+    lock = locks.acquire(tmp_path / "last", "save")
+    while (tmp_path / ".last.lock").exists():
+        time.sleep(0.01)
+    assert not lock.is_mine()
+
+
+def test_a_save_in_a_signal_handler_of_the_same_path(tmp_path, monkeypatch):
+    """The later one is complete, the earlier one says that it is void."""
+    plain, saved = os.fsync, []
+
+    def interrupted(handle):
+        monkeypatch.setattr(os, "fsync", plain)
+        saved.append(vfn.save(tmp_path / "last", "in the handler"))
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    assert re.search("is void|cannot be written", text_of(vfn.save, tmp_path / "last", "outside"))
+    assert saved
+    assert vfn.load(tmp_path / "last") == "in the handler"
+    assert os.listdir(tmp_path) == ["last"]
 
 
 # --- what is not ours -------------------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ One is raised at a line of this package, or of torch's fake tensors and modes, w
 short, at a sample of the lines of what is long. ``VFN_ALL_LINES=1`` takes them all.
 """
 
+import linecache
 import os
 import random
 import sys
+import threading
 
 import pytest
 import torch
@@ -113,3 +115,62 @@ def test_an_interrupt_leaves_nothing_behind(name):
             assert ambient() == clean, where
         f()
     assert context.body() is None
+
+
+def test_an_interrupt_leaves_no_simulation_on():
+    """But for one that comes before entering or leaving has done anything: then a ``with`` is no other than the bare call,
+    or has not begun to leave its block, as with every context manager that is written in Python."""
+
+    outer = vfn.simulate(5)
+
+    def run():
+        with vfn.simulate(3), outer, outer:
+            pass
+
+    run()
+    context.set_simulated(2)
+    left_on = set()
+    for at in range(1, len(interrupted(run, -1)) + 1):
+        file, line = interrupted(run, at)[-1]
+        if context.simulated() != 2:
+            left_on.add(linecache.getline(os.path.join(OURS, file), line).strip())
+            context.set_simulated(2)
+    context.set_simulated(None)
+    assert left_on <= {"entered = self._entered", "try:", "context.set_simulated(self._before[-1])", "_simulated = n"}
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file")  # one that was just opened
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_save_that_was_interrupted_does_not_block_the_next(tmp_path, background, thread):
+    """Neither in the same thread nor in another one, whichever line of taking, holding or giving back the lock it was."""
+    path = tmp_path / "last"
+
+    def save(x):
+        saving = vfn.save(path, {"x": x}, background=background)
+        if saving is not None:
+            saving.wait()
+
+    save(0)
+    lines = [n for n, (file, _) in enumerate(interrupted(lambda: save(0), -1), 1)
+             if file in ("locks.py", "replacing.py", "save.py", "background.py")]  # fmt: skip
+    for at in random.Random(background + 2 * thread).sample(lines, min(SAMPLE // 6, len(lines))):
+        interrupted(lambda at=at: save(-at), at)
+        failures = []
+        if thread:
+            again = threading.Thread(target=lambda at=at, failures=failures: failures.extend(failure_of(save, at)))
+            again.start()
+            again.join()
+        else:
+            failures = failure_of(save, at)
+        assert not failures, at
+        assert vfn.load(path) == {"x": at}, at
+    assert os.listdir(tmp_path) == ["last"]
+
+
+def failure_of(f, *args):
+    try:
+        f(*args)
+    except Exception as error:
+        return [error]
+    return []

@@ -55,7 +55,11 @@ def simulate(n: int) -> Simulation:
 
 
 class Simulation:
-    """The simulation that `simulate` switched on; leaving its block brings back what was before."""
+    """The simulation that `simulate` switched on; leaving its block brings back what was before.
+
+    An interrupt between any two lines does too, unless it comes before `__enter__` or `__exit__` has done anything: a ``with``
+    is no other than the bare call until then, or has not begun to leave its block.
+    """
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -64,15 +68,23 @@ class Simulation:
         context.set_simulated(n)
 
     def __enter__(self) -> Simulation:
-        if self._entered >= len(self._before):  # entered again: what is to come back is what is now
-            self._before.append(context.simulated())
-        self._entered += 1
-        context.set_simulated(self.n)
-        return self
+        entered = self._entered
+        try:
+            if entered >= len(self._before):  # entered again: what is to come back is what is now
+                self._before.append(context.simulated())
+            self._entered = entered + 1
+            context.set_simulated(self.n)
+            return self
+        except BaseException:
+            self._entered = entered
+            while len(self._before) > entered:
+                context.set_simulated(self._before.pop())
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._entered -= 1
-        context.set_simulated(self._before.pop())
+        context.set_simulated(self._before[-1])
+        self._before.pop()
+        self._entered = len(self._before)
 
     def __repr__(self) -> str:
         return f"simulate({self.n})"

@@ -28,12 +28,16 @@ class Saving:
     True
     """
 
-    def __init__(self, path: Path, work: Callable[[], None]) -> None:
+    def __init__(self, path: Path, begin: Callable[[], bool], work: Callable[[], None]) -> None:
         self.path = path
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name=f"save {path.name}")
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(begin, work), name=f"save {path.name}")
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, begin: Callable[[], bool], work: Callable[[], None]) -> None:
+        if begin():
+            _running.append(self)  # not before its thread has started: another one may wait for what is listed here
+        self._begun.set()
         try:
             work()
         except BaseException as error:
@@ -66,11 +70,15 @@ class Saving:
 _running: list[Saving] = []  # and those that have ended, until it is told how
 
 
-def start(path: Path, work: Callable[[], None]) -> Saving:
-    """Begin a save; the one before has ended (see `finish_last`)."""
-    saving = Saving(path, work)
+def start(path: Path, begin: Callable[[], bool], work: Callable[[], None]) -> Saving:
+    """Begin a save; the one before has ended (see `finish_last`).
+
+    An interrupt comes before its thread has called `begin`, which is False where the caller has closed the save by then, and
+    `work` fails; or after that, and the save goes on, as one that `finish_last` waits for.
+    """
+    saving = Saving(path, begin, work)
     saving._thread.start()
-    _running.append(saving)  # not before: another thread may wait for what is listed here
+    saving._begun.wait()
     if multiprocessing.parent_process() is not None:
         multiprocessing.util.Finalize(None, _end_child, exitpriority=0)
     return saving

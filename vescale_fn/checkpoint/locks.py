@@ -6,6 +6,10 @@ owner in it, and of several that try one succeeds. A dead owner's file is remove
 
 Whether an owner on this machine is alive is asked of the operating system. One on another machine (or in another
 container) renews the time of its file every few seconds, and counts as dead when it has not done so for two minutes.
+
+An interrupt may come between any two lines of what gives a lock back. So a lock is held as long as a call of this package
+is on the stack of the thread that took it; one that was left behind is given back by the thread that renews it, and before
+that taken over by the next call in the same process that asks for it.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -70,36 +75,64 @@ class Lock:
         self._released = threading.Event()
 
     def check(self, where: str) -> None:
-        """Raise if another process has taken the lock over, because this one did not renew it for too long."""
-        if self._token in _held and not (self._folder / self._token).exists():
+        """Raise if somebody else has taken the lock over."""
+        if not self.is_mine():
+            raise CheckpointError(report(where, f"something else has begun to write {self._path}, and this is void", [
+                "the same thread, in a signal handler say, or this process was forked meanwhile"]))  # fmt: skip
+        if not (self._folder / self._token).exists():
             raise CheckpointError(report(where, f"another process took over the writing of {self._path}", [
                 f"this one stood still for more than {DEAD:.0f} s"]))  # fmt: skip
 
-    def release(self) -> None:
-        """Give the right back. Once is enough."""
-        self._released.set()
+    def is_mine(self) -> bool:
+        """Whether this thread holds it."""
+        return _held.get(self._token) == threading.get_ident()
+
+    def hand_over(self) -> bool:
+        """Let the thread that calls this hold it; False if it has been given back."""
         if self._token in _held:
-            with contextlib.suppress(OSError):
-                os.unlink(self._folder / self._token)
-                os.rmdir(self._folder)  # which fails where another writer has put its own there
-            _held.discard(self._token)
+            _held[self._token] = threading.get_ident()
+        return self.is_mine()
+
+    def release(self) -> None:
+        """Give the right back, if this thread has it. Once is enough."""
+        if self.is_mine():
+            self._give_back()
 
     def renew(self) -> None:
-        """Show every few seconds that the owner is alive."""
+        """Show every few seconds that the owner is alive, until it has given the lock back or has left it behind."""
         while not self._released.wait(RENEWED):
+            if not _works(_held.get(self._token)):
+                return self._give_back()
             with contextlib.suppress(OSError):
                 os.utime(self._folder / self._token)
 
+    def _give_back(self) -> None:
+        self._released.set()
+        with contextlib.suppress(OSError):
+            os.unlink(self._folder / self._token)
+        with contextlib.suppress(OSError):
+            os.rmdir(self._folder)  # which fails where another writer has put its own there
+        _held.pop(self._token, None)
 
-_held: set[str] = set()  # the tokens of this process
+
+_held: dict[str, int] = {}  # the tokens of this process, with the thread that holds each
 os.register_at_fork(after_in_child=_held.clear)
+_PACKAGE = os.path.dirname(__file__) + os.sep
+
+
+def _works(thread: int | None) -> bool:
+    """Whether a call of this package is on the stack of a thread."""
+    frame = None if thread is None else sys._current_frames().get(thread)
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame is not None
 
 
 def acquire(path: Path, where: str) -> Lock:
     """The lock of a path, or a CheckpointError, `Busy`, that names its owner."""
     made, folder = token(), _folder_of(path)
     prepared = folder.with_name(f"{folder.name}-{made}")
-    _held.add(made)  # before another thread can see it
+    _held[made] = threading.get_ident()  # before another thread can see it
     try:
         with failing(where, path):
             while not _taken(prepared, folder, made):
@@ -178,6 +211,7 @@ def _holder(folder: Path, now: Path) -> tuple[Owner | None, float] | None:
             if _is_alive(owner, name, age):
                 return owner, age
             os.unlink(folder / name)
+            _held.pop(name, None)
     return None
 
 
@@ -194,7 +228,10 @@ def _is_alive(owner: Owner | None, name: str, age: float) -> bool:
     if owner is None or (owner.host, owner.machine) != (me.host, me.machine):
         return age < DEAD
     if (owner.pid, owner.started) == (me.pid, me.started):
-        return name in _held  # else it was left behind by an interrupt
+        holder = _held.get(
+            name
+        )  # a thread that asks for its own lock has left it behind: it never asks twice otherwise
+        return holder != threading.get_ident() and _works(holder)
     return _started(owner.pid) in (owner.started, "")
 
 

@@ -48,11 +48,16 @@ class Writing:
             if replaces:
                 _retire(old, self.path)
 
+    def hand_over(self) -> bool:
+        """Let the thread that calls this finish or close it; False if it has been closed."""
+        return self._lock.hand_over()
+
     def close(self) -> None:
         """Remove the folder if it has not got its name, and let others write. Once is enough."""
-        with contextlib.suppress(OSError):
-            _discard(self.folder)
-        self._lock.release()
+        if self._lock.is_mine():
+            with contextlib.suppress(OSError):
+                _discard(self.folder)
+            self._lock.release()
 
 
 def begin(path: Path, where: str) -> Writing:

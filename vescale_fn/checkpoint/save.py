@@ -74,7 +74,7 @@ def _save(path: Path, tree_: Any, background: bool) -> Saving | None:
         if not background:
             return job.write(together.all_ranks("save"), lambda: _items(mine, leaves, held))
         apart, copies = together.all_ranks("save", background=True), _copied(mine, leaves, held)
-        return start(job.path, lambda: job.write(apart, copies))
+        return start(job.path, job.hand_over, lambda: job.write(apart, copies))
     except BaseException:
         job.close()
         raise
@@ -137,8 +137,12 @@ class _Job:
         finally:
             self.close()
 
+    def hand_over(self) -> bool:
+        """Let the thread that calls this write it; False if it has been closed."""
+        return self.writing is None or self.writing.hand_over()
+
     def close(self) -> None:
-        """Remove what is not finished, and let others write."""
+        """Remove what is not finished, and let others write; no more where another thread writes it."""
         if self.writing is not None:
             self.writing.close()
 

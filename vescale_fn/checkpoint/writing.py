@@ -78,6 +78,8 @@ def write(folder: Path, name: Path, rank: int, items: Sequence[Item], where: str
             raise OSError(error.errno, error.strerror or str(error)) from error
     except RuntimeError as error:  # of torch.save, which wraps what a write raised
         cause = error.__context__ or error.__cause__
+        if isinstance(cause, BaseException) and not isinstance(cause, Exception):
+            raise cause from None  # an interrupt
         with failing(where, name, at):
             raise cause if isinstance(cause, OSError) else OSError(0, str(error)) from error
     return Written(chunks, {file_name: offset})
