@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,25 +13,32 @@ import torch.nn.functional as F
 
 from .. import context
 from ..array import is_array, mesh_of, spec_of
-from ..errors import CollectiveError, count_text, described, meant, mesh_text, report, short
-from ..marks import text
+from ..errors import CollectiveError, mesh_text, report, short
 from ..mesh import axes_of, axis_names
 from ..ops import all_gather, all_to_all, axis_index, axis_size
 from ..ops.sending import taking_part
 from ..placement import with_sharding
+from ..random import Key, alike
+from ..random.keys import checked
+from ..random.parameters import probability
 from ..shard_map import shard_map
 from ..spec import P, from_split_axes, split_axes
+from .attention_arguments import METHODS, check, check_parts, halved, mask_of_4_dims
+from .masked import Terms, exchange_masked, gather_masked, whole_masked
+from .masked_ring import ring_masked
 from .padding import cut, padded, part_sizes
 from .ring import ring_attention
 from .visible import positions, without_padding
-from .zigzag import chunks
+from .window import window_of
 
 Axes = tuple[str, ...]
 Counts = tuple[int, ...] | None  # how many of each rank's keys are no padding, if there is any
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
-              axis: str | Sequence[str] | None = None, method: str = "ring", zigzag: int = 0) -> torch.Tensor:  # fmt: skip
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None,
+              causal: bool = False, window: int | tuple[int | None, int | None] | None = None, dropout: float = 0.0,
+              key: Key | None = None, scale: float | None = None, axis: str | Sequence[str] | None = None,
+              method: str = "ring", zigzag: int = 0, spec: P | None = None) -> torch.Tensor:  # fmt: skip
     """Scaled dot product attention, of a sequence that may be split over ranks.
 
     On plain tensors and on arrays whose sequence is whole this is ``F.scaled_dot_product_attention``. On arrays whose
@@ -43,7 +51,19 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
         k: keys [B, G, S, D], where G divides H: ``H / G`` query heads share a key head. Where heads are split over more
             than G ranks, each key head is repeated for several of these.
         v: values [B, G, S, E]. All three lie alike: ``P(batch axes, head axes, sequence axes)``.
+        mask: broadcasts to [B, H, T, S], its rows and columns in the order of q and k: bool, True where a query may look
+            at a key, or of the dtype of q or float32, added to the scores. It may be an array of any layout or a plain
+            tensor, and has a gradient where it is floating point. Best split as q is, along batch, heads and queries,
+            with all keys; it does not travel then. In a `shard_map` body: the rows of this rank's queries, with all keys.
         causal: query i looks at the keys up to i alone; T and S are then the same.
+        window: (left, right): query i looks at the keys from ``i - left`` to ``i + right``, both included, where None or
+            -1 is no limit; n is ``(n, n)``, and with `causal` n keys before its own. T and S are then the same. Mistral's
+            ``sliding_window=n`` counts the query's own key: ``window=(n - 1, 0)``. A ring then passes over ranks whose
+            keys no query sees, in both directions.
+        dropout: with which probability each weight is set to zero; the others are multiplied by ``1 / (1 - dropout)``.
+        key: one key, where there is dropout. The mask is that of ``vfn.random.dropout(key, weights, dropout)`` on the
+            weights [B, H, T, S] of all tokens in their usual order, so with each method, on any mesh and in zigzag order
+            the same.
         scale: what scores are multiplied by; by default ``1 / sqrt(D)``.
         axis: the mesh axis or axes that the sequence is split over; by default as q lies. In a `shard_map` body it must
             be said.
@@ -53,15 +73,22 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
             whole sequence of some of the heads, which the number of ranks must divide; what travels does not grow with
             the number of ranks.
         zigzag: n, if the tokens lie in the order ``zigzag_order(T, n)``. With `causal` and n ranks, all ranks have the
-            same work, and the ring has half of it; without, ranks compute also what the mask then takes away.
+            same work, and the ring has half of it; without, and with a mask, a window or dropout, ranks compute also what
+            is then taken away. The mask, like q and k, is in this order; causal and window go by positions.
+        spec: in a `shard_map` body alone: the layout of the whole q. It stands for `axis`, and says which part of
+            dropout's mask is this rank's where batch or heads are split too; without it, ranks along other axes than
+            `axis` have the same one, unless their keys differ.
 
     Returns:
-        [B, H, T, E], lying as q does. "ring" has derivatives of every order in both modes, the others those that
-        ``F.scaled_dot_product_attention`` has.
+        [B, H, T, E], lying as q does; zeros for a query that may look at no key. "ring" has derivatives of every order in
+        both modes, the others those that ``F.scaled_dot_product_attention`` has. With a mask, a window or dropout the ring
+        computes the scores of one rank's queries and keys at a time and keeps none; dropout by the other methods keeps
+        the weights.
 
     Raises:
         CollectiveError: shapes that do not fit each other or, where the sequence is split, the ranks; on all ranks,
-            before anything moves. There is no dropout: it would be keyed, so it belongs after (`vfn.random.dropout`).
+            before anything moves.
+        RandomError: dropout outside [0, 1], or without one key.
 
     Source: Liu et al., "Ring Attention" (arXiv 2310.01889) for the ring; Llama 3 (arXiv 2407.21783) for the gather and
         for the zigzag order; Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509) for the all-to-all.
@@ -75,35 +102,44 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     ...     y = vfn.nn.attention(*parts, causal=True)
     ...     print(vfn.spec_of(y), torch.allclose(vfn.unshard(y), whole, atol=1e-6))
     P('dp', None, 'cp') True
+
+    A sliding window, a mask of padding and dropout:
+
+    >>> terms = dict(window=(3, 0), mask=torch.arange(8) < torch.tensor([8, 5])[:, None, None, None],
+    ...              dropout=0.1, key=vfn.random.key(0))
+    >>> whole = vfn.nn.attention(q, k, v, **terms)
+    >>> with vfn.simulate(4):
+    ...     parts = vfn.shard((q, k, v), vfn.make_mesh((2, 2), ("dp", "cp")), P("dp", None, "cp"))
+    ...     torch.allclose(vfn.unshard(vfn.nn.attention(*parts, **terms)), whole, atol=1e-6)
+    True
     """
-    _check(q, k, v, causal, method, zigzag)
+    check(q, k, v, causal, method, zigzag, mask, window)
+    rate = probability(dropout, "nn.attention", "dropout")
+    key = checked(key, "nn.attention") if rate else None
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    terms = Terms(scale, window_of(window, causal), zigzag, rate)
+    masked = mask is not None or window is not None or key is not None
     arrays = [x for x in (q, k, v) if is_array(x)]
     body = context.body()
+    shape = (*q.shape[:3], k.shape[2])
     if body is not None and not arrays:
-        if axis is None:
-            raise CollectiveError(report(
-                "nn.attention", "in a shard_map body a value does not say over which axis its sequence is split",
-                fix=f"axis=..., one of the {mesh_text(axes_of(body.mesh))}; or F.scaled_dot_product_attention, if each "
-                "rank has the whole sequence"))  # fmt: skip
-        names = taking_part("nn.attention", axis, "axis")[1]
-        n = axis_size(names)
-        _check_parts(q, k, method, causal, zigzag, names, (q.shape[2],) * n)
-        return _METHODS[method](q, k, v, names, scale, causal, zigzag, None)
-    if not arrays:
-        return _whole(q, k, v, scale, causal, zigzag)
-    mesh = mesh_of(arrays[0])
-    sizes = axes_of(mesh)
-    rows = split_axes(spec_of(q if is_array(q) else arrays[0]), 4)
-    names = rows[2] if axis is None else axis_names(axis, sizes, "nn.attention", "axis")
+        return _in_body(q, k, v, mask, key, terms, masked, causal, axis, method, spec, body)
+    if spec is not None:
+        raise CollectiveError(report("nn.attention", f"spec={short(spec)} outside of a shard_map body",
+                                     fix="no spec: arrays have theirs"))  # fmt: skip
+    mask = mask_of_4_dims(mask, shape)
+    mesh = mesh_of(arrays[0]) if arrays else None
+    sizes = axes_of(mesh) if arrays else {}
+    rows = split_axes(spec_of(q if is_array(q) else arrays[0]), 4) if arrays else ((),) * 4
+    names = rows[2] if axis is None or not arrays else axis_names(axis, sizes, "nn.attention", "axis")
     if not names:
-        return _whole(q, k, v, scale, causal, zigzag)
+        return whole_masked(q, k, v, mask, key, terms) if masked else _whole(q, k, v, scale, causal, zigzag)
     n = math.prod(sizes[a] for a in names)
     batch, heads = (tuple(a for a in row if a not in names) for row in rows[:2])
     ranks = math.prod(sizes[a] for a in heads)
     if k.shape[1] % ranks and ranks % k.shape[1] == 0:  # several ranks need the same key head
         k, v = (x.repeat_interleave(ranks // k.shape[1], 1) for x in (k, v))
-    if method == "all_gather" and not zigzag and (q.shape[2] % n or k.shape[2] % n):
+    if method == "all_gather" and not zigzag and not masked and (q.shape[2] % n or k.shape[2] % n):
         apart, whole = from_split_axes([batch, heads, names]), from_split_axes([batch, heads], reduced=names)
         q, k, v = with_sharding((q, k, v), (apart, whole, whole), mesh=mesh)
         return _whole(q, k, v, scale, causal, zigzag)
@@ -111,16 +147,53 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     if length % n or k.shape[2] % n:  # in another order a part need not be contiguous
         names = tuple(a for a in sizes if a in names)
     here, there = (part_sizes(x.shape[2], names, mesh) for x in (q, k))
-    _check_parts(q, k, method, causal, zigzag, names, here, batch, heads, sizes)
-    spec, multiple = from_split_axes([batch, heads, names]), 2 if _halved(method, causal, zigzag) else 1
-    if not (length % (n * multiple) or k.shape[2] % (n * multiple)):
-        return _mapped(mesh, spec, names, method, scale, causal, zigzag, None)(q, k, v)
-    if spec != wanted or not all(map(is_array, (q, k, v))):
-        q, k, v = with_sharding((q, k, v), (spec, spec, spec), mesh=mesh)
-    q, k, v = (padded(x, mesh, spec, 2, "nn.attention", multiple) for x in (q, k, v))
-    out = _mapped(mesh, spec, names, method, scale, causal, zigzag, there)(q, k, v)
-    out = cut(out, mesh, spec, 2, length, "nn.attention", multiple)
-    return out if spec == wanted else with_sharding(out, wanted, mesh=mesh)
+    check_parts(q, k, method, causal, zigzag, names, here, batch, heads, sizes, masked)
+    rows = from_split_axes([batch, heads, names])
+    multiple = 2 if halved(method, causal, zigzag) and not masked else 1
+    even = not (length % (n * multiple) or k.shape[2] % (n * multiple))
+    if not even and (rows != wanted or not all(map(is_array, (q, k, v)))):
+        q, k, v = with_sharding((q, k, v), (rows, rows, rows), mesh=mesh)
+    if not even:
+        q, k, v = (padded(x, mesh, rows, 2, "nn.attention", multiple) for x in (q, k, v))
+    if masked:
+        mask_spec = None
+        if mask is not None:
+            mask_spec = from_split_axes(
+                [() if mask.shape[dim] == 1 else axes for dim, axes in enumerate((batch, heads, names))]
+            )
+            mask = with_sharding(mask, mask_spec, mesh=mesh)
+            mask = mask if even or mask.shape[2] == 1 else padded(mask, mesh, mask_spec, 2, "nn.attention")
+        terms = replace(terms, here=here, there=there, batch=batch, heads=heads)
+        more = tuple(x for x in (mask, key) if x is not None)
+        out = _mapped_masked(mesh, rows, mask_spec, key is not None, names, method, terms)(q, k, v, *more)
+    else:
+        out = _mapped(mesh, rows, names, method, scale, causal, zigzag, None if even else there)(q, k, v)
+    if not even:
+        out = cut(out, mesh, rows, 2, length, "nn.attention", multiple)
+    return out if rows == wanted else with_sharding(out, wanted, mesh=mesh)
+
+
+def _in_body(q: Any, k: Any, v: Any, mask: Any, key: Any, terms: Terms, masked: bool, causal: bool, axis: Any,
+             method: str, spec: Any, body: Any) -> Any:  # fmt: skip
+    """On one rank's part of the sequence. `masked`: whether there is a mask, a window or dropout."""
+    rows = split_axes(spec, 4) if spec is not None else ((),) * 4
+    if axis is None and not rows[2]:
+        raise CollectiveError(report(
+            "nn.attention", "in a shard_map body a value does not say over which axis its sequence is split",
+            fix=f"axis=..., one of the {mesh_text(axes_of(body.mesh))}; or F.scaled_dot_product_attention, if each "
+            "rank has the whole sequence"))  # fmt: skip
+    names = taking_part("nn.attention", rows[2] if axis is None else axis, "axis")[1]
+    n = axis_size(names)
+    here, there = (q.shape[2],) * n, (k.shape[2],) * n
+    check_parts(q, k, method, causal, terms.zigzag, names, here, masked=masked)
+    if not masked:
+        return _METHODS[method](q, k, v, names, terms.scale, causal, terms.zigzag, None)
+    mask = mask_of_4_dims(mask, (*q.shape[:3], sum(there)), ", of this rank's queries and all keys")
+    if key is not None:
+        alike.warn("nn.attention", key, {"q": q}, from_split_axes([*rows[:2], names]))
+    batch, heads = (tuple(a for a in row if a not in names) for row in rows[:2])
+    terms = replace(terms, here=here, there=there, batch=batch, heads=heads)
+    return _MASKED[method](q, k, v, mask, key, names, terms)
 
 
 @functools.lru_cache(maxsize=256)
@@ -133,6 +206,16 @@ def _mapped(mesh: Any, spec: P, names: Axes, method: str, scale: float, causal: 
         return _METHODS[method](*given, names, its, causal, zigzag, counts)[..., :-1]
 
     return shard_map(attention, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec)
+
+
+@functools.lru_cache(maxsize=256)
+def _mapped_masked(mesh: Any, spec: P, mask_spec: P | None, keyed: bool, names: Axes, method: str, terms: Terms) -> Any:
+    def attention(q: Any, k: Any, v: Any, *more: Any) -> Any:
+        mask, key = more[0] if mask_spec is not None else None, more[-1] if keyed else None
+        return _MASKED[method](q, k, v, mask, key, names, terms)
+
+    more = ((mask_spec,) if mask_spec is not None else ()) + ((P(),) if keyed else ())
+    return shard_map(attention, mesh=mesh, in_specs=(spec, spec, spec, *more), out_specs=spec)
 
 
 def _whole(q: Any, k: Any, v: Any, scale: float, causal: bool, zigzag: int, counts: Counts = None) -> Any:
@@ -172,80 +255,5 @@ def _exchange(q: Any, k: Any, v: Any, names: Axes, scale: float, causal: bool, z
     return all_to_all(_whole(q, k, v, scale, causal, zigzag, counts), names, 2, 1, tiled=True)
 
 
-_METHODS: dict[str, Callable[..., Any]] = {"ring": _ring, "all_gather": _gather, "all_to_all": _exchange}
-
-
-# --- what does not fit ------------------------------------------------------------------------------------------------
-
-
-def _check(q: Any, k: Any, v: Any, causal: Any, method: Any, zigzag: Any) -> None:
-    """Whether the arguments fit each other, on any mesh."""
-    given = {"q": q, "k": k, "v": v}
-    failures = [f"{name} must be a floating-point tensor of 4 dims (batch, heads, sequence, width), but it is {described(x)}"
-                for name, x in given.items()
-                if not isinstance(x, torch.Tensor) or x.ndim != 4 or not x.is_floating_point()]  # fmt: skip
-    if not failures:
-
-        def same(word: str, dim: int, a: str, b: str) -> list[str]:
-            one, other = given[a], given[b]
-            if one.shape[dim] == other.shape[dim]:
-                return []
-            return [f"{a} and {b} have {word} {one.shape[dim]} and {other.shape[dim]}: {text(one)}, {text(other)}"]
-
-        failures += same("batch", 0, "q", "k") + same("batch", 0, "k", "v") + same("width", 3, "q", "k")
-        failures += same("heads", 1, "k", "v") + same("length", 2, "k", "v")
-        if not k.shape[1] or q.shape[1] % k.shape[1]:
-            failures.append(
-                f"the heads of k must divide those of q, but {count_text(q.shape[1], 'head')} of q are to "
-                f"share {count_text(k.shape[1], 'head')} of k"
-            )
-        if causal and q.shape[2] != k.shape[2]:
-            failures.append(
-                f"causal: query i looks at keys up to i, but there are {q.shape[2]} queries and {k.shape[2]} keys"
-            )
-        if len({x.dtype for x in given.values()}) > 1:
-            failures.append(f"q, k and v must be of one dtype, but they are {', '.join(map(text, given.values()))}")
-    if method not in _METHODS:
-        failures.append(f"method={short(method)} is not one of {tuple(_METHODS)}{meant(method, _METHODS)}")
-    if isinstance(zigzag, bool) or not isinstance(zigzag, int) or zigzag < 0:
-        failures.append(f"zigzag must be a number of ranks, or 0 for the usual order, but it is {described(zigzag)}")
-    if failures:
-        raise CollectiveError(report("nn.attention", "the arguments do not fit", failures))
-
-
-def _halved(method: str, causal: bool, zigzag: int) -> bool:
-    """Whether a rank works on the two halves of its tokens."""
-    return method == "ring" and causal and zigzag > 0
-
-
-def _check_parts(q: Any, k: Any, method: str, causal: bool, zigzag: int, names: Axes, counts: tuple[int, ...],
-                 batch: Axes = (), heads: Axes = (), sizes: Any = None) -> None:  # fmt: skip
-    """Whether the sequence may be split into parts of `counts`, and heads and batch over others."""
-    n, failures, fix = len(counts), [], ""
-    along = f"{n} ranks along {', '.join(map(repr, names))}"
-    if sizes is not None:
-        for word, dim, axes in (("batch", 0, batch), ("heads", 1, heads)):
-            ranks = math.prod(sizes[a] for a in axes)
-            failures += [f"the {word} of {name} {'do' if dim else 'does'} not divide by the {ranks} ranks along "
-                         f"{', '.join(map(repr, axes))}: {x.shape[dim]} % {ranks} = {x.shape[dim] % ranks}"
-                         for name, x in (("q", q), ("k", k)) if x.shape[dim] % ranks]  # fmt: skip
-    if zigzag and zigzag != n and method == "ring":
-        failures.append(f"tokens in the zigzag order of {zigzag} ranks go round a ring of {n}")
-        fix = f"zigzag={n}, with the tokens in the order zigzag_order({sum(counts)}, {n}); or method='all_gather'"
-    elif _halved(method, causal, zigzag):
-        if sizes is None and counts[0] % 2:
-            failures.append(f"in zigzag order a rank has an early and a late half, but {counts[0]} tokens")
-            fix = "pad the tokens at the end; or nn.attention on arrays, which does"
-        if counts != chunks(sum(counts), n):
-            failures.append(f"zigzag_order gives the ranks {list(chunks(sum(counts), n))} tokens, but they have "
-                            f"{list(counts)}")  # fmt: skip
-            fix = "split the sequence over one axis; or pad the tokens at the end; or method='all_gather'"
-    if method == "all_to_all":
-        ranks = math.prod(sizes[a] for a in heads) if sizes is not None else 1
-        mine, shared = q.shape[1] // ranks, k.shape[1] // ranks
-        if mine % n or (shared % n and (not shared or n % shared)):
-            failures.append(f"all_to_all gives each rank some of the heads, but a rank has {mine} of q and {shared} of k, "
-                            f"for {n} ranks")  # fmt: skip
-            fix = fix or "method='ring'"
-    if failures:
-        raise CollectiveError(report("nn.attention", f"the sequence cannot be split over {along}", failures, fix))
+_METHODS: dict[str, Callable[..., Any]] = dict(zip(METHODS, (_ring, _gather, _exchange), strict=True))
+_MASKED: dict[str, Callable[..., Any]] = dict(zip(METHODS, (ring_masked, gather_masked, exchange_masked), strict=True))

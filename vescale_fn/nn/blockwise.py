@@ -35,7 +35,7 @@ def part(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[T
         return kernel.forward(q, k, v, scale, causal)
     scores = _scores(q, k, scale, causal)
     log = torch.logsumexp(scores, -1)
-    out = _grouped(torch.exp(scores - log.unsqueeze(-1)), k) @ wide(v)
+    out = grouped(torch.exp(scores - log.unsqueeze(-1)), k) @ wide(v)
     return out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype), log
 
 
@@ -48,12 +48,12 @@ def part_backward(grad: Tensor, log_grad: Tensor | None, q: Tensor, k: Tensor, v
     kernel = _torch.attention_kernel(q, k, v)
     if kernel is not None and log_grad is None and not torch.is_grad_enabled():
         return kernel.backward(grad, q, k, v, out, log, scale, causal)
-    share = _grouped(torch.exp(_scores(q, k, scale, causal) - log.unsqueeze(-1)), k)
+    share = grouped(torch.exp(_scores(q, k, scale, causal) - log.unsqueeze(-1)), k)
     wide_grad = wide(grad)
     mean = (wide_grad * wide(out)).sum(-1, keepdim=True)  # of the scores' gradient, over the keys
     if log_grad is not None:
         mean = mean - log_grad.unsqueeze(-1)
-    wide_grad, mean, queries = (_grouped(x, k) for x in (wide_grad, mean, wide(q)))
+    wide_grad, mean, queries = (grouped(x, k) for x in (wide_grad, mean, wide(q)))
     slope = share * (wide_grad @ wide(v).mT - mean) * scale
     return (
         (slope @ wide(k)).reshape(q.shape).to(q.dtype),
@@ -67,8 +67,8 @@ def part_tangent(q: Tensor, k: Tensor, v: Tensor, tangents: tuple[Tensor, Tensor
     """What a part adds to the tangents of the whole: to that of the logarithm, and to that of the result with the other's
     share in it. Both are sums over the keys; where the logarithm is infinite the queries do not look at these."""
     tq, tk, tv = map(wide, tangents)
-    share = _grouped(torch.exp(_scores(q, k, scale, causal) - log.unsqueeze(-1)), k)
-    change = share * (_grouped(tq, k) @ wide(k).mT + _grouped(wide(q), k) @ tk.mT) * scale
+    share = grouped(torch.exp(_scores(q, k, scale, causal) - log.unsqueeze(-1)), k)
+    change = share * (grouped(tq, k) @ wide(k).mT + grouped(wide(q), k) @ tk.mT) * scale
     out = (change @ wide(v) + share @ tv).reshape(*q.shape[:-1], v.shape[-1])
     return out, change.sum(-1).reshape(q.shape[:-1])
 
@@ -81,14 +81,14 @@ def together(out: Tensor, log: Tensor, more: Tensor, more_log: Tensor) -> tuple[
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
-    scores = (_grouped(wide(q), k) @ wide(k).mT).reshape(*q.shape[:-1], k.shape[-2]) * scale
+    scores = (grouped(wide(q), k) @ wide(k).mT).reshape(*q.shape[:-1], k.shape[-2]) * scale
     if not causal:
         return scores
     after = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
     return scores.masked_fill(after, -math.inf)
 
 
-def _grouped(x: Tensor, k: Tensor) -> Tensor:
+def grouped(x: Tensor, k: Tensor) -> Tensor:
     """The heads that share a key, one after the other along the queries: [B, G, H / G * T, ...]."""
     groups = k.shape[1]
     return x.reshape(x.shape[0], groups, x.shape[1] // groups * x.shape[2], x.shape[3])

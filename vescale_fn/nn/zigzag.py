@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from ..errors import CollectiveError, described, report
@@ -38,11 +40,18 @@ def zigzag_order(length: int, n: int) -> torch.Tensor:
             raise CollectiveError(
                 report("nn.zigzag_order", f"{name} must be a positive int, but it is {described(value)}")
             )
+    tokens = torch.arange(length)
+    return torch.cat([tokens[start:stop] for start, stop in runs(length, n)])
+
+
+def runs(length: int, n: int) -> list[tuple[int, int]]:
+    """Where the neighbouring positions begin and end that the zigzag order is made of: two for each rank."""
     held = chunks(length, n)
     early = [min(one, -(-held[0] // 2)) for one in held]
     sizes = [*early, *(one - its for one, its in zip(held[::-1], early[::-1], strict=True))]
-    parts = torch.arange(length).split(sizes)
-    return torch.cat([one for i in range(n) for one in (parts[i], parts[2 * n - 1 - i])])
+    ends = list(itertools.accumulate(sizes))
+    parts = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return [one for i in range(n) for one in (parts[i], parts[2 * n - 1 - i])]
 
 
 def chunks(length: int, n: int) -> tuple[int, ...]:

@@ -1,0 +1,122 @@
+"""What the arguments of attention must be: each other's shapes, the mask's, and the ranks'."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..errors import CollectiveError, count_text, described, meant, report, short
+from ..marks import text
+from .zigzag import chunks
+
+Axes = tuple[str, ...]
+METHODS = ("ring", "all_gather", "all_to_all")
+
+
+def check(q: Any, k: Any, v: Any, causal: Any, method: Any, zigzag: Any, mask: Any, window: Any) -> None:
+    """Whether the arguments fit each other, on any mesh."""
+    given = {"q": q, "k": k, "v": v}
+    failures = [f"{name} must be a floating-point tensor of 4 dims (batch, heads, sequence, width), but it is {described(x)}"
+                for name, x in given.items()
+                if not isinstance(x, torch.Tensor) or x.ndim != 4 or not x.is_floating_point()]  # fmt: skip
+    if not failures:
+
+        def same(word: str, dim: int, a: str, b: str) -> list[str]:
+            one, other = given[a], given[b]
+            if one.shape[dim] == other.shape[dim]:
+                return []
+            return [f"{a} and {b} have {word} {one.shape[dim]} and {other.shape[dim]}: {text(one)}, {text(other)}"]
+
+        failures += same("batch", 0, "q", "k") + same("batch", 0, "k", "v") + same("width", 3, "q", "k")
+        failures += same("heads", 1, "k", "v") + same("length", 2, "k", "v")
+        if not k.shape[1] or q.shape[1] % k.shape[1]:
+            failures.append(
+                f"the heads of k must divide those of q, but {count_text(q.shape[1], 'head')} of q are to "
+                f"share {count_text(k.shape[1], 'head')} of k"
+            )
+        if causal and q.shape[2] != k.shape[2]:
+            failures.append(
+                f"causal: query i looks at keys up to i, but there are {q.shape[2]} queries and {k.shape[2]} keys"
+            )
+        if window is not None and not causal and q.shape[2] != k.shape[2]:
+            failures.append(
+                f"window: query i sees keys near i, but there are {q.shape[2]} queries and {k.shape[2]} keys"
+            )
+        if len({x.dtype for x in given.values()}) > 1:
+            failures.append(f"q, k and v must be of one dtype, but they are {', '.join(map(text, given.values()))}")
+    if method not in METHODS:
+        failures.append(f"method={short(method)} is not one of {METHODS}{meant(method, METHODS)}")
+    if isinstance(zigzag, bool) or not isinstance(zigzag, int) or zigzag < 0:
+        failures.append(f"zigzag must be a number of ranks, or 0 for the usual order, but it is {described(zigzag)}")
+    sides = window if isinstance(window, (tuple, list)) and len(window) == 2 else ("wrong",)
+    if window is not None and not _is_side(window) and not all(side is None or _is_side(side, -1) for side in sides):
+        failures.append(f"window must be the number of keys to the left and to the right, (left, right), where None is no "
+                        f"limit, or one number for both, but it is {described(window)}")  # fmt: skip
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype in _dtypes(q)):
+        failures.append(f"mask must be a tensor, bool (True: may be attended) or of the dtype of q or float32 (added to the "
+                        f"scores), but it is {described(mask)}")  # fmt: skip
+    if failures:
+        raise CollectiveError(report("nn.attention", "the arguments do not fit", failures))
+
+
+def _is_side(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _dtypes(q: Any) -> tuple[torch.dtype, ...]:
+    return (torch.bool, torch.float32, q.dtype if isinstance(q, torch.Tensor) else torch.float64)
+
+
+def mask_of_4_dims(mask: Any, shape: tuple[int, ...], what: str = "") -> Any:
+    """A mask with the dims that broadcasting adds in front, once it is known to broadcast to [B, H, T, S]."""
+    if mask is None:
+        return None
+    sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    if len(sizes) > 4 or any(size not in (1, all_) for size, all_ in zip(sizes, shape, strict=True)):
+        raise CollectiveError(report(
+            "nn.attention", f"the mask does not broadcast to [batch, heads, query, key] = {list(shape)}{what}",
+            [f"it is {text(mask)}"],
+            "mask[:, None, None, :] of a mask [batch, key]" if len(sizes) == 4 and mask.ndim == 2 else ""))  # fmt: skip
+    return mask.reshape(sizes) if mask.ndim < 4 else mask
+
+
+def halved(method: str, causal: bool, zigzag: int) -> bool:
+    """Whether a rank works on the two halves of its tokens."""
+    return method == "ring" and causal and zigzag > 0
+
+
+def check_parts(q: Any, k: Any, method: str, causal: bool, zigzag: int, names: Axes, counts: tuple[int, ...],
+                batch: Axes = (), heads: Axes = (), sizes: Any = None, masked: bool = False) -> None:  # fmt: skip
+    """Whether the sequence may be split into parts of `counts`, and heads and batch over others."""
+    n, failures, fix = len(counts), [], ""
+    along = f"{n} ranks along {', '.join(map(repr, names))}"
+    if sizes is not None:
+        for word, dim, axes in (("batch", 0, batch), ("heads", 1, heads)):
+            ranks = math.prod(sizes[a] for a in axes)
+            failures += [f"the {word} of {name} {'do' if dim else 'does'} not divide by the {ranks} ranks along "
+                         f"{', '.join(map(repr, axes))}: {x.shape[dim]} % {ranks} = {x.shape[dim] % ranks}"
+                         for name, x in (("q", q), ("k", k)) if x.shape[dim] % ranks]  # fmt: skip
+    if masked:
+        pass  # by position, so that any order will do
+    elif zigzag and zigzag != n and method == "ring":
+        failures.append(f"tokens in the zigzag order of {zigzag} ranks go round a ring of {n}")
+        fix = f"zigzag={n}, with the tokens in the order zigzag_order({sum(counts)}, {n}); or method='all_gather'"
+    elif halved(method, causal, zigzag):
+        if sizes is None and counts[0] % 2:
+            failures.append(f"in zigzag order a rank has an early and a late half, but {counts[0]} tokens")
+            fix = "pad the tokens at the end; or nn.attention on arrays, which does"
+        if counts != chunks(sum(counts), n):
+            failures.append(f"zigzag_order gives the ranks {list(chunks(sum(counts), n))} tokens, but they have "
+                            f"{list(counts)}")  # fmt: skip
+            fix = "split the sequence over one axis; or pad the tokens at the end; or method='all_gather'"
+    if method == "all_to_all":
+        ranks = math.prod(sizes[a] for a in heads) if sizes is not None else 1
+        mine, shared = q.shape[1] // ranks, k.shape[1] // ranks
+        if mine % n or (shared % n and (not shared or n % shared)):
+            failures.append(f"all_to_all gives each rank some of the heads, but a rank has {mine} of q and {shared} of k, "
+                            f"for {n} ranks")  # fmt: skip
+            fix = fix or "method='ring'"
+    if failures:
+        raise CollectiveError(report("nn.attention", f"the sequence cannot be split over {along}", failures, fix))
