@@ -158,11 +158,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.
     if masked:
         mask_spec = None
         if mask is not None:
-            mask_spec = from_split_axes(
-                [() if mask.shape[dim] == 1 else axes for dim, axes in enumerate((batch, heads, names))]
-            )
-            mask = with_sharding(mask, mask_spec, mesh=mesh)
-            mask = mask if even or mask.shape[2] == 1 else padded(mask, mesh, mask_spec, 2, "nn.attention")
+            split = (batch, heads, names)
+            mask_spec = from_split_axes([axes if mask.shape[dim] > 1 else () for dim, axes in enumerate(split)])
+            given = with_sharding(mask, mask_spec, mesh=mesh)
+            mask = given if even or given.shape[2] == 1 else padded(given, mesh, mask_spec, 2, "nn.attention")
         terms = replace(terms, here=here, there=there, batch=batch, heads=heads)
         more = tuple(x for x in (mask, key) if x is not None)
         out = _mapped_masked(mesh, rows, mask_spec, key is not None, names, method, terms)(q, k, v, *more)

@@ -62,19 +62,22 @@ def dropped(weights: Tensor, keep: Tensor | None, terms: Terms) -> Tensor:
     return weights if keep is None else torch.where(keep, weights * kept_scale(terms.keep), 0.0)
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seen: Tensor | None, keep: Tensor | None,
+def attended(q: Tensor, k: Tensor, v: Tensor, mask: Any, seen: Tensor | None, keep: Tensor | None,
              terms: Terms) -> Tensor:  # fmt: skip
     """Attention where `mask` (bool or additive) and `seen` (bool) both allow it; zeros where no key is left."""
+    some: Any = None
     if mask is None or mask.dtype == torch.bool:
         mask = mask if seen is None else seen if mask is None else mask & seen
-        some = None if mask is None else mask.any(-1, keepdim=True)
-        mask = None if mask is None else mask | ~some
+        if mask is not None:
+            some = mask.any(-1, keepdim=True)
+            mask = mask | ~some
     else:
         mask = mask if seen is None else torch.where(seen, mask, -math.inf)
         some = (mask > -math.inf).any(-1, keepdim=True)
         mask = torch.where(some, mask, 0.0)
     if keep is None:
-        mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
+        if mask is not None and mask.dtype not in (torch.bool, q.dtype):  # what is finite remains so
+            mask = torch.where(mask > -math.inf, mask.clamp(min=torch.finfo(q.dtype).min), mask).to(q.dtype)
         gqa = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, mask, scale=terms.scale, enable_gqa=gqa)
     else:
@@ -205,7 +208,7 @@ class Kept:
     @property
     def whole(self) -> Draw:
         """The draw for all ranks."""
-        sizes, terms = axes_of(context.body().mesh), self.terms
+        sizes, terms = axes_of(_mesh()), self.terms
         batch, heads = (math.prod(sizes[a] for a in axes) for axes in (terms.batch, terms.heads))
         return _draw((self.shape[0] * batch, self.shape[1] * heads, sum(terms.here), sum(terms.there)), terms)
 
@@ -217,14 +220,14 @@ class Kept:
 
     def rows(self, rectangle: Any) -> Tensor:
         """The rectangle of each rank, as an operator reads it."""
-        mine = blocks.each(lambda rank: rows_of(rectangle(rank)), played_ranks(context.body().mesh))
+        mine = blocks.each(lambda rank: rows_of(rectangle(rank)), played_ranks(_mesh()))
         marks.mark(mine, types.of(varying={*self.names, *self.terms.batch, *self.terms.heads}))
         return mine
 
     def drawn(self, size: tuple[int, int], rectangle: Any, heads: int | None = None) -> Tensor:
         """bool [B, H, *size], on the device of the body."""
         local = (self.shape[0], heads or self.shape[1], *size)
-        return kept(self.key, self.rows(rectangle), self.whole, local, context.body().mesh.device_type)
+        return kept(self.key, self.rows(rectangle), self.whole, local, _mesh().device_type)
 
 
 def kept(key: Tensor, rows: Tensor, draw: Draw, local: tuple[int, ...], device: Any) -> Tensor:
@@ -232,9 +235,15 @@ def kept(key: Tensor, rows: Tensor, draw: Draw, local: tuple[int, ...], device: 
     return op.draw(key, rows, draw.shape, local, draw.kind, draw.params, draw.dtype, torch.device(device))
 
 
+def _mesh() -> Any:
+    body = context.body()
+    assert body is not None
+    return body.mesh
+
+
 def place_along(rank: int, names: Axes) -> int:
     """The place of a rank along axes, major first."""
-    mesh, at = context.body().mesh, 0
+    mesh, at = _mesh(), 0
     sizes, coord = axes_of(mesh), coordinates(mesh, rank)
     for name in names:
         at = at * sizes[name] + coord[name]
