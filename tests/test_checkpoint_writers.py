@@ -265,9 +265,8 @@ def test_a_lock_that_an_interrupt_left_behind(tmp_path, monkeypatch):
     assert vfn.load(tmp_path / "last") == 1
     monkeypatch.setattr(locks, "RENEWED", 0.01)
     lock = locks.acquire(tmp_path / "last", "save")
-    while (tmp_path / ".last.lock").exists():
+    while (tmp_path / ".last.lock").exists() or lock.is_mine():
         time.sleep(0.01)
-    assert not lock.is_mine()
 
 
 def test_a_save_in_a_signal_handler_of_the_same_path(tmp_path, monkeypatch):

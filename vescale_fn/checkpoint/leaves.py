@@ -9,18 +9,21 @@ from typing import NamedTuple
 
 import torch
 
+from ..context import Restored
+
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """Without collections of garbage: where thousands of small objects are made and none is garbage, they take most of
     the time, as each looks through all the objects of the program."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with Restored(_collect, gc.isenabled()), Restored(_collect, gc.isenabled()):
+        gc.disable()
         yield
-    finally:
-        if enabled:
-            gc.enable()
+
+
+def _collect(enabled: bool) -> None:
+    if enabled:
+        gc.enable()
 
 
 class Chunk(NamedTuple):

@@ -54,7 +54,7 @@ class Writing:
 
     def close(self) -> None:
         """Remove the folder if it has not got its name, and let others write. Once is enough."""
-        if self._lock.is_mine():
+        if self._lock.keep():
             with contextlib.suppress(OSError):
                 _discard(self.folder)
             self._lock.release()
