@@ -826,3 +826,8 @@ def test_a_recording_has_no_memory_either() -> None:
     )
     with pytest.warns(UserWarning, match="runs as written"):
         assert torch.equal(f(torch.arange(3.0)), torch.arange(3.0) * 3)
+    by_capsule = vfn.jit(lambda x: torch.from_dlpack(torch.utils.dlpack.to_dlpack(x * 2)) + 1)  # in C, past all hooks
+    with pytest.warns(UserWarning, match="runs as written"):
+        assert torch.equal(by_capsule(torch.arange(3.0)), torch.arange(3.0) * 2 + 1)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        vfn.eval_shape(lambda x: torch.from_dlpack(torch.utils.dlpack.to_dlpack(x)), torch.arange(3.0))

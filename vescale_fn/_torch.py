@@ -1027,7 +1027,7 @@ class _Shapes(threading.local):
 
     @functools.cached_property
     def mode(self) -> Any:
-        return FakeTensorMode(allow_non_fake_inputs=True)
+        return fake_mode(allow_non_fake_inputs=True)
 
 
 _shapes = _Shapes()
@@ -1054,9 +1054,11 @@ def in_parts(func: Any) -> Any:
 # --- recording plans --------------------------------------------------------------------------------------------------
 
 
-def fake_mode() -> Any:
-    """A mode of its own in which tensors have no values."""
-    return FakeTensorMode()
+def fake_mode(**options: Any) -> Any:
+    """A mode of its own in which tensors have no values, and raise where code in C asks for their address."""
+    mode = FakeTensorMode(**options)
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
 
 
 def without_values(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
