@@ -749,6 +749,26 @@ def test_a_product_of_an_uneven_batch_gathers_nothing(names, batch):
             torch.testing.assert_close(vfn.unshard(got), (program(x, w, b), grad(x, w, b)))
 
 
+@pytest.mark.parametrize("ranks", [2, 3])  # the third has no sequence
+def test_a_float32_lstm_of_a_split_batch_gathers_nothing(ranks):
+    """On CPU torch gives it to oneDNN, to train as well."""
+    run, params = vfn.functionalize(torch.nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True))
+    x = f(4, 5, 3).float()
+    grad = vfn.grad(lambda p, x: sum(y.square().sum() for y in (run(p, x)[0], *run(p, x)[1])), (0, 1))
+    with vfn.simulate(ranks):
+        mesh = vfn.make_mesh((ranks,), ("a",))
+        held = vfn.shard(params, mesh, P()), vfn.shard(x, mesh, P("a"))
+        with vfn.comm_log() as log, torch.no_grad():
+            result = run(*held)
+        assert not len(log), log
+        with vfn.comm_log() as log:
+            got = grad(*held)
+        assert {entry.op for entry in log} == {"all_reduce"}, log
+        torch.testing.assert_close(vfn.unshard(result), run(params, x))
+        torch.testing.assert_close(vfn.unshard(got), grad(params, x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(vfn.unshard(vfn.jit(grad)(*held)), vfn.unshard(got), rtol=1e-4, atol=1e-5)
+
+
 def test_a_matrix_for_each_group_of_rows():
     """grouped_mm, whatever is split, evenly or not: each rank its own rows and its own groups, and nothing is gathered."""
     w, v = f(4, 16, 24).float() / 9, f(16, 24).float()

@@ -20,6 +20,7 @@ from . import (
     matrices,
     normalisation,
     parts,
+    recurrent,
     reductions,
     scans,
     spatial,
@@ -95,6 +96,8 @@ _CLASSES: dict[Callable[[Call], Rule | None], str] = {
     indexing.index_add: "index_add index_copy index_fill index_reduce",
     indexing.index: "index _unsafe_index",
     indexing.index_put: "index_put _unsafe_index_put _index_put_impl",
+    # recurrent.py
+    recurrent.lstm: "mkldnn_rnn_layer mkldnn_rnn_layer_backward",
     # matrices.py
     matrices.last_two: "triu tril",
     matrices.outer: "diag_embed",
