@@ -22,6 +22,7 @@ from vescale_fn.plan.passes.axes import axes
 from vescale_fn.plan.passes.buckets import buckets
 from vescale_fn.plan.passes.draws import draws
 from vescale_fn.plan.passes.overlap import overlap
+from vescale_fn.plan.passes.residual import residual
 from vescale_fn.plan.passes.scatter import _place, scatter
 from vescale_fn.reshard import OwnPart
 from vescale_fn.wire import Collective, group_size
@@ -295,6 +296,32 @@ def own_part_and_the_first_rows(hand):
     return [hand.op(aten.slice.Tensor, total, 0, 0, 2), hand.own(total, ("tp",), 0)]
 
 
+def residual_stream(hand, kept=False):
+    """Each layer reduces what the ones before it have added up."""
+    x, sums = hand.input(block(2, 3)), []
+    total = hand.exchange("all_reduce", x, ("tp",), "sum")
+    for _ in range(2):
+        x = hand.op(aten.add.Tensor, hand.op(aten.mul.Tensor, total, hand.input(block(2, 3))), x)
+        sums.append(x)
+        total = hand.exchange("all_reduce", x, ("tp",), "sum")
+    return [total, *sums[:1]] if kept else [total]
+
+
+def residual_stream_that_is_a_result(hand):
+    return residual_stream(hand, kept=True)
+
+
+def a_sum_of_reduced_terms(hand):
+    a, b = hand.input(block(2, 3)), hand.input(block(1, 3))
+    return [hand.exchange("all_reduce", x, ("tp",), "sum") for x in (a, b, hand.op(aten.add.Tensor, a, b))]
+
+
+def a_sum_over_other_axes(hand):
+    a, b = hand.input(block(2, 3)), hand.input(block(1, 3))
+    both = hand.op(aten.add.Tensor, a, b)
+    return [hand.exchange("all_reduce", a, ("tp",), "sum"), hand.exchange("all_reduce", both, ("dp",), "sum")]
+
+
 def scattered_up(graph):
     return scatter(draws(graph))
 
@@ -376,6 +403,10 @@ PROGRAMS: dict[str, Any] = {
     "read late and written": (read_late_and_written, buckets, [(R, "tp", 40)]),
     "forward and again": (forward_and_again, buckets, None),
     "weights there and back": (weights_there_and_back, buckets, [(G, "tp", 32), (G, "tp", 32)]),
+    "residual stream": (residual_stream, residual, [(R, "tp", 48)] * 3),
+    "residual stream that is a result": (residual_stream_that_is_a_result, residual, None),
+    "a sum of reduced terms": (a_sum_of_reduced_terms, residual, [(R, "tp", 48), (R, "tp", 24)]),
+    "a sum over other axes": (a_sum_over_other_axes, residual, None),
     "layers": (layers, overlapped, [("start_all_gather", "tp", 16)] * 4),
     "layers, far ahead": (layers, far_ahead, [("start_all_gather", "tp", 16)] * 4),
     "sums at the end": (sums_at_the_end, overlapped, [("start_all_reduce", "dp", 32)] * 2 + [(R, "dp", 32)]),
@@ -435,6 +466,8 @@ def told(graph: fx.Graph) -> str:
         ("sums at the end", "mm neg sum mm neg sum mm neg sum! exp wait exp wait exp"),
         ("sums in buckets", "mm neg mm neg sum mm neg sum! exp wait exp exp"),
         ("used at once", "sum! mm sum! mm"),
+        ("residual stream", "sum! mul sum! add mul sum! add"),
+        ("residual stream that is a result", "sum! mul add sum! mul add sum!"),
     ],
 )
 def test_when_collectives_start_and_are_waited_for(name, wanted):

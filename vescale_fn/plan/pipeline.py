@@ -16,6 +16,7 @@ from .passes.once import once
 from .passes.order import order
 from .passes.overlap import overlap
 from .passes.recompute import recompute
+from .passes.residual import residual
 from .passes.reuse import reuse
 from .passes.scatter import scatter
 from .passes.views import views
@@ -27,6 +28,7 @@ PASSES: tuple[Pass, ...] = (
     writes,
     draws,
     scatter,
+    residual,
     views,
     composites,
     flat,
