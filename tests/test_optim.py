@@ -845,3 +845,22 @@ def test_warm_up_must_leave_steps():
     for schedule, where in ((optim.cosine, "cosine"), (lambda *given: optim.linear(0.0, *given), "linear")):
         with pytest.raises(vfn.errors.VfnError, match=f"^{where}: needed is steps > 0, but steps=0$"):
             schedule(1.0, 0)
+
+
+def test_an_optimiser_reads_as_the_call_that_made_it():
+    o = vfn.optim
+    labels = o.by_path([("w", "a")], "b")
+    for made, said in {
+        o.adamw(1e-3): "adamw(0.001)",
+        o.adam(o.warmup_cosine(1e-3, 10, 100), weight_decay=0.1): "adam(warmup_cosine(...), weight_decay=0.1)",
+        o.chain(o.clip_by_global_norm(1.0), o.sgd(0.1, nesterov=True, momentum=0.9)):
+            "chain(clip_by_global_norm(1.0), sgd(0.1, momentum=0.9, nesterov=True))",
+        o.adafactor(): "adafactor()",
+        o.masked(o.lion(0.1), labels): "masked(lion(0.1), by_path(...))",
+        o.partition({"a": o.muon(0.02), "b": o.ema(0.9)}, labels): "partition({'a': muon(0.02), 'b': ema(0.9)}, by_path(...))",
+        o.from_torch(torch.optim.SGD, torch.tensor(0.1), momentum=0.9): "from_torch(SGD, the tensor f32[], momentum=0.9)",
+        vfn.precision.master(o.accumulate(o.scale(-0.5), 4)): "master(accumulate(scale(-0.5), 4))",
+    }.items():  # fmt: skip
+        assert repr(made) == said
+    jitted = o.sgd(0.1)._replace(update=vfn.jit(lambda grads, state, params: (grads, state)))
+    assert repr(jitted).startswith("Optimizer(init=<function sgd.<locals>.init at ")

@@ -49,6 +49,10 @@ class Manager:
         self.keep, self.keep_every, self.background = keep, keep_every, background
         self._saving: Saving | None = None
 
+    def __repr__(self) -> str:
+        options = f"keep={self.keep}, keep_every={self.keep_every}, background={self.background}"
+        return f"Manager({str(self.folder)!r}, {options})"
+
     def save(self, step: int, tree: Any) -> None:
         """Save a tree as the checkpoint of a step, and then remove those that are too many.
 

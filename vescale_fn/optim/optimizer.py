@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _torch
-from ..errors import VfnError, described, report
+from ..errors import VfnError, described, report, short
 
 Schedule = Callable[[Any], Any]
 Rate = float | Schedule
@@ -26,6 +27,54 @@ class Optimizer(NamedTuple):
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
+
+    def __repr__(self) -> str:
+        return _call_that_made(self) or f"Optimizer(init={self.init!r}, update={self.update!r})"
+
+
+def _call_that_made(opt: Optimizer) -> str | None:
+    """The call that returned an optimiser, as `adamw(0.001, weight_decay=0.1)`: its two functions close over the arguments
+    of the function in which they were made. None where they do not tell."""
+    if not all(inspect.isfunction(one) for one in opt):
+        return None
+    given = _closed_over(opt.init) | _closed_over(opt.update)
+    for one in [one for one in given.values() if inspect.isfunction(one)]:  # helpers that were made beside them
+        given = _closed_over(one) | given if one.__module__ == opt.update.__module__ else given
+    function, _, inner = opt.update.__qualname__.partition(".<locals>.")
+    name = given.get("where", function)  # several share one function, which is passed the name of each
+    maker = opt.update.__globals__.get(name)
+    if inner != "update" or not inspect.isfunction(maker):
+        return None
+    parts = list[str]()
+    for parameter in inspect.signature(maker).parameters.values():
+        value = given.get(parameter.name, parameter.default)
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            parts += map(_text, given.get(parameter.name, ()))
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            parts += [f"{key}={_text(one)}" for key, one in given.get(parameter.name, {}).items()]
+        elif parameter.default is parameter.empty:
+            parts.append("..." if value is parameter.empty else _text(value))
+        elif not (value is parameter.default or (isinstance(value, _PLAIN) and value == parameter.default)):
+            parts.append(f"{parameter.name}={_text(value)}")
+    return f"{name}({', '.join(parts)})"
+
+
+_PLAIN = int, float, str, tuple
+
+
+def _closed_over(function: Any) -> dict[str, Any]:
+    return dict(inspect.getclosurevars(function).nonlocals)
+
+
+def _text(x: Any) -> str:
+    if isinstance(x, Optimizer):
+        return repr(x)
+    if isinstance(x, dict) and len(x) <= 8:
+        return f"{{{', '.join(f'{key!r}: {_text(value)}' for key, value in x.items())}}}"
+    if callable(x):
+        function, inner, _ = getattr(x, "__qualname__", type(x).__name__).partition(".<locals>")
+        return f"{function}(...)" if inner else function
+    return short(x)
 
 
 def check_numbers(where: str, **given: Any) -> None:
