@@ -663,9 +663,3 @@ def test_spmd_axis_name_is_refused_where_the_function_uses_the_axis():
     for wrong in (3, ("i", "i"), ("i", 2)):
         with pytest.raises(TransformError, match="spmd_axis_name must be an axis of the mesh, or a tuple of them"):
             vfn.vmap(torch.sin, spmd_axis_name=wrong)
-    with pytest.raises(
-        TransformError, match="axis_name='batch': collectives are over axes of a mesh, not over entries"
-    ):
-        vfn.vmap(torch.sin, axis_name="batch")
-    with pytest.raises(TransformError, match="axis_size=3: the arguments say how many entries there are"):
-        vfn.vmap(torch.sin, axis_size=3)

@@ -38,7 +38,8 @@ from .spec import P, shard_shape, spec_from_rules
 from .spec_by_size import spec_by_size
 from .strict import strict
 from .tracebacks import full_tracebacks
-from .transform import jvp, linearize, remat, vmap
+from .transform import jvp, linearize, remat
+from .vmap import vmap
 
 __version__ = "0.1.0"
 

@@ -103,7 +103,10 @@ class Blocks(WithoutMemory):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(types) > 1 and not all(map(_HERE.__contains__, types)):
             return NotImplemented  # an array knows what to do with blocks, not they with it
-        return run(func, args, kwargs or {})
+        with (
+            _torch.no_torch_function()
+        ):  # where torch's own C++ calls an op, as at the end of a vmap, a body's mode is on
+            return run(func, args, kwargs or {})
 
 
 _HERE = frozenset((torch.Tensor, torch.nn.Parameter, _torch.FakeTensor, Blocks))

@@ -38,6 +38,27 @@ class Body:
     free: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """The entries of a `vmap` that is running.
+
+    Args:
+        level: of its transform.
+        over: the axes of the mesh over which they are laid out.
+        name: the axis name, for collectives over them; None: it has none.
+        size: how many there are.
+        index: the number of the entry, a 0-d int32 tensor that differs between them; None where they have no name.
+        body: the `shard_map` body in which it runs.
+    """
+
+    level: int
+    over: tuple[str, ...]
+    name: str | None
+    size: int
+    index: Any
+    body: Body | None
+
+
 class NotFree(Exception):
     """A body communicates over axes that no spec of its map names, and over which entries of a `vmap` were to stay split."""
 
@@ -55,7 +76,7 @@ class _State(threading.local):
     strict: bool = False
     as_written: bool = False
     grad_depth: int = 0
-    over: tuple[tuple[int, tuple[str, ...]], ...] = ()  # of each vmap that lays its entries out: its level, the axes
+    entries: tuple[Entries, ...] = ()  # of the vmaps around, outermost first
     followed: bool = False
     key_uses: dict[Any, Any] | None = None
     unit: Callable[[Any], Any] | None = None
@@ -117,19 +138,24 @@ def is_strict() -> bool:
     return _state.strict
 
 
-@contextlib.contextmanager
-def laying_entries(level: int, axes: tuple[str, ...]) -> Iterator[None]:
-    """Inside, the entries of the `vmap` at this level of transforms are laid out over these axes."""
-    before, _state.over = _state.over, (*_state.over, (level, axes))
-    try:
-        yield
-    finally:
-        _state.over = before
+def mapping_entries(entries: Entries) -> contextlib.AbstractContextManager[None]:
+    """Run the function that a `vmap` maps."""
+    return _setting(entries=(*_state.entries, entries))
 
 
 def entries_over(level: int | None = None) -> tuple[str, ...]:
     """The axes over which the `vmap` at this level (None: any of them) lays its entries out."""
-    return tuple(axis for one, axes in _state.over if level in (None, one) for axis in axes)
+    return tuple(axis for entries in _state.entries if level in (None, entries.level) for axis in entries.over)
+
+
+def entry_names() -> tuple[str, ...]:
+    """The axis names of the `vmap`s around, outermost first."""
+    return tuple(entries.name for entries in _state.entries if entries.name is not None)
+
+
+def entries_named(name: str) -> Entries | None:
+    """The entries of the innermost `vmap` around with this axis name."""
+    return next((entries for entries in reversed(_state.entries) if entries.name == name), None)
 
 
 def examined() -> bool:

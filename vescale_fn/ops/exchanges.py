@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import CollectiveError, described, meant, report, short
+from . import entries, mixed
 from .operands import dim_problem, size_problem
 from .sending import Axis, send, span, taking_part
 
@@ -45,17 +46,25 @@ def all_gather(x: Any, axis_name: Axis, *, axis: int = 0, tiled: bool = False, t
     ...     print(vfn.unshard(f(torch.arange(4.0))))
     tensor([0., 2., 4., 6.])
     """
-    body, _, _ = taking_part("all_gather", axis_name)
+    parts = entries.runs("all_gather", axis_name)
     if to not in _GATHERS:
         raise CollectiveError(report("all_gather", f"to={short(to)} is not one of {tuple(_GATHERS)}{meant(to, _GATHERS)}",
                                      fix='to="varying", the default; "invarying" for a result that may be returned with '
                                          "out_specs=P()"))  # fmt: skip
-    row, gives = _GATHERS[to] if body.check else _GATHERS["varying"]
 
     def problem(leaf: torch.Tensor, n: int, span: str) -> str | None:
         found = dim_problem(axis, leaf.ndim + (not tiled), "axis", "x" if tiled else "the result")
         return f"{found}; tiled=False gathers scalars" if found and tiled and not leaf.ndim else found
 
+    if parts:
+        if to != "varying":
+            raise CollectiveError(report("all_gather", f"to={to!r}, but entries of a vmap have no types",
+                                         fix='to="varying", the default'))  # fmt: skip
+        if len(parts) > 1:
+            return mixed.gathered(all_gather, x, parts, axis, tiled)
+        return entries.sent("all_gather", x, parts[0], "all_gather", dim=axis, tiled=tiled, problem=problem)
+    body, _, _ = taking_part("all_gather", axis_name)
+    row, gives = _GATHERS[to] if body.check else _GATHERS["varying"]
     return send("all_gather", x, axis_name, row, dim=axis, gives=gives, tiled=tiled, problem=problem)
 
 
@@ -90,8 +99,13 @@ def psum_scatter(x: Any, axis_name: Axis, *, scatter_dimension: int = 0, tiled: 
             leaf, scatter_dimension, "scatter_dimension", tiled, n, span
         )
 
-    return send("psum_scatter", x, axis_name, "psum_scatter", dim=scatter_dimension, takes="VU", tiled=tiled,
-                 problem=problem, fix="pad the dim, scatter along another, or vfn.psum and slice")  # fmt: skip
+    given = {"dim": scatter_dimension, "tiled": tiled, "problem": problem,
+             "fix": "pad the dim, scatter along another, or vfn.psum and slice"}  # fmt: skip
+    if parts := entries.runs("psum_scatter", axis_name):
+        if len(parts) > 1:
+            return mixed.scattered(psum_scatter, x, parts, **given)
+        return entries.sent("psum_scatter", x, parts[0], "psum_scatter", **given)
+    return send("psum_scatter", x, axis_name, "psum_scatter", takes="VU", **given)
 
 
 def all_to_all(x: Any, axis_name: Axis, split_axis: int, concat_axis: int, *, tiled: bool = False) -> Any:
@@ -130,8 +144,12 @@ def all_to_all(x: Any, axis_name: Axis, split_axis: int, concat_axis: int, *, ti
             or size_problem(leaf, split_axis, "split_axis", tiled, n, span)
         )
 
-    return send("all_to_all", x, axis_name, "all_to_all", dim=split_axis, other=concat_axis, tiled=tiled,
-                 problem=problem, fix="another split_axis, or pad the dim")  # fmt: skip
+    given = {"dim": split_axis, "other": concat_axis, "tiled": tiled, "problem": problem,
+             "fix": "another split_axis, or pad the dim"}  # fmt: skip
+    if parts := entries.runs("all_to_all", axis_name):
+        mixed.refuse("all_to_all", axis_name, parts)
+        return entries.sent("all_to_all", x, parts[0], "all_to_all", **given)
+    return send("all_to_all", x, axis_name, "all_to_all", **given)
 
 
 def ppermute(x: Any, axis_name: Axis, perm: Sequence[tuple[int, int]]) -> Any:
@@ -157,7 +175,9 @@ def ppermute(x: Any, axis_name: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     ...     print(vfn.unshard(f(torch.arange(1.0, 5.0))))
     tensor([0., 1., 2., 0.])
     """
-    _, names, n = taking_part("ppermute", axis_name)
+    parts = entries.runs("ppermute", axis_name)
+    mixed.refuse("ppermute", axis_name, parts)
+    names, n = mixed.names_and_size("ppermute", axis_name, parts)
     try:
         pairs = tuple((operator.index(source), operator.index(destination)) for source, destination in perm)
     except (TypeError, ValueError):
@@ -171,6 +191,8 @@ def ppermute(x: Any, axis_name: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     if failures:
         raise CollectiveError(report("ppermute", f"perm={list(pairs)} is not a permutation of some of the ranks",
                                      failures, "each rank at most once as source and at most once as destination"))  # fmt: skip
+    if parts:
+        return entries.sent("ppermute", x, parts[0], "ppermute", perm=pairs)
     return send("ppermute", x, axis_name, "ppermute", perm=pairs)
 
 
@@ -208,7 +230,8 @@ def pbroadcast(x: Any, axis_name: Axis, source: int) -> Any:
     ...     print(vfn.unshard(f(torch.arange(4.0))))
     tensor([2., 2., 2., 2.])
     """
-    _, names, n = taking_part("pbroadcast", axis_name)
+    parts = entries.runs("pbroadcast", axis_name)
+    names, n = mixed.names_and_size("pbroadcast", axis_name, parts)
     if isinstance(source, (bool, torch.Tensor)) or not hasattr(source, "__index__"):
         raise CollectiveError(report(
             "pbroadcast", f"source must be an int, one position for all ranks, but it is {described(source)}",
@@ -216,4 +239,8 @@ def pbroadcast(x: Any, axis_name: Axis, source: int) -> Any:
     if not 0 <= operator.index(source) < n:
         raise CollectiveError(report("pbroadcast", f"source={source}, but positions go from 0 to {n - 1}: there are "
                                      f"{span(names, n)}"))  # fmt: skip
+    if len(parts) > 1:
+        return mixed.broadcast(pbroadcast, x, parts, operator.index(source))
+    if parts:
+        return entries.sent("pbroadcast", x, parts[0], "pbroadcast", source=operator.index(source))
     return send("pbroadcast", x, axis_name, "pbroadcast", source=operator.index(source))

@@ -52,7 +52,7 @@ class Collective:
 
     def tangent(self) -> Collective:
         """The map of tangents: itself, where it is linear."""
-        return _no_derivative(self) if self.row in ("pmax", "pmin") else self
+        return no_derivative(self) if self.row in ("pmax", "pmin") else self
 
     def batched(self, over: tuple[str, ...]) -> Collective:
         """The same map with one more dim in front."""
@@ -256,7 +256,8 @@ def _all_gather(op: Collective, x: Any) -> Any:
     return wire.all_gather(x, op.mesh, op.axes, 0, op.why)
 
 
-def _no_derivative(op: Collective) -> Any:
+def no_derivative(op: Any) -> Any:
+    """Raise: `op.row` was differentiated."""
     raise CollectiveError(report(
         op.row, "it was differentiated, but it has no derivative (nor has JAX's)",
         fix=f"vfn.{op.row}(x.detach(), ...) where the result only stabilises, as in log-sum-exp; or vfn.all_gather, "
@@ -267,8 +268,8 @@ TABLE: dict[str, Row] = {
     "psum": Row(_whole, _all_reduce("sum"), _first, lambda op: _becomes(op, "copy" if op.checked else "psum")),
     "copy": Row(_alias, None, _same, lambda op: _becomes(op, "psum")),
     "relabel": Row(_alias, None, _same, lambda op: _becomes(op, "relabel")),
-    "pmax": Row(_whole, _all_reduce("max"), _first, _no_derivative),
-    "pmin": Row(_whole, _all_reduce("min"), _first, _no_derivative),
+    "pmax": Row(_whole, _all_reduce("max"), _first, no_derivative),
+    "pmin": Row(_whole, _all_reduce("min"), _first, no_derivative),
     "all_gather": Row(_whole, _all_gather, _pasted_at("dim"), lambda op: _becomes(op, "psum_scatter")),
     "psum_scatter": Row(
         _cut,

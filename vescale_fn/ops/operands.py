@@ -17,7 +17,7 @@ from ..mesh import axes_of
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def operands(where: str, x: Any, body: context.Body) -> tuple[list[Any], Any]:
+def operands(where: str, x: Any, body: context.Body | None) -> tuple[list[Any], Any]:
     """The leaves of `x`, and its structure; or an error that names all leaves that nothing can be done with."""
     leaves, treedef = opened(x, where, "x", numpy=True)
     if _PLAIN.issuperset(map(type, leaves)):
@@ -25,7 +25,8 @@ def operands(where: str, x: Any, body: context.Body) -> tuple[list[Any], Any]:
     wrong = {i: found for i, leaf in enumerate(leaves) if (found := _no_operand(leaf)) is not None}
     if wrong:
         paths = tree.paths(x, "x")
-        raise CollectiveError(report(where, f"x must hold tensors and numbers on the {mesh_text(axes_of(body.mesh))}",
+        on = f" on the {mesh_text(axes_of(body.mesh))}" if body is not None else ""
+        raise CollectiveError(report(where, f"x must hold tensors and numbers{on}",
                                      [f"{paths[i]} {found}" for i, found in wrong.items()],
                                      "the tensors alone, of one shape on all ranks"))  # fmt: skip
     return leaves, treedef
@@ -71,7 +72,8 @@ def size_problem(leaf: torch.Tensor, dim: int, word: str, tiled: bool, n: int, s
     return f"{word}={dim} has size {size}, but untiled it must be {span}{instead}"
 
 
-def refuse_what_cannot_be_reduced(where: str, x: Any, leaves: Sequence[Any], body: context.Body, names: Any) -> None:
+def refuse_what_cannot_be_reduced(where: str, x: Any, leaves: Sequence[Any], body: context.Body | None,
+                                  names: Any) -> None:  # fmt: skip
     """Keys, whose bits are no numbers; and what has no order, or is unreduced, for `pmax` and `pmin`."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if any(leaf.dtype is torch.int32 and leaf.ndim and leaf.shape[-1] == 2 for leaf in tensors):  # as a key's bits
@@ -89,6 +91,6 @@ def refuse_what_cannot_be_reduced(where: str, x: Any, leaves: Sequence[Any], bod
             raise CollectiveError(report(where, "complex numbers have no order",
                                          [f"{path} is {described(leaf)}" for path, leaf in wrong],
                                          "its .abs(), .real or .imag"))  # fmt: skip
-        if body.check:
+        if body is not None and body.check:
             have = [marks.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in leaves]
             refuse_unreduced(where, x, leaves, have, names)

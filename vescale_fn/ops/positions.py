@@ -5,6 +5,7 @@ Source: `jax.lax`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from .. import context, marks, types
 from ..errors import CollectiveError, count_text, described, report
+from . import entries, mixed
 from .maps import index
 from .sending import Axis, taking_part
 
@@ -36,6 +38,12 @@ def axis_index(axis_name: Axis) -> torch.Tensor:
     ...     print(vfn.unshard(f(torch.zeros(4))))
     tensor([0., 1., 2., 3.])
     """
+    if parts := entries.runs("axis_index", axis_name):
+        position = None
+        for run in parts:
+            here = entries.index(run) if isinstance(run, context.Entries) else axis_index(run)
+            position = here if position is None else position * mixed.size(run) + here
+        return position
     body, names, _ = taking_part("axis_index", axis_name)
     position = index(body.mesh, names)
     marks.mark(position, types.of(varying=names))
@@ -63,6 +71,8 @@ def axis_size(axis_name: Axis) -> int:
     ...     print(vfn.unshard(f(torch.ones(4))))
     tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
+    if parts := entries.runs("axis_size", axis_name):
+        return math.prod(map(mixed.size, parts))
     return taking_part("axis_size", axis_name)[2]
 
 

@@ -13,6 +13,7 @@ import torch
 from .. import _torch, context, lines, marks, tree, types, wire
 from ..errors import report
 from ..mesh import is_simulated
+from . import entries, mixed
 from .maps import Collective
 from .operands import operands, refuse_what_cannot_be_reduced
 from .sending import Axis, local, sent, taking_part
@@ -20,6 +21,9 @@ from .sending import Axis, local, sent, taking_part
 
 def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
     """A reduction over the ranks. Over an axis along which a value is the same it is arithmetic: nothing is sent."""
+    if parts := entries.runs(where, axis_name):
+        return mixed.one_by_one(lambda x, over: _reduce(where, x, over, row), x, parts) if len(parts) > 1 else (
+            entries.sent(where, x, parts[0], row))  # fmt: skip
     body, names, n = taking_part(where, axis_name)
     leaves, treedef = operands(where, x, body)
     with _torch.no_torch_function():

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch, context, linear, marks, tree, types, wire
 from ..blocks import Blocks
-from ..errors import CollectiveError, TypingError, described, mesh_text, report, short
+from ..errors import CollectiveError, MeshError, TypingError, described, meant, mesh_text, report, short
 from ..mesh import axes_of, axis_names, is_simulated
 from .maps import Collective, enter, promote
 from .operands import operands, refuse_unreduced
@@ -24,6 +24,8 @@ Problem = Callable[[torch.Tensor, int, str], str | None]
 def taking_part(where: str, axis_name: Any, called: str = "axis_name") -> tuple[context.Body, tuple[str, ...], int]:
     """The running body, the axes as a tuple, and the number of ranks along them. `called`: the parameter's name."""
     body = context.body()
+    if entries := context.entry_names():
+        _refuse_entries(where, axis_name, called, body, entries)
     if body is None and _torch.in_backward_pass():
         raise CollectiveError(report(
             where, f"{called}={short(axis_name)}, but no axis is manual here: this is the backward pass of an "
@@ -46,6 +48,25 @@ def taking_part(where: str, axis_name: Any, called: str = "axis_name") -> tuple[
         ))  # fmt: skip
     names = axis_names(axis_name, body.sizes, where, called)
     return body, names, wire.group_size(body.mesh, names)
+
+
+def _refuse_entries(
+    where: str, axis_name: Any, called: str, body: context.Body | None, entries: tuple[str, ...]
+) -> None:
+    """Raise for the axis of a `vmap`, where only ranks can take part, and for what is no axis of any kind."""
+    manual = body.axes if body is not None else ()
+    mesh_axes = axes_of(body.mesh) if body is not None else ()
+    names = [name for name in _names(axis_name) if name not in manual]
+    if over := [name for name in names if name in entries]:
+        raise CollectiveError(report(
+            where, f"{called}={short(axis_name)}: {over[0]!r} is the axis of a vmap, but this is over axes of a mesh only",
+            fix="an axis that is manual in the shard_map body" + f", of {manual}" * bool(manual)))  # fmt: skip
+    if unknown := [name for name in names if name not in mesh_axes]:
+        here = f"the axes that are manual here are {manual}" if manual else "no axis of a mesh is manual here"
+        raise MeshError(report(
+            where, f"{called}={short(axis_name)} does not name axes",
+            [f"{name!r} is none{meant(name, (*manual, *entries))}: {here}, and the vmaps around have the axes {entries}"
+             for name in unknown], f"{called}={entries[-1]!r}, for example"))  # fmt: skip
 
 
 # What takes the place of a collective in the global view.
@@ -99,14 +120,7 @@ def send(where: str, x: Any, axis_name: Any, row: str, *, takes: str = "V", give
     body, names, n = taking_part(where, axis_name)
     leaves, treedef = operands(where, x, body)
     leaves = [local(leaf, body, where) for leaf in leaves]
-    if problem is not None:
-        found = [problem(leaf, n, span(names, n)) for leaf in leaves]
-        if any(found):
-            raise CollectiveError(report(
-                where, f"the operand does not fit the {mesh_text(axes_of(body.mesh))}",
-                [f"{path} of shape {marks.text(leaf)}: {why}"
-                 for path, leaf, why in zip(tree.paths(x, "x"), leaves, found) if why],
-                fix if any("size" in why for why in found if why) else ""))  # fmt: skip
+    refuse_misfits(where, x, leaves, problem, fix, f"the {mesh_text(axes_of(body.mesh))}", names, n)
     op = Collective(row, body.mesh, names, where, body.check, **parameters)
     have = [marks.typeof(leaf, body.axes) if body.check else types.INVARIANT for leaf in leaves]
     if "U" not in takes:
@@ -114,6 +128,18 @@ def send(where: str, x: Any, axis_name: Any, row: str, *, takes: str = "V", give
     outs = sent(op, leaves, have, gives)
     context.note(where, x, outs, names)
     return tree.unflatten(treedef, outs)
+
+
+def refuse_misfits(where: str, x: Any, leaves: Sequence[torch.Tensor], problem: Problem | None, fix: str, what: str,
+                   names: tuple[str, ...], n: int) -> None:  # fmt: skip
+    """Raise where a leaf has a problem with the `n` that take part, along the axes `names`."""
+    found = [problem(leaf, n, span(names, n)) for leaf in leaves] if problem is not None else []
+    if any(found):
+        raise CollectiveError(report(
+            where, f"the operand does not fit {what}",
+            [f"{path} of shape {marks.text(leaf)}: {why}"
+             for path, leaf, why in zip(tree.paths(x, "x"), leaves, found) if why],
+            fix if any("size" in why for why in found if why) else ""))  # fmt: skip
 
 
 def sent(op: Collective, leaves: list[torch.Tensor], have: Sequence[types.Type], gives: str) -> list[Any]:
