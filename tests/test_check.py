@@ -2,19 +2,14 @@
 
 import contextlib
 import math
-import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from printed import alike
 
 import vescale_fn as vfn
 from vescale_fn import P, context
@@ -22,7 +17,6 @@ from vescale_fn.errors import ParityError
 from vescale_fn.mesh import unit
 from vescale_fn.random import dropout, key, normal
 
-ROOT = Path(__file__).resolve().parents[1]
 MESH = (2, 4), ("dp", "tp")
 X = torch.arange(96.0).reshape(8, 12) / 8 - 5
 W = torch.arange(36.0).reshape(12, 3) % 7 - 3
@@ -448,21 +442,6 @@ check(bias_before_the_sum): 2 of 4 values differ between one device and the mesh
       operand 1 is added on every rank of 'tp', so that the sum counts it 4 times
   Instead: add it after vfn.psum(x, 'tp')"""
     )
-
-
-def test_the_example_of_the_readme(tmp_path: Path) -> None:
-    program, printed = (
-        re.search(rf"<!-- {marker} -->\n```\w+\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]  # type: ignore[index]
-        for marker in ("check", "what check prints")
-    )
-    (tmp_path / "program.py").write_text(program)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    ran = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
-    unsure = re.compile(r"^ *[\^~]+$|^\(\d+ frames? of vescale_fn.*\)$", re.MULTILINE)
-    shown, wanted = (unsure.sub("", text) for text in (ran.stdout + ran.stderr.replace(f"{tmp_path}/", ""), printed))
-    assert alike(shown, wanted), shown
 
 
 def test_the_report_of_equal_runs() -> None:

@@ -48,6 +48,13 @@ def blocks(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+def marked(mark: str) -> str:
+    """The block under this comment, of the one page that has it."""
+    texts = "\n".join(page.read_text() for page in PAGES)
+    (found,) = re.findall(rf"<!-- {mark} -->\n```\w+\n(.*?)```", texts, re.DOTALL)
+    return found
+
+
 # Runs each file in a process of its own, which has torch and vescale_fn imported already: that is what takes the time.
 EACH_FORKED = """
 import os, runpy, sys
@@ -56,9 +63,16 @@ import vescale_fn
 for path in sys.argv[1:]:
     child = os.fork()
     if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(os.open(path + ".stderr", os.O_WRONLY | os.O_CREAT), 2)
-        runpy.run_path(path, run_name="__main__")
+        for stream, name in (1, "stdout"), (2, "stderr"):
+            os.dup2(os.open(f"{path}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except Exception as error:
+            frames = error.__traceback__
+            while frames.tb_frame.f_code.co_filename != path:
+                frames = frames.tb_next
+            sys.excepthook(type(error), error, frames)
+            sys.exit(1)
         sys.exit()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
@@ -70,37 +84,44 @@ def run_python(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_blocks_run(tmp_path: Path) -> None:
+UNSURE = re.compile(r"^ *[\^~]+$|^\(\d+ frames? of vescale_fn.*\)$", re.MULTILINE)  # which some Pythons print
+FAILING = {"check": "what check prints", "mistake": "what is printed"}
+
+
+def test_blocks_run_and_print_what_is_there(tmp_path: Path) -> None:
     """As a reader would: each in a file and a process of its own, anywhere on the disk."""
     forked = []
     programs = {f"{page.stem}_{i}": block for page in PAGES for i, block in enumerate(blocks(page.read_text()))}
     for name, block in programs.items():
-        script = tmp_path / f"{name}.py"
+        script = tmp_path / name / "program.py"
+        script.parent.mkdir()
         script.write_text(block)
         if "vfn.launch(" in block:  # whose ranks import what the process was started with
-            ran = run_python(tmp_path, str(script))
+            ran = run_python(script.parent, str(script))
             assert ran.returncode == 0, ran.stderr
             assert ran.stderr == ""  # nor any warning
         else:
             forked.append(script)
-    ran = run_python(tmp_path, "-c", EACH_FORKED, *map(str, forked))
-    said = {script.name: Path(f"{script}.stderr").read_text() for script in forked}
+    failing = [tmp_path / mark / "program.py" for mark in FAILING]
+    for script in failing:
+        script.parent.mkdir()
+        script.write_text(marked(script.parent.name))
+    ran = run_python(tmp_path, "-c", EACH_FORKED, *map(str, forked + failing))
+    said = {script.parent.name: Path(f"{script}.stderr").read_text() for script in forked}
     assert said == dict.fromkeys(said, "")
-    assert ran.stdout.split() == ["0"] * len(forked), ran.stderr
+    assert ran.stdout.split() == ["0"] * len(forked) + ["1"] * len(failing), ran.stderr
+    for name, mark in {"README_0": "what it prints", **FAILING}.items():
+        texts = [(tmp_path / name / f"program.py.{stream}").read_text() for stream in ("stdout", "stderr")]
+        shown = UNSURE.sub("", "".join(texts).replace(f"{tmp_path / name}/", ""))
+        assert alike(shown, UNSURE.sub("", marked(mark))), shown
 
 
-def test_readme_begins_with_a_program_and_what_it_prints(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text()
-    first = blocks(text)[0]
+def test_readme_begins_with_a_program() -> None:
+    first = blocks((ROOT / "README.md").read_text())[0]
     lines = [line for line in first.splitlines() if line.strip() and not line.strip().startswith("#")]
     assert 10 <= len(lines) <= 18
     assert "assert_close" in first
     assert "simulate(8)" in first
-    (tmp_path / "program.py").write_text(first)
-    ran = run_python(tmp_path, "program.py")
-    printed = re.search(r"<!-- what it prints -->\n```text\n(.*?)```", text, re.DOTALL)
-    assert printed
-    assert (ran.stdout.replace(f"{tmp_path}/", "").split(), ran.stderr) == (printed[1].split(), "")
 
 
 def test_readme_is_short_and_its_links_lead_somewhere() -> None:

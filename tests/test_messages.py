@@ -1,12 +1,9 @@
 """What is said of each mistake in `misuses.py`, to the letter; that it is said of the user's line, and on every rank alike."""
 
 import inspect
-import os
 import re
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import misuses
 import pytest
@@ -89,24 +86,3 @@ def test_an_error_of_torchs_in_a_body_names_the_blocks() -> None:
         "In the body of shard_map(<lambda>) values are one rank's blocks: args[0]['w'] is f32[4,3], "
         "args[1] is f32[3,2]{V:dp,tp}"
     ]
-
-
-# --- in the documentation ----------------------------------------------------------------------------------------------
-
-ROOT = Path(__file__).resolve().parents[1]
-MARKERS = re.compile(r"^ *[\^~]+$|^\(\d+ frames? of vescale_fn.*\)$", re.MULTILINE)  # which some Pythons print
-
-
-def test_the_error_of_the_documentation(tmp_path: Path) -> None:
-    program, printed = (
-        re.search(rf"<!-- {marker} -->\n```\w+\n(.*?)```", (ROOT / "docs" / "errors.md").read_text(), re.DOTALL)[1]
-        for marker in ("mistake", "what is printed")
-    )
-    (tmp_path / "program.py").write_text(program)
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    ran = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
-    shown, wanted = (MARKERS.sub("", text).split("\n") for text in (ran.stderr.replace(f"{tmp_path}/", ""), printed))
-    assert [line for line in shown if line] == [line for line in wanted if line]
