@@ -813,10 +813,13 @@ def test_an_error_that_all_ranks_catch_leaves_them_usable(gloo):
 
 @pytest.mark.slow
 def test_under_torchrun(tmp_path):
-    """A divergence that is caught, through torchrun's own store; then a rank that fails while the other waits."""
+    """The ranks' places; a divergence that is caught, through torchrun's own store; a rank that fails while the other waits."""
     script = """
         import os, torch, torch.distributed as dist, vescale_fn as vfn
-        from vescale_fn import P
+        from vescale_fn import P, ranks
+        place = ranks.ensure_process_group()
+        one = torch.ones(1); dist.all_reduce(one)
+        os.write(1, f"{place} {one.item()} {ranks.device_type()}\\n".encode())  # at once: two ranks share the pipe
         mesh, x = vfn.make_mesh((2,), ("a",)), torch.arange(4.0)
         rank = dist.get_rank()
         with vfn.debug():
@@ -835,7 +838,9 @@ def test_under_torchrun(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([*command, str(tmp_path / "script.py")], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert sorted(done.stdout.splitlines()) == sorted(["  * its value: f32[1] on rank 0, f32[2] on rank 1", "6.0"] * 2)
+    places = ["(0, 2) 2.0 cpu", "(1, 2) 2.0 cpu"]
+    twice = ["  * its value: f32[1] on rank 0, f32[2] on rank 1", "6.0"] * 2
+    assert sorted(done.stdout.splitlines()) == sorted(places + twice)
     assert done.stderr.index("ValueError: of rank 1 alone") < (done.stderr + "Connection").index("Connection")
 
 

@@ -8,9 +8,7 @@ import pdb
 import re
 import signal
 import socket
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -750,23 +748,6 @@ def test_the_environment_that_torchrun_sets():
         return place, x.item(), ranks.device_type()
 
     assert launch(place, 2, device="cpu") == [((0, 2), 2, "cpu"), ((1, 2), 2, "cpu")]
-
-
-@pytest.mark.slow
-def test_torchrun(tmp_path):
-    text = """
-        import os, torch, torch.distributed as dist
-        from vescale_fn import ranks
-        place = ranks.ensure_process_group()
-        x = torch.ones(1); dist.all_reduce(x)
-        os.write(1, f"{place} {x.item()} {ranks.device_type()}\\n".encode())  # at once: two ranks share the pipe
-        dist.destroy_process_group()
-    """
-    (tmp_path / "script.py").write_text(textwrap.dedent(text))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*command, str(tmp_path / "script.py")], env=env, capture_output=True, text=True, check=True)
-    assert sorted(done.stdout.splitlines()) == ["(0, 2) 2.0 cpu", "(1, 2) 2.0 cpu"]
 
 
 def test_a_bare_process_is_one_rank_without_a_group():
