@@ -58,8 +58,9 @@ def marked(mark: str) -> str:
 # Runs each file in a process of its own, which has torch and vescale_fn imported already: that is what takes the time.
 EACH_FORKED = """
 import os, runpy, sys
-import vescale_fn
+import vescale_fn._torch
 
+vescale_fn._torch.preload()
 for path in sys.argv[1:]:
     child = os.fork()
     if child == 0:
@@ -109,7 +110,7 @@ def test_blocks_run_and_print_what_is_there(tmp_path: Path) -> None:
     ran = run_python(tmp_path, "-c", EACH_FORKED, *map(str, forked + failing))
     said = {script.parent.name: Path(f"{script}.stderr").read_text() for script in forked}
     assert said == dict.fromkeys(said, "")
-    assert ran.stdout.split() == ["0"] * len(forked) + ["1"] * len(failing), ran.stderr
+    assert (ran.stdout.split(), ran.stderr) == (["0"] * len(forked) + ["1"] * len(failing), "")
     for name, mark in {"README_0": "what it prints", **FAILING}.items():
         texts = [(tmp_path / name / f"program.py.{stream}").read_text() for stream in ("stdout", "stderr")]
         shown = UNSURE.sub("", "".join(texts).replace(f"{tmp_path / name}/", ""))
@@ -231,9 +232,10 @@ KERNELS = """
 import os, select, signal, socket, sys
 
 os.environ["JPY_PARENT_PID"] = str(os.getpid())  # a kernel ends with this process, as this does with the tests
-import matplotlib.pyplot, torch, vescale_fn
+import matplotlib.pyplot, torch, vescale_fn._torch
 from ipykernel.kernelapp import IPKernelApp
 
+vescale_fn._torch.preload()
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 door = socket.socket(socket.AF_UNIX)
 door.bind(sys.argv[1])
