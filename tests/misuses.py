@@ -6,6 +6,7 @@ marked ``# here``. `test_messages.py` runs them.
 
 import numpy as np
 import torch
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -95,6 +96,33 @@ def a_collective_of_torchs_among_simulated_ranks(mesh):
       Instead: vfn.psum(x, axis) in a shard_map body, or pmax, pmin, pmean; in the global view torch.sum is the whole sum
     """
     torch.distributed.all_reduce(X)
+
+
+@misuse
+def a_collective_of_torchs_by_the_name_of_an_axis(mesh):
+    """MeshError
+    all_reduce: the ranks are simulated: this process plays all of them, and torch has no process group
+      Instead: vfn.psum(x, axis) in a shard_map body, or pmax, pmin, pmean; in the global view torch.sum is the whole sum
+    """
+    mapped(mesh, lambda x: torch.distributed.all_reduce(x, group="dp"))(X)
+
+
+@misuse
+def a_functional_collective_by_the_dim_of_a_mesh(mesh):
+    """MeshError
+    all_gather_tensor: the ranks are simulated: this process plays all of them, and torch has no process group
+      Instead: vfn.all_gather(x, axis) in a shard_map body; vfn.unshard(x) for a whole array
+    """
+    mapped(mesh, lambda x: functional.all_gather_tensor(x, 0, (mesh, 0)))(X)
+
+
+@misuse
+def a_functional_collective_of_an_array(mesh):
+    """MeshError
+    all_reduce: the ranks are simulated: this process plays all of them, and torch has no process group
+      Instead: vfn.psum(x, axis) in a shard_map body, or pmax, pmin, pmean; in the global view torch.sum is the whole sum
+    """
+    functional.all_reduce(vfn.shard(X, mesh, P("dp")), "sum", "dp")
 
 
 @misuse

@@ -25,6 +25,7 @@ from torch._subclasses import fake_tensor as _fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad as _forward_ad
 from torch.autograd import graph as _autograd_graph
+from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.checkpoint import filesystem as _filesystem
 from torch.distributed.device_mesh import DeviceMesh
@@ -163,6 +164,22 @@ def ask_before_groups(ask: Callable[[], None], ask_of_mesh: Callable[[Any, str],
 
         return asked
 
+    def asking_first(found: Any) -> Any:
+        @functools.wraps(found)
+        def group_of(*args: Any, **kwargs: Any) -> Any:
+            if not dist.is_initialized():
+                ask()
+            return found(*args, **kwargs)
+
+        return group_of
+
+    for module, names in (
+        (_functional_collectives, ("_resolve_group", "_resolve_group_name", "_expand_group")),
+        (_c10d, ("_rank_not_in_group",)),  # which has a group of any kind, a name too, before it is used
+    ):
+        for name in names:
+            if hasattr(module, name):
+                setattr(module, name, asking_first(getattr(module, name)))
     handlers["env"] = meet
     for name, module in tuple(sys.modules.items()):
         if name.startswith("torch.") and vars(module).get("_get_default_group") is default:
