@@ -153,11 +153,13 @@ def check_reads(func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: 
             row = [a[k] if isinstance(a, (list, tuple)) and len(a) == len(target) else a for a in args]
             check_reads(func, row, {name: a for name, a in kwargs.items() if isinstance(a, torch.Tensor)}, x)
         return
-    root = getattr(target, "_root", target)
+    if not isinstance(target, DTensor):
+        return
+    root = target.__dict__.get("_root", target)
     for x in tensors_in(args, kwargs):
-        if x is target or not isinstance(x, DTensor) or getattr(x, "_root", x) is not root:
+        if x is target or not isinstance(x, DTensor) or x.__dict__.get("_root", x) is not root:
             continue
-        if isinstance(target, DTensor) and not _reads_first(func) and overlap(_place(x), _place(target)):
+        if not _reads_first(func) and overlap(_place(x), _place(target)):
             raise InPlaceError(report(op_text(func), READS, [f"it writes {text(target)} and reads {text(x)}"],
                                       "a copy of what is read: v.mul_(v[:, :1].clone())"))  # fmt: skip
 
