@@ -20,10 +20,9 @@ from ..ops.sending import taking_part
 from ..placement import with_sharding
 from ..random import Key, alike
 from ..random.keys import checked
-from ..random.parameters import probability
 from ..shard_map import shard_map
 from ..spec import P, from_split_axes, split_axes
-from .attention_arguments import METHODS, check, check_parts, halved, mask_of_4_dims
+from .attention_arguments import METHODS, check, check_parts, dropout_rate, halved, mask_of_4_dims
 from .masked import Terms, exchange_masked, gather_masked, whole_masked
 from .masked_ring import ring_masked
 from .padding import cut, padded, part_sizes
@@ -113,25 +112,24 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.
     ...     torch.allclose(vfn.unshard(vfn.nn.attention(*parts, **terms)), whole, atol=1e-6)
     True
     """
-    check(q, k, v, causal, method, zigzag, mask, window)
-    rate = probability(dropout, "nn.attention", "dropout")
+    check(q, k, v, causal, method, zigzag, mask, window, spec)
+    rate = dropout_rate(dropout, key)
     key = checked(key, "nn.attention") if rate else None
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     terms = Terms(scale, window_of(window, causal), zigzag, rate)
     masked = mask is not None or window is not None or key is not None
     arrays = [x for x in (q, k, v) if is_array(x)]
     body = context.body()
-    shape = (*q.shape[:3], k.shape[2])
     if body is not None and not arrays:
         return _in_body(q, k, v, mask, key, terms, masked, causal, axis, method, spec, body)
     if spec is not None:
         raise CollectiveError(report("nn.attention", f"spec={short(spec)} outside of a shard_map body",
                                      fix="no spec: arrays have theirs"))  # fmt: skip
-    mask = mask_of_4_dims(mask, shape)
     mesh = mesh_of(arrays[0]) if arrays else None
     sizes = axes_of(mesh) if arrays else {}
     rows = split_axes(spec_of(q if is_array(q) else arrays[0]), 4) if arrays else ((),) * 4
     names = rows[2] if axis is None or not arrays else axis_names(axis, sizes, "nn.attention", "axis")
+    mask = mask_of_4_dims(mask, (*q.shape[:3], k.shape[2]))
     if not names:
         return whole_masked(q, k, v, mask, key, terms) if masked else _whole(q, k, v, scale, causal, zigzag)
     n = math.prod(sizes[a] for a in names)

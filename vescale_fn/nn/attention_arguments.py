@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 
-from ..errors import CollectiveError, count_text, described, meant, report, short
+from ..errors import CollectiveError, RandomError, count_text, described, meant, report, short
 from ..marks import text
+from ..random.parameters import probability
+from ..spec import P
 from .zigzag import chunks
 
 Axes = tuple[str, ...]
 METHODS = ("ring", "all_gather", "all_to_all")
 
 
-def check(q: Any, k: Any, v: Any, causal: Any, method: Any, zigzag: Any, mask: Any, window: Any) -> None:
+def check(q: Any, k: Any, v: Any, causal: Any, method: Any, zigzag: Any, mask: Any, window: Any,
+          spec: Any) -> None:  # fmt: skip
     """Whether the arguments fit each other, on any mesh."""
     given = {"q": q, "k": k, "v": v}
     failures = [f"{name} must be a floating-point tensor of 4 dims (batch, heads, sequence, width), but it is {described(x)}"
@@ -57,8 +60,21 @@ def check(q: Any, k: Any, v: Any, causal: Any, method: Any, zigzag: Any, mask: A
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype in _dtypes(q)):
         failures.append(f"mask must be a tensor, bool (True: may be attended) or of the dtype of q or float32 (added to the "
                         f"scores), but it is {described(mask)}")  # fmt: skip
+    if spec is not None and not (isinstance(spec, P) and len(spec) <= 4):
+        failures.append(f"spec must be a P of at most 4 entries, but it is {described(spec)}")
     if failures:
         raise CollectiveError(report("nn.attention", "the arguments do not fit", failures))
+
+
+def dropout_rate(dropout: Any, key: Any) -> float:
+    """The probability of dropout, with which there must be one key unless it is 0."""
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
+        raise RandomError(report("nn.attention", f"dropout must be a number, but it is {described(dropout)}"))
+    rate = probability(dropout, "nn.attention", "dropout")
+    if rate and key is None:
+        fix = "key=vfn.random.key(seed), and another one at each step: vfn.random.fold_in(key, step)"
+        raise RandomError(report("nn.attention", f"dropout={rate:g} needs a key, but key is None", fix=fix))
+    return rate
 
 
 def _is_side(value: Any, least: int = 0) -> bool:
