@@ -18,7 +18,8 @@ import torch.nn.functional as F
 
 import vescale_fn as vfn
 from benchmarks.side_by_side import publish
-from vescale_fn import P, tree
+from vescale_fn import P
+from vescale_fn._core.base import tree
 
 Params = dict[str, Any]
 

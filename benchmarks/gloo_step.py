@@ -34,6 +34,7 @@ from benchmarks.replayed_step import (
 )
 from benchmarks.side_by_side import publish
 from vescale_fn import P
+from vescale_fn._core.base import tree
 
 RANKS, LAYERS, BATCH, ROUNDS, WARM = 2, 8, 64, 21, 3
 Step = Callable[[], Any]
@@ -56,7 +57,7 @@ def main() -> None:
 def data_parallel() -> dict[str, Any]:
     """Whole parameters on every rank, half of the batch."""
     mesh, params, batch, mask = _given("dp")
-    whole = vfn.tree.map_(lambda x: distribute_tensor(x.clone(), mesh, [Replicate()]), params)
+    whole = tree.map_(lambda x: distribute_tensor(x.clone(), mesh, [Replicate()]), params)
     arrays = vfn.shard(params, mesh, P())
     halves = distribute_tensor(batch, mesh, [Shard(0)])
     return _measured({
@@ -85,9 +86,9 @@ def tensor_parallel() -> dict[str, Any]:
     arrays = vfn.shard(params, mesh, vfn.spec_from_rules(params, SPECS))
 
     def blocks() -> Params:
-        return vfn.tree.map_(lambda x: x.to_local().clone(), arrays)
+        return tree.map_(lambda x: x.to_local().clone(), arrays)
 
-    dtensors = vfn.tree.map_(lambda x, block: DTensor.from_local(block, mesh, x.placements), arrays, blocks())
+    dtensors = tree.map_(lambda x, block: DTensor.from_local(block, mesh, x.placements), arrays, blocks())
     return _measured({
         "by hand": by_hand(blocks(), batch, mask, True, True),
         "DTensor": on_dtensors(dtensors, batch, mask, mesh),
@@ -153,7 +154,7 @@ def _by_module(model: nn.Module, batch: torch.Tensor, mask: torch.Tensor) -> Ste
 
 def _on_dtensors(params: Params, batch: DTensor, mask: DTensor) -> Step:
     """Of whole parameters: the gradients are the ranks' parts of sums."""
-    leaves = [leaf.requires_grad_() for leaf in vfn.tree.leaves(params)]
+    leaves = [leaf.requires_grad_() for leaf in tree.leaves(params)]
 
     def step() -> Any:
         value = loss(params, batch, mask, _as_it_is, _as_it_is)

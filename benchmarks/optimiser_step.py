@@ -17,6 +17,7 @@ import vescale_fn as vfn
 from benchmarks import fake_ranks
 from benchmarks.side_by_side import medians, publish
 from vescale_fn import P
+from vescale_fn._core.base import tree
 
 RATE, DECAY = 1e-3, 0.1
 OPTIMISER = vfn.optim.adamw(RATE, weight_decay=DECAY)
@@ -37,7 +38,7 @@ def ours(params: Any, grads: Any, replayed: bool) -> Step:
         return vfn.optim.apply_updates(params, updates), state
 
     run = vfn.jit(step, donate_argnums=(0, 1)) if replayed else step
-    held = [(vfn.tree.map_(torch.clone, params), OPTIMISER.init(params))]
+    held = [(tree.map_(torch.clone, params), OPTIMISER.init(params))]
 
     def once() -> None:
         held[0] = run(*held[0], grads)

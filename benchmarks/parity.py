@@ -21,7 +21,8 @@ import torch
 
 import vescale_fn as vfn
 from benchmarks.side_by_side import RESULTS, publish
-from vescale_fn import P, tree
+from vescale_fn import P
+from vescale_fn._core.base import tree
 from vescale_fn.recipes import dit, gpt, llama, mixtral, models, parallel, resnet
 
 BATCH, LENGTH, LARGEST = 8, 12, 8

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vescale_fn as vfn
 from benchmarks.side_by_side import publish
-from vescale_fn import tree
+from vescale_fn._core.base import tree
 from vescale_fn.recipes import transformer
 
 

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 
 import vescale_fn as vfn
 from benchmarks.side_by_side import medians, publish
-from vescale_fn.random import native
-from vescale_fn.random.placed import Draw, draw_local
-from vescale_fn.spec import P, local_indices
+from vescale_fn._core.sharding.index_map import local_indices
+from vescale_fn._core.sharding.spec import P
+from vescale_fn.random.backends import c_library
+from vescale_fn.random.sharded import Draw, draw_local
 
 try:
     import jax
@@ -62,12 +63,12 @@ def of_jax(name: str) -> dict[str, Callable[[], Any]]:
 
 def into(kind: str, given: torch.Tensor) -> Callable[[], Any]:
     """A draw into memory that is there, which is no part of the library's face."""
-    if not native.available():
+    if not c_library.available():
         return lambda: None
-    variant = native.VARIANTS.index(native.available()[-1])
-    keys, code = KEY.data.view(1, 1, 2), native.CODES[kind, torch.float32]
+    variant = c_library.VARIANTS.index(c_library.available()[-1])
+    keys, code = KEY.data.view(1, 1, 2), c_library.CODES[kind, torch.float32]
     params = (0.0, 1.0) if kind == "uniform" else ()
-    return lambda: native.draw(variant, code, keys, (N,), (range(N),), params, given)
+    return lambda: c_library.draw(variant, code, keys, (N,), (range(N),), params, given)
 
 
 def large() -> None:

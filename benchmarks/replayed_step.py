@@ -24,6 +24,7 @@ import vescale_fn as vfn
 from benchmarks import fake_ranks
 from benchmarks.side_by_side import medians, publish
 from vescale_fn import P
+from vescale_fn._core.base import tree
 
 RANKS, DIM, HEADS, LENGTH, BATCH, VOCAB, RATE = 8, 64, 8, 16, 4, 256, 1e-3
 HIDDEN = 4 * DIM
@@ -120,7 +121,7 @@ class _Joined(torch.autograd.Function):
 
 def by_hand(params: Params, batch: torch.Tensor, mask: torch.Tensor, written_out: bool, foreach: bool) -> Any:
     """A step on the blocks of rank 0."""
-    leaves = [leaf.requires_grad_() for leaf in vfn.tree.leaves(params)]
+    leaves = [leaf.requires_grad_() for leaf in tree.leaves(params)]
 
     def step() -> Any:
         value = loss(params, batch, mask, _Split.apply, _Joined.apply, written_out)
@@ -137,7 +138,7 @@ def by_hand(params: Params, batch: torch.Tensor, mask: torch.Tensor, written_out
 
 
 def on_dtensors(params: Params, batch: torch.Tensor, mask: torch.Tensor, mesh: Any) -> Any:
-    leaves = [leaf.requires_grad_() for leaf in vfn.tree.leaves(params)]
+    leaves = [leaf.requires_grad_() for leaf in tree.leaves(params)]
     batch, mask = (distribute_tensor(x, mesh, [Replicate()]) for x in (batch, mask))
 
     def joined(x: DTensor) -> DTensor:
@@ -176,7 +177,7 @@ def candidates(layers: int, written_out: bool) -> dict[str, Callable[[], Any]]:
     batch, seen = vfn.shard((tokens, mask), mesh, P())
 
     def blocks() -> Params:
-        return vfn.tree.map_(lambda x: x.to_local().clone(), arrays)
+        return tree.map_(lambda x: x.to_local().clone(), arrays)
 
     made = {
         "by hand": by_hand(blocks(), tokens, mask, written_out, False),
@@ -185,7 +186,7 @@ def candidates(layers: int, written_out: bool) -> dict[str, Callable[[], Any]]:
         "replayed": lambda step=vfn.jit(on_arrays): step(arrays, batch, seen, written_out),
     }
     if written_out:  # DTensor has no rule for torch's own attention on CPUs
-        dtensors = vfn.tree.map_(lambda x, block: DTensor.from_local(block, mesh, x.placements), arrays, blocks())
+        dtensors = tree.map_(lambda x, block: DTensor.from_local(block, mesh, x.placements), arrays, blocks())
         made["DTensor"] = on_dtensors(dtensors, tokens, mask, mesh)
     return made
 

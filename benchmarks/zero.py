@@ -14,7 +14,7 @@ import torch
 
 import vescale_fn as vfn
 from benchmarks.side_by_side import publish
-from vescale_fn import tree
+from vescale_fn._core.base import tree
 from vescale_fn.recipes import llama, models
 from vescale_fn.recipes.parallel import parallel
 

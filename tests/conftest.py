@@ -6,7 +6,7 @@ import pytest
 import torch
 from pool import Pool
 
-from vescale_fn import context
+from vescale_fn._core.base import context
 
 torch.set_num_threads(1)
 

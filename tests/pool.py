@@ -14,8 +14,10 @@ import sys
 import tempfile
 from typing import Any
 
-from vescale_fn import _rank_group, _rank_process, _torch, context
-from vescale_fn._rank_process import Job, Message
+from vescale_fn._core import torch_internals
+from vescale_fn._core.base import context
+from vescale_fn._core.distributed import launcher, worker
+from vescale_fn._core.distributed.worker import Job, Message
 from vescale_fn.errors import RankError
 
 TIMEOUT = 60.0  # seconds, of one collective
@@ -27,13 +29,13 @@ class Pool:
     """Runs a function on the first `n` ranks of a pool of processes; ranks that fail are replaced."""
 
     def __init__(self) -> None:
-        self._nursery = _rank_group.fork(_nurse, os.getpid())
+        self._nursery = launcher.fork(_nurse, os.getpid())
 
     def run(self, n: int, fn: Any, *args: Any) -> list[Any]:
         """``fn(*args)`` on each of `n` ranks: the results in rank order, or RankError with the first traceback."""
         pipe = self._nursery.pipe
-        pipe.send((n, _rank_process.dumps_call(fn, args)))
-        answer: Message | None = _rank_group.read(pipe)
+        pipe.send((n, worker.dumps_call(fn, args)))
+        answer: Message | None = launcher.read(pipe)
         if answer is None:
             raise RankError("the process that starts the ranks of the tests is gone")
         if answer.kind == "failed":
@@ -42,9 +44,9 @@ class Pool:
 
     def close(self) -> None:
         """End all ranks."""
-        _rank_group.tell([self._nursery], None)
+        launcher.tell([self._nursery], None)
         self._nursery.process.join(10)
-        _rank_group.end([self._nursery])
+        launcher.end([self._nursery])
 
 
 class _Crew:
@@ -54,30 +56,30 @@ class _Crew:
         self.used = 0
         self._folder = tempfile.TemporaryDirectory(prefix="vescale_fn-tests-")
         job = Job(n, "cpu", TIMEOUT, self._folder.name, {}, os.getpid())
-        self.ranks = [_rank_group.fork(_be_rank, rank, job) for rank in range(n)]
+        self.ranks = [launcher.fork(_be_rank, rank, job) for rank in range(n)]
 
     def run(self, body: bytes) -> Message:
         self.used += 1
-        _rank_group.tell(self.ranks, body)
-        with _rank_group.Streams() as streams:
-            done, failed = _rank_group.hear(self.ranks, "done", streams, LIMIT)
+        launcher.tell(self.ranks, body)
+        with launcher.Streams() as streams:
+            done, failed = launcher.hear(self.ranks, "done", streams, LIMIT)
         if failed:
-            text = _rank_group.first_and_others(failed, list(done), len(self.ranks))
+            text = launcher.first_and_others(failed, list(done), len(self.ranks))
             return Message("failed", failed[0].rank, text=text)
         return Message("done", 0, value=[done[rank] for rank in range(len(self.ranks))])
 
     def close(self) -> None:
-        _rank_group.end(self.ranks)
+        launcher.end(self.ranks)
         self._folder.cleanup()
 
 
 def _nurse(parent: int, pipe: Any) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    _rank_process.end_with(parent)
+    worker.end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the ranks write where pytest's process does
-    _torch.preload()
+    torch_internals.preload()
     gc.freeze()  # a collection in a rank would touch, and so copy, all that it has from here
     crews: dict[int, _Crew] = {}
     while (order := _receive(pipe)) is not None:
@@ -92,14 +94,14 @@ def _nurse(parent: int, pipe: Any) -> None:
 
 
 def _be_rank(rank: int, job: Job, pipe: Any) -> None:
-    _rank_process.settle(rank, job)
-    _rank_process.join_group(rank, job.nprocs, job.device, job.timeout, os.path.join(job.folder, "rendezvous"))
+    worker.settle(rank, job)
+    worker.join_group(rank, job.nprocs, job.device, job.timeout, os.path.join(job.folder, "rendezvous"))
     while (body := _receive(pipe)) is not None:
         context.clear()
         try:
-            message = Message("done", rank, value=_rank_process.dumps(_rank_process.call_pickled(body)))
+            message = Message("done", rank, value=worker.dumps(worker.call_pickled(body)))
         except BaseException as error:
-            message = _rank_process.failure(rank, error)
+            message = worker.failure(rank, error)
         pipe.send(message)
 
 

@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from rank_loop import Line, Ranks, Scaled, cut, differs, paste, step
 
 import vescale_fn as vfn
-from vescale_fn import P, _torch
-from vescale_fn.blocks import Blocks
+from vescale_fn import P
+from vescale_fn._core import torch_internals
+from vescale_fn._core.distributed.blocks import Blocks
 from vescale_fn.errors import SpecError
 
 MESHES = [(1,), (2,), (3,), (4,), (8,), (2, 2), (2, 3), (1, 4), (4, 2), (2, 1), (2, 2, 2), (2, 1, 3), (1, 1)]
@@ -802,7 +803,7 @@ def checks(case):
 
 def difference(got, want):
     """What is wrong with these answers; None if nothing is."""
-    if any(type(_torch.peel(x)) is Blocks for x in got):
+    if any(type(torch_internals.peel(x)) is Blocks for x in got):
         return "an answer is a value of one rank, outside of the body"
     got = [vfn.unshard(x) for x in got]
     if len(got) != len(want):

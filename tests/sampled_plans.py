@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn.errors import InPlaceError
-from vescale_fn.plan import donation
-from vescale_fn.plan.passes.order import order
+from vescale_fn.plan.execution import donation
+from vescale_fn.plan.passes.memory_order import order
 from vescale_fn.plan.passes.overlap import overlap
 
 FLOATS, WHOLE = (torch.float64, torch.float32, torch.bfloat16), (torch.int64, torch.bool, torch.int32)

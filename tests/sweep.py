@@ -3,12 +3,12 @@
     python tests/sweep.py                      # all of it: prints tables, exits 1 if anything is wrong or raises
     python tests/sweep.py --ops '^nn\\.' --samples 1 --kinds values,inplace --layouts 'over 3' --dtypes float64
     python tests/sweep.py --part 1/2           # every second op
-    python tests/sweep.py --prove              # writes the list of ops in vescale_fn/rules/proved.py anew
+    python tests/sweep.py --prove              # writes the list of ops in vescale_fn/_core/arrays/rules/proved.py anew
 
 Each op runs on a few of its samples in each dtype of `DTYPES` that it takes, forward and backward, in inference mode, in
 place, into ``out=``, and with a write through the view that it gives; every tensor argument that has the dims is laid out
 in each of `LAYOUTS`, over even and uneven sizes. A run is right, or refused for a reason listed in
-`vescale_fn/refusals.py`, or its fault is torch's own and listed in `BEYOND`; else it is wrong, or raises. The database is
+`vescale_fn/_core/arrays/refusals.py`, or its fault is torch's own and listed in `BEYOND`; else it is wrong, or raises. The database is
 torch's own test code, and needs the `expecttest` package. All of it takes about ten minutes of one core.
 """
 
@@ -35,7 +35,9 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import vescale_fn as vfn
-from vescale_fn import P, blocks, decide, interpreter, propagator, refusals
+from vescale_fn import P
+from vescale_fn._core.arrays import decision, dtensor_rules, interpreter, refusals
+from vescale_fn._core.distributed import blocks
 from vescale_fn.errors import VfnError
 
 DTYPES = ("float32", "bfloat16", "int64")
@@ -379,15 +381,15 @@ def prove(ops: list[Any], samples: int) -> tuple[list[str], dict[str, str]]:
     asked: set[str] = set()
 
     def recorded(func: Any, *args: Any) -> Any:
-        answer = propagator.propagated(func, *args)
+        answer = dtensor_rules.propagated(func, *args)
         if answer is not None:
             asked.add(str(func))
         return answer
 
     right: Counter[str] = Counter()
     others: dict[str, str] = {}
-    before = propagator.PROVED, decide.propagated
-    propagator.PROVED, decide.propagated = Everything(), recorded
+    before = dtensor_rules.PROVED, decision.propagated
+    dtensor_rules.PROVED, decision.propagated = Everything(), recorded
     try:
         for op in ops:
             ever: set[str] = set()
@@ -411,13 +413,13 @@ def prove(ops: list[Any], samples: int) -> tuple[list[str], dict[str, str]]:
                 if not ever and i > 0:
                     break  # the table has a rule for all of it
     finally:
-        propagator.PROVED, decide.propagated = before
+        dtensor_rules.PROVED, decision.propagated = before
         interpreter.clear_cache()
     return sorted(name for name in right if name not in others and right[name] > 3), others
 
 
 def write_proved(names: list[str]) -> None:
-    path = Path(propagator.__file__).parent / "rules" / "proved.py"
+    path = Path(dtensor_rules.__file__).parent / "rules" / "proved.py"
     head = path.read_text().split("PROVED:")[0]
     rows = "".join(f'        "{name}",\n' for name in names)
     path.write_text(f"{head}PROVED: frozenset[str] = frozenset(\n    {{\n{rows}    }}\n)\n")

@@ -17,8 +17,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.utils import rnn
 
 import vescale_fn as vfn
-from vescale_fn import P, mesh, random, spec
-from vescale_fn.blocks import Blocks
+from vescale_fn import P, random
+from vescale_fn._core import torch_internals
+from vescale_fn._core.distributed import mesh
+from vescale_fn._core.distributed.blocks import Blocks
+from vescale_fn._core.sharding import index_map
 from vescale_fn.errors import InPlaceError, MeshError, RankError, SpecError, TypingError
 
 DTYPES = [torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
@@ -291,7 +294,7 @@ def test_text_inside_transforms(a, m) -> None:
 
 
 def raw(x: vfn.Array) -> DTensor:
-    return vfn._torch.new_dtensor(DTensor, x._local_tensor, x._spec, requires_grad=False)
+    return torch_internals.new_dtensor(DTensor, x._local_tensor, x._spec, requires_grad=False)
 
 
 def test_a_raw_dtensor_is_taken_in(a, x, m) -> None:
@@ -743,7 +746,7 @@ def test_from_local_raises_on_all_ranks(gloo) -> None:
 
 def test_the_blocks_type(a) -> None:
     assert type(a._local_tensor) is Blocks
-    assert spec.axes_of(a.device_mesh) == {"dp": 2, "tp": 3}
+    assert index_map.axes_of(a.device_mesh) == {"dp": 2, "tp": 3}
     assert issubclass(RankError, vfn.errors.VfnError)
 
 

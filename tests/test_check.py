@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 import vescale_fn as vfn
-from vescale_fn import P, context
+from vescale_fn import P
+from vescale_fn._core.base import context
+from vescale_fn._core.distributed.mesh import unit
 from vescale_fn.errors import ParityError
-from vescale_fn.mesh import unit
 from vescale_fn.random import dropout, key, normal
 
 MESH = (2, 4), ("dp", "tp")

@@ -19,7 +19,8 @@ import torch
 
 import vescale_fn as vfn
 from vescale_fn import P, random
-from vescale_fn.checkpoint import pieces, stored
+from vescale_fn._core.base import tree as tree_
+from vescale_fn.checkpoint import chunks, manifest
 from vescale_fn.errors import CheckpointError, MeshError, RankError, SpecError
 
 MESHES = {"2x3": ((2, 3), ("a", "b")), "4": ((4,), ("a",)), "1x2x2": ((1, 2, 2), ("c", "b", "a"))}
@@ -77,7 +78,7 @@ def everything():
 
 def check_everything(got, expected):
     leaves, others = (
-        vfn.tree.flatten(tree, is_leaf=lambda x: isinstance(x, vfn.random.Key), none_is_leaf=True)[0]
+        tree_.flatten(tree, is_leaf=lambda x: isinstance(x, vfn.random.Key), none_is_leaf=True)[0]
         for tree in (got, expected)
     )
     assert len(leaves) == len(others) > 30
@@ -137,7 +138,7 @@ def test_each_byte_is_stored_once(tmp_path):
     mesh = on("2x3")
     tree = {str(i): vfn.shard(WHOLE, mesh, spec) for i, (name, spec) in enumerate(LAYOUTS) if name == "2x3"}
     vfn.save(tmp_path / "c", tree)
-    contents = stored.read(tmp_path / "c", "test")
+    contents = manifest.read(tmp_path / "c", "test")
     for name in tree:
         owners = torch.zeros(7, 9)
         for chunk in contents.leaves[name].chunks:
@@ -154,9 +155,9 @@ def test_a_block_that_is_several_pieces(tmp_path):
     with vfn.simulate(6):
         array = vfn.shard(x, vfn.make_mesh((3, 2), ("a", "b")), P(("b", "a")))
     assert blocks(array)[4].tolist() == [6, 11]
-    found = sorted((piece.offsets[0], piece.sizes[0]) for piece in pieces.held(array))
+    found = sorted((piece.offsets[0], piece.sizes[0]) for piece in chunks.held(array))
     assert found == [(0, 3), (3, 3), (6, 1), (7, 2), (9, 2), (11, 1), (12, 1)]
-    for piece in pieces.held(array):
+    for piece in chunks.held(array):
         assert torch.equal(piece.tensor, x[piece.offsets[0] : piece.offsets[0] + piece.sizes[0]])
     vfn.save(tmp_path / "c", {"x": array})
     same(vfn.load(tmp_path / "c")["x"], x)

@@ -291,5 +291,5 @@ def test_a_disk_that_cannot_read(saved, monkeypatch):
     def broken(self, path, offset, length):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("vescale_fn.checkpoint.reading.Reader.read", broken)
+    monkeypatch.setattr("vescale_fn.checkpoint.torch_zip.Reader.read", broken)
     assert text_of(vfn.load, saved) == f"load: {saved} cannot be read, at step\n  * Input/output error"

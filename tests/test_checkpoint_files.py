@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 
 import vescale_fn as vfn
 from vescale_fn import P
+from vescale_fn._core.base import tree
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ NAMES = {"w", "blocks.0.u", "blocks.1.u", "key", "step", "none"}
 
 def check_laid_out(got, like):
     assert got["key"] == like["key"]
-    for x, y in zip(vfn.tree.leaves(got), vfn.tree.leaves(like)):
+    for x, y in zip(tree.leaves(got), tree.leaves(like)):
         if vfn.spec_of(y) != P():
             assert vfn.spec_of(x) == vfn.spec_of(y)
             assert all(map(torch.equal, blocks(x), blocks(y)))

@@ -12,7 +12,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn.checkpoint import stored
+from vescale_fn._core.base import tree
+from vescale_fn.checkpoint import manifest
 from vescale_fn.errors import CheckpointError, RankError
 
 # --- a small training run, which knows how to go on -------------------------------------------------------------------
@@ -74,7 +75,7 @@ def whole(state):
 
 def close(got, expected, exact=False):
     assert got[1:] == expected[1:]
-    for x, y in zip(vfn.tree.leaves(got[0]), vfn.tree.leaves(expected[0]), strict=True):
+    for x, y in zip(tree.leaves(got[0]), tree.leaves(expected[0]), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0 if exact else 1e-6)
 
 
@@ -248,7 +249,7 @@ def test_four_ranks_agree_and_fail_alike(tmp_path, gloo):
     got = vfn.load(tmp_path / "c")
     for name, add in {"a": 0, "b": 1, "whole": 2, "also whole": 3, "plain": 4, "sum": 5}.items():
         same(got[name], WHOLE + add)
-    contents = stored.read(tmp_path / "c", "test")
+    contents = manifest.read(tmp_path / "c", "test")
     for one in contents.leaves.values():
         if one.shape is not None:
             assert sum(chunk.sizes[0] * chunk.sizes[1] for chunk in one.chunks) == 63  # each element once

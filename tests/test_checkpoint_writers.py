@@ -16,7 +16,7 @@ import pytest
 from test_checkpoint import WHOLE, same, text_of
 
 import vescale_fn as vfn
-from vescale_fn.checkpoint import Manager, background, locks
+from vescale_fn.checkpoint import Manager, async_save, locks
 from vescale_fn.errors import CheckpointError
 
 
@@ -198,7 +198,7 @@ def test_a_save_that_has_not_begun_is_not_waited_for(tmp_path, monkeypatch):
     begin = threading.Thread.start
 
     def start(thread):
-        background.finish_last(tell=False)
+        async_save.finish_last(tell=False)
         begin(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import vescale_fn as vfn
-from vescale_fn import P, context, mesh, random
+from vescale_fn import P, random
+from vescale_fn._core.base import context, op_lines
+from vescale_fn._core.distributed import mesh
 
 
 @pytest.fixture
@@ -306,7 +308,7 @@ def test_a_line_that_was_not_logged(grid) -> None:
         y.backward()  # here
     assert {place for *_, place, _ in lines_of(log)} == {"here"}
     assert all(r.backward for r in log)
-    assert vfn.places._lines == []  # nothing is kept
+    assert op_lines._lines == []  # nothing is kept
 
 
 # --- strict -----------------------------------------------------------------------------------------------------------

@@ -45,8 +45,8 @@ def test_the_wheel_of_the_source_distribution_runs_on_any_python(unpacked: Path,
         names = set(packed.namelist())
         packed.extractall(tmp_path / "site")
     assert {"vescale_fn/py.typed", "vescale_fn/recipes/README.md"} <= names
-    assert "vescale_fn/random/_native.so" in names or not shutil.which("cc")
-    assert {name for name in names if name.endswith(".so")} <= {"vescale_fn/random/_native.so"}
+    assert "vescale_fn/random/backends/_native.so" in names or not shutil.which("cc")
+    assert {name for name in names if name.endswith(".so")} <= {"vescale_fn/random/backends/_native.so"}
     code = "import vescale_fn as vfn; print(vfn.__file__, vfn.random.backend(), vfn.random.key(0))"
     where, backend, *_ = run(sys.executable, "-c", code, cwd=tmp_path / "site").split()
     assert where.startswith(str(tmp_path))

@@ -9,6 +9,7 @@ import torch
 
 import vescale_fn as vfn
 from vescale_fn import P
+from vescale_fn._core.distributed import mesh as mesh_
 from vescale_fn.errors import MeshError, RandomError, SpecError
 
 Point = namedtuple("Point", ["x", "y"])
@@ -309,7 +310,7 @@ def test_errors_are_raised_on_every_rank(gloo) -> None:
 
 def _only_rank_2():
     m = vfn.make_mesh((4,), ("dp",))
-    if vfn.mesh.my_rank(m) == 2:
+    if mesh_.my_rank(m) == 2:
         vfn.shard(torch.ones(4), m, P("xp"))
     return vfn.unshard(vfn.shard(torch.ones(4), m, P("dp"))).sum().item()
 

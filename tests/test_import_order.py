@@ -1,4 +1,4 @@
-"""The files of README.md's reading order import only from files above them, and keep to one door for private names.
+"""The files of ARCHITECTURE.md's reading order import only from files above them, and keep to one door for private names.
 
 The checks are plain functions from a folder to a list of complaints, so that each can be seen failing on a small
 package with a planted fault.
@@ -16,17 +16,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "vescale_fn"
-DOOR = f"{PACKAGE}._torch"  # the one file that may use private torch names
-LIGHT = ("errors", "tree")  # pure data: importable where torch is not wanted
+DOOR = f"{PACKAGE}._core.torch_internals"  # the one folder that may use private torch names
+LIGHT = tuple(
+    f"_core.base.{name}" for name in ("errors", "messages", "tree")
+)  # pure data: importable where torch is not wanted
 
 
 # What the list says
 
 
-def reading_order(readme: str) -> list[str]:
+def reading_order(text: str) -> list[str]:
     """Module names in the order of the block below `<!-- reading order -->`."""
-    block = re.search(r"<!-- reading order -->\n```\w*\n(.*?)\n```", readme, re.DOTALL)
-    assert block, "README.md has no code block under <!-- reading order -->"
+    block = re.search(r"<!-- reading order -->\n```\w*\n(.*?)\n```", text, re.DOTALL)
+    assert block, "ARCHITECTURE.md has no code block under <!-- reading order -->"
     order, folders = [], []
     for line in block.group(1).splitlines():
         entry = re.match(r"( *)(\w+)(\.py|/)(?= |$)", line)
@@ -89,11 +91,13 @@ def behind(module: str, known: dict[str, Path], seen: frozenset[str] = frozenset
 
 
 def order_faults(root: Path) -> list[str]:
-    known, order = modules(root), reading_order((root / "README.md").read_text())
+    known, order = modules(root), reading_order((root / "ARCHITECTURE.md").read_text())
     files = {name for name, path in known.items() if path.name != "__init__.py"}
-    faults = [f"{name} is not in the reading order of README.md" for name in sorted(files - set(order))]
-    faults += [f"the reading order of README.md lists {name}, which is no file" for name in order if name not in files]
-    faults += [f"README.md lists {name} twice" for name in sorted(set(order)) if order.count(name) > 1]
+    faults = [f"{name} is not in the reading order of ARCHITECTURE.md" for name in sorted(files - set(order))]
+    faults += [
+        f"the reading order of ARCHITECTURE.md lists {name}, which is no file" for name in order if name not in files
+    ]
+    faults += [f"ARCHITECTURE.md lists {name} twice" for name in sorted(set(order)) if order.count(name) > 1]
     place = {name: index for index, name in enumerate(order)}
     for module in order:
         if module not in files:
@@ -108,6 +112,27 @@ def order_faults(root: Path) -> list[str]:
                 elif place.get(name, -1) >= place[module]:
                     faults.append(f"{where} imports {name}, which comes later in the reading order")
     return faults
+
+
+# Folders
+
+ENTRIES = "__init__.py _core checkpoint debugging errors.py nn ops optim plan precision py.typed random recipes".split()
+
+
+def folder_faults(root: Path) -> list[str]:
+    """The list goes through each folder once: then imports point one way between folders, too."""
+    faults, seen = [], []
+    for name in reading_order((root / "ARCHITECTURE.md").read_text()):
+        folder = name.rpartition(".")[0]
+        if folder in seen[:-1]:
+            faults.append(f"ARCHITECTURE.md lists {name} apart from the rest of its folder")
+        elif folder not in seen:
+            seen.append(folder)
+    return faults
+
+
+def entries(root: Path) -> list[str]:
+    return sorted(path.name for path in (root / PACKAGE).iterdir() if path.name != "__pycache__")
 
 
 def facade_faults(root: Path) -> list[str]:
@@ -187,13 +212,13 @@ def private_faults(root: Path) -> list[str]:
     trees = {module: ast.parse(path.read_text()) for module, path in modules(root).items()}
     ours, faults = own_names(trees.values()), []
     for module, tree in trees.items():
-        if module == DOOR:
+        if f"{module}.".startswith(f"{DOOR}."):
             continue
         path = modules(root)[module].relative_to(root)
         for line, name in dict.fromkeys(private_uses(tree, ours)):
             parts = name.split(".")
             if parts[0] == "torch" and parts[1:3] != ["ops", "aten"] and any(map(_private, parts)):
-                faults.append(f"{path}:{line} uses {name}; private names go through _torch.py")
+                faults.append(f"{path}:{line} uses {name}; private names go through _core/torch_internals")
     return faults
 
 
@@ -202,6 +227,14 @@ def private_faults(root: Path) -> list[str]:
 
 def test_every_file_imports_only_from_files_above_it() -> None:
     assert order_faults(ROOT) == []
+
+
+def test_each_folder_is_a_layer() -> None:
+    assert folder_faults(ROOT) == []
+
+
+def test_the_listing_of_the_package_is_its_public_face() -> None:
+    assert entries(ROOT) == ENTRIES
 
 
 def test_facades_only_export() -> None:
@@ -228,7 +261,7 @@ for name in sys.argv[2:]:
 def bare(root: Path, order: list[str]) -> str:
     """Imports the files in their order, in a fresh process and without the facade; what went wrong, or ""."""
     code = BARE.replace("{light!r}", repr({f"{PACKAGE}.{name}" for name in LIGHT}))
-    light_first = sorted(order, key=lambda name: name.split(".")[-1] not in LIGHT)
+    light_first = sorted(order, key=lambda name: name not in LIGHT)
     ran = subprocess.run(
         [sys.executable, "-c", code, str(root / PACKAGE), *light_first], capture_output=True, text=True, timeout=300
     )
@@ -236,7 +269,7 @@ def bare(root: Path, order: list[str]) -> str:
 
 
 def test_light_files_do_not_import_torch_and_no_file_needs_the_facade() -> None:
-    order = [name for name in reading_order((ROOT / "README.md").read_text()) if ".recipes" not in name]
+    order = [name for name in reading_order((ROOT / "ARCHITECTURE.md").read_text()) if ".recipes" not in name]
     assert bare(ROOT, order) == ""
 
 
@@ -247,9 +280,12 @@ LISTING = """\
 ```text
 vescale_fn/
   __init__.py   exports
-  errors.py     messages, which
+  _core/
+    torch_internals/
+      door.py   the door
+    base/
+      errors.py messages, which
                 go on here
-  _torch.py     the door
   spec.py       data
   ops/
     rules.py    the table
@@ -258,18 +294,23 @@ vescale_fn/
 """
 
 SOUND = {
-    "README.md": LISTING,
+    "ARCHITECTURE.md": LISTING,
     "vescale_fn/__init__.py": '"""Exports."""\nfrom vescale_fn.array import f\n__all__ = ["f"]\n',
-    "vescale_fn/errors.py": "class E(Exception): ...\n",
-    "vescale_fn/_torch.py": "from torch._C import x\n",
-    "vescale_fn/spec.py": "from vescale_fn import _torch, errors\n",
+    "vescale_fn/_core/base/errors.py": "class E(Exception): ...\n",
+    "vescale_fn/_core/torch_internals/door.py": "from torch._C import x\n",
+    "vescale_fn/spec.py": "from vescale_fn._core.torch_internals import door\nfrom vescale_fn._core.base import errors\n",
     "vescale_fn/ops/__init__.py": "from vescale_fn.ops.rules import r\n",
     "vescale_fn/ops/rules.py": "import torch\nfrom vescale_fn.spec import errors\nr = torch.ops.aten._softmax\n",
     "vescale_fn/array.py": "from vescale_fn.ops import r\ndef f(self): return self._mine\nclass A: _mine = 1\n",
 }
 
 FAULTS = {
-    "points back": (order_faults, "vescale_fn/errors.py", "from vescale_fn import spec", "spec, which comes later"),
+    "points back": (
+        order_faults,
+        "vescale_fn/_core/base/errors.py",
+        "from vescale_fn import spec",
+        "spec, which comes later",
+    ),
     "points back through a facade": (
         order_faults,
         "vescale_fn/spec.py",
@@ -281,13 +322,13 @@ FAULTS = {
     "inside a function": (
         order_faults,
         "vescale_fn/array.py",
-        "def g():\n    from vescale_fn import errors",
+        "def g():\n    from vescale_fn._core.base import errors",
         "inside a function",
     ),
     "not listed": (order_faults, "vescale_fn/new.py", "x = 1", "vescale_fn.new is not in the reading order"),
     "listed, not there": (
         order_faults,
-        "README.md",
+        "ARCHITECTURE.md",
         LISTING.replace("  spec.py", "  gone.py       x\n  spec.py"),
         "lists vescale_fn.gone, which is no file",
     ),
@@ -314,10 +355,10 @@ FAULTS = {
     ),
     "private method": (private_faults, "vescale_fn/spec.py", "def h(x): return x._local_tensor", "_local_tensor"),
     "torch in a light file": (
-        lambda root: [bare(root, reading_order(LISTING)[:1])],
-        "vescale_fn/errors.py",
+        lambda root: [bare(root, reading_order(LISTING)[1:2])],
+        "vescale_fn/_core/base/errors.py",
         "import torch",
-        "vescale_fn.errors imports torch",
+        "vescale_fn._core.base.errors imports torch",
     ),
 }
 
@@ -333,7 +374,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 def test_a_sound_package_has_no_fault(tmp_path: Path) -> None:
     write(tmp_path, SOUND)
     assert order_faults(tmp_path) + facade_faults(tmp_path) + private_faults(tmp_path) == []
-    assert bare(tmp_path, reading_order(LISTING)[:1]) == ""
+    assert bare(tmp_path, reading_order(LISTING)[1:2]) == ""
 
 
 @pytest.mark.parametrize("name", FAULTS)

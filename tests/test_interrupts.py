@@ -16,7 +16,9 @@ import torch
 import torch._subclasses.fake_tensor
 
 import vescale_fn as vfn
-from vescale_fn import P, context, interrupts, places, tracking
+from vescale_fn import P
+from vescale_fn._core.base import context, op_lines
+from vescale_fn._core.shard_map import body, interrupts
 
 OURS = os.path.dirname(vfn.__file__) + os.sep
 TORCHS = (torch._subclasses.fake_tensor.__file__, torch.utils._python_dispatch.__file__)
@@ -59,7 +61,7 @@ def ambient():
     (states, *process), watchers, torchs = interrupts.before()
     states = [{name: value for name, value in state.items() if value not in (None, 0, False, ())} for state in states]
     patched = "apply" in vars(torch.autograd.function._SingleLevelFunction), "data" in vars(torch.Tensor)
-    return states, process, watchers, torchs, places.listening, patched, tracking.watchers()
+    return states, process, watchers, torchs, op_lines.listening, patched, body.watchers()
 
 
 def calls(mesh):
@@ -154,7 +156,7 @@ def test_a_save_that_was_interrupted_does_not_block_the_next(tmp_path, backgroun
 
     save(0)
     lines = [n for n, (file, _) in enumerate(interrupted(lambda: save(0), -1), 1)
-             if file in ("locks.py", "replacing.py", "save.py", "background.py", "leaves.py")]  # fmt: skip
+             if file in ("locks.py", "atomic_folder.py", "save.py", "async_save.py", "leaves.py")]  # fmt: skip
     for at in random.Random(background + 2 * thread).sample(lines, min(SAMPLE // 6, len(lines))):
         interrupted(lambda at=at: save(-at), at)
         failures = []

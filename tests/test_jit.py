@@ -15,11 +15,12 @@ import torch.distributed as dist
 from programs import PROGRAMS, Program
 
 import vescale_fn as vfn
-from vescale_fn import P, tree
+from vescale_fn import P
+from vescale_fn._core.base import tree
 from vescale_fn.errors import InPlaceError, RandomError, RecordError, TransformError
 from vescale_fn.plan.passes.buckets import buckets
-from vescale_fn.plan.passes.once import once
-from vescale_fn.plan.passes.scatter import scatter
+from vescale_fn.plan.passes.cse_collectives import once
+from vescale_fn.plan.passes.reduce_scatter import scatter
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}  # fp64: passes may sum in another order
 

@@ -7,7 +7,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import vescale_fn as vfn
-from vescale_fn import P, _torch, random, tree
+from vescale_fn import P, random
+from vescale_fn._core import torch_internals
+from vescale_fn._core.base import tree
 from vescale_fn.errors import TransformError
 
 KEY = random.key(1)
@@ -46,7 +48,7 @@ def close(found, wanted):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_the_derivative_and_can_be_called_again(name, linearize):
     if (
-        name == "checkpoint" and _torch.checkpoint_saver is not None
+        name == "checkpoint" and torch_internals.checkpoint_saver is not None
     ):  # torch 2.11's has no forward mode, on one device neither
         with pytest.raises(NotImplementedError, match="jvp"):
             func.jvp(PROGRAMS[name](lambda c: c), (X,), (V,))

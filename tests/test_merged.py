@@ -17,11 +17,15 @@ import torch
 from test_reshard import assert_holds, placed
 
 import vescale_fn as vfn
-from vescale_fn import P, mesh, reshard, spec
-from vescale_fn.blocks import Blocks
+from vescale_fn import P
+from vescale_fn._core.arrays import reshard
+from vescale_fn._core.distributed import mesh
+from vescale_fn._core.distributed import mesh as mesh_
+from vescale_fn._core.distributed.blocks import Blocks
+from vescale_fn._core.sharding import index_map, placements, spec
+from vescale_fn._core.sharding.layout import axes_items
+from vescale_fn._core.sharding.merged_dim import Merged, common, merge, taken_apart
 from vescale_fn.errors import SpecError
-from vescale_fn.layout import axes_items
-from vescale_fn.merged import Merged, common, merge, taken_apart
 
 # --- the data ---------------------------------------------------------------------------------------------------------
 
@@ -49,20 +53,22 @@ def test_a_merged_dim_holds_what_its_parts_hold() -> None:
         row, n = merge(parts, axes), math.prod(sizes)
         merged += isinstance(row, Merged)
         s = spec.from_split_axes([row])
-        back = spec.from_placements(spec.to_placements(s, axes, 1), axes, 1, (n,))
+        back = placements.from_placements(placements.to_placements(s, axes, 1), axes, 1, (n,))
         said, everything = taken_apart(row, n, sizes, axes)
         grid = np.arange(n).reshape(sizes)
         for place in itertools.islice(itertools.product(*map(range, axes.values())), 5):
             coord = dict(zip(axes, place))
-            held = grid[np.ix_(*[list(spec.dim_indices(size, names, axes, coord)) for size, names in parts])].ravel()
+            held = grid[
+                np.ix_(*[list(index_map.dim_indices(size, names, axes, coord)) for size, names in parts])
+            ].ravel()
             for one in (s, back):
-                assert list(spec.dim_indices(n, spec.split_axes(one, 1)[0], axes, coord)) == held.tolist(), (
+                assert list(index_map.dim_indices(n, spec.split_axes(one, 1)[0], axes, coord)) == held.tolist(), (
                     axes,
                     parts,
                 )
-                assert spec.local_shape((n,), axes, one, coord) == (held.size,)
+                assert index_map.local_shape((n,), axes, one, coord) == (held.size,)
             again = grid[
-                np.ix_(*[list(spec.dim_indices(size, names, axes, coord)) for size, names in zip(sizes, said)])
+                np.ix_(*[list(index_map.dim_indices(size, names, axes, coord)) for size, names in zip(sizes, said)])
             ]
             assert not everything or again.ravel().tolist() == held.tolist(), (axes, parts)
         if 1 not in axes.values():
@@ -85,7 +91,7 @@ def test_the_smallest_form() -> None:
     with pytest.raises(
         SpecError, match=r"P.merged\(\(4, 'a'\), \(3, 'b'\)\) is the layout of a dim of 12, but the dim has 8"
     ):
-        spec.local_indices((8,), axes, P(P.merged((4, "a"), (3, "b"))), {"a": 0, "b": 0})
+        index_map.local_indices((8,), axes, P(P.merged((4, "a"), (3, "b"))), {"a": 0, "b": 0})
 
 
 # --- moves ------------------------------------------------------------------------------------------------------------
@@ -245,7 +251,7 @@ def test_an_array_of_a_merged_dim(merged) -> None:
     again = pickle.loads(pickle.dumps(x))
     assert vfn.spec_of(again) == vfn.spec_of(x)
     assert torch.equal(vfn.unshard(again), whole)
-    m = vfn.mesh.root(x._spec.mesh)
+    m = mesh_.root(x._spec.mesh)
     double = vfn.shard_map(lambda x: x * 2, mesh=m, in_specs=vfn.spec_of(x), out_specs=vfn.spec_of(x))
     with vfn.comm_log() as log:
         assert torch.equal(vfn.unshard(double(x).detach()), whole * 2)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import vescale_fn as vfn
-from vescale_fn import P, tracebacks
+from vescale_fn import P
+from vescale_fn._core.base import tracebacks
 
 NAMES = {f.__name__: f for f in misuses.MISUSES}
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vescale_fn as vfn
 from vescale_fn import P, errors
-from vescale_fn.modules.draws import DRAWS
+from vescale_fn.nn.modules.keyed_draws import DRAWS
 
 KEY = vfn.random.key(7)
 

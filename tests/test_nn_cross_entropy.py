@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn.blocks import Blocks
+from vescale_fn._core.distributed.blocks import Blocks
 from vescale_fn.errors import CollectiveError
 from vescale_fn.nn import linear_cross_entropy
 

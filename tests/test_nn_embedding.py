@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from test_nn_cross_entropy import Largest
 
 import vescale_fn as vfn
-from vescale_fn import P, aliases, nn
+from vescale_fn import P, nn
+from vescale_fn._core.arrays import aliasing
 from vescale_fn.errors import CollectiveError, MeshError
 from vescale_fn.nn import embedding
 
@@ -136,7 +137,7 @@ def test_how_a_table_lay_is_forgotten_with_its_indices_and_no_other_table_is_tak
     """Two tables of one shape are read at the same indices, and only one is split; the gradients are right all the same."""
     ids, table, weights = made()
     f = lambda a, b, ids=ids: ((F.embedding(ids, a) + 2 * F.embedding(ids, b)) * weights).sum()
-    before = len(aliases._tables)
+    before = len(aliasing._tables)
     want = vfn.grad(f, (0, 1))(table, table)
     with vfn.simulate(2):
         mesh = vfn.make_mesh((2,), ("tp",))
@@ -144,9 +145,9 @@ def test_how_a_table_lay_is_forgotten_with_its_indices_and_no_other_table_is_tak
         found = vfn.grad(f, (0, 1))(*there)
         assert [vfn.spec_of(g) for g in found] == [P("tp"), P(None, "tp")]
         torch.testing.assert_close(vfn.unshard(found), want, rtol=1e-12, atol=1e-15)
-    assert len(aliases._tables) == before + 1
+    assert len(aliasing._tables) == before + 1
     del ids, f
-    assert len(aliases._tables) == before
+    assert len(aliasing._tables) == before
 
 
 def lines_of(call):

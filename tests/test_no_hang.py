@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 import vescale_fn as vfn
-from vescale_fn import P, context
-from vescale_fn.agreement import Call, Value, different
-from vescale_fn.board import Board
+from vescale_fn import P
+from vescale_fn._core.base import context
+from vescale_fn._core.distributed.call_board import Board
+from vescale_fn._core.distributed.divergence import Call, Value, different
+from vescale_fn._core.shard_map import collective_maps
 from vescale_fn.errors import CollectiveError, DivergenceError, RankError, SpecError
-from vescale_fn.ops import maps
 
 ROOT = Path(__file__).resolve().parents[1]
 SAME_TYPES = "\n  Instead: the same shapes, dtypes and numbers on every rank; blocks that differ in size can be padded"
@@ -851,7 +852,7 @@ def test_outside_debug_mode_nothing_is_posted_and_inside_a_simulation_neither(mo
     def refuse(*_):
         raise AssertionError("nothing should be compared here")
 
-    monkeypatch.setattr("vescale_fn.agreement.Watch.compare", refuse)
+    monkeypatch.setattr("vescale_fn._core.distributed.divergence.Watch.compare", refuse)
     with vfn.simulate(2):
         mesh = vfn.make_mesh((2,), ("a",))
         for _ in range(2):
@@ -946,5 +947,7 @@ def test_of_many_ranks_and_values_some_are_listed():
 ])  # fmt: skip
 def test_what_a_collective_tells_of_its_parameters(row, one, other):
     """A parameter that were left out could not be seen to differ."""
-    mine, theirs = (maps.Collective(row, None, ("a",), row, **parameters).told() for parameters in (one, other))
+    mine, theirs = (
+        collective_maps.Collective(row, None, ("a",), row, **parameters).told() for parameters in (one, other)
+    )
     assert mine != theirs

@@ -20,8 +20,10 @@ import torch.nn.functional as F
 
 import vescale_fn as vfn
 from vescale_fn import P
+from vescale_fn._core.distributed import mesh as mesh_
+from vescale_fn._core.sharding.index_map import local_indices
+from vescale_fn._core.sharding.spec import from_split_axes
 from vescale_fn.errors import InPlaceError, RandomError, VfnError
-from vescale_fn.spec import from_split_axes, local_indices
 
 MESHES = [(1,), (1, 1), (4,), (2, 3), (2, 2, 2)]
 NAMES = ("a", "b", "c")
@@ -419,7 +421,7 @@ def sampled_spec(rng, ndim, axes, partial):
 
 def laid_out(x, mesh, spec):
     """`x` in a layout; its parts along unreduced axes differ."""
-    axes = vfn.mesh.axes_of(mesh)
+    axes = mesh_.axes_of(mesh)
 
     def block(coord):
         where = local_indices(x.shape, axes, spec, coord)
@@ -475,7 +477,7 @@ def runs(name, inputs, layouts=LAYOUTS):
             mesh = vfn.make_mesh(mesh_shape, NAMES[: len(mesh_shape)])
             for seed in range(layouts if max(mesh_shape) > 1 else 1):
                 rng = random.Random(zlib.crc32(f"{name} {mesh_shape} {seed}".encode()))
-                specs = [sampled_spec(rng, x.ndim, vfn.mesh.axes_of(mesh), x.dtype.is_floating_point) for x in inputs]
+                specs = [sampled_spec(rng, x.ndim, mesh_.axes_of(mesh), x.dtype.is_floating_point) for x in inputs]
                 where = f"{name} on {mesh_shape}, inputs {', '.join(map(repr, specs))}"
                 yield where, [laid_out(x, mesh, spec) for x, spec in zip(inputs, specs)]
 

@@ -10,6 +10,9 @@ import torch
 
 import vescale_fn as vfn
 from vescale_fn import P, optim
+from vescale_fn._core.arrays import array
+from vescale_fn._core.base import context
+from vescale_fn.optim import per_leaf
 
 STEPS = 6
 SPECS = {"layer": [P("dp", "tp"), P(None, "tp")], "scale": P("tp"), "shift": P()}
@@ -303,7 +306,7 @@ def updates_of(opt, params, draws=2):
     for _ in range(draws):
         whole = [torch.randn(x.shape, dtype=x.dtype, generator=draw) for x in optree.tree_leaves(params)]
         grads = optree.tree_unflatten(optree.tree_structure(params), whole)
-        if vfn.array.is_array(optree.tree_leaves(params)[0]):
+        if array.is_array(optree.tree_leaves(params)[0]):
             grads = vfn.shard(grads, optree.tree_leaves(params)[0].device_mesh, SPECS)
         updates, state = opt.update(grads, state, params)
         found.append(updates)
@@ -717,8 +720,8 @@ def test_the_same_bits_whatever_runs(dtype):
     params, grads = make(), [make(), make()]
     expected = steps_of_all(params, grads)
     exactly = lambda found: close(found, expected, rtol=0, atol=0)
-    with vfn.context.debugging():
-        assert optim.leaves.looked_on()
+    with context.debugging():
+        assert per_leaf.looked_on()
         exactly(steps_of_all(params, grads))
     exactly(steps_of_all(params, grads, vfn.jit, donate_argnums=(0, 1)))
     with vfn.simulate(3):

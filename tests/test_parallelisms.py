@@ -15,7 +15,8 @@ import torch
 
 import vescale_fn as vfn
 from benchmarks import parity
-from vescale_fn import P, tree
+from vescale_fn import P
+from vescale_fn._core.base import tree
 from vescale_fn.recipes import count_lines, gpt, layers, llama, mixtral, models
 from vescale_fn.recipes.parallel import AXES, ONE_DEVICE, TABLE, Layout, ParallelError, Specs, parallel
 

@@ -5,7 +5,8 @@ import torch
 from torch.testing import assert_close
 
 import vescale_fn as vfn
-from vescale_fn import P, _torch
+from vescale_fn import P
+from vescale_fn._core.torch_internals import interception
 from vescale_fn.errors import CollectiveError, MeshError, ReshardError, SpecError, TransformError, TypingError
 
 D = torch.float64
@@ -567,7 +568,7 @@ def test_entries_of_a_vmap_are_gathered_where_the_map_uses_their_axis():
 
 
 def test_the_first_body_of_a_process_may_be_under_a_transform():
-    _torch._functions_are_seen.cache_clear()
+    interception._functions_are_seen.cache_clear()
     with vfn.simulate(2):
         f = vfn.shard_map(lambda x: x * 2, mesh=vfn.make_mesh((2,), ("i",)), in_specs=P("i"), out_specs=P("i"))
         assert_close(vfn.unshard(vfn.vmap(vfn.vmap(f))(torch.ones(2, 2, 2))), torch.full((2, 2, 2), 2.0))

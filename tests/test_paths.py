@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 import vescale_fn as vfn
 from benchmarks import collectives
-from vescale_fn import P, tree
+from vescale_fn import P
+from vescale_fn._core.base import tree
 
 
 def rand(*shape: int, seed: int = 0) -> torch.Tensor:

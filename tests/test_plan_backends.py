@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vescale_fn as vfn
-from vescale_fn.plan import backends
+from vescale_fn.plan.execution import backends
 
 
 def step(w, m, x):

@@ -14,18 +14,18 @@ from torch import fx
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn.mesh import played_ranks
+from vescale_fn._core.arrays.reshard import OwnPart
+from vescale_fn._core.distributed.collectives import Collective, group_size
+from vescale_fn._core.distributed.mesh import played_ranks
 from vescale_fn.plan import pipeline
-from vescale_fn.plan.exchanged import size
-from vescale_fn.plan.graph import collectives, name_of
-from vescale_fn.plan.passes.axes import axes
+from vescale_fn.plan.ir.collective_nodes import size
+from vescale_fn.plan.ir.graph import collectives, name_of
 from vescale_fn.plan.passes.buckets import buckets
-from vescale_fn.plan.passes.draws import draws
+from vescale_fn.plan.passes.merge_axes import axes
 from vescale_fn.plan.passes.overlap import overlap
-from vescale_fn.plan.passes.residual import residual
-from vescale_fn.plan.passes.scatter import _place, scatter
-from vescale_fn.reshard import OwnPart
-from vescale_fn.wire import Collective, group_size
+from vescale_fn.plan.passes.reduce_scatter import _place, scatter
+from vescale_fn.plan.passes.residual_sums import residual
+from vescale_fn.plan.passes.slice_draws import draws
 
 aten = torch.ops.aten
 

@@ -16,18 +16,20 @@ from torch.nn import functional as F
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn.plan import codegen, trace
-from vescale_fn.plan import graph as plans
-from vescale_fn.plan.passes.common import common
-from vescale_fn.plan.passes.composites import composites
-from vescale_fn.plan.passes.dead import dead
-from vescale_fn.plan.passes.flat import flat
+from vescale_fn._core.base import tree
+from vescale_fn._core.distributed.collectives import Collective
+from vescale_fn.plan.execution import codegen
+from vescale_fn.plan.ir import graph as plans
+from vescale_fn.plan.passes.canonicalize import composites
+from vescale_fn.plan.passes.cse import common
+from vescale_fn.plan.passes.cse_collectives import once
+from vescale_fn.plan.passes.dce import dead
 from vescale_fn.plan.passes.foreach import foreach
-from vescale_fn.plan.passes.once import once
-from vescale_fn.plan.passes.reuse import reuse
+from vescale_fn.plan.passes.functionalize_writes import writes
+from vescale_fn.plan.passes.pointwise_before_views import flat
+from vescale_fn.plan.passes.reuse_memory import reuse
 from vescale_fn.plan.passes.views import views
-from vescale_fn.plan.passes.writes import writes
-from vescale_fn.wire import Collective
+from vescale_fn.plan.tracing import trace
 
 
 def recorded(f: Callable[..., Any], *args: torch.Tensor) -> fx.Graph:
@@ -250,7 +252,7 @@ def test_what_is_computed_again_at_two_times_is_told_apart() -> None:
             x = vfn.remat(lambda x: torch.tanh(x @ w))(x)
         return x.sum()
 
-    leaves, treedef = vfn.tree.flatten(((torch.ones(3, 3),), {}))
+    leaves, treedef = tree.flatten(((torch.ones(3, 3),), {}))
     graph = trace.trace(vfn.grad(f), leaves, ["w"], treedef, None).graph
     times = [node.meta["again"] for node in plans.calls(graph) if "again" in node.meta]
     assert list(dict.fromkeys(times)) == [1, 2, 3, 4, 5, 6]

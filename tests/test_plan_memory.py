@@ -12,15 +12,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import vescale_fn as vfn
 from benchmarks.peak_memory import accounting
 from vescale_fn import P
-from vescale_fn.plan import aliasing, codegen, donation, inplace
-from vescale_fn.plan import graph as plan
+from vescale_fn._core.distributed.collectives import Collective
+from vescale_fn.plan.execution import codegen, donation
+from vescale_fn.plan.ir import graph as plan
+from vescale_fn.plan.ir import inplace, memory_aliases
+from vescale_fn.plan.ir.memory_use import bytes_text, memory
 from vescale_fn.plan.lowered import Lowered
-from vescale_fn.plan.memory import bytes_text, memory
 from vescale_fn.plan.passes.donate import donate
-from vescale_fn.plan.passes.order import order
-from vescale_fn.plan.passes.recompute import recompute
-from vescale_fn.plan.passes.reuse import reuse
-from vescale_fn.wire import Collective
+from vescale_fn.plan.passes.memory_order import order
+from vescale_fn.plan.passes.rematerialize import recompute
+from vescale_fn.plan.passes.reuse_memory import reuse
 
 SIZES = (5, 24, 40, 7)
 
@@ -128,9 +129,9 @@ def test_on_a_simulated_mesh_a_block_that_is_only_sent_is_no_new_memory():
         )
         sent.meta["val"], summed.meta["val"] = [blocks[1].meta["val"]] * 2, [torch.empty(8, device="meta")] * 2
         graph.output((sent, summed))
-        lie = aliasing.memories(graph)
-        assert lie[sent] == {aliasing.Memory(x) for x in blocks}
-        assert lie[summed] == {aliasing.Memory(summed, -1)}
+        lie = memory_aliases.memories(graph)
+        assert lie[sent] == {memory_aliases.Memory(x) for x in blocks}
+        assert lie[summed] == {memory_aliases.Memory(summed, -1)}
         assert memory(graph).peak == 3 * 32  # both arguments, and one sum, which both ranks share
 
 

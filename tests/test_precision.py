@@ -9,6 +9,7 @@ import torch
 
 import vescale_fn as vfn
 from vescale_fn import P, optim, precision
+from vescale_fn._core.base import context
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 MIXED = precision.policy("params=f32,compute=bf16,reduce=f32,output=f32")
@@ -151,10 +152,10 @@ def test_activations_are_added_up_in_f32_forward_and_backward():
         assert len(again) <= len(eager)
         narrow = precision.policy("params=f32,compute=bf16,reduce=bf16,output=f32")
         assert "bf16" in sums_of(vfn.value_and_grad(narrow.apply(f)), arrays, batch)
-        assert vfn.context.sums_in() is None
+        assert context.sums_in() is None
         with pytest.raises(ZeroDivisionError):
             vfn.grad(MIXED.apply(lambda p: p * (1 / 0)))(x)
-        assert vfn.context.sums_in() is None
+        assert context.sums_in() is None
 
 
 def test_a_sum_in_f32_is_rounded_once():
@@ -166,7 +167,7 @@ def test_a_sum_in_f32_is_rounded_once():
         assert MIXED.apply(total)({}, x).item() == 260  # 259, in bf16
         recorded = vfn.jit(total)
         assert recorded(None, x.bfloat16()).item() == 256
-        with vfn.context.summing_in(F32):
+        with context.summing_in(F32):
             assert recorded(None, x.bfloat16()).item() == 260  # another plan
         assert recorded(None, x.bfloat16()).item() == 256
         assert recorded.cache_info().records == 2

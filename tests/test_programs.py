@@ -8,10 +8,15 @@ import torch
 from programs import PROGRAMS, Program, mean_square, mlp, tensor_parallel
 
 import vescale_fn as vfn
-from vescale_fn import P, gradient, interpreter, reshard, spec, tree, wire
-from vescale_fn.blocks import Blocks
-from vescale_fn.random import placed
-from vescale_fn.rules import table as rules
+from vescale_fn import P
+from vescale_fn._core.arrays import interpreter, reshard
+from vescale_fn._core.arrays.rules import table as rules
+from vescale_fn._core.base import tree
+from vescale_fn._core.distributed import collectives
+from vescale_fn._core.distributed.blocks import Blocks
+from vescale_fn._core.sharding import index_map
+from vescale_fn._core.transforms import grad
+from vescale_fn.random import sharded
 
 # mesh sizes, and the axes that play the roles of data and tensor
 MESHES = {
@@ -253,7 +258,7 @@ def _local_count(rule):
 
 
 def _wire(name, fault):
-    return lambda patch: patch.setattr(wire, name, fault(getattr(wire, name)))
+    return lambda patch: patch.setattr(collectives, name, fault(getattr(collectives, name)))
 
 
 FAULTS = {
@@ -288,10 +293,12 @@ FAULTS = {
         "_softmax", lambda rule: lambda call: replace(rule(call), ins=((0, 1, 2),), outs=((0, 1, 2),))
     ),
     "a gradient is not brought to its parameter": lambda patch: patch.setattr(
-        gradient, "settle_together", lambda grads, primals: grads
+        grad, "settle_together", lambda grads, primals: grads
     ),
     "a draw begins anew on each rank": lambda patch: patch.setattr(
-        placed, "local_indices", lambda shape, *rest: tuple(range(len(i)) for i in spec.local_indices(shape, *rest))
+        sharded,
+        "local_indices",
+        lambda shape, *rest: tuple(range(len(i)) for i in index_map.local_indices(shape, *rest)),
     ),
 }
 SENSITIVE = ["tensor_parallel_mlp", "data_parallel", "fully_sharded", "reductions", "moving_about", "draws", "containers",

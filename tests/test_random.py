@@ -15,10 +15,11 @@ import torch
 import torch.utils._pytree as torch_pytree
 
 from vescale_fn import random
+from vescale_fn._core.sharding.spec import P
 from vescale_fn.errors import RandomError, SpecError
-from vescale_fn.random import counters, floats, kinds, op, threefry
-from vescale_fn.random.placed import Draw, draw_local
-from vescale_fn.spec import P
+from vescale_fn.random.backends import draw_op
+from vescale_fn.random.bits import counters, elementwise_draws, floats, threefry
+from vescale_fn.random.sharded import Draw, draw_local
 
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "random.json").read_text())["cases"]
 DRAWS = ("bits", "uniform", "normal", "bernoulli", "randint")
@@ -162,7 +163,7 @@ def test_erfinv_inverts_erf() -> None:
     lambda shape: random.bernoulli(KEY, 0.3, shape),
 ], ids=["normal", "uniform", "randint", "bernoulli"])  # fmt: skip
 def test_prefix_and_reshape(draw) -> None:
-    whole = draw((op.BLOCK["cpu"] * 2 + 77,))
+    whole = draw((draw_op.BLOCK["cpu"] * 2 + 77,))
     assert torch.equal(draw((1001,)), whole[:1001])
     assert torch.equal(draw((7, 11, 13)), whole[:1001].view(7, 11, 13))
     assert draw((0, 3)).shape == (0, 3)
@@ -171,7 +172,7 @@ def test_prefix_and_reshape(draw) -> None:
 def test_blocks_of_any_size_are_the_same_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = random.normal(KEY, (5, 7, 11))
     for size in (1, 2, 10, 64, 384):
-        monkeypatch.setitem(op.BLOCK, "cpu", size)
+        monkeypatch.setitem(draw_op.BLOCK, "cpu", size)
         assert torch.equal(random.normal(KEY, (5, 7, 11)), expected)
 
 
@@ -179,7 +180,7 @@ def test_unsigned_remainders() -> None:
     values = [0, 1, 5, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**63 + 12345, 2**64 - 1]
     signed = lambda u: u - 2**64 if u >> 63 else u
     for span in values:
-        got = kinds.unsigned_remainder(torch.tensor([signed(v) for v in values]), signed(span))
+        got = elementwise_draws.unsigned_remainder(torch.tensor([signed(v) for v in values]), signed(span))
         assert [g % 2**64 for g in got.tolist()] == [v % span if span else v for v in values]
 
 

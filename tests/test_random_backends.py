@@ -9,12 +9,17 @@ import torch
 
 from vescale_fn import launch, random
 from vescale_fn.errors import RandomError
-from vescale_fn.random import backends, kinds, native
-from vescale_fn.random.placed import Draw, draw_local
+from vescale_fn.random.backends import c_library, choice
+from vescale_fn.random.bits import elementwise_draws
+from vescale_fn.random.sharded import Draw, draw_local
 
 KEY = random.key(42)
-PARAMS = {"uniform": (-1.25, 3.7), "bernoulli": (0.3,), "randint": kinds.integer_range(-5, 1000, torch.int32)}
-ENTRIES = sorted(native.CODES, key=str)
+PARAMS = {
+    "uniform": (-1.25, 3.7),
+    "bernoulli": (0.3,),
+    "randint": elementwise_draws.integer_range(-5, 1000, torch.int32),
+}
+ENTRIES = sorted(c_library.CODES, key=str)
 BIG = (1 << 20, 1 << 20)
 
 RECTANGLES = {  # shape, indices in each dim
@@ -43,7 +48,7 @@ def restored():
 
 
 def test_the_c_library_is_built_where_there_is_a_compiler() -> None:
-    assert native.library is not None or not shutil.which("cc"), (
+    assert c_library.library is not None or not shutil.which("cc"), (
         "there is a C compiler, but vescale_fn.random has no C library: was the project installed with `pip install`?"
     )
 
@@ -55,7 +60,7 @@ def drawn(name: str, kind: str, dtype: torch.dtype, shape, indices, key=KEY) -> 
 
 
 @pytest.mark.parametrize("where", RECTANGLES)
-@pytest.mark.parametrize("name", native.available())
+@pytest.mark.parametrize("name", c_library.available())
 def test_every_rectangle_of_every_kind(name: str, where: str) -> None:
     shape, indices = RECTANGLES[where]
     for kind, dtype in ENTRIES:
@@ -65,7 +70,7 @@ def test_every_rectangle_of_every_kind(name: str, where: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", native.available())
+@pytest.mark.parametrize("name", c_library.available())
 def test_many_keys_in_one_call(name: str) -> None:
     keys = random.split(KEY, (3, 50))
     for kind, dtype in ENTRIES:
@@ -74,7 +79,7 @@ def test_many_keys_in_one_call(name: str) -> None:
             assert torch.equal(got, want), (kind, dtype)
 
 
-@pytest.mark.parametrize("name", native.available())
+@pytest.mark.parametrize("name", c_library.available())
 def test_threads_do_not_matter(name: str) -> None:
     n = 5 * (1 << 16) + 321  # enough for several threads
     random.backend("torch")
@@ -86,7 +91,7 @@ def test_threads_do_not_matter(name: str) -> None:
         assert all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize("name", native.available())
+@pytest.mark.parametrize("name", c_library.available())
 def test_special_parameters(name: str) -> None:
     cases = [
         lambda: random.uniform(KEY, (999,), minval=3.0, maxval=-1.0),
@@ -107,7 +112,7 @@ def test_special_parameters(name: str) -> None:
         assert torch.equal(case().view(torch.uint8), want.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", native.available())
+@pytest.mark.parametrize("name", c_library.available())
 def test_keys(name: str) -> None:
     for make in (lambda: random.split(KEY, 5), lambda: random.split(KEY, (2, 1000)), lambda: random.split(KEY, 0),
                  lambda: random.split(KEY, 70_000), lambda: random.fold_in(KEY, 2**32 - 1), lambda: random.fold_in(KEY, 0)):  # fmt: skip
@@ -117,29 +122,29 @@ def test_keys(name: str) -> None:
         assert make() == want
 
 
-@pytest.mark.parametrize("name", native.available())
+@pytest.mark.parametrize("name", c_library.available())
 def test_the_self_test_finds_a_wrong_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    variant = native.VARIANTS.index(name)
-    assert backends.differing(variant) == []
-    swapped = {**native.CODES, ("normal", torch.float32): native.CODES["exponential", torch.float32]}
-    monkeypatch.setattr(native, "CODES", swapped)
-    assert backends.differing(variant) == ["normal of float32"]
+    variant = c_library.VARIANTS.index(name)
+    assert choice.differing(variant) == []
+    swapped = {**c_library.CODES, ("normal", torch.float32): c_library.CODES["exponential", torch.float32]}
+    monkeypatch.setattr(c_library, "CODES", swapped)
+    assert choice.differing(variant) == ["normal of float32"]
 
 
 def test_a_library_that_is_wrong_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not native.available():
+    if not c_library.available():
         pytest.skip("no C library here, and no compiler to build it")
     monkeypatch.delenv("VESCALE_FN_RANDOM", raising=False)
-    monkeypatch.setitem(native.CODES, ("normal", torch.float32), native.CODES["exponential", torch.float32])
-    best = native.available()[-1]
+    monkeypatch.setitem(c_library.CODES, ("normal", torch.float32), c_library.CODES["exponential", torch.float32])
+    best = c_library.available()[-1]
     message = f"vescale_fn.random: {best} differs from the torch definition in normal of float32, so draws run on torch"
     with pytest.warns(RuntimeWarning, match=f"^{re.escape(message)}$"):
-        backends._start()  # as at import
+        choice._start()  # as at import
     assert random.backend() == "torch"
 
 
 def test_the_backend_is_told_and_set() -> None:
-    there = ["torch", *native.available()]
+    there = ["torch", *c_library.available()]
     assert random.backend("auto") == there[-1]
     for name in there:
         assert random.backend(name) == random.backend() == name
@@ -151,16 +156,16 @@ def test_the_backend_is_told_and_set() -> None:
 
 
 def test_what_is_not_available_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "available", lambda: ["c-baseline"])
-    monkeypatch.setattr(native, "library", object())
+    monkeypatch.setattr(c_library, "available", lambda: ["c-baseline"])
+    monkeypatch.setattr(c_library, "library", object())
     with pytest.raises(RandomError) as raised:
         random.backend("c-avx512")
     assert str(raised.value) == (
         "random.backend: the backend 'c-avx512' is not available: this processor lacks its instructions\n"
         "  Instead: one of 'torch', 'c-baseline', 'auto'"
     )
-    monkeypatch.setattr(native, "available", lambda: [])
-    monkeypatch.setattr(native, "library", None)
+    monkeypatch.setattr(c_library, "available", lambda: [])
+    monkeypatch.setattr(c_library, "library", None)
     with pytest.raises(RandomError) as raised:
         random.backend("c-avx2")
     assert str(raised.value) == (
@@ -170,9 +175,9 @@ def test_what_is_not_available_says_why(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ["torch", *native.available()]:
+    for name in ["torch", *c_library.available()]:
         monkeypatch.setenv("VESCALE_FN_RANDOM", name)
-        backends._start()  # as at import
+        choice._start()  # as at import
         assert random.backend() == name
 
 
@@ -184,7 +189,7 @@ def peak_of_a_draw(name: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
 
-@pytest.mark.parametrize("name", ["torch", *native.available()[-1:]])
+@pytest.mark.parametrize("name", ["torch", *c_library.available()[-1:]])
 def test_nothing_of_the_draws_size_is_held_besides_it(name: str) -> None:
     """Peak memory of a draw of 64 MiB, in a process of its own: the draw and little else."""
     (peak,) = launch(peak_of_a_draw, 1, name, device="cpu")

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import vescale_fn as vfn
 from vescale_fn import P, random
 from vescale_fn.errors import RandomError
-from vescale_fn.random import elementary, floats, functions
+from vescale_fn.random.bits import float_ops, floats, more_floats
 
 KEY = random.key(42)
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "random.json").read_text())["cases"]
@@ -354,8 +354,8 @@ def test_a_truncated_normal_stays_inside(dtype: torch.dtype) -> None:
 def test_next_numbers() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         x = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.5, -1e-30, math.inf, -math.inf], dtype=dtype)
-        assert torch.equal(elementary.above(x), torch.nextafter(x, torch.full_like(x, math.inf)))
-        assert torch.equal(elementary.below(x), torch.nextafter(x, torch.full_like(x, -math.inf)))
+        assert torch.equal(more_floats.above(x), torch.nextafter(x, torch.full_like(x, math.inf)))
+        assert torch.equal(more_floats.below(x), torch.nextafter(x, torch.full_like(x, -math.inf)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -368,14 +368,14 @@ def test_functions_are_near_the_truth(name: str, ulps: float, dtype: torch.dtype
     low, high = {"exp": (-80, 80), "log1p": (-0.999, 3), "erf": (-3, 3), "tan": (-1.5, 1.5)}.get(name, (0, 1000))
     x = generator.uniform(low, high, 5000).astype(str(dtype).removeprefix("torch."))
     exact = np.vectorize(math.erf)(x.astype(float)) if name == "erf" else getattr(np, name)(x.astype(np.longdouble))
-    got = elementary.extended(torch.from_numpy(x), name).numpy()
+    got = more_floats.extended(torch.from_numpy(x), name).numpy()
     error = np.abs(got.astype(np.longdouble) - exact) / np.spacing(np.abs(got)).astype(np.longdouble)
     assert error.max() <= ulps + 0.01
 
 
 @pytest.mark.parametrize("name", ["exp", "log", "log1p", "sqrt", "erf", "erfinv"])
 def test_functions_differentiate_twice_and_batch(name: str) -> None:
-    f, x = getattr(functions, name), torch.linspace(0.1, 0.8, 5, dtype=torch.float64, requires_grad=True)
+    f, x = getattr(float_ops, name), torch.linspace(0.1, 0.8, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(f, x)
     assert torch.autograd.gradgradcheck(f, x)
     slope = torch.func.vmap(torch.func.grad(f))(x.detach())
@@ -387,7 +387,7 @@ def test_functions_differentiate_twice_and_batch(name: str) -> None:
 def test_a_sum_in_an_order_of_its_own() -> None:
     for n in (0, 1, 2, 7, 64, 100):
         x = torch.randn(3, n, dtype=torch.float64)
-        torch.testing.assert_close(functions.tree_sum(x), x.sum(-1))
+        torch.testing.assert_close(float_ops.tree_sum(x), x.sum(-1))
 
 
 @pytest.mark.parametrize("d", BATCHED, ids=lambda d: d.id)

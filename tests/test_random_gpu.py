@@ -20,11 +20,12 @@ import torch
 from distributions import DISTRIBUTIONS
 
 import vescale_fn as vfn
-from vescale_fn.random import floats, gpu, gpu_kernels, kinds
-from vescale_fn.random.threefry import hash_words
+from vescale_fn.random.backends import triton_kernels, triton_launch
+from vescale_fn.random.bits import elementwise_draws, floats
+from vescale_fn.random.bits.threefry import hash_words
 
 HERE = Path(__file__).resolve().parent
-needs_triton = pytest.mark.skipif(not gpu.AVAILABLE, reason="Triton comes with CUDA builds of torch")
+needs_triton = pytest.mark.skipif(not triton_launch.AVAILABLE, reason="Triton comes with CUDA builds of torch")
 
 KEYS = torch.tensor([[[7, -3], [11, 12]], [[-(2**31), 5], [0, 0]], [[1, 16], [2**31 - 1, -1]]], dtype=torch.int32)
 PLACES = {  # the whole draw's shape, the rectangle's indices
@@ -49,8 +50,8 @@ PLACES = {  # the whole draw's shape, the rectangle's indices
 }
 LONG = ("whole", "long rows")  # under one key in the interpreter, which takes its time
 FEW = ("whole", "listed both", "across 2**32", "least and most")
-CASES = [(kind, dtype) for kind, (dtypes, _) in gpu.KNOWN.items() for dtype in dtypes]
-DROPS = [("dropout", dtype) for dtype in gpu.DROPOUTS]
+CASES = [(kind, dtype) for kind, (dtypes, _) in triton_launch.KNOWN.items() for dtype in dtypes]
+DROPS = [("dropout", dtype) for dtype in triton_launch.DROPOUTS]
 THOROUGH = [("bits", torch.uint32), ("randint", torch.int32), ("dropout", torch.float32)]
 
 
@@ -68,7 +69,7 @@ def counters_of(place):
 
 
 def params_of(kind):
-    return (0.7, 1 / 0.7) if kind == "dropout" else gpu.KNOWN[kind][1]
+    return (0.7, 1 / 0.7) if kind == "dropout" else triton_launch.KNOWN[kind][1]
 
 
 def value_for(dtype, n):
@@ -78,7 +79,7 @@ def value_for(dtype, n):
 def expected(kind, dtype, keys, place, params):
     counter = counters_of(place)
     high, low = (counter >> 32).to(torch.int32), (counter & 0xFFFFFFFF).to(torch.int32)
-    streams, values = kinds.KINDS["bernoulli" if kind == "dropout" else kind]
+    streams, values = elementwise_draws.KINDS["bernoulli" if kind == "dropout" else kind]
     words = [hash_words(keys[:, s, :1], keys[:, s, 1:], high, low.expand(len(keys), -1)) for s in range(streams)]
     if kind != "dropout":
         return values(*words, dtype, params)
@@ -97,9 +98,9 @@ def streams_of(kind):
 def made(kind, dtype, keys, place, params, device="cpu", keys_device="cpu"):
     shape, indices = PLACES[place]
     n = len(keys) * len(counters_of(place))
-    out = torch.empty(n, dtype=kinds.result_dtype(kind, dtype), device=device)
+    out = torch.empty(n, dtype=elementwise_draws.result_dtype(kind, dtype), device=device)
     x = value_for(dtype, n).to(device) if kind == "dropout" else None
-    gpu.run(kind, keys.to(keys_device), shape, indices, params, dtype, out, x)
+    triton_launch.run(kind, keys.to(keys_device), shape, indices, params, dtype, out, x)
     return out
 
 
@@ -144,7 +145,9 @@ def exact_interpreter():
 def interpreted():
     """Run by the child: prints what differed, and how many cases there were."""
     torch.set_num_threads(1)
-    rounded_twice = {k: gpu.differing(torch.device("cpu"), k, torch.float32) for k in ("normal", "gumbel", "bernoulli")}
+    rounded_twice = {
+        k: triton_launch.differing(torch.device("cpu"), k, torch.float32) for k in ("normal", "gumbel", "bernoulli")
+    }
     exact_interpreter()
     bad = []
     count = 0
@@ -156,7 +159,7 @@ def interpreted():
         keys, count = KEYS[:1, : streams_of(kind)], count + 1
         if not same(made(kind, dtype, keys, "rows", params), expected(kind, dtype, keys, "rows", params)):
             bad.append(f"{kind} of {name(dtype)} with {params}")
-    own = [kind for kind, dtype in [*CASES, *DROPS] if gpu.differing(torch.device("cpu"), kind, dtype)]
+    own = [kind for kind, dtype in [*CASES, *DROPS] if triton_launch.differing(torch.device("cpu"), kind, dtype)]
     print(json.dumps({"bad": bad, "count": count, "rounded twice": rounded_twice, "self-test": own}))
 
 
@@ -166,11 +169,11 @@ SPECIAL = [
     ("uniform", torch.float32, (2.0, 2.0)),
     ("bernoulli", torch.float32, (0.0,)),
     ("bernoulli", torch.float32, (1.0,)),
-    ("randint", torch.int32, kinds.integer_range(-(2**31), 2**31, torch.int32)),
-    ("randint", torch.int32, kinds.integer_range(-(2**31), 2**31 - 1, torch.int32)),
-    ("randint", torch.uint8, kinds.integer_range(0, 256, torch.uint8)),
-    ("randint", torch.int64, kinds.integer_range(-(2**63), 2**63, torch.int64)),
-    ("randint", torch.uint64, kinds.integer_range(1, 2**64 - 1, torch.uint64)),
+    ("randint", torch.int32, elementwise_draws.integer_range(-(2**31), 2**31, torch.int32)),
+    ("randint", torch.int32, elementwise_draws.integer_range(-(2**31), 2**31 - 1, torch.int32)),
+    ("randint", torch.uint8, elementwise_draws.integer_range(0, 256, torch.uint8)),
+    ("randint", torch.int64, elementwise_draws.integer_range(-(2**63), 2**63, torch.int64)),
+    ("randint", torch.uint64, elementwise_draws.integer_range(1, 2**64 - 1, torch.uint64)),
 ]
 
 
@@ -229,9 +232,9 @@ def compiled(monkeypatch):
 
     def ptx(kind, dtype, keys, place, params, **options):
         with monkeypatch.context() as patched:
-            compiling = Compiling(gpu_kernels.load(), options)
+            compiling = Compiling(triton_kernels.load(), options)
             patched.setattr(driver, "_active", compiling)
-            patched.setattr(gpu_kernels, "load", lambda: compiling)
+            patched.setattr(triton_kernels, "load", lambda: compiling)
             made(kind, dtype, keys, place, params)
         (built,) = compiling.built
         assert len(built.asm["cubin"]) > 0
@@ -240,7 +243,7 @@ def compiled(monkeypatch):
     return ptx
 
 
-EACH = gpu.TILE // (4 * 32)  # elements of a thread, in programs of four warps
+EACH = triton_launch.TILE // (4 * 32)  # elements of a thread, in programs of four warps
 
 
 def float_operations(ptx):
@@ -260,7 +263,7 @@ def fused_in_definition(kind, params, monkeypatch):
     low = torch.arange(64, dtype=torch.int32)
     with monkeypatch.context() as patched:
         patched.setattr(floats, "fma", counted)
-        kinds.KINDS[kind][1](hash_words(1, 2, 0, low), torch.float32, params)
+        elementwise_draws.KINDS[kind][1](hash_words(1, 2, 0, low), torch.float32, params)
     return sum(calls)
 
 
@@ -302,8 +305,8 @@ def test_every_form_of_launch_compiles(kind, count, place, compiled):
 
 def test_a_draw_that_is_not_on_cuda_is_left_to_others():
     out = torch.empty(4)
-    assert not gpu.draw("normal", KEYS[:1, :1], (4,), (range(4),), (), torch.float32, out)
-    assert not gpu.dropout(KEYS[0, 0], (4,), (range(4),), torch.ones(4), 0.5, 2.0, out)
+    assert not triton_launch.draw("normal", KEYS[:1, :1], (4,), (range(4),), (), torch.float32, out)
+    assert not triton_launch.dropout(KEYS[0, 0], (4,), (range(4),), torch.ones(4), 0.5, 2.0, out)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +314,7 @@ def test_a_draw_that_is_not_on_cuda_is_left_to_others():
     [("normal", torch.float64, ()), ("cauchy", torch.float32, ()), ("uniform", torch.float32, (1.0, 0.0))],
 )
 def test_what_the_kernel_does_not_know(kind, dtype, params):
-    assert not gpu.knows(kind, dtype, params)
+    assert not triton_launch.knows(kind, dtype, params)
 
 
 def failing(*_):
@@ -326,22 +329,22 @@ def failing(*_):
     ],
 )
 def test_a_kernel_that_fails_its_self_test_is_not_used(outcome, fact, monkeypatch):
-    monkeypatch.setattr(gpu, "differing", outcome)
-    gpu.agrees.cache_clear()
+    monkeypatch.setattr(triton_launch, "differing", outcome)
+    triton_launch.agrees.cache_clear()
     message = f"vescale_fn.random: Triton's normal of float32 on cpu {fact}, so it runs on torch ops"
     with pytest.warns(RuntimeWarning, match=re.escape(message) + "$"):
-        assert not gpu.agrees(torch.device("cpu"), "normal", torch.float32)
+        assert not triton_launch.agrees(torch.device("cpu"), "normal", torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not gpu.agrees(torch.device("cpu"), "normal", torch.float32)  # said once
-    gpu.agrees.cache_clear()
+        assert not triton_launch.agrees(torch.device("cpu"), "normal", torch.float32)  # said once
+    triton_launch.agrees.cache_clear()
 
 
 def test_importing_the_library_imports_the_kernels_without_triton():
-    if not gpu.AVAILABLE:  # then this process could not have imported it
-        assert gpu_kernels.tl is None
+    if not triton_launch.AVAILABLE:  # then this process could not have imported it
+        assert triton_kernels.tl is None
         return
-    code = "import vescale_fn.random.gpu, vescale_fn.random.gpu_kernels as k; assert k.tl is None"
+    code = "import vescale_fn.random.backends.triton_launch, vescale_fn.random.backends.triton_kernels as k; assert k.tl is None"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parent)
     assert ran.returncode == 0, ran.stderr
 
@@ -354,7 +357,7 @@ def test_importing_the_library_imports_the_kernels_without_triton():
 @pytest.mark.parametrize("keys_device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("kind", "dtype"), [*CASES, *DROPS], ids=lambda v: v if isinstance(v, str) else name(v))
 def test_on_a_gpu_the_kernel_has_the_bits_of_the_definition(kind, dtype, keys_device):
-    assert gpu.agrees(torch.device("cuda", 0), kind, dtype)
+    assert triton_launch.agrees(torch.device("cuda", 0), kind, dtype)
     for place in PLACES:
         for count in (1, 3):
             keys, params = KEYS[:count, : streams_of(kind)], params_of(kind)

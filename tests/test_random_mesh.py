@@ -12,7 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import vescale_fn as vfn
 from vescale_fn import P, random
 from vescale_fn.errors import SpecError
-from vescale_fn.random import masks, op
+from vescale_fn.random import dropout
+from vescale_fn.random.backends import draw_op
+from vescale_fn.random.bits import floats
 
 KEY = random.key(5)
 MESHES = [((1,), "a"), ((4,), "a"), ((2, 3), "ab"), ((2, 2, 2), "abc")]
@@ -83,7 +85,7 @@ def test_dropout_lies_as_its_value() -> None:
 
 
 def test_each_rank_draws_only_its_own_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, draw = [], op.draw
+    drawn, draw = [], draw_op.draw
 
     def counted(key, where, shape, local, *rest):
         drawn.append(math.prod(local))
@@ -93,9 +95,9 @@ def test_each_rank_draws_only_its_own_block(monkeypatch: pytest.MonkeyPatch) -> 
         drawn.append(x.numel())
         return run(key, where, x, *rest)
 
-    run = masks._run
-    monkeypatch.setattr(op, "draw", counted)
-    monkeypatch.setattr(masks, "_run", masked)
+    run = dropout._run
+    monkeypatch.setattr(draw_op, "draw", counted)
+    monkeypatch.setattr(dropout, "_run", masked)
     with vfn.simulate(6):
         mesh = vfn.make_mesh((2, 3), ("a", "b"))
         for spec, sizes in ((P("a", "b"), [28, 28, 14, 24, 24, 12]), (P("b"), [50, 50, 30]), (P(), [130])):
@@ -276,7 +278,7 @@ def test_gradients_through_bounds_without_fused_hardware(monkeypatch: pytest.Mon
     f = lambda low: random.uniform(KEY, (50,), minval=low, maxval=2.0)
     low = torch.tensor(0.3)
     value, slope = f(low), torch.func.jacrev(f)(low)
-    monkeypatch.setattr(random.floats, "addcmul_is_fused", lambda device, dtype: False)
+    monkeypatch.setattr(floats, "addcmul_is_fused", lambda device, dtype: False)
     assert torch.equal(f(low), value)
     torch.testing.assert_close(torch.func.jacrev(f)(low), slope)
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from vescale_fn import random
-from vescale_fn.random import counters, op
-from vescale_fn.random.placed import Draw, draw_local
-from vescale_fn.spec import P, local_indices
+from vescale_fn._core.sharding.index_map import local_indices
+from vescale_fn._core.sharding.spec import P
+from vescale_fn.random.backends import draw_op
+from vescale_fn.random.bits import counters
+from vescale_fn.random.sharded import Draw, draw_local
 
 KEY = random.key(42)
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "random.json").read_text())["cases"]
@@ -112,11 +114,11 @@ def test_a_batch_of_keys_draws_a_batch_of_blocks() -> None:
     keys, draw = random.split(KEY, 5), Draw("normal", (9, 7), torch.float32)
     indices = (range(3, 6), [0, 2, 6])
     for size in (4, 40, 1 << 15):
-        op.BLOCK["cpu"], before = size, op.BLOCK["cpu"]
+        draw_op.BLOCK["cpu"], before = size, draw_op.BLOCK["cpu"]
         try:
             batch = draw_local(keys, draw, indices)
         finally:
-            op.BLOCK["cpu"] = before
+            draw_op.BLOCK["cpu"] = before
         assert torch.equal(batch, torch.stack([draw_local(key, draw, indices) for key in keys]))
 
 

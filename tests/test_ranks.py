@@ -22,10 +22,12 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from vescale_fn import _rank_process, _torch, context, process_groups, ranks
+from vescale_fn._core import torch_internals
+from vescale_fn._core.base import context
+from vescale_fn._core.distributed import process_group, ranks, worker
+from vescale_fn._core.distributed.mesh import coordinates, make_mesh
+from vescale_fn._core.distributed.ranks import launch, simulate
 from vescale_fn.errors import MeshError, RankError, SpecError
-from vescale_fn.mesh import coordinates, make_mesh
-from vescale_fn.ranks import launch, simulate
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -239,7 +241,7 @@ def test_a_fork_that_cannot_compute_is_replaced_by_a_fresh_interpreter(monkeypat
     def refused():
         raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
 
-    monkeypatch.setattr(_rank_process, "_compute_a_little", refused)
+    monkeypatch.setattr(worker, "_compute_a_little", refused)
     scale = 3
     assert launch(lambda: scale * dist.get_rank(), 2, device="cpu") == [0, 3]
 
@@ -366,7 +368,7 @@ def test_a_rank_that_leaves_out_a_collective(forked_only):
     assert fix.startswith("  Instead: call the same collectives on every rank")
     assert empty == ""
     assert "had returned" not in message.partition("\n")[2]
-    assert seconds < 2 * _rank_process.LINGER + 3
+    assert seconds < 2 * worker.LINGER + 3
 
 
 def test_timeout_is_of_one_collective_on_every_group(forked_only):
@@ -506,15 +508,15 @@ def test_shapes_only_in_two_threads_in_turn():
 
     def other():
         steps[0].wait()
-        with _torch.shapes_only():
+        with torch_internals.shapes_only():
             values.append(type(torch.empty(1)).__name__)
             steps[1].set()
             steps[2].wait()
 
     thread = threading.Thread(target=other)
     thread.start()
-    with _torch.shapes_only():
-        with _torch.shapes_only():
+    with torch_internals.shapes_only():
+        with torch_internals.shapes_only():
             steps[0].set()
             steps[1].wait()
         values.append(type(torch.empty(1)).__name__)
@@ -569,10 +571,10 @@ def test_the_timeout_of_a_mesh(forked_only):
             return str(error)[-60:]
 
     def body():
-        of_group = [_torch.group_timeout(make_mesh((2, 1), ("a", "b")).get_group(name)) for name in "ab"]
+        of_group = [torch_internals.group_timeout(make_mesh((2, 1), ("a", "b")).get_group(name)) for name in "ab"]
         quick = make_mesh((1, 2), ("a", "b"), timeout=0.3)
-        both = process_groups.group_along(quick, ("a", "b"))[0]
-        times = [_torch.group_timeout(group) for group in (quick.get_group("b"), both)]
+        both = process_group.group_along(quick, ("a", "b"))[0]
+        times = [torch_internals.group_timeout(group) for group in (quick.get_group("b"), both)]
         return of_group, times, late(both)
 
     first, second = launch(body, 2, device="cpu", timeout=77)
@@ -615,7 +617,7 @@ def test_a_result_that_does_not_pickle(forked_only):
 
 def test_without_cloudpickle_a_function_of_main_says_what_to_install(monkeypatch):
     monkeypatch.setattr(ranks, "_why_not_fork", lambda: "CUDA is in use in this process, so that it cannot fork")
-    monkeypatch.setattr(_rank_process, "cloudpickle", None)
+    monkeypatch.setattr(worker, "cloudpickle", None)
     message, _ = message_of(lambda: 1, 2)
     assert message.startswith("launch: fn or its arguments cannot be sent to the ranks")
     assert "CUDA is in use in this process" in message
@@ -624,7 +626,7 @@ def test_without_cloudpickle_a_function_of_main_says_what_to_install(monkeypatch
 
 def test_without_cloudpickle_an_importable_function_still_goes(monkeypatch):
     monkeypatch.setattr(ranks, "_why_not_fork", lambda: "a test wants a fresh interpreter")
-    monkeypatch.setattr(_rank_process, "cloudpickle", None)
+    monkeypatch.setattr(worker, "cloudpickle", None)
     assert launch(os.path.join, 1, "a", "b", device="cpu") == [os.path.join("a", "b")]
 
 
@@ -741,7 +743,7 @@ def test_the_environment_that_torchrun_sets():
         dist.destroy_process_group()
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         place = ranks.ensure_process_group("cpu", 88)
-        assert _torch.group_timeout() == 88
+        assert torch_internals.group_timeout() == 88
         assert place == ranks.ensure_process_group()
         x = torch.ones(1)
         dist.all_reduce(x)

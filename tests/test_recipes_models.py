@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 import vescale_fn as vfn
 from benchmarks.parity import CONFIGS
-from vescale_fn import P, tree
+from vescale_fn import P
+from vescale_fn._core.base import tree
 from vescale_fn.recipes import dit, gpt, llama, mixtral, models, resnet
 from vescale_fn.recipes.layers import group_norm
 from vescale_fn.recipes.parallel import parallel

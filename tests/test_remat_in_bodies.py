@@ -13,7 +13,8 @@ from torch.utils.checkpoint import (
 )
 
 import vescale_fn as vfn
-from vescale_fn import P, _torch
+from vescale_fn import P
+from vescale_fn._core import torch_internals
 from vescale_fn.errors import TransformError, TypingError
 
 
@@ -138,7 +139,7 @@ def test_torch_is_left_as_it_was():
 
 
 def unseen(x):
-    with _torch.no_torch_function():
+    with torch_internals.no_torch_function():
         return x * 2
 
 

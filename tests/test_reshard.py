@@ -14,9 +14,12 @@ import torch
 from test_spec import all_specs
 
 import vescale_fn as vfn
-from vescale_fn import P, mesh, reshard, spec
-from vescale_fn.blocks import Blocks
-from vescale_fn.layout import axes_items
+from vescale_fn import P
+from vescale_fn._core.arrays import reshard
+from vescale_fn._core.distributed import mesh
+from vescale_fn._core.distributed.blocks import Blocks
+from vescale_fn._core.sharding import index_map, placements, spec
+from vescale_fn._core.sharding.layout import axes_items
 
 ALL = os.environ.get("VFN_TEST_ALL") == "1"
 MESHES = [((4,), "a"), ((2, 3), "ab"), ((3, 2), "ab"), ((1, 4), "ab"), ((2, 2, 2), "abc"), ((2, 1, 3), "abc")]
@@ -29,14 +32,14 @@ def shapes(n: int) -> list[tuple[int, ...]]:
 
 def split(x: torch.Tensor, axes: dict[str, int], s: P, coord: dict[str, int]) -> torch.Tensor:
     """The block of `x` that the rank at `coord` holds, were nothing partial."""
-    for dim, indices in enumerate(spec.local_indices(x.shape, axes, s, coord)):
+    for dim, indices in enumerate(index_map.local_indices(x.shape, axes, s, coord)):
         x = x.index_select(dim, torch.tensor(list(indices), dtype=torch.int64))
     return x
 
 
 def placed(x: torch.Tensor, m, s: P) -> list[torch.Tensor]:
     """One block a rank; over unreduced axes the true block is cut into random summands."""
-    axes = spec.axes_of(m)
+    axes = index_map.axes_of(m)
     blocks = [split(x, axes, s, mesh.coordinates(m, r)) for r in range(m.size())]
     for group in mesh.groups(m, [a for a in axes if a in s.unreduced]) if s.unreduced else ():
         parts = [torch.randint(-4, 5, blocks[r].shape).to(x.dtype) for r in group[1:]]
@@ -48,7 +51,7 @@ def placed(x: torch.Tensor, m, s: P) -> list[torch.Tensor]:
 
 def assert_holds(local: Blocks, x: torch.Tensor, m, s: P) -> None:
     """That these blocks are `x` laid out by `s`: each block, partial ones added up."""
-    axes, blocks = spec.axes_of(m), list(local.blocks)
+    axes, blocks = index_map.axes_of(m), list(local.blocks)
     for group in mesh.groups(m, [a for a in axes if a in s.unreduced]) if s.unreduced else ():
         total = sum(blocks[r] for r in group)
         for r in group:
@@ -63,7 +66,7 @@ def assert_holds(local: Blocks, x: torch.Tensor, m, s: P) -> None:
 def one_order(s: P, axes: dict[str, int] | None = None) -> P:
     """The spec as an array tells it: where an axis of size 1 is among those of a dim, several orders are one layout."""
     axes = axes or {"a": 1, "b": 1}
-    return spec.from_placements(spec.to_placements(s, axes, 2), axes, 2)
+    return placements.from_placements(placements.to_placements(s, axes, 2), axes, 2)
 
 
 def cases(sizes, names: str, count: int, seed: int) -> list[tuple[tuple[int, ...], P, P]]:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn.ops import maps
+from vescale_fn._core.shard_map import collective_maps
 
 CASES, GROUPS = 120, 4
 TURNS = [  # through which ways a case goes, with the check or without
@@ -81,7 +81,7 @@ def test_sampled_bodies_on_real_ranks(gloo):
 
 
 def planted(row, **changes):
-    return {row: replace(maps.TABLE[row], **changes)}
+    return {row: replace(collective_maps.TABLE[row], **changes)}
 
 
 def back(row, **changes):
@@ -96,9 +96,11 @@ FAULTS = {
     "an exchange's gradient keeps its dims": planted("all_to_all", transpose=back("all_to_all")),
     "a broadcast's gradient goes to every rank": planted("pbroadcast", transpose=back("psum")),
     "a gather puts the pieces elsewhere": planted(
-        "all_gather", after=lambda op, x: maps.TABLE["my_piece"].before(op, x)
+        "all_gather", after=lambda op, x: collective_maps.TABLE["my_piece"].before(op, x)
     ),
-    "a scatter sends the wrong piece": planted("psum_scatter", before=lambda op, x: maps._cut(op, x).flip(0)),
+    "a scatter sends the wrong piece": planted(
+        "psum_scatter", before=lambda op, x: collective_maps._cut(op, x).flip(0)
+    ),
     "a second derivative is not averaged": planted("divide", transpose=back("divide")),
 }
 
@@ -107,7 +109,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault, monkeypatch):
     for row, wrong in FAULTS[fault].items():
-        monkeypatch.setitem(maps.TABLE, row, wrong)
+        monkeypatch.setitem(collective_maps.TABLE, row, wrong)
     ways = ("vfn.grad of vfn.grad",) if "second" in fault else ("vfn.grad",)
     assert any(examine(case, ways) for case in (sampled(f"0:{k}") for k in range(CASES)) if not case.refused)
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import vescale_fn as vfn
-from vescale_fn import P, marks
+from vescale_fn import P
+from vescale_fn._core.local_types import tensor_types
 from vescale_fn.errors import InPlaceError, MeshError, ReshardError, SpecError, TypingError
 
 MESHES = [((1,), ("t",)), ((1, 1), ("d", "t")), ((4,), ("t",)), ((2, 3), ("d", "t")), ((2, 2, 2), ("c", "d", "t"))]
@@ -321,7 +322,7 @@ def type_in_body(body, mesh, *args, ins=P("i")):
     found = []
 
     def spy(*args):
-        found.append(marks.typeof(body(*args), ("i",)).letter("i"))
+        found.append(tensor_types.typeof(body(*args), ("i",)).letter("i"))
         return torch.zeros(())
 
     run(spy, mesh, *args, ins=ins, outs=P())

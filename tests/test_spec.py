@@ -17,7 +17,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import vescale_fn as vfn
-from vescale_fn import P, spec
+from vescale_fn import P
+from vescale_fn._core import torch_internals
+from vescale_fn._core.distributed import mesh as mesh_
+from vescale_fn._core.sharding import index_map, spec
+from vescale_fn._core.sharding import placements as placements_
 from vescale_fn.errors import SpecError
 
 ORDER = json.loads((Path(__file__).parent / "goldens" / "order.json").read_text())
@@ -105,7 +109,7 @@ def test_jax_places_the_same_slices(case) -> None:
     axes = dict(case["mesh"])
     entries = ast.literal_eval(case["spec"].removeprefix("P"))
     for coord, slices in zip(coords(axes), case["slices_by_flat_device"]):
-        assert spec.local_indices(case["shape"], axes, P(*entries), coord) == tuple(range(*s) for s in slices)
+        assert index_map.local_indices(case["shape"], axes, P(*entries), coord) == tuple(range(*s) for s in slices)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
@@ -116,7 +120,7 @@ def test_blocks_partition_every_dim(axes: dict[str, int]) -> None:
             held = {}
             for coord in coords(axes):
                 held.setdefault(tuple(coord[a] for a in names), set()).add(
-                    tuple(spec.dim_indices(size, names, axes, coord))
+                    tuple(index_map.dim_indices(size, names, axes, coord))
                 )
             assert all(len(versions) == 1 for versions in held.values()), "ranks that differ elsewhere hold the same"
             everything = [i for (version,) in held.values() for i in version]
@@ -133,7 +137,7 @@ def test_blocks_partition_any_dim(data, size: int, sizes: list[int]) -> None:
     names = tuple(data.draw(st.permutations(list(axes))))[: data.draw(st.integers(0, len(axes)))]
     distinct = {}
     for coord in coords(axes):
-        indices = spec.dim_indices(size, names, axes, coord)
+        indices = index_map.dim_indices(size, names, axes, coord)
         assert list(indices) == sorted(set(indices))
         if isinstance(indices, list):
             assert indices != list(range(indices[0], indices[0] + len(indices))), "a contiguous block is a range"
@@ -154,8 +158,8 @@ def test_dtensor_computes_the_same_blocks(axes: dict[str, int]) -> None:
         mesh = mesh_from(axes, rank)
         for shape in [(2 * n, n), (n + 1, 2 * n - 1), (n - 1, 1)]:
             for s in all_specs(axes, 2):
-                mine = spec.local_indices(shape, axes, s, coord)
-                placements = spec.to_placements(s, axes, 2)
+                mine = index_map.local_indices(shape, axes, s, coord)
+                placements = placements_.to_placements(s, axes, 2)
                 local, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
                 assert tuple(map(len, mine)) == tuple(local), (shape, s, coord)
                 if all(isinstance(i, range) and len(i) for i in mine):
@@ -164,13 +168,15 @@ def test_dtensor_computes_the_same_blocks(axes: dict[str, int]) -> None:
 
 def _distributed(axes, cases):
     mesh = vfn.make_mesh(tuple(axes.values()), tuple(axes))
-    coord = vfn.mesh.coordinates(mesh, vfn.mesh.my_rank(mesh))
+    coord = mesh_.coordinates(mesh, mesh_.my_rank(mesh))
     wrong = []
     for shape, s in cases:
         x = torch.arange(math.prod(shape)).view(shape)
-        theirs = distribute_tensor(x, mesh, spec.to_placements(s, axes, len(shape)), src_data_rank=None).to_local()
+        theirs = distribute_tensor(
+            x, mesh, placements_.to_placements(s, axes, len(shape)), src_data_rank=None
+        ).to_local()
         ours = x
-        for dim, indices in enumerate(spec.local_indices(shape, axes, s, coord)):
+        for dim, indices in enumerate(index_map.local_indices(shape, axes, s, coord)):
             ours = ours.index_select(dim, torch.tensor(list(indices), dtype=torch.int64))
         if not torch.equal(ours, theirs):
             wrong.append((shape, s, coord, ours.tolist(), theirs.tolist()))
@@ -190,10 +196,10 @@ def test_dtensor_distributes_the_same_blocks(gloo) -> None:
 def test_placements_in_both_directions(axes: dict[str, int]) -> None:
     for ndim in (0, 1, 2, 3) if len(axes) < 3 else (1, 2):
         for s in all_specs(axes, ndim, unreduced=True):
-            placements = spec.to_placements(s, axes, ndim)
+            placements = placements_.to_placements(s, axes, ndim)
             assert len(placements) == len(axes)
-            back = spec.from_placements(placements, axes, ndim)
-            again = spec.to_placements(back, axes, ndim)
+            back = placements_.from_placements(placements, axes, ndim)
+            again = placements_.to_placements(back, axes, ndim)
             assert again == placements
             if 1 not in axes.values():  # an axis of size 1 splits alike in every order
                 assert back == s
@@ -201,21 +207,21 @@ def test_placements_in_both_directions(axes: dict[str, int]) -> None:
 
 def test_placements_that_torch_names() -> None:
     axes = {"dp": 2, "tp": 4}
-    assert spec.to_placements(P("dp", "tp"), axes, 2) == (Shard(0), Shard(1))
-    assert spec.to_placements(P(("dp", "tp")), axes, 2) == (Shard(0), Shard(0))
-    assert spec.to_placements(P(None, unreduced={"tp"}), axes, 2) == (Replicate(), Partial("sum"))
-    first, second = spec.to_placements(P(("tp", "dp")), axes, 1)
+    assert placements_.to_placements(P("dp", "tp"), axes, 2) == (Shard(0), Shard(1))
+    assert placements_.to_placements(P(("dp", "tp")), axes, 2) == (Shard(0), Shard(0))
+    assert placements_.to_placements(P(None, unreduced={"tp"}), axes, 2) == (Replicate(), Partial("sum"))
+    first, second = placements_.to_placements(P(("tp", "dp")), axes, 1)
     assert (type(first).__name__, first.dim, first.split_factor, second) == ("_StridedShard", 0, 4, Shard(0))
-    assert spec.from_placements([Shard(-1), Replicate()], axes, 2) == P(None, "dp")
+    assert placements_.from_placements([Shard(-1), Replicate()], axes, 2) == P(None, "dp")
 
 
 def test_placements_that_no_spec_says() -> None:
     axes = {"dp": 2, "tp": 4}
     with pytest.raises(SpecError) as error:
-        spec.from_placements([Partial("max"), Replicate()], axes, 1)
+        placements_.from_placements([Partial("max"), Replicate()], axes, 1)
     assert str(error.value) == "a partial 'max' over 'dp' has no spec; only partial sums have"
     with pytest.raises(SpecError) as error:
-        spec.from_placements([vfn._torch.strided_shard(0, 3), Replicate()], axes, 1)
+        placements_.from_placements([torch_internals.strided_shard(0, 3), Replicate()], axes, 1)
     assert str(error.value).endswith("over 'dp' is not the layout of any order of the mesh (dp=2, tp=4)")
 
 
@@ -237,7 +243,7 @@ def test_shard_shape_is_the_largest_block() -> None:
     for axes in MESHES:
         for shape in [(7, 9), (2, 1)]:
             for s in all_specs(axes, 2):
-                blocks = [tuple(map(len, spec.local_indices(shape, axes, s, c))) for c in coords(axes)]
+                blocks = [tuple(map(len, index_map.local_indices(shape, axes, s, c))) for c in coords(axes)]
                 assert vfn.shard_shape(shape, axes, s) == tuple(map(max, zip(*blocks))), (axes, shape, s)
 
 
@@ -312,4 +318,4 @@ def test_dtensor_is_what_it_was() -> None:
             x = vfn.shard(torch.arange(64).view(8, 8), mesh, s)
             assert isinstance(x, DTensor)
             assert vfn.spec_of(x) == s
-            assert x.placements == spec.to_placements(s, {"dp": 2, "tp": 4}, 2)
+            assert x.placements == placements_.to_placements(s, {"dp": 2, "tp": 4}, 2)

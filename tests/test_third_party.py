@@ -8,7 +8,8 @@ from torch import func
 from torch.utils.checkpoint import checkpoint
 
 import vescale_fn as vfn
-from vescale_fn import P, _torch
+from vescale_fn import P
+from vescale_fn._core import torch_internals
 from vescale_fn.errors import CollectiveError, TransformError
 
 # --- ways in which y = x**3 * w, of a block x[rows, 3] and a weight w[3], comes with a derivative of its own ---------------
@@ -284,7 +285,7 @@ def test_a_torch_in_which_a_body_would_miss_something_is_refused(name, missing, 
     with vfn.simulate(2):
         mesh = vfn.make_mesh((2,), ("i",))
         f = vfn.shard_map(lambda x: x * 2, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
-        monkeypatch.setattr(_torch, name, missing)
+        monkeypatch.setattr(torch_internals, name, missing)
         with pytest.raises(TransformError) as error:
             f(torch.ones(2))
         assert str(error.value) == (
@@ -297,6 +298,6 @@ def test_a_torch_in_which_a_body_would_miss_something_is_refused(name, missing, 
 
 def test_a_torch_that_no_test_has_seen_is_warned_of():
     for version in ("2.11.0", "2.15.1+cu130"):
-        _torch.warn_of_untested(version)
+        torch_internals.warn_of_untested(version)
     with pytest.warns(UserWarning, match=r"vescale_fn is tested with torch 2.11 to 2.15, not with 2.16.0a0\+git1"):
-        _torch.warn_of_untested("2.16.0a0+git1")
+        torch_internals.warn_of_untested("2.16.0a0+git1")

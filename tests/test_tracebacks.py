@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import vescale_fn as vfn
-from vescale_fn import P, gradient, lines, tracebacks
+from vescale_fn import P
+from vescale_fn._core.base import source_lines, tracebacks
+from vescale_fn._core.transforms import grad
 from vescale_fn.errors import RankError, TypingError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,7 +145,7 @@ def test_what_is_not_ours_is_left_alone() -> None:
 
 
 def test_a_fault_of_ours_is_shown_to_where_it_is(monkeypatch) -> None:
-    monkeypatch.setattr(gradient, "_call", gradient._finished)  # called with other arguments than it has
+    monkeypatch.setattr(grad, "_call", grad._finished)  # called with other arguments than it has
     error = caught(lambda: vfn.grad(torch.sum)(X))
     assert isinstance(error, TypeError)
     assert functions(tracebacks.text(error, error.__traceback__))[-1] == "run"
@@ -188,7 +190,7 @@ def test_a_script(tmp_path: Path) -> None:
     texts = ran.stderr.split("Traceback (most recent call last):\n")[1:]
     message = "vescale_fn.errors.TransformError: grad: the function must return one floating-point number, a 0-d tensor"
     assert [message in text.splitlines() for text in texts] == [True] * 3
-    assert ["gradient.py" in text for text in texts] == [True, False, False]
+    assert ["grad.py" in text for text in texts] == [True, False, False]
     assert [MISSING.search(text) is None for text in texts] == [True, False, False]
     assert [functions(text)[-1] for text in texts[1:]] == ["step", "step"]
     assert functions(texts[2]) == ["<module>", "step"]
@@ -204,7 +206,7 @@ def test_a_notebook() -> None:
     (output,) = [o for o in notebook.cells[1].outputs if o.output_type == "error"]
     text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(output.traceback))
     assert "vfn.grad(loss)(torch.ones(3))" in text
-    assert "gradient.py" not in text
+    assert "grad.py" not in text
     assert MISSING.search(text)
     assert int(notebook.cells[2].outputs[0].text) > 3  # for %debug it is all there
 
@@ -242,11 +244,11 @@ def test_pytest(tmp_path: Path) -> None:
     environment = ENVIRONMENT | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ran.returncode == 1
-    assert "gradient.py" not in ran.stdout
+    assert "grad.py" not in ran.stdout
     assert "test_it.py:9: TransformError" in ran.stdout
     assert "test_it.py:6: KeyError" in ran.stdout
     assert ran.stdout.count("test_it.py:15: RuntimeError") == 2
-    assert "checked.py" not in ran.stdout
+    assert "typed_mode.py" not in ran.stdout
 
 
 def fails_on_a_rank():
@@ -259,13 +261,13 @@ def test_a_rank(gloo) -> None:
         gloo(2, fails_on_a_rank)
     text = str(error.value)
     assert functions(text)[-2:] == ["fails_on_a_rank", "branch"]
-    assert "checked.py" not in text
+    assert "typed_mode.py" not in text
     assert MISSING.search(text)
 
 
 def test_warnings_point_at_the_users_line_once_for_each() -> None:
     def called_by_torch(x):
-        lines.warn("mind the step")
+        source_lines.warn("mind the step")
         return x
 
     with warnings.catch_warnings(record=True) as seen:

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vescale_fn as vfn
-from vescale_fn import P, random, tree
+from vescale_fn import P, random
+from vescale_fn._core.base import tree
 from vescale_fn.errors import TransformError
 
 Pair = namedtuple("Pair", ["first", "second"])

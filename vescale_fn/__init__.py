@@ -1,16 +1,31 @@
 """vescale_fn: JAX's SPMD programming model, in eager PyTorch. Write one function, as for one device; say where arrays lie."""
 
 from . import checkpoint, errors, nn, optim, plan, precision, random
-from .array import Array, spec_of
+from ._core.arrays.array import Array, spec_of
+from ._core.arrays.placement import from_local, shard, unshard, with_sharding
+from ._core.arrays.strict import strict
+from ._core.base.containers import register_dataclass
+from ._core.base.context import current_mesh, set_mesh, use_mesh
+from ._core.base.tracebacks import full_tracebacks
+from ._core.distributed.comm_log import comm_log
+from ._core.distributed.mesh import make_mesh
+from ._core.distributed.ranks import launch, simulate
+from ._core.shard_map.shard_map import shard_map
+from ._core.sharding.index_map import shard_shape
+from ._core.sharding.spec import P
+from ._core.sharding.spec_trees import spec_by_size, spec_from_rules
+from ._core.transforms.grad import grad, value_and_grad
+from ._core.transforms.jvp import jvp, linearize
+from ._core.transforms.remat import remat
+from ._core.transforms.vjp import vjp
+from ._core.transforms.vmap import vmap
 from .checkpoint import export, load, save
-from .containers import register_dataclass
-from .context import current_mesh, set_mesh, use_mesh
-from .debug import comm_log, debug, show
-from .gradient import grad, value_and_grad
-from .initial import eval_shape, init
-from .mesh import make_mesh
-from .modules import deferred, functionalize
-from .needless import needless
+from .debugging.debug_mode import debug
+from .debugging.needless_moves import needless
+from .debugging.parity import check
+from .debugging.profile import profile
+from .debugging.show import show
+from .nn.modules import deferred, functionalize
 from .ops import (
     all_gather,
     all_to_all,
@@ -27,19 +42,8 @@ from .ops import (
     psum_scatter,
     pvary,
 )
-from .parity import check
-from .placement import from_local, shard, unshard, with_sharding
 from .plan import debug_print, disable_jit, jit
-from .profiling import profile
-from .pullback import vjp
-from .ranks import launch, simulate
-from .shard_map import shard_map
-from .spec import P, shard_shape, spec_from_rules
-from .spec_by_size import spec_by_size
-from .strict import strict
-from .tracebacks import full_tracebacks
-from .transform import jvp, linearize, remat
-from .vmap import vmap
+from .plan.eval_shape import eval_shape, init
 
 __version__ = "0.1.0"
 

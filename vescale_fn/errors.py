@@ -1,181 +1,39 @@
-"""The error classes of vescale_fn, and how a message is put together.
+"""The errors that vescale_fn raises."""
 
-A message says which function, which argument, what was there, what was needed, the arithmetic, the mesh, and what to
-write instead; it lists every failure at once. `report` is the one place that lays these parts out.
-"""
+from ._core.base.errors import (
+    CheckpointError,
+    CollectiveError,
+    DivergenceError,
+    DonationError,
+    InPlaceError,
+    MeshError,
+    ParityError,
+    RandomError,
+    RankError,
+    RecordError,
+    ReshardError,
+    SpecError,
+    TransformError,
+    TreeError,
+    TypingError,
+    VfnError,
+)
 
-from __future__ import annotations
-
-import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
-
-from . import tracebacks
-
-
-class VfnError(Exception):
-    """Base of every error that vescale_fn raises on purpose; it is shown with the user's line as the last frame."""
-
-    ends_at_the_users_line = True  # for `tracebacks`
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        tracebacks.hide_from_pytest()
-
-
-class SpecError(VfnError, ValueError):
-    """A partition spec does not fit its mesh, its value or its tree."""
-
-
-class TreeError(VfnError, ValueError):
-    """A leaf of a tree is a container that trees do not go into, or another library's array; or a class cannot be a node."""
-
-
-class MeshError(VfnError, ValueError):
-    """A mesh cannot be made, is missing, or two meshes were mixed."""
-
-
-class CollectiveError(VfnError, ValueError):
-    """A collective was called with arguments that do not fit its operand or its axis."""
-
-
-class TypingError(VfnError, ValueError):
-    """A value was used against its type: varying, invariant, unreduced or reduced.
-
-    No TypeError: out of one of those, torch's operators make Python's "unsupported operand type(s)", without the
-    message.
-    """
-
-
-class TransformError(VfnError, TypeError):
-    """A transform was given something that it cannot transform."""
-
-
-class RandomError(VfnError, TypeError):
-    """Something is not a key, or a draw was asked for what it cannot give."""
-
-
-class CheckpointError(VfnError, RuntimeError):
-    """A checkpoint cannot be written, or what is in it cannot be had, or is not what was asked for."""
-
-
-class RankError(VfnError, RuntimeError):
-    """A launched rank failed; the message carries that rank's own traceback."""
-
-
-class DivergenceError(VfnError, RuntimeError):
-    """In debug mode: the ranks do not do the same, or one has left while others wait for it.
-
-    `follows` says that another rank's own failure comes first.
-    """
-
-    def __init__(self, message: str, follows: bool = False) -> None:
-        super().__init__(message)
-        self.follows = follows
-
-
-class InPlaceError(VfnError, RuntimeError):
-    """A write would be lost, or would change what other ranks hold."""
-
-
-class DonationError(VfnError, RuntimeError):
-    """A value was used whose memory a jitted function has taken over, or one is given to it that it cannot take."""
-
-
-class RecordError(VfnError, RuntimeError):
-    """Under `jit`, a value of one recording is used in another."""
-
-
-class ReshardError(VfnError, RuntimeError):
-    """Under `strict`: a move of data that the program did not ask for."""
-
-
-class ParityError(VfnError, AssertionError):
-    """`check`: a function gives other numbers on a mesh than on one device. ``report`` is the table of all values."""
-
-    report: Any = None
-
-
-def report(where: str, what: str, failures: Iterable[str] = (), fix: str = "") -> str:
-    """Lay out a message: ``where: what``, one bullet for each failure, and what to write instead."""
-    lines = [f"{where}: {what}", *(f"  * {failure}" for failure in failures)]
-    if fix:
-        lines.append(f"  Instead: {fix}")
-    return "\n".join(lines)
-
-
-def mesh_text(axes: Mapping[str, int]) -> str:
-    """A mesh on one short line: ``mesh (dp=2, tp=4)``."""
-    return "mesh (" + ", ".join(f"{name}={size}" for name, size in axes.items()) + ")"
-
-
-def axes_text(names: Iterable[str]) -> str:
-    """Axes in a sentence: ``axis 'dp'``, ``axes 'dp' and 'tp'``."""
-    listed = [repr(name) for name in names]
-    return f"ax{'is' if len(listed) == 1 else 'es'} {' and '.join(listed)}"
-
-
-def meant(wrong: Any, known: Iterable[Any]) -> str:
-    """A question, where one of the known names is close to a wrong one: ``; did you mean 'dp'?``; else nothing."""
-    if not isinstance(wrong, str):
-        return ""
-    names = [name for name in known if isinstance(name, str)]
-    swapped = [name for name in names if sorted(name.lower()) == sorted(wrong.lower())]
-    close = swapped or difflib.get_close_matches(wrong, names, 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def count_text(n: int, word: str) -> str:
-    """A number of things: ``1 dim``, ``2 dims``, ``2 entries``."""
-    return f"{n} {word if n == 1 else word[:-1] + 'ies' if word.endswith('y') else word + 's'}"
-
-
-_WORDS = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-
-
-def dtype_text(dtype: Any) -> str:
-    """A dtype as types are written: ``f32``, ``bf16``, ``i64``, ``bool``."""
-    name = str(dtype).removeprefix("torch.")
-    word = name.rstrip("0123456789")
-    return f"{_WORDS.get(word, word)}{name[len(word) :]}"
-
-
-def described(value: Any) -> str:
-    """Any value in a few words, on one line: ``the tensor f32[2,3]{V:dp}``, ``the int 3``."""
-    kind = type(value).__name__
-    if value is None:
-        return "None"
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        what = {"ndarray": "numpy array", "Array": "array"}.get(kind, "tensor")
-        sizes = ",".join(map(str, value.shape))
-        type_ = getattr(value, "type_text", None) or f"{dtype_text(value.dtype)}[{sizes}]"
-        return f"the {what} {type_}{getattr(value, 'vfn_type', None) or ''}"
-    if hasattr(value, "shape") and not isinstance(value, type):
-        return f"the {kind} of shape {tuple(value.shape)}"
-    if isinstance(value, type):
-        return f"the class {cast('type[Any]', value).__name__}"
-    if callable(value):
-        named = getattr(value, "__name__", None)
-        return f"the function {named}" if named else f"a {kind}"
-    if kind in ("tuple", "list") and any(not isinstance(x, (str, int, float, tuple, type(None))) for x in value):
-        inside = ", ".join(described(x) for x in value[:4]) + ", ..." * (len(value) > 4)
-        return f"a {kind} of {inside}"
-    if isinstance(value, dict) and value:
-        keys = list(cast("Mapping[Any, Any]", value))
-        return f"a {kind} with keys {', '.join(map(repr, keys[:4]))}{', ...' * (len(keys) > 4)}"
-    said = " ".join(repr(cast("object", value)).split())
-    kind = {"P": "spec"}.get(kind, kind)
-    return f"the {kind} {said if len(said) <= 60 else said[:57] + '...'}"
-
-
-def short(value: Any) -> str:
-    """A value as it is written, where that is short; else `described`."""
-    plain = isinstance(value, (str, int, float, tuple, list, type(None)))
-    said = repr(cast("object", value)) if plain else "\n"
-    return described(value) if "\n" in said else said
-
-
-def op_text(op: Any) -> str:
-    """The name by which users call an operator of torch: ``add`` for ``aten.add.Tensor``."""
-    parts = str(op).split(".")
-    return (parts[1] if len(parts) > 1 else parts[0]).lstrip("_")
+__all__ = [
+    "VfnError",
+    "SpecError",
+    "TreeError",
+    "MeshError",
+    "CollectiveError",
+    "TypingError",
+    "TransformError",
+    "RandomError",
+    "CheckpointError",
+    "RankError",
+    "DivergenceError",
+    "InPlaceError",
+    "DonationError",
+    "RecordError",
+    "ReshardError",
+    "ParityError",
+]

@@ -1,6 +1,6 @@
 """Checkpoints: save, load, export, and the last few of a training run. Any mesh to any mesh."""
 
-from .background import Saving
+from .async_save import Saving
 from .export import export
 from .load import load
 from .manager import Manager

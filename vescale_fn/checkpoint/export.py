@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from ..array import is_array, whole
-from ..errors import CheckpointError, report
-from . import folders, together
-from .background import finish_last
-from .file_sets import FileSet
-from .kinds import Leaf, leaves_of
+from .._core.arrays.array import is_array, whole
+from .._core.base.errors import CheckpointError
+from .._core.base.messages import report
+from . import all_ranks, paths
+from .async_save import finish_last
+from .atomic_files import FileSet
+from .leaf_kinds import Leaf, leaves_of
 from .names import named
-from .plain_files import VALUES, safetensors
-from .writing import on_cpu
+from .shard_files import on_cpu
+from .single_files import VALUES, safetensors
 
 TORCH = (".pt", ".pth", ".bin")
 
@@ -49,7 +50,7 @@ def export(path: str | os.PathLike[str], tree_: Any, *, max_bytes: int = 5 * 10*
     {'blocks.0.w': tensor([1., 1.])}
     """
     finish_last()
-    crew, target = together.all_ranks("export"), folders.as_path(path, "export")
+    crew, target = all_ranks.all_ranks("export"), paths.as_path(path, "export")
     found: list[Leaf] = []
 
     def prepare() -> None:
@@ -69,15 +70,15 @@ def export(path: str | os.PathLike[str], tree_: Any, *, max_bytes: int = 5 * 10*
         return [None] * crew.size
 
     try:
-        together.step(crew, "export", prepare, begin)
+        all_ranks.step(crew, "export", prepare, begin)
         tensors = [leaf for leaf in found if leaf.is_tensor]
         values = {leaf.name: leaf.stored for leaf in found if not leaf.is_tensor}
         parts = [tensors] if _is_file(target) else _shared_out(tensors, max_bytes)
         for part in parts:
             data = {leaf.name: x for leaf, x in _whole(part, crew.rank == 0)}
             save = functools.partial(_save, target.suffix in TORCH, data, values)
-            together.same_for_all("export", lambda save=save: begun[0].write(save))
-        together.same_for_all("export", lambda: begun[0].finish(functools.partial(_index, parts)))
+            all_ranks.same_for_all("export", lambda save=save: begun[0].write(save))
+        all_ranks.same_for_all("export", lambda: begun[0].finish(functools.partial(_index, parts)))
     finally:
         for each in begun:
             each.close()

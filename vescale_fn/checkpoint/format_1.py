@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from . import torch_metadata
-from .leaves import Stored
+from .stored_leaves import Stored
 
 
 class Manifest(NamedTuple):

@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import _torch, context, tree
-from ..errors import CheckpointError, SpecError, report
-from . import folders, plain_files, replacing, targets, together
-from .background import finish_last
-from .leaves import uncollected
+from .._core import torch_internals
+from .._core.base import context, tree
+from .._core.base.errors import CheckpointError, SpecError
+from .._core.base.messages import report
+from . import all_ranks, atomic_folder, paths, single_files, targets
+from .async_save import finish_last
 from .names import filled, named, rebuilt
 from .sources import Folder, Source
+from .stored_leaves import uncollected
 from .targets import Target
 
 
@@ -56,7 +58,7 @@ def load(
     tensor([0., 1., 2., 3., 4., 5.]) 3
     """
     finish_last(tell=False)  # which may be the save of what is to be loaded
-    crew = together.all_ranks("load")
+    crew = all_ranks.all_ranks("load")
     for _ in range(ATTEMPTS):
         with uncollected():
             done = _attempt(crew, path, like, mesh, spec, partial)
@@ -71,18 +73,18 @@ ATTEMPTS = 10  # to load what other processes replace meanwhile
 _Loaded = tuple[Callable[[dict[str, Any]], Any], dict[str, Any], list[targets.Made]]
 
 
-def _attempt(crew: together.Crew, path: Any, like: Any, mesh: Any, spec: Any, partial: bool) -> _Loaded | None:
+def _attempt(crew: all_ranks.Crew, path: Any, like: Any, mesh: Any, spec: Any, partial: bool) -> _Loaded | None:
     """What puts the leaves together, the values and the tensors; None where another checkpoint took the place meanwhile."""
     prepared = list[tuple[Source, list[Target], Callable[[dict[str, Any]], Any]]]()
     read = list[tuple[dict[str, Any], list[targets.Made]]]()
 
     def prepare() -> str:
-        if context.body() is not None or _torch.is_recorded():
+        if context.body() is not None or torch_internals.is_recorded():
             inside = "vfn.jit is recording" if context.body() is None else "this is the body of a shard_map"
             raise CheckpointError(report("load", inside, fix="load outside, and give the function what is loaded"))
         if mesh is not None and spec is None:
             raise SpecError(report("load", "a mesh is given, but no spec", fix="spec=vfn.P(...), or a tree of them"))
-        source = opened(folders.as_path(path, "load"))
+        source = opened(paths.as_path(path, "load"))
         wanted, put_together = _wanted(source, like, mesh, spec)
         targets.check(wanted, source.entries, str(source.path), partial or like is None, "load")
         prepared.append((source, wanted, put_together))
@@ -98,9 +100,9 @@ def _attempt(crew: together.Crew, path: Any, like: Any, mesh: Any, spec: Any, pa
             return False
         return True
 
-    if not together.step(crew, "load", prepare, lambda stamps: [len(set(stamps)) == 1] * crew.size):
+    if not all_ranks.step(crew, "load", prepare, lambda stamps: [len(set(stamps)) == 1] * crew.size):
         return None
-    if not together.step(crew, "load", fill, lambda filled: [all(filled)] * crew.size):
+    if not all_ranks.step(crew, "load", fill, lambda filled: [all(filled)] * crew.size):
         return None
     return prepared[0][2], *read[0]
 
@@ -117,26 +119,26 @@ def _read(source: Source, wanted: Sequence[Target]) -> tuple[dict[str, Any], lis
 def opened(path: Path, where: str = "load") -> Source:
     """What is stored there, in whatever form."""
     while True:
-        folder = replacing.found(path)
-        marks = [folders.Mark(file) for file in (folder / folders.METADATA, path / plain_files.INDEX)]
+        folder = atomic_folder.found(path)
+        marks = [paths.Mark(file) for file in (folder / paths.METADATA, path / single_files.INDEX)]
         try:
             return _opened(path, folder, where)
         except CheckpointError:
-            if not any(mark.changed() for mark in marks) and replacing.found(path) == folder:
+            if not any(mark.changed() for mark in marks) and atomic_folder.found(path) == folder:
                 raise  # else another checkpoint has taken its place meanwhile
 
 
 def _opened(path: Path, folder: Path, where: str) -> Source:
-    if (folder / folders.METADATA).is_file():
+    if (folder / paths.METADATA).is_file():
         return Folder(path, folder, where)
-    source = plain_files.opened(path, where)
+    source = single_files.opened(path, where)
     if source is not None:
         return source
     if not path.exists():
         raise CheckpointError(report(where, f"there is nothing at {path}", _neighbours(path)))
     parts = sorted(file.name for file in path.glob("__*_*.distcp"))
-    inside = sorted(file.parent.name for file in path.glob(f"*/{folders.METADATA}"))
-    what = [f"{folders.METADATA} is missing, which says what is in {', '.join(parts[:3])}"] if parts else []
+    inside = sorted(file.parent.name for file in path.glob(f"*/{paths.METADATA}"))
+    what = [f"{paths.METADATA} is missing, which says what is in {', '.join(parts[:3])}"] if parts else []
     what += [f"there are checkpoints in it: {', '.join(inside[:8])}"] if inside else []
     raise CheckpointError(report(where, f"{path} is no checkpoint", what,
                                  "a folder made by vfn.save, a .pt file or .safetensors files"))  # fmt: skip

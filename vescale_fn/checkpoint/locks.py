@@ -28,8 +28,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import CheckpointError, report
-from .folders import failing
+from .._core.base.errors import CheckpointError
+from .._core.base.messages import report
+from .paths import failing
 
 RENEWED, DEAD = 10.0, 120.0  # seconds: how often a lock is renewed, and after how long without that its owner is dead
 

@@ -8,9 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, report, short
-from . import folders, locks, replacing, together
-from .background import Saving, finish_last
+from .._core.base.errors import CheckpointError
+from .._core.base.messages import report, short
+from . import all_ranks, atomic_folder, locks, paths
+from .async_save import Saving, finish_last
 from .load import load
 from .save import save
 
@@ -45,7 +46,7 @@ class Manager:
                 raise CheckpointError(
                     report("Manager", f"{name} must be a positive integer or None, but it is {short(value)}")
                 )
-        self.folder = folders.as_path(folder, "Manager")
+        self.folder = paths.as_path(folder, "Manager")
         self.keep, self.keep_every, self.background = keep, keep_every, background
         self._saving: Saving | None = None
 
@@ -65,7 +66,7 @@ class Manager:
                 are checkpoints of later steps, which `rewind` removes.
         """
         self.wait()
-        together.step(together.all_ranks("Manager.save"), "Manager.save", lambda: _checked(step), self._check_next)
+        all_ranks.step(all_ranks.all_ranks("Manager.save"), "Manager.save", lambda: _checked(step), self._check_next)
         self._saving = save(self._path(step), tree, background=self.background)
         if not self.background:
             self._clean()
@@ -80,7 +81,7 @@ class Manager:
 
     def steps(self) -> list[int]:
         """The steps that there are complete checkpoints of, in order: the same list on all ranks."""
-        return together.same_for_all("Manager.steps", self._steps)
+        return all_ranks.same_for_all("Manager.steps", self._steps)
 
     def latest(self) -> int | None:
         """The last step that there is a complete checkpoint of, or None."""
@@ -121,15 +122,15 @@ class Manager:
         self.wait()
 
         def remove() -> None:
-            with folders.failing("Manager.rewind", self.folder):
+            with paths.failing("Manager.rewind", self.folder):
                 later = [each for each in self._steps() if each > step]
-                left = [each for each in later if not replacing.remove(self._path(each), "Manager.rewind")]
+                left = [each for each in later if not atomic_folder.remove(self._path(each), "Manager.rewind")]
             if left:
                 failures = [f"{self._path(each)} is not removed" for each in left]
                 raise CheckpointError(report("Manager.rewind", "what vescale_fn has not written, links and damaged "
                                              "checkpoints stay as they are", failures, "remove them by hand"))  # fmt: skip
 
-        together.same_for_all("Manager.rewind", remove)
+        all_ranks.same_for_all("Manager.rewind", remove)
 
     def __enter__(self) -> Manager:
         return self
@@ -156,7 +157,9 @@ class Manager:
     def _steps(self) -> list[int]:
         if not self.folder.is_dir():
             return []
-        return [step for step in self._mentioned() if (replacing.found(self._path(step)) / folders.METADATA).is_file()]
+        return [
+            step for step in self._mentioned() if (atomic_folder.found(self._path(step)) / paths.METADATA).is_file()
+        ]
 
     def _mentioned(self) -> list[int]:
         """The steps that anything is called after, in order."""
@@ -174,16 +177,16 @@ class Manager:
         """Remove what is too many, but for what another process writes; the newest one, just completed, is never among it."""
 
         def clean() -> None:
-            with folders.failing("Manager.save", self.folder):
+            with paths.failing("Manager.save", self.folder):
                 for step in self._steps()[: -self.keep] if self.keep is not None else ():
                     if not (self.keep_every and step % self.keep_every == 0):
                         with contextlib.suppress(locks.Busy):
-                            replacing.remove(self._path(step), "Manager.save")
+                            atomic_folder.remove(self._path(step), "Manager.save")
                 for step in self._interrupted():
                     with contextlib.suppress(locks.Busy):
-                        replacing.sweep(self._path(step), "Manager.save")
+                        atomic_folder.sweep(self._path(step), "Manager.save")
 
-        together.same_for_all("Manager.save", clean)
+        all_ranks.same_for_all("Manager.save", clean)
 
 
 def _checked(step: Any) -> int:

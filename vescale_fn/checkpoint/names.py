@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import optree
 
-from .. import tree
-from ..containers import adopted
-from ..errors import CheckpointError, report
+from .._core.base import tree
+from .._core.base.containers import adopted
+from .._core.base.errors import CheckpointError
+from .._core.base.messages import report
 
 ALONE = "value"  # the name of a tree that is one leaf
 

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import context
-from ..array import mesh_of, moved_together, place, spec_of
-from ..errors import CheckpointError, report
-from ..spec import P
-from . import folders, pieces, replacing, stored, together, writing
-from .background import Saving, finish_last, start
-from .kinds import Leaf, fingerprint, leaves_of
-from .leaves import Chunk, Stored, uncollected
+from .._core.arrays.array import mesh_of, moved_together, place, spec_of
+from .._core.base import context
+from .._core.base.errors import CheckpointError
+from .._core.base.messages import report
+from .._core.sharding.spec import P
+from . import all_ranks, atomic_folder, chunks, manifest, paths, shard_files
+from .async_save import Saving, finish_last, start
+from .leaf_kinds import Leaf, fingerprint, leaves_of
 from .names import named, outline
+from .stored_leaves import Chunk, Stored, uncollected
 
 
 def save(path: str | os.PathLike[str], tree_: Any, *, background: bool = False) -> Saving | None:
@@ -65,15 +66,15 @@ def save(path: str | os.PathLike[str], tree_: Any, *, background: bool = False) 
     """
     finish_last()
     with uncollected():
-        return _save(folders.as_path(path, "save"), tree_, background)
+        return _save(paths.as_path(path, "save"), tree_, background)
 
 
 def _save(path: Path, tree_: Any, background: bool) -> Saving | None:
     job, mine, leaves, held = _planned(path, tree_)
     try:
         if not background:
-            return job.write(together.all_ranks("save"), lambda: _items(mine, leaves, held))
-        apart, copies = together.all_ranks("save", background=True), _copied(mine, leaves, held)
+            return job.write(all_ranks.all_ranks("save"), lambda: _items(mine, leaves, held))
+        apart, copies = all_ranks.all_ranks("save", background=True), _copied(mine, leaves, held)
         return start(job.path, job.hand_over, lambda: job.write(apart, copies))
     except BaseException:
         job.close()
@@ -89,7 +90,7 @@ class _Part(NamedTuple):
     nbytes: int
 
 
-_Held = dict[str, dict[tuple[int, ...], pieces.Piece]]  # of each tensor, by their offsets
+_Held = dict[str, dict[tuple[int, ...], chunks.Piece]]  # of each tensor, by their offsets
 
 
 class _Share(NamedTuple):
@@ -108,15 +109,15 @@ class _Job:
 
     path: Path
     folder: Path  # what `path` is called while it is being written
-    writing: replacing.Writing | None  # on the first rank
+    shard_files: atomic_folder.Writing | None  # on the first rank
     shape: Any  # the outline of the tree
     leaves: tuple[Stored, ...]  # still without pieces
     keys: dict[str, tuple[str, ...]]  # their names in parts
 
-    def write(self, crew: together.Crew, items: Callable[[], Sequence[writing.Item]]) -> None:
+    def write(self, crew: all_ranks.Crew, items: Callable[[], Sequence[shard_files.Item]]) -> None:
         """Write what `items` gives, and finish the checkpoint when all ranks have."""
 
-        def complete(written: list[writing.Written]) -> list[None]:
+        def complete(written: list[shard_files.Written]) -> list[None]:
             assert self.writing is not None
             chunks: dict[str, list[Chunk]] = {}
             for each in written:
@@ -124,16 +125,16 @@ class _Job:
                     chunks.setdefault(name, []).append(chunk)
             files = {name: size for each in written for name, size in each.files.items()}
             leaves = [one._replace(chunks=tuple(sorted(chunks[one.name]))) for one in self.leaves]
-            with folders.failing("save", self.path), uncollected():
-                stored.write(self.folder, leaves, self.shape, files, self.keys)
+            with paths.failing("save", self.path), uncollected():
+                manifest.write(self.folder, leaves, self.shape, files, self.keys)
             self.writing.finish()
             return [None] * crew.size
 
-        def mine() -> writing.Written:
-            return writing.write(self.folder, self.path, crew.rank, items(), "save")
+        def mine() -> shard_files.Written:
+            return shard_files.write(self.folder, self.path, crew.rank, items(), "save")
 
         try:
-            together.step(crew, "save", mine, complete)
+            all_ranks.step(crew, "save", mine, complete)
         finally:
             self.close()
 
@@ -150,9 +151,9 @@ class _Job:
 def _planned(path: Path, tree_: Any) -> tuple[_Job, Sequence[_Part], dict[str, Leaf], _Held]:
     """The save, what this rank is to write, of which leaves, and the pieces of them that it has; on the disk there is an
     empty folder then."""
-    crew, found, shape = together.all_ranks("save"), dict[str, Leaf](), list[Any]()
+    crew, found, shape = all_ranks.all_ranks("save"), dict[str, Leaf](), list[Any]()
     held: _Held = {}
-    begun = list[replacing.Writing]()
+    begun = list[atomic_folder.Writing]()
 
     def propose() -> tuple[_Said, list[_Part]]:
         if context.body() is not None:
@@ -176,11 +177,11 @@ def _planned(path: Path, tree_: Any) -> tuple[_Job, Sequence[_Part], dict[str, L
     def share_out(proposals: list[tuple[_Said, list[_Part]]]) -> list[_Share]:
         _check_same([said for said, _ in proposals])
         shares = _shared_out([parts for _, parts in proposals])
-        begun.append(replacing.begin(path, "save"))
+        begun.append(atomic_folder.begin(path, "save"))
         return [_Share(begun[0].folder, parts) for parts in shares]
 
     try:
-        mine = together.step(crew, "save", propose, share_out)
+        mine = all_ranks.step(crew, "save", propose, share_out)
     except BaseException:
         for each in begun:
             each.close()
@@ -195,11 +196,11 @@ def _planned(path: Path, tree_: Any) -> tuple[_Job, Sequence[_Part], dict[str, L
     return _Job(path, mine.folder, begun[0] if begun else None, shape[0], leaves, keys), mine.parts, found, held
 
 
-def _pieces(x: Any) -> dict[tuple[int, ...], pieces.Piece]:
+def _pieces(x: Any) -> dict[tuple[int, ...], chunks.Piece]:
     """The pieces that this process has of a tensor, by their offsets."""
-    if not pieces.is_plain(x):
+    if not chunks.is_plain(x):
         x = place(x, mesh_of(x), spec_of(x), "save")  # of a raw DTensor an array
-    return {piece.offsets: piece for piece in pieces.held(x)}
+    return {piece.offsets: piece for piece in chunks.held(x)}
 
 
 def _shared_out(proposals: Sequence[Sequence[_Part]]) -> list[list[_Part]]:
@@ -217,11 +218,11 @@ def _shared_out(proposals: Sequence[Sequence[_Part]]) -> list[list[_Part]]:
     return shares
 
 
-def _items(mine: Sequence[_Part], leaves: dict[str, Leaf], held: _Held) -> list[writing.Item]:
+def _items(mine: Sequence[_Part], leaves: dict[str, Leaf], held: _Held) -> list[shard_files.Item]:
     """What this rank writes, with its data. Adds up what is unreduced, which all ranks do together."""
     held = held | _added_up(leaves)
     return [
-        writing.Item(name, leaves[name].path, offsets, sizes,
+        shard_files.Item(name, leaves[name].path, offsets, sizes,
                      held[name][offsets].tensor if name in held else leaves[name].stored)
         for name, offsets, sizes, _ in mine
     ]  # fmt: skip
@@ -229,22 +230,22 @@ def _items(mine: Sequence[_Part], leaves: dict[str, Leaf], held: _Held) -> list[
 
 def _added_up(leaves: dict[str, Leaf]) -> _Held:
     """The pieces of the tensors that are unreduced, added up: one collective for all of one layout."""
-    arrays = {name: leaf.stored for name, leaf in leaves.items() if leaf.is_tensor and not pieces.is_plain(leaf.stored)}
+    arrays = {name: leaf.stored for name, leaf in leaves.items() if leaf.is_tensor and not chunks.is_plain(leaf.stored)}
     arrays = {name: place(x, mesh_of(x), spec_of(x), "save") for name, x in arrays.items() if spec_of(x).unreduced}
     whole = moved_together(list(arrays.values()), [P(*spec_of(x)) for x in arrays.values()], "save")
     return {name: _pieces(x) for name, x in zip(arrays, whole, strict=True)}
 
 
-def _copied(mine: Sequence[_Part], leaves: dict[str, Leaf], held: _Held) -> Callable[[], Sequence[writing.Item]]:
+def _copied(mine: Sequence[_Part], leaves: dict[str, Leaf], held: _Held) -> Callable[[], Sequence[shard_files.Item]]:
     """The same for later, copied now. Where that fails, on this rank alone perhaps, all hear of it together."""
     failure: Exception | None = None
-    copies: list[writing.Item] = []
+    copies: list[shard_files.Item] = []
     try:
         copies += [item._replace(data=_copy(item.data)) for item in _items(mine, leaves, held)]
     except Exception as error:
         failure = error
 
-    def later() -> Sequence[writing.Item]:
+    def later() -> Sequence[shard_files.Item]:
         if failure is not None:
             raise failure
         return copies

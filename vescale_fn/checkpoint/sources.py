@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..errors import CheckpointError, dtype_text, report
-from . import stored
-from .folders import METADATA, Mark, failing
-from .leaves import Chunk, Stored
-from .pieces import Piece
-from .reading import Reader, loaded, tensor
+from .._core.base.errors import CheckpointError
+from .._core.base.messages import dtype_text, report
+from . import manifest
+from .chunks import Piece
+from .paths import METADATA, Mark, failing
+from .stored_leaves import Chunk, Stored
+from .torch_zip import Reader, loaded, tensor
 
 
 class Entry(NamedTuple):
@@ -49,7 +50,7 @@ class Folder:
     def __init__(self, path: Path, folder: Path, where: str) -> None:
         self.path, self._folder, self._where = path, folder, where
         self.mark = Mark(folder / METADATA)
-        contents = stored.read(folder, where)
+        contents = manifest.read(folder, where)
         self.stamp, self.shape, self._leaves = contents.stamp, contents.shape, contents.leaves
         self.entries = {name: Entry(one.kind, one.shape, one.dtype) for name, one in self._leaves.items()}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import CheckpointError, meant, report
+from .._core.base.errors import CheckpointError
+from .._core.base.messages import meant, report
 from .names import named, rebuilt
 
 

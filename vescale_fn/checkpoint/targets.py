@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import context
-from ..array import is_array, mesh_of, moved, spec_of
-from ..errors import CheckpointError, SpecError, described, dtype_text, meant, mesh_text, report, short
-from ..mesh import axes_of
+from .._core.arrays.array import is_array, mesh_of, moved, spec_of
+from .._core.base import context
+from .._core.base.errors import CheckpointError, SpecError
+from .._core.base.messages import described, dtype_text, meant, mesh_text, report, short
+from .._core.sharding.index_map import axes_of
+from .._core.sharding.spec import KEYS, P, as_spec, keys_taken_apart, problems
 from ..random.keys import IMPLS, Key
-from ..spec import KEYS, P, as_spec, keys_taken_apart, problems
-from . import pieces
-from .kinds import KEY, VALUES, kind_text
+from . import chunks
+from .chunks import Piece
+from .leaf_kinds import KEY, VALUES, kind_text
 from .names import Named
-from .pieces import Piece
 from .sources import Entry
 
 
@@ -175,7 +176,7 @@ def made(target: Target) -> Made:
     assert target.shape is not None
     assert target.dtype is not None
     spec = None if target.spec is None else P(*target.spec, reduced=target.spec.reduced)
-    value, parts = pieces.empty(target.shape, target.dtype, target.device, target.mesh, spec)
+    value, parts = chunks.empty(target.shape, target.dtype, target.device, target.mesh, spec)
     return Made(target, value, parts)
 
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 
-from .. import _torch
-from .leaves import Chunk, Stored
+from .._core import torch_internals
+from .stored_leaves import Chunk, Stored
 
 
 def packed(leaves: Sequence[Stored], keys: Mapping[str, tuple[str, ...]], saved_as: str) -> bytes:
@@ -32,7 +32,7 @@ def packed(leaves: Sequence[Stored], keys: Mapping[str, tuple[str, ...]], saved_
     for one in leaves:
         if one.dtype is None or one.shape is None:
             described[one.name] = BytesStorageMetadata()
-            places[MetadataIndex(one.name)] = _torch.stored_at(*one.chunks[0][2:5])
+            places[MetadataIndex(one.name)] = torch_internals.stored_at(*one.chunks[0][2:5])
             continue
         chunks = list[ChunkStorageMetadata]()
         for i, chunk in enumerate(one.chunks):
@@ -40,7 +40,9 @@ def packed(leaves: Sequence[Stored], keys: Mapping[str, tuple[str, ...]], saved_
             if box is None:
                 box = boxes[chunk[:2]] = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
             chunks.append(box)
-            places[MetadataIndex(one.name, box.offsets, i)] = _torch.stored_at(chunk.file, chunk.offset, chunk.length)
+            places[MetadataIndex(one.name, box.offsets, i)] = torch_internals.stored_at(
+                chunk.file, chunk.offset, chunk.length
+            )
         properties = kinds.get(one.dtype)
         if properties is None:
             properties = kinds[one.dtype] = TensorProperties(dtype=one.dtype)
@@ -75,7 +77,7 @@ def unpacked(data: bytes) -> tuple[dict[str, Stored], str | None]:
 
 def _chunk(places: Any, name: str, key: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
     at = places.get(MetadataIndex(name, key))
-    if not isinstance(at, _torch.stored_at):
+    if not isinstance(at, torch_internals.stored_at):
         raise ValueError(f"it does not say where {name} is")
     if changed := getattr(at, "transform_descriptors", None):
         raise ValueError(f"{name} is stored as changed by {', '.join(map(str, changed))}, which vescale_fn cannot undo")

@@ -11,23 +11,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .. import context
-from ..array import is_array, mesh_of, spec_of
-from ..errors import CollectiveError, mesh_text, report, short
-from ..mesh import axes_of, axis_names
+from .._core.arrays.array import is_array, mesh_of, spec_of
+from .._core.arrays.placement import with_sharding
+from .._core.base import context
+from .._core.base.errors import CollectiveError
+from .._core.base.messages import mesh_text, report, short
+from .._core.distributed.mesh import axis_names
+from .._core.shard_map.collective_calls import taking_part
+from .._core.shard_map.shard_map import shard_map
+from .._core.sharding.index_map import axes_of
+from .._core.sharding.spec import P, from_split_axes, split_axes
 from ..ops import all_gather, all_to_all, axis_index, axis_size
-from ..ops.sending import taking_part
-from ..placement import with_sharding
-from ..random import Key, alike
+from ..random import Key, shared_keys
 from ..random.keys import checked
-from ..shard_map import shard_map
-from ..spec import P, from_split_axes, split_axes
 from .attention_arguments import METHODS, check, check_parts, dropout_rate, halved, mask_of_4_dims
-from .masked import Terms, exchange_masked, gather_masked, whole_masked
+from .attention_mask import positions, without_padding
+from .masked_attention import Terms, exchange_masked, gather_masked, whole_masked
 from .masked_ring import ring_masked
 from .padding import cut, padded, part_sizes
 from .ring import ring_attention
-from .visible import positions, without_padding
 from .window import window_of
 
 Axes = tuple[str, ...]
@@ -187,7 +189,7 @@ def _in_body(q: Any, k: Any, v: Any, mask: Any, key: Any, terms: Terms, masked: 
         return _METHODS[method](q, k, v, names, terms.scale, causal, terms.zigzag, None)
     mask = mask_of_4_dims(mask, (*q.shape[:3], sum(there)), ", of this rank's queries and all keys")
     if key is not None:
-        alike.warn("nn.attention", key, {"q": q}, from_split_axes([*rows[:2], names]))
+        shared_keys.warn("nn.attention", key, {"q": q}, from_split_axes([*rows[:2], names]))
     batch, heads = (tuple(a for a in row if a not in names) for row in rows[:2])
     terms = replace(terms, here=here, there=there, batch=batch, heads=heads)
     return _MASKED[method](q, k, v, mask, key, names, terms)

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from ..errors import CollectiveError, RandomError, count_text, described, meant, report, short
-from ..marks import text
+from .._core.base.errors import CollectiveError, RandomError
+from .._core.base.messages import count_text, described, meant, report, short
+from .._core.local_types.tensor_types import text
+from .._core.sharding.spec import P
 from ..random.parameters import probability
-from ..spec import P
 from .zigzag import chunks
 
 Axes = tuple[str, ...]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .. import _torch
+from .._core import torch_internals
 
 Tensor = Any  # a tensor, or a Blocks
 
@@ -30,7 +30,7 @@ def part(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[T
 
     With `causal`, query i looks at keys up to i, and T is S.
     """
-    kernel = _torch.attention_kernel(q, k, v)
+    kernel = torch_internals.attention_kernel(q, k, v)
     if kernel is not None:
         return kernel.forward(q, k, v, scale, causal)
     scores = _scores(q, k, scale, causal)
@@ -45,7 +45,7 @@ def part_backward(grad: Tensor, log_grad: Tensor | None, q: Tensor, k: Tensor, v
 
     Where the logarithm is infinite the queries do not look at these keys at all. Differentiable where grad mode is on.
     """
-    kernel = _torch.attention_kernel(q, k, v)
+    kernel = torch_internals.attention_kernel(q, k, v)
     if kernel is not None and log_grad is None and not torch.is_grad_enabled():
         return kernel.backward(grad, q, k, v, out, log, scale, causal)
     share = grouped(torch.exp(_scores(q, k, scale, causal) - log.unsqueeze(-1)), k)

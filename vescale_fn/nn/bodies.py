@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .. import _torch, context, marks, types
-from ..ops.maps import promote
-from ..ops.operands import refuse_unreduced
-from ..ops.sending import local
+from .._core import torch_internals
+from .._core.base import context
+from .._core.local_types import tensor_types, types
+from .._core.shard_map.collective_calls import local
+from .._core.shard_map.collective_maps import promote
+from .._core.shard_map.collective_operands import refuse_unreduced
 
 
 def brought(where: str, xs: Sequence[Any], names: Sequence[str], body: context.Body) -> tuple[list[Any], types.Type]:
@@ -17,10 +19,10 @@ def brought(where: str, xs: Sequence[Any], names: Sequence[str], body: context.B
     Where a value was the same on all ranks, its gradient will be their sum.
     """
     leaves = [local(x, body, where) for x in xs]
-    have = [marks.typeof(x, body.axes) if body.check else types.INVARIANT for x in leaves]
+    have = [tensor_types.typeof(x, body.axes) if body.check else types.INVARIANT for x in leaves]
     refuse_unreduced(where, tuple(leaves), leaves, have, body.axes)
     want = types.of(varying={*names, *(a for t in have for a in types.differing(t, body.axes))})
     if body.check:
-        with _torch.no_torch_function():
+        with torch_internals.no_torch_function():
             leaves = [promote(x, t, want, body.mesh) for x, t in zip(leaves, have, strict=True)]
     return leaves, want

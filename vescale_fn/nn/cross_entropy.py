@@ -9,16 +9,20 @@ from typing import Any
 
 import torch
 
-from .. import _torch, context, marks
-from ..array import is_array, mesh_of, spec_of
-from ..errors import CollectiveError, described, meant, report, short
-from ..mesh import axes_of, axis_names
+from .._core import torch_internals
+from .._core.arrays.array import is_array, mesh_of, spec_of
+from .._core.arrays.placement import with_sharding
+from .._core.base import context
+from .._core.base.errors import CollectiveError
+from .._core.base.messages import described, meant, report, short
+from .._core.distributed.mesh import axis_names
+from .._core.local_types import tensor_types
+from .._core.shard_map.collective_calls import taking_part
+from .._core.shard_map.collective_maps import index
+from .._core.shard_map.shard_map import shard_map
+from .._core.sharding.index_map import axes_of
+from .._core.sharding.spec import P, from_split_axes, split_axes
 from ..ops import pmax, psum
-from ..ops.maps import index
-from ..ops.sending import taking_part
-from ..placement import with_sharding
-from ..shard_map import shard_map
-from ..spec import P, from_split_axes, split_axes
 from .blockwise import wide
 from .bodies import brought
 from .padding import cut, padded, spans
@@ -151,7 +155,7 @@ def _local(x: Any, weight: Any, target: Any, shares: Any, names: Axes | None, si
     else:
         more += [] if parts is None else [parts]
         (x, weight, goal, *more), have = brought("nn.linear_cross_entropy", (x, weight, goal, *more), names or (), body)
-        with _torch.no_torch_function():
+        with torch_internals.no_torch_function():
             first = index(body.mesh, names) * classes if names else torch.zeros_like(goal[:0].sum())
             known = None
             if parts is not None:
@@ -160,7 +164,7 @@ def _local(x: Any, weight: Any, target: Any, shares: Any, names: Axes | None, si
             mine = [one[(first + torch.arange(classes, device=one.device)).clamp(max=count - 1)] for one in more]
             found = summed_up(x, weight, goal, first, chunk, known, *mine)
             for one in found:
-                marks.mark(one, have)
+                tensor_types.mark(one, have)
         log, picked, total = found
     if names:
         most = pmax(log.detach(), names)

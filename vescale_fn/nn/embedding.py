@@ -9,14 +9,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .. import context
-from ..array import is_array, mesh_of, spec_of
-from ..errors import CollectiveError, described, report
-from ..mesh import axes_of, axis_names
+from .._core.arrays.array import is_array, mesh_of, spec_of
+from .._core.arrays.placement import with_sharding
+from .._core.base import context
+from .._core.base.errors import CollectiveError
+from .._core.base.messages import described, report
+from .._core.distributed.mesh import axis_names
+from .._core.shard_map.collective_calls import taking_part
+from .._core.sharding.index_map import axes_of
+from .._core.sharding.spec import from_split_axes, split_axes
 from ..ops import axis_index, axis_size
-from ..ops.sending import taking_part
-from ..placement import with_sharding
-from ..spec import from_split_axes, split_axes
 
 
 def embedding(ids: torch.Tensor, table: torch.Tensor, *, padding_idx: int | None = None,

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from .. import context, tree
-from ..array import is_array, mesh_of, spec_of
-from ..calls import called, checked_function
-from ..errors import CollectiveError, described, report
+from .._core.arrays.array import is_array, mesh_of, spec_of
+from .._core.arrays.placement import with_sharding
+from .._core.base import context, tree
+from .._core.base.errors import CollectiveError
+from .._core.base.messages import described, report
+from .._core.base.user_calls import called, checked_function
+from .._core.shard_map.collective_calls import taking_part
+from .._core.sharding.spec import from_split_axes, split_axes
 from ..ops import all_to_all
-from ..ops.sending import taking_part
-from ..placement import with_sharding
-from ..spec import from_split_axes, split_axes
 from .routing import Routes, route_problems
 
 

@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 
-from .. import _torch, context, marks
+from .._core import torch_internals
+from .._core.base import context
+from .._core.local_types import tensor_types
+from .._core.shard_map.collective_calls import bucketed
+from .._core.shard_map.collective_maps import Collective
 from ..ops import axis_index
-from ..ops.maps import Collective
-from ..ops.sending import bucketed
-from ..random.placed import Draw
+from ..random.sharded import Draw
 from .blockwise import grouped, wide
 from .bodies import brought
-from .masked import Kept, Terms, columns, dropped, indices_on_ranks, is_padded, kept, place_along, positions
+from .masked_attention import Kept, Terms, columns, dropped, indices_on_ranks, is_padded, kept, place_along, positions
 from .window import ring_steps
 
 Tensor = Any  # a tensor, or a Blocks
@@ -117,10 +119,10 @@ def ring_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key: Any, 
     inputs = [q, k, v, mask, here, there, data, *rows]
     leaves, have = brought("nn.attention", [x for x in inputs if x is not None], names, body)
     inputs = [None if x is None else leaves.pop(0) for x in inputs]
-    with _torch.no_torch_function():
+    with torch_internals.no_torch_function():
         ring = Visits(body.mesh, tuple(names), body.check, steps, n, k.shape[2], terms, draw)
-        out, *_ = _torch.apply(_Attention, ring, *inputs)
-        marks.mark(out, have)
+        out, *_ = torch_internals.apply(_Attention, ring, *inputs)
+        tensor_types.mark(out, have)
     return out
 
 

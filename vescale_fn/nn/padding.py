@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-from .. import _torch, linear
-from ..array import Lead, led, moved, wrap
-from ..blocks import each
-from ..layout import layout
-from ..mesh import axes_of, coordinates, played_ranks
-from ..spec import P, dim_indices, local_shape, split_axes
+from .._core import torch_internals
+from .._core.arrays.array import Lead, led, moved, wrap
+from .._core.base import linear_map
+from .._core.distributed.blocks import each
+from .._core.distributed.mesh import coordinates, played_ranks
+from .._core.sharding.index_map import axes_of, dim_indices, local_shape
+from .._core.sharding.layout import layout
+from .._core.sharding.spec import P, split_axes
 
 
 def padded(x: Any, mesh: Any, spec: P, dim: int, why: str, multiple: int = 1) -> Any:
@@ -25,13 +27,13 @@ def padded(x: Any, mesh: Any, spec: P, dim: int, why: str, multiple: int = 1) ->
     x = moved(x, mesh, spec, why)
     if x.shape[dim] % (n * multiple) == 0:
         return x
-    return linear.apply(_Padded(mesh, spec, dim, x.shape[dim], n, multiple, why), x)[0]
+    return linear_map.apply(_Padded(mesh, spec, dim, x.shape[dim], n, multiple, why), x)[0]
 
 
 def cut(x: Any, mesh: Any, spec: P, dim: int, size: int, why: str, multiple: int = 1) -> Any:
     """What `padded` made longer, back at `size`; differentiable."""
     n = math.prod(axes_of(mesh)[a] for a in split_axes(spec, x.ndim)[dim])
-    return x if x.shape[dim] == size else linear.apply(_Cut(mesh, spec, dim, size, n, multiple, why), x)[0]
+    return x if x.shape[dim] == size else linear_map.apply(_Cut(mesh, spec, dim, size, n, multiple, why), x)[0]
 
 
 def spans(size: int, names: tuple[str, ...], mesh: Any) -> torch.Tensor:
@@ -80,7 +82,9 @@ class _Padded:
         shape, axes = [*x.shape], axes_of(self.mesh)
         shape[self.dim] = self.size
         own = lambda rank: local_shape(shape, axes, spec, coordinates(self.mesh, rank))[self.dim]
-        local = each(lambda rank, block: change(block, own(rank)), played_ranks(self.mesh), _torch.local(x), key=own)
+        local = each(
+            lambda rank, block: change(block, own(rank)), played_ranks(self.mesh), torch_internals.local(x), key=own
+        )
         shape[self.dim] = size
         return wrap(local, self.mesh, spec, torch.Size(shape))
 

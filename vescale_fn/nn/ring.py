@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
-from .. import _torch, marks, wire
-from ..ops.maps import Collective, index
-from ..ops.sending import bucketed, taking_part
+from .._core import torch_internals
+from .._core.distributed import collectives
+from .._core.local_types import tensor_types
+from .._core.shard_map.collective_calls import bucketed, taking_part
+from .._core.shard_map.collective_maps import Collective, index
 from .blockwise import part, part_backward, part_tangent, together, wide
 from .bodies import brought
 
@@ -38,7 +40,7 @@ class Ring:
     @property
     def n(self) -> int:
         """The number of ranks."""
-        return wire.group_size(self.mesh, self.axes)
+        return collectives.group_size(self.mesh, self.axes)
 
     def turned(self, *xs: Tensor) -> list[Tensor]:
         """What the rank before holds."""
@@ -56,10 +58,10 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, axis: Any, scale: float, cau
     """Attention in a `shard_map` body, of and to all parts of a sequence that lies along `axis`."""
     body, names, _ = taking_part("nn.attention", axis)
     leaves, have = brought("nn.attention", (q, k, v), names, body)
-    with _torch.no_torch_function():
+    with torch_internals.no_torch_function():
         ring = Ring(body.mesh, names, body.check, scale, causal, zigzag)
-        out, _ = _torch.apply(_Attention, ring, *leaves)
-        marks.mark(out, have)
+        out, _ = torch_internals.apply(_Attention, ring, *leaves)
+        tensor_types.mark(out, have)
     return out
 
 

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..array import is_array, mesh_of
-from ..errors import CollectiveError, described, meant, report, short
-from ..placement import with_sharding
-from ..spec import P
+from .._core.arrays.array import is_array, mesh_of
+from .._core.arrays.placement import with_sharding
+from .._core.base.errors import CollectiveError
+from .._core.base.messages import described, meant, report, short
+from .._core.sharding.spec import P
 from .blockwise import wide
 
 _SOFTMAXES = ("before", "after")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .. import _torch
+from .._core import torch_internals
 from .blockwise import wide
 
 Tensor = Any  # a tensor, or a Blocks
@@ -35,7 +35,7 @@ def summed_up(x: Tensor, weight: Tensor, target: Tensor, first: Tensor, chunk: i
         count: how many rows of the weight stand for a class, a 0-d integer tensor; the others are zeros. None: all of them.
         shares: [C], what each class counts for in the sum; each for 1 if there are none.
     """
-    return _torch.apply(_SummedUp, chunk, first, count, target, shares, x, weight)
+    return torch_internals.apply(_SummedUp, chunk, first, count, target, shares, x, weight)
 
 
 class _SummedUp(torch.autograd.Function):

@@ -6,7 +6,8 @@ import itertools
 
 import torch
 
-from ..errors import CollectiveError, described, report
+from .._core.base.errors import CollectiveError
+from .._core.base.messages import described, report
 
 
 def zigzag_order(length: int, n: int) -> torch.Tensor:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import context, marks, tree, types
-from ..errors import TypingError, meant, report, short
-from .maps import Collective
-from .operands import operands
-from .sending import Axis, bucketed, local, taking_part
+from .._core.base import context, tree
+from .._core.base.errors import TypingError
+from .._core.base.messages import meant, report, short
+from .._core.local_types import tensor_types, types
+from .._core.shard_map.collective_calls import Axis, bucketed, local, taking_part
+from .._core.shard_map.collective_maps import Collective
+from .._core.shard_map.collective_operands import operands
 
 # (from, to) -> the row; each is the identity on the values.
 _CASTS = {("I", "V"): "copy", ("R", "V"): "relabel", ("I", "R"): "copy", ("V", "U"): "relabel"}
@@ -91,12 +93,12 @@ def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
     groups: dict[tuple[tuple[str, tuple[str, ...]], ...], list[int]] = {}
     failures = []
     for i, leaf in enumerate(leaves):
-        have, steps = marks.typeof(leaf, body.axes), {}
+        have, steps = tensor_types.typeof(leaf, body.axes), {}
         for name in names:
             row = _CASTS.get((have.letter(name), _WORDS[to]))
             if row is None:
                 which = _NAMES[have.letter(name)]
-                failures.append(f"{tree.paths(x, 'x')[i]} is {marks.text(leaf, have)}: " + (
+                failures.append(f"{tree.paths(x, 'x')[i]} is {tensor_types.text(leaf, have)}: " + (
                     f"it is {to} over {name!r} already" if which == to else f"no cast from {which} to {to} over {name!r}"
                 ))  # fmt: skip
             else:
@@ -108,13 +110,13 @@ def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
                                  "-> varying, varying -> unreduced; vfn.psum makes a varying or unreduced value "
                                  "invarying"))  # fmt: skip
     for steps, members in groups.items():
-        known = [marks.typeof(leaves[i], body.axes) for i in members]
+        known = [tensor_types.typeof(leaves[i], body.axes) for i in members]
         values = [leaves[i] for i in members]
         for row, axes in steps:
             values = bucketed(Collective(row, body.mesh, axes, where), values)
         for i, value, have in zip(members, values, known, strict=True):
-            marks.mark(value, types.with_letter(have, names, _WORDS[to]))
-            marks.borrow(value)
+            tensor_types.mark(value, types.with_letter(have, names, _WORDS[to]))
+            tensor_types.borrow(value)
             leaves[i] = value
     context.note(where, x, leaves, names)
     return tree.unflatten(treedef, leaves)

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from ..errors import CollectiveError, described, meant, report, short
-from . import entries, mixed
-from .operands import dim_problem, size_problem
-from .sending import Axis, send, span, taking_part
+from .._core.base.errors import CollectiveError
+from .._core.base.messages import described, meant, report, short
+from .._core.shard_map import mixed_axes, vmap_collectives
+from .._core.shard_map.collective_calls import Axis, send, span, taking_part
+from .._core.shard_map.collective_operands import dim_problem, size_problem
 
 _GATHERS = {"varying": ("all_gather", "V"), "invarying": ("all_gather_invariant", "I"), "reduced": ("all_gather", "R")}
 
@@ -46,7 +47,7 @@ def all_gather(x: Any, axis_name: Axis, *, axis: int = 0, tiled: bool = False, t
     ...     print(vfn.unshard(f(torch.arange(4.0))))
     tensor([0., 2., 4., 6.])
     """
-    parts = entries.runs("all_gather", axis_name)
+    parts = vmap_collectives.runs("all_gather", axis_name)
     if to not in _GATHERS:
         raise CollectiveError(report("all_gather", f"to={short(to)} is not one of {tuple(_GATHERS)}{meant(to, _GATHERS)}",
                                      fix='to="varying", the default; "invarying" for a result that may be returned with '
@@ -61,8 +62,8 @@ def all_gather(x: Any, axis_name: Axis, *, axis: int = 0, tiled: bool = False, t
             raise CollectiveError(report("all_gather", f"to={to!r}, but entries of a vmap have no types",
                                          fix='to="varying", the default'))  # fmt: skip
         if len(parts) > 1:
-            return mixed.gathered(all_gather, x, parts, axis, tiled)
-        return entries.sent("all_gather", x, parts[0], "all_gather", dim=axis, tiled=tiled, problem=problem)
+            return mixed_axes.gathered(all_gather, x, parts, axis, tiled)
+        return vmap_collectives.sent("all_gather", x, parts[0], "all_gather", dim=axis, tiled=tiled, problem=problem)
     body, _, _ = taking_part("all_gather", axis_name)
     row, gives = _GATHERS[to] if body.check else _GATHERS["varying"]
     return send("all_gather", x, axis_name, row, dim=axis, gives=gives, tiled=tiled, problem=problem)
@@ -101,10 +102,10 @@ def psum_scatter(x: Any, axis_name: Axis, *, scatter_dimension: int = 0, tiled: 
 
     given = {"dim": scatter_dimension, "tiled": tiled, "problem": problem,
              "fix": "pad the dim, scatter along another, or vfn.psum and slice"}  # fmt: skip
-    if parts := entries.runs("psum_scatter", axis_name):
+    if parts := vmap_collectives.runs("psum_scatter", axis_name):
         if len(parts) > 1:
-            return mixed.scattered(psum_scatter, x, parts, **given)
-        return entries.sent("psum_scatter", x, parts[0], "psum_scatter", **given)
+            return mixed_axes.scattered(psum_scatter, x, parts, **given)
+        return vmap_collectives.sent("psum_scatter", x, parts[0], "psum_scatter", **given)
     return send("psum_scatter", x, axis_name, "psum_scatter", takes="VU", **given)
 
 
@@ -146,9 +147,9 @@ def all_to_all(x: Any, axis_name: Axis, split_axis: int, concat_axis: int, *, ti
 
     given = {"dim": split_axis, "other": concat_axis, "tiled": tiled, "problem": problem,
              "fix": "another split_axis, or pad the dim"}  # fmt: skip
-    if parts := entries.runs("all_to_all", axis_name):
-        mixed.refuse("all_to_all", axis_name, parts)
-        return entries.sent("all_to_all", x, parts[0], "all_to_all", **given)
+    if parts := vmap_collectives.runs("all_to_all", axis_name):
+        mixed_axes.refuse("all_to_all", axis_name, parts)
+        return vmap_collectives.sent("all_to_all", x, parts[0], "all_to_all", **given)
     return send("all_to_all", x, axis_name, "all_to_all", **given)
 
 
@@ -175,9 +176,9 @@ def ppermute(x: Any, axis_name: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     ...     print(vfn.unshard(f(torch.arange(1.0, 5.0))))
     tensor([0., 1., 2., 0.])
     """
-    parts = entries.runs("ppermute", axis_name)
-    mixed.refuse("ppermute", axis_name, parts)
-    names, n = mixed.names_and_size("ppermute", axis_name, parts)
+    parts = vmap_collectives.runs("ppermute", axis_name)
+    mixed_axes.refuse("ppermute", axis_name, parts)
+    names, n = mixed_axes.names_and_size("ppermute", axis_name, parts)
     try:
         pairs = tuple((operator.index(source), operator.index(destination)) for source, destination in perm)
     except (TypeError, ValueError):
@@ -192,7 +193,7 @@ def ppermute(x: Any, axis_name: Axis, perm: Sequence[tuple[int, int]]) -> Any:
         raise CollectiveError(report("ppermute", f"perm={list(pairs)} is not a permutation of some of the ranks",
                                      failures, "each rank at most once as source and at most once as destination"))  # fmt: skip
     if parts:
-        return entries.sent("ppermute", x, parts[0], "ppermute", perm=pairs)
+        return vmap_collectives.sent("ppermute", x, parts[0], "ppermute", perm=pairs)
     return send("ppermute", x, axis_name, "ppermute", perm=pairs)
 
 
@@ -230,8 +231,8 @@ def pbroadcast(x: Any, axis_name: Axis, source: int) -> Any:
     ...     print(vfn.unshard(f(torch.arange(4.0))))
     tensor([2., 2., 2., 2.])
     """
-    parts = entries.runs("pbroadcast", axis_name)
-    names, n = mixed.names_and_size("pbroadcast", axis_name, parts)
+    parts = vmap_collectives.runs("pbroadcast", axis_name)
+    names, n = mixed_axes.names_and_size("pbroadcast", axis_name, parts)
     if isinstance(source, (bool, torch.Tensor)) or not hasattr(source, "__index__"):
         raise CollectiveError(report(
             "pbroadcast", f"source must be an int, one position for all ranks, but it is {described(source)}",
@@ -240,7 +241,7 @@ def pbroadcast(x: Any, axis_name: Axis, source: int) -> Any:
         raise CollectiveError(report("pbroadcast", f"source={source}, but positions go from 0 to {n - 1}: there are "
                                      f"{span(names, n)}"))  # fmt: skip
     if len(parts) > 1:
-        return mixed.broadcast(pbroadcast, x, parts, operator.index(source))
+        return mixed_axes.broadcast(pbroadcast, x, parts, operator.index(source))
     if parts:
-        return entries.sent("pbroadcast", x, parts[0], "pbroadcast", source=operator.index(source))
+        return vmap_collectives.sent("pbroadcast", x, parts[0], "pbroadcast", source=operator.index(source))
     return send("pbroadcast", x, axis_name, "pbroadcast", source=operator.index(source))

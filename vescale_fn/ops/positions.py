@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from .. import context, marks, types
-from ..errors import CollectiveError, count_text, described, report
-from . import entries, mixed
-from .maps import index
-from .sending import Axis, taking_part
+from .._core.base import context
+from .._core.base.errors import CollectiveError
+from .._core.base.messages import count_text, described, report
+from .._core.local_types import tensor_types, types
+from .._core.shard_map import mixed_axes, vmap_collectives
+from .._core.shard_map.collective_calls import Axis, taking_part
+from .._core.shard_map.collective_maps import index
 
 
 def axis_index(axis_name: Axis) -> torch.Tensor:
@@ -38,15 +40,15 @@ def axis_index(axis_name: Axis) -> torch.Tensor:
     ...     print(vfn.unshard(f(torch.zeros(4))))
     tensor([0., 1., 2., 3.])
     """
-    if parts := entries.runs("axis_index", axis_name):
+    if parts := vmap_collectives.runs("axis_index", axis_name):
         position = None
         for run in parts:
-            here = entries.index(run) if isinstance(run, context.Entries) else axis_index(run)
-            position = here if position is None else position * mixed.size(run) + here
+            here = vmap_collectives.index(run) if isinstance(run, context.Entries) else axis_index(run)
+            position = here if position is None else position * mixed_axes.size(run) + here
         return position
     body, names, _ = taking_part("axis_index", axis_name)
     position = index(body.mesh, names)
-    marks.mark(position, types.of(varying=names))
+    tensor_types.mark(position, types.of(varying=names))
     context.note("axis_index", (), position, names)
     return position
 
@@ -71,8 +73,8 @@ def axis_size(axis_name: Axis) -> int:
     ...     print(vfn.unshard(f(torch.ones(4))))
     tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
-    if parts := entries.runs("axis_size", axis_name):
-        return math.prod(map(mixed.size, parts))
+    if parts := vmap_collectives.runs("axis_size", axis_name):
+        return math.prod(map(mixed_axes.size, parts))
     return taking_part("axis_size", axis_name)[2]
 
 
@@ -135,7 +137,7 @@ def _checked_slice(x: Any, start_indices: Any, sizes: Any) -> list[Any]:
 
 
 def _misfit(x: Any, failures: Sequence[str]) -> CollectiveError:
-    of = f" of shape {marks.text(x)}" if isinstance(x, torch.Tensor) else ""
+    of = f" of shape {tensor_types.text(x)}" if isinstance(x, torch.Tensor) else ""
     return CollectiveError(report("dynamic_slice", f"the block does not fit x{of}", failures,
                                   "dynamic_slice(x, [start, ...], [size, ...]), an entry for each dim of x"))  # fmt: skip
 

@@ -10,28 +10,31 @@ from typing import Any
 
 import torch
 
-from .. import _torch, context, lines, marks, tree, types, wire
-from ..errors import report
-from ..mesh import is_simulated
-from . import entries, mixed
-from .maps import Collective
-from .operands import operands, refuse_what_cannot_be_reduced
-from .sending import Axis, local, sent, taking_part
+from .._core import torch_internals
+from .._core.base import context, source_lines, tree
+from .._core.base.messages import report
+from .._core.distributed import collectives
+from .._core.distributed.mesh import is_simulated
+from .._core.local_types import tensor_types, types
+from .._core.shard_map import mixed_axes, vmap_collectives
+from .._core.shard_map.collective_calls import Axis, local, sent, taking_part
+from .._core.shard_map.collective_maps import Collective
+from .._core.shard_map.collective_operands import operands, refuse_what_cannot_be_reduced
 
 
 def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
     """A reduction over the ranks. Over an axis along which a value is the same it is arithmetic: nothing is sent."""
-    if parts := entries.runs(where, axis_name):
-        return mixed.one_by_one(lambda x, over: _reduce(where, x, over, row), x, parts) if len(parts) > 1 else (
-            entries.sent(where, x, parts[0], row))  # fmt: skip
+    if parts := vmap_collectives.runs(where, axis_name):
+        return mixed_axes.one_by_one(lambda x, over: _reduce(where, x, over, row), x, parts) if len(parts) > 1 else (
+            vmap_collectives.sent(where, x, parts[0], row))  # fmt: skip
     body, names, n = taking_part(where, axis_name)
     leaves, treedef = operands(where, x, body)
-    with _torch.no_torch_function():
+    with torch_internals.no_torch_function():
         refuse_what_cannot_be_reduced(where, x, leaves, body, names)
         if (have := _alike(leaves, body, names)) is not None:
             outs = sent(Collective(row, body.mesh, names, where, body.check), leaves, have, "I")
             if where == "pmean":
-                outs = [_computed(out.div, n, marks.typeof(out, body.axes)) for out in outs]
+                outs = [_computed(out.div, n, tensor_types.typeof(out, body.axes)) for out in outs]
             context.note(where, x, outs, names)
             return tree.unflatten(treedef, outs)
         outs: list[Any] = [None] * len(leaves)
@@ -43,27 +46,29 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
                 outs[i] = leaf * n if where == "psum" else leaf / 1 if where == "pmean" else leaf
                 continue
             leaf = local(leaf, body, where)
-            have = types_of[i] = marks.typeof(leaf, body.axes) if body.check else types.INVARIANT
+            have = types_of[i] = tensor_types.typeof(leaf, body.axes) if body.check else types.INVARIANT
             rest = types.differing(have, names) if body.check else names
             if row == "psum" and leaf.dtype is torch.bool:
                 leaf = _computed(leaf.to, torch.int32, have)
             if where == "psum" and len(rest) < len(names):
                 same = tuple(axis for axis in names if axis not in rest)
-                multiplied.setdefault(same, []).append((i, marks.text(leaf, have)))
-                leaf = _computed(leaf.mul, wire.group_size(body.mesh, same), have)
+                multiplied.setdefault(same, []).append((i, tensor_types.text(leaf, have)))
+                leaf = _computed(leaf.mul, collectives.group_size(body.mesh, same), have)
             if where == "pmean" and not rest:  # its own mean, but not an integer
                 leaf = _computed(leaf.div, 1, have) if not (leaf.is_floating_point() or leaf.is_complex()) else leaf
             outs[i] = leaf
             if rest:
                 todo.setdefault(rest, []).append(i)
         for same, found in multiplied.items():
-            _warn_of_factor(x, same, wire.group_size(body.mesh, same), found)
+            _warn_of_factor(x, same, collectives.group_size(body.mesh, same), found)
         for rest, members in todo.items():
             op = Collective(row, body.mesh, rest, where, body.check)
             done = sent(op, [outs[i] for i in members], [types_of[i] for i in members], "I")
             for i, out in zip(members, done, strict=True):
                 if where == "pmean":
-                    out = _computed(out.div, wire.group_size(body.mesh, rest), marks.typeof(out, body.axes))
+                    out = _computed(
+                        out.div, collectives.group_size(body.mesh, rest), tensor_types.typeof(out, body.axes)
+                    )
                 outs[i] = out
     context.note(where, x, outs, names)
     return tree.unflatten(treedef, outs)
@@ -78,13 +83,13 @@ def _alike(leaves: list[Any], body: context.Body, names: tuple[str, ...]) -> lis
         return None
     if not body.check:
         return [types.INVARIANT] * len(leaves)
-    have = [marks.typeof(leaf, body.axes) for leaf in leaves]
+    have = [tensor_types.typeof(leaf, body.axes) for leaf in leaves]
     return have if len(set(have)) == 1 and types.differing(have[0], names) == names else None
 
 
 def _computed(method: Callable[[Any], torch.Tensor], argument: Any, type_: types.Type) -> torch.Tensor:
     x = method(argument)
-    marks.mark(x, type_)
+    tensor_types.mark(x, type_)
     return x
 
 
@@ -95,7 +100,7 @@ def _warn_of_factor(x: Any, axes: tuple[str, ...], factor: int, found: Sequence[
         shown += [f"{len(found) - 4} more"] * (len(found) > 4)
         where = f"vfn.psum over {', '.join(map(repr, axes))}"
         fix = f"x as it is: a gradient with respect to such a value is already summed; or {factor} * x, which says so"
-        lines.warn(report(where, f"a value that is the same on all ranks is multiplied by {factor}", shown, fix))
+        source_lines.warn(report(where, f"a value that is the same on all ranks is multiplied by {factor}", shown, fix))
 
 
 def psum(x: Any, axis_name: Axis) -> Any:

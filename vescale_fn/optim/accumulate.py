@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import tree
-from ..array import spec_of
-from ..placement import with_sharding
-from ..spec import P
-from .leaves import by_leaf, choose, mapped, zeros_like
+from .._core.arrays.array import spec_of
+from .._core.arrays.placement import with_sharding
+from .._core.base import tree
+from .._core.sharding.spec import P
 from .optimizer import Optimizer, check_parts, check_state, check_steps, is_readable, is_trained, zero_count
+from .per_leaf import by_leaf, choose, mapped, zeros_like
 
 
 class AccumulateState(NamedTuple):

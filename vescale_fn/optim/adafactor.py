@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import tree
-from ..array import is_array, mesh_of, spec_of
-from ..errors import described
-from ..placement import shard, with_sharding
-from ..spec import P, from_split_axes, split_axes
-from .leaves import beside, check_shapes, mapped, other_shapes
+from .._core.arrays.array import is_array, mesh_of, spec_of
+from .._core.arrays.placement import shard, with_sharding
+from .._core.base import tree
+from .._core.base.messages import described
+from .._core.sharding.spec import P, from_split_axes, split_axes
 from .masks import flags
 from .optimizer import Optimizer, Rate, check_numbers, check_state, is_trained, rate_at, steps_done, zero_count
+from .per_leaf import beside, check_shapes, mapped, other_shapes
 
 
 class AdafactorState(NamedTuple):

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .leaves import by_leaf, zeros_like
-from .many import over, plus
 from .masks import flags
 from .optimizer import Optimizer, Rate, check_numbers, check_state, rate_at, steps_done, zero_count
+from .per_leaf import by_leaf, zeros_like
+from .tensor_list import over, plus
 
 
 class AdamState(NamedTuple):

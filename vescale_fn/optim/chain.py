@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import VfnError, report
-from .leaves import by_leaf
-from .many import plus
+from .._core.base.errors import VfnError
+from .._core.base.messages import report
 from .masks import flags
 from .optimizer import Optimizer, Rate, check_numbers, not_a_state, rate_at, zero_count
+from .per_leaf import by_leaf
+from .tensor_list import plus
 
 
 def chain(*transformations: Optimizer) -> Optimizer:

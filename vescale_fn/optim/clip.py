@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from .. import _torch
-from ..containers import opened
-from .leaves import by_leaf
+from .._core import torch_internals
+from .._core.base.containers import opened
+from .global_sums import added_up, parts_of_numbers
 from .optimizer import Optimizer, check_numbers, is_trained
-from .totals import added_up, parts_of_numbers
+from .per_leaf import by_leaf
 
 
 def clip_by_global_norm(max_norm: float) -> Optimizer:
@@ -69,7 +69,7 @@ def global_norm(grads: Any) -> Any:
         dtype = torch.promote_types(dtype, leaf.dtype)
     square = lambda x: torch.sum(x * x)
     one = lambda x: square(x if x.dtype == dtype else x.to(dtype))
-    many = lambda *xs: torch.stack(list(_torch.norms(xs, dtype))).square()
+    many = lambda *xs: torch.stack(list(torch_internals.norms(xs, dtype))).square()
     sums = [added_up([vector.sum() for _, vector in parts], mesh, _sum)
             for mesh, parts in parts_of_numbers(leaves, one, many).items()]  # fmt: skip
     return torch.sqrt(_sum(sums))

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .leaves import by_leaf, mapped
-from .many import over
 from .optimizer import Optimizer, Rate, check_numbers, check_state, is_trained, rate_at, zero_count
+from .per_leaf import by_leaf, mapped
+from .tensor_list import over
 
 
 class EmaState(NamedTuple):

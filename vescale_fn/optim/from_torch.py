@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _torch, tree
-from ..containers import opened
-from .leaves import beside, check_shapes
+from .._core import torch_internals
+from .._core.base import tree
+from .._core.base.containers import opened
 from .optimizer import Optimizer, Rate, check_numbers, check_state, is_trained, rate_at, zero_count
+from .per_leaf import beside, check_shapes
 
 
 class TorchState(NamedTuple):
@@ -90,13 +91,13 @@ class _Beginning(dict[str, Any]):
 
     def __init__(self, variable: torch.Tensor, given: Mapping[str, Any]) -> None:
         super().__init__()
-        self.variable, self.version, self.begins = variable, _torch.version(variable), {}
+        self.variable, self.version, self.begins = variable, torch_internals.version(variable), {}
         for name, x in given.items():
             self[name] = x
 
     def __setitem__(self, name: str, x: Any) -> None:
         if name not in self:
-            early = _torch.version(self.variable) == self.version
+            early = torch_internals.version(self.variable) == self.version
             self.begins = {**self.begins, name: _copied(x)} if early else {}
         super().__setitem__(name, x)
 

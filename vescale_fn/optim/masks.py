@@ -8,11 +8,12 @@ from typing import Any
 
 import optree
 
-from .. import tree
-from ..containers import checked
-from ..errors import SpecError, VfnError, described, meant, report
-from .leaves import beside
+from .._core.base import tree
+from .._core.base.containers import checked
+from .._core.base.errors import SpecError, VfnError
+from .._core.base.messages import described, meant, report
 from .optimizer import Optimizer, check_parts, not_a_state
+from .per_leaf import beside
 
 _NOTHING: Any = object()
 

@@ -9,18 +9,19 @@ from typing import Any
 import optree
 import torch
 
-from .. import tree
-from ..array import is_array, spec_of
-from ..calls import checked_function
-from ..containers import opened
-from ..errors import VfnError, described, report
-from ..placement import with_sharding
+from .._core.arrays.array import is_array, spec_of
+from .._core.arrays.placement import with_sharding
+from .._core.base import tree
+from .._core.base.containers import opened
+from .._core.base.errors import VfnError
+from .._core.base.messages import described, report
+from .._core.base.user_calls import checked_function
+from .._core.sharding.spec import P, axes_named, split_axes
 from ..random.keys import Key
 from ..random.streams import split
-from ..spec import P, axes_named, split_axes
 from .accumulate import reduced
-from .leaves import each, in_dtypes_of
 from .optimizer import check_steps, is_trained
+from .per_leaf import each, in_dtypes_of
 
 
 def microbatches(f: Callable[..., Any], count: int) -> Callable[..., Any]:

@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import tree
-from ..array import is_array, mesh_of, spec_of
-from ..errors import VfnError, described, report
-from ..mesh import axes_of
-from ..placement import with_sharding
-from ..spec import from_split_axes, split_axes
-from .leaves import by_leaf, zeros_like
-from .many import over
+from .._core.arrays.array import is_array, mesh_of, spec_of
+from .._core.arrays.placement import with_sharding
+from .._core.base import tree
+from .._core.base.errors import VfnError
+from .._core.base.messages import described, report
+from .._core.sharding.index_map import axes_of
+from .._core.sharding.spec import from_split_axes, split_axes
 from .masks import flags
 from .optimizer import Optimizer, Rate, check_numbers, check_state, is_trained, rate_at, zero_count
+from .per_leaf import by_leaf, zeros_like
+from .tensor_list import over
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _torch
-from ..errors import VfnError, described, report, short
+from .._core import torch_internals
+from .._core.base.errors import VfnError
+from .._core.base.messages import described, report, short
 
 Schedule = Callable[[Any], Any]
 Rate = float | Schedule
@@ -161,4 +162,4 @@ def is_trained(leaf: Any) -> bool:
 
 def is_readable(x: Any) -> bool:
     """Whether Python may read a tensor's value here: nothing records, transforms or traces."""
-    return not isinstance(x, torch.Tensor) or not (_torch.watched() or _torch.needs_gradient(x))
+    return not isinstance(x, torch.Tensor) or not (torch_internals.watched() or torch_internals.needs_gradient(x))

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..errors import VfnError, described, report
+from .._core.base.errors import VfnError
+from .._core.base.messages import described, report
 from .optimizer import Schedule, check_numbers, steps_done
 
 

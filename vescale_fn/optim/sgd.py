@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import VfnError, report
-from .leaves import by_leaf, zeros_like
-from .many import over, plus
+from .._core.base.errors import VfnError
+from .._core.base.messages import report
 from .optimizer import Optimizer, Rate, check_numbers, check_state, rate_at, zero_count
+from .per_leaf import by_leaf, zeros_like
+from .tensor_list import over, plus
 
 
 class SgdState(NamedTuple):

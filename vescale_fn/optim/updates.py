@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import tree
-from ..errors import VfnError, described, report
-from .leaves import beside, each, in_dtypes_of
+from .._core.base import tree
+from .._core.base.errors import VfnError
+from .._core.base.messages import described, report
 from .optimizer import is_trained
+from .per_leaf import beside, each, in_dtypes_of
 
 
 def apply_updates(params: Any, updates: Any) -> Any:

@@ -8,23 +8,26 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .. import _torch, context, interrupts, lines, tracebacks
-from ..calls import checked_function, positional
-from ..errors import TransformError, VfnError, report, short
-from . import guards
-from . import leaves as leaves_
-from .backends import Backend
-from .brought import brought
-from .call import Call, difference
-from .captured import Captured
-from .consent import Stage, agree, shared_mesh, stage, tell_left_out
-from .graph import Pass
+from .._core import torch_internals
+from .._core.base import context, source_lines, tracebacks
+from .._core.base.errors import TransformError, VfnError
+from .._core.base.messages import report, short
+from .._core.base.user_calls import checked_function, positional
+from .._core.shard_map import interrupts
+from .execution.backends import Backend
+from .ir.graph import Pass
 from .lowered import Lowered
-from .passes.dead import keep, needed_collectives
+from .passes.dce import keep, needed_collectives
 from .pipeline import PASSES
 from .plan import Plan
-from .record import Unrecordable
-from .trace import laid_out, trace
+from .signature import Call, difference
+from .tracing import leaves as leaves_
+from .tracing import value_guards
+from .tracing.guards import Captured
+from .tracing.rank_consensus import Stage, agree, shared_mesh, stage, tell_left_out
+from .tracing.rank_inputs import brought
+from .tracing.recorder import Unrecordable
+from .tracing.trace import laid_out, trace
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
@@ -53,7 +56,7 @@ class CacheInfo(NamedTuple):
     last: str
 
 
-@_torch.not_compiled
+@torch_internals.not_compiled
 def jit(
     f: Any = ...,
     *,
@@ -155,7 +158,9 @@ class Jitted:
         self._f, self._donated, self._static, self._out_specs = f, donated, static, out_specs
         self._how, self._passes = how, (*passes, *how.passes)
         self._name = getattr(f, "__name__", type(f).__name__)
-        self._plans: OrderedDict[Any, Plan | guards.Fork | None] = OrderedDict()  # None: the function runs as written
+        self._plans: OrderedDict[Any, Plan | value_guards.Fork | None] = (
+            OrderedDict()
+        )  # None: the function runs as written
         self._hits = self._records = self._as_written = 0
         self._last: tuple[Any, str] = (None, "")
         self._said: set[str] = set()
@@ -167,7 +172,7 @@ class Jitted:
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         return self if owner is None else functools.partial(self, owner)
 
-    @_torch.not_compiled
+    @torch_internals.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         saved = interrupts.before()
         try:
@@ -223,13 +228,13 @@ class Jitted:
             self._as_written += 1
             return laid_out(call.run(), self._out_specs)
         if plan.donated:
-            return plan.taking(call.leaves, f"jit({self._name})", lines.user_line())
+            return plan.taking(call.leaves, f"jit({self._name})", source_lines.user_line())
         return plan(call.leaves)
 
     def _known(self, call: Call) -> Any:
         """The plan for a call, None where the function runs as written, `_NEW` where that is to be found out."""
         try:
-            plan = guards.chosen(self._plans.get(call.key, _NEW), call.leaves, _NEW)
+            plan = value_guards.chosen(self._plans.get(call.key, _NEW), call.leaves, _NEW)
         except TypeError:
             raise call.unhashable() from None
         if plan.__class__ is Plan and (changed := plan.changed()) is not None:  # type: ignore[union-attr]
@@ -248,7 +253,7 @@ class Jitted:
             captured = Captured(self._f, filter(leaves_.is_object, (*call.leaves, *call.static())))
             plan = Plan(recorded, call.leaves, captured, names, call.donated(), self._how)
         except Unrecordable as why:
-            reason = why.reason if why.line == "?" else f"{why.reason}, at {lines.quoted(why.line)}"
+            reason = why.reason if why.line == "?" else f"{why.reason}, at {source_lines.quoted(why.line)}"
             graph, call.guards = why.graph, why.guards
         except VfnError as error:
             failure = error
@@ -286,18 +291,18 @@ class Jitted:
         self._last = (call.key, reason)
         self._records += plan is not None
         if plan is not None and self._records == OFTEN:
-            lines.warn(report("jit", f"{self._name} has been recorded {OFTEN} times, which costs more than it saves",
+            source_lines.warn(report("jit", f"{self._name} has been recorded {OFTEN} times, which costs more than it saves",
                               [f"the last time because {reason}"],
                               "arguments of the same shapes and layouts (pad the last batch); a float or a tensor for an int "
                               "that changes"))  # fmt: skip
-        self._plans[call.key] = guards.grown(self._plans.get(call.key), call.guards, plan)
+        self._plans[call.key] = value_guards.grown(self._plans.get(call.key), call.guards, plan)
         if len(self._plans) > CACHE_SIZE:
             self._plans.popitem(last=False)
 
     def _say(self, reason: str, fix: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
-            lines.warn(report("jit", f"{self._name} runs as written, not as a plan", [reason], fix), UserWarning)
+            source_lines.warn(report("jit", f"{self._name} runs as written, not as a plan", [reason], fix), UserWarning)
 
 
 def _nothing(graph: Any) -> None:
@@ -307,10 +312,10 @@ def _nothing(graph: Any) -> None:
 def _belongs_to_another() -> bool:
     """Whether the function is a part of something else that is being transformed, recorded or examined."""
     return bool(
-        _torch.dispatch_modes()
-        or _torch.watched_by_other_modes()
-        or _torch.transforming()
-        or _torch.forward_ad_active()
+        torch_internals.dispatch_modes()
+        or torch_internals.watched_by_other_modes()
+        or torch_internals.transforming()
+        or torch_internals.forward_ad_active()
         or context.examined()
-        or _torch.is_compiling()
+        or torch_internals.is_compiling()
     )

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..debug import CommLog
-from ..layout import WHOLE, type_text
-from ..wire import Collective, Record, group_size
-from . import graph as plan
-from .memory import MemoryUse, bytes_text, call_text, memory, place
+from .._core.distributed.collectives import Collective, Record, group_size
+from .._core.distributed.comm_log import CommLog
+from .._core.sharding.layout import WHOLE, type_text
+from .ir import graph as plan
+from .ir.memory_use import MemoryUse, bytes_text, call_text, memory, place
 
 
 class Lowered:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from .graph import Pass
-from .passes.axes import axes
+from .ir.graph import Pass
 from .passes.buckets import buckets
-from .passes.common import common
-from .passes.composites import composites
-from .passes.dead import dead
+from .passes.canonicalize import composites
+from .passes.cse import common
+from .passes.cse_collectives import once
+from .passes.dce import dead
 from .passes.donate import donate
-from .passes.draws import draws
-from .passes.flat import flat
 from .passes.foreach import foreach
-from .passes.once import once
-from .passes.order import order
+from .passes.functionalize_writes import writes
+from .passes.memory_order import order
+from .passes.merge_axes import axes
 from .passes.overlap import overlap
-from .passes.recompute import recompute
-from .passes.residual import residual
-from .passes.reuse import reuse
-from .passes.scatter import scatter
+from .passes.pointwise_before_views import flat
+from .passes.reduce_scatter import scatter
+from .passes.rematerialize import recompute
+from .passes.residual_sums import residual
+from .passes.reuse_memory import reuse
+from .passes.slice_draws import draws
 from .passes.views import views
-from .passes.writes import writes
 
 PASSES: tuple[Pass, ...] = (
     dead,

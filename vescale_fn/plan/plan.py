@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import _torch, lines, tree
-from . import donation
-from . import leaves as leaves_
-from .backends import Backend
-from .captured import Captured
-from .codegen import generate
-from .graph import Pass, calls, copied, given_up, memories, output, written
-from .line import DONATED
+from .._core import torch_internals
+from .._core.base import source_lines, tree
+from .execution import donation
+from .execution.backends import Backend
+from .execution.codegen import generate
+from .ir.graph import Pass, calls, copied, given_up, memories, output, written
+from .ir.liveness import DONATED
 from .lowered import Lowered
-from .trace import Recorded
+from .tracing import leaves as leaves_
+from .tracing.guards import Captured
+from .tracing.trace import Recorded
 
 
 class Plan:
@@ -41,7 +42,7 @@ class Plan:
         self._said = [f"{name} ({kind})" for name, kind in zip(names, self.types, strict=True)]
         returned = {made[1] for made in recorded.results if type(made) is tuple and made[0] == "input"}
         self.donated = [i for i in donated if isinstance(leaves[i], torch.Tensor) and i not in returned]
-        self.versions = [(x, _torch.version(x)) for x in recorded.read]
+        self.versions = [(x, torch_internals.version(x)) for x in recorded.read]
         self.constants = [(x, x.shape, x.dtype) for x in recorded.constants]
         self._take = [(i, take) for i, leaf in enumerate(leaves) if (take := _taking(leaf)) is not None]
         self._how = how
@@ -68,7 +69,7 @@ class Plan:
     def changed(self) -> str | None:
         """What the function closes over and has changed since; None where nothing has."""
         for x, version in self.versions:
-            if _torch.version(x) != version:
+            if torch_internals.version(x) != version:
                 return "a tensor whose value is read"
         for x, shape, dtype in self.constants:
             if x.shape != shape or x.dtype is not dtype:
@@ -138,7 +139,7 @@ class Plan:
         """Add the user's line to an error of a replay."""
         node = self.code.node_of(error)
         if node is not None and node.meta.get("line"):
-            error.add_note(f"in a replay of what was recorded at {lines.quoted(node.meta['line'])}")
+            error.add_note(f"in a replay of what was recorded at {source_lines.quoted(node.meta['line'])}")
 
 
 def _taking(leaf: Any) -> Callable[[Any], list[Any]] | None:

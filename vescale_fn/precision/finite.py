@@ -8,15 +8,18 @@ from typing import Any
 
 import torch
 
-from .. import _torch, context, marks, tree
-from ..array import is_array
-from ..blocks import Blocks
-from ..containers import opened
-from ..errors import TransformError, VfnError, count_text, described, report
+from .._core import torch_internals
+from .._core.arrays.array import is_array
+from .._core.arrays.placement import unshard
+from .._core.base import context, tree
+from .._core.base.containers import opened
+from .._core.base.errors import TransformError, VfnError
+from .._core.base.messages import count_text, described, report
+from .._core.distributed.blocks import Blocks
+from .._core.local_types import tensor_types
 from ..ops.reductions import psum
-from ..optim.totals import added_up, parts_of_numbers
-from ..placement import unshard
-from ..plan.graph import Step
+from ..optim.global_sums import added_up, parts_of_numbers
+from ..plan.ir.graph import Step
 
 
 def all_finite(values: Any) -> Any:
@@ -69,7 +72,7 @@ def nan_guard(values: Any, name: str = "values") -> Any:
         vectors = [_read(vector) for _, vector in parts]
     said = [f"{paths[i]} is {described(leaves[i])}" for i in floats]
     raise_ = _Raise(said, [members for members, _ in parts])
-    recorder = _torch.recorder() if _torch.dispatch_modes() else None
+    recorder = torch_internals.recorder() if torch_internals.dispatch_modes() else None
     if recorder is None:
         raise_(*vectors)
     else:
@@ -80,8 +83,8 @@ def nan_guard(values: Any, name: str = "values") -> Any:
 def _read(vector: Any) -> Any:
     """Counts that are the same on all ranks, as a plain tensor, or as the list of the simulated ranks' tensors."""
     whole = unshard(vector) if is_array(vector) and context.body() is None else vector
-    with _torch.no_torch_function():
-        inner = _torch.peel(whole)
+    with torch_internals.no_torch_function():
+        inner = torch_internals.peel(whole)
         inner = unshard(inner) if is_array(inner) else inner
         return list(inner.blocks) if type(inner) is Blocks else inner
 
@@ -112,7 +115,7 @@ def _added_up_in_body(leaves: Sequence[Any], one: Callable[[Any], Any], where: s
                                     "blocks of one value, and which the same", fix=f"check_vma=True; or {where} of the "
                                     "arrays, outside of the body"))  # fmt: skip
     numbers = [one(x) for x in leaves]
-    varying = [marks.typeof(x, body.axes).varying for x in numbers]
+    varying = [tensor_types.typeof(x, body.axes).varying for x in numbers]
     axes = frozenset[str]().union(*varying)
     # What all ranks of an axis hold alike each of them adds.
     times = [math.prod(body.sizes[axis] for axis in axes - own) for own in varying]

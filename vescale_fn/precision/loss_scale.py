@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import tree
-from ..errors import VfnError, report
-from ..optim.leaves import by_leaf, choose, zeros_like
+from .._core.base import tree
+from .._core.base.errors import VfnError
+from .._core.base.messages import report
 from ..optim.optimizer import Optimizer, check_numbers, check_parts, check_state, check_steps, is_trained
+from ..optim.per_leaf import by_leaf, choose, zeros_like
 from .finite import all_finite
 
 

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import tree
-from ..containers import opened
-from ..optim.leaves import beside, by_leaf, each
+from .._core.base import tree
+from .._core.base.containers import opened
 from ..optim.optimizer import Optimizer, check_parts, check_state, is_trained
+from ..optim.per_leaf import beside, by_leaf, each
 from ..optim.updates import apply_updates
 
 

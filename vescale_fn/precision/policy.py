@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from .. import context, tree
-from ..array import narrowed
-from ..calls import checked_function
-from ..containers import opened
-from ..errors import VfnError, described, dtype_text, meant, report
+from .._core.arrays.array import narrowed
+from .._core.base import context, tree
+from .._core.base.containers import opened
+from .._core.base.errors import VfnError
+from .._core.base.messages import described, dtype_text, meant, report
+from .._core.base.user_calls import checked_function
 from ..optim.masks import by_path
 
 _DTYPES = {

@@ -1,7 +1,8 @@
 """Keys and draws: JAX's numbers, bit for bit, on any mesh."""
 
 from . import init
-from .backends import backend
+from .backends.choice import backend
+from .basic import bernoulli, bits, normal, randint, uniform
 from .continuous import (
     cauchy,
     double_sided_maxwell,
@@ -20,13 +21,12 @@ from .continuous import (
     weibull_min,
 )
 from .discrete import binomial, geometric, multinomial, poisson
-from .draws import bernoulli, bits, normal, randint, uniform
+from .dropout import dropout
 from .gammas import beta, chisquare, f, gamma, generalized_normal, loggamma, t
 from .keys import Key
-from .masks import dropout
 from .multivariate import ball, dirichlet, multivariate_normal
+from .permutations import categorical, choice, orthogonal, permutation
 from .streams import clone, fold_in, key, key_data, key_impl, split, wrap_key_data
-from .whole_axis import categorical, choice, orthogonal, permutation
 
 __all__ = [
     "backend",

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from ..errors import RandomError, report
-from ..spec import P
-from . import functions, kinds
+from .._core.base.errors import RandomError
+from .._core.base.messages import report
+from .._core.sharding.spec import P
+from .bits import elementwise_draws, float_ops
 from .keys import Key, checked, shape_of
 from .parameters import Shape, fitting, need, not_negative, one_of, positive, real, shape_and_place
-from .placed import Draw, drawn
+from .sharded import Draw, drawn
 from .streams import pieces
 
 
@@ -41,7 +42,7 @@ def exponential(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32,
     tensor([0.6708, 1.1388])
     """
     key = checked(key, "random.exponential")
-    need(dtype, kinds.FLOATS, "random.exponential")
+    need(dtype, elementwise_draws.FLOATS, "random.exponential")
     return drawn(
         "random.exponential", key, Draw("exponential", shape_of(shape, "random.exponential"), dtype), spec, mesh
     )
@@ -72,7 +73,7 @@ def laplace(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, 
     tensor([ 0.0228, -0.4457])
     """
     key = checked(key, "random.laplace")
-    need(dtype, kinds.FLOATS, "random.laplace")
+    need(dtype, elementwise_draws.FLOATS, "random.laplace")
     return drawn("random.laplace", key, Draw("laplace", shape_of(shape, "random.laplace"), dtype), spec, mesh)
 
 
@@ -101,7 +102,7 @@ def logistic(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *,
     tensor([-0.0452,  0.7528])
     """
     key = checked(key, "random.logistic")
-    need(dtype, kinds.FLOATS, "random.logistic")
+    need(dtype, elementwise_draws.FLOATS, "random.logistic")
     return drawn("random.logistic", key, Draw("logistic", shape_of(shape, "random.logistic"), dtype), spec, mesh)
 
 
@@ -130,7 +131,7 @@ mesh: Any = None) -> torch.Tensor:  # fmt: skip
     tensor([-0.0355,  0.6337])
     """
     key = checked(key, "random.cauchy")
-    need(dtype, kinds.FLOATS, "random.cauchy")
+    need(dtype, elementwise_draws.FLOATS, "random.cauchy")
     return drawn("random.cauchy", key, Draw("cauchy", shape_of(shape, "random.cauchy"), dtype), spec, mesh)
 
 
@@ -160,7 +161,7 @@ def gumbel(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, mode
     tensor([0.3341, 0.9520])
     """
     key = checked(key, "random.gumbel")
-    need(dtype, kinds.FLOATS, "random.gumbel")
+    need(dtype, elementwise_draws.FLOATS, "random.gumbel")
     one_of(mode, (None, "low", "high"), "random.gumbel", "mode")
     shape = shape_of(shape, "random.gumbel")
     return gumbel_noise("random.gumbel", key, shape, dtype, mode, spec, mesh)
@@ -173,8 +174,8 @@ def gumbel_noise(where: str, key: Key, shape: tuple[int, ...], dtype: torch.dtyp
         return drawn(where, key, Draw("gumbel", shape, dtype), spec, mesh)
     pair = Draw("uniform", (2, *shape), dtype, (0.0, 1.0))
     coarse, fine = drawn(where, key, pair, spec if spec is None else P(None, *spec), mesh).unbind(0)
-    finer = coarse + 2.0 ** -kinds.FLOATS[dtype][0] * fine + torch.finfo(dtype).tiny
-    return -functions.log(-functions.log1p(-torch.where(coarse >= 0.5, coarse, finer)))
+    finer = coarse + 2.0 ** -elementwise_draws.FLOATS[dtype][0] * fine + torch.finfo(dtype).tiny
+    return -float_ops.log(-float_ops.log1p(-torch.where(coarse >= 0.5, coarse, finer)))
 
 
 def rademacher(key: Key, shape: Shape = (), dtype: torch.dtype = torch.int32, *, spec: P | None = None,
@@ -202,7 +203,9 @@ def rademacher(key: Key, shape: Shape = (), dtype: torch.dtype = torch.int32, *,
     tensor([ 1, -1, -1, -1], dtype=torch.int32)
     """
     key = checked(key, "random.rademacher")
-    need(dtype, [d for d in (*kinds.INTEGERS, *kinds.FLOATS) if d.is_signed], "random.rademacher")
+    need(
+        dtype, [d for d in (*elementwise_draws.INTEGERS, *elementwise_draws.FLOATS) if d.is_signed], "random.rademacher"
+    )
     return drawn("random.rademacher", key, Draw("rademacher", shape_of(shape, "random.rademacher"), dtype), spec, mesh)
 
 
@@ -236,7 +239,7 @@ def truncated_normal(key: Key, lower: Any, upper: Any, shape: Shape | None = Non
     """
     where = "random.truncated_normal"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     lower, upper = real(lower, where, "lower"), real(upper, where, "upper")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, lower=lower, upper=upper)
     if not isinstance(lower, torch.Tensor) and not isinstance(upper, torch.Tensor):
@@ -246,9 +249,9 @@ def truncated_normal(key: Key, lower: Any, upper: Any, shape: Shape | None = Non
     unit = drawn(where, key, Draw("uniform", shape, dtype, (0.0, 1.0)), spec, mesh)
     lower, upper = fitting(where, unit, lower=lower, upper=upper)
     root = torch.tensor(math.sqrt(2), dtype=dtype, device=unit.device)
-    u = kinds.between(unit, functions.erf(lower / root), functions.erf(upper / root))
-    least, most = functions.above(lower), functions.below(upper)
-    return torch.minimum(torch.maximum(functions.erfinv(u) * root, least), most)
+    u = elementwise_draws.between(unit, float_ops.erf(lower / root), float_ops.erf(upper / root))
+    least, most = float_ops.above(lower), float_ops.below(upper)
+    return torch.minimum(torch.maximum(float_ops.erfinv(u) * root, least), most)
 
 
 def pareto(key: Key, b: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
@@ -278,12 +281,12 @@ def pareto(key: Key, b: Any, shape: Shape | None = None, dtype: torch.dtype = to
     """
     where = "random.pareto"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     b = positive(b, where, "b")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, b=b)
     x = drawn(where, key, Draw("exponential", shape, dtype), spec, mesh)
     (b,) = fitting(where, x, b=b)
-    return functions.exp(x / b)
+    return float_ops.exp(x / b)
 
 
 def rayleigh(key: Key, scale: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
@@ -313,12 +316,12 @@ def rayleigh(key: Key, scale: Any, shape: Shape | None = None, dtype: torch.dtyp
     """
     where = "random.rayleigh"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     scale = not_negative(scale, where, "scale")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, scale=scale)
     x = drawn(where, key, Draw("uniform", shape, dtype, (0.0, 1.0)), spec, mesh)
     (scale,) = fitting(where, x, scale=scale)
-    return functions.sqrt(functions.log(x) * -2) * scale
+    return float_ops.sqrt(float_ops.log(x) * -2) * scale
 
 
 def lognormal(key: Key, sigma: Any = 1.0, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
@@ -348,12 +351,12 @@ def lognormal(key: Key, sigma: Any = 1.0, shape: Shape | None = None, dtype: tor
     """
     where = "random.lognormal"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     sigma = not_negative(sigma, where, "sigma")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, sigma=sigma)
     x = drawn(where, key, Draw("normal", shape, dtype), spec, mesh)
     (sigma,) = fitting(where, x, sigma=sigma)
-    return functions.exp(x * sigma)
+    return float_ops.exp(x * sigma)
 
 
 def weibull_min(key: Key, scale: Any, concentration: Any, shape: Shape | None = None,
@@ -385,12 +388,12 @@ def weibull_min(key: Key, scale: Any, concentration: Any, shape: Shape | None = 
     """
     where = "random.weibull_min"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     scale, concentration = not_negative(scale, where, "scale"), positive(concentration, where, "concentration")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, scale=scale, concentration=concentration)
     x = drawn(where, key, Draw("exponential", shape, dtype), spec, mesh)
     scale, concentration = fitting(where, x, scale=scale, concentration=concentration)
-    return functions.power(x, 1 / concentration) * scale
+    return float_ops.power(x, 1 / concentration) * scale
 
 
 def triangular(key: Key, left: Any, mode: Any, right: Any, shape: Shape | None = None,
@@ -423,14 +426,14 @@ def triangular(key: Key, left: Any, mode: Any, right: Any, shape: Shape | None =
     """
     where = "random.triangular"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     left, mode, right = real(left, where, "left"), real(mode, where, "mode"), real(right, where, "right")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, left=left, mode=mode, right=right)
     u = drawn(where, key, Draw("uniform", shape, dtype, (0.0, 1.0)), spec, mesh)
     left, mode, right = fitting(where, u, left=left, mode=mode, right=right)
     rises = u < (mode - left) / (right - left)
     area = torch.where(rises, u * (right - left) * (mode - left), (1 - u) * (right - left) * (right - mode))
-    apart = functions.sqrt(area)
+    apart = float_ops.sqrt(area)
     return torch.where(rises, left + apart, right - apart)
 
 
@@ -438,7 +441,7 @@ def _norms(where: str, key: Key, shape: tuple[int, ...], dtype: torch.dtype, spe
     """The lengths of vectors of three normal numbers."""
     rows = None if spec is None else P(*spec, *(None,) * (len(shape) - len(spec)))
     x, y, z = drawn(where, key, Draw("normal", (*shape, 3), dtype), rows, mesh).unbind(-1)
-    return functions.sqrt(x * x + y * y + z * z)
+    return float_ops.sqrt(x * x + y * y + z * z)
 
 
 def maxwell(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None,
@@ -466,7 +469,7 @@ def maxwell(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, 
     tensor([0.5536, 0.2933])
     """
     key = checked(key, "random.maxwell")
-    need(dtype, kinds.FLOATS, "random.maxwell")
+    need(dtype, elementwise_draws.FLOATS, "random.maxwell")
     return _norms("random.maxwell", key, shape_of(shape, "random.maxwell"), dtype, spec, mesh)
 
 
@@ -499,7 +502,7 @@ def double_sided_maxwell(key: Key, loc: Any, scale: Any, shape: Shape = (), dtyp
     """
     where = "random.double_sided_maxwell"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     loc, scale = real(loc, where, "loc"), not_negative(scale, where, "scale")
     last, _, _ = shape_and_place(where, None, spec, mesh, loc=loc, scale=scale)
     full = (*(shape_of(shape, where) or last), *last)
@@ -539,7 +542,7 @@ def wald(key: Key, mean: Any, shape: Shape | None = None, dtype: torch.dtype = t
     """
     where = "random.wald"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     mean = positive(mean, where, "mean")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, mean=mean)
     normals, uniforms = pieces(key)
@@ -547,5 +550,5 @@ def wald(key: Key, mean: Any, shape: Shape | None = None, dtype: torch.dtype = t
     u = drawn(where, uniforms, Draw("uniform", shape, dtype, (0.0, 1.0)), spec, mesh)
     (mean,) = fitting(where, x, mean=mean)
     y, square = x * x, mean * mean
-    x = mean + square * y / 2 - mean / 2 * functions.sqrt(4 * mean * y + square * (y * y))
+    x = mean + square * y / 2 - mean / 2 * float_ops.sqrt(4 * mean * y + square * (y * y))
     return torch.where(u <= mean / (mean + x), x, square / x)

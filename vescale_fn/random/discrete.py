@@ -8,24 +8,16 @@ from typing import Any
 
 import torch
 
-from .. import context
-from ..errors import RandomError, report
+from .._core.base import context
+from .._core.base.errors import RandomError
+from .._core.base.messages import report
+from .._core.sharding.spec import P, split_axes
 from ..ops.reductions import pmax
-from ..spec import P, split_axes
-from . import functions, kinds
+from .bits import elementwise_draws, float_ops
 from .keys import Key, checked
-from .parameters import (
-    Shape,
-    check_broadcast,
-    fitting,
-    need,
-    not_negative,
-    probability,
-    real,
-    shape_and_place,
-)
-from .placed import Draw, drawn
-from .sampled import sampled
+from .parameters import Shape, check_broadcast, fitting, need, not_negative, probability, real, shape_and_place
+from .sharded import Draw, drawn
+from .sharded_rejection import sampled
 from .streams import pieces
 
 
@@ -71,15 +63,15 @@ def geometric(key: Key, p: Any, shape: Shape | None = None, dtype: torch.dtype =
     """
     where = "random.geometric"
     key = checked(key, where)
-    need(dtype, kinds.INTEGERS, where)
+    need(dtype, elementwise_draws.INTEGERS, where)
     p = p if isinstance(p, torch.Tensor) else probability(p, where, "p")
     wide = p.dtype if isinstance(p, torch.Tensor) else torch.float32
-    need(wide, kinds.FLOATS, where, "p")
+    need(wide, elementwise_draws.FLOATS, where, "p")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, p=p)
     u = drawn(where, key, Draw("uniform", shape, wide, (0.0, 1.0)), spec, mesh)
     (p,) = fitting(where, u, p=p)
     u = torch.where(u == 0, 1, u)
-    return kinds.as_integers(((functions.log(u) / functions.log1p(-p)).floor() + 1).detach(), dtype)
+    return elementwise_draws.as_integers(((float_ops.log(u) / float_ops.log1p(-p)).floor() + 1).detach(), dtype)
 
 
 def poisson(key: Key, lam: Any, shape: Shape | None = None, dtype: torch.dtype = torch.int32, *,
@@ -112,7 +104,7 @@ def poisson(key: Key, lam: Any, shape: Shape | None = None, dtype: torch.dtype =
     """
     where = "random.poisson"
     key = checked(key, where)
-    need(dtype, kinds.INTEGERS, where)
+    need(dtype, elementwise_draws.INTEGERS, where)
     lam = not_negative(lam, where, "lam")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, lam=lam)
     rate = _as_tensor(lam, torch.float32)
@@ -163,11 +155,11 @@ def binomial(key: Key, n: Any, p: Any, shape: Shape | None = None, dtype: torch.
     """
     where = "random.binomial"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     n = real(n, where, "n")
     p = p if isinstance(p, torch.Tensor) else probability(p, where, "p")
     wide = p.dtype if isinstance(p, torch.Tensor) else torch.float32
-    need(wide, kinds.FLOATS, where, "p")
+    need(wide, elementwise_draws.FLOATS, where, "p")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, n=n, p=p)
     n, p = _as_tensor(n, wide), _as_tensor(p, wide)
     if spec is None or context.body() is None:
@@ -205,10 +197,10 @@ def multinomial(key: Key, n: Any, p: Any, shape: Shape | None = None, dtype: tor
     """
     where = "random.multinomial"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     n = real(n, where, "n")
     p = p if isinstance(p, torch.Tensor) else torch.tensor(p, dtype=torch.float32)
-    need(p.dtype, kinds.FLOATS, where, "p")
+    need(p.dtype, elementwise_draws.FLOATS, where, "p")
     if not p.ndim:
         raise RandomError(report(where, "p must have a dim of outcomes, but its shape is ()"))
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, p=p)

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from .. import context
-from ..spec import P
-from . import functions, kinds
+from .._core.base import context
+from .._core.sharding.spec import P
+from .bits import elementwise_draws, float_ops
 from .keys import Key, checked, shape_of
 from .parameters import Shape, check_broadcast, fitting, need, not_negative, positive, shape_and_place
-from .placed import Draw, drawn
-from .sampled import sampled
+from .sharded import Draw, drawn
+from .sharded_rejection import sampled
 from .streams import pieces
 
 
@@ -27,7 +27,7 @@ def draw_gammas(where: str, key: Key, kind: str, name: str, a: Any, shape: tuple
     if not tensor:
         return x
     (a,) = fitting(where, x, **{name: a})
-    return functions.implicit(x, a.expand(x.shape), kind == "loggamma")
+    return float_ops.implicit(x, a.expand(x.shape), kind == "loggamma")
 
 
 def gamma(key: Key, a: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *, spec: P | None = None,
@@ -58,7 +58,7 @@ def gamma(key: Key, a: Any, shape: Shape | None = None, dtype: torch.dtype = tor
     """
     where = "random.gamma"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     a = not_negative(a, where, "a")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, a=a)
     return draw_gammas(where, key, "gamma", "a", a, shape, dtype, spec, mesh)
@@ -94,7 +94,7 @@ def loggamma(key: Key, a: Any, shape: Shape | None = None, dtype: torch.dtype = 
     """
     where = "random.loggamma"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     a = not_negative(a, where, "a")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, a=a)
     return draw_gammas(where, key, "loggamma", "a", a, shape, dtype, spec, mesh)
@@ -128,20 +128,20 @@ def beta(key: Key, a: Any, b: Any, shape: Shape | None = None, dtype: torch.dtyp
     """
     where = "random.beta"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     a, b = not_negative(a, where, "a"), not_negative(b, where, "b")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, a=a, b=b)
     key_a, key_b = pieces(key)
     x = draw_gammas(where, key_a, "loggamma", "a", a, shape, dtype, spec, mesh)
     y = draw_gammas(where, key_b, "loggamma", "b", b, shape, dtype, spec, mesh)
     top = torch.maximum(x, y)
-    x, y = functions.exp(x - top), functions.exp(y - top)
+    x, y = float_ops.exp(x - top), float_ops.exp(y - top)
     return x / (x + y)
 
 
 def _chisquares(where: str, key: Key, name: str, df: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: P | None,
                 mesh: Any) -> torch.Tensor:  # fmt: skip
-    return functions.exp(draw_gammas(where, key, "loggamma", name, df / 2, shape, dtype, spec, mesh)) * 2
+    return float_ops.exp(draw_gammas(where, key, "loggamma", name, df / 2, shape, dtype, spec, mesh)) * 2
 
 
 def chisquare(key: Key, df: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
@@ -171,7 +171,7 @@ def chisquare(key: Key, df: Any, shape: Shape | None = None, dtype: torch.dtype 
     """
     where = "random.chisquare"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     df = not_negative(df, where, "df")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, df=df)
     return _chisquares(where, key, "df", df, shape, dtype, spec, mesh)
@@ -204,14 +204,14 @@ def t(key: Key, df: Any, shape: Shape | None = None, dtype: torch.dtype = torch.
     """
     where = "random.t"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     df = positive(df, where, "df")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, df=df)
     key_n, key_g = pieces(key)
     n = drawn(where, key_n, Draw("normal", shape, dtype), spec, mesh)
     g = draw_gammas(where, key_g, "gamma", "df", df / 2, shape, dtype, spec, mesh)
     (half,) = fitting(where, n, df=df / 2)
-    return n * functions.sqrt(half / g)
+    return n * float_ops.sqrt(half / g)
 
 
 def f(key: Key, dfnum: Any, dfden: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
@@ -243,7 +243,7 @@ def f(key: Key, dfnum: Any, dfden: Any, shape: Shape | None = None, dtype: torch
     """
     where = "random.f"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     dfnum, dfden = positive(dfnum, where, "dfnum"), positive(dfden, where, "dfden")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, dfnum=dfnum, dfden=dfden)
     key_den, key_num = pieces(key)
@@ -259,7 +259,7 @@ def draw_generalized_normals(where: str, key: Key, p: Any, shape: tuple[int, ...
     key_g, key_r = pieces(key)
     g = draw_gammas(where, key_g, "gamma", "p", 1 / p, shape, dtype, spec, mesh)
     (exponent,) = fitting(where, g, p=1 / p)
-    return drawn(where, key_r, Draw("rademacher", shape, dtype), spec, mesh) * functions.power(g, exponent)
+    return drawn(where, key_r, Draw("rademacher", shape, dtype), spec, mesh) * float_ops.power(g, exponent)
 
 
 def generalized_normal(key: Key, p: Any, shape: Shape = (), dtype: torch.dtype = torch.float32, *,
@@ -289,7 +289,7 @@ def generalized_normal(key: Key, p: Any, shape: Shape = (), dtype: torch.dtype =
     """
     where = "random.generalized_normal"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     p = positive(p, where, "p")
     shape, spec, mesh = shape_and_place(where, shape_of(shape, where), spec, mesh, p=p)
     return draw_generalized_normals(where, key, p, shape, dtype, spec, mesh)

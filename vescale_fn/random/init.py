@@ -17,14 +17,17 @@ from typing import Any
 
 import torch
 
-from .. import context, placement
-from ..errors import RandomError, report
-from ..mesh import axes_of
-from ..spec import P, local_indices
-from . import kinds, whole_axis
+from .._core.arrays import placement
+from .._core.base import context
+from .._core.base.errors import RandomError
+from .._core.base.messages import report
+from .._core.sharding.index_map import axes_of, local_indices
+from .._core.sharding.spec import P
+from . import permutations
+from .bits import elementwise_draws
 from .keys import Key, checked, shape_of
 from .parameters import Shape, need, number, one_of
-from .placed import Draw, device_of, drawn, laid_out, own
+from .sharded import Draw, device_of, drawn, laid_out, own
 
 Initializer = Callable[..., torch.Tensor]  # (key, shape, dtype=None, *, spec=None, mesh=None)
 Axes = int | Sequence[int]
@@ -158,7 +161,7 @@ def variance_scaling(scale: float, mode: str, distribution: str, in_axis: Axes =
              mesh: Any = None) -> torch.Tensor:  # fmt: skip
         dtype = default if dtype is None else dtype
         key = checked(key, where)
-        need(dtype, kinds.FLOATS, where)
+        need(dtype, elementwise_draws.FLOATS, where)
         shape = shape_of(shape, where)
         into, out_of = fans(shape, in_axis, out_axis, batch_axis, where)
         n = {"fan_in": into, "fan_out": out_of, "fan_avg": (into + out_of) / 2, "fan_geo_avg": (into * out_of) ** 0.5}
@@ -241,7 +244,7 @@ def orthogonal(scale: float = 1.0, column_axis: int = -1, dtype: torch.dtype = t
             raise RandomError(report(where, f"shape must have 2 dims or more, but it is {shape}"))
         (column,) = dims(column_axis, len(shape), where, "column_axis")
         laid_out(where, key, Draw("normal", shape, dtype), spec, mesh)  # a wrong spec is found before the work
-        return whole_axis.spread(where, key, _orthogonal(key, shape, column, scale, dtype), spec, mesh)
+        return permutations.spread(where, key, _orthogonal(key, shape, column, scale, dtype), spec, mesh)
 
     return init
 
@@ -277,14 +280,14 @@ def delta_orthogonal(scale: float = 1.0, column_axis: int = -1, dtype: torch.dty
         matrix = _orthogonal(key, shape[-2:], column, scale, dtype)
         around = [pad for k in reversed(shape[:-2]) for pad in ((k - 1) // 2, k - 1 - (k - 1) // 2)]
         value = torch.nn.functional.pad(matrix[(None,) * (len(shape) - 2)], (0, 0, 0, 0, *around))
-        return whole_axis.spread(where, key, value, spec, mesh)
+        return permutations.spread(where, key, value, spec, mesh)
 
     return init
 
 
 def _orthogonal(key: Key, shape: Sequence[int], column: int, scale: float, dtype: torch.dtype) -> torch.Tensor:
     rest = [size for dim, size in enumerate(shape) if dim != column]
-    q = whole_axis.orthogonal(key, math.prod(rest), (), dtype, shape[column])
+    q = permutations.orthogonal(key, math.prod(rest), (), dtype, shape[column])
     return q.reshape(*rest, shape[column]).movedim(-1, column) * rounded(scale, dtype)
 
 
@@ -313,7 +316,7 @@ def _scaled(
     def init(key: Key, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None,
              mesh: Any = None) -> torch.Tensor:  # fmt: skip
         dtype, key = default if dtype is None else dtype, checked(key, where)
-        need(dtype, kinds.FLOATS, where)
+        need(dtype, elementwise_draws.FLOATS, where)
         return drawn(where, key, Draw(kind, shape_of(shape, where), dtype, params), spec, mesh) * rounded(scale, dtype)
 
     return init

@@ -16,9 +16,11 @@ import optree
 import optree.registry
 import torch
 
-from .. import _torch, tree
-from ..errors import RandomError, described, report, short
-from . import reuse
+from .._core import torch_internals
+from .._core.base import tree
+from .._core.base.errors import RandomError
+from .._core.base.messages import described, report, short
+from . import key_reuse
 
 IMPLS = ("threefry2x32",)
 
@@ -113,7 +115,7 @@ class Key:
         raise RandomError(report("Key", "a key is not true or false", fix="`if key is not None:`"))
 
     def __repr__(self) -> str:
-        if not (isinstance(self.data, torch.Tensor) and _torch.is_plain(self.data)):
+        if not (isinstance(self.data, torch.Tensor) and torch_internals.is_plain(self.data)):
             return f"Key({type(self.data).__name__}, {self.impl})"
         if self.ndim:
             return f"Key(shape={self.shape}, {self.impl})"
@@ -198,10 +200,10 @@ optree.register_pytree_node(
     namespace=optree.registry.__GLOBAL_NAMESPACE,
 )
 tree.mark_opaque(Key)  # there is nothing in a key to differentiate: gradient trees hold it as it is
-_torch.register_tree_node(Key, _flatten, lambda children, impl: _unflatten(impl, children), ("data",))
+torch_internals.register_tree_node(Key, _flatten, lambda children, impl: _unflatten(impl, children), ("data",))
 
 
-def checked(key: Any, where: str, scalar: bool = True, use: str | None = reuse.DRAW) -> Key:
+def checked(key: Any, where: str, scalar: bool = True, use: str | None = key_reuse.DRAW) -> Key:
     """`key` if it is one (and, by default, only one), else a RandomError that says what to pass.
 
     Every public function that takes a key calls this once, first; in debug mode it notes the use that is made of it.
@@ -214,7 +216,7 @@ def checked(key: Any, where: str, scalar: bool = True, use: str | None = reuse.D
             where, f"it takes one key, but was given an array of keys of shape {key.shape}",
             fix=f"key[0], or vfn.vmap(lambda key: vfn.random.{where.split('.')[-1]}(key, ...))(keys)"))  # fmt: skip
     if use is not None:
-        reuse.note(key.data, where, use)
+        key_reuse.note(key.data, where, use)
     return key
 
 

@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 
-from .. import array, context
-from ..errors import RandomError, described, report
-from ..mesh import axes_of
+from .._core.arrays import array
+from .._core.base import context
+from .._core.base.errors import RandomError
+from .._core.base.messages import described, report
+from .._core.sharding.index_map import axes_of
+from .._core.sharding.spec import P, split_axes
 from ..ops.positions import axis_index
-from ..spec import P, split_axes
-from . import functions, kinds
+from .bits import elementwise_draws, float_ops
 from .gammas import draw_gammas, draw_generalized_normals
 from .keys import Key, checked, shape_of
 from .parameters import Shape, fitting, integer, need, one_of, positive, shape_and_place
-from .placed import Draw, drawn
+from .sharded import Draw, drawn
 from .streams import pieces
 
 
@@ -70,7 +72,7 @@ def dirichlet(key: Key, alpha: Any, shape: Shape | None = None, dtype: torch.dty
     """
     where = "random.dirichlet"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     alpha = alpha if isinstance(alpha, torch.Tensor) else torch.tensor(alpha, dtype=dtype)
     if not alpha.ndim:
         raise RandomError(report(where, f"alpha must be [..., n], but it is {described(alpha)}"))
@@ -79,8 +81,8 @@ def dirichlet(key: Key, alpha: Any, shape: Shape | None = None, dtype: torch.dty
 
     def vectors(spec: P | None) -> torch.Tensor:
         x = draw_gammas(where, key, "loggamma", "alpha", alpha, full, dtype, spec, mesh)
-        x = functions.exp(x - x.detach().amax(-1, keepdim=True))
-        return x / functions.tree_sum(x)[..., None]
+        x = float_ops.exp(x - x.detach().amax(-1, keepdim=True))
+        return x / float_ops.tree_sum(x)[..., None]
 
     return _with_rows_whole(where, full, spec, mesh, vectors)
 
@@ -113,7 +115,7 @@ def ball(key: Key, d: int, p: Any = 2, shape: Shape = (), dtype: torch.dtype = t
     """
     where = "random.ball"
     key = checked(key, where)
-    need(dtype, kinds.FLOATS, where)
+    need(dtype, elementwise_draws.FLOATS, where)
     d, p = integer(d, where, "d"), positive(p, where, "p")
     if d < 1:
         raise RandomError(report(where, f"d must be positive, but it is {d}"))
@@ -128,7 +130,7 @@ def ball(key: Key, d: int, p: Any = 2, shape: Shape = (), dtype: torch.dtype = t
             where, key_e, Draw("exponential", shape, dtype), spec if spec is None else P(*spec[: len(shape)]), mesh
         )
         power, root = fitting(where, e, p=p, root=1 / p)
-        size = functions.power(functions.tree_sum(functions.power(g.abs(), power)) + e, root)
+        size = float_ops.power(float_ops.tree_sum(float_ops.power(g.abs(), power)) + e, root)
         return g / size[..., None]
 
     return _with_rows_whole(where, (*shape, d), spec, mesh, vectors)
@@ -166,7 +168,7 @@ def multivariate_normal(key: Key, mean: Any, cov: Any, shape: Shape | None = Non
     key = checked(key, where)
     mean, cov = (x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.float32) for x in (mean, cov))
     wanted: torch.dtype = mean.dtype if dtype is None else dtype
-    need(wanted, kinds.FLOATS, where)
+    need(wanted, elementwise_draws.FLOATS, where)
     one_of(method, ("cholesky", "eigh", "svd"), where, "method")
     n = mean.shape[-1] if mean.ndim else 0
     if not mean.ndim or cov.ndim < 2 or tuple(cov.shape[-2:]) != (n, n):
@@ -197,4 +199,4 @@ def _factor(cov: torch.Tensor, method: str) -> torch.Tensor:
         values, vectors = torch.linalg.eigh(wide)
     else:
         vectors, values, _ = torch.linalg.svd(wide)
-    return vectors * functions.sqrt(values)[..., None, :]
+    return vectors * float_ops.sqrt(values)[..., None, :]

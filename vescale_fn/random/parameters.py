@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from .. import array, context
-from ..errors import RandomError, described, report, short
-from ..spec import P, from_split_axes, split_axes
+from .._core.arrays import array
+from .._core.base import context
+from .._core.base.errors import RandomError
+from .._core.base.messages import described, report, short
+from .._core.sharding.spec import P, from_split_axes, split_axes
 from .keys import shape_of
 
 Shape = Sequence[int] | int

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import RandomError, described, report
-from . import op, reuse
+from .._core.base.errors import RandomError
+from .._core.base.messages import described, report
+from . import key_reuse
+from .backends import draw_op
+from .bits.threefry import signed
 from .keys import IMPLS, Key, checked, shape_of
-from .threefry import signed
 
 from_numpy = torch.from_numpy  # not `torch.tensor`, which in a `shard_map` body makes one copy a simulated rank
 
@@ -167,13 +169,13 @@ def split(key: Key, num: int | Sequence[int] = 2) -> Key:
     """
     key = checked(key, "random.split")
     shape = shape_of(num, "random.split", "num")
-    data = op.split(key.data, math.prod(shape))
+    data = draw_op.split(key.data, math.prod(shape))
     return Key(data if len(shape) == 1 else data.reshape((*shape, 2)), key.impl)
 
 
 def pieces(key: Key, n: int = 2) -> Key:
     """`split` inside a draw: without checks, and without a trace in what debugging records."""
-    return Key(op.split(key.data, n), key.impl)
+    return Key(draw_op.split(key.data, n), key.impl)
 
 
 def fold_in(key: Key, data: Any) -> Key:
@@ -192,9 +194,9 @@ def fold_in(key: Key, data: Any) -> Key:
     >>> vfn.random.fold_in(vfn.random.key(42), 7)
     Key([2547012911, 1371500959], threefry2x32)
     """
-    key = checked(key, "random.fold_in", use=reuse.FOLD)
+    key = checked(key, "random.fold_in", use=key_reuse.FOLD)
     data = _integer(data, "random.fold_in", "data", 0, 1 << 32)
-    return Key(op.fold_in(key.data, data), key.impl)
+    return Key(draw_op.fold_in(key.data, data), key.impl)
 
 
 def clone(key: Key) -> Key:
@@ -214,5 +216,5 @@ def clone(key: Key) -> Key:
     True
     """
     key = checked(key, "random.clone", scalar=False, use=None)
-    reuse.allow(key.data)
+    key_reuse.allow(key.data)
     return Key(key.data.clone(), key.impl)

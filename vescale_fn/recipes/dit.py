@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from einops import rearrange
 
 import vescale_fn as vfn
-from vescale_fn import P  # mesh
+from vescale_fn import P
 
 from .layers import attention, dropout, keys_of, matrix, split_heads
 from .parallel import ONE_DEVICE, Layout  # mesh

@@ -34,7 +34,7 @@ import optree
 import torch
 
 from vescale_fn import P
-from vescale_fn.merged import Merged
+from vescale_fn._core.sharding.merged_dim import Merged
 
 Spec = P | Callable[[tuple[int, ...]], P]
 Rules = list[tuple[str, Spec]]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import vescale_fn as vfn
-from vescale_fn import P  # mesh
+from vescale_fn import P
 
 from .layers import attention, dropout, keys_of, matrix, next_token_loss, rms_norm, rotate, rotation, split_heads
 from .parallel import ONE_DEVICE, Layout  # mesh

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import vescale_fn as vfn
-from vescale_fn import P  # mesh
+from vescale_fn import P
 
 from .layers import dropout, keys_of, matrix, next_token_loss, rms_norm, rotation
 from .llama import attend

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import vescale_fn as vfn
-from vescale_fn.errors import meant
+from vescale_fn._core.base.messages import meant
 
 from . import data, gpt, llama, metrics, mixtral, report
 from .models import suits  # mesh: start

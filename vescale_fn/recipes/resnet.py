@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import vescale_fn as vfn
-from vescale_fn import P  # mesh
+from vescale_fn import P
 
 from .layers import dropout, group_norm, keys_of, matrix
 from .parallel import ONE_DEVICE, Layout  # mesh

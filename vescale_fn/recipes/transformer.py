@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import vescale_fn as vfn
-from vescale_fn import P  # mesh
+from vescale_fn import P
 
 from .layers import dropout, keys_of, matrix, rotate, rotation
 

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...wire import group_size
-from .. import dependencies
-from ..exchanged import carried_out, collective_of, given, is_listed, is_written, made_at, noted, put, size
-from ..graph import Step, changed, collectives, copied, value
+from ..._core.distributed.collectives import group_size
+from ..ir import dependencies
+from ..ir.collective_nodes import carried_out, collective_of, given, is_listed, is_written, made_at, noted, put, size
+from ..ir.graph import Step, changed, collectives, copied, value
 
 LIMIT = 4 << 20
 ALONE = 256 << 10

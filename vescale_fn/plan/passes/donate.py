@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...wire import Start
-from .. import aliasing, inplace
-from .. import graph as plan
-from ..line import DONATED
+from ..._core.distributed.collectives import Start
+from ..ir import graph as plan
+from ..ir import inplace, memory_aliases
+from ..ir.liveness import DONATED
 
 
 def donate(graph: fx.Graph) -> fx.Graph:
@@ -33,10 +33,10 @@ class _Places:
     """Where everything lies, before any result has moved, and who uses it."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.lie = aliasing.memories(graph)
+        self.lie = memory_aliases.memories(graph)
         self.changed = plan.changed(graph)
-        self.writers: dict[aliasing.Memory, fx.Node] = {}  # of donated memory
-        self.users: dict[aliasing.Memory, list[fx.Node]] = {}
+        self.writers: dict[memory_aliases.Memory, fx.Node] = {}  # of donated memory
+        self.users: dict[memory_aliases.Memory, list[fx.Node]] = {}
         for node in graph.nodes:
             users = [node, *(node.users if isinstance(node.target, Start) else ())]  # until it has arrived, it is read
             for memory in frozenset().union(*(self.lie[x] for x in node.all_input_nodes)):
@@ -127,13 +127,13 @@ def _write(graph: fx.Graph, places: _Places, target: fx.Node, result: fx.Node) -
             used.target, used.args, used.kwargs = earlier
             call, place = inplace.written_into(result, used), used
         result.target, result.args, result.kwargs = call
-        places.writers[aliasing.Memory(target)] = used if place is used else result
+        places.writers[memory_aliases.Memory(target)] = used if place is used else result
         return
     with graph.inserting_after(max(used, result) if not changed else _last(graph)):
         copy = graph.call_function(torch.ops.aten.copy_.default, (target, result))
     copy.meta = dict(result.meta)
     places.lie[copy] = places.lie[target]
-    places.writers[aliasing.Memory(target)] = copy
+    places.writers[memory_aliases.Memory(target)] = copy
     result.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy and copy < user)
 
 
@@ -162,8 +162,8 @@ def _fitting(places: _Places, target: fx.Node, result: fx.Node) -> Any:
 
 def hand_over(graph: fx.Graph) -> None:
     """Give back what lies in donated memory as new tensors, that know nothing of those that were given away."""
-    lie, end = aliasing.memories(graph), plan.output(graph)
-    donated = {aliasing.Memory(node) for node in graph.nodes if node.op == "placeholder" and DONATED in node.meta}
+    lie, end = memory_aliases.memories(graph), plan.output(graph)
+    donated = {memory_aliases.Memory(node) for node in graph.nodes if node.op == "placeholder" and DONATED in node.meta}
     for result in dict.fromkeys(results(graph)):
         if isinstance(result, fx.Node) and lie[result] & donated and result.target is not HAND_OVER:
             with graph.inserting_before(end):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph import calls, copied, is_aten, memories, name_of, nbytes, output, value, written
+from ..ir.graph import calls, copied, is_aten, memories, name_of, nbytes, output, value, written
 from .donate import HAND_OVER
 
 LIMIT = 1 << 18  # bytes of a leaf

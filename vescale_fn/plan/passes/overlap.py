@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import fx
 
-from ... import wire
-from ...wire import Collective, Start, group_size
-from .. import dependencies
-from ..exchanged import collective_of, given, is_light, is_written, made_at, size
-from ..graph import Step, changed, collectives, copied
+from ..._core.distributed import collectives as collectives_
+from ..._core.distributed.collectives import Collective, Start, group_size
+from ..ir import dependencies
+from ..ir.collective_nodes import collective_of, given, is_light, is_written, made_at, size
+from ..ir.graph import Step, changed, collectives, copied
 
 AHEAD = 64 << 20
 
@@ -90,7 +90,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _wait(begun: Any, *taken: Any) -> Any:
-    return wire.wait(begun)
+    return collectives_.wait(begun)
 
 
 def _let_down(graph: fx.Graph, place: dict[fx.Node, float], waits: set[fx.Node]) -> None:

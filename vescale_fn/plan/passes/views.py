@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph import is_aten, name_of, value
-from ..rewriting import Rewriting
+from ..ir.graph import is_aten, name_of, value
+from ..ir.rewriting import Rewriting
 
 _aten = torch.ops.aten
 _VIEW, _PERMUTE, _T = _aten.view.default, _aten.permute.default, _aten.t.default

@@ -1,0 +1,1 @@
+"""The global view: `Array`, its interpreter, resharding, sharding rules."""

@@ -1,0 +1,667 @@
+"""Arrays: whole values that lie on a mesh, run by the interpreter; and how they are made, moved and taken apart.
+
+An `Array` is a DTensor whose `__torch_dispatch__` is the eager interpreter, so it sees the program below autograd and
+below `torch.func`, forward and backward alike, and it is still a DTensor to checkpoints, optimisers and other
+libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import torch_internals
+from ..base import context, linear_map
+from ..base.errors import InPlaceError, MeshError, SpecError, TransformError
+from ..base.messages import described, mesh_text, report, short
+from ..base.saved_names import also_saved_as, saved_as
+from ..distributed import blocks
+from ..distributed.blocks import Blocks, WithoutMemory
+from ..distributed.mesh import SimulatedMesh, coordinates, is_simulated, played_ranks, rebuild_mesh, same
+from ..local_types import tensor_types
+from ..sharding.index_map import axes_of, local_indices
+from ..sharding.layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
+from ..sharding.merged_dim import Merged, UnevenParts
+from ..sharding.placements import from_placements
+from ..sharding.spec import P, from_split_axes, rebuild_spec, split_axes
+from . import interpreter, reshard
+from .lazy_layout import note_stated
+
+
+@torch_internals.dispatch_to_own
+class Array(WithoutMemory, DTensor):
+    """A whole value that lies on a mesh: any torch op on it gives the single-device answer.
+
+    Made by `shard`, `from_local`, `with_sharding`, by draws with a ``spec``, and by every op on arrays; not directly.
+
+    >>> import torch, vescale_fn as vfn
+    >>> with vfn.simulate(2):
+    ...     x = vfn.shard(torch.arange(6.0), vfn.make_mesh((2,), ("dp",)), vfn.P("dp"))
+    ...     print(x + 1)
+    Array f32[6@dp] on mesh (dp=2)
+    tensor([1., 2., 3., 4., 5., 6.])
+    """
+
+    elsewhere = (
+        "its blocks are on the ranks of a mesh",
+        "vfn.unshard(x) for the whole value, x.to_local() for this rank's block",
+    )
+
+    @classmethod
+    @torch_internals.not_compiled
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            args, kwargs = _take_in(args), _take_in(kwargs)
+        return interpreter.dispatch(Array, func, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "_local_tensor":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        interpreter.read(self)
+        return self._local_tensor
+
+    @property
+    def type_text(self) -> str:
+        """The type on one short line: ``f32[8@dp,4]``."""
+        return type_text(self.shape, self.dtype, spec_of(self))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        spec = spec_of(self)
+        head = f"Array {self.type_text} on {mesh_text(axes_of(self._spec.mesh))}"
+        if is_simulated(self._spec.mesh) or _is_here(self._spec.mesh, spec):
+            return f"{head}\n{_plain(self, 'print')}"  # not through autograd: a transform may be printing
+        return f"{head}\n{_own_block(self, spec)}"
+
+    def __format__(self, form: str) -> str:
+        return format(self.item(), form) if self.ndim == 0 else object.__format__(self, form)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (torch_internals.local(self), self._spec.mesh, spec_of(self), tuple(self.shape), tuple(self.stride()),
+                          self.requires_grad, isinstance(self, torch.nn.Parameter))  # fmt: skip
+
+    def __deepcopy__(self, memo: Any) -> Array:
+        copy = self.detach().clone().requires_grad_(self.requires_grad)
+        return _marked(copy, spec_of(self).reduced, isinstance(self, torch.nn.Parameter))
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The same value, not seen by autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise InPlaceError(
+            report(
+                "array",
+                "`.data = ` cannot exchange what an array holds",
+                fix="with torch.no_grad(): x.copy_(value); or torch.utils.swap_tensors(x, value)",
+            )
+        )
+
+    def __tensor_flatten__(self) -> Any:
+        torch_internals.break_graph(TransformError(report(
+            "torch.compile", "it cannot compile what is done with an array", [f"it is {self.type_text}"],
+            "vfn.jit(step, backend='inductor') of the whole step, or a shard_map whose body calls it on blocks")))  # fmt: skip
+        return super().__tensor_flatten__()
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, flat: Any, outer_size: Any, outer_stride: Any) -> Array:
+        raw = DTensor.__tensor_unflatten__(inner, flat, outer_size, outer_stride)
+        return torch_internals.new_dtensor(
+            Array, torch_internals.local(raw), raw._spec, requires_grad=raw.requires_grad
+        )
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Array:  # type: ignore[override]
+        """This value with other DTensor placements; `with_sharding` in torch's words."""
+        mesh = self._spec.mesh if device_mesh is None else context.checked_mesh(device_mesh, "redistribute")
+        wrong = [p for p in placements or () if not isinstance(p, torch.distributed.tensor.placement_types.Placement)]
+        if wrong or isinstance(placements, P):
+            said = repr(placements) if isinstance(placements, P) else ", ".join(map(short, wrong))
+            raise SpecError(report("redistribute", f"placements must be torch's Shard(dim), Replicate() or Partial(), but "
+                                   f"there is {said}", fix="vfn.with_sharding(x, spec), which takes a P"))  # fmt: skip
+        given, wanted = len(placements or self.placements), len(axes_of(mesh))
+        if given != wanted:
+            raise SpecError(report("redistribute", f"{given} placements for {wanted} axes, those of the "
+                                   f"{mesh_text(axes_of(mesh))}", fix="one placement for each axis"))  # fmt: skip
+        return place(
+            self, mesh, from_placements(placements or self.placements, axes_of(mesh), self.ndim), "redistribute"
+        )
+
+    def full_tensor(self, **kwargs: Any) -> torch.Tensor:
+        """The whole value as a plain tensor; `unshard` in torch's words."""
+        return whole(self)
+
+    def to_local(self, **kwargs: Any) -> torch.Tensor:
+        """This rank's block, as a plain tensor (on a simulated mesh: a `Blocks`)."""
+        return bring_in(self, self._spec.mesh, spec_of(self), "to_local")
+
+    def numpy(self, **kwargs: Any) -> Any:
+        """The whole value as a numpy array."""
+        return whole(self).numpy(**kwargs)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        value = whole(self.detach()).numpy()
+        return value.astype(dtype or value.dtype, copy=bool(copy))
+
+    def tolist(self) -> Any:
+        """The whole value as nested lists."""
+        return whole(self.detach()).tolist()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The whole value, for another library's `from_dlpack`."""
+        return whole(self).__dlpack__(*args, **kwargs)
+
+    def __create_write_items__(self, *args: Any) -> Any:
+        _refuse_for_checkpoint(self)
+        return super().__create_write_items__(*args)  # type: ignore[misc]
+
+    def __create_chunk_list__(self) -> Any:
+        _refuse_for_checkpoint(self)
+        return super().__create_chunk_list__()  # type: ignore[misc]
+
+    def __get_tensor_shard__(self, index: Any) -> Any:
+        _refuse_for_checkpoint(self)
+        return super().__get_tensor_shard__(index)  # type: ignore[misc]
+
+
+def _refuse_for_checkpoint(x: Array) -> None:
+    """Raise where torch's checkpoints, which know of one contiguous part of a value a process, would store another one."""
+    mesh, spec = x._spec.mesh, spec_of(x)
+    here = [coordinates(mesh, rank) for rank in played_ranks(mesh)] if mesh.get_coordinate() is not None else []
+    blocks_here = [local_indices(tuple(x.shape), axes_of(mesh), spec, coord) for coord in here]
+    if any(isinstance(indices, list) for block in blocks_here for indices in block):
+        raise SpecError(report("torch.distributed.checkpoint", "this array's blocks are no contiguous parts of it",
+                               [x.type_text], "vfn.save(path, tree), or vfn.with_sharding(x, P(...)) first"))  # fmt: skip
+    if is_simulated(mesh):
+        raise MeshError(report("torch.distributed.checkpoint", "a simulated mesh has one process for all ranks",
+                               [repr(x).splitlines()[0]], "vfn.save(path, tree)"))  # fmt: skip
+
+
+def _is_here(mesh: Any, spec: P) -> bool:
+    """Whether each rank holds the whole value."""
+    axes = axes_of(mesh)
+    return all(axes[axis] == 1 for row in (*split_axes(spec, len(spec)), spec.unreduced) for axis in row)
+
+
+def _own_block(x: Array, spec: P) -> str:
+    """This rank's block, said to be one: printing on one rank alone must not wait for the others."""
+    mesh = x._spec.mesh
+    rank = played_ranks(mesh)[0]
+    where = local_indices(tuple(x.shape), axes_of(mesh), spec, coordinates(mesh, rank))
+    spans = ", ".join(
+        f"{i.start}:{i.stop}" if isinstance(i, range) else f"{len(i)} of {n}" for i, n in zip(where, x.shape)
+    )
+    what = (
+        f"this rank's partial sum over {','.join(sorted(spec.unreduced))} of" if spec.unreduced else "this rank's block"
+    )
+    return f"{what} [{spans}]: {torch_internals.local(x)}"
+
+
+@saved_as("vescale_fn.array")
+def _rebuild(local: Any, mesh: Any, spec: P, shape: Any, stride: Any, requires_grad: bool, parameter: bool) -> Array:
+    out = wrap(local, mesh, spec, torch.Size(shape), stride)
+    return _marked(out.requires_grad_(requires_grad), spec.reduced, parameter)
+
+
+def _marked(x: Array, reduced: frozenset[str], parameter: bool) -> Array:
+    """With what is known of an array besides its value."""
+    if reduced:
+        x._reduced = reduced
+    if parameter:
+        x._is_param = True  # what makes a subclass of Tensor an nn.Parameter
+    return x
+
+
+torch.serialization.add_safe_globals(
+    [Array, Blocks, Merged, UnevenParts, SimulatedMesh, P, _rebuild, rebuild_mesh, rebuild_spec]
+)
+
+
+def wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...] | None = None) -> Array:
+    """The array of `shape` of which `local` is what this rank holds under `spec`."""
+    bare = P(*spec, unreduced=spec.unreduced) if spec.reduced else spec
+    if type(local) is not Blocks and torch_internals.is_lazy(local):
+        local = torch_internals.settled(local)
+    dspec = spec_for(mesh, bare, shape, stride or contiguous_stride(shape), local.dtype)
+    if local.requires_grad:  # inside a Function's forward: the array is the variable, not what it holds
+        local = local.detach()
+    out = torch_internals.new_dtensor(Array, local, dspec, requires_grad=False)
+    if spec.unreduced:
+        out._sum = []
+    if spec.reduced:
+        out._reduced = spec.reduced
+    return out
+
+
+def _take_in(value: Any) -> Any:
+    """Raw DTensors as arrays."""
+    if isinstance(value, dict):
+        return {k: _take_in(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_take_in, value))
+    if isinstance(value, DTensor) and not isinstance(value, Array):
+        value = _only_sums(value)
+        return torch_internals.new_dtensor(Array, torch_internals.local(value), value._spec, requires_grad=False)
+    return value
+
+
+def _only_sums(x: Any) -> Any:
+    """A raw DTensor with maxima and the like put together: of partial values a spec can say only sums."""
+    if isinstance(x, Array) or not any(p.is_partial() and p.reduce_op != "sum" for p in x._spec.placements):
+        return x
+    whole = [torch.distributed.tensor.Replicate() if p.is_partial() else p for p in x._spec.placements]
+    return DTensor.redistribute(x.detach(), placements=whole)  # type: ignore[arg-type]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array or a raw DTensor, also inside a transform."""
+    return isinstance(x, torch.Tensor) and isinstance(torch_internals.peel(x), DTensor)
+
+
+def mesh_of(x: torch.Tensor) -> Any:
+    """The mesh of an array, also inside a transform; None for a plain tensor."""
+    inner = torch_internals.peel(x)
+    return inner._spec.mesh if isinstance(inner, DTensor) else None
+
+
+def spec_of(x: torch.Tensor) -> P:
+    """How a value lies.
+
+    Args:
+        x: an array or raw DTensor, also inside a transform (under `vmap` the spec is of the unbatched dims), or a plain
+            tensor, which is whole.
+
+    Source: ``jax.typeof(x).sharding.spec``.
+
+    >>> import torch, vescale_fn as vfn
+    >>> with vfn.simulate(2):
+    ...     vfn.spec_of(vfn.shard(torch.zeros(4, 2), vfn.make_mesh((2,), ("dp",)), vfn.P("dp")))
+    P('dp')
+    """
+    if not isinstance(x, torch.Tensor):
+        raise SpecError(report("spec_of", f"x must be one tensor, but it is {described(x)}",
+                               fix="vfn.show(tree) for a whole tree"))  # fmt: skip
+    inner = torch_internals.peel(x)
+    if not isinstance(inner, DTensor):
+        return WHOLE
+    spec, gone = layout(inner._spec), torch_internals.batch_dims(x)
+    reduced = getattr(inner, "_reduced", frozenset())
+    if not gone and not reduced:
+        return spec
+    rows = list(split_axes(spec, inner.ndim))
+    for dim in gone:
+        del rows[dim]
+    return from_split_axes(rows, spec.unreduced, reduced)
+
+
+def entries_over(x: torch.Tensor) -> frozenset[str]:
+    """The axes over which the entries of an array under `vmap` are split."""
+    inner, gone = torch_internals.peel(x), torch_internals.batch_dims(x)
+    if not gone or not isinstance(inner, DTensor):
+        return frozenset()
+    rows = list(split_axes(layout(inner._spec), inner.ndim))
+    return frozenset(axis for dim in gone for axis in rows.pop(dim))
+
+
+def entries_asked(where: str, named: frozenset[str], mesh: Any) -> tuple[str, ...]:
+    """The axes that the `vmap`s around lay their entries out over; or an error, where they are used otherwise here."""
+    asked = context.entries_over()
+    sizes = axes_of(mesh)
+    wrong = [f"axis {axis!r} is used here already" for axis in asked if axis in named]
+    wrong += [f"there is no axis {axis!r} on the {mesh_text(sizes)}" for axis in asked if axis not in sizes]
+    if wrong:
+        raise TransformError(report(where, "it cannot lay out the entries of a vmap as its spmd_axis_name says", wrong,
+                                    "for spmd_axis_name an axis of the mesh that nothing in the function names"))  # fmt: skip
+    return asked
+
+
+# --- moving, differentiably -------------------------------------------------------------------------------------------
+
+
+def _cotangent_spec(spec: P) -> P:
+    """How the cotangent of a value with this spec lies: as the value, unreduced and reduced swapped."""
+    return P(*spec, unreduced=spec.reduced, reduced=spec.unreduced)
+
+
+Lead = tuple[tuple[str, ...], ...]  # of each leading dim, of a vmap: the axes to split it over; none: it stays as it is
+
+
+@dataclass(frozen=True)
+class _Move:
+    """An array, or a plain whole tensor, brought to `target` (None: to a plain whole tensor)."""
+
+    mesh: Any
+    source: P | None
+    target: P | None
+    why: str
+    lead: Lead = ()
+    cast: tuple[torch.dtype, torch.dtype] | None = (
+        None  # from and to: before it moves. Back, too, it is the first thing
+    )
+
+    def begun(self, x: Any) -> Any:
+        """The value before it moves."""
+        x = _take_in(x)
+        return x if self.cast is None else x.to(self.cast[1])
+
+    def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.carried_out(self.begun(*xs)),)
+
+    def carried_out(self, x: Any) -> Any:
+        """The move, of what has begun."""
+        spec = layout(x._spec) if isinstance(x, Array) else WHOLE
+        if self.target is None:
+            return _plain(x, self.why)
+        target = led(self.lead, spec, self.target, x.ndim)
+        if isinstance(x, Array) and P(*target, unreduced=target.unreduced) == spec and not target.reduced:
+            return x.detach()
+        bare = P(*target, unreduced=target.unreduced)
+        if isinstance(x, Array):
+            local = interpreter.brought(x, bare, self.why, apart=True)
+            return wrap(_apart(local, torch_internals.local(x)), self.mesh, target, x.shape)
+        steps = reshard.plan(tuple(x.shape), axes_items(self.mesh), WHOLE, bare)
+        before = _local(x, self.mesh)
+        local = reshard.run(before, tuple(x.shape), self.mesh, steps, self.why)
+        return wrap(_apart(local, before) if steps else packed(local), self.mesh, target, x.shape)
+
+    def transpose(self) -> _Move:
+        source, target = (None if s is None else _cotangent_spec(s) for s in (self.source, self.target))
+        back = None if self.cast is None else (self.cast[1], self.cast[0])
+        return _Move(self.mesh, target, source, f"{self.why} (backward)", self.lead, back)
+
+    def batched(self, over: tuple[str, ...]) -> _Move:
+        return replace(self, lead=(over, *self.lead))
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """Several moves on one mesh; what is the same collective travels as one, there and, when all cotangents are known, back."""
+
+    parts: tuple[_Move, ...]
+
+    def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
+        out: list[Any] = [part.begun(x) for part, x in zip(self.parts, xs, strict=True)]
+        together: list[tuple[int, P]] = []
+        for i, (part, x) in enumerate(zip(self.parts, out, strict=True)):
+            if isinstance(x, Array) and part.target is not None and not getattr(x, "_sum", None):
+                target = led(part.lead, layout(x._spec), part.target, x.ndim)
+                if P(*target, unreduced=target.unreduced) != layout(x._spec):
+                    together.append((i, target))
+                    continue
+            out[i] = part.carried_out(x)
+        moved = moved_together([out[i] for i, _ in together], [target for _, target in together], self.parts[0].why)
+        for (i, _), y in zip(together, moved, strict=True):
+            out[i] = y
+        return tuple(out)
+
+    def transpose(self) -> _Moves:
+        return _Moves(tuple(part.transpose() for part in self.parts))
+
+    def only(self, which: Sequence[int]) -> _Moves:
+        return _Moves(tuple(self.parts[i] for i in which))
+
+    def batched(self, over: tuple[str, ...]) -> _Moves:
+        return _Moves(tuple(part.batched(over) for part in self.parts))
+
+
+def led(lead: Lead, lies: P, goal: P, ndim: int, among: Container[str] | None = None) -> P:
+    """`goal`, which speaks of the dims behind those of `lead`: these are split as `lead` says, or stay as `lies` has them, over
+    axes that `goal` leaves free (and that are `among` these)."""
+    if not lead:
+        return goal
+    rows = split_axes(goal, ndim - len(lead))
+    taken = {axis for row in rows for axis in row} | goal.unreduced
+    said = taken.union(*lead)
+    front = [_before(over, taken, among) if over else _before(row, said, among)
+             for over, row in zip(lead, split_axes(lies, ndim))]  # fmt: skip
+    return from_split_axes([*front, *rows], goal.unreduced, goal.reduced)
+
+
+def _before(row: tuple[str, ...], taken: set[str], among: Container[str] | None) -> tuple[str, ...]:
+    n = 0
+    while n < len(row) and row[n] not in taken and (among is None or row[n] in among):
+        n += 1
+    return row if n == len(row) else row[:n]
+
+
+def _local(x: Any, mesh: Any) -> Any:
+    """The local value of an array, or of a plain tensor, which every rank holds."""
+    local = torch_internals.local(x) if isinstance(x, Array) else x
+    if is_simulated(mesh) and type(local) is not Blocks:
+        return blocks.shared(local, len(played_ranks(mesh)))
+    return local
+
+
+def packed(local: Any) -> Any:
+    """A local value that is contiguous: arrays are, unless an op made them otherwise."""
+    if type(local) is not Blocks:
+        return local.contiguous()
+    if all(block.is_contiguous() for block in local.blocks):
+        return local
+    return blocks.run_ranks(torch.Tensor.contiguous, len(local.blocks), (local,), {}, share=True)
+
+
+def _apart(local: Any, source: Any) -> Any:
+    """`local` in memory of its own: a write into a piece of a whole that all ranks hold would change it on one alone."""
+
+    def own(rank: int, block: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        return block.clone() if torch_internals.memory(block)[0] == torch_internals.memory(old)[0] else block
+
+    ranks = range(len(local.blocks)) if type(local) is Blocks else (0,)
+    return blocks.each(own, ranks, local, source, key=lambda rank: None)
+
+
+def _plain(x: Any, why: str) -> torch.Tensor:
+    if not isinstance(x, Array):
+        return x
+    return interpreter.the_one(interpreter.brought(x, WHOLE, why, apart=True), x._spec.mesh)
+
+
+@dataclass(frozen=True)
+class _Enter:
+    """From an array to each rank's block of it: into a `shard_map` body. Along the axes of `auto` the block stays whole:
+    it is an array on that part of the mesh."""
+
+    mesh: Any
+    spec: P
+    auto: Any = None
+    lead: Lead = ()  # of these dims, too, what is split over the axes of `auto` stays so
+
+    def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
+        (x,) = xs
+        lies = layout(x._spec) if isinstance(x, Array) else WHOLE
+        spec = led(self.lead, lies, self.spec, x.ndim, () if self.auto is None else axes_of(self.auto))
+        bare = P(*spec, unreduced=spec.unreduced)
+        if not isinstance(x, Array) or layout(x._spec) != bare:
+            (x,) = _Move(self.mesh, None, bare, "shard_map")((x,))
+        return (entered(x, spec, self.auto),)
+
+    def transpose(self) -> _Leave:
+        return _Leave(self.mesh, _cotangent_spec(self.spec), self.auto, self.lead)
+
+    def batched(self, over: tuple[str, ...]) -> _Enter:
+        return replace(self, lead=(over, *self.lead))
+
+
+def only_along(spec: P, axes: Iterable[str]) -> P:
+    """The part of a spec that speaks of these axes."""
+    axes = frozenset(axes)
+    rows = [row if axes.issuperset(row) else tuple(a for a in row if a in axes) for row in split_axes(spec, len(spec))]
+    if any(isinstance(row, Merged) and kept and kept != row for row, kept in zip(spec, rows)):
+        raise SpecError(report("shard_map", f"some axes of {spec!r} are manual and some are not, and they split one dim",
+                               fix="a layout that a list of axes says: vfn.with_sharding(x, P(...)) before"))  # fmt: skip
+    return from_split_axes(rows, spec.unreduced & axes, spec.reduced & axes)
+
+
+def entered(x: Array, spec: P, auto: Any) -> Any:
+    """The block of an array that lies as `spec`, under a name of its own; with `auto` an array on that part of the mesh."""
+    local = torch_internals.local(x)
+    if auto is None:
+        return Blocks(local.blocks, in_body=True) if type(local) is Blocks else local.detach()  # type: ignore[call-arg]
+    axes = axes_of(x._spec.mesh)
+    others = only_along(spec, axes.keys() - axes_of(auto).keys())
+    shape = [size // _product(axes, names) for size, names in zip(x.shape, split_axes(others, x.ndim))]
+    return wrap(_renamed(local), auto, only_along(P(*spec, unreduced=spec.unreduced), axes_of(auto)), torch.Size(shape))
+
+
+def _renamed(local: Any) -> Any:
+    """A local value under a name of its own."""
+    return Blocks(local.blocks) if type(local) is Blocks else local.detach()  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True)
+class _Leave:
+    """From each rank's block to the array that they make up: out of a `shard_map` body. Blocks are of one size, or with
+    `auto` blocks of arrays of one size on that part of the mesh."""
+
+    mesh: Any
+    spec: P
+    auto: Any = None
+    lead: Lead = ()
+
+    def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
+        (x,) = xs
+        spec = led(self.lead, layout(x._spec) if isinstance(x, Array) else WHOLE, self.spec, x.ndim)
+        if self.auto is not None:
+            inner = only_along(P(*spec, unreduced=spec.unreduced), axes_of(self.auto))
+            (x,) = _Move(self.auto, None, inner, "shard_map")((x,))
+        local, axes = (
+            _local(_renamed(torch_internals.local(x)) if isinstance(x, Array) else x.detach(), self.mesh),
+            axes_of(self.mesh),
+        )
+        rows = split_axes(spec, x.ndim)
+        if self.auto is not None:
+            rows = split_axes(only_along(spec, axes.keys() - axes_of(self.auto).keys()), x.ndim)
+        shape = [size * _product(axes, names) for size, names in zip(x.shape, rows)]
+        return (wrap(packed(local), self.mesh, spec, torch.Size(shape)),)
+
+    def transpose(self) -> _Enter:
+        return _Enter(self.mesh, _cotangent_spec(self.spec), self.auto, self.lead)
+
+    def batched(self, over: tuple[str, ...]) -> _Leave:
+        return replace(self, lead=(over, *self.lead))
+
+
+def _product(axes: dict[str, int], names: Sequence[str]) -> int:
+    n = 1
+    for name in names:
+        n *= axes[name]
+    return n
+
+
+def on_device(x: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """A plain tensor where the ranks of a mesh compute."""
+    return x if x.device.type == mesh.device_type or type(x) is Blocks else x.to(mesh.device_type)
+
+
+def bring_in(x: Any, mesh: Any, spec: P, why: str, auto: Any = None) -> Any:
+    """Each rank's block of a plain tensor or an array that is to lie as `spec`; differentiable."""
+    if not is_array(x):
+        x = on_device(x, mesh)
+    if not is_array(x) or spec_of(x) != spec:  # else its cotangent comes back right from _Enter alone
+        x = moved(x, mesh, spec, why)
+    return linear_map.apply(_Enter(mesh, spec, auto), x)[0]
+
+
+def moved(x: Any, mesh: Any, target: P | None, why: str) -> Any:
+    """An array, or a plain whole tensor, brought to `target`, or (None) to a plain whole tensor; differentiable."""
+    source, cast = _before_narrowing(x)
+    return tensor_types.kept(
+        linear_map.apply(_Move(mesh, spec_of(x) if is_array(x) else None, target, why, cast=cast), source)[0], x
+    )
+
+
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` in a narrower dtype, for a move that follows: its gradient comes back in the dtype of `x`, and so is added up.
+
+    A cast and then a gather have as their transpose a sum over ranks and then a cast, which so would add up, and round, in the
+    narrow dtype. A move of what this gives is one step with the cast, whose transpose casts first.
+    """
+    out = x.to(dtype)
+    if isinstance(x, Array) and x.requires_grad and torch.is_grad_enabled() and out is not x:
+        out._narrowed = (torch_internals.version(out), x)  # type: ignore[attr-defined]
+    return out
+
+
+def _before_narrowing(x: Any) -> tuple[Any, Any]:
+    """What `narrowed` was given, and the cast to `x`; `x` itself, and none, where it is no such thing."""
+    version, source = getattr(x, "_narrowed", (None, None))
+    if source is None or version != torch_internals.version(x) or not torch.is_grad_enabled():
+        return x, None
+    return source, (source.dtype, x.dtype)
+
+
+_BUCKET = 64 << 20  # bytes of whole values that travel as one
+
+
+def moved_as_one(xs: Sequence[Any], mesh: Any, targets: Sequence[P], why: str) -> list[Any]:
+    """`moved`, for several arrays: neighbours, of so many bytes together, travel as one; differentiable."""
+    out: list[Any] = []
+    todo = list(zip(xs, targets, strict=True))
+    while todo:
+        size, n = 0, 0
+        while n < len(todo) and (n == 0 or size + todo[n][0].nbytes <= _BUCKET):
+            size, n = size + todo[n][0].nbytes, n + 1
+        here, todo = todo[:n], todo[n:]
+        sources, casts = zip(*(_before_narrowing(x) for x, _ in here))
+        op = _Moves(tuple(_Move(mesh, spec_of(x), target, why, cast=cast) for (x, target), cast in zip(here, casts)))
+        found = linear_map.apply(op, *sources)
+        out += [tensor_types.kept(y, x) for y, (x, _) in zip(found, here, strict=True)]
+    return out
+
+
+def moved_together(xs: Sequence[Array], targets: Sequence[P], why: str) -> list[Array]:
+    """`moved`, for several finished arrays: what is the same collective over the same axes is one, a dtype."""
+    out: list[Any] = list(xs)
+    meshes: dict[Any, list[int]] = {}
+    for i, x in enumerate(xs):
+        meshes.setdefault(x._spec.mesh, []).append(i)
+    for mesh, members in meshes.items():
+        shapes = [tuple(xs[i].shape) for i in members]
+        plans = [
+            reshard.plan(shape, axes_items(mesh), layout(xs[i]._spec), P(*targets[i], unreduced=targets[i].unreduced))
+            for i, shape in zip(members, shapes, strict=True)
+        ]
+        with torch_internals.no_torch_function():  # a body's mode watches what the body does, not what is done here
+            moved = reshard.run_together([torch_internals.local(xs[i]) for i in members], shapes, mesh, plans, why)
+            moved = [_apart(local, torch_internals.local(xs[i])) for i, local in zip(members, moved, strict=True)]
+        for i, own in zip(members, moved, strict=True):
+            out[i] = tensor_types.kept(wrap(own, mesh, targets[i], xs[i].shape), xs[i])
+    return out
+
+
+def whole(x: Any, why: str = "unshard") -> torch.Tensor:
+    """An array as a plain whole tensor, on every rank; differentiable."""
+    return moved(_only_sums(x) if isinstance(x, DTensor) else x, mesh_of(x), None, why)
+
+
+def take_out(local: Any, mesh: Any, spec: P, auto: Any = None) -> Any:
+    """The array that the ranks' blocks, all of one size, make up under `spec`; differentiable."""
+    return linear_map.apply(_Leave(mesh, spec, auto), local)[0]
+
+
+def place(x: Any, mesh: Any, spec: P, where: str) -> Any:
+    """One leaf brought to `spec` on `mesh`, from wherever it is."""
+    own = mesh_of(x)
+    x = _only_sums(x) if isinstance(x, DTensor) else x
+    if own is not None and not same(own, mesh):
+        x, own = moved(x, own, None, where), None
+    source = None if own is None else spec_of(x)
+    if (
+        source == spec
+        and type(torch_internals.peel(x)) is Array
+        and not (context.entries_over() and torch_internals.is_batched(x))
+    ):
+        note_stated(torch_internals.peel(x))
+        return x
+    return moved(x if own is not None else on_device(x, mesh), mesh, spec, where)
+
+
+also_saved_as("vescale_fn.array", Array)

@@ -1,0 +1,112 @@
+"""New arrays whose layout nobody has stated: what is first written into them decides it.
+
+A product, or what `new_empty` gives, is whole on every rank where its arguments are. Where a split value is written into it
+(``h.add_(x)`` in torch's LSTM, ``q[..., :n] = x``), the array is split as that value is, which moves nothing, instead of
+the value being gathered. Views that were taken before are taken again, so that they stay views.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import torch_internals
+from ..distributed import blocks
+from ..sharding.layout import WHOLE, axes_items, layout, spec_for
+from ..sharding.merged_dim import Merged
+from ..sharding.spec import from_split_axes, split_axes
+from . import reshard
+from .rules.elementwise import elementwise
+from .rules.table import find
+
+_aten = torch.ops.aten
+_PARTS = {_aten.slice.Tensor, _aten.select.int}
+_MANY = 64  # of more views than these nobody keeps account
+_NEW = {
+    "mm", "addmm", "bmm", "baddbmm", "_unsafe_view", "unsafe_split", "unsafe_split_with_sizes",
+    "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
+    "zeros_like", "ones_like", "full_like", "empty_like",
+}  # fmt: skip
+
+
+def is_new(func: Any, outs: Sequence[Any]) -> bool:
+    """Whether an op's results, of these layouts, are new arrays that nobody has laid out."""
+    return func._schema.name.removeprefix("aten::") in _NEW and all(spec == WHOLE for spec in outs)
+
+
+def note_new(outs: Sequence[Any]) -> None:
+    """Note that the layout of these arrays is nobody's wish."""
+    for out in outs:
+        out._views = []
+
+
+def note_stated(x: Any) -> None:
+    """Note that the user states the layout that an array has: it keeps it."""
+    getattr(x, "_root", x).__dict__.pop("_views", None)
+
+
+def note_view(source: Any, func: Any, args: Sequence[Any], out: Any) -> None:
+    """Note a view of a new array: which of its dims each of the view's is, and which of them are cut."""
+    root = getattr(source, "_root", source)
+    views = root.__dict__.get("_views")
+    if views is None:
+        return
+    if func not in _PARTS or len(views) >= _MANY:
+        del root._views
+        return
+    dims = _dims(source)
+    at = (args[1] if len(args) > 1 else 0) % source.ndim
+    cut = () if out.shape == source.shape else (dims[at],)
+    if func is _aten.select.int:
+        dims = dims[:at] + dims[at + 1 :]
+    out._part = source, func, tuple(args[1:]), dims
+    views.append((weakref.ref(out), cut))
+
+
+def _dims(x: Any) -> tuple[int, ...]:
+    part = x.__dict__.get("_part")
+    return tuple(range(x.ndim)) if part is None else part[3]
+
+
+def settle(dispatch: Callable[..., Any], func: Any, args: Sequence[Any]) -> bool:
+    """Split a new array as what is about to be written into it, or into a view of it, where that is possible."""
+    target, writes = args[0], [i for i, _ in blocks.written(func)]
+    root = getattr(target, "_root", target) if writes == [0] else None
+    views = getattr(root, "_views", None)
+    if root is None or views is None or find(func) is not elementwise or (root.is_leaf and root.requires_grad):
+        return False
+    rows = list(split_axes(layout(root._spec), root.ndim))
+    taken = {name for names in rows for name in names}
+    cut = {dim for _, dims in views for dim in dims}
+    before = list(rows)
+    others = [x for x in args[1:] if isinstance(x, DTensor) and x.ndim <= target.ndim]
+    for x in sorted(others, key=torch.Tensor.numel, reverse=True):
+        names_of = split_axes(layout(x._spec), x.ndim)
+        for names, size, dim in zip(reversed(names_of), reversed(x.shape), reversed(_dims(target))):
+            if (names and not isinstance(names, Merged) and size == root.shape[dim] and dim not in cut and not rows[dim]
+                    and taken.isdisjoint(names)):  # fmt: skip
+                rows[dim] = names
+                taken.update(names)
+    if rows == before:
+        return False
+    _split(dispatch, root, rows)
+    return True
+
+
+def _split(dispatch: Callable[..., Any], root: Any, rows: Sequence[tuple[str, ...]]) -> None:
+    views = root.__dict__.pop("_views")
+    mesh, shape, goal = root._spec.mesh, tuple(root.shape), from_split_axes(rows)
+    steps = reshard.plan(shape, axes_items(mesh), layout(root._spec), goal)  # slices alone
+    root._local_tensor = reshard.run(torch_internals.local(root), shape, mesh, steps, "")
+    root._spec = spec_for(mesh, goal, root.shape, tuple(root.stride()), root.dtype)
+    for ref, _ in views:
+        view = ref()
+        if view is not None:
+            source, func, args, _ = view._part
+            again = dispatch(func, (source, *args), None)
+            view._local_tensor, view._spec = torch_internals.local(again), again._spec
+    root._views = views

@@ -1,0 +1,1 @@
+"""Ranks, meshes, simulated blocks, collectives, and the comparison of collectives across ranks."""

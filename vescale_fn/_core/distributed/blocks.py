@@ -1,0 +1,332 @@
+"""Blocks: one tensor that stands for every rank's block, on a mesh whose ranks this process plays.
+
+A `Blocks` holds one plain tensor a rank and runs each aten op once a rank, so autograd and every `torch.func` transform
+work through it as through any tensor. Two ranks may hold the same tensor object: a replicated value is held once.
+
+What a real rank could not do either raises: Python's ``if`` on a value that differs by rank, a write into a plain
+tensor (which belongs to all ranks), a shape where the ranks' shapes differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .. import torch_internals
+from ..base import traced_steps
+from ..base.errors import InPlaceError, TypingError
+from ..base.messages import dtype_text, op_text, report
+from ..base.saved_names import saved_as
+
+
+class WithoutMemory(torch.Tensor):
+    """A tensor whose elements are those of others: what would reach for its memory, from Python or from C, is refused."""
+
+    elsewhere: tuple[str, str]  # where they are, and what to write instead
+
+    def _refusal(self, what: str) -> InPlaceError:
+        where, instead = self.elsewhere
+        return InPlaceError(report(what, f"this value has no memory of its own: {where}", fix=instead))
+
+    def data_ptr(self) -> int:
+        raise self._refusal("data_ptr")
+
+    def share_memory_(self) -> Any:
+        raise self._refusal("share_memory_")
+
+    def apply_(self, function: Any) -> Any:  # type: ignore[override]
+        raise self._refusal("apply_")
+
+    def is_shared(self) -> bool:
+        return False
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise AttributeError(str(self._refusal("__cuda_array_interface__")))  # so that `hasattr` says no
+
+
+@saved_as("vescale_fn.blocks")
+class Blocks(WithoutMemory):
+    """One tensor that stands for every simulated rank's block: ``x.blocks[rank]``."""
+
+    elsewhere = "it is one block for each simulated rank", "x.blocks[rank], or vfn.unshard of what the body returns"
+    blocks: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def __new__(cls, blocks: Iterable[torch.Tensor], in_body: bool = False) -> Blocks:
+        blocks = tuple(blocks)
+        first = blocks[0]
+        if torch_internals.is_lazy(first):
+            blocks = tuple(map(torch_internals.settled, blocks))
+            first = blocks[0]
+        # an array knows its blocks' shapes, a body not
+        ragged = in_body and any(b.shape != first.shape for b in blocks)
+        self = torch_internals.make_wrapper_subclass(
+            cls,
+            first.shape,
+            strides=first.stride(),
+            storage_offset=first.storage_offset(),
+            dtype=first.dtype,
+            device=first.device,
+            dispatch_sizes_strides_policy="sizes" if ragged else None,
+        )
+        torch_internals.forbid_data_ptr(self)
+        self.blocks = blocks
+        return self
+
+    __init__ = object.__init__  # type: ignore[assignment]
+    __torch_function__ = torch_internals.disabled_torch_function  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        rows = "\n".join(f"  rank {rank}: {block}" for rank, block in enumerate(self.blocks))
+        return f"Blocks of {len(self.blocks)} ranks, each {_type(self.blocks[0])}:\n{rows}"
+
+    def __format__(self, format_spec: str) -> str:
+        if self.ndim or not format_spec:
+            return super().__format__(format_spec)
+        numbers = [format(block.item(), format_spec) for block in self.blocks]
+        return numbers[0] if len(set(map(id, self.blocks))) == 1 else f"({', '.join(numbers)})"
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        if torch_internals.watched_by_other_modes():  # a body's, which knows the value's type
+            return super().__dlpack__(*args, **kwargs)
+        raise self._refusal("__dlpack__")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Blocks, (self.blocks,)
+
+    def __deepcopy__(self, memo: Any) -> Blocks:
+        return self.detach().clone().requires_grad_(self.requires_grad)  # type: ignore[return-value]
+
+    @classmethod
+    @torch_internals.not_compiled
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(types) > 1 and not all(map(_HERE.__contains__, types)):
+            return NotImplemented  # an array knows what to do with blocks, not they with it
+        with (
+            torch_internals.no_torch_function()
+        ):  # where torch's own C++ calls an op, as at the end of a vmap, a body's mode is on
+            return run(func, args, kwargs or {})
+
+
+_HERE = frozenset((torch.Tensor, torch.nn.Parameter, torch_internals.FakeTensor, Blocks))
+
+
+def _type(x: torch.Tensor) -> str:
+    return f"{dtype_text(x.dtype)}[{','.join(map(str, x.shape))}]"
+
+
+_SHAPE_QUERIES = {
+    torch.ops.aten.sym_size.default,
+    torch.ops.aten.sym_stride.default,
+    torch.ops.aten.sym_numel.default,
+    torch.ops.aten.sym_storage_offset.default,
+    torch.ops.aten.size.default,
+    torch.ops.aten.numel.default,
+}
+
+
+LIST_OPS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")  # go through their lists entry by entry
+
+
+def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an aten op of a body once a rank; without `Blocks` among its arguments, once."""
+    if torch_internals.dispatch_modes() and torch_internals.is_traced():
+        return traced_steps.as_one_step(func, args, kwargs, lambda: run(func, args, kwargs))
+    n = ranks_in((*args, *kwargs.values()))
+    if n is None:
+        return func(*args, **kwargs)
+    if func in _SHAPE_QUERIES:
+        shapes = sorted({tuple(b.shape) for b in args[0].blocks})
+        raise TypingError(report("shape", "this value's shape differs by rank", [f"the shapes are {shapes}"],
+                                 "one shape on all ranks: torch.where(mask, x, 0) for x[mask], or pad it"))  # fmt: skip
+    targets = [_argument(args, kwargs, i, name) for i, name in written(func)]
+    if torch.Tag.inplace_view in func.tags and type(args[0]) is Blocks and ranks_in(args[1:]) is None:
+        return _in_another_shape(func, args, kwargs)
+    _check_writes(func, args, kwargs, targets)
+    return run_ranks(func, n, args, kwargs, targets[0] if targets else None, in_body=True)
+
+
+def _in_another_shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Blocks:
+    """`squeeze_` and its like, which change a tensor's shape in place: torch's own `matmul` of a vector does so."""
+    x, made = args[0], {}
+    for block in x.blocks:
+        if id(block) not in made:  # other values may hold the same block: they keep their shape
+            made[id(block)] = func(block.detach(), *args[1:], **kwargs)
+    x.blocks = tuple(made[id(block)] for block in x.blocks)
+    torch_internals.own_shape(func, args)
+    return x
+
+
+def run_ranks(fn: Callable[..., Any], n: int, args: Sequence[Any], kwargs: dict[str, Any], target: Any = None,
+              share: bool = False, vary: tuple[int, Sequence[Any]] | None = None, in_body: bool = False) -> Any:  # fmt: skip
+    """Run `fn` once a rank and put the results together.
+
+    Args:
+        target: what is written in place, a tensor or a list: a tensor that several ranks share is written once.
+        share: ranks whose arguments are the same tensors share one result; for values that nothing changes in place.
+        vary: (position, one value a rank) of an argument that differs by rank without being a tensor.
+    """
+    if isinstance(target, (list, tuple)) and fn._schema.name.startswith(LIST_OPS):
+        return _write_lists(fn, n, args, kwargs, target)
+    columns = [_column(a, n) for a in (*args, *kwargs.values())]
+    if vary is not None:
+        columns[vary[0]] = vary[1]
+    if target is not None:
+        same: Iterable[Any] = map(_memory, _column(target, n))
+    elif share:  # what every rank has alike need not be compared
+        differ = [map(_identity, column) for column in columns if type(column) is not itertools.repeat]
+        same = zip(*differ, vary[1] if vary is not None else itertools.repeat(None))
+    else:
+        same = range(n)
+    count, names = len(args), tuple(kwargs)
+    seen: dict[Any, Any] = {}
+    outs = []
+    for key, local in zip(same, zip(*columns)):
+        if key not in seen:
+            seen[key] = fn(*local[:count], **dict(zip(names, local[count:]))) if names else fn(*local)
+        outs.append(seen[key])
+    return _stitch((*args, *kwargs.values()), outs, in_body)
+
+
+def _write_lists(fn: Any, n: int, args: Sequence[Any], kwargs: dict[str, Any], target: Sequence[Any]) -> None:
+    """Run a ``torch._foreach_`` op that writes the tensors of a list, each of them once."""
+    done: set[Any] = set()
+    for rank in range(n):
+        places = [_memory(_pick(x, rank)) for x in target]
+        todo = [k for k, place in enumerate(places) if place not in done]
+        done.update(places)
+        local = [[a[k] for k in todo] if isinstance(a, (list, tuple)) and len(a) == len(target) else a
+                 for a in (_pick(a, rank) for a in (*args, *kwargs.values()))]  # fmt: skip
+        if todo:
+            fn(*local[: len(args)], **dict(zip(kwargs, local[len(args) :])))
+
+
+@functools.lru_cache(maxsize=4096)
+def written(func: Any) -> tuple[tuple[int, str], ...]:
+    """The (position, name) of each argument that an op writes in place."""
+    return tuple((i, a.name) for i, a in enumerate(func._schema.arguments)
+                 if a.alias_info is not None and a.alias_info.is_write)  # fmt: skip
+
+
+def _argument(args: Sequence[Any], kwargs: dict[str, Any], i: int, name: str) -> Any:
+    return args[i] if i < len(args) else kwargs.get(name)
+
+
+def _identity(a: Any) -> Any:
+    if isinstance(a, torch.Tensor):
+        return id(a)
+    return tuple(map(_identity, a)) if isinstance(a, (list, tuple)) else None  # every rank has the same static argument
+
+
+def _memory(a: Any) -> Any:
+    """Where a value lies: two tensors may be names of one memory, which is written once."""
+    if isinstance(a, torch.Tensor):
+        return torch_internals.memory(a) if a.numel() else id(a)
+    return tuple(map(_memory, a)) if isinstance(a, (list, tuple)) else None
+
+
+def ranks_in(args: Iterable[Any]) -> int | None:
+    """How many ranks the first `Blocks` among the arguments stands for, or None without any."""
+    for a in args:
+        if type(a) is Blocks:
+            return len(a.blocks)
+        if isinstance(a, (list, tuple)):
+            n = ranks_in(a)
+            if n is not None:
+                return n
+    return None
+
+
+def _pick(a: Any, rank: int) -> Any:
+    if type(a) is Blocks:
+        return a.blocks[rank]
+    if isinstance(a, (list, tuple)):
+        return type(a)(_pick(x, rank) for x in a)
+    return a
+
+
+def _column(a: Any, n: int) -> Iterable[Any]:
+    """What each of `n` ranks has of an argument."""
+    if type(a) is Blocks:
+        return a.blocks
+    if isinstance(a, (list, tuple)) and ranks_in(a) is not None:
+        return [_pick(a, rank) for rank in range(n)]
+    return itertools.repeat(a, n)
+
+
+def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> None:
+    for value in targets:
+        for target in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(target, torch.Tensor) and type(target) is not Blocks:
+                raise InPlaceError(report(
+                    op_text(func), "this writes a value that differs by rank into a plain tensor, which all ranks share",
+                    [f"the target is a plain {_type(target)}"],
+                    "make the buffer inside the body (torch.zeros there is each rank's own), or use the result of the "
+                    "op without the underscore"))  # fmt: skip
+            if type(target) is Blocks and _writers_differ(target, (*args, *kwargs.values())):
+                raise InPlaceError(report(
+                    op_text(func), "this writes a value that differs by rank into one that several ranks share",
+                    [f"the target is a replicated {_type(target.blocks[0])}"],
+                    "clone it first: buffer = x.clone()"))  # fmt: skip
+
+
+def _writers_differ(target: Blocks, args: Sequence[Any]) -> bool:
+    writers: dict[int, Any] = {}
+    for rank, block in enumerate(target.blocks):
+        local = tuple(_memory(_pick(a, rank)) for a in args)
+        if writers.setdefault(_memory(block), local) != local:
+            return True
+    return False
+
+
+def _stitch(args: Sequence[Any], outs: list[Any], in_body: bool) -> Any:
+    first = outs[0]
+    if isinstance(first, torch.Tensor):
+        for a in args:  # an in-place op gives back the tensor that it was given
+            if type(a) is Blocks and a.blocks[0] is first:
+                return a
+        return Blocks(outs, in_body)
+    if isinstance(first, (list, tuple)):
+        return type(first)(_stitch(args, list(row), in_body) for row in zip(*outs, strict=True))
+    if any(out != first for out in outs[1:]) and not all(out != out for out in outs):  # NaN on all ranks is agreement
+        raise TypingError(report(
+            "item", "this needs the number in a value that differs by rank, so ranks would go different ways",
+            [f"rank {rank} has {out!r}" for rank, out in list(enumerate(outs))[:8]],
+            "vfn.dynamic_slice(x, [i], [size]) for x[i] or x[i : i + size], torch.where for `if`; or make it the same on "
+            "all ranks: vfn.psum(x, axis). Shapes are Python ints, the same on all ranks"))  # fmt: skip
+    return first
+
+
+def each(fn: Callable[..., Any], ranks: Iterable[int], *values: Any, key: Callable[[int], Any] | None = None) -> Any:
+    """``fn(rank, *locals)`` on each rank that this process plays: a Blocks when it plays several, else the one result.
+
+    Args:
+        ranks: the row-major places that this process plays.
+        values: Blocks, or plain tensors that are every rank's.
+        key: what of a rank `fn` depends on; ranks with equal keys and the same tensors share one result.
+    """
+    ranks = tuple(ranks)
+    if len(ranks) == 1 and not any(type(v) is Blocks for v in values):
+        return fn(ranks[0], *values)
+    seen: dict[Any, torch.Tensor] = {}
+    outs = []
+    for rank in ranks:
+        local = [_pick(v, rank) for v in values]
+        if key is None:
+            outs.append(fn(rank, *local))
+        else:
+            same = (key(rank), *map(_identity, local))
+            if same not in seen:
+                seen[same] = fn(rank, *local)
+            outs.append(seen[same])
+    return Blocks(outs)
+
+
+def shared(block: torch.Tensor, n: int) -> Blocks:
+    """One tensor that all `n` ranks hold."""
+    return Blocks((block,) * n)

@@ -1,0 +1,346 @@
+"""Meshes: ranks laid out on named axes, real or simulated."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .. import torch_internals
+from ..base import context
+from ..base.errors import MeshError
+from ..base.messages import described, meant, mesh_text, report, short
+from ..base.saved_names import also_saved_as, saved_as
+from ..sharding.index_map import axes_of
+from . import process_group_hints, ranks
+
+axes = axes_of
+
+
+class SimulatedMesh(DeviceMesh):
+    """A mesh whose ranks are all played by this process; equal to a real mesh never, to its like always."""
+
+    simulates = True
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, SimulatedMesh) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @functools.cached_property  # it is asked for at every op, and DeviceMesh computes its shape anew each time
+    def _key(self) -> tuple[Any, ...]:
+        return self.device_type, tuple(self.mesh.shape), self.mesh_dim_names
+
+    def __repr__(self) -> str:
+        return f"SimulatedMesh({', '.join(f'{name}={size}' for name, size in axes_of(self).items())})"
+
+    def __reduce__(self) -> Any:
+        return rebuild_mesh, self._key
+
+    def __getitem__(self, names: Any) -> Any:
+        raise MeshError(report("mesh[...]", "a simulated mesh has no meshes within it", [f"asked for {names!r} of {self!r}"],
+                               "the whole mesh, and a spec that names some of its axes"))  # fmt: skip
+
+    def get_group(self, mesh_dim: Any = None) -> Any:
+        process_group_hints.refuse(self)
+
+    def get_all_groups(self) -> Any:
+        process_group_hints.refuse(self, "get_group")
+
+    def get_rank(self) -> Any:
+        process_group_hints.refuse(self)
+
+    def get_local_rank(self, mesh_dim: Any = None) -> Any:
+        process_group_hints.refuse(self)
+
+    def __deepcopy__(self, memo: Any) -> SimulatedMesh:
+        return self
+
+
+class SimulatedPart(SimulatedMesh):
+    """Some axes of a simulated mesh. Its ranks are those of the whole mesh: along the other axes there is a copy of it
+    for each place, with values of its own."""
+
+    whole: SimulatedMesh
+
+    @functools.cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return (*self.whole._key, self.mesh_dim_names)
+
+    def __reduce__(self) -> Any:
+        return part, (self.whole, self.mesh_dim_names)
+
+
+@saved_as("vescale_fn.mesh")
+@functools.lru_cache(maxsize=256)
+@torch_internals.never_recorded
+def part(mesh: Any, names: tuple[str, ...]) -> Any:
+    """The mesh of some axes of a mesh, in its order: on each rank, of the ranks that share its place on the other axes."""
+    if tuple(axes_of(mesh)) == names:
+        return mesh
+    if context.on_one_device():
+        return _unit(mesh.device_type, names)
+    sizes = [axes_of(mesh)[name] for name in names]
+    if is_simulated(mesh):
+        made = torch_internals.unattached_mesh(
+            mesh.device_type, torch.arange(math.prod(sizes)).view(sizes), names, SimulatedPart
+        )
+        made.whole = root(mesh)
+        return made
+    if not ranks.has_process_group():
+        return torch_internals.unattached_mesh(mesh.device_type, torch.zeros(sizes, dtype=torch.int64), names)
+    return mesh[names]
+
+
+def root(mesh: Any) -> Any:
+    """The mesh of which this is a part, or itself."""
+    return (
+        mesh.whole
+        if isinstance(mesh, SimulatedPart)
+        else mesh
+        if is_simulated(mesh)
+        else torch_internals.root_mesh(mesh)
+    )
+
+
+def is_part(mesh: Any) -> bool:
+    """Whether this is only a part of a simulated mesh, so that what it holds whole may still differ between ranks."""
+    return isinstance(mesh, SimulatedPart)
+
+
+@saved_as("vescale_fn.mesh")
+@functools.lru_cache(maxsize=64)
+def rebuild_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> SimulatedMesh:
+    """The simulated mesh of these axes, one object for all."""
+    return torch_internals.unattached_mesh(device, torch.arange(math.prod(shape)).view(shape), names, SimulatedMesh)
+
+
+@torch_internals.never_recorded
+def make_mesh(
+    shape: Sequence[int], names: Sequence[str], *, device: str | None = None, timeout: float | None = None
+) -> DeviceMesh:
+    """Lay all ranks that there are out on a mesh with named axes.
+
+    Works under `simulate`, in a process started by `launch` or by ``torchrun`` (the process group is initialised from
+    the environment), on a process group that is already initialised, and in a bare process for a mesh of size 1.
+
+    Args:
+        shape: the size of each axis; one of them may be -1, "the rest".
+        names: the axes' names, all different.
+        device: "cpu" or "cuda"; by default that of the process group's backend.
+        timeout: of one collective on the mesh, in seconds, `math.inf` for none: a rank that waits longer fails. By default
+            that of the process group, which `launch` was told; under torchrun torch's own (half an hour on CPUs, ten
+            minutes on GPUs). Meshes of one kind share their groups, and an axis of all ranks shares the process group:
+            the timeout that was given last holds.
+
+    Raises:
+        MeshError: sizes and names that do not fit, or not the number of ranks that there are.
+
+    Source: `jax.make_mesh`, `torch.distributed.device_mesh.init_device_mesh`.
+
+    >>> import vescale_fn as vfn
+    >>> with vfn.simulate(8):
+    ...     vfn.make_mesh((2, -1), ("dp", "tp"))
+    SimulatedMesh(dp=2, tp=4)
+    """
+    sizes, names = _checked(shape, names)
+    if device is not None:
+        ranks.check_device(device, "make_mesh")
+    if timeout is not None:
+        timeout = ranks.seconds("make_mesh", "timeout", timeout)
+    simulated = context.simulated()
+    world = simulated if simulated is not None else ranks.ensure_process_group(device, timeout)[1]
+    sizes = _fill(sizes, names, world)
+    if context.on_one_device():
+        return _unit(device or ranks.device_type(), names)
+    if simulated is not None:
+        return rebuild_mesh(device or "cpu", sizes, names)
+    device = device or ranks.device_type()
+    if not ranks.has_process_group():
+        return torch_internals.unattached_mesh(device, torch.zeros(sizes, dtype=torch.int64), names)
+    made = _of_group(ranks.world(), device, sizes, names)
+    if timeout is not None and not _limited(made, timeout):
+        raise MeshError(report("make_mesh", f"timeout={timeout:g}, but the backend of the process group has no timeouts",
+                               fix="no timeout here"))  # fmt: skip
+    return made
+
+
+@functools.lru_cache(maxsize=64)  # the groups of a mesh are sockets and threads, and serve all meshes of its kind
+def _of_group(world: Any, device: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    made = init_device_mesh(device, sizes, mesh_dim_names=names)
+    _limited(
+        made, torch_internals.group_timeout(world)
+    )  # torch gives a new group its default, not that of the default group
+    return made
+
+
+def _limited(mesh: DeviceMesh, timeout: float) -> bool:
+    """Set how long a collective along one of its axes may take; False where the backend does not take that."""
+    return all(torch_internals.set_group_timeout(group, ranks.time_of(timeout)) for group in mesh.get_all_groups())
+
+
+def _checked(shape: Any, names: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    failures = [f"{word} must be a tuple, but it is {described(value)}" for word, value in (("shape", shape), ("names", names))
+                if not isinstance(value, (tuple, list, int if word == "shape" else str))]  # fmt: skip
+    if failures:
+        raise _no_mesh(failures)
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    names = (names,) if isinstance(names, str) else tuple(names)
+    if len(shape) != len(names):
+        failures.append(f"shape {shape} has {len(shape)} sizes, but names {names} has {len(names)}")
+    failures += [f"name {name!r} is not a string" for name in names if not isinstance(name, str)]
+    failures += [f"axis {name!r} is named twice" for name in sorted({n for n in names if names.count(n) > 1}, key=str)]
+    failures += [f"size {size!r} is not a positive integer (or one -1)" for size in shape
+                 if not isinstance(size, int) or (size < 1 and size != -1)]  # fmt: skip
+    if shape.count(-1) > 1:
+        failures.append(f"shape {shape} leaves more than one axis open with -1")
+    if failures or not shape:
+        raise _no_mesh(failures or ["it has no axes"])
+    return shape, names
+
+
+def _no_mesh(failures: Sequence[str]) -> MeshError:
+    fix = 'for instance make_mesh((2, 4), ("dp", "tp"))'
+    return MeshError(report("make_mesh", "the shape and the names do not make a mesh", failures, fix))
+
+
+def _fill(sizes: tuple[int, ...], names: tuple[str, ...], world: int) -> tuple[int, ...]:
+    known = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes and world % known == 0:
+        return tuple(world // known if size == -1 else size for size in sizes)
+    if -1 not in sizes and known == world:
+        return sizes
+    wanted = " x ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+    have = f"there {'is' if world == 1 else 'are'} {world} rank{'s' * (world != 1)}"
+    if -1 in sizes:
+        what = f"{wanted}: {have}, which {known} does not divide"
+        raise MeshError(
+            report("make_mesh", what, fix=f"{_fitting(sizes, names, world)}, or {_ranks(known, multiple=True)}")
+        )
+    if known < world:
+        what = f"{wanted} has {known} ranks, but {have}; a mesh uses all of them"
+        raise MeshError(report("make_mesh", what, fix=f"{_fitting(sizes, names, world)}, or {_ranks(known)}"))
+    raise MeshError(report(
+        "make_mesh", f"{wanted} = {known} ranks, but {have}. Three ways to get them",
+        [f"{way:<{31 + len(str(known))}} {what}" for way, what in (
+            (f"vfn.simulate({known})", "this process plays all ranks (notebooks, tests)"),
+            (f"vfn.launch(fn, {known})", f"{known} processes started from here, each running fn"),
+            (f"torchrun --nproc-per-node {known} your.py", f"{known} processes started from the shell"))],
+    ))  # fmt: skip
+
+
+def _fitting(sizes: tuple[int, ...], names: tuple[str, ...], world: int) -> str:
+    """A mesh of these axes and all ranks: one axis open, the last one that leaves sizes which divide."""
+    for i in reversed(range(len(sizes))):
+        rest = math.prod(size for k, size in enumerate(sizes) if k != i and size != -1)
+        if world % rest == 0:
+            held = tuple(-1 if k == i else 1 if size == -1 else size for k, size in enumerate(sizes))
+            return f"make_mesh({held}, {names})"
+    return f"make_mesh({(*[1] * (len(sizes) - 1), -1)}, {names})"
+
+
+def _ranks(count: int, multiple: bool = False) -> str:
+    ranks_ = f"a multiple of {count} ranks" if multiple else f"{count} rank{'s' * (count != 1)}"
+    return f"start {ranks_}: vfn.simulate({count}), vfn.launch(fn, {count}) or torchrun --nproc-per-node {count}"
+
+
+def unit(mesh: Any) -> Any:
+    """The mesh with the same axes, each of size 1: that of a program which runs on one device."""
+    return _unit(mesh.device_type, tuple(axes_of(mesh)))
+
+
+@functools.lru_cache(maxsize=256)
+@torch_internals.never_recorded
+def _unit(device: str, names: tuple[str, ...]) -> DeviceMesh:
+    with torch_internals.no_torch_function():  # where the program is in a body, a factory would mean something else
+        return torch_internals.unattached_mesh(device, torch.zeros((1,) * len(names), dtype=torch.int64), names)
+
+
+def is_simulated(mesh: Any) -> bool:
+    """Whether this process plays all ranks of `mesh`."""
+    return SimulatedMesh in type(mesh).__mro__  # asked often, and DeviceMesh answers isinstance in Python
+
+
+@functools.lru_cache(maxsize=1024)
+def coordinates(mesh: Any, rank: int) -> Mapping[str, int]:
+    """The place of the `rank`-th rank (row-major over the mesh, or the simulated one it is a part of) on each axis."""
+    coord = {}
+    for name, size in reversed(axes_of(mesh.whole if is_part(mesh) else mesh).items()):
+        rank, coord[name] = divmod(rank, size)
+    return {name: coord[name] for name in axes_of(mesh)}
+
+
+def my_rank(mesh: Any) -> int:
+    """This process's row-major place in `mesh`."""
+    place = 0
+    for size, i in zip(axes_of(mesh).values(), mesh.get_coordinate(), strict=True):
+        place = place * size + i
+    return place
+
+
+def played_ranks(mesh: Any) -> range:
+    """The row-major places of `mesh` that this process plays: all of them when simulated, else its own."""
+    if is_simulated(mesh):
+        return range(math.prod(axes_of(root(mesh)).values()))
+    mine = my_rank(mesh)
+    return range(mine, mine + 1)
+
+
+def axis_names(axis_name: Any, mesh_axes: Mapping[str, int], where: str, called: str = "axis_name") -> tuple[str, ...]:
+    """A name or a tuple of names as a tuple, each checked to be an axis, none twice. `called`: the parameter's name."""
+    several = isinstance(axis_name, Iterable) and not isinstance(axis_name, str) and not hasattr(axis_name, "dtype")
+    names: tuple[Any, ...] = tuple(axis_name) if several else (axis_name,)
+    failures = [f"{short(name)} {_no_axis(name, mesh_axes)}" for name in names
+                if not isinstance(name, str) or name not in mesh_axes]  # fmt: skip
+    failures += [f"axis {name!r} is named twice" for name in mesh_axes if names.count(name) > 1]
+    if failures or not names:
+        raise MeshError(report(
+            where, f"{called}={short(axis_name)} does not name axes of the {mesh_text(mesh_axes)}",
+            failures or ["it names none"], _axis_like(names, tuple(mesh_axes), where, called)))  # fmt: skip
+    return names
+
+
+def _axis_like(given: Sequence[Any], names: tuple[str, ...], where: str, called: str) -> str:
+    """What to write in place of these."""
+    if (
+        any(hasattr(name, "dtype") for name in given)
+        and where not in ("axis_index", "axis_size")
+        and called == "axis_name"
+    ):
+        return f"vfn.{where}(x, {names[0]!r}, ...): the value first, then the axis"
+    return f"{called}={names[0]!r}" + (f", or a tuple of different axes out of {names}" if len(names) > 1 else "")
+
+
+def _no_axis(name: Any, mesh_axes: Mapping[str, int]) -> str:
+    if isinstance(name, str):
+        return f"is not one of the axes {tuple(mesh_axes)}{meant(name, mesh_axes)}"
+    return "is no name" + ": axes of a mesh have names, dims of a tensor have numbers" * isinstance(name, int)
+
+
+def groups(mesh: Any, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The groups of row-major ranks that differ only along `names`, each in the order of `names`, major first."""
+    return _groups(tuple(axes_of(mesh.whole if is_part(mesh) else mesh).items()), tuple(names))
+
+
+@functools.lru_cache(maxsize=1024)
+@torch_internals.never_recorded
+def _groups(axes_items: tuple[tuple[str, int], ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    order = [name for name, _ in axes_items]
+    ranks_ = torch.arange(math.prod(size for _, size in axes_items)).view([size for _, size in axes_items])
+    rest = [name for name in order if name not in names]
+    permuted = ranks_.permute([order.index(name) for name in (*rest, *names)])
+    size = math.prod(dict(axes_items)[name] for name in names)
+    return tuple(map(tuple, permuted.reshape(-1, size).tolist()))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two meshes are the same."""
+    return a is b or a == b
+
+
+also_saved_as("vescale_fn.mesh", SimulatedMesh)

@@ -1,0 +1,220 @@
+"""The collectives on a process group. Each is begun, and finished when its result is needed: at once, or `later`.
+
+Every function takes a plain tensor, the mesh, and the axes as a tuple of names, major first: the ranks of a group are
+numbered in that order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .. import torch_internals
+from ..base import context
+from ..sharding.index_map import axes_of
+from .divergence import Call
+from .mesh import groups, my_rank, root
+
+
+class InFlight(NamedTuple):
+    """A collective that has begun: torch's handles, what is to be done with what they bring, and the tensors in use."""
+
+    works: Sequence[Any]
+    finish: Callable[..., torch.Tensor]
+    args: tuple[Any, ...]
+    kept: Any = None
+
+    def wait(self) -> torch.Tensor:
+        """The result."""
+        for work in self.works:
+            work.wait()
+        return self.finish(*self.args)
+
+
+def _then(work: Any, finish: Callable[..., torch.Tensor], *args: Any, kept: Any = None) -> Any:
+    """What `finish` gives; or, where the work is still under way, a handle."""
+    return finish(*args) if work is None else InFlight((work,), finish, args, kept)
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def _joint_group(mesh: Any, axes: frozenset[str], default: Any) -> Any:
+    """This rank's process group along several axes at once (made on all ranks together), with its world ranks in order.
+
+    `default` is the default process group: a new one makes new groups.
+    """
+    mine = None
+    mesh = root(mesh)  # of which all ranks make the groups
+    flat = mesh.mesh.flatten().tolist()
+    most = timedelta(seconds=torch_internals.group_timeout(mesh.get_group(0)))
+    if (watch := context.watch()) is not None:
+        watch.compare(
+            flat, Call("the first collective", f"over {tuple(name for name in axes_of(mesh) if name in axes)}")
+        )
+    for group in groups(mesh, [name for name in axes_of(mesh) if name in axes]):
+        ranks = sorted(flat[place] for place in group)
+        made = dist.new_group(ranks, timeout=most, use_local_synchronization=len(flat) < dist.get_world_size())
+        if dist.get_rank() in ranks:
+            mine = made
+    return mine
+
+
+def group_along(mesh: Any, axes: tuple[str, ...]) -> tuple[Any, list[int]]:
+    """The process group along `axes`, and for each position in the order of `axes` its index in that group."""
+    single = list(axes_of(mesh)).index(axes[0])  # a mesh of torch's own may have no names
+    group = mesh.get_group(single) if len(axes) == 1 else _joint_group(mesh, frozenset(axes), dist.group.WORLD)
+    return group, _positions(mesh, axes, group)
+
+
+@functools.lru_cache(maxsize=1024)
+def _positions(mesh: Any, axes: tuple[str, ...], group: Any) -> list[int]:
+    place = my_rank(mesh)
+    members = next(g for g in groups(mesh, axes) if place in g)
+    flat = mesh.mesh.flatten().tolist()
+    return [dist.get_group_rank(group, flat[member]) for member in members]
+
+
+# --- dtypes -----------------------------------------------------------------------------------------------------------
+
+_CARRIED = {  # what gloo cannot carry travels as bits of another type; sums of small integers as int32
+    torch.uint16: torch.int8,
+    torch.int16: torch.int8,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.bool: torch.uint8,
+}
+_SUMMED = {  # what small and unsigned integers are added up as
+    torch.int16: torch.int32, torch.uint16: torch.int32, torch.bool: torch.int32,
+    torch.uint32: torch.int64, torch.uint64: torch.int64,
+}  # fmt: skip
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def _as_bits(x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous()
+    if x.dtype in _CARRIED or x.dtype.itemsize == 1:
+        carrier = _CARRIED.get(x.dtype, torch.uint8)
+        return x.view(carrier) if x.ndim else x.reshape(1).view(carrier)
+    return x
+
+
+def _from_bits(bits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Bits that stand for a tensor like `x`."""
+    return bits.view(x.dtype).view(x.shape) if bits.dtype is not x.dtype else bits
+
+
+def _ordered(x: torch.Tensor, op: str) -> torch.Tensor:
+    """Integers in the order of the floats `x`, with NaN where it wins: groups lose a NaN in a maximum of floats."""
+    wide = x.to(torch.float64 if x.dtype is torch.float64 else torch.float32).contiguous()
+    bits = wide.view(torch.int64 if wide.dtype is torch.float64 else torch.int32)
+    bits = bits ^ ((bits >> (8 * bits.dtype.itemsize - 1)) & torch.iinfo(bits.dtype).max)
+    limits = torch.iinfo(bits.dtype)
+    return torch.where(wide.isnan(), limits.max if op == "max" else limits.min, bits)
+
+
+def _ordered_back(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    bits = bits ^ ((bits >> (8 * bits.dtype.itemsize - 1)) & torch.iinfo(bits.dtype).max)
+    return bits.view(torch.float64 if bits.dtype is torch.int64 else torch.float32).to(dtype)
+
+
+# --- the collectives: what `wire` says of each; `later`, a handle whose `wait` gives the result -----------------------
+
+
+def all_reduce(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], op: str, fresh: bool, later: bool) -> Any:
+    """The sum, maximum or minimum of the group's values; where `x` is `fresh`, perhaps in its memory."""
+    group, _ = group_along(mesh, axes)
+    if op != "sum" and x.dtype.is_floating_point:
+        bits = _ordered(x, op)
+        work = dist.all_reduce(bits, op=_REDUCE[op], group=group, async_op=later)
+        return _then(work, _ordered_back, bits, x.dtype)
+    carrier = _SUMMED.get(x.dtype, x.dtype)
+    if carrier is not x.dtype:
+        out = x.to(carrier).contiguous()
+    else:
+        out = x if fresh else x.clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(out, op=_REDUCE[op], group=group, async_op=later)
+    return _then(work, out.to, x.dtype)
+
+
+def all_gather(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], n: int, dim: int, later: bool) -> Any:
+    """The values of the group's `n` ranks, joined along `dim`."""
+    group, positions = group_along(mesh, axes)
+    bits = _as_bits(x)
+    out = torch.empty((n, bits.numel()), dtype=bits.dtype, device=x.device)
+    work = torch_internals.all_gather_single(out.view(-1), bits.reshape(-1), group=group, async_op=later)
+    return _then(work, _joined, out, positions, bits.shape, x, dim, kept=bits)
+
+
+def _joined(out: torch.Tensor, positions: list[int], shape: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
+    n = len(positions)
+    if positions != list(range(n)):
+        out = out[positions]
+    blocks = out.view(n, *shape).view(x.dtype) if out.dtype is not x.dtype else out.view(n, *shape)
+    if dim == 0:
+        return blocks.reshape(n * x.shape[0], *x.shape[1:])
+    return torch.cat(blocks.unbind(), dim)
+
+
+def reduce_scatter(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], n: int, dim: int, later: bool) -> Any:
+    """This rank's piece, of `n` along `dim`, of the sum of the group's values."""
+    group, positions = group_along(mesh, axes)
+    wide = x.to(_SUMMED.get(x.dtype, x.dtype))
+    pieces: list[Any] = [None] * n
+    for position, piece in zip(positions, wide.chunk(n, dim), strict=True):
+        pieces[position] = piece
+    in_order = dim == 0 and positions == list(range(n))
+    stacked = wide.contiguous() if in_order else torch.stack(pieces).flatten(0, 1) if x.ndim > 1 else torch.cat(pieces)
+    out = torch.empty(pieces[0].shape, dtype=wide.dtype, device=x.device)
+    work = torch_internals.reduce_scatter_single(out.view(-1), stacked.reshape(-1), group=group, async_op=later)
+    return _then(work, out.to, x.dtype, kept=stacked)
+
+
+def all_to_all(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], n: int, split_dim: int, concat_dim: int,
+               later: bool) -> Any:  # fmt: skip
+    """The pieces along `split_dim` that the group's `n` ranks send here, joined along `concat_dim`."""
+    group, positions = group_along(mesh, axes)
+    pieces: list[Any] = [None] * n
+    for position, piece in zip(positions, x.chunk(n, split_dim), strict=True):
+        pieces[position] = piece
+    bits = _as_bits(torch.stack(pieces))
+    out = torch.empty_like(bits)
+    work = dist.all_to_all_single(out, bits, group=group, async_op=later)
+    return _then(work, _arrived, out, positions, x.dtype, concat_dim, kept=bits)
+
+
+def _arrived(out: torch.Tensor, positions: list[int], dtype: torch.dtype, dim: int) -> torch.Tensor:
+    pieces = out.view(dtype).unbind() if out.dtype is not dtype else out.unbind()
+    return torch.cat([pieces[position] for position in positions], dim)
+
+
+def permute(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], later: bool) -> Any:
+    """The value of this rank's source among the (source, destination) pairs; without one, zeros."""
+    group, positions = group_along(mesh, axes)
+    me = positions.index(dist.get_rank(group))
+    bits = _as_bits(x)
+    out = torch.zeros_like(bits)
+    operations = []
+    for source, destination in pairs:
+        if source == me and destination == me:
+            out.copy_(bits)
+        elif source == me:
+            operations.append(dist.P2POp(dist.isend, bits, group=group, group_peer=positions[destination]))
+        elif destination == me:
+            operations.append(dist.P2POp(dist.irecv, out, group=group, group_peer=positions[source]))
+    begun = InFlight(dist.batch_isend_irecv(operations) if operations else (), _from_bits, (out, x), bits)
+    return begun if later else begun.wait()
+
+
+def broadcast(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], source: int, later: bool) -> Any:
+    """The value of the group's rank `source`."""
+    group, positions = group_along(mesh, axes)
+    bits = _as_bits(x).clone()
+    work = dist.broadcast(bits, group=group, group_src=positions[source], async_op=later)
+    return _then(work, _from_bits, bits, x)

@@ -1,0 +1,266 @@
+"""Where ranks come from: `simulate` (this process plays them all), `launch` (processes started from here), torchrun."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing import current_process
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..base import context
+from ..base.errors import MeshError
+from ..base.messages import described, report, short
+from .fork_server import run_fresh
+from .launcher import NotStarted, run
+from .worker import Settings, time_of
+
+MOST_PLAYED, MOST_STARTED = 2**20, 2**12  # ranks: beyond that a number is a mistake, which would take all memory
+
+# Simulated
+
+
+def simulate(n: int) -> Simulation:
+    """Let this process play `n` ranks, from the call on; as a context manager, until the block ends.
+
+    Meshes made from here on are simulated: one tensor stands for every rank's block, ops run once a rank, collectives
+    move blocks inside this process. No process group is needed. It can be entered again, with another `n` too.
+
+    Args:
+        n: how many ranks, at least 1.
+
+    Raises:
+        MeshError: `n` is not a positive integer.
+
+    Source: the role of JAX's ``--xla_force_host_platform_device_count``.
+
+    >>> import vescale_fn as vfn
+    >>> with vfn.simulate(8):
+    ...     mesh = vfn.make_mesh((2, 4), ("dp", "tp"))
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        fix = 'as many as the mesh is to have, simulate(8) for make_mesh((2, 4), ("dp", "tp")) say'
+        raise MeshError(report("simulate", f"n={n!r} is not a number of ranks; it must be an integer >= 1", fix=fix))
+    if n > MOST_PLAYED:
+        raise MeshError(
+            report("simulate", f"n={n:,} ranks are more than the {MOST_PLAYED:,} that one process may play")
+        )
+    return Simulation(n)
+
+
+class Simulation:
+    """The simulation that `simulate` switched on; leaving its block brings back what was before.
+
+    An interrupt between any two lines does too, unless it comes before `__enter__` or `__exit__` has done anything: a ``with``
+    is no other than the bare call until then, or has not begun to leave its block.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self._before = [context.simulated()]
+        self._entered = 0
+        context.set_simulated(n)
+
+    def __enter__(self) -> Simulation:
+        entered = self._entered
+        try:
+            if entered >= len(self._before):  # entered again: what is to come back is what is now
+                self._before.append(context.simulated())
+            self._entered = entered + 1
+            context.set_simulated(self.n)
+            return self
+        except BaseException:
+            self._entered = entered
+            while len(self._before) > entered:
+                context.set_simulated(self._before.pop())
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        context.set_simulated(self._before[-1])
+        self._before.pop()
+        self._entered = len(self._before)
+
+    def __repr__(self) -> str:
+        return f"simulate({self.n})"
+
+
+# Real processes that somebody else started
+
+
+def ensure_process_group(device: str | None = None, timeout: float | None = None) -> tuple[int, int]:
+    """This process's rank and the number of ranks.
+
+    A process group that is there is taken as it is, of any backend; under torchrun one is initialised from the
+    environment, with this timeout for a collective; otherwise this is rank 0 of 1, without a process group.
+    """
+    if has_process_group():
+        return dist.get_rank(), dist.get_world_size()
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return 0, 1
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    most = None if timeout is None else time_of(timeout)
+    if _device(device, on_this_machine, "make_mesh") == "cuda":
+        torch.cuda.set_device(local_rank)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank), timeout=most)
+    else:
+        dist.init_process_group("gloo", timeout=most)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def has_process_group() -> bool:
+    """Whether this process belongs to an initialised process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world() -> Any:
+    """The process group of all ranks."""
+    return dist.group.WORLD
+
+
+def device_type() -> str:
+    """Where the ranks compute: "cuda" in an NCCL group, "cpu" in any other; without a group torch's default device."""
+    if not has_process_group():
+        return torch.get_default_device().type
+    return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+
+
+def _device(device: str | None, nprocs: int, where: str) -> str:
+    # Counting devices goes through NVML and leaves CUDA uninitialised, so that a fork stays possible.
+    gpus = torch.cuda.device_count()
+    if device is None:
+        return "cuda" if gpus >= nprocs else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise MeshError(report(where, f'device={device!r} is neither "cpu" nor "cuda"'))
+    if device == "cuda" and gpus < nprocs:
+        raise MeshError(report(where, f'device="cuda" needs {nprocs} GPUs, one for each rank, but there are {gpus}',
+                               fix='device="cpu", or fewer ranks'))  # fmt: skip
+    return device
+
+
+def check_device(device: Any, where: str) -> None:
+    """Raise unless `device` names a type of device that is there."""
+    if device not in ("cpu", "cuda"):
+        try:
+            if isinstance(device, str) and torch.device(device).type == device:
+                return
+        except RuntimeError:
+            pass
+        raise MeshError(report(where, f'device={short(device)} is no type of device, such as "cpu" or "cuda"'))
+    if device == "cuda" and torch.cuda.device_count() == 0:
+        raise MeshError(report(where, 'device="cuda", but there are no GPUs here', fix='device="cpu", or no device'))
+
+
+# Real processes started from here
+
+
+def launch(fn: Callable[..., Any], nprocs: int, *args: Any, kwargs: Mapping[str, Any] | None = None,
+           device: str | None = None, timeout: float = 300.0, limit: float = math.inf,
+           logs: str | os.PathLike[str] | None = None, stdin_rank: int | None = None) -> list:  # fmt: skip
+    """Run ``fn(*args, **kwargs)`` on `nprocs` ranks, one process each, and return their results in rank order.
+
+    The ranks share a process group (NCCL on GPUs, gloo on CPUs), so `make_mesh` works in `fn`. They are forked, and so
+    take closures, lambdas and what a notebook cell defines. Where a fork cannot work (CUDA or a process group is in use
+    here, or this is a daemon of multiprocessing) they are forked from a fresh interpreter instead: `fn` then travels by
+    cloudpickle (``pip install vescale_fn[launch]``), or has to be importable. Each rank computes on one thread. A SIGTERM
+    that this process gets, or ^C, is passed on to the ranks as a SIGTERM: one that handles it may save its work and return.
+
+    Args:
+        fn: the function of a rank; it may return anything that pickles: tensors come back on the CPU, sharded arrays do
+            not come back (return ``vfn.unshard(x)``).
+        nprocs: how many ranks.
+        args: given to every rank.
+        kwargs: given to every rank by name: ``launch(train, 4, kwargs={"device": "cpu"})``.
+        device: "cpu" or "cuda" (rank i on GPU i); by default "cuda" if there are `nprocs` GPUs.
+        timeout: of one collective, in seconds: a rank that waits longer fails. ``math.inf``: it waits.
+        limit: of the whole run of `fn`, in seconds: ranks that have not returned by then are ended.
+        logs: a folder, made if need be: what rank i prints is added to ``rank-i.log`` in it, instead of printed here.
+        stdin_rank: the rank that reads what this process would, so that ``breakpoint()`` on it is a prompt in this
+            terminal (give ``timeout=math.inf`` beside it, since the others wait). On the other ranks, and by default,
+            there is nothing to read; a debugger over a socket, named in ``PYTHONBREAKPOINT``, works on every rank.
+
+    Raises:
+        RankError: a rank raised, was killed or exited; the message begins with the rank that failed first and its own
+            traceback. Or the limit was reached; it says where each rank was. The other ranks are ended.
+        MeshError: not a number of ranks, not enough GPUs, or options that are not as above.
+
+    Source: `torch.multiprocessing.spawn`, Accelerate's ``notebook_launcher``.
+
+    >>> import torch.distributed as dist, vescale_fn as vfn
+    >>> scale = 10
+    >>> vfn.launch(lambda x: scale * dist.get_rank() + x, 2, 5, device="cpu")
+    [5, 15]
+    """
+    if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
+        raise MeshError(report("launch", f"nprocs={short(nprocs)} is not a number of ranks; it must be an integer >= 1",
+                               fix="launch(fn, nprocs, *args), for instance launch(train, 4, config)"))  # fmt: skip
+    if nprocs > MOST_STARTED:
+        raise MeshError(
+            report("launch", f"nprocs={nprocs:,} are more processes than the {MOST_STARTED:,} of one machine")
+        )
+    if not callable(fn):
+        raise MeshError(report("launch", f"fn must be a function, but it is {described(fn)}",
+                               fix="launch(fn, nprocs, *args); args are what it is called with"))  # fmt: skip
+    if not isinstance(kwargs, (Mapping, type(None))) or not all(isinstance(name, str) for name in kwargs or ()):
+        raise MeshError(report("launch", f"kwargs must be a dict of fn's keyword arguments, but it is {described(kwargs)}",
+                               fix='for instance kwargs={"steps": 10}'))  # fmt: skip
+    settings = Settings(nprocs, _device(device, nprocs, "launch"), seconds("launch", "timeout", timeout),
+                        seconds("launch", "limit", limit), _folder(logs), _reader(stdin_rank, nprocs))  # fmt: skip
+    call = functools.partial(fn, *args, **(kwargs or {}))
+    reason = _why_not_fork()
+    if reason is None:
+        try:
+            return [pickle.loads(result) for result in run(call, settings)]
+        except NotStarted as error:  # no rank has called fn yet
+            reason = str(error)
+    return [pickle.loads(result) for result in run_fresh(call, settings, reason)]
+
+
+def _why_not_fork() -> str | None:
+    if torch.cuda.is_initialized():
+        return "CUDA is in use in this process, so that it cannot fork"
+    if has_process_group():
+        return "this process belongs to a process group, so that it cannot fork"
+    if current_process().daemon:
+        return "this process is a daemon of multiprocessing, which lets it start no other"
+    if sys.platform == "darwin":
+        return "a fork is unsafe on macOS"
+    return None
+
+
+def seconds(where: str, name: str, value: Any) -> float:
+    """`value`, a time of more than none, infinity too; or an error."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:  # nor NaN
+        raise MeshError(report(where, f"{name} must be a number of seconds above 0, but it is {described(value)}",
+                               fix=f"{name}=300.0, or {name}=math.inf for none"))  # fmt: skip
+    return float(value)
+
+
+def _folder(logs: Any) -> str | None:
+    if logs is None:
+        return None
+    try:
+        folder = Path(logs).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (TypeError, OSError) as error:
+        raise MeshError(report("launch", f"logs must be a folder to write to, but it is {described(logs)}",
+                               [str(error)])) from None  # fmt: skip
+    return str(folder)
+
+
+def _reader(rank: Any, nprocs: int) -> int | None:
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < nprocs):
+        raise MeshError(report("launch", f"stdin_rank={short(rank)} is none of the ranks, which are 0 to {nprocs - 1}"))
+    try:
+        os.fstat(0)
+    except OSError:
+        if rank is not None:
+            raise MeshError(report("launch", f"stdin_rank={rank}, but the stdin of this process is closed")) from None
+    return rank

@@ -1,0 +1,1 @@
+"""Types of local values: varying, invariant, unreduced, reduced."""

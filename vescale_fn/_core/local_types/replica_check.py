@@ -1,0 +1,232 @@
+"""What must be the same on every rank, compared in debug mode: plain tensors and numbers that meet arrays, keys, calls of
+`shard_map`, what their bodies use and give. While a plan is recorded, plain tensors that meet arrays are noted in it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import torch_internals
+from ..base import context, tree
+from ..base.messages import mesh_text
+from ..base.source_lines import quoted, user_line
+from ..distributed.divergence import Call, Value
+from ..distributed.mesh import coordinates, is_simulated, my_rank
+from ..sharding.index_map import axes_of
+from ..sharding.layout import text
+from . import function_kinds, tensor_types, types
+
+
+def digest(x: torch.Tensor) -> str:
+    """A hash of the bits of a plain tensor; "" of one without memory that can be read."""
+    x = torch_internals.peel(x)
+    if (
+        type(x) not in (torch.Tensor, torch.nn.Parameter)
+        or x.layout is not torch.strided
+        or x.is_meta
+        or torch_internals.tracing()
+    ):
+        return ""
+    with torch_internals.no_torch_function(), torch_internals.no_transforms(), torch.no_grad():
+        flat = torch_internals.settled(x.detach()).cpu().contiguous().reshape(-1)
+        return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=8).hexdigest() if flat.numel() else ""
+
+
+def _shown(x: torch.Tensor) -> str:
+    """A plain tensor's first values, and its sum, for those that differ further on."""
+    with torch_internals.no_torch_function(), torch_internals.no_transforms(), torch.no_grad():
+        flat = torch_internals.settled(torch_internals.peel(x).detach()).cpu().reshape(-1)
+        first = ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in flat[:3].tolist())
+        wide = flat if flat.is_complex() else flat.to(torch.float64 if flat.is_floating_point() else torch.int64)
+        return f"[{first}{', ...' if flat.numel() > 3 else ''}]" + (
+            f" (sum {wide.sum().item():.9g})" if flat.numel() > 3 else ""
+        )
+
+
+def _value(path: str, x: Any) -> Value:
+    if not isinstance(x, torch.Tensor):
+        return Value(path, repr(x)[:60] if isinstance(x, (int, float, complex, str, type(None))) else type(x).__name__)
+    below = torch_internals.peel(x)
+    bits = "" if isinstance(below, DTensor) else digest(below)
+    return Value(path, text(below), bits, _shown(below) if bits else "")
+
+
+_NUMBERS = (int, float, complex)
+
+
+def _number_text(x: Any, recorder: Any) -> str:
+    """How a number, or a list of numbers, reads; "" for anything else, and for what stands for an input of a plan."""
+    parts = x if isinstance(x, (list, tuple)) else (x.start, x.stop, x.step) if isinstance(x, slice) else (x,)
+    if not parts or (recorder is not None and any(map(recorder.stands_for_a_float, parts))):
+        return ""
+    found = [isinstance(one, _NUMBERS) for one in parts]
+    return repr(x)[:200] if (any(found) if isinstance(x, slice) else all(found)) else ""
+
+
+def _ledger() -> tuple[Any, Any]:
+    """Where uses are noted, in debug mode and while a plan is recorded, and what records; None, None elsewhere."""
+    watch = context.watch()
+    if watch is not None:
+        return watch.ledger, None
+    recorder = torch_internals.recorder()
+    return (None, None) if recorder is None else (recorder.ledger, recorder)
+
+
+def bits(x: Any) -> str:
+    """A plain tensor as the ledger of debug mode notes it: a few of its values, and a hash of all; "" of an array."""
+    found = "" if isinstance(torch_internals.peel(x), DTensor) else digest(x)
+    return found and f"{_shown(x)}\0{found}"
+
+
+def numbers_alike(name: str, func: Any, mesh: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Note the numbers that an op on arrays is given, which are the same on all ranks of `mesh`."""
+    ledger, recorder = _ledger()
+    if ledger is None or is_simulated(mesh):
+        return
+    names = [a.name for a in func._schema.arguments]
+    found = [(key, text) for key, a in (*zip(names, args), *kwargs.items()) if (text := _number_text(a, recorder))]
+    if found:
+        line, ranks = quoted(user_line()), ranks_of(mesh)
+        for key, shown in found:
+            ledger.note(f"{key!r} of {name}", shown, ranks, line)
+
+
+def looked_for() -> bool:
+    """Whether what is the same on all ranks is compared, now or once a plan is recorded."""
+    return context.watch() is not None or torch_internals.is_recorded()
+
+
+def key_alike(where: str, x: torch.Tensor, mesh: Any) -> None:
+    """The bits of a key of a draw on a mesh: in debug mode and while a plan is recorded, noted."""
+    watch = context.watch()
+    if watch is None:
+        same_plain(where, mesh, [("", x)])
+    elif not is_simulated(mesh) and (found := bits(x)):
+        what = f"the key of {where}"
+        watch.ledger.note(what, found, ranks_of(mesh), quoted(user_line()))
+
+
+@functools.lru_cache(maxsize=256)
+@torch_internals.never_recorded
+def _members(mesh: Any, axes: tuple[str, ...]) -> list[int]:
+    """The ranks of the world that this one shares a value with that is the same along these axes."""
+    here = coordinates(mesh, my_rank(mesh))
+    mine = tuple(slice(None) if axis in axes else here[axis] for axis in axes_of(mesh))
+    return mesh.mesh[mine].flatten().tolist()
+
+
+def body_alike(body: context.Body, name: str, args: Any, kwargs: Mapping[str, Any], out: Any,
+               opaque: bool = False) -> None:  # fmt: skip
+    """Note what a function in a body with types is given that is the same on all ranks: floats, tensors from outside, and
+    where the result is the same as well, ints. A tensor that it makes of Python values is the same too.
+
+    Sizes of what depends on data may differ by rank, and so ints of which something that varies is made.
+    """
+    ledger, recorder = _ledger()
+    if ledger is None:
+        return
+    with torch_internals.no_torch_function():
+        given, made = function_kinds.tensors(args, kwargs), function_kinds.tensors(out)
+        type_ = tensor_types.read(made[0]) if made else None
+        alike = tuple(axis for axis in body.axes if type_ is not None and type_.letter(axis) in "IR")
+        line, everyone = quoted(user_line()), ranks_of(body.mesh)
+        for i, a in enumerate((*args, *kwargs.values()) if given else ()):
+            ints = not _has_a_float(a)
+            for j, one in enumerate(a if isinstance(a, tuple) else (a,)):
+                if (alike or not ints) and (shown := _number_text(one, recorder)):
+                    what = f"number {j} of argument {i}" if isinstance(a, tuple) else f"argument {i}"
+                    ledger.note(f"{what} of {name}", shown, _members(body.mesh, alike) if ints else everyone, line)
+        if recorder is not None:
+            for x in given:
+                if tensor_types.read(x) is None and torch_internals.is_bare(torch_internals.peel(x)):
+                    recorder.counts_as_alike(torch_internals.peel(x))
+            return
+        for i, x in enumerate(given):
+            if tensor_types.read(x) is None and (found := bits(x)):
+                what = f"tensor {i} of {name}, {text(torch_internals.peel(x))} from outside of the body,"
+                ledger.note(what, found, everyone, line)
+        for i, x in enumerate(made if opaque and alike else ()):  # it may have drawn, or talked to other ranks
+            if _comparable(x) and (found := bits(x)):
+                what = f"result {i} of {name}, {text(torch_internals.peel(x))}{{the same along {', '.join(alike)}}},"
+                ledger.note(what, found, _members(body.mesh, alike), line)
+        if not given and made and type_ is types.INVARIANT and (found := bits(made[0])):
+            ledger.note(f"the tensor {text(torch_internals.peel(made[0]))} that {name} makes", found, everyone, line)
+
+
+def _has_a_float(a: Any) -> bool:
+    return isinstance(a, (float, complex)) or (isinstance(a, (list, tuple)) and any(map(_has_a_float, a)))
+
+
+def results_alike(mapped: Any, body: context.Body, result: Any, leaves: Sequence[Any], alike: Sequence[Any]) -> None:
+    """In debug mode: note results of a body, each of which is the same along the axes that `alike` has for it."""
+    watch = context.watch()
+    if watch is None or not watch.results or is_simulated(body.mesh):
+        return
+    for path, x, axes in zip(tree.paths(result, "out"), leaves, alike, strict=True):
+        if isinstance(x, torch.Tensor) and axes and _comparable(x) and (found := bits(x)):
+            what = f"{path} of {mapped.where}, {text(torch_internals.peel(x))}{{the same along {', '.join(axes)}}},"
+            watch.ledger.note(what, found, _members(body.mesh, tuple(axes)), quoted(user_line()))
+
+
+def _comparable(x: torch.Tensor) -> bool:
+    """Whether the same computation gives the same bits on every rank."""
+    return x.device.type == "cpu" or not (x.is_floating_point() or x.is_complex()) or (
+        torch.are_deterministic_algorithms_enabled())  # fmt: skip
+
+
+def _on(mesh: Any) -> str:
+    return f"on {mesh_text(axes_of(mesh))}"
+
+
+@functools.lru_cache(maxsize=64)
+@torch_internals.never_recorded
+def ranks_of(mesh: Any) -> list[int]:
+    """The ranks of the world that make up a mesh."""
+    return mesh.mesh.flatten().tolist()
+
+
+def same_plain(where: str, mesh: Any, values: Iterable[tuple[str, Any]]) -> None:
+    """Plain tensors among (path, value) pairs, which `where` takes to be the same on all ranks, are so: in debug mode they
+    are compared here, and while a plan is recorded they are noted, for ranks to compare once it is."""
+    watch = context.watch()
+    if mesh is None or is_simulated(mesh):
+        return
+    if watch is None:
+        if (recorder := torch_internals.recorder()) is None:
+            return
+        for _, x in values:
+            if isinstance(x, torch.Tensor) and not isinstance(below := torch_internals.peel(x), DTensor):
+                recorder.counts_as_alike(below)
+        return
+    plain = [
+        (path, x)
+        for path, x in values
+        if isinstance(x, torch.Tensor) and not isinstance(torch_internals.peel(x), DTensor)
+    ]
+    if plain:
+        watch.compare(ranks_of(mesh), Call(where, _on(mesh), tuple(_value(path, x) for path, x in plain)))
+
+
+def same_call(mapped: Any, mesh: Any, args: Any, leaves: Sequence[Any]) -> None:
+    """In debug mode: all ranks of `mesh` call the same `shard_map` with the same arguments."""
+    watch = context.watch()
+    if watch is not None and not is_simulated(mesh):
+        values = tuple(_value(path, x) for path, x in zip(tree.paths(args, "args"), leaves, strict=True))
+        details = f"in_specs={mapped.in_specs!r}, out_specs={mapped.out_specs!r}" + (
+            "" if mapped.check else ", unchecked"
+        )
+        watch.compare(ranks_of(mesh), Call(f"shard_map({mapped.name})", _on(mesh), values, details))
+
+
+def same_shapes(mapped: Any, mesh: Any, result: Any, leaves: Sequence[Any]) -> None:
+    """In debug mode: the blocks that the ranks of `mesh` return from a `shard_map` body are of the same shapes."""
+    watch = context.watch()
+    if watch is not None and not is_simulated(mesh):
+        values = tuple(Value(path, text(torch_internals.peel(x)) if isinstance(x, torch.Tensor) else type(x).__name__)
+                       for path, x in zip(tree.paths(result, "out"), leaves, strict=True))  # fmt: skip
+        watch.compare(ranks_of(mesh), Call(f"the results of shard_map({mapped.name})", _on(mesh), values))

@@ -1,0 +1,193 @@
+"""The type on a tensor: given, read, changed by a write. It sits on the tensor itself, below any functorch wrapper."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import torch_internals
+from ..base import context
+from ..base.errors import TypingError
+from ..base.messages import report
+from ..distributed.blocks import Blocks
+from ..distributed.mesh import same
+from ..sharding.layout import layout, type_text
+from ..sharding.spec import P
+from .function_kinds import tensors
+from .types import INVARIANT, Type, of
+
+
+def mark(x: torch.Tensor, type_: Type) -> None:
+    """Give a local value its type. What it is a view of notes it too: so a view that `vmap` makes unseen has one."""
+    x = torch_internals.peel(x)
+    x.vfn_type = type_  # type: ignore[attr-defined]
+    if (base := torch_internals.base(x)) is not None:
+        base.vfn_view_type = type_  # type: ignore[attr-defined]
+
+
+class Writes:
+    """The writes of one running body: whether one made an invariant value varying. It signs the memory they went to. And
+    since when the body runs, by the count of autograd's nodes.
+
+    Types sit on tensors, but several tensors can be names of one memory (views, `detach`, ``.data``): once something
+    that differs by rank is written, all of them vary, also those that were made before.
+    """
+
+    __slots__ = ("any", "since")
+
+    def __init__(self) -> None:
+        self.any, self.since = False, torch_internals.autograd_count()
+
+
+class _Now(threading.local):
+    writes: Writes | None = None
+
+
+_now = _Now()
+context.local_states.append(_now)
+
+
+def swap_writes(writes: Writes | None) -> Writes | None:
+    """Make `writes` those of the body that runs in this thread; returns what was there."""
+    before, _now.writes = _now.writes, writes
+    return before
+
+
+def _memory(x: torch.Tensor) -> Any:
+    x = torch_internals.peel(x)
+    x = torch_internals.local(x) if isinstance(x, DTensor) else x
+    return torch_internals.storage(x.blocks[0] if type(x) is Blocks else x)
+
+
+def retype(x: torch.Tensor, type_: Type) -> None:
+    """Note that a write made a value, and so all that shares its memory, vary as `type_`."""
+    mark(x, type_)
+    if (base := torch_internals.base(torch_internals.peel(x))) is not None:
+        mark(base, type_)
+    if _now.writes is not None and (memory := _memory(x)) is not None:
+        before = getattr(memory, "vfn_written", None)
+        varying = type_.varying | (
+            before[1].varying if before is not None and before[0] is _now.writes else frozenset()
+        )
+        memory.vfn_written = (_now.writes, of(varying=varying))
+        _now.writes.any = True
+
+
+def _as_written(x: torch.Tensor, found: Type) -> Type:
+    """`found`, and what was written into the memory of `x` since."""
+    writes = _now.writes
+    if writes is not None and writes.any and found.plain:
+        written = getattr(_memory(x), "vfn_written", None)
+        if written is not None and written[0] is writes:
+            return of(varying=found.varying | written[1].varying)
+    return found
+
+
+def borrow(x: torch.Tensor) -> None:
+    """Note that a local value is another name for memory that belongs to someone else, so it must not be written."""
+    torch_internals.peel(x).vfn_borrowed = True  # type: ignore[attr-defined]
+
+
+def is_borrowed(x: torch.Tensor) -> bool:
+    """Whether a local value, or what it is a view of, belongs to someone else."""
+    x = torch_internals.peel(x)
+    return hasattr(x, "vfn_borrowed") or hasattr(torch_internals.base(x), "vfn_borrowed")
+
+
+def own(x: torch.Tensor) -> Type | None:
+    """The type that this very tensor was given."""
+    return getattr(torch_internals.peel(x), "vfn_type", None)
+
+
+def read(x: torch.Tensor) -> Type | None:
+    """The type that a local value, or the value that it is a view of, was given; None for one from outside."""
+    found = getattr(x, "vfn_type", None)
+    if found is not None:
+        return found
+    x = torch_internals.peel(x)
+    found = getattr(x, "vfn_type", None)
+    if found is None and (base := torch_internals.base(x)) is not None:
+        found = getattr(base, "vfn_type", None) or getattr(base, "vfn_view_type", None)
+    return found
+
+
+def kept(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`out`, which is `x` lying otherwise: in a body it has the type of `x`."""
+    if (found := read(x)) is not None:
+        mark(out, found)
+    return out
+
+
+def outside(x: torch.Tensor, auto: Any) -> bool:
+    """Whether `x` is an array, but not one of a body whose values are arrays on the mesh `auto`."""
+    below = torch_internals.peel(x)
+    return isinstance(below, DTensor) and (auto is None or not same(below._spec.mesh, auto))
+
+
+def refuse_unseen(x: torch.Tensor) -> None:
+    """Raise where a value that has a gradient was made since the body began, and yet has no type."""
+    if _now.writes is not None and torch_internals.made_after(x, _now.writes.since) and read(x) is None:
+        raise TypingError(report(
+            "shard_map", "a value with a gradient was made in the body by something that the body cannot see, so nothing is "
+            "known of how it differs by rank", [f"it is {text(x)}, made by {type(x.grad_fn).__name__}"],
+            "wrap the extension that made it as a torch.library.custom_op or a torch.autograd.Function; a value from "
+            "outside of the body should be its argument"))  # fmt: skip
+
+
+def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
+    """The type of a local value in a body with these manual axes; one from outside is invariant.
+
+    A value that differs by rank and was made behind the back of the body (a `Blocks` with different blocks, an array
+    on a part of the mesh) is taken to vary over every axis; but where autograd follows it a guess could cost a
+    gradient.
+
+    Raises:
+        TypingError: a value that autograd follows, and that was made in the body by something that no mode sees.
+    """
+    found = read(x)
+    if found is not None:
+        return _as_written(x, found)
+    below = torch_internals.peel(x)
+    refuse_unseen(x)
+    if not isinstance(below, DTensor) and (type(below) is not Blocks or len(set(map(id, below.blocks))) == 1):
+        return _as_written(x, INVARIANT)
+    if torch_internals.needs_gradient(x):
+        raise TypingError(report(
+            "shard_map", "a value that differs by rank, and has a gradient, was made where the body could not see it",
+            [f"it is {text(x)}"], "take it out of its own body first, or detach it"))  # fmt: skip
+    return of(axes)
+
+
+def mark_all(value: Any, type_: Type) -> Any:
+    """Give every tensor in a result its type, and return the result."""
+    for x in tensors(value):
+        mark(x, type_)
+    return value
+
+
+def mark_made(value: Any, type_: Type, operands: Iterable[torch.Tensor]) -> Any:
+    """`mark_all`, but what comes from outside the body stays unmarked: a function may give back its own operand, as
+    `contiguous` does, and the base of a view may be the caller's. Marked, it would count as local in the next body too."""
+    outside: set[int] = set()
+    for x in operands:
+        if read(x) is None:
+            x = torch_internals.peel(x)
+            outside.update((id(x), id(torch_internals.base(x))))
+    if not outside:
+        return mark_all(value, type_)
+    for x in map(torch_internals.peel, tensors(value)):
+        if id(x) not in outside:
+            x.vfn_type = type_  # type: ignore[attr-defined]
+            if (base := torch_internals.base(x)) is not None and id(base) not in outside:
+                base.vfn_view_type = type_  # type: ignore[attr-defined]
+    return value
+
+
+def text(x: torch.Tensor, type_: Type | None = None) -> str:
+    """A value on one short line: ``f32[2,3]{V:i}``."""
+    lies = layout(x._spec) if isinstance(x, DTensor) else P()
+    return f"{type_text(x.shape, x.dtype, lies)}{type_ or ''}"

@@ -1,0 +1,1 @@
+"""The local view: `shard_map`, its body, collectives as differentiable linear maps."""

@@ -1,0 +1,259 @@
+"""Running a `shard_map` body: what is switched on while it runs, and again where a backward pass computes it anew."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import torch_internals
+from ..base import context, linear_map
+from ..base.errors import TransformError, TypingError
+from ..base.messages import report
+from ..local_types import function_kinds, replica_check, tensor_types, types
+from ..local_types.tensor_types import mark
+from .collective_maps import Collective
+from .typed_mode import Checked
+from .untyped_mode import Unchecked, innermost
+
+Tensor = torch.Tensor
+
+
+class _Active(threading.local):
+    run: running | None = None
+
+
+_active = _Active()
+context.local_states.append(_active)
+_lock = threading.RLock()
+captures: list[Callable[[], Callable[[], Any]]] = []  # what else is entered again; asked at the call, like `capture`
+
+
+class running:
+    """A context in which a body runs: its axes are manual, its values typed.
+
+    Args:
+        body: mesh, axes, and whether types are checked.
+        adopt: makes a local value of a whole array that the body closes over.
+        intercepted: False where nothing needs watching: no types, a real mesh, no gradient.
+        writes: those of a body that is entered again.
+    """
+
+    __slots__ = ("_before", "_body_before", "_mode", "_mode_before", "_writes_before", "adopt", "body", "intercepted",
+                 "writes")  # fmt: skip
+
+    def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor], intercepted: bool = True,
+                 writes: tensor_types.Writes | None = None) -> None:  # fmt: skip
+        self.body, self.adopt, self.intercepted = body, adopt, intercepted
+        self.writes = writes or tensor_types.Writes()
+
+    def __enter__(self) -> running:
+        if self.intercepted and (unseen := torch_internals.unseen()):
+            problem = (
+                f"a body cannot see how, in torch {torch.__version__}, {' and '.join(unseen)}: gradients would be wrong"
+            )
+            raise TransformError(report("shard_map", problem, fix="a release of torch that is tested, 2.11 to 2.15"))
+        body = self.body
+        mode = Checked if body.check else Unchecked
+        self._mode = mode(body, self.adopt, self.writes) if self.intercepted else None
+        self._writes_before = tensor_types.swap_writes(self.writes if self._mode is not None else None)
+        self._before, _active.run = _active.run, self
+        self._mode_before, innermost.mode = innermost.mode, self._mode
+        self._body_before = context.swap_body(body)
+        if self._mode is not None:
+            _bodies.change(1)
+            _checkpoints.change(1)
+            self._mode.__enter__()
+        return self
+
+    def taken_in(self, x: Tensor) -> Tensor:
+        """A result as a local value, which it is not yet where the body gives back what it closes over."""
+        with torch_internals.no_torch_function():
+            if self._mode is None or tensor_types.read(x) is not None:
+                return x
+            tensor_types.refuse_unseen(x)
+            return self._mode.taken_in(x)
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(*exception)
+            _bodies.change(-1)
+            _checkpoints.change(-1)
+        context.swap_body(self._body_before)
+        tensor_types.swap_writes(self._writes_before)
+        _active.run, innermost.mode = self._before, self._mode_before
+
+
+class _Watchers:
+    """How many contexts, of which thread, need a function of torch's to be another one for now; it is while one does."""
+
+    def __init__(self, exchange: Callable[[bool], None]) -> None:
+        self._exchange, self._counts, self._exchanged = exchange, {}, False
+
+    def count(self) -> int:
+        """How many of this thread do."""
+        return self._counts.get(threading.get_ident(), 0)
+
+    def change(self, by: int) -> None:
+        """One more, or one less."""
+        self.set(self.count() + by)
+
+    def is_settled(self) -> bool:
+        """Whether no call was interrupted that exchanges."""
+        return self._exchanged == bool(self._counts)
+
+    def set(self, count: int) -> None:
+        """Have so many of this thread; any number of times, and also where a call of it was interrupted."""
+        with _lock:
+            if count:
+                self._counts[threading.get_ident()] = count
+            else:
+                self._counts.pop(threading.get_ident(), None)
+            wanted = bool(self._counts)
+            if wanted != self._exchanged:
+                self._exchanged = True  # perhaps in part
+                self._exchange(wanted)
+                self._exchanged = wanted
+
+
+def _exchange_for_bodies(on: bool) -> None:
+    torch_internals.intercept_function_apply(_function_apply if on else None, _watched)
+    torch_internals.intercept_reverse_mode(_differentiated_by if on else None)
+    torch_internals.run_compiled_as_written(on)
+
+
+_bodies = _Watchers(_exchange_for_bodies)
+_checkpoints = _Watchers(lambda on: torch_internals.intercept_checkpoint(computed_again if on else None))
+
+
+def watch_checkpoints(by: int) -> None:
+    """Have `torch.utils.checkpoint` compute again in what was around it (1), or no longer (-1). Calls are counted."""
+    _checkpoints.change(by)
+
+
+def watchers() -> tuple[int, int]:
+    """What this thread has exchanged of torch's, for `set_watchers`."""
+    return _bodies.count(), _checkpoints.count()
+
+
+def set_watchers(counts: tuple[int, int]) -> None:
+    """Put back what `watchers` has found."""
+    for watchers, count in zip((_bodies, _checkpoints), counts):
+        if watchers.count() != count or not watchers.is_settled():
+            watchers.set(count)
+
+
+def _differentiated_by(x: Tensor) -> Tensor:
+    """What a gradient inside a body without types is taken by: a tensor from outside becomes the rank's own first, or its
+    gradient would be the ranks' sum."""
+    mode = innermost.mode
+    if mode is None or isinstance(mode, Checked) or not torch_internals.function_mode_on():
+        return x
+    with torch_internals.no_torch_function():
+        x = mode.taken_in(x)
+        if tensor_types.read(x) is None:  # on a real rank one without gradient is good as it is, but for its name
+            (x,) = linear_map.apply(Collective("copy", mode.body.mesh, mode.body.axes, "closure"), x)
+            mark(x, types.INVARIANT)
+        return x
+
+
+def _watched() -> bool:
+    """Whether the mode of a body sees what this thread calls."""
+    run = _active.run
+    return run is not None and run._mode is not None and torch_internals.function_mode_on()
+
+
+def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+    """A user's `autograd.Function` in a body: no mode sees that it is applied."""
+    if cls.__module__ == linear_map.__name__ or cls is torch_internals.checkpoint_saver or not _watched():
+        return apply(*args, **kwargs)
+    mode: Any = _active.run._mode  # type: ignore[union-attr]
+    if cls is torch_internals.checkpoint_function:
+        function, _, *given = args
+        if not any(torch_internals.needs_gradient(x) for x in function_kinds.tensors(given)):
+            return function(*given)
+        raise TransformError(report(
+            "torch.utils.checkpoint", "with use_reentrant=True the backward pass computes the function again outside of the "
+            "shard_map body", fix="vfn.remat(f)(...), or checkpoint(f, ..., use_reentrant=False)"))  # fmt: skip
+    if not isinstance(mode, Checked):
+        return mode.call(apply, cls.__name__, args, kwargs)
+    return _typed_apply(mode, cls, apply, args, kwargs)
+
+
+def _typed_apply(mode: Checked, cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+    """A Function in a body with types: what it gives varies as its operands do, and as its forward has made it, which the
+    mode does see: where that draws, say."""
+    inside: list[types.Type] = []
+
+    def applied(*args: Any, **kwargs: Any) -> Any:
+        out = apply(*args, **kwargs)
+        inside.extend(
+            found for x in function_kinds.tensors(out) if (found := tensor_types.own(x)) is not None and found.plain
+        )
+        return out
+
+    name, given = f"{cls.__name__}.apply", function_kinds.tensors(args, kwargs)
+    out = mode.combining(applied, name, args, kwargs, to=None if given else mode.everywhere)
+    made = [x for x in function_kinds.tensors(out) if tensor_types.own(x) is not None]
+    extra = frozenset().union(*(found.varying for found in inside)) - frozenset().union(
+        *(mode.typeof(x).varying for x in made)
+    )
+    if extra:
+        if any(x.requires_grad for x in made):
+            raise TypingError(report(
+                name, "its forward makes something that differs by rank of operands that do not, so their gradients would not "
+                "be added up", [f"operand {i} is {tensor_types.text(x, mode.typeof(x))}" for i, x in enumerate(given)],
+                f"vfn.pvary(x, {min(extra)!r}) for the operands"))  # fmt: skip
+        for x in made:
+            have = mode.typeof(x)
+            mark(x, types.of(have.varying | extra, have.unreduced, have.reduced))
+    if mode.compared:
+        replica_check.body_alike(mode.body, name, args, kwargs, out, opaque=True)
+    return out
+
+
+def local(x: Any) -> Any:
+    """`x`; where it is an array from outside of the body that runs, as the value that the body computes with.
+
+    For transforms, which take their arguments before any function of the body sees them.
+    """
+    run = _active.run
+    if run is None or not isinstance(x, Tensor) or not tensor_types.outside(x, run.body.auto):
+        return x
+    if run._mode is None:
+        return run.adopt(x)
+    with torch_internals.no_torch_function():
+        return run._mode.taken_in(x)
+
+
+def capture() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """A function that enters the present body again, for what is computed anew during a backward pass.
+
+    Modes are off there, and the thread may be another one.
+    """
+    run = _active.run
+    if run is None:
+        return contextlib.nullcontext
+    return lambda: running(run.body, run.adopt, run.intercepted, run.writes)
+
+
+def computed_again(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], context.Again]:
+    """`fn` for a call with these arguments that a backward pass makes anew, and what it runs in.
+
+    In a nest of checkpoints the arguments are other tensors then, which have lost their types.
+    """
+    known = [(tensor_types.read(x), tensor_types.is_borrowed(x)) for x in function_kinds.tensors(args, kwargs)]
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with torch_internals.no_torch_function():
+            for x, (type_, borrowed) in zip(function_kinds.tensors(args, kwargs), known, strict=True):
+                if type_ is not None and tensor_types.own(x) is None:  # its base may have that of another view
+                    mark(x, type_)
+                    if borrowed:
+                        tensor_types.borrow(x)
+        return fn(*args, **kwargs)
+
+    return again, context.Again(context.captured(), capture(), *(also() for also in captures))

@@ -1,0 +1,164 @@
+"""The arguments of a `shard_map`: checked against in_specs, all that do not fit named at once; then brought into the body."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import torch_internals
+from ..arrays import reshard
+from ..arrays.array import Array, bring_in, entered, entries_over, is_array, mesh_of, spec_of
+from ..base import linear_map, tree
+from ..base.containers import SPLIT_NUMBERS, split_numbers
+from ..base.errors import ReshardError, SpecError
+from ..base.messages import axes_text, described, mesh_text, report
+from ..base.user_calls import parameter
+from ..distributed.blocks import Blocks
+from ..distributed.mesh import same
+from ..local_types import tensor_types, types
+from ..sharding.index_map import axes_of
+from ..sharding.layout import axes_items, layout
+from ..sharding.spec import KEYS, P, as_spec, axes_named, keys_taken_apart, split_axes
+from .collective_maps import Collective
+from .scope import Map, Site, bare, misfits
+
+
+class In:
+    """One tensor argument: its spec, how the whole array must lie, its block's type, and whether the block can be read off
+    as it lies."""
+
+    __slots__ = ("direct", "lies", "shared_by", "spec", "type")
+
+    def __init__(self, spec: P, lies: P, direct: bool, shared_by: tuple[str, ...]) -> None:
+        self.spec, self.lies, self.direct, self.shared_by = spec, lies, direct, shared_by
+        self.type = types.of_spec(spec)
+
+
+def plan_ins(mapped: Map, site: Site, args: Any, leaves: Sequence[Any]) -> list[In | None]:
+    """What happens to each argument; or an error that names all of them that do not fit."""
+    where = mapped.where
+    specs = tree.broadcast(mapped.in_specs, args, where, "in_specs", "args")
+    failures: list[str] = []
+    ways: list[str] = []
+    plan: list[In | None] = []
+    of_keys = tree.leaves_in_opaque(args)
+    alone = split_numbers(mapped.in_specs, args, leaves, _names_axes)
+    for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
+        if not isinstance(x, torch.Tensor):
+            plan.append(None)
+            if i in alone:
+                failures.append(f"{tree.paths(args, 'args')[i]} = {spec!r}: it is {described(x)}, which has no dims")
+                ways.append(SPLIT_NUMBERS)
+            continue
+        found = _wrong_argument(x, spec, site, of_keys[i])
+        if found:
+            failures.append(f"{_argument(mapped, args, i)} = {spec!r}: {'; '.join(problem for problem, _ in found)}")
+            ways += [way for _, way in found]
+        else:
+            lies = site.lies(spec, x)
+            direct = type(x) is Array and layout(x._spec) == bare(lies)
+            plan.append(In(spec, lies, direct, () if mapped.check else site.unmentioned(spec)))
+    if failures:
+        raise SpecError(report(where, f"the arguments do not fit in_specs on the {mesh_text(axes_of(site.mesh))}", failures,
+                               "; ".join(dict.fromkeys(ways))))  # fmt: skip
+    return plan
+
+
+def _wrong_argument(x: torch.Tensor, spec: Any, site: Site, of_keys: bool) -> list[tuple[str, str]]:
+    """What is wrong with an argument and its spec, and what to write instead."""
+    if not isinstance(spec, P):
+        return [(f"it is {described(spec)}, not a vfn.P", as_spec(spec))]
+    other = mesh_of(x) if is_array(x) else None
+    if other is not None and not same(other, site.mesh):
+        there = f"it lies on another mesh, {mesh_text(axes_of(other))}"
+        return [(there, f"vfn.shard(x, mesh, {spec!r}), which brings it over")]
+    found = misfits(spec, site, x.ndim)
+    if of_keys and not found:
+        found = [(problem, KEYS) for problem in keys_taken_apart(spec, x.ndim)]
+    return found or [(problem, _EVEN) for problem in _uneven(tuple(x.shape), spec, site.sizes)]
+
+
+def _names_axes(spec: Any) -> bool:
+    return isinstance(spec, P) and bool(axes_named(spec))
+
+
+_EVEN = "a spec of axes that divide the dims, None for a dim that every rank needs whole, or pad the argument"
+
+
+def _argument(mapped: Map, args: Any, i: int) -> str:
+    """The i-th leaf in the user's words: path, shape, parameter, and where its spec stands."""
+    path = tree.paths(args, "args")[i]
+    x = tree.leaves(args)[i]
+    position = int(path[len("args[") :].split("]", 1)[0])
+    tail = path[len(f"args[{position}]") :]
+    name = parameter(mapped.f, args, position)
+    said = f", where args[{position}] is bound to {mapped.name}'s parameter {name!r}," if name else ""
+    where = (
+        f"in_specs[{position}]{tail}"
+        if isinstance(mapped.in_specs, tuple) and not isinstance(mapped.in_specs, P)
+        else "in_specs"
+    )
+    return f"{path} of shape {tensor_types.text(x)}{said} corresponds to {where}"
+
+
+def _uneven(shape: tuple[int, ...], spec: P, axes: Mapping[str, int]) -> list[str]:
+    found = []
+    for dim, (size, names) in enumerate(zip(shape, split_axes(spec, len(shape)))):
+        n = math.prod(axes[name] for name in names)
+        if size % n:
+            product = "*".join(str(axes[name]) for name in names)
+            found.append(f"dim {dim}: {size} is not divisible by {product}{f' = {n}' if len(names) > 1 else ''} "
+                         f"(ax{'e' if len(names) > 1 else 'i'}s {', '.join(map(repr, names))})")  # fmt: skip
+    return found
+
+
+def refuse_moves(mapped: Map, site: Site, args: Any, leaves: Sequence[Any], plan: Sequence[In | None]) -> None:
+    """Under `strict`: raise where an argument would have to travel to lie as its spec says."""
+    failures = []
+    for i, (x, entry) in enumerate(zip(leaves, plan)):
+        if entry is None or entry.direct or not is_array(x):
+            continue
+        entries = entries_over(x) & (axes_named(entry.lies) | site.sizes.keys())
+        if entries:
+            over = axes_text(sorted(entries))
+            failures.append(
+                f"{_argument(mapped, args, i)}: its entries, under vmap, are split over {over}, which the map uses"
+            )
+            continue
+        source = bare(spec_of(x))
+        steps = reshard.plan(tuple(x.shape), axes_items(mesh_of(x)), source, bare(entry.lies))
+        if any(step.kind not in reshard.LOCAL_KINDS for step in steps):
+            wanted = f"{entry.spec!r}, but it lies as {source!r}: vfn.with_sharding(x, {entry.lies!r})"
+            failures.append(f"{_argument(mapped, args, i)} = {wanted}")
+    if failures:
+        raise ReshardError(report(mapped.where, "strict: arguments lie otherwise than in_specs says",
+                                  failures, "write the vfn.with_sharding, so that the program asks for the move"))  # fmt: skip
+
+
+def brought_in(x: Any, site: Site, entry: In, fast: bool) -> Any:
+    """An argument as a value of the body, with its type; `fast` where nothing differentiates."""
+    check, outer = site.body.check, site.outer
+    type_ = entry.type if outer is None else types.both(entry.type, tensor_types.read(x))
+    if fast and entry.direct and site.auto is None:
+        local = torch_internals.local(x)
+        local = Blocks(local.blocks) if local.__class__ is Blocks else local.detach()  # a name of its own, to be typed
+    elif fast and entry.direct:
+        local = entered(x, entry.lies, site.auto)
+    else:
+        local = bring_in(x, site.mesh, entry.lies, "shard_map argument", site.auto)
+    if fast:
+        if not entry.direct:
+            local = Blocks(local.blocks) if local.__class__ is Blocks else local.detach()
+        local.vfn_type = type_
+        if check:
+            local.vfn_borrowed = True
+        return local
+    if entry.shared_by:
+        (local,) = linear_map.apply(Collective("copy", site.body.mesh, entry.shared_by, "shard_map argument"), local)
+    tensor_types.mark(local, type_)
+    if check:
+        tensor_types.borrow(local)
+    return local

@@ -1,0 +1,117 @@
+"""The results of a `shard_map`: checked against out_specs, all that do not fit named at once; then taken out of the body."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import torch_internals
+from ..arrays.array import Array, packed, take_out
+from ..base import linear_map, tree
+from ..base.errors import SpecError
+from ..base.messages import count_text, described, mesh_text, report
+from ..distributed.blocks import Blocks, shared
+from ..distributed.mesh import played_ranks
+from ..local_types import tensor_types, types
+from ..sharding.index_map import axes_of
+from ..sharding.layout import contiguous_stride, spec_for
+from ..sharding.spec import P, as_spec, split_axes
+from .collective_maps import Collective, promote
+from .scope import Map, Site, bare, misfits
+
+
+class Out:
+    """One tensor result: its spec, how the array lies, also as a DTensorSpec, and the type that its block must have."""
+
+    __slots__ = ("dspec", "lies", "shared_by", "spec", "type")
+
+    def __init__(self, spec: P, lies: P, dspec: Any, shared_by: tuple[str, ...]) -> None:
+        self.spec, self.lies, self.dspec, self.shared_by = spec, lies, dspec, shared_by
+        self.type = types.of_spec(spec)
+
+
+def plan_outs(mapped: Map, site: Site, result: Any, locals_: Sequence[Any], have: Sequence[Any]) -> list[Out | None]:
+    """What each result becomes; or an error that names all of them that do not fit."""
+    where, mesh = mapped.where, site.mesh
+    specs = tree.broadcast(mapped.out_specs, result, where, "out_specs", "the result")
+    paths = tree.paths(result, "out")
+    failures, ways = [], []
+    plan: list[Out | None] = []
+    for path, x, type_, spec in zip(paths, locals_, have, specs, strict=True):
+        if not isinstance(spec, P):
+            failures.append(f"{path}: its spec is {described(spec)}, not a vfn.P")
+            ways.append(as_spec(spec))
+            continue
+        if not isinstance(x, torch.Tensor):
+            plan.append(None)
+            if spec != P():
+                failures.append(f"{path} is {described(x)}, not a tensor, for out_specs {spec!r}")
+                ways.append("P() for what is no tensor: it passes through")
+            continue
+        said = f"{path} is {tensor_types.text(x, type_)}, for out_specs {spec!r}"
+        outside = tensor_types.outside(x, site.auto)
+        wrong = [(f"it is {tensor_types.text(x)}, a whole array", "")] if outside else misfits(spec, site, x.ndim)
+        found = [problem for problem, _ in wrong]
+        if len(spec) > x.ndim:
+            ways.append("x[None], which adds a dim to concatenate along: "
+                        f"out_specs={spec!r} needs {count_text(len(spec), 'dim')}")  # fmt: skip
+        else:
+            ways += [way for _, way in wrong if way]
+        if not found and mapped.check:
+            for axis in site.sizes:
+                found += _type_problem(axis, type_.letter(axis), types.of_spec(spec).letter(axis), spec, ways)
+        failures += [f"{said}: {problem}" for problem in found]
+        if not found:
+            rows, lies = split_axes(spec, x.ndim), site.lies(spec, x)
+            shape = torch.Size(size * math.prod(site.sizes[a] for a in names) for size, names in zip(x.shape, rows))
+            dspec = spec_for(mesh, bare(lies), shape, contiguous_stride(shape), x.dtype)
+            plan.append(Out(spec, lies, dspec, () if mapped.check else site.unmentioned(spec)))
+    if failures:
+        raise SpecError(report(where, f"the results do not fit out_specs on the {mesh_text(axes_of(mesh))}", failures,
+                               "; or ".join(dict.fromkeys(ways))))  # fmt: skip
+    return plan
+
+
+def _type_problem(axis: str, have: str, want: str, spec: P, ways: list[str]) -> list[str]:
+    if have == want or (want == "V" and have in "IR"):
+        return []
+    if want == "I" and have == "V":
+        ways += [f"vfn.psum(x, {axis!r}) or vfn.pmean(x, {axis!r}), where the ranks' values are to be combined",
+                 f"vfn.all_gather(x, {axis!r}, to='invarying'), where all ranks are to have all of them",
+                 f"out_specs with {axis!r} for the dim along which they are to be concatenated"]  # fmt: skip
+        return [
+            f"it varies over {axis!r}, which out_specs does not mention, so it would have to be the same on all ranks"
+        ]
+    word = {"V": "varying", "U": "unreduced", "R": "reduced", "I": "the same on all ranks"}
+    if have == "U":
+        ways.append(f"vfn.psum(x, {axis!r}), or out_specs with unreduced={{{axis!r}}}")
+    elif have == "R":
+        ways.append(f"out_specs with reduced={{{axis!r}}}")
+    else:
+        ways.append(f"vfn.pcast(x, {axis!r}, to={word[want]!r})")
+    return [f"it is {word[have]} over {axis!r}, but out_specs says {word[want]}"]
+
+
+def taken_out(local: Any, have: types.Type, site: Site, entry: Out, fast: bool) -> Any:
+    """A value of the body as a whole array; `fast` where nothing differentiates."""
+    if fast:
+        local = torch_internals.local(local) if local.__class__ is Array else local
+        if local.__class__ is not Blocks and site.simulated:
+            local = shared(local.detach(), len(played_ranks(site.mesh)))
+        out = torch_internals.new_dtensor(Array, packed(local), entry.dspec, requires_grad=False)
+        if entry.lies.unreduced:
+            out._sum = []
+        if entry.lies.reduced:
+            out._reduced = entry.lies.reduced
+    else:
+        if site.body.check:
+            local = promote(local, have, entry.type, site.body.mesh)
+        elif entry.shared_by:
+            (local,) = linear_map.apply(Collective("share", site.body.mesh, entry.shared_by, "shard_map result"), local)
+        out = take_out(local, site.mesh, entry.lies, site.auto)
+    if site.outer is not None:
+        tensor_types.mark(out, types.over(have, site.outer.axes))
+    return out

@@ -1,0 +1,271 @@
+"""`shard_map`: a function of one rank's blocks, mapped over the ranks of a mesh.
+
+Inside, values are local: each rank's block, a plain tensor, and communication is written out (`vfn.psum`, ...). What
+must be known about the arguments (are the shards even, does anything move, how is each block typed) is a function of
+their specs and shapes, so it is worked out once and remembered; likewise for the results.
+
+Source: `jax.shard_map`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import torch_internals
+from ..arrays.array import Array, entries_asked, entries_over, is_array, mesh_of, spec_of, whole
+from ..base import context, tracebacks, tree
+from ..base.containers import opened
+from ..base.errors import MeshError, TypingError, VfnError
+from ..base.messages import report
+from ..base.user_calls import called, checked_function
+from ..local_types import replica_check, tensor_types, types
+from ..sharding.index_map import axes_of
+from . import body as body_
+from . import interrupts
+from .in_specs import In, brought_in, plan_ins, refuse_moves
+from .out_specs import Out, plan_outs, taken_out
+from .scope import Map, Site, found_site
+
+__tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
+
+_LIMIT = 1024  # plans, and sites, that one mapped function remembers
+
+
+class _Mapped(Map):
+    """A function with its specs. Called, it validates, brings the blocks in, runs it, and takes the results out."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.notes = f"the arguments of {self.where}", f"the results of {self.where}"
+        self.sites: dict[Any, Site] = {}
+        self.ins: dict[Any, list[In | None]] = {}
+        self.outs: dict[Any, list[Out | None]] = {}
+        self.used: frozenset[str] = (
+            frozenset()
+        )  # axes that no spec names, but over which the body was seen to communicate
+
+    def __call__(self, args: tuple[Any, ...]) -> Any:
+        leaves, treedef = opened(args, self.where, "args", numpy=True)
+        leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
+        outer = context.body()
+        mesh = context.seen(self.mesh) if self.mesh is not None else _found_mesh(leaves, outer, self.name)
+        free = self.free_of_entries(leaves, mesh) if torch_internals.transforming() else ()
+        site = self.sites.get((id(mesh), outer, free))
+        if site is None:
+            site = _remember(self.sites, (id(mesh), outer, free), found_site(self, mesh, outer, free))
+        if context.watch() is not None:
+            replica_check.same_call(self, site.mesh, args, leaves)
+        elif torch_internals.is_recorded():
+            replica_check.same_plain(self.where, site.mesh, (("", x) for x in leaves))
+        key = (treedef, site, *[_key(x) for x in leaves])
+        plan = self.ins.get(key)
+        if plan is None:
+            plan = _remember(self.ins, key, plan_ins(self, site, args, leaves))
+        if context.is_strict():
+            refuse_moves(self, site, args, leaves, plan)
+        fast, given = _nothing_differentiates(leaves), tuple(leaves)
+        with _unwatched(outer):
+            for i, entry in enumerate(plan):
+                if entry is not None:
+                    leaves[i] = brought_in(leaves[i], site, entry, fast)
+        context.note(self.notes[0], given, leaves)
+        intercepted = self.check or site.simulated or not fast or context.grad_depth() > 0
+        body = site.body
+        with body_.running(body, site.adopt, intercepted) as run:
+            try:
+                result = called(self.f, tree.unflatten(treedef, leaves), {}, self.where)
+            except (RuntimeError, IndexError) as error:
+                _note_blocks(error, self, args, leaves)
+                raise
+            locals_, out_def = opened(result, self.where, "out", numpy=True)
+            locals_ = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in locals_]
+            locals_ = [run.taken_in(x) if isinstance(x, torch.Tensor) else x for x in locals_]
+            if self.check:  # still inside: only there is known what the body wrote
+                have = [
+                    tensor_types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT
+                    for x in locals_
+                ]
+            else:
+                have = [types.INVARIANT] * len(locals_)
+        if context.watch() is not None:
+            if self.check:
+                alike = [[axis for axis in body.axes if type_.letter(axis) == "I"] for type_ in have]
+                replica_check.results_alike(self, body, result, locals_, alike)
+            replica_check.same_shapes(self, site.mesh, result, locals_)
+        key = (out_def, site, *[(*_key(x), t) if isinstance(x, torch.Tensor) else type(x)
+                                    for x, t in zip(locals_, have)])  # fmt: skip
+        outs = self.outs.get(key)
+        if outs is None:
+            outs = _remember(self.outs, key, plan_outs(self, site, result, locals_, have))
+        if context.watch() is not None and not self.check:
+            replica_check.results_alike(self, body, result, locals_, [entry and entry.shared_by for entry in outs])
+        if intercepted:
+            fast = _nothing_differentiates(locals_)
+        elif not _nothing_differentiates(locals_):
+            raise _closure_with_gradient(self, locals_)
+        made = tuple(locals_)
+        with _unwatched(outer):
+            for i, entry in enumerate(outs):
+                if entry is not None:
+                    locals_[i] = taken_out(locals_[i], have[i], site, entry, fast)
+                    if context.on_one_device() and outer is None:
+                        locals_[i] = whole(locals_[i])
+        context.note(self.notes[1], made, locals_, line=self.line)
+        return tree.unflatten(out_def, locals_)
+
+    def free_of_entries(self, leaves: Sequence[Any], mesh: Any) -> tuple[str, ...]:
+        """The axes over which entries of a `vmap` are split, and that nothing in this map uses: there values may stay whole."""
+        used, outer = self.named | self.used, context.body()
+        batched = [x for x in leaves if isinstance(x, torch.Tensor) and torch_internals.is_batched(x)]
+        over = frozenset().union(*map(entries_over, batched))
+        if batched and context.entries_over():
+            over = over.union(entries_asked(self.where, used, mesh if outer is None else outer.auto or outer.mesh))
+        return tuple(axis for axis in axes_of(mesh) if axis in over and axis not in used)
+
+
+def _note_blocks(error: Exception, mapped: _Mapped, args: Any, leaves: Sequence[Any]) -> None:
+    """Tell a reader of torch's own message, about shapes mostly, what the arguments are inside (from Python 3.11 on)."""
+    if isinstance(error, VfnError) or not hasattr(error, "add_note"):
+        return
+    shown = [
+        f"{path} is {tensor_types.text(x)}{tensor_types.read(x) or ''}"
+        for path, x in zip(tree.paths(args, "args"), leaves)
+        if isinstance(x, torch.Tensor)
+    ]
+    more = [f"and {len(shown) - 6} more"] * (len(shown) > 6)
+    error.add_note(
+        f"In the body of shard_map({mapped.name}) values are one rank's blocks: {', '.join(shown[:6] + more)}"
+    )
+
+
+def _nothing_differentiates(leaves: Sequence[Any]) -> bool:
+    if torch_internals.transforming() or torch_internals.forward_ad_active():
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in leaves if isinstance(x, torch.Tensor)))
+
+
+def _closure_with_gradient(mapped: _Mapped, locals_: Sequence[Any]) -> Exception:
+    """For a body that nothing watched, because none of its arguments has a gradient, but whose result has."""
+    found = [tensor_types.text(x) for x in locals_ if isinstance(x, torch.Tensor) and x.requires_grad]
+    return TypingError(report(
+        f"shard_map({mapped.name})", "with check_vma=False, a gradient of a tensor that the body closes over would "
+        "stay each rank's own", [f"the result {text} has a gradient, but no argument has" for text in found],
+        "pass the parameters as arguments, with in_specs=P(); or torch.no_grad(); or .detach() in the body"
+    ))  # fmt: skip
+
+
+def _remember(cache: dict[Any, Any], key: Any, value: Any) -> Any:
+    if len(cache) >= _LIMIT:
+        cache.clear()
+    cache[key] = value
+    return value
+
+
+def _key(x: Any) -> Any:
+    """What a plan depends on, of one leaf. The DTensorSpecs of equal arrays are one object, so comparing is quick."""
+    if x.__class__ is Array:
+        return (x._spec,)
+    if x.__class__ is torch.Tensor and not torch_internals.transforming():
+        return x.shape, x.dtype
+    return (x.shape, x.dtype, is_array(x) and (mesh_of(x), spec_of(x))) if isinstance(x, torch.Tensor) else type(x)
+
+
+def _unwatched(outer: context.Body | None) -> contextlib.AbstractContextManager[Any]:
+    """The mode of a body around this one watches what that body does, not what we do."""
+    return _NOTHING if outer is None else torch_internals.no_torch_function()
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _found_mesh(leaves: Sequence[Any], outer: context.Body | None, name: str) -> Any:
+    mesh = outer.mesh if outer is not None else context.current_mesh()
+    if mesh is None:
+        mesh = next((mesh_of(x) for x in leaves if isinstance(x, torch.Tensor) and is_array(x)), None)
+    if mesh is None:
+        raise MeshError(report(
+            f"shard_map({name})", "there is no mesh: none was given, none is current, and no argument is an array on one",
+            fix="shard_map(f, mesh=mesh, ...) or `with vfn.use_mesh(mesh):`"))  # fmt: skip
+    return mesh
+
+
+@torch_internals.not_compiled
+def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs: Any, out_specs: Any,
+              axis_names: Any = None, check_vma: bool = True) -> Any:  # fmt: skip
+    """Map a function of one rank's blocks over the ranks of a mesh. Also a decorator.
+
+    Inside `f` every tensor is local, any torch op or kernel runs on it as it is, and ranks communicate by `psum`,
+    `all_gather` and their family. Gradients are right with no call by the user: where a value that is the same on all
+    ranks meets one that differs, its gradient is summed.
+
+    Args:
+        f: takes and returns trees of tensors (numpy arrays become tensors; ints, strings, None and the like pass
+            through). Called with positional arguments. It must not write into its arguments. A plain tensor that it
+            closes over counts as the same on all ranks, and so does an array of which every rank holds the whole;
+            another array must be an argument.
+        mesh: a DeviceMesh; by default the current one, or that of the arguments.
+        in_specs: a `P`, or a prefix of the tuple of arguments: how each argument is cut. Its dims must divide evenly.
+            An argument that lies otherwise is moved there first (under `strict` that raises).
+        out_specs: a `P`, or a prefix of the result: how the ranks' results are put together. An axis that it does not
+            mention is a promise that the value is the same along it, which is checked.
+        axis_names: the axes to map over, a set; by default all. Along the others the values of the body stay whole:
+            they are arrays on that part of the mesh, which ops and `with_sharding` treat as they do outside, and on
+            which another `shard_map` may be called, over more axes. Specs name the mapped axes only.
+        check_vma: track how values vary over the axes, and check. Without, nothing intercepts the body: a promise is
+            believed, and inside, `psum` is its own transpose; gradients taken outside are the same.
+
+    Returns:
+        A function of whole values, plain tensors or arrays, that gives arrays.
+
+    Raises:
+        SpecError: specs that do not fit the arguments or the results; on all ranks, before anything moves.
+        TypingError: a local value was used against its type.
+        MeshError: no mesh, arguments on another one, or an axis that is manual already.
+
+    Source: `jax.shard_map`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> from vescale_fn import P
+    >>> with vfn.simulate(4):
+    ...     @vfn.shard_map(mesh=vfn.make_mesh((4,), ("i",)), in_specs=(P(None, "i"), P("i")), out_specs=P())
+    ...     def matmul(x, w):
+    ...         return vfn.psum(x @ w, "i")
+    ...     x, w = torch.arange(8.0).view(1, 8), torch.arange(8.0)
+    ...     print(vfn.unshard(matmul(x, w)), x @ w)
+    tensor([140.]) tensor([140.])
+    """
+    if f is None:
+        return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names,
+                                 check_vma=check_vma)  # fmt: skip
+    checked_function(f, "shard_map")
+    if mesh is not None:
+        context.checked_mesh(mesh, "shard_map")
+    mapped = _Mapped(f, mesh, in_specs, out_specs, axis_names, check_vma)
+
+    @torch_internals.not_compiled
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            raise TypingError(report(
+                f"shard_map({mapped.name})", f"it takes positional arguments, but {sorted(kwargs)} came by keyword",
+                fix="in_specs is matched by position"))  # fmt: skip
+        saved = interrupts.before()
+        try:
+            return mapped(args)
+        except context.NotFree as found:
+            interrupts.undo(saved)
+            if found.axes <= mapped.used:  # free by a map around this one
+                raise
+            mapped.used |= found.axes
+            return run(*args)
+        except BaseException:
+            interrupts.undo(saved)
+            raise
+
+    return run

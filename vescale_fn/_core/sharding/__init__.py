@@ -1,0 +1,1 @@
+"""What a layout means: pure data and arithmetic, without ranks."""

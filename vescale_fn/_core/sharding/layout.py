@@ -1,0 +1,66 @@
+"""How an array lies, three ways: as a `P`, as DTensor's own spec, and as a line of text. Specs are interned."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import torch_internals
+from ..base.messages import dtype_text
+from .index_map import axes_of
+from .merged_dim import parts_of
+from .placements import from_placements, to_placements
+from .spec import P, split_axes
+
+WHOLE = P()
+
+
+@functools.lru_cache(maxsize=65536)
+def spec_for(mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """The DTensorSpec of an array; equal ones are one object, so that looking up decisions compares identities."""
+    placements = to_placements(spec, axes_of(mesh), len(shape))
+    return torch_internals.DTensorSpec(
+        mesh, placements, tensor_meta=torch_internals.TensorMeta(torch.Size(shape), stride, dtype)
+    )
+
+
+@functools.lru_cache(maxsize=65536)
+def layout(spec: Any) -> P:
+    """The `P` of a DTensorSpec."""
+    shape = spec.tensor_meta.shape
+    return from_placements(spec.placements, axes_of(spec.mesh), len(shape), tuple(shape))
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of `shape`."""
+    stride, strides = 1, []
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def axes_items(mesh: Any) -> tuple[tuple[str, int], ...]:
+    """The axes of a mesh as (name, size) pairs: hashable."""
+    return tuple(axes_of(mesh).items())
+
+
+def type_text(shape: Sequence[int], dtype: torch.dtype, spec: P) -> str:
+    """A value's type on one short line: ``f32[8@dp,4]{U:tp}``."""
+    rows = split_axes(spec, len(shape))
+    dims = ["*".join(f"{n}@{'+'.join(names)}" if names else str(n) for n, names in parts_of(row, size))
+            for size, row in zip(shape, rows, strict=True)]  # fmt: skip
+    return f"{dtype_text(dtype)}[{','.join(dims)}]" + "".join(
+        f"{{{letter}:{','.join(sorted(names))}}}"
+        for letter, names in (("U", spec.unreduced), ("R", spec.reduced))
+        if names
+    )
+
+
+def text(x: Any) -> str:
+    """The type of a tensor or an array, on one short line."""
+    return type_text(x.shape, x.dtype, layout(x._spec) if isinstance(x, DTensor) else WHOLE)

@@ -1,0 +1,76 @@
+"""Autograd's graph: whether it follows a value, which of its nodes runs."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+import torch._C._functorch as _functorch
+from torch.autograd import forward_ad as _forward_ad
+from torch.autograd import graph as _autograd_graph
+
+from .dtensor import dispatch_to_own
+
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+
+_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def in_backward_pass() -> bool:
+    """Whether the autograd engine is at work in this thread."""
+    return _graph_task() != -1
+
+
+@functools.cache
+def load_forward_rules() -> None:
+    """Import what torch imports at its first dual number, without the warning that it uses its own deprecated `torch.jit`."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".torch.jit.script. is")
+        _forward_ad._maybe_load_decompositions()
+
+
+def forward_ad_active() -> bool:
+    """Whether dual numbers (`torch.autograd.forward_ad`) are in use."""
+    return _forward_ad._current_level >= 0
+
+
+backward_code = _autograd_graph._engine_run_backward.__code__  # of the function in whose call a backward pass runs
+
+
+def current_autograd_number() -> int:
+    """The number of the autograd node that is at work, -1 without one."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else node._sequence_nr()
+
+
+def needs_gradient(x: torch.Tensor) -> bool:
+    """Whether autograd follows `x`, at any level of transforms."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+        if x.requires_grad:
+            return True
+    return False
+
+
+autograd_count = torch.autograd._get_sequence_nr  # how many nodes this thread has made; each knows its number
+
+
+engine_code = getattr(
+    torch.autograd.graph, "_engine_run_backward", dispatch_to_own
+).__code__  # the frame of a backward pass
+_running = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+
+def running_node() -> int | None:
+    """The number of the node whose backward is running in this thread, or None."""
+    node = _running()
+    return None if node is None else node._sequence_nr()
+
+
+def made_after(x: torch.Tensor, count: int) -> bool:
+    """Whether autograd made `x` when it had already made `count` nodes."""
+    return x.grad_fn is not None and x.grad_fn._sequence_nr() >= count

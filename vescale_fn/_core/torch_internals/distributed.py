@@ -1,0 +1,110 @@
+"""Process groups: collectives by their names of today, stores, timeouts."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives
+from torch.distributed import distributed_c10d as _c10d
+from torch.distributed.checkpoint import filesystem as _filesystem
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _api as _dtensor_api
+
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name changed in 2.13
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def ask_before_groups(ask: Callable[[], None], ask_of_mesh: Callable[[Any, str], None]) -> None:
+    """Have `ask` called where torch needs the default process group and there is none, nor anything to make one from; and
+    `ask_of_mesh`, with the mesh and the function's name, where it makes a DTensor of one rank's values. Both may raise."""
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # behind a function of this name
+    default, from_environment = _c10d._get_default_group, handlers["env"]
+
+    @functools.wraps(default)
+    def default_group() -> Any:
+        if not dist.is_initialized():
+            ask()
+        return default()
+
+    @functools.wraps(from_environment)
+    def meet(*args: Any, **kwargs: Any) -> Any:
+        if "RANK" not in os.environ:
+            ask()
+        return from_environment(*args, **kwargs)
+
+    def asking(made: Any) -> Any:
+        @functools.wraps(made)
+        def asked(local: Any, *args: Any, **kwargs: Any) -> Any:
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, DeviceMesh) and not hasattr(local, "blocks"):  # those are all ranks' values
+                    ask_of_mesh(x, made.__name__)
+            return made(local, *args, **kwargs)
+
+        return asked
+
+    def asking_first(found: Any) -> Any:
+        @functools.wraps(found)
+        def group_of(*args: Any, **kwargs: Any) -> Any:
+            if not dist.is_initialized():
+                ask()
+            return found(*args, **kwargs)
+
+        return group_of
+
+    for module, names in (
+        (_functional_collectives, ("_resolve_group", "_resolve_group_name", "_expand_group")),
+        (_c10d, ("_rank_not_in_group",)),  # which has a group of any kind, a name too, before it is used
+    ):
+        for name in names:
+            if hasattr(module, name):
+                setattr(module, name, asking_first(getattr(module, name)))
+    handlers["env"] = meet
+    for name, module in tuple(sys.modules.items()):
+        if name.startswith("torch.") and vars(module).get("_get_default_group") is default:
+            module._get_default_group = default_group  # type: ignore[attr-defined]
+    DTensor.from_local = staticmethod(asking(DTensor.from_local))  # type: ignore[method-assign]
+    if hasattr(_dtensor_api, "_dtensor_init_helper"):
+        _dtensor_api._dtensor_init_helper = asking(_dtensor_api._dtensor_init_helper)
+
+
+def set_default_group_timeout(timeout: Any) -> None:
+    """Let the groups of a mesh time out as the process group does (by default half an hour, whatever that was given)."""
+    _c10d.default_pg_timeout = timeout
+    if getattr(_c10d, "default_pg_nccl_timeout", None) is not None:
+        _c10d.default_pg_nccl_timeout = timeout
+
+
+def default_store() -> Any:
+    """The store through which the ranks of the default process group met."""
+    return _c10d._get_default_store()
+
+
+stored_at = _filesystem._StorageInfo  # where in which file torch.distributed.checkpoint finds something
+rebuild_tensor = torch._utils._rebuild_tensor_v2  # which torch.save names for a tensor
+
+
+def group_timeout(group: Any = None) -> float:
+    """How many seconds a collective of a process group may take; of the default one, if none is given."""
+    device = torch.device("cuda" if "nccl" in dist.get_backend_config(group) else "cpu")
+    try:
+        found: Any = group or dist.group.WORLD
+        return found._get_backend(device).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):  # a backend without options
+        return _c10d.default_pg_timeout.total_seconds()
+
+
+def set_group_timeout(group: Any, timeout: Any) -> bool:
+    """Let the collectives of a process group take so long; False where its backend does not take that."""
+    try:
+        for device in group._device_types:
+            group._get_backend(device)._set_default_timeout(timeout)
+    except (AttributeError, RuntimeError):
+        return False
+    return True

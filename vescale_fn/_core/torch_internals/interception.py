@@ -1,0 +1,255 @@
+"""Autograd Functions, gradients of `torch.func` and checkpoints, with a handler asked before them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from typing import Any
+
+import torch
+import torch._C._functorch as _functorch
+import torch.utils._pytree as _pytree
+from torch._functorch import eager_transforms as _eager_transforms
+from torch._functorch import pyfunctorch as _pyfunctorch
+from torch.utils import checkpoint as _checkpoint
+
+from .functorch import _functorch_active
+from .modes import is_traced, unrecorded
+
+_functions: Any = torch.autograd.function
+_Level: Any = _functions._SingleLevelFunction
+_apply_under_functorch: Any = _functions.custom_function_call
+_ours: set[type] = set()  # Functions that `apply` below has applied: nobody needs to be asked about them
+
+
+def intercept_function_apply(handler: Any, concerned: Any = None) -> None:
+    """Send every application of an `autograd.Function` to ``handler(cls, apply, args, kwargs)``; None ends that.
+
+    `Function.apply` is left alone, since programs keep it under names of their own (``relu = Relu.apply``). It ends in one
+    of these two: without a functorch transform, and with one. Where `apply` is written in C (from torch 2.14 on), only
+    those threads are asked for which ``concerned()`` holds when a Function is applied.
+    """
+    if handler is None:
+        _functions.custom_function_call = _apply_under_functorch
+    else:
+        applied, _functions.custom_function_call = _appliers(handler)
+    if isinstance(vars(torch.autograd.Function)["apply"], classmethod):  # written in Python
+        if handler is not None:
+            _Level.apply = applied
+        elif "apply" in vars(_Level):
+            del _Level.apply
+    elif handler is None:
+        _end_detour()  # begun where an interrupt came
+        _functions._bind_default_args, _functions._call_custom_function_call = _bind, _call_under_functorch
+        if "setup_context" in vars(_functions.FunctionMeta):
+            del _functions.FunctionMeta.setup_context
+    else:
+        asked, _functions._bind_default_args, _functions._call_custom_function_call = _detour(handler, concerned)
+        _functions.FunctionMeta.setup_context = asked
+
+
+@functools.lru_cache(maxsize=1)
+def _appliers(handler: Any) -> tuple[Any, Any]:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = super(_Level, cls).apply
+        return handler(cls, plain, args, kwargs) if issubclass(cls, torch.autograd.Function) else plain(*args, **kwargs)
+
+    def under_functorch(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return handler(cls, functools.partial(_apply_under_functorch, cls), args, kwargs)
+
+    return classmethod(apply), under_functorch
+
+
+def unseen() -> list[str]:
+    """What this torch does in a way that nothing below intercepts: a gradient could be silently wrong."""
+    missing = {"autograd.Functions are applied": not _functions_are_seen(),
+               "torch.func takes gradients": len(_reverse) < 2,
+               "torch.utils.checkpoint computes again": _checkpoint_name is None}  # fmt: skip
+    return [what for what, is_missing in missing.items() if is_missing]
+
+
+_probed: list[type] = []
+
+
+def _seen_by_probe(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+    _probed.append(cls)
+    return apply(*args, **kwargs)
+
+
+@functools.cache
+def _functions_are_seen() -> bool:
+    """Whether this torch can be intercepted so: tried once, on an `apply` that was kept under a name."""
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x + 1
+
+    apply = Probe.apply
+    intercept_function_apply(_seen_by_probe, lambda: True)
+    try:
+        with (
+            unrecorded(),
+            _pyfunctorch.temporarily_clear_interpreter_stack(),
+        ):  # the first body may be under a transform
+            answer = apply(torch.zeros(()))
+            alone = not _functorch_active()
+    finally:
+        intercept_function_apply(None)
+    return _probed[-1:] == [Probe] and answer.item() == 1 and alone
+
+
+_bind: Any = getattr(_functions, "_bind_default_args", None)
+_call_under_functorch: Any = getattr(_functions, "_call_custom_function_call", None)
+_detouring = threading.local()  # .level: whether a functorch level is open that only leads to the handler
+
+
+@functools.lru_cache(maxsize=1)
+def _detour(handler: Any, concerned: Any) -> tuple[Any, Any, Any]:
+    """What an `apply` written in C calls: it can neither be replaced nor does it tell a mode.
+
+    It asks the class for its `setup_context`, has a function of Python bind the arguments to it, and then, if a functorch
+    transform is active, hands everything over to another. So that question opens a level of functorch, nothing is bound
+    yet, and the last function closes the level again. The handler applies a subclass in the place of the class, for which
+    the question opens nothing.
+    """
+
+    def for_the_stand_in() -> None: ...
+
+    def asked(cls: Any) -> Any:
+        if (not _functorch_active() and cls not in _ours and "_applied_for" not in vars(cls)
+                and issubclass(cls, torch.autograd.Function) and concerned()):  # fmt: skip
+            _detouring.level = True
+            _functorch._grad_increment_nesting()
+            return for_the_stand_in
+        owner = next(c for c in cls.__mro__ if "setup_context" in vars(c))
+        return vars(owner)["setup_context"].__get__(None, cls)
+
+    def bound(forward: Any, args: Any, kwargs: Any = None) -> tuple[Any, Any]:
+        return (args, kwargs or {}) if getattr(_detouring, "level", False) else _bind(forward, args, kwargs)
+
+    def called(cls: Any, args: Any, kwargs: Any) -> Any:
+        if not _end_detour():
+            return _call_under_functorch(cls, args, kwargs)
+        return handler(cls, _stand_in(cls).apply, args, kwargs or {})
+
+    return property(asked), bound, called
+
+
+def _end_detour() -> bool:
+    """Close the level of functorch that leads to the handler; whether there was one."""
+    if not getattr(_detouring, "level", False):
+        return False
+    _detouring.level = False
+    _functorch._grad_decrement_nesting()
+    return True
+
+
+def _stand_in(cls: Any) -> Any:
+    """A subclass that is applied in the place of `cls`, made once."""
+    if "_stand_in" not in vars(cls):
+        names = {"_applied_for": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        cls._stand_in = type(cls)(cls.__name__, (cls,), names)
+    return cls._stand_in
+
+
+_reverse: dict[str, Any] = {name: made for name in ("grad_and_value_impl", "_vjp_with_argnums")
+                            if (made := getattr(_eager_transforms, name, None)) is not None}  # fmt: skip
+
+
+def intercept_reverse_mode(handler: Any) -> None:
+    """Replace each tensor that `torch.func.grad`, `vjp` and their family are given by ``handler(x)``; None ends that.
+
+    It is called where the transform's own level has not begun yet: what is done to `x` is not a part of the function.
+    """
+    if handler is None:
+        for name, plain in _reverse.items():
+            setattr(_eager_transforms, name, plain)
+        return
+
+    def given(values: Any) -> Any:
+        return _pytree.tree_map_only(torch.Tensor, handler, values)
+
+    def gradient(func: Any, argnums: Any, has_aux: Any, args: Any, kwargs: Any) -> Any:
+        return _reverse["grad_and_value_impl"](func, argnums, has_aux, given(args), kwargs)
+
+    def pullback(func: Any, *primals: Any, **options: Any) -> Any:
+        return _reverse["_vjp_with_argnums"](func, *given(primals), **options)
+
+    for name, ours in (("grad_and_value_impl", gradient), ("_vjp_with_argnums", pullback)):
+        if name in _reverse:
+            setattr(_eager_transforms, name, ours)
+
+
+_CHECKPOINTS = (
+    "_checkpoint_without_reentrant_generator_impl",
+    "_checkpoint_without_reentrant_generator",
+)  # from 2.14; before
+_checkpoint_name = next((name for name in _CHECKPOINTS if hasattr(_checkpoint, name)), None)
+_plain_checkpoint: Any = _checkpoint_name and getattr(_checkpoint, _checkpoint_name)
+_checkpoint_settings = 0 if _plain_checkpoint is None else sum(
+    p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(_plain_checkpoint).parameters.values())  # fmt: skip
+checkpoint_function = _checkpoint.CheckpointFunction  # what ``use_reentrant=True`` applies
+checkpoint_saver = getattr(_checkpoint, "_NoopSaveInputs", None)  # the other kind keeps its arguments by this (2.11)
+
+
+def intercept_checkpoint(handler: Any) -> None:
+    """Have `torch.utils.checkpoint` compute again by the function, and in the context, of ``handler(fn, args, kwargs)``,
+    which is asked at the call; None ends that."""
+    if _checkpoint_name is not None:
+        setattr(_checkpoint, _checkpoint_name, _plain_checkpoint if handler is None else _checkpointer(handler))
+
+
+@functools.lru_cache(maxsize=1)
+def _checkpointer(handler: Any) -> Any:
+    def again(fn: Any, context_fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if is_traced() or getattr(context_fn, "enters_body", False):
+            return fn, context_fn
+        fn, ours = handler(fn, args, kwargs)
+
+        def contexts() -> tuple[Any, Any]:
+            first, second = context_fn()
+            return first, _Both(ours, second)
+
+        return fn, contexts
+
+    def generator(fn: Any, args: Any, kwargs: Any, *, context_fn: Any, **settings: Any) -> Any:
+        fn, context_fn = again(fn, context_fn, args, kwargs)
+        return _plain_checkpoint(fn, args, kwargs, context_fn=context_fn, **settings)
+
+    def generator_of_positions(fn: Any, preserve: Any, context_fn: Any, *rest: Any, **kwargs: Any) -> Any:
+        fn, context_fn = again(fn, context_fn, rest[_checkpoint_settings - 3 :], kwargs)
+        return _plain_checkpoint(fn, preserve, context_fn, *rest, **kwargs)
+
+    return generator if _checkpoint_name == _CHECKPOINTS[0] else generator_of_positions
+
+
+def is_about_hooks(error: RuntimeError) -> bool:
+    """Whether torch.func says that it cannot run where saved tensors have hooks, as in a checkpoint they do."""
+    return "saved tensor hooks" in str(error)
+
+
+class _Both:
+    """Two contexts, each entered as often as this one."""
+
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        try:
+            return self.inner.__exit__(*error)
+        finally:
+            self.outer.__exit__(*error)
+
+
+def apply(function: Any, *args: Any) -> Any:
+    """`function.apply(*args)`, by the short way (a sixth of the time) when no functorch transform is active."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    _ours.add(function)
+    return super(_Level, function).apply(*args)

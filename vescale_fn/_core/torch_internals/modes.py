@@ -1,0 +1,263 @@
+"""What sees the ops that are called: dispatch modes, tracers, recordings, compilers; all of it off."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._C._functorch as _functorch
+import torch.utils._pytree as _pytree
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor as _proxy_tensor
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
+
+from .functorch import _functorch_active, _functorch_depth
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+
+
+no_torch_function = torch._C.DisableTorchFunction
+
+
+_stances: list[Any] = []
+
+
+@functools.lru_cache(maxsize=1)
+def _as_written(stance: Any) -> Any:
+    return stance("force_eager")
+
+
+def run_compiled_as_written(on: bool) -> None:
+    """Have what `torch.compile` made run as it was written, for as long as this is on: what it traces, no mode sees.
+
+    As `torch.compiler.set_stance("force_eager")`, which takes a hundred times as long.
+    """
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # not there: nothing was compiled yet
+    if on and hasattr(frames, "_stance") and not _stances:
+        _stances.append(frames._stance)
+        frames._stance = _as_written(frames.DynamoStance)
+    elif not on and _stances:
+        frames._stance = _stances.pop()
+
+
+dispatch_modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are active
+
+
+def _tracer() -> Any:
+    """The tracer of `make_fx` (and so of `torch.func.linearize`) that is at work, or None."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return None if mode is None else mode.tracer
+
+
+def recorder() -> Any:
+    """The dispatch mode that records a plan, where one is at work; else None."""
+    for mode in reversed(_python_dispatch._get_current_dispatch_mode_stack()):
+        if getattr(mode, "records_plan", False):
+            return mode
+    return None
+
+
+_FLAGS = [name for name in ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode",
+          "_is_in_any_mode_without_ignore_compile_internals") if hasattr(_python_dispatch, name)]  # fmt: skip
+_enabling = torch._C.DisableTorchFunction()  # whose end brings back what is now: torch functions are seen
+_enabling.__enter__()
+_enabling.__exit__(None, None, None)
+_only_lift = getattr(torch._C, "_only_lift_cpu_tensors", lambda: False)
+
+
+def ambient() -> tuple[Any, ...]:
+    """What torch has in this thread of modes and transforms, for `set_ambient`."""
+    dispatch = _python_dispatch._get_current_dispatch_mode_stack() if dispatch_modes() else ()
+    functions = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    settings = torch.is_grad_enabled(), _only_lift(), torch.get_default_dtype(), torch.is_autocast_cache_enabled()
+    exchanges = _recordings.get(threading.get_ident(), 0)
+    return dispatch, functions, _functorch_depth(), settings, torch._C._is_torch_function_enabled(), exchanges
+
+
+def set_ambient(saved: tuple[Any, ...]) -> None:
+    """Put back what `ambient` has found."""
+    dispatch, functions, depth, settings, seen, exchanges = saved
+    if _recordings.get(threading.get_ident(), 0) != exchanges:
+        _see_exchanges(exchanges)
+    if seen and not torch._C._is_torch_function_enabled():
+        _enabling.__exit__(None, None, None)
+    now = ambient()
+    if len(now[0]) != len(dispatch) or any(a is not b for a, b in zip(now[0], dispatch)):
+        for mode in reversed(now[0]):
+            _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))
+        for mode in dispatch:
+            _python_dispatch._push_mode(mode)
+        if not dispatch:
+            for name in _FLAGS:
+                setattr(_python_dispatch, name, False)
+            if hasattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals"):
+                _python_dispatch.set_is_in_mode_without_ignore_compile_internals(False)
+    if len(now[1]) != len(functions) or any(a is not b for a, b in zip(now[1], functions)):
+        while torch._C._len_torch_function_stack():
+            torch.overrides._pop_mode()
+        for mode in functions:
+            torch.overrides._push_mode(mode)
+    if now[2] > depth:
+        _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+    if now[3] != settings:
+        grad, lift, dtype, cache = settings
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
+        torch.set_autocast_cache_enabled(cache)
+        if lift != now[3][1]:
+            torch._C._set_only_lift_cpu_tensors(lift)
+
+
+def is_recorded() -> bool:
+    """Whether a plan is being recorded."""
+    return dispatch_modes() > 0 and recorder() is not None
+
+
+def is_traced() -> bool:
+    """Whether `make_fx` (and so `torch.func.linearize`) is tracing."""
+    return _tracer() is not None
+
+
+def in_trace(args: Any) -> bool:
+    """Whether a tensor among arguments is one that `make_fx`, which is tracing, follows."""
+    tracer = _tracer()
+    return any(isinstance(x, torch.Tensor) and _proxy_tensor.has_proxy_slot(x, tracer)
+               for x in _pytree.tree_leaves(args))  # fmt: skip
+
+
+class FrozenNumber(Exception):
+    """An op reads a number out of a value that a trace follows."""
+
+
+def as_one_step(function: Any, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+    """``run()``, which a trace has as one call of `function`; and as a value, where it follows no argument."""
+    tracer, followed = _tracer(), in_trace((args, kwargs))
+    with _proxy_tensor.disable_proxy_modes_tracing():
+        out = run()
+    if followed and torch.Tag.data_dependent_output in getattr(function, "tags", ()):
+        raise FrozenNumber(function)
+    if not followed or not any(isinstance(x, torch.Tensor) for x in _pytree.tree_leaves(out)):
+        return out
+
+    def proxy(x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and _proxy_tensor.has_proxy_slot(x, tracer):
+            return _proxy_tensor.get_proxy_slot(x, tracer).proxy  # type: ignore[call-overload]
+        return x
+
+    step = tracer.create_proxy("call_function", function, *_pytree.tree_map(proxy, (tuple(args), kwargs)))
+    return _proxy_tensor.track_tensor_tree(out, step, constant=None, tracer=tracer)
+
+
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_is_compiling = torch.compiler.is_compiling
+
+
+def watched() -> bool:
+    """Whether a transform, a mode or a compiler sees the functions of torch that are called here."""
+    return bool(_is_compiling() or _functorch_active() or _dispatch_modes() or _function_modes())
+
+
+is_compiling = _is_compiling
+
+
+def watched_by_other_modes() -> bool:
+    """Whether a mode sees the functions of torch that are called here; not `torch.set_default_device`'s, which is a setting."""
+    if torch._C._len_torch_function_stack() == 0:
+        return False
+    return any(type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack())
+
+
+def is_bare(x: torch.Tensor) -> bool:
+    """Whether `x` is a tensor and nothing else; one without a value, of a recording, counts as what it stands for."""
+    return type(x) is torch.Tensor or type(x) is FakeTensor
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether `x` is a tensor and nothing else, and nothing watches: no subclass, transform, mode or compiler."""
+    return type(x) is torch.Tensor and not watched()
+
+
+def tracing() -> bool:
+    """Whether a mode watches every op, as tracers do; but for modes that only look."""
+    return _dispatch_modes() > 0 and not all(
+        getattr(mode, "only_looks", False) for mode in _python_dispatch._get_current_dispatch_mode_stack()
+    )
+
+
+_seeing = threading.Lock()
+_recordings: dict[int, int] = {}  # by thread, how many see exchanges
+_data: Any = torch._C.TensorBase.data
+_uses: Any = torch._C.TensorBase._use_count
+
+
+class _Data:
+    """`torch.Tensor.data` while something is recorded. Torch passes its methods to modes, which ask for the name."""
+
+    __name__ = "data"
+
+    def __get__(self, x: Any, cls: Any = None) -> Any:
+        return self if x is None else _data.__get__(x)
+
+    def __set__(self, x: torch.Tensor, value: Any) -> None:
+        at_work = recorder()
+        _data.__set__(x, value) if at_work is None else at_work.assigned(x, value, _data.__set__)
+
+
+def _counted(x: torch.Tensor) -> int:
+    if (at_work := recorder()) is not None:
+        at_work.swapped(x)
+    return _uses(x)
+
+
+@contextlib.contextmanager
+def exchanges_seen() -> Iterator[None]:
+    """Have the recorder at work asked before `x.data = value`, of which no mode learns: ``recorder().assigned(x, value, set)``;
+    and before `torch.utils.swap_tensors`, which begins by counting the uses of both: ``recorder().swapped(x)``."""
+    before = _recordings.get(threading.get_ident(), 0)
+    _see_exchanges(before + 1)
+    try:
+        yield
+    finally:
+        _see_exchanges(before)
+
+
+def _see_exchanges(recordings: int) -> None:
+    """Say how many recordings of this thread see exchanges."""
+    with _seeing:
+        _recordings[threading.get_ident()] = recordings
+        if not recordings:
+            del _recordings[threading.get_ident()]
+        if _recordings:
+            torch.Tensor.data = _Data()  # type: ignore[assignment]
+            torch.Tensor._use_count = _counted  # type: ignore[method-assign]
+        elif "data" in vars(torch.Tensor):
+            del torch.Tensor.data, torch.Tensor._use_count
+
+
+def unrecorded() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no dispatch mode sees what is done."""
+    return _python_dispatch._disable_current_modes() if dispatch_modes() else contextlib.nullcontext()
+
+
+def never_recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ours that works on tensors of its own: no dispatch mode sees them."""
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not dispatch_modes():
+            return fn(*args, **kwargs)
+        with unrecorded():
+            return fn(*args, **kwargs)
+
+    return run
+
+
+def function_mode_on() -> bool:
+    """Whether a mode sees the torch functions that are called here."""
+    return torch._C._len_torch_function_stack() > 0 and torch._C._is_torch_function_all_disabled() is False

@@ -1,0 +1,202 @@
+"""Operators: their schemas, overloads and kernels; and the releases of torch that are tested."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils import _python_dispatch
+
+from .functorch import transforming
+
+__all__ = ["DTensorSpec", "FakeTensor", "TensorMeta"]
+
+TESTED = (2, 11), (2, 15)  # the first and the last release of torch that the tests have been run with
+
+
+def warn_of_untested(version: str) -> None:
+    """Warn where no test has seen this release of torch."""
+    if not TESTED[0] <= tuple(map(int, version.split(".")[:2])) <= TESTED[1]:
+        first, last = (".".join(map(str, release)) for release in TESTED)
+        warnings.warn(f"vescale_fn is tested with torch {first} to {last}, not with {version}: what it cannot rely on there "
+                      "raises, but run its fast tests before you trust it (CONTRIBUTING.md)", stacklevel=2)  # fmt: skip
+
+
+warn_of_untested(torch.__version__)
+OpOverload = torch._ops.OpOverload
+standard_gamma_grad = torch._standard_gamma_grad  # (concentration, sample)
+
+
+def in_place(op: Any) -> Any:
+    """The operator of the same name with an underscore behind it, in the same overload; None where there is none."""
+    space, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, space), name + "_", None)
+    return getattr(packet, op._overloadname, None) if packet is not None else None
+
+
+def out_of_place(op: Any) -> Any:
+    """The operator of the same name without the underscore that takes the same arguments and writes none of them; or None.
+
+    Not that of the same overload's name: ``pow.Scalar`` takes its arguments the other way round than ``pow_.Scalar``.
+    """
+    space, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, space), name.removesuffix("_"), None) if name.endswith("_") else None
+    for overload in packet.overloads() if packet is not None else ():
+        found = getattr(packet, overload)
+        if not found._schema.is_mutable and _arguments(found) == _arguments(op):
+            return found
+    return None
+
+
+def _arguments(op: Any) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in op._schema.arguments]
+
+
+def on_lists(name: str) -> Any:
+    """The function on lists of tensors that does what ``torch.NAME`` does on one; None where there is none."""
+    return getattr(torch, f"_foreach_{name}", None)
+
+
+def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """The norm of each tensor, added up in this dtype."""
+    return torch._foreach_norm(list(tensors), 2, dtype)
+
+
+def overloads(op: Any) -> list[Any]:
+    """All overloads of an operator's name."""
+    return [getattr(op._overloadpacket, name) for name in op._overloadpacket.overloads()]
+
+
+def compiled_by_inductor(module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """What inductor makes of a graph of aten operators, for arguments like `examples`."""
+    with torch.no_grad():
+        return torch._inductor.compile(module, list(examples))  # type: ignore[return-value]
+
+
+def has_kernel(op: Any, backend: str) -> bool:
+    """Whether an operator has a kernel of its own on a backend, ``"CPU"``."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), backend)
+
+
+def break_graph(error: Exception) -> None:
+    """Where `torch.compile` is tracing, have it run as written what comes now; under ``fullgraph=True`` the error is raised."""
+    if torch._guards.TracingContext.try_get() is not None:
+        unsupported: Any = sys.modules["torch._dynamo.exc"].Unsupported  # type: ignore[attr-defined]
+        kind = type(type(error).__name__, (unsupported, type(error)), {"__module__": type(error).__module__})
+        raise kind(str(error))
+
+
+_frames: Any = torch._C._dynamo.eval_frame
+_as_it_is = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)  # and all that it calls
+_compiled_marks = ("_torchdynamo_inline", "_torchdynamo_orig_callable")
+
+
+def not_compiled(fn: Any) -> Any:
+    """Have `torch.compile` break its graph where `fn` is called, and run it, with all that it calls, as it is written.
+
+    As `torch.compiler.disable(fn)`, but without the import of the compiler, and at no cost in a call.
+    """
+    for name in _compiled_marks:  # what `functools.wraps` has copied from a compiled function
+        vars(fn).pop(name, None)
+    fn._torchdynamo_disable = True
+    fn._torchdynamo_disable_msg = (
+        f"vescale_fn's {fn.__qualname__.removesuffix('.__new__')} runs as it is written: leave out fullgraph=True, or compile "
+        "the whole step by vfn.jit(step, backend='inductor')"
+    )
+    _frames.set_code_exec_strategy(fn.__code__, _as_it_is)
+    return fn
+
+
+def in_parts(func: Any) -> Any:
+    """What carries an op out as others, where torch made it of others; below autograd it may come as it is. Or None."""
+    made = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return func.decompose if made else None
+
+
+def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dictionaries."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for x in tree.values():
+            yield from tensors_of(x)
+    elif isinstance(tree, (list, tuple)):
+        for x in tree:
+            yield from tensors_of(x)
+
+
+def is_operator(func: Any) -> bool:
+    """Whether `func` is something under `torch.ops`."""
+    return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+function_tables = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg, torch._C._special, torch._C._fft)
+
+
+class _Asked(Exception):
+    """An operator has been asked for."""
+
+
+class _Asking(_python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _Asked(func, args, kwargs or {})
+
+
+def asked_for(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The first operator that a call asks for, with its arguments; None where it asks for none. Nothing is computed."""
+    try:
+        with on_plain_tensors(), _Asking():
+            call(*args, **kwargs)
+    except _Asked as asked:
+        return asked.args
+    except Exception:
+        return None
+    return None
+
+
+_UNUSED = functools.reduce(operator.or_, (
+    torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    for name in ("AutogradCPU", "AutogradCUDA", "AutogradMeta", "AutogradOther", "ADInplaceOrView", "AutocastCPU",
+                 "AutocastCUDA")))  # fmt: skip
+
+
+@contextlib.contextmanager
+def on_plain_tensors() -> Iterator[None]:
+    """Inside, torch's functions lead straight to the kernels: no autograd or autocast, no notes of views, no modes."""
+    with torch._C._ExcludeDispatchKeyGuard(_UNUSED), torch._C.DisableTorchFunction():
+        yield
+
+
+class _AttentionOnCpu:
+    """torch's own attention on CPUs, whose results know the logarithm of the sum of their scores' exponentials."""
+
+    @staticmethod
+    def forward(q: Any, k: Any, v: Any, scale: float, causal: bool) -> tuple[Any, Any]:
+        return _on_cpu(q, k, v, 0.0, causal, scale=scale)
+
+    @staticmethod
+    def backward(
+        grad: Any, q: Any, k: Any, v: Any, out: Any, log: Any, scale: float, causal: bool
+    ) -> tuple[Any, Any, Any]:
+        return _on_cpu_backward(grad, q, k, v, out, log, 0.0, causal, scale=scale)
+
+
+_on_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_on_cpu_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+
+
+def attention_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    """A kernel for attention of q to k and v and for its gradient, that keeps no scores; None where torch has none."""
+    if transforming() or not q.shape[-1] == k.shape[-1] == v.shape[-1] or not q.numel() or not k.numel():
+        return None
+    if q.device.type == "cpu" and _on_cpu is not None and _on_cpu_backward is not None:
+        return _AttentionOnCpu
+    return None

@@ -1,0 +1,83 @@
+"""Settings of torch: autocast, kernels, default dtype and device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def autocasting() -> tuple[Any, ...]:
+    """Which autocast is on."""
+    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        return ()
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+
+def _getters(*names: str) -> list[Callable[[], Any]]:
+    """Those of torch's functions that tell a setting which this release has."""
+    return [getattr(torch._C, f"_get_{name}") for name in names if hasattr(torch._C, f"_get_{name}")]
+
+
+# What kernels look up each time they run; and what decides, besides, of which kernels torch makes up an operator.
+_KERNEL_SETTINGS = {
+    "torch.use_deterministic_algorithms": _getters("deterministic_algorithms", "deterministic_algorithms_warn_only"),
+    "torch.utils.deterministic.fill_uninitialized_memory": _getters("deterministic_fill_uninitialized_memory"),
+    "torch.set_float32_matmul_precision": _getters("float32_matmul_precision"),
+    "torch.backends.cuda.matmul": _getters("cublas_allow_tf32", "cublas_allow_fp16_reduced_precision_reduction",
+                                           "cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_accumulation"),
+    "torch.backends.cudnn": _getters("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_allow_tf32"),
+    "torch.backends.mkldnn": _getters("mkldnn_enabled", "mkldnn_deterministic", "onednn_allow_tf32"),
+}  # fmt: skip
+_OF_KERNELS = [get for getters in _KERNEL_SETTINGS.values() for get in getters]
+_OF_CHOICES = _getters("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled",
+                       "overrideable_sdp_enabled", "math_sdp_allow_fp16_bf16_reduction")  # fmt: skip
+_SDP_ORDER = _getters("sdp_priority_order")
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """The settings that kernels look up each time they run."""
+    return tuple([get() for get in _OF_KERNELS])
+
+
+def changed_setting(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    """What sets the first of the `kernel_settings` that differs."""
+    names = [name for name, getters in _KERNEL_SETTINGS.items() for _ in getters]
+    return next(name for name, one, other in zip(names, before, now) if one != other)
+
+
+def choices() -> tuple[Any, ...]:
+    """The settings that decide of which kernels torch makes up an operator: which attention is allowed, in which order."""
+    return tuple([get() for get in _OF_CHOICES]) + tuple([tuple(get()) for get in _SDP_ORDER])
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, `dtype` is torch's default for floats."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def casts_not_kept() -> Iterator[None]:
+    """Inside, autocast keeps no weight that it has cast for the next use, and looks for none."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+_CPU = torch.device("cpu")
+
+
+def default_device() -> torch.device:
+    """`torch.get_default_device()`, at once where nothing can have changed it."""
+    return _CPU if torch._C._len_torch_function_stack() == 0 else torch.get_default_device()

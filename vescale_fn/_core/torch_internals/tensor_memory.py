@@ -1,0 +1,91 @@
+"""The memory of tensors: bases, storages, versions, values that are computed lazily."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .functorch import peel
+from .modes import no_torch_function
+
+flattened = torch._C._nn.flatten_dense_tensors  # of one dtype, one after the other in one dim
+unflattened = torch._C._nn.unflatten_dense_tensors  # parts of such a tensor, with the shapes of these
+
+
+def base(x: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `x` is a view of."""
+    return x._base
+
+
+def no_view(x: torch.Tensor) -> torch.Tensor:
+    """`x`, not as a view of a tensor that nobody else has: autograd refuses writes into a Function's result that is a view."""
+    return x.data if x._is_view() else x
+
+
+def memory_number(x: torch.Tensor) -> int:
+    """The storage of `x`, as a number."""
+    return x.untyped_storage()._cdata
+
+
+def memory(x: torch.Tensor) -> tuple[Any, ...]:
+    """Where the elements of `x` are; equal for two tensors that are names of the same elements."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
+
+
+def users(storage: torch.UntypedStorage) -> int:
+    """How many tensors have this memory."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # one is `storage` itself
+
+
+def storage(x: torch.Tensor) -> Any:
+    """The memory of `x`, one object as long as the memory lives, which takes attributes; None for one without (sparse)."""
+    try:
+        with no_torch_function():
+            return x.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def count_write(x: torch.Tensor) -> None:
+    """Note that `x` has been written in place."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+
+
+def settled(x: torch.Tensor) -> torch.Tensor:
+    """`x` with its lazy conjugate, minus sign and zeros carried out: dispatch below autograd does not always heed them."""
+    if x._is_zerotensor():  # a tangent that forward mode made up: it has no memory, so that a kernel would crash
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    if x.is_conj():
+        x = torch.conj_physical(x.conj())
+    return torch.neg(torch._neg_view(x)) if x.is_neg() else x
+
+
+def is_lazy(x: torch.Tensor) -> bool:
+    """Whether `x` has a conjugate, a minus sign or zeros that are yet to be carried out: see `settled`."""
+    return x.is_conj() or x.is_neg() or x._is_zerotensor()
+
+
+def own_shape(func: Any, args: Any) -> None:
+    """Apply an op on shapes to what a wrapper subclass says of its own shape, leaving out the subclass's dispatch."""
+    with torch._C._DisableTorchDispatch():
+        func(*args)
+
+
+def set_storage_offset(x: torch.Tensor, offset: int) -> None:
+    """Make a wrapper subclass, which has no storage, say that it begins there in the memory of what it is a view of."""
+    before = torch._C._meta_in_tls_dispatch_include()
+    torch._C._set_meta_in_tls_dispatch_include(True)  # nothing is allocated
+    try:
+        with torch._C._DisableTorchDispatch():
+            torch.ops.aten.set_.source_Storage_storage_offset(
+                x, torch._C.TensorBase.untyped_storage(x), offset, x.shape, x.stride()
+            )
+    finally:
+        torch._C._set_meta_in_tls_dispatch_include(before)
+
+
+def version(x: torch.Tensor) -> int:
+    """How often `x` has been written in place."""
+    return 0 if x.is_inference() else peel(x)._version

@@ -1,0 +1,1 @@
+"""Gradients, `vjp`, `jvp`, `linearize`, `vmap`, `remat` over any pytree."""

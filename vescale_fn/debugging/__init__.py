@@ -1,0 +1,1 @@
+"""Looking at a program: layouts, communication, a profile, and `check` against one device."""

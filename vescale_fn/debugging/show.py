@@ -1,0 +1,192 @@
+"""show: which rank holds which part of a value."""
+
+from __future__ import annotations
+
+import html
+import math
+from typing import Any
+
+import torch
+
+from .._core import torch_internals
+from .._core.arrays import array
+from .._core.base import context, tree
+from .._core.base.messages import mesh_text
+from .._core.distributed.blocks import Blocks
+from .._core.distributed.mesh import coordinates
+from .._core.local_types import tensor_types
+from .._core.sharding.index_map import axes_of, local_indices, shard_shape
+from .._core.sharding.layout import type_text
+from .._core.sharding.merged_dim import Merged
+from .._core.sharding.spec import P, split_axes
+
+
+class Shown:
+    """What `show` returns: text in a terminal, a table in a notebook."""
+
+    def __init__(self, rows: list[tuple[str, str, str, str]], title: str, pictures: list[str]) -> None:
+        self.rows, self.title, self._pictures = rows, title, pictures
+
+    def __repr__(self) -> str:
+        rows = [("path", "type", "on each rank", "bytes on each rank"), *self.rows]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+        return "\n".join([self.title, *lines])
+
+    def _repr_html_(self) -> str:
+        head = "".join(
+            f"<th style='text-align:left'>{h}</th>"
+            for h in ("path", "type", "on each rank", "bytes on each rank", "who holds what")
+        )
+        body = "".join(
+            "<tr>" + "".join(f"<td style='text-align:left'><code>{html.escape(cell)}</code></td>" for cell in row)
+            + f"<td>{picture}</td></tr>" for row, picture in zip(self.rows, self._pictures)
+        )  # fmt: skip
+        return f"<p>{html.escape(self.title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def show(value: Any) -> Shown:
+    """Show where everything in a tree lies: a table of text in a terminal, HTML with a picture a leaf in a notebook.
+
+    Args:
+        value: any tree. In a `shard_map` body its values are shown with their types over the axes, and on a simulated
+            mesh with a picture of the ranks, those in one colour that hold the same.
+
+    Returns:
+        An object to print, or to leave as a notebook cell's last value. Nothing travels.
+
+    >>> import torch, vescale_fn as vfn
+    >>> with vfn.simulate(4):
+    ...     mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+    ...     print(vfn.show({"w": vfn.shard(torch.zeros(4, 6), mesh, vfn.P(None, "tp")), "step": 3}))
+    1 array on mesh (dp=2, tp=2), 1 other leaf
+    path      type        on each rank  bytes on each rank
+    ['step']  int 3
+    ['w']     f32[4,6@tp]  [4, 3]        48
+    """
+    leaves, _ = tree.flatten(value)
+    rows, pictures, meshes, arrays, plain, mine = [], [], [], 0, 0, 0
+    body = context.body()
+    for path, x in zip(tree.paths(value), leaves, strict=True):
+        path = path or "(value)"
+        with torch_internals.no_torch_function():  # a body refuses to read values
+            pictures.append(_picture(x, body))
+        if not isinstance(x, torch.Tensor):
+            rows.append((path, f"{type(x).__name__} {x!r}", "", ""))
+            continue
+        mesh, spec = array.mesh_of(x), array.spec_of(x)
+        if body is not None and not tensor_types.outside(x, body.auto):
+            mine += 1
+            rows.append((path, tensor_types.text(x, tensor_types.typeof(x, body.axes)), *_block(x, mesh, spec)))
+            continue
+        text = type_text(x.shape, x.dtype, spec)
+        if mesh is None:
+            plain += 1
+            text += " (plain)"
+        else:
+            arrays += 1
+            if mesh not in meshes:
+                meshes.append(mesh)
+        rows.append((path, text, *_block(x, mesh, spec)))
+    where = " and ".join(map(_mesh_line, meshes))
+    counts = [
+        (arrays, "array", f" on {where}"),
+        (plain, "plain tensor", ""),
+        (mine, "local value", f" in a body over {', '.join(body.axes)} of {_mesh_line(body.mesh)}" if body else ""),
+        (len(leaves) - arrays - plain - mine, "other lea", ""),
+    ]
+    parts = [f"{n} {word}{_plural(n, word)}{tail}" for n, word, tail in counts if n]
+    return Shown(rows, ", ".join(parts) or "nothing", pictures)
+
+
+def _mesh_line(mesh: Any) -> str:
+    return mesh_text(axes_of(mesh))
+
+
+def _block(x: torch.Tensor, mesh: Any, spec: Any) -> tuple[str, str]:
+    """The shape of what a rank holds of `x`, and its bytes."""
+    shape = list(x.shape) if mesh is None else list(shard_shape(tuple(x.shape), mesh, P(*spec)))
+    even = "" if mesh is None or _even(x, mesh, spec) else " at most"
+    return f"{shape}{even}", f"{math.prod(shape) * x.element_size():,}"
+
+
+def _plural(n: int, word: str) -> str:
+    if word.endswith("lea"):
+        return "f" if n == 1 else "ves"
+    return "" if n == 1 else "s"
+
+
+def _even(x: Any, mesh: Any, spec: P) -> bool:
+    shapes = {tuple(map(len, local_indices(tuple(x.shape), axes_of(mesh), spec, coordinates(mesh, rank))))
+              for rank in range(mesh.size())}  # fmt: skip
+    return len(shapes) == 1
+
+
+_COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#edc948")
+
+
+def _picture(x: Any, body: Any) -> str:
+    """A small drawing: two dims of the value (or its one), each block in a colour, with the ranks that hold it."""
+    if body is not None and type(x) is Blocks:
+        return _ranks(x, body.mesh)
+    mesh = array.mesh_of(x) if isinstance(x, torch.Tensor) else None
+    if mesh is None or not 1 <= x.ndim or x.numel() == 0:
+        return ""
+    axes, spec = axes_of(mesh), array.spec_of(x)
+    if any(isinstance(entry, Merged) for entry in spec):  # blocks of many pieces
+        return ""
+    dims = [d for d, row in enumerate(split_axes(spec, x.ndim)) if row][:2] or [x.ndim - 1]
+    if len(dims) == 1 and x.ndim > 1:  # beside the one split dim, the neighbour that shows which way it runs
+        dims = [dims[0] - 1, dims[0]] if dims[0] == x.ndim - 1 else [dims[0], dims[0] + 1]
+    rows_dim, cols_dim = (dims[0], dims[1]) if len(dims) == 2 else (dims[0], None)
+    width, height, blocks = 180.0, 72.0, {}
+    for rank in range(mesh.size()):
+        spans = local_indices(tuple(x.shape), axes, spec, coordinates(mesh, rank))
+        key = tuple((i[0], len(i)) if len(i) else None for i in (spans[d] for d in dims))
+        blocks.setdefault(key, []).append(rank)
+    drawn = []
+    for number, (key, ranks) in enumerate(blocks.items()):
+        if None in key:
+            continue
+        (r0, rn) = key[0]
+        (c0, cn) = key[1] if cols_dim is not None else (0, 1)
+        n_rows, n_cols = x.shape[rows_dim], x.shape[cols_dim] if cols_dim is not None else 1
+        left, top, w, h = c0 / n_cols * width, r0 / n_rows * height, cn / n_cols * width, rn / n_rows * height
+        label = ",".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}..{ranks[-1]}"
+        drawn.append(_box(left, top, w, h, number, label))
+    return _drawing(width, height, drawn)
+
+
+def _ranks(x: Blocks, mesh: Any) -> str:
+    """A small drawing of a value of a body: the ranks of the mesh, in one colour those that have the same."""
+    sizes = list(axes_of(mesh).values())
+    columns = sizes[-1]
+    width, height = min(360.0, 80.0 * columns), 24.0 * (mesh.size() // columns)
+    w, h = width / columns, 24.0
+    seen: list[torch.Tensor] = []
+    drawn = []
+    for rank, block in enumerate(x.blocks):
+        number = next((i for i, other in enumerate(seen) if other is block or torch.equal(other, block)), len(seen))
+        if number == len(seen):
+            seen.append(block)
+        row, column = divmod(rank, columns)
+        drawn.append(_box(column * w, row * h, w, h, number, _values(block) or f"rank {rank}"))
+    return _drawing(width, height, drawn)
+
+
+def _values(x: torch.Tensor) -> str:
+    """The numbers in a tensor, if they are few and short."""
+    if x.numel() > 8 or x.is_complex():
+        return ""
+    text = " ".join(f"{value:.4g}" for value in x.flatten().tolist())
+    return text if len(text) <= 16 else ""
+
+
+def _box(left: float, top: float, w: float, h: float, number: int, label: str) -> str:
+    return (f"<rect x='{left:.1f}' y='{top:.1f}' width='{w:.1f}' height='{h:.1f}' fill='{_COLORS[number % 8]}' "
+            f"stroke='white'/><text x='{left + w / 2:.1f}' y='{top + h / 2 + 3:.1f}' font-size='9' fill='white' "
+            f"text-anchor='middle'>{label}</text>")  # fmt: skip
+
+
+def _drawing(width: float, height: float, drawn: list[str]) -> str:
+    return f"<svg width='{width:.0f}' height='{height:.0f}' role='img'>{''.join(drawn)}</svg>"

@@ -1,6 +1,0 @@
-"""Modules of torch's as pure functions over trees of parameters."""
-
-from .construct import deferred
-from .functional import Functional, functionalize
-
-__all__ = ["Functional", "deferred", "functionalize"]

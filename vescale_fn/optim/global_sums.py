@@ -1,0 +1,69 @@
+"""Numbers that each leaf adds to a total: on a mesh every rank has parts of them, and one collective adds all of them up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .._core import torch_internals
+from .._core.arrays.array import Array, mesh_of, spec_of, wrap
+from .._core.arrays.placement import with_sharding
+from .._core.base import context
+from .._core.distributed import blocks
+from .._core.distributed.mesh import played_ranks
+from .._core.sharding.index_map import axes_of
+from .._core.sharding.spec import P, split_axes
+from .per_leaf import looked_on
+
+
+def parts_of_numbers(leaves: Sequence[Any], one: Callable[[Any], Any], many: Callable[..., Any]) -> dict[
+        Any, list[tuple[list[int], Any]]]:  # fmt: skip
+    """A number of each leaf, that sums over its elements: this rank's part.
+
+    Args:
+        leaves: tensors and arrays.
+        one: a leaf's number, by torch functions that leave it a partial sum where the leaf is split.
+        many: the vector of the numbers of several plain tensors.
+
+    Returns:
+        For each mesh (None for plain tensors) pairs of the places of leaves that the same axes split, and the vector of their
+        numbers, partial over those axes.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        groups.setdefault((mesh_of(leaf), _axes(leaf)), []).append(i)
+    found: dict[Any, list[tuple[list[int], Any]]] = {}
+    for (mesh, axes), members in groups.items():
+        own = [leaves[i] for i in members]
+        if _is_seen(own):
+            vector = torch.stack([one(x) for x in own])
+        elif mesh is None:
+            vector = many(*own)
+        else:
+            local = blocks.each(
+                lambda _, *x: many(*x), played_ranks(mesh), *map(torch_internals.local, own), key=lambda rank: None
+            )
+            vector = wrap(local, mesh, P(unreduced=axes), torch.Size((len(own),)))
+        found.setdefault(mesh, []).append((members, vector))
+    return found
+
+
+def added_up(sums: Sequence[Any], mesh: Any, join: Callable[[list[Any]], Any]) -> Any:
+    """What `join` makes of values that are partial sums over different axes, whole: in one collective over all of these."""
+    if mesh is None or context.on_one_device():
+        return join(list(sums))
+    axes = frozenset[str]().union(*(spec_of(x).unreduced for x in sums)) & axes_of(mesh).keys()
+    # A value that all ranks of an axis have counts on the first of them alone: nothing moves.
+    return with_sharding(join([with_sharding(x, P(unreduced=axes)) for x in sums]), P())
+
+
+def _axes(leaf: Any) -> frozenset[str]:
+    return frozenset(axis for names in split_axes(spec_of(leaf), leaf.ndim) for axis in names)
+
+
+def _is_seen(leaves: Sequence[Any]) -> bool:
+    """Whether something must see what is done to the leaves, or they are more than blocks and plain tensors."""
+    plain = all(type(x) is torch.Tensor or (type(x) is Array and not spec_of(x).unreduced) for x in leaves)
+    return looked_on() or not plain or (torch.is_grad_enabled() and any(x.requires_grad for x in leaves))

@@ -1,0 +1,172 @@
+"""Other ways to run a plan: local calls compiled by inductor, the whole of it as one CUDA graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._core import torch_internals
+from ..._core.base.errors import TransformError
+from ..._core.base.messages import meant, report, short
+from ..._core.sharding.layout import text
+from ..ir import graph as plan
+from ..ir import memory_aliases
+
+Run = Callable[[list[Any]], tuple[Any, ...]]
+
+BACKENDS = ("torch", "inductor")
+
+_LEAST = 2  # calls that are worth compiling
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What runs plans.
+
+    Args:
+        name: what computes, one of `BACKENDS`.
+        cuda_graph: whether it is replayed as a CUDA graph.
+    """
+
+    name: str = "torch"
+    cuda_graph: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in BACKENDS:
+            raise TransformError(report("jit", f"backend={short(self.name)} is not one{meant(self.name, BACKENDS)}",
+                                        fix=" or ".join(map(repr, BACKENDS))))  # fmt: skip
+        if self.cuda_graph and not torch.cuda.is_available():
+            raise TransformError(report("jit", "cuda_graph=True needs a CUDA device, and there is none here",
+                                        fix="leave cuda_graph out: the plan runs on the CPU as well"))  # fmt: skip
+
+    @property
+    def passes(self) -> tuple[plan.Pass, ...]:
+        """What a plan goes through besides."""
+        return (inductor,) if self.name == "inductor" else ()
+
+    def running(self, run: Run) -> Run:
+        """What is called to run a plan whose own function is `run`."""
+        return captured(run) if self.cuda_graph else run
+
+
+def inductor(graph: fx.Graph) -> fx.Graph:
+    """The graph in which each run of local calls between collectives has become one call, of what inductor made of them.
+
+    Values are the same up to rounding: fused calls round less often, and sum in another order.
+    """
+    graph = plan.copied(graph)
+    for run in _runs(graph):
+        if sum(not plan.viewed(node) for node in run) >= _LEAST:
+            _compile(graph, run)
+    return graph
+
+
+def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The local calls, those in a row together."""
+    runs: list[list[fx.Node]] = [[]]
+    for node in plan.calls(graph):
+        tensors = all(isinstance(plan.value(x), torch.Tensor) for x in node.all_input_nodes)
+        if (plan.is_aten(node) and tensors) or (node.target is operator.getitem and node.args[0] in runs[-1]):
+            runs[-1].append(node)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _compile(graph: fx.Graph, run: list[fx.Node]) -> None:
+    """Put one call of compiled code in the place of a run of calls."""
+    lie = memory_aliases.memories(graph)
+    inside = set(run)
+    inputs = list(dict.fromkeys(x for node in run for x in node.all_input_nodes if x not in inside))
+    outputs = [
+        node
+        for node in run
+        if isinstance(plan.value(node), torch.Tensor) and any(user not in inside for user in node.users)
+    ]
+    alone = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for x in inputs:
+        values[x] = alone.placeholder(x.name)
+    for node in run:
+        values[node] = alone.node_copy(node, values.__getitem__)
+    alone.output(tuple(values[node] for node in outputs))
+    examples = [_example(plan.value(x)) for x in inputs]
+    compiled = torch_internals.compiled_by_inductor(fx.GraphModule(torch.nn.Module(), alone), examples)
+    written = {memory for node in run for x in plan.written(node) for memory in lie[x]}
+    shown = frozenset().union(*(lie[node] for node in outputs))
+    step = plan.Step(
+        "compiled",
+        compiled,
+        writes=tuple(i for i, x in enumerate(inputs) if not written.isdisjoint(lie[x])),
+        views=tuple(i for i, x in enumerate(inputs) if not shown.isdisjoint(lie[x])),
+    )
+    with graph.inserting_before(run[-1]):
+        call = graph.call_function(step, tuple(inputs))
+        call.meta = {"val": [plan.value(node) for node in outputs], "line": run[0].meta.get("line", "?")}
+        for i, node in enumerate(outputs):
+            part = graph.call_function(operator.getitem, (call, i))
+            part.meta = dict(node.meta)
+            node.replace_all_uses_with(part, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(run):
+        graph.erase_node(node)
+
+
+def _example(x: torch.Tensor) -> torch.Tensor:
+    """A tensor like one without values, for a compiler to look at."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
+
+
+def captured(run: Run) -> Run:
+    """A function of tensors on CUDA as a CUDA graph: recorded in its first call, replayed by later ones.
+
+    The inputs are copied to where the graph reads them, the results are copied out: the graph's own memory is written again
+    by the next replay. Collectives are captured with the rest, where their backend can (NCCL).
+
+    Args:
+        run: takes the list of its inputs, which it may empty, and gives a tuple.
+
+    Raises:
+        TransformError: an input is no tensor on a GPU: a number would stay what it was in the first call.
+    """
+    graph = torch.cuda.CUDAGraph()
+    inputs: list[torch.Tensor] = []
+    outputs: list[Any] = []
+
+    def record(values: Sequence[Any]) -> None:
+        wrong = [x for x in values if not (isinstance(x, torch.Tensor) and x.is_cuda)]
+        if wrong:
+            raise TransformError(report(
+                "jit", "with cuda_graph=True all arguments must be tensors on a CUDA device",
+                [text(x) + f" on {x.device}" if isinstance(x, torch.Tensor) else f"the number {x}" for x in wrong],
+                "torch.tensor(x, device='cuda') for a number: one graph serves all its values"))  # fmt: skip
+        inputs[:] = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in values]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # libraries set themselves up, communicators are made: what a capture may not do
+                _fill(inputs, values)
+                run(list(inputs))
+        torch.cuda.current_stream().wait_stream(side)
+        _fill(inputs, values)
+        with torch.cuda.graph(graph):
+            outputs[:] = run(list(inputs))
+
+    def replay(values: list[Any]) -> tuple[Any, ...]:
+        if not inputs:
+            record(values)
+        _fill(inputs, values)
+        values.clear()
+        graph.replay()
+        return tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in outputs)
+
+    return replay
+
+
+def _fill(inputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for x, value in zip(inputs, values, strict=True):
+        x.copy_(value)

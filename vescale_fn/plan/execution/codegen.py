@@ -1,0 +1,265 @@
+"""From a plan's graph to a Python function: a line a node, each value let go after its last use.
+
+What runs is the text that `Code.source` shows. A line is the shortest call that leads to the node's operator
+(`callables`); what Python has no literal for, a mesh, a collective, a dtype, is a global of the text, under a name of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import keyword
+import linecache
+import math
+import operator
+import os
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, TracebackType
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._core import torch_internals
+from ..._core.distributed.collectives import Collective
+from ..ir import memory_aliases
+from ..ir.graph import Step, calls, output, value
+from . import fast_sums
+from .fast_calls import way
+from .stride_checks import as_recorded, uncertain
+
+_count = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Code:
+    """A plan as Python.
+
+    Args:
+        run: takes the list of the placeholders' values, which it empties, and gives the tuple of the outputs.
+        source: what runs, as text.
+        file: the name under which tracebacks show it.
+        nodes: by line, what runs there.
+    """
+
+    run: Callable[[list[Any]], tuple[Any, ...]]
+    source: str
+    file: str
+    nodes: dict[int, fx.Node]
+
+    def node_of(self, error: BaseException | TracebackType | None) -> fx.Node | None:
+        """The node that was running when an error was raised, None where it was raised elsewhere."""
+        at = error.__traceback__ if isinstance(error, BaseException) else error
+        found = None
+        while at is not None:
+            if at.tb_frame.f_code.co_filename == self.file:
+                found = self.nodes.get(at.tb_lineno)
+            at = at.tb_next
+        return found
+
+
+def generate(graph: fx.Graph, name: str = "plan") -> Code:
+    """The Python function that computes what a graph says.
+
+    Args:
+        graph: as `graph` describes it; its nodes' ``val`` tells what the arguments are.
+        name: of the function.
+    """
+    writer = _Writer()
+    text, nodes = writer.write(graph, name)
+    file = f"<{name} {next(_count)}>"
+    code: CodeType = compile(text, file, "exec")
+    exec(code, writer.globals)
+    body = writer.globals[name]
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    weakref.finalize(body, linecache.cache.pop, file, None)
+
+    def run(values: list[Any]) -> tuple[Any, ...]:
+        with torch_internals.on_plain_tensors():
+            return body(values)
+
+    return Code(run, text, file, nodes)
+
+
+class _Writer:
+    """Writes one function; collects its globals."""
+
+    def __init__(self) -> None:
+        self.globals: dict[str, Any] = {}
+        self.names: dict[Any, str] = {}  # of nodes, and of the globals by identity
+        self.taken = {"values", *keyword.kwlist}
+        self.together: dict[fx.Node, fx.Node] = {}  # parts that are taken out in the line of what gives them: to it
+
+    def write(self, graph: fx.Graph, name: str) -> tuple[str, dict[int, fx.Node]]:
+        self.taken.add(name)
+        for node in graph.nodes:
+            self.names[node] = self.fresh(node.name)
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        dies = _last_uses(graph, self.parts(graph))
+        self.lie = memory_aliases.memories(graph)
+        self.last = memory_aliases.last_uses(graph, self.lie)
+        lines, nodes = [f"def {name}(values):"], {}
+        if inputs:
+            lines.append(f"    {', '.join(map(self.names.__getitem__, inputs))}, = values")
+            lines.append("    values.clear()")
+        unused = [x for x in inputs if not x.users]
+        if unused:
+            lines.append(f"    del {', '.join(map(self.names.__getitem__, unused))}")
+        for node in calls(graph):
+            if node in self.together:
+                continue
+            lines.append("    " + self.line(node, dies.get(node, ())))
+            nodes[len(lines)] = node
+        result = output(graph)
+        lines.append(f"    return {self.text(tuple(result.args[0]))}")  # type: ignore[arg-type]
+        nodes[len(lines)] = result
+        return "\n".join(lines) + "\n", nodes
+
+    def parts(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+        """Find what gives several results of which one is used, or all: they are taken out in its line."""
+        for node in calls(graph):
+            v = value(node)
+            if not isinstance(v, (list, tuple)) or any(x.target is not operator.getitem for x in node.users):
+                continue
+            indices = [x.args[1] for x in node.users]
+            if len(indices) == 1 or sorted(indices) == list(range(len(v))):  # type: ignore[type-var]
+                self.together.update((x, node) for x in node.users)
+        return self.together
+
+    def line(self, node: fx.Node, dead: tuple[fx.Node, ...]) -> str:
+        target = f"{self.names[node]} = " if node.users else ""
+        parts = sorted((x for x in node.users if x in self.together), key=lambda x: x.args[1])  # type: ignore
+        if parts:
+            target = ", ".join(map(self.names.__getitem__, parts)) + " = "
+        ending = f"; del {', '.join(map(self.names.__getitem__, dead))}" if dead else ""
+        line = node.meta.get("line", "")
+        part = f"[{parts[0].args[1]}]" if len(parts) == 1 else ""
+        return target + self.checked(node) + part + ending + (f"  # {_comment(line)}" if line else "")
+
+    def checked(self, node: fx.Node) -> str:
+        """The call of a node, whose result is seen to lie as was recorded, where that is not sure."""
+        strides = uncertain(node)
+        if strides is None:
+            return self.call(node)
+        return f"{self.globally(as_recorded, 'as_recorded')}({self.call(node)}, {self.text(strides)})"
+
+    def call(self, node: fx.Node) -> str:
+        if node.target is operator.getitem:
+            return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
+        args = [self.text(x) for x in self.constants(node)]
+        named = [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
+        short = way(node)
+        if short is None:
+            return f"{self.globally(self.function(node), _name(node.target))}({', '.join(args + named)})"
+        if short.kind == "infix":
+            return f" {short.name} ".join(args) if len(args) > 1 else f"{short.name}{args[0]}"
+        if short.kind == "sizes":
+            args[1:] = map(self.text, node.args[1])  # type: ignore[arg-type]
+        if short.kind == "function":
+            return f"{self.globally(short.call, f'torch_{short.name}')}({', '.join(args + named)})"
+        return f"{args[0]}.{short.name}({', '.join(args[1:] + named)})"
+
+    def function(self, node: fx.Node) -> Any:
+        """What is called where there is no shorter way in Python."""
+        if isinstance(node.target, Step):
+            return node.target.run
+        return fast_sums.shortest(node, self.last, self.lie) or node.target
+
+    def constants(self, node: fx.Node) -> list[Any]:
+        """The arguments of a node, a number beside a tensor as a tensor: that spares torch to make one each time."""
+        args: list[Any] = list(node.args)
+        if len(args) == 2 and node.target in _TAKES_NUMBERS and type(args[1]) in (float, int):
+            first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+            x = value(first) if isinstance(first, fx.Node) else None
+            if isinstance(x, torch.Tensor) and x.ndim and x.dtype in (torch.float32, torch.float64):
+                if first is args[0] or x.device.type == "cpu":  # beside a list it must be where the list is
+                    args[1] = _Number(args[1], x.dtype)
+        return args
+
+    def text(self, x: Any) -> str:
+        """An argument as Python."""
+        if isinstance(x, fx.Node):
+            return self.names[x]
+        if isinstance(x, _Number):
+            return self.globally(x.tensor(), _name(x), key=repr(x))
+        if (
+            x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x))
+        ):  # a subclass prints itself
+            return repr(x)
+        if type(x) is list:
+            return f"[{', '.join(map(self.text, x))}]"
+        if isinstance(x, (list, tuple)):
+            return f"({', '.join(map(self.text, x))}{',' if len(x) == 1 else ''})"
+        if isinstance(x, dict):
+            return f"{{{', '.join(f'{self.text(k)}: {self.text(v)}' for k, v in x.items())}}}"
+        return self.globally(x, _name(x))
+
+    def globally(self, x: Any, name: str, key: Any = None) -> str:
+        """The name of a value as a global."""
+        key = ("global", id(x) if key is None else key)
+        if key not in self.names:
+            self.names[key] = self.fresh(name)
+            self.globals[self.names[key]] = x
+        return self.names[key]
+
+    def fresh(self, name: str) -> str:
+        # ASCII alone: Python takes some letters for the same (NFKC), and would mix up two names that differ here
+        name = re.sub(r"\W", "_", name, flags=re.ASCII).lstrip("0123456789") or "value"
+        found = next(
+            n for n in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1))) if n not in self.taken
+        )
+        self.taken.add(found)
+        return found
+
+
+def _comment(line: str) -> str:
+    """A source line as a comment. A file may have any name, a line break in it too, which would end the comment."""
+    return "".join(c if c.isprintable() else "?" for c in os.path.basename(line))
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A number that stands beside a tensor of `dtype`."""
+
+    number: float
+    dtype: torch.dtype
+
+    def tensor(self) -> torch.Tensor:
+        return torch.tensor(self.number, dtype=self.dtype)
+
+
+_aten = torch.ops.aten
+_TAKES_NUMBERS = {
+    getattr(_aten, name + in_place).Tensor for name in ("add", "sub", "mul", "div") for in_place in ("", "_")
+} | {_aten._foreach_mul.Scalar, _aten._foreach_mul_.Scalar}
+
+
+def _last_uses(graph: fx.Graph, together: dict[fx.Node, fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """For each node, the values that nothing needs after it."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node not in together:
+            for x in node.all_input_nodes:
+                last[x] = node
+    dies: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for x, node in last.items():
+        if node.op != "output":
+            dies[node] = (*dies.get(node, ()), x)
+    return dies
+
+
+def _name(x: Any) -> str:
+    """What a value is called as a global."""
+    if isinstance(x, _Number):
+        return f"n_{x.number!r}"
+    if isinstance(x, torch_internals.OpOverload):
+        return x._schema.name.replace("::", "_")
+    if isinstance(x, (torch.dtype, torch.layout, torch.memory_format)):
+        return str(x).removeprefix("torch.")
+    if isinstance(x, torch.device):
+        return str(x)
+    if isinstance(x, Collective):
+        return "_".join((x.kind, *x.axes))
+    return getattr(x, "__name__", None) or type(x).__name__.lower()

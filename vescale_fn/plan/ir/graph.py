@@ -1,0 +1,186 @@
+"""What a plan is made of: a `torch.fx.Graph` of plain ops on one process's blocks, and of collectives.
+
+Nodes are placeholders (the leaves of the arguments, then the constants), calls, and the output, a tuple. What a call calls is
+one of
+
+- an aten ``OpOverload``, on plain tensors;
+- a `wire.Collective`: of one tensor, or on a simulated mesh of the list of the ranks' blocks, giving a list;
+- ``operator.getitem``, which takes a part out of what gives several;
+- a `Step`: what a pass has put in the place of several calls, or what must happen besides (a print).
+
+Each node's ``meta`` has ``val`` (its result as tensors without values, or a list of such), ``line`` (of the user's, as
+``file:line``), ``again`` where it repeats, on purpose, what has been computed before (`remat`), and ``kept`` where a
+collective stays because another rank needs it.
+
+A pass is a pure function from graph to graph: it works on a `copied` one.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._core import torch_internals
+from ..._core.distributed.collectives import Collective
+
+KEPT = "kept"
+
+Pass = Callable[[fx.Graph], fx.Graph]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A function of plain tensors as one node.
+
+    Args:
+        name: as the plan prints it.
+        run: the function.
+        effect: whether it does something besides giving its result: then it stays, and stays where it is.
+        writes: the places of the arguments that it writes in place.
+        views: the places of the arguments that its result may share memory with.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    effect: bool = False
+    writes: tuple[int, ...] = ()
+    views: tuple[int, ...] = ()
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """The same graph once more, to be changed; the graph itself, where nobody else has it (`given_up`)."""
+    if graph.__dict__.pop("_given_up", False):
+        return graph
+    new = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for (
+        node
+    ) in graph.nodes:  # as `fx.Graph.node_copy`, but for a walk through the arguments that takes most of its time
+        copy = new.create_node(node.op, node.target, (), {}, node.name, node.type)
+        copy.args, copy.kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[assignment]
+        copy.meta = dict(node.meta)
+        values[node] = copy
+    return new
+
+
+def given_up(graph: fx.Graph) -> fx.Graph:
+    """The graph, of which its owner says that the next pass may have it."""
+    graph.__dict__["_given_up"] = True
+    return graph
+
+
+def calls(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that compute, in order."""
+    return (node for node in graph.nodes if node.op == "call_function")
+
+
+def collectives(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that communicate, in order."""
+    return [node for node in calls(graph) if isinstance(node.target, Collective)]
+
+
+def is_aten(node: fx.Node) -> bool:
+    """Whether a node calls an operator of torch's (or one that somebody registered)."""
+    return isinstance(node.target, torch_internals.OpOverload)
+
+
+def name_of(node: fx.Node) -> str:
+    """What a node calls, without namespace and overload: ``add``; "" for what is no operator."""
+    return node.target._schema.name.split("::")[-1] if is_aten(node) else ""  # type: ignore[union-attr]
+
+
+def output(graph: fx.Graph) -> fx.Node:
+    """The output node."""
+    return next(iter(reversed(graph.nodes)))
+
+
+def value(node: fx.Node) -> Any:
+    """What a node gives, as tensors without values."""
+    return node.meta["val"]
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a call writes in place."""
+    if isinstance(node.target, Step):
+        return [node.args[i] for i in node.target.writes]  # type: ignore[misc]
+    return _aliased(node, True) if is_aten(node) else []
+
+
+def _aliased(node: fx.Node, only_written: bool) -> list[fx.Node]:
+    """The arguments that an operator's result may share memory with, or those that it writes."""
+    found: list[Any] = []
+    for i, name, is_write in _alias_places(node.target):
+        if is_write or not only_written:
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+            found += given if isinstance(given, (list, tuple)) else [given]
+    return [x for x in found if isinstance(x, fx.Node)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _alias_places(op: Any) -> tuple[tuple[int, str, bool], ...]:
+    arguments = enumerate(op._schema.arguments)
+    return tuple((i, a.name, a.alias_info.is_write) for i, a in arguments if a.alias_info is not None)
+
+
+# Operators that give views, but do not say so in their schemas.
+_SILENT_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
+
+
+def viewed(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory the result of a call may be."""
+    if isinstance(node.target, Step):
+        return [node.args[i] for i in node.target.views]  # type: ignore[misc]
+    if node.target is operator.getitem:
+        return [node.args[0]]  # type: ignore[list-item]
+    if isinstance(node.target, Collective) and isinstance(node.args[0], (list, tuple)):
+        # On a simulated mesh a block that is only sent is handed on as it is.
+        return list(node.args[0]) if node.target.kind in ("broadcast", "permute") else []  # type: ignore[arg-type]
+    if not is_aten(node):
+        return []
+    if name_of(node) in _SILENT_VIEWS:
+        return [node.args[0]]  # type: ignore[list-item]
+    return _aliased(node, False)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a call does something besides giving its result."""
+    return (isinstance(node.target, Step) and node.target.effect) or bool(written(node))
+
+
+def memories(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For each node, the nodes that made the memory in which its result may lie (for most: itself)."""
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        sources = [found[x] for x in viewed(node)] if node.op == "call_function" else []
+        found[node] = frozenset().union(*sources) if sources else frozenset((node,))
+    return found
+
+
+def changed(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The nodes whose memory is written by some call after it was made: their order with that call matters.
+
+    A pass leaves them, and what shares their memory, where they are.
+    """
+    lie = memories(graph)
+    hot = {root for node in calls(graph) for x in written(node) for root in lie[x]}
+    return frozenset(node for node, roots in lie.items() if roots & hot)
+
+
+def nbytes(value: Any) -> int:
+    """The bytes of a result."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(nbytes, value)) if isinstance(value, (list, tuple)) else 0

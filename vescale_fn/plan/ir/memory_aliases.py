@@ -1,0 +1,98 @@
+"""Which memory each value of a plan lies in, and how long each memory is needed.
+
+Finer than `graph.memories`: the results of a call that gives several are memories of their own, so that one of them can be
+free while another lives.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ..._core.distributed.collectives import Collective
+from . import graph as plan
+
+
+class Memory(NamedTuple):
+    """What one call made anew.
+
+    Attributes:
+        maker: the call, or the placeholder.
+        part: which of its results, where it gives several; -1: all of them, which may share memory.
+    """
+
+    maker: fx.Node
+    part: int = 0
+
+    @property
+    def value(self) -> Any:
+        """What lies there, as a tensor without values (or, where a call's results share memory, as a list of them)."""
+        value = plan.value(self.maker)
+        several = isinstance(value, (list, tuple)) and self.part >= 0
+        return value[self.part] if several else value
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes it has."""
+        value = self.value
+        if isinstance(value, (list, tuple)):  # on a simulated mesh: what all ranks of a group get is there once
+            return sum(_extent(x) for x in {id(x): x for x in value}.values())
+        return _extent(value)
+
+
+def _extent(x: Any) -> int:
+    """The bytes between the first element of a tensor and its last."""
+    if not isinstance(x, torch.Tensor) or x.numel() == 0:
+        return 0
+    return (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))) * x.element_size()
+
+
+def memories(graph: fx.Graph) -> dict[fx.Node, frozenset[Memory]]:
+    """For each node, the memories in which its result may lie."""
+    found: dict[fx.Node, frozenset[Memory]] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            found[node] = frozenset().union(*(found[x] for x in node.all_input_nodes))
+            continue
+        sources = plan.viewed(node) if node.op == "call_function" else []
+        if not sources:
+            found[node] = _made(node)
+            continue
+        around = frozenset().union(*(found[x] for x in sources))
+        if node.target is operator.getitem:
+            around = (
+                frozenset(m for m in around if m.maker is not node.args[0] or m.part in (-1, node.args[1])) or around
+            )
+        found[node] = around
+    return found
+
+
+def _made(node: fx.Node) -> frozenset[Memory]:
+    value = plan.value(node)
+    if not isinstance(value, (list, tuple)):
+        return frozenset([Memory(node)] if isinstance(value, torch.Tensor) else [])
+    if isinstance(node.target, Collective):
+        return frozenset([Memory(node, -1)])
+    return frozenset(Memory(node, i) for i, x in enumerate(value) if isinstance(x, torch.Tensor))
+
+
+def last_uses(graph: fx.Graph, lie: dict[fx.Node, frozenset[Memory]] | None = None) -> dict[Memory, fx.Node]:
+    """For each memory, the last node that needs something in it: the output for what is given back."""
+    lie = memories(graph) if lie is None else lie
+    last: dict[Memory, fx.Node] = {}
+    for node in graph.nodes:
+        for x in (node, *node.all_input_nodes):
+            for memory in lie[x]:
+                last[memory] = node
+    return last
+
+
+def dies(x: fx.Node, node: fx.Node, last: dict[Memory, fx.Node], lie: dict[fx.Node, frozenset[Memory]]) -> bool:
+    """Whether `x` is all that lies in one memory, and nothing needs it after `node`."""
+    if len(lie[x]) != 1:
+        return False
+    (one,) = lie[x]
+    return one.part >= 0 and last[one] is node and one.bytes == plan.nbytes(plan.value(x))

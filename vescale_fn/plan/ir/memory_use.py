@@ -1,0 +1,192 @@
+"""How much memory a plan needs, call by call, and what is alive where it needs most."""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from ..._core.base.source_lines import quoted, readable
+from . import graph as plan
+from . import memory_aliases
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A call, the user's line, and how many bytes are alive while it runs: its results, and all that is needed yet."""
+
+    call: str
+    line: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is alive: what was made in one of the user's lines (or came as an argument), in bytes and in pieces."""
+
+    line: str
+    bytes: int
+    count: int
+
+
+class MemoryUse:
+    """The memory that a plan needs on one process, predicted: what ``vfn.jit(f).lower(...).memory()`` returns.
+
+    Printing it names the peak and what is alive there; a notebook draws memory over time.
+
+    Args:
+        timeline: the calls in order, each with the bytes that are alive while it runs.
+        arguments: the bytes of arguments and constants, alive all the time.
+        held: what is alive at the peak, largest first.
+    """
+
+    def __init__(self, timeline: Iterable[Moment], arguments: int, held: Iterable[Held]) -> None:
+        self.timeline, self.arguments, self.held = tuple(timeline), arguments, tuple(held)
+
+    @cached_property
+    def peak(self) -> int:
+        """The most bytes that are alive at once."""
+        return max((moment.bytes for moment in self.timeline), default=self.arguments)
+
+    @cached_property
+    def at(self) -> Moment | None:
+        """The first call at which the peak is reached; None where nothing is called."""
+        return next((moment for moment in self.timeline if moment.bytes == self.peak), None)
+
+    def __repr__(self) -> str:
+        lines = [f"peak {bytes_text(self.peak)}, of which arguments {bytes_text(self.arguments)}"]
+        if self.at is not None:
+            index = self.timeline.index(self.at)
+            lines.append(f"reached in call {index + 1} of {len(self.timeline)}, {self.at.call}, {place(self.at.line)}")
+            lines.append(f"over time  {_sparks([moment.bytes for moment in self.timeline])}")
+        if self.held:
+            lines.append("alive at the peak, by the lines that made it:")
+        lines += [f"  {bytes_text(h.bytes):>10}  {h.count:>4}  {place(h.line)}" for h in self.held[:_SHOWN]]
+        if len(self.held) > _SHOWN:
+            rest = self.held[_SHOWN:]
+            lines.append(f"  {bytes_text(sum(h.bytes for h in rest)):>10}  {sum(h.count for h in rest):>4}  elsewhere")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"{_plot(self)}<pre>{html.escape(repr(self))}</pre>"
+
+
+_SHOWN = 8  # lines of what is alive at the peak
+ARGUMENTS = "arguments"
+
+
+def memory(graph: fx.Graph) -> MemoryUse:
+    """The memory that a plan needs: each thing lives from the call that makes it to the last that needs any view of it.
+
+    Arguments and constants are alive all the time: a donated argument's memory is what a result is written into.
+    """
+    lie = memory_aliases.memories(graph)
+    last = memory_aliases.last_uses(graph, lie)
+    ends: dict[fx.Node, list[memory_aliases.Memory]] = {}
+    for piece, node in last.items():
+        ends.setdefault(node, []).append(piece)
+    alive: dict[memory_aliases.Memory, int] = {}
+    timeline: list[Moment] = []
+    live = top = 0
+    at_peak: dict[memory_aliases.Memory, int] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            break
+        for piece in lie[node]:
+            if piece.maker is node:
+                alive[piece] = piece.bytes
+                live += alive[piece]
+        if node.op == "call_function":
+            timeline.append(Moment(call_text(node), node.meta.get("line", ""), live))
+            if live > top:
+                top, at_peak = live, dict(alive)
+        for piece in ends.get(node, ()):
+            if piece.maker.op != "placeholder":
+                live -= alive.pop(piece)
+    arguments = sum(size for piece, size in alive.items() if piece.maker.op == "placeholder")
+    return MemoryUse(timeline, arguments, _by_line(at_peak))
+
+
+def _by_line(alive: dict[memory_aliases.Memory, int]) -> list[Held]:
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for piece, size in alive.items():
+        line = ARGUMENTS if piece.maker.op == "placeholder" else piece.maker.meta.get("line", "")
+        sizes[line] += size
+        counts[line] += 1
+    return [Held(line, size, counts[line]) for line, size in sizes.most_common() if size]
+
+
+def call_text(node: fx.Node) -> str:
+    """What a node calls, in a word."""
+    return plan.name_of(node) or getattr(node.target, "__name__", str(node.target))
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes, to three figures: ``1.21 MiB``."""
+    power = min(int(math.log(count, 1024)), 4) if count else 0
+    scaled = count / 1024**power
+    return f"{count} B" if power == 0 else f"{scaled:.{2 - min(int(math.log10(scaled)), 2)}f} {'KMGT'[power - 1]}iB"
+
+
+def place(line: str) -> str:
+    """One of the user's lines with what stands there, its file by its name alone: ``train.py:12: `x = f(y)` ``."""
+    return _short(line, quoted(line))
+
+
+def _short(line: str, told: str) -> str:
+    return told.removeprefix(os.path.dirname(line) + os.sep)
+
+
+def _sparks(values: list[int], width: int = 60) -> str:
+    """Numbers over time as a row of bars, the most of each stretch."""
+    count = min(width, len(values))
+    tops = [max(values[i * len(values) // count : (i + 1) * len(values) // count]) for i in range(count)]
+    return "".join("▁▂▃▄▅▆▇█"[min(7, 8 * top // max(*tops, 1))] for top in tops)
+
+
+def _plot(use: MemoryUse, width: float = 640.0, height: float = 200.0) -> str:
+    """Memory over time as a drawing: arguments below, what the plan makes above; hovering names the call."""
+    if not use.timeline:
+        return ""
+    left, top, count = 70.0, 24.0, len(use.timeline)
+    y = lambda size: top + height * (1 - size / max(use.peak, 1))
+    stretches = [
+        range(i * count // min(count, 320), (i + 1) * count // min(count, 320)) for i in range(min(count, 320))
+    ]
+    bars: list[str] = []
+    for stretch in stretches:  # of several calls the one that needs most
+        moment = max((use.timeline[i] for i in stretch), key=lambda m: m.bytes)
+        x, w = left + width * stretch.start / count, width * len(stretch) / count
+        told = html.escape(f"{moment.call}: {bytes_text(moment.bytes)}, {_short(moment.line, readable(moment.line))}")
+        bars.append(_rect(x, y(moment.bytes), w, y(0) - y(moment.bytes), "#f28e2b", told))
+    below = _rect(left, y(use.arguments), width, y(0) - y(use.arguments), "#4e79a7", f"{ARGUMENTS}: {use.arguments}")
+    index = next(i for i, moment in enumerate(use.timeline) if moment is use.at)
+    x = left + width * (index + 0.5) / count
+    marks = [
+        _text(left - 6, y(use.peak) + 4, bytes_text(use.peak), "end"),
+        _text(left - 6, y(use.arguments) + 4, bytes_text(use.arguments), "end")
+        if use.arguments < 0.9 * use.peak
+        else "",
+        _text(min(max(x, left + 60), left + width - 60), top - 8, f"peak: {use.at.call if use.at else ''}", "middle"),
+        _text(left, top + height + 14, "first call", "start"),
+        _text(left + width, top + height + 14, f"call {count}", "end"),
+        f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{top - 5}' y2='{top}' stroke='black'/>",
+    ]
+    size = f"width='{left + width + 10:.0f}' height='{top + height + 24:.0f}'"
+    return f"<svg {size} role='img'>{''.join(bars)}{below}{''.join(marks)}</svg>"
+
+
+def _rect(x: float, y: float, w: float, h: float, color: str, told: str) -> str:
+    return f"<rect x='{x:.1f}' y='{y:.1f}' width='{w:.2f}' height='{h:.1f}' fill='{color}'><title>{told}</title></rect>"
+
+
+def _text(x: float, y: float, text: Any, anchor: str) -> str:
+    return f"<text x='{x:.1f}' y='{y:.1f}' font-size='11' text-anchor='{anchor}'>{html.escape(str(text))}</text>"

@@ -1,0 +1,127 @@
+"""What passes share that put one call in the place of another: new nodes, and whether anybody could tell the difference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._core.distributed.collectives import Collective
+from .graph import KEPT, calls, changed, copied, output, value, viewed
+
+
+class Rewriting:
+    """A copy of a graph, to be rewritten.
+
+    Attributes:
+        graph: the copy.
+        fixed: nodes whose memory is written after they were made: nothing about them may change.
+        leaving: how many results of the plan lie in each memory, known by the node that made it.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = copied(graph)
+        self.fixed = changed(self.graph)
+        self.leaving = self._find_leaving()
+        self._known: dict[Any, Any] = {}
+
+    def calls(self) -> Iterable[fx.Node]:
+        """The calls as they are now, in order: those that are added meanwhile are not among them."""
+        return list(calls(self.graph))
+
+    def add(self, before: fx.Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None,
+            val: Any = None) -> fx.Node:  # fmt: skip
+        """A new call in front of a node, for the same line of the user's.
+
+        Args:
+            val: what it gives, as a tensor without values; by default that is found out.
+        """
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(target, tuple(args), kwargs or {})
+        node.meta.update((k, before.meta[k]) for k in ("line", "again", KEPT) if k in before.meta)
+        node.meta["val"] = self._computed(node) if val is None else val
+        return node
+
+    def _computed(self, node: fx.Node) -> Any:
+        """What a call gives; the layers of a model ask for the same again and again."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), _Lies.of)
+        what = node.target, key(args), key(kwargs)
+        if what not in self._known:
+            self._known[what] = computed(node.target, node.args, node.kwargs)
+        return self._known[what]
+
+    def replace(self, node: fx.Node, new: fx.Node) -> bool:
+        """Have everybody use `new`, which has the same value, for `node`; False, and nothing done, where that would show:
+
+        results of the plan that lay apart would share memory, or be one tensor, or be an input.
+        """
+        if node is new or node in self.fixed or new in self.fixed or not self._unnoticed(node, new):
+            return False
+        before, now = self.roots(node), self.roots(new)
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+        if before != now and any(self.leaving[root] for root in before):
+            self.leaving = self._find_leaving()
+        return True
+
+    def _unnoticed(self, node: fx.Node, new: fx.Node) -> bool:
+        outputs = self.outputs
+        if node in outputs and (new in outputs or new.op == "placeholder"):
+            return False
+        before, now = self.roots(node), self.roots(new)
+        if before == now or not any(self.leaving[root] for root in before):
+            return True
+        if any(self.leaving[root] or root.op == "placeholder" for root in now):
+            return False
+        if not isinstance(value(node), torch.Tensor):
+            return False
+        return value(node).stride() == value(new).stride() and all(_size(root) <= _size(new) for root in now)
+
+    @property
+    def outputs(self) -> Sequence[fx.Node]:
+        """The nodes that are results of the plan."""
+        return output(self.graph).all_input_nodes
+
+    def _find_leaving(self) -> Counter[fx.Node]:
+        return Counter(root for node in self.outputs for root in self.roots(node))
+
+    def roots(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The nodes that made the memory in which a result may lie."""
+        sources = viewed(node) if node.op == "call_function" else []
+        return frozenset().union(*map(self.roots, sources)) if sources else frozenset((node,))
+
+
+def computed(target: Any, args: Any, kwargs: Any) -> Any:
+    """What a call would give, as tensors without values."""
+    args, kwargs = fx.map_arg((args, kwargs), value)
+    return target.like(*args) if isinstance(target, Collective) else target(*args, **kwargs)
+
+
+class _Lies(tuple):
+    """All of a tensor but its values."""
+
+    @staticmethod
+    def of(node: fx.Node) -> Any:
+        x = value(node)
+        return _Lies((x.shape, x.stride(), x.dtype, x.device)) if isinstance(x, torch.Tensor) else node
+
+
+def _size(node: fx.Node) -> int:
+    v = value(node)
+    return v.untyped_storage().nbytes() if isinstance(v, torch.Tensor) else 1 << 62
+
+
+def key(x: Any) -> Any:
+    """An argument as something that can be compared: equal for what no operator can tell apart."""
+    if isinstance(x, (list, tuple)):
+        return (list, *map(key, x))
+    if isinstance(x, dict):
+        return (dict, *((k, key(v)) for k, v in sorted(x.items())))
+    if isinstance(x, (bool, int, float, complex)):
+        return type(x), repr(x)
+    if isinstance(x, slice):
+        return slice, key((x.start, x.stop, x.step))
+    return x

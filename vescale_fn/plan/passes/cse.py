@@ -1,0 +1,46 @@
+"""What is computed twice of the same values is computed once, collectives among it.
+
+A rank's own part is another value than the same slice taken on every rank, though on one rank the two are equal: all ranks
+are to merge the same calls. What `remat` repeats stays repeated: it was to be forgotten in between. Draws are functions of
+their keys, and merge.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._core.distributed.collectives import Collective
+from ..ir.graph import Step, has_effect, is_aten
+from ..ir.rewriting import Rewriting, key
+
+_EMPTY = ("aten::empty", "aten::new_empty")  # whatever lay there before is no value
+
+
+def common(graph: fx.Graph) -> fx.Graph:
+    """The graph with one call for equal ones."""
+    work = Rewriting(graph)
+    seen: dict[Any, fx.Node] = {}
+    for node in work.calls():
+        if not _is_function(node) or not work.fixed.isdisjoint(node.all_input_nodes):
+            continue
+        what = node.target, key(node.args), key(node.kwargs), node.meta.get("again"), node.meta.get("own")
+        try:
+            first = seen.setdefault(what, node)
+        except TypeError:  # an argument that cannot be compared
+            continue
+        if first is not node:
+            work.replace(node, first)
+    return work.graph
+
+
+def _is_function(node: fx.Node) -> bool:
+    """Whether a call gives a value that depends on its arguments alone, and does nothing else."""
+    if has_effect(node) or isinstance(node.target, (Step, Collective)):
+        return False
+    if not is_aten(node):
+        return True
+    operator: Any = node.target
+    return torch.Tag.nondeterministic_seeded not in operator.tags and not operator._schema.name.startswith(_EMPTY)

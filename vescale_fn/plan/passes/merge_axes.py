@@ -1,0 +1,52 @@
+"""Two collectives one after the other, over different axes, as one over both.
+
+A sum over ``dp`` of a sum over ``tp`` is one sum over both; a gather along a dim of a gather along the same dim is one
+gather, in which the axes of the second are major; a reduce-scatter of a reduce-scatter is one, in which those of the first
+are. Fewer collectives, and fewer bytes: what the first one gave would have travelled again.
+
+Whether two are merged depends on nothing but what they are and that nothing else uses the first: the same on every rank.
+Where blocks are padded and cut, on some ranks, they are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from ..._core.distributed.collectives import Collective
+from ..._core.distributed.mesh import same
+from ..._core.sharding.index_map import axes_of
+from ..ir.collective_nodes import carried_out, collective_of, given, over, put, sole_source
+from ..ir.graph import collectives, copied
+
+
+def axes(graph: fx.Graph) -> fx.Graph:
+    """The graph in which one collective does what two did."""
+    graph = copied(graph)
+    for second in collectives(graph):
+        first = sole_source(given(second))
+        if first is None or ("again" in first.meta) != ("again" in second.meta):
+            continue
+        merged = _merged(collective_of(first), collective_of(second))
+        if merged is not None:
+            merged = dataclasses.replace(merged, elements=collective_of(first).elements)
+            with graph.inserting_before(second):
+                results = carried_out(graph, merged, given(first), second)
+            put(graph, second, results)
+            put(graph, first, given(first))
+    return graph
+
+
+def _merged(first: Collective, second: Collective) -> Collective | None:
+    alike = first.kind == second.kind and first.params == second.params and same(first.mesh, second.mesh)
+    if not alike or set(first.axes) & set(second.axes) or first.padded or second.padded:
+        return None
+    if first.kind == "all_reduce":
+        both = tuple(name for name in axes_of(second.mesh) if name in first.axes + second.axes)
+        return over(second, both)
+    if first.kind == "all_gather":
+        return over(second, second.axes + first.axes)
+    if first.kind == "reduce_scatter":
+        return over(second, first.axes + second.axes)
+    return None

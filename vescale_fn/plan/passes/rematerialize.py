@@ -1,0 +1,143 @@
+"""Cheap values computed again where they are needed late, instead of being kept over the peak.
+
+What a forward pass keeps for the backward pass is, to a large part, what follows from other kept things at the cost of one
+reading: activation functions, normalisations, casts. The same call on the same values gives the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from ..ir import graph as plan
+from ..ir import inplace, memory_aliases
+from ..ir.liveness import Facts
+
+SMALLEST = 256 << 10  # bytes; for less it is not worth a call
+_CHEAP = {"native_layer_norm", "_fused_rms_norm", "rms_norm", "_to_copy", "cat", "arange", "full", "zeros", "ones",
+          "zeros_like", "ones_like", "full_like", "roll", "layer_norm"}  # fmt: skip
+
+
+_STEPS = 8  # calls, at most, to compute a value again
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value that could be computed again.
+
+    Args:
+        memory: where it lies.
+        start, stop: the last use before a time in which nothing needs it, and the first use behind that.
+        bytes: how many they are.
+        made: what is computed again for it: itself, and what that takes that is not there any more.
+        sources: what that is computed from, which is there.
+    """
+
+    memory: memory_aliases.Memory
+    start: int
+    stop: int
+    bytes: int
+    made: frozenset[memory_aliases.Memory]
+    sources: frozenset[memory_aliases.Memory]
+
+
+def recompute(graph: fx.Graph, smallest: int = SMALLEST) -> fx.Graph:
+    """Compute values again until the peak cannot be lowered in that way, and no more of them than that takes.
+
+    Args:
+        smallest: values of fewer bytes are kept.
+    """
+    graph = plan.copied(graph)
+    nodes, facts, kept = list(graph.nodes), Facts(graph), plan.changed(graph)
+    uses: dict[memory_aliases.Memory, list[int]] = {}
+    for i, node in enumerate(nodes):
+        for memory in dict.fromkeys((*facts.made[node], *facts.read[node])):
+            uses.setdefault(memory, []).append(i)
+    found = [value for memory in uses if facts.bytes[memory] >= smallest for value in _idle(memory, uses, facts, kept)]
+    for value in _chosen(found, facts.live(nodes)):
+        _compute_again(graph, nodes, value, [nodes[i] for i in uses[value.memory] if i >= value.stop], facts.lie)
+    return graph
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    return inplace.is_pointwise(node) or plan.name_of(node) in _CHEAP
+
+
+def _idle(
+    memory: memory_aliases.Memory, uses: dict[memory_aliases.Memory, list[int]], facts: Facts, kept: Any
+) -> list[_Value]:
+    """A value in the longest time for which nothing uses it, if it can be computed again at the end of that time."""
+    at = uses[memory]
+    start, stop = max(zip(at, at[1:]), key=lambda pair: pair[1] - pair[0], default=(0, 0))
+    made: set[memory_aliases.Memory] = set()
+    sources: set[memory_aliases.Memory] = set()
+    todo = [memory]
+    while todo:
+        one = todo.pop()
+        if one.part < 0 or not _is_cheap(one.maker) or one.maker in kept or len(made) == _STEPS:
+            return []
+        made.add(one)
+        for source in facts.read[one.maker]:
+            if source.maker.op == "placeholder" or uses[source][-1] >= stop:
+                sources.add(source)
+            elif source not in made:
+                todo.append(source)
+    value = _Value(memory, start, stop, facts.bytes[memory], frozenset(made), frozenset(sources))
+    return [value] if stop - start > 1 else []
+
+
+def _chosen(values: list[_Value], live: list[int]) -> list[_Value]:
+    """Of the values, those that bring the peak down, and none that another one is made of: first what is large and made in few
+    calls."""
+    live, waiting = list(live), sorted(values, key=lambda value: -value.bytes / len(value.made))
+    chosen: list[_Value] = []
+    made_of: set[memory_aliases.Memory] = set()
+    while True:
+        peak = max(range(len(live)), key=live.__getitem__)
+        dropped = {value.memory for value in chosen}
+        fits = (
+            value
+            for value in waiting
+            if value.start < peak < value.stop and value.memory not in made_of and not dropped & value.sources
+        )
+        value = next(fits, None)
+        if value is None:
+            break
+        waiting.remove(value)
+        chosen.append(value)
+        made_of |= value.sources
+        _add(live, value, -value.bytes)
+    reached = live[peak]
+    for value in list(chosen):  # what turned out not to matter stays
+        if max(live[value.start + 1 : value.stop]) + value.bytes <= reached:
+            _add(live, value, value.bytes)
+            chosen.remove(value)
+    return chosen
+
+
+def _add(live: list[int], value: _Value, bytes: int) -> None:
+    live[value.start + 1 : value.stop] = [one + bytes for one in live[value.start + 1 : value.stop]]
+
+
+def _compute_again(graph: fx.Graph, nodes: list[fx.Node], value: _Value, users: list[fx.Node], lie: Any) -> None:
+    """Make a value once more before its first use behind the idle time, for all uses from there on."""
+    before = set(nodes[: value.stop])
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def again(x: fx.Node) -> fx.Node:
+        if value.made.isdisjoint(lie[x]):
+            return x
+        if x not in copies:
+            with graph.inserting_before(nodes[value.stop]):
+                for y in x.all_input_nodes:
+                    again(y)
+                copies[x] = graph.node_copy(x, again)
+                copies[x].meta["again"] = True
+        return copies[x]
+
+    for user in users:
+        for x in user.all_input_nodes:
+            if x in before and value.memory in lie[x]:
+                user.replace_input_with(x, again(x))

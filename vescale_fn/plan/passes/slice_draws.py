@@ -1,0 +1,80 @@
+"""A slice of a draw is a draw of the slice: each rank makes its own part of what is drawn, or filled with a number.
+
+So a function that makes whole weights, under ``vfn.jit(init, out_specs=...)``, makes on each rank only its shards. The bits
+stay what they were, because an element of a draw is a function of the key and of its place in the whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...random.bits import counters
+from ...random.sharded import rows_of
+from ..ir.graph import Step, is_aten, value
+from ..ir.slice_motion import Call, Cut, Range, Rule, moved_up
+
+_aten = torch.ops.aten
+
+
+def draws(graph: fx.Graph) -> fx.Graph:
+    """The graph that draws, and fills, only what is used."""
+    return moved_up(graph, _SOURCES)
+
+
+def _drawn(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
+    key, where, shape, local, *rest = node.args
+    batch = value(key).ndim - 1  # type: ignore[arg-type]
+    if part.dim < batch:
+        return Call(node.target, (Cut(key, part), *node.args[1:]), {}, _smaller(node, part))  # type: ignore[arg-type]
+    indices = _rectangle(where, shape)
+    if indices is None:
+        return None
+    dim, sizes = part.dim - batch, list(local)  # type: ignore[arg-type]
+    indices[dim] = indices[dim][part.start : part.start + part.length]
+    sizes[dim] = part.length
+    rows = rows_of(indices)
+    smaller = graph.call_function(Step("rectangle", functools.partial(_as_it_is, rows)))
+    smaller.meta = {**node.meta, "val": value(node).new_empty(rows.shape, dtype=rows.dtype, device="cpu")}
+    return Call(node.target, (key, smaller, shape, sizes, *rest), {}, _smaller(node, part))
+
+
+def _as_it_is(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+def _rectangle(where: Any, shape: Any) -> list[counters.Indices] | None:
+    """The indices that a draw makes; None where the plan does not know them."""
+    if where is None:
+        return counters.decode(shape, None)
+    if isinstance(where, fx.Node) and isinstance(where.target, Step) and where.target.name == "rectangle":
+        return counters.decode(shape, where.target.run.args[0].tolist())  # type: ignore[attr-defined]
+    return None
+
+
+def _smaller(node: fx.Node, part: Range) -> torch.Tensor:
+    shape = list(value(node).shape)
+    shape[part.dim] = part.length
+    return value(node).new_empty(shape)
+
+
+def _filled(place: int) -> Rule:
+    """Of an op whose argument at `place` is the shape."""
+
+    def rule(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
+        if not is_aten(node) or "names" in node.kwargs or not isinstance(node.args[place], (list, tuple)):
+            return None
+        val = _smaller(node, part)
+        return Call(node.target, (*node.args[:place], list(val.shape), *node.args[place + 1 :]), dict(node.kwargs), val)
+
+    return rule
+
+
+_SOURCES: dict[str, Rule] = {
+    "draw": _drawn,
+    **dict.fromkeys(("zeros", "ones", "full", "empty"), _filled(0)),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _filled(1)),
+}

@@ -1,0 +1,135 @@
+"""One call of a function under `jit`: its leaves, what they are called, and the key of the plan that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .._core.base import tree
+from .._core.base.containers import opened
+from .._core.base.errors import TransformError
+from .._core.base.messages import described, report, short
+from .._core.base.user_calls import called, owner, parameter
+from .._core.sharding.layout import WHOLE, layout, type_text
+from .tracing import ambient
+from .tracing import leaves as leaves_
+from .tracing.value_guards import Guard
+
+
+class Call:
+    """A call.
+
+    Args:
+        f: the function.
+        args, kwargs: what it is called with.
+        static, donated: the places of arguments that the plan is made for, and that it may use up.
+
+    Attributes:
+        leaves, treedef: of the arguments, without the static ones.
+        key: equal for calls that one plan serves, or several with guards.
+        guards: of the plan that was recorded for this call.
+    """
+
+    guards: Sequence[Guard] = ()
+
+    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], static: Sequence[int],
+                 donated: Sequence[int]) -> None:  # fmt: skip
+        self.f, self.args, self.kwargs = f, args, kwargs
+        self._donated, self._static, fixed = donated, (), ()
+        if static:
+            self._static = tuple(n % len(args) for n in static if -len(args) <= n < len(args))
+            fixed = tuple(_typed(args[n]) for n in self._static)
+            args = tuple(None if n in self._static else x for n, x in enumerate(args))
+        self.leaves, self.treedef = opened(
+            (args, kwargs), "jit", self.names, numpy=True, modules=True, passing=owner(f, args)
+        )
+        self.key = self.treedef, tuple(map(leaves_.signature, self.leaves)), fixed, ambient.around()
+
+    def static(self) -> list[Any]:
+        """The leaves of the static arguments."""
+        return tree.leaves([self.args[n] for n in self._static])
+
+    def run(self) -> Any:
+        """The function's own result."""
+        return called(self.f, self.args, self.kwargs, "jit")
+
+    def function(self, *given: Any, **kwargs: Any) -> Any:
+        """The function of what is not static."""
+        args = [self.args[n] if n in self._static else x for n, x in enumerate(given)]
+        return called(self.f, args, kwargs, "jit")
+
+    def follows_gradients(self) -> bool:
+        """Whether autograd follows an argument."""
+        return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.leaves)
+
+    def names(self) -> list[str]:
+        """The leaves as the function's own code would name them: ``params['w']``."""
+        found = []
+        for n, arg in enumerate(self.args):
+            if n not in self._static:
+                found += tree.paths(arg, parameter(self.f, self.args, n) or f"args[{n}]")
+        for name in sorted(self.kwargs):
+            found += tree.paths(self.kwargs[name], name)
+        return found
+
+    def donated(self) -> list[int]:
+        """The places of the leaves that the plan may use up."""
+        count = len(self.args)
+        donated = {n % count for n in self._donated if -count <= n < count} - set(self._static)
+        found, place = [], 0
+        for n, arg in enumerate(self.args):
+            size = 0 if n in self._static else len(tree.leaves(arg))
+            found += range(place, place + size) if n in donated else ()
+            place += size
+        return found
+
+    def unhashable(self) -> TransformError:
+        """What is said where the key has no hash."""
+        named = zip(self.names(), self.leaves, strict=True)
+        failures = [f"{name} is {described(x)}" for name, x in named if not _is_hashable(leaves_.signature(x))]
+        failures += [f"args[{n}], which is static, is {described(self.args[n])}" for n in self._static
+                     if not _is_hashable(self.args[n])]  # fmt: skip
+        return TransformError(report("jit", "arguments are trees of tensors and of hashable Python values", failures,
+                                     "torch.as_tensor(x) for numbers; a tuple for a list of settings; what never changes, "
+                                     "closed over"))  # fmt: skip
+
+
+def _is_hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _typed(x: Any) -> Any:
+    """A static argument as a key: with its types, since 1, 1.0 and True are equal, and so are 0.0 and -0.0."""
+    if isinstance(x, (tuple, frozenset)):
+        return type(x), (tuple if isinstance(x, tuple) else frozenset)(map(_typed, x))
+    return type(x), repr(x) if isinstance(x, (float, complex)) else x
+
+
+def difference(before: Any, now: Any, names: Sequence[str]) -> str:
+    """In what two keys differ."""
+    if before[0] != now[0]:
+        return "the arguments' trees differ"
+    for name, one, other in zip(names, before[1], now[1]):
+        if one != other:
+            was, is_ = _shown(one), _shown(other)
+            return f"{name} was {was} and is {is_}" if was != is_ else f"{name} ({is_}) lies otherwise in memory"
+    if before[2] != now[2]:
+        return "a static argument differs"
+    return next((f"{name} differs" for name, one, other in zip(ambient.NAMES, before[3], now[3]) if one != other), "")
+
+
+def _shown(signature: Any) -> str:
+    if isinstance(signature, tuple) and len(signature) > 1:
+        spec = signature[0]
+        if hasattr(spec, "tensor_meta"):
+            return type_text(spec.tensor_meta.shape, spec.tensor_meta.dtype, layout(spec))
+        if isinstance(spec, torch.Size):
+            return type_text(spec, signature[2], WHOLE)
+        return short(signature[1])
+    return short(signature)

@@ -1,0 +1,1 @@
+"""From a function to a graph, and when it must be traced again."""

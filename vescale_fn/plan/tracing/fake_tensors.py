@@ -1,0 +1,78 @@
+"""What ops give on tensors without values. The layers of a model ask for the same again and again: it is remembered."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..._core import torch_internals
+
+
+class Valueless:
+    """Runs ops on tensors that have shapes, strides, dtypes and devices, and no values."""
+
+    def __init__(self) -> None:
+        self._mode = torch_internals.fake_mode()
+        self._known: dict[Any, Any] = {}
+
+    def like(self, x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        """A tensor without values that lies as `x`, there or on another device."""
+        return self._made((x.shape, x.stride(), x.dtype, device or x.device))
+
+    def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """What an op gives."""
+        if not _is_new(op):
+            with self._mode:
+                return op(*args, **kwargs)
+        key = op, torch.get_default_dtype(), _key(args), _key(kwargs)
+        found = self._known.get(key)
+        if found is None:
+            with self._mode:
+                out = op(*args, **kwargs)
+            found = _lies(out)
+            if found is not None:
+                self._known[key] = found
+            return out
+        return self._made(found) if type(found[0]) is torch.Size else type(found[0])(map(self._made, found[1]))
+
+    def _made(self, lies: Any) -> torch.Tensor:
+        with torch_internals.unrecorded():
+            return torch_internals.without_values(self._mode, *lies)
+
+    def __enter__(self) -> None:
+        self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._mode.__exit__(*error)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_new(op: Any) -> bool:
+    """Whether what an op gives is its own, and is decided by how its arguments lie."""
+    schema = op._schema
+    return (
+        not any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+        and torch.Tag.dynamic_output_shape not in op.tags
+        and torch.Tag.data_dependent_output not in op.tags
+    )
+
+
+def _key(a: Any) -> Any:
+    if isinstance(a, torch.Tensor):
+        return a.shape, a.stride(), a.dtype, a.device, a.is_conj(), a.is_neg()
+    if isinstance(a, (list, tuple)):
+        return tuple(map(_key, a))
+    if isinstance(a, dict):
+        return tuple((name, _key(x)) for name, x in a.items())
+    return type(a), a
+
+
+def _lies(out: Any) -> Any:
+    """How results lie: one tensor's, or the kind of sequence with those of its tensors; None for anything else."""
+    if isinstance(out, torch.Tensor):
+        return out.shape, out.stride(), out.dtype, out.device
+    if type(out) in (list, tuple) and all(isinstance(x, torch.Tensor) for x in out):
+        return type(out)(), [(x.shape, x.stride(), x.dtype, x.device) for x in out]
+    return None

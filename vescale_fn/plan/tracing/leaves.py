@@ -1,0 +1,196 @@
+"""The leaves of a recorded function's arguments and results: what of them a plan depends on, and the plain tensors in them.
+
+A plan works on plain tensors: an array is taken apart into this rank's block (on a simulated mesh, into the block of one rank
+of those that hold the same) and put together again around a result.
+
+What a plan depends on of an array is its type, and the strides of the whole, which all ranks know: blocks come in the order of
+those strides, dense, and one that is not is copied. Whether a rank's own block happens to be contiguous decides nothing, since
+a block of width 1 is where its neighbour's is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..._core import torch_internals
+from ..._core.arrays.array import Array
+from ..._core.base.messages import short
+from ..._core.distributed.blocks import Blocks
+from ..._core.distributed.mesh import coordinates, played_ranks, root
+from ..._core.sharding.index_map import axes_of
+from ..._core.sharding.layout import WHOLE, layout, text, type_text
+from ..._core.sharding.merged_dim import parts_of
+from ..._core.sharding.spec import split_axes
+from ..execution.stride_checks import as_recorded
+
+_MOST = sys.float_info.max
+_STATIC = frozenset((int, bool, str, bytes, type(None), complex, torch.dtype, torch.device, torch.Size))
+
+
+def signature(leaf: Any) -> Any:
+    """What a plan depends on of a leaf; equal for leaves that one plan serves."""
+    kind = leaf.__class__
+    if kind is Array:
+        return leaf._spec, leaf.__dict__.get("_reduced")
+    if kind is torch.Tensor:
+        if leaf.layout is not torch.strided:
+            return leaf.shape, leaf.layout, leaf.dtype, leaf.device
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    if isinstance(leaf, float):
+        return float if 0.0 <= leaf <= _MOST else _unusual(leaf)
+    if isinstance(leaf, DTensor):
+        return kind, leaf._spec, leaf.requires_grad
+    if isinstance(leaf, torch.Tensor):
+        return kind, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    if isinstance(leaf, numbers.Number) and kind not in _STATIC or kind is complex:
+        return kind, repr(leaf)  # nan is not equal to itself, and zeros of either sign are
+    return kind, leaf
+
+
+def _unusual(leaf: float) -> Any:
+    """Of a float that is not just another positive one: code in C sees its sign, and what is not finite, without asking."""
+    return float, "a negative one" if math.isfinite(leaf) else repr(leaf)
+
+
+def described(leaf: Any) -> str:
+    """A leaf's type, or value, as messages name it."""
+    if isinstance(leaf, torch.Tensor):
+        return text(leaf)
+    return "float" if isinstance(leaf, float) else short(leaf)
+
+
+def is_object(leaf: Any) -> bool:
+    """Whether a leaf is something with attributes, which a function may use as well."""
+    return not isinstance(leaf, (torch.Tensor, float)) and type(leaf) not in _STATIC and hasattr(leaf, "__dict__")
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a Python float, which a plan takes as an input; an infinite one, or nan, is a part of the plan."""
+    return isinstance(leaf, float) and math.isfinite(leaf)
+
+
+@functools.lru_cache(maxsize=4096)
+def first_holders(spec: Any) -> tuple[int, ...]:
+    """For each rank that plays on a simulated mesh, the first one that holds the same block of an array."""
+    mesh, ndim, lies = spec.mesh, len(spec.tensor_meta.shape), layout(spec)
+    sizes = zip(spec.tensor_meta.shape, split_axes(lies, ndim), strict=True)
+    apart = {name for size, row in sizes for _, names in parts_of(row, size) for name in names} | lies.unreduced
+    whole = root(mesh)  # along axes that are not the array's own, a part of a mesh has blocks of other arrays
+    apart |= set(axes_of(whole)) - set(axes_of(mesh))
+    first: dict[Any, int] = {}
+    return tuple(first.setdefault(tuple(coordinates(whole, rank)[name] for name in sorted(apart)), rank)
+                 for rank in played_ranks(mesh))  # fmt: skip
+
+
+def in_order(block: torch.Tensor, stride: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense block whose dims are ordered as those of the whole array; a dim that is expanded there is here."""
+    strides, inner = [0] * block.ndim, 1
+    for dim in sorted(range(block.ndim), key=lambda d: (stride[d], -d)):
+        if stride[dim]:
+            strides[dim] = inner
+            inner *= max(block.shape[dim], 1)
+    return tuple(strides)
+
+
+def taking(leaf: Any) -> Callable[[Any], list[torch.Tensor]] | None:
+    """The quickest function that takes the plain tensors out of leaves with this one's signature; None: there are none."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    if not isinstance(leaf, DTensor):
+        return (
+            (lambda x: list({id(block): block for block in x.blocks}.values()))
+            if type(leaf) is Blocks
+            else lambda x: [x]
+        )
+    meta: Any = leaf._spec.tensor_meta
+    local, stride = leaf._local_tensor, meta.stride
+    if type(local) is not Blocks:
+        strides = in_order(local, stride)
+        return lambda x: [as_recorded(x._local_tensor, strides)]
+    holders = dict.fromkeys(first_holders(leaf._spec))
+    wanted = [(rank, in_order(local.blocks[rank], stride)) for rank in holders]
+    return lambda x: [as_recorded(x._local_tensor.blocks[rank], strides) for rank, strides in wanted]
+
+
+def plain_of(leaf: Any) -> list[torch.Tensor]:
+    """The plain tensors in a leaf."""
+    take = taking(leaf)
+    return [] if take is None else take(leaf)
+
+
+def with_tensors(leaf: Any, replaced: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The leaf with each plain tensor in it replaced."""
+    if isinstance(leaf, DTensor):
+        made = [replaced(x) for x in taking(leaf)(leaf)]  # type: ignore[misc]
+        local = of_ranks(made, leaf._spec) if type(leaf._local_tensor) is Blocks else made[0]
+        out = torch_internals.new_dtensor(Array, local, leaf._spec, requires_grad=False)
+        return marked(out, leaf)
+    if type(leaf) is Blocks:
+        of = {id(block): replaced(block) for block in {id(b): b for b in leaf.blocks}.values()}
+        return Blocks(of[id(block)] for block in leaf.blocks)
+    return replaced(leaf)
+
+
+def of_ranks(blocks: Sequence[torch.Tensor], spec: Any) -> Blocks:
+    """The block of each rank, of one for all ranks that hold the same (`first_holders`)."""
+    holders = first_holders(spec)
+    place = {rank: i for i, rank in enumerate(dict.fromkeys(holders))}
+    return Blocks(blocks[place[rank]] for rank in holders)
+
+
+def marked(x: Array, like: DTensor) -> Array:
+    """An array with what another one, of its layout, has noted besides its value."""
+    if layout(like._spec).unreduced:
+        x._sum = []
+    if (reduced := getattr(like, "_reduced", None)) is not None:
+        x._reduced = reduced
+    return x
+
+
+class Result:
+    """How a result of the function is put together from results of the plan.
+
+    Args:
+        leaf: the result as the recording had it.
+        places: where its plain tensors are among the plan's results.
+    """
+
+    def __init__(self, leaf: Any, places: Sequence[int]) -> None:
+        self.places = tuple(places)
+        if isinstance(leaf, DTensor):
+            self.spec, self.notes = leaf._spec, {"_reduced": leaf._reduced} if hasattr(leaf, "_reduced") else {}
+            self.partial = bool(layout(leaf._spec).unreduced)
+            leaf = leaf._local_tensor
+        else:
+            self.spec = None
+        self.simulated = type(leaf) is Blocks
+
+    def text(self, nodes: Sequence[Any]) -> str:
+        """Its type, where `nodes` are the plan's results."""
+        if self.spec is not None:
+            meta: Any = self.spec.tensor_meta
+            return type_text(meta.shape, meta.dtype, layout(self.spec))
+        value = nodes[self.places[0]].meta["val"]
+        return type_text(value.shape, value.dtype, WHOLE) if isinstance(value, torch.Tensor) else "float"
+
+    def __call__(self, outs: Sequence[torch.Tensor]) -> torch.Tensor:
+        local: Any = outs[self.places[0]]
+        if self.simulated:
+            blocks = [outs[place] for place in self.places]
+            local = Blocks(blocks) if self.spec is None else of_ranks(blocks, self.spec)
+        if self.spec is None:
+            return local
+        out = torch_internals.new_dtensor(Array, local, self.spec, requires_grad=False)
+        if self.partial:
+            out._sum = []
+        if self.notes:
+            out.__dict__.update(self.notes)
+        return out

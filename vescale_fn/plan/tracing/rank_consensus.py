@@ -1,0 +1,223 @@
+"""Ranks agree on what each of them recorded, and on what the passes made of it, before the first replay: the collectives of
+their plans must meet."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from ..._core.arrays.array import mesh_of
+from ..._core.base.errors import DivergenceError, RecordError
+from ..._core.base.messages import dtype_text, report
+from ..._core.base.source_lines import quoted, warn
+from ..._core.distributed import collectives as collectives_
+from ..._core.distributed.divergence import LISTED, SAME_VALUES
+from ..._core.distributed.mesh import is_simulated
+from ..._core.distributed.replicated_uses import Row as Noted
+from ..._core.distributed.replicated_uses import differing as differences
+from ..._core.local_types import replica_check
+from ..._core.sharding.index_map import axes_of
+from ..._core.sharding.layout import WHOLE, type_text
+from ..ir.graph import Pass, collectives, value
+from .leaves import Result
+from .trace import Recorded
+
+
+class Row(NamedTuple):
+    """A collective, as ranks compare it.
+
+    Attributes:
+        what: alike on all ranks.
+        members: the ranks of the group in which this rank takes part.
+        size: alike on those ranks: what each of them gives. Groups may hold blocks of different sizes.
+        shown: the value, why it travels, and the user's line.
+    """
+
+    what: str
+    members: tuple[int, ...]
+    size: Any
+    shown: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The collectives of a graph, in order, and digests of them, by which ranks compare them."""
+
+    rows: list[Row]
+    order: str
+    groups: dict[str, str]  # for each group of ranks that communicate, what they must have alike
+
+
+def stage(graph: fx.Graph) -> Stage:
+    """The collectives of a graph as ranks compare them."""
+    rows = [_row(node) for node in collectives(graph)]
+    by_group: dict[tuple[int, ...], list[Any]] = {}
+    for i, row in enumerate(rows):
+        by_group.setdefault(row.members, []).append((i, row.size))
+    groups = {_digest(members): _digest(sizes) for members, sizes in by_group.items()}
+    return Stage(rows, _digest([row.what for row in rows]), groups)
+
+
+def shared_mesh(leaves: Iterable[Any], graph: fx.Graph | None, recorded: Recorded | None) -> Any:
+    """The mesh whose ranks make a plan together; None where there are no other processes.
+
+    Args:
+        leaves: of the arguments.
+        graph: what was recorded, perhaps in part.
+        recorded: all of it; None where that failed.
+    """
+    found = [mesh for x in leaves if isinstance(x, torch.Tensor) and (mesh := mesh_of(x)) is not None]
+    found += [node.target.mesh for node in collectives(graph)] if graph is not None else []  # type: ignore[union-attr]
+    found += [x.spec.mesh for x in recorded.results if isinstance(x, Result) and x.spec is not None] if recorded else []
+    mesh = next(iter(found), None)
+    alone = mesh is None or is_simulated(mesh) or collectives_.group_size(mesh, tuple(axes_of(mesh))) == 1
+    return None if alone or _talks_to_nobody() else mesh
+
+
+class Verdict(NamedTuple):
+    """What ranks agree on.
+
+    Attributes:
+        reason: why the function cannot be recorded, on this rank or on another one; "" where it is recorded on all.
+        parted: the place of the pass after which the ranks' collectives do not meet; None where they always do.
+        needed: the places of the recorded collectives that some rank needs, where ranks differ in that.
+    """
+
+    reason: str
+    parted: int | None = None
+    needed: frozenset[int] | None = None
+
+
+def agree(name: str, mesh: Any, graph: fx.Graph | None, stages: Sequence[Stage], needed: Sequence[int], used: Sequence[Noted],
+          reason: str, error: Exception | None) -> Verdict:  # fmt: skip
+    """Tell the other ranks what came of recording a function here, and hear what came of it there.
+
+    Args:
+        name: the function's.
+        mesh: of the ranks that record it (`shared_mesh`); None where there are no others.
+        graph: what was recorded, perhaps in part.
+        stages: of the recording, and of what it was after each pass.
+        needed: the places of the collectives whose results this rank needs.
+        used: what all ranks are to have alike of what they bring, and of the numbers in the function.
+        reason: why the function cannot be recorded on this rank; "" where it can be.
+        error: what was raised on this rank.
+
+    Raises:
+        RecordError: recording raised on another rank, and not here.
+        DivergenceError: the ranks recorded different collectives, or bring different values where one counts as the same on
+            all of them.
+    """
+    if mesh is None:
+        return Verdict(reason)
+    calls = [] if graph is None else [_said(node) for node in collectives(graph)]
+    said = reason, "" if error is None else str(error) or type(error).__name__, calls
+    by_rank = [
+        row[0]
+        for row in collectives_.everyone([[(*said, used, needed, [(s.order, s.groups) for s in stages])]], mesh, "jit")
+    ]
+    if error is not None:
+        return Verdict(reason)
+    for rank, (_, raised, *_) in enumerate(by_rank):
+        if raised:
+            raise RecordError(
+                report("jit", f"recording {name} raised on rank {rank}, and not here", [raised.splitlines()[0]])
+            )
+    for rank, (why, *_) in enumerate(by_rank):
+        if why:
+            return Verdict(reason or f"on rank {rank} {why}")
+    for rank, (_, _, theirs, *_) in enumerate(by_rank):
+        for i, (one, other) in enumerate(zip_longest(by_rank[0][2], theirs, fillvalue=("none", ""))):
+            if one[0] != other[0]:
+                raise DivergenceError(report(
+                    "jit", f"ranks recorded different collectives for {name}; the first that differs is number {i + 1}",
+                    [f"rank 0: {', at '.join(filter(None, one))}", f"rank {rank}: {', at '.join(filter(None, other))}"],
+                    "the same program on every rank; `if rank == 0` only around what moves nothing"))  # fmt: skip
+    ranks = replica_check.ranks_of(mesh)
+    if differing := differences({ranks[rank]: row[3] for rank, row in enumerate(by_rank)}):
+        raise DivergenceError(report("jit", f"ranks bring different values to {name}, where one counts as the same on all of "
+                                     "them", differing[:LISTED], SAME_VALUES))  # fmt: skip
+    parted = _parted([stages_ for *_, stages_ in by_rank])
+    if parted == 0:
+        raise DivergenceError(report(
+            "jit", f"ranks recorded collectives of different sizes for {name}", _difference(mesh, stages[0]),
+            "blocks of the same shapes on every rank of a group"))  # fmt: skip
+    wants = [frozenset(wanted) for *_, wanted, _ in by_rank]
+    either = frozenset().union(*wants) if len(set(wants)) > 1 else None
+    return Verdict("", None if parted is None else parted - 1, either)
+
+
+def tell_left_out(name: str, mesh: Any, left_out: Pass, stage: Stage) -> None:
+    """Warn that a pass is left out of a plan, since after it the ranks' collectives would not meet; on all ranks.
+
+    Args:
+        stage: what this rank's collectives were after it.
+    """
+    called = getattr(left_out, "__name__", "") or getattr(
+        getattr(left_out, "func", left_out), "__name__", repr(left_out)
+    )
+    warn(report("jit", f"after the pass `{called}` the collectives of {name} would differ between ranks, so the plan is made "
+                "without this pass: its values are right, it may be slower", _difference(mesh, stage)))  # fmt: skip
+
+
+def _parted(by_rank: Sequence[Sequence[tuple[str, dict[str, str]]]]) -> int | None:
+    """The first stage in which ranks differ."""
+    for i, stages in enumerate(zip(*by_rank, strict=True)):
+        found: dict[str, str] = {}
+        if len({order for order, _ in stages}) > 1:
+            return i
+        if any(found.setdefault(group, digest) != digest for _, groups in stages for group, digest in groups.items()):
+            return i
+    return None
+
+
+def _difference(mesh: Any, stage: Stage) -> list[str]:
+    """The first collectives that differ, of two ranks; asked by all ranks."""
+    by_rank: list[list[Row]] = [row[0] for row in collectives_.everyone([[stage.rows]], mesh, "jit")]
+    none = Row("none", (), None, "none")
+    for i, rows in enumerate(zip_longest(*by_rank, fillvalue=none)):
+        first: dict[Any, tuple[int, Row]] = {}
+        for rank, row in enumerate(rows):
+            for key, theirs in (("all", row.what), (row.members, row.size)):
+                (other, before), now = first.setdefault(key, (rank, row)), (rank, row)
+                if theirs != (before.what if key == "all" else before.size):
+                    return [f"number {i + 1} on rank {r}: {one.shown}" for r, one in ((other, before), now)]
+    return []
+
+
+def _row(node: fx.Node) -> Row:
+    collective: Any = node.target
+    one = _given(node)
+    line = node.meta.get("line", "")
+    size = None if collective.kind == "permute" else one.numel()  # who neither sends nor receives may hold less
+    what = f"{collective.kind} over {','.join(collective.axes)} of {dtype_text(one.dtype)}"
+    value_ = type_text(one.shape, one.dtype, WHOLE)
+    shown = f"{collective.kind} over {','.join(collective.axes)} of {value_}, {collective.why}"
+    return Row(what, tuple(collectives_.members(collective.mesh, collective.axes)), (collective.params, size),
+               f"{shown}, at {quoted(line)}" if line else shown)  # fmt: skip
+
+
+def _said(node: fx.Node) -> tuple[str, str]:
+    """What the ranks must have alike of a collective that was recorded; and its line."""
+    line = node.meta.get("line", "")
+    return _row(node).what, quoted(line) if line else ""
+
+
+def _given(node: fx.Node) -> torch.Tensor:
+    given = node.args[0]
+    return value(given[0] if isinstance(given, (list, tuple)) else given)  # type: ignore[arg-type]
+
+
+def _digest(x: Any) -> str:
+    return hashlib.blake2b(repr(x).encode(), digest_size=8).hexdigest()
+
+
+def _talks_to_nobody() -> bool:
+    """Whether the process group is torch's fake one, which stands for ranks that are not there."""
+    return not dist.is_initialized() or dist.get_backend() == "fake"

@@ -1,0 +1,50 @@
+"""What ranks bring to a recording that counts as the same on all of them, for them to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..._core import torch_internals
+from ..._core.base.source_lines import quoted, user_line
+from ..._core.distributed import collectives
+from ..._core.distributed.replicated_uses import Row
+from ..._core.local_types import replica_check
+from ..._core.sharding.layout import text
+from . import leaves as leaves_
+from .trace import Recorded
+
+
+def brought(recorded: Recorded, leaves: Sequence[Any], names: Sequence[str], mesh: Any) -> list[Row]:
+    """The inputs of a recorded function that all ranks of `mesh` are to have alike, and the numbers in it.
+
+    These are Python numbers and strings, and the plain tensors that meet arrays in it, or of which something is made that does.
+    """
+    line = quoted(user_line())
+    rows: list[Row] = [(name, line, [], [repr(x)]) for name, x in zip(names, leaves)
+                       if isinstance(x, (bool, int, float, complex, str))]  # fmt: skip
+    todo = [node for node in recorded.graph.nodes if "alike" in node.meta]
+    needed = set(todo)
+    while todo:
+        node = todo.pop()
+        if not isinstance(node.target, collectives.Collective):  # what arrives is the same on all ranks that took part
+            new = [x for x in node.all_input_nodes if x not in needed]
+            needed.update(new)
+            todo += new
+    places: list[tuple[str, Any]] = []
+    for name, leaf in zip(names, leaves, strict=True):
+        count = 1 if leaves_.is_number(leaf) else len(leaves_.plain_of(leaf))
+        places += [(name, leaf)] * count
+    places += [(f"tensor {i} that it closes over, {text(x)},", x) for i, x in enumerate(recorded.constants)]
+    inputs = [node for node in recorded.graph.nodes if node.op == "placeholder"]
+    for node, (name, x) in zip(inputs, places):
+        if (
+            node in needed
+            and isinstance(x, torch.Tensor)
+            and torch_internals.is_bare(x)
+            and (bits := replica_check.bits(x))
+        ):
+            rows.append((name, line, [], [bits]))
+    return rows + recorded.ledger.told(replica_check.ranks_of(mesh))

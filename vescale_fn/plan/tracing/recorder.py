@@ -1,0 +1,476 @@
+"""Recording: a function is run once on tensors without values, and what it does to plain tensors becomes a graph.
+
+The recorder is a dispatch mode that is on for that one run. It hands arrays and simulated blocks on to the interpreter, as
+if it were not there, and notes the ops on plain tensors below, forward and backward alike; `wire` hands it the collectives.
+What cannot be recorded (a value is read in Python) raises `Unrecordable`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._core import torch_internals
+from ..._core.arrays.stateful_draws import refuse_seeded
+from ..._core.base import context, source_lines
+from ..._core.base.errors import InPlaceError, RecordError
+from ..._core.base.messages import op_text, report
+from ..._core.distributed import blocks
+from ..._core.distributed.blocks import Blocks
+from ..._core.distributed.collectives import Collective
+from ..._core.distributed.replicated_uses import Ledger
+from ..._core.sharding.layout import WHOLE, type_text
+from ..ir.graph import Step
+from . import ambient
+from .fake_tensors import Valueless
+from .traced_float import Number, disguise
+from .value_guards import READS, Guard, can_guard
+
+_LIFT, _CLONE = torch.ops.aten.lift_fresh.default, torch.ops.aten.clone.default
+_EQUAL, _DETACH = torch.ops.aten.equal.default, torch.ops.aten.detach.default
+_READS = {torch.ops.aten._local_scalar_dense.default, _EQUAL, torch.ops.aten.is_nonzero.default}
+_BACKWARD = torch_internals.backward_code
+_CHECKPOINT = torch.utils.checkpoint.__file__
+
+
+class Unrecordable(BaseException):
+    """The function does something that depends on values, or that runs on values alone. No `Exception`, lest a user's
+    ``except`` takes it for an error."""
+
+    def __init__(self, reason: str, line: str) -> None:
+        super().__init__(reason)
+        self.reason, self.line = reason, line
+        self.graph: fx.Graph | None = None  # what had been recorded before
+        self.guards: list[Guard] = []
+
+
+class Leaked(torch_internals.FakeTensor):
+    """A value of a recording that is over, and that was kept from it: it has none of its own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        line = source_lines.user_line()
+        raise RecordError(report(
+            "jit", "this is a value of an earlier recording, which was kept from it; it has none of its own",
+            [f"at {source_lines.quoted(line)}"] if line else [], "return what is needed from the function"))  # fmt: skip
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        return f"<a value of an earlier recording: {type_text(self.shape, self.dtype, WHOLE)}>"
+
+
+class Recorder(torch_internals.TorchDispatchMode):
+    """The mode under which a function is recorded.
+
+    Attributes:
+        graph: what has been recorded.
+        constants: the tensors that the function used without being given them; each has a placeholder after the inputs.
+        read: those of them whose value it read in Python.
+        ledger: the numbers in it that are to be the same on all ranks.
+        guards: the truth values of whole numbers among the inputs that it read.
+
+    Args:
+        salt: floats of recordings with different salts stand for theirs by different values.
+        given: the plain tensors and floats that the inputs stand for, in order; None where they have no values.
+    """
+
+    records_plan = True
+
+    def __init__(self, salt: int = 0, given: Sequence[Any] | None = None) -> None:
+        super().__init__()
+        self._inputs, self.guards, self._answers = given, [], {}
+        self._salt = salt
+        self._numbers: dict[float, fx.Node] = {}  # what stands for floats -> their nodes
+        self.graph = fx.Graph()
+        self.ledger = Ledger()
+        self.constants: list[torch.Tensor] = []
+        self._known: dict[int, torch.Tensor] = {}  # id of a constant -> its stand-in
+        self._last_placeholder: fx.Node | None = None
+        self._fake = Valueless()
+        self._lines: dict[int, str] = {}  # of what autograd recorded, by its number
+        self._again: FrameType | None = (
+            None  # of what is being computed again; held, so that no later one is taken for it
+        )
+        self._times = 0
+        self._given: set[int] = set()
+        self._literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
+        self.read: list[torch.Tensor] = []
+        self._kept: list[Any] = []  # stand-ins live as long as the recorder: they are known by identity
+        self._around = contextlib.ExitStack()
+
+    def __enter__(self) -> Any:
+        self._dtype, self._settings = torch.get_default_dtype(), torch_internals.kernel_settings()
+        self._around.enter_context(torch_internals.casts_not_kept())
+        self._around.enter_context(torch_internals.default_dtype(self._dtype))
+        self._around.enter_context(torch_internals.exchanges_seen())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        changed = torch.get_default_dtype() is not self._dtype
+        self._around.close()
+        if changed and error[0] is None:
+            raise Unrecordable("the function leaves torch's default dtype changed", "?")
+
+    # --- what the function is given ---------------------------------------------------------------------------------
+
+    def input(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """The stand-in of an input, a plain tensor."""
+        return self._placeholder(x, name)
+
+    def abstract(self, x: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a tensor of which shape and dtype are known, and on which device it will be is not."""
+        fake = self._fake.like(x, torch_internals.default_device() if x.device.type == "meta" else x.device)
+        self._note(fake, self._new_placeholder("abstract", fake))
+        return fake
+
+    def number(self, value: float, name: str) -> Number:
+        """The stand-in of an input, a Python float."""
+        return self.computed(value, self._new_placeholder(name, value))
+
+    def computed(self, value: float, node: fx.Node) -> Number:
+        """The stand-in of a float that a node gives."""
+        value = disguise(value, self._salt + len(self._numbers))
+        self._numbers[value] = node
+        return Number(value, node, self)
+
+    def asked(self, what: str) -> Any:
+        """The value of a float is needed, for what is said."""
+        raise Unrecordable(f"the value of a float among the arguments is asked for by {what}", self._line()[0] or "?")
+
+    def _new_placeholder(self, name: str, val: Any) -> fx.Node:
+        with self.graph.inserting_after(self._last_placeholder or self.graph._root):
+            node = self.graph.placeholder(name)
+        self._last_placeholder = node
+        node.meta["val"], node.meta["line"] = val, ""
+        return node
+
+    def _placeholder(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if x.layout is not torch.strided:
+            raise Unrecordable("a sparse tensor is used", self._line()[0] or "?")
+        fake = self._fake.like(x)
+        self._note(fake, self._new_placeholder(name, fake))
+        self._given.add(torch_internals.memory_number(fake))
+        return fake
+
+    def _constant(self, x: torch.Tensor) -> torch.Tensor:
+        found = self._known.get(id(x))
+        if found is None:
+            found = self._known[id(x)] = self._placeholder(x, "constant")
+            self.constants.append(x)
+        return found
+
+    def forget_inputs(self) -> None:
+        """Hold the inputs no longer: what was recorded may be kept for long."""
+        self._inputs = None
+
+    def end(self) -> None:
+        """Mark what the function may have kept, where nothing is computed of it any more."""
+        for x in self._kept:
+            x.__class__ = Leaked
+
+    def is_stand_in(self, x: torch.Tensor) -> bool:
+        """Whether `x` is a value of this recording."""
+        return getattr(x, "_plan_recorder", None) is self
+
+    def node(self, x: torch.Tensor) -> fx.Node:
+        """The node that gives a plain tensor."""
+        if not self.is_stand_in(x):
+            x = self._constant(x)
+        return x._plan_node  # type: ignore[attr-defined]
+
+    def know(self, x: torch.Tensor, **what: Any) -> None:
+        """Note of a plain tensor what only the one who made it knows."""
+        self.node(x).meta.update(what)
+
+    def counts_as_alike(self, x: torch.Tensor) -> None:
+        """Note that a plain tensor counts as the same on all ranks."""
+        if torch_internals.is_bare(x) and x.layout is torch.strided:
+            self.node(x).meta["alike"] = True
+
+    def stands_for_a_float(self, x: Any) -> bool:
+        """Whether a number stands for an input of the plan, or was computed from one."""
+        return isinstance(x, Number) or (type(x) is float and x in self._numbers)
+
+    def _note(self, fake: torch.Tensor, node: fx.Node) -> None:
+        fake._plan_recorder, fake._plan_node = self, node  # type: ignore[attr-defined]
+        self._kept.append(fake)
+
+    # --- what the function does -------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _PLAIN.issuperset(types):
+            self._line()  # which the autograd node that was just made will have
+            return NotImplemented
+        with torch_internals.no_torch_function():  # a body's modes are not to see what is done here
+            return self._recorded(func, args, kwargs)
+
+    def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = list(torch_internals.tensors_of((args, kwargs)))
+        if func in _READS:
+            return self._read(func, tensors, args, kwargs)
+        if func in _NOTHING:
+            return func(*args, **kwargs)
+        refuse_seeded(func, args, kwargs)
+        line, again = self._line()
+        self._check_settings(line)
+        self._check_writes(func, args, kwargs, line)
+        if func is _LIFT:  # a tensor that was written down: the plan keeps it, and each run gets a copy
+            out = self._made(
+                self.graph.call_function(_CLONE, (self.node(tensors[0]),)), self._fake.like(tensors[0]), line, again
+            )
+            self._literals[id(out)] = tensors[0]
+            return out
+        if torch.Tag.inplace_view in func.tags:
+            return self._in_another_shape(func, args, kwargs, line, again)
+        fakes, nodes = self._stand_ins(args), self._nodes(args)
+        fake_kwargs, node_kwargs = self._stand_ins(kwargs), self._nodes(kwargs)
+        if _name(func) in _SIZED and any(isinstance(a, fx.Node) and isinstance(a.meta["val"], float) for a in nodes):
+            raise Unrecordable(
+                f"the value of a float among the arguments decides the shape of torch's {_name(func)}", line
+            )
+        if func is _AS_STRIDED and [*args, kwargs.get("storage_offset")][3] is not None:
+            if (
+                torch_internals.memory_number(fakes[0]) in self._given
+            ):  # the next argument may begin elsewhere in its memory
+                raise Unrecordable("torch's as_strided counts from where the memory of an argument begins", line or "?")
+        outs = [(x, x.shape) for x in fake_kwargs.values() if isinstance(x, torch.Tensor)]
+        try:
+            out = self._fake(func, fakes, fake_kwargs)
+        except torch_internals.NO_VALUE_ERRORS as error:
+            raise Unrecordable(f"torch's {_name(func)} gives a result whose shape, or whether it can run, depends on values"
+                               , line or "?") from error  # fmt: skip
+        if any(x.shape != shape for x, shape in outs):
+            raise Unrecordable(f"torch's {_name(func)} gives its out= another shape", line or "?")
+        if torch.get_default_dtype() is not self._dtype:
+            func, more = ambient.resolved(func, args, kwargs, out)
+            node_kwargs |= more
+        node = self.graph.call_function(func, tuple(nodes), node_kwargs)
+        return self._made(node, out, line, again)
+
+    def _in_another_shape(self, func: Any, args: Any, kwargs: Any, line: str, again: Any) -> torch.Tensor:
+        """`squeeze_` and its like: the tensor is from here on the view of it that has the other shape."""
+        x, twin = args[0], torch_internals.out_of_place(func)
+        if twin is None or twin._schema.arguments[0].alias_info is None:  # `set_`, `resize_`
+            raise Unrecordable(f"torch's {_name(func)} changes a tensor's memory", line)
+        nodes = self._nodes(args)
+        self._freed(x)
+        with self._fake:
+            func(x, *self._stand_ins(args[1:]), **kwargs)
+        return self._rebound(x, self.graph.call_function(twin, tuple(nodes), self._nodes(kwargs)), line, again)
+
+    def _freed(self, x: torch.Tensor) -> None:
+        """A tensor is about to become another value: the node that gave it describes what it was by a tensor of its own."""
+        before = self.node(x)
+        before.meta["val"] = self._fake.like(x)
+        if before.target is operator.getitem:  # what gives several knows each of them, too
+            whole, place = before.args
+            whole.meta["val"] = [*whole.meta["val"][:place], before.meta["val"], *whole.meta["val"][place + 1 :]]  # type: ignore
+
+    def _rebound(self, x: torch.Tensor, node: fx.Node, line: str, again: Any) -> torch.Tensor:
+        self._made(node, x, line, again)
+        x._plan_node = node  # type: ignore[attr-defined]
+        return x
+
+    def assigned(self, x: torch.Tensor, value: Any, assign: Any) -> None:
+        """`x.data = value`: the tensor is from here on another name of the value's memory."""
+        with torch_internals.no_torch_function():
+            if not isinstance(value, torch.Tensor) or type(value) not in _PLAIN:
+                return assign(x, value)
+            line, again = self._line()
+            if not self.is_stand_in(x) and torch_internals.memory(x) == torch_internals.memory(value):
+                return None  # as `nn.Module.to` does that changes nothing
+            self._check_exchange("`.data = `", x, line)
+            value = self._stand_in(value)
+            if value.device != x.device:
+                raise Unrecordable("`.data = ` moves a tensor to another device", line or "?")
+            node = self.graph.call_function(_DETACH, (self.node(value),))
+            self._freed(x)
+            assign(x, value)
+            self._literals.pop(id(x), None)
+            self._rebound(x, node, line, again)
+
+    def swapped(self, x: torch.Tensor) -> None:
+        """`torch.utils.swap_tensors`, with `x` as one of the two. What arrays hold goes with them."""
+        line = self._line()[0]
+        self._check_exchange("torch.utils.swap_tensors", x, line)
+        if type(x) in _PLAIN:
+            raise Unrecordable("torch.utils.swap_tensors exchanges two tensors", line or "?")
+
+    def _check_exchange(self, what: str, x: torch.Tensor, line: str) -> None:
+        """Raise where a tensor that outlives the function is to become another."""
+        held = torch_internals.local(x) if hasattr(x, "_local_tensor") else x
+        for part in held.blocks if type(held) is Blocks else (held,):
+            given = self.is_stand_in(part) and part._plan_node.op == "placeholder"
+            if given or not self.is_stand_in(part):
+                raise _writes_outside(what, given, line)
+
+    def _made(self, node: fx.Node, out: Any, line: str, again: Any) -> Any:
+        """The result of a call, each tensor of it known by its node."""
+        node.meta["val"], node.meta["line"] = out, line
+        if again is not None:
+            node.meta["again"] = again
+        if isinstance(out, torch.Tensor):
+            if not self.is_stand_in(out):  # what is written in place is known already
+                self._note(out, node)
+        elif isinstance(out, (list, tuple)):
+            for i, one in enumerate(out):
+                if isinstance(one, torch.Tensor) and not self.is_stand_in(one):
+                    part = self.graph.call_function(operator.getitem, (node, i))
+                    part.meta.update(node.meta, val=one)
+                    self._note(one, part)
+        return out
+
+    def collective(self, collective: Collective, x: Any) -> Any:
+        """A collective on a local value, noted instead of being carried out."""
+        with torch_internals.no_torch_function():
+            return self._collective(collective, x)
+
+    def _collective(self, collective: Collective, x: Any) -> Any:
+        line, again = self._line()
+        collective = dataclasses.replace(collective, line=line)
+        if type(x) is Blocks:
+            blocks_ = [self._stand_in(block) for block in x.blocks]
+            with torch_internals.unrecorded(), self._fake, context.unlogged():
+                sent = {id(block): block.detach() for block in blocks_}  # which may arrive as it is: then as a result
+                out = Blocks([sent[id(x)] if id(x) in sent else x for x in collective(blocks_)])
+            node = self.graph.call_function(collective, ([self.node(block) for block in blocks_],))
+            self._made(node, out.blocks, line, again)
+            return out
+        with torch_internals.unrecorded(), self._fake:
+            out = collective.like(self._stand_in(x))
+        return self._made(self.graph.call_function(collective, (self.node(x),)), out, line, again)
+
+    def effect(self, step: Step, *args: Any) -> None:
+        """A call that does something besides giving a result; plain tensors among its arguments are values of the plan."""
+        line, _ = self._line()
+        node = self.graph.call_function(step, tuple(self._nodes(args)))
+        node.meta["val"], node.meta["line"] = None, line
+
+    def _stand_in(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.is_stand_in(x) else self._constant(x)
+
+    def _stand_ins(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return self._stand_in(a)
+        if isinstance(a, (list, tuple)):
+            return type(a)(map(self._stand_ins, a))
+        return {k: self._stand_ins(v) for k, v in a.items()} if isinstance(a, dict) else a
+
+    def _nodes(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return self.node(a)
+        if isinstance(a, float):
+            return self._numbers.get(float.__add__(a, 0.0), a) if self._numbers else a
+        if isinstance(a, (list, tuple)):
+            return type(a)(map(self._nodes, a))
+        return {k: self._nodes(v) for k, v in a.items()} if isinstance(a, dict) else a
+
+    def _read(self, func: Any, tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        values = {id(x): self._literals.get(id(x)) if self.is_stand_in(x) else x for x in tensors}
+        if any(
+            value is None or (value is not x and torch_internals.version(x))
+            for x, value in zip(tensors, values.values())
+        ):
+            if func is not _EQUAL and self._inputs is not None and can_guard(node := self.node(tensors[0])):
+                return self._answer(node, self._inputs)
+            what = "torch.distributions checks values, but for those with validate_args=False"
+            raise Unrecordable(what if _checks_values() else "a value is read in Python", self._line()[0] or "?")
+        for x in tensors:
+            if not self.is_stand_in(x):  # a constant, whose value counts as it is now
+                self._constant(x)
+                self.read.append(x)
+        return func(*(values.get(id(a), a) for a in args), **kwargs)
+
+    def _answer(self, node: fx.Node, inputs: Sequence[Any]) -> bool:
+        """The truth value that a node gives for the inputs of now, which the plan is made for."""
+        if node not in self._answers:
+            if len(self.guards) == READS:
+                raise Unrecordable(f"more than {READS} truth values are read in Python", self._line()[0] or "?")
+            guard = Guard(node, {x._plan_node: c for c in self.constants for x in (self._known[id(c)],)})  # type: ignore
+            with torch_internals.unrecorded():
+                guard.value = self._answers[node] = guard(inputs)
+            self.guards.append(guard)
+        return self._answers[node]
+
+    def _check_settings(self, line: str) -> None:
+        if (now := torch_internals.kernel_settings()) != self._settings:
+            what = torch_internals.changed_setting(self._settings, now)
+            raise Unrecordable(f"{what} is set inside the function, and not around its call", line)
+
+    def _check_writes(self, func: Any, args: Any, kwargs: Any, line: str) -> None:
+        for position, name in blocks.written(func):
+            target = args[position] if position < len(args) else kwargs.get(name)
+            for x in target if isinstance(target, (list, tuple)) else (target,):
+                if not isinstance(x, torch.Tensor):
+                    continue
+                if not self.is_stand_in(x) or torch_internals.memory_number(x) in self._given:
+                    raise _writes_outside(op_text(func), self.is_stand_in(x), line)
+
+    def _line(self) -> tuple[str, Any]:
+        """The user's line that led here; and, where it is being computed again for a backward pass, which time this is."""
+        frame: FrameType | None = sys._getframe(1)
+        if not torch_internals.in_backward_pass():
+            line = source_lines.user_line(frame)
+            self._lines[torch_internals.autograd_count() - 1] = line
+            return line, None
+        line, top, user = "", None, None
+        while frame is not None:
+            code = frame.f_code
+            if code is _BACKWARD:
+                break
+            if code.co_filename == _CHECKPOINT:
+                top = frame
+            elif user is None and source_lines.is_users(code.co_filename):
+                user = frame
+            frame = frame.f_back
+        if top is not self._again:
+            self._again, self._times = top, self._times + (top is not None)
+        again = self._times if top is not None else None
+        if user is not None:
+            line = f"{user.f_code.co_filename}:{user.f_lineno}"
+            self._lines[torch_internals.autograd_count() - 1] = line
+            return line, again
+        return self._lines.get(torch_internals.current_autograd_number(), "") or source_lines.user_line(frame), again
+
+
+def _writes_outside(where: str, given: bool, line: str) -> InPlaceError:
+    what = "an argument" if given else "a tensor that the function closes over"
+    return InPlaceError(report(
+        where, f"jit: this changes {what} in place, and a recorded function is pure",
+        [f"at {source_lines.quoted(line)}"] if line else [],
+        "a new value: x = x + y for x += y, x.clone() before the write; to update parameters in their own "
+        "memory return the new ones, and vfn.jit(f, donate_argnums=...)"))  # fmt: skip
+
+
+def _checks_values() -> bool:
+    """Whether a distribution of torch's is looking at the values that it is given."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not source_lines.is_users(frame.f_code.co_filename):
+        if frame.f_globals.get("__name__") == "torch.distributions.distribution":
+            return True
+        frame = frame.f_back
+    return False
+
+
+_SIZED = frozenset(("arange", "range", *(f"upsample_{kind}" for kind in (
+    "nearest1d nearest2d nearest3d linear1d bilinear2d bicubic2d trilinear3d").split())))  # fmt: skip
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch_internals.FakeTensor))
+_AS_STRIDED = torch.ops.aten.as_strided.default
+_NOTHING = {
+    torch.ops.aten.detach_.default,
+    torch.ops.prim.device.default,
+    torch.ops.aten._has_same_storage_numel.default,
+}
+
+
+def _name(func: Any) -> str:
+    return func._schema.name.split("::")[-1].strip("_")

@@ -1,0 +1,136 @@
+"""From a function and its arguments to a graph: the arguments' leaves become inputs, its results the output."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from ..._core import torch_internals
+from ..._core.arrays.array import Array
+from ..._core.arrays.placement import with_sharding
+from ..._core.base import tree
+from ..._core.base.containers import checked
+from ..._core.distributed.blocks import Blocks
+from ..._core.distributed.replicated_uses import Ledger
+from . import leaves as leaves_
+from .leaves import Result
+from .recorder import Recorder, Unrecordable
+from .traced_float import Number, difference, same_values
+from .value_guards import Guard, plain
+
+
+@dataclass
+class Recorded:
+    """A function as recorded.
+
+    Attributes:
+        graph: its inputs are the plain tensors and the floats of the arguments' leaves, in order, then the constants.
+        constants: tensors that it used without being given them.
+        read: those whose value it read.
+        results: for each leaf of the result: a `Result`, ``("input", i)`` for an argument's leaf, or ``("value", x)``.
+        out_def: the result's tree.
+        ledger: the numbers in it that are to be the same on all ranks.
+        guards: the truth values of the inputs that it is made for.
+        end: to be called when the graph has been worked on.
+    """
+
+    graph: fx.Graph
+    constants: list[torch.Tensor]
+    read: list[torch.Tensor]
+    results: list[Any]
+    out_def: Any
+    ledger: Ledger
+    guards: list[Guard]
+    end: Callable[[], None]
+
+
+def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any) -> Recorded:
+    """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``; inputs are named as its leaves."""
+    recorded = _trace(f, leaves, names, treedef, out_specs, 0)
+    if any(map(leaves_.is_number, leaves)):
+        other = _trace(f, leaves, names, treedef, out_specs, 7)
+        other.end()
+        node = difference(recorded.graph, other.graph)
+        if node is not None:
+            raise Unrecordable("the value of a float among the arguments is computed with: by `math.sqrt`, or by torch in C++",
+                               node.meta.get("line") or "?")  # fmt: skip
+        if not all(map(same_values, recorded.constants, other.constants)):
+            raise Unrecordable("a tensor is made in Python of the value of a float among the arguments", "?")
+    return recorded
+
+
+def _trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any,
+           salt: int) -> Recorded:  # fmt: skip
+    recorder = Recorder(salt, plain(leaves))
+    given = [
+        _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
+    ]
+    args, kwargs = tree.unflatten(treedef, given)
+    try:
+        with recorder:
+            out = checked(f(*args, **kwargs), "jit", "out", numpy=True, modules=True)
+            out_leaves, out_def = tree.flatten(laid_out(out, out_specs))
+            for leaf in out_leaves:
+                if isinstance(leaf, Array):
+                    torch_internals.local(leaf)  # a view whose elements move brings them when it is first read: here
+    except Unrecordable as why:
+        why.graph, why.guards = recorder.graph, recorder.guards
+        raise
+    finally:
+        recorder.forget_inputs()
+    places: list[fx.Node] = []
+    results = [_result(recorder, leaf, given, places) for leaf in out_leaves]
+    end = recorder.graph.output(tuple(places))
+    end.meta["val"], end.meta["line"] = None, ""
+    return Recorded(
+        recorder.graph,
+        recorder.constants,
+        recorder.read,
+        results,
+        out_def,
+        recorder.ledger,
+        recorder.guards,
+        recorder.end,
+    )
+
+
+_NO_WORD = re.compile(r"\W+")
+
+
+def _stand_in(recorder: Recorder, leaf: Any, name: str) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaves_.with_tensors(leaf, lambda x: recorder.input(x, name))
+    return recorder.number(float(leaf), name) if leaves_.is_number(leaf) else leaf
+
+
+def laid_out(out: Any, out_specs: Any) -> Any:
+    """The results where they are to lie: without `out_specs`, as the function has them."""
+    return out if out_specs is None else with_sharding(out, out_specs)
+
+
+def _result(recorder: Recorder, leaf: Any, given: Sequence[Any], places: list[fx.Node]) -> Any:
+    for i, x in enumerate(given):
+        if x is leaf:
+            return "input", i
+    if isinstance(leaf, Number):
+        places.append(leaf.node)
+        return Result(leaf, [len(places) - 1])
+    if not isinstance(leaf, torch.Tensor):
+        return "value", leaf
+    if leaf.requires_grad:
+        raise Unrecordable("a result requires gradients, through tensors that the function closes over", "?")
+    local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+    plain = list(local.blocks) if type(local) is Blocks else [local]
+    if type(local) is Blocks and isinstance(leaf, DTensor):  # ranks that hold the same get it from one of them
+        plain = [plain[rank] for rank in dict.fromkeys(leaves_.first_holders(leaf._spec))]
+    if not any(map(recorder.is_stand_in, plain)):
+        return "value", leaf
+    first = len(places)
+    places += [recorder.node(x) for x in plain]
+    return Result(leaf, range(first, len(places)))

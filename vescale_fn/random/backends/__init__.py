@@ -1,0 +1,1 @@
+"""What computes the draws: torch ops, the C library, Triton."""
