@@ -34,8 +34,15 @@ def main() -> None:
         least = min(found[name][0] for found in each)
         _, kept, count, sent = each[0][name]
         rows.append([name, slowest * 1e3, slowest / whole, least / slowest, kept, count, sent])
-    columns = ["way", "ms, of the slower rank", "ratio to all of it", "faster rank / slower rank", "kept, MiB",
-               "collectives", "MiB moved"]  # fmt: skip
+    columns = [
+        "way",
+        "ms, of the slower rank",
+        "ratio to all of it",
+        "faster rank / slower rank",
+        "kept, MiB",
+        "collectives",
+        "MiB moved",
+    ]
     publish("attention_over_a_sequence", columns, rows)
 
 
@@ -57,8 +64,10 @@ def measure() -> dict[str, tuple[float, float, int, float]]:
             start = time.process_time()
             step()
             times[name].append(time.process_time() - start)
-    return {name: (statistics.median(times[name][WARM:]), *_counted(way, leaves if way is None else parts))
-            for name, way in WAYS.items()}  # fmt: skip
+    return {
+        name: (statistics.median(times[name][WARM:]), *_counted(way, leaves if way is None else parts))
+        for name, way in WAYS.items()
+    }
 
 
 def _attention(way: tuple[str, int] | None, q: Any, k: Any, v: Any) -> Any:

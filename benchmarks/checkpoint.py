@@ -102,8 +102,15 @@ def main() -> None:
             took, *_ = vfn.launch(measured, RANKS, folder, leaves, size, device="cpu")
         for what in "save", "load", "blocked":
             theirs, ours = took[f"{what}, DCP"], took[f"{what}, ours"]
-            rows.append([name, {"blocked": "save in the background, until it returns"}.get(what, what), theirs, ours,
-                         ours / theirs])  # fmt: skip
+            rows.append(
+                [
+                    name,
+                    {"blocked": "save in the background, until it returns"}.get(what, what),
+                    theirs,
+                    ours,
+                    ours / theirs,
+                ]
+            )
     publish("checkpoint", ["tree", "what", "DCP on DTensors, ms", "`vfn`, ms", "ratio"], rows)
     small()
 

@@ -46,12 +46,28 @@ def init(s: Sizes) -> Params:
     new = lambda *shape: torch.randn(*shape, generator=draw) * 0.2
     norm = lambda: {"scale": torch.ones(s.dim), "shift": new(s.dim)}
     block = lambda: {
-        "norm1": norm(), "q": new(s.dim, s.dim), "k": new(s.dim, s.dim), "v": new(s.dim, s.dim), "qb": new(s.dim),
-        "kb": new(s.dim), "vb": new(s.dim), "out": new(s.dim, s.dim), "outb": new(s.dim),
-        "norm2": norm(), "up": new(s.dim, 4 * s.dim), "upb": new(4 * s.dim), "down": new(4 * s.dim, s.dim), "downb": new(s.dim),
-    }  # fmt: skip
-    return {"embed": new(s.vocab, s.dim), "places": new(s.length, s.dim), "blocks": [block() for _ in range(s.layers)],
-            "norm": norm(), "head": new(s.dim, s.vocab)}  # fmt: skip
+        "norm1": norm(),
+        "q": new(s.dim, s.dim),
+        "k": new(s.dim, s.dim),
+        "v": new(s.dim, s.dim),
+        "qb": new(s.dim),
+        "kb": new(s.dim),
+        "vb": new(s.dim),
+        "out": new(s.dim, s.dim),
+        "outb": new(s.dim),
+        "norm2": norm(),
+        "up": new(s.dim, 4 * s.dim),
+        "upb": new(4 * s.dim),
+        "down": new(4 * s.dim, s.dim),
+        "downb": new(s.dim),
+    }
+    return {
+        "embed": new(s.vocab, s.dim),
+        "places": new(s.length, s.dim),
+        "blocks": [block() for _ in range(s.layers)],
+        "norm": norm(),
+        "head": new(s.dim, s.vocab),
+    }
 
 
 @dataclass(frozen=True)
@@ -154,16 +170,26 @@ def sequence_parallel(s: Sizes, r: Regime) -> Counter[tuple[str, str, int]]:
     from what was gathered."""
     outside = lambda path: not path.endswith(("['outb']", "['downb']", "['places']"))
     whole = _bytes(s, lambda path: not _is_split(path) and outside(path))
-    return Counter({("all_gather", "tp", s.activations): 4 * s.layers, ("reduce_scatter", "tp", s.activations): 4 * s.layers,
-                    ("all_reduce", "tp", whole + 4): 1})  # fmt: skip
+    return Counter(
+        {
+            ("all_gather", "tp", s.activations): 4 * s.layers,
+            ("reduce_scatter", "tp", s.activations): 4 * s.layers,
+            ("all_reduce", "tp", whole + 4): 1,
+        }
+    )
 
 
 def fully_sharded(s: Sizes, r: Regime) -> Counter[tuple[str, str, int]]:
     """Each block is gathered forward and again backward, and its gradients are scattered; so is what is in no block, once
     each way (FSDP2 keeps its root group). The loss is a number to be added."""
     top = _bytes(s, lambda path: "blocks" not in path)
-    found = Counter({("all_gather", "dp", _block(s)): (1 + r.remat) * s.layers, ("reduce_scatter", "dp", _block(s)): s.layers,
-                     ("all_reduce", "dp", 4): 1})  # fmt: skip
+    found = Counter(
+        {
+            ("all_gather", "dp", _block(s)): (1 + r.remat) * s.layers,
+            ("reduce_scatter", "dp", _block(s)): s.layers,
+            ("all_reduce", "dp", 4): 1,
+        }
+    )
     return found + Counter([("all_gather", "dp", top), ("reduce_scatter", "dp", top)])
 
 
@@ -171,8 +197,14 @@ def fully_sharded_tensor_parallel(s: Sizes, r: Regime) -> Counter[tuple[str, str
     """The blocks of tensor parallelism, each gathered and scattered over dp; its sums are of a part of the batch."""
     dp, tp = r.shape
     top = _bytes(s, lambda path: "blocks" not in path)
-    found = Counter({("all_gather", "dp", _block(s, tp)): s.layers, ("reduce_scatter", "dp", _block(s, tp)): s.layers,
-                     ("all_reduce", "tp", s.activations // dp): 4 * s.layers, ("all_reduce", "dp", 4): 1})  # fmt: skip
+    found = Counter(
+        {
+            ("all_gather", "dp", _block(s, tp)): s.layers,
+            ("reduce_scatter", "dp", _block(s, tp)): s.layers,
+            ("all_reduce", "tp", s.activations // dp): 4 * s.layers,
+            ("all_reduce", "dp", 4): 1,
+        }
+    )
     return found + Counter([("all_gather", "dp", top), ("reduce_scatter", "dp", top)])
 
 
@@ -184,14 +216,26 @@ IN_BLOCK = [(r"^(q|k|v|up)$", P(None, "tp")), (r"^(qb|kb|vb|upb)$", P("tp")), (r
 REGIMES = {
     "DP": Regime((4,), ("dp",), [(".*", P())], P("dp"), data_parallel),
     "TP": Regime((4,), ("tp",), [*TP, (".*", P())], P(), tensor_parallel, between=P()),
-    "TP + SP": Regime((4,), ("tp",), [*TP, ("^places$", P("tp")), (".*", P())], P(None, "tp"), sequence_parallel,
-                      between=P(None, "tp"), inside=P()),
+    "TP + SP": Regime(
+        (4,),
+        ("tp",),
+        [*TP, ("^places$", P("tp")), (".*", P())],
+        P(None, "tp"),
+        sequence_parallel,
+        between=P(None, "tp"),
+        inside=P(),
+    ),
     "FSDP": Regime((4,), ("dp",), [(".*", P("dp"))], P("dp"), fully_sharded, gathered=[(".*", P())], remat=True),
     "FSDP x TP": Regime(
-        (2, 2), ("dp", "tp"),
-        [(_COLUMNS, P("dp", "tp")), (_VECTORS, P(("tp", "dp"))), (_ROWS, P(("tp", "dp"))), (".*", P("dp"))], P("dp"),
-        fully_sharded_tensor_parallel, between=P("dp"), gathered=IN_BLOCK),
-}  # fmt: skip
+        (2, 2),
+        ("dp", "tp"),
+        [(_COLUMNS, P("dp", "tp")), (_VECTORS, P(("tp", "dp"))), (_ROWS, P(("tp", "dp"))), (".*", P("dp"))],
+        P("dp"),
+        fully_sharded_tensor_parallel,
+        between=P("dp"),
+        gathered=IN_BLOCK,
+    ),
+}
 
 
 def step(name: str, s: Sizes, spelling: str = "sdpa", replayed: bool = False) -> tuple[Any, Any, Any]:
@@ -235,8 +279,17 @@ def main() -> None:
                 count.append(sum(mine.values()))
                 size.append(sum(n * times for n, times in mine.items()))
             rows.append([name, op, axis, *count, *size])
-    columns = ["layout", "collective", "axis", "by hand", "vescale_fn", "replayed",
-               "bytes by hand", "bytes, vescale_fn", "bytes, replayed"]  # fmt: skip
+    columns = [
+        "layout",
+        "collective",
+        "axis",
+        "by hand",
+        "vescale_fn",
+        "replayed",
+        "bytes by hand",
+        "bytes, vescale_fn",
+        "bytes, replayed",
+    ]
     publish("collectives", columns, rows)
 
 

@@ -60,11 +60,13 @@ def data_parallel() -> dict[str, Any]:
     whole = tree.map_(lambda x: distribute_tensor(x.clone(), mesh, [Replicate()]), params)
     arrays = vfn.shard(params, mesh, P())
     halves = distribute_tensor(batch, mesh, [Shard(0)])
-    return _measured({
-        "DistributedDataParallel": _by_module(DistributedDataParallel(_Model(params)), _mine(batch), mask),
-        "DTensor": _on_dtensors(whole, halves, distribute_tensor(mask, mesh, [Replicate()])),
-        **_on_arrays(as_for_one_device, arrays, vfn.shard(batch, mesh, P("dp")), vfn.shard(mask, mesh, P())),
-    })  # fmt: skip
+    return _measured(
+        {
+            "DistributedDataParallel": _by_module(DistributedDataParallel(_Model(params)), _mine(batch), mask),
+            "DTensor": _on_dtensors(whole, halves, distribute_tensor(mask, mesh, [Replicate()])),
+            **_on_arrays(as_for_one_device, arrays, vfn.shard(batch, mesh, P("dp")), vfn.shard(mask, mesh, P())),
+        }
+    )
 
 
 def sharded_parameters() -> dict[str, Any]:
@@ -74,10 +76,12 @@ def sharded_parameters() -> dict[str, Any]:
     model = _Model(params)
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh)
-    return _measured({
-        "fully_shard": _by_module(model, _mine(batch), mask),
-        **_on_arrays(as_for_one_device, arrays, vfn.shard(batch, mesh, P("dp")), vfn.shard(mask, mesh, P())),
-    })  # fmt: skip
+    return _measured(
+        {
+            "fully_shard": _by_module(model, _mine(batch), mask),
+            **_on_arrays(as_for_one_device, arrays, vfn.shard(batch, mesh, P("dp")), vfn.shard(mask, mesh, P())),
+        }
+    )
 
 
 def tensor_parallel() -> dict[str, Any]:
@@ -89,11 +93,13 @@ def tensor_parallel() -> dict[str, Any]:
         return tree.map_(lambda x: x.to_local().clone(), arrays)
 
     dtensors = tree.map_(lambda x, block: DTensor.from_local(block, mesh, x.placements), arrays, blocks())
-    return _measured({
-        "by hand": by_hand(blocks(), batch, mask, True, True),
-        "DTensor": on_dtensors(dtensors, batch, mask, mesh),
-        **_on_arrays(on_arrays, arrays, *vfn.shard((batch, mask), mesh, P())),
-    })  # fmt: skip
+    return _measured(
+        {
+            "by hand": by_hand(blocks(), batch, mask, True, True),
+            "DTensor": on_dtensors(dtensors, batch, mask, mesh),
+            **_on_arrays(on_arrays, arrays, *vfn.shard((batch, mask), mesh, P())),
+        }
+    )
 
 
 # --- the steps --------------------------------------------------------------------------------------------------------
@@ -160,8 +166,9 @@ def _on_dtensors(params: Params, batch: DTensor, mask: DTensor) -> Step:
         value = loss(params, batch, mask, _as_it_is, _as_it_is)
         grads = torch.autograd.grad(value, leaves)
         with torch.no_grad():
-            return value.detach(), [leaf - RATE * grad.redistribute(placements=[Replicate()])
-                                    for leaf, grad in zip(leaves, grads)]  # fmt: skip
+            return value.detach(), [
+                leaf - RATE * grad.redistribute(placements=[Replicate()]) for leaf, grad in zip(leaves, grads)
+            ]
 
     return step
 

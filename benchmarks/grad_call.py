@@ -54,14 +54,30 @@ def main() -> None:
         }
         took = medians(calls, rounds=81)
         kib = {side: peak(call) / 1024 for side, call in calls.items()}
-        rows.append([name, took["autograd"], took["vfn"] - took["autograd"], took["vfn"] / took["func"],
-                     kib["autograd"], kib["vfn"] / kib["autograd"], kib["vfn"] / kib["func"]])  # fmt: skip
+        rows.append(
+            [
+                name,
+                took["autograd"],
+                took["vfn"] - took["autograd"],
+                took["vfn"] / took["func"],
+                kib["autograd"],
+                kib["vfn"] / kib["autograd"],
+                kib["vfn"] / kib["func"],
+            ]
+        )
     publish(
         "grad_call",
-        ["model", "`torch.autograd.grad`, us", "`vfn.grad`, us more", "time / `torch.func.grad`",
-         "peak of `torch.autograd.grad`, KiB", "peak / it", "peak / `torch.func.grad`"],
+        [
+            "model",
+            "`torch.autograd.grad`, us",
+            "`vfn.grad`, us more",
+            "time / `torch.func.grad`",
+            "peak of `torch.autograd.grad`, KiB",
+            "peak / it",
+            "peak / `torch.func.grad`",
+        ],
         rows,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

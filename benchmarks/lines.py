@@ -32,8 +32,12 @@ def main() -> None:
         marked = len(count_lines.distribution_lines(f"{name}.py"))
         rows.append([name, code_lines(folder / f"{name}.py"), marked, *others])
     shared = [code_lines(folder / "parallel.py"), len(count_lines.distribution_lines("train.py"))]
-    publish("lines", ["model", "its lines", "of these for distribution", "veScale", "TorchTitan", "Megatron-LM"], rows,
-            shared=dict(zip(("parallel.py", "train.py"), shared)))  # fmt: skip
+    publish(
+        "lines",
+        ["model", "its lines", "of these for distribution", "veScale", "TorchTitan", "Megatron-LM"],
+        rows,
+        shared=dict(zip(("parallel.py", "train.py"), shared)),
+    )
     print(f"for all models alike: {shared[0]} lines of the table of parallelisms, {shared[1]} of train.py")
 
 

@@ -26,8 +26,17 @@ Step = Callable[[], Any]
 
 def leaves(layers: int, dim: int) -> dict[str, torch.Tensor]:
     """The weights of a GPT's blocks; dims that 8 divides, but for the norms' they are two."""
-    shapes = {"q": (dim, dim), "k": (dim, dim), "v": (dim, dim), "out": (dim, dim), "up": (dim, 4 * dim),
-              "gate": (dim, 4 * dim), "down": (4 * dim, dim), "norm1": (dim,), "norm2": (dim,)}  # fmt: skip
+    shapes = {
+        "q": (dim, dim),
+        "k": (dim, dim),
+        "v": (dim, dim),
+        "out": (dim, dim),
+        "up": (dim, 4 * dim),
+        "gate": (dim, 4 * dim),
+        "down": (4 * dim, dim),
+        "norm1": (dim,),
+        "norm2": (dim,),
+    }
     draw = torch.Generator().manual_seed(0)
     return {f"{i}.{name}": torch.randn(shape, generator=draw) for i in range(layers) for name, shape in shapes.items()}
 
@@ -69,8 +78,9 @@ def on_a_mesh(layers: int, dim: int) -> dict[str, Step]:
     params, grads = leaves(layers, dim), leaves(layers, dim)
     arrays, array_grads = vfn.shard((params, grads), mesh, P("dp"))
     placements = next(iter(arrays.values())).placements
-    shards, shard_grads = ({name: distribute_tensor(x, mesh, placements) for name, x in values.items()}
-                           for values in (params, grads))  # fmt: skip
+    shards, shard_grads = (
+        {name: distribute_tensor(x, mesh, placements) for name, x in values.items()} for values in (params, grads)
+    )
     return {
         "foreach": theirs(shards, shard_grads, foreach=True),
         "fused": theirs(shards, shard_grads, fused=True),
@@ -96,11 +106,19 @@ def main() -> None:
     publish(
         "optimiser_step",
         [
-            "where", "leaves", "numbers, millions", "torch foreach, ms", "torch fused, ms", "eager, ms", "replayed, ms",
-            "eager / foreach", "eager / fused", "replayed / foreach",
+            "where",
+            "leaves",
+            "numbers, millions",
+            "torch foreach, ms",
+            "torch fused, ms",
+            "eager, ms",
+            "replayed, ms",
+            "eager / foreach",
+            "eager / fused",
+            "replayed / foreach",
         ],
         rows,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

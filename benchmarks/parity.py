@@ -57,8 +57,9 @@ def has_dropout(text: str) -> bool:
     return "cp-zigzag" not in text.split("+")
 
 
-def train(name: str, dtype: torch.dtype, steps: int, text: str = "", mesh: Any = None, jit: bool = True,
-          dropout: bool = True) -> Run:  # fmt: skip
+def train(
+    name: str, dtype: torch.dtype, steps: int, text: str = "", mesh: Any = None, jit: bool = True, dropout: bool = True
+) -> Run:
     """Train a model; on a mesh, by the parallelisms that `text` names."""
     layout = parallel.parallel(text, mesh) if text else parallel.ONE_DEVICE
     model, config = models.MODELS[name], models.laid_out(CONFIGS[name], layout)

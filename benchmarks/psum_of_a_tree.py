@@ -56,8 +56,11 @@ def main() -> None:
         row: list[Any] = [f"{LEAVES} of {size}"]
         for check in (True, False):
             (count, took), *_ = vfn.launch(measured, RANKS, elements, check, device="cpu")
-            row += [count, took["flat"], took["psum"], took["psum"] / took["flat"]] if check else [
-                took["psum"] / took["flat"]]  # fmt: skip
+            row += (
+                [count, took["flat"], took["psum"], took["psum"] / took["flat"]]
+                if check
+                else [took["psum"] / took["flat"]]
+            )
         rows.append(row)
     publish(
         "psum_of_a_tree",

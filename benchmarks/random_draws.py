@@ -79,27 +79,52 @@ def large() -> None:
         torch.set_num_threads(threads)
         for name, theirs, fill in (("uniform", torch.rand, given.uniform_), ("normal", torch.randn, given.normal_)):
             draw = getattr(vfn.random, name)
-            took = wall({
-                "torch": lambda theirs=theirs: theirs(N),
-                "torch, given": fill,
-                "ours": with_backend(best, lambda draw=draw: draw(KEY, (N,))),
-                "ours, given": into(name, given),
-                "ours on torch": with_backend("torch", lambda draw=draw: draw(KEY, (N,))),
-                **of_jax(name),
-            })  # fmt: skip
+            took = wall(
+                {
+                    "torch": lambda theirs=theirs: theirs(N),
+                    "torch, given": fill,
+                    "ours": with_backend(best, lambda draw=draw: draw(KEY, (N,))),
+                    "ours, given": into(name, given),
+                    "ours on torch": with_backend("torch", lambda draw=draw: draw(KEY, (N,))),
+                    **of_jax(name),
+                }
+            )
             jax_ = took.get("jax")
-            rows.append([name, threads, took["torch"], took["torch, given"], jax_ or "n/a", took["ours"],
-                         took["ours, given"], took["ours on torch"], took["ours"] / took["torch"],
-                         took["ours, given"] / took["torch, given"], took["ours"] / jax_ if jax_ else "n/a",
-                         took["ours on torch"] / jax_ if jax_ else "n/a"])  # fmt: skip
+            rows.append(
+                [
+                    name,
+                    threads,
+                    took["torch"],
+                    took["torch, given"],
+                    jax_ or "n/a",
+                    took["ours"],
+                    took["ours, given"],
+                    took["ours on torch"],
+                    took["ours"] / took["torch"],
+                    took["ours, given"] / took["torch, given"],
+                    took["ours"] / jax_ if jax_ else "n/a",
+                    took["ours on torch"] / jax_ if jax_ else "n/a",
+                ]
+            )
     torch.set_num_threads(1)
     publish(
         "random_draws",
-        ["2^24 float32, ns an element", "threads", "torch", "torch, into given memory", "jax", f"ours, {best}",
-         "ours, into given memory", "ours, torch backend", "ours / torch", "given / given", "ours / jax",
-         "torch backend / jax"],
+        [
+            "2^24 float32, ns an element",
+            "threads",
+            "torch",
+            "torch, into given memory",
+            "jax",
+            f"ours, {best}",
+            "ours, into given memory",
+            "ours, torch backend",
+            "ours / torch",
+            "given / given",
+            "ours / jax",
+            "torch backend / jax",
+        ],
         rows,
-    )  # fmt: skip
+    )
 
 
 def small() -> None:
@@ -131,8 +156,12 @@ def blocks() -> None:
         everything = tuple(map(range, shape))
         for kind, params in (("uniform", (0.0, 1.0)), ("normal", ())):
             draw = Draw(kind, shape, torch.float32, params)
-            took = wall({"whole": lambda draw=draw, everything=everything: draw_local(KEY, draw, everything),
-                         "block": lambda draw=draw, indices=indices: draw_local(KEY, draw, indices)})  # fmt: skip
+            took = wall(
+                {
+                    "whole": lambda draw=draw, everything=everything: draw_local(KEY, draw, everything),
+                    "block": lambda draw=draw, indices=indices: draw_local(KEY, draw, indices),
+                }
+            )
             rows.append([kind, name, took["whole"], took["block"] * 8, took["block"] * 8 / took["whole"]])
     publish("random_blocks", ["draw", "an eighth by", "whole, ns an element", "block, ns an element", "ratio"], rows)
 
@@ -143,11 +172,14 @@ def dropouts() -> None:
         x = torch.ones(N, dtype=dtype)
         y = x.clone().requires_grad_()
         ones = torch.ones_like(x)
-        took = wall({
-            "theirs": lambda x=x: F.dropout(x, 0.1), "ours": lambda x=x: vfn.random.dropout(KEY, x, 0.1),
-            "theirs, both": lambda y=y, g=ones: torch.autograd.grad(F.dropout(y, 0.1), y, g),
-            "ours, both": lambda y=y, g=ones: torch.autograd.grad(vfn.random.dropout(KEY, y, 0.1), y, g),
-        })  # fmt: skip
+        took = wall(
+            {
+                "theirs": lambda x=x: F.dropout(x, 0.1),
+                "ours": lambda x=x: vfn.random.dropout(KEY, x, 0.1),
+                "theirs, both": lambda y=y, g=ones: torch.autograd.grad(F.dropout(y, 0.1), y, g),
+                "ours, both": lambda y=y, g=ones: torch.autograd.grad(vfn.random.dropout(KEY, y, 0.1), y, g),
+            }
+        )
         for what, end in (("forward", ""), ("forward and backward", ", both")):
             a, b = took["theirs" + end], took["ours" + end]
             rows.append([str(dtype).removeprefix("torch."), what, a, b, b / a])

@@ -44,13 +44,23 @@ def init(layers: int) -> Params:
 
     def block() -> Params:
         return {
-            "norm1": torch.ones(DIM), "q": matrix(DIM, DIM), "k": matrix(DIM, DIM), "v": matrix(DIM, DIM),
-            "out": matrix(DIM, DIM), "norm2": torch.ones(DIM), "gate": matrix(DIM, HIDDEN), "up": matrix(DIM, HIDDEN),
+            "norm1": torch.ones(DIM),
+            "q": matrix(DIM, DIM),
+            "k": matrix(DIM, DIM),
+            "v": matrix(DIM, DIM),
+            "out": matrix(DIM, DIM),
+            "norm2": torch.ones(DIM),
+            "gate": matrix(DIM, HIDDEN),
+            "up": matrix(DIM, HIDDEN),
             "down": matrix(HIDDEN, DIM),
-        }  # fmt: skip
+        }
 
-    return {"embed": matrix(VOCAB, DIM), "blocks": [block() for _ in range(layers)], "norm": torch.ones(DIM),
-            "head": matrix(DIM, VOCAB)}  # fmt: skip
+    return {
+        "embed": matrix(VOCAB, DIM),
+        "blocks": [block() for _ in range(layers)],
+        "norm": torch.ones(DIM),
+        "head": matrix(DIM, VOCAB),
+    }
 
 
 def loss(params: Params, batch: Any, mask: Any, split: Reduce, joined: Reduce, written_out: bool = True) -> Any:
@@ -205,14 +215,32 @@ def main() -> None:
     for layers, written_out in ((4, True), (8, True), (16, True), (8, False)):
         calls = candidates(layers, written_out)
         took = medians(calls, rounds=11, seconds=0.03)
-        rows.append([
-            layers, "written out" if written_out else "torch's", took["by hand"] / 1000, took["replayed"] / 1000,
-            took["replayed"] / took["by hand"], took["replayed"] / took["by hand, foreach"],
-            took["replayed"] / took["eager"], took["replayed"] / took["DTensor"] if "DTensor" in took else "-",
-        ])  # fmt: skip
-    publish("replayed_step",
-            ["layers", "attention", "by hand, ms", "replayed, ms", "replayed / by hand", "replayed / by hand with foreach",
-             "replayed / eager", "replayed / DTensor"], rows)  # fmt: skip
+        rows.append(
+            [
+                layers,
+                "written out" if written_out else "torch's",
+                took["by hand"] / 1000,
+                took["replayed"] / 1000,
+                took["replayed"] / took["by hand"],
+                took["replayed"] / took["by hand, foreach"],
+                took["replayed"] / took["eager"],
+                took["replayed"] / took["DTensor"] if "DTensor" in took else "-",
+            ]
+        )
+    publish(
+        "replayed_step",
+        [
+            "layers",
+            "attention",
+            "by hand, ms",
+            "replayed, ms",
+            "replayed / by hand",
+            "replayed / by hand with foreach",
+            "replayed / eager",
+            "replayed / DTensor",
+        ],
+        rows,
+    )
     first_calls(1)  # what is loaded once
     publish("first_call", ["layers", "seconds"], [[layers, first_calls(layers)] for layers in (4, 8, 16)])
 

@@ -85,40 +85,56 @@ COLLECTIVES = {
     "pmean": Line(lambda x, a: vfn.pmean(x, a), lambda n: (3, 2), meant, same=True),
     "pmax": Line(lambda x, a: vfn.pmax(x, a), lambda n: (3, 2), extreme(torch.amax), same=True, linear=False),
     "pmin": Line(lambda x, a: vfn.pmin(x, a), lambda n: (3, 2), extreme(torch.amin), same=True, linear=False),
-    "psum of unreduced": Line(lambda x, a: vfn.psum(vfn.pcast(x, a, to="unreduced"), a), lambda n: (3, 2), summed, True),
-    "psum as reduced": Line(lambda x, a: vfn.pcast(vfn.pcast(vfn.psum(x, a), a, to="reduced"), a, to="varying"),
-                            lambda n: (3,), summed),
+    "psum of unreduced": Line(
+        lambda x, a: vfn.psum(vfn.pcast(x, a, to="unreduced"), a), lambda n: (3, 2), summed, True
+    ),
+    "psum as reduced": Line(
+        lambda x, a: vfn.pcast(vfn.pcast(vfn.psum(x, a), a, to="reduced"), a, to="varying"), lambda n: (3,), summed
+    ),
     "pvary": Line(lambda x, a: vfn.pvary(vfn.psum(x, a), a), lambda n: (3,), summed),
     "pcast": Line(lambda x, a: vfn.pcast(vfn.psum(x, a), a, to="varying"), lambda n: (3,), summed),
     "all_gather": Line(lambda x, a: vfn.all_gather(x, a), lambda n: (3, 2), gathered(0, False)),
     "all_gather -1": Line(lambda x, a: vfn.all_gather(x, a, axis=-1), lambda n: (3, 2), gathered(-1, False)),
-    "all_gather tiled 1": Line(lambda x, a: vfn.all_gather(x, a, axis=1, tiled=True), lambda n: (3, 2), gathered(1, True)),
-    "all_gather invarying": Line(lambda x, a: vfn.all_gather(x, a, axis=1, to="invarying"), lambda n: (3, 2),
-                                 gathered(1, False), same=True),
-    "all_gather invarying tiled -2": Line(lambda x, a: vfn.all_gather(x, a, axis=-2, tiled=True, to="invarying"),
-                                          lambda n: (3, 2), gathered(-2, True), same=True),
+    "all_gather tiled 1": Line(
+        lambda x, a: vfn.all_gather(x, a, axis=1, tiled=True), lambda n: (3, 2), gathered(1, True)
+    ),
+    "all_gather invarying": Line(
+        lambda x, a: vfn.all_gather(x, a, axis=1, to="invarying"), lambda n: (3, 2), gathered(1, False), same=True
+    ),
+    "all_gather invarying tiled -2": Line(
+        lambda x, a: vfn.all_gather(x, a, axis=-2, tiled=True, to="invarying"),
+        lambda n: (3, 2),
+        gathered(-2, True),
+        same=True,
+    ),
     "all_gather reduced tiled": Line(
-        lambda x, a: vfn.pcast(vfn.all_gather(x, a, tiled=True, to="reduced"), a, to="varying"), lambda n: (3, 2),
-        gathered(0, True)),
+        lambda x, a: vfn.pcast(vfn.all_gather(x, a, tiled=True, to="reduced"), a, to="varying"),
+        lambda n: (3, 2),
+        gathered(0, True),
+    ),
     "psum_scatter": Line(lambda x, a: vfn.psum_scatter(x, a), lambda n: (n, 2), scattered(0, False)),
-    "psum_scatter -1": Line(lambda x, a: vfn.psum_scatter(x, a, scatter_dimension=-1), lambda n: (3, n),
-                            scattered(-1, False)),
-    "psum_scatter tiled 1": Line(lambda x, a: vfn.psum_scatter(x, a, scatter_dimension=1, tiled=True),
-                                 lambda n: (3, 2 * n), scattered(1, True)),
+    "psum_scatter -1": Line(
+        lambda x, a: vfn.psum_scatter(x, a, scatter_dimension=-1), lambda n: (3, n), scattered(-1, False)
+    ),
+    "psum_scatter tiled 1": Line(
+        lambda x, a: vfn.psum_scatter(x, a, scatter_dimension=1, tiled=True), lambda n: (3, 2 * n), scattered(1, True)
+    ),
     "all_to_all 0 0": Line(lambda x, a: vfn.all_to_all(x, a, 0, 0), lambda n: (n, 3, 2), exchanged(0, 0, False)),
     "all_to_all 0 2": Line(lambda x, a: vfn.all_to_all(x, a, 0, 2), lambda n: (n, 3, 2), exchanged(0, 2, False)),
     "all_to_all 1 0": Line(lambda x, a: vfn.all_to_all(x, a, 1, 0), lambda n: (3, n, 2), exchanged(1, 0, False)),
     "all_to_all -1 0": Line(lambda x, a: vfn.all_to_all(x, a, -1, 0), lambda n: (2, n), exchanged(-1, 0, False)),
-    "all_to_all tiled 0 1": Line(lambda x, a: vfn.all_to_all(x, a, 0, 1, tiled=True), lambda n: (2 * n, 3),
-                                 exchanged(0, 1, True)),
-    "all_to_all tiled -1 -1": Line(lambda x, a: vfn.all_to_all(x, a, -1, -1, tiled=True), lambda n: (2, 2 * n),
-                                   exchanged(-1, -1, True)),
+    "all_to_all tiled 0 1": Line(
+        lambda x, a: vfn.all_to_all(x, a, 0, 1, tiled=True), lambda n: (2 * n, 3), exchanged(0, 1, True)
+    ),
+    "all_to_all tiled -1 -1": Line(
+        lambda x, a: vfn.all_to_all(x, a, -1, -1, tiled=True), lambda n: (2, 2 * n), exchanged(-1, -1, True)
+    ),
     "ppermute": Line(lambda x, a: vfn.ppermute(x, a, shift(vfn.axis_size(a))), lambda n: (3, 2), permuted(shift)),
     "ppermute partial": Line(lambda x, a: vfn.ppermute(x, a, [(1, 0)]), lambda n: (3, 2), permuted(one_pair)),
     "pbroadcast": Line(lambda x, a: vfn.pbroadcast(x, a, 1), lambda n: (3, 2), lambda b: [b[1]] * len(b)),
     "axis_index": Line(lambda x, a: x * vfn.axis_index(a), lambda n: (3,), lambda b: [x * i for i, x in enumerate(b)]),
     "dynamic_slice": Line(my_rows, lambda n: (n, 2), lambda b: list(sum(b).split(1))),
-}  # fmt: skip
+}
 LINEAR = [name for name, line in COLLECTIVES.items() if line.linear]
 
 # --- a collective as a function of the blocks of all ranks, stacked along one dim for each mesh axis --------------------

@@ -59,10 +59,21 @@ DISTRIBUTIONS = [
     D("pareto", {"b": 2.0}, ("b",), law=lambda s: s.pareto(2)),
     D("rayleigh", {"scale": 2.0}, ("scale",), rtol=2e-7, law=lambda s: s.rayleigh(scale=2)),
     D("lognormal", {"sigma": 0.5}, ("sigma",), rtol=2e-7, law=lambda s: s.lognorm(0.5)),
-    D("weibull_min", {"scale": 2.0, "concentration": 1.5}, ("scale", "concentration"), rtol=1e-6,
-      law=lambda s: s.weibull_min(1.5, scale=2)),
-    D("triangular", {"left": -1.0, "mode": 0.5, "right": 2.0}, ("left", "mode", "right"), rtol=1e-6, atol=1e-6,
-      law=lambda s: s.triang(0.5, -1, 3)),
+    D(
+        "weibull_min",
+        {"scale": 2.0, "concentration": 1.5},
+        ("scale", "concentration"),
+        rtol=1e-6,
+        law=lambda s: s.weibull_min(1.5, scale=2),
+    ),
+    D(
+        "triangular",
+        {"left": -1.0, "mode": 0.5, "right": 2.0},
+        ("left", "mode", "right"),
+        rtol=1e-6,
+        atol=1e-6,
+        law=lambda s: s.triang(0.5, -1, 3),
+    ),
     D("double_sided_maxwell", {"loc": 0.5, "scale": 2.0}, ("loc", "scale"), rtol=1e-6, atol=1e-6),
     D("wald", {"mean": 1.5}, ("mean",), rtol=1e-3, atol=1e-5, law=lambda s: s.invgauss(1.5)),  # by cancellation
     D("gamma", {"a": 0.3}, ("a",), **WIDE, law=lambda s: s.gamma(0.3)),
@@ -82,6 +93,13 @@ DISTRIBUTIONS = [
     D("dirichlet", {"alpha": [0.5, 1.0, 3.0]}, ("alpha",), **WIDE, vector=3, event=1),
     D("ball", {"d": 3, "p": 2.0}, ("p",), **WIDE, vector=3),
     D("ball", {"d": 2, "p": 1.0}, **WIDE, vector=2),
-    D("multivariate_normal", {"mean": [1.0, -1.0, 0.5], "cov": COV}, ("mean", "cov"), rtol=2e-6, atol=1e-6, vector=3,
-      event=2),
-]  # fmt: skip
+    D(
+        "multivariate_normal",
+        {"mean": [1.0, -1.0, 0.5], "cov": COV},
+        ("mean", "cov"),
+        rtol=2e-6,
+        atol=1e-6,
+        vector=3,
+        event=2,
+    ),
+]

@@ -202,11 +202,32 @@ def mixture_of_experts(p, x, d, t):
 @program(lambda: {"x": randn(7, 10), "y": randn(10)}, lambda: 0.5, lambda d, t: ({"x": P(d, t), "y": P(t)}, P()))
 def elementwise(p, c, d, t):
     x, y = p["x"], p["y"]
-    return [x + y, c * x.sin(), (x * y).exp().clamp(max=3), x / (1 + y**2), torch.where(x > y, x, -y), F.silu(x),
-            x.pow(3), -x.abs().sqrt(), torch.maximum(x, y), torch.lerp(x, y.expand(7, 10), 0.3), x.add(y, alpha=2),
-            2 - x, x.detach() // 0.5, x.sign(), torch.addcmul(x, x, y), x.float().double(), x.isnan(),
-            (x > 0) & (y > 0), F.leaky_relu(x), x % 2, F.softplus(x), x.nan_to_num(), x.round(),
-            torch.atan2(x, y)]  # fmt: skip
+    return [
+        x + y,
+        c * x.sin(),
+        (x * y).exp().clamp(max=3),
+        x / (1 + y**2),
+        torch.where(x > y, x, -y),
+        F.silu(x),
+        x.pow(3),
+        -x.abs().sqrt(),
+        torch.maximum(x, y),
+        torch.lerp(x, y.expand(7, 10), 0.3),
+        x.add(y, alpha=2),
+        2 - x,
+        x.detach() // 0.5,
+        x.sign(),
+        torch.addcmul(x, x, y),
+        x.float().double(),
+        x.isnan(),
+        (x > 0) & (y > 0),
+        F.leaky_relu(x),
+        x % 2,
+        F.softplus(x),
+        x.nan_to_num(),
+        x.round(),
+        torch.atan2(x, y),
+    ]
 
 
 @program(lambda: randn(7, 10, 3), lambda: None, lambda d, t: (P(t, d), P()))
@@ -216,46 +237,127 @@ def reductions(x, _, d, t):
         "mean": [x.mean(), x.mean(0), x.mean((0, 1), keepdim=True)],
         "spread": [x.var(0), x.std(), x.var((1, 2), correction=0), *torch.var_mean(x, 1)],
         "norms": [x.norm(), x.norm(dim=1), torch.linalg.vector_norm(x, ord=3, dim=(0, 1)), x.abs().norm(1)],
-        "extremes": [x.amax(0), x.amin((0, 1)), x.max(), x.min(1).values, x.max(0).indices, x.argmin(), x.argmax(1),
-                     x.aminmax(dim=0)],
-        "other": [x.logsumexp(0), x.logsumexp((0, 1)), x.prod(1), (x > 0).any(0), (x > -9).all(), x.median(),
-                  x.count_nonzero(), x.nansum(0), x.softmax(0), x.log_softmax(1),
-                  x.trace() if x.ndim == 2 else x.select(2, 0).mT.matmul(x.select(2, 1)).trace()],
-    }  # fmt: skip
+        "extremes": [
+            x.amax(0),
+            x.amin((0, 1)),
+            x.max(),
+            x.min(1).values,
+            x.max(0).indices,
+            x.argmin(),
+            x.argmax(1),
+            x.aminmax(dim=0),
+        ],
+        "other": [
+            x.logsumexp(0),
+            x.logsumexp((0, 1)),
+            x.prod(1),
+            (x > 0).any(0),
+            (x > -9).all(),
+            x.median(),
+            x.count_nonzero(),
+            x.nansum(0),
+            x.softmax(0),
+            x.log_softmax(1),
+            x.trace() if x.ndim == 2 else x.select(2, 0).mT.matmul(x.select(2, 1)).trace(),
+        ],
+    }
 
 
 @program(lambda: randn(7, 10), lambda: None, lambda d, t: (P(d, t), P()), exact=True)
 def along_a_dim(x, _, d, t):
-    return [x.cumsum(0), x.cumsum(1), x.cumprod(1), x.flip(0), x.flip(0, 1), x.roll(2, 0), x.roll((1, 3), (0, 1)),
-            x.sort(0).values, x.sort(1, descending=True).indices, x.topk(3, 0).values, x.argsort(1), x.diff(dim=0),
-            x.logcumsumexp(0), x.cummax(0).values, x.kthvalue(2, 0).values, x.unfold(0, 3, 2), x.tril(), x.triu(1),
-            x.diagonal(), x.rot90()]  # fmt: skip
+    return [
+        x.cumsum(0),
+        x.cumsum(1),
+        x.cumprod(1),
+        x.flip(0),
+        x.flip(0, 1),
+        x.roll(2, 0),
+        x.roll((1, 3), (0, 1)),
+        x.sort(0).values,
+        x.sort(1, descending=True).indices,
+        x.topk(3, 0).values,
+        x.argsort(1),
+        x.diff(dim=0),
+        x.logcumsumexp(0),
+        x.cummax(0).values,
+        x.kthvalue(2, 0).values,
+        x.unfold(0, 3, 2),
+        x.tril(),
+        x.triu(1),
+        x.diagonal(),
+        x.rot90(),
+    ]
 
 
 @program(lambda: randn(6, 10, 4), lambda: None, lambda d, t: (P(d, t), P()), exact=True)
 def shapes(x, _, d, t):
-    return [x.reshape(60, 4), x.reshape(6, 40), x.reshape(-1), x.view(2, 3, 10, 4), x.view(6, 5, 2, 4), x.flatten(1),
-            x.unflatten(1, (2, 5)), x.transpose(0, 1), x.permute(2, 0, 1), x.movedim(0, -1), x.mT, x[:, None],
-            x.unsqueeze(-1).squeeze(-1), x.expand(2, 6, 10, 4), x.repeat(2, 1, 3), x.repeat_interleave(2, 1),
-            torch.cat([x, x * 2], 0), torch.cat([x, x[:1]], 0),
-            torch.stack([x, -x], 1),
-            *x.split(4, 1), *x.chunk(3, 0), *x.unbind(2), F.pad(x, (1, 2)), F.pad(x, (0, 0, 3, 1)), x.tile(2),
-            torch.hstack([x, x]),
-            x.narrow(0, 1, 3), x.swapaxes(0, 2).contiguous(), x.ravel(), x.reshape(3, 2, 10, 2, 2),
-            *torch.tensor_split(x, 4), torch.block_diag(x[0], x[1]), x.view_as(x), torch.broadcast_to(x[:1], x.shape),
-            x.reshape(10, 6, 4)]  # fmt: skip
+    return [
+        x.reshape(60, 4),
+        x.reshape(6, 40),
+        x.reshape(-1),
+        x.view(2, 3, 10, 4),
+        x.view(6, 5, 2, 4),
+        x.flatten(1),
+        x.unflatten(1, (2, 5)),
+        x.transpose(0, 1),
+        x.permute(2, 0, 1),
+        x.movedim(0, -1),
+        x.mT,
+        x[:, None],
+        x.unsqueeze(-1).squeeze(-1),
+        x.expand(2, 6, 10, 4),
+        x.repeat(2, 1, 3),
+        x.repeat_interleave(2, 1),
+        torch.cat([x, x * 2], 0),
+        torch.cat([x, x[:1]], 0),
+        torch.stack([x, -x], 1),
+        *x.split(4, 1),
+        *x.chunk(3, 0),
+        *x.unbind(2),
+        F.pad(x, (1, 2)),
+        F.pad(x, (0, 0, 3, 1)),
+        x.tile(2),
+        torch.hstack([x, x]),
+        x.narrow(0, 1, 3),
+        x.swapaxes(0, 2).contiguous(),
+        x.ravel(),
+        x.reshape(3, 2, 10, 2, 2),
+        *torch.tensor_split(x, 4),
+        torch.block_diag(x[0], x[1]),
+        x.view_as(x),
+        torch.broadcast_to(x[:1], x.shape),
+        x.reshape(10, 6, 4),
+    ]
 
 
 @program(lambda: randn(7, 10), lambda: ints(7, 4), lambda d, t: (P(d, t), P()), exact=True)
 def indexing(x, index, d, t):
     y = x.clone()
     y[y > 1] = 0.5
-    return [x[1:4], x[:, ::2], x[2], x[-1, 3], x[..., None], x[index], x[:, index], x[index, index],
-            x[index][:, index], x[x[:, 0] > 0], x[[0, 5]], x[2:3, -4:], y, x.index_select(1, index),
-            x.gather(0, index.expand(2, 4)), x.take(index), x.masked_select(x > 0),
-            torch.take_along_dim(x, index[None], 1), x.index_fill(0, index, 3.0),
-            x.index_copy(1, torch.tensor([8, 2]), x[:, :2]),
-            x[None, :, 1], x[:, [True, False] * 5]]  # fmt: skip
+    return [
+        x[1:4],
+        x[:, ::2],
+        x[2],
+        x[-1, 3],
+        x[..., None],
+        x[index],
+        x[:, index],
+        x[index, index],
+        x[index][:, index],
+        x[x[:, 0] > 0],
+        x[[0, 5]],
+        x[2:3, -4:],
+        y,
+        x.index_select(1, index),
+        x.gather(0, index.expand(2, 4)),
+        x.take(index),
+        x.masked_select(x > 0),
+        torch.take_along_dim(x, index[None], 1),
+        x.index_fill(0, index, 3.0),
+        x.index_copy(1, torch.tensor([8, 2]), x[:, :2]),
+        x[None, :, 1],
+        x[:, [True, False] * 5],
+    ]
 
 
 @program(
@@ -264,10 +366,18 @@ def indexing(x, index, d, t):
 def scattering(p, index, d, t):
     x, u = p["x"], p["u"]
     where = index[:, None].expand(4, 5)
-    return [x.scatter_add(0, where, u), x.index_add(0, index, u), x.scatter(1, ints(5, 7, 2), 3.0),
-            x.index_put((index,), u, accumulate=True), torch.zeros(7, 5, dtype=x.dtype).scatter_add(0, where, u),
-            x.scatter_reduce(0, where, u, "amax"), torch.bincount(index, minlength=7), x.gather(1, ints(5, 7, 3)),
-            F.embedding(index, x), F.embedding_bag(index[None], x)]  # fmt: skip
+    return [
+        x.scatter_add(0, where, u),
+        x.index_add(0, index, u),
+        x.scatter(1, ints(5, 7, 2), 3.0),
+        x.index_put((index,), u, accumulate=True),
+        torch.zeros(7, 5, dtype=x.dtype).scatter_add(0, where, u),
+        x.scatter_reduce(0, where, u, "amax"),
+        torch.bincount(index, minlength=7),
+        x.gather(1, ints(5, 7, 3)),
+        F.embedding(index, x),
+        F.embedding_bag(index[None], x),
+    ]
 
 
 @program(
@@ -277,13 +387,28 @@ def scattering(p, index, d, t):
 )
 def contractions(p, _, d, t):
     a, b, c, v = p["a"], p["b"], p["c"], p["v"]
-    return [a @ b, a @ v, v @ b, v @ v, c @ b, a @ c.mT, torch.einsum("ik,kj->ji", a, b),
-            torch.einsum("bik,ik->b", c, a), torch.einsum("bik,kj,ik->bj", c, b, a),
-            torch.addmm(b[:, :1].mT.expand(7, 10) @ b, a, b, beta=0.5, alpha=2), torch.outer(v, v),
-            torch.bmm(c, c.mT), F.linear(c, b.mT, b[0]), torch.tensordot(c, a, 2),
-            F.bilinear(a, a, c.new_ones(2, 10, 10)), torch.kron(v, v),
-            torch.linalg.multi_dot([a, b, b.mT]), F.cosine_similarity(a, a + v),
-            torch.cdist(a, a + 1), torch.inner(a, a)]  # fmt: skip
+    return [
+        a @ b,
+        a @ v,
+        v @ b,
+        v @ v,
+        c @ b,
+        a @ c.mT,
+        torch.einsum("ik,kj->ji", a, b),
+        torch.einsum("bik,ik->b", c, a),
+        torch.einsum("bik,kj,ik->bj", c, b, a),
+        torch.addmm(b[:, :1].mT.expand(7, 10) @ b, a, b, beta=0.5, alpha=2),
+        torch.outer(v, v),
+        torch.bmm(c, c.mT),
+        F.linear(c, b.mT, b[0]),
+        torch.tensordot(c, a, 2),
+        F.bilinear(a, a, c.new_ones(2, 10, 10)),
+        torch.kron(v, v),
+        torch.linalg.multi_dot([a, b, b.mT]),
+        F.cosine_similarity(a, a + v),
+        torch.cdist(a, a + 1),
+        torch.inner(a, a),
+    ]
 
 
 @program(
@@ -294,12 +419,20 @@ def losses(x, data, d, t):
     out = []
     for reduction in ("mean", "sum", "none"):
         r, batch = {"reduction": reduction}, reduction.replace("mean", "batchmean")
-        out += [F.mse_loss(x, y, **r), F.l1_loss(x, y, **r), F.smooth_l1_loss(x, y, **r), F.huber_loss(x, y, **r),
-                F.soft_margin_loss(x, 2 * k - 1, **r), F.binary_cross_entropy(x.sigmoid(), k, **r),
-                F.binary_cross_entropy_with_logits(x, k, **r),
-                F.kl_div(x, y.softmax(-1), reduction=batch),
-                F.cross_entropy(x, y.softmax(-1), **r), F.cross_entropy(x, y.argmax(1), label_smoothing=0.1, **r),
-                F.poisson_nll_loss(x, k, **r), F.gaussian_nll_loss(x, y, k + 1, **r)]  # fmt: skip
+        out += [
+            F.mse_loss(x, y, **r),
+            F.l1_loss(x, y, **r),
+            F.smooth_l1_loss(x, y, **r),
+            F.huber_loss(x, y, **r),
+            F.soft_margin_loss(x, 2 * k - 1, **r),
+            F.binary_cross_entropy(x.sigmoid(), k, **r),
+            F.binary_cross_entropy_with_logits(x, k, **r),
+            F.kl_div(x, y.softmax(-1), reduction=batch),
+            F.cross_entropy(x, y.softmax(-1), **r),
+            F.cross_entropy(x, y.argmax(1), label_smoothing=0.1, **r),
+            F.poisson_nll_loss(x, k, **r),
+            F.gaussian_nll_loss(x, y, k + 1, **r),
+        ]
     return out
 
 
@@ -321,9 +454,18 @@ def in_place(x, _, d, t):
 @program(lambda: randn(6, 6), lambda: None, lambda d, t: (P(d, t), P()))
 def linear_algebra(x, _, d, t):
     a = x @ x.mT + 6 * torch.eye(6, dtype=x.dtype)
-    return [torch.linalg.cholesky(a), torch.linalg.solve(a, x), torch.linalg.inv(a), torch.logdet(a),
-            torch.linalg.eigvalsh(a), torch.matrix_exp(x / 9), torch.linalg.det(x), torch.linalg.matrix_norm(x),
-            torch.trapezoid(x, dim=0), torch.fft.rfft(x, dim=0).abs()]  # fmt: skip
+    return [
+        torch.linalg.cholesky(a),
+        torch.linalg.solve(a, x),
+        torch.linalg.inv(a),
+        torch.logdet(a),
+        torch.linalg.eigvalsh(a),
+        torch.matrix_exp(x / 9),
+        torch.linalg.det(x),
+        torch.linalg.matrix_norm(x),
+        torch.trapezoid(x, dim=0),
+        torch.fft.rfft(x, dim=0).abs(),
+    ]
 
 
 # --- what belongs to the programming model ----------------------------------------------------------------------------
@@ -354,9 +496,13 @@ def dropout(p, data, d, t):
 def draws(x, key, d, t):
     keys = random.split(key, 5)
     spec = P(d, t)
-    return [x * random.normal(keys[0], (7,), torch.float64, spec=P(d)), random.uniform(keys[1], (7, 10), spec=spec),
-            random.bernoulli(keys[2], 0.3, (7, 10), spec=spec), random.randint(keys[3], (7, 10), 0, 1000, spec=spec),
-            random.bits(keys[4], (13,)).to(torch.int64)]  # fmt: skip
+    return [
+        x * random.normal(keys[0], (7,), torch.float64, spec=P(d)),
+        random.uniform(keys[1], (7, 10), spec=spec),
+        random.bernoulli(keys[2], 0.3, (7, 10), spec=spec),
+        random.randint(keys[3], (7, 10), 0, 1000, spec=spec),
+        random.bits(keys[4], (13,)).to(torch.int64),
+    ]
 
 
 @program(two_layers, regression, lambda d, t: (tensor_parallel(t), P(d)))
@@ -414,10 +560,28 @@ def control_flow(x, data, d, t):
 @program(lambda: randn(7, 10), lambda: None, lambda d, t: (P(d, t), P()), exact=True)
 def mixed_dtypes(x, _, d, t):
     n = (x * 4).to(torch.int32)
-    return [n, n.sum(), n.sum(0), (n > 0).sum(1), n // 3, n.float() / 3, x.to(torch.bfloat16) + 1, x * n, (x > 0) * x,
-            n.to(torch.uint8).max(0).values, torch.complex(x, -x).real * 2, (x > 0).to(torch.int8).sum(0), n & 3,
-            ~(x > 0), n.bool().any(1), x.half().amax(1), n << 2, torch.arange(10) + n, torch.complex(x, x).abs(),
-            n.float().cumsum(0)]  # fmt: skip
+    return [
+        n,
+        n.sum(),
+        n.sum(0),
+        (n > 0).sum(1),
+        n // 3,
+        n.float() / 3,
+        x.to(torch.bfloat16) + 1,
+        x * n,
+        (x > 0) * x,
+        n.to(torch.uint8).max(0).values,
+        torch.complex(x, -x).real * 2,
+        (x > 0).to(torch.int8).sum(0),
+        n & 3,
+        ~(x > 0),
+        n.bool().any(1),
+        x.half().amax(1),
+        n << 2,
+        torch.arange(10) + n,
+        torch.complex(x, x).abs(),
+        n.float().cumsum(0),
+    ]
 
 
 @program(lambda: {"w": randn(10, 10) / 3}, lambda: randn(7, 10), lambda d, t: (P(t), P(d)))

@@ -58,8 +58,9 @@ def paste(blocks, spec, ranks):
     if spec.unreduced:
         blocks = psum(ranks, blocks, sorted(spec.unreduced))
     sizes = blocks[0].shape
-    whole = torch.zeros([size * math.prod(ranks.sizes[a] for a in axes) for size, axes in zip(sizes, rows)],
-                        dtype=blocks[0].dtype)  # fmt: skip
+    whole = torch.zeros(
+        [size * math.prod(ranks.sizes[a] for a in axes) for size, axes in zip(sizes, rows)], dtype=blocks[0].dtype
+    )
     mentioned = set(itertools.chain(*rows))
     for rank, block in enumerate(blocks):
         if all(place == 0 for axis, place in ranks.coordinates[rank].items() if axis not in mentioned):
@@ -112,8 +113,10 @@ def _piece(x, dim, at, n, tiled):
 
 
 def psum_scatter(ranks, xs, axes, *, scatter_dimension=0, tiled=False):
-    return [_piece(total, scatter_dimension, ranks.position(rank, axes), len(ranks.group(rank, axes)), tiled)
-            for rank, total in enumerate(psum(ranks, xs, axes))]  # fmt: skip
+    return [
+        _piece(total, scatter_dimension, ranks.position(rank, axes), len(ranks.group(rank, axes)), tiled)
+        for rank, total in enumerate(psum(ranks, xs, axes))
+    ]
 
 
 def all_to_all(ranks, xs, axes, *, split_axis, concat_axis, tiled=False):
@@ -142,8 +145,9 @@ def pcast(ranks, xs, axes, *, to):
     return xs
 
 
-COLLECTIVES = {f.__name__: f for f in (psum, pmean, pmax, pmin, all_gather, psum_scatter, all_to_all, ppermute,
-                                       pbroadcast, pcast)}  # fmt: skip
+COLLECTIVES = {
+    f.__name__: f for f in (psum, pmean, pmax, pmin, all_gather, psum_scatter, all_to_all, ppermute, pbroadcast, pcast)
+}
 
 
 def axis_index(ranks, axes):
@@ -210,8 +214,14 @@ class OneRank:
 def step(line, ranks, values):
     """Run one line on all ranks; `values` maps names to lists, one tensor a rank."""
     if line.collective is None:
-        out = [eval(line.text, {"torch": torch, "F": F, "vfn": OneRank, "Scaled": Scaled} |
-                    {name: blocks[rank] for name, blocks in values.items()}) for rank in range(len(ranks))]  # fmt: skip
+        out = [
+            eval(
+                line.text,
+                {"torch": torch, "F": F, "vfn": OneRank, "Scaled": Scaled}
+                | {name: blocks[rank] for name, blocks in values.items()},
+            )
+            for rank in range(len(ranks))
+        ]
         values[line.targets[0]] = out
     elif line.collective == "axis_index":
         values[line.targets[0]] = axis_index(ranks, line.axes)

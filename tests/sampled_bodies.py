@@ -106,16 +106,18 @@ class Case:
         ]
         head = [", ".join(x.name for x in packed) + " = " + ", ".join(f"p[{x.name!r}]" for x in packed)] * bool(packed)
         body = [f"{', '.join(line.targets)} = {line.text}" for line in self.lines]
-        return "\n".join([
-            f"def program({', '.join(x.name for x in self.inputs)}):",
-            f"    def body({parameters}):",
-            *(f"        {line}" for line in [*head, *body]),
-            f"        return {self._structure([name for name, _ in self.outputs])}",
-            f"    in_specs = ({', '.join(in_specs)},)",
-            f"    out_specs = {self._structure([repr(spec) for _, spec in self.outputs])}",
-            "    return vfn.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)"
-            f"({given})",
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                f"def program({', '.join(x.name for x in self.inputs)}):",
+                f"    def body({parameters}):",
+                *(f"        {line}" for line in [*head, *body]),
+                f"        return {self._structure([name for name, _ in self.outputs])}",
+                f"    in_specs = ({', '.join(in_specs)},)",
+                f"    out_specs = {self._structure([repr(spec) for _, spec in self.outputs])}",
+                "    return vfn.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)"
+                f"({given})",
+            ]
+        )
 
     def _structure(self, items):
         if self.nested:
@@ -148,9 +150,11 @@ class Case:
 
     def show(self):
         """The program with its mesh and inputs, to read and to run again."""
-        inputs = "".join(f"\n# {x.name}: {str(x.whole.dtype)[6:]}{list(x.whole.shape)}, "
-                         + ("captured" if x.spec is None else "plain" if x.lies is None else f"lies as {x.lies!r}")
-                         for x in self.inputs)  # fmt: skip
+        inputs = "".join(
+            f"\n# {x.name}: {str(x.whole.dtype)[6:]}{list(x.whole.shape)}, "
+            + ("captured" if x.spec is None else "plain" if x.lies is None else f"lies as {x.lies!r}")
+            for x in self.inputs
+        )
         mesh = ", ".join(f"{name}={size}" for name, size in zip(self.names, self.shape))
         kind = " (to be refused)" if self.refused else ""
         return f"# case {self.seed}{kind}: mesh ({mesh}){inputs}\n{self.text()}"
@@ -227,8 +231,11 @@ class Sampler:
 
     def pick(self, *, ndim=0, floats=True, plain=False, where=lambda value: True):
         """One of the values so far, late ones more often; None if there is none of that kind."""
-        found = [v for v in self.values if v.ndim >= ndim and v.is_float == floats and not v.unreduced
-                 and not (plain and v.reduced) and where(v)]  # fmt: skip
+        found = [
+            v
+            for v in self.values
+            if v.ndim >= ndim and v.is_float == floats and not v.unreduced and not (plain and v.reduced) and where(v)
+        ]
         return self.rng.choice(found[-5:] if self.rng.random() < 0.6 else found) if found else None
 
     def name(self):
@@ -251,8 +258,9 @@ class Sampler:
         step(line, self.ranks, values)
         found = [values[target] for target in line.targets]
         for blocks in found:
-            if blocks[0].numel() > MOST or any(not torch.isfinite(b.double()).all() or b.double().abs().amax() > 50
-                                               for b in blocks if b.numel()):  # fmt: skip
+            if blocks[0].numel() > MOST or any(
+                not torch.isfinite(b.double()).all() or b.double().abs().amax() > 50 for b in blocks if b.numel()
+            ):
                 return None
         self.case.lines.append(line)
         made = [Value(target, blocks, *t) for target, blocks, t in zip(line.targets, found, types, strict=True)]
@@ -344,8 +352,10 @@ class Sampler:
 
 def called(name, operand, said, parameters):
     """The text of a collective."""
-    given = [str(value) if key in ("split_axis", "concat_axis", "perm", "source") else f"{key}={value!r}"
-             for key, value in parameters.items()]  # fmt: skip
+    given = [
+        str(value) if key in ("split_axis", "concat_axis", "perm", "source") else f"{key}={value!r}"
+        for key, value in parameters.items()
+    ]
     return f"vfn.{name}({', '.join([operand, said, *given])})"
 
 
@@ -408,8 +418,11 @@ def with_weight(s):
         if s.rng.random() < 0.6:
             s.add("{0} @ {1}", a, s.captured(a.shape[-1], s.rng.choice([2, 3])))
         else:
-            s.add(s.rng.choice(["{0} * {1}", "{0} + {1}.tanh()", "F.layer_norm({0}, {1}.shape, {1}, eps=0.1)"]),
-                  a, s.captured(a.shape[-1]))  # fmt: skip
+            s.add(
+                s.rng.choice(["{0} * {1}", "{0} + {1}.tanh()", "F.layer_norm({0}, {1}.shape, {1}, eps=0.1)"]),
+                a,
+                s.captured(a.shape[-1]),
+            )
 
 
 def matmul(s):
@@ -445,8 +458,12 @@ def position(s):
     if a.ndim:
         size = a.shape[0]
         rest = "".join(f", {n}" for n in a.shape[1:])
-        kinds += [f"{{0}}[{{1}}[None] % {size}]",
-                  f"vfn.dynamic_slice({{0}}, ({{1}}{', 0' * (a.ndim - 1)}), ({min(size, 2)}{rest},))".replace("({1})", "({1},)")]  # fmt: skip
+        kinds += [
+            f"{{0}}[{{1}}[None] % {size}]",
+            f"vfn.dynamic_slice({{0}}, ({{1}}{', 0' * (a.ndim - 1)}), ({min(size, 2)}{rest},))".replace(
+                "({1})", "({1},)"
+            ),
+        ]
     s.add(s.rng.choice(kinds), a, k, fresh=bool(a.ndim and a.reduced))
 
 
@@ -462,8 +479,11 @@ def by_index(s):
         "{0}.sum() + {1}.double().sin()",
     ]
     if i.ndim == 1:
-        kinds += [f"{{0}}.index_select(0, {{1}}.abs() % {a.shape[0]})", "({1}[:, None] % 3 == torch.arange(3)) * {0}.mean()",
-                  "{0}.mean() * ({1} > 1).double()"]  # fmt: skip
+        kinds += [
+            f"{{0}}.index_select(0, {{1}}.abs() % {a.shape[0]})",
+            "({1}[:, None] % 3 == torch.arange(3)) * {0}.mean()",
+            "{0}.mean() * ({1} > 1).double()",
+        ]
         if i.shape[0] <= a.shape[0]:
             kinds += [f"torch.zeros_like({{0}}).index_add(0, {{1}}.abs() % {a.shape[0]}, {{0}}[:{i.shape[0]}])"]
     s.add(s.rng.choice(kinds), a, i)
@@ -623,8 +643,11 @@ def of_a_function(s):
     axes, said = s.axes(a)
     name, parameters = elementwise(s, axes, ["psum", "pmean", "ppermute", "pbroadcast"])
     target = s.name()
-    lines = [Line(["h"], f"torch.tanh({a.name}) * {b.name}"), Line(["h"], "", name, ["h"], axes, parameters),
-             Line([target], "h.sin()")]  # fmt: skip
+    lines = [
+        Line(["h"], f"torch.tanh({a.name}) * {b.name}"),
+        Line(["h"], "", name, ["h"], axes, parameters),
+        Line([target], "h.sin()"),
+    ]
     function = f"lambda t: {called(name, f'torch.tanh(t) * {b.name}', said, parameters)}.sin()"
     wrapped = s.rng.choice(["vfn.remat({})", "vfn.vmap({})", "vfn.vmap(vfn.remat({}))", "vfn.remat(vfn.vmap({}))"])
     varying = a.varying | b.varying
@@ -633,11 +656,30 @@ def of_a_function(s):
     s.ran(line, [(varying, frozenset(), frozenset())])
 
 
-STEPS, WEIGHTS = zip(*{
-    unary: 5, fresh: 2, one_dim: 6, binary: 5, with_weight: 3, matmul: 2, own_function: 1, position: 2, by_index: 2,
-    integers: 1, reduction: 6, gather: 4, scatter: 3, exchange: 3, permute: 3, broadcast: 1, cast: 1,
-    held_back: 1, gradient_inside: 2, of_a_function: 5,
-}.items())  # fmt: skip
+STEPS, WEIGHTS = zip(
+    *{
+        unary: 5,
+        fresh: 2,
+        one_dim: 6,
+        binary: 5,
+        with_weight: 3,
+        matmul: 2,
+        own_function: 1,
+        position: 2,
+        by_index: 2,
+        integers: 1,
+        reduction: 6,
+        gather: 4,
+        scatter: 3,
+        exchange: 3,
+        permute: 3,
+        broadcast: 1,
+        cast: 1,
+        held_back: 1,
+        gradient_inside: 2,
+        of_a_function: 5,
+    }.items()
+)
 
 
 # --- examining --------------------------------------------------------------------------------------------------------
@@ -669,8 +711,12 @@ class Wanted:
         self.case = case
         self.inputs = [x.whole for x in case.inputs]
         self.moving = tuple(k for k, x in enumerate(self.inputs) if x.is_floating_point())
-        self.tangents = [torch.cos(torch.arange(x.numel(), dtype=torch.float64) * (k + 1)).view(x.shape)
-                         if x.is_floating_point() else None for k, x in enumerate(self.inputs)]  # fmt: skip
+        self.tangents = [
+            torch.cos(torch.arange(x.numel(), dtype=torch.float64) * (k + 1)).view(x.shape)
+            if x.is_floating_point()
+            else None
+            for k, x in enumerate(self.inputs)
+        ]
 
     def forward(self):
         return self.case.reference(*self.inputs)
@@ -711,8 +757,13 @@ class Wanted:
 
     def entries(self):
         """Three sets of inputs, for `vmap`; every second input is the same in all."""
-        return [[x + 0.1 * n * self.tangents[k] if k in self.moving and k % 2 == 0 else x for k, x in enumerate(self.inputs)]
-                for n in range(3)]  # fmt: skip
+        return [
+            [
+                x + 0.1 * n * self.tangents[k] if k in self.moving and k % 2 == 0 else x
+                for k, x in enumerate(self.inputs)
+            ]
+            for n in range(3)
+        ]
 
     def vmap(self):
         return [torch.stack(row) for row in zip(*(self.case.reference(*inputs) for inputs in self.entries()))]
@@ -742,8 +793,10 @@ def _remat(f, w, given):
 
 
 def _tangents(w, given):
-    return [t if t is None or type(x) is torch.Tensor else vfn.shard(t, x.device_mesh, vfn.spec_of(x))
-            for t, x in zip(w.tangents, given)]  # fmt: skip
+    return [
+        t if t is None or type(x) is torch.Tensor else vfn.shard(t, x.device_mesh, vfn.spec_of(x))
+        for t, x in zip(w.tangents, given)
+    ]
 
 
 def _jvp(f, w, given):

@@ -370,8 +370,11 @@ def _fault_on_ranks(program, processes):
     specs = [spec(rng, len(shape), axes) for shape, _, _ in program.makers]
     rows = [[spec(rng, ndim, axes) for ndim in range(6)] for _ in STAYING]
     f = program.function({name: functools.partial(_laid, mesh, row) for name, row in zip(STAYING, rows)})
-    for how, g, on_one in (("", f, plain), ("donated: ", f, plain),
-                           ("derivative: ", _derivative(program, f), _derivative(program, plain))):  # fmt: skip
+    for how, g, on_one in (
+        ("", f, plain),
+        ("donated: ", f, plain),
+        ("derivative: ", _derivative(program, f), _derivative(program, plain)),
+    ):
         if g is None:
             continue
         where = f"{how}mesh {sizes}, {specs}"

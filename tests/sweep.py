@@ -68,12 +68,15 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[int], P | None]]] = {
 
 # Of even shards, for most sizes of the database are 5 and 10: what DTensor's own propagator is to be proved on.
 PROVING: dict[str, tuple[tuple[int, ...], Callable[[int], P | None]]] = {
-    **{f"dim {d} over {n}": ((n,), lambda ndim, d=d: P(*[None] * d, "a") if d < ndim else P())
-       for n in (5, 2) for d in (0, 1, 2)},
+    **{
+        f"dim {d} over {n}": ((n,), lambda ndim, d=d: P(*[None] * d, "a") if d < ndim else P())
+        for n in (5, 2)
+        for d in (0, 1, 2)
+    },
     "last over 5": ((5,), lambda ndim: P(*[None] * (ndim - 1), "a")),
     "last two over 5 and 2": ((5, 2), lambda ndim: P(*[None] * (ndim - 2), "a", "b") if ndim > 1 else P("b")),
     "first over 2, last over 5": ((2, 5), lambda ndim: P("a", *[None] * (ndim - 2), "b") if ndim > 1 else P("b")),
-}  # fmt: skip
+}
 
 
 def database() -> list[Any]:
@@ -105,8 +108,9 @@ def lay(x: torch.Tensor, mesh: Any, spec: Callable[[int], P | None]) -> torch.Te
     target = spec(x.ndim)
     if target is None and x.dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64):
         with torch.no_grad():  # parts that differ and add up exactly: 2x and -x
-            parts = torch.stack([torch.where(torch.isfinite(value), 2 * value, value),
-                                 torch.where(torch.isfinite(value), -value, 0)]).to(x.dtype)  # fmt: skip
+            parts = torch.stack(
+                [torch.where(torch.isfinite(value), 2 * value, value), torch.where(torch.isfinite(value), -value, 0)]
+            ).to(x.dtype)
             out = vfn.shard(parts, mesh, P("a")).sum(0, dtype=x.dtype)
     else:
         out = vfn.shard(value, mesh, P() if target is None or x.ndim == 0 else target)
@@ -247,8 +251,11 @@ def run_view(op: Any, sample: Any, make: Any) -> Any:
     if not isinstance(sample.input, torch.Tensor) or op.name.startswith("unsafe_"):
         return None  # writes through unsafe_split are undefined
     with torch.no_grad():
-        if not any(aliases(o, x) for x in [plain(sample.input)]
-                   for o in tensors(op(x, *fresh(sample.args, plain), **fresh(sample.kwargs, plain)))):  # fmt: skip
+        if not any(
+            aliases(o, x)
+            for x in [plain(sample.input)]
+            for o in tensors(op(x, *fresh(sample.args, plain), **fresh(sample.kwargs, plain)))
+        ):
             return None
         first, args, kwargs = fresh((sample.input, sample.args, sample.kwargs), make)
         outs = tensors(op(first, *args, **kwargs))

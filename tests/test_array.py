@@ -24,9 +24,24 @@ from vescale_fn._core.distributed.blocks import Blocks
 from vescale_fn._core.sharding import index_map
 from vescale_fn.errors import InPlaceError, MeshError, RankError, SpecError, TypingError
 
-DTYPES = [torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
-          torch.uint64, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32, torch.float64,
-          torch.complex64, torch.complex128]  # fmt: skip
+DTYPES = [
+    torch.bool,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+]
 LAYOUTS = [P(), P("dp"), P("tp"), P(("dp", "tp")), P(("tp", "dp")), P("dp", "tp"), P("tp", "dp"), P(None, "dp")]
 
 
@@ -92,7 +107,11 @@ def test_a_tree_with_everything_in_it(m) -> None:
     }
     out = vfn.shard(tree, m, P())
     assert {k: v for k, v in out.items() if k in ("none", "n", "flag", "name")} == {
-        "none": None, "n": 3, "flag": True, "name": "adam"}  # fmt: skip
+        "none": None,
+        "n": 3,
+        "flag": True,
+        "name": "adam",
+    }
     assert isinstance(out["w"], vfn.Array)
     assert isinstance(out["key"].data, vfn.Array)
     back = vfn.unshard(out)

@@ -225,181 +225,221 @@ MISTAKES: dict[str, tuple[Any, Any, Any, str]] = {  # what is wrong, what is rig
     "a forgotten psum": (
         on_ranks(matmul_without_psum, *TENSOR_PARALLEL, out=P("dp"), check_vma=False),
         on_ranks(matmul_with_psum, *TENSOR_PARALLEL, out=P("dp")),
-        (X, W, B), """
+        (X, W, B),
+        """
   * out is on each rank of 'tp' only a part of the sum
   * gradient of w is 1/4 times the one-device value (4 = size of axis 'tp')
   * the runs part at the results of shard_map(matmul_without_psum)
       operand 0 (matmul, <return x @ w>): f32[8@dp,3], on each rank of 'tp' a part of the sum
       out_specs says that all ranks of 'tp' hold the same, but each holds its part of a sum
-  Instead: vfn.psum(x, 'tp') of what the body returns"""),
+  Instead: vfn.psum(x, 'tp') of what the body returns""",
+    ),
     "a forgotten pmean": (
         on_ranks(gradient_of_the_mean, P(), P("dp"), check_vma=False),
         on_ranks(gradient_of_the_mean, P(), P("dp")),
-        (W, X), """
+        (W, X),
+        """
   * out is on each rank of 'dp' only the mean of a part
   * the runs part at the results of shard_map(gradient_of_the_mean)
       operand 0 (grad, <return vfn.grad(mean_then_pmean)(w, x)>): f32[12,3], on each rank of 'dp' the mean of its block
       out_specs says that all ranks of 'dp' hold the same, but each holds the mean of its own block
-  Instead: vfn.pmean(x, 'dp') of what the body returns"""),
+  Instead: vfn.pmean(x, 'dp') of what the body returns""",
+    ),
     "a doubled psum": (
         on_ranks(summed_twice, *TENSOR_PARALLEL, out=P("dp")),
         on_ranks(bias_after_the_sum, *TENSOR_PARALLEL, out=P("dp")),
-        (X, W, B), """
+        (X, W, B),
+        """
   * gradient of w is 4 times the one-device value (4 = size of axis 'tp')
   * the runs part at psum, <return vfn.psum(y, "tp") + b>
       operand 0 (psum, here): f32[8@dp,3], each rank its block
       the ranks hold the whole value already, so that the sum counts it once for each of them
   Instead: leave it out (a gradient by a value that is the same on all ranks is summed already), or in_specs that split \
-over 'tp' what is summed"""),
+over 'tp' what is summed""",
+    ),
     "in_specs that leave a contraction whole": (
         on_ranks(matmul_with_psum, P("dp"), P(), P(), out=P("dp"), check_vma=False),
         on_ranks(matmul_with_psum, *TENSOR_PARALLEL, out=P("dp")),
-        (X, W, B), """
+        (X, W, B),
+        """
   * out is 4 times the one-device value (4 = size of axis 'tp')
   * the runs part at psum, <return vfn.psum(x @ w, "tp")>
       operand 0 (matmul, here): f32[8@dp,3], each rank its block
       the ranks hold the whole value already, so that the sum counts it once for each of them
   Instead: leave it out (a gradient by a value that is the same on all ranks is summed already), or in_specs that split \
-over 'tp' what is summed"""),
+over 'tp' what is summed""",
+    ),
     "a psum of a gradient that is summed": (
         on_ranks(psum_of_a_summed_gradient, P(), P("dp")),
         on_ranks(gradient_of_the_mean, P(), P("dp")),
-        (W, X), """
+        (W, X),
+        """
   * out is 2 times the one-device value (2 = size of axis 'dp')
   * the runs part at psum, <return vfn.psum(gradient, "dp")>
       operand 0 (grad, here): f32[12,3], the same on all ranks
-      the ranks hold the whole value already, so that the sum counts it once for each of them"""),
+      the ranks hold the whole value already, so that the sum counts it once for each of them""",
+    ),
     "a pmean of a gradient that is summed": (
         on_ranks(pmean_of_a_summed_gradient, P(), P("dp")),
         on_ranks(gradient_of_the_mean, P(), P("dp")),
-        (W, X), """
+        (W, X),
+        """
   * out is 2 times the one-device value (2 = size of axis 'dp')
   * the runs part at grad, <gradient = vfn.grad(lambda w: (x @ w).square().mean())(w)>
       operand 0 (mean, here): f32[], on each rank of 'dp' the mean of its block
       operand 1: f32[12,3], the same on all ranks
       what is differentiated is, on each rank of 'dp', the mean of its own block; by a value that is the same on all \
 ranks, the gradients of all of them are added up
-  Instead: vfn.pmean(loss, 'dp') in the function that is differentiated"""),
+  Instead: vfn.pmean(loss, 'dp') in the function that is differentiated""",
+    ),
     "a mean over local batches, summed": (
         on_ranks(mean_then_psum, P(), P("dp")),
         on_ranks(mean_then_pmean, P(), P("dp")),
-        (W, X), """
+        (W, X),
+        """
   * out is 2 times the one-device value (2 = size of axis 'dp')
   * gradient of w is 2 times the one-device value (2 = size of axis 'dp')
   * the runs part at psum, <return vfn.psum(loss, "dp")>
       operand 0 (mean, here): f32[], on each rank of 'dp' the mean of its block
       these are means over the ranks' blocks, and their sum is 2 times the mean
-  Instead: vfn.pmean(x, 'dp')"""),
+  Instead: vfn.pmean(x, 'dp')""",
+    ),
     "the mean of partial sums": (
         on_ranks(sum_then_pmean, P(), P("dp")),
         on_ranks(sum_then_psum, P(), P("dp")),
-        (W, X), """
+        (W, X),
+        """
   * out is 1/2 times the one-device value (2 = size of axis 'dp')
   * the runs part at pmean, <return vfn.pmean((x @ w).square().sum(), "dp")>
       operand 0 (sum, here): f32[], on each rank of 'dp' a part of the sum
       these are parts of a sum, and their mean is 1/2 of it
-  Instead: vfn.psum(x, 'dp')"""),
+  Instead: vfn.psum(x, 'dp')""",
+    ),
     "a bias that is added on every rank": (
         on_ranks(bias_before_the_sum, *TENSOR_PARALLEL, out=P("dp")),
         on_ranks(bias_after_the_sum, *TENSOR_PARALLEL, out=P("dp")),
-        (X, W, B), """
+        (X, W, B),
+        """
   * gradient of b is 4 times the one-device value (4 = size of axis 'tp')
   * the runs part at add, <y = x @ w + b>
       operand 0 (matmul, here): f32[8@dp,3], on each rank of 'tp' a part of the sum
       operand 1: f32[3], the same on all ranks
       operand 1 is added on every rank of 'tp', so that the sum counts it 4 times
-  Instead: add it after vfn.psum(x, 'tp')"""),
+  Instead: add it after vfn.psum(x, 'tp')""",
+    ),
     "a bias in linear": (
         on_ranks(linear_with_bias, *TENSOR_PARALLEL, out=P("dp")),
         on_ranks(bias_after_the_sum, *TENSOR_PARALLEL, out=P("dp")),
-        (X, W, B), """
+        (X, W, B),
+        """
   * gradient of b is 4 times the one-device value (4 = size of axis 'tp')
   * the runs part at linear, <return vfn.psum(torch.nn.functional.linear(x, w.T, b), "tp")>
-      operand 2 is added on every rank of 'tp', so that the sum counts it 4 times"""),
+      operand 2 is added on every rank of 'tp', so that the sum counts it 4 times""",
+    ),
     "a number that is added on every rank": (
         on_ranks(one_added_before_the_sum, *TENSOR_PARALLEL, out=P("dp")),
         on_ranks(matmul_with_psum, *TENSOR_PARALLEL, out=P("dp")),
-        (X, W, B), """
+        (X, W, B),
+        """
   * out differs by 3 (relative 0.16)
   * the runs part at add, <return vfn.psum(x @ w + 1, "tp")>
-      the number is added on every rank of 'tp', so that the sum counts it 4 times"""),
+      the number is added on every rank of 'tp', so that the sum counts it 4 times""",
+    ),
     "a nonlinear function of partial sums": (
         on_ranks(relu_before_the_sum, *TENSOR_PARALLEL, out=P("dp")),
         on_ranks(relu_after_the_sum, *TENSOR_PARALLEL, out=P("dp")),
-        (X, W, B), """
+        (X, W, B),
+        """
   * the runs part at relu, <return vfn.psum(torch.relu(x @ w), "tp")>
       on each rank of 'tp' it is applied to a part of the sum, not to the whole
-  Instead: vfn.psum(x, 'tp') before it"""),
+  Instead: vfn.psum(x, 'tp') before it""",
+    ),
     "blocks of a contraction that do not belong together": (
         on_ranks(product, P(None, ("tp", "dp")), BOTH),
         on_ranks(product, P(None, ("dp", "tp")), BOTH),
-        SQUARE, """
+        SQUARE,
+        """
   * out differs by 13 (relative 0.35)
   * gradient of x holds the same numbers in another order
   * the runs part at matmul, <return vfn.psum(x @ w, ("dp", "tp"))>
       operand 0: f32[3,16@tp+dp], each rank its block
       operand 1: f32[16@dp+tp,5], each rank its block
       blocks meet that do not belong together: operand 0 over 'tp' x 'dp' and operand 1 over 'dp' x 'tp'
-  Instead: in_specs that split the dims which meet over the same axes, in the same order"""),
+  Instead: in_specs that split the dims which meet over the same axes, in the same order""",
+    ),
     "blocks gathered in another order": (
         on_ranks(gathered_in_another_order, BOTH),
         on_ranks(gathered, BOTH),
-        (SQUARE[1],), """
+        (SQUARE[1],),
+        """
   * out holds the same numbers in another order
   * the runs part at all_gather, <return vfn.all_gather(x, ("tp", "dp"), tiled=True, to="invarying")>
       operand 0: f32[16@dp+tp,5], each rank its block
       the numbers are the same, in another order
-  Instead: the axes of a tuple in one order, in the spec and in the collective: major first"""),
+  Instead: the axes of a tuple in one order, in the spec and in the collective: major first""",
+    ),
     "the same mask on each rank": (
         on_ranks(same_mask_on_each_rank, P(), P("dp"), out=P("dp")),
         on_ranks(own_part_of_the_mask, P(), P("dp"), out=P("dp")),
-        (K, X), """
+        (K, X),
+        """
   * the runs part at random.dropout, <return dropout(k, x, 0.5)>
       operand 0: i32[2], the same on all ranks
       operand 1: f32[8@dp,12], each rank its block
       with one key on all ranks each draws the same numbers for its own block; one device draws for the whole
-  Instead: spec=P('dp') in the draw, by which each rank draws its block of the one whole draw"""),
+  Instead: spec=P('dp') in the draw, by which each rank draws its block of the one whole draw""",
+    ),
     "the same noise on each rank": (
         on_ranks(same_noise_on_each_rank, P(), P("dp"), out=P("dp")),
         on_ranks(own_part_of_the_noise, P(), P("dp"), out=P("dp")),
-        (K, X), """
+        (K, X),
+        """
   * the runs part at random draw, <return x + normal(k, x.shape)>
-  Instead: spec=P(...) in the draw, by which each rank draws its block of the one whole draw"""),
+  Instead: spec=P(...) in the draw, by which each rank draws its block of the one whole draw""",
+    ),
     "clipping by local norms": (
         on_ranks(clipped_by_the_local_norm, P("tp"), out=P("tp")),
         on_ranks(clipped_by_the_norm, P("tp"), out=P("tp")),
-        (W,), """
+        (W,),
+        """
   * out is the one-device value times another factor on each rank: 1.906, 2.267, 2.125, 1.8; \
 its norm is sqrt(4) = 2 times the one-device value (4 = size of axis 'tp')
   * the runs part at norm, <norm = g.norm()>
       operand 0: f32[12@tp,3], each rank its block
       each rank of 'tp' applies it to its own block, where one device has the whole
-  Instead: vfn.psum(x.square().sum(), 'tp').sqrt()"""),
+  Instead: vfn.psum(x.square().sum(), 'tp').sqrt()""",
+    ),
     "a local RMS": (
         on_ranks(local_rms, P(None, "tp"), out=P(None, "tp")),
         on_ranks(global_rms, P(None, "tp"), out=P(None, "tp")),
-        (X,), """
+        (X,),
+        """
   * the runs part at rsqrt, <return x * torch.rsqrt(scale)>
       operand 0 (mean, here): f32[8,1], on each rank of 'tp' the mean of its block
       on each rank of 'tp' it is applied to the mean of its own block, not to the whole
-  Instead: vfn.pmean(x, 'tp') before it"""),
+  Instead: vfn.pmean(x, 'tp') before it""",
+    ),
     "a local softmax": (
         on_ranks(local_softmax, P(None, "tp"), out=P(None, "tp")),
         on_ranks(global_softmax, P(None, "tp"), out=P(None, "tp")),
-        (X,), """
+        (X,),
+        """
   * the runs part at softmax, <return torch.softmax(x, -1)>
       each rank of 'tp' applies it to its own block, where one device has the whole
-  Instead: m = vfn.pmax(x.detach().amax(dim), 'tp'), and vfn.psum((x - m).exp().sum(dim), 'tp')"""),
+  Instead: m = vfn.pmax(x.detach().amax(dim), 'tp'), and vfn.psum((x - m).exp().sum(dim), 'tp')""",
+    ),
     "one value a rank": (
         on_ranks(own_loss, P(), P("dp"), out=P("dp")),
         on_ranks(mean_then_pmean, P(), P("dp")),
-        (W, X), """
+        (W, X),
+        """
   * out has shape [2] on the mesh, [1] on one device: along dim 0 out_specs puts one block of each rank of 'dp'
   * the runs part at the results of shard_map(own_loss)
       operand 0 (__getitem__, <return (x @ w).square().mean()[None]>): f32[1], on each rank of 'dp' the mean of its block
       out_specs puts side by side what the ranks of 'dp' hold, and each holds the mean of its own block
-  Instead: vfn.pmean(x, 'dp') of what the body returns, and out_specs=P()"""),
-}  # fmt: skip
+  Instead: vfn.pmean(x, 'dp') of what the body returns, and out_specs=P()""",
+    ),
+}
 
 
 def assert_says(text: str, lines: str) -> None:
@@ -468,8 +508,14 @@ def test_the_report_of_equal_runs() -> None:
 
 # --- real ranks -------------------------------------------------------------------------------------------------------
 
-ON_REAL_RANKS = ["a forgotten psum", "a doubled psum", "a pmean of a gradient that is summed", "the same mask on each rank",
-                 "a bias that is added on every rank", "clipping by local norms"]  # fmt: skip
+ON_REAL_RANKS = [
+    "a forgotten psum",
+    "a doubled psum",
+    "a pmean of a gradient that is summed",
+    "the same mask on each rank",
+    "a bias that is added on every rank",
+    "clipping by local norms",
+]
 
 
 def audits(debug: bool) -> list[str]:
@@ -518,10 +564,13 @@ def test_a_fault_that_shows_only_in_the_gradient_of_a_tiny_leaf() -> None:
     p = {"big": B, "none": None, "n": torch.tensor(3), "tiny": torch.tensor([1e-5])}
     with vfn.simulate(8):
         said = message(on_ranks(f, P("dp"), P(), P(), out=P("dp")), X, W, p, mesh=vfn.make_mesh(*MESH))
-    assert_says(said, """\
+    assert_says(
+        said,
+        """\
 check(f): 1 of 5 values differs between one device and the mesh (dp=2, tp=4)
   * gradient of p['tiny'] is 2 times the one-device value (2 = size of axis 'dp')
-  * the runs part in the backward pass of mul, <return x @ w + p["big"] + p["tiny"] * vfn.axis_size("dp")>""")  # fmt: skip
+  * the runs part in the backward pass of mul, <return x @ w + p["big"] + p["tiny"] * vfn.axis_size("dp")>""",
+    )
 
 
 def test_the_gradient_of_what_a_function_closes_over_is_compared() -> None:
@@ -535,10 +584,18 @@ def test_the_gradient_of_what_a_function_closes_over_is_compared() -> None:
     with vfn.simulate(4):
         mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
         found = vfn.check(scaled, X, mesh=mesh, spec=P("dp"))
-        assert [row.path for row in found.rows] == ["out", "gradient of x", "gradient of model.weight (closed over)",
-            "gradient of model.bias (closed over)", "gradient of scale (closed over)"]  # fmt: skip
+        assert [row.path for row in found.rows] == [
+            "out",
+            "gradient of x",
+            "gradient of model.weight (closed over)",
+            "gradient of model.bias (closed over)",
+            "gradient of scale (closed over)",
+        ]
         assert [row.path for row in vfn.check(model, X, mesh=mesh).rows][1:] == [
-            "gradient of input", "gradient of weight (closed over)", "gradient of bias (closed over)"]  # fmt: skip
+            "gradient of input",
+            "gradient of weight (closed over)",
+            "gradient of bias (closed over)",
+        ]
         assert len(vfn.check(scaled, X.long().float(), mesh=mesh, gradients=False).rows) == 1
         said = message(on_ranks(scaled, P("dp"), out=P("dp")), X, mesh=mesh)
     assert "1 of 5 values differs" in said
@@ -554,13 +611,16 @@ def test_a_fault_on_one_rank_only() -> None:
 
     with vfn.simulate(4):
         said = message(on_ranks(f, P("dp"), out=P("dp")), X, mesh=vfn.make_mesh((4,), ("dp",)))
-    assert_says(said, """
+    assert_says(
+        said,
+        """
   * out is the one-device value times another factor on each rank: 1, -1
       one device, the block of rank 2: f32[2,12] [2, 2.25, 2.5, 2.75, ...]
       mesh: f32[2,12] [-2, -2.25, -2.5, -2.75, ...]
   * the runs part at where, <return torch.where(vfn.axis_index("dp") == 2, -y, y)>
       operand 0 (__eq__, here): depends on the rank
-      operand 0 depends on the rank (axis_index, which is 0 on one device), and so does what comes of it""")  # fmt: skip
+      operand 0 depends on the rank (axis_index, which is 0 on one device), and so does what comes of it""",
+    )
 
 
 def test_a_fault_in_the_small_elements_of_a_value() -> None:
@@ -571,12 +631,15 @@ def test_a_fault_in_the_small_elements_of_a_value() -> None:
 
     with vfn.simulate(4):
         said = message(on_ranks(f, P("dp"), out=P("dp")), x, mesh=vfn.make_mesh((2, 2), ("dp", "tp")))
-    assert_says(said, """
+    assert_says(
+        said,
+        """
   * out differs by 0.01 (relative 0.0021)
       one device, the block of ranks 0, 1: f32[4,4] [..., -0.74194, -0.67742, -0.6129, -0.54839, ...]
       mesh: f32[4,4] [..., -0.74935, -0.68419, -0.61903, -0.55387, ...]
   * the runs part at where, <return x * torch.where(x.abs() < 1e3, 1 + 0.01 * (vfn.axis_size("dp") - 1), 1.0)>
-      its operands are in order: a number in it is another on the mesh, as vfn.axis_size or the size of a block is""")  # fmt: skip
+      its operands are in order: a number in it is another on the mesh, as vfn.axis_size or the size of a block is""",
+    )
 
 
 def test_a_write_into_a_part_of_a_value() -> None:
@@ -587,10 +650,13 @@ def test_a_write_into_a_part_of_a_value() -> None:
 
     with vfn.simulate(2):
         said = message(on_ranks(f, P("dp"), out=P("dp")), X, mesh=vfn.make_mesh((2,), ("dp",)))
-    assert_says(said, """
+    assert_says(
+        said,
+        """
   * the runs part at __setitem__, <x[0] = 0.0>
       operand 0 (clone, here): f32[8@dp,12], each rank its block
-      each rank of 'dp' applies it to its own block, where one device has the whole""")  # fmt: skip
+      each rank of 'dp' applies it to its own block, where one device has the whole""",
+    )
 
 
 def test_positions_made_of_the_rank_are_no_fault() -> None:
@@ -610,10 +676,13 @@ def test_another_dtype_on_the_mesh() -> None:
 
     with vfn.simulate(4):
         said = message(on_ranks(f, P("dp"), out=P("dp")), X, mesh=vfn.make_mesh((4,), ("dp",)))
-    assert_says(said, """
+    assert_says(
+        said,
+        """
   * out is float64 on the mesh, float32 on one device
   * the runs part at add, <return y + 1>
-      the mesh has f64, where one device has f32""")  # fmt: skip
+      the mesh has f64, where one device has f32""",
+    )
 
 
 def test_a_function_that_keeps_something_from_call_to_call() -> None:
@@ -672,7 +741,12 @@ def test_leaves_that_are_no_floats() -> None:
     with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
         found = vfn.check(f, {"x": X[:7], "n": torch.arange(3), "no": None, "name": "a"}, spec=P())
         assert [row.path for row in found.rows] == [
-            "out['first']", "out['flag']", "out['int']", "out['sum']", "gradient of p['x']"]  # fmt: skip
+            "out['first']",
+            "out['flag']",
+            "out['int']",
+            "out['sum']",
+            "gradient of p['x']",
+        ]
         said = message(on_ranks(lambda x: {"n": vfn.axis_size("dp")} if vfn.axis_size("dp") > 1 else {"m": 1}, P()), X)
     assert said == (
         "check(<lambda>): the results have another structure on the mesh (dp=2) than on one device\n"
@@ -787,13 +861,16 @@ def test_one_real_rank_that_parts_from_the_others_is_named_on_all(gloo: Any) -> 
         "draws from keys"
     }
     (said,) = set(gloo(4, one_rank_is_wrong))
-    assert_says(said, """
+    assert_says(
+        said,
+        """
   * out is the one-device value times another factor on each rank: 1, 3
       one device, the block of rank 2: f32[2,12] [2, 2.25, 2.5, 2.75, ...]
       mesh: f32[2,12] [6, 6.75, 7.5, 8.25, ...]
   * the ranks part: they take different steps
       ranks 0, 1, 3: the results of shard_map(f), <return vfn.shard_map(f,
-      rank 2: mul, <return y * 3 if vfn.axis_size("dp") > 1 and dist.get_rank() == 2 else y>""")  # fmt: skip
+      rank 2: mul, <return y * 3 if vfn.axis_size("dp") > 1 and dist.get_rank() == 2 else y>""",
+    )
     (said,) = set(gloo(4, one_rank_returns_something_else))
     assert said.startswith(
         "check(f): it fails on the mesh (dp=4), and runs on one device\n"

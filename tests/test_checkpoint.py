@@ -65,15 +65,29 @@ def everything():
     """A tree with every kind of leaf."""
     return {
         "params": {"blocks": [{"w": WHOLE}, {"w": -WHOLE}], "empty": torch.zeros(0, 3), "scalar": torch.tensor(1.5)},
-        "dtypes": {str(dtype)[6:]: torch.arange(3).to(dtype) for dtype in (
-            torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int64,
-            torch.uint16, torch.uint32, torch.bool, torch.complex64, torch.float8_e4m3fn)},
+        "dtypes": {
+            str(dtype)[6:]: torch.arange(3).to(dtype)
+            for dtype in (
+                torch.bfloat16,
+                torch.float16,
+                torch.float64,
+                torch.int8,
+                torch.uint8,
+                torch.int16,
+                torch.int64,
+                torch.uint16,
+                torch.uint32,
+                torch.bool,
+                torch.complex64,
+                torch.float8_e4m3fn,
+            )
+        },
         "opt": State(torch.tensor(3), {"w": np.arange(4, dtype=np.int16)}),
         "keys": [vfn.random.key(7), vfn.random.split(vfn.random.key(1), 3)],
         "plain": (3, 2.5, 1e-300, True, "a name", b"\0bytes", 2 + 1j, None),
         "numbers": {"f": np.float32(1.25), "i": np.int64(-3), "b": np.bool_(True)},
         "nothing": {"list": [], "dict": {}, "tuple": ()},
-    }  # fmt: skip
+    }
 
 
 def check_everything(got, expected):
@@ -145,8 +159,11 @@ def test_each_byte_is_stored_once(tmp_path):
             owners[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes))] += 1
         assert (owners == 1).all()
     metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
-    assert sum(len(one.chunks) for one in contents.leaves.values()) == len(metadata.storage_data) == sum(
-        len(entry.chunks) for entry in metadata.state_dict_metadata.values())  # fmt: skip
+    assert (
+        sum(len(one.chunks) for one in contents.leaves.values())
+        == len(metadata.storage_data)
+        == sum(len(entry.chunks) for entry in metadata.state_dict_metadata.values())
+    )
 
 
 def test_a_block_that_is_several_pieces(tmp_path):
@@ -262,8 +279,12 @@ def test_a_tree_of_one_leaf_and_of_none(tmp_path):
 
 def test_views_are_stored_without_what_is_around_them(tmp_path):
     big = torch.arange(100_000.0).reshape(100, 1000)
-    tree = {"view": big[3, 5:9], "turned": big[:3, :4].T, "expanded": torch.ones(1).expand(1000, 1),
-            "conjugated": torch.tensor([1 + 2j]).conj()}  # fmt: skip
+    tree = {
+        "view": big[3, 5:9],
+        "turned": big[:3, :4].T,
+        "expanded": torch.ones(1).expand(1000, 1),
+        "conjugated": torch.tensor([1 + 2j]).conj(),
+    }
     vfn.save(tmp_path / "c", tree)
     got = vfn.load(tmp_path / "c")
     for name in tree:
@@ -280,8 +301,13 @@ def test_an_example_says_where_and_its_values_are_not_touched(tmp_path):
     frozen = torch.nn.Parameter(torch.zeros(7, 9), requires_grad=False)
     array = vfn.shard(torch.zeros(7, 9), mesh, P("b")).requires_grad_()
     vfn.save(tmp_path / "c", dict.fromkeys(("weight", "frozen", "array", "meta", "struct"), WHOLE))
-    like = {"weight": weight, "frozen": frozen, "array": array, "meta": torch.empty(7, 9, device="meta"),
-            "struct": types.SimpleNamespace(shape=(7, 9), dtype=torch.float32)}  # fmt: skip
+    like = {
+        "weight": weight,
+        "frozen": frozen,
+        "array": array,
+        "meta": torch.empty(7, 9, device="meta"),
+        "struct": types.SimpleNamespace(shape=(7, 9), dtype=torch.float32),
+    }
     got = vfn.load(tmp_path / "c", like)
     assert isinstance(got["weight"], torch.nn.Parameter)
     assert [got[name].requires_grad for name in ("weight", "frozen", "array", "meta")] == [True, False, True, False]
@@ -337,8 +363,9 @@ def test_a_flat_dictionary_and_back():
 
 def test_a_module_takes_it():
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
-    tree = {str(i): {"weight": torch.randn_like(m.weight), "bias": torch.randn_like(m.bias)}
-            for i, m in enumerate(model)}  # fmt: skip
+    tree = {
+        str(i): {"weight": torch.randn_like(m.weight), "bias": torch.randn_like(m.bias)} for i, m in enumerate(model)
+    }
     model.load_state_dict(vfn.checkpoint.state_dict(tree))
     assert torch.equal(model[1].weight, tree["1"]["weight"])
     back = vfn.checkpoint.from_state_dict(model.state_dict(), tree)
@@ -531,8 +558,13 @@ def test_another_tree_shape_and_dtype(tmp_path):
     vfn.save(
         tmp_path / "c", {"params": {"weight": WHOLE, "bias": WHOLE[0]}, "key": vfn.random.key(0), "step": 3, "n": None}
     )
-    like = {"params": {"wieght": WHOLE, "bias": WHOLE[0].double()}, "key": torch.zeros(2, dtype=torch.int32), "step": 0.5,
-            "n": torch.zeros(2), "more": 1}  # fmt: skip
+    like = {
+        "params": {"wieght": WHOLE, "bias": WHOLE[0].double()},
+        "key": torch.zeros(2, dtype=torch.int32),
+        "step": 0.5,
+        "n": torch.zeros(2),
+        "more": 1,
+    }
     assert text_of(vfn.load, tmp_path / "c", like) == (
         f"load: {tmp_path}/c does not hold what is to be loaded\n"
         "  * like['key'] is i32[2] in like, but key in the checkpoint\n"
@@ -621,9 +653,15 @@ def test_metadata_that_would_run_a_program(tmp_path):
 
 FORMAT_1 = Path(__file__).parent / "goldens" / "checkpoint_of_format_1"  # written on two ranks
 OF_FORMAT_1 = {
-    "w": torch.arange(15.0).reshape(5, 3), "half": torch.arange(6).to(torch.bfloat16), "key": random.key(7), "step": 12,
-    "name": "old", "none": None, "np": np.arange(4, dtype=np.int16), "nested": [torch.tensor(2.5), (3.5, True)],
-}  # fmt: skip
+    "w": torch.arange(15.0).reshape(5, 3),
+    "half": torch.arange(6).to(torch.bfloat16),
+    "key": random.key(7),
+    "step": 12,
+    "name": "old",
+    "none": None,
+    "np": np.arange(4, dtype=np.int16),
+    "nested": [torch.tensor(2.5), (3.5, True)],
+}
 
 
 def test_a_checkpoint_of_the_first_format_loads_and_is_replaced(tmp_path):

@@ -91,8 +91,9 @@ def test_a_manager_killed_at_any_moment(tmp_path):
 
 
 def test_an_export_killed_at_any_moment(tmp_path):
-    for _ in moments(lambda: vfn.export(tmp_path / "x.pt", {"w": WHOLE + 1}),
-                     lambda: vfn.export(tmp_path / "x.pt", {"w": WHOLE})):  # fmt: skip
+    for _ in moments(
+        lambda: vfn.export(tmp_path / "x.pt", {"w": WHOLE + 1}), lambda: vfn.export(tmp_path / "x.pt", {"w": WHOLE})
+    ):
         (got,) = vfn.load(tmp_path / "x.pt").values()
         assert torch.equal(got, WHOLE) or torch.equal(got, WHOLE + 1)
     assert torch.equal(got, WHOLE + 1)

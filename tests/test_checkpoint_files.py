@@ -177,9 +177,15 @@ def test_an_export_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
 def test_torch_reads_what_is_saved(tmp_path):
     like = laid_out()
     vfn.save(tmp_path / "c", like | {"name": "a", "rate": np.float64(0.5)})
-    into = {"w": torch.zeros(7, 9), "blocks": [{"u": torch.zeros(7, 9).bfloat16()}, {"u": torch.zeros(3).bool()}],
-            "key": torch.zeros(2).int(), "step": torch.tensor(0), "none": torch.ones(0, 3), "name": "",
-            "rate": torch.tensor(0.0).double()}  # fmt: skip
+    into = {
+        "w": torch.zeros(7, 9),
+        "blocks": [{"u": torch.zeros(7, 9).bfloat16()}, {"u": torch.zeros(3).bool()}],
+        "key": torch.zeros(2).int(),
+        "step": torch.tensor(0),
+        "none": torch.ones(0, 3),
+        "name": "",
+        "rate": torch.tensor(0.0).double(),
+    }
     dcp.load(into, checkpoint_id=tmp_path / "c")
     same(into["w"], WHOLE)
     same(into["blocks"][0]["u"], WHOLE.bfloat16())
@@ -194,8 +200,12 @@ def test_torch_reads_what_is_saved(tmp_path):
 def test_what_torch_saves_is_loaded(tmp_path):
     state = {"model": {"w": WHOLE, "layers": [WHOLE[0], WHOLE[1]]}, "step": 3, "name": "a", "none": torch.zeros(0, 2)}
     dcp.save(state, checkpoint_id=tmp_path / "c")
-    like = {"model": {"w": vfn.shard(torch.empty(7, 9), on("2x3"), P(("b", "a"))), "layers": [WHOLE[0], WHOLE[0]]},
-            "step": 0, "name": "", "none": torch.zeros(0, 2)}  # fmt: skip
+    like = {
+        "model": {"w": vfn.shard(torch.empty(7, 9), on("2x3"), P(("b", "a"))), "layers": [WHOLE[0], WHOLE[0]]},
+        "step": 0,
+        "name": "",
+        "none": torch.zeros(0, 2),
+    }
     got = vfn.load(tmp_path / "c", like)
     same(vfn.unshard(got["model"]["w"]), WHOLE)
     same(got["model"]["layers"][1], WHOLE[1])

@@ -102,16 +102,35 @@ def at_path(x, at):
 
 def test_every_field_of_the_manifest(ours):
     _, there, tree = (json.loads(line) for line in (ours / "vescale_fn.json").read_bytes().split(b"\n"))
-    others = [0, 7, -1, 2**31, 2**62, 10**30, 1.5, True, None, "", "f", "float64", "__1_0.distcp", "../x", "key a", [], {}, [0] * 9,
-              ["w"], ...]  # fmt: skip
+    others = [
+        0,
+        7,
+        -1,
+        2**31,
+        2**62,
+        10**30,
+        1.5,
+        True,
+        None,
+        "",
+        "f",
+        "float64",
+        "__1_0.distcp",
+        "../x",
+        "key a",
+        [],
+        {},
+        [0] * 9,
+        ["w"],
+        ...,
+    ]
     refused = loaded = 0
     for index, line in enumerate((there, tree)):
         for number, at in enumerate(places(line)):
             now = at_path(line, at)
             more = [now + 1, now - 1, 2 * now] if type(now) is int else []
-            if (
-                at and at[0] not in ("torch", "metadata") and not (at[0] == "shape" and at[-1] == 0)
-            ):  # a key of the user's
+            # a key of the user's
+            if at and at[0] not in ("torch", "metadata") and not (at[0] == "shape" and at[-1] == 0):
                 for value in more + others[number % 3 :: 3]:
                     new = changed(line, at, value)
                     sealed(ours, *((new, tree) if index == 0 else (there, new)))
@@ -187,9 +206,11 @@ def test_every_field_of_the_metadata(theirs):
                 lambda m, e=entry, v=value: setattr(e(m).chunks[0], "sizes", torch.Size(v)),
                 lambda m, e=entry, v=value: setattr(e(m).chunks[0], "offsets", torch.Size(v)),
                 lambda m, e=entry, v=value: e(m).chunks.append(ChunkStorageMetadata(torch.Size((0, 0)), torch.Size(v))),
-                lambda m, e=entry, v=value: (setattr(e(m), "size", torch.Size(v)),
-                                             setattr(e(m).chunks[0], "sizes", torch.Size(v))),
-            ]  # fmt: skip
+                lambda m, e=entry, v=value: (
+                    setattr(e(m), "size", torch.Size(v)),
+                    setattr(e(m).chunks[0], "sizes", torch.Size(v)),
+                ),
+            ]
         for value in None, 3, "f32", [7, 9], torch.float64, torch.int32, torch.int64, torch.bfloat16, torch.strided:
             changes += [
                 lambda m, e=entry, v=value: setattr(e(m).properties, "dtype", v),
@@ -197,9 +218,12 @@ def test_every_field_of_the_metadata(theirs):
                 lambda m, n=name, v=value: m.state_dict_metadata.__setitem__(n, v),
                 lambda m, n=name, v=value: m.storage_data.__setitem__(MetadataIndex(n, [0, 0]), v),
             ]
-        for field, values in {"offset": (0, 1, -1, 2**40, 2**70, None, "0", 1.0, 300), "length": (0, 1, -1, 2**40, None, 10**30),
-                              "relative_path": ("", "x", "..", "../d/__0_0.distcp", "/etc/passwd", None, 3, "a\0b", "."),
-                              "transform_descriptors": (["zstd"], "zstd")}.items():  # fmt: skip
+        for field, values in {
+            "offset": (0, 1, -1, 2**40, 2**70, None, "0", 1.0, 300),
+            "length": (0, 1, -1, 2**40, None, 10**30),
+            "relative_path": ("", "x", "..", "../d/__0_0.distcp", "/etc/passwd", None, 3, "a\0b", "."),
+            "transform_descriptors": (["zstd"], "zstd"),
+        }.items():
             changes += [lambda m, p=place, f=field, v=value: setattr(p(m), f, v) for value in values]
         changes += [
             lambda m, e=entry: e(m).chunks.clear(),

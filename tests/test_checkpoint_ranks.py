@@ -40,8 +40,13 @@ def start():
 
 
 def specs(state):
-    return {"params": SPECS, "opt": vfn.spec_from_rules(state["opt"], [(f"{name}$", s) for name, s in SPECS.items()]
-            + [("", P())]), "key": P(), "step": P(), "data": P()}  # fmt: skip
+    return {
+        "params": SPECS,
+        "opt": vfn.spec_from_rules(state["opt"], [(f"{name}$", s) for name, s in SPECS.items()] + [("", P())]),
+        "key": P(),
+        "step": P(),
+        "data": P(),
+    }
 
 
 def loss(params, x, y, key):
@@ -152,9 +157,15 @@ def test_where_no_sum_crosses_ranks_every_bit_is_the_same(tmp_path):
 
 
 def layouts(mesh):
-    return {"a": vfn.shard(WHOLE, mesh, P("dp", "tp")), "b": vfn.shard(WHOLE + 1, mesh, P(("tp", "dp"))),
-            "whole": vfn.shard(WHOLE + 2, mesh, P()), "also whole": vfn.shard(WHOLE + 3, mesh, P()), "plain": WHOLE + 4,
-            "sum": vfn.with_sharding(WHOLE + 5, P(unreduced={"dp"}), mesh=mesh), "step": 3}  # fmt: skip
+    return {
+        "a": vfn.shard(WHOLE, mesh, P("dp", "tp")),
+        "b": vfn.shard(WHOLE + 1, mesh, P(("tp", "dp"))),
+        "whole": vfn.shard(WHOLE + 2, mesh, P()),
+        "also whole": vfn.shard(WHOLE + 3, mesh, P()),
+        "plain": WHOLE + 4,
+        "sum": vfn.with_sharding(WHOLE + 5, P(unreduced={"dp"}), mesh=mesh),
+        "step": 3,
+    }
 
 
 def several(folder):
@@ -207,8 +218,9 @@ def several(folder):
     dist.barrier()
     vfn.export(folder / "x.pt", tree)
     vfn.export(folder / "hf", tree, max_bytes=400)
-    seen["export"] = [torch.equal(vfn.load(folder / name, tree)["b"].to_local(), tree["b"].to_local())
-                      for name in ("x.pt", "hf")]  # fmt: skip
+    seen["export"] = [
+        torch.equal(vfn.load(folder / name, tree)["b"].to_local(), tree["b"].to_local()) for name in ("x.pt", "hf")
+    ]
     return seen
 
 
@@ -245,7 +257,7 @@ def test_four_ranks_agree_and_fail_alike(tmp_path, gloo):
         "  * rank 0 saves step 2\n  * rank 1 saves step 2\n  * rank 2 saves step 2\n  * rank 3 saves step 4",
         "restored": (3, [2, 3]),
         "export": [True, True],
-    }  # fmt: skip
+    }
     got = vfn.load(tmp_path / "c")
     for name, add in {"a": 0, "b": 1, "whole": 2, "also whole": 3, "plain": 4, "sum": 5}.items():
         same(got[name], WHOLE + add)

@@ -406,6 +406,11 @@ def test_a_background_save_that_fails_at_exit_is_an_exit_status(tmp_path):
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "c"], capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     assert done.stdout == "1\n1\nregistered before\n"
-    assert done.stderr.count("a save in the background failed, as was found when the program ended\n"
-                             f"save: {tmp_path}/c cannot be written\n  * No space left on device\n") == 3  # fmt: skip
+    assert (
+        done.stderr.count(
+            "a save in the background failed, as was found when the program ended\n"
+            f"save: {tmp_path}/c cannot be written\n  * No space left on device\n"
+        )
+        == 3
+    )
     assert "ValueError: its own error" in done.stderr

@@ -143,8 +143,10 @@ def batches(f, j, x, dx, g):
     each = torch.stack([times(j, x) for x in xs])
     close(func.vmap(f)(xs), each)
     close(vfn.vmap(f, in_axes=2, out_axes=1)(xs.movedim(0, 2)), each.movedim(0, 1))
-    close(func.vmap(func.vmap(f, in_dims=-1, out_dims=-1))(torch.stack([xs, -xs]).movedim(1, -1)),
-          torch.stack([each, -each]).movedim(1, -1))  # fmt: skip
+    close(
+        func.vmap(func.vmap(f, in_dims=-1, out_dims=-1))(torch.stack([xs, -xs]).movedim(1, -1)),
+        torch.stack([each, -each]).movedim(1, -1),
+    )
     slopes = torch.stack([transposed(j, x, 2 * g * times(j, x)) for x in xs])
     close(func.vmap(func.grad(lambda x: (g * f(x) ** 2).sum()))(xs), slopes)
     close(vfn.grad(lambda xs: (g * func.vmap(f)(xs) ** 2).sum())(xs), slopes)

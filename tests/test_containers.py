@@ -96,7 +96,9 @@ TAKES = {
     "from_local": lambda t, mesh: vfn.from_local(t, mesh, P("dp")),
     "unshard": lambda t, mesh: vfn.unshard(t),
     "shard_map": lambda t, mesh: vfn.shard_map(lambda t: t["w"], mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))(t),
-    "shard_map, out": lambda t, mesh: vfn.shard_map(lambda w: {**t, "w": w}, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))(W),
+    "shard_map, out": lambda t, mesh: vfn.shard_map(
+        lambda w: {**t, "w": w}, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")
+    )(W),
     "check": lambda t, mesh: vfn.check(lambda t: t["w"], t, mesh=mesh),
     "check, out": lambda t, mesh: vfn.check(lambda w: {**t, "w": w}, W, mesh=mesh),
     "jit": lambda t, mesh: vfn.jit(lambda t: t["w"])(t),
@@ -134,18 +136,54 @@ TAKES = {
     "partition": lambda t, mesh: vfn.optim.partition({"a": vfn.optim.sgd(1.0)}, "a").init(t),
     "from_torch": lambda t, mesh: vfn.optim.from_torch(torch.optim.SGD, 1.0).init(t),
     "muon.init": lambda t, mesh: vfn.optim.muon(1.0).init({**t, "w": W.view(2, 2)}),
-    **{f"{name}.init": lambda t, mesh, opt=opt: opt.init(t) for name, opt in {
-        "adam": vfn.optim.adam(1.0), "adamw": vfn.optim.adamw(1.0), "lion": vfn.optim.lion(1.0),
-        "adafactor": vfn.optim.adafactor(1.0), "ema": vfn.optim.ema(0.9)}.items()},
-    **{f"{name}.update": step(opt) for name, opt in {
-        "sgd": vfn.optim.sgd(1.0), "adamw": vfn.optim.adamw(1.0), "lion": vfn.optim.lion(1.0),
-        "clip_by_value": vfn.optim.clip_by_value(1.0)}.items()},
-}  # fmt: skip
-OWN_ERROR = {"save": CheckpointError, "psum": (TreeError, CollectiveError), "pcast": (TreeError, CollectiveError),
-             "ppermute": (TreeError, CollectiveError)}  # fmt: skip
-TAKE_NUMPY = {"shard", "with_sharding", "from_local", "unshard", "shard_map", "shard_map, out", "check", "check, out", "jit",
-              "jit, out", "remat", "remat, out", "eval_shape", "grad, aux", "psum", "pcast", "ppermute", "spec_from_rules",
-              "spec_by_size", "save"}  # fmt: skip
+    **{
+        f"{name}.init": lambda t, mesh, opt=opt: opt.init(t)
+        for name, opt in {
+            "adam": vfn.optim.adam(1.0),
+            "adamw": vfn.optim.adamw(1.0),
+            "lion": vfn.optim.lion(1.0),
+            "adafactor": vfn.optim.adafactor(1.0),
+            "ema": vfn.optim.ema(0.9),
+        }.items()
+    },
+    **{
+        f"{name}.update": step(opt)
+        for name, opt in {
+            "sgd": vfn.optim.sgd(1.0),
+            "adamw": vfn.optim.adamw(1.0),
+            "lion": vfn.optim.lion(1.0),
+            "clip_by_value": vfn.optim.clip_by_value(1.0),
+        }.items()
+    },
+}
+OWN_ERROR = {
+    "save": CheckpointError,
+    "psum": (TreeError, CollectiveError),
+    "pcast": (TreeError, CollectiveError),
+    "ppermute": (TreeError, CollectiveError),
+}
+TAKE_NUMPY = {
+    "shard",
+    "with_sharding",
+    "from_local",
+    "unshard",
+    "shard_map",
+    "shard_map, out",
+    "check",
+    "check, out",
+    "jit",
+    "jit, out",
+    "remat",
+    "remat, out",
+    "eval_shape",
+    "grad, aux",
+    "psum",
+    "pcast",
+    "ppermute",
+    "spec_from_rules",
+    "spec_by_size",
+    "save",
+}
 TAKE_MODULES = {"jit", "jit, out", "remat", "eval_shape"}
 
 
@@ -230,9 +268,31 @@ class Config:
     dtype: torch.dtype = torch.float32
 
 
-STATIC = [3, 2.5, True, "x", b"x", None, 1j, Colour.RED, torch.float32, torch.device("cpu"), torch.Size((2,)), Config(), len,
-          torch.relu, functools.partial(torch.sum, dim=0), np.float32(2), range(3), collections.Counter("aab"), Colour,
-          {1, 2}, vfn.optim.sgd(1.0), vfn.jit(torch.relu), torch.Generator()]  # fmt: skip
+STATIC = [
+    3,
+    2.5,
+    True,
+    "x",
+    b"x",
+    None,
+    1j,
+    Colour.RED,
+    torch.float32,
+    torch.device("cpu"),
+    torch.Size((2,)),
+    Config(),
+    len,
+    torch.relu,
+    functools.partial(torch.sum, dim=0),
+    np.float32(2),
+    range(3),
+    collections.Counter("aab"),
+    Colour,
+    {1, 2},
+    vfn.optim.sgd(1.0),
+    vfn.jit(torch.relu),
+    torch.Generator(),
+]
 
 
 def test_static_leaves_pass_through(mesh):
@@ -250,9 +310,12 @@ def test_static_leaves_pass_through(mesh):
 
 def test_numbers_under_a_spec_that_splits_are_refused(mesh):
     """A list of numbers is a tree of numbers: no spec splits it, and no rank would see less than the whole."""
-    for call in (lambda x: vfn.shard(x, mesh, P("dp")), lambda x: vfn.with_sharding(x, P("dp"), mesh=mesh),
-                 lambda x: vfn.from_local(x, mesh, P("dp")),
-                 vfn.shard_map(lambda x: torch.tensor(sum(x)), mesh=mesh, in_specs=P("dp"), out_specs=P())):  # fmt: skip
+    for call in (
+        lambda x: vfn.shard(x, mesh, P("dp")),
+        lambda x: vfn.with_sharding(x, P("dp"), mesh=mesh),
+        lambda x: vfn.from_local(x, mesh, P("dp")),
+        vfn.shard_map(lambda x: torch.tensor(sum(x)), mesh=mesh, in_specs=P("dp"), out_specs=P()),
+    ):
         with pytest.raises(SpecError) as error:
             call([1.0, 2.0])
         for said in ("[1]", "the float 2.0", "has no dims", "torch.tensor(x) for a list of numbers"):
@@ -290,9 +353,11 @@ class OfTorch:
 
 
 torch_pytree.register_pytree_node(
-    OfTorch, lambda x: ([x.w, x.b], x.name), lambda c, name: OfTorch(*c, name),
+    OfTorch,
+    lambda x: ([x.w, x.b], x.name),
+    lambda c, name: OfTorch(*c, name),
     flatten_with_keys_fn=lambda x: ([(torch_pytree.GetAttrKey("w"), x.w), (torch_pytree.GetAttrKey("b"), x.b)], x.name),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("made", [Layer, OfTorch, lambda w, b: Both(w, b, "kind")], ids=["dataclass", "torch", "class"])
@@ -347,13 +412,16 @@ class Fields:
     c: int = dataclasses.field(init=False, default=0)
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ((3,), "it takes a class, but was given the int 3"),
-    ((Holder,), "Holder is not a dataclass, so its fields are not known"),
-    ((Layer,), "Layer is registered already"),
-    ((Fields, ["a", "c"]), "'c' is not a field that the constructor takes"),
-    ((Fields, ["a", "a"], []), "'a' is named twice\n  * the field 'b' is in neither list"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((3,), "it takes a class, but was given the int 3"),
+        ((Holder,), "Holder is not a dataclass, so its fields are not known"),
+        ((Layer,), "Layer is registered already"),
+        ((Fields, ["a", "c"]), "'c' is not a field that the constructor takes"),
+        ((Fields, ["a", "a"], []), "'a' is named twice\n  * the field 'b' is in neither list"),
+    ],
+)
 def test_what_cannot_be_registered(given, said):
     with pytest.raises(TreeError) as error:
         vfn.register_dataclass(*given)
@@ -369,11 +437,19 @@ def test_shard_takes_rules_as_init_does(mesh):
     assert [vfn.spec_of(x) for x in vfn.init(lambda: [W + 1, W + 2], spec=[P("dp"), P()], mesh=mesh)] == [P("dp"), P()]
 
 
-@pytest.mark.parametrize("call", [
-    lambda: vfn.optim.adamw(-1e-3), lambda: vfn.optim.sgd(float("nan")), lambda: vfn.optim.lion(-1),
-    lambda: vfn.optim.muon(-1.0), lambda: vfn.optim.clip_by_global_norm(-1), lambda: vfn.optim.clip_by_value(float("nan")),
-    lambda: vfn.optim.from_torch(torch.optim.SGD, -0.1), lambda: vfn.shard_shape((-4,), {"dp": 2}, P("dp")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: vfn.optim.adamw(-1e-3),
+        lambda: vfn.optim.sgd(float("nan")),
+        lambda: vfn.optim.lion(-1),
+        lambda: vfn.optim.muon(-1.0),
+        lambda: vfn.optim.clip_by_global_norm(-1),
+        lambda: vfn.optim.clip_by_value(float("nan")),
+        lambda: vfn.optim.from_torch(torch.optim.SGD, -0.1),
+        lambda: vfn.shard_shape((-4,), {"dp": 2}, P("dp")),
+    ],
+)
 def test_negative_numbers_are_refused(call):
     with pytest.raises(vfn.errors.VfnError, match="must not be negative"):
         call()

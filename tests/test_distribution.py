@@ -55,9 +55,12 @@ def test_the_wheel_of_the_source_distribution_runs_on_any_python(unpacked: Path,
 
 def test_the_source_distribution_passes_its_tests(unpacked: Path) -> None:
     """A few files of them, and without xdist; that nothing is left out is compared file by file."""
-    tracked = {path.relative_to(ROOT) for part in ("tests", "notebooks", "benchmarks", ".ci", "docs")
-               for path in (ROOT / part).rglob("*") if path.is_file() and "__pycache__" not in path.parts
-               and ".ipynb_checkpoints" not in path.parts}  # fmt: skip
+    tracked = {
+        path.relative_to(ROOT)
+        for part in ("tests", "notebooks", "benchmarks", ".ci", "docs")
+        for path in (ROOT / part).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and ".ipynb_checkpoints" not in path.parts
+    }
     assert {str(path) for path in tracked if not (unpacked / path).exists()} == set()
     options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "fast and not gloo"]
     files = ["tests/test_spec.py", "tests/test_errors.py", "tests/test_random_mesh.py"]

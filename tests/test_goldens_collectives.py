@@ -129,16 +129,28 @@ def programs(grad, outer):
         "inside: grad of local loss wrt invarying w": (lambda w, d: grad(loss)(w, d), P(), True, False),
         "inside: grad of psum loss wrt invarying w": (lambda w, d: grad(total)(w, d), P(), True, False),
         "inside: grad of local loss then psum (double count)": (
-            lambda w, d: vfn.psum(grad(loss)(w, d), "i"), P(), True, False),
+            lambda w, d: vfn.psum(grad(loss)(w, d), "i"),
+            P(),
+            True,
+            False,
+        ),
         "inside: pcast w to varying, grad, per-shard": (
-            lambda w, d: grad(loss)(vfn.pcast(w, "i", to="varying"), d)[None], P("i"), True, False),
+            lambda w, d: grad(loss)(vfn.pcast(w, "i", to="varying"), d)[None],
+            P("i"),
+            True,
+            False,
+        ),
         "inside: pcast w to varying, grad, psum": (
-            lambda w, d: vfn.psum(grad(loss)(vfn.pcast(w, "i", to="varying"), d), "i"), P(), True, False),
+            lambda w, d: vfn.psum(grad(loss)(vfn.pcast(w, "i", to="varying"), d), "i"),
+            P(),
+            True,
+            False,
+        ),
         "check_vma=False outside psum loss": (total, P(), False, True),
         "check_vma=False inside local loss per shard": (lambda w, d: grad(loss)(w, d)[None], P("i"), False, False),
         "check_vma=False inside psum loss per shard": (lambda w, d: grad(total)(w, d)[None], P("i"), False, False),
         "psum of python 1": (lambda w, d: w / w * vfn.psum(1, "i"), P(), True, False),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.filterwarnings("ignore:vfn.psum over")

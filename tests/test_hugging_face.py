@@ -37,16 +37,32 @@ class Model(NamedTuple):
 
 CAUSAL = {"inputs": {"input_ids": IDS}, "labels": IDS.roll(-1, 1), "options": {"use_cache": False}}
 MODELS = [
-    Model(hf.GPT2LMHeadModel, hf.GPT2Config(n_layer=1, n_head=4, n_embd=16, vocab_size=VOCAB, n_positions=16,
-                                            bos_token_id=0, eos_token_id=1), **CAUSAL),
+    Model(
+        hf.GPT2LMHeadModel,
+        hf.GPT2Config(n_layer=1, n_head=4, n_embd=16, vocab_size=VOCAB, n_positions=16, bos_token_id=0, eos_token_id=1),
+        **CAUSAL,
+    ),
     Model(hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED), **CAUSAL),
-    Model(hf.MixtralForCausalLM, hf.MixtralConfig(**GROUPED, num_local_experts=4, experts_implementation="eager"), **CAUSAL),
+    Model(
+        hf.MixtralForCausalLM,
+        hf.MixtralConfig(**GROUPED, num_local_experts=4, experts_implementation="eager"),
+        **CAUSAL,
+    ),
     Model(hf.BertForMaskedLM, hf.BertConfig(**TEXT), {"input_ids": IDS, "attention_mask": (IDS > 3).long()}, IDS),
-    Model(hf.ViTForImageClassification, hf.ViTConfig(**SIZES, image_size=8, patch_size=4, num_labels=6),
-          {"pixel_values": IMAGES}, torch.arange(4)),
-    Model(hf.T5ForConditionalGeneration, hf.T5Config(num_layers=1, num_heads=4, d_model=16, d_ff=32, d_kv=4, vocab_size=VOCAB),
-          {"input_ids": IDS, "decoder_input_ids": IDS.flip(1)}, IDS, {"use_cache": False}),
-]  # fmt: skip
+    Model(
+        hf.ViTForImageClassification,
+        hf.ViTConfig(**SIZES, image_size=8, patch_size=4, num_labels=6),
+        {"pixel_values": IMAGES},
+        torch.arange(4),
+    ),
+    Model(
+        hf.T5ForConditionalGeneration,
+        hf.T5Config(num_layers=1, num_heads=4, d_model=16, d_ff=32, d_kv=4, vocab_size=VOCAB),
+        {"input_ids": IDS, "decoder_input_ids": IDS.flip(1)},
+        IDS,
+        {"use_cache": False},
+    ),
+]
 BY_NAME = {model.name: model for model in MODELS}
 # Of Mixtral tokens and masks, as its code goes from expert to expert; of BERT a mask, which it reads by an index.
 WITH_GATHERS = {"mixtral", "bert"}
@@ -110,8 +126,10 @@ def reference(name):
         if first is None:
             logits = out.logits.detach()
             named = dict(module.named_parameters(remove_duplicate=False))
-            first = f.params.tree(torch.zeros_like(named[name]) if named[name].grad is None else named[name].grad.clone()
-                                  for name in f.params.names)  # fmt: skip
+            first = f.params.tree(
+                torch.zeros_like(named[name]) if named[name].grad is None else named[name].grad.clone()
+                for name in f.params.names
+            )
         opt.step()
         losses.append(loss.detach())
     return torch.stack(losses), first, f.from_state_dict(module.state_dict()), logits
@@ -145,17 +163,47 @@ def test_ten_steps_on_a_mesh_are_those_of_the_module(name):
     assert want[0][-1] < want[0][0] - 0.1
 
 
-FUSED = {  # besides GPT-2: what is several matrices in one, and how many bytes are gathered of a batch: of masks and routes
-    "phi3": (lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**TEXT, num_key_value_heads=4, pad_token_id=0, eos_token_id=1)), IDS, 0),
-    "modernbert": (lambda: hf.ModernBertForMaskedLM(hf.ModernBertConfig(
-        **TEXT, **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
-        local_attention=4)), IDS, 0),
-    "sam": (lambda: hf.models.sam.modeling_sam.SamVisionModel(hf.SamVisionConfig(
-        **{k: v for k, v in SIZES.items() if k != "intermediate_size"}, mlp_dim=32, image_size=8, patch_size=4, output_channels=4,
-        window_size=2, global_attn_indexes=[])), IMAGES, 0),
-    "mixtral": (lambda: hf.MixtralForCausalLM(hf.MixtralConfig(
-        **GROUPED, num_local_experts=4, experts_implementation="grouped_mm")), IDS, 2816),
-}  # fmt: skip
+# besides GPT-2: what is several matrices in one, and how many bytes are gathered of a batch: of masks and routes
+FUSED = {
+    "phi3": (
+        lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**TEXT, num_key_value_heads=4, pad_token_id=0, eos_token_id=1)),
+        IDS,
+        0,
+    ),
+    "modernbert": (
+        lambda: hf.ModernBertForMaskedLM(
+            hf.ModernBertConfig(
+                **TEXT,
+                **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
+                local_attention=4,
+            )
+        ),
+        IDS,
+        0,
+    ),
+    "sam": (
+        lambda: hf.models.sam.modeling_sam.SamVisionModel(
+            hf.SamVisionConfig(
+                **{k: v for k, v in SIZES.items() if k != "intermediate_size"},
+                mlp_dim=32,
+                image_size=8,
+                patch_size=4,
+                output_channels=4,
+                window_size=2,
+                global_attn_indexes=[],
+            )
+        ),
+        IMAGES,
+        0,
+    ),
+    "mixtral": (
+        lambda: hf.MixtralForCausalLM(
+            hf.MixtralConfig(**GROUPED, num_local_experts=4, experts_implementation="grouped_mm")
+        ),
+        IDS,
+        2816,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -195,11 +243,18 @@ def test_a_whole_step_as_a_plan(fsdp):
     close(got, want)
 
 
-DECODERS = {"gpt2": BY_NAME["gpt2"].config, "llama": BY_NAME["llama"].config, "qwen2": hf.Qwen2Config(**GROUPED),
-            "mistral": hf.MistralConfig(**GROUPED, sliding_window=4)}  # fmt: skip
+DECODERS = {
+    "gpt2": BY_NAME["gpt2"].config,
+    "llama": BY_NAME["llama"].config,
+    "qwen2": hf.Qwen2Config(**GROUPED),
+    "mistral": hf.MistralConfig(**GROUPED, sliding_window=4),
+}
 START, END = torch.tensor([[0], [2], [3], [1]]), torch.tensor([[8], [6], [5], [7]])
-PADDING = {"none": torch.ones(4, 8, dtype=torch.long), "left": (torch.arange(8) >= START).long(),
-           "right": (torch.arange(8) < END).long()}  # fmt: skip
+PADDING = {
+    "none": torch.ones(4, 8, dtype=torch.long),
+    "left": (torch.arange(8) >= START).long(),
+    "right": (torch.arange(8) < END).long(),
+}
 
 
 def decoder(name):

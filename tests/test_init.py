@@ -31,8 +31,14 @@ def initial(key):
     }
 
 
-RULES = [(r"layers\.\d\.w$", P("tp", "dp")), (r"\.b$", P(("dp", "tp"))), ("head|both", P("dp")), ("turned", P("tp")),
-         ("embed", P("dp", "tp")), ("", P())]  # fmt: skip
+RULES = [
+    (r"layers\.\d\.w$", P("tp", "dp")),
+    (r"\.b$", P(("dp", "tp"))),
+    ("head|both", P("dp")),
+    ("turned", P("tp")),
+    ("embed", P("dp", "tp")),
+    ("", P()),
+]
 
 
 def same(got, want):
@@ -130,9 +136,14 @@ def test_ways_to_say_the_spec():
     want = make(KEY, 6)
     by_shape = lambda shapes: optree.tree_map(lambda x: P("dp") if x.ndim > 1 else P(), shapes)
     with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
-        for spec, a, b in ((P("dp"), P("dp"), P("dp")), ({"a": P(None, "dp"), "b": P()}, P(None, "dp"), P()),
-                           ([("a", P("dp")), ("b", P())], P("dp"), P()), (by_shape, P("dp"), P()), (None, P(), P()),
-                           (lambda shapes: [("a", P("dp")), ("", P())], P("dp"), P())):  # fmt: skip
+        for spec, a, b in (
+            (P("dp"), P("dp"), P("dp")),
+            ({"a": P(None, "dp"), "b": P()}, P(None, "dp"), P()),
+            ([("a", P("dp")), ("b", P())], P("dp"), P()),
+            (by_shape, P("dp"), P()),
+            (None, P(), P()),
+            (lambda shapes: [("a", P("dp")), ("", P())], P("dp"), P()),
+        ):
             got = vfn.init(make, KEY, 6, spec=spec)
             assert (vfn.spec_of(got["a"]), vfn.spec_of(got["b"])) == (a, b)
             same(got, want)

@@ -99,9 +99,25 @@ def calls(mesh):
 
 
 @pytest.mark.filterwarnings("ignore:debug.*was never entered")
-@pytest.mark.parametrize("name", [
-    "shard_map", "grad of shard_map", "recording", "replay", "vmap", "vjp", "linearize", "jvp", "remat", "eval_shape", "module",
-    "check", "blocks", "dtype of sums"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shard_map",
+        "grad of shard_map",
+        "recording",
+        "replay",
+        "vmap",
+        "vjp",
+        "linearize",
+        "jvp",
+        "remat",
+        "eval_shape",
+        "module",
+        "check",
+        "blocks",
+        "dtype of sums",
+    ],
+)
 def test_an_interrupt_leaves_nothing_behind(name):
     with vfn.simulate(2):
         f = calls(vfn.make_mesh((2,), ("a",)))[name]
@@ -155,8 +171,11 @@ def test_a_save_that_was_interrupted_does_not_block_the_next(tmp_path, backgroun
             saving.wait()
 
     save(0)
-    lines = [n for n, (file, _) in enumerate(interrupted(lambda: save(0), -1), 1)
-             if file in ("locks.py", "atomic_folder.py", "save.py", "async_save.py", "leaves.py")]  # fmt: skip
+    lines = [
+        n
+        for n, (file, _) in enumerate(interrupted(lambda: save(0), -1), 1)
+        if file in ("locks.py", "atomic_folder.py", "save.py", "async_save.py", "leaves.py")
+    ]
     for at in random.Random(background + 2 * thread).sample(lines, min(SAMPLE // 6, len(lines))):
         interrupted(lambda at=at: save(-at), at)
         failures = []

@@ -67,8 +67,11 @@ def step(program: Program, d, t):
 
     def run(params, data, lr):
         (value, out), grads = vfn.value_and_grad(loss, has_aux=True)(params, data)
-        return value, out, tree.map_(lambda p, g: p - lr * g if torch.is_tensor(p) and p.is_floating_point() else p,
-                                     params, grads)  # fmt: skip
+        return (
+            value,
+            out,
+            tree.map_(lambda p, g: p - lr * g if torch.is_tensor(p) and p.is_floating_point() else p, params, grads),
+        )
 
     return run
 
@@ -115,19 +118,26 @@ KEY = vfn.random.key(3)
 X = torch.arange(12.0).view(4, 3) / 7
 optimizer = vfn.optim.chain(vfn.optim.clip_by_global_norm(1.0), vfn.optim.adamw(1e-2))
 FUNCTIONS = {
-    "leaves that are no tensors": (lambda t: {"x": t["x"] * t["n"], "n": t["n"] + 1, "no": None, "s": t["s"]},
-                                   [{"x": X, "n": 3, "no": None, "s": "text", "b": True}]),
+    "leaves that are no tensors": (
+        lambda t: {"x": t["x"] * t["n"], "n": t["n"] + 1, "no": None, "s": t["s"]},
+        [{"x": X, "n": 3, "no": None, "s": "text", "b": True}],
+    ),
     "a float": (lambda x, lr: (x * lr, lr * 2, lr), [X, 0.3]),
     "a float and whole numbers": (lambda x, lr: (x.long() * 2) * lr, [X, 0.3]),
     "a float and halves": (lambda x, lr: x.bfloat16() * lr, [X, 0.3]),
-    "a float where torch takes a number": (lambda x, lr: torch.add(x, x, alpha=lr).clamp(max=lr) + torch.full((3,), lr),
-                                           [X, 0.3]),
+    "a float where torch takes a number": (
+        lambda x, lr: torch.add(x, x, alpha=lr).clamp(max=lr) + torch.full((3,), lr),
+        [X, 0.3],
+    ),
     "arithmetic of floats": (lambda x, lr: x * ((1 - lr) ** 2 / 3 + abs(-lr) % 0.2), [X, 0.3]),
     "a float under a gradient": (lambda x, lr: vfn.grad(lambda x: (x**2 * lr).sum())(x), [X, 0.3]),
     "arguments given back": (lambda x, y: (y, x, x), [X, X + 1]),
     "one tensor twice": (lambda x, y: x * y, [X, X]),
     "keys": (lambda k: (vfn.random.split(k), vfn.random.normal(vfn.random.fold_in(k, 3), (5,))), [KEY]),
-    "a write to a value of its own": (lambda x: (b := torch.zeros_like(x), b.add_(x), b[:, 0].zero_(), b.mul_(2))[-1], [X]),
+    "a write to a value of its own": (
+        lambda x: (b := torch.zeros_like(x), b.add_(x), b[:, 0].zero_(), b.mul_(2))[-1],
+        [X],
+    ),
     "a literal tensor": (lambda x: x + torch.tensor([1.0, 2.0, 3.0]), [X]),
     "a literal that is read": (lambda x: x * torch.tensor(3).item(), [X]),
     "a literal that is written": (lambda x: (b := torch.tensor([1.0, 2.0, 3.0]), b.add_(1), x + b)[-1], [X]),
@@ -146,13 +156,21 @@ FUNCTIONS = {
     "remat": (lambda x: vfn.grad(lambda v: vfn.remat(lambda v: v.sin().exp() * v)(v).sum())(x), [X]),
     "jit in jit": (lambda x: vfn.jit(lambda v: v * 2)(x) + 1, [X]),
     "another default dtype": (lambda x: _in_another_dtype(x), [X]),
-    "another default dtype, under a gradient": (lambda x: vfn.grad(lambda x: _in_another_dtype(x)[0].double().sum())(x), [X]),
+    "another default dtype, under a gradient": (
+        lambda x: vfn.grad(lambda x: _in_another_dtype(x)[0].double().sum())(x),
+        [X],
+    ),
     "another default device": (lambda x: _on_another_device(x), [X]),
     "autocast": (lambda x: _autocast(x), [X]),
-    "the truth of a mask": (lambda x, m: (x * 2 if m.all() else -x, x if (m.sum(0) > 3).any() else x + 1), [X, X > 0.2]),
-    "a whole step": (lambda p, s, x, k: _train(p, s, x, k), [{"w": X.T, "b": X[0, 0]}, optimizer.init({"w": X.T, "b": X[0, 0]}),
-                                                            X, KEY]),
-}  # fmt: skip
+    "the truth of a mask": (
+        lambda x, m: (x * 2 if m.all() else -x, x if (m.sum(0) > 3).any() else x + 1),
+        [X, X > 0.2],
+    ),
+    "a whole step": (
+        lambda p, s, x, k: _train(p, s, x, k),
+        [{"w": X.T, "b": X[0, 0]}, optimizer.init({"w": X.T, "b": X[0, 0]}), X, KEY],
+    ),
+}
 
 
 def _in_another_dtype(x):
@@ -161,9 +179,21 @@ def _in_another_dtype(x):
     torch.set_default_dtype(torch.bfloat16)
     try:
         n = torch.arange(300)
-        made = [torch.zeros(3), torch.full((2,), 1.5), torch.arange(0, 1, 0.1), torch.eye(2), torch.linspace(0, 1, 5),
-                torch.bartlett_window(4), torch.tensor([1.5, 2]), torch.tensor(0.5) * n, torch.ones(2, dtype=torch.float64),
-                torch.arange(2), torch.empty(2).fill_(1), torch.scalar_tensor(1.0), torch.ones(2, 2).cumsum(0)]  # fmt: skip
+        made = [
+            torch.zeros(3),
+            torch.full((2,), 1.5),
+            torch.arange(0, 1, 0.1),
+            torch.eye(2),
+            torch.linspace(0, 1, 5),
+            torch.bartlett_window(4),
+            torch.tensor([1.5, 2]),
+            torch.tensor(0.5) * n,
+            torch.ones(2, dtype=torch.float64),
+            torch.arange(2),
+            torch.empty(2).fill_(1),
+            torch.scalar_tensor(1.0),
+            torch.ones(2, 2).cumsum(0),
+        ]
         counted = [
             n / 2,
             n * 1.01,
@@ -287,8 +317,13 @@ def test_what_is_unreduced_stays_unreduced():
         mesh = vfn.make_mesh((2,), ("a",))
         x, w = vfn.shard(X, mesh, P("a")), vfn.shard(X[0], mesh, P(reduced={"a"}))
         back = lambda w, x: vfn.vjp(lambda w: (x * w).sum(), w)[1](torch.ones(()))
-        cases = [vfn.grad(lambda w, x: (x * w).sum()), back, lambda w, x: x.sum(0), lambda w, x: x.sum(0) * 2,
-                 lambda w, x: vfn.with_sharding(w * 1, P(unreduced={"a"}))]  # fmt: skip
+        cases = [
+            vfn.grad(lambda w, x: (x * w).sum()),
+            back,
+            lambda w, x: x.sum(0),
+            lambda w, x: x.sum(0) * 2,
+            lambda w, x: vfn.with_sharding(w * 1, P(unreduced={"a"})),
+        ]
         for f in cases:
             wanted = f(w, x)
             assert_same(vfn.jit(f)(w, x), wanted)
@@ -324,8 +359,19 @@ def test_what_makes_another_plan():
     with vfn.simulate(4):
         mesh = vfn.make_mesh((2, 2), ("a", "b"))
         a = torch.ones(4, 4)
-        kinds = [(a,), (a[:2],), (a.double(),), (a.T[:, :2],), (a, 3), (a, True), (a, 1), (a, 1.0), (vfn.shard(a, mesh, P("a")),),
-                 (vfn.shard(a, mesh, P("b")),), ([a][0], 2)]  # fmt: skip
+        kinds = [
+            (a,),
+            (a[:2],),
+            (a.double(),),
+            (a.T[:, :2],),
+            (a, 3),
+            (a, True),
+            (a, 1),
+            (a, 1.0),
+            (vfn.shard(a, mesh, P("a")),),
+            (vfn.shard(a, mesh, P("b")),),
+            ([a][0], 2),
+        ]
         for args in kinds:
             assert_same(f(*args), args[0] * (args[1] if len(args) > 1 else 2))
     assert f.cache_info().records == len(kinds)
@@ -431,10 +477,12 @@ def test_what_a_function_closes_over_is_noticed_when_it_changes(monkeypatch):
     factor.add_(1)  # the plan holds the tensor, not its value
     assert torch.equal(g(x), f(x))
     assert g.cache_info().records == 1
-    changes = [functools.partial(monkeypatch.setitem, globals(), "factor", torch.tensor(7.0)),
-               functools.partial(monkeypatch.setitem, globals(), "_helper", lambda x: x - factor),
-               functools.partial(monkeypatch.setitem, settings, "scale", torch.tensor(8.0)),
-               functools.partial(monkeypatch.setitem, settings, "n", 4)]  # fmt: skip
+    changes = [
+        functools.partial(monkeypatch.setitem, globals(), "factor", torch.tensor(7.0)),
+        functools.partial(monkeypatch.setitem, globals(), "_helper", lambda x: x - factor),
+        functools.partial(monkeypatch.setitem, settings, "scale", torch.tensor(8.0)),
+        functools.partial(monkeypatch.setitem, settings, "n", 4),
+    ]
     for i, change in enumerate(changes):
         change()
         assert torch.equal(g(x), f(x))
@@ -503,17 +551,22 @@ class _Mode(torch.overrides.TorchFunctionMode):
 
 _attends = torch.nn.functional.scaled_dot_product_attention
 SETTINGS = {
-    "default dtype": (functools.partial(_set, torch.set_default_dtype, torch.float64, torch.float32), lambda x: torch.ones(3)),
+    "default dtype": (
+        functools.partial(_set, torch.set_default_dtype, torch.float64, torch.float32),
+        lambda x: torch.ones(3),
+    ),
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), lambda x: x @ x.T),
     "autocast that is off inside": (lambda: torch.autocast("cpu", torch.bfloat16), lambda x: (x @ x.T, _autocast(x))),
-    "attention": (lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-                  lambda x: _attends(*[x[None, None]] * 3)),
+    "attention": (
+        lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        lambda x: _attends(*[x[None, None]] * 3),
+    ),
     "deterministic": (functools.partial(_set, torch.use_deterministic_algorithms, True, False), lambda x: x.cumsum(0)),
     "precision": (functools.partial(_set, torch.set_float32_matmul_precision, "medium", "highest"), lambda x: x @ x.T),
     "inference": (torch.inference_mode, lambda x: (x * 2, torch.ones(1) * torch.is_inference_mode_enabled())),
     "a default device": (lambda: torch.device("meta"), lambda x: torch.ones(3)),
     "a mode": (_Mode, lambda x: torch.sin(x)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -935,8 +988,14 @@ def test_a_value_kept_from_a_recording_is_not_taken_for_one():
     kept = []
     f = vfn.jit(lambda x: (kept.append(x * 2), x + 1)[1])
     f(X)
-    uses = [vfn.jit(lambda x: x + kept[0]), lambda x: kept[0] + 1, lambda x: x * kept[0], lambda x: kept[0].tolist(),
-            lambda x: x.clone().copy_(kept[0]), lambda x: bool(kept[0][0, 0] > 0)]  # fmt: skip
+    uses = [
+        vfn.jit(lambda x: x + kept[0]),
+        lambda x: kept[0] + 1,
+        lambda x: x * kept[0],
+        lambda x: kept[0].tolist(),
+        lambda x: x.clone().copy_(kept[0]),
+        lambda x: bool(kept[0][0, 0] > 0),
+    ]
     for use in uses:
         with pytest.raises(RecordError, match="an earlier recording, which was kept from it"):
             use(X)
@@ -1158,8 +1217,10 @@ def test_a_pass_that_decides_by_rank_is_left_out_on_all_ranks(gloo):
         assert kinds == [("all_gather", 120), ("all_gather", 216)]
         assert info == (1, 1)
         first, *rows = said.splitlines()
-        assert first == ("jit: after the pass `by_rank` the collectives of <lambda> would differ between ranks, so the plan is "
-                         "made without this pass: its values are right, it may be slower")  # fmt: skip
+        assert first == (
+            "jit: after the pass `by_rank` the collectives of <lambda> would differ between ranks, so the plan is "
+            "made without this pass: its values are right, it may be slower"
+        )
         why = f"slice needs dim 1 whole: f32[5,5@a], at {__file__}"
         assert rows[0].startswith(f"  * number 1 on rank 0: all_gather over a of f32[5,2], {why}")
         assert rows[1].startswith(f"  * number 1 on rank 1: all_gather over a of f32[28], 2 together: {why}")

@@ -47,9 +47,8 @@ def close(found, wanted):
 @pytest.mark.parametrize("linearize", [vfn.linearize, func.linearize], ids=["vfn", "torch.func"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_the_derivative_and_can_be_called_again(name, linearize):
-    if (
-        name == "checkpoint" and torch_internals.checkpoint_saver is not None
-    ):  # torch 2.11's has no forward mode, on one device neither
+    # torch 2.11's has no forward mode, on one device neither
+    if name == "checkpoint" and torch_internals.checkpoint_saver is not None:
         with pytest.raises(NotImplementedError, match="jvp"):
             func.jvp(PROGRAMS[name](lambda c: c), (X,), (V,))
         return
@@ -101,8 +100,9 @@ def test_derivatives_of_it():
     leaf = x.clone().requires_grad_()
     mine(leaf, v).backward()
     torch.testing.assert_close(leaf.grad, func.grad(along)(x, v))
-    torch.testing.assert_close(func.vmap(mine)(torch.stack([x, v]), torch.stack([v, x])),
-                               torch.stack([along(x, v), along(v, x)]))  # fmt: skip
+    torch.testing.assert_close(
+        func.vmap(mine)(torch.stack([x, v]), torch.stack([v, x])), torch.stack([along(x, v), along(v, x)])
+    )
     _, f_jvp = vfn.linearize(f, x)
     columns = func.vmap(f_jvp)(torch.eye(4, dtype=x.dtype))
     torch.testing.assert_close(columns.T, func.jacfwd(f)(x))

@@ -120,8 +120,10 @@ def my_part(w):
     """Of replicated weights the part that this rank of `tp` works with."""
     n = w["down"].shape[0] // vfn.axis_size("tp")
     first = vfn.axis_index("tp") * n
-    return {"up": vfn.dynamic_slice(w["up"], [0, first], [w["up"].shape[0], n]),
-            "down": vfn.dynamic_slice(w["down"], [first, 0], [n, 2])}  # fmt: skip
+    return {
+        "up": vfn.dynamic_slice(w["up"], [0, first], [w["up"].shape[0], n]),
+        "down": vfn.dynamic_slice(w["down"], [first, 0], [n, 2]),
+    }
 
 
 def body(w, x):
@@ -179,11 +181,13 @@ CONTEXTS = {  # for each way: its name, the function on one device, sizes, and w
     ],
 }
 ERRORS = {
-    ("torch.func.linearize", "in a body"):
-        "torch.func.linearize: inside a shard_map body it would lose the types of local values, and so gradients\n"
-        "  Instead: vfn.linearize(f, *primals), which gives the same pair; or torch.func.linearize outside of the "
-        "shard_map"
-}  # fmt: skip
+    (
+        "torch.func.linearize",
+        "in a body",
+    ): "torch.func.linearize: inside a shard_map body it would lose the types of local values, and so gradients\n"
+    "  Instead: vfn.linearize(f, *primals), which gives the same pair; or torch.func.linearize outside of the "
+    "shard_map"
+}
 CELLS = [(row, column) for row in TRANSFORMS for column in CONTEXTS]
 
 

@@ -96,11 +96,26 @@ def test_the_smallest_form() -> None:
 
 # --- moves ------------------------------------------------------------------------------------------------------------
 
-LAYOUTS = [P(), P("a"), P("b"), P(("a", "b")), P(("b", "a")), P("a", "b"), P(None, "a"), P(unreduced={"a"}),
-           P(P.merged((4, None), (6, "a"))), P(P.merged((2, "a"), (12, "b"))), P(P.merged((4, "b"), (6, "a"))),
-           P(P.merged((4, "a"), (6, "b"))), P(P.merged((3, None), (8, "b")), "a"), P(P.merged((12, None), (2, "a"))),
-           P(P.merged((2, None), (2, "b"), (6, "a"))), P(P.merged((4, None), (6, "a")), unreduced={"b"}),
-           P(P.merged((3, "a"), (8, None))), P(P.merged((8, "b"), (3, "a")))]  # fmt: skip
+LAYOUTS = [
+    P(),
+    P("a"),
+    P("b"),
+    P(("a", "b")),
+    P(("b", "a")),
+    P("a", "b"),
+    P(None, "a"),
+    P(unreduced={"a"}),
+    P(P.merged((4, None), (6, "a"))),
+    P(P.merged((2, "a"), (12, "b"))),
+    P(P.merged((4, "b"), (6, "a"))),
+    P(P.merged((4, "a"), (6, "b"))),
+    P(P.merged((3, None), (8, "b")), "a"),
+    P(P.merged((12, None), (2, "a"))),
+    P(P.merged((2, None), (2, "b"), (6, "a"))),
+    P(P.merged((4, None), (6, "a")), unreduced={"b"}),
+    P(P.merged((3, "a"), (8, None))),
+    P(P.merged((8, "b"), (3, "a"))),
+]
 
 
 @pytest.mark.parametrize("names", ["ab", "ba"])
@@ -138,7 +153,8 @@ def test_a_move_touches_only_the_parts_that_differ(source: P, target: P, collect
 def _on_this_rank(blocks, moves):
     m = vfn.make_mesh((2, 2), ("a", "b"))
     run = lambda source, target: reshard.run(
-        blocks[source][mesh.my_rank(m)], (24, 6), m, reshard.plan((24, 6), axes_items(m), source, target), "test")  # fmt: skip
+        blocks[source][mesh.my_rank(m)], (24, 6), m, reshard.plan((24, 6), axes_items(m), source, target), "test"
+    )
     x = vfn.shard(torch.arange(24.0).view(4, 6), m, P("a", "b"))
     return [run(*move) for move in moves], vfn.unshard(x.reshape(24) * 2), str(vfn.spec_of(x.reshape(24)))
 
@@ -149,8 +165,10 @@ def test_moves_on_real_ranks(gloo) -> None:
         x = torch.arange(24 * 6.0).view(24, 6)
         blocks = {s: placed(x, m, s) for s in LAYOUTS}
         moves = list(itertools.product(LAYOUTS[::3], LAYOUTS[7:]))
-        want = [reshard.run(Blocks(blocks[s]), (24, 6), m, reshard.plan((24, 6), axes_items(m), s, t), "test")
-                for s, t in moves]  # fmt: skip
+        want = [
+            reshard.run(Blocks(blocks[s]), (24, 6), m, reshard.plan((24, 6), axes_items(m), s, t), "test")
+            for s, t in moves
+        ]
     for rank, (found, doubled, said) in enumerate(gloo(4, _on_this_rank, blocks, moves)):
         assert torch.equal(doubled, torch.arange(24.0) * 2)
         assert said == "P(P.merged((4, 'a'), (6, 'b')))"
@@ -176,7 +194,7 @@ FREE = {  # what works on a merged dim where it lies
     "embedding": lambda x, y: torch.nn.functional.embedding((x[..., 0] * 10).long() % 7, torch.arange(14.0).view(7, 2)),
     "layer norm": lambda x, y: torch.nn.functional.layer_norm(x, (5, 3)),
     "grad": lambda x, y: vfn.grad(lambda x: (x.view(*PARTS[x.shape[0]], 15).tanh().reshape(-1, 5, 3) * y).sum())(x),
-}  # fmt: skip
+}
 MOVING = {  # what needs it whole, or otherwise
     "cumsum": lambda x, y: x.cumsum(0),
     "sort": lambda x, y: x.sort(0)[0],

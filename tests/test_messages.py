@@ -50,9 +50,11 @@ def test_what_is_said(name: str) -> None:
 
 # Those that have no counterpart on real ranks: a mesh of some axes, what needs a process group, a launch in a launched process.
 ONLY_SIMULATED = {
-    "a_mesh_of_more_ranks_than_there_are", "a_part_of_a_simulated_mesh", "a_launch_of_a_result",
+    "a_mesh_of_more_ranks_than_there_are",
+    "a_part_of_a_simulated_mesh",
+    "a_launch_of_a_result",
     *(name for name, f in NAMES.items() if "torch has no process group" in (f.__doc__ or "")),
-}  # fmt: skip
+}
 # These run one that is right, before the mistake.
 AFTER_A_COLLECTIVE = {"a_derivative_of_a_maximum", "a_sum_of_a_gradient_that_is_summed", "a_write_that_would_be_lost"}
 

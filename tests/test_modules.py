@@ -102,8 +102,16 @@ def batch_normed():
 
 def convolutions():
     """Weights whose channels lie last, so that what kernels give lies so as well, which not all kernels take."""
-    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 4, 3, padding=1, groups=4),
-              nn.MaxPool2d(2), nn.Dropout(0.2), nn.Flatten(), nn.Linear(16, 3)]  # fmt: skip
+    layers = [
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.SiLU(),
+        nn.Conv2d(4, 4, 3, padding=1, groups=4),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    ]
     return nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
 
@@ -136,8 +144,10 @@ def everything(module):
     for name, m in module.named_modules():
         for key, value in vars(m).items():
             if isinstance(value, dict):
-                seen |= {(name, key, k): (id(v), v.clone() if isinstance(v, torch.Tensor) else None)
-                         for k, v in value.items()}  # fmt: skip
+                seen |= {
+                    (name, key, k): (id(v), v.clone() if isinstance(v, torch.Tensor) else None)
+                    for k, v in value.items()
+                }
             else:
                 seen[name, key] = (id(value), None)
     return seen
@@ -311,16 +321,28 @@ def test_what_is_no_module(case):
             self.lock = threading.Lock()
 
     given, message = {
-        "class": (nn.Linear, "functionalize: module must be a torch.nn.Module, but it is the class Linear\n"
-                  "  Instead: Linear(...), an object of the class"),
+        "class": (
+            nn.Linear,
+            "functionalize: module must be a torch.nn.Module, but it is the class Linear\n"
+            "  Instead: Linear(...), an object of the class",
+        ),
         "function": (F.relu, "functionalize: module must be a torch.nn.Module, but it is the function relu"),
-        "lazy": (nn.LazyLinear(3), "functionalize: a lazy module has no shapes yet\n  * weight, bias\n  Instead: "
-                 "module(x) once, with an input of the right shape, then vfn.functionalize(module)"),
-        "scripted": (torch.jit.script(nn.ReLU()), "functionalize: a scripted module cannot be run with other parameters\n"
-                     "  Instead: the module that was scripted"),
-        "locked": (Locked(), "functionalize: a Locked cannot be copied\n  * TypeError: cannot pickle '_thread.lock' object\n"
-                   "  Instead: a module for which copy.deepcopy(module) works"),
-    }[case]  # fmt: skip
+        "lazy": (
+            nn.LazyLinear(3),
+            "functionalize: a lazy module has no shapes yet\n  * weight, bias\n  Instead: "
+            "module(x) once, with an input of the right shape, then vfn.functionalize(module)",
+        ),
+        "scripted": (
+            torch.jit.script(nn.ReLU()),
+            "functionalize: a scripted module cannot be run with other parameters\n"
+            "  Instead: the module that was scripted",
+        ),
+        "locked": (
+            Locked(),
+            "functionalize: a Locked cannot be copied\n  * TypeError: cannot pickle '_thread.lock' object\n"
+            "  Instead: a module for which copy.deepcopy(module) works",
+        ),
+    }[case]
     with pytest.raises(errors.TransformError) as error:
         vfn.functionalize(given)
     assert str(error.value) == message

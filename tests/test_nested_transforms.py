@@ -200,12 +200,18 @@ def test_a_gradient_of_a_jvp_whose_tangents_are_lazy_zeros(checked):
 def send_lazy_values():
     z = torch.complex(values(4, 4), values(4, 4) + 2)
     mesh = vfn.make_mesh((2,), ("dp",))
-    gather = vfn.shard_map(lambda x: vfn.all_gather(x, "dp", to="invarying", tiled=True),
-                           mesh=mesh, in_specs=P("dp"), out_specs=P())  # fmt: skip
-    whole = vfn.shard_map(lambda x: vfn.all_gather(x.conj(), "dp", to="invarying", tiled=True),
-                          mesh=mesh, in_specs=P("dp"), out_specs=P())  # fmt: skip
-    minus = vfn.shard_map(lambda x: vfn.all_gather(x.conj().imag, "dp", to="invarying", tiled=True),
-                          mesh=mesh, in_specs=P("dp"), out_specs=P())  # fmt: skip
+    gather = vfn.shard_map(
+        lambda x: vfn.all_gather(x, "dp", to="invarying", tiled=True), mesh=mesh, in_specs=P("dp"), out_specs=P()
+    )
+    whole = vfn.shard_map(
+        lambda x: vfn.all_gather(x.conj(), "dp", to="invarying", tiled=True), mesh=mesh, in_specs=P("dp"), out_specs=P()
+    )
+    minus = vfn.shard_map(
+        lambda x: vfn.all_gather(x.conj().imag, "dp", to="invarying", tiled=True),
+        mesh=mesh,
+        in_specs=P("dp"),
+        out_specs=P(),
+    )
     for found, wanted in ((gather(z.conj()), z.conj()), (whole(z), z.conj()), (minus(z), -z.imag)):
         assert torch.equal(vfn.unshard(found), wanted)
     return "sent"

@@ -12,8 +12,14 @@ from vescale_fn.errors import CollectiveError
 from vescale_fn.nn import attention, blockwise, ring, zigzag_order
 
 F64 = torch.float64
-WAYS = [("ring", False, 0), ("ring", True, 0), ("ring", True, 1), ("all_gather", True, 0), ("all_gather", True, 1),
-        ("all_to_all", True, 1)]  # fmt: skip
+WAYS = [
+    ("ring", False, 0),
+    ("ring", True, 0),
+    ("ring", True, 1),
+    ("all_gather", True, 0),
+    ("all_gather", True, 1),
+    ("all_to_all", True, 1),
+]
 MESHES = {
     "1": ((1,), ("cp",), P(None, None, "cp")),
     "4": ((4,), ("cp",), P(None, None, "cp")),
@@ -74,8 +80,15 @@ def test_values_and_gradients_are_those_of_one_device(case, method, causal, zigz
 
 
 UNEVEN = [("4", 10), ("4", 5), ("4", 12), ("2x2", 7), ("2x2x2", 1), ("two axes, minor first", 9)]
-UNEVEN_WAYS = [("ring", False, 0), ("ring", True, 0), ("ring", True, 1), ("all_gather", True, 1), ("all_to_all", False, 0),
-               ("all_to_all", True, 0), ("all_to_all", True, 1)]  # fmt: skip
+UNEVEN_WAYS = [
+    ("ring", False, 0),
+    ("ring", True, 0),
+    ("ring", True, 1),
+    ("all_gather", True, 1),
+    ("all_to_all", False, 0),
+    ("all_to_all", True, 0),
+    ("all_to_all", True, 1),
+]
 
 
 @pytest.mark.parametrize(("case", "length"), UNEVEN)
@@ -205,16 +218,23 @@ def test_in_a_body_beside_values_that_are_the_same_along_another_axis():
     k, v = k[:1], v[:1]
     whole = lambda q, k, v: (reference(q, k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1), True) ** 2).sum()
     with vfn.simulate(4):
-        f = vfn.shard_map(lambda *x: attention(*x, causal=True, axis="cp"), mesh=vfn.make_mesh((2, 2), ("dp", "cp")),
-                          in_specs=(P("dp", None, "cp"), P(None, None, "cp"), P(None, None, "cp")),
-                          out_specs=P("dp", None, "cp"))  # fmt: skip
+        f = vfn.shard_map(
+            lambda *x: attention(*x, causal=True, axis="cp"),
+            mesh=vfn.make_mesh((2, 2), ("dp", "cp")),
+            in_specs=(P("dp", None, "cp"), P(None, None, "cp"), P(None, None, "cp")),
+            out_specs=P("dp", None, "cp"),
+        )
         close(vfn.grad(lambda *x: (f(*x) ** 2).sum(), (0, 1, 2))(q, k, v), vfn.grad(whole, (0, 1, 2))(q, k, v))
 
 
-@pytest.mark.parametrize(("method", "there", "back", "elements"), [
-    ("ring", {"permute": 3}, {"permute": 4}, {"permute": 2 * 3 + (2 + 2) * 3 + 2}),
-    ("all_gather", {"all_gather": 1}, {"reduce_scatter": 1}, {"all_gather": 2, "reduce_scatter": 2}),
-    ("all_to_all", {"all_to_all": 2}, {"all_to_all": 2}, {"all_to_all": 2 * (4 + 2 * 2)})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "there", "back", "elements"),
+    [
+        ("ring", {"permute": 3}, {"permute": 4}, {"permute": 2 * 3 + (2 + 2) * 3 + 2}),
+        ("all_gather", {"all_gather": 1}, {"reduce_scatter": 1}, {"all_gather": 2, "reduce_scatter": 2}),
+        ("all_to_all", {"all_to_all": 2}, {"all_to_all": 2}, {"all_to_all": 2 * (4 + 2 * 2)}),
+    ],
+)
 def test_what_travels(method, there, back, elements):
     """Of a rank's part of the keys or values, which have half of the queries' heads here: so many times their size."""
     leaves = made(heads=8, shared=4, width=6, value_width=6)
@@ -278,9 +298,12 @@ OWN = {
     "causal": (10, 10, {"is_causal": True, "enable_gqa": True}),
     "some ranks have no queries": (3, 7, {"is_causal": True, "enable_gqa": True}),
     "a mask": (10, 7, {"attn_mask": torch.sin(torch.arange(70.0, dtype=F64)).reshape(10, 7), "enable_gqa": True}),
-    "a mask for each example": (6, 9, {"attn_mask": torch.sin(torch.arange(108.0)).reshape(2, 1, 6, 9) > -0.7,
-                                       "enable_gqa": True}),
-}  # fmt: skip
+    "a mask for each example": (
+        6,
+        9,
+        {"attn_mask": torch.sin(torch.arange(108.0)).reshape(2, 1, 6, 9) > -0.7, "enable_gqa": True},
+    ),
+}
 
 
 @pytest.mark.parametrize(("t", "s", "options"), OWN.values(), ids=OWN)
@@ -300,9 +323,8 @@ def test_under_torchs_own_name_keys_and_values_are_gathered(t, s, options):
             assert [call.op for call in log] == ["all_gather"] * 2
             with vfn.comm_log() as log:
                 grads = back(vfn.shard(weights, mesh, spec))
-            assert (
-                "all_gather" not in [call.op for call in log][2:]
-            )  # keys and values once more; gradients are added up
+            # keys and values once more; gradients are added up
+            assert "all_gather" not in [call.op for call in log][2:]
             close([(out * weights).sum(), *grads], [want[0], *want[1]])
             if "attn_mask" not in options and t == s:  # so "all_gather" takes a sequence of any length
                 with vfn.strict():
@@ -339,8 +361,12 @@ def test_messages():
             "  * zigzag_order gives the ranks [3, 3, 3, 0] tokens, but they have [3, 2, 2, 2]",
             "  Instead: split the sequence over one axis; or pad the tokens at the end; or method='all_gather'",
         ]
-        odd = vfn.shard_map(lambda *x: attention(*x, causal=True, axis="cp", zigzag=2), mesh=mesh,
-                            in_specs=P(None, None, "cp"), out_specs=P(None, None, "cp"))  # fmt: skip
+        odd = vfn.shard_map(
+            lambda *x: attention(*x, causal=True, axis="cp", zigzag=2),
+            mesh=mesh,
+            in_specs=P(None, None, "cp"),
+            out_specs=P(None, None, "cp"),
+        )
         assert lines_of(lambda: odd(q, k, v)) == [
             "nn.attention: the sequence cannot be split over 2 ranks along 'cp'",
             "  * in zigzag order a rank has an early and a late half, but 3 tokens",

@@ -58,8 +58,14 @@ TERMS = {
     "bool, a row of nothing": lambda t: {"mask": a_row_of_nothing(t), "causal": True},
     "a bias for each head, a window": lambda t: {"mask": torch.randn(1, 4, t, t, dtype=F64), "window": (2, 1)},
     "padding, dropout": lambda t: {"mask": torch.rand(2, 1, 1, t) > 0.3, "dropout": 0.3, "key": KEY},
-    "all": lambda t: {"mask": torch.randn(t, t, dtype=F64), "causal": True, "window": (3, None), "dropout": 0.4, "key": KEY},
-}  # fmt: skip
+    "all": lambda t: {
+        "mask": torch.randn(t, t, dtype=F64),
+        "causal": True,
+        "window": (3, None),
+        "dropout": 0.4,
+        "key": KEY,
+    },
+}
 
 
 @pytest.mark.parametrize("terms", TERMS)
@@ -109,8 +115,9 @@ def test_as_a_plan_and_in_a_body(method):
         close(f(*parts, mask, KEY), want)
         f(*parts, mask, vfn.random.key(4))
         assert (f.cache_info().records, f.cache_info().as_written) == (1, 0)
-        body = vfn.shard_map(lambda *x: own(*x, spec=spec), mesh=mesh, in_specs=(spec,) * 3 + (P(None, None, "cp"), P()),
-                             out_specs=spec)  # fmt: skip
+        body = vfn.shard_map(
+            lambda *x: own(*x, spec=spec), mesh=mesh, in_specs=(spec,) * 3 + (P(None, None, "cp"), P()), out_specs=spec
+        )
         close(vfn.grad(loss(body, weights), (0, 1, 2, 3))(*leaves, mask, KEY), want)
 
 
@@ -136,9 +143,21 @@ def test_the_ring_has_second_derivatives_in_both_modes():
         close([vfn.linearize(ours, *parts)[1](*there)], [vfn.jvp(whole, leaves, tangents)[1]])
 
 
-@pytest.mark.parametrize(("window", "causal", "zigzag", "visits"), [
-    (None, True, 0, 4), ((None, None), False, 0, 4), ((4, 0), False, 0, 2), ((5, 0), False, 0, 3), (4, True, 0, 2),
-    (4, False, 0, 3), ((0, 5), False, 0, 3), (0, False, 0, 1), ((2, 0), False, 4, 3), (99, False, 0, 4)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("window", "causal", "zigzag", "visits"),
+    [
+        (None, True, 0, 4),
+        ((None, None), False, 0, 4),
+        ((4, 0), False, 0, 2),
+        ((5, 0), False, 0, 3),
+        (4, True, 0, 2),
+        (4, False, 0, 3),
+        ((0, 5), False, 0, 3),
+        (0, False, 0, 1),
+        ((2, 0), False, 4, 3),
+        (99, False, 0, 4),
+    ],
+)
 def test_a_ring_passes_over_keys_that_no_query_sees(monkeypatch, window, causal, zigzag, visits):
     """Of four ranks with four tokens each: the blocks that a rank computes, what it sends there and back."""
     blocks, scores = [], masked_ring.Given.scores
@@ -217,9 +236,12 @@ def test_what_does_not_fit():
         "  Instead: no spec: arrays have theirs",
     ]
     with vfn.simulate(2):
-        body = vfn.shard_map(lambda q, k, v: attention(q, k, v, axis="cp", mask=torch.ones(6, 6).bool()),
-                             mesh=vfn.make_mesh((2,), ("cp",)), in_specs=P(None, None, "cp"),
-                             out_specs=P(None, None, "cp"))  # fmt: skip
+        body = vfn.shard_map(
+            lambda q, k, v: attention(q, k, v, axis="cp", mask=torch.ones(6, 6).bool()),
+            mesh=vfn.make_mesh((2,), ("cp",)),
+            in_specs=P(None, None, "cp"),
+            out_specs=P(None, None, "cp"),
+        )
         assert lines_of(lambda: body(q, k, v))[0] == (
             "nn.attention: the mask does not broadcast to [batch, heads, query, key] = [2, 4, 3, 6], of this rank's queries "
             "and all keys"

@@ -124,8 +124,10 @@ def test_as_a_plan_under_transforms_and_in_a_body():
     more = twice(whole), along(whole)
     close((want[0], twice(f)), (want[0], more[0]))
     each = vfn.vmap(lambda x, t: f(x, weight, t))(x, target)
-    torch.testing.assert_close(each, torch.stack([F.cross_entropy(a @ weight.mT, t, label_smoothing=0.1)
-                                                  for a, t in zip(x, target, strict=True)]))  # fmt: skip
+    torch.testing.assert_close(
+        each,
+        torch.stack([F.cross_entropy(a @ weight.mT, t, label_smoothing=0.1) for a, t in zip(x, target, strict=True)]),
+    )
     with vfn.simulate(4):
         mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
         there = vfn.shard((x, weight, target), mesh, (P("dp"), P("tp"), P("dp")))  # 6 classes, and 5
@@ -151,11 +153,16 @@ def test_what_travels():
             with vfn.comm_log() as log:
                 loss, back = vfn.vjp(lambda x, w: linear_cross_entropy(x, w, there[2], chunk=chunk), *there[:2])
             assert [(c.op, c.axes, c.bytes) for c in log] == [
-                ("all_reduce", ("tp",), tokens), ("all_reduce", ("tp",), 2 * tokens), ("all_reduce", ("dp",), 16)]  # fmt: skip
+                ("all_reduce", ("tp",), tokens),
+                ("all_reduce", ("tp",), 2 * tokens),
+                ("all_reduce", ("dp",), 16),
+            ]
             with vfn.comm_log() as log:
                 back(torch.ones_like(loss))
             assert sorted((c.op, c.axes, c.bytes) for c in log) == [
-                ("all_reduce", ("dp",), CLASSES // 2 * WIDTH * 8), ("all_reduce", ("tp",), WIDTH * tokens)]  # fmt: skip
+                ("all_reduce", ("dp",), CLASSES // 2 * WIDTH * 8),
+                ("all_reduce", ("tp",), WIDTH * tokens),
+            ]
         there = vfn.shard((x, weight), mesh, (P("dp", "tp"), P("tp", "dp")))
         with vfn.comm_log() as log:
             vfn.grad(lambda x, w: linear_cross_entropy(x, w, target, axis="tp"), (0, 1))(*there)

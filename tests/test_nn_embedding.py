@@ -89,11 +89,19 @@ def test_as_a_plan_under_transforms_and_in_a_body():
         close(torch.func.grad(f)(*there))
         each = vfn.vmap(lambda ids: embedding(ids, there[0]))(vfn.shard(ids, mesh, P(None, "dp")))
         assert torch.equal(vfn.unshard(each), table[ids])
-        local = vfn.shard_map(lambda i, t: vfn.psum(embedding(i, t, axis="tp"), "tp"), mesh=mesh,
-                              in_specs=(P("dp"), P("tp")), out_specs=P("dp"))  # fmt: skip
+        local = vfn.shard_map(
+            lambda i, t: vfn.psum(embedding(i, t, axis="tp"), "tp"),
+            mesh=mesh,
+            in_specs=(P("dp"), P("tp")),
+            out_specs=P("dp"),
+        )
         close(vfn.grad(lambda table: (local(ids, table) ** 2 * weights).sum())(table))
-        local = vfn.shard_map(lambda i, t: vfn.psum(embedding(i, t, padding_idx=-3, axis="tp"), "tp"), mesh=mesh,
-                              in_specs=(P("dp"), P("tp")), out_specs=P("dp"))  # fmt: skip
+        local = vfn.shard_map(
+            lambda i, t: vfn.psum(embedding(i, t, padding_idx=-3, axis="tp"), "tp"),
+            mesh=mesh,
+            in_specs=(P("dp"), P("tp")),
+            out_specs=P("dp"),
+        )
         want[-3] = 0
         close(vfn.grad(lambda table: (local(ids, table) ** 2 * weights).sum())(table))
 
@@ -114,7 +122,10 @@ def test_what_travels_and_what_is_made(f):
             back(vfn.shard(weights, mesh, P("dp", reduced={"tp"})))
         assert seen.size == 64 * 8 // 4  # a rank's rows, and their gradient
         assert [(c.op, c.axes, c.bytes) for c in log] == [
-            ("all_reduce", ("tp",), block), ("reduce_scatter", ("tp",), block), ("all_reduce", ("dp",), 64 * 8 * 4 // 4)]  # fmt: skip
+            ("all_reduce", ("tp",), block),
+            ("reduce_scatter", ("tp",), block),
+            ("all_reduce", ("dp",), 64 * 8 * 4 // 4),
+        ]
 
 
 def test_ids_that_are_no_rows():
@@ -126,8 +137,9 @@ def test_ids_that_are_no_rows():
             for wrong in (ids.clamp(min=0), ids.clamp(max=11)):
                 with pytest.raises(IndexError, match="index out of range"):  # torch's own error, as on one device
                     f(wrong, vfn.shard(table, mesh, P("tp")))
-        local = vfn.shard_map(lambda i, t: vfn.psum(embedding(i, t, axis="tp"), "tp"), mesh=mesh,
-                              in_specs=(P(), P("tp")), out_specs=P())  # fmt: skip
+        local = vfn.shard_map(
+            lambda i, t: vfn.psum(embedding(i, t, axis="tp"), "tp"), mesh=mesh, in_specs=(P(), P("tp")), out_specs=P()
+        )
         out = vfn.unshard(local(ids, table))
     assert out.isnan().all(-1).nonzero().tolist() == [[1, 2], [3, 4]]
     assert out.isnan().sum() == 2 * 8

@@ -118,8 +118,9 @@ def test_all_tokens_to_one_expert():
     to_one = lambda p, gate, x, capacity: experts(network, p, x, route(x @ gate, 1), capacity=capacity)
     for capacity in (None, 2):
         kept = (torch.arange(TOKENS) < (capacity or TOKENS)).double()[:, None]
-        alone = lambda p, gate, x, _, kept=kept: kept * torch.softmax(x @ gate, -1)[..., 5:6] * network(
-            {name: w[5] for name, w in p.items()}, x)  # fmt: skip
+        alone = lambda p, gate, x, _, kept=kept: (
+            kept * torch.softmax(x @ gate, -1)[..., 5:6] * network({name: w[5] for name, w in p.items()}, x)
+        )
         want = gradients(alone, p, gate, x, weights, None)
         with vfn.simulate(4):
             there = vfn.shard((p, gate, x), vfn.make_mesh((4,), ("ep",)), (P("ep"), P(), P("ep")))
@@ -175,8 +176,16 @@ def test_parts_of_sequences_as_groups():
     p, gate, x, weights = made()
     x, weights = (y.reshape(2, 4 * TOKENS, WIDTH) for y in (x, weights))  # two sequences, each of four parts
     f = lambda p, gate, x, capacity: layer(p, gate, x.unflatten(1, (4, -1)), capacity).flatten(1, 2)
-    want = gradients(lambda p, gate, x, c: torch.stack([token_by_token(p, gate, s.unflatten(0, (4, -1)), c).flatten(0, 1)
-                                                        for s in x]), p, gate, x, weights, 2)  # fmt: skip
+    want = gradients(
+        lambda p, gate, x, c: torch.stack(
+            [token_by_token(p, gate, s.unflatten(0, (4, -1)), c).flatten(0, 1) for s in x]
+        ),
+        p,
+        gate,
+        x,
+        weights,
+        2,
+    )
     with vfn.simulate(4):
         there = vfn.shard((p, gate, x), vfn.make_mesh((2, 2), ("dp", "cp")), (P("cp"), P(), P("dp", "cp")))
         with vfn.comm_log() as log:
@@ -189,8 +198,12 @@ def test_in_a_body():
     p, gate, x, weights = made()
     with vfn.simulate(4):
         body = lambda p, gate, x: experts(network, p, x, route(x @ gate, K), capacity=2, axis="ep")
-        f = vfn.shard_map(body, mesh=vfn.make_mesh((2, 2), ("dp", "ep")), in_specs=(P("ep"), P(), P(("dp", "ep"))),
-                          out_specs=P(("dp", "ep")))  # fmt: skip
+        f = vfn.shard_map(
+            body,
+            mesh=vfn.make_mesh((2, 2), ("dp", "ep")),
+            in_specs=(P("ep"), P(), P(("dp", "ep"))),
+            out_specs=P(("dp", "ep")),
+        )
         found = gradients(lambda p, gate, x, _: f(p, gate, x), p, gate, x, weights, None)
     close(found, gradients(token_by_token, p, gate, x, weights, 2))
 

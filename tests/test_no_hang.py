@@ -45,8 +45,11 @@ def plain(text: str) -> str:
     """A message without what differs from run to run: a line of this file as its function and how far it is below."""
 
     def place(found: re.Match) -> str:
-        starts = {f.__code__.co_firstlineno: name for name, f in globals().items()
-                  if inspect.isfunction(f) and f.__code__.co_filename == __file__}  # fmt: skip
+        starts = {
+            f.__code__.co_firstlineno: name
+            for name, f in globals().items()
+            if inspect.isfunction(f) and f.__code__.co_filename == __file__
+        }
         start = max(line for line in starts if line <= int(found[1]))
         return f"{starts[start]}+{int(found[1]) - start}"
 
@@ -221,108 +224,145 @@ PARTINGS = {
     another_collective: """\
 debug: the ranks make different calls
   * rank 0: psum over 'a' of f32[4] at another_collective+3
-  * rank 1: all_gather over 'a' of f32[4] (dim 0, tiled) at another_collective+4""" + SAME,
+  * rank 1: all_gather over 'a' of f32[4] (dim 0, tiled) at another_collective+4"""
+    + SAME,
     a_call_left_out: """\
 debug: the ranks are at different lines in psum, so one of them has left out a call
   * rank 0: psum over 'a' of f32[4] at a_call_left_out+4
-  * rank 1: psum over 'a' of f32[4] at a_call_left_out+3""" + SAME,
+  * rank 1: psum over 'a' of f32[4] at a_call_left_out+3"""
+    + SAME,
     another_shape: """\
 debug: the ranks differ in the shapes of psum
   * its value: f32[2] on rank 0, f32[3] on rank 1
-  * psum over 'a' of f32[2] at another_shape+1""" + SAME_TYPES,
+  * psum over 'a' of f32[2] at another_shape+1"""
+    + SAME_TYPES,
     another_shape_of_the_same_size: """\
 debug: the ranks differ in the shapes of psum
   * leaf 1: f32[4,1] on rank 0, f32[2,2] on rank 1
-  * psum over 'a' of leaf 0: f32[4], leaf 1: f32[4,1] at another_shape_of_the_same_size+1""" + SAME_TYPES,
+  * psum over 'a' of leaf 0: f32[4], leaf 1: f32[4,1] at another_shape_of_the_same_size+1"""
+    + SAME_TYPES,
     another_dtype: """\
 debug: the ranks differ in the dtypes of pmax
   * its value: f32[4] on rank 0, f64[4] on rank 1
-  * pmax over 'a' of f32[4] at another_dtype+1""" + SAME_TYPES,
+  * pmax over 'a' of f32[4] at another_dtype+1"""
+    + SAME_TYPES,
     another_dim: """\
 debug: the ranks differ in the arguments of all_gather
   * rank 0: all_gather over 'a' of f32[2,2] (dim 0, tiled) at another_dim+1
-  * rank 1: all_gather over 'a' of f32[2,2] (dim 1, tiled) at another_dim+1""" + SAME,
+  * rank 1: all_gather over 'a' of f32[2,2] (dim 1, tiled) at another_dim+1"""
+    + SAME,
     another_permutation: """\
 debug: the ranks differ in the arguments of ppermute
   * rank 0: ppermute over 'a' of f32[4] (perm [(0, 1)]) at another_permutation+1
-  * rank 1: ppermute over 'a' of f32[4] (perm [(0, 1), (1, 0)]) at another_permutation+1""" + SAME,
+  * rank 1: ppermute over 'a' of f32[4] (perm [(0, 1), (1, 0)]) at another_permutation+1"""
+    + SAME,
     another_order_of_axes: """\
 debug: the ranks make different calls
   * rank 0: psum over ('b', 'a') of f32[4] at another_order_of_axes+1
-  * rank 1: psum over ('a', 'b') of f32[4] at another_order_of_axes+1""" + SAME,
+  * rank 1: psum over ('a', 'b') of f32[4] at another_order_of_axes+1"""
+    + SAME,
     another_source: """\
 debug: the ranks differ in the arguments of pbroadcast
   * rank 0: pbroadcast over 'a' of f32[4] (from 0) at another_source+1
-  * rank 1: pbroadcast over 'a' of f32[4] (from 1) at another_source+1""" + SAME,
+  * rank 1: pbroadcast over 'a' of f32[4] (from 1) at another_source+1"""
+    + SAME,
     other_specs: """\
 debug: the ranks differ in the arguments of shard_map(<lambda>)
   * rank 0: shard_map(<lambda>) on mesh (a=2, b=1) of args[0]: f32[8] (in_specs=P(), out_specs=P('a')) at body+3
-  * rank 1: shard_map(<lambda>) on mesh (a=2, b=1) of args[0]: f32[8] (in_specs=P('a'), out_specs=P('a')) at body+3""" + SAME,
+  * rank 1: shard_map(<lambda>) on mesh (a=2, b=1) of args[0]: f32[8] (in_specs=P('a'), out_specs=P('a')) at body+3"""
+    + SAME,
     another_function: """\
 debug: the ranks make different calls
   * rank 0: shard_map(double) on mesh (a=2, b=1) of args[0]: f32[8] (in_specs=P('a'), out_specs=P('a')) at body+3
-  * rank 1: shard_map(triple) on mesh (a=2, b=1) of args[0]: f32[8] (in_specs=P('a'), out_specs=P('a')) at body+3""" + SAME,
+  * rank 1: shard_map(triple) on mesh (a=2, b=1) of args[0]: f32[8] (in_specs=P('a'), out_specs=P('a')) at body+3"""
+    + SAME,
     another_number: """\
 debug: the ranks differ in the arguments of shard_map(<lambda>)
   * args[1]: 2 on rank 0, 3 on rank 1
-  * shard_map(<lambda>) on mesh (a=2, b=1) of args[0]: f32[8], args[1]: 2 (in_specs=(P('a'), P()), out_specs=P('a')) at another_number+2""" + SAME_TYPES,
+  * shard_map(<lambda>) on mesh (a=2, b=1) of args[0]: f32[8], args[1]: 2 (in_specs=(P('a'), P()), out_specs=P('a')) at another_number+2"""
+    + SAME_TYPES,
     shapes_that_depend_on_the_data: """\
 debug: the ranks differ in the shapes of the results of shard_map(<lambda>)
   * out: f32[1] on rank 0, f32[4] on rank 1
-  * the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[1] at body+3""" + SAME_TYPES,
+  * the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[1] at body+3"""
+    + SAME_TYPES,
     a_gradient_stopped: """\
 debug: the ranks make different calls
   * rank 0: gradient of pvary (all_reduce) over 'a' of f32[4] at a_gradient_stopped+5
-  * rank 1: shard on mesh (a=2, b=1) of x: f32[8] at a_gradient_stopped+6""" + SAME,
+  * rank 1: shard on mesh (a=2, b=1) of x: f32[8] at a_gradient_stopped+6"""
+    + SAME,
     another_move: """\
 debug: the ranks make different calls
   * rank 0: all_reduce over 'a' of f32[] (local_scalar_dense needs the sum: f32[]{U:a}) at another_move+2
-  * rank 1: all_gather over 'a' of f32[4] (dim 0, cumsum needs dim 0 whole: f32[8@a]) at another_move+2""" + SAME,
+  * rank 1: all_gather over 'a' of f32[4] (dim 0, cumsum needs dim 0 whole: f32[8@a]) at another_move+2"""
+    + SAME,
     plain_tensors_to_shard: """\
 debug: the ranks differ in a plain tensor, which counts as the same everywhere, in shard
   * tree['x']: f32[8] is [0, 1, 2, ...] (sum 28) on rank 0, but [0, 1, 2, ...] (sum 29) on rank 1
-  * shard on mesh (a=2, b=1) of tree['x']: f32[8], tree['y']: f32[3] at plain_tensors_to_shard+2""" + SAME_VALUES,
+  * shard on mesh (a=2, b=1) of tree['x']: f32[8], tree['y']: f32[3] at plain_tensors_to_shard+2"""
+    + SAME_VALUES,
     plain_tensors_to_with_sharding: """\
 debug: the ranks differ in a plain tensor, which counts as the same everywhere, in with_sharding
   * the value: bool[2] is [False, False] on rank 0, but [True, True] on rank 1
-  * with_sharding on mesh (a=2, b=1) of the value: bool[2] at plain_tensors_to_with_sharding+1""" + SAME_VALUES,
+  * with_sharding on mesh (a=2, b=1) of the value: bool[2] at plain_tensors_to_with_sharding+1"""
+    + SAME_VALUES,
     plain_tensors_in_an_op: """\
 debug: the ranks differ in a plain tensor, which counts as the same everywhere, in torch's mul
   * argument 1: f32[] is [1] on rank 0, but [2] on rank 1
-  * torch's mul on mesh (a=2, b=1) of argument 1: f32[] at plain_tensors_in_an_op+1""" + SAME_VALUES,
-    another_rate: USED + """
+  * torch's mul on mesh (a=2, b=1) of argument 1: f32[] at plain_tensors_in_an_op+1"""
+    + SAME_VALUES,
+    another_rate: USED
+    + """
   * 'other' of mul is 0.1 on rank 0, but 1.1 on rank 1, at another_rate+2
-  * seen in unshard (all_gather) over 'a' of f32[4] (dim 0) at another_rate+2""" + SAME_USES,
-    another_key: USED + """
+  * seen in unshard (all_gather) over 'a' of f32[4] (dim 0) at another_rate+2"""
+    + SAME_USES,
+    another_key: USED
+    + """
   * the key of random.normal is [0, 0] on rank 0, but [0, 1] on rank 1, at another_key+1
-  * seen in unshard (all_gather) over 'a' of f32[4] (dim 0) at another_key+1""" + SAME_USES,
-    another_key_in_a_body: USED + """
+  * seen in unshard (all_gather) over 'a' of f32[4] (dim 0) at another_key+1"""
+    + SAME_USES,
+    another_key_in_a_body: USED
+    + """
   * tensor 0 of draw, i32[2] from outside of the body, is [0, 2] on rank 0, but [0, 3] on rank 1, at another_key_in_a_body+2
-  * seen in the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[4] at body+3""" + SAME_USES,
-    another_key_of_a_dropout: USED + """
+  * seen in the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[4] at body+3"""
+    + SAME_USES,
+    another_key_of_a_dropout: USED
+    + """
   * the key of random.dropout is [0, 4] on rank 0, but [0, 5] on rank 1, at another_key_of_a_dropout+1
-  * seen in unshard (all_gather) over 'a' of f32[4] (dim 0) at another_key_of_a_dropout+1""" + SAME_USES,
-    another_float_in_a_body: USED + """
+  * seen in unshard (all_gather) over 'a' of f32[4] (dim 0) at another_key_of_a_dropout+1"""
+    + SAME_USES,
+    another_float_in_a_body: USED
+    + """
   * argument 1 of mul is 0.5 on rank 0, but 1.5 on rank 1, at another_float_in_a_body+1
-  * seen in the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[4] at body+3""" + SAME_USES,
-    another_slice_in_a_body: USED + """
+  * seen in the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[4] at body+3"""
+    + SAME_USES,
+    another_slice_in_a_body: USED
+    + """
   * argument 1 of __getitem__ is slice(0, 2, None) on rank 0, but slice(1, 3, None) on rank 1, at another_slice_in_a_body+1
   * out of shard_map(<lambda>), f32[2]{the same along a, b}, is [1, 2.71828] on rank 0, but [2.71828, 7.38906] on rank 1, at body+3
-  * seen in the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[2] at body+3""" + SAME_USES,
-    a_tensor_made_in_a_body: USED + """
+  * seen in the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[2] at body+3"""
+    + SAME_USES,
+    a_tensor_made_in_a_body: USED
+    + """
   * the tensor f32[] that tensor makes is [1] on rank 0, but [2] on rank 1, at a_tensor_made_in_a_body+1
-  * seen in the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[4] at body+3""" + SAME_USES,
-    a_tensor_that_a_body_closes_over: USED + """
+  * seen in the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[4] at body+3"""
+    + SAME_USES,
+    a_tensor_that_a_body_closes_over: USED
+    + """
   * tensor 1 of add, i64[4] from outside of the body, is [0, 0, 0, ...] (sum 0) on rank 0, but [1, 1, 1, ...] (sum 4) on rank 1, at a_tensor_that_a_body_closes_over+2
-  * seen in the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[4] at body+3""" + SAME_USES,
-    a_promise_of_an_unchecked_body: USED + """
+  * seen in the results of shard_map(<lambda>) on mesh (a=2, b=1) of out: f32[4] at body+3"""
+    + SAME_USES,
+    a_promise_of_an_unchecked_body: USED
+    + """
   * out of shard_map(<lambda>), f32[4]{the same along a, b}, is [0, 1, 2, ...] (sum 6) on rank 0, but [4, 5, 6, ...] (sum 22) on rank 1, at a_promise_of_an_unchecked_body+1
-  * seen in shard on mesh (a=2, b=1) of x: f32[8] at a_promise_of_an_unchecked_body+2""" + SAME_USES,
+  * seen in shard on mesh (a=2, b=1) of x: f32[8] at a_promise_of_an_unchecked_body+2"""
+    + SAME_USES,
     plain_tensors_to_shard_map: """\
 debug: the ranks differ in a plain tensor, which counts as the same everywhere, in shard_map(<lambda>)
   * args[0]: i64[2,1] is [0, 0] on rank 0, but [1, 1] on rank 1
-  * shard_map(<lambda>) on mesh (a=2, b=1) of args[0]: i64[2,1] (in_specs=P('a'), out_specs=P('a')) at body+3""" + SAME_VALUES,
-}  # fmt: skip
+  * shard_map(<lambda>) on mesh (a=2, b=1) of args[0]: i64[2,1] (in_specs=P('a'), out_specs=P('a')) at body+3"""
+    + SAME_VALUES,
+}
 
 
 def parting(programs):
@@ -376,9 +416,13 @@ def uses_of_blocks():
 
 
 def test_uses_after_the_last_call_of_a_block_and_sizes_that_depend_on_data(gloo):
-    assert gloo(2, uses_of_blocks) == [[], [
-        "  * 'other' of mul is 0.1 on rank 0, but 1.1 on rank 1, at a_rate_at_the_end_of_a_block+4",
-        "  * seen in the block of vfn.debug() that ends here"]]  # fmt: skip
+    assert gloo(2, uses_of_blocks) == [
+        [],
+        [
+            "  * 'other' of mul is 0.1 on rank 0, but 1.1 on rank 1, at a_rate_at_the_end_of_a_block+4",
+            "  * seen in the block of vfn.debug() that ends here",
+        ],
+    ]
 
 
 def recorded_with_other_values():
@@ -509,8 +553,12 @@ def raises_in_the_backward_pass(mesh, rank, x):
             raise ValueError("in the backward pass")
         return gradient
 
-    f = vfn.shard_map(lambda w, x: vfn.psum((Breaks.apply(vfn.pvary(w, "a"), then) * x).sum(), "a"), mesh=mesh,
-                      in_specs=(P(), P("a")), out_specs=P())  # fmt: skip
+    f = vfn.shard_map(
+        lambda w, x: vfn.psum((Breaks.apply(vfn.pvary(w, "a"), then) * x).sum(), "a"),
+        mesh=mesh,
+        in_specs=(P(), P("a")),
+        out_specs=P(),
+    )
     vfn.grad(lambda w: f(w, x))(torch.ones(len(x) // mesh.size()))
 
 
@@ -536,35 +584,57 @@ def sleeps(mesh, rank, x):
 
 
 LEAVINGS = {  # what rank 1 raises, and what the others do
-    returns_early: ('', """\
+    returns_early: (
+        "",
+        """\
 debug: rank 1 has left while others wait for it
   * rank 1 left the block of leaving+6, before its first call
-  * ranks 0, 2 wait in shard_map(<lambda>) on mesh (a=3) of args[0]: f32[6] (in_specs=P('a'), out_specs=P()) at body+3""" + SAME),
-    raises_before: ('ValueError', """\
+  * ranks 0, 2 wait in shard_map(<lambda>) on mesh (a=3) of args[0]: f32[6] (in_specs=P('a'), out_specs=P()) at body+3"""
+        + SAME,
+    ),
+    raises_before: (
+        "ValueError",
+        """\
 debug: rank 1 has left while others wait for it
   * rank 1 left the block of leaving+6 by ValueError: mine, before its first call
-  * ranks 0, 2 wait in shard_map(<lambda>) on mesh (a=3) of args[0]: f32[6] (in_specs=P('a'), out_specs=P()) at body+3"""),
-    raises_inside: ('RuntimeError', """\
+  * ranks 0, 2 wait in shard_map(<lambda>) on mesh (a=3) of args[0]: f32[6] (in_specs=P('a'), out_specs=P()) at body+3""",
+    ),
+    raises_inside: (
+        "RuntimeError",
+        """\
 debug: rank 1 has left while others wait for it
   * rank 1 left the block of leaving+6 by RuntimeError: shape '[7]' is invalid for input of size 2, after 2 calls; the last was psum over 'a' of f32[2] at raises_inside+2
-  * ranks 0, 2 wait in psum over 'a' of f32[2] at raises_inside+5"""),
-    raises_in_the_backward_pass: ('ValueError', """\
+  * ranks 0, 2 wait in psum over 'a' of f32[2] at raises_inside+5""",
+    ),
+    raises_in_the_backward_pass: (
+        "ValueError",
+        """\
 debug: rank 1 has left while others wait for it
   * rank 1 left the block of leaving+6 by ValueError: in the backward pass, after 3 calls; the last was the results of shard_map(<lambda>) on mesh (a=3) of out: f32[] at raises_in_the_backward_pass+8
-  * ranks 0, 2 wait in gradient of pvary (all_reduce) over 'a' of f32[2] at raises_in_the_backward_pass+8"""),
-    raises_in_a_hook: ('KeyError', """\
+  * ranks 0, 2 wait in gradient of pvary (all_reduce) over 'a' of f32[2] at raises_in_the_backward_pass+8""",
+    ),
+    raises_in_a_hook: (
+        "KeyError",
+        """\
 debug: rank 1 has left while others wait for it
   * rank 1 left the block of leaving+6 by KeyError: 'hook', after 2 calls; the last was with_sharding (all_gather) over 'a' of f32[2] (dim 0) at raises_in_a_hook+2
-  * ranks 0, 2 wait in unshard (all_gather) over 'a' of f32[2] (dim 0) at raises_in_a_hook+5"""),
-    leaves_python: ('SystemExit', """\
+  * ranks 0, 2 wait in unshard (all_gather) over 'a' of f32[2] (dim 0) at raises_in_a_hook+5""",
+    ),
+    leaves_python: (
+        "SystemExit",
+        """\
 debug: rank 1 has left while others wait for it
   * rank 1 left the block of leaving+6 by SystemExit: 3, before its first call
-  * ranks 0, 2 wait in shard on mesh (a=3) of x: f32[6] at leaves_python+3"""),
-    sleeps: ('DivergenceError', """\
+  * ranks 0, 2 wait in shard on mesh (a=3) of x: f32[6] at leaves_python+3""",
+    ),
+    sleeps: (
+        "DivergenceError",
+        """\
 debug: after 1 s not all ranks have come
   * ranks 0, 2 wait in shard_map(<lambda>) on mesh (a=3) of args[0]: f32[6] (in_specs=P('a'), out_specs=P()) at body+3
-  * rank 1 is at sleeps+3, after 3 calls; the last was the results of shard_map(<lambda>) on mesh (a=3) of out: f32[2] at body+3"""),
-}  # fmt: skip
+  * rank 1 is at sleeps+3, after 3 calls; the last was the results of shard_map(<lambda>) on mesh (a=3) of out: f32[2] at body+3""",
+    ),
+}
 
 
 def leaving(programs):
@@ -724,14 +794,17 @@ def test_debug_mode_on_some_ranks_only():
 # --- without debug mode -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("program", "first", "own"), [
-    (raises_before, "raised ValueError", "ValueError: mine"),
-    (raises_inside, "raised RuntimeError", "RuntimeError: shape '[7]' is invalid for input of size 2"),
-    (raises_in_the_backward_pass, "raised ValueError", "ValueError: in the backward pass"),
-    (raises_in_a_hook, "raised KeyError", "KeyError: 'hook'"),
-    (leaves_python, "called sys.exit(3)", "SystemExit: 3"),
-    (is_killed, "was killed by SIGKILL (out of memory?)", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "first", "own"),
+    [
+        (raises_before, "raised ValueError", "ValueError: mine"),
+        (raises_inside, "raised RuntimeError", "RuntimeError: shape '[7]' is invalid for input of size 2"),
+        (raises_in_the_backward_pass, "raised ValueError", "ValueError: in the backward pass"),
+        (raises_in_a_hook, "raised KeyError", "KeyError: 'hook'"),
+        (leaves_python, "called sys.exit(3)", "SystemExit: 3"),
+        (is_killed, "was killed by SIGKILL (out of memory?)", ""),
+    ],
+)
 def test_a_rank_that_fails_ends_the_job_with_its_own_traceback_first(program, first, own):
     lines, seconds = launched(program)
     assert lines[0] == f"launch: rank 1 of 2 {first}; the other ranks were ended"
@@ -755,16 +828,33 @@ def other_sizes(mesh, rank, x):
     other_specs(mesh, rank, x)
 
 
-@pytest.mark.parametrize(("program", "firsts", "lasts"), [
-    (sleeps_long, ["launch: rank 0 of 2 raised RuntimeError; the other ranks were ended"],
-     ["Meanwhile rank 1 was at sleeps_long+2."]),
-    (another_collective, [f"launch: rank {i} of 2 raised RuntimeError; the other ranks were ended" for i in range(2)],
-     ["After it, rank 0 raised RuntimeError at another_collective+3: ",
-      "After it, rank 1 raised RuntimeError at another_collective+4: "]),
-    (a_call_left_out, ["launch: rank 1 of 2 waited in a collective that others had left out: rank 0 had returned by "
-     "then. It raised RuntimeError; the other ranks were ended"], [""]),
-    (other_sizes, ["launch: rank 1 of 2 was killed by SIGABRT; the other ranks were ended"], [""]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "firsts", "lasts"),
+    [
+        (
+            sleeps_long,
+            ["launch: rank 0 of 2 raised RuntimeError; the other ranks were ended"],
+            ["Meanwhile rank 1 was at sleeps_long+2."],
+        ),
+        (
+            another_collective,
+            [f"launch: rank {i} of 2 raised RuntimeError; the other ranks were ended" for i in range(2)],
+            [
+                "After it, rank 0 raised RuntimeError at another_collective+3: ",
+                "After it, rank 1 raised RuntimeError at another_collective+4: ",
+            ],
+        ),
+        (
+            a_call_left_out,
+            [
+                "launch: rank 1 of 2 waited in a collective that others had left out: rank 0 had returned by "
+                "then. It raised RuntimeError; the other ranks were ended"
+            ],
+            [""],
+        ),
+        (other_sizes, ["launch: rank 1 of 2 was killed by SIGABRT; the other ranks were ended"], [""]),
+    ],
+)
 def test_ranks_that_wait_in_vain_end_with_the_timeout(program, firsts, lasts):
     lines, seconds = launched(program, timeout=0.5)
     assert lines[0] in firsts
@@ -800,8 +890,12 @@ def caught_alike():
                     body(mesh, lambda x: vfn.psum_scatter(x[:3], "a", tiled=True), x, out_specs=P("a"))
                 with pytest.raises(SpecError):
                     body(mesh, lambda x: vfn.psum(x, "a"), x[:3])
-                f = vfn.shard_map(lambda w, x: vfn.psum((Breaks.apply(w, refuse) * x).sum(), "a"), mesh=mesh,
-                                  in_specs=(P(), P("a")), out_specs=P())  # fmt: skip
+                f = vfn.shard_map(
+                    lambda w, x: vfn.psum((Breaks.apply(w, refuse) * x).sum(), "a"),
+                    mesh=mesh,
+                    in_specs=(P(), P("a")),
+                    out_specs=P(),
+                )
                 with pytest.raises(ValueError, match="on every rank"):
                     vfn.grad(lambda w, f=f: f(w, x))(torch.ones(4))
                 assert body(mesh, lambda x: vfn.psum(x.sum(), "a"), x) == 28
@@ -934,17 +1028,20 @@ def test_of_many_ranks_and_values_some_are_listed():
     assert len(lines) == 13
 
 
-@pytest.mark.parametrize(("row", "one", "other"), [
-    ("all_gather", {"dim": 0}, {"dim": 1}),
-    ("all_gather", {"tiled": False}, {"tiled": True}),
-    ("all_gather_invariant", {"dim": 0}, {"dim": 1}),
-    ("psum_scatter", {"dim": 0}, {"dim": 1}),
-    ("psum_scatter", {"tiled": False}, {"tiled": True}),
-    ("all_to_all", {"dim": 0, "other": 1}, {"dim": 1, "other": 1}),
-    ("all_to_all", {"dim": 0, "other": 1}, {"dim": 0, "other": 0}),
-    ("ppermute", {"perm": ((0, 1),)}, {"perm": ((1, 0),)}),
-    ("pbroadcast", {"source": 0}, {"source": 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "one", "other"),
+    [
+        ("all_gather", {"dim": 0}, {"dim": 1}),
+        ("all_gather", {"tiled": False}, {"tiled": True}),
+        ("all_gather_invariant", {"dim": 0}, {"dim": 1}),
+        ("psum_scatter", {"dim": 0}, {"dim": 1}),
+        ("psum_scatter", {"tiled": False}, {"tiled": True}),
+        ("all_to_all", {"dim": 0, "other": 1}, {"dim": 1, "other": 1}),
+        ("all_to_all", {"dim": 0, "other": 1}, {"dim": 0, "other": 0}),
+        ("ppermute", {"perm": ((0, 1),)}, {"perm": ((1, 0),)}),
+        ("pbroadcast", {"source": 0}, {"source": 1}),
+    ],
+)
 def test_what_a_collective_tells_of_its_parameters(row, one, other):
     """A parameter that were left out could not be seen to differ."""
     mine, theirs = (

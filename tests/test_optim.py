@@ -283,8 +283,11 @@ def test_parameters_on_two_meshes_and_on_none():
     expected = opt.update(grads, opt.init(params), params)
     with vfn.simulate(4):
         row, grid = vfn.make_mesh((4,), ("dp",)), vfn.make_mesh((2, 2), ("x", "y"))
-        place = lambda tree: {"a": vfn.shard(tree["a"], row, P("dp")), "b": vfn.shard(tree["b"], grid, P(("y", "x"))),
-                              "c": tree["c"]}  # fmt: skip
+        place = lambda tree: {
+            "a": vfn.shard(tree["a"], row, P("dp")),
+            "b": vfn.shard(tree["b"], grid, P(("y", "x"))),
+            "c": tree["c"],
+        }
         params, grads = place(params), place(grads)
         close(vfn.unshard(opt.update(grads, opt.init(params), params)), expected, rtol=0, atol=0)
 
@@ -417,8 +420,10 @@ def test_matrices_for_muon_come_together_as_a_deck_is_dealt():
             found, _ = opt.update(params, state, params)
         # nine matrices of bf16, padded to three a rank, there and back; one alone is gathered, padded too; each rank has its experts
         assert [(r.op, r.bytes) for r in log] == [
-            ("all_gather", 4 * 12 * 2), ("all_to_all", 12 * 2 * 6 * 2), ("all_to_all", 12 * 2 * 6 * 2)
-        ], str(log)  # fmt: skip
+            ("all_gather", 4 * 12 * 2),
+            ("all_to_all", 12 * 2 * 6 * 2),
+            ("all_to_all", 12 * 2 * 6 * 2),
+        ], str(log)
         close(vfn.unshard(found), expected, rtol=0.02, atol=2e-3)  # bf16 holds three digits
 
 
@@ -600,8 +605,9 @@ def test_labels_and_patterns_must_fit():
     with pytest.raises(vfn.errors.SpecError) as error:
         optim.by_path([("w", True), ("x", False)])(params)
     assert str(error.value).splitlines()[1:3] == [
-        "  * no rule matches 'v' (params['v'])", "  * rule ('x', False) matches no leaf"
-    ]  # fmt: skip
+        "  * no rule matches 'v' (params['v'])",
+        "  * rule ('x', False) matches no leaf",
+    ]
     with pytest.raises(vfn.errors.SpecError) as error:
         optim.by_path(["w"])
     assert "rules[0] is the str 'w'" in str(error.value)
@@ -651,12 +657,21 @@ def test_torchs_own_on_a_mesh_by_a_schedule():
 @pytest.mark.parametrize(
     ("cls", "options"),
     [
-        (torch.optim.Adam, {"amsgrad": True}), (torch.optim.NAdam, {}), (torch.optim.RAdam, {}), (torch.optim.Adagrad, {}),
-        (torch.optim.Adadelta, {}), (torch.optim.Rprop, {}), (torch.optim.ASGD, {}), (torch.optim.Adamax, {}), (Lion, {}),
-        (torch.optim.Adafactor, {}), (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
-        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}), (torch.optim.SGD, {}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.RAdam, {}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.Adadelta, {}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.ASGD, {}),
+        (torch.optim.Adamax, {}),
+        (Lion, {}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+        (torch.optim.SGD, {}),
     ],
-)  # fmt: skip
+)
 def test_the_state_of_torchs_own_begins_as_theirs_does(cls, options):
     """Before the first step it has the tree that it has after it, and the values from which torch's goes on."""
     start, grads = torch.arange(6.0).view(2, 3) - 2, torch.arange(6.0).view(2, 3).cos()
@@ -715,8 +730,11 @@ def steps_of_all(params, grads, jit=None, **how):
 def test_the_same_bits_whatever_runs(dtype):
     """Eagerly on lists, on each leaf by itself, on ranks whose blocks end elsewhere, and in plans: one rounding for all."""
     draw = torch.Generator().manual_seed(2)
-    make = lambda: {"a": torch.randn(13, 11, generator=draw).to(dtype), "b": torch.randn(57, generator=draw).to(dtype),
-                    "c": torch.randn((), generator=draw).to(dtype)}  # fmt: skip
+    make = lambda: {
+        "a": torch.randn(13, 11, generator=draw).to(dtype),
+        "b": torch.randn(57, generator=draw).to(dtype),
+        "c": torch.randn((), generator=draw).to(dtype),
+    }
     params, grads = make(), [make(), make()]
     expected = steps_of_all(params, grads)
     exactly = lambda found: close(found, expected, rtol=0, atol=0)
@@ -752,9 +770,16 @@ def test_a_replayed_update_writes_over_all_leaves_at_once():
     plan = vfn.jit(step, donate_argnums=(0, 1)).lower(params, opt.init(params), params).text()
     calls = re.findall(r"(?<= )_foreach_\w+|(?<= )(?:mul|lerp|add|addcmul|addcdiv|sqrt)_? x\d+", plan)
     assert sorted(calls) == [
-        "_foreach_add_", "_foreach_add_", "_foreach_addcdiv_", "_foreach_addcmul_", "_foreach_lerp_", "_foreach_mul",
-        "_foreach_mul_", "_foreach_sqrt", "mul x2"
-    ], plan  # fmt: skip
+        "_foreach_add_",
+        "_foreach_add_",
+        "_foreach_addcdiv_",
+        "_foreach_addcmul_",
+        "_foreach_lerp_",
+        "_foreach_mul",
+        "_foreach_mul_",
+        "_foreach_sqrt",
+        "mul x2",
+    ], plan
     assert "_foreach_mul_ x2" in plan  # the mean square, and the step
 
 
@@ -856,14 +881,19 @@ def test_an_optimiser_reads_as_the_call_that_made_it():
     for made, said in {
         o.adamw(1e-3): "adamw(0.001)",
         o.adam(o.warmup_cosine(1e-3, 10, 100), weight_decay=0.1): "adam(warmup_cosine(...), weight_decay=0.1)",
-        o.chain(o.clip_by_global_norm(1.0), o.sgd(0.1, nesterov=True, momentum=0.9)):
-            "chain(clip_by_global_norm(1.0), sgd(0.1, momentum=0.9, nesterov=True))",
+        o.chain(
+            o.clip_by_global_norm(1.0), o.sgd(0.1, nesterov=True, momentum=0.9)
+        ): "chain(clip_by_global_norm(1.0), sgd(0.1, momentum=0.9, nesterov=True))",
         o.adafactor(): "adafactor()",
         o.masked(o.lion(0.1), labels): "masked(lion(0.1), by_path(...))",
-        o.partition({"a": o.muon(0.02), "b": o.ema(0.9)}, labels): "partition({'a': muon(0.02), 'b': ema(0.9)}, by_path(...))",
-        o.from_torch(torch.optim.SGD, torch.tensor(0.1), momentum=0.9): "from_torch(SGD, the tensor f32[], momentum=0.9)",
+        o.partition(
+            {"a": o.muon(0.02), "b": o.ema(0.9)}, labels
+        ): "partition({'a': muon(0.02), 'b': ema(0.9)}, by_path(...))",
+        o.from_torch(
+            torch.optim.SGD, torch.tensor(0.1), momentum=0.9
+        ): "from_torch(SGD, the tensor f32[], momentum=0.9)",
         vfn.precision.master(o.accumulate(o.scale(-0.5), 4)): "master(accumulate(scale(-0.5), 4))",
-    }.items():  # fmt: skip
+    }.items():
         assert repr(made) == said
     jitted = o.sgd(0.1)._replace(update=vfn.jit(lambda grads, state, params: (grads, state)))
     assert repr(jitted).startswith("Optimizer(init=<function sgd.<locals>.init at ")

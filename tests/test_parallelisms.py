@@ -83,8 +83,19 @@ def test_the_whole_list_has_every_model_parallelism_and_mesh():
     found = list(parity.rows(list(parity.CONFIGS), list(parity.ROWS)))
     assert {name for name, _ in found} == set(models.MODELS) == set(parity.CONFIGS)
     assert {word for _, text in found for word in text.split("+")} == {*TABLE, "remat"} - {"zero3"}
-    assert {text for name, text in found if name == "resnet"} == {"dp", "zero1", "zero2", "fsdp", "fsdp+remat", "hsdp", "tp",
-                                                                  "dp+tp", "zero1+tp", "fsdp+tp", "hsdp+tp"}  # fmt: skip
+    assert {text for name, text in found if name == "resnet"} == {
+        "dp",
+        "zero1",
+        "zero2",
+        "fsdp",
+        "fsdp+remat",
+        "hsdp",
+        "tp",
+        "dp+tp",
+        "zero1+tp",
+        "fsdp+tp",
+        "hsdp+tp",
+    }
     assert list(parity.meshes("gpt", "hsdp", 6)) == [{"replica": a, "dp": b} for a, b in ((2, 2), (2, 3), (3, 2))]
     assert [*parity.meshes("gpt", "fsdp")] == [{"dp": n} for n in range(2, 9)]
     assert [*parity.meshes("gpt", "cp-zigzag")] == [{"cp": n} for n in (2, 3, 6)]
@@ -110,27 +121,47 @@ LAYERS = CONFIG.layers
 
 REPLAYED = {  # (op, axis): how many, and the bytes of all of them, of a step replayed from a plan; the loss is 4 bytes
     # a plan puts small gathers together; remat gathers each block once more, when its gradients are computed
-    "fsdp+remat": {("reduce_scatter", "dp"): (1, ALL), ("all_gather", "dp"): (1 + LAYERS, ALL + BLOCKS),
-                   ("all_reduce", "dp"): (1, 4)},
+    "fsdp+remat": {
+        ("reduce_scatter", "dp"): (1, ALL),
+        ("all_gather", "dp"): (1 + LAYERS, ALL + BLOCKS),
+        ("all_reduce", "dp"): (1, 4),
+    },
     # each sum becomes a reduce-scatter and an all-gather; what is whole saw a part of the tokens: one sum of its gradients
-    "tp+sp": {("reduce_scatter", "tp"): (4 * LAYERS, 4 * LAYERS * ACTIVATIONS),
-              ("all_gather", "tp"): (4 * LAYERS, 4 * LAYERS * ACTIVATIONS), ("all_reduce", "tp"): (1, NORMS + VOCABULARY + 4)},
-}  # fmt: skip
+    "tp+sp": {
+        ("reduce_scatter", "tp"): (4 * LAYERS, 4 * LAYERS * ACTIVATIONS),
+        ("all_gather", "tp"): (4 * LAYERS, 4 * LAYERS * ACTIVATIONS),
+        ("all_reduce", "tp"): (1, NORMS + VOCABULARY + 4),
+    },
+}
 OP_BY_OP = {  # the same of a step that is run as written: what is gathered or scattered is so block by block
     "dp": {("all_reduce", "dp"): (1, ALL + 4)},
     "zero1": {("reduce_scatter", "dp"): (1, ALL), ("all_gather", "dp"): (1, ALL), ("all_reduce", "dp"): (1, 4)},
-    "fsdp": {("reduce_scatter", "dp"): (LAYERS + 1, ALL), ("all_gather", "dp"): (LAYERS + 1, ALL), ("all_reduce", "dp"): (1, 4)},
-    "hsdp": {("reduce_scatter", "dp"): (LAYERS + 1, ALL), ("all_gather", "dp"): (LAYERS + 1, ALL),
-             ("all_reduce", "replica"): (LAYERS + 1, ALL // 2), ("all_reduce", "replica,dp"): (1, 4)},
+    "fsdp": {
+        ("reduce_scatter", "dp"): (LAYERS + 1, ALL),
+        ("all_gather", "dp"): (LAYERS + 1, ALL),
+        ("all_reduce", "dp"): (1, 4),
+    },
+    "hsdp": {
+        ("reduce_scatter", "dp"): (LAYERS + 1, ALL),
+        ("all_gather", "dp"): (LAYERS + 1, ALL),
+        ("all_reduce", "replica"): (LAYERS + 1, ALL // 2),
+        ("all_reduce", "replica,dp"): (1, 4),
+    },
     "tp": {("all_reduce", "tp"): (4 * LAYERS, 4 * LAYERS * ACTIVATIONS)},
     # forward what is looked up, backward the gradient of what is scored; of each token's scores the maximum and a sum
-    "zero1+vp": {("reduce_scatter", "dp"): (1, ALL - VOCABULARY // 2), ("all_gather", "dp"): (1, ALL - VOCABULARY // 2),
-                 ("all_reduce", "tp"): (4, 2 * ACTIVATIONS // 2 + 2 * 4 * BATCH * LENGTH // 2),
-                 ("all_reduce", "dp,tp"): (1, 4)},
-    "fsdp+tp": {("reduce_scatter", "dp"): (LAYERS + 1, (ALL + NORMS + VOCABULARY) // 2), ("all_reduce", "dp"): (1, 4),
-                ("all_gather", "dp"): (LAYERS + 1, (ALL + NORMS + VOCABULARY) // 2),
-                ("all_reduce", "tp"): (4 * LAYERS, 4 * LAYERS * ACTIVATIONS // 2)},
-}  # fmt: skip
+    "zero1+vp": {
+        ("reduce_scatter", "dp"): (1, ALL - VOCABULARY // 2),
+        ("all_gather", "dp"): (1, ALL - VOCABULARY // 2),
+        ("all_reduce", "tp"): (4, 2 * ACTIVATIONS // 2 + 2 * 4 * BATCH * LENGTH // 2),
+        ("all_reduce", "dp,tp"): (1, 4),
+    },
+    "fsdp+tp": {
+        ("reduce_scatter", "dp"): (LAYERS + 1, (ALL + NORMS + VOCABULARY) // 2),
+        ("all_reduce", "dp"): (1, 4),
+        ("all_gather", "dp"): (LAYERS + 1, (ALL + NORMS + VOCABULARY) // 2),
+        ("all_reduce", "tp"): (4 * LAYERS, 4 * LAYERS * ACTIVATIONS // 2),
+    },
+}
 
 
 def step_on(text, sizes, config=CONFIG, model=llama, jit=True, keep=False):
@@ -201,10 +232,18 @@ def held(values):
     return sum(on_rank(x) for x in tree.leaves(values) if isinstance(x, torch.Tensor) and x.is_floating_point())
 
 
-@pytest.mark.parametrize(("text", "parts"), [
-    ("dp", (1, 1, 1)), ("zero1", (1, 1, 4)), ("zero2", (1, 4, 4)), ("fsdp", (4, 4, 4)), ("hsdp", (2, 2, 2)),
-    ("zero2+cp", (1, 4, 4)), ("fsdp+cp", (4, 4, 4)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("dp", (1, 1, 1)),
+        ("zero1", (1, 1, 4)),
+        ("zero2", (1, 4, 4)),
+        ("fsdp", (4, 4, 4)),
+        ("hsdp", (2, 2, 2)),
+        ("zero2+cp", (1, 4, 4)),
+        ("fsdp+cp", (4, 4, 4)),
+    ],
+)
 def test_bytes_on_a_rank_are_those_of_the_formula(text, parts):
     _, params, state, grads = step_on(text, sizes_of(text), jit=False, keep=True)
     assert (held(params), held(grads), held(state)) == tuple(ALL // n for n in parts)
@@ -277,15 +316,31 @@ def test_one_device_states_nothing():
     assert params["w"].tolist() == [0.5, 0.5]
 
 
-@pytest.mark.parametrize(("text", "mesh", "message"), [
-    ("fdsp", None, "'fdsp': 'fdsp' is none of them; write names from dp, zero1, zero2, fsdp, hsdp, tp, sp, vp, cp, cp-zigzag, cp-gather, "
-     "cp-ulysses, ep, zero3, remat, joined by +: fsdp+tp+remat"),
-    ("dp+dp", None, "'dp+dp': a name stands there twice; write names from dp, zero1, zero2, fsdp, hsdp, tp, sp, vp, cp, "
-     "cp-zigzag, cp-gather, cp-ulysses, ep, zero3, remat, joined by +: fsdp+tp+remat"),
-    ("cp+cp-gather", None, "'cp+cp-gather': cp and cp-gather share one sequence in two ways; leave one of them"),
-    ("fsdp+tp", {"dp": 2}, "'fsdp+tp' needs the axes dp, tp, but the mesh is dp=2: add tp=2, say"),
-    ("fsdp", {"dp": 2, "tp": 2}, "the mesh is dp=2, tp=2, but 'fsdp' leaves tp idle: set it to 1, or name what uses it"),
-], ids=["unknown", "twice", "two ways", "missing", "idle"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "mesh", "message"),
+    [
+        (
+            "fdsp",
+            None,
+            "'fdsp': 'fdsp' is none of them; write names from dp, zero1, zero2, fsdp, hsdp, tp, sp, vp, cp, cp-zigzag, cp-gather, "
+            "cp-ulysses, ep, zero3, remat, joined by +: fsdp+tp+remat",
+        ),
+        (
+            "dp+dp",
+            None,
+            "'dp+dp': a name stands there twice; write names from dp, zero1, zero2, fsdp, hsdp, tp, sp, vp, cp, "
+            "cp-zigzag, cp-gather, cp-ulysses, ep, zero3, remat, joined by +: fsdp+tp+remat",
+        ),
+        ("cp+cp-gather", None, "'cp+cp-gather': cp and cp-gather share one sequence in two ways; leave one of them"),
+        ("fsdp+tp", {"dp": 2}, "'fsdp+tp' needs the axes dp, tp, but the mesh is dp=2: add tp=2, say"),
+        (
+            "fsdp",
+            {"dp": 2, "tp": 2},
+            "the mesh is dp=2, tp=2, but 'fsdp' leaves tp idle: set it to 1, or name what uses it",
+        ),
+    ],
+    ids=["unknown", "twice", "two ways", "missing", "idle"],
+)
 def test_messages(text, mesh, message):
     with pytest.raises(ParallelError) as error:
         parallel(text, mesh)

@@ -37,8 +37,13 @@ def body_loss(w1, w2, x):
     return vfn.psum((h @ w2).square().sum(), "dp")
 
 
-SPECS = [(P(), P(), P()), (P(None, "tp"), P("tp"), P("dp")), (P("tp"), P(None, "tp"), P("dp", "tp")),
-         (P("dp"), P(("tp", "dp")), P(("dp", "tp"))), (P(("dp", "tp")), P("tp", "dp"), P(("tp", "dp")))]  # fmt: skip
+SPECS = [
+    (P(), P(), P()),
+    (P(None, "tp"), P("tp"), P("dp")),
+    (P("tp"), P(None, "tp"), P("dp", "tp")),
+    (P("dp"), P(("tp", "dp")), P(("dp", "tp"))),
+    (P(("dp", "tp")), P("tp", "dp"), P(("tp", "dp"))),
+]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=ids)
@@ -49,8 +54,9 @@ def test_some_axes_manual(mesh, check):
     slope = vfn.jvp(whole_loss, (W1, W2, X), tangents)[1]
     with vfn.simulate(mesh[0][0] * mesh[0][1]):
         on = vfn.make_mesh(*mesh)
-        f = vfn.shard_map(body_loss, mesh=on, axis_names={"dp"}, in_specs=(P(), P(), P("dp")), out_specs=P(),
-                          check_vma=check)  # fmt: skip
+        f = vfn.shard_map(
+            body_loss, mesh=on, axis_names={"dp"}, in_specs=(P(), P(), P("dp")), out_specs=P(), check_vma=check
+        )
         for specs in SPECS if check else SPECS[1::2]:
             args = vfn.shard((W1, W2, X), on, specs)
             assert_close(vfn.unshard(f(*args)), value)
@@ -85,24 +91,53 @@ def test_values_are_whole_along_the_other_axes():
 ROWS = {  # a body over "i", whose values are 4 x 6 there, and the same on whole 8 x 6 values (2 ranks along "i")
     "psum": (lambda x: vfn.psum(x, "i"), P(), lambda a, b: a + b),
     "pmean": (lambda x: vfn.pmean(x, "i"), P(), lambda a, b: (a + b) / 2),
-    "pmax": (lambda x: vfn.pmax(x.detach(), "i") + vfn.psum(x, "i"), P(), lambda a, b: torch.maximum(a, b).detach() + a + b),
-    "all_gather": (lambda x: vfn.all_gather(x, "i"), P(None, "i"), lambda a, b: torch.cat([torch.stack([a, b])] * 2, 1)),
-    "all_gather tiled": (lambda x: vfn.all_gather(x, "i", tiled=True, axis=1), P("i"),
-                         lambda a, b: torch.cat([torch.cat([a, b], 1)] * 2)),
-    "all_gather invarying": (lambda x: vfn.all_gather(x, "i", tiled=True, to="invarying"), P(), lambda a, b: torch.cat([a, b])),
+    "pmax": (
+        lambda x: vfn.pmax(x.detach(), "i") + vfn.psum(x, "i"),
+        P(),
+        lambda a, b: torch.maximum(a, b).detach() + a + b,
+    ),
+    "all_gather": (
+        lambda x: vfn.all_gather(x, "i"),
+        P(None, "i"),
+        lambda a, b: torch.cat([torch.stack([a, b])] * 2, 1),
+    ),
+    "all_gather tiled": (
+        lambda x: vfn.all_gather(x, "i", tiled=True, axis=1),
+        P("i"),
+        lambda a, b: torch.cat([torch.cat([a, b], 1)] * 2),
+    ),
+    "all_gather invarying": (
+        lambda x: vfn.all_gather(x, "i", tiled=True, to="invarying"),
+        P(),
+        lambda a, b: torch.cat([a, b]),
+    ),
     "psum_scatter": (lambda x: vfn.psum_scatter(x, "i", tiled=True), P("i"), lambda a, b: a + b),
-    "psum_scatter dim 1": (lambda x: vfn.psum_scatter(x, "i", scatter_dimension=1, tiled=True), P(None, "i"), lambda a, b: a + b),
+    "psum_scatter dim 1": (
+        lambda x: vfn.psum_scatter(x, "i", scatter_dimension=1, tiled=True),
+        P(None, "i"),
+        lambda a, b: a + b,
+    ),
     "all_to_all": (lambda x: vfn.all_to_all(x, "i", 1, 0, tiled=True), P(None, "i"), lambda a, b: torch.cat([a, b])),
-    "all_to_all back": (lambda x: vfn.all_to_all(x, "i", 0, 1, tiled=True), P("i"),
-                        lambda a, b: torch.cat([torch.cat([a[:2], b[:2]], 1), torch.cat([a[2:], b[2:]], 1)])),
+    "all_to_all back": (
+        lambda x: vfn.all_to_all(x, "i", 0, 1, tiled=True),
+        P("i"),
+        lambda a, b: torch.cat([torch.cat([a[:2], b[:2]], 1), torch.cat([a[2:], b[2:]], 1)]),
+    ),
     "ppermute": (lambda x: vfn.ppermute(x, "i", [(0, 1)]), P("i"), lambda a, b: torch.cat([torch.zeros_like(a), a])),
     "pbroadcast": (lambda x: vfn.pbroadcast(x, "i", 1), P("i"), lambda a, b: torch.cat([b, b])),
     "axis_index": (lambda x: x * (1 + vfn.axis_index("i")), P("i"), lambda a, b: torch.cat([a, 2 * b])),
-    "softmax": (lambda x: x.softmax(1) @ x.mT, P("i"), lambda a, b: torch.cat([a.softmax(1) @ a.mT, b.softmax(1) @ b.mT])),
+    "softmax": (
+        lambda x: x.softmax(1) @ x.mT,
+        P("i"),
+        lambda a, b: torch.cat([a.softmax(1) @ a.mT, b.softmax(1) @ b.mT]),
+    ),
     "constant": (lambda x: vfn.psum(x + torch.ones(4, 1, dtype=D), "i"), P(), lambda a, b: a + b + 2),
-    "tree": (lambda x: sum(vfn.psum({"a": x, "b": (x.sum(0), x.sum(1, keepdim=True))}, "i")["b"]) * 1.0, P(),
-             lambda a, b: (a + b).sum(0) + (a + b).sum(1, keepdim=True)),
-}  # fmt: skip
+    "tree": (
+        lambda x: sum(vfn.psum({"a": x, "b": (x.sum(0), x.sum(1, keepdim=True))}, "i")["b"]) * 1.0,
+        P(),
+        lambda a, b: (a + b).sum(0) + (a + b).sum(1, keepdim=True),
+    ),
+}
 LAYOUTS = [P(), P("i"), P(None, "j"), P("i", "j"), P(("i", "j")), P(("j", "i")), P("j", "i")]
 REAL_LAYOUTS = [P("i", "j"), P(("j", "i"))]
 
@@ -131,8 +166,10 @@ def test_collectives_on_values_that_are_arrays(row, size):
                 assert_close(vfn.unshard(got), grad)
                 assert vfn.spec_of(got) == vfn.spec_of(xx)
             xx = vfn.shard(x, mesh, P("i", "j"))
-            assert_close(vfn.unshard(vfn.jvp(f, (xx,), (vfn.shard(ct_like(x), mesh, P("j")),))[1]),
-                         vfn.jvp(one, (x,), (ct_like(x),))[1])  # fmt: skip
+            assert_close(
+                vfn.unshard(vfn.jvp(f, (xx,), (vfn.shard(ct_like(x), mesh, P("j")),))[1]),
+                vfn.jvp(one, (x,), (ct_like(x),))[1],
+            )
             batch = torch.stack([x, 2 * x, x - 1])
             assert_close(
                 vfn.unshard(vfn.vmap(f)(vfn.shard(batch, mesh, P(None, "i", "j")))),
@@ -232,8 +269,13 @@ def test_writes_and_reading():
         )
         with pytest.raises(TypingError, match="differs by rank"):
             h(vfn.shard(X, mesh, P("dp", "tp")))
-        k = vfn.shard_map(lambda x: x * float(vfn.psum(x.sum(), "dp")), mesh=mesh, axis_names={"dp"}, in_specs=P("dp"),
-                          out_specs=P("dp"))  # fmt: skip
+        k = vfn.shard_map(
+            lambda x: x * float(vfn.psum(x.sum(), "dp")),
+            mesh=mesh,
+            axis_names={"dp"},
+            in_specs=P("dp"),
+            out_specs=P("dp"),
+        )
         assert_close(vfn.unshard(k(vfn.shard(X, mesh, P("dp", "tp")))), X * float(X.sum()))
 
 
@@ -252,8 +294,9 @@ def nested(outer, inner, on):
     return vfn.shard_map(body, mesh=on, axis_names={outer}, in_specs=(P(), P(), P(outer)), out_specs=P())
 
 
-@pytest.mark.parametrize("mesh", [((2, 2), ("dp", "tp")), ((3, 2), ("dp", "tp")), ((2, 3), ("tp", "dp")), ((1, 2), ("dp", "tp"))],
-                         ids=ids)  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh", [((2, 2), ("dp", "tp")), ((3, 2), ("dp", "tp")), ((2, 3), ("tp", "dp")), ((1, 2), ("dp", "tp"))], ids=ids
+)
 def test_a_map_inside_a_map(mesh):
     value, grads = vfn.value_and_grad(whole_loss, argnums=(0, 1, 2))(W1, W2, X)
     tangents = numbers(6, 8, seed=4), numbers(8, 5, seed=5), numbers(12, 6, seed=6)
@@ -322,9 +365,13 @@ def _on_real_ranks(shape, names):
     torch.set_num_threads(1)
     mesh = vfn.make_mesh(shape, names)
     found = []
-    for f in (vfn.shard_map(body_loss, mesh=mesh, axis_names={"dp"}, in_specs=(P(), P(), P("dp")), out_specs=P()),
-              vfn.shard_map(body_loss, mesh=mesh, axis_names={"dp"}, in_specs=(P(), P(), P("dp")), out_specs=P(), check_vma=False),
-              nested("dp", "tp", mesh)):  # fmt: skip
+    for f in (
+        vfn.shard_map(body_loss, mesh=mesh, axis_names={"dp"}, in_specs=(P(), P(), P("dp")), out_specs=P()),
+        vfn.shard_map(
+            body_loss, mesh=mesh, axis_names={"dp"}, in_specs=(P(), P(), P("dp")), out_specs=P(), check_vma=False
+        ),
+        nested("dp", "tp", mesh),
+    ):
         for specs in SPECS[2::2]:
             args = vfn.shard((W1, W2, X), mesh, specs)
             found.append(vfn.unshard(vfn.value_and_grad(f, argnums=(0, 1, 2))(*args)))
@@ -396,45 +443,75 @@ def _refused(kind):
 
 
 REFUSED = {
-    "unknown axis": (MeshError, """\
+    "unknown axis": (
+        MeshError,
+        """\
 shard_map(<lambda>): axis_names={'pp'} does not fit the mesh (dp=2, tp=2)
   * 'pp' is not one of the axes ('dp', 'tp')
-  Instead: the axes along which the body sees one rank's blocks; none: all of them"""),
-    "in_specs": (SpecError, """\
+  Instead: the axes along which the body sees one rank's blocks; none: all of them""",
+    ),
+    "in_specs": (
+        SpecError,
+        """\
 shard_map(<lambda>): the arguments do not fit in_specs on the mesh (dp=2, tp=2)
   * args[0] of shape f32[4,4], where args[0] is bound to <lambda>'s parameter 'x', corresponds to in_specs = P('tp'): axis 'tp' is not in axis_names={'dp'}: along it a value lies in the body as it does outside
-  Instead: a spec without 'tp', or axis_names with it"""),
-    "out_specs": (SpecError, """\
+  Instead: a spec without 'tp', or axis_names with it""",
+    ),
+    "out_specs": (
+        SpecError,
+        """\
 shard_map(<lambda>): the results do not fit out_specs on the mesh (dp=2, tp=2)
   * out is f32[2,4]{V:dp}, for out_specs P('dp', 'tp'): axis 'tp' is not in axis_names={'dp'}: along it a value lies in the body as it does outside
-  Instead: a spec without 'tp', or axis_names with it"""),
-    "collective": (CollectiveError, """\
+  Instead: a spec without 'tp', or axis_names with it""",
+    ),
+    "collective": (
+        CollectiveError,
+        """\
 psum: axis_name=('dp', 'tp'), but only ('dp',) are manual in this shard_map body
   * along 'tp' of the mesh (dp=2, tp=2) its values are whole
-  Instead: x.sum(...) and its like, as on one device; or axis_names={'dp', 'tp'}"""),
-    "with_sharding": (SpecError, """\
+  Instead: x.sum(...) and its like, as on one device; or axis_names={'dp', 'tp'}""",
+    ),
+    "with_sharding": (
+        SpecError,
+        """\
 with_sharding: this is the body of a shard_map: its values are one rank's blocks along 'dp'
   * axis 'dp' of P('dp') is manual here
-  Instead: a collective (vfn.all_gather, vfn.psum_scatter, ...) in the body, or the spec in in_specs or out_specs"""),
-    "again": (MeshError, """\
+  Instead: a collective (vfn.all_gather, vfn.psum_scatter, ...) in the body, or the spec in in_specs or out_specs""",
+    ),
+    "again": (
+        MeshError,
+        """\
 shard_map(<lambda>): it was called inside the body of another shard_map, where 'dp' is manual already
-  Instead: axis_names among the others, ('tp',)"""),
-    "all taken": (MeshError, """\
+  Instead: axis_names among the others, ('tp',)""",
+    ),
+    "all taken": (
+        MeshError,
+        """\
 shard_map(<lambda>): it was called inside the body of another shard_map, where all axes are manual already
-  Instead: call the function itself: its values are local too"""),
-    "another mesh": (MeshError, """\
+  Instead: call the function itself: its values are local too""",
+    ),
+    "another mesh": (
+        MeshError,
+        """\
 shard_map(<lambda>): a map inside the body of another is on the same mesh
   * it was given the mesh (tp=4), the other is on the mesh (dp=2, tp=2)
-  Instead: no mesh= for the inner one"""),
-    "unchecked inside": (TypingError, """\
+  Instead: no mesh= for the inner one""",
+    ),
+    "unchecked inside": (
+        TypingError,
+        """\
 shard_map(<lambda>): of a map inside the body of another, gradients are right only where both are checked
   * check_vma=True for the outer one, check_vma=False for this one
-  Instead: check_vma=True, which is the default, for both; or one shard_map over all axes"""),
-    "closure": (TypingError, """\
+  Instead: check_vma=True, which is the default, for both; or one shard_map over all axes""",
+    ),
+    "closure": (
+        TypingError,
+        """\
 shard_map(<lambda>): the body uses an array from outside, of which each rank holds a part
   * it is f32[4@dp,4@tp] on the mesh (dp=2, tp=2)
-  Instead: pass it as an argument, with in_specs=P('dp') for its block or P() for the whole"""),
-}  # fmt: skip
+  Instead: pass it as an argument, with in_specs=P('dp') for its block or P() for the whole""",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -594,8 +671,10 @@ def test_what_the_library_makes_in_an_unchecked_body_is_no_value_of_the_body(row
     x = numbers(4, 6, seed=16)
     with vfn.simulate(4):
         mesh = vfn.make_mesh((2, 2), ("i", "j"))
-        checked, unchecked = (vfn.shard_map(body, mesh=mesh, axis_names={"j"}, in_specs=P("j"), out_specs=out, check_vma=check)
-                              for check in (True, False))  # fmt: skip
+        checked, unchecked = (
+            vfn.shard_map(body, mesh=mesh, axis_names={"j"}, in_specs=P("j"), out_specs=out, check_vma=check)
+            for check in (True, False)
+        )
         for given in (vfn.shard(x, mesh, P("j", "i")), x):
             for needs_grad in (False, True):
                 given = given.detach().requires_grad_(needs_grad)

@@ -101,8 +101,10 @@ def test_what_a_mean_over_tokens_costs(tp) -> None:
     """`cross_entropy` leaves out ignored tokens, so a mean needs their number before the gradient: 8 bytes, once."""
     x, w, t = rand(8, 6), rand(6, 5), torch.arange(8) % 5
     args = vfn.shard((x, t), tp, P("tp"))
-    for reduction, expected in (("mean", [("all_reduce", "tp", 8), ("all_reduce", "tp", 120)]),
-                                ("sum", [("all_reduce", "tp", 124)])):  # fmt: skip
+    for reduction, expected in (
+        ("mean", [("all_reduce", "tp", 8), ("all_reduce", "tp", 120)]),
+        ("sum", [("all_reduce", "tp", 124)]),
+    ):
         f = lambda w, x, t, r=reduction: F.cross_entropy(x @ w, t, reduction=r)
         with vfn.comm_log() as log:
             got = vfn.value_and_grad(f)(vfn.shard(w, tp, P()), *args)
@@ -126,8 +128,17 @@ def test_tokens_of_two_split_dims_stay_where_they_are() -> None:
 
 
 def conv_params():
-    return {"c1": rand(6, 3, 3, 3) / 4, "b1": rand(6), "c2": rand(8, 6, 3, 3) / 6, "g1": rand(6) + 2, "g2": rand(8) + 2,
-            "h1": rand(6), "h2": rand(8), "w": rand(32, 5), "b": rand(5)}  # fmt: skip
+    return {
+        "c1": rand(6, 3, 3, 3) / 4,
+        "b1": rand(6),
+        "c2": rand(8, 6, 3, 3) / 6,
+        "g1": rand(6) + 2,
+        "g2": rand(8) + 2,
+        "h1": rand(6),
+        "h2": rand(8),
+        "w": rand(32, 5),
+        "b": rand(5),
+    }
 
 
 def convnet(p, x, t, norm):
@@ -148,8 +159,13 @@ CELLS = {"gru": (3, torch._VF.gru_cell), "lstm": (4, torch._VF.lstm_cell), "rnn"
 
 
 def cell_params(gates: int):
-    return {"in": rand(gates * 6, 5) / 3, "hh": rand(gates * 6, 6) / 3, "b": rand(gates * 6), "c": rand(gates * 6, seed=1),
-            "out": rand(6, 4)}  # fmt: skip
+    return {
+        "in": rand(gates * 6, 5) / 3,
+        "hh": rand(gates * 6, 6) / 3,
+        "b": rand(gates * 6),
+        "c": rand(gates * 6, seed=1),
+        "out": rand(6, 4),
+    }
 
 
 def recurrent(p, x, h, name):
@@ -189,11 +205,18 @@ def data_parallel(f, params, *data) -> vfn.debug.CommLog:
 
 
 ONE_BUCKET = {
-    "convnet, group norm": (lambda p, x, t: convnet(p, x, t, grouped), conv_params(), rand(8, 3, 8, 8), torch.arange(8) % 5),
+    "convnet, group norm": (
+        lambda p, x, t: convnet(p, x, t, grouped),
+        conv_params(),
+        rand(8, 3, 8, 8),
+        torch.arange(8) % 5,
+    ),
     "gru by hand": (gru_by_hand, cell_params(3), rand(8, 3, 5), rand(8, 6)),
-    **{name: (lambda p, x, h, name=name: recurrent(p, x, h, name), cell_params(gates), rand(8, 3, 5), rand(8, 6))
-       for name, (gates, _) in CELLS.items()},
-}  # fmt: skip
+    **{
+        name: (lambda p, x, h, name=name: recurrent(p, x, h, name), cell_params(gates), rand(8, 3, 5), rand(8, 6))
+        for name, (gates, _) in CELLS.items()
+    },
+}
 
 
 @pytest.mark.parametrize("name", ONE_BUCKET)

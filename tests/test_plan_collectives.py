@@ -58,8 +58,14 @@ class Hand:
         size, n = x[0].meta["val"].shape[dim], group_size(self.mesh, names)
         length = -(-size // n)
         first = {rank: min(size, length * _place(self.mesh, names, rank)) for rank in self.ranks}
-        part = self.op(aten.narrow.default, x, dim, first.__getitem__, lambda rank: min(length, size - first[rank]),
-                       own=OwnPart(self.mesh, names, even))  # fmt: skip
+        part = self.op(
+            aten.narrow.default,
+            x,
+            dim,
+            first.__getitem__,
+            lambda rank: min(length, size - first[rank]),
+            own=OwnPart(self.mesh, names, even),
+        )
         return self.op(aten.clone.default, part)
 
     def call(self, target: Any, args: Any, meta: Any = None) -> fx.Node:
@@ -214,8 +220,10 @@ def weights_and_activations(hand):
 
 def scatters(hand):
     """Gradients of sharded weights, each summed to its shard, along different dims."""
-    return [hand.exchange("reduce_scatter", hand.input(block(*shape)), ("dp", "tp"), dim)
-            for shape, dim in (((4, 3), 0), ((2, 8), 1), ((2, 4, 3), 1))]  # fmt: skip
+    return [
+        hand.exchange("reduce_scatter", hand.input(block(*shape)), ("dp", "tp"), dim)
+        for shape, dim in (((4, 3), 0), ((2, 8), 1), ((2, 4, 3), 1))
+    ]
 
 
 def written_between(hand):
@@ -425,7 +433,7 @@ PROGRAMS: dict[str, Any] = {
     "own part and the whole": (own_part_and_the_whole, scattered_up, None),
     "the first rows on every rank": (the_first_rows_on_every_rank, scattered_up, None),
     "own part and the first rows": (own_part_and_the_first_rows, scattered_up, None),
-}  # fmt: skip
+}
 
 
 def written_and_improved(name: str, mesh: Any) -> tuple[Hand, fx.Graph, fx.Graph]:
@@ -663,8 +671,13 @@ def _trained(mesh, spec, sizes=(6, 8, 4), passes=pipeline.PASSES):
 
 LAYOUTS = {  # elements: 84 of the weights in, 8 + 48 + 32 = 88 in all, and the loss
     "data parallel": ((2,), ("dp",), P(), [(R, "dp", 8 * (88 + 1))]),
-    "sharded parameters": ((2,), ("dp",), P("dp"), [(G, "dp", 8 * 88), (G, "dp", 8 * 32), (R, "dp", 8), (S, "dp", 8 * 88)]),
-}  # fmt: skip
+    "sharded parameters": (
+        (2,),
+        ("dp",),
+        P("dp"),
+        [(G, "dp", 8 * 88), (G, "dp", 8 * 32), (R, "dp", 8), (S, "dp", 8 * 88)],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -709,8 +722,11 @@ def test_what_arrives_as_it_was_sent_was_sent_all_the_same():
 def test_an_initialiser_makes_each_rank_only_its_shards():
     def init(key):
         keys = vfn.random.split(key, 2)
-        return {"w": vfn.random.normal(keys[0], (8, 6)) * 0.02, "t": vfn.random.uniform(keys[1], (6, 8)).T,
-                "b": torch.zeros(8)}  # fmt: skip
+        return {
+            "w": vfn.random.normal(keys[0], (8, 6)) * 0.02,
+            "t": vfn.random.uniform(keys[1], (6, 8)).T,
+            "b": torch.zeros(8),
+        }
 
     with vfn.simulate(2):
         mesh = vfn.make_mesh((2,), ("dp",))

@@ -202,11 +202,27 @@ def leaves_on(mesh):
 
 
 USES = [
-    lambda x: x + 1, lambda x: 2 * x, lambda x: x.sum(), lambda x: x.shape, lambda x: torch.cat([x]), lambda x: x[0], bool,
-    len, list, lambda x: x.add_(1), lambda x: x.grad, lambda x: x.detach(), lambda x: x.numpy(), vfn.spec_of,
-    lambda x: torch.ones(3).copy_(x), vfn.grad(lambda x: (x * x).sum()), lambda x: vfn.with_sharding(x, P()),
-    lambda x: f"{x:.2f}", lambda x: torch.func.vmap(torch.sin)(x), vfn.show,
-]  # fmt: skip
+    lambda x: x + 1,
+    lambda x: 2 * x,
+    lambda x: x.sum(),
+    lambda x: x.shape,
+    lambda x: torch.cat([x]),
+    lambda x: x[0],
+    bool,
+    len,
+    list,
+    lambda x: x.add_(1),
+    lambda x: x.grad,
+    lambda x: x.detach(),
+    lambda x: x.numpy(),
+    vfn.spec_of,
+    lambda x: torch.ones(3).copy_(x),
+    vfn.grad(lambda x: (x * x).sum()),
+    lambda x: vfn.with_sharding(x, P()),
+    lambda x: f"{x:.2f}",
+    lambda x: torch.func.vmap(torch.sin)(x),
+    vfn.show,
+]
 
 
 def test_a_donated_value_says_who_took_it():
@@ -470,8 +486,13 @@ def test_passes_change_no_value_and_are_predicted(f, passes):
 
 def test_bytes_are_read_to_three_figures():
     assert [bytes_text(n) for n in (0, 7, 1023, 1024, 1234567, 99 * 2**30)] == [
-        "0 B", "7 B", "1023 B", "1.00 KiB", "1.18 MiB", "99.0 GiB"
-    ]  # fmt: skip
+        "0 B",
+        "7 B",
+        "1023 B",
+        "1.00 KiB",
+        "1.18 MiB",
+        "99.0 GiB",
+    ]
 
 
 def test_a_plan_is_told_in_full_or_in_short():

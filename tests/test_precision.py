@@ -215,8 +215,14 @@ def test_a_policy_that_cannot_be():
 
 
 def bad_tree(**bad):
-    values = {"a": torch.ones(4, 6), "b": torch.ones(3, 6), "c": torch.ones(5), "d": torch.ones(()), "i": torch.arange(3),
-              "empty": torch.ones(0, 6)}  # fmt: skip
+    values = {
+        "a": torch.ones(4, 6),
+        "b": torch.ones(3, 6),
+        "c": torch.ones(5),
+        "d": torch.ones(()),
+        "i": torch.arange(3),
+        "empty": torch.ones(0, 6),
+    }
     for name, number in bad.items():
         values[name].view(-1)[-1] = number
     return values

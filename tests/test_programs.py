@@ -46,8 +46,11 @@ def run(program: Program, mesh, d, t):
 
     def loss(params):
         out = program.f(params, data, d, t)
-        terms = [(x * weights(x, i)).sum() for i, x in enumerate(tree.leaves(out))
-                 if isinstance(x, torch.Tensor) and x.dtype in (torch.float64, torch.float32) and x.requires_grad]  # fmt: skip
+        terms = [
+            (x * weights(x, i)).sum()
+            for i, x in enumerate(tree.leaves(out))
+            if isinstance(x, torch.Tensor) and x.dtype in (torch.float64, torch.float32) and x.requires_grad
+        ]
         return sum(terms, torch.zeros((), dtype=torch.float64)), out
 
     with vfn.use_mesh(mesh):
@@ -301,8 +304,18 @@ FAULTS = {
         lambda shape, *rest: tuple(range(len(i)) for i in index_map.local_indices(shape, *rest)),
     ),
 }
-SENSITIVE = ["tensor_parallel_mlp", "data_parallel", "fully_sharded", "reductions", "moving_about", "draws", "containers",
-             "contractions", "partial_values", "attention"]  # fmt: skip
+SENSITIVE = [
+    "tensor_parallel_mlp",
+    "data_parallel",
+    "fully_sharded",
+    "reductions",
+    "moving_about",
+    "draws",
+    "containers",
+    "contractions",
+    "partial_values",
+    "attention",
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

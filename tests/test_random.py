@@ -156,12 +156,16 @@ def test_erfinv_inverts_erf() -> None:
     torch.testing.assert_close(torch.special.erf(floats.erfinv(x.float())), x.float(), rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("draw", [
-    lambda shape: random.normal(KEY, shape),
-    lambda shape: random.uniform(KEY, shape, torch.bfloat16, -1.0, 3.0),
-    lambda shape: random.randint(KEY, shape, -3, 1000),
-    lambda shape: random.bernoulli(KEY, 0.3, shape),
-], ids=["normal", "uniform", "randint", "bernoulli"])  # fmt: skip
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda shape: random.normal(KEY, shape),
+        lambda shape: random.uniform(KEY, shape, torch.bfloat16, -1.0, 3.0),
+        lambda shape: random.randint(KEY, shape, -3, 1000),
+        lambda shape: random.bernoulli(KEY, 0.3, shape),
+    ],
+    ids=["normal", "uniform", "randint", "bernoulli"],
+)
 def test_prefix_and_reshape(draw) -> None:
     whole = draw((draw_op.BLOCK["cpu"] * 2 + 77,))
     assert torch.equal(draw((1001,)), whole[:1001])
@@ -230,8 +234,14 @@ def test_raw_bits() -> None:
     keys = random.split(KEY, 3)
     data = random.key_data(keys)
     assert (data.dtype, data.shape) == (torch.uint32, (3, 2))
-    for form in (data, data.view(torch.int32), data.to(torch.int64), data.numpy(), data.numpy().astype(np.int64),
-                 data.tolist()):  # fmt: skip
+    for form in (
+        data,
+        data.view(torch.int32),
+        data.to(torch.int64),
+        data.numpy(),
+        data.numpy().astype(np.int64),
+        data.tolist(),
+    ):
         assert random.wrap_key_data(form) == keys
     assert random.key_impl(keys) == "threefry2x32"
     assert random.key(torch.tensor(42)) == random.key(np.int64(42)) == KEY

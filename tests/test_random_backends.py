@@ -114,8 +114,14 @@ def test_special_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("name", c_library.available())
 def test_keys(name: str) -> None:
-    for make in (lambda: random.split(KEY, 5), lambda: random.split(KEY, (2, 1000)), lambda: random.split(KEY, 0),
-                 lambda: random.split(KEY, 70_000), lambda: random.fold_in(KEY, 2**32 - 1), lambda: random.fold_in(KEY, 0)):  # fmt: skip
+    for make in (
+        lambda: random.split(KEY, 5),
+        lambda: random.split(KEY, (2, 1000)),
+        lambda: random.split(KEY, 0),
+        lambda: random.split(KEY, 70_000),
+        lambda: random.fold_in(KEY, 2**32 - 1),
+        lambda: random.fold_in(KEY, 0),
+    ):
         random.backend("torch")
         want = make()
         random.backend(name)

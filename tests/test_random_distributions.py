@@ -26,11 +26,20 @@ every = pytest.mark.parametrize("d", DISTRIBUTIONS, ids=lambda d: d.id)
 # JAX's numbers
 
 NOT_THE_SAME_BITS = {  # golden: relative and absolute tolerance
-    "normal_f64": (1e-14, 1e-15), "cauchy": (2e-7, 0), "maxwell": (5e-7, 0), "gamma_0.1": (1e-4, 1e-6),
-    "gamma_0.7": (1e-5, 0), "gamma_2.5": (1e-6, 0), "loggamma_0.1": (1e-5, 1e-6), "dirichlet": (1e-5, 1e-6),
-    "t_5": (1e-6, 0), "wald_1.5": (1e-3, 1e-5), "generalized_normal_1.5": (1e-6, 0), "ball_3_2": (1e-6, 0),
+    "normal_f64": (1e-14, 1e-15),
+    "cauchy": (2e-7, 0),
+    "maxwell": (5e-7, 0),
+    "gamma_0.1": (1e-4, 1e-6),
+    "gamma_0.7": (1e-5, 0),
+    "gamma_2.5": (1e-6, 0),
+    "loggamma_0.1": (1e-5, 1e-6),
+    "dirichlet": (1e-5, 1e-6),
+    "t_5": (1e-6, 0),
+    "wald_1.5": (1e-3, 1e-5),
+    "generalized_normal_1.5": (1e-6, 0),
+    "ball_3_2": (1e-6, 0),
     "multivariate_normal": (2e-6, 1e-6),
-}  # fmt: skip
+}
 
 
 def in_scope(case: dict) -> bool:
@@ -132,8 +141,9 @@ def test_traced(d: Distribution) -> None:
     assert torch.equal(graph(other.data), d(other, (4,)))
 
 
-@pytest.mark.parametrize("d", [d for d in DISTRIBUTIONS if d.local and not d.vector and d.params.get("mode") != "high"],
-                         ids=lambda d: d.id)  # fmt: skip
+@pytest.mark.parametrize(
+    "d", [d for d in DISTRIBUTIONS if d.local and not d.vector and d.params.get("mode") != "high"], ids=lambda d: d.id
+)
 def test_a_draw_is_a_sequence(d: Distribution) -> None:
     whole = d(KEY, (70,))
     assert torch.equal(d(KEY, (7, 10)).view(-1), whole)
@@ -151,8 +161,11 @@ def test_no_bit_depends_on_fused_hardware(d: Distribution, monkeypatch: pytest.M
 @every
 def test_dtypes(d: Distribution) -> None:
     counts = d.counts and d.name not in ("binomial", "multinomial")
-    dtypes = (torch.int8, torch.int16, torch.int32, torch.int64) if counts else (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16)  # fmt: skip
+    dtypes = (
+        (torch.int8, torch.int16, torch.int32, torch.int64)
+        if counts
+        else (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    )
     if d.name == "bernoulli":
         return
     for dtype in dtypes:
@@ -235,8 +248,12 @@ def test_the_gradient_of_gamma_is_implicit(a: float) -> None:
         x = (drawn if name == "gamma" else drawn.exp()).numpy()
         h = a * 1e-4
         below, above = special.gammainc(a, x), special.gammaincc(a, x)
-        moved = [torch.from_numpy(special.gammaincinv(b, below) * (below < 0.5) + special.gammainccinv(b, above)
-                                  * (below >= 0.5)) for b in (a + h, a - h)]  # fmt: skip
+        moved = [
+            torch.from_numpy(
+                special.gammaincinv(b, below) * (below < 0.5) + special.gammainccinv(b, above) * (below >= 0.5)
+            )
+            for b in (a + h, a - h)
+        ]
         moved = moved if name == "gamma" else [m.log() for m in moved]
         torch.testing.assert_close(slope, (moved[0] - moved[1]) / (2 * h), rtol=1e-3, atol=1e-9)
 
@@ -246,42 +263,48 @@ def test_the_gradient_of_gamma_is_implicit(a: float) -> None:
 F = random.key(0)
 FLOAT_NAMES = "float64, float32, float16, bfloat16"
 REFUSED = {
-    "random.exponential: dtype must be one of float64, float32, float16, bfloat16, but it is torch.int32":
-        lambda: random.exponential(F, (2,), torch.int32),
+    "random.exponential: dtype must be one of float64, float32, float16, bfloat16, but it is torch.int32": lambda: (
+        random.exponential(F, (2,), torch.int32)
+    ),
     "random.gumbel: mode must be None or 'low' or 'high', but it is 'best'": lambda: random.gumbel(F, mode="best"),
-    "random.truncated_normal: lower must be below upper, but they are 2.0 and 1.0":
-        lambda: random.truncated_normal(F, 2, 1),
-    "random.truncated_normal: lower must be a number, but it is nan":
-        lambda: random.truncated_normal(F, math.nan, 1),
+    "random.truncated_normal: lower must be below upper, but they are 2.0 and 1.0": lambda: random.truncated_normal(
+        F, 2, 1
+    ),
+    "random.truncated_normal: lower must be a number, but it is nan": lambda: random.truncated_normal(F, math.nan, 1),
     "random.pareto: b must be positive, but it is 0.0": lambda: random.pareto(F, 0),
     "random.gamma: a must be zero or more, but it is nan": lambda: random.gamma(F, math.nan),
     "random.rayleigh: scale must be zero or more, but it is -1.0": lambda: random.rayleigh(F, -1),
     "random.poisson: lam must be zero or more, but it is -1.0": lambda: random.poisson(F, -1),
     "random.geometric: p must be in [0, 1], but it is 1.5": lambda: random.geometric(F, 1.5),
     "random.binomial: n must be a number, but it is nan": lambda: random.binomial(F, math.nan, 0.5),
-    "random.bits: dtype must be one of uint8, uint16, uint32, uint64, but it is 'uint8'\n  Instead: dtype=torch.uint8":
-        lambda: random.bits(F, (2,), "uint8"),
+    "random.bits: dtype must be one of uint8, uint16, uint32, uint64, but it is 'uint8'\n  Instead: dtype=torch.uint8": lambda: (
+        random.bits(F, (2,), "uint8")
+    ),
     "random.binomial: p must be in [0, 1], but it is nan": lambda: random.binomial(F, 2, math.nan),
-    "random.binomial: p's dtype must be one of float64, float32, float16, bfloat16, but it is torch.int64":
-        lambda: random.binomial(F, 2, torch.tensor(1)),
-    "random.beta: the shapes of its parameters do not broadcast: a (2,), b (3,)":
-        lambda: random.beta(F, torch.ones(2), torch.ones(3)),
+    "random.binomial: p's dtype must be one of float64, float32, float16, bfloat16, but it is torch.int64": lambda: (
+        random.binomial(F, 2, torch.tensor(1))
+    ),
+    "random.beta: the shapes of its parameters do not broadcast: a (2,), b (3,)": lambda: random.beta(
+        F, torch.ones(2), torch.ones(3)
+    ),
     "random.gamma: a of shape (3,) does not broadcast to the shape (3, 2) of the draw\n"
     "  Instead: shape=(3,), or one that ends so": lambda: random.gamma(F, torch.ones(3), (3, 2)),
     "random.pareto: b must be a number or a tensor, but it is the str 'x'": lambda: random.pareto(F, "x"),
     "random.rademacher: dtype must be one of int8, int16, int32, int64, float64, float32, float16, bfloat16, but it is "
     "torch.uint8": lambda: random.rademacher(F, (2,), torch.uint8),
-    "random.dirichlet: alpha must be [..., n], but it is the tensor f32[]":
-        lambda: random.dirichlet(F, torch.tensor(1.0)),
+    "random.dirichlet: alpha must be [..., n], but it is the tensor f32[]": lambda: random.dirichlet(
+        F, torch.tensor(1.0)
+    ),
     "random.ball: d must be positive, but it is 0": lambda: random.ball(F, 0),
-    "random.multinomial: p must have a dim of outcomes, but its shape is ()":
-        lambda: random.multinomial(F, 3, torch.tensor(0.5)),
-    "random.multivariate_normal: method must be 'cholesky' or 'eigh' or 'svd', but it is 'lu'":
-        lambda: random.multivariate_normal(F, torch.zeros(3), torch.tensor(COV), method="lu"),
+    "random.multinomial: p must have a dim of outcomes, but its shape is ()": lambda: random.multinomial(
+        F, 3, torch.tensor(0.5)
+    ),
+    "random.multivariate_normal: method must be 'cholesky' or 'eigh' or 'svd', but it is 'lu'": lambda: (
+        random.multivariate_normal(F, torch.zeros(3), torch.tensor(COV), method="lu")
+    ),
     "random.multivariate_normal: mean must be [..., n] and cov [..., n, n], but they are the tensor f32[2] and the "
-    "tensor f32[3,3]":
-        lambda: random.multivariate_normal(F, torch.zeros(2), torch.tensor(COV)),
-}  # fmt: skip
+    "tensor f32[3,3]": lambda: random.multivariate_normal(F, torch.zeros(2), torch.tensor(COV)),
+}
 
 
 @pytest.mark.parametrize("text", REFUSED)
@@ -303,8 +326,10 @@ def test_each_needs_one_key(d: Distribution) -> None:
 
 
 def test_methods_of_multivariate_normal() -> None:
-    drawn = {m: random.multivariate_normal(KEY, torch.zeros(3), torch.tensor(COV), (20000,), method=m)
-             for m in ("cholesky", "eigh", "svd")}  # fmt: skip
+    drawn = {
+        m: random.multivariate_normal(KEY, torch.zeros(3), torch.tensor(COV), (20000,), method=m)
+        for m in ("cholesky", "eigh", "svd")
+    }
     for x in drawn.values():
         torch.testing.assert_close(x.T.cov(), torch.tensor(COV), rtol=0.1, atol=0.03)  # of 20,000 vectors
 
@@ -445,7 +470,7 @@ AT_THE_EDGE = {
     "choice of bools": (lambda k: random.choice(k, 4, (3,), p=torch.tensor([True, False, True, True])), [0, 0, 3]),
     "choice of counts": (lambda k: random.choice(k, 4, (3,), p=torch.tensor([1, 0, 1, 1])), [0, 0, 3]),
     "randint int8": (lambda k: random.randint(k, (4,), 0, 300, torch.int8), [101, 80, 72, 61]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", AT_THE_EDGE)

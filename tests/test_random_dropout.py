@@ -156,8 +156,12 @@ def test_in_a_body() -> None:
         for i, j in itertools.product(range(2), range(3)):
             assert torch.equal(blocks[6 * i : 6 * i + 6, 2 * j : 2 * j + 2], one)
         with pytest.raises(SpecError, match="it has 3 entries, but the value has 2 dims"):
-            vfn.shard_map(lambda x: random.dropout(KEY, x, RATE, spec=P("a", "b", None)), mesh=mesh,
-                          in_specs=(P("a", "b"),), out_specs=P("a", "b"))(x)  # fmt: skip
+            vfn.shard_map(
+                lambda x: random.dropout(KEY, x, RATE, spec=P("a", "b", None)),
+                mesh=mesh,
+                in_specs=(P("a", "b"),),
+                out_specs=P("a", "b"),
+            )(x)
 
 
 def test_a_spec_outside_of_a_body() -> None:

@@ -25,12 +25,15 @@ PLAIN = {
     "truncated_normal": lambda m: m.truncated_normal(0.02),
     "truncated between": lambda m: m.truncated_normal(0.3, lower=-1.0, upper=3.0),
     **{name: lambda m, name=name: getattr(m, name)() for name in FANS},
-    **{f"{mode} {kind}": lambda m, mode=mode, kind=kind: m.variance_scaling(1.7, mode, kind)
-       for mode in init.MODES for kind in init.DISTRIBUTIONS},
+    **{
+        f"{mode} {kind}": lambda m, mode=mode, kind=kind: m.variance_scaling(1.7, mode, kind)
+        for mode in init.MODES
+        for kind in init.DISTRIBUTIONS
+    },
     "torch's linear": lambda m: m.he_normal(in_axis=-1, out_axis=-2),
     "torch's convolution": lambda m: m.variance_scaling(2.0, "fan_out", "normal", 1, 0),
     "experts": lambda m: m.lecun_uniform(batch_axis=(0,)),
-}  # fmt: skip
+}
 
 
 def whole(x):

@@ -62,8 +62,10 @@ def test_floats(dtype: str) -> None:
             random.uniform(ours, size, ours_dtype, low, high), jax.random.uniform(theirs, size, dtype, low, high)
         )
         bounds = np.float32([low, -high, 7]), np.float32([high, high, 1])  # the last one is empty
-        assert same(random.uniform(ours, (5, 3), ours_dtype, *map(torch.from_numpy, bounds)),
-                    jax.random.uniform(theirs, (5, 3), dtype, *map(jnp.asarray, bounds)))  # fmt: skip
+        assert same(
+            random.uniform(ours, (5, 3), ours_dtype, *map(torch.from_numpy, bounds)),
+            jax.random.uniform(theirs, (5, 3), dtype, *map(jnp.asarray, bounds)),
+        )
         normal, expected = random.normal(ours, (5000,), ours_dtype), jax.random.normal(theirs, (5000,), dtype)
         if dtype == "float64":  # the logarithm is torch's
             np.testing.assert_allclose(normal.numpy(), expected, rtol=1e-13, atol=1e-14)
@@ -89,8 +91,9 @@ def test_integers(dtype: str) -> None:
         if max(low, high) < 1 << 63:
             tensors = [torch.tensor(bound) for bound in (low, high)]
             arrays = [jnp.int64(bound) for bound in (low, high)]
-            assert same(random.randint(ours, (37,), *tensors, ours_dtype),
-                        jax.random.randint(theirs, (37,), *arrays, dtype)), (low, high)  # fmt: skip
+            assert same(
+                random.randint(ours, (37,), *tensors, ours_dtype), jax.random.randint(theirs, (37,), *arrays, dtype)
+            ), (low, high)
 
 
 def test_booleans() -> None:
@@ -100,8 +103,10 @@ def test_booleans() -> None:
             assert same(
                 random.bernoulli(ours, 0.3, (99,), mode), jax.random.bernoulli(theirs, np.float32(0.3), (99,), mode)
             )
-            assert same(random.bernoulli(ours, torch.from_numpy(p), (5, 3), mode),
-                        jax.random.bernoulli(theirs, jnp.asarray(p), (5, 3), mode))  # fmt: skip
+            assert same(
+                random.bernoulli(ours, torch.from_numpy(p), (5, 3), mode),
+                jax.random.bernoulli(theirs, jnp.asarray(p), (5, 3), mode),
+            )
 
 
 def test_vmap() -> None:
@@ -165,8 +170,7 @@ def test_sixteen_bits(d: Distribution, dtype: str) -> None:
 COMPOSED = ("uniform", "normal", "chisquare", "f", "ball")  # of what is here: compiling them takes half a minute
 
 
-@pytest.mark.parametrize("d", [d for d in DISTRIBUTIONS if not d.counts and d.name not in COMPOSED],
-                         ids=lambda d: d.id)  # fmt: skip
+@pytest.mark.parametrize("d", [d for d in DISTRIBUTIONS if not d.counts and d.name not in COMPOSED], ids=lambda d: d.id)
 def test_float64_and_its_gradients(d: Distribution) -> None:
     """Polynomials differ by last bits. torch's derivative of the gamma distribution is good to 7e-4."""
     fixed = {n: np.asarray(v, np.float64) if isinstance(v, list) else v for n, v in d.params.items()}

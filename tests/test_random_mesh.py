@@ -36,9 +36,8 @@ DRAWS = {
 @pytest.mark.parametrize(("sizes", "names"), MESHES, ids=str)
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_draw_with_a_spec_is_the_whole_draw(name: str, sizes: tuple[int, ...], names: str) -> None:
-    every = (
-        (3 if len(sizes) == 3 else 1) if name == "normal" else 13
-    )  # the blocks of every kind and spec are tested without a mesh
+    # the blocks of every kind and spec are tested without a mesh
+    every = (3 if len(sizes) == 3 else 1) if name == "normal" else 13
     with vfn.simulate(math.prod(sizes)):
         mesh = vfn.make_mesh(sizes, tuple(names))
         for shape in ((), (13,), (7, 10), (0, 2)):
@@ -262,8 +261,10 @@ def test_gradients_through_bounds() -> None:
     for grad in (vfn.grad, torch.func.grad):
         for got, want in zip(grad(lambda *bounds: f(*bounds).sum(), (0, 1))(low, high), expected, strict=True):
             torch.testing.assert_close(got, want)
-    assert torch.equal(f(low, high), torch.stack([random.uniform(KEY, (4, 3), minval=x, maxval=2.0)[:, i]
-                                                  for i, x in enumerate(low.tolist())], 1))  # fmt: skip
+    assert torch.equal(
+        f(low, high),
+        torch.stack([random.uniform(KEY, (4, 3), minval=x, maxval=2.0)[:, i] for i, x in enumerate(low.tolist())], 1),
+    )
     torch.testing.assert_close(torch.func.jvp(f, (low, high), (low, high))[1], low * (1 - unit) + high * unit)
     torch.testing.assert_close(torch.func.jacrev(f, 1)(low, high), unit)
     with vfn.simulate(6):
@@ -302,8 +303,9 @@ def test_the_operators_keep_their_promises() -> None:
     ops = torch.ops.vescale_fn
     where = torch.tensor([[0, 1, 2], [1, 0, 1], [1, 3, 1]])
     torch.library.opcheck(ops.draw.default, (KEY.data, None, (4,), (4,), "normal", (), torch.float32, cpu))
-    torch.library.opcheck(ops.draw.default, (random.split(KEY, 3).data, where, (4, 5), (2, 2), "bernoulli", (0.5,),
-                                             torch.float32, cpu))  # fmt: skip
+    torch.library.opcheck(
+        ops.draw.default, (random.split(KEY, 3).data, where, (4, 5), (2, 2), "bernoulli", (0.5,), torch.float32, cpu)
+    )
     torch.library.opcheck(ops.split.default, (KEY.data, 3))
     torch.library.opcheck(ops.fold_in.default, (KEY.data, torch.tensor(3)))
 

@@ -63,7 +63,7 @@ REUSED = {
         [random.normal(k) for k in (KEY, random.clone(KEY))],
         random.normal(KEY),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REUSED)

@@ -69,11 +69,13 @@ def walked(shape, indices, size: int) -> list[int]:
 
 def test_counters_of_rectangles_beyond_32_bits() -> None:
     shape = (3, 1 << 20, 5000, 7)
-    rows = [(range(1, 3), range(900_000, 900_003), range(4998, 5000), [0, 2, 3, 6]),
-            (range(2), range(858_990, 858_995), range(100, 400), range(2, 5)),
-            (range(1), range(122_713, 122_714), range(5000), range(7)),
-            (range(1), range(122_713, 122_714), range(1757, 1759), range(7)),
-            ([0, 2], range(122_712, 122_715), range(5000), range(7))]  # fmt: skip
+    rows = [
+        (range(1, 3), range(900_000, 900_003), range(4998, 5000), [0, 2, 3, 6]),
+        (range(2), range(858_990, 858_995), range(100, 400), range(2, 5)),
+        (range(1), range(122_713, 122_714), range(5000), range(7)),
+        (range(1), range(122_713, 122_714), range(1757, 1759), range(7)),
+        ([0, 2], range(122_712, 122_715), range(5000), range(7)),
+    ]
     for indices in rows:
         expected = torch.zeros((), dtype=torch.int64)
         for index, size in zip(indices, shape, strict=True):
@@ -82,9 +84,17 @@ def test_counters_of_rectangles_beyond_32_bits() -> None:
             assert walked(shape, indices, size) == expected.flatten().tolist()
 
 
-@pytest.mark.parametrize("kind", [UNIFORM, ("normal", torch.bfloat16, ()), ("bernoulli", torch.float32, (0.3,)),
-                                  ("randint", torch.int32, (-5, 1000, 296)), ("bits", torch.uint64, ())],
-                         ids=lambda kind: kind[0])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        UNIFORM,
+        ("normal", torch.bfloat16, ()),
+        ("bernoulli", torch.float32, (0.3,)),
+        ("randint", torch.int32, (-5, 1000, 296)),
+        ("bits", torch.uint64, ()),
+    ],
+    ids=lambda kind: kind[0],
+)
 def test_blocks_of_every_kind(kind) -> None:
     for axes, shape in ((MESHES[2], (13, 10)), (MESHES[3], (6, 5, 4))):
         name, dtype, params = kind
@@ -94,8 +104,10 @@ def test_blocks_of_every_kind(kind) -> None:
             for coord in coords(axes):
                 indices = local_indices(shape, axes, spec, coord)
                 block = draw_local(KEY, draw, indices)
-                assert torch.equal(block, cut(whole.view(torch.int64), indices).view(dtype) if dtype == torch.uint64
-                                   else cut(whole, indices))  # fmt: skip
+                assert torch.equal(
+                    block,
+                    cut(whole.view(torch.int64), indices).view(dtype) if dtype == torch.uint64 else cut(whole, indices),
+                )
 
 
 def test_goldens_of_shards() -> None:

@@ -49,11 +49,17 @@ def test_counts(d: Distribution) -> None:
     assert chi_square(np.bincount(drawn - values[0]), expected) > RARE
 
 
-@pytest.mark.parametrize(("name", "params", "law"), [
-    ("gamma", {"a": 0.01}, lambda: stats.gamma(0.01)), ("gamma", {"a": 200.0}, lambda: stats.gamma(200)),
-    ("loggamma", {"a": 0.01}, lambda: stats.loggamma(0.01)), ("beta", {"a": 0.1, "b": 0.2}, lambda: stats.beta(0.1, 0.2)),
-    ("t", {"df": 1.0}, lambda: stats.t(1)), ("truncated_normal", {"lower": 2.5, "upper": 9.0}, lambda: stats.truncnorm(2.5, 9)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "params", "law"),
+    [
+        ("gamma", {"a": 0.01}, lambda: stats.gamma(0.01)),
+        ("gamma", {"a": 200.0}, lambda: stats.gamma(200)),
+        ("loggamma", {"a": 0.01}, lambda: stats.loggamma(0.01)),
+        ("beta", {"a": 0.1, "b": 0.2}, lambda: stats.beta(0.1, 0.2)),
+        ("t", {"df": 1.0}, lambda: stats.t(1)),
+        ("truncated_normal", {"lower": 2.5, "upper": 9.0}, lambda: stats.truncnorm(2.5, 9)),
+    ],
+)
 def test_parameters_at_the_edges(name: str, params: dict, law) -> None:
     drawn = getattr(random, name)(random.key(5), **params, shape=(N,), dtype=torch.float64).numpy()
     assert stats.kstest(drawn, law().cdf).pvalue > RARE
@@ -116,8 +122,9 @@ def test_streams_have_nothing_to_do_with_each_other(family: str) -> None:
 
 def test_no_two_streams_of_a_tree_share_a_word() -> None:
     """40 keys by 500 words of 64 bits: two alike would be seen once in 10**10 such tests."""
-    words = [random.bits(key, (500,), torch.uint64).view(torch.int64)
-             for family in families().values() for key in family]  # fmt: skip
+    words = [
+        random.bits(key, (500,), torch.uint64).view(torch.int64) for family in families().values() for key in family
+    ]
     assert len(torch.cat(words).unique()) == len(words) * 500 - 500 * shared()
 
 

@@ -26,8 +26,11 @@ WEIGHTS = torch.arange(1, 11, dtype=torch.float32) / 55
 @pytest.mark.parametrize("name", GOLDENS)
 def test_golden(name: str) -> None:
     case = GOLDENS[name]
-    tensors = {"arange(60).reshape(5,12)": ROWS, "arange(1,11)/55 float32": WEIGHTS,
-               "(arange(40).reshape(8,5)%7)*0.5": LOGITS}  # fmt: skip
+    tensors = {
+        "arange(60).reshape(5,12)": ROWS,
+        "arange(1,11)/55 float32": WEIGHTS,
+        "(arange(40).reshape(8,5)%7)*0.5": LOGITS,
+    }
     args = {k: tensors[v] if isinstance(v, str) else v for k, v in case["args"].items()}
     out, expected = getattr(random, case["fn"])(random.wrap_key_data(case["key_data"]), **args), case["out"]
     assert list(out.shape) == expected["shape"]
@@ -79,14 +82,18 @@ def test_like_jax(name: str) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-6 if name.startswith("orthogonal") else 0)
 
 
-@pytest.mark.parametrize("draw", [
-    lambda key: random.permutation(key, 10),
-    lambda key: random.permutation(key, ROWS, 1, True),
-    lambda key: random.choice(key, 10, (4,), False),
-    lambda key: random.choice(key, 10, (4,), True, WEIGHTS),
-    lambda key: random.categorical(key, LOGITS),
-    lambda key: random.orthogonal(key, 3),
-], ids=["permutation", "rows", "choice", "choice, p", "categorical", "orthogonal"])  # fmt: skip
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda key: random.permutation(key, 10),
+        lambda key: random.permutation(key, ROWS, 1, True),
+        lambda key: random.choice(key, 10, (4,), False),
+        lambda key: random.choice(key, 10, (4,), True, WEIGHTS),
+        lambda key: random.categorical(key, LOGITS),
+        lambda key: random.orthogonal(key, 3),
+    ],
+    ids=["permutation", "rows", "choice", "choice, p", "categorical", "orthogonal"],
+)
 def test_vmap_over_keys(draw) -> None:
     keys = random.split(KEY, 3)
     assert torch.equal(vfn.vmap(draw)(keys), torch.stack([draw(key) for key in keys]))
@@ -113,34 +120,97 @@ def test_gradients_go_through_what_is_permuted() -> None:
 
 
 LAID = {  # what to do with a mesh, the same on one device, the layout of the result, the collectives
-    "permutation": (lambda m, s: random.permutation(KEY, 10, spec=P(s), mesh=m), lambda: random.permutation(KEY, 10), "s", []),
-    "slices": (lambda m, s: random.permutation(KEY, vfn.shard(ROWS, m, P(s))), lambda: random.permutation(KEY, ROWS), "s",
-               ["all_to_all"] * 2),
-    "whole slices": (lambda m, s: random.permutation(KEY, vfn.shard(ROWS, m, P(s)), 1),
-                     lambda: random.permutation(KEY, ROWS, 1), "s", []),
-    "rows": (lambda m, s: random.permutation(KEY, vfn.shard(ROWS, m, P(s)), 1, True),
-             lambda: random.permutation(KEY, ROWS, 1, True), "s", []),
-    "split rows": (lambda m, s: random.permutation(KEY, vfn.shard(ROWS, m, P(None, s)), 1, True),
-                   lambda: random.permutation(KEY, ROWS, 1, True), "-s", ["all_to_all"] * 2),
-    "choice": (lambda m, s: random.choice(KEY, 100, (7,), spec=P(s), mesh=m), lambda: random.choice(KEY, 100, (7,)), "s", []),
-    "choice with p": (lambda m, s: random.choice(KEY, 10, (7,), True, WEIGHTS, spec=P(s), mesh=m),
-                      lambda: random.choice(KEY, 10, (7,), True, WEIGHTS), "s", []),
-    "choice of slices": (lambda m, s: random.choice(KEY, vfn.shard(ROWS, m, P(None, s)), (4,), False),
-                         lambda: random.choice(KEY, ROWS, (4,), False), "-s", []),
-    "categorical": (lambda m, s: random.categorical(KEY, vfn.shard(LOGITS, m, P(s))),
-                    lambda: random.categorical(KEY, LOGITS), "s", []),
-    "classes": (lambda m, s: random.categorical(KEY, vfn.shard(LOGITS.T.contiguous(), m, P(None, s))),
-                lambda: random.categorical(KEY, LOGITS.T.contiguous()), "", ["all_reduce"] * 2),
-    "uneven classes": (lambda m, s: random.categorical(KEY, vfn.shard(LOGITS, m, P(None, s))),
-                       lambda: random.categorical(KEY, LOGITS), "", None),
-    "repeated": (lambda m, s: random.categorical(KEY, vfn.shard(LOGITS, m, P(s)), shape=(6, 8), spec=P(None, s)),
-                 lambda: random.categorical(KEY, LOGITS, shape=(6, 8)), "-s", []),
-    "plain logits": (lambda m, s: random.categorical(KEY, LOGITS, shape=(6, 8), spec=P(None, s), mesh=m),
-                     lambda: random.categorical(KEY, LOGITS, shape=(6, 8)), "-s", []),
-    "orthogonal": (lambda m, s: random.orthogonal(KEY, 3, (8,), m=5, spec=P(s), mesh=m),
-                   lambda: random.orthogonal(KEY, 3, (8,), m=5), "s", []),
-    "split matrices": (lambda m, s: random.orthogonal(KEY, 4, spec=P(s), mesh=m), lambda: random.orthogonal(KEY, 4), "s", []),
-}  # fmt: skip
+    "permutation": (
+        lambda m, s: random.permutation(KEY, 10, spec=P(s), mesh=m),
+        lambda: random.permutation(KEY, 10),
+        "s",
+        [],
+    ),
+    "slices": (
+        lambda m, s: random.permutation(KEY, vfn.shard(ROWS, m, P(s))),
+        lambda: random.permutation(KEY, ROWS),
+        "s",
+        ["all_to_all"] * 2,
+    ),
+    "whole slices": (
+        lambda m, s: random.permutation(KEY, vfn.shard(ROWS, m, P(s)), 1),
+        lambda: random.permutation(KEY, ROWS, 1),
+        "s",
+        [],
+    ),
+    "rows": (
+        lambda m, s: random.permutation(KEY, vfn.shard(ROWS, m, P(s)), 1, True),
+        lambda: random.permutation(KEY, ROWS, 1, True),
+        "s",
+        [],
+    ),
+    "split rows": (
+        lambda m, s: random.permutation(KEY, vfn.shard(ROWS, m, P(None, s)), 1, True),
+        lambda: random.permutation(KEY, ROWS, 1, True),
+        "-s",
+        ["all_to_all"] * 2,
+    ),
+    "choice": (
+        lambda m, s: random.choice(KEY, 100, (7,), spec=P(s), mesh=m),
+        lambda: random.choice(KEY, 100, (7,)),
+        "s",
+        [],
+    ),
+    "choice with p": (
+        lambda m, s: random.choice(KEY, 10, (7,), True, WEIGHTS, spec=P(s), mesh=m),
+        lambda: random.choice(KEY, 10, (7,), True, WEIGHTS),
+        "s",
+        [],
+    ),
+    "choice of slices": (
+        lambda m, s: random.choice(KEY, vfn.shard(ROWS, m, P(None, s)), (4,), False),
+        lambda: random.choice(KEY, ROWS, (4,), False),
+        "-s",
+        [],
+    ),
+    "categorical": (
+        lambda m, s: random.categorical(KEY, vfn.shard(LOGITS, m, P(s))),
+        lambda: random.categorical(KEY, LOGITS),
+        "s",
+        [],
+    ),
+    "classes": (
+        lambda m, s: random.categorical(KEY, vfn.shard(LOGITS.T.contiguous(), m, P(None, s))),
+        lambda: random.categorical(KEY, LOGITS.T.contiguous()),
+        "",
+        ["all_reduce"] * 2,
+    ),
+    "uneven classes": (
+        lambda m, s: random.categorical(KEY, vfn.shard(LOGITS, m, P(None, s))),
+        lambda: random.categorical(KEY, LOGITS),
+        "",
+        None,
+    ),
+    "repeated": (
+        lambda m, s: random.categorical(KEY, vfn.shard(LOGITS, m, P(s)), shape=(6, 8), spec=P(None, s)),
+        lambda: random.categorical(KEY, LOGITS, shape=(6, 8)),
+        "-s",
+        [],
+    ),
+    "plain logits": (
+        lambda m, s: random.categorical(KEY, LOGITS, shape=(6, 8), spec=P(None, s), mesh=m),
+        lambda: random.categorical(KEY, LOGITS, shape=(6, 8)),
+        "-s",
+        [],
+    ),
+    "orthogonal": (
+        lambda m, s: random.orthogonal(KEY, 3, (8,), m=5, spec=P(s), mesh=m),
+        lambda: random.orthogonal(KEY, 3, (8,), m=5),
+        "s",
+        [],
+    ),
+    "split matrices": (
+        lambda m, s: random.orthogonal(KEY, 4, spec=P(s), mesh=m),
+        lambda: random.orthogonal(KEY, 4),
+        "s",
+        [],
+    ),
+}
 
 
 @pytest.mark.parametrize("axes", [("a",), ("a", "b"), ("b", "a")], ids="-".join)
@@ -159,13 +229,24 @@ def test_on_meshes(name: str, axes: tuple[str, ...]) -> None:
 
 def test_in_bodies() -> None:
     def body(logits):
-        return (random.permutation(KEY, 8, spec=P("a")), random.orthogonal(KEY, 4, (8,), spec=P(("b", "a"))),
-                random.orthogonal(KEY, 4, spec=P(None, ("a", "b"))), random.categorical(KEY, logits, spec=P("a")),
-                random.choice(KEY, 100, (8,), False, spec=P("b")), random.permutation(KEY, 8))  # fmt: skip
+        return (
+            random.permutation(KEY, 8, spec=P("a")),
+            random.orthogonal(KEY, 4, (8,), spec=P(("b", "a"))),
+            random.orthogonal(KEY, 4, spec=P(None, ("a", "b"))),
+            random.categorical(KEY, logits, spec=P("a")),
+            random.choice(KEY, 100, (8,), False, spec=P("b")),
+            random.permutation(KEY, 8),
+        )
 
     specs = P("a"), P(("b", "a")), P(None, ("a", "b")), P("a"), P("b"), P()
-    alone = (random.permutation(KEY, 8), random.orthogonal(KEY, 4, (8,)), random.orthogonal(KEY, 4),
-             random.categorical(KEY, LOGITS), random.choice(KEY, 100, (8,), False), random.permutation(KEY, 8))  # fmt: skip
+    alone = (
+        random.permutation(KEY, 8),
+        random.orthogonal(KEY, 4, (8,)),
+        random.orthogonal(KEY, 4),
+        random.categorical(KEY, LOGITS),
+        random.choice(KEY, 100, (8,), False),
+        random.permutation(KEY, 8),
+    )
     with vfn.simulate(4):
         mesh = vfn.make_mesh((2, 2), ("a", "b"))
         outs = vfn.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=specs)(LOGITS)
@@ -240,8 +321,10 @@ def test_what_is_refused(case: str) -> None:
 def test_a_spec_that_does_not_fit() -> None:
     with vfn.simulate(2):
         mesh = vfn.make_mesh((2,), ("a",))
-        for draw in (lambda: random.permutation(KEY, 4, spec=P("x"), mesh=mesh),
-                     lambda: random.orthogonal(KEY, 4, spec=P("x"), mesh=mesh),
-                     lambda: random.categorical(KEY, LOGITS, spec=P("a", "a"), mesh=mesh)):  # fmt: skip
+        for draw in (
+            lambda: random.permutation(KEY, 4, spec=P("x"), mesh=mesh),
+            lambda: random.orthogonal(KEY, 4, spec=P("x"), mesh=mesh),
+            lambda: random.categorical(KEY, LOGITS, spec=P("a", "a"), mesh=mesh),
+        ):
             with pytest.raises(SpecError):
                 draw()

@@ -408,17 +408,33 @@ def test_the_limit_of_the_whole_run(forked_only):
     assert seconds < 10
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"timeout": 0}, "timeout must be a number of seconds above 0, but it is the int 0\n"
-                     "  Instead: timeout=300.0, or timeout=math.inf for none"),
-    ({"limit": math.nan}, "limit must be a number of seconds above 0, but it is the float nan\n"
-                          "  Instead: limit=300.0, or limit=math.inf for none"),
-    ({"kwargs": [1]}, "kwargs must be a dict of fn's keyword arguments, but it is the list [1]\n"
-                      '  Instead: for instance kwargs={"steps": 10}'),
-    ({"stdin_rank": 2}, "stdin_rank=2 is none of the ranks, which are 0 to 1"),
-    ({"logs": 3}, "logs must be a folder to write to, but it is the int 3\n"
-                  "  * expected str, bytes or os.PathLike object, not int"),
-], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"timeout": 0},
+            "timeout must be a number of seconds above 0, but it is the int 0\n"
+            "  Instead: timeout=300.0, or timeout=math.inf for none",
+        ),
+        (
+            {"limit": math.nan},
+            "limit must be a number of seconds above 0, but it is the float nan\n"
+            "  Instead: limit=300.0, or limit=math.inf for none",
+        ),
+        (
+            {"kwargs": [1]},
+            "kwargs must be a dict of fn's keyword arguments, but it is the list [1]\n"
+            '  Instead: for instance kwargs={"steps": 10}',
+        ),
+        ({"stdin_rank": 2}, "stdin_rank=2 is none of the ranks, which are 0 to 1"),
+        (
+            {"logs": 3},
+            "logs must be a folder to write to, but it is the int 3\n"
+            "  * expected str, bytes or os.PathLike object, not int",
+        ),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
 def test_launch_refuses_options(options, said):
     with pytest.raises(MeshError) as error:
         launch(print, 2, device="cpu", **options)
@@ -449,8 +465,9 @@ def test_by_name_without_end_into_files_and_reading(way, tmp_path, stdin, capsys
         os.write(2, b"from below\n")
         return base + timeout + device, sys.stdin.read()
 
-    found = launch(body, 2, 1, kwargs={"timeout": 10, "device": 100}, device="cpu", timeout=math.inf, logs=logs,
-                   stdin_rank=1)  # fmt: skip
+    found = launch(
+        body, 2, 1, kwargs={"timeout": 10, "device": 100}, device="cpu", timeout=math.inf, logs=logs, stdin_rank=1
+    )
     assert found == [(111, ""), (111, "read")]
     assert capsys.readouterr() == ("", "")
     assert (logs / "rank-0.log").read_text() == "from 0\nfrom below\n"

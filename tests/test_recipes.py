@@ -218,10 +218,13 @@ def test_the_standard_library_is_there():
     assert not any("site-packages" in file.parts for file in files)
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda folder: folder / "nowhere", "nowhere does not exist"),
-    (lambda folder: folder, "there are no * files in"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "nowhere", "nowhere does not exist"),
+        (lambda folder: folder, "there are no * files in"),
+    ],
+)
 def test_complains_where_there_is_no_text(tmp_path, make, message):
     with pytest.raises(data.DataError) as error:
         data.find_files(str(make(tmp_path)))
@@ -294,34 +297,46 @@ def test_a_difference_is_an_exit_status(capsys, monkeypatch):
     assert "NOT below 0e+00" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("argv", "message"), [
-    ("--mesh pp=2", "'pp=2' in 'pp=2': write it like dp=2,tp=2, with axes of replica, dp, cp, ep, tp"),
-    ("--mesh dp=0", "'dp=0' in 'dp=0': write it like dp=2,tp=2"),
-    ("--mesh dp=1,tp=3", "tp=3 must divide --heads 4"),
-    ("--parallel fsdp+pp", "'fsdp+pp': 'pp' is none of them; write names from dp, zero1"),
-    ("--parallel fsdp", "the mesh is dp=2, tp=2, but 'fsdp' leaves tp idle"),
-    ("--parallel dp+ep --mesh dp=2,ep=2", "--parallel dp+ep: llama has no dims for all of these"),
-    ("--parallel cp-zigzag --mesh cp=2", "--parallel cp-zigzag: a token's dropout goes by its place, which is another: --dropout 0"),
-    ("--parallel cp-zigzag --mesh cp=3 --dropout 0", "--parallel cp-zigzag: twice cp=3 must divide --context 128"),
-    ("--resume", "--resume needs --checkpoints FOLDER, where they are"),
-    ("--evaluate", "--evaluate needs --checkpoints FOLDER, where they are"),
-    ("--evaluate --checkpoints nowhere", "--evaluate: there is no checkpoint in nowhere"),
-    ("--resume --checkpoints x --check", "--check compares the first steps of a run: not with --resume"),
-    ("--accumulate 3", "--accumulate 3 must divide --batch 16"),
-    ("--precision fp8", "'fp8': write fp32, bf16, fp16, fp64, or a policy like params=f32,compute=bf16,reduce=f32"),
-    ("--precision params=f16", "'params=f16': float16 is for computing alone; write fp16, or a policy like params=f32,"),
-    ("--stepz 3", "--stepz is no option; did you mean '--steps'?"),
-    ("--evaluate-evry=3", "--evaluate-evry=3 is no option; did you mean '--evaluate-every'?"),
-    ("--parallel dp --mesh dp=512 --device cuda", "--device cuda: 512 GPUs needed, one for each rank here, but there "),
-    ("--lr 0", "--lr 0.0 must be above 0"),
-    ("--steps 3 --profile x", "--profile traces steps 4 to 6: it needs more --steps, and not --evaluate"),
-    ("--optimizer adam", "argument --optimizer: invalid choice: 'adam'"),
-    ("--config nowhere.toml", "--config nowhere.toml: [Errno 2] No such file"),
-    ("--steps 0", "--steps must be at least 1"),
-    ("--dim 30", "--dim 30 must be an even number for each of --heads 4"),
-    ("--dropout 1", "--dropout 1.0 must be at least 0 and below 1"),
-    ("--data /no/such/text", "/no/such/text does not exist; give --data a file or a folder of text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--mesh pp=2", "'pp=2' in 'pp=2': write it like dp=2,tp=2, with axes of replica, dp, cp, ep, tp"),
+        ("--mesh dp=0", "'dp=0' in 'dp=0': write it like dp=2,tp=2"),
+        ("--mesh dp=1,tp=3", "tp=3 must divide --heads 4"),
+        ("--parallel fsdp+pp", "'fsdp+pp': 'pp' is none of them; write names from dp, zero1"),
+        ("--parallel fsdp", "the mesh is dp=2, tp=2, but 'fsdp' leaves tp idle"),
+        ("--parallel dp+ep --mesh dp=2,ep=2", "--parallel dp+ep: llama has no dims for all of these"),
+        (
+            "--parallel cp-zigzag --mesh cp=2",
+            "--parallel cp-zigzag: a token's dropout goes by its place, which is another: --dropout 0",
+        ),
+        ("--parallel cp-zigzag --mesh cp=3 --dropout 0", "--parallel cp-zigzag: twice cp=3 must divide --context 128"),
+        ("--resume", "--resume needs --checkpoints FOLDER, where they are"),
+        ("--evaluate", "--evaluate needs --checkpoints FOLDER, where they are"),
+        ("--evaluate --checkpoints nowhere", "--evaluate: there is no checkpoint in nowhere"),
+        ("--resume --checkpoints x --check", "--check compares the first steps of a run: not with --resume"),
+        ("--accumulate 3", "--accumulate 3 must divide --batch 16"),
+        ("--precision fp8", "'fp8': write fp32, bf16, fp16, fp64, or a policy like params=f32,compute=bf16,reduce=f32"),
+        (
+            "--precision params=f16",
+            "'params=f16': float16 is for computing alone; write fp16, or a policy like params=f32,",
+        ),
+        ("--stepz 3", "--stepz is no option; did you mean '--steps'?"),
+        ("--evaluate-evry=3", "--evaluate-evry=3 is no option; did you mean '--evaluate-every'?"),
+        (
+            "--parallel dp --mesh dp=512 --device cuda",
+            "--device cuda: 512 GPUs needed, one for each rank here, but there ",
+        ),
+        ("--lr 0", "--lr 0.0 must be above 0"),
+        ("--steps 3 --profile x", "--profile traces steps 4 to 6: it needs more --steps, and not --evaluate"),
+        ("--optimizer adam", "argument --optimizer: invalid choice: 'adam'"),
+        ("--config nowhere.toml", "--config nowhere.toml: [Errno 2] No such file"),
+        ("--steps 0", "--steps must be at least 1"),
+        ("--dim 30", "--dim 30 must be an even number for each of --heads 4"),
+        ("--dropout 1", "--dropout 1.0 must be at least 0 and below 1"),
+        ("--data /no/such/text", "/no/such/text does not exist; give --data a file or a folder of text"),
+    ],
+)
 def test_complains_before_it_starts(argv, message, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(argv.split())

@@ -39,18 +39,27 @@ def test_gpt_is_torchs_transformer():
     tokens = tokens_of(config)
     x = params["embed"][tokens] + params["places"][:7]
     for p in params["blocks"]:
-        layer = torch.nn.TransformerEncoderLayer(config.dim, config.heads, config.hidden, 0.0, F.gelu, batch_first=True,
-                                                 norm_first=True, dtype=torch.float64)  # fmt: skip
+        layer = torch.nn.TransformerEncoderLayer(
+            config.dim, config.heads, config.hidden, 0.0, F.gelu, batch_first=True, norm_first=True, dtype=torch.float64
+        )
         ours, mlp = p["attention"], p["mlp"]
         by_part = lambda x: x.unflatten(0, (config.heads, 3, -1)).transpose(0, 1).flatten(0, 2)  # columns are by head
-        layer.load_state_dict({
-            "self_attn.in_proj_weight": by_part(ours["qkv"]["w"].T), "self_attn.in_proj_bias": by_part(ours["qkv"]["b"]),
-            "self_attn.out_proj.weight": ours["out"]["w"].T, "self_attn.out_proj.bias": ours["out"]["b"],
-            "norm1.weight": ours["norm"]["scale"], "norm1.bias": ours["norm"]["shift"],
-            "linear1.weight": mlp["up"]["w"].T, "linear1.bias": mlp["up"]["b"],
-            "linear2.weight": mlp["down"]["w"].T, "linear2.bias": mlp["down"]["b"],
-            "norm2.weight": mlp["norm"]["scale"], "norm2.bias": mlp["norm"]["shift"],
-        })  # fmt: skip
+        layer.load_state_dict(
+            {
+                "self_attn.in_proj_weight": by_part(ours["qkv"]["w"].T),
+                "self_attn.in_proj_bias": by_part(ours["qkv"]["b"]),
+                "self_attn.out_proj.weight": ours["out"]["w"].T,
+                "self_attn.out_proj.bias": ours["out"]["b"],
+                "norm1.weight": ours["norm"]["scale"],
+                "norm1.bias": ours["norm"]["shift"],
+                "linear1.weight": mlp["up"]["w"].T,
+                "linear1.bias": mlp["up"]["b"],
+                "linear2.weight": mlp["down"]["w"].T,
+                "linear2.bias": mlp["down"]["b"],
+                "norm2.weight": mlp["norm"]["scale"],
+                "norm2.bias": mlp["norm"]["shift"],
+            }
+        )
         mask = torch.nn.Transformer.generate_square_subsequent_mask(7, dtype=torch.float64)
         x = layer(x, src_mask=mask, is_causal=True)
     x = F.layer_norm(x, (config.dim,), params["norm"]["scale"], params["norm"]["shift"])

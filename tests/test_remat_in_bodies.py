@@ -48,14 +48,17 @@ PROGRAMS = {
     "in remat": lambda f: lambda w, x: vfn.remat(lambda w, x: again(f, w, x.sin()))(w, x),
     "of remat": lambda f: lambda w, x: again(lambda w, x: vfn.remat(f)(w, x.sin()), w, x),
     "remat of remat": lambda f: lambda w, x: vfn.remat(lambda w, x: vfn.remat(f)(w, x.sin()))(w, x),
-    "sequential": lambda f: lambda w, x: checkpoint_sequential(
-        [lambda x: f(w, x), lambda x: f(w, x.sin())], 2, x, use_reentrant=False),
-    "a gradient in it": lambda f: lambda w, x: x * again(
-        lambda w, x: vfn.grad(lambda w: f(w, x).sin().sum())(w), w, x).sum(),
+    "sequential": lambda f: (
+        lambda w, x: checkpoint_sequential([lambda x: f(w, x), lambda x: f(w, x.sin())], 2, x, use_reentrant=False)
+    ),
+    "a gradient in it": lambda f: (
+        lambda w, x: x * again(lambda w, x: vfn.grad(lambda w: f(w, x).sin().sum())(w), w, x).sum()
+    ),
     "options": lambda f: lambda w, x: again(f, w, x, preserve_rng_state=False, determinism_check="none"),
-    "keeping products": lambda f: lambda w, x: again(
-        f, w, x, context_fn=partial(create_selective_checkpoint_contexts, keep_products)),
-}  # fmt: skip
+    "keeping products": lambda f: (
+        lambda w, x: again(f, w, x, context_fn=partial(create_selective_checkpoint_contexts, keep_products))
+    ),
+}
 
 
 def gradients(name, check):
@@ -119,9 +122,8 @@ def test_the_reentrant_kind():
 
 def test_torch_is_left_as_it_was():
     inner, name = torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
-    name = (
-        f"{name}_impl" if hasattr(inner, f"{name}_impl") else name
-    )  # which is what checkpoint calls from torch 2.14 on
+    # which is what checkpoint calls from torch 2.14 on
+    name = f"{name}_impl" if hasattr(inner, f"{name}_impl") else name
     before = getattr(inner, name)
     with vfn.simulate(2):
         seen = []

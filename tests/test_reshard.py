@@ -236,8 +236,19 @@ def _on_this_rank(sizes, names, todo):
     return outs
 
 
-EXACT = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bfloat16, torch.float16, torch.float32,
-         torch.float64, torch.complex64, torch.complex128]  # fmt: skip
+EXACT = [
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+]
 MOVED = [*EXACT, torch.bool, torch.uint16, torch.uint32, torch.uint64]  # what is moved but not added up
 
 

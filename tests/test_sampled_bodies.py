@@ -43,9 +43,31 @@ def test_the_turns_leave_no_way_out():
     cases = [sampled(f"0:{k}") for k in range(CASES)]
     assert sum(case.refused for case in cases) >= 6
     lines = " ".join(line.text for case in cases for line in case.lines)
-    for word in ("psum(", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute", "pbroadcast",
-                 "axis_index", "pcast", "'unreduced'", "'reduced'", "'invarying'", "dynamic_slice", "vfn.grad", "vfn.remat",
-                 "vfn.vmap(vfn.remat(", "vfn.remat(vfn.vmap(", "vfn.grad(lambda t: (vfn.", "Scaled.apply", "tiled=True", "tiled=False"):  # fmt: skip
+    for word in (
+        "psum(",
+        "pmean",
+        "pmax",
+        "pmin",
+        "all_gather",
+        "psum_scatter",
+        "all_to_all",
+        "ppermute",
+        "pbroadcast",
+        "axis_index",
+        "pcast",
+        "'unreduced'",
+        "'reduced'",
+        "'invarying'",
+        "dynamic_slice",
+        "vfn.grad",
+        "vfn.remat",
+        "vfn.vmap(vfn.remat(",
+        "vfn.remat(vfn.vmap(",
+        "vfn.grad(lambda t: (vfn.",
+        "Scaled.apply",
+        "tiled=True",
+        "tiled=False",
+    ):
         assert word in lines, word
 
 
@@ -146,8 +168,9 @@ def test_a_vector_times_a_matrix_is_a_vector(mesh):
 def test_second_derivatives_through_results_that_all_ranks_share(grad, check, mesh):
     """Where the first derivative of a result hands each rank its part, that of the part is a sum over the ranks."""
     a, w = draw(4), draw(4)
-    f = lambda a: mapped(lambda a, w: vfn.psum((a * w).sin().sum(), "i"), mesh, a, w, ins=(P(), P("i")), outs=P(),
-                         check_vma=check)  # fmt: skip
+    f = lambda a: mapped(
+        lambda a, w: vfn.psum((a * w).sin().sum(), "i"), mesh, a, w, ins=(P(), P("i")), outs=P(), check_vma=check
+    )
     g = lambda a: mapped(lambda a, w: a * 3, mesh, a, w, ins=(P(), P("i")), outs=P(), check_vma=check).sin().sum()
     for program, plain in ((f, lambda a: (a[:2] * w.view(2, 2)).sin().sum()), (g, lambda a: (3 * a).sin().sum())):
         x = a[:2] if program is f else a

@@ -422,14 +422,20 @@ TYPES = {
     "unreduced": (lambda x: 3 * -vfn.pcast(x, "i", to="unreduced")[None] / 2, "U"),
     "unreduced plus unreduced": (lambda x: vfn.pcast(x, "i", to="unreduced") + vfn.pcast(x, "i", to="unreduced"), "U"),
     "unreduced times reduced": (
-        lambda x: vfn.pcast(x, "i", to="unreduced") * vfn.pcast(torch.ones(1), "i", to="reduced"), "U"),
+        lambda x: vfn.pcast(x, "i", to="unreduced") * vfn.pcast(torch.ones(1), "i", to="reduced"),
+        "U",
+    ),
     "unreduced scattered": (lambda x: vfn.psum_scatter(vfn.pcast(x.repeat(4), "i", to="unreduced"), "i"), "V"),
     "unreduced summed": (lambda x: vfn.psum(vfn.pcast(x, "i", to="unreduced"), "i"), "I"),
     "gradient of reduced": (
-        lambda x: torch.func.grad(lambda w: (w * x).sum())(vfn.pcast(torch.ones(()), "i", to="reduced")), "U"),
+        lambda x: torch.func.grad(lambda w: (w * x).sum())(vfn.pcast(torch.ones(()), "i", to="reduced")),
+        "U",
+    ),
     "gradient of unreduced": (
-        lambda x: torch.func.grad(lambda u: vfn.psum(u, "i").sum())(vfn.pcast(x, "i", to="unreduced")), "R"),
-}  # fmt: skip
+        lambda x: torch.func.grad(lambda u: vfn.psum(u, "i").sum())(vfn.pcast(x, "i", to="unreduced")),
+        "R",
+    ),
+}
 
 
 @pytest.mark.parametrize("f", [lambda w, x: Scale.apply(w, x), lambda w, x: half_of(w * x) * 2], ids=["Function", "op"])
@@ -535,8 +541,9 @@ def test_names_of_one_memory(mesh):
 
     one, both = run(total, mesh, D, outs=P())
     assert (vfn.unshard(one).item(), vfn.unshard(both).tolist()) == (10, [10, 10])
-    text, moved = refused(lambda x: _alias_then_write(torch.zeros(1), x, torch.Tensor.detach), mesh, outs=P(),
-                          error=SpecError)  # fmt: skip
+    text, moved = refused(
+        lambda x: _alias_then_write(torch.zeros(1), x, torch.Tensor.detach), mesh, outs=P(), error=SpecError
+    )
     assert "out is f32[1]{V:i}, for out_specs P()" in text
     assert moved == 0
     array = vfn.shard(D, mesh, P("i"))
@@ -715,7 +722,7 @@ LINEAR = {
     "moved": lambda u: u.to("cpu", torch.float64).index_select(0, torch.tensor([0, 0])).expand_as(torch.ones(2)),
     "integers": lambda u: u.to(torch.float32).div(2).mean(),
     "in place": lambda u: u.clone().mul_(3).div_(2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -848,8 +855,13 @@ def test_users_functions_and_modules(mesh):
     linear = torch.nn.Linear(1, 1)
     for check in (True, False):
         linear.zero_grad()
-        g = vfn.shard_map(lambda x: vfn.psum(linear(x[:, None]).sum(), "i"), mesh=mesh, in_specs=P("i"), out_specs=P(),
-                          check_vma=check)  # fmt: skip
+        g = vfn.shard_map(
+            lambda x: vfn.psum(linear(x[:, None]).sum(), "i"),
+            mesh=mesh,
+            in_specs=P("i"),
+            out_specs=P(),
+            check_vma=check,
+        )
         vfn.unshard(g(D)).backward()
         assert type(linear.weight.grad) is torch.Tensor
         assert linear.weight.grad.item() == 10

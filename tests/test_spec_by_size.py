@@ -18,21 +18,24 @@ def spec(shape, axes="dp", specs=P()):
     return vfn.spec_by_size({"w": torch.empty(shape)}, MESH, axes, specs)["w"]
 
 
-@pytest.mark.parametrize(("shape", "axes", "before", "wanted"), [
-    ((4, 6), "dp", P(), P(None, "dp")),  # the largest
-    ((6, 6), "dp", P(), P("dp")),  # the first of two as large
-    ((4, 9), "dp", P(), P("dp")),  # 9 is no multiple of 2
-    ((5, 9), "dp", P(), P()),  # nothing is
-    ((), "dp", P(), P()),
-    ((4, 12), "dp", P(None, "tp"), P("dp", "tp")),  # on a rank 4 and 4: the first
-    ((4, 18), "dp", P(None, "tp"), P(None, ("tp", "dp"))),  # on a rank 4 and 6
-    ((6,), "dp", P("tp"), P(("tp", "dp"))),
-    ((9,), "dp", P("tp"), P("tp")),  # 3 on a rank
-    ((6, 4), ("dp", "tp"), P(), P(("dp", "tp"))),
-    ((6, 4), ("tp", "dp"), P(), P(("tp", "dp"))),
-    ((6, 4), (), P("tp"), P("tp")),
-    ((0, 5), "dp", P(), P()),  # nothing is to be had by splitting no elements
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "axes", "before", "wanted"),
+    [
+        ((4, 6), "dp", P(), P(None, "dp")),  # the largest
+        ((6, 6), "dp", P(), P("dp")),  # the first of two as large
+        ((4, 9), "dp", P(), P("dp")),  # 9 is no multiple of 2
+        ((5, 9), "dp", P(), P()),  # nothing is
+        ((), "dp", P(), P()),
+        ((4, 12), "dp", P(None, "tp"), P("dp", "tp")),  # on a rank 4 and 4: the first
+        ((4, 18), "dp", P(None, "tp"), P(None, ("tp", "dp"))),  # on a rank 4 and 6
+        ((6,), "dp", P("tp"), P(("tp", "dp"))),
+        ((9,), "dp", P("tp"), P("tp")),  # 3 on a rank
+        ((6, 4), ("dp", "tp"), P(), P(("dp", "tp"))),
+        ((6, 4), ("tp", "dp"), P(), P(("tp", "dp"))),
+        ((6, 4), (), P("tp"), P("tp")),
+        ((0, 5), "dp", P(), P()),  # nothing is to be had by splitting no elements
+    ],
+)
 def test_the_dim_that_is_split(shape, axes, before, wanted):
     assert spec(shape, axes, before) == wanted
 
@@ -86,16 +89,32 @@ def test_a_tree_laid_out_by_it_comes_back():
             assert all(torch.equal(x, tree[name]) for name, x in vfn.unshard(laid).items())
 
 
-@pytest.mark.parametrize(("axes", "specs", "message"), [
-    ("pd", P(), "spec_by_size: the leaves cannot be split over these axes\n"
-     "  * axis 'pd' is not an axis of the mesh (dp=2, tp=3); did you mean 'dp'?\n"
-     "  Instead: axes of the mesh that no spec names yet"),
-    ("tp", {"b": P("dp"), "w": P(None, "tp")}, "spec_by_size: the leaves cannot be split over these axes\n"
-     "  * params['w'] is split over axis 'tp' already: P(None, 'tp')\n"
-     "  Instead: axes of the mesh that no spec names yet"),
-    ("dp", [P()], "spec_by_size: specs is not a prefix of params\n  * specs is a list, but params is a dict\n"
-     "  Instead: give specs the structure of params, or one entry for a whole subtree"),
-], ids=["unknown", "taken", "structure"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("axes", "specs", "message"),
+    [
+        (
+            "pd",
+            P(),
+            "spec_by_size: the leaves cannot be split over these axes\n"
+            "  * axis 'pd' is not an axis of the mesh (dp=2, tp=3); did you mean 'dp'?\n"
+            "  Instead: axes of the mesh that no spec names yet",
+        ),
+        (
+            "tp",
+            {"b": P("dp"), "w": P(None, "tp")},
+            "spec_by_size: the leaves cannot be split over these axes\n"
+            "  * params['w'] is split over axis 'tp' already: P(None, 'tp')\n"
+            "  Instead: axes of the mesh that no spec names yet",
+        ),
+        (
+            "dp",
+            [P()],
+            "spec_by_size: specs is not a prefix of params\n  * specs is a list, but params is a dict\n"
+            "  Instead: give specs the structure of params, or one entry for a whole subtree",
+        ),
+    ],
+    ids=["unknown", "taken", "structure"],
+)
 def test_messages(axes, specs, message):
     with pytest.raises(SpecError) as error:
         vfn.spec_by_size({"w": torch.empty(4, 6), "b": torch.empty(6)}, MESH, axes, specs)

@@ -154,31 +154,65 @@ DRAWS = {  # what draws, of an array of shape [4, 6] and one of [4, 2, 6, 8]: th
     "nn.Dropout2d": (lambda x, q: torch.nn.Dropout2d(0.5)(q), "vfn.random.dropout(key, x, rate)"),
     "F.alpha_dropout": (lambda x, q: F.alpha_dropout(x, 0.5, training=True), "vfn.random.dropout(key, x, rate)"),
     "F.feature_alpha_dropout": (lambda x, q: F.feature_alpha_dropout(q, 0.5, training=True), "vfn.random.dropout"),
-    "attention": (lambda x, q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5), "vfn.random.dropout(key, x, rate)"),
+    "attention": (
+        lambda x, q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5),
+        "vfn.random.dropout(key, x, rate)",
+    ),
     "nn.MultiheadAttention": (lambda x, q: torch.nn.MultiheadAttention(6, 2, 0.5)(x, x, x), "vfn.random.dropout"),
     "nn.LSTM": (lambda x, q: torch.nn.LSTM(6, 5, 2, dropout=0.5)(x), "vfn.random.dropout(key, x, rate)"),
     "nn.GRU": (lambda x, q: torch.nn.GRU(6, 5, 2, dropout=0.5)(x), "vfn.random.dropout(key, x, rate)"),
     "F.rrelu": (lambda x, q: F.rrelu(x, training=True), "minval=lower, maxval=upper, spec=vfn.spec_of(x))"),
-    "F.gumbel_softmax": (lambda x, q: F.gumbel_softmax(x), "vfn.random.exponential(key, x.shape, spec=vfn.spec_of(x)) / rate"),
+    "F.gumbel_softmax": (
+        lambda x, q: F.gumbel_softmax(x),
+        "vfn.random.exponential(key, x.shape, spec=vfn.spec_of(x)) / rate",
+    ),
     "rand_like": (lambda x, q: torch.rand_like(x), "vfn.random.uniform(key, x.shape, spec=vfn.spec_of(x))"),
-    "randint_like": (lambda x, q: torch.randint_like(x, 2, 5), "vfn.random.randint(key, x.shape, 2, 5, spec=vfn.spec_of(x))"),
-    "random_": (lambda x, q: x.clone().random_(0, 5), "vfn.random.randint(key, x.shape, low, high, spec=vfn.spec_of(x))"),
+    "randint_like": (
+        lambda x, q: torch.randint_like(x, 2, 5),
+        "vfn.random.randint(key, x.shape, 2, 5, spec=vfn.spec_of(x))",
+    ),
+    "random_": (
+        lambda x, q: x.clone().random_(0, 5),
+        "vfn.random.randint(key, x.shape, low, high, spec=vfn.spec_of(x))",
+    ),
     "bernoulli": (lambda x, q: torch.bernoulli(x.clamp(0, 1)), "vfn.random.bernoulli(key, p, x.shape); for dropout"),
     "multinomial": (lambda x, q: torch.multinomial(x, 2), "vfn.random.categorical(key, logits)"),
     "normal": (lambda x, q: torch.normal(x, x), "mean + std * vfn.random.normal(key, x.shape, spec=vfn.spec_of(x))"),
-    "exponential_": (lambda x, q: x.clone().exponential_(), "vfn.random.exponential(key, x.shape, spec=vfn.spec_of(x)) / rate"),
+    "exponential_": (
+        lambda x, q: x.clone().exponential_(),
+        "vfn.random.exponential(key, x.shape, spec=vfn.spec_of(x)) / rate",
+    ),
     "cauchy_": (lambda x, q: x.clone().cauchy_(), "vfn.random.cauchy(key, x.shape, spec=vfn.spec_of(x))"),
-    "geometric_": (lambda x, q: x.clone().geometric_(0.5), "vfn.random.geometric(key, p, x.shape, spec=vfn.spec_of(x))"),
-    "log_normal_": (lambda x, q: x.clone().log_normal_(), "vfn.random.lognormal(key, std, x.shape, spec=vfn.spec_of(x))"),
+    "geometric_": (
+        lambda x, q: x.clone().geometric_(0.5),
+        "vfn.random.geometric(key, p, x.shape, spec=vfn.spec_of(x))",
+    ),
+    "log_normal_": (
+        lambda x, q: x.clone().log_normal_(),
+        "vfn.random.lognormal(key, std, x.shape, spec=vfn.spec_of(x))",
+    ),
     "poisson": (lambda x, q: torch.poisson(x), "vfn.random.poisson(key, rate)"),
     "binomial": (lambda x, q: torch.binomial(x.round(), x.clamp(0, 1)), "vfn.random.binomial(key, count, prob)"),
     "Gamma": (lambda x, q: torch.distributions.Gamma(x, x).rsample(), "vfn.random.gamma(key, concentration)"),
     "Beta": (lambda x, q: torch.distributions.Beta(x, x).rsample(), "vfn.random.dirichlet(key, concentration)"),
-    "a generator": (lambda x, q: x.clone().normal_(generator=torch.Generator()), "vfn.random.normal(key, x.shape, spec="),
-    **{f"init.{name}": (lambda x, q, name=name: getattr(torch.nn.init, name)(x.clone()), "vfn.random.")
-       for name in ("uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
-                    "kaiming_normal_", "orthogonal_")},
-}  # fmt: skip
+    "a generator": (
+        lambda x, q: x.clone().normal_(generator=torch.Generator()),
+        "vfn.random.normal(key, x.shape, spec=",
+    ),
+    **{
+        f"init.{name}": (lambda x, q, name=name: getattr(torch.nn.init, name)(x.clone()), "vfn.random.")
+        for name in (
+            "uniform_",
+            "normal_",
+            "trunc_normal_",
+            "xavier_uniform_",
+            "xavier_normal_",
+            "kaiming_uniform_",
+            "kaiming_normal_",
+            "orthogonal_",
+        )
+    },
+}
 
 
 @pytest.mark.parametrize("name", DRAWS)
@@ -218,11 +252,21 @@ PLAIN = {  # on plain tensors, under strict
     "normal": (lambda: torch.normal(0.0, 1.0, (2,)), "mean + std * vfn.random.normal(key, (2,))"),
     "dropout": (lambda: F.dropout(torch.ones(3), 0.5), "vfn.random.dropout(key, x, rate)"),
     "a layer": (lambda: torch.nn.Linear(3, 3), "vfn.random.uniform(key, x.shape, minval=..., maxval=...)"),
-    "in a gradient": (lambda: vfn.grad(lambda w: (w * torch.rand(3)).sum())(torch.ones(3)), "vfn.random.uniform(key, (3,))"),
-    "under vmap": (lambda: torch.func.vmap(lambda w: w * torch.rand(3), randomness="same")(torch.ones(2, 3)), "(key, (3,))"),
-    "in a body": (lambda: vfn.shard_map(lambda x: x + torch.rand(()), mesh=vfn.make_mesh((4,), ("i",)), in_specs=P("i"),
-                                        out_specs=P("i"))(torch.ones(4)), "vfn.random.uniform(key, ())"),
-}  # fmt: skip
+    "in a gradient": (
+        lambda: vfn.grad(lambda w: (w * torch.rand(3)).sum())(torch.ones(3)),
+        "vfn.random.uniform(key, (3,))",
+    ),
+    "under vmap": (
+        lambda: torch.func.vmap(lambda w: w * torch.rand(3), randomness="same")(torch.ones(2, 3)),
+        "(key, (3,))",
+    ),
+    "in a body": (
+        lambda: vfn.shard_map(
+            lambda x: x + torch.rand(()), mesh=vfn.make_mesh((4,), ("i",)), in_specs=P("i"), out_specs=P("i")
+        )(torch.ones(4)),
+        "vfn.random.uniform(key, ())",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -261,8 +261,11 @@ def test_ranks_cannot_talk_where_others_compute_again(check):
     with vfn.simulate(2):
         f = vfn.shard_map(
             lambda w, x: vfn.pmean(anew(lambda w, x: vfn.psum(body(w, x), "i"), w, x), "i"),
-            mesh=vfn.make_mesh((2,), ("i",)), in_specs=(P(), P("i")), out_specs=P(), check_vma=check,
-        )  # fmt: skip
+            mesh=vfn.make_mesh((2,), ("i",)),
+            in_specs=(P(), P("i")),
+            out_specs=P(),
+            check_vma=check,
+        )
         with pytest.raises(CollectiveError) as caught:
             vfn.grad(f)(W, X)
     assert str(caught.value) == (
@@ -276,11 +279,14 @@ def test_ranks_cannot_talk_where_others_compute_again(check):
 # --- a torch that cannot be watched -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "missing", "what"), [
-    ("_functions_are_seen", lambda: False, "autograd.Functions are applied"),
-    ("_reverse", {}, "torch.func takes gradients"),
-    ("_checkpoint_name", None, "torch.utils.checkpoint computes again"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "missing", "what"),
+    [
+        ("_functions_are_seen", lambda: False, "autograd.Functions are applied"),
+        ("_reverse", {}, "torch.func takes gradients"),
+        ("_checkpoint_name", None, "torch.utils.checkpoint computes again"),
+    ],
+)
 def test_a_torch_in_which_a_body_would_miss_something_is_refused(name, missing, what, monkeypatch):
     with vfn.simulate(2):
         mesh = vfn.make_mesh((2,), ("i",))

@@ -197,8 +197,11 @@ def test_a_script(tmp_path: Path) -> None:
 
 
 def test_a_notebook() -> None:
-    cells = ["import torch, vescale_fn as vfn", "def loss(w):\n    return w * 2\nvfn.grad(loss)(torch.ones(3))",
-             "import sys, traceback\nprint(len(traceback.extract_tb(sys.last_traceback)))"]  # fmt: skip
+    cells = [
+        "import torch, vescale_fn as vfn",
+        "def loss(w):\n    return w * 2\nvfn.grad(loss)(torch.ones(3))",
+        "import sys, traceback\nprint(len(traceback.extract_tb(sys.last_traceback)))",
+    ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbclient.NotebookClient(
         notebook, timeout=120, startup_timeout=300, kernel_name="python3", allow_errors=True

@@ -33,11 +33,15 @@ def losses(*argv):
 # --- what trains, and how ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "parallel", "mesh", "more"), [
-    ("gpt", "tp+sp+vp", "tp=2", "--precision fp16"),
-    ("mixtral", "ep", "ep=2", ""),
-    ("llama", "zero2", "dp=2", "--optimizer muon --precision bf16 --accumulate 2"),
-], ids=["gpt", "mixtral", "llama"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "parallel", "mesh", "more"),
+    [
+        ("gpt", "tp+sp+vp", "tp=2", "--precision fp16"),
+        ("mixtral", "ep", "ep=2", ""),
+        ("llama", "zero2", "dp=2", "--optimizer muon --precision bf16 --accumulate 2"),
+    ],
+    ids=["gpt", "mixtral", "llama"],
+)
 def test_by_name(model, parallel, mesh, more, capsys):
     argv = ["--steps", "3", "--model", model, "--parallel", parallel, "--mesh", mesh, *more.split()]
     assert train.main([*TINY, *argv, "--check"]) == 0
@@ -92,8 +96,9 @@ RATE, STEPS = 0.02, 10  # of which the first five warm up
 def of_torch(name, params):
     """The same by torch: for each optimiser what it has of the parameters."""
     matrices, others = [p for p in params if p.ndim > 1], [p for p in params if p.ndim == 1]
-    adamw = lambda some: torch.optim.AdamW([{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in some],
-                                           betas=(0.9, 0.99))  # fmt: skip
+    adamw = lambda some: torch.optim.AdamW(
+        [{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in some], betas=(0.9, 0.99)
+    )
     if name == "adamw":
         return [adamw(params)]
     if name == "muon":
@@ -205,8 +210,21 @@ def signalled(opt, number, rank, which):
 def test_a_run_that_is_told_to_end_and_then_killed_goes_on_with_half_the_ranks(tmp_path, gloo):
     alone = [*TINY[:-1], "--device", "cpu"]
     whole = losses("--steps", "9", "--mesh", "dp=1,tp=1")
-    argv = ["--steps", "9", "--checkpoints", str(tmp_path / "run"), "--save-every", "2", "--evaluate-every", "9",
-            "--metrics", str(tmp_path / "numbers"), "--parallel", "zero1", "--resume"]  # fmt: skip
+    argv = [
+        "--steps",
+        "9",
+        "--checkpoints",
+        str(tmp_path / "run"),
+        "--save-every",
+        "2",
+        "--evaluate-every",
+        "9",
+        "--metrics",
+        str(tmp_path / "numbers"),
+        "--parallel",
+        "zero1",
+        "--resume",
+    ]
     on_two = lambda: options.parse([*alone, "--mesh", "dp=2", *argv], train.__doc__, train.CHECKED)
     assert gloo(2, signalled, on_two(), 3, 0, signal.SIGTERM) == [3, 3]  # one was told, and both have stopped
     assert vfn.checkpoint.Manager(tmp_path / "run").latest() == 3
@@ -306,9 +324,8 @@ def test_a_resumed_run_leaves_out_what_was_written_of_later_steps(tmp_path):
 
 def test_work_is_counted_on_shapes():
     w, x = torch.ones(4, 5), torch.ones(2, 4)
-    assert metrics.flops(lambda w, x: (x @ w).sum(), w, x) == 2 * 2 * (
-        2 * 4 * 5
-    )  # the product, and one for its gradient
+    # the product, and one for its gradient
+    assert metrics.flops(lambda w, x: (x @ w).sum(), w, x) == 2 * 2 * 2 * 4 * 5
     assert metrics.peak("cpu") > 1e8
 
 
@@ -323,8 +340,10 @@ def test_a_trace_of_some_steps(tmp_path):
 
 def test_a_file_of_options(tmp_path, capsys):
     file = tmp_path / "run.toml"
-    file.write_text('steps = 7\nmodel = "gpt"\nsimulate = true\ncheck = false\nevaluate_every = 3\n'
-                    'optimizer = "lion"\nprecision = "bf16"\naccumulate = 2\nlr = 1e-3\n')  # fmt: skip
+    file.write_text(
+        'steps = 7\nmodel = "gpt"\nsimulate = true\ncheck = false\nevaluate_every = 3\n'
+        'optimizer = "lion"\nprecision = "bf16"\naccumulate = 2\nlr = 1e-3\n'
+    )
     parse = lambda *argv: options.parse(["--config", str(file), "--data", str(TEXT), *argv], train.__doc__, 5)
     opt = parse("--steps", "9")
     assert (opt.steps, opt.model, opt.simulate, opt.check, opt.evaluate_every) == (9, "gpt", True, False, 3)

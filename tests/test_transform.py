@@ -371,8 +371,10 @@ def test_vmap(place) -> None:
     close(vfn.vmap(vfn.grad(lambda r: (r**2).sum()))(x), 2 * x)
     close(vfn.grad(lambda x: vfn.vmap(lambda r: (r**2).sum())(x).sum())(x), 2 * x)
     keys = random.split(random.key(0), 7)
-    close(vfn.vmap(lambda k, r: r * random.uniform(k, (), torch.float64))(keys, x),
-          vfn.unshard(x) * torch.stack([random.uniform(k, (), torch.float64) for k in keys])[:, None])  # fmt: skip
+    close(
+        vfn.vmap(lambda k, r: r * random.uniform(k, (), torch.float64))(keys, x),
+        vfn.unshard(x) * torch.stack([random.uniform(k, (), torch.float64) for k in keys])[:, None],
+    )
 
 
 # --- remat ------------------------------------------------------------------------------------------------------------
@@ -587,7 +589,7 @@ TREES = [
     {"b": [X, (Y, Z)], "a": {}, "c": (), "d": {2: Z, 1: X}},
     [X, [Y, []], X],
     [[[X]]],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("value", TREES, ids=str)
@@ -632,14 +634,17 @@ OTHERS = {
     "bf16": (lambda: X.bfloat16(), lambda g: torch.equal(g, 2 * X.bfloat16())),
     "inference": (frozen, lambda g: torch.equal(g, 2 * X) and not g.is_inference()),
     "parameter": (lambda: torch.nn.Parameter(X.clone()), lambda g: torch.equal(g, 2 * X) and g.requires_grad),
-    "frozen parameter": (lambda: torch.nn.Parameter(X.clone(), False), lambda g: torch.equal(g, 2 * X) and type(g) is torch.Tensor),
+    "frozen parameter": (
+        lambda: torch.nn.Parameter(X.clone(), False),
+        lambda g: torch.equal(g, 2 * X) and type(g) is torch.Tensor,
+    ),
     "none": (lambda: None, lambda g: g is None),
     "number": (lambda: 3.0, lambda g: g == 3.0),
     "pair": (lambda: Pair(X, Y), lambda g: type(g) is Pair and torch.equal(g.first, 2 * X)),
     "dataclass": (lambda: Linear(X, Y), lambda g: torch.equal(g.w, 2 * X) and g.rate == 0.5),
     "key": (lambda: random.key(0), lambda g: isinstance(g, random.Key)),
     "array": (lambda: vfn.shard(X, vfn.make_mesh((2,), ("i",)), P("i")), lambda g: vfn.spec_of(g) == P("i")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)

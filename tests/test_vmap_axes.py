@@ -170,8 +170,9 @@ def test_entries_and_axes_of_the_mesh_together(name):
 def test_jit_of_a_result_alike_in_a_body_without_types():
     """torch ends a vmap by an op that no function mode sees: on simulated ranks its result was blocks of blocks."""
     with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("a",))):
-        f = vfn.shard_map(vfn.vmap(lambda x: vfn.psum(x, "i"), axis_name="i"), in_specs=P("a"), out_specs=P("a"),
-                          check_vma=False)  # fmt: skip
+        f = vfn.shard_map(
+            vfn.vmap(lambda x: vfn.psum(x, "i"), axis_name="i"), in_specs=P("a"), out_specs=P("a"), check_vma=False
+        )
         assert_close(vfn.jit(vfn.grad(lambda x: f(x).sum()))(X[:2]), torch.ones_like(X[:2]))
 
 

@@ -248,44 +248,85 @@ by_rows, by_columns = (P("i"), P("i")), (P(None, "i"), P("i"))
 
 EXAMPLES = {
     "all-gather product": product(
-        gathered, in_specs=by_rows, sent=lambda n: ({"all_gather": 1}, {"reduce_scatter": 1})),
+        gathered, in_specs=by_rows, sent=lambda n: ({"all_gather": 1}, {"reduce_scatter": 1})
+    ),
     "all-gather product, ring": product(
-        gathered_by_ring, in_specs=by_rows, sent=lambda n: ({"permute": n - 1}, {"permute": n - 1})),
+        gathered_by_ring, in_specs=by_rows, sent=lambda n: ({"permute": n - 1}, {"permute": n - 1})
+    ),
     "all-gather product, both ways": product(
-        gathered_both_ways, in_specs=by_rows, sent=lambda n: ({"permute": 2 * (n - 1)}, {"permute": 2 * (n - 1)})),
+        gathered_both_ways, in_specs=by_rows, sent=lambda n: ({"permute": 2 * (n - 1)}, {"permute": 2 * (n - 1)})
+    ),
     "psum-scatter product": product(
-        scattered, in_specs=by_columns, sent=lambda n: ({"reduce_scatter": 1}, {"all_gather": 1})),
+        scattered, in_specs=by_columns, sent=lambda n: ({"reduce_scatter": 1}, {"all_gather": 1})
+    ),
     "psum-scatter product, ring": product(
-        scattered_by_ring, in_specs=by_columns, sent=lambda n: ({"permute": n - 1}, {"permute": n - 1})),
+        scattered_by_ring, in_specs=by_columns, sent=lambda n: ({"permute": n - 1}, {"permute": n - 1})
+    ),
     "psum-scatter product, both ways": product(
-        scattered_both_ways, in_specs=by_columns, sent=lambda n: ({"permute": 2 * (n - 1)}, {"permute": 2 * (n - 1)})),
+        scattered_both_ways, in_specs=by_columns, sent=lambda n: ({"permute": 2 * (n - 1)}, {"permute": 2 * (n - 1)})
+    ),
     "data parallel": of_network(
-        data_parallel, in_specs=(P(), P("data"), P("data")), axes=("data",),
-        sent=lambda n: ({"all_reduce": 1}, {"all_reduce": 1})),
+        data_parallel,
+        in_specs=(P(), P("data"), P("data")),
+        axes=("data",),
+        sent=lambda n: ({"all_reduce": 1}, {"all_reduce": 1}),
+    ),
     "FSDP": of_network(
-        fully_sharded, in_specs=(P("data"), P("data"), P("data")), axes=("data",),
-        sent=lambda n: ({"all_gather": L, "all_reduce": 1}, {"reduce_scatter": L})),
+        fully_sharded,
+        in_specs=(P("data"), P("data"), P("data")),
+        axes=("data",),
+        sent=lambda n: ({"all_gather": L, "all_reduce": 1}, {"reduce_scatter": L}),
+    ),
     "FSDP, gathered again": of_network(
-        fully_sharded_remat, in_specs=(P("data"), P("data"), P("data")), axes=("data",),
-        sent=lambda n: ({"all_gather": L, "all_reduce": 1}, {"all_gather": L, "reduce_scatter": L})),
+        fully_sharded_remat,
+        in_specs=(P("data"), P("data"), P("data")),
+        axes=("data",),
+        sent=lambda n: ({"all_gather": L, "all_reduce": 1}, {"all_gather": L, "reduce_scatter": L}),
+    ),
     "tensor parallel": of_network(
-        tensor_parallel, in_specs=(P("model"), P(None, "model"), P(None, "model")), axes=("model",),
-        sent=lambda n: ({"reduce_scatter": L, "all_reduce": 1}, {"all_gather": L})),
+        tensor_parallel,
+        in_specs=(P("model"), P(None, "model"), P(None, "model")),
+        axes=("model",),
+        sent=lambda n: ({"reduce_scatter": L, "all_reduce": 1}, {"all_gather": L}),
+    ),
     "tensor parallel, columns then rows": Example(
-        columns_then_rows, columns_then_rows_on_one, (BLOCK, draw(10, 6)), (BLOCK_SPECS, P()), P(), ("model",),
-        sent=lambda n: ({"all_reduce": 1}, {"all_reduce": 1}), moving=(0, 1)),
+        columns_then_rows,
+        columns_then_rows_on_one,
+        (BLOCK, draw(10, 6)),
+        (BLOCK_SPECS, P()),
+        P(),
+        ("model",),
+        sent=lambda n: ({"all_reduce": 1}, {"all_reduce": 1}),
+        moving=(0, 1),
+    ),
     "FSDP x tensor parallel": of_network(
-        fully_sharded_and_tensor_parallel, axes=("data", "model"),
+        fully_sharded_and_tensor_parallel,
+        axes=("data", "model"),
         in_specs=(P(("model", "data")), P("data", "model"), P("data", "model")),
-        sent=lambda n, m: ({"all_gather": L, "reduce_scatter": L, "all_reduce": 2},
-                           {"all_gather": 2 * L, "reduce_scatter": L})),
+        sent=lambda n, m: (
+            {"all_gather": L, "reduce_scatter": L, "all_reduce": 2},
+            {"all_gather": 2 * L, "reduce_scatter": L},
+        ),
+    ),
     "GPipe": Example(
-        pipelined, pipelined_on_one, (DEEP, CHUNKS, CHUNKS.cos()), (P("stage"), P(), P()), P(), ("stage",),
-        sent=lambda n: ({"permute": len(CHUNKS) + n - 2, "all_reduce": 1}, {"permute": len(CHUNKS) + n - 2})),
+        pipelined,
+        pipelined_on_one,
+        (DEEP, CHUNKS, CHUNKS.cos()),
+        (P("stage"), P(), P()),
+        P(),
+        ("stage",),
+        sent=lambda n: ({"permute": len(CHUNKS) + n - 2, "all_reduce": 1}, {"permute": len(CHUNKS) + n - 2}),
+    ),
     "microbatches": Example(
-        accumulated, accumulated_on_one, (drawn_layers(6, 8, 3), draw(5, 8, 6), draw(5, 8, 3)),
-        (P(), P(None, "data"), P(None, "data")), P(), ("data",), sent=lambda n: ({"all_reduce": 1}, None)),
-}  # fmt: skip
+        accumulated,
+        accumulated_on_one,
+        (drawn_layers(6, 8, 3), draw(5, 8, 6), draw(5, 8, 3)),
+        (P(), P(None, "data"), P(None, "data")),
+        P(),
+        ("data",),
+        sent=lambda n: ({"all_reduce": 1}, None),
+    ),
+}
 
 
 def with_moving(f, example, args):
@@ -378,8 +419,12 @@ def accumulated_around_the_map(mesh):
     """Microbatches as in `accumulated`, with the loop outside of the map: the sum is taken where the layout asks for it."""
     layers, x, y = EXAMPLES["microbatches"].args
     weights = P(reduced={"data"})
-    local = vfn.shard_map(lambda layers, x, y: vfn.pmean(loss(layers, x, y), "data"), mesh=mesh,
-                          in_specs=(weights, P("data"), P("data")), out_specs=P())  # fmt: skip
+    local = vfn.shard_map(
+        lambda layers, x, y: vfn.pmean(loss(layers, x, y), "data"),
+        mesh=mesh,
+        in_specs=(weights, P("data"), P("data")),
+        out_specs=P(),
+    )
     layers = vfn.shard(layers, mesh, weights)
     total = None
     for rows, wanted in zip(x, y):

@@ -250,8 +250,18 @@ def into_another_list(v):
 
 
 def fused(v):
-    torch._fused_sgd_([v, v[:1]], [v * 2, v[:1] * 1], [], weight_decay=0.0, momentum=0.0, lr=0.5, dampening=0.0,
-                      nesterov=False, maximize=False, is_first_step=True)  # fmt: skip
+    torch._fused_sgd_(
+        [v, v[:1]],
+        [v * 2, v[:1] * 1],
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=0.5,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+    )
 
 
 LISTS = {  # what an entry has in common with another one is written in the order of the list

@@ -112,8 +112,10 @@ def _joined(failed: dict[int, _Failure], size: int) -> _Failure:
     said: dict[_Failure, list[int]] = {}
     for rank, failure in failed.items():
         said.setdefault(failure, []).append(rank)
-    texts = [f"on rank{'s' * (len(who) > 1)} {', '.join(map(str, who))} of {size}: {failure.text}"
-             for failure, who in said.items()]  # fmt: skip
+    texts = [
+        f"on rank{'s' * (len(who) > 1)} {', '.join(map(str, who))} of {size}: {failure.text}"
+        for failure, who in said.items()
+    ]
     return _Failure(first.kind, "\n".join(texts))
 
 

@@ -133,5 +133,7 @@ def _save(torch_file: bool, data: dict[str, torch.Tensor], values: dict[str, Any
 def _index(parts: Sequence[Sequence[Leaf]], names: Sequence[str]) -> dict[str, Any]:
     """What Hugging Face's libraries read of several files."""
     leaves = [(leaf, name) for name, part in zip(names, parts, strict=True) for leaf in part]
-    return {"metadata": {"total_size": sum(leaf.stored.nbytes for leaf, _ in leaves)},
-            "weight_map": {leaf.name: name for leaf, name in leaves}}  # fmt: skip
+    return {
+        "metadata": {"total_size": sum(leaf.stored.nbytes for leaf, _ in leaves)},
+        "weight_map": {leaf.name: name for leaf, name in leaves},
+    }

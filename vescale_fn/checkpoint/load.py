@@ -65,8 +65,14 @@ def load(
         if done is not None:
             put_together, values, made = done
             return put_together(values | {one.target.name: targets.finished(one) for one in made})
-    raise CheckpointError(report("load", f"{path} was replaced by another checkpoint while it was being loaded",
-                                 [f"{ATTEMPTS} times"], "load while nobody saves there"))  # fmt: skip
+    raise CheckpointError(
+        report(
+            "load",
+            f"{path} was replaced by another checkpoint while it was being loaded",
+            [f"{ATTEMPTS} times"],
+            "load while nobody saves there",
+        )
+    )
 
 
 ATTEMPTS = 10  # to load what other processes replace meanwhile
@@ -140,8 +146,9 @@ def _opened(path: Path, folder: Path, where: str) -> Source:
     inside = sorted(file.parent.name for file in path.glob(f"*/{paths.METADATA}"))
     what = [f"{paths.METADATA} is missing, which says what is in {', '.join(parts[:3])}"] if parts else []
     what += [f"there are checkpoints in it: {', '.join(inside[:8])}"] if inside else []
-    raise CheckpointError(report(where, f"{path} is no checkpoint", what,
-                                 "a folder made by vfn.save, a .pt file or .safetensors files"))  # fmt: skip
+    raise CheckpointError(
+        report(where, f"{path} is no checkpoint", what, "a folder made by vfn.save, a .pt file or .safetensors files")
+    )
 
 
 def _neighbours(path: Path) -> list[str]:
@@ -190,7 +197,10 @@ class _Leaf:
 
 def _check_values(wanted: Sequence[Target], values: dict[str, Any]) -> None:
     """Where the checkpoint does not say what kinds of values it has, their types are seen only now."""
-    failures = [f"{one.path} is {one.kind} in like, but {type(values[one.name]).__name__} in the checkpoint"
-                for one in wanted if one.shape is None and one.kind not in (None, type(values[one.name]).__name__)]  # fmt: skip
+    failures = [
+        f"{one.path} is {one.kind} in like, but {type(values[one.name]).__name__} in the checkpoint"
+        for one in wanted
+        if one.shape is None and one.kind not in (None, type(values[one.name]).__name__)
+    ]
     if failures:
         raise CheckpointError(report("load", "values are of other types", failures, "a like of what was saved"))

@@ -79,11 +79,21 @@ class Lock:
     def check(self, where: str) -> None:
         """Raise if somebody else has taken the lock over."""
         if not self.is_mine():
-            raise CheckpointError(report(where, f"something else has begun to write {self._path}, and this is void", [
-                "the same thread, in a signal handler say, or this process was forked meanwhile"]))  # fmt: skip
+            raise CheckpointError(
+                report(
+                    where,
+                    f"something else has begun to write {self._path}, and this is void",
+                    ["the same thread, in a signal handler say, or this process was forked meanwhile"],
+                )
+            )
         if not (self._folder / self._token).exists():
-            raise CheckpointError(report(where, f"another process took over the writing of {self._path}", [
-                f"this one stood still for more than {DEAD:.0f} s"]))  # fmt: skip
+            raise CheckpointError(
+                report(
+                    where,
+                    f"another process took over the writing of {self._path}",
+                    [f"this one stood still for more than {DEAD:.0f} s"],
+                )
+            )
 
     def is_mine(self) -> bool:
         """Whether this thread holds it."""
@@ -262,8 +272,14 @@ def _refusal(path: Path, where: str, owner: Owner | None, age: float) -> str:
 
 def _me() -> Owner:
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    return Owner(socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or "",
-                 threading.current_thread().name, since)  # fmt: skip
+    return Owner(
+        socket.gethostname(),
+        _machine(),
+        os.getpid(),
+        _started(os.getpid()) or "",
+        threading.current_thread().name,
+        since,
+    )
 
 
 def _machine() -> str:

@@ -39,8 +39,14 @@ class Manager:
     {'w': tensor([4., 4.]), 'step': 4}
     """
 
-    def __init__(self, folder: str | os.PathLike[str], keep: int | None = 3, *, keep_every: int | None = None,
-                 background: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int | None = 3,
+        *,
+        keep_every: int | None = None,
+        background: bool = False,
+    ) -> None:
         for name, value in ("keep", keep), ("keep_every", keep_every):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise CheckpointError(
@@ -87,8 +93,9 @@ class Manager:
         """The last step that there is a complete checkpoint of, or None."""
         return (self.steps() or [None])[-1]
 
-    def restore(self, like: Any = None, step: int | None = None, *, mesh: Any = None, spec: Any = None,
-                partial: bool = False) -> Any:  # fmt: skip
+    def restore(
+        self, like: Any = None, step: int | None = None, *, mesh: Any = None, spec: Any = None, partial: bool = False
+    ) -> Any:
         """Load a checkpoint.
 
         Args:
@@ -113,8 +120,9 @@ class Manager:
         except CheckpointError as error:
             others = [each for each in there if each != wanted]
             if others:
-                raise CheckpointError(f"{error}\n  Besides step {wanted} there {_listed(others)}: "
-                                      f"restore(like, step={others[-1]})") from error  # fmt: skip
+                raise CheckpointError(
+                    f"{error}\n  Besides step {wanted} there {_listed(others)}: restore(like, step={others[-1]})"
+                ) from error
             raise
 
     def rewind(self, step: int) -> None:
@@ -127,8 +135,14 @@ class Manager:
                 left = [each for each in later if not atomic_folder.remove(self._path(each), "Manager.rewind")]
             if left:
                 failures = [f"{self._path(each)} is not removed" for each in left]
-                raise CheckpointError(report("Manager.rewind", "what vescale_fn has not written, links and damaged "
-                                             "checkpoints stay as they are", failures, "remove them by hand"))  # fmt: skip
+                raise CheckpointError(
+                    report(
+                        "Manager.rewind",
+                        "what vescale_fn has not written, links and damaged checkpoints stay as they are",
+                        failures,
+                        "remove them by hand",
+                    )
+                )
 
         all_ranks.same_for_all("Manager.rewind", remove)
 
@@ -146,9 +160,13 @@ class Manager:
             said = [f"rank {rank} saves step {each}" for rank, each in enumerate(steps)]
             raise CheckpointError(report("Manager.save", "the ranks must save the same step", said))
         if later:
-            raise CheckpointError(report(
-                "Manager.save", f"step {step} comes before step {later[-1]}, which is in {self.folder} already",
-                fix=f"manager.rewind({step}), which removes what is later; or another folder"))  # fmt: skip
+            raise CheckpointError(
+                report(
+                    "Manager.save",
+                    f"step {step} comes before step {later[-1]}, which is in {self.folder} already",
+                    fix=f"manager.rewind({step}), which removes what is later; or another folder",
+                )
+            )
         return [None] * len(steps)
 
     def _path(self, step: int) -> Path:
@@ -191,8 +209,11 @@ class Manager:
 
 def _checked(step: Any) -> int:
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise CheckpointError(report("Manager.save", f"step must be a whole number, but it is {short(step)}",
-                                     fix="manager.save(step, tree)"))  # fmt: skip
+        raise CheckpointError(
+            report(
+                "Manager.save", f"step must be a whole number, but it is {short(step)}", fix="manager.save(step, tree)"
+            )
+        )
     return step
 
 

@@ -40,14 +40,19 @@ class Contents:
     stamp: str = ""  # differs from that of any other checkpoint, whose values would be others
 
 
-def write(folder: Path, leaves: Sequence[Stored], shape: Any, files: Mapping[str, int],
-          keys: Mapping[str, tuple[str, ...]]) -> None:  # fmt: skip
+def write(
+    folder: Path, leaves: Sequence[Stored], shape: Any, files: Mapping[str, int], keys: Mapping[str, tuple[str, ...]]
+) -> None:
     """Write both, to the disk. `keys` are the names of the leaves in parts."""
     packed = torch_metadata.packed(leaves, keys, MANIFEST)
     there = {"torch": torch.__version__, "files": dict(files), "metadata": [len(packed), zlib.crc32(packed)]}
-    tree = {"shape": shape, "leaves": [
-        [one.name, one.kind, None if one.dtype is None else str(one.dtype)[6:], one.shape, one.chunks] for one in leaves
-    ]}  # fmt: skip
+    tree = {
+        "shape": shape,
+        "leaves": [
+            [one.name, one.kind, None if one.dtype is None else str(one.dtype)[6:], one.shape, one.chunks]
+            for one in leaves
+        ],
+    }
     lines = [json.dumps(each).encode() for each in (there, tree)]
     lines.insert(0, json.dumps({"format": FORMAT, "crc32": [zlib.crc32(line) for line in lines]}).encode())
     for name, data in (METADATA, packed), (MANIFEST, b"\n".join(lines)):
@@ -96,9 +101,13 @@ def _of_others(folder: Path, where: str, packed: bytes) -> Contents:
     try:
         leaves, saved_as = torch_metadata.unpacked(packed)
     except Exception as error:
-        raise CheckpointError(report(
-            where, f"{folder / METADATA} is damaged, or no metadata of torch.distributed.checkpoint",
-            [f"{type(error).__name__}: {error}"])) from error  # fmt: skip
+        raise CheckpointError(
+            report(
+                where,
+                f"{folder / METADATA} is damaged, or no metadata of torch.distributed.checkpoint",
+                [f"{type(error).__name__}: {error}"],
+            )
+        ) from error
     if saved_as == MANIFEST:
         raise CheckpointError(report(where, f"{folder} is damaged", [f"{MANIFEST} is missing"], "another checkpoint"))
     return Contents(leaves)
@@ -115,9 +124,16 @@ def _ours(folder: Path, where: str, packed: bytes) -> Contents:
         raise CheckpointError(report(where, f"{folder / MANIFEST} is damaged", [_UNFIT]))
     try:
         inner = json.loads(third)
-        leaves = {name: Stored(name, kind, _DTYPES.get(dtype, dtype), None if shape is None else tuple(shape),
-                               tuple(Chunk(tuple(offsets), tuple(sizes), *rest) for offsets, sizes, *rest in chunks))
-                  for name, kind, dtype, shape, chunks in inner["leaves"]}  # fmt: skip
+        leaves = {
+            name: Stored(
+                name,
+                kind,
+                _DTYPES.get(dtype, dtype),
+                None if shape is None else tuple(shape),
+                tuple(Chunk(tuple(offsets), tuple(sizes), *rest) for offsets, sizes, *rest in chunks),
+            )
+            for name, kind, dtype, shape, chunks in inner["leaves"]
+        }
         sound = len(leaves) == len(inner["leaves"]) and sorted(outlined(inner["shape"])) == sorted(leaves)
         sound = sound and all(chunk.crc is not None for one in leaves.values() for chunk in one.chunks)
     except _MALFORMED:

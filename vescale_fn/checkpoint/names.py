@@ -35,11 +35,20 @@ def named(tree_: Any, where: str, root: str) -> tuple[list[Named], Any]:
         for keys in (tuple(map(_key, accessor)),)
     ]
     seen: dict[str, str] = {}
-    clashes = [f"{seen[one.name]} and {one.path} are both {one.name!r}" for one in found
-               if seen.setdefault(one.name, one.path) != one.path]  # fmt: skip
+    clashes = [
+        f"{seen[one.name]} and {one.path} are both {one.name!r}"
+        for one in found
+        if seen.setdefault(one.name, one.path) != one.path
+    ]
     if clashes:
-        raise CheckpointError(report(where, "leaves are stored by their names, and some have the same name", clashes,
-                                     "keys without dots, or other keys"))  # fmt: skip
+        raise CheckpointError(
+            report(
+                where,
+                "leaves are stored by their names, and some have the same name",
+                clashes,
+                "keys without dots, or other keys",
+            )
+        )
     return found, treedef
 
 

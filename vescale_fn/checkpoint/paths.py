@@ -18,11 +18,19 @@ METADATA = ".metadata"  # the file by which torch.distributed.checkpoint knows i
 def as_path(path: Any, where: str) -> Path:
     """What a user gave as a path."""
     if not isinstance(path, (str, os.PathLike)) or isinstance(path, bytes):
-        raise CheckpointError(report(where, f"path must be a path, but it is {described(path)}",
-                                     fix=f'vfn.{where}("checkpoints/last", ...)'))  # fmt: skip
+        raise CheckpointError(
+            report(
+                where, f"path must be a path, but it is {described(path)}", fix=f'vfn.{where}("checkpoints/last", ...)'
+            )
+        )
     if "://" in os.fspath(path):
-        raise CheckpointError(report(where, f"path={os.fspath(path)!r} is no path of a file system",
-                                     fix="a folder that is mounted here; copy it elsewhere afterwards"))  # fmt: skip
+        raise CheckpointError(
+            report(
+                where,
+                f"path={os.fspath(path)!r} is no path of a file system",
+                fix="a folder that is mounted here; copy it elsewhere afterwards",
+            )
+        )
     return Path(os.path.abspath(path))
 
 
@@ -65,10 +73,14 @@ def failing(where: str, path: Path, what: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         name = f": {error.filename}" if error.filename and Path(error.filename) != path else ""
-        raise CheckpointError(report(
-            where, f"{path} cannot be {verb}{f', at {what}' if what else ''}",
-            [f"{error.strerror or error}{name}"], _WAYS.get(error.errno or 0, "") if verb == "written" else ""
-        )) from error  # fmt: skip
+        raise CheckpointError(
+            report(
+                where,
+                f"{path} cannot be {verb}{f', at {what}' if what else ''}",
+                [f"{error.strerror or error}{name}"],
+                _WAYS.get(error.errno or 0, "") if verb == "written" else "",
+            )
+        ) from error
 
 
 _UNTOUCHED = "what was saved there before is untouched"

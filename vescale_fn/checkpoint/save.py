@@ -157,8 +157,13 @@ def _planned(path: Path, tree_: Any) -> tuple[_Job, Sequence[_Part], dict[str, L
 
     def propose() -> tuple[_Said, list[_Part]]:
         if context.body() is not None:
-            raise CheckpointError(report("save", "this is the body of a shard_map, which has one rank's blocks",
-                                         fix="return the values, and save them outside"))  # fmt: skip
+            raise CheckpointError(
+                report(
+                    "save",
+                    "this is the body of a shard_map, which has one rank's blocks",
+                    fix="return the values, and save them outside",
+                )
+            )
         every, _ = named(tree_, "save", "tree")
         shape.append(outline(tree_, iter([one.name for one in every])))
         found.update((leaf.name, leaf) for leaf in leaves_of(every, "save"))
@@ -222,10 +227,11 @@ def _items(mine: Sequence[_Part], leaves: dict[str, Leaf], held: _Held) -> list[
     """What this rank writes, with its data. Adds up what is unreduced, which all ranks do together."""
     held = held | _added_up(leaves)
     return [
-        shard_files.Item(name, leaves[name].path, offsets, sizes,
-                     held[name][offsets].tensor if name in held else leaves[name].stored)
+        shard_files.Item(
+            name, leaves[name].path, offsets, sizes, held[name][offsets].tensor if name in held else leaves[name].stored
+        )
         for name, offsets, sizes, _ in mine
-    ]  # fmt: skip
+    ]
 
 
 def _added_up(leaves: dict[str, Leaf]) -> _Held:
@@ -268,7 +274,11 @@ def _check_same(said: list[_Said]) -> None:
             if here != there:
                 failures.append(f"{path}: rank 0 has {here}, rank {rank} has {there}")
     if failures:
-        raise CheckpointError(report(
-            "save", "the ranks must bring the same tree", failures,
-            "the same on all ranks; what differs by rank as one array: vfn.from_local(lambda coord: ..., mesh, P(...))"
-        ))  # fmt: skip
+        raise CheckpointError(
+            report(
+                "save",
+                "the ranks must bring the same tree",
+                failures,
+                "the same on all ranks; what differs by rank as one array: vfn.from_local(lambda coord: ..., mesh, P(...))",
+            )
+        )

@@ -32,8 +32,11 @@ def safetensors(where: str) -> Any:
     try:
         return importlib.import_module("safetensors.torch")
     except ImportError:
-        raise CheckpointError(report(where, "files of safetensors need the library of that name",
-                                     fix="pip install vescale_fn[safetensors]")) from None  # fmt: skip
+        raise CheckpointError(
+            report(
+                where, "files of safetensors need the library of that name", fix="pip install vescale_fn[safetensors]"
+            )
+        ) from None
 
 
 def opened(path: Path, where: str) -> Source | None:
@@ -158,8 +161,9 @@ class _Safetensors:
 
     shape, stamp = None, ""
 
-    def __init__(self, folder: Path, where: str, files: Sequence[str], index: Mapping[str, str] | None,
-                 path: Path | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, folder: Path, where: str, files: Sequence[str], index: Mapping[str, str] | None, path: Path | None = None
+    ) -> None:
         self.path, self._folder, self._where = path or folder, folder, where
         self.mark = Mark(folder / (INDEX if index else files[0]) if path is None else path)
         self._files, self._values, entries = dict[str, str](), dict[str, Any](), dict[str, Entry]()
@@ -179,8 +183,11 @@ class _Safetensors:
                     entries[leaf] = Entry(None, tuple(at.get_shape()), dtype)
                 self._values |= _values(file.metadata() or {}, failures)
         failures += [f"{leaf} is a tensor and a value" for leaf in self._values if leaf in self._files]
-        failures += [f"{leaf} is not in {name}, where the index says it is"
-                     for leaf, name in (index or {}).items() if not failures and leaf not in self._files]  # fmt: skip
+        failures += [
+            f"{leaf} is not in {name}, where the index says it is"
+            for leaf, name in (index or {}).items()
+            if not failures and leaf not in self._files
+        ]
         if failures:
             raise CheckpointError(report(where, f"{self.path} is damaged", failures, "another checkpoint"))
         self.entries = entries | {leaf: Entry(type(value).__name__, None, None) for leaf, value in self._values.items()}
@@ -210,8 +217,9 @@ class _Safetensors:
         except Exception as error:
             if type(error).__name__ != "SafetensorError":
                 raise
-            raise CheckpointError(report(self._where, f"{self._folder / name} is damaged, or no file of safetensors",
-                                         [str(error)])) from error  # fmt: skip
+            raise CheckpointError(
+                report(self._where, f"{self._folder / name} is damaged, or no file of safetensors", [str(error)])
+            ) from error
 
 
 def _slices(part: Piece) -> tuple[slice, ...]:

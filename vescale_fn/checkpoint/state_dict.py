@@ -45,8 +45,11 @@ def from_state_dict(leaves: Mapping[str, Any], like: Any) -> Any:
     wanted, treedef = named(like, "from_state_dict", "like")
     names = {leaf.name for leaf in wanted}
     extra = [name for name in leaves if name not in names]
-    failures = [f"{leaf.path} is missing: there is no {leaf.name!r}{meant(leaf.name, extra)}"
-                for leaf in wanted if leaf.name not in leaves]  # fmt: skip
+    failures = [
+        f"{leaf.path} is missing: there is no {leaf.name!r}{meant(leaf.name, extra)}"
+        for leaf in wanted
+        if leaf.name not in leaves
+    ]
     failures += [f"{name!r} is not in like" for name in extra]
     if failures:
         raise CheckpointError(report("from_state_dict", "the names are not those of like", failures))

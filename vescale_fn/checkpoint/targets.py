@@ -88,8 +88,11 @@ def laid_out(targets: Sequence[Target], specs: Sequence[Any], mesh: Any, where: 
         ways |= dict.fromkeys([way] if found else [])
         out.append(target._replace(mesh=mesh, spec=spec, device=mesh.device_type))
     if failures:
-        raise SpecError(report(where, f"{len(failures)} specs do not fit on the {mesh_text(axes_of(mesh))}", failures,
-                               "; ".join(ways)))  # fmt: skip
+        raise SpecError(
+            report(
+                where, f"{len(failures)} specs do not fit on the {mesh_text(axes_of(mesh))}", failures, "; ".join(ways)
+            )
+        )
     return out
 
 
@@ -155,8 +158,10 @@ def _unlike(target: Target, entry: Entry) -> tuple[str, str] | None:
             return None
         return f"is of {wanted} in like, but of {entry.kind} in the checkpoint", _LIKE_IT
     if target.shape == entry.shape and keys == [False, False]:
-        return (f"is {mine} in like, but {there} in the checkpoint",
-                f"a like of {dtype_text(entry.dtype)}, then .to(...): no dtype is changed silently")  # fmt: skip
+        return (
+            f"is {mine} in like, but {there} in the checkpoint",
+            f"a like of {dtype_text(entry.dtype)}, then .to(...): no dtype is changed silently",
+        )
     return f"is {mine} in like, but {there} in the checkpoint", _LIKE_IT
 
 

@@ -23,11 +23,19 @@ from .._core import torch_internals
 
 ALIGNED = 64  # bytes: at a multiple of it begins each piece, and in it its numbers
 _STORAGES: dict[torch.dtype, Any] = {
-    torch.float32: torch.FloatStorage, torch.float64: torch.DoubleStorage, torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage, torch.bool: torch.BoolStorage, torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage, torch.int16: torch.ShortStorage, torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage, torch.complex64: torch.ComplexFloatStorage, torch.complex128: torch.ComplexDoubleStorage,
-}  # fmt: skip
+    torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.bool: torch.BoolStorage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+    torch.complex128: torch.ComplexDoubleStorage,
+}
 _LOCAL, _CENTRAL, _END = "<4s5H3I2H", "<4s6H3I5H2I", "<4s4H2IH"  # of a zip file: of each file in it, and at the end
 _DATE = 0x21  # the first that a zip file can have
 _MOST = 2**32 - 2**20  # bytes, above which a zip file has another form

@@ -120,8 +120,9 @@ def _box(chunk: Chunk) -> str:
     return f"the piece at {chunk.offsets} of sizes {chunk.sizes}"
 
 
-def _lost(places: Iterable[tuple[str, int, int, str]], lengths: Mapping[str, int | None],
-          files: Mapping[str, int] | None) -> list[str]:  # fmt: skip
+def _lost(
+    places: Iterable[tuple[str, int, int, str]], lengths: Mapping[str, int | None], files: Mapping[str, int] | None
+) -> list[str]:
     """Files that are missing or too short, or have another length than they should, with the leaves that are not there."""
     found, lost = list[str](), dict[str, dict[str, None]]()
     for file, offset, length, name in places:

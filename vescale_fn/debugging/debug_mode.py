@@ -73,5 +73,10 @@ class _Debug(contextlib.ExitStack):  # which goes on leaving, where an interrupt
 
     def __del__(self) -> None:
         if not self._entered:
-            warn(report("debug", f"the debug mode made at {quoted(self._line)} was never entered, so it did nothing",
-                        fix="with vfn.debug(): around what is to be looked at"))  # fmt: skip
+            warn(
+                report(
+                    "debug",
+                    f"the debug mode made at {quoted(self._line)} was never entered, so it did nothing",
+                    fix="with vfn.debug(): around what is to be looked at",
+                )
+            )

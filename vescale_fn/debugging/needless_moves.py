@@ -91,8 +91,19 @@ def needless(log: Iterable[Any]) -> Needless:
         if cause is not None:
             by, dims, target, value = cause.groups()
             spec = _spec(target) if target else _without(_spec(value), [int(d) for d in re.findall(r"\d+", dims)])
-            moves.append(Move(op, axis, len(records), sum(r.bytes for r in records), value, by, line, backward,
-                              _advice(by, spec, len(records), backward)))  # fmt: skip
+            moves.append(
+                Move(
+                    op,
+                    axis,
+                    len(records),
+                    sum(r.bytes for r in records),
+                    value,
+                    by,
+                    line,
+                    backward,
+                    _advice(by, spec, len(records), backward),
+                )
+            )
     return Needless(sorted(moves, key=lambda move: -move.bytes))
 
 
@@ -105,8 +116,10 @@ def _advice(by: str, spec: P, times: int, backward: bool) -> str:
     if by in _PRODUCTS:
         return f"both sides of the product split alike along the dim that is summed over, or this one as {spec!r}{once}"
     if by in _MERGING:
-        return (f"a size that the axis divides, or the split dim first among those that are merged; of several matrices in "
-                f"one, P.merged((n, None), (size, axis)); or the value as {spec!r}{once}")  # fmt: skip
+        return (
+            f"a size that the axis divides, or the split dim first among those that are merged; of several matrices in "
+            f"one, P.merged((n, None), (size, axis)); or the value as {spec!r}{once}"
+        )
     if backward:
         return f"with_sharding of what this line takes or gives, so that its gradient is laid out as {spec!r}{once}"
     return f"the value laid out as {spec!r} before {by}{once}: x = vfn.with_sharding(x, {spec!r})"
@@ -117,8 +130,10 @@ def _spec(text: str) -> P:
     dims = text[text.index("[") + 1 : text.index("]")]
     entries = []
     for dim in dims.split(",") if dims else []:
-        parts = [(int(size), tuple(names.split("+")) if names else None)
-                 for size, _, names in (part.partition("@") for part in dim.split("*"))]  # fmt: skip
+        parts = [
+            (int(size), tuple(names.split("+")) if names else None)
+            for size, _, names in (part.partition("@") for part in dim.split("*"))
+        ]
         entries.append(parts[0][1] if len(parts) == 1 else P.merged(*parts))
     unreduced = re.search(r"\{U:([^}]*)\}", text)
     return _without(P(*entries, unreduced=unreduced[1].split(",") if unreduced else ()), [])

@@ -91,8 +91,10 @@ def _row(recorder: torch.profiler.profile, rank: int, name: str) -> list[dict[st
         trace = json.loads(file.read_text())
     begin = trace.get("baseTimeNanoseconds", 0) / 1000
     threads: dict[Any, int] = {}
-    row = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}},
-           {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}]  # fmt: skip
+    row = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}},
+        {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
+    ]
     for event in trace["traceEvents"]:
         if event["ph"] not in _SHOWN or not isinstance(event["pid"], int):
             continue
@@ -102,8 +104,10 @@ def _row(recorder: torch.profiler.profile, rank: int, name: str) -> list[dict[st
         if "id" in event:
             event["id"] = f"{rank}.{event['id']}"  # an arrow of one rank does not end in another
         row.append(event)
-    return row + [{"ph": "M", "name": "thread_name", "pid": rank, "tid": i, "args": {"name": thread}}
-                  for thread, i in threads.items()]  # fmt: skip
+    return row + [
+        {"ph": "M", "name": "thread_name", "pid": rank, "tid": i, "args": {"name": thread}}
+        for thread, i in threads.items()
+    ]
 
 
 def _write(path: Path, events: list[dict[str, Any]]) -> None:

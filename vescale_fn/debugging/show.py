@@ -39,9 +39,11 @@ class Shown:
             for h in ("path", "type", "on each rank", "bytes on each rank", "who holds what")
         )
         body = "".join(
-            "<tr>" + "".join(f"<td style='text-align:left'><code>{html.escape(cell)}</code></td>" for cell in row)
-            + f"<td>{picture}</td></tr>" for row, picture in zip(self.rows, self._pictures)
-        )  # fmt: skip
+            "<tr>"
+            + "".join(f"<td style='text-align:left'><code>{html.escape(cell)}</code></td>" for cell in row)
+            + f"<td>{picture}</td></tr>"
+            for row, picture in zip(self.rows, self._pictures)
+        )
         return f"<p>{html.escape(self.title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
@@ -117,8 +119,10 @@ def _plural(n: int, word: str) -> str:
 
 
 def _even(x: Any, mesh: Any, spec: P) -> bool:
-    shapes = {tuple(map(len, local_indices(tuple(x.shape), axes_of(mesh), spec, coordinates(mesh, rank))))
-              for rank in range(mesh.size())}  # fmt: skip
+    shapes = {
+        tuple(map(len, local_indices(tuple(x.shape), axes_of(mesh), spec, coordinates(mesh, rank))))
+        for rank in range(mesh.size())
+    }
     return len(shapes) == 1
 
 
@@ -183,9 +187,11 @@ def _values(x: torch.Tensor) -> str:
 
 
 def _box(left: float, top: float, w: float, h: float, number: int, label: str) -> str:
-    return (f"<rect x='{left:.1f}' y='{top:.1f}' width='{w:.1f}' height='{h:.1f}' fill='{_COLORS[number % 8]}' "
-            f"stroke='white'/><text x='{left + w / 2:.1f}' y='{top + h / 2 + 3:.1f}' font-size='9' fill='white' "
-            f"text-anchor='middle'>{label}</text>")  # fmt: skip
+    return (
+        f"<rect x='{left:.1f}' y='{top:.1f}' width='{w:.1f}' height='{h:.1f}' fill='{_COLORS[number % 8]}' "
+        f"stroke='white'/><text x='{left + w / 2:.1f}' y='{top + h / 2 + 3:.1f}' font-size='9' fill='white' "
+        f"text-anchor='middle'>{label}</text>"
+    )
 
 
 def _drawing(width: float, height: float, drawn: list[str]) -> str:

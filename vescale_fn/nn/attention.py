@@ -36,10 +36,22 @@ Axes = tuple[str, ...]
 Counts = tuple[int, ...] | None  # how many of each rank's keys are no padding, if there is any
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None,
-              causal: bool = False, window: int | tuple[int | None, int | None] | None = None, dropout: float = 0.0,
-              key: Key | None = None, scale: float | None = None, axis: str | Sequence[str] | None = None,
-              method: str = "ring", zigzag: int = 0, spec: P | None = None) -> torch.Tensor:  # fmt: skip
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    dropout: float = 0.0,
+    key: Key | None = None,
+    scale: float | None = None,
+    axis: str | Sequence[str] | None = None,
+    method: str = "ring",
+    zigzag: int = 0,
+    spec: P | None = None,
+) -> torch.Tensor:
     """Scaled dot product attention, of a sequence that may be split over ranks.
 
     On plain tensors and on arrays whose sequence is whole this is ``F.scaled_dot_product_attention``. On arrays whose
@@ -125,8 +137,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.
     if body is not None and not arrays:
         return _in_body(q, k, v, mask, key, terms, masked, causal, axis, method, spec, body)
     if spec is not None:
-        raise CollectiveError(report("nn.attention", f"spec={short(spec)} outside of a shard_map body",
-                                     fix="no spec: arrays have theirs"))  # fmt: skip
+        raise CollectiveError(
+            report("nn.attention", f"spec={short(spec)} outside of a shard_map body", fix="no spec: arrays have theirs")
+        )
     mesh = mesh_of(arrays[0]) if arrays else None
     sizes = axes_of(mesh) if arrays else {}
     rows = split_axes(spec_of(q if is_array(q) else arrays[0]), 4) if arrays else ((),) * 4
@@ -172,15 +185,31 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.
     return out if rows == wanted else with_sharding(out, wanted, mesh=mesh)
 
 
-def _in_body(q: Any, k: Any, v: Any, mask: Any, key: Any, terms: Terms, masked: bool, causal: bool, axis: Any,
-             method: str, spec: Any, body: Any) -> Any:  # fmt: skip
+def _in_body(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    key: Any,
+    terms: Terms,
+    masked: bool,
+    causal: bool,
+    axis: Any,
+    method: str,
+    spec: Any,
+    body: Any,
+) -> Any:
     """On one rank's part of the sequence. `masked`: whether there is a mask, a window or dropout."""
     rows = split_axes(spec, 4) if spec is not None else ((),) * 4
     if axis is None and not rows[2]:
-        raise CollectiveError(report(
-            "nn.attention", "in a shard_map body a value does not say over which axis its sequence is split",
-            fix=f"axis=..., one of the {mesh_text(axes_of(body.mesh))}; or F.scaled_dot_product_attention, if each "
-            "rank has the whole sequence"))  # fmt: skip
+        raise CollectiveError(
+            report(
+                "nn.attention",
+                "in a shard_map body a value does not say over which axis its sequence is split",
+                fix=f"axis=..., one of the {mesh_text(axes_of(body.mesh))}; or F.scaled_dot_product_attention, if each "
+                "rank has the whole sequence",
+            )
+        )
     names = taking_part("nn.attention", rows[2] if axis is None else axis, "axis")[1]
     n = axis_size(names)
     here, there = (q.shape[2],) * n, (k.shape[2],) * n
@@ -196,8 +225,9 @@ def _in_body(q: Any, k: Any, v: Any, mask: Any, key: Any, terms: Terms, masked: 
 
 
 @functools.lru_cache(maxsize=256)
-def _mapped(mesh: Any, spec: P, names: Axes, method: str, scale: float, causal: bool, zigzag: int,
-            counts: Counts) -> Any:  # fmt: skip
+def _mapped(
+    mesh: Any, spec: P, names: Axes, method: str, scale: float, causal: bool, zigzag: int, counts: Counts
+) -> Any:
     def attention(q: Any, k: Any, v: Any) -> Any:
         if counts is None:
             return _METHODS[method](q, k, v, names, scale, causal, zigzag, None)
@@ -223,8 +253,9 @@ def _whole(q: Any, k: Any, v: Any, scale: float, causal: bool, zigzag: int, coun
     if causal and zigzag:
         order = positions(q.shape[2], zigzag, counts, q.device)
         mask = order.unsqueeze(1) >= order
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal and mask is None, scale=scale,
-                                          enable_gqa=q.shape[1] != k.shape[1])  # fmt: skip
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 # --- the three ways, in a body ----------------------------------------------------------------------------------------

@@ -18,13 +18,14 @@ Axes = tuple[str, ...]
 METHODS = ("ring", "all_gather", "all_to_all")
 
 
-def check(q: Any, k: Any, v: Any, causal: Any, method: Any, zigzag: Any, mask: Any, window: Any,
-          spec: Any) -> None:  # fmt: skip
+def check(q: Any, k: Any, v: Any, causal: Any, method: Any, zigzag: Any, mask: Any, window: Any, spec: Any) -> None:
     """Whether the arguments fit each other, on any mesh."""
     given = {"q": q, "k": k, "v": v}
-    failures = [f"{name} must be a floating-point tensor of 4 dims (batch, heads, sequence, width), but it is {described(x)}"
-                for name, x in given.items()
-                if not isinstance(x, torch.Tensor) or x.ndim != 4 or not x.is_floating_point()]  # fmt: skip
+    failures = [
+        f"{name} must be a floating-point tensor of 4 dims (batch, heads, sequence, width), but it is {described(x)}"
+        for name, x in given.items()
+        if not isinstance(x, torch.Tensor) or x.ndim != 4 or not x.is_floating_point()
+    ]
     if not failures:
 
         def same(word: str, dim: int, a: str, b: str) -> list[str]:
@@ -56,11 +57,15 @@ def check(q: Any, k: Any, v: Any, causal: Any, method: Any, zigzag: Any, mask: A
         failures.append(f"zigzag must be a number of ranks, or 0 for the usual order, but it is {described(zigzag)}")
     sides = window if isinstance(window, (tuple, list)) and len(window) == 2 else ("wrong",)
     if window is not None and not _is_side(window) and not all(side is None or _is_side(side, -1) for side in sides):
-        failures.append(f"window must be the number of keys to the left and to the right, (left, right), where None is no "
-                        f"limit, or one number for both, but it is {described(window)}")  # fmt: skip
+        failures.append(
+            f"window must be the number of keys to the left and to the right, (left, right), where None is no "
+            f"limit, or one number for both, but it is {described(window)}"
+        )
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype in _dtypes(q)):
-        failures.append(f"mask must be a tensor, bool (True: may be attended) or of the dtype of q or float32 (added to the "
-                        f"scores), but it is {described(mask)}")  # fmt: skip
+        failures.append(
+            f"mask must be a tensor, bool (True: may be attended) or of the dtype of q or float32 (added to the "
+            f"scores), but it is {described(mask)}"
+        )
     if spec is not None and not (isinstance(spec, P) and len(spec) <= 4):
         failures.append(f"spec must be a P of at most 4 entries, but it is {described(spec)}")
     if failures:
@@ -92,10 +97,14 @@ def mask_of_4_dims(mask: Any, shape: tuple[int, ...], what: str = "") -> Any:
         return None
     sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
     if len(sizes) > 4 or any(size not in (1, all_) for size, all_ in zip(sizes, shape, strict=True)):
-        raise CollectiveError(report(
-            "nn.attention", f"the mask does not broadcast to [batch, heads, query, key] = {list(shape)}{what}",
-            [f"it is {text(mask)}"],
-            "mask[:, None, None, :] of a mask [batch, key]" if len(sizes) == 4 and mask.ndim == 2 else ""))  # fmt: skip
+        raise CollectiveError(
+            report(
+                "nn.attention",
+                f"the mask does not broadcast to [batch, heads, query, key] = {list(shape)}{what}",
+                [f"it is {text(mask)}"],
+                "mask[:, None, None, :] of a mask [batch, key]" if len(sizes) == 4 and mask.ndim == 2 else "",
+            )
+        )
     return mask.reshape(sizes) if mask.ndim < 4 else mask
 
 
@@ -104,17 +113,31 @@ def halved(method: str, causal: bool, zigzag: int) -> bool:
     return method == "ring" and causal and zigzag > 0
 
 
-def check_parts(q: Any, k: Any, method: str, causal: bool, zigzag: int, names: Axes, counts: tuple[int, ...],
-                batch: Axes = (), heads: Axes = (), sizes: Any = None, masked: bool = False) -> None:  # fmt: skip
+def check_parts(
+    q: Any,
+    k: Any,
+    method: str,
+    causal: bool,
+    zigzag: int,
+    names: Axes,
+    counts: tuple[int, ...],
+    batch: Axes = (),
+    heads: Axes = (),
+    sizes: Any = None,
+    masked: bool = False,
+) -> None:
     """Whether the sequence may be split into parts of `counts`, and heads and batch over others."""
     n, failures, fix = len(counts), [], ""
     along = f"{n} ranks along {', '.join(map(repr, names))}"
     if sizes is not None:
         for word, dim, axes in (("batch", 0, batch), ("heads", 1, heads)):
             ranks = math.prod(sizes[a] for a in axes)
-            failures += [f"the {word} of {name} {'do' if dim else 'does'} not divide by the {ranks} ranks along "
-                         f"{', '.join(map(repr, axes))}: {x.shape[dim]} % {ranks} = {x.shape[dim] % ranks}"
-                         for name, x in (("q", q), ("k", k)) if x.shape[dim] % ranks]  # fmt: skip
+            failures += [
+                f"the {word} of {name} {'do' if dim else 'does'} not divide by the {ranks} ranks along "
+                f"{', '.join(map(repr, axes))}: {x.shape[dim]} % {ranks} = {x.shape[dim] % ranks}"
+                for name, x in (("q", q), ("k", k))
+                if x.shape[dim] % ranks
+            ]
     if masked:
         pass  # by position, so that any order will do
     elif zigzag and zigzag != n and method == "ring":
@@ -125,15 +148,18 @@ def check_parts(q: Any, k: Any, method: str, causal: bool, zigzag: int, names: A
             failures.append(f"in zigzag order a rank has an early and a late half, but {counts[0]} tokens")
             fix = "pad the tokens at the end; or nn.attention on arrays, which does"
         if counts != chunks(sum(counts), n):
-            failures.append(f"zigzag_order gives the ranks {list(chunks(sum(counts), n))} tokens, but they have "
-                            f"{list(counts)}")  # fmt: skip
+            failures.append(
+                f"zigzag_order gives the ranks {list(chunks(sum(counts), n))} tokens, but they have {list(counts)}"
+            )
             fix = "split the sequence over one axis; or pad the tokens at the end; or method='all_gather'"
     if method == "all_to_all":
         ranks = math.prod(sizes[a] for a in heads) if sizes is not None else 1
         mine, shared = q.shape[1] // ranks, k.shape[1] // ranks
         if mine % n or (shared % n and (not shared or n % shared)):
-            failures.append(f"all_to_all gives each rank some of the heads, but a rank has {mine} of q and {shared} of k, "
-                            f"for {n} ranks")  # fmt: skip
+            failures.append(
+                f"all_to_all gives each rank some of the heads, but a rank has {mine} of q and {shared} of k, "
+                f"for {n} ranks"
+            )
             fix = fix or "method='ring'"
     if failures:
         raise CollectiveError(report("nn.attention", f"the sequence cannot be split over {along}", failures, fix))

@@ -39,8 +39,17 @@ def part(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[T
     return out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype), log
 
 
-def part_backward(grad: Tensor, log_grad: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log: Tensor,
-                  scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def part_backward(
+    grad: Tensor,
+    log_grad: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients for q, k and v of a part, from the result and the logarithm of the whole, and the gradients of these.
 
     Where the logarithm is infinite the queries do not look at these keys at all. Differentiable where grad mode is on.
@@ -62,8 +71,9 @@ def part_backward(grad: Tensor, log_grad: Tensor | None, q: Tensor, k: Tensor, v
     )
 
 
-def part_tangent(q: Tensor, k: Tensor, v: Tensor, tangents: tuple[Tensor, Tensor, Tensor], log: Tensor, scale: float,
-                 causal: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+def part_tangent(
+    q: Tensor, k: Tensor, v: Tensor, tangents: tuple[Tensor, Tensor, Tensor], log: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
     """What a part adds to the tangents of the whole: to that of the logarithm, and to that of the result with the other's
     share in it. Both are sums over the keys; where the logarithm is infinite the queries do not look at these."""
     tq, tk, tv = map(wide, tangents)

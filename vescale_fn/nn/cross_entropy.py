@@ -32,10 +32,18 @@ Axes = tuple[str, ...]
 _REDUCTIONS = ("mean", "sum", "none")
 
 
-def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *,
-                         class_weights: torch.Tensor | None = None, ignore_index: int = -100,
-                         label_smoothing: float = 0.0, reduction: str = "mean", chunk: int | None = None,
-                         axis: str | Sequence[str] | None = None) -> torch.Tensor:  # fmt: skip
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    class_weights: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    chunk: int | None = None,
+    axis: str | Sequence[str] | None = None,
+) -> torch.Tensor:
     """``F.cross_entropy(F.linear(x, weight), target)``, without the scores of all tokens at once.
 
     The scores of `chunk` tokens at a time are made, and made again in the backward pass: one more multiplication, and no
@@ -136,8 +144,17 @@ def _mapped(mesh: Any, specs: tuple[P | None, ...], names: Axes, count: int, *op
     return shard_map(linear_cross_entropy, mesh=mesh, in_specs=specs, out_specs=specs[2])
 
 
-def _local(x: Any, weight: Any, target: Any, shares: Any, names: Axes | None, sizes: tuple[int, Any] | None, ignore: int,
-           smoothing: float, chunk: int | None) -> Any:  # fmt: skip
+def _local(
+    x: Any,
+    weight: Any,
+    target: Any,
+    shares: Any,
+    names: Axes | None,
+    sizes: tuple[int, Any] | None,
+    ignore: int,
+    smoothing: float,
+    chunk: int | None,
+) -> Any:
     """`_each` of a rank's tokens, where the classes are split along `names`, or whole.
 
     `sizes`: how many classes there are, and where a rank's begin and end, i64[1, 2], where parts are not of one size.
@@ -197,8 +214,10 @@ def _check(x: Any, weight: Any, target: Any, shares: Any, smoothing: Any, reduct
         if tuple(target.shape) != tuple(x.shape[:-1]):
             failures.append(f"x has {list(x.shape[:-1])} tokens, but target is {described(target)}")
         if shares is not None and (not floats(shares) or tuple(shares.shape) != (weight.shape[0],)):
-            failures.append(f"class_weights must be a float tensor [{weight.shape[0]}], one for each class, but it is "
-                            f"{described(shares)}")  # fmt: skip
+            failures.append(
+                f"class_weights must be a float tensor [{weight.shape[0]}], one for each class, but it is "
+                f"{described(shares)}"
+            )
     if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)) or not 0 <= smoothing <= 1:
         failures.append(f"label_smoothing must be a number from 0 to 1, but it is {described(smoothing)}")
     if reduction not in _REDUCTIONS:

@@ -21,8 +21,9 @@ from .._core.sharding.spec import from_split_axes, split_axes
 from ..ops import axis_index, axis_size
 
 
-def embedding(ids: torch.Tensor, table: torch.Tensor, *, padding_idx: int | None = None,
-              axis: str | Sequence[str] | None = None) -> torch.Tensor:  # fmt: skip
+def embedding(
+    ids: torch.Tensor, table: torch.Tensor, *, padding_idx: int | None = None, axis: str | Sequence[str] | None = None
+) -> torch.Tensor:
     """``F.embedding(ids, table)``, of a table that may be split by its rows.
 
     Each rank looks up what is in its own rows, and has zeros for the rest. The result is the ranks' sum, and it is left

@@ -19,8 +19,15 @@ from ..ops import all_to_all
 from .routing import Routes, route_problems
 
 
-def experts(f: Callable[..., Any], params: Any, x: torch.Tensor, routes: Routes, *, capacity: int | None = None,
-            axis: Any = None) -> torch.Tensor:  # fmt: skip
+def experts(
+    f: Callable[..., Any],
+    params: Any,
+    x: torch.Tensor,
+    routes: Routes,
+    *,
+    capacity: int | None = None,
+    axis: Any = None,
+) -> torch.Tensor:
     """Each token's experts, applied to it and weighed: ``sum over j of weights[j] * f(params[experts[j]], token)``.
 
     Tokens come in groups, such as the sequences of a batch, and each expert has a buffer of `capacity` rows for each
@@ -110,8 +117,9 @@ def _applied(f: Any, params: Any, first: torch.Tensor, rows: torch.Tensor, parts
         rows = all_to_all(rows, axis, 0, 1, tiled=True)
     out = called(f, (params, rows), {}, "nn.experts")
     if not isinstance(out, torch.Tensor) or out.shape[:-1] != rows.shape[:-1]:
-        raise CollectiveError(report("nn.experts", f"f must give one row for each of {described(rows)}, but it gave "
-                                     f"{described(out)}"))  # fmt: skip
+        raise CollectiveError(
+            report("nn.experts", f"f must give one row for each of {described(rows)}, but it gave {described(out)}")
+        )
     if parts > 1:
         out = all_to_all(out, axis, 1, 0, tiled=True)
     out = out.unflatten(1, (*groups, -1)).movedim(0, -3)
@@ -147,15 +155,21 @@ def _check(params: Any, x: Any, routes: Any, capacity: Any, parts: int) -> list[
         failures.append(f"x must be a float tensor [..., tokens, width], but it is {described(x)}")
     else:
         failures += route_problems(routes, x)
-    leaves = [(path, leaf) for path, leaf in zip(tree.paths(params, "params"), tree.leaves(params), strict=True)
-              if isinstance(leaf, torch.Tensor)]  # fmt: skip
+    leaves = [
+        (path, leaf)
+        for path, leaf in zip(tree.paths(params, "params"), tree.leaves(params), strict=True)
+        if isinstance(leaf, torch.Tensor)
+    ]
     if not leaves:
         failures.append(f"params must hold tensors [experts, ...], but it is {described(params)}")
     elif isinstance(routes, Routes):
         mine = f" on each of {parts} ranks" * (parts > 1)
-        failures += [f"{path} is {described(leaf)}, but the routes are to {routes.count} experts, so its first dim must "
-                     f"be {routes.count / parts:g}{mine}"
-                     for path, leaf in leaves if not leaf.ndim or leaf.shape[0] * parts != routes.count]  # fmt: skip
+        failures += [
+            f"{path} is {described(leaf)}, but the routes are to {routes.count} experts, so its first dim must "
+            f"be {routes.count / parts:g}{mine}"
+            for path, leaf in leaves
+            if not leaf.ndim or leaf.shape[0] * parts != routes.count
+        ]
     if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1):
         failures.append(
             f"capacity must be a positive int, rows of an expert for a group, but it is {described(capacity)}"

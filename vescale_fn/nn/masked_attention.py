@@ -65,8 +65,9 @@ def dropped(weights: Tensor, keep: Tensor | None, terms: Terms) -> Tensor:
     return weights if keep is None else torch.where(keep, weights * kept_scale(terms.keep), 0.0)
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, mask: Any, seen: Tensor | None, keep: Tensor | None,
-             terms: Terms) -> Tensor:  # fmt: skip
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, seen: Tensor | None, keep: Tensor | None, terms: Terms
+) -> Tensor:
     """Attention where `mask` (bool or additive) and `seen` (bool) both allow it; zeros where no key is left."""
     some: Any = None
     if mask is None or mask.dtype == torch.bool:

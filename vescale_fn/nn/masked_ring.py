@@ -48,8 +48,14 @@ class Visits:
         """What the rank so many places before holds."""
         if not turns % self.n:
             return xs
-        turn = Collective("ppermute", self.mesh, self.axes, "nn.attention", self.checked,
-                          perm=tuple((i, (i + turns) % self.n) for i in range(self.n)))  # fmt: skip
+        turn = Collective(
+            "ppermute",
+            self.mesh,
+            self.axes,
+            "nn.attention",
+            self.checked,
+            perm=tuple((i, (i + turns) % self.n) for i in range(self.n)),
+        )
         return bucketed(turn, xs)
 
 
@@ -114,8 +120,16 @@ def ring_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key: Any, 
         one = Kept(key.data, names, tuple(q.shape), terms)
         queries, keys = indices_on_ranks(terms.here, terms), indices_on_ranks(terms.there, terms)
         draw, data = one.whole, key.data
-        rows = [one.rows(lambda rank, s=s: (*Kept.own(one.shape, terms, rank), queries[place_along(rank, names)],
-                                            keys[(place_along(rank, names) - s) % n])) for s in steps]  # fmt: skip
+        rows = [
+            one.rows(
+                lambda rank, s=s: (
+                    *Kept.own(one.shape, terms, rank),
+                    queries[place_along(rank, names)],
+                    keys[(place_along(rank, names) - s) % n],
+                )
+            )
+            for s in steps
+        ]
     inputs = [q, k, v, mask, here, there, data, *rows]
     leaves, have = brought("nn.attention", [x for x in inputs if x is not None], names, body)
     inputs = [None if x is None else leaves.pop(0) for x in inputs]

@@ -45,8 +45,14 @@ class Ring:
     def turned(self, *xs: Tensor) -> list[Tensor]:
         """What the rank before holds."""
         n = self.n
-        turn = Collective("ppermute", self.mesh, self.axes, "nn.attention", self.checked,
-                          perm=tuple((i, (i + 1) % n) for i in range(n)))  # fmt: skip
+        turn = Collective(
+            "ppermute",
+            self.mesh,
+            self.axes,
+            "nn.attention",
+            self.checked,
+            perm=tuple((i, (i + 1) % n) for i in range(n)),
+        )
         return bucketed(turn, list(xs))
 
     def earlier(self, step: int) -> Tensor:

@@ -21,8 +21,15 @@ from .blockwise import wide
 Tensor = Any  # a tensor, or a Blocks
 
 
-def summed_up(x: Tensor, weight: Tensor, target: Tensor, first: Tensor, chunk: int, count: Tensor | None = None,
-              shares: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def summed_up(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    first: Tensor,
+    chunk: int,
+    count: Tensor | None = None,
+    shares: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of the scores of each token for some classes: the logarithm of the sum of e^score, the score of its target (0 if
     that is another class), and the sum.
 
@@ -42,8 +49,15 @@ class _SummedUp(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(chunk: int, first: Tensor, count: Tensor | None, target: Tensor, shares: Tensor | None, x: Tensor,
-                weight: Tensor) -> Any:  # fmt: skip
+    def forward(
+        chunk: int,
+        first: Tensor,
+        count: Tensor | None,
+        target: Tensor,
+        shares: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+    ) -> Any:
         parts = []
         for rows in _chunks(x, chunk):
             scores = wide(x[rows] @ weight.mT)

@@ -37,8 +37,11 @@ class Window:
 
     def meets(self, queries: Runs, keys: Runs) -> bool:
         """Whether any of these queries sees any of these keys."""
-        return any((self.left is None or end - first >= -self.left) and (self.right is None or start - last <= self.right)
-                   for first, last in queries for start, end in keys)  # fmt: skip
+        return any(
+            (self.left is None or end - first >= -self.left) and (self.right is None or start - last <= self.right)
+            for first, last in queries
+            for start, end in keys
+        )
 
 
 def window_of(window: Any, causal: bool) -> Window:

@@ -82,10 +82,15 @@ def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
     body, names, _ = taking_part(where, axis_name)
     if to not in _WORDS:
         same = isinstance(to, str) and to.startswith("inv")
-        raise TypingError(report(
-            where, f"to={short(to)} is not one of {tuple(_WORDS)}{'' if same else meant(to, _WORDS)}",
-            fix="vfn.psum(x, axis) or vfn.pmean, which make the ranks' values one; vfn.pbroadcast takes one rank's"
-            if same else 'to="varying", where each rank is to go on with a value of its own'))  # fmt: skip
+        raise TypingError(
+            report(
+                where,
+                f"to={short(to)} is not one of {tuple(_WORDS)}{'' if same else meant(to, _WORDS)}",
+                fix="vfn.psum(x, axis) or vfn.pmean, which make the ranks' values one; vfn.pbroadcast takes one rank's"
+                if same
+                else 'to="varying", where each rank is to go on with a value of its own',
+            )
+        )
     leaves, treedef = operands(where, x, body)
     leaves = [local(leaf, body, where) for leaf in leaves]
     if not body.check:
@@ -98,17 +103,28 @@ def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
             row = _CASTS.get((have.letter(name), _WORDS[to]))
             if row is None:
                 which = _NAMES[have.letter(name)]
-                failures.append(f"{tree.paths(x, 'x')[i]} is {tensor_types.text(leaf, have)}: " + (
-                    f"it is {to} over {name!r} already" if which == to else f"no cast from {which} to {to} over {name!r}"
-                ))  # fmt: skip
+                failures.append(
+                    f"{tree.paths(x, 'x')[i]} is {tensor_types.text(leaf, have)}: "
+                    + (
+                        f"it is {to} over {name!r} already"
+                        if which == to
+                        else f"no cast from {which} to {to} over {name!r}"
+                    )
+                )
             else:
                 steps[row] = (*steps.get(row, ()), name)
         groups.setdefault(tuple(steps.items()), []).append(i)
     if failures:
-        raise TypingError(report(where, f"there is no such cast, to={to!r}", failures,
-                                 "no cast where none is needed; the casts are invarying -> varying or reduced, reduced "
-                                 "-> varying, varying -> unreduced; vfn.psum makes a varying or unreduced value "
-                                 "invarying"))  # fmt: skip
+        raise TypingError(
+            report(
+                where,
+                f"there is no such cast, to={to!r}",
+                failures,
+                "no cast where none is needed; the casts are invarying -> varying or reduced, reduced "
+                "-> varying, varying -> unreduced; vfn.psum makes a varying or unreduced value "
+                "invarying",
+            )
+        )
     for steps, members in groups.items():
         known = [tensor_types.typeof(leaves[i], body.axes) for i in members]
         values = [leaves[i] for i in members]

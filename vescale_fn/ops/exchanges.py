@@ -49,9 +49,13 @@ def all_gather(x: Any, axis_name: Axis, *, axis: int = 0, tiled: bool = False, t
     """
     parts = vmap_collectives.runs("all_gather", axis_name)
     if to not in _GATHERS:
-        raise CollectiveError(report("all_gather", f"to={short(to)} is not one of {tuple(_GATHERS)}{meant(to, _GATHERS)}",
-                                     fix='to="varying", the default; "invarying" for a result that may be returned with '
-                                         "out_specs=P()"))  # fmt: skip
+        raise CollectiveError(
+            report(
+                "all_gather",
+                f"to={short(to)} is not one of {tuple(_GATHERS)}{meant(to, _GATHERS)}",
+                fix='to="varying", the default; "invarying" for a result that may be returned with out_specs=P()',
+            )
+        )
 
     def problem(leaf: torch.Tensor, n: int, span: str) -> str | None:
         found = dim_problem(axis, leaf.ndim + (not tiled), "axis", "x" if tiled else "the result")
@@ -59,8 +63,9 @@ def all_gather(x: Any, axis_name: Axis, *, axis: int = 0, tiled: bool = False, t
 
     if parts:
         if to != "varying":
-            raise CollectiveError(report("all_gather", f"to={to!r}, but entries of a vmap have no types",
-                                         fix='to="varying", the default'))  # fmt: skip
+            raise CollectiveError(
+                report("all_gather", f"to={to!r}, but entries of a vmap have no types", fix='to="varying", the default')
+            )
         if len(parts) > 1:
             return mixed_axes.gathered(all_gather, x, parts, axis, tiled)
         return vmap_collectives.sent("all_gather", x, parts[0], "all_gather", dim=axis, tiled=tiled, problem=problem)
@@ -100,8 +105,12 @@ def psum_scatter(x: Any, axis_name: Axis, *, scatter_dimension: int = 0, tiled: 
             leaf, scatter_dimension, "scatter_dimension", tiled, n, span
         )
 
-    given = {"dim": scatter_dimension, "tiled": tiled, "problem": problem,
-             "fix": "pad the dim, scatter along another, or vfn.psum and slice"}  # fmt: skip
+    given = {
+        "dim": scatter_dimension,
+        "tiled": tiled,
+        "problem": problem,
+        "fix": "pad the dim, scatter along another, or vfn.psum and slice",
+    }
     if parts := vmap_collectives.runs("psum_scatter", axis_name):
         if len(parts) > 1:
             return mixed_axes.scattered(psum_scatter, x, parts, **given)
@@ -145,8 +154,13 @@ def all_to_all(x: Any, axis_name: Axis, split_axis: int, concat_axis: int, *, ti
             or size_problem(leaf, split_axis, "split_axis", tiled, n, span)
         )
 
-    given = {"dim": split_axis, "other": concat_axis, "tiled": tiled, "problem": problem,
-             "fix": "another split_axis, or pad the dim"}  # fmt: skip
+    given = {
+        "dim": split_axis,
+        "other": concat_axis,
+        "tiled": tiled,
+        "problem": problem,
+        "fix": "another split_axis, or pad the dim",
+    }
     if parts := vmap_collectives.runs("all_to_all", axis_name):
         mixed_axes.refuse("all_to_all", axis_name, parts)
         return vmap_collectives.sent("all_to_all", x, parts[0], "all_to_all", **given)
@@ -182,16 +196,33 @@ def ppermute(x: Any, axis_name: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     try:
         pairs = tuple((operator.index(source), operator.index(destination)) for source, destination in perm)
     except (TypeError, ValueError):
-        raise CollectiveError(report("ppermute", f"perm={_perm_text(perm)} is not a sequence of (source, destination) pairs",
-                                     fix=f"a shift by one is [(i, (i + 1) % {n}) for i in range({n})]")) from None  # fmt: skip
-    failures = [f"pair {pair}: positions go from 0 to {n - 1}, there are {span(names, n)}"
-                for pair in pairs if not all(0 <= i < n for i in pair)]  # fmt: skip
+        raise CollectiveError(
+            report(
+                "ppermute",
+                f"perm={_perm_text(perm)} is not a sequence of (source, destination) pairs",
+                fix=f"a shift by one is [(i, (i + 1) % {n}) for i in range({n})]",
+            )
+        ) from None
+    failures = [
+        f"pair {pair}: positions go from 0 to {n - 1}, there are {span(names, n)}"
+        for pair in pairs
+        if not all(0 <= i < n for i in pair)
+    ]
     for word, places in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
-        failures += [f"{word} {i} is in {[pair for pair in pairs if pair[word == 'destination'] == i]}"
-                     for i in sorted(set(places)) if places.count(i) > 1]  # fmt: skip
+        failures += [
+            f"{word} {i} is in {[pair for pair in pairs if pair[word == 'destination'] == i]}"
+            for i in sorted(set(places))
+            if places.count(i) > 1
+        ]
     if failures:
-        raise CollectiveError(report("ppermute", f"perm={list(pairs)} is not a permutation of some of the ranks",
-                                     failures, "each rank at most once as source and at most once as destination"))  # fmt: skip
+        raise CollectiveError(
+            report(
+                "ppermute",
+                f"perm={list(pairs)} is not a permutation of some of the ranks",
+                failures,
+                "each rank at most once as source and at most once as destination",
+            )
+        )
     if parts:
         return vmap_collectives.sent("ppermute", x, parts[0], "ppermute", perm=pairs)
     return send("ppermute", x, axis_name, "ppermute", perm=pairs)
@@ -234,12 +265,17 @@ def pbroadcast(x: Any, axis_name: Axis, source: int) -> Any:
     parts = vmap_collectives.runs("pbroadcast", axis_name)
     names, n = mixed_axes.names_and_size("pbroadcast", axis_name, parts)
     if isinstance(source, (bool, torch.Tensor)) or not hasattr(source, "__index__"):
-        raise CollectiveError(report(
-            "pbroadcast", f"source must be an int, one position for all ranks, but it is {described(source)}",
-            fix="torch.where(vfn.axis_index(axis) == i, x, 0) and vfn.psum, where the source is computed"))  # fmt: skip
+        raise CollectiveError(
+            report(
+                "pbroadcast",
+                f"source must be an int, one position for all ranks, but it is {described(source)}",
+                fix="torch.where(vfn.axis_index(axis) == i, x, 0) and vfn.psum, where the source is computed",
+            )
+        )
     if not 0 <= operator.index(source) < n:
-        raise CollectiveError(report("pbroadcast", f"source={source}, but positions go from 0 to {n - 1}: there are "
-                                     f"{span(names, n)}"))  # fmt: skip
+        raise CollectiveError(
+            report("pbroadcast", f"source={source}, but positions go from 0 to {n - 1}: there are {span(names, n)}")
+        )
     if len(parts) > 1:
         return mixed_axes.broadcast(pbroadcast, x, parts, operator.index(source))
     if parts:

@@ -121,11 +121,16 @@ def _checked_slice(x: Any, start_indices: Any, sizes: Any) -> list[Any]:
     if failures:
         raise _misfit(x, failures)
     starts = list(start_indices.unbind() if rows else start_indices)
-    failures = [f"start_indices[{i}] must be an int or a 0-d integer tensor, but it is {described(start)}"
-                for i, start in enumerate(starts) if not _is_index(start)]  # fmt: skip
+    failures = [
+        f"start_indices[{i}] must be an int or a 0-d integer tensor, but it is {described(start)}"
+        for i, start in enumerate(starts)
+        if not _is_index(start)
+    ]
     if not len(starts) == len(sizes) == x.ndim:
-        failures.append(f"x has {count_text(x.ndim, 'dim')}, but there are {count_text(len(starts), 'start')} and "
-                        f"{count_text(len(sizes), 'size')}")  # fmt: skip
+        failures.append(
+            f"x has {count_text(x.ndim, 'dim')}, but there are {count_text(len(starts), 'start')} and "
+            f"{count_text(len(sizes), 'size')}"
+        )
     for dim, size in enumerate(sizes):
         if isinstance(size, torch.Tensor) or not hasattr(size, "__index__"):
             failures.append(f"sizes[{dim}] must be an int, the same on all ranks, but it is {described(size)}")
@@ -138,8 +143,14 @@ def _checked_slice(x: Any, start_indices: Any, sizes: Any) -> list[Any]:
 
 def _misfit(x: Any, failures: Sequence[str]) -> CollectiveError:
     of = f" of shape {tensor_types.text(x)}" if isinstance(x, torch.Tensor) else ""
-    return CollectiveError(report("dynamic_slice", f"the block does not fit x{of}", failures,
-                                  "dynamic_slice(x, [start, ...], [size, ...]), an entry for each dim of x"))  # fmt: skip
+    return CollectiveError(
+        report(
+            "dynamic_slice",
+            f"the block does not fit x{of}",
+            failures,
+            "dynamic_slice(x, [start, ...], [size, ...]), an entry for each dim of x",
+        )
+    )
 
 
 def _is_index(start: Any) -> bool:

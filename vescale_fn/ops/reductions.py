@@ -25,8 +25,11 @@ from .._core.shard_map.collective_operands import operands, refuse_what_cannot_b
 def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
     """A reduction over the ranks. Over an axis along which a value is the same it is arithmetic: nothing is sent."""
     if parts := vmap_collectives.runs(where, axis_name):
-        return mixed_axes.one_by_one(lambda x, over: _reduce(where, x, over, row), x, parts) if len(parts) > 1 else (
-            vmap_collectives.sent(where, x, parts[0], row))  # fmt: skip
+        return (
+            mixed_axes.one_by_one(lambda x, over: _reduce(where, x, over, row), x, parts)
+            if len(parts) > 1
+            else (vmap_collectives.sent(where, x, parts[0], row))
+        )
     body, names, n = taking_part(where, axis_name)
     leaves, treedef = operands(where, x, body)
     with torch_internals.no_torch_function():
@@ -78,8 +81,9 @@ def _alike(leaves: list[Any], body: context.Body, names: tuple[str, ...]) -> lis
     """The types of the leaves, where all of them are local values of this rank, no bools, of one type, that is of each
     rank's own over all the axes: a large tree of gradients, say, of which each leaf is to cost little. Else None.
     """
-    if is_simulated(body.mesh) or not all(leaf.__class__ is torch.Tensor and hasattr(leaf, "vfn_type")
-                                          and leaf.dtype is not torch.bool for leaf in leaves):  # fmt: skip
+    if is_simulated(body.mesh) or not all(
+        leaf.__class__ is torch.Tensor and hasattr(leaf, "vfn_type") and leaf.dtype is not torch.bool for leaf in leaves
+    ):
         return None
     if not body.check:
         return [types.INVARIANT] * len(leaves)

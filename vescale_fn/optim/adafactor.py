@@ -32,8 +32,14 @@ class Factors(NamedTuple):
     columns: Any
 
 
-def adafactor(lr: Rate = 1e-2, decay_exponent: float = -0.8, eps: tuple[float | None, float] = (None, 1e-3),
-              clip: float = 1.0, weight_decay: float = 0.0, mask: Any = True) -> Optimizer:  # fmt: skip
+def adafactor(
+    lr: Rate = 1e-2,
+    decay_exponent: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    clip: float = 1.0,
+    weight_decay: float = 0.0,
+    mask: Any = True,
+) -> Optimizer:
     """Adam without momentum whose mean squares are factored, relative to the size of each parameter.
 
     The state of a matrix of n rows and m columns is n + m numbers. On a mesh a step takes two rounds of collectives: one
@@ -72,8 +78,14 @@ def adafactor(lr: Rate = 1e-2, decay_exponent: float = -0.8, eps: tuple[float | 
         check_shapes("adafactor", params, todo, [leaves[i] for i in todo], [[found[i] for i in todo]])
         if wrong := [i for i in todo if [x.shape for x in tree.leaves(kept[i])] != _shapes(leaves[i])]:
             paths = tree.paths(params, "params")
-            raise other_shapes("adafactor", [f"{paths[i]} is {described(leaves[i])}, state has " + " and ".join(
-                described(x) for x in tree.leaves(kept[i])) for i in wrong])  # fmt: skip
+            raise other_shapes(
+                "adafactor",
+                [
+                    f"{paths[i]} is {described(leaves[i])}, state has "
+                    + " and ".join(described(x) for x in tree.leaves(kept[i]))
+                    for i in wrong
+                ],
+            )
         count = state.count + 1
         done = steps_done(count)
         rate = rate_at(lr, state.count)
@@ -170,8 +182,12 @@ def _together(sums: Sequence[tuple[Any, ...]], like: Sequence[Any]) -> list[tupl
     """The ranks' parts of sums added up: all that are summed over the same axes in one collective."""
     if not any(map(is_array, like)):
         return list(sums)
-    specs = [tuple(P() if x.ndim == 0 else _without(leaf, *(d for d in (-2, -1) if x.shape[d] != leaf.shape[d]))
-                   for x in row) for row, leaf in zip(sums, like)]  # fmt: skip
+    specs = [
+        tuple(
+            P() if x.ndim == 0 else _without(leaf, *(d for d in (-2, -1) if x.shape[d] != leaf.shape[d])) for x in row
+        )
+        for row, leaf in zip(sums, like)
+    ]
     here = [i for i, leaf in enumerate(like) if is_array(leaf)]
     moved = with_sharding([sums[i] for i in here], [specs[i] for i in here])
     found = list(sums)

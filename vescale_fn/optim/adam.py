@@ -20,8 +20,9 @@ class AdamState(NamedTuple):
     square: Any
 
 
-def adam(lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0,
-         mask: Any = True) -> Optimizer:  # fmt: skip
+def adam(
+    lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0, mask: Any = True
+) -> Optimizer:
     """Adam, with weight decay added to the gradient (not decoupled).
 
     Args:
@@ -41,8 +42,9 @@ def adam(lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight
     return _adam("adam", lr, b1, b2, eps, weight_decay, mask, decoupled=False)
 
 
-def adamw(lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-2,
-          mask: Any = True) -> Optimizer:  # fmt: skip
+def adamw(
+    lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-2, mask: Any = True
+) -> Optimizer:
     """Adam with decoupled weight decay.
 
     Args:
@@ -64,8 +66,9 @@ def adamw(lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weigh
     return _adam("adamw", lr, b1, b2, eps, weight_decay, mask, decoupled=True)
 
 
-def _adam(where: str, lr: Rate, b1: float, b2: float, eps: float, weight_decay: float, mask: Any,
-          decoupled: bool) -> Optimizer:  # fmt: skip
+def _adam(
+    where: str, lr: Rate, b1: float, b2: float, eps: float, weight_decay: float, mask: Any, decoupled: bool
+) -> Optimizer:
     check_numbers(where, lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
 
     def init(params: Any) -> AdamState:

@@ -26,8 +26,11 @@ def chain(*transformations: Optimizer) -> Optimizer:
     >>> opt.update(torch.tensor([3.0, 4.0]), opt.init(w), w)[0]
     tensor([-0.6000, -0.8000])
     """
-    wrong = [f"part {i} is a {type(one).__name__}" for i, one in enumerate(transformations)
-             if not (hasattr(one, "init") and hasattr(one, "update"))]  # fmt: skip
+    wrong = [
+        f"part {i} is a {type(one).__name__}"
+        for i, one in enumerate(transformations)
+        if not (hasattr(one, "init") and hasattr(one, "update"))
+    ]
     if wrong:
         fix = "chain(clip_by_global_norm(1.0), sgd(0.1)); chain(*parts) of a list"
         raise VfnError(report("chain", "each part must be an Optimizer", wrong, fix))

@@ -70,8 +70,10 @@ def global_norm(grads: Any) -> Any:
     square = lambda x: torch.sum(x * x)
     one = lambda x: square(x if x.dtype == dtype else x.to(dtype))
     many = lambda *xs: torch.stack(list(torch_internals.norms(xs, dtype))).square()
-    sums = [added_up([vector.sum() for _, vector in parts], mesh, _sum)
-            for mesh, parts in parts_of_numbers(leaves, one, many).items()]  # fmt: skip
+    sums = [
+        added_up([vector.sum() for _, vector in parts], mesh, _sum)
+        for mesh, parts in parts_of_numbers(leaves, one, many).items()
+    ]
     return torch.sqrt(_sum(sums))
 
 

@@ -18,8 +18,9 @@ from .._core.sharding.spec import P, split_axes
 from .per_leaf import looked_on
 
 
-def parts_of_numbers(leaves: Sequence[Any], one: Callable[[Any], Any], many: Callable[..., Any]) -> dict[
-        Any, list[tuple[list[int], Any]]]:  # fmt: skip
+def parts_of_numbers(
+    leaves: Sequence[Any], one: Callable[[Any], Any], many: Callable[..., Any]
+) -> dict[Any, list[tuple[list[int], Any]]]:
     """A number of each leaf, that sums over its elements: this rank's part.
 
     Args:

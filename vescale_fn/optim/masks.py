@@ -34,8 +34,11 @@ def by_path(rules: Sequence[tuple[str, Any]], otherwise: Any = _NOTHING) -> Call
     >>> decays({"wq": torch.ones(2, 2), "bias": torch.ones(2), "norm": torch.ones(2)})
     {'wq': True, 'bias': False, 'norm': False}
     """
-    wrong = [f"rules[{i}] is {described(rule)}" for i, rule in enumerate(rules)
-             if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str))]  # fmt: skip
+    wrong = [
+        f"rules[{i}] is {described(rule)}"
+        for i, rule in enumerate(rules)
+        if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str))
+    ]
     if wrong:
         fix = 'by_path([(r"norm|bias", False)], otherwise=True)'
         raise SpecError(report("by_path", "rules are (pattern, value) pairs", wrong, fix))
@@ -132,8 +135,14 @@ def partition(parts: Mapping[str, Optimizer], labels: Any) -> Optimizer:
         if wrong:
             paths = tree.paths(params, "params")
             failures = [f"{paths[i]} has the label {label!r}{meant(label, parts)}" for i, label in wrong]
-            raise SpecError(report("partition", "there is no part for some labels", failures,
-                                   f"one of the labels {', '.join(map(repr, parts))}, or another part"))  # fmt: skip
+            raise SpecError(
+                report(
+                    "partition",
+                    "there is no part for some labels",
+                    failures,
+                    f"one of the labels {', '.join(map(repr, parts))}, or another part",
+                )
+            )
         return {label: [one == label for one in found] for label in parts}
 
     def init(params: Any) -> dict[str, Any]:

@@ -119,16 +119,34 @@ def _reduced_later(params: Any, batch: Sequence[Any]) -> Any:
 
 def _check_rows(batch: Any, leaves: Sequence[Any], count: int) -> None:
     paths = [accessor.codify("batch") for accessor in optree.tree_accessors(batch, is_leaf=_is_key)]  # type: ignore[arg-type]
-    wrong = [f"{path} is {described(x)}: {x.shape[0]} rows are no multiple of {count}"
-             for path, x in zip(paths, leaves) if _has_rows(x) and x.shape[0] % count]  # fmt: skip
+    wrong = [
+        f"{path} is {described(x)}: {x.shape[0]} rows are no multiple of {count}"
+        for path, x in zip(paths, leaves)
+        if _has_rows(x) and x.shape[0] % count
+    ]
     if wrong:
-        raise VfnError(report("microbatches", f"the batch has no {count} equal parts", wrong,
-                              "a count that divides the rows; what is no batch by keyword"))  # fmt: skip
+        raise VfnError(
+            report(
+                "microbatches",
+                f"the batch has no {count} equal parts",
+                wrong,
+                "a count that divides the rows; what is no batch by keyword",
+            )
+        )
 
 
 def _check_results(out: Any, leaves: Sequence[Any]) -> None:
-    wrong = [f"{path} is {described(x)}" for path, x in zip(tree.paths(out, "result"), leaves)
-             if not (isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex))]  # fmt: skip
+    wrong = [
+        f"{path} is {described(x)}"
+        for path, x in zip(tree.paths(out, "result"), leaves)
+        if not (isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex))
+    ]
     if wrong:
-        raise VfnError(report("microbatches", "the results of the parts have no mean", wrong,
-                              "floating-point tensors: count.float(), say"))  # fmt: skip
+        raise VfnError(
+            report(
+                "microbatches",
+                "the results of the parts have no mean",
+                wrong,
+                "floating-point tensors: count.float(), say",
+            )
+        )

@@ -30,9 +30,19 @@ class MuonState(NamedTuple):
     mean: Any
 
 
-def muon(lr: Rate, momentum: float = 0.95, nesterov: bool = True, weight_decay: float = 0.1, *, mask: Any = True,
-         coefficients: tuple[float, float, float] = COEFFICIENTS, steps: int = 5, eps: float = 1e-7,
-         adjust: str = "original", dtype: torch.dtype = torch.bfloat16) -> Optimizer:  # fmt: skip
+def muon(
+    lr: Rate,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    *,
+    mask: Any = True,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    steps: int = 5,
+    eps: float = 1e-7,
+    adjust: str = "original",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Optimizer:
     """Momentum of which each matrix is made nearly orthogonal by Newton-Schulz iterations; for hidden layers.
 
     Every floating-point leaf must be a matrix, or a stack of matrices ``[n, rows, columns]``: `partition` gives embeddings,
@@ -97,8 +107,14 @@ def muon(lr: Rate, momentum: float = 0.95, nesterov: bool = True, weight_decay: 
         for i, x in zip(moving, _orthogonal([found[i] for i in moving], coefficients, steps, eps, dtype)):
             found[i] = x
         factors = [_ADJUST[adjust](*leaf.shape[-2:]) if is_trained(leaf) else 1.0 for leaf in leaves]
-        updates, *_ = by_leaf("muon", rule, tree.unflatten(structure, found), params, flags("muon", mask, params),
-                              tree.unflatten(structure, factors))  # fmt: skip
+        updates, *_ = by_leaf(
+            "muon",
+            rule,
+            tree.unflatten(structure, found),
+            params,
+            flags("muon", mask, params),
+            tree.unflatten(structure, factors),
+        )
         return updates, MuonState(state.count + 1, mean)
 
     return Optimizer(init, update)
@@ -111,15 +127,19 @@ _ADJUST = {
 
 
 def _check_matrices(params: Any) -> None:
-    wrong = [f"{path} is {described(leaf)}" for path, leaf in zip(tree.paths(params, "params"), tree.leaves(params))
-             if is_trained(leaf) and leaf.ndim not in (2, 3)]  # fmt: skip
+    wrong = [
+        f"{path} is {described(leaf)}"
+        for path, leaf in zip(tree.paths(params, "params"), tree.leaves(params))
+        if is_trained(leaf) and leaf.ndim not in (2, 3)
+    ]
     if wrong:
         fix = 'partition({"matrix": muon(0.02), "other": adamw(3e-4)}, by_path([(r"norm|bias", "other"), (r".*", "matrix")]))'
         raise VfnError(report("muon", "each leaf must be a matrix, or a stack of matrices", wrong, fix))
 
 
-def _orthogonal(xs: Sequence[Any], coefficients: tuple[float, float, float], steps: int, eps: float,
-                dtype: torch.dtype) -> list[Any]:  # fmt: skip
+def _orthogonal(
+    xs: Sequence[Any], coefficients: tuple[float, float, float], steps: int, eps: float, dtype: torch.dtype
+) -> list[Any]:
     """Matrices, and stacks of them, made nearly orthogonal: those that lie alike as one stack."""
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(xs):

@@ -80,8 +80,11 @@ def _text(x: Any) -> str:
 
 def check_numbers(where: str, **given: Any) -> None:
     """Raise where an argument of an optimiser is no number (a learning rate may be a schedule)."""
-    wrong = {name: x for name, x in given.items()
-             if not (isinstance(x, (numbers.Real, torch.Tensor)) or (name in _SCHEDULED and callable(x)))}  # fmt: skip
+    wrong = {
+        name: x
+        for name, x in given.items()
+        if not (isinstance(x, (numbers.Real, torch.Tensor)) or (name in _SCHEDULED and callable(x)))
+    }
     if wrong:
         failures = [f"{name} is {described(x)}" for name, x in wrong.items()]
         scheduled = [name for name in wrong if name in _SCHEDULED]
@@ -93,8 +96,14 @@ def check_numbers(where: str, **given: Any) -> None:
         if isinstance(x, numbers.Real) and name in _NOT_NEGATIVE and not float(x) >= 0
     }
     if bad:
-        raise VfnError(report(where, "these arguments must not be negative, nor NaN",
-                              [f"{name} is {x}" for name, x in bad.items()], "a number, zero or more"))  # fmt: skip
+        raise VfnError(
+            report(
+                where,
+                "these arguments must not be negative, nor NaN",
+                [f"{name} is {x}" for name, x in bad.items()],
+                "a number, zero or more",
+            )
+        )
 
 
 _SCHEDULED = ("lr", "factor", "decay")
@@ -105,14 +114,23 @@ def check_steps(where: str, **given: Any) -> None:
     """Raise where an argument is no positive number of steps."""
     wrong = {name: x for name, x in given.items() if not isinstance(x, int) or isinstance(x, bool) or x < 1}
     if wrong:
-        raise VfnError(report(where, "these arguments must be numbers of steps",
-                              [f"{name} is {described(x)}" for name, x in wrong.items()], "an int of at least 1"))  # fmt: skip
+        raise VfnError(
+            report(
+                where,
+                "these arguments must be numbers of steps",
+                [f"{name} is {described(x)}" for name, x in wrong.items()],
+                "an int of at least 1",
+            )
+        )
 
 
 def check_parts(where: str, parts: dict[str, Any], fix: str) -> None:
     """Raise where one of the optimisers that another is made of is none."""
-    wrong = [f"{name} is a {type(one).__name__}" for name, one in parts.items()
-             if not (hasattr(one, "init") and hasattr(one, "update"))]  # fmt: skip
+    wrong = [
+        f"{name} is a {type(one).__name__}"
+        for name, one in parts.items()
+        if not (hasattr(one, "init") and hasattr(one, "update"))
+    ]
     if wrong:
         raise VfnError(report(where, "each part must be an Optimizer", wrong, fix))
 
@@ -130,8 +148,9 @@ def not_a_state(where: str, state: Any, wanted: str) -> VfnError:
     if isinstance(state, (tuple, list)):
         found += f" of length {len(state)}"
     fix = "state = opt.init(params) before the first step, then the state that the last update returned"
-    return VfnError(report(where, f"update takes (grads, state, params), and its state must be {wanted}, not {found}",
-                           fix=fix))  # fmt: skip
+    return VfnError(
+        report(where, f"update takes (grads, state, params), and its state must be {wanted}, not {found}", fix=fix)
+    )
 
 
 def zero_count() -> Any:

@@ -63,8 +63,9 @@ def in_dtypes_of(like: Sequence[Any], xs: list[Any]) -> list[Any]:
 _dtype, _shape, _spec, _followed = (operator.attrgetter(x) for x in ("dtype", "shape", "_spec", "requires_grad"))
 
 
-def check_shapes(where: str, params: Any, places: Sequence[int], leaves: Sequence[Any],
-                 columns: Sequence[Sequence[Any]]) -> None:  # fmt: skip
+def check_shapes(
+    where: str, params: Any, places: Sequence[int], leaves: Sequence[Any], columns: Sequence[Sequence[Any]]
+) -> None:
     """Raise where a gradient (the first column), or what a state has of a leaf, has another shape than the leaf itself.
 
     Args:
@@ -78,8 +79,11 @@ def check_shapes(where: str, params: Any, places: Sequence[int], leaves: Sequenc
         if isinstance(column[0], torch.Tensor) and list(map(_shape, column)) != shapes:
             paths = tree.paths(params, "params")
             whose = "state has" if which else "its gradient is"
-            failures += [f"{paths[i]} is {described(leaf)}, {whose} {described(x)}"
-                         for i, leaf, x in zip(places, leaves, column) if x.shape != leaf.shape]  # fmt: skip
+            failures += [
+                f"{paths[i]} is {described(leaf)}, {whose} {described(x)}"
+                for i, leaf, x in zip(places, leaves, column)
+                if x.shape != leaf.shape
+            ]
     if failures:
         raise other_shapes(where, failures)
 
@@ -97,11 +101,20 @@ def beside(where: str, params: Any, *others: Any, name: str = "grads") -> tuple[
     try:
         return leaves, structure, [structure.flatten_up_to(other) for other in others]
     except ValueError as error:
-        failures = [problem for i, other in enumerate(others)
-                    for problem in tree.partings(other, params, "state" if i else name, "params")]  # fmt: skip
+        failures = [
+            problem
+            for i, other in enumerate(others)
+            for problem in tree.partings(other, params, "state" if i else name, "params")
+        ]
         fix = "give gradients and state as `grad` and `init` return them for these params"
-        raise VfnError(report(where, "a tree lacks the structure of params",
-                              list(dict.fromkeys(failures)) or str(error).splitlines()[:1], fix)) from None  # fmt: skip
+        raise VfnError(
+            report(
+                where,
+                "a tree lacks the structure of params",
+                list(dict.fromkeys(failures)) or str(error).splitlines()[:1],
+                fix,
+            )
+        ) from None
 
 
 def zeros_like(params: Any, dtype: torch.dtype | None = None) -> Any:
@@ -187,9 +200,15 @@ def _lie_alike(first: Sequence[Any], others: Sequence[Any]) -> bool:
     if first is others:
         return not any(layout(spec).unreduced for spec in set(map(_spec, first)))
     return set(map(type, first)) == {Array} and all(
-        x is y or (x.mesh is y.mesh and x.placements == y.placements and x.tensor_meta.shape == y.tensor_meta.shape
-                   and x.tensor_meta.stride == y.tensor_meta.stride)
-        for x, y in zip(map(_spec, first), map(_spec, others)))  # fmt: skip
+        x is y
+        or (
+            x.mesh is y.mesh
+            and x.placements == y.placements
+            and x.tensor_meta.shape == y.tensor_meta.shape
+            and x.tensor_meta.stride == y.tensor_meta.stride
+        )
+        for x, y in zip(map(_spec, first), map(_spec, others))
+    )
 
 
 def _on_lists(rule: Rule, columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -201,8 +220,10 @@ def _on_lists(rule: Rule, columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
     if any(type(x[0]) is Blocks for x in local):
         return _on_blocks(rule, first, local)
     outs = rule(*map(_listed, local))
-    return [[_array(leaf, x) for leaf, x in zip(first, out.tensors)] if isinstance(out, Many) else [out] * len(first)
-            for out in outs]  # fmt: skip
+    return [
+        [_array(leaf, x) for leaf, x in zip(first, out.tensors)] if isinstance(out, Many) else [out] * len(first)
+        for out in outs
+    ]
 
 
 def _listed(column: Sequence[Any]) -> Any:

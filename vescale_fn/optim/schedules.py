@@ -130,8 +130,10 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     schedules, boundaries = list(schedules), list(boundaries)
     wrong = [f"schedules[{i}] is {described(one)}" for i, one in enumerate(schedules) if not callable(one)]
     if len(boundaries) != len(schedules) - 1 or sorted(set(boundaries)) != boundaries:
-        wrong.append(f"{len(schedules)} schedules need {len(schedules) - 1} boundaries, each larger than the one before, "
-                     f"but boundaries is {boundaries!r}")  # fmt: skip
+        wrong.append(
+            f"{len(schedules)} schedules need {len(schedules) - 1} boundaries, each larger than the one before, "
+            f"but boundaries is {boundaries!r}"
+        )
     if wrong:
         fix = "join([linear(0.0, 1e-3, 100), cosine(1e-3, 900)], [100])"
         raise VfnError(report("join", "these schedules cannot be joined", wrong, fix))
@@ -163,5 +165,8 @@ def _check_lengths(where: str, warmup: int | None, steps: int, decay: int | None
     if not 0 <= warmup < steps:
         raise VfnError(report(where, f"needed is 0 <= warmup < steps, but warmup={warmup} and steps={steps}"))
     if decay is not None and not 0 < decay <= steps - warmup:
-        raise VfnError(report(where, f"needed is 0 < decay <= steps - warmup, but decay={decay}, warmup={warmup} and "
-                              f"steps={steps}"))  # fmt: skip
+        raise VfnError(
+            report(
+                where, f"needed is 0 < decay <= steps - warmup, but decay={decay}, warmup={warmup} and steps={steps}"
+            )
+        )

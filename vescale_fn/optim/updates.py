@@ -25,9 +25,14 @@ def apply_updates(params: Any, updates: Any) -> Any:
     wrong = [i for i in moved if getattr(updates[i], "shape", None) != leaves[i].shape]
     if wrong:
         paths = tree.paths(params, "params")
-        raise VfnError(report("apply_updates", "the updates do not fit the parameters",
-                              [f"{paths[i]} is {described(leaves[i])}, its update {described(updates[i])}" for i in wrong],
-                              "the updates that opt.update(grads, state, params) returns for these params"))  # fmt: skip
+        raise VfnError(
+            report(
+                "apply_updates",
+                "the updates do not fit the parameters",
+                [f"{paths[i]} is {described(leaves[i])}, its update {described(updates[i])}" for i in wrong],
+                "the updates that opt.update(grads, state, params) returns for these params",
+            )
+        )
     if moved:
         params, updates = ([x[i] for i in moved] for x in (leaves, updates))
         (sums,) = each(lambda param, update: (param + update,), params, updates)

@@ -44,8 +44,13 @@ def debug_print(form: str, *args: Any, **kwargs: Any) -> None:
     the sum is 3.0
     """
     if not isinstance(form, str):
-        raise TransformError(report("debug_print", f"the first argument must be a text, but it is {short(form)}",
-                                    fix='vfn.debug_print("loss {}", loss)'))  # fmt: skip
+        raise TransformError(
+            report(
+                "debug_print",
+                f"the first argument must be a text, but it is {short(form)}",
+                fix='vfn.debug_print("loss {}", loss)',
+            )
+        )
     leaves, treedef = tree.flatten((args, kwargs))
     with torch.no_grad(), torch_internals.no_torch_function():
         leaves = [_seen(x) for x in leaves]
@@ -94,9 +99,14 @@ class _Print:
         try:
             return self.form.format(*args, **kwargs)
         except (IndexError, KeyError, ValueError, TypeError) as error:
-            raise TransformError(report("debug_print", f"the form {self.form!r} does not fit the values", [str(error)],
-                                        '"{}" for each value, "{name}" for one by name; "{:.3f}" for a 0-d tensor')
-                                 ) from None  # fmt: skip
+            raise TransformError(
+                report(
+                    "debug_print",
+                    f"the form {self.form!r} does not fit the values",
+                    [str(error)],
+                    '"{}" for each value, "{name}" for one by name; "{:.3f}" for a 0-d tensor',
+                )
+            ) from None
 
 
 _HERE = object()

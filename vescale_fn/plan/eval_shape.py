@@ -54,8 +54,9 @@ def eval_shape(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return _shapes(f, args, kwargs, "eval_shape")
     except Unrecordable as why:
-        raise TransformError(report("eval_shape", _reason(why), fix="the function itself, as its shapes may depend on "
-                                    "values")) from None  # fmt: skip
+        raise TransformError(
+            report("eval_shape", _reason(why), fix="the function itself, as its shapes may depend on values")
+        ) from None
 
 
 def _shapes(f: Callable[..., Any], args: Any, kwargs: Any, where: str) -> Any:
@@ -163,6 +164,12 @@ def _fitting(spec: Any, shapes: Any, axes: Mapping[str, int], placed: bool) -> A
             failures += [f"{what}: {problem}" for problem in wrong]
     if failures:
         of = f" on the {mesh_text(axes)}" if placed else ""
-        raise SpecError(report("init", f"the specs do not fit the results{of}", failures,
-                               "the axes of the mesh, each at most once, at most one entry a dim"))  # fmt: skip
+        raise SpecError(
+            report(
+                "init",
+                f"the specs do not fit the results{of}",
+                failures,
+                "the axes of the mesh, each at most once, at most one entry a dim",
+            )
+        )
     return tree.unflatten(treedef, specs)

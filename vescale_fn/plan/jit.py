@@ -111,8 +111,14 @@ def jit(
     """
     if f is ...:
         return functools.partial(  # type: ignore[return-value]
-            jit, donate_argnums=donate_argnums, static_argnums=static_argnums, out_specs=out_specs, backend=backend,
-            cuda_graph=cuda_graph, passes=passes)  # fmt: skip
+            jit,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+            out_specs=out_specs,
+            backend=backend,
+            cuda_graph=cuda_graph,
+            passes=passes,
+        )
     checked_function(f, "jit")
     donated, static = _places(f, donate_argnums, "donate_argnums"), _places(f, static_argnums, "static_argnums")
     return Jitted(
@@ -138,29 +144,44 @@ def _places(f: Callable[..., Any], argnums: Any, name: str) -> tuple[int, ...]:
     found = tuple(argnums) if isinstance(argnums, (tuple, list)) else (argnums,)
     wrong = [n for n in found if type(n) is not int]
     if wrong:
-        raise TransformError(report("jit", f"{name} must be an int or a tuple of ints, the places of arguments, but it is "
-                                    f"{short(argnums)}", fix=f"{name}=0 for the first argument"))  # fmt: skip
+        raise TransformError(
+            report(
+                "jit",
+                f"{name} must be an int or a tuple of ints, the places of arguments, but it is {short(argnums)}",
+                fix=f"{name}=0 for the first argument",
+            )
+        )
     count = positional(f)
     if count is not None and (wrong := [n for n in found if not -count <= n < count]):
         takes = "one argument" if count == 1 else f"{count} arguments"
-        raise TransformError(report("jit", f"{name} names the place {wrong[0]}, but {getattr(f, '__name__', short(f))} takes "
-                                    f"{takes} by position", fix=f"places from {-count} to {count - 1}" if count else
-                                    f"no {name}"))  # fmt: skip
+        raise TransformError(
+            report(
+                "jit",
+                f"{name} names the place {wrong[0]}, but {getattr(f, '__name__', short(f))} takes {takes} by position",
+                fix=f"places from {-count} to {count - 1}" if count else f"no {name}",
+            )
+        )
     return found
 
 
 class Jitted:
     """A function that records itself once and then replays its plan; made by `jit`."""
 
-    def __init__(self, f: Callable[..., Any], donated: tuple[int, ...], static: tuple[int, ...], out_specs: Any,
-                 how: Backend, passes: tuple[Pass, ...]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        donated: tuple[int, ...],
+        static: tuple[int, ...],
+        out_specs: Any,
+        how: Backend,
+        passes: tuple[Pass, ...],
+    ) -> None:
         functools.update_wrapper(self, f)
         self._f, self._donated, self._static, self._out_specs = f, donated, static, out_specs
         self._how, self._passes = how, (*passes, *how.passes)
         self._name = getattr(f, "__name__", type(f).__name__)
-        self._plans: OrderedDict[Any, Plan | value_guards.Fork | None] = (
-            OrderedDict()
-        )  # None: the function runs as written
+        # None: the function runs as written
+        self._plans: OrderedDict[Any, Plan | value_guards.Fork | None] = OrderedDict()
         self._hits = self._records = self._as_written = 0
         self._last: tuple[Any, str] = (None, "")
         self._said: set[str] = set()
@@ -181,8 +202,10 @@ class Jitted:
                 return laid_out(out, self._out_specs)
             call = Call(self._f, args, kwargs, self._static, self._donated)
             if call.follows_gradients():
-                self._say("an argument requires gradients, which a replay would not follow",
-                          "vfn.grad around the jit, or in it; or x.detach()")  # fmt: skip
+                self._say(
+                    "an argument requires gradients, which a replay would not follow",
+                    "vfn.grad around the jit, or in it; or x.detach()",
+                )
                 return self._run(None, call)
             plan = self._known(call)
             if plan is not _NEW:
@@ -291,10 +314,15 @@ class Jitted:
         self._last = (call.key, reason)
         self._records += plan is not None
         if plan is not None and self._records == OFTEN:
-            source_lines.warn(report("jit", f"{self._name} has been recorded {OFTEN} times, which costs more than it saves",
-                              [f"the last time because {reason}"],
-                              "arguments of the same shapes and layouts (pad the last batch); a float or a tensor for an int "
-                              "that changes"))  # fmt: skip
+            source_lines.warn(
+                report(
+                    "jit",
+                    f"{self._name} has been recorded {OFTEN} times, which costs more than it saves",
+                    [f"the last time because {reason}"],
+                    "arguments of the same shapes and layouts (pad the last batch); a float or a tensor for an int "
+                    "that changes",
+                )
+            )
         self._plans[call.key] = value_guards.grown(self._plans.get(call.key), call.guards, plan)
         if len(self._plans) > CACHE_SIZE:
             self._plans.popitem(last=False)

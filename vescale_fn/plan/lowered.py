@@ -44,9 +44,15 @@ class Lowered:
         tanh = tanh(mm)     f32[3,2]
     """
 
-    def __init__(self, graph: fx.Graph, name: str, inputs: Sequence[tuple[str, str]] = (),
-                 outputs: Sequence[tuple[str, str]] = (), donated: Iterable[int] = (),
-                 recorded: Lowered | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        graph: fx.Graph,
+        name: str,
+        inputs: Sequence[tuple[str, str]] = (),
+        outputs: Sequence[tuple[str, str]] = (),
+        donated: Iterable[int] = (),
+        recorded: Lowered | None = None,
+    ) -> None:
         self.graph, self.name, self.inputs, self.outputs = graph, name, tuple(inputs), tuple(outputs)
         self.donated, self.recorded = frozenset(donated), recorded
 

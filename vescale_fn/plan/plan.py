@@ -35,8 +35,15 @@ class Plan:
     It can be called once `improve` has been.
     """
 
-    def __init__(self, recorded: Recorded, leaves: Sequence[Any], captured: Captured, names: Sequence[str],
-                 donated: Sequence[int], how: Backend) -> None:  # fmt: skip
+    def __init__(
+        self,
+        recorded: Recorded,
+        leaves: Sequence[Any],
+        captured: Captured,
+        names: Sequence[str],
+        donated: Sequence[int],
+        how: Backend,
+    ) -> None:
         self.recorded, self.captured, self.names = recorded, captured, names
         self.types = [leaves_.described(x) for x in leaves]
         self._said = [f"{name} ({kind})" for name, kind in zip(names, self.types, strict=True)]
@@ -132,8 +139,14 @@ class Plan:
         outputs = [("", made.text(nodes)) for made in outs]  # type: ignore[arg-type]
         places = [i for i, _ in self._take]
         inputs = [(self.names[i], self.types[i]) for i in places]
-        return Lowered(self.graph, name, inputs, outputs, [places.index(i) for i in self.donated],
-                       Lowered(self.recorded.graph, name))  # fmt: skip
+        return Lowered(
+            self.graph,
+            name,
+            inputs,
+            outputs,
+            [places.index(i) for i in self.donated],
+            Lowered(self.recorded.graph, name),
+        )
 
     def _tell_where(self, error: Exception) -> None:
         """Add the user's line to an error of a replay."""

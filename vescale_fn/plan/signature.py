@@ -34,8 +34,14 @@ class Call:
 
     guards: Sequence[Guard] = ()
 
-    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], static: Sequence[int],
-                 donated: Sequence[int]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        static: Sequence[int],
+        donated: Sequence[int],
+    ) -> None:
         self.f, self.args, self.kwargs = f, args, kwargs
         self._donated, self._static, fixed = donated, (), ()
         if static:
@@ -89,11 +95,19 @@ class Call:
         """What is said where the key has no hash."""
         named = zip(self.names(), self.leaves, strict=True)
         failures = [f"{name} is {described(x)}" for name, x in named if not _is_hashable(leaves_.signature(x))]
-        failures += [f"args[{n}], which is static, is {described(self.args[n])}" for n in self._static
-                     if not _is_hashable(self.args[n])]  # fmt: skip
-        return TransformError(report("jit", "arguments are trees of tensors and of hashable Python values", failures,
-                                     "torch.as_tensor(x) for numbers; a tuple for a list of settings; what never changes, "
-                                     "closed over"))  # fmt: skip
+        failures += [
+            f"args[{n}], which is static, is {described(self.args[n])}"
+            for n in self._static
+            if not _is_hashable(self.args[n])
+        ]
+        return TransformError(
+            report(
+                "jit",
+                "arguments are trees of tensors and of hashable Python values",
+                failures,
+                "torch.as_tensor(x) for numbers; a tuple for a list of settings; what never changes, closed over",
+            )
+        )
 
 
 def _is_hashable(x: Any) -> bool:

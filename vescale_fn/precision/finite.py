@@ -111,9 +111,14 @@ def _added_up_in_body(leaves: Sequence[Any], one: Callable[[Any], Any], where: s
     body = context.body()
     assert body is not None
     if not body.check:
-        raise TransformError(report(where, "in a shard_map body whose types are not checked nothing tells which ranks hold "
-                                    "blocks of one value, and which the same", fix=f"check_vma=True; or {where} of the "
-                                    "arrays, outside of the body"))  # fmt: skip
+        raise TransformError(
+            report(
+                where,
+                "in a shard_map body whose types are not checked nothing tells which ranks hold "
+                "blocks of one value, and which the same",
+                fix=f"check_vma=True; or {where} of the arrays, outside of the body",
+            )
+        )
     numbers = [one(x) for x in leaves]
     varying = [tensor_types.typeof(x, body.axes).varying for x in numbers]
     axes = frozenset[str]().union(*varying)

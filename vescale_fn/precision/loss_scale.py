@@ -22,8 +22,9 @@ class ScaledState(NamedTuple):
     inner: Any
 
 
-def scaled(opt: Optimizer, initial: float = 2.0**15, period: int = 2000, factor: float = 2.0,
-           least: float = 1.0) -> Optimizer:  # fmt: skip
+def scaled(
+    opt: Optimizer, initial: float = 2.0**15, period: int = 2000, factor: float = 2.0, least: float = 1.0
+) -> Optimizer:
     """An optimiser of the gradients of ``loss * state.scale``, which finds the scale as it goes.
 
     Gradients are divided by the scale. Where a number of them is not finite nothing changes but the scale, which goes down;

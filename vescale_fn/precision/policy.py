@@ -18,11 +18,18 @@ from .._core.base.user_calls import checked_function
 from ..optim.masks import by_path
 
 _DTYPES = {
-    "f16": torch.float16, "float16": torch.float16, "half": torch.float16,
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
-    "f32": torch.float32, "float32": torch.float32, "float": torch.float32,
-    "f64": torch.float64, "float64": torch.float64, "double": torch.float64,
-}  # fmt: skip
+    "f16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "f32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "f64": torch.float64,
+    "float64": torch.float64,
+    "double": torch.float64,
+}
 _FIELDS = ("params", "compute", "reduce", "output")
 
 
@@ -117,8 +124,15 @@ class Policy:
         return run
 
 
-def policy(text: str = "", *, params: Any = None, compute: Any = None, reduce: Any = None, output: Any = None,
-           rules: Sequence[tuple[str, Any]] = ()) -> Policy:  # fmt: skip
+def policy(
+    text: str = "",
+    *,
+    params: Any = None,
+    compute: Any = None,
+    reduce: Any = None,
+    output: Any = None,
+    rules: Sequence[tuple[str, Any]] = (),
+) -> Policy:
     """Which dtype is for what.
 
     Args:

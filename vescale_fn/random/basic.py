@@ -20,8 +20,9 @@ from .streams import pieces
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
-def bits(key: Key, shape: Shape = (), dtype: torch.dtype = torch.uint32, *, spec: P | None = None,
-         mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def bits(
+    key: Key, shape: Shape = (), dtype: torch.dtype = torch.uint32, *, spec: P | None = None, mesh: Any = None
+) -> torch.Tensor:
     """Draw random bits.
 
     Args:
@@ -49,8 +50,16 @@ def bits(key: Key, shape: Shape = (), dtype: torch.dtype = torch.uint32, *, spec
     return drawn("random.bits", key, Draw("bits", shape_of(shape, "random.bits"), dtype), spec, mesh)
 
 
-def uniform(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, minval: Any = 0.0, maxval: Any = 1.0, *,
-            spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def uniform(
+    key: Key,
+    shape: Shape = (),
+    dtype: torch.dtype = torch.float32,
+    minval: Any = 0.0,
+    maxval: Any = 1.0,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw uniform numbers in [minval, maxval).
 
     In bfloat16 there are only 128 different ones on [0, 1), in float16 1024: for initial weights draw float32 and cast.
@@ -88,8 +97,9 @@ def uniform(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, min
     return elementwise_draws.between(unit, low, high)
 
 
-def normal(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None,
-           mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def normal(
+    key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None, mesh: Any = None
+) -> torch.Tensor:
     """Draw from the standard normal distribution.
 
     A draw in bfloat16 has only 128 different values: for initial weights draw float32 and cast.
@@ -124,8 +134,9 @@ def normal(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, s
     return torch.complex(real, imaginary) / math.sqrt(2)
 
 
-def bernoulli(key: Key, p: Any = 0.5, shape: Shape | None = None, mode: str = "low", *, spec: P | None = None,
-              mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def bernoulli(
+    key: Key, p: Any = 0.5, shape: Shape | None = None, mode: str = "low", *, spec: P | None = None, mesh: Any = None
+) -> torch.Tensor:
     """Draw booleans that are true with probability p.
 
     Args:
@@ -170,8 +181,16 @@ def bernoulli(key: Key, p: Any = 0.5, shape: Shape | None = None, mode: str = "l
     return fine * 2.0 ** -elementwise_draws.FLOATS[dtype][0] < p - coarse
 
 
-def randint(key: Key, shape: Shape, minval: Any, maxval: Any, dtype: torch.dtype = torch.int32, *,
-            spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def randint(
+    key: Key,
+    shape: Shape,
+    minval: Any,
+    maxval: Any,
+    dtype: torch.dtype = torch.int32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw integers in [minval, maxval); minval alone where that is empty.
 
     Args:

@@ -17,8 +17,9 @@ from .sharded import Draw, drawn
 from .streams import pieces
 
 
-def exponential(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None,
-                mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def exponential(
+    key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None, mesh: Any = None
+) -> torch.Tensor:
     """Draw from the exponential distribution of rate 1.
 
     Args:
@@ -48,8 +49,9 @@ def exponential(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32,
     )
 
 
-def laplace(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None,
-            mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def laplace(
+    key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None, mesh: Any = None
+) -> torch.Tensor:
     """Draw from the Laplace distribution of mean 0 and scale 1.
 
     Args:
@@ -77,8 +79,9 @@ def laplace(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, 
     return drawn("random.laplace", key, Draw("laplace", shape_of(shape, "random.laplace"), dtype), spec, mesh)
 
 
-def logistic(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None,
-             mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def logistic(
+    key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None, mesh: Any = None
+) -> torch.Tensor:
     """Draw from the logistic distribution of mean 0 and scale 1.
 
     Args:
@@ -106,8 +109,9 @@ def logistic(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *,
     return drawn("random.logistic", key, Draw("logistic", shape_of(shape, "random.logistic"), dtype), spec, mesh)
 
 
-def cauchy(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None,
-mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def cauchy(
+    key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None, mesh: Any = None
+) -> torch.Tensor:
     """Draw from the Cauchy distribution of location 0 and scale 1.
 
     Args:
@@ -135,8 +139,15 @@ mesh: Any = None) -> torch.Tensor:  # fmt: skip
     return drawn("random.cauchy", key, Draw("cauchy", shape_of(shape, "random.cauchy"), dtype), spec, mesh)
 
 
-def gumbel(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, mode: str | None = None, *,
-           spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def gumbel(
+    key: Key,
+    shape: Shape = (),
+    dtype: torch.dtype = torch.float32,
+    mode: str | None = None,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from the Gumbel distribution of location 0 and scale 1.
 
     Args:
@@ -167,8 +178,15 @@ def gumbel(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, mode
     return gumbel_noise("random.gumbel", key, shape, dtype, mode, spec, mesh)
 
 
-def gumbel_noise(where: str, key: Key, shape: tuple[int, ...], dtype: torch.dtype, mode: str | None,
-                 spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def gumbel_noise(
+    where: str,
+    key: Key,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    mode: str | None,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """`gumbel` for other draws, all checked."""
     if mode != "high":
         return drawn(where, key, Draw("gumbel", shape, dtype), spec, mesh)
@@ -178,8 +196,9 @@ def gumbel_noise(where: str, key: Key, shape: tuple[int, ...], dtype: torch.dtyp
     return -float_ops.log(-float_ops.log1p(-torch.where(coarse >= 0.5, coarse, finer)))
 
 
-def rademacher(key: Key, shape: Shape = (), dtype: torch.dtype = torch.int32, *, spec: P | None = None,
-               mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def rademacher(
+    key: Key, shape: Shape = (), dtype: torch.dtype = torch.int32, *, spec: P | None = None, mesh: Any = None
+) -> torch.Tensor:
     """Draw 1 or -1, each with probability 1/2.
 
     Args:
@@ -209,9 +228,16 @@ def rademacher(key: Key, shape: Shape = (), dtype: torch.dtype = torch.int32, *,
     return drawn("random.rademacher", key, Draw("rademacher", shape_of(shape, "random.rademacher"), dtype), spec, mesh)
 
 
-def truncated_normal(key: Key, lower: Any, upper: Any, shape: Shape | None = None,
-                     dtype: torch.dtype = torch.float32, *, spec: P | None = None,
-                     mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def truncated_normal(
+    key: Key,
+    lower: Any,
+    upper: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from the standard normal distribution between two bounds.
 
     Args:
@@ -254,8 +280,15 @@ def truncated_normal(key: Key, lower: Any, upper: Any, shape: Shape | None = Non
     return torch.minimum(torch.maximum(float_ops.erfinv(u) * root, least), most)
 
 
-def pareto(key: Key, b: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
-           spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def pareto(
+    key: Key,
+    b: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from the Pareto distribution of scale 1 and shape b.
 
     Args:
@@ -289,8 +322,15 @@ def pareto(key: Key, b: Any, shape: Shape | None = None, dtype: torch.dtype = to
     return float_ops.exp(x / b)
 
 
-def rayleigh(key: Key, scale: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
-             spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def rayleigh(
+    key: Key,
+    scale: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from the Rayleigh distribution.
 
     Args:
@@ -324,8 +364,15 @@ def rayleigh(key: Key, scale: Any, shape: Shape | None = None, dtype: torch.dtyp
     return float_ops.sqrt(float_ops.log(x) * -2) * scale
 
 
-def lognormal(key: Key, sigma: Any = 1.0, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
-              spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def lognormal(
+    key: Key,
+    sigma: Any = 1.0,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw numbers whose logarithms are normal, of mean 0 and standard deviation sigma.
 
     Args:
@@ -359,9 +406,16 @@ def lognormal(key: Key, sigma: Any = 1.0, shape: Shape | None = None, dtype: tor
     return float_ops.exp(x * sigma)
 
 
-def weibull_min(key: Key, scale: Any, concentration: Any, shape: Shape | None = None,
-                dtype: torch.dtype = torch.float32, *, spec: P | None = None,
-                mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def weibull_min(
+    key: Key,
+    scale: Any,
+    concentration: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from the Weibull distribution of minima.
 
     Args:
@@ -396,9 +450,17 @@ def weibull_min(key: Key, scale: Any, concentration: Any, shape: Shape | None = 
     return float_ops.power(x, 1 / concentration) * scale
 
 
-def triangular(key: Key, left: Any, mode: Any, right: Any, shape: Shape | None = None,
-               dtype: torch.dtype = torch.float32, *, spec: P | None = None,
-               mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def triangular(
+    key: Key,
+    left: Any,
+    mode: Any,
+    right: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from the triangular distribution.
 
     Args:
@@ -444,8 +506,9 @@ def _norms(where: str, key: Key, shape: tuple[int, ...], dtype: torch.dtype, spe
     return float_ops.sqrt(x * x + y * y + z * z)
 
 
-def maxwell(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None,
-            mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def maxwell(
+    key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None, mesh: Any = None
+) -> torch.Tensor:
     """Draw from the Maxwell distribution of scale 1: the length of a normal vector in space.
 
     Args:
@@ -473,8 +536,16 @@ def maxwell(key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, 
     return _norms("random.maxwell", key, shape_of(shape, "random.maxwell"), dtype, spec, mesh)
 
 
-def double_sided_maxwell(key: Key, loc: Any, scale: Any, shape: Shape = (), dtype: torch.dtype = torch.float32, *,
-                         spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def double_sided_maxwell(
+    key: Key,
+    loc: Any,
+    scale: Any,
+    shape: Shape = (),
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from the Maxwell distribution mirrored at zero, scaled and shifted.
 
     Args:
@@ -515,8 +586,15 @@ def double_sided_maxwell(key: Key, loc: Any, scale: Any, shape: Shape = (), dtyp
     return x * scale + loc
 
 
-def wald(key: Key, mean: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
-         spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def wald(
+    key: Key,
+    mean: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from the Wald (inverse Gaussian) distribution of shape parameter 1.
 
     Args:

@@ -21,8 +21,9 @@ from .sharded_rejection import sampled
 from .streams import pieces
 
 
-def _rounds(where: str, key: Key, kind: str, shape: tuple[int, ...], params: Sequence[torch.Tensor], spec: P | None,
-            mesh: Any) -> torch.Tensor:  # fmt: skip
+def _rounds(
+    where: str, key: Key, kind: str, shape: tuple[int, ...], params: Sequence[torch.Tensor], spec: P | None, mesh: Any
+) -> torch.Tensor:
     """How many rounds of trials a whole draw takes: one number, for which the ranks take one maximum."""
     if not math.prod(shape):
         return torch.zeros((), dtype=torch.int32)
@@ -35,8 +36,15 @@ def _as_tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
     return value.to(dtype) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
 
 
-def geometric(key: Key, p: Any, shape: Shape | None = None, dtype: torch.dtype = torch.int32, *,
-              spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def geometric(
+    key: Key,
+    p: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.int32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw how many trials, each a success with probability p, it takes up to the first success.
 
     Args:
@@ -74,8 +82,15 @@ def geometric(key: Key, p: Any, shape: Shape | None = None, dtype: torch.dtype =
     return elementwise_draws.as_integers(((float_ops.log(u) / float_ops.log1p(-p)).floor() + 1).detach(), dtype)
 
 
-def poisson(key: Key, lam: Any, shape: Shape | None = None, dtype: torch.dtype = torch.int32, *,
-            spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def poisson(
+    key: Key,
+    lam: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.int32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from the Poisson distribution.
 
     From a rate of 10 on, a number depends, as JAX's does, on how many rounds of trials the whole draw takes: on a mesh
@@ -117,14 +132,30 @@ def poisson(key: Key, lam: Any, shape: Shape | None = None, dtype: torch.dtype =
     return sampled(where, key, Draw("poisson", shape, dtype), (rate, rounds), spec, mesh)
 
 
-def _binomials(where: str, key: Key, n: torch.Tensor, p: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype,
-               spec: P | None, mesh: Any) -> torch.Tensor:  # fmt: skip
+def _binomials(
+    where: str,
+    key: Key,
+    n: torch.Tensor,
+    p: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    spec: P | None,
+    mesh: Any,
+) -> torch.Tensor:
     rounds = _rounds(where, key, "binomial_rounds", shape, (n, p), spec, mesh)
     return sampled(where, key, Draw("binomial", shape, dtype), (n, p, rounds), spec, mesh)
 
 
-def binomial(key: Key, n: Any, p: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
-             spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def binomial(
+    key: Key,
+    n: Any,
+    p: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw how many of n trials, each a success with probability p, are successes.
 
     Where n * p (or n * (1 - p)) is above 10, a number depends, as JAX's does, on how many rounds of trials the whole
@@ -168,8 +199,16 @@ def binomial(key: Key, n: Any, p: Any, shape: Shape | None = None, dtype: torch.
     return _binomials(where, key, n, p, shape, dtype, spec, mesh)
 
 
-def multinomial(key: Key, n: Any, p: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
-                spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def multinomial(
+    key: Key,
+    n: Any,
+    p: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw how n trials, each with one outcome out of several, fall.
 
     Args:
@@ -208,8 +247,9 @@ def multinomial(key: Key, n: Any, p: Any, shape: Shape | None = None, dtype: tor
     left = _as_tensor(n, p.dtype)
     check_broadcast(where, "n", left, shape[:-1])
     if spec is not None and len(spec) == len(shape) and spec[-1] is not None:
-        raise RandomError(report(where, f"the outcomes cannot be split, but the spec is {spec!r}",
-                                 fix=f"spec={P(*spec[:-1])!r}"))  # fmt: skip
+        raise RandomError(
+            report(where, f"the outcomes cannot be split, but the spec is {spec!r}", fix=f"spec={P(*spec[:-1])!r}")
+        )
     rest = None if spec is None else P(*spec[: len(shape) - 1])
     columns = p.unbind(-1)
     above = [columns[-1]]

@@ -111,8 +111,11 @@ def _place_in_body(x: torch.Tensor, spec: Any) -> tuple[Any, tuple[int, ...]]:
     """This rank's rectangle of the global mask, and the global shape."""
     body = context.body()
     if body is None:
-        raise RandomError(report("random.dropout", f"spec={spec!r} outside of a shard_map body",
-                                 fix="no spec: the mask lies as x does"))  # fmt: skip
+        raise RandomError(
+            report(
+                "random.dropout", f"spec={spec!r} outside of a shard_map body", fix="no spec: the mask lies as x does"
+            )
+        )
     rows = split_axes(spec, x.ndim) if isinstance(spec, P) and len(spec) <= x.ndim else ((),) * x.ndim
     axes = axes_of(body.mesh)
     sizes = [math.prod(axes.get(name, 1) for name in row) for row in rows]

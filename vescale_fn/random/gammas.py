@@ -16,8 +16,17 @@ from .sharded_rejection import sampled
 from .streams import pieces
 
 
-def draw_gammas(where: str, key: Key, kind: str, name: str, a: Any, shape: tuple[int, ...], dtype: torch.dtype,
-                spec: P | None, mesh: Any) -> torch.Tensor:  # fmt: skip
+def draw_gammas(
+    where: str,
+    key: Key,
+    kind: str,
+    name: str,
+    a: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    spec: P | None,
+    mesh: Any,
+) -> torch.Tensor:
     """Gamma numbers, or their logarithms (`kind`), of concentration `a`, which messages call `name`."""
     tensor = isinstance(a, torch.Tensor)
     a = a.to(dtype) if tensor else torch.tensor(a, dtype=dtype)
@@ -30,8 +39,15 @@ def draw_gammas(where: str, key: Key, kind: str, name: str, a: Any, shape: tuple
     return float_ops.implicit(x, a.expand(x.shape), kind == "loggamma")
 
 
-def gamma(key: Key, a: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *, spec: P | None = None,
-          mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def gamma(
+    key: Key,
+    a: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from the gamma distribution of scale 1.
 
     Args:
@@ -64,8 +80,15 @@ def gamma(key: Key, a: Any, shape: Shape | None = None, dtype: torch.dtype = tor
     return draw_gammas(where, key, "gamma", "a", a, shape, dtype, spec, mesh)
 
 
-def loggamma(key: Key, a: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
-             spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def loggamma(
+    key: Key,
+    a: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw numbers whose exp has the gamma distribution of scale 1.
 
     For small a, where gamma numbers are too small to be told from 0, their logarithms still are numbers.
@@ -100,8 +123,16 @@ def loggamma(key: Key, a: Any, shape: Shape | None = None, dtype: torch.dtype = 
     return draw_gammas(where, key, "loggamma", "a", a, shape, dtype, spec, mesh)
 
 
-def beta(key: Key, a: Any, b: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
-         spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def beta(
+    key: Key,
+    a: Any,
+    b: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from the beta distribution.
 
     Args:
@@ -139,13 +170,21 @@ def beta(key: Key, a: Any, b: Any, shape: Shape | None = None, dtype: torch.dtyp
     return x / (x + y)
 
 
-def _chisquares(where: str, key: Key, name: str, df: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: P | None,
-                mesh: Any) -> torch.Tensor:  # fmt: skip
+def _chisquares(
+    where: str, key: Key, name: str, df: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: P | None, mesh: Any
+) -> torch.Tensor:
     return float_ops.exp(draw_gammas(where, key, "loggamma", name, df / 2, shape, dtype, spec, mesh)) * 2
 
 
-def chisquare(key: Key, df: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
-              spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def chisquare(
+    key: Key,
+    df: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from the chi-square distribution.
 
     Args:
@@ -177,8 +216,15 @@ def chisquare(key: Key, df: Any, shape: Shape | None = None, dtype: torch.dtype 
     return _chisquares(where, key, "df", df, shape, dtype, spec, mesh)
 
 
-def t(key: Key, df: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *, spec: P | None = None,
-      mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def t(
+    key: Key,
+    df: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from Student's t distribution.
 
     Args:
@@ -214,8 +260,16 @@ def t(key: Key, df: Any, shape: Shape | None = None, dtype: torch.dtype = torch.
     return n * float_ops.sqrt(half / g)
 
 
-def f(key: Key, dfnum: Any, dfden: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
-      spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def f(
+    key: Key,
+    dfnum: Any,
+    dfden: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from the F distribution.
 
     Args:
@@ -253,8 +307,9 @@ def f(key: Key, dfnum: Any, dfden: Any, shape: Shape | None = None, dtype: torch
     return (over / dfnum) / (under / dfden)
 
 
-def draw_generalized_normals(where: str, key: Key, p: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: P | None,
-                             mesh: Any) -> torch.Tensor:  # fmt: skip
+def draw_generalized_normals(
+    where: str, key: Key, p: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: P | None, mesh: Any
+) -> torch.Tensor:
     """Numbers of density in proportion to exp(-|x|**p)."""
     key_g, key_r = pieces(key)
     g = draw_gammas(where, key_g, "gamma", "p", 1 / p, shape, dtype, spec, mesh)
@@ -262,8 +317,9 @@ def draw_generalized_normals(where: str, key: Key, p: Any, shape: tuple[int, ...
     return drawn(where, key_r, Draw("rademacher", shape, dtype), spec, mesh) * float_ops.power(g, exponent)
 
 
-def generalized_normal(key: Key, p: Any, shape: Shape = (), dtype: torch.dtype = torch.float32, *,
-                       spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def generalized_normal(
+    key: Key, p: Any, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None, mesh: Any = None
+) -> torch.Tensor:
     """Draw from the generalized normal distribution, whose density is in proportion to exp(-|x|**p).
 
     Args:

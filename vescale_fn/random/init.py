@@ -37,8 +37,9 @@ DISTRIBUTIONS = ("truncated_normal", "normal", "uniform")
 TRUNCATED = 0.87962566103423978  # the standard deviation of a standard normal between -2 and 2
 
 
-def zeros(key: Any, shape: Shape, dtype: torch.dtype = torch.float32, *, spec: P | None = None,
-          mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def zeros(
+    key: Any, shape: Shape, dtype: torch.dtype = torch.float32, *, spec: P | None = None, mesh: Any = None
+) -> torch.Tensor:
     """Zeros; the key is not looked at.
 
     Args:
@@ -59,8 +60,9 @@ def zeros(key: Any, shape: Shape, dtype: torch.dtype = torch.float32, *, spec: P
     return _filled("random.init.zeros", 0, key, shape, dtype, spec, mesh)
 
 
-def ones(key: Any, shape: Shape, dtype: torch.dtype = torch.float32, *, spec: P | None = None,
-         mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def ones(
+    key: Any, shape: Shape, dtype: torch.dtype = torch.float32, *, spec: P | None = None, mesh: Any = None
+) -> torch.Tensor:
     """Ones; otherwise as `zeros`.
 
     >>> import vescale_fn as vfn
@@ -80,8 +82,9 @@ def constant(value: float, dtype: torch.dtype = torch.float32) -> Initializer:
     where, default = "random.init.constant", dtype
     value = number(value, where, "value")
 
-    def init(key: Any, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None,
-             mesh: Any = None) -> torch.Tensor:  # fmt: skip
+    def init(
+        key: Any, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None, mesh: Any = None
+    ) -> torch.Tensor:
         return _filled(where, value, key, shape, default if dtype is None else dtype, spec, mesh)
 
     return init
@@ -107,8 +110,9 @@ def normal(stddev: float = 1e-2, dtype: torch.dtype = torch.float32) -> Initiali
     return _scaled("random.init.normal", "normal", (), "stddev", stddev, dtype)
 
 
-def truncated_normal(stddev: float = 1e-2, dtype: torch.dtype = torch.float32, lower: float = -2.0,
-                     upper: float = 2.0) -> Initializer:  # fmt: skip
+def truncated_normal(
+    stddev: float = 1e-2, dtype: torch.dtype = torch.float32, lower: float = -2.0, upper: float = 2.0
+) -> Initializer:
     """An initialiser that draws normal numbers between `lower` and `upper`, then multiplies them by stddev.
 
     stddev is that before the truncation.
@@ -124,9 +128,17 @@ def truncated_normal(stddev: float = 1e-2, dtype: torch.dtype = torch.float32, l
     return _scaled(where, "truncated_normal", (lower, upper), "stddev", stddev, dtype)
 
 
-def variance_scaling(scale: float, mode: str, distribution: str, in_axis: Axes = -2, out_axis: Axes = -1,
-                     batch_axis: Axes = (), dtype: torch.dtype = torch.float32, *,
-                     where: str = "random.init.variance_scaling") -> Initializer:  # fmt: skip
+def variance_scaling(
+    scale: float,
+    mode: str,
+    distribution: str,
+    in_axis: Axes = -2,
+    out_axis: Axes = -1,
+    batch_axis: Axes = (),
+    dtype: torch.dtype = torch.float32,
+    *,
+    where: str = "random.init.variance_scaling",
+) -> Initializer:
     """An initialiser that draws numbers of mean 0 and variance ``scale / n``, n as many as `mode` says.
 
     Args:
@@ -157,8 +169,9 @@ def variance_scaling(scale: float, mode: str, distribution: str, in_axis: Axes =
     one_of(distribution, DISTRIBUTIONS, where, "distribution")
     scale, default = number(scale, where, "scale"), dtype
 
-    def init(key: Key, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None,
-             mesh: Any = None) -> torch.Tensor:  # fmt: skip
+    def init(
+        key: Key, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None, mesh: Any = None
+    ) -> torch.Tensor:
         dtype = default if dtype is None else dtype
         key = checked(key, where)
         need(dtype, elementwise_draws.FLOATS, where)
@@ -183,8 +196,9 @@ def variance_scaling(scale: float, mode: str, distribution: str, in_axis: Axes =
 def _family(name: str, scale: float, mode: str, distribution: str, source: str) -> Callable[..., Initializer]:
     where = f"random.init.{name}"
 
-    def factory(in_axis: Axes = -2, out_axis: Axes = -1, batch_axis: Axes = (),
-                dtype: torch.dtype = torch.float32) -> Initializer:  # fmt: skip
+    def factory(
+        in_axis: Axes = -2, out_axis: Axes = -1, batch_axis: Axes = (), dtype: torch.dtype = torch.float32
+    ) -> Initializer:
         return variance_scaling(scale, mode, distribution, in_axis, out_axis, batch_axis, dtype, where=where)
 
     factory.__name__ = factory.__qualname__ = name
@@ -237,8 +251,9 @@ def orthogonal(scale: float = 1.0, column_axis: int = -1, dtype: torch.dtype = t
     where, default = "random.init.orthogonal", dtype
     scale = number(scale, where, "scale")
 
-    def init(key: Key, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None,
-             mesh: Any = None) -> torch.Tensor:  # fmt: skip
+    def init(
+        key: Key, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None, mesh: Any = None
+    ) -> torch.Tensor:
         dtype, shape = default if dtype is None else dtype, shape_of(shape, where)
         if len(shape) < 2:
             raise RandomError(report(where, f"shape must have 2 dims or more, but it is {shape}"))
@@ -268,8 +283,9 @@ def delta_orthogonal(scale: float = 1.0, column_axis: int = -1, dtype: torch.dty
     where, default = "random.init.delta_orthogonal", dtype
     scale = number(scale, where, "scale")
 
-    def init(key: Key, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None,
-             mesh: Any = None) -> torch.Tensor:  # fmt: skip
+    def init(
+        key: Key, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None, mesh: Any = None
+    ) -> torch.Tensor:
         dtype, shape = default if dtype is None else dtype, shape_of(shape, where)
         if len(shape) not in (3, 4, 5):
             raise RandomError(report(where, f"shape must have 3, 4 or 5 dims, but it is {shape}"))
@@ -291,8 +307,9 @@ def _orthogonal(key: Key, shape: Sequence[int], column: int, scale: float, dtype
     return q.reshape(*rest, shape[column]).movedim(-1, column) * rounded(scale, dtype)
 
 
-def _filled(where: str, value: float, key: Any, shape: Shape, dtype: torch.dtype, spec: P | None,
-            mesh: Any) -> torch.Tensor:  # fmt: skip
+def _filled(
+    where: str, value: float, key: Any, shape: Shape, dtype: torch.dtype, spec: P | None, mesh: Any
+) -> torch.Tensor:
     shape = shape_of(shape, where)
     layout, body = laid_out(where, key, Draw("bits", shape, dtype), spec, mesh), context.body()
     home = layout[1] if layout else body.mesh if body else None
@@ -313,8 +330,9 @@ def _scaled(
 ) -> Initializer:
     scale = number(scale, where, name)
 
-    def init(key: Key, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None,
-             mesh: Any = None) -> torch.Tensor:  # fmt: skip
+    def init(
+        key: Key, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None, mesh: Any = None
+    ) -> torch.Tensor:
         dtype, key = default if dtype is None else dtype, checked(key, where)
         need(dtype, elementwise_draws.FLOATS, where)
         return drawn(where, key, Draw(kind, shape_of(shape, where), dtype, params), spec, mesh) * rounded(scale, dtype)
@@ -325,11 +343,17 @@ def _scaled(
 def fans(shape: Sequence[int], in_axis: Axes, out_axis: Axes, batch_axis: Axes, where: str) -> tuple[float, float]:
     """How many inputs an output has, and how many outputs an input has."""
     if len(shape) < 2 and in_axis == -2:
-        raise RandomError(report(where, f"a shape of {len(shape)} dims, {tuple(shape)}, has no dim of inputs",
-                                 fix="two dims or more, or in_axis=..."))  # fmt: skip
+        raise RandomError(
+            report(
+                where,
+                f"a shape of {len(shape)} dims, {tuple(shape)}, has no dim of inputs",
+                fix="two dims or more, or in_axis=...",
+            )
+        )
     names = {"in_axis": in_axis, "out_axis": out_axis, "batch_axis": batch_axis}
-    inputs, outputs, batch = (math.prod(shape[d] for d in dims(axis, len(shape), where, name))
-                              for name, axis in names.items())  # fmt: skip
+    inputs, outputs, batch = (
+        math.prod(shape[d] for d in dims(axis, len(shape), where, name)) for name, axis in names.items()
+    )
     if 0 in shape:
         return 0.0, 0.0
     kernel = math.prod(shape) / inputs / outputs / batch

@@ -38,10 +38,14 @@ def note(data: Any, where: str, kind: str = DRAW) -> None:
             _, first, there = before
             first_word, second = (word & 0xFFFFFFFF for word in bits)
             again = "again by" if first == where else "and by"
-            raise RandomError(report(
-                where, f"the key [{first_word}, {second}] was used before, so the numbers are not new ones",
-                [f"by {first} at {quoted(there)}", f"{again} {where} at {quoted(line)}"],
-                "k1, k2 = vfn.random.split(key), and each of them once; vfn.random.clone(key) where it is meant"))  # fmt: skip
+            raise RandomError(
+                report(
+                    where,
+                    f"the key [{first_word}, {second}] was used before, so the numbers are not new ones",
+                    [f"by {first} at {quoted(there)}", f"{again} {where} at {quoted(line)}"],
+                    "k1, k2 = vfn.random.split(key), and each of them once; vfn.random.clone(key) where it is meant",
+                )
+            )
         uses[bits] = (kind, where, line)
 
 

@@ -81,8 +81,10 @@ class Key:
     def __getitem__(self, index: Any) -> Key:
         self._need_dims("indexing")
         entries = index if isinstance(index, tuple) else (index,)
-        used = sum(i.ndim if isinstance(i, torch.Tensor) and i.dtype == torch.bool else i is not None and i is not ...
-                   for i in entries)  # fmt: skip
+        used = sum(
+            i.ndim if isinstance(i, torch.Tensor) and i.dtype == torch.bool else i is not None and i is not ...
+            for i in entries
+        )
         if used > self.ndim:
             raise IndexError(f"{used} indices for an array of keys of shape {self.shape}")
         return Key(self.data[(*entries, slice(None)) if any(i is ... for i in entries) else entries], self.impl)
@@ -93,15 +95,24 @@ class Key:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _ON_ARRAYS_OF_KEYS:
-            raise RandomError(report(
-                getattr(func, "__name__", "torch"), "torch's functions are not for keys, but for cat, stack, where and "
-                "broadcast_to", fix="vfn.random.key_data(key), its bits"))  # fmt: skip
+            raise RandomError(
+                report(
+                    getattr(func, "__name__", "torch"),
+                    "torch's functions are not for keys, but for cat, stack, where and broadcast_to",
+                    fix="vfn.random.key_data(key), its bits",
+                )
+            )
         return _ON_ARRAYS_OF_KEYS[func](*args, **kwargs or {})
 
     def _need_dims(self, what: str) -> None:
         if not self.ndim:
-            raise RandomError(report("Key", f"{what} needs an array of keys, but this is one key, of shape ()",
-                                     fix="k1, k2 = vfn.random.split(key)"))  # fmt: skip
+            raise RandomError(
+                report(
+                    "Key",
+                    f"{what} needs an array of keys, but this is one key, of shape ()",
+                    fix="k1, k2 = vfn.random.split(key)",
+                )
+            )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Key):
@@ -159,26 +170,50 @@ def _dim(dim: int, ndim: int) -> int:
 
 
 _ON_ARRAYS_OF_KEYS: dict[Any, Any] = {
-    torch.cat: _cat, torch.concat: _cat, torch.concatenate: _cat, torch.stack: _stack, torch.where: _where,
+    torch.cat: _cat,
+    torch.concat: _cat,
+    torch.concatenate: _cat,
+    torch.stack: _stack,
+    torch.where: _where,
     torch.broadcast_to: _broadcast_to,
-}  # fmt: skip
+}
 
 
 def _no_arithmetic(symbol: str) -> Any:
     def refuse(self: Key, *others: Any) -> Any:
-        raise RandomError(report(
-            "Key", f"`{symbol}` is not for keys: arithmetic would make keys whose streams overlap",
-            fix="vfn.random.split(key) for several keys, vfn.random.fold_in(key, i) for the i-th"))  # fmt: skip
+        raise RandomError(
+            report(
+                "Key",
+                f"`{symbol}` is not for keys: arithmetic would make keys whose streams overlap",
+                fix="vfn.random.split(key) for several keys, vfn.random.fold_in(key, i) for the i-th",
+            )
+        )
 
     return refuse
 
 
 for _symbol, _names in {
-    "+": "add radd iadd", "-": "sub rsub isub neg", "*": "mul rmul imul", "@": "matmul rmatmul",
-    "/": "truediv rtruediv", "//": "floordiv rfloordiv", "%": "mod rmod", "**": "pow rpow",
-    "^": "xor rxor", "&": "and rand", "|": "or ror", "~": "invert", "<<": "lshift rlshift", ">>": "rshift rrshift",
-    "<": "lt", "<=": "le", ">": "gt", ">=": "ge", "int()": "int index", "float()": "float",
-}.items():  # fmt: skip
+    "+": "add radd iadd",
+    "-": "sub rsub isub neg",
+    "*": "mul rmul imul",
+    "@": "matmul rmatmul",
+    "/": "truediv rtruediv",
+    "//": "floordiv rfloordiv",
+    "%": "mod rmod",
+    "**": "pow rpow",
+    "^": "xor rxor",
+    "&": "and rand",
+    "|": "or ror",
+    "~": "invert",
+    "<<": "lshift rlshift",
+    ">>": "rshift rrshift",
+    "<": "lt",
+    "<=": "le",
+    ">": "gt",
+    ">=": "ge",
+    "int()": "int index",
+    "float()": "float",
+}.items():
     for _name in _names.split():
         setattr(Key, f"__{_name}__", _no_arithmetic(_symbol))
 
@@ -209,12 +244,17 @@ def checked(key: Any, where: str, scalar: bool = True, use: str | None = key_reu
     Every public function that takes a key calls this once, first; in debug mode it notes the use that is made of it.
     """
     if not isinstance(key, Key):
-        raise RandomError(report(where, f"the first argument must be a key, but it is {described(key)}",
-                                 fix=_key_from(key)))  # fmt: skip
+        raise RandomError(
+            report(where, f"the first argument must be a key, but it is {described(key)}", fix=_key_from(key))
+        )
     if scalar and key.ndim:
-        raise RandomError(report(
-            where, f"it takes one key, but was given an array of keys of shape {key.shape}",
-            fix=f"key[0], or vfn.vmap(lambda key: vfn.random.{where.split('.')[-1]}(key, ...))(keys)"))  # fmt: skip
+        raise RandomError(
+            report(
+                where,
+                f"it takes one key, but was given an array of keys of shape {key.shape}",
+                fix=f"key[0], or vfn.vmap(lambda key: vfn.random.{where.split('.')[-1]}(key, ...))(keys)",
+            )
+        )
     if use is not None:
         key_reuse.note(key.data, where, use)
     return key
@@ -242,8 +282,9 @@ def shape_of(shape: Any, where: str, name: str = "shape") -> tuple[int, ...]:
         try:
             sizes.append(operator.index(size))
         except TypeError:
-            raise RandomError(report(where, f"{name} must be integers, but {name}={short(shape)} has "
-                                            f"{described(size)}")) from None  # fmt: skip
+            raise RandomError(
+                report(where, f"{name} must be integers, but {name}={short(shape)} has {described(size)}")
+            ) from None
     if any(size < 0 for size in sizes):
         raise RandomError(report(where, f"{name} must not be negative, but {name}={shape!r}"))
     return tuple(sizes)

@@ -22,8 +22,9 @@ from .sharded import Draw, drawn
 from .streams import pieces
 
 
-def _with_rows_whole(where: str, shape: tuple[int, ...], spec: P | None, mesh: Any,
-                     make: Callable[[P | None], torch.Tensor]) -> torch.Tensor:  # fmt: skip
+def _with_rows_whole(
+    where: str, shape: tuple[int, ...], spec: P | None, mesh: Any, make: Callable[[P | None], torch.Tensor]
+) -> torch.Tensor:
     """``make(spec)`` with the last dim, of the vectors' entries, whole on every rank, and split afterwards."""
     if spec is None or len(spec) < len(shape) or not split_axes(spec, len(shape))[-1]:
         return make(spec)
@@ -36,8 +37,12 @@ def _with_rows_whole(where: str, shape: tuple[int, ...], spec: P | None, mesh: A
     for name in names:
         n *= axes_of(body.mesh)[name]
     if shape[-1] % n:
-        raise RandomError(report(where, f"the entries of a vector are split {n} times by {names}, and {shape[-1]} % {n} "
-                                        f"= {shape[-1] % n}"))  # fmt: skip
+        raise RandomError(
+            report(
+                where,
+                f"the entries of a vector are split {n} times by {names}, and {shape[-1]} % {n} = {shape[-1] % n}",
+            )
+        )
     size = shape[-1] // n
     first = 0
     for name in names:
@@ -45,8 +50,15 @@ def _with_rows_whole(where: str, shape: tuple[int, ...], spec: P | None, mesh: A
     return vectors.index_select(-1, first * size + torch.arange(size, device=vectors.device))
 
 
-def dirichlet(key: Key, alpha: Any, shape: Shape | None = None, dtype: torch.dtype = torch.float32, *,
-              spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def dirichlet(
+    key: Key,
+    alpha: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from the Dirichlet distribution: vectors of positive numbers that add up to one.
 
     Args:
@@ -87,8 +99,16 @@ def dirichlet(key: Key, alpha: Any, shape: Shape | None = None, dtype: torch.dty
     return _with_rows_whole(where, full, spec, mesh, vectors)
 
 
-def ball(key: Key, d: int, p: Any = 2, shape: Shape = (), dtype: torch.dtype = torch.float32, *,
-         spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def ball(
+    key: Key,
+    d: int,
+    p: Any = 2,
+    shape: Shape = (),
+    dtype: torch.dtype = torch.float32,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw uniformly from the unit ball of the p-norm in d dimensions.
 
     Args:
@@ -136,9 +156,17 @@ def ball(key: Key, d: int, p: Any = 2, shape: Shape = (), dtype: torch.dtype = t
     return _with_rows_whole(where, (*shape, d), spec, mesh, vectors)
 
 
-def multivariate_normal(key: Key, mean: Any, cov: Any, shape: Shape | None = None, dtype: torch.dtype | None = None,
-                        method: str = "cholesky", *, spec: P | None = None,
-                        mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def multivariate_normal(
+    key: Key,
+    mean: Any,
+    cov: Any,
+    shape: Shape | None = None,
+    dtype: torch.dtype | None = None,
+    method: str = "cholesky",
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw normal vectors of a given mean and covariance.
 
     Args:
@@ -172,8 +200,11 @@ def multivariate_normal(key: Key, mean: Any, cov: Any, shape: Shape | None = Non
     one_of(method, ("cholesky", "eigh", "svd"), where, "method")
     n = mean.shape[-1] if mean.ndim else 0
     if not mean.ndim or cov.ndim < 2 or tuple(cov.shape[-2:]) != (n, n):
-        raise RandomError(report(where, f"mean must be [..., n] and cov [..., n, n], but they are {described(mean)} and "
-                                        f"{described(cov)}"))  # fmt: skip
+        raise RandomError(
+            report(
+                where, f"mean must be [..., n] and cov [..., n, n], but they are {described(mean)} and {described(cov)}"
+            )
+        )
     full = None if shape is None else (*shape_of(shape, where), n)
     full, spec, mesh = shape_and_place(where, full, spec, mesh, mean=mean, cov=cov.detach()[..., 0])
     factor = _factor(cov, method).to(wanted)

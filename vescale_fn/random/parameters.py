@@ -29,9 +29,15 @@ def need(dtype: Any, known: Any, where: str, name: str = "dtype") -> None:
         wrong_place = not isinstance(dtype, torch.dtype) and name == "dtype"
         named = getattr(torch, dtype, None) if isinstance(dtype, str) else None
         example = torch.float32 if torch.float32 in known else next(iter(known))
-        fix = (f"dtype={named}" if named in known else
-               f"dtype={example}, say" if isinstance(dtype, str) else
-               f"dtype={example}, say; numbers that come after dtype by name, minval=0.0" if wrong_place else "")  # fmt: skip
+        fix = (
+            f"dtype={named}"
+            if named in known
+            else f"dtype={example}, say"
+            if isinstance(dtype, str)
+            else f"dtype={example}, say; numbers that come after dtype by name, minval=0.0"
+            if wrong_place
+            else ""
+        )
         said = short(dtype) if wrong_place else dtype
         raise RandomError(report(where, f"{what} must be one of {names}, but it is {said}", fix=fix))
 
@@ -138,9 +144,13 @@ def check_broadcast(where: str, name: str, value: torch.Tensor, shape: Sequence[
     """A parameter broadcasts to the shape of a draw."""
     ndim = len(shape) - value.ndim
     if ndim < 0 or any(b not in (1, size) for b, size in zip(value.shape, shape[ndim:], strict=True)):
-        raise RandomError(report(where, f"{name} of shape {tuple(value.shape)} does not broadcast to the shape "
-                                        f"{tuple(shape)} of the draw",
-                                 fix=f"shape={tuple(value.shape)}, or one that ends so"))  # fmt: skip
+        raise RandomError(
+            report(
+                where,
+                f"{name} of shape {tuple(value.shape)} does not broadcast to the shape {tuple(shape)} of the draw",
+                fix=f"shape={tuple(value.shape)}, or one that ends so",
+            )
+        )
 
 
 def _lying_as(drawn: torch.Tensor, value: torch.Tensor, where: str) -> torch.Tensor:

@@ -33,8 +33,9 @@ from .sharded import Draw, drawn, laid_out
 from .streams import pieces
 
 
-def permutation(key: Key, x: Any, axis: int = 0, independent: bool = False, *, spec: P | None = None,
-                mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def permutation(
+    key: Key, x: Any, axis: int = 0, independent: bool = False, *, spec: P | None = None, mesh: Any = None
+) -> torch.Tensor:
     """Shuffle the numbers below n, or the slices of a tensor.
 
     Args:
@@ -70,8 +71,18 @@ def permutation(key: Key, x: Any, axis: int = 0, independent: bool = False, *, s
     return spread(where, key, _taken(x, _shuffled(key, x.shape[axis]), axis), spec, mesh)
 
 
-def choice(key: Key, a: Any, shape: Shape = (), replace: bool = True, p: Any = None, axis: int = 0,
-           mode: str | None = None, *, spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def choice(
+    key: Key,
+    a: Any,
+    shape: Shape = (),
+    replace: bool = True,
+    p: Any = None,
+    axis: int = 0,
+    mode: str | None = None,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw from the numbers below n, or from the slices of a tensor.
 
     Args:
@@ -109,17 +120,18 @@ def choice(key: Key, a: Any, shape: Shape = (), replace: bool = True, p: Any = N
     if count and not n:
         raise RandomError(report(where, f"{count} things cannot be drawn out of none"))
     if not replace and count > n:
-        raise RandomError(report(where, f"{count} things cannot be drawn out of {n} without replacement",
-                                 fix="replace=True"))  # fmt: skip
+        raise RandomError(
+            report(where, f"{count} things cannot be drawn out of {n} without replacement", fix="replace=True")
+        )
     if p is not None:
         p = p if isinstance(p, torch.Tensor) else torch.tensor(p, dtype=torch.float32)
-        p = (
-            p.to(torch.float32) if p.dtype is torch.bool or p.dtype in elementwise_draws.INTEGERS else p
-        )  # weights: 0 or 1, or counts
+        # weights: 0 or 1, or counts
+        p = p.to(torch.float32) if p.dtype is torch.bool or p.dtype in elementwise_draws.INTEGERS else p
         need(p.dtype, elementwise_draws.FLOATS, where, "p")
         if tuple(p.shape) != (n,):
-            raise RandomError(report(where, f"p must be of shape ({n},), one number for each thing, but it is "
-                                            f"{described(p)}"))  # fmt: skip
+            raise RandomError(
+                report(where, f"p must be of shape ({n},), one number for each thing, but it is {described(p)}")
+            )
     own = spec if not tensor else None  # indices lie as the result does; slices of a tensor come to lie so afterwards
     if replace and p is None:
         index = drawn(
@@ -146,8 +158,17 @@ def choice(key: Key, a: Any, shape: Shape = (), replace: bool = True, p: Any = N
     return spread(where, key, out, spec, mesh)
 
 
-def categorical(key: Key, logits: torch.Tensor, axis: int = -1, shape: Shape | None = None, replace: bool = True,
-                mode: str | None = None, *, spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def categorical(
+    key: Key,
+    logits: torch.Tensor,
+    axis: int = -1,
+    shape: Shape | None = None,
+    replace: bool = True,
+    mode: str | None = None,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw classes from unnormalised log-probabilities.
 
     Args:
@@ -179,8 +200,9 @@ def categorical(key: Key, logits: torch.Tensor, axis: int = -1, shape: Shape | N
     where = "random.categorical"
     key = checked(key, where)
     if not isinstance(logits, torch.Tensor) or not logits.is_floating_point() or not logits.ndim:
-        raise RandomError(report(where, f"logits must be a float tensor with a dim of classes, but it is "
-                                        f"{described(logits)}"))  # fmt: skip
+        raise RandomError(
+            report(where, f"logits must be a float tensor with a dim of classes, but it is {described(logits)}")
+        )
     one_of(mode, (None, "low", "high"), where, "mode")
     axis = _dim(axis, logits.ndim, where) - logits.ndim
     classes = logits.shape[axis]
@@ -201,8 +223,13 @@ def categorical(key: Key, logits: torch.Tensor, axis: int = -1, shape: Shape | N
         return found if context.body() is not None else spread(where, key, found, spec, mesh)
     count = math.prod(shape[:extra])
     if count > classes:
-        raise RandomError(report(where, f"{count} draws without replacement need as many classes, but there are {classes}",
-                                 fix="replace=True"))  # fmt: skip
+        raise RandomError(
+            report(
+                where,
+                f"{count} draws without replacement need as many classes, but there are {classes}",
+                fix="replace=True",
+            )
+        )
     own_spec = own_spec if own_spec is None else P(*own_spec[extra:])
     wide = [*map(operator.mul, batch, split[extra:])]
     wide.insert(len(wide) + axis + 1, classes)
@@ -211,8 +238,16 @@ def categorical(key: Key, logits: torch.Tensor, axis: int = -1, shape: Shape | N
     return found.expand(here) if context.body() is not None else spread(where, key, found.expand(shape), spec, mesh)
 
 
-def orthogonal(key: Key, n: int, shape: Shape = (), dtype: torch.dtype = torch.float32, m: int | None = None, *,
-               spec: P | None = None, mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def orthogonal(
+    key: Key,
+    n: int,
+    shape: Shape = (),
+    dtype: torch.dtype = torch.float32,
+    m: int | None = None,
+    *,
+    spec: P | None = None,
+    mesh: Any = None,
+) -> torch.Tensor:
     """Draw uniformly from the orthogonal matrices, or from the n x m matrices with orthonormal rows or columns.
 
     Args:
@@ -275,8 +310,9 @@ def _size(n: Any, where: str, name: str) -> int:
     try:
         size = operator.index(n)
     except TypeError:
-        raise RandomError(report(where, f"{name} must be an integer or a tensor with dims, but it is "
-                                        f"{described(n)}")) from None  # fmt: skip
+        raise RandomError(
+            report(where, f"{name} must be an integer or a tensor with dims, but it is {described(n)}")
+        ) from None
     if size < 0:
         raise RandomError(report(where, f"{name} must not be negative, but it is {size}"))
     return size

@@ -77,8 +77,13 @@ def laid_out(where: str, key: Key, draw: Draw, spec: P | None, mesh: Any) -> tup
     mesh = context.seen(mesh)
     if mesh is None:
         if len(spec) > len(draw.shape):
-            raise SpecError(report(where, f"the spec {spec!r} has {len(spec)} entries, but the draw has shape "
-                                          f"{draw.shape}", fix="at most one entry a dim"))  # fmt: skip
+            raise SpecError(
+                report(
+                    where,
+                    f"the spec {spec!r} has {len(spec)} entries, but the draw has shape {draw.shape}",
+                    fix="at most one entry a dim",
+                )
+            )
         return None
     validate(spec, axes_of(mesh), len(draw.shape), where, f"a draw of shape {draw.shape}")
     if body:
@@ -111,11 +116,21 @@ def rows_of(indices: Sequence[counters.Indices]) -> torch.Tensor:
 
 def _checked(where: str, spec: Any) -> P:
     if not isinstance(spec, P):
-        raise SpecError(report(where, f"spec must be a P, but it is the {type(spec).__name__} {spec!r}",
-                               fix='for instance P("dp", None)'))  # fmt: skip
+        raise SpecError(
+            report(
+                where,
+                f"spec must be a P, but it is the {type(spec).__name__} {spec!r}",
+                fix='for instance P("dp", None)',
+            )
+        )
     if spec.unreduced or spec.reduced:
-        raise SpecError(report(where, f"the spec {spec!r} speaks of sums between ranks, and a draw is not one",
-                               fix=f"spec={P(*spec)!r}"))  # fmt: skip
+        raise SpecError(
+            report(
+                where,
+                f"the spec {spec!r} speaks of sums between ranks, and a draw is not one",
+                fix=f"spec={P(*spec)!r}",
+            )
+        )
     return spec
 
 
@@ -182,8 +197,11 @@ class _Placed(torch.autograd.Function):
 def _check_in_body(where: str, draw: Draw, spec: P, mesh: Any, body: Any) -> None:
     axes = axes_of(body.mesh)
     names = [name for row in split_axes(spec, len(spec)) for name in row]
-    failures = [f"axis {name!r} is not manual here: the body's axes are {tuple(body.axes)}"
-                for name in names if name not in body.axes]  # fmt: skip
+    failures = [
+        f"axis {name!r} is not manual here: the body's axes are {tuple(body.axes)}"
+        for name in names
+        if name not in body.axes
+    ]
     if not same(mesh, body.mesh):
         failures = [f"mesh is the {mesh_text(axes_of(mesh))}, not that of the body: leave it out"]
     elif not failures and not is_even(draw.shape, axes, spec):
@@ -192,9 +210,15 @@ def _check_in_body(where: str, draw: Draw, spec: P, mesh: Any, body: Any) -> Non
             if size % n:
                 failures.append(f"dim {dim} of size {size} is split {n} times by {row}, and {size} % {n} = {size % n}")
     if failures:
-        raise SpecError(report(where, f"the spec {spec!r} does not fit a draw of shape {draw.shape} inside a shard_map "
-                                      f"body on the {mesh_text(axes)}", failures,
-                               "sizes that the axes divide; outside of bodies any size will do"))  # fmt: skip
+        raise SpecError(
+            report(
+                where,
+                f"the spec {spec!r} does not fit a draw of shape {draw.shape} inside a shard_map "
+                f"body on the {mesh_text(axes)}",
+                failures,
+                "sizes that the axes divide; outside of bodies any size will do",
+            )
+        )
 
 
 def body_rows(draw: Draw, spec: P, mesh: Any) -> tuple[Any, tuple[int, ...]]:

@@ -37,8 +37,9 @@ _library.define(
 )
 
 
-def sampled(where: str, key: Key, draw: Draw, params: Sequence[torch.Tensor], spec: P | None = None,
-            mesh: Any = None) -> torch.Tensor:  # fmt: skip
+def sampled(
+    where: str, key: Key, draw: Draw, params: Sequence[torch.Tensor], spec: P | None = None, mesh: Any = None
+) -> torch.Tensor:
     """A draw by trials, laid out as `placed.drawn` lays its draws out.
 
     Args:
@@ -66,8 +67,14 @@ def sampled(where: str, key: Key, draw: Draw, params: Sequence[torch.Tensor], sp
     return _sample(key.data, mine, params, draw, local, sharded.device_of(key, mesh))
 
 
-def _sample(key: torch.Tensor, where: Any, params: Sequence[torch.Tensor], draw: Draw, local: Sequence[int],
-            device: torch.device) -> torch.Tensor:  # fmt: skip
+def _sample(
+    key: torch.Tensor,
+    where: Any,
+    params: Sequence[torch.Tensor],
+    draw: Draw,
+    local: Sequence[int],
+    device: torch.device,
+) -> torch.Tensor:
     operator = torch.ops.vescale_fn.sample.default
     return operator(key, where, list(params), draw.shape, local, draw.kind, draw.dtype, device)
 
@@ -128,8 +135,16 @@ def _batched(info: Any, key_dim: Any, dims: Any, key: torch.Tensor, params: Sequ
     return key, [p if d is None else draw_op.batch_in_front(p, d, depth) for p, d in zip(params, dims, strict=True)]
 
 
-def _run(key: torch.Tensor, where: torch.Tensor | None, params: Sequence[torch.Tensor], shape: Sequence[int],
-         local: Sequence[int], kind: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # fmt: skip
+def _run(
+    key: torch.Tensor,
+    where: torch.Tensor | None,
+    params: Sequence[torch.Tensor],
+    shape: Sequence[int],
+    local: Sequence[int],
+    kind: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
     batch, n = key.shape[:-1], math.prod(local)
     keys = key.reshape(-1, 1, 2)
     out = torch.empty((len(keys), n), dtype=dtype, device=device)
@@ -140,8 +155,10 @@ def _run(key: torch.Tensor, where: torch.Tensor | None, params: Sequence[torch.T
         ((k0, k1),) = draw_op.key_words(keys[first : first + together], device)
         for start, stop, high, low in counters.blocks(shape, indices, BLOCK, device):
             here = out[first : first + together, start:stop]
-            mine = [p.reshape(1, 1).expand(here.shape) if p.numel() == 1 else p[first : first + together, start:stop]
-                    for p in rows]  # fmt: skip
+            mine = [
+                p.reshape(1, 1).expand(here.shape) if p.numel() == 1 else p[first : first + together, start:stop]
+                for p in rows
+            ]
             high = high.expand(here.shape) if isinstance(high, torch.Tensor) else high
             here.copy_(rejection_draws.SAMPLERS[kind](k0, k1, high, low.expand(here.shape), mine, dtype))
     return out.view((*batch, *local))
@@ -151,8 +168,9 @@ def _run_fake(key: Any, where: Any, params: Any, shape: Any, local: Any, kind: A
     return torch.empty((*key.shape[:-1], *local), dtype=dtype, device=device)
 
 
-def _run_vmap(info: Any, in_dims: Any, key: torch.Tensor, where: Any, params: Any, shape: Any, local: Any,
-              *rest: Any) -> Any:  # fmt: skip
+def _run_vmap(
+    info: Any, in_dims: Any, key: torch.Tensor, where: Any, params: Any, shape: Any, local: Any, *rest: Any
+) -> Any:
     if in_dims[1] is not None:
         raise NotImplementedError("vescale_fn::sample: the rectangle of a draw cannot differ along a vmapped dim")
     key, params = _batched(info, in_dims[0], in_dims[2], key, params, len(local))

@@ -39,14 +39,20 @@ def _integer(value: Any, where: str, name: str, low: int, high: int) -> int | to
     """An int in [low, high), or a 0-d integer tensor."""
     if isinstance(value, torch.Tensor):
         if value.ndim or value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
-            raise RandomError(report(where, f"{name} must be an integer, but it is {described(value)}",
-                                     fix=f"vfn.vmap over {name}" if value.ndim else "an integer dtype"))  # fmt: skip
+            raise RandomError(
+                report(
+                    where,
+                    f"{name} must be an integer, but it is {described(value)}",
+                    fix=f"vfn.vmap over {name}" if value.ndim else "an integer dtype",
+                )
+            )
         return value
     try:
         value = operator.index(value)
     except TypeError:
-        raise RandomError(report(where, f"{name} must be an integer, but it is {described(value)}",
-                                 fix=_INTEGERS.get(name, ""))) from None  # fmt: skip
+        raise RandomError(
+            report(where, f"{name} must be an integer, but it is {described(value)}", fix=_INTEGERS.get(name, ""))
+        ) from None
     if not low <= value < high:
         raise RandomError(report(where, f"{name} must be in [{low}, {high}), but it is {value}"))
     return value

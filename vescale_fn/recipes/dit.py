@@ -81,8 +81,14 @@ def init(key: vfn.random.Key, config: Config, dtype: torch.dtype = torch.float32
     }
 
 
-def apply(params: Params, images: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor, config: Config,
-          key: vfn.random.Key | None = None) -> torch.Tensor:  # fmt: skip
+def apply(
+    params: Params,
+    images: torch.Tensor,
+    noise: torch.Tensor,
+    labels: torch.Tensor,
+    config: Config,
+    key: vfn.random.Key | None = None,
+) -> torch.Tensor:
     """Directions from image to noise [B, C, H, W], at images of which a part `noise` [B], of 0 to 1, is noise.
 
     The label `classes` says nothing. With a key, dropout is on.

@@ -95,8 +95,10 @@ def parse(argv: list[str] | None, doc: str, checked: int) -> argparse.Namespace:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", math.prod(options.mesh.values())))  # mesh: start
     wanted = 1 if options.simulate else ranks  # mesh: start
     if options.device == "cuda" and there < wanted:
-        parser.error(f"--device cuda: {wanted} GPU{'s' * (wanted != 1)} needed, one for each rank here, but there "
-                     f"{'is 1' if there == 1 else f'are {there}'}")  # fmt: skip
+        parser.error(
+            f"--device cuda: {wanted} GPU{'s' * (wanted != 1)} needed, one for each rank here, but there "
+            f"{'is 1' if there == 1 else f'are {there}'}"
+        )
     usual = "cuda" if there >= wanted else "cpu"
     usual = "cpu" if options.simulate else usual  # mesh: start
     options.device = options.device or usual
@@ -106,9 +108,13 @@ def parse(argv: list[str] | None, doc: str, checked: int) -> argparse.Namespace:
 def _parser(doc: str, checked: int) -> argparse.ArgumentParser:
     description, examples, *_ = f"{doc}\n\n".split("\n\n")
     parser = argparse.ArgumentParser(
-        prog="python -m vescale_fn.recipes.train", usage="%(prog)s [options]; --help lists them",
+        prog="python -m vescale_fn.recipes.train",
+        usage="%(prog)s [options]; --help lists them",
         description=description.split(": ")[-1].capitalize(),
-        epilog=f"examples:\n{examples}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)  # fmt: skip
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", metavar="FILE", help="options in TOML (steps = 500); the command line wins")
     parser.add_argument("--model", choices=MODELS, default="llama", help="which model (llama)")
     parser.add_argument("--parallel", default="dp+tp", metavar="NAMES", help="parallelisms (dp+tp)")  # mesh: start
@@ -117,8 +123,13 @@ def _parser(doc: str, checked: int) -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="which optimiser (adamw)")
     rates = ", ".join(f"{name} {rate:g}" for name, (_, rate) in OPTIMIZERS.items())
     parser.add_argument("--lr", type=float, metavar="N", help=f"peak learning rate ({rates})")
-    parser.add_argument("--precision", type=precision_of, default="fp32", metavar="NAME",
-                        help=f"{', '.join(PRECISIONS)}, or {_POLICY} (fp32)")  # fmt: skip
+    parser.add_argument(
+        "--precision",
+        type=precision_of,
+        default="fp32",
+        metavar="NAME",
+        help=f"{', '.join(PRECISIONS)}, or {_POLICY} (fp32)",
+    )
     parser.add_argument(
         "--check", action="store_true", help=f"run the first {checked} steps on one device too, and compare the losses"
     )
@@ -198,9 +209,15 @@ def _from_file(path: str | None, parser: argparse.ArgumentParser) -> list[str]:
 def _sizes(options: argparse.Namespace) -> Any:
     """The model's configuration: its own, with the sizes that were asked for."""
     config = MODELS[options.model].Config()
-    asked = {"dim": options.dim, "heads": options.heads, "layers": options.layers, "dropout": options.dropout,
-             "context": options.context, "hidden": -(-config.hidden * options.dim // config.dim // 8) * 8,
-             "groups": math.gcd(getattr(config, "groups", 1), options.heads)}  # fmt: skip
+    asked = {
+        "dim": options.dim,
+        "heads": options.heads,
+        "layers": options.layers,
+        "dropout": options.dropout,
+        "context": options.context,
+        "hidden": -(-config.hidden * options.dim // config.dim // 8) * 8,
+        "groups": math.gcd(getattr(config, "groups", 1), options.heads),
+    }
     return dataclasses.replace(config, **{f.name: asked[f.name] for f in dataclasses.fields(config) if f.name in asked})
 
 
@@ -213,15 +230,18 @@ def _compare(options: argparse.Namespace, parser: argparse.ArgumentParser) -> No
     if last is None:
         return
     if not (options.resume or options.evaluate):
-        parser.error(f"--checkpoints {options.checkpoints} has those of a run that has come to step {last}: --resume, "
-                     "or another folder")  # fmt: skip
+        parser.error(
+            f"--checkpoints {options.checkpoints} has those of a run that has come to step {last}: --resume, "
+            "or another folder"
+        )
     try:
         there = saved.restore({"setup": options.setup}, partial=True)["setup"]
     except vfn.errors.CheckpointError as error:
         parser.error(f"--{asked}: {error}")
     passed_over = "optimizer" if options.evaluate else None
-    given = [f"--{name} {value}" for name, value in there.items()
-             if value != options.setup[name] and name != passed_over]  # fmt: skip
+    given = [
+        f"--{name} {value}" for name, value in there.items() if value != options.setup[name] and name != passed_over
+    ]
     if given:
         parser.error(f"--{asked}: {options.checkpoints} has checkpoints of a run with {' '.join(given)}")
 

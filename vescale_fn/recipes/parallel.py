@@ -22,7 +22,11 @@ from vescale_fn import P
 AXES = ("replica", "dp", "cp", "ep", "tp")  # the axes that rows speak of, as a mesh has them: major first
 DATA = ("dp", "cp", "ep")  # ranks along these see other tokens: what is kept in parts is split over all that are in use
 METHODS = {  # how attention meets other ranks' keys
-    "cp": "ring", "cp-zigzag": "ring", "cp-gather": "all_gather", "cp-ulysses": "all_to_all"}  # fmt: skip
+    "cp": "ring",
+    "cp-zigzag": "ring",
+    "cp-gather": "all_gather",
+    "cp-ulysses": "all_to_all",
+}
 # Dims of values: "batch"; "length", the positions that attention sees; "norm_length", those where norms, dropout and
 # sums work; "heads", "hidden", "vocab", "experts". "params", "grads" and "state" stand for the largest dim of each leaf
 # of the parameters, of their gradients and of the optimiser's state.

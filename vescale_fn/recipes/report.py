@@ -101,8 +101,14 @@ class Journal:
         self.losses.append(loss)
         self.progress.step(done, self.losses, self._tokens)
         if self._write:
-            self._metrics.write(done, loss=loss, seconds=seconds, tokens_per_second=self._tokens / seconds,
-                                mfu=self._used / seconds, memory=metrics.memory(self._opt.device))  # fmt: skip
+            self._metrics.write(
+                done,
+                loss=loss,
+                seconds=seconds,
+                tokens_per_second=self._tokens / seconds,
+                mfu=self._used / seconds,
+                memory=metrics.memory(self._opt.device),
+            )
 
     def held_out(self, done: int, loss: float) -> None:
         """The loss on held-out text after a step."""

@@ -9,8 +9,14 @@ import torch
 import vescale_fn as vfn
 
 
-def generate(scores: Callable[[torch.Tensor], torch.Tensor], prompt: bytes, length: int, context: int,
-             key: vfn.random.Key, temperature: float = 0.6) -> bytes:  # fmt: skip
+def generate(
+    scores: Callable[[torch.Tensor], torch.Tensor],
+    prompt: bytes,
+    length: int,
+    context: int,
+    key: vfn.random.Key,
+    temperature: float = 0.6,
+) -> bytes:
     """`length` bytes after `prompt`; each looks back at most `context` bytes.
 
     Args:

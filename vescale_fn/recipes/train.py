@@ -88,8 +88,15 @@ def scale_of(state: Any) -> Any:
     return state.scale if isinstance(state, vfn.precision.ScaledState) else None
 
 
-def training(opt: argparse.Namespace, at: Run, loss: Loss, text: torch.Tensor, place: Callable[[torch.Tensor], Any],
-             keys: list[vfn.random.Key], specs: Any = None) -> Iterator[tuple[Run, float]]:  # fmt: skip
+def training(
+    opt: argparse.Namespace,
+    at: Run,
+    loss: Loss,
+    text: torch.Tensor,
+    place: Callable[[torch.Tensor], Any],
+    keys: list[vfn.random.Key],
+    specs: Any = None,
+) -> Iterator[tuple[Run, float]]:
     """Train from `at` on, where its parameters lie and `place` puts batches; after each step, the run and the loss."""
     add, step = make_step(loss, optimizers.of(opt), specs, opt.accumulate)
     add, step = vfn.jit(add, donate_argnums=3), vfn.jit(step, donate_argnums=(0, 1, 4))
@@ -197,8 +204,13 @@ def run(opt: argparse.Namespace) -> dict[str, Any]:
         if opt.save_plot and first:
             report.save_plot(opt.save_plot, journal.losses, journal.evaluated, bigram)
             say(f"plot      {opt.save_plot}")
-    return {"losses": journal.losses, "held_out": journal.evaluated, "agrees": agrees, "done": at.done,
-            "interrupted": stopping.told == signal.SIGINT}  # fmt: skip
+    return {
+        "losses": journal.losses,
+        "held_out": journal.evaluated,
+        "agrees": agrees,
+        "done": at.done,
+        "interrupted": stopping.told == signal.SIGINT,
+    }
 
 
 def write_sample(opt: argparse.Namespace, params: Any, precision: Any, key: vfn.random.Key, writes: bool) -> bytes:
@@ -223,8 +235,9 @@ def on_ranks(opt: argparse.Namespace) -> dict[str, Any]:  # mesh: start
     return vfn.launch(run, ranks, opt, device=opt.device)[0]  # mesh: start
 
 
-def headline(opt: argparse.Namespace, files: list[Any], text: torch.Tensor, held_out: torch.Tensor, params: Any,
-             bigram: float) -> list[str]:  # fmt: skip
+def headline(
+    opt: argparse.Namespace, files: list[Any], text: torch.Tensor, held_out: torch.Tensor, params: Any, bigram: float
+) -> list[str]:
     """What will be done, on what and where."""
     config, where = opt.config, f"one process, on {opt.device}"
     where = mesh_text(opt)  # mesh: start

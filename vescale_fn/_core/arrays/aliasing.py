@@ -122,15 +122,21 @@ def entries(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Seq
         return a[k : k + 1] if name == "scalars" and isinstance(a, torch.Tensor) and a.ndim else a
 
     names = [a.name for a in func._schema.arguments]
-    calls = [([entry(a, k, name) for a, name in zip(args, names)], {name: entry(a, k, name) for name, a in kwargs.items()})
-             for k in range(n)]  # fmt: skip
+    calls = [
+        ([entry(a, k, name) for a, name in zip(args, names)], {name: entry(a, k, name) for name, a in kwargs.items()})
+        for k in range(n)
+    ]
     writers: dict[int, set[int]] = {}
     for k in range(n):
         for x in tensors_in([entry(a, k) for a in targets if isinstance(a, (list, tuple))], {}):
             for memory in memories(x):
                 writers.setdefault(memory, set()).add(k)
-    alone = all(writers.get(memory, {k}) == {k} for k, call in enumerate(calls)
-                for x in tensors_in(*call) for memory in memories(x))  # fmt: skip
+    alone = all(
+        writers.get(memory, {k}) == {k}
+        for k, call in enumerate(calls)
+        for x in tensors_in(*call)
+        for memory in memories(x)
+    )
     return [] if alone else calls
 
 
@@ -161,8 +167,14 @@ def check_reads(func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: 
         if x is target or not isinstance(x, DTensor) or x.__dict__.get("_root", x) is not root:
             continue
         if not _reads_first(func) and overlap(_place(x), _place(target)):
-            raise InPlaceError(report(op_text(func), READS, [f"it writes {text(target)} and reads {text(x)}"],
-                                      "a copy of what is read: v.mul_(v[:, :1].clone())"))  # fmt: skip
+            raise InPlaceError(
+                report(
+                    op_text(func),
+                    READS,
+                    [f"it writes {text(target)} and reads {text(x)}"],
+                    "a copy of what is read: v.mul_(v[:, :1].clone())",
+                )
+            )
 
 
 def _place(x: Any) -> Place:
@@ -173,11 +185,15 @@ def check_writable(func: Any, target: Any) -> None:
     """Raise if a write to `target` (an array, or a list of them) would be lost."""
     for x in target if isinstance(target, (list, tuple)) else (target,):
         if isinstance(x, DTensor) and (x.__dict__.get("_moved") is True or _beside(x)):
-            raise InPlaceError(report(
-                op_text(func), LOST,
-                [f"it is {text(x)}, of {text((*_beside(x), getattr(x, '_root', x))[0])}"],
-                "a new array: torch.where(mask, new, x), torch.cat, x.index_copy(...), x + y; or a layout of the source "
-                "in which the view is local: x = vfn.with_sharding(x, P())"))  # fmt: skip
+            raise InPlaceError(
+                report(
+                    op_text(func),
+                    LOST,
+                    [f"it is {text(x)}, of {text((*_beside(x), getattr(x, '_root', x))[0])}"],
+                    "a new array: torch.where(mask, new, x), torch.cat, x.index_copy(...), x + y; or a layout of the source "
+                    "in which the view is local: x = vfn.with_sharding(x, P())",
+                )
+            )
 
 
 def missed() -> InPlaceError:

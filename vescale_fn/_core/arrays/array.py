@@ -80,8 +80,15 @@ class Array(WithoutMemory, DTensor):
         return format(self.item(), form) if self.ndim == 0 else object.__format__(self, form)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (torch_internals.local(self), self._spec.mesh, spec_of(self), tuple(self.shape), tuple(self.stride()),
-                          self.requires_grad, isinstance(self, torch.nn.Parameter))  # fmt: skip
+        return _rebuild, (
+            torch_internals.local(self),
+            self._spec.mesh,
+            spec_of(self),
+            tuple(self.shape),
+            tuple(self.stride()),
+            self.requires_grad,
+            isinstance(self, torch.nn.Parameter),
+        )
 
     def __deepcopy__(self, memo: Any) -> Array:
         copy = self.detach().clone().requires_grad_(self.requires_grad)
@@ -103,9 +110,16 @@ class Array(WithoutMemory, DTensor):
         )
 
     def __tensor_flatten__(self) -> Any:
-        torch_internals.break_graph(TransformError(report(
-            "torch.compile", "it cannot compile what is done with an array", [f"it is {self.type_text}"],
-            "vfn.jit(step, backend='inductor') of the whole step, or a shard_map whose body calls it on blocks")))  # fmt: skip
+        torch_internals.break_graph(
+            TransformError(
+                report(
+                    "torch.compile",
+                    "it cannot compile what is done with an array",
+                    [f"it is {self.type_text}"],
+                    "vfn.jit(step, backend='inductor') of the whole step, or a shard_map whose body calls it on blocks",
+                )
+            )
+        )
         return super().__tensor_flatten__()
 
     @staticmethod
@@ -121,12 +135,22 @@ class Array(WithoutMemory, DTensor):
         wrong = [p for p in placements or () if not isinstance(p, torch.distributed.tensor.placement_types.Placement)]
         if wrong or isinstance(placements, P):
             said = repr(placements) if isinstance(placements, P) else ", ".join(map(short, wrong))
-            raise SpecError(report("redistribute", f"placements must be torch's Shard(dim), Replicate() or Partial(), but "
-                                   f"there is {said}", fix="vfn.with_sharding(x, spec), which takes a P"))  # fmt: skip
+            raise SpecError(
+                report(
+                    "redistribute",
+                    f"placements must be torch's Shard(dim), Replicate() or Partial(), but there is {said}",
+                    fix="vfn.with_sharding(x, spec), which takes a P",
+                )
+            )
         given, wanted = len(placements or self.placements), len(axes_of(mesh))
         if given != wanted:
-            raise SpecError(report("redistribute", f"{given} placements for {wanted} axes, those of the "
-                                   f"{mesh_text(axes_of(mesh))}", fix="one placement for each axis"))  # fmt: skip
+            raise SpecError(
+                report(
+                    "redistribute",
+                    f"{given} placements for {wanted} axes, those of the {mesh_text(axes_of(mesh))}",
+                    fix="one placement for each axis",
+                )
+            )
         return place(
             self, mesh, from_placements(placements or self.placements, axes_of(mesh), self.ndim), "redistribute"
         )
@@ -174,11 +198,23 @@ def _refuse_for_checkpoint(x: Array) -> None:
     here = [coordinates(mesh, rank) for rank in played_ranks(mesh)] if mesh.get_coordinate() is not None else []
     blocks_here = [local_indices(tuple(x.shape), axes_of(mesh), spec, coord) for coord in here]
     if any(isinstance(indices, list) for block in blocks_here for indices in block):
-        raise SpecError(report("torch.distributed.checkpoint", "this array's blocks are no contiguous parts of it",
-                               [x.type_text], "vfn.save(path, tree), or vfn.with_sharding(x, P(...)) first"))  # fmt: skip
+        raise SpecError(
+            report(
+                "torch.distributed.checkpoint",
+                "this array's blocks are no contiguous parts of it",
+                [x.type_text],
+                "vfn.save(path, tree), or vfn.with_sharding(x, P(...)) first",
+            )
+        )
     if is_simulated(mesh):
-        raise MeshError(report("torch.distributed.checkpoint", "a simulated mesh has one process for all ranks",
-                               [repr(x).splitlines()[0]], "vfn.save(path, tree)"))  # fmt: skip
+        raise MeshError(
+            report(
+                "torch.distributed.checkpoint",
+                "a simulated mesh has one process for all ranks",
+                [repr(x).splitlines()[0]],
+                "vfn.save(path, tree)",
+            )
+        )
 
 
 def _is_here(mesh: Any, spec: P) -> bool:
@@ -286,8 +322,9 @@ def spec_of(x: torch.Tensor) -> P:
     P('dp')
     """
     if not isinstance(x, torch.Tensor):
-        raise SpecError(report("spec_of", f"x must be one tensor, but it is {described(x)}",
-                               fix="vfn.show(tree) for a whole tree"))  # fmt: skip
+        raise SpecError(
+            report("spec_of", f"x must be one tensor, but it is {described(x)}", fix="vfn.show(tree) for a whole tree")
+        )
     inner = torch_internals.peel(x)
     if not isinstance(inner, DTensor):
         return WHOLE
@@ -317,8 +354,14 @@ def entries_asked(where: str, named: frozenset[str], mesh: Any) -> tuple[str, ..
     wrong = [f"axis {axis!r} is used here already" for axis in asked if axis in named]
     wrong += [f"there is no axis {axis!r} on the {mesh_text(sizes)}" for axis in asked if axis not in sizes]
     if wrong:
-        raise TransformError(report(where, "it cannot lay out the entries of a vmap as its spmd_axis_name says", wrong,
-                                    "for spmd_axis_name an axis of the mesh that nothing in the function names"))  # fmt: skip
+        raise TransformError(
+            report(
+                where,
+                "it cannot lay out the entries of a vmap as its spmd_axis_name says",
+                wrong,
+                "for spmd_axis_name an axis of the mesh that nothing in the function names",
+            )
+        )
     return asked
 
 
@@ -342,9 +385,8 @@ class _Move:
     target: P | None
     why: str
     lead: Lead = ()
-    cast: tuple[torch.dtype, torch.dtype] | None = (
-        None  # from and to: before it moves. Back, too, it is the first thing
-    )
+    # from and to: before it moves. Back, too, it is the first thing
+    cast: tuple[torch.dtype, torch.dtype] | None = None
 
     def begun(self, x: Any) -> Any:
         """The value before it moves."""
@@ -419,8 +461,10 @@ def led(lead: Lead, lies: P, goal: P, ndim: int, among: Container[str] | None = 
     rows = split_axes(goal, ndim - len(lead))
     taken = {axis for row in rows for axis in row} | goal.unreduced
     said = taken.union(*lead)
-    front = [_before(over, taken, among) if over else _before(row, said, among)
-             for over, row in zip(lead, split_axes(lies, ndim))]  # fmt: skip
+    front = [
+        _before(over, taken, among) if over else _before(row, said, among)
+        for over, row in zip(lead, split_axes(lies, ndim))
+    ]
     return from_split_axes([*front, *rows], goal.unreduced, goal.reduced)
 
 
@@ -495,8 +539,13 @@ def only_along(spec: P, axes: Iterable[str]) -> P:
     axes = frozenset(axes)
     rows = [row if axes.issuperset(row) else tuple(a for a in row if a in axes) for row in split_axes(spec, len(spec))]
     if any(isinstance(row, Merged) and kept and kept != row for row, kept in zip(spec, rows)):
-        raise SpecError(report("shard_map", f"some axes of {spec!r} are manual and some are not, and they split one dim",
-                               fix="a layout that a list of axes says: vfn.with_sharding(x, P(...)) before"))  # fmt: skip
+        raise SpecError(
+            report(
+                "shard_map",
+                f"some axes of {spec!r} are manual and some are not, and they split one dim",
+                fix="a layout that a list of axes says: vfn.with_sharding(x, P(...)) before",
+            )
+        )
     return from_split_axes(rows, spec.unreduced & axes, spec.reduced & axes)
 
 

@@ -75,9 +75,21 @@ class Decision:
     @property
     def way(self) -> int:
         """How it is carried out: by one call on the local tensors and one wrap, or step by step."""
-        if (self.targets is None or self.moves or self.many or self.op or self.fold or self.finish or self.partial
-                or self.answer or self.steps or self.lists or self.seeded or self.simulated
-                or (self.sizes and self.written)):  # fmt: skip
+        if (
+            self.targets is None
+            or self.moves
+            or self.many
+            or self.op
+            or self.fold
+            or self.finish
+            or self.partial
+            or self.answer
+            or self.steps
+            or self.lists
+            or self.seeded
+            or self.simulated
+            or (self.sizes and self.written)
+        ):
             return STEP_BY_STEP
         if self.new:
             return NEW
@@ -91,14 +103,24 @@ def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
             meshes.append(x._spec.mesh)
     for x in tensors:
         if type(x) is Blocks and not is_part(meshes[0]):
-            raise TypingError(report(op_text(func), "a value of one rank (inside shard_map) meets a whole array",
-                                     [text(y) if isinstance(y, DTensor) else f"{described(y)} of one rank" for y in tensors],
-                                     "the array as an argument of shard_map, with its own in_spec"))  # fmt: skip
+            raise TypingError(
+                report(
+                    op_text(func),
+                    "a value of one rank (inside shard_map) meets a whole array",
+                    [text(y) if isinstance(y, DTensor) else f"{described(y)} of one rank" for y in tensors],
+                    "the array as an argument of shard_map, with its own in_spec",
+                )
+            )
     if len(meshes) > 1:
         texts = [f"{text(x)} on the {mesh_text(axes_of(x._spec.mesh))}" for x in tensors if isinstance(x, DTensor)]
-        raise MeshError(report(op_text(func), "arrays on different meshes do not mix", texts,
-                               f"vfn.shard(x, mesh, {layout(tensors[0]._spec)!r}) brings one to the other's mesh"  # type: ignore[attr-defined]
-                               ))  # fmt: skip
+        raise MeshError(
+            report(
+                op_text(func),
+                "arrays on different meshes do not mix",
+                texts,
+                f"vfn.shard(x, mesh, {layout(tensors[0]._spec)!r}) brings one to the other's mesh",  # type: ignore[attr-defined]
+            )
+        )
     return meshes[0]
 
 
@@ -109,8 +131,12 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[s
     refuse(func, args, kwargs)
     specs = [layout(x._spec) if isinstance(x, DTensor) else WHOLE for x in tensors]
     outs, many = _metas(func, args, kwargs, tensors)
-    common: dict[str, Any] = {"view": _is_view(func), "simulated": is_simulated(mesh), "seeded": is_seeded(func),
-              "lists": any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in (*args, *kwargs.values()))}  # fmt: skip
+    common: dict[str, Any] = {
+        "view": _is_view(func),
+        "simulated": is_simulated(mesh),
+        "seeded": is_seeded(func),
+        "lists": any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in (*args, *kwargs.values())),
+    }
     if common["view"] and outs is not None:
         common["offsets"] = tuple(o.storage_offset() if isinstance(o, torch.Tensor) else 0 for o in outs)
     if outs is not None and not any(isinstance(o, torch.Tensor) for o in outs):
@@ -149,11 +175,23 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[s
     alone = not split[rule.only] or (rule.finish is not None and not folded)
     op = None if alone else _written_by(rule.op) if pinned and rule.op else rule.op
     return Decision(
-        mesh, tuple(targets), tuple(moves), out_dspecs, many, op=op, copies=rule.copies,
-        finish=None if alone else rule.finish, again=rule.again, sizes=_local_sizes(rule, func, outs, out_specs, mesh),
-        fold=(rule.fold, tuple(fold_axes)) if folded else None, covered=covered,
-        written=bool(pinned), new=is_new(func, out_specs), partial=any(spec.unreduced for spec in out_specs), **common,
-    )  # fmt: skip
+        mesh,
+        tuple(targets),
+        tuple(moves),
+        out_dspecs,
+        many,
+        op=op,
+        copies=rule.copies,
+        finish=None if alone else rule.finish,
+        again=rule.again,
+        sizes=_local_sizes(rule, func, outs, out_specs, mesh),
+        fold=(rule.fold, tuple(fold_axes)) if folded else None,
+        covered=covered,
+        written=bool(pinned),
+        new=is_new(func, out_specs),
+        partial=any(spec.unreduced for spec in out_specs),
+        **common,
+    )
 
 
 def _steps(func: Any, args: Any, kwargs: Any, outs: Any, axes: dict[str, int]) -> Any:
@@ -161,8 +199,11 @@ def _steps(func: Any, args: Any, kwargs: Any, outs: Any, axes: dict[str, int]) -
     name = str(func).removeprefix("aten.")
     if name in COMPOSED and outs is not None:
         bound = bind(func, args, kwargs)
-        rows: dict[str, Any] = {at: split_axes(layout(x._spec), x.ndim) if isinstance(x, DTensor) else ((),) * x.ndim
-                for at, x in bound.items() if isinstance(x, torch.Tensor)}  # fmt: skip
+        rows: dict[str, Any] = {
+            at: split_axes(layout(x._spec), x.ndim) if isinstance(x, DTensor) else ((),) * x.ndim
+            for at, x in bound.items()
+            if isinstance(x, torch.Tensor)
+        }
         steps = composed(name, bound, rows, axes)
         dtypes = tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in outs)
         return steps and (lambda args, kwargs: steps(dtypes, *bind(func, args, kwargs).values()))
@@ -174,8 +215,9 @@ def _steps(func: Any, args: Any, kwargs: Any, outs: Any, axes: dict[str, int]) -
     return parts and (lambda args, kwargs: parts(*args, **kwargs))
 
 
-def _rule(func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any, lies: tuple[str, ...]
-          ) -> tuple[Rule | None, list[int]]:  # fmt: skip
+def _rule(
+    func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any, lies: tuple[str, ...]
+) -> tuple[Rule | None, list[int]]:
     """The rule of a call, and which of its tensors are written and so must stay where they are."""
     places = blocks.written(func)
     make_rule = find(func)
@@ -189,9 +231,14 @@ def _rule(func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any, lies: tupl
     numbered = iter(ts)
     by_name = {name: replace(a, numbered) for name, a in bind(func, args, kwargs).items()}
     name = func._schema.name.removeprefix("aten::")
-    call = Call(name.removesuffix("_") if places else name, by_name, ts,
-                tuple(tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs),
-                tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in outs), lies)  # fmt: skip
+    call = Call(
+        name.removesuffix("_") if places else name,
+        by_name,
+        ts,
+        tuple(tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs),
+        tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in outs),
+        lies,
+    )
     return make_rule(call), pinned
 
 
@@ -212,11 +259,17 @@ def refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     name = func._schema.name.removeprefix("aten::")
     refuse_seeded(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags and name != "detach_" or name == "resize_as_":
-        raise InPlaceError(report(f"torch's {name}", STORAGE,
-                                  fix=f"a new array: x = x.{name.removesuffix('_')}(...), or x = x.clone()"))  # fmt: skip
+        raise InPlaceError(
+            report(
+                f"torch's {name}", STORAGE, fix=f"a new array: x = x.{name.removesuffix('_')}(...), or x = x.clone()"
+            )
+        )
     if name == "as_strided" and hasattr(args[0], "_root") and not _within(*args):
-        raise InPlaceError(report("torch's as_strided", MEMORY,
-                                  [f"the view is {text(args[0])}"], "index the array itself, or x.clone()"))  # fmt: skip
+        raise InPlaceError(
+            report(
+                "torch's as_strided", MEMORY, [f"the view is {text(args[0])}"], "index the array itself, or x.clone()"
+            )
+        )
 
 
 def _within(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
@@ -248,8 +301,9 @@ def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, 
     return outs, many
 
 
-def _stays_partial(axis: str, rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence[Any],
-                   pinned: Sequence[int]) -> bool:  # fmt: skip
+def _stays_partial(
+    axis: str, rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence[Any], pinned: Sequence[int]
+) -> bool:
     """Whether results are left as partial sums over an axis: where all that they are linear in is partial; or where some
     is, as large as a result, and the rest lies whole along the axis, so that one rank alone can add it: a bias."""
     lying = [args[i] for i in rule.linear]
@@ -257,12 +311,15 @@ def _stays_partial(axis: str, rule: Rule, args: Sequence[tuple[P, tuple[int, ...
     if all(partial) or not any(partial):
         return bool(lying) and all(partial)
     sizes = {math.prod(out or ()) for out in outs}
-    return all(math.prod(shape) in sizes if is_partial else i not in pinned and axis not in axes_named(spec)
-               for i, (spec, shape), is_partial in zip(rule.linear, lying, partial, strict=True))  # fmt: skip
+    return all(
+        math.prod(shape) in sizes if is_partial else i not in pinned and axis not in axes_named(spec)
+        for i, (spec, shape), is_partial in zip(rule.linear, lying, partial, strict=True)
+    )
 
 
-def _solved(rule: Rule, args: list[tuple[P, tuple[int, ...]]], outs: Sequence[Any], axes: dict[str, int],
-            pinned: Sequence[int]) -> tuple[list[P], list[P], list[tuple[str, ...]]]:  # fmt: skip
+def _solved(
+    rule: Rule, args: list[tuple[P, tuple[int, ...]]], outs: Sequence[Any], axes: dict[str, int], pinned: Sequence[int]
+) -> tuple[list[P], list[P], list[tuple[str, ...]]]:
     """How arguments must lie and results do, and the axes over which each result is folded."""
     if not has_merged(rule, args):
         return _solve(rule, args, outs, axes, pinned)
@@ -270,14 +327,21 @@ def _solved(rule: Rule, args: list[tuple[P, tuple[int, ...]]], outs: Sequence[An
     if any(all(label not in row for row in (*fine.ins, *fine.outs)) for label in rule.blocks):
         return _solved(without_blocks(rule), args, outs, axes, pinned)  # no range covers such a block
     targets, out_specs, folds = _solve(fine, lying, sizes, axes, pinned)
-    targets = [args[i][0] if i in rule.shape_only else together(spec, labels, args[i][1])
-               for i, (spec, labels) in enumerate(zip(targets, rule.ins, strict=True))]  # fmt: skip
+    targets = [
+        args[i][0] if i in rule.shape_only else together(spec, labels, args[i][1])
+        for i, (spec, labels) in enumerate(zip(targets, rule.ins, strict=True))
+    ]
     out_specs = [together(spec, labels, shape or ()) for spec, labels, shape in zip(out_specs, rule.outs, outs)]
     return targets, out_specs, folds
 
 
-def _solve(rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence[Any], axes: dict[str, int],
-           pinned: Sequence[int]) -> tuple[list[P], list[P], list[tuple[str, ...]]]:  # fmt: skip
+def _solve(
+    rule: Rule,
+    args: Sequence[tuple[P, tuple[int, ...]]],
+    outs: Sequence[Any],
+    axes: dict[str, int],
+    pinned: Sequence[int],
+) -> tuple[list[P], list[P], list[tuple[str, ...]]]:
     """Which axes split which label: the larger tensor stays where it is, the smaller one moves."""
     kept = {axis for axis in axes if _stays_partial(axis, rule, args, outs, pinned)}
     votes: dict[Any, dict[tuple[str, ...], float]] = {}
@@ -346,8 +410,11 @@ def _written_by(op: Any) -> Any:
 def _splits_parts(rule: Rule, specs: Sequence[P]) -> bool:
     """Whether a dim that is several dims seen as one is split."""
     rows = zip((*rule.ins, *rule.outs), specs, strict=True)
-    return any(names and type(label) is Parts for row, spec in rows
-               for names, label in zip(split_axes(spec, len(row)), row, strict=True))  # fmt: skip
+    return any(
+        names and type(label) is Parts
+        for row, spec in rows
+        for names, label in zip(split_axes(spec, len(row)), row, strict=True)
+    )
 
 
 _SCATTERED = ()  # some block is no contiguous part: uneven, in an order not the mesh's
@@ -358,8 +425,14 @@ def _covered(rule: Rule, specs: Sequence[Any], tensors: Sequence[Any], mesh: Any
     None where these dims are whole."""
     axes, found, split = axes_of(mesh), [], False
     for label in rule.blocks:
-        at = next(((spec, x, row.index(label)) for row, spec, x in zip((*rule.ins, *rule.outs), specs, tensors, strict=True)
-                   if label in row), None)  # fmt: skip
+        at = next(
+            (
+                (spec, x, row.index(label))
+                for row, spec, x in zip((*rule.ins, *rule.outs), specs, tensors, strict=True)
+                if label in row
+            ),
+            None,
+        )
         if at is None:
             return None
         spec, x, dim = at

@@ -22,8 +22,10 @@ def propagated(func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any, mesh:
     if str(func) not in PROVED or outs is None or blocks.written(func) or tensors_in((), kwargs):
         return None
     axes = axes_of(mesh)
-    metas = [x._spec if isinstance(x, DTensor) else spec_for(mesh, WHOLE, x.shape, tuple(x.stride()), x.dtype)
-             for x in tensors]  # fmt: skip
+    metas = [
+        x._spec if isinstance(x, DTensor) else spec_for(mesh, WHOLE, x.shape, tuple(x.stride()), x.dtype)
+        for x in tensors
+    ]
     if any(p.is_partial() or type(p) not in (Replicate, Shard) for meta in metas for p in meta.placements):
         return None
     numbered = iter(metas)

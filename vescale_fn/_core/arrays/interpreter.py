@@ -110,8 +110,11 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     decision, way = found
     if modes or context.watch() is not None:
         name = func._schema.name.split("::")[-1].strip("_")
-        replica_check.same_plain(f"torch's {name}", decision.mesh, (
-            (f"argument {i}", x) for i, x in enumerate(tensors_in(args, kwargs or {}))))  # fmt: skip
+        replica_check.same_plain(
+            f"torch's {name}",
+            decision.mesh,
+            ((f"argument {i}", x) for i, x in enumerate(tensors_in(args, kwargs or {}))),
+        )
         replica_check.numbers_alike(name, func, decision.mesh, args, kwargs or {})
     if way == STEP_BY_STEP or (way != PLAIN and "_moved" in args[0].__dict__):
         return _carry_out(cls, func, args, kwargs or {}, decision)
@@ -170,8 +173,14 @@ def _in_another_shape(cls: Any, func: Any, args: Sequence[Any]) -> Any:
     x, view = args[0], dispatch(cls, _OTHER_SHAPE[func], args, None)
     if hasattr(view, "_moved"):
         name = func._schema.name.removeprefix("aten::")
-        raise InPlaceError(report(f"torch's {name}", MOVE, [f"the array is {text(x)}"],
-                                  f"a new array: x = x.{name.removesuffix('_')}(...)"))  # fmt: skip
+        raise InPlaceError(
+            report(
+                f"torch's {name}",
+                MOVE,
+                [f"the array is {text(x)}"],
+                f"a new array: x = x.{name.removesuffix('_')}(...)",
+            )
+        )
     x._local_tensor, x._spec = torch_internals.local(view), view._spec
     if hasattr(view, "_sum"):
         x._sum = view._sum
@@ -262,8 +271,10 @@ def _carry_out(
     if decision.finish is not None:
         results = _run(decision.finish, [*results, *local_args] if decision.again else results, {}, decision, None)
         results = list(results) if decision.many else [results]
-    wrapped: list[Any] = [r if spec is None or r is None else torch_internals.new_dtensor(cls, r, spec, requires_grad=False)
-               for r, spec in zip(results, decision.outs, strict=True)]  # fmt: skip
+    wrapped: list[Any] = [
+        r if spec is None or r is None else torch_internals.new_dtensor(cls, r, spec, requires_grad=False)
+        for r, spec in zip(results, decision.outs, strict=True)
+    ]
     if decision.view:
         _begin(func, args, wrapped, decision)
         note_views(args[0], wrapped, bool(decision.moves or copied or decision.copies))
@@ -300,11 +311,18 @@ _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view of a value that not
 # Kernels that give wrong numbers, or refuse, where an argument's elements do not lie in order: autograd's formulas see to it
 # by what an array says of itself, which is that they do; its blocks lie as the last kernel left them.
 _IN_ORDER = {
-    _aten.native_group_norm.default, _aten.native_group_norm_backward.default, _aten.native_layer_norm_backward.default,
-    _aten.adaptive_max_pool3d_backward.default, _aten.fractional_max_pool2d_backward.default,
-    _aten.fractional_max_pool3d_backward.default, _aten._ctc_loss.default, _aten._ctc_loss.Tensor,
-    _aten._pdist_forward.default, _aten._pdist_backward.default, _aten.nll_loss2d_backward.default,
-}  # fmt: skip
+    _aten.native_group_norm.default,
+    _aten.native_group_norm_backward.default,
+    _aten.native_layer_norm_backward.default,
+    _aten.adaptive_max_pool3d_backward.default,
+    _aten.fractional_max_pool2d_backward.default,
+    _aten.fractional_max_pool3d_backward.default,
+    _aten._ctc_loss.default,
+    _aten._ctc_loss.Tensor,
+    _aten._pdist_forward.default,
+    _aten._pdist_backward.default,
+    _aten.nll_loss2d_backward.default,
+}
 
 
 def _in_order(op: Any) -> Any:
@@ -320,8 +338,10 @@ def _folded(func: Any, parts: list[Any], decision: Decision) -> list[Any]:
     how, axes_of_parts = decision.fold
     why = f"{func._schema.name.split('::')[-1].strip('_')} puts its parts together"
     if how != "total":
-        return [reshard.wire.all_reduce(part, decision.mesh, axes, why, how) if axes else part
-                for part, axes in zip(parts, axes_of_parts, strict=True)]  # fmt: skip
+        return [
+            reshard.wire.all_reduce(part, decision.mesh, axes, why, how) if axes else part
+            for part, axes in zip(parts, axes_of_parts, strict=True)
+        ]
     together: dict[Any, list[int]] = {}
     for i, (part, axes) in enumerate(zip(parts, axes_of_parts, strict=True)):
         if axes:
@@ -380,8 +400,11 @@ def _deferred(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
     """A view without elements: they are moved when it is first read, and what is written into it is written where they are."""
     source, link = args[0], moved_view(args[0])
     with torch_internals.unrecorded():
-        shown: Any = link.shown if link is not None else torch.empty_strided(
-            source.shape, source.stride(), dtype=source.dtype, device="meta")  # fmt: skip
+        shown: Any = (
+            link.shown
+            if link is not None
+            else torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+        )
         metas = func(shown, *args[1:], **kwargs)
     metas = list(metas) if decision.many else [metas]
     base = link.base if link is not None else source
@@ -389,8 +412,11 @@ def _deferred(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
     refusal = _refusal(func, args, kwargs, decision) if context.is_strict() else None
     outs, siblings = [], []
     for i, meta in enumerate(metas):
-        spec = decision.outs[i] if decision.targets is not None else \
-            spec_for(decision.mesh, WHOLE, meta.shape, tuple(meta.stride()), meta.dtype)  # fmt: skip
+        spec = (
+            decision.outs[i]
+            if decision.targets is not None
+            else spec_for(decision.mesh, WHOLE, meta.shape, tuple(meta.stride()), meta.dtype)
+        )
         local = torch_internals.local(base)
         if meta.dtype != base.dtype:  # of what is made here only the kind counts
             local = (
@@ -405,8 +431,20 @@ def _deferred(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
     remember_sums(source, outs, False)
     note_views(source, outs, True)
     for i, (out, meta) in enumerate(zip(outs, metas, strict=True)):
-        out._moved = MovedView(source, source._spec, func, tuple(args[1:]), kwargs, decision, i if decision.many else None,
-                               meta, base, recorded, siblings, refusal)  # fmt: skip
+        out._moved = MovedView(
+            source,
+            source._spec,
+            func,
+            tuple(args[1:]),
+            kwargs,
+            decision,
+            i if decision.many else None,
+            meta,
+            base,
+            recorded,
+            siblings,
+            refusal,
+        )
         siblings.append(weakref.ref(out))
     return outs if decision.many else outs[0]
 
@@ -482,8 +520,12 @@ def _write_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any], link: M
         refuse_moves(func, (base,), {}, [(0, _steps_to_whole(base), WHOLE)])
     decision = Decision(mesh, None, (), (), False)
     whole, _ = _one_whole(func, base, 0, decision, True)
-    others = iter([_one_whole(func, x, 0, decision, False)[0] if isinstance(x, DTensor) else x
-                   for x in tensors_in(args[1:], kwargs)])  # fmt: skip
+    others = iter(
+        [
+            _one_whole(func, x, 0, decision, False)[0] if isinstance(x, DTensor) else x
+            for x in tensors_in(args[1:], kwargs)
+        ]
+    )
     rest = [replace(a, others) for a in args[1:]]
     func(_seen_in(whole, args[0]), *rest, **{k: replace(a, others) for k, a in kwargs.items()})
     _write_back(func, base, whole, mesh)
@@ -628,9 +670,11 @@ def _refuse_overlap(func: Any, targets: Iterable[Any]) -> None:
     for x in targets:
         root = id(getattr(x, "_root", x))
         if root in roots:
-            raise InPlaceError(report(op_text(func), OVERLAP,
-                                      [f"they are {text(roots[root])} and {text(x)}"],
-                                      "one call for each of them"))  # fmt: skip
+            raise InPlaceError(
+                report(
+                    op_text(func), OVERLAP, [f"they are {text(roots[root])} and {text(x)}"], "one call for each of them"
+                )
+            )
         roots[root] = x
 
 
@@ -667,9 +711,14 @@ def _in_own_memory(one: Any, shape: Sequence[int], stride: Sequence[int]) -> Any
 def _write_back(func: Any, x: Any, whole: torch.Tensor, mesh: Any) -> None:
     """Put a whole value into the storage of an array, as it lies."""
     if whole.shape != x.shape:
-        raise InPlaceError(report(op_text(func), OTHER_SHAPE,
-                                  [f"it is {text(x)}, the result has shape {list(whole.shape)}"],
-                                  "an array of the result's shape, or the op without out="))  # fmt: skip
+        raise InPlaceError(
+            report(
+                op_text(func),
+                OTHER_SHAPE,
+                [f"it is {text(x)}, the result has shape {list(whole.shape)}"],
+                "an array of the result's shape, or the op without out=",
+            )
+        )
     steps = reshard.plan(tuple(x.shape), axes_items(mesh), WHOLE, layout(x._spec))
     value = reshard.run(whole, tuple(x.shape), mesh, steps, "")
     local = torch_internals.local(x)

@@ -27,10 +27,23 @@ _aten = torch.ops.aten
 _PARTS = {_aten.slice.Tensor, _aten.select.int}
 _MANY = 64  # of more views than these nobody keeps account
 _NEW = {
-    "mm", "addmm", "bmm", "baddbmm", "_unsafe_view", "unsafe_split", "unsafe_split_with_sizes",
-    "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
-    "zeros_like", "ones_like", "full_like", "empty_like",
-}  # fmt: skip
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_unsafe_view",
+    "unsafe_split",
+    "unsafe_split_with_sizes",
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty_strided",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "empty_like",
+}
 
 
 def is_new(func: Any, outs: Sequence[Any]) -> bool:
@@ -87,8 +100,14 @@ def settle(dispatch: Callable[..., Any], func: Any, args: Sequence[Any]) -> bool
     for x in sorted(others, key=torch.Tensor.numel, reverse=True):
         names_of = split_axes(layout(x._spec), x.ndim)
         for names, size, dim in zip(reversed(names_of), reversed(x.shape), reversed(_dims(target))):
-            if (names and not isinstance(names, Merged) and size == root.shape[dim] and dim not in cut and not rows[dim]
-                    and taken.isdisjoint(names)):  # fmt: skip
+            if (
+                names
+                and not isinstance(names, Merged)
+                and size == root.shape[dim]
+                and dim not in cut
+                and not rows[dim]
+                and taken.isdisjoint(names)
+            ):
                 rows[dim] = names
                 taken.update(names)
     if rows == before:

@@ -53,8 +53,11 @@ def apart(
     results = [dims(labels, shape or ()) for labels, shape in zip(rule.outs, outs, strict=True)]
     lying: Lying = []
     for (spec, shape), found in zip(args, ins, strict=True):
-        rows = [names for row, size, parts in zip(split_axes(spec, len(shape)), shape, found, strict=True)
-                for names in taken_apart(row, size, [n for n, _ in parts], axes)[0]]  # fmt: skip
+        rows = [
+            names
+            for row, size, parts in zip(split_axes(spec, len(shape)), shape, found, strict=True)
+            for names in taken_apart(row, size, [n for n, _ in parts], axes)[0]
+        ]
         lying.append(
             (from_split_axes(rows, spec.unreduced, spec.reduced), tuple(n for parts in found for n, _ in parts))
         )
@@ -64,8 +67,10 @@ def apart(
     within = {label: [_part(label, k) for k in range(len(sizes))] for label, sizes in cuts.items() if len(sizes) > 1}
     spread = lambda labels: frozenset(part for label in labels for part in within.get(label, (label,)))
     fine = replace(rule, ins=label_rows[0], outs=label_rows[1], sums=spread(rule.sums), even=spread(rule.even))
-    sizes = [tuple(n for parts in found for n, _ in parts) if shape is not None else None
-             for found, shape in zip(results, outs, strict=True)]  # fmt: skip
+    sizes = [
+        tuple(n for parts in found for n, _ in parts) if shape is not None else None
+        for found, shape in zip(results, outs, strict=True)
+    ]
     return fine, lying, sizes, together
 
 

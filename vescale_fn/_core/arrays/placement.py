@@ -66,14 +66,24 @@ def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
     specs = tree.broadcast(spec, value, where, "spec", _generic(value))
     if not all(isinstance(s, P) for s in specs):
         wrong = {n: s for n, s in zip(_names(value), specs, strict=True) if not isinstance(s, P)}
-        raise SpecError(report(where, "every spec must be a vfn.P",
-                               [f"the spec of {n} is {short(s)}" for n, s in wrong.items()],
-                               as_spec(next(iter(wrong.values())))))  # fmt: skip
+        raise SpecError(
+            report(
+                where,
+                "every spec must be a vfn.P",
+                [f"the spec of {n} is {short(s)}" for n, s in wrong.items()],
+                as_spec(next(iter(wrong.values()))),
+            )
+        )
     if alone := split_numbers(spec, value, leaves, axes_named):
         names = _names(value)
-        raise SpecError(report(where, "a spec splits a number, which has no dims",
-                               [f"{names[i]} is {described(leaves[i])}, its spec {specs[i]!r}" for i in alone],
-                               SPLIT_NUMBERS))  # fmt: skip
+        raise SpecError(
+            report(
+                where,
+                "a spec splits a number, which has no dims",
+                [f"{names[i]} is {described(leaves[i])}, its spec {specs[i]!r}" for i in alone],
+                SPLIT_NUMBERS,
+            )
+        )
     return leaves, treedef, specs
 
 
@@ -108,16 +118,23 @@ def _check(value: Any, leaves: Sequence[Any], specs: Sequence[P], meshes: Sequen
                     (f"its memory format is {x.layout}, and only strided tensors can be laid out", "x.to_dense()")
                 )
             if mesh is not None and x.is_meta:
-                found.append(("it is on the meta device, so it has no values to lay out",
-                              "a tensor with values: made on a device, drawn with spec=, or loaded"))  # fmt: skip
+                found.append(
+                    (
+                        "it is on the meta device, so it has no values to lay out",
+                        "a tensor with values: made on a device, drawn with spec=, or loaded",
+                    )
+                )
             if found:
                 wrong[i] = found
     if not wrong:
         return
     names = _names(value)
     mesh = meshes[next(iter(wrong))]
-    rows = [f"{names[i]} is {type_text(leaves[i].shape, leaves[i].dtype, WHOLE)}, its spec {specs[i]!r}: {problem}"
-            for i, found in wrong.items() for problem, _ in found]  # fmt: skip
+    rows = [
+        f"{names[i]} is {type_text(leaves[i].shape, leaves[i].dtype, WHOLE)}, its spec {specs[i]!r}: {problem}"
+        for i, found in wrong.items()
+        for problem, _ in found
+    ]
     of = f" on the {mesh_text(axes_of(mesh))}" if mesh is not None else ""
     ways = dict.fromkeys(way for found in wrong.values() for _, way in found)
     raise SpecError(
@@ -127,9 +144,14 @@ def _check(value: Any, leaves: Sequence[Any], specs: Sequence[P], meshes: Sequen
 
 def _checked_mesh(mesh: Any, spec: Any, where: str) -> None:
     if isinstance(mesh, P) and hasattr(spec, "mesh_dim_names"):
-        raise MeshError(report(where, "the mesh and the spec have changed places",
-                               [f"mesh is {mesh!r}", f"spec is the {mesh_text(axes_of(spec))}"],
-                               f"vfn.{where}(tree, mesh, spec)"))  # fmt: skip
+        raise MeshError(
+            report(
+                where,
+                "the mesh and the spec have changed places",
+                [f"mesh is {mesh!r}", f"spec is the {mesh_text(axes_of(spec))}"],
+                f"vfn.{where}(tree, mesh, spec)",
+            )
+        )
     context.checked_mesh(mesh, where)
 
 
@@ -140,16 +162,28 @@ def _mesh_here(specs: Sequence[P], mesh: Any, where: str) -> Any:
         return mesh
     named = {a: spec for spec in specs for a in axes_named(spec) if a in body.axes}
     if body.auto is None or named:
-        raise SpecError(report(
-            where, "this is the body of a shard_map: its values are one rank's blocks"
-            + (f" along {', '.join(map(repr, body.axes))}" if body.auto is not None else ", and its axes are manual"),
-            [f"axis {axis!r} of {spec!r} is manual here" for axis, spec in named.items()],
-            "a collective (vfn.all_gather, vfn.psum_scatter, ...) in the body, or the spec in in_specs or out_specs",
-        ))  # fmt: skip
+        raise SpecError(
+            report(
+                where,
+                "this is the body of a shard_map: its values are one rank's blocks"
+                + (
+                    f" along {', '.join(map(repr, body.axes))}"
+                    if body.auto is not None
+                    else ", and its axes are manual"
+                ),
+                [f"axis {axis!r} of {spec!r} is manual here" for axis, spec in named.items()],
+                "a collective (vfn.all_gather, vfn.psum_scatter, ...) in the body, or the spec in in_specs or out_specs",
+            )
+        )
     if mesh is not None and not same(mesh, body.mesh):
-        raise MeshError(report(where, "this is the body of a shard_map on another mesh",
-                               [f"it is on the {mesh_text(axes_of(body.mesh))}, not the {mesh_text(axes_of(mesh))}"],
-                               "no mesh=: the body's is used"))  # fmt: skip
+        raise MeshError(
+            report(
+                where,
+                "this is the body of a shard_map on another mesh",
+                [f"it is on the {mesh_text(axes_of(body.mesh))}, not the {mesh_text(axes_of(mesh))}"],
+                "no mesh=: the body's is used",
+            )
+        )
     return body.auto
 
 
@@ -355,8 +389,10 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
         raise error
     heads, by_rank = [row[0] for row in by_rank], [row[1:] for row in by_rank]
     if any(other != head for other in heads):
-        rows = [f"rank {rank} {f'fails: {problem}' if problem else f'brings {found}'}"
-                for rank, (found, problem) in enumerate(heads)]  # fmt: skip
+        rows = [
+            f"rank {rank} {f'fails: {problem}' if problem else f'brings {found}'}"
+            for rank, (found, problem) in enumerate(heads)
+        ]
         raise SpecError(report("from_local", "the ranks must bring trees of one structure", rows))
     out, failures = [], []
     for i, (name, s) in enumerate(zip(names, specs, strict=True)):
@@ -369,8 +405,14 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
             local = Blocks(mine[i]) if is_simulated(mesh) else mine[i][0]
             out.append(wrap(packed(local), mesh, s, torch.Size(shape)))
     if failures:
-        raise SpecError(report("from_local", f"the ranks' blocks do not make up arrays on the {mesh_text(axes_of(mesh))}",
-                               failures, "give each rank the block that vfn.shard_shape and torch.chunk give it"))  # fmt: skip
+        raise SpecError(
+            report(
+                "from_local",
+                f"the ranks' blocks do not make up arrays on the {mesh_text(axes_of(mesh))}",
+                failures,
+                "give each rank the block that vfn.shard_shape and torch.chunk give it",
+            )
+        )
     return _rebuilt(treedef, out)
 
 
@@ -382,9 +424,13 @@ def _own_blocks(leaves: Sequence[Any], names: Sequence[str], mesh: Any, ranks: S
         if callable(leaf) and not isinstance(leaf, torch.Tensor):
             row = [leaf(dict(coordinates(mesh, rank))) for rank in ranks]
             if not all(isinstance(x, (torch.Tensor, np.ndarray)) for x in row):
-                raise TypingError(report(
-                    "from_local", "the function of the coordinate must give this rank's block, a tensor",
-                    [f"{name} gave {described(x)}" for x in row[:1]]))  # fmt: skip
+                raise TypingError(
+                    report(
+                        "from_local",
+                        "the function of the coordinate must give this rank's block, a tensor",
+                        [f"{name} gave {described(x)}" for x in row[:1]],
+                    )
+                )
         else:
             row = [leaf.blocks[rank] if type(leaf) is Blocks else leaf for rank in ranks]
         row = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in row]
@@ -421,8 +467,9 @@ def _joined_shape(metas: Sequence[Any], mesh: Any, spec: P, name: str, failures:
         shape.append(sum(places.values()))
     for coord, meta in zip(coords, metas, strict=True):
         if tuple(map(len, local_indices(shape, axes, spec, coord))) != meta[0]:
-            failures.append(f"{name} with {spec!r} would be {list(shape)}, split as torch.chunk does, but the blocks are "
-                            f"{listed}")  # fmt: skip
+            failures.append(
+                f"{name} with {spec!r} would be {list(shape)}, split as torch.chunk does, but the blocks are {listed}"
+            )
             return None
     own = [a for row in split_axes(spec, len(shape)) for a in row] + sorted(spec.unreduced)
     first: dict[Any, int] = {}  # of each piece, the rank that brings it; in debug mode others must bring the same
@@ -436,8 +483,9 @@ def _joined_shape(metas: Sequence[Any], mesh: Any, spec: P, name: str, failures:
     return shape
 
 
-def from_blocks(make_block: Callable[[dict[str, int]], torch.Tensor], shape: Sequence[int], dtype: torch.dtype, mesh: Any,
-                spec: P) -> Array:  # fmt: skip
+def from_blocks(
+    make_block: Callable[[dict[str, int]], torch.Tensor], shape: Sequence[int], dtype: torch.dtype, mesh: Any, spec: P
+) -> Array:
     """The array of `shape` of which each rank makes its own block: ``make_block(coordinate)``, once a distinct block."""
     names = [axis for row in split_axes(spec, len(shape)) for axis in row]
     made: dict[Any, torch.Tensor] = {}

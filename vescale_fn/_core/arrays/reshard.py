@@ -164,15 +164,18 @@ def _steps(shape: tuple[int, ...], axes: dict[str, int], source: P, target: P) -
         yield step("keep_first", alone)
 
 
-def traffic(shape: tuple[int, ...], axes: Mapping[str, int], steps: Sequence[Step], itemsize: int) -> list[
-        tuple[str, tuple[str, ...], int]]:  # fmt: skip
+def traffic(
+    shape: tuple[int, ...], axes: Mapping[str, int], steps: Sequence[Step], itemsize: int
+) -> list[tuple[str, tuple[str, ...], int]]:
     """What steps send: kind, axes, and the bytes that it holds on the first rank (the larger of before and after)."""
     found = []
     for step in steps:
         if step.kind not in LOCAL_KINDS:
             sizes = [n for group in step.apart for n in group] if step.apart else shape
-            held = [math.prod(local_shape(sizes, axes, from_split_axes(rows), dict.fromkeys(axes, 0)))
-                    for rows in (step.before, step.after)]  # fmt: skip
+            held = [
+                math.prod(local_shape(sizes, axes, from_split_axes(rows), dict.fromkeys(axes, 0)))
+                for rows in (step.before, step.after)
+            ]
             found.append((step.kind, step.axes, max(held) * itemsize))
     return found
 
@@ -296,8 +299,12 @@ def _all_gather(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str)
     widest = functools.partial(_widest, shape, mesh, step, dim, step.before)
     padded = _local(x, mesh, lambda rank, block: _pad(block, dim, widest(rank)), lambda rank: rank)
     gathered = collectives.all_gather(padded, mesh, step.axes, dim, why, elements, padded=True)
-    return _local(gathered, mesh, lambda rank, block: _cut(block, shape, mesh, step, dim, rank, widest(rank)),
-                  lambda rank: _members(mesh, step, rank))  # fmt: skip
+    return _local(
+        gathered,
+        mesh,
+        lambda rank, block: _cut(block, shape, mesh, step, dim, rank, widest(rank)),
+        lambda rank: _members(mesh, step, rank),
+    )
 
 
 def _widest(shape: tuple[int, ...], mesh: Any, step: Step, dim: int, rows: Rows, rank: int) -> int:
@@ -332,8 +339,12 @@ def _reduce_scatter(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: 
     widest = functools.partial(_widest, shape, mesh, step, dim, step.after)
     spread = _local(x, mesh, lambda r, block: _spread(block, shape, mesh, step, dim, r, widest(r)), lambda rank: rank)
     mine = collectives.reduce_scatter(spread, mesh, step.axes, dim, why, elements, padded=True)
-    return _local(mine, mesh, lambda r, block: block.narrow(dim, 0, len(_indices(shape, mesh, step.after, r, dim)))
-                  .contiguous(), lambda rank: rank)  # fmt: skip
+    return _local(
+        mine,
+        mesh,
+        lambda r, block: block.narrow(dim, 0, len(_indices(shape, mesh, step.after, r, dim))).contiguous(),
+        lambda rank: rank,
+    )
 
 
 def _all_to_all(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> Any:
@@ -365,8 +376,9 @@ _RUN: dict[str, Callable[[Any, tuple[int, ...], Any, Step, str], Any]] = {
 }
 
 
-def run_together(xs: Sequence[Any], shapes: Sequence[tuple[int, ...]], mesh: Any, plans: Sequence[Sequence[Step]],
-                 why: str) -> list[Any]:  # fmt: skip
+def run_together(
+    xs: Sequence[Any], shapes: Sequence[tuple[int, ...]], mesh: Any, plans: Sequence[Sequence[Step]], why: str
+) -> list[Any]:
     """Carry several plans out; what is the same collective of one dtype over the same axes travels as one."""
     if torch_internals.is_recorded():  # of what is recorded a pass makes buckets, by size
         return [run(x, shape, mesh, steps, why) for x, shape, steps in zip(xs, shapes, plans, strict=True)]

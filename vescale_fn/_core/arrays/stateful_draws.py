@@ -61,8 +61,9 @@ def refuse_seeded(func: Any, args: Sequence[Any], kwargs: dict[str, Any], own: b
     if bound.get("generator") is not None and not (array or own):
         return
     what = DRAW if array else _PLAIN if bound.get("generator") is None else _OWN
-    raise RandomError(report(f"torch's {name}", what,
-                             fix=f"a keyed draw, the same on every mesh: {_keyed(name, bound, array)}"))  # fmt: skip
+    raise RandomError(
+        report(f"torch's {name}", what, fix=f"a keyed draw, the same on every mesh: {_keyed(name, bound, array)}")
+    )
 
 
 def _draws(name: str, bound: dict[str, Any]) -> bool:
@@ -83,8 +84,13 @@ def _keyed(name: str, bound: dict[str, Any], array: bool) -> str:
     size = bound.get("size")
     said = {at: bound[at] for at in ("low", "high", "n") if isinstance(bound.get(at), int)}
     text = _KEYED.get(kind, "vfn.random.bits(key, {shape}, ...)")
-    return text.format_map({
-        "low": 0, "high": "high", "n": "n", **said,
-        "shape": repr(tuple(size)) if isinstance(size, (list, tuple)) else "x.shape",
-        "spec": ", spec=vfn.spec_of(x)" if array else "",
-    })  # fmt: skip
+    return text.format_map(
+        {
+            "low": 0,
+            "high": "high",
+            "n": "n",
+            **said,
+            "shape": repr(tuple(size)) if isinstance(size, (list, tuple)) else "x.shape",
+            "spec": ", spec=vfn.spec_of(x)" if array else "",
+        }
+    )

@@ -71,12 +71,16 @@ class _Watch(torch_internals.TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def refuse_moves(func: Any, args: Sequence[Any], kwargs: dict[str, Any], moves: Sequence[tuple[int, tuple[Step, ...], P]]
-                 ) -> None:  # fmt: skip
+def refuse_moves(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], moves: Sequence[tuple[int, tuple[Step, ...], P]]
+) -> None:
     """Raise where an op would move some of its tensors: which one, by which steps, to which layout."""
     tensors = tensors_in(args, kwargs)
-    bad = [(i, steps, target) for i, steps, target in moves
-           if isinstance(tensors[i], DTensor) and any(step.kind in _MOVES for step in steps)]  # fmt: skip
+    bad = [
+        (i, steps, target)
+        for i, steps, target in moves
+        if isinstance(tensors[i], DTensor) and any(step.kind in _MOVES for step in steps)
+    ]
     if not bad:
         return
     line, backward = op_lines.here()
@@ -93,13 +97,22 @@ def refuse_moves(func: Any, args: Sequence[Any], kwargs: dict[str, Any], moves: 
         stated = f"vfn.with_sharding({name}, {target!r})"
         ways.append(f"{name} = {stated} before it" if own else f"{stated} in place of {name}")
     if backward:
-        raise ReshardError(report(
-            op_text(func), "strict: the backward pass needs a move of data that the program did not ask for",
-            [*failures, f"for the gradient of {quoted(line)}"],
-            "with_sharding of what this line takes or gives, so that its gradient lies as it needs to"))  # fmt: skip
-    raise ReshardError(report(
-        op_text(func), "strict: this op needs a move of data that the program did not ask for",
-        [*failures, f"at {quoted(line)}"], "; ".join(ways)))  # fmt: skip
+        raise ReshardError(
+            report(
+                op_text(func),
+                "strict: the backward pass needs a move of data that the program did not ask for",
+                [*failures, f"for the gradient of {quoted(line)}"],
+                "with_sharding of what this line takes or gives, so that its gradient lies as it needs to",
+            )
+        )
+    raise ReshardError(
+        report(
+            op_text(func),
+            "strict: this op needs a move of data that the program did not ask for",
+            [*failures, f"at {quoted(line)}"],
+            "; ".join(ways),
+        )
+    )
 
 
 def _argument_names(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:

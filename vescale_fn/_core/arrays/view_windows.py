@@ -54,8 +54,11 @@ class Piece(NamedTuple):
                 a, b = walk.steps
                 x = x.diagonal(0, labels.index(a), labels.index(b))
                 labels = [d for d in labels if d not in (a, b)] + [-1 - k]
-        kept = [next(iter(walk.steps)) if len(walk.steps) == 1 else -1 - k
-                for k, walk in enumerate(self.shown.walks) if walk.steps]  # fmt: skip
+        kept = [
+            next(iter(walk.steps)) if len(walk.steps) == 1 else -1 - k
+            for k, walk in enumerate(self.shown.walks)
+            if walk.steps
+        ]
         for place in reversed(range(len(labels))):
             if labels[place] not in kept:
                 x = x.select(place, 0)
@@ -135,8 +138,11 @@ def pieces(shown: Shown, held: Sequence[range | list[int]], whole: Sequence[int]
     for block in itertools.product(*runs):
         spans: list[slice] = []
         at = [slice(place + s - first, place + s - first + 1) for s, (first, place, _) in zip(shown.start, block)]
-        if any(not 0 <= s - first < n for d, (s, (first, _, n)) in enumerate(zip(shown.start, block))
-               if not any(d in walk.steps for walk in shown.walks)):  # fmt: skip
+        if any(
+            not 0 <= s - first < n
+            for d, (s, (first, _, n)) in enumerate(zip(shown.start, block))
+            if not any(d in walk.steps for walk in shown.walks)
+        ):
             continue
         for k, walk in enumerate(shown.walks):
             if k in whole or not walk.steps:

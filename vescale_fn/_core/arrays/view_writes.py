@@ -69,11 +69,19 @@ def write_pieces(
     alike = {k: d for k in range(len(shown.walks)) if (d := shown.alike(k)) is not None and rows[d]}
     others = tensors_in(args[1:], kwargs)
     first = [len(shown.walks) - x.ndim for x in others]  # the dim of the view that a tensor's first one meets
-    goals = [from_split_axes([rows[alike[d + skip]] if d + skip in alike and size == shown.walks[d + skip].size else ()
-                              for d, size in enumerate(x.shape)])
-             for x, skip in zip(others, first, strict=True)]  # fmt: skip
-    steps = [reshard.plan(tuple(x.shape), axes_items(mesh), layout(x._spec) if isinstance(x, DTensor) else WHOLE, goal)
-             for x, goal in zip(others, goals, strict=True)]  # fmt: skip
+    goals = [
+        from_split_axes(
+            [
+                rows[alike[d + skip]] if d + skip in alike and size == shown.walks[d + skip].size else ()
+                for d, size in enumerate(x.shape)
+            ]
+        )
+        for x, skip in zip(others, first, strict=True)
+    ]
+    steps = [
+        reshard.plan(tuple(x.shape), axes_items(mesh), layout(x._spec) if isinstance(x, DTensor) else WHOLE, goal)
+        for x, goal in zip(others, goals, strict=True)
+    ]
     if context.is_strict():
         refuse_moves(func, args[1:], kwargs, [(i, one, goals[i]) for i, one in enumerate(steps) if one])
     local = []

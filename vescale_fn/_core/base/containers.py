@@ -28,9 +28,31 @@ from .errors import TreeError
 from .messages import described, report
 
 _MOST = 1000  # values inside one leaf that are looked at
-_PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, np.generic, np.dtype, type, types.FunctionType,
-          types.BuiltinFunctionType, types.MethodType, types.ModuleType, slice, range, torch.dtype, torch.device, torch.layout,
-          torch.memory_format, torch.Size, torch.Generator, torch.distributed.device_mesh.DeviceMesh)  # fmt: skip
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    enum.Enum,
+    np.generic,
+    np.dtype,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    slice,
+    range,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    torch.Generator,
+    torch.distributed.device_mesh.DeviceMesh,
+)
 _settled: set[type] = {
     torch.Tensor,
     torch.nn.Parameter,
@@ -42,8 +64,16 @@ _settled: set[type] = {
 }  # leaves by their class alone
 
 
-def opened(value: Any, where: str, name: str | Callable[[], Sequence[str]], *, is_leaf: Any = None, numpy: bool = False,
-           modules: bool = False, passing: Sequence[Any] = ()) -> tuple[list[Any], Any]:  # fmt: skip
+def opened(
+    value: Any,
+    where: str,
+    name: str | Callable[[], Sequence[str]],
+    *,
+    is_leaf: Any = None,
+    numpy: bool = False,
+    modules: bool = False,
+    passing: Sequence[Any] = (),
+) -> tuple[list[Any], Any]:
     """The leaves of a tree that a public function was given, and its structure; or a TreeError that names all wrong leaves.
 
     Args:
@@ -58,8 +88,11 @@ def opened(value: Any, where: str, name: str | Callable[[], Sequence[str]], *, i
         return leaves, treedef
     if adopted(leaves):
         return opened(value, where, name, is_leaf=is_leaf, numpy=numpy, modules=modules, passing=passing)
-    wrong = {i: held for i, x in enumerate(leaves) if (held := _held(x, numpy, modules)) is not None
-             and not any(x is other for other in passing)}  # fmt: skip
+    wrong = {
+        i: held
+        for i, x in enumerate(leaves)
+        if (held := _held(x, numpy, modules)) is not None and not any(x is other for other in passing)
+    }
     if wrong:
         paths = tree.paths(value, name, is_leaf) if isinstance(name, str) else name()
         failures = [f"{paths[i]} is {_what(leaves[i])}{held}" for i, held in wrong.items()]
@@ -136,8 +169,9 @@ def _adopt(value: Any) -> bool:
     entries: Any = optree.GetAttrEntry if by_attribute and not isinstance(value, abc.Mapping) else optree.AutoEntry
     with _lock:
         if optree.tree_is_leaf(cast(Any, value), none_is_leaf=True):
-            optree.register_pytree_node(cls, flatten, together, path_entry_type=entries,
-                                        namespace=optree.registry.__GLOBAL_NAMESPACE)  # fmt: skip
+            optree.register_pytree_node(
+                cls, flatten, together, path_entry_type=entries, namespace=optree.registry.__GLOBAL_NAMESPACE
+            )
     return True
 
 
@@ -154,8 +188,9 @@ class _Kept:
         return hash(repr(self.value))
 
 
-def register_dataclass(cls: Any = None, data_fields: Sequence[str] | None = None,
-                       meta_fields: Sequence[str] | None = None) -> Any:  # fmt: skip
+def register_dataclass(
+    cls: Any = None, data_fields: Sequence[str] | None = None, meta_fields: Sequence[str] | None = None
+) -> Any:
     """Register a class as a node of trees, with optree and with torch's pytree; also a decorator.
 
     Without it, an instance is a leaf, and a leaf that holds tensors is refused.
@@ -196,11 +231,21 @@ def register_dataclass(cls: Any = None, data_fields: Sequence[str] | None = None
         return cls(**dict(zip(data, children, strict=True)), **dict(zip(meta, kept, strict=True)))
 
     try:
-        optree.register_pytree_node(cls, lambda node: (*flatten(node), data), together, path_entry_type=optree.GetAttrEntry,
-                                    namespace=optree.registry.__GLOBAL_NAMESPACE)  # fmt: skip
+        optree.register_pytree_node(
+            cls,
+            lambda node: (*flatten(node), data),
+            together,
+            path_entry_type=optree.GetAttrEntry,
+            namespace=optree.registry.__GLOBAL_NAMESPACE,
+        )
     except ValueError:
-        raise TreeError(report("register_dataclass", f"{cls.__name__} is registered already",
-                               fix="one registration, here or with optree")) from None  # fmt: skip
+        raise TreeError(
+            report(
+                "register_dataclass",
+                f"{cls.__name__} is registered already",
+                fix="one registration, here or with optree",
+            )
+        ) from None
     if torch_internals.tree_node(cls) is None:
         torch_internals.register_tree_node(cls, flatten, lambda children, kept: together(kept, children), data)
     return cls
@@ -212,13 +257,23 @@ def _fields(
     """The names of the fields that are data, and of those that are not; or an error that lists all that is wrong."""
     where = "register_dataclass"
     if not isinstance(cls, type):
-        raise TreeError(report(where, f"it takes a class, but was given {described(cls)}",
-                               fix="vfn.register_dataclass(Params), or @vfn.register_dataclass above it"))  # fmt: skip
+        raise TreeError(
+            report(
+                where,
+                f"it takes a class, but was given {described(cls)}",
+                fix="vfn.register_dataclass(Params), or @vfn.register_dataclass above it",
+            )
+        )
     declared = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else None
     if declared is None and (data is None or meta is None):
-        raise TreeError(report(where, f"{cls.__name__} is not a dataclass, so its fields are not known",
-                               fix=f"vfn.register_dataclass({cls.__name__}, data_fields=[...], meta_fields=[...]); or "
-                                   "@dataclasses.dataclass below it"))  # fmt: skip
+        raise TreeError(
+            report(
+                where,
+                f"{cls.__name__} is not a dataclass, so its fields are not known",
+                fix=f"vfn.register_dataclass({cls.__name__}, data_fields=[...], meta_fields=[...]); or "
+                "@dataclasses.dataclass below it",
+            )
+        )
     taken = [f.name for f in declared or () if f.init]
     if meta is None:
         static = [f.name for f in declared or () if f.init and f.metadata.get("static", False)]
@@ -230,8 +285,14 @@ def _fields(
         failures += [f"{name!r} is not a field that the constructor takes" for name in named if name not in taken]
         failures += [f"the field {name!r} is in neither list" for name in taken if name not in named]
     if failures:
-        raise TreeError(report(where, f"these are not the fields of {cls.__name__}", failures,
-                               f"each of {', '.join(taken)} once, in data_fields or in meta_fields"))  # fmt: skip
+        raise TreeError(
+            report(
+                where,
+                f"these are not the fields of {cls.__name__}",
+                failures,
+                f"each of {', '.join(taken)} once, in data_fields or in meta_fields",
+            )
+        )
     return tuple(data), tuple(meta)
 
 

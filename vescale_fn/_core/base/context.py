@@ -163,8 +163,15 @@ def examined() -> bool:
     """Whether what runs here is a part of something else: of a `vfn.grad`, a body, debug mode, a parity check; or is
     to run as written."""
     state = _state
-    return bool(state.as_written or state.grad_depth or state.body is not None or state.key_uses is not None
-                or state.recorder is not None or state.unit is not None or _watch is not None)  # fmt: skip
+    return bool(
+        state.as_written
+        or state.grad_depth
+        or state.body is not None
+        or state.key_uses is not None
+        or state.recorder is not None
+        or state.unit is not None
+        or _watch is not None
+    )
 
 
 def on_one_device() -> bool:

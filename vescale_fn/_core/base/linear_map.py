@@ -59,8 +59,10 @@ class _Linear(torch.autograd.Function):
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
         op = ctx.op.tangent() if hasattr(ctx.op, "tangent") else ctx.op  # a map that is not linear says so there
         if ctx.like is not None:  # torch takes no None for the tangent of one result where another has one
-            tangents = tuple(torch.zeros(shape, dtype=dtype, device=device) if tangent is None else tangent
-                             for tangent, (shape, dtype, device) in zip(tangents, ctx.like, strict=True))  # fmt: skip
+            tangents = tuple(
+                torch.zeros(shape, dtype=dtype, device=device) if tangent is None else tangent
+                for tangent, (shape, dtype, device) in zip(tangents, ctx.like, strict=True)
+            )
         return apply(op, *tangents)
 
     @staticmethod

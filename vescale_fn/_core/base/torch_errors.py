@@ -23,37 +23,47 @@ class _Meaning(NamedTuple):
 _MEANINGS = (
     _Meaning(
         "leaf Variable that requires grad is being used in an in-place operation",
-        InPlaceError, "grad", "the function writes into what it is differentiated by, whose value before is needed",
+        InPlaceError,
+        "grad",
+        "the function writes into what it is differentiated by, whose value before is needed",
         "x = x.clone() first, or the function without the underscore",
     ),
     _Meaning(
         r"modified by an inplace operation.*which is output \d+ of (?:\w+::)?(\w+?)(?:Backward\d*)?,",
-        InPlaceError, "grad", "an in-place op changed a value which the gradient needs as it was",
+        InPlaceError,
+        "grad",
+        "an in-place op changed a value which the gradient needs as it was",
         "the function without the underscore, or a clone() first",
     ),
     _Meaning(
         "vmap: It looks like you're attempting to use a Tensor in some data-dependent control flow",
-        TransformError, "vmap",
+        TransformError,
+        "vmap",
         "this asks for the truth of a value that differs between entries, so they could go different ways",
         "torch.where(condition, a, b)",
     ),
     _Meaning(
         r"vmap: It looks like you're calling \.item\(\) on a Tensor",
-        TransformError, "vmap", "this reads a number out of a value that differs between entries",
+        TransformError,
+        "vmap",
+        "this reads a number out of a value that differs between entries",
         "the 0-d tensor as it is: arithmetic takes it, x.index_select(0, i[None]) and torch.where as well",
     ),
     _Meaning(
         "vmap: called random operation while in randomness error mode",
-        TransformError, "vmap",
+        TransformError,
+        "vmap",
         "this draws from torch's generator: the same numbers for all entries, or others for each?",
         "keys = vfn.random.split(key, n), mapped over as well, and vfn.random's draws from each of them",
     ),
     _Meaning(
         r"vmap: inplace arithmetic\(self, \*extra_args\) is not possible",
-        InPlaceError, "vmap", "this writes what differs between entries into a value that is the same for all of them",
+        InPlaceError,
+        "vmap",
+        "this writes what differs between entries into a value that is the same for all of them",
         "the function without the underscore, which makes a new value",
     ),
-)  # fmt: skip
+)
 
 
 def explained(error: RuntimeError) -> VfnError | None:

@@ -134,8 +134,10 @@ def shortened(error: BaseException, whole: TracebackType | None) -> Iterator[Non
             e.__traceback__, hidden = shorter(e, whole if e is error else its_whole)
             count += hidden
         if count:
-            said = f"({count} frame{'s' * (count != 1)} of vescale_fn and torch hidden; vfn.full_tracebacks() or " \
-                   "VESCALE_FN_TRACEBACK=full shows them)"  # fmt: skip
+            said = (
+                f"({count} frame{'s' * (count != 1)} of vescale_fn and torch hidden; vfn.full_tracebacks() or "
+                "VESCALE_FN_TRACEBACK=full shows them)"
+            )
             error.__dict__["__notes__"] = [*(notes or ()), said]
         yield
     finally:

@@ -109,8 +109,9 @@ def spelling(value: Any, otherwise: str) -> str:
     return next((name for name, x in held.items() if x is value and name.isidentifier()), otherwise)
 
 
-def broadcast(prefix: Any, tree: Any, where: str, prefix_name: str, tree_name: str,
-              is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:  # fmt: skip
+def broadcast(
+    prefix: Any, tree: Any, where: str, prefix_name: str, tree_name: str, is_leaf: Callable[[Any], bool] | None = None
+) -> list[Any]:
     """One entry of `prefix` for each leaf of `tree`, or a SpecError that names every place where they part."""
     try:
         return optree.broadcast_prefix(prefix, tree, is_leaf=is_leaf)

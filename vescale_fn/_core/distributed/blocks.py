@@ -107,9 +107,8 @@ class Blocks(WithoutMemory):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(types) > 1 and not all(map(_HERE.__contains__, types)):
             return NotImplemented  # an array knows what to do with blocks, not they with it
-        with (
-            torch_internals.no_torch_function()
-        ):  # where torch's own C++ calls an op, as at the end of a vmap, a body's mode is on
+        # where torch's own C++ calls an op, as at the end of a vmap, a body's mode is on
+        with torch_internals.no_torch_function():
             return run(func, args, kwargs or {})
 
 
@@ -142,8 +141,14 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if func in _SHAPE_QUERIES:
         shapes = sorted({tuple(b.shape) for b in args[0].blocks})
-        raise TypingError(report("shape", "this value's shape differs by rank", [f"the shapes are {shapes}"],
-                                 "one shape on all ranks: torch.where(mask, x, 0) for x[mask], or pad it"))  # fmt: skip
+        raise TypingError(
+            report(
+                "shape",
+                "this value's shape differs by rank",
+                [f"the shapes are {shapes}"],
+                "one shape on all ranks: torch.where(mask, x, 0) for x[mask], or pad it",
+            )
+        )
     targets = [_argument(args, kwargs, i, name) for i, name in written(func)]
     if torch.Tag.inplace_view in func.tags and type(args[0]) is Blocks and ranks_in(args[1:]) is None:
         return _in_another_shape(func, args, kwargs)
@@ -162,8 +167,16 @@ def _in_another_shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return x
 
 
-def run_ranks(fn: Callable[..., Any], n: int, args: Sequence[Any], kwargs: dict[str, Any], target: Any = None,
-              share: bool = False, vary: tuple[int, Sequence[Any]] | None = None, in_body: bool = False) -> Any:  # fmt: skip
+def run_ranks(
+    fn: Callable[..., Any],
+    n: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    target: Any = None,
+    share: bool = False,
+    vary: tuple[int, Sequence[Any]] | None = None,
+    in_body: bool = False,
+) -> Any:
     """Run `fn` once a rank and put the results together.
 
     Args:
@@ -200,8 +213,10 @@ def _write_lists(fn: Any, n: int, args: Sequence[Any], kwargs: dict[str, Any], t
         places = [_memory(_pick(x, rank)) for x in target]
         todo = [k for k, place in enumerate(places) if place not in done]
         done.update(places)
-        local = [[a[k] for k in todo] if isinstance(a, (list, tuple)) and len(a) == len(target) else a
-                 for a in (_pick(a, rank) for a in (*args, *kwargs.values()))]  # fmt: skip
+        local = [
+            [a[k] for k in todo] if isinstance(a, (list, tuple)) and len(a) == len(target) else a
+            for a in (_pick(a, rank) for a in (*args, *kwargs.values()))
+        ]
         if todo:
             fn(*local[: len(args)], **dict(zip(kwargs, local[len(args) :])))
 
@@ -209,8 +224,9 @@ def _write_lists(fn: Any, n: int, args: Sequence[Any], kwargs: dict[str, Any], t
 @functools.lru_cache(maxsize=4096)
 def written(func: Any) -> tuple[tuple[int, str], ...]:
     """The (position, name) of each argument that an op writes in place."""
-    return tuple((i, a.name) for i, a in enumerate(func._schema.arguments)
-                 if a.alias_info is not None and a.alias_info.is_write)  # fmt: skip
+    return tuple(
+        (i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    )
 
 
 def _argument(args: Sequence[Any], kwargs: dict[str, Any], i: int, name: str) -> Any:
@@ -263,16 +279,24 @@ def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], target
     for value in targets:
         for target in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(target, torch.Tensor) and type(target) is not Blocks:
-                raise InPlaceError(report(
-                    op_text(func), "this writes a value that differs by rank into a plain tensor, which all ranks share",
-                    [f"the target is a plain {_type(target)}"],
-                    "make the buffer inside the body (torch.zeros there is each rank's own), or use the result of the "
-                    "op without the underscore"))  # fmt: skip
+                raise InPlaceError(
+                    report(
+                        op_text(func),
+                        "this writes a value that differs by rank into a plain tensor, which all ranks share",
+                        [f"the target is a plain {_type(target)}"],
+                        "make the buffer inside the body (torch.zeros there is each rank's own), or use the result of the "
+                        "op without the underscore",
+                    )
+                )
             if type(target) is Blocks and _writers_differ(target, (*args, *kwargs.values())):
-                raise InPlaceError(report(
-                    op_text(func), "this writes a value that differs by rank into one that several ranks share",
-                    [f"the target is a replicated {_type(target.blocks[0])}"],
-                    "clone it first: buffer = x.clone()"))  # fmt: skip
+                raise InPlaceError(
+                    report(
+                        op_text(func),
+                        "this writes a value that differs by rank into one that several ranks share",
+                        [f"the target is a replicated {_type(target.blocks[0])}"],
+                        "clone it first: buffer = x.clone()",
+                    )
+                )
 
 
 def _writers_differ(target: Blocks, args: Sequence[Any]) -> bool:
@@ -294,11 +318,15 @@ def _stitch(args: Sequence[Any], outs: list[Any], in_body: bool) -> Any:
     if isinstance(first, (list, tuple)):
         return type(first)(_stitch(args, list(row), in_body) for row in zip(*outs, strict=True))
     if any(out != first for out in outs[1:]) and not all(out != out for out in outs):  # NaN on all ranks is agreement
-        raise TypingError(report(
-            "item", "this needs the number in a value that differs by rank, so ranks would go different ways",
-            [f"rank {rank} has {out!r}" for rank, out in list(enumerate(outs))[:8]],
-            "vfn.dynamic_slice(x, [i], [size]) for x[i] or x[i : i + size], torch.where for `if`; or make it the same on "
-            "all ranks: vfn.psum(x, axis). Shapes are Python ints, the same on all ranks"))  # fmt: skip
+        raise TypingError(
+            report(
+                "item",
+                "this needs the number in a value that differs by rank, so ranks would go different ways",
+                [f"rank {rank} has {out!r}" for rank, out in list(enumerate(outs))[:8]],
+                "vfn.dynamic_slice(x, [i], [size]) for x[i] or x[i : i + size], torch.where for `if`; or make it the same on "
+                "all ranks: vfn.psum(x, axis). Shapes are Python ints, the same on all ranks",
+            )
+        )
     return first
 
 

@@ -28,9 +28,16 @@ class Board:
         self.store, self.rank, self._prefix = store, rank, f"vescale_fn debug {block}"
         self._numbers: dict[Group, int] = {}
         self._card: dict[str, Any] = {
-            "place": _place(), "pid": os.getpid(), "entered": entered, "count": 0, "group": None, "number": 0, "call": "",
-            "left": None, "error": None,
-        }  # fmt: skip
+            "place": _place(),
+            "pid": os.getpid(),
+            "entered": entered,
+            "count": 0,
+            "group": None,
+            "number": 0,
+            "call": "",
+            "left": None,
+            "error": None,
+        }
         self._set(f"card {rank}", self._card)
         self._ended = threading.Event()
         threading.Thread(target=self._tell_where, args=(threading.get_ident(),), name="debug", daemon=True).start()

@@ -154,8 +154,9 @@ def _recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
         ):
             given: dict[str, Any] = {"op": "sum", "elements": 0, "padded": False} | dict(zip(names, rest)) | named
             params = tuple(tuple(p) if isinstance(p := given[name], list) else p for name in _PARAMS[fn.__name__])
-            what = Collective(fn.__name__, mesh, tuple(axes), params, given["why"], elements=given["elements"],
-                              padded=given["padded"])  # fmt: skip
+            what = Collective(
+                fn.__name__, mesh, tuple(axes), params, given["why"], elements=given["elements"], padded=given["padded"]
+            )
             return recorder.collective(what, x)
         return fn(x, mesh, axes, *rest, **named)
 
@@ -242,8 +243,16 @@ def _simulated(x: Any, mesh: Any, axes: tuple[str, ...], formula: Callable[[list
 
 @_wide
 @_recorded
-def all_reduce(x: Any, mesh: Any, axes: tuple[str, ...], why: str, op: str = "sum", fresh: bool = False,
-               elements: int = 0, later: bool = False) -> Any:  # fmt: skip
+def all_reduce(
+    x: Any,
+    mesh: Any,
+    axes: tuple[str, ...],
+    why: str,
+    op: str = "sum",
+    fresh: bool = False,
+    elements: int = 0,
+    later: bool = False,
+) -> Any:
     """The sum (or max, min) of the group's values, on every rank; where `x` is `fresh`, perhaps in its memory.
 
     `elements`: of the largest rank's value, where ranks outside of the group have more.
@@ -257,8 +266,16 @@ def all_reduce(x: Any, mesh: Any, axes: tuple[str, ...], why: str, op: str = "su
 
 
 @_recorded
-def all_gather(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str, elements: int = 0, padded: bool = False,
-               later: bool = False) -> Any:  # fmt: skip
+def all_gather(
+    x: Any,
+    mesh: Any,
+    axes: tuple[str, ...],
+    dim: int,
+    why: str,
+    elements: int = 0,
+    padded: bool = False,
+    later: bool = False,
+) -> Any:
     """The group's values, concatenated along `dim` in the order of `axes`, on every rank. All have one shape.
 
     `elements`, `padded`: as of a `Collective`.
@@ -274,8 +291,16 @@ def all_gather(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str, ele
 
 @_wide
 @_recorded
-def reduce_scatter(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str, elements: int = 0, padded: bool = False,
-                   later: bool = False) -> Any:  # fmt: skip
+def reduce_scatter(
+    x: Any,
+    mesh: Any,
+    axes: tuple[str, ...],
+    dim: int,
+    why: str,
+    elements: int = 0,
+    padded: bool = False,
+    later: bool = False,
+) -> Any:
     """The sum of the group's values, of which each rank keeps its piece along `dim`. The size must divide.
 
     `elements`, `padded`: as of a `Collective`.
@@ -285,14 +310,16 @@ def reduce_scatter(x: Any, mesh: Any, axes: tuple[str, ...], dim: int, why: str,
         return x
     _note("reduce_scatter", mesh, axes, x, 1, why, f"dim {dim}")
     if is_simulated(mesh):
-        return _simulated(x, mesh, axes, lambda blocks: [
-            b.contiguous() for b in functools.reduce(torch.add, blocks).chunk(n, dim)])  # fmt: skip
+        return _simulated(
+            x, mesh, axes, lambda blocks: [b.contiguous() for b in functools.reduce(torch.add, blocks).chunk(n, dim)]
+        )
     return process_group.reduce_scatter(x, mesh, axes, n, dim, later)
 
 
 @_recorded
-def all_to_all(x: Any, mesh: Any, axes: tuple[str, ...], split_dim: int, concat_dim: int, why: str,
-               later: bool = False) -> Any:  # fmt: skip
+def all_to_all(
+    x: Any, mesh: Any, axes: tuple[str, ...], split_dim: int, concat_dim: int, why: str, later: bool = False
+) -> Any:
     """Piece i along `split_dim` goes to the group's rank i; what arrives is concatenated along `concat_dim`."""
     n = group_size(mesh, axes)
     if n == 1:
@@ -309,8 +336,9 @@ def all_to_all(x: Any, mesh: Any, axes: tuple[str, ...], split_dim: int, concat_
 
 
 @_recorded
-def permute(x: Any, mesh: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], why: str,
-            later: bool = False) -> Any:  # fmt: skip
+def permute(
+    x: Any, mesh: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], why: str, later: bool = False
+) -> Any:
     """The value of `source` arrives at `destination` for each pair; a rank that is no destination gets zeros."""
     n = group_size(mesh, axes)
     if n == 1:
@@ -318,8 +346,12 @@ def permute(x: Any, mesh: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int,
     _note("permute", mesh, axes, x, 1, why, f"perm {list(pairs)}")
     if is_simulated(mesh):
         source_of = {destination: source for source, destination in pairs}
-        return _simulated(x, mesh, axes, lambda blocks: [
-            blocks[source_of[i]] if i in source_of else torch.zeros_like(blocks[i]) for i in range(n)])  # fmt: skip
+        return _simulated(
+            x,
+            mesh,
+            axes,
+            lambda blocks: [blocks[source_of[i]] if i in source_of else torch.zeros_like(blocks[i]) for i in range(n)],
+        )
     return process_group.permute(x, mesh, axes, pairs, later)
 
 

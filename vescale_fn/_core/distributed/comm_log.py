@@ -43,8 +43,13 @@ class CommLog:
 
     def _chosen(self, op: str | None, axis: Any) -> list[Record]:
         if op is not None and op not in OPS:
-            raise VfnError(report("comm_log", f"op={short(op)} is not an op of the log{meant(op, OPS)}",
-                                  fix=f"{', '.join(OPS)}: psum is an all_reduce, psum_scatter a reduce_scatter"))  # fmt: skip
+            raise VfnError(
+                report(
+                    "comm_log",
+                    f"op={short(op)} is not an op of the log{meant(op, OPS)}",
+                    fix=f"{', '.join(OPS)}: psum is an all_reduce, psum_scatter a reduce_scatter",
+                )
+            )
         axes = None if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
         return [r for r in self.records if op in (None, r.op) and axes in (None, r.axes)]
 

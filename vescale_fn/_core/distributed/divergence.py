@@ -205,21 +205,33 @@ def different(seen: Mapping[int, Call]) -> str:
             on = [f"{v.type} on {_ranks(rows[call])}" for v, call in zip(row, calls, strict=True)]
             found.append(f"{row[0].path or 'its value'}: {', '.join(on)}")
             heads = [v.type.partition("[") for v in row]
-            kinds.add("arguments" if any(not bracket for _, bracket, _ in heads) else
-                      "dtypes" if len({head for head, _, _ in heads}) > 1 else "shapes")  # fmt: skip
+            kinds.add(
+                "arguments"
+                if any(not bracket for _, bracket, _ in heads)
+                else "dtypes"
+                if len({head for head, _, _ in heads}) > 1
+                else "shapes"
+            )
     if found:
-        return report("debug", f"the ranks differ in the {' and '.join(sorted(kinds))} of {one.what}",
-                      [*found[:LISTED], str(one)], SAME_TYPES)  # fmt: skip
+        return report(
+            "debug",
+            f"the ranks differ in the {' and '.join(sorted(kinds))} of {one.what}",
+            [*found[:LISTED], str(one)],
+            SAME_TYPES,
+        )
     for row in values:
         i, other = next(((i, v) for i, v in enumerate(row) if v.digest != row[0].digest), (0, row[0]))
         if i:
-            found.append(f"{row[0].path or 'its value'}: {other.type} is {row[0].shown} on rank {rows[one][0]}, but "
-                         f"{other.shown} on rank {rows[calls[i]][0]}")  # fmt: skip
+            found.append(
+                f"{row[0].path or 'its value'}: {other.type} is {row[0].shown} on rank {rows[one][0]}, but "
+                f"{other.shown} on rank {rows[calls[i]][0]}"
+            )
     return report(
-        "debug", f"the ranks differ in a plain tensor, which counts as the same everywhere, in {one.what}",
+        "debug",
+        f"the ranks differ in a plain tensor, which counts as the same everywhere, in {one.what}",
         [*found[:LISTED], str(one)],
         "make it from the same data and the same seed on every rank; vfn.from_local for what each process has for itself",
-    )  # fmt: skip
+    )
 
 
 def not_alike(found: Sequence[str], call: object) -> str:
@@ -241,15 +253,21 @@ def _trouble(board: Board, group: Group, number: int, call: Call) -> tuple[str, 
         if card["error"] is not None:
             return card["error"], True
         rows = [f"rank {rank} {_left(card) if left else _died(card)}", f"{_others(group, rank)} {call}"]
-        return report("debug", f"rank {rank} has {'left' if left else 'died'} while others wait for it", rows,
-                      SAME if left and not card["left"] else ""), True  # fmt: skip
+        return report(
+            "debug",
+            f"rank {rank} has {'left' if left else 'died'} while others wait for it",
+            rows,
+            SAME if left and not card["left"] else "",
+        ), True
     ring = _ring(board)
     if ring is None or ring != _ring(board):  # that nothing has moved in between shows that all stood still at one time
         return None
     start = ring.index(min(ring, key=lambda row: row[0]))
     ring = ring[start:] + ring[:start]
-    rows = [f"rank {rank} waits for rank {ring[(i + 1) % len(ring)][0]} in {text}"
-            for i, (rank, _, _, _, text) in enumerate(ring)]  # fmt: skip
+    rows = [
+        f"rank {rank} waits for rank {ring[(i + 1) % len(ring)][0]} in {text}"
+        for i, (rank, _, _, _, text) in enumerate(ring)
+    ]
     problem = report("debug", "the ranks wait for each other, and none can go on", rows, SAME), False
     for _, _, at, its_number, _ in ring:
         board.settle(at, its_number, problem)

@@ -54,9 +54,14 @@ def run_fresh(call: Callable[[], Any], settings: Settings, reason: str) -> list[
     with told_to_end(interpreter), Streams() as streams:
         command = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno())]
         stdin = subprocess.DEVNULL if settings.stdin_rank is None else None
-        process = subprocess.Popen(command, stdin=stdin, stdout=streams.ends.get(1), stderr=streams.ends.get(2),
-                                   env={name: x for name, x in os.environ.items() if name != "PYTHONPATH"},
-                                   pass_fds=[theirs.fileno()])  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=streams.ends.get(1),
+            stderr=streams.ends.get(2),
+            env={name: x for name, x in os.environ.items() if name != "PYTHONPATH"},
+            pass_fds=[theirs.fileno()],
+        )
         interpreter.append(Rank(process, ours))
         theirs.close()
         try:
@@ -88,8 +93,11 @@ def run_fresh(call: Callable[[], Any], settings: Settings, reason: str) -> list[
 
 def _library() -> list[str]:
     """What this process has imported of Python's own library."""
-    return [name for name, module in tuple(sys.modules.items())
-            if name in sys.stdlib_module_names and is_library(getattr(module, "__file__", None) or "")]  # fmt: skip
+    return [
+        name
+        for name, module in tuple(sys.modules.items())
+        if name in sys.stdlib_module_names and is_library(getattr(module, "__file__", None) or "")
+    ]
 
 
 def serve(pipe: connection.Connection) -> None:

@@ -51,8 +51,16 @@ def run(call: Callable[[], Any], settings: Settings) -> list[bytes]:
     nprocs = settings.nprocs
     reads = settings.stdin_rank is not None
     with told_to_end(ranks), tempfile.TemporaryDirectory(prefix="vescale_fn-") as folder, Streams(reads) as streams:
-        job = Job(nprocs, settings.device, settings.timeout, folder, streams.ends, os.getpid(), settings.logs,
-                  settings.stdin_rank)  # fmt: skip
+        job = Job(
+            nprocs,
+            settings.device,
+            settings.timeout,
+            folder,
+            streams.ends,
+            os.getpid(),
+            settings.logs,
+            settings.stdin_rank,
+        )
         try:
             for rank in range(nprocs):
                 ranks.append(fork(worker.run_rank, rank, job, call))

@@ -43,8 +43,14 @@ class SimulatedMesh(DeviceMesh):
         return rebuild_mesh, self._key
 
     def __getitem__(self, names: Any) -> Any:
-        raise MeshError(report("mesh[...]", "a simulated mesh has no meshes within it", [f"asked for {names!r} of {self!r}"],
-                               "the whole mesh, and a spec that names some of its axes"))  # fmt: skip
+        raise MeshError(
+            report(
+                "mesh[...]",
+                "a simulated mesh has no meshes within it",
+                [f"asked for {names!r} of {self!r}"],
+                "the whole mesh, and a spec that names some of its axes",
+            )
+        )
 
     def get_group(self, mesh_dim: Any = None) -> Any:
         process_group_hints.refuse(self)
@@ -165,8 +171,13 @@ def make_mesh(
         return torch_internals.unattached_mesh(device, torch.zeros(sizes, dtype=torch.int64), names)
     made = _of_group(ranks.world(), device, sizes, names)
     if timeout is not None and not _limited(made, timeout):
-        raise MeshError(report("make_mesh", f"timeout={timeout:g}, but the backend of the process group has no timeouts",
-                               fix="no timeout here"))  # fmt: skip
+        raise MeshError(
+            report(
+                "make_mesh",
+                f"timeout={timeout:g}, but the backend of the process group has no timeouts",
+                fix="no timeout here",
+            )
+        )
     return made
 
 
@@ -185,8 +196,11 @@ def _limited(mesh: DeviceMesh, timeout: float) -> bool:
 
 
 def _checked(shape: Any, names: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    failures = [f"{word} must be a tuple, but it is {described(value)}" for word, value in (("shape", shape), ("names", names))
-                if not isinstance(value, (tuple, list, int if word == "shape" else str))]  # fmt: skip
+    failures = [
+        f"{word} must be a tuple, but it is {described(value)}"
+        for word, value in (("shape", shape), ("names", names))
+        if not isinstance(value, (tuple, list, int if word == "shape" else str))
+    ]
     if failures:
         raise _no_mesh(failures)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -195,8 +209,11 @@ def _checked(shape: Any, names: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
         failures.append(f"shape {shape} has {len(shape)} sizes, but names {names} has {len(names)}")
     failures += [f"name {name!r} is not a string" for name in names if not isinstance(name, str)]
     failures += [f"axis {name!r} is named twice" for name in sorted({n for n in names if names.count(n) > 1}, key=str)]
-    failures += [f"size {size!r} is not a positive integer (or one -1)" for size in shape
-                 if not isinstance(size, int) or (size < 1 and size != -1)]  # fmt: skip
+    failures += [
+        f"size {size!r} is not a positive integer (or one -1)"
+        for size in shape
+        if not isinstance(size, int) or (size < 1 and size != -1)
+    ]
     if shape.count(-1) > 1:
         failures.append(f"shape {shape} leaves more than one axis open with -1")
     if failures or not shape:
@@ -225,13 +242,20 @@ def _fill(sizes: tuple[int, ...], names: tuple[str, ...], world: int) -> tuple[i
     if known < world:
         what = f"{wanted} has {known} ranks, but {have}; a mesh uses all of them"
         raise MeshError(report("make_mesh", what, fix=f"{_fitting(sizes, names, world)}, or {_ranks(known)}"))
-    raise MeshError(report(
-        "make_mesh", f"{wanted} = {known} ranks, but {have}. Three ways to get them",
-        [f"{way:<{31 + len(str(known))}} {what}" for way, what in (
-            (f"vfn.simulate({known})", "this process plays all ranks (notebooks, tests)"),
-            (f"vfn.launch(fn, {known})", f"{known} processes started from here, each running fn"),
-            (f"torchrun --nproc-per-node {known} your.py", f"{known} processes started from the shell"))],
-    ))  # fmt: skip
+    raise MeshError(
+        report(
+            "make_mesh",
+            f"{wanted} = {known} ranks, but {have}. Three ways to get them",
+            [
+                f"{way:<{31 + len(str(known))}} {what}"
+                for way, what in (
+                    (f"vfn.simulate({known})", "this process plays all ranks (notebooks, tests)"),
+                    (f"vfn.launch(fn, {known})", f"{known} processes started from here, each running fn"),
+                    (f"torchrun --nproc-per-node {known} your.py", f"{known} processes started from the shell"),
+                )
+            ],
+        )
+    )
 
 
 def _fitting(sizes: tuple[int, ...], names: tuple[str, ...], world: int) -> str:
@@ -295,13 +319,21 @@ def axis_names(axis_name: Any, mesh_axes: Mapping[str, int], where: str, called:
     """A name or a tuple of names as a tuple, each checked to be an axis, none twice. `called`: the parameter's name."""
     several = isinstance(axis_name, Iterable) and not isinstance(axis_name, str) and not hasattr(axis_name, "dtype")
     names: tuple[Any, ...] = tuple(axis_name) if several else (axis_name,)
-    failures = [f"{short(name)} {_no_axis(name, mesh_axes)}" for name in names
-                if not isinstance(name, str) or name not in mesh_axes]  # fmt: skip
+    failures = [
+        f"{short(name)} {_no_axis(name, mesh_axes)}"
+        for name in names
+        if not isinstance(name, str) or name not in mesh_axes
+    ]
     failures += [f"axis {name!r} is named twice" for name in mesh_axes if names.count(name) > 1]
     if failures or not names:
-        raise MeshError(report(
-            where, f"{called}={short(axis_name)} does not name axes of the {mesh_text(mesh_axes)}",
-            failures or ["it names none"], _axis_like(names, tuple(mesh_axes), where, called)))  # fmt: skip
+        raise MeshError(
+            report(
+                where,
+                f"{called}={short(axis_name)} does not name axes of the {mesh_text(mesh_axes)}",
+                failures or ["it names none"],
+                _axis_like(names, tuple(mesh_axes), where, called),
+            )
+        )
     return names
 
 

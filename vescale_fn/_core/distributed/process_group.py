@@ -91,9 +91,12 @@ _CARRIED = {  # what gloo cannot carry travels as bits of another type; sums of 
     torch.bool: torch.uint8,
 }
 _SUMMED = {  # what small and unsigned integers are added up as
-    torch.int16: torch.int32, torch.uint16: torch.int32, torch.bool: torch.int32,
-    torch.uint32: torch.int64, torch.uint64: torch.int64,
-}  # fmt: skip
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.bool: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -176,8 +179,9 @@ def reduce_scatter(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], n: int, di
     return _then(work, out.to, x.dtype, kept=stacked)
 
 
-def all_to_all(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], n: int, split_dim: int, concat_dim: int,
-               later: bool) -> Any:  # fmt: skip
+def all_to_all(
+    x: torch.Tensor, mesh: Any, axes: tuple[str, ...], n: int, split_dim: int, concat_dim: int, later: bool
+) -> Any:
     """The pieces along `split_dim` that the group's `n` ranks send here, joined along `concat_dim`."""
     group, positions = group_along(mesh, axes)
     pieces: list[Any] = [None] * n

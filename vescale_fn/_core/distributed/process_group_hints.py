@@ -31,12 +31,26 @@ INSTEAD = {
     **dict.fromkeys(("get_rank", "get_local_rank", "get_group_rank", "get_node_local_rank"), _INDEX),
     "get_world_size": _SIZE,
     **dict.fromkeys(("all_reduce", "reduce", "all_reduce_coalesced", "all_reduce_inplace"), _SUM),
-    **dict.fromkeys(("all_gather", "all_gather_into_tensor", "all_gather_object", "gather", "gather_object",
-                     "all_gather_tensor", "all_gather_tensor_autograd"), _GATHER),
+    **dict.fromkeys(
+        (
+            "all_gather",
+            "all_gather_into_tensor",
+            "all_gather_object",
+            "gather",
+            "gather_object",
+            "all_gather_tensor",
+            "all_gather_tensor_autograd",
+        ),
+        _GATHER,
+    ),
     **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_tensor_autograd"), _SCATTER),
-    **dict.fromkeys(("all_to_all", "all_to_all_single", "all_to_all_single_autograd"),
-                    "vfn.all_to_all(x, axis, ...) in a shard_map body"),
-    **dict.fromkeys(("broadcast", "broadcast_object_list", "scatter"), "vfn.pbroadcast(x, axis, source) in a shard_map body"),
+    **dict.fromkeys(
+        ("all_to_all", "all_to_all_single", "all_to_all_single_autograd"),
+        "vfn.all_to_all(x, axis, ...) in a shard_map body",
+    ),
+    **dict.fromkeys(
+        ("broadcast", "broadcast_object_list", "scatter"), "vfn.pbroadcast(x, axis, source) in a shard_map body"
+    ),
     **dict.fromkeys(("send", "recv", "isend", "irecv", "batch_isend_irecv", "P2POp"), _SEND),
     "permute_tensor": _SEND,
     **dict.fromkeys(("barrier", "monitored_barrier"), "nothing: simulated ranks take each step together"),
@@ -53,7 +67,7 @@ INSTEAD = {
     "get_group": "the name of the axis: vfn.psum(x, 'tp') in a shard_map body",
     **dict.fromkeys(("zeros", "ones", "empty", "full"), _SHARD),
     **dict.fromkeys(("rand", "randn"), "vfn.random.uniform or normal with a key, then " + _SHARD),
-}  # fmt: skip
+}
 _OTHER = "collectives by the names of axes in a shard_map body; ordinary functions in the global view"
 
 

@@ -140,8 +140,13 @@ def _device(device: str | None, nprocs: int, where: str) -> str:
     if device not in ("cpu", "cuda"):
         raise MeshError(report(where, f'device={device!r} is neither "cpu" nor "cuda"'))
     if device == "cuda" and gpus < nprocs:
-        raise MeshError(report(where, f'device="cuda" needs {nprocs} GPUs, one for each rank, but there are {gpus}',
-                               fix='device="cpu", or fewer ranks'))  # fmt: skip
+        raise MeshError(
+            report(
+                where,
+                f'device="cuda" needs {nprocs} GPUs, one for each rank, but there are {gpus}',
+                fix='device="cpu", or fewer ranks',
+            )
+        )
     return device
 
 
@@ -161,9 +166,17 @@ def check_device(device: Any, where: str) -> None:
 # Real processes started from here
 
 
-def launch(fn: Callable[..., Any], nprocs: int, *args: Any, kwargs: Mapping[str, Any] | None = None,
-           device: str | None = None, timeout: float = 300.0, limit: float = math.inf,
-           logs: str | os.PathLike[str] | None = None, stdin_rank: int | None = None) -> list:  # fmt: skip
+def launch(
+    fn: Callable[..., Any],
+    nprocs: int,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    timeout: float = 300.0,
+    limit: float = math.inf,
+    logs: str | os.PathLike[str] | None = None,
+    stdin_rank: int | None = None,
+) -> list:
     """Run ``fn(*args, **kwargs)`` on `nprocs` ranks, one process each, and return their results in rank order.
 
     The ranks share a process group (NCCL on GPUs, gloo on CPUs), so `make_mesh` works in `fn`. They are forked, and so
@@ -199,20 +212,41 @@ def launch(fn: Callable[..., Any], nprocs: int, *args: Any, kwargs: Mapping[str,
     [5, 15]
     """
     if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
-        raise MeshError(report("launch", f"nprocs={short(nprocs)} is not a number of ranks; it must be an integer >= 1",
-                               fix="launch(fn, nprocs, *args), for instance launch(train, 4, config)"))  # fmt: skip
+        raise MeshError(
+            report(
+                "launch",
+                f"nprocs={short(nprocs)} is not a number of ranks; it must be an integer >= 1",
+                fix="launch(fn, nprocs, *args), for instance launch(train, 4, config)",
+            )
+        )
     if nprocs > MOST_STARTED:
         raise MeshError(
             report("launch", f"nprocs={nprocs:,} are more processes than the {MOST_STARTED:,} of one machine")
         )
     if not callable(fn):
-        raise MeshError(report("launch", f"fn must be a function, but it is {described(fn)}",
-                               fix="launch(fn, nprocs, *args); args are what it is called with"))  # fmt: skip
+        raise MeshError(
+            report(
+                "launch",
+                f"fn must be a function, but it is {described(fn)}",
+                fix="launch(fn, nprocs, *args); args are what it is called with",
+            )
+        )
     if not isinstance(kwargs, (Mapping, type(None))) or not all(isinstance(name, str) for name in kwargs or ()):
-        raise MeshError(report("launch", f"kwargs must be a dict of fn's keyword arguments, but it is {described(kwargs)}",
-                               fix='for instance kwargs={"steps": 10}'))  # fmt: skip
-    settings = Settings(nprocs, _device(device, nprocs, "launch"), seconds("launch", "timeout", timeout),
-                        seconds("launch", "limit", limit), _folder(logs), _reader(stdin_rank, nprocs))  # fmt: skip
+        raise MeshError(
+            report(
+                "launch",
+                f"kwargs must be a dict of fn's keyword arguments, but it is {described(kwargs)}",
+                fix='for instance kwargs={"steps": 10}',
+            )
+        )
+    settings = Settings(
+        nprocs,
+        _device(device, nprocs, "launch"),
+        seconds("launch", "timeout", timeout),
+        seconds("launch", "limit", limit),
+        _folder(logs),
+        _reader(stdin_rank, nprocs),
+    )
     call = functools.partial(fn, *args, **(kwargs or {}))
     reason = _why_not_fork()
     if reason is None:
@@ -238,8 +272,13 @@ def _why_not_fork() -> str | None:
 def seconds(where: str, name: str, value: Any) -> float:
     """`value`, a time of more than none, infinity too; or an error."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:  # nor NaN
-        raise MeshError(report(where, f"{name} must be a number of seconds above 0, but it is {described(value)}",
-                               fix=f"{name}=300.0, or {name}=math.inf for none"))  # fmt: skip
+        raise MeshError(
+            report(
+                where,
+                f"{name} must be a number of seconds above 0, but it is {described(value)}",
+                fix=f"{name}=300.0, or {name}=math.inf for none",
+            )
+        )
     return float(value)
 
 
@@ -250,8 +289,9 @@ def _folder(logs: Any) -> str | None:
         folder = Path(logs).absolute()
         folder.mkdir(parents=True, exist_ok=True)
     except (TypeError, OSError) as error:
-        raise MeshError(report("launch", f"logs must be a folder to write to, but it is {described(logs)}",
-                               [str(error)])) from None  # fmt: skip
+        raise MeshError(
+            report("launch", f"logs must be a folder to write to, but it is {described(logs)}", [str(error)])
+        ) from None
     return str(folder)
 
 

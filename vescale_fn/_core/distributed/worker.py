@@ -192,10 +192,14 @@ def settle(rank: int, job: Job) -> None:
 
 def _no_terminal(rank: int, *_: Any, **__: Any) -> None:
     """`breakpoint()` on a rank that has nothing to read."""
-    raise RankError(report(
-        "breakpoint", f"rank {rank} cannot ask for commands: it does not read what the caller reads",
-        fix=f"launch(..., stdin_rank={rank}, timeout=math.inf), which gives it the caller's terminal; or a debugger over "
-        "a socket, PYTHONBREAKPOINT=remote_pdb.set_trace say"))  # fmt: skip
+    raise RankError(
+        report(
+            "breakpoint",
+            f"rank {rank} cannot ask for commands: it does not read what the caller reads",
+            fix=f"launch(..., stdin_rank={rank}, timeout=math.inf), which gives it the caller's terminal; or a debugger over "
+            "a socket, PYTHONBREAKPOINT=remote_pdb.set_trace say",
+        )
+    )
 
 
 def end_with(caller: int, folder: str | None = None) -> None:
@@ -238,8 +242,9 @@ def join_group(rank: int, nprocs: int, device: str, timeout: float, rendezvous: 
         loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
         if loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=nprocs,
-                            timeout=most, device_id=bound)  # fmt: skip
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=nprocs, timeout=most, device_id=bound
+    )
 
 
 # From process to process
@@ -260,8 +265,11 @@ def dumps(value: Any) -> bytes:
 def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Pickle ``fn(*args)`` for a fresh process, with what a fork would have carried along besides."""
     # The source of notebook cells, for tracebacks. Without a time of change, or Python looks for the file.
-    cells = {name: (entry[0], None, *entry[2:]) for name, entry in linecache.cache.items()
-             if len(entry) == 4 and not os.path.exists(name)}  # fmt: skip
+    cells = {
+        name: (entry[0], None, *entry[2:])
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and not os.path.exists(name)
+    }
     ambient = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_rng_state(), cells
     return _pickled(pickle.Pickler if cloudpickle is None else cloudpickle.Pickler, (fn, args, ambient), _for_a_rank)
 

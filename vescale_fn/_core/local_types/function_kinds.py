@@ -50,8 +50,13 @@ def with_tensors(value: Any, new: Iterator[torch.Tensor]) -> Any:
 
 def bounds(index: Any) -> list[torch.Tensor]:
     """The tensors that are bounds of slices in an index: torch reads numbers out of them, where no mode sees it."""
-    return [x for part in (index if index.__class__ is tuple else (index,)) if part.__class__ is slice
-            for x in (part.start, part.stop, part.step) if isinstance(x, torch.Tensor)]  # fmt: skip
+    return [
+        x
+        for part in (index if index.__class__ is tuple else (index,))
+        if part.__class__ is slice
+        for x in (part.start, part.stop, part.step)
+        if isinstance(x, torch.Tensor)
+    ]
 
 
 def number_in_index(x: torch.Tensor, index: Any) -> tuple[int, torch.Tensor, tuple[Any, ...]] | None:
@@ -146,7 +151,8 @@ def may_differ(func: Any) -> bool:
     talks to other ranks. Of what is inside of others nothing is known; debug mode compares what they give."""
     overloads = [getattr(func, name) for name in func.overloads()] if hasattr(func, "overloads") else [func]
     return overloads[0]._schema.name.split("::")[0] in _COMMUNICATES or any(
-        torch.Tag.nondeterministic_seeded in one.tags for one in overloads)  # fmt: skip
+        torch.Tag.nondeterministic_seeded in one.tags for one in overloads
+    )
 
 
 _signature = functools.lru_cache(maxsize=64)(inspect.signature)
@@ -169,15 +175,22 @@ def written(func: Any, name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
         try:
             bound = _signature(func).bind(*args, **kwargs).arguments
         except (TypeError, ValueError):  # a builtin: torch.batch_norm(x, weight, bias, mean, var, training, ...)
-            bound = {key: argument(i, key) for i, key in
-                     enumerate(("input", "weight", "bias", "running_mean", "running_var", "training"))}  # fmt: skip
+            bound = {
+                key: argument(i, key)
+                for i, key in enumerate(("input", "weight", "bias", "running_mean", "running_var", "training"))
+            }
         if "embedding" in name:
             return tensors(bound["weight"]) if bound.get("max_norm") is not None else []
         if not bound.get("training", bound.get("use_input_stats", name == "instance_norm")):
             return []
         return tensors(bound.get("running_mean"), bound.get("running_var"))
-    return tensors([argument(i, a.name) for i, a in enumerate(_schema(func).arguments)
-                    if a.alias_info is not None and a.alias_info.is_write])  # fmt: skip
+    return tensors(
+        [
+            argument(i, a.name)
+            for i, a in enumerate(_schema(func).arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+    )
 
 
 # --- linear functions -------------------------------------------------------------------------------------------------

@@ -120,8 +120,9 @@ def _members(mesh: Any, axes: tuple[str, ...]) -> list[int]:
     return mesh.mesh[mine].flatten().tolist()
 
 
-def body_alike(body: context.Body, name: str, args: Any, kwargs: Mapping[str, Any], out: Any,
-               opaque: bool = False) -> None:  # fmt: skip
+def body_alike(
+    body: context.Body, name: str, args: Any, kwargs: Mapping[str, Any], out: Any, opaque: bool = False
+) -> None:
     """Note what a function in a body with types is given that is the same on all ranks: floats, tensors from outside, and
     where the result is the same as well, ints. A tensor that it makes of Python values is the same too.
 
@@ -175,8 +176,11 @@ def results_alike(mapped: Any, body: context.Body, result: Any, leaves: Sequence
 
 def _comparable(x: torch.Tensor) -> bool:
     """Whether the same computation gives the same bits on every rank."""
-    return x.device.type == "cpu" or not (x.is_floating_point() or x.is_complex()) or (
-        torch.are_deterministic_algorithms_enabled())  # fmt: skip
+    return (
+        x.device.type == "cpu"
+        or not (x.is_floating_point() or x.is_complex())
+        or (torch.are_deterministic_algorithms_enabled())
+    )
 
 
 def _on(mesh: Any) -> str:
@@ -227,6 +231,8 @@ def same_shapes(mapped: Any, mesh: Any, result: Any, leaves: Sequence[Any]) -> N
     """In debug mode: the blocks that the ranks of `mesh` return from a `shard_map` body are of the same shapes."""
     watch = context.watch()
     if watch is not None and not is_simulated(mesh):
-        values = tuple(Value(path, text(torch_internals.peel(x)) if isinstance(x, torch.Tensor) else type(x).__name__)
-                       for path, x in zip(tree.paths(result, "out"), leaves, strict=True))  # fmt: skip
+        values = tuple(
+            Value(path, text(torch_internals.peel(x)) if isinstance(x, torch.Tensor) else type(x).__name__)
+            for path, x in zip(tree.paths(result, "out"), leaves, strict=True)
+        )
         watch.compare(ranks_of(mesh), Call(f"the results of shard_map({mapped.name})", _on(mesh), values))

@@ -131,11 +131,16 @@ def outside(x: torch.Tensor, auto: Any) -> bool:
 def refuse_unseen(x: torch.Tensor) -> None:
     """Raise where a value that has a gradient was made since the body began, and yet has no type."""
     if _now.writes is not None and torch_internals.made_after(x, _now.writes.since) and read(x) is None:
-        raise TypingError(report(
-            "shard_map", "a value with a gradient was made in the body by something that the body cannot see, so nothing is "
-            "known of how it differs by rank", [f"it is {text(x)}, made by {type(x.grad_fn).__name__}"],
-            "wrap the extension that made it as a torch.library.custom_op or a torch.autograd.Function; a value from "
-            "outside of the body should be its argument"))  # fmt: skip
+        raise TypingError(
+            report(
+                "shard_map",
+                "a value with a gradient was made in the body by something that the body cannot see, so nothing is "
+                "known of how it differs by rank",
+                [f"it is {text(x)}, made by {type(x.grad_fn).__name__}"],
+                "wrap the extension that made it as a torch.library.custom_op or a torch.autograd.Function; a value from "
+                "outside of the body should be its argument",
+            )
+        )
 
 
 def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
@@ -156,9 +161,14 @@ def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
     if not isinstance(below, DTensor) and (type(below) is not Blocks or len(set(map(id, below.blocks))) == 1):
         return _as_written(x, INVARIANT)
     if torch_internals.needs_gradient(x):
-        raise TypingError(report(
-            "shard_map", "a value that differs by rank, and has a gradient, was made where the body could not see it",
-            [f"it is {text(x)}"], "take it out of its own body first, or detach it"))  # fmt: skip
+        raise TypingError(
+            report(
+                "shard_map",
+                "a value that differs by rank, and has a gradient, was made where the body could not see it",
+                [f"it is {text(x)}"],
+                "take it out of its own body first, or detach it",
+            )
+        )
     return of(axes)
 
 

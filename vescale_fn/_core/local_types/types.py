@@ -39,8 +39,11 @@ class Type:
         return "V" if axis in self.varying else "U" if axis in self.unreduced else "R" if axis in self.reduced else "I"
 
     def __repr__(self) -> str:
-        parts = [f"{letter}:{','.join(sorted(names))}" for letter, names in
-                 (("V", self.varying), ("U", self.unreduced), ("R", self.reduced)) if names]  # fmt: skip
+        parts = [
+            f"{letter}:{','.join(sorted(names))}"
+            for letter, names in (("V", self.varying), ("U", self.unreduced), ("R", self.reduced))
+            if names
+        ]
         return f"{{{' '.join(parts)}}}" if parts else ""
 
 
@@ -155,14 +158,20 @@ def _over_one_axis(function: str, axis: str, letters: list[str], numbers: bool) 
         if how == "quotient of" and letters[0] != "U":
             raise Misuse(axis, "dividing by an unreduced value is not linear", sum_first)
         if how in ("product of", "quotient of") and others not in ([], ["R"]):
-            raise Misuse(axis, "an unreduced value may only be scaled by a reduced one, whose gradient is unreduced too",
-                         f"vfn.pcast(w, {axis!r}, to='reduced') for the other operand")  # fmt: skip
+            raise Misuse(
+                axis,
+                "an unreduced value may only be scaled by a reduced one, whose gradient is unreduced too",
+                f"vfn.pcast(w, {axis!r}, to='reduced') for the other operand",
+            )
         return "U"
     if "V" in letters:
         return "V"
     if "R" in letters and "I" in letters:
-        raise Misuse(axis, "a reduced value meets an invariant one: their cotangents differ",
-                     f"vfn.pcast(x, {axis!r}, to='reduced') for the invariant one")  # fmt: skip
+        raise Misuse(
+            axis,
+            "a reduced value meets an invariant one: their cotangents differ",
+            f"vfn.pcast(x, {axis!r}, to='reduced') for the invariant one",
+        )
     return "R" if "R" in letters else "I"
 
 

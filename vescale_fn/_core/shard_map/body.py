@@ -42,11 +42,25 @@ class running:
         writes: those of a body that is entered again.
     """
 
-    __slots__ = ("_before", "_body_before", "_mode", "_mode_before", "_writes_before", "adopt", "body", "intercepted",
-                 "writes")  # fmt: skip
+    __slots__ = (
+        "_before",
+        "_body_before",
+        "_mode",
+        "_mode_before",
+        "_writes_before",
+        "adopt",
+        "body",
+        "intercepted",
+        "writes",
+    )
 
-    def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor], intercepted: bool = True,
-                 writes: tensor_types.Writes | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        body: context.Body,
+        adopt: Callable[[Tensor], Tensor],
+        intercepted: bool = True,
+        writes: tensor_types.Writes | None = None,
+    ) -> None:
         self.body, self.adopt, self.intercepted = body, adopt, intercepted
         self.writes = writes or tensor_types.Writes()
 
@@ -175,9 +189,13 @@ def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         function, _, *given = args
         if not any(torch_internals.needs_gradient(x) for x in function_kinds.tensors(given)):
             return function(*given)
-        raise TransformError(report(
-            "torch.utils.checkpoint", "with use_reentrant=True the backward pass computes the function again outside of the "
-            "shard_map body", fix="vfn.remat(f)(...), or checkpoint(f, ..., use_reentrant=False)"))  # fmt: skip
+        raise TransformError(
+            report(
+                "torch.utils.checkpoint",
+                "with use_reentrant=True the backward pass computes the function again outside of the shard_map body",
+                fix="vfn.remat(f)(...), or checkpoint(f, ..., use_reentrant=False)",
+            )
+        )
     if not isinstance(mode, Checked):
         return mode.call(apply, cls.__name__, args, kwargs)
     return _typed_apply(mode, cls, apply, args, kwargs)
@@ -203,10 +221,15 @@ def _typed_apply(mode: Checked, cls: Any, apply: Any, args: Any, kwargs: Any) ->
     )
     if extra:
         if any(x.requires_grad for x in made):
-            raise TypingError(report(
-                name, "its forward makes something that differs by rank of operands that do not, so their gradients would not "
-                "be added up", [f"operand {i} is {tensor_types.text(x, mode.typeof(x))}" for i, x in enumerate(given)],
-                f"vfn.pvary(x, {min(extra)!r}) for the operands"))  # fmt: skip
+            raise TypingError(
+                report(
+                    name,
+                    "its forward makes something that differs by rank of operands that do not, so their gradients would not "
+                    "be added up",
+                    [f"operand {i} is {tensor_types.text(x, mode.typeof(x))}" for i, x in enumerate(given)],
+                    f"vfn.pvary(x, {min(extra)!r}) for the operands",
+                )
+            )
         for x in made:
             have = mode.typeof(x)
             mark(x, types.of(have.varying | extra, have.unreduced, have.reduced))

@@ -32,25 +32,40 @@ def taking_part(where: str, axis_name: Any, called: str = "axis_name") -> tuple[
     if entries := context.entry_names():
         _refuse_entries(where, axis_name, called, body, entries)
     if body is None and torch_internals.in_backward_pass():
-        raise CollectiveError(report(
-            where, f"{called}={short(axis_name)}, but no axis is manual here: this is the backward pass of an "
-            "autograd.Function, which does not run inside the shard_map body",
-            fix="for what is to be computed again, vfn.remat(f) or torch.utils.checkpoint(f, ..., use_reentrant=False); "
-            "else call it in the forward pass, and keep the result with ctx.save_for_backward"))  # fmt: skip
+        raise CollectiveError(
+            report(
+                where,
+                f"{called}={short(axis_name)}, but no axis is manual here: this is the backward pass of an "
+                "autograd.Function, which does not run inside the shard_map body",
+                fix="for what is to be computed again, vfn.remat(f) or torch.utils.checkpoint(f, ..., use_reentrant=False); "
+                "else call it in the forward pass, and keep the result with ctx.save_for_backward",
+            )
+        )
     if body is None:
-        raise CollectiveError(report(
-            where, f"{called}={short(axis_name)}, but no axis is manual here: this is not inside a shard_map body",
-            fix="call it in the function that vfn.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) maps"
-            + _ON_ARRAYS.get(where, "")))  # fmt: skip
+        raise CollectiveError(
+            report(
+                where,
+                f"{called}={short(axis_name)}, but no axis is manual here: this is not inside a shard_map body",
+                fix="call it in the function that vfn.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) maps"
+                + _ON_ARRAYS.get(where, ""),
+            )
+        )
     whole = set(_names(axis_name)) & (set(axes_of(body.mesh)) - set(body.axes))
     if not whole.isdisjoint(body.free):
         raise context.NotFree(frozenset(whole.intersection(body.free)))
     if whole:
-        raise CollectiveError(report(
-            where, f"{called}={short(axis_name)}, but only {tuple(body.axes)} are manual in this shard_map body",
-            [f"along {name!r} of the {mesh_text(axes_of(body.mesh))} its values are whole" for name in sorted(whole)],
-            f"x.sum(...) and its like, as on one device; or axis_names={{{', '.join(map(repr, (*body.axes, *sorted(whole))))}}}"
-        ))  # fmt: skip
+        raise CollectiveError(
+            report(
+                where,
+                f"{called}={short(axis_name)}, but only {tuple(body.axes)} are manual in this shard_map body",
+                [
+                    f"along {name!r} of the {mesh_text(axes_of(body.mesh))} its values are whole"
+                    for name in sorted(whole)
+                ],
+                "x.sum(...) and its like, as on one device; or "
+                f"axis_names={{{', '.join(map(repr, (*body.axes, *sorted(whole))))}}}",
+            )
+        )
     names = axis_names(axis_name, body.sizes, where, called)
     return body, names, collectives.group_size(body.mesh, names)
 
@@ -63,20 +78,33 @@ def _refuse_entries(
     mesh_axes = axes_of(body.mesh) if body is not None else ()
     names = [name for name in _names(axis_name) if name not in manual]
     if over := [name for name in names if name in entries]:
-        raise CollectiveError(report(
-            where, f"{called}={short(axis_name)}: {over[0]!r} is the axis of a vmap, but this is over axes of a mesh only",
-            fix="an axis that is manual in the shard_map body" + f", of {manual}" * bool(manual)))  # fmt: skip
+        raise CollectiveError(
+            report(
+                where,
+                f"{called}={short(axis_name)}: {over[0]!r} is the axis of a vmap, but this is over axes of a mesh only",
+                fix="an axis that is manual in the shard_map body" + f", of {manual}" * bool(manual),
+            )
+        )
     if unknown := [name for name in names if name not in mesh_axes]:
         here = f"the axes that are manual here are {manual}" if manual else "no axis of a mesh is manual here"
-        raise MeshError(report(
-            where, f"{called}={short(axis_name)} does not name axes",
-            [f"{name!r} is none{meant(name, (*manual, *entries))}: {here}, and the vmaps around have the axes {entries}"
-             for name in unknown], f"{called}={entries[-1]!r}, for example"))  # fmt: skip
+        raise MeshError(
+            report(
+                where,
+                f"{called}={short(axis_name)} does not name axes",
+                [
+                    f"{name!r} is none{meant(name, (*manual, *entries))}: {here}, and the vmaps around have the axes {entries}"
+                    for name in unknown
+                ],
+                f"{called}={entries[-1]!r}, for example",
+            )
+        )
 
 
 # What takes the place of a collective in the global view.
-_ON_ARRAYS = {name: f"; a whole array needs no collective: x.{method}" for name, method in
-              (("psum", "sum(0)"), ("pmean", "mean(0)"), ("pmax", "amax(0)"), ("pmin", "amin(0)"))}  # fmt: skip
+_ON_ARRAYS = {
+    name: f"; a whole array needs no collective: x.{method}"
+    for name, method in (("psum", "sum(0)"), ("pmean", "mean(0)"), ("pmax", "amax(0)"), ("pmin", "amin(0)"))
+}
 
 
 def _names(axis_name: Any) -> tuple[str, ...]:
@@ -98,25 +126,39 @@ def local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
             leaf = torch.as_tensor(leaf)
     below = torch_internals.peel(leaf)
     if tensor_types.outside(leaf, body.auto):
-        raise TypingError(report(
-            where, "a whole array was used inside a shard_map body, whose values are local", [f"it is {described(leaf)}"],
-            fix="pass it as an argument of the body, with its spec in in_specs"))  # fmt: skip
+        raise TypingError(
+            report(
+                where,
+                "a whole array was used inside a shard_map body, whose values are local",
+                [f"it is {described(leaf)}"],
+                fix="pass it as an argument of the body, with its spec in in_specs",
+            )
+        )
     with torch_internals.no_torch_function():  # the body's mode would take it in a second time
         known = tensor_types.read(leaf)
         tensor_types.refuse_unseen(leaf)
         if is_simulated(body.mesh) and not isinstance(below, (Blocks, DTensor)):
             leaf = enter(leaf, body.mesh)
-        if (
-            known is None and not body.check and torch_internals.needs_gradient(leaf)
-        ):  # closed over: sums the ranks' gradients
+        # closed over: sums the ranks' gradients
+        if known is None and not body.check and torch_internals.needs_gradient(leaf):
             (leaf,) = linear_map.apply(Collective("copy", body.mesh, body.axes, where), leaf)
     if type(torch_internals.peel(leaf)) is not type(below):
         tensor_types.mark(leaf, known or types.INVARIANT)
     return leaf
 
 
-def send(where: str, x: Any, axis_name: Any, row: str, *, takes: str = "V", gives: str = "V",
-          problem: Problem | None = None, fix: str = "", **parameters: Any) -> Any:  # fmt: skip
+def send(
+    where: str,
+    x: Any,
+    axis_name: Any,
+    row: str,
+    *,
+    takes: str = "V",
+    gives: str = "V",
+    problem: Problem | None = None,
+    fix: str = "",
+    **parameters: Any,
+) -> Any:
     """Send every leaf of `x` through `row`.
 
     Args:
@@ -137,16 +179,31 @@ def send(where: str, x: Any, axis_name: Any, row: str, *, takes: str = "V", give
     return tree.unflatten(treedef, outs)
 
 
-def refuse_misfits(where: str, x: Any, leaves: Sequence[torch.Tensor], problem: Problem | None, fix: str, what: str,
-                   names: tuple[str, ...], n: int) -> None:  # fmt: skip
+def refuse_misfits(
+    where: str,
+    x: Any,
+    leaves: Sequence[torch.Tensor],
+    problem: Problem | None,
+    fix: str,
+    what: str,
+    names: tuple[str, ...],
+    n: int,
+) -> None:
     """Raise where a leaf has a problem with the `n` that take part, along the axes `names`."""
     found = [problem(leaf, n, span(names, n)) for leaf in leaves] if problem is not None else []
     if any(found):
-        raise CollectiveError(report(
-            where, f"the operand does not fit {what}",
-            [f"{path} of shape {tensor_types.text(leaf)}: {why}"
-             for path, leaf, why in zip(tree.paths(x, "x"), leaves, found) if why],
-            fix if any("size" in why for why in found if why) else ""))  # fmt: skip
+        raise CollectiveError(
+            report(
+                where,
+                f"the operand does not fit {what}",
+                [
+                    f"{path} of shape {tensor_types.text(leaf)}: {why}"
+                    for path, leaf, why in zip(tree.paths(x, "x"), leaves, found)
+                    if why
+                ],
+                fix if any("size" in why for why in found if why) else "",
+            )
+        )
 
 
 def sent(op: Collective, leaves: list[torch.Tensor], have: Sequence[types.Type], gives: str) -> list[Any]:

@@ -272,10 +272,14 @@ def _all_gather(op: Collective, x: Any) -> Any:
 
 def no_derivative(op: Any) -> Any:
     """Raise: `op.row` was differentiated."""
-    raise CollectiveError(report(
-        op.row, "it was differentiated, but it has no derivative (nor has JAX's)",
-        fix=f"vfn.{op.row}(x.detach(), ...) where the result only stabilises, as in log-sum-exp; or vfn.all_gather, "
-        f"then x.{op.row.replace('p', 'a', 1)}(0)"))  # fmt: skip
+    raise CollectiveError(
+        report(
+            op.row,
+            "it was differentiated, but it has no derivative (nor has JAX's)",
+            fix=f"vfn.{op.row}(x.detach(), ...) where the result only stabilises, as in log-sum-exp; or vfn.all_gather, "
+            f"then x.{op.row.replace('p', 'a', 1)}(0)",
+        )
+    )
 
 
 TABLE: dict[str, Row] = {

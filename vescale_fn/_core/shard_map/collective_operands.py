@@ -28,9 +28,14 @@ def operands(where: str, x: Any, body: context.Body | None) -> tuple[list[Any], 
     if wrong:
         paths = tree.paths(x, "x")
         on = f" on the {mesh_text(axes_of(body.mesh))}" if body is not None else ""
-        raise CollectiveError(report(where, f"x must hold tensors and numbers{on}",
-                                     [f"{paths[i]} {found}" for i, found in wrong.items()],
-                                     "the tensors alone, of one shape on all ranks"))  # fmt: skip
+        raise CollectiveError(
+            report(
+                where,
+                f"x must hold tensors and numbers{on}",
+                [f"{paths[i]} {found}" for i, found in wrong.items()],
+                "the tensors alone, of one shape on all ranks",
+            )
+        )
     return leaves, treedef
 
 
@@ -48,10 +53,17 @@ def refuse_unreduced(
     """Raise where a leaf is still to be added over one of these axes."""
     wrong = [(i, a) for i, t in enumerate(have) for a in names if t.letter(a) == "U"]
     if wrong:
-        raise TypingError(report(
-            where, "an unreduced value, still to be added over the ranks, may only be summed",
-            [f"{tree.paths(x, 'x')[i]} is {tensor_types.text(leaves[i], have[i])}: unreduced over {a!r}" for i, a in wrong],
-            f"vfn.psum(x, {wrong[0][1]!r}) first"))  # fmt: skip
+        raise TypingError(
+            report(
+                where,
+                "an unreduced value, still to be added over the ranks, may only be summed",
+                [
+                    f"{tree.paths(x, 'x')[i]} is {tensor_types.text(leaves[i], have[i])}: unreduced over {a!r}"
+                    for i, a in wrong
+                ],
+                f"vfn.psum(x, {wrong[0][1]!r}) first",
+            )
+        )
 
 
 def dim_problem(dim: Any, ndim: int, word: str, of: str = "x") -> str | None:
@@ -74,25 +86,38 @@ def size_problem(leaf: torch.Tensor, dim: int, word: str, tiled: bool, n: int, s
     return f"{word}={dim} has size {size}, but untiled it must be {span}{instead}"
 
 
-def refuse_what_cannot_be_reduced(where: str, x: Any, leaves: Sequence[Any], body: context.Body | None,
-                                  names: Any) -> None:  # fmt: skip
+def refuse_what_cannot_be_reduced(
+    where: str, x: Any, leaves: Sequence[Any], body: context.Body | None, names: Any
+) -> None:
     """Keys, whose bits are no numbers; and what has no order, or is unreduced, for `pmax` and `pmin`."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if any(leaf.dtype is torch.int32 and leaf.ndim and leaf.shape[-1] == 2 for leaf in tensors):  # as a key's bits
         nodes, _ = tree.flatten_opaque(x)
         keys = [path for path, node in zip(tree.paths_opaque(x, "x"), nodes) if tree.none_or_opaque(node)]
         if keys:
-            raise CollectiveError(report(
-                where, "a random key is not a number, and a reduction of its bits no key",
-                [f"{path} is a Key" for path in keys],
-                "vfn.random.fold_in(key, vfn.axis_index(axis)), or vfn.pbroadcast of one rank's key"))  # fmt: skip
+            raise CollectiveError(
+                report(
+                    where,
+                    "a random key is not a number, and a reduction of its bits no key",
+                    [f"{path} is a Key" for path in keys],
+                    "vfn.random.fold_in(key, vfn.axis_index(axis)), or vfn.pbroadcast of one rank's key",
+                )
+            )
     if where in ("pmax", "pmin"):
-        wrong = [(path, leaf) for path, leaf in zip(tree.paths(x, "x"), leaves)
-                 if isinstance(leaf, complex) or (isinstance(leaf, torch.Tensor) and leaf.is_complex())]  # fmt: skip
+        wrong = [
+            (path, leaf)
+            for path, leaf in zip(tree.paths(x, "x"), leaves)
+            if isinstance(leaf, complex) or (isinstance(leaf, torch.Tensor) and leaf.is_complex())
+        ]
         if wrong:
-            raise CollectiveError(report(where, "complex numbers have no order",
-                                         [f"{path} is {described(leaf)}" for path, leaf in wrong],
-                                         "its .abs(), .real or .imag"))  # fmt: skip
+            raise CollectiveError(
+                report(
+                    where,
+                    "complex numbers have no order",
+                    [f"{path} is {described(leaf)}" for path, leaf in wrong],
+                    "its .abs(), .real or .imag",
+                )
+            )
         if body is not None and body.check:
             have = [
                 tensor_types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in leaves

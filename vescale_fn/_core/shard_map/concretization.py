@@ -23,25 +23,40 @@ class _Read(NamedTuple):
     instead: str
 
 
-_VALUES = _Read("takes the numbers out of", "torch ops; a torch.library.custom_op for what torch has no op for; or one value "
-                "for all ranks: vfn.psum(x, {axis})")  # fmt: skip
-_TRUTH = _Read("asks for the truth of", "torch.where(condition, a, b); or one condition for all ranks, of "
-               "vfn.psum(x, {axis}) or vfn.pmax(x, {axis})")  # fmt: skip
-_COMPARISON = _Read("compares", "torch.where((a == b).all(), ...); or one answer for all ranks: "
-                    "vfn.pmin((a == b).all(), {axis})")  # fmt: skip
-_INDEX = _Read("reads a number out of", "torch.stack(choices)[i] or vfn.dynamic_slice(x, [i], [size]), with the tensor as it "
-               "is")  # fmt: skip
-_NUMBER = _Read("reads a number out of", "the 0-d tensor as it is, which arithmetic takes; or one number for all ranks: "
-                "vfn.psum(x, {axis}), vfn.pmean")  # fmt: skip
+_VALUES = _Read(
+    "takes the numbers out of",
+    "torch ops; a torch.library.custom_op for what torch has no op for; or one value "
+    "for all ranks: vfn.psum(x, {axis})",
+)
+_TRUTH = _Read(
+    "asks for the truth of",
+    "torch.where(condition, a, b); or one condition for all ranks, of vfn.psum(x, {axis}) or vfn.pmax(x, {axis})",
+)
+_COMPARISON = _Read(
+    "compares", "torch.where((a == b).all(), ...); or one answer for all ranks: vfn.pmin((a == b).all(), {axis})"
+)
+_INDEX = _Read(
+    "reads a number out of", "torch.stack(choices)[i] or vfn.dynamic_slice(x, [i], [size]), with the tensor as it is"
+)
+_NUMBER = _Read(
+    "reads a number out of",
+    "the 0-d tensor as it is, which arithmetic takes; or one number for all ranks: vfn.psum(x, {axis}), vfn.pmean",
+)
 
 # By torch's name: what its user writes, and its kind.
 _READS = {
-    "__bool__": ("bool()", _TRUTH), "is_nonzero": ("is_nonzero", _TRUTH),
-    "__float__": ("float()", _NUMBER), "__int__": ("int()", _NUMBER), "__complex__": ("complex()", _NUMBER),
-    "item": ("item", _NUMBER), "__index__": ("an index", _INDEX),
-    "equal": ("torch.equal", _COMPARISON), "allclose": ("torch.allclose", _COMPARISON), "__contains__": ("in", _COMPARISON),
+    "__bool__": ("bool()", _TRUTH),
+    "is_nonzero": ("is_nonzero", _TRUTH),
+    "__float__": ("float()", _NUMBER),
+    "__int__": ("int()", _NUMBER),
+    "__complex__": ("complex()", _NUMBER),
+    "item": ("item", _NUMBER),
+    "__index__": ("an index", _INDEX),
+    "equal": ("torch.equal", _COMPARISON),
+    "allclose": ("torch.allclose", _COMPARISON),
+    "__contains__": ("in", _COMPARISON),
     **{name: (name, _VALUES) for name in ("numpy", "__array__", "__dlpack__", "tolist")},
-}  # fmt: skip
+}
 VALUES = frozenset(name for name, (_, kind) in _READS.items() if kind is _VALUES)
 
 _CONDITIONS = re.compile(r"(?<!\.)\b(if|while|assert|and|or|not|any|all|max|min|sorted)\b")

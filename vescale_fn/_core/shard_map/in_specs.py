@@ -62,8 +62,14 @@ def plan_ins(mapped: Map, site: Site, args: Any, leaves: Sequence[Any]) -> list[
             direct = type(x) is Array and layout(x._spec) == bare(lies)
             plan.append(In(spec, lies, direct, () if mapped.check else site.unmentioned(spec)))
     if failures:
-        raise SpecError(report(where, f"the arguments do not fit in_specs on the {mesh_text(axes_of(site.mesh))}", failures,
-                               "; ".join(dict.fromkeys(ways))))  # fmt: skip
+        raise SpecError(
+            report(
+                where,
+                f"the arguments do not fit in_specs on the {mesh_text(axes_of(site.mesh))}",
+                failures,
+                "; ".join(dict.fromkeys(ways)),
+            )
+        )
     return plan
 
 
@@ -110,8 +116,10 @@ def _uneven(shape: tuple[int, ...], spec: P, axes: Mapping[str, int]) -> list[st
         n = math.prod(axes[name] for name in names)
         if size % n:
             product = "*".join(str(axes[name]) for name in names)
-            found.append(f"dim {dim}: {size} is not divisible by {product}{f' = {n}' if len(names) > 1 else ''} "
-                         f"(ax{'e' if len(names) > 1 else 'i'}s {', '.join(map(repr, names))})")  # fmt: skip
+            found.append(
+                f"dim {dim}: {size} is not divisible by {product}{f' = {n}' if len(names) > 1 else ''} "
+                f"(ax{'e' if len(names) > 1 else 'i'}s {', '.join(map(repr, names))})"
+            )
     return found
 
 
@@ -134,8 +142,14 @@ def refuse_moves(mapped: Map, site: Site, args: Any, leaves: Sequence[Any], plan
             wanted = f"{entry.spec!r}, but it lies as {source!r}: vfn.with_sharding(x, {entry.lies!r})"
             failures.append(f"{_argument(mapped, args, i)} = {wanted}")
     if failures:
-        raise ReshardError(report(mapped.where, "strict: arguments lie otherwise than in_specs says",
-                                  failures, "write the vfn.with_sharding, so that the program asks for the move"))  # fmt: skip
+        raise ReshardError(
+            report(
+                mapped.where,
+                "strict: arguments lie otherwise than in_specs says",
+                failures,
+                "write the vfn.with_sharding, so that the program asks for the move",
+            )
+        )
 
 
 def brought_in(x: Any, site: Site, entry: In, fast: bool) -> Any:

@@ -56,8 +56,9 @@ def gathered(collective: Collective, x: Any, parts: Sequence[Run], axis: int, ti
     return made
 
 
-def scattered(collective: Collective, x: Any, parts: Sequence[Run], *, dim: int, tiled: bool,
-              problem: Problem, fix: str) -> Any:  # fmt: skip
+def scattered(
+    collective: Collective, x: Any, parts: Sequence[Run], *, dim: int, tiled: bool, problem: Problem, fix: str
+) -> Any:
     """`psum_scatter`: major axes first."""
     names, n = names_and_size("psum_scatter", None, parts)
     leaves = operands("psum_scatter", x, context.body())[0]
@@ -84,9 +85,13 @@ def broadcast(collective: Collective, x: Any, parts: Sequence[Run], source: int)
 def refuse(where: str, axis_name: Any, parts: Sequence[Run]) -> None:
     """Raise where a collective that knows one kind of axis at a time is given several."""
     if len(parts) > 1:
-        raise CollectiveError(report(
-            where, f"axis_name={short(axis_name)} has the axis of a vmap beside others",
-            fix=f"vfn.{where} over one of them after the other; or vfn.all_gather over all, and an index"))  # fmt: skip
+        raise CollectiveError(
+            report(
+                where,
+                f"axis_name={short(axis_name)} has the axis of a vmap beside others",
+                fix=f"vfn.{where} over one of them after the other; or vfn.all_gather over all, and an index",
+            )
+        )
 
 
 def _each(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:

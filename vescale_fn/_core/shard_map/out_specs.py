@@ -56,8 +56,10 @@ def plan_outs(mapped: Map, site: Site, result: Any, locals_: Sequence[Any], have
         wrong = [(f"it is {tensor_types.text(x)}, a whole array", "")] if outside else misfits(spec, site, x.ndim)
         found = [problem for problem, _ in wrong]
         if len(spec) > x.ndim:
-            ways.append("x[None], which adds a dim to concatenate along: "
-                        f"out_specs={spec!r} needs {count_text(len(spec), 'dim')}")  # fmt: skip
+            ways.append(
+                "x[None], which adds a dim to concatenate along: "
+                f"out_specs={spec!r} needs {count_text(len(spec), 'dim')}"
+            )
         else:
             ways += [way for _, way in wrong if way]
         if not found and mapped.check:
@@ -70,8 +72,14 @@ def plan_outs(mapped: Map, site: Site, result: Any, locals_: Sequence[Any], have
             dspec = spec_for(mesh, bare(lies), shape, contiguous_stride(shape), x.dtype)
             plan.append(Out(spec, lies, dspec, () if mapped.check else site.unmentioned(spec)))
     if failures:
-        raise SpecError(report(where, f"the results do not fit out_specs on the {mesh_text(axes_of(mesh))}", failures,
-                               "; or ".join(dict.fromkeys(ways))))  # fmt: skip
+        raise SpecError(
+            report(
+                where,
+                f"the results do not fit out_specs on the {mesh_text(axes_of(mesh))}",
+                failures,
+                "; or ".join(dict.fromkeys(ways)),
+            )
+        )
     return plan
 
 
@@ -79,9 +87,11 @@ def _type_problem(axis: str, have: str, want: str, spec: P, ways: list[str]) -> 
     if have == want or (want == "V" and have in "IR"):
         return []
     if want == "I" and have == "V":
-        ways += [f"vfn.psum(x, {axis!r}) or vfn.pmean(x, {axis!r}), where the ranks' values are to be combined",
-                 f"vfn.all_gather(x, {axis!r}, to='invarying'), where all ranks are to have all of them",
-                 f"out_specs with {axis!r} for the dim along which they are to be concatenated"]  # fmt: skip
+        ways += [
+            f"vfn.psum(x, {axis!r}) or vfn.pmean(x, {axis!r}), where the ranks' values are to be combined",
+            f"vfn.all_gather(x, {axis!r}, to='invarying'), where all ranks are to have all of them",
+            f"out_specs with {axis!r} for the dim along which they are to be concatenated",
+        ]
         return [
             f"it varies over {axis!r}, which out_specs does not mention, so it would have to be the same on all ranks"
         ]

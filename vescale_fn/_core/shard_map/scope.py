@@ -24,8 +24,9 @@ from .collective_maps import enter
 class Map:
     """What `shard_map` was given: a function, its specs, where to map it."""
 
-    def __init__(self, f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, axis_names: Any,
-                 check: bool) -> None:  # fmt: skip
+    def __init__(
+        self, f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, axis_names: Any, check: bool
+    ) -> None:
         self.f, self.mesh, self.check = f, mesh, check
         self.in_specs = tuple(in_specs) if isinstance(in_specs, list) else in_specs
         self.out_specs, self.axis_names = out_specs, _names(axis_names)
@@ -40,8 +41,13 @@ def _names(axis_names: Any) -> tuple[Any, ...]:
     if isinstance(axis_names, str):
         return (axis_names,)
     if axis_names is not None and not isinstance(axis_names, Iterable):
-        raise MeshError(report("shard_map", f"axis_names must be a set of axis names, but it is {described(axis_names)}",
-                               fix='for instance axis_names={"dp"}; without it all axes are mapped'))  # fmt: skip
+        raise MeshError(
+            report(
+                "shard_map",
+                f"axis_names must be a set of axis names, but it is {described(axis_names)}",
+                fix='for instance axis_names={"dp"}; without it all axes are mapped',
+            )
+        )
     return tuple(sorted(axis_names, key=str)) if axis_names is not None else ()
 
 
@@ -51,8 +57,15 @@ class Site:
     Called in the body of another map, the mesh is the part of it that the other left alone.
     """
 
-    def __init__(self, name: str, mesh: Any, manual: tuple[str, ...], outer: context.Body | None, check: bool,
-                 free: tuple[str, ...] = ()) -> None:  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        mesh: Any,
+        manual: tuple[str, ...],
+        outer: context.Body | None,
+        check: bool,
+        free: tuple[str, ...] = (),
+    ) -> None:
         sizes = axes_of(mesh)
         rest = tuple(axis for axis in sizes if axis not in manual)
         around = outer.sizes if outer is not None else {}
@@ -91,11 +104,19 @@ def misfits(spec: P, site: Site, ndim: int) -> list[tuple[str, str]]:
     wrong = problems(spec, axes, ndim)
     if wrong:
         at_most = f"at most {count_text(ndim, 'entry')}" if ndim else "no entry"
-        return [(problem, f"axes of the {mesh_text(axes)}, each at most once, and {at_most} for {count_text(ndim, 'dim')}")
-                for problem in wrong]  # fmt: skip
-    return [(f"axis {axis!r} is not in axis_names={set(site.manual)!r}: along it a value lies in the body as it does "
-             "outside", f"a spec without {axis!r}, or axis_names with it")
-            for axis in axes if axis in axes_named(spec) and axis not in site.manual]  # fmt: skip
+        return [
+            (problem, f"axes of the {mesh_text(axes)}, each at most once, and {at_most} for {count_text(ndim, 'dim')}")
+            for problem in wrong
+        ]
+    return [
+        (
+            f"axis {axis!r} is not in axis_names={set(site.manual)!r}: along it a value lies in the body as it does "
+            "outside",
+            f"a spec without {axis!r}, or axis_names with it",
+        )
+        for axis in axes
+        if axis in axes_named(spec) and axis not in site.manual
+    ]
 
 
 def adopt(site: Site, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -108,10 +129,14 @@ def adopt(site: Site, name: str, x: torch.Tensor) -> torch.Tensor:
     mine = only_along(spec, site.sizes)
     parted = any(mine) or bool(mine.unreduced) or (context.is_strict() and not entries_over(x).isdisjoint(site.sizes))
     if not here or (parted and (site.outer is None or context.is_strict())):
-        raise TypingError(report(
-            f"shard_map({name})", "the body uses an array from outside, of which each rank holds a part",
-            [f"it is {tensor_types.text(torch_internals.peel(x))} on the {mesh_text(axes_of(mesh_of(x)))}"],
-            f"pass it as an argument, with in_specs={mine!r} for its block or P() for the whole"))  # fmt: skip
+        raise TypingError(
+            report(
+                f"shard_map({name})",
+                "the body uses an array from outside, of which each rank holds a part",
+                [f"it is {tensor_types.text(torch_internals.peel(x))} on the {mesh_text(axes_of(mesh_of(x)))}"],
+                f"pass it as an argument, with in_specs={mine!r} for its block or P() for the whole",
+            )
+        )
     return bring_in(x, mesh, site.lies(P(), x), "closure", site.auto)
 
 
@@ -126,29 +151,50 @@ def found_site(mapped: Map, mesh: Any, outer: context.Body | None, free: tuple[s
     """
     where, asked = mapped.where, mapped.axis_names
     axes = axes_of(mesh)
-    unknown = [f"{name!r} is not one of the axes {tuple(axes)}{meant(name, axes)}"
-               for name in asked if name not in axes]  # fmt: skip
+    unknown = [
+        f"{name!r} is not one of the axes {tuple(axes)}{meant(name, axes)}" for name in asked if name not in axes
+    ]
     if unknown:
-        raise MeshError(report(where, f"axis_names={set(asked)!r} does not fit the {mesh_text(axes)}", unknown,
-                               "the axes along which the body sees one rank's blocks; none: all of them"))  # fmt: skip
+        raise MeshError(
+            report(
+                where,
+                f"axis_names={set(asked)!r} does not fit the {mesh_text(axes)}",
+                unknown,
+                "the axes along which the body sees one rank's blocks; none: all of them",
+            )
+        )
     if outer is None:
         return Site(mapped.name, mesh, _without(asked or tuple(axes), free), None, mapped.check, free)
     taken = [name for name in asked if name in outer.axes]
     if outer.auto is None or taken:
-        raise MeshError(report(
-            where, "it was called inside the body of another shard_map, where "
-            + (f"{', '.join(map(repr, taken))} is manual already" if outer.auto else "all axes are manual already"),
-            fix=f"axis_names among the others, {tuple(axes_of(outer.auto))}" if outer.auto is not None
-            else "call the function itself: its values are local too"))  # fmt: skip
+        raise MeshError(
+            report(
+                where,
+                "it was called inside the body of another shard_map, where "
+                + (f"{', '.join(map(repr, taken))} is manual already" if outer.auto else "all axes are manual already"),
+                fix=f"axis_names among the others, {tuple(axes_of(outer.auto))}"
+                if outer.auto is not None
+                else "call the function itself: its values are local too",
+            )
+        )
     if not (same(mesh, outer.mesh) or same(mesh, outer.auto)):
-        raise MeshError(report(where, "a map inside the body of another is on the same mesh",
-                               [f"it was given the {mesh_text(axes)}, the other is on the "
-                                f"{mesh_text(axes_of(outer.mesh))}"], "no mesh= for the inner one"))  # fmt: skip
+        raise MeshError(
+            report(
+                where,
+                "a map inside the body of another is on the same mesh",
+                [f"it was given the {mesh_text(axes)}, the other is on the {mesh_text(axes_of(outer.mesh))}"],
+                "no mesh= for the inner one",
+            )
+        )
     if not (outer.check and mapped.check):
-        raise TypingError(report(
-            where, "of a map inside the body of another, gradients are right only where both are checked",
-            [f"check_vma={outer.check} for the outer one, check_vma={mapped.check} for this one"],
-            "check_vma=True, which is the default, for both; or one shard_map over all axes"))  # fmt: skip
+        raise TypingError(
+            report(
+                where,
+                "of a map inside the body of another, gradients are right only where both are checked",
+                [f"check_vma={outer.check} for the outer one, check_vma={mapped.check} for this one"],
+                "check_vma=True, which is the default, for both; or one shard_map over all axes",
+            )
+        )
     site = Site(mapped.name, outer.auto, _without(asked or tuple(axes_of(outer.auto)), free), outer, mapped.check, free)
     site.given = mesh
     return site

@@ -46,9 +46,8 @@ class _Mapped(Map):
         self.sites: dict[Any, Site] = {}
         self.ins: dict[Any, list[In | None]] = {}
         self.outs: dict[Any, list[Out | None]] = {}
-        self.used: frozenset[str] = (
-            frozenset()
-        )  # axes that no spec names, but over which the body was seen to communicate
+        # axes that no spec names, but over which the body was seen to communicate
+        self.used: frozenset[str] = frozenset()
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
         leaves, treedef = opened(args, self.where, "args", numpy=True)
@@ -98,8 +97,11 @@ class _Mapped(Map):
                 alike = [[axis for axis in body.axes if type_.letter(axis) == "I"] for type_ in have]
                 replica_check.results_alike(self, body, result, locals_, alike)
             replica_check.same_shapes(self, site.mesh, result, locals_)
-        key = (out_def, site, *[(*_key(x), t) if isinstance(x, torch.Tensor) else type(x)
-                                    for x, t in zip(locals_, have)])  # fmt: skip
+        key = (
+            out_def,
+            site,
+            *[(*_key(x), t) if isinstance(x, torch.Tensor) else type(x) for x, t in zip(locals_, have)],
+        )
         outs = self.outs.get(key)
         if outs is None:
             outs = _remember(self.outs, key, plan_outs(self, site, result, locals_, have))
@@ -153,11 +155,14 @@ def _nothing_differentiates(leaves: Sequence[Any]) -> bool:
 def _closure_with_gradient(mapped: _Mapped, locals_: Sequence[Any]) -> Exception:
     """For a body that nothing watched, because none of its arguments has a gradient, but whose result has."""
     found = [tensor_types.text(x) for x in locals_ if isinstance(x, torch.Tensor) and x.requires_grad]
-    return TypingError(report(
-        f"shard_map({mapped.name})", "with check_vma=False, a gradient of a tensor that the body closes over would "
-        "stay each rank's own", [f"the result {text} has a gradient, but no argument has" for text in found],
-        "pass the parameters as arguments, with in_specs=P(); or torch.no_grad(); or .detach() in the body"
-    ))  # fmt: skip
+    return TypingError(
+        report(
+            f"shard_map({mapped.name})",
+            "with check_vma=False, a gradient of a tensor that the body closes over would stay each rank's own",
+            [f"the result {text} has a gradient, but no argument has" for text in found],
+            "pass the parameters as arguments, with in_specs=P(); or torch.no_grad(); or .detach() in the body",
+        )
+    )
 
 
 def _remember(cache: dict[Any, Any], key: Any, value: Any) -> Any:
@@ -189,15 +194,26 @@ def _found_mesh(leaves: Sequence[Any], outer: context.Body | None, name: str) ->
     if mesh is None:
         mesh = next((mesh_of(x) for x in leaves if isinstance(x, torch.Tensor) and is_array(x)), None)
     if mesh is None:
-        raise MeshError(report(
-            f"shard_map({name})", "there is no mesh: none was given, none is current, and no argument is an array on one",
-            fix="shard_map(f, mesh=mesh, ...) or `with vfn.use_mesh(mesh):`"))  # fmt: skip
+        raise MeshError(
+            report(
+                f"shard_map({name})",
+                "there is no mesh: none was given, none is current, and no argument is an array on one",
+                fix="shard_map(f, mesh=mesh, ...) or `with vfn.use_mesh(mesh):`",
+            )
+        )
     return mesh
 
 
 @torch_internals.not_compiled
-def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs: Any, out_specs: Any,
-              axis_names: Any = None, check_vma: bool = True) -> Any:  # fmt: skip
+def shard_map(
+    f: Callable[..., Any] | None = None,
+    *,
+    mesh: Any = None,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: Any = None,
+    check_vma: bool = True,
+) -> Any:
     """Map a function of one rank's blocks over the ranks of a mesh. Also a decorator.
 
     Inside `f` every tensor is local, any torch op or kernel runs on it as it is, and ranks communicate by `psum`,
@@ -241,8 +257,9 @@ def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs
     tensor([140.]) tensor([140.])
     """
     if f is None:
-        return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names,
-                                 check_vma=check_vma)  # fmt: skip
+        return functools.partial(
+            shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=check_vma
+        )
     checked_function(f, "shard_map")
     if mesh is not None:
         context.checked_mesh(mesh, "shard_map")
@@ -252,9 +269,13 @@ def shard_map(f: Callable[..., Any] | None = None, *, mesh: Any = None, in_specs
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
-            raise TypingError(report(
-                f"shard_map({mapped.name})", f"it takes positional arguments, but {sorted(kwargs)} came by keyword",
-                fix="in_specs is matched by position"))  # fmt: skip
+            raise TypingError(
+                report(
+                    f"shard_map({mapped.name})",
+                    f"it takes positional arguments, but {sorted(kwargs)} came by keyword",
+                    fix="in_specs is matched by position",
+                )
+            )
         saved = interrupts.before()
         try:
             return mapped(args)

@@ -71,8 +71,9 @@ class Checked(Unchecked):
         type_ = types.promoted(have, want)
         return self.remember(x, want, lambda: promote(x, have, want, self.body.mesh), type_)
 
-    def combined(self, name: str, args: Any, kwargs: Any, given: Sequence[Tensor],
-                 known: Sequence[Type]) -> tuple[Type, Type]:  # fmt: skip
+    def combined(
+        self, name: str, args: Any, kwargs: Any, given: Sequence[Tensor], known: Sequence[Type]
+    ) -> tuple[Type, Type]:
         """`types.combine`, with a message that names the function and its operands."""
         try:
             unreduced = next((axis for t in known for axis in t.unreduced), None)
@@ -80,8 +81,11 @@ class Checked(Unchecked):
                 return types.combine(name, tuple(known), False)
             why = function_kinds.not_linear(name, args, kwargs)
             if why is not None:
-                raise types.Misuse(unreduced, f"{name} is not linear here: {why}",
-                                   f"vfn.psum(x, {unreduced!r}) first, or vfn.psum_scatter")  # fmt: skip
+                raise types.Misuse(
+                    unreduced,
+                    f"{name} is not linear here: {why}",
+                    f"vfn.psum(x, {unreduced!r}) first, or vfn.psum_scatter",
+                )
             return types.combine(name, tuple(known), function_kinds.has_number(args, kwargs))
         except types.Misuse as misuse:
             on = f"on the {mesh_text(axes_of(self.body.mesh))}"
@@ -118,8 +122,9 @@ class Checked(Unchecked):
             return self.combining(func, name, args, kwargs)
         return mark_result(func(*args, **kwargs), result)
 
-    def mixed(self, func: Any, name: str, args: Any, kwargs: Any, operands: Sequence[Tensor],
-              known: Sequence[Type | None]) -> Any:  # fmt: skip
+    def mixed(
+        self, func: Any, name: str, args: Any, kwargs: Any, operands: Sequence[Tensor], known: Sequence[Type | None]
+    ) -> Any:
         """The short way for operands of several plain types, on a real mesh."""
         outside = None in known
         if outside:
@@ -240,10 +245,15 @@ class Checked(Unchecked):
             return self.function(func, name, args, kwargs)
         for target in targets:
             if tensor_types.read(target) is None:
-                raise InPlaceError(report(
-                    name, "this writes into a tensor from outside the body", [f"it is {tensor_types.text(target)}"],
-                    "an argument of the body, cloned in it and returned; or a function that writes nothing (eval mode, "
-                    "no max_norm)"))  # fmt: skip
+                raise InPlaceError(
+                    report(
+                        name,
+                        "this writes into a tensor from outside the body",
+                        [f"it is {tensor_types.text(target)}"],
+                        "an argument of the body, cloned in it and returned; or a function that writes nothing (eval mode, "
+                        "no max_norm)",
+                    )
+                )
         return self.writing(func, name, args, kwargs, targets)
 
     def operator(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -255,18 +265,29 @@ class Checked(Unchecked):
         """Raise where a write would reach memory of someone else, or where a gradient would be lost."""
         what = f"the target is {tensor_types.text(target, have)}"
         if tensor_types.is_borrowed(target):
-            raise InPlaceError(report(
-                name, "this writes into memory that belongs to the caller, or to another value", [what],
-                "x = x.clone() first, or the function without the underscore"))  # fmt: skip
+            raise InPlaceError(
+                report(
+                    name,
+                    "this writes into memory that belongs to the caller, or to another value",
+                    [what],
+                    "x = x.clone() first, or the function without the underscore",
+                )
+            )
         if have is result:
             return
         outside = tensor_types.read(target) is None
         if outside or torch_internals.needs_gradient(target):
-            raise TypingError(report(
-                name, "this writes a value that differs by rank into one that is the same on all of them",
-                [f"{what}, {'a value from outside the body' if outside else 'which has a gradient'}",
-                 f"what is written makes it {tensor_types.text(target, result)}"],
-                "the function without the underscore, which makes a new value"))  # fmt: skip
+            raise TypingError(
+                report(
+                    name,
+                    "this writes a value that differs by rank into one that is the same on all of them",
+                    [
+                        f"{what}, {'a value from outside the body' if outside else 'which has a gradient'}",
+                        f"what is written makes it {tensor_types.text(target, result)}",
+                    ],
+                    "the function without the underscore, which makes a new value",
+                )
+            )
 
     def gradient(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """`torch.autograd.grad`: its arguments must stay the tensors that they are; a gradient has its primal's type."""
@@ -278,10 +299,14 @@ class Checked(Unchecked):
         if seeds is None and context.is_strict():
             varying = [x for x in outputs if self.typeof(x).varying]
             if varying:
-                raise TypingError(report(
-                    "grad", "strict: this differentiates a value that differs by rank, and so the sum over the ranks",
-                    [f"the value is {tensor_types.text(x, self.typeof(x))}" for x in varying],
-                    f"vfn.psum(loss, {min(self.typeof(varying[0]).varying)!r}) in the function"))  # fmt: skip
+                raise TypingError(
+                    report(
+                        "grad",
+                        "strict: this differentiates a value that differs by rank, and so the sum over the ranks",
+                        [f"the value is {tensor_types.text(x, self.typeof(x))}" for x in varying],
+                        f"vfn.psum(loss, {min(self.typeof(varying[0]).varying)!r}) in the function",
+                    )
+                )
         for seed, x in zip(function_kinds.tensors(seeds), outputs) if seeds is not None else ():
             differs = self.typeof(seed).varying - self.typeof(x).varying
             if differs:
@@ -367,8 +392,13 @@ def _is_alone(x: Tensor) -> bool:
 
 def _with(args: Any, new: Iterator[Tensor]) -> tuple[Any, ...]:
     """Arguments that `at_first_sight` could tell, with other tensors."""
-    return tuple([
-        next(new) if a.__class__ in LOCAL else
-        a.__class__([next(new) if b.__class__ in LOCAL else b for b in a]) if a.__class__ is list or a.__class__ is tuple
-        else a for a in args
-    ])  # fmt: skip
+    return tuple(
+        [
+            next(new)
+            if a.__class__ in LOCAL
+            else a.__class__([next(new) if b.__class__ in LOCAL else b for b in a])
+            if a.__class__ is list or a.__class__ is tuple
+            else a
+            for a in args
+        ]
+    )

@@ -31,8 +31,23 @@ Tensor = torch.Tensor
 
 # --- operands that can be told at first sight -------------------------------------------------------------------------
 
-_STATIC = frozenset((int, float, bool, type(None), str, slice, type(...), torch.dtype, torch.device, torch.Size,
-                     torch.memory_format, torch.layout, complex))  # fmt: skip
+_STATIC = frozenset(
+    (
+        int,
+        float,
+        bool,
+        type(None),
+        str,
+        slice,
+        type(...),
+        torch.dtype,
+        torch.device,
+        torch.Size,
+        torch.memory_format,
+        torch.layout,
+        complex,
+    )
+)
 LOCAL = frozenset((Tensor, Blocks, torch.nn.Parameter))
 
 
@@ -146,9 +161,8 @@ class Unchecked(TorchFunctionMode):
         if isinstance(below, DTensor):
             known = tensor_types.read(x) or types.INVARIANT  # typed where it is of a body around this one
             return self.remember(x, "array", lambda: self.adopt(x), known) if self.outside(x) else x
-        if (
-            self.body.auto is not None and tensor_types.read(x) is None and torch_internals.needs_gradient(x)
-        ):  # that will be an array
+        # that will be an array
+        if self.body.auto is not None and tensor_types.read(x) is None and torch_internals.needs_gradient(x):
             return self.remember(x, "array", lambda: self.adopt(x))
         if self.ranks and type(below) is not Blocks:
             return self.remember(x, "enter", lambda: enter(x, self.body.mesh))
@@ -174,7 +188,10 @@ class Unchecked(TorchFunctionMode):
 def refuse_to_be_traced() -> None:
     """What `torch.func.linearize` plays back later has no types: its results would all count as invariant."""
     if torch_internals.dispatch_modes() and torch_internals.is_traced():
-        raise TransformError(report(
-            "torch.func.linearize", "inside a shard_map body it would lose the types of local values, and so gradients",
-            fix="vfn.linearize(f, *primals), which gives the same pair; or torch.func.linearize outside of the shard_map"
-        ))  # fmt: skip
+        raise TransformError(
+            report(
+                "torch.func.linearize",
+                "inside a shard_map body it would lose the types of local values, and so gradients",
+                fix="vfn.linearize(f, *primals), which gives the same pair; or torch.func.linearize outside of the shard_map",
+            )
+        )

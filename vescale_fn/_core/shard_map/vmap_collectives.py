@@ -58,9 +58,13 @@ class _OverEntries(torch.autograd.Function):
 
     @staticmethod
     def forward(op: _Map, x: torch.Tensor, index: torch.Tensor) -> Any:
-        raise CollectiveError(report(
-            op.row, f"axis_name={op.over.name!r} is the axis of a vmap that has ended",
-            fix="the whole of the computation, a pullback too, in the function that vfn.vmap maps"))  # fmt: skip
+        raise CollectiveError(
+            report(
+                op.row,
+                f"axis_name={op.over.name!r} is the axis of a vmap that has ended",
+                fix="the whole of the computation, a pullback too, in the function that vfn.vmap maps",
+            )
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -192,18 +196,33 @@ def runs(where: str, axis_name: Any) -> list[Run]:
     body = context.body()
     failures = [f"axis {name!r} is named twice" for name in dict.fromkeys(names) if names.count(name) > 1]
     if body is None:
-        failures += [f"{short(name)} is not one of {context.entry_names()}, and this is not inside a shard_map body"
-                     for name, one in zip(names, found) if one is None]  # fmt: skip
+        failures += [
+            f"{short(name)} is not one of {context.entry_names()}, and this is not inside a shard_map body"
+            for name, one in zip(names, found)
+            if one is None
+        ]
     if failures:
-        raise MeshError(report(where, f"axis_name={short(axis_name)} does not name axes", failures,
-                               "axes of the vmaps around, each once, and in a body axes that are manual there"))  # fmt: skip
+        raise MeshError(
+            report(
+                where,
+                f"axis_name={short(axis_name)} does not name axes",
+                failures,
+                "axes of the vmaps around, each once, and in a body axes that are manual there",
+            )
+        )
     for name, one in zip(names, found):
         if one is not None and body is not None and name in body.axes and not (one.body and name in one.body.axes):
-            raise CollectiveError(report(
-                where, f"axis_name={name!r} has two meanings here",
-                [f"a vmap around the shard_map body has axis_name={name!r}",
-                 f"{name!r} is manual in the body, on the {mesh_text(axes_of(body.mesh))}"],
-                "another axis_name for the vmap"))  # fmt: skip
+            raise CollectiveError(
+                report(
+                    where,
+                    f"axis_name={name!r} has two meanings here",
+                    [
+                        f"a vmap around the shard_map body has axis_name={name!r}",
+                        f"{name!r} is manual in the body, on the {mesh_text(axes_of(body.mesh))}",
+                    ],
+                    "another axis_name for the vmap",
+                )
+            )
     out: list[Run] = []
     for name, one in zip(names, found):
         if one is not None:
@@ -224,8 +243,16 @@ def index(over: context.Entries) -> torch.Tensor:
         return over.index.clone()
 
 
-def sent(where: str, x: Any, over: context.Entries, row: str, *, problem: Problem | None = None, fix: str = "",
-         **parameters: Any) -> Any:  # fmt: skip
+def sent(
+    where: str,
+    x: Any,
+    over: context.Entries,
+    row: str,
+    *,
+    problem: Problem | None = None,
+    fix: str = "",
+    **parameters: Any,
+) -> Any:
     """Every leaf of `x` through a row, over the entries of one `vmap`. `problem`: as of `sending.send`."""
     body, op, n = context.body(), _Map(row, over, **parameters), over.size
     leaves, treedef = operands(where, x, body)
@@ -238,8 +265,9 @@ def sent(where: str, x: Any, over: context.Entries, row: str, *, problem: Proble
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor) and not (reduces and not hasattr(leaf, "dtype")):
                 leaves[i] = torch.as_tensor(leaf)
-    leaves = [local(leaf, body, where) if body is not None and isinstance(leaf, torch.Tensor) else leaf
-              for leaf in leaves]  # fmt: skip
+    leaves = [
+        local(leaf, body, where) if body is not None and isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+    ]
     refuse_misfits(
         where, x, leaves, problem, fix, f"the entries of the vmap of axis {over.name!r}", (str(over.name),), n
     )

@@ -125,8 +125,13 @@ def shard_shape(shape: Sequence[int], mesh: Any, spec: P) -> tuple[int, ...]:
     """
     given: Any = shape
     if not isinstance(given, Sequence) or not all(isinstance(size, int) for size in cast("Sequence[Any]", given)):
-        raise SpecError(report("shard_shape", f"shape must be a tuple of ints, but it is {described(given)}",
-                               fix='for instance vfn.shard_shape((8, 6), mesh, P("dp")), or of a tensor x.shape'))  # fmt: skip
+        raise SpecError(
+            report(
+                "shard_shape",
+                f"shape must be a tuple of ints, but it is {described(given)}",
+                fix='for instance vfn.shard_shape((8, 6), mesh, P("dp")), or of a tensor x.shape',
+            )
+        )
     if any(size < 0 for size in shape):
         raise SpecError(report("shard_shape", f"a size must not be negative, but shape is {described(given)}"))
     if not isinstance(mesh, Mapping):
@@ -139,8 +144,10 @@ def shard_shape(shape: Sequence[int], mesh: Any, spec: P) -> tuple[int, ...]:
 def is_even(shape: Sequence[int], axes: Axes, spec: P) -> bool:
     """Whether every rank's block of `shape` has the same size."""
     rows = split_axes(spec, len(shape))
-    return all(names.is_even(axes) if isinstance(names, Merged) else size % math.prod(axes[a] for a in names) == 0
-               for size, names in zip(shape, rows))  # fmt: skip
+    return all(
+        names.is_even(axes) if isinstance(names, Merged) else size % math.prod(axes[a] for a in names) == 0
+        for size, names in zip(shape, rows)
+    )
 
 
 def axes_of(mesh: Any) -> dict[str, int]:

@@ -52,8 +52,10 @@ def axes_items(mesh: Any) -> tuple[tuple[str, int], ...]:
 def type_text(shape: Sequence[int], dtype: torch.dtype, spec: P) -> str:
     """A value's type on one short line: ``f32[8@dp,4]{U:tp}``."""
     rows = split_axes(spec, len(shape))
-    dims = ["*".join(f"{n}@{'+'.join(names)}" if names else str(n) for n, names in parts_of(row, size))
-            for size, row in zip(shape, rows, strict=True)]  # fmt: skip
+    dims = [
+        "*".join(f"{n}@{'+'.join(names)}" if names else str(n) for n, names in parts_of(row, size))
+        for size, row in zip(shape, rows, strict=True)
+    ]
     return f"{dtype_text(dtype)}[{','.join(dims)}]" + "".join(
         f"{{{letter}:{','.join(sorted(names))}}}"
         for letter, names in (("U", spec.unreduced), ("R", spec.reduced))

@@ -121,8 +121,13 @@ def _names(names: Any, word: str) -> frozenset[str]:
         return frozenset((names,))
     found: list[Any] = list(cast("Iterable[Any]", names)) if isinstance(names, Iterable) else [None]
     if not all(isinstance(name, str) for name in found):
-        raise SpecError(report("P", f"{word} must be a set of axis names, but it is {described(names)}",
-                               fix=f'for instance P({word}={{"dp"}})'))  # fmt: skip
+        raise SpecError(
+            report(
+                "P",
+                f"{word} must be a set of axis names, but it is {described(names)}",
+                fix=f'for instance P({word}={{"dp"}})',
+            )
+        )
     return frozenset(found)
 
 
@@ -185,8 +190,10 @@ def keys_taken_apart(spec: P, ndim: int) -> list[str]:
     """What is wrong with a spec for the data of keys: the last dim, of `ndim`, may not be split."""
     if len(spec) < ndim or not split_axes(spec, ndim)[-1]:
         return []
-    return [f"these are the numbers of {'keys' if ndim > 1 else 'one key'}, and dim {ndim - 1}, those of a single key, must "
-            "stay together"]  # fmt: skip
+    return [
+        f"these are the numbers of {'keys' if ndim > 1 else 'one key'}, and dim {ndim - 1}, those of a single key, must "
+        "stay together"
+    ]
 
 
 def too_long(spec: P, ndim: int) -> list[str]:

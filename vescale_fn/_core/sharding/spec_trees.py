@@ -51,14 +51,23 @@ def spec_by_size(params: Any, mesh: Any, axes: str | Sequence[str], specs: Any =
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     leaves, treedef = opened(params, "spec_by_size", "params", numpy=True)
     before = tree.broadcast(specs, params, "spec_by_size", "specs", "params")
-    failures = [f"axis {name!r} is not an axis of the {mesh_text(sizes)}{meant(name, sizes)}"
-                for name in names if name not in sizes]  # fmt: skip
+    failures = [
+        f"axis {name!r} is not an axis of the {mesh_text(sizes)}{meant(name, sizes)}"
+        for name in names
+        if name not in sizes
+    ]
     for path, spec in zip(tree.paths(params, "params"), before, strict=True):
         twice = sorted(axes_named(spec) & set(names))
         failures += [f"{path} is split over {axes_text(twice)} already: {spec!r}"] if twice else []
     if failures:
-        raise SpecError(report("spec_by_size", "the leaves cannot be split over these axes", failures,
-                               "axes of the mesh that no spec names yet"))  # fmt: skip
+        raise SpecError(
+            report(
+                "spec_by_size",
+                "the leaves cannot be split over these axes",
+                failures,
+                "axes of the mesh that no spec names yet",
+            )
+        )
     whole = tree.leaves_in_opaque(params)  # the two numbers of a key stay together
     split = [s if keep else _split(x, s, names, sizes) for x, s, keep in zip(leaves, before, whole, strict=True)]
     return tree.unflatten(treedef, split)
@@ -116,8 +125,14 @@ def spec_from_rules(tree: Any, rules: Sequence[tuple[str, P]]) -> Any:
         found.append(spec)
     failures += [f"rule {rule!r} matches no leaf" for i, rule in enumerate(rules) if i not in hits]
     if failures:
-        raise SpecError(report("spec_from_rules", "the rules and the tree do not fit", failures,
-                               'add a rule, for instance (r".*", P()) at the end, or take the unused one away'))  # fmt: skip
+        raise SpecError(
+            report(
+                "spec_from_rules",
+                "the rules and the tree do not fit",
+                failures,
+                'add a rule, for instance (r".*", P()) at the end, or take the unused one away',
+            )
+        )
     return optree.tree_unflatten(treedef, found)
 
 
@@ -131,8 +146,13 @@ def are_rules(spec: Any) -> bool:
 def _check_rules(rules: Any) -> None:
     """Rules are (regular expression, spec) pairs."""
     if isinstance(rules, (str, Mapping)) or not isinstance(rules, Iterable):
-        raise SpecError(report("spec_from_rules", f"rules must be a list of pairs, but it is {described(rules)}",
-                               fix='spec_from_rules(tree, [(r"w$", P("tp")), (r".*", P())])'))  # fmt: skip
+        raise SpecError(
+            report(
+                "spec_from_rules",
+                f"rules must be a list of pairs, but it is {described(rules)}",
+                fix='spec_from_rules(tree, [(r"w$", P("tp")), (r".*", P())])',
+            )
+        )
     failures: list[str] = []
     for i, rule in enumerate(cast("Iterable[Any]", rules)):
         pair = cast("tuple[Any, ...]", rule) if isinstance(rule, tuple) else ()
@@ -147,5 +167,11 @@ def _check_rules(rules: Any) -> None:
         except (re.error, TypeError) as error:
             failures.append(f"rules[{i}]: {described(pattern)} is not a regular expression ({error})")
     if failures:
-        raise SpecError(report("spec_from_rules", "the rules are not (regular expression, spec) pairs", failures,
-                               '[(r"w$", P("tp")), (r".*", P())]'))  # fmt: skip
+        raise SpecError(
+            report(
+                "spec_from_rules",
+                "the rules are not (regular expression, spec) pairs",
+                failures,
+                '[(r"w$", P("tp")), (r".*", P())]',
+            )
+        )

@@ -70,5 +70,12 @@ def without_values(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, devic
 
 
 NO_VALUE_ERRORS: tuple[type[Exception], ...] = tuple(  # what says that an op cannot be run without values
-    error for name in ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException",
-                       "UnsupportedFakeTensorException") if (error := getattr(_fake_tensor, name, None)))  # fmt: skip
+    error
+    for name in (
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
+        "UnsupportedOperatorException",
+        "UnsupportedFakeTensorException",
+    )
+    if (error := getattr(_fake_tensor, name, None))
+)

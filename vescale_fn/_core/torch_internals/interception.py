@@ -63,9 +63,11 @@ def _appliers(handler: Any) -> tuple[Any, Any]:
 
 def unseen() -> list[str]:
     """What this torch does in a way that nothing below intercepts: a gradient could be silently wrong."""
-    missing = {"autograd.Functions are applied": not _functions_are_seen(),
-               "torch.func takes gradients": len(_reverse) < 2,
-               "torch.utils.checkpoint computes again": _checkpoint_name is None}  # fmt: skip
+    missing = {
+        "autograd.Functions are applied": not _functions_are_seen(),
+        "torch.func takes gradients": len(_reverse) < 2,
+        "torch.utils.checkpoint computes again": _checkpoint_name is None,
+    }
     return [what for what, is_missing in missing.items() if is_missing]
 
 
@@ -118,8 +120,13 @@ def _detour(handler: Any, concerned: Any) -> tuple[Any, Any, Any]:
     def for_the_stand_in() -> None: ...
 
     def asked(cls: Any) -> Any:
-        if (not _functorch_active() and cls not in _ours and "_applied_for" not in vars(cls)
-                and issubclass(cls, torch.autograd.Function) and concerned()):  # fmt: skip
+        if (
+            not _functorch_active()
+            and cls not in _ours
+            and "_applied_for" not in vars(cls)
+            and issubclass(cls, torch.autograd.Function)
+            and concerned()
+        ):
             _detouring.level = True
             _functorch._grad_increment_nesting()
             return for_the_stand_in
@@ -154,8 +161,11 @@ def _stand_in(cls: Any) -> Any:
     return cls._stand_in
 
 
-_reverse: dict[str, Any] = {name: made for name in ("grad_and_value_impl", "_vjp_with_argnums")
-                            if (made := getattr(_eager_transforms, name, None)) is not None}  # fmt: skip
+_reverse: dict[str, Any] = {
+    name: made
+    for name in ("grad_and_value_impl", "_vjp_with_argnums")
+    if (made := getattr(_eager_transforms, name, None)) is not None
+}
 
 
 def intercept_reverse_mode(handler: Any) -> None:
@@ -188,8 +198,11 @@ _CHECKPOINTS = (
 )  # from 2.14; before
 _checkpoint_name = next((name for name in _CHECKPOINTS if hasattr(_checkpoint, name)), None)
 _plain_checkpoint: Any = _checkpoint_name and getattr(_checkpoint, _checkpoint_name)
-_checkpoint_settings = 0 if _plain_checkpoint is None else sum(
-    p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(_plain_checkpoint).parameters.values())  # fmt: skip
+_checkpoint_settings = (
+    0
+    if _plain_checkpoint is None
+    else sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(_plain_checkpoint).parameters.values())
+)
 checkpoint_function = _checkpoint.CheckpointFunction  # what ``use_reentrant=True`` applies
 checkpoint_saver = getattr(_checkpoint, "_NoopSaveInputs", None)  # the other kind keeps its arguments by this (2.11)
 

@@ -63,8 +63,15 @@ def recorder() -> Any:
     return None
 
 
-_FLAGS = [name for name in ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode",
-          "_is_in_any_mode_without_ignore_compile_internals") if hasattr(_python_dispatch, name)]  # fmt: skip
+_FLAGS = [
+    name
+    for name in (
+        "_is_in_torch_dispatch_mode",
+        "_is_in_non_infra_torch_dispatch_mode",
+        "_is_in_any_mode_without_ignore_compile_internals",
+    )
+    if hasattr(_python_dispatch, name)
+]
 _enabling = torch._C.DisableTorchFunction()  # whose end brings back what is now: torch functions are seen
 _enabling.__enter__()
 _enabling.__exit__(None, None, None)
@@ -127,8 +134,9 @@ def is_traced() -> bool:
 def in_trace(args: Any) -> bool:
     """Whether a tensor among arguments is one that `make_fx`, which is tracing, follows."""
     tracer = _tracer()
-    return any(isinstance(x, torch.Tensor) and _proxy_tensor.has_proxy_slot(x, tracer)
-               for x in _pytree.tree_leaves(args))  # fmt: skip
+    return any(
+        isinstance(x, torch.Tensor) and _proxy_tensor.has_proxy_slot(x, tracer) for x in _pytree.tree_leaves(args)
+    )
 
 
 class FrozenNumber(Exception):

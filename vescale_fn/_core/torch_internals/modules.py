@@ -21,9 +21,12 @@ def register_tree_node(cls: type, flatten: Any, unflatten: Any, names: tuple[str
         return list(zip(entries, children, strict=True)), context
 
     _pytree.register_pytree_node(
-        cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         flatten_with_keys_fn=flatten_with_keys,
-    )  # fmt: skip
+    )
 
 
 def held_by(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

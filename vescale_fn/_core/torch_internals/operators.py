@@ -26,8 +26,11 @@ def warn_of_untested(version: str) -> None:
     """Warn where no test has seen this release of torch."""
     if not TESTED[0] <= tuple(map(int, version.split(".")[:2])) <= TESTED[1]:
         first, last = (".".join(map(str, release)) for release in TESTED)
-        warnings.warn(f"vescale_fn is tested with torch {first} to {last}, not with {version}: what it cannot rely on there "
-                      "raises, but run its fast tests before you trust it (CONTRIBUTING.md)", stacklevel=2)  # fmt: skip
+        warnings.warn(
+            f"vescale_fn is tested with torch {first} to {last}, not with {version}: what it cannot rely on there "
+            "raises, but run its fast tests before you trust it (CONTRIBUTING.md)",
+            stacklevel=2,
+        )
 
 
 warn_of_untested(torch.__version__)
@@ -162,10 +165,21 @@ def asked_for(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     return None
 
 
-_UNUSED = functools.reduce(operator.or_, (
-    torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
-    for name in ("AutogradCPU", "AutogradCUDA", "AutogradMeta", "AutogradOther", "ADInplaceOrView", "AutocastCPU",
-                 "AutocastCUDA")))  # fmt: skip
+_UNUSED = functools.reduce(
+    operator.or_,
+    (
+        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+        for name in (
+            "AutogradCPU",
+            "AutogradCUDA",
+            "AutogradMeta",
+            "AutogradOther",
+            "ADInplaceOrView",
+            "AutocastCPU",
+            "AutocastCUDA",
+        )
+    ),
+)
 
 
 @contextlib.contextmanager

@@ -26,14 +26,24 @@ _KERNEL_SETTINGS = {
     "torch.use_deterministic_algorithms": _getters("deterministic_algorithms", "deterministic_algorithms_warn_only"),
     "torch.utils.deterministic.fill_uninitialized_memory": _getters("deterministic_fill_uninitialized_memory"),
     "torch.set_float32_matmul_precision": _getters("float32_matmul_precision"),
-    "torch.backends.cuda.matmul": _getters("cublas_allow_tf32", "cublas_allow_fp16_reduced_precision_reduction",
-                                           "cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_accumulation"),
+    "torch.backends.cuda.matmul": _getters(
+        "cublas_allow_tf32",
+        "cublas_allow_fp16_reduced_precision_reduction",
+        "cublas_allow_bf16_reduced_precision_reduction",
+        "cublas_allow_fp16_accumulation",
+    ),
     "torch.backends.cudnn": _getters("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_allow_tf32"),
     "torch.backends.mkldnn": _getters("mkldnn_enabled", "mkldnn_deterministic", "onednn_allow_tf32"),
-}  # fmt: skip
+}
 _OF_KERNELS = [get for getters in _KERNEL_SETTINGS.values() for get in getters]
-_OF_CHOICES = _getters("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled",
-                       "overrideable_sdp_enabled", "math_sdp_allow_fp16_bf16_reduction")  # fmt: skip
+_OF_CHOICES = _getters(
+    "flash_sdp_enabled",
+    "mem_efficient_sdp_enabled",
+    "math_sdp_enabled",
+    "cudnn_sdp_enabled",
+    "overrideable_sdp_enabled",
+    "math_sdp_allow_fp16_bf16_reduction",
+)
 _SDP_ORDER = _getters("sdp_priority_order")
 
 

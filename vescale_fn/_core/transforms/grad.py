@@ -67,10 +67,15 @@ def _value_and_grad(
     wrong = [n for n in (argnums if isinstance(argnums, (tuple, list)) else (argnums,)) if not is_place(n)]
     if wrong:
         gave_arguments = any(isinstance(x, (torch.Tensor, dict)) for x in wrong)
-        raise TransformError(report(
-            where, f"argnums must be an int or a tuple of ints, the places of arguments, but it is {short(argnums)}",
-            fix=f"vfn.{where}(f)(x, ...): the arguments go to the function that it returns" if gave_arguments
-            else "argnums=0 for the first argument"))  # fmt: skip
+        raise TransformError(
+            report(
+                where,
+                f"argnums must be an int or a tuple of ints, the places of arguments, but it is {short(argnums)}",
+                fix=f"vfn.{where}(f)(x, ...): the arguments go to the function that it returns"
+                if gave_arguments
+                else "argnums=0 for the first argument",
+            )
+        )
 
     @torch_internals.not_compiled
     @functools.wraps(f)
@@ -128,9 +133,14 @@ def _call(
 ) -> tuple[torch.Tensor, Any]:
     out = called(f, args, kwargs, where)
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        raise TransformError(report(
-            where, "with has_aux=True the function must return (value, aux)", [f"it returned {described_result(out)}"],
-            "return loss, aux; or leave has_aux out, where the loss is all there is"))  # fmt: skip
+        raise TransformError(
+            report(
+                where,
+                "with has_aux=True the function must return (value, aux)",
+                [f"it returned {described_result(out)}"],
+                "return loss, aux; or leave has_aux out, where the loss is all there is",
+            )
+        )
     value, aux = out if has_aux else (out, None)
     checked(aux, where, "aux", numpy=True)
     return scalar(value, where), aux
@@ -233,9 +243,8 @@ def _gradients(value: torch.Tensor, primals: Sequence[torch.Tensor], attached: b
         return [torch.zeros_like(x) for x in primals]
     refuse_twice(value)
     seed = None
-    if (
-        attached and context.body() is None
-    ):  # followed, or `once_differentiable` would take what is made of it for a constant
+    # followed, or `once_differentiable` would take what is made of it for a constant
+    if attached and context.body() is None:
         seed = torch.ones_like(value).requires_grad_()
         context.count_followed()
     found = backward(value, primals, seed, create_graph=attached)
@@ -254,14 +263,24 @@ def refuse_twice(value: torch.Tensor) -> None:
             continue
         seen.add(node)
         if node.name().endswith("::Error"):
-            raise TransformError(report(
-                "grad", "the gradient of a gradient goes through an autograd.Function that can be differentiated only once",
-                fix="a backward without @once_differentiable, of torch ops; or .detach() of the inner gradient"))  # fmt: skip
+            raise TransformError(
+                report(
+                    "grad",
+                    "the gradient of a gradient goes through an autograd.Function that can be differentiated only once",
+                    fix="a backward without @once_differentiable, of torch ops; or .detach() of the inner gradient",
+                )
+            )
         todo += [other for other, _ in node.next_functions]
 
 
-def _finished(value: torch.Tensor, aux: Any, grads: list[torch.Tensor], originals: Sequence[torch.Tensor], has_aux: bool,
-              wants_value: bool) -> tuple[Any, Any, list[torch.Tensor]]:  # fmt: skip
+def _finished(
+    value: torch.Tensor,
+    aux: Any,
+    grads: list[torch.Tensor],
+    originals: Sequence[torch.Tensor],
+    has_aux: bool,
+    wants_value: bool,
+) -> tuple[Any, Any, list[torch.Tensor]]:
     """What is given back where no outer gradient goes through it."""
     if has_aux:
         aux = tree.map_(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, aux)

@@ -39,8 +39,11 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) 
     (tensor(0.), tensor(2.))
     """
     checked_function(f, "jvp")
-    wrong = [f"{name} is {described(given)}" for name, given in (("primals", primals), ("tangents", tangents))
-             if not isinstance(given, (tuple, list))]  # fmt: skip
+    wrong = [
+        f"{name} is {described(given)}"
+        for name, given in (("primals", primals), ("tangents", tangents))
+        if not isinstance(given, (tuple, list))
+    ]
     if wrong:
         fix = "jvp(f, (x,), (dx,)): one of each for each argument of f"
         raise TransformError(report("jvp", "primals and tangents must be tuples", wrong, fix))
@@ -76,8 +79,14 @@ def _directions(split: Split, tangents: Sequence[Any]) -> tuple[torch.Tensor, ..
         if problem := partner_problem(x, tangent, "tangent"):
             failures.append(f"{names[i]} {problem}")
     if failures:
-        raise TransformError(report(where, "the tangents do not fit the primals", failures,
-                                    "a tensor of the same shape and dtype for each, torch.ones_like(x) say"))  # fmt: skip
+        raise TransformError(
+            report(
+                where,
+                "the tangents do not fit the primals",
+                failures,
+                "a tensor of the same shape and dtype for each, torch.ones_like(x) say",
+            )
+        )
     return directions
 
 
@@ -122,8 +131,9 @@ def linearize(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., 
             cotangents[i] = seed
         return tuple(back(tuple(cotangents)))
 
-    _, forth = pullback_of(transposed, [torch.zeros_like(outs[i]) for i in smooth],
-                           follow=any(x.requires_grad for x in outs))  # fmt: skip
+    _, forth = pullback_of(
+        transposed, [torch.zeros_like(outs[i]) for i in smooth], follow=any(x.requires_grad for x in outs)
+    )
 
     @torch_internals.not_compiled
     def f_jvp(*tangents: Any) -> Any:

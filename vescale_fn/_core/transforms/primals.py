@@ -43,12 +43,19 @@ class Split:
             self.counts.append(len(leaves))
         self.primals: list[torch.Tensor] = [self.leaves[i] for i in self.moving]
         if not self.moving:
-            raise TransformError(report(
-                where, "there is no floating-point tensor to differentiate",
-                [f"argument {n}{_named(f, args, n)} holds {', '.join(sorted({_kind(x) for x in leaves})) or 'no leaves'}"
-                 for n in argnums for leaves in [tree.flatten_opaque(args[n])[0]]]
-                or ["it was given no argument to differentiate"],
-                _how_to_differentiate(self.leaves, where)))  # fmt: skip
+            raise TransformError(
+                report(
+                    where,
+                    "there is no floating-point tensor to differentiate",
+                    [
+                        f"argument {n}{_named(f, args, n)} holds {', '.join(sorted({_kind(x) for x in leaves})) or 'no leaves'}"
+                        for n in argnums
+                        for leaves in [tree.flatten_opaque(args[n])[0]]
+                    ]
+                    or ["it was given no argument to differentiate"],
+                    _how_to_differentiate(self.leaves, where),
+                )
+            )
 
     def trees(self, leaves: Sequence[Any]) -> list[Any]:
         """These leaves as the trees of the differentiated arguments."""
@@ -129,10 +136,14 @@ def argnums_of(argnums: Any, args: Sequence[Any], where: str) -> tuple[int, ...]
         given = f"{len(args)} argument{'s' * (len(args) != 1)}"
         fix = "argnums=0" if len(args) == 1 else f"argnums between 0 and {len(args) - 1}"
         fix = fix if args else "give what is differentiated by its place"
-        raise TransformError(report(
-            where, f"argnums={short(argnums)} does not fit a call with {given}",
-            [f"there is no argument {short(n)}" for n in wrong],
-            f"{fix}; arguments that are given by name are not counted"))  # fmt: skip
+        raise TransformError(
+            report(
+                where,
+                f"argnums={short(argnums)} does not fit a call with {given}",
+                [f"there is no argument {short(n)}" for n in wrong],
+                f"{fix}; arguments that are given by name are not counted",
+            )
+        )
     return tuple(n % len(args) for n in numbers)
 
 
@@ -164,9 +175,14 @@ def _how_to_return(value: Any) -> str:
 def scalar(value: Any, where: str) -> torch.Tensor:
     """`value`, where it is a loss; or an error that says what to return."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.ndim or not value.is_floating_point():
-        raise TransformError(report(
-            where, "the function must return one floating-point number, a 0-d tensor",
-            [f"it returned {described_result(value)}"], _how_to_return(value)))  # fmt: skip
+        raise TransformError(
+            report(
+                where,
+                "the function must return one floating-point number, a 0-d tensor",
+                [f"it returned {described_result(value)}"],
+                _how_to_return(value),
+            )
+        )
     return value
 
 

@@ -70,11 +70,15 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
                     frame.clear()  # with which, on torch 2.11, a checkpoint that raised is left: else its hooks stay on
             if not (isinstance(error, RuntimeError) and torch_internals.is_about_hooks(error)):
                 raise
-            raise TransformError(report(
-                "remat", "the function takes a gradient by torch.func (so does vfn.grad under vmap or jvp), which keeps values "
-                "where the backward pass of a remat cannot find them",
-                fix="vfn.grad in it, outside of vmap and jvp; or the remat inside of the transform: "
-                "torch.func.grad(vfn.remat(f)), vfn.vmap(vfn.remat(f))")) from None  # fmt: skip
+            raise TransformError(
+                report(
+                    "remat",
+                    "the function takes a gradient by torch.func (so does vfn.grad under vmap or jvp), which keeps values "
+                    "where the backward pass of a remat cannot find them",
+                    fix="vfn.grad in it, outside of vmap and jvp; or the remat inside of the transform: "
+                    "torch.func.grad(vfn.remat(f)), vfn.vmap(vfn.remat(f))",
+                )
+            ) from None
         return tree.unflatten(out_def, outs)
 
     return run

@@ -79,8 +79,13 @@ def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[[Any], tupl
     @torch_internals.not_compiled
     def pullback(cotangent: Any, *more: Any) -> tuple[Any, ...]:
         if more:
-            raise TransformError(report("vjp: pullback", f"it takes one cotangent, a tree like the result, but {len(more) + 1} "
-                                        "were given", fix="pullback((a, b)) for a result (x, y)"))  # fmt: skip
+            raise TransformError(
+                report(
+                    "vjp: pullback",
+                    f"it takes one cotangent, a tree like the result, but {len(more) + 1} were given",
+                    fix="pullback((a, b)) for a result (x, y)",
+                )
+            )
         cotangents = _cotangents(cotangent, out)
         return tuple(split.gradients(settled(back(cotangents), split.primals)))
 
@@ -106,8 +111,14 @@ def _cotangents(cotangent: Any, out: Any) -> tuple[torch.Tensor, ...]:
         if isinstance(x, torch.Tensor) and (problem := partner_problem(x, ct, "cotangent")):
             failures.append(f"{name} {problem}")
     if failures:
-        raise TransformError(report("vjp: pullback", "the cotangent does not fit the result", failures,
-                                    "a tensor of the same shape and dtype for each, torch.ones_like(x) say"))  # fmt: skip
+        raise TransformError(
+            report(
+                "vjp: pullback",
+                "the cotangent does not fit the result",
+                failures,
+                "a tensor of the same shape and dtype for each, torch.ones_like(x) say",
+            )
+        )
     return tuple(ct for ct, x in zip(given, wanted, strict=True) if isinstance(x, torch.Tensor))
 
 

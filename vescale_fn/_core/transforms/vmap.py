@@ -27,8 +27,14 @@ __tracebackhide__ = tracebacks.between  # of a user's error that only passes thr
 
 
 @torch_internals.not_compiled
-def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, axis_name: Any = None, axis_size: Any = None,
-         spmd_axis_name: Any = None) -> Callable[..., Any]:  # fmt: skip
+def vmap(
+    f: Callable[..., Any],
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    axis_name: Any = None,
+    axis_size: Any = None,
+    spmd_axis_name: Any = None,
+) -> Callable[..., Any]:
     """The function that applies `f` to each entry along a dim of its arguments.
 
     Args:
@@ -65,8 +71,13 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, axis_name: 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
-            raise TransformError(report("vmap", f"it takes positional arguments, but {sorted(kwargs)} came by keyword",
-                                        fix="in_axes is matched by position"))  # fmt: skip
+            raise TransformError(
+                report(
+                    "vmap",
+                    f"it takes positional arguments, but {sorted(kwargs)} came by keyword",
+                    fix="in_axes is matched by position",
+                )
+            )
         axes = in_axes if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
         shared = tree.leaves([x for x, axis in zip(args, axes) if axis is None])
         leaves, treedef = opened(args, "vmap", "args", is_leaf=tree.none, passing=shared)
@@ -80,9 +91,14 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, axis_name: 
             if isinstance(x, torch.Tensor) and d is not None
         ]
         if not mapped and size_asked is None:
-            raise TransformError(report("vmap", "no tensor argument is mapped over", [f"in_axes={in_axes!r}"],
-                                        "in_axes=0 for one that has an entry for each call; or axis_size, the number of calls"
-                                        ))  # fmt: skip
+            raise TransformError(
+                report(
+                    "vmap",
+                    "no tensor argument is mapped over",
+                    [f"in_axes={in_axes!r}"],
+                    "in_axes=0 for one that has an entry for each call; or axis_size, the number of calls",
+                )
+            )
         size = leaves[mapped[0]].shape[dims[mapped[0]]] if mapped else size_asked
         rest: dict[str, Any] = {}
 
@@ -113,8 +129,10 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, axis_name: 
                 index, *(leaves[i] for i in mapped)
             )
         found = iter(outs)
-        placed = [next(found).movedim(0, d) if _is_mapped(x, d) else x
-                  for x, d in zip(rest["leaves"], rest["dims"], strict=True)]  # fmt: skip
+        placed = [
+            next(found).movedim(0, d) if _is_mapped(x, d) else x
+            for x, d in zip(rest["leaves"], rest["dims"], strict=True)
+        ]
         return tree.unflatten(rest["def"], placed)
 
     return run
@@ -130,25 +148,45 @@ def _index(size: int, leaves: Sequence[Any]) -> torch.Tensor:
 def _checked_name_and_size(name: Any, size: Any) -> int | None:
     """`axis_size` as an int, where it and `axis_name` can be; or an error."""
     if name is not None and not isinstance(name, str):
-        raise TransformError(report("vmap", f"axis_name must be a string, but it is {described(name)}",
-                                    fix='axis_name="batch", and in the function vfn.psum(x, "batch")'))  # fmt: skip
+        raise TransformError(
+            report(
+                "vmap",
+                f"axis_name must be a string, but it is {described(name)}",
+                fix='axis_name="batch", and in the function vfn.psum(x, "batch")',
+            )
+        )
     if size is None:
         return None
     if isinstance(size, (bool, torch.Tensor)) or not hasattr(size, "__index__") or operator.index(size) < 0:
-        raise TransformError(report("vmap", f"axis_size must be an int, the number of entries, but it is {described(size)}",
-                                    fix="x.shape[0], for instance; without it the arguments say how many there are"
-                                    ))  # fmt: skip
+        raise TransformError(
+            report(
+                "vmap",
+                f"axis_size must be an int, the number of entries, but it is {described(size)}",
+                fix="x.shape[0], for instance; without it the arguments say how many there are",
+            )
+        )
     return operator.index(size)
 
 
 def _axes(names: Any) -> tuple[str, ...]:
     axes = () if names is None else tuple(names) if isinstance(names, (tuple, list)) else (names,)
     if not all(isinstance(axis, str) for axis in axes) or len(set(axes)) < len(axes):
-        raise TransformError(report("vmap", "spmd_axis_name must be an axis of the mesh, or a tuple of them",
-                                    [f"it is {short(names)}"], 'spmd_axis_name="dp"'))  # fmt: skip
+        raise TransformError(
+            report(
+                "vmap",
+                "spmd_axis_name must be an axis of the mesh, or a tuple of them",
+                [f"it is {short(names)}"],
+                'spmd_axis_name="dp"',
+            )
+        )
     if twice := [axis for axis in axes if axis in context.entries_over()]:
-        raise TransformError(report("vmap", f"spmd_axis_name={names!r}: {twice[0]!r} is that of a vmap around this one",
-                                    fix="another axis for one of them"))  # fmt: skip
+        raise TransformError(
+            report(
+                "vmap",
+                f"spmd_axis_name={names!r}: {twice[0]!r} is that of a vmap around this one",
+                fix="another axis for one of them",
+            )
+        )
     return axes
 
 
@@ -167,8 +205,9 @@ def _with_parameter(f: Callable[..., Any], args: Sequence[Any], path: str) -> st
     return f"{path} (of {name!r})" if name else path
 
 
-def _check_in_axes(f: Callable[..., Any], args: Any, nodes: Sequence[Any], dims: Sequence[Any],
-                   asked: int | None) -> None:  # fmt: skip
+def _check_in_axes(
+    f: Callable[..., Any], args: Any, nodes: Sequence[Any], dims: Sequence[Any], asked: int | None
+) -> None:
     """Each tensor, or array of keys, has the dim that it is mapped over, and all of them as many entries (and as `asked`)."""
     failures, sizes = [], {}
     names = [_with_parameter(f, args, path) for path in tree.paths(args, "args", is_leaf=tree.none_or_opaque)]
@@ -188,24 +227,47 @@ def _check_in_axes(f: Callable[..., Any], args: Any, nodes: Sequence[Any], dims:
         failures = [f"{name} has {size} along dim {d}" for name, (d, size) in sizes.items()]
         failures += [f"axis_size is {asked}"] * (asked is not None)
     if failures:
-        raise TransformError(report("vmap", "the arguments do not fit in_axes", failures,
-                                    "for each argument the dim that all are mapped over together, None for those that are "
-                                    "the same in all calls"))  # fmt: skip
+        raise TransformError(
+            report(
+                "vmap",
+                "the arguments do not fit in_axes",
+                failures,
+                "for each argument the dim that all are mapped over together, None for those that are "
+                "the same in all calls",
+            )
+        )
 
 
 def _check_out_axes(result: Any, nodes: Sequence[Any], leaves: Sequence[Any], dims: Sequence[Any]) -> None:
     """Inside the map: a place is a dim of the result to come, None only where all entries have the same."""
     names = tree.paths_opaque(result, "out")
-    failures = [f"{name} is {described(x)} in each call, so out_axes may be from {-x.ndim - 1} to {x.ndim}, not {short(d)}"
-                for name, x, d in zip(names, nodes, dims, strict=True)
-                if (isinstance(x, torch.Tensor) or tree.opaque(x)) and d is not None
-                and (isinstance(d, bool) or not isinstance(d, int) or not -x.ndim - 1 <= d <= x.ndim)]  # fmt: skip
+    failures = [
+        f"{name} is {described(x)} in each call, so out_axes may be from {-x.ndim - 1} to {x.ndim}, not {short(d)}"
+        for name, x, d in zip(names, nodes, dims, strict=True)
+        if (isinstance(x, torch.Tensor) or tree.opaque(x))
+        and d is not None
+        and (isinstance(d, bool) or not isinstance(d, int) or not -x.ndim - 1 <= d <= x.ndim)
+    ]
     if failures:
-        raise TransformError(report("vmap", "the results do not fit out_axes", failures,
-                                    "out_axes=0, the place where vmap puts the entries by default"))  # fmt: skip
-    failures = [f"{name} differs between entries, but out_axes is None for it"
-                for name, x, d in zip(names, leaves, dims, strict=True)
-                if d is None and isinstance(x, torch.Tensor) and torch_internals.is_mapped(x)]  # fmt: skip
+        raise TransformError(
+            report(
+                "vmap",
+                "the results do not fit out_axes",
+                failures,
+                "out_axes=0, the place where vmap puts the entries by default",
+            )
+        )
+    failures = [
+        f"{name} differs between entries, but out_axes is None for it"
+        for name, x, d in zip(names, leaves, dims, strict=True)
+        if d is None and isinstance(x, torch.Tensor) and torch_internals.is_mapped(x)
+    ]
     if failures:
-        raise TransformError(report("vmap", "out_axes=None is for results that are the same for all entries", failures,
-                                    "out_axes=0 there, or reduce the result over the entries after vmap"))  # fmt: skip
+        raise TransformError(
+            report(
+                "vmap",
+                "out_axes=None is for results that are the same for all entries",
+                failures,
+                "out_axes=0 there, or reduce the result over the entries after vmap",
+            )
+        )

@@ -69,8 +69,9 @@ class Audit:
         gradients: whether to take them.
     """
 
-    def __init__(self, f: Callable[..., Any], whole: Any, laid: Any, mesh: Any, paths: Sequence[str],
-                 gradients: bool) -> None:  # fmt: skip
+    def __init__(
+        self, f: Callable[..., Any], whole: Any, laid: Any, mesh: Any, paths: Sequence[str], gradients: bool
+    ) -> None:
         self.f, self.whole, self.laid, self.mesh, self.gradients = f, whole, laid, mesh, gradients
         self.moving = [gradients and is_floating(x) for x in tree.leaves(whole)]
         self.by = [f"gradient of {path}" for path, moves in zip(paths, self.moving, strict=True) if moves]

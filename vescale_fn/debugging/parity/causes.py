@@ -88,13 +88,20 @@ def _result(step: Step) -> tuple[str, str] | None:
         if step.spec is not None and P(*step.spec) == P(*held.spec):
             return None
         return "out_specs puts the ranks' blocks together otherwise than they belong", f"out_specs={held.spec!r}"
-    part, fix = ("its part of a sum", f"vfn.psum(x, {axes})") if held.how == "sum" else \
-        ("the mean of its own block", f"vfn.pmean(x, {axes})")  # fmt: skip
+    part, fix = (
+        ("its part of a sum", f"vfn.psum(x, {axes})")
+        if held.how == "sum"
+        else ("the mean of its own block", f"vfn.pmean(x, {axes})")
+    )
     if step.misfit:
-        return f"out_specs puts side by side what the ranks of {over} hold, and each holds {part}", \
-            f"{fix} of what the body returns, and out_specs={held.spec!r}"  # fmt: skip
-    return f"out_specs says that all ranks of {over} hold the same, but each holds {part}", \
-        f"{fix} of what the body returns"  # fmt: skip
+        return (
+            f"out_specs puts side by side what the ranks of {over} hold, and each holds {part}",
+            f"{fix} of what the body returns, and out_specs={held.spec!r}",
+        )
+    return (
+        f"out_specs says that all ranks of {over} hold the same, but each holds {part}",
+        f"{fix} of what the body returns",
+    )
 
 
 def _summed(step: Step) -> tuple[str, str] | None:
@@ -104,19 +111,25 @@ def _summed(step: Step) -> tuple[str, str] | None:
     held = step.operands[0]
     if held.how == "mean" and step.name == "psum":
         n = _size(step, held.axes)
-        return f"these are means over the ranks' blocks, and their sum is {n} times the mean", \
-            f"vfn.pmean(x, {_argument(held.axes)})"  # fmt: skip
+        return (
+            f"these are means over the ranks' blocks, and their sum is {n} times the mean",
+            f"vfn.pmean(x, {_argument(held.axes)})",
+        )
     if held.how == "sum" and step.name == "pmean":
         n = _size(step, held.axes)
         return f"these are parts of a sum, and their mean is 1/{n} of it", f"vfn.psum(x, {_argument(held.axes)})"
     split = [name for name in _splitting(held) if name in step.over]
     if held.how == "equal" and split:
         over = _argument(split)
-        return "the ranks hold different blocks of one value, and blocks are not added up", \
-            f"vfn.all_gather(x, {over}, tiled=True), which puts them together; or no collective"  # fmt: skip
+        return (
+            "the ranks hold different blocks of one value, and blocks are not added up",
+            f"vfn.all_gather(x, {over}, tiled=True), which puts them together; or no collective",
+        )
     if held.how == "equal" and step.name != "pmean":
-        fix = "leave it out (a gradient by a value that is the same on all ranks is summed already), or in_specs that " \
-            f"split over {_names(step.over)} what is summed"  # fmt: skip
+        fix = (
+            "leave it out (a gradient by a value that is the same on all ranks is summed already), or in_specs that "
+            f"split over {_names(step.over)} what is summed"
+        )
         return "the ranks hold the whole value already, so that the sum counts it once for each of them", fix
     return None
 
@@ -124,8 +137,10 @@ def _summed(step: Step) -> tuple[str, str] | None:
 def _moved(step: Step) -> tuple[str, str] | None:
     if step.name != "ppermute":
         return None
-    return "it sends whole blocks from rank to rank, so that what comes of it depends on how many ranks there are", \
-        "a function to check whose result does not: one that uses all of the blocks, or brings them back"  # fmt: skip
+    return (
+        "it sends whole blocks from rank to rank, so that what comes of it depends on how many ranks there are",
+        "a function to check whose result does not: one that uses all of the blocks, or brings them back",
+    )
 
 
 def _by_rank(step: Step) -> tuple[str, str] | None:
@@ -137,14 +152,18 @@ def _by_rank(step: Step) -> tuple[str, str] | None:
 
 def _drawn(step: Step) -> tuple[str, str] | None:
     if step.name in function_kinds.DRAWS:
-        return "torch draws other numbers for the ranks' blocks than for the whole", \
-            "the draws of vfn.random, with a key and with the spec of what is drawn"  # fmt: skip
+        return (
+            "torch draws other numbers for the ranks' blocks than for the whole",
+            "the draws of vfn.random, with a key and with the spec of what is drawn",
+        )
     if "random" not in step.name:
         return None
     lying = [r.spec for r in step.operands[1:] if r is not None and _splitting(r)]
     spec = repr(lying[-1]) if lying else "P(...)"
-    return "with one key on all ranks each draws the same numbers for its own block; one device draws for the whole", \
-        f"spec={spec} in the draw, by which each rank draws its block of the one whole draw"  # fmt: skip
+    return (
+        "with one key on all ranks each draws the same numbers for its own block; one device draws for the whole",
+        f"spec={spec} in the draw, by which each rank draws its block of the one whole draw",
+    )
 
 
 def _bias(step: Step) -> tuple[str, str] | None:
@@ -155,14 +174,17 @@ def _bias(step: Step) -> tuple[str, str] | None:
         over = next((r.axes for r in held if r.how == "sum"), ())
     elif step.name in _WITH_BIAS and len(held) == 3:
         over = tuple(name for name in _splitting(held[0]) if name in _splitting(held[1]))
-    whole = [i for i, r in enumerate(step.operands) if r is not None and r.how == "equal" and not
-             {*_splitting(r)} & {*over}]  # fmt: skip
+    whole = [
+        i for i, r in enumerate(step.operands) if r is not None and r.how == "equal" and not {*_splitting(r)} & {*over}
+    ]
     alone = len(step.operands) == 1  # the other operand is a number
     if not over or not (whole or alone):
         return None
     added = "the number" if alone else f"operand {whole[-1]}"
-    return f"{added} is added on every rank of {_names(over)}, so that the sum counts it {_size(step, over)} times", \
-        f"add it after vfn.psum(x, {_argument(over)})"  # fmt: skip
+    return (
+        f"{added} is added on every rank of {_names(over)}, so that the sum counts it {_size(step, over)} times",
+        f"add it after vfn.psum(x, {_argument(over)})",
+    )
 
 
 def _unfinished(step: Step) -> tuple[str, str] | None:
@@ -173,19 +195,25 @@ def _unfinished(step: Step) -> tuple[str, str] | None:
             part = "a part of the sum" if held.how == "sum" else "the mean of its own block"
             over, axes = _names(held.axes), _argument(held.axes)
             if step.name == "grad":
-                return f"what is differentiated is, on each rank of {over}, {part}; by a value that is the same on all " \
-                    "ranks, the gradients of all of them are added up", \
-                    f"vfn.{collective}(loss, {axes}) in the function that is differentiated"  # fmt: skip
-            return f"on each rank of {over} it is applied to {part}, not to the whole", \
-                f"vfn.{collective}(x, {axes}) before it"  # fmt: skip
+                return (
+                    f"what is differentiated is, on each rank of {over}, {part}; by a value that is the same on all "
+                    "ranks, the gradients of all of them are added up",
+                    f"vfn.{collective}(loss, {axes}) in the function that is differentiated",
+                )
+            return (
+                f"on each rank of {over} it is applied to {part}, not to the whole",
+                f"vfn.{collective}(x, {axes}) before it",
+            )
     return None
 
 
 def _order(step: Step) -> tuple[str, str] | None:
     if not step.reordered:
         return None
-    return "the numbers are the same, in another order", \
-        "the axes of a tuple in one order, in the spec and in the collective: major first"  # fmt: skip
+    return (
+        "the numbers are the same, in another order",
+        "the axes of a tuple in one order, in the spec and in the collective: major first",
+    )
 
 
 def _mismatched(step: Step) -> tuple[str, str] | None:
@@ -193,8 +221,10 @@ def _mismatched(step: Step) -> tuple[str, str] | None:
     if len(split) < 2 or len(set(split.values())) == 1:
         return None
     said = " and ".join(f"operand {i} over {_names(names)}" for i, names in split.items())
-    return f"blocks meet that do not belong together: {said}", \
-        "in_specs that split the dims which meet over the same axes, in the same order"  # fmt: skip
+    return (
+        f"blocks meet that do not belong together: {said}",
+        "in_specs that split the dims which meet over the same axes, in the same order",
+    )
 
 
 _ELEMENTWISE = frozenset(
@@ -216,13 +246,17 @@ def _number(step: Step) -> tuple[str, str] | None:
 
 _ON_BLOCKS = (  # how the ranks' results of functions of a block make up that of the whole
     (("norm", "vector_norm", "linalg_norm", "linalg_vector_norm"), "vfn.psum(x.square().sum(), {}).sqrt()"),
-    (("var", "std", "layer_norm", "rms_norm", "batch_norm", "group_norm", "normalize"),
-     "the mean by vfn.pmean(x.mean(dim), {0}), then vfn.pmean((x - mean).square().mean(dim), {0})"),
-    (("softmax", "log_softmax", "logsumexp"),
-     "m = vfn.pmax(x.detach().amax(dim), {0}), and vfn.psum((x - m).exp().sum(dim), {0})"),
+    (
+        ("var", "std", "layer_norm", "rms_norm", "batch_norm", "group_norm", "normalize"),
+        "the mean by vfn.pmean(x.mean(dim), {0}), then vfn.pmean((x - mean).square().mean(dim), {0})",
+    ),
+    (
+        ("softmax", "log_softmax", "logsumexp"),
+        "m = vfn.pmax(x.detach().amax(dim), {0}), and vfn.psum((x - m).exp().sum(dim), {0})",
+    ),
     (("max", "amax"), "vfn.pmax of it, over {}"),
     (("min", "amin"), "vfn.pmin of it, over {}"),
-)  # fmt: skip
+)
 
 
 def _own_block(step: Step) -> tuple[str, str] | None:
@@ -230,5 +264,6 @@ def _own_block(step: Step) -> tuple[str, str] | None:
     if not over:
         return None
     way = next((way for names, way in _ON_BLOCKS if step.name in names), "vfn.all_gather(x, {}, ...) before it")
-    return f"each rank of {_names(over)} applies it to its own block, where one device has the whole", \
-        way.format(_argument(over))  # fmt: skip
+    return f"each rank of {_names(over)} applies it to its own block, where one device has the whole", way.format(
+        _argument(over)
+    )

@@ -37,8 +37,15 @@ _SHOWN = 8  # so many differing values are named in a message
 _ROUNDED = 3  # runs that show what rounding does
 
 
-def check(f: Callable[..., Any], *args: Any, mesh: Any = None, spec: Any = None, gradients: bool = True,
-          rtol: float | None = None, atol: float = 0.0) -> Report:  # fmt: skip
+def check(
+    f: Callable[..., Any],
+    *args: Any,
+    mesh: Any = None,
+    spec: Any = None,
+    gradients: bool = True,
+    rtol: float | None = None,
+    atol: float = 0.0,
+) -> Report:
     """Run `f` on one device and on a mesh, and compare every result and every gradient.
 
     Both runs are of `f` as it stands. On one device every mesh counts as one rank: `shard_map` runs its body on whole
@@ -215,9 +222,15 @@ def _pure(where: str, on: str, paths: Sequence[str], first: Outcome, again: Outc
     text = next((said for said in told if said), "")
     if text or None in told:
         what = f"it gives other values when it is called again with the same arguments, on {on}"
-        raise ParityError(report(where, what, [text] if text else [],
-                                 "a function without state: nothing kept from call to call, no change in place of what "
-                                 "it closes over, draws from keys"))  # fmt: skip
+        raise ParityError(
+            report(
+                where,
+                what,
+                [text] if text else [],
+                "a function without state: nothing kept from call to call, no change in place of what "
+                "it closes over, draws from keys",
+            )
+        )
 
 
 # --- values that differ -----------------------------------------------------------------------------------------------
@@ -237,8 +250,10 @@ def _differing(where: str, found: Report, recorders: Sequence[Recorder], results
     if usual and not parting.explained:
         failures.append(f"the usual cause of such a factor: {usual}")
     n = len(wrong)
-    what = f"{n} of {count_text(len(found.rows), 'value')} {'differs' if n == 1 else 'differ'} between one device and " \
-        f"the {mesh_text(axes_of(found.mesh))}"  # fmt: skip
+    what = (
+        f"{n} of {count_text(len(found.rows), 'value')} {'differs' if n == 1 else 'differ'} between one device and "
+        f"the {mesh_text(axes_of(found.mesh))}"
+    )
     text = report(where, what, failures, parting.fix)
     said = collectives.everyone([[text] * len(played_ranks(found.mesh))], found.mesh, "check")
     error = ParityError(said[0][0])  # the first rank's words, on every rank
@@ -261,9 +276,14 @@ def _found_mesh(where: str, mesh: Any, args: Any) -> Any:
         mesh = next((mesh_of(x) for x in tree.leaves(args) if isinstance(x, torch.Tensor) and is_array(x)), None)
     mesh = mesh if mesh is not None else context.current_mesh()
     if mesh is None:
-        raise MeshError(report(where, "there is no mesh: none was given, none is current, and no argument is an array",
-                               fix='vfn.check(f, *args, mesh=vfn.make_mesh((2, 4), ("dp", "tp")), spec=...); '
-                               "vfn.simulate(8) plays the ranks"))  # fmt: skip
+        raise MeshError(
+            report(
+                where,
+                "there is no mesh: none was given, none is current, and no argument is an array",
+                fix='vfn.check(f, *args, mesh=vfn.make_mesh((2, 4), ("dp", "tp")), spec=...); '
+                "vfn.simulate(8) plays the ranks",
+            )
+        )
     return context.checked_mesh(mesh, where)
 
 
@@ -313,6 +333,11 @@ def _same_everywhere(where: str, args: Any, paths: Sequence[str], mesh: Any) -> 
         if others:
             rows.append(f"{path} is another value on rank {', '.join(map(str, others[:8]))} than on rank 0")
     if rows:
-        raise ParityError(report(where, "the arguments must be the same whole values on every rank", rows,
-                                 "make them from a key (vfn.random), or send rank 0's; vfn.from_local for each rank's own "
-                                 "data"))  # fmt: skip
+        raise ParityError(
+            report(
+                where,
+                "the arguments must be the same whole values on every rank",
+                rows,
+                "make them from a key (vfn.random), or send rank 0's; vfn.from_local for each rank's own data",
+            )
+        )

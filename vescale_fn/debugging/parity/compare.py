@@ -61,9 +61,10 @@ class Report:
         return f"check({self.name}): {count} of {n} value{'s' * (n != 1)} {'is' if n == 1 else 'are'} {where}{rest}"
 
     def _cells(self) -> list[tuple[str, ...]]:
-        return [(row.path, row.type, f"{row.difference:.2g}", f"{row.relative:.2g}",
-                 row.problem or row.remark)
-                for row in self.rows]  # fmt: skip
+        return [
+            (row.path, row.type, f"{row.difference:.2g}", f"{row.relative:.2g}", row.problem or row.remark)
+            for row in self.rows
+        ]
 
     def __repr__(self) -> str:
         rows = [_HEADS, *self._cells()]
@@ -72,8 +73,10 @@ class Report:
         return "\n".join([self.title, *lines])
 
     def _repr_html_(self) -> str:
-        rows = ["".join(f"<td style='text-align:left'><code>{html.escape(cell)}</code></td>" for cell in row)
-                for row in self._cells()]  # fmt: skip
+        rows = [
+            "".join(f"<td style='text-align:left'><code>{html.escape(cell)}</code></td>" for cell in row)
+            for row in self._cells()
+        ]
         head = "".join(f"<th style='text-align:left'>{name}</th>" for name in _HEADS)
         body = "".join(f"<tr>{row}</tr>" for row in rows)
         return f"<p>{html.escape(self.title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -85,8 +88,15 @@ _HEADS = ("value", "type", "max difference", "relative", "")
 # --- all values -------------------------------------------------------------------------------------------------------
 
 
-def compared(paths: Sequence[str], one: Sequence[Any], many: Sequence[Any], mesh: Any, rtol: float | None, atol: float,
-             rounded: Sequence[Sequence[Any]] = ()) -> list[Compared]:  # fmt: skip
+def compared(
+    paths: Sequence[str],
+    one: Sequence[Any],
+    many: Sequence[Any],
+    mesh: Any,
+    rtol: float | None,
+    atol: float,
+    rounded: Sequence[Sequence[Any]] = (),
+) -> list[Compared]:
     """Each value of a run on one device against that of the run on a mesh; the same list on every rank.
 
     Args:
@@ -101,18 +111,22 @@ def compared(paths: Sequence[str], one: Sequence[Any], many: Sequence[Any], mesh
     held = [_held(x) if isinstance(x, torch.Tensor) else None for x in many]
     largest = _largest(one)
     mine: list[list[Facts | None]] = []
-    slack = [wobble(a, [values[i] for values in rounded]) if isinstance(a, torch.Tensor) else 0.0
-             for i, a in enumerate(one)]  # fmt: skip
+    slack = [
+        wobble(a, [values[i] for values in rounded]) if isinstance(a, torch.Tensor) else 0.0 for i, a in enumerate(one)
+    ]
     for a, h, more in zip(one, held, slack, strict=True):
         if not isinstance(a, torch.Tensor) or h is None:
             mine.append([None] * len(ranks))
             continue
         tolerance = TOLERANCE.get(a.dtype, 0.0) if rtol is None else rtol
-        more = (
-            more + atol if bool(a.any()) else max(atol, largest * _epsilon(a.dtype))
-        )  # zeros made of sums are not quite
-        mine.append([facts(a, h.of(at), [h.spec or P()], axes, coordinates(mesh, rank), tolerance, more)
-                     for at, rank in enumerate(ranks)])  # fmt: skip
+        # zeros made of sums are not quite
+        more = more + atol if bool(a.any()) else max(atol, largest * _epsilon(a.dtype))
+        mine.append(
+            [
+                facts(a, h.of(at), [h.spec or P()], axes, coordinates(mesh, rank), tolerance, more)
+                for at, rank in enumerate(ranks)
+            ]
+        )
     by_rank = collectives.everyone(mine, mesh, "check")
     rows = []
     for i, (path, a, b, h) in enumerate(zip(paths, one, many, held, strict=True)):
@@ -125,8 +139,10 @@ def compared(paths: Sequence[str], one: Sequence[Any], many: Sequence[Any], mesh
 
 def remarked(before: Sequence[Compared], after: Sequence[Compared]) -> list[Compared]:
     """The rows of a second comparison that knows what rounding does, with a remark where that made the difference."""
-    return [new._replace(remark=NOISE if new.relative > 0.1 else ROUNDED) if old.problem and not new.problem else new
-            for old, new in zip(before, after, strict=True)]  # fmt: skip
+    return [
+        new._replace(remark=NOISE if new.relative > 0.1 else ROUNDED) if old.problem and not new.problem else new
+        for old, new in zip(before, after, strict=True)
+    ]
 
 
 def changed(paths: Sequence[str], before: Sequence[Any], after: Sequence[Any]) -> str:
@@ -181,8 +197,15 @@ def _tensors(
         return Compared(path, type_, math.inf, math.inf, problem)
     elif not all(fit.equal for fit in fits):
         problem = _in_words(whole, spec, rows, mesh, difference, relative)
-    return Compared(path, type_, difference, relative, problem, tuple(relation.shown(whole, rows)),
-                    relation.factor(rows) if problem else None)  # fmt: skip
+    return Compared(
+        path,
+        type_,
+        difference,
+        relative,
+        problem,
+        tuple(relation.shown(whole, rows)),
+        relation.factor(rows) if problem else None,
+    )
 
 
 def _stacked(whole: torch.Tensor, shape: tuple[int, ...], spec: P) -> str:

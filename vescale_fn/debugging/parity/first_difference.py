@@ -79,9 +79,13 @@ class Runs:
                     others = [nodes[j].cotangents[like] for nodes in self.rounded if like in nodes[j].cotangents]
                     jobs[i, clock] = alone.cotangents[like], held, self._slack(alone.cotangents[like], others)
         specs = {key: _specs(a, b, self.axes) for key, (a, b, _) in jobs.items()}
-        mine = [[facts(a.blocks[0], b.of(at), specs[key], self.axes, coordinates(self.mesh, rank), _tolerance(a), slack)
-                 for key, (a, b, slack) in jobs.items()]
-                for at, rank in enumerate(played_ranks(self.mesh))]  # fmt: skip
+        mine = [
+            [
+                facts(a.blocks[0], b.of(at), specs[key], self.axes, coordinates(self.mesh, rank), _tolerance(a), slack)
+                for key, (a, b, slack) in jobs.items()
+            ]
+            for at, rank in enumerate(played_ranks(self.mesh))
+        ]
         steps, keys = [node.key for node in self.many], list(jobs)
         by_rank = collectives.everyone([[(steps, keys, row) for row in mine]], self.mesh, "check")
         everyones_steps = [row[0][0] for row in by_rank]
@@ -217,8 +221,11 @@ class Runs:
         steps = list(dict.fromkeys((self.many[user].name, self.many[user].line) for user in users))
         name, line = steps[0] if len(steps) == 1 else ("", node.line)
         place = "the runs part in the backward pass" + (f" of {name}" if name else f", at what {node.name} gave")
-        said = [f"the cotangent of its result: {self._text(user, clock)}" for user in users[:3]
-                if isinstance(self._state(user, clock), Relation)]  # fmt: skip
+        said = [
+            f"the cotangent of its result: {self._text(user, clock)}"
+            for user in users[:3]
+            if isinstance(self._state(user, clock), Relation)
+        ]
         whole = alone.cotangents[self._like(clock)].blocks[0]
         rows = self.rows.get((number, clock))
         held = shown(whole, rows) if rows else [f"one device: {head(whole)}", "mesh: no gradient comes back"]

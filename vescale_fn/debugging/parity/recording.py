@@ -97,9 +97,8 @@ class Recorder(TorchFunctionMode):
         if not _by_user(name, kind):
             return func(*args, **kwargs)
         sources: tuple[int, ...] | None = None
-        if (
-            kind not in _SELDOM_VALUES and name not in function_kinds.NOT_TYPED
-        ):  # before the call, which may write its operands
+        # before the call, which may write its operands
+        if kind not in _SELDOM_VALUES and name not in function_kinds.NOT_TYPED:
             with torch_internals.no_torch_function():
                 sources = self._sources(function_kinds.tensors(args, kwargs), name)
         out = func(*args, **kwargs)

@@ -65,8 +65,14 @@ def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
     return [chosen for count in range(1, len(names) + 1) for chosen in itertools.combinations(names, count)]
 
 
-def conclude(rows: Sequence[Facts], specs: Sequence[P], mesh: Any, axes: Mapping[str, int],
-             tolerance: float, unreduced: frozenset[str] | None = None) -> Relation | None:  # fmt: skip
+def conclude(
+    rows: Sequence[Facts],
+    specs: Sequence[P],
+    mesh: Any,
+    axes: Mapping[str, int],
+    tolerance: float,
+    unreduced: frozenset[str] | None = None,
+) -> Relation | None:
     """How the values of all ranks make up the whole one; None where they do not.
 
     `unreduced` are the axes over which the values are known to be partial sums, where that is known.
@@ -153,8 +159,10 @@ def same_numbers(whole: torch.Tensor, rows: Sequence[Facts], copies: int, tolera
 
 def shown(whole: torch.Tensor, rows: Sequence[Facts], i: int = 0) -> list[str]:
     """The values of both runs in short: of the first rank that is wrong, and of those that should hold the same."""
-    pairs = [(row.fits[i].want, row.fits[i].got) if i < len(row.fits) and row.fits[i].want else ("", row.head)
-             for row in rows]  # fmt: skip
+    pairs = [
+        (row.fits[i].want, row.fits[i].got) if i < len(row.fits) and row.fits[i].want else ("", row.head)
+        for row in rows
+    ]
     wrong = [rank for rank, row in enumerate(rows) if not (i < len(row.fits) and row.fits[i].equal)] or [0]
     want = pairs[wrong[0]][0]
     ranks = [rank for rank in wrong if pairs[rank][0] == want]
@@ -162,8 +170,7 @@ def shown(whole: torch.Tensor, rows: Sequence[Facts], i: int = 0) -> list[str]:
     for rank in ranks:
         together.setdefault(pairs[rank][1], []).append(rank)
     block = f", the block of {listed(ranks)}" if want and len(ranks) < len(rows) else ""
-    lines = [f"mesh{'' if len(together) == 1 else f', {listed(members)}'}: {got}"
-             for got, members in together.items()]  # fmt: skip
+    lines = [f"mesh{'' if len(together) == 1 else f', {listed(members)}'}: {got}" for got, members in together.items()]
     return [f"one device{block}: {want or head(whole)}", *lines[:3], *["..."] * (len(lines) > 3)]
 
 

@@ -18,8 +18,14 @@ from ..._core.sharding.layout import type_text
 from ..._core.sharding.spec import P
 
 # By how much floats may differ, of their size.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2,
-             torch.complex128: 1e-9, torch.complex64: 2e-5}  # fmt: skip
+TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 2e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+    torch.complex128: 1e-9,
+    torch.complex64: 2e-5,
+}
 NEAR = 1e-3  # what a factor may be off and still be called by its name
 _OFTEN = 10.0  # times what a few runs show of rounding, as it may do more in another
 _HUGE = 10.0  # times the median: elements that are compared to themselves
@@ -90,8 +96,11 @@ def wobble(x: torch.Tensor, others: Sequence[Any]) -> torch.Tensor | float:
     if not is_inexact(x):
         return 0.0
     v, size = _reals(x), sizes(x)
-    apart = [(_reals(y) - v).abs().nan_to_num(0.0, 0.0, 0.0) for y in others
-             if isinstance(y, torch.Tensor) and y.shape == x.shape]  # fmt: skip
+    apart = [
+        (_reals(y) - v).abs().nan_to_num(0.0, 0.0, 0.0)
+        for y in others
+        if isinstance(y, torch.Tensor) and y.shape == x.shape
+    ]
     if not apart or not v.numel():
         return 0.0
     most = torch.stack(apart).amax(0)
@@ -105,8 +114,15 @@ def is_inexact(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def facts(whole: torch.Tensor, mine: torch.Tensor, specs: Sequence[P], axes: Mapping[str, int],
-          coord: Mapping[str, int], tolerance: float, slack: torch.Tensor | float = 0.0) -> Facts:  # fmt: skip
+def facts(
+    whole: torch.Tensor,
+    mine: torch.Tensor,
+    specs: Sequence[P],
+    axes: Mapping[str, int],
+    coord: Mapping[str, int],
+    tolerance: float,
+    slack: torch.Tensor | float = 0.0,
+) -> Facts:
     """What the rank at `coord` finds out about its value, under each of these specs; `slack` is what it may be off besides."""
     v, size = numbers(mine), sizes(whole)
     bound = tolerance * size + slack if is_inexact(whole) else torch.zeros_like(size)
@@ -120,8 +136,16 @@ def facts(whole: torch.Tensor, mine: torch.Tensor, specs: Sequence[P], axes: Map
     finite = v.nan_to_num(0.0, 0.0, 0.0)
     spread = float(finite.abs().max()) * math.sqrt(v.numel()) if v.numel() else 0.0
     sums = tuple((_directions(v.numel()) @ v).tolist())
-    return Facts(tuple(mine.shape), mine.dtype, tuple(fits), sums, spread, float((finite * finite).sum()), moments(v, size),
-                 head(mine))  # fmt: skip
+    return Facts(
+        tuple(mine.shape),
+        mine.dtype,
+        tuple(fits),
+        sums,
+        spread,
+        float((finite * finite).sum()),
+        moments(v, size),
+        head(mine),
+    )
 
 
 def moments(v: torch.Tensor, size: torch.Tensor) -> tuple[float, ...]:
@@ -152,8 +176,17 @@ def _fit(block: torch.Tensor, mine: torch.Tensor, bound: torch.Tensor, size: tor
     elif not bool(b.any()):
         ratio = math.nan  # both are zero: any factor will do
     sums = tuple((_directions(wanted.numel()) @ wanted).tolist())
-    return Fit(not differing.numel(), difference, relative, ratio, square, sums, bool(other.any()), head(block, first),
-               head(mine, first))  # fmt: skip
+    return Fit(
+        not differing.numel(),
+        difference,
+        relative,
+        ratio,
+        square,
+        sums,
+        bool(other.any()),
+        head(block, first),
+        head(mine, first),
+    )
 
 
 def head(x: torch.Tensor, first: int = 0, count: int = 4) -> str:

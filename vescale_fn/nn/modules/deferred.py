@@ -69,8 +69,14 @@ def deferred(construct: Callable[[], nn.Module], *, state: bool | str = False) -
         values = _values(construct, len(held))
     except Unrecordable as why:
         line = "" if why.line == "?" else f", at {source_lines.quoted(why.line)}"
-        source_lines.warn(report(_WHERE, "the module is constructed as written, with all its parameters, to begin with",
-                          [f"{why.reason}{line}"], "numbers of Python's in the constructor, not tensors"))  # fmt: skip
+        source_lines.warn(
+            report(
+                _WHERE,
+                "the module is constructed as written, with all its parameters, to begin with",
+                [f"{why.reason}{line}"],
+                "numbers of Python's in the constructor, not tensors",
+            )
+        )
         skeleton = _constructed(construct, seeded(0))
         held = values = _held(skeleton)
     f = Functional(Template(skeleton, dict(zip(map(id, held), values))), state)
@@ -110,7 +116,12 @@ def _values(construct: Callable[[], nn.Module], count: int) -> list[torch.Tensor
     make = jit(lambda key: tuple(x.detach() for x in _held(_constructed(construct, key))))
     values, others = make(seeded(0)), make(seeded(1))
     if any(not torch.equal(a, b) for a, b in zip(values, others)):
-        raise RandomError(report(_WHERE, "something besides parameters that the constructor draws would be the same for all "
-                                 "keys", ["a buffer, or a tensor that is an attribute"],
-                                 "a parameter that requires no gradient, for what is drawn"))  # fmt: skip
+        raise RandomError(
+            report(
+                _WHERE,
+                "something besides parameters that the constructor draws would be the same for all keys",
+                ["a buffer, or a tensor that is an attribute"],
+                "a parameter that requires no gradient, for what is drawn",
+            )
+        )
     return list(values)

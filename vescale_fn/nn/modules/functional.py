@@ -99,8 +99,9 @@ def checked_module(module: Any, where: str = _WHERE) -> nn.Module:
         raise TransformError(report(where, f"module must be a torch.nn.Module, but it is {described(module)}", fix=fix))
     module = getattr(module, "_orig_mod", module)  # of torch.compile, which adds nothing that is kept here
     if isinstance(module, torch.jit.ScriptModule):
-        raise TransformError(report(where, "a scripted module cannot be run with other parameters",
-                                    fix="the module that was scripted"))  # fmt: skip
+        raise TransformError(
+            report(where, "a scripted module cannot be run with other parameters", fix="the module that was scripted")
+        )
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if lazy := [name for name, x in tensors if nn.parameter.is_lazy(x)]:
         fix = "module(x) once, with an input of the right shape, then vfn.functionalize(module)"
@@ -146,12 +147,15 @@ class Functional:
     def _called(self, params: Any, args: Any, key: Key | None, train: bool | None, kwargs: dict[str, Any]) -> Any:
         leaves = self.params.leaves(params, self.__name__)
         if key is not None and not (isinstance(key, Key) and not key.ndim):
-            raise RandomError(report(self.__name__, f"key must be one key, but it is {described(key)}",
-                                     fix="key=vfn.random.key(0)"))  # fmt: skip
+            raise RandomError(
+                report(self.__name__, f"key must be one key, but it is {described(key)}", fix="key=vfn.random.key(0)")
+            )
         if train is not None and not isinstance(train, bool):
             raise TransformError(report(self.__name__, f"train must be True, False or None, but it is {short(train)}"))
-        given = {id(stand_in): x.detach() if frozen and torch_internals.needs_gradient(x) else x
-                 for stand_in, x, frozen in zip(self.params.tensors, leaves, self._frozen)}  # fmt: skip
+        given = {
+            id(stand_in): x.detach() if frozen and torch_internals.needs_gradient(x) else x
+            for stand_in, x, frozen in zip(self.params.tensors, leaves, self._frozen)
+        }
         constants = self._constants_near(leaves)
         given |= constants
         if self.state is not None:
@@ -162,8 +166,10 @@ class Functional:
             given |= {id(stand_in): x.clone() for stand_in, x in zip(self.state.tensors, held)}
         module = self._template.filled(given, train, self._read if self._at_use else None)
         names = dict(zip(map(id, module.modules()), self._module_names))
-        watched = [*((f"the buffer {self._constants[i][0]!r}", x) for i, x in constants.items()),
-                   *((f"the parameter {path}", x) for path, x in zip(self.params.paths, leaves))]  # fmt: skip
+        watched = [
+            *((f"the buffer {self._constants[i][0]!r}", x) for i, x in constants.items()),
+            *((f"the parameter {path}", x) for path, x in zip(self.params.paths, leaves)),
+        ]
         kept = {memory_of(x): what for what, x in watched}
         before = [torch_internals.version(x) for _, x in watched], _generator_state()
         with Keyed(self.__name__, key, kept, names, self._fix()):
@@ -202,8 +208,9 @@ class Functional:
         found = tree.broadcast(
             specs, self.params.tree(self.params.tensors), f"{self.__name__}.gathering", "specs", "params"
         )
-        if wrong := [f"that of {path} is {described(s)}" for path, s in zip(self.params.paths, found)
-                     if not isinstance(s, P)]:  # fmt: skip
+        if wrong := [
+            f"that of {path} is {described(s)}" for path, s in zip(self.params.paths, found) if not isinstance(s, P)
+        ]:
             raise SpecError(report(f"{self.__name__}.gathering", "every spec must be a vfn.P", wrong))
         out = copy.copy(self)
         out._at_use = {id(stand_in): spec for stand_in, spec in zip(self.params.tensors, found, strict=True)}
@@ -227,8 +234,9 @@ class Functional:
         ['bias', 'weight']
         """
         where = f"{self.__name__}.state_dict"
-        named = {name: x for name, x in self._template.root.state_dict(keep_vars=True).items()
-                 if isinstance(x, torch.Tensor)}  # fmt: skip
+        named = {
+            name: x for name, x in self._template.root.state_dict(keep_vars=True).items() if isinstance(x, torch.Tensor)
+        }
         found = self.params.flat(self.params.leaves(params, where))
         if self.state is not None:
             if state is None:
@@ -268,8 +276,10 @@ class Functional:
 
     def _fix(self) -> str:
         if self.state is None:
-            return "f, params, state = vfn.functionalize(module, state=True), then out, state = f(params, state, *args); or " \
-                   "train=False"  # fmt: skip
+            return (
+                "f, params, state = vfn.functionalize(module, state=True), then out, state = f(params, state, *args); or "
+                "train=False"
+            )
         return "a state= of functionalize that has this buffer; or train=False"
 
     def _constants_near(self, leaves: list[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -284,9 +294,14 @@ class Functional:
             held = [b for _, b in self._constants.values()]
             if device is not None and device.type != "meta":
                 if missing := [name for name, b in self._constants.values() if b.device.type == "meta"]:
-                    raise TransformError(report(
-                        self.__name__, "buffers on the meta device have no values", [", ".join(map(repr, missing))],
-                        "vfn.deferred(lambda: Module(...)) in place of a module made under torch.device('meta')"))  # fmt: skip
+                    raise TransformError(
+                        report(
+                            self.__name__,
+                            "buffers on the meta device have no values",
+                            [", ".join(map(repr, missing))],
+                            "vfn.deferred(lambda: Module(...)) in place of a module made under torch.device('meta')",
+                        )
+                    )
                 held = [b if b.device.type == device.type else b.to(device) for b in held]
             found = self._moved[device] = held
         return dict(zip(self._constants, found))
@@ -302,8 +317,13 @@ class Functional:
             f"the buffer {name!r}" for i, (name, _) in self._constants.items() if now.get(name) is not constants[i]
         ]
         if changed:
-            raise InPlaceError(report(self.__name__, f"a call changes {', '.join(dict.fromkeys(changed))}, and the function is "
-                                      "pure", fix=self._fix()))  # fmt: skip
+            raise InPlaceError(
+                report(
+                    self.__name__,
+                    f"a call changes {', '.join(dict.fromkeys(changed))}, and the function is pure",
+                    fix=self._fix(),
+                )
+            )
         if generators != _generator_state():
             what = "the module draws from torch's global generator by code that no key reaches: C++, or compiled"
             raise RandomError(

@@ -31,8 +31,13 @@ class Call:
     def __init__(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
         self.func, self.name, self.args, self.kwargs = func, name, args, kwargs
         if kwargs.get("generator") is not None:
-            raise RandomError(report(f"torch's {name}", "the numbers of a generator depend on all that was drawn before",
-                                     fix="no generator=: the draw then comes from the key of the call"))  # fmt: skip
+            raise RandomError(
+                report(
+                    f"torch's {name}",
+                    "the numbers of a generator depend on all that was drawn before",
+                    fix="no generator=: the draw then comes from the key of the call",
+                )
+            )
 
     def get(self, place: int, name: str, default: Any = None) -> Any:
         """An argument by its place or its name."""
@@ -97,8 +102,10 @@ def _alpha(x: Tensor, mask: Tensor, rate: float) -> Tensor:
 
 
 def _rrelu(call: Call) -> Keyed | None:
-    x, low, high, train = (call.get(i, n, d) for i, (n, d) in enumerate(
-        (("input", None), ("lower", 1 / 8), ("upper", 1 / 3), ("training", False))))  # fmt: skip
+    x, low, high, train = (
+        call.get(i, n, d)
+        for i, (n, d) in enumerate((("input", None), ("lower", 1 / 8), ("upper", 1 / 3), ("training", False)))
+    )
     if not train:
         return None
 

@@ -51,8 +51,9 @@ class Keyed(TorchFunctionMode):
         count: how many draws have been made.
     """
 
-    def __init__(self, where: str, key: Key | None, kept: Mapping[int, str], names: Mapping[int, str], fix: str,
-                 count: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self, where: str, key: Key | None, kept: Mapping[int, str], names: Mapping[int, str], fix: str, count: int = 0
+    ) -> None:
         super().__init__()
         self._where, self._key, self._kept, self._names, self._fix = where, key, kept, names, fix
         self._count = count
@@ -93,8 +94,14 @@ class Keyed(TorchFunctionMode):
             fix = (
                 "f(params, ..., key=key); or module.eval() before functionalize, train=False, where only training draws"
             )
-            raise RandomError(report(self._where, f"the module draws random numbers, and there is no key{self._at()}",
-                                     [f"torch's {name}, at {line}"], fix))  # fmt: skip
+            raise RandomError(
+                report(
+                    self._where,
+                    f"the module draws random numbers, and there is no key{self._at()}",
+                    [f"torch's {name}, at {line}"],
+                    fix,
+                )
+            )
         self._count += 1
         return fold_in(self._key, self._count - 1)
 

@@ -48,8 +48,9 @@ class Names:
         self.paths = tree.paths(skeleton, of)
         self.tensors = [found[name] for name in self.names]
 
-    def _skeleton(self, module: nn.Module, kind: str, prefix: str, found: dict[str, torch.Tensor],
-                  wanted: Callable[[str], bool]) -> Any:  # fmt: skip
+    def _skeleton(
+        self, module: nn.Module, kind: str, prefix: str, found: dict[str, torch.Tensor], wanted: Callable[[str], bool]
+    ) -> Any:
         own: dict[str, Any] = {}
         parameters, buffers, submodules = torch_internals.held_by(module)
         for key, x in (parameters if kind == "parameters" else buffers).items():
@@ -61,8 +62,11 @@ class Names:
                 continue
             found[name] = x
             own[key] = name
-        children = {key: self._skeleton(child, kind, f"{prefix}{key}.", found, wanted)
-                    for key, child in submodules.items() if child is not None}  # fmt: skip
+        children = {
+            key: self._skeleton(child, kind, f"{prefix}{key}.", found, wanted)
+            for key, child in submodules.items()
+            if child is not None
+        }
         numbered = isinstance(module, _NUMBERED) and not own and list(children) == list(map(str, range(len(children))))
         if numbered and any(children.values()):
             return list(children.values())
@@ -79,9 +83,14 @@ class Names:
         leaves, treedef = tree.flatten(given)
         if treedef != self._def:
             failures = list(tree.partings(given, self.tree(self.names), self.of, f"the module's {self.of}"))
-            raise SpecError(report(where, f"this is no tree of the module's {self.of}", failures
-                                   or [f"it is {described(given)}"], f"the {self.of} that functionalize returned, or a tree of "
-                                   "their structure"))  # fmt: skip
+            raise SpecError(
+                report(
+                    where,
+                    f"this is no tree of the module's {self.of}",
+                    failures or [f"it is {described(given)}"],
+                    f"the {self.of} that functionalize returned, or a tree of their structure",
+                )
+            )
         wrong = [f"{path} is {described(x)}" for path, x in zip(self.paths, leaves) if not isinstance(x, torch.Tensor)]
         if wrong:
             raise TransformError(report(where, f"the leaves of {self.of} must be tensors", wrong))

@@ -47,14 +47,22 @@ class Template:
             self.root: nn.Module = copy.deepcopy(module, memo)
         except Exception as error:
             said = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise TransformError(report("functionalize", f"{described(module)} cannot be copied", [said],
-                                        "a module for which copy.deepcopy(module) works")) from error  # fmt: skip
+            raise TransformError(
+                report(
+                    "functionalize",
+                    f"{described(module)} cannot be copied",
+                    [said],
+                    "a module for which copy.deepcopy(module) works",
+                )
+            ) from error
         self.modules = list(self.root.modules())
         before = dict(zip(map(id, module.modules()), self.modules, strict=True))  # functions are not copied: hooks may
         before |= {id(p): memo[id(p)] for p in module.parameters()}  # close over the module
         for m in self.modules:
-            vars(m).update((name, _rebuilt(value, lambda x: before.get(id(x), x), 0))
-                           for name, value in _mentioning(m, before.keys()))  # fmt: skip
+            vars(m).update(
+                (name, _rebuilt(value, lambda x: before.get(id(x), x), 0))
+                for name, value in _mentioning(m, before.keys())
+            )
         members = {id(x) for x in (*self.modules, *self.root.parameters(), *self.root.buffers())}
         self._references = [_mentioning(m, members) for m in self.modules]
 

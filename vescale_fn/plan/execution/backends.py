@@ -38,11 +38,21 @@ class Backend:
 
     def __post_init__(self) -> None:
         if self.name not in BACKENDS:
-            raise TransformError(report("jit", f"backend={short(self.name)} is not one{meant(self.name, BACKENDS)}",
-                                        fix=" or ".join(map(repr, BACKENDS))))  # fmt: skip
+            raise TransformError(
+                report(
+                    "jit",
+                    f"backend={short(self.name)} is not one{meant(self.name, BACKENDS)}",
+                    fix=" or ".join(map(repr, BACKENDS)),
+                )
+            )
         if self.cuda_graph and not torch.cuda.is_available():
-            raise TransformError(report("jit", "cuda_graph=True needs a CUDA device, and there is none here",
-                                        fix="leave cuda_graph out: the plan runs on the CPU as well"))  # fmt: skip
+            raise TransformError(
+                report(
+                    "jit",
+                    "cuda_graph=True needs a CUDA device, and there is none here",
+                    fix="leave cuda_graph out: the plan runs on the CPU as well",
+                )
+            )
 
     @property
     def passes(self) -> tuple[plan.Pass, ...]:
@@ -140,10 +150,14 @@ def captured(run: Run) -> Run:
     def record(values: Sequence[Any]) -> None:
         wrong = [x for x in values if not (isinstance(x, torch.Tensor) and x.is_cuda)]
         if wrong:
-            raise TransformError(report(
-                "jit", "with cuda_graph=True all arguments must be tensors on a CUDA device",
-                [text(x) + f" on {x.device}" if isinstance(x, torch.Tensor) else f"the number {x}" for x in wrong],
-                "torch.tensor(x, device='cuda') for a number: one graph serves all its values"))  # fmt: skip
+            raise TransformError(
+                report(
+                    "jit",
+                    "with cuda_graph=True all arguments must be tensors on a CUDA device",
+                    [text(x) + f" on {x.device}" if isinstance(x, torch.Tensor) else f"the number {x}" for x in wrong],
+                    "torch.tensor(x, device='cuda') for a number: one graph serves all its values",
+                )
+            )
         inputs[:] = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in values]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -184,9 +184,8 @@ class _Writer:
             return self.names[x]
         if isinstance(x, _Number):
             return self.globally(x.tensor(), _name(x), key=repr(x))
-        if (
-            x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x))
-        ):  # a subclass prints itself
+        # a subclass prints itself
+        if x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x)):
             return repr(x)
         if type(x) is list:
             return f"[{', '.join(map(self.text, x))}]"

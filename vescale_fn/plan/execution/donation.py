@@ -63,8 +63,13 @@ class DonatedArray(DTensor):
     full_tensor = redistribute = to_local  # type: ignore[assignment]
 
 
-def check(where: str, leaves: Iterable[Any], donated: Iterable[int], names: Sequence[str],
-          constants: Iterable[torch.Tensor] = ()) -> None:  # fmt: skip
+def check(
+    where: str,
+    leaves: Iterable[Any],
+    donated: Iterable[int],
+    names: Sequence[str],
+    constants: Iterable[torch.Tensor] = (),
+) -> None:
     """Raise if a donated leaf of a call is also another of its leaves, or a tensor that the function closes over.
 
     Args:
@@ -94,9 +99,14 @@ def check(where: str, leaves: Iterable[Any], donated: Iterable[int], names: Sequ
         f"{names[place]} is a tensor that the function closes over" for place in given if id(leaves[place]) in held
     ]
     if wrong:
-        raise DonationError(report(where, "a donated argument must not be another argument too: results are written into "
-                                   "its memory", wrong, "pass x.clone() in all places but one; or leave the argument out "
-                                   "of donate_argnums"))  # fmt: skip
+        raise DonationError(
+            report(
+                where,
+                "a donated argument must not be another argument too: results are written into its memory",
+                wrong,
+                "pass x.clone() in all places but one; or leave the argument out of donate_argnums",
+            )
+        )
 
 
 def is_alone(leaf: torch.Tensor) -> bool:
@@ -170,10 +180,14 @@ def _used(args: Iterable[Any]) -> DonationError:
         x = todo.popleft()
         if isinstance(x, (Donated, DonatedArray)):
             gift, index = x.__dict__["_donated"]
-            return DonationError(report(
-                gift.where, f"{gift.names[index]} was donated to an earlier call, and its memory holds something else now",
-                [f"donated at {quoted(gift.line)}"],
-                "what that call returned; or, where the value is needed afterwards, give the call x.clone(), or leave the "
-                "argument out of donate_argnums"))  # fmt: skip
+            return DonationError(
+                report(
+                    gift.where,
+                    f"{gift.names[index]} was donated to an earlier call, and its memory holds something else now",
+                    [f"donated at {quoted(gift.line)}"],
+                    "what that call returned; or, where the value is needed afterwards, give the call x.clone(), or leave the "
+                    "argument out of donate_argnums",
+                )
+            )
         todo.extend(x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ())
     return DonationError(report("jit", "a donated value was used"))

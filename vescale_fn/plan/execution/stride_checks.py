@@ -15,10 +15,12 @@ from torch import fx
 
 from ..ir import graph as plan
 
-_RELIABLE = frozenset("""
+_RELIABLE = frozenset(
+    """
     mm bmm addmm baddbmm dot mv clone contiguous _to_copy copy cat stack empty_like full_like ones_like zeros_like
     sum mean amax embedding embedding_dense_backward
-""".split())  # fmt: skip
+""".split()
+)
 _POINTWISE_BUT = {"aten::div.Tensor_mode", "aten::pow.Scalar", "aten::native_dropout_backward"}
 
 
@@ -54,8 +56,10 @@ def as_recorded(out: Any, strides: Sequence[Any]) -> Any:
     """The result of a call, of which each tensor lies so: as it is, or copied."""
     if isinstance(out, torch.Tensor):
         return out if out.stride() == strides else _restrided(out, strides)
-    return [x if x is None or wanted is None or x.stride() == wanted else _restrided(x, wanted)
-            for x, wanted in zip(out, strides, strict=True)]  # fmt: skip
+    return [
+        x if x is None or wanted is None or x.stride() == wanted else _restrided(x, wanted)
+        for x, wanted in zip(out, strides, strict=True)
+    ]
 
 
 def _restrided(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

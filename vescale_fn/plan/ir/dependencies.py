@@ -58,8 +58,9 @@ def in_turn(nodes: Sequence[fx.Node], needed: Needs, place: dict[fx.Node, float]
     return order
 
 
-def arranged(graph: fx.Graph, needed: Needs, place: dict[fx.Node, float], order: Sequence[fx.Node]) -> tuple[
-        fx.Graph, dict[fx.Node, fx.Node]]:  # fmt: skip
+def arranged(
+    graph: fx.Graph, needed: Needs, place: dict[fx.Node, float], order: Sequence[fx.Node]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """The graph in another order: the nodes of `order` in that order, and each call as early as `place` says and what it
     needs allows. Also, for each node, that of the new graph."""
     needed = {node: list(before) for node, before in needed.items()}

@@ -66,9 +66,8 @@ def copied(graph: fx.Graph) -> fx.Graph:
         return graph
     new = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    for (
-        node
-    ) in graph.nodes:  # as `fx.Graph.node_copy`, but for a walk through the arguments that takes most of its time
+    # as `fx.Graph.node_copy`, but for a walk through the arguments that takes most of its time
+    for node in graph.nodes:
         copy = new.create_node(node.op, node.target, (), {}, node.name, node.type)
         copy.args, copy.kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[assignment]
         copy.meta = dict(node.meta)

@@ -32,8 +32,9 @@ class Rewriting:
         """The calls as they are now, in order: those that are added meanwhile are not among them."""
         return list(calls(self.graph))
 
-    def add(self, before: fx.Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None,
-            val: Any = None) -> fx.Node:  # fmt: skip
+    def add(
+        self, before: fx.Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None, val: Any = None
+    ) -> fx.Node:
         """A new call in front of a node, for the same line of the user's.
 
         Args:

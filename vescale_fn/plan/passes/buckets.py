@@ -54,8 +54,9 @@ def _bucketed(graph: fx.Graph, kinds: Sequence[str], limit: int, alone: int, ear
     return graph
 
 
-def _brought_together(graph: fx.Graph, needed: dependencies.Needs, chosen: Sequence[Sequence[fx.Node]],
-                      early: bool) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:  # fmt: skip
+def _brought_together(
+    graph: fx.Graph, needed: dependencies.Needs, chosen: Sequence[Sequence[fx.Node]], early: bool
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """The graph in an order in which all that the members of a bucket need comes before them, and all that needs one of
     them after the last."""
     place: dict[fx.Node, float] = {node: i for i, node in enumerate(graph.nodes)}
@@ -66,8 +67,10 @@ def _brought_together(graph: fx.Graph, needed: dependencies.Needs, chosen: Seque
         for node in reversed(needed):
             for x in needed[node]:
                 place[x] = min(place[x], place[node])
-    joint = {node: [*before, *(other for x in before if x in together for other in together[x])]
-             for node, before in needed.items()}  # fmt: skip
+    joint = {
+        node: [*before, *(other for x in before if x in together for other in together[x])]
+        for node, before in needed.items()
+    }
     for member, members in together.items():
         joint[member] = list(dict.fromkeys(x for other in members for x in joint[other]))
     order = dependencies.in_turn(collectives(graph), joint, place)
@@ -93,8 +96,9 @@ class _Bucket:
         self.before |= before
 
 
-def _chosen(graph: fx.Graph, needed: dependencies.Needs, kinds: Sequence[str], limit: int, alone: int,
-            early: bool) -> list[list[fx.Node]]:  # fmt: skip
+def _chosen(
+    graph: fx.Graph, needed: dependencies.Needs, kinds: Sequence[str], limit: int, alone: int, early: bool
+) -> list[list[fx.Node]]:
     """The members of each bucket, in order. None of them waits for another, not by way of other buckets either."""
     nodes, hot = collectives(graph), changed(graph)
     before = dependencies.marked_before(needed, nodes)
@@ -166,8 +170,11 @@ def _as_one(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     first, ranks = collective_of(members[0]), range(len(given(members[0])))
     elements = sum(size(m) // value(given(m)[0]).element_size() for m in members)
     collective = dataclasses.replace(
-        first, params=first.params if first.kind == "all_reduce" else (0,), elements=elements,
-        why=f"{len(members)} together: {first.why}")  # fmt: skip
+        first,
+        params=first.params if first.kind == "all_reduce" else (0,),
+        elements=elements,
+        why=f"{len(members)} together: {first.why}",
+    )
     n = group_size(first.mesh, first.axes)
     dims = [0 if first.kind == "all_reduce" else collective_of(m).params[0] for m in members]
     pack, unpack, is_view = _HOW[first.kind]
@@ -185,8 +192,9 @@ def _as_one(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
             shapes = [tuple(value(given(m)[rank]).shape) for m in members]
             step = Step("unpack", functools.partial(unpack, n=n, dims=dims, shapes=shapes), views=(0,) * is_view)
             node = noted(graph.call_function(step, (whole,)), step(value(whole)), at)
-            parts.append([noted(graph.call_function(operator.getitem, (node, i)), val, at)
-                          for i, val in enumerate(value(node))])  # fmt: skip
+            parts.append(
+                [noted(graph.call_function(operator.getitem, (node, i)), val, at) for i, val in enumerate(value(node))]
+            )
     for i, member in enumerate(members):
         put(graph, member, [parts[rank][i] for rank in ranks])
 
@@ -197,8 +205,10 @@ def _flat(blocks: Sequence[torch.Tensor], n: int, dims: Sequence[int]) -> torch.
 
 def _for_each_rank(blocks: Sequence[torch.Tensor], n: int, dims: Sequence[int]) -> torch.Tensor:
     """The blocks' pieces for the first rank, then those for the second, ..."""
-    rows = [x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).reshape(n, x.numel() // n)
-            for x, dim in zip(blocks, dims, strict=True)]  # fmt: skip
+    rows = [
+        x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).reshape(n, x.numel() // n)
+        for x, dim in zip(blocks, dims, strict=True)
+    ]
     return torch.cat(rows, 1).view(-1)
 
 
@@ -220,8 +230,10 @@ def _from_each_rank(
     flat: torch.Tensor, n: int, dims: Sequence[int], shapes: Sequence[tuple[int, ...]]
 ) -> list[torch.Tensor]:
     columns = flat.view(n, -1).split([math.prod(shape) for shape in shapes], 1)
-    return [torch.cat([row.view(shape) for row in column.unbind()], dim)
-            for column, shape, dim in zip(columns, shapes, dims, strict=True)]  # fmt: skip
+    return [
+        torch.cat([row.view(shape) for row in column.unbind()], dim)
+        for column, shape, dim in zip(columns, shapes, dims, strict=True)
+    ]
 
 
 _HOW: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {  # packed, unpacked; whether in the same memory

@@ -177,9 +177,8 @@ def call_of(node: fx.Node) -> _Call | None:
                     return None
                 narrowed = v.dtype  # as torch does with each of the leaves
         elif not isinstance(args[1], (int, float)) or (in_place and v.dtype.itemsize < 4):
-            return (
-                None  # torch rounds the number itself to a half where many halves are changed in place, but not of one
-            )
+            # torch rounds the number itself to a half where many halves are changed in place, but not of one
+            return None
     elif name in _TERNARY and len(args) == 3 and own == args[: _TERNARY[name]] and set(kwargs) <= {"value"}:
         overload, shared = "Scalar", tuple(args[_TERNARY[name] :])
         if not all(isinstance(x, (int, float)) for x in (*shared, *kwargs.values())):

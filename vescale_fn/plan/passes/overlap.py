@@ -35,9 +35,11 @@ def overlap(graph: fx.Graph, ahead: int = AHEAD, on_cpu: bool = False) -> fx.Gra
     """
     graph = copied(graph)
     hot = changed(graph)
-    nodes = [node for node in collectives(graph)
-             if (on_cpu or collective_of(node).mesh.device_type != "cpu")
-             and not is_written(node, hot)]  # fmt: skip
+    nodes = [
+        node
+        for node in collectives(graph)
+        if (on_cpu or collective_of(node).mesh.device_type != "cpu") and not is_written(node, hot)
+    ]
     if not nodes:
         return graph
     starts = _starts(graph, nodes, ahead)

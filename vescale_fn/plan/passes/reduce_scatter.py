@@ -93,8 +93,10 @@ def _use(graph: fx.Graph, node: fx.Node, axes: tuple[str, ...], parts: Sequence[
             part = part_of(user)
             assert part is not None
             mine = next(
-                i for i, rank in enumerate(ranks)
-                if gets_same(node, place, i) and _place(mesh, axes, rank) * part.length == part.start)  # fmt: skip
+                i
+                for i, rank in enumerate(ranks)
+                if gets_same(node, place, i) and _place(mesh, axes, rank) * part.length == part.start
+            )
             new = parts[mine]
             if source(new) is not None:
                 _drop_copies(graph, user)

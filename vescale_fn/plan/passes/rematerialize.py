@@ -16,8 +16,22 @@ from ..ir import inplace, memory_aliases
 from ..ir.liveness import Facts
 
 SMALLEST = 256 << 10  # bytes; for less it is not worth a call
-_CHEAP = {"native_layer_norm", "_fused_rms_norm", "rms_norm", "_to_copy", "cat", "arange", "full", "zeros", "ones",
-          "zeros_like", "ones_like", "full_like", "roll", "layer_norm"}  # fmt: skip
+_CHEAP = {
+    "native_layer_norm",
+    "_fused_rms_norm",
+    "rms_norm",
+    "_to_copy",
+    "cat",
+    "arange",
+    "full",
+    "zeros",
+    "ones",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "roll",
+    "layer_norm",
+}
 
 
 _STEPS = 8  # calls, at most, to compute a value again

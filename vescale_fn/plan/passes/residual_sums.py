@@ -68,9 +68,10 @@ def _chosen(reduced: dict[Partial, fx.Node], hot: frozenset[fx.Node]) -> dict[Pa
     while True:
         adds = {x for sum_ in found for x in sum_}
         kept = {
-            sum_: terms for sum_, terms in found.items()
+            sum_: terms
+            for sum_, terms in found.items()
             if all(_only_for(x, reduced[partial], adds) for partial in (sum_, terms.a) for x in partial)
-        }  # fmt: skip
+        }
         if len(kept) == len(found):
             return kept
         found = kept

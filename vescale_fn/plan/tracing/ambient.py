@@ -18,9 +18,18 @@ from ..._core.base import context
 from ..._core.base.op_arguments import bind, tensors_in
 from ..ir.graph import Step
 
-NAMES = ("the mesh", "the number of simulated ranks", "the dtype of sums", "whether gradients are enabled",
-         "inference mode", "torch's default dtype", "torch's default device", "autocast",
-         "a setting of torch's kernels", "which attention torch may take")  # fmt: skip
+NAMES = (
+    "the mesh",
+    "the number of simulated ranks",
+    "the dtype of sums",
+    "whether gradients are enabled",
+    "inference mode",
+    "torch's default dtype",
+    "torch's default device",
+    "autocast",
+    "a setting of torch's kernels",
+    "which attention torch may take",
+)
 
 
 def around() -> tuple[Any, ...]:
@@ -77,5 +86,9 @@ def _under(op: Any, dtype: torch.dtype) -> Step:
             return op(*args, **kwargs)
 
     places = [(i, a.alias_info) for i, a in enumerate(op._schema.arguments) if a.alias_info is not None]
-    return Step(f"{op._schema.name.split('::')[-1]}_in_{str(dtype).removeprefix('torch.')}", run,
-                writes=tuple(i for i, alias in places if alias.is_write), views=tuple(i for i, _ in places))  # fmt: skip
+    return Step(
+        f"{op._schema.name.split('::')[-1]}_in_{str(dtype).removeprefix('torch.')}",
+        run,
+        writes=tuple(i for i, alias in places if alias.is_write),
+        views=tuple(i for i, _ in places),
+    )

@@ -69,9 +69,8 @@ class Captured:
                 self._add_attributes(f, depth)
             return
         if id(f) in self._seen or depth > _DEPTH or not source_lines.is_users(f.__code__.co_filename):
-            if (
-                hasattr(f, "__wrapped__") and id(f) not in self._seen
-            ):  # a wrapper of ours around a function of the user's
+            # a wrapper of ours around a function of the user's
+            if hasattr(f, "__wrapped__") and id(f) not in self._seen:
                 self._seen.add(id(f))
                 self._add_function(f.__wrapped__, depth)
             return

@@ -86,8 +86,10 @@ def first_holders(spec: Any) -> tuple[int, ...]:
     whole = root(mesh)  # along axes that are not the array's own, a part of a mesh has blocks of other arrays
     apart |= set(axes_of(whole)) - set(axes_of(mesh))
     first: dict[Any, int] = {}
-    return tuple(first.setdefault(tuple(coordinates(whole, rank)[name] for name in sorted(apart)), rank)
-                 for rank in played_ranks(mesh))  # fmt: skip
+    return tuple(
+        first.setdefault(tuple(coordinates(whole, rank)[name] for name in sorted(apart)), rank)
+        for rank in played_ranks(mesh)
+    )
 
 
 def in_order(block: torch.Tensor, stride: Sequence[int]) -> tuple[int, ...]:

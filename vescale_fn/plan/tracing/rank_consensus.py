@@ -95,8 +95,16 @@ class Verdict(NamedTuple):
     needed: frozenset[int] | None = None
 
 
-def agree(name: str, mesh: Any, graph: fx.Graph | None, stages: Sequence[Stage], needed: Sequence[int], used: Sequence[Noted],
-          reason: str, error: Exception | None) -> Verdict:  # fmt: skip
+def agree(
+    name: str,
+    mesh: Any,
+    graph: fx.Graph | None,
+    stages: Sequence[Stage],
+    needed: Sequence[int],
+    used: Sequence[Noted],
+    reason: str,
+    error: Exception | None,
+) -> Verdict:
     """Tell the other ranks what came of recording a function here, and hear what came of it there.
 
     Args:
@@ -135,19 +143,37 @@ def agree(name: str, mesh: Any, graph: fx.Graph | None, stages: Sequence[Stage],
     for rank, (_, _, theirs, *_) in enumerate(by_rank):
         for i, (one, other) in enumerate(zip_longest(by_rank[0][2], theirs, fillvalue=("none", ""))):
             if one[0] != other[0]:
-                raise DivergenceError(report(
-                    "jit", f"ranks recorded different collectives for {name}; the first that differs is number {i + 1}",
-                    [f"rank 0: {', at '.join(filter(None, one))}", f"rank {rank}: {', at '.join(filter(None, other))}"],
-                    "the same program on every rank; `if rank == 0` only around what moves nothing"))  # fmt: skip
+                raise DivergenceError(
+                    report(
+                        "jit",
+                        f"ranks recorded different collectives for {name}; the first that differs is number {i + 1}",
+                        [
+                            f"rank 0: {', at '.join(filter(None, one))}",
+                            f"rank {rank}: {', at '.join(filter(None, other))}",
+                        ],
+                        "the same program on every rank; `if rank == 0` only around what moves nothing",
+                    )
+                )
     ranks = replica_check.ranks_of(mesh)
     if differing := differences({ranks[rank]: row[3] for rank, row in enumerate(by_rank)}):
-        raise DivergenceError(report("jit", f"ranks bring different values to {name}, where one counts as the same on all of "
-                                     "them", differing[:LISTED], SAME_VALUES))  # fmt: skip
+        raise DivergenceError(
+            report(
+                "jit",
+                f"ranks bring different values to {name}, where one counts as the same on all of them",
+                differing[:LISTED],
+                SAME_VALUES,
+            )
+        )
     parted = _parted([stages_ for *_, stages_ in by_rank])
     if parted == 0:
-        raise DivergenceError(report(
-            "jit", f"ranks recorded collectives of different sizes for {name}", _difference(mesh, stages[0]),
-            "blocks of the same shapes on every rank of a group"))  # fmt: skip
+        raise DivergenceError(
+            report(
+                "jit",
+                f"ranks recorded collectives of different sizes for {name}",
+                _difference(mesh, stages[0]),
+                "blocks of the same shapes on every rank of a group",
+            )
+        )
     wants = [frozenset(wanted) for *_, wanted, _ in by_rank]
     either = frozenset().union(*wants) if len(set(wants)) > 1 else None
     return Verdict("", None if parted is None else parted - 1, either)
@@ -162,8 +188,14 @@ def tell_left_out(name: str, mesh: Any, left_out: Pass, stage: Stage) -> None:
     called = getattr(left_out, "__name__", "") or getattr(
         getattr(left_out, "func", left_out), "__name__", repr(left_out)
     )
-    warn(report("jit", f"after the pass `{called}` the collectives of {name} would differ between ranks, so the plan is made "
-                "without this pass: its values are right, it may be slower", _difference(mesh, stage)))  # fmt: skip
+    warn(
+        report(
+            "jit",
+            f"after the pass `{called}` the collectives of {name} would differ between ranks, so the plan is made "
+            "without this pass: its values are right, it may be slower",
+            _difference(mesh, stage),
+        )
+    )
 
 
 def _parted(by_rank: Sequence[Sequence[tuple[str, dict[str, str]]]]) -> int | None:
@@ -199,8 +231,12 @@ def _row(node: fx.Node) -> Row:
     what = f"{collective.kind} over {','.join(collective.axes)} of {dtype_text(one.dtype)}"
     value_ = type_text(one.shape, one.dtype, WHOLE)
     shown = f"{collective.kind} over {','.join(collective.axes)} of {value_}, {collective.why}"
-    return Row(what, tuple(collectives_.members(collective.mesh, collective.axes)), (collective.params, size),
-               f"{shown}, at {quoted(line)}" if line else shown)  # fmt: skip
+    return Row(
+        what,
+        tuple(collectives_.members(collective.mesh, collective.axes)),
+        (collective.params, size),
+        f"{shown}, at {quoted(line)}" if line else shown,
+    )
 
 
 def _said(node: fx.Node) -> tuple[str, str]:

@@ -23,8 +23,9 @@ def brought(recorded: Recorded, leaves: Sequence[Any], names: Sequence[str], mes
     These are Python numbers and strings, and the plain tensors that meet arrays in it, or of which something is made that does.
     """
     line = quoted(user_line())
-    rows: list[Row] = [(name, line, [], [repr(x)]) for name, x in zip(names, leaves)
-                       if isinstance(x, (bool, int, float, complex, str))]  # fmt: skip
+    rows: list[Row] = [
+        (name, line, [], [repr(x)]) for name, x in zip(names, leaves) if isinstance(x, (bool, int, float, complex, str))
+    ]
     todo = [node for node in recorded.graph.nodes if "alike" in node.meta]
     needed = set(todo)
     while todo:

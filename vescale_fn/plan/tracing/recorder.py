@@ -58,9 +58,14 @@ class Leaked(torch_internals.FakeTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         line = source_lines.user_line()
-        raise RecordError(report(
-            "jit", "this is a value of an earlier recording, which was kept from it; it has none of its own",
-            [f"at {source_lines.quoted(line)}"] if line else [], "return what is needed from the function"))  # fmt: skip
+        raise RecordError(
+            report(
+                "jit",
+                "this is a value of an earlier recording, which was kept from it; it has none of its own",
+                [f"at {source_lines.quoted(line)}"] if line else [],
+                "return what is needed from the function",
+            )
+        )
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         return f"<a value of an earlier recording: {type_text(self.shape, self.dtype, WHOLE)}>"
@@ -95,9 +100,8 @@ class Recorder(torch_internals.TorchDispatchMode):
         self._last_placeholder: fx.Node | None = None
         self._fake = Valueless()
         self._lines: dict[int, str] = {}  # of what autograd recorded, by its number
-        self._again: FrameType | None = (
-            None  # of what is being computed again; held, so that no later one is taken for it
-        )
+        # of what is being computed again; held, so that no later one is taken for it
+        self._again: FrameType | None = None
         self._times = 0
         self._given: set[int] = set()
         self._literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
@@ -238,16 +242,17 @@ class Recorder(torch_internals.TorchDispatchMode):
                 f"the value of a float among the arguments decides the shape of torch's {_name(func)}", line
             )
         if func is _AS_STRIDED and [*args, kwargs.get("storage_offset")][3] is not None:
-            if (
-                torch_internals.memory_number(fakes[0]) in self._given
-            ):  # the next argument may begin elsewhere in its memory
+            # the next argument may begin elsewhere in its memory
+            if torch_internals.memory_number(fakes[0]) in self._given:
                 raise Unrecordable("torch's as_strided counts from where the memory of an argument begins", line or "?")
         outs = [(x, x.shape) for x in fake_kwargs.values() if isinstance(x, torch.Tensor)]
         try:
             out = self._fake(func, fakes, fake_kwargs)
         except torch_internals.NO_VALUE_ERRORS as error:
-            raise Unrecordable(f"torch's {_name(func)} gives a result whose shape, or whether it can run, depends on values"
-                               , line or "?") from error  # fmt: skip
+            raise Unrecordable(
+                f"torch's {_name(func)} gives a result whose shape, or whether it can run, depends on values",
+                line or "?",
+            ) from error
         if any(x.shape != shape for x, shape in outs):
             raise Unrecordable(f"torch's {_name(func)} gives its out= another shape", line or "?")
         if torch.get_default_dtype() is not self._dtype:
@@ -444,11 +449,15 @@ class Recorder(torch_internals.TorchDispatchMode):
 
 def _writes_outside(where: str, given: bool, line: str) -> InPlaceError:
     what = "an argument" if given else "a tensor that the function closes over"
-    return InPlaceError(report(
-        where, f"jit: this changes {what} in place, and a recorded function is pure",
-        [f"at {source_lines.quoted(line)}"] if line else [],
-        "a new value: x = x + y for x += y, x.clone() before the write; to update parameters in their own "
-        "memory return the new ones, and vfn.jit(f, donate_argnums=...)"))  # fmt: skip
+    return InPlaceError(
+        report(
+            where,
+            f"jit: this changes {what} in place, and a recorded function is pure",
+            [f"at {source_lines.quoted(line)}"] if line else [],
+            "a new value: x = x + y for x += y, x.clone() before the write; to update parameters in their own "
+            "memory return the new ones, and vfn.jit(f, donate_argnums=...)",
+        )
+    )
 
 
 def _checks_values() -> bool:
@@ -461,8 +470,16 @@ def _checks_values() -> bool:
     return False
 
 
-_SIZED = frozenset(("arange", "range", *(f"upsample_{kind}" for kind in (
-    "nearest1d nearest2d nearest3d linear1d bilinear2d bicubic2d trilinear3d").split())))  # fmt: skip
+_SIZED = frozenset(
+    (
+        "arange",
+        "range",
+        *(
+            f"upsample_{kind}"
+            for kind in ("nearest1d nearest2d nearest3d linear1d bilinear2d bicubic2d trilinear3d").split()
+        ),
+    )
+)
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch_internals.FakeTensor))
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _NOTHING = {

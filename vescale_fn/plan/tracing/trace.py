@@ -58,15 +58,18 @@ def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], tr
         other.end()
         node = difference(recorded.graph, other.graph)
         if node is not None:
-            raise Unrecordable("the value of a float among the arguments is computed with: by `math.sqrt`, or by torch in C++",
-                               node.meta.get("line") or "?")  # fmt: skip
+            raise Unrecordable(
+                "the value of a float among the arguments is computed with: by `math.sqrt`, or by torch in C++",
+                node.meta.get("line") or "?",
+            )
         if not all(map(same_values, recorded.constants, other.constants)):
             raise Unrecordable("a tensor is made in Python of the value of a float among the arguments", "?")
     return recorded
 
 
-def _trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any,
-           salt: int) -> Recorded:  # fmt: skip
+def _trace(
+    f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any, salt: int
+) -> Recorded:
     recorder = Recorder(salt, plain(leaves))
     given = [
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)

@@ -22,15 +22,27 @@ VARIANTS = ("c-baseline", "c-avx2", "c-avx512")  # in the order of native.c
 
 # the order of `enum kind`
 CODES = {
-    ("bits", torch.uint8): 0, ("bits", torch.uint16): 1, ("bits", torch.uint32): 2, ("bits", torch.int32): 2,
-    ("bits", torch.uint64): 3, ("bits", torch.int64): 3,
-    ("uniform", torch.float32): 4, ("uniform", torch.float64): 5, ("normal", torch.float32): 6,
+    ("bits", torch.uint8): 0,
+    ("bits", torch.uint16): 1,
+    ("bits", torch.uint32): 2,
+    ("bits", torch.int32): 2,
+    ("bits", torch.uint64): 3,
+    ("bits", torch.int64): 3,
+    ("uniform", torch.float32): 4,
+    ("uniform", torch.float64): 5,
+    ("normal", torch.float32): 6,
     ("bernoulli", torch.float32): 7,
-    ("randint", torch.int8): 8, ("randint", torch.uint8): 8, ("randint", torch.int16): 9, ("randint", torch.uint16): 9,
-    ("randint", torch.int32): 10, ("randint", torch.uint32): 10,
-    ("exponential", torch.float32): 11, ("gumbel", torch.float32): 12, ("laplace", torch.float32): 13,
+    ("randint", torch.int8): 8,
+    ("randint", torch.uint8): 8,
+    ("randint", torch.int16): 9,
+    ("randint", torch.uint16): 9,
+    ("randint", torch.int32): 10,
+    ("randint", torch.uint32): 10,
+    ("exponential", torch.float32): 11,
+    ("gumbel", torch.float32): 12,
+    ("laplace", torch.float32): 13,
     ("logistic", torch.float32): 14,
-}  # fmt: skip
+}
 SMALL = {entry: code for entry, code in CODES.items() if entry[0] != "randint"}  # of one stream of words
 WORDS = 15
 DROPOUTS = {torch.float32: 16, torch.bfloat16: 17}
@@ -41,11 +53,20 @@ _pack = struct.Struct("=iiiiqqddd").pack  # `Small` of native.c
 
 class _Draw(ctypes.Structure):
     _fields_ = [
-        ("kind", ctypes.c_int32), ("ndim", ctypes.c_int32),
-        ("keys", _Ints), ("nkeys", ctypes.c_int64), ("streams", ctypes.c_int64),
-        ("sizes", _Ints), ("offsets", _Ints), ("first", ctypes.c_int64), ("run", ctypes.c_int64), ("inner", _Ints),
-        ("params", ctypes.c_double * 3), ("x", ctypes.c_void_p), ("out", ctypes.c_void_p),
-    ]  # fmt: skip
+        ("kind", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("keys", _Ints),
+        ("nkeys", ctypes.c_int64),
+        ("streams", ctypes.c_int64),
+        ("sizes", _Ints),
+        ("offsets", _Ints),
+        ("first", ctypes.c_int64),
+        ("run", ctypes.c_int64),
+        ("inner", _Ints),
+        ("params", ctypes.c_double * 3),
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+    ]
 
 
 def load(folder: Path = Path(__file__).parent) -> Any:
@@ -76,8 +97,16 @@ def _like(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty((), dtype=dtype, device="cpu").expand(shape)
 
 
-def small(variant: int, code: int, key: torch.Tensor, first: int, n: int, params: Sequence[float],
-          shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
+def small(
+    variant: int,
+    code: int,
+    key: torch.Tensor,
+    first: int,
+    n: int,
+    params: Sequence[float],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
     """The `n` elements from `first` on under one key, int32 [2], in this thread, as a tensor. Made for the shortest call."""
     out = torch.empty_like(_like(shape, dtype))
     p0, p1, p2 = (*params, 0.0, 0.0, 0.0)[:3]
@@ -91,8 +120,16 @@ def _vector(index: counters.Indices) -> np.ndarray:
     return np.array(index, dtype=np.int64)
 
 
-def draw(variant: int, code: int, keys: torch.Tensor, shape: Sequence[int], indices: Sequence[counters.Indices],
-         params: Sequence[float], out: torch.Tensor, x: torch.Tensor | None = None) -> None:  # fmt: skip
+def draw(
+    variant: int,
+    code: int,
+    keys: torch.Tensor,
+    shape: Sequence[int],
+    indices: Sequence[counters.Indices],
+    params: Sequence[float],
+    out: torch.Tensor,
+    x: torch.Tensor | None = None,
+) -> None:
     """The elements of a rectangle, for each key.
 
     Args:
@@ -110,7 +147,19 @@ def draw(variant: int, code: int, keys: torch.Tensor, shape: Sequence[int], indi
     offsets = np.concatenate(vectors) if vectors else sizes
     listed = None if isinstance(inner, range) else _vector(inner)
     first = inner.start if isinstance(inner, range) else 0
-    job = _Draw(code, len(outer), keys.data_ptr(), keys.shape[0], keys.shape[1], sizes.ctypes.data, offsets.ctypes.data,
-                first, len(inner), None if listed is None else listed.ctypes.data,
-                (ctypes.c_double * 3)(*params), None if x is None else x.data_ptr(), out.data_ptr())  # fmt: skip
+    job = _Draw(
+        code,
+        len(outer),
+        keys.data_ptr(),
+        keys.shape[0],
+        keys.shape[1],
+        sizes.ctypes.data,
+        offsets.ctypes.data,
+        first,
+        len(inner),
+        None if listed is None else listed.ctypes.data,
+        (ctypes.c_double * 3)(*params),
+        None if x is None else x.data_ptr(),
+        out.data_ptr(),
+    )
     library.vfn_draw(variant, torch.get_num_threads(), ctypes.byref(job))

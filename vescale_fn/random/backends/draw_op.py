@@ -33,8 +33,16 @@ for _schema in (
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def draw(key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int], local: Sequence[int], kind: str,
-         params: Sequence[elementwise_draws.Number], dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # fmt: skip
+def draw(
+    key: torch.Tensor,
+    where: torch.Tensor | None,
+    shape: Sequence[int],
+    local: Sequence[int],
+    kind: str,
+    params: Sequence[elementwise_draws.Number],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
     """The elements of a draw that a rectangle holds.
 
     Args:
@@ -50,8 +58,9 @@ def draw(key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int], lo
     return torch.ops.vescale_fn.draw.default(key, where, shape, local, kind, params, dtype, device)
 
 
-def draw_small(key: torch.Tensor, kind: str, shape: tuple[int, ...], dtype: torch.dtype,
-               params: Sequence[elementwise_draws.Number]) -> torch.Tensor | None:  # fmt: skip
+def draw_small(
+    key: torch.Tensor, kind: str, shape: tuple[int, ...], dtype: torch.dtype, params: Sequence[elementwise_draws.Number]
+) -> torch.Tensor | None:
     """A whole draw under one plain key on the CPU, by the shortest way; None where that is not one."""
     code = c_library.SMALL.get((kind, dtype))
     if code is None or choice.variant is None or key.ndim != 1 or not key.is_cpu:
@@ -81,8 +90,16 @@ def fold_in(key: torch.Tensor, data: torch.Tensor | int) -> torch.Tensor:
     return torch.ops.vescale_fn.fold_in.default(key, data)
 
 
-def _draw(key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int], local: Sequence[int], kind: str,
-          params: Sequence[elementwise_draws.Number], dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # fmt: skip
+def _draw(
+    key: torch.Tensor,
+    where: torch.Tensor | None,
+    shape: Sequence[int],
+    local: Sequence[int],
+    kind: str,
+    params: Sequence[elementwise_draws.Number],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
     variant, code = choice.variant, c_library.CODES.get((kind, dtype))
     if variant is not None and code is not None and device.type == key.device.type == "cpu":
         return _draw_native(variant, code, key, where, shape, local, kind, params, dtype)
@@ -98,16 +115,24 @@ def _draw(key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int], l
     for first in range(0, len(keys), together):
         some = key_words(keys[first : first + together], device)
         for start, stop, high, low in counters.blocks(shape, indices, size, device):
-            words = [hash_words(k0, k1, high, low.expand(out[first : first + together, start:stop].shape))
-                     for k0, k1 in some]  # fmt: skip
+            words = [
+                hash_words(k0, k1, high, low.expand(out[first : first + together, start:stop].shape)) for k0, k1 in some
+            ]
             out[first : first + together, start:stop] = values(*words, dtype, params)
     return out.view((*batch, *local))
 
 
 def _draw_native(
-    variant: int, code: int, key: torch.Tensor, where: torch.Tensor | None, shape: Sequence[int], local: Sequence[int],
-    kind: str, params: Sequence[elementwise_draws.Number], dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+    variant: int,
+    code: int,
+    key: torch.Tensor,
+    where: torch.Tensor | None,
+    shape: Sequence[int],
+    local: Sequence[int],
+    kind: str,
+    params: Sequence[elementwise_draws.Number],
+    dtype: torch.dtype,
+) -> torch.Tensor:
     streams = elementwise_draws.KINDS[kind][0]
     out = torch.empty((*key.shape[:-1], *local), dtype=elementwise_draws.result_dtype(kind, dtype), device="cpu")
     keys = key.reshape(-1, 1, 2) if streams == 1 else _split(key.reshape(-1, 2), streams)

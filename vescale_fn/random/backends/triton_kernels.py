@@ -147,9 +147,27 @@ def value(first, second, third, fourth, x, a, b, c, KIND: tl.constexpr, WIDTH: t
             return log(u) - log1p(minus(u))
 
 
-def kernel(out, x, keys, k0, k1, bases, inner, first, rows, n, total, a, b, c,
-           KIND: tl.constexpr, WIDTH: tl.constexpr, STREAMS: tl.constexpr,
-           DOWN: tl.constexpr, ACROSS: tl.constexpr):  # fmt: skip
+def kernel(
+    out,
+    x,
+    keys,
+    k0,
+    k1,
+    bases,
+    inner,
+    first,
+    rows,
+    n,
+    total,
+    a,
+    b,
+    c,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STREAMS: tl.constexpr,
+    DOWN: tl.constexpr,
+    ACROSS: tl.constexpr,
+):
     """A tile of the result, which is [keys * rows, n]: DOWN of its rows, ACROSS columns.
 
     The counter of an element is ``bases[row] + first + column``, or ``bases[row] + inner[column]``. Pointers may be
@@ -190,12 +208,38 @@ def key_word(key, i: tl.constexpr, there):
 
 
 FUNCTIONS = (
-    rotated, hashed, word, minus, polynomial, log, log1p, erfinv, unit, remainder, modulo_offset, value, key_word,
-)  # fmt: skip
+    rotated,
+    hashed,
+    word,
+    minus,
+    polynomial,
+    log,
+    log1p,
+    erfinv,
+    unit,
+    remainder,
+    modulo_offset,
+    value,
+    key_word,
+)
 CONSTANTS = (
-    "PARITY", "ROTATIONS", "LOG_HIGH", "LOG_MIDDLE", "LOG_LOW", "LN2_HIGH", "LN2_LOW", "LOG1P_TOP", "LOG1P_BOTTOM",
-    "ERFINV_CENTRE", "ERFINV_TAIL", "SQRT_HALF", "NEAR", "SQRT2", "SMALLEST", "ABOVE_MINUS_ONE",
-)  # fmt: skip
+    "PARITY",
+    "ROTATIONS",
+    "LOG_HIGH",
+    "LOG_MIDDLE",
+    "LOG_LOW",
+    "LN2_HIGH",
+    "LN2_LOW",
+    "LOG1P_TOP",
+    "LOG1P_BOTTOM",
+    "ERFINV_CENTRE",
+    "ERFINV_TAIL",
+    "SQRT_HALF",
+    "NEAR",
+    "SQRT2",
+    "SMALLEST",
+    "ABOVE_MINUS_ONE",
+)
 VARYING = ("k0", "k1", "first", "a", "b", "c")  # of any value, without a kernel of its own
 
 

@@ -42,8 +42,15 @@ KNOWN: dict[str, tuple[tuple[torch.dtype, ...], tuple[elementwise_draws.Number, 
 DROPOUTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def draw(kind: str, keys: torch.Tensor, shape: Sequence[int], indices: Sequence[counters.Indices],
-         params: Sequence[elementwise_draws.Number], dtype: torch.dtype, out: torch.Tensor) -> bool:  # fmt: skip
+def draw(
+    kind: str,
+    keys: torch.Tensor,
+    shape: Sequence[int],
+    indices: Sequence[counters.Indices],
+    params: Sequence[elementwise_draws.Number],
+    dtype: torch.dtype,
+    out: torch.Tensor,
+) -> bool:
     """Write the elements of a rectangle, for each key, into `out`; whether that was possible.
 
     Args:
@@ -60,8 +67,15 @@ def draw(kind: str, keys: torch.Tensor, shape: Sequence[int], indices: Sequence[
     return True
 
 
-def dropout(key: torch.Tensor, shape: Sequence[int], indices: Sequence[counters.Indices], x: torch.Tensor, keep: float,
-            scale: float, out: torch.Tensor) -> bool:  # fmt: skip
+def dropout(
+    key: torch.Tensor,
+    shape: Sequence[int],
+    indices: Sequence[counters.Indices],
+    x: torch.Tensor,
+    keep: float,
+    scale: float,
+    out: torch.Tensor,
+) -> bool:
     """Write ``x * scale`` into `out` where the draw is below `keep`, else 0; whether that was possible.
 
     Args:
@@ -82,9 +96,16 @@ def knows(kind: str, dtype: torch.dtype, params: Sequence[elementwise_draws.Numb
     return kind in KNOWN and dtype in KNOWN[kind][0] and not (kind == "uniform" and params[1] < params[0])
 
 
-def run(kind: str, keys: torch.Tensor, shape: Sequence[int], indices: Sequence[counters.Indices],
-        params: Sequence[elementwise_draws.Number], dtype: torch.dtype, out: torch.Tensor,
-        x: torch.Tensor | None = None) -> None:  # fmt: skip
+def run(
+    kind: str,
+    keys: torch.Tensor,
+    shape: Sequence[int],
+    indices: Sequence[counters.Indices],
+    params: Sequence[elementwise_draws.Number],
+    dtype: torch.dtype,
+    out: torch.Tensor,
+    x: torch.Tensor | None = None,
+) -> None:
     """Launch the kernel for a draw that it knows, or for a dropout of x."""
     if not out.numel():
         return
@@ -122,8 +143,20 @@ def launch(
     kind, width, abc = scalars(kind, params, dtype)
     across = TILE if n >= 8 * TILE else min(TILE // 8, 1 << (n - 1).bit_length())
     down = min(TILE // across, 1 << (count * rows - 1).bit_length())
-    arguments = (writable(out), x, None if by_value else keys.contiguous().to(out.device, non_blocking=True), k0, k1,
-                 bases, columns, first, rows, n, count * rows, *abc)  # fmt: skip
+    arguments = (
+        writable(out),
+        x,
+        None if by_value else keys.contiguous().to(out.device, non_blocking=True),
+        k0,
+        k1,
+        bases,
+        columns,
+        first,
+        rows,
+        n,
+        count * rows,
+        *abc,
+    )
     grid = (-(-count * rows // down) * -(-n // across),)
     return grid, arguments, dict(KIND=kind, WIDTH=width, STREAMS=streams, DOWN=down, ACROSS=across)
 

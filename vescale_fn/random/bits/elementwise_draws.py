@@ -21,9 +21,13 @@ Number = int | float
 
 # the width, and the dtype of the same width that torch computes with
 BITS = {
-    torch.uint8: (8, torch.uint8), torch.uint16: (16, torch.int16), torch.uint32: (32, torch.int32),
-    torch.uint64: (64, torch.int64), torch.int32: (32, torch.int32), torch.int64: (64, torch.int64),
-}  # fmt: skip
+    torch.uint8: (8, torch.uint8),
+    torch.uint16: (16, torch.int16),
+    torch.uint32: (32, torch.int32),
+    torch.uint64: (64, torch.int64),
+    torch.int32: (32, torch.int32),
+    torch.int64: (64, torch.int64),
+}
 
 # mantissa bits, the width of the word they are the top of, the integer of the same size, and 1.0 as bits of it
 FLOATS = {
@@ -34,9 +38,15 @@ FLOATS = {
 }
 
 INTEGERS = {
-    torch.int8: 8, torch.uint8: 8, torch.int16: 16, torch.uint16: 16,
-    torch.int32: 32, torch.uint32: 32, torch.int64: 64, torch.uint64: 64,
-}  # fmt: skip
+    torch.int8: 8,
+    torch.uint8: 8,
+    torch.int16: 16,
+    torch.uint16: 16,
+    torch.int32: 32,
+    torch.uint32: 32,
+    torch.int64: 64,
+    torch.uint64: 64,
+}
 
 
 def as_integers(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -34,8 +34,10 @@ def _gamma_slope(x: torch.Tensor, a: torch.Tensor, logarithm: bool) -> torch.Ten
 def _gamma_slope_vmap(info: Any, in_dims: Any, x: torch.Tensor, a: torch.Tensor, logarithm: bool) -> Any:
     ndim = max(t.ndim - (dim is not None) for t, dim in zip((x, a), in_dims[:2], strict=True))
     front = [t if dim is None else t.movedim(dim, 0) for t, dim in zip((x, a), in_dims[:2], strict=True)]
-    front = [t if dim is None else t.reshape(t.shape[0], *(1,) * (ndim + 1 - t.ndim), *t.shape[1:])
-             for t, dim in zip(front, in_dims[:2], strict=True)]  # fmt: skip
+    front = [
+        t if dim is None else t.reshape(t.shape[0], *(1,) * (ndim + 1 - t.ndim), *t.shape[1:])
+        for t, dim in zip(front, in_dims[:2], strict=True)
+    ]
     return torch.ops.vescale_fn.gamma_slope.default(*front, logarithm), 0
 
 
@@ -172,8 +174,10 @@ class _Implicit(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Any, a: Any, logarithm: bool) -> Any:
-        x, a = (t.unsqueeze(0).expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-                for t, dim in zip((x, a), in_dims[:2], strict=True))  # fmt: skip
+        x, a = (
+            t.unsqueeze(0).expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+            for t, dim in zip((x, a), in_dims[:2], strict=True)
+        )
         return torch_internals.apply(_Implicit, x, a, logarithm), 0
 
 

@@ -27,9 +27,17 @@ Words = tuple[Any, Any]  # ints or int32 tensors
 Params = Sequence[torch.Tensor]
 
 STIRLING = (  # log(k!) less Stirling's formula, for k = 0, ..., 9
-    0.0810614667953272, 0.0413406959554092, 0.0276779256849983, 0.02079067210376509, 0.0166446911898211,
-    0.0138761288230707, 0.0118967099458917, 0.0104112652619720, 0.00925546218271273, 0.00833056343336287,
-)  # fmt: skip
+    0.0810614667953272,
+    0.0413406959554092,
+    0.0276779256849983,
+    0.02079067210376509,
+    0.0166446911898211,
+    0.0138761288230707,
+    0.0118967099458917,
+    0.0104112652619720,
+    0.00925546218271273,
+    0.00833056343336287,
+)
 
 
 def child(key: Words, i: int) -> Words:
@@ -85,8 +93,9 @@ def _f(name: str, x: torch.Tensor) -> torch.Tensor:
     return more_floats.extended(x, name)
 
 
-def _gamma(k0: Word, k1: Word, high: Word, low: torch.Tensor, params: Params, dtype: torch.dtype,
-           logarithm: bool) -> torch.Tensor:  # fmt: skip
+def _gamma(
+    k0: Word, k1: Word, high: Word, low: torch.Tensor, params: Params, dtype: torch.dtype, logarithm: bool
+) -> torch.Tensor:
     """Each element has its own chain of keys, split off the draw's key; below 1, a + 1 is drawn and scaled down."""
     shape, alpha = params[0].shape, params[0].reshape(-1)
     elements = Elements(k0, k1, high, low, shape)

@@ -32,12 +32,16 @@ def attention(call: Call) -> Rule:
 
     lse = call.args.get("logsumexp")
     backward = lse is not None
-    return Rule(tuple(row(t.shape, t is lse, named[t.index] not in ("key", "value")) for t in call.tensors),
-                tuple(row(s, i == 1 and not backward, i == 0 or not backward) for i, s in enumerate(call.outs)),
-                # of the gradients of keys and values, and of that of a mask that is broadcast
-                sums=frozenset(("batch", "head", "query") if backward else ()),
-                even=frozenset(("batch", "head")), op=own,
-                only="blocks" if own else "", blocks=("query",) if own else ())  # fmt: skip
+    return Rule(
+        tuple(row(t.shape, t is lse, named[t.index] not in ("key", "value")) for t in call.tensors),
+        tuple(row(s, i == 1 and not backward, i == 0 or not backward) for i, s in enumerate(call.outs)),
+        # of the gradients of keys and values, and of that of a mask that is broadcast
+        sums=frozenset(("batch", "head", "query") if backward else ()),
+        even=frozenset(("batch", "head")),
+        op=own,
+        only="blocks" if own else "",
+        blocks=("query",) if own else (),
+    )
 
 
 def _forward(q: Any, k: Any, v: Any, rate: float, causal: bool, mine: range, *, attn_mask: Any, scale: Any) -> Any:
@@ -48,8 +52,20 @@ def _forward(q: Any, k: Any, v: Any, rate: float, causal: bool, mine: range, *, 
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, rate, False, attn_mask=mask, scale=scale)
 
 
-def _backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rate: float, causal: bool, mine: range, *, attn_mask: Any,
-              scale: Any) -> Any:  # fmt: skip
+def _backward(
+    grad: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    rate: float,
+    causal: bool,
+    mine: range,
+    *,
+    attn_mask: Any,
+    scale: Any,
+) -> Any:
     """Its gradients: for its own queries, and what these add to those for keys and values."""
     if not mine:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

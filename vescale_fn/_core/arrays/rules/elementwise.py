@@ -43,8 +43,10 @@ def exact(call: Call) -> bool:
     out = call.dtypes[0]
     assert out is not None
     if out.is_floating_point or out.is_complex:
-        return all(torch.promote_types(t.dtype, out) is out and (t.dtype.is_floating_point or t.dtype.is_complex)
-                   for t in call.tensors)  # fmt: skip
+        return all(
+            torch.promote_types(t.dtype, out) is out and (t.dtype.is_floating_point or t.dtype.is_complex)
+            for t in call.tensors
+        )
     return out is not torch.bool and all(t.dtype is out for t in call.tensors)
 
 

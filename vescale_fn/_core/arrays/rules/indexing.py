@@ -30,8 +30,15 @@ def embedding(call: Call) -> Rule:
         at = torch.where((indices >= 0) & (indices < count), at, indices)  # what is no row raises, as on one device
         return aten.embedding(table, at).masked_fill(here.logical_not().unsqueeze(-1), 0.0)
 
-    return Rule((("rows", "width"), row), ((*row, "width"),), sums=frozenset(("rows",)), op=own_rows, only="blocks",
-                blocks=("rows",), yields=frozenset(("rows",)))  # fmt: skip
+    return Rule(
+        (("rows", "width"), row),
+        ((*row, "width"),),
+        sums=frozenset(("rows",)),
+        op=own_rows,
+        only="blocks",
+        blocks=("rows",),
+        yields=frozenset(("rows",)),
+    )
 
 
 def embedding_backward(call: Call) -> Rule | None:
@@ -48,8 +55,16 @@ def embedding_backward(call: Call) -> Rule | None:
         at = torch.where(here, indices - mine.start, -1)
         return aten.embedding_dense_backward(grad, at, len(mine), -1, False)  # which skips what is "padding": -1
 
-    return Rule(((*row, "width"), row), (("rows", "width"),), sums=frozenset(row), op=own_rows, only="blocks",
-                blocks=("rows",), yields=frozenset(("rows",)), wish=(("rows", call.lies),))  # fmt: skip
+    return Rule(
+        ((*row, "width"), row),
+        (("rows", "width"),),
+        sums=frozenset(row),
+        op=own_rows,
+        only="blocks",
+        blocks=("rows",),
+        yields=frozenset(("rows",)),
+        wish=(("rows", call.lies),),
+    )
 
 
 def gather(call: Call) -> Rule:

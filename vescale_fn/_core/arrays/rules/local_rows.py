@@ -88,8 +88,9 @@ def index_put(x: T, dim: int) -> Callable[..., Any]:
     return own
 
 
-def _places(index: torch.Tensor, count: int, mine: range, elsewhere: int, wraps: bool = False
-            ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _places(
+    index: torch.Tensor, count: int, mine: range, elsewhere: int, wraps: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Where in a rank's rows each row is that an index names, and whether it is there. What is no row raises later, as on
     one device."""
     row = torch.where(index < 0, index + count, index) if wraps else index

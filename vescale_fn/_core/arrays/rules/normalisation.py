@@ -36,8 +36,9 @@ def group_norm(call: Call) -> Rule | None:
 
     def local(*args: Any) -> Any:
         held = args[0].shape[1]
-        return overload(*args[:at], args[0].shape[0], held, *args[at + 2 : count], held * groups // channels,
-                        *args[count + 1 :])  # fmt: skip
+        return overload(
+            *args[:at], args[0].shape[0], held, *args[at + 2 : count], held * groups // channels, *args[count + 1 :]
+        )
 
     def row(shape: Any) -> Row:
         lead = ("n", label) if len(shape) > 2 or shape[1:] == (channels,) and channels != groups else ("n", "g")
@@ -115,10 +116,17 @@ def batch_norm_backward(call: Call) -> Rule | None:
 def _evaluated(call: Call) -> Rule:
     """By statistics that are given: each example and each channel for itself; the weights' gradients sum over examples."""
     x = call["input"]
-    row = lambda shape: ("n", "c", *none(shape[2:])) if len(shape) == x.ndim else \
-        ("c",) * (shape == x.shape[1:2] != (0,)) or none(shape)  # fmt: skip
-    return Rule(tuple(row(t.shape) for t in call.tensors), tuple(row(s or ()) for s in call.outs),
-                sums=frozenset("n" if "grad_out" in call.args else ""), even=frozenset("nc"))  # fmt: skip
+    row = lambda shape: (
+        ("n", "c", *none(shape[2:]))
+        if len(shape) == x.ndim
+        else ("c",) * (shape == x.shape[1:2] != (0,)) or none(shape)
+    )
+    return Rule(
+        tuple(row(t.shape) for t in call.tensors),
+        tuple(row(s or ()) for s in call.outs),
+        sums=frozenset("n" if "grad_out" in call.args else ""),
+        even=frozenset("nc"),
+    )
 
 
 def _others(x: T) -> list[int]:
@@ -132,5 +140,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _of_channels(call: Call, part: Any, finish: Any) -> Rule:
     ndim = call["input"].ndim
     row = lambda shape: ("n", "c", *(None,) * (ndim - 2)) if len(shape or ()) == ndim else ("c",) * len(shape or ())
-    return Rule(tuple(row(t.shape) for t in call.tensors), tuple(map(row, call.outs)), sums=frozenset("n"), fold="total",
-                op=part, finish=finish, again=True, even=frozenset("c"))  # fmt: skip
+    return Rule(
+        tuple(row(t.shape) for t in call.tensors),
+        tuple(map(row, call.outs)),
+        sums=frozenset("n"),
+        fold="total",
+        op=part,
+        finish=finish,
+        again=True,
+        even=frozenset("c"),
+    )

@@ -134,8 +134,15 @@ def _slice_backward(call: Call, dim: int) -> Rule:
         ends = (at * sizes[dim] // size for at in (start, start + length))
         return aten.slice_backward(block, sizes, dim, *ends, 1)
 
-    return Rule((_of(row, dim, length, inner),), (_of(row, dim, size, inner),), linear=(0,), sizes="input_sizes",
-                even=_inner(dim), op=local, only="parts")  # fmt: skip
+    return Rule(
+        (_of(row, dim, length, inner),),
+        (_of(row, dim, size, inner),),
+        linear=(0,),
+        sizes="input_sizes",
+        even=_inner(dim),
+        op=local,
+        only="parts",
+    )
 
 
 def part_scatter(call: Call) -> Rule:

@@ -71,8 +71,15 @@ def norm(call: Call) -> Rule | None:
     if lists:
         rows = tuple(tuple((t.index, d) for d in same(t.shape)) for t in call.tensors)
         squares = lambda blocks, *_: [b.square() for b in aten._foreach_norm(blocks, 2)]
-        return Rule(rows, ((),) * len(rows), frozenset(label for row in rows for label in row), fold="total",
-                    apart=True, op=squares, finish=lambda *parts: [part.sqrt() for part in parts])  # fmt: skip
+        return Rule(
+            rows,
+            ((),) * len(rows),
+            frozenset(label for row in rows for label in row),
+            fold="total",
+            apart=True,
+            op=squares,
+            finish=lambda *parts: [part.sqrt() for part in parts],
+        )
     over, keep = dims(call.args.get("dim"), call.tensors[0].ndim), call.args.get("keepdim", False)
 
     def square(block: torch.Tensor, *_: Any, dtype: Any = None) -> torch.Tensor:

@@ -44,8 +44,14 @@ def convolution(call: Call) -> Rule:
         def one(*args: Any) -> Any:
             return aten.convolution.default(*args[:-1], held(args[1]))
 
-        return Rule(ins, (row(out, call.outs[0]),), sums=frozenset("i"), even=_EVEN, joins=(2,) if len(ins) > 2 else (),
-                    op=one if groups > 1 else None)  # fmt: skip
+        return Rule(
+            ins,
+            (row(out, call.outs[0]),),
+            sums=frozenset("i"),
+            even=_EVEN,
+            joins=(2,) if len(ins) > 2 else (),
+            op=one if groups > 1 else None,
+        )
     at, count = list(call.args).index("bias_sizes"), list(call.args).index("groups")
 
     def local(*args: Any) -> Any:  # the sizes of the bias are those of the block

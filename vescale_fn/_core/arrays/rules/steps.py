@@ -115,8 +115,17 @@ def layer_norm(dtypes: Any, x: Any, shape: Sequence[int], weight: Any, bias: Any
     return _results(dtypes, _scaled(x * rstd, weight, bias), mean, rstd)
 
 
-def layer_norm_backward(dtypes: Any, grad: Any, x: Any, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any,
-                        mask: Sequence[bool]) -> Any:  # fmt: skip
+def layer_norm_backward(
+    dtypes: Any,
+    grad: Any,
+    x: Any,
+    shape: Sequence[int],
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    bias: Any,
+    mask: Sequence[bool],
+) -> Any:
     """Its gradients: for x, the weight and the bias."""
     return _norm_backward(dtypes, wide(grad), (wide(x) - mean) * rstd, rstd, weight, shape, mask, centred=True)
 
@@ -135,8 +144,16 @@ def rms_norm_backward(dtypes: Any, grad: Any, x: Any, shape: Sequence[int], rstd
     return _norm_backward(dtypes, wide(grad), wide(x) * rstd, rstd, weight, shape, mask, centred=False)
 
 
-def _norm_backward(dtypes: Any, grad: Any, normal: Any, rstd: Any, weight: Any, shape: Sequence[int], mask: Sequence[bool],
-                   centred: bool) -> Any:  # fmt: skip
+def _norm_backward(
+    dtypes: Any,
+    grad: Any,
+    normal: Any,
+    rstd: Any,
+    weight: Any,
+    shape: Sequence[int],
+    mask: Sequence[bool],
+    centred: bool,
+) -> Any:
     lead = grad.ndim - len(shape)
     over, n = range(lead, grad.ndim), math.prod(shape)
     scaled = grad if weight is None else grad * wide(weight)
@@ -148,8 +165,17 @@ def _norm_backward(dtypes: Any, grad: Any, normal: Any, rstd: Any, weight: Any, 
     return _results(dtypes, *(g if m else None for g, m in zip(grads, mask, strict=False)))
 
 
-def batch_norm(dtypes: Any, x: Any, weight: Any, bias: Any, mean_kept: Any, var_kept: Any, training: bool, momentum: float,
-               eps: float) -> Any:  # fmt: skip
+def batch_norm(
+    dtypes: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean_kept: Any,
+    var_kept: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
     """(x - mean) / std of each channel; what is kept of mean and variance is brought nearer to them."""
     over, shape, n = _channels(x)
     x = wide(x)
@@ -166,8 +192,19 @@ def batch_norm(dtypes: Any, x: Any, weight: Any, bias: Any, mean_kept: Any, var_
     return _results(dtypes, _scaled(out, w, b), aten.view(mean, [-1]), aten.view(rstd, [-1]), reserve)
 
 
-def batch_norm_backward(dtypes: Any, grad: Any, x: Any, weight: Any, mean_kept: Any, var_kept: Any, mean: Any, rstd: Any,
-                        training: bool, eps: float, mask: Sequence[bool]) -> Any:  # fmt: skip
+def batch_norm_backward(
+    dtypes: Any,
+    grad: Any,
+    x: Any,
+    weight: Any,
+    mean_kept: Any,
+    var_kept: Any,
+    mean: Any,
+    rstd: Any,
+    training: bool,
+    eps: float,
+    mask: Sequence[bool],
+) -> Any:
     """Its gradients: for x, the weight and the bias."""
     over, shape, n = _channels(x)
     grad, mean, rstd = wide(grad), aten.view(mean, shape), aten.view(rstd, shape)
@@ -179,8 +216,18 @@ def batch_norm_backward(dtypes: Any, grad: Any, x: Any, weight: Any, mean_kept: 
     return _results(dtypes, x_grad, *kept)
 
 
-def cudnn_batch_norm_backward(dtypes: Any, x: Any, grad: Any, weight: Any, mean_kept: Any, var_kept: Any, mean: Any,
-                              rstd: Any, eps: float, reserve: Any) -> Any:  # fmt: skip
+def cudnn_batch_norm_backward(
+    dtypes: Any,
+    x: Any,
+    grad: Any,
+    weight: Any,
+    mean_kept: Any,
+    var_kept: Any,
+    mean: Any,
+    rstd: Any,
+    eps: float,
+    reserve: Any,
+) -> Any:
     """As `batch_norm_backward`, with cudnn's arguments."""
     return batch_norm_backward(dtypes, grad, x, weight, mean_kept, var_kept, mean, rstd, True, eps, [True] * 3)
 
@@ -196,8 +243,19 @@ def group_norm(dtypes: Any, x: Any, weight: Any, bias: Any, n: int, c: int, size
     return _results(dtypes, _scaled(x * _to_channels(rstd, x), w, b), mean, rstd)
 
 
-def group_norm_backward(dtypes: Any, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, n: int, c: int, size: int,
-                        groups: int, mask: Sequence[bool]) -> Any:  # fmt: skip
+def group_norm_backward(
+    dtypes: Any,
+    grad: Any,
+    x: Any,
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    n: int,
+    c: int,
+    size: int,
+    groups: int,
+    mask: Sequence[bool],
+) -> Any:
     """Its gradients: for x, the weight and the bias."""
     count = c * size // groups
     grad, scale = wide(grad), _to_channels(wide(rstd), x)
@@ -254,8 +312,9 @@ def nll(dtypes: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: i
     return (value / weight_sum if reduction == 1 else value).to(dtypes[0]), weight_sum.to(dtypes[1])
 
 
-def nll_backward(dtypes: Any, grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int,
-                 weight_sum: Any) -> Any:  # fmt: skip
+def nll_backward(
+    dtypes: Any, grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, weight_sum: Any
+) -> Any:
     """Its gradient, of which an example's sum over the classes is what is at its target."""
     dim = _class_dim(x)
     mine, weights = _at_target(x, target, weight, ignore)

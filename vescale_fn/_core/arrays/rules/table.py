@@ -120,8 +120,12 @@ _CLASSES: dict[Callable[[Call], Rule | None], str] = {
     # attention.py
     attention: " ".join(
         f"_scaled_dot_product_{kind}_attention{end}"
-        for kind, ends in {"flash": ("", "_backward", "_for_cpu", "_for_cpu_backward"), "efficient": ("", "_backward"),
-                           "cudnn": ("", "_backward"), "fused": ("_overrideable", "_overrideable_backward")}.items()
+        for kind, ends in {
+            "flash": ("", "_backward", "_for_cpu", "_for_cpu_backward"),
+            "efficient": ("", "_backward"),
+            "cudnn": ("", "_backward"),
+            "fused": ("_overrideable", "_overrideable_backward"),
+        }.items()
         for end in ends
     ),
     # spatial.py
@@ -139,7 +143,9 @@ _CLASSES: dict[Callable[[Call], Rule | None], str] = {
     "fractional_max_pool3d fractional_max_pool3d_backward "
     "reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward "
     "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d",
-    planes(1, "input_size"): "upsample_nearest1d_backward _upsample_nearest_exact1d_backward upsample_linear1d_backward",
+    planes(
+        1, "input_size"
+    ): "upsample_nearest1d_backward _upsample_nearest_exact1d_backward upsample_linear1d_backward",
     planes(2, "input_size"): "upsample_nearest2d_backward _upsample_nearest_exact2d_backward "
     "upsample_bilinear2d_backward upsample_bicubic2d_backward _upsample_bilinear2d_aa_backward "
     "_upsample_bicubic2d_aa_backward",
@@ -156,7 +162,7 @@ _CLASSES: dict[Callable[[Call], Rule | None], str] = {
     "binary_cross_entropy_backward",
     losses.nll: "nll_loss_forward nll_loss2d_forward",
     losses.nll_backward: "nll_loss_backward nll_loss2d_backward",
-}  # fmt: skip
+}
 RULES: dict[str, Callable[[Call], Rule | None]] = {
     name: rule for rule, names in _CLASSES.items() for name in names.split()
 }

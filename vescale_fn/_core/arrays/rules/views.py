@@ -36,8 +36,13 @@ def view(call: Call) -> Rule:
                 for row, dims_, sizes in ((labels, ins, old), (new_labels, outs, new)):
                     for d, label in zip(dims_, _dealt(parts, sizes), strict=True):
                         row[d] = label
-    return Rule((tuple(labels),), (tuple(new_labels),), even=frozenset(even), linear=(0,),
-                sizes="size" if "size" in call.args else "shape")  # fmt: skip
+    return Rule(
+        (tuple(labels),),
+        (tuple(new_labels),),
+        even=frozenset(even),
+        linear=(0,),
+        sizes="size" if "size" in call.args else "shape",
+    )
 
 
 def _dealt(parts: Sequence[tuple[int, Any]], sizes: Sequence[int]) -> list[Any]:
@@ -112,5 +117,8 @@ def pairs(call: Call) -> Rule:
     """A complex number as a last dim of two real ones, and back."""
     n = call.tensors[0].ndim
     row = same(call.tensors[0].shape)
-    return Rule((row,), ((*row, None),), linear=(0,)) if call.name == "view_as_real" else \
-        Rule(((*row[: n - 1], None),), (row[: n - 1],), linear=(0,))  # fmt: skip
+    return (
+        Rule((row,), ((*row, None),), linear=(0,))
+        if call.name == "view_as_real"
+        else Rule(((*row[: n - 1], None),), (row[: n - 1],), linear=(0,))
+    )
