@@ -261,7 +261,7 @@ for name in sys.argv[2:]:
 def bare(root: Path, order: list[str]) -> str:
     """Imports the files in their order, in a fresh process and without the facade; what went wrong, or ""."""
     code = BARE.replace("{light!r}", repr({f"{PACKAGE}.{name}" for name in LIGHT}))
-    light_first = sorted(order, key=lambda name: name not in LIGHT)
+    light_first = sorted(order, key=lambda name: name.removeprefix(f"{PACKAGE}.") not in LIGHT)
     ran = subprocess.run(
         [sys.executable, "-c", code, str(root / PACKAGE), *light_first], capture_output=True, text=True, timeout=300
     )

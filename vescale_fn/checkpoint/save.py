@@ -109,7 +109,7 @@ class _Job:
 
     path: Path
     folder: Path  # what `path` is called while it is being written
-    shard_files: atomic_folder.Writing | None  # on the first rank
+    writing: atomic_folder.Writing | None  # on the first rank
     shape: Any  # the outline of the tree
     leaves: tuple[Stored, ...]  # still without pieces
     keys: dict[str, tuple[str, ...]]  # their names in parts

@@ -20,7 +20,7 @@ from ..base import context, op_lines, traced_steps
 from ..base.errors import InPlaceError, ReshardError
 from ..base.messages import op_text, report
 from ..base.op_arguments import bind, replace, tensors_in
-from ..distributed import blocks
+from ..distributed import blocks, collectives
 from ..distributed.blocks import Blocks
 from ..distributed.mesh import is_part, played_ranks
 from ..local_types import replica_check
@@ -339,7 +339,7 @@ def _folded(func: Any, parts: list[Any], decision: Decision) -> list[Any]:
     why = f"{func._schema.name.split('::')[-1].strip('_')} puts its parts together"
     if how != "total":
         return [
-            reshard.wire.all_reduce(part, decision.mesh, axes, why, how) if axes else part
+            collectives.all_reduce(part, decision.mesh, axes, why, how) if axes else part
             for part, axes in zip(parts, axes_of_parts, strict=True)
         ]
     together: dict[Any, list[int]] = {}

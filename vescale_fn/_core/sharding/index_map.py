@@ -20,7 +20,7 @@ def _chunk(indices: Any, n: int, i: int) -> Any:
     return indices[i * size : (i + 1) * size]
 
 
-def _split_factor(names: tuple[str, ...], axis: str, axes: Axes) -> int:
+def axis_split_factor(names: tuple[str, ...], axis: str, axes: Axes) -> int:
     """How many segments the axes that are major to `axis` in the spec, but come later in the mesh, will make."""
     order = list(axes)
     major = names[: names.index(axis)]
@@ -35,7 +35,7 @@ def dim_indices(size: int, names: tuple[str, ...], axes: Axes, coord: Mapping[st
     for axis in axes:
         if axis not in names:
             continue
-        segments = _split_factor(names, axis, axes)
+        segments = axis_split_factor(names, axis, axes)
         if segments == 1:
             indices = _chunk(indices, axes[axis], coord[axis])
         else:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from .. import torch_internals
 from ..base.errors import SpecError
 from ..base.messages import mesh_text
-from .index_map import _split_factor
+from .index_map import axis_split_factor
 from .merged_dim import Merged, UnevenParts, merge
 from .spec import Axes, P, from_split_axes, split_axes
 
@@ -27,7 +27,7 @@ def to_placements(spec: P, axes: Axes, ndim: int) -> tuple[Placement, ...]:
                 placements.append(UnevenParts(dim, names.parts))
                 continue
             factor = (
-                _merged_factor(names, axis, axes) if isinstance(names, Merged) else _split_factor(names, axis, axes)
+                _merged_factor(names, axis, axes) if isinstance(names, Merged) else axis_split_factor(names, axis, axes)
             )
             placements.append(Shard(dim) if factor == 1 else torch_internals.strided_shard(dim, factor))
         else:
@@ -40,7 +40,7 @@ def _merged_factor(row: Merged, axis: str, axes: Axes) -> int:
     order, outer = list(axes), 1
     for size, names in row.parts:
         if axis in names:
-            return outer * _split_factor(names, axis, axes)
+            return outer * axis_split_factor(names, axis, axes)
         outer *= size // math.prod(axes[name] for name in names if order.index(name) < order.index(axis))
     raise AssertionError(axis)
 

@@ -8,6 +8,9 @@ where `tl.fma` says so and nowhere else (the caller compiles with ``enable_fp_fu
 rounded correctly (`div_rn`, `sqrt_rn`). Words are uint32, which Triton shifts and compares without their sign.
 """
 
+# pyright: reportInvalidTypeForm=false
+# (Triton reads the annotation `tl.constexpr` as text; to pyright `tl` is a variable)
+
 from __future__ import annotations
 
 import importlib
