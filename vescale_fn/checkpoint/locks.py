@@ -74,7 +74,7 @@ class Lock:
     def __init__(self, path: Path, token: str) -> None:
         self._path, self._token, self._folder = path, token, _folder_of(path)
         self._released = threading.Event()
-        self._changing, self._kept = threading.Lock(), False
+        self._last: dict[str, int] = {}  # "by": the thread that holds it to its end, the first that says so
 
     def check(self, where: str) -> None:
         """Raise if somebody else has taken the lock over."""
@@ -100,17 +100,14 @@ class Lock:
         return _held.get(self._token) == threading.get_ident()
 
     def hand_over(self) -> bool:
-        """Let the thread that calls this hold it; False if another one has begun to give it back."""
-        with self._changing:
-            if self._token in _held and not self._kept:
-                _held[self._token] = threading.get_ident()
+        """Let the thread that calls this hold it to its end; False if another one has begun to give it back."""
+        if self._last.setdefault("by", threading.get_ident()) == threading.get_ident() and self._token in _held:
+            _held[self._token] = threading.get_ident()
         return self.is_mine()
 
     def keep(self) -> bool:
-        """Hand it over no more; False if this thread does not hold it."""
-        with self._changing:
-            self._kept = self._kept or self.is_mine()
-        return self.is_mine()
+        """Hand it over no more; False if this thread does not hold it, or another one does to its end."""
+        return self.is_mine() and self._last.setdefault("by", threading.get_ident()) == threading.get_ident()
 
     def release(self) -> None:
         """Give the right back, if this thread has it. Once is enough."""
