@@ -919,6 +919,40 @@ def test_closures_over_arrays(mesh):
         )
 
 
+CLOSING = {  # bodies that close over an array of which every rank holds the whole
+    "an op with a block": lambda b, w: w + b,
+    "an op of its own": lambda b, w: b + (w * 2).sum(),
+    "a view of it": lambda b, w: b @ w.t()[1],
+    "in a list": lambda b, w: torch.cat([b, w]),
+    "made like it": lambda b, w: w.new_full((2, 2), 3.0) + b,
+    "in place into a copy": lambda b, w: w.clone().add_(b),
+    "a collective of such": lambda b, w: vfn.psum(b + w, "i") + b,
+    "given back": lambda b, w: w,
+    "torch.func": lambda b, w: torch.func.grad(lambda w: (b * w).sum())(w),
+    "vmap": lambda b, w: torch.func.vmap(lambda row: row + w[0])(b),
+    "a plan in it": lambda b, w: vfn.jit(lambda b: b * w)(b),
+}
+
+
+def closing_over_an_array():
+    mesh = vfn.make_mesh((2,), ("i",))
+    w = vfn.shard(torch.tensor([[2.0, 3.0], [5.0, 7.0]]), mesh, P())
+    x = vfn.shard(torch.arange(8.0).view(4, 2), mesh, P("i"))
+    found = {}
+    for name, f in CLOSING.items():
+        mapped = vfn.shard_map(lambda b, f=f: f(b, w), mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False)
+        found[name] = [vfn.unshard(g(x)).tolist() for g in (mapped, vfn.jit(mapped))]
+    return found
+
+
+def test_arrays_in_a_body_that_nothing_watches(gloo):
+    """Without types and gradients real ranks run a body without a mode: what it closes over is taken in all the same."""
+    with vfn.simulate(2):
+        wanted = closing_over_an_array()
+    assert wanted["an op with a block"] == [[[2, 4], [7, 10], [6, 8], [11, 14]]] * 2
+    assert gloo(2, closing_over_an_array) == [wanted] * 2
+
+
 def test_transforms_in_a_body_by_an_array_from_outside(mesh):
     """A replicated array that the body closes over is what `in_specs=P()` makes of it, for a transform as well."""
     w, whole = vfn.shard(torch.tensor([2.0, 3.0]), mesh, P()), torch.tensor([2.0, 3.0])

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
-from ..base import context, linear_map
+from ..base import context, linear_map, op_arguments
 from ..base.errors import InPlaceError, MeshError, SpecError, TransformError
 from ..base.messages import described, mesh_text, report, short
 from ..base.saved_names import also_saved_as, saved_as
@@ -56,6 +56,10 @@ class Array(WithoutMemory, DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             args, kwargs = _take_in(args), _take_in(kwargs)
+        if (adopt := context.adopt()) is not None and torch_internals.torch_function_on():
+            local = _as_locals(adopt, func, args, kwargs or {})
+            if local is not None:
+                return func(*local[0], **local[1])
         return interpreter.dispatch(Array, func, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -271,6 +275,22 @@ def wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, .
     if spec.reduced:
         out._reduced = spec.reduced
     return out
+
+
+def _as_locals(adopt: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The arguments of an op, with the arrays from outside of the running body as local values; None where there are none,
+    and where such an array is written: that is the same on all ranks, or the promise of the body without types is broken."""
+    auto = context.body().auto  # type: ignore[union-attr]
+    tensors = op_arguments.tensors_in(args, kwargs)
+    outside = {id(x) for x in tensors if tensor_types.outside(x, auto)}
+    targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in blocks.written(func)]
+    if not outside or any(id(x) in outside for x in op_arguments.tensors_in(targets, {})):
+        return None
+    with torch_internals.no_torch_function():
+        values = iter([adopt(x) if id(x) in outside else x for x in tensors])
+        return [op_arguments.replace(a, values) for a in args], {
+            k: op_arguments.replace(a, values) for k, a in kwargs.items()
+        }
 
 
 def _take_in(value: Any) -> Any:

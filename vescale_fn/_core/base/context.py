@@ -74,6 +74,7 @@ _used_mesh: ContextVar[tuple[Any] | None] = ContextVar("mesh of use_mesh", defau
 class _State(threading.local):
     kept_mesh: Any = None  # by `set_mesh`, outside of every `use_mesh`: notebooks run each cell in a task of its own
     body: Body | None = None
+    adopt: Callable[[Any], Any] | None = None  # of a body that no mode watches
     strict: bool = False
     as_written: bool = False
     grad_depth: int = 0
@@ -325,6 +326,17 @@ def swap_body(value: Body | None) -> Body | None:
     return before
 
 
+def adopt() -> Callable[[Any], Any] | None:
+    """What makes a local value of an array that the running body closes over, where no mode does; else None."""
+    return _state.adopt
+
+
+def swap_adopt(value: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    """Set what `adopt` gives, and return what it was before."""
+    before, _state.adopt = _state.adopt, value
+    return before
+
+
 def debugging() -> contextlib.AbstractContextManager[None]:
     """Note what each key is used for."""
     return _setting(key_uses={})
@@ -461,4 +473,5 @@ def clear() -> None:
     _unlogged.clear()
     _state.kept_mesh, _state.used_mesh = None, None
     _state.body, _state.strict, _state.grad_depth, _state.key_uses = None, False, 0, None
+    _state.adopt = None
     _state.unit, _state.recorder, _state.as_written = None, None, False

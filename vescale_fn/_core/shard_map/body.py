@@ -43,6 +43,7 @@ class running:
     """
 
     __slots__ = (
+        "_adopt_before",
         "_before",
         "_body_before",
         "_mode",
@@ -77,6 +78,7 @@ class running:
         self._before, _active.run = _active.run, self
         self._mode_before, innermost.mode = innermost.mode, self._mode
         self._body_before = context.swap_body(body)
+        self._adopt_before = context.swap_adopt(self.adopt if self._mode is None else None)
         if self._mode is not None:
             _bodies.change(1)
             _checkpoints.change(1)
@@ -86,7 +88,9 @@ class running:
     def taken_in(self, x: Tensor) -> Tensor:
         """A result as a local value, which it is not yet where the body gives back what it closes over."""
         with torch_internals.no_torch_function():
-            if self._mode is None or tensor_types.read(x) is not None:
+            if self._mode is None:
+                return self.adopt(x) if tensor_types.outside(x, self.body.auto) else x
+            if tensor_types.read(x) is not None:
                 return x
             tensor_types.refuse_unseen(x)
             return self._mode.taken_in(x)
@@ -96,6 +100,7 @@ class running:
             self._mode.__exit__(*exception)
             _bodies.change(-1)
             _checkpoints.change(-1)
+        context.swap_adopt(self._adopt_before)
         context.swap_body(self._body_before)
         tensor_types.swap_writes(self._writes_before)
         _active.run, innermost.mode = self._before, self._mode_before

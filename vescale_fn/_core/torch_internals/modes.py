@@ -266,6 +266,11 @@ def never_recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def torch_function_on() -> bool:
+    """Whether a mode would see the torch functions that are called here."""
+    return not torch._C._is_torch_function_all_disabled()
+
+
 def function_mode_on() -> bool:
     """Whether a mode sees the torch functions that are called here."""
-    return torch._C._len_torch_function_stack() > 0 and torch._C._is_torch_function_all_disabled() is False
+    return torch._C._len_torch_function_stack() > 0 and torch_function_on()
