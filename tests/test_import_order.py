@@ -116,7 +116,7 @@ def order_faults(root: Path) -> list[str]:
 
 # Folders
 
-ENTRIES = "__init__.py _core checkpoint debugging errors.py nn ops optim plan precision py.typed random recipes".split()
+ENTRIES = "__init__.py _core checkpoint debugging errors.py nn ops optim plan precision py.typed random recipes tree.py".split()
 
 
 def folder_faults(root: Path) -> list[str]:

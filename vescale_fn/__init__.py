@@ -1,9 +1,10 @@
 """vescale_fn: JAX's SPMD programming model, in eager PyTorch. Write one function, as for one device; say where arrays lie."""
 
-from . import checkpoint, errors, nn, optim, plan, precision, random
+from . import checkpoint, debugging, errors, nn, ops, optim, plan, precision, random, tree
 from ._core.arrays.array import Array, spec_of
 from ._core.arrays.placement import from_local, shard, unshard, with_sharding
 from ._core.arrays.strict import strict
+from ._core.base import front_door
 from ._core.base.containers import register_dataclass
 from ._core.base.context import current_mesh, set_mesh, use_mesh
 from ._core.base.tracebacks import full_tracebacks
@@ -57,10 +58,10 @@ __all__ = [
     "check",
     "checkpoint",
     "comm_log",
-    "needless",
     "current_mesh",
     "debug",
     "debug_print",
+    "debugging",
     "deferred",
     "disable_jit",
     "dynamic_slice",
@@ -78,7 +79,9 @@ __all__ = [
     "linearize",
     "load",
     "make_mesh",
+    "needless",
     "nn",
+    "ops",
     "optim",
     "plan",
     "precision",
@@ -106,6 +109,7 @@ __all__ = [
     "spec_from_rules",
     "spec_of",
     "strict",
+    "tree",
     "unshard",
     "use_mesh",
     "value_and_grad",
@@ -113,3 +117,6 @@ __all__ = [
     "vmap",
     "with_sharding",
 ]
+
+__dir__ = front_door.listing(__name__)
+__getattr__ = front_door.hints(__name__)

@@ -1,5 +1,6 @@
 """The errors that vescale_fn raises."""
 
+from ._core.base import front_door
 from ._core.base.errors import (
     CheckpointError,
     CollectiveError,
@@ -37,3 +38,6 @@ __all__ = [
     "ReshardError",
     "ParityError",
 ]
+
+__dir__ = front_door.listing(__name__)
+__getattr__ = front_door.hints(__name__)

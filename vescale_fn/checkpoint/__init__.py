@@ -1,5 +1,6 @@
 """Checkpoints: save, load, export, and the last few of a training run. Any mesh to any mesh."""
 
+from .._core.base import front_door
 from .async_save import Saving
 from .export import export
 from .load import load
@@ -8,3 +9,6 @@ from .save import save
 from .state_dict import from_state_dict, state_dict
 
 __all__ = ["Manager", "Saving", "export", "from_state_dict", "load", "save", "state_dict"]
+
+__dir__ = front_door.listing(__name__)
+__getattr__ = front_door.hints(__name__)

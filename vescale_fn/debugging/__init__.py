@@ -1,1 +1,13 @@
 """Looking at a program: layouts, communication, a profile, and `check` against one device."""
+
+from .._core.base import front_door
+from .debug_mode import debug
+from .needless_moves import needless
+from .parity import Report, check
+from .profile import profile
+from .show import show
+
+__all__ = ["Report", "check", "debug", "needless", "profile", "show"]
+
+__dir__ = front_door.listing(__name__)
+__getattr__ = front_door.hints(__name__)

@@ -1,5 +1,6 @@
 """What deserves its own sharded form: attention over a split sequence, split experts, tables and losses over split classes."""
 
+from .._core.base import front_door
 from .attention import attention
 from .cross_entropy import linear_cross_entropy
 from .embedding import embedding
@@ -18,3 +19,6 @@ __all__ = [
     "router_z_loss",
     "zigzag_order",
 ]
+
+__dir__ = front_door.listing(__name__)
+__getattr__ = front_door.hints(__name__)

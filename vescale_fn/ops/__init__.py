@@ -1,5 +1,6 @@
 """What a `shard_map` body does beside torch's ops: the collectives, and where a rank is."""
 
+from .._core.base import front_door
 from .casts import pcast, pvary
 from .exchanges import all_gather, all_to_all, pbroadcast, ppermute, psum_scatter
 from .positions import axis_index, axis_size, dynamic_slice
@@ -21,3 +22,6 @@ __all__ = [
     "psum_scatter",
     "pvary",
 ]
+
+__dir__ = front_door.listing(__name__)
+__getattr__ = front_door.hints(__name__)

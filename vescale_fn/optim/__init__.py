@@ -4,6 +4,7 @@ They run as they stand on plain tensors and on sharded arrays. Elementwise ones 
 state lie alike; what needs a sum over all ranks makes it in one collective.
 """
 
+from .._core.base import front_door
 from .accumulate import AccumulateState, accumulate
 from .adafactor import AdafactorState, Factors, adafactor
 from .adam import AdamState, adam, adamw
@@ -59,3 +60,6 @@ __all__ = [
     "warmup_linear",
     "warmup_stable_decay",
 ]
+
+__dir__ = front_door.listing(__name__)
+__getattr__ = front_door.hints(__name__)

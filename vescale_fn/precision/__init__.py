@@ -1,8 +1,12 @@
 """Mixed precision: policies of dtypes, wide copies of narrow parameters, scaled losses, a guard against what is not finite."""
 
+from .._core.base import front_door
 from .finite import all_finite, nan_guard
 from .loss_scale import ScaledState, scaled
 from .master import MasterState, master
 from .policy import Policy, policy
 
 __all__ = ["MasterState", "Policy", "ScaledState", "all_finite", "master", "nan_guard", "policy", "scaled"]
+
+__dir__ = front_door.listing(__name__)
+__getattr__ = front_door.hints(__name__)

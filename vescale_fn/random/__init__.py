@@ -1,5 +1,6 @@
 """Keys and draws: JAX's numbers, bit for bit, on any mesh."""
 
+from .._core.base import front_door
 from . import init
 from .backends.choice import backend
 from .basic import bernoulli, bits, normal, randint, uniform
@@ -79,3 +80,6 @@ __all__ = [
     "dropout",
     "init",
 ]
+
+__dir__ = front_door.listing(__name__)
+__getattr__ = front_door.hints(__name__)

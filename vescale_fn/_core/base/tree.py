@@ -92,11 +92,20 @@ def paths_opaque(tree: Any, root: str = "") -> list[str]:
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree, is_leaf=opaque)]
 
 
+def keys(accessor: optree.PyTreeAccessor) -> tuple[str | int, ...]:
+    """A leaf's path as a tuple: keys, places, names of fields."""
+    return tuple(getattr(entry, "field", None) or getattr(entry, "name", None) or entry.entry for entry in accessor)
+
+
+def keyed_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[str | int, ...], Any]]:
+    """Pairs of a path as a tuple, and the leaf."""
+    accessors, found, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf)
+    return [(keys(accessor), leaf) for accessor, leaf in zip(accessors, found)]
+
+
 def dotted(accessor: optree.PyTreeAccessor) -> str:
     """A leaf's path with dots, for patterns: ``blocks.0.attn.wq``."""
-    return ".".join(
-        str(getattr(entry, "field", None) or getattr(entry, "name", None) or entry.entry) for entry in accessor
-    )
+    return ".".join(map(str, keys(accessor)))
 
 
 def spelling(value: Any, otherwise: str) -> str:

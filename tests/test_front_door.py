@@ -1,0 +1,115 @@
+"""What someone meets who types a name: the listing of each public module, and what a name of another library's is told."""
+
+import functools
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+
+import optree
+import pytest
+import torch
+
+import vescale_fn as vfn
+from vescale_fn._core.base.other_names import OTHER_NAMES
+
+PUBLIC = "checkpoint debugging errors nn ops optim plan precision random tree".split()
+
+
+@pytest.mark.parametrize("name", ["", *PUBLIC])
+def test_a_public_module_lists_its_public_names_alone(name: str) -> None:
+    module = importlib.import_module(f"vescale_fn.{name}".rstrip("."))
+    assert {x for x in dir(module) if not re.fullmatch("__.*__", x)} == set(module.__all__)
+    assert [x for x in module.__all__ if not hasattr(module, x)] == []
+    modules = {x for x in module.__all__ if inspect.ismodule(getattr(module, x))}
+    assert modules == {"": set(PUBLIC), "random": {"init"}, "optim": modules}.get(name, set())
+
+
+def found(text: str) -> object:
+    """What an expression like `vfn.random.split` in a text stands for."""
+    first, *parts = text.split(".")
+    return functools.reduce(getattr, parts, {"vfn": vfn, "torch": torch, "optree": optree}[first])
+
+
+def faults(name: str) -> list[str]:
+    """What is wrong with what a name of another library's is told: it is another text, or names something that is not there."""
+    module, _, last = f"vfn.{name}".rpartition(".")
+    instead, wrong = OTHER_NAMES[name], []
+    with pytest.raises(AttributeError) as error:
+        getattr(found(module), last)
+    if str(error.value) != f"vfn.{name}: there is no such name\n  Instead: {instead}":
+        wrong.append(f"{name} is told: {error.value}")
+    for mentioned in re.findall(r"\b(?:vfn|torch|optree)(?:\.\w+)+", instead):
+        try:
+            found(mentioned)
+        except AttributeError:
+            wrong.append(f"{name} is told of {mentioned}, which is not there")
+    return wrong
+
+
+def test_a_name_of_another_library_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [fault for name in OTHER_NAMES for fault in faults(name)] == []
+    monkeypatch.setitem(OTHER_NAMES, "pjit", "vfn.jitt(f)")
+    assert faults("pjit") == ["pjit is told of vfn.jitt, which is not there"]
+
+
+TOLD = {
+    "vfn.NamedSharding": """\
+vfn.NamedSharding: there is no such name
+  Instead: vfn.shard(x, mesh, vfn.P("dp")): a mesh and a spec are given side by side""",
+    "vfn.PartitionSpec": """\
+vfn.PartitionSpec: there is no such name
+  Instead: vfn.P("dp", None): for each dim the axes that it is split over, or None""",
+    "vfn.tree_map": "vfn.tree_map: there is no such name\n  Instead: vfn.tree.map",
+    "vfn.random.PRNGKey": "vfn.random.PRNGKey: there is no such name\n  Instead: vfn.random.key(0)",
+    "vfn.optim.AdamW": """\
+vfn.optim.AdamW: there is no such name
+  Instead: vfn.optim.adamw(1e-3): a pair of pure functions, init(params) and update(grads, state, params)""",
+    "vfn.custom_vjp": """\
+vfn.custom_vjp: there is no such name
+  Instead: there is no rule of one's own for a derivative yet: torch.autograd.Function with setup_context""",
+    "vfn.vmapp": "vfn.vmapp: there is no such name; did you mean 'vmap'?",
+    "vfn.random.unifrom": "vfn.random.unifrom: there is no such name; did you mean 'uniform'?",
+    "vfn.normal": "vfn.normal: there is no such name\n  Instead: vfn.random.normal",
+    "vfn.zzz": "vfn.zzz: there is no such name",
+    "vfn.__wrapped__": "module 'vescale_fn' has no attribute '__wrapped__'",
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_a_missing_name_is_told(name: str) -> None:
+    module, _, last = name.rpartition(".")
+    with pytest.raises(AttributeError) as error:
+        getattr(found(module), last)
+    assert str(error.value) == TOLD[name]
+
+
+def test_an_import_of_a_name_of_another_library_is_told_so_too() -> None:
+    """Python puts a text of its own in the place of an AttributeError's."""
+    with pytest.raises(ImportError) as error:
+        from vescale_fn import NamedSharding  # noqa: F401
+    assert str(error.value) == TOLD["vfn.NamedSharding"]
+    from vescale_fn import recipes  # a folder that nothing imports by itself
+
+    assert recipes.__name__ == "vescale_fn.recipes"
+
+
+def test_python_adds_no_question_of_its_own() -> None:
+    ran = subprocess.run([sys.executable, "-c", "import vescale_fn\nvescale_fn.vmapp"], capture_output=True, text=True)
+    assert ran.stderr.splitlines()[-1] == "AttributeError: " + TOLD["vfn.vmapp"]
+
+
+def test_trees() -> None:
+    a = {"b": [1, None], "a": (2,)}
+    assert vfn.tree.map(lambda x, y: x * y, a, a) == {"a": (4,), "b": [1, None]}
+    leaves, treedef = vfn.tree.flatten(a)
+    assert (leaves, vfn.tree.leaves(a), vfn.tree.structure(a)) == ([2, 1], [2, 1], treedef)
+    assert vfn.tree.unflatten(treedef, leaves) == a
+    assert (vfn.tree.reduce(lambda x, y: x + y, a), vfn.tree.all(a), vfn.tree.all([1, 0])) == (3, True, False)
+    assert vfn.tree.leaves_with_path(a) == [(("a", 0), 2), (("b", 0), 1)]
+    told = vfn.tree.map_with_path(lambda path, x, y: (path, x + y), a, a)
+    assert told == {"a": ((("a", 0), 4),), "b": [(("b", 0), 2), None]}
+    state = vfn.optim.sgd(0.1, momentum=0.9).init({"w": torch.zeros(2)})
+    assert [".".join(map(str, path)) for path, _ in vfn.tree.leaves_with_path(state)] == ["count", "momentum.w"]
+    assert len(vfn.tree.leaves(vfn.random.key(0))) == 1
