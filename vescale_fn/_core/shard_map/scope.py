@@ -85,10 +85,12 @@ class Site:
         return tuple(axis for axis in self.sizes if axis not in axes_named(spec))
 
     def lies(self, spec: P, x: Any) -> P:
-        """How the whole array lies of which `spec` speaks of the manual axes, and the others are as `x` has them."""
+        """How the whole array lies of which `spec` speaks of the manual axes, and the others are as `x` has them; but for
+        those over which a `vmap` around asks for its entries."""
         if self.auto is None or not is_array(x):
             return spec
-        own = only_along(bare(spec_of(x)), axes_of(self.auto))
+        entries = context.entries_over() if torch_internals.is_batched(x) else ()
+        own = only_along(bare(spec_of(x)), axes_of(self.auto).keys() - frozenset(entries))
         rows = [(*a, *b) if a else b for a, b in zip(split_axes(spec, x.ndim), split_axes(own, x.ndim))]
         return from_split_axes(rows, spec.unreduced | own.unreduced, spec.reduced)
 
