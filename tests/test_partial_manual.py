@@ -720,6 +720,18 @@ def test_spmd_axis_name_lays_the_entries_of_a_vmap_out(lying):
             )  # it has ended
 
 
+def test_spmd_axis_name_takes_an_axis_from_the_dims_of_an_argument():
+    batch = numbers(4, 6, 6, seed=19)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("i", "j"))
+        f = vfn.shard_map(torch.sin, mesh=mesh, in_specs=P(None, "j"), out_specs=P(None, "j"))
+        with vfn.comm_log() as log:
+            got = vfn.vmap(f, spmd_axis_name="i")(vfn.shard(batch, mesh, P(None, "i", "j")))
+        assert vfn.spec_of(got) == P("i", None, "j")
+        assert [(r.op, r.axis) for r in log] == [("all_to_all", "i")]
+        assert_close(vfn.unshard(got), batch.sin())
+
+
 def test_spmd_axis_name_is_refused_where_the_function_uses_the_axis():
     head = "it cannot lay out the entries of a vmap as its spmd_axis_name says\n  * "
     with vfn.simulate(4):
