@@ -54,7 +54,7 @@ def held(x: torch.Tensor) -> list[Piece]:
     assert isinstance(x, Array)
     if x.numel() == 0:
         return [_whole(torch.empty(x.shape, dtype=x.dtype))]
-    mesh, spec, local = x._spec.mesh, spec_of(x), torch_internals.local(x)
+    mesh, spec, local = torch_internals.mesh(x), spec_of(x), torch_internals.local(x)
     if mesh.get_coordinate() is None:  # a mesh that this rank is no part of
         return []
     axes, found = axes_of(mesh), dict[Any, Piece]()

@@ -75,9 +75,9 @@ class _Padded:
 
     def _each(self, x: Any, change: Any, size: int) -> Any:
         """Each rank's block changed, given how much of the dim is its own in `size`."""
-        spec = led(self.lead, layout(x._spec), self.spec, x.ndim)
+        spec = led(self.lead, layout(torch_internals.spec(x)), self.spec, x.ndim)
         bare = P(*spec, unreduced=spec.unreduced)
-        if layout(x._spec) != bare:
+        if layout(torch_internals.spec(x)) != bare:
             x = moved(x, self.mesh, bare, self.why)
         shape, axes = [*x.shape], axes_of(self.mesh)
         shape[self.dim] = self.size

@@ -60,7 +60,7 @@ def in_dtypes_of(like: Sequence[Any], xs: list[Any]) -> list[Any]:
     return [x if x.dtype == one.dtype else x.to(one.dtype) for x, one in zip(xs, like)]
 
 
-_dtype, _shape, _spec, _followed = (operator.attrgetter(x) for x in ("dtype", "shape", "_spec", "requires_grad"))
+_dtype, _shape, _followed = (operator.attrgetter(x) for x in ("dtype", "shape", "requires_grad"))
 
 
 def check_shapes(
@@ -198,7 +198,7 @@ _KINDS = frozenset((torch.Tensor, torch.nn.Parameter, Array))
 def _lie_alike(first: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether arrays are split in the same way, each as the one at its place, and none is a partial sum."""
     if first is others:
-        return not any(layout(spec).unreduced for spec in set(map(_spec, first)))
+        return not any(layout(spec).unreduced for spec in set(map(torch_internals.spec, first)))
     return set(map(type, first)) == {Array} and all(
         x is y
         or (
@@ -207,7 +207,7 @@ def _lie_alike(first: Sequence[Any], others: Sequence[Any]) -> bool:
             and x.tensor_meta.shape == y.tensor_meta.shape
             and x.tensor_meta.stride == y.tensor_meta.stride
         )
-        for x, y in zip(map(_spec, first), map(_spec, others))
+        for x, y in zip(map(torch_internals.spec, first), map(torch_internals.spec, others))
     )
 
 
@@ -255,7 +255,7 @@ def _on_blocks(rule: Rule, first: Sequence[Any], columns: Sequence[Sequence[Any]
 
 def _array(leaf: Any, local: Any) -> Any:
     """What a rank has computed of a leaf, laid out as the leaf."""
-    spec = leaf._spec
+    spec = torch_internals.spec(leaf)
     if local.dtype != leaf.dtype:
         spec = spec_for(spec.mesh, layout(spec), leaf.shape, spec.tensor_meta.stride, local.dtype)
     return torch_internals.new_dtensor(Array, local, spec, requires_grad=False)

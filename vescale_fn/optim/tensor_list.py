@@ -140,5 +140,5 @@ def _shared(a: Any) -> Any:
     """What all tensors of a formula share: of an array, which every rank holds alike, the plain tensor."""
     if isinstance(a, torch.Tensor) and is_array(a):
         x = torch_internals.peel(a)
-        return interpreter.the_one(interpreter.brought(x, WHOLE, "a number of an update"), x._spec.mesh)  # type: ignore[attr-defined]
+        return interpreter.the_one(interpreter.brought(x, WHOLE, "a number of an update"), torch_internals.mesh(x))  # type: ignore[attr-defined]
     return a

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .._core import torch_internals
 from .._core.base import context
@@ -65,7 +66,7 @@ def _bits(data: Any) -> list[tuple[int, int]]:
         below.blocks
         if type(below) is Blocks
         else (torch_internals.local(below),)
-        if hasattr(below, "_spec")
+        if isinstance(below, DTensor)
         else (below,)
     )
     rows: dict[tuple[int, int], None] = {}

@@ -52,7 +52,7 @@ def remember_sums(source: Any, outs: Sequence[Any], alias: bool) -> None:
     """Give each partial result a cell that keeps what it adds up to, shared by its aliases, until it is written."""
     shared = getattr(source, "_sum", None) if alias and len(outs) == 1 and source.shape == outs[0].shape else None
     for out in outs:
-        if out is not None and layout(out._spec).unreduced:
+        if out is not None and layout(torch_internals.spec(out)).unreduced:
             out._sum = shared if shared is not None else []
 
 
@@ -112,7 +112,11 @@ def entries(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Seq
     Args:
         targets: the arguments that are written.
     """
-    if not targets or not isinstance(targets[0], (list, tuple)) or not func._schema.name.startswith(LIST_OPS):
+    if (
+        not targets
+        or not isinstance(targets[0], (list, tuple))
+        or not torch_internals.operator_name(func).startswith(LIST_OPS)
+    ):
         return []
     n = len(targets[0])
 
@@ -121,7 +125,7 @@ def entries(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Seq
             return [a[k]]
         return a[k : k + 1] if name == "scalars" and isinstance(a, torch.Tensor) and a.ndim else a
 
-    names = [a.name for a in func._schema.arguments]
+    names = [a.name for a in torch_internals.schema(func).arguments]
     calls = [
         ([entry(a, k, name) for a, name in zip(args, names)], {name: entry(a, k, name) for name, a in kwargs.items()})
         for k in range(n)
@@ -143,7 +147,7 @@ def entries(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Seq
 @functools.lru_cache(maxsize=4096)
 def _reads_first(func: Any) -> bool:
     """Whether an op has read all that it needs before it writes: a number, which is the only thing that it reads."""
-    return func._schema.name.removeprefix("aten::") in ("fill_", "masked_fill_", "index_fill_")
+    return torch_internals.operator_name(func).removeprefix("aten::") in ("fill_", "masked_fill_", "index_fill_")
 
 
 def check_reads(func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: Any) -> None:
@@ -226,7 +230,7 @@ def after_write(x: Any) -> None:
             view.__dict__.get("_sum", []).clear()
             _note_stale_after_write(root, view)
         elif view is not None:
-            view._spec = _Stale()
+            torch_internals.set_spec(view, _Stale())
 
 
 # Torch's op for the gradient of a table is given no table: how the table lay is known by the indices that it was read at,

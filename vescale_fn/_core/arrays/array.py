@@ -63,10 +63,10 @@ class Array(WithoutMemory, DTensor):
         return interpreter.dispatch(Array, func, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name != "_local_tensor":
+        if name != torch_internals.LOCAL:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         interpreter.read(self)
-        return self._local_tensor
+        return torch_internals.local(self)
 
     @property
     def type_text(self) -> str:
@@ -75,8 +75,8 @@ class Array(WithoutMemory, DTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         spec = spec_of(self)
-        head = f"Array {self.type_text} on {mesh_text(axes_of(self._spec.mesh))}"
-        if is_simulated(self._spec.mesh) or _is_here(self._spec.mesh, spec):
+        head = f"Array {self.type_text} on {mesh_text(axes_of(torch_internals.mesh(self)))}"
+        if is_simulated(torch_internals.mesh(self)) or _is_here(torch_internals.mesh(self), spec):
             return f"{head}\n{_plain(self, 'print')}"  # not through autograd: a transform may be printing
         return f"{head}\n{_own_block(self, spec)}"
 
@@ -86,7 +86,7 @@ class Array(WithoutMemory, DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (
             torch_internals.local(self),
-            self._spec.mesh,
+            torch_internals.mesh(self),
             spec_of(self),
             tuple(self.shape),
             tuple(self.stride()),
@@ -130,12 +130,12 @@ class Array(WithoutMemory, DTensor):
     def __tensor_unflatten__(inner: Any, flat: Any, outer_size: Any, outer_stride: Any) -> Array:
         raw = DTensor.__tensor_unflatten__(inner, flat, outer_size, outer_stride)
         return torch_internals.new_dtensor(
-            Array, torch_internals.local(raw), raw._spec, requires_grad=raw.requires_grad
+            Array, torch_internals.local(raw), torch_internals.spec(raw), requires_grad=raw.requires_grad
         )
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Array:  # type: ignore[override]
         """This value with other DTensor placements; `with_sharding` in torch's words."""
-        mesh = self._spec.mesh if device_mesh is None else context.checked_mesh(device_mesh, "redistribute")
+        mesh = torch_internals.mesh(self) if device_mesh is None else context.checked_mesh(device_mesh, "redistribute")
         wrong = [p for p in placements or () if not isinstance(p, torch.distributed.tensor.placement_types.Placement)]
         if wrong or isinstance(placements, P):
             said = repr(placements) if isinstance(placements, P) else ", ".join(map(short, wrong))
@@ -165,7 +165,7 @@ class Array(WithoutMemory, DTensor):
 
     def to_local(self, **kwargs: Any) -> torch.Tensor:
         """This rank's block, as a plain tensor (on a simulated mesh: a `Blocks`)."""
-        return bring_in(self, self._spec.mesh, spec_of(self), "to_local")
+        return bring_in(self, torch_internals.mesh(self), spec_of(self), "to_local")
 
     def numpy(self, **kwargs: Any) -> Any:
         """The whole value as a numpy array."""
@@ -198,7 +198,7 @@ class Array(WithoutMemory, DTensor):
 
 def _refuse_for_checkpoint(x: Array) -> None:
     """Raise where torch's checkpoints, which know of one contiguous part of a value a process, would store another one."""
-    mesh, spec = x._spec.mesh, spec_of(x)
+    mesh, spec = torch_internals.mesh(x), spec_of(x)
     here = [coordinates(mesh, rank) for rank in played_ranks(mesh)] if mesh.get_coordinate() is not None else []
     blocks_here = [local_indices(tuple(x.shape), axes_of(mesh), spec, coord) for coord in here]
     if any(isinstance(indices, list) for block in blocks_here for indices in block):
@@ -229,7 +229,7 @@ def _is_here(mesh: Any, spec: P) -> bool:
 
 def _own_block(x: Array, spec: P) -> str:
     """This rank's block, said to be one: printing on one rank alone must not wait for the others."""
-    mesh = x._spec.mesh
+    mesh = torch_internals.mesh(x)
     rank = played_ranks(mesh)[0]
     where = local_indices(tuple(x.shape), axes_of(mesh), spec, coordinates(mesh, rank))
     spans = ", ".join(
@@ -252,7 +252,7 @@ def _marked(x: Array, reduced: frozenset[str], parameter: bool) -> Array:
     if reduced:
         x._reduced = reduced
     if parameter:
-        x._is_param = True  # what makes a subclass of Tensor an nn.Parameter
+        torch_internals.mark_as_parameter(x)
     return x
 
 
@@ -301,15 +301,19 @@ def _take_in(value: Any) -> Any:
         return type(value)(map(_take_in, value))
     if isinstance(value, DTensor) and not isinstance(value, Array):
         value = _only_sums(value)
-        return torch_internals.new_dtensor(Array, torch_internals.local(value), value._spec, requires_grad=False)
+        return torch_internals.new_dtensor(
+            Array, torch_internals.local(value), torch_internals.spec(value), requires_grad=False
+        )
     return value
 
 
 def _only_sums(x: Any) -> Any:
     """A raw DTensor with maxima and the like put together: of partial values a spec can say only sums."""
-    if isinstance(x, Array) or not any(p.is_partial() and p.reduce_op != "sum" for p in x._spec.placements):
+    if isinstance(x, Array) or not any(
+        p.is_partial() and p.reduce_op != "sum" for p in torch_internals.spec(x).placements
+    ):
         return x
-    whole = [torch.distributed.tensor.Replicate() if p.is_partial() else p for p in x._spec.placements]
+    whole = [torch.distributed.tensor.Replicate() if p.is_partial() else p for p in torch_internals.spec(x).placements]
     return DTensor.redistribute(x.detach(), placements=whole)  # type: ignore[arg-type]
 
 
@@ -324,7 +328,7 @@ def is_array(x: Any) -> bool:
 def mesh_of(x: torch.Tensor) -> Any:
     """The mesh of an array, also inside a transform; None for a plain tensor."""
     inner = torch_internals.peel(x)
-    return inner._spec.mesh if isinstance(inner, DTensor) else None
+    return torch_internals.mesh(inner) if isinstance(inner, DTensor) else None
 
 
 def spec_of(x: torch.Tensor) -> P:
@@ -348,7 +352,7 @@ def spec_of(x: torch.Tensor) -> P:
     inner = torch_internals.peel(x)
     if not isinstance(inner, DTensor):
         return WHOLE
-    spec, gone = layout(inner._spec), torch_internals.batch_dims(x)
+    spec, gone = layout(torch_internals.spec(inner)), torch_internals.batch_dims(x)
     reduced = getattr(inner, "_reduced", frozenset())
     if not gone and not reduced:
         return spec
@@ -363,7 +367,7 @@ def entries_over(x: torch.Tensor) -> frozenset[str]:
     inner, gone = torch_internals.peel(x), torch_internals.batch_dims(x)
     if not gone or not isinstance(inner, DTensor):
         return frozenset()
-    rows = list(split_axes(layout(inner._spec), inner.ndim))
+    rows = list(split_axes(layout(torch_internals.spec(inner)), inner.ndim))
     return frozenset(axis for dim in gone for axis in rows.pop(dim))
 
 
@@ -418,7 +422,7 @@ class _Move:
 
     def carried_out(self, x: Any) -> Any:
         """The move, of what has begun."""
-        spec = layout(x._spec) if isinstance(x, Array) else WHOLE
+        spec = layout(torch_internals.spec(x)) if isinstance(x, Array) else WHOLE
         if self.target is None:
             return _plain(x, self.why)
         target = led(self.lead, spec, self.target, x.ndim)
@@ -453,8 +457,8 @@ class _Moves:
         together: list[tuple[int, P]] = []
         for i, (part, x) in enumerate(zip(self.parts, out, strict=True)):
             if isinstance(x, Array) and part.target is not None and not getattr(x, "_sum", None):
-                target = led(part.lead, layout(x._spec), part.target, x.ndim)
-                if P(*target, unreduced=target.unreduced) != layout(x._spec):
+                target = led(part.lead, layout(torch_internals.spec(x)), part.target, x.ndim)
+                if P(*target, unreduced=target.unreduced) != layout(torch_internals.spec(x)):
                     together.append((i, target))
                     continue
             out[i] = part.carried_out(x)
@@ -525,7 +529,7 @@ def _apart(local: Any, source: Any) -> Any:
 def _plain(x: Any, why: str) -> torch.Tensor:
     if not isinstance(x, Array):
         return x
-    return interpreter.the_one(interpreter.brought(x, WHOLE, why, apart=True), x._spec.mesh)
+    return interpreter.the_one(interpreter.brought(x, WHOLE, why, apart=True), torch_internals.mesh(x))
 
 
 @dataclass(frozen=True)
@@ -540,10 +544,10 @@ class _Enter:
 
     def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
         (x,) = xs
-        lies = layout(x._spec) if isinstance(x, Array) else WHOLE
+        lies = layout(torch_internals.spec(x)) if isinstance(x, Array) else WHOLE
         spec = led(self.lead, lies, self.spec, x.ndim, () if self.auto is None else axes_of(self.auto))
         bare = P(*spec, unreduced=spec.unreduced)
-        if not isinstance(x, Array) or layout(x._spec) != bare:
+        if not isinstance(x, Array) or layout(torch_internals.spec(x)) != bare:
             (x,) = _Move(self.mesh, None, bare, "shard_map")((x,))
         return (entered(x, spec, self.auto),)
 
@@ -574,7 +578,7 @@ def entered(x: Array, spec: P, auto: Any) -> Any:
     local = torch_internals.local(x)
     if auto is None:
         return Blocks(local.blocks, in_body=True) if type(local) is Blocks else local.detach()  # type: ignore[call-arg]
-    axes = axes_of(x._spec.mesh)
+    axes = axes_of(torch_internals.mesh(x))
     others = only_along(spec, axes.keys() - axes_of(auto).keys())
     shape = [size // _product(axes, names) for size, names in zip(x.shape, split_axes(others, x.ndim))]
     return wrap(_renamed(local), auto, only_along(P(*spec, unreduced=spec.unreduced), axes_of(auto)), torch.Size(shape))
@@ -597,7 +601,7 @@ class _Leave:
 
     def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
         (x,) = xs
-        spec = led(self.lead, layout(x._spec) if isinstance(x, Array) else WHOLE, self.spec, x.ndim)
+        spec = led(self.lead, layout(torch_internals.spec(x)) if isinstance(x, Array) else WHOLE, self.spec, x.ndim)
         if self.auto is not None:
             inner = only_along(P(*spec, unreduced=spec.unreduced), axes_of(self.auto))
             (x,) = _Move(self.auto, None, inner, "shard_map")((x,))
@@ -691,11 +695,16 @@ def moved_together(xs: Sequence[Array], targets: Sequence[P], why: str) -> list[
     out: list[Any] = list(xs)
     meshes: dict[Any, list[int]] = {}
     for i, x in enumerate(xs):
-        meshes.setdefault(x._spec.mesh, []).append(i)
+        meshes.setdefault(torch_internals.mesh(x), []).append(i)
     for mesh, members in meshes.items():
         shapes = [tuple(xs[i].shape) for i in members]
         plans = [
-            reshard.plan(shape, axes_items(mesh), layout(xs[i]._spec), P(*targets[i], unreduced=targets[i].unreduced))
+            reshard.plan(
+                shape,
+                axes_items(mesh),
+                layout(torch_internals.spec(xs[i])),
+                P(*targets[i], unreduced=targets[i].unreduced),
+            )
             for i, shape in zip(members, shapes, strict=True)
         ]
         with torch_internals.no_torch_function():  # a body's mode watches what the body does, not what is done here

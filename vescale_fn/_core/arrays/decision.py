@@ -99,8 +99,8 @@ class Decision:
 def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
     meshes: list[Any] = []
     for x in tensors:
-        if isinstance(x, DTensor) and not any(same(x._spec.mesh, mesh) for mesh in meshes):
-            meshes.append(x._spec.mesh)
+        if isinstance(x, DTensor) and not any(same(torch_internals.mesh(x), mesh) for mesh in meshes):
+            meshes.append(torch_internals.mesh(x))
     for x in tensors:
         if type(x) is Blocks and not is_part(meshes[0]):
             raise TypingError(
@@ -112,13 +112,15 @@ def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
                 )
             )
     if len(meshes) > 1:
-        texts = [f"{text(x)} on the {mesh_text(axes_of(x._spec.mesh))}" for x in tensors if isinstance(x, DTensor)]
+        texts = [
+            f"{text(x)} on the {mesh_text(axes_of(torch_internals.mesh(x)))}" for x in tensors if isinstance(x, DTensor)
+        ]
         raise MeshError(
             report(
                 op_text(func),
                 "arrays on different meshes do not mix",
                 texts,
-                f"vfn.shard(x, mesh, {layout(tensors[0]._spec)!r}) brings one to the other's mesh",  # type: ignore[attr-defined]
+                f"vfn.shard(x, mesh, {layout(torch_internals.spec(tensors[0]))!r}) brings one to the other's mesh",  # type: ignore[attr-defined]
             )
         )
     return meshes[0]
@@ -129,7 +131,7 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[s
     tensors = tensors_in(args, kwargs)
     mesh = _mesh_of(func, tensors)
     refuse(func, args, kwargs)
-    specs = [layout(x._spec) if isinstance(x, DTensor) else WHOLE for x in tensors]
+    specs = [layout(torch_internals.spec(x)) if isinstance(x, DTensor) else WHOLE for x in tensors]
     outs, many = _metas(func, args, kwargs, tensors)
     common: dict[str, Any] = {
         "view": _is_view(func),
@@ -200,7 +202,7 @@ def _steps(func: Any, args: Any, kwargs: Any, outs: Any, axes: dict[str, int]) -
     if name in COMPOSED and outs is not None:
         bound = bind(func, args, kwargs)
         rows: dict[str, Any] = {
-            at: split_axes(layout(x._spec), x.ndim) if isinstance(x, DTensor) else ((),) * x.ndim
+            at: split_axes(layout(torch_internals.spec(x)), x.ndim) if isinstance(x, DTensor) else ((),) * x.ndim
             for at, x in bound.items()
             if isinstance(x, torch.Tensor)
         }
@@ -230,7 +232,7 @@ def _rule(
     ts = tuple(T(i, tuple(x.shape), x.dtype) for i, x in enumerate(tensors))
     numbered = iter(ts)
     by_name = {name: replace(a, numbered) for name, a in bind(func, args, kwargs).items()}
-    name = func._schema.name.removeprefix("aten::")
+    name = torch_internals.operator_name(func).removeprefix("aten::")
     call = Call(
         name.removesuffix("_") if places else name,
         by_name,
@@ -244,7 +246,7 @@ def _rule(
 
 def reason(func: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: P, target: P) -> str:
     """Why an argument moves, for the log: ``softmax needs dim 1 whole: f32[8,4@tp]``."""
-    name, value = func._schema.name.split("::")[-1].strip("_"), type_text(shape, dtype, spec)
+    name, value = torch_internals.operator_name(func).split("::")[-1].strip("_"), type_text(shape, dtype, spec)
     before, after = split_axes(spec, len(shape)), split_axes(target, len(shape))
     gathered = [str(d) for d, (a, b) in enumerate(zip(before, after, strict=True)) if a and not b]
     if spec.unreduced - target.unreduced and before == after:
@@ -256,7 +258,7 @@ def reason(func: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: P, targe
 
 def refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise for what has no answer on a mesh: a stateful draw, a change of storage."""
-    name = func._schema.name.removeprefix("aten::")
+    name = torch_internals.operator_name(func).removeprefix("aten::")
     refuse_seeded(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags and name != "detach_" or name == "resize_as_":
         raise InPlaceError(
@@ -279,7 +281,7 @@ def _within(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset:
 
 
 def _is_view(func: Any) -> bool:
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in torch_internals.schema(func).returns)
 
 
 def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, ...] | None, bool]:
@@ -292,7 +294,7 @@ def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, 
             out = shaped(*fake_args, **{k: replace(a, fakes) for k, a in kwargs.items()})
         except Exception:
             return None, False
-    if out is None and func._schema.name.endswith("_"):  # a list changed in place
+    if out is None and torch_internals.operator_name(func).endswith("_"):  # a list changed in place
         out = fake_args[0]
     many = isinstance(out, (list, tuple))
     outs = tuple(out) if many else (out,)
@@ -452,7 +454,9 @@ def _local_sizes(rule: Rule, func: Any, outs: Any, out_specs: Sequence[P], mesh:
     """The size argument on each rank that this process plays."""
     if not rule.sizes:
         return None
-    position = next(i for i, argument in enumerate(func._schema.arguments) if argument.name == rule.sizes)
+    position = next(
+        i for i, argument in enumerate(torch_internals.schema(func).arguments) if argument.name == rule.sizes
+    )
     axes = axes_of(mesh)
     return position, tuple(
         local_shape(tuple(outs[0].shape), axes, out_specs[0], coordinates(mesh, rank)) for rank in played_ranks(mesh)

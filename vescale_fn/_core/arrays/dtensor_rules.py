@@ -23,7 +23,9 @@ def propagated(func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any, mesh:
         return None
     axes = axes_of(mesh)
     metas = [
-        x._spec if isinstance(x, DTensor) else spec_for(mesh, WHOLE, x.shape, tuple(x.stride()), x.dtype)
+        torch_internals.spec(x)
+        if isinstance(x, DTensor)
+        else spec_for(mesh, WHOLE, x.shape, tuple(x.stride()), x.dtype)
         for x in tensors
     ]
     if any(p.is_partial() or type(p) not in (Replicate, Shard) for meta in metas for p in meta.placements):

@@ -73,7 +73,7 @@ def _key(a: Any) -> Any:
         return tuple([_key(x) for x in a])
     if isinstance(a, torch.Tensor):
         if isinstance(a, DTensor):
-            return a._spec
+            return torch_internals.spec(a)
         return a.shape, a.stride() if a.layout is torch.strided else a.layout, a.dtype, a.device.type
     return kind, a
 
@@ -87,7 +87,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
         op_lines.note()
     key = [func, torch.get_default_dtype()]
     for a in args:
-        key.append(a._spec if a.__class__ is cls else _key(a))
+        key.append(torch_internals.spec(a) if a.__class__ is cls else _key(a))
     if kwargs:
         for name, a in kwargs.items():
             key.append((name, _key(a)))
@@ -109,7 +109,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
             _cache.popitem(last=False)
     decision, way = found
     if modes or context.watch() is not None:
-        name = func._schema.name.split("::")[-1].strip("_")
+        name = torch_internals.operator_name(func).split("::")[-1].strip("_")
         replica_check.same_plain(
             f"torch's {name}",
             decision.mesh,
@@ -172,7 +172,7 @@ def _in_another_shape(cls: Any, func: Any, args: Sequence[Any]) -> Any:
     """An array made to be a view of itself: torch's own `matmul` of vectors does so to its result."""
     x, view = args[0], dispatch(cls, _OTHER_SHAPE[func], args, None)
     if hasattr(view, "_moved"):
-        name = func._schema.name.removeprefix("aten::")
+        name = torch_internals.operator_name(func).removeprefix("aten::")
         raise InPlaceError(
             report(
                 f"torch's {name}",
@@ -181,7 +181,8 @@ def _in_another_shape(cls: Any, func: Any, args: Sequence[Any]) -> Any:
                 f"a new array: x = x.{name.removesuffix('_')}(...)",
             )
         )
-    x._local_tensor, x._spec = torch_internals.local(view), view._spec
+    torch_internals.set_local(x, torch_internals.local(view))
+    torch_internals.set_spec(x, torch_internals.spec(view))
     if hasattr(view, "_sum"):
         x._sum = view._sum
     torch_internals.own_shape(func, args)
@@ -197,7 +198,8 @@ def _only_strides(x: Any, size: Sequence[int], stride: Sequence[int], offset: in
 def _with_strides(func: Any, args: Sequence[Any]) -> Any:
     """An array that says other strides of itself: torch's own pooling does so to its result, to call it channels-last."""
     x, _, stride, *_ = args
-    x._spec = spec_for(x._spec.mesh, layout(x._spec), x.shape, tuple(stride), x.dtype)
+    spec = layout(torch_internals.spec(x))
+    torch_internals.set_spec(x, spec_for(torch_internals.mesh(x), spec, x.shape, tuple(stride), x.dtype))
     torch_internals.own_shape(func, args)
     return x
 
@@ -221,7 +223,7 @@ def _carry_out(
         for call in (calls := entries(func, args, kwargs, targets)):
             dispatch(cls, func, *call)
         if calls:
-            return args[0] if func._schema.returns else None
+            return args[0] if torch_internals.schema(func).returns else None
     if any(moved_view(x) is not None for x in tensors_in(targets, {})):
         return _write_where_shown(cls, func, args, kwargs, decision)
     if decision.view and not now and _elements_move(args[0], decision):
@@ -245,7 +247,7 @@ def _carry_out(
     )
     if decision.op is not None:
         bound = bind(func, local_args, local_kwargs)
-        only = {a.name for a in func._schema.arguments if a.kwarg_only}
+        only = {a.name for a in torch_internals.schema(func).arguments if a.kwarg_only}
         op = decision.op
         local_args = [v for k, v in bound.items() if k not in only]
         local_kwargs = {k: v for k, v in bound.items() if k in only}
@@ -261,7 +263,7 @@ def _carry_out(
         _run(op, local_args, local_kwargs, decision, target, sizes)
         for x in tensors_in([args[i] for i, _ in blocks.written(func)], {}):
             _written(func, x)
-        return args[0] if func._schema.returns else None
+        return args[0] if torch_internals.schema(func).returns else None
     copied: list[bool] = []
     reshape = decision.sizes is not None and (decision.view or func is _UNSAFE_VIEW)
     out = _run(_reshape_if_needed(op, copied) if reshape else op, local_args, local_kwargs, decision, None, sizes)
@@ -289,7 +291,7 @@ def _carry_out(
     if decision.partial:
         remember_sums(args[0], wrapped, func in _SAME)
         if decision.view and not decision.many and not decision.moves and args[0].numel() == wrapped[0].numel():
-            wrapped[0]._seen = (args[0], args[0]._spec, func, args[1:], kwargs)
+            wrapped[0]._seen = (args[0], torch_internals.spec(args[0]), func, args[1:], kwargs)
     return type(out)(wrapped) if decision.many else wrapped[0]
 
 
@@ -336,7 +338,7 @@ def _folded(func: Any, parts: list[Any], decision: Decision) -> list[Any]:
     """The results that the ranks' parts make up."""
     assert decision.fold is not None
     how, axes_of_parts = decision.fold
-    why = f"{func._schema.name.split('::')[-1].strip('_')} puts its parts together"
+    why = f"{torch_internals.operator_name(func).split('::')[-1].strip('_')} puts its parts together"
     if how != "total":
         return [
             collectives.all_reduce(part, decision.mesh, axes, why, how) if axes else part
@@ -393,7 +395,9 @@ def _elements_move(x: Any, decision: Decision) -> bool:
     """
     if decision.copies or (hasattr(x, "_moved") and moved_view(x) is None):
         return False
-    return bool(moved_view(x) or decision.moves) or (decision.targets is None and layout(x._spec) != WHOLE)
+    return bool(moved_view(x) or decision.moves) or (
+        decision.targets is None and layout(torch_internals.spec(x)) != WHOLE
+    )
 
 
 def _deferred(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], decision: Decision) -> Any:
@@ -433,7 +437,7 @@ def _deferred(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
     for i, (out, meta) in enumerate(zip(outs, metas, strict=True)):
         out._moved = MovedView(
             source,
-            source._spec,
+            torch_internals.spec(source),
             func,
             tuple(args[1:]),
             kwargs,
@@ -464,20 +468,20 @@ def _refusal(func: Any, args: Sequence[Any], kwargs: dict[str, Any], decision: D
 def read(x: Any) -> None:
     """Bring the elements of a view that was made without them."""
     link = moved_view(x)
-    if link is None or link.source._spec is not link.spec:
-        raise AttributeError("_local_tensor") if link is None else missed()
+    if link is None or torch_internals.spec(link.source) is not link.spec:
+        raise AttributeError(torch_internals.LOCAL) if link is None else missed()
     if link.refusal is not None and context.is_strict():
         raise link.refusal
     outside = torch_internals.is_recorded() and not link.recorded  # a recording that began later sees a finished value
     with torch_internals.unrecorded() if outside else contextlib.nullcontext():
         out = _carry_out(type(x), link.func, (link.source, *link.args), link.kwargs, link.decision, now=True)
     if link.number is None:
-        x._local_tensor = torch_internals.local(out)
+        torch_internals.set_local(x, torch_internals.local(out))
         return
-    x._local_tensor = torch_internals.local(out[link.number])
+    torch_internals.set_local(x, torch_internals.local(out[link.number]))
     for i, sibling in enumerate(link.siblings):  # which came with it
         if (other := sibling()) is not None and other is not x:
-            other._local_tensor = torch_internals.local(out[i])
+            torch_internals.set_local(other, torch_internals.local(out[i]))
 
 
 def _write_where_shown(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], decision: Decision) -> Any:
@@ -503,9 +507,9 @@ def _write_where_shown(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[st
     moved = {m for x in tensors_in(targets, {}) if moved_view(x) is not None for m in memories(x)}
     originals = list({id(x): x for x in tensors_in(targets, {}) if moved & memories(x)}.values())
     for x in originals:
-        local = brought(x, layout(x._spec), "", apart=True)
+        local = brought(x, layout(torch_internals.spec(x)), "", apart=True)
         local = local if moved_view(x) is not None else _copied(local)
-        copies[id(x)] = torch_internals.new_dtensor(cls, local, x._spec, requires_grad=False)
+        copies[id(x)] = torch_internals.new_dtensor(cls, local, torch_internals.spec(x), requires_grad=False)
     result = dispatch(cls, func, [copied(a) for a in args], {k: copied(a) for k, a in kwargs.items()})
     for x in originals:
         dispatch(cls, _aten.copy_.default, (x, copies[id(x)]), None)
@@ -515,7 +519,7 @@ def _write_where_shown(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[st
 
 def _write_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any], link: MovedView) -> None:
     """Write into the whole of what a view shows a part of, and put that back where it lies."""
-    base, mesh = link.base, link.base._spec.mesh
+    base, mesh = link.base, torch_internals.mesh(link.base)
     if context.is_strict():
         refuse_moves(func, (base,), {}, [(0, _steps_to_whole(base), WHOLE)])
     decision = Decision(mesh, None, (), (), False)
@@ -556,8 +560,8 @@ def brought(x: Any, target: P, why: str, apart: bool = False) -> Any:
 
     With `apart` the result is nobody else's: it is given away, and may be written.
     """
-    mesh, shape = x._spec.mesh, tuple(x.shape)
-    steps = reshard.plan(shape, axes_items(mesh), layout(x._spec), target)
+    mesh, shape = torch_internals.mesh(x), tuple(x.shape)
+    steps = reshard.plan(shape, axes_items(mesh), layout(torch_internals.spec(x)), target)
     cell = getattr(x, "_sum", None)
     if cell and cell[0] == (torch_internals.version(x), steps):
         return _copied(cell[1]) if apart else cell[1]
@@ -574,16 +578,16 @@ def brought(x: Any, target: P, why: str, apart: bool = False) -> Any:
 def _sees(x: Any) -> bool:
     """Whether `x` is a view of all of a partial value, which still lies as it did then."""
     seen = x.__dict__.get("_seen")
-    return seen is not None and seen[0]._spec is seen[1]
+    return seen is not None and torch_internals.spec(seen[0]) is seen[1]
 
 
 def _view_of_sum(x: Any) -> Any:
     """A view of a partial value as the same view of what that adds up to, which is known, or is from now on."""
     source, _, func, args, kwargs = x._seen
-    spec = layout(source._spec)
+    spec = layout(torch_internals.spec(source))
     goal = P(*spec)
     local = brought(source, goal, f"{op_text(func)} of a sum")
-    whole = spec_for(source._spec.mesh, goal, source.shape, tuple(source.stride()), source.dtype)
+    whole = spec_for(torch_internals.mesh(source), goal, source.shape, tuple(source.stride()), source.dtype)
     return dispatch(
         type(source),
         func,
@@ -660,7 +664,7 @@ def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], dec
 
 def _written(func: Any, x: Any) -> None:
     after_write(x)
-    if not func._schema.returns:  # of the arrays of a list, torch counts no writes
+    if not torch_internals.schema(func).returns:  # of the arrays of a list, torch counts no writes
         torch_internals.count_write(x)
 
 
@@ -679,12 +683,12 @@ def _refuse_overlap(func: Any, targets: Iterable[Any]) -> None:
 
 
 def _steps_to_whole(x: Any) -> tuple[reshard.Step, ...]:
-    return reshard.plan(tuple(x.shape), axes_items(x._spec.mesh), layout(x._spec), WHOLE)
+    return reshard.plan(tuple(x.shape), axes_items(torch_internals.mesh(x)), layout(torch_internals.spec(x)), WHOLE)
 
 
 def _one_whole(func: Any, x: Any, i: int, decision: Decision, written: bool) -> tuple[torch.Tensor, bool]:
     """An array as one whole tensor with the array's strides, and whether that is a copy."""
-    spec, shape = layout(x._spec), tuple(x.shape)
+    spec, shape = layout(torch_internals.spec(x)), tuple(x.shape)
     steps = _steps_to_whole(x)
     local = torch_internals.local(x)
     if steps:
@@ -719,7 +723,7 @@ def _write_back(func: Any, x: Any, whole: torch.Tensor, mesh: Any) -> None:
                 "an array of the result's shape, or the op without out=",
             )
         )
-    steps = reshard.plan(tuple(x.shape), axes_items(mesh), WHOLE, layout(x._spec))
+    steps = reshard.plan(tuple(x.shape), axes_items(mesh), WHOLE, layout(torch_internals.spec(x)))
     value = reshard.run(whole, tuple(x.shape), mesh, steps, "")
     local = torch_internals.local(x)
     if type(local) is Blocks:

@@ -48,7 +48,7 @@ _NEW = {
 
 def is_new(func: Any, outs: Sequence[Any]) -> bool:
     """Whether an op's results, of these layouts, are new arrays that nobody has laid out."""
-    return func._schema.name.removeprefix("aten::") in _NEW and all(spec == WHOLE for spec in outs)
+    return torch_internals.operator_name(func).removeprefix("aten::") in _NEW and all(spec == WHOLE for spec in outs)
 
 
 def note_new(outs: Sequence[Any]) -> None:
@@ -92,13 +92,13 @@ def settle(dispatch: Callable[..., Any], func: Any, args: Sequence[Any]) -> bool
     views = getattr(root, "_views", None)
     if root is None or views is None or find(func) is not elementwise or (root.is_leaf and root.requires_grad):
         return False
-    rows = list(split_axes(layout(root._spec), root.ndim))
+    rows = list(split_axes(layout(torch_internals.spec(root)), root.ndim))
     taken = {name for names in rows for name in names}
     cut = {dim for _, dims in views for dim in dims}
     before = list(rows)
     others = [x for x in args[1:] if isinstance(x, DTensor) and x.ndim <= target.ndim]
     for x in sorted(others, key=torch.Tensor.numel, reverse=True):
-        names_of = split_axes(layout(x._spec), x.ndim)
+        names_of = split_axes(layout(torch_internals.spec(x)), x.ndim)
         for names, size, dim in zip(reversed(names_of), reversed(x.shape), reversed(_dims(target))):
             if (
                 names
@@ -118,14 +118,15 @@ def settle(dispatch: Callable[..., Any], func: Any, args: Sequence[Any]) -> bool
 
 def _split(dispatch: Callable[..., Any], root: Any, rows: Sequence[tuple[str, ...]]) -> None:
     views = root.__dict__.pop("_views")
-    mesh, shape, goal = root._spec.mesh, tuple(root.shape), from_split_axes(rows)
-    steps = reshard.plan(shape, axes_items(mesh), layout(root._spec), goal)  # slices alone
-    root._local_tensor = reshard.run(torch_internals.local(root), shape, mesh, steps, "")
-    root._spec = spec_for(mesh, goal, root.shape, tuple(root.stride()), root.dtype)
+    mesh, shape, goal = torch_internals.mesh(root), tuple(root.shape), from_split_axes(rows)
+    steps = reshard.plan(shape, axes_items(mesh), layout(torch_internals.spec(root)), goal)  # slices alone
+    torch_internals.set_local(root, reshard.run(torch_internals.local(root), shape, mesh, steps, ""))
+    torch_internals.set_spec(root, spec_for(mesh, goal, root.shape, tuple(root.stride()), root.dtype))
     for ref, _ in views:
         view = ref()
         if view is not None:
             source, func, args, _ = view._part
             again = dispatch(func, (source, *args), None)
-            view._local_tensor, view._spec = torch_internals.local(again), again._spec
+            torch_internals.set_local(view, torch_internals.local(again))
+            torch_internals.set_spec(view, torch_internals.spec(again))
     root._views = views

@@ -310,9 +310,9 @@ def _moved_as_one(
 
 def _is_finished_sum(x: Any, mesh: Any, spec: P) -> bool:
     """Whether `x`, which no transform follows any more, is an array on `mesh` that is to be added over ranks for `spec`."""
-    if not isinstance(x, Array) or not same(x._spec.mesh, mesh):
+    if not isinstance(x, Array) or not same(torch_internals.mesh(x), mesh):
         return False
-    over = layout(x._spec).unreduced - spec.unreduced
+    over = layout(torch_internals.spec(x)).unreduced - spec.unreduced
     if all(axes_of(mesh)[axis] == 1 for axis in over):
         return False
     return not (

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from .. import torch_internals
 from ..base.errors import RandomError
 from ..base.messages import report
 from ..base.op_arguments import bind, tensors_in
@@ -45,7 +46,10 @@ _UNTAGGED = {"random", "random_", "binomial", "_sample_dirichlet", "_cudnn_init_
 
 def is_seeded(func: Any) -> bool:
     """Whether an op may draw from a generator of torch's."""
-    return torch.Tag.nondeterministic_seeded in func.tags or func._schema.name.removeprefix("aten::") in _UNTAGGED
+    return (
+        torch.Tag.nondeterministic_seeded in func.tags
+        or torch_internals.operator_name(func).removeprefix("aten::") in _UNTAGGED
+    )
 
 
 def refuse_seeded(func: Any, args: Sequence[Any], kwargs: dict[str, Any], own: bool = False) -> None:
@@ -54,7 +58,7 @@ def refuse_seeded(func: Any, args: Sequence[Any], kwargs: dict[str, Any], own: b
     if not is_seeded(func):
         return
     bound = bind(func, args, kwargs)
-    name = func._schema.name.removeprefix("aten::")
+    name = torch_internals.operator_name(func).removeprefix("aten::")
     if not _draws(name, bound):
         return
     array = any(isinstance(x, DTensor) for x in tensors_in(args, kwargs))

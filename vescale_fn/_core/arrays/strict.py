@@ -90,7 +90,7 @@ def refuse_moves(
         x, word = tensors[i], words[i]
         name, own = (None if backward else spelled(x)) or (word, False)
         who = f"its argument {word}" if name == word else f"{name}, its argument {word},"
-        sent = traffic(tuple(x.shape), axes_of(x._spec.mesh), steps, x.element_size())
+        sent = traffic(tuple(x.shape), axes_of(torch_internals.mesh(x)), steps, x.element_size())
         how = ", ".join(f"{kind.replace('_', '-')} over {axes_text(axes)}: {n:,} bytes" for kind, axes, n in sent)
         needed = type_text(x.shape, x.dtype, target)
         failures.append(f"{who} is {text(x)} and would have to be {needed} ({how} on each rank)")
@@ -117,7 +117,7 @@ def refuse_moves(
 
 def _argument_names(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
     """What each tensor among an op's arguments is called."""
-    names = [*(a.name for a in func._schema.arguments[: len(args)]), *kwargs]
+    names = [*(a.name for a in torch_internals.schema(func).arguments[: len(args)]), *kwargs]
     found = []
     for name, a in zip(names, (*args, *kwargs.values())):
         if isinstance(a, (list, tuple)):

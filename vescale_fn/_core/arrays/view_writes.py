@@ -40,7 +40,7 @@ _BY_ELEMENT = {"copy_", "fill_", "zero_", "masked_fill_"}
 
 def by_element(func: Any) -> bool:
     """Whether an op in place gives each element of its target a value that no other element of it has a part in."""
-    name = func._schema.name.removeprefix("aten::")
+    name = torch_internals.operator_name(func).removeprefix("aten::")
     return name in _BY_ELEMENT or (name.endswith("_") and torch.Tag.pointwise in func.tags)
 
 
@@ -60,8 +60,8 @@ def write_pieces(
         link: how the view came about.
         brought: gives the local value of an array in another layout.
     """
-    base, mesh, axes = link.base, link.base._spec.mesh, axes_of(link.base._spec.mesh)
-    spec, shape = layout(base._spec), tuple(base.shape)
+    base, mesh, axes = link.base, torch_internals.mesh(link.base), axes_of(torch_internals.mesh(link.base))
+    spec, shape = layout(torch_internals.spec(base)), tuple(base.shape)
     shown = shown_by(link.shown, shape, base.stride())
     if spec.unreduced or shown is None:
         return False
@@ -79,7 +79,9 @@ def write_pieces(
         for x, skip in zip(others, first, strict=True)
     ]
     steps = [
-        reshard.plan(tuple(x.shape), axes_items(mesh), layout(x._spec) if isinstance(x, DTensor) else WHOLE, goal)
+        reshard.plan(
+            tuple(x.shape), axes_items(mesh), layout(torch_internals.spec(x)) if isinstance(x, DTensor) else WHOLE, goal
+        )
         for x, goal in zip(others, goals, strict=True)
     ]
     if context.is_strict():
@@ -87,7 +89,7 @@ def write_pieces(
     local = []
     for x, goal, one in zip(others, goals, steps, strict=True):
         if isinstance(x, DTensor):
-            local.append(brought(x, goal, reason(func, tuple(x.shape), x.dtype, layout(x._spec), goal)))
+            local.append(brought(x, goal, reason(func, tuple(x.shape), x.dtype, layout(torch_internals.spec(x)), goal)))
         else:
             local.append(reshard.run(x, tuple(x.shape), mesh, one, ""))
     held = torch_internals.local(base)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .. import torch_internals
+
 
 def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments of an op, in order; also those in lists."""
@@ -31,6 +33,6 @@ def replace(a: Any, values: Any) -> Any:
 def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name, defaults filled in."""
     bound = {}
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(torch_internals.schema(func).arguments):
         bound[argument.name] = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
     return bound

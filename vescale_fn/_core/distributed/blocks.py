@@ -184,7 +184,7 @@ def run_ranks(
         share: ranks whose arguments are the same tensors share one result; for values that nothing changes in place.
         vary: (position, one value a rank) of an argument that differs by rank without being a tensor.
     """
-    if isinstance(target, (list, tuple)) and fn._schema.name.startswith(LIST_OPS):
+    if isinstance(target, (list, tuple)) and torch_internals.operator_name(fn).startswith(LIST_OPS):
         return _write_lists(fn, n, args, kwargs, target)
     columns = [_column(a, n) for a in (*args, *kwargs.values())]
     if vary is not None:
@@ -225,7 +225,9 @@ def _write_lists(fn: Any, n: int, args: Sequence[Any], kwargs: dict[str, Any], t
 def written(func: Any) -> tuple[tuple[int, str], ...]:
     """The (position, name) of each argument that an op writes in place."""
     return tuple(
-        (i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+        (i, a.name)
+        for i, a in enumerate(torch_internals.schema(func).arguments)
+        if a.alias_info is not None and a.alias_info.is_write
     )
 
 

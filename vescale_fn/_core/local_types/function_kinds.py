@@ -150,7 +150,7 @@ def may_differ(func: Any) -> bool:
     """Whether an operator may give ranks something else although they give it the same: one that says that it draws, or that
     talks to other ranks. Of what is inside of others nothing is known; debug mode compares what they give."""
     overloads = [getattr(func, name) for name in func.overloads()] if hasattr(func, "overloads") else [func]
-    return overloads[0]._schema.name.split("::")[0] in _COMMUNICATES or any(
+    return torch_internals.operator_name(overloads[0]).split("::")[0] in _COMMUNICATES or any(
         torch.Tag.nondeterministic_seeded in one.tags for one in overloads
     )
 
@@ -161,7 +161,7 @@ _signature = functools.lru_cache(maxsize=64)(inspect.signature)
 def _schema(func: Any) -> Any:
     """The schema of an operator that writes some of its arguments; None for another."""
     overloads = [getattr(func, name) for name in func.overloads()] if hasattr(func, "overloads") else [func]
-    found = overloads[0]._schema if len(overloads) == 1 else None
+    found = torch_internals.schema(overloads[0]) if len(overloads) == 1 else None
     return found if found is not None and found.is_mutable else None
 
 

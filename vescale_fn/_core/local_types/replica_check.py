@@ -88,7 +88,7 @@ def numbers_alike(name: str, func: Any, mesh: Any, args: Sequence[Any], kwargs: 
     ledger, recorder = _ledger()
     if ledger is None or is_simulated(mesh):
         return
-    names = [a.name for a in func._schema.arguments]
+    names = [a.name for a in torch_internals.schema(func).arguments]
     found = [(key, text) for key, a in (*zip(names, args), *kwargs.items()) if (text := _number_text(a, recorder))]
     if found:
         line, ranks = quoted(user_line()), ranks_of(mesh)

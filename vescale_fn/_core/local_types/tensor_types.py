@@ -125,7 +125,7 @@ def kept(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def outside(x: torch.Tensor, auto: Any) -> bool:
     """Whether `x` is an array, but not one of a body whose values are arrays on the mesh `auto`."""
     below = torch_internals.peel(x)
-    return isinstance(below, DTensor) and (auto is None or not same(below._spec.mesh, auto))
+    return isinstance(below, DTensor) and (auto is None or not same(torch_internals.mesh(below), auto))
 
 
 def refuse_unseen(x: torch.Tensor) -> None:
@@ -199,5 +199,5 @@ def mark_made(value: Any, type_: Type, operands: Iterable[torch.Tensor]) -> Any:
 
 def text(x: torch.Tensor, type_: Type | None = None) -> str:
     """A value on one short line: ``f32[2,3]{V:i}``."""
-    lies = layout(x._spec) if isinstance(x, DTensor) else P()
+    lies = layout(torch_internals.spec(x)) if isinstance(x, DTensor) else P()
     return f"{type_text(x.shape, x.dtype, lies)}{type_ or ''}"

@@ -135,7 +135,7 @@ def _opened(op: Collective, pieces: Any) -> _Opened:
     """A local value is its own pieces. Of an array on the other axes of the mesh each rank sends its block."""
     if not isinstance(pieces, DTensor):
         return _Opened(pieces, False, lambda arrived: arrived)
-    mesh, shape, lies = pieces._spec.mesh, tuple(pieces.shape), layout(pieces._spec)
+    mesh, shape, lies = torch_internals.mesh(pieces), tuple(pieces.shape), layout(torch_internals.spec(pieces))
     rows = split_axes(lies, len(shape))
     spec = from_split_axes([(), *rows[1:]], lies.unreduced if op.row not in ("pmax", "pmin") else ())
     local = reshard.run(
@@ -239,7 +239,7 @@ def _entered(op: Collective, x: Any) -> Any:
     """What every rank of a simulated mesh has, on each. As the cotangent of what left the body it may be there already, or
     an array: outside a plain tensor meets arrays."""
     if isinstance(x, DTensor):
-        return x.detach() if is_part(x._spec.mesh) else _gathered(x, op.why)
+        return x.detach() if is_part(torch_internals.mesh(x)) else _gathered(x, op.why)
     return x.detach() if type(x) is Blocks else shared(x, len(played_ranks(op.mesh)))
 
 
@@ -251,9 +251,13 @@ def _left(op: Collective, x: Any) -> Any:
 
 def _gathered(x: DTensor, why: str) -> Any:
     """Each rank's copy of a whole array."""
-    mesh, shape = x._spec.mesh, tuple(x.shape)
+    mesh, shape = torch_internals.mesh(x), tuple(x.shape)
     return reshard.run(
-        torch_internals.local(x), shape, mesh, reshard.plan(shape, axes_items(mesh), layout(x._spec), P()), why
+        torch_internals.local(x),
+        shape,
+        mesh,
+        reshard.plan(shape, axes_items(mesh), layout(torch_internals.spec(x)), P()),
+        why,
     )
 
 

@@ -59,7 +59,7 @@ def plan_ins(mapped: Map, site: Site, args: Any, leaves: Sequence[Any]) -> list[
             ways += [way for _, way in found]
         else:
             lies = site.lies(spec, x)
-            direct = type(x) is Array and layout(x._spec) == bare(lies)
+            direct = type(x) is Array and layout(torch_internals.spec(x)) == bare(lies)
             plan.append(In(spec, lies, direct, () if mapped.check else site.unmentioned(spec)))
     if failures:
         raise SpecError(

@@ -175,7 +175,7 @@ def _remember(cache: dict[Any, Any], key: Any, value: Any) -> Any:
 def _key(x: Any) -> Any:
     """What a plan depends on, of one leaf. The DTensorSpecs of equal arrays are one object, so comparing is quick."""
     if x.__class__ is Array:
-        return (x._spec,)
+        return (torch_internals.spec(x),)
     if x.__class__ is torch.Tensor and not torch_internals.transforming():
         return x.shape, x.dtype
     return (x.shape, x.dtype, is_array(x) and (mesh_of(x), spec_of(x))) if isinstance(x, torch.Tensor) else type(x)

@@ -65,4 +65,4 @@ def type_text(shape: Sequence[int], dtype: torch.dtype, spec: P) -> str:
 
 def text(x: Any) -> str:
     """The type of a tensor or an array, on one short line."""
-    return type_text(x.shape, x.dtype, layout(x._spec) if isinstance(x, DTensor) else WHOLE)
+    return type_text(x.shape, x.dtype, layout(torch_internals.spec(x)) if isinstance(x, DTensor) else WHOLE)

@@ -25,14 +25,19 @@ from .distributed import (
     stored_at,
 )
 from .dtensor import (
+    LOCAL,
     dispatch_to_own,
     forbid_data_ptr,
     forget_local,
     local,
     make_wrapper_subclass,
+    mesh,
     new_dtensor,
     propagate,
     root_mesh,
+    set_local,
+    set_spec,
+    spec,
     strided_shard,
     strided_shard_type,
     unattached_mesh,
@@ -90,6 +95,7 @@ from .modes import (
 from .modules import (
     conversions_by_new_parameters,
     held_by,
+    mark_as_parameter,
     register_tree_node,
     tree_node,
     truncated_normals_by,
@@ -112,8 +118,10 @@ from .operators import (
     not_compiled,
     on_lists,
     on_plain_tensors,
+    operator_name,
     out_of_place,
     overloads,
+    schema,
     standard_gamma_grad,
     tensors_of,
     warn_of_untested,
@@ -145,6 +153,14 @@ from .tensor_memory import (
 )
 
 __all__ = [
+    "mark_as_parameter",
+    "schema",
+    "operator_name",
+    "LOCAL",
+    "mesh",
+    "spec",
+    "set_local",
+    "set_spec",
     "DTensorSpec",
     "FakeTensor",
     "NO_VALUE_ERRORS",

@@ -22,7 +22,21 @@ except ImportError:
 
 strided_shard_type = _placement_types._StridedShard
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
-local = operator.attrgetter("_local_tensor")  # this rank's block of a DTensor
+LOCAL = "_local_tensor"  # the name by which a DTensor asks for a block that it has not got
+# Each costs a few nanoseconds more than the attribute itself: no frame of Python's.
+local = operator.attrgetter(LOCAL)  # this rank's block of a DTensor
+spec = operator.attrgetter("_spec")  # the DTensorSpec of a DTensor: mesh, placements, shape and dtype
+mesh = operator.attrgetter("_spec.mesh")
+
+
+def set_local(x: Any, block: torch.Tensor) -> None:
+    """Give the DTensor `x` another block."""
+    x._local_tensor = block
+
+
+def set_spec(x: Any, spec: Any) -> None:
+    """Give the DTensor `x` another DTensorSpec, or what stands in its place and raises."""
+    x._spec = spec
 
 
 def forget_local(x: Any) -> None:

@@ -29,6 +29,11 @@ def register_tree_node(cls: type, flatten: Any, unflatten: Any, names: tuple[str
     )
 
 
+def mark_as_parameter(x: Any) -> None:
+    """Make `x`, of a subclass of Tensor, an `nn.Parameter`."""
+    x._is_param = True
+
+
 def held_by(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """A module's own parameters, its own buffers, its children."""
     return module._parameters, module._buffers, module._modules

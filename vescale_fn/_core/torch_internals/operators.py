@@ -35,6 +35,8 @@ def warn_of_untested(version: str) -> None:
 
 warn_of_untested(torch.__version__)
 OpOverload = torch._ops.OpOverload
+schema = operator.attrgetter("_schema")  # of an operator in one overload: its arguments and returns, which it writes
+operator_name = operator.attrgetter("_schema.name")  # "aten::add_", whatever the overload
 standard_gamma_grad = torch._standard_gamma_grad  # (concentration, sample)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_internals
 from ..arrays.array import Array, is_array, mesh_of, moved, moved_together, spec_of
 from ..base import context, tree
 from ..base.containers import opened
@@ -215,7 +216,7 @@ def settle_together(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tenso
         return out
     for i, (g, x) in enumerate(zip(grads, primals, strict=True)):
         goal = _goal(x)
-        if isinstance(g, Array) and goal is not None and layout(g._spec) != goal:
+        if isinstance(g, Array) and goal is not None and layout(torch_internals.spec(g)) != goal:
             moving[i] = goal
         elif isinstance(g, Array) != (goal is not None):
             out[i] = settled([g], [x])[0]

@@ -68,7 +68,7 @@ def hold(x: torch.Tensor) -> Held:
         spec = None
         if isinstance(inner, DTensor):
             if context.body() is None:  # in one, an array lies on a part of the mesh only
-                spec = layout(inner._spec)
+                spec = layout(torch_internals.spec(inner))
             inner = torch_internals.local(inner)
         if type(inner) is Blocks:
             copies: dict[int, torch.Tensor] = {}

@@ -254,7 +254,7 @@ def _name(x: Any) -> str:
     if isinstance(x, _Number):
         return f"n_{x.number!r}"
     if isinstance(x, torch_internals.OpOverload):
-        return x._schema.name.replace("::", "_")
+        return torch_internals.operator_name(x).replace("::", "_")
     if isinstance(x, (torch.dtype, torch.layout, torch.memory_format)):
         return str(x).removeprefix("torch.")
     if isinstance(x, torch.device):

@@ -118,11 +118,11 @@ def is_alone(leaf: torch.Tensor) -> bool:
     """
     if not isinstance(leaf, DTensor):
         return _is_only(leaf)
-    if sys.getrefcount(leaf._local_tensor) > 2:  # the array, and this call
+    if sys.getrefcount(torch_internals.local(leaf)) > 2:  # the array, and this call
         return False
-    if type(leaf._local_tensor) is not Blocks:
-        return _is_only(leaf._local_tensor)
-    blocks = leaf._local_tensor.blocks
+    if type(torch_internals.local(leaf)) is not Blocks:
+        return _is_only(torch_internals.local(leaf))
+    blocks = torch_internals.local(leaf).blocks
     times = Counter(map(id, blocks))
     return all(sys.getrefcount(block) <= times[id(block)] + 2 and _is_only(block) for block in blocks)
 
@@ -152,7 +152,8 @@ def give_away(leaves: Iterable[torch.Tensor], gift: Gift) -> None:
             nothing = torch.empty(0, device=device)
         x._donated = gift, index  # type: ignore[attr-defined]
         if isinstance(x, DTensor):
-            x._local_tensor, x._spec = nothing, _Gone(x)  # type: ignore[assignment]
+            torch_internals.set_local(x, nothing)
+            torch_internals.set_spec(x, _Gone(x))
             x.__class__ = DonatedArray
         else:
             x.data = nothing

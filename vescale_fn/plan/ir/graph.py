@@ -98,7 +98,7 @@ def is_aten(node: fx.Node) -> bool:
 
 def name_of(node: fx.Node) -> str:
     """What a node calls, without namespace and overload: ``add``; "" for what is no operator."""
-    return node.target._schema.name.split("::")[-1] if is_aten(node) else ""  # type: ignore[union-attr]
+    return torch_internals.operator_name(node.target).split("::")[-1] if is_aten(node) else ""  # type: ignore[union-attr]
 
 
 def output(graph: fx.Graph) -> fx.Node:
@@ -130,7 +130,7 @@ def _aliased(node: fx.Node, only_written: bool) -> list[fx.Node]:
 
 @functools.lru_cache(maxsize=4096)
 def _alias_places(op: Any) -> tuple[tuple[int, str, bool], ...]:
-    arguments = enumerate(op._schema.arguments)
+    arguments = enumerate(torch_internals.schema(op).arguments)
     return tuple((i, a.name, a.alias_info.is_write) for i, a in arguments if a.alias_info is not None)
 
 

@@ -68,14 +68,14 @@ def _out(op: Any) -> tuple[Any, str] | None:
     Where torch generates such a variant from the plain op, it makes the result anew and copies it.
     """
     for found in torch_internals.overloads(op):
-        last = found._schema.arguments[-1]
+        last = torch_internals.schema(found).arguments[-1]
         if last.is_out and _same_arguments(op, found, 1) and torch_internals.has_kernel(found, "CPU"):
             return found, last.name
     return None
 
 
 def _same_arguments(op: Any, variant: Any, more: int) -> bool:
-    mine, its = op._schema.arguments, variant._schema.arguments
+    mine, its = torch_internals.schema(op).arguments, torch_internals.schema(variant).arguments
     return len(its) == len(mine) + more and all(
         (a.name, str(a.type)) == (b.name, str(b.type)) for a, b in zip(mine, its)
     )

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from ..._core import torch_internals
 from .graph import changed, copied, is_aten, name_of, value
 
 _aten = torch.ops.aten
@@ -168,7 +169,7 @@ def _rule(node: fx.Node) -> Rule | None:
     if name in _VIEWS:
         return _VIEWS[name]
     by_element = torch.Tag.pointwise in op.tags or name in _LIKE
-    return _by_element if by_element and not op._schema.is_mutable else None
+    return _by_element if by_element and not torch_internals.schema(op).is_mutable else None
 
 
 def _by_element(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._core import torch_internals
 from ..ir.graph import is_aten, name_of, value
 from ..ir.rewriting import Rewriting, computed
 
@@ -73,7 +74,7 @@ def _is_pointwise(node: fx.Node) -> bool:
     operator: Any = node.target
     return (
         torch.Tag.pointwise in operator.tags
-        and not operator._schema.is_mutable
+        and not torch_internals.schema(operator).is_mutable
         and isinstance(value(node), torch.Tensor)
         and name_of(node) != "clone"  # which is there for how its result lies
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 from ..ir.graph import Step, has_effect, is_aten
 from ..ir.rewriting import Rewriting, key
@@ -43,4 +44,6 @@ def _is_function(node: fx.Node) -> bool:
     if not is_aten(node):
         return True
     operator: Any = node.target
-    return torch.Tag.nondeterministic_seeded not in operator.tags and not operator._schema.name.startswith(_EMPTY)
+    return torch.Tag.nondeterministic_seeded not in operator.tags and not torch_internals.operator_name(
+        operator
+    ).startswith(_EMPTY)

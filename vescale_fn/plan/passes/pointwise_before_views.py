@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 from ..ir.graph import is_aten, name_of, value, viewed
 from ..ir.rewriting import Rewriting
@@ -116,7 +117,7 @@ def _arguments(node: fx.Node, whole: Sequence[int], before: Sequence[int]) -> tu
     if not is_aten(node):
         return None
     op: Any = node.target
-    if torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
+    if torch.Tag.pointwise in op.tags and not torch_internals.schema(op).is_mutable:
         return node.args if node.kwargs.get("memory_format") in (None, torch.preserve_format) else None
     name, last = name_of(node), len(whole) - 1
     if whole[-1:] != before[-1:]:

@@ -85,9 +85,9 @@ def _under(op: Any, dtype: torch.dtype) -> Step:
         with torch_internals.default_dtype(dtype):
             return op(*args, **kwargs)
 
-    places = [(i, a.alias_info) for i, a in enumerate(op._schema.arguments) if a.alias_info is not None]
+    places = [(i, a.alias_info) for i, a in enumerate(torch_internals.schema(op).arguments) if a.alias_info is not None]
     return Step(
-        f"{op._schema.name.split('::')[-1]}_in_{str(dtype).removeprefix('torch.')}",
+        f"{torch_internals.operator_name(op).split('::')[-1]}_in_{str(dtype).removeprefix('torch.')}",
         run,
         writes=tuple(i for i, alias in places if alias.is_write),
         views=tuple(i for i, _ in places),

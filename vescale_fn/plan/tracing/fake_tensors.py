@@ -51,7 +51,7 @@ class Valueless:
 @functools.lru_cache(maxsize=4096)
 def _is_new(op: Any) -> bool:
     """Whether what an op gives is its own, and is decided by how its arguments lie."""
-    schema = op._schema
+    schema = torch_internals.schema(op)
     return (
         not any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
         and torch.Tag.dynamic_output_shape not in op.tags

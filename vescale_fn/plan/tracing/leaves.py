@@ -39,7 +39,7 @@ def signature(leaf: Any) -> Any:
     """What a plan depends on of a leaf; equal for leaves that one plan serves."""
     kind = leaf.__class__
     if kind is Array:
-        return leaf._spec, leaf.__dict__.get("_reduced")
+        return torch_internals.spec(leaf), leaf.__dict__.get("_reduced")
     if kind is torch.Tensor:
         if leaf.layout is not torch.strided:
             return leaf.shape, leaf.layout, leaf.dtype, leaf.device
@@ -47,7 +47,7 @@ def signature(leaf: Any) -> Any:
     if isinstance(leaf, float):
         return float if 0.0 <= leaf <= _MOST else _unusual(leaf)
     if isinstance(leaf, DTensor):
-        return kind, leaf._spec, leaf.requires_grad
+        return kind, torch_internals.spec(leaf), leaf.requires_grad
     if isinstance(leaf, torch.Tensor):
         return kind, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
     if isinstance(leaf, numbers.Number) and kind not in _STATIC or kind is complex:
@@ -112,14 +112,14 @@ def taking(leaf: Any) -> Callable[[Any], list[torch.Tensor]] | None:
             if type(leaf) is Blocks
             else lambda x: [x]
         )
-    meta: Any = leaf._spec.tensor_meta
-    local, stride = leaf._local_tensor, meta.stride
+    meta: Any = torch_internals.spec(leaf).tensor_meta
+    local, stride = torch_internals.local(leaf), meta.stride
     if type(local) is not Blocks:
         strides = in_order(local, stride)
-        return lambda x: [as_recorded(x._local_tensor, strides)]
-    holders = dict.fromkeys(first_holders(leaf._spec))
+        return lambda x: [as_recorded(torch_internals.local(x), strides)]
+    holders = dict.fromkeys(first_holders(torch_internals.spec(leaf)))
     wanted = [(rank, in_order(local.blocks[rank], stride)) for rank in holders]
-    return lambda x: [as_recorded(x._local_tensor.blocks[rank], strides) for rank, strides in wanted]
+    return lambda x: [as_recorded(torch_internals.local(x).blocks[rank], strides) for rank, strides in wanted]
 
 
 def plain_of(leaf: Any) -> list[torch.Tensor]:
@@ -132,8 +132,8 @@ def with_tensors(leaf: Any, replaced: Callable[[torch.Tensor], torch.Tensor]) ->
     """The leaf with each plain tensor in it replaced."""
     if isinstance(leaf, DTensor):
         made = [replaced(x) for x in taking(leaf)(leaf)]  # type: ignore[misc]
-        local = of_ranks(made, leaf._spec) if type(leaf._local_tensor) is Blocks else made[0]
-        out = torch_internals.new_dtensor(Array, local, leaf._spec, requires_grad=False)
+        local = of_ranks(made, torch_internals.spec(leaf)) if type(torch_internals.local(leaf)) is Blocks else made[0]
+        out = torch_internals.new_dtensor(Array, local, torch_internals.spec(leaf), requires_grad=False)
         return marked(out, leaf)
     if type(leaf) is Blocks:
         of = {id(block): replaced(block) for block in {id(b): b for b in leaf.blocks}.values()}
@@ -150,7 +150,7 @@ def of_ranks(blocks: Sequence[torch.Tensor], spec: Any) -> Blocks:
 
 def marked(x: Array, like: DTensor) -> Array:
     """An array with what another one, of its layout, has noted besides its value."""
-    if layout(like._spec).unreduced:
+    if layout(torch_internals.spec(like)).unreduced:
         x._sum = []
     if (reduced := getattr(like, "_reduced", None)) is not None:
         x._reduced = reduced
@@ -168,9 +168,12 @@ class Result:
     def __init__(self, leaf: Any, places: Sequence[int]) -> None:
         self.places = tuple(places)
         if isinstance(leaf, DTensor):
-            self.spec, self.notes = leaf._spec, {"_reduced": leaf._reduced} if hasattr(leaf, "_reduced") else {}
-            self.partial = bool(layout(leaf._spec).unreduced)
-            leaf = leaf._local_tensor
+            self.spec, self.notes = (
+                torch_internals.spec(leaf),
+                {"_reduced": leaf._reduced} if hasattr(leaf, "_reduced") else {},
+            )
+            self.partial = bool(layout(torch_internals.spec(leaf)).unreduced)
+            leaf = torch_internals.local(leaf)
         else:
             self.spec = None
         self.simulated = type(leaf) is Blocks

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from ..._core import torch_internals
 from ..._core.arrays.stateful_draws import refuse_seeded
@@ -264,7 +265,7 @@ class Recorder(torch_internals.TorchDispatchMode):
     def _in_another_shape(self, func: Any, args: Any, kwargs: Any, line: str, again: Any) -> torch.Tensor:
         """`squeeze_` and its like: the tensor is from here on the view of it that has the other shape."""
         x, twin = args[0], torch_internals.out_of_place(func)
-        if twin is None or twin._schema.arguments[0].alias_info is None:  # `set_`, `resize_`
+        if twin is None or torch_internals.schema(twin).arguments[0].alias_info is None:  # `set_`, `resize_`
             raise Unrecordable(f"torch's {_name(func)} changes a tensor's memory", line)
         nodes = self._nodes(args)
         self._freed(x)
@@ -312,7 +313,7 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def _check_exchange(self, what: str, x: torch.Tensor, line: str) -> None:
         """Raise where a tensor that outlives the function is to become another."""
-        held = torch_internals.local(x) if hasattr(x, "_local_tensor") else x
+        held = torch_internals.local(x) if isinstance(x, DTensor) else x
         for part in held.blocks if type(held) is Blocks else (held,):
             given = self.is_stand_in(part) and part._plan_node.op == "placeholder"
             if given or not self.is_stand_in(part):
@@ -490,4 +491,4 @@ _NOTHING = {
 
 
 def _name(func: Any) -> str:
-    return func._schema.name.split("::")[-1].strip("_")
+    return torch_internals.operator_name(func).split("::")[-1].strip("_")

@@ -128,10 +128,10 @@ def _result(recorder: Recorder, leaf: Any, given: Sequence[Any], places: list[fx
         return "value", leaf
     if leaf.requires_grad:
         raise Unrecordable("a result requires gradients, through tensors that the function closes over", "?")
-    local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+    local = torch_internals.local(leaf) if isinstance(leaf, DTensor) else leaf
     plain = list(local.blocks) if type(local) is Blocks else [local]
     if type(local) is Blocks and isinstance(leaf, DTensor):  # ranks that hold the same get it from one of them
-        plain = [plain[rank] for rank in dict.fromkeys(leaves_.first_holders(leaf._spec))]
+        plain = [plain[rank] for rank in dict.fromkeys(leaves_.first_holders(torch_internals.spec(leaf)))]
     if not any(map(recorder.is_stand_in, plain)):
         return "value", leaf
     first = len(places)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ... import torch_internals
 from . import factories, indexing, losses, matrices, normalisation, parts, recurrent, reductions, scans, spatial, views
 from .attention import attention
 from .contractions import contraction, grouped, grouped_shape, trilinear
@@ -175,10 +176,10 @@ SHAPES = {torch.ops.aten._grouped_mm.default: grouped_shape}
 @functools.lru_cache(maxsize=4096)
 def find(func: Any) -> Callable[[Call], Rule | None] | None:
     """The rule of an overload, or None; an in-place op has the rule of its out-of-place twin."""
-    name = func._schema.name.removeprefix("aten::")
+    name = torch_internals.operator_name(func).removeprefix("aten::")
     if str(func).endswith(".vec"):  # resampling by floats that say what shape comes out: taken apart
         return None
-    if not func._schema.name.startswith("aten::"):
+    if not torch_internals.operator_name(func).startswith("aten::"):
         return elementwise if torch.Tag.pointwise in func.tags else None
     if name.endswith("_") and not name.endswith("__") and name not in RULES:
         return _of_twin(func, name[:-1])
