@@ -23,6 +23,7 @@ from vescale_fn._core.shard_map import body, interrupts
 OURS = os.path.dirname(vfn.__file__) + os.sep
 TORCHS = (torch._subclasses.fake_tensor.__file__, torch.utils._python_dispatch.__file__)
 SAMPLE = 10**6 if os.environ.get("VFN_ALL_LINES") else 60
+LOCKING = [f"checkpoint/{name}.py" for name in ("locks", "atomic_folder", "save", "async_save", "stored_leaves")]
 
 
 class Injected(KeyboardInterrupt):
@@ -35,7 +36,7 @@ def interrupted(f, at):
 
     def local(frame, event, arg):
         if event == "line":
-            seen.append((os.path.basename(frame.f_code.co_filename), frame.f_lineno))
+            seen.append((frame.f_code.co_filename.removeprefix(OURS), frame.f_lineno))
             if len(seen) == at:
                 sys.settrace(None)
                 raise Injected
@@ -171,11 +172,7 @@ def test_a_save_that_was_interrupted_does_not_block_the_next(tmp_path, backgroun
             saving.wait()
 
     save(0)
-    lines = [
-        n
-        for n, (file, _) in enumerate(interrupted(lambda: save(0), -1), 1)
-        if file in ("locks.py", "atomic_folder.py", "save.py", "async_save.py", "leaves.py")
-    ]
+    lines = [n for n, (file, _) in enumerate(interrupted(lambda: save(0), -1), 1) if file in LOCKING]
     for at in random.Random(background + 2 * thread).sample(lines, min(SAMPLE // 6, len(lines))):
         interrupted(lambda at=at: save(-at), at)
         failures = []

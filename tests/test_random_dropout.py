@@ -8,7 +8,7 @@ import torch
 import vescale_fn as vfn
 from vescale_fn import P, random
 from vescale_fn.errors import RandomError, SpecError
-from vescale_fn.random import dropout
+from vescale_fn.random import dropout_masks
 
 KEY, RATE = random.key(3), 0.3
 SPECS = (P("a", "b"), P(("b", "a")), P(("a", "b")), P(None, "a"), P())
@@ -95,10 +95,10 @@ def test_compiled_whole() -> None:
 
 
 def test_remat_makes_the_same_mask_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, on_mesh = [], dropout._on_mesh
+    runs, on_mesh = [], dropout_masks._on_mesh
     x = random.normal(random.key(1), (50,))
     expected = torch.func.grad(loss)(x)
-    monkeypatch.setattr(dropout, "_on_mesh", lambda *args: runs.append(1) or on_mesh(*args))
+    monkeypatch.setattr(dropout_masks, "_on_mesh", lambda *args: runs.append(1) or on_mesh(*args))
     with vfn.simulate(2):
         mesh = vfn.make_mesh((2,), ("a",))
         xs = vfn.shard(x, mesh, P("a"))
@@ -173,9 +173,9 @@ def test_a_spec_outside_of_a_body() -> None:
 
 
 def test_no_temporary_of_the_size_of_x(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, hashed = [], dropout.hash_words
+    sizes, hashed = [], dropout_masks.hash_words
     monkeypatch.setattr(
-        dropout, "hash_words", lambda k0, k1, high, low: sizes.append(low.numel()) or hashed(k0, k1, high, low)
+        dropout_masks, "hash_words", lambda k0, k1, high, low: sizes.append(low.numel()) or hashed(k0, k1, high, low)
     )
     f(torch.ones(1 << 20, dtype=torch.float16))  # which the C library leaves to torch ops
     assert sizes == [1 << 17] * 8

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import vescale_fn as vfn
 from vescale_fn import P, random
 from vescale_fn.errors import SpecError
-from vescale_fn.random import dropout
+from vescale_fn.random import dropout_masks
 from vescale_fn.random.backends import draw_op
 from vescale_fn.random.bits import floats
 
@@ -94,9 +94,9 @@ def test_each_rank_draws_only_its_own_block(monkeypatch: pytest.MonkeyPatch) -> 
         drawn.append(x.numel())
         return run(key, where, x, *rest)
 
-    run = dropout._run
+    run = dropout_masks._run
     monkeypatch.setattr(draw_op, "draw", counted)
-    monkeypatch.setattr(dropout, "_run", masked)
+    monkeypatch.setattr(dropout_masks, "_run", masked)
     with vfn.simulate(6):
         mesh = vfn.make_mesh((2, 3), ("a", "b"))
         for spec, sizes in ((P("a", "b"), [28, 28, 14, 24, 24, 12]), (P("b"), [50, 50, 30]), (P(), [130])):

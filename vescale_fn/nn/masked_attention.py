@@ -23,7 +23,7 @@ from .._core.sharding.index_map import axes_of
 from .._core.sharding.spec import from_split_axes, split_axes
 from ..ops import all_gather, all_to_all, axis_index, axis_size
 from ..random.backends import draw_op
-from ..random.dropout import scale as kept_scale
+from ..random.dropout_masks import scale as kept_scale
 from ..random.sharded import Draw, drawn, rows_of
 from .blockwise import wide
 from .window import Window, filled, positions_on_ranks, tensor_of

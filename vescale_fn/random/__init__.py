@@ -22,7 +22,7 @@ from .continuous import (
     weibull_min,
 )
 from .discrete import binomial, geometric, multinomial, poisson
-from .dropout import dropout
+from .dropout_masks import dropout
 from .gammas import beta, chisquare, f, gamma, generalized_normal, loggamma, t
 from .keys import Key
 from .multivariate import ball, dirichlet, multivariate_normal

@@ -17,7 +17,7 @@ from ..._core.arrays.array import is_array, mesh_of, spec_of
 from ..._core.base.errors import RandomError
 from ..._core.base.messages import report
 from ..._core.sharding.spec import P, from_split_axes, split_axes
-from ...random import basic, continuous, discrete, dropout, gammas, permutations, streams
+from ...random import basic, continuous, discrete, dropout_masks, gammas, permutations, streams
 from ...random.keys import Key
 
 Tensor = torch.Tensor
@@ -77,7 +77,7 @@ def _dropout(call: Call) -> Keyed | None:
         return None
     kind = call.name.removesuffix("_")
     if kind == "dropout":
-        dropped = lambda key: dropout.dropout(key, x, rate)
+        dropped = lambda key: dropout_masks.dropout(key, x, rate)
     else:
         alpha, feature = "alpha" in kind, kind.startswith("feature")
         dropped = lambda key: (_alpha if alpha else _scaled)(x, _mask(key, x, rate, feature), rate)
@@ -91,7 +91,7 @@ def _mask(key: Key, x: Tensor, rate: float, feature: bool) -> Tensor:
 
 
 def _scaled(x: Tensor, mask: Tensor, rate: float) -> Tensor:
-    return torch.where(mask, x * dropout.scale(1 - rate), 0.0)
+    return torch.where(mask, x * dropout_masks.scale(1 - rate), 0.0)
 
 
 def _alpha(x: Tensor, mask: Tensor, rate: float) -> Tensor:
@@ -142,7 +142,7 @@ def _attention(call: Call) -> Keyed | None:
         else:  # a row that may look at nothing gets zeros, not the softmax of nothing
             none = (scores == -math.inf).all(-1, keepdim=True)
             weights = torch.softmax(scores.masked_fill(none, 0.0), -1).masked_fill(none, 0.0)
-        return dropout.dropout(key, weights, rate) @ v_
+        return dropout_masks.dropout(key, weights, rate) @ v_
 
     return run
 
@@ -166,7 +166,7 @@ def _recurrent(call: Call) -> Keyed | None:
             x, *end = call.func(x, *lead, start, here, biased, 1, 0.0, train, both, *rest)
             ends.append(end)
             if i < layers - 1:
-                x = dropout.dropout(own, x, rate)
+                x = dropout_masks.dropout(own, x, rate)
         return (x, *(torch.cat(parts) for parts in zip(*ends)))
 
     return run
