@@ -1168,6 +1168,48 @@ def test_what_is_refused_is_refused_on_every_real_rank(gloo):
     assert all(moved == 0 for _, moved in first)
 
 
+SIZED = {  # bodies whose values decide the shapes of their results
+    "nonzero": lambda x: x.nonzero()[:, 0],
+    "a mask": lambda x: x[x > 2],
+    "unique": lambda x: torch.unique(x.clamp(max=4), return_counts=True)[1],
+    "where": lambda x: (x, {"at": torch.where(x > 2)[0]}),
+    "equal sizes": lambda x: x[x >= x.sort()[0][2]],
+    "a sum of such": lambda x: x[x > 2].sum()[None],
+}
+
+
+def sized_by_values():
+    mesh = vfn.make_mesh((2,), ("i",))
+    found = {}
+    for name, body in SIZED.items():
+        try:
+            found[name] = vfn.unshard(run(body, mesh, torch.arange(8)))
+        except TypingError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_shapes_that_values_decide_are_compared(gloo):
+    with vfn.simulate(2):
+        simulated = sized_by_values()
+    for found in gloo(2, sized_by_values):
+        for name in ("equal sizes", "a sum of such"):
+            assert torch.equal(found.pop(name), simulated[name])
+        assert {name: text.splitlines()[1] for name, text in found.items()} == {
+            "nonzero": "  * out is i64[3] on rank 0, i64[4] on rank 1",
+            "a mask": "  * out is i64[1] on rank 0, i64[4] on rank 1",
+            "unique": "  * out is i64[4] on rank 0, i64[1] on rank 1",
+            "where": "  * out[1]['at'] is i64[1] on rank 0, i64[4] on rank 1",
+        }
+        assert found["a mask"] == (
+            "shard_map(<lambda>): the results are blocks of one shape, but here values decide their shapes, which differ by "
+            "rank on the mesh (i=2)\n"
+            "  * out is i64[1] on rank 0, i64[4] on rank 1\n"
+            "  Instead: one shape on all ranks: torch.where(mask, x, 0) for x[mask], or pad it"
+        )
+    assert all("shape differs by rank" in simulated[name] for name in found)
+
+
 def test_plans_are_remembered_and_follow_shapes(mesh):
     f = vfn.shard_map(lambda x: x * 2, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
     for shape in ((4,), (8,), (4, 3), (4,)):

@@ -76,6 +76,14 @@ def number_in_index(x: torch.Tensor, index: Any) -> tuple[int, torch.Tensor, tup
     return None
 
 
+def has_mask(index: Any) -> bool:
+    """Whether a mask is in an index: how many elements it takes is in its values."""
+    return any(
+        isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
+        for part in (index if index.__class__ is tuple else (index,))
+    )
+
+
 def _is_integer(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.ndim == 0 and _rank_of(x.dtype) == 1
 
@@ -110,6 +118,12 @@ _WRITES_ASIDE = frozenset(
     """
     batch_norm instance_norm native_batch_norm embedding embedding_bag""".split()
 )
+# The values of its operands decide the shape of its result (`x[mask]` does so as well).
+_SIZED_BY_VALUES = frozenset(
+    """
+    nonzero argwhere where masked_select unique unique_consecutive unique_dim _unique _unique2 bincount
+    repeat_interleave one_hot""".split()
+)
 _PURE_OPERATORS = ("aten", "prims", "vescale_fn")  # namespaces whose ops are functions of their arguments alone
 
 
@@ -133,6 +147,8 @@ def kind_of(func: Any) -> tuple[str, str]:
         return "untouched", name
     if name in _WRITES_ASIDE:
         return "aside", name
+    if name in _SIZED_BY_VALUES:
+        return "sized", name
     if name in _READS_A_NUMBER:
         return "number", name
     inplace_operator = name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__iter__")

@@ -95,6 +95,10 @@ class running:
             tensor_types.refuse_unseen(x)
             return self._mode.taken_in(x)
 
+    def sized_by_values(self) -> bool:
+        """Whether the shapes of results may differ by rank, for all that is known: on real ranks, of a body with types."""
+        return isinstance(self._mode, Checked) and self._mode.sized_by_values
+
     def __exit__(self, *exception: Any) -> None:
         if self._mode is not None:
             self._mode.__exit__(*exception)

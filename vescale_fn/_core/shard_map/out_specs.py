@@ -11,13 +11,14 @@ import torch
 from .. import torch_internals
 from ..arrays.array import Array, packed, take_out
 from ..base import linear_map, tree
-from ..base.errors import SpecError
+from ..base.errors import SpecError, TypingError
 from ..base.messages import count_text, described, mesh_text, report
+from ..distributed import collectives
 from ..distributed.blocks import Blocks, shared
 from ..distributed.mesh import played_ranks
 from ..local_types import tensor_types, types
 from ..sharding.index_map import axes_of
-from ..sharding.layout import contiguous_stride, spec_for
+from ..sharding.layout import contiguous_stride, spec_for, type_text
 from ..sharding.spec import P, as_spec, split_axes
 from .collective_maps import Collective, promote
 from .scope import Map, Site, bare, misfits
@@ -81,6 +82,28 @@ def plan_outs(mapped: Map, site: Site, result: Any, locals_: Sequence[Any], have
             )
         )
     return plan
+
+
+def refuse_other_shapes(where: str, mesh: Any, result: Any, locals_: Sequence[Any]) -> None:
+    """Raise, on all ranks, where ranks give results of different shapes. They tell each other."""
+    tensors = [(path, x) for path, x in zip(tree.paths(result, "out"), locals_) if isinstance(x, torch.Tensor)]
+    ranks = collectives.everyone([[tuple(x.shape)] for _, x in tensors], mesh, f"shapes of the results of {where}")
+    failures = []
+    for (path, x), shapes in zip(tensors, zip(*ranks)):
+        if len(set(shapes)) > 1:
+            first = {shape: rank for rank, shape in reversed(list(enumerate(shapes)))}
+            said = [f"{type_text(torch.Size(s), x.dtype, P())} on rank {first[s]}" for s in dict.fromkeys(shapes)]
+            failures.append(f"{path} is {', '.join(said[:8])}{', ...' * (len(said) > 8)}")
+    if failures:
+        raise TypingError(
+            report(
+                where,
+                f"the results are blocks of one shape, but here values decide their shapes, which differ by rank on the "
+                f"{mesh_text(axes_of(mesh))}",
+                failures,
+                "one shape on all ranks: torch.where(mask, x, 0) for x[mask], or pad it",
+            )
+        )
 
 
 def _type_problem(axis: str, have: str, want: str, spec: P, ways: list[str]) -> list[str]:

@@ -29,7 +29,7 @@ from ..sharding.index_map import axes_of
 from . import body as body_
 from . import interrupts
 from .in_specs import In, brought_in, plan_ins, refuse_moves
-from .out_specs import Out, plan_outs, taken_out
+from .out_specs import Out, plan_outs, refuse_other_shapes, taken_out
 from .scope import Map, Site, found_site
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
@@ -97,6 +97,8 @@ class _Mapped(Map):
                 alike = [[axis for axis in body.axes if type_.letter(axis) == "I"] for type_ in have]
                 replica_check.results_alike(self, body, result, locals_, alike)
             replica_check.same_shapes(self, site.mesh, result, locals_)
+        elif run.sized_by_values() and not torch_internals.is_recorded():
+            refuse_other_shapes(self.where, site.mesh, result, locals_)
         key = (
             out_def,
             site,

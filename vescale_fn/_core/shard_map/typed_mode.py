@@ -39,6 +39,7 @@ class Checked(Unchecked):
     def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor], writes: tensor_types.Writes) -> None:
         super().__init__(body, adopt, writes)
         self.everywhere = types.of(varying=body.axes)
+        self.sized_by_values = False  # whether the shape of a value that varies was decided by values
         self.compared = not self.ranks and replica_check.looked_for()
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,7 +168,17 @@ class Checked(Unchecked):
             self.refuse_to_read("__index__", read)
         while (found := function_kinds.number_in_index(*args)) is not None:
             args = self.taken_at(args[0], *found)
+        if function_kinds.has_mask(args[1]):
+            return self.sized(func, name, args, kwargs)
         return self.function(func, name, args, kwargs)
+
+    def sized(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A function whose operands' values decide the shape of what it gives, which real ranks compare once it leaves the
+        body (of simulated ones the shapes are known)."""
+        out = self.function(func, name, args, kwargs)
+        if not self.ranks and (name != "where" or len(args) + len(kwargs) == 1):
+            self.sized_by_values |= any(self.typeof(x).varying for x in function_kinds.tensors(out))
+        return out
 
     def taken_at(self, x: Tensor, dim: int, at: Tensor, rest: tuple[Any, ...]) -> tuple[Any, ...]:
         """``x[at]``, where torch would read the number: the part, of length 1, and the index that is left."""
