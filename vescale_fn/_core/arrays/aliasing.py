@@ -1,5 +1,4 @@
-"""What is remembered of an array: what a partial value adds up to, which views of it had to be copied out, which table was
-read at it.
+"""Notes on arrays: the reduced value of a partial sum, views that had to be copied, the table that a lookup read.
 
 A write through a copied view would be lost, and such a view would miss writes to its array: both raise.
 """

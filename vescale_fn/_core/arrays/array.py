@@ -1,4 +1,4 @@
-"""Arrays: whole values that lie on a mesh, run by the interpreter; and how they are made, moved and taken apart.
+"""`Array`: a whole value sharded over a mesh, a DTensor that the interpreter runs; how arrays are made and moved.
 
 An `Array` is a DTensor whose `__torch_dispatch__` is the eager interpreter, so it sees the program below autograd and
 below `torch.func`, forward and backward alike, and it is still a DTensor to checkpoints, optimisers and other

@@ -1,4 +1,4 @@
-"""Deciding how one op on arrays is carried out: how each argument must lie, what runs, how the results lie.
+"""How one op on arrays is carried out: the layout that each argument needs, what runs, the layouts of the results.
 
 A decision depends on the op, on global shapes and specs, and on static arguments alone, never on a rank's own block:
 all ranks decide alike and issue the same collectives. It is asked of, in this order: the table (`rules/table.py`);

@@ -1,4 +1,4 @@
-"""DTensor's own propagator, asked for what the table has no rule for: for ops that a sweep has proved, and even shards."""
+"""DTensor's own sharding propagation, for ops without a rule of ours that a sweep has found right, on even shards."""
 
 from __future__ import annotations
 

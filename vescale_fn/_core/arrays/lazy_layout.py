@@ -1,4 +1,4 @@
-"""New arrays whose layout nobody has stated: what is first written into them decides it.
+"""Fresh arrays (`new_empty`, `new_zeros`) take the layout of what is first written into them.
 
 A product, or what `new_empty` gives, is whole on every rank where its arguments are. Where a split value is written into it
 (``h.add_(x)`` in torch's LSTM, ``q[..., :n] = x``), the array is split as that value is, which moves nothing, instead of

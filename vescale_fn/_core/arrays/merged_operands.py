@@ -1,4 +1,4 @@
-"""Merged dims in a decision: rule, layouts and shapes of a call with every such dim taken apart, and the way back.
+"""Rewrite a rule so that a dim formed by merging sharded dims is seen as its parts, and the results merged again.
 
 A dim with one label may lie in any way, as long as all that have the label lie alike. So where one of them is merged of
 several, all are seen as several, with a label each; and what was decided for these is put together again.

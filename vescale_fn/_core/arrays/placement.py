@@ -1,4 +1,4 @@
-"""Laying values out: trees of tensors brought to a mesh, to another layout, and back.
+"""`shard`, `with_sharding`, `unshard`, `from_local`: trees of tensors to a mesh, to another layout, and back.
 
 `shard`, `with_sharding`, `unshard` and `from_local` check all leaves first, and say all that is wrong before anything moves.
 """

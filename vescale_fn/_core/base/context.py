@@ -1,4 +1,4 @@
-"""What is ambient, in one place: simulation, current mesh, manual axes, strictness, logs. Data and context managers only.
+"""The ambient state of a thread: simulation, current mesh, the body that runs, strictness, logs.
 
 The state is one object per thread; the mesh of `use_mesh` belongs to the asyncio task, too. Everything that depends on
 "where am I" reads it here and nowhere else.

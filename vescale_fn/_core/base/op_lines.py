@@ -1,4 +1,4 @@
-"""Which line of the user's a value came from, also in a backward pass: there, the line of the forward op.
+"""The user's line that a value came from; in a backward pass, the line of the forward op.
 
 Autograd numbers its nodes in the order in which they are made. While somebody listens (a log, `strict`), the line of each
 op on an array is noted with the number of the last node that had then been made; in the backward pass the node that runs

@@ -1,4 +1,4 @@
-"""What errors of torch's mean to someone who called a function of ours."""
+"""torch's error messages, in terms of the function of ours that was called."""
 
 from __future__ import annotations
 

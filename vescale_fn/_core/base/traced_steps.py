@@ -1,4 +1,4 @@
-"""Functions that a trace has as one call."""
+"""Functions that a recording keeps as a single call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Debug mode: the board on which each rank posts what it does, for the others to read: the process group's store.
+"""Debug mode: each rank posts its calls in the process group's store, where the others read them.
 
 Nothing here waits for another rank: a read of what has not been posted gives None. So it cannot hang, and it works
 beside any backend. A rank posts its *calls*, numbered within each group of ranks, and keeps a *card*: what it did last.

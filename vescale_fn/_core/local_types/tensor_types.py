@@ -1,4 +1,4 @@
-"""The type on a tensor: given, read, changed by a write. It sits on the tensor itself, below any functorch wrapper."""
+"""The type of a local value, kept on the tensor below any functorch wrapper: set, read, updated by writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an array lies, three ways: as a `P`, as DTensor's own spec, and as a line of text. Specs are interned."""
+"""An array's layout in three forms: a `P`, DTensor's spec, and a line of text. Specs are interned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dim that several dims were merged into, each of them split by itself: ``[B@dp, H@tp]`` seen as ``[B * H]``.
+"""A dim made by merging several dims, each with a sharding of its own: ``[B@dp, H@tp]`` seen as ``[B * H]``.
 
 Such a dim's piece on a rank is no contiguous run, so no list of axes says how it lies. It is kept as the list of its parts:
 ``((B, ("dp",)), (H, ("tp",)))``. A part may be split unevenly: ``[5@dp, 3]`` seen as ``[15]`` is cut between its rows alone.

@@ -1,4 +1,4 @@
-"""What sees the ops that are called: dispatch modes, tracers, recordings, compilers; all of it off."""
+"""What intercepts ops: dispatch modes, tracers, recordings, compilers; and running an op past all of them."""
 
 from __future__ import annotations
 

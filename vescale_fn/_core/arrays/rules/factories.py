@@ -1,4 +1,4 @@
-"""How new tensors shard that are made for another: of its shape, as it lies; of a shape of their own, whole."""
+"""How factories shard (`zeros_like`, `new_ones`): results of the operand's shape take its layout, others are replicated."""
 
 from __future__ import annotations
 
