@@ -1,4 +1,4 @@
-"""vescale_fn: JAX's SPMD programming model, in eager PyTorch. Write one function, as for one device; say where arrays lie."""
+"""JAX's SPMD model in eager PyTorch: write one function, as for one device, and say how its values are sharded."""
 
 from . import checkpoint, debugging, errors, nn, ops, optim, plan, precision, random, tree
 from ._core.arrays.array import Array, spec_of

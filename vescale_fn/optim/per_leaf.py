@@ -1,4 +1,4 @@
-"""A formula on the leaves of several trees at once: on all local tensors as lists where nothing looks on, else leaf by leaf.
+"""One formula for all leaves of several trees: on lists of tensors where no tracer or transform is active, else on each leaf.
 
 An update is elementwise, and parameters, gradients and state lie alike: each rank computes on its own blocks, and nothing
 moves. So the blocks go straight into torch's ``_foreach_`` kernels, past the interpreter, whose cost is per leaf and per op.

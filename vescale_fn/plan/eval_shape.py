@@ -1,4 +1,4 @@
-"""Initial values where they are to lie, without a whole one anywhere: `init`; and shapes before values: `eval_shape`."""
+"""`init`: initial values of which each rank makes its own shards alone; `eval_shape`: shapes without values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout: a mask from a key, lying as its value does, made in the one pass that uses it and never kept.
+"""Dropout: a mask from a key, in its operand's layout, made in the pass that uses it and never kept.
 
 The mask is known from the key, so the backward pass keeps the key alone. Dropout with a key is a linear map that is its
 own transpose; all its derivatives are itself.

@@ -1,4 +1,4 @@
-"""What the parameters of a distribution must be, and how a draw lies as they do.
+"""Checks of the parameters of distributions, and the layout that a draw takes from them.
 
 Numbers are looked at; tensors are not, for that would wait for a device and stop a tracer.
 """

@@ -1,4 +1,4 @@
-"""Where a draw lies: whole, one block a rank of an array, or this rank's block inside a `shard_map` body.
+"""Draws with a spec: each rank makes its own block, as an array or as a block in a `shard_map` body.
 
 Each rank hashes the counters of its own rectangle and of nothing else, so nothing moves between ranks.
 """

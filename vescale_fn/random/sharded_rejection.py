@@ -1,4 +1,4 @@
-"""Draws whose elements take a number of trials of their own, with tensor parameters: as an operator, and laid out.
+"""Sharded draws by rejection, whose elements take different numbers of trials, with tensor parameters.
 
 Element `i` still depends on the key, on `i` and on its own parameters alone, so each rank works on its block, and stops
 when its own elements are done; nothing moves but parameters that lie otherwise than the draw.

@@ -1,4 +1,4 @@
-"""One key for all ranks where their values differ: they would all drop, or draw, alike. Surely not meant; a warning."""
+"""Warn when one key is used on values that differ by rank: every rank would draw the same numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's models on a mesh, as they are: tables that say how the parameters of an architecture lie.
+"""Hugging Face's models on a mesh, unchanged: tables of specs for the parameters of each architecture.
 
     f, params = vfn.functionalize(transformers.LlamaForCausalLM(config))
     params = vfn.shard(params, mesh, hugging_face.specs(params, "llama"))

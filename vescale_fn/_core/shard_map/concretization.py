@@ -1,4 +1,4 @@
-"""Values that a body reads into Python, where ranks must not part: what such a read is called, and what to write instead."""
+"""Reading a value into Python in a body (`if x > 0`, `.item()`), where ranks could take different branches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Donated arguments: results are written into their memory, and whoever uses them afterwards is told.
+"""Donated arguments: results are written into their memory, and a later use of them raises.
 
 Around a call of a plan: `check` refuses, before anything runs, what cannot be given away; what is not `is_alone` in its
 memory is `copied` first; `give_away` marks the tensors when the call is done. Which result is written where is decided on

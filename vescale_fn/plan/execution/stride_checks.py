@@ -1,4 +1,4 @@
-"""Results that lie as was recorded, where torch's own account of an operator is not to be relied on.
+"""Results with the strides that were recorded, for operators whose meta kernels (fake tensors) give other strides.
 
 While recording, an operator gives tensors without values, of which torch says how they would lie; passes and ``view``s rely
 on it. For arguments without gaps and in order it is right. For others it sometimes is not (on a CPU, `batch_norm` of a

@@ -1,4 +1,4 @@
-"""Which call must come after which, and a graph put into another order."""
+"""Dependencies between the calls of a plan, and putting a plan into another order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that write their result where something lies already, in the place of those that make it anew."""
+"""Replace a call by one that writes its result into existing memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls in line: what must come before what, what is alive when, in any order of them."""
+"""Liveness: which buffers are alive at each call, for a given order of the calls."""
 
 from __future__ import annotations
 

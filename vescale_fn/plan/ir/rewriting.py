@@ -1,4 +1,4 @@
-"""What passes share that put one call in the place of another: new nodes, and whether anybody could tell the difference."""
+"""Helpers of passes that replace a call by another: new nodes, and whether a replacement could be observed."""
 
 from __future__ import annotations
 

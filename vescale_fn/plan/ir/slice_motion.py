@@ -1,4 +1,4 @@
-"""A slice of what an op made is that op on slices: slices move up, so that less is computed.
+"""Move slices up through the ops that made their operand, so that only the part in use is computed.
 
 A slice goes up through ops that work element by element, and through views, up to where a value comes from. It does so where
 nothing but slices uses the op's result, and these are one slice, or the ranks' own parts: what is computed only gets less.

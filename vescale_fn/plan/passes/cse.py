@@ -1,4 +1,4 @@
-"""What is computed twice of the same values is computed once, collectives among it.
+"""Common subexpressions: a value that is computed twice is computed once, collectives included.
 
 A rank's own part is another value than the same slice taken on every rank, though on one rank the two are equal: all ranks
 are to merge the same calls. What `remat` repeats stays repeated: it was to be forgotten in between. Draws are functions of

@@ -1,4 +1,4 @@
-"""Calls whose results nothing needs are left out, writes into memory that nothing reads afterwards among them.
+"""Dead code: calls whose results nothing uses, and writes into memory that nothing reads afterwards, are left out.
 
 What does something besides giving a result stays. A write counts by the memory that it changes, since one rank may write into
 what a collective gave where another one writes into a copy: both find that the collective is not needed, or that it is. A

@@ -1,4 +1,4 @@
-"""What works element by element works in the shape that its arguments were made in: the view comes after it, not before.
+"""Elementwise ops run before a view instead of after it, so that chains of views can meet and cancel.
 
 So the views between the matrix products of a layer, from the rows of a matrix to the tokens of a batch and back, meet and
 cancel (`views`). What works along the last dim, or adds up all others, can do so too.

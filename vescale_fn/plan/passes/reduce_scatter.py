@@ -1,4 +1,4 @@
-"""A sum of which each rank uses only its own part: a reduce-scatter. A gather of which it uses its own part: nothing.
+"""An all-reduce of which a rank uses its part becomes a reduce-scatter; a gather of which it uses its part, nothing.
 
 One rank sees only its own slice, and the first rank's part is what a program may also take on purpose on every rank
 (``x[:4]``). So what counts is not where a slice begins but that the recorder marked it as each rank's own part

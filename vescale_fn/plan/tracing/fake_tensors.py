@@ -1,4 +1,4 @@
-"""What ops give on tensors without values. The layers of a model ask for the same again and again: it is remembered."""
+"""Shapes and strides of ops on tensors without values, remembered: the layers of a model ask for the same ones."""
 
 from __future__ import annotations
 

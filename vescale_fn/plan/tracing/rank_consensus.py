@@ -1,5 +1,4 @@
-"""Ranks agree on what each of them recorded, and on what the passes made of it, before the first replay: the collectives of
-their plans must meet."""
+"""Ranks compare their recordings, and what each pass made of them, before the first replay."""
 
 from __future__ import annotations
 

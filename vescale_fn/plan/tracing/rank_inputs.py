@@ -1,4 +1,4 @@
-"""What ranks bring to a recording that counts as the same on all of them, for them to compare."""
+"""The inputs of a recording that must be equal on all ranks, collected for the comparison."""
 
 from __future__ import annotations
 

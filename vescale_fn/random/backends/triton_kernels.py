@@ -1,4 +1,4 @@
-"""The recipes of `kinds` and `floats` once more, in Triton's language: what one program on a GPU computes.
+"""The draws as Triton kernels: what one program on a GPU computes, with the bits of the torch definition.
 
 These are plain functions until `load` has imported Triton and compiled each of them: importing Triton takes a second,
 and only who draws on a GPU pays it. `load` also wraps the constants, which Triton reads only as `tl.constexpr`.

@@ -1,4 +1,4 @@
-"""The float functions once more, for the part of a distribution that carries tensor parameters.
+"""The same float functions on tensors that carry gradients, for distributions with tensor parameters.
 
 Here gradients, tangents, `vmap`, tracers and arrays pass through; the bits are those of `elementary`. Each function is
 one elementwise operator, `vescale_fn::exact`, and one row of `SLOPES`: its derivative, in functions that have
