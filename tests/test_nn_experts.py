@@ -172,6 +172,23 @@ def test_what_travels():
         assert {call.axes for call in log if call.op == "all_reduce"} == {("dp",)}  # of the parameters
 
 
+def test_hidden_dims_that_are_split_are_added_up_after_rows_are_back():
+    """Rows stay partial sums on their way back, and those of the gradient on theirs: fewer are read than there is room for."""
+    p, gate, x, weights = made()
+    with vfn.simulate(4):
+        there = vfn.shard((p, gate, x), vfn.make_mesh((2, 2), ("ep", "tp")), (HIDDEN_SPLIT, P(), P("ep")))
+        rows, tokens = GROUPS // 2 * COUNT * TOKENS * WIDTH * 8, GROUPS // 2 * TOKENS * WIDTH * 8
+        there_and_back = [("all_to_all", "ep", rows)] * 2
+        with vfn.comm_log() as log:
+            out, back = vfn.vjp(lambda x: layer(there[0], there[1], x, None), there[2])
+        assert [(r.op, r.axis, r.bytes) for r in log] == [*there_and_back, ("all_reduce", "tp", K * tokens)]
+        assert vfn.spec_of(out) == P("ep")
+        with vfn.comm_log() as log:
+            back(torch.ones_like(out))
+        assert [(r.op, r.axis, r.bytes) for r in log] == [*there_and_back, ("all_reduce", "tp", tokens)]
+        close(gradients(layer, *there, weights, 2), gradients(token_by_token, p, gate, x, weights, 2))
+
+
 def test_parts_of_sequences_as_groups():
     p, gate, x, weights = made()
     x, weights = (y.reshape(2, 4 * TOKENS, WIDTH) for y in (x, weights))  # two sequences, each of four parts

@@ -75,6 +75,36 @@ def test_when_a_sum_with_whole_values_stays_partial(tp, add, spec: P) -> None:
     torch.testing.assert_close(vfn.unshard(out), add(h @ w, x))
 
 
+READ = {
+    "gather": lambda y, i, j, base: y.gather(0, i),
+    "index_select": lambda y, i, j, base: y.index_select(0, j),
+    "index": lambda y, i, j, base: y[j],
+    "two indices": lambda y, i, j, base: y[j, j],
+    "scatter_add": lambda y, i, j, base: base[:4].scatter_add(0, i % 4, y[:4]),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_of_a_partial_sum_is_one(tp, name: str) -> None:
+    """Less is added up then; but no index is gathered for it."""
+    h, w, base = rand(6, 8).double(), rand(8, 12).double(), rand(6, 12).double()
+    i, j = (torch.arange(48) * 5 % 6).view(4, 12), torch.arange(4)
+    f = lambda h, w, i, j, base: READ[name](h @ w, i, j, base)
+    lay = lambda spec: vfn.shard((h, w, i, j, base), tp, (P(None, "tp"), P("tp"), spec, spec, P()))
+    want = vfn.vjp(lambda h, w: f(h, w, i, j, base), h, w)
+    for spec in (P(), P("tp")):
+        args = lay(spec)
+        with vfn.comm_log() as log:
+            y, back = vfn.vjp(lambda h, w: f(h, w, *args[2:]), *args[:2])
+        if spec == P():
+            assert vfn.spec_of(y) == P(unreduced={"tp"}) and not log.count()
+        elif name != "two indices":
+            assert not log.count("all_gather")
+        torch.testing.assert_close(vfn.unshard(y), want[0])
+        for got, one in zip(back(torch.ones_like(y)), want[1](torch.ones_like(want[0])), strict=True):
+            torch.testing.assert_close(vfn.unshard(got), one)
+
+
 # --- a transformer ----------------------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from .._core.arrays.array import is_array, mesh_of, spec_of
-from .._core.arrays.placement import with_sharding
+from .._core.arrays.array import is_array, mesh_of, moved, spec_of
 from .._core.base import context, tree
 from .._core.base.errors import CollectiveError
 from .._core.base.messages import described, report
@@ -102,7 +101,7 @@ def _taken_in(x: torch.Tensor, places: torch.Tensor, count: int, capacity: int) 
     nobody = torch.full_like(places.sum(-1, keepdim=True), tokens).expand(*places.shape[:-1], count * capacity + 1)
     source = nobody.scatter(-1, places, token.expand(places.shape))[..., :-1].unsqueeze(-1)
     rows = x.gather(-2, source.clamp(max=max(tokens - 1, 0)).expand(*source.shape[:-1], x.shape[-1]))
-    return torch.where(source < tokens, rows, 0.0).unflatten(-2, (count, capacity))
+    return rows.masked_fill(source >= tokens, 0.0).unflatten(-2, (count, capacity))
 
 
 def _applied(f: Any, params: Any, first: torch.Tensor, rows: torch.Tensor, parts: int, axis: Any) -> torch.Tensor:
@@ -111,7 +110,7 @@ def _applied(f: Any, params: Any, first: torch.Tensor, rows: torch.Tensor, parts
     there = _layouts(first, rows)
     if there is not None:
         mesh, here, there = there
-        rows = with_sharding(rows, there, mesh=mesh)
+        rows = moved(rows, mesh, there, "nn.experts", keeps_sums=True)
     rows = rows.movedim(-3, 0).flatten(1, -2)
     if parts > 1:
         rows = all_to_all(rows, axis, 0, 1, tiled=True)
@@ -123,12 +122,12 @@ def _applied(f: Any, params: Any, first: torch.Tensor, rows: torch.Tensor, parts
     if parts > 1:
         out = all_to_all(out, axis, 1, 0, tiled=True)
     out = out.unflatten(1, (*groups, -1)).movedim(0, -3)
-    return out if there is None else with_sharding(out, here, mesh=mesh)
+    return out if there is None else moved(out, mesh, here, "nn.experts", keeps_sums=True)
 
 
 def _layouts(first: torch.Tensor, rows: torch.Tensor) -> Any:
     """The mesh, and how rows lie where the tokens are and where the experts are; None where these are one place."""
-    if not is_array(first):
+    if not is_array(first) or context.on_one_device():
         return None
     names, rest = split_axes(spec_of(first), first.ndim)[0], split_axes(spec_of(rows), rows.ndim)[:-3]
     if not names:

@@ -411,6 +411,9 @@ class _Move:
     lead: Lead = ()
     # from and to: before it moves. Back, too, it is the first thing
     cast: tuple[torch.dtype, torch.dtype] | None = None
+    keeps_sums: bool = (
+        False  # whether a partial sum stays one, there and back: no more is asked for than where parts lie
+    )
 
     def begun(self, x: Any) -> Any:
         """The value before it moves."""
@@ -426,6 +429,8 @@ class _Move:
         if self.target is None:
             return _plain(x, self.why)
         target = led(self.lead, spec, self.target, x.ndim)
+        if self.keeps_sums:
+            target = _with_sums(target, spec.unreduced)
         if isinstance(x, Array) and P(*target, unreduced=target.unreduced) == spec and not target.reduced:
             return x.detach()
         bare = P(*target, unreduced=target.unreduced)
@@ -440,10 +445,16 @@ class _Move:
     def transpose(self) -> _Move:
         source, target = (None if s is None else _cotangent_spec(s) for s in (self.source, self.target))
         back = None if self.cast is None else (self.cast[1], self.cast[0])
-        return _Move(self.mesh, target, source, f"{self.why} (backward)", self.lead, back)
+        return _Move(self.mesh, target, source, f"{self.why} (backward)", self.lead, back, self.keeps_sums)
 
     def batched(self, over: tuple[str, ...]) -> _Move:
         return replace(self, lead=(over, *self.lead))
+
+
+def _with_sums(target: P, unreduced: frozenset[str]) -> P:
+    """The target of a move with the sums that it leaves to be made, over axes that it says nothing of."""
+    left = unreduced.difference(target.reduced, *split_axes(target, len(target)))
+    return P(*target, unreduced=target.unreduced | left, reduced=target.reduced)
 
 
 @dataclass(frozen=True)
@@ -643,12 +654,11 @@ def bring_in(x: Any, mesh: Any, spec: P, why: str, auto: Any = None) -> Any:
     return linear_map.apply(_Enter(mesh, spec, auto), x)[0]
 
 
-def moved(x: Any, mesh: Any, target: P | None, why: str) -> Any:
+def moved(x: Any, mesh: Any, target: P | None, why: str, keeps_sums: bool = False) -> Any:
     """An array, or a plain whole tensor, brought to `target`, or (None) to a plain whole tensor; differentiable."""
     source, cast = _before_narrowing(x)
-    return tensor_types.kept(
-        linear_map.apply(_Move(mesh, spec_of(x) if is_array(x) else None, target, why, cast=cast), source)[0], x
-    )
+    move = _Move(mesh, spec_of(x) if is_array(x) else None, target, why, cast=cast, keeps_sums=keeps_sums)
+    return tensor_types.kept(linear_map.apply(move, source)[0], x)
 
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

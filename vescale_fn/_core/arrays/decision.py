@@ -307,14 +307,16 @@ def _stays_partial(
     axis: str, rule: Rule, args: Sequence[tuple[P, tuple[int, ...]]], outs: Sequence[Any], pinned: Sequence[int]
 ) -> bool:
     """Whether results are left as partial sums over an axis: where all that they are linear in is partial; or where some
-    is, as large as a result, and the rest lies whole along the axis, so that one rank alone can add it: a bias."""
+    is, no smaller than a result, and the rest lies whole along the axis, so that one rank alone can add it: a bias."""
+    if any(axis in axes_named(args[i][0]) for i in rule.unmoved):
+        return False
     lying = [args[i] for i in rule.linear]
     partial = [axis in spec.unreduced for spec, _ in lying]
     if all(partial) or not any(partial):
         return bool(lying) and all(partial)
-    sizes = {math.prod(out or ()) for out in outs}
+    largest = max(math.prod(out or ()) for out in outs)
     return all(
-        math.prod(shape) in sizes if is_partial else i not in pinned and axis not in axes_named(spec)
+        math.prod(shape) >= largest if is_partial else i not in pinned and axis not in axes_named(spec)
         for i, (spec, shape), is_partial in zip(rule.linear, lying, partial, strict=True)
     )
 
@@ -390,7 +392,7 @@ def _solve(
 
     targets = []
     for i, (spec, _) in enumerate(args):
-        unreduced = kept if i in rule.linear else missing(rule.outs[0]) if i in rule.joins else ()
+        unreduced = (kept if i in rule.linear else set()) | (missing(rule.outs[0]) if i in rule.joins else set())
         targets.append(spec if i in rule.shape_only else from_split_axes(rows(rule.ins[i]), unreduced))
     if rule.shape_only and not rule.linear:  # a new tensor that lies as one whose shape it has
         for i in rule.shape_only:

@@ -83,8 +83,11 @@ def gather(call: Call) -> Rule:
 
     ins = tuple(row(t.shape, part if t.index else rows) if t.ndim == x.ndim else none(t.shape) for t in call.tensors)
     if read:
-        return _reading(Rule(ins, (row(call.outs[0] or (), part),)), local_rows.gather(x, dim))
-    return _writing(Rule(ins, (row(x.shape, rows),)), local_rows.scatter(call.name, x, dim, call.args))
+        return _reading(call, Rule(ins, (row(call.outs[0] or (), part),)), local_rows.gather(x, dim))
+    rule = _writing(Rule(ins, (row(x.shape, rows),)), local_rows.scatter(call.name, x, dim, call.args))
+    return (
+        replace(rule, linear=(0, 2), unmoved=(1,)) if call.name == "scatter_add" and x.dtype is not torch.bool else rule
+    )
 
 
 def index_select(call: Call) -> Rule:
@@ -96,7 +99,7 @@ def index_select(call: Call) -> Rule:
     rows, _ = _along(call, True, True)
     out = tuple("i" if d == dim else d for d in range(len(call.outs[0] or ())))
     ins = (tuple(rows if d == dim else d for d in range(x.ndim)), ("i",) * call["index"].ndim)
-    return _reading(Rule(ins, (out,)), local_rows.index_select(x, dim))
+    return _reading(call, Rule(ins, (out,)), local_rows.index_select(x, dim))
 
 
 def index_add(call: Call) -> Rule:
@@ -132,8 +135,16 @@ def _along(call: Call, read: bool, sums: bool) -> tuple[str | None, str | None]:
     return ("rows" if x.ndim else None), ("i" if part else None)
 
 
-def _reading(rule: Rule, op: Any) -> Rule:
+def _reading(call: Call, rule: Rule, op: Any) -> Rule:
+    rule = _read_of_sum(call, rule)
     return replace(rule, sums=frozenset({"rows"}), op=op, only="blocks", blocks=("rows",), yields=frozenset({"rows"}))
+
+
+def _read_of_sum(call: Call, rule: Rule) -> Rule:
+    """What is read of a partial sum is one, too, where it is no more than that."""
+    first, *rest = call.tensors
+    less = math.prod(call.outs[0] or ()) <= math.prod(first.shape)
+    return replace(rule, linear=(0,), unmoved=tuple(t.index for t in rest)) if less else rule
 
 
 def _writing(rule: Rule, op: Any) -> Rule:
@@ -149,8 +160,8 @@ def index(call: Call) -> Rule | None:
     where = [d for d, label in enumerate(row) if label is None]
     rule = Rule((row, *rows), ((*row[: where[0]], *labels, *row[where[-1] + 1 :]),))
     if len(where) > 1 or _along(call, True, True)[0] is None:
-        return rule
-    return _reading(replace(rule, ins=(_with(row, where[0]), *rows)), local_rows.index(call["self"], where[0]))
+        return _read_of_sum(call, rule)
+    return _reading(call, replace(rule, ins=(_with(row, where[0]), *rows)), local_rows.index(call["self"], where[0]))
 
 
 def _places(call: Call) -> tuple[Row, Row, list[Row]] | None:

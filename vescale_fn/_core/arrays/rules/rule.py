@@ -61,6 +61,9 @@ class Rule:
     apart: bool = False  # one call for each result: a label begins with the number of its result
     even: frozenset[Label] = frozenset()  # may be split only where every size under it divides
     linear: tuple[int, ...] = ()  # the arguments in which, together, the op is linear: all partial in, partial out
+    unmoved: tuple[
+        int, ...
+    ] = ()  # arguments that are not gathered to keep a sum partial: indices, as large as what is read
     shape_only: tuple[int, ...] = ()  # arguments of which only the shape is read
     joins: tuple[int, ...] = ()  # arguments that are added once to a sum
     # how the parts of a missing label are put together: sum (when it is needed), total (at once), max, min
