@@ -226,6 +226,21 @@ def scatters(hand):
     ]
 
 
+def exchanges(hand):
+    """Queries, keys and values, each split by heads instead of tokens: along different dims here."""
+    h = [hand.op(aten.mul.Tensor, hand.input(block(*shape)), 2) for shape in ((4, 3), (2, 8), (2, 4, 3))]
+    dims = ((0, 1), (1, 0), (1, 1))
+    return [hand.exchange("all_to_all", x, ("dp", "tp"), *pair) for x, pair in zip(h, dims, strict=True)]
+
+
+def exchanges_apart(hand):
+    """There and back, and one beside them; a sum between two."""
+    one, other, third = (hand.input(block(*shape)) for shape in ((4, 3), (2, 4), (2, 2)))
+    back = hand.exchange("all_to_all", hand.exchange("all_to_all", one, ("tp",), 0, 1), ("tp",), 1, 0)
+    total = hand.exchange("all_reduce", other, ("tp",), "sum")
+    return [back, total, hand.exchange("all_to_all", third, ("tp",), 0, 1)]
+
+
 def written_between(hand):
     """A value is written in place after one sum has read it."""
     x = hand.op(aten.mul.Tensor, hand.input(block(3)), 2)
@@ -407,6 +422,8 @@ PROGRAMS: dict[str, Any] = {
     "weights": (weights, buckets, [(G, "tp", 48)]),
     "weights and activations": (weights_and_activations, buckets, None),
     "scatters": (scatters, buckets, [(S, "dp,tp", 416)]),
+    "exchanges": (exchanges, buckets, [("all_to_all", "dp,tp", 416)]),
+    "exchanges apart": (exchanges_apart, buckets, None),
     "written between": (written_between, buckets, None),
     "read late and written": (read_late_and_written, buckets, [(R, "tp", 40)]),
     "forward and again": (forward_and_again, buckets, None),

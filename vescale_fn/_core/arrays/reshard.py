@@ -350,7 +350,7 @@ def _reduce_scatter(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: 
 def _all_to_all(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> Any:
     loses, gains = step.loses, step.gains
     if _divides(shape, mesh, step, loses) and _divides(shape, mesh, step, gains):
-        return collectives.all_to_all(x, mesh, step.axes, gains, loses, why)
+        return collectives.all_to_all(x, mesh, step.axes, gains, loses, why, _largest(shape, mesh, step.before))
     tall = functools.partial(_widest, shape, mesh, step, loses, step.before)
     wide = functools.partial(_widest, shape, mesh, step, gains, step.after)
 
@@ -361,7 +361,8 @@ def _all_to_all(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str)
         mine = block.narrow(gains, 0, len(_indices(shape, mesh, step.after, rank, gains)))
         return _cut(mine, shape, mesh, step, loses, rank, tall(rank))
 
-    moved = collectives.all_to_all(_local(x, mesh, before, lambda rank: rank), mesh, step.axes, gains, loses, why)
+    spread = _local(x, mesh, before, lambda rank: rank)
+    moved = collectives.all_to_all(spread, mesh, step.axes, gains, loses, why, padded=True)
     return _local(moved, mesh, after, lambda rank: rank)
 
 

@@ -318,9 +318,20 @@ def reduce_scatter(
 
 @_recorded
 def all_to_all(
-    x: Any, mesh: Any, axes: tuple[str, ...], split_dim: int, concat_dim: int, why: str, later: bool = False
+    x: Any,
+    mesh: Any,
+    axes: tuple[str, ...],
+    split_dim: int,
+    concat_dim: int,
+    why: str,
+    elements: int = 0,
+    padded: bool = False,
+    later: bool = False,
 ) -> Any:
-    """Piece i along `split_dim` goes to the group's rank i; what arrives is concatenated along `concat_dim`."""
+    """Piece i along `split_dim` goes to the group's rank i; what arrives is concatenated along `concat_dim`.
+
+    `elements`, `padded`: as of a `Collective`.
+    """
     n = group_size(mesh, axes)
     if n == 1:
         return x

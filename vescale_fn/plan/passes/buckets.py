@@ -4,7 +4,8 @@ Starting a collective costs as much as carrying some hundred kilobytes, and pack
 `alone` bytes stays alone, and a bucket is full at `limit` bytes. Reductions wait for the last member of their bucket: what
 they give is needed late (a gradient, in the update). Gathers all come with the first one: what they take is there early (a
 parameter, from the start), or they are left where they are; one that takes the same again (a parameter, for the backward
-pass) begins the next bucket, so that the first can be forgotten in between.
+pass) begins the next bucket, so that the first can be forgotten in between. All-to-alls are put together where no other
+collective comes between them (queries, keys and values): what they take and what they give is needed there.
 
 Every rank makes the same buckets and keeps the same order, because both are decided by what is the same on every rank: the
 order in which the collectives were recorded, which of them waits for which, and their sizes, where what counts is the rank
@@ -40,6 +41,7 @@ def buckets(graph: fx.Graph, limit: int = LIMIT, alone: int = ALONE) -> fx.Graph
         alone: the bytes from which on a collective stays by itself.
     """
     graph = _bucketed(graph, ("all_reduce", "reduce_scatter"), limit, alone, early=False)
+    graph = _bucketed(graph, ("all_to_all",), limit, alone, early=False)
     return _bucketed(graph, ("all_gather",), limit, alone, early=True)
 
 
@@ -105,23 +107,28 @@ def _chosen(
     opened: dict[Any, _Bucket] = {}
     made: list[_Bucket] = []
     recorded = {node: i for i, node in enumerate(graph.nodes)}
-    bit = {node: 1 << i for i, node in enumerate(nodes)}
+    number = {node: i for i, node in enumerate(nodes)}
     # reductions in the order in which they could be carried out, which is another one where a function sums at its end
     for node in nodes if early else sorted(nodes, key=lambda node: made_at(node, recorded)):
         nbytes = size(node)
-        if collective_of(node).kind not in kinds or nbytes > alone or is_written(node, hot):
+        collective = collective_of(node)
+        if collective.kind not in kinds or nbytes > alone or is_written(node, hot):
+            continue
+        together = collective.kind == "all_to_all"
+        if together and collective.padded:  # which one rank's neighbours outside of its group may pad otherwise
             continue
         sources = _sources(node) if early and not before[node] else set()
         bucket = opened.get(key := _key(node))
         if bucket is not None:
             waits = _with_buckets(before[node], made) & bucket.bits
             late = early and (before[node] & ~before[bucket.members[0]] or bucket.sources & sources)
+            late = late or (together and number[node] != number[bucket.members[-1]] + 1)
             if waits or late or bucket.bytes + nbytes > limit:
                 bucket = None
         if bucket is None:
             bucket = opened[key] = _Bucket()
             made.append(bucket)
-        bucket.add(node, bit[node], before[node], nbytes, sources)
+        bucket.add(node, 1 << number[node], before[node], nbytes, sources)
     return [sorted(bucket.members, key=recorded.__getitem__) for bucket in made if len(bucket.members) > 1]
 
 
@@ -171,12 +178,12 @@ def _as_one(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     elements = sum(size(m) // value(given(m)[0]).element_size() for m in members)
     collective = dataclasses.replace(
         first,
-        params=first.params if first.kind == "all_reduce" else (0,),
+        params=first.params if first.kind == "all_reduce" else (0,) * len(first.params),
         elements=elements,
         why=f"{len(members)} together: {first.why}",
     )
     n = group_size(first.mesh, first.axes)
-    dims = [0 if first.kind == "all_reduce" else collective_of(m).params[0] for m in members]
+    dims = [(0,) if first.kind == "all_reduce" else collective_of(m).params for m in members]
     pack, unpack, is_view = _HOW[first.kind]
     with graph.inserting_before(at):
         packed: dict[tuple[fx.Node, ...], fx.Node] = {}
@@ -199,45 +206,51 @@ def _as_one(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         put(graph, member, [parts[rank][i] for rank in ranks])
 
 
-def _flat(blocks: Sequence[torch.Tensor], n: int, dims: Sequence[int]) -> torch.Tensor:
+Dims = Sequence[tuple[int, ...]]  # of each block: along which it is taken apart, and put together
+
+
+def _flat(blocks: Sequence[torch.Tensor], n: int, dims: Dims) -> torch.Tensor:
     return torch.cat([x.reshape(-1) for x in blocks])
 
 
-def _for_each_rank(blocks: Sequence[torch.Tensor], n: int, dims: Sequence[int]) -> torch.Tensor:
+def _for_each_rank(blocks: Sequence[torch.Tensor], n: int, dims: Dims) -> torch.Tensor:
     """The blocks' pieces for the first rank, then those for the second, ..."""
     rows = [
         x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).reshape(n, x.numel() // n)
-        for x, dim in zip(blocks, dims, strict=True)
+        for x, (dim, *_) in zip(blocks, dims, strict=True)
     ]
     return torch.cat(rows, 1).view(-1)
 
 
-def _as_they_were(
-    flat: torch.Tensor, n: int, dims: Sequence[int], shapes: Sequence[tuple[int, ...]]
-) -> list[torch.Tensor]:
+def _as_they_were(flat: torch.Tensor, n: int, dims: Dims, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
     pieces = flat.split([math.prod(shape) for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def _my_pieces(
-    flat: torch.Tensor, n: int, dims: Sequence[int], shapes: Sequence[tuple[int, ...]]
-) -> list[torch.Tensor]:
-    cut = [(*shape[:dim], shape[dim] // n, *shape[dim + 1 :]) for dim, shape in zip(dims, shapes, strict=True)]
-    return _as_they_were(flat, n, dims, cut)
+def _my_pieces(flat: torch.Tensor, n: int, dims: Dims, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    return _as_they_were(flat, n, dims, _pieces(n, dims, shapes))
 
 
-def _from_each_rank(
-    flat: torch.Tensor, n: int, dims: Sequence[int], shapes: Sequence[tuple[int, ...]]
-) -> list[torch.Tensor]:
+def _pieces(n: int, dims: Dims, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The shapes of the pieces of blocks."""
+    return [(*shape[:dim], shape[dim] // n, *shape[dim + 1 :]) for (dim, *_), shape in zip(dims, shapes, strict=True)]
+
+
+def _from_each_rank(flat: torch.Tensor, n: int, dims: Dims, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
     columns = flat.view(n, -1).split([math.prod(shape) for shape in shapes], 1)
     return [
         torch.cat([row.view(shape) for row in column.unbind()], dim)
-        for column, shape, dim in zip(columns, shapes, dims, strict=True)
+        for column, shape, (*_, dim) in zip(columns, shapes, dims, strict=True)
     ]
+
+
+def _pieces_from_each(flat: torch.Tensor, n: int, dims: Dims, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    return _from_each_rank(flat, n, dims, _pieces(n, dims, shapes))
 
 
 _HOW: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {  # packed, unpacked; whether in the same memory
     "all_reduce": (_flat, _as_they_were, True),
     "reduce_scatter": (_for_each_rank, _my_pieces, True),
     "all_gather": (_flat, _from_each_rank, False),
+    "all_to_all": (_for_each_rank, _pieces_from_each, False),
 }
