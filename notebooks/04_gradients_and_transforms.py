@@ -254,7 +254,7 @@ print(vfn.grad(on_ranks)(torch.tensor(2.0), data), 3 * 2.0**2 * data.sum())
 # %% [markdown]
 # ## Is it the same program?
 #
-# `check` runs a function on one device and on the mesh and compares each result and each gradient. Here is a layer with its
+# `check_parity` runs a function on one device and on the mesh and compares every result and gradient. Here is a layer with its
 # weight split by rows, so that the product must be added up over `tp`: right, and then with the bias on the wrong side of
 # the sum.
 
@@ -270,11 +270,11 @@ def wrong(x, w, b):
 
 arguments = x, params["layers"][0], torch.linspace(0, 1, 8)
 layout = {"in_specs": (P(None, "tp"), P("tp"), P()), "out_specs": P()}
-print(vfn.check(vfn.shard_map(right, **layout), *arguments))
+print(vfn.check_parity(vfn.shard_map(right, **layout), *arguments))
 
 # %%
 try:
-    vfn.check(vfn.shard_map(wrong, **layout), *arguments)
+    vfn.check_parity(vfn.shard_map(wrong, **layout), *arguments)
 except vfn.errors.ParityError as error:
     print(error)
 

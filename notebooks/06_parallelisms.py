@@ -360,7 +360,7 @@ want = vfn.grad(loss)(params, x)
 with vfn.simulate(4):
     mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
     by_rules = vfn.spec_from_rules(params, [(r"up$", P(None, "tp")), (r"down$", P("tp"))])  # Megatron's
-    by_size = vfn.spec_by_size(params, mesh, "dp", by_rules)  # and over "dp" as well
+    by_size = vfn.fsdp_specs(params, mesh, "dp", by_rules)  # and over "dp" as well
     print(by_size["layers"][0])
     for specs in by_rules, by_size:
         got = vfn.grad(loss)(vfn.shard(params, mesh, specs), vfn.shard(x, mesh, P("dp")))

@@ -284,14 +284,14 @@ with vfn.simulate(4):
 # %% [markdown]
 # ## Home again
 #
-# Without a mesh, the last checkpoint is loaded as plain tensors; `vfn.export` writes them as a file of safetensors that
+# Without a mesh, the last checkpoint is loaded as plain tensors; `vfn.export_weights` writes them as a file of safetensors that
 # others read; and the model says what it has learned.
 
 # %%
 trained = manager.restore(like).params
 torch.testing.assert_close(trained, params, rtol=0, atol=1e-10)  # what the uninterrupted run has come to
 
-vfn.export(folder / "model.safetensors", trained)
+vfn.export_weights(folder / "model.safetensors", trained)
 exported = load_file(folder / "model.safetensors")
 print(*(f"{name:28} {list(x.shape)}" for name, x in exported.items()), sep="\n")
 

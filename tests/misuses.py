@@ -165,7 +165,7 @@ def a_dtensor_of_one_ranks_block_on_a_simulated_mesh(mesh):
 def fsdp_on_simulated_ranks(mesh):
     """MeshError
     fully_shard: the ranks of the mesh (dp=2, tp=2) are simulated: this process plays all of them, and torch has no process group
-      Instead: f, params = vfn.functionalize(module), and vfn.shard(params, mesh, rules): vfn.spec_by_size splits every parameter, f.gathering(specs) gathers each where it is read; the module stays as it is
+      Instead: f, params = vfn.module_function(module), and vfn.shard(params, mesh, rules): vfn.fsdp_specs splits every parameter, f.gathering(specs) gathers each where it is read; the module stays as it is
     """
     fully_shard(torch.nn.Linear(3, 4), mesh=mesh)
 
@@ -174,7 +174,7 @@ def fsdp_on_simulated_ranks(mesh):
 def ddp_on_simulated_ranks(mesh):
     """MeshError
     DistributedDataParallel: the ranks are simulated: this process plays all of them, and torch has no process group
-      Instead: f, params = vfn.functionalize(module), and vfn.shard(params, mesh, rules): params are replicated by P(), and the batch is split by P('dp'); the module stays as it is
+      Instead: f, params = vfn.module_function(module), and vfn.shard(params, mesh, rules): params are replicated by P(), and the batch is split by P('dp'); the module stays as it is
     """
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 4))
 
@@ -183,7 +183,7 @@ def ddp_on_simulated_ranks(mesh):
 def a_module_parallelized_over_simulated_ranks(mesh):
     """MeshError
     parallelize_module: the ranks of the mesh (tp=4) are simulated: this process plays all of them, and torch has no process group
-      Instead: f, params = vfn.functionalize(module), and vfn.shard(params, mesh, rules): rules split weights, (r"up\\.weight", P("tp")); the module stays as it is
+      Instead: f, params = vfn.module_function(module), and vfn.shard(params, mesh, rules): rules split weights, (r"up\\.weight", P("tp")); the module stays as it is
     """
     parallelize_module(torch.nn.Linear(3, 4), vfn.make_mesh((4,), ("tp",)), ColwiseParallel())
 
@@ -347,7 +347,7 @@ def a_module_for_a_tree(mesh):
     """TreeError
     shard: a leaf is a container that trees do not go into, or another library's array
       * the value is a Linear
-      Instead: f, params = vfn.functionalize(module), of which params is a tree
+      Instead: f, params = vfn.module_function(module), of which params is a tree
     """
     vfn.shard(torch.nn.Linear(3, 4), mesh, P("dp"))
 
@@ -390,7 +390,7 @@ def blocks_that_do_not_make_an_array(mesh):
 
 @misuse
 def a_block_that_is_an_array(mesh):
-    """TypingError
+    """VaryingTypeError
     from_local: a block must be data: a plain tensor that nothing transforms
       * x is an array already, f32[4@dp,3]: vfn.shard moves it
     """
@@ -543,7 +543,7 @@ def more_arguments_than_parameters(mesh):
 
 @misuse
 def an_argument_by_name(mesh):
-    """TypingError
+    """VaryingTypeError
     shard_map(<lambda>): it takes positional arguments, but ['x'] came by keyword
       Instead: in_specs is matched by position
     """
@@ -563,7 +563,7 @@ def an_argument_on_another_mesh(mesh):
 
 @misuse
 def an_array_that_a_body_closes_over(mesh):
-    """TypingError
+    """VaryingTypeError
     shard_map(<lambda>): the body uses an array from outside, of which each rank holds a part
       * it is f32[4@dp,3] on the mesh (dp=2, tp=2)
       Instead: pass it as an argument, with in_specs=P('dp') for its block or P() for the whole
@@ -688,7 +688,7 @@ def with_sharding_in_a_body(mesh):
 
 @misuse
 def if_on_a_varying_value(mesh):
-    """TypingError
+    """VaryingTypeError
     `if`: this asks for the truth of a value that differs by rank, so ranks could go different ways
       * the value is bool[]{V:dp} on the mesh (dp=2, tp=2)
       Instead: torch.where(condition, a, b); or one condition for all ranks, of vfn.psum(x, 'dp') or vfn.pmax(x, 'dp')
@@ -704,7 +704,7 @@ def if_on_a_varying_value(mesh):
 
 @misuse
 def if_on_the_rank(mesh):
-    """TypingError
+    """VaryingTypeError
     `if`: this asks for the truth of a value that differs by rank, so ranks could go different ways
       * the value is bool[]{V:dp} on the mesh (dp=2, tp=2)
       Instead: torch.where(condition, a, b); or one condition for all ranks, of vfn.psum(x, 'dp') or vfn.pmax(x, 'dp')
@@ -720,7 +720,7 @@ def if_on_the_rank(mesh):
 
 @misuse
 def while_on_a_varying_value(mesh):
-    """TypingError
+    """VaryingTypeError
     `while`: this asks for the truth of a value that differs by rank, so ranks could go different ways
       * the value is bool[]{V:dp} on the mesh (dp=2, tp=2)
       Instead: torch.where(condition, a, b); or one condition for all ranks, of vfn.psum(x, 'dp') or vfn.pmax(x, 'dp')
@@ -736,7 +736,7 @@ def while_on_a_varying_value(mesh):
 
 @misuse
 def assert_of_a_varying_value(mesh):
-    """TypingError
+    """VaryingTypeError
     `assert`: this asks for the truth of a value that differs by rank, so ranks could go different ways
       * the value is bool[]{V:dp} on the mesh (dp=2, tp=2)
       Instead: torch.where(condition, a, b); or one condition for all ranks, of vfn.psum(x, 'dp') or vfn.pmax(x, 'dp')
@@ -751,7 +751,7 @@ def assert_of_a_varying_value(mesh):
 
 @misuse
 def bool_of_a_varying_value(mesh):
-    """TypingError
+    """VaryingTypeError
     bool(): this asks for the truth of a value that differs by rank, so ranks could go different ways
       * the value is f32[]{V:dp} on the mesh (dp=2, tp=2)
       Instead: torch.where(condition, a, b); or one condition for all ranks, of vfn.psum(x, 'dp') or vfn.pmax(x, 'dp')
@@ -761,7 +761,7 @@ def bool_of_a_varying_value(mesh):
 
 @misuse
 def if_on_an_unreduced_value(mesh):
-    """TypingError
+    """VaryingTypeError
     `if`: this asks for the truth of a value that is still to be added over 'dp'
       * the value is f32[]{U:dp} on the mesh (dp=2, tp=2)
       Instead: vfn.psum(x, 'dp') first, which adds it up
@@ -771,7 +771,7 @@ def if_on_an_unreduced_value(mesh):
 
 @misuse
 def float_of_a_varying_value(mesh):
-    """TypingError
+    """VaryingTypeError
     float(): this reads a number out of a value that differs by rank, so ranks could go different ways
       * the value is f32[]{V:dp} on the mesh (dp=2, tp=2)
       Instead: the 0-d tensor as it is, which arithmetic takes; or one number for all ranks: vfn.psum(x, 'dp'), vfn.pmean
@@ -781,7 +781,7 @@ def float_of_a_varying_value(mesh):
 
 @misuse
 def item_of_an_unreduced_value(mesh):
-    """TypingError
+    """VaryingTypeError
     item: this reads a number out of a value that is still to be added over 'dp'
       * the value is f32[]{U:dp} on the mesh (dp=2, tp=2)
       Instead: vfn.psum(x, 'dp') first, which adds it up
@@ -791,7 +791,7 @@ def item_of_an_unreduced_value(mesh):
 
 @misuse
 def the_rank_as_an_index(mesh):
-    """TypingError
+    """VaryingTypeError
     an index: this reads a number out of a value that differs by rank, so ranks could go different ways
       * the value is i32[]{V:dp} on the mesh (dp=2, tp=2)
       Instead: torch.stack(choices)[i] or vfn.dynamic_slice(x, [i], [size]), with the tensor as it is
@@ -801,7 +801,7 @@ def the_rank_as_an_index(mesh):
 
 @misuse
 def the_rank_in_a_slice(mesh):
-    """TypingError
+    """VaryingTypeError
     an index: this reads a number out of a value that differs by rank, so ranks could go different ways
       * the value is i32[]{V:dp} on the mesh (dp=2, tp=2)
       * the value is i32[]{V:dp} on the mesh (dp=2, tp=2)
@@ -818,7 +818,7 @@ def the_rank_in_a_slice(mesh):
 
 @misuse
 def the_rank_in_a_slice_that_is_written(mesh):
-    """TypingError
+    """VaryingTypeError
     an index: this reads a number out of a value that differs by rank, so ranks could go different ways
       * the value is i32[]{V:dp} on the mesh (dp=2, tp=2)
       Instead: torch.stack(choices)[i] or vfn.dynamic_slice(x, [i], [size]), with the tensor as it is
@@ -834,7 +834,7 @@ def the_rank_in_a_slice_that_is_written(mesh):
 
 @misuse
 def numpy_of_a_varying_value(mesh):
-    """TypingError
+    """VaryingTypeError
     numpy: this takes the numbers out of a value that differs by rank, so ranks could go different ways
       * the value is f32[2,3]{V:dp} on the mesh (dp=2, tp=2)
       Instead: torch ops; a torch.library.custom_op for what torch has no op for; or one value for all ranks: vfn.psum(x, 'dp')
@@ -844,7 +844,7 @@ def numpy_of_a_varying_value(mesh):
 
 @misuse
 def a_comparison_of_varying_values(mesh):
-    """TypingError
+    """VaryingTypeError
     torch.allclose: this compares a value that differs by rank, so ranks could go different ways
       * the value is f32[2,3]{V:dp} on the mesh (dp=2, tp=2)
       * the value is f32[2,3]{V:dp} on the mesh (dp=2, tp=2)
@@ -880,7 +880,7 @@ def a_write_into_a_view_of_an_argument(mesh):
 
 @misuse
 def a_varying_value_written_into_one_from_outside(mesh):
-    """TypingError
+    """VaryingTypeError
     add_: this writes a value that differs by rank into one that is the same on all of them
       * the target is f32[2,3], a value from outside the body
       * what is written makes it f32[2,3]{V:dp}
@@ -892,7 +892,7 @@ def a_varying_value_written_into_one_from_outside(mesh):
 
 @misuse
 def a_varying_value_written_into_an_invariant_one(mesh):
-    """TypingError
+    """VaryingTypeError
     add_: this writes a value that differs by rank into one that is the same on all of them
       * the target is f32[2,3], which has a gradient
       * what is written makes it f32[2,3]{V:dp}
@@ -928,7 +928,7 @@ def a_view_of_another_size(mesh):
 
 @misuse
 def a_nonlinear_function_of_partial_sums(mesh):
-    """TypingError
+    """VaryingTypeError
     relu: relu is not linear, so the sum over 'dp' must come before it
       * operand 0 is f32[2,3]{U:dp} on the mesh (dp=2, tp=2)
       Instead: vfn.psum(x, 'dp') first, or vfn.psum_scatter
@@ -938,7 +938,7 @@ def a_nonlinear_function_of_partial_sums(mesh):
 
 @misuse
 def a_bias_added_to_partial_sums(mesh):
-    """TypingError
+    """VaryingTypeError
     add: the invariant value would be added once a rank of 'dp'
       * operand 0 is f32[2,3]{U:dp} on the mesh (dp=2, tp=2)
       * operand 1 is f32[3] on the mesh (dp=2, tp=2)
@@ -950,7 +950,7 @@ def a_bias_added_to_partial_sums(mesh):
 
 @misuse
 def partial_sums_beside_a_varying_value(mesh):
-    """TypingError
+    """VaryingTypeError
     mul: a value still to be added over the ranks meets one that differs by rank
       * operand 0 is f32[2,3]{U:dp} on the mesh (dp=2, tp=2)
       * operand 1 is f32[2,3]{V:dp} on the mesh (dp=2, tp=2)
@@ -961,7 +961,7 @@ def partial_sums_beside_a_varying_value(mesh):
 
 @misuse
 def a_reduced_value_beside_an_invariant_one(mesh):
-    """TypingError
+    """VaryingTypeError
     add: a reduced value meets an invariant one: their cotangents differ
       * operand 0 is f32[4,3]{R:dp} on the mesh (dp=2, tp=2)
       * operand 1 is f32[4,3] on the mesh (dp=2, tp=2)
@@ -1152,7 +1152,7 @@ def a_source_that_differs_by_rank(mesh):
 
 @misuse
 def a_cast_of_what_varies_already(mesh):
-    """TypingError
+    """VaryingTypeError
     pvary: there is no such cast, to='varying'
       * x['x'] is f32[2,3]{V:dp}: it is varying over 'dp' already
       Instead: no cast where none is needed; the casts are invarying -> varying or reduced, reduced -> varying, varying -> unreduced; vfn.psum makes a varying or unreduced value invarying
@@ -1162,7 +1162,7 @@ def a_cast_of_what_varies_already(mesh):
 
 @misuse
 def a_cast_to_invariant(mesh):
-    """TypingError
+    """VaryingTypeError
     pcast: to='invariant' is not one of ('varying', 'reduced', 'unreduced')
       Instead: vfn.psum(x, axis) or vfn.pmean, which make the ranks' values one; vfn.pbroadcast takes one rank's
     """
@@ -1171,7 +1171,7 @@ def a_cast_to_invariant(mesh):
 
 @misuse
 def a_gather_of_partial_sums(mesh):
-    """TypingError
+    """VaryingTypeError
     all_gather: an unreduced value, still to be added over the ranks, may only be summed
       * x is f32[2,3]{U:dp}: unreduced over 'dp'
       Instead: vfn.psum(x, 'dp') first
@@ -1190,7 +1190,7 @@ def a_derivative_of_a_maximum(mesh):
 
 @misuse
 def an_array_in_a_collective(mesh):
-    """TypingError
+    """VaryingTypeError
     psum: a whole array was used inside a shard_map body, whose values are local
       * it is the array f32[4@dp,3]
       Instead: pass it as an argument of the body, with its spec in in_specs
@@ -1312,7 +1312,7 @@ def a_module_to_differentiate(mesh):
     """TreeError
     grad: a leaf is a container that trees do not go into, or another library's array
       * module is a Linear
-      Instead: f, params = vfn.functionalize(module), of which params is a tree
+      Instead: f, params = vfn.module_function(module), of which params is a tree
     """
     vfn.grad(lambda module: module(X).sum())(torch.nn.Linear(3, 2))
 
@@ -1360,7 +1360,7 @@ def a_write_into_what_a_gradient_needs(mesh):
 
 @misuse
 def a_loss_that_is_still_varying_under_strict(mesh):
-    """TypingError
+    """VaryingTypeError
     grad: strict: this differentiates a value that differs by rank, and so the sum over the ranks
       * the value is f32[]{V:dp}
       Instead: vfn.psum(loss, 'dp') in the function
@@ -1780,21 +1780,21 @@ def updates_of_another_shape(mesh):
 @misuse
 def a_spec_for_an_argument_that_is_not_there(mesh):
     """SpecError
-    check(<lambda>): spec is not a prefix of args
+    check_parity(<lambda>): spec is not a prefix of args
       * spec has length 2, but args has length 1
       Instead: give spec the structure of args, or one entry for a whole subtree
     """
-    vfn.check(lambda x: x.sum(), X, mesh=mesh, spec=(P("dp"), P()))
+    vfn.check_parity(lambda x: x.sum(), X, mesh=mesh, spec=(P("dp"), P()))
 
 
 @misuse
 def an_axis_that_an_audit_cannot_find(mesh):
     """SpecError
-    check(<lambda>): 1 spec does not fit on the mesh (dp=2, tp=2)
+    check_parity(<lambda>): 1 spec does not fit on the mesh (dp=2, tp=2)
       * args[0] is f32[4,3], its spec P('pd'): axis 'pd' (dim 0) is not an axis of the mesh (dp=2, tp=2); did you mean 'dp'?
       Instead: each axis of the mesh at most once, and at most one entry a dim
     """
-    vfn.check(lambda x: x.sum(), X, mesh=mesh, spec=P("pd"))
+    vfn.check_parity(lambda x: x.sum(), X, mesh=mesh, spec=P("pd"))
 
 
 @misuse
@@ -1811,10 +1811,10 @@ def a_log_asked_for_another_name(mesh):
 @misuse
 def an_audit_of_a_result(mesh):
     """TransformError
-    check: f must be a function, but it is the tensor f32[4,3]
-      Instead: vfn.check(f, ...), with the function itself and not with what it returns
+    check_parity: f must be a function, but it is the tensor f32[4,3]
+      Instead: vfn.check_parity(f, ...), with the function itself and not with what it returns
     """
-    vfn.check(X, X, mesh=mesh)
+    vfn.check_parity(X, X, mesh=mesh)
 
 
 # --- warnings ---------------------------------------------------------------------------------------------------------

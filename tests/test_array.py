@@ -22,7 +22,7 @@ from vescale_fn._core import torch_internals
 from vescale_fn._core.distributed import mesh
 from vescale_fn._core.distributed.blocks import Blocks
 from vescale_fn._core.sharding import index_map
-from vescale_fn.errors import InPlaceError, MeshError, RankError, SpecError, TypingError
+from vescale_fn.errors import InPlaceError, MeshError, RankError, SpecError, VaryingTypeError
 
 DTYPES = [
     torch.bool,
@@ -225,7 +225,7 @@ def test_from_local_messages(m, a) -> None:
     )
     w = torch.ones(2, requires_grad=True)
     pair = [a, w]
-    with pytest.raises(TypingError) as error:
+    with pytest.raises(VaryingTypeError) as error:
         vfn.from_local(pair, m, P("dp"))
     assert str(error.value) == (
         "from_local: a block must be data: a plain tensor that nothing transforms\n"

@@ -1,4 +1,4 @@
-"""`vfn.check` finds the classical mistakes of distributed programs, names them, and lets their right twins pass."""
+"""`vfn.check_parity` finds the classical mistakes of distributed programs, names them, and lets their right twins pass."""
 
 import contextlib
 import math
@@ -31,7 +31,7 @@ def on_ranks(f: Callable[..., Any], *in_specs: P, out: Any = P(), check_vma: boo
 def message(f: Callable[..., Any], *args: Any, mesh: Any = None, **options: Any) -> str:
     """What `check` says of a wrong function, with the lines of this file as <the line itself>."""
     with pytest.raises(ParityError) as caught:
-        vfn.check(f, *args, mesh=mesh, **options)
+        vfn.check_parity(f, *args, mesh=mesh, **options)
     return re.sub(
         re.escape(__file__) + r":\d+(: `(.*)`)?", lambda m: f"<{m[2]}>" if m[1] else "here", str(caught.value)
     )
@@ -455,7 +455,7 @@ def test_a_mistake_is_named_and_its_right_twin_passes(name: str) -> None:
     wrong, right, args, says = MISTAKES[name]
     with vfn.simulate(8), vfn.use_mesh(vfn.make_mesh(*MESH)):
         assert_says(message(wrong, *args), says)
-        found = vfn.check(right, *args)
+        found = vfn.check_parity(right, *args)
     assert found.equal
     assert len(found.rows) >= 2
 
@@ -467,7 +467,7 @@ def test_a_whole_message() -> None:
     assert (
         said
         == """\
-check(bias_before_the_sum): 2 of 4 values differ between one device and the mesh (dp=2, tp=4)
+check_parity(bias_before_the_sum): 2 of 4 values differ between one device and the mesh (dp=2, tp=4)
   * out differs by 9 (relative 0.54)
       one device, the block of ranks 0, 1, 2, 3: f32[4,3] [-0.875, 8.75, 14.875, 0.625, ...]
       mesh: f32[4,3] [2.125, 14.75, 23.875, 3.625, ...]
@@ -489,13 +489,13 @@ def test_the_report_of_equal_runs() -> None:
     right = MISTAKES["a bias that is added on every rank"][1]
     specs = P("dp", "tp"), P("tp"), P()
     with vfn.simulate(8):
-        found = vfn.check(right, X.round(), W, B, mesh=vfn.make_mesh(*MESH), spec=specs, gradients=False)
+        found = vfn.check_parity(right, X.round(), W, B, mesh=vfn.make_mesh(*MESH), spec=specs, gradients=False)
         assert str(found) == (
-            "check(bias_after_the_sum): 1 of 1 value is equal on one device and on the mesh (dp=2, tp=4)\n"
+            "check_parity(bias_after_the_sum): 1 of 1 value is equal on one device and on the mesh (dp=2, tp=4)\n"
             "value  type         max difference  relative\n"
             "out    f32[8@dp,3]  0               0         equal"
         )
-        found = vfn.check(right, X, W, B, mesh=vfn.make_mesh(*MESH), spec=specs)
+        found = vfn.check_parity(right, X, W, B, mesh=vfn.make_mesh(*MESH), spec=specs)
     assert [(row.path, row.type) for row in found.rows] == [
         ("out", "f32[8@dp,3]"),
         ("gradient of x", "f32[8@dp,12@tp]"),
@@ -529,7 +529,7 @@ def audits(debug: bool) -> list[str]:
         warnings.filterwarnings("ignore", "vfn.psum over")
         for name in ON_REAL_RANKS:
             wrong, right, args, _ = MISTAKES[name]
-            said += [message(wrong, *args), str(vfn.check(right, *args))]
+            said += [message(wrong, *args), str(vfn.check_parity(right, *args))]
     return said
 
 
@@ -548,7 +548,7 @@ def arguments_that_differ() -> str:
 
 def test_plain_arguments_must_be_the_same_on_every_rank(gloo: Any) -> None:
     assert set(gloo(4, arguments_that_differ)) == {
-        "check(<lambda>): the arguments must be the same whole values on every rank\n"
+        "check_parity(<lambda>): the arguments must be the same whole values on every rank\n"
         "  * p['x'] is another value on rank 2, 3 than on rank 0\n"
         "  Instead: make them from a key (vfn.random), or send rank 0's; vfn.from_local for each rank's own data"
     }
@@ -567,7 +567,7 @@ def test_a_fault_that_shows_only_in_the_gradient_of_a_tiny_leaf() -> None:
     assert_says(
         said,
         """\
-check(f): 1 of 5 values differs between one device and the mesh (dp=2, tp=4)
+check_parity(f): 1 of 5 values differs between one device and the mesh (dp=2, tp=4)
   * gradient of p['tiny'] is 2 times the one-device value (2 = size of axis 'dp')
   * the runs part in the backward pass of mul, <return x @ w + p["big"] + p["tiny"] * vfn.axis_size("dp")>""",
     )
@@ -583,7 +583,7 @@ def test_the_gradient_of_what_a_function_closes_over_is_compared() -> None:
 
     with vfn.simulate(4):
         mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
-        found = vfn.check(scaled, X, mesh=mesh, spec=P("dp"))
+        found = vfn.check_parity(scaled, X, mesh=mesh, spec=P("dp"))
         assert [row.path for row in found.rows] == [
             "out",
             "gradient of x",
@@ -591,12 +591,12 @@ def test_the_gradient_of_what_a_function_closes_over_is_compared() -> None:
             "gradient of model.bias (closed over)",
             "gradient of scale (closed over)",
         ]
-        assert [row.path for row in vfn.check(model, X, mesh=mesh).rows][1:] == [
+        assert [row.path for row in vfn.check_parity(model, X, mesh=mesh).rows][1:] == [
             "gradient of input",
             "gradient of weight (closed over)",
             "gradient of bias (closed over)",
         ]
-        assert len(vfn.check(scaled, X.long().float(), mesh=mesh, gradients=False).rows) == 1
+        assert len(vfn.check_parity(scaled, X.long().float(), mesh=mesh, gradients=False).rows) == 1
         said = message(on_ranks(scaled, P("dp"), out=P("dp")), X, mesh=mesh)
     assert "1 of 5 values differs" in said
     assert "gradient of scale (closed over) is 2 times the one-device value (2 = size of axis 'dp' or size of" in said
@@ -665,7 +665,7 @@ def test_positions_made_of_the_rank_are_no_fault() -> None:
         return x * rows[:, None] + torch.nonzero(x).sum() * 0
 
     with vfn.simulate(4):
-        assert vfn.check(on_ranks(f, P("dp"), out=P("dp")), X, mesh=vfn.make_mesh((4,), ("dp",))).equal
+        assert vfn.check_parity(on_ranks(f, P("dp"), out=P("dp")), X, mesh=vfn.make_mesh((4,), ("dp",))).equal
 
 
 def test_another_dtype_on_the_mesh() -> None:
@@ -696,7 +696,7 @@ def test_a_function_that_keeps_something_from_call_to_call() -> None:
     with vfn.simulate(2):
         said = message(f, X, mesh=vfn.make_mesh((2,), ("dp",)))
     assert said == (
-        "check(f): it gives other values when it is called again with the same arguments, on one device\n"
+        "check_parity(f): it gives other values when it is called again with the same arguments, on one device\n"
         "  * out: f32[] 90, then f32[] 0\n"
         "  Instead: a function without state: nothing kept from call to call, no change in place of what it closes over, "
         "draws from keys"
@@ -715,13 +715,13 @@ def test_rounding_is_no_fault_however_much_a_program_enlarges_it(dtype: torch.dt
         return a.sum()
 
     with vfn.simulate(8), vfn.use_mesh(vfn.make_mesh((8,), ("dp",))):
-        found = vfn.check(lambda x: (x - x.mean()).sum(), x, spec=P("dp"))
+        found = vfn.check_parity(lambda x: (x - x.mean()).sum(), x, spec=P("dp"))
         assert found.rows[0].remark in ("equal up to rounding", "not judged: rounding alone changes it as much")
         if found.rows[0].remark.startswith("not"):
             assert found.title.endswith(
                 "1 of 2 values are equal on one device and on the mesh (dp=8); 1 cannot be judged"
             )
-        assert vfn.check(layers, a, w, spec=(P(), P(None, "dp"))).equal
+        assert vfn.check_parity(layers, a, w, spec=(P(), P(None, "dp"))).equal
         wrong = lambda a, w: layers(a, w) * (2 if vfn.axis_size("dp") > 1 else 1)  # a fault is found all the same
         assert "is 2 times the one-device value" in message(on_ranks(wrong, P(), P()), a, w)
 
@@ -729,7 +729,7 @@ def test_rounding_is_no_fault_however_much_a_program_enlarges_it(dtype: torch.dt
 def test_nan_and_infinity() -> None:
     x = torch.tensor([1.0, float("nan"), float("inf"), -1.0])
     with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
-        assert vfn.check(lambda x: x.log(), x, spec=P("dp")).equal
+        assert vfn.check_parity(lambda x: x.log(), x, spec=P("dp")).equal
         said = message(on_ranks(lambda x: x / vfn.axis_index("dp"), P("dp"), out=P("dp")), x.nan_to_num(0.0, 1.0))
     assert "out has NaN or infinity in other places" in said
 
@@ -739,7 +739,7 @@ def test_leaves_that_are_no_floats() -> None:
         return {"none": None, "int": 3, "sum": p["x"].sum(), "first": p["x"].argmax(), "flag": p["n"] > 1}
 
     with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
-        found = vfn.check(f, {"x": X[:7], "n": torch.arange(3), "no": None, "name": "a"}, spec=P())
+        found = vfn.check_parity(f, {"x": X[:7], "n": torch.arange(3), "no": None, "name": "a"}, spec=P())
         assert [row.path for row in found.rows] == [
             "out['first']",
             "out['flag']",
@@ -749,7 +749,7 @@ def test_leaves_that_are_no_floats() -> None:
         ]
         said = message(on_ranks(lambda x: {"n": vfn.axis_size("dp")} if vfn.axis_size("dp") > 1 else {"m": 1}, P()), X)
     assert said == (
-        "check(<lambda>): the results have another structure on the mesh (dp=2) than on one device\n"
+        "check_parity(<lambda>): the results have another structure on the mesh (dp=2) than on one device\n"
         "  * out['m'] only on one device, out['n'] only on the mesh"
     )
 
@@ -770,13 +770,13 @@ def test_a_function_that_fails_in_one_run() -> None:
     with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
         said = message(on_ranks(few_rows, P("dp"), out=P("dp")), X[:4])
         assert said == (
-            "check(few_rows): it fails on the mesh (dp=2), and runs on one device\n"
+            "check_parity(few_rows): it fails on the mesh (dp=2), and runs on one device\n"
             "  * ValueError: too few rows\n"
             '    at <raise ValueError("too few rows")>'
         )
         said = message(on_ranks(swapped, P("dp"), out=P("dp")), X)
     assert said.startswith(
-        "check(swapped): it fails on one device, and runs on the mesh (dp=2)\n  * CollectiveError: ppermute"
+        "check_parity(swapped): it fails on one device, and runs on the mesh (dp=2)\n  * CollectiveError: ppermute"
     )
     assert said.endswith(
         'at <return vfn.ppermute(x, "dp", [(0, 1), (1, 0)])>\n  Instead: vfn.axis_size(axis) for a number of ranks, '
@@ -796,16 +796,19 @@ def test_a_function_that_fails_in_both_runs_raises_as_it_does() -> None:
 
     with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
         with pytest.raises(ValueError, match="too few rows") as caught:
-            vfn.check(few_rows, X[:2])
-        assert getattr(caught.value, "__notes__", notes := ["vfn.check: the function fails on one device too"]) == notes
+            vfn.check_parity(few_rows, X[:2])
+        assert (
+            getattr(caught.value, "__notes__", notes := ["vfn.check_parity: the function fails on one device too"])
+            == notes
+        )
         with pytest.raises(RuntimeError, match="no gradient") as caught:
-            vfn.check(Once.apply, X)
+            vfn.check_parity(Once.apply, X)
         notes = [
-            "vfn.check: the gradient of the function fails on one device too; vfn.check(f, ..., gradients=False) compares "
+            "vfn.check_parity: the gradient of the function fails on one device too; vfn.check_parity(f, ..., gradients=False) compares "
             "the results alone"
         ]
         assert getattr(caught.value, "__notes__", notes) == notes
-        assert vfn.check(Once.apply, X, gradients=False).equal
+        assert vfn.check_parity(Once.apply, X, gradients=False).equal
 
 
 # --- real ranks that part ---------------------------------------------------------------------------------------------
@@ -849,12 +852,12 @@ def one_rank_returns_something_else() -> str:
 
 def test_one_real_rank_that_parts_from_the_others_is_named_on_all(gloo: Any) -> None:
     assert set(gloo(4, one_rank_fails)) == {
-        "check(f): it fails on the mesh (dp=4), and runs on one device, not on all ranks alike\n"
+        "check_parity(f): it fails on the mesh (dp=4), and runs on one device, not on all ranks alike\n"
         "  * rank 2: ValueError: not here\n"
         '    at <raise ValueError("not here")>'
     }
     assert set(gloo(4, one_rank_fails_when_called_again)) == {
-        "check(f): it gives other values when it is called again with the same arguments, on one device\n"
+        "check_parity(f): it gives other values when it is called again with the same arguments, on one device\n"
         "  * it fails then: ValueError: enough\n"
         '    at <raise ValueError("enough")>\n'
         "  Instead: a function without state: nothing kept from call to call, no change in place of what it closes over, "
@@ -873,7 +876,7 @@ def test_one_real_rank_that_parts_from_the_others_is_named_on_all(gloo: Any) -> 
     )
     (said,) = set(gloo(4, one_rank_returns_something_else))
     assert said.startswith(
-        "check(f): it fails on the mesh (dp=4), and runs on one device\n"
+        "check_parity(f): it fails on the mesh (dp=4), and runs on one device\n"
         "  * DivergenceError: debug: the ranks differ in the results of shard_map(f)"
     ), said
 
@@ -881,7 +884,7 @@ def test_one_real_rank_that_parts_from_the_others_is_named_on_all(gloo: Any) -> 
 def checked_on(mesh: dist.device_mesh.DeviceMesh) -> str:
     names = mesh.mesh_dim_names
     f = vfn.shard_map(lambda x: vfn.psum(x.sin().sum(), names), mesh=mesh, in_specs=P(names), out_specs=P())
-    return str(vfn.check(f, torch.arange(24.0), mesh=mesh))
+    return str(vfn.check_parity(f, torch.arange(24.0), mesh=mesh))
 
 
 def checked_on_a_part_and_on_all(shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[str, str]:

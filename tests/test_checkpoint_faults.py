@@ -92,7 +92,8 @@ def test_a_manager_killed_at_any_moment(tmp_path):
 
 def test_an_export_killed_at_any_moment(tmp_path):
     for _ in moments(
-        lambda: vfn.export(tmp_path / "x.pt", {"w": WHOLE + 1}), lambda: vfn.export(tmp_path / "x.pt", {"w": WHOLE})
+        lambda: vfn.export_weights(tmp_path / "x.pt", {"w": WHOLE + 1}),
+        lambda: vfn.export_weights(tmp_path / "x.pt", {"w": WHOLE}),
     ):
         (got,) = vfn.load(tmp_path / "x.pt").values()
         assert torch.equal(got, WHOLE) or torch.equal(got, WHOLE + 1)
@@ -102,7 +103,7 @@ def test_an_export_killed_at_any_moment(tmp_path):
 def test_several_files_killed_at_any_moment_are_the_old_ones_or_the_new_ones(tmp_path):
     """And what is there, and loaded, is whole: files of both never meet. From three files to two, to one, and back."""
     trees = {size: {name: WHOLE + size + i for i, name in enumerate("abc")} for size in (100, 600, 1000)}
-    write = lambda size: vfn.export(tmp_path / "m", trees[size], max_bytes=size)
+    write = lambda size: vfn.export_weights(tmp_path / "m", trees[size], max_bytes=size)
     for old, new in (100, 100), (100, 600), (600, 1000), (1000, 100):
 
         def prepare(old=old):
@@ -221,7 +222,7 @@ def test_files_that_may_not_become_so_large(saved):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         said = text_of(vfn.save, saved, {"params": {"b": torch.ones(10), "w": torch.zeros(100_000)}})
-        exported = text_of(vfn.export, saved.parent / "x.pt", {"w": torch.zeros(100_000)})
+        exported = text_of(vfn.export_weights, saved.parent / "x.pt", {"w": torch.zeros(100_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert said == (
@@ -229,7 +230,7 @@ def test_files_that_may_not_become_so_large(saved):
         "  * File too large\n"
         "  Instead: raise the limit on the size of a file and save again; what was saved there before is untouched"
     )
-    assert exported.startswith(f"export: {saved.parent}/x.pt cannot be written\n")
+    assert exported.startswith(f"export_weights: {saved.parent}/x.pt cannot be written\n")
     same(vfn.load(saved)["params"]["w"], WHOLE)
     vfn.save(saved, {"w": WHOLE})
     assert os.listdir(saved.parent) == ["c"]

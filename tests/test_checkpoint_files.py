@@ -55,7 +55,7 @@ def check_laid_out(got, like):
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors", "folder", "many"])
 def test_exported_and_loaded_again(name, tmp_path):
     like = laid_out()
-    vfn.export(tmp_path / "x" / name, like, max_bytes=200 if name == "many" else 10**9)
+    vfn.export_weights(tmp_path / "x" / name, like, max_bytes=200 if name == "many" else 10**9)
     assert not [file for file in os.listdir(tmp_path / "x") if file.startswith(".")]
     check_laid_out(vfn.load(tmp_path / "x" / name, like), like)
     got = vfn.load(tmp_path / "x" / name)
@@ -67,7 +67,7 @@ def test_exported_and_loaded_again(name, tmp_path):
 
 def test_torch_reads_what_is_exported(tmp_path):
     tree = everything()
-    vfn.export(tmp_path / "x.pt", tree)
+    vfn.export_weights(tmp_path / "x.pt", tree)
     plain = torch.load(tmp_path / "x.pt")
     assert plain.keys() == vfn.checkpoint.state_dict(tree).keys()
     same(plain["params.blocks.1.w"], -WHOLE)
@@ -77,8 +77,8 @@ def test_torch_reads_what_is_exported(tmp_path):
 
 def test_safetensors_reads_what_is_exported(tmp_path):
     like = laid_out()
-    vfn.export(tmp_path / "one.safetensors", like)
-    vfn.export(tmp_path / "many", like, max_bytes=130)
+    vfn.export_weights(tmp_path / "one.safetensors", like)
+    vfn.export_weights(tmp_path / "many", like, max_bytes=130)
     one = load_file(tmp_path / "one.safetensors")
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
@@ -113,21 +113,23 @@ def test_torch_files_that_others_wrote(tmp_path):
 
 
 def test_an_export_leaves_other_files_and_no_old_ones(tmp_path):
-    vfn.export(tmp_path, {"a": WHOLE, "b": WHOLE}, max_bytes=10)
+    vfn.export_weights(tmp_path, {"a": WHOLE, "b": WHOLE}, max_bytes=10)
     (tmp_path / "config.json").write_text("{}")
-    vfn.export(tmp_path, {"a": WHOLE + 1})
+    vfn.export_weights(tmp_path, {"a": WHOLE + 1})
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
     same(vfn.load(tmp_path)["a"], WHOLE + 1)
 
 
 def test_values_in_the_header_of_safetensors(tmp_path):
     tree = {"x": WHOLE, "step": 3, "rate": 0.1, "name": "a", "on": True, "none": None}
-    vfn.export(tmp_path / "x.safetensors", tree)
+    vfn.export_weights(tmp_path / "x.safetensors", tree)
     got = vfn.load(tmp_path / "x.safetensors", tree)
     same(got.pop("x"), WHOLE)
     assert got == {"step": 3, "rate": 0.1, "name": "a", "on": True, "none": None}
-    assert text_of(vfn.export, tmp_path / "y.safetensors", {"z": 1j, "c": torch.zeros(1, dtype=torch.complex128)}) == (
-        "export: safetensors has no room for some leaves\n"
+    assert text_of(
+        vfn.export_weights, tmp_path / "y.safetensors", {"z": 1j, "c": torch.zeros(1, dtype=torch.complex128)}
+    ) == (
+        "export_weights: safetensors has no room for some leaves\n"
         "  * tree['c'] is c128[1]\n"
         "  * tree['z'] is 1j\n"
         "  Instead: a .pt file, or vfn.save"
@@ -136,11 +138,11 @@ def test_values_in_the_header_of_safetensors(tmp_path):
 
 def test_damaged_plain_files(tmp_path):
     for name in "x.pt", "x.safetensors":
-        vfn.export(tmp_path / name, {"x": WHOLE})
+        vfn.export_weights(tmp_path / name, {"x": WHOLE})
         data = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(data[: len(data) // 2])
         assert f"load: {tmp_path}/{name} is damaged, or no file of" in text_of(vfn.load, tmp_path / name)
-    vfn.export(tmp_path / "many", {"a": WHOLE, "b": WHOLE}, max_bytes=10)
+    vfn.export_weights(tmp_path / "many", {"a": WHOLE, "b": WHOLE}, max_bytes=10)
     (tmp_path / "many" / "model-00001-of-00002.safetensors").unlink()
     assert text_of(vfn.load, tmp_path / "many") == (
         f"load: {tmp_path}/many is damaged\n"
@@ -153,20 +155,20 @@ def test_damaged_plain_files(tmp_path):
 
 def test_without_the_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    assert text_of(vfn.export, tmp_path / "x.safetensors", {"x": WHOLE}) == (
-        "export: files of safetensors need the library of that name\n  Instead: pip install vescale_fn[safetensors]"
+    assert text_of(vfn.export_weights, tmp_path / "x.safetensors", {"x": WHOLE}) == (
+        "export_weights: files of safetensors need the library of that name\n  Instead: pip install vescale_fn[safetensors]"
     )
-    vfn.export(tmp_path / "x.pt", {"x": WHOLE})
+    vfn.export_weights(tmp_path / "x.pt", {"x": WHOLE})
 
 
 def test_an_export_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
-    vfn.export(tmp_path / "x.pt", {"x": WHOLE})
+    vfn.export_weights(tmp_path / "x.pt", {"x": WHOLE})
 
     def full(handle):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert "No space left on device" in text_of(vfn.export, tmp_path / "x.pt", {"x": WHOLE + 1})
+    assert "No space left on device" in text_of(vfn.export_weights, tmp_path / "x.pt", {"x": WHOLE + 1})
     assert os.listdir(tmp_path) == ["x.pt"]
     same(vfn.load(tmp_path / "x.pt")["x"], WHOLE)
 

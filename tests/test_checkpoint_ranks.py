@@ -216,8 +216,8 @@ def several(folder):
     seen["steps"] = said(manager.save, 2 + 2 * (rank == 3), {"x": 1})  # one of them comes too late, too
     seen["restored"] = manager.restore({"step": 0}, partial=True)["step"], manager.steps()
     dist.barrier()
-    vfn.export(folder / "x.pt", tree)
-    vfn.export(folder / "hf", tree, max_bytes=400)
+    vfn.export_weights(folder / "x.pt", tree)
+    vfn.export_weights(folder / "hf", tree, max_bytes=400)
     seen["export"] = [
         torch.equal(vfn.load(folder / name, tree)["b"].to_local(), tree["b"].to_local()) for name in ("x.pt", "hf")
     ]

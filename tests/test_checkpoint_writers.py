@@ -130,17 +130,17 @@ def test_killed_in_the_middle_by_the_system(moment, tmp_path):
 
 def test_two_exports_to_one_path(tmp_path):
     for name in "x.pt", "many":
-        vfn.export(tmp_path / name, {"x": WHOLE, "y": WHOLE}, max_bytes=10)
+        vfn.export_weights(tmp_path / name, {"x": WHOLE, "y": WHOLE}, max_bytes=10)
         child = stopped_while_saving(
-            tmp_path / name, save=lambda path: vfn.export(path, {"x": WHOLE + 1, "y": WHOLE + 1}, max_bytes=10)
+            tmp_path / name, save=lambda path: vfn.export_weights(path, {"x": WHOLE + 1, "y": WHOLE + 1}, max_bytes=10)
         )
         assert f"{tmp_path / name} is being written by somebody else\n  * process {child} on" in text_of(
-            vfn.export, tmp_path / name, {"x": WHOLE}
+            vfn.export_weights, tmp_path / name, {"x": WHOLE}
         )
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         same(vfn.load(tmp_path / name)["y"], WHOLE)
-        vfn.export(tmp_path / name, {"x": WHOLE + 2})
+        vfn.export_weights(tmp_path / name, {"x": WHOLE + 2})
         same(vfn.load(tmp_path / name)["x"], WHOLE + 2)
     assert sorted(os.listdir(tmp_path)) == ["many", "x.pt"]
     assert os.listdir(tmp_path / "many") == ["model.safetensors"]

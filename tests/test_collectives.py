@@ -10,7 +10,7 @@ from collectives import MESH, mapped, names_of, stacked
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn.errors import CollectiveError, MeshError, TypingError
+from vescale_fn.errors import CollectiveError, MeshError, VaryingTypeError
 
 AXES = ["x", "y", ("x", "y"), ("y", "x")]
 
@@ -262,7 +262,7 @@ def test_casts(mesh):
     def run(body):
         return vfn.shard_map(body, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"))(torch.ones(2), torch.ones(4))
 
-    with pytest.raises(TypingError) as error:
+    with pytest.raises(VaryingTypeError) as error:
         run(lambda i, v: vfn.pcast({"i": i, "v": v}, ("x",), to="varying")["v"])
     assert str(error.value) == (
         "pcast: there is no such cast, to='varying'\n"
@@ -270,11 +270,11 @@ def test_casts(mesh):
         "  Instead: no cast where none is needed; the casts are invarying -> varying or reduced, reduced -> varying, varying -> unreduced; "
         "vfn.psum makes a varying or unreduced value invarying"
     )
-    with pytest.raises(TypingError, match="no cast from invarying to unreduced over 'x'"):
+    with pytest.raises(VaryingTypeError, match="no cast from invarying to unreduced over 'x'"):
         run(lambda i, v: vfn.pcast(i, "x", to="unreduced"))
-    with pytest.raises(TypingError, match="no cast from unreduced to varying over 'x'"):
+    with pytest.raises(VaryingTypeError, match="no cast from unreduced to varying over 'x'"):
         run(lambda i, v: vfn.pcast(vfn.pcast(v, "x", to="unreduced"), "x", to="varying"))
-    with pytest.raises(TypingError) as error:
+    with pytest.raises(VaryingTypeError) as error:
         run(lambda i, v: vfn.all_gather(vfn.pcast(v, "x", to="unreduced"), "x"))
     assert str(error.value) == (
         "all_gather: an unreduced value, still to be added over the ranks, may only be summed\n"

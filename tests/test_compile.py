@@ -95,7 +95,7 @@ def test_a_compiled_submodule_on_a_mesh():
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
     module[2] = compile_(module[2])
-    f, params = vfn.functionalize(module)
+    f, params = vfn.module_function(module)
     mesh, loss = vfn.current_mesh(), lambda p, x: f(p, x).square().sum()
     want = vfn.grad(loss)(params, X)
     got = vfn.grad(loss)(vfn.shard(params, mesh, [("0.weight", P("b")), ("", P())]), vfn.shard(X, mesh, P("a")))

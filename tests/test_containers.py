@@ -99,8 +99,8 @@ TAKES = {
     "shard_map, out": lambda t, mesh: vfn.shard_map(
         lambda w: {**t, "w": w}, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")
     )(W),
-    "check": lambda t, mesh: vfn.check(lambda t: t["w"], t, mesh=mesh),
-    "check, out": lambda t, mesh: vfn.check(lambda w: {**t, "w": w}, W, mesh=mesh),
+    "check": lambda t, mesh: vfn.check_parity(lambda t: t["w"], t, mesh=mesh),
+    "check, out": lambda t, mesh: vfn.check_parity(lambda w: {**t, "w": w}, W, mesh=mesh),
     "jit": lambda t, mesh: vfn.jit(lambda t: t["w"])(t),
     "jit, out": lambda t, mesh: vfn.jit(lambda w: {**t, "w": w})(W),
     "remat": lambda t, mesh: vfn.remat(loss)({**t, "w": W.clone().requires_grad_()}),
@@ -120,7 +120,7 @@ TAKES = {
     "pcast": in_body(lambda t: vfn.pcast(t, "dp", to="varying")),
     "ppermute": in_body(lambda t: vfn.ppermute(t, "dp", [(0, 1), (1, 0)])),
     "spec_from_rules": lambda t, mesh: vfn.spec_from_rules(t, [("", P())]),
-    "spec_by_size": lambda t, mesh: vfn.spec_by_size(t, mesh, "dp"),
+    "fsdp_specs": lambda t, mesh: vfn.fsdp_specs(t, mesh, "dp"),
     "save": lambda t, mesh: vfn.save("/proc/nowhere", t),
     "global_norm": lambda t, mesh: vfn.optim.global_norm(t),
     "apply_updates": lambda t, mesh: vfn.optim.apply_updates(t, t),
@@ -130,8 +130,8 @@ TAKES = {
     "all_finite": lambda t, mesh: vfn.precision.all_finite(t),
     "nan_guard": lambda t, mesh: vfn.precision.nan_guard(t),
     "policy": lambda t, mesh: vfn.precision.policy("params=f32,compute=bf16").cast_to_compute(t),
-    "master": lambda t, mesh: vfn.precision.master(vfn.optim.sgd(1.0)).init(t),
-    "scaled": lambda t, mesh: vfn.precision.scaled(vfn.optim.adam(1.0)).init(t),
+    "master": lambda t, mesh: vfn.precision.master_weights(vfn.optim.sgd(1.0)).init(t),
+    "scaled": lambda t, mesh: vfn.precision.loss_scaled(vfn.optim.adam(1.0)).init(t),
     "masked": lambda t, mesh: vfn.optim.masked(vfn.optim.sgd(1.0), True).init(t),
     "partition": lambda t, mesh: vfn.optim.partition({"a": vfn.optim.sgd(1.0)}, "a").init(t),
     "from_torch": lambda t, mesh: vfn.optim.from_torch(torch.optim.SGD, 1.0).init(t),
@@ -143,7 +143,7 @@ TAKES = {
             "adamw": vfn.optim.adamw(1.0),
             "lion": vfn.optim.lion(1.0),
             "adafactor": vfn.optim.adafactor(1.0),
-            "ema": vfn.optim.ema(0.9),
+            "ema": vfn.optim.params_ema(0.9),
         }.items()
     },
     **{
@@ -181,7 +181,7 @@ TAKE_NUMPY = {
     "pcast",
     "ppermute",
     "spec_from_rules",
-    "spec_by_size",
+    "fsdp_specs",
     "save",
 }
 TAKE_MODULES = {"jit", "jit, out", "remat", "eval_shape"}
@@ -222,7 +222,7 @@ def test_every_wrong_leaf_is_named_with_the_line_to_write(mesh):
         "  * tree['c'] is a UserDict, which is not a registered node: its ['w'] is the tensor f32[4]\n"
         "  Instead: vfn.register_dataclass(Plain); torch.from_dlpack(x) for a Foreign; "
         "vfn.register_dataclass(Holder, data_fields=['layers'], meta_fields=['size']); "
-        "f, params = vfn.functionalize(module), of which params is a tree; dict(x) for a UserDict"
+        "f, params = vfn.module_function(module), of which params is a tree; dict(x) for a UserDict"
     )
 
 

@@ -32,7 +32,7 @@ P spec_from_rules shard unshard with_sharding from_local spec_of shard_shape
 shard_map psum pmean pmax pmin all_gather psum_scatter all_to_all ppermute pbroadcast
 axis_index axis_size pvary pcast dynamic_slice
 grad value_and_grad vjp remat
-comm_log strict show check
+comm_log strict show check_parity
 random optim
 """.split()
 PROMISED_RANDOM = "key split fold_in key_data wrap_key_data bits uniform normal bernoulli randint dropout".split()

@@ -14,7 +14,7 @@ import torch
 import vescale_fn as vfn
 from vescale_fn._core.base.other_names import OTHER_NAMES
 
-PUBLIC = "checkpoint debugging errors nn ops optim plan precision random tree".split()
+PUBLIC = "checkpoint debugging errors nn ops optim optim.schedules plan precision random tree".split()
 
 
 @pytest.mark.parametrize("name", ["", *PUBLIC])
@@ -23,7 +23,9 @@ def test_a_public_module_lists_its_public_names_alone(name: str) -> None:
     assert {x for x in dir(module) if not re.fullmatch("__.*__", x)} == set(module.__all__)
     assert [x for x in module.__all__ if not hasattr(module, x)] == []
     modules = {x for x in module.__all__ if inspect.ismodule(getattr(module, x))}
-    assert modules == {"": set(PUBLIC), "random": {"init"}, "optim": modules}.get(name, set())
+    assert modules == {"": {x for x in PUBLIC if "." not in x}, "random": {"init"}, "optim": {"schedules"}}.get(
+        name, set()
+    )
 
 
 def found(text: str) -> object:
@@ -113,3 +115,51 @@ def test_trees() -> None:
     state = vfn.optim.sgd(0.1, momentum=0.9).init({"w": torch.zeros(2)})
     assert [".".join(map(str, path)) for path, _ in vfn.tree.leaves_with_path(state)] == ["count", "momentum.w"]
     assert len(vfn.tree.leaves(vfn.random.key(0))) == 1
+
+
+EARLIER = {
+    "functionalize": "module_function",
+    "export": "export_weights",
+    "checkpoint.export": "checkpoint.export_weights",
+    "check": "check_parity",
+    "debugging.check": "check_parity",
+    "spec_by_size": "fsdp_specs",
+    "optim.ema": "optim.params_ema",
+    "precision.master": "precision.master_weights",
+    "precision.scaled": "precision.loss_scaled",
+}
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_an_earlier_name_is_the_same_function_and_says_so(name: str) -> None:
+    old, new = found(f"vfn.{name}"), found(f"vfn.{EARLIER[name]}")
+    assert inspect.signature(old) == inspect.signature(new)
+    assert (old.__name__, old.__code__, old.__module__) == (name.split(".")[-1], new.__code__, new.__module__)
+    assert old.__doc__ == f"`{new.__name__}`, by its earlier name, which stays: see there."
+    assert vfn.errors.TypingError is vfn.errors.VaryingTypeError
+
+
+def test_schedules_under_the_names_of_optax_have_its_values() -> None:
+    """By hand, from the formulas of its documentation."""
+    s = vfn.optim.schedules
+    at = lambda schedule, steps: [round(float(schedule(step)), 6) for step in steps]
+    assert at(s.constant_schedule(0.3), (0, 5)) == [0.3, 0.3]
+    assert at(s.linear_schedule(1.0, 0.1, 10, 5), (0, 5, 10, 15, 20)) == [1.0, 1.0, 0.55, 0.1, 0.1]
+    assert at(s.cosine_decay_schedule(2.0, 10, 0.1, 2.0), (0, 5, 10, 11)) == [2.0, 0.65, 0.2, 0.2]
+    warm = s.warmup_cosine_decay_schedule(0.1, 1.1, 4, 12, 0.2)
+    assert at(warm, (0, 2, 4, 8, 12, 20)) == [0.1, 0.6, 1.1, 0.65, 0.2, 0.2]
+    both = s.join_schedules([s.constant_schedule(1.0), s.constant_schedule(2.0)], [3])
+    assert at(both, (2, 3)) == [1.0, 2.0]
+    for call, text in (
+        (
+            lambda: s.linear_schedule(1.0, 0.0, 0),
+            "linear_schedule: needed is transition_steps > 0, but transition_steps=0",
+        ),
+        (
+            lambda: s.warmup_cosine_decay_schedule(0.0, 1.0, 9, 9),
+            "warmup_cosine_decay_schedule: needed is 0 <= warmup_steps < decay_steps, but warmup_steps=9 and decay_steps=9",
+        ),
+    ):
+        with pytest.raises(vfn.errors.VfnError) as error:
+            call()
+        assert str(error.value) == text

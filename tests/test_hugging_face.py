@@ -115,7 +115,7 @@ def same_bits(f, params, inputs, labels, options, want):
 def reference(name):
     """The same by the module itself, with torch's own AdamW; and its scores before the first step."""
     module, inputs, labels, options = made(name)
-    f, _ = vfn.functionalize(module)
+    f, _ = vfn.module_function(module)
     opt = torch.optim.AdamW(module.eval().parameters(), **OPTIONS)
     losses, first = [], None
     for _ in range(STEPS):
@@ -145,7 +145,7 @@ def close(got, want):
 def test_ten_steps_on_a_mesh_are_those_of_the_module(name):
     module, inputs, labels, options = made(name)
     assert type(module).__module__.startswith("transformers.models.")  # the code is theirs
-    f, params = vfn.functionalize(module.eval())
+    f, params = vfn.module_function(module.eval())
     want = reference(name)
     same_bits(f, params, inputs, labels, options, want)
     with vfn.simulate(4):
@@ -212,7 +212,7 @@ def test_matrices_in_one_are_split_each(name):
     make, data, gathered = FUSED[name]
     torch.manual_seed(0)
     dtype = torch.float32 if name == "mixtral" else torch.float64  # of which grouped_mm has no kernel
-    f, params = vfn.functionalize(make().to(dtype).eval())
+    f, params = vfn.module_function(make().to(dtype).eval())
     inputs = {"pixel_values": data} if data is IMAGES else {"input_ids": data}
 
     def loss(params, inputs):
@@ -233,7 +233,7 @@ def test_matrices_in_one_are_split_each(name):
 @pytest.mark.parametrize("fsdp", [None, "dp"])
 def test_a_whole_step_as_a_plan(fsdp):
     module, inputs, labels, options = made("llama")
-    f, params = vfn.functionalize(module.eval())
+    f, params = vfn.module_function(module.eval())
     want = reference("llama")
     with vfn.simulate(2):
         mesh = vfn.make_mesh((2, 1) if fsdp else (1, 2), ("dp", "tp"))
@@ -259,7 +259,7 @@ PADDING = {
 
 def decoder(name):
     torch.manual_seed(0)
-    f, params = vfn.functionalize(hf.AutoModelForCausalLM.from_config(DECODERS[name]).double().eval())
+    f, params = vfn.module_function(hf.AutoModelForCausalLM.from_config(DECODERS[name]).double().eval())
     return f, params
 
 
@@ -321,7 +321,7 @@ def test_caches_are_trees(name, kind):
 def test_fsdp_gathers_where_a_module_reads_and_again_in_the_backward_pass():
     module, inputs, labels, options = made("llama")
     module.activation_checkpointing_enable({"use_reentrant": False})
-    f, params = vfn.functionalize(module.train())
+    f, params = vfn.module_function(module.train())
     want = vfn.grad(lambda params: cross_entropy(f(params, **inputs, **options), labels))(params)
     with vfn.simulate(2):
         mesh = vfn.make_mesh((2,), ("dp",))
@@ -342,7 +342,7 @@ def test_fsdp_gathers_where_a_module_reads_and_again_in_the_backward_pass():
 
 def test_dropout_on_a_mesh_is_that_of_one_device():
     module, inputs, labels, options = made("gpt2")
-    f, params = vfn.functionalize(module)
+    f, params = vfn.module_function(module)
     want = train(f, params, inputs, labels, options, KEY, steps=2)
     evaluated = train(f, params, inputs, labels, options | {"train": False}, steps=1)
     assert (want[0][0] - evaluated[0][0]).abs() > 1e-4
@@ -354,10 +354,10 @@ def test_dropout_on_a_mesh_is_that_of_one_device():
 
 def test_gradient_checkpointing_is_transformers_own():
     module, inputs, labels, options = made("gpt2")
-    f, params = vfn.functionalize(module)
+    f, params = vfn.module_function(module)
     want = train(f, params, inputs, labels, options, KEY, steps=1)
     module.activation_checkpointing_enable({"use_reentrant": False})
-    f, params = vfn.functionalize(module)
+    f, params = vfn.module_function(module)
     close(train(f, params, inputs, labels, options, KEY, steps=1), want)
 
 
@@ -402,7 +402,7 @@ def test_a_model_in_another_dtype_that_is_never_whole():
 
 def llama_on_ranks():
     module, inputs, labels, options = made("llama")
-    f, params = vfn.functionalize(module.eval())
+    f, params = vfn.module_function(module.eval())
     mesh = vfn.make_mesh((1, 2), ("dp", "tp"))
     held = vfn.shard(params, mesh, hugging_face.specs(params, "llama"))
     with vfn.comm_log() as log:
@@ -411,7 +411,7 @@ def llama_on_ranks():
 
 
 def test_on_processes(gloo):
-    f, params = vfn.functionalize(made("llama")[0].eval())
+    f, params = vfn.module_function(made("llama")[0].eval())
     want = train(f, params, *made("llama")[1:], steps=2)
     for got, forward in gloo(2, llama_on_ranks):
         close(got, want)

@@ -273,7 +273,7 @@ def test_constructors_that_cannot_be_deferred():
 def test_meta_buffers_are_refused():
     with torch.device("meta"):
         module = Net()
-    f, params = vfn.functionalize(module)
+    f, params = vfn.module_function(module)
     assert vfn.eval_shape(lambda p: p["cut"] * 2, params).shape == (64, 6)
     real = optree.tree_map(lambda x: torch.zeros(x.shape, dtype=x.dtype), params)
     with pytest.raises(errors.TransformError) as error:

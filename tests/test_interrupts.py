@@ -71,7 +71,7 @@ def calls(mesh):
     local = lambda x, w: vfn.psum((torch.ones(4) + x * w).sum(), "a")
     mapped = vfn.shard_map(local, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
     replay = vfn.jit(lambda x: (x * 2).sum())
-    module, params = vfn.functionalize(torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.Dropout(0.1)))
+    module, params = vfn.module_function(torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.Dropout(0.1)))
 
     def within(*blocks):
         def run():
@@ -93,7 +93,7 @@ def calls(mesh):
         "remat": lambda: vfn.grad(vfn.remat(lambda x: (x * x).sum()))(x),
         "eval_shape": lambda: vfn.eval_shape(torch.sin, x),
         "module": lambda: module(params, x, key=vfn.random.key(0)),
-        "check": lambda: vfn.check(lambda x: (x * x).sum(), sharded),
+        "check": lambda: vfn.check_parity(lambda x: (x * x).sum(), sharded),
         "blocks": within(lambda: vfn.use_mesh(mesh), vfn.comm_log, vfn.strict, vfn.disable_jit, vfn.debug),
         "dtype of sums": lambda: vfn.precision.policy("params=f32,compute=bf16").apply(lambda x: x.sum())(x),
     }

@@ -176,7 +176,7 @@ def first_of(case, out):
 def test_a_module_gives_what_it_gives(case):
     module, args = made(case)
     module.eval()
-    f, params, *state = vfn.functionalize(module, state=case.state)
+    f, params, *state = vfn.module_function(module, state=case.state)
     before = everything(module)
     value, gradient = vfn.value_and_grad(lambda params: total(first_of(case, f(params, *state, *args))))(params)
     assert same_everything(before, everything(module))
@@ -191,7 +191,7 @@ def test_a_module_gives_what_it_gives(case):
 @each_case
 def test_a_mesh_changes_nothing(case):
     module, args = made(case)
-    f, params, *state = vfn.functionalize(module, state=case.state)
+    f, params, *state = vfn.module_function(module, state=case.state)
 
     def loss(params, state, args, key):
         out = f(params, *state, *args, key=key)
@@ -216,7 +216,7 @@ def test_a_mesh_changes_nothing(case):
 @each_case
 def test_transforms(case):
     module, args = made(case)
-    f, params, *state = vfn.functionalize(module, state=case.state)
+    f, params, *state = vfn.module_function(module, state=case.state)
     loss = lambda params, key: total(first_of(case, f(params, *state, *args, key=key)))
     want = vfn.grad(loss)(params, KEY)
     same = lambda got, want: torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
@@ -242,33 +242,33 @@ def test_transforms(case):
 
 
 def test_the_tree_follows_the_module():
-    _, params = vfn.functionalize(made(CASES[1])[0])
+    _, params = vfn.module_function(made(CASES[1])[0])
     assert optree.tree_map(lambda x: tuple(x.shape), params) == {
         "embed": {"weight": (9, 6)},
         "layers": [{"weight": (6, 6), "bias": (6,)}, {"weight": (6, 6), "bias": (6,)}, {}],
     }
     rules = [("^embed", P("tp")), (r"^layers\.0\.weight", P(None, "tp")), (r"^layers\.\d\.bias", P("tp")), ("", P())]
     assert vfn.spec_from_rules(params, rules)["layers"][0] == {"weight": P(None, "tp"), "bias": P("tp")}
-    _, params = vfn.functionalize(nn.Sequential(nn.ReLU(), nn.Linear(2, 3)))
+    _, params = vfn.module_function(nn.Sequential(nn.ReLU(), nn.Linear(2, 3)))
     assert [list(part) for part in params] == [[], ["weight", "bias"]]
 
 
 def test_tied_weights_are_one_leaf_under_all_their_names():
     module = made(CASES[1])[0]
-    f, params = vfn.functionalize(module)
+    f, params = vfn.module_function(module)
     more = optree.tree_map(lambda x: x + 1, params)
     named = f.state_dict(more)
     assert named.keys() == module.state_dict().keys()
     assert named["head.weight"] is named["embed.weight"]
     assert named["layers.2.bias"] is named["layers.0.bias"]
     module.load_state_dict(named)
-    torch.testing.assert_close(vfn.functionalize(module)[1], more, rtol=0, atol=0)
+    torch.testing.assert_close(vfn.module_function(module)[1], more, rtol=0, atol=0)
     del named["embed.weight"], named["layers.0.weight"]  # safetensors keeps one name of each
     torch.testing.assert_close(f.from_state_dict(named), more, rtol=0, atol=0)
 
 
 def test_a_state_dict_that_does_not_fit():
-    f, _ = vfn.functionalize(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+    f, _ = vfn.module_function(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
     with pytest.raises(errors.SpecError) as error:
         f.from_state_dict({"0.weight": torch.ones(3, 3), "0.bias": torch.ones(3), "1.weigth": torch.ones(1, 3)})
     assert str(error.value) == (
@@ -282,7 +282,7 @@ def test_a_state_dict_that_does_not_fit():
 
 def test_parameters_share_memory_with_the_module_and_the_function_keeps_none():
     module = nn.Linear(2, 3)
-    f, params = vfn.functionalize(module)
+    f, params = vfn.module_function(module)
     assert params["weight"].data_ptr() == module.weight.data_ptr()
     assert not params["weight"].requires_grad
     assert all(p.is_meta for p in f._template.root.parameters())
@@ -292,7 +292,7 @@ def test_parameters_share_memory_with_the_module_and_the_function_keeps_none():
 
 
 def test_another_tree_of_parameters():
-    f, params = vfn.functionalize(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+    f, params = vfn.module_function(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
     with pytest.raises(errors.SpecError) as error:
         f([params[0], {"weight": params[1]["weight"]}], torch.ones(1, 2))
     assert "params[1] lacks 'bias'" in str(error.value)
@@ -306,7 +306,7 @@ def test_another_tree_of_parameters():
 def test_frozen_parameters_get_zeros():
     module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     module[0].requires_grad_(False)
-    f, params = vfn.functionalize(module)
+    f, params = vfn.module_function(module)
     assert f.trainable == [{"weight": False, "bias": False}, {"weight": True, "bias": True}]
     gradient = vfn.grad(lambda params: f(params, torch.ones(4, 2)).sum())(params)
     assert gradient[0]["weight"].abs().max() == 0
@@ -323,28 +323,28 @@ def test_what_is_no_module(case):
     given, message = {
         "class": (
             nn.Linear,
-            "functionalize: module must be a torch.nn.Module, but it is the class Linear\n"
+            "module_function: module must be a torch.nn.Module, but it is the class Linear\n"
             "  Instead: Linear(...), an object of the class",
         ),
-        "function": (F.relu, "functionalize: module must be a torch.nn.Module, but it is the function relu"),
+        "function": (F.relu, "module_function: module must be a torch.nn.Module, but it is the function relu"),
         "lazy": (
             nn.LazyLinear(3),
-            "functionalize: a lazy module has no shapes yet\n  * weight, bias\n  Instead: "
-            "module(x) once, with an input of the right shape, then vfn.functionalize(module)",
+            "module_function: a lazy module has no shapes yet\n  * weight, bias\n  Instead: "
+            "module(x) once, with an input of the right shape, then vfn.module_function(module)",
         ),
         "scripted": (
             torch.jit.script(nn.ReLU()),
-            "functionalize: a scripted module cannot be run with other parameters\n"
+            "module_function: a scripted module cannot be run with other parameters\n"
             "  Instead: the module that was scripted",
         ),
         "locked": (
             Locked(),
-            "functionalize: a Locked cannot be copied\n  * TypeError: cannot pickle '_thread.lock' object\n"
+            "module_function: a Locked cannot be copied\n  * TypeError: cannot pickle '_thread.lock' object\n"
             "  Instead: a module for which copy.deepcopy(module) works",
         ),
     }[case]
     with pytest.raises(errors.TransformError) as error:
-        vfn.functionalize(given)
+        vfn.module_function(given)
     assert str(error.value) == message
 
 
@@ -353,7 +353,7 @@ def test_what_is_no_module(case):
 
 def test_a_buffer_that_changes_is_state():
     module, (x,) = made(CASES[6])
-    f, params, state = vfn.functionalize(module, state=True)
+    f, params, state = vfn.module_function(module, state=True)
     assert sorted(state[1]) == ["num_batches_tracked", "running_mean", "running_var"]
     before = copy.deepcopy(state)
     (_, new) = f(params, state, x, key=KEY)
@@ -373,7 +373,7 @@ def test_a_buffer_that_changes_is_state():
 
 def test_a_buffer_that_changes_and_is_no_state_raises_before_it_changes():
     module, (x,) = made(CASES[6])
-    f, params = vfn.functionalize(module)
+    f, params = vfn.module_function(module)
     before = everything(module)
     with pytest.raises(errors.InPlaceError) as error:
         f(params, x, key=KEY)
@@ -381,13 +381,13 @@ def test_a_buffer_that_changes_and_is_no_state_raises_before_it_changes():
         "Sequential: a call changes the buffer '1.num_batches_tracked', which is a constant of the function: "
         "in BatchNorm1d '1'"
     )
-    assert "Instead: f, params, state = vfn.functionalize(module, state=True), then out, state" in str(error.value)
+    assert "Instead: f, params, state = vfn.module_function(module, state=True), then out, state" in str(error.value)
     assert same_everything(before, everything(module))
     assert f(params, x, train=False).shape == (4, 4, 3)
-    f, params, state = vfn.functionalize(module, state="num_batches")
+    f, params, state = vfn.module_function(module, state="num_batches")
     with pytest.raises(errors.InPlaceError, match="the buffer '1.running_mean'"):
         f(params, state, x, key=KEY)
-    f, params, state = vfn.functionalize(module, state="running|num")
+    f, params, state = vfn.module_function(module, state="running|num")
     f(params, state, x, key=KEY)
 
 
@@ -401,16 +401,16 @@ def test_writes_that_no_mode_sees_raise_as_well():
             self.count = self.count + 1
             return x
 
-    f, params = vfn.functionalize(Counts())
+    f, params = vfn.module_function(Counts())
     with pytest.raises(errors.InPlaceError, match="a call changes the buffer 'count', and the function is pure"):
         f(params, torch.ones(1))
-    f, params, state = vfn.functionalize(Counts(), state=True)
+    f, params, state = vfn.module_function(Counts(), state=True)
     assert f(params, state, torch.ones(1))[1]["count"].tolist() == [1, 1]
 
 
 def test_a_parameter_is_not_written():
     module = nn.Embedding(5, 3, max_norm=0.1)
-    f, params = vfn.functionalize(module)
+    f, params = vfn.module_function(module)
     with pytest.raises(errors.InPlaceError, match=r"the parameter params\['weight'\]"):
         f(params, torch.arange(3))
 
@@ -420,7 +420,7 @@ def test_a_parameter_is_not_written():
 
 def test_dropout_is_that_of_the_key_by_order():
     module, (x,) = made(CASES[0])
-    f, params = vfn.functionalize(module)
+    f, params = vfn.module_function(module)
 
     def by_hand(params, x):
         h = F.gelu(x @ params[0]["weight"].T + params[0]["bias"])
@@ -435,7 +435,7 @@ def test_what_a_checkpoint_computes_again_draws_the_same():
     (again, (x,)), (kept, _) = made(CASES[3]), made(CASES[3]._replace(make=Always))
     gradients = []
     for module in again, kept:
-        f, params = vfn.functionalize(module)
+        f, params = vfn.module_function(module)
         gradients.append(vfn.grad(lambda params, f=f: total(f(params, x, key=KEY)))(params))
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
@@ -443,14 +443,14 @@ def test_what_a_checkpoint_computes_again_draws_the_same():
 def test_a_draw_without_a_key():
     module = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))})
     module.forward = lambda x: module["mlp"](x)
-    f, params = vfn.functionalize(module)
+    f, params = vfn.module_function(module)
     with pytest.raises(errors.RandomError) as error:
         f(params, torch.ones(2, 6))
     first, line, fix = str(error.value).splitlines()
     assert first == "ModuleDict: the module draws random numbers, and there is no key: in Dropout 'mlp.1'"
     assert line.startswith("  * torch's dropout, at ")
     assert fix == (
-        "  Instead: f(params, ..., key=key); or module.eval() before functionalize, train=False, where only training draws"
+        "  Instead: f(params, ..., key=key); or module.eval() before module_function, train=False, where only training draws"
     )
     with pytest.raises(errors.RandomError, match="key must be one key, but it is the int 3"):
         f(params, torch.ones(2, 6), key=3)
@@ -512,7 +512,7 @@ def test_every_draw_is_tested():
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_draws(name):
-    f, params = vfn.functionalize(Draws(DRAWN[name]).double())
+    f, params = vfn.module_function(Draws(DRAWN[name]).double())
     x = torch.linspace(0.5, 3.5, 4 * A, dtype=torch.float64).view(4, A)
     got = f(params, x, key=KEY)
     torch.manual_seed(1)
@@ -535,9 +535,9 @@ def test_attention_with_dropout_is_the_formula():
     allowed[1] = False  # a row that may look at nothing
     for options in ({"attn_mask": allowed}, {"attn_mask": numbers(3, 5)}, {"is_causal": True}, {"scale": 0.3}):
         attend = lambda q, rate=0.0: F.scaled_dot_product_attention(q, k, v, dropout_p=rate, enable_gqa=True, **options)
-        f, params = vfn.functionalize(Draws(attend).double())
+        f, params = vfn.module_function(Draws(attend).double())
         tiny = Draws(lambda q: attend(q, 1e-12)).double()  # by the formula, and nothing is dropped
-        out = vfn.functionalize(tiny)[0](params, q, key=KEY)
+        out = vfn.module_function(tiny)[0](params, q, key=KEY)
         torch.testing.assert_close(out, f(params, q), rtol=1e-10, atol=1e-12)
 
 
@@ -547,11 +547,11 @@ def test_what_no_key_reaches_raises():
             with torch._C.DisableTorchFunction():
                 return x + torch.rand(2)
 
-    f, params = vfn.functionalize(Hidden())
+    f, params = vfn.module_function(Hidden())
     with pytest.raises(errors.RandomError, match="draws from torch's global generator by code that no key reaches"):
         f(params, torch.ones(2))
     given = Draws(lambda x: torch.rand(2, generator=torch.Generator()))
-    f, params = vfn.functionalize(given)
+    f, params = vfn.module_function(given)
     with pytest.raises(errors.RandomError, match="no generator=: the draw then comes from the key of the call"):
         f(params, torch.ones(2), key=KEY)
 
@@ -561,7 +561,7 @@ def test_what_no_key_reaches_raises():
 
 def test_in_a_body():
     module, (x,) = made(CASES[0])
-    f, params = vfn.functionalize(module.eval())
+    f, params = vfn.module_function(module.eval())
     loss = lambda params, x: f(params, x).square().mean()
     want = vfn.grad(loss)(params, x)
     with vfn.simulate(4), vfn.use_mesh(vfn.make_mesh((4,), ("dp",))):
@@ -571,7 +571,7 @@ def test_in_a_body():
 
 def train_on_ranks():
     module, (x,) = made(CASES[1])
-    f, params = vfn.functionalize(module)
+    f, params = vfn.module_function(module)
     mesh = vfn.make_mesh((2, 1), ("dp", "tp"))
     held = vfn.shard(params, mesh, vfn.spec_from_rules(params, [("layers.*weight", P("dp")), ("", P())]))
     step = vfn.jit(vfn.grad(lambda params, x, key: total(f(params, x, key=key))))
@@ -580,7 +580,7 @@ def train_on_ranks():
 
 def test_on_processes(gloo):
     module, (x,) = made(CASES[1])
-    f, params = vfn.functionalize(module)
+    f, params = vfn.module_function(module)
     want = vfn.grad(lambda params: total(f(params, x, key=KEY)))(params)
     for got in gloo(2, train_on_ranks):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)

@@ -1146,7 +1146,7 @@ def test_a_product_of_an_uneven_batch_gathers_nothing(names, batch):
 @pytest.mark.parametrize("ranks", [2, 3])  # the third has no sequence
 def test_a_float32_lstm_of_a_split_batch_gathers_nothing(ranks):
     """On CPU torch gives it to oneDNN, to train as well."""
-    run, params = vfn.functionalize(torch.nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True))
+    run, params = vfn.module_function(torch.nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True))
     x = f(4, 5, 3).float()
     grad = vfn.grad(lambda p, x: sum(y.square().sum() for y in (run(p, x)[0], *run(p, x)[1])), (0, 1))
     with vfn.simulate(ranks):

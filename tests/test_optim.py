@@ -140,7 +140,7 @@ CASES = [
         SGD,
         {"lr": falling, "weight_decay": 0.3},
     ),
-    Case("averaged", optim.chain(optim.sgd(0.1), optim.ema(0.9)), SGD, {"lr": 0.1}),
+    Case("averaged", optim.chain(optim.sgd(0.1), optim.params_ema(0.9)), SGD, {"lr": 0.1}),
     Case("accumulated", optim.accumulate(optim.sgd(0.1), 2), EverySecond, {"lr": 0.1}),
     Case(
         "from_torch",
@@ -460,7 +460,10 @@ def test_muon_refuses_what_is_no_matrix():
 
 
 def test_an_average_follows_the_parameters():
-    opt, params = optim.chain(optim.sgd(0.1), optim.ema(0.9, dtype=torch.float64)), {"w": torch.tensor([1.0, 2.0])}
+    opt, params = (
+        optim.chain(optim.sgd(0.1), optim.params_ema(0.9, dtype=torch.float64)),
+        {"w": torch.tensor([1.0, 2.0])},
+    )
     state, average = opt.init(params), params["w"].double()
     assert state[1].average["w"].data_ptr() != params["w"].data_ptr()  # both may be donated
     for _ in range(5):
@@ -789,7 +792,7 @@ def test_a_replayed_update_writes_over_all_leaves_at_once():
         ("sgd", "a SgdState"),
         ("adamw", "an AdamState"),
         ("lion", "a LionState"),
-        ("ema", "an EmaState"),
+        ("params_ema", "an EmaState"),
         ("adafactor", "an AdafactorState"),
         ("muon", "a MuonState"),
         ("chain", "the tuple of the states"),
@@ -887,12 +890,12 @@ def test_an_optimiser_reads_as_the_call_that_made_it():
         o.adafactor(): "adafactor()",
         o.masked(o.lion(0.1), labels): "masked(lion(0.1), by_path(...))",
         o.partition(
-            {"a": o.muon(0.02), "b": o.ema(0.9)}, labels
-        ): "partition({'a': muon(0.02), 'b': ema(0.9)}, by_path(...))",
+            {"a": o.muon(0.02), "b": o.params_ema(0.9)}, labels
+        ): "partition({'a': muon(0.02), 'b': params_ema(0.9)}, by_path(...))",
         o.from_torch(
             torch.optim.SGD, torch.tensor(0.1), momentum=0.9
         ): "from_torch(SGD, the tensor f32[], momentum=0.9)",
-        vfn.precision.master(o.accumulate(o.scale(-0.5), 4)): "master(accumulate(scale(-0.5), 4))",
+        vfn.precision.master_weights(o.accumulate(o.scale(-0.5), 4)): "master_weights(accumulate(scale(-0.5), 4))",
     }.items():
         assert repr(made) == said
     jitted = o.sgd(0.1)._replace(update=vfn.jit(lambda grads, state, params: (grads, state)))

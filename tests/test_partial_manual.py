@@ -7,7 +7,7 @@ from torch.testing import assert_close
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.torch_internals import interception
-from vescale_fn.errors import CollectiveError, MeshError, ReshardError, SpecError, TransformError, TypingError
+from vescale_fn.errors import CollectiveError, MeshError, ReshardError, SpecError, TransformError, VaryingTypeError
 
 D = torch.float64
 MESHES = [
@@ -267,7 +267,7 @@ def test_writes_and_reading():
         h = vfn.shard_map(
             lambda x: x * float(x.sum()), mesh=mesh, axis_names={"dp"}, in_specs=P("dp"), out_specs=P("dp")
         )
-        with pytest.raises(TypingError, match="differs by rank"):
+        with pytest.raises(VaryingTypeError, match="differs by rank"):
             h(vfn.shard(X, mesh, P("dp", "tp")))
         k = vfn.shard_map(
             lambda x: x * float(vfn.psum(x.sum(), "dp")),
@@ -498,14 +498,14 @@ shard_map(<lambda>): a map inside the body of another is on the same mesh
   Instead: no mesh= for the inner one""",
     ),
     "unchecked inside": (
-        TypingError,
+        VaryingTypeError,
         """\
 shard_map(<lambda>): of a map inside the body of another, gradients are right only where both are checked
   * check_vma=True for the outer one, check_vma=False for this one
   Instead: check_vma=True, which is the default, for both; or one shard_map over all axes""",
     ),
     "closure": (
-        TypingError,
+        VaryingTypeError,
         """\
 shard_map(<lambda>): the body uses an array from outside, of which each rank holds a part
   * it is f32[4@dp,4@tp] on the mesh (dp=2, tp=2)

@@ -337,7 +337,7 @@ def test_wide_copies_take_the_steps(dtype):
     """As torch's AdamW on float32 leaves, of which each step's gradients are those at the rounded leaves."""
     params, x = {"up": drawn(7, 9), "down": drawn(9, 5, seed=1)}, drawn(4, 7, seed=2).to(dtype)
     params = optree.tree_map(lambda p: p.to(dtype), params)
-    opt = precision.master(optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.003, weight_decay=0.3)))
+    opt = precision.master_weights(optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.003, weight_decay=0.3)))
     found = narrow_steps(params, x, opt)
     leaves = {name: p.float().requires_grad_() for name, p in params.items()}
     reference = torch.optim.AdamW(leaves.values(), lr=0.003, weight_decay=0.3)
@@ -353,7 +353,7 @@ def test_wide_copies_take_the_steps(dtype):
             assert after[name].equal(state.params[name].to(dtype))
             assert after[name].dtype == dtype
     assert not after["up"].equal(params["up"])
-    opt, grads = precision.master(optim.adamw(0.003)), optree.tree_map(torch.sin, params)
+    opt, grads = precision.master_weights(optim.adamw(0.003)), optree.tree_map(torch.sin, params)
     updates, state = opt.update(grads, opt.init(params), params)
     expected = optim.apply_updates(params, updates), state
     with vfn.simulate(3):
@@ -375,7 +375,7 @@ def test_a_parameter_is_its_rounded_copy_wherever_it_was():
         -3.0,
         1 + 2**-8 + 2**-23,
     )  # just above the middle of two numbers: 4 + 2**-8 + 2**-23 would be rounded
-    opt = precision.master(optim.sgd(1.0))
+    opt = precision.master_weights(optim.sgd(1.0))
     params = {"w": start, "wide": copies[:3], "n": torch.arange(2), "frozen": start, "none": None}
     state = opt.init(params)
     assert state.params["wide"] is None
@@ -392,10 +392,10 @@ def test_a_parameter_is_its_rounded_copy_wherever_it_was():
 
 def test_small_gradients_of_float16_reach_the_copies():
     """2 ** -25 is no number of float16; both ways round the scale is taken away in float32."""
-    w, scaled = torch.full((1,), 2.0**-10, dtype=F16), partial(precision.scaled, initial=2.0**15)
+    w, scaled = torch.full((1,), 2.0**-10, dtype=F16), partial(precision.loss_scaled, initial=2.0**15)
     for opt, parts in (
-        (precision.master(scaled(optim.sgd(1.0))), lambda state: (state.params, state.inner.scale)),
-        (scaled(precision.master(optim.sgd(1.0))), lambda state: (state.inner.params, state.scale)),
+        (precision.master_weights(scaled(optim.sgd(1.0))), lambda state: (state.params, state.inner.scale)),
+        (scaled(precision.master_weights(optim.sgd(1.0))), lambda state: (state.inner.params, state.scale)),
     ):
         for gradient, copy, scale in ((-(2.0**-10), 2.0**-10 + 2.0**-25, 2.0**15), (math.inf, 2.0**-10, 2.0**14)):
             _, state = opt.update(torch.full_like(w, gradient), opt.init(w), w)
@@ -411,7 +411,7 @@ def test_the_scale_is_that_of_torch():
     leaf = torch.ones(2, requires_grad=True)
     reference = torch.optim.AdamW([leaf], lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2, growth_factor=3.0, backoff_factor=1 / 3)
-    opt = precision.scaled(optim.adamw(0.1), 4.0, period=2, factor=3.0, least=0.01)
+    opt = precision.loss_scaled(optim.adamw(0.1), 4.0, period=2, factor=3.0, least=0.01)
     for update in (opt.update, vfn.jit(opt.update)):
         with torch.no_grad():
             leaf.fill_(1.0)
@@ -433,19 +433,19 @@ def test_the_scale_is_that_of_torch():
 
 
 def test_the_scale_has_a_least():
-    opt = precision.scaled(optim.sgd(0.1), 4.0)
+    opt = precision.loss_scaled(optim.sgd(0.1), 4.0)
     state = opt.init(torch.ones(1))
     for _ in range(5):
         _, state = opt.update(torch.tensor([math.nan]), state, torch.ones(1))
     assert state.scale.item() == 1.0
     with pytest.raises(vfn.errors.VfnError, match="initial=1, least=2.0 and factor=2.0"):
-        precision.scaled(optim.sgd(0.1), 1, least=2.0)
+        precision.loss_scaled(optim.sgd(0.1), 1, least=2.0)
 
 
 def fp16_steps(params, x, steps=4):
     """Steps of a loss whose gradients are too small for float16, by a scale that begins too large: one plan."""
     policy = precision.policy("params=f32,compute=f16,output=f32")
-    opt = precision.scaled(optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(1e7)), 2.0**48, period=3)
+    opt = precision.loss_scaled(optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(1e7)), 2.0**48, period=3)
 
     @vfn.jit
     def step(params, state, x):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core import torch_internals
-from vescale_fn.errors import TransformError, TypingError
+from vescale_fn.errors import TransformError, VaryingTypeError
 
 
 def draw(*shape):
@@ -161,7 +161,7 @@ def said(body):
     for check in (True, False):
         f = vfn.shard_map(body, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=check)
         for grad in (vfn.grad, torch.func.grad):
-            with pytest.raises(TypingError) as error:
+            with pytest.raises(VaryingTypeError) as error:
                 grad(lambda w, f=f: vfn.unshard(f(w, X)))(W[0])
             texts.append(str(error.value))
     return texts

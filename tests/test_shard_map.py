@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.local_types import tensor_types
-from vescale_fn.errors import InPlaceError, MeshError, ReshardError, SpecError, TypingError
+from vescale_fn.errors import InPlaceError, MeshError, ReshardError, SpecError, VaryingTypeError
 
 MESHES = [((1,), ("t",)), ((1, 1), ("d", "t")), ((4,), ("t",)), ((2, 3), ("d", "t")), ((2, 2, 2), ("c", "d", "t"))]
 
@@ -449,7 +449,7 @@ def test_what_a_body_cannot_see_into_varies_as_its_operands(f):
         inside = lambda w, x: vfn.grad(local)(w, x)
         here = vfn.shard_map(inside, in_specs=(P(), P("d")), out_specs=P())(w, x)
         noisy = lambda x: vfn.shard_map(lambda x: vfn.psum(Noisy.apply(x), ("d", "t")), in_specs=P(), out_specs=P())(x)
-        with pytest.raises(TypingError, match="differs by rank of operands that do not") as caught:
+        with pytest.raises(VaryingTypeError, match="differs by rank of operands that do not") as caught:
             vfn.grad(lambda x: noisy(x).sum())(x)
         assert "vfn.pvary(x, 'd') for the operands" in str(caught.value)
     assert (value.item(), found[0].item(), vfn.unshard(found[1]).tolist(), here.item()) == (20, 10, [2, 2, 2, 2], 10)
@@ -606,7 +606,7 @@ def aside_writes(mesh):
     def attempt(body, *args, ins=P("i"), outs=P("i")):
         try:
             said.append(vfn.unshard(run(body, mesh, *args, ins=ins, outs=outs)).tolist())
-        except (InPlaceError, SpecError, TypingError) as error:
+        except (InPlaceError, SpecError, VaryingTypeError) as error:
             said.append(str(error).split("\n")[0])
 
     for f in (norm, positional):
@@ -679,7 +679,7 @@ def _write_through_data(x):
     return mine
 
 
-def refused(body, mesh, *args, error=TypingError, **options):
+def refused(body, mesh, *args, error=VaryingTypeError, **options):
     with vfn.comm_log() as log, pytest.raises(error) as caught:
         run(body, mesh, *(args or (D,)), **options)
     return str(caught.value), len(log)
@@ -886,7 +886,7 @@ def closures_on_real_ranks():
             )
             out.backward()
             found.append(leaf.grad.item())
-        except TypingError as error:
+        except VaryingTypeError as error:
             found.append(str(error).splitlines()[1])
         w = vfn.shard(torch.tensor(2.0), mesh, P())
         by = lambda x, w=w: vfn.grad(lambda w: (w * x).sum())(w)[None]
@@ -1017,7 +1017,7 @@ def test_trees_static_arguments_and_none(mesh):
     assert (nothing, name, times) == (None, "hi", 3)
     doubled = run(lambda x: copy.deepcopy(x) * 2, mesh, D.numpy())  # a numpy array is cut like a tensor
     assert vfn.unshard(doubled).tolist() == [2, 4, 6, 8]
-    with pytest.raises(TypingError, match=r"takes positional arguments, but \['tree'\] came by keyword"):
+    with pytest.raises(VaryingTypeError, match=r"takes positional arguments, but \['tree'\] came by keyword"):
         f(D, None, 3, "hi", tree={})
 
 
@@ -1184,7 +1184,7 @@ def sized_by_values():
     for name, body in SIZED.items():
         try:
             found[name] = vfn.unshard(run(body, mesh, torch.arange(8)))
-        except TypingError as error:
+        except VaryingTypeError as error:
             found[name] = str(error)
     return found
 

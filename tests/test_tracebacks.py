@@ -17,7 +17,7 @@ import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.base import source_lines, tracebacks
 from vescale_fn._core.transforms import grad
-from vescale_fn.errors import RankError, TypingError
+from vescale_fn.errors import RankError, VaryingTypeError
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
@@ -75,7 +75,7 @@ def outer_of_an_unchecked_body():
 def outer_in_a_cause():
     try:
         outer_of_ours()
-    except TypingError as error:
+    except VaryingTypeError as error:
         raise ValueError("the user's own words") from error
 
 
@@ -84,7 +84,7 @@ def outer_of_only_torch():
 
 
 MISTAKES = {
-    outer_of_ours: (TypingError, ["outer_of_ours", "<lambda>", "branch"]),
+    outer_of_ours: (VaryingTypeError, ["outer_of_ours", "<lambda>", "branch"]),
     outer_of_the_users: (KeyError, ["outer_of_the_users", "look_up"]),
     outer_of_torchs: (RuntimeError, ["outer_of_torchs"]),
     outer_of_a_body: (RuntimeError, ["outer_of_a_body", "of_another_size"]),

@@ -78,7 +78,7 @@ def test_a_scaled_loss_makes_the_same_step_and_is_not_what_is_told():
     x, params, key = torch.arange(24.0).view(6, 4).double(), {"w": torch.ones(4).double()}, vfn.random.key(0)
     loss = lambda params, batch, key: (batch @ params["w"]).sin().mean()
     sgd = vfn.optim.sgd(0.1)
-    scaled = vfn.precision.scaled(sgd)
+    scaled = vfn.precision.loss_scaled(sgd)
     want, _, value = train.make_step(loss, sgd)[1](params, sgd.init(params), x, key)
     for parts in 1, 2:
         add, step = train.make_step(loss, scaled, parts=parts)

@@ -410,7 +410,7 @@ def test_gradients_of_writes_into_plain_tensors_that_meet_arrays(name: str) -> N
         split = vfn.shard(x, mesh, vfn.P(None, "x"))
         for grad in vfn.grad, by_backward, torch.func.grad:
             torch.testing.assert_close(vfn.unshard(grad(loss)(p, split)), want, rtol=0, atol=0)
-        assert vfn.check(loss, p, x, mesh=mesh, spec=(vfn.P(), vfn.P(None, "x"))).equal
+        assert vfn.check_parity(loss, p, x, mesh=mesh, spec=(vfn.P(), vfn.P(None, "x"))).equal
 
 
 @pytest.mark.parametrize("made", [lambda a: a.var(0), lambda a: a.sum(0, keepdim=True).view(-1), lambda a: a.sum(0)])
@@ -492,7 +492,7 @@ def test_a_layout_that_was_stated_is_kept() -> None:
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_a_recurrent_layer_moves_nothing_but_gradients(kind: str) -> None:
-    f, params = vfn.functionalize(getattr(torch.nn, kind)(5, 6, 2, bidirectional=True).double())
+    f, params = vfn.module_function(getattr(torch.nn, kind)(5, 6, 2, bidirectional=True).double())
     x = torch.arange(120.0).double().view(3, 8, 5).sin()
     run = vfn.value_and_grad(lambda params, x: f(params, x)[0].square().sum())
     with vfn.simulate(4):

@@ -14,19 +14,23 @@ from ._core.distributed.ranks import launch, simulate
 from ._core.shard_map.shard_map import shard_map
 from ._core.sharding.index_map import shard_shape
 from ._core.sharding.spec import P
-from ._core.sharding.spec_trees import spec_by_size, spec_from_rules
+from ._core.sharding.spec_trees import fsdp_specs, spec_from_rules
+from ._core.sharding.spec_trees import spec_by_size as spec_by_size
 from ._core.transforms.grad import grad, value_and_grad
 from ._core.transforms.jvp import jvp, linearize
 from ._core.transforms.remat import remat
 from ._core.transforms.vjp import vjp
 from ._core.transforms.vmap import vmap
-from .checkpoint import export, load, save
+from .checkpoint import export as export
+from .checkpoint import export_weights, load, save
 from .debugging.debug_mode import debug
 from .debugging.needless_moves import needless
-from .debugging.parity import check
+from .debugging.parity import check as check
+from .debugging.parity import check_parity
 from .debugging.profile import profile
 from .debugging.show import show
-from .nn.modules import deferred, functionalize
+from .nn.modules import deferred, module_function
+from .nn.modules import functionalize as functionalize
 from .ops import (
     all_gather,
     all_to_all,
@@ -55,7 +59,7 @@ __all__ = [
     "all_to_all",
     "axis_index",
     "axis_size",
-    "check",
+    "check_parity",
     "checkpoint",
     "comm_log",
     "current_mesh",
@@ -67,10 +71,10 @@ __all__ = [
     "dynamic_slice",
     "errors",
     "eval_shape",
-    "export",
+    "export_weights",
     "from_local",
     "full_tracebacks",
-    "functionalize",
+    "module_function",
     "grad",
     "init",
     "jit",
@@ -105,7 +109,7 @@ __all__ = [
     "shard_shape",
     "show",
     "simulate",
-    "spec_by_size",
+    "fsdp_specs",
     "spec_from_rules",
     "spec_of",
     "strict",

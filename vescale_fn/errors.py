@@ -16,9 +16,10 @@ from ._core.base.errors import (
     SpecError,
     TransformError,
     TreeError,
-    TypingError,
+    VaryingTypeError,
     VfnError,
 )
+from ._core.base.errors import TypingError as TypingError
 
 __all__ = [
     "VfnError",
@@ -26,7 +27,7 @@ __all__ = [
     "TreeError",
     "MeshError",
     "CollectiveError",
-    "TypingError",
+    "VaryingTypeError",
     "TransformError",
     "RandomError",
     "CheckpointError",

@@ -23,7 +23,7 @@ from .targets import Target
 def load(
     path: str | os.PathLike[str], like: Any = None, *, mesh: Any = None, spec: Any = None, partial: bool = False
 ) -> Any:
-    """Load what `save`, `export` or `torch.distributed.checkpoint` has written, laid out as is wanted here.
+    """Load what `save`, `export_weights` or `torch.distributed.checkpoint` has written, laid out as is wanted here.
 
     Each rank reads the pieces that it holds, whatever the mesh, the specs and the number of processes were when they were
     written, and no whole value is made on the way. Everything is checked before any value is read: the tree, shapes, dtypes

@@ -1,13 +1,14 @@
-"""Looking at a program: layouts, communication, a profile, and `check` against one device."""
+"""Looking at a program: layouts, communication, a profile, and `check_parity` against one device."""
 
 from .._core.base import front_door
 from .debug_mode import debug
 from .needless_moves import needless
-from .parity import Report, check
+from .parity import Report, check_parity
+from .parity import check as check
 from .profile import profile
 from .show import show
 
-__all__ = ["Report", "check", "debug", "needless", "profile", "show"]
+__all__ = ["Report", "check_parity", "debug", "needless", "profile", "show"]
 
 __dir__ = front_door.listing(__name__)
 __getattr__ = front_door.hints(__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from .._core.base import context, tree
-from .._core.base.errors import TypingError
+from .._core.base.errors import VaryingTypeError
 from .._core.base.messages import meant, report, short
 from .._core.local_types import tensor_types, types
 from .._core.shard_map.collective_calls import Axis, bucketed, local, taking_part
@@ -31,7 +31,7 @@ def pcast(x: Any, axis_name: Axis, *, to: str) -> Any:
             the gradient stays unreduced), "unreduced" (from varying: the ranks' values are parts of a sum from now on).
 
     Raises:
-        TypingError: a cast that does not exist, such as varying to varying.
+        VaryingTypeError: a cast that does not exist, such as varying to varying.
         CollectiveError: outside a `shard_map` body.
         MeshError: an unknown axis.
 
@@ -61,7 +61,7 @@ def pvary(x: Any, axis_name: Axis) -> Any:
         axis_name: a mesh axis, or a tuple of them.
 
     Raises:
-        TypingError: a leaf that is varying already.
+        VaryingTypeError: a leaf that is varying already.
         CollectiveError: outside a `shard_map` body.
         MeshError: an unknown axis.
 
@@ -82,7 +82,7 @@ def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
     body, names, _ = taking_part(where, axis_name)
     if to not in _WORDS:
         same = isinstance(to, str) and to.startswith("inv")
-        raise TypingError(
+        raise VaryingTypeError(
             report(
                 where,
                 f"to={short(to)} is not one of {tuple(_WORDS)}{'' if same else meant(to, _WORDS)}",
@@ -115,7 +115,7 @@ def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
                 steps[row] = (*steps.get(row, ()), name)
         groups.setdefault(tuple(steps.items()), []).append(i)
     if failures:
-        raise TypingError(
+        raise VaryingTypeError(
             report(
                 where,
                 f"there is no such cast, to={to!r}",

@@ -5,12 +5,14 @@ state lie alike; what needs a sum over all ranks makes it in one collective.
 """
 
 from .._core.base import front_door
+from . import schedules
 from .accumulate import AccumulateState, accumulate
 from .adafactor import AdafactorState, Factors, adafactor
 from .adam import AdamState, adam, adamw
 from .chain import add_decayed_weights, chain, scale
 from .clip import clip_by_global_norm, clip_by_value, global_norm
-from .ema import EmaState, ema
+from .ema import EmaState, params_ema
+from .ema import ema as ema
 from .from_torch import TorchState, from_torch
 from .lion import LionState, lion
 from .masks import by_path, masked, partition
@@ -44,7 +46,7 @@ __all__ = [
     "clip_by_value",
     "constant",
     "cosine",
-    "ema",
+    "params_ema",
     "from_torch",
     "global_norm",
     "join",
@@ -55,6 +57,7 @@ __all__ = [
     "muon",
     "partition",
     "scale",
+    "schedules",
     "sgd",
     "warmup_cosine",
     "warmup_linear",

@@ -8,6 +8,7 @@ import torch
 
 from .._core.base import tree
 from .._core.base.containers import opened
+from .._core.base.earlier_names import earlier_name
 from ..optim.optimizer import Optimizer, check_parts, check_state, is_trained
 from ..optim.per_leaf import beside, by_leaf, each
 from ..optim.updates import apply_updates
@@ -20,7 +21,7 @@ class MasterState(NamedTuple):
     inner: Any
 
 
-def master(opt: Optimizer) -> Optimizer:
+def master_weights(opt: Optimizer) -> Optimizer:
     """An optimiser of parameters in bfloat16 or float16, which takes its steps on copies of them in float32.
 
     A step that is too small for a narrow number is lost there, and not in the copies. After `apply_updates` a parameter is
@@ -29,7 +30,7 @@ def master(opt: Optimizer) -> Optimizer:
     what a step returns can be used as it is; gradients, and sums of them over ranks, are narrow.
 
     Args:
-        opt: the optimiser, which gets the copies and wide gradients; all of a chain, and what `scaled` gives.
+        opt: the optimiser, which gets the copies and wide gradients; all of a chain, and what `loss_scaled` gives.
 
     Returns:
         The optimiser. Its updates are in float32: adding them gives the rounded copies exactly, but for a number that
@@ -38,7 +39,7 @@ def master(opt: Optimizer) -> Optimizer:
     Source: Micikevicius et al., arXiv 1710.03740.
 
     >>> import torch, vescale_fn as vfn
-    >>> opt, w = vfn.precision.master(vfn.optim.sgd(1.0)), torch.tensor([1.0], dtype=torch.bfloat16)
+    >>> opt, w = vfn.precision.master_weights(vfn.optim.sgd(1.0)), torch.tensor([1.0], dtype=torch.bfloat16)
     >>> state = opt.init(w)
     >>> for _ in range(3):  # steps of 0.001, where numbers of bfloat16 are 0.0078 apart
     ...     updates, state = opt.update(torch.full_like(w, -0.001), state, w)
@@ -46,7 +47,7 @@ def master(opt: Optimizer) -> Optimizer:
     >>> w, state.params
     (tensor([1.], dtype=torch.bfloat16), tensor([1.0030]))
     """
-    check_parts("master", {"opt": opt}, "master(vfn.optim.adamw(1e-3))")
+    check_parts("master_weights", {"opt": opt}, "master_weights(vfn.optim.adamw(1e-3))")
 
     def init(params: Any) -> MasterState:
         leaves, structure = opened(params, "opt.init", "params")
@@ -54,10 +55,10 @@ def master(opt: Optimizer) -> Optimizer:
         return MasterState(tree.unflatten(structure, copies), opt.init(_wide(leaves, structure, copies)))
 
     def update(grads: Any, state: MasterState, params: Any) -> tuple[Any, MasterState]:
-        check_state("master", state, MasterState)
-        leaves, structure, (_, copies) = beside("master", params, grads, state.params)
+        check_state("master_weights", state, MasterState)
+        leaves, structure, (_, copies) = beside("master_weights", params, grads, state.params)
         wide = _wide(leaves, structure, copies)
-        (own,) = by_leaf("master", lambda grad, _: (grad,), grads, wide)
+        (own,) = by_leaf("master_weights", lambda grad, _: (grad,), grads, wide)
         updates, inner = opt.update(own, state.inner, wide)
         after, found = (structure.flatten_up_to(x) for x in (apply_updates(wide, updates), updates))
         moved = [i for i, copy in enumerate(copies) if copy is not None and found[i] is not None]
@@ -80,3 +81,6 @@ def _is_narrow(leaf: Any) -> bool:
 def _wide(leaves: Any, structure: Any, copies: Any) -> Any:
     """The parameters that the optimiser sees."""
     return tree.unflatten(structure, [leaf if copy is None else copy for leaf, copy in zip(leaves, copies)])
+
+
+master = earlier_name("master", master_weights)

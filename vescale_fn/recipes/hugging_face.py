@@ -1,6 +1,6 @@
 """Hugging Face's models on a mesh, unchanged: tables of specs for the parameters of each architecture.
 
-    f, params = vfn.functionalize(transformers.LlamaForCausalLM(config))
+    f, params = vfn.module_function(transformers.LlamaForCausalLM(config))
     params = vfn.shard(params, mesh, hugging_face.specs(params, "llama"))
     loss = lambda params, ids, key: f(params, ids, labels=ids, use_cache=False, key=key).loss
 

@@ -32,7 +32,7 @@ def make(name: str, lr: float, steps: int) -> vfn.optim.Optimizer:
 def of(opt: Any) -> vfn.optim.Optimizer:
     """The optimiser of a run by its options; where it computes in float16, of the gradients of a scaled loss."""
     made = make(opt.optimizer, opt.lr, opt.steps)
-    return vfn.precision.scaled(made) if opt.precision.compute == torch.float16 else made
+    return vfn.precision.loss_scaled(made) if opt.precision.compute == torch.float16 else made
 
 
 def _adamw(rate: Rate) -> vfn.optim.Optimizer:

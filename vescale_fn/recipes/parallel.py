@@ -139,7 +139,7 @@ class Layout:
         def kept(kind: str) -> Any:
             """Leaf by leaf over the axes that do not split it yet: experts lie along "ep" as it is."""
             free = lambda spec: [axis for axis in self.axes(kind) if axis not in _axes_in(spec)]
-            return optree.tree_map(lambda x, spec: vfn.spec_by_size(x, mesh, free(spec), spec), params, base)
+            return optree.tree_map(lambda x, spec: vfn.fsdp_specs(x, mesh, free(spec), spec), params, base)
 
         specs = Specs(*map(kept, Specs._fields))
         left = lambda spec, state: P(*spec, reduced=_axes_in(state) - _axes_in(spec))

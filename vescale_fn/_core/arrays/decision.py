@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
-from ..base.errors import InPlaceError, MeshError, TypingError
+from ..base.errors import InPlaceError, MeshError, VaryingTypeError
 from ..base.messages import described, mesh_text, op_text, report
 from ..base.op_arguments import bind, replace, tensors_in
 from ..distributed import blocks
@@ -103,7 +103,7 @@ def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
             meshes.append(torch_internals.mesh(x))
     for x in tensors:
         if type(x) is Blocks and not is_part(meshes[0]):
-            raise TypingError(
+            raise VaryingTypeError(
                 report(
                     op_text(func),
                     "a value of one rank (inside shard_map) meets a whole array",

@@ -15,7 +15,7 @@ import torch
 from .. import torch_internals
 from ..base import context, tree
 from ..base.containers import SPLIT_NUMBERS, checked, opened, split_numbers
-from ..base.errors import MeshError, SpecError, TypingError, VfnError
+from ..base.errors import MeshError, SpecError, VaryingTypeError, VfnError
 from ..base.messages import described, mesh_text, report, short
 from ..distributed import collectives
 from ..distributed.blocks import Blocks
@@ -354,7 +354,7 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
 
     Raises:
         SpecError: blocks whose shapes or dtypes do not make one array, on every rank, with all of them listed.
-        TypingError: a leaf that is an array already, or that is being differentiated: data is not.
+        VaryingTypeError: a leaf that is an array already, or that is being differentiated: data is not.
 
     Source: `torch.distributed.tensor.DTensor.from_local`, `jax.make_array_from_process_local_data`.
 
@@ -424,7 +424,7 @@ def _own_blocks(leaves: Sequence[Any], names: Sequence[str], mesh: Any, ranks: S
         if callable(leaf) and not isinstance(leaf, torch.Tensor):
             row = [leaf(dict(coordinates(mesh, rank))) for rank in ranks]
             if not all(isinstance(x, (torch.Tensor, np.ndarray)) for x in row):
-                raise TypingError(
+                raise VaryingTypeError(
                     report(
                         "from_local",
                         "the function of the coordinate must give this rank's block, a tensor",
@@ -448,7 +448,7 @@ def _check_data(leaves: Sequence[Any], names: Sequence[str]) -> None:
         elif isinstance(x, torch.Tensor) and (x.requires_grad or torch_internals.peel(x) is not x):
             failures.append(f"{name} is differentiated or mapped over, which ends here: x.detach(), or vfn.shard_map")
     if failures:
-        raise TypingError(
+        raise VaryingTypeError(
             report("from_local", "a block must be data: a plain tensor that nothing transforms", failures)
         )
 

@@ -382,7 +382,7 @@ def _way(leaf: Any) -> str:
     """What to write in place of a leaf that is a container."""
     cls = type(leaf)
     if isinstance(leaf, torch.nn.Module):
-        return "f, params = vfn.functionalize(module), of which params is a tree"
+        return "f, params = vfn.module_function(module), of which params is a tree"
     if isinstance(leaf, np.ma.MaskedArray):
         return "torch.from_numpy(x.filled()), and the mask beside it"
     if isinstance(leaf, np.ndarray):

@@ -39,12 +39,15 @@ class CollectiveError(VfnError, ValueError):
     """A collective was called with arguments that do not fit its operand or its axis."""
 
 
-class TypingError(VfnError, ValueError):
+class VaryingTypeError(VfnError, ValueError):
     """A value was used against its type: varying, invariant, unreduced or reduced.
 
     No TypeError: out of one of those, torch's operators make Python's "unsupported operand type(s)", without the
-    message.
+    message. `TypingError` is its earlier name, which stays.
     """
+
+
+TypingError = VaryingTypeError  # its earlier name, which stays
 
 
 class TransformError(VfnError, TypeError):
@@ -91,6 +94,6 @@ class ReshardError(VfnError, RuntimeError):
 
 
 class ParityError(VfnError, AssertionError):
-    """`check`: a function gives other numbers on a mesh than on one device. ``report`` is the table of all values."""
+    """`check_parity`: a function gives other numbers on a mesh than on one device. ``report`` is the table of all values."""
 
     report: Any = None

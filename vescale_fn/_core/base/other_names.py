@@ -6,7 +6,7 @@ _SHARD = 'vfn.shard(x, mesh, vfn.P("dp"))'
 _ENTRY = 'vfn.P("dp", None): for each dim the axes that it is split over, or None'
 _MESH = 'vfn.make_mesh((2, 4), ("dp", "tp"))'
 _TREES = "vfn.shard(params, mesh, specs), with a spec, or a tree of them from vfn.spec_from_rules(params, rules)"
-_FSDP = "vfn.shard(params, mesh, vfn.spec_by_size(params, mesh, 'dp')), and a step that is written as for one device"
+_FSDP = "vfn.shard(params, mesh, vfn.fsdp_specs(params, mesh, 'dp')), and a step that is written as for one device"
 _DATA = 'vfn.shard(batch, mesh, vfn.P("dp")) of the batch; replicated parameters get their gradients summed'
 _SUM = 'vfn.psum(x, "dp") in a shard_map body; on arrays the sum is made where it is needed'
 _GATHER = 'vfn.all_gather(x, "dp") in a shard_map body; vfn.unshard(x) for the whole of an array'
@@ -23,7 +23,7 @@ _LOOP = "a Python loop: vfn.jit records it once, unrolled"
 _WHERE = "torch.where(p, a, b), or a Python `if` on what all ranks know"
 _REVERSE = "torch.func.{}: it takes arrays too"
 _NOT_YET = "there is no rule of one's own for a derivative yet: torch.autograd.Function with setup_context"
-_MODULE = "vfn.functionalize(module): any torch.nn.Module as a pure function f(params, ...), and its parameters"
+_MODULE = "vfn.module_function(module): any torch.nn.Module as a pure function f(params, ...), and its parameters"
 _STATE = "vfn.checkpoint.state_dict(tree) and vfn.checkpoint.from_state_dict"
 _KEY = "vfn.random.key(0)"
 _OPTIMIZER = "vfn.optim.{}: a pair of pure functions, init(params) and update(grads, state, params)"
@@ -238,14 +238,14 @@ OTHER_NAMES = {
         for place in ("", "optim.")
         for name in ("clip_grad_norm_", "clip_grad_norm")
     },
-    "optim.apply_if_finite": "vfn.precision.scaled(optimizer), which leaves a step out whose gradients are not finite",
+    "optim.apply_if_finite": "vfn.precision.loss_scaled(optimizer), which leaves a step out whose gradients are not finite",
     "optim.inject_hyperparams": "a schedule as the learning rate; or the rate as an argument of the step, a float",
     "optim.multi_transform": "vfn.optim.partition",
     "optim.MultiSteps": "vfn.optim.accumulate, or vfn.optim.microbatches",
     "optim.lr_scheduler": "vfn.optim.warmup_cosine and its family: a schedule in the place of the learning rate",
     "optim.GradientTransformation": "vfn.optim.Optimizer",
-    "grad_scaler": "vfn.precision.scaled(optimizer)",
-    "GradScaler": "vfn.precision.scaled(optimizer)",
+    "grad_scaler": "vfn.precision.loss_scaled(optimizer)",
+    "GradScaler": "vfn.precision.loss_scaled(optimizer)",
     "autocast": 'torch.autocast, or vfn.precision.policy("params=f32,compute=bf16")',
     "amp": 'vfn.precision.policy("params=f32,compute=bf16")',
 }

@@ -18,7 +18,7 @@ import torch
 
 from .. import torch_internals
 from ..base import traced_steps
-from ..base.errors import InPlaceError, TypingError
+from ..base.errors import InPlaceError, VaryingTypeError
 from ..base.messages import dtype_text, op_text, report
 from ..base.saved_names import saved_as
 
@@ -141,7 +141,7 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if func in _SHAPE_QUERIES:
         shapes = sorted({tuple(b.shape) for b in args[0].blocks})
-        raise TypingError(
+        raise VaryingTypeError(
             report(
                 "shape",
                 "this value's shape differs by rank",
@@ -320,7 +320,7 @@ def _stitch(args: Sequence[Any], outs: list[Any], in_body: bool) -> Any:
     if isinstance(first, (list, tuple)):
         return type(first)(_stitch(args, list(row), in_body) for row in zip(*outs, strict=True))
     if any(out != first for out in outs[1:]) and not all(out != out for out in outs):  # NaN on all ranks is agreement
-        raise TypingError(
+        raise VaryingTypeError(
             report(
                 "item",
                 "this needs the number in a value that differs by rank, so ranks would go different ways",

@@ -19,9 +19,9 @@ _SCATTER = "vfn.psum_scatter(x, axis) in a shard_map body"
 _SEND = "vfn.ppermute(x, axis, pairs) in a shard_map body: all the sends of a step at once"
 _INDEX = "vfn.axis_index(axis) in a shard_map body: a tensor, of another value on each rank"
 _SIZE = "mesh.size(), or vfn.axis_size(axis) in a shard_map body"
-_MODULE = "f, params = vfn.functionalize(module), and vfn.shard(params, mesh, rules): {}; the module stays as it is"
+_MODULE = "f, params = vfn.module_function(module), and vfn.shard(params, mesh, rules): {}; the module stays as it is"
 _TP = _MODULE.format('rules split weights, (r"up\\.weight", P("tp"))')
-_FSDP = _MODULE.format("vfn.spec_by_size splits every parameter, f.gathering(specs) gathers each where it is read")
+_FSDP = _MODULE.format("vfn.fsdp_specs splits every parameter, f.gathering(specs) gathers each where it is read")
 _DDP = _MODULE.format("params are replicated by P(), and the batch is split by P('dp')")
 _SHARD = "vfn.shard(x, mesh, spec): P('dp') for [Shard(0), Replicate()] on a mesh of 'dp' and 'tp'"
 _BLOCKS = "vfn.from_local(lambda coord: ..., mesh, spec), which is asked for each rank's block"

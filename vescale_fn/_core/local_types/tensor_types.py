@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..base import context
-from ..base.errors import TypingError
+from ..base.errors import VaryingTypeError
 from ..base.messages import report
 from ..distributed.blocks import Blocks
 from ..distributed.mesh import same
@@ -131,7 +131,7 @@ def outside(x: torch.Tensor, auto: Any) -> bool:
 def refuse_unseen(x: torch.Tensor) -> None:
     """Raise where a value that has a gradient was made since the body began, and yet has no type."""
     if _now.writes is not None and torch_internals.made_after(x, _now.writes.since) and read(x) is None:
-        raise TypingError(
+        raise VaryingTypeError(
             report(
                 "shard_map",
                 "a value with a gradient was made in the body by something that the body cannot see, so nothing is "
@@ -151,7 +151,7 @@ def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
     gradient.
 
     Raises:
-        TypingError: a value that autograd follows, and that was made in the body by something that no mode sees.
+        VaryingTypeError: a value that autograd follows, and that was made in the body by something that no mode sees.
     """
     found = read(x)
     if found is not None:
@@ -161,7 +161,7 @@ def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
     if not isinstance(below, DTensor) and (type(below) is not Blocks or len(set(map(id, below.blocks))) == 1):
         return _as_written(x, INVARIANT)
     if torch_internals.needs_gradient(x):
-        raise TypingError(
+        raise VaryingTypeError(
             report(
                 "shard_map",
                 "a value that differs by rank, and has a gradient, was made where the body could not see it",

@@ -11,7 +11,7 @@ import torch
 
 from .. import torch_internals
 from ..base import context, linear_map
-from ..base.errors import TransformError, TypingError
+from ..base.errors import TransformError, VaryingTypeError
 from ..base.messages import report
 from ..local_types import function_kinds, replica_check, tensor_types, types
 from ..local_types.tensor_types import mark
@@ -230,7 +230,7 @@ def _typed_apply(mode: Checked, cls: Any, apply: Any, args: Any, kwargs: Any) ->
     )
     if extra:
         if any(x.requires_grad for x in made):
-            raise TypingError(
+            raise VaryingTypeError(
                 report(
                     name,
                     "its forward makes something that differs by rank of operands that do not, so their gradients would not "

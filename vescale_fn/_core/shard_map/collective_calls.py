@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..base import context, linear_map, tree
-from ..base.errors import CollectiveError, MeshError, TypingError
+from ..base.errors import CollectiveError, MeshError, VaryingTypeError
 from ..base.messages import described, meant, mesh_text, report, short
 from ..distributed import collectives
 from ..distributed.blocks import Blocks
@@ -126,7 +126,7 @@ def local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
             leaf = torch.as_tensor(leaf)
     below = torch_internals.peel(leaf)
     if tensor_types.outside(leaf, body.auto):
-        raise TypingError(
+        raise VaryingTypeError(
             report(
                 where,
                 "a whole array was used inside a shard_map body, whose values are local",

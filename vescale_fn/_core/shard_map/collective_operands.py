@@ -10,7 +10,7 @@ import torch
 
 from ..base import context, tree
 from ..base.containers import opened
-from ..base.errors import CollectiveError, TypingError
+from ..base.errors import CollectiveError, VaryingTypeError
 from ..base.messages import count_text, described, mesh_text, report
 from ..distributed.blocks import Blocks
 from ..local_types import tensor_types, types
@@ -53,7 +53,7 @@ def refuse_unreduced(
     """Raise where a leaf is still to be added over one of these axes."""
     wrong = [(i, a) for i, t in enumerate(have) for a in names if t.letter(a) == "U"]
     if wrong:
-        raise TypingError(
+        raise VaryingTypeError(
             report(
                 where,
                 "an unreduced value, still to be added over the ranks, may only be summed",

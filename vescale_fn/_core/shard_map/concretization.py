@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base import source_lines
-from ..base.errors import TypingError
+from ..base.errors import VaryingTypeError
 from ..base.messages import mesh_text, report
 from ..local_types import tensor_types
 from ..local_types.types import Type
@@ -62,7 +62,7 @@ VALUES = frozenset(name for name, (_, kind) in _READS.items() if kind is _VALUES
 _CONDITIONS = re.compile(r"(?<!\.)\b(if|while|assert|and|or|not|any|all|max|min|sorted)\b")
 
 
-def refused(name: str, found: Sequence[tuple[torch.Tensor, Type]], mesh: Any) -> TypingError:
+def refused(name: str, found: Sequence[tuple[torch.Tensor, Type]], mesh: Any) -> VaryingTypeError:
     """The error of a read of values that vary, or are unreduced: `name` is torch's for it."""
     said, kind = _READS.get(name, (name, _NUMBER))
     axis = min(axis for _, t in found for axis in t.varying | t.unreduced)
@@ -73,7 +73,7 @@ def refused(name: str, found: Sequence[tuple[torch.Tensor, Type]], mesh: Any) ->
         what = f"this {kind.does} a value that is still to be added over {axis!r}"
         fix = f"vfn.psum(x, {axis!r}) first, which adds it up"
     shown = [f"the value is {tensor_types.text(x, t)} on the {mesh_text(axes_of(mesh))}" for x, t in found]
-    return TypingError(report(_condition() or said if name == "__bool__" else said, what, shown, fix))
+    return VaryingTypeError(report(_condition() or said if name == "__bool__" else said, what, shown, fix))
 
 
 def _condition() -> str:

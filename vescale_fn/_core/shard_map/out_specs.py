@@ -11,7 +11,7 @@ import torch
 from .. import torch_internals
 from ..arrays.array import Array, packed, take_out
 from ..base import linear_map, tree
-from ..base.errors import SpecError, TypingError
+from ..base.errors import SpecError, VaryingTypeError
 from ..base.messages import count_text, described, mesh_text, report
 from ..distributed import collectives
 from ..distributed.blocks import Blocks, shared
@@ -95,7 +95,7 @@ def refuse_other_shapes(where: str, mesh: Any, result: Any, locals_: Sequence[An
             said = [f"{type_text(torch.Size(s), x.dtype, P())} on rank {first[s]}" for s in dict.fromkeys(shapes)]
             failures.append(f"{path} is {', '.join(said[:8])}{', ...' * (len(said) > 8)}")
     if failures:
-        raise TypingError(
+        raise VaryingTypeError(
             report(
                 where,
                 f"the results are blocks of one shape, but here values decide their shapes, which differ by rank on the "

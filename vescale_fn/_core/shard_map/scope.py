@@ -11,7 +11,7 @@ import torch
 from .. import torch_internals
 from ..arrays.array import bring_in, entries_over, is_array, mesh_of, only_along, spec_of
 from ..base import context, tree
-from ..base.errors import MeshError, TypingError
+from ..base.errors import MeshError, VaryingTypeError
 from ..base.messages import count_text, described, meant, mesh_text, report
 from ..base.source_lines import user_line
 from ..distributed.mesh import is_part, is_simulated, part, same
@@ -131,7 +131,7 @@ def adopt(site: Site, name: str, x: torch.Tensor) -> torch.Tensor:
     mine = only_along(spec, site.sizes)
     parted = any(mine) or bool(mine.unreduced) or (context.is_strict() and not entries_over(x).isdisjoint(site.sizes))
     if not here or (parted and (site.outer is None or context.is_strict())):
-        raise TypingError(
+        raise VaryingTypeError(
             report(
                 f"shard_map({name})",
                 "the body uses an array from outside, of which each rank holds a part",
@@ -189,7 +189,7 @@ def found_site(mapped: Map, mesh: Any, outer: context.Body | None, free: tuple[s
             )
         )
     if not (outer.check and mapped.check):
-        raise TypingError(
+        raise VaryingTypeError(
             report(
                 where,
                 "of a map inside the body of another, gradients are right only where both are checked",

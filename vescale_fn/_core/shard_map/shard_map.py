@@ -21,7 +21,7 @@ from .. import torch_internals
 from ..arrays.array import Array, entries_asked, entries_over, is_array, mesh_of, spec_of, whole
 from ..base import context, tracebacks, tree
 from ..base.containers import opened
-from ..base.errors import MeshError, TypingError, VfnError
+from ..base.errors import MeshError, VaryingTypeError, VfnError
 from ..base.messages import report
 from ..base.user_calls import called, checked_function
 from ..local_types import replica_check, tensor_types, types
@@ -157,7 +157,7 @@ def _nothing_differentiates(leaves: Sequence[Any]) -> bool:
 def _closure_with_gradient(mapped: _Mapped, locals_: Sequence[Any]) -> Exception:
     """For a body that nothing watched, because none of its arguments has a gradient, but whose result has."""
     found = [tensor_types.text(x) for x in locals_ if isinstance(x, torch.Tensor) and x.requires_grad]
-    return TypingError(
+    return VaryingTypeError(
         report(
             f"shard_map({mapped.name})",
             "with check_vma=False, a gradient of a tensor that the body closes over would stay each rank's own",
@@ -243,7 +243,7 @@ def shard_map(
 
     Raises:
         SpecError: specs that do not fit the arguments or the results; on all ranks, before anything moves.
-        TypingError: a local value was used against its type.
+        VaryingTypeError: a local value was used against its type.
         MeshError: no mesh, arguments on another one, or an axis that is manual already.
 
     Source: `jax.shard_map`.
@@ -271,7 +271,7 @@ def shard_map(
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
-            raise TypingError(
+            raise VaryingTypeError(
                 report(
                     f"shard_map({mapped.name})",
                     f"it takes positional arguments, but {sorted(kwargs)} came by keyword",

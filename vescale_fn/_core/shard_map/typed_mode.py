@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..base import context, tracebacks
-from ..base.errors import InPlaceError, TypingError
+from ..base.errors import InPlaceError, VaryingTypeError
 from ..base.messages import mesh_text, report
 from ..distributed.blocks import Blocks
 from ..local_types import function_kinds, replica_check, tensor_types, types
@@ -94,7 +94,7 @@ class Checked(Unchecked):
                 f"operand {i} is {tensor_types.text(x, t)} {on}"
                 for i, (x, t) in enumerate(zip(given, known, strict=True))
             ]
-            raise TypingError(report(name, misuse.why, operands, misuse.instead)) from None
+            raise VaryingTypeError(report(name, misuse.why, operands, misuse.instead)) from None
 
     # One method for each class of functions.
 
@@ -288,7 +288,7 @@ class Checked(Unchecked):
             return
         outside = tensor_types.read(target) is None
         if outside or torch_internals.needs_gradient(target):
-            raise TypingError(
+            raise VaryingTypeError(
                 report(
                     name,
                     "this writes a value that differs by rank into one that is the same on all of them",
@@ -310,7 +310,7 @@ class Checked(Unchecked):
         if seeds is None and context.is_strict():
             varying = [x for x in outputs if self.typeof(x).varying]
             if varying:
-                raise TypingError(
+                raise VaryingTypeError(
                     report(
                         "grad",
                         "strict: this differentiates a value that differs by rank, and so the sum over the ranks",
@@ -321,7 +321,7 @@ class Checked(Unchecked):
         for seed, x in zip(function_kinds.tensors(seeds), outputs) if seeds is not None else ():
             differs = self.typeof(seed).varying - self.typeof(x).varying
             if differs:
-                raise TypingError(
+                raise VaryingTypeError(
                     report(
                         "grad",
                         "the cotangent differs by rank, where the value is the same on all of them",

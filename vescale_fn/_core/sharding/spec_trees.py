@@ -11,6 +11,7 @@ import optree
 
 from ..base import context, tree
 from ..base.containers import checked, opened
+from ..base.earlier_names import earlier_name
 from ..base.errors import SpecError
 from ..base.messages import axes_text, count_text, described, meant, mesh_text, report
 from ..base.tree import dotted
@@ -18,7 +19,7 @@ from .index_map import axes_of
 from .spec import P, axes_named, from_split_axes, split_axes
 
 
-def spec_by_size(params: Any, mesh: Any, axes: str | Sequence[str], specs: Any = P()) -> Any:
+def fsdp_specs(params: Any, mesh: Any, axes: str | Sequence[str], specs: Any = P()) -> Any:
     """Specs that split every leaf over `axes`, too: the layout of ZeRO and FSDP, for any tree.
 
     Each leaf is split along the dim that is largest on a rank, of those whose size there is a multiple of that of the
@@ -42,15 +43,15 @@ def spec_by_size(params: Any, mesh: Any, axes: str | Sequence[str], specs: Any =
     >>> import torch, vescale_fn as vfn
     >>> from vescale_fn import P
     >>> params = {"up": torch.zeros(4, 16), "bias": torch.zeros(16), "scale": torch.zeros(())}
-    >>> vfn.spec_by_size(params, {"dp": 2, "tp": 8}, "dp", {"up": P(None, "tp"), "bias": P("tp"), "scale": P()})
+    >>> vfn.fsdp_specs(params, {"dp": 2, "tp": 8}, "dp", {"up": P(None, "tp"), "bias": P("tp"), "scale": P()})
     {'up': P('dp', 'tp'), 'bias': P(('tp', 'dp')), 'scale': P()}
     """
     if not isinstance(mesh, Mapping):
-        context.checked_mesh(mesh, "spec_by_size")
+        context.checked_mesh(mesh, "fsdp_specs")
     sizes: dict[str, int] = dict(cast("Any", mesh)) if isinstance(mesh, Mapping) else axes_of(mesh)
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    leaves, treedef = opened(params, "spec_by_size", "params", numpy=True)
-    before = tree.broadcast(specs, params, "spec_by_size", "specs", "params")
+    leaves, treedef = opened(params, "fsdp_specs", "params", numpy=True)
+    before = tree.broadcast(specs, params, "fsdp_specs", "specs", "params")
     failures = [
         f"axis {name!r} is not an axis of the {mesh_text(sizes)}{meant(name, sizes)}"
         for name in names
@@ -62,7 +63,7 @@ def spec_by_size(params: Any, mesh: Any, axes: str | Sequence[str], specs: Any =
     if failures:
         raise SpecError(
             report(
-                "spec_by_size",
+                "fsdp_specs",
                 "the leaves cannot be split over these axes",
                 failures,
                 "axes of the mesh that no spec names yet",
@@ -175,3 +176,6 @@ def _check_rules(rules: Any) -> None:
                 '[(r"w$", P("tp")), (r".*", P())]',
             )
         )
+
+
+spec_by_size = earlier_name("spec_by_size", fsdp_specs)

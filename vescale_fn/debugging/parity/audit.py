@@ -1,4 +1,4 @@
-"""Running a function for `check`: on one device or on a mesh, any number of times, with the gradients of its results.
+"""Running a function for `check_parity`: on one device or on a mesh, any number of times, with the gradients of its results.
 
 On one device every mesh counts as one rank: `shard` and `with_sharding` leave values plain, the body of a `shard_map`
 runs on whole values, and a draw with a spec is the whole draw.
@@ -114,13 +114,13 @@ class Audit:
         def called(*args: Any) -> Any:
             own.update(id(x) for x in tree.leaves(args))
             if recorder is None:
-                out = checked(self.f(*args), "check", "out", numpy=True)
+                out = checked(self.f(*args), "check_parity", "out", numpy=True)
             else:
                 with context.recording(recorder.note):
                     recorder.note("the arguments", (), args)
                     recorder.arguments = [recorder.find(x) for x, moves in zip(tree.leaves(args), self.moving) if moves]
                     with recorder:
-                        out = checked(self.f(*args), "check", "out", numpy=True)
+                        out = checked(self.f(*args), "check_parity", "out", numpy=True)
                 recorder.results = [recorder.find(x) if isinstance(x, torch.Tensor) else None for x in tree.leaves(out)]
                 recorder.arguments += [recorder.first(x) for x in self.closed]
             reached["paths"] = tree.paths(out, "out")

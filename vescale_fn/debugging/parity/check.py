@@ -1,4 +1,4 @@
-"""`check`, the parity audit: a function on one device against the same function on a mesh, every result and gradient."""
+"""`check_parity`, the parity audit: a function on one device against the same function on a mesh, every result and gradient."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..._core.arrays.array import is_array, mesh_of, spec_of
 from ..._core.arrays.placement import shard, unshard
 from ..._core.base import context, tree
 from ..._core.base.containers import checked
+from ..._core.base.earlier_names import earlier_name
 from ..._core.base.errors import MeshError, ParityError, SpecError
 from ..._core.base.messages import count_text, mesh_text, report
 from ..._core.base.user_calls import checked_function
@@ -37,7 +38,7 @@ _SHOWN = 8  # so many differing values are named in a message
 _ROUNDED = 3  # runs that show what rounding does
 
 
-def check(
+def check_parity(
     f: Callable[..., Any],
     *args: Any,
     mesh: Any = None,
@@ -91,15 +92,15 @@ def check(
     >>> with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("tp",))):
     ...     on_ranks = vfn.shard_map(layer, in_specs=(P(None, "tp"), P("tp"), P()), out_specs=P())
     ...     try:
-    ...         vfn.check(on_ranks, x, w, b)
+    ...         vfn.check_parity(on_ranks, x, w, b)
     ...     except vfn.errors.ParityError as error:
     ...         print("\\n".join(line for line in str(error).splitlines() if "  * gradient" in line or "Instead" in line))
       * gradient of b is 2 times the one-device value (2 = size of axis 'tp')
       Instead: add it after vfn.psum(x, 'tp')
     """
     name = getattr(f, "__name__", type(f).__name__)
-    where = f"check({name})"
-    checked_function(f, "check")
+    where = f"check_parity({name})"
+    checked_function(f, "check_parity")
     checked(args, where, functools.partial(_argument_paths, f, args), numpy=True)
     args = tree.map_(lambda x: torch.as_tensor(x) if isinstance(x, np.ndarray) else x, args)
     mesh = _found_mesh(where, mesh, args)
@@ -172,9 +173,9 @@ def _structures(one: Sequence[str], many: Sequence[str]) -> str:
 def _noted(failure: Failure, where: str) -> Exception:
     """The error of the user's function, which has nothing to do with the mesh; with a note (from Python 3.11 on)."""
     if hasattr(failure.error, "add_note"):
-        way = "; vfn.check(f, ..., gradients=False) compares the results alone" if failure.backward else ""
+        way = "; vfn.check_parity(f, ..., gradients=False) compares the results alone" if failure.backward else ""
         of = "the gradient of the function" if failure.backward else "the function"
-        failure.error.add_note(f"vfn.check: {of} fails {where}{way}")
+        failure.error.add_note(f"vfn.check_parity: {of} fails {where}{way}")
     return failure.error
 
 
@@ -255,7 +256,7 @@ def _differing(where: str, found: Report, recorders: Sequence[Recorder], results
         f"the {mesh_text(axes_of(found.mesh))}"
     )
     text = report(where, what, failures, parting.fix)
-    said = collectives.everyone([[text] * len(played_ranks(found.mesh))], found.mesh, "check")
+    said = collectives.everyone([[text] * len(played_ranks(found.mesh))], found.mesh, "check_parity")
     error = ParityError(said[0][0])  # the first rank's words, on every rank
     error.report = found
     return error
@@ -280,7 +281,7 @@ def _found_mesh(where: str, mesh: Any, args: Any) -> Any:
             report(
                 where,
                 "there is no mesh: none was given, none is current, and no argument is an array",
-                fix='vfn.check(f, *args, mesh=vfn.make_mesh((2, 4), ("dp", "tp")), spec=...); '
+                fix='vfn.check_parity(f, *args, mesh=vfn.make_mesh((2, 4), ("dp", "tp")), spec=...); '
                 "vfn.simulate(8) plays the ranks",
             )
         )
@@ -326,7 +327,7 @@ def _same_everywhere(where: str, args: Any, paths: Sequence[str], mesh: Any) -> 
         for x in leaves
     ]
     ranks = len(played_ranks(mesh))
-    by_rank = [row[0] for row in collectives.everyone([[prints] * ranks], mesh, "check")]
+    by_rank = [row[0] for row in collectives.everyone([[prints] * ranks], mesh, "check_parity")]
     rows = []
     for i, path in enumerate(paths):
         others = [rank for rank, row in enumerate(by_rank) if len(row) != len(prints) or row[i] != by_rank[0][i]]
@@ -341,3 +342,6 @@ def _same_everywhere(where: str, args: Any, paths: Sequence[str], mesh: Any) -> 
                 "make them from a key (vfn.random), or send rank 0's; vfn.from_local for each rank's own data",
             )
         )
+
+
+check = earlier_name("check", check_parity)

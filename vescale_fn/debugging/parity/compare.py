@@ -41,7 +41,7 @@ class Compared(NamedTuple):
 
 
 class Report:
-    """What `check` found, value by value; printed as a table. ``equal`` says whether all are equal."""
+    """What `check_parity` found, value by value; printed as a table. ``equal`` says whether all are equal."""
 
     def __init__(self, name: str, mesh: Any, rows: Sequence[Compared]) -> None:
         self.name, self.mesh, self.rows = name, mesh, tuple(rows)
@@ -58,7 +58,9 @@ class Report:
         count, n = sum(not row.problem for row in self.rows) - noise, len(self.rows)
         where = f"equal on one device and on the {mesh_text(axes_of(self.mesh))}"
         rest = f"; {noise} cannot be judged" if noise else ""
-        return f"check({self.name}): {count} of {n} value{'s' * (n != 1)} {'is' if n == 1 else 'are'} {where}{rest}"
+        return (
+            f"check_parity({self.name}): {count} of {n} value{'s' * (n != 1)} {'is' if n == 1 else 'are'} {where}{rest}"
+        )
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [
@@ -127,7 +129,7 @@ def compared(
                 for at, rank in enumerate(ranks)
             ]
         )
-    by_rank = collectives.everyone(mine, mesh, "check")
+    by_rank = collectives.everyone(mine, mesh, "check_parity")
     rows = []
     for i, (path, a, b, h) in enumerate(zip(paths, one, many, held, strict=True)):
         if isinstance(a, torch.Tensor) and h is not None:
@@ -162,7 +164,7 @@ def changed(paths: Sequence[str], before: Sequence[Any], after: Sequence[Any]) -
 def _held(x: torch.Tensor) -> Held:
     """What the ranks hold of a result, with partial sums added up: that is how a reader sees them."""
     spec = spec_of(x)
-    return hold(place(x, mesh_of(x), P(*spec), "check") if is_array(x) and spec.unreduced else x)
+    return hold(place(x, mesh_of(x), P(*spec), "check_parity") if is_array(x) and spec.unreduced else x)
 
 
 def _largest(values: Sequence[Any]) -> float:

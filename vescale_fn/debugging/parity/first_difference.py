@@ -87,7 +87,7 @@ class Runs:
             for at, rank in enumerate(played_ranks(self.mesh))
         ]
         steps, keys = [node.key for node in self.many], list(jobs)
-        by_rank = collectives.everyone([[(steps, keys, row) for row in mine]], self.mesh, "check")
+        by_rank = collectives.everyone([[(steps, keys, row) for row in mine]], self.mesh, "check_parity")
         everyones_steps = [row[0][0] for row in by_rank]
         self.common = next(
             (i for i, step in enumerate(itertools.zip_longest(*everyones_steps)) if len({*step}) > 1), None

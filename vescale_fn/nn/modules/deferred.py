@@ -39,10 +39,10 @@ def deferred(construct: Callable[[], nn.Module], *, state: bool | str = False) -
 
     Args:
         construct: makes the module: ``lambda: Model(config)``. It is called several times.
-        state: as for `functionalize`.
+        state: as for `module_function`.
 
     Returns:
-        ``(f, initial)``: `f` as `functionalize` gives it, and ``initial(key)``, the parameters, or with `state`
+        ``(f, initial)``: `f` as `module_function` gives it, and ``initial(key)``, the parameters, or with `state`
         ``(params, state)``. The numbers are those of torch's distributions, from other streams than torch's: those of a
         module that is constructed after `torch.manual_seed` are others.
 

@@ -1,4 +1,4 @@
-"""`functionalize`: a module of torch's as a pure function and the tree of its parameters."""
+"""`module_function`: a module of torch's as a pure function and the tree of its parameters."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..._core.arrays.array import is_array, mesh_of
 from ..._core.arrays.placement import with_sharding
 from ..._core.base import tracebacks, tree
 from ..._core.base.containers import adopted
+from ..._core.base.earlier_names import earlier_name
 from ..._core.base.errors import InPlaceError, RandomError, SpecError, TransformError
 from ..._core.base.messages import described, report, short
 from ..._core.base.saved_names import saved_as
@@ -27,10 +28,10 @@ from .template import Template
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
-_WHERE = "functionalize"
+_WHERE = "module_function"
 
 
-def functionalize(module: nn.Module, *, state: bool | str = False) -> tuple[Any, ...]:
+def module_function(module: nn.Module, *, state: bool | str = False) -> tuple[Any, ...]:
     """A module as a pure function and the tree of its parameters.
 
     The tree follows the module's attributes; what `ModuleList` and `Sequential` hold is a list, so that
@@ -56,7 +57,7 @@ def functionalize(module: nn.Module, *, state: bool | str = False) -> tuple[Any,
         and buffers: clone them before they are written or donated, if the module is to keep its values.
         ``f(params, *args, key=None, train=None, **kwargs)`` returns what ``module(*args, **kwargs)`` does;
         ``f(params, state, *args, ...)`` returns it with the new state. ``train`` is the mode for all of the module; by
-        default each part is in its own, as it was when `functionalize` was called. Attributes that a call sets are gone
+        default each part is in its own, as it was when `module_function` was called. Attributes that a call sets are gone
         after it. ``f.state_dict(params)`` and ``f.from_state_dict(state_dict)`` convert, to all names of a leaf and from any
         of them.
 
@@ -70,7 +71,7 @@ def functionalize(module: nn.Module, *, state: bool | str = False) -> tuple[Any,
 
     >>> import torch, vescale_fn as vfn
     >>> module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
-    >>> f, params = vfn.functionalize(module)
+    >>> f, params = vfn.module_function(module)
     >>> vfn.spec_from_rules(params, [(r"^0\\.", vfn.P("tp")), (r"^2\\.weight", vfn.P(None, "tp")), ("", vfn.P())])
     [{'weight': P('tp'), 'bias': P('tp')}, {}, {'weight': P(None, 'tp'), 'bias': P()}]
     >>> x = torch.ones(2, 3)
@@ -104,14 +105,14 @@ def checked_module(module: Any, where: str = _WHERE) -> nn.Module:
         )
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if lazy := [name for name, x in tensors if nn.parameter.is_lazy(x)]:
-        fix = "module(x) once, with an input of the right shape, then vfn.functionalize(module)"
+        fix = "module(x) once, with an input of the right shape, then vfn.module_function(module)"
         raise TransformError(report(where, "a lazy module has no shapes yet", [", ".join(lazy)], fix))
     return module
 
 
 @saved_as("vescale_fn.modules.functional")
 class Functional:
-    """A module as a function of its parameters; made by `functionalize`.
+    """A module as a function of its parameters; made by `module_function`.
 
     Attributes:
         params: the names of the parameters' tree.
@@ -198,7 +199,7 @@ class Functional:
         Source: Zhao et al., "PyTorch FSDP" (arXiv 2304.11277).
 
         >>> import torch, vescale_fn as vfn
-        >>> f, params = vfn.functionalize(torch.nn.Linear(4, 2))
+        >>> f, params = vfn.module_function(torch.nn.Linear(4, 2))
         >>> with vfn.simulate(2), vfn.comm_log() as log:
         ...     split = vfn.shard(params, vfn.make_mesh((2,), ("dp",)), vfn.P("dp"))
         ...     y = f.gathering(vfn.P())(split, torch.ones(3, 4))
@@ -229,7 +230,7 @@ class Functional:
             state: the state; buffers that are constants are there in any case.
 
         >>> import torch, vescale_fn as vfn
-        >>> f, params = vfn.functionalize(torch.nn.Linear(2, 1))
+        >>> f, params = vfn.module_function(torch.nn.Linear(2, 1))
         >>> sorted(f.state_dict(params))
         ['bias', 'weight']
         """
@@ -256,7 +257,7 @@ class Functional:
 
         >>> import torch, vescale_fn as vfn
         >>> module = torch.nn.Linear(2, 1)
-        >>> f, params = vfn.functionalize(module)
+        >>> f, params = vfn.module_function(module)
         >>> f.from_state_dict(module.state_dict())["weight"].shape
         torch.Size([1, 2])
         """
@@ -277,10 +278,10 @@ class Functional:
     def _fix(self) -> str:
         if self.state is None:
             return (
-                "f, params, state = vfn.functionalize(module, state=True), then out, state = f(params, state, *args); or "
+                "f, params, state = vfn.module_function(module, state=True), then out, state = f(params, state, *args); or "
                 "train=False"
             )
-        return "a state= of functionalize that has this buffer; or train=False"
+        return "a state= of module_function that has this buffer; or train=False"
 
     def _constants_near(self, leaves: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The buffers that are constants, where the parameters are."""
@@ -339,3 +340,6 @@ def _generator_state() -> Any:
         own = torch.random.get_rng_state().numpy().tobytes()
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         return own, None if gpu is None else torch.cuda.default_generators[gpu].get_offset()
+
+
+functionalize = earlier_name("functionalize", module_function)

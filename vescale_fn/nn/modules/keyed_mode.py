@@ -91,9 +91,7 @@ class Keyed(TorchFunctionMode):
     def _next_key(self, name: str) -> Key:
         if self._key is None:
             line = source_lines.quoted(source_lines.user_line())
-            fix = (
-                "f(params, ..., key=key); or module.eval() before functionalize, train=False, where only training draws"
-            )
+            fix = "f(params, ..., key=key); or module.eval() before module_function, train=False, where only training draws"
             raise RandomError(
                 report(
                     self._where,

@@ -88,7 +88,7 @@ class Names:
                     where,
                     f"this is no tree of the module's {self.of}",
                     failures or [f"it is {described(given)}"],
-                    f"the {self.of} that functionalize returned, or a tree of their structure",
+                    f"the {self.of} that module_function returned, or a tree of their structure",
                 )
             )
         wrong = [f"{path} is {described(x)}" for path, x in zip(self.paths, leaves) if not isinstance(x, torch.Tensor)]

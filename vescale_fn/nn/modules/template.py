@@ -49,7 +49,7 @@ class Template:
             said = f"{type(error).__name__}: {error}".splitlines()[0]
             raise TransformError(
                 report(
-                    "functionalize",
+                    "module_function",
                     f"{described(module)} cannot be copied",
                     [said],
                     "a module for which copy.deepcopy(module) works",

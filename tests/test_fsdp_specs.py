@@ -1,4 +1,4 @@
-"""`spec_by_size`: each leaf split once more along its largest dim, so that every rank has the same share of it."""
+"""`fsdp_specs`: each leaf split once more along its largest dim, so that every rank has the same share of it."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ SHAPES = [(), (1,), (2,), (5,), (6,), (4, 6), (6, 4), (6, 6), (3, 5, 7), (2, 9),
 
 
 def spec(shape, axes="dp", specs=P()):
-    return vfn.spec_by_size({"w": torch.empty(shape)}, MESH, axes, specs)["w"]
+    return vfn.fsdp_specs({"w": torch.empty(shape)}, MESH, axes, specs)["w"]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_every_rank_has_the_same_share_wherever_some_dim_allows_it(axes):
 def test_specs_are_a_prefix_and_other_leaves_are_whole():
     key = vfn.random.key(0)
     tree = {"a": [torch.empty(4, 3), torch.empty(3)], "n": 3, "none": None, "key": key, "b": torch.empty(2)}
-    found = vfn.spec_by_size(
+    found = vfn.fsdp_specs(
         tree,
         MESH,
         "dp",
@@ -68,13 +68,13 @@ def test_specs_are_a_prefix_and_other_leaves_are_whole():
     )
     assert found["a"] == [P("dp", "tp"), P("tp")]
     assert (found["n"], found["none"], found["b"]) == (P(), None, P("dp"))
-    assert vfn.spec_by_size({}, MESH, "dp") == {}
+    assert vfn.fsdp_specs({}, MESH, "dp") == {}
 
 
 def test_a_key_stays_together():
     with vfn.simulate(2):
         mesh, tree = vfn.make_mesh((2,), ("dp",)), {"key": vfn.random.key(3), "w": torch.arange(6.0)}
-        laid = vfn.shard(tree, mesh, vfn.spec_by_size(tree, mesh, "dp"))
+        laid = vfn.shard(tree, mesh, vfn.fsdp_specs(tree, mesh, "dp"))
         assert torch.equal(vfn.random.normal(vfn.unshard(laid["key"]), (3,)), vfn.random.normal(tree["key"], (3,)))
 
 
@@ -83,8 +83,8 @@ def test_a_tree_laid_out_by_it_comes_back():
     with vfn.simulate(6):
         mesh = vfn.make_mesh((2, 3), ("dp", "tp"))
         for axes in ("dp", "tp", ("dp", "tp")):
-            laid = vfn.shard(tree, mesh, vfn.spec_by_size(tree, mesh, axes))
-            again = vfn.spec_by_size(laid, mesh, axes)  # of arrays, by their whole shapes
+            laid = vfn.shard(tree, mesh, vfn.fsdp_specs(tree, mesh, axes))
+            again = vfn.fsdp_specs(laid, mesh, axes)  # of arrays, by their whole shapes
             assert all(vfn.spec_of(laid[name]) == again[name] for name in tree)
             assert all(torch.equal(x, tree[name]) for name, x in vfn.unshard(laid).items())
 
@@ -95,21 +95,21 @@ def test_a_tree_laid_out_by_it_comes_back():
         (
             "pd",
             P(),
-            "spec_by_size: the leaves cannot be split over these axes\n"
+            "fsdp_specs: the leaves cannot be split over these axes\n"
             "  * axis 'pd' is not an axis of the mesh (dp=2, tp=3); did you mean 'dp'?\n"
             "  Instead: axes of the mesh that no spec names yet",
         ),
         (
             "tp",
             {"b": P("dp"), "w": P(None, "tp")},
-            "spec_by_size: the leaves cannot be split over these axes\n"
+            "fsdp_specs: the leaves cannot be split over these axes\n"
             "  * params['w'] is split over axis 'tp' already: P(None, 'tp')\n"
             "  Instead: axes of the mesh that no spec names yet",
         ),
         (
             "dp",
             [P()],
-            "spec_by_size: specs is not a prefix of params\n  * specs is a list, but params is a dict\n"
+            "fsdp_specs: specs is not a prefix of params\n  * specs is a list, but params is a dict\n"
             "  Instead: give specs the structure of params, or one entry for a whole subtree",
         ),
     ],
@@ -117,7 +117,7 @@ def test_a_tree_laid_out_by_it_comes_back():
 )
 def test_messages(axes, specs, message):
     with pytest.raises(SpecError) as error:
-        vfn.spec_by_size({"w": torch.empty(4, 6), "b": torch.empty(6)}, MESH, axes, specs)
+        vfn.fsdp_specs({"w": torch.empty(4, 6), "b": torch.empty(6)}, MESH, axes, specs)
     assert str(error.value) == message
 
 
