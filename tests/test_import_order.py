@@ -5,6 +5,7 @@ package with a planted fault.
 """
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -13,6 +14,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import private_names
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +52,11 @@ def modules(root: Path) -> dict[str, Path]:
 # What the files do
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(module: str, path: Path, known: dict[str, Path]) -> list[tuple[str, int, bool]]:
     """(imported module of ours, line, inside a function?) for each import in the file."""
     found = []
@@ -69,7 +76,7 @@ def imports(module: str, path: Path, known: dict[str, Path]) -> list[tuple[str, 
                     found.append((full if full in known else base, child.lineno, inside))
             visit(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
 
-    visit(ast.parse(path.read_text()), False)
+    visit(parsed(path), False)
     return [entry for entry in found if entry[0].split(".")[0] == PACKAGE]
 
 
@@ -143,7 +150,7 @@ def facade_faults(root: Path) -> list[str]:
     for path in modules(root).values():
         if path.name != "__init__.py":
             continue
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             dunder = isinstance(node, ast.Assign) and all(
                 isinstance(target, ast.Name) and target.id.startswith("__") for target in node.targets
@@ -153,75 +160,15 @@ def facade_faults(root: Path) -> list[str]:
     return faults
 
 
-def _private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
-
-
-def own_names(trees: Iterable[ast.AST]) -> set[str]:
-    """Names that are defined, assigned or imported under that name somewhere in the package."""
-    ours = {"_replace", "_fields", "_asdict", "_make"}  # of named tuples
-    for node in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            ours.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            ours.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            ours.add(node.attr)
-        elif isinstance(node, ast.alias):
-            ours.add(node.asname or node.name.split(".")[-1])
-    return ours
-
-
-def private_uses(tree: ast.AST, ours: set[str]) -> Iterator[tuple[int, str]]:
-    """(line, name) of each private name of torch, and of each private attribute of a value that is not ours."""
-    stands_for: dict[str, str] = {}  # a name in this file -> the module or function that it was imported as
-
-    def dotted(node: ast.AST) -> str | None:
-        if isinstance(node, ast.Name):
-            return stands_for.get(node.id)
-        if isinstance(node, ast.Attribute):
-            base = dotted(node.value)
-            return base and f"{base}.{node.attr}"
-        return None
-
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                stands_for[name.asname or name.name.split(".")[0]] = (
-                    name.name if name.asname else name.name.split(".")[0]
-                )
-                yield node.lineno, name.name
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            for name in node.names:
-                stands_for[name.asname or name.name] = f"{node.module}.{name.name}"
-                yield node.lineno, f"{node.module}.{name.name}"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            value = dotted(node.value) or ""
-            if value.startswith("torch.ops"):  # aten = torch.ops.aten
-                stands_for[node.targets[0].id] = value
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            name = dotted(node)
-            if name is not None:
-                yield node.lineno, name
-            elif _private(node.attr) and node.attr not in ours:
-                yield node.lineno, f"torch.(...).{node.attr}"
-
-
 def private_faults(root: Path) -> list[str]:
-    """Private names of torch outside the one door. In `torch.ops.aten` a name is an operator's, however it begins."""
-    trees = {module: ast.parse(path.read_text()) for module, path in modules(root).items()}
-    ours, faults = own_names(trees.values()), []
-    for module, tree in trees.items():
-        if f"{module}.".startswith(f"{DOOR}."):
-            continue
-        path = modules(root)[module].relative_to(root)
-        for line, name in dict.fromkeys(private_uses(tree, ours)):
-            parts = name.split(".")
-            if parts[0] == "torch" and parts[1:3] != ["ops", "aten"] and any(map(_private, parts)):
-                faults.append(f"{path}:{line} uses {name}; private names go through _core/torch_internals")
-    return faults
+    """Private names of torch outside the one door."""
+    return private_names.faults(
+        {
+            path.relative_to(root): parsed(path)
+            for module, path in modules(root).items()
+            if not f"{module}.".startswith(f"{DOOR}.")
+        }
+    )
 
 
 # The package
@@ -241,6 +188,18 @@ def test_facades_only_export() -> None:
 
 def test_private_names_of_torch_are_used_in_one_file() -> None:
     assert private_faults(ROOT) == []
+
+
+def test_the_private_names_that_count_as_ours_are_ours_alone() -> None:
+    trees = [parsed(path) for path in modules(ROOT).values()]
+    assert private_names.own_faults(trees, private_names.OWN) == []
+    planted = {"_schema": "Array", "_sum": "Nobody", "_nowhere": "Array"}
+    assert private_names.own_faults(trees, planted) == [
+        "torch has a _schema too",
+        "_schema of Array is nowhere",
+        "_sum of Nobody is nowhere",
+        "_nowhere of Array is nowhere",
+    ]
 
 
 # A package without its facade: the files themselves, as `import vescale_fn` would never let them be.
@@ -297,7 +256,11 @@ SOUND = {
     "vescale_fn/ops/inner/one.py": "from vescale_fn.ops.low import x\n",
     "vescale_fn/ops/low.py": "x = 1\n",
     "vescale_fn/ops/rules.py": "import torch\nfrom vescale_fn.spec import errors\nr = torch.ops.aten._softmax\n",
-    "vescale_fn/array.py": "from vescale_fn.ops import r\ndef f(self): return self._mine\nclass A: _mine = 1\n",
+    "vescale_fn/array.py": (
+        "from vescale_fn.ops import r\n"
+        "class A:\n    _mine = 1\n    def f(self): return self._mine\n"
+        "def f(x): return r._b, x._sum\n"
+    ),
 }
 
 FAULTS = {
@@ -362,6 +325,32 @@ FAULTS = {
         "(...)._tree",
     ),
     "private method": (private_faults, "vescale_fn/spec.py", "def h(x): return x._local_tensor", "_local_tensor"),
+    "private name that a file of ours stores": (
+        private_faults,
+        "vescale_fn/array.py",
+        "def g(x, y): x._local_tensor, x._spec = y\nclass B:\n    def h(self, op): self._schema = op._schema",
+        "array.py:8 uses (...)._schema",
+    ),
+    "private store": (private_faults, "vescale_fn/array.py", "def g(x, y): x._spec = y", "_spec"),
+    "private name by a string": (
+        private_faults,
+        "vescale_fn/spec.py",
+        "import operator\ng = operator.attrgetter('shape', '_spec.mesh')",
+        "(...)._spec",
+    ),
+    "private key": (private_faults, "vescale_fn/spec.py", "def h(x): return vars(x)['_parameters']", "_parameters"),
+    "private module by a string": (
+        private_faults,
+        "vescale_fn/spec.py",
+        "m = 'torch._dynamo.exc'",
+        "torch._dynamo.exc",
+    ),
+    "private name of a base of torch's": (
+        private_faults,
+        "vescale_fn/array.py",
+        "class C(A):\n    def h(self): return self._local_tensor",
+        "self of C._local_tensor",
+    ),
     "torch in a light file": (
         lambda root: [bare(root, whole=False)],
         "vescale_fn/_core/base/errors.py",

@@ -57,12 +57,12 @@ def remember_sums(source: Any, outs: Sequence[Any], alias: bool) -> None:
 
 def note_views(source: Any, outs: Sequence[Any], moved: bool) -> None:
     """Note what the results alias: a write through one that had to be moved would be lost, and it would miss writes."""
-    root = getattr(source, "_root", source)
+    root = getattr(source, "_view_root", source)
     moved = moved or hasattr(source, "_moved")
     for out in outs:
         if not isinstance(out, DTensor) or out is source:
             continue
-        out._root = root
+        out._view_root = root
         if moved and isinstance(root, DTensor):
             out._moved = True
             _note_stale_after_write(root, out)
@@ -79,7 +79,7 @@ def _note_stale_after_write(root: Any, out: Any) -> None:
 
 def note_copy(source: Any, out: Any) -> None:
     """Note that a result is a copy of what should be memory of its source, which only matters while that is known."""
-    root = getattr(source, "_root", source)
+    root = getattr(source, "_view_root", source)
     out._beside = (weakref.ref(root), *getattr(root, "_beside", ()))
 
 
@@ -92,7 +92,7 @@ def note_elsewhere(source: Any, out: Any) -> None:
 
 def _beside(x: Any) -> list[Any]:
     """The arrays that somebody still knows, of whose memory `x`, or what it is a view of, would be a part on one device."""
-    refs = getattr(getattr(x, "_root", x), "_beside", ())
+    refs = getattr(getattr(x, "_view_root", x), "_beside", ())
     return [known for known in (ref() for ref in refs) if known is not None]
 
 
@@ -100,7 +100,7 @@ def memories(x: Any) -> set[int]:
     """What stands for the memory that a tensor has on one device: equal numbers, where two tensors may share some."""
     if not isinstance(x, DTensor):
         return {torch_internals.memory_number(x)} if x.layout is torch.strided else set()
-    return {id(getattr(x, "_root", x)), *map(id, _beside(x))}
+    return {id(getattr(x, "_view_root", x)), *map(id, _beside(x))}
 
 
 def entries(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> list[Any]:
@@ -154,9 +154,10 @@ def check_reads(func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: 
     elements makes of it; a block does one or the other by its size.
     """
     if isinstance(target, (list, tuple)):
-        roots = {id(getattr(x, "_root", x)) for x in target}
+        roots = {id(getattr(x, "_view_root", x)) for x in target}
         if all(
-            id(getattr(x, "_root", x)) not in roots for x in tensors_in([a for a in args if a is not target], kwargs)
+            id(getattr(x, "_view_root", x)) not in roots
+            for x in tensors_in([a for a in args if a is not target], kwargs)
         ):
             return
         for k, x in enumerate(target):
@@ -165,9 +166,9 @@ def check_reads(func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: 
         return
     if not isinstance(target, DTensor):
         return
-    root = target.__dict__.get("_root", target)
+    root = target.__dict__.get("_view_root", target)
     for x in tensors_in(args, kwargs):
-        if x is target or not isinstance(x, DTensor) or x.__dict__.get("_root", x) is not root:
+        if x is target or not isinstance(x, DTensor) or x.__dict__.get("_view_root", x) is not root:
             continue
         if not _reads_first(func) and overlap(_place(x), _place(target)):
             raise InPlaceError(
@@ -192,7 +193,7 @@ def check_writable(func: Any, target: Any) -> None:
                 report(
                     op_text(func),
                     LOST,
-                    [f"it is {text(x)}, of {text((*_beside(x), getattr(x, '_root', x))[0])}"],
+                    [f"it is {text(x)}, of {text((*_beside(x), getattr(x, '_view_root', x))[0])}"],
                     "a new array: torch.where(mask, new, x), torch.cat, x.index_copy(...), x + y; or a layout of the source "
                     "in which the view is local: x = vfn.with_sharding(x, P())",
                 )
@@ -221,7 +222,7 @@ def after_write(x: Any) -> None:
         if cell := getattr(seen, "_sum", None):
             cell.clear()
         seen = seen.__dict__.get("_seen", (None,))[0]
-    root = getattr(x, "_root", x)
+    root = getattr(x, "_view_root", x)
     copies = root.__dict__.pop("_copies", ())
     for view in (copy() for copy in copies):
         if moved_view(view) is not None and not _beside(view):

@@ -266,7 +266,7 @@ def refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
                 f"torch's {name}", STORAGE, fix=f"a new array: x = x.{name.removesuffix('_')}(...), or x = x.clone()"
             )
         )
-    if name == "as_strided" and hasattr(args[0], "_root") and not _within(*args):
+    if name == "as_strided" and hasattr(args[0], "_view_root") and not _within(*args):
         raise InPlaceError(
             report(
                 "torch's as_strided", MEMORY, [f"the view is {text(args[0])}"], "index the array itself, or x.clone()"

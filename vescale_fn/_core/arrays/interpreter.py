@@ -152,7 +152,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
         note_views(source, (wrapped,), False)
         note_view(source, func, args, wrapped)
     else:
-        wrapped._root = source
+        wrapped._view_root = source
     return wrapped
 
 
@@ -672,7 +672,7 @@ def _refuse_overlap(func: Any, targets: Iterable[Any]) -> None:
     """Two views of one memory, each written whole, would undo each other's writes."""
     roots: dict[int, Any] = {}
     for x in targets:
-        root = id(getattr(x, "_root", x))
+        root = id(getattr(x, "_view_root", x))
         if root in roots:
             raise InPlaceError(
                 report(

@@ -59,12 +59,12 @@ def note_new(outs: Sequence[Any]) -> None:
 
 def note_stated(x: Any) -> None:
     """Note that the user states the layout that an array has: it keeps it."""
-    getattr(x, "_root", x).__dict__.pop("_views", None)
+    getattr(x, "_view_root", x).__dict__.pop("_views", None)
 
 
 def note_view(source: Any, func: Any, args: Sequence[Any], out: Any) -> None:
     """Note a view of a new array: which of its dims each of the view's is, and which of them are cut."""
-    root = getattr(source, "_root", source)
+    root = getattr(source, "_view_root", source)
     views = root.__dict__.get("_views")
     if views is None:
         return
@@ -88,7 +88,7 @@ def _dims(x: Any) -> tuple[int, ...]:
 def settle(dispatch: Callable[..., Any], func: Any, args: Sequence[Any]) -> bool:
     """Split a new array as what is about to be written into it, or into a view of it, where that is possible."""
     target, writes = args[0], [i for i, _ in blocks.written(func)]
-    root = getattr(target, "_root", target) if writes == [0] else None
+    root = getattr(target, "_view_root", target) if writes == [0] else None
     views = getattr(root, "_views", None)
     if root is None or views is None or find(func) is not elementwise or (root.is_leaf and root.requires_grad):
         return False

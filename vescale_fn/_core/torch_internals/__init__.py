@@ -93,8 +93,11 @@ from .modes import (
     watched_by_other_modes,
 )
 from .modules import (
+    HELD,
+    as_written,
     conversions_by_new_parameters,
     held_by,
+    hold,
     mark_as_parameter,
     register_tree_node,
     tree_node,
@@ -153,6 +156,9 @@ from .tensor_memory import (
 )
 
 __all__ = [
+    "HELD",
+    "hold",
+    "as_written",
     "mark_as_parameter",
     "schema",
     "operator_name",

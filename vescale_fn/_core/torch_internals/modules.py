@@ -34,9 +34,22 @@ def mark_as_parameter(x: Any) -> None:
     x._is_param = True
 
 
+HELD = ("_parameters", "_buffers", "_modules")  # the attributes of a module that hold what `held_by` gives
+
+
 def held_by(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """A module's own parameters, its own buffers, its children."""
     return module._parameters, module._buffers, module._modules
+
+
+def hold(module: torch.nn.Module, *held: dict[str, Any]) -> None:
+    """Give a module other parameters, buffers and children of its own, without the registration of each."""
+    vars(module).update(zip(HELD, held, strict=True))
+
+
+def as_written(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that `torch.compile` was given, which adds nothing that is kept; any other is itself."""
+    return getattr(module, "_orig_mod", module)
 
 
 def tree_node(

@@ -98,7 +98,7 @@ def checked_module(module: Any, where: str = _WHERE) -> nn.Module:
         of_class = isinstance(module, type) and issubclass(module, nn.Module)
         fix = f"{module.__name__}(...), an object of the class" if of_class else ""
         raise TransformError(report(where, f"module must be a torch.nn.Module, but it is {described(module)}", fix=fix))
-    module = getattr(module, "_orig_mod", module)  # of torch.compile, which adds nothing that is kept here
+    module = torch_internals.as_written(module)
     if isinstance(module, torch.jit.ScriptModule):
         raise TransformError(
             report(where, "a scripted module cannot be run with other parameters", fix="the module that was scripted")

@@ -80,10 +80,11 @@ class Template:
         for m, references in zip(self.modules, self._references):
             own = vars(made[id(m)])
             parameters, buffers, children = torch_internals.held_by(m)
-            own.update(vars(m), _parameters=put(parameters), _buffers=put(buffers))
-            if read is not None:
-                own["_parameters"] = _Read(own["_parameters"], parameters, read)
-            own["_modules"] = {name: made.get(id(child)) for name, child in children.items()}
+            given = put(parameters) if read is None else _Read(put(parameters), parameters, read)
+            own.update(vars(m))
+            torch_internals.hold(
+                made[id(m)], given, put(buffers), {name: made.get(id(x)) for name, x in children.items()}
+            )
             if train is not None:
                 own["training"] = train
             for name, value in references:
@@ -142,12 +143,11 @@ def _mentions(value: Any, members: Any, depth: int) -> bool:
     return depth < _DEPTH and any(_mentions(part, members, depth + 1) for part in _parts(value))
 
 
-_OWN = frozenset(("_parameters", "_buffers", "_modules"))
-
-
 def _mentioning(module: nn.Module, members: Any) -> list[tuple[str, Any]]:
     """The attributes that lead to one of the `members`, besides its own parameters, buffers and children."""
-    return [(name, x) for name, x in vars(module).items() if name not in _OWN and _mentions(x, members, 0)]
+    return [
+        (name, x) for name, x in vars(module).items() if name not in torch_internals.HELD and _mentions(x, members, 0)
+    ]
 
 
 def _rebuilt(value: Any, swap: Swap, depth: int) -> Any:

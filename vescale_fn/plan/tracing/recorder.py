@@ -151,7 +151,8 @@ class Recorder(torch_internals.TorchDispatchMode):
         raise Unrecordable(f"the value of a float among the arguments is asked for by {what}", self._line()[0] or "?")
 
     def _new_placeholder(self, name: str, val: Any) -> fx.Node:
-        with self.graph.inserting_after(self._last_placeholder or self.graph._root):
+        last = self._last_placeholder
+        with self.graph.inserting_before() if last is None else self.graph.inserting_after(last):
             node = self.graph.placeholder(name)
         self._last_placeholder = node
         node.meta["val"], node.meta["line"] = val, ""
