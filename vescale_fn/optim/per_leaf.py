@@ -258,4 +258,4 @@ def _array(leaf: Any, local: Any) -> Any:
     spec = torch_internals.spec(leaf)
     if local.dtype != leaf.dtype:
         spec = spec_for(spec.mesh, layout(spec), leaf.shape, spec.tensor_meta.stride, local.dtype)
-    return torch_internals.new_dtensor(Array, local, spec, requires_grad=False)
+    return torch_internals.new_dtensor(Array, local, spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,7 +62,9 @@ def eval_shape(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _shapes(f: Callable[..., Any], args: Any, kwargs: Any, where: str) -> Any:
     recorder = Recorder()
-    leaves, treedef = opened((args, kwargs), where, "(args, kwargs)", numpy=True, modules=True, passing=owner(f, args))
+    leaves, treedef = opened(
+        (args, kwargs), where, "(args, kwargs)", numpy=True, modules=True, passing=functools.partial(owner, f, args)
+    )
     with torch_internals.no_torch_function():  # of a body, which is not to see what is made here
         given = [_without_value(x, recorder) for x in leaves]
     args, kwargs = tree.unflatten(treedef, given)

@@ -195,31 +195,27 @@ class Jitted:
 
     @torch_internals.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        saved = interrupts.before()
-        try:
-            if _belongs_to_another():
-                out = self._f(*args, **kwargs)
-                return laid_out(out, self._out_specs)
-            call = Call(self._f, args, kwargs, self._static, self._donated)
-            if call.follows_gradients():
-                self._say(
-                    "an argument requires gradients, which a replay would not follow",
-                    "vfn.grad around the jit, or in it; or x.detach()",
-                )
-                return self._run(None, call)
-            plan = self._known(call)
-            if plan is not _NEW:
-                self._hits += plan is not None
-                return self._run(plan, call)
+        if _belongs_to_another():
+            out = self._f(*args, **kwargs)
+            return laid_out(out, self._out_specs)
+        call = Call(self._f, args, kwargs, self._static, self._donated)
+        if call.follows_gradients():
+            self._say(
+                "an argument requires gradients, which a replay would not follow",
+                "vfn.grad around the jit, or in it; or x.detach()",
+            )
+            return self._run(None, call)
+        plan = self._known(call)
+        if plan is not _NEW:  # a replay sets nothing ambient that an interrupt could leave behind
+            self._hits += plan is not None
+            return self._run(plan, call)
+        with interrupts.undone():
             plan, reason = self._recorded(call)
-            out = self._run(plan, call)
-            self._remember(call, plan)
-            if plan is None:  # now that the function itself has shown no error
-                self._say(reason, _INSTEAD)
-            return out
-        except BaseException:
-            interrupts.undo(saved)
-            raise
+        out = self._run(plan, call)
+        self._remember(call, plan)
+        if plan is None:  # now that the function itself has shown no error
+            self._say(reason, _INSTEAD)
+        return out
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The plan for arguments like these, to look at: its text, its collectives, its memory. Nothing is run. On a real mesh
@@ -263,7 +259,7 @@ class Jitted:
         if plan.__class__ is Plan and (changed := plan.changed()) is not None:  # type: ignore[union-attr]
             self._last = (call.key, f"{changed}, which it closes over, has changed")
             return _NEW
-        if plan is not _NEW:
+        if plan is not _NEW and len(self._plans) > 1:
             self._plans.move_to_end(call.key)
         return plan
 

@@ -49,9 +49,12 @@ class Call:
             fixed = tuple(_typed(args[n]) for n in self._static)
             args = tuple(None if n in self._static else x for n, x in enumerate(args))
         self.leaves, self.treedef = opened(
-            (args, kwargs), "jit", self.names, numpy=True, modules=True, passing=owner(f, args)
+            (args, kwargs), "jit", self.names, numpy=True, modules=True, passing=self._owner
         )
         self.key = self.treedef, tuple(map(leaves_.signature, self.leaves)), fixed, ambient.around()
+
+    def _owner(self) -> Sequence[Any]:
+        return owner(self.f, self.args)
 
     def static(self) -> list[Any]:
         """The leaves of the static arguments."""

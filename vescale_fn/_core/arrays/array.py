@@ -269,7 +269,7 @@ def wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, .
     dspec = spec_for(mesh, bare, shape, stride or contiguous_stride(shape), local.dtype)
     if local.requires_grad:  # inside a Function's forward: the array is the variable, not what it holds
         local = local.detach()
-    out = torch_internals.new_dtensor(Array, local, dspec, requires_grad=False)
+    out = torch_internals.new_dtensor(Array, local, dspec)
     if spec.unreduced:
         out._sum = []
     if spec.reduced:
@@ -301,9 +301,7 @@ def _take_in(value: Any) -> Any:
         return type(value)(map(_take_in, value))
     if isinstance(value, DTensor) and not isinstance(value, Array):
         value = _only_sums(value)
-        return torch_internals.new_dtensor(
-            Array, torch_internals.local(value), torch_internals.spec(value), requires_grad=False
-        )
+        return torch_internals.new_dtensor(Array, torch_internals.local(value), torch_internals.spec(value))
     return value
 
 

@@ -80,14 +80,14 @@ def _key(a: Any) -> Any:
 
 def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     """Carry out one aten op on arrays of class `cls`."""
-    modes = torch_internals.dispatch_modes()
+    modes = _modes()
     if modes and torch_internals.is_traced():
         return traced_steps.as_one_step(func, args, kwargs or {}, lambda: dispatch(cls, func, args, kwargs))
     if op_lines.listening:
         op_lines.note()
-    key = [func, torch.get_default_dtype()]
+    key = [func, _default_dtype()]
     for a in args:
-        key.append(torch_internals.spec(a) if a.__class__ is cls else _key(a))
+        key.append(_spec(a) if a.__class__ is cls else _key(a))
     if kwargs:
         for name, a in kwargs.items():
             key.append((name, _key(a)))
@@ -118,20 +118,24 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
         replica_check.numbers_alike(name, func, decision.mesh, args, kwargs or {})
     if way == STEP_BY_STEP or (way != PLAIN and "_moved" in args[0].__dict__):
         return _carry_out(cls, func, args, kwargs or {}, decision)
-    local = [torch_internals.local(a) if a.__class__ is cls else a for a in args]
+    local = [_local(a) if a.__class__ is cls else a for a in args]
     if way == PLAIN:
         out = func(*local, **kwargs) if kwargs else func(*local)
-        return torch_internals.new_dtensor(cls, out, decision.outs[0], requires_grad=False)
+        wrapped = _bare_dtensor(cls, out, decision.outs[0], requires_grad=False)
+        _forbid_data_ptr(wrapped)
+        return wrapped
     if way == NEW:
         out = func(*local, **kwargs) if kwargs else func(*local)
-        wrapped = torch_internals.new_dtensor(cls, out, decision.outs[0], requires_grad=False)
+        wrapped = torch_internals.new_dtensor(cls, out, decision.outs[0])
         note_new((wrapped,))
         return wrapped
     source = args[0]
     notes = source.__dict__
     if way == WRITE:
-        if len(args) > 1:
-            check_reads(func, args, kwargs or {}, source)
+        for a in args:  # what shares memory with another array knows it
+            if notes or kwargs or a.__class__ in _LISTS or (a.__class__ is cls and a.__dict__):
+                check_reads(func, args, kwargs or {}, source)
+                break
         if notes:
             check_writable(func, source)
         func(*local, **kwargs) if kwargs else func(*local)
@@ -145,9 +149,11 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
         out = func(*local, **kwargs) if kwargs else func(*local)
     except (RuntimeError, ValueError):  # the latter on tensors without values
         return _carry_out(cls, func, args, kwargs or {}, decision)
-    wrapped = torch_internals.new_dtensor(cls, out, decision.outs[0], requires_grad=False)
-    if wrapped.storage_offset() != (offset := source.storage_offset() + decision.offsets[0]):
-        torch_internals.set_storage_offset(wrapped, offset)
+    wrapped = _bare_dtensor(cls, out, decision.outs[0], requires_grad=False)
+    _forbid_data_ptr(wrapped)
+    if notes or decision.offsets[0]:  # what is no view of another array begins where its memory does
+        if wrapped.storage_offset() != (offset := source.storage_offset() + decision.offsets[0]):
+            torch_internals.set_storage_offset(wrapped, offset)
     if notes:
         note_views(source, (wrapped,), False)
         note_view(source, func, args, wrapped)
@@ -156,6 +162,10 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     return wrapped
 
 
+_modes, _local, _spec = torch_internals.dispatch_modes, torch_internals.local, torch_internals.spec
+_bare_dtensor, _forbid_data_ptr = torch_internals.bare_dtensor, torch_internals.forbid_data_ptr
+_default_dtype = torch.get_default_dtype
+_LISTS = frozenset((list, tuple))
 _aten = torch.ops.aten
 _TABLE_GRADIENT = _aten.embedding_dense_backward.default
 _OTHER_SHAPE: dict[Any, Any] = {  # what gives the array that was asked for another shape: the view that is that shape
@@ -274,7 +284,7 @@ def _carry_out(
         results = _run(decision.finish, [*results, *local_args] if decision.again else results, {}, decision, None)
         results = list(results) if decision.many else [results]
     wrapped: list[Any] = [
-        r if spec is None or r is None else torch_internals.new_dtensor(cls, r, spec, requires_grad=False)
+        r if spec is None or r is None else torch_internals.new_dtensor(cls, r, spec)
         for r, spec in zip(results, decision.outs, strict=True)
     ]
     if decision.view:
@@ -428,7 +438,7 @@ def _deferred(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
                 if type(local) is not Blocks
                 else Blocks(b.view(meta.dtype) for b in local.blocks)
             )
-        out = torch_internals.new_dtensor(cls, local, spec, requires_grad=False)
+        out = torch_internals.new_dtensor(cls, local, spec)
         torch_internals.forget_local(out)
         outs.append(out)
     _begin(func, args, outs, decision)
@@ -509,7 +519,7 @@ def _write_where_shown(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[st
     for x in originals:
         local = brought(x, layout(torch_internals.spec(x)), "", apart=True)
         local = local if moved_view(x) is not None else _copied(local)
-        copies[id(x)] = torch_internals.new_dtensor(cls, local, torch_internals.spec(x), requires_grad=False)
+        copies[id(x)] = torch_internals.new_dtensor(cls, local, torch_internals.spec(x))
     result = dispatch(cls, func, [copied(a) for a in args], {k: copied(a) for k, a in kwargs.items()})
     for x in originals:
         dispatch(cls, _aten.copy_.default, (x, copies[id(x)]), None)
@@ -591,7 +601,7 @@ def _view_of_sum(x: Any) -> Any:
     return dispatch(
         type(source),
         func,
-        (torch_internals.new_dtensor(type(source), local, whole, requires_grad=False), *args),
+        (torch_internals.new_dtensor(type(source), local, whole), *args),
         kwargs,
     )
 
@@ -649,7 +659,7 @@ def _whole(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], dec
             return by_value[id(o)]
         spec = spec_for(mesh, WHOLE, o.shape, tuple(o.stride()), o.dtype)
         local = blocks.shared(o, n) if decision.simulated and type(o) is not Blocks else o
-        return torch_internals.new_dtensor(cls, local, spec, requires_grad=False)
+        return torch_internals.new_dtensor(cls, local, spec)
 
     result = wrap(out)
     if func is _aten._pack_padded_sequence.default:

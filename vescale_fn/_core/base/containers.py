@@ -72,7 +72,7 @@ def opened(
     is_leaf: Any = None,
     numpy: bool = False,
     modules: bool = False,
-    passing: Sequence[Any] = (),
+    passing: Callable[[], Sequence[Any]] = tuple,
 ) -> tuple[list[Any], Any]:
     """The leaves of a tree that a public function was given, and its structure; or a TreeError that names all wrong leaves.
 
@@ -81,17 +81,18 @@ def opened(
         name: of the tree, by which paths begin; or a function that gives the paths of all leaves.
         is_leaf: as for `optree.tree_flatten`.
         numpy, modules: whether numpy arrays, and whether modules, are leaves that the function knows what to do with.
-        passing: leaves that may hold tensors: the function uses them as it does what it closes over.
+        passing: gives the leaves that may hold tensors: the function uses them as it does what it closes over.
     """
     leaves, treedef = optree.tree_flatten(value, is_leaf)
     if _settled.issuperset(map(type, leaves)):
         return leaves, treedef
     if adopted(leaves):
         return opened(value, where, name, is_leaf=is_leaf, numpy=numpy, modules=modules, passing=passing)
+    passed = passing()
     wrong = {
         i: held
         for i, x in enumerate(leaves)
-        if (held := _held(x, numpy, modules)) is not None and not any(x is other for other in passing)
+        if (held := _held(x, numpy, modules)) is not None and not any(x is other for other in passed)
     }
     if wrong:
         paths = tree.paths(value, name, is_leaf) if isinstance(name, str) else name()

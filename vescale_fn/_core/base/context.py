@@ -214,7 +214,7 @@ def watch() -> Any:
 
     On one device there are no others.
     """
-    return None if _state.unit is not None else _watch
+    return None if _watch is None or _state.unit is not None else _watch
 
 
 def set_watch(value: Any) -> None:
@@ -443,9 +443,12 @@ def _end_sums(before: Any) -> None:
 
 def ambient() -> tuple[Any, ...]:
     """Everything ambient in this thread, for `set_ambient`."""
-    here = threading.get_ident()
-    own = [entry for entry in _logs if entry[0] == here], _unlogged.count(here)
-    return [vars(state).copy() for state in local_states], own, _used_mesh.get(), (_simulated, _watch, _sums_in)
+    own: tuple[Any, int] = (), 0
+    if _logs or _unlogged:
+        here = threading.get_ident()
+        own = [entry for entry in _logs if entry[0] == here], _unlogged.count(here)
+    states = [state.__dict__.copy() for state in local_states]
+    return states, own, _used_mesh.get(), (_simulated, _watch, _sums_in)
 
 
 def set_ambient(saved: tuple[Any, ...]) -> None:

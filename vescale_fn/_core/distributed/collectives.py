@@ -81,13 +81,17 @@ class Collective:
         return self._carry_out(x)
 
     def _carry_out(self, x: Any, **how: Any) -> Any:
-        before, _state.line = _state.line, self.line
+        before = _state.line
         try:
-            named = dict(zip(_PARAMS[self.kind], self.params, strict=True))
-            run = globals()[self.kind]
-            if isinstance(x, (list, tuple)):
-                return run(Blocks(x), self.mesh, self.axes, **named, **how, why=self.why).blocks
-            return run(x, self.mesh, self.axes, **named, **how, why=self.why)
+            try:  # twice: an interrupt may come in the inner `finally`
+                _state.line = self.line
+                named = dict(zip(_PARAMS[self.kind], self.params, strict=True))
+                run = globals()[self.kind]
+                if isinstance(x, (list, tuple)):
+                    return run(Blocks(x), self.mesh, self.axes, **named, **how, why=self.why).blocks
+                return run(x, self.mesh, self.axes, **named, **how, why=self.why)
+            finally:
+                _state.line = before
         finally:
             _state.line = before
 

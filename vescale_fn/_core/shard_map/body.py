@@ -66,10 +66,9 @@ class running:
         self.writes = writes or tensor_types.Writes()
 
     def __enter__(self) -> running:
-        if self.intercepted and (unseen := torch_internals.unseen()):
-            problem = (
-                f"a body cannot see how, in torch {torch.__version__}, {' and '.join(unseen)}: gradients would be wrong"
-            )
+        if self.intercepted and not torch_internals.all_is_seen():
+            unseen = " and ".join(torch_internals.unseen())
+            problem = f"a body cannot see how, in torch {torch.__version__}, {unseen}: gradients would be wrong"
             raise TransformError(report("shard_map", problem, fix="a release of torch that is tested, 2.11 to 2.15"))
         body = self.body
         mode = Checked if body.check else Unchecked
@@ -81,7 +80,6 @@ class running:
         self._adopt_before = context.swap_adopt(self.adopt if self._mode is None else None)
         if self._mode is not None:
             _bodies.change(1)
-            _checkpoints.change(1)
             self._mode.__enter__()
         return self
 
@@ -103,7 +101,6 @@ class running:
         if self._mode is not None:
             self._mode.__exit__(*exception)
             _bodies.change(-1)
-            _checkpoints.change(-1)
         context.swap_adopt(self._adopt_before)
         context.swap_body(self._body_before)
         tensor_types.swap_writes(self._writes_before)
@@ -122,19 +119,20 @@ class _Watchers:
 
     def change(self, by: int) -> None:
         """One more, or one less."""
-        self.set(self.count() + by)
+        thread = threading.get_ident()
+        self.set(self._counts.get(thread, 0) + by, thread)
 
     def is_settled(self) -> bool:
         """Whether no call was interrupted that exchanges."""
         return self._exchanged == bool(self._counts)
 
-    def set(self, count: int) -> None:
+    def set(self, count: int, of: int) -> None:
         """Have so many of this thread; any number of times, and also where a call of it was interrupted."""
         with _lock:
             if count:
-                self._counts[threading.get_ident()] = count
+                self._counts[of] = count
             else:
-                self._counts.pop(threading.get_ident(), None)
+                self._counts.pop(of, None)
             wanted = bool(self._counts)
             if wanted != self._exchanged:
                 self._exchanged = True  # perhaps in part
@@ -146,6 +144,7 @@ def _exchange_for_bodies(on: bool) -> None:
     torch_internals.intercept_function_apply(_function_apply if on else None, _watched)
     torch_internals.intercept_reverse_mode(_differentiated_by if on else None)
     torch_internals.run_compiled_as_written(on)
+    _checkpoints.set(on, of=0)  # of all threads in a body
 
 
 _bodies = _Watchers(_exchange_for_bodies)
@@ -166,7 +165,7 @@ def set_watchers(counts: tuple[int, int]) -> None:
     """Put back what `watchers` has found."""
     for watchers, count in zip((_bodies, _checkpoints), counts):
         if watchers.count() != count or not watchers.is_settled():
-            watchers.set(count)
+            watchers.set(count, threading.get_ident())
 
 
 def _differentiated_by(x: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ def taken_out(local: Any, have: types.Type, site: Site, entry: Out, fast: bool) 
         local = torch_internals.local(local) if local.__class__ is Array else local
         if local.__class__ is not Blocks and site.simulated:
             local = shared(local.detach(), len(played_ranks(site.mesh)))
-        out = torch_internals.new_dtensor(Array, packed(local), entry.dspec, requires_grad=False)
+        out = torch_internals.new_dtensor(Array, packed(local), entry.dspec)
         if entry.lies.unreduced:
             out._sum = []
         if entry.lies.reduced:

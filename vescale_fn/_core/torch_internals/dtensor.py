@@ -68,7 +68,7 @@ def dispatch_to_own(cls: Any) -> Any:
     mesh = unattached_mesh("cpu", torch.arange(1), ("x",))
     meta = TensorMeta(torch.Size(()), (), torch.float32)
     spec = DTensorSpec(mesh, (_placement_types.Replicate(),), tensor_meta=meta)
-    torch.neg(new_dtensor(Probe, torch.zeros(()), spec, requires_grad=False))
+    torch.neg(new_dtensor(Probe, torch.zeros(()), spec))
     if not Probe.asked:
         holder = _simple_registry.GenericTorchDispatchRuleHolder
         find = holder.find
@@ -77,19 +77,17 @@ def dispatch_to_own(cls: Any) -> Any:
     return cls
 
 
-_make_dtensor: Any = getattr(torch.Tensor, "_dtensor__new__", DTensor.__new__)
+# The two steps of `new_dtensor`, for where a call of it is a part of what an op costs: ``bare_dtensor(cls, local, spec,
+# requires_grad=False)``; and what makes taking the data pointer of a wrapper without storage raise.
+bare_dtensor: Any = getattr(torch.Tensor, "_dtensor__new__", DTensor.__new__)
+forbid_data_ptr = torch._C._set_throw_on_mutable_data_ptr
 
 
-def new_dtensor(cls: Any, local: Any, spec: Any, *, requires_grad: bool) -> Any:
+def new_dtensor(cls: Any, local: Any, spec: Any, requires_grad: bool = False) -> Any:
     """A DTensor of class `cls` around `local`. It has no memory of its own, and code in C that asks for its address fails."""
-    out = _make_dtensor(cls, local, spec, requires_grad=requires_grad)
-    torch._C._set_throw_on_mutable_data_ptr(out)
+    out = bare_dtensor(cls, local, spec, requires_grad=requires_grad)
+    forbid_data_ptr(out)
     return out
-
-
-def forbid_data_ptr(x: torch.Tensor) -> None:
-    """Make taking the data pointer of `x`, a wrapper without storage, raise."""
-    torch._C._set_throw_on_mutable_data_ptr(x)
 
 
 def unattached_mesh(device: str, ranks: torch.Tensor, names: tuple[str, ...], cls: type = DeviceMesh) -> Any:

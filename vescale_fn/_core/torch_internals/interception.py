@@ -61,6 +61,11 @@ def _appliers(handler: Any) -> tuple[Any, Any]:
     return classmethod(apply), under_functorch
 
 
+def all_is_seen() -> bool:
+    """Whether `unseen` is empty: asked at each body."""
+    return len(_reverse) == 2 and _checkpoint_name is not None and _functions_are_seen()
+
+
 def unseen() -> list[str]:
     """What this torch does in a way that nothing below intercepts: a gradient could be silently wrong."""
     missing = {
@@ -173,11 +178,12 @@ def intercept_reverse_mode(handler: Any) -> None:
 
     It is called where the transform's own level has not begun yet: what is done to `x` is not a part of the function.
     """
-    if handler is None:
-        for name, plain in _reverse.items():
-            setattr(_eager_transforms, name, plain)
-        return
+    for name, exchanged in (_reverse if handler is None else _reverse_through(handler)).items():
+        setattr(_eager_transforms, name, exchanged)
 
+
+@functools.lru_cache(maxsize=1)
+def _reverse_through(handler: Any) -> dict[str, Any]:
     def given(values: Any) -> Any:
         return _pytree.tree_map_only(torch.Tensor, handler, values)
 
@@ -187,9 +193,8 @@ def intercept_reverse_mode(handler: Any) -> None:
     def pullback(func: Any, *primals: Any, **options: Any) -> Any:
         return _reverse["_vjp_with_argnums"](func, *given(primals), **options)
 
-    for name, ours in (("grad_and_value_impl", gradient), ("_vjp_with_argnums", pullback)):
-        if name in _reverse:
-            setattr(_eager_transforms, name, ours)
+    ours = {"grad_and_value_impl": gradient, "_vjp_with_argnums": pullback}
+    return {name: ours[name] for name in _reverse}
 
 
 _CHECKPOINTS = (

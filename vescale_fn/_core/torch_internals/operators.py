@@ -191,6 +191,12 @@ def on_plain_tensors() -> Iterator[None]:
         yield
 
 
+def called_on_plain_tensors(f: Any, *args: Any) -> Any:
+    """``f(*args)`` there; for what is called often."""
+    with torch._C._ExcludeDispatchKeyGuard(_UNUSED), torch._C.DisableTorchFunction():
+        return f(*args)
+
+
 class _AttentionOnCpu:
     """torch's own attention on CPUs, whose results know the logarithm of the sum of their scores' exponentials."""
 

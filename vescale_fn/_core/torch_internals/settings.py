@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
 
 def autocasting() -> tuple[Any, ...]:
     """Which autocast is on."""
-    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+    if not _any_autocast():
         return ()
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 

@@ -46,7 +46,12 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         if torch_internals.transforming() or torch_internals.forward_ad_active() or not torch.is_grad_enabled():
             return f(*args, **kwargs)
         leaves, treedef = opened(
-            (args, kwargs), "remat", "(args, kwargs)", numpy=True, modules=True, passing=owner(f, args)
+            (args, kwargs),
+            "remat",
+            "(args, kwargs)",
+            numpy=True,
+            modules=True,
+            passing=functools.partial(owner, f, args),
         )
 
         def flat(*flat_args: Any) -> Any:

@@ -80,7 +80,7 @@ def vmap(
             )
         axes = in_axes if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
         shared = tree.leaves([x for x, axis in zip(args, axes) if axis is None])
-        leaves, treedef = opened(args, "vmap", "args", is_leaf=tree.none, passing=shared)
+        leaves, treedef = opened(args, "vmap", "args", is_leaf=tree.none, passing=lambda: shared)
         dims = tree.broadcast(tuple(axes), args, "vmap", "in_axes", "args", is_leaf=tree.none)
         nodes = tree.leaves(args, is_leaf=tree.none_or_opaque)
         _check_in_axes(f, args, nodes, dims, size_asked)

@@ -6,6 +6,7 @@ What runs is the text that `Code.source` shows. A line is the shortest call that
 
 from __future__ import annotations
 
+import functools
 import itertools
 import keyword
 import linecache
@@ -76,11 +77,7 @@ def generate(graph: fx.Graph, name: str = "plan") -> Code:
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     weakref.finalize(body, linecache.cache.pop, file, None)
 
-    def run(values: list[Any]) -> tuple[Any, ...]:
-        with torch_internals.on_plain_tensors():
-            return body(values)
-
-    return Code(run, text, file, nodes)
+    return Code(functools.partial(torch_internals.called_on_plain_tensors, body), text, file, nodes)
 
 
 class _Writer:

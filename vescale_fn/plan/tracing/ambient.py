@@ -82,7 +82,9 @@ def _under(op: Any, dtype: torch.dtype) -> Step:
     """An operator on whole numbers that makes floats of torch's default dtype, where that is `dtype`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch_internals.default_dtype(dtype):
+        set_back = context.Restored(torch.set_default_dtype, torch.get_default_dtype())
+        with set_back, set_back:
+            torch.set_default_dtype(dtype)
             return op(*args, **kwargs)
 
     places = [(i, a.alias_info) for i, a in enumerate(torch_internals.schema(op).arguments) if a.alias_info is not None]

@@ -133,7 +133,7 @@ def with_tensors(leaf: Any, replaced: Callable[[torch.Tensor], torch.Tensor]) ->
     if isinstance(leaf, DTensor):
         made = [replaced(x) for x in taking(leaf)(leaf)]  # type: ignore[misc]
         local = of_ranks(made, torch_internals.spec(leaf)) if type(torch_internals.local(leaf)) is Blocks else made[0]
-        out = torch_internals.new_dtensor(Array, local, torch_internals.spec(leaf), requires_grad=False)
+        out = torch_internals.new_dtensor(Array, local, torch_internals.spec(leaf))
         return marked(out, leaf)
     if type(leaf) is Blocks:
         of = {id(block): replaced(block) for block in {id(b): b for b in leaf.blocks}.values()}
@@ -193,7 +193,7 @@ class Result:
             local = Blocks(blocks) if self.spec is None else of_ranks(blocks, self.spec)
         if self.spec is None:
             return local
-        out = torch_internals.new_dtensor(Array, local, self.spec, requires_grad=False)
+        out = torch_internals.new_dtensor(Array, local, self.spec)
         if self.partial:
             out._sum = []
         if self.notes:
