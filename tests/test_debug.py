@@ -155,6 +155,23 @@ def test_moves_that_another_layout_would_avoid_are_named() -> None:
         assert repr(vfn.needless(log)) == "no move that another layout would avoid"
 
 
+def test_a_plain_target_that_is_filled_by_slices_is_named() -> None:
+    def f(x, made):
+        made[:, 1:] = x[:, 1:]
+        return made.sin()
+
+    x = torch.ones(8, 4)
+    with vfn.simulate(4):
+        there = vfn.shard(x, vfn.make_mesh((4,), ("dp",)), P("dp"))
+        for made, moves in ((torch.zeros(8, 4), 1), (there.new_zeros(8, 4), 0)):
+            with vfn.comm_log() as log:
+                y = f(there, made)
+            torch.testing.assert_close(vfn.unshard(y), f(x, torch.zeros(8, 4)))
+            found = vfn.needless(log)
+            assert len(log) == len(found) == moves
+            assert all("x.new_zeros(...)" in move.instead for move in found)
+
+
 NEEDLESS = """\
 LINE: all_gather over dp of f32[6@dp,4] for cumsum: 192 bytes, 2 times
   Instead: the value laid out as P() before cumsum, once for all 2 uses: x = vfn.with_sharding(x, P())

@@ -203,6 +203,21 @@ FUSED = {
         IDS,
         2816,
     ),
+    "deepseek_v3": (
+        lambda: hf.DeepseekV3ForCausalLM(
+            hf.DeepseekV3Config(
+                **TEXT | dict.fromkeys(("num_key_value_heads", "n_routed_experts"), 4),
+                **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim"), 4),
+                **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_intermediate_size"), 8),
+                **dict.fromkeys(("n_group", "num_experts_per_tok"), 2),
+                topk_group=1,
+                first_k_dense_replace=0,
+                experts_implementation="grouped_mm",
+            )
+        ),
+        IDS,
+        2816,
+    ),
 }
 
 
@@ -211,12 +226,12 @@ def test_matrices_in_one_are_split_each(name):
     """Forward and gradients; no parameter travels, no expert, and no token but to the rank that sorts them by expert."""
     make, data, gathered = FUSED[name]
     torch.manual_seed(0)
-    dtype = torch.float32 if name == "mixtral" else torch.float64  # of which grouped_mm has no kernel
+    dtype = torch.float32 if name in ("mixtral", "deepseek_v3") else torch.float64  # of which grouped_mm has no kernel
     f, params = vfn.module_function(make().to(dtype).eval())
     inputs = {"pixel_values": data} if data is IMAGES else {"input_ids": data}
 
     def loss(params, inputs):
-        out = f(params, **inputs, **({"use_cache": False} if name in ("phi3", "mixtral") else {}))
+        out = f(params, **inputs, **({"use_cache": False} if name in ("phi3", "mixtral", "deepseek_v3") else {}))
         return out[0].square().mean() + out[0].sin().mean()
 
     want = vfn.value_and_grad(loss)(params, inputs)

@@ -120,6 +120,11 @@ def _advice(by: str, spec: P, times: int, backward: bool) -> str:
             f"a size that the axis divides, or the split dim first among those that are merged; of several matrices in "
             f"one, P.merged((n, None), (size, axis)); or the value as {spec!r}{once}"
         )
+    if by == "copy" and not backward:
+        return (
+            f"a target that is split as what is written into it: x.new_zeros(...), of an array x; torch.zeros(...) is whole "
+            f"on every rank; or the value as {spec!r}{once}"
+        )
     if backward:
         return f"with_sharding of what this line takes or gives, so that its gradient is laid out as {spec!r}{once}"
     return f"the value laid out as {spec!r} before {by}{once}: x = vfn.with_sharding(x, {spec!r})"

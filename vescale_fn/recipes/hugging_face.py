@@ -18,6 +18,9 @@ one layer is ever there:
 
 transformers' caches of keys and values are trees after `caches`: they go into a jitted function and come out of it.
 
+Matrices in one are split each (`fused`) where they are of one size. Phi-3's queries, keys and values with fewer heads of keys
+are not: no spec says it, so every rank has that matrix whole, and the rest of a layer is split.
+
 The tables are for transformers 5 and later. For another architecture, print the paths (``f.params.names``) and write one.
 """
 
@@ -55,7 +58,10 @@ def fused(count: int, dim: int = 0) -> Callable[[tuple[int, ...]], P]:
 
 
 def _heads_alike(shape: tuple[int, ...]) -> P:
-    """Of queries, keys and values in one matrix, where there are as many heads of each; else no spec says it."""
+    """Of queries, keys and values in one matrix, where there are as many heads of each.
+
+    With fewer heads of keys each rank has the whole matrix, and computes its attention for all heads.
+    """
     return fused(3)(shape) if shape[0] == 3 * shape[1] else P()
 
 
@@ -75,12 +81,23 @@ TENSOR_PARALLEL: dict[str, Rules] = {
     "qwen2": LLAMA,
     "qwen3": LLAMA,
     # Each expert is split as an MLP is: no expert and no token travels, whichever way transformers computes them
-    # (``experts_implementation="grouped_mm"`` runs as a plan, too).
+    # (``experts_implementation="grouped_mm"`` runs as a plan, too). Over dp tokens do travel: transformers sorts all of the
+    # batch by their experts, and so each rank gathers routes and, with grouped_mm, the rows of the ranks beside it. Where that
+    # costs too much, `vfn.nn.experts` groups tokens by sequence, and two all-to-alls bring them to their experts and back.
     "mixtral": [
         (r"\.experts\.gate_up_proj$", fused(2, 1)),
         (r"\.experts\.down_proj$", P(None, None, "tp")),
         (r"\.(q|k|v)_proj\.", P("tp")),
         (r"\.o_proj\.weight$", P(None, "tp")),
+        (r"(lm_head|embed_tokens)\.weight$", P("tp")),
+        (r"", P()),
+    ],
+    # Heads are made of what queries, and keys and values, are compressed to, which every rank has whole; experts as Mixtral's.
+    "deepseek_v3": [
+        (r"\.experts\.gate_up_proj$", fused(2, 1)),
+        (r"\.experts\.down_proj$", P(None, None, "tp")),
+        (r"\.(q|q_b|kv_b|gate|up)_proj\.", P("tp")),
+        (r"\.(o|down)_proj\.weight$", P(None, "tp")),
         (r"(lm_head|embed_tokens)\.weight$", P("tp")),
         (r"", P()),
     ],
