@@ -610,8 +610,8 @@ debug: rank 1 has left while others wait for it
         "ValueError",
         """\
 debug: rank 1 has left while others wait for it
-  * rank 1 left the block of leaving+6 by ValueError: in the backward pass, after 3 calls; the last was the results of shard_map(<lambda>) on mesh (a=3) of out: f32[] at raises_in_the_backward_pass+8
-  * ranks 0, 2 wait in gradient of pvary (all_reduce) over 'a' of f32[2] at raises_in_the_backward_pass+8""",
+  * rank 1 left the block of leaving+6 by ValueError: in the backward pass, after 3 calls; the last was the results of shard_map(<lambda>) on mesh (a=3) of out: f32[] at raises_in_the_backward_pass+12
+  * ranks 0, 2 wait in gradient of pvary (all_reduce) over 'a' of f32[2] at raises_in_the_backward_pass+12""",
     ),
     raises_in_a_hook: (
         "KeyError",
@@ -911,7 +911,8 @@ def test_under_torchrun(tmp_path):
     """The ranks' places; a divergence that is caught, through torchrun's own store; a rank that fails while the other waits."""
     script = """
         import os, torch, torch.distributed as dist, vescale_fn as vfn
-        from vescale_fn import P, ranks
+        from vescale_fn import P
+        from vescale_fn._core.distributed import ranks
         place = ranks.ensure_process_group()
         one = torch.ones(1); dist.all_reduce(one)
         os.write(1, f"{place} {one.item()} {ranks.device_type()}\\n".encode())  # at once: two ranks share the pipe

@@ -41,7 +41,7 @@ def axis_index(axis_name: Axis) -> torch.Tensor:
     tensor([0., 1., 2., 3.])
     """
     if parts := vmap_collectives.runs("axis_index", axis_name):
-        position = None
+        position: Any = None
         for run in parts:
             here = vmap_collectives.index(run) if isinstance(run, context.Entries) else axis_index(run)
             position = here if position is None else position * mixed_axes.size(run) + here

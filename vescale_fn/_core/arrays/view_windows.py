@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..sharding.index_map import index_runs
@@ -120,9 +121,11 @@ def overlap(one: Place, other: Place) -> bool:
     if views[0] == views[1] and one.offset == other.offset:
         return False
     first = min(one.offset, other.offset)
-    marked = torch.zeros(max(ends) - first, dtype=torch.bool, device="cpu")
-    marked.as_strided(one.shape, one.stride, one.offset - first).fill_(True)
-    return bool(marked.as_strided(other.shape, other.stride, other.offset - first).any())
+    # numpy, as an op of torch would be seen by a recording
+    memory = np.zeros(max(ends) - first, dtype=bool)
+    as_strided = np.lib.stride_tricks.as_strided
+    as_strided(memory[one.offset - first :], one.shape, one.stride)[...] = True
+    return bool(as_strided(memory[other.offset - first :], other.shape, other.stride).any())
 
 
 def pieces(shown: Shown, held: Sequence[range | list[int]], whole: Sequence[int]) -> Iterator[Piece]:

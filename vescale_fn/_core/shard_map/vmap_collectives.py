@@ -228,9 +228,9 @@ def runs(where: str, axis_name: Any) -> list[Run]:
         if one is not None:
             out.append(one)
         elif out and isinstance(out[-1], tuple):
-            out[-1] = (*out[-1], name)
+            out[-1] = (*out[-1], str(name))
         else:
-            out.append((name,))
+            out.append((str(name),))
     return out
 
 
@@ -246,7 +246,7 @@ def index(over: context.Entries) -> torch.Tensor:
 def sent(
     where: str,
     x: Any,
-    over: context.Entries,
+    over: Any,
     row: str,
     *,
     problem: Problem | None = None,

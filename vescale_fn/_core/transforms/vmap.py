@@ -99,7 +99,7 @@ def vmap(
                     "in_axes=0 for one that has an entry for each call; or axis_size, the number of calls",
                 )
             )
-        size = leaves[mapped[0]].shape[dims[mapped[0]]] if mapped else size_asked
+        size: Any = leaves[mapped[0]].shape[dims[mapped[0]]] if mapped else size_asked
         rest: dict[str, Any] = {}
 
         def flat(index: torch.Tensor | None, *moving: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -60,7 +60,7 @@ def _chosen(reduced: dict[Partial, fx.Node], hot: frozenset[fx.Node]) -> dict[Pa
     for sum_, node in reduced.items():
         pair = _terms(sum_)
         if hot.isdisjoint(x for term in pair for x in term):
-            at_hand = [before[x] if x in before and _alike(before[x], node) else None for x in pair]
+            at_hand: list[Any] = [before[x] if x in before and _alike(before[x], node) else None for x in pair]
             one = next((i for i, first in enumerate(at_hand) if first is not None), None)
             if one is not None:
                 found[sum_] = _Terms(pair[one], pair[1 - one], at_hand[one], at_hand[1 - one])
