@@ -62,7 +62,8 @@ def from_placements(placements: Sequence[Any], axes: Axes, ndim: int, shape: Seq
                 raise SpecError(f"a partial {placement.reduce_op!r} over {axis!r} has no spec; only partial sums have")
             unreduced.add(axis)
         elif type(placement) is UnevenParts:
-            rows[int(placement.dim) % ndim] = Merged(placement.parts)  # pyright: ignore[reportUnknownMemberType]
+            uneven: Any = placement
+            rows[uneven.dim % ndim] = Merged(uneven.parts)
         elif not placement.is_replicate():
             dim: int = placement.dim % ndim
             row: list[str] = rows[dim]

@@ -12,7 +12,7 @@ axes and what uses them, which is the same on every rank.
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
