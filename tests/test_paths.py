@@ -54,6 +54,20 @@ def test_a_bias_is_added_to_one_part_of_a_sum(tp, form: str) -> None:
     torch.testing.assert_close(vfn.unshard(y), f(h, w, b))
 
 
+def test_a_sum_in_a_body_of_which_each_rank_uses_its_own_part(tp) -> None:
+    """In a plan it is a reduce-scatter, also behind a bias."""
+    h, w, b = rand(6, 8), rand(8, 12), rand(12)
+    body = lambda h, w, b: vfn.psum(h @ w, "tp") + b
+    whole = vfn.shard_map(body, mesh=tp, in_specs=(P(None, "tp"), P("tp"), P()), out_specs=P())
+    step = vfn.jit(lambda *args: vfn.with_sharding(whole(*args), P(None, "tp")))
+    args = vfn.shard((h, w, b), tp, (P(None, "tp"), P("tp"), P()))
+    step(*args)
+    with vfn.comm_log() as log:
+        y = step(*args)
+    assert told(log) == [("reduce_scatter", "tp", 6 * 12 * 4)]
+    torch.testing.assert_close(vfn.unshard(y), h @ w + b)
+
+
 @pytest.mark.parametrize(
     ("add", "spec"),
     [

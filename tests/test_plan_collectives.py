@@ -267,6 +267,11 @@ def own_part_of_a_sum(hand):
     return [hand.own(hand.exchange("all_reduce", hand.input(block(4, 3)), ("tp",), "sum"), ("tp",), 0)]
 
 
+def own_part_of_an_entry_of_a_sum(hand):
+    total = hand.exchange("all_reduce", hand.input(block(1, 4, 3)), ("tp",), "sum")
+    return [hand.own(hand.op(aten.mul.Tensor, hand.op(aten.select.int, total, -3, 0), 2), ("tp",), 0)]
+
+
 def own_parts_of_a_scaled_sum(hand):
     """The one sum serves two slices, and what it is multiplied by is cut as well."""
     total = hand.exchange("all_reduce", hand.input(block(3, 4)), ("tp",), "sum")
@@ -439,6 +444,7 @@ PROGRAMS: dict[str, Any] = {
     "used at once": (used_at_once, overlapped, None),
     "written between, overlapped": (written_between, overlapped, [("start_all_reduce", "tp", 16), (R, "tp", 24)]),
     "own part of a sum": (own_part_of_a_sum, scattered_up, [(S, "tp", 96)]),
+    "own part of an entry of a sum": (own_part_of_an_entry_of_a_sum, scattered_up, [(S, "tp", 96)]),
     "own parts of a scaled sum": (own_parts_of_a_scaled_sum, scattered_up, [(S, "tp", 96)]),
     "own part along one of two axes": (own_part_along_one_of_two_axes, scattered_up, [(S, "tp", 96), (R, "dp", 48)]),
     "own part of a gather": (own_part_of_a_gather, scattered_up, []),

@@ -219,6 +219,13 @@ def _unsqueezed(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
     return Call(node.target, (Cut(_args(node)[0], part._replace(dim=part.dim - (part.dim > at))), at), {})
 
 
+def _selected(graph: fx.Graph, node: fx.Node, part: Range) -> Call:
+    """An entry of a dim, which is gone from the result."""
+    x, at, index = _args(node)
+    dim = part.dim + (part.dim >= at % value(x).ndim)
+    return Call(node.target, (Cut(x, part._replace(dim=dim)), at, index), {})
+
+
 def _expanded(graph: fx.Graph, node: fx.Node, part: Range) -> Call:
     x, shape = _args(node)[0], list(value(node).shape)
     size, dim = shape[part.dim], part.dim - (len(shape) - value(x).ndim)
@@ -268,6 +275,7 @@ def _scattered(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
 
 _VIEWS: dict[str, Rule] = {
     "select_scatter": _scattered,
+    "select": _selected,
     "narrow": _sliced,
     "slice": _sliced,
     "t": _permuted(_transposed),
