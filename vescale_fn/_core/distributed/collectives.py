@@ -391,5 +391,6 @@ def everyone(mine: Any, mesh: Any, why: str) -> list[Any]:
         watch.compare(flat, Call(f"{why} (all_gather_object)", "over all ranks"))
     group, positions = process_group.group_along(mesh, tuple(axes_of(mesh)))
     values: list[Any] = [None] * len(flat)
-    dist.all_gather_object(values, [row[0] for row in mine], group)
+    with torch_internals.no_transforms(), torch_internals.unrecorded():  # the tensors that it makes are its own
+        dist.all_gather_object(values, [row[0] for row in mine], group)
     return [values[position] for position in positions]
