@@ -70,7 +70,9 @@ def calls(mesh):
     sharded = vfn.shard(x, mesh, P("a"))
     local = lambda x, w: vfn.psum((torch.ones(4) + x * w).sum(), "a")
     mapped = vfn.shard_map(local, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
-    replay = vfn.jit(lambda x: (x * 2).sum())
+    # with a collective, which says whose line it is while it runs
+    replay = vfn.jit(lambda n: vfn.with_sharding(n.sum(), P()))
+    whole = vfn.shard(torch.arange(8), mesh, P("a"))
     module, params = vfn.module_function(torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.Dropout(0.1)))
 
     def within(*blocks):
@@ -85,7 +87,7 @@ def calls(mesh):
         "shard_map": lambda: mapped(x, w),
         "grad of shard_map": lambda: vfn.grad(lambda w: mapped(x, w))(w),
         "recording": lambda: vfn.jit(lambda x: mapped(x, w))(sharded),
-        "replay": lambda: replay(sharded),
+        "replay": lambda: replay(whole),
         "vmap": lambda: vfn.vmap(lambda x: x * vfn.grad(lambda x: x * x)(x))(x),
         "vjp": lambda: vfn.vjp(lambda x: (x * x).sum(), sharded),
         "linearize": lambda: vfn.linearize(torch.sin, x)[1](x),
