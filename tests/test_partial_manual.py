@@ -407,6 +407,88 @@ def test_collectives_on_real_ranks(gloo):
                 assert_close(found[row, lying], (one(x), vfn.grad(lambda x: one(x).sin().sum())(x)))
 
 
+# --- a body with types in one without ---------------------------------------------------------------------------------
+
+
+def whole_rows(w, x, c):
+    return sum((w * row * c).sum().square() for row in x)
+
+
+def rows(w, x, c, mesh, closed):
+    """The rows of `x` over "i", without types; their columns over "j", with types. `c` comes in by every way there is."""
+
+    def outer(w, x, *given):
+        scale = given[0] if given else c
+        dot = lambda w, x: vfn.psum((w * x * scale).sum(), "j")
+        dot = vfn.shard_map(dot, axis_names={"j"}, in_specs=(P("j"), P(None, "j")), out_specs=P())
+        return vfn.psum(dot(w, x).square(), "i")
+
+    f = vfn.shard_map(
+        outer, mesh=mesh, axis_names={"i"}, in_specs=(P(), P("i"), P())[: 3 - closed], out_specs=P(), check_vma=False
+    )
+    return f(w, x) if closed else f(w, x, c)
+
+
+def gradient_in_a_body(w, x):
+    """By a value of the body without types, used as an argument and as a closure of the one with."""
+
+    def loss(w):
+        inner = lambda f, *specs: vfn.shard_map(f, axis_names={"j"}, in_specs=specs, out_specs=P())
+        a = inner(lambda x: vfn.psum((x * w.sum()).sum(), "j"), P(None, "j"))(x)
+        b = inner(lambda w, x: vfn.psum((w * x).sum(), "j"), P("j"), P(None, "j"))(w, x)
+        return a.square() + b
+
+    return vfn.grad(loss)(w)[None]
+
+
+NESTED = numbers(4, seed=14), numbers(2, 4, seed=15), numbers(1, seed=16)[0]
+
+
+def nested_types():
+    mesh = vfn.make_mesh((2, 2), ("i", "j"))
+    found = []
+    for closed in (True, False):
+        f = lambda *args, closed=closed: rows(*args, mesh, closed)
+        gradients = vfn.grad(f, (0, 1, 2)), vfn.jit(vfn.grad(f, (0, 1, 2))), torch.func.grad(f, (0, 1, 2))
+        found.append(vfn.unshard([f(*NESTED), *(g(*NESTED) for g in gradients)]))
+    inside = vfn.shard_map(
+        gradient_in_a_body, mesh=mesh, axis_names={"i"}, in_specs=(P(), P("i")), out_specs=P("i"), check_vma=False
+    )
+    return found, vfn.unshard(inside(*NESTED[:2]))
+
+
+def test_types_in_a_body_without(gloo):
+    value, gradients = vfn.value_and_grad(whole_rows, argnums=(0, 1, 2))(*NESTED)
+    w, x, _ = NESTED
+    one = lambda row: vfn.grad(lambda w: (row * w.sum()).sum().square() + (row * w).sum())(w)
+    wanted = [[value, gradients, gradients, gradients]] * 2, torch.stack([one(x[0]), one(x[1])])
+    with vfn.simulate(4):
+        assert_close(nested_types(), wanted)
+    for found in gloo(4, nested_types):
+        assert_close(found, wanted)
+
+
+def test_a_collective_over_an_axis_without_types():
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("i", "j"))
+
+        def nested(f, x):
+            inner = vfn.shard_map(f, axis_names={"j"}, in_specs=P(None, "j"), out_specs=P(None, "j"))
+            specs = {"in_specs": P("i"), "out_specs": P("i"), "check_vma": False}
+            return vfn.unshard(vfn.shard_map(lambda x: inner(x), mesh=mesh, axis_names={"i"}, **specs)(x))
+
+        x = torch.ones(2, 2)
+        assert nested(lambda x: x * (vfn.axis_index("i") + vfn.axis_size("i")), x).tolist() == [[2, 2], [3, 3]]
+        for names in ("i", ("i", "j")):
+            with pytest.raises(CollectiveError) as raised:
+                nested(lambda x, names=names: vfn.psum(x, names), x)
+            assert str(raised.value) == (
+                f"psum: axis_name={names!r}, but 'i' is of a shard_map around this one without types, so it is not known how "
+                "values differ along it\n"
+                "  Instead: the collective in the body of that one, before or after this one; or check_vma=True for both"
+            )
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------------
 
 
@@ -500,9 +582,9 @@ shard_map(<lambda>): a map inside the body of another is on the same mesh
     "unchecked inside": (
         VaryingTypeError,
         """\
-shard_map(<lambda>): of a map inside the body of another, gradients are right only where both are checked
+shard_map(<lambda>): of a map inside the body of another, gradients are right only where it is checked
   * check_vma=True for the outer one, check_vma=False for this one
-  Instead: check_vma=True, which is the default, for both; or one shard_map over all axes""",
+  Instead: check_vma=True, which is the default, for this one; or one shard_map over all axes""",
     ),
     "closure": (
         VaryingTypeError,

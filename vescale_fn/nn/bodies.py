@@ -19,7 +19,7 @@ def brought(where: str, xs: Sequence[Any], names: Sequence[str], body: context.B
     Where a value was the same on all ranks, its gradient will be their sum.
     """
     leaves = [local(x, body, where) for x in xs]
-    have = [tensor_types.typeof(x, body.axes) if body.check else types.INVARIANT for x in leaves]
+    have = [tensor_types.type_in(x, body) for x in leaves]
     refuse_unreduced(where, tuple(leaves), leaves, have, body.axes)
     want = types.of(varying={*names, *(a for t in have for a in types.differing(t, body.axes))})
     if body.check:

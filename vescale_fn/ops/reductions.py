@@ -49,7 +49,7 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
                 outs[i] = leaf * n if where == "psum" else leaf / 1 if where == "pmean" else leaf
                 continue
             leaf = local(leaf, body, where)
-            have = types_of[i] = tensor_types.typeof(leaf, body.axes) if body.check else types.INVARIANT
+            have = types_of[i] = tensor_types.type_in(leaf, body)
             rest = types.differing(have, names) if body.check else names
             if row == "psum" and leaf.dtype is torch.bool:
                 leaf = _computed(leaf.to, torch.int32, have)
@@ -86,7 +86,7 @@ def _alike(leaves: list[Any], body: context.Body, names: tuple[str, ...]) -> lis
     ):
         return None
     if not body.check:
-        return [types.INVARIANT] * len(leaves)
+        return [tensor_types.made_in(body)] * len(leaves)
     have = [tensor_types.typeof(leaf, body.axes) for leaf in leaves]
     return have if len(set(have)) == 1 and types.differing(have[0], names) == names else None
 

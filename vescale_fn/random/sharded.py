@@ -158,7 +158,7 @@ def own(out: torch.Tensor) -> torch.Tensor:
     ):
         with torch_internals.no_torch_function():
             out = blocks.Blocks((out, *(out.clone() for _ in played_ranks(body.mesh)[1:])))
-        tensor_types.mark(out, types.INVARIANT)
+        tensor_types.mark(out, tensor_types.made_in(body))
     return out
 
 

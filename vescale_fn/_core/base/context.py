@@ -29,6 +29,7 @@ class Body:
         check: whether types are checked.
         auto: the mesh of the other axes, along which its values are whole arrays; None where there are none.
         free: of these axes, those that are not manual only because entries of a `vmap` are split over them.
+        unchecked: of its manual axes, those of maps around it without types.
     """
 
     mesh: Any
@@ -37,6 +38,7 @@ class Body:
     check: bool
     auto: Any = None
     free: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +68,10 @@ class NotFree(Exception):
     def __init__(self, axes: frozenset[str]) -> None:
         super().__init__(axes)
         self.axes = axes
+
+
+class Unwatched(Exception):
+    """A body with types runs in one without, which has to know its values for it, and so to be watched."""
 
 
 _used_mesh: ContextVar[tuple[Any] | None] = ContextVar("mesh of use_mesh", default=None)

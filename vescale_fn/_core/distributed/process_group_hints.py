@@ -99,9 +99,22 @@ def _without_a_group() -> None:
         refuse()
 
 
+def _named(group: str) -> None:
+    body, mesh = context.body(), context.current_mesh()
+    axes = axes_of(mesh if body is None else body.mesh) if body is not None or mesh is not None else {}
+    if group in axes:
+        if isinstance(said := sys.exc_info()[1], MeshError):  # torch logs the call that failed, and so asks again
+            raise said
+        name = _called()
+        what = f"group={group!r} is an axis of the {mesh_text(axes)}, but torch takes a process group"
+        own = f"group=mesh.get_group({group!r})"
+        fix = own if name.endswith("barrier") else f"{INSTEAD.get(name, _OTHER)}; or {own}"
+        raise MeshError(report(name or "torch.distributed", what, fix=fix))
+
+
 def _one_ranks_values(mesh: Any, name: str) -> None:
     if getattr(mesh, "simulates", False):
         refuse(mesh, name if name in INSTEAD else "")
 
 
-torch_internals.ask_before_groups(_without_a_group, _one_ranks_values)
+torch_internals.ask_before_groups(_without_a_group, _named, _one_ranks_values)

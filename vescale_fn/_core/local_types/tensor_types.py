@@ -172,6 +172,16 @@ def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
     return of(axes)
 
 
+def made_in(body: context.Body) -> Type:
+    """The type of what counts as the same on all ranks of a body. Without types anything may differ."""
+    return INVARIANT if body.check else of(body.axes)
+
+
+def type_in(x: torch.Tensor, body: context.Body) -> Type:
+    """`typeof`, in a body with types or without."""
+    return typeof(x, body.axes) if body.check else of(body.axes)
+
+
 def mark_all(value: Any, type_: Type) -> Any:
     """Give every tensor in a result its type, and return the result."""
     for x in tensors(value):

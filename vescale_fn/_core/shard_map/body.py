@@ -178,7 +178,7 @@ def _differentiated_by(x: Tensor) -> Tensor:
         x = mode.taken_in(x)
         if tensor_types.read(x) is None:  # on a real rank one without gradient is good as it is, but for its name
             (x,) = linear_map.apply(Collective("copy", mode.body.mesh, mode.body.axes, "closure"), x)
-            mark(x, types.INVARIANT)
+            mark(x, mode.own)
         return x
 
 

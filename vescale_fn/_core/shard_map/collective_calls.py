@@ -67,6 +67,15 @@ def taking_part(where: str, axis_name: Any, called: str = "axis_name") -> tuple[
             )
         )
     names = axis_names(axis_name, body.sizes, where, called)
+    if unchecked := [name for name in names if name in body.unchecked and where not in _POSITIONS]:
+        raise CollectiveError(
+            report(
+                where,
+                f"{called}={short(axis_name)}, but {unchecked[0]!r} is of a shard_map around this one without types, so it is "
+                "not known how values differ along it",
+                fix="the collective in the body of that one, before or after this one; or check_vma=True for both",
+            )
+        )
     return body, names, collectives.group_size(body.mesh, names)
 
 
@@ -99,6 +108,8 @@ def _refuse_entries(
             )
         )
 
+
+_POSITIONS = ("axis_index", "axis_size")  # which need no types
 
 # What takes the place of a collective in the global view.
 _ON_ARRAYS = {
@@ -143,7 +154,7 @@ def local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
         if known is None and not body.check and torch_internals.needs_gradient(leaf):
             (leaf,) = linear_map.apply(Collective("copy", body.mesh, body.axes, where), leaf)
     if type(torch_internals.peel(leaf)) is not type(below):
-        tensor_types.mark(leaf, known or types.INVARIANT)
+        tensor_types.mark(leaf, known or tensor_types.made_in(body))
     return leaf
 
 
@@ -171,7 +182,7 @@ def send(
     leaves = [local(leaf, body, where) for leaf in leaves]
     refuse_misfits(where, x, leaves, problem, fix, f"the {mesh_text(axes_of(body.mesh))}", names, n)
     op = Collective(row, body.mesh, names, where, body.check, **parameters)
-    have = [tensor_types.typeof(leaf, body.axes) if body.check else types.INVARIANT for leaf in leaves]
+    have = [tensor_types.type_in(leaf, body) for leaf in leaves]
     if "U" not in takes:
         refuse_unreduced(where, x, leaves, have, names)
     outs = sent(op, leaves, have, gives)
@@ -214,7 +225,7 @@ def sent(op: Collective, leaves: list[torch.Tensor], have: Sequence[types.Type],
             leaves = [leaf if t is want else promote(leaf, t, want, op.mesh) for leaf, t in zip(leaves, have)]
         outs = bucketed(op, leaves)
         for out, t in zip(outs, have):
-            tensor_types.mark(out, types.with_letter(t, op.axes, gives))
+            tensor_types.mark(out, types.with_letter(t, op.axes, gives if op.checked else "V"))
     return outs
 
 

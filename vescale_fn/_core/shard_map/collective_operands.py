@@ -119,7 +119,5 @@ def refuse_what_cannot_be_reduced(
                 )
             )
         if body is not None and body.check:
-            have = [
-                tensor_types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in leaves
-            ]
+            have = [tensor_types.type_in(x, body) if isinstance(x, torch.Tensor) else types.INVARIANT for x in leaves]
             refuse_unreduced(where, x, leaves, have, names)

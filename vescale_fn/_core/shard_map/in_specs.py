@@ -155,7 +155,7 @@ def refuse_moves(mapped: Map, site: Site, args: Any, leaves: Sequence[Any], plan
 def brought_in(x: Any, site: Site, entry: In, fast: bool) -> Any:
     """An argument as a value of the body, with its type; `fast` where nothing differentiates."""
     check, outer = site.body.check, site.outer
-    type_ = entry.type if outer is None else types.both(entry.type, tensor_types.read(x))
+    type_ = types.both(entry.type, outer and tensor_types.read(x)) if check else tensor_types.made_in(site.body)
     if fast and entry.direct and site.auto is None:
         local = torch_internals.local(x)
         local = Blocks(local.blocks) if local.__class__ is Blocks else local.detach()  # a name of its own, to be typed

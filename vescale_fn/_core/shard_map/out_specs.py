@@ -141,10 +141,12 @@ def taken_out(local: Any, have: types.Type, site: Site, entry: Out, fast: bool) 
             out._reduced = entry.lies.reduced
     else:
         if site.body.check:
-            local = promote(local, have, entry.type, site.body.mesh)
+            want = types.both(entry.type, types.of(site.body.unchecked))  # over those a cotangent is each rank's own
+            local = promote(local, have, want, site.body.mesh)
         elif entry.shared_by:
             (local,) = linear_map.apply(Collective("share", site.body.mesh, entry.shared_by, "shard_map result"), local)
         out = take_out(local, site.mesh, entry.lies, site.auto)
     if site.outer is not None:
-        tensor_types.mark(out, types.over(have, site.outer.axes))
+        around = site.outer
+        tensor_types.mark(out, types.over(have, around.axes) if around.check else tensor_types.made_in(around))
     return out

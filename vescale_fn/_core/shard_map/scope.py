@@ -76,7 +76,13 @@ class Site:
         self.auto = part(mesh, rest) if rest else None
         now = {**around, **self.sizes}
         self.body = context.Body(
-            outer.mesh if outer else mesh, tuple(now), now, check, self.auto, (*free, *(outer.free if outer else ()))
+            outer.mesh if outer else mesh,
+            tuple(now),
+            now,
+            check,
+            self.auto,
+            (*free, *(outer.free if outer else ())),
+            () if outer is None else outer.unchecked if outer.check else outer.axes,
         )
         self.adopt = functools.partial(adopt, self, name)
 
@@ -188,13 +194,13 @@ def found_site(mapped: Map, mesh: Any, outer: context.Body | None, free: tuple[s
                 "no mesh= for the inner one",
             )
         )
-    if not (outer.check and mapped.check):
+    if not mapped.check:
         raise VaryingTypeError(
             report(
                 where,
-                "of a map inside the body of another, gradients are right only where both are checked",
+                "of a map inside the body of another, gradients are right only where it is checked",
                 [f"check_vma={outer.check} for the outer one, check_vma={mapped.check} for this one"],
-                "check_vma=True, which is the default, for both; or one shard_map over all axes",
+                "check_vma=True, which is the default, for this one; or one shard_map over all axes",
             )
         )
     site = Site(mapped.name, outer.auto, _without(asked or tuple(axes_of(outer.auto)), free), outer, mapped.check, free)

@@ -48,11 +48,14 @@ class _Mapped(Map):
         self.outs: dict[Any, list[Out | None]] = {}
         # axes that no spec names, but over which the body was seen to communicate
         self.used: frozenset[str] = frozenset()
+        self.watched = False  # whether a body with types was seen in the body of this one without
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
         leaves, treedef = opened(args, self.where, "args", numpy=True)
         leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
         outer = context.body()
+        if outer is not None and context.adopt() is not None:
+            raise context.Unwatched
         mesh = context.seen(self.mesh) if self.mesh is not None else _found_mesh(leaves, outer, self.name)
         free = self.free_of_entries(leaves, mesh) if torch_internals.transforming() else ()
         site = self.sites.get((id(mesh), outer, free))
@@ -74,7 +77,7 @@ class _Mapped(Map):
                 if entry is not None:
                     leaves[i] = brought_in(leaves[i], site, entry, fast)
         context.note(self.notes[0], given, leaves)
-        intercepted = self.check or site.simulated or not fast or context.grad_depth() > 0
+        intercepted = self.check or site.simulated or not fast or context.grad_depth() > 0 or self.watched
         body = site.body
         with body_.running(body, site.adopt, intercepted) as run:
             try:
@@ -286,6 +289,12 @@ def shard_map(
             if found.axes <= mapped.used:  # free by a map around this one
                 raise
             mapped.used |= found.axes
+            return run(*args)
+        except context.Unwatched:
+            interrupts.undo(saved)
+            if mapped.watched or mapped.check:
+                raise
+            mapped.watched = True
             return run(*args)
         except BaseException:
             interrupts.undo(saved)

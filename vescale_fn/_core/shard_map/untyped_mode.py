@@ -22,7 +22,7 @@ from ..base.errors import TransformError
 from ..base.messages import report
 from ..distributed.blocks import Blocks
 from ..distributed.mesh import is_simulated, played_ranks
-from ..local_types import function_kinds, tensor_types, types
+from ..local_types import function_kinds, tensor_types
 from ..local_types.tensor_types import mark
 from ..local_types.types import Type
 from .collective_maps import Collective, enter
@@ -101,6 +101,9 @@ class Unchecked(TorchFunctionMode):
         self.body, self.adopt, self.writes = body, adopt, writes
         self.ranks = len(played_ranks(body.mesh)) if is_simulated(body.mesh) else 0
         self.remembered: dict[Any, Any] = {}
+        self.own = tensor_types.made_in(
+            body
+        )  # the type of what comes from outside, and without types of all it computes
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if innermost.mode is not self:  # of a body around the one that runs
@@ -109,7 +112,7 @@ class Unchecked(TorchFunctionMode):
             None if torch_internals.transforming() or torch_internals.dispatch_modes() else at_first_sight(args, kwargs)
         )
         if seen is not None and seen[1] and None not in seen[1]:  # the short way: nothing comes from outside
-            return mark_result(func(*args, **kwargs or {}), types.INVARIANT)
+            return mark_result(func(*args, **kwargs or {}), self.own)
         return self.call(func, getattr(func, "__name__", "?"), args, kwargs or {})
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -118,15 +121,13 @@ class Unchecked(TorchFunctionMode):
             refuse_to_be_traced()
         given = function_kinds.tensors(args, kwargs)
         if not given:
-            return tensor_types.mark_all(
-                self.made(func, args, kwargs, draws=name in function_kinds.DRAWS), types.INVARIANT
-            )
+            return tensor_types.mark_all(self.made(func, args, kwargs, draws=name in function_kinds.DRAWS), self.own)
         if func is not torch.autograd.grad and name not in function_kinds.NOT_TYPED:
             new = [self.taken_in(x) for x in given]
             if any(a is not b for a, b in zip(new, given)):
                 args, kwargs = function_kinds.with_tensors((args, kwargs), iter(new))
                 given = new
-        return tensor_types.mark_made(func(*args, **kwargs), types.INVARIANT, given)
+        return tensor_types.mark_made(func(*args, **kwargs), self.own, given)
 
     def made(self, func: Any, args: Any, kwargs: Any, draws: bool) -> Any:
         """What a function without tensor operands makes."""
@@ -159,7 +160,7 @@ class Unchecked(TorchFunctionMode):
         """A whole array, or on a simulated mesh a plain tensor, as a local value."""
         below = torch_internals.peel(x)
         if isinstance(below, DTensor):
-            known = tensor_types.read(x) or types.INVARIANT  # typed where it is of a body around this one
+            known = tensor_types.read(x) or self.own  # typed where it is of a body around this one
             return self.remember(x, "array", lambda: self.adopt(x), known) if self.outside(x) else x
         # that will be an array
         if self.body.auto is not None and tensor_types.read(x) is None and torch_internals.needs_gradient(x):
@@ -172,7 +173,7 @@ class Unchecked(TorchFunctionMode):
         """Whether `x` is a whole array from outside of the body."""
         return tensor_types.outside(x, self.body.auto)
 
-    def remember(self, x: Tensor, what: Any, make: Callable[[], Tensor], type_: Type = types.INVARIANT) -> Tensor:
+    def remember(self, x: Tensor, what: Any, make: Callable[[], Tensor], type_: Type | None = None) -> Tensor:
         """``make()``, once for each `x` as long as it lives unchanged (and for each level of transforms, and grad mode)."""
         key = (id(x), what, torch.is_grad_enabled(), torch_internals.level() if torch_internals.transforming() else 0)
         version = torch_internals.version(x)
@@ -180,7 +181,7 @@ class Unchecked(TorchFunctionMode):
         if found is not None and found[0]() is x and found[1] == version:
             return found[2]
         made, remembered = make(), self.remembered
-        mark(made, type_)
+        mark(made, type_ or self.own)
         remembered[key] = (weakref.ref(x, lambda _: remembered.pop(key, None)), version, made)
         return made
 

@@ -17,7 +17,7 @@ from .. import torch_internals
 from ..base import context, tree
 from ..base.errors import CollectiveError, MeshError
 from ..base.messages import mesh_text, report, short
-from ..local_types import tensor_types, types
+from ..local_types import tensor_types
 from ..sharding.index_map import axes_of
 from .collective_calls import Problem, local, refuse_misfits
 from .collective_maps import no_derivative
@@ -276,11 +276,11 @@ def sent(
         if not isinstance(leaf, torch.Tensor):
             outs.append(leaf * n if where == "psum" else leaf / 1 if where == "pmean" else leaf)
             continue
-        have = tensor_types.typeof(leaf, body.axes) if body is not None and body.check else types.INVARIANT
+        have = tensor_types.type_in(leaf, body) if body is not None else None
         with torch_internals.no_torch_function():
             out = _over(op, leaf.to(torch.int32) if row == "psum" and leaf.dtype is torch.bool else leaf)
             out = out / n if where == "pmean" else out
-            if body is not None:
+            if have is not None:
                 tensor_types.mark(out, have)
         outs.append(out)
     context.note(where, x, outs)

@@ -21,9 +21,12 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def ask_before_groups(ask: Callable[[], None], ask_of_mesh: Callable[[Any, str], None]) -> None:
-    """Have `ask` called where torch needs the default process group and there is none, nor anything to make one from; and
-    `ask_of_mesh`, with the mesh and the function's name, where it makes a DTensor of one rank's values. Both may raise."""
+def ask_before_groups(
+    ask: Callable[[], None], ask_of_name: Callable[[str], None], ask_of_mesh: Callable[[Any, str], None]
+) -> None:
+    """Have `ask` called where torch needs the default process group and there is none, nor anything to make one from;
+    `ask_of_name` where a process group is given by a name; and `ask_of_mesh`, with the mesh and the function's name, where
+    torch makes a DTensor of one rank's values. All may raise."""
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # behind a function of this name
     default, from_environment = _c10d._get_default_group, handlers["env"]
 
@@ -54,6 +57,8 @@ def ask_before_groups(ask: Callable[[], None], ask_of_mesh: Callable[[Any, str],
         def group_of(*args: Any, **kwargs: Any) -> Any:
             if not dist.is_initialized():
                 ask()
+            elif args and isinstance(args[0], str):
+                ask_of_name(args[0])
             return found(*args, **kwargs)
 
         return group_of
