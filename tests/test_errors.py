@@ -324,3 +324,41 @@ def test_an_error_on_one_rank_reaches_the_caller(gloo) -> None:
 def _fine():
     m = vfn.make_mesh((4,), ("dp",))
     return vfn.unshard(vfn.shard(torch.ones(4), m, P("dp"))).sum().item()
+
+
+def _collectives_by_an_axis():
+    mesh = vfn.make_mesh((2,), ("tp",))
+    calls = {
+        "all_reduce": lambda x: torch.distributed.all_reduce(x, group="tp"),
+        "all_gather": lambda x: torch.distributed.all_gather([x, x], x, group="tp"),
+        "get_rank": lambda x: torch.distributed.get_rank("tp"),
+        "barrier": lambda x: torch.distributed.barrier("tp"),
+        "functional": lambda x: torch.distributed._functional_collectives.all_reduce(x, "sum", "tp"),
+    }
+    found = {}
+    for name, call in calls.items():
+        with pytest.raises(MeshError) as error:
+            vfn.shard_map(call, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(torch.ones(2))
+        found[name] = str(error.value)
+    return found
+
+
+def test_a_group_of_torchs_is_no_axis(gloo) -> None:
+    what = "group='tp' is an axis of the mesh (tp=2), but torch takes a process group\n  Instead:"
+    psum = "vfn.psum(x, axis) in a shard_map body, or pmax, pmin, pmean; in the global view torch.sum is the whole sum"
+    rank = "vfn.axis_index(axis) in a shard_map body: a tensor, of another value on each rank"
+    own = "group=mesh.get_group('tp')"
+    gather = "vfn.all_gather(x, axis) in a shard_map body; vfn.unshard(x) for a whole array"
+    assert (
+        gloo(2, _collectives_by_an_axis)
+        == [
+            {
+                "all_reduce": f"all_reduce: {what} {psum}; or {own}",
+                "all_gather": f"all_gather: {what} {gather}; or {own}",
+                "get_rank": f"get_rank: {what} {rank}; or {own}",
+                "barrier": f"barrier: {what} {own}",
+                "functional": f"all_reduce: {what} {psum}; or {own}",
+            }
+        ]
+        * 2
+    )

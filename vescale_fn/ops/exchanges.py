@@ -25,7 +25,7 @@ def all_gather(x: Any, axis_name: Axis, *, axis: int = 0, tiled: bool = False, t
 
     Args:
         x: a tree.
-        axis_name: a mesh axis, or a tuple of them, major first.
+        axis_name: a mesh axis or the `axis_name` of a `vmap` around, or a tuple of them, major first.
         axis: the dim where the ranks' values go: a new one, or with `tiled` the one along which they are concatenated.
         tiled: concatenate instead of stacking.
         to: how the result is typed, which decides what the backward pass does: "varying" (a reduce-scatter),
@@ -79,7 +79,7 @@ def psum_scatter(x: Any, axis_name: Axis, *, scatter_dimension: int = 0, tiled: 
 
     Args:
         x: a tree.
-        axis_name: a mesh axis, or a tuple of them, major first.
+        axis_name: a mesh axis or the `axis_name` of a `vmap` around, or a tuple of them, major first.
         scatter_dimension: the dim that is cut into one piece a rank.
         tiled: the dim stays, and a piece is a slice of it (its size must divide); else its size must be the number of
             ranks and it goes away.
@@ -123,7 +123,7 @@ def all_to_all(x: Any, axis_name: Axis, split_axis: int, concat_axis: int, *, ti
 
     Args:
         x: a tree.
-        axis_name: a mesh axis, or a tuple of them, major first.
+        axis_name: a mesh axis or the `axis_name` of a `vmap` around, or a tuple of them, major first.
         split_axis: the dim that is cut.
         concat_axis: the dim where the arriving pieces go, in rank order. Without `tiled`, counted after `split_axis`
             has gone.
@@ -172,7 +172,7 @@ def ppermute(x: Any, axis_name: Axis, perm: Sequence[tuple[int, int]]) -> Any:
 
     Args:
         x: a tree.
-        axis_name: a mesh axis, or a tuple of them, major first.
+        axis_name: a mesh axis or the `axis_name` of a `vmap` around, or a tuple of them, major first.
         perm: (source, destination) pairs of positions along the axis. A rank that is no destination gets zeros.
 
     Raises:
@@ -242,7 +242,7 @@ def pbroadcast(x: Any, axis_name: Axis, source: int) -> Any:
 
     Args:
         x: a tree.
-        axis_name: a mesh axis, or a tuple of them, major first.
+        axis_name: a mesh axis or the `axis_name` of a `vmap` around, or a tuple of them, major first.
         source: the position along the axis whose value is taken.
 
     Returns:

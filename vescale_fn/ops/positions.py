@@ -24,7 +24,7 @@ def axis_index(axis_name: Axis) -> torch.Tensor:
     """This rank's position along an axis, as a 0-d int32 tensor.
 
     Args:
-        axis_name: a mesh axis, or a tuple of them, major first.
+        axis_name: a mesh axis or the `axis_name` of a `vmap` around, or a tuple of them, major first.
 
     Raises:
         CollectiveError: outside a `shard_map` body.
@@ -57,7 +57,7 @@ def axis_size(axis_name: Axis) -> int:
     """The number of ranks along an axis.
 
     Args:
-        axis_name: a mesh axis, or a tuple of them.
+        axis_name: a mesh axis or the `axis_name` of a `vmap` around, or a tuple of them.
 
     Raises:
         CollectiveError: outside a `shard_map` body.

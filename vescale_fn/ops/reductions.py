@@ -114,7 +114,7 @@ def psum(x: Any, axis_name: Axis) -> Any:
         x: a tree; leaves of one dtype travel together. A bool counts as int32. A Python number is multiplied by the
             number of ranks, so ``psum(1, "i")`` is the axis size; so is a value that is the same on all ranks, with a
             warning.
-        axis_name: a mesh axis, or a tuple of them (one sum over all).
+        axis_name: a mesh axis or the `axis_name` of a `vmap` around, or a tuple of them (one sum over all).
 
     Returns:
         The same tree, invariant over the axis.
@@ -142,7 +142,7 @@ def pmean(x: Any, axis_name: Axis) -> Any:
     Args:
         x: a tree; integers give floating-point means. A value that is the same on all ranks is its own mean: the mean
             of a gradient that is already summed is still the sum.
-        axis_name: a mesh axis, or a tuple of them.
+        axis_name: a mesh axis or the `axis_name` of a `vmap` around, or a tuple of them.
 
     Returns:
         The same tree, invariant over the axis.
@@ -169,7 +169,7 @@ def pmax(x: Any, axis_name: Axis) -> Any:
 
     Args:
         x: a tree.
-        axis_name: a mesh axis, or a tuple of them.
+        axis_name: a mesh axis or the `axis_name` of a `vmap` around, or a tuple of them.
 
     Returns:
         The same tree, invariant over the axis.
@@ -196,7 +196,7 @@ def pmin(x: Any, axis_name: Axis) -> Any:
 
     Args:
         x: a tree.
-        axis_name: a mesh axis, or a tuple of them.
+        axis_name: a mesh axis or the `axis_name` of a `vmap` around, or a tuple of them.
 
     Returns:
         The same tree, invariant over the axis.

@@ -205,7 +205,7 @@ class Checked(Unchecked):
         if not kwargs and not self.writes.any and args[0].__class__ in LOCAL and not torch_internals.transforming():
             have = getattr(args[0], "vfn_type", None)
             seen = at_first_sight(args, kwargs)
-            told = name in function_kinds.DRAWS or (name in _OVERWRITES and have is not types.INVARIANT) or name == "set_"
+            told = name in function_kinds.DRAWS or (name in _OVERWRITES and have is not types.INVARIANT)
             if seen is not None and have is not None and have.plain and not told:
                 base = getattr(torch_internals.base(args[0]), "vfn_type", have)
                 if base is have and all(its is have for its in seen[1]) and not tensor_types.is_borrowed(args[0]):
