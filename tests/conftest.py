@@ -16,7 +16,7 @@ _pool: list[Pool] = []
 FAST = """
 array checkpoint collectives debug errors goldens_collectives import_order init linearize matrix messages modules
 nested_transforms optim partial_manual placement plan_collectives plan_local random random_mesh remat_in_bodies reshard
-shard_map spec strict third_party transform writes
+shard_map spec strict third_party torch_internals transform writes
 """.split()
 
 

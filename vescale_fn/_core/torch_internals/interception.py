@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -15,10 +16,10 @@ from torch._functorch import pyfunctorch as _pyfunctorch
 from torch.utils import checkpoint as _checkpoint
 
 from .functorch import _functorch_active
-from .modes import is_traced, unrecorded
+from .modes import compiled_runs_unseen, is_traced, unrecorded
 
 _functions: Any = torch.autograd.function
-_Level: Any = _functions._SingleLevelFunction
+_Level: Any = getattr(_functions, "_SingleLevelFunction", None) or torch.autograd.Function.__mro__[1]
 _apply_under_functorch: Any = _functions.custom_function_call
 _ours: set[type] = set()  # Functions that `apply` below has applied: nobody needs to be asked about them
 
@@ -70,8 +71,9 @@ def unseen() -> list[str]:
     """What this torch does in a way that nothing below intercepts: a gradient could be silently wrong."""
     missing = {
         "autograd.Functions are applied": not _functions_are_seen(),
-        "torch.func takes gradients": len(_reverse) < 2,
-        "torch.utils.checkpoint computes again": _checkpoint_name is None,
+        "torch.func takes gradients": not _gradients_are_seen(),
+        "torch.utils.checkpoint computes again": not _checkpoints_are_seen(),
+        "torch.compile runs what it has made": compiled_runs_unseen(),
     }
     return [what for what, is_missing in missing.items() if is_missing]
 
@@ -105,6 +107,56 @@ def _functions_are_seen() -> bool:
     finally:
         intercept_function_apply(None)
     return _probed[-1:] == [Probe] and answer.item() == 1 and alone
+
+
+def _in_a_thread_of_its_own(fn: Any, *args: Any, **kwargs: Any) -> None:
+    """Call `fn` where no mode, transform, hook or inference mode is on; what it raises is no matter."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            fn(*args, **kwargs)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+@functools.cache
+def _gradients_are_seen() -> bool:
+    """Whether `torch.func` asks `intercept_reverse_mode`'s handler where it begins: tried once, with each of its functions."""
+    seen: list[Any] = []
+
+    def handler(x: Any) -> Any:
+        seen.append(x)
+        return x
+
+    x = torch.zeros(())
+    intercept_reverse_mode(handler)
+    try:
+        for differentiate in (torch.func.grad, torch.func.jacrev, lambda f: lambda x: torch.func.vjp(f, x)):
+            _in_a_thread_of_its_own(differentiate(torch.clone), x)
+    finally:
+        intercept_reverse_mode(None)
+    return sum(one is x for one in seen) == 3
+
+
+@functools.cache
+def _checkpoints_are_seen() -> bool:
+    """Whether `torch.utils.checkpoint` asks `intercept_checkpoint`'s handler: tried once."""
+    seen: list[Any] = []
+
+    def handler(fn: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(fn)
+        return fn, contextlib.nullcontext()
+
+    intercept_checkpoint(handler)
+    try:
+        _in_a_thread_of_its_own(
+            _checkpoint.checkpoint, torch.clone, torch.zeros(()), use_reentrant=False, preserve_rng_state=False
+        )
+    finally:
+        intercept_checkpoint(None)
+    return seen == [torch.clone]
 
 
 _bind: Any = getattr(_functions, "_bind_default_args", None)

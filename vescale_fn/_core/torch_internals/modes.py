@@ -46,6 +46,12 @@ def run_compiled_as_written(on: bool) -> None:
         frames._stance = _stances.pop()
 
 
+def compiled_runs_unseen() -> bool:
+    """Whether something may have been compiled that `run_compiled_as_written` does not reach."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and not hasattr(frames, "_stance")
+
+
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are active
 
 

@@ -1,0 +1,443 @@
+"""The door to torch's private names: what each of its functions promises, so that a new torch says by itself what it broke."""
+
+import contextlib
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn._core import torch_internals as door
+from vescale_fn._core.arrays.array import Array
+from vescale_fn._core.torch_internals import interception
+
+aten = torch.ops.aten
+MM = aten.mm.default
+
+
+def array():
+    with vfn.simulate(2):
+        return vfn.shard(torch.arange(8.0).view(4, 2), vfn.make_mesh((2,), ("i",)), P("i"))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output): ...
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+def seen_from_vmap(what):
+    """What is found of a tensor inside of a vmap over its first dim."""
+    found = []
+    torch.func.vmap(lambda x: (found.append(what(x)), x)[1])(torch.zeros(3, 2))
+    return found[0]
+
+
+def refused(error, function, *args):
+    """What a call says that fails as it should."""
+    with pytest.raises(error) as caught:
+        function(*args)
+    return str(caught.value)
+
+
+def inside(context, what):
+    with context:
+        return what()
+
+
+def asked(intercept, run):
+    """How often a handler is asked while it is on, and after it is off again."""
+    counts = []
+
+    def handler(*given):
+        counts.append(given)
+        return (
+            given[1](*given[2], **given[3])
+            if len(given) == 4
+            else (given[0] if len(given) == 1 else (given[0], NOTHING))
+        )
+
+    intercept(handler)
+    run()
+    intercept(None)
+    on = len(counts)
+    run()
+    return on, len(counts) - on
+
+
+NOTHING = contextlib.nullcontext()
+
+
+def backward_numbers():
+    """What is known of autograd's nodes, asked from within one."""
+    found = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(
+        lambda g: found.extend((door.in_backward_pass(), door.running_node(), door.current_autograd_number()))
+    )
+    y.sum().backward()
+    return found
+
+
+def storage_offset():
+    x = array()
+    view = x.detach()
+    door.set_storage_offset(view, 3)
+    return view.storage_offset()
+
+
+def own_shape():
+    x = array()
+    door.own_shape(aten.t_.default, (x,))
+    return tuple(x.shape)
+
+
+def other_block():
+    x, spec = array(), door.spec(array())
+    door.set_local(x, 1)
+    door.set_spec(x, spec)
+    return door.local(x) == 1 and door.spec(x) is spec
+
+
+def without_block():
+    x = array()
+    door.forget_local(x)
+    door.forget_local(x)
+    return refused(AttributeError, vars(DTensor)[door.LOCAL].__get__, x)
+
+
+def pointer_refused(x):
+    return refused(RuntimeError, x.data_ptr)
+
+
+def exchanges():
+    class Recorder(door.TorchDispatchMode):
+        records_plan = True
+        assigned = lambda self, x, value, put: found.append("assigned") or put(x, value)
+        swapped = lambda self, x: found.append("swapped")
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    found = []
+    with door.exchanges_seen(), Recorder() as mode:
+        assert door.recorder() is mode
+        assert door.is_recorded()
+        torch.zeros(2).data = torch.ones(2)
+        torch.utils.swap_tensors(torch.zeros(2), torch.ones(2))
+    return found
+
+
+def put_back():
+    saved = door.ambient()
+    door.TorchDispatchMode().__enter__()
+    torch.set_grad_enabled(False)
+    door.set_ambient(saved)
+    return door.dispatch_modes(), torch.is_grad_enabled()
+
+
+def traced_step():
+    seen = []
+
+    def f(x):
+        seen.append((door.is_traced(), door.tracing()))
+        return door.as_one_step(torch.sin, (x,), {}, lambda: torch.sin(x))
+
+    graph = torch.fx.experimental.proxy_tensor.make_fx(f)(torch.zeros(2)).graph
+    return [*seen, next(node.target for node in graph.nodes if node.op == "call_function")]
+
+
+def tree():
+    class Node:
+        def __init__(self, x):
+            self.x = x
+
+    door.register_tree_node(Node, lambda node: ([node.x], None), lambda children, _: Node(*children), ("x",))
+    take_apart, _, names = door.tree_node(Node)
+    return take_apart(Node(1))[0], names(Node(1))
+
+
+def fake(x=None):
+    return door.without_values(door.fake_mode(), (2,), (1,), torch.float32, torch.device("cpu"))
+
+
+def converted():
+    module = torch.nn.Linear(2, 2)
+    with door.fake_mode(), door.conversions_by_new_parameters():
+        fake_module = torch.nn.Linear(2, 2)
+        before = fake_module.weight
+        fake_module.half()
+    return fake_module.weight is not before and module.weight.dtype == torch.float32
+
+
+def typed():
+    return torch.storage.TypedStorage(
+        wrap_storage=torch.zeros(4).untyped_storage(), dtype=torch.float32, _internal=True
+    )
+
+
+def truncated():
+    x = torch.zeros(2)
+    with door.truncated_normals_by(lambda own, x, *_, **__: x.fill_(7)):
+        torch.nn.init.trunc_normal_(x)
+    return x.tolist()
+
+
+def warned():
+    with pytest.warns(UserWarning, match="is tested with torch"):
+        door.warn_of_untested("9.9.0")
+    return True
+
+
+def keep_apart():
+    module, p = torch.nn.Linear(2, 1), torch.nn.Parameter(torch.zeros(1, 2))
+    door.hold(module, {"weight": p, "bias": None}, {}, {})
+    return (
+        module.weight is p and [*door.held_by(module)[0]] == ["weight", "bias"] and set(door.HELD) <= set(vars(module))
+    )
+
+
+CASES = {
+    "DTensorSpec": lambda: type(door.spec(array())) is door.DTensorSpec,
+    "FakeTensor": lambda: type(fake()) is door.FakeTensor,
+    "FrozenNumber": lambda: issubclass(door.FrozenNumber, Exception),
+    "HELD": keep_apart,
+    "LOCAL": lambda: door.LOCAL in vars(DTensor),
+    "NO_VALUE_ERRORS": lambda: refused(
+        door.NO_VALUE_ERRORS, lambda: inside(door.shapes_only(), torch.zeros(2).nonzero)
+    ),
+    "OpOverload": lambda: isinstance(MM, door.OpOverload),
+    "TensorMeta": lambda: type(door.spec(array()).tensor_meta) is door.TensorMeta,
+    "TorchDispatchMode": lambda: inside(door.TorchDispatchMode(), door.dispatch_modes) == 1,
+    "all_gather_single": lambda: callable(door.all_gather_single),
+    "ambient": lambda: len(door.ambient()) == 6,
+    "apply": lambda: door.apply(Doubled, torch.ones(2)).tolist() == [2, 2],
+    "as_one_step": lambda: traced_step() == [(True, True), torch.sin],
+    "as_written": lambda: door.as_written(types.SimpleNamespace(_orig_mod=1)) == 1 and door.as_written(MM) is MM,
+    "ask_before_groups": lambda: (
+        "from_local" in refused(vfn.errors.VfnError, DTensor.from_local, torch.zeros(2), door.mesh(array()), [Shard(0)])
+    ),
+    "asked_for": lambda: door.asked_for(torch.sin, (torch.zeros(2),), {})[0] is aten.sin.default,
+    "attention_kernel": lambda: door.attention_kernel(*(torch.zeros(1, 1, 2, 8),) * 3) is not None,
+    "autocasting": lambda: (
+        inside(torch.autocast("cpu", torch.bfloat16), door.autocasting) == (("cpu", torch.bfloat16),)
+    ),
+    "autograd_count": lambda: door.made_after(torch.ones(2, requires_grad=True) * 2, 0) and door.autograd_count() > 0,
+    "backward_code": lambda: door.backward_code is door.engine_code,
+    "base": lambda: (x := torch.zeros(2)) is door.base(x[:1]) and door.base(x) is None,
+    "batch_dims": lambda: seen_from_vmap(door.batch_dims) == [0],
+    "break_graph": lambda: door.break_graph(ValueError()) is None,
+    "casts_not_kept": lambda: inside(door.casts_not_kept(), torch.is_autocast_cache_enabled) is False,
+    "changed_setting": lambda: (
+        "deterministic" in door.changed_setting((now := door.kernel_settings()), (not now[0], *now[1:]))
+    ),
+    "checkpoint_function": lambda: issubclass(door.checkpoint_function, torch.autograd.Function),
+    "checkpoint_saver": lambda: door.checkpoint_saver is None or isinstance(door.checkpoint_saver, type),
+    "choices": lambda: hash(door.choices()) is not None,
+    "compiled_by_inductor": lambda: callable(torch._inductor.compile),
+    "conversions_by_new_parameters": converted,
+    "count_write": lambda: (x := torch.zeros(2)) is not None and (door.count_write(x), door.version(x))[1] == 1,
+    "current_autograd_number": lambda: door.current_autograd_number() == -1 and backward_numbers()[2] >= 0,
+    "default_device": lambda: inside(torch.device("meta"), door.default_device).type == "meta",
+    "default_dtype": lambda: inside(door.default_dtype(torch.float64), torch.get_default_dtype) is torch.float64,
+    "default_store": lambda: refused(ValueError, door.default_store),
+    "disabled_torch_function": lambda: callable(door.disabled_torch_function),
+    "dispatch_modes": lambda: door.dispatch_modes() == 0,
+    "dispatch_to_own": lambda: type(array() * 2) is Array,
+    "engine_code": lambda: door.engine_code.co_name == "_engine_run_backward",
+    "exchanges_seen": lambda: exchanges() == ["assigned", "swapped", "swapped"],
+    "fake_mode": lambda: pointer_refused(fake()),
+    "flattened": lambda: door.flattened([torch.zeros(2, 2), torch.ones(1)]).tolist() == [0, 0, 0, 0, 1],
+    "forbid_data_ptr": lambda: pointer_refused(array()),
+    "forget_local": lambda: without_block(),
+    "forward_ad_active": lambda: (
+        inside(torch.autograd.forward_ad.dual_level(), door.forward_ad_active) and not door.forward_ad_active()
+    ),
+    "function_mode_on": lambda: inside(torch.device("cpu"), door.function_mode_on) and not door.function_mode_on(),
+    "function_tables": lambda: any(hasattr(table, "matmul") for table in door.function_tables),
+    "group_timeout": lambda: refused(ValueError, door.group_timeout),
+    "has_kernel": lambda: door.has_kernel(MM, "CPU"),
+    "held_by": keep_apart,
+    "hold": keep_apart,
+    "in_backward_pass": lambda: backward_numbers()[0] is True and not door.in_backward_pass(),
+    "in_parts": lambda: door.in_parts(aten.matmul.default) is not None and door.in_parts(MM) is None,
+    "in_place": lambda: door.in_place(aten.add.Tensor) is aten.add_.Tensor and door.in_place(MM) is None,
+    "intercept_checkpoint": lambda: (
+        asked(
+            door.intercept_checkpoint,
+            lambda: torch.utils.checkpoint.checkpoint(torch.sin, torch.zeros(2), use_reentrant=False),
+        )
+        == (1, 0)
+    ),
+    "intercept_function_apply": lambda: (
+        asked(lambda h: door.intercept_function_apply(h, lambda: True), lambda: Doubled.apply(torch.ones(2))) == (1, 0)
+    ),
+    "intercept_reverse_mode": lambda: (
+        asked(door.intercept_reverse_mode, lambda: torch.func.grad(torch.sum)(torch.ones(2))) == (1, 0)
+    ),
+    "is_about_hooks": lambda: door.is_about_hooks(RuntimeError("saved tensor hooks")),
+    "is_bare": lambda: door.is_bare(torch.zeros(2)) and door.is_bare(fake()) and not door.is_bare(array()),
+    "is_batched": lambda: seen_from_vmap(door.is_batched) and not door.is_batched(torch.zeros(2)),
+    "is_compiling": lambda: door.is_compiling() is False,
+    "is_lazy": lambda: door.is_lazy(torch.zeros(2, dtype=torch.cfloat).conj()) and not door.is_lazy(torch.zeros(2)),
+    "is_mapped": lambda: seen_from_vmap(door.is_mapped),
+    "is_operator": lambda: door.is_operator(MM) and door.is_operator(aten.mm) and not door.is_operator(torch.mm),
+    "is_plain": lambda: door.is_plain(torch.zeros(2)) and not door.is_plain(array()),
+    "is_recorded": lambda: not door.is_recorded(),
+    "is_traced": lambda: not door.is_traced(),
+    "kernel_settings": lambda: len(door.kernel_settings()) >= 10,
+    "level": lambda: seen_from_vmap(lambda x: door.level()) == 1,
+    "load_forward_rules": lambda: door.load_forward_rules() is None,
+    "local": lambda: [block.tolist() for block in door.local(array()).blocks] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]],
+    "made_after": lambda: not door.made_after(torch.zeros(2), 0),
+    "make_wrapper_subclass": lambda: callable(door.make_wrapper_subclass),
+    "mark_as_parameter": lambda: (
+        (x := array()) is not None and (door.mark_as_parameter(x), isinstance(x, torch.nn.Parameter))[1]
+    ),
+    "memory": lambda: (
+        (x := torch.zeros(2)) is not None and door.memory(x) == door.memory(x.detach()) != door.memory(x[:1])
+    ),
+    "memory_number": lambda: (x := torch.zeros(2)) is not None and door.memory_number(x) == door.memory_number(x[1:]),
+    "mesh": lambda: (x := array()).device_mesh is door.mesh(x),
+    "needs_gradient": lambda: (
+        door.needs_gradient(torch.zeros(2, requires_grad=True)) and not door.needs_gradient(torch.zeros(2))
+    ),
+    "never_recorded": lambda: inside(door.TorchDispatchMode(), door.never_recorded(door.dispatch_modes)) == 0,
+    "new_dtensor": lambda: pointer_refused(
+        door.new_dtensor(Array, torch.zeros(2), door.spec(array()), requires_grad=False)
+    ),
+    "no_torch_function": lambda: (
+        inside(torch.device("meta"), lambda: inside(door.no_torch_function(), lambda: torch.zeros(2).device.type))
+        == "cpu"
+    ),
+    "no_transforms": lambda: (
+        seen_from_vmap(lambda x: inside(door.no_transforms(), lambda: torch.zeros(2).sum().item())) == 0
+    ),
+    "no_view": lambda: (x := torch.zeros(2)) is door.no_view(x) and door.base(door.no_view(x[:1])) is None,
+    "norms": lambda: [x.item() for x in door.norms([torch.tensor([3.0, 4.0])], torch.float64)] == [5],
+    "not_compiled": lambda: door.not_compiled(lambda: 3)() == 3,
+    "on_lists": lambda: door.on_lists("sin") is not None and door.on_lists("nothing") is None,
+    "on_plain_tensors": lambda: (
+        not inside(door.on_plain_tensors(), lambda: (torch.zeros(2, requires_grad=True) * 2).requires_grad)
+    ),
+    "operator_name": lambda: door.operator_name(aten.add_.Tensor) == "aten::add_",
+    "out_of_place": lambda: door.out_of_place(aten.add_.Tensor) is aten.add.Tensor,
+    "overloads": lambda: aten.add.Scalar in door.overloads(aten.add.Tensor),
+    "own_shape": lambda: own_shape() == (2, 4),
+    "peel": lambda: seen_from_vmap(lambda x: tuple(door.peel(x).shape)) == (3, 2),
+    "preload": lambda: door.preload() is None,
+    "propagate": lambda: door.propagate(aten.sin.default, (door.spec(array()),), {}) == ([(Shard(0),)], [(Shard(0),)]),
+    "rebuild_tensor": lambda: door.rebuild_tensor(typed(), 0, (2,), (1,), False, {}).shape == (2,),
+    "recorder": lambda: door.recorder() is None,
+    "reduce_scatter_single": lambda: callable(door.reduce_scatter_single),
+    "register_tree_node": lambda: tree() == ([1], ["x"]),
+    "root_mesh": lambda: (m := door.mesh(array())) is door.root_mesh(m),
+    "run_compiled_as_written": lambda: (
+        (door.run_compiled_as_written(True), door.run_compiled_as_written(False)) == (None, None)
+    ),
+    "running_node": lambda: door.running_node() is None and backward_numbers()[1] >= 0,
+    "schema": lambda: [a.name for a in door.schema(MM).arguments] == ["self", "mat2"],
+    "set_ambient": lambda: put_back() == (0, True),
+    "set_default_group_timeout": lambda: callable(door.set_default_group_timeout),
+    "set_group_timeout": lambda: door.set_group_timeout(None, None) is False,
+    "set_local": other_block,
+    "set_spec": other_block,
+    "set_storage_offset": lambda: storage_offset() == 3,
+    "settled": lambda: door.settled(torch.tensor([1j]).conj()).tolist() == [-1j],
+    "shapes_only": lambda: type(inside(door.shapes_only(), lambda: torch.zeros(2))) is door.FakeTensor,
+    "spec": lambda: door.spec(array()).placements == (Shard(0),),
+    "standard_gamma_grad": lambda: door.standard_gamma_grad(torch.ones(1), torch.ones(1)).item() > 0,
+    "storage": lambda: (x := torch.zeros(2)) is not None and door.storage(x) is door.storage(x[:1]),
+    "stored_at": lambda: [*door.stored_at.__dataclass_fields__][:3] == ["relative_path", "offset", "length"],
+    "strided_shard": lambda: door.strided_shard(1, 2).split_factor == 2,
+    "strided_shard_type": lambda: type(door.strided_shard(0, 2)) is door.strided_shard_type,
+    "tensors_of": lambda: len([*door.tensors_of([torch.zeros(2), {"a": (torch.zeros(2), 3)}])]) == 2,
+    "torch_function_on": lambda: (
+        door.torch_function_on() and not inside(door.no_torch_function(), door.torch_function_on)
+    ),
+    "tracing": lambda: not door.tracing() and inside(door.TorchDispatchMode(), door.tracing),
+    "transforming": lambda: seen_from_vmap(lambda x: door.transforming()) and not door.transforming(),
+    "tree_node": lambda: tree() == ([1], ["x"]) and door.tree_node(int) is None,
+    "truncated_normals_by": lambda: truncated() == [7, 7],
+    "unattached_mesh": lambda: door.unattached_mesh("cpu", torch.arange(2), ("i",)).mesh_dim_names == ("i",),
+    "unflattened": lambda: (
+        [x.shape for x in door.unflattened(torch.zeros(5), [torch.zeros(2, 2), torch.ones(1)])] == [(2, 2), (1,)]
+    ),
+    "unrecorded": lambda: inside(door.TorchDispatchMode(), lambda: inside(door.unrecorded(), door.dispatch_modes)) == 0,
+    "unseen": lambda: door.unseen() == [],
+    "users": lambda: (x := torch.zeros(2)) is not None and door.users(x.untyped_storage()) == 1,
+    "version": lambda: door.version(torch.zeros(2).add_(1)) == 1,
+    "warn_of_untested": warned,
+    "watched": lambda: not door.watched() and inside(torch.device("meta"), door.watched),
+    "watched_by_other_modes": lambda: not inside(torch.device("meta"), door.watched_by_other_modes),
+    "without_values": lambda: fake().shape == (2,),
+}
+
+
+def test_every_name_of_the_door_has_a_contract():
+    assert sorted(CASES) == sorted(door.__all__)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_door_promises(name):
+    assert CASES[name]()
+
+
+# What must be noticed, since without it gradients in a body are wrong: each in a torch that calls it by another name.
+NOTICED = """
+import sys, types
+import torch, torch.distributed.tensor, torch.utils.checkpoint
+from torch._functorch import eager_transforms
+for old in ("grad_and_value_impl", "_vjp_with_argnums"):
+    setattr(eager_transforms, "other" + old, getattr(eager_transforms, old))
+    for f in vars(eager_transforms).values():
+        if isinstance(f, types.FunctionType) and old in f.__code__.co_names:
+            f.__code__ = f.__code__.replace(co_names=tuple("other" + n if n == old else n for n in f.__code__.co_names))
+import vescale_fn as vfn
+with vfn.simulate(4):
+    mesh, closed = vfn.make_mesh((4,), ("i",)), torch.ones(())
+    body = lambda x: torch.func.grad(lambda v: (v * x).sum())(closed)[None]
+    x = vfn.shard(torch.arange(1.0, 5.0), mesh, vfn.P("i"))
+    try:
+        print(vfn.unshard(vfn.shard_map(body, mesh=mesh, in_specs=vfn.P("i"), out_specs=vfn.P("i"), check_vma=False)(x)))
+    except vfn.errors.TransformError as error:
+        print(error)
+"""
+
+
+def test_gradients_that_this_torch_hides_are_refused_not_wrong():
+    ran = subprocess.run([sys.executable, "-c", NOTICED], capture_output=True, text=True, timeout=300)
+    assert "a body cannot see how" in ran.stdout, ran.stdout + ran.stderr
+    assert "torch.func takes gradients: gradients would be wrong" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("seen", "intercept"),
+    [
+        (interception._functions_are_seen, "intercept_function_apply"),
+        (interception._gradients_are_seen, "intercept_reverse_mode"),
+        (interception._checkpoints_are_seen, "intercept_checkpoint"),
+    ],
+)
+def test_an_interception_that_does_nothing_is_noticed(seen, intercept, monkeypatch):
+    with torch.inference_mode(), torch.autograd.graph.save_on_cpu():
+        assert seen.__wrapped__()
+    monkeypatch.setattr(interception, intercept, lambda *_: None)
+    assert not seen.__wrapped__()
+
+
+def test_a_compiler_whose_results_run_unseen_is_noticed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._dynamo.eval_frame", types.ModuleType("frames"))
+    assert door.unseen() == ["torch.compile runs what it has made"]
