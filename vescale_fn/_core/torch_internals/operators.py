@@ -192,8 +192,9 @@ def on_plain_tensors() -> Iterator[None]:
 
 
 def called_on_plain_tensors(f: Any, *args: Any) -> Any:
-    """``f(*args)`` there; for what is called often."""
-    with torch._C._ExcludeDispatchKeyGuard(_UNUSED), torch._C.DisableTorchFunction():
+    """``f(*args)`` there; for what is called often. An interrupt that comes while this is left skips the inner context's end:
+    of the two it is the guard that ends by itself, with its object."""
+    with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_UNUSED):
         return f(*args)
 
 
