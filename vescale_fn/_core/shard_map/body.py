@@ -143,6 +143,7 @@ class _Watchers:
 def _exchange_for_bodies(on: bool) -> None:
     torch_internals.intercept_function_apply(_function_apply if on else None, _watched)
     torch_internals.intercept_reverse_mode(_differentiated_by if on else None)
+    torch_internals.watch_set(_before_set)
     torch_internals.run_compiled_as_written(on)
     _checkpoints.set(on, of=0)  # of all threads in a body
 
@@ -166,6 +167,12 @@ def set_watchers(counts: tuple[int, int]) -> None:
     for watchers, count in zip((_bodies, _checkpoints), counts):
         if watchers.count() != count or not watchers.is_settled():
             watchers.set(count, threading.get_ident())
+
+
+def _before_set(target: Tensor) -> None:
+    """What a call of `Tensor.set_` has to pass, which no mode sees."""
+    if isinstance(innermost.mode, Checked) and torch_internals.function_mode_on():
+        innermost.mode.refuse_set(target)
 
 
 def _differentiated_by(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ operands do. Promoted values are remembered, so that the gradient of a weight th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -210,20 +210,22 @@ class Checked(Unchecked):
                 base = getattr(torch_internals.base(args[0]), "vfn_type", have)
                 if base is have and all(its is have for its in seen[1]) and not tensor_types.is_borrowed(args[0]):
                     return func(*args)  # what is written has the target's type: nothing changes
-        if name == "set_":
-            raise InPlaceError(
-                report(
-                    name,
-                    "this makes a tensor another name for memory of its own choice, which types cannot follow",
-                    [f"the target is {tensor_types.text(args[0])}"],
-                    "a view of the other tensor, such as x.view(...)",
-                )
-            )
         into = kwargs["out"] if "out" in kwargs else args[0] if args else kwargs.get("input")
         targets = function_kinds.tensors(into)
         if not targets:
             return self.combining(func, name, args, kwargs)
         return self.writing(func, name, args, kwargs, targets, draws=name in function_kinds.DRAWS)
+
+    def refuse_set(self, target: Tensor) -> NoReturn:
+        """Refuse `Tensor.set_`, after which the memory of one type is that of another."""
+        raise InPlaceError(
+            report(
+                "set_",
+                "this makes a tensor another name for memory of its own choice, which types cannot follow",
+                [f"the target is {tensor_types.text(target)}"],
+                "a view of the other tensor, such as x.view(...)",
+            )
+        )
 
     def writing(self, func: Any, name: str, args: Any, kwargs: Any, targets: list[Tensor], draws: bool = False) -> Any:
         """A function that writes `targets`, which are among its operands."""

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -262,6 +263,21 @@ _checkpoint_settings = (
 )
 checkpoint_function = _checkpoint.CheckpointFunction  # what ``use_reentrant=True`` applies
 checkpoint_saver = getattr(_checkpoint, "_NoopSaveInputs", None)  # the other kind keeps its arguments by this (2.11)
+
+
+_set = torch.Tensor.set_
+
+
+def watch_set(ask: Callable[[torch.Tensor], None]) -> None:
+    """From now on `Tensor.set_`, which function modes do not see, first asks `ask` about its target."""
+    if torch.Tensor.set_ is _set:
+
+        @functools.wraps(_set)
+        def set_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            ask(self)
+            return _set(self, *args, **kwargs)
+
+        torch.Tensor.set_ = set_  # type: ignore[method-assign]
 
 
 def intercept_checkpoint(handler: Any) -> None:
