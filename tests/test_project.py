@@ -1,5 +1,6 @@
 """The frame around the code: formatter, linter, type checker, and the commands that README.md promises."""
 
+import json
 import os
 import re
 import shutil
@@ -36,8 +37,28 @@ def test_ruff_would_format_nothing() -> None:
     run(sys.executable, "-m", "ruff", "format", "--check", "--no-cache", ".")
 
 
-def test_pyright_finds_nothing() -> None:
-    run(sys.executable, "-m", "pyright", "--pythonpath", sys.executable)
+def test_pyright_finds_nothing_here_and_every_mistake_of_a_user() -> None:
+    """In one start, which is what takes the time."""
+    user = ROOT / "tests" / "users_program.py"
+    ran = subprocess.run(
+        [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "vescale_fn", str(user)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    ours, wrong, types = [], set(), {}
+    for said in json.loads(ran.stdout)["generalDiagnostics"]:
+        line = said["range"]["start"]["line"]
+        if said["file"] != str(user):
+            ours += [f"{said['file']}:{line + 1} {said['message']}"] if said["severity"] == "error" else []
+        elif said["severity"] == "information":
+            types[line] = said["message"].rsplit(" is ", 1)[1].strip('"')
+        else:
+            wrong.add(line)
+    assert ours == []
+    lines = dict(enumerate(user.read_text().splitlines()))
+    assert wrong == {n for n, line in lines.items() if line.endswith("# wrong")}
+    assert types == {n: line.rsplit("  # ", 1)[1] for n, line in lines.items() if line.startswith("reveal_type")}
 
 
 def test_readme_has_one_command_to_run_and_one_to_test() -> None:

@@ -1217,3 +1217,19 @@ def test_plans_are_remembered_and_follow_shapes(mesh):
         for given in (x, vfn.shard(x, mesh, P("i")), vfn.shard(x, mesh, P())):
             assert torch.equal(vfn.unshard(f(given)), x * 2)
     assert vfn.unshard(f(torch.arange(4))).dtype == torch.int64
+
+
+def test_arguments_without_in_specs_are_taken_as_they_lie(mesh):
+    body = lambda x, t: x * t["w"].sum()
+    x, w = torch.arange(8.0), torch.arange(8.0) + 1
+    given = vfn.shard(x, mesh, P("i"))
+    for f in (vfn.shard_map(body, mesh, None, P("i")), vfn.shard_map(body, mesh=mesh, out_specs=P("i"))):
+        assert torch.equal(vfn.unshard(f(given, {"w": w, "n": 3})), x * w.sum())
+        found = f(given, {"w": vfn.shard(w, mesh, P("i")), "n": 3})  # each rank's own part of it
+        assert torch.equal(vfn.unshard(found), x * w.view(4, 2).sum(1).repeat_interleave(2))
+        assert torch.equal(vfn.unshard(f(given, {"w": vfn.shard(w, mesh, P()), "n": 3})), x * w.sum())
+    with pytest.raises(SpecError) as error:
+        vfn.shard_map(body, mesh, P())
+    assert str(error.value) == (
+        "shard_map: out_specs is missing\n  Instead: out_specs=P(...): how the ranks' results are put together"
+    )

@@ -6,7 +6,7 @@ Source: `jax.lax`'s parallel operators.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -107,7 +107,10 @@ def _warn_of_factor(x: Any, axes: tuple[str, ...], factor: int, found: Sequence[
         source_lines.warn(report(where, f"a value that is the same on all ranks is multiplied by {factor}", shown, fix))
 
 
-def psum(x: Any, axis_name: Axis) -> Any:
+T = TypeVar("T")  # a tree
+
+
+def psum(x: T, axis_name: Axis) -> T:
     """The sum of the ranks' values along an axis, on every one of them: an all-reduce.
 
     Args:
@@ -136,7 +139,7 @@ def psum(x: Any, axis_name: Axis) -> Any:
     return _reduce("psum", x, axis_name, "psum")
 
 
-def pmean(x: Any, axis_name: Axis) -> Any:
+def pmean(x: T, axis_name: Axis) -> T:
     """The mean of the ranks' values along an axis, on every one of them.
 
     Args:
@@ -164,7 +167,7 @@ def pmean(x: Any, axis_name: Axis) -> Any:
     return _reduce("pmean", x, axis_name, "psum")
 
 
-def pmax(x: Any, axis_name: Axis) -> Any:
+def pmax(x: T, axis_name: Axis) -> T:
     """The elementwise maximum of the ranks' values along an axis, on every one of them. It has no derivative.
 
     Args:
@@ -191,7 +194,7 @@ def pmax(x: Any, axis_name: Axis) -> Any:
     return _reduce("pmax", x, axis_name, "pmax")
 
 
-def pmin(x: Any, axis_name: Axis) -> Any:
+def pmin(x: T, axis_name: Axis) -> T:
     """The elementwise minimum of the ranks' values along an axis, on every one of them. It has no derivative.
 
     Args:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._core import torch_internals
 from .._core.arrays.placement import with_sharding
@@ -95,8 +96,11 @@ def _abstract(x: Any) -> Any:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
+R = TypeVar("R")
+
+
 @torch_internals.not_compiled
-def init(f: Callable[..., Any], *args: Any, spec: Any = None, mesh: Any = None) -> Any:
+def init(f: Callable[..., R], *args: Any, spec: Any = None, mesh: DeviceMesh | None = None) -> R:
     """What `f` returns, laid out on a mesh, of which each rank makes its own shards alone.
 
     `f` is recorded as by `jit`: draws from a key, and what is computed of them element by element, are made in pieces, bit

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 from .._core import torch_internals
 from .._core.base import context, source_lines, tracebacks
@@ -56,6 +56,31 @@ class CacheInfo(NamedTuple):
     last: str
 
 
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+
+@overload
+def jit(
+    f: Callable[Q, R],
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    out_specs: Any = None,
+    backend: str = "torch",
+    cuda_graph: bool = False,
+    passes: Sequence[Pass] | None = None,
+) -> Jitted[Q, R]: ...
+@overload
+def jit(
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    out_specs: Any = None,
+    backend: str = "torch",
+    cuda_graph: bool = False,
+    passes: Sequence[Pass] | None = None,
+) -> Callable[[Callable[Q, R]], Jitted[Q, R]]: ...
 @torch_internals.not_compiled
 def jit(
     f: Any = ...,
@@ -66,7 +91,7 @@ def jit(
     backend: str = "torch",
     cuda_graph: bool = False,
     passes: Sequence[Pass] | None = None,
-) -> Jitted:
+) -> Any:
     """`f`, recorded once into a plan of plain local ops and collectives, which later calls replay.
 
     A replay has none of the cost of arrays, autograd and modes, and its plan is improved as a whole: equal values are
@@ -110,7 +135,7 @@ def jit(
     (tensor([0., 0.]), 1)
     """
     if f is ...:
-        return functools.partial(  # type: ignore[return-value]
+        return functools.partial(
             jit,
             donate_argnums=donate_argnums,
             static_argnums=static_argnums,
@@ -164,7 +189,7 @@ def _places(f: Callable[..., Any], argnums: Any, name: str) -> tuple[int, ...]:
     return found
 
 
-class Jitted:
+class Jitted(Generic[Q, R]):
     """A function that records itself once and then replays its plan; made by `jit`."""
 
     def __init__(
@@ -194,7 +219,7 @@ class Jitted:
         return self if owner is None else functools.partial(self, owner)
 
     @torch_internals.not_compiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
         if _belongs_to_another():
             out = self._f(*args, **kwargs)
             return laid_out(out, self._out_specs)

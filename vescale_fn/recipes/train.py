@@ -28,7 +28,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -125,7 +125,7 @@ def traced(steps: Iterator[tuple[Run, float]], path: str | None) -> Iterator[tup
                 recording.enter_context(vfn.profile(path))
 
 
-def evaluate(loss: Loss, params: Any, batches: list[torch.Tensor]) -> float:
+def evaluate(loss: Loss, params: Any, batches: Sequence[torch.Tensor]) -> float:
     """Mean loss on batches of equal size, without dropout."""
     with torch.no_grad():
         return sum(loss(params, batch).item() for batch in batches) / len(batches)

@@ -247,7 +247,7 @@ def _rebuild(local: Any, mesh: Any, spec: P, shape: Any, stride: Any, requires_g
     return _marked(out.requires_grad_(requires_grad), spec.reduced, parameter)
 
 
-def _marked(x: Array, reduced: frozenset[str], parameter: bool) -> Array:
+def _marked(x: Any, reduced: frozenset[str], parameter: bool) -> Array:
     """With what is known of an array besides its value."""
     if reduced:
         x._reduced = reduced

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import torch_internals
 from ..base import context, tree
@@ -187,6 +188,13 @@ def _mesh_here(specs: Sequence[P], mesh: Any, where: str) -> Any:
     return body.auto
 
 
+T = TypeVar("T")  # a tree
+
+
+@overload
+def shard(tree_: torch.Tensor, mesh: DeviceMesh, spec: Any) -> Array: ...
+@overload
+def shard(tree_: T, mesh: DeviceMesh, spec: Any) -> T: ...
 @torch_internals.not_compiled
 def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     """Lay the tensors of a tree out on a mesh.
@@ -322,6 +330,10 @@ def _is_finished_sum(x: Any, mesh: Any, spec: P) -> bool:
     )
 
 
+@overload
+def unshard(tree_: torch.Tensor) -> torch.Tensor: ...
+@overload
+def unshard(tree_: T) -> T: ...
 @torch_internals.not_compiled
 def unshard(tree_: Any) -> Any:
     """The tree with plain, whole tensors: every rank gets the whole value.

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from multiprocessing import current_process
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -166,8 +166,11 @@ def check_device(device: Any, where: str) -> None:
 # Real processes started from here
 
 
+R = TypeVar("R")
+
+
 def launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., R],
     nprocs: int,
     *args: Any,
     kwargs: Mapping[str, Any] | None = None,
@@ -176,7 +179,7 @@ def launch(
     limit: float = math.inf,
     logs: str | os.PathLike[str] | None = None,
     stdin_rank: int | None = None,
-) -> list:
+) -> list[R]:
     """Run ``fn(*args, **kwargs)`` on `nprocs` ranks, one process each, and return their results in rank order.
 
     The ranks share a process group (NCCL on GPUs, gloo on CPUs), so `make_mesh` works in `fn`. They are forked, and so

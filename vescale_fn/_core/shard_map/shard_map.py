@@ -12,20 +12,22 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import torch_internals
 from ..arrays.array import Array, entries_asked, entries_over, is_array, mesh_of, spec_of, whole
 from ..base import context, tracebacks, tree
 from ..base.containers import opened
-from ..base.errors import MeshError, VaryingTypeError, VfnError
+from ..base.errors import MeshError, SpecError, VaryingTypeError, VfnError
 from ..base.messages import report
 from ..base.user_calls import called, checked_function
 from ..local_types import replica_check, tensor_types, types
 from ..sharding.index_map import axes_of
+from ..sharding.spec import P
 from . import body as body_
 from . import interrupts
 from .in_specs import In, brought_in, plan_ins, refuse_moves
@@ -186,6 +188,11 @@ def _key(x: Any) -> Any:
     return (x.shape, x.dtype, is_array(x) and (mesh_of(x), spec_of(x))) if isinstance(x, torch.Tensor) else type(x)
 
 
+def _as_they_lie(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """in_specs for arguments that are to stay as they lie."""
+    return tree.map_(lambda x: spec_of(x) if isinstance(x, torch.Tensor) else P(), args)
+
+
 def _unwatched(outer: context.Body | None) -> contextlib.AbstractContextManager[Any]:
     """The mode of a body around this one watches what that body does, not what we do."""
     return _NOTHING if outer is None else torch_internals.no_torch_function()
@@ -209,13 +216,47 @@ def _found_mesh(leaves: Sequence[Any], outer: context.Body | None, name: str) ->
     return mesh
 
 
-@torch_internals.not_compiled
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+
+@overload
 def shard_map(
-    f: Callable[..., Any] | None = None,
+    f: Callable[Q, R],
+    mesh: DeviceMesh | None = None,
+    in_specs: Any = None,
     *,
-    mesh: Any = None,
+    out_specs: Any,
+    axis_names: Any = None,
+    check_vma: bool = True,
+) -> Callable[Q, R]: ...
+@overload
+def shard_map(
+    f: Callable[Q, R],
+    mesh: DeviceMesh | None,
     in_specs: Any,
     out_specs: Any,
+    *,
+    axis_names: Any = None,
+    check_vma: bool = True,
+) -> Callable[Q, R]: ...
+@overload
+def shard_map(
+    f: None = None,
+    mesh: DeviceMesh | None = None,
+    in_specs: Any = None,
+    *,
+    out_specs: Any,
+    axis_names: Any = None,
+    check_vma: bool = True,
+) -> Callable[[Callable[Q, R]], Callable[Q, R]]: ...
+@torch_internals.not_compiled
+def shard_map(
+    f: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = ...,
+    *,
     axis_names: Any = None,
     check_vma: bool = True,
 ) -> Any:
@@ -232,7 +273,8 @@ def shard_map(
             another array must be an argument.
         mesh: a DeviceMesh; by default the current one, or that of the arguments.
         in_specs: a `P`, or a prefix of the tuple of arguments: how each argument is cut. Its dims must divide evenly.
-            An argument that lies otherwise is moved there first (under `strict` that raises).
+            An argument that lies otherwise is moved there first (under `strict` that raises). Left out or None: as each
+            argument lies.
         out_specs: a `P`, or a prefix of the result: how the ranks' results are put together. An axis that it does not
             mention is a promise that the value is the same along it, which is checked.
         axis_names: the axes to map over, a set; by default all. Along the others the values of the body stay whole:
@@ -266,9 +308,14 @@ def shard_map(
             shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=check_vma
         )
     checked_function(f, "shard_map")
+    if out_specs is ...:
+        raise SpecError(
+            report("shard_map", "out_specs is missing", fix="out_specs=P(...): how the ranks' results are put together")
+        )
     if mesh is not None:
         context.checked_mesh(mesh, "shard_map")
     mapped = _Mapped(f, mesh, in_specs, out_specs, axis_names, check_vma)
+    inferred: dict[Any, _Mapped] = {}
 
     @torch_internals.not_compiled
     @functools.wraps(f)
@@ -281,14 +328,22 @@ def shard_map(
                     fix="in_specs is matched by position",
                 )
             )
+        now = mapped
+        if in_specs is None:
+            specs = _as_they_lie(args)
+            leaves, treedef = tree.flatten(specs)
+            key = treedef, *leaves
+            now = inferred.get(key) or _remember(
+                inferred, key, _Mapped(f, mesh, specs, out_specs, axis_names, check_vma)
+            )
         saved = interrupts.before()
         try:
-            return mapped(args)
+            return now(args)
         except context.NotFree as found:
             interrupts.undo(saved)
-            if found.axes <= mapped.used:  # free by a map around this one
+            if found.axes <= now.used:  # free by a map around this one
                 raise
-            mapped.used |= found.axes
+            now.used |= found.axes
             return run(*args)
         except context.Unwatched:
             interrupts.undo(saved)

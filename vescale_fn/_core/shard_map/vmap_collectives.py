@@ -189,7 +189,7 @@ def runs(where: str, axis_name: Any) -> list[Run]:
     if not context.entry_names():
         return []
     several = isinstance(axis_name, Iterable) and not isinstance(axis_name, str) and not hasattr(axis_name, "dtype")
-    names = tuple(axis_name) if several else (axis_name,)
+    names: tuple[Any, ...] = tuple(axis_name) if several else (axis_name,)
     found = [context.entries_named(name) if isinstance(name, str) else None for name in names]
     if not any(found):
         return []

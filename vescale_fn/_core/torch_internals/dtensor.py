@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as _pytree
@@ -50,7 +50,10 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     return strided_shard_type(dim, split_factor=split_factor)
 
 
-def dispatch_to_own(cls: Any) -> Any:
+C = TypeVar("C", bound=type)
+
+
+def dispatch_to_own(cls: C) -> C:
     """Have ops on `cls`, a subclass of DTensor, come to its own ``__torch_dispatch__``.
 
     In some releases torch takes subclasses of DTensor down DTensor's C++ path without asking them (2.11 does, 2.13 asks).

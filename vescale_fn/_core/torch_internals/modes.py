@@ -7,7 +7,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch._C._functorch as _functorch
@@ -259,7 +259,10 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return _python_dispatch._disable_current_modes() if dispatch_modes() else contextlib.nullcontext()
 
 
-def never_recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def never_recorded(fn: F) -> F:
     """A function of ours that works on tensors of its own: no dispatch mode sees them."""
 
     @functools.wraps(fn)
@@ -269,7 +272,7 @@ def never_recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
         with unrecorded():
             return fn(*args, **kwargs)
 
-    return run
+    return cast("F", run)
 
 
 def torch_function_on() -> bool:

@@ -8,7 +8,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -101,22 +101,24 @@ def break_graph(error: Exception) -> None:
 
 _frames: Any = torch._C._dynamo.eval_frame
 _as_it_is = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)  # and all that it calls
+F = TypeVar("F")
 _compiled_marks = ("_torchdynamo_inline", "_torchdynamo_orig_callable")
 
 
-def not_compiled(fn: Any) -> Any:
+def not_compiled(fn: F) -> F:
     """Have `torch.compile` break its graph where `fn` is called, and run it, with all that it calls, as it is written.
 
     As `torch.compiler.disable(fn)`, but without the import of the compiler, and at no cost in a call.
     """
+    marked: Any = fn
     for name in _compiled_marks:  # what `functools.wraps` has copied from a compiled function
-        vars(fn).pop(name, None)
-    fn._torchdynamo_disable = True
-    fn._torchdynamo_disable_msg = (
-        f"vescale_fn's {fn.__qualname__.removesuffix('.__new__')} runs as it is written: leave out fullgraph=True, or compile "
-        "the whole step by vfn.jit(step, backend='inductor')"
+        vars(marked).pop(name, None)
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = (
+        f"vescale_fn's {marked.__qualname__.removesuffix('.__new__')} runs as it is written: leave out fullgraph=True, or "
+        "compile the whole step by vfn.jit(step, backend='inductor')"
     )
-    _frames.set_code_exec_strategy(fn.__code__, _as_it_is)
+    _frames.set_code_exec_strategy(marked.__code__, _as_it_is)
     return fn
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -29,6 +29,18 @@ from .primals import PLAIN, Split, argnums_of, described_result, is_place, scala
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
 
+A = TypeVar("A")  # what is differentiated, and so the gradient
+Q = ParamSpec("Q")
+
+
+@overload
+def value_and_grad(
+    f: Callable[Concatenate[A, Q], Any], argnums: Literal[0] = 0, has_aux: Literal[False] = False
+) -> Callable[Concatenate[A, Q], tuple[torch.Tensor, A]]: ...
+@overload
+def value_and_grad(
+    f: Callable[Q, Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[Q, Any]: ...
 @torch_internals.not_compiled
 def value_and_grad(
     f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
@@ -112,6 +124,12 @@ def _value_and_grad(
     return run
 
 
+@overload
+def grad(
+    f: Callable[Concatenate[A, Q], Any], argnums: Literal[0] = 0, has_aux: Literal[False] = False
+) -> Callable[Concatenate[A, Q], A]: ...
+@overload
+def grad(f: Callable[Q, Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[Q, Any]: ...
 @torch_internals.not_compiled
 def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """The function that returns the gradient of `f`, or ``(gradient, aux)``; see `value_and_grad`.

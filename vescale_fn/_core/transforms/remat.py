@@ -6,7 +6,7 @@ import contextlib
 import functools
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -19,9 +19,12 @@ from ..base.messages import report
 from ..base.user_calls import called, checked_function, owner
 from ..shard_map import body
 
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
 
 @torch_internals.not_compiled
-def remat(f: Callable[..., Any]) -> Callable[..., Any]:
+def remat(f: Callable[Q, R]) -> Callable[Q, R]:
     """`f`, whose intermediate values are computed again in the backward pass instead of being kept.
 
     A gather made in `f` is made again too: with parameters sharded and gathered inside, this is FSDP's memory. Keyed

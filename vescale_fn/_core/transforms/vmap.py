@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -26,15 +26,19 @@ from ..shard_map import interrupts
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
 
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+
 @torch_internals.not_compiled
 def vmap(
-    f: Callable[..., Any],
+    f: Callable[Q, R],
     in_axes: Any = 0,
     out_axes: Any = 0,
     axis_name: Any = None,
     axis_size: Any = None,
     spmd_axis_name: Any = None,
-) -> Callable[..., Any]:
+) -> Callable[Q, R]:
     """The function that applies `f` to each entry along a dim of its arguments.
 
     Args:
