@@ -222,6 +222,7 @@ CASES = {
     "TensorMeta": lambda: type(door.spec(array()).tensor_meta) is door.TensorMeta,
     "TorchDispatchMode": lambda: inside(door.TorchDispatchMode(), door.dispatch_modes) == 1,
     "all_gather_single": lambda: callable(door.all_gather_single),
+    "all_is_seen": lambda: door.all_is_seen(),
     "ambient": lambda: len(door.ambient()) == 6,
     "apply": lambda: door.apply(Doubled, torch.ones(2)).tolist() == [2, 2],
     "as_one_step": lambda: traced_step() == [(True, True), torch.sin],
@@ -236,9 +237,15 @@ CASES = {
     ),
     "autograd_count": lambda: door.made_after(torch.ones(2, requires_grad=True) * 2, 0) and door.autograd_count() > 0,
     "backward_code": lambda: door.backward_code is door.engine_code,
+    "bare_dtensor": lambda: (
+        type(door.bare_dtensor(Array, torch.zeros(2), door.spec(array()), requires_grad=False)) is Array
+    ),
     "base": lambda: (x := torch.zeros(2)) is door.base(x[:1]) and door.base(x) is None,
     "batch_dims": lambda: seen_from_vmap(door.batch_dims) == [0],
     "break_graph": lambda: door.break_graph(ValueError()) is None,
+    "called_on_plain_tensors": lambda: (
+        not door.called_on_plain_tensors(lambda: torch.zeros(2, requires_grad=True) * 2).requires_grad
+    ),
     "casts_not_kept": lambda: inside(door.casts_not_kept(), torch.is_autocast_cache_enabled) is False,
     "changed_setting": lambda: (
         "deterministic" in door.changed_setting((now := door.kernel_settings()), (not now[0], *now[1:]))
@@ -329,9 +336,6 @@ CASES = {
     "norms": lambda: [x.item() for x in door.norms([torch.tensor([3.0, 4.0])], torch.float64)] == [5],
     "not_compiled": lambda: door.not_compiled(lambda: 3)() == 3,
     "on_lists": lambda: door.on_lists("sin") is not None and door.on_lists("nothing") is None,
-    "on_plain_tensors": lambda: (
-        not inside(door.on_plain_tensors(), lambda: (torch.zeros(2, requires_grad=True) * 2).requires_grad)
-    ),
     "operator_name": lambda: door.operator_name(aten.add_.Tensor) == "aten::add_",
     "out_of_place": lambda: door.out_of_place(aten.add_.Tensor) is aten.add.Tensor,
     "overloads": lambda: aten.add.Scalar in door.overloads(aten.add.Tensor),
@@ -441,3 +445,4 @@ def test_an_interception_that_does_nothing_is_noticed(seen, intercept, monkeypat
 def test_a_compiler_whose_results_run_unseen_is_noticed(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch._dynamo.eval_frame", types.ModuleType("frames"))
     assert door.unseen() == ["torch.compile runs what it has made"]
+    assert not door.all_is_seen()

@@ -65,7 +65,7 @@ def _appliers(handler: Any) -> tuple[Any, Any]:
 
 def all_is_seen() -> bool:
     """Whether `unseen` is empty: asked at each body."""
-    return len(_reverse) == 2 and _checkpoint_name is not None and _functions_are_seen()
+    return _functions_are_seen() and _gradients_are_seen() and _checkpoints_are_seen() and not compiled_runs_unseen()
 
 
 def unseen() -> list[str]:

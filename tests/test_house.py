@@ -1,0 +1,166 @@
+"""What holds the house: where state is kept, how long and how branched a function may be, one public class of a name."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1] / "vescale_fn"
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+NODES = {path: list(ast.walk(tree)) for path, tree in TREES.items()}
+
+LONGEST, BRANCHES = 60, 20  # lines of code of a function, its docstring aside; its cyclomatic complexity
+_BRANCH = ast.If | ast.IfExp | ast.For | ast.While | ast.ExceptHandler | ast.comprehension | ast.Assert | ast.match_case
+
+# Today's exceptions. Each list may only shrink.
+STATE = {
+    "_core/base/op_lines.py",
+    "_core/base/tracebacks.py",
+    "_core/distributed/collectives.py",
+    "_core/distributed/worker.py",
+    "_core/local_types/tensor_types.py",
+    "_core/shard_map/body.py",
+    "_core/shard_map/untyped_mode.py",
+    "_core/torch_internals/fake_tensors.py",
+    "_core/torch_internals/interception.py",
+    "nn/modules/keyed_mode.py",
+    "random/backends/choice.py",
+}
+LONG = {
+    "_core/arrays/aliasing.py:entries",
+    "_core/arrays/decision.py:_solve",
+    "_core/arrays/decision.py:decide",
+    "_core/arrays/dtensor_rules.py:propagated",
+    "_core/arrays/interpreter.py:_carry_out",
+    "_core/arrays/interpreter.py:_whole",
+    "_core/arrays/interpreter.py:_write_where_shown",
+    "_core/arrays/interpreter.py:dispatch",
+    "_core/arrays/lazy_layout.py:settle",
+    "_core/arrays/merged_operands.py:_cuts",
+    "_core/arrays/merged_operands.py:apart",
+    "_core/arrays/placement.py:_check",
+    "_core/arrays/placement.py:from_local",
+    "_core/arrays/placement.py:with_sharding",
+    "_core/arrays/reshard.py:_steps",
+    "_core/arrays/view_windows.py:shown_by",
+    "_core/arrays/view_writes.py:write_pieces",
+    "_core/base/containers.py:_fields",
+    "_core/distributed/divergence.py:compare",
+    "_core/distributed/divergence.py:different",
+    "_core/distributed/launcher.py:hear",
+    "_core/local_types/function_kinds.py:kind_of",
+    "_core/local_types/replica_check.py:body_alike",
+    "_core/local_types/types.py:_over_one_axis",
+    "_core/shard_map/collective_maps.py:__call__",
+    "_core/shard_map/shard_map.py:__call__",
+    "_core/shard_map/typed_mode.py:write",
+    "_core/shard_map/vmap_collectives.py:runs",
+    "_core/shard_map/vmap_collectives.py:sent",
+    "_core/transforms/vmap.py:run",
+    "_core/transforms/vmap.py:vmap",
+    "checkpoint/single_files.py:__init__",
+    "checkpoint/targets.py:_unlike",
+    "checkpoint/validation.py:_uncovered",
+    "debugging/parity/compare.py:_in_words",
+    "debugging/parity/first_difference.py:_compare",
+    "debugging/show.py:_picture",
+    "nn/attention.py:attention",
+    "nn/attention_arguments.py:check",
+    "nn/attention_arguments.py:check_parts",
+    "nn/cross_entropy.py:_check",
+    "nn/cross_entropy.py:_each",
+    "nn/modules/keyed_draws.py:_integers",
+    "ops/reductions.py:_reduce",
+    "optim/adafactor.py:adafactor",
+    "optim/adafactor.py:update",
+    "plan/passes/buckets.py:_chosen",
+    "plan/passes/foreach.py:call_of",
+    "plan/passes/functionalize_writes.py:_write_rows",
+    "plan/passes/functionalize_writes.py:writes",
+    "plan/passes/pointwise_before_views.py:_put_off",
+    "plan/tracing/rank_consensus.py:agree",
+    "random/dropout_masks.py:dropout",
+    "recipes/options.py:parse",
+    "recipes/train.py:run",
+}
+SHARED = {
+    "Call",
+    "Collective",
+    "Config",
+    "Facts",
+    "Held",
+    "Piece",
+    "Probe",
+    "Recorder",
+    "Row",
+    "Shown",
+    "Step",
+}
+
+
+def complexity(function):
+    nodes = list(ast.walk(function))
+    operators = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
+    return 1 + operators + sum(isinstance(node, _BRANCH) for node in nodes)
+
+
+def length(function):
+    documented = ast.get_docstring(function) is not None
+    return (
+        function.end_lineno
+        - function.lineno
+        + 1
+        - (function.body[0].end_lineno - function.body[0].lineno + 1 if documented else 0)
+    )
+
+
+def state(nodes):
+    """The files that keep state of a thread or of the process by `threading.local` or a `global` statement."""
+    return {
+        path
+        for path, found in nodes.items()
+        if path != "_core/base/context.py"
+        and any(
+            isinstance(n, ast.Global) or (isinstance(n, ast.Attribute) and ast.unparse(n) == "threading.local")
+            for n in found
+        )
+    }
+
+
+def long(nodes):
+    return {
+        f"{path}:{node.name}"
+        for path, found in nodes.items()
+        for node in found
+        if isinstance(node, ast.FunctionDef) and (length(node) > LONGEST or complexity(node) > BRANCHES)
+    }
+
+
+def shared(nodes):
+    """Names of public classes that several files define."""
+    names = Counter(
+        name
+        for found in nodes.values()
+        for name in {n.name for n in found if isinstance(n, ast.ClassDef) and not n.name.startswith("_")}
+    )
+    return {name for name, files in names.items() if files > 1}
+
+
+def test_state_is_kept_in_one_place():
+    assert state(NODES) - STATE == set()
+
+
+def test_functions_are_short_and_have_few_branches():
+    assert long(NODES) - LONG == set()
+
+
+def test_a_public_class_has_a_name_of_its_own():
+    assert shared(NODES) - SHARED == set()
+
+
+def test_the_checks_find_a_planted_fault():
+    branches = "\n".join(f"    if x == {i}: x += 1" for i in range(BRANCHES))
+    source = f"import threading\nclass A: ...\ns = threading.local()\ndef f(x):\n{branches}\ndef g():\n    a = 1\n"
+    planted = {"one.py": list(ast.walk(ast.parse(source))), "two.py": list(ast.walk(ast.parse("class A: ...")))}
+    assert state(planted) == {"one.py"}
+    assert long(planted) == {"one.py:f"}
+    assert shared(planted) == {"A"}
