@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn._core.arrays import decision, dtensor_rules, interpreter, refusals
+from vescale_fn._core.arrays import decide, dtensor_rules, gathered, interpreter, refusals
 from vescale_fn._core.distributed import blocks
 from vescale_fn.errors import VfnError
 
@@ -356,10 +356,11 @@ def noting_gathers(where: dict[str, set[str]], ops: list[Any]) -> Iterator[Itera
     """Gives the ops again; what each of them computes whole on gathered arguments is put into `where`."""
     plainly, current = interpreter.decide, [""]
 
-    def noted(func: Any, args: Any, kwargs: Any) -> Any:
-        decision = plainly(func, args, kwargs)
+    def noted(func: Any, args: Any, kwargs: Any, *lies: Any) -> Any:
+        decision = plainly(func, args, kwargs, *lies)
         arrays = [x for x in tensors((args, kwargs)) if isinstance(x, DTensor)]
-        if decision.targets is None and not blocks.written(func) and any(vfn.spec_of(x) for x in arrays):
+        one = getattr(decision, "then", decision)
+        if isinstance(one, gathered.Gathered) and not blocks.written(func) and any(vfn.spec_of(x) for x in arrays):
             where[str(func)].add(current[0])
         return decision
 
@@ -395,8 +396,8 @@ def prove(ops: list[Any], samples: int) -> tuple[list[str], dict[str, str]]:
 
     right: Counter[str] = Counter()
     others: dict[str, str] = {}
-    before = dtensor_rules.PROVED, decision.propagated
-    dtensor_rules.PROVED, decision.propagated = Everything(), recorded
+    before = dtensor_rules.PROVED, decide.propagated
+    dtensor_rules.PROVED, decide.propagated = Everything(), recorded
     try:
         for op in ops:
             ever: set[str] = set()
@@ -420,7 +421,7 @@ def prove(ops: list[Any], samples: int) -> tuple[list[str], dict[str, str]]:
                 if not ever and i > 0:
                     break  # the table has a rule for all of it
     finally:
-        dtensor_rules.PROVED, decision.propagated = before
+        dtensor_rules.PROVED, decide.propagated = before
         interpreter.clear_cache()
     return sorted(name for name in right if name not in others and right[name] > 3), others
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .._core import torch_internals
-from .._core.arrays import interpreter
 from .._core.arrays.array import is_array
+from .._core.arrays.array_values import brought, the_one
 from .._core.sharding.layout import WHOLE
 
 
@@ -140,5 +140,5 @@ def _shared(a: Any) -> Any:
     """What all tensors of a formula share: of an array, which every rank holds alike, the plain tensor."""
     if isinstance(a, torch.Tensor) and is_array(a):
         x = torch_internals.peel(a)
-        return interpreter.the_one(interpreter.brought(x, WHOLE, "a number of an update"), torch_internals.mesh(x))  # type: ignore[attr-defined]
+        return the_one(brought(x, WHOLE, "a number of an update"), torch_internals.mesh(x))  # type: ignore[attr-defined]
     return a

@@ -21,6 +21,7 @@ from ..base.op_arguments import tensors_in
 from ..distributed.blocks import LIST_OPS
 from ..sharding.layout import layout, text
 from .refusals import LOST, MISSED, READS
+from .rules.traits import READS_A_NUMBER
 from .view_windows import Place, overlap
 
 
@@ -146,7 +147,7 @@ def entries(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Seq
 @functools.lru_cache(maxsize=4096)
 def _reads_first(func: Any) -> bool:
     """Whether an op has read all that it needs before it writes: a number, which is the only thing that it reads."""
-    return torch_internals.operator_name(func).removeprefix("aten::") in ("fill_", "masked_fill_", "index_fill_")
+    return torch_internals.operator_name(func).removeprefix("aten::") in READS_A_NUMBER
 
 
 def check_reads(func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: Any) -> None:

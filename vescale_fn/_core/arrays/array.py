@@ -28,7 +28,8 @@ from ..sharding.layout import WHOLE, axes_items, contiguous_stride, layout, spec
 from ..sharding.merged_dim import Merged, UnevenParts
 from ..sharding.placements import from_placements
 from ..sharding.spec import P, from_split_axes, rebuild_spec, split_axes
-from . import interpreter, reshard
+from . import deferred_views, interpreter, reshard
+from .array_values import brought, the_one
 from .lazy_layout import note_stated
 
 
@@ -62,10 +63,12 @@ class Array(WithoutMemory, DTensor):
                 return func(*local[0], **local[1])
         return interpreter.dispatch(Array, func, args, kwargs)
 
+    redispatch = classmethod(interpreter.dispatch)  # for what carries an op out as others
+
     def __getattr__(self, name: str) -> Any:
         if name != torch_internals.LOCAL:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        interpreter.read(self)
+        deferred_views.read(self)
         return torch_internals.local(self)
 
     @property
@@ -283,7 +286,7 @@ def _as_locals(adopt: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]
     auto = context.body().auto  # type: ignore[union-attr]
     tensors = op_arguments.tensors_in(args, kwargs)
     outside = {id(x) for x in tensors if tensor_types.outside(x, auto)}
-    targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in blocks.written(func)]
+    targets = blocks.written_arguments(func, args, kwargs)
     if not outside or any(id(x) in outside for x in op_arguments.tensors_in(targets, {})):
         return None
     with torch_internals.no_torch_function():
@@ -433,7 +436,7 @@ class _Move:
             return x.detach()
         bare = P(*target, unreduced=target.unreduced)
         if isinstance(x, Array):
-            local = interpreter.brought(x, bare, self.why, apart=True)
+            local = brought(x, bare, self.why, apart=True)
             return wrap(_apart(local, torch_internals.local(x)), self.mesh, target, x.shape)
         steps = reshard.plan(tuple(x.shape), axes_items(self.mesh), WHOLE, bare)
         before = _local(x, self.mesh)
@@ -538,7 +541,7 @@ def _apart(local: Any, source: Any) -> Any:
 def _plain(x: Any, why: str) -> torch.Tensor:
     if not isinstance(x, Array):
         return x
-    return interpreter.the_one(interpreter.brought(x, WHOLE, why, apart=True), torch_internals.mesh(x))
+    return the_one(brought(x, WHOLE, why, apart=True), torch_internals.mesh(x))
 
 
 @dataclass(frozen=True)

@@ -22,33 +22,14 @@ from ..sharding.spec import from_split_axes, split_axes
 from . import reshard
 from .rules.elementwise import elementwise
 from .rules.table import find
+from .rules.traits import DROPS_DIM, NEW
 
-_aten = torch.ops.aten
-_PARTS = {_aten.slice.Tensor, _aten.select.int}
 _MANY = 64  # of more views than these nobody keeps account
-_NEW = {
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "_unsafe_view",
-    "unsafe_split",
-    "unsafe_split_with_sizes",
-    "new_empty",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_empty_strided",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "empty_like",
-}
 
 
 def is_new(func: Any, outs: Sequence[Any]) -> bool:
     """Whether an op's results, of these layouts, are new arrays that nobody has laid out."""
-    return torch_internals.operator_name(func).removeprefix("aten::") in _NEW and all(spec == WHOLE for spec in outs)
+    return torch_internals.operator_name(func).removeprefix("aten::") in NEW and all(spec == WHOLE for spec in outs)
 
 
 def note_new(outs: Sequence[Any]) -> None:
@@ -68,13 +49,13 @@ def note_view(source: Any, func: Any, args: Sequence[Any], out: Any) -> None:
     views = root.__dict__.get("_views")
     if views is None:
         return
-    if func not in _PARTS or len(views) >= _MANY:
+    if func not in DROPS_DIM or len(views) >= _MANY:
         del root._views
         return
     dims = _dims(source)
     at = (args[1] if len(args) > 1 else 0) % source.ndim
     cut = () if out.shape == source.shape else (dims[at],)
-    if func is _aten.select.int:
+    if DROPS_DIM[func]:
         dims = dims[:at] + dims[at + 1 :]
     out._part = source, func, tuple(args[1:]), dims
     views.append((weakref.ref(out), cut))

@@ -15,14 +15,16 @@ from torch.distributed.tensor import DTensor
 from .. import torch_internals
 from ..base import context
 from ..base.op_arguments import replace, tensors_in
+from ..distributed import blocks
 from ..distributed.blocks import Blocks
 from ..distributed.mesh import coordinates, played_ranks
 from ..sharding.index_map import axes_of, local_indices
 from ..sharding.layout import WHOLE, axes_items, layout
 from ..sharding.spec import from_split_axes, split_axes
 from . import reshard
-from .aliasing import MovedView
-from .decision import reason
+from .aliasing import MovedView, memories, moved_view
+from .array_values import brought, copied, put_back, reason, steps_to_whole, whole_tensor
+from .rules.traits import BY_ELEMENT, COPY
 from .strict import refuse_moves
 from .view_windows import pieces, shown_by
 
@@ -35,13 +37,10 @@ def is_same_view(one: MovedView, other: MovedView | None) -> bool:
     return (a.dtype, a.shape, a.stride(), a.storage_offset()) == (b.dtype, b.shape, b.stride(), b.storage_offset())
 
 
-_BY_ELEMENT = {"copy_", "fill_", "zero_", "masked_fill_"}
-
-
 def by_element(func: Any) -> bool:
     """Whether an op in place gives each element of its target a value that no other element of it has a part in."""
     name = torch_internals.operator_name(func).removeprefix("aten::")
-    return name in _BY_ELEMENT or (name.endswith("_") and torch.Tag.pointwise in func.tags)
+    return name in BY_ELEMENT or (name.endswith("_") and torch.Tag.pointwise in func.tags)
 
 
 def check_fit(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -51,14 +50,11 @@ def check_fit(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         func(*[replace(a, metas) for a in args], **{k: replace(a, metas) for k, a in kwargs.items()})
 
 
-def write_pieces(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], link: MovedView, brought: Callable[..., Any]
-) -> bool:
+def write_pieces(func: Any, args: Sequence[Any], kwargs: dict[str, Any], link: MovedView) -> bool:
     """Write into each block what of it the view shows; False where that is not a matter of rectangles.
 
     Args:
         link: how the view came about.
-        brought: gives the local value of an array in another layout.
     """
     base, mesh, axes = link.base, torch_internals.mesh(link.base), axes_of(torch_internals.mesh(link.base))
     spec, shape = layout(torch_internals.spec(base)), tuple(base.shape)
@@ -123,3 +119,65 @@ def _nothing(x: torch.Tensor) -> torch.Tensor:
 def _part(x: torch.Tensor, spans: Sequence[slice], walks: Sequence[Any]) -> torch.Tensor:
     """What meets a piece of a view, of a tensor that meets all of it."""
     return x[tuple(span if size == walk.size else slice(None) for size, span, walk in zip(x.shape, spans, walks))]
+
+
+def write_where_shown(
+    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], note_written: Callable[[Any, Any], None]
+) -> Any:
+    """A write into a view whose elements are elsewhere: each rank writes those that it has.
+
+    Args:
+        note_written: notes that an op has written an array.
+    """
+    out = args[0]
+    link = moved_view(out) if isinstance(out, DTensor) else None
+    if link is not None and len(blocks.written(func)) == 1 and by_element(func):
+        check_fit(func, args, kwargs)
+        if func is COPY and is_same_view(link, moved_view(args[1])):
+            return out  # what Python makes of x[1:] += y ends with x[1:] = x[1:]
+        if out.numel() and not write_pieces(func, args, kwargs, link):
+            _write_whole(func, args, kwargs, link)
+        note_written(func, link.base)
+        return out
+    copies: dict[int, Any] = {}  # what is written, as values of its own, which are then put where they belong
+
+    def replaced(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(map(replaced, x))
+        return copies.get(id(x), x) if isinstance(x, torch.Tensor) else x
+
+    targets = blocks.written_arguments(func, args, kwargs)
+    moved = {m for x in tensors_in(targets, {}) if moved_view(x) is not None for m in memories(x)}
+    originals = list({id(x): x for x in tensors_in(targets, {}) if moved & memories(x)}.values())
+    for x in originals:
+        local = brought(x, layout(torch_internals.spec(x)), "", apart=True)
+        local = local if moved_view(x) is not None else copied(local)
+        copies[id(x)] = torch_internals.new_dtensor(cls, local, torch_internals.spec(x))
+    result = cls.redispatch(func, [replaced(a) for a in args], {k: replaced(a) for k, a in kwargs.items()})
+    for x in originals:
+        cls.redispatch(COPY, (x, copies[id(x)]))
+    back = {id(copy): x for x, copy in zip(originals, copies.values(), strict=True)}
+    return back.get(id(result), result)
+
+
+def _write_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any], link: MovedView) -> None:
+    """Write into the whole of what a view shows a part of, and put that back where it lies."""
+    base = link.base
+    if context.is_strict():
+        refuse_moves(func, (base,), {}, [(0, steps_to_whole(base), WHOLE)])
+    whole, _ = whole_tensor(func, base, written=True)
+    others = iter(
+        [whole_tensor(func, x, written=False)[0] if isinstance(x, DTensor) else x for x in tensors_in(args[1:], kwargs)]
+    )
+    rest = [replace(a, others) for a in args[1:]]
+    func(_seen_in(whole, args[0]), *rest, **{k: replace(a, others) for k, a in kwargs.items()})
+    put_back(func, base, whole)
+
+
+def _seen_in(whole: torch.Tensor, view: Any) -> torch.Tensor:
+    """The same view of a plain tensor in the place of its base."""
+    link = moved_view(view)
+    if link is None:
+        return whole
+    out = link.func(_seen_in(whole, link.source), *link.args, **link.kwargs)
+    return out if link.number is None else out[link.number]

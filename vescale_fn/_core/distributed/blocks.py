@@ -149,7 +149,7 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
                 "one shape on all ranks: torch.where(mask, x, 0) for x[mask], or pad it",
             )
         )
-    targets = [_argument(args, kwargs, i, name) for i, name in written(func)]
+    targets = written_arguments(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags and type(args[0]) is Blocks and ranks_in(args[1:]) is None:
         return _in_another_shape(func, args, kwargs)
     _check_writes(func, args, kwargs, targets)
@@ -231,8 +231,9 @@ def written(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _argument(args: Sequence[Any], kwargs: dict[str, Any], i: int, name: str) -> Any:
-    return args[i] if i < len(args) else kwargs.get(name)
+def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an op writes in place."""
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in written(func)]
 
 
 def _identity(a: Any) -> Any:

@@ -1,0 +1,135 @@
+"""The local value of an array in another layout: brought there, whole on every rank, or put back where the array lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import torch_internals
+from ..base.errors import InPlaceError
+from ..base.messages import op_text, report
+from ..distributed import blocks
+from ..distributed.blocks import Blocks
+from ..distributed.mesh import is_part
+from ..sharding.layout import WHOLE, axes_items, layout, spec_for, text, type_text
+from ..sharding.spec import P, split_axes
+from . import reshard
+from .refusals import OTHER_SHAPE
+
+
+def reason(func: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: P, target: P) -> str:
+    """Why an argument moves, for the log: ``softmax needs dim 1 whole: f32[8,4@tp]``."""
+    name, value = torch_internals.operator_name(func).split("::")[-1].strip("_"), type_text(shape, dtype, spec)
+    before, after = split_axes(spec, len(shape)), split_axes(target, len(shape))
+    gathered = [str(d) for d, (a, b) in enumerate(zip(before, after, strict=True)) if a and not b]
+    if spec.unreduced - target.unreduced and before == after:
+        return f"{name} needs the sum: {value}"
+    if gathered and all(a == b for a, b in zip(before, after, strict=True) if b):
+        return f"{name} needs dim{'s' * (len(gathered) > 1)} {' and '.join(gathered)} whole: {value}"
+    return f"{name} needs {type_text(shape, dtype, target)}: {value}"
+
+
+def brought(x: Any, target: P, why: str, apart: bool = False) -> Any:
+    """The local value of an array, brought to `target`. What a partial value adds up to is remembered until it is written.
+
+    With `apart` the result is nobody else's: it is given away, and may be written.
+    """
+    mesh, shape = torch_internals.mesh(x), tuple(x.shape)
+    steps = reshard.plan(shape, axes_items(mesh), layout(torch_internals.spec(x)), target)
+    cell = getattr(x, "_sum", None)
+    if cell and cell[0] == (torch_internals.version(x), steps):
+        return copied(cell[1]) if apart else cell[1]
+    if cell is not None and steps and steps[0].kind == "all_reduce" and not target.unreduced and _sees(x):
+        local = brought(_view_of_sum(x), target, why)
+        return copied(local) if apart else local
+    out = reshard.run(torch_internals.local(x), shape, mesh, steps, why)
+    if cell is not None and steps and steps[0].kind == "all_reduce" and not x.is_inference():
+        cell[:] = [(torch_internals.version(x), steps), out]
+        return copied(out) if apart else out
+    return out
+
+
+def _sees(x: Any) -> bool:
+    """Whether `x` is a view of all of a partial value, which still lies as it did then."""
+    seen = x.__dict__.get("_seen")
+    return seen is not None and torch_internals.spec(seen[0]) is seen[1]
+
+
+def _view_of_sum(x: Any) -> Any:
+    """A view of a partial value as the same view of what that adds up to, which is known, or is from now on."""
+    source, _, func, args, kwargs = x._seen
+    spec = layout(torch_internals.spec(source))
+    goal = P(*spec)
+    local = brought(source, goal, f"{op_text(func)} of a sum")
+    whole = spec_for(torch_internals.mesh(source), goal, source.shape, tuple(source.stride()), source.dtype)
+    added = torch_internals.new_dtensor(type(source), local, whole)
+    return type(source).redispatch(func, (added, *args), kwargs)
+
+
+def copied(local: Any) -> Any:
+    """A copy of a local value; ranks that share a block share its copy."""
+    if type(local) is not Blocks:
+        return local.clone()
+    return blocks.run_ranks(torch.clone, len(local.blocks), (local,), {}, share=True)
+
+
+# --- whole, and back --------------------------------------------------------------------------------------------------
+
+
+def steps_to_whole(x: Any) -> tuple[reshard.Step, ...]:
+    """The steps that make an array whole on every rank."""
+    return reshard.plan(tuple(x.shape), axes_items(torch_internals.mesh(x)), layout(torch_internals.spec(x)), WHOLE)
+
+
+def the_one(local: Any, mesh: Any) -> Any:
+    """What all ranks hold, once: of blocks the first. Where the mesh is only a part of one, they may differ: all of them."""
+    return local.blocks[0] if type(local) is Blocks and not is_part(mesh) else local
+
+
+def whole_tensor(func: Any, x: Any, written: bool, each_rank: bool = False) -> tuple[Any, bool]:
+    """An array as one whole tensor with the array's strides, and whether that is a copy.
+
+    Args:
+        written: it will be written.
+        each_rank: in each rank's own memory, not once for all ranks of a simulated mesh.
+    """
+    spec, shape = layout(torch_internals.spec(x)), tuple(x.shape)
+    steps = steps_to_whole(x)
+    local = brought(x, WHOLE, reason(func, shape, x.dtype, spec, WHOLE)) if steps else torch_internals.local(x)
+    one = local if each_rank else the_one(local, torch_internals.mesh(x))
+    strided = one.stride() == tuple(x.stride()) or x.numel() == 0 or (0 in x.stride() and not written)
+    if strided and not (written and spec != WHOLE):
+        return one, bool(steps)  # where it is not a copy, what is written lands in the array's own storage
+    return _in_own_memory(one, shape, x.stride()), True
+
+
+def _in_own_memory(one: Any, shape: Sequence[int], stride: Sequence[int]) -> Any:
+    if type(one) is Blocks:
+        return Blocks([_in_own_memory(block, shape, stride) for block in one.blocks])
+    return torch.empty_strided(shape, stride, dtype=one.dtype, device=one.device).copy_(one)
+
+
+def put_back(func: Any, x: Any, whole: torch.Tensor) -> None:
+    """Put a whole value into the storage of an array, as it lies."""
+    mesh = torch_internals.mesh(x)
+    if whole.shape != x.shape:
+        raise InPlaceError(
+            report(
+                op_text(func),
+                OTHER_SHAPE,
+                [f"it is {text(x)}, the result has shape {list(whole.shape)}"],
+                "an array of the result's shape, or the op without out=",
+            )
+        )
+    steps = reshard.plan(tuple(x.shape), axes_items(mesh), WHOLE, layout(torch_internals.spec(x)))
+    value = reshard.run(whole, tuple(x.shape), mesh, steps, "")
+    local = torch_internals.local(x)
+    if type(local) is Blocks:
+        parts = value.blocks if type(value) is Blocks else (value,) * len(local.blocks)
+        for target, part in zip(local.blocks, parts, strict=True):
+            if target is not part:
+                target.copy_(part)
+    elif local is not value:
+        local.copy_(value)

@@ -1,0 +1,290 @@
+"""Deciding how one op on arrays is carried out: how each argument must lie, what runs, how the results lie.
+
+A decision depends on the op, on global shapes and specs, and on static arguments alone, never on a rank's own block:
+all ranks decide alike and issue the same collectives. It is asked of, in this order: the table (`rules/table.py`);
+DTensor's own propagator, where a sweep has proved it (`rules/proved.py`); and last the op is computed whole on gathered
+arguments, which is right for every op, and logged.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import torch_internals
+from ..base.errors import MeshError, VaryingTypeError
+from ..base.messages import described, mesh_text, op_text, report
+from ..base.op_arguments import bind, replace, tensors_in
+from ..distributed import blocks
+from ..distributed.blocks import Blocks
+from ..distributed.mesh import coordinates, is_part, is_simulated, played_ranks, same
+from ..sharding.index_map import axes_of, dim_indices, local_shape
+from ..sharding.layout import WHOLE, axes_items, layout, spec_for, text
+from ..sharding.spec import P, split_axes
+from . import reshard
+from .array_values import reason
+from .decision import Composed, Decision, MayDraw, ShapeOnly, StridesOfItself, ViewOfItself, refuse
+from .dtensor_rules import propagated
+from .gathered import Gathered
+from .layout_solver import solved
+from .lazy_layout import is_new
+from .on_blocks import Local, LocalNew, LocalView, LocalWrite, OnBlocks, ViewOnBlocks, WriteOnBlocks, in_order
+from .rules.compositions import COMPOSED, READING, composed
+from .rules.parts import strided
+from .rules.rule import Call, Parts, Rule, T, without_blocks
+from .rules.table import SHAPES, find
+from .rules.traits import NEEDS_CONTIGUOUS, RETURNS_VIEW_OF_ITSELF, SETS_STRIDES, UNSHARED_VIEW
+from .stateful_draws import is_seeded
+
+
+def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    meshes: list[Any] = []
+    for x in tensors:
+        if isinstance(x, DTensor) and not any(same(torch_internals.mesh(x), mesh) for mesh in meshes):
+            meshes.append(torch_internals.mesh(x))
+    for x in tensors:
+        if type(x) is Blocks and not is_part(meshes[0]):
+            raise VaryingTypeError(
+                report(
+                    op_text(func),
+                    "a value of one rank (inside shard_map) meets a whole array",
+                    [text(y) if isinstance(y, DTensor) else f"{described(y)} of one rank" for y in tensors],
+                    "the array as an argument of shard_map, with its own in_spec",
+                )
+            )
+    if len(meshes) > 1:
+        texts = [
+            f"{text(x)} on the {mesh_text(axes_of(torch_internals.mesh(x)))}" for x in tensors if isinstance(x, DTensor)
+        ]
+        raise MeshError(
+            report(
+                op_text(func),
+                "arrays on different meshes do not mix",
+                texts,
+                f"vfn.shard(x, mesh, {layout(torch_internals.spec(tensors[0]))!r}) brings one to the other's mesh",  # type: ignore[attr-defined]
+            )
+        )
+    return meshes[0]
+
+
+def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[str, ...] = ()) -> Decision:
+    """Decide on one call. `lies`: what is remembered of the layout of a tensor that the call does not name."""
+    tensors = tensors_in(args, kwargs)
+    mesh = _mesh_of(func, tensors)
+    if func in RETURNS_VIEW_OF_ITSELF:
+        return ViewOfItself(func, mesh)
+    if func in SETS_STRIDES:
+        return StridesOfItself(func, mesh)
+    refuse(func, args, kwargs)
+    outs, many = _metas(func, args, kwargs, tensors)
+    if outs is not None and not any(isinstance(o, torch.Tensor) for o in outs):
+        return ShapeOnly(func, mesh, many(outs) if many else outs[0])
+    if (steps := _steps(func, args, kwargs, outs, axes_of(mesh))) is not None:
+        decision: Decision = Composed(func, mesh, steps)
+    else:
+        decision = _on_tensors(func, args, kwargs, tensors, mesh, outs, many, lies)
+    return MayDraw(func, mesh, decision) if is_seeded(func) else decision
+
+
+def _on_tensors(
+    func: Any, args: Any, kwargs: Any, tensors: Any, mesh: Any, outs: Any, many: Any, lies: tuple[str, ...]
+) -> Decision:
+    """The decision for an op that is carried out as one: on the blocks where a rule says how, else on gathered arguments."""
+    view = _is_view(func)
+    offsets = tuple(o.storage_offset() if isinstance(o, torch.Tensor) else 0 for o in outs or ()) if view else ()
+    gathered = Gathered(func, mesh, many=many, view=view, offsets=offsets)
+    specs = [layout(torch_internals.spec(x)) if isinstance(x, DTensor) else WHOLE for x in tensors]
+    rule, pinned = _rule(func, args, kwargs, tensors, outs, lies)
+    if rule is not None and outs is not None:
+        shapes = [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs]
+        lying = [(spec, tuple(x.shape)) for spec, x in zip(specs, tensors, strict=True)]
+        found = solved(rule, lying, shapes, axes_of(mesh), pinned)
+        covered = _covered(rule, [*found[0], *found[1]], [*tensors, *outs], mesh)
+        if covered == _SCATTERED:
+            rule, covered = without_blocks(rule), None
+            found = solved(rule, lying, shapes, axes_of(mesh), pinned)
+    else:
+        found, rule, covered = propagated(func, args, kwargs, tensors, outs, mesh), Rule((), ()), None
+    if found is None or outs is None:
+        return gathered
+    targets, out_specs, *folds = found
+    fold_axes = folds[0] if folds else ()
+    if any(targets[i] != specs[i] for i in pinned) or any(out != specs[i] for i, out in zip(pinned, out_specs)):
+        return gathered  # what is written does not lie as the target does
+    moves = []
+    for i, (x, spec, target) in enumerate(zip(tensors, specs, targets, strict=True)):
+        steps = reshard.plan(tuple(x.shape), axes_items(mesh), spec, target)
+        if steps:
+            moves.append((i, steps, reason(func, tuple(x.shape), x.dtype, spec, target)))
+    out_dspecs = tuple(
+        spec_for(mesh, spec, o.shape, tuple(o.stride()), o.dtype) if isinstance(o, torch.Tensor) else None
+        for o, spec in zip(outs, out_specs, strict=True)
+    )
+    folded = any(fold_axes)
+    # where nothing is split the op itself gives the results
+    split = {"blocks": covered is not None, "parts": _splits_parts(rule, (*targets, *out_specs)), "": True}
+    alone = not split[rule.only] or (rule.finish is not None and not folded)
+    op = None if alone else _written_by(rule.op) if pinned and rule.op else rule.op
+    sizes = _local_sizes(rule, func, outs, out_specs, mesh)
+    how: dict[str, Any] = {
+        "targets": tuple(targets),
+        "moves": tuple(moves),
+        "outs": out_dspecs,
+        "many": many,
+        "op": in_order(op or func) if func in NEEDS_CONTIGUOUS else op or func,
+        "binds": op is not None,
+        "copies": rule.copies,
+        "finish": None if alone else rule.finish,
+        "again": rule.again,
+        "sizes": sizes,
+        "reshapes": sizes is not None and (view or func in UNSHARED_VIEW),
+        "fold": (rule.fold, tuple(fold_axes)) if folded else None,
+        "covered": covered,
+        "new": is_new(func, out_specs),
+        "partial": any(spec.unreduced for spec in out_specs),
+    }
+    lists = any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in (*args, *kwargs.values()))
+    one_call = how["op"] is func and not (moves or many or how["finish"] or folded or how["partial"] or lists)
+    one_call = one_call and not is_simulated(mesh)
+    if one_call and how["new"]:
+        return LocalNew(func, mesh, out_dspecs[0])
+    if pinned:
+        return (LocalWrite if one_call and not sizes else WriteOnBlocks)(func, mesh, **how)
+    if view:
+        return (LocalView if one_call else ViewOnBlocks)(func, mesh, offsets=offsets, **how)
+    return Local(func, mesh, out_dspecs[0]) if one_call and not sizes else OnBlocks(func, mesh, **how)
+
+
+def _steps(func: Any, args: Any, kwargs: Any, outs: Any, axes: dict[str, int]) -> Any:
+    """What carries the op out as others, on arrays: by our own composition, or by torch's where there is no rule."""
+    name = str(func).removeprefix("aten.")
+    if name in COMPOSED and outs is not None:
+        bound = bind(func, args, kwargs)
+        rows: dict[str, Any] = {
+            at: split_axes(layout(torch_internals.spec(x)), x.ndim) if isinstance(x, DTensor) else ((),) * x.ndim
+            for at, x in bound.items()
+            if isinstance(x, torch.Tensor)
+        }
+        steps = composed(name, bound, rows, axes)
+        dtypes = tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in outs)
+        return steps and (lambda args, kwargs: steps(dtypes, *bind(func, args, kwargs).values()))
+    if name == "as_strided.default" and (parts := strided(*list(bind(func, args, kwargs).values())[:4])) is not None:
+        return parts
+    if find(func) is not None or blocks.written(func) or name in READING:
+        return None
+    parts = torch_internals.in_parts(func)
+    return parts and (lambda args, kwargs: parts(*args, **kwargs))
+
+
+def _rule(
+    func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any, lies: tuple[str, ...]
+) -> tuple[Rule | None, list[int]]:
+    """The rule of a call, and which of its tensors are written and so must stay where they are."""
+    places = blocks.written(func)
+    make_rule = find(func)
+    if outs is None or make_rule is None or any(i >= len(args) for i, _ in places):  # the last: out=, a new value
+        return None, []
+    written = {id(x) for i, _ in places for x in (args[i] if isinstance(args[i], (list, tuple)) else (args[i],))}
+    pinned = [i for i, x in enumerate(tensors) if id(x) in written]
+    if any(not isinstance(tensors[i], DTensor) for i in pinned) or len(pinned) < len(written):
+        return None, []
+    ts = tuple(T(i, tuple(x.shape), x.dtype) for i, x in enumerate(tensors))
+    numbered = iter(ts)
+    by_name = {name: replace(a, numbered) for name, a in bind(func, args, kwargs).items()}
+    name = torch_internals.operator_name(func).removeprefix("aten::")
+    call = Call(
+        name.removesuffix("_") if places else name,
+        by_name,
+        ts,
+        tuple(tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs),
+        tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in outs),
+        lies,
+    )
+    return make_rule(call), pinned
+
+
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in torch_internals.schema(func).returns)
+
+
+def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, ...] | None, Any]:
+    """What the results look like on one device, and whether they are a tuple or a list (None: one result). The first is None
+    where that cannot be told without the values."""
+    with torch_internals.shapes_only():
+        try:
+            fakes = iter([torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors])
+            fake_args = [replace(a, fakes) for a in args]
+            shaped: Any = SHAPES.get(func) or func
+            out = shaped(*fake_args, **{k: replace(a, fakes) for k, a in kwargs.items()})
+        except Exception:
+            return None, None
+    if out is None and torch_internals.operator_name(func).endswith("_"):  # a list changed in place
+        out = fake_args[0]
+    many = next((kind for kind in (list, tuple) if isinstance(out, kind)), None)
+    outs = tuple(out) if many else (out,)
+    if all(o is None for o in outs) or not all(o is None or isinstance(o, (int, torch.Tensor)) for o in outs):
+        return None, many
+    return outs, many
+
+
+def _written_by(op: Any) -> Any:
+    """What writes the result of `op` into its first argument."""
+    return lambda block, *args, **kwargs: block.copy_(op(block, *args, **kwargs))
+
+
+def _splits_parts(rule: Rule, specs: Sequence[P]) -> bool:
+    """Whether a dim that is several dims seen as one is split."""
+    rows = zip((*rule.ins, *rule.outs), specs, strict=True)
+    return any(
+        names and type(label) is Parts
+        for row, spec in rows
+        for names, label in zip(split_axes(spec, len(row)), row, strict=True)
+    )
+
+
+_SCATTERED = ()  # some block is no contiguous part: uneven, in an order not the mesh's
+
+
+def _covered(rule: Rule, specs: Sequence[Any], tensors: Sequence[Any], mesh: Any) -> Any:
+    """What the block of each rank that this process plays covers along the rule's `blocks`: a range, or a tuple of them.
+    None where these dims are whole."""
+    axes, found, split = axes_of(mesh), [], False
+    for label in rule.blocks:
+        at = next(
+            (
+                (spec, x, row.index(label))
+                for row, spec, x in zip((*rule.ins, *rule.outs), specs, tensors, strict=True)
+                if label in row
+            ),
+            None,
+        )
+        if at is None:
+            return None
+        spec, x, dim = at
+        size, names = x.shape[dim], split_axes(spec, x.ndim)[dim]
+        everyone = itertools.product(*(range(axes[a]) for a in names))  # all ranks decide alike
+        if not all(type(dim_indices(size, names, axes, dict(zip(names, place)))) is range for place in everyone):
+            return _SCATTERED
+        mine = [dim_indices(size, names, axes, coordinates(mesh, rank)) for rank in played_ranks(mesh)]
+        found.append([one or range(size, size) for one in mine])
+        split = split or bool(names)
+    if not split:
+        return None
+    return tuple(found[0]) if len(found) == 1 else tuple(zip(*found))
+
+
+def _local_sizes(rule: Rule, func: Any, outs: Any, out_specs: Sequence[P], mesh: Any) -> Any:
+    """The size argument on each rank that this process plays."""
+    if not rule.sizes:
+        return None
+    position = next(
+        i for i, argument in enumerate(torch_internals.schema(func).arguments) if argument.name == rule.sizes
+    )
+    axes = axes_of(mesh)
+    return position, tuple(
+        local_shape(tuple(outs[0].shape), axes, out_specs[0], coordinates(mesh, rank)) for rank in played_ranks(mesh)
+    )

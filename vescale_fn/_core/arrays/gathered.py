@@ -1,0 +1,121 @@
+"""The decision for what nothing else is known of: the op on gathered arguments, as on one device. Right for every op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import torch_internals
+from ..base import context
+from ..base.errors import InPlaceError
+from ..base.messages import op_text, report
+from ..base.op_arguments import replace, tensors_in
+from ..distributed import blocks
+from ..distributed.blocks import Blocks
+from ..distributed.mesh import is_simulated, played_ranks
+from ..sharding.layout import WHOLE, layout, spec_for, text
+from ..sharding.spec import P
+from . import in_place, reshard
+from .aliasing import note_views
+from .array_values import put_back, steps_to_whole, whole_tensor
+from .decision import Decision
+from .deferred_views import deferred, elements_move, state_offsets
+from .lazy_layout import note_stated, note_view
+from .on_blocks import run_on_blocks
+from .refusals import OVERLAP
+from .rules.traits import STAYS_PLAIN
+from .strict import refuse_moves
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Gathered(Decision):
+    """The op on gathered arguments; what it wrote goes back to where it lies."""
+
+    many: Any  # tuple or list, where the op gives several results
+    view: bool  # results alias the first argument
+    offsets: tuple[int, ...]  # of a view: where on one device each result begins in the memory of the first argument
+
+    def run(self, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if blocks.written(self.func):
+            return in_place.write(self, cls, args, kwargs, True)
+        if self.view and elements_move(args[0], layout(torch_internals.spec(args[0])) != WHOLE):
+            note_stated(args[0])  # what shows elements that lie elsewhere knows where they do
+            return deferred(cls, args, kwargs, self)
+        return self.run_now(cls, args, kwargs)
+
+    def moves_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, tuple[reshard.Step, ...], P]]:
+        """Which tensor arguments move, by which steps, to which layout."""
+        tensors = enumerate(tensors_in(args, kwargs))
+        return [(i, steps_to_whole(x), WHOLE) for i, x in tensors if isinstance(x, DTensor)]
+
+    def spec_of_result(self, i: int, shown: torch.Tensor) -> Any:
+        """How a result lies; `shown` is that result, perhaps in a tensor without values."""
+        return spec_for(self.mesh, WHOLE, shown.shape, tuple(shown.stride()), shown.dtype)
+
+    def run_now(self, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Carry it out, after all that may be refused; a view, too, is read."""
+        func = self.func
+        tensors = tensors_in(args, kwargs)
+        written = {id(x) for x in tensors_in(blocks.written_arguments(func, args, kwargs), {})}
+        targets = list({id(x): x for x in tensors if id(x) in written and isinstance(x, DTensor)}.values())
+        _refuse_overlap(func, targets)
+        if context.is_strict():
+            refuse_moves(func, args, kwargs, self.moves_of(args, kwargs))
+        whole: dict[int, Any] = {}  # an array that is two arguments is one value: what is written is read
+        moved = False
+        for x in tensors:
+            if id(x) not in whole:
+                one, copied = (
+                    whole_tensor(func, x, id(x) in written, self.view) if isinstance(x, DTensor) else (x, False)
+                )
+                whole[id(x)], moved = one, moved or copied
+        values = iter([whole[id(x)] for x in tensors])
+        all_args, all_kwargs = [replace(a, values) for a in args], {k: replace(a, values) for k, a in kwargs.items()}
+        if self.view:  # of each rank's own memory: ranks may hold the same value in blocks of their own
+            out = run_on_blocks(func, all_args, all_kwargs, self.mesh, None)
+        else:
+            out = func(*all_args, **all_kwargs)
+        for x in targets:
+            put_back(func, x, whole[id(x)])
+            in_place.note_written(func, x)
+        result = self._wrapped(cls, out, {id(whole[id(x)]): x for x in tensors if id(x) in written})
+        if func in STAYS_PLAIN:
+            result = tuple(out[i] if i == STAYS_PLAIN[func] else r for i, r in enumerate(result))
+        if self.view:
+            results = list(result) if isinstance(result, (list, tuple)) else [result]
+            state_offsets(func, args, results, self.offsets)
+            note_views(args[0], results, moved)
+            note_view(args[0], func, args, result)
+        return result
+
+    def _wrapped(self, cls: Any, o: Any, targets: dict[int, Any]) -> Any:
+        """A result as arrays: `targets` are those that were written, by the id of the whole tensor that stood for each."""
+        if isinstance(o, (list, tuple)):
+            return type(o)(self._wrapped(cls, one, targets) for one in o)
+        if not isinstance(o, torch.Tensor) or o.layout is not torch.strided:
+            return o  # a sparse result is a plain tensor, the same on every rank
+        if torch_internals.is_lazy(o):
+            o = torch_internals.settled(o)
+        if id(o) in targets:
+            return targets[id(o)]
+        simulated = is_simulated(self.mesh) and type(o) is not Blocks
+        local = blocks.shared(o, len(played_ranks(self.mesh))) if simulated else o
+        return torch_internals.new_dtensor(cls, local, self.spec_of_result(0, o))
+
+
+def _refuse_overlap(func: Any, targets: Iterable[Any]) -> None:
+    """Two views of one memory, each written whole, would undo each other's writes."""
+    roots: dict[int, Any] = {}
+    for x in targets:
+        root = id(getattr(x, "_view_root", x))
+        if root in roots:
+            raise InPlaceError(
+                report(
+                    op_text(func), OVERLAP, [f"they are {text(roots[root])} and {text(x)}"], "one call for each of them"
+                )
+            )
+        roots[root] = x
