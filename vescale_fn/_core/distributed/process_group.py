@@ -127,7 +127,7 @@ def _ordered_back(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return bits.view(torch.float64 if bits.dtype is torch.int64 else torch.float32).to(dtype)
 
 
-# --- the collectives: what `wire` says of each; `later`, a handle whose `wait` gives the result -----------------------
+# --- the collectives: what `collectives` says of each; `later`, a handle whose `wait` gives the result ----------------
 
 
 def all_reduce(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], op: str, fresh: bool, later: bool) -> Any:

@@ -1,7 +1,7 @@
 """Sums over the ranks in a replay: in the memory of what is summed where nothing else needs it, by the shortest way to torch.
 
-The usual way (`wire`) takes 30 us a call on a CPU, of which torch's own part is 2; a step of a tensor-parallel model has four
-sums a layer.
+The usual way (`collectives`) takes 30 us a call on a CPU, of which torch's own part is 2; a step of a tensor-parallel
+model has four sums a layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..ir.memory_aliases import dies
 
 
 def shortest(node: fx.Node, last: dict[Any, fx.Node], lie: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The function that a node's sum over ranks can be called by; None where `wire` is to do it.
+    """The function that a node's sum over ranks can be called by; None where `collectives` is to do it.
 
     Args:
         last, lie: where the values of the graph lie, and what needs each memory last (`aliasing`).

@@ -1,7 +1,8 @@
 """Recording: a function is run once on tensors without values, and what it does to plain tensors becomes a graph.
 
 The recorder is a dispatch mode that is on for that one run. It hands arrays and simulated blocks on to the interpreter, as
-if it were not there, and notes the ops on plain tensors below, forward and backward alike; `wire` hands it the collectives.
+if it were not there, and notes the ops on plain tensors below, forward and backward alike;
+`collectives` hands it the collectives.
 What cannot be recorded (a value is read in Python) raises `Unrecordable`.
 """
 
