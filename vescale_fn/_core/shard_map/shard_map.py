@@ -347,9 +347,9 @@ def shard_map(
             return run(*args)
         except context.Unwatched:
             interrupts.undo(saved)
-            if mapped.watched or mapped.check:
+            if now.watched or now.check:
                 raise
-            mapped.watched = True
+            now.watched = True
             return run(*args)
         except BaseException:
             interrupts.undo(saved)
