@@ -26,6 +26,9 @@ STATE = {
     "random/backends/choice.py",
 }
 LONG = {
+    "_core/arrays/decide.py:_on_tensors",
+    "_core/arrays/layout_solver.py:_solve",
+    "_core/shard_map/shard_map.py:shard_map",
     "_core/arrays/aliasing.py:entries",
     "_core/arrays/decision.py:_solve",
     "_core/arrays/decision.py:decide",

@@ -384,6 +384,8 @@ CASES = {
     "users": lambda: (x := torch.zeros(2)) is not None and door.users(x.untyped_storage()) == 1,
     "version": lambda: door.version(torch.zeros(2).add_(1)) == 1,
     "warn_of_untested": warned,
+    # it stays on for the whole process, for what it asks: bodies hold it
+    "watch_set": lambda: callable(door.watch_set),
     "watched": lambda: not door.watched() and inside(torch.device("meta"), door.watched),
     "watched_by_other_modes": lambda: not inside(torch.device("meta"), door.watched_by_other_modes),
     "without_values": lambda: fake().shape == (2,),
