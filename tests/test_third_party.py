@@ -281,18 +281,18 @@ def test_ranks_cannot_talk_where_others_compute_again(check):
 
 
 @pytest.mark.parametrize(
-    ("name", "missing", "what"),
+    ("name", "what"),
     [
-        ("_functions_are_seen", lambda: False, "autograd.Functions are applied"),
-        ("_reverse", {}, "torch.func takes gradients"),
-        ("_checkpoint_name", None, "torch.utils.checkpoint computes again"),
+        ("_functions_are_seen", "autograd.Functions are applied"),
+        ("_gradients_are_seen", "torch.func takes gradients"),
+        ("_checkpoints_are_seen", "torch.utils.checkpoint computes again"),
     ],
 )
-def test_a_torch_in_which_a_body_would_miss_something_is_refused(name, missing, what, monkeypatch):
+def test_a_torch_in_which_a_body_would_miss_something_is_refused(name, what, monkeypatch):
     with vfn.simulate(2):
         mesh = vfn.make_mesh((2,), ("i",))
         f = vfn.shard_map(lambda x: x * 2, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
-        monkeypatch.setattr(interception, name, missing)
+        monkeypatch.setattr(interception, name, lambda: False)
         with pytest.raises(TransformError) as error:
             f(torch.ones(2))
         assert str(error.value) == (

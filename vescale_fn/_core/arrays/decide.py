@@ -95,7 +95,7 @@ def _on_tensors(
 ) -> Decision:
     """The decision for an op that is carried out as one: on the blocks where a rule says how, else on gathered arguments."""
     view = _is_view(func)
-    offsets = tuple(o.storage_offset() if isinstance(o, torch.Tensor) else 0 for o in outs or ()) if view else ()
+    offsets: Any = tuple(o.storage_offset() if isinstance(o, torch.Tensor) else 0 for o in outs or ()) if view else ()
     gathered = Gathered(func, mesh, many=many, view=view, offsets=offsets)
     specs = [layout(torch_internals.spec(x)) if isinstance(x, DTensor) else WHOLE for x in tensors]
     rule, pinned = _rule(func, args, kwargs, tensors, outs, lies)
@@ -225,7 +225,7 @@ def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, 
     if out is None and torch_internals.operator_name(func).endswith("_"):  # a list changed in place
         out = fake_args[0]
     many = next((kind for kind in (list, tuple) if isinstance(out, kind)), None)
-    outs = tuple(out) if many else (out,)
+    outs: Any = tuple(out) if many else (out,)  # type: ignore[arg-type]
     if all(o is None for o in outs) or not all(o is None or isinstance(o, (int, torch.Tensor)) for o in outs):
         return None, many
     return outs, many
