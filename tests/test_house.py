@@ -11,7 +11,7 @@ NODES = {path: list(ast.walk(tree)) for path, tree in TREES.items()}
 LONGEST, BRANCHES = 60, 20  # lines of code of a function, its docstring aside; its cyclomatic complexity
 _BRANCH = ast.If | ast.IfExp | ast.For | ast.While | ast.ExceptHandler | ast.comprehension | ast.Assert | ast.match_case
 
-# Today's exceptions. Each list may only shrink.
+# Today's exceptions, all of them: what is mended leaves its list.
 STATE = {
     "_core/base/op_lines.py",
     "_core/base/tracebacks.py",
@@ -30,13 +30,7 @@ LONG = {
     "_core/arrays/layout_solver.py:_solve",
     "_core/shard_map/shard_map.py:shard_map",
     "_core/arrays/aliasing.py:entries",
-    "_core/arrays/decision.py:_solve",
-    "_core/arrays/decision.py:decide",
     "_core/arrays/dtensor_rules.py:propagated",
-    "_core/arrays/interpreter.py:_carry_out",
-    "_core/arrays/interpreter.py:_whole",
-    "_core/arrays/interpreter.py:_write_where_shown",
-    "_core/arrays/interpreter.py:dispatch",
     "_core/arrays/lazy_layout.py:settle",
     "_core/arrays/merged_operands.py:_cuts",
     "_core/arrays/merged_operands.py:apart",
@@ -55,7 +49,6 @@ LONG = {
     "_core/local_types/types.py:_over_one_axis",
     "_core/shard_map/collective_maps.py:__call__",
     "_core/shard_map/shard_map.py:__call__",
-    "_core/shard_map/typed_mode.py:write",
     "_core/shard_map/vmap_collectives.py:runs",
     "_core/shard_map/vmap_collectives.py:sent",
     "_core/transforms/vmap.py:run",
@@ -149,15 +142,15 @@ def shared(nodes):
 
 
 def test_state_is_kept_in_one_place():
-    assert state(NODES) - STATE == set()
+    assert state(NODES) == STATE
 
 
 def test_functions_are_short_and_have_few_branches():
-    assert long(NODES) - LONG == set()
+    assert long(NODES) == LONG
 
 
 def test_a_public_class_has_a_name_of_its_own():
-    assert shared(NODES) - SHARED == set()
+    assert shared(NODES) == SHARED
 
 
 def test_the_checks_find_a_planted_fault():

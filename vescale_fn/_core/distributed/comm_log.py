@@ -34,7 +34,7 @@ class CommLog:
         return self.records[index]
 
     def count(self, op: str | None = None, axis: str | tuple[str, ...] | None = None) -> int:
-        """How many there were, of one op (one of `wire.OPS`: "all_reduce", ...) and over one axis."""
+        """How many there were, of one op (one of `collectives.OPS`: "all_reduce", ...) and over one axis."""
         return len(self._chosen(op, axis))
 
     def bytes(self, op: str | None = None, axis: str | tuple[str, ...] | None = None) -> int:

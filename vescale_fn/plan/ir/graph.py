@@ -4,7 +4,7 @@ Nodes are placeholders (the leaves of the arguments, then the constants), calls,
 one of
 
 - an aten ``OpOverload``, on plain tensors;
-- a `wire.Collective`: of one tensor, or on a simulated mesh of the list of the ranks' blocks, giving a list;
+- a `collectives.Collective`: of one tensor, or on a simulated mesh of the list of the ranks' blocks, giving a list;
 - ``operator.getitem``, which takes a part out of what gives several;
 - a `Step`: what a pass has put in the place of several calls, or what must happen besides (a print).
 
