@@ -16,8 +16,9 @@ import vescale_fn as vfn
 from benchmarks.side_by_side import medians, publish
 from vescale_fn._core.sharding.index_map import local_indices
 from vescale_fn._core.sharding.spec import P
-from vescale_fn.random.backends import c_library
-from vescale_fn.random.sharded import Draw, draw_local
+from vescale_fn.random.backends import c_library, draw_op
+from vescale_fn.random.bits import counters
+from vescale_fn.random.sharded import Draw
 
 try:
     import jax
@@ -26,6 +27,7 @@ except ImportError:
 
 N = 1 << 24
 KEY = vfn.random.key(0)
+CPU = torch.device("cpu")
 
 
 def wall(candidates: Mapping[str, Callable[[], Any]], rounds: int = 7) -> dict[str, float]:
@@ -68,7 +70,7 @@ def into(kind: str, given: torch.Tensor) -> Callable[[], Any]:
     variant = c_library.VARIANTS.index(c_library.available()[-1])
     keys, code = KEY.data.view(1, 1, 2), c_library.CODES[kind, torch.float32]
     params = (0.0, 1.0) if kind == "uniform" else ()
-    return lambda: c_library.draw(variant, code, keys, (N,), (range(N),), params, given)
+    return lambda: c_library.draw(variant, code, keys, counters.whole((N,)), params, given)
 
 
 def large() -> None:
@@ -152,14 +154,14 @@ def blocks() -> None:
     }
     rows = []
     for name, (shape, spec) in cases.items():
-        indices = local_indices(shape, {"r": 8}, spec, {"r": 3})
-        everything = tuple(map(range, shape))
+        block = counters.Rectangle(shape, local_indices(shape, {"r": 8}, spec, {"r": 3}))
+        whole = counters.whole(shape)
         for kind, params in (("uniform", (0.0, 1.0)), ("normal", ())):
             draw = Draw(kind, shape, torch.float32, params)
             took = wall(
                 {
-                    "whole": lambda draw=draw, everything=everything: draw_local(KEY, draw, everything),
-                    "block": lambda draw=draw, indices=indices: draw_local(KEY, draw, indices),
+                    "whole": lambda draw=draw, whole=whole: draw_op.draw(KEY.data, draw, whole, CPU),
+                    "block": lambda draw=draw, block=block: draw_op.draw(KEY.data, draw, block, CPU),
                 }
             )
             rows.append([kind, name, took["whole"], took["block"] * 8, took["block"] * 8 / took["whole"]])

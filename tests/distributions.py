@@ -9,6 +9,14 @@ from typing import Any
 import torch
 
 from vescale_fn import random
+from vescale_fn.random.backends import draw_op
+from vescale_fn.random.bits.counters import Rectangle
+from vescale_fn.random.sharded import Draw
+
+
+def draw_local(key: random.Key, draw: Draw, indices: Any) -> torch.Tensor:
+    """One rectangle of a draw: the elements at these global indices, one vector a dim."""
+    return draw_op.draw(key.data, draw, Rectangle(draw.shape, tuple(indices)), torch.device("cpu"))
 
 
 @dataclass(frozen=True)

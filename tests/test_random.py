@@ -13,13 +13,14 @@ import optree
 import pytest
 import torch
 import torch.utils._pytree as torch_pytree
+from distributions import draw_local
 
 from vescale_fn import random
 from vescale_fn._core.sharding.spec import P
 from vescale_fn.errors import RandomError, SpecError
 from vescale_fn.random.backends import draw_op
 from vescale_fn.random.bits import counters, elementwise_draws, floats, threefry
-from vescale_fn.random.sharded import Draw, draw_local
+from vescale_fn.random.sharded import Draw
 
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "random.json").read_text())["cases"]
 DRAWS = ("bits", "uniform", "normal", "bernoulli", "randint")
@@ -473,9 +474,10 @@ def test_a_spec_is_checked_on_one_device_too() -> None:
 
 def test_a_rectangle_is_written_and_read_back() -> None:
     shape = (6, 5, 4)
-    assert counters.is_whole(shape, (range(6), range(5), range(4)))
+    assert counters.whole(shape).is_whole
+    assert counters.decoded(shape, counters.whole(shape).where()) is counters.whole(shape)
     indices = (range(2, 4), [0, 1, 4], range(0))
-    assert not counters.is_whole(shape, indices)
-    rows = counters.encode(indices)
-    assert rows == [[0, 2, 2], [1, 0, 2], [1, 4, 1], [2, 0, 0]]
-    assert counters.decode(shape, rows) == list(indices)
+    rectangle = counters.Rectangle(shape, indices)
+    assert not rectangle.is_whole
+    assert rectangle.encoded().tolist() == [[0, 2, 2], [1, 0, 2], [1, 4, 1], [2, 0, 0]]
+    assert counters.decoded(shape, rectangle.where()).indices == indices

@@ -6,12 +6,13 @@ import shutil
 
 import pytest
 import torch
+from distributions import draw_local
 
 from vescale_fn import launch, random
 from vescale_fn.errors import RandomError
 from vescale_fn.random.backends import c_library, choice
 from vescale_fn.random.bits import elementwise_draws
-from vescale_fn.random.sharded import Draw, draw_local
+from vescale_fn.random.sharded import Draw
 
 KEY = random.key(42)
 PARAMS = {

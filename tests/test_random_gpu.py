@@ -21,7 +21,9 @@ from distributions import DISTRIBUTIONS
 
 import vescale_fn as vfn
 from vescale_fn.random.backends import triton_kernels, triton_launch
-from vescale_fn.random.bits import elementwise_draws, floats
+from vescale_fn.random.bits import counters, elementwise_draws, floats
+from vescale_fn.random.bits.counters import Rectangle
+from vescale_fn.random.bits.elementwise_draws import Draw
 from vescale_fn.random.bits.threefry import hash_words
 
 HERE = Path(__file__).resolve().parent
@@ -51,7 +53,8 @@ PLACES = {  # the whole draw's shape, the rectangle's indices
 LONG = ("whole", "long rows")  # under one key in the interpreter, which takes its time
 FEW = ("whole", "listed both", "across 2**32", "least and most")
 CASES = [(kind, dtype) for kind, (dtypes, _) in triton_launch.KNOWN.items() for dtype in dtypes]
-DROPS = [("dropout", dtype) for dtype in triton_launch.DROPOUTS]
+DROPS = [(kind, dtype) for kind, dtype in CASES if kind == "dropout"]
+CASES = [case for case in CASES if case not in DROPS]
 THOROUGH = [("bits", torch.uint32), ("randint", torch.int32), ("dropout", torch.float32)]
 
 
@@ -69,7 +72,7 @@ def counters_of(place):
 
 
 def params_of(kind):
-    return (0.7, 1 / 0.7) if kind == "dropout" else triton_launch.KNOWN[kind][1]
+    return triton_launch.KNOWN[kind][1]
 
 
 def value_for(dtype, n):
@@ -100,7 +103,7 @@ def made(kind, dtype, keys, place, params, device="cpu", keys_device="cpu"):
     n = len(keys) * len(counters_of(place))
     out = torch.empty(n, dtype=elementwise_draws.result_dtype(kind, dtype), device=device)
     x = value_for(dtype, n).to(device) if kind == "dropout" else None
-    triton_launch.run(kind, keys.to(keys_device), shape, indices, params, dtype, out, x)
+    triton_launch.run(Draw(kind, shape, dtype, params), keys.to(keys_device), Rectangle(shape, indices), out, x)
     return out
 
 
@@ -305,8 +308,9 @@ def test_every_form_of_launch_compiles(kind, count, place, compiled):
 
 def test_a_draw_that_is_not_on_cuda_is_left_to_others():
     out = torch.empty(4)
-    assert not triton_launch.draw("normal", KEYS[:1, :1], (4,), (range(4),), (), torch.float32, out)
-    assert not triton_launch.dropout(KEYS[0, 0], (4,), (range(4),), torch.ones(4), 0.5, 2.0, out)
+    for kind, params, x in (("normal", (), None), ("dropout", (0.5, 2.0), torch.ones(4))):
+        draw = Draw(kind, (4,), torch.float32, params)
+        assert not triton_launch.draw(draw, KEYS[:1, :1], counters.whole((4,)), out, x)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +318,7 @@ def test_a_draw_that_is_not_on_cuda_is_left_to_others():
     [("normal", torch.float64, ()), ("cauchy", torch.float32, ()), ("uniform", torch.float32, (1.0, 0.0))],
 )
 def test_what_the_kernel_does_not_know(kind, dtype, params):
-    assert not triton_launch.knows(kind, dtype, params)
+    assert not triton_launch.knows(Draw(kind, (4,), dtype, params))
 
 
 def failing(*_):

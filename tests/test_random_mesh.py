@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import vescale_fn as vfn
 from vescale_fn import P, random
 from vescale_fn.errors import SpecError
-from vescale_fn.random import dropout_masks
+from vescale_fn.random import dropout_masks, sharded
 from vescale_fn.random.backends import draw_op
 from vescale_fn.random.bits import floats
 
@@ -86,13 +86,13 @@ def test_dropout_lies_as_its_value() -> None:
 def test_each_rank_draws_only_its_own_block(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, draw = [], draw_op.draw
 
-    def counted(key, where, shape, local, *rest):
-        drawn.append(math.prod(local))
-        return draw(key, where, shape, local, *rest)
+    def counted(key, what, rectangle, device):
+        drawn.append(math.prod(rectangle.local))
+        return draw(key, what, rectangle, device)
 
-    def masked(key, where, x, *rest):
+    def masked(key, rectangle, x, keep):
         drawn.append(x.numel())
-        return run(key, where, x, *rest)
+        return run(key, rectangle, x, keep)
 
     run = dropout_masks._run
     monkeypatch.setattr(draw_op, "draw", counted)
@@ -111,6 +111,22 @@ def test_each_rank_draws_only_its_own_block(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(SpecError, match="9 % 2 = 1"):
             vfn.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P("b", "a"))(KEY)
         assert drawn == []
+
+
+def test_a_second_draw_of_a_shape_and_a_layout_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("a", "b"))
+        draws = [
+            lambda: random.normal(KEY, (5, 3), spec=P("a", "b"), mesh=mesh),
+            lambda: random.gamma(KEY, 2.0, (5, 3), spec=P("b"), mesh=mesh),
+            lambda: random.dropout(KEY, vfn.shard(torch.ones(5, 3), mesh, P(("a", "b"))), 0.5),
+        ]
+        first = [vfn.unshard(draw()) for draw in draws]
+        monkeypatch.setattr(sharded, "local_indices", None)
+        monkeypatch.setattr(sharded, "validate", None)
+        assert all(torch.equal(vfn.unshard(draw()), before) for draw, before in zip(draws, first))
+        whole = random.normal(KEY, (5, 3))
+        assert torch.equal(first[0], whole)
 
 
 def test_keys_as_arrays() -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from distributions import draw_local
 
 from vescale_fn import random
 from vescale_fn._core.sharding.index_map import local_indices
 from vescale_fn._core.sharding.spec import P
 from vescale_fn.random.backends import draw_op
 from vescale_fn.random.bits import counters
-from vescale_fn.random.sharded import Draw, draw_local
+from vescale_fn.random.sharded import Draw
 
 KEY = random.key(42)
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "random.json").read_text())["cases"]
@@ -48,14 +49,14 @@ def test_every_block_is_a_piece_of_the_whole(axes: dict[str, int], monkeypatch: 
     for size, shape in itertools.product((4, 1 << 15), SHAPES):
         for spec, coord in itertools.product(specs(list(axes), len(shape)), coords(axes)):
             indices = local_indices(shape, axes, spec, coord)
-            rows = counters.encode(indices)
+            rows = counters.Rectangle(shape, indices).encoded()
             expected = cut(torch.arange(torch.Size(shape).numel()).view(shape), indices).flatten().tolist()
-            assert walked(shape, counters.decode(shape, rows), size) == expected, (shape, spec, coord)
+            assert walked(counters.decoded(shape, rows), size) == expected, (shape, spec, coord)
 
 
-def walked(shape, indices, size: int) -> list[int]:
+def walked(rectangle: counters.Rectangle, size: int) -> list[int]:
     found, end = [], 0
-    for start, stop, high, low in counters.blocks(shape, indices, size, torch.device("cpu")):
+    for start, stop, high, low in counters.blocks(rectangle, size, torch.device("cpu")):
         assert start == end
         assert stop - start == len(low)
         end = stop
@@ -81,7 +82,7 @@ def test_counters_of_rectangles_beyond_32_bits() -> None:
         for index, size in zip(indices, shape, strict=True):
             expected = expected[..., None] * size + torch.tensor(list(index))
         for size in (4096, 1 << 15):
-            assert walked(shape, indices, size) == expected.flatten().tolist()
+            assert walked(counters.Rectangle(shape, indices), size) == expected.flatten().tolist()
 
 
 @pytest.mark.parametrize(

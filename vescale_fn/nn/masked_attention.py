@@ -23,8 +23,9 @@ from .._core.sharding.index_map import axes_of
 from .._core.sharding.spec import from_split_axes, split_axes
 from ..ops import all_gather, all_to_all, axis_index, axis_size
 from ..random.backends import draw_op
+from ..random.bits.counters import Rectangle
 from ..random.dropout_masks import scale as kept_scale
-from ..random.sharded import Draw, drawn, rows_of
+from ..random.sharded import Draw, drawn
 from .blockwise import wide
 from .window import Window, filled, positions_on_ranks, tensor_of
 
@@ -224,7 +225,8 @@ class Kept:
 
     def rows(self, rectangle: Any) -> Tensor:
         """The rectangle of each rank, as an operator reads it."""
-        mine = blocks.each(lambda rank: rows_of(rectangle(rank)), played_ranks(_mesh()))
+        draw = self.whole
+        mine = blocks.each(lambda rank: Rectangle(draw.shape, rectangle(rank)).encoded(), played_ranks(_mesh()))
         tensor_types.mark(mine, types.of(varying={*self.names, *self.terms.batch, *self.terms.heads}))
         return mine
 
@@ -236,7 +238,7 @@ class Kept:
 
 def kept(key: Tensor, rows: Tensor, draw: Draw, local: tuple[int, ...], device: Any) -> Tensor:
     """A rectangle of the draw."""
-    return draw_op.draw(key, rows, draw.shape, local, draw.kind, draw.params, draw.dtype, torch.device(device))
+    return draw_op.draw_encoded(key, draw, rows, local, torch.device(device))
 
 
 def _mesh() -> Any:

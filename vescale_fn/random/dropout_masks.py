@@ -18,9 +18,8 @@ from .._core.base import context, traced_steps
 from .._core.base.errors import RandomError
 from .._core.base.messages import described, report
 from .._core.distributed import blocks
-from .._core.distributed.mesh import coordinates, played_ranks
-from .._core.local_types import replica_check, tensor_types, types
-from .._core.sharding.index_map import axes_of, local_indices
+from .._core.local_types import replica_check
+from .._core.sharding.index_map import axes_of
 from .._core.sharding.spec import P, split_axes
 from . import sharded, shared_keys
 from .backends import c_library, choice, draw_op, triton_launch
@@ -91,7 +90,8 @@ def dropout(key: Key, x: torch.Tensor, rate: float, *, spec: P | None = None) ->
     )
     # a compiler takes no Function with rules for transforms, and of one in a body nobody knows along which axes it varies
     if x.is_complex() or (transformed and (torch.compiler.is_compiling() or context.body() is not None)):
-        mask = draw_op.draw(key.data, where, shape, x.shape, "bernoulli", (keep,), torch.float32, x.device)
+        draw = Draw("bernoulli", tuple(shape), torch.float32, (keep,))
+        mask = draw_op.draw_encoded(key.data, draw, where, x.shape, x.device)
         return _by_mask(mask, x, keep)
     if transformed:
         return torch_internals.apply(_Dropout, key.data, where, x, tuple(shape), keep)
@@ -122,10 +122,7 @@ def _place_in_body(x: torch.Tensor, spec: Any) -> tuple[Any, tuple[int, ...]]:
     draw = Draw("bernoulli", tuple(n * size for n, size in zip(x.shape, sizes, strict=True)), torch.float32)
     layout = sharded.laid_out("random.dropout", Key(torch.zeros(2, dtype=torch.int32)), draw, spec, body.mesh)
     assert layout is not None
-    mine, _ = sharded.body_rows(draw, spec, body.mesh)
-    if mine is not None:
-        tensor_types.mark(mine, types.of_spec(spec))  # which makes the result vary over the spec's axes
-    return mine, draw.shape
+    return sharded.encoded_in_body(draw, spec, body.mesh)[0], draw.shape
 
 
 class _Dropout(torch.autograd.Function):
@@ -179,27 +176,30 @@ def _batched(info: Any, in_dims: Any, key: torch.Tensor, where: Any, x: torch.Te
 def _on_mesh(key: torch.Tensor, x: Any, shape: Sequence[int], keep: float) -> Any:
     """Each rank's block, with the mask of its own counters; dims of x before those of `shape` are of batches."""
     mesh, spec = array.mesh_of(x), array.spec_of(x)
-    key, axes, depth = array.whole(key) if array.is_array(key) else key, axes_of(mesh), x.ndim - len(shape)
+    key, depth = array.whole(key) if array.is_array(key) else key, x.ndim - len(shape)
+    rectangles = sharded.rectangles(tuple(x.shape), spec, mesh)
 
     def block(rank: int, mine: torch.Tensor) -> torch.Tensor:
-        indices = local_indices(x.shape, axes, spec, coordinates(mesh, rank))
-        keys = key
-        for dim, index in enumerate(indices[:depth]):
-            keys = keys.index_select(dim, torch.tensor(list(index), dtype=torch.int64, device=keys.device))
-        indices = indices[depth:]
-        where = None if counters.is_whole(shape, indices) else sharded.rows_of(indices)
-        run = torch.ops.vescale_fn.keyed_dropout.default if torch_internals.tracing() else _run
-        return run(keys, where, mine, shape, keep)
+        keys, rectangle = key, rectangles[rank]
+        if depth:
+            for dim, index in enumerate(rectangle.indices[:depth]):
+                keys = keys.index_select(dim, torch.tensor(list(index), dtype=torch.int64, device=keys.device))
+            rectangle = counters.Rectangle(tuple(shape), rectangle.indices[depth:])
+        if torch_internals.tracing():
+            return torch.ops.vescale_fn.keyed_dropout.default(keys, rectangle.where(), mine, shape, keep)
+        return _run(keys, rectangle, mine, keep)
 
-    names = [name for row in split_axes(spec, x.ndim) for name in row]
-    place = lambda rank: tuple(coordinates(mesh, rank)[name] for name in names)
-    out = blocks.each(block, played_ranks(mesh), torch_internals.local(x), key=place)
+    out = blocks.each(block, rectangles, torch_internals.local(x), key=rectangles.get)
     return array.wrap(out, mesh, P(*spec), x.shape)
 
 
-def _run(
+def _run_encoded(
     key: torch.Tensor, where: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int], keep: float
 ) -> torch.Tensor:
+    return _run(key, counters.decoded(shape, where), x, keep)
+
+
+def _run(key: torch.Tensor, rectangle: counters.Rectangle, x: torch.Tensor, keep: float) -> torch.Tensor:
     batch = key.shape[:-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     source = x if x.is_contiguous() else out.copy_(x)  # then it works in place
@@ -208,26 +208,21 @@ def _run(
     source, flat = source.view(len(keys), n), out.view(len(keys), n)
     if not out.numel():
         return out
-    indices = counters.decode(shape, None if where is None else where.tolist())
     code = c_library.DROPOUTS.get(x.dtype)
     if choice.variant is not None and code is not None and x.device.type == "cpu":
-        c_library.draw(choice.variant, code, keys.cpu(), shape, indices, (keep, scale(keep)), flat, source)
+        c_library.draw(choice.variant, code, keys.cpu(), rectangle, (keep, scale(keep)), flat, source)
         return out
     if x.device.type == "cuda" and choice.on_cuda:
-        if triton_launch.dropout(keys, shape, indices, source, keep, scale(keep), flat):
+        draw = Draw("dropout", rectangle.shape, x.dtype, (keep, scale(keep)))
+        if triton_launch.draw(draw, keys, rectangle, flat, source):
             return out
     size = draw_op.BLOCK.get(x.device.type, draw_op.BLOCK_ELSEWHERE)
-    together = max(1, size // max(n, 1))
     factor = torch.tensor(
         scale(keep), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device
     )
-    for first in range(0, len(keys), together):
-        ((k0, k1),) = draw_op.key_words(keys[first : first + together], x.device)
-        for start, stop, high, low in counters.blocks(shape, indices, size, x.device):
-            here = source[first : first + together, start:stop]
-            mask = elementwise_draws.bernoulli(hash_words(k0, k1, high, low.expand(here.shape)), torch.float32, (keep,))
-            kept = here.to(factor.dtype) * factor
-            flat[first : first + together, start:stop] = torch.where(mask, kept, 0.0)
+    for here, ((k0, k1),), high, low in draw_op.blocks(keys, rectangle, size, x.device):
+        mask = elementwise_draws.bernoulli(hash_words(k0, k1, high, low), torch.float32, (keep,))
+        flat[here] = torch.where(mask, source[here].to(factor.dtype) * factor, 0.0)
     return out
 
 
@@ -255,7 +250,7 @@ def _run_backward(ctx: Any, cotangent: Any) -> Any:
     )
 
 
-_library.impl("keyed_dropout", _run, "CompositeExplicitAutograd")
+_library.impl("keyed_dropout", _run_encoded, "CompositeExplicitAutograd")
 torch.library.register_fake("vescale_fn::keyed_dropout", _run_fake, lib=_library)
 torch.library.register_vmap("vescale_fn::keyed_dropout", _run_vmap, lib=_library)
 torch.library.register_autograd("vescale_fn::keyed_dropout", _run_backward, setup_context=_keep_key, lib=_library)

@@ -5,14 +5,16 @@ Each rank hashes the counters of its own rectangle and of nothing else, so nothi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
 from .._core import torch_internals
-from .._core.arrays import placement
+from .._core.arrays import array, placement
 from .._core.base import context
 from .._core.base.errors import SpecError
 from .._core.base.messages import mesh_text, report
@@ -22,17 +24,13 @@ from .._core.local_types import replica_check, tensor_types, types
 from .._core.sharding.index_map import axes_of, is_even, local_indices
 from .._core.sharding.spec import P, split_axes, validate
 from .backends import draw_op
-from .bits import counters, elementwise_draws
+from .bits import counters
+from .bits.elementwise_draws import Draw
 from .keys import Key
 
-
-class Draw(NamedTuple):
-    """What is drawn, before it is said where: an entry of `kinds.KINDS`, its numbers, its dtype, the whole shape."""
-
-    kind: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    params: tuple[elementwise_draws.Number, ...] = ()
+PLANNED = (
+    1 << 18
+)  # elements of a draw whose rectangles are kept: of larger ones they take no time worth keeping them for
 
 
 def drawn(
@@ -49,7 +47,7 @@ def drawn(
         and context.body() is None
         and torch_internals.is_plain(key.data)
     ):
-        out = draw_op.draw_small(key.data, draw.kind, draw.shape, draw.dtype, draw.params)
+        out = draw_op.draw_small(key.data, draw, 0, draw.shape)
         if out is not None:
             return out
     layout = laid_out(where, key, draw, spec, mesh)
@@ -85,7 +83,7 @@ def laid_out(where: str, key: Key, draw: Draw, spec: P | None, mesh: Any) -> tup
                 )
             )
         return None
-    validate(spec, axes_of(mesh), len(draw.shape), where, f"a draw of shape {draw.shape}")
+    _validate(where, draw.shape, spec, mesh)
     if body:
         _check_in_body(where, draw, spec, mesh, body)
     elif context.on_one_device():
@@ -95,23 +93,28 @@ def laid_out(where: str, key: Key, draw: Draw, spec: P | None, mesh: Any) -> tup
     return spec, mesh
 
 
-def draw_local(key: Any, draw: Draw, indices: Sequence[counters.Indices], device: Any = "cpu") -> torch.Tensor:
-    """One rectangle of a draw: the elements at these global indices, one vector a dim, as a plain tensor.
-
-    Args:
-        key: a `Key`, or its data; a batch of keys gives a batch of draws, in front.
-        indices: for each dim of `draw.shape`, the global indices to draw (a range where they are neighbours).
-    """
-    data = key.data if isinstance(key, Key) else key
-    where = None if counters.is_whole(draw.shape, indices) else rows_of(indices)
-    local = tuple(map(len, indices))
-    return draw_op.draw(data, where, draw.shape, local, draw.kind, draw.params, draw.dtype, torch.device(device))
+def rectangles(shape: tuple[int, ...], spec: P, mesh: Any) -> Mapping[int, counters.Rectangle]:
+    """What each rank that this process plays makes of a draw of this shape; ranks that make the same share one object."""
+    planned = _rectangles if math.prod(shape) <= PLANNED else _rectangles.__wrapped__
+    return planned(shape, spec, mesh, played_ranks(mesh))
 
 
-def rows_of(indices: Sequence[counters.Indices]) -> torch.Tensor:
-    """The rectangle as a tensor that says it to an operator."""
-    # by numpy, because torch's factories mean something else inside a body
-    return torch.from_numpy(np.asarray(counters.encode(indices), dtype=np.int64).reshape(-1, 3))
+@functools.lru_cache(maxsize=256)
+def _rectangles(shape: tuple[int, ...], spec: P, mesh: Any, ranks: range) -> Mapping[int, counters.Rectangle]:
+    axes, made, found = axes_of(mesh), {}, {}
+    names = [name for row in split_axes(spec, len(shape)) for name in row]
+    for rank in ranks:
+        coord = coordinates(mesh, rank)
+        place = tuple(coord[name] for name in names)
+        if place not in made:
+            made[place] = counters.Rectangle(shape, local_indices(shape, axes, spec, coord))
+        found[rank] = made[place]
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _validate(where: str, shape: tuple[int, ...], spec: P, mesh: Any) -> None:
+    validate(spec, axes_of(mesh), len(shape), where, f"a draw of shape {shape}")
 
 
 def _checked(where: str, spec: Any) -> P:
@@ -144,7 +147,7 @@ def device_of(key: Key, mesh: Any) -> torch.device:
 
 
 def _whole(key: Key, draw: Draw, device: torch.device) -> torch.Tensor:
-    return own(draw_op.draw(key.data, None, draw.shape, draw.shape, draw.kind, draw.params, draw.dtype, device))
+    return own(draw_op.draw_encoded(key.data, draw, None, draw.shape, device))
 
 
 def own(out: torch.Tensor) -> torch.Tensor:
@@ -164,14 +167,12 @@ def own(out: torch.Tensor) -> torch.Tensor:
 
 def _on_mesh(data: torch.Tensor, draw: Draw, spec: P, mesh: Any) -> torch.Tensor:
     """An array; the batch dims of `data` come first and are not split."""
-    data = placement.unshard(data)
-    axes, batch = axes_of(mesh), data.shape[:-1]
-
-    def block(coord: Any) -> torch.Tensor:
-        return draw_local(data, draw, local_indices(draw.shape, axes, spec, coord), mesh.device_type)
-
-    dtype = elementwise_draws.result_dtype(draw.kind, draw.dtype)
-    return placement.from_blocks(block, (*batch, *draw.shape), dtype, mesh, P(*(None,) * len(batch), *spec))
+    data, device, mine = placement.unshard(data), torch.device(mesh.device_type), rectangles(draw.shape, spec, mesh)
+    batch = data.shape[:-1]
+    made = {each: draw_op.draw(data, draw, each, device) for each in dict.fromkeys(mine.values())}
+    row = [made[each] for each in mine.values()]
+    local = blocks.Blocks(row) if is_simulated(mesh) else row[0]
+    return array.wrap(local, mesh, P(*(None,) * len(batch), *spec), torch.Size((*batch, *draw.shape)))
 
 
 class _Placed(torch.autograd.Function):
@@ -221,23 +222,17 @@ def _check_in_body(where: str, draw: Draw, spec: P, mesh: Any, body: Any) -> Non
         )
 
 
-def body_rows(draw: Draw, spec: P, mesh: Any) -> tuple[Any, tuple[int, ...]]:
+def encoded_in_body(draw: Draw, spec: P, mesh: Any) -> tuple[Any, tuple[int, ...]]:
     """This rank's rectangle of a draw in a body (None: everything), and the rectangle's shape, which all ranks share."""
-    axes = axes_of(mesh)
     if not any(split_axes(spec, len(spec))):
         return None, draw.shape
-
-    def rows(rank: int) -> torch.Tensor:
-        return rows_of(local_indices(draw.shape, axes, spec, coordinates(mesh, rank)))
-
-    local = tuple(map(len, local_indices(draw.shape, axes, spec, dict.fromkeys(axes, 0))))
-    return blocks.each(rows, played_ranks(mesh)), local
+    mine = rectangles(draw.shape, spec, mesh)
+    encoded = blocks.each(lambda rank: mine[rank].encoded(), mine)
+    tensor_types.mark(encoded, types.of_spec(spec))  # which makes the draw vary over the spec's axes
+    return encoded, mine[next(iter(mine))].local
 
 
 def _in_body(key: Key, draw: Draw, spec: P, mesh: Any) -> torch.Tensor:
-    mine, local = body_rows(draw, spec, mesh)
+    where, local = encoded_in_body(draw, spec, mesh)
     device = device_of(key, mesh)
-    if mine is None:
-        return _whole(key, draw, device)
-    tensor_types.mark(mine, types.of_spec(spec))  # which makes the draw vary over the spec's axes
-    return draw_op.draw(key.data, mine, draw.shape, local, draw.kind, draw.params, draw.dtype, device)
+    return _whole(key, draw, device) if where is None else draw_op.draw_encoded(key.data, draw, where, local, device)

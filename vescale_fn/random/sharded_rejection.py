@@ -17,9 +17,6 @@ from .._core.arrays import array
 from .._core.arrays.placement import unshard
 from .._core.base import context
 from .._core.distributed import blocks
-from .._core.distributed.mesh import coordinates, played_ranks
-from .._core.local_types import tensor_types, types
-from .._core.sharding.index_map import axes_of, local_indices
 from .._core.sharding.spec import P, from_split_axes, split_axes
 from . import sharded, shared_keys
 from .backends import draw_op
@@ -40,15 +37,15 @@ _library.define(
 def sampled(
     where: str, key: Key, draw: Draw, params: Sequence[torch.Tensor], spec: P | None = None, mesh: Any = None
 ) -> torch.Tensor:
-    """A draw by trials, laid out as `placed.drawn` lays its draws out.
+    """A draw by trials, laid out as `sharded.drawn` lays its draws out.
 
     Args:
         where: the function that asks, for messages.
         key: one key.
-        draw: its kind is an entry of `samplers.SAMPLERS`.
+        draw: its kind is an entry of `rejection_draws.SAMPLERS`.
         params: tensors, arrays or local values that broadcast to the shape of the draw (in a body with a spec: to this
             rank's block of it). Nothing is differentiated here.
-        spec, mesh: as for `placed.drawn`.
+        spec, mesh: as for `sharded.drawn`.
     """
     shared_keys.warn(where, key, {f"parameter {i}": p for i, p in enumerate(params) if p.ndim}, spec)
     params = [p.detach() for p in params]
@@ -61,9 +58,7 @@ def sampled(
     if context.body() is None:
         laid = _Laid.apply if torch_internals.transforming() else _on_mesh
         return laid(key.data, draw, spec, mesh, *params)
-    mine, local = sharded.body_rows(draw, spec, mesh)
-    if mine is not None:
-        tensor_types.mark(mine, types.of_spec(spec))  # which makes the draw vary over the spec's axes
+    mine, local = sharded.encoded_in_body(draw, spec, mesh)
     return _sample(key.data, mine, params, draw, local, sharded.device_of(key, mesh))
 
 
@@ -81,20 +76,16 @@ def _sample(
 
 def _on_mesh(data: torch.Tensor, draw: Draw, spec: P, mesh: Any, *params: torch.Tensor) -> torch.Tensor:
     data = unshard(data)
-    batch, axes = data.shape[:-1], axes_of(mesh)
+    batch, mine = data.shape[:-1], sharded.rectangles(draw.shape, spec, mesh)
     shape = (*batch, *draw.shape)
     rows = (*((),) * len(batch), *split_axes(spec, len(draw.shape)))
 
-    def block(rank: int, *mine: torch.Tensor) -> torch.Tensor:
-        indices = local_indices(draw.shape, axes, spec, coordinates(mesh, rank))
-        where = None if counters.is_whole(draw.shape, indices) else sharded.rows_of(indices)
-        local = tuple(map(len, indices))
-        return _sample(data, where, mine, draw, local, torch.device(mesh.device_type))
+    def block(rank: int, *params: torch.Tensor) -> torch.Tensor:
+        where, local = mine[rank].where(), mine[rank].local
+        return _sample(data, where, params, draw, local, torch.device(mesh.device_type))
 
-    names = [name for row in rows for name in row]
-    place = lambda rank: tuple(coordinates(mesh, rank)[name] for name in names)
     here = [array.bring_in(p, mesh, _lying(p, shape, rows), f"random.{draw.kind}") for p in params]
-    local = blocks.each(block, played_ranks(mesh), *here, key=place)
+    local = blocks.each(block, mine, *here, key=mine.get)
     return array.wrap(local, mesh, from_split_axes(rows), torch.Size(shape))
 
 
@@ -149,18 +140,10 @@ def _run(
     keys = key.reshape(-1, 1, 2)
     out = torch.empty((len(keys), n), dtype=dtype, device=device)
     rows = [p if p.numel() == 1 else p.expand(*batch, *local).reshape(len(keys), n) for p in params]
-    together = max(1, BLOCK // max(n, 1))
-    indices = counters.decode(shape, None if where is None else where.tolist())
-    for first in range(0, len(keys), together):
-        ((k0, k1),) = draw_op.key_words(keys[first : first + together], device)
-        for start, stop, high, low in counters.blocks(shape, indices, BLOCK, device):
-            here = out[first : first + together, start:stop]
-            mine = [
-                p.reshape(1, 1).expand(here.shape) if p.numel() == 1 else p[first : first + together, start:stop]
-                for p in rows
-            ]
-            high = high.expand(here.shape) if isinstance(high, torch.Tensor) else high
-            here.copy_(rejection_draws.SAMPLERS[kind](k0, k1, high, low.expand(here.shape), mine, dtype))
+    for here, ((k0, k1),), high, low in draw_op.blocks(keys, counters.decoded(shape, where), BLOCK, device):
+        mine = [p.reshape(1, 1).expand(low.shape) if p.numel() == 1 else p[here] for p in rows]
+        high = high.expand(low.shape) if isinstance(high, torch.Tensor) else high
+        out[here] = rejection_draws.SAMPLERS[kind](k0, k1, high, low, mine, dtype)
     return out.view((*batch, *local))
 
 

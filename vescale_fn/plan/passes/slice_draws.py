@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from ...random.bits import counters
-from ...random.sharded import rows_of
 from ..ir.graph import Step, is_aten, value
 from ..ir.slice_motion import Call, Cut, Range, Rule, moved_up
 
@@ -36,7 +35,7 @@ def _drawn(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
     dim, sizes = part.dim - batch, list(local)  # type: ignore[arg-type]
     indices[dim] = indices[dim][part.start : part.start + part.length]
     sizes[dim] = part.length
-    rows = rows_of(indices)
+    rows = counters.Rectangle(tuple(shape), tuple(indices)).encoded()  # type: ignore[arg-type]
     smaller = graph.call_function(Step("rectangle", functools.partial(_as_it_is, rows)))
     smaller.meta = {**node.meta, "val": value(node).new_empty(rows.shape, dtype=rows.dtype, device="cpu")}
     return Call(node.target, (key, smaller, shape, sizes, *rest), {}, _smaller(node, part))
@@ -49,9 +48,9 @@ def _as_it_is(rows: torch.Tensor) -> torch.Tensor:
 def _rectangle(where: Any, shape: Any) -> list[counters.Indices] | None:
     """The indices that a draw makes; None where the plan does not know them."""
     if where is None:
-        return counters.decode(shape, None)
+        return list(counters.decoded(shape, None).indices)
     if isinstance(where, fx.Node) and isinstance(where.target, Step) and where.target.name == "rectangle":
-        return counters.decode(shape, where.target.run.args[0].tolist())  # type: ignore[attr-defined]
+        return list(counters.decoded(shape, where.target.run.args[0]).indices)  # type: ignore[attr-defined]
     return None
 
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..bits import counters
@@ -114,18 +113,11 @@ def small(
     return out
 
 
-def _vector(index: counters.Indices) -> np.ndarray:
-    if isinstance(index, range):
-        return np.arange(index.start, index.stop, dtype=np.int64)
-    return np.array(index, dtype=np.int64)
-
-
 def draw(
     variant: int,
     code: int,
     keys: torch.Tensor,
-    shape: Sequence[int],
-    indices: Sequence[counters.Indices],
+    rectangle: counters.Rectangle,
     params: Sequence[float],
     out: torch.Tensor,
     x: torch.Tensor | None = None,
@@ -135,27 +127,22 @@ def draw(
     Args:
         variant, code: the place of the instruction set in `VARIANTS`, and of the kind in `enum kind`.
         keys: int32 [keys, streams, 2] on the CPU.
-        shape, indices: the whole draw's shape, and the rectangle's indices in each dim.
         out: contiguous, of as many elements; in place of `x`, contiguous, which a dropout reads.
     """
     if not out.numel():
         return
     keys = keys.contiguous()
-    outer, inner = counters.plan(shape, indices)
-    sizes = np.array([len(index) for index, _ in outer], dtype=np.int64)
-    vectors = [_vector(index) * stride for index, stride in outer]
-    offsets = np.concatenate(vectors) if vectors else sizes
-    listed = None if isinstance(inner, range) else _vector(inner)
-    first = inner.start if isinstance(inner, range) else 0
+    inner = rectangle.walk[1]
+    sizes, offsets, listed = rectangle.vectors
     job = _Draw(
         code,
-        len(outer),
+        len(sizes),
         keys.data_ptr(),
         keys.shape[0],
         keys.shape[1],
         sizes.ctypes.data,
         offsets.ctypes.data,
-        first,
+        inner.start if isinstance(inner, range) else 0,
         len(inner),
         None if listed is None else listed.ctypes.data,
         (ctypes.c_double * 3)(*params),

@@ -9,7 +9,7 @@ import torch
 from ..._core.base import source_lines
 from ..._core.base.errors import RandomError
 from ..._core.base.messages import report
-from ..bits import elementwise_draws
+from ..bits import counters, elementwise_draws
 from ..bits.threefry import hash_words
 from . import c_library
 
@@ -75,8 +75,8 @@ def differing(chosen: int, n: int = 300) -> list[str]:
         given = params.get(kind, ())
         expected = values(*((w.clone() for w in pair) for pair in words), dtype, given)
         got = torch.empty_like(expected)
-        place = (range(7, 8), range(n))
-        c_library.draw(chosen, code, key[:, :streams], (8, 1 << 32), place, given, got)
+        rectangle = counters.Rectangle((8, 1 << 32), (range(7, 8), range(n)))
+        c_library.draw(chosen, code, key[:, :streams], rectangle, given, got)
         if not torch.equal(got.view(torch.uint8), expected.view(torch.uint8)):
             wrong.append(f"{kind} of {str(dtype).removeprefix('torch.')}")
     return wrong

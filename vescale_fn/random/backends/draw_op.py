@@ -7,7 +7,7 @@ stands for many ranks runs it once a rank. What is inside is plain loops over bl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from ..._core import torch_internals
 from ..bits import counters, elementwise_draws
+from ..bits.elementwise_draws import Draw
 from ..bits.threefry import MASK, Word, hash_ints, hash_words, signed
 from . import c_library, choice, triton_launch
 
@@ -33,44 +34,38 @@ for _schema in (
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def draw(
-    key: torch.Tensor,
-    where: torch.Tensor | None,
-    shape: Sequence[int],
-    local: Sequence[int],
-    kind: str,
-    params: Sequence[elementwise_draws.Number],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
+def draw(key: torch.Tensor, draw: Draw, rectangle: counters.Rectangle, device: torch.device) -> torch.Tensor:
     """The elements of a draw that a rectangle holds.
 
     Args:
         key: int32 [..., 2]; a batch of keys gives a batch of draws, in front.
-        where: int64 [rows, 3], the rectangle as `counters.encode` writes it, on the CPU; None for the whole draw.
-        shape: of the whole draw, over all ranks.
-        local: of the rectangle.
-        kind, params, dtype: an entry of `kinds.KINDS` and what it takes.
         device: where the result lies.
     """
+    if torch_internals.is_plain(key):
+        return _draw(key, draw, rectangle, device)
+    return draw_encoded(key, draw, rectangle.where(), rectangle.local, device)
+
+
+def draw_encoded(key: torch.Tensor, draw: Draw, where: Any, local: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The same of a rectangle in a tensor, which may be of many ranks: `Rectangle.where`, and its shape on each of them."""
+    kind, shape, dtype, params = draw
     if torch_internals.is_plain(key) and (where is None or torch_internals.is_plain(where)):
-        return _draw(key, where, shape, local, kind, params, dtype, device)
+        return _draw(key, draw, counters.decoded(shape, where), device)
     return torch.ops.vescale_fn.draw.default(key, where, shape, local, kind, params, dtype, device)
 
 
-def draw_small(
-    key: torch.Tensor, kind: str, shape: tuple[int, ...], dtype: torch.dtype, params: Sequence[elementwise_draws.Number]
-) -> torch.Tensor | None:
-    """A whole draw under one plain key on the CPU, by the shortest way; None where that is not one."""
+def draw_small(key: torch.Tensor, draw: Draw, first: int, local: tuple[int, ...]) -> torch.Tensor | None:
+    """The elements from `first` on, under one plain key on the CPU, by the shortest way; None where that is not one."""
+    kind, _, dtype, params = draw
     code = c_library.SMALL.get((kind, dtype))
     if code is None or choice.variant is None or key.ndim != 1 or not key.is_cpu:
         return None
-    n = math.prod(shape)
+    n = math.prod(local)
     if n >= SMALL:
         return None
     if kind == "bernoulli":
         dtype = torch.bool
-    return c_library.small(choice.variant, code, key, 0, n, params, shape, dtype)
+    return c_library.small(choice.variant, code, key, first, n, params, local, dtype)
 
 
 def split(key: torch.Tensor, n: int) -> torch.Tensor:
@@ -90,55 +85,42 @@ def fold_in(key: torch.Tensor, data: torch.Tensor | int) -> torch.Tensor:
     return torch.ops.vescale_fn.fold_in.default(key, data)
 
 
-def _draw(
-    key: torch.Tensor,
-    where: torch.Tensor | None,
-    shape: Sequence[int],
-    local: Sequence[int],
-    kind: str,
-    params: Sequence[elementwise_draws.Number],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    variant, code = choice.variant, c_library.CODES.get((kind, dtype))
-    if variant is not None and code is not None and device.type == key.device.type == "cpu":
-        return _draw_native(variant, code, key, where, shape, local, kind, params, dtype)
-    batch, n = key.shape[:-1], math.prod(local)
+def _draw(key: torch.Tensor, draw: Draw, rectangle: counters.Rectangle, device: torch.device) -> torch.Tensor:
+    kind, _, dtype, params = draw
+    on_cpu = device.type == key.device.type == "cpu"
+    if on_cpu and rectangle.first is not None:
+        small = draw_small(key, draw, rectangle.first, rectangle.local)
+        if small is not None:
+            return small
+    batch, n = key.shape[:-1], math.prod(rectangle.local)
     streams, values = elementwise_draws.KINDS[kind]
     keys = key.reshape(-1, 1, 2) if streams == 1 else _split(key.reshape(-1, 2), streams)  # [keys, streams, 2]
     out = torch.empty((len(keys), n), dtype=elementwise_draws.result_dtype(kind, dtype), device=device)
-    size = BLOCK.get(device.type, BLOCK_ELSEWHERE)
-    together = max(1, size // max(n, 1))  # keys of small draws are hashed side by side
-    indices = counters.decode(shape, None if where is None else where.tolist())
-    if device.type == "cuda" and choice.on_cuda and triton_launch.draw(kind, keys, shape, indices, params, dtype, out):
-        return out.view((*batch, *local))
+    code = c_library.CODES.get((kind, dtype))
+    if choice.variant is not None and code is not None and on_cpu:
+        c_library.draw(choice.variant, code, keys, rectangle, params, out)
+    elif not (device.type == "cuda" and choice.on_cuda and triton_launch.draw(draw, keys, rectangle, out)):
+        size = BLOCK.get(device.type, BLOCK_ELSEWHERE)
+        for here, some, high, low in blocks(keys, rectangle, size, device):
+            out[here] = values(*[hash_words(k0, k1, high, low) for k0, k1 in some], dtype, params)
+    return out.view((*batch, *rectangle.local))
+
+
+def blocks(
+    keys: torch.Tensor, rectangle: counters.Rectangle, size: int, device: torch.device
+) -> Iterator[tuple[tuple[slice, slice], list[tuple[Word, Word]], int | torch.Tensor, torch.Tensor]]:
+    """The counters of a rectangle under each of `keys`, int32 [keys, streams, 2], in blocks of about `size`.
+
+    Yields:
+        The place of a block in a result [keys, elements]; for each stream the words of the keys; the high and the low
+        words of the counters, the low ones in the block's shape.
+    """
+    together = max(1, size // max(math.prod(rectangle.local), 1))  # keys of small draws are hashed side by side
     for first in range(0, len(keys), together):
-        some = key_words(keys[first : first + together], device)
-        for start, stop, high, low in counters.blocks(shape, indices, size, device):
-            words = [
-                hash_words(k0, k1, high, low.expand(out[first : first + together, start:stop].shape)) for k0, k1 in some
-            ]
-            out[first : first + together, start:stop] = values(*words, dtype, params)
-    return out.view((*batch, *local))
-
-
-def _draw_native(
-    variant: int,
-    code: int,
-    key: torch.Tensor,
-    where: torch.Tensor | None,
-    shape: Sequence[int],
-    local: Sequence[int],
-    kind: str,
-    params: Sequence[elementwise_draws.Number],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    streams = elementwise_draws.KINDS[kind][0]
-    out = torch.empty((*key.shape[:-1], *local), dtype=elementwise_draws.result_dtype(kind, dtype), device="cpu")
-    keys = key.reshape(-1, 1, 2) if streams == 1 else _split(key.reshape(-1, 2), streams)
-    indices = counters.decode(shape, None if where is None else where.tolist())
-    c_library.draw(variant, code, keys, shape, indices, params, out)
-    return out
+        group = keys[first : first + together]
+        some = key_words(group, device)
+        for start, stop, high, low in counters.blocks(rectangle, size, device):
+            yield (slice(first, first + together), slice(start, stop)), some, high, low.expand(len(group), stop - start)
 
 
 def key_words(keys: torch.Tensor, device: torch.device) -> list[tuple[Word, Word]]:
@@ -154,7 +136,7 @@ def _split(key: torch.Tensor, n: int) -> torch.Tensor:
         if key.ndim == 1 and n < SMALL:
             return c_library.small(choice.variant, c_library.WORDS, key, 0, n, (), (n, 2), torch.int32)
         out = torch.empty((*key.shape[:-1], n, 2), dtype=torch.int32, device="cpu")
-        c_library.draw(choice.variant, c_library.WORDS, key.reshape(-1, 1, 2), (n,), (range(n),), (), out)
+        c_library.draw(choice.variant, c_library.WORDS, key.reshape(-1, 1, 2), counters.whole((n,)), (), out)
         return out
     if key.ndim == 1 and n <= FEW and key.device.type == "cpu":
         k0, k1 = (k & MASK for k in key.tolist())
@@ -171,6 +153,12 @@ def _fold_in(key: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     low = data.to(key.device, torch.int64).bitwise_and(MASK).to(torch.int32)
     low = low.expand(torch.broadcast_shapes(key.shape[:-1], low.shape))
     return torch.stack(hash_words(key[..., 0], key[..., 1], 0, low), dim=-1)
+
+
+def _draw_encoded(
+    key: Any, where: Any, shape: Any, local: Any, kind: str, params: Any, dtype: torch.dtype, device: Any
+) -> torch.Tensor:
+    return _draw(key, Draw(kind, shape, dtype, params), counters.decoded(shape, where), device)
 
 
 def _draw_fake(key: Any, where: Any, shape: Any, local: Any, kind: str, params: Any, dtype: Any, device: Any) -> Any:
@@ -210,7 +198,7 @@ def batch_in_front(x: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
 
 
 for _name, _impl, _fake, _vmap in (
-    ("draw", _draw, _draw_fake, _draw_vmap),
+    ("draw", _draw_encoded, _draw_fake, _draw_vmap),
     ("split", _split, _split_fake, _split_vmap),
     ("fold_in", _fold_in, _fold_in_fake, _fold_in_vmap),
 ):

@@ -1,4 +1,4 @@
-/* Draws in C: the recipes of kinds.py and floats.py once more, bit for bit, as loops that a compiler turns into vectors.
+/* Draws in C: the recipes of elementwise_draws.py and floats.py once more, bit for bit, as loops that a compiler turns into vectors.
  *
  * The loops are in native_loops.h, which is compiled once for each instruction set below; `vfn_available` says which of
  * them this processor runs. Nothing here knows Python or torch: it is called with plain pointers. There is no state, so

@@ -80,7 +80,7 @@ INLINE float SUFFIX(erfinv)(float u) {
     return (w < 5.0f ? centre : y) * u;
 }
 
-/* --- the kinds: kinds.py ------------------------------------------------------------------------------------------- */
+/* --- the kinds: elementwise_draws.py ------------------------------------------------------------------------------- */
 
 #define UNIT(i) (SUFFIX(as_float)((y0[i] ^ y1[i]) >> 9 | 0x3F800000) - 1.0f) /* uniform on [0, 1) */
 #define OPEN(i) (UNIT(i) > 0.0f ? UNIT(i) : 1.17549435e-38f)                 /* and on (0, 1) */

@@ -18,6 +18,7 @@ import torch
 
 from ..._core.base import source_lines
 from ..bits import counters, elementwise_draws
+from ..bits.elementwise_draws import Draw
 from ..bits.threefry import MASK, hash_words
 from . import triton_kernels
 
@@ -38,89 +39,56 @@ KNOWN: dict[str, tuple[tuple[torch.dtype, ...], tuple[elementwise_draws.Number, 
     "gumbel": ((torch.float32,), ()),
     "laplace": ((torch.float32,), ()),
     "logistic": ((torch.float32,), ()),
+    "dropout": ((torch.float32, torch.float16, torch.bfloat16), (0.7, 1 / 0.7)),
 }
-DROPOUTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def draw(
-    kind: str,
+    draw: Draw,
     keys: torch.Tensor,
-    shape: Sequence[int],
-    indices: Sequence[counters.Indices],
-    params: Sequence[elementwise_draws.Number],
-    dtype: torch.dtype,
+    rectangle: counters.Rectangle,
     out: torch.Tensor,
+    x: torch.Tensor | None = None,
 ) -> bool:
     """Write the elements of a rectangle, for each key, into `out`; whether that was possible.
 
     Args:
-        kind, params, dtype: an entry of `kinds.KINDS` and what it takes.
+        draw: of kind "dropout", with parameters (keep, scale): ``x * scale`` where the draw is below `keep`, else 0.
         keys: int32 [keys, streams, 2], on the CPU or on a CUDA device.
-        shape, indices: the whole draw's shape, and the rectangle's indices in each dim.
-        out: contiguous, of as many elements, of `kinds.result_dtype(kind, dtype)`.
+        out: contiguous, of as many elements, of `elementwise_draws.result_dtype(kind, dtype)`.
+        x: what a dropout reads, contiguous, as `out`, and may be it. 16-bit numbers are multiplied as float32.
     """
-    if not (AVAILABLE and out.device.type == "cuda" and knows(kind, dtype, params)):
+    if not (AVAILABLE and out.device.type == "cuda" and knows(draw) and agrees(out.device, draw.kind, draw.dtype)):
         return False
-    if not agrees(out.device, kind, dtype):
-        return False
-    run(kind, keys, shape, indices, params, dtype, out)
+    run(draw, keys, rectangle, out, x)
     return True
 
 
-def dropout(
-    key: torch.Tensor,
-    shape: Sequence[int],
-    indices: Sequence[counters.Indices],
-    x: torch.Tensor,
-    keep: float,
-    scale: float,
-    out: torch.Tensor,
-) -> bool:
-    """Write ``x * scale`` into `out` where the draw is below `keep`, else 0; whether that was possible.
-
-    Args:
-        key: int32 [2], or [keys, 1, 2] for so many masks, one after the other.
-        shape, indices: the whole mask's shape, and the rectangle's indices in each dim.
-        x: contiguous, as many elements as the masks together. 16-bit numbers are multiplied as float32.
-        keep, scale: numbers.
-        out: as x; may be x.
-    """
-    if not (AVAILABLE and out.device.type == "cuda" and x.dtype in DROPOUTS and agrees(out.device, "dropout", x.dtype)):
-        return False
-    run("dropout", key.reshape(-1, 1, 2), shape, indices, (keep, scale), x.dtype, out, x)
-    return True
-
-
-def knows(kind: str, dtype: torch.dtype, params: Sequence[elementwise_draws.Number]) -> bool:
+def knows(draw: Draw) -> bool:
     """Whether the kernel has this draw. Of a uniform one with its bounds exchanged the torch ops take the maximum."""
+    kind, _, dtype, params = draw
     return kind in KNOWN and dtype in KNOWN[kind][0] and not (kind == "uniform" and params[1] < params[0])
 
 
 def run(
-    kind: str,
+    draw: Draw,
     keys: torch.Tensor,
-    shape: Sequence[int],
-    indices: Sequence[counters.Indices],
-    params: Sequence[elementwise_draws.Number],
-    dtype: torch.dtype,
+    rectangle: counters.Rectangle,
     out: torch.Tensor,
     x: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel for a draw that it knows, or for a dropout of x."""
+    """Launch the kernel for a draw that it knows."""
     if not out.numel():
         return
-    grid, arguments, constants = launch(kind, keys, shape, indices, params, dtype, out, x)
+    grid, arguments, constants = launch(draw, keys, rectangle, out, x)
     with torch.cuda.device_of(out):
         triton_kernels.load()[grid](*arguments, **constants, enable_fp_fusion=False)
 
 
 def launch(
-    kind: str,
+    draw: Draw,
     keys: torch.Tensor,
-    shape: Sequence[int],
-    indices: Sequence[counters.Indices],
-    params: Sequence[elementwise_draws.Number],
-    dtype: torch.dtype,
+    rectangle: counters.Rectangle,
     out: torch.Tensor,
     x: torch.Tensor | None,
 ) -> Any:
@@ -128,7 +96,7 @@ def launch(
     count, streams = keys.shape[:2]
     by_value = count * streams == 1 and keys.device.type == "cpu"
     k0, k1 = keys.flatten().tolist() if by_value else (0, 0)
-    outer, inner = counters.plan(shape, indices)
+    outer, inner = rectangle.walk
     rows, n = math.prod(len(index) for index, _ in outer), len(inner)
     first, bases, columns = 0, None, None
     if isinstance(inner, range):
@@ -140,7 +108,7 @@ def launch(
         columns = columns if columns is None or not first else columns + first
     else:
         bases = row_bases(outer, out.device)
-    kind, width, abc = scalars(kind, params, dtype)
+    kind, width, abc = scalars(draw)
     across = TILE if n >= 8 * TILE else min(TILE // 8, 1 << (n - 1).bit_length())
     down = min(TILE // across, 1 << (count * rows - 1).bit_length())
     arguments = (
@@ -161,10 +129,9 @@ def launch(
     return grid, arguments, dict(KIND=kind, WIDTH=width, STREAMS=streams, DOWN=down, ACROSS=across)
 
 
-def scalars(
-    kind: str, params: Sequence[elementwise_draws.Number], dtype: torch.dtype
-) -> tuple[str, int, Sequence[elementwise_draws.Number]]:
+def scalars(draw: Draw) -> tuple[str, int, Sequence[elementwise_draws.Number]]:
     """The kernel's name of a kind, the width of its words, its three parameters: rounded to float32, or integers."""
+    kind, _, dtype, params = draw
     if kind == "randint":
         return kind, max(32, elementwise_draws.INTEGERS[dtype]), [int(p) for p in params]
     if kind == "bits":
@@ -219,7 +186,7 @@ def agrees(device: torch.device, kind: str, dtype: torch.dtype) -> bool:
 def differing(device: torch.device, kind: str, dtype: torch.dtype, n: int = 300) -> bool:
     """Whether the kernel and the torch definition, on the CPU, differ for some element; counters are beyond 2**32."""
     key = torch.tensor([[[0x13198A2E, 0x03707344], [-0x5BF6FCDE, 0x299F31D0]]], dtype=torch.int32, device="cpu")
-    params = (0.7, 1 / 0.7) if kind == "dropout" else KNOWN[kind][1]
+    params = KNOWN[kind][1]
     streams, values = elementwise_draws.KINDS["bernoulli" if kind == "dropout" else kind]
     low = torch.arange(n, dtype=torch.int32, device="cpu")
     words = [hash_words(k0 & MASK, k1 & MASK, 7, low) for k0, k1 in key[0, :streams].tolist()]
@@ -232,5 +199,6 @@ def differing(device: torch.device, kind: str, dtype: torch.dtype, n: int = 300)
     else:
         expected = values(*words, dtype, params)
     out = torch.empty(n, dtype=expected.dtype, device=device)
-    run(kind, key[:, :streams], (8, 1 << 32), (range(7, 8), range(n)), params, dtype, out, x)
+    rectangle = counters.Rectangle((8, 1 << 32), (range(7, 8), range(n)))
+    run(Draw(kind, rectangle.shape, dtype, params), key[:, :streams], rectangle, out, x)
     return not torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))

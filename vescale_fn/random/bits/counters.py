@@ -7,9 +7,12 @@ are put together into one. No index is ever held for the whole draw at once.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .threefry import signed
@@ -18,24 +21,85 @@ Indices = range | Sequence[int]  # of one dim; a contiguous range wherever it ca
 Block = tuple[int, int, int | torch.Tensor, torch.Tensor]  # local start and stop; high and low words of the counters
 
 
-def is_whole(shape: Sequence[int], indices: Sequence[Indices]) -> bool:
-    """Whether the rectangle is everything."""
-    return all(isinstance(index, range) and len(index) == size for index, size in zip(indices, shape, strict=True))
+@dataclass(frozen=True, eq=False)
+class Rectangle:
+    """The elements of a draw that a rank makes: for each dim of the whole shape, their global indices."""
+
+    shape: tuple[int, ...]
+    indices: tuple[Indices, ...]
+
+    @functools.cached_property
+    def local(self) -> tuple[int, ...]:
+        """The shape of the elements."""
+        return tuple(map(len, self.indices))
+
+    @functools.cached_property
+    def is_whole(self) -> bool:
+        """Whether the rectangle is everything."""
+        return all(
+            isinstance(index, range) and len(index) == size
+            for index, size in zip(self.indices, self.shape, strict=True)
+        )
+
+    def encoded(self) -> torch.Tensor:
+        """int64 [rows, 3], as an operator takes it: rows (dim, first, length), each a run of neighbours in one dim."""
+        rows = [(dim, first, length) for dim, index in enumerate(self.indices) for first, length in _runs(index)]
+        # by numpy, because torch's factories mean something else inside a body
+        return torch.from_numpy(np.array(rows, dtype=np.int64).reshape(-1, 3))
+
+    def where(self) -> torch.Tensor | None:
+        """The same, or None for everything."""
+        return None if self.is_whole else self.encoded()
+
+    @functools.cached_property
+    def walk(self) -> tuple[list[tuple[Indices, int]], Indices]:
+        """Outer dims as (index, stride), and the offsets that are repeated for each of their rows."""
+        shape, indices = self.shape, self.indices
+        stride, inner, dim = 1, range(1), len(shape) - 1
+        while dim >= 0 and isinstance(indices[dim], range) and len(indices[dim]) == shape[dim]:
+            stride *= shape[dim]
+            inner, dim = range(stride), dim - 1
+        if dim >= 0:
+            index = indices[dim]
+            if isinstance(index, range):
+                inner, dim = range(index.start * stride, index.stop * stride), dim - 1
+            elif stride == 1:
+                inner, dim = list(index), dim - 1
+        return [(indices[d], math.prod(shape[d + 1 :])) for d in range(dim + 1)], inner
+
+    @functools.cached_property
+    def first(self) -> int | None:
+        """The first counter, where the counters are neighbours; None where they are not."""
+        outer, inner = self.walk
+        if not isinstance(inner, range) or any(len(index) != 1 for index, _ in outer):
+            return None
+        return inner.start + sum(index[0] * stride for index, stride in outer)
+
+    @functools.cached_property
+    def vectors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """The walk as int64: the lengths of the outer dims; their counters, one dim after the other; the offsets, if listed."""
+        outer, inner = self.walk
+        sizes = np.array([len(index) for index, _ in outer], dtype=np.int64)
+        vectors = [np.asarray(index, dtype=np.int64) * stride for index, stride in outer]
+        listed = None if isinstance(inner, range) else np.array(inner, dtype=np.int64)
+        return sizes, np.concatenate(vectors) if vectors else sizes, listed
 
 
-def encode(indices: Sequence[Indices]) -> list[list[int]]:
-    """The rectangle as rows (dim, first, length), each one run of neighbours in one dim."""
-    return [[dim, first, length] for dim, index in enumerate(indices) for first, length in _runs(index)]
+@functools.lru_cache(maxsize=256)
+def whole(shape: tuple[int, ...]) -> Rectangle:
+    """All elements of a draw."""
+    return Rectangle(shape, tuple(map(range, shape)))
 
 
-def decode(shape: Sequence[int], rows: Sequence[Sequence[int]] | None) -> list[Indices]:
-    """The rectangle that `encode` wrote down; without rows, the whole shape."""
-    if rows is None:
-        return [range(size) for size in shape]
+def decoded(shape: Sequence[int], where: torch.Tensor | None) -> Rectangle:
+    """The rectangle that was encoded; without one, everything."""
+    if where is None:
+        return whole(tuple(shape))
     found: list[list[range]] = [[] for _ in shape]
-    for dim, first, length in rows:
+    for dim, first, length in where.tolist():
         found[dim].append(range(first, first + length))
-    return [pieces[0] if len(pieces) == 1 else [i for piece in pieces for i in piece] for pieces in found]
+    indices = (pieces[0] if len(pieces) == 1 else [i for piece in pieces for i in piece] for pieces in found)
+    return Rectangle(tuple(shape), tuple(indices))
 
 
 def _runs(index: Indices) -> list[tuple[int, int]]:
@@ -50,14 +114,14 @@ def _runs(index: Indices) -> list[tuple[int, int]]:
     return found
 
 
-def blocks(shape: Sequence[int], indices: Sequence[Indices], size: int, device: torch.device) -> Iterator[Block]:
+def blocks(rectangle: Rectangle, size: int, device: torch.device) -> Iterator[Block]:
     """The counters of the rectangle in row-major order, in blocks of about `size`."""
-    if not math.prod(map(len, indices)):
+    if not math.prod(rectangle.local):
         return
-    outer, inner = plan(shape, indices)
+    outer, inner = rectangle.walk
     n = len(inner)
     rows = math.prod(len(index) for index, _ in outer)
-    small = math.prod(shape) <= 1 << 32  # then the high word is zero everywhere
+    small = math.prod(rectangle.shape) <= 1 << 32  # then the high word is zero everywhere
     if n >= size or rows == 1:
         for row in range(rows):
             base = _row_base(outer, row)
@@ -75,24 +139,6 @@ def blocks(shape: Sequence[int], indices: Sequence[Indices], size: int, device: 
             yield start, stop, 0, low.view(-1)
         else:
             yield start, stop, *_words((bases[:, None] + offsets).view(-1))
-
-
-def plan(shape: Sequence[int], indices: Sequence[Indices]) -> tuple[list[tuple[Indices, int]], Indices]:
-    """Outer dims as (index, stride), and the offsets that are repeated for each of their rows."""
-    stride, inner, dim = 1, range(1), len(shape) - 1
-    while dim >= 0 and isinstance(indices[dim], range) and len(indices[dim]) == shape[dim]:
-        stride *= shape[dim]
-        inner, dim = range(stride), dim - 1
-    if dim >= 0:
-        index = indices[dim]
-        if isinstance(index, range):
-            inner, dim = range(index.start * stride, index.stop * stride), dim - 1
-        elif stride == 1:
-            inner, dim = list(index), dim - 1
-    outer: list[tuple[Indices, int]] = []
-    for d in range(dim, -1, -1):
-        outer.insert(0, (indices[d], math.prod(shape[d + 1 :])))
-    return outer, inner
 
 
 def _row_base(outer: list[tuple[Indices, int]], row: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,16 @@ from . import floats, more_floats
 
 Words = tuple[torch.Tensor, torch.Tensor]
 Number = int | float
+
+
+class Draw(NamedTuple):
+    """What is drawn, before it is said where: an entry of `KINDS`, the whole shape, the dtype, the kind's parameters."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    params: tuple[Number, ...] = ()
+
 
 # the width, and the dtype of the same width that torch computes with
 BITS = {

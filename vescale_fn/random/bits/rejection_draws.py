@@ -85,7 +85,7 @@ class Elements:
 
 
 def _times(a: torch.Tensor, b: Any, c: Any) -> torch.Tensor:
-    """a * b + c, fused as in `kinds.uniform`."""
+    """a * b + c, fused as in `elementwise_draws.uniform`."""
     return floats.fma(a, b, c) if elementwise_draws.is_wide(a.dtype) else a * b + c
 
 
