@@ -75,7 +75,6 @@ LONG = {
     "plan/passes/pointwise_before_views.py:_put_off",
     "plan/tracing/rank_consensus.py:agree",
     "random/dropout_masks.py:dropout",
-    "recipes/options.py:parse",
     "recipes/train.py:run",
 }
 SHARED = {

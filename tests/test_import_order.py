@@ -20,8 +20,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "vescale_fn"
 DOOR = f"{PACKAGE}._core.torch_internals"  # the one folder that may use private torch names
-LIGHT = tuple(
-    f"_core.base.{name}" for name in ("errors", "messages", "tree")
+LIGHT = (
+    *(f"_core.base.{name}" for name in ("errors", "messages", "tree")),
+    "recipes.command_line",
 )  # pure data: importable where torch is not wanted
 
 
@@ -221,7 +222,7 @@ def bare(root: Path, whole: bool = True) -> str:
     order = in_order((module, name) for module, name, _, _ in arrows(root) if ".recipes" not in module) or []
     order = sorted(
         {*light, *order} & set(modules(root)),
-        key=lambda name: (name not in light, *[order.index(name)] * (name in order)),
+        key=lambda name: (name not in light, order.index(name) if name in order else 0),
     )
     code = BARE.replace("{light!r}", repr(light))
     command = [sys.executable, "-c", code, str(root / PACKAGE), *(order if whole else light & set(order))]

@@ -4,6 +4,7 @@ import io
 import math
 import random
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,7 +14,18 @@ import torch
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn.recipes import count_lines, data, layers, optimizers, options, report, sampling, train, transformer
+from vescale_fn.recipes import (
+    command_line,
+    count_lines,
+    data,
+    layers,
+    optimizers,
+    options,
+    report,
+    sampling,
+    train,
+    transformer,
+)
 
 SMALL = transformer.Config(dim=16, heads=4, layers=2, hidden=24, dropout=0.2)
 TEXT = Path(__file__).parents[1] / "README.md"
@@ -149,7 +161,7 @@ def test_a_step_communicates_as_a_hand_written_one():
 
 
 def parse(argv):
-    return options.parse(argv, train.__doc__, train.CHECKED)
+    return options.parse(argv)
 
 
 def test_without_its_marked_lines_the_program_runs_on_one_device(monkeypatch, capsys):
@@ -168,6 +180,7 @@ def test_without_its_marked_lines_the_program_runs_on_one_device(monkeypatch, ca
         "gpt",
         "llama",
         "mixtral",
+        "command_line",
         "options",
         "train",
     ):
@@ -175,7 +188,9 @@ def test_without_its_marked_lines_the_program_runs_on_one_device(monkeypatch, ca
         marked = {number for number, *_ in count_lines.distribution_lines(f"{name}.py")}
         left = "\n".join("" if i in marked else line for i, line in enumerate(source, 1))
         for word in (
-            ("mesh", "shard", "P(", "simulate", "launch") if name in ("gpt", "llama", "options", "train") else ()
+            ("mesh", "shard", "P(", "simulate", "launch")
+            if name in ("gpt", "llama", "command_line", "options", "train")
+            else ()
         ):
             code = re.sub(r'"""(.|\n)*?"""|#.*|help="[^"]*"|\bmesh_text\b', "", left)
             assert word not in code, f"{word} is left in {name}.py"
@@ -184,7 +199,7 @@ def test_without_its_marked_lines_the_program_runs_on_one_device(monkeypatch, ca
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(compile(left, f"{name}.py without its marked lines", "exec"), module.__dict__)
         setattr(package, name, module)
-    stripped = package.train.run(package.options.parse(TINY, package.train.__doc__, 5))
+    stripped = package.train.run(package.options.parse(TINY))
     whole = train.run(parse([*TINY, "--mesh", "dp=1,tp=1"]))
     assert stripped["losses"] == pytest.approx(whole["losses"], rel=1e-6)  # two plans of the step, in fp32
 
@@ -354,9 +369,27 @@ def test_a_plot_without_matplotlib_complains_before_it_starts(capsys, monkeypatc
     assert "--save-plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "answer"),
+    [("--presicion bf16", "--presicion is no option; did you mean '--precision'?"), ("--help", "--precision NAME")],
+)
+def test_what_a_command_line_is_answered_needs_no_torch(argv, answer):
+    command = [sys.executable, "-X", "importtime", "-m", command_line.PROGRAM, *argv.split()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert answer in ran.stdout + ran.stderr
+    imported = re.findall(r"^import time: .*\| +(\S+)$", ran.stderr, re.MULTILINE)
+    assert "argparse" in imported
+    assert {"torch", "numpy", "optree"}.isdisjoint(imported)
+
+
+def test_each_rate_of_the_command_line_has_its_optimiser():
+    assert list(command_line.RATES) == list(optimizers.OPTIMIZERS)
+    assert set(command_line.MODELS) == set(options.MODELS)
+
+
 def test_a_mesh_on_the_command_line():
-    assert options.mesh_of("tp=3") == {"tp": 3}
-    assert list(options.mesh_of("tp=3,dp=2").items()) == [("dp", 2), ("tp", 3)]
+    assert command_line.mesh_of("tp=3") == {"tp": 3}
+    assert list(command_line.mesh_of("tp=3,dp=2").items()) == [("dp", 2), ("tp", 3)]
 
 
 # What it shows

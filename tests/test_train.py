@@ -16,14 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import vescale_fn as vfn
 from vescale_fn.errors import CheckpointError, RankError
-from vescale_fn.recipes import data, llama, metrics, optimizers, options, stopping, train
+from vescale_fn.recipes import command_line, data, llama, metrics, optimizers, options, stopping, train
 
 TEXT = Path(__file__).parents[1] / "README.md"
 TINY = f"--batch 4 --context 8 --dim 16 --heads 2 --layers 1 --sample 4 --data {TEXT} --simulate".split()
 
 
 def ran(*argv, text=TINY):
-    return train.on_ranks(options.parse([*text, *argv], train.__doc__, train.CHECKED))
+    return train.on_ranks(options.parse([*text, *argv]))
 
 
 def losses(*argv):
@@ -225,7 +225,7 @@ def test_a_run_that_is_told_to_end_and_then_killed_goes_on_with_half_the_ranks(t
         "zero1",
         "--resume",
     ]
-    on_two = lambda: options.parse([*alone, "--mesh", "dp=2", *argv], train.__doc__, train.CHECKED)
+    on_two = lambda: options.parse([*alone, "--mesh", "dp=2", *argv])
     assert gloo(2, signalled, on_two(), 3, 0, signal.SIGTERM) == [3, 3]  # one was told, and both have stopped
     assert vfn.checkpoint.Manager(tmp_path / "run").latest() == 3
     with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
@@ -332,7 +332,7 @@ def test_work_is_counted_on_shapes():
 def test_a_trace_of_some_steps(tmp_path):
     losses("--steps", "7", "--mesh", "dp=1,tp=1", "--profile", str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    first, last = options.TRACED
+    first, last = command_line.TRACED
     assert sorted({e["name"] for e in events if re.fullmatch(r"step \d", e["name"])}) == [
         f"step {i}" for i in range(first + 1, last + 1)
     ]
@@ -344,7 +344,7 @@ def test_a_file_of_options(tmp_path, capsys):
         'steps = 7\nmodel = "gpt"\nsimulate = true\ncheck = false\nevaluate_every = 3\n'
         'optimizer = "lion"\nprecision = "bf16"\naccumulate = 2\nlr = 1e-3\n'
     )
-    parse = lambda *argv: options.parse(["--config", str(file), "--data", str(TEXT), *argv], train.__doc__, 5)
+    parse = lambda *argv: options.parse(["--config", str(file), "--data", str(TEXT), *argv])
     opt = parse("--steps", "9")
     assert (opt.steps, opt.model, opt.simulate, opt.check, opt.evaluate_every) == (9, "gpt", True, False, 3)
     assert (opt.optimizer, opt.precision.compute, opt.accumulate, opt.lr) == ("lion", torch.bfloat16, 2, 1e-3)

@@ -1,5 +1,8 @@
 """JAX's SPMD model in eager PyTorch: write one function, as for one device, and say how its values are sharded."""
 
+# First, for it answers a mistyped option: what follows imports torch.
+from vescale_fn.recipes import command_line as _command_line  # noqa: F401 # pyright: ignore[reportUnusedImport]
+
 from . import checkpoint, debugging, errors, nn, ops, optim, plan, precision, random, tree
 from ._core.arrays.array import Array, spec_of
 from ._core.arrays.placement import from_local, shard, unshard, with_sharding

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PROGRAM = ("llama.py", "train.py", "options.py")
+PROGRAM = ("llama.py", "train.py", "command_line.py", "options.py")
 MARKS = {"# mesh": "in the model and the training", "# mesh: start": "to start the ranks and read the command line"}
 
 

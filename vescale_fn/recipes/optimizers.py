@@ -26,7 +26,7 @@ def make(name: str, lr: float, steps: int) -> vfn.optim.Optimizer:
     (torch.Size([4, 4]), None, torch.Size([5, 4]))
     """
     rate = vfn.optim.warmup_cosine(lr, warmup=min(20, steps // 2), steps=steps, end=0.05 * lr)
-    return vfn.optim.chain(vfn.optim.clip_by_global_norm(1.0), OPTIMIZERS[name][0](rate))
+    return vfn.optim.chain(vfn.optim.clip_by_global_norm(1.0), OPTIMIZERS[name](rate))
 
 
 def of(opt: Any) -> vfn.optim.Optimizer:
@@ -57,13 +57,13 @@ def _sgd(rate: Rate) -> vfn.optim.Optimizer:
     return vfn.optim.sgd(rate, momentum=0.9, nesterov=True)
 
 
-# A name: the optimiser for a schedule, and the peak of it that suits the main job's models
-OPTIMIZERS: dict[str, tuple[Callable[[Rate], vfn.optim.Optimizer], float]] = {
-    "adamw": (_adamw, 4e-3),
-    "lion": (_lion, 1e-3),
-    "muon": (_muon, 1e-2),
-    "adafactor": (_adafactor, 5e-2),
-    "sgd": (_sgd, 3e-1),
+# The names of `command_line.RATES`: the optimiser for a schedule
+OPTIMIZERS: dict[str, Callable[[Rate], vfn.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "lion": _lion,
+    "muon": _muon,
+    "adafactor": _adafactor,
+    "sgd": _sgd,
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line of the main job, and configuration files that say the same in TOML."""
+"""What the options of the main job come to: a policy, sizes, a layout, a device; checked with what is there."""
 
 from __future__ import annotations
 
@@ -7,77 +7,29 @@ import dataclasses
 import math
 import os
 import sys
-import tomllib
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import vescale_fn as vfn
-from vescale_fn._core.base.messages import meant
 
 from . import data, gpt, llama, metrics, mixtral, report
+from .command_line import GIVEN, POLICY, PRECISIONS, make_parser, read
 from .models import suits  # mesh: start
-from .optimizers import OPTIMIZERS
-from .parallel import AXES, ParallelError, parallel  # mesh: start
+from .parallel import ParallelError, parallel  # mesh: start
 
 MODELS: dict[str, Any] = {"gpt": gpt, "llama": llama, "mixtral": mixtral}
-NUMBERS = {
-    "steps": (240, "steps of training"),
-    "batch": (16, "windows of text in a step"),
-    "context": (128, "bytes in a window"),
-    "accumulate": (1, "parts of a batch that are computed one after the other"),
-    "dim": (128, "width of the model"),
-    "heads": (4, "attention heads"),
-    "layers": (2, "blocks"),
-    "dropout": (0.05, "dropout rate"),
-    "seed": (0, "seed of parameters, batches, dropout and the sample"),
-    "sample": (240, "bytes to write at the end"),
-    "evaluate-every": (60, "steps between two losses on held-out text"),
-    "save-every": (60, "steps between two checkpoints"),
-    "keep": (3, "checkpoints to keep"),
-}
-AT_LEAST_ONE = "steps batch accumulate context dim heads layers evaluate-every save-every keep".split()
-PRECISIONS = {
-    "fp32": "params=f32",
-    "bf16": "params=f32,compute=bf16",
-    "fp16": "params=f32,compute=f16",
-    "fp64": "params=f64",
-}
 OF_A_CHECKPOINT = ("model", "dim", "heads", "layers", "context", "precision", "optimizer")
-TRACED = (3, 6)  # --profile: the steps between these
 
 
-def parse(argv: list[str] | None, doc: str, checked: int) -> argparse.Namespace:
-    """The command line, and what a ``--config`` file adds to it, checked. `doc` describes the program."""
-    parser = _parser(doc, checked)
-    argv = sys.argv[1:] if argv is None else argv
-    first, _ = parser.parse_known_args(argv)
-    options, unknown = parser.parse_known_args([*_from_file(first.config, parser), *argv])
-    for text in unknown:
-        known = [f"--{name.replace('_', '-')}" for name in vars(options)]
-        parser.error(f"{text} is no option{meant(text.partition('=')[0], known)}")
-    for name in AT_LEAST_ONE:
-        if getattr(options, name.replace("-", "_")) < 1:
-            parser.error(f"--{name} must be at least 1")
-    if options.dim % (2 * options.heads):
-        parser.error(f"--dim {options.dim} must be an even number for each of --heads {options.heads}")
-    if options.profile and (options.evaluate or options.steps <= TRACED[0]):
-        parser.error(
-            f"--profile traces steps {TRACED[0] + 1} to {TRACED[1]}: it needs more --steps, and not --evaluate"
-        )
-    if options.lr is not None and not 0 < options.lr < math.inf:
-        parser.error(f"--lr {options.lr} must be above 0")
-    if not 0 <= options.dropout < 1:
-        parser.error(f"--dropout {options.dropout} must be at least 0 and below 1")
-    if options.batch % options.accumulate:
-        parser.error(f"--accumulate {options.accumulate} must divide --batch {options.batch}")
-    for name in ("resume", "evaluate"):
-        if getattr(options, name) and not options.checkpoints:
-            parser.error(f"--{name} needs --checkpoints FOLDER, where they are")
-        if getattr(options, name) and options.check:
-            parser.error(f"--check compares the first steps of a run: not with --{name}")
-    options.lr = OPTIMIZERS[options.optimizer][1] if options.lr is None else options.lr
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options on a command line, by default this program's, as the program takes them."""
+    parser = make_parser()
+    options = GIVEN if argv is None and GIVEN else read(sys.argv[1:] if argv is None else argv)
+    try:
+        options.precision = precision_of(options.precision)
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"argument --precision: {error}")
     options.config = _sizes(options)
     options.setup = _setup(options)
     if options.checkpoints:
@@ -105,55 +57,6 @@ def parse(argv: list[str] | None, doc: str, checked: int) -> argparse.Namespace:
     return options
 
 
-def _parser(doc: str, checked: int) -> argparse.ArgumentParser:
-    description, examples, *_ = f"{doc}\n\n".split("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m vescale_fn.recipes.train",
-        usage="%(prog)s [options]; --help lists them",
-        description=description.split(": ")[-1].capitalize(),
-        epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="FILE", help="options in TOML (steps = 500); the command line wins")
-    parser.add_argument("--model", choices=MODELS, default="llama", help="which model (llama)")
-    parser.add_argument("--parallel", default="dp+tp", metavar="NAMES", help="parallelisms (dp+tp)")  # mesh: start
-    parser.add_argument("--mesh", type=mesh_of, default="dp=2,tp=2", help="axes and sizes (dp=2,tp=2)")  # mesh: start
-    parser.add_argument("--simulate", action="store_true", help="play all ranks in this process")  # mesh: start
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="which optimiser (adamw)")
-    rates = ", ".join(f"{name} {rate:g}" for name, (_, rate) in OPTIMIZERS.items())
-    parser.add_argument("--lr", type=float, metavar="N", help=f"peak learning rate ({rates})")
-    parser.add_argument(
-        "--precision",
-        type=precision_of,
-        default="fp32",
-        metavar="NAME",
-        help=f"{', '.join(PRECISIONS)}, or {_POLICY} (fp32)",
-    )
-    parser.add_argument(
-        "--check", action="store_true", help=f"run the first {checked} steps on one device too, and compare the losses"
-    )
-    parser.add_argument(
-        "--data", metavar="PATH", help="text to learn: a file or a folder (the .py files of Python's standard library)"
-    )
-    for name, (value, text) in NUMBERS.items():
-        parser.add_argument(f"--{name}", type=type(value), default=value, metavar="N", help=f"{text} ({value})")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to compute (on GPUs, if there are enough)")
-    parser.add_argument("--checkpoints", metavar="FOLDER", help="save there now and then, at the end, and on SIGTERM")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
-    parser.add_argument("--evaluate", action="store_true", help="only judge the last checkpoint: no training")
-    parser.add_argument("--metrics", metavar="FILE", help="write each step's numbers, a line of JSON each")
-    parser.add_argument("--tensorboard", metavar="FOLDER", help="write them for TensorBoard")
-    parser.add_argument(
-        "--profile", metavar="FILE", help=f"trace steps {TRACED[0] + 1} to {TRACED[1]}, for chrome://tracing"
-    )
-    parser.add_argument("--save-plot", metavar="FILE", help="draw the losses, with matplotlib")
-    return parser
-
-
-_POLICY = "a policy like params=f32,compute=bf16,reduce=f32"
-
-
 def precision_of(text: str) -> Any:
     """A policy by its name in `PRECISIONS`, or by what `vfn.precision.policy` takes.
 
@@ -163,9 +66,9 @@ def precision_of(text: str) -> Any:
     try:
         policy = vfn.precision.policy(PRECISIONS.get(text, text))
     except vfn.errors.VfnError:
-        raise argparse.ArgumentTypeError(f"{text!r}: write {', '.join(PRECISIONS)}, or {_POLICY}") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: write {', '.join(PRECISIONS)}, or {POLICY}") from None
     if torch.float16 in (policy.params, policy.output):
-        raise argparse.ArgumentTypeError(f"{text!r}: float16 is for computing alone; write fp16, or {_POLICY}")
+        raise argparse.ArgumentTypeError(f"{text!r}: float16 is for computing alone; write fp16, or {POLICY}")
     return policy
 
 
@@ -176,34 +79,6 @@ def policy_text(policy: Any) -> str:
     'params=f32,compute=bf16,reduce=f32,output=f32'
     """
     return str(policy).removeprefix("Policy(").removesuffix(")")
-
-
-def _from_file(path: str | None, parser: argparse.ArgumentParser) -> list[str]:
-    """The options in a TOML file, as a command line has them."""
-    if path is None:
-        return []
-    try:
-        given = tomllib.loads(Path(path).read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        parser.error(f"--config {path}: {error}")
-    known = vars(parser.parse_args([]))
-    argv: list[str] = []
-    for key, value in given.items():
-        name = key.replace("-", "_")
-        if name in known and isinstance(value, (dict, list)):
-            parser.error(f"--config {path}: {key} should be one value, written as on the command line")
-        if name not in known:
-            names = sorted(set(known) - {"config"})
-            parser.error(
-                f"--config {path}: {key} is no option{meant(name, names) or '; write one of ' + ', '.join(names)}"
-            )
-        flag, wanted = isinstance(value, bool), isinstance(known[name], bool)
-        if flag != wanted:
-            said = "true or false" if wanted else "a value"
-            parser.error(f"--config {path}: {key} = {str(value).lower()} should be {said}")
-        option = f"--{name.replace('_', '-')}"
-        argv += [option] * value if flag else [option, str(value)]
-    return argv
 
 
 def _sizes(options: argparse.Namespace) -> Any:
@@ -271,15 +146,3 @@ def _lay_out(options: argparse.Namespace, parser: argparse.ArgumentParser) -> No
     for axis, size in options.mesh.items():  # mesh: start
         if axis == "tp" and options.heads % size:  # mesh: start
             parser.error(f"tp={size} must divide --heads {options.heads}")  # mesh: start
-
-
-def mesh_of(text: str) -> dict[str, int]:  # mesh: start
-    """``dp=2,tp=2`` as axes and sizes, in the order in which they nest."""  # mesh: start
-    sizes: dict[str, int] = {}  # mesh: start
-    for part in text.split(","):  # mesh: start
-        name, _, size = part.partition("=")  # mesh: start
-        if name not in AXES or name in sizes or not size.isdigit() or int(size) < 1:  # mesh: start
-            known = f"write it like dp=2,tp=2, with axes of {', '.join(AXES)}"  # mesh: start
-            raise argparse.ArgumentTypeError(f"{part!r} in {text!r}: {known}")  # mesh: start
-        sizes[name] = int(size)  # mesh: start
-    return {name: sizes[name] for name in AXES if name in sizes}  # mesh: start

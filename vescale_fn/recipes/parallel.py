@@ -19,7 +19,8 @@ import torch
 import vescale_fn as vfn
 from vescale_fn import P
 
-AXES = ("replica", "dp", "cp", "ep", "tp")  # the axes that rows speak of, as a mesh has them: major first
+from .command_line import AXES as AXES
+
 DATA = ("dp", "cp", "ep")  # ranks along these see other tokens: what is kept in parts is split over all that are in use
 METHODS = {  # how attention meets other ranks' keys
     "cp": "ring",

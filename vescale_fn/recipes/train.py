@@ -1,13 +1,6 @@
 """The main job: a language model learns real text, on a mesh of processes.
 
-    python -m vescale_fn.recipes.train                                  4 processes, tensor parallel by data parallel
-    python -m vescale_fn.recipes.train --mesh dp=1,tp=1                 one device
-    python -m vescale_fn.recipes.train --simulate                       the same mesh, played by this process
-    python -m vescale_fn.recipes.train --model mixtral --parallel fsdp+ep --mesh dp=2,ep=2
-    python -m vescale_fn.recipes.train --optimizer muon --precision bf16 --accumulate 4
-    python -m vescale_fn.recipes.train --config run.toml --checkpoints run --resume
-    python -m vescale_fn.recipes.train --config run.toml --checkpoints run --evaluate
-    torchrun --nproc-per-node 4 -m vescale_fn.recipes.train
+    python -m vescale_fn.recipes.train --help
 
 A step is one pure function, and with the same seed every mesh gives the same losses, up to the order of sums. Each rank
 makes its own shards of parameters and optimiser state, and no whole ones. A run that is interrupted and resumed, on any
@@ -38,9 +31,9 @@ import torch.distributed as dist  # mesh
 import vescale_fn as vfn
 
 from . import data, metrics, optimizers, options, report, sampling
+from .command_line import CHECKED, TRACED
 from .stopping import Stopping
 
-CHECKED = 5  # --check: so many steps, whose losses may differ by a bit more than sums in another order explain
 ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 HELD_OUT_WINDOWS = 256
 INTERRUPTED = 128 + signal.SIGINT  # the exit status of what ^C has ended
@@ -118,10 +111,10 @@ def traced(steps: Iterator[tuple[Run, float]], path: str | None) -> Iterator[tup
     """The same steps, a few of which leave a trace in the file `path`."""
     with contextlib.ExitStack() as recording:
         for count, step in enumerate(steps, 1):
-            if path and count == options.TRACED[1]:
+            if path and count == TRACED[1]:
                 recording.close()
             yield step
-            if path and count == options.TRACED[0]:
+            if path and count == TRACED[0]:
                 recording.enter_context(vfn.profile(path))
 
 
@@ -275,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
     job = run
     job = on_ranks  # mesh: start
     try:
-        done = job(options.parse(argv, __doc__ or "", CHECKED))
+        done = job(options.parse(argv))
     except KeyboardInterrupt:
         done = {"interrupted": True}
     return INTERRUPTED if done["interrupted"] else 0 if done["agrees"] else 1
