@@ -15,7 +15,7 @@ import tempfile
 from typing import Any
 
 from vescale_fn._core import torch_internals
-from vescale_fn._core.base import context
+from vescale_fn._core.base import state
 from vescale_fn._core.distributed import launcher, worker
 from vescale_fn._core.distributed.worker import Job, Message
 from vescale_fn.errors import RankError
@@ -97,7 +97,7 @@ def _be_rank(rank: int, job: Job, pipe: Any) -> None:
     worker.settle(rank, job)
     worker.join_group(rank, job.nprocs, job.device, job.timeout, os.path.join(job.folder, "rendezvous"))
     while (body := _receive(pipe)) is not None:
-        context.clear()
+        state.clear()
         try:
             message = Message("done", rank, value=worker.dumps(worker.call_pickled(body)))
         except BaseException as error:

@@ -12,19 +12,7 @@ LONGEST, BRANCHES = 60, 20  # lines of code of a function, its docstring aside; 
 _BRANCH = ast.If | ast.IfExp | ast.For | ast.While | ast.ExceptHandler | ast.comprehension | ast.Assert | ast.match_case
 
 # Today's exceptions, all of them: what is mended leaves its list.
-STATE = {
-    "_core/base/op_lines.py",
-    "_core/base/tracebacks.py",
-    "_core/distributed/collectives.py",
-    "_core/distributed/worker.py",
-    "_core/local_types/tensor_types.py",
-    "_core/shard_map/body.py",
-    "_core/shard_map/untyped_mode.py",
-    "_core/torch_internals/fake_tensors.py",
-    "_core/torch_internals/interception.py",
-    "nn/modules/keyed_mode.py",
-    "random/backends/choice.py",
-}
+STATE = {"_core/torch_internals/interception.py"}  # below `base`: a flag between two callbacks of torch's
 LONG = {
     "_core/arrays/decide.py:_on_tensors",
     "_core/arrays/layout_solver.py:_solve",
@@ -113,7 +101,7 @@ def state(nodes):
     return {
         path
         for path, found in nodes.items()
-        if path != "_core/base/context.py"
+        if path != "_core/base/state.py"
         and any(
             isinstance(n, ast.Global) or (isinstance(n, ast.Attribute) and ast.unparse(n) == "threading.local")
             for n in found

@@ -17,7 +17,7 @@ import torch._subclasses.fake_tensor
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn._core.base import context, op_lines
+from vescale_fn._core.base import context, op_lines, state
 from vescale_fn._core.shard_map import body, interrupts
 
 OURS = os.path.dirname(vfn.__file__) + os.sep
@@ -59,10 +59,10 @@ def interrupted(f, at):
 
 def ambient():
     """Everything that is ambient; a setting that is there as nothing is as one that is not."""
-    (states, *process), watchers, torchs = interrupts.before()
-    states = [{name: value for name, value in state.items() if value not in (None, 0, False, ())} for state in states]
+    (thread, *process), watchers, torchs = interrupts.before()
+    states = {name: value for name, value in vars(thread).items() if value != getattr(state.Thread, name)}
     patched = "apply" in vars(torch.autograd.function._SingleLevelFunction), "data" in vars(torch.Tensor)
-    return states, process, watchers, torchs, op_lines.listening, patched, body.watchers()
+    return states, process, watchers, torchs, op_lines.listeners, patched, body.watchers()
 
 
 def calls(mesh):
@@ -158,7 +158,12 @@ def test_an_interrupt_leaves_no_simulation_on():
             left_on.add(linecache.getline(os.path.join(OURS, file), line).strip())
             context.set_simulated(2)
     context.set_simulated(None)
-    assert left_on <= {"entered = self._entered", "try:", "context.set_simulated(self._before[-1])", "_simulated = n"}
+    assert left_on <= {
+        "entered = self._entered",
+        "try:",
+        "context.set_simulated(self._before[-1])",
+        "state.process.simulated = n",
+    }
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file")  # one that was just opened

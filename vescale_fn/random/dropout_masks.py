@@ -209,10 +209,10 @@ def _run(key: torch.Tensor, rectangle: counters.Rectangle, x: torch.Tensor, keep
     if not out.numel():
         return out
     code = c_library.DROPOUTS.get(x.dtype)
-    if choice.variant is not None and code is not None and x.device.type == "cpu":
-        c_library.draw(choice.variant, code, keys.cpu(), rectangle, (keep, scale(keep)), flat, source)
+    if choice.chosen().variant is not None and code is not None and x.device.type == "cpu":
+        c_library.draw(choice.chosen().variant, code, keys.cpu(), rectangle, (keep, scale(keep)), flat, source)
         return out
-    if x.device.type == "cuda" and choice.on_cuda:
+    if x.device.type == "cuda" and choice.chosen().on_cuda:
         draw = Draw("dropout", rectangle.shape, x.dtype, (keep, scale(keep)))
         if triton_launch.draw(draw, keys, rectangle, flat, source):
             return out

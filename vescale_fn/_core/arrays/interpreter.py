@@ -59,7 +59,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     modes = _modes()
     if modes and torch_internals.is_traced():
         return traced_steps.as_one_step(func, args, kwargs, lambda: dispatch(cls, func, args, kwargs))
-    if op_lines.listening:
+    if op_lines.listeners:
         op_lines.note()
     key = [func, _default_dtype()]
     for a in args:

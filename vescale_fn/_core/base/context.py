@@ -1,19 +1,18 @@
-"""The ambient state of a thread: simulation, current mesh, the body that runs, strictness, logs.
+"""Where a program is: on how many played ranks, with which mesh, in which body; strict, recorded, logged, or not.
 
-The state is one object per thread; the mesh of `use_mesh` belongs to the asyncio task, too. Everything that depends on
-"where am I" reads it here and nowhere else.
+Everything that depends on "where am I" asks here and nowhere else. What is asked for lies in `state`: most of it belongs to
+the thread, the mesh of `use_mesh` to the asyncio task, and the simulation, debug mode and dtype of sums to the process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import state
 from .errors import MeshError
 from .messages import report, short
 
@@ -74,56 +73,14 @@ class Unwatched(Exception):
     """A body with types runs in one without, which has to know its values for it, and so to be watched."""
 
 
-_used_mesh: ContextVar[tuple[Any] | None] = ContextVar("mesh of use_mesh", default=None)
-
-
-class _State(threading.local):
-    kept_mesh: Any = None  # by `set_mesh`, outside of every `use_mesh`: notebooks run each cell in a task of its own
-    body: Body | None = None
-    adopt: Callable[[Any], Any] | None = None  # of a body that no mode watches
-    strict: bool = False
-    as_written: bool = False
-    grad_depth: int = 0
-    entries: tuple[Entries, ...] = ()  # of the vmaps around, outermost first
-    followed: bool = False
-    key_uses: dict[Any, Any] | None = None
-    unit: Callable[[Any], Any] | None = None
-    recorder: Callable[[str, Any, Any, tuple[str, ...], str], None] | None = None
-
-    @property
-    def used_mesh(self) -> tuple[Any] | None:
-        """The mesh of the `use_mesh` around this point; None where there is none around it."""
-        return _used_mesh.get()
-
-    @used_mesh.setter
-    def used_mesh(self, value: tuple[Any] | None) -> None:
-        _used_mesh.set(value)
-
-    @property
-    def mesh(self) -> Any:
-        used = _used_mesh.get()
-        return self.kept_mesh if used is None else used[0]
-
-
-_state = _State()
-local_states: list[Any] = [_state]  # all that is ambient in one thread, in the files below as well
-# Of the process, not of a thread: the threads of autograd must see them.
-_simulated: int | None = None
-_logs: list[tuple[int, Any]] = []  # each with the thread that it is of
-_unlogged: list[int] = []  # threads
-_watch: Any = None
-_sums_in: Any = None
-
-
 def simulated() -> int | None:
     """The number of ranks that this process plays, or None when it is one rank of a real job."""
-    return _simulated
+    return state.process.simulated
 
 
 def set_simulated(n: int | None) -> None:
     """Play `n` ranks from now on (None: stop)."""
-    global _simulated
-    _simulated = n
+    state.process.simulated = n
 
 
 def current_mesh() -> Any:
@@ -133,86 +90,95 @@ def current_mesh() -> Any:
     >>> vfn.current_mesh() is None
     True
     """
-    return seen(_state.mesh)
+    return seen(_mesh())
+
+
+def _mesh() -> Any:
+    used = state.used_mesh.get()
+    return state.now().kept_mesh if used is None else used[0]
 
 
 def body() -> Body | None:
     """The `shard_map` body that is running in this thread, or None."""
-    return _state.body
+    run = state.now().run
+    return None if run is None else run.body
+
+
+def run() -> Any:
+    """What runs that body, a `shard_map.body.running`, or None."""
+    return state.now().run
 
 
 def is_strict() -> bool:
     """Whether moves that the program did not ask for raise."""
-    return _state.strict
+    return state.now().strict
 
 
 def mapping_entries(entries: Entries) -> contextlib.AbstractContextManager[None]:
     """Run the function that a `vmap` maps."""
-    return _setting(entries=(*_state.entries, entries))
+    return setting(entries=(*state.now().entries, entries))
 
 
 def entries_over(level: int | None = None) -> tuple[str, ...]:
     """The axes over which the `vmap` at this level (None: any of them) lays its entries out."""
-    return tuple(axis for entries in _state.entries if level in (None, entries.level) for axis in entries.over)
+    return tuple(axis for entries in state.now().entries if level in (None, entries.level) for axis in entries.over)
 
 
 def entry_names() -> tuple[str, ...]:
     """The axis names of the `vmap`s around, outermost first."""
-    return tuple(entries.name for entries in _state.entries if entries.name is not None)
+    return tuple(entries.name for entries in state.now().entries if entries.name is not None)
 
 
 def entries_named(name: str) -> Entries | None:
     """The entries of the innermost `vmap` around with this axis name."""
-    return next((entries for entries in reversed(_state.entries) if entries.name == name), None)
+    return next((entries for entries in reversed(state.now().entries) if entries.name == name), None)
 
 
 def examined() -> bool:
     """Whether what runs here is a part of something else: of a `vfn.grad`, a body, debug mode, a parity check; or is
     to run as written."""
-    state = _state
+    here = state.now()
     return bool(
-        state.as_written
-        or state.grad_depth
-        or state.body is not None
-        or state.key_uses is not None
-        or state.recorder is not None
-        or state.unit is not None
-        or _watch is not None
+        here.as_written
+        or here.grad_depth
+        or here.run is not None
+        or here.key_uses is not None
+        or here.recorder is not None
+        or here.unit is not None
+        or state.process.watch is not None
     )
 
 
 def on_one_device() -> bool:
     """Whether a program for a mesh runs on one device, to compare: `shard` and `with_sharding` leave values plain."""
-    return _state.unit is not None
+    return state.now().unit is not None
 
 
 def seen(mesh: Any) -> Any:
     """The mesh that the program is to see: on one device, one with the same axes, all of size 1."""
-    return mesh if mesh is None or _state.unit is None else _state.unit(mesh)
+    unit = state.now().unit
+    return mesh if mesh is None or unit is None else unit(mesh)
 
 
 def note(name: str, given: Any, made: Any, axes: tuple[str, ...] = (), line: str = "") -> None:
     """Tell the recorder, where there is one, of a step of ours that it cannot see: what went in, what came out of it,
     the axes along which ranks communicated, and the line, where that is another than the user's present one."""
-    if _state.recorder is not None:
-        _state.recorder(name, given, made, axes, line)
+    recorder = state.now().recorder
+    if recorder is not None:
+        recorder(name, given, made, axes, line)
 
 
 def key_uses() -> dict[Any, Any] | None:
     """In debug mode, what each random key was used for; else None."""
-    return _state.key_uses
+    return state.now().key_uses
 
 
 def logs() -> tuple[Any, ...]:
     """The communication logs that record what this thread does: its own; those of all threads, for a thread of autograd's,
     which does not say for whom it computes."""
-    if not _logs:
-        return ()
-    here = threading.get_ident()
     of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
-    if _unlogged if of_autograd else here in _unlogged:
-        return ()
-    return tuple(log for thread, log in tuple(_logs) if of_autograd or thread == here)
+    threads = state.everywhere() if of_autograd else [state.now()]
+    return () if any(one.unlogged for one in threads) else tuple(log for one in threads for (log,) in one.logs)
 
 
 def watch() -> Any:
@@ -220,18 +186,18 @@ def watch() -> Any:
 
     On one device there are no others.
     """
-    return None if _watch is None or _state.unit is not None else _watch
+    watch = state.process.watch
+    return None if watch is None or state.now().unit is not None else watch
 
 
 def set_watch(value: Any) -> None:
     """Begin debug mode, or (None) end it."""
-    global _watch
-    _watch = value
+    state.process.watch = value
 
 
 def grad_depth() -> int:
     """How many `vfn.grad`s on the plain autograd engine are being differentiated around this point."""
-    return _state.grad_depth
+    return state.now().grad_depth
 
 
 class Restored:
@@ -249,16 +215,25 @@ class Restored:
 
 
 @contextlib.contextmanager
-def _setting(**values: Any) -> Iterator[None]:
-    before = {name: getattr(_state, name) for name in values}
-    with Restored(_set, before), Restored(_set, before):
-        _set(values)
+def setting(**values: Any) -> Iterator[None]:
+    """Within the block, values of this thread's are these."""
+    here = state.now()
+    before = {name: getattr(here, name) for name in values}
+    with Restored(_put, before), Restored(_put, before):
+        _put(values)
         yield
 
 
-def _set(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(_state, name, value)
+def _put(values: dict[str, Any]) -> None:
+    state.put(**values)
+
+
+@contextlib.contextmanager
+def _using(mesh: Any) -> Iterator[None]:
+    before = state.used_mesh.get()
+    with Restored(state.used_mesh.set, before), Restored(state.used_mesh.set, before):
+        state.used_mesh.set((mesh,))
+        yield
 
 
 def checked_mesh(mesh: Any, where: str) -> Any:
@@ -283,7 +258,7 @@ def use_mesh(mesh: Any) -> contextlib.AbstractContextManager[None]:
     ...         print(vfn.current_mesh().mesh_dim_names)
     ('dp',)
     """
-    return _setting(used_mesh=(mesh if mesh is None else checked_mesh(mesh, "use_mesh"),))
+    return _using(mesh if mesh is None else checked_mesh(mesh, "use_mesh"))
 
 
 def set_mesh(mesh: Any) -> None:
@@ -293,95 +268,74 @@ def set_mesh(mesh: Any) -> None:
     >>> vfn.set_mesh(None)
     """
     mesh = mesh if mesh is None else checked_mesh(mesh, "set_mesh")
-    if _state.used_mesh is None:
-        _state.kept_mesh = mesh
+    if state.used_mesh.get() is None:
+        state.put(kept_mesh=mesh)
     else:
-        _state.used_mesh = (mesh,)
+        state.used_mesh.set((mesh,))
 
 
 def being_strict() -> contextlib.AbstractContextManager[None]:
     """Let `is_strict` hold."""
-    return _setting(strict=True)
+    return setting(strict=True)
 
 
 def as_written() -> contextlib.AbstractContextManager[None]:
     """Let no function be recorded."""
-    return _setting(as_written=True)
+    return setting(as_written=True)
 
 
 def one_device(unit: Callable[[Any], Any] | None) -> contextlib.AbstractContextManager[None]:
     """Let every mesh count as ``unit(mesh)``, its like with one rank; None ends that."""
-    return _setting(unit=unit)
+    return setting(unit=unit)
 
 
 def recording(
     recorder: Callable[[str, Any, Any, tuple[str, ...], str], None],
 ) -> contextlib.AbstractContextManager[None]:
     """Have `note` call ``recorder(name, given, made, axes, line)``."""
-    return _setting(recorder=recorder)
-
-
-def entered_body(value: Body | None) -> contextlib.AbstractContextManager[None]:
-    """Run a `shard_map` body."""
-    return _setting(body=value)
-
-
-def swap_body(value: Body | None) -> Body | None:
-    """`entered_body` without the context manager, for the path of every call: set the body, and return the one before."""
-    before, _state.body = _state.body, value
-    return before
+    return setting(recorder=recorder)
 
 
 def adopt() -> Callable[[Any], Any] | None:
     """What makes a local value of an array that the running body closes over, where no mode does; else None."""
-    return _state.adopt
-
-
-def swap_adopt(value: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-    """Set what `adopt` gives, and return what it was before."""
-    before, _state.adopt = _state.adopt, value
-    return before
+    run = state.now().run
+    return None if run is None or run.mode is not None else run.adopt
 
 
 def debugging() -> contextlib.AbstractContextManager[None]:
     """Note what each key is used for."""
-    return _setting(key_uses={})
+    return setting(key_uses={})
 
 
 @contextlib.contextmanager
 def logging_to(log: Any) -> Iterator[None]:
     """Record every collective of this thread into `log` as well."""
-    entry = threading.get_ident(), log
+    entry = (log,)
     with Restored(_end_log, entry), Restored(_end_log, entry):
-        _logs.append(entry)
+        state.put(logs=(*state.now().logs, entry))
         yield
 
 
-def _end_log(entry: tuple[int, Any]) -> None:
-    _logs[:] = [other for other in _logs if other is not entry]
+def _end_log(entry: tuple[Any]) -> None:
+    state.put(logs=tuple(other for other in state.now().logs if other is not entry))
 
 
-@contextlib.contextmanager
-def unlogged() -> Iterator[None]:
+def unlogged() -> contextlib.AbstractContextManager[None]:
     """Record no collective of this thread: none is carried out."""
-    here = threading.get_ident()
-    before = _unlogged.count(here)
-    with Restored(_end_unlogged, before), Restored(_end_unlogged, before):
-        _unlogged.append(here)
-        yield
-
-
-def _end_unlogged(before: int) -> None:
-    here = threading.get_ident()
-    while _unlogged.count(here) > before:
-        _unlogged.remove(here)
+    return setting(unlogged=True)
 
 
 def captured() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What brings this thread's state of now back, any number of times: for what a backward pass computes again."""
-    # not the uses of keys, and no recorder: what is computed again draws again, on purpose
-    kept = {name: getattr(_state, name) for name in ("body", "strict", "unit")}
-    return functools.partial(_setting, **kept, used_mesh=(_state.mesh,), key_uses=None, recorder=None)
+    here, mesh = state.now(), _mesh()
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        # not the uses of keys, and no recorder: what is computed again draws again, on purpose
+        with setting(run=here.run, strict=here.strict, unit=here.unit, key_uses=None, recorder=None), _using(mesh):
+            yield
+
+    return again
 
 
 class Again:
@@ -404,83 +358,40 @@ class differentiating:
     """Run the function that a `vfn.grad` differentiates, and its backward pass."""
 
     def __enter__(self) -> None:
-        _state.grad_depth += 1
-        self.sums_in = _sums_in
+        state.put(grad_depth=state.now().grad_depth + 1)
+        self.sums_in = state.process.sums_in
 
     def __exit__(self, *error: Any) -> None:
-        global _sums_in
-        _state.grad_depth -= 1
-        _state.followed = _state.followed and _state.grad_depth > 0
-        _sums_in = self.sums_in
+        here = state.now()
+        depth = here.grad_depth - 1
+        state.put(grad_depth=depth, followed=here.followed and depth > 0)
+        state.process.sums_in = self.sums_in
 
 
 def count_followed() -> None:
     """A gradient was taken that an outer one may go through."""
-    _state.followed = True
+    state.put(followed=True)
 
 
 def followed() -> bool:
     """Whether such a gradient was taken since the outermost gradient began."""
-    return _state.followed
+    return state.now().followed
 
 
 def sums_in() -> Any:
     """The dtype in which sums over ranks are made of what is narrower; None: in its own."""
-    return _sums_in
+    return state.process.sums_in
 
 
 @contextlib.contextmanager
 def summing_in(dtype: Any) -> Iterator[None]:
     """Make sums over ranks in this dtype; where something is differentiated, until its backward pass is done as well."""
-    with Restored(_end_sums, _sums_in), Restored(_end_sums, _sums_in):
-        _set_sums(dtype)
+    before = state.process.sums_in
+    with Restored(_end_sums, before), Restored(_end_sums, before):
+        state.process.sums_in = dtype
         yield
 
 
-def _set_sums(dtype: Any) -> None:
-    global _sums_in
-    _sums_in = dtype
-
-
 def _end_sums(before: Any) -> None:
-    if not _state.grad_depth:
-        _set_sums(before)
-
-
-def ambient() -> tuple[Any, ...]:
-    """Everything ambient in this thread, for `set_ambient`."""
-    own: tuple[Any, int] = (), 0
-    if _logs or _unlogged:
-        here = threading.get_ident()
-        own = [entry for entry in _logs if entry[0] == here], _unlogged.count(here)
-    states = [state.__dict__.copy() for state in local_states]
-    return states, own, _used_mesh.get(), (_simulated, _watch, _sums_in)
-
-
-def set_ambient(saved: tuple[Any, ...]) -> None:
-    """Put back what `ambient` has found."""
-    global _simulated, _watch, _sums_in
-    states, (logs, unlogged), used_mesh, (_simulated, _watch, _sums_in) = saved
-    for state, values in zip(local_states, states):
-        if vars(state) != values:
-            vars(state).clear()
-            vars(state).update(values)
-    for entry in [entry for entry in _logs if entry[0] == threading.get_ident() and entry not in logs]:
-        _end_log(entry)
-    _end_unlogged(unlogged)
-    if _used_mesh.get() is not used_mesh:
-        _used_mesh.set(used_mesh)
-
-
-def clear() -> None:
-    """Forget everything ambient, as in a fresh process (a forked rank calls it)."""
-    global _sums_in
-    set_simulated(None)
-    set_watch(None)
-    _sums_in = None
-    _logs.clear()
-    _unlogged.clear()
-    _state.kept_mesh, _state.used_mesh = None, None
-    _state.body, _state.strict, _state.grad_depth, _state.key_uses = None, False, 0, None
-    _state.adopt = None
-    _state.unit, _state.recorder, _state.as_written = None, None, False
+    if not state.now().grad_depth:
+        state.process.sums_in = before

@@ -81,7 +81,7 @@ def apply(op: LinearMap, *xs: Any) -> tuple[Any, ...]:
         (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or torch_internals.forward_ad_active()
     ):
         return _run(op, xs)
-    if op_lines.listening:
+    if op_lines.listeners:
         op_lines.note(made=False)
     return torch_internals.apply(_Linear, op, *xs)
 

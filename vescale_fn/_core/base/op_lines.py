@@ -19,7 +19,7 @@ from .source_lines import is_users, user_line
 _KEPT = 200_000  # ops whose lines are remembered
 _numbers: list[int] = []
 _lines: list[str] = []
-listening = 0  # how many want to know
+listeners: set[object] = set()  # who wants to know
 
 
 @contextlib.contextmanager
@@ -27,24 +27,13 @@ def noted() -> Iterator[None]:
     """Note lines in this block."""
     who = object()
     with Restored(_ended, who), Restored(_ended, who):
-        _begun(who)
+        listeners.add(who)
         yield
 
 
-_listeners: set[object] = set()
-
-
-def _begun(who: object) -> None:
-    global listening
-    _listeners.add(who)
-    listening = len(_listeners)
-
-
 def _ended(who: object) -> None:
-    global listening
-    _listeners.discard(who)
-    listening = len(_listeners)
-    if not listening:
+    listeners.discard(who)
+    if not listeners:
         _numbers.clear()
         _lines.clear()
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-import os
 import re
 import sys
 import threading
@@ -23,9 +22,7 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-from . import source_lines
-
-_full = os.environ.get("VESCALE_FN_TRACEBACK", "") == "full"
+from . import source_lines, state
 
 
 def full_tracebacks(on: bool = True) -> None:
@@ -40,13 +37,12 @@ def full_tracebacks(on: bool = True) -> None:
     >>> import vescale_fn as vfn
     >>> vfn.full_tracebacks(False)
     """
-    global _full
-    _full = on
+    state.process.full_tracebacks = on
 
 
 def hide_from_pytest() -> None:
     """Mark the frames that an error which is being made now should be shown without. pytest knows this variable."""
-    if _full:
+    if state.process.full_tracebacks:
         return
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
@@ -62,7 +58,7 @@ def hide_from_pytest() -> None:
 def hide_inner_from_pytest(error: BaseException) -> None:
     """The same for an error that came out of a function of the user's, torch's own about an op in it say."""
     entries = _entries(error.__traceback__)
-    if _full or _raised_by_us(entries[-1]):
+    if state.process.full_tracebacks or _raised_by_us(entries[-1]):
         return
     for entry, hidden in zip(entries, source_lines.inner(e.tb_frame.f_code.co_filename for e in entries)):
         if hidden:
@@ -71,7 +67,7 @@ def hide_inner_from_pytest(error: BaseException) -> None:
 
 def between(excinfo: Any) -> bool:
     """``__tracebackhide__`` of a file that calls functions of the user, for pytest: hide it where an error passed through."""
-    return not _full and not _raised_by_us(_entries(excinfo.tb)[-1])
+    return not state.process.full_tracebacks and not _raised_by_us(_entries(excinfo.tb)[-1])
 
 
 def _entries(found: TracebackType | None) -> list[TracebackType]:
@@ -103,7 +99,7 @@ def shorter(error: BaseException, whole: TracebackType | None) -> tuple[Tracebac
         while _raised_by_us(entries[-1]) and hidden[i]:
             hidden[i] = False
             i -= 1
-    if _full or all(hidden):
+    if state.process.full_tracebacks or all(hidden):
         return whole, 0
     shown = None
     for entry, hide in zip(reversed(entries), reversed(hidden), strict=True):

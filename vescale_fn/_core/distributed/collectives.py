@@ -7,10 +7,10 @@ axes as a tuple of names, major first: the ranks of a group are numbered in that
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .. import torch_internals
-from ..base import context, op_lines
+from ..base import context, op_lines, state
 from ..base.messages import dtype_text
 from ..sharding.index_map import axes_of
 from ..sharding.layout import text
@@ -81,19 +81,12 @@ class Collective:
         return self._carry_out(x)
 
     def _carry_out(self, x: Any, **how: Any) -> Any:
-        before = _state.line
-        try:
-            try:  # twice: an interrupt may come in the inner `finally`
-                _state.line = self.line
-                named = dict(zip(_PARAMS[self.kind], self.params, strict=True))
-                run = globals()[self.kind]
-                if isinstance(x, (list, tuple)):
-                    return run(Blocks(x), self.mesh, self.axes, **named, **how, why=self.why).blocks
-                return run(x, self.mesh, self.axes, **named, **how, why=self.why)
-            finally:
-                _state.line = before
-        finally:
-            _state.line = before
+        named = dict(zip(_PARAMS[self.kind], self.params, strict=True))
+        run = globals()[self.kind]
+        with context.setting(line=self.line) if self.line and context.logs() else contextlib.nullcontext():
+            if isinstance(x, (list, tuple)):
+                return run(Blocks(x), self.mesh, self.axes, **named, **how, why=self.why).blocks
+            return run(x, self.mesh, self.axes, **named, **how, why=self.why)
 
     def like(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor of the result's shape and dtype, in which nothing is: communicates nothing."""
@@ -125,14 +118,6 @@ class Start(Collective):
 def wait(begun: Any) -> Any:
     """The result of a collective that has begun."""
     return begun.wait() if isinstance(begun, process_group.InFlight) else begun
-
-
-class _State(threading.local):
-    line: str = ""  # of the user's, of the recorded collective that runs
-
-
-_state = _State()
-context.local_states.append(_state)
 
 
 _PARAMS: dict[str, tuple[str, ...]] = {  # what each collective takes besides a value, a mesh, axes and a reason
@@ -197,7 +182,8 @@ def _note(op: str, mesh: Any, axes: tuple[str, ...], tensor: Any, factor: int, w
     logs = context.logs()
     if logs:
         one = tensor.blocks[0] if type(tensor) is Blocks else tensor
-        line, backward = (_state.line, False) if _state.line else op_lines.here()
+        recorded = state.now().line
+        line, backward = (recorded, False) if recorded else op_lines.here()
         record = Record(op, axes, one.numel() * one.element_size() * factor, why, line, backward, dtype_text(one.dtype))
         for log in logs:
             log.append(record)

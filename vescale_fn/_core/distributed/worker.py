@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
-from ..base import context, tracebacks
+from ..base import state, tracebacks
 from ..base.errors import DivergenceError, RankError
 from ..base.messages import report
 from ..base.source_lines import is_users, quoted
@@ -50,14 +50,7 @@ at_end: list[Callable[[], None]] = []  # what a rank still has to do when its fu
 
 
 forking = threading.Lock()  # held while this process forks a rank: one thread at a time
-
-
-def _unlocked() -> None:
-    global forking
-    forking = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_unlocked)  # the parent held it
+os.register_at_fork(after_in_child=lambda: forking.release() if forking.locked() else None)  # the parent held it
 
 
 @dataclass(frozen=True)
@@ -160,7 +153,7 @@ def _wait(pipe: Connection, seconds: float) -> None:
 
 def settle(rank: int, job: Job) -> None:
     """Leave behind what belonged to the caller: its context, signals, streams, threads."""
-    context.clear()
+    state.clear()
     gc.freeze()  # a collection would touch, and so copy, all the memory that this rank shares with its caller
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, which ends the ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

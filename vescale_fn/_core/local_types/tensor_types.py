@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,18 +42,10 @@ class Writes:
         self.any, self.since = False, torch_internals.autograd_count()
 
 
-class _Now(threading.local):
-    writes: Writes | None = None
-
-
-_now = _Now()
-context.local_states.append(_now)
-
-
-def swap_writes(writes: Writes | None) -> Writes | None:
-    """Make `writes` those of the body that runs in this thread; returns what was there."""
-    before, _now.writes = _now.writes, writes
-    return before
+def _writes() -> Writes | None:
+    """Those of the body that runs; None where nothing watches it."""
+    run = context.run()
+    return None if run is None or run.mode is None else run.writes
 
 
 def _memory(x: torch.Tensor) -> Any:
@@ -68,18 +59,17 @@ def retype(x: torch.Tensor, type_: Type) -> None:
     mark(x, type_)
     if (base := torch_internals.base(torch_internals.peel(x))) is not None:
         mark(base, type_)
-    if _now.writes is not None and (memory := _memory(x)) is not None:
+    writes = _writes()
+    if writes is not None and (memory := _memory(x)) is not None:
         before = getattr(memory, "vfn_written", None)
-        varying = type_.varying | (
-            before[1].varying if before is not None and before[0] is _now.writes else frozenset()
-        )
-        memory.vfn_written = (_now.writes, of(varying=varying))
-        _now.writes.any = True
+        varying = type_.varying | (before[1].varying if before is not None and before[0] is writes else frozenset())
+        memory.vfn_written = (writes, of(varying=varying))
+        writes.any = True
 
 
 def _as_written(x: torch.Tensor, found: Type) -> Type:
     """`found`, and what was written into the memory of `x` since."""
-    writes = _now.writes
+    writes = _writes()
     if writes is not None and writes.any and found.plain:
         written = getattr(_memory(x), "vfn_written", None)
         if written is not None and written[0] is writes:
@@ -130,7 +120,8 @@ def outside(x: torch.Tensor, auto: Any) -> bool:
 
 def refuse_unseen(x: torch.Tensor) -> None:
     """Raise where a value that has a gradient was made since the body began, and yet has no type."""
-    if _now.writes is not None and torch_internals.made_after(x, _now.writes.since) and read(x) is None:
+    writes = _writes()
+    if writes is not None and torch_internals.made_after(x, writes.since) and read(x) is None:
         raise VaryingTypeError(
             report(
                 "shard_map",

@@ -10,24 +10,18 @@ from typing import Any
 import torch
 
 from .. import torch_internals
-from ..base import context, linear_map
+from ..base import context, linear_map, state
 from ..base.errors import TransformError, VaryingTypeError
 from ..base.messages import report
 from ..local_types import function_kinds, replica_check, tensor_types, types
 from ..local_types.tensor_types import mark
 from .collective_maps import Collective
 from .typed_mode import Checked
-from .untyped_mode import Unchecked, innermost
+from .untyped_mode import Unchecked
 
 Tensor = torch.Tensor
 
 
-class _Active(threading.local):
-    run: running | None = None
-
-
-_active = _Active()
-context.local_states.append(_active)
 _lock = threading.RLock()
 captures: list[Callable[[], Callable[[], Any]]] = []  # what else is entered again; asked at the call, like `capture`
 
@@ -43,15 +37,11 @@ class running:
     """
 
     __slots__ = (
-        "_adopt_before",
         "_before",
-        "_body_before",
-        "_mode",
-        "_mode_before",
-        "_writes_before",
         "adopt",
         "body",
         "intercepted",
+        "mode",
         "writes",
     )
 
@@ -72,39 +62,33 @@ class running:
             raise TransformError(report("shard_map", problem, fix="a release of torch that is tested, 2.11 to 2.15"))
         body = self.body
         mode = Checked if body.check else Unchecked
-        self._mode = mode(body, self.adopt, self.writes) if self.intercepted else None
-        self._writes_before = tensor_types.swap_writes(self.writes if self._mode is not None else None)
-        self._before, _active.run = _active.run, self
-        self._mode_before, innermost.mode = innermost.mode, self._mode
-        self._body_before = context.swap_body(body)
-        self._adopt_before = context.swap_adopt(self.adopt if self._mode is None else None)
-        if self._mode is not None:
+        self.mode = mode(body, self.adopt, self.writes) if self.intercepted else None
+        self._before = context.run()
+        state.put(run=self)
+        if self.mode is not None:
             _bodies.change(1)
-            self._mode.__enter__()
+            self.mode.__enter__()
         return self
 
     def taken_in(self, x: Tensor) -> Tensor:
         """A result as a local value, which it is not yet where the body gives back what it closes over."""
         with torch_internals.no_torch_function():
-            if self._mode is None:
+            if self.mode is None:
                 return self.adopt(x) if tensor_types.outside(x, self.body.auto) else x
             if tensor_types.read(x) is not None:
                 return x
             tensor_types.refuse_unseen(x)
-            return self._mode.taken_in(x)
+            return self.mode.taken_in(x)
 
     def sized_by_values(self) -> bool:
         """Whether the shapes of results may differ by rank, for all that is known: on real ranks, of a body with types."""
-        return isinstance(self._mode, Checked) and self._mode.sized_by_values
+        return isinstance(self.mode, Checked) and self.mode.sized_by_values
 
     def __exit__(self, *exception: Any) -> None:
-        if self._mode is not None:
-            self._mode.__exit__(*exception)
+        if self.mode is not None:
+            self.mode.__exit__(*exception)
             _bodies.change(-1)
-        context.swap_adopt(self._adopt_before)
-        context.swap_body(self._body_before)
-        tensor_types.swap_writes(self._writes_before)
-        _active.run, innermost.mode = self._before, self._mode_before
+        state.put(run=self._before)
 
 
 class _Watchers:
@@ -169,16 +153,23 @@ def set_watchers(counts: tuple[int, int]) -> None:
             watchers.set(count, threading.get_ident())
 
 
+def _mode() -> Any:
+    """The mode of the body that runs; None where there is none."""
+    run = context.run()
+    return None if run is None else run.mode
+
+
 def _before_set(target: Tensor) -> None:
     """What a call of `Tensor.set_` has to pass, which no mode sees."""
-    if isinstance(innermost.mode, Checked) and torch_internals.function_mode_on():
-        innermost.mode.refuse_set(target)
+    mode = _mode()
+    if isinstance(mode, Checked) and torch_internals.function_mode_on():
+        mode.refuse_set(target)
 
 
 def _differentiated_by(x: Tensor) -> Tensor:
     """What a gradient inside a body without types is taken by: a tensor from outside becomes the rank's own first, or its
     gradient would be the ranks' sum."""
-    mode = innermost.mode
+    mode = _mode()
     if mode is None or isinstance(mode, Checked) or not torch_internals.function_mode_on():
         return x
     with torch_internals.no_torch_function():
@@ -191,15 +182,14 @@ def _differentiated_by(x: Tensor) -> Tensor:
 
 def _watched() -> bool:
     """Whether the mode of a body sees what this thread calls."""
-    run = _active.run
-    return run is not None and run._mode is not None and torch_internals.function_mode_on()
+    return _mode() is not None and torch_internals.function_mode_on()
 
 
 def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
     """A user's `autograd.Function` in a body: no mode sees that it is applied."""
     if cls.__module__ == linear_map.__name__ or cls is torch_internals.checkpoint_saver or not _watched():
         return apply(*args, **kwargs)
-    mode: Any = _active.run._mode  # type: ignore[union-attr]
+    mode = _mode()
     if cls is torch_internals.checkpoint_function:
         function, _, *given = args
         if not any(torch_internals.needs_gradient(x) for x in function_kinds.tensors(given)):
@@ -258,13 +248,13 @@ def local(x: Any) -> Any:
 
     For transforms, which take their arguments before any function of the body sees them.
     """
-    run = _active.run
+    run = context.run()
     if run is None or not isinstance(x, Tensor) or not tensor_types.outside(x, run.body.auto):
         return x
-    if run._mode is None:
+    if run.mode is None:
         return run.adopt(x)
     with torch_internals.no_torch_function():
-        return run._mode.taken_in(x)
+        return run.mode.taken_in(x)
 
 
 def capture() -> Callable[[], contextlib.AbstractContextManager[Any]]:
@@ -272,7 +262,7 @@ def capture() -> Callable[[], contextlib.AbstractContextManager[Any]]:
 
     Modes are off there, and the thread may be another one.
     """
-    run = _active.run
+    run = context.run()
     if run is None:
         return contextlib.nullcontext
     return lambda: running(run.body, run.adopt, run.intercepted, run.writes)

@@ -25,7 +25,7 @@ from ..local_types.types import Type
 from ..sharding.index_map import axes_of
 from . import concretization
 from .collective_maps import promote
-from .untyped_mode import LOCAL, Unchecked, at_first_sight, innermost, mark_result, refuse_to_be_traced
+from .untyped_mode import LOCAL, Unchecked, at_first_sight, mark_result, refuse_to_be_traced
 
 Tensor = torch.Tensor
 __tracebackhide__ = tracebacks.between  # of an error about an op of the user's
@@ -43,7 +43,7 @@ class Checked(Unchecked):
         self.compared = not self.ranks and replica_check.looked_for()
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if innermost.mode is not self:
+        if context.run().mode is not self:
             return func(*args, **kwargs or {})
         found = _rules.get(func)
         if found is None:

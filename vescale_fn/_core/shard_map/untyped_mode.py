@@ -7,7 +7,6 @@ own. On a real mesh, where nothing is differentiated, such a body has no mode at
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -86,14 +85,6 @@ def mark_result(out: Any, type_: Type) -> Any:
 # --- the mode ---------------------------------------------------------------------------------------------------------
 
 
-class _Innermost(threading.local):
-    mode: Unchecked | None = None  # that of the innermost body
-
-
-innermost = _Innermost()
-context.local_states.append(innermost)
-
-
 class Unchecked(TorchFunctionMode):
     """For a body without types: on a simulated mesh, what a factory makes is each rank's own."""
 
@@ -106,7 +97,7 @@ class Unchecked(TorchFunctionMode):
         )  # the type of what comes from outside, and without types of all it computes
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if innermost.mode is not self:  # of a body around the one that runs
+        if context.run().mode is not self:  # of a body around the one that runs
             return func(*args, **kwargs or {})
         seen = (
             None if torch_internals.transforming() or torch_internals.dispatch_modes() else at_first_sight(args, kwargs)

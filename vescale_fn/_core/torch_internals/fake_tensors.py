@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor as _fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _python_dispatch
 
 from .modes import unrecorded
 
@@ -29,29 +28,34 @@ def _no_values(x: Any, *args: Any, **kwargs: Any) -> Any:
 FakeTensor.__dlpack__ = FakeTensor.apply_ = _no_values  # torch's read from address 0: garbage, or a crash
 
 
-class _Shapes(threading.local):
-    """A thread's own mode, since a mode counts in itself how deep it is entered; and how deep `shapes_only` is entered."""
-
-    depth = 0
-
-    @functools.cached_property
-    def mode(self) -> Any:
-        return fake_mode(allow_non_fake_inputs=True)
+_idle: list[Any] = []  # modes that nobody has entered: each counts in itself how deep it is entered
 
 
-_shapes = _Shapes()
-logging.getLogger(FakeTensorMode.__module__).addFilter(lambda record: _shapes.depth == 0)
+def _entered() -> Any:
+    """The mode of the `shapes_only` around; None where there is none."""
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    return next((mode for mode in modes if hasattr(mode, "only_shapes")), None)
+
+
+logging.getLogger(FakeTensorMode.__module__).addFilter(lambda record: _entered() is None)
 
 
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
     """Inside, tensors have shapes and strides but no values; what cannot be run so raises, and is not logged."""
-    _shapes.depth += 1
+    around = mode = _entered()
+    if around is None:
+        try:
+            mode = _idle.pop()
+        except IndexError:
+            mode = fake_mode(allow_non_fake_inputs=True)
+            mode.only_shapes = True
     try:
-        with unrecorded(), _shapes.mode:
+        with unrecorded(), mode:
             yield
     finally:
-        _shapes.depth -= 1
+        if around is None:
+            _idle.append(mode)
 
 
 # --- recording plans --------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..._core import torch_internals
-from ..._core.base import context, source_lines
+from ..._core.base import source_lines, state
 from ..._core.base.errors import InPlaceError, RandomError
 from ..._core.base.messages import report
 from ..._core.local_types import function_kinds
@@ -29,14 +28,6 @@ from ..._core.shard_map import body
 from ...random.keys import Key
 from ...random.streams import fold_in
 from .keyed_draws import DRAWS, Call
-
-
-class _Innermost(threading.local):
-    mode: Keyed | None = None
-
-
-_innermost = _Innermost()
-context.local_states.append(_innermost)
 
 
 class Keyed(TorchFunctionMode):
@@ -60,15 +51,15 @@ class Keyed(TorchFunctionMode):
         self._before: list[Keyed | None] = []  # it can be entered inside of itself
 
     def __enter__(self) -> Any:
-        self._before.append(_innermost.mode)
-        _innermost.mode = self
+        self._before.append(state.now().keyed)
+        state.put(keyed=self)
         body.watch_checkpoints(1)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         body.watch_checkpoints(-1)
-        _innermost.mode = self._before.pop()
+        state.put(keyed=self._before.pop())
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         way, name = _way(func)
@@ -140,7 +131,7 @@ def truncated_normals() -> contextlib.AbstractContextManager[None]:
 
 
 def _truncated_normal(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    mode = _innermost.mode
+    mode = state.now().keyed
     draw = None if mode is None else DRAWS["trunc_normal_"](Call(own, "trunc_normal_", args, kwargs))
     if mode is None or draw is None:
         return own(*args, **kwargs)
@@ -149,7 +140,7 @@ def _truncated_normal(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def _captured() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    mode = _innermost.mode
+    mode = state.now().keyed
     return contextlib.nullcontext if mode is None else mode.again()
 
 

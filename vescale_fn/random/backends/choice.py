@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch
 
-from ..._core.base import source_lines
+from ..._core.base import source_lines, state
 from ..._core.base.errors import RandomError
 from ..._core.base.messages import report
 from ..bits import counters, elementwise_draws
@@ -14,9 +15,25 @@ from ..bits.threefry import hash_words
 from . import c_library
 
 TORCH = "torch"
-_chosen: str = TORCH
-variant: int | None = None  # of the C library, where that is chosen
-on_cuda = True  # whether Triton draws on CUDA devices, where it is there; "torch" is for all devices
+
+
+class Chosen(NamedTuple):
+    """What carries draws out.
+
+    Attributes:
+        name: of the backend.
+        variant: of the C library, where that is chosen.
+        on_cuda: whether Triton draws on CUDA devices, where it is there; "torch" is for all devices.
+    """
+
+    name: str
+    variant: int | None
+    on_cuda: bool
+
+
+def chosen() -> Chosen:
+    """What carries draws out now."""
+    return state.process.draws
 
 
 def backend(name: str | None = None) -> str:
@@ -41,9 +58,8 @@ def backend(name: str | None = None) -> str:
     >>> vfn.random.backend(before) == before
     True
     """
-    global _chosen, variant, on_cuda
     if name is None:
-        return _chosen
+        return chosen().name
     there = [TORCH, *c_library.available()]
     triton = name != TORCH
     if name == "auto":
@@ -55,12 +71,12 @@ def backend(name: str | None = None) -> str:
         )
         fact = f"the backend {name!r} is not available: {missing}" if known else f"{name!r} is not a backend"
         raise RandomError(report("random.backend", fact, fix=f"one of {', '.join(map(repr, [*there, 'auto']))}"))
-    _chosen, variant = name, None if name == TORCH else c_library.VARIANTS.index(name)
-    on_cuda = triton
+    variant = None if name == TORCH else c_library.VARIANTS.index(name)
+    state.process.draws = Chosen(name, variant, triton)
     return name
 
 
-def differing(chosen: int, n: int = 300) -> list[str]:
+def differing(variant: int, n: int = 300) -> list[str]:
     """The kinds for which this variant of the C library does not give the bits of the torch definition."""
     key = torch.tensor([[[0x13198A2E, 0x03707344], [-0x5BF6FCDE, 0x299F31D0]]], dtype=torch.int32)
     low = torch.arange(n, dtype=torch.int32)
@@ -76,7 +92,7 @@ def differing(chosen: int, n: int = 300) -> list[str]:
         expected = values(*((w.clone() for w in pair) for pair in words), dtype, given)
         got = torch.empty_like(expected)
         rectangle = counters.Rectangle((8, 1 << 32), (range(7, 8), range(n)))
-        c_library.draw(chosen, code, key[:, :streams], rectangle, given, got)
+        c_library.draw(variant, code, key[:, :streams], rectangle, given, got)
         if not torch.equal(got.view(torch.uint8), expected.view(torch.uint8)):
             wrong.append(f"{kind} of {str(dtype).removeprefix('torch.')}")
     return wrong
@@ -86,8 +102,9 @@ def _start() -> None:
     """The backend of a new process: what is asked for, else the fastest that passes its test."""
     asked = os.environ.get("VESCALE_FN_RANDOM", "auto")
     backend(asked)
+    name, variant, _ = chosen()
     if variant is not None and (wrong := differing(variant)):
-        what = f"{_chosen} differs from the torch definition in {', '.join(wrong)}"
+        what = f"{name} differs from the torch definition in {', '.join(wrong)}"
         source_lines.warn(f"vescale_fn.random: {what}, so draws run on torch", RuntimeWarning)
         backend(TORCH)
 

@@ -1,0 +1,94 @@
+"""What is ambient: one record for each thread, and a few values of the whole process.
+
+A thread's record is never changed: what sets something puts another record in its place, by one assignment. So an interrupt
+finds the one or the other, and to put an old record back undoes all that was set since.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+
+class Thread:
+    """What is ambient in one thread; `context` says what each value means."""
+
+    kept_mesh: Any = None  # by `set_mesh`, outside of every `use_mesh`: notebooks run each cell in a task of its own
+    run: Any = None  # the `shard_map` body that is running, a `shard_map.body.running`
+    strict: bool = False
+    as_written: bool = False
+    grad_depth: int = 0
+    followed: bool = False
+    entries: tuple[Any, ...] = ()  # of the vmaps around, outermost first
+    key_uses: dict[Any, Any] | None = None
+    unit: Callable[[Any], Any] | None = None
+    recorder: Callable[[str, Any, Any, tuple[str, ...], str], None] | None = None
+    logs: tuple[tuple[Any], ...] = ()
+    unlogged: bool = False
+    keyed: Any = None  # the mode in which a module draws from a key
+    line: str = ""  # of the user's, of the recorded collective that runs
+
+
+class Process:
+    """What is ambient in all threads: those of autograd compute for another thread, and must see it."""
+
+    simulated: int | None = None
+    watch: Any = None
+    sums_in: Any = None
+    draws: Any = None  # by what: a `random.backends.choice.Chosen`
+    full_tracebacks = os.environ.get("VESCALE_FN_TRACEBACK", "") == "full"
+
+
+class _Slot:
+    now = Thread()
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.slot = _Slot()
+        _slots.append(weakref.ref(self.slot, _slots.remove))
+
+
+_slots: list[weakref.ref[_Slot]] = []
+_here = _Here()
+process = Process()
+used_mesh: ContextVar[tuple[Any] | None] = ContextVar("mesh of use_mesh", default=None)  # of an asyncio task
+
+
+def now() -> Thread:
+    """What is ambient in this thread."""
+    return _here.slot.now
+
+
+def everywhere() -> list[Thread]:
+    """What is ambient in each thread."""
+    return [slot.now for ref in tuple(_slots) if (slot := ref()) is not None]
+
+
+def put(**values: Any) -> None:
+    """Set values of this thread."""
+    slot, made = _here.slot, object.__new__(Thread)
+    made.__dict__.update(slot.now.__dict__, **values)
+    slot.now = made
+
+
+def saved() -> tuple[Any, ...]:
+    """All that is ambient here, for `put_back`."""
+    return _here.slot.now, used_mesh.get(), process.simulated, process.watch, process.sums_in
+
+
+def put_back(before: tuple[Any, ...]) -> None:
+    """Put back what `saved` has found."""
+    _here.slot.now, mesh, process.simulated, process.watch, process.sums_in = before
+    if used_mesh.get() is not mesh:
+        used_mesh.set(mesh)
+
+
+def clear() -> None:
+    """Forget everything, as in a fresh process."""
+    _slots[:] = [weakref.ref(_here.slot, _slots.remove)]
+    put_back((Thread(), None, None, None, None))
