@@ -16,13 +16,15 @@ from typing import Any
 import torch
 
 from .._core import torch_internals
+from .._core.base import dtypes
 
 Tensor = Any  # a tensor, or a Blocks
 
 
 def wide(x: Tensor) -> Tensor:
     """As results are added up: of halves in float32."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    dtype = dtypes.wide(x.dtype)
+    return x if dtype is x.dtype else x.to(dtype)
 
 
 def part(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

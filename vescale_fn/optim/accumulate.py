@@ -8,7 +8,7 @@ import torch
 
 from .._core.arrays.array import spec_of
 from .._core.arrays.placement import with_sharding
-from .._core.base import tree
+from .._core.base import dtypes, tree
 from .._core.sharding.spec import P
 from .optimizer import Optimizer, check_parts, check_state, check_steps, is_readable, is_trained, zero_count
 from .per_leaf import by_leaf, choose, mapped, zeros_like
@@ -51,7 +51,9 @@ def accumulate(opt: Optimizer, steps: int) -> Optimizer:
     check_parts("accumulate", {"opt": opt}, "accumulate(vfn.optim.adamw(1e-3), 4)")
 
     def init(params: Any) -> AccumulateState:
-        total = mapped(lambda leaf: torch.zeros_like(leaf, dtype=_wide(leaf)) if is_trained(leaf) else leaf, params)
+        total = mapped(
+            lambda leaf: torch.zeros_like(leaf, dtype=dtypes.wide(leaf.dtype)) if is_trained(leaf) else leaf, params
+        )
         return AccumulateState(zero_count(), total, opt.init(params))
 
     def update(grads: Any, state: AccumulateState, params: Any) -> tuple[Any, AccumulateState]:
@@ -73,10 +75,6 @@ def accumulate(opt: Optimizer, steps: int) -> Optimizer:
         )
 
     return Optimizer(init, update)
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def reduced(grads: Any) -> Any:

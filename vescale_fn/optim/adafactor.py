@@ -9,7 +9,7 @@ import torch
 
 from .._core.arrays.array import is_array, mesh_of, spec_of
 from .._core.arrays.placement import shard, with_sharding
-from .._core.base import tree
+from .._core.base import dtypes, tree
 from .._core.base.messages import described
 from .._core.sharding.spec import P, from_split_axes, split_axes
 from .masks import flags
@@ -93,7 +93,7 @@ def adafactor(
         parts = {torch.float32: part.to(torch.float32), torch.float64: part}
         relative = torch.minimum(torch.as_tensor(rate, dtype=torch.float64), done**-0.5)
 
-        wide = [found[i].to(_wide(leaves[i])) for i in todo]
+        wide = [found[i].to(dtypes.wide(leaves[i].dtype)) for i in todo]
         sums = [_sums(grad, leaves[i].to(grad.dtype), kept[i]) for grad, i in zip(wide, todo)]
         sums = _together(sums, wide)
         steps = []
@@ -118,15 +118,11 @@ def adafactor(
     return Optimizer(init, update)
 
 
-def _wide(leaf: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(leaf.dtype, torch.float32)
-
-
 def _no_squares(leaf: Any) -> Any:
     if not is_trained(leaf):
         return leaf
     if leaf.ndim < 2:
-        return torch.zeros_like(leaf, dtype=_wide(leaf))
+        return torch.zeros_like(leaf, dtype=dtypes.wide(leaf.dtype))
     return Factors(*(_zeros_without(leaf, dim) for dim in (-1, -2)))
 
 
@@ -140,7 +136,7 @@ def _zeros_without(leaf: Any, dim: int) -> Any:
     """Zeros that lie as a leaf does, with one element along `dim`."""
     shape = list(leaf.shape)
     shape[dim] = 1
-    zeros = torch.zeros(shape, dtype=_wide(leaf), device=leaf.device)
+    zeros = torch.zeros(shape, dtype=dtypes.wide(leaf.dtype), device=leaf.device)
     return shard(zeros, mesh_of(leaf), _without(leaf, dim)) if is_array(leaf) else zeros
 
 

@@ -10,26 +10,14 @@ from typing import Any
 import torch
 
 from .._core.arrays.array import narrowed
-from .._core.base import context, tree
+from .._core.base import context, dtypes, tree
 from .._core.base.containers import opened
 from .._core.base.errors import VfnError
 from .._core.base.messages import described, dtype_text, meant, report
 from .._core.base.user_calls import checked_function
 from ..optim.masks import by_path
 
-_DTYPES = {
-    "f16": torch.float16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "f32": torch.float32,
-    "float32": torch.float32,
-    "float": torch.float32,
-    "f64": torch.float64,
-    "float64": torch.float64,
-    "double": torch.float64,
-}
+_DTYPES = {name: dtype for dtype, row in dtypes.FLOATS.items() for name in row.names}
 _FIELDS = ("params", "compute", "reduce", "output")
 
 

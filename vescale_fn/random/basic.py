@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._core.base import dtypes
 from .._core.base.errors import RandomError
 from .._core.base.messages import report
 from .._core.sharding.spec import P
@@ -16,8 +17,6 @@ from .keys import Key, checked, shape_of
 from .parameters import Shape, fitting, integer, need, number, probability
 from .sharded import Draw, drawn
 from .streams import pieces
-
-UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
 def bits(
@@ -46,7 +45,7 @@ def bits(
     [2098992034, 2919706841]
     """
     key = checked(key, "random.bits")
-    need(dtype, UNSIGNED, "random.bits")
+    need(dtype, dtypes.UNSIGNED, "random.bits")
     return drawn("random.bits", key, Draw("bits", shape_of(shape, "random.bits"), dtype), spec, mesh)
 
 
@@ -87,7 +86,7 @@ def uniform(
     tensor([0.4887, 0.6798])
     """
     key = checked(key, "random.uniform")
-    need(dtype, elementwise_draws.FLOATS, "random.uniform")
+    need(dtype, dtypes.FLOATS, "random.uniform")
     shape = shape_of(shape, "random.uniform")
     if not isinstance(minval, torch.Tensor) and not isinstance(maxval, torch.Tensor):
         bounds = number(minval, "random.uniform", "minval"), number(maxval, "random.uniform", "maxval")
@@ -125,10 +124,9 @@ def normal(
     tensor([1.6226, 2.0253])
     """
     key = checked(key, "random.normal")
-    parts = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-    need(dtype, {**elementwise_draws.FLOATS, **parts}, "random.normal")
-    draw = Draw("normal", shape_of(shape, "random.normal"), parts.get(dtype, dtype))
-    if dtype not in parts:
+    need(dtype, (*dtypes.FLOATS, *dtypes.PARTS), "random.normal")
+    draw = Draw("normal", shape_of(shape, "random.normal"), dtypes.PARTS.get(dtype, dtype))
+    if dtype not in dtypes.PARTS:
         return drawn("random.normal", key, draw, spec, mesh)
     real, imaginary = (drawn("random.normal", part, draw, spec, mesh) for part in pieces(key))
     return torch.complex(real, imaginary) / math.sqrt(2)
@@ -166,7 +164,7 @@ def bernoulli(
     tensor = isinstance(p, torch.Tensor)
     p = p if tensor else probability(p, "random.bernoulli", "p")
     dtype = p.dtype if tensor else torch.float32
-    need(dtype, elementwise_draws.FLOATS, "random.bernoulli", "p")
+    need(dtype, dtypes.FLOATS, "random.bernoulli", "p")
     shape = (tuple(p.shape) if tensor else ()) if shape is None else shape_of(shape, "random.bernoulli")
     shared_keys.warn("random.bernoulli", key, {"p": p}, spec)
     if not tensor and mode == "low":
@@ -178,7 +176,7 @@ def bernoulli(
     pair = Draw("uniform", (2, *shape), dtype, (0.0, 1.0))
     coarse, fine = drawn("random.bernoulli", key, pair, spec if spec is None else P(None, *spec), mesh).unbind(0)
     (p,) = fitting("random.bernoulli", coarse, p=p)
-    return fine * 2.0 ** -elementwise_draws.FLOATS[dtype][0] < p - coarse
+    return fine * 2.0 ** -dtypes.FLOATS[dtype][0] < p - coarse
 
 
 def randint(
@@ -218,14 +216,14 @@ def randint(
     """
     where = "random.randint"
     key = checked(key, where)
-    need(dtype, elementwise_draws.INTEGERS, where)
+    need(dtype, dtypes.INTEGERS, where)
     shape = shape_of(shape, where)
     if not isinstance(minval, torch.Tensor) and not isinstance(maxval, torch.Tensor):
         bounds = integer(minval, where, "minval"), integer(maxval, where, "maxval")
         return drawn(
             where, key, Draw("randint", shape, dtype, elementwise_draws.integer_range(*bounds, dtype)), spec, mesh
         )
-    width = max(32, elementwise_draws.INTEGERS[dtype])
+    width = max(32, dtypes.INTEGERS[dtype])
     words = Draw("bits", shape, torch.int64 if width == 64 else torch.int32)
     higher, lower = (drawn(where, part, words, spec, mesh) for part in pieces(key))
     low, high = fitting(where, lower, minval=minval, maxval=maxval)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._core.base import dtypes
 from .._core.base.errors import RandomError
 from .._core.base.messages import report
 from .._core.sharding.spec import P
@@ -43,7 +44,7 @@ def exponential(
     tensor([0.6708, 1.1388])
     """
     key = checked(key, "random.exponential")
-    need(dtype, elementwise_draws.FLOATS, "random.exponential")
+    need(dtype, dtypes.FLOATS, "random.exponential")
     return drawn(
         "random.exponential", key, Draw("exponential", shape_of(shape, "random.exponential"), dtype), spec, mesh
     )
@@ -75,7 +76,7 @@ def laplace(
     tensor([ 0.0228, -0.4457])
     """
     key = checked(key, "random.laplace")
-    need(dtype, elementwise_draws.FLOATS, "random.laplace")
+    need(dtype, dtypes.FLOATS, "random.laplace")
     return drawn("random.laplace", key, Draw("laplace", shape_of(shape, "random.laplace"), dtype), spec, mesh)
 
 
@@ -105,7 +106,7 @@ def logistic(
     tensor([-0.0452,  0.7528])
     """
     key = checked(key, "random.logistic")
-    need(dtype, elementwise_draws.FLOATS, "random.logistic")
+    need(dtype, dtypes.FLOATS, "random.logistic")
     return drawn("random.logistic", key, Draw("logistic", shape_of(shape, "random.logistic"), dtype), spec, mesh)
 
 
@@ -135,7 +136,7 @@ def cauchy(
     tensor([-0.0355,  0.6337])
     """
     key = checked(key, "random.cauchy")
-    need(dtype, elementwise_draws.FLOATS, "random.cauchy")
+    need(dtype, dtypes.FLOATS, "random.cauchy")
     return drawn("random.cauchy", key, Draw("cauchy", shape_of(shape, "random.cauchy"), dtype), spec, mesh)
 
 
@@ -172,7 +173,7 @@ def gumbel(
     tensor([0.3341, 0.9520])
     """
     key = checked(key, "random.gumbel")
-    need(dtype, elementwise_draws.FLOATS, "random.gumbel")
+    need(dtype, dtypes.FLOATS, "random.gumbel")
     one_of(mode, (None, "low", "high"), "random.gumbel", "mode")
     shape = shape_of(shape, "random.gumbel")
     return gumbel_noise("random.gumbel", key, shape, dtype, mode, spec, mesh)
@@ -192,7 +193,7 @@ def gumbel_noise(
         return drawn(where, key, Draw("gumbel", shape, dtype), spec, mesh)
     pair = Draw("uniform", (2, *shape), dtype, (0.0, 1.0))
     coarse, fine = drawn(where, key, pair, spec if spec is None else P(None, *spec), mesh).unbind(0)
-    finer = coarse + 2.0 ** -elementwise_draws.FLOATS[dtype][0] * fine + torch.finfo(dtype).tiny
+    finer = coarse + 2.0 ** -dtypes.FLOATS[dtype][0] * fine + torch.finfo(dtype).tiny
     return -float_ops.log(-float_ops.log1p(-torch.where(coarse >= 0.5, coarse, finer)))
 
 
@@ -222,9 +223,7 @@ def rademacher(
     tensor([ 1, -1, -1, -1], dtype=torch.int32)
     """
     key = checked(key, "random.rademacher")
-    need(
-        dtype, [d for d in (*elementwise_draws.INTEGERS, *elementwise_draws.FLOATS) if d.is_signed], "random.rademacher"
-    )
+    need(dtype, [d for d in (*dtypes.INTEGERS, *dtypes.FLOATS) if d.is_signed], "random.rademacher")
     return drawn("random.rademacher", key, Draw("rademacher", shape_of(shape, "random.rademacher"), dtype), spec, mesh)
 
 
@@ -265,7 +264,7 @@ def truncated_normal(
     """
     where = "random.truncated_normal"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     lower, upper = real(lower, where, "lower"), real(upper, where, "upper")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, lower=lower, upper=upper)
     if not isinstance(lower, torch.Tensor) and not isinstance(upper, torch.Tensor):
@@ -314,7 +313,7 @@ def pareto(
     """
     where = "random.pareto"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     b = positive(b, where, "b")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, b=b)
     x = drawn(where, key, Draw("exponential", shape, dtype), spec, mesh)
@@ -356,7 +355,7 @@ def rayleigh(
     """
     where = "random.rayleigh"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     scale = not_negative(scale, where, "scale")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, scale=scale)
     x = drawn(where, key, Draw("uniform", shape, dtype, (0.0, 1.0)), spec, mesh)
@@ -398,7 +397,7 @@ def lognormal(
     """
     where = "random.lognormal"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     sigma = not_negative(sigma, where, "sigma")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, sigma=sigma)
     x = drawn(where, key, Draw("normal", shape, dtype), spec, mesh)
@@ -442,7 +441,7 @@ def weibull_min(
     """
     where = "random.weibull_min"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     scale, concentration = not_negative(scale, where, "scale"), positive(concentration, where, "concentration")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, scale=scale, concentration=concentration)
     x = drawn(where, key, Draw("exponential", shape, dtype), spec, mesh)
@@ -488,7 +487,7 @@ def triangular(
     """
     where = "random.triangular"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     left, mode, right = real(left, where, "left"), real(mode, where, "mode"), real(right, where, "right")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, left=left, mode=mode, right=right)
     u = drawn(where, key, Draw("uniform", shape, dtype, (0.0, 1.0)), spec, mesh)
@@ -532,7 +531,7 @@ def maxwell(
     tensor([0.5536, 0.2933])
     """
     key = checked(key, "random.maxwell")
-    need(dtype, elementwise_draws.FLOATS, "random.maxwell")
+    need(dtype, dtypes.FLOATS, "random.maxwell")
     return _norms("random.maxwell", key, shape_of(shape, "random.maxwell"), dtype, spec, mesh)
 
 
@@ -573,7 +572,7 @@ def double_sided_maxwell(
     """
     where = "random.double_sided_maxwell"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     loc, scale = real(loc, where, "loc"), not_negative(scale, where, "scale")
     last, _, _ = shape_and_place(where, None, spec, mesh, loc=loc, scale=scale)
     full = (*(shape_of(shape, where) or last), *last)
@@ -620,7 +619,7 @@ def wald(
     """
     where = "random.wald"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     mean = positive(mean, where, "mean")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, mean=mean)
     normals, uniforms = pieces(key)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._core.base import context
+from .._core.base import context, dtypes
 from .._core.base.errors import RandomError
 from .._core.base.messages import report
 from .._core.sharding.spec import P, split_axes
@@ -71,10 +71,10 @@ def geometric(
     """
     where = "random.geometric"
     key = checked(key, where)
-    need(dtype, elementwise_draws.INTEGERS, where)
+    need(dtype, dtypes.INTEGERS, where)
     p = p if isinstance(p, torch.Tensor) else probability(p, where, "p")
     wide = p.dtype if isinstance(p, torch.Tensor) else torch.float32
-    need(wide, elementwise_draws.FLOATS, where, "p")
+    need(wide, dtypes.FLOATS, where, "p")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, p=p)
     u = drawn(where, key, Draw("uniform", shape, wide, (0.0, 1.0)), spec, mesh)
     (p,) = fitting(where, u, p=p)
@@ -119,7 +119,7 @@ def poisson(
     """
     where = "random.poisson"
     key = checked(key, where)
-    need(dtype, elementwise_draws.INTEGERS, where)
+    need(dtype, dtypes.INTEGERS, where)
     lam = not_negative(lam, where, "lam")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, lam=lam)
     rate = _as_tensor(lam, torch.float32)
@@ -186,11 +186,11 @@ def binomial(
     """
     where = "random.binomial"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     n = real(n, where, "n")
     p = p if isinstance(p, torch.Tensor) else probability(p, where, "p")
     wide = p.dtype if isinstance(p, torch.Tensor) else torch.float32
-    need(wide, elementwise_draws.FLOATS, where, "p")
+    need(wide, dtypes.FLOATS, where, "p")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, n=n, p=p)
     n, p = _as_tensor(n, wide), _as_tensor(p, wide)
     if spec is None or context.body() is None:
@@ -236,10 +236,10 @@ def multinomial(
     """
     where = "random.multinomial"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     n = real(n, where, "n")
     p = p if isinstance(p, torch.Tensor) else torch.tensor(p, dtype=torch.float32)
-    need(p.dtype, elementwise_draws.FLOATS, where, "p")
+    need(p.dtype, dtypes.FLOATS, where, "p")
     if not p.ndim:
         raise RandomError(report(where, "p must have a dim of outcomes, but its shape is ()"))
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, p=p)

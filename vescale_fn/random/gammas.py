@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .._core.base import context
+from .._core.base import context, dtypes
 from .._core.sharding.spec import P
-from .bits import elementwise_draws, float_ops
+from .bits import float_ops
 from .keys import Key, checked, shape_of
 from .parameters import Shape, check_broadcast, fitting, need, not_negative, positive, shape_and_place
 from .sharded import Draw, drawn
@@ -74,7 +74,7 @@ def gamma(
     """
     where = "random.gamma"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     a = not_negative(a, where, "a")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, a=a)
     return draw_gammas(where, key, "gamma", "a", a, shape, dtype, spec, mesh)
@@ -117,7 +117,7 @@ def loggamma(
     """
     where = "random.loggamma"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     a = not_negative(a, where, "a")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, a=a)
     return draw_gammas(where, key, "loggamma", "a", a, shape, dtype, spec, mesh)
@@ -159,7 +159,7 @@ def beta(
     """
     where = "random.beta"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     a, b = not_negative(a, where, "a"), not_negative(b, where, "b")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, a=a, b=b)
     key_a, key_b = pieces(key)
@@ -210,7 +210,7 @@ def chisquare(
     """
     where = "random.chisquare"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     df = not_negative(df, where, "df")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, df=df)
     return _chisquares(where, key, "df", df, shape, dtype, spec, mesh)
@@ -250,7 +250,7 @@ def t(
     """
     where = "random.t"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     df = positive(df, where, "df")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, df=df)
     key_n, key_g = pieces(key)
@@ -297,7 +297,7 @@ def f(
     """
     where = "random.f"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     dfnum, dfden = positive(dfnum, where, "dfnum"), positive(dfden, where, "dfden")
     shape, spec, mesh = shape_and_place(where, shape, spec, mesh, dfnum=dfnum, dfden=dfden)
     key_den, key_num = pieces(key)
@@ -345,7 +345,7 @@ def generalized_normal(
     """
     where = "random.generalized_normal"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     p = positive(p, where, "p")
     shape, spec, mesh = shape_and_place(where, shape_of(shape, where), spec, mesh, p=p)
     return draw_generalized_normals(where, key, p, shape, dtype, spec, mesh)

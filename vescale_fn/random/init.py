@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from .._core.arrays import placement
-from .._core.base import context
+from .._core.base import context, dtypes
 from .._core.base.errors import RandomError
 from .._core.base.messages import report
 from .._core.sharding.index_map import axes_of, local_indices
 from .._core.sharding.spec import P
 from . import permutations
-from .bits import elementwise_draws
 from .keys import Key, checked, shape_of
 from .parameters import Shape, need, number, one_of
 from .sharded import Draw, device_of, drawn, laid_out, own
@@ -174,7 +173,7 @@ def variance_scaling(
     ) -> torch.Tensor:
         dtype = default if dtype is None else dtype
         key = checked(key, where)
-        need(dtype, elementwise_draws.FLOATS, where)
+        need(dtype, dtypes.FLOATS, where)
         shape = shape_of(shape, where)
         into, out_of = fans(shape, in_axis, out_axis, batch_axis, where)
         n = {"fan_in": into, "fan_out": out_of, "fan_avg": (into + out_of) / 2, "fan_geo_avg": (into * out_of) ** 0.5}
@@ -334,7 +333,7 @@ def _scaled(
         key: Key, shape: Shape, dtype: torch.dtype | None = None, *, spec: P | None = None, mesh: Any = None
     ) -> torch.Tensor:
         dtype, key = default if dtype is None else dtype, checked(key, where)
-        need(dtype, elementwise_draws.FLOATS, where)
+        need(dtype, dtypes.FLOATS, where)
         return drawn(where, key, Draw(kind, shape_of(shape, where), dtype, params), spec, mesh) * rounded(scale, dtype)
 
     return init

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from .._core.arrays import array
-from .._core.base import context
+from .._core.base import context, dtypes
 from .._core.base.errors import RandomError
 from .._core.base.messages import described, report
 from .._core.sharding.index_map import axes_of
 from .._core.sharding.spec import P, split_axes
 from ..ops.positions import axis_index
-from .bits import elementwise_draws, float_ops
+from .bits import float_ops
 from .gammas import draw_gammas, draw_generalized_normals
 from .keys import Key, checked, shape_of
 from .parameters import Shape, fitting, integer, need, one_of, positive, shape_and_place
@@ -84,7 +84,7 @@ def dirichlet(
     """
     where = "random.dirichlet"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     alpha = alpha if isinstance(alpha, torch.Tensor) else torch.tensor(alpha, dtype=dtype)
     if not alpha.ndim:
         raise RandomError(report(where, f"alpha must be [..., n], but it is {described(alpha)}"))
@@ -135,7 +135,7 @@ def ball(
     """
     where = "random.ball"
     key = checked(key, where)
-    need(dtype, elementwise_draws.FLOATS, where)
+    need(dtype, dtypes.FLOATS, where)
     d, p = integer(d, where, "d"), positive(p, where, "p")
     if d < 1:
         raise RandomError(report(where, f"d must be positive, but it is {d}"))
@@ -196,7 +196,7 @@ def multivariate_normal(
     key = checked(key, where)
     mean, cov = (x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.float32) for x in (mean, cov))
     wanted: torch.dtype = mean.dtype if dtype is None else dtype
-    need(wanted, elementwise_draws.FLOATS, where)
+    need(wanted, dtypes.FLOATS, where)
     one_of(method, ("cholesky", "eigh", "svd"), where, "method")
     n = mean.shape[-1] if mean.ndim else 0
     if not mean.ndim or cov.ndim < 2 or tuple(cov.shape[-2:]) != (n, n):
@@ -223,7 +223,7 @@ def multivariate_normal(
 
 def _factor(cov: torch.Tensor, method: str) -> torch.Tensor:
     """A matrix that times its transpose is the covariance."""
-    wide = cov.float() if cov.dtype in (torch.float16, torch.bfloat16) else cov
+    wide = cov.to(dtypes.wide(cov.dtype))
     if method == "cholesky":
         return torch.linalg.cholesky(wide)
     if method == "eigh":

@@ -16,7 +16,7 @@ import torch
 
 from .._core.arrays import array
 from .._core.arrays.placement import with_sharding
-from .._core.base import context
+from .._core.base import context, dtypes
 from .._core.base.errors import RandomError
 from .._core.base.messages import described, report
 from .._core.distributed import blocks
@@ -126,8 +126,8 @@ def choice(
     if p is not None:
         p = p if isinstance(p, torch.Tensor) else torch.tensor(p, dtype=torch.float32)
         # weights: 0 or 1, or counts
-        p = p.to(torch.float32) if p.dtype is torch.bool or p.dtype in elementwise_draws.INTEGERS else p
-        need(p.dtype, elementwise_draws.FLOATS, where, "p")
+        p = p.to(torch.float32) if p.dtype is torch.bool or p.dtype in dtypes.INTEGERS else p
+        need(p.dtype, dtypes.FLOATS, where, "p")
         if tuple(p.shape) != (n,):
             raise RandomError(
                 report(where, f"p must be of shape ({n},), one number for each thing, but it is {described(p)}")
@@ -274,14 +274,13 @@ def orthogonal(
     """
     where = "random.orthogonal"
     key = checked(key, where)
-    parts = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-    need(dtype, [torch.float32, torch.float64, *parts], where)
+    need(dtype, [torch.float32, torch.float64, *dtypes.PARTS], where)
     shape, (n,), (m,) = shape_of(shape, where), shape_of(n, where, "n"), shape_of(n if m is None else m, where, "m")
     rows = split_axes(spec, len(shape) + 2) if isinstance(spec, P) and len(spec) <= len(shape) + 2 else ()
     laid_out(where, key, Draw("normal", (*shape, n, m), dtype), spec, mesh)  # all that may be wrong with the spec
     batch = None if spec is None else from_split_axes([*rows[: len(shape)], (), ()])
-    draw = Draw("normal", (*shape, max(n, m), min(n, m)), parts.get(dtype, dtype))
-    if dtype in parts:
+    draw = Draw("normal", (*shape, max(n, m), min(n, m)), dtypes.PARTS.get(dtype, dtype))
+    if dtype in dtypes.PARTS:
         real, imaginary = (drawn(where, part, draw, batch, mesh) for part in pieces(key))
         z = torch.complex(real, imaginary) / math.sqrt(2)
     else:

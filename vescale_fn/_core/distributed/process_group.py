@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .. import torch_internals
-from ..base import context
+from ..base import context, dtypes
 from ..sharding.index_map import axes_of
 from .divergence import Call
 from .mesh import groups, my_rank, root
@@ -83,27 +83,13 @@ def _positions(mesh: Any, axes: tuple[str, ...], group: Any) -> list[int]:
 
 # --- dtypes -----------------------------------------------------------------------------------------------------------
 
-_CARRIED = {  # what gloo cannot carry travels as bits of another type; sums of small integers as int32
-    torch.uint16: torch.int8,
-    torch.int16: torch.int8,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-    torch.bool: torch.uint8,
-}
-_SUMMED = {  # what small and unsigned integers are added up as
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.bool: torch.int32,
-    torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
-}
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 def _as_bits(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
-    if x.dtype in _CARRIED or x.dtype.itemsize == 1:
-        carrier = _CARRIED.get(x.dtype, torch.uint8)
+    if x.dtype in dtypes.CARRIED or x.dtype.itemsize == 1:
+        carrier = dtypes.CARRIED.get(x.dtype, torch.uint8)
         return x.view(carrier) if x.ndim else x.reshape(1).view(carrier)
     return x
 
@@ -137,7 +123,7 @@ def all_reduce(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], op: str, fresh
         bits = _ordered(x, op)
         work = dist.all_reduce(bits, op=_REDUCE[op], group=group, async_op=later)
         return _then(work, _ordered_back, bits, x.dtype)
-    carrier = _SUMMED.get(x.dtype, x.dtype)
+    carrier = dtypes.SUMMED.get(x.dtype, x.dtype)
     if carrier is not x.dtype:
         out = x.to(carrier).contiguous()
     else:
@@ -168,7 +154,7 @@ def _joined(out: torch.Tensor, positions: list[int], shape: Any, x: torch.Tensor
 def reduce_scatter(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], n: int, dim: int, later: bool) -> Any:
     """This rank's piece, of `n` along `dim`, of the sum of the group's values."""
     group, positions = group_along(mesh, axes)
-    wide = x.to(_SUMMED.get(x.dtype, x.dtype))
+    wide = x.to(dtypes.SUMMED.get(x.dtype, x.dtype))
     pieces: list[Any] = [None] * n
     for position, piece in zip(positions, wide.chunk(n, dim), strict=True):
         pieces[position] = piece

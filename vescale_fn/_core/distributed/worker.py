@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
-from ..base import state, tracebacks
+from ..base import dtypes, state, tracebacks
 from ..base.errors import DivergenceError, RankError
 from ..base.messages import report
 from ..base.source_lines import is_users, quoted
@@ -307,7 +307,7 @@ def _to_this_gpu(x: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 
 
 # What torch writes of these it cannot read: they travel as the bits of a type that it can.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_AS_BITS = dtypes.UNSIGNED[1:]
 
 
 def _as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -318,8 +318,8 @@ def _pickled(pickler: Any, value: Any, change: Callable[[Any], Any]) -> bytes:
     class Pickler(pickler):
         def reducer_override(self, x: Any) -> Any:
             changed = change(x)
-            if isinstance(changed, torch.Tensor) and changed.dtype in _SIGNED:
-                return _as_dtype, (changed.view(_SIGNED[changed.dtype]), changed.dtype)
+            if isinstance(changed, torch.Tensor) and changed.dtype in _AS_BITS:
+                return _as_dtype, (changed.view(dtypes.SIGNED[changed.itemsize]), changed.dtype)
             if changed is not x:
                 return changed.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if isinstance(x, torch.Tensor) and x.is_cuda:  # each rank gets it on its own GPU

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import torch_internals
+from ..base import dtypes
 
 # --- the tensors among arguments --------------------------------------------------------------------------------------
 
@@ -85,7 +86,7 @@ def has_mask(index: Any) -> bool:
 
 
 def _is_integer(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.ndim == 0 and _rank_of(x.dtype) == 1
+    return isinstance(x, torch.Tensor) and x.ndim == 0 and dtypes.category(x.dtype) == 1
 
 
 # --- classes of functions ---------------------------------------------------------------------------------------------
@@ -240,7 +241,7 @@ def not_linear(function: str, args: Any, kwargs: Any) -> str | None:
         have = args[0].dtype if args and isinstance(args[0], torch.Tensor) else None
         for a in given if function in _CASTS else [kwargs["dtype"]]:
             to = _cast_to(a)
-            if to is not None and have is not None and _rank_of(to) < _rank_of(have):
+            if to is not None and have is not None and dtypes.category(to) < dtypes.category(have):
                 return f"{to} rounds each rank's part"
     return None
 
@@ -255,10 +256,6 @@ def _cast_to(a: Any) -> torch.dtype | None:
     if isinstance(a, str) and a.startswith("torch."):
         a = getattr(torch, a.split(".")[-1], None)
     return a if isinstance(a, torch.dtype) else getattr(a, "dtype", None)
-
-
-def _rank_of(dtype: torch.dtype) -> int:
-    return 0 if dtype is torch.bool else 2 if dtype.is_floating_point or dtype.is_complex else 1
 
 
 def has_number(args: Any, kwargs: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from .. import torch_internals
 from ..arrays.array import Array, is_array, mesh_of, wrap
-from ..base import context, tracebacks, tree
+from ..base import context, dtypes, tracebacks, tree
 from ..base.containers import checked
 from ..base.errors import TransformError
 from ..base.messages import report, short
@@ -213,7 +213,7 @@ class Followed(context.differentiating):
         super().__exit__(*error)
 
 
-_FLOATS = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+_FLOATS = frozenset(dtypes.FLOATS)
 _dtype, _followed = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
 _frozen = operator.methodcaller("is_inference")
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._core.arrays.array import is_array, mesh_of, place, spec_of
+from ..._core.base import dtypes
 from ..._core.base.messages import mesh_text
 from ..._core.distributed import collectives
 from ..._core.distributed.mesh import coordinates, played_ranks
@@ -22,7 +23,7 @@ from ..._core.sharding.layout import type_text
 from ..._core.sharding.spec import P, split_axes
 from . import relation
 from .recording import Held, hold
-from .statistics import TOLERANCE, Facts, facts, head, wobble
+from .statistics import Facts, facts, head, wobble
 
 EQUAL, ROUNDED, NOISE = "equal", "equal up to rounding", "not judged: rounding alone changes it as much"
 
@@ -120,7 +121,7 @@ def compared(
         if not isinstance(a, torch.Tensor) or h is None:
             mine.append([None] * len(ranks))
             continue
-        tolerance = TOLERANCE.get(a.dtype, 0.0) if rtol is None else rtol
+        tolerance = dtypes.tolerance(a.dtype) if rtol is None else rtol
         # zeros made of sums are not quite
         more = more + atol if bool(a.any()) else max(atol, largest * _epsilon(a.dtype))
         mine.append(
@@ -155,7 +156,7 @@ def changed(paths: Sequence[str], before: Sequence[Any], after: Sequence[Any]) -
                 return f"{path}: {a!r}, then {b!r}"
             continue
         for x, y in zip(hold(a).blocks, hold(b).blocks):
-            found = facts(x, y, [P()], {}, {}, TOLERANCE.get(x.dtype, 0.0)).fits[0]
+            found = facts(x, y, [P()], {}, {}, dtypes.tolerance(x.dtype)).fits[0]
             if not found.equal:
                 return f"{path}: {found.want or head(x)}, then {found.got or head(y)}"
     return ""
@@ -223,7 +224,7 @@ def _in_words(
     whole: torch.Tensor, spec: P, rows: Sequence[Facts], mesh: Any, difference: float, relative: float
 ) -> str:
     """How the mesh's value differs; the most telling thing that can be said."""
-    axes, tolerance = axes_of(mesh), max(TOLERANCE.get(whole.dtype, 0.0), 1e-9)
+    axes, tolerance = axes_of(mesh), max(dtypes.tolerance(whole.dtype), 1e-9)
     if any(row.fits[0].nans for row in rows):
         return "has NaN or infinity in other places"
     ratio = relation.factor(rows)

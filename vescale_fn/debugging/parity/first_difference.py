@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from ..._core.base import dtypes
 from ..._core.base.messages import dtype_text
 from ..._core.base.source_lines import quoted, readable
 from ..._core.distributed import collectives
@@ -22,7 +23,7 @@ from ..._core.sharding.spec import P
 from .causes import Step, cause
 from .recording import Held, Node, aligned
 from .relation import Relation, conclude, layouts, listed, same_numbers, shown
-from .statistics import TOLERANCE, Facts, facts, head, sizes, wobble
+from .statistics import Facts, facts, head, sizes, wobble
 
 Before = Callable[[int], Iterable[int]]  # what a value was made of, or, backward, what was made of it
 
@@ -257,4 +258,4 @@ def _specs(alone: Held, held: Held, axes: dict[str, int]) -> list[P]:
 
 
 def _tolerance(held: Held) -> float:
-    return TOLERANCE.get(held.blocks[0].dtype, 0.0)
+    return dtypes.tolerance(held.blocks[0].dtype)

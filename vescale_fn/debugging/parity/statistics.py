@@ -17,15 +17,6 @@ from ..._core.sharding.index_map import local_indices
 from ..._core.sharding.layout import type_text
 from ..._core.sharding.spec import P
 
-# By how much floats may differ, of their size.
-TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 2e-5,
-    torch.float16: 4e-3,
-    torch.bfloat16: 3e-2,
-    torch.complex128: 1e-9,
-    torch.complex64: 2e-5,
-}
 NEAR = 1e-3  # what a factor may be off and still be called by its name
 _OFTEN = 10.0  # times what a few runs show of rounding, as it may do more in another
 _HUGE = 10.0  # times the median: elements that are compared to themselves

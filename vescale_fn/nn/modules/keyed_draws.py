@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..._core.arrays.array import is_array, mesh_of, spec_of
+from ..._core.base import dtypes
 from ..._core.base.errors import RandomError
 from ..._core.base.messages import report
 from ..._core.sharding.spec import P, from_split_axes, split_axes
@@ -22,7 +23,6 @@ from ...random.keys import Key
 
 Tensor = torch.Tensor
 Keyed = Callable[[Key], Any]
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # a draw in 16 bits has few different values
 
 
 class Call:
@@ -61,7 +61,8 @@ def _lying_as(x: Tensor, dims: int | None = None) -> dict[str, Any]:
 
 def _numbers(key: Key, draw: Callable[..., Tensor], shape: Any, dtype: torch.dtype, device: Any, lying: Any) -> Tensor:
     """Numbers of a continuous distribution, in `dtype`."""
-    return draw(key, tuple(shape), _WIDE.get(dtype, dtype), **lying).to(device=device, dtype=dtype)
+    # a draw in 16 bits has few different values
+    return draw(key, tuple(shape), dtypes.wide(dtype), **lying).to(device=device, dtype=dtype)
 
 
 def _written(x: Tensor, value: Tensor) -> Tensor:
@@ -221,15 +222,12 @@ def _filling(value: Callable[..., Tensor], *names: tuple[str, Any]) -> Callable[
 
         def run(key: Key) -> Tensor:
             dtype = x.dtype if x.is_floating_point() or x.is_complex() else torch.float32
-            numbers = lambda draw: draw(key, tuple(x.shape), _WIDE.get(dtype, dtype), **_lying_as(x))
+            numbers = lambda draw: draw(key, tuple(x.shape), dtypes.wide(dtype), **_lying_as(x))
             return _written(x, value(numbers, *given))
 
         return run
 
     return look
-
-
-_EXACT = {torch.float32: 2**24, torch.float64: 2**53, torch.float16: 2**11, torch.bfloat16: 2**8, torch.bool: 2}
 
 
 def _integers(call: Call) -> Keyed | None:
@@ -249,7 +247,7 @@ def _integers(call: Call) -> Keyed | None:
     high = high if high is not None else bounds.pop(0) if bounds else None
     dtype = call.kwargs.get("dtype") or (torch.int64 if like is None else like.dtype)
     if high is None:  # random_(): all that the dtype holds exactly
-        high = _EXACT.get(dtype) or torch.iinfo(dtype).max
+        high = dtypes.exact_below(dtype)
     wide = torch.int64 if dtype.is_floating_point or dtype == torch.bool else dtype
 
     def run(key: Key) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..._core.base import source_lines
+from ..._core.base import dtypes, source_lines
 from ..bits import counters, elementwise_draws
 from ..bits.elementwise_draws import Draw
 from ..bits.threefry import MASK, hash_words
@@ -25,7 +25,6 @@ from . import triton_kernels
 AVAILABLE = importlib.util.find_spec("triton") is not None  # which comes with CUDA builds of torch
 
 TILE = 1024  # elements that one program makes
-SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
 
 # dtypes of each kind; in the self-test, its parameters
 KNOWN: dict[str, tuple[tuple[torch.dtype, ...], tuple[elementwise_draws.Number, ...]]] = {
@@ -34,7 +33,7 @@ KNOWN: dict[str, tuple[tuple[torch.dtype, ...], tuple[elementwise_draws.Number, 
     "normal": ((torch.float32,), ()),
     "bernoulli": ((torch.float32,), (0.3,)),
     "rademacher": ((torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32), ()),
-    "randint": (tuple(elementwise_draws.INTEGERS), (-5, 1000, 296)),
+    "randint": (tuple(dtypes.INTEGERS), (-5, 1000, 296)),
     "exponential": ((torch.float32,), ()),
     "gumbel": ((torch.float32,), ()),
     "laplace": ((torch.float32,), ()),
@@ -133,7 +132,7 @@ def scalars(draw: Draw) -> tuple[str, int, Sequence[elementwise_draws.Number]]:
     """The kernel's name of a kind, the width of its words, its three parameters: rounded to float32, or integers."""
     kind, _, dtype, params = draw
     if kind == "randint":
-        return kind, max(32, elementwise_draws.INTEGERS[dtype]), [int(p) for p in params]
+        return kind, max(32, dtypes.INTEGERS[dtype]), [int(p) for p in params]
     if kind == "bits":
         return kind, elementwise_draws.BITS[dtype][0], (0, 0, 0)
     if kind == "uniform" and tuple(params) == (0, 1):
@@ -161,7 +160,7 @@ def on_device(index: counters.Indices, device: torch.device) -> torch.Tensor:
 
 def writable(out: torch.Tensor) -> torch.Tensor:
     """The same memory in a dtype that the kernel writes: a float, or a signed integer."""
-    return out if out.is_floating_point() else out.view(SIGNED[out.itemsize])
+    return out if out.is_floating_point() else out.view(dtypes.SIGNED[out.itemsize])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._core import torch_internals
+from ..._core.base.dtypes import FLOATS, INTEGERS
 from . import floats, more_floats
 
 Words = tuple[torch.Tensor, torch.Tensor]
@@ -37,25 +38,6 @@ BITS = {
     torch.uint64: (64, torch.int64),
     torch.int32: (32, torch.int32),
     torch.int64: (64, torch.int64),
-}
-
-# mantissa bits, the width of the word they are the top of, the integer of the same size, and 1.0 as bits of it
-FLOATS = {
-    torch.float64: (52, 64, torch.int64, 0x3FF0000000000000),
-    torch.float32: (23, 32, torch.int32, 0x3F800000),
-    torch.float16: (10, 16, torch.int16, 0x3C00),
-    torch.bfloat16: (7, 8, torch.int16, 0x3F80),
-}
-
-INTEGERS = {
-    torch.int8: 8,
-    torch.uint8: 8,
-    torch.int16: 16,
-    torch.uint16: 16,
-    torch.int32: 32,
-    torch.uint32: 32,
-    torch.int64: 64,
-    torch.uint64: 64,
 }
 
 
@@ -83,7 +65,7 @@ def bits(words: Words, dtype: torch.dtype, params: Sequence[Number]) -> torch.Te
 
 def unit(words: Words, dtype: torch.dtype) -> torch.Tensor:
     """Uniform on [0, 1): random mantissa bits under the exponent of [1, 2), less one."""
-    mantissa, width, computed, one = FLOATS[dtype]
+    mantissa, width, computed, one, *_ = FLOATS[dtype]
     drawn = (word(words, width) >> (width - mantissa)).bitwise_and_((1 << mantissa) - 1).bitwise_or_(one)
     return drawn.to(computed).view(dtype).sub_(1)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...base import dtypes
 from .rule import Call, Row, Rule, none
 
 aten = torch.ops.aten
@@ -47,7 +48,7 @@ def attention(call: Call) -> Rule:
 def _forward(q: Any, k: Any, v: Any, rate: float, causal: bool, mine: range, *, attn_mask: Any, scale: Any) -> Any:
     """Attention of the queries that `mine` covers."""
     if not mine:
-        return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_zeros(q.shape[:3], dtype=_wide(q))
+        return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_zeros(q.shape[:3], dtype=dtypes.wide(q.dtype))
     k, v, mask = _seen(q, k, v, causal, mine, attn_mask)
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, rate, False, attn_mask=mask, scale=scale)
 
@@ -84,10 +85,6 @@ def _seen(q: Any, k: Any, v: Any, causal: bool, mine: range, mask: Any) -> tuple
     places = (torch.arange(n, device=q.device) for n in (mine.stop, k.shape[2]))
     after = next(places)[mine.start :].unsqueeze(1) < next(places)
     return k, v, torch.zeros_like(after, dtype=q.dtype).masked_fill(after, -math.inf)
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
 _OWN_QUERIES = {

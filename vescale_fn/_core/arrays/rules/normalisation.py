@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...base import dtypes
 from .rule import Call, Parts, Row, Rule, T, none
 
 aten = torch.ops.aten
@@ -65,7 +66,7 @@ def batch_norm(call: Call) -> Rule | None:
 
     def part(x: torch.Tensor, *_: Any) -> Any:
         n = x.numel() // max(x.shape[1], 1)
-        wide = x.to(_wide(x.dtype))
+        wide = x.to(dtypes.wide(x.dtype))
         mean = wide.mean(over) if n else wide.new_zeros(x.shape[1])
         spread = (wide - mean.view(shape)).square().sum(over)
         stats = torch.stack([n * mean.double(), spread.double(), n * mean.double().square()])
@@ -74,7 +75,7 @@ def batch_norm(call: Call) -> Rule | None:
     def finish(x: torch.Tensor, stats: torch.Tensor, _: Any, *args: Any) -> Any:
         mean = stats[0] / count
         invstd = ((stats[1] + stats[2] - count * mean.square()).clamp(min=0) / count + args[7]).rsqrt()
-        mean, invstd = mean.to(_wide(x.dtype)), invstd.to(_wide(x.dtype))
+        mean, invstd = mean.to(dtypes.wide(x.dtype)), invstd.to(dtypes.wide(x.dtype))
         out = (x - mean.view(shape)) * invstd.view(shape)
         out = out if args[1] is None else out * args[1].view(shape)
         out = out if args[2] is None else out + args[2].view(shape)
@@ -131,10 +132,6 @@ def _evaluated(call: Call) -> Rule:
 
 def _others(x: T) -> list[int]:
     return [d for d in range(x.ndim) if d != 1]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def _of_channels(call: Call, part: Any, finish: Any) -> Rule:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ... import torch_internals
+from ...base import dtypes
 from .rule import dims
 
 aten = torch.ops.aten
@@ -19,11 +20,7 @@ aten = torch.ops.aten
 
 def wide(x: torch.Tensor) -> torch.Tensor:
     """As torch computes inside such an op: of halves in float32."""
-    return x.to(_wide_dtype(x))
-
-
-def _wide_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+    return x.to(dtypes.wide(x.dtype))
 
 
 def total(x: torch.Tensor, over: Sequence[int]) -> torch.Tensor:
@@ -339,7 +336,7 @@ def _at_target(x: Any, target: Any, weight: Any, ignore: int) -> tuple[Any, Any]
     classes = one_row + torch.arange(x.shape[dim], device=x.device).view(shape)
     target = aten.unsqueeze(aten.masked_fill(target, target == ignore, -1), dim)
     if weight is None:  # in the dtype of the sums, for a number of no dims does not widen it
-        weights = torch.ones([1] * x.ndim, dtype=_wide_dtype(x), device=x.device)
+        weights = torch.ones([1] * x.ndim, dtype=dtypes.wide(x.dtype), device=x.device)
     else:
         weights = aten.view(wide(weight), shape)
     return classes == target, weights
