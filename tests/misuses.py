@@ -1866,3 +1866,58 @@ def the_same_noise_for_every_ranks_logits(mesh):
       Instead: vfn.random.fold_in(key, vfn.axis_index('dp')) for numbers of each rank's own; spec=... for one rank's block of a whole draw; vfn.pvary(key, 'dp'), if the same numbers are meant
     """
     mapped(mesh, lambda x: vfn.random.categorical(KEY, x))(X)
+
+
+# --- names and layouts as JAX has them --------------------------------------------------------------------------------
+
+
+@misuse
+def an_axis_that_a_mesh_has_not(mesh):
+    """MeshError
+    mesh.shape: there is no axis 'pd'; did you mean 'dp'?
+      * this is the mesh (dp=2, tp=2)
+    """
+    mesh.shape["pd"]
+
+
+@misuse
+def a_mesh_of_names_by_both_words(mesh):
+    """MeshError
+    make_mesh: names and axis_names are one parameter, and both are given
+      * names=('dp',)
+      * axis_names=('tp',)
+      Instead: names alone
+    """
+    vfn.make_mesh((4,), ("dp",), axis_names=("tp",))
+
+
+@misuse
+def a_type_of_a_tree(mesh):
+    """TreeError
+    typeof: x must be one tensor, key, number or string, but it is a dict with keys 'w'
+      Instead: vfn.tree.map(vfn.typeof, tree), or vfn.show(tree), for a whole tree
+    """
+    vfn.typeof({"w": X})
+
+
+@misuse
+def a_sharding_on_another_mesh(mesh):
+    """MeshError
+    shard: the shardings are not on one mesh
+      * spec is on the mesh (a=4)
+      * mesh is the mesh (dp=2, tp=2)
+      Instead: x.sharding.spec, a spec for any mesh
+    """
+    x = vfn.shard(X, vfn.make_mesh((4,), ("a",)), P("a"))
+    vfn.shard(X, mesh, x.sharding)
+
+
+@misuse
+def a_sharding_in_in_specs(mesh):
+    """SpecError
+    shard_map(<lambda>): the arguments do not fit in_specs on the mesh (dp=2, tp=2)
+      * args[0] of shape f32[4,3], where args[0] is bound to <lambda>'s parameter 'x', corresponds to in_specs = Sharding(mesh (dp=2, tp=2), P('dp')): it is the Sharding Sharding(mesh (dp=2, tp=2), P('dp')), not a vfn.P
+      Instead: vfn.P('dp'), which is its .spec
+    """
+    x = vfn.shard(X, mesh, P("dp"))
+    mapped(mesh, lambda x: x, in_specs=x.sharding)(x)

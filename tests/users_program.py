@@ -32,7 +32,11 @@ def summed(x: torch.Tensor) -> torch.Tensor:
     return vfn.psum(x, "dp")
 
 
-reveal_type(mesh)  # DeviceMesh
+reveal_type(mesh)  # Mesh
+reveal_type(mesh.shape["dp"])  # Any
+reveal_type(mesh.axis_names)  # tuple[str, ...]
+reveal_type(vfn.shard(x, mesh, P("dp")).sharding)  # Sharding
+reveal_type(vfn.typeof(x))  # ValueType
 reveal_type(vfn.shard(x, mesh, P("dp")))  # Array
 reveal_type(vfn.shard(params, mesh, P("dp")))  # dict[str, Tensor]
 reveal_type(vfn.unshard(vfn.shard(x, mesh, P("dp"))))  # Tensor
@@ -52,6 +56,7 @@ reveal_type(scaled(x, 2))  # Tensor
 reveal_type(summed(x))  # Tensor
 
 vfn.make_mesh((2, 4), 3)  # wrong
+vfn.make_mesh(axis_shapes=(2, 4))  # wrong
 vfn.shard(params, P("dp"), mesh)  # wrong
 step(params)  # wrong
 step(x, params)  # wrong

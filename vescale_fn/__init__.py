@@ -32,6 +32,7 @@ from .debugging.parity import check as check
 from .debugging.parity import check_parity
 from .debugging.profile import profile
 from .debugging.show import show
+from .debugging.typeof import typeof
 from .nn.modules import deferred, module_function
 from .nn.modules import functionalize as functionalize
 from .ops import (
@@ -117,6 +118,7 @@ __all__ = [
     "spec_of",
     "strict",
     "tree",
+    "typeof",
     "unshard",
     "use_mesh",
     "value_and_grad",

@@ -7,8 +7,9 @@ from .parity import Report, check_parity
 from .parity import check as check
 from .profile import profile
 from .show import show
+from .typeof import typeof
 
-__all__ = ["Report", "check_parity", "debug", "needless", "profile", "show"]
+__all__ = ["Report", "check_parity", "debug", "needless", "profile", "show", "typeof"]
 
 __dir__ = front_door.listing(__name__)
 __getattr__ = front_door.hints(__name__)

@@ -20,6 +20,7 @@ from .._core.local_types import tensor_types
 from .._core.shard_map import body, interrupts
 from .._core.sharding.index_map import axes_of
 from .._core.sharding.layout import WHOLE, type_text
+from .._core.sharding.named_sharding import without_mesh
 from .._core.sharding.spec import P, problems, too_long
 from .._core.sharding.spec_trees import are_rules, spec_from_rules
 from .jit import jit
@@ -131,7 +132,8 @@ def init(f: Callable[..., R], *args: Any, spec: Any = None, mesh: DeviceMesh | N
     torch.Size([2, 3]) tensor(True)
     """
     checked_function(f, "init")
-    mesh = context.current_mesh() if mesh is None else context.checked_mesh(mesh, "init")
+    spec, mesh = without_mesh(spec, None if mesh is None else context.checked_mesh(mesh, "init"), "init")
+    mesh = context.current_mesh() if mesh is None else mesh
     out = None
     try:
         shapes = _shapes(f, args, {}, "init")

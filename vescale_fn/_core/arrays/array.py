@@ -21,11 +21,12 @@ from ..base.messages import described, mesh_text, report, short
 from ..base.saved_names import also_saved_as, saved_as
 from ..distributed import blocks
 from ..distributed.blocks import Blocks, WithoutMemory
-from ..distributed.mesh import SimulatedMesh, coordinates, is_simulated, played_ranks, rebuild_mesh, same
+from ..distributed.mesh import Mesh, SimulatedMesh, coordinates, is_simulated, played_ranks, rebuild_mesh, same
 from ..local_types import tensor_types
 from ..sharding.index_map import axes_of, local_indices
 from ..sharding.layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
 from ..sharding.merged_dim import Merged, UnevenParts
+from ..sharding.named_sharding import Sharding
 from ..sharding.placements import from_placements
 from ..sharding.spec import P, from_split_axes, rebuild_spec, split_axes
 from . import deferred_views, interpreter, reshard
@@ -75,6 +76,16 @@ class Array(WithoutMemory, DTensor):
     def type_text(self) -> str:
         """The type on one short line: ``f32[8@dp,4]``."""
         return type_text(self.shape, self.dtype, spec_of(self))
+
+    @property
+    def spec(self) -> P:
+        """How the value lies on its mesh; `spec_of` says it of any tensor, under any transform."""
+        return spec_of(self)
+
+    @property
+    def sharding(self) -> Sharding:
+        """The mesh and the spec, which may stand where a spec is asked for."""
+        return Sharding(torch_internals.mesh(self), spec_of(self))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         spec = spec_of(self)
@@ -260,7 +271,7 @@ def _marked(x: Any, reduced: frozenset[str], parameter: bool) -> Array:
 
 
 torch.serialization.add_safe_globals(
-    [Array, Blocks, Merged, UnevenParts, SimulatedMesh, P, _rebuild, rebuild_mesh, rebuild_spec]
+    [Array, Blocks, Merged, UnevenParts, Mesh, SimulatedMesh, P, _rebuild, rebuild_mesh, rebuild_spec]
 )
 
 

@@ -24,6 +24,7 @@ from ..distributed.mesh import coordinates, is_simulated, played_ranks, same
 from ..local_types import replica_check
 from ..sharding.index_map import axes_of, local_indices
 from ..sharding.layout import WHOLE, layout, type_text
+from ..sharding.named_sharding import without_mesh
 from ..sharding.spec import (
     KEYS,
     P,
@@ -204,7 +205,7 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
             arrays or of raw DTensors (which are resharded, from another mesh too); other leaves pass through. Any
             dtype, 0-d too. A tensor that every rank is to hold whole is shared, not copied.
         mesh: a DeviceMesh, all of whose ranks make this call.
-        spec: a `P`, a prefix tree of them, or a list of rules for `spec_from_rules`.
+        spec: a `P`, a prefix tree of them, or a list of rules for `spec_from_rules`; or another array's ``sharding``.
 
     Returns:
         The tree with arrays in it. Nothing moves for plain tensors: each rank keeps its block. Differentiable: the
@@ -224,6 +225,7 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     ([[0, 1], [2, 3], [4], []], 3)
     """
     _checked_mesh(mesh, spec, "shard")
+    spec, mesh = without_mesh(spec, mesh, "shard")
     leaves, treedef, specs = _specs(tree_, spec, "shard")
     mesh = _mesh_here(specs, mesh, "shard")
     _check(tree_, leaves, specs, [mesh] * len(leaves), "shard")
@@ -249,7 +251,7 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
 
     Args:
         tree_: a tree of tensors; other leaves pass through.
-        spec: a `P`, or a prefix tree of them; under `vmap` of the unbatched dims.
+        spec: a `P`, or a prefix tree of them; under `vmap` of the unbatched dims; or another array's ``sharding``.
         mesh: the mesh to use; by default an array's own, and for plain tensors the current one.
 
     Raises:
@@ -269,6 +271,7 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     """
     if mesh is not None:
         context.checked_mesh(mesh, "with_sharding")
+    spec, mesh = without_mesh(spec, mesh, "with_sharding")
     leaves, treedef, specs = _specs(tree_, spec, "with_sharding")
     here = _mesh_here(specs, mesh, "with_sharding") if context.body() is not None else mesh
     meshes = [here or mesh_of(x) or context.current_mesh() if isinstance(x, torch.Tensor) else None for x in leaves]
@@ -378,6 +381,7 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
     tensor([0, 0, 1, 1])
     """
     _checked_mesh(mesh, spec, "from_local")
+    spec, mesh = without_mesh(spec, mesh, "from_local")
     if context.on_one_device():  # what the ranks have loaded, put together
         with context.one_device(None):
             return unshard(from_local(tree_, mesh, spec))

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from . import tracebacks
-from .errors import TransformError
-from .messages import described, report
+from .errors import TransformError, VfnError
+from .messages import described, report, short
 from .torch_errors import explained
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
@@ -19,6 +19,14 @@ def checked_function(f: Any, where: str) -> None:
     if not callable(f):
         fix = f"vfn.{where}(f, ...), with the function itself and not with what it returns"
         raise TransformError(report(where, f"f must be a function, but it is {described(f)}", fix=fix))
+
+
+def either(where: str, name: str, value: Any, alias: str, other: Any, error: type[VfnError] = TransformError) -> Any:
+    """What was given for a parameter by its name or by another library's name for it; None for neither, an error for both."""
+    if value is not None and other is not None:
+        given = [f"{name}={short(value)}", f"{alias}={short(other)}"]
+        raise error(report(where, f"{name} and {alias} are one parameter, and both are given", given, f"{name} alone"))
+    return other if value is None else value
 
 
 def parameter(f: Callable[..., Any], args: Sequence[Any], position: int) -> str:

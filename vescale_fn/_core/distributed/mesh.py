@@ -5,23 +5,25 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from .. import torch_internals
 from ..base import context
 from ..base.errors import MeshError
 from ..base.messages import described, meant, mesh_text, report, short
 from ..base.saved_names import also_saved_as, saved_as
+from ..base.user_calls import either
 from ..sharding.index_map import axes_of
 from . import process_group_hints, ranks
+from .named_mesh import Mesh, named
 
 axes = axes_of
 
 
-class SimulatedMesh(DeviceMesh):
+class SimulatedMesh(Mesh):
     """A mesh whose ranks are all played by this process; equal to a real mesh never, to its like always."""
 
     simulates = True
@@ -64,9 +66,6 @@ class SimulatedMesh(DeviceMesh):
     def get_local_rank(self, mesh_dim: Any = None) -> Any:
         process_group_hints.refuse(self)
 
-    def __deepcopy__(self, memo: Any) -> SimulatedMesh:
-        return self
-
 
 class SimulatedPart(SimulatedMesh):
     """Some axes of a simulated mesh. Its ranks are those of the whole mesh: along the other axes there is a copy of it
@@ -99,7 +98,7 @@ def part(mesh: Any, names: tuple[str, ...]) -> Any:
         made.whole = root(mesh)
         return made
     if not ranks.has_process_group():
-        return torch_internals.unattached_mesh(mesh.device_type, torch.zeros(sizes, dtype=torch.int64), names)
+        return torch_internals.unattached_mesh(mesh.device_type, torch.zeros(sizes, dtype=torch.int64), names, Mesh)
     return mesh[names]
 
 
@@ -126,10 +125,28 @@ def rebuild_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) ->
     return torch_internals.unattached_mesh(device, torch.arange(math.prod(shape)).view(shape), names, SimulatedMesh)
 
 
+@overload
+def make_mesh(
+    shape: int | Sequence[int], names: str | Sequence[str], *, device: str | None = None, timeout: float | None = None
+) -> Mesh: ...
+@overload
+def make_mesh(
+    *,
+    axis_shapes: int | Sequence[int],
+    axis_names: str | Sequence[str],
+    device: str | None = None,
+    timeout: float | None = None,
+) -> Mesh: ...
 @torch_internals.never_recorded
 def make_mesh(
-    shape: Sequence[int], names: Sequence[str], *, device: str | None = None, timeout: float | None = None
-) -> DeviceMesh:
+    shape: Any = None,
+    names: Any = None,
+    *,
+    axis_shapes: Any = None,
+    axis_names: Any = None,
+    device: str | None = None,
+    timeout: float | None = None,
+) -> Mesh:
     """Lay all ranks that there are out on a mesh with named axes.
 
     Works under `simulate`, in a process started by `launch` or by ``torchrun`` (the process group is initialised from
@@ -138,11 +155,15 @@ def make_mesh(
     Args:
         shape: the size of each axis; one of them may be -1, "the rest".
         names: the axes' names, all different.
+        axis_shapes, axis_names: these two by JAX's names.
         device: "cpu" or "cuda"; by default that of the process group's backend.
         timeout: of one collective on the mesh, in seconds, `math.inf` for none: a rank that waits longer fails. By default
             that of the process group, which `launch` was told; under torchrun torch's own (half an hour on CPUs, ten
             minutes on GPUs). Meshes of one kind share their groups, and an axis of all ranks shares the process group:
             the timeout that was given last holds.
+
+    Returns:
+        A DeviceMesh; ``mesh.shape["dp"]``, ``mesh.axis_names`` and ``mesh.size`` are there too, as in JAX.
 
     Raises:
         MeshError: sizes and names that do not fit, or not the number of ranks that there are.
@@ -154,6 +175,8 @@ def make_mesh(
     ...     vfn.make_mesh((2, -1), ("dp", "tp"))
     SimulatedMesh(dp=2, tp=4)
     """
+    shape = either("make_mesh", "shape", shape, "axis_shapes", axis_shapes, MeshError)
+    names = either("make_mesh", "names", names, "axis_names", axis_names, MeshError)
     sizes, names = _checked(shape, names)
     if device is not None:
         ranks.check_device(device, "make_mesh")
@@ -168,7 +191,7 @@ def make_mesh(
         return rebuild_mesh(device or "cpu", sizes, names)
     device = device or ranks.device_type()
     if not ranks.has_process_group():
-        return torch_internals.unattached_mesh(device, torch.zeros(sizes, dtype=torch.int64), names)
+        return torch_internals.unattached_mesh(device, torch.zeros(sizes, dtype=torch.int64), names, Mesh)
     made = _of_group(ranks.world(), device, sizes, names)
     if timeout is not None and not _limited(made, timeout):
         raise MeshError(
@@ -182,15 +205,15 @@ def make_mesh(
 
 
 @functools.lru_cache(maxsize=64)  # the groups of a mesh are sockets and threads, and serve all meshes of its kind
-def _of_group(world: Any, device: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    made = init_device_mesh(device, sizes, mesh_dim_names=names)
+def _of_group(world: Any, device: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
+    made = named(init_device_mesh(device, sizes, mesh_dim_names=names))
     _limited(
         made, torch_internals.group_timeout(world)
     )  # torch gives a new group its default, not that of the default group
     return made
 
 
-def _limited(mesh: DeviceMesh, timeout: float) -> bool:
+def _limited(mesh: Mesh, timeout: float) -> bool:
     """Set how long a collective along one of its axes may take; False where the backend does not take that."""
     return all(torch_internals.set_group_timeout(group, ranks.time_of(timeout)) for group in mesh.get_all_groups())
 
@@ -280,9 +303,9 @@ def unit(mesh: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 @torch_internals.never_recorded
-def _unit(device: str, names: tuple[str, ...]) -> DeviceMesh:
+def _unit(device: str, names: tuple[str, ...]) -> Mesh:
     with torch_internals.no_torch_function():  # where the program is in a body, a factory would mean something else
-        return torch_internals.unattached_mesh(device, torch.zeros((1,) * len(names), dtype=torch.int64), names)
+        return torch_internals.unattached_mesh(device, torch.zeros((1,) * len(names), dtype=torch.int64), names, Mesh)
 
 
 def is_simulated(mesh: Any) -> bool:

@@ -140,6 +140,8 @@ def is_spec(spec: Any, where: str, name: str = "spec") -> P:
 
 def as_spec(value: Any) -> str:
     """How to write as a `P` what was given in its place."""
+    if isinstance(getattr(value, "spec", None), P):
+        return f"vfn.{value.spec!r}, which is its .spec"
     entries = cast("Sequence[Any]", value) if isinstance(value, (tuple, list)) else (value,)
     try:
         return "vfn.P() for a value that every rank holds whole" if value is None else f"vfn.{P(*entries)!r}"
