@@ -1916,7 +1916,7 @@ def a_sharding_on_another_mesh(mesh):
 def a_sharding_in_in_specs(mesh):
     """SpecError
     shard_map(<lambda>): the arguments do not fit in_specs on the mesh (dp=2, tp=2)
-      * args[0] of shape f32[4,3], where args[0] is bound to <lambda>'s parameter 'x', corresponds to in_specs = Sharding(mesh (dp=2, tp=2), P('dp')): it is the Sharding Sharding(mesh (dp=2, tp=2), P('dp')), not a vfn.P
+      * args[0] of shape f32[4@dp,3], where args[0] is bound to <lambda>'s parameter 'x', corresponds to in_specs = Sharding(mesh (dp=2, tp=2), P('dp')): it is the Sharding Sharding(mesh (dp=2, tp=2), P('dp')), not a vfn.P
       Instead: vfn.P('dp'), which is its .spec
     """
     x = vfn.shard(X, mesh, P("dp"))
