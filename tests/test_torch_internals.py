@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as flex
 from torch.distributed.tensor import DTensor, Shard
 
 import vescale_fn as vfn
@@ -77,6 +78,21 @@ def asked(intercept, run):
 
 
 NOTHING = contextlib.nullcontext()
+
+
+def flex_attention_asked():
+    """It stays on for the whole process: another handler for a moment, and what it has for a kernel."""
+    given = flex.flex_attention.__kwdefaults__["_handler"]
+    door.intercept_flex_attention(lambda by_kernel, *args: ["asked", by_kernel is not flex.flex_attention])
+    answer = flex.flex_attention(1, 2)
+    door.intercept_flex_attention(given)
+    return answer
+
+
+def flex_attention_like_torch():
+    q = torch.randn(1, 2, 3, 4)
+    out = door.flex_attention_in_ops(q, q, q, lambda score, b, h, i, j: score + h)
+    return torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, q, q), atol=1e-6)
 
 
 def backward_numbers():
@@ -268,6 +284,7 @@ CASES = {
     "exchanges_seen": lambda: exchanges() == ["assigned", "swapped", "swapped"],
     "fake_mode": lambda: pointer_refused(fake()),
     "flattened": lambda: door.flattened([torch.zeros(2, 2), torch.ones(1)]).tolist() == [0, 0, 0, 0, 1],
+    "flex_attention_in_ops": flex_attention_like_torch,
     "forbid_data_ptr": lambda: pointer_refused(array()),
     "forget_local": lambda: without_block(),
     "forward_ad_active": lambda: (
@@ -289,6 +306,7 @@ CASES = {
         )
         == (1, 0)
     ),
+    "intercept_flex_attention": lambda: flex_attention_asked() == ["asked", True],
     "intercept_function_apply": lambda: (
         asked(lambda h: door.intercept_function_apply(h, lambda: True), lambda: Doubled.apply(torch.ones(2))) == (1, 0)
     ),

@@ -1,6 +1,7 @@
 """What deserves its own sharded form: attention over a split sequence, split experts, tables and losses over split classes."""
 
 from .._core.base import front_door
+from . import flex as flex  # from now on torch's flex_attention takes arrays
 from .attention import attention
 from .cross_entropy import linear_cross_entropy
 from .embedding import embedding

@@ -188,6 +188,7 @@ OTHER_NAMES = {
     "nn.functional": _TORCH.format("nn.functional"),
     "nn.scaled_dot_product_attention": "vfn.nn.attention(q, k, v), or torch's own",
     "nn.flash_attention": "vfn.nn.attention(q, k, v)",
+    "nn.flex_attention": "torch.nn.attention.flex_attention.flex_attention, which takes arrays too",
     "nn.ring_attention": 'vfn.nn.attention(q, k, v, method="ring")',
     "nn.MoE": "vfn.nn.experts",
     "nn.init": "vfn.random.init, whose initialisers take a key",

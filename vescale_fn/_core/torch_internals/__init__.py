@@ -50,6 +50,7 @@ from .fake_tensors import (
     shapes_only,
     without_values,
 )
+from .flex_attention import flex_attention_in_ops, intercept_flex_attention
 from .functorch import (
     batch_dims,
     is_batched,
@@ -204,6 +205,7 @@ __all__ = [
     "exchanges_seen",
     "fake_mode",
     "flattened",
+    "flex_attention_in_ops",
     "forbid_data_ptr",
     "forget_local",
     "forward_ad_active",
@@ -217,6 +219,7 @@ __all__ = [
     "in_parts",
     "in_place",
     "intercept_checkpoint",
+    "intercept_flex_attention",
     "intercept_function_apply",
     "intercept_reverse_mode",
     "is_about_hooks",
