@@ -5,8 +5,10 @@ import html.parser
 import inspect
 import linecache
 import math
+import pickle
 import re
 import threading
+import weakref
 
 import pytest
 import torch
@@ -173,12 +175,106 @@ def test_a_plain_target_that_is_filled_by_slices_is_named() -> None:
 
 
 NEEDLESS = """\
-LINE: all_gather over dp of f32[6@dp,4] for cumsum: 192 bytes, 2 times
-  Instead: the value laid out as P() before cumsum, once for all 2 uses: x = vfn.with_sharding(x, P())
-LINE: all_gather over dp of f32[2@dp,3,4]{U:tp} for flip: 96 bytes
-  Instead: the value laid out as P(unreduced={'tp'}) before flip: x = vfn.with_sharding(x, P(unreduced={'tp'}))
-LINE: all_to_all over tp of f32[4,4@tp] for mm: 32 bytes
+moves that another layout or a rule would avoid: 320 bytes on each rank
+LINE: `return sum(x.cumsum(0).sum() for _ in range(2)) + h.view(2, 3, 4).flip(0).sum()`
+  all_gather over dp of f32[6@dp,4], 2 times, 192 bytes: cumsum needs dim 0 whole; the same value again
+  Instead: x = vfn.with_sharding(x, P()) before it, once for all 2 uses; vfn.jit does so by itself
+LINE: `return sum(x.cumsum(0).sum() for _ in range(2)) + h.view(2, 3, 4).flip(0).sum()`
+  all_gather over dp of f32[2@dp,3,4]{U:tp}, 96 bytes: flip needs dim 0 whole
+  Instead: x = vfn.with_sharding(x, P(unreduced={'tp'})) before flip
+LINE: `h = vfn.with_sharding(x, P("dp", "tp")) @ w`
+  all_to_all over tp of f32[4,4@tp], 32 bytes: mm needs f32[4@tp,4]
   Instead: both sides of the product split alike along the dim that is summed over, or this one as P('tp')"""
+
+
+def moves_that_another_layout_would_avoid():
+    """The log of a few moves, as text: gathered twice, without a rule, kept apart afterwards."""
+    mesh = vfn.make_mesh((2,), ("dp",))
+    x, w = (vfn.shard(torch.arange(32.0).view(s), mesh, P("dp")) for s in ((8, 4), (4, 8)))
+
+    def f(x, w):
+        z = vfn.with_sharding(vfn.with_sharding(x, P()).sin().view(8, 4), P(None, "dp"))
+        h = (vfn.with_sharding(x, P(None, "dp")) @ w).relu()
+        a, b = w.cumsum(0), w.sort(0).values
+        for row in (x + 1, x + 2):
+            a = a + row.flip(0).sum()
+        torch.histc(x)
+        v = w * 2
+        again = vfn.with_sharding(v, P())
+        c = v.cumsum(0)
+        return z.sum() + vfn.with_sharding(h, P("dp")).sum() + a.sum() + b.sum() + again.sum() + c.sum()
+
+    with vfn.comm_log() as log:
+        vfn.grad(f, (0, 1))(x, w)
+    return re.sub(r"\S*test_debug.py:\d+|line \d+", "LINE", repr(vfn.needless(pickle.loads(pickle.dumps(log)))))
+
+
+def test_what_is_gathered_twice_or_then_kept_apart_is_named(gloo) -> None:
+    with vfn.simulate(2):
+        text = moves_that_another_layout_would_avoid()
+    assert text == AVOIDED, text
+    assert gloo(2, moves_that_another_layout_would_avoid) == [text] * 2
+
+
+@pytest.mark.parametrize(
+    ("program", "instead"),
+    [
+        (lambda x, y, v: vfn.with_sharding(y * v, P("dp")), ["P('dp')) to begin with: nothing moves over dp"]),
+        (lambda x, y, v: vfn.with_sharding(y, P("tp", "dp")), ["P('tp', 'dp')", "P('tp', 'dp')"]),
+        (lambda x, y, v: vfn.with_sharding(y.t(), P("tp", "dp")), ["x, ...", "x, ..."]),  # its dims are others
+        (lambda x, y, v: vfn.shard_map(torch.sin, in_specs=P("dp"), out_specs=P("dp"))(y), ["nothing moves over dp"]),
+        (lambda x, y, v: vfn.with_sharding((y + 1).mul_(v), P("tp")), ["P('tp')"]),
+        # used, or read, whole besides
+        (lambda x, y, v: (vfn.with_sharding(y, P("dp")), y.sum()), []),
+        (lambda x, y, v: (vfn.with_sharding(y, P("dp")), vfn.unshard(y)), []),
+        (lambda x, y, v: (vfn.with_sharding(y, P("dp")), y[:2] * 2), []),
+        (lambda x, y, v: (vfn.with_sharding(y, P("dp")), vfn.shard_map(torch.sin, in_specs=P(), out_specs=P())(y)), []),
+        (lambda x, y, v: vfn.with_sharding(y[:4], P("dp")), []),
+        (lambda x, y, v: v * (y[:, :1] + vfn.shard(torch.zeros(8, 1), v.device_mesh, P("dp"))), []),
+        (lambda x, y, v: vfn.with_sharding(y.softmax(0), P("dp")), []),
+    ],
+)
+def test_what_each_rank_keeps_a_part_of_and_nothing_uses_whole(program, instead) -> None:
+    """`y` is `x` gathered over both axes; the parts that are kept say what would have done."""
+    with vfn.simulate(4), vfn.use_mesh(vfn.make_mesh((2, 2), ("dp", "tp"))):
+        x, v = (vfn.shard(torch.ones(8, 4), vfn.current_mesh(), spec) for spec in (P("dp", "tp"), P()))
+        with vfn.comm_log() as log:
+            program(x, vfn.with_sharding(x, P()), v)
+        found = [move.instead for move in vfn.needless(log)]
+    assert len(found) == len(instead), found
+    assert all(part in text for part, text in zip(instead, found)), found
+
+
+def test_a_log_keeps_nothing_alive() -> None:
+    with vfn.simulate(2), vfn.comm_log() as log:
+        x = vfn.shard(torch.ones(8, 4), vfn.make_mesh((2,), ("dp",)), P("dp"))
+        seen = weakref.ref(vfn.with_sharding(x, P()).relu().to_local().blocks[0].untyped_storage())
+        assert seen() is None
+        for _ in range(600):
+            (x + 1).cumsum(0)
+        assert len(log.flow._numbers) < 600
+
+
+AVOIDED = """\
+moves that another layout or a rule would avoid: 1,152 bytes on each rank
+LINE: `h = (vfn.with_sharding(x, P(None, "dp")) @ w).relu()`
+  all_reduce over dp of f32[8,8]{U:dp}, 256 bytes: relu needs the sum, and each rank then keeps its own part alone: P('dp') at LINE
+  Instead: x = vfn.with_sharding(x, P('dp')) before relu: a reduce-scatter
+LINE: `a, b = w.cumsum(0), w.sort(0).values`
+  all_gather over dp of f32[4@dp,8], 2 times, 256 bytes: cumsum needs dim 0 whole; the same value again: sort needs dim 0 whole at LINE
+  Instead: x = vfn.with_sharding(x, P()) before it, once for all 2 uses; vfn.jit does so by itself
+LINE: `a = a + row.flip(0).sum()`
+  all_gather over dp of f32[8@dp,4], 2 times, 256 bytes: flip needs dim 0 whole
+  Instead: x = vfn.with_sharding(x, P()) before flip
+LINE: `z = vfn.with_sharding(vfn.with_sharding(x, P()).sin().view(8, 4), P(None, "dp"))`
+  all_gather over dp of f32[8@dp,4], 128 bytes: with_sharding makes it whole, but each rank then keeps its own part alone: P(None, 'dp') at LINE
+  Instead: x = vfn.with_sharding(x, P(None, 'dp')) to begin with: an all-to-all
+LINE: `torch.histc(x)`
+  all_gather over dp of f32[8@dp,4], 128 bytes: gathered because aten.histc has no rule
+  Instead: shard_map, if histc of each rank's block is enough; or the value laid out as P() for all its uses: x = vfn.with_sharding(x, P())
+LINE: `c = v.cumsum(0)`
+  all_gather over dp of f32[4@dp,8], 128 bytes: cumsum needs dim 0 whole; with_sharding gathers the same value at LINE
+  Instead: what with_sharding gives there, for this use as well"""
 
 
 # --- show -------------------------------------------------------------------------------------------------------------

@@ -295,6 +295,9 @@ CASES = {
     "group_timeout": lambda: refused(ValueError, door.group_timeout),
     "has_kernel": lambda: door.has_kernel(MM, "CPU"),
     "held_by": keep_apart,
+    "held_local": lambda: (
+        (x := array()) is not None and (door.held_local(x), door.forget_local(x), door.held_local(x))[2] is None
+    ),
     "hold": keep_apart,
     "in_backward_pass": lambda: backward_numbers()[0] is True and not door.in_backward_pass(),
     "in_parts": lambda: door.in_parts(aten.matmul.default) is not None and door.in_parts(MM) is None,

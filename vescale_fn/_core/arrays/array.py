@@ -15,11 +15,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
-from ..base import context, linear_map, op_arguments
+from ..base import context, linear_map, op_arguments, op_lines
 from ..base.errors import InPlaceError, MeshError, SpecError, TransformError
 from ..base.messages import described, mesh_text, report, short
 from ..base.saved_names import also_saved_as, saved_as
-from ..distributed import blocks
+from ..distributed import blocks, value_flow
 from ..distributed.blocks import Blocks, WithoutMemory
 from ..distributed.mesh import Mesh, SimulatedMesh, coordinates, is_simulated, played_ranks, rebuild_mesh, same
 from ..local_types import tensor_types
@@ -552,7 +552,7 @@ def _apart(local: Any, source: Any) -> Any:
 def _plain(x: Any, why: str) -> torch.Tensor:
     if not isinstance(x, Array):
         return x
-    return the_one(brought(x, WHOLE, why, apart=True), torch_internals.mesh(x))
+    return the_one(_read(brought(x, WHOLE, why, apart=True)), torch_internals.mesh(x))
 
 
 @dataclass(frozen=True)
@@ -598,13 +598,20 @@ def only_along(spec: P, axes: Iterable[str]) -> P:
 
 def entered(x: Array, spec: P, auto: Any) -> Any:
     """The block of an array that lies as `spec`, under a name of its own; with `auto` an array on that part of the mesh."""
-    local = torch_internals.local(x)
+    local = _read(torch_internals.local(x))
     if auto is None:
         return Blocks(local.blocks, in_body=True) if type(local) is Blocks else local.detach()  # type: ignore[call-arg]
     axes = axes_of(torch_internals.mesh(x))
     others = only_along(spec, axes.keys() - axes_of(auto).keys())
     shape = [size // _product(axes, names) for size, names in zip(x.shape, split_axes(others, x.ndim))]
     return wrap(_renamed(local), auto, only_along(P(*spec, unreduced=spec.unreduced), axes_of(auto)), torch.Size(shape))
+
+
+def _read(local: Any) -> Any:
+    """A local value that leaves the arrays: a log counts all of it as used."""
+    if op_lines.listeners:
+        value_flow.read(local)
+    return local
 
 
 def _renamed(local: Any) -> Any:

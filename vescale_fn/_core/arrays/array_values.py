@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from .. import torch_internals
+from ..base import op_lines
 from ..base.errors import InPlaceError
 from ..base.messages import op_text, report
-from ..distributed import blocks
+from ..distributed import blocks, value_flow
 from ..distributed.blocks import Blocks
 from ..distributed.mesh import is_part
 from ..sharding.layout import WHOLE, axes_items, layout, spec_for, text, type_text
@@ -19,9 +20,10 @@ from . import reshard
 from .refusals import OTHER_SHAPE
 
 
-def reason(func: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: P, target: P) -> str:
-    """Why an argument moves, for the log: ``softmax needs dim 1 whole: f32[8,4@tp]``."""
+def reason(func: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: P, target: P, ruled: bool = True) -> str:
+    """Why an argument moves, for the log: ``softmax needs dim 1 whole: f32[8,4@tp]``. `ruled`: whether a rule says so."""
     name, value = torch_internals.operator_name(func).split("::")[-1].strip("_"), type_text(shape, dtype, spec)
+    name += "" if ruled else " has no rule and"
     before, after = split_axes(spec, len(shape)), split_axes(target, len(shape))
     gathered = [str(d) for d, (a, b) in enumerate(zip(before, after, strict=True)) if a and not b]
     if spec.unreduced - target.unreduced and before == after:
@@ -36,19 +38,27 @@ def brought(x: Any, target: P, why: str, apart: bool = False) -> Any:
 
     With `apart` the result is nobody else's: it is given away, and may be written.
     """
+    local, own = _brought(x, target, why)
+    out = local if own or not apart else copied(local)
+    if op_lines.listeners:
+        value_flow.give(local, out)
+    return out
+
+
+def _brought(x: Any, target: P, why: str) -> tuple[Any, bool]:
+    """The local value of an array, brought to `target`, and whether it is nobody else's."""
     mesh, shape = torch_internals.mesh(x), tuple(x.shape)
     steps = reshard.plan(shape, axes_items(mesh), layout(torch_internals.spec(x)), target)
     cell = getattr(x, "_sum", None)
     if cell and cell[0] == (torch_internals.version(x), steps):
-        return copied(cell[1]) if apart else cell[1]
+        return cell[1], False
     if cell is not None and steps and steps[0].kind == "all_reduce" and not target.unreduced and _sees(x):
-        local = brought(_view_of_sum(x), target, why)
-        return copied(local) if apart else local
+        return brought(_view_of_sum(x), target, why), False
     out = reshard.run(torch_internals.local(x), shape, mesh, steps, why)
     if cell is not None and steps and steps[0].kind == "all_reduce" and not x.is_inference():
         cell[:] = [(torch_internals.version(x), steps), out]
-        return copied(out) if apart else out
-    return out
+        return out, False
+    return out, True
 
 
 def _sees(x: Any) -> bool:
@@ -88,16 +98,17 @@ def the_one(local: Any, mesh: Any) -> Any:
     return local.blocks[0] if type(local) is Blocks and not is_part(mesh) else local
 
 
-def whole_tensor(func: Any, x: Any, written: bool, each_rank: bool = False) -> tuple[Any, bool]:
+def whole_tensor(func: Any, x: Any, written: bool, each_rank: bool = False, ruled: bool = True) -> tuple[Any, bool]:
     """An array as one whole tensor with the array's strides, and whether that is a copy.
 
     Args:
         written: it will be written.
         each_rank: in each rank's own memory, not once for all ranks of a simulated mesh.
+        ruled: whether the op has a rule.
     """
     spec, shape = layout(torch_internals.spec(x)), tuple(x.shape)
     steps = steps_to_whole(x)
-    local = brought(x, WHOLE, reason(func, shape, x.dtype, spec, WHOLE)) if steps else torch_internals.local(x)
+    local = brought(x, WHOLE, reason(func, shape, x.dtype, spec, WHOLE, ruled)) if steps else torch_internals.local(x)
     one = local if each_rank else the_one(local, torch_internals.mesh(x))
     strided = one.stride() == tuple(x.stride()) or x.numel() == 0 or (0 in x.stride() and not written)
     if strided and not (written and spec != WHOLE):

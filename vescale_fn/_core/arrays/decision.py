@@ -13,7 +13,9 @@ from ..base.errors import InPlaceError
 from ..base.messages import report
 from ..base.op_arguments import bind
 from ..sharding.layout import layout, spec_for, text
+from ..sharding.spec import P
 from .refusals import MEMORY, MOVE, STORAGE
+from .reshard import Step
 from .rules.traits import RETURNS_VIEW_OF_ITSELF
 from .stateful_draws import refuse_seeded
 
@@ -28,6 +30,10 @@ class Decision:
     def run(self, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The results, as arrays of class `cls`."""
         raise NotImplementedError
+
+    def moves_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, tuple[Step, ...], P]]:
+        """Which tensor arguments move, by which steps, to which layout."""
+        return []
 
 
 @dataclass(frozen=True, eq=False)

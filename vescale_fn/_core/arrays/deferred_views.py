@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from .. import torch_internals
 from ..base import context
 from ..base.errors import ReshardError
+from ..distributed import value_flow
 from ..distributed.blocks import Blocks
 from .aliasing import MovedView, missed, moved_view, note_views, remember_sums
 from .rules.traits import STATES_OFFSET
@@ -99,7 +100,7 @@ def read(x: Any) -> None:
     if link.refusal is not None and context.is_strict():
         raise link.refusal
     outside = torch_internals.is_recorded() and not link.recorded  # a recording that began later sees a finished value
-    with torch_internals.unrecorded() if outside else contextlib.nullcontext():
+    with torch_internals.unrecorded() if outside else contextlib.nullcontext(), value_flow.of_one_op():
         out = link.decision.run_now(type(x), (link.source, *link.args), link.kwargs)
     if link.number is None:
         torch_internals.set_local(x, torch_internals.local(out))

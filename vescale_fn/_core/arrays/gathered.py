@@ -36,6 +36,7 @@ class Gathered(Decision):
     """The op on gathered arguments; what it wrote goes back to where it lies."""
 
     many: Any  # tuple or list, where the op gives several results
+    ruled: bool  # the op has a rule, which does not cover this call
     view: bool  # results alias the first argument
     offsets: tuple[int, ...]  # of a view: where on one device each result begins in the memory of the first argument
 
@@ -48,7 +49,6 @@ class Gathered(Decision):
         return self.run_now(cls, args, kwargs)
 
     def moves_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, tuple[reshard.Step, ...], P]]:
-        """Which tensor arguments move, by which steps, to which layout."""
         tensors = enumerate(tensors_in(args, kwargs))
         return [(i, steps_to_whole(x), WHOLE) for i, x in tensors if isinstance(x, DTensor)]
 
@@ -69,10 +69,12 @@ class Gathered(Decision):
         moved = False
         for x in tensors:
             if id(x) not in whole:
-                one, copied = (
-                    whole_tensor(func, x, id(x) in written, self.view) if isinstance(x, DTensor) else (x, False)
+                whole[id(x)], copied = (
+                    whole_tensor(func, x, id(x) in written, self.view, self.ruled)
+                    if isinstance(x, DTensor)
+                    else (x, False)
                 )
-                whole[id(x)], moved = one, moved or copied
+                moved = moved or copied
         values = iter([whole[id(x)] for x in tensors])
         all_args, all_kwargs = [replace(a, values) for a in args], {k: replace(a, values) for k, a in kwargs.items()}
         if self.view:  # of each rank's own memory: ranks may hold the same value in blocks of their own

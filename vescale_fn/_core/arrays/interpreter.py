@@ -21,6 +21,7 @@ from .aliasing import table_rows
 from .decide import decide
 from .decision import Decision
 from .rules.traits import TABLE_GRADIENT
+from .value_uses import run_noted
 
 _CACHE_SIZE = 16384
 _cache: OrderedDict[Any, Decision] = OrderedDict()
@@ -59,8 +60,6 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     modes = _modes()
     if modes and torch_internals.is_traced():
         return traced_steps.as_one_step(func, args, kwargs, lambda: dispatch(cls, func, args, kwargs))
-    if op_lines.listeners:
-        op_lines.note()
     key = [func, _default_dtype()]
     for a in args:
         key.append(_spec(a) if a.__class__ is cls else _key(a))
@@ -83,4 +82,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
         plain = ((f"argument {i}", x) for i, x in enumerate(tensors_in(args, kwargs)))
         replica_check.same_plain(f"torch's {name}", decision.mesh, plain)
         replica_check.numbers_alike(name, func, decision.mesh, args, kwargs)
+    if op_lines.listeners:
+        op_lines.note()
+        return run_noted(decision, cls, args, kwargs)
     return decision.run(cls, args, kwargs)

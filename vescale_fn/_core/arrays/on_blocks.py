@@ -122,7 +122,6 @@ class OnBlocks(Decision):
         return [*local_args, None], local_kwargs, (len(local_args), self.covered)
 
     def moves_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, tuple[reshard.Step, ...], P]]:
-        """Which tensor arguments move, by which steps, to which layout."""
         return [(i, steps, self.targets[i]) for i, steps, _ in self.moves]
 
     def computed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:

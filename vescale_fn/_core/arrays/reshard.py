@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import torch_internals
+from ..base import context, op_lines
 from ..distributed import collectives
 from ..distributed.blocks import Blocks, each
 from ..distributed.mesh import coordinates, groups, played_ranks
@@ -185,8 +186,17 @@ def traffic(
 
 def run(x: Any, shape: tuple[int, ...], mesh: Any, steps: Sequence[Step], why: str) -> Any:
     """Carry the steps out on a local value."""
-    for step in steps:
-        x = (_run_apart if step.apart else _RUN[step.kind])(x, shape, mesh, step, why)
+    flows = [log.flow for log in context.logs()] if op_lines.listeners and steps else ()
+    for flow in flows:
+        flow.begin(x, shape, steps)
+    out = None
+    try:
+        for step in steps:
+            x = (_run_apart if step.apart else _RUN[step.kind])(x, shape, mesh, step, why)
+        out = x
+    finally:
+        for flow in flows:
+            flow.end(out)
     return x
 
 

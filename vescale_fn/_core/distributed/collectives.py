@@ -27,6 +27,7 @@ from . import process_group
 from .blocks import Blocks, each
 from .divergence import Call, Value
 from .mesh import groups, is_simulated, my_rank, played_ranks
+from .value_flow import Moved
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast")
 
@@ -42,6 +43,8 @@ class Record:
     line: str
     backward: bool = False  # then `line` is that of the forward op, if that was logged too
     dtype: str = ""  # of what travels: f32, bf16
+    # of what the interpreter moved: which value it was, and what became of the result
+    moved: Moved | None = field(default=None, compare=False, repr=False)
 
     @property
     def axis(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ..base import context, op_lines
@@ -11,6 +12,7 @@ from ..base.errors import VfnError
 from ..base.messages import meant, report, short
 from ..base.source_lines import readable
 from .collectives import OPS, Record
+from .value_flow import ValueFlow
 
 
 class CommLog:
@@ -19,10 +21,11 @@ class CommLog:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
+        self.flow = ValueFlow()
 
     def append(self, record: Record) -> None:
         """Add a record."""
-        self.records.append(record)
+        self.records.append(replace(record, moved=self.flow.moving) if self.flow.moving else record)
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self.records)
@@ -88,5 +91,8 @@ def comm_log() -> Iterator[CommLog]:
     (1, 'dp', 4)
     """
     log = CommLog()
-    with context.logging_to(log), op_lines.noted():
-        yield log
+    try:
+        with context.logging_to(log), op_lines.noted():
+            yield log
+    finally:
+        log.flow = ValueFlow()

@@ -11,11 +11,12 @@ import torch
 from .. import torch_internals
 from ..arrays import reshard
 from ..arrays.array import Array, bring_in, entered, entries_over, is_array, mesh_of, spec_of
-from ..base import linear_map, tree
+from ..base import linear_map, op_lines, tree
 from ..base.containers import SPLIT_NUMBERS, split_numbers
 from ..base.errors import ReshardError, SpecError
 from ..base.messages import axes_text, described, mesh_text, report
 from ..base.user_calls import parameter
+from ..distributed import value_flow
 from ..distributed.blocks import Blocks
 from ..distributed.mesh import same
 from ..local_types import tensor_types, types
@@ -158,6 +159,8 @@ def brought_in(x: Any, site: Site, entry: In, fast: bool) -> Any:
     type_ = types.both(entry.type, outer and tensor_types.read(x)) if check else tensor_types.made_in(site.body)
     if fast and entry.direct and site.auto is None:
         local = torch_internals.local(x)
+        if op_lines.listeners:
+            value_flow.read(local)
         local = Blocks(local.blocks) if local.__class__ is Blocks else local.detach()  # a name of its own, to be typed
     elif fast and entry.direct:
         local = entered(x, entry.lies, site.auto)

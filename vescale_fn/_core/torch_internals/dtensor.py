@@ -39,6 +39,14 @@ def set_spec(x: Any, spec: Any) -> None:
     x._spec = spec
 
 
+def held_local(x: Any) -> torch.Tensor | None:
+    """This rank's block of the DTensor `x`, which is not asked for one where it has none."""
+    try:
+        return DTensor._local_tensor.__get__(x)
+    except AttributeError:
+        return None
+
+
 def forget_local(x: Any) -> None:
     """Make `x` a DTensor without a block; it may have none already."""
     with contextlib.suppress(AttributeError):
