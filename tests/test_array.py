@@ -19,7 +19,7 @@ from torch.nn.utils import rnn
 import vescale_fn as vfn
 from vescale_fn import P, random
 from vescale_fn._core import torch_internals
-from vescale_fn._core.distributed import mesh
+from vescale_fn._core.distributed import communicator, mesh
 from vescale_fn._core.distributed.blocks import Blocks
 from vescale_fn._core.sharding import index_map
 from vescale_fn.errors import InPlaceError, MeshError, RankError, SpecError, VaryingTypeError
@@ -77,7 +77,7 @@ def test_shard_and_unshard(x, m, s: P) -> None:
     assert a.shape == x.shape
     assert a.stride() == x.stride()
     for rank, block in enumerate(a.to_local().blocks):
-        assert torch.equal(block, split(x, {"dp": 2, "tp": 3}, s, mesh.coordinates(m, rank)))
+        assert torch.equal(block, split(x, {"dp": 2, "tp": 3}, s, communicator.coordinates(m, rank)))
     whole = vfn.unshard(a)
     assert type(whole) is torch.Tensor
     assert torch.equal(whole, x)
@@ -455,7 +455,7 @@ def test_writes_are_right_or_raise(m, x, s: P, write: str) -> None:
     torch.testing.assert_close(vfn.unshard(a), expected)
     if not s.unreduced:
         for rank, block in enumerate(a.to_local().blocks):
-            torch.testing.assert_close(block, split(expected, {"dp": 2, "tp": 3}, s, mesh.coordinates(m, rank)))
+            torch.testing.assert_close(block, split(expected, {"dp": 2, "tp": 3}, s, communicator.coordinates(m, rank)))
 
 
 def test_a_view_of_its_own_memory_is_a_view(m, x) -> None:
@@ -664,7 +664,7 @@ def test_the_fake_process_group() -> None:
 
 def _citizen():
     m = vfn.make_mesh((2, 2), ("dp", "tp"))
-    me = mesh.my_rank(m)
+    me = mesh.communicator_of(m).ranks[0]
     x = torch.arange(35.0).view(7, 5)
     a = vfn.shard(x, m, P("dp", "tp"))
     if me == 1:  # on one rank alone: neither printing nor copying waits for the others
@@ -701,7 +701,7 @@ def test_real_ranks(gloo) -> None:
 def _dtensors():
     """What torch's own DTensors and meshes look like from here."""
     m = vfn.make_mesh((2, 2), ("dp", "tp"))
-    me = mesh.my_rank(m)
+    me = mesh.communicator_of(m).ranks[0]
     x = torch.arange(35.0).view(7, 5)
     a = vfn.shard(x, m, P("dp", "tp"))
     r = distribute_tensor(x.clone(), m, [Shard(0), Replicate()])
@@ -748,7 +748,7 @@ def test_a_simulated_mesh_has_no_meshes_within_it(m) -> None:
 def _wrong_block():
     m = vfn.make_mesh((4,), ("dp",))
     try:
-        vfn.from_local({"x": torch.ones(3 if mesh.my_rank(m) == 2 else 2)}, m, P("dp"))
+        vfn.from_local({"x": torch.ones(3 if mesh.communicator_of(m).ranks[0] == 2 else 2)}, m, P("dp"))
     except SpecError as error:
         return str(error)
 

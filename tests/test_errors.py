@@ -310,7 +310,7 @@ def test_errors_are_raised_on_every_rank(gloo) -> None:
 
 def _only_rank_2():
     m = vfn.make_mesh((4,), ("dp",))
-    if mesh_.my_rank(m) == 2:
+    if mesh_.communicator_of(m).ranks[0] == 2:
         vfn.shard(torch.ones(4), m, P("xp"))
     return vfn.unshard(vfn.shard(torch.ones(4), m, P("dp"))).sum().item()
 

@@ -23,7 +23,6 @@ LONG = {
     "_core/arrays/merged_operands.py:_cuts",
     "_core/arrays/merged_operands.py:apart",
     "_core/arrays/placement.py:_check",
-    "_core/arrays/placement.py:from_local",
     "_core/arrays/placement.py:with_sharding",
     "_core/arrays/reshard.py:_steps",
     "_core/arrays/view_windows.py:shown_by",

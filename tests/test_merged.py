@@ -153,7 +153,11 @@ def test_a_move_touches_only_the_parts_that_differ(source: P, target: P, collect
 def _on_this_rank(blocks, moves):
     m = vfn.make_mesh((2, 2), ("a", "b"))
     run = lambda source, target: reshard.run(
-        blocks[source][mesh.my_rank(m)], (24, 6), m, reshard.plan((24, 6), axes_items(m), source, target), "test"
+        blocks[source][mesh.communicator_of(m).ranks[0]],
+        (24, 6),
+        m,
+        reshard.plan((24, 6), axes_items(m), source, target),
+        "test",
     )
     x = vfn.shard(torch.arange(24.0).view(4, 6), m, P("a", "b"))
     return [run(*move) for move in moves], vfn.unshard(x.reshape(24) * 2), str(vfn.spec_of(x.reshape(24)))

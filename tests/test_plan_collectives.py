@@ -16,7 +16,7 @@ import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.arrays.reshard import OwnPart
 from vescale_fn._core.distributed.collectives import Collective, group_size
-from vescale_fn._core.distributed.mesh import played_ranks
+from vescale_fn._core.distributed.mesh import communicator_of
 from vescale_fn.plan import pipeline
 from vescale_fn.plan.ir.collective_nodes import size
 from vescale_fn.plan.ir.graph import collectives, name_of
@@ -34,7 +34,7 @@ class Hand:
     """A graph being written: a value is the list of its nodes, one a rank that this process plays."""
 
     def __init__(self, mesh: Any, *ranks: int) -> None:
-        self.mesh, self.ranks, self.graph, self.feeds = mesh, ranks or list(played_ranks(mesh)), fx.Graph(), []
+        self.mesh, self.ranks, self.graph, self.feeds = mesh, ranks or list(communicator_of(mesh).ranks), fx.Graph(), []
 
     def input(self, block: Any) -> list[fx.Node]:
         """``block(rank)`` on each rank."""

@@ -25,7 +25,8 @@ from torch.distributed.tensor import distribute_tensor
 from vescale_fn._core import torch_internals
 from vescale_fn._core.base import context
 from vescale_fn._core.distributed import process_group, ranks, worker
-from vescale_fn._core.distributed.mesh import coordinates, make_mesh
+from vescale_fn._core.distributed.communicator import coordinates
+from vescale_fn._core.distributed.mesh import make_mesh
 from vescale_fn._core.distributed.ranks import launch, simulate
 from vescale_fn.errors import MeshError, RankError, SpecError
 

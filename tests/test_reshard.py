@@ -16,7 +16,7 @@ from test_spec import all_specs
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.arrays import reshard
-from vescale_fn._core.distributed import mesh
+from vescale_fn._core.distributed import communicator, mesh
 from vescale_fn._core.distributed.blocks import Blocks
 from vescale_fn._core.sharding import index_map, placements, spec
 from vescale_fn._core.sharding.layout import axes_items
@@ -40,8 +40,8 @@ def split(x: torch.Tensor, axes: dict[str, int], s: P, coord: dict[str, int]) ->
 def placed(x: torch.Tensor, m, s: P) -> list[torch.Tensor]:
     """One block a rank; over unreduced axes the true block is cut into random summands."""
     axes = index_map.axes_of(m)
-    blocks = [split(x, axes, s, mesh.coordinates(m, r)) for r in range(m.size())]
-    for group in mesh.groups(m, [a for a in axes if a in s.unreduced]) if s.unreduced else ():
+    blocks = [split(x, axes, s, communicator.coordinates(m, r)) for r in range(m.size())]
+    for group in communicator.groups(m, [a for a in axes if a in s.unreduced]) if s.unreduced else ():
         parts = [torch.randint(-4, 5, blocks[r].shape).to(x.dtype) for r in group[1:]]
         for r, part in zip(group[1:], parts):
             blocks[group[0]] = blocks[group[0]] - part
@@ -52,12 +52,12 @@ def placed(x: torch.Tensor, m, s: P) -> list[torch.Tensor]:
 def assert_holds(local: Blocks, x: torch.Tensor, m, s: P) -> None:
     """That these blocks are `x` laid out by `s`: each block, partial ones added up."""
     axes, blocks = index_map.axes_of(m), list(local.blocks)
-    for group in mesh.groups(m, [a for a in axes if a in s.unreduced]) if s.unreduced else ():
+    for group in communicator.groups(m, [a for a in axes if a in s.unreduced]) if s.unreduced else ():
         total = sum(blocks[r] for r in group)
         for r in group:
             blocks[r] = total
     for r, block in enumerate(blocks):
-        wanted = split(x, axes, s, mesh.coordinates(m, r))
+        wanted = split(x, axes, s, communicator.coordinates(m, r))
         assert block.shape == wanted.shape, f"rank {r}"
         assert torch.equal(block, wanted), f"rank {r}"
         assert block.is_contiguous(), f"rank {r}"
@@ -227,7 +227,7 @@ SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: to
 
 def _on_this_rank(sizes, names, todo):
     m = vfn.make_mesh(sizes, tuple(names))
-    me, outs = mesh.my_rank(m), []
+    me, outs = mesh.communicator_of(m).ranks[0], []
     for shape, dtype, source, target, blocks in todo:
         steps = reshard.plan(shape, axes_items(m), source, target)
         out = reshard.run(blocks[me].view(dtype), shape, m, steps, "test")

@@ -19,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core import torch_internals
+from vescale_fn._core.distributed import communicator
 from vescale_fn._core.distributed import mesh as mesh_
 from vescale_fn._core.sharding import index_map, spec
 from vescale_fn._core.sharding import placements as placements_
@@ -168,7 +169,7 @@ def test_dtensor_computes_the_same_blocks(axes: dict[str, int]) -> None:
 
 def _distributed(axes, cases):
     mesh = vfn.make_mesh(tuple(axes.values()), tuple(axes))
-    coord = mesh_.coordinates(mesh, mesh_.my_rank(mesh))
+    coord = communicator.coordinates(mesh, mesh_.communicator_of(mesh).ranks[0])
     wrong = []
     for shape, s in cases:
         x = torch.arange(math.prod(shape)).view(shape)

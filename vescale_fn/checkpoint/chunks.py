@@ -13,7 +13,8 @@ from .._core import torch_internals
 from .._core.arrays.array import Array, is_array, spec_of
 from .._core.arrays.placement import from_blocks
 from .._core.distributed.blocks import Blocks
-from .._core.distributed.mesh import coordinates, played_ranks
+from .._core.distributed.communicator import coordinates
+from .._core.distributed.mesh import communicator_of
 from .._core.sharding.index_map import axes_of, index_runs, local_indices, local_shape
 from .._core.sharding.spec import P
 
@@ -58,7 +59,7 @@ def held(x: torch.Tensor) -> list[Piece]:
     if mesh.get_coordinate() is None:  # a mesh that this rank is no part of
         return []
     axes, found = axes_of(mesh), dict[Any, Piece]()
-    for rank in played_ranks(mesh):
+    for rank in communicator_of(mesh).ranks:
         block = local.blocks[rank] if type(local) is Blocks else local
         for piece in _cut(block, local_indices(tuple(x.shape), axes, spec, coordinates(mesh, rank))):
             found.setdefault(piece.offsets, piece)

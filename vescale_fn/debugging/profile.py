@@ -19,7 +19,7 @@ from .._core.base import context
 from .._core.base.errors import VfnError
 from .._core.base.messages import described, report
 from .._core.distributed import ranks
-from .._core.distributed.mesh import coordinates
+from .._core.distributed.communicator import coordinates
 
 _SHOWN = {"X", "B", "E", "i", "s", "f"}  # spans, marks and arrows; torch's own processes and threads get other names
 

@@ -13,7 +13,7 @@ from .._core.arrays import array
 from .._core.base import context, tree
 from .._core.base.messages import mesh_text
 from .._core.distributed.blocks import Blocks
-from .._core.distributed.mesh import coordinates
+from .._core.distributed.communicator import coordinates
 from .._core.local_types import tensor_types
 from .._core.sharding.index_map import axes_of, local_indices, shard_shape
 from .._core.sharding.layout import type_text

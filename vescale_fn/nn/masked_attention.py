@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from .._core.arrays.array import is_array, mesh_of, spec_of
 from .._core.base import context
-from .._core.distributed import blocks
-from .._core.distributed.mesh import coordinates, played_ranks
+from .._core.distributed.communicator import coordinates
+from .._core.distributed.mesh import communicator_of
 from .._core.local_types import tensor_types, types
 from .._core.sharding.index_map import axes_of
 from .._core.sharding.spec import from_split_axes, split_axes
@@ -226,7 +226,7 @@ class Kept:
     def rows(self, rectangle: Any) -> Tensor:
         """The rectangle of each rank, as an operator reads it."""
         draw = self.whole
-        mine = blocks.each(lambda rank: Rectangle(draw.shape, rectangle(rank)).encoded(), played_ranks(_mesh()))
+        mine = communicator_of(_mesh()).each(lambda rank: Rectangle(draw.shape, rectangle(rank)).encoded())
         tensor_types.mark(mine, types.of(varying={*self.names, *self.terms.batch, *self.terms.heads}))
         return mine
 

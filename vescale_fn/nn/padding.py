@@ -12,8 +12,8 @@ import torch
 from .._core import torch_internals
 from .._core.arrays.array import Lead, led, moved, wrap
 from .._core.base import linear_map
-from .._core.distributed.blocks import each
-from .._core.distributed.mesh import coordinates, played_ranks
+from .._core.distributed.communicator import coordinates
+from .._core.distributed.mesh import communicator_of
 from .._core.sharding.index_map import axes_of, dim_indices, local_shape
 from .._core.sharding.layout import layout
 from .._core.sharding.spec import P, split_axes
@@ -82,8 +82,8 @@ class _Padded:
         shape, axes = [*x.shape], axes_of(self.mesh)
         shape[self.dim] = self.size
         own = lambda rank: local_shape(shape, axes, spec, coordinates(self.mesh, rank))[self.dim]
-        local = each(
-            lambda rank, block: change(block, own(rank)), played_ranks(self.mesh), torch_internals.local(x), key=own
+        local = communicator_of(self.mesh).each(
+            lambda rank, block: change(block, own(rank)), torch_internals.local(x), key=own
         )
         shape[self.dim] = size
         return wrap(local, self.mesh, spec, torch.Size(shape))

@@ -14,7 +14,7 @@ from .._core import torch_internals
 from .._core.base import context, source_lines, tree
 from .._core.base.messages import report
 from .._core.distributed import collectives
-from .._core.distributed.mesh import is_simulated
+from .._core.distributed.mesh import communicator_of
 from .._core.local_types import tensor_types, types
 from .._core.shard_map import mixed_axes, vmap_collectives
 from .._core.shard_map.collective_calls import Axis, local, sent, taking_part
@@ -81,7 +81,7 @@ def _alike(leaves: list[Any], body: context.Body, names: tuple[str, ...]) -> lis
     """The types of the leaves, where all of them are local values of this rank, no bools, of one type, that is of each
     rank's own over all the axes: a large tree of gradients, say, of which each leaf is to cost little. Else None.
     """
-    if is_simulated(body.mesh) or not all(
+    if communicator_of(body.mesh).holds_blocks or not all(
         leaf.__class__ is torch.Tensor and hasattr(leaf, "vfn_type") and leaf.dtype is not torch.bool for leaf in leaves
     ):
         return None

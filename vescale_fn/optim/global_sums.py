@@ -11,8 +11,7 @@ from .._core import torch_internals
 from .._core.arrays.array import Array, mesh_of, spec_of, wrap
 from .._core.arrays.placement import with_sharding
 from .._core.base import context
-from .._core.distributed import blocks
-from .._core.distributed.mesh import played_ranks
+from .._core.distributed.mesh import communicator_of
 from .._core.sharding.index_map import axes_of
 from .._core.sharding.spec import P, split_axes
 from .per_leaf import looked_on
@@ -43,8 +42,8 @@ def parts_of_numbers(
         elif mesh is None:
             vector = many(*own)
         else:
-            local = blocks.each(
-                lambda _, *x: many(*x), played_ranks(mesh), *map(torch_internals.local, own), key=lambda rank: None
+            local = communicator_of(mesh).each(
+                lambda _, *x: many(*x), *map(torch_internals.local, own), key=lambda rank: None
             )
             vector = wrap(local, mesh, P(unreduced=axes), torch.Size((len(own),)))
         found.setdefault(mesh, []).append((members, vector))

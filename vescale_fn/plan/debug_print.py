@@ -14,7 +14,8 @@ from .._core.base import context, tree
 from .._core.base.errors import TransformError
 from .._core.base.messages import report, short
 from .._core.distributed.blocks import Blocks
-from .._core.distributed.mesh import coordinates, is_simulated, my_rank
+from .._core.distributed.communicator import coordinates
+from .._core.distributed.mesh import communicator_of
 from .._core.sharding.index_map import axes_of
 from .ir.graph import Step
 
@@ -82,13 +83,13 @@ class _Print:
         if self.mesh is None:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 print(self._text(tensors))
-        elif is_simulated(self.mesh):
+        elif communicator_of(self.mesh).holds_blocks:
             ranks = max((len(x) for x in tensors if isinstance(x, (list, tuple))), default=1)
             for rank in range(ranks):
                 mine = [x[rank] if isinstance(x, (list, tuple)) else x for x in tensors]
                 print(f"[{self._place(rank)}] {self._text(mine)}" if ranks > 1 else self._text(mine))
         else:
-            print(f"[{self._place(my_rank(self.mesh))}] {self._text(tensors)}", flush=True)
+            print(f"[{self._place(communicator_of(self.mesh).ranks[0])}] {self._text(tensors)}", flush=True)
 
     def _place(self, rank: int) -> str:
         return ", ".join(f"{name}={coordinates(self.mesh, rank)[name]}" for name in axes_of(self.mesh))

@@ -17,7 +17,7 @@ from .._core.arrays import array
 from .._core.base import context, traced_steps
 from .._core.base.errors import RandomError
 from .._core.base.messages import described, report
-from .._core.distributed import blocks
+from .._core.distributed.mesh import communicator_of
 from .._core.local_types import replica_check
 from .._core.sharding.index_map import axes_of
 from .._core.sharding.spec import P, split_axes
@@ -189,7 +189,7 @@ def _on_mesh(key: torch.Tensor, x: Any, shape: Sequence[int], keep: float) -> An
             return torch.ops.vescale_fn.keyed_dropout.default(keys, rectangle.where(), mine, shape, keep)
         return _run(keys, rectangle, mine, keep)
 
-    out = blocks.each(block, rectangles, torch_internals.local(x), key=rectangles.get)
+    out = communicator_of(mesh).each(block, torch_internals.local(x), key=rectangles.get)
     return array.wrap(out, mesh, P(*spec), x.shape)
 
 

@@ -19,8 +19,8 @@ from .._core.arrays.placement import with_sharding
 from .._core.base import context, dtypes
 from .._core.base.errors import RandomError
 from .._core.base.messages import described, report
-from .._core.distributed import blocks
-from .._core.distributed.mesh import coordinates, played_ranks
+from .._core.distributed.communicator import coordinates
+from .._core.distributed.mesh import communicator_of
 from .._core.local_types import tensor_types, types
 from .._core.sharding.index_map import axes_of, dim_indices
 from .._core.sharding.spec import P, from_split_axes, split_axes
@@ -423,7 +423,7 @@ def _cut(value: torch.Tensor, spec: P, first: int, mesh: Any) -> torch.Tensor:
     axes = axes_of(mesh)
     for dim, names in enumerate(split_axes(spec, value.ndim - first), first):
         if names:
-            index = blocks.each(functools.partial(_indices, value.shape[dim], names, mesh, axes), played_ranks(mesh))
+            index = communicator_of(mesh).each(functools.partial(_indices, value.shape[dim], names, mesh, axes))
             tensor_types.mark(index, types.of(names))
             value = value.index_select(dim, index.to(value.device))
     return value

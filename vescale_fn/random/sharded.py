@@ -18,8 +18,8 @@ from .._core.arrays import array, placement
 from .._core.base import context
 from .._core.base.errors import SpecError
 from .._core.base.messages import mesh_text, report
-from .._core.distributed import blocks
-from .._core.distributed.mesh import coordinates, is_simulated, played_ranks, same
+from .._core.distributed.communicator import coordinates
+from .._core.distributed.mesh import communicator_of, same
 from .._core.local_types import replica_check, tensor_types, types
 from .._core.sharding.index_map import axes_of, is_even, local_indices
 from .._core.sharding.spec import P, split_axes, validate
@@ -96,7 +96,7 @@ def laid_out(where: str, key: Key, draw: Draw, spec: P | None, mesh: Any) -> tup
 def rectangles(shape: tuple[int, ...], spec: P, mesh: Any) -> Mapping[int, counters.Rectangle]:
     """What each rank that this process plays makes of a draw of this shape; ranks that make the same share one object."""
     planned = _rectangles if math.prod(shape) <= PLANNED else _rectangles.__wrapped__
-    return planned(shape, spec, mesh, played_ranks(mesh))
+    return planned(shape, spec, mesh, communicator_of(mesh).ranks)
 
 
 @functools.lru_cache(maxsize=256)
@@ -155,12 +155,12 @@ def own(out: torch.Tensor) -> torch.Tensor:
     body = context.body()
     if (
         body is not None
-        and is_simulated(body.mesh)
+        and communicator_of(body.mesh).holds_blocks
         and torch_internals.is_bare(out)
         and not torch_internals.transforming()
     ):
         with torch_internals.no_torch_function():
-            out = blocks.Blocks((out, *(out.clone() for _ in played_ranks(body.mesh)[1:])))
+            out = communicator_of(body.mesh).each(lambda rank: out.clone() if rank else out)
         tensor_types.mark(out, tensor_types.made_in(body))
     return out
 
@@ -171,8 +171,9 @@ def _on_mesh(data: torch.Tensor, draw: Draw, spec: P, mesh: Any) -> torch.Tensor
     batch = data.shape[:-1]
     made = {each: draw_op.draw(data, draw, each, device) for each in dict.fromkeys(mine.values())}
     row = [made[each] for each in mine.values()]
-    local = blocks.Blocks(row) if is_simulated(mesh) else row[0]
-    return array.wrap(local, mesh, P(*(None,) * len(batch), *spec), torch.Size((*batch, *draw.shape)))
+    return array.wrap(
+        communicator_of(mesh).joined(row), mesh, P(*(None,) * len(batch), *spec), torch.Size((*batch, *draw.shape))
+    )
 
 
 class _Placed(torch.autograd.Function):
@@ -227,7 +228,7 @@ def encoded_in_body(draw: Draw, spec: P, mesh: Any) -> tuple[Any, tuple[int, ...
     if not any(split_axes(spec, len(spec))):
         return None, draw.shape
     mine = rectangles(draw.shape, spec, mesh)
-    encoded = blocks.each(lambda rank: mine[rank].encoded(), mine)
+    encoded = communicator_of(mesh).each(lambda rank: mine[rank].encoded())
     tensor_types.mark(encoded, types.of_spec(spec))  # which makes the draw vary over the spec's axes
     return encoded, mine[next(iter(mine))].local
 

@@ -16,7 +16,7 @@ from .._core import torch_internals
 from .._core.arrays import array
 from .._core.arrays.placement import unshard
 from .._core.base import context
-from .._core.distributed import blocks
+from .._core.distributed.mesh import communicator_of
 from .._core.sharding.spec import P, from_split_axes, split_axes
 from . import sharded, shared_keys
 from .backends import draw_op
@@ -85,7 +85,7 @@ def _on_mesh(data: torch.Tensor, draw: Draw, spec: P, mesh: Any, *params: torch.
         return _sample(data, where, params, draw, local, torch.device(mesh.device_type))
 
     here = [array.bring_in(p, mesh, _lying(p, shape, rows), f"random.{draw.kind}") for p in params]
-    local = blocks.each(block, mine, *here, key=mine.get)
+    local = communicator_of(mesh).each(block, *here, key=mine.get)
     return array.wrap(local, mesh, from_split_axes(rows), torch.Size(shape))
 
 

@@ -21,7 +21,8 @@ from ..base.messages import described, mesh_text, report, short
 from ..base.saved_names import also_saved_as, saved_as
 from ..distributed import blocks, value_flow
 from ..distributed.blocks import Blocks, WithoutMemory
-from ..distributed.mesh import Mesh, SimulatedMesh, coordinates, is_simulated, played_ranks, rebuild_mesh, same
+from ..distributed.communicator import coordinates
+from ..distributed.mesh import Mesh, SimulatedMesh, communicator_of, rebuild_mesh, same
 from ..local_types import tensor_types
 from ..sharding.index_map import axes_of, local_indices
 from ..sharding.layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
@@ -90,7 +91,7 @@ class Array(WithoutMemory, DTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         spec = spec_of(self)
         head = f"Array {self.type_text} on {mesh_text(axes_of(torch_internals.mesh(self)))}"
-        if is_simulated(torch_internals.mesh(self)) or _is_here(torch_internals.mesh(self), spec):
+        if communicator_of(torch_internals.mesh(self)).all_here or _is_here(torch_internals.mesh(self), spec):
             return f"{head}\n{_plain(self, 'print')}"  # not through autograd: a transform may be printing
         return f"{head}\n{_own_block(self, spec)}"
 
@@ -213,7 +214,7 @@ class Array(WithoutMemory, DTensor):
 def _refuse_for_checkpoint(x: Array) -> None:
     """Raise where torch's checkpoints, which know of one contiguous part of a value a process, would store another one."""
     mesh, spec = torch_internals.mesh(x), spec_of(x)
-    here = [coordinates(mesh, rank) for rank in played_ranks(mesh)] if mesh.get_coordinate() is not None else []
+    here = [coordinates(mesh, rank) for rank in communicator_of(mesh).ranks]
     blocks_here = [local_indices(tuple(x.shape), axes_of(mesh), spec, coord) for coord in here]
     if any(isinstance(indices, list) for block in blocks_here for indices in block):
         raise SpecError(
@@ -224,7 +225,7 @@ def _refuse_for_checkpoint(x: Array) -> None:
                 "vfn.save(path, tree), or vfn.with_sharding(x, P(...)) first",
             )
         )
-    if is_simulated(mesh):
+    if communicator_of(mesh).holds_blocks:
         raise MeshError(
             report(
                 "torch.distributed.checkpoint",
@@ -244,7 +245,7 @@ def _is_here(mesh: Any, spec: P) -> bool:
 def _own_block(x: Array, spec: P) -> str:
     """This rank's block, said to be one: printing on one rank alone must not wait for the others."""
     mesh = torch_internals.mesh(x)
-    rank = played_ranks(mesh)[0]
+    rank = communicator_of(mesh).ranks[0]
     where = local_indices(tuple(x.shape), axes_of(mesh), spec, coordinates(mesh, rank))
     spans = ", ".join(
         f"{i.start}:{i.stop}" if isinstance(i, range) else f"{len(i)} of {n}" for i, n in zip(where, x.shape)
@@ -524,10 +525,7 @@ def _before(row: tuple[str, ...], taken: set[str], among: Container[str] | None)
 
 def _local(x: Any, mesh: Any) -> Any:
     """The local value of an array, or of a plain tensor, which every rank holds."""
-    local = torch_internals.local(x) if isinstance(x, Array) else x
-    if is_simulated(mesh) and type(local) is not Blocks:
-        return blocks.shared(local, len(played_ranks(mesh)))
-    return local
+    return communicator_of(mesh).held(torch_internals.local(x) if isinstance(x, Array) else x)
 
 
 def packed(local: Any) -> Any:
@@ -545,8 +543,9 @@ def _apart(local: Any, source: Any) -> Any:
     def own(rank: int, block: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         return block.clone() if torch_internals.memory(block)[0] == torch_internals.memory(old)[0] else block
 
-    ranks = range(len(local.blocks)) if type(local) is Blocks else (0,)
-    return blocks.each(own, ranks, local, source, key=lambda rank: None)
+    if type(local) is not Blocks:
+        return own(0, local, source)
+    return blocks.each(own, range(len(local.blocks)), local, source, key=lambda rank: None)
 
 
 def _plain(x: Any, why: str) -> torch.Tensor:

@@ -21,7 +21,8 @@ from ..base.messages import described, mesh_text, op_text, report
 from ..base.op_arguments import bind, replace, tensors_in
 from ..distributed import blocks
 from ..distributed.blocks import Blocks
-from ..distributed.mesh import coordinates, is_part, is_simulated, played_ranks, same
+from ..distributed.communicator import coordinates
+from ..distributed.mesh import communicator_of, is_part, same
 from ..sharding.index_map import axes_of, dim_indices, local_shape
 from ..sharding.layout import WHOLE, axes_items, layout, spec_for, text
 from ..sharding.spec import P, split_axes
@@ -149,7 +150,7 @@ def _on_tensors(
     }
     lists = any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in (*args, *kwargs.values()))
     one_call = how["op"] is func and not (moves or many or how["finish"] or folded or how["partial"] or lists)
-    one_call = one_call and not is_simulated(mesh)
+    one_call = one_call and not communicator_of(mesh).holds_blocks
     if one_call and how["new"]:
         return LocalNew(func, mesh, out_dspecs[0])
     if pinned:
@@ -269,7 +270,7 @@ def _covered(rule: Rule, specs: Sequence[Any], tensors: Sequence[Any], mesh: Any
         everyone = itertools.product(*(range(axes[a]) for a in names))  # all ranks decide alike
         if not all(type(dim_indices(size, names, axes, dict(zip(names, place)))) is range for place in everyone):
             return _SCATTERED
-        mine = [dim_indices(size, names, axes, coordinates(mesh, rank)) for rank in played_ranks(mesh)]
+        mine = [dim_indices(size, names, axes, coordinates(mesh, rank)) for rank in communicator_of(mesh).ranks]
         found.append([one or range(size, size) for one in mine])
         split = split or bool(names)
     if not split:
@@ -286,5 +287,6 @@ def _local_sizes(rule: Rule, func: Any, outs: Any, out_specs: Sequence[P], mesh:
     )
     axes = axes_of(mesh)
     return position, tuple(
-        local_shape(tuple(outs[0].shape), axes, out_specs[0], coordinates(mesh, rank)) for rank in played_ranks(mesh)
+        local_shape(tuple(outs[0].shape), axes, out_specs[0], coordinates(mesh, rank))
+        for rank in communicator_of(mesh).ranks
     )

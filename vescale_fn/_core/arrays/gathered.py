@@ -15,8 +15,7 @@ from ..base.errors import InPlaceError
 from ..base.messages import op_text, report
 from ..base.op_arguments import replace, tensors_in
 from ..distributed import blocks
-from ..distributed.blocks import Blocks
-from ..distributed.mesh import is_simulated, played_ranks
+from ..distributed.mesh import communicator_of
 from ..sharding.layout import WHOLE, layout, spec_for, text
 from ..sharding.spec import P
 from . import in_place, reshard
@@ -104,9 +103,7 @@ class Gathered(Decision):
             o = torch_internals.settled(o)
         if id(o) in targets:
             return targets[id(o)]
-        simulated = is_simulated(self.mesh) and type(o) is not Blocks
-        local = blocks.shared(o, len(played_ranks(self.mesh))) if simulated else o
-        return torch_internals.new_dtensor(cls, local, self.spec_of_result(0, o))
+        return torch_internals.new_dtensor(cls, communicator_of(self.mesh).held(o), self.spec_of_result(0, o))
 
 
 def _refuse_overlap(func: Any, targets: Iterable[Any]) -> None:

@@ -13,7 +13,7 @@ from .. import torch_internals
 from ..base import context
 from ..base.op_arguments import bind, replace, tensors_in
 from ..distributed import blocks, collectives
-from ..distributed.mesh import is_simulated, played_ranks
+from ..distributed.mesh import communicator_of
 from ..sharding.spec import P, split_axes
 from . import in_place, reshard
 from .aliasing import after_write, check_reads, check_writable, note_copy, note_views, remember_sums, remember_table
@@ -251,20 +251,16 @@ def run_on_blocks(op: Any, args: list[Any], kwargs: dict[str, Any], mesh: Any, t
         target: what it writes.
         vary: (position, value on each rank) of an argument that differs by rank.
     """
-    if not is_simulated(mesh):
+    communicator = communicator_of(mesh)
+    if not communicator.holds_blocks:
         if vary is not None:
             args[vary[0]] = vary[1][0]
         return op(*args, **kwargs)
-    n = len(played_ranks(mesh))
     if vary is None and blocks.ranks_in((*args, *kwargs.values())) is None:
         out = op(*args, **kwargs)
         many = isinstance(out, (list, tuple))
-        return type(out)(_shared(o, n) for o in out) if many else _shared(out, n)
-    return blocks.run_ranks(op, n, args, kwargs, target, share=True, vary=vary)
-
-
-def _shared(value: Any, n: int) -> Any:
-    return blocks.shared(value, n) if isinstance(value, torch.Tensor) else value
+        return type(out)(map(communicator.held, out)) if many else communicator.held(out)
+    return blocks.run_ranks(op, len(communicator.ranks), args, kwargs, target, share=True, vary=vary)
 
 
 def _folded(func: Any, parts: list[Any], mesh: Any, how: str, axes_of_parts: Sequence[tuple[str, ...]]) -> list[Any]:

@@ -18,9 +18,8 @@ from ..base import context, tree
 from ..base.containers import SPLIT_NUMBERS, checked, opened, split_numbers
 from ..base.errors import MeshError, SpecError, VaryingTypeError, VfnError
 from ..base.messages import described, mesh_text, report, short
-from ..distributed import collectives
-from ..distributed.blocks import Blocks
-from ..distributed.mesh import coordinates, is_simulated, played_ranks, same
+from ..distributed.communicator import coordinates
+from ..distributed.mesh import communicator_of, same
 from ..local_types import replica_check
 from ..sharding.index_map import axes_of, local_indices
 from ..sharding.layout import WHOLE, layout, type_text
@@ -385,7 +384,7 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
     if context.on_one_device():  # what the ranks have loaded, put together
         with context.one_device(None):
             return unshard(from_local(tree_, mesh, spec))
-    ranks = played_ranks(mesh)
+    ranks = communicator_of(mesh).ranks
     names: list[str] = []
     mine: list[list[Any]] = []
     error = None
@@ -398,8 +397,8 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
     head = (names, error and str(error).splitlines()[0])
     bits = replica_check.digest if context.watch() is not None else lambda block: ""
     seen = [[(tuple(b.shape), b.dtype, bits(b)) if isinstance(b, torch.Tensor) else None for b in row] for row in mine]
-    by_rank = collectives.everyone(
-        [[head] * len(ranks), *seen], mesh, "from_local"
+    by_rank = communicator_of(mesh).everyone(
+        [[head] * len(ranks), *seen], "from_local"
     )  # [rank][1 + leaf] -> (shape, dtype, bits)
     if error is not None:
         raise error
@@ -418,8 +417,7 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
             continue
         shape = _joined_shape(metas, mesh, s, name, failures)
         if shape is not None:
-            local = Blocks(mine[i]) if is_simulated(mesh) else mine[i][0]
-            out.append(wrap(packed(local), mesh, s, torch.Size(shape)))
+            out.append(wrap(packed(communicator_of(mesh).joined(mine[i])), mesh, s, torch.Size(shape)))
     if failures:
         raise SpecError(
             report(
@@ -448,7 +446,7 @@ def _own_blocks(leaves: Sequence[Any], names: Sequence[str], mesh: Any, ranks: S
                     )
                 )
         else:
-            row = [leaf.blocks[rank] if type(leaf) is Blocks else leaf for rank in ranks]
+            row = communicator_of(mesh).parts(leaf)
         row = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in row]
         mine.append([on_device(x, mesh) if isinstance(x, torch.Tensor) else x for x in row])
     return mine
@@ -513,5 +511,4 @@ def from_blocks(
             made[place] = make_block(dict(coord))
         return made[place]
 
-    row = [block(rank) for rank in played_ranks(mesh)]
-    return wrap(Blocks(row) if is_simulated(mesh) else row[0], mesh, spec, torch.Size(shape))
+    return wrap(communicator_of(mesh).each(block), mesh, spec, torch.Size(shape))

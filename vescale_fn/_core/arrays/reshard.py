@@ -23,8 +23,8 @@ import torch
 from .. import torch_internals
 from ..base import context, op_lines
 from ..distributed import collectives
-from ..distributed.blocks import Blocks, each
-from ..distributed.mesh import coordinates, groups, played_ranks
+from ..distributed.communicator import Communicator, coordinates, groups
+from ..distributed.mesh import communicator_of
 from ..sharding.index_map import axes_of, dim_indices, local_shape
 from ..sharding.merged_dim import Merged, common, parts_of, taken_apart
 from ..sharding.spec import P, from_split_axes, split_axes
@@ -252,7 +252,7 @@ def _members(mesh: Any, step: Step, rank: int) -> tuple[int, ...]:
 
 
 def _local(x: Any, mesh: Any, fn: Callable[[int, torch.Tensor], torch.Tensor], key: Callable[[int], Any]) -> Any:
-    return each(fn, played_ranks(mesh), x, key=key)
+    return communicator_of(mesh).each(fn, x, key=key)
 
 
 def _place(mesh: Any, names: Sequence[str]) -> Callable[[int], Any]:
@@ -429,9 +429,11 @@ def _joins(step: Step, shape: tuple[int, ...], mesh: Any) -> bool:
 
 def _all_gather_bucket(xs: Sequence[Any], mesh: Any, axes: tuple[str, ...], dims: Sequence[int], why: str) -> list[Any]:
     """All-gather several local values of one dtype, each along its dim, as one."""
-    ranks, n = played_ranks(mesh), collectives.group_size(mesh, axes)
-    flat = each(lambda rank, *blocks: torch.cat([b.reshape(-1) for b in blocks]), ranks, *xs, key=lambda rank: None)
-    gathered, starts = collectives.all_gather(flat, mesh, axes, 0, why), _starts(xs, ranks)
+    communicator, n = communicator_of(mesh), collectives.group_size(mesh, axes)
+    flat = communicator.each(
+        lambda rank, *blocks: torch.cat([b.reshape(-1) for b in blocks]), *xs, key=lambda rank: None
+    )
+    gathered, starts = collectives.all_gather(flat, mesh, axes, 0, why), _starts(xs, communicator)
 
     def cut(i: int) -> Callable[..., torch.Tensor]:
         def one(rank: int, whole: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
@@ -440,22 +442,22 @@ def _all_gather_bucket(xs: Sequence[Any], mesh: Any, axes: tuple[str, ...], dims
 
         return one
 
-    return [each(cut(i), ranks, gathered, x, key=lambda rank: None) for i, x in enumerate(xs)]
+    return [communicator.each(cut(i), gathered, x, key=lambda rank: None) for i, x in enumerate(xs)]
 
 
 def _reduce_scatter_bucket(
     xs: Sequence[Any], mesh: Any, axes: tuple[str, ...], dims: Sequence[int], why: str
 ) -> list[Any]:
     """Reduce-scatter several local values of one dtype, each along its dim, as one."""
-    ranks, n = played_ranks(mesh), collectives.group_size(mesh, axes)
+    communicator, n = communicator_of(mesh), collectives.group_size(mesh, axes)
 
     def rows(rank: int, *blocks: torch.Tensor) -> torch.Tensor:
         return torch.cat(
             [torch.stack(b.chunk(n, d)).reshape(n, -1) for b, d in zip(blocks, dims, strict=True)], 1
         ).view(-1)
 
-    mine = collectives.reduce_scatter(each(rows, ranks, *xs, key=lambda rank: None), mesh, axes, 0, why)
-    starts = _starts(xs, ranks)
+    mine = collectives.reduce_scatter(communicator.each(rows, *xs, key=lambda rank: None), mesh, axes, 0, why)
+    starts = _starts(xs, communicator)
 
     def cut(i: int) -> Callable[..., torch.Tensor]:
         def one(rank: int, part: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
@@ -464,24 +466,26 @@ def _reduce_scatter_bucket(
 
         return one
 
-    return [each(cut(i), ranks, mine, x, key=lambda rank: None) for i, x in enumerate(xs)]
+    return [communicator.each(cut(i), mine, x, key=lambda rank: None) for i, x in enumerate(xs)]
 
 
-def _starts(xs: Sequence[Any], ranks: Sequence[int]) -> dict[int, list[int]]:
+def _starts(xs: Sequence[Any], communicator: Communicator) -> dict[int, list[int]]:
     """Where in a bucket each value begins, by rank: blocks of ranks of other groups may have other sizes."""
-    there = {rank: [x.blocks[rank] if type(x) is Blocks else x for x in xs] for rank in ranks}
-    return {rank: [0, *itertools.accumulate(b.numel() for b in blocks)] for rank, blocks in there.items()}
+    rows = zip(communicator.ranks, *map(communicator.parts, xs), strict=True)
+    return {rank: [0, *itertools.accumulate(b.numel() for b in blocks)] for rank, *blocks in rows}
 
 
 def all_reduce_bucket(xs: Sequence[Any], mesh: Any, axes: tuple[str, ...], why: str, elements: int = 0) -> list[Any]:
     """All-reduce several local values of one dtype as one; `elements`: of the largest rank's, all together."""
     if len(xs) == 1:
         return [collectives.all_reduce(xs[0], mesh, axes, why, elements=elements)]
-    ranks = played_ranks(mesh)
-    flat = each(lambda rank, *blocks: torch.cat([b.reshape(-1) for b in blocks]), ranks, *xs, key=lambda rank: None)
+    communicator = communicator_of(mesh)
+    flat = communicator.each(
+        lambda rank, *blocks: torch.cat([b.reshape(-1) for b in blocks]), *xs, key=lambda rank: None
+    )
     total = collectives.all_reduce(flat, mesh, axes, why, elements=elements)
 
     def cut(rank: int, whole: torch.Tensor, *blocks: torch.Tensor) -> torch.Tensor:
         return whole.narrow(0, sum(b.numel() for b in blocks[:-1]), blocks[-1].numel()).view(blocks[-1].shape)
 
-    return [each(cut, ranks, total, *xs[: i + 1], key=lambda rank: None) for i in range(len(xs))]
+    return [communicator.each(cut, total, *xs[: i + 1], key=lambda rank: None) for i in range(len(xs))]

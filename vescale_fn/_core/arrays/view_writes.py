@@ -17,7 +17,8 @@ from ..base import context
 from ..base.op_arguments import replace, tensors_in
 from ..distributed import blocks
 from ..distributed.blocks import Blocks
-from ..distributed.mesh import coordinates, played_ranks
+from ..distributed.communicator import coordinates
+from ..distributed.mesh import communicator_of
 from ..sharding.index_map import axes_of, local_indices
 from ..sharding.layout import WHOLE, axes_items, layout
 from ..sharding.spec import from_split_axes, split_axes
@@ -90,7 +91,9 @@ def write_pieces(func: Any, args: Sequence[Any], kwargs: dict[str, Any], link: M
             local.append(reshard.run(x, tuple(x.shape), mesh, one, ""))
     held = torch_internals.local(base)
     done: set[Any] = set()
-    for at, rank in enumerate(played_ranks(mesh) if type(held) is Blocks else (played_ranks(mesh)[0],)):
+    for at, rank in enumerate(
+        communicator_of(mesh).ranks if type(held) is Blocks else (communicator_of(mesh).ranks[0],)
+    ):
         block = held.blocks[at] if type(held) is Blocks else held
         if (place := torch_internals.memory(block)) in done:
             continue

@@ -333,21 +333,12 @@ def _stitch(args: Sequence[Any], outs: list[Any], in_body: bool) -> Any:
     return first
 
 
-def each(fn: Callable[..., Any], ranks: Iterable[int], *values: Any, key: Callable[[int], Any] | None = None) -> Any:
-    """``fn(rank, *locals)`` on each rank that this process plays: a Blocks when it plays several, else the one result.
-
-    Args:
-        ranks: the row-major places that this process plays.
-        values: Blocks, or plain tensors that are every rank's.
-        key: what of a rank `fn` depends on; ranks with equal keys and the same tensors share one result.
-    """
-    ranks = tuple(ranks)
-    if len(ranks) == 1 and not any(type(v) is Blocks for v in values):
-        return fn(ranks[0], *values)
+def each(fn: Callable[..., Any], ranks: Sequence[int], *values: Any, key: Callable[[int], Any] | None = None) -> Blocks:
+    """``fn(rank, *locals)`` for each block: see `Communicator.each`."""
     seen: dict[Any, torch.Tensor] = {}
     outs = []
-    for rank in ranks:
-        local = [_pick(v, rank) for v in values]
+    for at, rank in enumerate(ranks):
+        local = [_pick(v, at) for v in values]
         if key is None:
             outs.append(fn(rank, *local))
         else:

@@ -18,7 +18,9 @@ from ..base.saved_names import also_saved_as, saved_as
 from ..base.user_calls import either
 from ..sharding.index_map import axes_of
 from . import process_group_hints, ranks
+from .communicator import Communicator, Simulated
 from .named_mesh import Mesh, named
+from .process_group import ProcessGroup
 
 axes = axes_of
 
@@ -26,7 +28,7 @@ axes = axes_of
 class SimulatedMesh(Mesh):
     """A mesh whose ranks are all played by this process; equal to a real mesh never, to its like always."""
 
-    simulates = True
+    communicator: type[Communicator] = Simulated
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, SimulatedMesh) and self._key == other._key)
@@ -91,7 +93,7 @@ def part(mesh: Any, names: tuple[str, ...]) -> Any:
     if context.on_one_device():
         return _unit(mesh.device_type, names)
     sizes = [axes_of(mesh)[name] for name in names]
-    if is_simulated(mesh):
+    if isinstance(mesh, SimulatedMesh):
         made = torch_internals.unattached_mesh(
             mesh.device_type, torch.arange(math.prod(sizes)).view(sizes), names, SimulatedPart
         )
@@ -104,13 +106,7 @@ def part(mesh: Any, names: tuple[str, ...]) -> Any:
 
 def root(mesh: Any) -> Any:
     """The mesh of which this is a part, or itself."""
-    return (
-        mesh.whole
-        if isinstance(mesh, SimulatedPart)
-        else mesh
-        if is_simulated(mesh)
-        else torch_internals.root_mesh(mesh)
-    )
+    return getattr(mesh, "whole", None) or torch_internals.root_mesh(mesh)
 
 
 def is_part(mesh: Any) -> bool:
@@ -308,34 +304,17 @@ def _unit(device: str, names: tuple[str, ...]) -> Mesh:
         return torch_internals.unattached_mesh(device, torch.zeros((1,) * len(names), dtype=torch.int64), names, Mesh)
 
 
-def is_simulated(mesh: Any) -> bool:
-    """Whether this process plays all ranks of `mesh`."""
-    return SimulatedMesh in type(mesh).__mro__  # asked often, and DeviceMesh answers isinstance in Python
+def communicator_of(mesh: Any) -> Communicator:
+    """How this process takes part in a mesh: a class of meshes names its kind, those of torch's are process groups."""
+    found = _communicators.get(id(mesh))  # of the object: equal meshes may have groups of their own
+    if found is None:
+        if len(_communicators) >= 256:
+            _communicators.clear()
+        found = _communicators[id(mesh)] = getattr(mesh, "communicator", ProcessGroup)(mesh)
+    return found
 
 
-@functools.lru_cache(maxsize=1024)
-def coordinates(mesh: Any, rank: int) -> Mapping[str, int]:
-    """The place of the `rank`-th rank (row-major over the mesh, or the simulated one it is a part of) on each axis."""
-    coord = {}
-    for name, size in reversed(axes_of(mesh.whole if is_part(mesh) else mesh).items()):
-        rank, coord[name] = divmod(rank, size)
-    return {name: coord[name] for name in axes_of(mesh)}
-
-
-def my_rank(mesh: Any) -> int:
-    """This process's row-major place in `mesh`."""
-    place = 0
-    for size, i in zip(axes_of(mesh).values(), mesh.get_coordinate(), strict=True):
-        place = place * size + i
-    return place
-
-
-def played_ranks(mesh: Any) -> range:
-    """The row-major places of `mesh` that this process plays: all of them when simulated, else its own."""
-    if is_simulated(mesh):
-        return range(math.prod(axes_of(root(mesh)).values()))
-    mine = my_rank(mesh)
-    return range(mine, mine + 1)
+_communicators: dict[int, Communicator] = {}  # each holds its mesh, so that its id stays
 
 
 def axis_names(axis_name: Any, mesh_axes: Mapping[str, int], where: str, called: str = "axis_name") -> tuple[str, ...]:
@@ -375,22 +354,6 @@ def _no_axis(name: Any, mesh_axes: Mapping[str, int]) -> str:
     if isinstance(name, str):
         return f"is not one of the axes {tuple(mesh_axes)}{meant(name, mesh_axes)}"
     return "is no name" + ": axes of a mesh have names, dims of a tensor have numbers" * isinstance(name, int)
-
-
-def groups(mesh: Any, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The groups of row-major ranks that differ only along `names`, each in the order of `names`, major first."""
-    return _groups(tuple(axes_of(mesh.whole if is_part(mesh) else mesh).items()), tuple(names))
-
-
-@functools.lru_cache(maxsize=1024)
-@torch_internals.never_recorded
-def _groups(axes_items: tuple[tuple[str, int], ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    order = [name for name, _ in axes_items]
-    ranks_ = torch.arange(math.prod(size for _, size in axes_items)).view([size for _, size in axes_items])
-    rest = [name for name in order if name not in names]
-    permuted = ranks_.permute([order.index(name) for name in (*rest, *names)])
-    size = math.prod(dict(axes_items)[name] for name in names)
-    return tuple(map(tuple, permuted.reshape(-1, size).tolist()))
 
 
 def same(a: Any, b: Any) -> bool:

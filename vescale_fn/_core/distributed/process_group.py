@@ -1,7 +1,7 @@
-"""The collectives on a process group. Each is begun, and finished when its result is needed: at once, or `later`.
+"""Ranks that are processes: the collectives on a process group. Each is begun, and finished when its result is needed: at
+once, or `later`.
 
-Every function takes a plain tensor, the mesh, and the axes as a tuple of names, major first: the ranks of a group are
-numbered in that order.
+Every collective takes a plain tensor, the group, and for each position in the order of the axes its index in that group.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from .. import torch_internals
 from ..base import context, dtypes
 from ..sharding.index_map import axes_of
+from .communicator import Communicator, Kind, groups
 from .divergence import Call
-from .mesh import groups, my_rank, root
 
 
 class InFlight(NamedTuple):
@@ -51,7 +51,7 @@ def _joint_group(mesh: Any, axes: frozenset[str], default: Any) -> Any:
     `default` is the default process group: a new one makes new groups.
     """
     mine = None
-    mesh = root(mesh)  # of which all ranks make the groups
+    mesh = torch_internals.root_mesh(mesh)  # of which all ranks make the groups
     flat = mesh.mesh.flatten().tolist()
     most = timedelta(seconds=torch_internals.group_timeout(mesh.get_group(0)))
     if (watch := context.watch()) is not None:
@@ -75,10 +75,59 @@ def group_along(mesh: Any, axes: tuple[str, ...]) -> tuple[Any, list[int]]:
 
 @functools.lru_cache(maxsize=1024)
 def _positions(mesh: Any, axes: tuple[str, ...], group: Any) -> list[int]:
-    place = my_rank(mesh)
-    members = next(g for g in groups(mesh, axes) if place in g)
-    flat = mesh.mesh.flatten().tolist()
-    return [dist.get_group_rank(group, flat[member]) for member in members]
+    return [dist.get_group_rank(group, member) for member in _members(mesh, axes)]
+
+
+@functools.lru_cache(maxsize=1024)
+@torch_internals.never_recorded
+def _members(mesh: Any, axes: tuple[str, ...]) -> list[int]:
+    """The ranks of the world in this rank's group along `axes`, in their order."""
+    place, flat = _place(mesh), mesh.mesh.flatten().tolist()
+    return [flat[member] for group in groups(mesh, axes) if place in group for member in group]
+
+
+def _place(mesh: Any) -> int:
+    """This process's row-major place in `mesh`."""
+    place = 0
+    for size, i in zip(axes_of(mesh).values(), mesh.get_coordinate(), strict=True):
+        place = place * size + i
+    return place
+
+
+class ProcessGroup(Communicator):
+    """One process a rank, of a mesh of torch's; or one rank alone, without a process group."""
+
+    holds_blocks = False
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__(mesh)
+        place = 0 if mesh.get_coordinate() is None else _place(mesh)
+        self.ranks = range(place, place + (mesh.get_coordinate() is not None))
+        self.all_here = mesh.size() == 1
+
+    def processes(self, axes: tuple[str, ...] | None = None) -> Sequence[int]:
+        return () if self.all_here else _members(self.mesh, tuple(axes_of(self.mesh)) if axes is None else axes)
+
+    def carry_out(
+        self, kind: Kind, x: Any, axes: tuple[str, ...], params: Sequence[Any], later: bool = False, **how: Any
+    ) -> Any:
+        return kind.on_group(x, *group_along(self.mesh, axes), *params, later=later, **how)
+
+    def everyone(self, mine: Sequence[Sequence[Any]], why: str) -> list[list[Any]]:
+        row = [leaf[0] for leaf in mine]
+        if self.all_here:
+            return [row]
+        axes, met = (
+            tuple(axes_of(self.mesh)),
+            self.processes(),
+        )  # a mesh may be of a part of the ranks: the others do not come
+        if (watch := context.watch()) is not None:
+            watch.compare(met, Call(f"{why} (all_gather_object)", "over all ranks"))
+        group, positions = group_along(self.mesh, axes)
+        values: list[Any] = [None] * len(met)
+        with torch_internals.no_transforms(), torch_internals.unrecorded():  # the tensors that it makes are its own
+            dist.all_gather_object(values, row, group)
+        return [values[position] for position in positions]
 
 
 # --- dtypes -----------------------------------------------------------------------------------------------------------
@@ -116,9 +165,8 @@ def _ordered_back(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # --- the collectives: what `collectives` says of each; `later`, a handle whose `wait` gives the result ----------------
 
 
-def all_reduce(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], op: str, fresh: bool, later: bool) -> Any:
+def all_reduce(x: torch.Tensor, group: Any, positions: list[int], op: str, later: bool, fresh: bool = False) -> Any:
     """The sum, maximum or minimum of the group's values; where `x` is `fresh`, perhaps in its memory."""
-    group, _ = group_along(mesh, axes)
     if op != "sum" and x.dtype.is_floating_point:
         bits = _ordered(x, op)
         work = dist.all_reduce(bits, op=_REDUCE[op], group=group, async_op=later)
@@ -132,11 +180,10 @@ def all_reduce(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], op: str, fresh
     return _then(work, out.to, x.dtype)
 
 
-def all_gather(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], n: int, dim: int, later: bool) -> Any:
-    """The values of the group's `n` ranks, joined along `dim`."""
-    group, positions = group_along(mesh, axes)
+def all_gather(x: torch.Tensor, group: Any, positions: list[int], dim: int, later: bool) -> Any:
+    """The values of the group's ranks, joined along `dim`."""
     bits = _as_bits(x)
-    out = torch.empty((n, bits.numel()), dtype=bits.dtype, device=x.device)
+    out = torch.empty((len(positions), bits.numel()), dtype=bits.dtype, device=x.device)
     work = torch_internals.all_gather_single(out.view(-1), bits.reshape(-1), group=group, async_op=later)
     return _then(work, _joined, out, positions, bits.shape, x, dim, kept=bits)
 
@@ -151,9 +198,9 @@ def _joined(out: torch.Tensor, positions: list[int], shape: Any, x: torch.Tensor
     return torch.cat(blocks.unbind(), dim)
 
 
-def reduce_scatter(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], n: int, dim: int, later: bool) -> Any:
-    """This rank's piece, of `n` along `dim`, of the sum of the group's values."""
-    group, positions = group_along(mesh, axes)
+def reduce_scatter(x: torch.Tensor, group: Any, positions: list[int], dim: int, later: bool) -> Any:
+    """This rank's piece along `dim` of the sum of the group's values."""
+    n = len(positions)
     wide = x.to(dtypes.SUMMED.get(x.dtype, x.dtype))
     pieces: list[Any] = [None] * n
     for position, piece in zip(positions, wide.chunk(n, dim), strict=True):
@@ -165,13 +212,10 @@ def reduce_scatter(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], n: int, di
     return _then(work, out.to, x.dtype, kept=stacked)
 
 
-def all_to_all(
-    x: torch.Tensor, mesh: Any, axes: tuple[str, ...], n: int, split_dim: int, concat_dim: int, later: bool
-) -> Any:
-    """The pieces along `split_dim` that the group's `n` ranks send here, joined along `concat_dim`."""
-    group, positions = group_along(mesh, axes)
-    pieces: list[Any] = [None] * n
-    for position, piece in zip(positions, x.chunk(n, split_dim), strict=True):
+def all_to_all(x: torch.Tensor, group: Any, positions: list[int], split_dim: int, concat_dim: int, later: bool) -> Any:
+    """The pieces along `split_dim` that the group's ranks send here, joined along `concat_dim`."""
+    pieces: list[Any] = [None] * len(positions)
+    for position, piece in zip(positions, x.chunk(len(positions), split_dim), strict=True):
         pieces[position] = piece
     bits = _as_bits(torch.stack(pieces))
     out = torch.empty_like(bits)
@@ -184,9 +228,8 @@ def _arrived(out: torch.Tensor, positions: list[int], dtype: torch.dtype, dim: i
     return torch.cat([pieces[position] for position in positions], dim)
 
 
-def permute(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], later: bool) -> Any:
+def permute(x: torch.Tensor, group: Any, positions: list[int], pairs: Sequence[tuple[int, int]], later: bool) -> Any:
     """The value of this rank's source among the (source, destination) pairs; without one, zeros."""
-    group, positions = group_along(mesh, axes)
     me = positions.index(dist.get_rank(group))
     bits = _as_bits(x)
     out = torch.zeros_like(bits)
@@ -202,9 +245,8 @@ def permute(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], pairs: Sequence[t
     return begun if later else begun.wait()
 
 
-def broadcast(x: torch.Tensor, mesh: Any, axes: tuple[str, ...], source: int, later: bool) -> Any:
+def broadcast(x: torch.Tensor, group: Any, positions: list[int], source: int, later: bool) -> Any:
     """The value of the group's rank `source`."""
-    group, positions = group_along(mesh, axes)
     bits = _as_bits(x).clone()
     work = dist.broadcast(bits, group=group, group_src=positions[source], async_op=later)
     return _then(work, _from_bits, bits, x)

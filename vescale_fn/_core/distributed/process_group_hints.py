@@ -113,7 +113,7 @@ def _named(group: str) -> None:
 
 
 def _one_ranks_values(mesh: Any, name: str) -> None:
-    if getattr(mesh, "simulates", False):
+    if hasattr(mesh, "communicator"):
         refuse(mesh, name if name in INSTEAD else "")
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from ..base import context, tree
 from ..base.messages import mesh_text
 from ..base.source_lines import quoted, user_line
 from ..distributed.divergence import Call, Value
-from ..distributed.mesh import coordinates, is_simulated, my_rank
+from ..distributed.mesh import communicator_of
 from ..sharding.index_map import axes_of
 from ..sharding.layout import text
 from . import function_kinds, tensor_types, types
@@ -86,12 +85,12 @@ def bits(x: Any) -> str:
 def numbers_alike(name: str, func: Any, mesh: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Note the numbers that an op on arrays is given, which are the same on all ranks of `mesh`."""
     ledger, recorder = _ledger()
-    if ledger is None or is_simulated(mesh):
+    if ledger is None or communicator_of(mesh).all_here:
         return
     names = [a.name for a in torch_internals.schema(func).arguments]
     found = [(key, text) for key, a in (*zip(names, args), *kwargs.items()) if (text := _number_text(a, recorder))]
     if found:
-        line, ranks = quoted(user_line()), ranks_of(mesh)
+        line, ranks = quoted(user_line()), communicator_of(mesh).processes()
         for key, shown in found:
             ledger.note(f"{key!r} of {name}", shown, ranks, line)
 
@@ -106,18 +105,9 @@ def key_alike(where: str, x: torch.Tensor, mesh: Any) -> None:
     watch = context.watch()
     if watch is None:
         same_plain(where, mesh, [("", x)])
-    elif not is_simulated(mesh) and (found := bits(x)):
+    elif not communicator_of(mesh).all_here and (found := bits(x)):
         what = f"the key of {where}"
-        watch.ledger.note(what, found, ranks_of(mesh), quoted(user_line()))
-
-
-@functools.lru_cache(maxsize=256)
-@torch_internals.never_recorded
-def _members(mesh: Any, axes: tuple[str, ...]) -> list[int]:
-    """The ranks of the world that this one shares a value with that is the same along these axes."""
-    here = coordinates(mesh, my_rank(mesh))
-    mine = tuple(slice(None) if axis in axes else here[axis] for axis in axes_of(mesh))
-    return mesh.mesh[mine].flatten().tolist()
+        watch.ledger.note(what, found, communicator_of(mesh).processes(), quoted(user_line()))
 
 
 def body_alike(
@@ -135,13 +125,18 @@ def body_alike(
         given, made = function_kinds.tensors(args, kwargs), function_kinds.tensors(out)
         type_ = tensor_types.read(made[0]) if made else None
         alike = tuple(axis for axis in body.axes if type_ is not None and type_.letter(axis) in "IR")
-        line, everyone = quoted(user_line()), ranks_of(body.mesh)
+        line, everyone = quoted(user_line()), communicator_of(body.mesh).processes()
         for i, a in enumerate((*args, *kwargs.values()) if given else ()):
             ints = not _has_a_float(a)
             for j, one in enumerate(a if isinstance(a, tuple) else (a,)):
                 if (alike or not ints) and (shown := _number_text(one, recorder)):
                     what = f"number {j} of argument {i}" if isinstance(a, tuple) else f"argument {i}"
-                    ledger.note(f"{what} of {name}", shown, _members(body.mesh, alike) if ints else everyone, line)
+                    ledger.note(
+                        f"{what} of {name}",
+                        shown,
+                        communicator_of(body.mesh).processes(alike) if ints else everyone,
+                        line,
+                    )
         if recorder is not None:
             for x in given:
                 if tensor_types.read(x) is None and torch_internals.is_bare(torch_internals.peel(x)):
@@ -154,7 +149,7 @@ def body_alike(
         for i, x in enumerate(made if opaque and alike else ()):  # it may have drawn, or talked to other ranks
             if _comparable(x) and (found := bits(x)):
                 what = f"result {i} of {name}, {text(torch_internals.peel(x))}{{the same along {', '.join(alike)}}},"
-                ledger.note(what, found, _members(body.mesh, alike), line)
+                ledger.note(what, found, communicator_of(body.mesh).processes(alike), line)
         if not given and made and type_ is types.INVARIANT and (found := bits(made[0])):
             ledger.note(f"the tensor {text(torch_internals.peel(made[0]))} that {name} makes", found, everyone, line)
 
@@ -166,12 +161,12 @@ def _has_a_float(a: Any) -> bool:
 def results_alike(mapped: Any, body: context.Body, result: Any, leaves: Sequence[Any], alike: Sequence[Any]) -> None:
     """In debug mode: note results of a body, each of which is the same along the axes that `alike` has for it."""
     watch = context.watch()
-    if watch is None or not watch.results or is_simulated(body.mesh):
+    if watch is None or not watch.results or communicator_of(body.mesh).all_here:
         return
     for path, x, axes in zip(tree.paths(result, "out"), leaves, alike, strict=True):
         if isinstance(x, torch.Tensor) and axes and _comparable(x) and (found := bits(x)):
             what = f"{path} of {mapped.where}, {text(torch_internals.peel(x))}{{the same along {', '.join(axes)}}},"
-            watch.ledger.note(what, found, _members(body.mesh, tuple(axes)), quoted(user_line()))
+            watch.ledger.note(what, found, communicator_of(body.mesh).processes(tuple(axes)), quoted(user_line()))
 
 
 def _comparable(x: torch.Tensor) -> bool:
@@ -187,18 +182,11 @@ def _on(mesh: Any) -> str:
     return f"on {mesh_text(axes_of(mesh))}"
 
 
-@functools.lru_cache(maxsize=64)
-@torch_internals.never_recorded
-def ranks_of(mesh: Any) -> list[int]:
-    """The ranks of the world that make up a mesh."""
-    return mesh.mesh.flatten().tolist()
-
-
 def same_plain(where: str, mesh: Any, values: Iterable[tuple[str, Any]]) -> None:
     """Plain tensors among (path, value) pairs, which `where` takes to be the same on all ranks, are so: in debug mode they
     are compared here, and while a plan is recorded they are noted, for ranks to compare once it is."""
     watch = context.watch()
-    if mesh is None or is_simulated(mesh):
+    if mesh is None or communicator_of(mesh).all_here:
         return
     if watch is None:
         if (recorder := torch_internals.recorder()) is None:
@@ -213,26 +201,30 @@ def same_plain(where: str, mesh: Any, values: Iterable[tuple[str, Any]]) -> None
         if isinstance(x, torch.Tensor) and not isinstance(torch_internals.peel(x), DTensor)
     ]
     if plain:
-        watch.compare(ranks_of(mesh), Call(where, _on(mesh), tuple(_value(path, x) for path, x in plain)))
+        watch.compare(
+            communicator_of(mesh).processes(), Call(where, _on(mesh), tuple(_value(path, x) for path, x in plain))
+        )
 
 
 def same_call(mapped: Any, mesh: Any, args: Any, leaves: Sequence[Any]) -> None:
     """In debug mode: all ranks of `mesh` call the same `shard_map` with the same arguments."""
     watch = context.watch()
-    if watch is not None and not is_simulated(mesh):
+    if watch is not None and not communicator_of(mesh).all_here:
         values = tuple(_value(path, x) for path, x in zip(tree.paths(args, "args"), leaves, strict=True))
         details = f"in_specs={mapped.in_specs!r}, out_specs={mapped.out_specs!r}" + (
             "" if mapped.check else ", unchecked"
         )
-        watch.compare(ranks_of(mesh), Call(f"shard_map({mapped.name})", _on(mesh), values, details))
+        watch.compare(communicator_of(mesh).processes(), Call(f"shard_map({mapped.name})", _on(mesh), values, details))
 
 
 def same_shapes(mapped: Any, mesh: Any, result: Any, leaves: Sequence[Any]) -> None:
     """In debug mode: the blocks that the ranks of `mesh` return from a `shard_map` body are of the same shapes."""
     watch = context.watch()
-    if watch is not None and not is_simulated(mesh):
+    if watch is not None and not communicator_of(mesh).all_here:
         values = tuple(
             Value(path, text(torch_internals.peel(x)) if isinstance(x, torch.Tensor) else type(x).__name__)
             for path, x in zip(tree.paths(result, "out"), leaves, strict=True)
         )
-        watch.compare(ranks_of(mesh), Call(f"the results of shard_map({mapped.name})", _on(mesh), values))
+        watch.compare(
+            communicator_of(mesh).processes(), Call(f"the results of shard_map({mapped.name})", _on(mesh), values)
+        )

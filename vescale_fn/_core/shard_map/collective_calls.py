@@ -16,7 +16,7 @@ from ..base.errors import CollectiveError, MeshError, VaryingTypeError
 from ..base.messages import described, meant, mesh_text, report, short
 from ..distributed import collectives
 from ..distributed.blocks import Blocks
-from ..distributed.mesh import axis_names, is_simulated
+from ..distributed.mesh import axis_names, communicator_of
 from ..local_types import tensor_types, types
 from ..sharding.index_map import axes_of
 from .collective_maps import Collective, enter, promote
@@ -130,7 +130,7 @@ def span(names: tuple[str, ...], n: int) -> str:
 
 def local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
     """A leaf as a local value of this body."""
-    if leaf.__class__ is torch.Tensor and hasattr(leaf, "vfn_type") and not is_simulated(body.mesh):
+    if leaf.__class__ is torch.Tensor and hasattr(leaf, "vfn_type") and not communicator_of(body.mesh).holds_blocks:
         return leaf  # one already
     if not isinstance(leaf, torch.Tensor):
         with torch_internals.no_torch_function():
@@ -148,7 +148,7 @@ def local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
     with torch_internals.no_torch_function():  # the body's mode would take it in a second time
         known = tensor_types.read(leaf)
         tensor_types.refuse_unseen(leaf)
-        if is_simulated(body.mesh) and not isinstance(below, (Blocks, DTensor)):
+        if communicator_of(body.mesh).holds_blocks and not isinstance(below, (Blocks, DTensor)):
             leaf = enter(leaf, body.mesh)
         # closed over: sums the ranks' gradients
         if known is None and not body.check and torch_internals.needs_gradient(leaf):

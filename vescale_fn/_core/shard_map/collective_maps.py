@@ -23,8 +23,9 @@ from ..base import context, linear_map
 from ..base.errors import CollectiveError
 from ..base.messages import report
 from ..distributed import collectives
-from ..distributed.blocks import Blocks, each, shared
-from ..distributed.mesh import coordinates, is_part, is_simulated, played_ranks
+from ..distributed.blocks import Blocks
+from ..distributed.communicator import coordinates
+from ..distributed.mesh import communicator_of, is_part
 from ..local_types import types
 from ..sharding.index_map import axes_of, is_even
 from ..sharding.layout import axes_items, contiguous_stride, layout, spec_for, text
@@ -80,10 +81,9 @@ class Collective:
         with torch_internals.no_torch_function():
             if row.move is None:
                 return tuple(row.after(self, row.before(self, x)) for x in xs)
-            if is_simulated(self.mesh):
-                xs = tuple(
-                    x if isinstance(x, (Blocks, DTensor)) else shared(x, len(played_ranks(self.mesh))) for x in xs
-                )
+            communicator = communicator_of(self.mesh)
+            if communicator.holds_blocks:
+                xs = tuple(x if isinstance(x, DTensor) else communicator.held(x) for x in xs)
             else:  # what is sent lies in memory as it is; `Blocks` sees to that for simulated ranks
                 xs = tuple(map(torch_internals.settled, xs))
             if (watch := context.watch()) is not None:
@@ -227,8 +227,7 @@ def _index(mesh: Any, axes: tuple[str, ...]) -> Any:
         )  # kept: no transform's own
 
     with torch_internals.no_torch_function():
-        made = each(position, played_ranks(mesh))
-        return shared(made, 1) if is_simulated(mesh) and type(made) is not Blocks else made
+        return communicator_of(mesh).each(position)
 
 
 def _mine(op: Collective, pieces: Any) -> Any:
@@ -240,7 +239,7 @@ def _entered(op: Collective, x: Any) -> Any:
     an array: outside a plain tensor meets arrays."""
     if isinstance(x, DTensor):
         return x.detach() if is_part(torch_internals.mesh(x)) else _gathered(x, op.why)
-    return x.detach() if type(x) is Blocks else shared(x, len(played_ranks(op.mesh)))
+    return x.detach() if type(x) is Blocks else communicator_of(op.mesh).held(x)
 
 
 def _left(op: Collective, x: Any) -> Any:

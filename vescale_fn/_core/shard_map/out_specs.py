@@ -13,9 +13,8 @@ from ..arrays.array import Array, packed, take_out
 from ..base import linear_map, tree
 from ..base.errors import SpecError, VaryingTypeError
 from ..base.messages import count_text, described, mesh_text, report
-from ..distributed import collectives
-from ..distributed.blocks import Blocks, shared
-from ..distributed.mesh import played_ranks
+from ..distributed.blocks import Blocks
+from ..distributed.mesh import communicator_of
 from ..local_types import tensor_types, types
 from ..sharding.index_map import axes_of
 from ..sharding.layout import contiguous_stride, spec_for, type_text
@@ -87,7 +86,7 @@ def plan_outs(mapped: Map, site: Site, result: Any, locals_: Sequence[Any], have
 def refuse_other_shapes(where: str, mesh: Any, result: Any, locals_: Sequence[Any]) -> None:
     """Raise, on all ranks, where ranks give results of different shapes. They tell each other."""
     tensors = [(path, x) for path, x in zip(tree.paths(result, "out"), locals_) if isinstance(x, torch.Tensor)]
-    ranks = collectives.everyone([[tuple(x.shape)] for _, x in tensors], mesh, f"shapes of the results of {where}")
+    ranks = communicator_of(mesh).everyone([[tuple(x.shape)] for _, x in tensors], f"shapes of the results of {where}")
     failures = []
     for (path, x), shapes in zip(tensors, zip(*ranks)):
         if len(set(shapes)) > 1:
@@ -132,8 +131,8 @@ def taken_out(local: Any, have: types.Type, site: Site, entry: Out, fast: bool) 
     """A value of the body as a whole array; `fast` where nothing differentiates."""
     if fast:
         local = torch_internals.local(local) if local.__class__ is Array else local
-        if local.__class__ is not Blocks and site.simulated:
-            local = shared(local.detach(), len(played_ranks(site.mesh)))
+        if local.__class__ is not Blocks and site.communicator.holds_blocks:
+            local = site.communicator.held(local.detach())
         out = torch_internals.new_dtensor(Array, packed(local), entry.dspec)
         if entry.lies.unreduced:
             out._sum = []

@@ -14,7 +14,7 @@ from ..base import context, tree
 from ..base.errors import MeshError, VaryingTypeError
 from ..base.messages import count_text, described, meant, mesh_text, report
 from ..base.source_lines import user_line
-from ..distributed.mesh import is_part, is_simulated, part, same
+from ..distributed.mesh import communicator_of, is_part, part, same
 from ..local_types import tensor_types
 from ..sharding.index_map import axes_of
 from ..sharding.spec import P, axes_named, from_split_axes, problems, split_axes
@@ -72,7 +72,7 @@ class Site:
         self.mesh, self.manual, self.outer = mesh, manual, outer
         self.given = mesh  # kept, for sites are remembered by its id
         self.sizes = {axis: sizes[axis] for axis in sizes if axis in manual}
-        self.simulated = is_simulated(mesh)
+        self.communicator = communicator_of(mesh)
         self.auto = part(mesh, rest) if rest else None
         now = {**around, **self.sizes}
         self.body = context.Body(

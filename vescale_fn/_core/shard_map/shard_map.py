@@ -79,7 +79,9 @@ class _Mapped(Map):
                 if entry is not None:
                     leaves[i] = brought_in(leaves[i], site, entry, fast)
         context.note(self.notes[0], given, leaves)
-        intercepted = self.check or site.simulated or not fast or context.grad_depth() > 0 or self.watched
+        intercepted = (
+            self.check or site.communicator.holds_blocks or not fast or context.grad_depth() > 0 or self.watched
+        )
         body = site.body
         with body_.running(body, site.adopt, intercepted) as run:
             try:

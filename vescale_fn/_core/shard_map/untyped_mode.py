@@ -20,7 +20,7 @@ from ..base import context, linear_map
 from ..base.errors import TransformError
 from ..base.messages import report
 from ..distributed.blocks import Blocks
-from ..distributed.mesh import is_simulated, played_ranks
+from ..distributed.mesh import communicator_of
 from ..local_types import function_kinds, tensor_types
 from ..local_types.tensor_types import mark
 from ..local_types.types import Type
@@ -90,7 +90,8 @@ class Unchecked(TorchFunctionMode):
 
     def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor], writes: tensor_types.Writes) -> None:
         self.body, self.adopt, self.writes = body, adopt, writes
-        self.ranks = len(played_ranks(body.mesh)) if is_simulated(body.mesh) else 0
+        communicator = communicator_of(body.mesh)
+        self.ranks = len(communicator.ranks) if communicator.holds_blocks else 0
         self.remembered: dict[Any, Any] = {}
         self.own = tensor_types.made_in(
             body

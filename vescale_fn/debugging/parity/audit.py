@@ -20,7 +20,7 @@ from ..._core.base import context, tree
 from ..._core.base.containers import checked
 from ..._core.base.source_lines import is_users, quoted
 from ..._core.distributed.divergence import Watch
-from ..._core.distributed.mesh import is_simulated, unit
+from ..._core.distributed.mesh import communicator_of, unit
 from ..._core.transforms.grad import zeros_for_none
 from ..._core.transforms.primals import settled
 from ..._core.transforms.vjp import vjp
@@ -96,7 +96,7 @@ class Audit:
                     if self.mesh.device_type != "cpu":
                         args = tree.map_(lambda x: on_device(x, self.mesh) if isinstance(x, torch.Tensor) else x, args)
                         stack.enter_context(torch.device(self.mesh.device_type))
-                elif not is_simulated(mesh):
+                elif not communicator_of(mesh).all_here:
                     stack.enter_context(_watched(mesh))
                 if rounded is not None:
                     stack.enter_context(rounded)

@@ -20,8 +20,7 @@ from ..._core.base.earlier_names import earlier_name
 from ..._core.base.errors import MeshError, ParityError, SpecError
 from ..._core.base.messages import count_text, mesh_text, report
 from ..._core.base.user_calls import checked_function
-from ..._core.distributed import collectives
-from ..._core.distributed.mesh import played_ranks
+from ..._core.distributed.mesh import communicator_of
 from ..._core.local_types import replica_check
 from ..._core.sharding.index_map import axes_of
 from ..._core.sharding.spec import P
@@ -256,7 +255,7 @@ def _differing(where: str, found: Report, recorders: Sequence[Recorder], results
         f"the {mesh_text(axes_of(found.mesh))}"
     )
     text = report(where, what, failures, parting.fix)
-    said = collectives.everyone([[text] * len(played_ranks(found.mesh))], found.mesh, "check_parity")
+    said = communicator_of(found.mesh).everyone([[text] * len(communicator_of(found.mesh).ranks)], "check_parity")
     error = ParityError(said[0][0])  # the first rank's words, on every rank
     error.report = found
     return error
@@ -326,8 +325,8 @@ def _same_everywhere(where: str, args: Any, paths: Sequence[str], mesh: Any) -> 
         else (tuple(x.shape), str(x.dtype), replica_check.digest(x))
         for x in leaves
     ]
-    ranks = len(played_ranks(mesh))
-    by_rank = [row[0] for row in collectives.everyone([[prints] * ranks], mesh, "check_parity")]
+    ranks = len(communicator_of(mesh).ranks)
+    by_rank = [row[0] for row in communicator_of(mesh).everyone([[prints] * ranks], "check_parity")]
     rows = []
     for i, path in enumerate(paths):
         others = [rank for rank, row in enumerate(by_rank) if len(row) != len(prints) or row[i] != by_rank[0][i]]

@@ -16,8 +16,8 @@ import torch
 from ..._core.arrays.array import is_array, mesh_of, place, spec_of
 from ..._core.base import dtypes
 from ..._core.base.messages import mesh_text
-from ..._core.distributed import collectives
-from ..._core.distributed.mesh import coordinates, played_ranks
+from ..._core.distributed.communicator import coordinates
+from ..._core.distributed.mesh import communicator_of
 from ..._core.sharding.index_map import axes_of
 from ..._core.sharding.layout import type_text
 from ..._core.sharding.spec import P, split_axes
@@ -110,7 +110,7 @@ def compared(
         rounded: the values of further runs on one device, with arguments that differ by their rounding: an error as
             large as these make is none.
     """
-    axes, ranks = axes_of(mesh), played_ranks(mesh)
+    axes, ranks = axes_of(mesh), communicator_of(mesh).ranks
     held = [_held(x) if isinstance(x, torch.Tensor) else None for x in many]
     largest = _largest(one)
     mine: list[list[Facts | None]] = []
@@ -130,7 +130,7 @@ def compared(
                 for at, rank in enumerate(ranks)
             ]
         )
-    by_rank = collectives.everyone(mine, mesh, "check_parity")
+    by_rank = communicator_of(mesh).everyone(mine, "check_parity")
     rows = []
     for i, (path, a, b, h) in enumerate(zip(paths, one, many, held, strict=True)):
         if isinstance(a, torch.Tensor) and h is not None:

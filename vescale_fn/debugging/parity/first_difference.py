@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from ..._core.base import dtypes
 from ..._core.base.messages import dtype_text
 from ..._core.base.source_lines import quoted, readable
-from ..._core.distributed import collectives
-from ..._core.distributed.mesh import coordinates, played_ranks
+from ..._core.distributed.communicator import coordinates
+from ..._core.distributed.mesh import communicator_of
 from ..._core.sharding.index_map import axes_of
 from ..._core.sharding.spec import P
 from .causes import Step, cause
@@ -85,10 +85,10 @@ class Runs:
                 facts(a.blocks[0], b.of(at), specs[key], self.axes, coordinates(self.mesh, rank), _tolerance(a), slack)
                 for key, (a, b, slack) in jobs.items()
             ]
-            for at, rank in enumerate(played_ranks(self.mesh))
+            for at, rank in enumerate(communicator_of(self.mesh).ranks)
         ]
         steps, keys = [node.key for node in self.many], list(jobs)
-        by_rank = collectives.everyone([[(steps, keys, row) for row in mine]], self.mesh, "check_parity")
+        by_rank = communicator_of(self.mesh).everyone([[(steps, keys, row) for row in mine]], "check_parity")
         everyones_steps = [row[0][0] for row in by_rank]
         self.common = next(
             (i for i, step in enumerate(itertools.zip_longest(*everyones_steps)) if len({*step}) > 1), None

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..._core import torch_internals
-from ..._core.distributed.mesh import is_simulated
+from ..._core.distributed.mesh import communicator_of
 
 PATIENCE = 5.0  # seconds, for which those that can still speak are waited for, once a rank has told of a problem
 PAUSE = 0.002, 0.05  # seconds between two looks: the first, the longest
@@ -27,7 +27,7 @@ def said_by_all(mine: str, mesh: Any) -> list[str | None]:
     process group.
     """
     ranks = mesh.mesh.flatten().tolist()
-    if is_simulated(mesh) or len(ranks) == 1:
+    if communicator_of(mesh).all_here:
         return [mine] * len(ranks)
     together = ",".join(map(str, sorted(ranks)))
     store, call, said = (

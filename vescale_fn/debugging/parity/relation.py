@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._core.distributed.mesh import groups
+from ..._core.distributed.communicator import groups
 from ..._core.sharding.layout import type_text
 from ..._core.sharding.spec import P, from_split_axes, split_axes
 from .statistics import NEAR, Facts, head, moments, numbers, sizes

@@ -16,7 +16,7 @@ from torch import fx
 from ..._core.base import context
 from ..._core.distributed import process_group
 from ..._core.distributed.collectives import Collective
-from ..._core.distributed.mesh import is_simulated
+from ..._core.distributed.mesh import communicator_of
 from ..ir.graph import value
 from ..ir.memory_aliases import dies
 
@@ -28,7 +28,9 @@ def shortest(node: fx.Node, last: dict[Any, fx.Node], lie: Any) -> Callable[[tor
         last, lie: where the values of the graph lie, and what needs each memory last (`aliasing`).
     """
     sum_ = node.target
-    if type(sum_) is not Collective or (sum_.kind, sum_.params) != ("all_reduce", ("sum",)) or is_simulated(sum_.mesh):
+    if type(sum_) is not Collective or (sum_.kind, sum_.params) != ("all_reduce", ("sum",)):
+        return None
+    if communicator_of(sum_.mesh).holds_blocks:
         return None
     x = node.args[0]
     v = value(x) if isinstance(x, fx.Node) else None

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ..._core.distributed.collectives import Collective, group_size
-from ..._core.distributed.mesh import groups
+from ..._core.distributed.communicator import groups
 from .graph import KEPT, Step, name_of, nbytes, value
 
 _SAME_FOR_ALL = ("all_reduce", "all_gather", "broadcast")  # of a group: its ranks get one value

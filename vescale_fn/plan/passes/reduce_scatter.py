@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from ..._core.distributed.collectives import Collective, group_size
-from ..._core.distributed.mesh import coordinates, played_ranks, same
+from ..._core.distributed.communicator import coordinates
+from ..._core.distributed.mesh import communicator_of, same
 from ..._core.sharding.index_map import axes_of
 from ..ir.collective_nodes import (
     carried_out,
@@ -87,7 +88,7 @@ def _smaller(collective: Collective, axes: tuple[str, ...], dim: int) -> Sequenc
 def _use(graph: fx.Graph, node: fx.Node, axes: tuple[str, ...], parts: Sequence[fx.Node]) -> None:
     """Let the ranks' parts stand in the place of the slices that they were."""
     mesh = collective_of(node).mesh
-    ranks = list(played_ranks(mesh))
+    ranks = list(communicator_of(mesh).ranks)
     for place, whole in got(node).items():
         for user in list(whole.users):
             part = part_of(user)

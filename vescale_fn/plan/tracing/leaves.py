@@ -24,7 +24,8 @@ from ..._core import torch_internals
 from ..._core.arrays.array import Array
 from ..._core.base.messages import short
 from ..._core.distributed.blocks import Blocks
-from ..._core.distributed.mesh import coordinates, played_ranks, root
+from ..._core.distributed.communicator import coordinates
+from ..._core.distributed.mesh import communicator_of, root
 from ..._core.sharding.index_map import axes_of
 from ..._core.sharding.layout import WHOLE, layout, text, type_text
 from ..._core.sharding.merged_dim import parts_of
@@ -88,7 +89,7 @@ def first_holders(spec: Any) -> tuple[int, ...]:
     first: dict[Any, int] = {}
     return tuple(
         first.setdefault(tuple(coordinates(whole, rank)[name] for name in sorted(apart)), rank)
-        for rank in played_ranks(mesh)
+        for rank in communicator_of(mesh).ranks
     )
 
 

@@ -16,13 +16,10 @@ from ..._core.arrays.array import mesh_of
 from ..._core.base.errors import DivergenceError, RecordError
 from ..._core.base.messages import dtype_text, report
 from ..._core.base.source_lines import quoted, warn
-from ..._core.distributed import collectives as collectives_
 from ..._core.distributed.divergence import LISTED, SAME_VALUES
-from ..._core.distributed.mesh import is_simulated
+from ..._core.distributed.mesh import communicator_of
 from ..._core.distributed.replicated_uses import Row as Noted
 from ..._core.distributed.replicated_uses import differing as differences
-from ..._core.local_types import replica_check
-from ..._core.sharding.index_map import axes_of
 from ..._core.sharding.layout import WHOLE, type_text
 from ..ir.graph import Pass, collectives, value
 from .leaves import Result
@@ -76,8 +73,7 @@ def shared_mesh(leaves: Iterable[Any], graph: fx.Graph | None, recorded: Recorde
     found += [node.target.mesh for node in collectives(graph)] if graph is not None else []  # type: ignore[union-attr]
     found += [x.spec.mesh for x in recorded.results if isinstance(x, Result) and x.spec is not None] if recorded else []
     mesh = next(iter(found), None)
-    alone = mesh is None or is_simulated(mesh) or collectives_.group_size(mesh, tuple(axes_of(mesh))) == 1
-    return None if alone or _talks_to_nobody() else mesh
+    return None if mesh is None or communicator_of(mesh).all_here or _talks_to_nobody() else mesh
 
 
 class Verdict(NamedTuple):
@@ -127,7 +123,9 @@ def agree(
     said = reason, "" if error is None else str(error) or type(error).__name__, calls
     by_rank = [
         row[0]
-        for row in collectives_.everyone([[(*said, used, needed, [(s.order, s.groups) for s in stages])]], mesh, "jit")
+        for row in communicator_of(mesh).everyone(
+            [[(*said, used, needed, [(s.order, s.groups) for s in stages])]], "jit"
+        )
     ]
     if error is not None:
         return Verdict(reason)
@@ -153,7 +151,7 @@ def agree(
                         "the same program on every rank; `if rank == 0` only around what moves nothing",
                     )
                 )
-    ranks = replica_check.ranks_of(mesh)
+    ranks = communicator_of(mesh).processes()
     if differing := differences({ranks[rank]: row[3] for rank, row in enumerate(by_rank)}):
         raise DivergenceError(
             report(
@@ -210,7 +208,7 @@ def _parted(by_rank: Sequence[Sequence[tuple[str, dict[str, str]]]]) -> int | No
 
 def _difference(mesh: Any, stage: Stage) -> list[str]:
     """The first collectives that differ, of two ranks; asked by all ranks."""
-    by_rank: list[list[Row]] = [row[0] for row in collectives_.everyone([[stage.rows]], mesh, "jit")]
+    by_rank: list[list[Row]] = [row[0] for row in communicator_of(mesh).everyone([[stage.rows]], "jit")]
     none = Row("none", (), None, "none")
     for i, rows in enumerate(zip_longest(*by_rank, fillvalue=none)):
         first: dict[Any, tuple[int, Row]] = {}
@@ -232,7 +230,7 @@ def _row(node: fx.Node) -> Row:
     shown = f"{collective.kind} over {','.join(collective.axes)} of {value_}, {collective.why}"
     return Row(
         what,
-        tuple(collectives_.members(collective.mesh, collective.axes)),
+        tuple(communicator_of(collective.mesh).processes(collective.axes)),
         (collective.params, size),
         f"{shown}, at {quoted(line)}" if line else shown,
     )

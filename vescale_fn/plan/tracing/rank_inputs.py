@@ -10,6 +10,7 @@ import torch
 from ..._core import torch_internals
 from ..._core.base.source_lines import quoted, user_line
 from ..._core.distributed import collectives
+from ..._core.distributed.mesh import communicator_of
 from ..._core.distributed.replicated_uses import Row
 from ..._core.local_types import replica_check
 from ..._core.sharding.layout import text
@@ -48,4 +49,4 @@ def brought(recorded: Recorded, leaves: Sequence[Any], names: Sequence[str], mes
             and (bits := replica_check.bits(x))
         ):
             rows.append((name, line, [], [bits]))
-    return rows + recorded.ledger.told(replica_check.ranks_of(mesh))
+    return rows + recorded.ledger.told(communicator_of(mesh).processes())
