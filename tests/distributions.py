@@ -19,6 +19,11 @@ def draw_local(key: random.Key, draw: Draw, indices: Any) -> torch.Tensor:
     return draw_op.draw(key.data, draw, Rectangle(draw.shape, tuple(indices)), torch.device("cpu"))
 
 
+def same_keys(one: random.Key, another: random.Key) -> bool:
+    """Two arrays of keys of one shape, with the same bits."""
+    return one.shape == another.shape and bool((one == another).all())
+
+
 @dataclass(frozen=True)
 class Distribution:
     """One distribution with its parameters."""

@@ -13,7 +13,7 @@ import optree
 import pytest
 import torch
 import torch.utils._pytree as torch_pytree
-from distributions import draw_local
+from distributions import draw_local, same_keys
 
 from vescale_fn import random
 from vescale_fn._core.sharding.spec import P
@@ -198,15 +198,14 @@ def test_a_key_is_like_an_array_of_keys() -> None:
     assert keys[1, 2] == random.split(KEY, 6)[5]
     assert keys[..., 0].shape == (2,)
     assert keys[1:].shape == (1, 3)
-    assert keys[torch.tensor([1, 0])][0] == keys[1]
+    assert same_keys(keys[torch.tensor([1, 0])][0], keys[1])
     assert keys[torch.tensor([[True, False, True], [False, True, False]])].shape == (3,)
     assert keys[None].shape == (1, 2, 3)
     assert keys.reshape(6)[4] == keys.reshape((3, 2))[2, 0] == keys[1, 1]
     assert [key.shape for key in keys] == [(3,), (3,)]
     assert KEY == random.key(42) != random.key(43)
     assert KEY != "key"
-    assert keys != KEY
-    assert random.split(KEY, 3)[:2] == random.split(KEY)
+    assert same_keys(random.split(KEY, 3)[:2], random.split(KEY))
     assert random.fold_in(KEY, 5) == random.split(KEY, 6)[5]
     assert random.split(KEY, 500)[499] == random.fold_in(KEY, 499)
     assert random.split(KEY, 0).shape == (0,)
@@ -214,13 +213,41 @@ def test_a_key_is_like_an_array_of_keys() -> None:
         random.split(KEY)[0, 1]
 
 
+def test_keys_are_compared_key_by_key() -> None:
+    """As in JAX: broadcast, with what is no array never equal, and with an array of anything else refused."""
+    keys = random.split(KEY, 3)
+    for found, expected in (
+        (KEY == random.key(42), True),
+        (KEY != random.key(43), True),
+        (keys == keys[1], [False, True, False]),
+        (keys != keys[1], [True, False, True]),
+        (keys[:, None] == keys, torch.eye(3).tolist()),
+        (random.split(KEY, 0) == KEY, []),
+        (torch.func.vmap(lambda key: key == keys[2])(keys), [False, False, True]),
+    ):
+        assert torch.equal(found, torch.tensor(expected, dtype=torch.bool))
+    assert (KEY == None, KEY != None, KEY == "key", KEY != object()) == (False, True, False, True)  # noqa: E711
+    assert (keys[1] in [keys[0], keys[1]], keys[1] in [None]) == (True, False)
+    for refused, why in (
+        (lambda: KEY == 0, "Key: `==` compares keys with keys, and this is the int 0\n"),
+        (lambda: 0 != KEY, "Key: `!=` compares keys with keys, and this is the int 0\n"),
+        (lambda: KEY == KEY.data, "Key: `==` compares keys with keys, and this is the tensor i32[2]\n"),
+        (lambda: np.ones(2) == KEY, "Key: `==` compares keys with keys, and this is the numpy array f64[2]\n"),
+        (lambda: KEY == [KEY], "Key: `==` compares keys with keys, and this is a list of the Key of shape ()\n"),
+        (lambda: keys == keys[:2], "Key: `==` of arrays of keys: the shapes (3,) and (2,) do not broadcast"),
+    ):
+        with pytest.raises(RandomError) as error:
+            refused()
+        assert str(error.value).startswith(why)
+
+
 def test_a_key_goes_through_trees_and_copies() -> None:
     tree = {"k": random.split(KEY, 3), "x": torch.ones(2), "n": 3}
     assert optree.tree_paths(tree) == [("k", "data"), ("n",), ("x",)]
     assert optree.tree_accessors(tree)[0].codify("tree") == "tree['k'].data"
-    assert optree.tree_map(lambda leaf: leaf, tree)["k"] == tree["k"]
+    assert same_keys(optree.tree_map(lambda leaf: leaf, tree)["k"], tree["k"])
     assert optree.tree_map(lambda leaf: None, tree)["k"].data is None
-    assert torch_pytree.tree_map(lambda leaf: leaf, tree)["k"] == tree["k"]
+    assert same_keys(torch_pytree.tree_map(lambda leaf: leaf, tree)["k"], tree["k"])
     (path, _), *_ = torch_pytree.tree_flatten_with_path(tree)[0]
     assert torch_pytree.keystr(path) == "['k'].data"
     assert pickle.loads(pickle.dumps(KEY)) == copy.deepcopy(KEY) == copy.copy(KEY) == random.clone(KEY) == KEY
@@ -228,7 +255,11 @@ def test_a_key_goes_through_trees_and_copies() -> None:
     file = io.BytesIO()
     torch.save(tree["k"].data, file)
     file.seek(0)
-    assert random.Key(torch.load(file)) == tree["k"]
+    assert same_keys(random.Key(torch.load(file)), tree["k"])
+    file = io.BytesIO()
+    torch.save(tree, file)
+    file.seek(0)
+    assert same_keys(torch.load(file, weights_only=True)["k"], tree["k"])
 
 
 def test_raw_bits() -> None:
@@ -243,7 +274,7 @@ def test_raw_bits() -> None:
         data.numpy().astype(np.int64),
         data.tolist(),
     ):
-        assert random.wrap_key_data(form) == keys
+        assert same_keys(random.wrap_key_data(form), keys)
     assert random.key_impl(keys) == "threefry2x32"
     assert random.key(torch.tensor(42)) == random.key(np.int64(42)) == KEY
     assert random.key(torch.tensor(-1)) == random.key(-1) == random.key(2**64 - 1)
@@ -256,14 +287,14 @@ def test_torchs_functions_on_arrays_of_keys():
     """As in jax.numpy they see the array of keys, and not the dim of their bits; others are refused."""
     keys = random.split(KEY, 6).reshape(2, 3)
     one, other = keys[0, 0], keys[0, 1]
-    assert torch.cat([keys, keys[:1]]) == keys[torch.tensor([0, 1, 0])]
-    assert torch.cat([keys, keys[:, :1]], dim=-1) == keys[:, torch.tensor([0, 1, 2, 0])]
-    assert torch.stack([one, other]) == keys[0, :2]
+    assert same_keys(torch.cat([keys, keys[:1]]), keys[torch.tensor([0, 1, 0])])
+    assert same_keys(torch.cat([keys, keys[:, :1]], dim=-1), keys[:, torch.tensor([0, 1, 2, 0])])
+    assert same_keys(torch.stack([one, other]), keys[0, :2])
     assert torch.stack([keys[0], keys[1]], -1).shape == (3, 2)
-    assert torch.stack([keys[0], keys[1]], -1)[2] == keys[:, 2]
+    assert same_keys(torch.stack([keys[0], keys[1]], -1)[2], keys[:, 2])
     assert torch.where(torch.tensor(False), one, other) == other
     assert torch.where(torch.tensor([True, False, True]), keys, one)[1, 1] == one
-    assert torch.broadcast_to(keys[0], (4, 3))[3] == keys[0]
+    assert same_keys(torch.broadcast_to(keys[0], (4, 3))[3], keys[0])
     for refused, why in (
         (lambda: np.asarray(KEY), r"vfn.random.key_data\(key\), its bits"),
         (lambda: np.array(keys), r"vfn.random.key_data\(key\), its bits"),
@@ -287,10 +318,10 @@ def test_keys_and_draws_are_the_same_where_something_watches() -> None:
     alone = program()
     with torch.device("cpu"):  # a mode for torch functions
         watched = program()
-    assert watched[0] == alone[0]
+    assert same_keys(watched[0], alone[0])
     assert watched[1] == alone[1]
     assert torch.equal(watched[2], alone[2])
-    assert watched[3] == alone[3]
+    assert same_keys(watched[3], alone[3])
 
 
 def test_draws_follow_the_default_device_and_keys_do_not() -> None:

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from distributions import same_keys
 from test_random_sharded import specs
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -136,7 +137,7 @@ def test_keys_as_arrays() -> None:
         with vfn.strict():
             children, folded = random.split(key, 3), random.fold_in(key, 7)
             drawn = random.normal(folded, (4, 6), spec=P("a", "b"), mesh=mesh)
-        assert vfn.unshard(children) == random.split(KEY, 3)
+        assert same_keys(vfn.unshard(children), random.split(KEY, 3))
         assert vfn.unshard(folded) == random.fold_in(KEY, 7)
         assert torch.equal(vfn.unshard(random.key_data(key)), random.key_data(KEY))
         assert torch.equal(vfn.unshard(drawn), random.normal(random.fold_in(KEY, 7), (4, 6)))
@@ -144,7 +145,9 @@ def test_keys_as_arrays() -> None:
         first, *_ = children
         assert vfn.unshard(first) == random.split(KEY, 3)[0]
         sharded = vfn.shard(random.split(KEY, 4), mesh, P("a"))
-        assert vfn.unshard(sharded) == random.split(KEY, 4)
+        assert same_keys(vfn.unshard(sharded), random.split(KEY, 4))
+        assert vfn.spec_of(sharded == key) == P("a")
+        assert vfn.unshard(sharded == random.split(KEY, 4)[2]).tolist() == [False, False, True, False]
 
 
 # Inside a body

@@ -188,8 +188,8 @@ def test_a_distributed_checkpoint_keeps_keys(tmp_path) -> None:
 
 def test_a_negative_dim_of_keys_is_one_of_theirs_not_of_their_bits() -> None:
     keys = random.split(random.key(5), (2, 3))
-    assert vfn.vmap(lambda key: key, in_axes=-1, out_axes=-1)(keys) == keys
+    assert same(vfn.vmap(lambda key: key, in_axes=-1, out_axes=-1)(keys), keys)
     rows = vfn.vmap(lambda key: key, in_axes=-1)(keys)
-    assert [row == keys[:, i] for i, row in enumerate(rows)] == [True] * 3
+    assert all(same(row, keys[:, i]) for i, row in enumerate(rows))
     split = vfn.vmap(lambda key: random.split(key, 4), out_axes=-1)(keys[0])
-    assert all(split[:, i] == random.split(keys[0, i], 4) for i in range(3))
+    assert all(same(split[:, i], random.split(keys[0, i], 4)) for i in range(3))

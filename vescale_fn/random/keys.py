@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, cast
 
 import numpy as np
@@ -33,7 +34,7 @@ class Key:
     int32 tensor, so it goes through `tree_map`, `vmap`, `shard`, `save`, pickle and copies. It has no arithmetic.
 
     Args:
-        data: int32 [..., 2], the bits; two keys with the same bits are equal.
+        data: int32 [..., 2], the bits. `==` and `!=` of two arrays of keys go key by key, and give a tensor of bools.
         impl: the name of the generator, "threefry2x32".
 
     Source: JAX's typed key arrays (JEP 9263).
@@ -43,8 +44,8 @@ class Key:
     >>> keys.shape, len(keys), keys[0].shape
     ((3,), 3, ())
     >>> first, *rest = keys
-    >>> first == keys[0], first == keys[1]
-    (True, False)
+    >>> keys == first
+    tensor([ True, False, False])
     """
 
     data: Any
@@ -114,13 +115,15 @@ class Key:
                 )
             )
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Key):
-            return NotImplemented
-        same = self.impl == other.impl and self.shape == other.shape
-        return same and bool((self.data == other.data.to(self.data.device)).all())
+    def __eq__(self, other: object) -> Any:
+        return _equal(self, other, "==")
+
+    def __ne__(self, other: object) -> Any:
+        same = _equal(self, other, "!=")
+        return same if same is NotImplemented else ~same
 
     __hash__ = None  # type: ignore[assignment]  # the bits lie in a tensor
+    __array_ufunc__ = None  # numpy leaves `==` to us
 
     def __bool__(self) -> bool:
         raise RandomError(report("Key", "a key is not true or false", fix="`if key is not None:`"))
@@ -132,6 +135,21 @@ class Key:
             return f"Key(shape={self.shape}, {self.impl})"
         first, second = (word & 0xFFFFFFFF for word in self.data.tolist())
         return f"Key([{first}, {second}], {self.impl})"
+
+
+def _equal(one: Key, other: object, symbol: str) -> Any:
+    """Which keys have the same bits, broadcast; NotImplemented for what is no array, and so is never equal, like None."""
+    if isinstance(other, Key) and one.impl == other.impl:
+        try:
+            torch.broadcast_shapes(one.shape, other.shape)
+        except RuntimeError:
+            said = f"the shapes {one.shape} and {other.shape} do not broadcast"
+            raise RandomError(report("Key", f"`{symbol}` of arrays of keys: {said}")) from None
+        return (one.data == other.data.to(one.data.device)).all(-1)
+    if isinstance(other, (Key, Number, list, tuple)) or hasattr(other, "dtype"):
+        fix = "vfn.random.key_data(key), its bits"
+        raise RandomError(report("Key", f"`{symbol}` compares keys with keys, and this is {described(other)}", fix=fix))
+    return NotImplemented
 
 
 def _bits(where: str, keys: Sequence[Any]) -> tuple[list[Any], str]:
@@ -234,6 +252,7 @@ optree.register_pytree_node(
     path_entry_type=optree.GetAttrEntry,
     namespace=optree.registry.__GLOBAL_NAMESPACE,
 )
+torch.serialization.add_safe_globals([Key])
 tree.mark_opaque(Key)  # there is nothing in a key to differentiate: gradient trees hold it as it is
 torch_internals.register_tree_node(Key, _flatten, lambda children, impl: _unflatten(impl, children), ("data",))
 

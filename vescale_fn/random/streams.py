@@ -99,7 +99,7 @@ def wrap_key_data(data: Any, impl: str = "threefry2x32") -> Key:
 
     >>> import vescale_fn as vfn
     >>> vfn.random.wrap_key_data([0, 42]) == vfn.random.key(42)
-    True
+    tensor(True)
     """
     _check_impl(impl, "random.wrap_key_data")
     if isinstance(data, np.ndarray) and data.dtype == np.uint32:
@@ -219,7 +219,7 @@ def clone(key: Key) -> Key:
     >>> import vescale_fn as vfn
     >>> key = vfn.random.key(0)
     >>> vfn.random.clone(key) == key
-    True
+    tensor(True)
     """
     key = checked(key, "random.clone", scalar=False, use=None)
     key_reuse.allow(key.data)
