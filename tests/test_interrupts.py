@@ -18,7 +18,7 @@ import torch._subclasses.fake_tensor
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.base import context, op_lines, state
-from vescale_fn._core.shard_map import body, interrupts
+from vescale_fn._core.shard_map import interrupts
 
 OURS = os.path.dirname(vfn.__file__) + os.sep
 TORCHS = (torch._subclasses.fake_tensor.__file__, torch.utils._python_dispatch.__file__)
@@ -59,10 +59,9 @@ def interrupted(f, at):
 
 def ambient():
     """Everything that is ambient; a setting that is there as nothing is as one that is not."""
-    (thread, *process), watchers, torchs = interrupts.before()
+    (thread, *process), torchs = interrupts.before()
     states = {name: value for name, value in vars(thread).items() if value != getattr(state.Thread, name)}
-    patched = "apply" in vars(torch.autograd.function._SingleLevelFunction), "data" in vars(torch.Tensor)
-    return states, process, watchers, torchs, op_lines.listeners, patched, body.watchers()
+    return states, process, torchs, op_lines.listeners, "data" in vars(torch.Tensor)
 
 
 def calls(mesh):

@@ -57,9 +57,9 @@ def inside(context, what):
         return what()
 
 
-def asked(intercept, run):
-    """How often a handler is asked while it is on, and after it is off again."""
-    counts = []
+def asked(intercept, name, run):
+    """How often a handler is asked while it concerns this thread, while it does not, and after it is off."""
+    counts, concerns = [], [True]
 
     def handler(*given):
         counts.append(given)
@@ -69,12 +69,14 @@ def asked(intercept, run):
             else (given[0] if len(given) == 1 else (given[0], NOTHING))
         )
 
-    intercept(handler)
-    run()
-    intercept(None)
-    on = len(counts)
-    run()
-    return on, len(counts) - on
+    found, before = [], interception._at_work.get(name, (None, None))
+    intercept(handler, lambda: concerns[0])
+    for step in (lambda: concerns.clear() or concerns.append(False), lambda: intercept(*before), lambda: None):
+        run()
+        found.append(len(counts))
+        counts.clear()
+        step()
+    return tuple(found)
 
 
 NOTHING = contextlib.nullcontext()
@@ -93,6 +95,20 @@ def flex_attention_like_torch():
     q = torch.randn(1, 2, 3, 4)
     out = door.flex_attention_in_ops(q, q, q, lambda score, b, h, i, j: score + h)
     return torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, q, q), atol=1e-6)
+
+
+def as_written():
+    """What is made of the compiler's work where that is concerned, and where it is not."""
+
+    def _callback_from_stance(callback):
+        return callback
+
+    with pytest.MonkeyPatch.context() as patched:
+        frames = types.SimpleNamespace(_callback_from_stance=_callback_from_stance)
+        patched.setitem(sys.modules, "torch._dynamo.eval_frame", frames)
+        concerns = [True, False]
+        assert door.run_compiled_as_written(lambda: concerns.pop(0))
+        return [frames._callback_from_stance(len), frames._callback_from_stance(len)]
 
 
 def backward_numbers():
@@ -305,16 +321,17 @@ CASES = {
     "intercept_checkpoint": lambda: (
         asked(
             door.intercept_checkpoint,
+            "checkpoint",
             lambda: torch.utils.checkpoint.checkpoint(torch.sin, torch.zeros(2), use_reentrant=False),
         )
-        == (1, 0)
+        == (1, 0, 0)
     ),
     "intercept_flex_attention": lambda: flex_attention_asked() == ["asked", True],
     "intercept_function_apply": lambda: (
-        asked(lambda h: door.intercept_function_apply(h, lambda: True), lambda: Doubled.apply(torch.ones(2))) == (1, 0)
+        asked(door.intercept_function_apply, "apply", lambda: Doubled.apply(torch.ones(2))) == (1, 0, 0)
     ),
     "intercept_reverse_mode": lambda: (
-        asked(door.intercept_reverse_mode, lambda: torch.func.grad(torch.sum)(torch.ones(2))) == (1, 0)
+        asked(door.intercept_reverse_mode, "gradient", lambda: torch.func.grad(torch.sum)(torch.ones(2))) == (1, 0, 0)
     ),
     "is_about_hooks": lambda: door.is_about_hooks(RuntimeError("saved tensor hooks")),
     "is_bare": lambda: door.is_bare(torch.zeros(2)) and door.is_bare(fake()) and not door.is_bare(array()),
@@ -370,9 +387,7 @@ CASES = {
     "reduce_scatter_single": lambda: callable(door.reduce_scatter_single),
     "register_tree_node": lambda: tree() == ([1], ["x"]),
     "root_mesh": lambda: (m := door.mesh(array())) is door.root_mesh(m),
-    "run_compiled_as_written": lambda: (
-        (door.run_compiled_as_written(True), door.run_compiled_as_written(False)) == (None, None)
-    ),
+    "run_compiled_as_written": lambda: as_written() == [None, len],
     "running_node": lambda: door.running_node() is None and backward_numbers()[1] >= 0,
     "schema": lambda: [a.name for a in door.schema(MM).arguments] == ["self", "mat2"],
     "set_ambient": lambda: put_back() == (0, True),

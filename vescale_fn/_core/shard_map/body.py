@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from .untyped_mode import Unchecked
 Tensor = torch.Tensor
 
 
-_lock = threading.RLock()
+_intercepted: list[bool] = []
 captures: list[Callable[[], Callable[[], Any]]] = []  # what else is entered again; asked at the call, like `capture`
 
 
@@ -56,17 +55,13 @@ class running:
         self.writes = writes or tensor_types.Writes()
 
     def __enter__(self) -> running:
-        if self.intercepted and not torch_internals.all_is_seen():
-            unseen = " and ".join(torch_internals.unseen())
-            problem = f"a body cannot see how, in torch {torch.__version__}, {unseen}: gradients would be wrong"
-            raise TransformError(report("shard_map", problem, fix="a release of torch that is tested, 2.11 to 2.15"))
-        body = self.body
-        mode = Checked if body.check else Unchecked
-        self.mode = mode(body, self.adopt, self.writes) if self.intercepted else None
+        self.mode = None
+        if self.intercepted:
+            _intercept()
+            self.mode = (Checked if self.body.check else Unchecked)(self.body, self.adopt, self.writes)
         self._before = context.run()
         state.put(run=self)
         if self.mode is not None:
-            _bodies.change(1)
             self.mode.__enter__()
         return self
 
@@ -87,70 +82,31 @@ class running:
     def __exit__(self, *exception: Any) -> None:
         if self.mode is not None:
             self.mode.__exit__(*exception)
-            _bodies.change(-1)
         state.put(run=self._before)
 
 
-class _Watchers:
-    """How many contexts, of which thread, need a function of torch's to be another one for now; it is while one does."""
-
-    def __init__(self, exchange: Callable[[bool], None]) -> None:
-        self._exchange, self._counts, self._exchanged = exchange, {}, False
-
-    def count(self) -> int:
-        """How many of this thread do."""
-        return self._counts.get(threading.get_ident(), 0)
-
-    def change(self, by: int) -> None:
-        """One more, or one less."""
-        thread = threading.get_ident()
-        self.set(self._counts.get(thread, 0) + by, thread)
-
-    def is_settled(self) -> bool:
-        """Whether no call was interrupted that exchanges."""
-        return self._exchanged == bool(self._counts)
-
-    def set(self, count: int, of: int) -> None:
-        """Have so many of this thread; any number of times, and also where a call of it was interrupted."""
-        with _lock:
-            if count:
-                self._counts[of] = count
-            else:
-                self._counts.pop(of, None)
-            wanted = bool(self._counts)
-            if wanted != self._exchanged:
-                self._exchanged = True  # perhaps in part
-                self._exchange(wanted)
-                self._exchanged = wanted
+def _intercept() -> None:
+    """Have torch ask us where it does what no mode of ours sees, from the first body on; outside of one it is as it was."""
+    if not torch_internals.run_compiled_as_written(_watched) or not (_intercepted or torch_internals.all_is_seen()):
+        unseen = " and ".join(torch_internals.unseen())
+        problem = f"a body cannot see how, in torch {torch.__version__}, {unseen}: gradients would be wrong"
+        raise TransformError(report("shard_map", problem, fix="a release of torch that is tested, 2.11 to 2.15"))
+    if not _intercepted:
+        torch_internals.intercept_function_apply(_function_apply, _watched)
+        torch_internals.intercept_reverse_mode(_differentiated_by, _watched)
+        torch_internals.watch_set(_before_set)
+        watch_checkpoints()
+        _intercepted.append(True)
 
 
-def _exchange_for_bodies(on: bool) -> None:
-    torch_internals.intercept_function_apply(_function_apply if on else None, _watched)
-    torch_internals.intercept_reverse_mode(_differentiated_by if on else None)
-    torch_internals.watch_set(_before_set)
-    torch_internals.run_compiled_as_written(on)
-    _checkpoints.set(on, of=0)  # of all threads in a body
+def watch_checkpoints() -> None:
+    """Have `torch.utils.checkpoint` compute again in what was around it, a body or a module's draws."""
+    torch_internals.intercept_checkpoint(computed_again, _is_around)
 
 
-_bodies = _Watchers(_exchange_for_bodies)
-_checkpoints = _Watchers(lambda on: torch_internals.intercept_checkpoint(computed_again if on else None))
-
-
-def watch_checkpoints(by: int) -> None:
-    """Have `torch.utils.checkpoint` compute again in what was around it (1), or no longer (-1). Calls are counted."""
-    _checkpoints.change(by)
-
-
-def watchers() -> tuple[int, int]:
-    """What this thread has exchanged of torch's, for `set_watchers`."""
-    return _bodies.count(), _checkpoints.count()
-
-
-def set_watchers(counts: tuple[int, int]) -> None:
-    """Put back what `watchers` has found."""
-    for watchers, count in zip((_bodies, _checkpoints), counts):
-        if watchers.count() != count or not watchers.is_settled():
-            watchers.set(count, threading.get_ident())
+def _is_around() -> bool:
+    here = state.now()
+    return here.run is not None or here.keyed is not None
 
 
 def _mode() -> Any:
@@ -170,7 +126,7 @@ def _differentiated_by(x: Tensor) -> Tensor:
     """What a gradient inside a body without types is taken by: a tensor from outside becomes the rank's own first, or its
     gradient would be the ranks' sum."""
     mode = _mode()
-    if mode is None or isinstance(mode, Checked) or not torch_internals.function_mode_on():
+    if isinstance(mode, Checked):
         return x
     with torch_internals.no_torch_function():
         x = mode.taken_in(x)
@@ -187,7 +143,7 @@ def _watched() -> bool:
 
 def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
     """A user's `autograd.Function` in a body: no mode sees that it is applied."""
-    if cls.__module__ == linear_map.__name__ or cls is torch_internals.checkpoint_saver or not _watched():
+    if cls.__module__ == linear_map.__name__ or cls is torch_internals.checkpoint_saver:
         return apply(*args, **kwargs)
     mode = _mode()
     if cls is torch_internals.checkpoint_function:

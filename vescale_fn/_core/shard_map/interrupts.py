@@ -8,20 +8,18 @@ from typing import Any
 
 from .. import torch_internals
 from ..base import state
-from . import body
 
 
 def before() -> tuple[Any, ...]:
     """What is ambient now, in this thread."""
-    return state.saved(), body.watchers(), torch_internals.ambient()
+    return state.saved(), torch_internals.ambient()
 
 
 def undo(saved: tuple[Any, ...]) -> None:
     """Put back what `before` has seen. Where nothing is left over it changes nothing."""
-    ours, watchers, torchs = saved
+    ours, torchs = saved
     torch_internals.set_ambient(torchs)
     state.put_back(ours)
-    body.set_watchers(watchers)
 
 
 class undone:

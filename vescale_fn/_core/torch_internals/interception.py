@@ -1,4 +1,8 @@
-"""Autograd Functions, gradients of `torch.func` and checkpoints, with a handler asked before them."""
+"""Autograd Functions, gradients of `torch.func` and checkpoints, with a handler asked before them.
+
+A handler is at work from the first time that it is needed on, and concerns only those threads that are in a body: outside of
+one, and where `torch.compile` traces, torch goes on as if nothing were there.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,25 +21,27 @@ from torch._functorch import pyfunctorch as _pyfunctorch
 from torch.utils import checkpoint as _checkpoint
 
 from .functorch import _functorch_active
-from .modes import compiled_runs_unseen, is_traced, unrecorded
+from .modes import compiled_runs_unseen, is_compiling, is_traced, unrecorded
 
 _functions: Any = torch.autograd.function
 _Level: Any = getattr(_functions, "_SingleLevelFunction", None) or torch.autograd.Function.__mro__[1]
 _apply_under_functorch: Any = _functions.custom_function_call
+_at_work: dict[str, tuple[Any, Any]] = {}  # the handlers, and whom they concern
 _ours: set[type] = set()  # Functions that `apply` below has applied: nobody needs to be asked about them
 
 
 def intercept_function_apply(handler: Any, concerned: Any = None) -> None:
-    """Send every application of an `autograd.Function` to ``handler(cls, apply, args, kwargs)``; None ends that.
+    """Send each application of an `autograd.Function`, where ``concerned()`` holds, to ``handler(cls, apply, args, kwargs)``;
+    None ends that.
 
     `Function.apply` is left alone, since programs keep it under names of their own (``relu = Relu.apply``). It ends in one
-    of these two: without a functorch transform, and with one. Where `apply` is written in C (from torch 2.14 on), only
-    those threads are asked for which ``concerned()`` holds when a Function is applied.
+    of these two: without a functorch transform, and with one.
     """
+    _at_work["apply"] = handler, concerned
     if handler is None:
         _functions.custom_function_call = _apply_under_functorch
     else:
-        applied, _functions.custom_function_call = _appliers(handler)
+        applied, _functions.custom_function_call = _appliers(handler, concerned)
     if isinstance(vars(torch.autograd.Function)["apply"], classmethod):  # written in Python
         if handler is not None:
             _Level.apply = applied
@@ -52,12 +58,16 @@ def intercept_function_apply(handler: Any, concerned: Any = None) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _appliers(handler: Any) -> tuple[Any, Any]:
+def _appliers(handler: Any, concerned: Any) -> tuple[Any, Any]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         plain = super(_Level, cls).apply
-        return handler(cls, plain, args, kwargs) if issubclass(cls, torch.autograd.Function) else plain(*args, **kwargs)
+        if is_compiling() or not concerned() or not issubclass(cls, torch.autograd.Function):
+            return plain(*args, **kwargs)
+        return handler(cls, plain, args, kwargs)
 
     def under_functorch(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or not concerned():
+            return _apply_under_functorch(cls, *args, **kwargs)
         return handler(cls, functools.partial(_apply_under_functorch, cls), args, kwargs)
 
     return classmethod(apply), under_functorch
@@ -79,12 +89,15 @@ def unseen() -> list[str]:
     return [what for what, is_missing in missing.items() if is_missing]
 
 
-_probed: list[type] = []
-
-
-def _seen_by_probe(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
-    _probed.append(cls)
-    return apply(*args, **kwargs)
+@contextlib.contextmanager
+def _instead(intercept: Any, name: str, handler: Any) -> Iterator[None]:
+    """Within the block, this handler is at work in place of another."""
+    before = _at_work.get(name, (None, None))
+    intercept(handler, lambda: True)
+    try:
+        yield
+    finally:
+        intercept(*before)
 
 
 @functools.cache
@@ -96,18 +109,21 @@ def _functions_are_seen() -> bool:
         def forward(ctx: Any, x: Any) -> Any:
             return x + 1
 
+    seen: list[Any] = []
+
+    def handler(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(cls)
+        return apply(*args, **kwargs)
+
     apply = Probe.apply
-    intercept_function_apply(_seen_by_probe, lambda: True)
-    try:
-        with (
-            unrecorded(),
-            _pyfunctorch.temporarily_clear_interpreter_stack(),
-        ):  # the first body may be under a transform
-            answer = apply(torch.zeros(()))
-            alone = not _functorch_active()
-    finally:
-        intercept_function_apply(None)
-    return _probed[-1:] == [Probe] and answer.item() == 1 and alone
+    with (
+        _instead(intercept_function_apply, "apply", handler),
+        unrecorded(),
+        _pyfunctorch.temporarily_clear_interpreter_stack(),  # the first body may be under a transform
+    ):
+        answer = apply(torch.zeros(()))
+        alone = not _functorch_active()
+    return seen == [Probe] and answer.item() == 1 and alone
 
 
 def _in_a_thread_of_its_own(fn: Any, *args: Any, **kwargs: Any) -> None:
@@ -132,12 +148,9 @@ def _gradients_are_seen() -> bool:
         return x
 
     x = torch.zeros(())
-    intercept_reverse_mode(handler)
-    try:
+    with _instead(intercept_reverse_mode, "gradient", handler):
         for differentiate in (torch.func.grad, torch.func.jacrev, lambda f: lambda x: torch.func.vjp(f, x)):
             _in_a_thread_of_its_own(differentiate(torch.clone), x)
-    finally:
-        intercept_reverse_mode(None)
     return sum(one is x for one in seen) == 3
 
 
@@ -150,13 +163,10 @@ def _checkpoints_are_seen() -> bool:
         seen.append(fn)
         return fn, contextlib.nullcontext()
 
-    intercept_checkpoint(handler)
-    try:
+    with _instead(intercept_checkpoint, "checkpoint", handler):
         _in_a_thread_of_its_own(
             _checkpoint.checkpoint, torch.clone, torch.zeros(()), use_reentrant=False, preserve_rng_state=False
         )
-    finally:
-        intercept_checkpoint(None)
     return seen == [torch.clone]
 
 
@@ -183,6 +193,7 @@ def _detour(handler: Any, concerned: Any) -> tuple[Any, Any, Any]:
             and cls not in _ours
             and "_applied_for" not in vars(cls)
             and issubclass(cls, torch.autograd.Function)
+            and not is_compiling()
             and concerned()
         ):
             _detouring.level = True
@@ -226,18 +237,22 @@ _reverse: dict[str, Any] = {
 }
 
 
-def intercept_reverse_mode(handler: Any) -> None:
-    """Replace each tensor that `torch.func.grad`, `vjp` and their family are given by ``handler(x)``; None ends that.
+def intercept_reverse_mode(handler: Any, concerned: Any = None) -> None:
+    """Replace each tensor that `torch.func.grad`, `vjp` and their family are given, where ``concerned()`` holds, by
+    ``handler(x)``; None ends that.
 
     It is called where the transform's own level has not begun yet: what is done to `x` is not a part of the function.
     """
-    for name, exchanged in (_reverse if handler is None else _reverse_through(handler)).items():
+    _at_work["gradient"] = handler, concerned
+    for name, exchanged in (_reverse if handler is None else _reverse_through(handler, concerned)).items():
         setattr(_eager_transforms, name, exchanged)
 
 
 @functools.lru_cache(maxsize=1)
-def _reverse_through(handler: Any) -> dict[str, Any]:
+def _reverse_through(handler: Any, concerned: Any) -> dict[str, Any]:
     def given(values: Any) -> Any:
+        if is_compiling() or not concerned():
+            return values
         return _pytree.tree_map_only(torch.Tensor, handler, values)
 
     def gradient(func: Any, argnums: Any, has_aux: Any, args: Any, kwargs: Any) -> Any:
@@ -280,17 +295,19 @@ def watch_set(ask: Callable[[torch.Tensor], None]) -> None:
         torch.Tensor.set_ = set_  # type: ignore[method-assign]
 
 
-def intercept_checkpoint(handler: Any) -> None:
-    """Have `torch.utils.checkpoint` compute again by the function, and in the context, of ``handler(fn, args, kwargs)``,
-    which is asked at the call; None ends that."""
+def intercept_checkpoint(handler: Any, concerned: Any = None) -> None:
+    """Have `torch.utils.checkpoint`, where ``concerned()`` holds, compute again by the function, and in the context, of
+    ``handler(fn, args, kwargs)``, which is asked at the call; None ends that."""
+    _at_work["checkpoint"] = handler, concerned
     if _checkpoint_name is not None:
-        setattr(_checkpoint, _checkpoint_name, _plain_checkpoint if handler is None else _checkpointer(handler))
+        ours = _plain_checkpoint if handler is None else _checkpointer(handler, concerned)
+        setattr(_checkpoint, _checkpoint_name, ours)
 
 
 @functools.lru_cache(maxsize=1)
-def _checkpointer(handler: Any) -> Any:
+def _checkpointer(handler: Any, concerned: Any) -> Any:
     def again(fn: Any, context_fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if is_traced() or getattr(context_fn, "enters_body", False):
+        if is_compiling() or not concerned() or is_traced() or getattr(context_fn, "enters_body", False):
             return fn, context_fn
         fn, ours = handler(fn, args, kwargs)
 

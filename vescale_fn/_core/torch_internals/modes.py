@@ -25,31 +25,33 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 no_torch_function = torch._C.DisableTorchFunction
 
 
-_stances: list[Any] = []
+_by_stance = "_callback_from_stance"
 
 
-@functools.lru_cache(maxsize=1)
-def _as_written(stance: Any) -> Any:
-    return stance("force_eager")
+def run_compiled_as_written(concerned: Callable[[], bool]) -> bool:
+    """Have what `torch.compile` made run as it was written, from now on, where ``concerned()`` holds: what it traces, no mode
+    sees. As under `torch.compiler.set_stance("force_eager")`, but in one thread.
 
-
-def run_compiled_as_written(on: bool) -> None:
-    """Have what `torch.compile` made run as it was written, for as long as this is on: what it traces, no mode sees.
-
-    As `torch.compiler.set_stance("force_eager")`, which takes a hundred times as long.
+    Returns:
+        Whether that reaches all that may have been compiled.
     """
-    frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # not there: nothing was compiled yet
-    if on and hasattr(frames, "_stance") and not _stances:
-        _stances.append(frames._stance)
-        frames._stance = _as_written(frames.DynamoStance)
-    elif not on and _stances:
-        frames._stance = _stances.pop()
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:  # nothing was compiled yet
+        return True
+    own = getattr(frames, _by_stance, None)
+
+    def as_written(callback: Any) -> Any:
+        return None if concerned() else own(callback)  # type: ignore[misc]
+
+    if own is not None and own.__name__ == _by_stance:
+        setattr(frames, _by_stance, as_written)
+    return own is not None
 
 
 def compiled_runs_unseen() -> bool:
     """Whether something may have been compiled that `run_compiled_as_written` does not reach."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
-    return frames is not None and not hasattr(frames, "_stance")
+    return frames is not None and not hasattr(frames, _by_stance)
 
 
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are active

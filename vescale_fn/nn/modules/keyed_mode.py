@@ -53,12 +53,11 @@ class Keyed(TorchFunctionMode):
     def __enter__(self) -> Any:
         self._before.append(state.now().keyed)
         state.put(keyed=self)
-        body.watch_checkpoints(1)
+        body.watch_checkpoints()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        body.watch_checkpoints(-1)
         state.put(keyed=self._before.pop())
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
