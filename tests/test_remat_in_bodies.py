@@ -120,23 +120,6 @@ def test_the_reentrant_kind():
     )
 
 
-def test_torch_is_left_as_it_was():
-    inner, name = torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
-    # which is what checkpoint calls from torch 2.14 on
-    name = f"{name}_impl" if hasattr(inner, f"{name}_impl") else name
-    before = getattr(inner, name)
-    with vfn.simulate(2):
-        seen = []
-
-        def body(x):
-            seen.append(getattr(inner, name))
-            return x
-
-        vfn.shard_map(body, mesh=vfn.make_mesh((2,), ("j",)), in_specs=P("j"), out_specs=P("j"))(torch.ones(2))
-    assert seen[0] is not before
-    assert getattr(inner, name) is before
-
-
 # --- what no mode sees: a pybind extension, say -----------------------------------------------------------------------
 
 
