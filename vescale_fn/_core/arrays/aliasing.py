@@ -132,7 +132,7 @@ def entries(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Seq
     ]
     writers: dict[int, set[int]] = {}
     for k in range(n):
-        for x in tensors_in([entry(a, k) for a in targets if isinstance(a, (list, tuple))], {}):
+        for x in tensors_in([entry(a, k) for a in targets if isinstance(a, (list, tuple))]):
             for memory in memories(x):
                 writers.setdefault(memory, set()).add(k)
     alone = all(

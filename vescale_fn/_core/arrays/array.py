@@ -299,25 +299,23 @@ def _as_locals(adopt: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]
     tensors = op_arguments.tensors_in(args, kwargs)
     outside = {id(x) for x in tensors if tensor_types.outside(x, auto)}
     targets = blocks.written_arguments(func, args, kwargs)
-    if not outside or any(id(x) in outside for x in op_arguments.tensors_in(targets, {})):
+    if not outside or any(id(x) in outside for x in op_arguments.tensors_in(targets)):
         return None
     with torch_internals.no_torch_function():
         values = iter([adopt(x) if id(x) in outside else x for x in tensors])
-        return [op_arguments.replace(a, values) for a in args], {
-            k: op_arguments.replace(a, values) for k, a in kwargs.items()
-        }
+        return op_arguments.with_tensors((args, kwargs), values)
 
 
 def _take_in(value: Any) -> Any:
     """Raw DTensors as arrays."""
-    if isinstance(value, dict):
-        return {k: _take_in(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_take_in, value))
-    if isinstance(value, DTensor) and not isinstance(value, Array):
-        value = _only_sums(value)
-        return torch_internals.new_dtensor(Array, torch_internals.local(value), torch_internals.spec(value))
-    return value
+    return op_arguments.mapped(_taken_in, value)
+
+
+def _taken_in(x: Any) -> Any:
+    if not isinstance(x, DTensor) or isinstance(x, Array):
+        return x
+    x = _only_sums(x)
+    return torch_internals.new_dtensor(Array, torch_internals.local(x), torch_internals.spec(x))
 
 
 def _only_sums(x: Any) -> Any:
@@ -430,7 +428,7 @@ class _Move:
 
     def begun(self, x: Any) -> Any:
         """The value before it moves."""
-        x = _take_in(x)
+        x = _taken_in(x)
         return x if self.cast is None else x.to(self.cast[1])
 
     def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:

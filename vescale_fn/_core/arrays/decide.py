@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from .. import torch_internals
 from ..base.errors import MeshError, VaryingTypeError
 from ..base.messages import described, mesh_text, op_text, report
-from ..base.op_arguments import bind, replace, tensors_in
+from ..base.op_arguments import bind, tensors_in, with_tensors
 from ..distributed import blocks
 from ..distributed.blocks import Blocks
 from ..distributed.communicator import coordinates
@@ -148,7 +148,7 @@ def _on_tensors(
         "new": is_new(func, out_specs),
         "partial": any(spec.unreduced for spec in out_specs),
     }
-    lists = any(isinstance(a, (list, tuple)) and tensors_in(a, {}) for a in (*args, *kwargs.values()))
+    lists = any(isinstance(a, (list, tuple)) and tensors_in(a) for a in (*args, *kwargs.values()))
     one_call = how["op"] is func and not (moves or many or how["finish"] or folded or how["partial"] or lists)
     one_call = one_call and not communicator_of(mesh).holds_blocks
     if one_call and how["new"]:
@@ -194,8 +194,7 @@ def _rule(
     if any(not isinstance(tensors[i], DTensor) for i in pinned) or len(pinned) < len(written):
         return None, []
     ts = tuple(T(i, tuple(x.shape), x.dtype) for i, x in enumerate(tensors))
-    numbered = iter(ts)
-    by_name = {name: replace(a, numbered) for name, a in bind(func, args, kwargs).items()}
+    by_name = with_tensors(bind(func, args, kwargs), iter(ts))
     name = torch_internals.operator_name(func).removeprefix("aten::")
     call = Call(
         name.removesuffix("_") if places else name,
@@ -218,9 +217,9 @@ def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, 
     with torch_internals.shapes_only():
         try:
             fakes = iter([torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors])
-            fake_args = [replace(a, fakes) for a in args]
+            fake_args, fake_kwargs = with_tensors((args, kwargs), fakes)
             shaped: Any = SHAPES.get(func) or func
-            out = shaped(*fake_args, **{k: replace(a, fakes) for k, a in kwargs.items()})
+            out = shaped(*fake_args, **fake_kwargs)
         except Exception:
             return None, None
     if out is None and torch_internals.operator_name(func).endswith("_"):  # a list changed in place

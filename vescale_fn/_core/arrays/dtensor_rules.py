@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .. import torch_internals
-from ..base.op_arguments import replace, tensors_in
+from ..base.op_arguments import tensors_in, with_tensors
 from ..distributed import blocks
 from ..sharding.index_map import axes_of, is_even
 from ..sharding.layout import WHOLE, spec_for
@@ -19,7 +19,7 @@ from .rules.proved import PROVED
 
 def propagated(func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any, mesh: Any) -> tuple[list[P], list[P]] | None:
     """How each tensor argument must lie, and how each result lies, if DTensor's propagator is trusted to say so."""
-    if str(func) not in PROVED or outs is None or blocks.written(func) or tensors_in((), kwargs):
+    if str(func) not in PROVED or outs is None or blocks.written(func) or tensors_in(kwargs):
         return None
     axes = axes_of(mesh)
     metas = [
@@ -30,8 +30,7 @@ def propagated(func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any, mesh:
     ]
     if any(p.is_partial() or type(p) not in (Replicate, Shard) for meta in metas for p in meta.placements):
         return None
-    numbered = iter(metas)
-    answer = torch_internals.propagate(func, [replace(a, numbered) for a in args], kwargs)
+    answer = torch_internals.propagate(func, with_tensors(list(args), iter(metas)), kwargs)
     if answer is None or len(answer[0]) != len(tensors) or len(answer[1]) != len(outs):
         return None
     specs = []

@@ -13,7 +13,7 @@ from .. import torch_internals
 from ..base import context
 from ..base.errors import InPlaceError
 from ..base.messages import op_text, report
-from ..base.op_arguments import replace, tensors_in
+from ..base.op_arguments import tensors_in, with_tensors
 from ..distributed import blocks
 from ..distributed.mesh import communicator_of
 from ..sharding.layout import WHOLE, layout, spec_for, text
@@ -59,7 +59,7 @@ class Gathered(Decision):
         """Carry it out, after all that may be refused; a view, too, is read."""
         func = self.func
         tensors = tensors_in(args, kwargs)
-        written = {id(x) for x in tensors_in(blocks.written_arguments(func, args, kwargs), {})}
+        written = {id(x) for x in tensors_in(blocks.written_arguments(func, args, kwargs))}
         targets = list({id(x): x for x in tensors if id(x) in written and isinstance(x, DTensor)}.values())
         _refuse_overlap(func, targets)
         if context.is_strict():
@@ -74,8 +74,7 @@ class Gathered(Decision):
                     else (x, False)
                 )
                 moved = moved or copied
-        values = iter([whole[id(x)] for x in tensors])
-        all_args, all_kwargs = [replace(a, values) for a in args], {k: replace(a, values) for k, a in kwargs.items()}
+        all_args, all_kwargs = with_tensors((args, kwargs), iter([whole[id(x)] for x in tensors]))
         if self.view:  # of each rank's own memory: ranks may hold the same value in blocks of their own
             out = run_on_blocks(func, all_args, all_kwargs, self.mesh, None)
         else:

@@ -31,7 +31,7 @@ def write(decision: Any, cls: Any, args: Sequence[Any], kwargs: dict[str, Any], 
             cls.redispatch(func, *call)
         if calls:
             return args[0] if torch_internals.schema(func).returns else None
-    if any(moved_view(x) is not None for x in tensors_in(targets, {})):
+    if any(moved_view(x) is not None for x in tensors_in(targets)):
         return write_where_shown(cls, func, args, kwargs, note_written)
     if moving and settle(cls.redispatch, func, args):
         return cls.redispatch(func, args, kwargs)

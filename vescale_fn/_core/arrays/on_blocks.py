@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..base import context
-from ..base.op_arguments import bind, replace, tensors_in
+from ..base.op_arguments import bind, tensors_in, with_tensors
 from ..distributed import blocks, collectives
 from ..distributed.mesh import communicator_of
 from ..sharding.spec import P, split_axes
@@ -107,11 +107,7 @@ class OnBlocks(Decision):
                 local[i] = brought(x, self.targets[i], why)
             else:
                 local[i] = reshard.run(x, tuple(x.shape), self.mesh, steps, "")
-        values = iter(local)
-        local_args, local_kwargs = (
-            [replace(a, values) for a in args],
-            {k: replace(a, values) for k, a in kwargs.items()},
-        )
+        local_args, local_kwargs = with_tensors((list(args), kwargs), iter(local))
         if self.binds:
             bound = bind(self.func, local_args, local_kwargs)
             only = {a.name for a in torch_internals.schema(self.func).arguments if a.kwarg_only}
@@ -214,7 +210,7 @@ class WriteOnBlocks(OnBlocks):
         lists = [local_args[i] for i in places]
         target = list(zip(*lists)) if isinstance(lists[0], (list, tuple)) else lists[0]
         run_on_blocks(self.op, local_args, local_kwargs, self.mesh, target, vary)
-        for x in tensors_in([args[i] for i in places], {}):
+        for x in tensors_in([args[i] for i in places]):
             in_place.note_written(self.func, x)
         return args[0] if torch_internals.schema(self.func).returns else None
 

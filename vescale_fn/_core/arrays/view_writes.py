@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..base import context
-from ..base.op_arguments import replace, tensors_in
+from ..base.op_arguments import mapped, tensors_in, with_tensors
 from ..distributed import blocks
 from ..distributed.blocks import Blocks
 from ..distributed.communicator import coordinates
@@ -48,7 +48,8 @@ def check_fit(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise, on all ranks alike, what torch raises where sizes or dtypes do not fit."""
     with torch_internals.unrecorded():
         metas = iter([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tensors_in(args, kwargs)])
-        func(*[replace(a, metas) for a in args], **{k: replace(a, metas) for k, a in kwargs.items()})
+        args, kwargs = with_tensors((args, kwargs), metas)
+        func(*args, **kwargs)
 
 
 def write_pieces(func: Any, args: Sequence[Any], kwargs: dict[str, Any], link: MovedView) -> bool:
@@ -108,9 +109,8 @@ def write_pieces(func: Any, args: Sequence[Any], kwargs: dict[str, Any], link: M
         ]
         # A plan has this write on every rank, or its passes would see memory that is written on some ranks alone.
         for target, values in writes or [(block.as_strided((0,), (1,)), list(map(_nothing, given)))]:
-            mine = iter(values)
-            rest = [replace(a, mine) for a in args[1:]]
-            func(target, *rest, **{k: replace(a, mine) for k, a in kwargs.items()})
+            rest, named = with_tensors((args[1:], kwargs), iter(values))
+            func(target, *rest, **named)
     return True
 
 
@@ -144,19 +144,14 @@ def write_where_shown(
         return out
     copies: dict[int, Any] = {}  # what is written, as values of its own, which are then put where they belong
 
-    def replaced(x: Any) -> Any:
-        if isinstance(x, (list, tuple)):
-            return type(x)(map(replaced, x))
-        return copies.get(id(x), x) if isinstance(x, torch.Tensor) else x
-
     targets = blocks.written_arguments(func, args, kwargs)
-    moved = {m for x in tensors_in(targets, {}) if moved_view(x) is not None for m in memories(x)}
-    originals = list({id(x): x for x in tensors_in(targets, {}) if moved & memories(x)}.values())
+    moved = {m for x in tensors_in(targets) if moved_view(x) is not None for m in memories(x)}
+    originals = list({id(x): x for x in tensors_in(targets) if moved & memories(x)}.values())
     for x in originals:
         local = brought(x, layout(torch_internals.spec(x)), "", apart=True)
         local = local if moved_view(x) is not None else copied(local)
         copies[id(x)] = torch_internals.new_dtensor(cls, local, torch_internals.spec(x))
-    result = cls.redispatch(func, [replaced(a) for a in args], {k: replaced(a) for k, a in kwargs.items()})
+    result = cls.redispatch(func, *mapped(lambda x: copies.get(id(x), x), (args, kwargs)))
     for x in originals:
         cls.redispatch(COPY, (x, copies[id(x)]))
     back = {id(copy): x for x, copy in zip(originals, copies.values(), strict=True)}
@@ -172,8 +167,8 @@ def _write_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any], link: M
     others = iter(
         [whole_tensor(func, x, written=False)[0] if isinstance(x, DTensor) else x for x in tensors_in(args[1:], kwargs)]
     )
-    rest = [replace(a, others) for a in args[1:]]
-    func(_seen_in(whole, args[0]), *rest, **{k: replace(a, others) for k, a in kwargs.items()})
+    rest, named = with_tensors((args[1:], kwargs), others)
+    func(_seen_in(whole, args[0]), *rest, **named)
     put_back(func, base, whole)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,24 +10,36 @@ import torch
 from .. import torch_internals
 
 
-def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments of an op, in order; also those in lists."""
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """The tensors in lists, tuples and dictionaries, in order."""
     found: list[torch.Tensor] = []
-    for a in (*args, *kwargs.values()):
-        if isinstance(a, torch.Tensor):
-            found.append(a)
-        elif isinstance(a, (list, tuple)):
-            found.extend(x for x in a if isinstance(x, torch.Tensor))
+    _collect(values, found)
     return found
 
 
-def replace(a: Any, values: Any) -> Any:
-    """`a` with each tensor in it replaced by the next of the iterator `values`."""
-    if isinstance(a, torch.Tensor):
-        return next(values)
-    if isinstance(a, (list, tuple)):
-        return type(a)(next(values) if isinstance(x, torch.Tensor) else x for x in a)
-    return a
+def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif isinstance(x, (list, tuple)):
+            _collect(x, found)
+        elif isinstance(x, dict):
+            _collect(x.values(), found)
+
+
+def mapped(fn: Callable[[Any], Any], value: Any) -> Any:
+    """The same lists, tuples and dictionaries, with `fn` of each thing in them."""
+    if isinstance(value, (list, tuple)) and type(value) is not torch.Size:
+        items = (mapped(fn, x) for x in value)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: mapped(fn, x) for key, x in value.items()}
+    return fn(value)
+
+
+def with_tensors(value: Any, new: Iterator[Any]) -> Any:
+    """The same structure with the next of `new` in place of each tensor."""
+    return mapped(lambda x: next(new) if isinstance(x, torch.Tensor) else x, value)
 
 
 def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,52 +1,15 @@
-"""What a torch function does, told by its name: whether it draws, writes, reads a number into Python, is linear; and the
-tensors among its arguments.
-"""
+"""What a torch function does, told by its name: whether it draws, writes, reads a number into Python, is linear."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .. import torch_internals
-from ..base import dtypes
-
-# --- the tensors among arguments --------------------------------------------------------------------------------------
-
-
-def _collect(value: Any, into: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        into.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, into)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, into)
-
-
-def tensors(*values: Any) -> list[torch.Tensor]:
-    """The tensors in lists, tuples and dicts, in order."""
-    found: list[torch.Tensor] = []
-    for value in values:
-        _collect(value, found)
-    return found
-
-
-def with_tensors(value: Any, new: Iterator[torch.Tensor]) -> Any:
-    """The same structure with other tensors."""
-    if isinstance(value, torch.Tensor):
-        return next(new)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(with_tensors(item, new) for item in value))
-    if isinstance(value, (list, tuple)) and type(value) is not torch.Size:
-        return type(value)(with_tensors(item, new) for item in value)
-    if isinstance(value, dict):
-        return {key: with_tensors(item, new) for key, item in value.items()}
-    return value
+from ..base import dtypes, op_arguments
 
 
 def bounds(index: Any) -> list[torch.Tensor]:
@@ -197,11 +160,11 @@ def written(func: Any, name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
                 for i, key in enumerate(("input", "weight", "bias", "running_mean", "running_var", "training"))
             }
         if "embedding" in name:
-            return tensors(bound["weight"]) if bound.get("max_norm") is not None else []
+            return op_arguments.tensors_in(bound["weight"]) if bound.get("max_norm") is not None else []
         if not bound.get("training", bound.get("use_input_stats", name == "instance_norm")):
             return []
-        return tensors(bound.get("running_mean"), bound.get("running_var"))
-    return tensors(
+        return op_arguments.tensors_in(bound.get("running_mean"), bound.get("running_var"))
+    return op_arguments.tensors_in(
         [
             argument(i, a.name)
             for i, a in enumerate(_schema(func).arguments)

@@ -11,14 +11,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
-from ..base import context, tree
+from ..base import context, op_arguments, tree
 from ..base.messages import mesh_text
 from ..base.source_lines import quoted, user_line
 from ..distributed.divergence import Call, Value
 from ..distributed.mesh import communicator_of
 from ..sharding.index_map import axes_of
 from ..sharding.layout import text
-from . import function_kinds, tensor_types, types
+from . import tensor_types, types
 
 
 def digest(x: torch.Tensor) -> str:
@@ -122,7 +122,7 @@ def body_alike(
     if ledger is None:
         return
     with torch_internals.no_torch_function():
-        given, made = function_kinds.tensors(args, kwargs), function_kinds.tensors(out)
+        given, made = op_arguments.tensors_in(args, kwargs), op_arguments.tensors_in(out)
         type_ = tensor_types.read(made[0]) if made else None
         alike = tuple(axis for axis in body.axes if type_ is not None and type_.letter(axis) in "IR")
         line, everyone = quoted(user_line()), communicator_of(body.mesh).processes()

@@ -12,11 +12,11 @@ from .. import torch_internals
 from ..base import context
 from ..base.errors import VaryingTypeError
 from ..base.messages import report
+from ..base.op_arguments import tensors_in
 from ..distributed.blocks import Blocks
 from ..distributed.mesh import same
 from ..sharding.layout import layout, type_text
 from ..sharding.spec import P
-from .function_kinds import tensors
 from .types import INVARIANT, Type, of
 
 
@@ -175,7 +175,7 @@ def type_in(x: torch.Tensor, body: context.Body) -> Type:
 
 def mark_all(value: Any, type_: Type) -> Any:
     """Give every tensor in a result its type, and return the result."""
-    for x in tensors(value):
+    for x in tensors_in(value):
         mark(x, type_)
     return value
 
@@ -190,7 +190,7 @@ def mark_made(value: Any, type_: Type, operands: Iterable[torch.Tensor]) -> Any:
             outside.update((id(x), id(torch_internals.base(x))))
     if not outside:
         return mark_all(value, type_)
-    for x in map(torch_internals.peel, tensors(value)):
+    for x in map(torch_internals.peel, tensors_in(value)):
         if id(x) not in outside:
             x.vfn_type = type_  # type: ignore[attr-defined]
             if (base := torch_internals.base(x)) is not None and id(base) not in outside:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from .. import torch_internals
-from ..base import context, linear_map, state
+from ..base import context, linear_map, op_arguments, state
 from ..base.errors import TransformError, VaryingTypeError
 from ..base.messages import report
-from ..local_types import function_kinds, replica_check, tensor_types, types
+from ..local_types import replica_check, tensor_types, types
 from ..local_types.tensor_types import mark
 from .collective_maps import Collective
 from .typed_mode import Checked
@@ -148,7 +148,7 @@ def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
     mode = _mode()
     if cls is torch_internals.checkpoint_function:
         function, _, *given = args
-        if not any(torch_internals.needs_gradient(x) for x in function_kinds.tensors(given)):
+        if not any(torch_internals.needs_gradient(x) for x in op_arguments.tensors_in(given)):
             return function(*given)
         raise TransformError(
             report(
@@ -170,13 +170,13 @@ def _typed_apply(mode: Checked, cls: Any, apply: Any, args: Any, kwargs: Any) ->
     def applied(*args: Any, **kwargs: Any) -> Any:
         out = apply(*args, **kwargs)
         inside.extend(
-            found for x in function_kinds.tensors(out) if (found := tensor_types.own(x)) is not None and found.plain
+            found for x in op_arguments.tensors_in(out) if (found := tensor_types.own(x)) is not None and found.plain
         )
         return out
 
-    name, given = f"{cls.__name__}.apply", function_kinds.tensors(args, kwargs)
+    name, given = f"{cls.__name__}.apply", op_arguments.tensors_in(args, kwargs)
     out = mode.combining(applied, name, args, kwargs, to=None if given else mode.everywhere)
-    made = [x for x in function_kinds.tensors(out) if tensor_types.own(x) is not None]
+    made = [x for x in op_arguments.tensors_in(out) if tensor_types.own(x) is not None]
     extra = frozenset().union(*(found.varying for found in inside)) - frozenset().union(
         *(mode.typeof(x).varying for x in made)
     )
@@ -229,11 +229,11 @@ def computed_again(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call
 
     In a nest of checkpoints the arguments are other tensors then, which have lost their types.
     """
-    known = [(tensor_types.read(x), tensor_types.is_borrowed(x)) for x in function_kinds.tensors(args, kwargs)]
+    known = [(tensor_types.read(x), tensor_types.is_borrowed(x)) for x in op_arguments.tensors_in(args, kwargs)]
 
     def again(*args: Any, **kwargs: Any) -> Any:
         with torch_internals.no_torch_function():
-            for x, (type_, borrowed) in zip(function_kinds.tensors(args, kwargs), known, strict=True):
+            for x, (type_, borrowed) in zip(op_arguments.tensors_in(args, kwargs), known, strict=True):
                 if type_ is not None and tensor_types.own(x) is None:  # its base may have that of another view
                     mark(x, type_)
                     if borrowed:

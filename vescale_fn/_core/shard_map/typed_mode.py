@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
-from ..base import context, tracebacks
+from ..base import context, op_arguments, tracebacks
 from ..base.errors import InPlaceError, VaryingTypeError
 from ..base.messages import mesh_text, report
 from ..distributed.blocks import Blocks
@@ -146,7 +146,7 @@ class Checked(Unchecked):
 
     def combining(self, func: Any, name: str, args: Any, kwargs: Any, to: Type | None = None) -> Any:
         """`function`, operands of any types; or with all of them brought to varying as `to`."""
-        given = function_kinds.tensors(args, kwargs)
+        given = op_arguments.tensors_in(args, kwargs)
         if not given:
             out = self.made(func, args, kwargs, draws=to is not None)
             return tensor_types.mark_all(out, to or types.INVARIANT)
@@ -159,7 +159,7 @@ class Checked(Unchecked):
             want, result = self.combined(name, args, kwargs, operands, known)
         operands = [self.promoted(x, have, want) for x, have in zip(operands, known, strict=True)]
         if any(a is not b for a, b in zip(operands, given)):
-            args, kwargs = function_kinds.with_tensors((args, kwargs), iter(operands))
+            args, kwargs = op_arguments.with_tensors((args, kwargs), iter(operands))
         return tensor_types.mark_made(func(*args, **kwargs), result, operands)
 
     def index(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -177,7 +177,7 @@ class Checked(Unchecked):
         body (of simulated ones the shapes are known)."""
         out = self.function(func, name, args, kwargs)
         if not self.ranks and (name != "where" or len(args) + len(kwargs) == 1):
-            self.sized_by_values |= any(self.typeof(x).varying for x in function_kinds.tensors(out))
+            self.sized_by_values |= any(self.typeof(x).varying for x in op_arguments.tensors_in(out))
         return out
 
     def taken_at(self, x: Tensor, dim: int, at: Tensor, rest: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -189,7 +189,7 @@ class Checked(Unchecked):
 
     def unknown(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """An op that we know nothing about: what it gives varies as its operands do."""
-        alike = function_kinds.tensors(args, kwargs) and not function_kinds.may_differ(func)
+        alike = op_arguments.tensors_in(args, kwargs) and not function_kinds.may_differ(func)
         return self.combining(func, name, args, kwargs, to=None if alike else self.everywhere)
 
     def draw(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -211,7 +211,7 @@ class Checked(Unchecked):
                 if base is have and all(its is have for its in seen[1]) and not tensor_types.is_borrowed(args[0]):
                     return func(*args)  # what is written has the target's type: nothing changes
         into = kwargs["out"] if "out" in kwargs else args[0] if args else kwargs.get("input")
-        targets = function_kinds.tensors(into)
+        targets = op_arguments.tensors_in(into)
         if not targets:
             return self.combining(func, name, args, kwargs)
         return self.writing(func, name, args, kwargs, targets, draws=name in function_kinds.DRAWS)
@@ -229,7 +229,7 @@ class Checked(Unchecked):
 
     def writing(self, func: Any, name: str, args: Any, kwargs: Any, targets: list[Tensor], draws: bool = False) -> Any:
         """A function that writes `targets`, which are among its operands."""
-        given = function_kinds.tensors(args, kwargs)
+        given = op_arguments.tensors_in(args, kwargs)
         known = [self.typeof(x) for x in given]
         drawn = (self.everywhere,) if draws else ()
         plain_name = name.strip("_").removeprefix("i") if name.startswith("__i") else name.rstrip("_")
@@ -243,7 +243,7 @@ class Checked(Unchecked):
         operands = [
             x if id(x) in mine else self.promoted(self.taken_in(x), have, want) for x, have in zip(given, known)
         ]
-        args, kwargs = function_kinds.with_tensors((args, kwargs), iter(operands))
+        args, kwargs = op_arguments.with_tensors((args, kwargs), iter(operands))
         out = func(*args, **kwargs)
         for target in targets:
             base = torch_internals.base(torch_internals.peel(target))
@@ -305,7 +305,7 @@ class Checked(Unchecked):
     def gradient(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """`torch.autograd.grad`: its arguments must stay the tensors that they are; a gradient has its primal's type."""
         outputs, inputs = (
-            function_kinds.tensors(args[i] if len(args) > i else kwargs.get(key))
+            op_arguments.tensors_in(args[i] if len(args) > i else kwargs.get(key))
             for i, key in enumerate(("outputs", "inputs"))
         )
         seeds = args[2] if len(args) > 2 else kwargs.get("grad_outputs")
@@ -320,7 +320,7 @@ class Checked(Unchecked):
                         f"vfn.psum(loss, {min(self.typeof(varying[0]).varying)!r}) in the function",
                     )
                 )
-        for seed, x in zip(function_kinds.tensors(seeds), outputs) if seeds is not None else ():
+        for seed, x in zip(op_arguments.tensors_in(seeds), outputs) if seeds is not None else ():
             differs = self.typeof(seed).varying - self.typeof(x).varying
             if differs:
                 raise VaryingTypeError(
@@ -376,7 +376,7 @@ class Checked(Unchecked):
 
     def number(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A value is read into Python, where ranks must not part."""
-        self.refuse_to_read(name, function_kinds.tensors(args, kwargs))
+        self.refuse_to_read(name, op_arguments.tensors_in(args, kwargs))
         if self.ranks and name in concretization.VALUES:
             below = torch_internals.peel(args[0])
             if type(below) is Blocks and not torch_internals.is_batched(args[0]):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_internals
-from ..base import context, linear_map
+from ..base import context, linear_map, op_arguments
 from ..base.errors import TransformError
 from ..base.messages import report
 from ..distributed.blocks import Blocks
@@ -111,13 +111,13 @@ class Unchecked(TorchFunctionMode):
         """Any function: what it gives is a value of the body, which tells it from those that come from outside."""
         if name == "_make_dual":
             refuse_to_be_traced()
-        given = function_kinds.tensors(args, kwargs)
+        given = op_arguments.tensors_in(args, kwargs)
         if not given:
             return tensor_types.mark_all(self.made(func, args, kwargs, draws=name in function_kinds.DRAWS), self.own)
         if func is not torch.autograd.grad and name not in function_kinds.NOT_TYPED:
             new = [self.taken_in(x) for x in given]
             if any(a is not b for a, b in zip(new, given)):
-                args, kwargs = function_kinds.with_tensors((args, kwargs), iter(new))
+                args, kwargs = op_arguments.with_tensors((args, kwargs), iter(new))
                 given = new
         return tensor_types.mark_made(func(*args, **kwargs), self.own, given)
 

@@ -131,7 +131,6 @@ from .operators import (
     overloads,
     schema,
     standard_gamma_grad,
-    tensors_of,
     warn_of_untested,
 )
 from .settings import (
@@ -282,7 +281,6 @@ __all__ = [
     "stored_at",
     "strided_shard",
     "strided_shard_type",
-    "tensors_of",
     "torch_function_on",
     "tracing",
     "transforming",

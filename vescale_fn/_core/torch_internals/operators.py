@@ -128,18 +128,6 @@ def in_parts(func: Any) -> Any:
     return func.decompose if made else None
 
 
-def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and dictionaries."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for x in tree.values():
-            yield from tensors_of(x)
-    elif isinstance(tree, (list, tuple)):
-        for x in tree:
-            yield from tensors_of(x)
-
-
 def is_operator(func: Any) -> bool:
     """Whether `func` is something under `torch.ops`."""
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from ..._core import torch_internals
-from ..._core.base import context, tree
+from ..._core.base import context, op_arguments, tree
 from ..._core.base.source_lines import PACKAGE, user_line
 from ..._core.distributed.blocks import Blocks
 from ..._core.local_types import function_kinds
@@ -100,17 +100,17 @@ class Recorder(TorchFunctionMode):
         # before the call, which may write its operands
         if kind not in _SELDOM_VALUES and name not in function_kinds.NOT_TYPED:
             with torch_internals.no_torch_function():
-                sources = self._sources(function_kinds.tensors(args, kwargs), name)
+                sources = self._sources(op_arguments.tensors_in(args, kwargs), name)
         out = func(*args, **kwargs)
         made = (
-            function_kinds.tensors(args[0] if name == "__setitem__" else out)
+            op_arguments.tensors_in(args[0] if name == "__setitem__" else out)
             if name not in function_kinds.NOT_TYPED
             else []
         )
         if made:
             with torch_internals.no_torch_function():
                 if sources is None:
-                    sources = self._sources(function_kinds.tensors(args, kwargs), name)
+                    sources = self._sources(op_arguments.tensors_in(args, kwargs), name)
                 for x in made:
                     self.add(_NAMES.get(name, name), x, sources)
         return out

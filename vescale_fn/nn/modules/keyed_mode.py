@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..._core import torch_internals
-from ..._core.base import source_lines, state
+from ..._core.base import op_arguments, source_lines, state
 from ..._core.base.errors import InPlaceError, RandomError
 from ..._core.base.messages import report
 from ..._core.local_types import function_kinds
@@ -95,10 +95,12 @@ class Keyed(TorchFunctionMode):
 
     def _check_writes(self, func: Any, way: str, name: str, args: Any, kwargs: Any) -> None:
         if way == "out":
-            targets = function_kinds.tensors(kwargs["out"])
+            targets = op_arguments.tensors_in(kwargs["out"])
         else:
             targets = (
-                function_kinds.tensors(args[:1]) if way == "write" else function_kinds.written(func, name, args, kwargs)
+                op_arguments.tensors_in(args[:1])
+                if way == "write"
+                else function_kinds.written(func, name, args, kwargs)
             )
         for x in targets:
             held = self._kept.get(memory_of(x))

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ..._core import torch_internals
 from ..._core.arrays.stateful_draws import refuse_seeded
-from ..._core.base import context, source_lines
+from ..._core.base import context, op_arguments, source_lines
 from ..._core.base.errors import InPlaceError, RecordError
 from ..._core.base.messages import op_text, report
 from ..._core.distributed import blocks
@@ -221,7 +221,7 @@ class Recorder(torch_internals.TorchDispatchMode):
             return self._recorded(func, args, kwargs)
 
     def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = list(torch_internals.tensors_of((args, kwargs)))
+        tensors = op_arguments.tensors_in(args, kwargs)
         if func in _READS:
             return self._read(func, tensors, args, kwargs)
         if func in _NOTHING:
@@ -367,20 +367,15 @@ class Recorder(torch_internals.TorchDispatchMode):
         return x if self.is_stand_in(x) else self._constant(x)
 
     def _stand_ins(self, a: Any) -> Any:
-        if isinstance(a, torch.Tensor):
-            return self._stand_in(a)
-        if isinstance(a, (list, tuple)):
-            return type(a)(map(self._stand_ins, a))
-        return {k: self._stand_ins(v) for k, v in a.items()} if isinstance(a, dict) else a
+        return op_arguments.mapped(lambda x: self._stand_in(x) if isinstance(x, torch.Tensor) else x, a)
 
     def _nodes(self, a: Any) -> Any:
-        if isinstance(a, torch.Tensor):
-            return self.node(a)
-        if isinstance(a, float):
-            return self._numbers.get(float.__add__(a, 0.0), a) if self._numbers else a
-        if isinstance(a, (list, tuple)):
-            return type(a)(map(self._nodes, a))
-        return {k: self._nodes(v) for k, v in a.items()} if isinstance(a, dict) else a
+        return op_arguments.mapped(self._node_of, a)
+
+    def _node_of(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return self.node(x)
+        return self._numbers.get(float.__add__(x, 0.0), x) if self._numbers and isinstance(x, float) else x
 
     def _read(self, func: Any, tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
         values = {id(x): self._literals.get(id(x)) if self.is_stand_in(x) else x for x in tensors}
