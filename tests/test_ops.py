@@ -1119,6 +1119,40 @@ def test_nothing_moves_that_need_not(program, laid, moves):
     assert moves_of(program, (2,), *laid) == moves
 
 
+FIRST, SECOND, W = P("a"), P(None, "a"), P()
+
+
+@pytest.mark.parametrize(
+    ("program", "laid"),
+    [
+        (lambda x, w, b: F.conv2d(x, w, b, padding=1), [(f(5, 2, 3, 4), FIRST), (f(3, 2, 3, 3), W), (f(3), W)]),
+        (
+            lambda x, w, b: F.conv1d(x, w, b),
+            [(f(4, 2, 5), FIRST), (f(3, 2, 3), W), (f(3), W)],
+        ),  # the third rank has none
+        (lambda x, w, b: F.conv1d(x, w, b, groups=5), [(f(2, 5, 4), SECOND), (f(5, 1, 3), FIRST), (f(5), FIRST)]),
+        (lambda x, w, b: F.conv1d(x, w, b), [(f(2, 3, 5), W), (f(5, 3, 3), FIRST), (f(5), FIRST)]),
+        (lambda x: F.max_pool2d(F.interpolate(x, scale_factor=2), 2), [(f(2, 5, 2, 2), SECOND)]),
+        (lambda x: F.adaptive_avg_pool2d(F.pad(x, (1, 1, 1, 1), "reflect"), 2), [(f(5, 2, 3, 3), FIRST)]),
+        (lambda x, w, b: F.group_norm(x, 5, w, b), [(f(3, 5, 4), SECOND), (f(5), FIRST), (f(5), FIRST)]),
+        (lambda q, k: F.scaled_dot_product_attention(q, k, k), [(f(4, 2, 3, 4), FIRST), (f(4, 2, 5, 4), FIRST)]),
+        (lambda q, k: F.scaled_dot_product_attention(q, k, k), [(f(2, 5, 3, 4), SECOND), (f(2, 5, 5, 4), SECOND)]),
+        (lambda x: torch.fft.fft(x).abs(), [(f(5, 4), FIRST)]),
+        (lambda x: x.var(1) + x.std(1), [(f(5, 4), FIRST)]),
+    ],
+)
+def test_what_is_split_unevenly_is_not_gathered(program, laid):
+    tensors = tuple(x for x, _ in laid)
+    grad = vfn.grad(lambda *args: program(*args).square().sum(), tuple(range(len(laid))))
+    with vfn.simulate(3):
+        mesh = vfn.make_mesh((3,), ("a",))
+        held = [vfn.shard(x, mesh, spec) for x, spec in laid]
+        with vfn.comm_log() as log:
+            got = program(*held), grad(*held)
+        assert {entry.op for entry in log} <= {"all_reduce"}, log
+        torch.testing.assert_close(vfn.unshard(got), (program(*tensors), grad(*tensors)))
+
+
 @pytest.mark.parametrize(("names", "batch"), [("a", 5), ("ab", 5), ("ba", 2)])  # 2 of 6 ranks have something
 def test_a_product_of_an_uneven_batch_gathers_nothing(names, batch):
     """[batch, tokens, dim] seen as rows, which torch's products work on, stays split between sequences."""

@@ -72,7 +72,7 @@ def _solve(
         votes.setdefault(label, {}).setdefault(names, 0)
     for label in rule.sums if pinned else ():  # what is written is no partial sum
         votes.pop(label, None)
-    extremes = rule.sums if rule.fold in ("max", "min") else frozenset()  # of nothing there is none
+    filled = rule.filled | (rule.sums if rule.fold in ("max", "min") else frozenset())  # of nothing there is no extreme
     chosen: dict[Any, tuple[str, ...]] = {}
     used: dict[Any, set[str]] = {}  # an axis splits one label of a call
     for label in sorted(votes, key=lambda label: (label in rule.yields, -max(votes[label].values()))):
@@ -86,7 +86,7 @@ def _solve(
                 (label not in rule.even and len(sizes[label]) == 1)
                 or all(s % math.prod(axes[a] for a in names[: n + 1]) == 0 for s in sizes[label])
             )
-            and (label not in extremes or all(all_hold_some(s, names[: n + 1], axes) for s in sizes[label]))
+            and (label not in filled or all(all_hold_some(s, names[: n + 1], axes) for s in sizes[label]))
         ):
             n += 1
         chosen[label] = names[:n]

@@ -66,7 +66,8 @@ def apart(
     ]
     within = {label: [_part(label, k) for k in range(len(sizes))] for label, sizes in cuts.items() if len(sizes) > 1}
     spread = lambda labels: frozenset(part for label in labels for part in within.get(label, (label,)))
-    fine = replace(rule, ins=label_rows[0], outs=label_rows[1], sums=spread(rule.sums), even=spread(rule.even))
+    marked = {"sums": spread(rule.sums), "even": spread(rule.even), "filled": spread(rule.filled)}
+    fine = replace(rule, ins=label_rows[0], outs=label_rows[1], **marked)
     sizes = [
         tuple(n for parts in found for n, _ in parts) if shape is not None else None
         for found, shape in zip(results, outs, strict=True)

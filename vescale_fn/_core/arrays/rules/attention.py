@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def attention(call: Call) -> Rule:
-    """scaled_dot_product_attention: batch and heads may be split; groups of heads that share a key, evenly. With the
+    """scaled_dot_product_attention: batch and heads may be split, heads that share keys evenly. With the
     kernels of the CPU, which take any mask, so may the queries, each of which looks at all keys."""
     q, k = call["query"], call["key"]
     heads = {q.shape[1], k.shape[1]}
@@ -38,7 +38,7 @@ def attention(call: Call) -> Rule:
         tuple(row(s, i == 1 and not backward, i == 0 or not backward) for i, s in enumerate(call.outs)),
         # of the gradients of keys and values, and of that of a mask that is broadcast
         sums=frozenset(("batch", "head", "query") if backward else ()),
-        even=frozenset(("batch", "head")),
+        filled=frozenset(("head",) if own else ("batch", "head")),  # the CPU's kernels take no examples
         op=own,
         only="blocks" if own else "",
         blocks=("query",) if own else (),

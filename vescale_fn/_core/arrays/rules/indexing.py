@@ -115,8 +115,8 @@ def index_add(call: Call) -> Rule:
 
     ins = tuple(map(row, call.tensors))
     rule = _writing(Rule(ins, (ins[0],)), local_rows.index_write(call.name, x, dim))
-    even = frozenset(ins[0]) - {None} if call.name == "index_reduce" else frozenset()  # which fails on no elements
-    return replace(rule, even=even)
+    filled = frozenset(ins[0]) - {None} if call.name == "index_reduce" else frozenset()  # which fails on no elements
+    return replace(rule, filled=filled)
 
 
 def _along(call: Call, read: bool, sums: bool) -> tuple[str | None, str | None]:

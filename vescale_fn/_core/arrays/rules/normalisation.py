@@ -47,7 +47,7 @@ def group_norm(call: Call) -> Rule | None:
 
     rows = tuple(row(t.shape) for t in call.tensors)
     outs = tuple(row(shape or ()) for shape in call.outs)
-    return Rule(rows, outs, sums=frozenset({"n"}), even=frozenset({"n", "g"}), op=local)
+    return Rule(rows, outs, sums=frozenset({"n"}), filled=frozenset({"n", "g"}), op=local)
 
 
 def batch_norm(call: Call) -> Rule | None:
@@ -126,7 +126,7 @@ def _evaluated(call: Call) -> Rule:
         tuple(row(t.shape) for t in call.tensors),
         tuple(row(s or ()) for s in call.outs),
         sums=frozenset("n" if "grad_out" in call.args else ""),
-        even=frozenset("nc"),
+        filled=frozenset("nc"),
     )
 
 
@@ -145,5 +145,5 @@ def _of_channels(call: Call, part: Any, finish: Any) -> Rule:
         op=part,
         finish=finish,
         again=True,
-        even=frozenset("c"),
+        filled=frozenset("c"),
     )

@@ -58,9 +58,9 @@ def max_or_min(call: Call) -> Rule:
 
 
 def spread(call: Call) -> Rule:
-    """var and std: as a reduction; split evenly, for of no elements they warn."""
+    """var and std: as a reduction; of no elements they warn."""
     rule = reduction(call)
-    return replace(rule, even=frozenset(rule.ins[0]) - {None})
+    return replace(rule, filled=frozenset(rule.ins[0]) - {None})
 
 
 def norm(call: Call) -> Rule | None:

@@ -1,6 +1,6 @@
 """How ops over space shard: convolution, pooling, resampling, padding. Examples may be split, and mostly channels.
 
-Some of these kernels crash on no elements, so what they split is split evenly.
+Some of these kernels crash on no elements: each rank has some.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from .rule import Call, Parts, Row, Rule, T, dims, none
 
 aten = torch.ops.aten
-_EVEN = frozenset({"n", "c", "i", "o", "g"})
+_FILLED = frozenset({"n", "c"})
+_CHANNELS = frozenset({"i", "o", "g"})  # of a convolution, which takes no examples
 
 
 def convolution(call: Call) -> Rule:
@@ -48,7 +49,7 @@ def convolution(call: Call) -> Rule:
             ins,
             (row(out, call.outs[0]),),
             sums=frozenset("i"),
-            even=_EVEN,
+            filled=_CHANNELS,
             joins=(2,) if len(ins) > 2 else (),
             op=one if groups > 1 else None,
         )
@@ -62,7 +63,7 @@ def convolution(call: Call) -> Rule:
 
     ins = (row(out, shapes["grad_output"]), row(x, shapes["input"]), row(w, shapes["weight"]))
     outs = tuple(row(lead, shape) for lead, shape in zip((x, w, (o,)), call.outs, strict=True))
-    return Rule(ins, outs, sums=frozenset("no"), even=_EVEN, op=local)
+    return Rule(ins, outs, sums=frozenset("no"), filled=_CHANNELS, op=local)
 
 
 def _grouped(groups: int, each: int) -> Any:
@@ -79,7 +80,7 @@ def planes(ndim: int, sizes: str = "") -> Callable[[Call], Rule | None]:
         if len(lead) not in (1, 2) or any(len(s) <= len(lead) or s[: len(lead)] != lead for s in shapes):
             return None
         rows = [(*("n", "c")[2 - len(lead) :], *none(s[len(lead) :])) for s in shapes]
-        return Rule(tuple(rows[: len(call.tensors)]), tuple(rows[len(call.tensors) :]), even=_EVEN, sizes=sizes)
+        return Rule(tuple(rows[: len(call.tensors)]), tuple(rows[len(call.tensors) :]), filled=_FILLED, sizes=sizes)
 
     return rule
 
@@ -95,7 +96,7 @@ def columns(ndim: int) -> Callable[[Call], Rule | None]:
             return None
         labels = (*range(lead), "c")
         ins, outs = ((*labels, *none(s[lead + 1 :])) for s in (x, out))
-        return Rule((ins,), (outs,), even=frozenset(labels))
+        return Rule((ins,), (outs,), filled=frozenset(labels))
 
     return rule
 
@@ -103,7 +104,7 @@ def columns(ndim: int) -> Callable[[Call], Rule | None]:
 def groups(call: Call) -> Rule:
     """channel_shuffle: the channels are whole."""
     row = ("n", *none(call.tensors[0].shape[1:]))
-    return Rule((row,), (row,), even=_EVEN)
+    return Rule((row,), (row,), filled=_FILLED)
 
 
 def grid_sample(call: Call) -> Rule:
@@ -112,7 +113,7 @@ def grid_sample(call: Call) -> Rule:
     row = lambda name, shape: (*by_name.get(name, ("n", "c")), *none(shape[2:])) if shape else ()
     ins = tuple(row(name, a.shape) for name, a in call.args.items() if isinstance(a, T))
     outs = tuple(row("grid" if k else "input", shape) for k, shape in enumerate(call.outs))
-    return Rule(ins, outs, sums=frozenset("c"), even=_EVEN)
+    return Rule(ins, outs, sums=frozenset("c"), filled=_FILLED)
 
 
 def fourier(call: Call) -> Rule:
@@ -120,4 +121,4 @@ def fourier(call: Call) -> Rule:
     x, out = call.tensors[0], call.outs[0] or ()
     whole = dims(call["dim"], x.ndim)
     row = tuple(None if d in whole else d for d in range(len(out)))
-    return Rule((row,), (row,), even=frozenset(row) - {None})
+    return Rule((row,), (row,), filled=frozenset(row) - {None})
