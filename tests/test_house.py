@@ -48,7 +48,6 @@ LONG = {
     "debugging/show.py:_picture",
     "nn/attention.py:attention",
     "nn/attention_arguments.py:check",
-    "nn/attention_arguments.py:check_parts",
     "nn/cross_entropy.py:_check",
     "nn/cross_entropy.py:_each",
     "nn/modules/keyed_draws.py:_integers",

@@ -98,6 +98,23 @@ def test_values_and_gradients_are_those_of_one_device(case, length, terms):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("batch", "heads", "shape"), [(3, 4, (2, 3, 1)), (3, 3, (2, 1, 2))])
+def test_batches_and_heads_that_the_ranks_do_not_divide(batch, heads, shape, method):
+    leaves = (*made(batch, heads, 1, 6), torch.randn(batch, heads, 1, 6, dtype=F64))
+    weights, spec = torch.randn(batch, heads, 6, 5, dtype=F64), P("dp", "tp" if shape[2] > 1 else None, "cp")
+    options = {"causal": True, "dropout": 0.4, "key": KEY}
+    want = vfn.grad(loss(lambda *x: by_hand(*x, **options), weights), (0, 1, 2, 3))(*leaves)
+    with vfn.simulate(math.prod(shape)):
+        mesh = vfn.make_mesh(shape, ("dp", "cp" if shape[1] > 1 else "tp", "tp" if shape[1] > 1 else "cp"))
+        f = loss(lambda q, k, v, m: attention(q, k, v, mask=m, method=method, **options), weights)
+        for mask in (leaves[3], vfn.shard(leaves[3], mesh, P("dp"))):
+            parts = (*vfn.shard(leaves[:3], mesh, spec), mask)
+            close(vfn.grad(f, (0, 1, 2, 3))(*parts), want)
+        if heads == 3:
+            close(vfn.jit(vfn.grad(f, (0, 1, 2, 3)))(*parts), want)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_as_a_plan_and_in_a_body(method):
     *leaves, mask = *made(length=8), torch.randn(1, 4, 8, 8, dtype=F64)
     weights, spec = torch.randn(2, 4, 8, 5, dtype=F64), P("dp", None, "cp")

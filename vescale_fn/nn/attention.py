@@ -26,9 +26,10 @@ from ..random import Key, shared_keys
 from ..random.keys import checked
 from .attention_arguments import METHODS, check, check_parts, dropout_rate, halved, mask_of_4_dims
 from .attention_mask import positions, without_padding
+from .heads import divided, repeats
 from .masked_attention import Terms, exchange_masked, gather_masked, whole_masked
 from .masked_ring import ring_masked
-from .padding import cut, padded, part_sizes
+from .padding import cut, padded, part_sizes, parts
 from .ring import ring_attention
 from .window import window_of
 
@@ -61,8 +62,8 @@ def attention(
 
     Args:
         q: queries [B, H, T, D].
-        k: keys [B, G, S, D], where G divides H: ``H / G`` query heads share a key head. Where heads are split over more
-            than G ranks, each key head is repeated for several of these.
+        k: keys [B, G, S, D], where G divides H: ``H / G`` query heads share a key head. Where ranks have heads that share
+            a key head with another rank's, it is repeated for these.
         v: values [B, G, S, E]. All three lie alike: ``P(batch axes, head axes, sequence axes)``.
         mask: broadcasts to [B, H, T, S], its rows and columns in the order of q and k: bool, True where a query may look
             at a key, or of the dtype of q or float32, added to the scores. It may be an array of any layout or a plain
@@ -83,8 +84,8 @@ def attention(
         method: "ring": keys and values go round, and neither scores nor the other ranks' keys are kept: a rank's memory
             is that of its part of the sequence. "all_gather": keys and values are gathered, which is one collective
             there and one back, and are kept whole. "all_to_all": each rank gets the
-            whole sequence of some of the heads, which the number of ranks must divide; what travels does not grow with
-            the number of ranks.
+            whole sequence of some of the heads, with zeros for heads where the ranks do not divide them; what travels
+            does not grow with the number of ranks.
         zigzag: n, if the tokens lie in the order ``zigzag_order(T, n)``. With `causal` and n ranks, all ranks have the
             same work, and the ring has half of it; without, and with a mask, a window or dropout, ranks compute also what
             is then taken away. The mask, like q and k, is in this order; causal and window go by positions.
@@ -147,41 +148,50 @@ def attention(
     mask = mask_of_4_dims(mask, (*q.shape[:3], k.shape[2]))
     if not names:
         return whole_masked(q, k, v, mask, key, terms) if masked else _whole(q, k, v, scale, causal, zigzag)
-    n = math.prod(sizes[a] for a in names)
-    batch, heads = (tuple(a for a in row if a not in names) for row in rows[:2])
-    ranks = math.prod(sizes[a] for a in heads)
-    if k.shape[1] % ranks and ranks % k.shape[1] == 0:  # several ranks need the same key head
-        k, v = (x.repeat_interleave(ranks // k.shape[1], 1) for x in (k, v))
-    if method == "all_gather" and not zigzag and not masked and (q.shape[2] % n or k.shape[2] % n):
+    over = (*(tuple(a for a in row if a not in names) for row in rows[:2]), names)
+    wanted, given = from_split_axes(over), q.shape[:3]
+    divides = lambda x, dim, times=1: x.shape[dim] % (math.prod(sizes[a] for a in over[dim]) * times) == 0
+    fits = divides(q, 0), divides(q, 1), divides(q, 2) and divides(k, 2)
+    # in another order than the mesh's a part need not be contiguous
+    over = tuple(row if fit else tuple(a for a in sizes if a in row) for row, fit in zip(over, fits, strict=True))
+    batch, heads, names = over
+    times = repeats(q, k, (part[0] for part in parts(q.shape[1], heads, mesh) if len(part)))
+    if times > 1:
+        k, v = with_sharding((k, v), from_split_axes([batch, (), names]), mesh=mesh)
+        k, v = (x.repeat_interleave(times, 1) for x in (k, v))
+    if method == "all_gather" and not (zigzag or masked) and fits == (True, True, False):
         apart, whole = from_split_axes([batch, heads, names]), from_split_axes([batch, heads], reduced=names)
         q, k, v = with_sharding((q, k, v), (apart, whole, whole), mesh=mesh)
         return _whole(q, k, v, scale, causal, zigzag)
-    wanted, length = from_split_axes([batch, heads, names]), q.shape[2]
-    if length % n or k.shape[2] % n:  # in another order a part need not be contiguous
-        names = tuple(a for a in sizes if a in names)
     here, there = (part_sizes(x.shape[2], names, mesh) for x in (q, k))
-    check_parts(q, k, method, causal, zigzag, names, here, batch, heads, sizes, masked)
-    rows = from_split_axes([batch, heads, names])
-    multiple = 2 if halved(method, causal, zigzag) and not masked else 1
-    even = not (length % (n * multiple) or k.shape[2] % (n * multiple))
-    if not even and (rows != wanted or not all(map(is_array, (q, k, v)))):
-        q, k, v = with_sharding((q, k, v), (rows, rows, rows), mesh=mesh)
+    if not masked:  # which goes by position, so that any order will do
+        check_parts(method, causal, zigzag, names, here, in_body=False)
+    rows = from_split_axes(over)
+    halves = 2 if halved(method, causal, zigzag) and not masked else 1
+    in_parts = fits[2] and divides(q, 2, halves)
+    even = in_parts and fits[0] and fits[1]
+    multiples = (1, 1, halves)
+
+    def filled_up(x: Any, spec: P) -> Any:
+        for dim, multiple in enumerate(multiples):
+            x = padded(x, mesh, spec, dim, "nn.attention", multiple)
+        return x
+
     if not even:
-        q, k, v = (padded(x, mesh, rows, 2, "nn.attention", multiple) for x in (q, k, v))
+        q, k, v = (filled_up(x, rows) for x in with_sharding((q, k, v), (rows, rows, rows), mesh=mesh))
     if masked:
         mask_spec = None
         if mask is not None:
-            split = (batch, heads, names)
-            mask_spec = from_split_axes([axes if mask.shape[dim] > 1 else () for dim, axes in enumerate(split)])
-            given = with_sharding(mask, mask_spec, mesh=mesh)
-            mask = given if even or given.shape[2] == 1 else padded(given, mesh, mask_spec, 2, "nn.attention")
-        terms = replace(terms, here=here, there=there, batch=batch, heads=heads)
+            mask_spec = from_split_axes([axes if mask.shape[dim] > 1 else () for dim, axes in enumerate(over)])
+            mask = with_sharding(mask, mask_spec, mesh=mesh)
+            mask = mask if even else filled_up(mask, mask_spec)
+        terms = replace(terms, here=here, there=there, sizes=tuple(given[:2]), batch=batch, heads=heads)
         more = tuple(x for x in (mask, key) if x is not None)
         out = _mapped_masked(mesh, rows, mask_spec, key is not None, names, method, terms)(q, k, v, *more)
     else:
-        out = _mapped(mesh, rows, names, method, scale, causal, zigzag, None if even else there)(q, k, v)
-    if not even:
-        out = cut(out, mesh, rows, 2, length, "nn.attention", multiple)
+        out = _mapped(mesh, rows, names, method, scale, causal, zigzag, None if in_parts else there)(q, k, v)
+    for dim, multiple in enumerate(multiples):
+        out = cut(out, mesh, rows, dim, given[dim], "nn.attention", multiple)
     return out if rows == wanted else with_sharding(out, wanted, mesh=mesh)
 
 
@@ -213,14 +223,16 @@ def _in_body(
     names = taking_part("nn.attention", rows[2] if axis is None else axis, "axis")[1]
     n = axis_size(names)
     here, there = (q.shape[2],) * n, (k.shape[2],) * n
-    check_parts(q, k, method, causal, terms.zigzag, names, here, masked=masked)
     if not masked:
+        check_parts(method, causal, terms.zigzag, names, here, in_body=True)
         return _METHODS[method](q, k, v, names, terms.scale, causal, terms.zigzag, None)
     mask = mask_of_4_dims(mask, (*q.shape[:3], sum(there)), ", of this rank's queries and all keys")
     if key is not None:
         shared_keys.warn("nn.attention", key, {"q": q}, from_split_axes([*rows[:2], names]))
     batch, heads = (tuple(a for a in row if a not in names) for row in rows[:2])
-    terms = replace(terms, here=here, there=there, batch=batch, heads=heads)
+    ways = (axis_size(axes) if axes else 1 for axes in (batch, heads))
+    held = tuple(x * y for x, y in zip(q.shape[:2], ways))
+    terms = replace(terms, here=here, there=there, sizes=held, batch=batch, heads=heads)
     return _MASKED[method](q, k, v, mask, key, names, terms)
 
 
@@ -278,11 +290,10 @@ def _gather(q: Any, k: Any, v: Any, names: Axes, scale: float, causal: bool, zig
 
 def _exchange(q: Any, k: Any, v: Any, names: Axes, scale: float, causal: bool, zigzag: int, counts: Counts) -> Any:
     """The whole sequence of some of the heads comes to each rank."""
-    n = axis_size(names)
-    if k.shape[1] % n:  # several ranks need the same key head
-        k, v = (x.repeat_interleave(n // k.shape[1], 1) for x in (k, v))
-    q, k, v = all_to_all((q, k, v), names, 1, 2, tiled=True)
-    return all_to_all(_whole(q, k, v, scale, causal, zigzag, counts), names, 2, 1, tiled=True)
+    heads = q.shape[1]
+    q, k, v = all_to_all(divided(q, k, v, axis_size(names)), names, 1, 2, tiled=True)
+    out = all_to_all(_whole(q, k, v, scale, causal, zigzag, counts), names, 2, 1, tiled=True)
+    return out.narrow(1, 0, heads)
 
 
 _METHODS: dict[str, Callable[..., Any]] = dict(zip(METHODS, (_ring, _gather, _exchange), strict=True))

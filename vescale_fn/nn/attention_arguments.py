@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -113,38 +112,15 @@ def halved(method: str, causal: bool, zigzag: int) -> bool:
     return method == "ring" and causal and zigzag > 0
 
 
-def check_parts(
-    q: Any,
-    k: Any,
-    method: str,
-    causal: bool,
-    zigzag: int,
-    names: Axes,
-    counts: tuple[int, ...],
-    batch: Axes = (),
-    heads: Axes = (),
-    sizes: Any = None,
-    masked: bool = False,
-) -> None:
-    """Whether the sequence may be split into parts of `counts`, and heads and batch over others."""
+def check_parts(method: str, causal: bool, zigzag: int, names: Axes, counts: tuple[int, ...], in_body: bool) -> None:
+    """Whether a sequence of which ranks have so many tokens may lie in such an order."""
     n, failures, fix = len(counts), [], ""
     along = f"{n} ranks along {', '.join(map(repr, names))}"
-    if sizes is not None:
-        for word, dim, axes in (("batch", 0, batch), ("heads", 1, heads)):
-            ranks = math.prod(sizes[a] for a in axes)
-            failures += [
-                f"the {word} of {name} {'do' if dim else 'does'} not divide by the {ranks} ranks along "
-                f"{', '.join(map(repr, axes))}: {x.shape[dim]} % {ranks} = {x.shape[dim] % ranks}"
-                for name, x in (("q", q), ("k", k))
-                if x.shape[dim] % ranks
-            ]
-    if masked:
-        pass  # by position, so that any order will do
-    elif zigzag and zigzag != n and method == "ring":
+    if zigzag and zigzag != n and method == "ring":
         failures.append(f"tokens in the zigzag order of {zigzag} ranks go round a ring of {n}")
         fix = f"zigzag={n}, with the tokens in the order zigzag_order({sum(counts)}, {n}); or method='all_gather'"
     elif halved(method, causal, zigzag):
-        if sizes is None and counts[0] % 2:
+        if in_body and counts[0] % 2:
             failures.append(f"in zigzag order a rank has an early and a late half, but {counts[0]} tokens")
             fix = "pad the tokens at the end; or nn.attention on arrays, which does"
         if counts != chunks(sum(counts), n):
@@ -152,14 +128,5 @@ def check_parts(
                 f"zigzag_order gives the ranks {list(chunks(sum(counts), n))} tokens, but they have {list(counts)}"
             )
             fix = "split the sequence over one axis; or pad the tokens at the end; or method='all_gather'"
-    if method == "all_to_all":
-        ranks = math.prod(sizes[a] for a in heads) if sizes is not None else 1
-        mine, shared = q.shape[1] // ranks, k.shape[1] // ranks
-        if mine % n or (shared % n and (not shared or n % shared)):
-            failures.append(
-                f"all_to_all gives each rank some of the heads, but a rank has {mine} of q and {shared} of k, "
-                f"for {n} ranks"
-            )
-            fix = fix or "method='ring'"
     if failures:
         raise CollectiveError(report("nn.attention", f"the sequence cannot be split over {along}", failures, fix))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from .._core.base import context
 from .._core.distributed.communicator import coordinates
 from .._core.distributed.mesh import communicator_of
 from .._core.local_types import tensor_types, types
-from .._core.sharding.index_map import axes_of
+from .._core.sharding.index_map import axes_of, dim_indices
 from .._core.sharding.spec import from_split_axes, split_axes
 from ..ops import all_gather, all_to_all, axis_index, axis_size
 from ..random.backends import draw_op
@@ -27,6 +28,7 @@ from ..random.bits.counters import Rectangle
 from ..random.dropout_masks import scale as kept_scale
 from ..random.sharded import Draw, drawn
 from .blockwise import wide
+from .heads import divided, with_heads
 from .window import Window, filled, positions_on_ranks, tensor_of
 
 Tensor = Any  # a tensor, or a Blocks
@@ -43,6 +45,7 @@ class Terms:
         zigzag: the number of ranks of the order of the tokens, or 0.
         rate: with which probability a weight is dropped.
         here, there: how many queries and keys each rank has; none where the sequence is whole.
+        sizes: the batch and the heads of all ranks, in a body.
         batch, heads: the axes that these are split over, in a body.
     """
 
@@ -52,6 +55,7 @@ class Terms:
     rate: float
     here: tuple[int, ...] = ()
     there: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
     batch: Axes = ()
     heads: Axes = ()
 
@@ -137,9 +141,9 @@ def exchange_masked(
 ) -> Tensor:
     """The whole sequence of some of the heads comes to each rank, and the part of the mask that belongs to it."""
     n, given = axis_size(names), q.shape
-    if k.shape[1] % n:  # several ranks need the same key head
-        k, v = (x.repeat_interleave(n // k.shape[1], 1) for x in (k, v))
+    q, k, v = divided(q, k, v, n)
     if mask is not None:
+        mask = mask if mask.shape[1] == 1 else with_heads(mask, q.shape[1])
         mask = columns(_exchanged(mask, given[2], names, n), terms)
     q, k, v = all_to_all((q, k, v), names, 1, 2, tiled=True)
     here, there = (positions(x, terms.zigzag, q.device).flatten() for x in (terms.here, terms.there))
@@ -147,13 +151,13 @@ def exchange_masked(
     if key is not None:
 
         def rectangle(rank: int) -> tuple[Any, ...]:
-            batch, heads = Kept.own(given, terms, rank)
-            first = heads.start + place_along(rank, names) * q.shape[1]
-            return batch, range(first, first + q.shape[1]), _all(terms.here, terms), _all(terms.there, terms)
+            batch, heads = Kept.own((given[0], q.shape[1] * n), terms, rank)
+            first = place_along(rank, names) * q.shape[1]
+            return batch, heads[first : first + q.shape[1]], _all(terms.here, terms), _all(terms.there, terms)
 
         keep = Kept(key.data, names, given, terms).drawn((q.shape[2], k.shape[2]), rectangle, q.shape[1])
     out = attended(q, k, v, mask, _seen(terms, here.clamp(min=0), there), keep, terms)
-    return all_to_all(out, names, 2, 1, tiled=True)
+    return all_to_all(out, names, 2, 1, tiled=True).narrow(1, 0, given[1])
 
 
 def _exchanged(mask: Tensor, queries: int, names: Axes, n: int) -> Tensor:
@@ -213,15 +217,14 @@ class Kept:
     @property
     def whole(self) -> Draw:
         """The draw for all ranks."""
-        sizes, terms = axes_of(_mesh()), self.terms
-        batch, heads = (math.prod(sizes[a] for a in axes) for axes in (terms.batch, terms.heads))
-        return _draw((self.shape[0] * batch, self.shape[1] * heads, sum(terms.here), sum(terms.there)), terms)
+        return _draw((*self.terms.sizes, sum(self.terms.here), sum(self.terms.there)), self.terms)
 
     @staticmethod
-    def own(shape: tuple[int, ...], terms: Terms, rank: int) -> tuple[range, range]:
-        """A rank's part of batch and heads."""
-        batch, heads = place_along(rank, terms.batch) * shape[0], place_along(rank, terms.heads) * shape[1]
-        return range(batch, batch + shape[0]), range(heads, heads + shape[1])
+    def own(shape: Sequence[int], terms: Terms, rank: int) -> list[Any]:
+        """A rank's part of batch and heads, filled up to its shape with 0, where any number will do."""
+        axes, coord = axes_of(_mesh()), coordinates(_mesh(), rank)
+        parts = [dim_indices(n, names, axes, coord) for n, names in zip(terms.sizes, (terms.batch, terms.heads))]
+        return [one if len(one) == n else [*one, *[0] * (n - len(one))] for one, n in zip(parts, shape)]
 
     def rows(self, rectangle: Any) -> Tensor:
         """The rectangle of each rank, as an operator reads it."""

@@ -38,16 +38,17 @@ def cut(x: Any, mesh: Any, spec: P, dim: int, size: int, why: str, multiple: int
 
 def spans(size: int, names: tuple[str, ...], mesh: Any) -> torch.Tensor:
     """Where each part of a dim of `size` begins and ends that lies along these axes: i64[n, 2]."""
-    found = _parts(size, names, mesh)
+    found = parts(size, names, mesh)
     return torch.tensor([(one[0], one[-1] + 1) if len(one) else (size, size) for one in found], device=mesh.device_type)
 
 
 def part_sizes(size: int, names: tuple[str, ...], mesh: Any) -> tuple[int, ...]:
     """How large each part of a dim of `size` is that is split along these axes."""
-    return tuple(map(len, _parts(size, names, mesh)))
+    return tuple(map(len, parts(size, names, mesh)))
 
 
-def _parts(size: int, names: tuple[str, ...], mesh: Any) -> list[Any]:
+def parts(size: int, names: tuple[str, ...], mesh: Any) -> list[Any]:
+    """The indices of each part."""
     axes = axes_of(mesh)
     places = itertools.product(*(range(axes[a]) for a in names))
     return [dim_indices(size, names, axes, dict(zip(names, place))) for place in places]
