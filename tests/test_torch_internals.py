@@ -14,6 +14,7 @@ import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core import torch_internals as door
 from vescale_fn._core.arrays.array import Array
+from vescale_fn._core.torch_internals import exchanges as exchanged
 from vescale_fn._core.torch_internals import interception
 
 aten = torch.ops.aten
@@ -164,11 +165,14 @@ def exchanges():
             return func(*args, **(kwargs or {}))
 
     found = []
-    with door.exchanges_seen(), Recorder() as mode:
+    door.ask_before_exchange(lambda how, x, value: found.append(how))
+    with Recorder() as mode:
         assert door.recorder() is mode
         assert door.is_recorded()
         torch.zeros(2).data = torch.ones(2)
         torch.utils.swap_tensors(torch.zeros(2), torch.ones(2))
+    torch.zeros(2).set_(source=torch.ones(2))
+    exchanged._asked.pop()
     return found
 
 
@@ -255,11 +259,12 @@ CASES = {
     "TorchDispatchMode": lambda: inside(door.TorchDispatchMode(), door.dispatch_modes) == 1,
     "all_gather_single": lambda: callable(door.all_gather_single),
     "all_is_seen": lambda: door.all_is_seen(),
-    "ambient": lambda: len(door.ambient()) == 6,
+    "ambient": lambda: len(door.ambient()) == 5,
     # a class of its own: of one that we have applied, nobody is asked again
     "apply": lambda: door.apply(type("Ours", (Doubled,), {}), torch.ones(2)).tolist() == [2, 2],
     "as_one_step": lambda: traced_step() == [(True, True), torch.sin],
     "as_written": lambda: door.as_written(types.SimpleNamespace(_orig_mod=1)) == 1 and door.as_written(MM) is MM,
+    "ask_before_exchange": lambda: exchanges() == ["data", "assigned", "swapped", "swapped", "set_"],
     "ask_before_groups": lambda: (
         "from_local" in refused(vfn.errors.VfnError, DTensor.from_local, torch.zeros(2), door.mesh(array()), [Shard(0)])
     ),
@@ -297,7 +302,6 @@ CASES = {
     "dispatch_modes": lambda: door.dispatch_modes() == 0,
     "dispatch_to_own": lambda: type(array() * 2) is Array,
     "engine_code": lambda: door.engine_code.co_name == "_engine_run_backward",
-    "exchanges_seen": lambda: exchanges() == ["assigned", "swapped", "swapped"],
     "fake_mode": lambda: pointer_refused(fake()),
     "flattened": lambda: door.flattened([torch.zeros(2, 2), torch.ones(1)]).tolist() == [0, 0, 0, 0, 1],
     "flex_attention_in_ops": flex_attention_like_torch,
@@ -329,6 +333,9 @@ CASES = {
     "intercept_flex_attention": lambda: flex_attention_asked() == ["asked", True],
     "intercept_function_apply": lambda: (
         asked(door.intercept_function_apply, "apply", lambda: Doubled.apply(torch.ones(2))) == (1, 0, 0)
+    ),
+    "intercept_parameters": lambda: (
+        asked(door.intercept_parameters, "parameter", lambda: torch.nn.Parameter(torch.ones(2))) == (1, 0, 0)
     ),
     "intercept_reverse_mode": lambda: (
         asked(door.intercept_reverse_mode, "gradient", lambda: torch.func.grad(torch.sum)(torch.ones(2))) == (1, 0, 0)
@@ -400,6 +407,10 @@ CASES = {
     "shapes_only": lambda: type(inside(door.shapes_only(), lambda: torch.zeros(2))) is door.FakeTensor,
     "spec": lambda: door.spec(array()).placements == (Shard(0),),
     "standard_gamma_grad": lambda: door.standard_gamma_grad(torch.ones(1), torch.ones(1)).item() > 0,
+    "stands_for_memory": lambda: (
+        door.stands_for_memory(array().untyped_storage())
+        and not door.stands_for_memory(torch.zeros(2).untyped_storage())
+    ),
     "storage": lambda: (x := torch.zeros(2)) is not None and door.storage(x) is door.storage(x[:1]),
     "stored_at": lambda: [*door.stored_at.__dataclass_fields__][:3] == ["relative_path", "offset", "length"],
     "strided_shard": lambda: door.strided_shard(1, 2).split_factor == 2,
@@ -420,8 +431,6 @@ CASES = {
     "users": lambda: (x := torch.zeros(2)) is not None and door.users(x.untyped_storage()) == 1,
     "version": lambda: door.version(torch.zeros(2).add_(1)) == 1,
     "warn_of_untested": warned,
-    # it stays on for the whole process, for what it asks: bodies hold it
-    "watch_set": lambda: callable(door.watch_set),
     "watched": lambda: not door.watched() and inside(torch.device("meta"), door.watched),
     "watched_by_other_modes": lambda: not inside(torch.device("meta"), door.watched_by_other_modes),
     "without_values": lambda: fake().shape == (2,),

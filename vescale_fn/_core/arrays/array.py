@@ -53,6 +53,7 @@ class Array(WithoutMemory, DTensor):
         "its blocks are on the ranks of a mesh",
         "vfn.unshard(x) for the whole value, x.to_local() for this rank's block",
     )
+    instead_of_data = "module.weight = torch.nn.Parameter(value), an array as well; or x.data = vfn.unshard(value)"
 
     @classmethod
     @torch_internals.not_compiled

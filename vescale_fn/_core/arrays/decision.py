@@ -106,7 +106,10 @@ def refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     name = torch_internals.operator_name(func).removeprefix("aten::")
     refuse_seeded(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags and name != "detach_" or name == "resize_as_":
-        raise InPlaceError(report(f"torch's {name}", STORAGE, fix=f"{_new_array(name)}, or x = x.clone()"))
+        instead = (
+            "x.copy_(source), or a new name: x = source" if name == "set_" else f"{_new_array(name)}, or x = x.clone()"
+        )
+        raise InPlaceError(report(f"torch's {name}", STORAGE, fix=instead))
     if name == "as_strided" and hasattr(args[0], "_view_root") and not _within(*args):
         raise InPlaceError(
             report(

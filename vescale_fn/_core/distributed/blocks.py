@@ -19,7 +19,7 @@ import torch
 from .. import torch_internals
 from ..base import traced_steps
 from ..base.errors import InPlaceError, VaryingTypeError
-from ..base.messages import dtype_text, op_text, report
+from ..base.messages import described, dtype_text, op_text, report
 from ..base.saved_names import saved_as
 
 
@@ -27,6 +27,7 @@ class WithoutMemory(torch.Tensor):
     """A tensor whose elements are those of others: what would reach for its memory, from Python or from C, is refused."""
 
     elsewhere: tuple[str, str]  # where they are, and what to write instead
+    instead_of_data: str  # what to write for `x.data = value`
 
     def _refusal(self, what: str) -> InPlaceError:
         where, instead = self.elsewhere
@@ -49,11 +50,32 @@ class WithoutMemory(torch.Tensor):
         raise AttributeError(str(self._refusal("__cuda_array_interface__")))  # so that `hasattr` says no
 
 
+def _before_exchange(how: str, x: torch.Tensor, value: Any) -> None:
+    """Refuse to make a tensor another name for memory that is not there: reading it would end the process."""
+    if how == "data" and isinstance(value, WithoutMemory) and type(value) is not type(x):
+        raise InPlaceError(
+            report(
+                "x.data = value",
+                f"the value has no memory of its own, which x could have: {value.elsewhere[0]}",
+                [f"x is {described(x)}, the value {described(value)}"],
+                value.instead_of_data,
+            )
+        )
+    if how == "set_" and not isinstance(value, torch.Tensor) and torch_internals.stands_for_memory(value):
+        raise InPlaceError(
+            report("set_", "this storage only stands for one: that of an array has no elements", fix="x.copy_(array)")
+        )
+
+
+torch_internals.ask_before_exchange(_before_exchange)
+
+
 @saved_as("vescale_fn.blocks")
 class Blocks(WithoutMemory):
     """One tensor that stands for every simulated rank's block: ``x.blocks[rank]``."""
 
     elsewhere = "it is one block for each simulated rank", "x.blocks[rank], or vfn.unshard of what the body returns"
+    instead_of_data = "x = value; or make x in the body, where it is each rank's own"
     blocks: tuple[torch.Tensor, ...]
 
     @staticmethod
@@ -77,6 +99,16 @@ class Blocks(WithoutMemory):
         torch_internals.forbid_data_ptr(self)
         self.blocks = blocks
         return self
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, value)  # seen by a body's mode
+        with torch_internals.no_torch_function():
+            self.blocks = value.blocks if type(value) is Blocks else (value.detach(),) * len(self.blocks)
 
     __init__ = object.__init__  # type: ignore[assignment]
     __torch_function__ = torch_internals.disabled_torch_function  # type: ignore[assignment]

@@ -94,7 +94,7 @@ def _intercept() -> None:
     if not _intercepted:
         torch_internals.intercept_function_apply(_function_apply, _watched)
         torch_internals.intercept_reverse_mode(_differentiated_by, _watched)
-        torch_internals.watch_set(_before_set)
+        torch_internals.intercept_parameters(_made_parameter, _watched)
         watch_checkpoints()
         _intercepted.append(True)
 
@@ -115,11 +115,22 @@ def _mode() -> Any:
     return None if run is None else run.mode
 
 
-def _before_set(target: Tensor) -> None:
+def _before_exchange(how: str, target: Tensor, _: Any) -> None:
     """What a call of `Tensor.set_` has to pass, which no mode sees."""
     mode = _mode()
-    if isinstance(mode, Checked) and torch_internals.function_mode_on():
+    if how == "set_" and isinstance(mode, Checked) and torch_internals.function_mode_on():
         mode.refuse_set(target)
+
+
+torch_internals.ask_before_exchange(_before_exchange)
+
+
+def _made_parameter(parameter: Tensor, data: Tensor) -> None:
+    """A parameter that is made in a body, of which no mode learns, is its data under another name."""
+    if (found := tensor_types.read(data)) is not None:
+        mark(parameter, found)
+        if tensor_types.is_borrowed(data):
+            tensor_types.borrow(parameter)
 
 
 def _differentiated_by(x: Tensor) -> Tensor:

@@ -290,17 +290,23 @@ class Checked(Unchecked):
             return
         outside = tensor_types.read(target) is None
         if outside or torch_internals.needs_gradient(target):
-            raise VaryingTypeError(
-                report(
-                    name,
-                    "this writes a value that differs by rank into one that is the same on all of them",
-                    [
-                        f"{what}, {'a value from outside the body' if outside else 'which has a gradient'}",
-                        f"what is written makes it {tensor_types.text(target, result)}",
-                    ],
-                    "the function without the underscore, which makes a new value",
-                )
+            raise self.widened(name, target, have, result)
+
+    def widened(self, name: str, target: Tensor, have: Type, result: Type) -> VaryingTypeError:
+        """The error of a value, from outside the body or with a gradient, that would differ by rank from here on."""
+        outside = tensor_types.read(target) is None
+        return VaryingTypeError(
+            report(
+                name,
+                "this writes a value that differs by rank into one that is the same on all of them",
+                [
+                    f"the target is {tensor_types.text(target, have)}, "
+                    f"{'a value from outside the body' if outside else 'which has a gradient'}",
+                    f"what is written makes it {tensor_types.text(target, result)}",
+                ],
+                "the function without the underscore, which makes a new value",
             )
+        )
 
     def gradient(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """`torch.autograd.grad`: its arguments must stay the tensors that they are; a gradient has its primal's type."""
@@ -364,6 +370,10 @@ class Checked(Unchecked):
 
     def setter(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """An attribute of a tensor is set."""
+        if name == "data" and isinstance(args[1], Tensor) and tensor_types.read(args[0]) is None:
+            have, result = self.typeof(args[0]), self.typeof(args[1])
+            if have is not result:
+                raise self.widened(".data = ", args[0], have, result)
         func(*args, **kwargs)
         if name == "data":
             mark(args[0], self.typeof(args[1]))

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -280,19 +280,26 @@ checkpoint_function = _checkpoint.CheckpointFunction  # what ``use_reentrant=Tru
 checkpoint_saver = getattr(_checkpoint, "_NoopSaveInputs", None)  # the other kind keeps its arguments by this (2.11)
 
 
-_set = torch.Tensor.set_
+_new_parameter: Any = torch.nn.Parameter.__new__
 
 
-def watch_set(ask: Callable[[torch.Tensor], None]) -> None:
-    """From now on `Tensor.set_`, which function modes do not see, first asks `ask` about its target."""
-    if torch.Tensor.set_ is _set:
+def intercept_parameters(handler: Any, concerned: Any = None) -> None:
+    """Have ``handler(parameter, data)`` asked about each parameter that is made, which modes do not see, where ``concerned()``
+    holds; None ends that."""
+    _at_work["parameter"] = handler, concerned
+    torch.nn.Parameter.__new__ = _new_parameter if handler is None else _parameter_maker(handler, concerned)
 
-        @functools.wraps(_set)
-        def set_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            ask(self)
-            return _set(self, *args, **kwargs)
 
-        torch.Tensor.set_ = set_  # type: ignore[method-assign]
+@functools.lru_cache(maxsize=1)
+def _parameter_maker(handler: Any, concerned: Any) -> Any:
+    @functools.wraps(_new_parameter)
+    def new(cls: Any, data: Any = None, requires_grad: Any = True) -> Any:
+        parameter = _new_parameter(cls, data, requires_grad)
+        if data is not None and concerned():
+            handler(parameter, data)
+        return parameter
+
+    return new
 
 
 def intercept_checkpoint(handler: Any, concerned: Any = None) -> None:

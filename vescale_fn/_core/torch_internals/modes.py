@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -91,15 +90,12 @@ def ambient() -> tuple[Any, ...]:
     dispatch = _python_dispatch._get_current_dispatch_mode_stack() if dispatch_modes() else ()
     functions = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
     settings = torch.is_grad_enabled(), _only_lift(), torch.get_default_dtype(), torch.is_autocast_cache_enabled()
-    exchanges = _recordings.get(threading.get_ident(), 0)
-    return dispatch, functions, _functorch_depth(), settings, torch._C._is_torch_function_enabled(), exchanges
+    return dispatch, functions, _functorch_depth(), settings, torch._C._is_torch_function_enabled()
 
 
 def set_ambient(saved: tuple[Any, ...]) -> None:
     """Put back what `ambient` has found."""
-    dispatch, functions, depth, settings, seen, exchanges = saved
-    if _recordings.get(threading.get_ident(), 0) != exchanges:
-        _see_exchanges(exchanges)
+    dispatch, functions, depth, settings, seen = saved
     if seen and not torch._C._is_torch_function_enabled():
         _enabling.__exit__(None, None, None)
     now = ambient()
@@ -204,56 +200,6 @@ def tracing() -> bool:
     return _dispatch_modes() > 0 and not all(
         getattr(mode, "only_looks", False) for mode in _python_dispatch._get_current_dispatch_mode_stack()
     )
-
-
-_seeing = threading.Lock()
-_recordings: dict[int, int] = {}  # by thread, how many see exchanges
-_data: Any = torch._C.TensorBase.data
-_uses: Any = torch._C.TensorBase._use_count
-
-
-class _Data:
-    """`torch.Tensor.data` while something is recorded. Torch passes its methods to modes, which ask for the name."""
-
-    __name__ = "data"
-
-    def __get__(self, x: Any, cls: Any = None) -> Any:
-        return self if x is None else _data.__get__(x)
-
-    def __set__(self, x: torch.Tensor, value: Any) -> None:
-        at_work = recorder()
-        _data.__set__(x, value) if at_work is None else at_work.assigned(x, value, _data.__set__)
-
-
-def _counted(x: torch.Tensor) -> int:
-    if (at_work := recorder()) is not None:
-        at_work.swapped(x)
-    return _uses(x)
-
-
-@contextlib.contextmanager
-def exchanges_seen() -> Iterator[None]:
-    """Have the recorder at work asked before `x.data = value`, of which no mode learns: ``recorder().assigned(x, value, set)``;
-    and before `torch.utils.swap_tensors`, which begins by counting the uses of both: ``recorder().swapped(x)``."""
-    before = _recordings.get(threading.get_ident(), 0)
-    _see_exchanges(before + 1)
-    try:
-        yield
-    finally:
-        _see_exchanges(before)
-
-
-def _see_exchanges(recordings: int) -> None:
-    """Say how many recordings of this thread see exchanges."""
-    with _seeing:
-        _recordings[threading.get_ident()] = recordings
-        if not recordings:
-            del _recordings[threading.get_ident()]
-        if _recordings:
-            torch.Tensor.data = _Data()  # type: ignore[assignment]
-            torch.Tensor._use_count = _counted  # type: ignore[method-assign]
-        elif "data" in vars(torch.Tensor):
-            del torch.Tensor.data, torch.Tensor._use_count
 
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:

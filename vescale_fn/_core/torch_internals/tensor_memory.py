@@ -47,6 +47,18 @@ def storage(x: torch.Tensor) -> Any:
         return None
 
 
+def stands_for_memory(storage: Any) -> bool:
+    """Whether a storage is none, but stands for that of a wrapper subclass: a kernel would read at address 0."""
+    storage = getattr(storage, "_untyped_storage", storage)
+    if not isinstance(storage, torch.UntypedStorage) or storage.device.type == "meta":
+        return False
+    try:
+        storage.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
 def count_write(x: torch.Tensor) -> None:
     """Note that `x` has been written in place."""
     if not x.is_inference():

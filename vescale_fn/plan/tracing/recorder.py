@@ -115,7 +115,6 @@ class Recorder(torch_internals.TorchDispatchMode):
         self._dtype, self._settings = torch.get_default_dtype(), torch_internals.kernel_settings()
         self._around.enter_context(torch_internals.casts_not_kept())
         self._around.enter_context(torch_internals.default_dtype(self._dtype))
-        self._around.enter_context(torch_internals.exchanges_seen())
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
