@@ -71,13 +71,13 @@ def a_mesh_that_is_none(mesh):
 
 
 @misuse
-def a_part_of_a_simulated_mesh(mesh):
+def a_part_of_a_mesh_by_no_axis(mesh):
     """MeshError
-    mesh[...]: a simulated mesh has no meshes within it
-      * asked for 'dp' of SimulatedMesh(dp=2, tp=2)
-      Instead: the whole mesh, and a spec that names some of its axes
+    mesh[...]: 'pt' does not name axes of the mesh (dp=2, tp=2)
+      * 'pt' is no axis; did you mean 'tp'?
+      Instead: names among ('dp', 'tp'), in this order, each once
     """
-    _ = mesh["dp"]
+    _ = mesh["pt"]
 
 
 @misuse

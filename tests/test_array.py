@@ -740,11 +740,6 @@ def test_unsigned_results_come_back(gloo) -> None:
         assert [r.tolist() for r in results] == [[1, 2]] * 3
 
 
-def test_a_simulated_mesh_has_no_meshes_within_it(m) -> None:
-    with pytest.raises(MeshError, match="a simulated mesh has no meshes within it"):
-        m["dp"]
-
-
 def _wrong_block():
     m = vfn.make_mesh((4,), ("dp",))
     try:

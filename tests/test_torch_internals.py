@@ -393,6 +393,7 @@ CASES = {
     "recorder": lambda: door.recorder() is None,
     "reduce_scatter_single": lambda: callable(door.reduce_scatter_single),
     "register_tree_node": lambda: tree() == ([1], ["x"]),
+    "has_groups": lambda: not door.has_groups(door.mesh(array())),
     "root_mesh": lambda: (m := door.mesh(array())) is door.root_mesh(m),
     "run_compiled_as_written": lambda: as_written() == [None, len],
     "running_node": lambda: door.running_node() is None and backward_numbers()[1] >= 0,

@@ -22,22 +22,22 @@ from ._core.base.errors import (
 from ._core.base.errors import TypingError as TypingError
 
 __all__ = [
-    "VfnError",
-    "SpecError",
-    "TreeError",
-    "MeshError",
-    "CollectiveError",
-    "VaryingTypeError",
-    "TransformError",
-    "RandomError",
     "CheckpointError",
-    "RankError",
+    "CollectiveError",
     "DivergenceError",
-    "InPlaceError",
     "DonationError",
+    "InPlaceError",
+    "MeshError",
+    "ParityError",
+    "RandomError",
+    "RankError",
     "RecordError",
     "ReshardError",
-    "ParityError",
+    "SpecError",
+    "TransformError",
+    "TreeError",
+    "VaryingTypeError",
+    "VfnError",
 ]
 
 __dir__ = front_door.listing(__name__)

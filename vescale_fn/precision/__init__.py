@@ -8,7 +8,7 @@ from .master import MasterState, master_weights
 from .master import master as master
 from .policy import Policy, policy
 
-__all__ = ["MasterState", "Policy", "ScaledState", "all_finite", "master_weights", "nan_guard", "policy", "loss_scaled"]
+__all__ = ["MasterState", "Policy", "ScaledState", "all_finite", "loss_scaled", "master_weights", "nan_guard", "policy"]
 
 __dir__ = front_door.listing(__name__)
 __getattr__ = front_door.hints(__name__)

@@ -22,7 +22,7 @@ from ..base.saved_names import also_saved_as, saved_as
 from ..distributed import blocks, value_flow
 from ..distributed.blocks import Blocks, WithoutMemory
 from ..distributed.communicator import coordinates
-from ..distributed.mesh import Mesh, SimulatedMesh, communicator_of, rebuild_mesh, same
+from ..distributed.mesh import Mesh, SimulatedMesh, check_reaches, communicator_of, rebuild_mesh, same
 from ..local_types import tensor_types
 from ..sharding.index_map import axes_of, local_indices
 from ..sharding.layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
@@ -215,7 +215,8 @@ class Array(WithoutMemory, DTensor):
 def _refuse_for_checkpoint(x: Array) -> None:
     """Raise where torch's checkpoints, which know of one contiguous part of a value a process, would store another one."""
     mesh, spec = torch_internals.mesh(x), spec_of(x)
-    here = [coordinates(mesh, rank) for rank in communicator_of(mesh).ranks]
+    ranks = communicator_of(mesh).ranks if mesh.get_coordinate() is not None else ()
+    here = [coordinates(mesh, rank) for rank in ranks]
     blocks_here = [local_indices(tuple(x.shape), axes_of(mesh), spec, coord) for coord in here]
     if any(isinstance(indices, list) for block in blocks_here for indices in block):
         raise SpecError(
@@ -757,6 +758,7 @@ def place(x: Any, mesh: Any, spec: P, where: str) -> Any:
     own = mesh_of(x)
     x = _only_sums(x) if isinstance(x, DTensor) else x
     if own is not None and not same(own, mesh):
+        check_reaches(own, mesh, where)
         x, own = moved(x, own, None, where), None
     source = None if own is None else spec_of(x)
     if (

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..base.errors import MeshError, VaryingTypeError
-from ..base.messages import described, mesh_text, op_text, report
+from ..base.messages import described, op_text, report
 from ..base.op_arguments import bind, tensors_in, with_tensors
 from ..distributed import blocks
 from ..distributed.blocks import Blocks
 from ..distributed.communicator import coordinates
-from ..distributed.mesh import communicator_of, is_part, same
+from ..distributed.mesh import communicator_of, is_part, mesh_name, same
 from ..sharding.index_map import axes_of, dim_indices, local_shape
 from ..sharding.layout import WHOLE, axes_items, layout, spec_for, text
 from ..sharding.spec import P, split_axes
@@ -58,9 +58,7 @@ def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
                 )
             )
     if len(meshes) > 1:
-        texts = [
-            f"{text(x)} on the {mesh_text(axes_of(torch_internals.mesh(x)))}" for x in tensors if isinstance(x, DTensor)
-        ]
+        texts = [f"{text(x)} on the {mesh_name(torch_internals.mesh(x))}" for x in tensors if isinstance(x, DTensor)]
         raise MeshError(
             report(
                 op_text(func),

@@ -153,7 +153,7 @@ def _checked_mesh(mesh: Any, spec: Any, where: str) -> None:
                 f"vfn.{where}(tree, mesh, spec)",
             )
         )
-    context.checked_mesh(mesh, where)
+    communicator_of(context.checked_mesh(mesh, where)).check_takes_part()
 
 
 def _mesh_here(specs: Sequence[P], mesh: Any, where: str) -> Any:

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .. import torch_internals
+from ..base.errors import MeshError
+from ..base.messages import mesh_text, report
 from ..sharding.index_map import axes_of
 from . import blocks
 from .blocks import Blocks
@@ -75,6 +78,14 @@ class Communicator(ABC):
             sizes = axes_of(self.mesh)
             found = self._sizes[axes] = math.prod(sizes[name] for name in axes)
         return found
+
+    def check_takes_part(self) -> None:
+        """Raise in a process that plays none of the ranks."""
+        if self.ranks:
+            return
+        members, axes = self.mesh.mesh.flatten().tolist(), mesh_text(axes_of(self.mesh))
+        what = f"this process, rank {dist.get_rank()}, is not in the {axes}, which has the ranks {members}"
+        raise MeshError(report("mesh", what, fix="`if mesh.get_coordinate() is not None:` around what is done on it"))
 
     # What this process holds
 

@@ -29,6 +29,7 @@ class SimulatedMesh(Mesh):
     """A mesh whose ranks are all played by this process; equal to a real mesh never, to its like always."""
 
     communicator: type[Communicator] = Simulated
+    cut: tuple[Any, ...] = ()  # of a part: the axes of the mesh that it was cut out of, and at which places of them
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, SimulatedMesh) and self._key == other._key)
@@ -38,23 +39,20 @@ class SimulatedMesh(Mesh):
 
     @functools.cached_property  # it is asked for at every op, and DeviceMesh computes its shape anew each time
     def _key(self) -> tuple[Any, ...]:
-        return self.device_type, tuple(self.mesh.shape), self.mesh_dim_names
+        return self.device_type, tuple(self.mesh.shape), self.mesh_dim_names, *self.cut
 
     def __repr__(self) -> str:
-        return f"SimulatedMesh({', '.join(f'{name}={size}' for name, size in axes_of(self).items())})"
+        return mesh_name(self).replace("mesh ", "SimulatedMesh")
 
     def __reduce__(self) -> Any:
         return rebuild_mesh, self._key
 
-    def __getitem__(self, names: Any) -> Any:
-        raise MeshError(
-            report(
-                "mesh[...]",
-                "a simulated mesh has no meshes within it",
-                [f"asked for {names!r} of {self!r}"],
-                "the whole mesh, and a spec that names some of its axes",
-            )
-        )
+    def _part(self, names: tuple[str, ...], places: dict[str, int]) -> SimulatedMesh:
+        """Ranks that are at other places, and places that are not given, have a copy of their own with the same values:
+        one of them is played."""
+        axes, before = self.cut or (tuple(axes_of(self).items()), ())
+        shape = tuple(axes_of(self)[name] for name in names)
+        return rebuild_mesh(self.device_type, shape, names, axes, tuple(sorted({**dict(before), **places}.items())))
 
     def get_group(self, mesh_dim: Any = None) -> Any:
         process_group_hints.refuse(self)
@@ -75,6 +73,11 @@ class SimulatedPart(SimulatedMesh):
 
     whole: SimulatedMesh
 
+    def _part(self, names: tuple[str, ...], places: dict[str, int]) -> Any:
+        if places:
+            raise MeshError(report("mesh.at", "inside a shard_map body every rank takes each step", [repr(self)]))
+        return part(self.whole, names)
+
     @functools.cached_property
     def _key(self) -> tuple[Any, ...]:
         return (*self.whole._key, self.mesh_dim_names)
@@ -92,15 +95,13 @@ def part(mesh: Any, names: tuple[str, ...]) -> Any:
         return mesh
     if context.on_one_device():
         return _unit(mesh.device_type, names)
-    sizes = [axes_of(mesh)[name] for name in names]
     if isinstance(mesh, SimulatedMesh):
+        sizes = [axes_of(mesh)[name] for name in names]
         made = torch_internals.unattached_mesh(
             mesh.device_type, torch.arange(math.prod(sizes)).view(sizes), names, SimulatedPart
         )
         made.whole = root(mesh)
         return made
-    if not ranks.has_process_group():
-        return torch_internals.unattached_mesh(mesh.device_type, torch.zeros(sizes, dtype=torch.int64), names, Mesh)
     return mesh[names]
 
 
@@ -116,9 +117,38 @@ def is_part(mesh: Any) -> bool:
 
 @saved_as("vescale_fn.mesh")
 @functools.lru_cache(maxsize=64)
-def rebuild_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> SimulatedMesh:
-    """The simulated mesh of these axes, one object for all."""
-    return torch_internals.unattached_mesh(device, torch.arange(math.prod(shape)).view(shape), names, SimulatedMesh)
+@torch_internals.never_recorded
+def rebuild_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...], *cut: Any) -> SimulatedMesh:
+    """The simulated mesh of these axes, or the part (`SimulatedMesh.cut`) of another that has them, one object for all."""
+    made = torch_internals.unattached_mesh(device, torch.arange(math.prod(shape)).view(shape), names, SimulatedMesh)
+    made.cut = cut
+    return made
+
+
+def mesh_name(mesh: Any) -> str:
+    """A mesh, and what it is a part of, on one short line: ``mesh (dp=4) at pp=1 of (pp=2, dp=4)``."""
+    whole, places = getattr(mesh, "cut", ()) or (axes_of(torch_internals.root_mesh(mesh)).items(), ())
+    at = " at " + ", ".join(f"{name}={i}" for name, i in places) if places else ""
+    of = " of " + mesh_text(dict(whole)).removeprefix("mesh ") if dict(whole) != axes_of(mesh) else ""
+    return mesh_text(axes_of(mesh)) + at + of
+
+
+def check_reaches(source: Any, target: Any, where: str) -> None:
+    """Raise unless every rank of `target` has a part in `source`, whose values are to be brought to it."""
+    axes, places = getattr(source, "cut", ()) or ((), ())
+    theirs, there = getattr(target, "cut", ()) or ((), ())
+    if places and (axes != theirs or not set(places) <= set(there)):
+        raise MeshError(
+            report(
+                where,
+                "an array of some ranks does not reach others",
+                [
+                    f"it is on the {mesh_name(source)}",
+                    f"it is to be on the {mesh_name(target)}",
+                ],
+                "vfn.ppermute or vfn.pbroadcast in a shard_map over a mesh with all these ranks",
+            )
+        )
 
 
 @overload

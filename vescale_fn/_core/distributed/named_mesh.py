@@ -6,10 +6,12 @@ import functools
 from collections.abc import ItemsView, KeysView, ValuesView
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import torch_internals
 from ..base.errors import MeshError
-from ..base.messages import meant, mesh_text, report
+from ..base.messages import meant, mesh_text, report, short
 from ..base.saved_names import saved_as
 
 
@@ -98,7 +100,51 @@ class Mesh(DeviceMesh):
         return _count(self)
 
     def __getitem__(self, names: Any) -> Any:
-        return named(super().__getitem__(names))
+        """The mesh of some axes, in the mesh's order: for each rank that of the ranks at its place on the other axes."""
+        names = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, (tuple, list)) else (names,)
+        if not names or names != tuple(name for name in self.axis_names if name in names):
+            what = f"{short(names if len(names) != 1 else names[0])} does not name axes of the {mesh_text(self.shape)}"
+            near = [
+                f"{short(name)} is no axis{meant(name, self.axis_names)}"
+                for name in names
+                if name not in self.axis_names
+            ]
+            fix = f"names among {self.axis_names}, in this order, each once"
+            raise MeshError(report("mesh[...]", what, near, fix))
+        return self if names == self.axis_names else self._part(names, {})
+
+    def at(self, **places: int) -> Mesh:
+        """The mesh of the ranks at these places of some axes, along the others: ``mesh.at(pp=1)``, a stage of a pipeline.
+
+        Every rank may ask for it; only ranks that are in it may put arrays on it.
+
+        >>> import vescale_fn as vfn
+        >>> with vfn.simulate(8):
+        ...     vfn.make_mesh((2, 4), ("pp", "dp")).at(pp=1)
+        SimulatedMesh(dp=4) at pp=1 of (pp=2, dp=4)
+        """
+        failures = [
+            f"{name}={short(i)}: "
+            + (f"its places are 0 to {self.shape[name] - 1}" if name in self.axis_names else "there is no such axis")
+            for name, i in places.items()
+            if name not in self.axis_names or type(i) is not int or not 0 <= i < self.shape[name]
+        ]
+        rest = tuple(name for name in self.axis_names if name not in places)
+        if failures or not places or not rest:
+            what = f"this does not choose a part of the {mesh_text(self.shape)}"
+            every = "" if failures else "it names every axis" if places else "it names no axis"
+            fix = f"for instance mesh.at({self.axis_names[0]}=0)" if len(self.axis_names) > 1 else ""
+            raise MeshError(report("mesh.at", what, failures or [every], fix))
+        return self._part(rest, places)
+
+    def _part(self, names: tuple[str, ...], places: dict[str, int]) -> Mesh:
+        me = self.get_coordinate()
+        if torch_internals.has_groups(self) and me is not None:
+            if all(me[self.axis_names.index(name)] == i for name, i in places.items()):
+                return named(super().__getitem__(names))
+        where = tuple(slice(None) if name in names else places.get(name, 0) for name in self.axis_names)
+        here = dist.get_rank() if dist.is_initialized() else 0
+        return torch_internals.unattached_mesh(self.device_type, self.mesh[where], names, Mesh, here)
 
     def __deepcopy__(self, memo: Any) -> Mesh:
         return self

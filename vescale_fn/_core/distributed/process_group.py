@@ -46,12 +46,11 @@ def _then(work: Any, finish: Callable[..., torch.Tensor], *args: Any, kept: Any 
 
 @functools.lru_cache(maxsize=256)
 def _joint_group(mesh: Any, axes: frozenset[str], default: Any) -> Any:
-    """This rank's process group along several axes at once (made on all ranks together), with its world ranks in order.
+    """This rank's process group along several axes at once (made on all ranks of the mesh together).
 
     `default` is the default process group: a new one makes new groups.
     """
     mine = None
-    mesh = torch_internals.root_mesh(mesh)  # of which all ranks make the groups
     flat = mesh.mesh.flatten().tolist()
     most = timedelta(seconds=torch_internals.group_timeout(mesh.get_group(0)))
     if (watch := context.watch()) is not None:
@@ -101,9 +100,9 @@ class ProcessGroup(Communicator):
 
     def __init__(self, mesh: Any) -> None:
         super().__init__(mesh)
-        place = 0 if mesh.get_coordinate() is None else _place(mesh)
-        self.ranks = range(place, place + (mesh.get_coordinate() is not None))
-        self.all_here = mesh.size() == 1
+        here = mesh.get_coordinate() is not None
+        place = _place(mesh) if here else 0
+        self.ranks, self.all_here = range(place, place + here), mesh.size() == 1
 
     def processes(self, axes: tuple[str, ...] | None = None) -> Sequence[int]:
         return () if self.all_here else _members(self.mesh, tuple(axes_of(self.mesh)) if axes is None else axes)

@@ -14,7 +14,7 @@ from ..base import context, tree
 from ..base.errors import MeshError, VaryingTypeError
 from ..base.messages import count_text, described, meant, mesh_text, report
 from ..base.source_lines import user_line
-from ..distributed.mesh import communicator_of, is_part, part, same
+from ..distributed.mesh import communicator_of, is_part, mesh_name, part, same
 from ..local_types import tensor_types
 from ..sharding.index_map import axes_of
 from ..sharding.spec import P, axes_named, from_split_axes, problems, split_axes
@@ -73,6 +73,7 @@ class Site:
         self.given = mesh  # kept, for sites are remembered by its id
         self.sizes = {axis: sizes[axis] for axis in sizes if axis in manual}
         self.communicator = communicator_of(mesh)
+        self.communicator.check_takes_part()
         self.auto = part(mesh, rest) if rest else None
         now = {**around, **self.sizes}
         self.body = context.Body(
@@ -141,7 +142,7 @@ def adopt(site: Site, name: str, x: torch.Tensor) -> torch.Tensor:
             report(
                 f"shard_map({name})",
                 "the body uses an array from outside, of which each rank holds a part",
-                [f"it is {tensor_types.text(torch_internals.peel(x))} on the {mesh_text(axes_of(mesh_of(x)))}"],
+                [f"it is {tensor_types.text(torch_internals.peel(x))} on the {mesh_name(mesh_of(x))}"],
                 f"pass it as an argument, with in_specs={mine!r} for its block or P() for the whole",
             )
         )

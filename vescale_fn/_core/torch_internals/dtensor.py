@@ -101,12 +101,19 @@ def new_dtensor(cls: Any, local: Any, spec: Any, requires_grad: bool = False) ->
     return out
 
 
-def unattached_mesh(device: str, ranks: torch.Tensor, names: tuple[str, ...], cls: type = DeviceMesh) -> Any:
-    """A mesh of class `cls` that belongs to no process group, seen from rank 0."""
-    made = cls(device, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
+def unattached_mesh(
+    device: str, ranks: torch.Tensor, names: tuple[str, ...], cls: type = DeviceMesh, seen_from: int = 0
+) -> Any:
+    """A mesh of class `cls` that belongs to no process group, seen from a rank."""
+    made = cls(device, ranks, mesh_dim_names=names, _init_backend=False, _rank=seen_from)
     if not hasattr(made, "_dim_group_names"):  # `torch.compile` reads it of each mesh that it meets
         made._dim_group_names = []
     return made
+
+
+def has_groups(mesh: Any) -> bool:
+    """Whether a mesh has process groups, here."""
+    return bool(getattr(mesh, "_dim_group_names", None))
 
 
 def root_mesh(mesh: Any) -> Any:
