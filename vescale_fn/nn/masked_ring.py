@@ -75,6 +75,11 @@ class Given:
         mask, here, there, key, *rows = leaves
         return Given(mask, here, there, key, tuple(rows))
 
+    @property
+    def mask_has_gradient(self) -> bool:
+        """Whether it is added to the scores."""
+        return self.mask is not None and self.mask.is_floating_point()
+
     def scores(self, ring: Visits, visit: int, q: Tensor, k: Tensor) -> Tensor:
         """The scores [B, H, T, S] of a visit's keys."""
         scores = (grouped(wide(q), k) @ wide(k).mT).reshape(*q.shape[:-1], k.shape[2]) * ring.terms.scale
@@ -136,6 +141,7 @@ def ring_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key: Any, 
     with torch_internals.no_torch_function():
         ring = Visits(body.mesh, tuple(names), body.check, steps, n, k.shape[2], terms, draw)
         out, *_ = torch_internals.apply(_Attention, ring, *inputs)
+        out = out.to(q.dtype)
         tensor_types.mark(out, have)
     return out
 
@@ -145,7 +151,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ring: Visits, q: Tensor, k: Tensor, v: Tensor, *own: Any) -> Any:
-        """The result; the largest score of each query; the sum of the exponentials of its scores, less that one."""
+        """The result; the largest score of each query; the sum of the exponentials of its scores, less that one.
+
+        The result is kept for the gradient, and unrounded for that of a mask, which may be wider than the queries.
+        """
         given = Given.of(own)
         lowest = torch.finfo(wide(q).dtype).min
         top: Any = None
@@ -163,7 +172,8 @@ class _Attention(torch.autograd.Function):
                 more, its = more + out * before.unsqueeze(-1), its + total * before
             out, total, top = more, its, highest
         total = torch.where(total == 0, 1.0, total)  # of a query that sees no key
-        return (out / total.unsqueeze(-1)).to(q.dtype), total, top
+        out = out / total.unsqueeze(-1)
+        return out if given.mask_has_gradient else out.to(q.dtype), total, top
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -193,7 +203,7 @@ class _Attention(torch.autograd.Function):
             share = torch.exp(given.scores(ring, visit, q, k) - top.unsqueeze(-1)) / total.unsqueeze(-1)
             of_weights = (grouped(wide_grad, k) @ wide(v).mT).reshape(share.shape)
             slope = share * (dropped(of_weights, keep, ring.terms) - mean.unsqueeze(-1))
-            if given.mask is not None and given.mask.is_floating_point():
+            if given.mask_has_gradient:
                 for_mask.append(_summed_to(slope, given.mask))
             slope, weights = grouped(slope, k), grouped(dropped(share, keep, ring.terms), k)
             for_q = for_q + (slope @ wide(k)).reshape(q.shape) * ring.terms.scale
