@@ -12,7 +12,6 @@ import torch
 from .._core import torch_internals
 from .._core.arrays.array import Array, is_array, spec_of
 from .._core.arrays.placement import from_blocks
-from .._core.distributed.blocks import Blocks
 from .._core.distributed.communicator import coordinates
 from .._core.distributed.mesh import communicator_of
 from .._core.sharding.index_map import axes_of, index_runs, local_indices, local_shape
@@ -59,8 +58,8 @@ def held(x: torch.Tensor) -> list[Piece]:
     if mesh.get_coordinate() is None:  # a mesh that this rank is no part of
         return []
     axes, found = axes_of(mesh), dict[Any, Piece]()
-    for rank in communicator_of(mesh).ranks:
-        block = local.blocks[rank] if type(local) is Blocks else local
+    communicator = communicator_of(mesh)
+    for rank, block in zip(communicator.ranks, communicator.parts(local), strict=True):
         for piece in _cut(block, local_indices(tuple(x.shape), axes, spec, coordinates(mesh, rank))):
             found.setdefault(piece.offsets, piece)
     return list(found.values())

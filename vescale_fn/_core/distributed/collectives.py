@@ -212,6 +212,16 @@ class Collective:
         """A tensor of the result's shape and dtype, in which nothing is: communicates nothing."""
         return x.new_empty(TABLE[self.kind].result_shape(x.shape, group_size(self.mesh, self.axes), self.params))
 
+    def like_all(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`like`, of the blocks of all ranks that this process plays; ranks that get one value share one tensor."""
+        if not TABLE[self.kind].shared:
+            return [self.like(x) for x in blocks]
+        communicator, made = communicator_of(self.mesh), dict[Any, torch.Tensor]()
+        for at, x in enumerate(blocks):
+            group = communicator.group_of(at, self.axes)
+            made[group] = self.like(x) if group not in made else made[group]
+        return [made[communicator.group_of(at, self.axes)] for at in range(len(blocks))]
+
 
 @dataclass(frozen=True)
 class Start(Collective):

@@ -70,6 +70,7 @@ class Communicator(ABC):
     def __init__(self, mesh: Any) -> None:
         self.mesh = mesh
         self._sizes: dict[tuple[str, ...], int] = {}
+        self._group_of: dict[tuple[str, ...], dict[int, tuple[int, ...]]] = {}
 
     def size(self, axes: tuple[str, ...]) -> int:
         """How many ranks there are along `axes`."""
@@ -78,6 +79,13 @@ class Communicator(ABC):
             sizes = axes_of(self.mesh)
             found = self._sizes[axes] = math.prod(sizes[name] for name in axes)
         return found
+
+    def group_of(self, at: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks along `axes` among which is the rank that this process plays as its `at`-th, in their order."""
+        found = self._group_of.get(axes)
+        if found is None:
+            found = self._group_of[axes] = {rank: group for group in groups(self.mesh, axes) for rank in group}
+        return found[self.ranks[at]]
 
     def check_takes_part(self) -> None:
         """Raise in a process that plays none of the ranks."""

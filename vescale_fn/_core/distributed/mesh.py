@@ -73,6 +73,10 @@ class SimulatedPart(SimulatedMesh):
 
     whole: SimulatedMesh
 
+    @property
+    def communicator(self) -> type[Communicator]:  # type: ignore[override]
+        return self.whole.communicator
+
     def _part(self, names: tuple[str, ...], places: dict[str, int]) -> Any:
         if places:
             raise MeshError(report("mesh.at", "inside a shard_map body every rank takes each step", [repr(self)]))

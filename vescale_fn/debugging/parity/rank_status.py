@@ -26,9 +26,9 @@ def said_by_all(mine: str, mesh: Any) -> list[str | None]:
     None is of a rank that said nothing: for so long after another told of a problem, or within the timeout of the
     process group.
     """
-    ranks = mesh.mesh.flatten().tolist()
-    if communicator_of(mesh).all_here:
-        return [mine] * len(ranks)
+    ranks = communicator_of(mesh).processes()
+    if not ranks:
+        return [mine] * mesh.size()
     together = ",".join(map(str, sorted(ranks)))
     store, call, said = (
         torch_internals.default_store(),

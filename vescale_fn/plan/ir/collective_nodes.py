@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._core.distributed.collectives import Collective, group_size
-from ..._core.distributed.communicator import groups
+from ..._core.distributed.collectives import TABLE, Collective, group_size
+from ..._core.distributed.mesh import communicator_of
 from .graph import KEPT, Step, name_of, nbytes, value
-
-_SAME_FOR_ALL = ("all_reduce", "all_gather", "broadcast")  # of a group: its ranks get one value
 
 
 def collective_of(node: fx.Node) -> Collective:
@@ -59,12 +57,10 @@ def source(x: Any) -> tuple[fx.Node, int] | None:
 def gets_same(node: fx.Node, place: int, other: int) -> bool:
     """Whether two ranks get one value."""
     collective = collective_of(node)
-    alike = collective.kind in _SAME_FOR_ALL and any({place, other} <= set(group) for group in _groups(collective))
-    return place == other or alike
-
-
-def _groups(collective: Collective) -> Iterable[Sequence[int]]:
-    return groups(collective.mesh, collective.axes)
+    if place == other or not TABLE[collective.kind].shared:
+        return place == other
+    group_of = communicator_of(collective.mesh).group_of
+    return group_of(place, collective.axes) is group_of(other, collective.axes)
 
 
 def sole_source(parts: Sequence[fx.Node]) -> fx.Node | None:

@@ -80,7 +80,7 @@ def is_number(leaf: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def first_holders(spec: Any) -> tuple[int, ...]:
-    """For each rank that plays on a simulated mesh, the first one that holds the same block of an array."""
+    """For each block of an array that this process holds, the place of the first one that is the same."""
     mesh, ndim, lies = spec.mesh, len(spec.tensor_meta.shape), layout(spec)
     sizes = zip(spec.tensor_meta.shape, split_axes(lies, ndim), strict=True)
     apart = {name for size, row in sizes for _, names in parts_of(row, size) for name in names} | lies.unreduced
@@ -88,8 +88,8 @@ def first_holders(spec: Any) -> tuple[int, ...]:
     apart |= set(axes_of(whole)) - set(axes_of(mesh))
     first: dict[Any, int] = {}
     return tuple(
-        first.setdefault(tuple(coordinates(whole, rank)[name] for name in sorted(apart)), rank)
-        for rank in communicator_of(mesh).ranks
+        first.setdefault(tuple(coordinates(whole, rank)[name] for name in sorted(apart)), at)
+        for at, rank in enumerate(communicator_of(mesh).ranks)
     )
 
 

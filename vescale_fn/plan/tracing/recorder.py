@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ..._core import torch_internals
 from ..._core.arrays.stateful_draws import refuse_seeded
-from ..._core.base import context, op_arguments, source_lines
+from ..._core.base import op_arguments, source_lines
 from ..._core.base.errors import InPlaceError, RecordError
 from ..._core.base.messages import op_text, report
 from ..._core.distributed import blocks
@@ -346,9 +346,8 @@ class Recorder(torch_internals.TorchDispatchMode):
         collective = dataclasses.replace(collective, line=line)
         if type(x) is Blocks:
             blocks_ = [self._stand_in(block) for block in x.blocks]
-            with torch_internals.unrecorded(), self._fake, context.unlogged():
-                sent = {id(block): block.detach() for block in blocks_}  # which may arrive as it is: then as a result
-                out = Blocks([sent[id(x)] if id(x) in sent else x for x in collective(blocks_)])
+            with torch_internals.unrecorded(), self._fake:
+                out = Blocks(collective.like_all(blocks_))
             node = self.graph.call_function(collective, ([self.node(block) for block in blocks_],))
             self._made(node, out.blocks, line, again)
             return out
