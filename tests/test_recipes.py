@@ -297,6 +297,12 @@ def test_runs_and_checks_on_a_simulated_mesh(capsys, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_ranks_in_zigzag_order_may_have_uneven_parts(capsys):
+    argv = "--context 7 --parallel cp-zigzag --mesh cp=3 --dropout 0 --simulate --check".split()
+    assert train.main([*TINY, *argv]) == 0
+    assert re.search(r"largest difference \d\.\de[-+]\d\d: below 1e-05", capsys.readouterr().out)
+
+
 @pytest.mark.gloo
 def test_runs_and_checks_on_processes(capfd):
     assert train.main([*TINY, "--check", "--device", "cpu", "--parallel", "tp+sp", "--mesh", "tp=2"]) == 0
@@ -325,7 +331,6 @@ def test_a_difference_is_an_exit_status(capsys, monkeypatch):
             "--parallel cp-zigzag --mesh cp=2",
             "--parallel cp-zigzag: a token's dropout goes by its place, which is another: --dropout 0",
         ),
-        ("--parallel cp-zigzag --mesh cp=3 --dropout 0", "--parallel cp-zigzag: twice cp=3 must divide --context 128"),
         ("--resume", "--resume needs --checkpoints FOLDER, where they are"),
         ("--evaluate", "--evaluate needs --checkpoints FOLDER, where they are"),
         ("--evaluate --checkpoints nowhere", "--evaluate: there is no checkpoint in nowhere"),

@@ -141,8 +141,6 @@ def _lay_out(options: argparse.Namespace, parser: argparse.ArgumentParser) -> No
     n, name = options.layout.zigzag, "--parallel cp-zigzag"  # mesh: start
     if n and options.dropout:  # mesh: start
         parser.error(f"{name}: a token's dropout goes by its place, which is another: --dropout 0")  # mesh: start
-    if n and options.context % (2 * n):  # mesh: start
-        parser.error(f"{name}: twice cp={n} must divide --context {options.context}")  # mesh: start
     for axis, size in options.mesh.items():  # mesh: start
         if axis == "tp" and options.heads % size:  # mesh: start
             parser.error(f"tp={size} must divide --heads {options.heads}")  # mesh: start
