@@ -14,8 +14,6 @@ from pathlib import Path
 
 # What is read of a value from outside the methods of its class: the name, and the class whose files put it there.
 OWN = {
-    **dict.fromkeys(("_beside", "_moved", "_narrowed", "_part", "_reduced", "_seen", "_sum", "_total"), "Array"),
-    **dict.fromkeys(("_view_root", "_views"), "Array"),
     **dict.fromkeys(("_plan_node", "_plan_recorder"), "Recorder"),
     **dict.fromkeys(("_begun", "_thread"), "Saving"),
     "_at_use": "Functional",

@@ -13,6 +13,8 @@ _BRANCH = ast.If | ast.IfExp | ast.For | ast.While | ast.ExceptHandler | ast.com
 
 # Today's exceptions, all of them: what is mended leaves its list.
 STATE = {"_core/torch_internals/interception.py"}  # below `base`: a flag between two callbacks of torch's
+NOTED = {"_core/base/array_notes.py", "_core/local_types/tensor_types.py"}
+NOTED_IN_A_HURRY = {"_core/shard_map/in_specs.py", "_core/shard_map/untyped_mode.py"}  # at each call, each op of a body
 LONG = {
     "_core/arrays/decide.py:_on_tensors",
     "_core/arrays/layout_solver.py:_solve",
@@ -138,6 +140,22 @@ def test_a_public_class_has_a_name_of_its_own():
     assert shared(NODES) == SHARED
 
 
+def noted(nodes):
+    """Files that set an attribute of ours on tensors."""
+    return {
+        path
+        for path, found in nodes.items()
+        if any(
+            isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and n.attr.startswith("vfn_") for n in found
+        )
+    }
+
+
+def test_what_is_known_of_a_tensor_is_noted_in_one_place():
+    """What begins with `_` is no way around it: `private_names.OWN` lists those that tensors may have."""
+    assert noted(NODES) == NOTED | NOTED_IN_A_HURRY
+
+
 def test_the_checks_find_a_planted_fault():
     branches = "\n".join(f"    if x == {i}: x += 1" for i in range(BRANCHES))
     source = f"import threading\nclass A: ...\ns = threading.local()\ndef f(x):\n{branches}\ndef g():\n    a = 1\n"
@@ -145,3 +163,5 @@ def test_the_checks_find_a_planted_fault():
     assert state(planted) == {"one.py"}
     assert long(planted) == {"one.py:f"}
     assert shared(planted) == {"A"}
+    assert noted({"three.py": list(ast.walk(ast.parse("x.vfn_note = x.vfn_notes")))}) == {"three.py"}
+    assert noted({"four.py": list(ast.walk(ast.parse("x.vfn_notes.sums = x.vfn_type")))}) == set()

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import torch_internals
+from ..base.array_notes import noted, notes_of, root_of
 from ..base.errors import InPlaceError
 from ..base.messages import op_text, report
 from ..base.op_arguments import tensors_in
@@ -44,35 +45,36 @@ class MovedView(NamedTuple):
 
 def moved_view(x: Any) -> MovedView | None:
     """How a view came about whose elements are elsewhere; None for any other tensor."""
-    found = getattr(x, "__dict__", {}).get("_moved")
+    found = notes_of(x).moved
     return found if type(found) is MovedView else None
 
 
 def remember_sums(source: Any, outs: Sequence[Any], alias: bool) -> None:
     """Give each partial result a cell that keeps what it adds up to, shared by its aliases, until it is written."""
-    shared = getattr(source, "_sum", None) if alias and len(outs) == 1 and source.shape == outs[0].shape else None
+    shared = notes_of(source).sums if alias and len(outs) == 1 and source.shape == outs[0].shape else None
     for out in outs:
         if out is not None and layout(torch_internals.spec(out)).unreduced:
-            out._sum = shared if shared is not None else []
+            noted(out).sums = shared if shared is not None else []
 
 
 def note_views(source: Any, outs: Sequence[Any], moved: bool) -> None:
     """Note what the results alias: a write through one that had to be moved would be lost, and it would miss writes."""
-    root = getattr(source, "_view_root", source)
-    moved = moved or hasattr(source, "_moved")
+    root = root_of(source)
+    moved = moved or notes_of(source).moved is not None
     for out in outs:
         if not isinstance(out, DTensor) or out is source:
             continue
-        out._view_root = root
+        noted(out).root = root
         if moved and isinstance(root, DTensor):
-            out._moved = True
+            noted(out).moved = True
             _note_stale_after_write(root, out)
         for known in _beside(out):
             _note_stale_after_write(known, out)
 
 
 def _note_stale_after_write(root: Any, out: Any) -> None:
-    copies = root.__dict__.setdefault("_copies", [])
+    notes = noted(root)
+    copies = notes.copies = notes.copies or []
     if len(copies) % 64 == 63:  # those that nobody has any more
         copies[:] = [copy for copy in copies if copy() is not None]
     copies.append(weakref.ref(out))
@@ -80,8 +82,8 @@ def _note_stale_after_write(root: Any, out: Any) -> None:
 
 def note_copy(source: Any, out: Any) -> None:
     """Note that a result is a copy of what should be memory of its source, which only matters while that is known."""
-    root = getattr(source, "_view_root", source)
-    out._beside = (weakref.ref(root), *getattr(root, "_beside", ()))
+    root = root_of(source)
+    noted(out).beside = (weakref.ref(root), *notes_of(root).beside)
 
 
 def note_elsewhere(source: Any, out: Any) -> None:
@@ -93,15 +95,14 @@ def note_elsewhere(source: Any, out: Any) -> None:
 
 def _beside(x: Any) -> list[Any]:
     """The arrays that somebody still knows, of whose memory `x`, or what it is a view of, would be a part on one device."""
-    refs = getattr(getattr(x, "_view_root", x), "_beside", ())
-    return [known for known in (ref() for ref in refs) if known is not None]
+    return [known for known in (ref() for ref in notes_of(root_of(x)).beside) if known is not None]
 
 
 def memories(x: Any) -> set[int]:
     """What stands for the memory that a tensor has on one device: equal numbers, where two tensors may share some."""
     if not isinstance(x, DTensor):
         return {torch_internals.memory_number(x)} if x.layout is torch.strided else set()
-    return {id(getattr(x, "_view_root", x)), *map(id, _beside(x))}
+    return {id(root_of(x)), *map(id, _beside(x))}
 
 
 def entries(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> list[Any]:
@@ -155,11 +156,8 @@ def check_reads(func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: 
     elements makes of it; a block does one or the other by its size.
     """
     if isinstance(target, (list, tuple)):
-        roots = {id(getattr(x, "_view_root", x)) for x in target}
-        if all(
-            id(getattr(x, "_view_root", x)) not in roots
-            for x in tensors_in([a for a in args if a is not target], kwargs)
-        ):
+        roots = {id(root_of(x)) for x in target}
+        if all(id(root_of(x)) not in roots for x in tensors_in([a for a in args if a is not target], kwargs)):
             return
         for k, x in enumerate(target):
             row = [a[k] if isinstance(a, (list, tuple)) and len(a) == len(target) else a for a in args]
@@ -167,9 +165,9 @@ def check_reads(func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: 
         return
     if not isinstance(target, DTensor):
         return
-    root = target.__dict__.get("_view_root", target)
+    root = root_of(target)
     for x in tensors_in(args, kwargs):
-        if x is target or not isinstance(x, DTensor) or x.__dict__.get("_view_root", x) is not root:
+        if x is target or not isinstance(x, DTensor) or root_of(x) is not root:
             continue
         if not _reads_first(func) and overlap(_place(x), _place(target)):
             raise InPlaceError(
@@ -189,12 +187,12 @@ def _place(x: Any) -> Place:
 def check_writable(func: Any, target: Any) -> None:
     """Raise if a write to `target` (an array, or a list of them) would be lost."""
     for x in target if isinstance(target, (list, tuple)) else (target,):
-        if isinstance(x, DTensor) and (x.__dict__.get("_moved") is True or _beside(x)):
+        if isinstance(x, DTensor) and (notes_of(x).moved is True or _beside(x)):
             raise InPlaceError(
                 report(
                     op_text(func),
                     LOST,
-                    [f"it is {text(x)}, of {text((*_beside(x), getattr(x, '_view_root', x))[0])}"],
+                    [f"it is {text(x)}, of {text((*_beside(x), root_of(x))[0])}"],
                     "a new array: torch.where(mask, new, x), torch.cat, x.index_copy(...), x + y; or a layout of the source "
                     "in which the view is local: x = vfn.with_sharding(x, P())",
                 )
@@ -220,15 +218,19 @@ def after_write(x: Any) -> None:
     """What was copied out of `x`, or out of what it is a view of, has missed a write: a view is read anew, the rest raises."""
     seen = x
     while seen is not None:  # torch counts no writes that an op of several steps makes, nor those into its views
-        if cell := getattr(seen, "_sum", None):
-            cell.clear()
-        seen = seen.__dict__.get("_seen", (None,))[0]
-    root = getattr(x, "_view_root", x)
-    copies = root.__dict__.pop("_copies", ())
+        notes = notes_of(seen)
+        if notes.sums:
+            notes.sums.clear()
+        seen = notes.seen[0] if notes.seen else None
+    root = root_of(x)
+    copies = notes_of(root).copies
+    if copies:
+        noted(root).copies = ()
     for view in (copy() for copy in copies):
         if moved_view(view) is not None and not _beside(view):
             torch_internals.forget_local(view)
-            view.__dict__.get("_sum", []).clear()
+            if sums := notes_of(view).sums:
+                sums.clear()
             _note_stale_after_write(root, view)
         elif view is not None:
             torch_internals.set_spec(view, _Stale())

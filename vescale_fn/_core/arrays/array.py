@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..base import context, linear_map, op_arguments, op_lines
+from ..base.array_notes import ArrayNotes, noted, notes_of
 from ..base.errors import InPlaceError, MeshError, SpecError, TransformError
 from ..base.messages import described, mesh_text, report, short
 from ..base.saved_names import also_saved_as, saved_as
@@ -66,6 +67,7 @@ class Array(WithoutMemory, DTensor):
                 return func(*local[0], **local[1])
         return interpreter.dispatch(Array, func, args, kwargs)
 
+    vfn_notes: ArrayNotes | None = None
     redispatch = classmethod(interpreter.dispatch)  # for what carries an op out as others
 
     def __getattr__(self, name: str) -> Any:
@@ -267,7 +269,7 @@ def _rebuild(local: Any, mesh: Any, spec: P, shape: Any, stride: Any, requires_g
 def _marked(x: Any, reduced: frozenset[str], parameter: bool) -> Array:
     """With what is known of an array besides its value."""
     if reduced:
-        x._reduced = reduced
+        noted(x).reduced = reduced
     if parameter:
         torch_internals.mark_as_parameter(x)
     return x
@@ -286,11 +288,16 @@ def wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, .
     dspec = spec_for(mesh, bare, shape, stride or contiguous_stride(shape), local.dtype)
     if local.requires_grad:  # inside a Function's forward: the array is the variable, not what it holds
         local = local.detach()
+    return made(local, dspec, spec)
+
+
+def made(local: Any, dspec: Any, lies: P) -> Array:
+    """The array around what this rank holds, of a layout in torch's terms that is `lies` in ours."""
     out = torch_internals.new_dtensor(Array, local, dspec)
-    if spec.unreduced:
-        out._sum = []
-    if spec.reduced:
-        out._reduced = spec.reduced
+    if lies.unreduced:
+        noted(out).sums = []
+    if lies.reduced:
+        noted(out).reduced = lies.reduced
     return out
 
 
@@ -366,7 +373,7 @@ def spec_of(x: torch.Tensor) -> P:
     if not isinstance(inner, DTensor):
         return WHOLE
     spec, gone = layout(torch_internals.spec(inner)), torch_internals.batch_dims(x)
-    reduced = getattr(inner, "_reduced", frozenset())
+    reduced = notes_of(inner).reduced
     if not gone and not reduced:
         return spec
     rows = list(split_axes(spec, inner.ndim))
@@ -480,7 +487,7 @@ class _Moves:
         out: list[Any] = [part.begun(x) for part, x in zip(self.parts, xs, strict=True)]
         together: list[tuple[int, P]] = []
         for i, (part, x) in enumerate(zip(self.parts, out, strict=True)):
-            if isinstance(x, Array) and part.target is not None and not getattr(x, "_sum", None):
+            if isinstance(x, Array) and part.target is not None and not notes_of(x).sums:
                 target = led(part.lead, layout(torch_internals.spec(x)), part.target, x.ndim)
                 if P(*target, unreduced=target.unreduced) != layout(torch_internals.spec(x)):
                     together.append((i, target))
@@ -687,13 +694,13 @@ def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     out = x.to(dtype)
     if isinstance(x, Array) and x.requires_grad and torch.is_grad_enabled() and out is not x:
-        out._narrowed = (torch_internals.version(out), x)  # type: ignore[attr-defined]
+        noted(out).narrowed = torch_internals.version(out), x
     return out
 
 
 def _before_narrowing(x: Any) -> tuple[Any, Any]:
     """What `narrowed` was given, and the cast to `x`; `x` itself, and none, where it is no such thing."""
-    version, source = getattr(x, "_narrowed", (None, None))
+    version, source = notes_of(x).narrowed
     if source is None or version != torch_internals.version(x) or not torch.is_grad_enabled():
         return x, None
     return source, (source.dtype, x.dtype)

@@ -9,6 +9,7 @@ import torch
 
 from .. import torch_internals
 from ..base import op_lines
+from ..base.array_notes import notes_of
 from ..base.errors import InPlaceError
 from ..base.messages import op_text, report
 from ..distributed import blocks, value_flow
@@ -49,7 +50,7 @@ def _brought(x: Any, target: P, why: str) -> tuple[Any, bool]:
     """The local value of an array, brought to `target`, and whether it is nobody else's."""
     mesh, shape = torch_internals.mesh(x), tuple(x.shape)
     steps = reshard.plan(shape, axes_items(mesh), layout(torch_internals.spec(x)), target)
-    cell = getattr(x, "_sum", None)
+    cell = notes_of(x).sums
     if cell and cell[0] == (torch_internals.version(x), steps):
         return cell[1], False
     if cell is not None and steps and steps[0].kind == "all_reduce" and not target.unreduced and _sees(x):
@@ -63,13 +64,13 @@ def _brought(x: Any, target: P, why: str) -> tuple[Any, bool]:
 
 def _sees(x: Any) -> bool:
     """Whether `x` is a view of all of a partial value, which still lies as it did then."""
-    seen = x.__dict__.get("_seen")
+    seen = notes_of(x).seen
     return seen is not None and torch_internals.spec(seen[0]) is seen[1]
 
 
 def _view_of_sum(x: Any) -> Any:
     """A view of a partial value as the same view of what that adds up to, which is known, or is from now on."""
-    source, _, func, args, kwargs = x._seen
+    source, _, func, args, kwargs = notes_of(x).seen  # type: ignore[misc]
     spec = layout(torch_internals.spec(source))
     goal = P(*spec)
     local = brought(source, goal, f"{op_text(func)} of a sum")

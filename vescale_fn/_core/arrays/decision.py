@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import torch_internals
+from ..base.array_notes import noted, notes_of
 from ..base.errors import InPlaceError
 from ..base.messages import report
 from ..base.op_arguments import bind
@@ -73,13 +74,14 @@ class ViewOfItself(Decision):
 
     def run(self, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         x, view = args[0], cls.redispatch(RETURNS_VIEW_OF_ITSELF[self.func], args)
-        if hasattr(view, "_moved"):
+        notes = notes_of(view)
+        if notes.moved is not None:
             name = torch_internals.operator_name(self.func).removeprefix("aten::")
             raise InPlaceError(report(f"torch's {name}", MOVE, [f"the array is {text(x)}"], _new_array(name)))
         torch_internals.set_local(x, torch_internals.local(view))
         torch_internals.set_spec(x, torch_internals.spec(view))
-        if hasattr(view, "_sum"):
-            x._sum = view._sum
+        if notes.sums is not None:
+            noted(x).sums = notes.sums
         torch_internals.own_shape(self.func, args)
         return x
 
@@ -110,7 +112,7 @@ def refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
             "x.copy_(source), or a new name: x = source" if name == "set_" else f"{_new_array(name)}, or x = x.clone()"
         )
         raise InPlaceError(report(f"torch's {name}", STORAGE, fix=instead))
-    if name == "as_strided" and hasattr(args[0], "_view_root") and not _within(*args):
+    if name == "as_strided" and notes_of(args[0]).root is not None and not _within(*args):
         raise InPlaceError(
             report(
                 "torch's as_strided", MEMORY, [f"the view is {text(args[0])}"], "index the array itself, or x.clone()"

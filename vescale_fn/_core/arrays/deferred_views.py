@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..base import context
+from ..base.array_notes import noted, notes_of
 from ..base.errors import ReshardError
 from ..distributed import value_flow
 from ..distributed.blocks import Blocks
@@ -32,7 +33,7 @@ def state_offsets(func: Any, args: Sequence[Any], views: Sequence[Any], offsets:
 def elements_move(x: Any, moves: bool) -> bool:
     """Whether a view of `x`, for which `x` moves or not, shows elements that are to come from other ranks, or is a view of
     such a view. Not where `x` is a copy by nature (a conjugate): what is written there is refused."""
-    return moved_view(x) is not None or (moves and not hasattr(x, "_moved"))
+    return moved_view(x) is not None or (moves and notes_of(x).moved is None)
 
 
 def deferred(cls: Any, args: Sequence[Any], kwargs: dict[str, Any], decision: Any) -> Any:
@@ -65,7 +66,7 @@ def deferred(cls: Any, args: Sequence[Any], kwargs: dict[str, Any], decision: An
     remember_sums(source, outs, False)
     note_views(source, outs, True)
     for i, (out, meta) in enumerate(zip(outs, metas, strict=True)):
-        out._moved = MovedView(
+        noted(out).moved = MovedView(
             source,
             torch_internals.spec(source),
             func,

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..base import context
+from ..base.array_notes import root_of
 from ..base.errors import InPlaceError
 from ..base.messages import op_text, report
 from ..base.op_arguments import tensors_in, with_tensors
@@ -109,7 +110,7 @@ def _refuse_overlap(func: Any, targets: Iterable[Any]) -> None:
     """Two views of one memory, each written whole, would undo each other's writes."""
     roots: dict[int, Any] = {}
     for x in targets:
-        root = id(getattr(x, "_view_root", x))
+        root = id(root_of(x))
         if root in roots:
             raise InPlaceError(
                 report(

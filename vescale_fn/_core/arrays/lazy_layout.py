@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
+from ..base.array_notes import noted, notes_of, root_of
 from ..distributed import blocks
 from ..sharding.layout import WHOLE, axes_items, layout, spec_for
 from ..sharding.merged_dim import Merged
@@ -35,42 +36,44 @@ def is_new(func: Any, outs: Sequence[Any]) -> bool:
 def note_new(outs: Sequence[Any]) -> None:
     """Note that the layout of these arrays is nobody's wish."""
     for out in outs:
-        out._views = []
+        noted(out).views = []
 
 
 def note_stated(x: Any) -> None:
     """Note that the user states the layout that an array has: it keeps it."""
-    getattr(x, "_view_root", x).__dict__.pop("_views", None)
+    notes = notes_of(root_of(x))
+    if notes.views is not None:
+        notes.views = None
 
 
 def note_view(source: Any, func: Any, args: Sequence[Any], out: Any) -> None:
     """Note a view of a new array: which of its dims each of the view's is, and which of them are cut."""
-    root = getattr(source, "_view_root", source)
-    views = root.__dict__.get("_views")
+    notes = notes_of(root_of(source))
+    views = notes.views
     if views is None:
         return
     if func not in DROPS_DIM or len(views) >= _MANY:
-        del root._views
+        notes.views = None
         return
     dims = _dims(source)
     at = (args[1] if len(args) > 1 else 0) % source.ndim
     cut = () if out.shape == source.shape else (dims[at],)
     if DROPS_DIM[func]:
         dims = dims[:at] + dims[at + 1 :]
-    out._part = source, func, tuple(args[1:]), dims
+    noted(out).part = source, func, tuple(args[1:]), dims
     views.append((weakref.ref(out), cut))
 
 
 def _dims(x: Any) -> tuple[int, ...]:
-    part = x.__dict__.get("_part")
+    part = notes_of(x).part
     return tuple(range(x.ndim)) if part is None else part[3]
 
 
 def settle(dispatch: Callable[..., Any], func: Any, args: Sequence[Any]) -> bool:
     """Split a new array as what is about to be written into it, or into a view of it, where that is possible."""
     target, writes = args[0], [i for i, _ in blocks.written(func)]
-    root = getattr(target, "_view_root", target) if writes == [0] else None
-    views = getattr(root, "_views", None)
+    root = root_of(target) if writes == [0] else None
+    views = notes_of(root).views
     if root is None or views is None or find(func) is not elementwise or (root.is_leaf and root.requires_grad):
         return False
     rows = list(split_axes(layout(torch_internals.spec(root)), root.ndim))
@@ -98,16 +101,17 @@ def settle(dispatch: Callable[..., Any], func: Any, args: Sequence[Any]) -> bool
 
 
 def _split(dispatch: Callable[..., Any], root: Any, rows: Sequence[tuple[str, ...]]) -> None:
-    views = root.__dict__.pop("_views")
+    notes = noted(root)
+    views, notes.views = notes.views, None
     mesh, shape, goal = torch_internals.mesh(root), tuple(root.shape), from_split_axes(rows)
     steps = reshard.plan(shape, axes_items(mesh), layout(torch_internals.spec(root)), goal)  # slices alone
     torch_internals.set_local(root, reshard.run(torch_internals.local(root), shape, mesh, steps, ""))
     torch_internals.set_spec(root, spec_for(mesh, goal, root.shape, tuple(root.stride()), root.dtype))
-    for ref, _ in views:
+    for ref, _ in views:  # type: ignore[union-attr]
         view = ref()
         if view is not None:
-            source, func, args, _ = view._part
+            source, func, args, _ = noted(view).part  # type: ignore[misc]
             again = dispatch(func, (source, *args), None)
             torch_internals.set_local(view, torch_internals.local(again))
             torch_internals.set_spec(view, torch_internals.spec(again))
-    root._views = views
+    notes.views = views

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..base import context
+from ..base.array_notes import note_root, noted
 from ..base.op_arguments import bind, tensors_in, with_tensors
 from ..distributed import blocks, collectives
 from ..distributed.mesh import communicator_of
@@ -163,7 +164,7 @@ class ViewOnBlocks(OnBlocks):
             note_view(args[0], self.func, args, view)
         OnBlocks.note(self, args, kwargs, wrapped, copied)
         if self.partial and not self.many and not self.moves and args[0].numel() == wrapped[0].numel():
-            wrapped[0]._seen = (args[0], torch_internals.spec(args[0]), self.func, args[1:], kwargs)
+            noted(wrapped[0]).seen = (args[0], torch_internals.spec(args[0]), self.func, args[1:], kwargs)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -172,8 +173,8 @@ class LocalView(ViewOnBlocks):
 
     def run(self, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source = args[0]
-        notes = source.__dict__
-        if "_moved" in notes:
+        notes = source.vfn_notes
+        if notes is not None and notes.moved is not None:
             return ViewOnBlocks.run(self, cls, args, kwargs)
         local = [_local(a) if a.__class__ is cls else a for a in args]
         sizes = self.sizes
@@ -192,7 +193,7 @@ class LocalView(ViewOnBlocks):
             note_views(source, (wrapped,), False)
             note_view(source, self.func, args, wrapped)
         else:
-            wrapped._view_root = source
+            note_root(wrapped, source)
         return wrapped
 
 
@@ -221,12 +222,12 @@ class LocalWrite(WriteOnBlocks):
 
     def run(self, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         func, source = self.func, args[0]
-        notes = source.__dict__
-        if "_moved" in notes:
+        notes = source.vfn_notes
+        if notes is not None and notes.moved is not None:
             return WriteOnBlocks.run(self, cls, args, kwargs)
         local = [_local(a) if a.__class__ is cls else a for a in args]
         for a in args:  # what shares memory with another array knows it
-            if notes or kwargs or a.__class__ in _LISTS or (a.__class__ is cls and a.__dict__):
+            if notes or kwargs or a.__class__ in _LISTS or (a.__class__ is cls and a.vfn_notes):
                 check_reads(func, args, kwargs, source)
                 break
         if notes:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..arrays import reshard
+from ..arrays.array import made
 from ..base import context, linear_map
 from ..base.errors import CollectiveError
 from ..base.messages import report
@@ -141,18 +142,13 @@ def _opened(op: Collective, pieces: Any) -> _Opened:
     local = reshard.run(
         torch_internals.local(pieces), shape, mesh, reshard.plan(shape, axes_items(mesh), lies, spec), op.why
     )
-    cls, rest = type(pieces), shape[1:]
+    rest = shape[1:]
 
     def close(arrived: Any) -> Any:
         if type(arrived) is Blocks:
             arrived = Blocks(arrived.blocks)  # whose sizes may differ, as an array's may
         whole = torch.Size((arrived.shape[0], *rest))
-        out = torch_internals.new_dtensor(
-            cls, arrived, spec_for(mesh, spec, whole, contiguous_stride(whole), arrived.dtype), requires_grad=False
-        )
-        if spec.unreduced:
-            out._sum = []
-        return out
+        return made(arrived, spec_for(mesh, spec, whole, contiguous_stride(whole), arrived.dtype), spec)
 
     return _Opened(local, not is_even(shape, axes_of(mesh), spec), close)
 

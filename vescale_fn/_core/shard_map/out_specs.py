@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import torch_internals
-from ..arrays.array import Array, packed, take_out
+from ..arrays.array import Array, made, packed, take_out
 from ..base import linear_map, tree
 from ..base.errors import SpecError, VaryingTypeError
 from ..base.messages import count_text, described, mesh_text, report
@@ -133,11 +133,7 @@ def taken_out(local: Any, have: types.Type, site: Site, entry: Out, fast: bool) 
         local = torch_internals.local(local) if local.__class__ is Array else local
         if local.__class__ is not Blocks and site.communicator.holds_blocks:
             local = site.communicator.held(local.detach())
-        out = torch_internals.new_dtensor(Array, packed(local), entry.dspec)
-        if entry.lies.unreduced:
-            out._sum = []
-        if entry.lies.reduced:
-            out._reduced = entry.lies.reduced
+        out = made(packed(local), entry.dspec, entry.lies)
     else:
         if site.body.check:
             want = types.both(entry.type, types.of(site.body.unchecked))  # over those a cotangent is each rank's own

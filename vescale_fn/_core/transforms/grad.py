@@ -17,6 +17,7 @@ import torch
 from .. import torch_internals
 from ..arrays.array import Array, is_array, mesh_of, wrap
 from ..base import context, dtypes, tracebacks, tree
+from ..base.array_notes import noted, notes_of
 from ..base.containers import checked
 from ..base.errors import TransformError
 from ..base.messages import report, short
@@ -193,8 +194,8 @@ def fresh(x: torch.Tensor, attached: bool) -> torch.Tensor:
 
 def keep_mark(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Aliases of an array keep what its spec says of its gradient."""
-    if isinstance(x, Array) and hasattr(x, "_reduced"):
-        out._reduced = x._reduced  # type: ignore[attr-defined]
+    if reduced := notes_of(x).reduced:
+        noted(out).reduced = reduced
     return out
 
 

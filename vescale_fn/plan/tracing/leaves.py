@@ -21,7 +21,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..._core import torch_internals
-from ..._core.arrays.array import Array
+from ..._core.arrays.array import Array, made
+from ..._core.base.array_notes import notes_of
 from ..._core.base.messages import short
 from ..._core.distributed.blocks import Blocks
 from ..._core.distributed.communicator import coordinates
@@ -29,7 +30,7 @@ from ..._core.distributed.mesh import communicator_of, root
 from ..._core.sharding.index_map import axes_of
 from ..._core.sharding.layout import WHOLE, layout, text, type_text
 from ..._core.sharding.merged_dim import parts_of
-from ..._core.sharding.spec import split_axes
+from ..._core.sharding.spec import P, split_axes
 from ..execution.stride_checks import as_recorded
 
 _MOST = sys.float_info.max
@@ -40,7 +41,7 @@ def signature(leaf: Any) -> Any:
     """What a plan depends on of a leaf; equal for leaves that one plan serves."""
     kind = leaf.__class__
     if kind is Array:
-        return torch_internals.spec(leaf), leaf.__dict__.get("_reduced")
+        return torch_internals.spec(leaf), notes_of(leaf).reduced
     if kind is torch.Tensor:
         if leaf.layout is not torch.strided:
             return leaf.shape, leaf.layout, leaf.dtype, leaf.device
@@ -132,10 +133,9 @@ def plain_of(leaf: Any) -> list[torch.Tensor]:
 def with_tensors(leaf: Any, replaced: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The leaf with each plain tensor in it replaced."""
     if isinstance(leaf, DTensor):
-        made = [replaced(x) for x in taking(leaf)(leaf)]  # type: ignore[misc]
-        local = of_ranks(made, torch_internals.spec(leaf)) if type(torch_internals.local(leaf)) is Blocks else made[0]
-        out = torch_internals.new_dtensor(Array, local, torch_internals.spec(leaf))
-        return marked(out, leaf)
+        new = [replaced(x) for x in plain_of(leaf)]
+        local = of_ranks(new, torch_internals.spec(leaf)) if type(torch_internals.local(leaf)) is Blocks else new[0]
+        return made(local, torch_internals.spec(leaf), lies_of(leaf))
     if type(leaf) is Blocks:
         of = {id(block): replaced(block) for block in {id(b): b for b in leaf.blocks}.values()}
         return Blocks(of[id(block)] for block in leaf.blocks)
@@ -149,13 +149,10 @@ def of_ranks(blocks: Sequence[torch.Tensor], spec: Any) -> Blocks:
     return Blocks(blocks[place[rank]] for rank in holders)
 
 
-def marked(x: Array, like: DTensor) -> Array:
-    """An array with what another one, of its layout, has noted besides its value."""
-    if layout(torch_internals.spec(like)).unreduced:
-        x._sum = []
-    if (reduced := getattr(like, "_reduced", None)) is not None:
-        x._reduced = reduced
-    return x
+def lies_of(x: DTensor) -> P:
+    """The layout of an array, with what its spec says of its cotangent."""
+    lies = layout(torch_internals.spec(x))
+    return P(*lies, unreduced=lies.unreduced, reduced=notes_of(x).reduced)
 
 
 class Result:
@@ -169,11 +166,7 @@ class Result:
     def __init__(self, leaf: Any, places: Sequence[int]) -> None:
         self.places = tuple(places)
         if isinstance(leaf, DTensor):
-            self.spec, self.notes = (
-                torch_internals.spec(leaf),
-                {"_reduced": leaf._reduced} if hasattr(leaf, "_reduced") else {},
-            )
-            self.partial = bool(layout(torch_internals.spec(leaf)).unreduced)
+            self.spec, self.lies = torch_internals.spec(leaf), lies_of(leaf)
             leaf = torch_internals.local(leaf)
         else:
             self.spec = None
@@ -192,11 +185,4 @@ class Result:
         if self.simulated:
             blocks = [outs[place] for place in self.places]
             local = Blocks(blocks) if self.spec is None else of_ranks(blocks, self.spec)
-        if self.spec is None:
-            return local
-        out = torch_internals.new_dtensor(Array, local, self.spec)
-        if self.partial:
-            out._sum = []
-        if self.notes:
-            out.__dict__.update(self.notes)
-        return out
+        return local if self.spec is None else made(local, self.spec, self.lies)

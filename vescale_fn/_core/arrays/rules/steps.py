@@ -13,6 +13,7 @@ import torch
 
 from ... import torch_internals
 from ...base import dtypes
+from ...base.array_notes import noted, notes_of
 from .rule import dims
 
 aten = torch.ops.aten
@@ -30,13 +31,13 @@ def total(x: torch.Tensor, over: Sequence[int]) -> torch.Tensor:
 
 def know_total(x: Any, dim: int, its: Any) -> Any:
     """`x`, of which the sum over a split dim is known without adding it up, for as long as nothing writes into it."""
-    x._total = (torch_internals.version(x), dim, its)
+    noted(x).total = torch_internals.version(x), dim, its
     return x
 
 
 def known_total(x: Any, dim: int) -> Any:
     """The sum over a dim, which stays."""
-    version, where, its = getattr(x, "_total", (None, None, None))
+    version, where, its = notes_of(x).total
     return its if version == torch_internals.version(x) and where == dim % x.ndim else total(wide(x), [dim])
 
 
