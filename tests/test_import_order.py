@@ -260,7 +260,7 @@ SOUND = {
     "vescale_fn/array.py": (
         "from vescale_fn.ops import r\n"
         "class A:\n    _mine = 1\n    def f(self): return self._mine\n"
-        "def f(x): return r._b, x._sum\n"
+        "def f(x): return r._b, x._donated\n"
     ),
 }
 
