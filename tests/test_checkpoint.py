@@ -103,6 +103,9 @@ def check_everything(got, expected):
         elif isinstance(y, np.ndarray):
             assert x.dtype == y.dtype
             assert (x == y).all()
+        elif isinstance(y, vfn.random.Key):
+            assert x.shape == y.shape
+            assert (x == y).all()
         else:
             assert x == y
 

@@ -26,7 +26,7 @@ from ..distributed.communicator import coordinates
 from ..distributed.mesh import Mesh, SimulatedMesh, check_reaches, communicator_of, rebuild_mesh, same
 from ..local_types import tensor_types
 from ..sharding.index_map import axes_of, local_indices
-from ..sharding.layout import WHOLE, axes_items, contiguous_stride, layout, spec_for, type_text
+from ..sharding.layout import WHOLE, as_written, axes_items, contiguous_stride, layout, spec_for, type_text
 from ..sharding.merged_dim import Merged, UnevenParts
 from ..sharding.named_sharding import Sharding
 from ..sharding.placements import from_placements
@@ -372,7 +372,7 @@ def spec_of(x: torch.Tensor) -> P:
     inner = torch_internals.peel(x)
     if not isinstance(inner, DTensor):
         return WHOLE
-    spec, gone = layout(torch_internals.spec(inner)), torch_internals.batch_dims(x)
+    spec, gone = as_written(torch_internals.spec(inner)), torch_internals.batch_dims(x)
     reduced = notes_of(inner).reduced
     if not gone and not reduced:
         return spec

@@ -27,6 +27,7 @@ from ..distributed.communicator import Communicator, coordinates, groups
 from ..distributed.mesh import communicator_of
 from ..sharding.index_map import axes_of, dim_indices, local_shape
 from ..sharding.merged_dim import Merged, common, parts_of, taken_apart
+from ..sharding.placements import normal
 from ..sharding.spec import P, from_split_axes, split_axes
 
 Rows = tuple[tuple[str, ...], ...]
@@ -58,7 +59,7 @@ class OwnPart(NamedTuple):
 def plan(shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], source: P, target: P) -> tuple[Step, ...]:
     """The steps that bring an array of `shape` from `source` to `target` on a mesh with these (name, size) axes."""
     if not any(isinstance(row, Merged) for row in (*source, *target)):
-        return tuple(_steps(shape, dict(axes), source, target))
+        return tuple(_steps(shape, dict(axes), *(normal(spec, dict(axes), shape) for spec in (source, target))))
     steps = _taken_apart(shape, axes, source, target)
     return (*plan(shape, axes, source, P()), *plan(shape, axes, P(), target)) if steps is None else steps
 

@@ -13,8 +13,8 @@ from .. import torch_internals
 from ..base.messages import dtype_text
 from .index_map import axes_of
 from .merged_dim import parts_of
-from .placements import from_placements, to_placements
-from .spec import P, split_axes
+from .placements import from_placements, normal, to_placements
+from .spec import P, from_split_axes, split_axes
 
 WHOLE = P()
 
@@ -22,10 +22,29 @@ WHOLE = P()
 @functools.lru_cache(maxsize=65536)
 def spec_for(mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Any:
     """The DTensorSpec of an array; equal ones are one object, so that looking up decisions compares identities."""
-    placements = to_placements(spec, axes_of(mesh), len(shape))
-    return torch_internals.DTensorSpec(
-        mesh, placements, tensor_meta=torch_internals.TensorMeta(torch.Size(shape), stride, dtype)
+    axes = axes_of(mesh)
+    made = torch_internals.DTensorSpec(
+        mesh,
+        to_placements(spec, axes, len(shape)),
+        tensor_meta=torch_internals.TensorMeta(torch.Size(shape), stride, dtype),
     )
+    written = from_split_axes(split_axes(spec, len(shape)), spec.unreduced)
+    if written != normal(spec, axes, shape):
+        made.vfn_written = written
+    return made
+
+
+def as_written(spec: Any) -> P:
+    """The `P` that a DTensorSpec was made from: `layout`, but for the order of axes of size 1, which placements do not hold."""
+    return spec.__dict__.get("vfn_written") or layout(spec)
+
+
+def unwritten(spec: Any) -> Any:
+    """The equal DTensorSpec that is made from its own `layout`, for what serves equal ones alike."""
+    if "vfn_written" not in spec.__dict__:
+        return spec
+    meta = spec.tensor_meta
+    return spec_for(spec.mesh, layout(spec), meta.shape, meta.stride, meta.dtype)
 
 
 @functools.lru_cache(maxsize=65536)

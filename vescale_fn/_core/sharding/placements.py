@@ -82,6 +82,14 @@ def from_placements(placements: Sequence[Any], axes: Axes, ndim: int, shape: Seq
     return from_split_axes(rows, unreduced)
 
 
+def normal(spec: P, axes: Axes, shape: Sequence[int]) -> P:
+    """The spec that placements give back: axes of size 1, whose order they do not hold, in one order."""
+    rows = split_axes(spec, len(shape))
+    if 1 not in axes.values() or any(isinstance(row, Merged) for row in rows):
+        return from_split_axes(rows, spec.unreduced)
+    return from_placements(to_placements(spec, axes, len(shape)), axes, len(shape), shape)
+
+
 def _merged_row(dim: int, size: int, placements: Sequence[Any], axes: Axes) -> tuple[str, ...]:
     """How a dim lies that strided shards split: each axis cuts segments, and lies within those of the axes before it."""
     cuts: list[tuple[int, str]] = []  # (how many segments of the whole dim an axis cuts, axis), outermost first

@@ -28,7 +28,7 @@ from ..._core.distributed.blocks import Blocks
 from ..._core.distributed.communicator import coordinates
 from ..._core.distributed.mesh import communicator_of, root
 from ..._core.sharding.index_map import axes_of
-from ..._core.sharding.layout import WHOLE, layout, text, type_text
+from ..._core.sharding.layout import WHOLE, layout, text, type_text, unwritten
 from ..._core.sharding.merged_dim import parts_of
 from ..._core.sharding.spec import P, split_axes
 from ..execution.stride_checks import as_recorded
@@ -135,7 +135,7 @@ def with_tensors(leaf: Any, replaced: Callable[[torch.Tensor], torch.Tensor]) ->
     if isinstance(leaf, DTensor):
         new = [replaced(x) for x in plain_of(leaf)]
         local = of_ranks(new, torch_internals.spec(leaf)) if type(torch_internals.local(leaf)) is Blocks else new[0]
-        return made(local, torch_internals.spec(leaf), lies_of(leaf))
+        return made(local, unwritten(torch_internals.spec(leaf)), lies_of(leaf))
     if type(leaf) is Blocks:
         of = {id(block): replaced(block) for block in {id(b): b for b in leaf.blocks}.values()}
         return Blocks(of[id(block)] for block in leaf.blocks)
