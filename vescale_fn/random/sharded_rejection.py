@@ -84,7 +84,7 @@ def _on_mesh(data: torch.Tensor, draw: Draw, spec: P, mesh: Any, *params: torch.
         where, local = mine[rank].where(), mine[rank].local
         return _sample(data, where, params, draw, local, torch.device(mesh.device_type))
 
-    here = [array.bring_in(p, mesh, _lying(p, shape, rows), f"random.{draw.kind}") for p in params]
+    here = [array.bring_in(p, array.Boundary(mesh, _lying(p, shape, rows)), f"random.{draw.kind}") for p in params]
     local = communicator_of(mesh).each(block, *here, key=mine.get)
     return array.wrap(local, mesh, from_split_axes(rows), torch.Size(shape))
 

@@ -7,6 +7,8 @@ libraries.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -183,7 +185,7 @@ class Array(WithoutMemory, DTensor):
 
     def to_local(self, **kwargs: Any) -> torch.Tensor:
         """This rank's block, as a plain tensor (on a simulated mesh: a `Blocks`)."""
-        return bring_in(self, torch_internals.mesh(self), spec_of(self), "to_local")
+        return bring_in(self, Boundary(torch_internals.mesh(self), spec_of(self)), "to_local")
 
     def numpy(self, **kwargs: Any) -> Any:
         """The whole value as a numpy array."""
@@ -283,9 +285,12 @@ torch.serialization.add_safe_globals(
 def wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...] | None = None) -> Array:
     """The array of `shape` of which `local` is what this rank holds under `spec`."""
     bare = P(*spec, unreduced=spec.unreduced) if spec.reduced else spec
+    return _wrapped(local, spec_for(mesh, bare, shape, stride or contiguous_stride(shape), local.dtype), spec)
+
+
+def _wrapped(local: Any, dspec: Any, spec: P) -> Array:
     if type(local) is not Blocks and torch_internals.is_lazy(local):
         local = torch_internals.settled(local)
-    dspec = spec_for(mesh, bare, shape, stride or contiguous_stride(shape), local.dtype)
     if local.requires_grad:  # inside a Function's forward: the array is the variable, not what it holds
         local = local.detach()
     return made(local, dspec, spec)
@@ -561,30 +566,95 @@ def _plain(x: Any, why: str) -> torch.Tensor:
     return the_one(_read(brought(x, WHOLE, why, apart=True)), torch_internals.mesh(x))
 
 
+class Boundary:
+    """What lies between an array that lies as `spec` and each rank's block of it, which a `shard_map` body computes on.
+
+    Along the axes of `auto` a block stays whole: it is an array on that part of the mesh. Blocks, or these arrays, are of one
+    size. Of the dims of `lead`, too, what is split over the axes of `auto` stays so.
+    """
+
+    def __init__(self, mesh: Any, spec: P, auto: Any = None, lead: Lead = ()) -> None:
+        self.mesh, self.spec, self.auto, self.lead = mesh, spec, auto, lead
+        self._fits = None  # the DTensorSpec of an array whose block can be read off
+        self._made: tuple[Any, ...] = (None, None, None)  # a block's shape and dtype, and the DTensorSpec of its array
+
+    @functools.cached_property
+    def dual(self) -> Boundary:
+        """That of the cotangents."""
+        return Boundary(self.mesh, _cotangent_spec(self.spec), self.auto, self.lead)
+
+    def batched(self, over: tuple[str, ...]) -> Boundary:
+        """That of values with one more dim in front."""
+        return Boundary(self.mesh, self.spec, self.auto, (over, *self.lead))
+
+    def block(self, x: Any) -> Any:
+        """The block of an array, under a name of its own."""
+        dspec, spec = torch_internals.spec(x) if isinstance(x, Array) else None, self.spec
+        if dspec is None or dspec is not self._fits:
+            lies = WHOLE if dspec is None else layout(dspec)
+            spec = led(self.lead, lies, spec, x.ndim, () if self.auto is None else axes_of(self.auto))
+            bare = P(*spec, unreduced=spec.unreduced)
+            if dspec is None or lies != bare:
+                (x,) = _Move(self.mesh, None, bare, "shard_map")((x,))
+            elif not self.lead:
+                self._fits = dspec
+        local = _read(torch_internals.local(x))
+        if self.auto is None:
+            return Blocks(local.blocks, in_body=True) if type(local) is Blocks else local.detach()  # type: ignore[call-arg]
+        others = only_along(spec, axes_of(self.mesh).keys() - axes_of(self.auto).keys())
+        shape = [size // n for size, n in zip(x.shape, self._counts(others, x.ndim))]
+        inner = only_along(P(*spec, unreduced=spec.unreduced), axes_of(self.auto))
+        return wrap(_renamed(local), self.auto, inner, torch.Size(shape))
+
+    def whole(self, x: Any) -> Array:
+        """The array that the ranks' blocks make up."""
+        spec = led(self.lead, layout(torch_internals.spec(x)) if isinstance(x, Array) else WHOLE, self.spec, x.ndim)
+        if self.auto is not None:
+            inner = only_along(P(*spec, unreduced=spec.unreduced), axes_of(self.auto))
+            (x,) = _Move(self.auto, None, inner, "shard_map")((x,))
+        local = packed(_local(x, self.mesh))
+        shape, dtype, dspec = self._made
+        if shape == x.shape and dtype is x.dtype and not self.lead:
+            return _wrapped(local, dspec, spec)
+        others = spec if self.auto is None else only_along(spec, axes_of(self.mesh).keys() - axes_of(self.auto).keys())
+        size = torch.Size([size * n for size, n in zip(x.shape, self._counts(others, x.ndim))])
+        out = wrap(local, self.mesh, spec, size)
+        self._made = x.shape, x.dtype, torch_internals.spec(out)
+        return out
+
+    def _counts(self, spec: P, ndim: int) -> list[int]:
+        """Into how many parts each dim is cut."""
+        axes = axes_of(self.mesh)
+        return [math.prod(axes[name] for name in names) for names in split_axes(spec, ndim)]
+
+
 @dataclass(frozen=True)
 class _Enter:
-    """From an array to each rank's block of it: into a `shard_map` body. Along the axes of `auto` the block stays whole:
-    it is an array on that part of the mesh."""
+    boundary: Boundary
 
-    mesh: Any
-    spec: P
-    auto: Any = None
-    lead: Lead = ()  # of these dims, too, what is split over the axes of `auto` stays so
+    def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.boundary.block(*xs),)
+
+    def transpose(self) -> _Leave:
+        return _Leave(self.boundary.dual)
+
+    def batched(self, over: tuple[str, ...]) -> _Enter:
+        return _Enter(self.boundary.batched(over))
+
+
+@dataclass(frozen=True)
+class _Leave:
+    boundary: Boundary
 
     def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
         (x,) = xs
-        lies = layout(torch_internals.spec(x)) if isinstance(x, Array) else WHOLE
-        spec = led(self.lead, lies, self.spec, x.ndim, () if self.auto is None else axes_of(self.auto))
-        bare = P(*spec, unreduced=spec.unreduced)
-        if not isinstance(x, Array) or layout(torch_internals.spec(x)) != bare:
-            (x,) = _Move(self.mesh, None, bare, "shard_map")((x,))
-        return (entered(x, spec, self.auto),)
+        return (self.boundary.whole(x if isinstance(x, Array) else x.detach()),)
 
-    def transpose(self) -> _Leave:
-        return _Leave(self.mesh, _cotangent_spec(self.spec), self.auto, self.lead)
+    def transpose(self) -> _Enter:
+        return _Enter(self.boundary.dual)
 
-    def batched(self, over: tuple[str, ...]) -> _Enter:
-        return replace(self, lead=(over, *self.lead))
+    def batched(self, over: tuple[str, ...]) -> _Leave:
+        return _Leave(self.boundary.batched(over))
 
 
 def only_along(spec: P, axes: Iterable[str]) -> P:
@@ -602,17 +672,6 @@ def only_along(spec: P, axes: Iterable[str]) -> P:
     return from_split_axes(rows, spec.unreduced & axes, spec.reduced & axes)
 
 
-def entered(x: Array, spec: P, auto: Any) -> Any:
-    """The block of an array that lies as `spec`, under a name of its own; with `auto` an array on that part of the mesh."""
-    local = _read(torch_internals.local(x))
-    if auto is None:
-        return Blocks(local.blocks, in_body=True) if type(local) is Blocks else local.detach()  # type: ignore[call-arg]
-    axes = axes_of(torch_internals.mesh(x))
-    others = only_along(spec, axes.keys() - axes_of(auto).keys())
-    shape = [size // _product(axes, names) for size, names in zip(x.shape, split_axes(others, x.ndim))]
-    return wrap(_renamed(local), auto, only_along(P(*spec, unreduced=spec.unreduced), axes_of(auto)), torch.Size(shape))
-
-
 def _read(local: Any) -> Any:
     """A local value that leaves the arrays: a log counts all of it as used."""
     if op_lines.listeners:
@@ -625,58 +684,18 @@ def _renamed(local: Any) -> Any:
     return Blocks(local.blocks) if type(local) is Blocks else local.detach()  # type: ignore[call-arg]
 
 
-@dataclass(frozen=True)
-class _Leave:
-    """From each rank's block to the array that they make up: out of a `shard_map` body. Blocks are of one size, or with
-    `auto` blocks of arrays of one size on that part of the mesh."""
-
-    mesh: Any
-    spec: P
-    auto: Any = None
-    lead: Lead = ()
-
-    def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
-        (x,) = xs
-        spec = led(self.lead, layout(torch_internals.spec(x)) if isinstance(x, Array) else WHOLE, self.spec, x.ndim)
-        if self.auto is not None:
-            inner = only_along(P(*spec, unreduced=spec.unreduced), axes_of(self.auto))
-            (x,) = _Move(self.auto, None, inner, "shard_map")((x,))
-        local, axes = (
-            _local(_renamed(torch_internals.local(x)) if isinstance(x, Array) else x.detach(), self.mesh),
-            axes_of(self.mesh),
-        )
-        rows = split_axes(spec, x.ndim)
-        if self.auto is not None:
-            rows = split_axes(only_along(spec, axes.keys() - axes_of(self.auto).keys()), x.ndim)
-        shape = [size * _product(axes, names) for size, names in zip(x.shape, rows)]
-        return (wrap(packed(local), self.mesh, spec, torch.Size(shape)),)
-
-    def transpose(self) -> _Enter:
-        return _Enter(self.mesh, _cotangent_spec(self.spec), self.auto, self.lead)
-
-    def batched(self, over: tuple[str, ...]) -> _Leave:
-        return replace(self, lead=(over, *self.lead))
-
-
-def _product(axes: dict[str, int], names: Sequence[str]) -> int:
-    n = 1
-    for name in names:
-        n *= axes[name]
-    return n
-
-
 def on_device(x: torch.Tensor, mesh: Any) -> torch.Tensor:
     """A plain tensor where the ranks of a mesh compute."""
     return x if x.device.type == mesh.device_type or type(x) is Blocks else x.to(mesh.device_type)
 
 
-def bring_in(x: Any, mesh: Any, spec: P, why: str, auto: Any = None) -> Any:
-    """Each rank's block of a plain tensor or an array that is to lie as `spec`; differentiable."""
+def bring_in(x: Any, boundary: Boundary, why: str) -> Any:
+    """Each rank's block of a plain tensor or an array, moved if need be; differentiable."""
     if not is_array(x):
-        x = on_device(x, mesh)
-    if not is_array(x) or spec_of(x) != spec:  # else its cotangent comes back right from _Enter alone
-        x = moved(x, mesh, spec, why)
-    return linear_map.apply(_Enter(mesh, spec, auto), x)[0]
+        x = on_device(x, boundary.mesh)
+    if not is_array(x) or spec_of(x) != boundary.spec:  # else its cotangent comes back right from _Enter alone
+        x = moved(x, boundary.mesh, boundary.spec, why)
+    return linear_map.apply(_Enter(boundary), x)[0]
 
 
 def moved(x: Any, mesh: Any, target: P | None, why: str, keeps_sums: bool = False) -> Any:
@@ -755,9 +774,9 @@ def whole(x: Any, why: str = "unshard") -> torch.Tensor:
     return moved(_only_sums(x) if isinstance(x, DTensor) else x, mesh_of(x), None, why)
 
 
-def take_out(local: Any, mesh: Any, spec: P, auto: Any = None) -> Any:
-    """The array that the ranks' blocks, all of one size, make up under `spec`; differentiable."""
-    return linear_map.apply(_Leave(mesh, spec, auto), local)[0]
+def take_out(local: Any, boundary: Boundary) -> Any:
+    """The array that the ranks' blocks make up; differentiable."""
+    return linear_map.apply(_Leave(boundary), local)[0]
 
 
 def place(x: Any, mesh: Any, spec: P, where: str) -> Any:

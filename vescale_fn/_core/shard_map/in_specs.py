@@ -10,41 +10,28 @@ import torch
 
 from .. import torch_internals
 from ..arrays import reshard
-from ..arrays.array import Array, bring_in, entered, entries_over, is_array, mesh_of, spec_of
-from ..base import linear_map, op_lines, tree
+from ..arrays.array import Array, entries_over, is_array, mesh_of, spec_of
+from ..base import tree
 from ..base.containers import SPLIT_NUMBERS, split_numbers
 from ..base.errors import ReshardError, SpecError
 from ..base.messages import axes_text, described, mesh_text, report
 from ..base.user_calls import parameter
-from ..distributed import value_flow
-from ..distributed.blocks import Blocks
 from ..distributed.mesh import same
-from ..local_types import tensor_types, types
+from ..local_types import tensor_types
 from ..sharding.index_map import axes_of
 from ..sharding.layout import axes_items, layout
 from ..sharding.spec import KEYS, P, as_spec, axes_named, keys_taken_apart, split_axes
-from .collective_maps import Collective
+from .crossing import Crossing
 from .scope import Map, Site, bare, misfits
 
 
-class In:
-    """One tensor argument: its spec, how the whole array must lie, its block's type, and whether the block can be read off
-    as it lies."""
-
-    __slots__ = ("direct", "lies", "shared_by", "spec", "type")
-
-    def __init__(self, spec: P, lies: P, direct: bool, shared_by: tuple[str, ...]) -> None:
-        self.spec, self.lies, self.direct, self.shared_by = spec, lies, direct, shared_by
-        self.type = types.of_spec(spec)
-
-
-def plan_ins(mapped: Map, site: Site, args: Any, leaves: Sequence[Any]) -> list[In | None]:
+def plan_ins(mapped: Map, site: Site, args: Any, leaves: Sequence[Any]) -> list[Crossing | None]:
     """What happens to each argument; or an error that names all of them that do not fit."""
     where = mapped.where
     specs = tree.broadcast(mapped.in_specs, args, where, "in_specs", "args")
     failures: list[str] = []
     ways: list[str] = []
-    plan: list[In | None] = []
+    plan: list[Crossing | None] = []
     of_keys = tree.leaves_in_opaque(args)
     alone = split_numbers(mapped.in_specs, args, leaves, _names_axes)
     for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
@@ -61,7 +48,7 @@ def plan_ins(mapped: Map, site: Site, args: Any, leaves: Sequence[Any]) -> list[
         else:
             lies = site.lies(spec, x)
             direct = type(x) is Array and layout(torch_internals.spec(x)) == bare(lies)
-            plan.append(In(spec, lies, direct, () if mapped.check else site.unmentioned(spec)))
+            plan.append(Crossing(site, spec, lies, direct))
     if failures:
         raise SpecError(
             report(
@@ -124,13 +111,13 @@ def _uneven(shape: tuple[int, ...], spec: P, axes: Mapping[str, int]) -> list[st
     return found
 
 
-def refuse_moves(mapped: Map, site: Site, args: Any, leaves: Sequence[Any], plan: Sequence[In | None]) -> None:
+def refuse_moves(mapped: Map, site: Site, args: Any, leaves: Sequence[Any], plan: Sequence[Crossing | None]) -> None:
     """Under `strict`: raise where an argument would have to travel to lie as its spec says."""
     failures = []
     for i, (x, entry) in enumerate(zip(leaves, plan)):
         if entry is None or entry.direct or not is_array(x):
             continue
-        entries = entries_over(x) & (axes_named(entry.lies) | site.sizes.keys())
+        entries = entries_over(x) & (axes_named(entry.boundary.spec) | site.sizes.keys())
         if entries:
             over = axes_text(sorted(entries))
             failures.append(
@@ -138,9 +125,9 @@ def refuse_moves(mapped: Map, site: Site, args: Any, leaves: Sequence[Any], plan
             )
             continue
         source = bare(spec_of(x))
-        steps = reshard.plan(tuple(x.shape), axes_items(mesh_of(x)), source, bare(entry.lies))
+        steps = reshard.plan(tuple(x.shape), axes_items(mesh_of(x)), source, bare(entry.boundary.spec))
         if any(step.kind not in reshard.LOCAL_KINDS for step in steps):
-            wanted = f"{entry.spec!r}, but it lies as {source!r}: vfn.with_sharding(x, {entry.lies!r})"
+            wanted = f"{entry.spec!r}, but it lies as {source!r}: vfn.with_sharding(x, {entry.boundary.spec!r})"
             failures.append(f"{_argument(mapped, args, i)} = {wanted}")
     if failures:
         raise ReshardError(
@@ -151,31 +138,3 @@ def refuse_moves(mapped: Map, site: Site, args: Any, leaves: Sequence[Any], plan
                 "write the vfn.with_sharding, so that the program asks for the move",
             )
         )
-
-
-def brought_in(x: Any, site: Site, entry: In, fast: bool) -> Any:
-    """An argument as a value of the body, with its type; `fast` where nothing differentiates."""
-    check, outer = site.body.check, site.outer
-    type_ = types.both(entry.type, outer and tensor_types.read(x)) if check else tensor_types.made_in(site.body)
-    if fast and entry.direct and site.auto is None:
-        local = torch_internals.local(x)
-        if op_lines.listeners:
-            value_flow.read(local)
-        local = Blocks(local.blocks) if local.__class__ is Blocks else local.detach()  # a name of its own, to be typed
-    elif fast and entry.direct:
-        local = entered(x, entry.lies, site.auto)
-    else:
-        local = bring_in(x, site.mesh, entry.lies, "shard_map argument", site.auto)
-    if fast:
-        if not entry.direct:
-            local = Blocks(local.blocks) if local.__class__ is Blocks else local.detach()
-        local.vfn_type = type_
-        if check:
-            local.vfn_borrowed = True
-        return local
-    if entry.shared_by:
-        (local,) = linear_map.apply(Collective("copy", site.body.mesh, entry.shared_by, "shard_map argument"), local)
-    tensor_types.mark(local, type_)
-    if check:
-        tensor_types.borrow(local)
-    return local

@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .. import torch_internals
-from ..arrays.array import Array, made, packed, take_out
-from ..base import linear_map, tree
+from ..base import tree
 from ..base.errors import SpecError, VaryingTypeError
 from ..base.messages import count_text, described, mesh_text, report
-from ..distributed.blocks import Blocks
 from ..distributed.mesh import communicator_of
 from ..local_types import tensor_types, types
 from ..sharding.index_map import axes_of
-from ..sharding.layout import contiguous_stride, spec_for, type_text
-from ..sharding.spec import P, as_spec, split_axes
-from .collective_maps import Collective, promote
-from .scope import Map, Site, bare, misfits
+from ..sharding.layout import type_text
+from ..sharding.spec import P, as_spec
+from .crossing import Crossing
+from .scope import Map, Site, misfits
 
 
-class Out:
-    """One tensor result: its spec, how the array lies, also as a DTensorSpec, and the type that its block must have."""
-
-    __slots__ = ("dspec", "lies", "shared_by", "spec", "type")
-
-    def __init__(self, spec: P, lies: P, dspec: Any, shared_by: tuple[str, ...]) -> None:
-        self.spec, self.lies, self.dspec, self.shared_by = spec, lies, dspec, shared_by
-        self.type = types.of_spec(spec)
-
-
-def plan_outs(mapped: Map, site: Site, result: Any, locals_: Sequence[Any], have: Sequence[Any]) -> list[Out | None]:
+def plan_outs(
+    mapped: Map, site: Site, result: Any, locals_: Sequence[Any], have: Sequence[Any]
+) -> list[Crossing | None]:
     """What each result becomes; or an error that names all of them that do not fit."""
     where, mesh = mapped.where, site.mesh
     specs = tree.broadcast(mapped.out_specs, result, where, "out_specs", "the result")
     paths = tree.paths(result, "out")
     failures, ways = [], []
-    plan: list[Out | None] = []
+    plan: list[Crossing | None] = []
     for path, x, type_, spec in zip(paths, locals_, have, specs, strict=True):
         if not isinstance(spec, P):
             failures.append(f"{path}: its spec is {described(spec)}, not a vfn.P")
@@ -67,10 +55,7 @@ def plan_outs(mapped: Map, site: Site, result: Any, locals_: Sequence[Any], have
                 found += _type_problem(axis, type_.letter(axis), types.of_spec(spec).letter(axis), spec, ways)
         failures += [f"{said}: {problem}" for problem in found]
         if not found:
-            rows, lies = split_axes(spec, x.ndim), site.lies(spec, x)
-            shape = torch.Size(size * math.prod(site.sizes[a] for a in names) for size, names in zip(x.shape, rows))
-            dspec = spec_for(mesh, bare(lies), shape, contiguous_stride(shape), x.dtype)
-            plan.append(Out(spec, lies, dspec, () if mapped.check else site.unmentioned(spec)))
+            plan.append(Crossing(site, spec, site.lies(spec, x)))
     if failures:
         raise SpecError(
             report(
@@ -125,23 +110,3 @@ def _type_problem(axis: str, have: str, want: str, spec: P, ways: list[str]) -> 
     else:
         ways.append(f"vfn.pcast(x, {axis!r}, to={word[want]!r})")
     return [f"it is {word[have]} over {axis!r}, but out_specs says {word[want]}"]
-
-
-def taken_out(local: Any, have: types.Type, site: Site, entry: Out, fast: bool) -> Any:
-    """A value of the body as a whole array; `fast` where nothing differentiates."""
-    if fast:
-        local = torch_internals.local(local) if local.__class__ is Array else local
-        if local.__class__ is not Blocks and site.communicator.holds_blocks:
-            local = site.communicator.held(local.detach())
-        out = made(packed(local), entry.dspec, entry.lies)
-    else:
-        if site.body.check:
-            want = types.both(entry.type, types.of(site.body.unchecked))  # over those a cotangent is each rank's own
-            local = promote(local, have, want, site.body.mesh)
-        elif entry.shared_by:
-            (local,) = linear_map.apply(Collective("share", site.body.mesh, entry.shared_by, "shard_map result"), local)
-        out = take_out(local, site.mesh, entry.lies, site.auto)
-    if site.outer is not None:
-        around = site.outer
-        tensor_types.mark(out, types.over(have, around.axes) if around.check else tensor_types.made_in(around))
-    return out

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import torch_internals
-from ..arrays.array import bring_in, entries_over, is_array, mesh_of, only_along, spec_of
+from ..arrays.array import Boundary, bring_in, entries_over, is_array, mesh_of, only_along, spec_of
 from ..base import context, tree
 from ..base.errors import MeshError, VaryingTypeError
 from ..base.messages import count_text, described, meant, mesh_text, report
@@ -133,7 +133,8 @@ def adopt(site: Site, name: str, x: torch.Tensor) -> torch.Tensor:
     every rank holds the whole. A value of a body around this one lies as its op left it, so it may have to be gathered."""
     mesh = site.mesh
     if not is_array(x):
-        return bring_in(enter(x, site.body.mesh) if is_part(mesh) else x, mesh, P(), "closure", site.auto)
+        x = enter(x, site.body.mesh) if is_part(mesh) else x
+        return bring_in(x, Boundary(mesh, P(), site.auto), "closure")
     spec, here = spec_of(x), same(mesh_of(x), mesh)
     mine = only_along(spec, site.sizes)
     parted = any(mine) or bool(mine.unreduced) or (context.is_strict() and not entries_over(x).isdisjoint(site.sizes))
@@ -146,7 +147,7 @@ def adopt(site: Site, name: str, x: torch.Tensor) -> torch.Tensor:
                 f"pass it as an argument, with in_specs={mine!r} for its block or P() for the whole",
             )
         )
-    return bring_in(x, mesh, site.lies(P(), x), "closure", site.auto)
+    return bring_in(x, Boundary(mesh, site.lies(P(), x), site.auto), "closure")
 
 
 def _without(axes: tuple[str, ...], free: tuple[str, ...]) -> tuple[str, ...]:

@@ -30,8 +30,9 @@ from ..sharding.index_map import axes_of
 from ..sharding.spec import P
 from . import body as body_
 from . import interrupts
-from .in_specs import In, brought_in, plan_ins, refuse_moves
-from .out_specs import Out, plan_outs, refuse_other_shapes, taken_out
+from .crossing import Crossing, brought_in, taken_out
+from .in_specs import plan_ins, refuse_moves
+from .out_specs import plan_outs, refuse_other_shapes
 from .scope import Map, Site, found_site
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
@@ -46,8 +47,8 @@ class _Mapped(Map):
         super().__init__(*given)
         self.notes = f"the arguments of {self.where}", f"the results of {self.where}"
         self.sites: dict[Any, Site] = {}
-        self.ins: dict[Any, list[In | None]] = {}
-        self.outs: dict[Any, list[Out | None]] = {}
+        self.ins: dict[Any, list[Crossing | None]] = {}
+        self.outs: dict[Any, list[Crossing | None]] = {}
         # axes that no spec names, but over which the body was seen to communicate
         self.used: frozenset[str] = frozenset()
         self.watched = False  # whether a body with types was seen in the body of this one without

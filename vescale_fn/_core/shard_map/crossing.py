@@ -1,0 +1,64 @@
+"""The way of a value into a body, and out of it: the block that it is there, with its type, and the array that it becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays.array import Boundary, bring_in, take_out
+from ..base import linear_map
+from ..local_types import tensor_types, types
+from ..sharding.spec import P
+from .collective_maps import Collective, promote
+from .scope import Site
+
+
+class Crossing:
+    """How one tensor crosses.
+
+    Attributes:
+        spec: what in_specs or out_specs says of it.
+        boundary: between its array, as that lies, and the blocks.
+        type: of the block, by the spec.
+        shared_by: without types, the axes over which its gradient is the ranks' sum.
+        direct: whether the block can be read off the array as it lies.
+    """
+
+    __slots__ = ("boundary", "direct", "shared_by", "spec", "type")
+
+    def __init__(self, site: Site, spec: P, lies: P, direct: bool = False) -> None:
+        self.spec, self.type, self.direct = spec, types.of_spec(spec), direct
+        self.boundary = Boundary(site.mesh, lies, site.auto)
+        self.shared_by = () if site.body.check else site.unmentioned(spec)
+
+
+def brought_in(x: Any, site: Site, way: Crossing, fast: bool) -> Any:
+    """An argument as a value of the body, with its type; `fast` where nothing differentiates."""
+    body = site.body
+    if body.check:
+        type_ = types.both(way.type, site.outer and tensor_types.read(x))
+    else:
+        type_ = tensor_types.made_in(body)
+    local = way.boundary.block(x) if fast and way.direct else bring_in(x, way.boundary, "shard_map argument")
+    if way.shared_by and not fast:
+        (local,) = linear_map.apply(Collective("copy", body.mesh, way.shared_by, "shard_map argument"), local)
+    tensor_types.mark(local, type_)
+    if body.check:
+        tensor_types.borrow(local)
+    return local
+
+
+def taken_out(local: Any, have: types.Type, site: Site, way: Crossing, fast: bool) -> Any:
+    """A value of the body as a whole array; `fast` where nothing differentiates."""
+    body, outer = site.body, site.outer
+    if fast:
+        out = way.boundary.whole(local)
+    else:
+        if body.check:
+            want = types.both(way.type, types.of(body.unchecked))  # over those a cotangent is each rank's own
+            local = promote(local, have, want, body.mesh)
+        elif way.shared_by:
+            (local,) = linear_map.apply(Collective("share", body.mesh, way.shared_by, "shard_map result"), local)
+        out = take_out(local, way.boundary)
+    if outer is not None:
+        tensor_types.mark(out, types.over(have, outer.axes) if outer.check else tensor_types.made_in(outer))
+    return out
