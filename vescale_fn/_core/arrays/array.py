@@ -22,6 +22,7 @@ from ..base.array_notes import ArrayNotes, noted, notes_of
 from ..base.errors import InPlaceError, MeshError, SpecError, TransformError
 from ..base.messages import described, mesh_text, report, short
 from ..base.saved_names import also_saved_as, saved_as
+from ..base.state import here
 from ..distributed import blocks, value_flow
 from ..distributed.blocks import Blocks, WithoutMemory
 from ..distributed.communicator import coordinates
@@ -63,8 +64,9 @@ class Array(WithoutMemory, DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             args, kwargs = _take_in(args), _take_in(kwargs)
-        if (adopt := context.adopt()) is not None and torch_internals.torch_function_on():
-            local = _as_locals(adopt, func, args, kwargs or {})
+        run = here.slot.now.run
+        if run is not None and run.mode is None and torch_internals.torch_function_on():
+            local = _as_locals(run, func, args, kwargs or {})
             if local is not None:
                 return func(*local[0], **local[1])
         return interpreter.dispatch(Array, func, args, kwargs)
@@ -306,17 +308,17 @@ def made(local: Any, dspec: Any, lies: P) -> Array:
     return out
 
 
-def _as_locals(adopt: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _as_locals(run: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The arguments of an op, with the arrays from outside of the running body as local values; None where there are none,
     and where such an array is written: that is the same on all ranks, or the promise of the body without types is broken."""
-    auto = context.body().auto  # type: ignore[union-attr]
+    auto = run.body.auto
     tensors = op_arguments.tensors_in(args, kwargs)
     outside = {id(x) for x in tensors if tensor_types.outside(x, auto)}
     targets = blocks.written_arguments(func, args, kwargs)
     if not outside or any(id(x) in outside for x in op_arguments.tensors_in(targets)):
         return None
     with torch_internals.no_torch_function():
-        values = iter([adopt(x) if id(x) in outside else x for x in tensors])
+        values = iter([run.adopt(x) if id(x) in outside else x for x in tensors])
         return op_arguments.with_tensors((args, kwargs), values)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from . import state
 from .errors import MeshError
 from .messages import report, short
+from .state import here
 
 
 @dataclass(frozen=True)
@@ -95,89 +96,95 @@ def current_mesh() -> Any:
 
 def _mesh() -> Any:
     used = state.used_mesh.get()
-    return state.now().kept_mesh if used is None else used[0]
+    return here.slot.now.kept_mesh if used is None else used[0]
 
 
 def body() -> Body | None:
     """The `shard_map` body that is running in this thread, or None."""
-    run = state.now().run
+    run = here.slot.now.run
     return None if run is None else run.body
 
 
 def run() -> Any:
     """What runs that body, a `shard_map.body.running`, or None."""
-    return state.now().run
+    return here.slot.now.run
+
+
+def mode() -> Any:
+    """The mode that watches that body; None where none does."""
+    run = here.slot.now.run
+    return None if run is None else run.mode
 
 
 def is_strict() -> bool:
     """Whether moves that the program did not ask for raise."""
-    return state.now().strict
+    return here.slot.now.strict
 
 
 def mapping_entries(entries: Entries) -> contextlib.AbstractContextManager[None]:
     """Run the function that a `vmap` maps."""
-    return setting(entries=(*state.now().entries, entries))
+    return setting(entries=(*here.slot.now.entries, entries))
 
 
 def entries_over(level: int | None = None) -> tuple[str, ...]:
     """The axes over which the `vmap` at this level (None: any of them) lays its entries out."""
-    return tuple(axis for entries in state.now().entries if level in (None, entries.level) for axis in entries.over)
+    return tuple(axis for entries in here.slot.now.entries if level in (None, entries.level) for axis in entries.over)
 
 
 def entry_names() -> tuple[str, ...]:
     """The axis names of the `vmap`s around, outermost first."""
-    return tuple(entries.name for entries in state.now().entries if entries.name is not None)
+    return tuple(entries.name for entries in here.slot.now.entries if entries.name is not None)
 
 
 def entries_named(name: str) -> Entries | None:
     """The entries of the innermost `vmap` around with this axis name."""
-    return next((entries for entries in reversed(state.now().entries) if entries.name == name), None)
+    return next((entries for entries in reversed(here.slot.now.entries) if entries.name == name), None)
 
 
 def examined() -> bool:
     """Whether what runs here is a part of something else: of a `vfn.grad`, a body, debug mode, a parity check; or is
     to run as written."""
-    here = state.now()
+    now = here.slot.now
     return bool(
-        here.as_written
-        or here.grad_depth
-        or here.run is not None
-        or here.key_uses is not None
-        or here.recorder is not None
-        or here.unit is not None
+        now.as_written
+        or now.grad_depth
+        or now.run is not None
+        or now.key_uses is not None
+        or now.recorder is not None
+        or now.unit is not None
         or state.process.watch is not None
     )
 
 
 def on_one_device() -> bool:
     """Whether a program for a mesh runs on one device, to compare: `shard` and `with_sharding` leave values plain."""
-    return state.now().unit is not None
+    return here.slot.now.unit is not None
 
 
 def seen(mesh: Any) -> Any:
     """The mesh that the program is to see: on one device, one with the same axes, all of size 1."""
-    unit = state.now().unit
+    unit = here.slot.now.unit
     return mesh if mesh is None or unit is None else unit(mesh)
 
 
 def note(name: str, given: Any, made: Any, axes: tuple[str, ...] = (), line: str = "") -> None:
     """Tell the recorder, where there is one, of a step of ours that it cannot see: what went in, what came out of it,
     the axes along which ranks communicated, and the line, where that is another than the user's present one."""
-    recorder = state.now().recorder
+    recorder = here.slot.now.recorder
     if recorder is not None:
         recorder(name, given, made, axes, line)
 
 
 def key_uses() -> dict[Any, Any] | None:
     """In debug mode, what each random key was used for; else None."""
-    return state.now().key_uses
+    return here.slot.now.key_uses
 
 
 def logs() -> tuple[Any, ...]:
     """The communication logs that record what this thread does: its own; those of all threads, for a thread of autograd's,
     which does not say for whom it computes."""
     of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
-    threads = state.everywhere() if of_autograd else [state.now()]
+    threads = state.everywhere() if of_autograd else [here.slot.now]
     return () if any(one.unlogged for one in threads) else tuple(log for one in threads for (log,) in one.logs)
 
 
@@ -187,7 +194,7 @@ def watch() -> Any:
     On one device there are no others.
     """
     watch = state.process.watch
-    return None if watch is None or state.now().unit is not None else watch
+    return None if watch is None or here.slot.now.unit is not None else watch
 
 
 def set_watch(value: Any) -> None:
@@ -197,7 +204,7 @@ def set_watch(value: Any) -> None:
 
 def grad_depth() -> int:
     """How many `vfn.grad`s on the plain autograd engine are being differentiated around this point."""
-    return state.now().grad_depth
+    return here.slot.now.grad_depth
 
 
 class Restored:
@@ -217,8 +224,8 @@ class Restored:
 @contextlib.contextmanager
 def setting(**values: Any) -> Iterator[None]:
     """Within the block, values of this thread's are these."""
-    here = state.now()
-    before = {name: getattr(here, name) for name in values}
+    now = here.slot.now
+    before = {name: getattr(now, name) for name in values}
     with Restored(_put, before), Restored(_put, before):
         _put(values)
         yield
@@ -296,12 +303,6 @@ def recording(
     return setting(recorder=recorder)
 
 
-def adopt() -> Callable[[Any], Any] | None:
-    """What makes a local value of an array that the running body closes over, where no mode does; else None."""
-    run = state.now().run
-    return None if run is None or run.mode is not None else run.adopt
-
-
 def debugging() -> contextlib.AbstractContextManager[None]:
     """Note what each key is used for."""
     return setting(key_uses={})
@@ -312,12 +313,12 @@ def logging_to(log: Any) -> Iterator[None]:
     """Record every collective of this thread into `log` as well."""
     entry = (log,)
     with Restored(_end_log, entry), Restored(_end_log, entry):
-        state.put(logs=(*state.now().logs, entry))
+        state.put(logs=(*here.slot.now.logs, entry))
         yield
 
 
 def _end_log(entry: tuple[Any]) -> None:
-    state.put(logs=tuple(other for other in state.now().logs if other is not entry))
+    state.put(logs=tuple(other for other in here.slot.now.logs if other is not entry))
 
 
 def unlogged() -> contextlib.AbstractContextManager[None]:
@@ -327,12 +328,12 @@ def unlogged() -> contextlib.AbstractContextManager[None]:
 
 def captured() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What brings this thread's state of now back, any number of times: for what a backward pass computes again."""
-    here, mesh = state.now(), _mesh()
+    now, mesh = here.slot.now, _mesh()
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
         # not the uses of keys, and no recorder: what is computed again draws again, on purpose
-        with setting(run=here.run, strict=here.strict, unit=here.unit, key_uses=None, recorder=None), _using(mesh):
+        with setting(run=now.run, strict=now.strict, unit=now.unit, key_uses=None, recorder=None), _using(mesh):
             yield
 
     return again
@@ -358,13 +359,13 @@ class differentiating:
     """Run the function that a `vfn.grad` differentiates, and its backward pass."""
 
     def __enter__(self) -> None:
-        state.put(grad_depth=state.now().grad_depth + 1)
+        state.put(grad_depth=here.slot.now.grad_depth + 1)
         self.sums_in = state.process.sums_in
 
     def __exit__(self, *error: Any) -> None:
-        here = state.now()
-        depth = here.grad_depth - 1
-        state.put(grad_depth=depth, followed=here.followed and depth > 0)
+        now = here.slot.now
+        depth = now.grad_depth - 1
+        state.put(grad_depth=depth, followed=now.followed and depth > 0)
         state.process.sums_in = self.sums_in
 
 
@@ -375,7 +376,7 @@ def count_followed() -> None:
 
 def followed() -> bool:
     """Whether such a gradient was taken since the outermost gradient began."""
-    return state.now().followed
+    return here.slot.now.followed
 
 
 def sums_in() -> Any:
@@ -393,5 +394,5 @@ def summing_in(dtype: Any) -> Iterator[None]:
 
 
 def _end_sums(before: Any) -> None:
-    if not state.now().grad_depth:
+    if not here.slot.now.grad_depth:
         state.process.sums_in = before

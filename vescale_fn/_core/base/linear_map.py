@@ -88,15 +88,11 @@ def apply(op: LinearMap, *xs: Any) -> tuple[Any, ...]:
 
 def _run(op: LinearMap, xs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The map itself; a tracer sees it as one step, since it would not see what a collective does."""
+    if torch_internals.dispatch_modes() and torch_internals.is_traced():
+        return traced_steps.as_one_step(lambda *xs: apply(op, *xs), xs, {}, lambda: _unwatched(op, xs))
+    return _unwatched(op, xs)
 
-    def run() -> tuple[Any, ...]:
-        with torch_internals.no_torch_function():  # a body's mode watches what the body does, not what is done here
-            return op(xs)
 
-    if not (torch_internals.dispatch_modes() and torch_internals.is_traced()):
-        return run()
-
-    def step(*xs: Any) -> tuple[Any, ...]:
-        return apply(op, *xs)
-
-    return traced_steps.as_one_step(step, xs, {}, run)
+def _unwatched(op: LinearMap, xs: tuple[Any, ...]) -> tuple[Any, ...]:
+    with torch_internals.no_torch_function():  # a body's mode watches what the body does, not what is done here
+        return op(xs)

@@ -54,14 +54,14 @@ class _Here(threading.local):
 
 
 _slots: list[weakref.ref[_Slot]] = []
-_here = _Here()
+here = _Here()
 process = Process()
 used_mesh: ContextVar[tuple[Any] | None] = ContextVar("mesh of use_mesh", default=None)  # of an asyncio task
 
 
 def now() -> Thread:
     """What is ambient in this thread."""
-    return _here.slot.now
+    return here.slot.now
 
 
 def everywhere() -> list[Thread]:
@@ -71,24 +71,43 @@ def everywhere() -> list[Thread]:
 
 def put(**values: Any) -> None:
     """Set values of this thread."""
-    slot, made = _here.slot, object.__new__(Thread)
+    slot, made = here.slot, Thread()
     made.__dict__.update(slot.now.__dict__, **values)
     slot.now = made
 
 
+def enter(run: Any) -> tuple[Thread, Thread]:
+    """Set the body that is running; returns the records of before and of now, for `leave`."""
+    slot, made = here.slot, Thread()
+    before = slot.now
+    made.__dict__.update(before.__dict__)
+    made.run = run
+    slot.now = made
+    return before, made
+
+
+def leave(before: Thread, entered: Thread) -> None:
+    """Set the body that was running before, and leave what else has been set since."""
+    slot = here.slot
+    if slot.now is entered:
+        slot.now = before
+    else:
+        put(run=before.run)
+
+
 def saved() -> tuple[Any, ...]:
     """All that is ambient here, for `put_back`."""
-    return _here.slot.now, used_mesh.get(), process.simulated, process.watch, process.sums_in
+    return here.slot.now, used_mesh.get(), process.simulated, process.watch, process.sums_in
 
 
 def put_back(before: tuple[Any, ...]) -> None:
     """Put back what `saved` has found."""
-    _here.slot.now, mesh, process.simulated, process.watch, process.sums_in = before
+    here.slot.now, mesh, process.simulated, process.watch, process.sums_in = before
     if used_mesh.get() is not mesh:
         used_mesh.set(mesh)
 
 
 def clear() -> None:
     """Forget everything, as in a fresh process."""
-    _slots[:] = [weakref.ref(_here.slot, _slots.remove)]
+    _slots[:] = [weakref.ref(here.slot, _slots.remove)]
     put_back((Thread(), None, None, None, None))

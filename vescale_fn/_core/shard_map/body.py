@@ -36,7 +36,7 @@ class running:
     """
 
     __slots__ = (
-        "_before",
+        "_records",
         "adopt",
         "body",
         "intercepted",
@@ -59,8 +59,7 @@ class running:
         if self.intercepted:
             _intercept()
             self.mode = (Checked if self.body.check else Unchecked)(self.body, self.adopt, self.writes)
-        self._before = context.run()
-        state.put(run=self)
+        self._records = state.enter(self)
         if self.mode is not None:
             self.mode.__enter__()
         return self
@@ -82,7 +81,7 @@ class running:
     def __exit__(self, *exception: Any) -> None:
         if self.mode is not None:
             self.mode.__exit__(*exception)
-        state.put(run=self._before)
+        state.leave(*self._records)
 
 
 def _intercept() -> None:
@@ -109,15 +108,9 @@ def _is_around() -> bool:
     return here.run is not None or here.keyed is not None
 
 
-def _mode() -> Any:
-    """The mode of the body that runs; None where there is none."""
-    run = context.run()
-    return None if run is None else run.mode
-
-
 def _before_exchange(how: str, target: Tensor, _: Any) -> None:
     """What a call of `Tensor.set_` has to pass, which no mode sees."""
-    mode = _mode()
+    mode = context.mode()
     if how == "set_" and isinstance(mode, Checked) and torch_internals.function_mode_on():
         mode.refuse_set(target)
 
@@ -136,7 +129,7 @@ def _made_parameter(parameter: Tensor, data: Tensor) -> None:
 def _differentiated_by(x: Tensor) -> Tensor:
     """What a gradient inside a body without types is taken by: a tensor from outside becomes the rank's own first, or its
     gradient would be the ranks' sum."""
-    mode = _mode()
+    mode = context.mode()
     if isinstance(mode, Checked):
         return x
     with torch_internals.no_torch_function():
@@ -149,14 +142,14 @@ def _differentiated_by(x: Tensor) -> Tensor:
 
 def _watched() -> bool:
     """Whether the mode of a body sees what this thread calls."""
-    return _mode() is not None and torch_internals.function_mode_on()
+    return context.mode() is not None and torch_internals.function_mode_on()
 
 
 def _function_apply(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
     """A user's `autograd.Function` in a body: no mode sees that it is applied."""
     if cls.__module__ == linear_map.__name__ or cls is torch_internals.checkpoint_saver:
         return apply(*args, **kwargs)
-    mode = _mode()
+    mode = context.mode()
     if cls is torch_internals.checkpoint_function:
         function, _, *given = args
         if not any(torch_internals.needs_gradient(x) for x in op_arguments.tensors_in(given)):

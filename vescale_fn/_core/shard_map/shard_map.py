@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import torch_internals
 from ..arrays.array import Array, entries_asked, entries_over, is_array, mesh_of, spec_of, whole
-from ..base import context, tracebacks, tree
+from ..base import context, state, tracebacks, tree
 from ..base.containers import opened
 from ..base.errors import MeshError, SpecError, VaryingTypeError, VfnError
 from ..base.messages import report
@@ -56,8 +56,9 @@ class _Mapped(Map):
     def __call__(self, args: tuple[Any, ...]) -> Any:
         leaves, treedef = opened(args, self.where, "args", numpy=True)
         leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
-        outer = context.body()
-        if outer is not None and context.adopt() is not None:
+        here = state.now()
+        outer = None if here.run is None else here.run.body
+        if outer is not None and here.run.mode is None:
             raise context.Unwatched
         mesh = context.seen(self.mesh) if self.mesh is not None else _found_mesh(leaves, outer, self.name)
         free = self.free_of_entries(leaves, mesh) if torch_internals.transforming() else ()
@@ -72,17 +73,15 @@ class _Mapped(Map):
         plan = self.ins.get(key)
         if plan is None:
             plan = _remember(self.ins, key, plan_ins(self, site, args, leaves))
-        if context.is_strict():
+        if here.strict:
             refuse_moves(self, site, args, leaves, plan)
         fast, given = _nothing_differentiates(leaves), tuple(leaves)
         with _unwatched(outer):
-            for i, entry in enumerate(plan):
-                if entry is not None:
-                    leaves[i] = brought_in(leaves[i], site, entry, fast)
+            for i, way in enumerate(plan):
+                if way is not None:
+                    leaves[i] = brought_in(leaves[i], site, way, fast)
         context.note(self.notes[0], given, leaves)
-        intercepted = (
-            self.check or site.communicator.holds_blocks or not fast or context.grad_depth() > 0 or self.watched
-        )
+        intercepted = self.check or site.communicator.holds_blocks or not fast or here.grad_depth > 0 or self.watched
         body = site.body
         with body_.running(body, site.adopt, intercepted) as run:
             try:
@@ -116,17 +115,17 @@ class _Mapped(Map):
         if outs is None:
             outs = _remember(self.outs, key, plan_outs(self, site, result, locals_, have))
         if context.watch() is not None and not self.check:
-            replica_check.results_alike(self, body, result, locals_, [entry and entry.shared_by for entry in outs])
+            replica_check.results_alike(self, body, result, locals_, [way and way.shared_by for way in outs])
         if intercepted:
             fast = _nothing_differentiates(locals_)
         elif not _nothing_differentiates(locals_):
             raise _closure_with_gradient(self, locals_)
         made = tuple(locals_)
         with _unwatched(outer):
-            for i, entry in enumerate(outs):
-                if entry is not None:
-                    locals_[i] = taken_out(locals_[i], have[i], site, entry, fast)
-                    if context.on_one_device() and outer is None:
+            for i, way in enumerate(outs):
+                if way is not None:
+                    locals_[i] = taken_out(locals_[i], have[i], site, way, fast)
+                    if here.unit is not None and outer is None:
                         locals_[i] = whole(locals_[i])
         context.note(self.notes[1], made, locals_, line=self.line)
         return tree.unflatten(out_def, locals_)

@@ -98,7 +98,7 @@ class Unchecked(TorchFunctionMode):
         )  # the type of what comes from outside, and without types of all it computes
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if context.run().mode is not self:  # of a body around the one that runs
+        if context.mode() is not self:  # of a body around the one that runs
             return func(*args, **kwargs or {})
         seen = (
             None if torch_internals.transforming() or torch_internals.dispatch_modes() else at_first_sight(args, kwargs)
