@@ -313,7 +313,7 @@ def fault_on_a_mesh(program):
                 given = [[vfn.shard(x.clone(), mesh, p) for x, p in zip(program.arguments(which), specs)] for _ in "12"]
                 number = program.arguments(which)[-1]
                 try:
-                    wanted = g(*program.arguments(which))
+                    wanted = g(*contiguous(program.arguments(which)))
                     eager = [vfn.unshard(x) for x in g(*given[0], number)]
                 except Exception:
                     continue  # it is no program; or it is refused: sweep.py looks at what is
@@ -328,6 +328,11 @@ def fault_on_a_mesh(program):
                         if (wrong := differs(row[0], one, strides=False)) is not None:
                             return f"{how}mesh {sizes}, {specs}: call {which}, result {i}, {mode}: {wrong}"
     return None
+
+
+def contiguous(arguments):
+    """Arguments as `shard` lays them out, which decides what `reshape` copies."""
+    return [x.clone(memory_format=torch.contiguous_format) if isinstance(x, torch.Tensor) else x for x in arguments]
 
 
 def _laid(mesh, specs, x):
@@ -387,7 +392,7 @@ def _fault_on_ranks(program, processes):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
-                wanted = on_one(*program.arguments(0))
+                wanted = on_one(*contiguous(program.arguments(0)))
             except Exception:
                 continue
             try:

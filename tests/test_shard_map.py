@@ -1234,3 +1234,21 @@ def test_arguments_without_in_specs_are_taken_as_they_lie(mesh):
     assert str(error.value) == (
         "shard_map: out_specs is missing\n  Instead: out_specs=P(...): how the ranks' results are put together"
     )
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_views_of_a_captured_tensor_leave_nothing_on_it(first):
+    """A view of a view of it was marked at their base, which is the caller's: the next body took that for a value of its own."""
+    w, b = torch.arange(6.0).view(3, 2) / 5, torch.arange(4.0)
+    body = lambda b, w: w.select(0, 0)[..., None] * torch.tensor([0.5, 1.5])
+
+    def program(w, check):
+        return vfn.shard_map(lambda b: body(b, w), in_specs=P("y"), out_specs=P("y"), check_vma=check)(b)
+
+    slopes = lambda f: vfn.jvp(vfn.grad(lambda w: f(w).square().sum()), (w,), (torch.ones_like(w),))[1]
+    want = slopes(lambda w: torch.cat([body(b, w)] * 4))
+    with vfn.simulate(4), vfn.use_mesh(vfn.make_mesh((4,), ("y",))):
+        program(w, first)
+        assert not vars(w)
+        for check in (True, False):
+            torch.testing.assert_close(slopes(lambda w, check=check: program(w, check)), want)

@@ -185,11 +185,10 @@ def mark_made(value: Any, type_: Type, operands: Iterable[torch.Tensor]) -> Any:
     `contiguous` does, and the base of a view may be the caller's. Marked, it would count as local in the next body too."""
     outside: set[int] = set()
     for x in operands:
+        below = torch_internals.peel(x)
+        outside.add(id(torch_internals.base(below)))  # of a view of the body's: it is marked, or the caller's
         if read(x) is None:
-            x = torch_internals.peel(x)
-            outside.update((id(x), id(torch_internals.base(x))))
-    if not outside:
-        return mark_all(value, type_)
+            outside.add(id(below))
     for x in map(torch_internals.peel, tensors_in(value)):
         if id(x) not in outside:
             x.vfn_type = type_  # type: ignore[attr-defined]

@@ -121,7 +121,7 @@ class Checked(Unchecked):
             result = types.INVARIANT  # a factory
         if not result.plain:
             return self.combining(func, name, args, kwargs)
-        return mark_result(func(*args, **kwargs), result)
+        return mark_result(func(*args, **kwargs), result, operands)
 
     def mixed(
         self, func: Any, name: str, args: Any, kwargs: Any, operands: Sequence[Tensor], known: Sequence[Type | None]
@@ -142,7 +142,7 @@ class Checked(Unchecked):
             operands, its = new, iter(new)
             args, kwargs = _with(args, its), dict(zip(kwargs, _with(kwargs.values(), its))) if kwargs else kwargs
         out = func(*args, **kwargs)
-        return tensor_types.mark_made(out, result, operands) if outside else mark_result(out, result)
+        return tensor_types.mark_made(out, result, operands) if outside else mark_result(out, result, operands)
 
     def combining(self, func: Any, name: str, args: Any, kwargs: Any, to: Type | None = None) -> Any:
         """`function`, operands of any types; or with all of them brought to varying as `to`."""

@@ -8,7 +8,7 @@ own. On a real mesh, where nothing is differentiated, such a body has no mode at
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,14 +72,15 @@ def at_first_sight(args: Any, kwargs: Any) -> tuple[list[Tensor], list[Type | No
     return found, known
 
 
-def mark_result(out: Any, type_: Type) -> Any:
-    """`marks.mark_all` outside of transforms."""
+def mark_result(out: Any, type_: Type, operands: Sequence[Tensor]) -> Any:
+    """`tensor_types.mark_made` outside of transforms, of operands that are all the body's."""
     if out.__class__ is Tensor or out.__class__ is Blocks:
         out.vfn_type = type_
-        if (base := torch_internals.base(out)) is not None:
+        base = torch_internals.base(out)
+        if base is not None and all(torch_internals.base(x) is not base for x in operands):
             base.vfn_view_type = type_
         return out
-    return out if out.__class__ in _STATIC else tensor_types.mark_all(out, type_)
+    return out if out.__class__ in _STATIC else tensor_types.mark_made(out, type_, operands)
 
 
 # --- the mode ---------------------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ class Unchecked(TorchFunctionMode):
             None if torch_internals.transforming() or torch_internals.dispatch_modes() else at_first_sight(args, kwargs)
         )
         if seen is not None and seen[1] and None not in seen[1]:  # the short way: nothing comes from outside
-            return mark_result(func(*args, **kwargs or {}), self.own)
+            return mark_result(func(*args, **kwargs or {}), self.own, seen[0])
         return self.call(func, getattr(func, "__name__", "?"), args, kwargs or {})
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
