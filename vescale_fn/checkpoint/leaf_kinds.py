@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +15,10 @@ from .._core.base.errors import CheckpointError
 from .._core.base.messages import described, report
 from .._core.distributed.blocks import Blocks
 from .._core.sharding.layout import WHOLE, type_text
-from ..random.keys import Key
+from ..random.keys import IMPLS, Key
 from .names import Named
 
 VALUES = (int, float, complex, bool, str, bytes, type(None))
-KEY = "key"  # the word before the name of a key's generator
 
 
 class Leaf(NamedTuple):
@@ -38,55 +38,136 @@ class Leaf(NamedTuple):
     @property
     def type_text(self) -> str:
         """What it is, on one short line."""
-        return kind_text(self.kind, self.stored.shape, self.stored.dtype) if self.is_tensor else self.kind
+        return kind_of(self.kind).text(self.stored.shape, self.stored.dtype) if self.is_tensor else self.kind
 
 
-def kind_text(kind: str | None, shape: Sequence[int], dtype: torch.dtype) -> str:
-    """A stored tensor's kind and type: ``f32[2,3]``, ``key[2]``."""
-    if kind is not None and kind.startswith(KEY):
-        return f"key[{','.join(map(str, shape[:-1]))}]" if len(shape) > 1 else "key"
+class Unfit(Exception):
+    """A leaf cannot be stored: what is wrong with it, to follow its description, and what to do instead."""
+
+
+@dataclass(frozen=True)
+class LeafKind:
+    """Leaves of which a tensor is stored: a new kind is a new row of `KINDS`.
+
+    Args:
+        word: begins the text of the kind in a manifest.
+        fits: whether a leaf is of this kind.
+        said: the whole text, for such a leaf.
+        store: the tensor, or array, that is stored of it; or raises `Unfit`.
+        restore: the leaf, of that tensor, the text, and the leaf that it is to be like.
+        text: its type, by the tensor's shape and dtype.
+        on_mesh: whether it may lie on a mesh.
+    """
+
+    word: str
+    fits: Callable[[Any], bool]
+    said: Callable[[Any], str]
+    store: Callable[[Any], torch.Tensor]
+    restore: Callable[[torch.Tensor, str, Any], Any]
+    text: Callable[[Sequence[int], torch.dtype], str]
+    on_mesh: bool
+
+
+def _key_of(data: torch.Tensor, said: str, like: Any) -> Key:
+    impl = said.removeprefix("key ")
+    if impl not in IMPLS:
+        raise Unfit(f"a key of {impl}, which is no generator here")
+    return Key(data, impl)
+
+
+def _tensor_like(x: torch.Tensor, said: str, like: Any) -> torch.Tensor:
+    if isinstance(like, torch.nn.Parameter) and not is_array(x):
+        return torch.nn.Parameter(x, like.requires_grad)
+    return x.requires_grad_() if isinstance(like, torch.Tensor) and like.requires_grad else x
+
+
+def _of_numpy(x: Any) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.array(x, x.dtype.newbyteorder("=")))  # a copy: numpy's may be read-only
+    except (TypeError, ValueError):
+        raise Unfit(f" of dtype {x.dtype}, which torch has not", "numbers that torch has") from None
+
+
+def _of_tensor(x: torch.Tensor) -> torch.Tensor:
+    if problem := _unfit(x):
+        raise Unfit(*problem)
+    return x.detach()
+
+
+def _type_text(shape: Sequence[int], dtype: torch.dtype) -> str:
     return type_text(tuple(shape), dtype, WHOLE)
+
+
+KEYS = LeafKind(
+    "key",
+    lambda x: isinstance(x, Key),
+    lambda x: f"key {x.impl}",
+    lambda x: _stored(x.data)[1],
+    _key_of,
+    lambda shape, dtype: f"key[{','.join(map(str, shape[:-1]))}]" if len(shape) > 1 else "key",
+    True,
+)
+TENSORS = LeafKind(
+    "tensor", lambda x: isinstance(x, torch.Tensor), lambda x: "tensor", _of_tensor, _tensor_like, _type_text, True
+)
+KINDS = (
+    KEYS,
+    TENSORS,
+    LeafKind(
+        "numpy",
+        lambda x: isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray),
+        lambda x: "numpy",
+        _of_numpy,
+        lambda x, said, like: x.numpy(),
+        _type_text,
+        False,
+    ),
+    LeafKind(
+        "number of numpy",
+        lambda x: isinstance(x, np.generic),
+        lambda x: "number of numpy",
+        _of_numpy,
+        lambda x, said, like: x.numpy()[()],
+        _type_text,
+        False,
+    ),
+)
+
+
+def kind_of(said: str | None) -> LeafKind:
+    """The kind that a manifest calls so; where it says nothing, a tensor."""
+    return next((kind for kind in KINDS if said is not None and said.startswith(kind.word)), TENSORS)
 
 
 def leaves_of(named: Sequence[Named], where: str) -> list[Leaf]:
     """What is stored of each leaf, or one CheckpointError for all leaves that cannot be stored."""
     out, failures, ways = [], [], {}
     for one in named:
-        kind, stored = _stored(one.value)
-        if kind is None:
-            what, way = stored
+        try:
+            out.append(Leaf(one.name, one.keys, one.path, *_stored(one.value)))
+        except Unfit as error:
+            what, way = error.args
             failures.append(f"{one.path} is {_described(one.value)}{what}")
             ways[way] = True
-        else:
-            out.append(Leaf(one.name, one.keys, one.path, kind, stored))
     if failures:
         raise CheckpointError(report(where, "some leaves cannot be stored", failures, "; ".join(ways)))
     return out
 
 
-def _stored(x: Any) -> tuple[str | None, Any]:
-    """The kind of a leaf and what is stored of it; or None, and what is wrong with what to do instead."""
-    if isinstance(x, Key):
-        kind, data = _stored(x.data)
-        return (None, data) if kind is None else (f"{KEY} {x.impl}", data)
-    if isinstance(x, torch.Tensor):
-        problem = _unfit(x)
-        return (None, problem) if problem else ("tensor", x.detach())
-    if isinstance(x, np.ma.MaskedArray):
-        return None, ("", "x.filled(), and x.mask beside it")
-    if isinstance(x, (np.ndarray, np.generic)):
-        try:
-            as_tensor = torch.from_numpy(np.array(x, x.dtype.newbyteorder("=")))  # a copy: numpy's may be read-only
-        except (TypeError, ValueError):
-            return None, (f" of dtype {x.dtype}, which torch has not", "numbers that torch has")
-        return ("numpy" if isinstance(x, np.ndarray) else "number of numpy"), as_tensor
+def _stored(x: Any) -> tuple[str, Any]:
+    """The text of a leaf's kind, and what is stored of it."""
+    for kind in KINDS:
+        if kind.fits(x):
+            return kind.said(x), kind.store(x)
     if type(x) in VALUES:
         return type(x).__name__, x
+    if isinstance(x, np.ma.MaskedArray):
+        raise Unfit("", "x.filled(), and x.mask beside it")
     if isinstance(x, torch.nn.Module):
-        return None, ("", "dict(module.named_parameters()), or module.state_dict()")
+        raise Unfit("", "dict(module.named_parameters()), or module.state_dict()")
     if isinstance(x, torch.Generator):
-        return None, ("", "generator.get_state(), a tensor")
-    return None, ("", "tensors, arrays, keys, numbers, strings and None; leave other things out, or write them as such")
+        raise Unfit("", "generator.get_state(), a tensor")
+    raise Unfit("", "tensors, arrays, keys, numbers, strings and None; leave other things out, or write them as such")
 
 
 def _described(x: Any) -> str:

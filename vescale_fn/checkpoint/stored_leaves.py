@@ -41,7 +41,7 @@ class Stored(NamedTuple):
     """A leaf as it is stored."""
 
     name: str
-    kind: str | None  # as of `kinds`; None: not said, a tensor or a Python value
+    kind: str | None  # as of `leaf_kinds`; None: not said, a tensor or a Python value
     dtype: torch.dtype | None  # None: a Python value
     shape: tuple[int, ...] | None
     chunks: tuple[Chunk, ...]

@@ -13,11 +13,11 @@ from .._core.base import context
 from .._core.base.errors import CheckpointError, SpecError
 from .._core.base.messages import described, dtype_text, meant, mesh_text, report, short
 from .._core.sharding.index_map import axes_of
-from .._core.sharding.spec import KEYS, P, as_spec, keys_taken_apart, problems
-from ..random.keys import IMPLS, Key
+from .._core.sharding.spec import KEYS as KEYS_WHOLE
+from .._core.sharding.spec import P, as_spec, keys_taken_apart, problems
 from . import chunks
 from .chunks import Piece
-from .leaf_kinds import KEY, VALUES, kind_text
+from .leaf_kinds import KEYS, VALUES, Unfit, kind_of
 from .names import Named
 from .sources import Entry
 
@@ -27,7 +27,7 @@ class Target(NamedTuple):
 
     name: str
     path: str
-    kind: str | None  # as of `kinds`; None: a Python value of any type
+    kind: str | None  # as of `leaf_kinds`; None: a Python value of any type
     shape: tuple[int, ...] | None  # None: a Python value
     dtype: torch.dtype | None
     device: Any
@@ -39,9 +39,9 @@ class Target(NamedTuple):
 def of_like(one: Named) -> Target | str:
     """What a leaf of `like` asks for; or what is wrong with it."""
     x = one.value
-    if isinstance(x, Key):
+    if KEYS.fits(x):
         inner = of_like(one._replace(value=x.data))
-        return inner if isinstance(inner, str) else inner._replace(kind=f"{KEY} {x.impl}", like=x)
+        return inner if isinstance(inner, str) else inner._replace(kind=KEYS.said(x), like=x)
     if isinstance(x, (np.ndarray, np.generic)):
         kind = "numpy" if isinstance(x, np.ndarray) else "number of numpy"
         try:
@@ -75,15 +75,15 @@ def laid_out(targets: Sequence[Target], specs: Sequence[Any], mesh: Any, where: 
     mesh = context.checked_mesh(mesh if mesh is not None else context.current_mesh(), where)
     out, failures, ways = [], [], {}
     for target, spec in zip(targets, specs, strict=True):
-        if target.shape is None or target.kind in ("numpy", "number of numpy"):
+        if target.shape is None or not kind_of(target.kind).on_mesh:
             out.append(target)
             continue
         if not isinstance(spec, P):
             found, way = [f"it must be a vfn.P, but it is {short(spec)}"], as_spec(spec)
         else:
             found, way = problems(spec, axes_of(mesh), len(target.shape)), _FITTING
-            if not found and str(target.kind).startswith(KEY):
-                found, way = keys_taken_apart(spec, len(target.shape)), KEYS
+            if not found and kind_of(target.kind) is KEYS:
+                found, way = keys_taken_apart(spec, len(target.shape)), KEYS_WHOLE
         failures += [f"{_text(target)}, its spec {spec!r}: {problem}" for problem in found]
         ways |= dict.fromkeys([way] if found else [])
         out.append(target._replace(mesh=mesh, spec=spec, device=mesh.device_type))
@@ -102,7 +102,7 @@ _FITTING = "each axis of the mesh at most once, and at most one entry a dim"
 def _text(target: Target) -> str:
     assert target.shape is not None
     assert target.dtype is not None
-    return f"{target.path} is {kind_text(target.kind, target.shape, target.dtype)}"
+    return f"{target.path} is {kind_of(target.kind).text(target.shape, target.dtype)}"
 
 
 def entry_text(entry: Entry) -> str:
@@ -111,7 +111,7 @@ def entry_text(entry: Entry) -> str:
         return (
             "no tensor" if entry.kind is None else f"the {entry.kind} None" if entry.kind == "NoneType" else entry.kind
         )
-    return kind_text(entry.kind, entry.shape, entry.dtype)
+    return kind_of(entry.kind).text(entry.shape, entry.dtype)
 
 
 def check(targets: Sequence[Target], entries: Mapping[str, Entry], at: str, partial: bool, where: str) -> None:
@@ -145,14 +145,14 @@ def _unlike(target: Target, entry: Entry) -> tuple[str, str] | None:
         mine = (
             wanted
             if target.shape is None or target.dtype is None
-            else kind_text(target.kind, target.shape, target.dtype)
+            else kind_of(target.kind).text(target.shape, target.dtype)
         )
         return f"is {mine} in like, but {there} in the checkpoint", _LIKE_IT
     if target.shape is None or target.dtype is None or entry.shape is None or entry.dtype is None:
         same = entry.kind is None or target.kind is None or target.kind == entry.kind
         return None if same else (f"is {wanted} in like, but {there} in the checkpoint", _LIKE_IT)
-    keys = [str(kind).startswith(KEY) for kind in (target.kind, entry.kind)]
-    mine = kind_text(target.kind, target.shape, target.dtype)
+    keys = [kind_of(said) is KEYS for said in (target.kind, entry.kind)]
+    mine = kind_of(target.kind).text(target.shape, target.dtype)
     if (target.shape, target.dtype) == (entry.shape, entry.dtype) and (keys[0] == keys[1] or entry.kind is None):
         if not keys[0] or entry.kind in (None, target.kind):
             return None
@@ -190,14 +190,7 @@ def finished(one: Made) -> Any:
     target, x = one.target, one.value
     if target.spec is not None and target.spec.unreduced:
         x = moved(x, target.mesh, target.spec, "load")
-    kind, like = target.kind, target.like
-    if kind in ("numpy", "number of numpy"):
-        return x.numpy() if kind == "numpy" else x.numpy()[()]
-    if kind is not None and kind.startswith(KEY):
-        impl = kind.removeprefix(f"{KEY} ")
-        if impl not in IMPLS:
-            raise CheckpointError(report("load", f"{target.path} is a key of {impl}, which is no generator here"))
-        return Key(x, impl)
-    if isinstance(like, torch.nn.Parameter) and not is_array(x):
-        return torch.nn.Parameter(x, like.requires_grad)
-    return x.requires_grad_() if isinstance(like, torch.Tensor) and like.requires_grad else x
+    try:
+        return kind_of(target.kind).restore(x, str(target.kind), target.like)
+    except Unfit as error:
+        raise CheckpointError(report("load", f"{target.path} is {error}")) from None
