@@ -107,7 +107,7 @@ def check_everything(got, expected):
             assert x.shape == y.shape
             assert (x == y).all()
         else:
-            assert x == y
+            assert torch.as_tensor(x == y).all()  # keys are compared key by key
 
 
 # --- there and back ---------------------------------------------------------------------------------------------------
