@@ -21,7 +21,7 @@ WHOLE = P()
 
 @functools.lru_cache(maxsize=65536)
 def spec_for(mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """The DTensorSpec of an array; equal ones are one object, so that looking up decisions compares identities."""
+    """The DTensorSpec of an array; of one `P` it is one object, so that looking up decisions compares identities."""
     axes = axes_of(mesh)
     made = torch_internals.DTensorSpec(
         mesh,
@@ -30,18 +30,18 @@ def spec_for(mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...], dty
     )
     written = from_split_axes(split_axes(spec, len(shape)), spec.unreduced)
     if written != normal(spec, axes, shape):
-        made.vfn_written = written
+        made.written = written
     return made
 
 
 def as_written(spec: Any) -> P:
     """The `P` that a DTensorSpec was made from: `layout`, but for the order of axes of size 1, which placements do not hold."""
-    return spec.__dict__.get("vfn_written") or layout(spec)
+    return spec.__dict__.get("written") or layout(spec)
 
 
 def unwritten(spec: Any) -> Any:
     """The equal DTensorSpec that is made from its own `layout`, for what serves equal ones alike."""
-    if "vfn_written" not in spec.__dict__:
+    if "written" not in spec.__dict__:
         return spec
     meta = spec.tensor_meta
     return spec_for(spec.mesh, layout(spec), meta.shape, meta.stride, meta.dtype)
