@@ -13,8 +13,12 @@ _BRANCH = ast.If | ast.IfExp | ast.For | ast.While | ast.ExceptHandler | ast.com
 
 # Today's exceptions, all of them: what is mended leaves its list.
 STATE = {"_core/torch_internals/interception.py"}  # below `base`: a flag between two callbacks of torch's
-NOTED = {"_core/base/array_notes.py", "_core/local_types/tensor_types.py"}
-NOTED_IN_A_HURRY = {"_core/shard_map/in_specs.py", "_core/shard_map/untyped_mode.py"}  # at each call, each op of a body
+NOTED = {
+    "_core/base/array_notes.py",
+    "_core/local_types/tensor_types.py",
+    "_core/sharding/layout.py",  # of a DTensorSpec
+}
+NOTED_IN_A_HURRY = {"_core/shard_map/untyped_mode.py"}  # at each op of a body
 LONG = {
     "_core/arrays/decide.py:_on_tensors",
     "_core/arrays/layout_solver.py:_solve",
