@@ -463,11 +463,12 @@ class _Move:
         bare = P(*target, unreduced=target.unreduced)
         if isinstance(x, Array):
             local = brought(x, bare, self.why, apart=True)
-            return wrap(_apart(local, torch_internals.local(x)), self.mesh, target, x.shape)
+            return wrap(_apart(local, torch_internals.local(x)), self.mesh, target, x.shape, tuple(x.stride()))
         steps = reshard.plan(tuple(x.shape), axes_items(self.mesh), WHOLE, bare)
         before = _local(x, self.mesh)
         local = reshard.run(before, tuple(x.shape), self.mesh, steps, self.why)
-        return wrap(_apart(local, before) if steps else packed(local), self.mesh, target, x.shape)
+        local = in_order(_apart(local, before) if steps else packed(local), x)
+        return wrap(local, self.mesh, target, x.shape, tuple(x.stride()))
 
     def transpose(self) -> _Move:
         source, target = (None if s is None else _cotangent_spec(s) for s in (self.source, self.target))
@@ -551,6 +552,21 @@ def packed(local: Any) -> Any:
     return blocks.run_ranks(torch.Tensor.contiguous, len(local.blocks), (local,), {}, share=True)
 
 
+def in_order(local: Any, x: torch.Tensor) -> Any:
+    """`local` with its dims in memory in the order of those of `x`, so that what is a view of `x` is one of each block."""
+    order = sorted(range(x.ndim), key=lambda d: -x.stride(d))
+    if order == [*range(x.ndim)] or x.is_contiguous():
+        return local
+    back = sorted(range(x.ndim), key=order.__getitem__)
+
+    def one(block: torch.Tensor) -> torch.Tensor:
+        return block.permute(order).contiguous().permute(back)
+
+    if type(local) is not Blocks:
+        return one(local)
+    return blocks.run_ranks(one, len(local.blocks), (local,), {}, share=True)
+
+
 def _apart(local: Any, source: Any) -> Any:
     """`local` in memory of its own: a write into a piece of a whole that all ranks hold would change it on one alone."""
 
@@ -565,7 +581,7 @@ def _apart(local: Any, source: Any) -> Any:
 def _plain(x: Any, why: str) -> torch.Tensor:
     if not isinstance(x, Array):
         return x
-    return the_one(_read(brought(x, WHOLE, why, apart=True)), torch_internals.mesh(x))
+    return in_order(the_one(_read(brought(x, WHOLE, why, apart=True)), torch_internals.mesh(x)), x)
 
 
 class Boundary:
@@ -767,7 +783,7 @@ def moved_together(xs: Sequence[Array], targets: Sequence[P], why: str) -> list[
             moved = reshard.run_together([torch_internals.local(xs[i]) for i in members], shapes, mesh, plans, why)
             moved = [_apart(local, torch_internals.local(xs[i])) for i, local in zip(members, moved, strict=True)]
         for i, own in zip(members, moved, strict=True):
-            out[i] = tensor_types.kept(wrap(own, mesh, targets[i], xs[i].shape), xs[i])
+            out[i] = tensor_types.kept(wrap(own, mesh, targets[i], xs[i].shape, tuple(xs[i].stride())), xs[i])
     return out
 
 
