@@ -67,14 +67,15 @@ def _shapes(f: Callable[..., Any], args: Any, kwargs: Any, where: str) -> Any:
     leaves, treedef = opened(
         (args, kwargs), where, "(args, kwargs)", numpy=True, modules=True, passing=functools.partial(owner, f, args)
     )
-    with torch_internals.no_torch_function():  # of a body, which is not to see what is made here
-        given = [_without_value(x, recorder) for x in leaves]
-    args, kwargs = tree.unflatten(treedef, given)
-    # a body anew, which is to keep no value of this run
-    with interrupts.undone(), body.capture()(), recorder, context.unlogged():
-        out = checked(called(f, args, kwargs, where), where, "out")
-    with torch_internals.no_torch_function():
-        return tree.map_(_abstract, out)
+    with interrupts.undone():
+        with torch_internals.no_torch_function():  # of a body, which is not to see what is made here
+            given = [_without_value(x, recorder) for x in leaves]
+        args, kwargs = tree.unflatten(treedef, given)
+        # a body anew, which is to keep no value of this run
+        with body.capture()(), recorder, context.unlogged():
+            out = checked(called(f, args, kwargs, where), where, "out")
+        with torch_internals.no_torch_function():
+            return tree.map_(_abstract, out)
 
 
 def _without_value(x: Any, recorder: Recorder) -> Any:
