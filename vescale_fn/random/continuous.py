@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,6 +17,16 @@ from .keys import Key, checked, shape_of
 from .parameters import Shape, fitting, need, not_negative, one_of, positive, real, shape_and_place
 from .sharded import Draw, drawn
 from .streams import pieces
+
+
+def _standard(
+    name: str, key: Key, shape: Shape, dtype: torch.dtype, known: Collection[torch.dtype], spec: P | None, mesh: Any
+) -> torch.Tensor:
+    """A draw without parameters, of the kind of its name."""
+    where = f"random.{name}"
+    key = checked(key, where)
+    need(dtype, known, where)
+    return drawn(where, key, Draw(name, shape_of(shape, where), dtype), spec, mesh)
 
 
 def exponential(
@@ -43,11 +54,7 @@ def exponential(
     >>> vfn.random.exponential(vfn.random.key(42), (2,))
     tensor([0.6708, 1.1388])
     """
-    key = checked(key, "random.exponential")
-    need(dtype, dtypes.FLOATS, "random.exponential")
-    return drawn(
-        "random.exponential", key, Draw("exponential", shape_of(shape, "random.exponential"), dtype), spec, mesh
-    )
+    return _standard("exponential", key, shape, dtype, dtypes.FLOATS, spec, mesh)
 
 
 def laplace(
@@ -75,9 +82,7 @@ def laplace(
     >>> vfn.random.laplace(vfn.random.key(42), (2,))
     tensor([ 0.0228, -0.4457])
     """
-    key = checked(key, "random.laplace")
-    need(dtype, dtypes.FLOATS, "random.laplace")
-    return drawn("random.laplace", key, Draw("laplace", shape_of(shape, "random.laplace"), dtype), spec, mesh)
+    return _standard("laplace", key, shape, dtype, dtypes.FLOATS, spec, mesh)
 
 
 def logistic(
@@ -105,9 +110,7 @@ def logistic(
     >>> vfn.random.logistic(vfn.random.key(42), (2,))
     tensor([-0.0452,  0.7528])
     """
-    key = checked(key, "random.logistic")
-    need(dtype, dtypes.FLOATS, "random.logistic")
-    return drawn("random.logistic", key, Draw("logistic", shape_of(shape, "random.logistic"), dtype), spec, mesh)
+    return _standard("logistic", key, shape, dtype, dtypes.FLOATS, spec, mesh)
 
 
 def cauchy(
@@ -135,9 +138,7 @@ def cauchy(
     >>> vfn.random.cauchy(vfn.random.key(42), (2,))
     tensor([-0.0355,  0.6337])
     """
-    key = checked(key, "random.cauchy")
-    need(dtype, dtypes.FLOATS, "random.cauchy")
-    return drawn("random.cauchy", key, Draw("cauchy", shape_of(shape, "random.cauchy"), dtype), spec, mesh)
+    return _standard("cauchy", key, shape, dtype, dtypes.FLOATS, spec, mesh)
 
 
 def gumbel(
@@ -222,9 +223,8 @@ def rademacher(
     >>> vfn.random.rademacher(vfn.random.key(42), (4,))
     tensor([ 1, -1, -1, -1], dtype=torch.int32)
     """
-    key = checked(key, "random.rademacher")
-    need(dtype, [d for d in (*dtypes.INTEGERS, *dtypes.FLOATS) if d.is_signed], "random.rademacher")
-    return drawn("random.rademacher", key, Draw("rademacher", shape_of(shape, "random.rademacher"), dtype), spec, mesh)
+    signed = [d for d in (*dtypes.INTEGERS, *dtypes.FLOATS) if d.is_signed]
+    return _standard("rademacher", key, shape, dtype, signed, spec, mesh)
 
 
 def truncated_normal(
