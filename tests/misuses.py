@@ -1921,3 +1921,83 @@ def a_sharding_in_in_specs(mesh):
     """
     x = vfn.shard(X, mesh, P("dp"))
     mapped(mesh, lambda x: x, in_specs=x.sharding)(x)
+
+
+@misuse
+def an_argument_that_a_jitted_function_has_not(mesh):
+    """TransformError
+    jit: static_argnames names 'nn', but <lambda> takes no argument of this name; did you mean 'n'?
+      Instead: one of x, n
+    """
+    vfn.jit(lambda x, n: x, static_argnames="nn")
+
+
+@misuse
+def a_place_for_a_name(mesh):
+    """TransformError
+    jit: donate_argnames must be a name or a tuple of names of arguments, but it is 0
+      Instead: donate_argnames="n" for the argument n
+    """
+    vfn.jit(lambda x, n: x, donate_argnames=0)
+
+
+@misuse
+def a_name_that_is_taken_by_position(mesh):
+    """TransformError
+    jit: static_argnames names 'n', which <lambda> takes by position alone
+      Instead: static_argnums=1
+    """
+    vfn.jit(lambda x, n, /: x, static_argnames="n")
+
+
+@misuse
+def an_argument_static_and_donated(mesh):
+    """TransformError
+    jit: n cannot be static and donated
+      Instead: one of the two: a static argument is a Python value, and has no memory to use up
+    """
+    vfn.jit(lambda x, n: x, static_argnums=-1, donate_argnums=1)
+
+
+@misuse
+def a_layout_by_both_words(mesh):
+    """TransformError
+    jit: out_specs and out_shardings are one parameter, and both are given
+      * out_specs=P('dp')
+      * out_shardings=P()
+      Instead: out_specs alone
+    """
+    vfn.jit(lambda x: x, out_specs=P("dp"), out_shardings=P())
+
+
+@misuse
+def arguments_of_a_jitted_function_that_lie_otherwise(mesh):
+    """SpecError
+    jit(<lambda>): the arguments do not fit in_specs on the mesh (dp=2, tp=2)
+      * x['a'], of which in_specs says P('tp'): it lies otherwise, f32[4@dp,3] on the mesh (dp=2, tp=2)
+      * x['b'], of which in_specs says P('tp', None, 'dp'): it has 3 entries, but the value has 2 dims
+      * x['c'], of which in_specs says 'tp': it is the str 'tp', not a vfn.P
+      * x['d'], of which in_specs says P('tp'): it is the int 3, which has no dims
+      Instead: vfn.with_sharding(x, spec), which moves it, before the call or in the function; each axis of the mesh at most once, and at most one entry a dim; vfn.P('tp'); torch.tensor(x) for a list of numbers; P() for a number that all ranks have
+    """
+    specs = {"a": P("tp"), "b": P("tp", None, "dp"), "c": "tp", "d": P("tp")}
+    vfn.jit(lambda x: x, in_specs=(specs,))({"a": vfn.shard(X, mesh, P("dp")), "b": X, "c": X, "d": 3})
+
+
+@misuse
+def in_specs_for_fewer_arguments(mesh):
+    """SpecError
+    jit(<lambda>): in_specs must be one spec, or a tuple with one for each argument that is not static, which are 2
+      * it is the tuple (P('dp'),)
+      Instead: a tuple in the order of the arguments: in_specs=(P(...), None), None for one that stays as it is
+    """
+    vfn.jit(lambda x, n, y: x, in_specs=(P("dp"),), static_argnums=1)(X, 2, X)
+
+
+@misuse
+def in_specs_and_an_argument_by_name(mesh):
+    """SpecError
+    jit(<lambda>): in_specs says how arguments by position lie, but 'y' is given by name
+      Instead: all arguments that are not static by position
+    """
+    vfn.jit(lambda x, y: x, in_specs=P("dp"))(X, y=X)

@@ -1336,3 +1336,67 @@ def test_a_view_of_what_was_made_beside_an_expanded_value():
 
     given = [torch.rand(3), torch.rand(3), torch.rand(2, 3, 6).transpose(1, 2)]
     assert torch.equal(vfn.jit(f)(*given), f(*given))
+
+
+# --- arguments by name, and how they lie ------------------------------------------------------------------------------
+
+
+def test_a_name_stands_for_a_place_and_a_place_for_a_name():
+    for picked in (
+        {"static_argnums": 1},
+        {"static_argnames": "how"},
+        {"static_argnums": -1},
+        {"static_argnames": ["how"]},
+    ):
+        f = vfn.jit(lambda x, how: how(x), **picked)
+        for how in (torch.sin, torch.cos, torch.sin):
+            assert torch.equal(f(X, how), how(X))
+            assert torch.equal(f(X, how=how), how(X))
+        assert f.cache_info()[:3] == (2, 4, 0)
+
+
+def test_static_arguments_by_name_alone():
+    f = vfn.jit(lambda x, **how: how["f"](x) * how["s"], static_argnames=("f", "unused"))
+    assert torch.equal(f(X, f=torch.sin, s=2.0), X.sin() * 2)
+    assert torch.equal(f(X, f=torch.sin, s=3.0), X.sin() * 3)
+    assert torch.equal(f(X, f=torch.cos, s=2.0), X.cos() * 2)
+    assert f.cache_info()[:3] == (1, 2, 0)
+    with pytest.raises(TransformError, match=r"f, which is static, is the list \[\]"):
+        f(X, f=[], s=1.0)
+
+
+@pytest.mark.parametrize("donated", [{"donate_argnums": 1}, {"donate_argnames": "w"}])
+def test_what_is_donated_by_place_or_by_name_is_used_up(donated):
+    f = vfn.jit(lambda x, w: w + x, **donated)
+    for call in (lambda w: f(X, w), lambda w: f(X, w=w), lambda w: f(w=w, x=X)):
+        w = X.clone()
+        call(w)
+        with pytest.raises(vfn.errors.DonationError):
+            w + 1
+    assert torch.equal(f(X, X.clone()), 2 * X)
+
+
+def _arriving():
+    mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+    x, along = vfn.shard(X, mesh, P("dp")), vfn.shard(X, mesh, P("tp")).sharding
+    f = lambda t, s: {"a": t["a"] * s, "b": t["b"]}
+    found = []
+    with vfn.use_mesh(mesh):
+        for specs in (({"a": P("tp"), "b": None}, None), ({"a": along, "b": P("dp", None)}, P())):
+            jitted = vfn.jit(f, in_shardings=specs)
+            for run in (jitted, jitted, lambda t, s, g=jitted: vfn.jit(lambda t: g(t, s))(t)):
+                out = run({"a": X, "b": x}, 2.0)
+                found.append((out["a"].spec, out["b"].spec, torch.equal(vfn.unshard(out["a"]), 2 * X)))
+            with vfn.disable_jit():
+                found.append((jitted({"a": X, "b": x}, 2.0)["a"].spec, P("dp"), jitted.cache_info().records == 1))
+            grad = vfn.grad(lambda a, g=jitted: g({"a": a, "b": x}, 2.0)["a"].sum())(X)
+            found.append((P("tp"), P("dp"), torch.equal(grad, torch.full_like(X, 2.0))))
+    f = vfn.jit(lambda x, n, y: vfn.spec_of(x + n * y), in_specs=P("dp", None), static_argnames="n")
+    return found, f(x, 2, X), f(X, 2, x), f(X, 2, X)  # where there is no mesh, it is one device's program
+
+
+def test_plain_arguments_are_laid_out_as_they_come_in(gloo):
+    with vfn.simulate(4):
+        seen = _arriving()
+    assert seen == ([(P("tp"), P("dp"), True)] * 10, P("dp"), P("dp"), P())
+    assert gloo(4, _arriving) == [seen] * 4

@@ -27,6 +27,11 @@ def scaled(x: torch.Tensor, n: int) -> torch.Tensor:
     return x * n
 
 
+@vfn.jit(static_argnames="n", in_shardings=P("dp"), out_shardings=P())
+def times(x: torch.Tensor, n: int) -> torch.Tensor:
+    return x * n
+
+
 @vfn.shard_map(mesh=mesh, in_specs=P("dp"), out_specs=P())
 def summed(x: torch.Tensor) -> torch.Tensor:
     return vfn.psum(x, "dp")
@@ -53,6 +58,7 @@ reveal_type(vfn.launch(loss, 2, params, x))  # list[Tensor]
 reveal_type(vfn.init(lambda key: {"w": vfn.random.normal(key, (2,))}, vfn.random.key(0)))  # dict[str, Tensor]
 reveal_type(step(params, x))  # dict[str, Tensor]
 reveal_type(scaled(x, 2))  # Tensor
+reveal_type(times(x, n=2))  # Tensor
 reveal_type(summed(x))  # Tensor
 
 vfn.make_mesh((2, 4), 3)  # wrong
@@ -64,6 +70,8 @@ vfn.grad(loss)(params, "x")  # wrong
 vfn.value_and_grad(loss)(params, x)[1].nothing  # noqa: B018  # wrong
 vfn.shrad  # noqa: B018  # wrong
 vfn.jit(loss, static_args=1)  # wrong
+vfn.jit(loss, static_argnames=1)  # wrong
+times(x, m=2)  # wrong
 vfn.remat(loss)(params, x, x)  # wrong
 vfn.shard_map(loss, mesh, P())  # wrong
 summed(x, x)  # wrong

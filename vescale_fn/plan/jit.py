@@ -12,12 +12,13 @@ from .._core import torch_internals
 from .._core.base import context, source_lines, tracebacks
 from .._core.base.errors import TransformError, VfnError
 from .._core.base.messages import report, short
-from .._core.base.user_calls import checked_function, positional
+from .._core.base.user_calls import checked_function, either
 from .._core.shard_map import interrupts
 from .execution.backends import Backend
 from .ir.graph import Pass
 from .lowered import Lowered
 from .passes.dce import keep, needed_collectives
+from .picked import Names, Picked, Places, check_apart, picked
 from .pipeline import PASSES
 from .plan import Plan
 from .signature import Call, difference
@@ -64,9 +65,14 @@ R = TypeVar("R")
 def jit(
     f: Callable[Q, R],
     *,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
+    donate_argnums: Places = (),
+    static_argnums: Places = (),
+    donate_argnames: Names = (),
+    static_argnames: Names = (),
+    in_specs: Any = None,
     out_specs: Any = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
     backend: str = "torch",
     cuda_graph: bool = False,
     passes: Sequence[Pass] | None = None,
@@ -74,9 +80,14 @@ def jit(
 @overload
 def jit(
     *,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
+    donate_argnums: Places = (),
+    static_argnums: Places = (),
+    donate_argnames: Names = (),
+    static_argnames: Names = (),
+    in_specs: Any = None,
     out_specs: Any = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
     backend: str = "torch",
     cuda_graph: bool = False,
     passes: Sequence[Pass] | None = None,
@@ -85,9 +96,14 @@ def jit(
 def jit(
     f: Any = ...,
     *,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
+    donate_argnums: Places = (),
+    static_argnums: Places = (),
+    donate_argnames: Names = (),
+    static_argnames: Names = (),
+    in_specs: Any = None,
     out_specs: Any = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
     backend: str = "torch",
     cuda_graph: bool = False,
     passes: Sequence[Pass] | None = None,
@@ -107,8 +123,15 @@ def jit(
         donate_argnums: which arguments the call may use up: their memory takes results of the same shape and layout.
             They cannot be used afterwards.
         static_argnums: which arguments are Python values that the plan is made for, of any hashable type.
+        donate_argnames, static_argnames: these, by the arguments' names. Of an argument that is picked by its place alone the
+            name counts too, and the other way about; where both are given, each counts as it stands.
+        in_specs: how the arguments are to lie: a `P` or an array's ``sharding`` for all, or a tuple with one, or a prefix tree,
+            for each argument that is not static; None for what stays as it is. Plain tensors are laid out as they come in, on
+            the current mesh (or that of another argument); an array that lies otherwise is an error. All arguments
+            are then given by position.
         out_specs: the layout of the results: a `P`, or a prefix tree of them. By default they have the layout that the
             function gives them: what is unreduced stays unreduced.
+        in_shardings, out_shardings: `in_specs` and `out_specs`, by JAX's names.
         backend: what computes: torch's own kernels, or with ``"inductor"`` what torch's compiler makes of the local calls
             between collectives; then values are the same up to rounding.
         cuda_graph: whether calls are one CUDA graph each, collectives included. Arguments must be tensors on the GPU.
@@ -123,6 +146,8 @@ def jit(
     Raises:
         InPlaceError: `f` changes an argument, or what it closes over, in place.
         RandomError: `f` draws from torch's global generator.
+        SpecError: an argument that does not fit `in_specs`, or lies otherwise.
+        TransformError: places or names that `f` does not take, an argument static and donated.
 
     Source: `jax.jit`; "static eager" of veScale (arXiv 2509.07003).
 
@@ -139,15 +164,24 @@ def jit(
             jit,
             donate_argnums=donate_argnums,
             static_argnums=static_argnums,
+            donate_argnames=donate_argnames,
+            static_argnames=static_argnames,
+            in_specs=in_specs,
             out_specs=out_specs,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
             backend=backend,
             cuda_graph=cuda_graph,
             passes=passes,
         )
     checked_function(f, "jit")
-    donated, static = _places(f, donate_argnums, "donate_argnums"), _places(f, static_argnums, "static_argnums")
+    donated = picked(f, donate_argnums, donate_argnames, "donate")
+    static = picked(f, static_argnums, static_argnames, "static")
+    check_apart(f, static, donated)
+    ins = either("jit", "in_specs", in_specs, "in_shardings", in_shardings)
+    outs = either("jit", "out_specs", out_specs, "out_shardings", out_shardings)
     return Jitted(
-        f, donated, static, out_specs, Backend(backend, cuda_graph), tuple(PASSES if passes is None else passes)
+        f, donated, static, ins, outs, Backend(backend, cuda_graph), tuple(PASSES if passes is None else passes)
     )
 
 
@@ -165,44 +199,22 @@ def disable_jit() -> contextlib.AbstractContextManager[None]:
     return context.as_written()
 
 
-def _places(f: Callable[..., Any], argnums: Any, name: str) -> tuple[int, ...]:
-    found = tuple(argnums) if isinstance(argnums, (tuple, list)) else (argnums,)
-    wrong = [n for n in found if type(n) is not int]
-    if wrong:
-        raise TransformError(
-            report(
-                "jit",
-                f"{name} must be an int or a tuple of ints, the places of arguments, but it is {short(argnums)}",
-                fix=f"{name}=0 for the first argument",
-            )
-        )
-    count = positional(f)
-    if count is not None and (wrong := [n for n in found if not -count <= n < count]):
-        takes = "one argument" if count == 1 else f"{count} arguments"
-        raise TransformError(
-            report(
-                "jit",
-                f"{name} names the place {wrong[0]}, but {getattr(f, '__name__', short(f))} takes {takes} by position",
-                fix=f"places from {-count} to {count - 1}" if count else f"no {name}",
-            )
-        )
-    return found
-
-
 class Jitted(Generic[Q, R]):
     """A function that records itself once and then replays its plan; made by `jit`."""
 
     def __init__(
         self,
         f: Callable[..., Any],
-        donated: tuple[int, ...],
-        static: tuple[int, ...],
+        donated: Picked | None,
+        static: Picked | None,
+        in_specs: Any,
         out_specs: Any,
         how: Backend,
         passes: tuple[Pass, ...],
     ) -> None:
         functools.update_wrapper(self, f)
-        self._f, self._donated, self._static, self._out_specs = f, donated, static, out_specs
+        self._f, self._in_specs, self._out_specs = f, in_specs, out_specs
+        self._donated, self._static = donated, static
         self._how, self._passes = how, (*passes, *how.passes)
         self._name = getattr(f, "__name__", type(f).__name__)
         # None: the function runs as written
@@ -221,9 +233,10 @@ class Jitted(Generic[Q, R]):
     @torch_internals.not_compiled
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
         if _belongs_to_another():
-            out = self._f(*args, **kwargs)
+            call = None if self._in_specs is None else self._call(args, kwargs)
+            out = self._f(*args, **kwargs) if call is None else call.run()
             return laid_out(out, self._out_specs)
-        call = Call(self._f, args, kwargs, self._static, self._donated)
+        call = Call(self._f, args, kwargs, self._static, self._donated, self._in_specs)
         if call.follows_gradients():
             self._say(
                 "an argument requires gradients, which a replay would not follow",
@@ -249,7 +262,7 @@ class Jitted(Generic[Q, R]):
         Raises:
             TransformError: the function cannot be recorded.
         """
-        call = Call(self._f, args, kwargs, self._static, self._donated)
+        call = self._call(args, kwargs)
         plan, reason = self._known(call), ""
         if plan is _NEW or plan is None:
             with interrupts.undone():
@@ -266,6 +279,9 @@ class Jitted(Generic[Q, R]):
     def clear_cache(self) -> None:
         """Forget all plans."""
         self._plans.clear()
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return Call(self._f, args, kwargs, self._static, self._donated, self._in_specs)
 
     def _run(self, plan: Plan | None, call: Call) -> Any:
         if plan is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from .._core.base.errors import TransformError
 from .._core.base.messages import described, report, short
 from .._core.base.user_calls import called, owner, parameter
 from .._core.sharding.layout import WHOLE, layout, type_text
+from .arriving import arrived
+from .picked import Picked
 from .tracing import ambient
 from .tracing import leaves as leaves_
 from .tracing.value_guards import Guard
@@ -24,7 +27,8 @@ class Call:
     Args:
         f: the function.
         args, kwargs: what it is called with.
-        static, donated: the places of arguments that the plan is made for, and that it may use up.
+        static, donated: the arguments that the plan is made for, and that it may use up.
+        in_specs: how the arguments are to lie, or None.
 
     Attributes:
         leaves, treedef: of the arguments, without the static ones.
@@ -33,21 +37,28 @@ class Call:
     """
 
     guards: Sequence[Guard] = ()
+    _static: tuple[int, ...] = ()
+    _named: Mapping[str, Any] = MappingProxyType({})  # the static arguments by name
 
     def __init__(
         self,
         f: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        static: Sequence[int],
-        donated: Sequence[int],
+        static: Picked | None,
+        donated: Picked | None,
+        in_specs: Any = None,
     ) -> None:
         self.f, self.args, self.kwargs = f, args, kwargs
-        self._donated, self._static, fixed = donated, (), ()
-        if static:
-            self._static = tuple(n % len(args) for n in static if -len(args) <= n < len(args))
+        self._donated, self._in_specs, fixed = donated, in_specs, ()
+        if static is not None:
+            self._static = static.of(len(args))
             fixed = tuple(_typed(args[n]) for n in self._static)
             args = tuple(None if n in self._static else x for n, x in enumerate(args))
+            if kwargs and (named := {name: kwargs[name] for name in static.names if name in kwargs}):
+                self._named = named
+                fixed = (*fixed, *((name, _typed(x)) for name, x in named.items()))
+                kwargs = {name: x for name, x in kwargs.items() if name not in named}
         self.leaves, self.treedef = opened(
             (args, kwargs), "jit", self.names, numpy=True, modules=True, passing=self._owner
         )
@@ -58,15 +69,22 @@ class Call:
 
     def static(self) -> list[Any]:
         """The leaves of the static arguments."""
-        return tree.leaves([self.args[n] for n in self._static])
+        return tree.leaves([*(self.args[n] for n in self._static), *self._named.values()])
 
     def run(self) -> Any:
         """The function's own result."""
-        return called(self.f, self.args, self.kwargs, "jit")
+        return self._called(self.args, self.kwargs)
 
     def function(self, *given: Any, **kwargs: Any) -> Any:
         """The function of what is not static."""
         args = [self.args[n] if n in self._static else x for n, x in enumerate(given)]
+        return self._called(args, {**kwargs, **self._named})
+
+    def _called(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._in_specs is not None:
+            name = getattr(self.f, "__name__", type(self.f).__name__)
+            named = kwargs.keys() - self._named.keys()
+            args = arrived(args, self._static, named, self.names, self._in_specs, f"jit({name})")
         return called(self.f, args, kwargs, "jit")
 
     def follows_gradients(self) -> bool:
@@ -79,20 +97,22 @@ class Call:
         for n, arg in enumerate(self.args):
             if n not in self._static:
                 found += tree.paths(arg, parameter(self.f, self.args, n) or f"args[{n}]")
-        for name in sorted(self.kwargs):
+        for name in self._by_name():
             found += tree.paths(self.kwargs[name], name)
         return found
 
+    def _by_name(self) -> list[str]:
+        """The arguments by name that are not static, in the order of their leaves."""
+        return sorted(self.kwargs.keys() - self._named.keys())
+
     def donated(self) -> list[int]:
         """The places of the leaves that the plan may use up."""
-        count = len(self.args)
-        donated = {n % count for n in self._donated if -count <= n < count} - set(self._static)
-        found, place = [], 0
-        for n, arg in enumerate(self.args):
-            size = 0 if n in self._static else len(tree.leaves(arg))
-            found += range(place, place + size) if n in donated else ()
-            place += size
-        return found
+        if self._donated is None:
+            return []
+        places, names = self._donated.of(len(self.args)), self._donated.names
+        given = [(n in places, arg) for n, arg in enumerate(self.args) if n not in self._static]
+        given += [(name in names, self.kwargs[name]) for name in self._by_name()]
+        return [i for i, donated in enumerate(d for d, arg in given for _ in tree.leaves(arg)) if donated]
 
     def unhashable(self) -> TransformError:
         """What is said where the key has no hash."""
@@ -102,6 +122,9 @@ class Call:
             f"args[{n}], which is static, is {described(self.args[n])}"
             for n in self._static
             if not _is_hashable(self.args[n])
+        ]
+        failures += [
+            f"{name}, which is static, is {described(x)}" for name, x in self._named.items() if not _is_hashable(x)
         ]
         return TransformError(
             report(
