@@ -17,7 +17,7 @@ from benchmarks.side_by_side import medians, publish
 from vescale_fn._core.sharding.index_map import local_indices
 from vescale_fn._core.sharding.spec import P
 from vescale_fn.random.backends import c_library, draw_op
-from vescale_fn.random.bits import counters
+from vescale_fn.random.generators import counters
 from vescale_fn.random.sharded import Draw
 
 try:

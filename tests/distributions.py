@@ -10,7 +10,7 @@ import torch
 
 from vescale_fn import random
 from vescale_fn.random.backends import draw_op
-from vescale_fn.random.bits.counters import Rectangle
+from vescale_fn.random.generators.counters import Rectangle
 from vescale_fn.random.sharded import Draw
 
 

@@ -23,7 +23,7 @@ import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.base import context
 from vescale_fn._core.distributed.call_board import Board
-from vescale_fn._core.distributed.divergence import Call, Value, different
+from vescale_fn._core.distributed.divergence import RankCall, Value, different
 from vescale_fn._core.shard_map import collective_maps
 from vescale_fn.errors import CollectiveError, DivergenceError, RankError, SpecError
 
@@ -1016,7 +1016,7 @@ def test_the_board_sees_that_a_process_has_ended():
 
 def test_of_many_ranks_and_values_some_are_listed():
     values = [tuple(Value(f"x[{i}]", f"f32[{i + rank % 2}]") for i in range(20)) for rank in range(30)]
-    text = different({rank: Call("psum", "over 'a'", v, line="a.py:1") for rank, v in enumerate(values)})
+    text = different({rank: RankCall("psum", "over 'a'", v, line="a.py:1") for rank, v in enumerate(values)})
     lines = text.splitlines()
     assert lines[1] == (
         "  * x[0]: f32[0] on ranks 0, 2, 4, 6, 8, 10, 12, 14, ... (15 in all), "
@@ -1046,6 +1046,6 @@ def test_of_many_ranks_and_values_some_are_listed():
 def test_what_a_collective_tells_of_its_parameters(row, one, other):
     """A parameter that were left out could not be seen to differ."""
     mine, theirs = (
-        collective_maps.Collective(row, None, ("a",), row, **parameters).told() for parameters in (one, other)
+        collective_maps.CollectiveMap(row, None, ("a",), row, **parameters).told() for parameters in (one, other)
     )
     assert mine != theirs

@@ -19,7 +19,7 @@ from vescale_fn import random
 from vescale_fn._core.sharding.spec import P
 from vescale_fn.errors import RandomError, SpecError
 from vescale_fn.random.backends import draw_op
-from vescale_fn.random.bits import counters, elementwise_draws, floats, threefry
+from vescale_fn.random.generators import counters, elementwise_draws, floats, threefry
 from vescale_fn.random.sharded import Draw
 
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "random.json").read_text())["cases"]

@@ -11,7 +11,7 @@ from distributions import draw_local
 from vescale_fn import launch, random
 from vescale_fn.errors import RandomError
 from vescale_fn.random.backends import c_library, choice
-from vescale_fn.random.bits import elementwise_draws
+from vescale_fn.random.generators import elementwise_draws
 from vescale_fn.random.sharded import Draw
 
 KEY = random.key(42)

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import vescale_fn as vfn
 from vescale_fn import P, random
 from vescale_fn.errors import RandomError
-from vescale_fn.random.bits import float_ops, floats, more_floats
+from vescale_fn.random.generators import float_ops, floats, more_floats
 
 KEY = random.key(42)
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "random.json").read_text())["cases"]

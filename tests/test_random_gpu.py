@@ -21,10 +21,10 @@ from distributions import DISTRIBUTIONS
 
 import vescale_fn as vfn
 from vescale_fn.random.backends import triton_kernels, triton_launch
-from vescale_fn.random.bits import counters, elementwise_draws, floats
-from vescale_fn.random.bits.counters import Rectangle
-from vescale_fn.random.bits.elementwise_draws import Draw
-from vescale_fn.random.bits.threefry import hash_words
+from vescale_fn.random.generators import counters, elementwise_draws, floats
+from vescale_fn.random.generators.counters import Rectangle
+from vescale_fn.random.generators.elementwise_draws import Draw
+from vescale_fn.random.generators.threefry import hash_words
 
 HERE = Path(__file__).resolve().parent
 needs_triton = pytest.mark.skipif(not triton_launch.AVAILABLE, reason="Triton comes with CUDA builds of torch")

@@ -15,7 +15,7 @@ from vescale_fn import P, random
 from vescale_fn.errors import SpecError
 from vescale_fn.random import dropout_masks, sharded
 from vescale_fn.random.backends import draw_op
-from vescale_fn.random.bits import floats
+from vescale_fn.random.generators import floats
 
 KEY = random.key(5)
 MESHES = [((1,), "a"), ((4,), "a"), ((2, 3), "ab"), ((2, 2, 2), "abc")]

@@ -13,7 +13,7 @@ from vescale_fn import random
 from vescale_fn._core.sharding.index_map import local_indices
 from vescale_fn._core.sharding.spec import P
 from vescale_fn.random.backends import draw_op
-from vescale_fn.random.bits import counters
+from vescale_fn.random.generators import counters
 from vescale_fn.random.sharded import Draw
 
 KEY = random.key(42)

@@ -18,7 +18,7 @@ from .._core.base import context, errors
 from .._core.base.errors import CheckpointError
 from .._core.base.messages import report
 from .._core.distributed import ranks
-from .._core.distributed.divergence import Call
+from .._core.distributed.divergence import RankCall
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -42,7 +42,7 @@ def all_ranks(where: str, background: bool = False) -> Crew:
     if context.simulated() is not None or not ranks.has_process_group() or dist.get_world_size() == 1:
         return Crew(None, 0, 1)
     if (watch := context.watch()) is not None:
-        watch.compare(list(range(dist.get_world_size())), Call(f"vfn.{where}", "over all ranks"))
+        watch.compare(list(range(dist.get_world_size())), RankCall(f"vfn.{where}", "over all ranks"))
     return Crew(_group(dist.group.WORLD, background), dist.get_rank(), dist.get_world_size())
 
 

@@ -24,8 +24,8 @@ from .._core.sharding.index_map import axes_of, dim_indices
 from .._core.sharding.spec import from_split_axes, split_axes
 from ..ops import all_gather, all_to_all, axis_index, axis_size
 from ..random.backends import draw_op
-from ..random.bits.counters import Rectangle
 from ..random.dropout_masks import scale as kept_scale
+from ..random.generators.counters import Rectangle
 from ..random.sharded import Draw, drawn
 from .blockwise import wide
 from .heads import divided, with_heads

@@ -20,7 +20,7 @@ from .._core import torch_internals
 from .._core.base import context
 from .._core.local_types import tensor_types
 from .._core.shard_map.collective_calls import bucketed
-from .._core.shard_map.collective_maps import Collective
+from .._core.shard_map.collective_maps import CollectiveMap
 from ..ops import axis_index
 from ..random.sharded import Draw
 from .blockwise import grouped, wide
@@ -48,7 +48,7 @@ class Visits:
         """What the rank so many places before holds."""
         if not turns % self.n:
             return xs
-        turn = Collective(
+        turn = CollectiveMap(
             "ppermute",
             self.mesh,
             self.axes,

@@ -18,7 +18,7 @@ from .._core import torch_internals
 from .._core.distributed import collectives
 from .._core.local_types import tensor_types
 from .._core.shard_map.collective_calls import bucketed, taking_part
-from .._core.shard_map.collective_maps import Collective, index
+from .._core.shard_map.collective_maps import CollectiveMap, index
 from .blockwise import part, part_backward, part_tangent, together, wide
 from .bodies import brought
 
@@ -45,7 +45,7 @@ class Ring:
     def turned(self, *xs: Tensor) -> list[Tensor]:
         """What the rank before holds."""
         n = self.n
-        turn = Collective(
+        turn = CollectiveMap(
             "ppermute",
             self.mesh,
             self.axes,

@@ -12,7 +12,7 @@ from .._core.base.errors import VaryingTypeError
 from .._core.base.messages import meant, report, short
 from .._core.local_types import tensor_types, types
 from .._core.shard_map.collective_calls import Axis, bucketed, local, taking_part
-from .._core.shard_map.collective_maps import Collective
+from .._core.shard_map.collective_maps import CollectiveMap
 from .._core.shard_map.collective_operands import operands
 
 # (from, to) -> the row; each is the identity on the values.
@@ -129,7 +129,7 @@ def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
         known = [tensor_types.typeof(leaves[i], body.axes) for i in members]
         values = [leaves[i] for i in members]
         for row, axes in steps:
-            values = bucketed(Collective(row, body.mesh, axes, where), values)
+            values = bucketed(CollectiveMap(row, body.mesh, axes, where), values)
         for i, value, have in zip(members, values, known, strict=True):
             tensor_types.mark(value, types.with_letter(have, names, _WORDS[to]))
             tensor_types.borrow(value)

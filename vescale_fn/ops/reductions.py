@@ -18,7 +18,7 @@ from .._core.distributed.mesh import communicator_of
 from .._core.local_types import tensor_types, types
 from .._core.shard_map import mixed_axes, vmap_collectives
 from .._core.shard_map.collective_calls import Axis, local, sent, taking_part
-from .._core.shard_map.collective_maps import Collective
+from .._core.shard_map.collective_maps import CollectiveMap
 from .._core.shard_map.collective_operands import operands, refuse_what_cannot_be_reduced
 
 
@@ -35,7 +35,7 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
     with torch_internals.no_torch_function():
         refuse_what_cannot_be_reduced(where, x, leaves, body, names)
         if (have := _alike(leaves, body, names)) is not None:
-            outs = sent(Collective(row, body.mesh, names, where, body.check), leaves, have, "I")
+            outs = sent(CollectiveMap(row, body.mesh, names, where, body.check), leaves, have, "I")
             if where == "pmean":
                 outs = [_computed(out.div, n, tensor_types.typeof(out, body.axes)) for out in outs]
             context.note(where, x, outs, names)
@@ -65,7 +65,7 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
         for same, found in multiplied.items():
             _warn_of_factor(x, same, collectives.group_size(body.mesh, same), found)
         for rest, members in todo.items():
-            op = Collective(row, body.mesh, rest, where, body.check)
+            op = CollectiveMap(row, body.mesh, rest, where, body.check)
             done = sent(op, [outs[i] for i in members], [types_of[i] for i in members], "I")
             for i, out in zip(members, done, strict=True):
                 if where == "pmean":

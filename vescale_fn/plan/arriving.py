@@ -40,36 +40,34 @@ def arrived(
         names: of the leaves of those that are not static.
         in_specs: one spec for all, or a tuple with one for each, each a prefix tree; None leaves what is under it as it is.
     """
-    given = [x for n, x in enumerate(args) if n not in static]
+    given = tuple(x for n, x in enumerate(args) if n not in static)
     several = tuple(in_specs) if isinstance(in_specs, (tuple, list)) and not isinstance(in_specs, P) else None
     fits = isinstance(in_specs, (P, Sharding)) if several is None else len(several) == len(given)
     if named or not fits:
         raise _not_one_each(given, static, named, in_specs, where)
-    specs: Any = in_specs if several is None else several
-    specs = tree.map_(lambda spec: _AsItIs if spec is None else spec, specs, none_is_leaf=True)
-    specs, mesh = without_mesh(specs, None, where)
-    leaves, treedef = tree.flatten(tuple(given))
-    found = tree.broadcast(specs, tuple(given), where, "in_specs", "args")
+    prefix: Any = in_specs if several is None else several
+    prefix = tree.map_(lambda spec: _AsItIs if spec is None else spec, prefix, none_is_leaf=True)
+    prefix, mesh = without_mesh(prefix, None, where)
+    leaves, treedef = tree.flatten(given)
+    specs = tree.broadcast(prefix, given, where, "in_specs", "args")
     mesh = mesh or context.current_mesh() or next((mesh_of(x) for x in leaves if is_array(x)), None)
-    alone = split_numbers(specs, tuple(given), leaves, lambda spec: isinstance(spec, P) and axes_named(spec))
-    failures: dict[int, tuple[str, str]] = {}
-    for i, (x, spec) in enumerate(zip(leaves, found, strict=True)):
-        if i in alone:
-            failures[i] = f"it is {described(x)}, which has no dims", SPLIT_NUMBERS
-        elif isinstance(x, torch.Tensor) and spec is not _AsItIs and (wrong := _wrong(x, spec, mesh)) is not None:
-            failures[i] = wrong
-    if failures:
-        listed = names()
-        rows = [f"{listed[i]}, of which in_specs says {found[i]!r}: {problem}" for i, (problem, _) in failures.items()]
-        of = f" on the {mesh_text(axes_of(mesh))}" if mesh is not None else ""
-        ways = dict.fromkeys(way for _, way in failures.values())
-        raise SpecError(report(where, f"the arguments do not fit in_specs{of}", rows, "; ".join(ways)))
-    placed = [
-        with_sharding(x, spec, mesh=mesh) if isinstance(x, torch.Tensor) and spec is not _AsItIs else x
-        for x, spec in zip(leaves, found, strict=True)
-    ]
-    moved = iter(tree.unflatten(treedef, placed))
+    alone = split_numbers(prefix, given, leaves, lambda spec: isinstance(spec, P) and axes_named(spec))
+    wrong = {i: (f"it is {described(leaves[i])}, which has no dims", SPLIT_NUMBERS) for i in alone}
+    tensors = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and specs[i] is not _AsItIs]
+    wrong |= {i: found for i in tensors if (found := _wrong(leaves[i], specs[i], mesh)) is not None}
+    if wrong:
+        raise _not_so(wrong, names(), specs, mesh, where)
+    for i in tensors:
+        leaves[i] = with_sharding(leaves[i], specs[i], mesh=mesh)
+    moved = iter(tree.unflatten(treedef, leaves))
     return [x if n in static else next(moved) for n, x in enumerate(args)]
+
+
+def _not_so(wrong: dict[int, tuple[str, str]], names: Sequence[str], specs: Any, mesh: Any, where: str) -> SpecError:
+    rows = [f"{names[i]}, of which in_specs says {specs[i]!r}: {problem}" for i, (problem, _) in sorted(wrong.items())]
+    of = f" on the {mesh_text(axes_of(mesh))}" if mesh is not None else ""
+    ways = dict.fromkeys(way for _, (_, way) in sorted(wrong.items()))
+    return SpecError(report(where, f"the arguments do not fit in_specs{of}", rows, "; ".join(ways)))
 
 
 def _not_one_each(given: Any, static: Any, named: Any, in_specs: Any, where: str) -> SpecError:

@@ -21,7 +21,7 @@ from .passes.dce import keep, needed_collectives
 from .picked import Names, Picked, Places, check_apart, picked
 from .pipeline import PASSES
 from .plan import Plan
-from .signature import Call, difference
+from .signature import JitCall, difference
 from .tracing import leaves as leaves_
 from .tracing import value_guards
 from .tracing.guards import Captured
@@ -236,7 +236,7 @@ class Jitted(Generic[Q, R]):
             call = None if self._in_specs is None else self._call(args, kwargs)
             out = self._f(*args, **kwargs) if call is None else call.run()
             return laid_out(out, self._out_specs)
-        call = Call(self._f, args, kwargs, self._static, self._donated, self._in_specs)
+        call = JitCall(self._f, args, kwargs, self._static, self._donated, self._in_specs)
         if call.follows_gradients():
             self._say(
                 "an argument requires gradients, which a replay would not follow",
@@ -280,10 +280,10 @@ class Jitted(Generic[Q, R]):
         """Forget all plans."""
         self._plans.clear()
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return Call(self._f, args, kwargs, self._static, self._donated, self._in_specs)
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JitCall:
+        return JitCall(self._f, args, kwargs, self._static, self._donated, self._in_specs)
 
-    def _run(self, plan: Plan | None, call: Call) -> Any:
+    def _run(self, plan: Plan | None, call: JitCall) -> Any:
         if plan is None:
             self._as_written += 1
             return laid_out(call.run(), self._out_specs)
@@ -291,7 +291,7 @@ class Jitted(Generic[Q, R]):
             return plan.taking(call.leaves, f"jit({self._name})", source_lines.user_line())
         return plan(call.leaves)
 
-    def _known(self, call: Call) -> Any:
+    def _known(self, call: JitCall) -> Any:
         """The plan for a call, None where the function runs as written, `_NEW` where that is to be found out."""
         try:
             plan = value_guards.chosen(self._plans.get(call.key, _NEW), call.leaves, _NEW)
@@ -304,7 +304,7 @@ class Jitted(Generic[Q, R]):
             self._plans.move_to_end(call.key)
         return plan
 
-    def _recorded(self, call: Call) -> tuple[Plan | None, str]:
+    def _recorded(self, call: JitCall) -> tuple[Plan | None, str]:
         """A plan; or None, and why there is none."""
         names, recorded, plan, graph, reason, failure = call.names(), None, None, None, "", None
         try:
@@ -344,7 +344,7 @@ class Jitted(Generic[Q, R]):
             else:
                 tell_left_out(self._name, mesh, passes.pop(parted), stages[parted + 1])
 
-    def _remember(self, call: Call, plan: Plan | None) -> None:
+    def _remember(self, call: JitCall, plan: Plan | None) -> None:
         before, reason = self._last
         if before is not None and before is not call.key:
             reason = difference(before, call.key, call.names())

@@ -21,7 +21,7 @@ from .tracing import leaves as leaves_
 from .tracing.value_guards import Guard
 
 
-class Call:
+class JitCall:
     """A call.
 
     Args:

@@ -12,7 +12,7 @@ from .._core.base.errors import RandomError
 from .._core.base.messages import report
 from .._core.sharding.spec import P
 from . import shared_keys
-from .bits import elementwise_draws
+from .generators import elementwise_draws
 from .keys import Key, checked, shape_of
 from .parameters import Shape, fitting, integer, need, number, probability
 from .sharded import Draw, drawn

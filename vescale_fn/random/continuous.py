@@ -12,7 +12,7 @@ from .._core.base import dtypes
 from .._core.base.errors import RandomError
 from .._core.base.messages import report
 from .._core.sharding.spec import P
-from .bits import elementwise_draws, float_ops
+from .generators import elementwise_draws, float_ops
 from .keys import Key, checked, shape_of
 from .parameters import Shape, fitting, need, not_negative, one_of, positive, real, shape_and_place
 from .sharded import Draw, drawn

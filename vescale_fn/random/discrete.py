@@ -13,7 +13,7 @@ from .._core.base.errors import RandomError
 from .._core.base.messages import report
 from .._core.sharding.spec import P, split_axes
 from ..ops.reductions import pmax
-from .bits import elementwise_draws, float_ops
+from .generators import elementwise_draws, float_ops
 from .keys import Key, checked
 from .parameters import Shape, check_broadcast, fitting, need, not_negative, probability, real, shape_and_place
 from .sharded import Draw, drawn

@@ -23,8 +23,8 @@ from .._core.sharding.index_map import axes_of
 from .._core.sharding.spec import P, split_axes
 from . import sharded, shared_keys
 from .backends import c_library, choice, draw_op, triton_launch
-from .bits import counters, elementwise_draws
-from .bits.threefry import hash_words
+from .generators import counters, elementwise_draws
+from .generators.threefry import hash_words
 from .keys import Key, checked
 from .parameters import probability
 from .sharded import Draw, drawn

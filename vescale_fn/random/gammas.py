@@ -8,7 +8,7 @@ import torch
 
 from .._core.base import context, dtypes
 from .._core.sharding.spec import P
-from .bits import float_ops
+from .generators import float_ops
 from .keys import Key, checked, shape_of
 from .parameters import Shape, check_broadcast, fitting, need, not_negative, positive, shape_and_place
 from .sharded import Draw, drawn

@@ -14,8 +14,8 @@ from .._core.base.messages import described, report
 from .._core.sharding.index_map import axes_of
 from .._core.sharding.spec import P, split_axes
 from ..ops.positions import axis_index
-from .bits import float_ops
 from .gammas import draw_gammas, draw_generalized_normals
+from .generators import float_ops
 from .keys import Key, checked, shape_of
 from .parameters import Shape, fitting, integer, need, one_of, positive, shape_and_place
 from .sharded import Draw, drawn

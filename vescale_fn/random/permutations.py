@@ -25,8 +25,8 @@ from .._core.local_types import tensor_types, types
 from .._core.sharding.index_map import axes_of, dim_indices
 from .._core.sharding.spec import P, from_split_axes, split_axes
 from . import shared_keys
-from .bits import elementwise_draws, float_ops
 from .continuous import gumbel_noise
+from .generators import elementwise_draws, float_ops
 from .keys import Key, checked, shape_of
 from .parameters import Shape, need, one_of
 from .sharded import Draw, drawn, laid_out

@@ -24,8 +24,8 @@ from .._core.local_types import replica_check, tensor_types, types
 from .._core.sharding.index_map import axes_of, is_even, local_indices
 from .._core.sharding.spec import P, split_axes, validate
 from .backends import draw_op
-from .bits import counters
-from .bits.elementwise_draws import Draw
+from .generators import counters
+from .generators.elementwise_draws import Draw
 from .keys import Key
 
 PLANNED = (

@@ -20,7 +20,7 @@ from .._core.distributed.mesh import communicator_of
 from .._core.sharding.spec import P, from_split_axes, split_axes
 from . import sharded, shared_keys
 from .backends import draw_op
-from .bits import counters, rejection_draws
+from .generators import counters, rejection_draws
 from .keys import Key
 from .sharded import Draw
 

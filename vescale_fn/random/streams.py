@@ -18,7 +18,7 @@ from .._core.base.errors import RandomError
 from .._core.base.messages import described, report
 from . import key_reuse
 from .backends import draw_op
-from .bits.threefry import signed
+from .generators.threefry import signed
 from .keys import IMPLS, Key, checked, shape_of
 
 from_numpy = torch.from_numpy  # not `torch.tensor`, which in a `shard_map` body makes one copy a simulated rank

@@ -89,7 +89,7 @@ def copied(local: Any) -> Any:
 # --- whole, and back --------------------------------------------------------------------------------------------------
 
 
-def steps_to_whole(x: Any) -> tuple[reshard.Step, ...]:
+def steps_to_whole(x: Any) -> tuple[reshard.MoveStep, ...]:
     """The steps that make an array whole on every rank."""
     return reshard.plan(tuple(x.shape), axes_items(torch_internals.mesh(x)), layout(torch_internals.spec(x)), WHOLE)
 

@@ -16,7 +16,7 @@ from ..base.op_arguments import bind
 from ..sharding.layout import layout, spec_for, text
 from ..sharding.spec import P
 from .refusals import MEMORY, MOVE, STORAGE
-from .reshard import Step
+from .reshard import MoveStep
 from .rules.traits import RETURNS_VIEW_OF_ITSELF
 from .stateful_draws import refuse_seeded
 
@@ -32,7 +32,7 @@ class Decision:
         """The results, as arrays of class `cls`."""
         raise NotImplementedError
 
-    def moves_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, tuple[Step, ...], P]]:
+    def moves_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, tuple[MoveStep, ...], P]]:
         """Which tensor arguments move, by which steps, to which layout."""
         return []
 

@@ -48,7 +48,9 @@ class Gathered(Decision):
             return deferred(cls, args, kwargs, self)
         return self.run_now(cls, args, kwargs)
 
-    def moves_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, tuple[reshard.Step, ...], P]]:
+    def moves_of(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> list[tuple[int, tuple[reshard.MoveStep, ...], P]]:
         tensors = enumerate(tensors_in(args, kwargs))
         return [(i, steps_to_whole(x), WHOLE) for i, x in tensors if isinstance(x, DTensor)]
 

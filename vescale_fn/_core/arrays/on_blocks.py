@@ -60,7 +60,7 @@ class OnBlocks(Decision):
 
     targets: tuple[P, ...]  # how each tensor argument must lie, in order
     # (which tensor argument, the steps to its target, why)
-    moves: tuple[tuple[int, tuple[reshard.Step, ...], str], ...]
+    moves: tuple[tuple[int, tuple[reshard.MoveStep, ...], str], ...]
     outs: tuple[Any, ...]  # a DTensorSpec, or None for no tensor, for each result
     many: Any  # tuple or list, where the op gives several results
     op: Any  # what runs on the blocks
@@ -118,7 +118,9 @@ class OnBlocks(Decision):
             return local_args, local_kwargs, self.sizes
         return [*local_args, None], local_kwargs, (len(local_args), self.covered)
 
-    def moves_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, tuple[reshard.Step, ...], P]]:
+    def moves_of(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> list[tuple[int, tuple[reshard.MoveStep, ...], P]]:
         return [(i, steps, self.targets[i]) for i, steps, _ in self.moves]
 
     def computed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:

@@ -35,7 +35,7 @@ LOCAL_KINDS = ("slice", "embed", "keep_first")  # steps without communication
 
 
 @dataclass(frozen=True)
-class Step:
+class MoveStep:
     """One step: what it does over which axes, and the axes that split each dim before and after it."""
 
     kind: str  # slice, reduce_scatter, all_to_all, all_reduce, all_gather, embed, keep_first
@@ -56,7 +56,7 @@ class OwnPart(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8192)
-def plan(shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], source: P, target: P) -> tuple[Step, ...]:
+def plan(shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], source: P, target: P) -> tuple[MoveStep, ...]:
     """The steps that bring an array of `shape` from `source` to `target` on a mesh with these (name, size) axes."""
     if not any(isinstance(row, Merged) for row in (*source, *target)):
         return tuple(_steps(shape, dict(axes), *(normal(spec, dict(axes), shape) for spec in (source, target))))
@@ -82,7 +82,7 @@ def _taken_apart(shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], sour
     return tuple(replace(step, apart=apart) for step in steps)
 
 
-def _steps(shape: tuple[int, ...], axes: dict[str, int], source: P, target: P) -> Iterator[Step]:
+def _steps(shape: tuple[int, ...], axes: dict[str, int], source: P, target: P) -> Iterator[MoveStep]:
     rows, goal = list(split_axes(source, len(shape))), split_axes(target, len(shape))
     stays = source.unreduced & target.unreduced
     unreduced = set(source.unreduced - stays)
@@ -91,14 +91,14 @@ def _steps(shape: tuple[int, ...], axes: dict[str, int], source: P, target: P) -
     def in_order(names: Any) -> tuple[str, ...]:
         return tuple(axis for axis in axes if axis in names)
 
-    def step(kind: str, names: tuple[str, ...], **changes: tuple[int, tuple[str, ...]]) -> Step:
+    def step(kind: str, names: tuple[str, ...], **changes: tuple[int, tuple[str, ...]]) -> MoveStep:
         """The step after which the dim that loses, or gains, axes has this row; `rows` follows."""
         before = tuple(rows)
         dims = {}
         for word, (dim, row) in changes.items():
             rows[dim] = row
             dims[word] = dim
-        return Step(kind, names, before, tuple(rows), **dims)
+        return MoveStep(kind, names, before, tuple(rows), **dims)
 
     def exact(dim: int, row: tuple[str, ...]) -> bool:
         """Whether the layouts by each beginning of `row` nest: always but for uneven sizes in an order not the mesh's."""
@@ -114,7 +114,7 @@ def _steps(shape: tuple[int, ...], axes: dict[str, int], source: P, target: P) -
     def leading(names: tuple[str, ...], test: Callable[[str], bool]) -> tuple[str, ...]:
         return names[: [*map(test, names), False].index(False)]
 
-    def grow(dim: int) -> Step | None:
+    def grow(dim: int) -> MoveStep | None:
         """Add the next axes that a dim is to have, if nothing is in the way."""
         if rows[dim] == goal[dim] or len(rows[dim]) > kept(dim):
             return None
@@ -135,14 +135,14 @@ def _steps(shape: tuple[int, ...], axes: dict[str, int], source: P, target: P) -
                 return step("all_to_all", moving, loses=(other, row[: -len(moving)]), gains=(dim, rows[dim] + moving))
         return None
 
-    def reduce() -> Step | None:
+    def reduce() -> MoveStep | None:
         """Add up what is partial and will not be scattered."""
         stuck = {a for dim, row in enumerate(goal) if not exact(dim, row) for a in row}
         names = in_order({axis for axis in unreduced if axis not in wanted or axis in stuck})
         unreduced.difference_update(names)
         return step("all_reduce", names) if names else None
 
-    def shrink() -> Step | None:
+    def shrink() -> MoveStep | None:
         """Take away minor-most axes that a dim is not to have; of the dims that have some, the last."""
         for dim in reversed(range(len(rows))):
             keep = kept(dim)
@@ -167,7 +167,7 @@ def _steps(shape: tuple[int, ...], axes: dict[str, int], source: P, target: P) -
 
 
 def traffic(
-    shape: tuple[int, ...], axes: Mapping[str, int], steps: Sequence[Step], itemsize: int
+    shape: tuple[int, ...], axes: Mapping[str, int], steps: Sequence[MoveStep], itemsize: int
 ) -> list[tuple[str, tuple[str, ...], int]]:
     """What steps send: kind, axes, and the bytes that it holds on the first rank (the larger of before and after)."""
     found = []
@@ -185,7 +185,7 @@ def traffic(
 # --- execution --------------------------------------------------------------------------------------------------------
 
 
-def run(x: Any, shape: tuple[int, ...], mesh: Any, steps: Sequence[Step], why: str) -> Any:
+def run(x: Any, shape: tuple[int, ...], mesh: Any, steps: Sequence[MoveStep], why: str) -> Any:
     """Carry the steps out on a local value."""
     flows = [log.flow for log in context.logs()] if op_lines.listeners and steps else ()
     for flow in flows:
@@ -201,7 +201,7 @@ def run(x: Any, shape: tuple[int, ...], mesh: Any, steps: Sequence[Step], why: s
     return x
 
 
-def _run_apart(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> Any:
+def _run_apart(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) -> Any:
     """Carry out a step on the value with its merged dims taken apart, and put them together again."""
     sizes = tuple(size for sizes in step.apart for size in sizes)
     first = list(itertools.accumulate((len(sizes) for sizes in step.apart), initial=0))
@@ -220,7 +220,7 @@ def _indices(shape: tuple[int, ...], mesh: Any, rows: Rows, rank: int, dim: int)
     return dim_indices(shape[dim], rows[dim], axes_of(mesh), coordinates(mesh, rank))
 
 
-def _divides(shape: tuple[int, ...], mesh: Any, step: Step, dim: int) -> bool:
+def _divides(shape: tuple[int, ...], mesh: Any, step: MoveStep, dim: int) -> bool:
     axes = axes_of(mesh)
     names = step.before[dim] if len(step.before[dim]) > len(step.after[dim]) else step.after[dim]
     return shape[dim] % math.prod(axes[a] for a in names) == 0
@@ -248,7 +248,7 @@ def _positions(wanted: Sequence[int], held: Sequence[int], length: int | None = 
     return found + [-1] * ((length or 0) - len(found))
 
 
-def _members(mesh: Any, step: Step, rank: int) -> tuple[int, ...]:
+def _members(mesh: Any, step: MoveStep, rank: int) -> tuple[int, ...]:
     return next(group for group in groups(mesh, step.axes) if rank in group)
 
 
@@ -261,7 +261,7 @@ def _place(mesh: Any, names: Sequence[str]) -> Callable[[int], Any]:
     return lambda rank: tuple(coordinates(mesh, rank)[name] for name in names)
 
 
-def _slice(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> Any:
+def _slice(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) -> Any:
     dim = step.gains
 
     def one(rank: int, block: torch.Tensor) -> torch.Tensor:
@@ -277,7 +277,7 @@ def _slice(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> A
     return _local(x, mesh, one, _place(mesh, step.after[dim]))
 
 
-def _embed(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> Any:
+def _embed(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) -> Any:
     dim = step.loses
 
     def one(rank: int, block: torch.Tensor) -> torch.Tensor:
@@ -287,12 +287,12 @@ def _embed(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> A
     return _local(x, mesh, one, _place(mesh, step.before[dim]))
 
 
-def _keep_first(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> Any:
+def _keep_first(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) -> Any:
     place = _place(mesh, step.axes)
     return _local(x, mesh, lambda rank, block: torch.zeros_like(block) if any(place(rank)) else block, place)
 
 
-def _all_reduce(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> Any:
+def _all_reduce(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) -> Any:
     return collectives.all_reduce(x, mesh, step.axes, why, elements=_largest(shape, mesh, step.before))
 
 
@@ -302,7 +302,7 @@ def _largest(shape: tuple[int, ...], mesh: Any, rows: Rows) -> int:
     return math.prod(len(_indices(shape, mesh, rows, 0, dim)) for dim in range(len(shape)))
 
 
-def _all_gather(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> Any:
+def _all_gather(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) -> Any:
     dim = step.loses
     elements = _largest(shape, mesh, step.before)
     if _divides(shape, mesh, step, dim):
@@ -318,7 +318,7 @@ def _all_gather(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str)
     )
 
 
-def _widest(shape: tuple[int, ...], mesh: Any, step: Step, dim: int, rows: Rows, rank: int) -> int:
+def _widest(shape: tuple[int, ...], mesh: Any, step: MoveStep, dim: int, rows: Rows, rank: int) -> int:
     return max(len(_indices(shape, mesh, rows, member, dim)) for member in _members(mesh, step, rank))
 
 
@@ -326,7 +326,9 @@ def _pad(block: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return _take(block, dim, [*range(block.shape[dim]), *[-1] * (size - block.shape[dim])])
 
 
-def _cut(block: torch.Tensor, shape: tuple[int, ...], mesh: Any, step: Step, dim: int, rank: int, width: int) -> Any:
+def _cut(
+    block: torch.Tensor, shape: tuple[int, ...], mesh: Any, step: MoveStep, dim: int, rank: int, width: int
+) -> Any:
     """Out of the members' padded pieces, joined along `dim`, what the rank holds after the step, in order."""
     where = {}
     for i, member in enumerate(_members(mesh, step, rank)):
@@ -335,14 +337,16 @@ def _cut(block: torch.Tensor, shape: tuple[int, ...], mesh: Any, step: Step, dim
     return _take(block, dim, [where[index] for index in _indices(shape, mesh, step.after, rank, dim)]).contiguous()
 
 
-def _spread(block: torch.Tensor, shape: tuple[int, ...], mesh: Any, step: Step, dim: int, rank: int, width: int) -> Any:
+def _spread(
+    block: torch.Tensor, shape: tuple[int, ...], mesh: Any, step: MoveStep, dim: int, rank: int, width: int
+) -> Any:
     """The members' pieces along `dim` after the step, each padded to `width`, joined in the members' order."""
     held = _indices(shape, mesh, step.before, rank, dim)
     pieces = [_positions(_indices(shape, mesh, step.after, m, dim), held, width) for m in _members(mesh, step, rank)]
     return _take(block, dim, [position for piece in pieces for position in piece])
 
 
-def _reduce_scatter(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> Any:
+def _reduce_scatter(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) -> Any:
     dim = step.gains
     elements = _largest(shape, mesh, step.after) * collectives.group_size(mesh, step.axes)
     if _divides(shape, mesh, step, dim):
@@ -358,7 +362,7 @@ def _reduce_scatter(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: 
     )
 
 
-def _all_to_all(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str) -> Any:
+def _all_to_all(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) -> Any:
     loses, gains = step.loses, step.gains
     if _divides(shape, mesh, step, loses) and _divides(shape, mesh, step, gains):
         return collectives.all_to_all(x, mesh, step.axes, gains, loses, why, _largest(shape, mesh, step.before))
@@ -377,7 +381,7 @@ def _all_to_all(x: Any, shape: tuple[int, ...], mesh: Any, step: Step, why: str)
     return _local(moved, mesh, after, lambda rank: rank)
 
 
-_RUN: dict[str, Callable[[Any, tuple[int, ...], Any, Step, str], Any]] = {
+_RUN: dict[str, Callable[[Any, tuple[int, ...], Any, MoveStep, str], Any]] = {
     "slice": _slice,
     "embed": _embed,
     "keep_first": _keep_first,
@@ -389,7 +393,7 @@ _RUN: dict[str, Callable[[Any, tuple[int, ...], Any, Step, str], Any]] = {
 
 
 def run_together(
-    xs: Sequence[Any], shapes: Sequence[tuple[int, ...]], mesh: Any, plans: Sequence[Sequence[Step]], why: str
+    xs: Sequence[Any], shapes: Sequence[tuple[int, ...]], mesh: Any, plans: Sequence[Sequence[MoveStep]], why: str
 ) -> list[Any]:
     """Carry several plans out; what is the same collective of one dtype over the same axes travels as one."""
     if torch_internals.is_recorded():  # of what is recorded a pass makes buckets, by size
@@ -420,7 +424,7 @@ def run_together(
     return xs
 
 
-def _joins(step: Step, shape: tuple[int, ...], mesh: Any) -> bool:
+def _joins(step: MoveStep, shape: tuple[int, ...], mesh: Any) -> bool:
     """Whether a step can be part of a bucket: blocks that are gathered or scattered have one size."""
     if step.kind == "all_reduce":
         return True

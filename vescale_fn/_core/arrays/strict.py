@@ -18,7 +18,7 @@ from ..base.source_lines import quoted, spelled
 from ..sharding.index_map import axes_of
 from ..sharding.layout import text, type_text
 from ..sharding.spec import P
-from .reshard import Step, traffic
+from .reshard import MoveStep, traffic
 from .stateful_draws import refuse_seeded
 
 _MOVES = ("all_gather", "all_to_all")
@@ -72,7 +72,7 @@ class _Watch(torch_internals.TorchDispatchMode):
 
 
 def refuse_moves(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], moves: Sequence[tuple[int, tuple[Step, ...], P]]
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], moves: Sequence[tuple[int, tuple[MoveStep, ...], P]]
 ) -> None:
     """Raise where an op would move some of its tensors: which one, by which steps, to which layout."""
     tensors = tensors_in(args, kwargs)

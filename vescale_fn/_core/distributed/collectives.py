@@ -22,7 +22,7 @@ from ..sharding.layout import text
 from . import process_group
 from .blocks import Blocks
 from .communicator import Communicator, Kind
-from .divergence import Call, Value
+from .divergence import RankCall, Value
 from .mesh import communicator_of
 from .value_flow import Moved
 
@@ -290,13 +290,13 @@ def _in_dtype(x: Any, communicator: Communicator, dtype: Any) -> Any:
 _BY_NAME = {"psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute", "pbroadcast"}
 
 
-def _call(op: str, axes: tuple[str, ...], values: tuple[Value, ...], why: str, details: str) -> Call:
+def _call(op: str, axes: tuple[str, ...], values: tuple[Value, ...], why: str, details: str) -> RankCall:
     """What a rank tells the others of a collective: in the user's words where the user called it."""
     cause = why.removeprefix("gradient of ")
     what = why if why in _BY_NAME else f"{why} ({op})" if cause.isidentifier() else op
     told = [part for part in (details, "" if cause.isidentifier() else why) if part]
     over = f"over {axes[0]!r}" if len(axes) == 1 else f"over {axes}"
-    return Call(what, over, values, ", ".join(told))
+    return RankCall(what, over, values, ", ".join(told))
 
 
 def group_size(mesh: Any, axes: Sequence[str]) -> int:

@@ -45,7 +45,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """What a rank is about to do together with others; and what it has used that they must have alike."""
 
     what: str
@@ -121,7 +121,7 @@ class Watch:
         sent, self._sent = self._sent, None
         return sent
 
-    def compare(self, ranks: Iterable[int], call: Call) -> None:
+    def compare(self, ranks: Iterable[int], call: RankCall) -> None:
         """Wait until all `ranks` (of the world, this one among them) make this call.
 
         Raises:
@@ -131,7 +131,7 @@ class Watch:
         if len(group) == 1 or board is None:
             return
         used = self.ledger.told(group)
-        call = Call(call.what, call.over, call.values, call.details, call.line or self._line(), used)
+        call = RankCall(call.what, call.over, call.values, call.details, call.line or self._line(), used)
         number = board.post(group, asdict(call), str(call))
         seen = {board.rank: call}
         start, pause, looked, warned = time.monotonic(), QUICK, 0.0, False
@@ -171,16 +171,16 @@ class Watch:
         return quoted(user_line(sys._current_frames().get(self._thread)) if line == "?" else line)
 
 
-def _read(entry: Mapping[str, Any]) -> Call:
-    return Call(**{**entry, "values": tuple(Value(**value) for value in entry["values"])})
+def _read(entry: Mapping[str, Any]) -> RankCall:
+    return RankCall(**{**entry, "values": tuple(Value(**value) for value in entry["values"])})
 
 
 # --- what can be wrong ------------------------------------------------------------------------------------------------
 
 
-def different(seen: Mapping[int, Call]) -> str:
+def different(seen: Mapping[int, RankCall]) -> str:
     """In which way the calls of the ranks differ."""
-    rows: dict[Call, list[int]] = {}
+    rows: dict[RankCall, list[int]] = {}
     for rank in sorted(seen):
         rows.setdefault(seen[rank], []).append(rank)
     calls = list(rows)
@@ -241,7 +241,7 @@ def not_alike(found: Sequence[str], call: object) -> str:
     return report("debug", what, [*found[:LISTED], *more, f"seen in {call}"], SAME_VALUES)
 
 
-def _trouble(board: Board, group: Group, number: int, call: Call) -> tuple[str, bool] | None:
+def _trouble(board: Board, group: Group, number: int, call: RankCall) -> tuple[str, bool] | None:
     """Why the others may never come: one has left or died, or all wait for each other."""
     for rank in group:
         card = board.card(rank)
@@ -291,7 +291,7 @@ def _ring(board: Board) -> list[tuple[int, int, Group, int, str]] | None:
     return path[[row[0] for row in path].index(rank) :]
 
 
-def _late(board: Board, group: Group, seen: Mapping[int, Call], what: str) -> str:
+def _late(board: Board, group: Group, seen: Mapping[int, RankCall], what: str) -> str:
     """Who has come, who has not, and where those are."""
     rows = [f"{_ranks([rank for rank in group if rank in seen])} wait{'s' * (len(seen) == 1)} in {seen[board.rank]}"]
     fix = ""

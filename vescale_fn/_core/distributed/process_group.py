@@ -18,7 +18,7 @@ from .. import torch_internals
 from ..base import context, dtypes
 from ..sharding.index_map import axes_of
 from .communicator import Communicator, Kind, groups
-from .divergence import Call
+from .divergence import RankCall
 
 
 class InFlight(NamedTuple):
@@ -55,7 +55,7 @@ def _joint_group(mesh: Any, axes: frozenset[str], default: Any) -> Any:
     most = timedelta(seconds=torch_internals.group_timeout(mesh.get_group(0)))
     if (watch := context.watch()) is not None:
         watch.compare(
-            flat, Call("the first collective", f"over {tuple(name for name in axes_of(mesh) if name in axes)}")
+            flat, RankCall("the first collective", f"over {tuple(name for name in axes_of(mesh) if name in axes)}")
         )
     for group in groups(mesh, [name for name in axes_of(mesh) if name in axes]):
         ranks = sorted(flat[place] for place in group)
@@ -121,7 +121,7 @@ class ProcessGroup(Communicator):
             self.processes(),
         )  # a mesh may be of a part of the ranks: the others do not come
         if (watch := context.watch()) is not None:
-            watch.compare(met, Call(f"{why} (all_gather_object)", "over all ranks"))
+            watch.compare(met, RankCall(f"{why} (all_gather_object)", "over all ranks"))
         group, positions = group_along(self.mesh, axes)
         values: list[Any] = [None] * len(met)
         with torch_internals.no_transforms(), torch_internals.unrecorded():  # the tensors that it makes are its own

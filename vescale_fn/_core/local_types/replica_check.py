@@ -14,7 +14,7 @@ from .. import torch_internals
 from ..base import context, op_arguments, tree
 from ..base.messages import mesh_text
 from ..base.source_lines import quoted, user_line
-from ..distributed.divergence import Call, Value
+from ..distributed.divergence import RankCall, Value
 from ..distributed.mesh import communicator_of
 from ..sharding.index_map import axes_of
 from ..sharding.layout import text
@@ -202,7 +202,7 @@ def same_plain(where: str, mesh: Any, values: Iterable[tuple[str, Any]]) -> None
     ]
     if plain:
         watch.compare(
-            communicator_of(mesh).processes(), Call(where, _on(mesh), tuple(_value(path, x) for path, x in plain))
+            communicator_of(mesh).processes(), RankCall(where, _on(mesh), tuple(_value(path, x) for path, x in plain))
         )
 
 
@@ -214,7 +214,9 @@ def same_call(mapped: Any, mesh: Any, args: Any, leaves: Sequence[Any]) -> None:
         details = f"in_specs={mapped.in_specs!r}, out_specs={mapped.out_specs!r}" + (
             "" if mapped.check else ", unchecked"
         )
-        watch.compare(communicator_of(mesh).processes(), Call(f"shard_map({mapped.name})", _on(mesh), values, details))
+        watch.compare(
+            communicator_of(mesh).processes(), RankCall(f"shard_map({mapped.name})", _on(mesh), values, details)
+        )
 
 
 def same_shapes(mapped: Any, mesh: Any, result: Any, leaves: Sequence[Any]) -> None:
@@ -226,5 +228,5 @@ def same_shapes(mapped: Any, mesh: Any, result: Any, leaves: Sequence[Any]) -> N
             for path, x in zip(tree.paths(result, "out"), leaves, strict=True)
         )
         watch.compare(
-            communicator_of(mesh).processes(), Call(f"the results of shard_map({mapped.name})", _on(mesh), values)
+            communicator_of(mesh).processes(), RankCall(f"the results of shard_map({mapped.name})", _on(mesh), values)
         )

@@ -14,7 +14,7 @@ from ..base.errors import TransformError, VaryingTypeError
 from ..base.messages import report
 from ..local_types import replica_check, tensor_types, types
 from ..local_types.tensor_types import mark
-from .collective_maps import Collective
+from .collective_maps import CollectiveMap
 from .typed_mode import Checked
 from .untyped_mode import Unchecked
 
@@ -135,7 +135,7 @@ def _differentiated_by(x: Tensor) -> Tensor:
     with torch_internals.no_torch_function():
         x = mode.taken_in(x)
         if tensor_types.read(x) is None:  # on a real rank one without gradient is good as it is, but for its name
-            (x,) = linear_map.apply(Collective("copy", mode.body.mesh, mode.body.axes, "closure"), x)
+            (x,) = linear_map.apply(CollectiveMap("copy", mode.body.mesh, mode.body.axes, "closure"), x)
             mark(x, mode.own)
         return x
 

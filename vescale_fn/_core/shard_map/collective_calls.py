@@ -19,7 +19,7 @@ from ..distributed.blocks import Blocks
 from ..distributed.mesh import axis_names, communicator_of
 from ..local_types import tensor_types, types
 from ..sharding.index_map import axes_of
-from .collective_maps import Collective, enter, promote
+from .collective_maps import CollectiveMap, enter, promote
 from .collective_operands import operands, refuse_unreduced
 
 Axis = str | Sequence[str]
@@ -152,7 +152,7 @@ def local(leaf: Any, body: context.Body, where: str) -> torch.Tensor:
             leaf = enter(leaf, body.mesh)
         # closed over: sums the ranks' gradients
         if known is None and not body.check and torch_internals.needs_gradient(leaf):
-            (leaf,) = linear_map.apply(Collective("copy", body.mesh, body.axes, where), leaf)
+            (leaf,) = linear_map.apply(CollectiveMap("copy", body.mesh, body.axes, where), leaf)
     if type(torch_internals.peel(leaf)) is not type(below):
         tensor_types.mark(leaf, known or tensor_types.made_in(body))
     return leaf
@@ -181,7 +181,7 @@ def send(
     leaves, treedef = operands(where, x, body)
     leaves = [local(leaf, body, where) for leaf in leaves]
     refuse_misfits(where, x, leaves, problem, fix, f"the {mesh_text(axes_of(body.mesh))}", names, n)
-    op = Collective(row, body.mesh, names, where, body.check, **parameters)
+    op = CollectiveMap(row, body.mesh, names, where, body.check, **parameters)
     have = [tensor_types.type_in(leaf, body) for leaf in leaves]
     if "U" not in takes:
         refuse_unreduced(where, x, leaves, have, names)
@@ -217,7 +217,7 @@ def refuse_misfits(
         )
 
 
-def sent(op: Collective, leaves: list[torch.Tensor], have: Sequence[types.Type], gives: str) -> list[Any]:
+def sent(op: CollectiveMap, leaves: list[torch.Tensor], have: Sequence[types.Type], gives: str) -> list[Any]:
     """Leaves of these types through `op`; the results are `gives` over its axes."""
     with torch_internals.no_torch_function():
         if op.checked:
@@ -229,7 +229,7 @@ def sent(op: Collective, leaves: list[torch.Tensor], have: Sequence[types.Type],
     return outs
 
 
-def bucketed(op: Collective, leaves: list[torch.Tensor]) -> list[Any]:
+def bucketed(op: CollectiveMap, leaves: list[torch.Tensor]) -> list[Any]:
     """One application, so one collective, for each dtype."""
     buckets: dict[torch.dtype, list[int]] = {}
     outs: list[Any] = [None] * len(leaves)

@@ -34,7 +34,7 @@ from ..sharding.spec import P, from_split_axes, split_axes
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveMap:
     """One row of `TABLE` with its parameters: a `linear.LinearMap`."""
 
     row: str
@@ -54,15 +54,15 @@ class Collective:
         """The number of ranks that take part."""
         return collectives.group_size(self.mesh, self.axes)
 
-    def transpose(self) -> Collective:
+    def transpose(self) -> CollectiveMap:
         """The map of cotangents."""
         return TABLE[self.row].transpose(self)
 
-    def tangent(self) -> Collective:
+    def tangent(self) -> CollectiveMap:
         """The map of tangents: itself, where it is linear."""
         return no_derivative(self) if self.row in ("pmax", "pmin") else self
 
-    def batched(self, over: tuple[str, ...]) -> Collective:
+    def batched(self, over: tuple[str, ...]) -> CollectiveMap:
         """The same map with one more dim in front."""
         return replace(self, dim=self.dim + (self.dim >= 0), other=self.other + (self.other >= 0))
 
@@ -132,7 +132,7 @@ class _Opened(NamedTuple):
     close: Callable[[Any], Any]
 
 
-def _opened(op: Collective, pieces: Any) -> _Opened:
+def _opened(op: CollectiveMap, pieces: Any) -> _Opened:
     """A local value is its own pieces. Of an array on the other axes of the mesh each rank sends its block."""
     if not isinstance(pieces, DTensor):
         return _Opened(pieces, False, lambda arrived: arrived)
@@ -157,34 +157,34 @@ def _opened(op: Collective, pieces: Any) -> _Opened:
 class Row:
     """One linear map: operand to pieces, the collective, pieces to result, and the transpose."""
 
-    before: Callable[[Collective, Any], Any]
-    move: Callable[[Collective, Any], Any] | None
-    after: Callable[[Collective, Any], Any]
-    transpose: Callable[[Collective], Collective]
+    before: Callable[[CollectiveMap, Any], Any]
+    move: Callable[[CollectiveMap, Any], Any] | None
+    after: Callable[[CollectiveMap, Any], Any]
+    transpose: Callable[[CollectiveMap], CollectiveMap]
 
 
-def _becomes(op: Collective, row: str, **changes: Any) -> Collective:
+def _becomes(op: CollectiveMap, row: str, **changes: Any) -> CollectiveMap:
     why = op.why.removeprefix("gradient of ") if op.why.startswith("gradient of ") else f"gradient of {op.why}"
     return replace(op, row=row, why=why, **changes)
 
 
-def _whole(op: Collective, x: Any) -> Any:
+def _whole(op: CollectiveMap, x: Any) -> Any:
     return x.unsqueeze(0)
 
 
-def _first(op: Collective, pieces: Any) -> Any:
+def _first(op: CollectiveMap, pieces: Any) -> Any:
     return pieces.select(0, 0)
 
 
-def _same(op: Collective, x: Any) -> Any:
+def _same(op: CollectiveMap, x: Any) -> Any:
     return x
 
 
-def _alias(op: Collective, x: Any) -> Any:
+def _alias(op: CollectiveMap, x: Any) -> Any:
     return x.detach()  # a new tensor on the same memory that shares its count of writes, so autograd notices a write
 
 
-def _cut(op: Collective, x: Any) -> Any:
+def _cut(op: CollectiveMap, x: Any) -> Any:
     """The n pieces of `x` along `dim`, in front: consecutive slices when tiled, else the entries of that dim."""
     dim = op.dim % x.ndim
     if op.tiled:
@@ -192,10 +192,10 @@ def _cut(op: Collective, x: Any) -> Any:
     return x.movedim(dim, 0)
 
 
-def _pasted_at(dim: str) -> Callable[[Collective, Any], Any]:
+def _pasted_at(dim: str) -> Callable[[CollectiveMap, Any], Any]:
     """The pieces put together along a dim: one after the other when tiled, else as a new dim."""
 
-    def paste(op: Collective, pieces: Any) -> Any:
+    def paste(op: CollectiveMap, pieces: Any) -> Any:
         at = getattr(op, dim) % (pieces.ndim - op.tiled)
         x = pieces.movedim(0, at)
         return x.flatten(at, at + 1) if op.tiled else x
@@ -226,11 +226,11 @@ def _index(mesh: Any, axes: tuple[str, ...]) -> Any:
         return communicator_of(mesh).each(position)
 
 
-def _mine(op: Collective, pieces: Any) -> Any:
+def _mine(op: CollectiveMap, pieces: Any) -> Any:
     return pieces.index_select(0, index(op.mesh, op.axes).reshape(1)).select(0, 0)
 
 
-def _entered(op: Collective, x: Any) -> Any:
+def _entered(op: CollectiveMap, x: Any) -> Any:
     """What every rank of a simulated mesh has, on each. As the cotangent of what left the body it may be there already, or
     an array: outside a plain tensor meets arrays."""
     if isinstance(x, DTensor):
@@ -238,7 +238,7 @@ def _entered(op: Collective, x: Any) -> Any:
     return x.detach() if type(x) is Blocks else communicator_of(op.mesh).held(x)
 
 
-def _left(op: Collective, x: Any) -> Any:
+def _left(op: CollectiveMap, x: Any) -> Any:
     """What every rank of a simulated mesh has, once."""
     x = _gathered(x, op.why) if isinstance(x, DTensor) else x
     return x.blocks[0] if type(x) is Blocks else x
@@ -256,16 +256,16 @@ def _gathered(x: DTensor, why: str) -> Any:
     )
 
 
-def _only_at_source(op: Collective, pieces: Any) -> Any:
+def _only_at_source(op: CollectiveMap, pieces: Any) -> Any:
     x = pieces.select(0, 0)
     return torch.where(index(op.mesh, op.axes) == op.source, x, torch.zeros_like(x))
 
 
-def _all_reduce(reduction: str) -> Callable[[Collective, Any], Any]:
+def _all_reduce(reduction: str) -> Callable[[CollectiveMap, Any], Any]:
     return lambda op, x: collectives.all_reduce(x, op.mesh, op.axes, op.why, reduction, fresh=op.fresh)
 
 
-def _all_gather(op: Collective, x: Any) -> Any:
+def _all_gather(op: CollectiveMap, x: Any) -> Any:
     return collectives.all_gather(x, op.mesh, op.axes, 0, op.why)
 
 
@@ -330,13 +330,13 @@ def promote(x: torch.Tensor, have: types.Type, want: types.Type, mesh: Any) -> t
     """`x` cast to varying over the axes over which `want` varies and `x` does not yet."""
     invariant, reduced = types.promotion(have, want)
     if invariant:
-        (x,) = linear_map.apply(Collective("copy", mesh, invariant, "pvary"), x)
+        (x,) = linear_map.apply(CollectiveMap("copy", mesh, invariant, "pvary"), x)
     if reduced:
-        (x,) = linear_map.apply(Collective("relabel", mesh, reduced, "pcast"), x)
+        (x,) = linear_map.apply(CollectiveMap("relabel", mesh, reduced, "pcast"), x)
     return x
 
 
 def enter(x: torch.Tensor, mesh: Any) -> torch.Tensor:
     """A tensor from outside a body as a local value that all ranks of a simulated mesh hold."""
-    (x,) = linear_map.apply(Collective("enter", mesh, tuple(axes_of(mesh)), "closure"), x)
+    (x,) = linear_map.apply(CollectiveMap("enter", mesh, tuple(axes_of(mesh)), "closure"), x)
     return x

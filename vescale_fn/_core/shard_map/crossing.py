@@ -8,7 +8,7 @@ from ..arrays.array import Boundary, bring_in, take_out
 from ..base import linear_map
 from ..local_types import tensor_types, types
 from ..sharding.spec import P
-from .collective_maps import Collective, promote
+from .collective_maps import CollectiveMap, promote
 from .scope import Site
 
 
@@ -40,7 +40,7 @@ def brought_in(x: Any, site: Site, way: Crossing, fast: bool) -> Any:
         type_ = tensor_types.made_in(body)
     local = way.boundary.block(x) if fast and way.direct else bring_in(x, way.boundary, "shard_map argument")
     if way.shared_by and not fast:
-        (local,) = linear_map.apply(Collective("copy", body.mesh, way.shared_by, "shard_map argument"), local)
+        (local,) = linear_map.apply(CollectiveMap("copy", body.mesh, way.shared_by, "shard_map argument"), local)
     tensor_types.mark(local, type_)
     if body.check:
         tensor_types.borrow(local)
@@ -57,7 +57,7 @@ def taken_out(local: Any, have: types.Type, site: Site, way: Crossing, fast: boo
             want = types.both(way.type, types.of(body.unchecked))  # over those a cotangent is each rank's own
             local = promote(local, have, want, body.mesh)
         elif way.shared_by:
-            (local,) = linear_map.apply(Collective("share", body.mesh, way.shared_by, "shard_map result"), local)
+            (local,) = linear_map.apply(CollectiveMap("share", body.mesh, way.shared_by, "shard_map result"), local)
         out = take_out(local, way.boundary)
     if outer is not None:
         tensor_types.mark(out, types.over(have, outer.axes) if outer.check else tensor_types.made_in(outer))

@@ -24,7 +24,7 @@ from ..distributed.mesh import communicator_of
 from ..local_types import function_kinds, tensor_types
 from ..local_types.tensor_types import mark
 from ..local_types.types import Type
-from .collective_maps import Collective, enter
+from .collective_maps import CollectiveMap, enter
 
 Tensor = torch.Tensor
 
@@ -146,7 +146,7 @@ class Unchecked(TorchFunctionMode):
             entered = self.entered(x)
             if not torch_internals.needs_gradient(entered):
                 return entered
-            copy = Collective("copy", self.body.mesh, self.body.axes, "closure")
+            copy = CollectiveMap("copy", self.body.mesh, self.body.axes, "closure")
             return self.remember(x, "copy", lambda: linear_map.apply(copy, entered)[0])
 
     def entered(self, x: Tensor) -> Tensor:

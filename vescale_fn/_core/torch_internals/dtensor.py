@@ -68,19 +68,19 @@ def dispatch_to_own(cls: C) -> C:
     There a rule registered for the class comes first; torch keeps such rules by op, so this one answers for every op.
     """
 
-    class Probe(DTensor):
+    class DispatchProbe(DTensor):
         asked = False
 
         @classmethod
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            Probe.asked = True
+            DispatchProbe.asked = True
             return args[0]
 
     mesh = unattached_mesh("cpu", torch.arange(1), ("x",))
     meta = TensorMeta(torch.Size(()), (), torch.float32)
     spec = DTensorSpec(mesh, (_placement_types.Replicate(),), tensor_meta=meta)
-    torch.neg(new_dtensor(Probe, torch.zeros(()), spec))
-    if not Probe.asked:
+    torch.neg(new_dtensor(DispatchProbe, torch.zeros(()), spec))
+    if not DispatchProbe.asked:
         holder = _simple_registry.GenericTorchDispatchRuleHolder
         find = holder.find
         rule = lambda _, func, types, args=(), kwargs=None: cls.__torch_dispatch__(func, types, args, kwargs)

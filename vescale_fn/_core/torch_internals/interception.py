@@ -104,7 +104,7 @@ def _instead(intercept: Any, name: str, handler: Any) -> Iterator[None]:
 def _functions_are_seen() -> bool:
     """Whether this torch can be intercepted so: tried once, on an `apply` that was kept under a name."""
 
-    class Probe(torch.autograd.Function):
+    class FunctionProbe(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
             return x + 1
@@ -115,7 +115,7 @@ def _functions_are_seen() -> bool:
         seen.append(cls)
         return apply(*args, **kwargs)
 
-    apply = Probe.apply
+    apply = FunctionProbe.apply
     with (
         _instead(intercept_function_apply, "apply", handler),
         unrecorded(),
@@ -123,7 +123,7 @@ def _functions_are_seen() -> bool:
     ):
         answer = apply(torch.zeros(()))
         alone = not _functorch_active()
-    return seen == [Probe] and answer.item() == 1 and alone
+    return seen == [FunctionProbe] and answer.item() == 1 and alone
 
 
 def _in_a_thread_of_its_own(fn: Any, *args: Any, **kwargs: Any) -> None:

@@ -24,7 +24,7 @@ from ..._core.distributed.mesh import communicator_of, unit
 from ..._core.transforms.grad import zeros_for_none
 from ..._core.transforms.primals import settled
 from ..._core.transforms.vjp import vjp
-from .recording import Recorder
+from .recording import ValueRecorder
 from .rounding import Rounded
 
 
@@ -78,7 +78,9 @@ class Audit:
         self.closed: list[torch.Tensor] = []  # found in the first run
         self._generators = torch.get_rng_state()
 
-    def run(self, mesh: Any, recorder: Recorder | None = None, rounded: Rounded | None = None) -> Outcome | Failure:
+    def run(
+        self, mesh: Any, recorder: ValueRecorder | None = None, rounded: Rounded | None = None
+    ) -> Outcome | Failure:
         """One run of copies of the arguments, on one device (None) or on the mesh; perhaps recorded, perhaps rounded."""
         args = tree.map_(_copied, self.laid if mesh is not None else self.whole)
         args = args if rounded is None else tree.map_(rounded.of, args)
@@ -108,7 +110,7 @@ class Audit:
             if recorder is not None:
                 recorder.close()
 
-    def _outcome(self, args: Any, recorder: Recorder | None, reached: dict[str, Any]) -> Outcome:
+    def _outcome(self, args: Any, recorder: ValueRecorder | None, reached: dict[str, Any]) -> Outcome:
         own: set[int] = set()
 
         def called(*args: Any) -> Any:

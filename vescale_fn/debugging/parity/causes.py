@@ -15,7 +15,7 @@ from ..._core.sharding.spec import P, split_axes
 from .relation import Relation
 
 
-class Step(NamedTuple):
+class ProgramStep(NamedTuple):
     """A step as the rules see it."""
 
     name: str
@@ -32,7 +32,7 @@ _ADDS = ("add", "sub", "rsub", "radd", "iadd", "isub", "add_", "sub_", "__add__"
 _WITH_BIAS = ("linear", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "bilinear")
 
 
-def cause(step: Step) -> tuple[str, str]:
+def cause(step: ProgramStep) -> tuple[str, str]:
     """Why a step usually goes wrong whose operands are in order, and what to write instead."""
     for rule in (
         _result,
@@ -69,7 +69,7 @@ def _argument(axes: Sequence[str]) -> str:
     return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
 
 
-def _size(step: Step, axes: Iterable[str]) -> int:
+def _size(step: ProgramStep, axes: Iterable[str]) -> int:
     return math.prod(step.axes[name] for name in axes)
 
 
@@ -77,7 +77,7 @@ def _splitting(relation: Relation) -> tuple[str, ...]:
     return tuple(name for names in split_axes(relation.spec, len(relation.spec)) for name in names)
 
 
-def _result(step: Step) -> tuple[str, str] | None:
+def _result(step: ProgramStep) -> tuple[str, str] | None:
     """What a body returns."""
     if not step.name.startswith("the results of shard_map") or step.operands[:1] in ((), (None,)):
         return None
@@ -104,7 +104,7 @@ def _result(step: Step) -> tuple[str, str] | None:
     )
 
 
-def _summed(step: Step) -> tuple[str, str] | None:
+def _summed(step: ProgramStep) -> tuple[str, str] | None:
     """psum and pmean of what is no partial sum."""
     if step.name not in ("psum", "pmean", "psum_scatter") or not step.operands or step.operands[0] is None:
         return None
@@ -134,7 +134,7 @@ def _summed(step: Step) -> tuple[str, str] | None:
     return None
 
 
-def _moved(step: Step) -> tuple[str, str] | None:
+def _moved(step: ProgramStep) -> tuple[str, str] | None:
     if step.name != "ppermute":
         return None
     return (
@@ -143,14 +143,14 @@ def _moved(step: Step) -> tuple[str, str] | None:
     )
 
 
-def _by_rank(step: Step) -> tuple[str, str] | None:
+def _by_rank(step: ProgramStep) -> tuple[str, str] | None:
     if not step.own:
         return None
     which = " and ".join(f"operand {i}" for i in step.own)
     return f"{which} depends on the rank (axis_index, which is 0 on one device), and so does what comes of it", ""
 
 
-def _drawn(step: Step) -> tuple[str, str] | None:
+def _drawn(step: ProgramStep) -> tuple[str, str] | None:
     if step.name in function_kinds.DRAWS:
         return (
             "torch draws other numbers for the ranks' blocks than for the whole",
@@ -166,7 +166,7 @@ def _drawn(step: Step) -> tuple[str, str] | None:
     )
 
 
-def _bias(step: Step) -> tuple[str, str] | None:
+def _bias(step: ProgramStep) -> tuple[str, str] | None:
     """What is the same on all ranks, added to partial sums."""
     held = [r for r in step.operands if r is not None]
     over: tuple[str, ...] = ()
@@ -187,7 +187,7 @@ def _bias(step: Step) -> tuple[str, str] | None:
     )
 
 
-def _unfinished(step: Step) -> tuple[str, str] | None:
+def _unfinished(step: ProgramStep) -> tuple[str, str] | None:
     """An op that is not linear, of parts of a sum or of a mean."""
     for held in step.operands:
         if held is not None and held.how != "equal":
@@ -207,7 +207,7 @@ def _unfinished(step: Step) -> tuple[str, str] | None:
     return None
 
 
-def _order(step: Step) -> tuple[str, str] | None:
+def _order(step: ProgramStep) -> tuple[str, str] | None:
     if not step.reordered:
         return None
     return (
@@ -216,7 +216,7 @@ def _order(step: Step) -> tuple[str, str] | None:
     )
 
 
-def _mismatched(step: Step) -> tuple[str, str] | None:
+def _mismatched(step: ProgramStep) -> tuple[str, str] | None:
     split = {i: _splitting(r) for i, r in enumerate(step.operands) if r is not None and _splitting(r)}
     if len(split) < 2 or len(set(split.values())) == 1:
         return None
@@ -233,7 +233,7 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def _number(step: Step) -> tuple[str, str] | None:
+def _number(step: ProgramStep) -> tuple[str, str] | None:
     """An op on elements, whose operands are in order: what is left is a Python number."""
     name = step.name.strip("_")
     if not {name, name[1:]} & _ELEMENTWISE:  # also radd, itruediv, ...
@@ -259,7 +259,7 @@ _ON_BLOCKS = (  # how the ranks' results of functions of a block make up that of
 )
 
 
-def _own_block(step: Step) -> tuple[str, str] | None:
+def _own_block(step: ProgramStep) -> tuple[str, str] | None:
     over = next((names for r in step.operands if r is not None and (names := _splitting(r))), ())
     if not over:
         return None

@@ -30,7 +30,7 @@ from .causes import USUAL
 from .compare import Report, changed, compared, remarked
 from .first_difference import Parting, Runs
 from .rank_status import said_by_all
-from .recording import Recorder
+from .recording import ValueRecorder
 from .rounding import Rounded
 
 _SHOWN = 8  # so many differing values are named in a message
@@ -125,7 +125,7 @@ def _audited(where: str, name: str, audit: Audit, rtol: float | None, atol: floa
     if found.equal:
         return found
 
-    recorders = [Recorder() for _ in range(2 + _ROUNDED)]  # something differs: all runs once more, recorded
+    recorders = [ValueRecorder() for _ in range(2 + _ROUNDED)]  # something differs: all runs once more, recorded
     again = audit.run(None, recorders[0])
     _pure(where, "one device", paths, one, again, mesh)
     rounded = [audit.run(None, recorder, Rounded(seed)) for seed, recorder in enumerate(recorders[2:])]
@@ -236,7 +236,7 @@ def _pure(where: str, on: str, paths: Sequence[str], first: Outcome, again: Outc
 # --- values that differ -----------------------------------------------------------------------------------------------
 
 
-def _differing(where: str, found: Report, recorders: Sequence[Recorder], results: int) -> ParityError:
+def _differing(where: str, found: Report, recorders: Sequence[ValueRecorder], results: int) -> ParityError:
     wrong = [(i, row) for i, row in enumerate(found.rows) if row.problem]
     failures = [f"{row.path} {row.problem}" for _, row in wrong[:_SHOWN]]
     failures[0] = "\n      ".join([failures[0], *wrong[0][1].detail])
@@ -261,7 +261,7 @@ def _differing(where: str, found: Report, recorders: Sequence[Recorder], results
     return error
 
 
-def _parting(mesh: Any, recorders: Sequence[Recorder], first: int, results: int) -> Parting | None:
+def _parting(mesh: Any, recorders: Sequence[ValueRecorder], first: int, results: int) -> Parting | None:
     """Where the runs part, of the first value that differs."""
     one, many, *rounded = recorders
     runs = Runs(one.nodes, many.nodes, [recorder.nodes for recorder in rounded], mesh)

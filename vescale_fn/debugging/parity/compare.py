@@ -23,7 +23,7 @@ from ..._core.sharding.layout import type_text
 from ..._core.sharding.spec import P, split_axes
 from . import relation
 from .recording import Held, hold
-from .statistics import Facts, facts, head, wobble
+from .statistics import Statistics, facts, head, wobble
 
 EQUAL, ROUNDED, NOISE = "equal", "equal up to rounding", "not judged: rounding alone changes it as much"
 
@@ -113,7 +113,7 @@ def compared(
     axes, ranks = axes_of(mesh), communicator_of(mesh).ranks
     held = [_held(x) if isinstance(x, torch.Tensor) else None for x in many]
     largest = _largest(one)
-    mine: list[list[Facts | None]] = []
+    mine: list[list[Statistics | None]] = []
     slack = [
         wobble(a, [values[i] for values in rounded]) if isinstance(a, torch.Tensor) else 0.0 for i, a in enumerate(one)
     ]
@@ -183,7 +183,7 @@ def _epsilon(dtype: torch.dtype) -> float:
 
 
 def _tensors(
-    path: str, whole: torch.Tensor, shape: tuple[int, ...], spec: P, rows: Sequence[Facts], mesh: Any
+    path: str, whole: torch.Tensor, shape: tuple[int, ...], spec: P, rows: Sequence[Statistics], mesh: Any
 ) -> Compared:
     type_ = type_text(tuple(whole.shape), whole.dtype, spec)
     fits = [row.fits[0] for row in rows]
@@ -221,7 +221,7 @@ def _stacked(whole: torch.Tensor, shape: tuple[int, ...], spec: P) -> str:
 
 
 def _in_words(
-    whole: torch.Tensor, spec: P, rows: Sequence[Facts], mesh: Any, difference: float, relative: float
+    whole: torch.Tensor, spec: P, rows: Sequence[Statistics], mesh: Any, difference: float, relative: float
 ) -> str:
     """How the mesh's value differs; the most telling thing that can be said."""
     axes, tolerance = axes_of(mesh), max(dtypes.tolerance(whole.dtype), 1e-9)

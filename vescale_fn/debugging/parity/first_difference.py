@@ -20,10 +20,10 @@ from ..._core.distributed.communicator import coordinates
 from ..._core.distributed.mesh import communicator_of
 from ..._core.sharding.index_map import axes_of
 from ..._core.sharding.spec import P
-from .causes import Step, cause
+from .causes import ProgramStep, cause
 from .recording import Held, Node, aligned
 from .relation import Relation, conclude, layouts, listed, same_numbers, shown
-from .statistics import Facts, facts, head, sizes, wobble
+from .statistics import Statistics, facts, head, sizes, wobble
 
 Before = Callable[[int], Iterable[int]]  # what a value was made of, or, backward, what was made of it
 
@@ -54,7 +54,7 @@ class Runs:
         for i, node in enumerate(many):
             if node.name == "axis_index" or (node.sources and self.own.issuperset(node.sources)):
                 self.own.add(i)
-        self.rows: dict[Any, list[Facts]] = {}
+        self.rows: dict[Any, list[Statistics]] = {}
         self.known: dict[Any, Any] = {}  # a Relation; None: no relation, so something is wrong; UNKNOWN
         self.common: int | None = None  # so many steps all ranks have in common, where that is not all of them
         self.ways: dict[tuple[str, str], list[int]] = {}  # the steps after these
@@ -108,7 +108,7 @@ class Runs:
         """What rounding alone makes of a value."""
         return wobble(held.blocks[0], [other.blocks[0] for other in others])
 
-    def _concluded(self, key: Any, rows: list[Facts], specs: list[P], alone: Held, held: Held, slack: Any) -> Any:
+    def _concluded(self, key: Any, rows: list[Statistics], specs: list[P], alone: Held, held: Held, slack: Any) -> Any:
         if any(not row.fits or len(row.fits) != len(rows[0].fits) for row in rows):
             return UNKNOWN
         number, clock = key
@@ -209,7 +209,9 @@ class Runs:
         if any(row.dtype != whole.dtype for row in rows):
             why, fix = f"the mesh has {dtype_text(rows[0].dtype)}, where one device has {dtype_text(whole.dtype)}", ""
         else:
-            why, fix = cause(Step(node.name, node.axes, operands, self.axes, reordered, misfit, own, node.held.spec))
+            why, fix = cause(
+                ProgramStep(node.name, node.axes, operands, self.axes, reordered, misfit, own, node.held.spec)
+            )
         place = f"the runs part at {node.name}, {quoted(node.line)}"
         said = [
             f"operand {i}{self._origin(source, node.name)}: {self._text(source)}"

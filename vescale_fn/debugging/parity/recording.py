@@ -79,7 +79,7 @@ def hold(x: torch.Tensor) -> Held:
         return Held(spec, (torch_internals.peel(inner.detach().clone()),))
 
 
-class Recorder(TorchFunctionMode):
+class ValueRecorder(TorchFunctionMode):
     """Records while it is active. `note` goes to `context.recording`."""
 
     def __init__(self) -> None:

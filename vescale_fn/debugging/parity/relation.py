@@ -16,7 +16,7 @@ import torch
 from ..._core.distributed.communicator import groups
 from ..._core.sharding.layout import type_text
 from ..._core.sharding.spec import P, from_split_axes, split_axes
-from .statistics import NEAR, Facts, head, moments, numbers, sizes
+from .statistics import NEAR, Statistics, head, moments, numbers, sizes
 
 _LAYOUTS = 64  # at most so many ways to cut a value are tried
 
@@ -66,7 +66,7 @@ def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def conclude(
-    rows: Sequence[Facts],
+    rows: Sequence[Statistics],
     specs: Sequence[P],
     mesh: Any,
     axes: Mapping[str, int],
@@ -91,7 +91,7 @@ def conclude(
     return None
 
 
-def _combined(rows: Sequence[Facts], i: int, grouped: Any, tolerance: float) -> str | None:
+def _combined(rows: Sequence[Statistics], i: int, grouped: Any, tolerance: float) -> str | None:
     """Whether in each group of ranks the values add up to the block that all of them should hold, or have it as mean."""
     found = {"sum", "mean"}
     if all(rows[m].sums == rows[members[0]].sums for members in grouped for m in members):
@@ -108,7 +108,7 @@ def _combined(rows: Sequence[Facts], i: int, grouped: Any, tolerance: float) -> 
     return "sum" if "sum" in found else "mean" if found else None
 
 
-def factor(rows: Sequence[Facts], i: int = 0) -> float | None:
+def factor(rows: Sequence[Statistics], i: int = 0) -> float | None:
     """What the one-device value must be multiplied by to give the mesh's, where one number does that on all ranks."""
     ratios = [row.fits[i].ratio for row in rows]
     known = [r for r in ratios if r is not None and not math.isnan(r)]
@@ -145,7 +145,7 @@ def power(value: float, axes: Mapping[str, int]) -> float | None:
     return next((p for _, p in _FORMS if any(abs(value - n**p) <= NEAR * abs(value) for n in sizes)), None)
 
 
-def same_numbers(whole: torch.Tensor, rows: Sequence[Facts], copies: int, tolerance: float) -> bool:
+def same_numbers(whole: torch.Tensor, rows: Sequence[Statistics], copies: int, tolerance: float) -> bool:
     """Whether the mesh holds the numbers of the whole value in another order (`copies` of each)."""
     if all(row.fits and row.fits[0].relative < 0.05 for row in rows):
         return False  # they are nearly the same as they stand
@@ -157,7 +157,7 @@ def same_numbers(whole: torch.Tensor, rows: Sequence[Facts], copies: int, tolera
     return True
 
 
-def shown(whole: torch.Tensor, rows: Sequence[Facts], i: int = 0) -> list[str]:
+def shown(whole: torch.Tensor, rows: Sequence[Statistics], i: int = 0) -> list[str]:
     """The values of both runs in short: of the first rank that is wrong, and of those that should hold the same."""
     pairs = [
         (row.fits[i].want, row.fits[i].got) if i < len(row.fits) and row.fits[i].want else ("", row.head)

@@ -36,7 +36,7 @@ class Fit(NamedTuple):
     got: str  # what the rank holds instead
 
 
-class Facts(NamedTuple):
+class Statistics(NamedTuple):
     """What one rank knows of its value."""
 
     shape: tuple[int, ...]
@@ -113,7 +113,7 @@ def facts(
     coord: Mapping[str, int],
     tolerance: float,
     slack: torch.Tensor | float = 0.0,
-) -> Facts:
+) -> Statistics:
     """What the rank at `coord` finds out about its value, under each of these specs; `slack` is what it may be off besides."""
     v, size = numbers(mine), sizes(whole)
     bound = tolerance * size + slack if is_inexact(whole) else torch.zeros_like(size)
@@ -127,7 +127,7 @@ def facts(
     finite = v.nan_to_num(0.0, 0.0, 0.0)
     spread = float(finite.abs().max()) * math.sqrt(v.numel()) if v.numel() else 0.0
     sums = tuple((_directions(v.numel()) @ v).tolist())
-    return Facts(
+    return Statistics(
         tuple(mine.shape),
         mine.dtype,
         tuple(fits),

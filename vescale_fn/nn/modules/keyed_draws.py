@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 Keyed = Callable[[Key], Any]
 
 
-class Call:
+class DrawCall:
     """A call of a function that may draw: its arguments by the names that torch's documentation gives them."""
 
     def __init__(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
@@ -72,7 +72,7 @@ def _written(x: Tensor, value: Tensor) -> Tensor:
 # --- dropout ----------------------------------------------------------------------------------------------------------
 
 
-def _dropout(call: Call) -> Keyed | None:
+def _dropout(call: DrawCall) -> Keyed | None:
     x, rate, train = call.get(0, "input"), call.get(1, "p", 0.5), call.get(2, "train", True)
     if not train or not rate:
         return None
@@ -102,7 +102,7 @@ def _alpha(x: Tensor, mask: Tensor, rate: float) -> Tensor:
     return torch.where(mask, x, limit) * a - limit * a * rate
 
 
-def _rrelu(call: Call) -> Keyed | None:
+def _rrelu(call: DrawCall) -> Keyed | None:
     x, low, high, train = (
         call.get(i, n, d)
         for i, (n, d) in enumerate((("input", None), ("lower", 1 / 8), ("upper", 1 / 3), ("training", False)))
@@ -121,7 +121,7 @@ def _rrelu(call: Call) -> Keyed | None:
 # --- attention, recurrent networks ------------------------------------------------------------------------------------
 
 
-def _attention(call: Call) -> Keyed | None:
+def _attention(call: DrawCall) -> Keyed | None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     q, k, v, mask, rate, causal = (call.get(i, name, 0.0 if i == 4 else None) for i, name in enumerate(names))
     scale, grouped = call.kwargs.get("scale"), call.kwargs.get("enable_gqa", False)
@@ -148,7 +148,7 @@ def _attention(call: Call) -> Keyed | None:
     return run
 
 
-def _recurrent(call: Call) -> Keyed | None:
+def _recurrent(call: DrawCall) -> Keyed | None:
     """RNN, LSTM, GRU of several layers, whose outputs are dropped between them: layer by layer."""
     packed = isinstance(call.args[3], (list, tuple))  # (data, batch_sizes, hx, ...), not (input, hx, ...)
     lead = call.args[1 : 1 + packed]
@@ -176,15 +176,15 @@ def _recurrent(call: Call) -> Keyed | None:
 # --- distributions ----------------------------------------------------------------------------------------------------
 
 
-def _shape_of(call: Call, first: int) -> tuple[int, ...]:
+def _shape_of(call: DrawCall, first: int) -> tuple[int, ...]:
     size = call.kwargs.get("size", call.args[first:])
     return tuple(size[0]) if len(size) == 1 and isinstance(size[0], (list, tuple)) else tuple(size)
 
 
-def _factory(draw: Callable[..., Tensor]) -> Callable[[Call], Keyed | None]:
+def _factory(draw: Callable[..., Tensor]) -> Callable[[DrawCall], Keyed | None]:
     """``torch.rand(2, 3)`` and its like."""
 
-    def look(call: Call) -> Keyed | None:
+    def look(call: DrawCall) -> Keyed | None:
         device = torch.device(call.kwargs.get("device") or torch.get_default_device())
         if device.type == "meta":
             return None
@@ -194,10 +194,10 @@ def _factory(draw: Callable[..., Tensor]) -> Callable[[Call], Keyed | None]:
     return look
 
 
-def _like(draw: Callable[..., Tensor]) -> Callable[[Call], Keyed | None]:
+def _like(draw: Callable[..., Tensor]) -> Callable[[DrawCall], Keyed | None]:
     """``torch.rand_like(x)`` and its like."""
 
-    def look(call: Call) -> Keyed | None:
+    def look(call: DrawCall) -> Keyed | None:
         x = call.get(0, "input")
         dtype, device = call.kwargs.get("dtype") or x.dtype, call.kwargs.get("device") or x.device
         if torch.device(device).type == "meta":
@@ -207,14 +207,14 @@ def _like(draw: Callable[..., Tensor]) -> Callable[[Call], Keyed | None]:
     return look
 
 
-def _asked(x: Tensor, call: Call) -> Tensor:
+def _asked(x: Tensor, call: DrawCall) -> Tensor:
     return x.requires_grad_() if call.kwargs.get("requires_grad") else x
 
 
-def _filling(value: Callable[..., Tensor], *names: tuple[str, Any]) -> Callable[[Call], Keyed | None]:
+def _filling(value: Callable[..., Tensor], *names: tuple[str, Any]) -> Callable[[DrawCall], Keyed | None]:
     """``x.uniform_(low, high)`` and its like: ``value(numbers, low, high)``, where ``numbers(draw)`` are like `x`."""
 
-    def look(call: Call) -> Keyed | None:
+    def look(call: DrawCall) -> Keyed | None:
         x = call.args[0]
         given = [call.get(i, name, default) for i, (name, default) in enumerate(names, 1)]
         if x.device.type == "meta":
@@ -230,7 +230,7 @@ def _filling(value: Callable[..., Tensor], *names: tuple[str, Any]) -> Callable[
     return look
 
 
-def _integers(call: Call) -> Keyed | None:
+def _integers(call: DrawCall) -> Keyed | None:
     """``randint``, ``randint_like``, ``randperm`` and ``random_``."""
     like = call.args[0] if call.name in ("randint_like", "random_") else None
     given = call.kwargs.get("device") or (torch.get_default_device() if like is None else like.device)
@@ -260,7 +260,7 @@ def _integers(call: Call) -> Keyed | None:
     return run
 
 
-def _bernoulli(call: Call) -> Keyed | None:
+def _bernoulli(call: DrawCall) -> Keyed | None:
     """``torch.bernoulli(p)``, ``torch.bernoulli(x, 0.5)`` and ``x.bernoulli_(p)``."""
     x, written = call.args[0] if call.args else call.kwargs["input"], call.name.endswith("_")
     p = call.get(1, "p", 0.5 if written else None)
@@ -275,7 +275,7 @@ def _bernoulli(call: Call) -> Keyed | None:
     return run
 
 
-def _normal(call: Call) -> Keyed | None:
+def _normal(call: DrawCall) -> Keyed | None:
     """``torch.normal(mean, std)``, of tensors or numbers, and ``x.normal_(mean, std)``."""
     if call.name == "normal_":
         return _filling(lambda n, mean, std: mean + std * n(basic.normal), ("mean", 0.0), ("std", 1.0))(call)
@@ -294,7 +294,7 @@ def _normal(call: Call) -> Keyed | None:
     return lambda key: mean + std * _numbers(key, basic.normal, shape, x.dtype, x.device, lying)
 
 
-def _multinomial(call: Call) -> Keyed | None:
+def _multinomial(call: DrawCall) -> Keyed | None:
     p, n, again = call.get(0, "input"), call.get(1, "num_samples"), call.get(2, "replacement", False)
 
     def run(key: Key) -> Tensor:
@@ -305,10 +305,10 @@ def _multinomial(call: Call) -> Keyed | None:
     return run
 
 
-def _of_tensors(draw: Callable[..., Tensor], count: int) -> Callable[[Call], Keyed | None]:
+def _of_tensors(draw: Callable[..., Tensor], count: int) -> Callable[[DrawCall], Keyed | None]:
     """``torch.poisson(rate)`` and its like, of tensors."""
 
-    def look(call: Call) -> Keyed | None:
+    def look(call: DrawCall) -> Keyed | None:
         given = call.args[:count]
         return lambda key: draw(key, *given).to(given[-1].dtype)
 
@@ -328,7 +328,7 @@ def _geometric(p: float, key: Key, shape: tuple[int, ...], _: torch.dtype, **lyi
     return discrete.geometric(key, p, shape, **lying)
 
 
-DRAWS: dict[str, Callable[[Call], Keyed | None]] = {
+DRAWS: dict[str, Callable[[DrawCall], Keyed | None]] = {
     **dict.fromkeys(("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"), _dropout),
     **dict.fromkeys(("dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_"), _dropout),
     **dict.fromkeys(("rrelu", "rrelu_"), _rrelu),

@@ -27,7 +27,7 @@ from ..._core.local_types import function_kinds
 from ..._core.shard_map import body
 from ...random.keys import Key
 from ...random.streams import fold_in
-from .keyed_draws import DRAWS, Call
+from .keyed_draws import DRAWS, DrawCall
 
 
 class Keyed(TorchFunctionMode):
@@ -67,7 +67,7 @@ class Keyed(TorchFunctionMode):
             with self:
                 return _unchecked(func)(*args, **kwargs)
         if way == "draw":
-            draw = DRAWS[name](Call(func, name, args, kwargs))
+            draw = DRAWS[name](DrawCall(func, name, args, kwargs))
             if draw is not None:
                 return draw(self._next_key(name))
         elif way is not None or "out" in kwargs:
@@ -133,7 +133,7 @@ def truncated_normals() -> contextlib.AbstractContextManager[None]:
 
 def _truncated_normal(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     mode = state.now().keyed
-    draw = None if mode is None else DRAWS["trunc_normal_"](Call(own, "trunc_normal_", args, kwargs))
+    draw = None if mode is None else DRAWS["trunc_normal_"](DrawCall(own, "trunc_normal_", args, kwargs))
     if mode is None or draw is None:
         return own(*args, **kwargs)
     with torch.no_grad():

@@ -28,7 +28,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Held:
+class LineMemory:
     """What is alive: what was made in one of the user's lines (or came as an argument), in bytes and in pieces."""
 
     line: str
@@ -47,7 +47,7 @@ class MemoryUse:
         held: what is alive at the peak, largest first.
     """
 
-    def __init__(self, timeline: Iterable[Moment], arguments: int, held: Iterable[Held]) -> None:
+    def __init__(self, timeline: Iterable[Moment], arguments: int, held: Iterable[LineMemory]) -> None:
         self.timeline, self.arguments, self.held = tuple(timeline), arguments, tuple(held)
 
     @cached_property
@@ -114,14 +114,14 @@ def memory(graph: fx.Graph) -> MemoryUse:
     return MemoryUse(timeline, arguments, _by_line(at_peak))
 
 
-def _by_line(alive: dict[memory_aliases.Memory, int]) -> list[Held]:
+def _by_line(alive: dict[memory_aliases.Memory, int]) -> list[LineMemory]:
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for piece, size in alive.items():
         line = ARGUMENTS if piece.maker.op == "placeholder" else piece.maker.meta.get("line", "")
         sizes[line] += size
         counts[line] += 1
-    return [Held(line, size, counts[line]) for line, size in sizes.most_common() if size]
+    return [LineMemory(line, size, counts[line]) for line, size in sizes.most_common() if size]
 
 
 def call_text(node: fx.Node) -> str:

@@ -37,7 +37,7 @@ class Cut:
     part: Range
 
 
-class Call(NamedTuple):
+class NewCall(NamedTuple):
     """What is to be called, with which arguments, `Cut`s among them; and what that gives, where it is not to be found out."""
 
     target: Any
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 Rule = Callable[
-    [fx.Graph, fx.Node, Range], "Call | None"
+    [fx.Graph, fx.Node, Range], "NewCall | None"
 ]  # from a call and a part of its result to what gives that part
 
 
@@ -172,7 +172,7 @@ def _rule(node: fx.Node) -> Rule | None:
     return _by_element if by_element and not torch_internals.schema(op).is_mutable else None
 
 
-def _by_element(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
+def _by_element(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall | None:
     """The same op on the parts of its arguments; what is broadcast along the dim stays whole."""
     ndim, size = value(node).ndim, value(node).shape[part.dim]
 
@@ -186,21 +186,21 @@ def _by_element(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
     kwargs = {k: of(a) for k, a in node.kwargs.items()}
     if any(isinstance(a, (list, tuple)) for a in _args(node)) or any(isinstance(a, Cut) for a in kwargs.values()):
         return None
-    return Call(node.target, tuple(map(of, _args(node))), kwargs)
+    return NewCall(node.target, tuple(map(of, _args(node))), kwargs)
 
 
 # --- views ------------------------------------------------------------------------------------------------------------
 
 
-def _same_dims(graph: fx.Graph, node: fx.Node, part: Range) -> Call:
-    return Call(node.target, (Cut(_args(node)[0], part), *_args(node)[1:]), dict(node.kwargs))
+def _same_dims(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall:
+    return NewCall(node.target, (Cut(_args(node)[0], part), *_args(node)[1:]), dict(node.kwargs))
 
 
 def _permuted(order: Callable[[fx.Node, int], Sequence[int]]) -> Rule:
-    def rule(graph: fx.Graph, node: fx.Node, part: Range) -> Call:
+    def rule(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall:
         ndim = value(node).ndim
         dim = order(node, ndim)[part.dim] % ndim
-        return Call(node.target, (Cut(_args(node)[0], part._replace(dim=dim)), *_args(node)[1:]), dict(node.kwargs))
+        return NewCall(node.target, (Cut(_args(node)[0], part._replace(dim=dim)), *_args(node)[1:]), dict(node.kwargs))
 
     return rule
 
@@ -212,29 +212,29 @@ def _transposed(node: fx.Node, ndim: int) -> list[int]:
     return order
 
 
-def _unsqueezed(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
+def _unsqueezed(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall | None:
     at = _args(node)[1] % value(node).ndim
     if part.dim == at:
         return None
-    return Call(node.target, (Cut(_args(node)[0], part._replace(dim=part.dim - (part.dim > at))), at), {})
+    return NewCall(node.target, (Cut(_args(node)[0], part._replace(dim=part.dim - (part.dim > at))), at), {})
 
 
-def _selected(graph: fx.Graph, node: fx.Node, part: Range) -> Call:
+def _selected(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall:
     """An entry of a dim, which is gone from the result."""
     x, at, index = _args(node)
     dim = part.dim + (part.dim >= at % value(x).ndim)
-    return Call(node.target, (Cut(x, part._replace(dim=dim)), at, index), {})
+    return NewCall(node.target, (Cut(x, part._replace(dim=dim)), at, index), {})
 
 
-def _expanded(graph: fx.Graph, node: fx.Node, part: Range) -> Call:
+def _expanded(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall:
     x, shape = _args(node)[0], list(value(node).shape)
     size, dim = shape[part.dim], part.dim - (len(shape) - value(x).ndim)
     shape[part.dim] = part.length
     whole = dim < 0 or value(x).shape[dim] != size or size == 1
-    return Call(node.target, (x if whole else Cut(x, part._replace(dim=dim)), shape), {})
+    return NewCall(node.target, (x if whole else Cut(x, part._replace(dim=dim)), shape), {})
 
 
-def _reshaped(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
+def _reshaped(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall | None:
     """Where the part is whole entries of one dim of the argument."""
     x, shape = _args(node)[0], list(value(node).shape)
     before = value(x).shape
@@ -248,29 +248,29 @@ def _reshaped(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
             if start % each or length % each:
                 return None
             shape[part.dim] = part.length
-            return Call(node.target, (Cut(x, Range(dim, start // each, length // each)), shape), {})
+            return NewCall(node.target, (Cut(x, Range(dim, start // each, length // each)), shape), {})
     return None
 
 
-def _sliced(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
+def _sliced(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall | None:
     x, first = _args(node)[0], part_of(node)
     if first is None:
         return None
     if first.dim == part.dim:
-        return Call(_aten.narrow.default, (x, part.dim, first.start + part.start, part.length), {})
-    return Call(_aten.narrow.default, (Cut(x, part), *first), {})
+        return NewCall(_aten.narrow.default, (x, part.dim, first.start + part.start, part.length), {})
+    return NewCall(_aten.narrow.default, (Cut(x, part), *first), {})
 
 
-def _scattered(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
+def _scattered(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall | None:
     """A value with an entry of a dim written."""
     x, source, at, index = _args(node)
     at, index = at % value(node).ndim, index % value(node).shape[at]
     if part.dim != at:
         of_source = Cut(source, part._replace(dim=part.dim - (part.dim > at)))
-        return Call(node.target, (Cut(x, part), of_source, at, index), {})
+        return NewCall(node.target, (Cut(x, part), of_source, at, index), {})
     if not part.start <= index < part.start + part.length:
-        return Call(_aten.alias.default, (Cut(x, part),), {})
-    return Call(node.target, (Cut(x, part), source, at, index - part.start), {})
+        return NewCall(_aten.alias.default, (Cut(x, part),), {})
+    return NewCall(node.target, (Cut(x, part), source, at, index - part.start), {})
 
 
 _VIEWS: dict[str, Rule] = {

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...random.bits import counters
+from ...random.generators import counters
 from ..ir.graph import Step, is_aten, value
-from ..ir.slice_motion import Call, Cut, Range, Rule, moved_up
+from ..ir.slice_motion import Cut, NewCall, Range, Rule, moved_up
 
 _aten = torch.ops.aten
 
@@ -24,11 +24,11 @@ def draws(graph: fx.Graph) -> fx.Graph:
     return moved_up(graph, _SOURCES)
 
 
-def _drawn(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
+def _drawn(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall | None:
     key, where, shape, local, *rest = node.args
     batch = value(key).ndim - 1  # type: ignore[arg-type]
     if part.dim < batch:
-        return Call(node.target, (Cut(key, part), *node.args[1:]), {}, _smaller(node, part))  # type: ignore[arg-type]
+        return NewCall(node.target, (Cut(key, part), *node.args[1:]), {}, _smaller(node, part))  # type: ignore[arg-type]
     indices = _rectangle(where, shape)
     if indices is None:
         return None
@@ -38,7 +38,7 @@ def _drawn(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
     rows = counters.Rectangle(tuple(shape), tuple(indices)).encoded()  # type: ignore[arg-type]
     smaller = graph.call_function(Step("rectangle", functools.partial(_as_it_is, rows)))
     smaller.meta = {**node.meta, "val": value(node).new_empty(rows.shape, dtype=rows.dtype, device="cpu")}
-    return Call(node.target, (key, smaller, shape, sizes, *rest), {}, _smaller(node, part))
+    return NewCall(node.target, (key, smaller, shape, sizes, *rest), {}, _smaller(node, part))
 
 
 def _as_it_is(rows: torch.Tensor) -> torch.Tensor:
@@ -63,11 +63,13 @@ def _smaller(node: fx.Node, part: Range) -> torch.Tensor:
 def _filled(place: int) -> Rule:
     """Of an op whose argument at `place` is the shape."""
 
-    def rule(graph: fx.Graph, node: fx.Node, part: Range) -> Call | None:
+    def rule(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall | None:
         if not is_aten(node) or "names" in node.kwargs or not isinstance(node.args[place], (list, tuple)):
             return None
         val = _smaller(node, part)
-        return Call(node.target, (*node.args[:place], list(val.shape), *node.args[place + 1 :]), dict(node.kwargs), val)
+        return NewCall(
+            node.target, (*node.args[:place], list(val.shape), *node.args[place + 1 :]), dict(node.kwargs), val
+        )
 
     return rule
 

@@ -26,7 +26,7 @@ from .leaves import Result
 from .trace import Recorded
 
 
-class Row(NamedTuple):
+class ComparedCollective(NamedTuple):
     """A collective, as ranks compare it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 class Stage:
     """The collectives of a graph, in order, and digests of them, by which ranks compare them."""
 
-    rows: list[Row]
+    rows: list[ComparedCollective]
     order: str
     groups: dict[str, str]  # for each group of ranks that communicate, what they must have alike
 
@@ -208,10 +208,10 @@ def _parted(by_rank: Sequence[Sequence[tuple[str, dict[str, str]]]]) -> int | No
 
 def _difference(mesh: Any, stage: Stage) -> list[str]:
     """The first collectives that differ, of two ranks; asked by all ranks."""
-    by_rank: list[list[Row]] = [row[0] for row in communicator_of(mesh).everyone([[stage.rows]], "jit")]
-    none = Row("none", (), None, "none")
+    by_rank: list[list[ComparedCollective]] = [row[0] for row in communicator_of(mesh).everyone([[stage.rows]], "jit")]
+    none = ComparedCollective("none", (), None, "none")
     for i, rows in enumerate(zip_longest(*by_rank, fillvalue=none)):
-        first: dict[Any, tuple[int, Row]] = {}
+        first: dict[Any, tuple[int, ComparedCollective]] = {}
         for rank, row in enumerate(rows):
             for key, theirs in (("all", row.what), (row.members, row.size)):
                 (other, before), now = first.setdefault(key, (rank, row)), (rank, row)
@@ -220,7 +220,7 @@ def _difference(mesh: Any, stage: Stage) -> list[str]:
     return []
 
 
-def _row(node: fx.Node) -> Row:
+def _row(node: fx.Node) -> ComparedCollective:
     collective: Any = node.target
     one = _given(node)
     line = node.meta.get("line", "")
@@ -228,7 +228,7 @@ def _row(node: fx.Node) -> Row:
     what = f"{collective.kind} over {','.join(collective.axes)} of {dtype_text(one.dtype)}"
     value_ = type_text(one.shape, one.dtype, WHOLE)
     shown = f"{collective.kind} over {','.join(collective.axes)} of {value_}, {collective.why}"
-    return Row(
+    return ComparedCollective(
         what,
         tuple(communicator_of(collective.mesh).processes(collective.axes)),
         (collective.params, size),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..bits import counters
+from ..generators import counters
 
 VARIANTS = ("c-baseline", "c-avx2", "c-avx512")  # in the order of native.c
 

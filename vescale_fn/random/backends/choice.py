@@ -10,8 +10,8 @@ import torch
 from ..._core.base import source_lines, state
 from ..._core.base.errors import RandomError
 from ..._core.base.messages import report
-from ..bits import counters, elementwise_draws
-from ..bits.threefry import hash_words
+from ..generators import counters, elementwise_draws
+from ..generators.threefry import hash_words
 from . import c_library
 
 TORCH = "torch"

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from ..._core import torch_internals
-from ..bits import counters, elementwise_draws
-from ..bits.elementwise_draws import Draw
-from ..bits.threefry import MASK, Word, hash_ints, hash_words, signed
+from ..generators import counters, elementwise_draws
+from ..generators.elementwise_draws import Draw
+from ..generators.threefry import MASK, Word, hash_ints, hash_words, signed
 from . import c_library, choice, triton_launch
 
 BLOCK = {"cpu": 1 << 17}  # so many that the calls cost little, so few that they stay in a cache

@@ -17,7 +17,7 @@ import importlib
 import math
 from typing import Any
 
-from ..bits.floats import (
+from ..generators.floats import (
     ERFINV_CENTRE,
     ERFINV_TAIL,
     LN2_HIGH,
@@ -28,7 +28,7 @@ from ..bits.floats import (
     LOG_LOW,
     LOG_MIDDLE,
 )
-from ..bits.threefry import PARITY, ROTATIONS
+from ..generators.threefry import PARITY, ROTATIONS
 
 SQRT_HALF = 0x3F3504F3  # as bits of float32
 NEAR = math.sqrt(2) - 1

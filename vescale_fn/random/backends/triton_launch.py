@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from ..._core.base import dtypes, source_lines
-from ..bits import counters, elementwise_draws
-from ..bits.elementwise_draws import Draw
-from ..bits.threefry import MASK, hash_words
+from ..generators import counters, elementwise_draws
+from ..generators.elementwise_draws import Draw
+from ..generators.threefry import MASK, hash_words
 from . import triton_kernels
 
 AVAILABLE = importlib.util.find_spec("triton") is not None  # which comes with CUDA builds of torch
