@@ -50,7 +50,7 @@ def arrived(
     prefix, mesh = without_mesh(prefix, None, where)
     leaves, treedef = tree.flatten(given)
     specs = tree.broadcast(prefix, given, where, "in_specs", "args")
-    mesh = mesh or context.current_mesh() or next((mesh_of(x) for x in leaves if is_array(x)), None)
+    mesh = mesh or context.current_mesh() or next(filter(None, map(_mesh_of, leaves)), None)
     alone = split_numbers(prefix, given, leaves, lambda spec: isinstance(spec, P) and axes_named(spec))
     wrong = {i: (f"it is {described(leaves[i])}, which has no dims", SPLIT_NUMBERS) for i in alone}
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and specs[i] is not _AsItIs]
@@ -61,6 +61,10 @@ def arrived(
         leaves[i] = with_sharding(leaves[i], specs[i], mesh=mesh)
     moved = iter(tree.unflatten(treedef, leaves))
     return [x if n in static else next(moved) for n, x in enumerate(args)]
+
+
+def _mesh_of(x: Any) -> Any:
+    return mesh_of(x) if isinstance(x, torch.Tensor) else None
 
 
 def _not_so(wrong: dict[int, tuple[str, str]], names: Sequence[str], specs: Any, mesh: Any, where: str) -> SpecError:

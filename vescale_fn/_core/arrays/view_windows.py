@@ -25,7 +25,7 @@ class Walk(NamedTuple):
     steps: dict[int, int]
 
 
-class Window(NamedTuple):
+class ViewWindow(NamedTuple):
     """What a view shows of an array of `shape`: where it begins, and how its dims go on."""
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Window(NamedTuple):
 class WindowPiece(NamedTuple):
     """A rectangle of a view that lies in one rank's block."""
 
-    shown: Window
+    shown: ViewWindow
     spans: tuple[slice, ...]  # for each dim of the view, which of it; all where the dim is split as the array's
     at: tuple[slice, ...]  # for each dim of the array, where in the block
 
@@ -79,7 +79,7 @@ class Place(NamedTuple):
     offset: int
 
 
-def shown_by(view: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> Window | None:
+def shown_by(view: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> ViewWindow | None:
     """What a view shows of an array of this shape and these strides; None where that cannot be told dim by dim.
 
     Args:
@@ -108,7 +108,7 @@ def shown_by(view: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -
         walks.append(Walk(size, steps))
     if -1 in last or any(n >= shape[d] for d, n in last.items()):
         return None  # a dim of the view goes on from one row of the array to the next
-    return Window(tuple(shape), tuple(start.get(d, 0) for d in range(len(shape))), tuple(walks))
+    return ViewWindow(tuple(shape), tuple(start.get(d, 0) for d in range(len(shape))), tuple(walks))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -128,7 +128,7 @@ def overlap(one: Place, other: Place) -> bool:
     return bool(as_strided(memory[other.offset - first :], other.shape, other.stride).any())
 
 
-def pieces(shown: Window, held: Sequence[range | list[int]], whole: Sequence[int]) -> Iterator[WindowPiece]:
+def pieces(shown: ViewWindow, held: Sequence[range | list[int]], whole: Sequence[int]) -> Iterator[WindowPiece]:
     """The rectangles of a view that lie in a block.
 
     Args:
