@@ -22,7 +22,7 @@ from ..base.array_notes import ArrayNotes, noted, notes_of
 from ..base.errors import InPlaceError, MeshError, SpecError, TransformError
 from ..base.messages import described, mesh_text, report, short
 from ..base.saved_names import also_saved_as, saved_as
-from ..base.state import here
+from ..base.state import unwatched
 from ..distributed import blocks, value_flow
 from ..distributed.blocks import Blocks, WithoutMemory
 from ..distributed.communicator import coordinates
@@ -64,8 +64,7 @@ class Array(WithoutMemory, DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             args, kwargs = _take_in(args), _take_in(kwargs)
-        run = here.slot.now.run
-        if run is not None and run.mode is None and torch_internals.torch_function_on():
+        if unwatched and (run := context.run()) in unwatched and torch_internals.torch_function_on():
             local = _as_locals(run, func, args, kwargs or {})
             if local is not None:
                 return func(*local[0], **local[1])

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from .. import torch_internals
 from ..base import context, op_lines, traced_steps
 from ..base.op_arguments import tensors_in
+from ..base.state import process
 from ..local_types import replica_check
 from .aliasing import table_rows
 from .decide import decide
@@ -25,6 +26,7 @@ from .value_uses import run_noted
 
 _CACHE_SIZE = 16384
 _cache: OrderedDict[Any, Decision] = OrderedDict()
+_listeners = op_lines.listeners
 _modes, _spec, _default_dtype = torch_internals.dispatch_modes, torch_internals.spec, torch.get_default_dtype
 
 
@@ -77,12 +79,12 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
             decision = _cache[key] = decide(func, args, kwargs, lies)
         if len(_cache) > _CACHE_SIZE:
             _cache.popitem(last=False)
-    if modes or context.watch() is not None:
+    if modes or (process.watch is not None and context.watch() is not None):
         name = torch_internals.operator_name(func).split("::")[-1].strip("_")
         plain = ((f"argument {i}", x) for i, x in enumerate(tensors_in(args, kwargs)))
         replica_check.same_plain(f"torch's {name}", decision.mesh, plain)
         replica_check.numbers_alike(name, func, decision.mesh, args, kwargs)
-    if op_lines.listeners:
+    if _listeners:
         op_lines.note()
         return run_noted(decision, cls, args, kwargs)
     return decision.run(cls, args, kwargs)

@@ -56,6 +56,9 @@ class _Here(threading.local):
 _slots: list[weakref.ref[_Slot]] = []
 here = _Here()
 process = Process()
+unwatched: set[Any] = (
+    set()
+)  # bodies that run without a mode, in any thread: where it is empty nobody needs to ask for them
 used_mesh: ContextVar[tuple[Any] | None] = ContextVar("mesh of use_mesh", default=None)  # of an asyncio task
 
 

@@ -59,6 +59,8 @@ class running:
         if self.intercepted:
             _intercept()
             self.mode = (Checked if self.body.check else Unchecked)(self.body, self.adopt, self.writes)
+        else:
+            state.unwatched.add(self)
         self._records = state.enter(self)
         if self.mode is not None:
             self.mode.__enter__()
@@ -82,6 +84,7 @@ class running:
         if self.mode is not None:
             self.mode.__exit__(*exception)
         state.leave(*self._records)
+        state.unwatched.discard(self)
 
 
 def _intercept() -> None:
