@@ -83,13 +83,14 @@ class _Print:
         if self.mesh is None:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 print(self._text(tensors))
-        elif communicator_of(self.mesh).holds_blocks:
-            ranks = max((len(x) for x in tensors if isinstance(x, (list, tuple))), default=1)
-            for rank in range(ranks):
-                mine = [x[rank] if isinstance(x, (list, tuple)) else x for x in tensors]
-                print(f"[{self._place(rank)}] {self._text(mine)}" if ranks > 1 else self._text(mine))
-        else:
-            print(f"[{self._place(communicator_of(self.mesh).ranks[0])}] {self._text(tensors)}", flush=True)
+            return
+        communicator = communicator_of(self.mesh)
+        same = (
+            communicator.holds_blocks and max((len(x) for x in tensors if isinstance(x, (list, tuple))), default=1) == 1
+        )
+        for at, rank in enumerate(communicator.ranks[:1] if same else communicator.ranks):
+            mine = [x[at] if isinstance(x, (list, tuple)) else x for x in tensors]
+            print(self._text(mine) if same else f"[{self._place(rank)}] {self._text(mine)}", flush=True)
 
     def _place(self, rank: int) -> str:
         return ", ".join(f"{name}={coordinates(self.mesh, rank)[name]}" for name in axes_of(self.mesh))

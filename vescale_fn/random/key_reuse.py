@@ -15,7 +15,7 @@ from .._core.base import context
 from .._core.base.errors import RandomError
 from .._core.base.messages import report
 from .._core.base.source_lines import quoted, user_line
-from .._core.distributed.blocks import Blocks
+from .._core.distributed.blocks import parts
 
 DRAW, FOLD = "use", "fold"  # a draw and a split use a key up; folding numbers in may go on, but not beside them
 
@@ -62,17 +62,9 @@ def allow(data: Any) -> None:
 def _bits(data: Any) -> list[tuple[int, int]]:
     """The bits of the keys, each once: of all that a batch or a simulated mesh holds; none where they are not known."""
     below = torch_internals.peel(data)
-    blocks = (
-        below.blocks
-        if type(below) is Blocks
-        else (torch_internals.local(below),)
-        if isinstance(below, DTensor)
-        else (below,)
-    )
     rows: dict[tuple[int, int], None] = {}
     with torch_internals.no_torch_function():
-        for block in blocks:
-            for one in block.blocks if type(block) is Blocks else (block,):
-                if type(one) is torch.Tensor:
-                    rows.update(dict.fromkeys(map(tuple, one.reshape(-1, 2).tolist())))
+        for one in parts(torch_internals.local(below) if isinstance(below, DTensor) else below):
+            if type(one) is torch.Tensor:
+                rows.update(dict.fromkeys(map(tuple, one.reshape(-1, 2).tolist())))
     return list(rows)

@@ -548,7 +548,7 @@ def packed(local: Any) -> Any:
         return local.contiguous()
     if all(block.is_contiguous() for block in local.blocks):
         return local
-    return blocks.run_ranks(torch.Tensor.contiguous, len(local.blocks), (local,), {}, share=True)
+    return blocks.of_each(torch.Tensor.contiguous, local)
 
 
 def in_order(local: Any, x: torch.Tensor) -> Any:
@@ -561,9 +561,7 @@ def in_order(local: Any, x: torch.Tensor) -> Any:
     def one(block: torch.Tensor) -> torch.Tensor:
         return block.permute(order).contiguous().permute(back)
 
-    if type(local) is not Blocks:
-        return one(local)
-    return blocks.run_ranks(one, len(local.blocks), (local,), {}, share=True)
+    return blocks.of_each(one, local)
 
 
 def _apart(local: Any, source: Any) -> Any:
@@ -617,11 +615,11 @@ class Boundary:
                 self._fits = dspec
         local = _read(torch_internals.local(x))
         if self.auto is None:
-            return Blocks(local.blocks, in_body=True) if type(local) is Blocks else local.detach()  # type: ignore[call-arg]
+            return blocks.renamed(local, in_body=True)
         others = only_along(spec, axes_of(self.mesh).keys() - axes_of(self.auto).keys())
         shape = [size // n for size, n in zip(x.shape, self._counts(others, x.ndim))]
         inner = only_along(P(*spec, unreduced=spec.unreduced), axes_of(self.auto))
-        return wrap(_renamed(local), self.auto, inner, torch.Size(shape))
+        return wrap(blocks.renamed(local), self.auto, inner, torch.Size(shape))
 
     def whole(self, x: Any) -> Array:
         """The array that the ranks' blocks make up."""
@@ -694,11 +692,6 @@ def _read(local: Any) -> Any:
     if op_lines.listeners:
         value_flow.read(local)
     return local
-
-
-def _renamed(local: Any) -> Any:
-    """A local value under a name of its own."""
-    return Blocks(local.blocks) if type(local) is Blocks else local.detach()  # type: ignore[call-arg]
 
 
 def on_device(x: torch.Tensor, mesh: Any) -> torch.Tensor:

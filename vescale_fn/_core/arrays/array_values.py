@@ -14,7 +14,7 @@ from ..base.errors import InPlaceError
 from ..base.messages import op_text, report
 from ..distributed import blocks, value_flow
 from ..distributed.blocks import Blocks
-from ..distributed.mesh import is_part
+from ..distributed.mesh import communicator_of, is_part
 from ..sharding.layout import WHOLE, axes_items, layout, spec_for, text, type_text
 from ..sharding.spec import P, split_axes
 from . import reshard
@@ -81,9 +81,7 @@ def _view_of_sum(x: Any) -> Any:
 
 def copied(local: Any) -> Any:
     """A copy of a local value; ranks that share a block share its copy."""
-    if type(local) is not Blocks:
-        return local.clone()
-    return blocks.run_ranks(torch.clone, len(local.blocks), (local,), {}, share=True)
+    return blocks.of_each(torch.clone, local)
 
 
 # --- whole, and back --------------------------------------------------------------------------------------------------
@@ -138,10 +136,7 @@ def put_back(func: Any, x: Any, whole: torch.Tensor) -> None:
     steps = reshard.plan(tuple(x.shape), axes_items(mesh), WHOLE, layout(torch_internals.spec(x)))
     value = reshard.run(whole, tuple(x.shape), mesh, steps, "")
     local = torch_internals.local(x)
-    if type(local) is Blocks:
-        parts = value.blocks if type(value) is Blocks else (value,) * len(local.blocks)
-        for target, part in zip(local.blocks, parts, strict=True):
-            if target is not part:
-                target.copy_(part)
-    elif local is not value:
-        local.copy_(value)
+    parts = communicator_of(mesh).parts
+    for target, part in zip(parts(local), parts(value), strict=True):
+        if target is not part:
+            target.copy_(part)

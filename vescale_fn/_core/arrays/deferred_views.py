@@ -15,7 +15,7 @@ from ..base import context
 from ..base.array_notes import noted, notes_of
 from ..base.errors import ReshardError
 from ..distributed import value_flow
-from ..distributed.blocks import Blocks
+from ..distributed.blocks import of_each
 from .aliasing import MovedView, missed, moved_view, note_views, remember_sums
 from .rules.traits import STATES_OFFSET
 from .strict import refuse_moves
@@ -54,11 +54,7 @@ def deferred(cls: Any, args: Sequence[Any], kwargs: dict[str, Any], decision: An
     for i, meta in enumerate(metas):
         local = torch_internals.local(base)
         if meta.dtype != base.dtype:  # of what is made here only the kind counts
-            local = (
-                local.view(meta.dtype)
-                if type(local) is not Blocks
-                else Blocks(b.view(meta.dtype) for b in local.blocks)
-            )
+            local = of_each(lambda block, dtype=meta.dtype: block.view(dtype), local)
         out = torch_internals.new_dtensor(cls, local, decision.spec_of_result(i, meta))
         torch_internals.forget_local(out)
         outs.append(out)

@@ -16,7 +16,6 @@ from .. import torch_internals
 from ..base import context
 from ..base.op_arguments import mapped, tensors_in, with_tensors
 from ..distributed import blocks
-from ..distributed.blocks import Blocks
 from ..distributed.communicator import coordinates
 from ..distributed.mesh import communicator_of
 from ..sharding.index_map import axes_of, local_indices
@@ -92,14 +91,11 @@ def write_pieces(func: Any, args: Sequence[Any], kwargs: dict[str, Any], link: M
             local.append(reshard.run(x, tuple(x.shape), mesh, one, ""))
     held = torch_internals.local(base)
     done: set[Any] = set()
-    for at, rank in enumerate(
-        communicator_of(mesh).ranks if type(held) is Blocks else (communicator_of(mesh).ranks[0],)
-    ):
-        block = held.blocks[at] if type(held) is Blocks else held
+    communicator = communicator_of(mesh)
+    for rank, block, *given in zip(communicator.ranks, *map(communicator.parts, (held, *local)), strict=True):
         if (place := torch_internals.memory(block)) in done:
             continue
         done.add(place)
-        given = [x.blocks[at] if type(x) is Blocks else x for x in local]
         writes = [
             (
                 piece.of(block),

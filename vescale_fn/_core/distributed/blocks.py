@@ -381,6 +381,25 @@ def each(fn: Callable[..., Any], ranks: Sequence[int], *values: Any, key: Callab
     return Blocks(outs)
 
 
+def parts(local: Any) -> Sequence[torch.Tensor]:
+    """The blocks of a local value; a plain tensor is the only one."""
+    return local.blocks if type(local) is Blocks else (local,)
+
+
+def of_each(fn: Callable[[torch.Tensor], torch.Tensor], local: Any) -> Any:
+    """``fn(block)`` for each block of a local value, once for one that several ranks share."""
+    if type(local) is not Blocks:
+        return fn(local)
+    made = {id(block): block for block in local.blocks}
+    made = {key: fn(block) for key, block in made.items()}
+    return Blocks(made[id(block)] for block in local.blocks)
+
+
+def renamed(local: Any, in_body: bool = False) -> Any:
+    """A local value under a name of its own."""
+    return Blocks(local.blocks, in_body) if type(local) is Blocks else local.detach()
+
+
 def shared(block: torch.Tensor, n: int) -> Blocks:
     """One tensor that all `n` ranks hold."""
     return Blocks((block,) * n)

@@ -24,7 +24,7 @@ from ..base import context, linear_map
 from ..base.errors import CollectiveError
 from ..base.messages import report
 from ..distributed import collectives
-from ..distributed.blocks import Blocks
+from ..distributed.blocks import Blocks, parts
 from ..distributed.communicator import coordinates
 from ..distributed.mesh import communicator_of, is_part
 from ..local_types import types
@@ -241,7 +241,7 @@ def _entered(op: CollectiveMap, x: Any) -> Any:
 def _left(op: CollectiveMap, x: Any) -> Any:
     """What every rank of a simulated mesh has, once."""
     x = _gathered(x, op.why) if isinstance(x, DTensor) else x
-    return x.blocks[0] if type(x) is Blocks else x
+    return parts(x)[0]
 
 
 def _gathered(x: DTensor, why: str) -> Any:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ..._core import torch_internals
 from ..._core.base import context, op_arguments, tree
 from ..._core.base.source_lines import PACKAGE, user_line
-from ..._core.distributed.blocks import Blocks
+from ..._core.distributed.blocks import of_each, parts
 from ..._core.local_types import function_kinds
 from ..._core.shard_map import body, typed_mode, untyped_mode
 from ..._core.sharding.layout import layout
@@ -70,13 +70,7 @@ def hold(x: torch.Tensor) -> Held:
             if context.body() is None:  # in one, an array lies on a part of the mesh only
                 spec = layout(torch_internals.spec(inner))
             inner = torch_internals.local(inner)
-        if type(inner) is Blocks:
-            copies: dict[int, torch.Tensor] = {}
-            for block in inner.blocks:
-                if id(block) not in copies:
-                    copies[id(block)] = torch_internals.peel(block.detach().clone())
-            return Held(spec, tuple(copies[id(block)] for block in inner.blocks))
-        return Held(spec, (torch_internals.peel(inner.detach().clone()),))
+        return Held(spec, tuple(parts(of_each(lambda x: torch_internals.peel(x.detach().clone()), inner))))
 
 
 class ValueRecorder(TorchFunctionMode):
@@ -188,8 +182,7 @@ def _memory(x: torch.Tensor) -> Any:
     inner = torch_internals.peel(x)
     if isinstance(inner, DTensor):
         inner = torch_internals.local(inner)
-    if type(inner) is Blocks:
-        inner = inner.blocks[0]
+    inner = parts(inner)[0]
     if not inner.numel() or inner.layout is not torch.strided:
         return None
     return (*torch_internals.memory(inner), inner.dtype)

@@ -24,7 +24,7 @@ from ..._core import torch_internals
 from ..._core.arrays.array import Array, made
 from ..._core.base.array_notes import notes_of
 from ..._core.base.messages import short
-from ..._core.distributed.blocks import Blocks
+from ..._core.distributed.blocks import Blocks, of_each
 from ..._core.distributed.communicator import coordinates
 from ..._core.distributed.mesh import communicator_of, root
 from ..._core.sharding.index_map import axes_of
@@ -136,10 +136,7 @@ def with_tensors(leaf: Any, replaced: Callable[[torch.Tensor], torch.Tensor]) ->
         new = [replaced(x) for x in plain_of(leaf)]
         local = of_ranks(new, torch_internals.spec(leaf)) if type(torch_internals.local(leaf)) is Blocks else new[0]
         return made(local, unwritten(torch_internals.spec(leaf)), lies_of(leaf))
-    if type(leaf) is Blocks:
-        of = {id(block): replaced(block) for block in {id(b): b for b in leaf.blocks}.values()}
-        return Blocks(of[id(block)] for block in leaf.blocks)
-    return replaced(leaf)
+    return of_each(replaced, leaf)
 
 
 def of_ranks(blocks: Sequence[torch.Tensor], spec: Any) -> Blocks:

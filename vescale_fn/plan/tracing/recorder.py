@@ -315,7 +315,7 @@ class Recorder(torch_internals.TorchDispatchMode):
     def _check_exchange(self, what: str, x: torch.Tensor, line: str) -> None:
         """Raise where a tensor that outlives the function is to become another."""
         held = torch_internals.local(x) if isinstance(x, DTensor) else x
-        for part in held.blocks if type(held) is Blocks else (held,):
+        for part in blocks.parts(held):
             given = self.is_stand_in(part) and part._plan_node.op == "placeholder"
             if given or not self.is_stand_in(part):
                 raise _writes_outside(what, given, line)

@@ -16,7 +16,7 @@ from ..._core.arrays.array import Array
 from ..._core.arrays.placement import with_sharding
 from ..._core.base import tree
 from ..._core.base.containers import checked
-from ..._core.distributed.blocks import Blocks
+from ..._core.distributed.blocks import Blocks, parts
 from ..._core.distributed.replicated_uses import Ledger
 from . import leaves as leaves_
 from .leaves import Result
@@ -129,7 +129,7 @@ def _result(recorder: Recorder, leaf: Any, given: Sequence[Any], places: list[fx
     if leaf.requires_grad:
         raise Unrecordable("a result requires gradients, through tensors that the function closes over", "?")
     local = torch_internals.local(leaf) if isinstance(leaf, DTensor) else leaf
-    plain = list(local.blocks) if type(local) is Blocks else [local]
+    plain = parts(local)
     if type(local) is Blocks and isinstance(leaf, DTensor):  # ranks that hold the same get it from one of them
         plain = [plain[rank] for rank in dict.fromkeys(leaves_.first_holders(torch_internals.spec(leaf)))]
     if not any(map(recorder.is_stand_in, plain)):
