@@ -73,3 +73,12 @@ def test_two_views_of_one_memory_written_in_one_call(spec: P) -> None:
     a = vfn.shard(torch.arange(16.0).view(4, 4), simulated(), spec).clone()
     torch._foreach_add_([a, a.t()], 1.0)
     torch.testing.assert_close(vfn.unshard(a), torch.arange(16.0).view(4, 4) + 2)
+
+
+def test_blocks_that_lie_in_memory_in_another_order_on_some_ranks() -> None:
+    whole = torch.arange(12.0).view(4, 3)
+    parts = whole[:2], whole[2:].t().contiguous().t()
+    with vfn.simulate(2):
+        x = vfn.from_local(lambda at: parts[at["dp"]], vfn.make_mesh((2,), ("dp",)), P("dp"))
+    assert all(block.is_contiguous() for block in x.to_local().blocks)
+    assert torch.equal(vfn.unshard(x.view(12)), whole.view(12))
