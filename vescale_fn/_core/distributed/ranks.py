@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..base import context
+from ..base import context, state
 from ..base.errors import MeshError
 from ..base.messages import described, report, short
 from .fork_server import run_fresh
@@ -83,7 +83,7 @@ class Simulation:
             raise
 
     def __exit__(self, *_: object) -> None:
-        context.set_simulated(self._before[-1])
+        state.process.simulated = self._before[-1]  # not by a call: an interrupt in there would leave it on
         self._before.pop()
         self._entered = len(self._before)
 
