@@ -219,3 +219,24 @@ def test_on_real_ranks(gloo):
     assert found == [(X + 1).tolist()] * 2
     assert said == ".data = : this writes a value that differs by rank into one that is the same on all of them"
     assert outside == [0] * 4
+
+
+def _written_from_a_body():
+    mesh = vfn.make_mesh((2,), ("i",))
+    whole, other, x = (vfn.shard(v, mesh, s) for v, s in ((X[:4] * 0, P()), (X[:4], P()), (X, P("i"))))
+    said = []
+    for write in (
+        lambda b: whole.add_(b),
+        lambda b: torch.add(b, 1, out=whole),
+        lambda b: torch._foreach_add_([whole], [b]),
+    ):
+        with pytest.raises(InPlaceError) as raised:
+            in_body(lambda b, write=write: (write(b), b)[1], x, check_vma=False)
+        said.append("differ by rank, into an array from outside" in str(raised.value))
+    in_body(lambda b: (whole.add_(1).add_(other), b)[1], x, check_vma=False)
+    return said, vfn.unshard(whole).tolist()
+
+
+def test_a_block_is_not_written_into_an_array_from_outside_of_a_body_that_nothing_watches(gloo):
+    """On real ranks each rank wrote its own block into what counts as the same on all of them."""
+    assert gloo(2, _written_from_a_body) == [([True] * 3, [1, 2, 3, 4])] * 2

@@ -1,6 +1,8 @@
 """The door to torch's private names: what each of its functions promises, so that a new torch says by itself what it broke."""
 
+import ast
 import contextlib
+import pathlib
 import subprocess
 import sys
 import types
@@ -488,6 +490,48 @@ def test_an_interception_that_does_nothing_is_noticed(seen, intercept, monkeypat
         assert seen.__wrapped__()
     monkeypatch.setattr(interception, intercept, lambda *_: None)
     assert not seen.__wrapped__()
+
+
+# What a release may lack: each is another way to the same, or asked for where it is needed. Nothing else may be off unsaid.
+OPTIONAL = {
+    "_dim_group_names",
+    "_orig_mod",
+    "tags",
+    "_SingleLevelFunction",
+    "_bind_default_args",
+    "_call_custom_function_call",
+    "_NoopSaveInputs",
+    "_engine_run_backward",
+    "_is_any_autocast_enabled",
+    "_dtensor__new__",
+    "_get_root_mesh",
+    "all_gather_single",
+    "reduce_scatter_single",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "default_pg_nccl_timeout",
+    "flatten_with_keys_fn",
+    "op_to_schema_info_for_single_dim_strategy",
+    "use_val_from_redistribute_schema",
+}
+
+
+def test_no_private_name_of_torch_is_missed_in_silence():
+    """`in_backward_pass` and four others said no, or did nothing, where torch has no such name."""
+    fallbacks = set()
+    for path in pathlib.Path(door.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and len(node.args) == 3:
+                owner, name = ast.unparse(node.args[0]), node.args[1]
+                if isinstance(name, ast.Constant) and owner not in (
+                    "mode",
+                    "key",
+                    "context_fn",
+                    "_detouring",
+                    "storage",
+                ):
+                    fallbacks.add(name.value)
+    assert fallbacks - OPTIONAL == set()
 
 
 def test_a_compiler_whose_results_run_unseen_is_noticed(monkeypatch):

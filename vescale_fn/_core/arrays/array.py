@@ -20,7 +20,7 @@ from .. import torch_internals
 from ..base import context, linear_map, op_arguments, op_lines
 from ..base.array_notes import ArrayNotes, noted, notes_of
 from ..base.errors import InPlaceError, MeshError, SpecError, TransformError
-from ..base.messages import described, mesh_text, report, short
+from ..base.messages import described, mesh_text, op_text, report, short
 from ..base.saved_names import also_saved_as, saved_as
 from ..base.state import unwatched
 from ..distributed import blocks, value_flow
@@ -309,12 +309,30 @@ def made(local: Any, dspec: Any, lies: P) -> Array:
 
 def _as_locals(run: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The arguments of an op, with the arrays from outside of the running body as local values; None where there are none,
-    and where such an array is written: that is the same on all ranks, or the promise of the body without types is broken."""
+    and where such an array is written by what is the same on all ranks: a number, or other arrays.
+
+    Raises:
+        InPlaceError: a plain tensor would be written into such an array; that one of the body differs by rank nothing shows.
+    """
     auto = run.body.auto
     tensors = op_arguments.tensors_in(args, kwargs)
     outside = {id(x) for x in tensors if tensor_types.outside(x, auto)}
     targets = blocks.written_arguments(func, args, kwargs)
-    if not outside or any(id(x) in outside for x in op_arguments.tensors_in(targets)):
+    if not outside:
+        return None
+    if any(id(x) in outside for x in op_arguments.tensors_in(targets)):
+        if given := [x for x in tensors if not isinstance(x, DTensor)]:
+            raise InPlaceError(
+                report(
+                    op_text(func),
+                    "this writes a plain tensor, which may differ by rank, into an array from outside the body",
+                    [
+                        f"the array is {described(next(x for x in tensors if id(x) in outside))}",
+                        f"{described(given[0])} is written",
+                    ],
+                    "return it from the body, and write outside; or x.clone() of the array as an argument",
+                )
+            )
         return None
     with torch_internals.no_torch_function():
         values = iter([run.adopt(x) if id(x) in outside else x for x in tensors])

@@ -15,7 +15,7 @@ from .dtensor import dispatch_to_own
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
 
-_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+_graph_task = torch._C._current_graph_task_id
 
 
 def in_backward_pass() -> bool:
@@ -62,7 +62,7 @@ autograd_count = torch.autograd._get_sequence_nr  # how many nodes this thread h
 engine_code = getattr(
     torch.autograd.graph, "_engine_run_backward", dispatch_to_own
 ).__code__  # the frame of a backward pass
-_running = getattr(torch._C, "_current_autograd_node", lambda: None)
+_running = torch._C._current_autograd_node
 
 
 def running_node() -> int | None:

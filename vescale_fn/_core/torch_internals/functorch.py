@@ -41,7 +41,7 @@ def is_mapped(x: torch.Tensor) -> bool:
 
 
 transforming = torch._C._are_functorch_transforms_active  # whether `torch.func.grad`, `vmap`, ... is active
-_functorch_depth = getattr(_functorch, "get_dynamic_layer_stack_depth", lambda: 0)
+_functorch_depth = _functorch.get_dynamic_layer_stack_depth
 
 
 _functorch_active = torch._C._are_functorch_transforms_active

@@ -82,7 +82,7 @@ _FLAGS = [
 _enabling = torch._C.DisableTorchFunction()  # whose end brings back what is now: torch functions are seen
 _enabling.__enter__()
 _enabling.__exit__(None, None, None)
-_only_lift = getattr(torch._C, "_only_lift_cpu_tensors", lambda: False)
+_only_lift = torch._C._only_lift_cpu_tensors
 
 
 def ambient() -> tuple[Any, ...]:

@@ -69,10 +69,7 @@ def tree_node(
 def truncated_normals_by(handler: Callable[..., Any]) -> Iterator[None]:
     """Have `torch.nn.init.trunc_normal_`, which no mode sees, call ``handler(own, tensor, mean, std, a, b, generator)``; `own`
     is torch's way to do it."""
-    own = getattr(torch.nn.init, "_no_grad_trunc_normal_", None)
-    if own is None:
-        yield
-        return
+    own: Any = torch.nn.init._no_grad_trunc_normal_  # type: ignore[attr-defined]
     torch.nn.init._no_grad_trunc_normal_ = functools.partial(handler, own)  # type: ignore[attr-defined]
     try:
         yield
