@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core import torch_internals
+from vescale_fn._core.shard_map import body
 from vescale_fn._core.torch_internals import interception
 from vescale_fn.errors import CollectiveError, TransformError
 
@@ -293,6 +294,7 @@ def test_a_torch_in_which_a_body_would_miss_something_is_refused(name, what, mon
         mesh = vfn.make_mesh((2,), ("i",))
         f = vfn.shard_map(lambda x: x * 2, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
         monkeypatch.setattr(interception, name, lambda: False)
+        monkeypatch.setattr(body, "_intercepted", [])  # as before the first body
         with pytest.raises(TransformError) as error:
             f(torch.ones(2))
         assert str(error.value) == (

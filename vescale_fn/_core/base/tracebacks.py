@@ -78,6 +78,12 @@ def _entries(found: TracebackType | None) -> list[TracebackType]:
     return entries
 
 
+def _takes_part(file: str) -> bool:
+    """Whether a frame of this file makes an error one that came through our code: torch's own calls pass through what asks
+    whether they are in a body."""
+    return source_lines.is_ours(file) and not file.endswith("interception.py")
+
+
 _OF_THE_USER = re.compile(r"\b(func|op)\(")
 
 
@@ -93,7 +99,7 @@ def shorter(error: BaseException, whole: TracebackType | None) -> tuple[Tracebac
     files = [entry.tb_frame.f_code.co_filename for entry in entries]
     hidden = source_lines.inner(files)
     if not getattr(error, "ends_at_the_users_line", False):
-        if not any(map(source_lines.is_ours, files)):
+        if not any(map(_takes_part, files)):
             return whole, 0
         i = len(files) - 1
         while _raised_by_us(entries[-1]) and hidden[i]:
