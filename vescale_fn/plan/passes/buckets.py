@@ -238,8 +238,8 @@ def _pieces(n: int, dims: Dims, shapes: Sequence[tuple[int, ...]]) -> list[tuple
 
 def _from_each_rank(flat: torch.Tensor, n: int, dims: Dims, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
     columns = flat.view(n, -1).split([math.prod(shape) for shape in shapes], 1)
-    return [
-        torch.cat([row.view(shape) for row in column.unbind()], dim)
+    return [  # one copy a block, however many ranks there are
+        column.view(n, *shape).movedim(0, dim).clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
         for column, shape, (*_, dim) in zip(columns, shapes, dims, strict=True)
     ]
 
