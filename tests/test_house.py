@@ -16,7 +16,6 @@ STATE = {"_core/torch_internals/interception.py"}  # below `base`: a flag betwee
 NOTED = {
     "_core/base/array_notes.py",
     "_core/local_types/tensor_types.py",
-    "_core/sharding/layout.py",  # of a DTensorSpec
 }
 NOTED_IN_A_HURRY = {"_core/shard_map/untyped_mode.py"}  # at each op of a body
 LONG = {
