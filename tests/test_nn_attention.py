@@ -427,6 +427,26 @@ def lines_of(call):
 ON_RANKS = [("all_gather", 2), ("all_to_all", 0), ("ring", 0), ("ring", 2)]
 
 
+@pytest.mark.parametrize(("heads", "shared"), [(4, 2), (8, 2), (4, 1)])
+def test_under_torchs_own_name_ranks_that_share_a_head_of_keys_compute_their_own_heads(heads, shared):
+    """Heads of queries over more ranks than there are heads of keys: nothing is gathered, forward or backward."""
+    *leaves, mask = *made(heads=heads, shared=shared, length=6), torch.randn(2, heads, 6, 6, dtype=F64)
+    weights = torch.randn(2, heads, 6, 5, dtype=F64)
+    for terms in ({"is_causal": True}, {"attn_mask": mask}):
+        f = loss(lambda *x, t=terms: F.scaled_dot_product_attention(*x, enable_gqa=True, **t), weights)
+        want = vfn.value_and_grad(f, (0, 1, 2))(*leaves)
+        with vfn.simulate(4):
+            mesh = vfn.make_mesh((4,), ("tp",))
+            q, k, v = vfn.shard(leaves, mesh, [P(None, "tp"), P(), P()])
+            with vfn.comm_log() as log:
+                out, grads = vfn.value_and_grad(f, (0, 1, 2))(q, k, v)
+            close([out, *grads], [want[0], *want[1]])
+            assert {call.op for call in log} == {"all_reduce"}
+            if heads == 4:
+                out, grads = vfn.jit(vfn.value_and_grad(f, (0, 1, 2)))(q, k, v)
+                close([out, *grads], [want[0], *want[1]])
+
+
 def on_uneven_ranks(leaves, weights):
     parts = vfn.shard(leaves, vfn.make_mesh((2, 2), ("tp", "cp")), P(None, "tp", "cp"))
     f = lambda method: loss(lambda *x: attention(*x, method=method, causal=True), weights)

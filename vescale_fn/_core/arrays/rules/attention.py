@@ -91,3 +91,30 @@ _OWN_QUERIES = {
     "_scaled_dot_product_flash_attention_for_cpu": _forward,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _backward,
 }
+
+
+# --- as other ops -----------------------------------------------------------------------------------------------------
+# Heads over more ranks than divide those of keys: each rank has the key heads that its own share, as in Megatron-LM.
+
+
+def with_own_keys(_: Any, q: Any, k: Any, v: Any, rate: float, causal: bool, attn_mask: Any, scale: Any) -> Any:
+    """With keys and values repeated for each head of the queries."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, rate, causal, attn_mask=attn_mask, scale=scale)
+
+
+def with_own_keys_backward(_: Any, grad: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+    """Its gradients: those of a key head are added up, on each rank and then over the ranks, as a product with 0 and 1."""
+    out, lse, rate, causal, attn_mask, scale = rest
+    groups, shared = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
+    op = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    for_q, *others = op(grad, q, k, v, out, lse, rate, causal, attn_mask=attn_mask, scale=scale)
+    member = torch.eye(groups, dtype=q.dtype, device=q.device).repeat_interleave(shared, 0)
+    return for_q, *((x.movedim(1, 3) @ member).movedim(3, 1) for x in others)
+
+
+def shares_keys_evenly(args: dict[str, Any], row: Any, axes: dict[str, int]) -> bool:
+    """Whether each rank has as many whole groups of heads, or no rank has as many heads as another."""
+    ways = math.prod(axes[axis] for axis in row[1])
+    return args["key"].shape[1] % ways == 0 or args["query"].shape[1] % ways != 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ...sharding.index_map import all_hold_some
-from . import steps
+from . import attention, steps
 from .rule import dims
 
 Rows = dict[str, Sequence[tuple[str, ...]]]  # of each tensor argument: which axes split which dim
@@ -76,6 +76,10 @@ def _classes(args: dict[str, Any], ndim: int) -> Sequence[int]:
     return [min(ndim - 1, 1)]
 
 
+def _heads(args: dict[str, Any], ndim: int) -> Sequence[int]:
+    return [1]
+
+
 _KEPT = ("running_mean", "running_var")
 COMPOSED: dict[str, Composition] = {
     "_softmax.default": Composition("self", _dim, steps.softmax, some=True),
@@ -97,6 +101,12 @@ COMPOSED: dict[str, Composition] = {
     "native_batch_norm_backward.default": Composition("input", _examples, steps.batch_norm_backward, writes=_KEPT),
     "cudnn_batch_norm.default": Composition("input", _examples, steps.batch_norm, writes=_KEPT),
     "cudnn_batch_norm_backward.default": Composition("input", _examples, steps.cudnn_batch_norm_backward, writes=_KEPT),
+    "_scaled_dot_product_flash_attention_for_cpu.default": Composition(
+        "query", _heads, attention.with_own_keys, unless=attention.shares_keys_evenly
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu_backward.default": Composition(
+        "query", _heads, attention.with_own_keys_backward, unless=attention.shares_keys_evenly
+    ),
     "nll_loss_forward.default": Composition("self", _classes, steps.nll),
     "nll_loss2d_forward.default": Composition("self", _classes, steps.nll),
     "nll_loss_backward.default": Composition("self", _classes, steps.nll_backward),
