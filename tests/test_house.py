@@ -1,6 +1,7 @@
 """What holds the house: where state is kept, how long and how branched a function may be, one public class of a name."""
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -68,6 +69,17 @@ LONG = {
     "random/dropout_masks.py:dropout",
     "recipes/train.py:run",
 }
+# Operators of aten's that are named outside of the rules and of plans, all of them.
+OPERATORS = {
+    "_core/arrays/decide.py": {"as_strided.default"},  # the one view that speaks of memory, not of dims
+    # what is asked of a wrapper, and families that write several tensors
+    "_core/distributed/blocks.py": {
+        *("numel", "size", "sym_numel", "sym_size", "sym_storage_offset", "sym_stride"),
+        *("_amp_foreach_", "_foreach_", "_fused_"),
+    },
+    "_core/torch_internals/fake_tensors.py": {"add"},
+    "_core/torch_internals/tensor_memory.py": {"set_"},
+}
 # Names that several files give to a public class because it is one thing in each: the sizes of a recipe's model.
 SHARED = {"Config"}
 
@@ -120,6 +132,29 @@ def shared(nodes):
     return {name for name, files in names.items() if files > 1}
 
 
+_OVERLOAD = re.compile(r"(?:aten(?:\.|::))?([a-z_]\w*(?:\.(?:default|Tensor|Scalar|int|dim|out))?)")
+
+
+def operators(nodes):
+    """For each file outside of the rules and of plans, the operators of aten's that it names, as attributes or as text."""
+    found = {}
+    for path, inside in nodes.items():
+        if not path.startswith(("_core/arrays/rules/", "plan/")):
+            named = {
+                n.attr for n in inside if isinstance(n, ast.Attribute) and re.search(r"\b_?aten$", ast.unparse(n.value))
+            }
+            texts = [n.value for n in inside if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            spelt = [(text, _OVERLOAD.fullmatch(text)) for text in texts]
+            named |= {m[1] for text, m in spelt if m and (text.startswith("aten") or "." in m[1])}
+            if named - {"aten"}:
+                found[path] = named - {"aten"}
+    return found
+
+
+def test_operators_are_named_in_rules_and_plans_alone():
+    assert operators(NODES) == OPERATORS
+
+
 def test_state_is_kept_in_one_place():
     assert state(NODES) == STATE
 
@@ -155,5 +190,9 @@ def test_the_checks_find_a_planted_fault():
     assert state(planted) == {"one.py"}
     assert long(planted) == {"one.py:f"}
     assert shared(planted) == {"A"}
+    named = "f(torch.ops.aten.mm.default); g(_aten.add); h('aten::sin'); i('exp.default'); j('aten::', 'some text.')"
+    planted = list(ast.walk(ast.parse(named)))
+    found = operators({"one.py": planted, "plan/two.py": planted, "_core/arrays/rules/three.py": planted})
+    assert found == {"one.py": {"mm", "add", "sin", "exp.default"}}
     assert noted({"three.py": list(ast.walk(ast.parse("x.vfn_note = x.vfn_notes")))}) == {"three.py"}
     assert noted({"four.py": list(ast.walk(ast.parse("x.vfn_notes.sums = x.vfn_type")))}) == set()
