@@ -641,13 +641,16 @@ class Boundary:
 
     def whole(self, x: Any) -> Array:
         """The array that the ranks' blocks make up."""
+        shape, dtype, dspec = self._made
+        known = shape == x.shape and dtype is x.dtype and not self.lead
+        if known and self.auto is None:
+            return _wrapped(packed(_local(x, self.mesh)), dspec, self.spec)
         spec = led(self.lead, layout(torch_internals.spec(x)) if isinstance(x, Array) else WHOLE, self.spec, x.ndim)
         if self.auto is not None:
             inner = only_along(P(*spec, unreduced=spec.unreduced), axes_of(self.auto))
             (x,) = _Move(self.auto, None, inner, "shard_map")((x,))
         local = packed(_local(x, self.mesh))
-        shape, dtype, dspec = self._made
-        if shape == x.shape and dtype is x.dtype and not self.lead:
+        if known:
             return _wrapped(local, dspec, spec)
         others = spec if self.auto is None else only_along(spec, axes_of(self.mesh).keys() - axes_of(self.auto).keys())
         size = torch.Size([size * n for size, n in zip(x.shape, self._counts(others, x.ndim))])

@@ -28,6 +28,13 @@ def mark(x: torch.Tensor, type_: Type) -> None:
         base.vfn_view_type = type_  # type: ignore[attr-defined]
 
 
+def mark_fresh(x: torch.Tensor, type_: Type, borrowed: bool) -> None:
+    """`mark`, and perhaps `borrow`, a tensor that was just made where no transform is active."""
+    x.vfn_type = type_  # type: ignore[attr-defined]
+    if borrowed:
+        x.vfn_borrowed = True  # type: ignore[attr-defined]
+
+
 class Writes:
     """The writes of one running body: whether one made an invariant value varying. It signs the memory they went to. And
     since when the body runs, by the count of autograd's nodes.

@@ -39,7 +39,10 @@ def brought_in(x: Any, site: Site, way: Crossing, fast: bool) -> Any:
     else:
         type_ = tensor_types.made_in(body)
     local = way.boundary.block(x) if fast and way.direct else bring_in(x, way.boundary, "shard_map argument")
-    if way.shared_by and not fast:
+    if fast:
+        tensor_types.mark_fresh(local, type_, body.check)
+        return local
+    if way.shared_by:
         (local,) = linear_map.apply(CollectiveMap("copy", body.mesh, way.shared_by, "shard_map argument"), local)
     tensor_types.mark(local, type_)
     if body.check:
