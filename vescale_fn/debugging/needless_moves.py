@@ -110,8 +110,8 @@ def _by_value(log: Iterable[Any]) -> list[list[Any]]:
     """The records, those together that are the same move of the same value, where that is known."""
     groups: dict[Any, list[Any]] = {}
     for i, record in enumerate(log):
-        alone = record.moved is None or record.op == "all_reduce" or _kept_apart(record)
-        key = i if alone else (record.op, record.axes, record.moved.number)
+        moved = None if record.op == "all_reduce" or _kept_apart(record) else record.moved
+        key = i if moved is None else (record.op, record.axes, moved.number)
         groups.setdefault(key, []).append(record)
     return list(groups.values())
 

@@ -208,9 +208,9 @@ def _run(key: torch.Tensor, rectangle: counters.Rectangle, x: torch.Tensor, keep
     source, flat = source.view(len(keys), n), out.view(len(keys), n)
     if not out.numel():
         return out
-    code = c_library.DROPOUTS.get(x.dtype)
-    if choice.chosen().variant is not None and code is not None and x.device.type == "cpu":
-        c_library.draw(choice.chosen().variant, code, keys.cpu(), rectangle, (keep, scale(keep)), flat, source)
+    code, variant = c_library.DROPOUTS.get(x.dtype), choice.chosen().variant
+    if variant is not None and code is not None and x.device.type == "cpu":
+        c_library.draw(variant, code, keys.cpu(), rectangle, (keep, scale(keep)), flat, source)
         return out
     if x.device.type == "cuda" and choice.chosen().on_cuda:
         draw = Draw("dropout", rectangle.shape, x.dtype, (keep, scale(keep)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 
 def report(where: str, what: str, failures: Iterable[str] = (), fix: str = "") -> str:
@@ -15,7 +15,13 @@ def report(where: str, what: str, failures: Iterable[str] = (), fix: str = "") -
     return "\n".join(lines)
 
 
-def mesh_text(axes: Mapping[str, int]) -> str:
+class Sizes(Protocol):
+    """Sizes of axes by their names: a mapping, or what a mesh has as its shape."""
+
+    def items(self) -> Iterable[tuple[str, int]]: ...
+
+
+def mesh_text(axes: Sizes) -> str:
     """A mesh on one short line: ``mesh (dp=2, tp=4)``."""
     return "mesh (" + ", ".join(f"{name}={size}" for name, size in axes.items()) + ")"
 

@@ -57,8 +57,9 @@ class _Mapped(Map):
         leaves, treedef = opened(args, self.where, "args", numpy=True)
         leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
         here = state.now()
-        outer = None if here.run is None else here.run.body
-        if outer is not None and here.run.mode is None:
+        around = here.run
+        outer = None if around is None else around.body
+        if around is not None and around.mode is None:
             raise context.Unwatched
         mesh = context.seen(self.mesh) if self.mesh is not None else _found_mesh(leaves, outer, self.name)
         free = self.free_of_entries(leaves, mesh) if torch_internals.transforming() else ()

@@ -57,15 +57,15 @@ def draw_encoded(key: torch.Tensor, draw: Draw, where: Any, local: Sequence[int]
 def draw_small(key: torch.Tensor, draw: Draw, first: int, local: tuple[int, ...]) -> torch.Tensor | None:
     """The elements from `first` on, under one plain key on the CPU, by the shortest way; None where that is not one."""
     kind, _, dtype, params = draw
-    code = c_library.SMALL.get((kind, dtype))
-    if code is None or choice.chosen().variant is None or key.ndim != 1 or not key.is_cpu:
+    code, variant = c_library.SMALL.get((kind, dtype)), choice.chosen().variant
+    if code is None or variant is None or key.ndim != 1 or not key.is_cpu:
         return None
     n = math.prod(local)
     if n >= SMALL:
         return None
     if kind == "bernoulli":
         dtype = torch.bool
-    return c_library.small(choice.chosen().variant, code, key, first, n, params, local, dtype)
+    return c_library.small(variant, code, key, first, n, params, local, dtype)
 
 
 def split(key: torch.Tensor, n: int) -> torch.Tensor:
@@ -77,12 +77,12 @@ def fold_in(key: torch.Tensor, data: torch.Tensor | int) -> torch.Tensor:
     """int32 [..., 2] and integers [...], broadcast -> [..., 2]: the hash of the counter `data`."""
     if isinstance(data, int):
         if (
-            choice.chosen().variant is not None
+            (variant := choice.chosen().variant) is not None
             and torch_internals.is_plain(key)
             and key.ndim == 1
             and key.device.type == "cpu"
         ):
-            return c_library.small(choice.chosen().variant, c_library.WORDS, key, data, 1, (), (2,), torch.int32)
+            return c_library.small(variant, c_library.WORDS, key, data, 1, (), (2,), torch.int32)
         # by numpy: `torch.tensor` makes, in a `shard_map` body, one copy a simulated rank
         data = torch.from_numpy(np.asarray(data, dtype=np.int64))
     if torch_internals.is_plain(key) and torch_internals.is_plain(data):
@@ -101,9 +101,9 @@ def _draw(key: torch.Tensor, draw: Draw, rectangle: counters.Rectangle, device: 
     streams, values = elementwise_draws.KINDS[kind]
     keys = key.reshape(-1, 1, 2) if streams == 1 else _split(key.reshape(-1, 2), streams)  # [keys, streams, 2]
     out = torch.empty((len(keys), n), dtype=elementwise_draws.result_dtype(kind, dtype), device=device)
-    code = c_library.CODES.get((kind, dtype))
-    if choice.chosen().variant is not None and code is not None and on_cpu:
-        c_library.draw(choice.chosen().variant, code, keys, rectangle, params, out)
+    code, variant = c_library.CODES.get((kind, dtype)), choice.chosen().variant
+    if variant is not None and code is not None and on_cpu:
+        c_library.draw(variant, code, keys, rectangle, params, out)
     elif not (device.type == "cuda" and choice.chosen().on_cuda and triton_launch.draw(draw, keys, rectangle, out)):
         size = BLOCK.get(device.type, BLOCK_ELSEWHERE)
         for here, some, high, low in blocks(keys, rectangle, size, device):
@@ -137,11 +137,11 @@ def key_words(keys: torch.Tensor, device: torch.device) -> list[tuple[Word, Word
 
 
 def _split(key: torch.Tensor, n: int) -> torch.Tensor:
-    if choice.chosen().variant is not None and key.device.type == "cpu":
+    if (variant := choice.chosen().variant) is not None and key.device.type == "cpu":
         if key.ndim == 1 and n < SMALL:
-            return c_library.small(choice.chosen().variant, c_library.WORDS, key, 0, n, (), (n, 2), torch.int32)
+            return c_library.small(variant, c_library.WORDS, key, 0, n, (), (n, 2), torch.int32)
         out = torch.empty((*key.shape[:-1], n, 2), dtype=torch.int32, device="cpu")
-        c_library.draw(choice.chosen().variant, c_library.WORDS, key.reshape(-1, 1, 2), counters.whole((n,)), (), out)
+        c_library.draw(variant, c_library.WORDS, key.reshape(-1, 1, 2), counters.whole((n,)), (), out)
         return out
     if key.ndim == 1 and n <= FEW and key.device.type == "cpu":
         k0, k1 = (k & MASK for k in key.tolist())
