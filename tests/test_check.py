@@ -604,6 +604,26 @@ def test_the_gradient_of_what_a_function_closes_over_is_compared() -> None:
     assert "the runs part in the backward pass of mul, <return model(x) + (scale - scale.detach()) * times>" in said
 
 
+def test_a_gradient_function_closes_over_nothing_of_its_own() -> None:
+    """What `vfn.grad` makes for its backward pass is a leaf of that run alone."""
+
+    box = type("Box", (), {})()
+    box.scale = torch.tensor([2.0, 3.0, 4.0], requires_grad=True)
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (x @ w).square().sum()
+
+    with vfn.simulate(8), vfn.use_mesh(vfn.make_mesh(*MESH)):
+        x, w = vfn.shard(X, vfn.current_mesh(), P("dp")), vfn.shard(W, vfn.current_mesh(), P("tp"))
+        for f, closed in (
+            (vfn.grad(loss), []),
+            (vfn.value_and_grad(loss), []),
+            (lambda w, x: vfn.grad(loss)(w, x) * box.scale, ["gradient of a tensor (closed over)"]),
+        ):
+            said = str(vfn.check_parity(f, w, x))
+            assert re.findall("gradient of a tensor .closed over.", said) == closed
+
+
 def test_a_fault_on_one_rank_only() -> None:
     def f(x: Any) -> Any:
         y = x * 2

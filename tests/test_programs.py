@@ -335,6 +335,7 @@ def test_a_planted_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch)
 def forget_decisions() -> None:
     interpreter._cache.clear()
     rules.find.cache_clear()
+    sharded._rectangles.cache_clear()
 
 
 def _notices(program: Program, mesh, d, t) -> bool:

@@ -95,7 +95,9 @@ def _on_tensors(
     """The decision for an op that is carried out as one: on the blocks where a rule says how, else on gathered arguments."""
     view = _is_view(func)
     offsets: Any = tuple(o.storage_offset() if isinstance(o, torch.Tensor) else 0 for o in outs or ()) if view else ()
-    gathered = Gathered(func, mesh, many=many, ruled=find(func) is not None, view=view, offsets=offsets)
+    reads = torch.Tag.data_dependent_output in func.tags  # a number: no rule could say more than that it needs all
+    ruled = reads or find(func) is not None
+    gathered = Gathered(func, mesh, many=many, ruled=ruled, view=view, offsets=offsets)
     specs = [layout(torch_internals.spec(x)) if isinstance(x, DTensor) else WHOLE for x in tensors]
     rule, pinned = _rule(func, args, kwargs, tensors, outs, lies)
     if rule is not None and outs is not None:

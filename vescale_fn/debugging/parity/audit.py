@@ -7,8 +7,10 @@ runs on whole values, and a draw with a spec is the whole draw.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -75,7 +77,8 @@ class Audit:
         self.f, self.whole, self.laid, self.mesh, self.gradients = f, whole, laid, mesh, gradients
         self.moving = [gradients and is_floating(x) for x in tree.leaves(whole)]
         self.by = [f"gradient of {path}" for path, moves in zip(paths, self.moving, strict=True) if moves]
-        self.closed: list[torch.Tensor] = []  # found in the first run
+        self.closed: list[torch.Tensor] = []  # found in the first run that has results
+        self._searched = False
         self._generators = torch.get_rng_state()
 
     def run(
@@ -103,7 +106,9 @@ class Audit:
                 if rounded is not None:
                     stack.enter_context(rounded)
                 torch.set_rng_state(self._generators)
-                return self._outcome(args, recorder, reached)
+                searched = self._searched
+                outcome = self._outcome(args, recorder, reached)
+                return outcome if searched or not self.closed else self._of_what_stays(outcome, reached)
         except Exception as error:
             return Failure(error, "results" in reached)
         finally:
@@ -148,7 +153,8 @@ class Audit:
     def _by_closed(self, outs: Sequence[Any], own: set[int]) -> list[Any]:
         """Gradients by the tensors that the function closes over and that require them."""
         pairs = [(x, w) for x, w in zip(outs, _weights(outs)) if isinstance(x, torch.Tensor) and x.requires_grad]
-        if not self.closed:
+        if not self._searched:
+            self._searched = True
             names = _closed_over(self.f)
             order = list(names)
             self.closed = [x for x in _leaves_behind([x for x, _ in pairs]) if id(x) not in own]
@@ -159,6 +165,19 @@ class Audit:
         ends, weights = zip(*pairs, strict=True)
         found = torch.autograd.grad(ends, self.closed, weights, retain_graph=True, allow_unused=True)
         return [g.detach() for g in settled(zeros_for_none(found, self.closed), self.closed)]
+
+    def _of_what_stays(self, outcome: Outcome, reached: dict[str, Any]) -> Outcome:
+        """The first run's outcome, without gradients by leaves that it made itself (those of an inner `vfn.grad`): they go
+        with its graph, and no later run has them."""
+        there = [weakref.ref(x) for x in self.closed]
+        reached.clear()
+        self.closed = []
+        gc.collect()
+        own = len(self.by) - len(there)
+        stay = [*range(own), *(own + i for i, x in enumerate(there) if x() is not None)]
+        self.closed = [x for ref in there if (x := ref()) is not None]
+        self.by = [self.by[i] for i in stay]
+        return outcome._replace(gradients=[outcome.gradients[i] for i in stay])
 
 
 def is_floating(x: Any) -> bool:
