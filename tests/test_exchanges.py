@@ -240,3 +240,32 @@ def _written_from_a_body():
 def test_a_block_is_not_written_into_an_array_from_outside_of_a_body_that_nothing_watches(gloo):
     """On real ranks each rank wrote its own block into what counts as the same on all of them."""
     assert gloo(2, _written_from_a_body) == [([True] * 3, [1, 2, 3, 4])] * 2
+
+
+def _written_through_a_view():
+    mesh = vfn.make_mesh((2,), ("i",))
+    whole, x = vfn.shard(X[:4] * 0, mesh, P()), vfn.shard(X, mesh, P("i"))
+    said = []
+    for write in (
+        lambda b: whole.__setitem__(0, b.sum()),
+        lambda b: whole[1:3].copy_(b[:2]),
+        lambda b: whole.view(2, 2)[0].add_(b[:2]),
+    ):
+        f = vfn.shard_map(lambda b, write=write: (write(b), b)[1], in_specs=P("i"), out_specs=P("i"), check_vma=False)
+        with vfn.use_mesh(mesh):
+            for call in (f, vfn.grad(lambda x, f=f: f(x).sum())):
+                with pytest.raises(InPlaceError) as raised:
+                    call(x)
+                said.append(str(raised.value))
+            vfn.shard_map(lambda b: whole[:2].sum() + b, in_specs=P("i"), out_specs=P("i"), check_vma=False)(x)
+    return said
+
+
+def test_a_block_is_not_written_into_a_view_of_an_array_from_outside(gloo):
+    """It tells nobody of the write, which is seen at the end of the body."""
+    said = (
+        "shard_map: the body has written into a view of an array from outside, by values that may differ by rank\n"
+        "  * the array f32[4], of which ranks may now hold different values\n"
+        "  Instead: return the value from the body, and write outside; or x.clone() of the array as an argument"
+    )
+    assert gloo(2, _written_through_a_view) == [[said] * 6] * 2

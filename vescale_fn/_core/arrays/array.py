@@ -333,6 +333,8 @@ def _as_locals(run: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] |
                     "return it from the body, and write outside; or x.clone() of the array as an argument",
                 )
             )
+        for x in op_arguments.tensors_in(targets):
+            run.met.pop(id(x), None)  # it may be written so
         return None
     with torch_internals.no_torch_function():
         values = iter([run.adopt(x) if id(x) in outside else x for x in tensors])

@@ -10,8 +10,8 @@ import torch
 
 from .. import torch_internals
 from ..base import context, linear_map, op_arguments, state
-from ..base.errors import TransformError, VaryingTypeError
-from ..base.messages import report
+from ..base.errors import InPlaceError, TransformError, VaryingTypeError
+from ..base.messages import described, report
 from ..local_types import replica_check, tensor_types, types
 from ..local_types.tensor_types import mark
 from .collective_maps import CollectiveMap
@@ -40,6 +40,7 @@ class running:
         "adopt",
         "body",
         "intercepted",
+        "met",
         "mode",
         "writes",
     )
@@ -53,6 +54,7 @@ class running:
     ) -> None:
         self.body, self.adopt, self.intercepted = body, adopt, intercepted
         self.writes = writes or tensor_types.Writes()
+        self.met: dict[int, tuple[Tensor, Any]] = {}  # arrays from outside, with their versions
 
     def __enter__(self) -> running:
         self.mode = None
@@ -76,6 +78,12 @@ class running:
             tensor_types.refuse_unseen(x)
             return self.mode.taken_in(x)
 
+    def meet(self, x: Tensor) -> None:
+        """Note an array from outside of which a body without types, on real ranks, gets the block itself: a view of it tells
+        nobody of a write."""
+        if not self.body.check and id(x) not in self.met:
+            self.met[id(x)] = x, _versions(x)
+
     def sized_by_values(self) -> bool:
         """Whether the shapes of results may differ by rank, for all that is known: on real ranks, of a body with types."""
         return isinstance(self.mode, Checked) and self.mode.sized_by_values
@@ -85,6 +93,26 @@ class running:
             self.mode.__exit__(*exception)
         state.leave(*self._records)
         state.unwatched.discard(self)
+        if self.met and exception[0] is None:
+            _refuse_written(self.met)
+
+
+def _versions(x: Tensor) -> tuple[int, int]:
+    """Of an array, by which writes through views count that are made below autograd, and of its block, for those above."""
+    return torch_internals.version(x), torch_internals.version(torch_internals.local(torch_internals.peel(x)))
+
+
+def _refuse_written(met: dict[int, tuple[Tensor, Any]]) -> None:
+    written = [x for x, before in met.values() if _versions(x) != before]
+    if written:
+        raise InPlaceError(
+            report(
+                "shard_map",
+                "the body has written into a view of an array from outside, by values that may differ by rank",
+                [f"{described(x)}, of which ranks may now hold different values" for x in written],
+                "return the value from the body, and write outside; or x.clone() of the array as an argument",
+            )
+        )
 
 
 def _intercept() -> None:

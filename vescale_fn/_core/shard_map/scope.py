@@ -10,7 +10,7 @@ import torch
 
 from .. import torch_internals
 from ..arrays.array import Boundary, bring_in, entries_over, is_array, mesh_of, only_along, spec_of
-from ..base import context, tree
+from ..base import context, state, tree
 from ..base.errors import MeshError, VaryingTypeError
 from ..base.messages import count_text, described, meant, mesh_text, report
 from ..base.source_lines import user_line
@@ -147,6 +147,9 @@ def adopt(site: Site, name: str, x: torch.Tensor) -> torch.Tensor:
                 f"pass it as an argument, with in_specs={mine!r} for its block or P() for the whole",
             )
         )
+    run = state.now().run
+    if run is not None and not site.communicator.holds_blocks:
+        run.meet(x)
     return bring_in(x, Boundary(mesh, site.lies(P(), x), site.auto), "closure")
 
 
