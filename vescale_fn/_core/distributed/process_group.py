@@ -116,6 +116,8 @@ class ProcessGroup(Communicator):
         row = [leaf[0] for leaf in mine]
         if self.all_here:
             return [row]
+        if dist.get_backend() == "fake":  # which stands for ranks that are not there
+            return [row] * self.mesh.size()
         axes, met = (
             tuple(axes_of(self.mesh)),
             self.processes(),

@@ -72,6 +72,7 @@ class _Mapped(Map):
             replica_check.same_plain(self.where, site.mesh, (("", x) for x in leaves))
         key = (treedef, site, *[_key(x) for x in leaves])
         plan = self.ins.get(key)
+        first = plan is None
         if plan is None:
             plan = _remember(self.ins, key, plan_ins(self, site, args, leaves))
         if here.strict:
@@ -105,7 +106,10 @@ class _Mapped(Map):
                 alike = [[axis for axis in body.axes if type_.letter(axis) == "I"] for type_ in have]
                 replica_check.results_alike(self, body, result, locals_, alike)
             replica_check.same_shapes(self, site.mesh, result, locals_)
-        elif run.sized_by_values() and not torch_internals.is_recorded():
+        elif (
+            run.sized_by_values() or (first and not self.check and outer is None)
+        ) and not torch_internals.is_recorded():
+            # a body without types is not watched, and is asked once for each form of its arguments
             refuse_other_shapes(self.where, site.mesh, result, locals_)
         key = (
             out_def,
