@@ -56,9 +56,8 @@ class _Here(threading.local):
 _slots: list[weakref.ref[_Slot]] = []
 here = _Here()
 process = Process()
-unwatched: set[Any] = (
-    set()
-)  # bodies that run without a mode, in any thread: where it is empty nobody needs to ask for them
+# bodies that run without a mode, in any thread: where it is empty nobody needs to ask for them
+unwatched: set[Any] = set()
 used_mesh: ContextVar[tuple[Any] | None] = ContextVar("mesh of use_mesh", default=None)  # of an asyncio task
 
 

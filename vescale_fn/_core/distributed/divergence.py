@@ -21,7 +21,7 @@ from ..base.errors import DivergenceError
 from ..base.messages import report
 from ..base.source_lines import quoted, user_line, warn
 from .call_board import Board, Group
-from .ranks import has_process_group
+from .ranks import talks_to_nobody
 from .replicated_uses import Ledger, Row, differing
 
 QUICK, SLOW, LOOK, WARN = 0.0002, 0.02, 0.1, 10.0  # seconds: between polls, between looks at the others, to a warning
@@ -104,7 +104,7 @@ class Watch:
 
     def _find_board(self) -> Board | None:
         """The board of the process group; None where no other process could read it."""
-        if not has_process_group() or dist.get_backend() == "fake":
+        if talks_to_nobody():
             return None
         store = torch_internals.default_store()
         if self._board is None or self._board.store is not store:

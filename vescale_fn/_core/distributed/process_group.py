@@ -19,6 +19,7 @@ from ..base import context, dtypes
 from ..sharding.index_map import axes_of
 from .communicator import Communicator, Kind, groups
 from .divergence import RankCall
+from .ranks import talks_to_nobody
 
 
 class InFlight(NamedTuple):
@@ -116,7 +117,7 @@ class ProcessGroup(Communicator):
         row = [leaf[0] for leaf in mine]
         if self.all_here:
             return [row]
-        if dist.get_backend() == "fake":  # which stands for ranks that are not there
+        if talks_to_nobody():
             return [row] * self.mesh.size()
         axes, met = (
             tuple(axes_of(self.mesh)),

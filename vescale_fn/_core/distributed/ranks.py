@@ -120,6 +120,11 @@ def has_process_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def talks_to_nobody() -> bool:
+    """Whether no other process can be asked: there is no group, or torch's fake one, whose ranks are not there."""
+    return not has_process_group() or dist.get_backend() == "fake"
+
+
 def world() -> Any:
     """The process group of all ranks."""
     return dist.group.WORLD

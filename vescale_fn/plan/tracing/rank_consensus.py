@@ -9,7 +9,6 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from ..._core.arrays.array import mesh_of
@@ -18,6 +17,7 @@ from ..._core.base.messages import dtype_text, report
 from ..._core.base.source_lines import quoted, warn
 from ..._core.distributed.divergence import LISTED, SAME_VALUES
 from ..._core.distributed.mesh import communicator_of
+from ..._core.distributed.ranks import talks_to_nobody
 from ..._core.distributed.replicated_uses import Row as Noted
 from ..._core.distributed.replicated_uses import differing as differences
 from ..._core.sharding.layout import WHOLE, type_text
@@ -73,7 +73,7 @@ def shared_mesh(leaves: Iterable[Any], graph: fx.Graph | None, recorded: Recorde
     found += [node.target.mesh for node in collectives(graph)] if graph is not None else []  # type: ignore[union-attr]
     found += [x.spec.mesh for x in recorded.results if isinstance(x, Result) and x.spec is not None] if recorded else []
     mesh = next(iter(found), None)
-    return None if mesh is None or communicator_of(mesh).all_here or _talks_to_nobody() else mesh
+    return None if mesh is None or communicator_of(mesh).all_here or talks_to_nobody() else mesh
 
 
 class Verdict(NamedTuple):
@@ -249,8 +249,3 @@ def _given(node: fx.Node) -> torch.Tensor:
 
 def _digest(x: Any) -> str:
     return hashlib.blake2b(repr(x).encode(), digest_size=8).hexdigest()
-
-
-def _talks_to_nobody() -> bool:
-    """Whether the process group is torch's fake one, which stands for ranks that are not there."""
-    return not dist.is_initialized() or dist.get_backend() == "fake"
