@@ -28,9 +28,8 @@ from .generators import counters
 from .generators.elementwise_draws import Draw
 from .keys import Key
 
-PLANNED = (
-    1 << 18
-)  # elements of a draw whose rectangles are kept: of larger ones they take no time worth keeping them for
+# Elements of a draw up to which its rectangles are kept: beside a larger draw they take no time.
+PLANNED = 1 << 18
 
 
 def drawn(

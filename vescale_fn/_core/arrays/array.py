@@ -457,9 +457,8 @@ class _Move:
     lead: Lead = ()
     # from and to: before it moves. Back, too, it is the first thing
     cast: tuple[torch.dtype, torch.dtype] | None = None
-    keeps_sums: bool = (
-        False  # whether a partial sum stays one, there and back: no more is asked for than where parts lie
-    )
+    # whether a partial sum stays one, there and back: no more is asked for than where parts lie
+    keeps_sums: bool = False
 
     def begun(self, x: Any) -> Any:
         """The value before it moves."""

@@ -8,25 +8,28 @@ from typing import Any
 class ArrayNotes:
     """What is known of an array. Nobody changes the attributes of the class, which are those of an array without notes."""
 
-    reduced: frozenset[str] = frozenset()  # the axes over which its cotangent is a partial sum, as its spec says
-    sums: list[Any] | None = (
-        None  # of a partial value: what it adds up to, once that is known; its aliases share the list
-    )
-    seen: tuple[Any, ...] | None = None  # of a view of all of a partial value: that, its layout then, and the op
-    total: tuple[Any, ...] = (None, None, None)  # the sum over a dim: the version of which it is, the dim, the sum
-    narrowed: tuple[Any, Any] = (None, None)  # of a cast to a narrower dtype: the version that it is of, and its source
-    root: Any = None  # the array that it is a view of
-    moved: Any = (
-        None  # of a view with elements that were elsewhere: how they come (`MovedView`), or True: they were copied
-    )
-    copies: (
-        list[Any] | tuple[()]
-    ) = ()  # weak references to what was copied out of it, and misses what is written into it
-    beside: tuple[Any, ...] = ()  # weak references to the arrays of whose memory it would be a part on one device
-    views: list[Any] | None = (
-        None  # of a new array that nobody has laid out: weak references to its views, what they cut
-    )
-    part: tuple[Any, ...] | None = None  # of such a view: its source, the op, its other arguments, which dims it shows
+    # the axes over which its cotangent is a partial sum, as its spec says
+    reduced: frozenset[str] = frozenset()
+    # of a partial value: what it adds up to, once that is known; its aliases share the list
+    sums: list[Any] | None = None
+    # of a view of all of a partial value: that, its layout then, and the op
+    seen: tuple[Any, ...] | None = None
+    # the sum over a dim: the version of which it is, the dim, the sum
+    total: tuple[Any, ...] = (None, None, None)
+    # of a cast to a narrower dtype: the version that it is of, and its source
+    narrowed: tuple[Any, Any] = (None, None)
+    # the array that it is a view of
+    root: Any = None
+    # of a view with elements that were elsewhere: how they come (`MovedView`), or True: they were copied
+    moved: Any = None
+    # weak references to what was copied out of it, and misses what is written into it
+    copies: list[Any] | tuple[()] = ()
+    # weak references to the arrays of whose memory it would be a part on one device
+    beside: tuple[Any, ...] = ()
+    # of a new array that nobody has laid out: weak references to its views, what they cut
+    views: list[Any] | None = None
+    # of such a view: its source, the op, its other arguments, which dims it shows
+    part: tuple[Any, ...] | None = None
 
 
 NONE = ArrayNotes()

@@ -119,10 +119,8 @@ class ProcessGroup(Communicator):
             return [row]
         if talks_to_nobody():
             return [row] * self.mesh.size()
-        axes, met = (
-            tuple(axes_of(self.mesh)),
-            self.processes(),
-        )  # a mesh may be of a part of the ranks: the others do not come
+        # a mesh may be of a part of the ranks: the others do not come
+        axes, met = tuple(axes_of(self.mesh)), self.processes()
         if (watch := context.watch()) is not None:
             watch.compare(met, RankCall(f"{why} (all_gather_object)", "over all ranks"))
         group, positions = group_along(self.mesh, axes)

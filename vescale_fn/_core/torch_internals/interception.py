@@ -265,10 +265,11 @@ def _reverse_through(handler: Any, concerned: Any) -> dict[str, Any]:
     return {name: ours[name] for name in _reverse}
 
 
+# from 2.14, and before
 _CHECKPOINTS = (
     "_checkpoint_without_reentrant_generator_impl",
     "_checkpoint_without_reentrant_generator",
-)  # from 2.14; before
+)
 _checkpoint_name = next((name for name in _CHECKPOINTS if hasattr(_checkpoint, name)), None)
 _plain_checkpoint: Any = _checkpoint_name and getattr(_checkpoint, _checkpoint_name)
 _checkpoint_settings = (
