@@ -300,6 +300,9 @@ CASES = {
     "default_device": lambda: inside(torch.device("meta"), door.default_device).type == "meta",
     "default_dtype": lambda: inside(door.default_dtype(torch.float64), torch.get_default_dtype) is torch.float64,
     "default_store": lambda: refused(ValueError, door.default_store),
+    "direct": lambda: (
+        door.direct(MM)(torch.eye(2), torch.ones(2, 1)).tolist() == [[1], [1]] and door.direct(len) is len
+    ),
     "disabled_torch_function": lambda: callable(door.disabled_torch_function),
     "dispatch_modes": lambda: door.dispatch_modes() == 0,
     "dispatch_to_own": lambda: type(array() * 2) is Array,
@@ -494,6 +497,7 @@ def test_an_interception_that_does_nothing_is_noticed(seen, intercept, monkeypat
 
 # What a release may lack: each is another way to the same, or asked for where it is needed. Nothing else may be off unsaid.
 OPTIONAL = {
+    "_cpp_dispatch_handle",  # `_op` itself is called where there are no others
     "_dim_group_names",
     "_orig_mod",
     "tags",

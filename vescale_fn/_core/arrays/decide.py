@@ -151,13 +151,15 @@ def _on_tensors(
     lists = any(isinstance(a, (list, tuple)) and tensors_in(a) for a in (*args, *kwargs.values()))
     one_call = how["op"] is func and not (moves or many or how["finish"] or folded or how["partial"] or lists)
     one_call = one_call and not communicator_of(mesh).holds_blocks
+    if one_call:
+        how["op"] = torch_internals.direct(func)
     if one_call and how["new"]:
-        return LocalNew(func, mesh, out_dspecs[0])
+        return LocalNew(func, mesh, how["op"], out_dspecs[0])
     if pinned:
         return (LocalWrite if one_call and not sizes else WriteOnBlocks)(func, mesh, **how)
     if view:
         return (LocalView if one_call else ViewOnBlocks)(func, mesh, offsets=offsets, **how)
-    return Local(func, mesh, out_dspecs[0]) if one_call and not sizes else OnBlocks(func, mesh, **how)
+    return Local(func, mesh, how["op"], out_dspecs[0]) if one_call and not sizes else OnBlocks(func, mesh, **how)
 
 
 def _steps(func: Any, args: Any, kwargs: Any, outs: Any, axes: dict[str, int]) -> Any:

@@ -34,11 +34,12 @@ _LISTS = frozenset((list, tuple))
 class Local(Decision):
     """The op as it is, on the blocks as they are; one result, a new array."""
 
-    out: Any  # its DTensorSpec
+    op: Any  # what runs on the blocks
+    out: Any  # the DTensorSpec of its result
 
     def run(self, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         local = [_local(a) if a.__class__ is cls else a for a in args]
-        out = self.func(*local, **kwargs) if kwargs else self.func(*local)
+        out = self.op(*local, **kwargs) if kwargs else self.op(*local)
         wrapped = _bare_dtensor(cls, out, self.out, requires_grad=False)
         _forbid_data_ptr(wrapped)
         return wrapped
@@ -183,7 +184,7 @@ class LocalView(ViewOnBlocks):
         if sizes is not None:
             local[sizes[0]] = sizes[1][0]
         try:
-            out = self.func(*local, **kwargs) if kwargs else self.func(*local)
+            out = self.op(*local, **kwargs) if kwargs else self.op(*local)
         except (RuntimeError, ValueError):  # the latter on tensors without values
             return ViewOnBlocks.run(self, cls, args, kwargs)
         wrapped = _bare_dtensor(cls, out, self.outs[0], requires_grad=False)
@@ -234,7 +235,7 @@ class LocalWrite(WriteOnBlocks):
                 break
         if notes:
             check_writable(func, source)
-        func(*local, **kwargs) if kwargs else func(*local)
+        self.op(*local, **kwargs) if kwargs else self.op(*local)
         if notes:
             after_write(source)
         return source

@@ -218,6 +218,7 @@ def run_ranks(
     """
     if isinstance(target, (list, tuple)) and torch_internals.operator_name(fn).startswith(LIST_OPS):
         return _write_lists(fn, n, args, kwargs, target)
+    fn = torch_internals.direct(fn)
     columns = [_column(a, n) for a in (*args, *kwargs.values())]
     if vary is not None:
         columns[vary[0]] = vary[1]

@@ -40,6 +40,11 @@ operator_name = operator.attrgetter("_schema.name")  # "aten::add_", whatever th
 standard_gamma_grad = torch._standard_gamma_grad  # (concentration, sample)
 
 
+def direct(op: Any) -> Any:
+    """What an operator in one overload calls, spared its own frame of Python's; anything else as it is."""
+    return getattr(op, "_cpp_dispatch_handle", op._op) if type(op) is OpOverload else op
+
+
 def in_place(op: Any) -> Any:
     """The operator of the same name with an underscore behind it, in the same overload; None where there is none."""
     space, _, name = op._schema.name.partition("::")
