@@ -82,18 +82,20 @@ def _part(label: Any, k: int) -> Any:
 def _cuts(rule: Rule, args: Lying, outs: Sequence[Any]) -> dict[Any, tuple[int, ...]]:
     """The sizes that the dims of each label are to be taken apart into, where some tensor is merged there."""
     found: dict[Any, list[tuple[int, ...]]] = {}
+    ones: set[Any] = set()  # the labels to begin with a part of size 1, which is split itself
     sizes: dict[Any, set[int]] = {}
     for labels, (spec, shape) in zip(rule.ins, args, strict=True):
         for label, row, size in zip(labels, split_axes(spec, len(shape)), shape, strict=True):
             ends = list(itertools.accumulate((n for n, _ in parts_of(row, size)), lambda a, b: a * b))
-            start = 1
+            start, alone = 1, ends[0] == 1 < size
             for n, inner in label if type(label) is Parts else ((size, label),):
                 mine = [end // start for end in ends if start < end < start * n and end % start == 0]
-                if inner is not None and mine:
+                if inner is not None and (mine or (alone and n > 1)):
                     found.setdefault(inner, []).append(
                         tuple(b // a for a, b in itertools.pairwise([1, *mine, n]) if b % a == 0)
                     )
-                start *= n
+                    ones |= {inner} if alone and n > 1 else set()
+                start, alone = start * n, False
     for labels, shape in [*((row, s) for row, (_, s) in zip(rule.ins, args)), *zip(rule.outs, outs)]:
         for label, size in zip(labels, shape or (), strict=True):
             for n, inner in label if type(label) is Parts else ((size, label),):
@@ -102,5 +104,5 @@ def _cuts(rule: Rule, args: Lying, outs: Sequence[Any]) -> dict[Any, tuple[int, 
     for label, rows in found.items():
         nested = common(*rows)
         if nested is not None and all(math.prod(nested) == size for size in sizes[label]):
-            cuts[label] = nested
+            cuts[label] = (1, *nested) if label in ones else nested
     return cuts

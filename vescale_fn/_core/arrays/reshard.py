@@ -71,7 +71,10 @@ def _taken_apart(shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], sour
     cut = [common(*([n for n, _ in parts_of(row, size)] for row in rows)) for size, *rows in zip(shape, before, after)]
     if None in cut:
         return None
-    apart = tuple(sizes or (1,) for sizes in cut)
+    alone = [
+        1 in (parts_of(row, 0)[0][0] for row in rows) for rows in zip(before, after)
+    ]  # a part of size 1, split itself
+    apart = tuple((1, *(sizes or ())) if one else sizes or (1,) for one, sizes in zip(alone, cut, strict=True))
     specs = []
     for rows, spec in ((before, source), (after, target)):
         found = [taken_apart(row, size, sizes, dict(axes)) for row, size, sizes in zip(rows, shape, apart, strict=True)]

@@ -3,7 +3,7 @@
 Such a dim's piece on a rank is no contiguous run, so no list of axes says how it lies. It is kept as the list of its parts:
 ``((B, ("dp",)), (H, ("tp",)))``. A part may be split unevenly: ``[5@dp, 3]`` seen as ``[15]`` is cut between its rows alone.
 In the smallest form of a list of parts no two neighbours could be one part; where that is a single part, the dim is an
-ordinary one.
+ordinary one. A part of size 1 that is itself split, so that one rank has something, comes first: its place does not matter.
 """
 
 from __future__ import annotations
@@ -87,8 +87,10 @@ class UnevenParts(torch_internals.strided_shard_type):
 def merge(parts: Sequence[Part], axes: Mapping[str, int]) -> Names:
     """How a dim lies that has these parts: as a plain row of axes, where that says it."""
     found: list[Part] = []
+    alone: list[str] = []  # what splits dims of size 1: who is not the first along these axes has nothing
     for size, names in parts:
         if size == 1:
+            alone += (name for name in names if axes[name] > 1)
             continue
         if found:
             before, held = found[-1]
@@ -99,6 +101,8 @@ def merge(parts: Sequence[Part], axes: Mapping[str, int]) -> Names:
                 found[-1] = (before * size, both)
                 continue
         found.append((size, names))
+    if alone:
+        found.insert(0, (1, tuple(alone)))
     if not found:
         return ()
     if len(found) == 1:
@@ -129,8 +133,8 @@ def taken_apart(row: Names, size: int, sizes: Sequence[int], axes: Mapping[str, 
         if math.prod(pieces) != part:  # the part ends within one of the dims
             out += [()] * (len(sizes) - len(out))
             return out, False
-        if sum(piece > 1 for piece in pieces) == 1:  # the part as it is, however it is split
-            out += [names if piece > 1 else () for piece in pieces]
+        if part in pieces:  # the part as it is, however it is split
+            out += [names if at == pieces.index(part) else () for at in range(len(pieces))]
             continue
         todo = names
         for piece in pieces:

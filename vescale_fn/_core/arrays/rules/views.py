@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +38,7 @@ def view(call: Call) -> Rule:
                 for row, dims_, sizes in ((labels, ins, old), (new_labels, outs, new)):
                     for d, label in zip(dims_, _dealt(parts, sizes), strict=True):
                         row[d] = label
+        _label_ones(x, out, labels, new_labels)
     return Rule(
         (tuple(labels),),
         (tuple(new_labels),),
@@ -54,6 +57,36 @@ def _dealt(parts: Sequence[tuple[int, Any]], sizes: Sequence[int]) -> list[Any]:
             mine.append(left.pop(0))
         labels.append(mine[0][1] if len(mine) == 1 else Parts(mine))
     return labels
+
+
+def _label_ones(x: Sequence[int], out: Sequence[int], labels: list[Any], new_labels: list[Any]) -> None:
+    """Give dims of size 1, which may be split, too, a label each: it is that of a dim of size 1 in the same place of the other
+    shape, or the first part of the dim that the other shape has there."""
+    sides = [(x, labels, _ones(x)), (out, new_labels, _ones(out))]
+    for (_, mine, ones), (shape, theirs, others) in (sides, sides[::-1]):
+        for (start, nth), d in ones.items():
+            twin = others.get((start, nth))
+            if twin is not None:
+                mine[d] = theirs[twin] = ("one", start, nth)
+            elif (host := _dim_at(shape, start)) is not None:
+                mine[d] = ("one", start, nth)
+                there = theirs[host]
+                theirs[host] = Parts([(1, mine[d]), *(there if type(there) is Parts else [(shape[host], there)])])
+
+
+def _ones(shape: Sequence[int]) -> dict[tuple[int, int], int]:
+    """The dims of size 1: how many rows of elements begin with each, and how many such dims stand before it."""
+    found: dict[tuple[int, int], int] = {}
+    for d, (size, start) in enumerate(zip(shape, itertools.accumulate(shape, operator.mul, initial=1))):
+        if size == 1:
+            found[start, sum(at == start for at, _ in found)] = d
+    return found
+
+
+def _dim_at(shape: Sequence[int], start: int) -> int | None:
+    """The dim, of those larger than 1, that begins there or goes on; or the last one."""
+    large = [d for d, size in enumerate(shape) if size > 1]
+    return next((d for d in large if math.prod(shape[: d + 1]) > start), large[-1] if large else None)
 
 
 def _groups(x: Sequence[int], out: Sequence[int]) -> list[tuple[list[int], list[int]]]:
