@@ -9,7 +9,8 @@ arguments, which is right for every op, and logged.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from .array_values import reason
 from .decision import Composed, Decision, MayDraw, ShapeOnly, StridesOfItself, ViewOfItself, refuse
 from .dtensor_rules import propagated
 from .gathered import Gathered
-from .layout_solver import solved
+from .layout_solver import Solution, solved
 from .lazy_layout import is_new
 from .on_blocks import Local, LocalNew, LocalView, LocalWrite, OnBlocks, ViewOnBlocks, WriteOnBlocks, in_order
 from .rules.compositions import COMPOSED, READING, composed
@@ -70,6 +71,35 @@ def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return meshes[0]
 
 
+@dataclass(frozen=True, eq=False)
+class _OpCall:
+    """One call of an op, and what it gives on one device."""
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    mesh: Any
+    tensors: Sequence[Any]
+    outs: Any  # the results without values; None where these cannot be told without the arguments' values
+    many: Any  # tuple or list, where there are several
+
+    @property
+    def specs(self) -> list[P]:
+        """How the tensor arguments lie."""
+        return [layout(torch_internals.spec(x)) if isinstance(x, DTensor) else WHOLE for x in self.tensors]
+
+    @property
+    def is_view(self) -> bool:
+        """Whether results alias the first argument."""
+        returns = torch_internals.schema(self.func).returns
+        return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether an argument is a list of tensors."""
+        return any(isinstance(a, (list, tuple)) and tensors_in(a) for a in (*self.args, *self.kwargs.values()))
+
+
 def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[str, ...] = ()) -> Decision:
     """Decide on one call. `lies`: what is remembered of the layout of a tensor that the call does not name."""
     tensors = tensors_in(args, kwargs)
@@ -79,103 +109,134 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[s
     if func in SETS_STRIDES:
         return StridesOfItself(func, mesh)
     refuse(func, args, kwargs)
-    outs, many = _metas(func, args, kwargs, tensors)
-    if outs is not None and not any(isinstance(o, torch.Tensor) for o in outs):
-        return ShapeOnly(func, mesh, many(outs) if many else outs[0])
-    if (steps := _steps(func, args, kwargs, outs, axes_of(mesh))) is not None:
+    call = _OpCall(func, args, kwargs, mesh, tensors, *_metas(func, args, kwargs, tensors))
+    if call.outs is not None and not any(isinstance(o, torch.Tensor) for o in call.outs):
+        return ShapeOnly(func, mesh, call.many(call.outs) if call.many else call.outs[0])
+    if (steps := _steps(call)) is not None:
         decision: Decision = Composed(func, mesh, steps)
     else:
-        decision = _on_tensors(func, args, kwargs, tensors, mesh, outs, many, lies)
+        decision = _on_tensors(call, lies)
     return MayDraw(func, mesh, decision) if is_seeded(func) else decision
 
 
-def _on_tensors(
-    func: Any, args: Any, kwargs: Any, tensors: Any, mesh: Any, outs: Any, many: Any, lies: tuple[str, ...]
-) -> Decision:
+def _on_tensors(call: _OpCall, lies: tuple[str, ...]) -> Decision:
     """The decision for an op that is carried out as one: on the blocks where a rule says how, else on gathered arguments."""
-    view = _is_view(func)
-    offsets: Any = tuple(o.storage_offset() if isinstance(o, torch.Tensor) else 0 for o in outs or ()) if view else ()
+    func, mesh, outs = call.func, call.mesh, call.outs
+    offsets: Any = ()
+    if call.is_view:
+        offsets = tuple(o.storage_offset() if isinstance(o, torch.Tensor) else 0 for o in outs or ())
     reads = torch.Tag.data_dependent_output in func.tags  # a number: no rule could say more than that it needs all
     ruled = reads or find(func) is not None
-    gathered = Gathered(func, mesh, many=many, ruled=ruled, view=view, offsets=offsets)
-    specs = [layout(torch_internals.spec(x)) if isinstance(x, DTensor) else WHOLE for x in tensors]
-    rule, pinned = _rule(func, args, kwargs, tensors, outs, lies)
-    if rule is not None and outs is not None:
-        shapes = [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs]
-        lying = [(spec, tuple(x.shape)) for spec, x in zip(specs, tensors, strict=True)]
-        found = solved(rule, lying, shapes, axes_of(mesh), pinned)
-        covered = _covered(rule, [*found[0], *found[1]], [*tensors, *outs], mesh)
-        if covered == _SCATTERED:
-            rule, covered = without_blocks(rule), None
-            found = solved(rule, lying, shapes, axes_of(mesh), pinned)
-    else:
-        found, rule, covered = propagated(func, args, kwargs, tensors, outs, mesh), Rule((), ()), None
-    if found is None or outs is None:
+    gathered = Gathered(func, mesh, many=call.many, ruled=ruled, view=call.is_view, offsets=offsets)
+    if outs is None:
         return gathered
-    targets, out_specs, *folds = found
-    fold_axes = folds[0] if folds else ()
+    rule, pinned = _rule(call, lies)
+    if rule is not None:
+        rule, solution, covered = _solution(rule, call, pinned)
+    else:
+        rule, covered = Rule((), ()), None
+        solution = propagated(func, call.args, call.kwargs, call.tensors, outs, mesh)
+    if solution is None:
+        return gathered
+    specs, (targets, out_specs, _) = call.specs, solution
     if any(targets[i] != specs[i] for i in pinned) or any(out != specs[i] for i, out in zip(pinned, out_specs)):
         return gathered  # what is written does not lie as the target does
-    moves = []
-    for i, (x, spec, target) in enumerate(zip(tensors, specs, targets, strict=True)):
-        steps = reshard.plan(tuple(x.shape), axes_items(mesh), spec, target)
-        if steps:
-            moves.append((i, steps, reason(func, tuple(x.shape), x.dtype, spec, target)))
-    out_dspecs = tuple(
-        spec_for(mesh, spec, o.shape, tuple(o.stride()), o.dtype) if isinstance(o, torch.Tensor) else None
-        for o, spec in zip(outs, out_specs, strict=True)
-    )
-    folded = any(fold_axes)
-    # where nothing is split the op itself gives the results
-    split = {"blocks": covered is not None, "parts": _splits_parts(rule, (*targets, *out_specs)), "": True}
-    alone = not split[rule.only] or (rule.finish is not None and not folded)
-    op = None if alone else _written_by(rule.op) if pinned and rule.op else rule.op
-    sizes = _local_sizes(rule, func, outs, out_specs, mesh)
+    return _on_blocks(call, rule, solution, covered, bool(pinned), offsets)
+
+
+def _on_blocks(
+    call: _OpCall, rule: Rule, solution: Solution, covered: Any, writes: bool, offsets: tuple[int, ...]
+) -> Decision:
+    """The decision that carries a solution out."""
+    func, mesh = call.func, call.mesh
+    out_dspecs = tuple(_dspec(mesh, spec, o) for o, spec in zip(call.outs, solution.outs, strict=True))
+    op, finish = _replacements(rule, solution, covered, writes)
+    sizes = _local_sizes(rule, func, call.outs, solution.outs, mesh)
     how: dict[str, Any] = {
-        "targets": tuple(targets),
-        "moves": tuple(moves),
+        "targets": tuple(solution.targets),
+        "moves": tuple(_moves(call, solution.targets)),
         "outs": out_dspecs,
-        "many": many,
+        "many": call.many,
         "op": in_order(op or func) if func in NEEDS_CONTIGUOUS else op or func,
         "binds": op is not None,
         "copies": rule.copies,
-        "finish": None if alone else rule.finish,
+        "finish": finish,
         "again": rule.again,
         "sizes": sizes,
-        "reshapes": sizes is not None and (view or func in UNSHARED_VIEW),
-        "fold": (rule.fold, tuple(fold_axes)) if folded else None,
+        "reshapes": sizes is not None and (call.is_view or func in UNSHARED_VIEW),
+        "fold": (rule.fold, tuple(solution.folds)) if any(solution.folds) else None,
         "covered": covered,
-        "new": is_new(func, out_specs),
-        "partial": any(spec.unreduced for spec in out_specs),
+        "new": is_new(func, solution.outs),
+        "partial": any(spec.unreduced for spec in solution.outs),
     }
-    lists = any(isinstance(a, (list, tuple)) and tensors_in(a) for a in (*args, *kwargs.values()))
-    one_call = how["op"] is func and not (moves or many or how["finish"] or folded or how["partial"] or lists)
-    one_call = one_call and not communicator_of(mesh).holds_blocks
+    return _least(call, how, writes, offsets)
+
+
+def _least(call: _OpCall, how: dict[str, Any], writes: bool, offsets: tuple[int, ...]) -> Decision:
+    """The decision that does the least for what `how` says: one call of the op itself, where that is all."""
+    func, mesh, sizes = call.func, call.mesh, how["sizes"]
+    more = call.takes_lists or any(how[name] for name in ("moves", "many", "finish", "fold", "partial"))
+    one_call = how["op"] is func and not (more or communicator_of(mesh).holds_blocks)
     if one_call:
         how["op"] = torch_internals.direct(func)
     if one_call and how["new"]:
-        return LocalNew(func, mesh, how["op"], out_dspecs[0])
-    if pinned:
+        return LocalNew(func, mesh, how["op"], how["outs"][0])
+    if writes:
         return (LocalWrite if one_call and not sizes else WriteOnBlocks)(func, mesh, **how)
-    if view:
+    if call.is_view:
         return (LocalView if one_call else ViewOnBlocks)(func, mesh, offsets=offsets, **how)
-    return Local(func, mesh, how["op"], out_dspecs[0]) if one_call and not sizes else OnBlocks(func, mesh, **how)
+    return Local(func, mesh, how["op"], how["outs"][0]) if one_call and not sizes else OnBlocks(func, mesh, **how)
 
 
-def _steps(func: Any, args: Any, kwargs: Any, outs: Any, axes: dict[str, int]) -> Any:
+def _solution(rule: Rule, call: _OpCall, pinned: Sequence[int]) -> tuple[Rule, Solution, Any]:
+    """The rule, what solves it, and what each rank's block covers; where that is no range, its dims stay whole."""
+    args = [(spec, tuple(x.shape)) for spec, x in zip(call.specs, call.tensors, strict=True)]
+    shapes = [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in call.outs]
+    solution = solved(rule, args, shapes, axes_of(call.mesh), pinned)
+    covered = _covered(rule, [*solution.targets, *solution.outs], [*call.tensors, *call.outs], call.mesh)
+    if covered != _SCATTERED:
+        return rule, solution, covered
+    rule = without_blocks(rule)
+    return rule, solved(rule, args, shapes, axes_of(call.mesh), pinned), None
+
+
+def _dspec(mesh: Any, spec: P, out: Any) -> Any:
+    """The DTensorSpec of a result; None where it is no tensor."""
+    return spec_for(mesh, spec, out.shape, tuple(out.stride()), out.dtype) if isinstance(out, torch.Tensor) else None
+
+
+def _moves(call: _OpCall, targets: Sequence[P]) -> Iterator[Any]:
+    """Which tensors move, by which steps, and why."""
+    for i, (x, spec, target) in enumerate(zip(call.tensors, call.specs, targets, strict=True)):
+        if steps := reshard.plan(tuple(x.shape), axes_items(call.mesh), spec, target):
+            yield i, steps, reason(call.func, tuple(x.shape), x.dtype, spec, target)
+
+
+def _replacements(rule: Rule, solution: Solution, covered: Any, writes: bool) -> tuple[Any, Any]:
+    """What runs on the blocks instead of the op, and what makes the results of its parts; None where the op itself gives
+    them, as it does where nothing is split."""
+    specs = (*solution.targets, *solution.outs)
+    needed = {"blocks": covered is not None, "parts": _splits_parts(rule, specs), "": True}
+    if not needed[rule.only] or (rule.finish is not None and not any(solution.folds)):
+        return None, None
+    return _written_by(rule.op) if writes and rule.op else rule.op, rule.finish
+
+
+def _steps(call: _OpCall) -> Any:
     """What carries the op out as others, on arrays: by our own composition, or by torch's where there is no rule."""
+    func = call.func
     name = str(func).removeprefix("aten.")
-    if name in COMPOSED and outs is not None:
-        bound = bind(func, args, kwargs)
+    if name in COMPOSED and call.outs is not None:
+        bound = bind(func, call.args, call.kwargs)
         rows: dict[str, Any] = {
             at: split_axes(layout(torch_internals.spec(x)), x.ndim) if isinstance(x, DTensor) else ((),) * x.ndim
             for at, x in bound.items()
             if isinstance(x, torch.Tensor)
         }
-        steps = composed(name, bound, rows, axes)
-        dtypes = tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in outs)
+        steps = composed(name, bound, rows, axes_of(call.mesh))
+        dtypes = tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in call.outs)
         return steps and (lambda args, kwargs: steps(dtypes, *bind(func, args, kwargs).values()))
-    if name == "as_strided.default" and (parts := strided(*list(bind(func, args, kwargs).values())[:4])) is not None:
+    if name == "as_strided.default" and (parts := strided(*list(bind(func, call.args, call.kwargs).values())[:4])):
         return parts
     if find(func) is not None or blocks.written(func) or name in READING:
         return None
@@ -183,34 +244,23 @@ def _steps(func: Any, args: Any, kwargs: Any, outs: Any, axes: dict[str, int]) -
     return parts and (lambda args, kwargs: parts(*args, **kwargs))
 
 
-def _rule(
-    func: Any, args: Any, kwargs: Any, tensors: Any, outs: Any, lies: tuple[str, ...]
-) -> tuple[Rule | None, list[int]]:
+def _rule(call: _OpCall, lies: tuple[str, ...]) -> tuple[Rule | None, list[int]]:
     """The rule of a call, and which of its tensors are written and so must stay where they are."""
+    func, args, tensors = call.func, call.args, call.tensors
     places = blocks.written(func)
     make_rule = find(func)
-    if outs is None or make_rule is None or any(i >= len(args) for i, _ in places):  # the last: out=, a new value
+    if make_rule is None or any(i >= len(args) for i, _ in places):  # the last: out=, a new value
         return None, []
     written = {id(x) for i, _ in places for x in (args[i] if isinstance(args[i], (list, tuple)) else (args[i],))}
     pinned = [i for i, x in enumerate(tensors) if id(x) in written]
     if any(not isinstance(tensors[i], DTensor) for i in pinned) or len(pinned) < len(written):
         return None, []
     ts = tuple(T(i, tuple(x.shape), x.dtype) for i, x in enumerate(tensors))
-    by_name = with_tensors(bind(func, args, kwargs), iter(ts))
+    by_name = with_tensors(bind(func, args, call.kwargs), iter(ts))
     name = torch_internals.operator_name(func).removeprefix("aten::")
-    call = Call(
-        name.removesuffix("_") if places else name,
-        by_name,
-        ts,
-        tuple(tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs),
-        tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in outs),
-        lies,
-    )
-    return make_rule(call), pinned
-
-
-def _is_view(func: Any) -> bool:
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in torch_internals.schema(func).returns)
+    shapes = tuple(tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in call.outs)
+    dtypes = tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in call.outs)
+    return make_rule(Call(name.removesuffix("_") if places else name, by_name, ts, shapes, dtypes, lies)), pinned
 
 
 def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, ...] | None, Any]:
