@@ -20,17 +20,13 @@ NOTED = {
 }
 NOTED_IN_A_HURRY = {"_core/shard_map/untyped_mode.py"}  # at each op of a body
 LONG = {
-    "_core/arrays/decide.py:_on_tensors",
     "_core/arrays/layout_solver.py:_solve",
-    "_core/shard_map/shard_map.py:shard_map",
     "_core/arrays/aliasing.py:entries",
-    "_core/arrays/dtensor_rules.py:propagated",
     "_core/arrays/lazy_layout.py:settle",
     "_core/arrays/merged_operands.py:_cuts",
     "_core/arrays/merged_operands.py:apart",
     "_core/arrays/placement.py:_check",
     "_core/arrays/placement.py:with_sharding",
-    "_core/arrays/reshard.py:_steps",
     "_core/arrays/view_windows.py:shown_by",
     "_core/arrays/view_writes.py:write_pieces",
     "_core/base/containers.py:_fields",

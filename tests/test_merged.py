@@ -18,7 +18,7 @@ from test_reshard import assert_holds, placed
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn._core.arrays import reshard
+from vescale_fn._core.arrays import reshard, reshard_plan
 from vescale_fn._core.distributed import mesh
 from vescale_fn._core.distributed import mesh as mesh_
 from vescale_fn._core.distributed.blocks import Blocks
@@ -129,7 +129,7 @@ def test_moves(names: str) -> None:
         x = torch.arange(24 * 6.0).view(24, 6) * 3 + 1
         weights = torch.arange(24 * 6.0).view(24, 6) % 7 + 0.5
         for source, target in itertools.product(LAYOUTS, repeat=2):
-            steps = reshard.plan((24, 6), axes_items(m), source, target)
+            steps = reshard_plan.plan((24, 6), axes_items(m), source, target)
             assert_holds(reshard.run(Blocks(placed(x, m, source)), (24, 6), m, steps, "test"), x, m, target)
         for source, target in zip(LAYOUTS, LAYOUTS[3:]):
             there = vfn.from_local(Blocks(placed(x, m, source)), m, source).requires_grad_()
@@ -149,8 +149,8 @@ def test_moves(names: str) -> None:
     ids=str,
 )
 def test_a_move_touches_only_the_parts_that_differ(source: P, target: P, collectives: list[str]) -> None:
-    steps = reshard.plan((24, 6), (("a", 2), ("b", 2)), source, target)
-    assert [f"{s.kind} {','.join(s.axes)}" for s in steps if s.kind not in reshard.LOCAL_KINDS] == collectives
+    steps = reshard_plan.plan((24, 6), (("a", 2), ("b", 2)), source, target)
+    assert [f"{s.kind} {','.join(s.axes)}" for s in steps if s.kind not in reshard_plan.LOCAL_KINDS] == collectives
 
 
 def _on_this_rank(blocks, moves):
@@ -159,7 +159,7 @@ def _on_this_rank(blocks, moves):
         blocks[source][mesh.communicator_of(m).ranks[0]],
         (24, 6),
         m,
-        reshard.plan((24, 6), axes_items(m), source, target),
+        reshard_plan.plan((24, 6), axes_items(m), source, target),
         "test",
     )
     x = vfn.shard(torch.arange(24.0).view(4, 6), m, P("a", "b"))
@@ -173,7 +173,7 @@ def test_moves_on_real_ranks(gloo) -> None:
         blocks = {s: placed(x, m, s) for s in LAYOUTS}
         moves = list(itertools.product(LAYOUTS[::3], LAYOUTS[7:]))
         want = [
-            reshard.run(Blocks(blocks[s]), (24, 6), m, reshard.plan((24, 6), axes_items(m), s, t), "test")
+            reshard.run(Blocks(blocks[s]), (24, 6), m, reshard_plan.plan((24, 6), axes_items(m), s, t), "test")
             for s, t in moves
         ]
     for rank, (found, doubled, said) in enumerate(gloo(4, _on_this_rank, blocks, moves)):

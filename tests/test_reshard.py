@@ -16,7 +16,7 @@ from test_spec import all_specs
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn._core.arrays import reshard
+from vescale_fn._core.arrays import reshard, reshard_plan
 from vescale_fn._core.distributed import communicator, mesh
 from vescale_fn._core.distributed.blocks import Blocks
 from vescale_fn._core.sharding import index_map, spec
@@ -77,7 +77,7 @@ def test_forward(sizes, names) -> None:
         m = vfn.make_mesh(sizes, tuple(names))
         for shape, source, target in cases(sizes, names, 120, 1):
             x = torch.arange(math.prod(shape)).view(shape) * 3 + 1
-            steps = reshard.plan(shape, axes_items(m), source, target)
+            steps = reshard_plan.plan(shape, axes_items(m), source, target)
             assert (not steps) == (source == target or (1 in sizes and steps == ())), (source, target)
             try:
                 assert_holds(reshard.run(Blocks(placed(x, m, source)), shape, m, steps, "test"), x, m, target)
@@ -170,8 +170,8 @@ KINDS = [
 @pytest.mark.parametrize(("source", "target", "collectives"), KINDS, ids=str)
 @pytest.mark.parametrize("shape", [(8, 8), (7, 9)], ids=str)
 def test_collectives(source: P, target: P, collectives: list[str], shape) -> None:
-    steps = reshard.plan(shape, AXES, source, target)
-    travelling = [f"{s.kind} {','.join(s.axes)}" for s in steps if s.kind not in reshard.LOCAL_KINDS]
+    steps = reshard_plan.plan(shape, AXES, source, target)
+    travelling = [f"{s.kind} {','.join(s.axes)}" for s in steps if s.kind not in reshard_plan.LOCAL_KINDS]
     if shape == (8, 8) or ("b", "a") not in (*source, *target):  # uneven blocks nest in the mesh's order only
         assert travelling == collectives
 
@@ -183,7 +183,7 @@ def test_a_plan_is_no_dearer_than_gathering_everything() -> None:
         for source, target in (
             itertools.product(layouts, layouts) if len(axes) < 3 or ALL else zip(layouts, layouts[7:])
         ):
-            steps = reshard.plan((12, 12), tuple(axes.items()), source, target)
+            steps = reshard_plan.plan((12, 12), tuple(axes.items()), source, target)
             assert len([s for s in steps if s.kind == "all_reduce"]) <= 1, (source, target)
             if not source.unreduced:
                 assert all(s.kind not in ("all_reduce", "reduce_scatter") for s in steps), (source, target)
@@ -225,7 +225,7 @@ def _on_this_rank(sizes, names, todo):
     m = vfn.make_mesh(sizes, tuple(names))
     me, outs = mesh.communicator_of(m).ranks[0], []
     for shape, dtype, source, target, blocks in todo:
-        steps = reshard.plan(shape, axes_items(m), source, target)
+        steps = reshard_plan.plan(shape, axes_items(m), source, target)
         out = reshard.run(blocks[me].view(dtype), shape, m, steps, "test")
         assert out.dtype == dtype
         outs.append(out.view(SIGNED.get(dtype, dtype)))
@@ -263,7 +263,7 @@ def test_real_ranks_hold_what_simulated_ranks_hold(gloo, sizes, names) -> None:
             dtype = (EXACT if adds else MOVED)[i % len(EXACT if adds else MOVED)]
             x = (torch.arange(math.prod(shape)).view(shape) % 11).to(dtype)
             blocks = placed(x, m, source)
-            steps = reshard.plan(shape, axes_items(m), source, target)
+            steps = reshard_plan.plan(shape, axes_items(m), source, target)
             expected.append(reshard.run(Blocks(blocks), shape, m, steps, "test").blocks)
             todo.append((shape, dtype, source, target, [b.view(SIGNED.get(dtype, dtype)) for b in blocks]))
     got = gloo(math.prod(sizes), _on_this_rank, sizes, names, todo)

@@ -34,7 +34,7 @@ from ..sharding.merged_dim import Merged, UnevenParts
 from ..sharding.named_sharding import Sharding
 from ..sharding.placements import from_placements
 from ..sharding.spec import P, from_split_axes, rebuild_spec, split_axes
-from . import deferred_views, interpreter, reshard
+from . import deferred_views, interpreter, reshard, reshard_buckets, reshard_plan
 from .array_values import brought, the_one
 from .lazy_layout import note_stated
 
@@ -482,7 +482,7 @@ class _Move:
         if isinstance(x, Array):
             local = brought(x, bare, self.why, apart=True)
             return wrap(_apart(local, torch_internals.local(x)), self.mesh, target, x.shape, tuple(x.stride()))
-        steps = reshard.plan(tuple(x.shape), axes_items(self.mesh), WHOLE, bare)
+        steps = reshard_plan.plan(tuple(x.shape), axes_items(self.mesh), WHOLE, bare)
         before = _local(x, self.mesh)
         local = reshard.run(before, tuple(x.shape), self.mesh, steps, self.why)
         local = in_order(_apart(local, before) if steps else packed(local), x)
@@ -785,7 +785,7 @@ def moved_together(xs: Sequence[Array], targets: Sequence[P], why: str) -> list[
     for mesh, members in meshes.items():
         shapes = [tuple(xs[i].shape) for i in members]
         plans = [
-            reshard.plan(
+            reshard_plan.plan(
                 shape,
                 axes_items(mesh),
                 layout(torch_internals.spec(xs[i])),
@@ -794,7 +794,9 @@ def moved_together(xs: Sequence[Array], targets: Sequence[P], why: str) -> list[
             for i, shape in zip(members, shapes, strict=True)
         ]
         with torch_internals.no_torch_function():  # a body's mode watches what the body does, not what is done here
-            moved = reshard.run_together([torch_internals.local(xs[i]) for i in members], shapes, mesh, plans, why)
+            moved = reshard_buckets.run_together(
+                [torch_internals.local(xs[i]) for i in members], shapes, mesh, plans, why
+            )
             moved = [_apart(local, torch_internals.local(xs[i])) for i, local in zip(members, moved, strict=True)]
         for i, own in zip(members, moved, strict=True):
             out[i] = tensor_types.kept(wrap(own, mesh, targets[i], xs[i].shape, tuple(xs[i].stride())), xs[i])

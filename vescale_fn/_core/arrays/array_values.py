@@ -17,7 +17,7 @@ from ..distributed.blocks import Blocks
 from ..distributed.mesh import communicator_of, is_part
 from ..sharding.layout import WHOLE, axes_items, layout, spec_for, text, type_text
 from ..sharding.spec import P, split_axes
-from . import reshard
+from . import reshard, reshard_plan
 from .refusals import OTHER_SHAPE
 
 
@@ -49,7 +49,7 @@ def brought(x: Any, target: P, why: str, apart: bool = False) -> Any:
 def _brought(x: Any, target: P, why: str) -> tuple[Any, bool]:
     """The local value of an array, brought to `target`, and whether it is nobody else's."""
     mesh, shape = torch_internals.mesh(x), tuple(x.shape)
-    steps = reshard.plan(shape, axes_items(mesh), layout(torch_internals.spec(x)), target)
+    steps = reshard_plan.plan(shape, axes_items(mesh), layout(torch_internals.spec(x)), target)
     cell = notes_of(x).sums
     if cell and cell[0] == (torch_internals.version(x), steps):
         return cell[1], False
@@ -87,9 +87,11 @@ def copied(local: Any) -> Any:
 # --- whole, and back --------------------------------------------------------------------------------------------------
 
 
-def steps_to_whole(x: Any) -> tuple[reshard.MoveStep, ...]:
+def steps_to_whole(x: Any) -> tuple[reshard_plan.MoveStep, ...]:
     """The steps that make an array whole on every rank."""
-    return reshard.plan(tuple(x.shape), axes_items(torch_internals.mesh(x)), layout(torch_internals.spec(x)), WHOLE)
+    return reshard_plan.plan(
+        tuple(x.shape), axes_items(torch_internals.mesh(x)), layout(torch_internals.spec(x)), WHOLE
+    )
 
 
 def the_one(local: Any, mesh: Any) -> Any:
@@ -133,7 +135,7 @@ def put_back(func: Any, x: Any, whole: torch.Tensor) -> None:
                 "an array of the result's shape, or the op without out=",
             )
         )
-    steps = reshard.plan(tuple(x.shape), axes_items(mesh), WHOLE, layout(torch_internals.spec(x)))
+    steps = reshard_plan.plan(tuple(x.shape), axes_items(mesh), WHOLE, layout(torch_internals.spec(x)))
     value = reshard.run(whole, tuple(x.shape), mesh, steps, "")
     local = torch_internals.local(x)
     parts = communicator_of(mesh).parts

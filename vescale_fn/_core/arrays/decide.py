@@ -27,7 +27,7 @@ from ..distributed.mesh import communicator_of, is_part, mesh_name, same
 from ..sharding.index_map import axes_of, dim_indices, local_shape
 from ..sharding.layout import WHOLE, axes_items, layout, spec_for, text
 from ..sharding.spec import P, split_axes
-from . import reshard
+from . import reshard_plan
 from .array_values import reason
 from .decision import Composed, Decision, MayDraw, ShapeOnly, StridesOfItself, ViewOfItself, refuse
 from .dtensor_rules import propagated
@@ -208,7 +208,7 @@ def _dspec(mesh: Any, spec: P, out: Any) -> Any:
 def _moves(call: _OpCall, targets: Sequence[P]) -> Iterator[Any]:
     """Which tensors move, by which steps, and why."""
     for i, (x, spec, target) in enumerate(zip(call.tensors, call.specs, targets, strict=True)):
-        if steps := reshard.plan(tuple(x.shape), axes_items(call.mesh), spec, target):
+        if steps := reshard_plan.plan(tuple(x.shape), axes_items(call.mesh), spec, target):
             yield i, steps, reason(call.func, tuple(x.shape), x.dtype, spec, target)
 
 

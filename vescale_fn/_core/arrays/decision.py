@@ -16,7 +16,7 @@ from ..base.op_arguments import bind
 from ..sharding.layout import layout, spec_for, text
 from ..sharding.spec import P
 from .refusals import MEMORY, MOVE, STORAGE
-from .reshard import MoveStep
+from .reshard_plan import MoveStep
 from .rules.traits import RETURNS_VIEW_OF_ITSELF
 from .stateful_draws import refuse_seeded
 

@@ -19,7 +19,7 @@ from ..distributed import blocks
 from ..distributed.mesh import communicator_of
 from ..sharding.layout import WHOLE, layout, spec_for, text
 from ..sharding.spec import P
-from . import in_place, reshard
+from . import in_place, reshard_plan
 from .aliasing import note_views
 from .array_values import put_back, steps_to_whole, whole_tensor
 from .decision import Decision
@@ -50,7 +50,7 @@ class Gathered(Decision):
 
     def moves_of(
         self, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> list[tuple[int, tuple[reshard.MoveStep, ...], P]]:
+    ) -> list[tuple[int, tuple[reshard_plan.MoveStep, ...], P]]:
         tensors = enumerate(tensors_in(args, kwargs))
         return [(i, steps_to_whole(x), WHOLE) for i, x in tensors if isinstance(x, DTensor)]
 

@@ -20,7 +20,7 @@ from ..distributed import blocks
 from ..sharding.layout import WHOLE, axes_items, layout, spec_for
 from ..sharding.merged_dim import Merged
 from ..sharding.spec import from_split_axes, split_axes
-from . import reshard
+from . import reshard, reshard_plan
 from .rules.elementwise import elementwise
 from .rules.table import find
 from .rules.traits import DROPS_DIM, NEW
@@ -104,7 +104,7 @@ def _split(dispatch: Callable[..., Any], root: Any, rows: Sequence[tuple[str, ..
     notes = noted(root)
     views, notes.views = notes.views, None
     mesh, shape, goal = torch_internals.mesh(root), tuple(root.shape), from_split_axes(rows)
-    steps = reshard.plan(shape, axes_items(mesh), layout(torch_internals.spec(root)), goal)  # slices alone
+    steps = reshard_plan.plan(shape, axes_items(mesh), layout(torch_internals.spec(root)), goal)  # slices alone
     torch_internals.set_local(root, reshard.run(torch_internals.local(root), shape, mesh, steps, ""))
     torch_internals.set_spec(root, spec_for(mesh, goal, root.shape, tuple(root.stride()), root.dtype))
     for ref, _ in views:  # type: ignore[union-attr]

@@ -16,7 +16,7 @@ from ..base.op_arguments import bind, tensors_in, with_tensors
 from ..distributed import blocks, collectives
 from ..distributed.mesh import communicator_of
 from ..sharding.spec import P, split_axes
-from . import in_place, reshard
+from . import in_place, reshard, reshard_buckets, reshard_plan
 from .aliasing import after_write, check_reads, check_writable, note_copy, note_views, remember_sums, remember_table
 from .array_values import brought
 from .decision import Decision
@@ -61,7 +61,7 @@ class OnBlocks(Decision):
 
     targets: tuple[P, ...]  # how each tensor argument must lie, in order
     # (which tensor argument, the steps to its target, why)
-    moves: tuple[tuple[int, tuple[reshard.MoveStep, ...], str], ...]
+    moves: tuple[tuple[int, tuple[reshard_plan.MoveStep, ...], str], ...]
     outs: tuple[Any, ...]  # a DTensorSpec, or None for no tensor, for each result
     many: Any  # tuple or list, where the op gives several results
     op: Any  # what runs on the blocks
@@ -121,7 +121,7 @@ class OnBlocks(Decision):
 
     def moves_of(
         self, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> list[tuple[int, tuple[reshard.MoveStep, ...], P]]:
+    ) -> list[tuple[int, tuple[reshard_plan.MoveStep, ...], P]]:
         return [(i, steps, self.targets[i]) for i, steps, _ in self.moves]
 
     def computed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
@@ -276,7 +276,7 @@ def _folded(func: Any, parts: list[Any], mesh: Any, how: str, axes_of_parts: Seq
         if axes:
             together.setdefault((axes, part.dtype), []).append(i)
     for (axes, _), members in together.items():
-        summed = reshard.all_reduce_bucket([parts[i] for i in members], mesh, axes, why)
+        summed = reshard_buckets.all_reduce_bucket([parts[i] for i in members], mesh, axes, why)
         for i, value in zip(members, summed, strict=True):
             parts[i] = value
     return parts

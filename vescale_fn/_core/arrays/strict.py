@@ -18,7 +18,7 @@ from ..base.source_lines import quoted, spelled
 from ..sharding.index_map import axes_of
 from ..sharding.layout import text, type_text
 from ..sharding.spec import P
-from .reshard import MoveStep, traffic
+from .reshard_plan import MoveStep, traffic
 from .stateful_draws import refuse_seeded
 
 _MOVES = ("all_gather", "all_to_all")

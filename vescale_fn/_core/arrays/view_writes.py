@@ -21,7 +21,7 @@ from ..distributed.mesh import communicator_of
 from ..sharding.index_map import axes_of, local_indices
 from ..sharding.layout import WHOLE, axes_items, layout
 from ..sharding.spec import from_split_axes, split_axes
-from . import reshard
+from . import reshard, reshard_plan
 from .aliasing import MovedView, memories, moved_view
 from .array_values import brought, copied, put_back, reason, steps_to_whole, whole_tensor
 from .rules.traits import BY_ELEMENT, COPY
@@ -76,7 +76,7 @@ def write_pieces(func: Any, args: Sequence[Any], kwargs: dict[str, Any], link: M
         for x, skip in zip(others, first, strict=True)
     ]
     steps = [
-        reshard.plan(
+        reshard_plan.plan(
             tuple(x.shape), axes_items(mesh), layout(torch_internals.spec(x)) if isinstance(x, DTensor) else WHOLE, goal
         )
         for x, goal in zip(others, goals, strict=True)

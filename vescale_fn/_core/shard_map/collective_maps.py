@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
-from ..arrays import reshard
+from ..arrays import reshard, reshard_plan
 from ..arrays.array import made
 from ..base import context, linear_map
 from ..base.errors import CollectiveError
@@ -140,7 +140,7 @@ def _opened(op: CollectiveMap, pieces: Any) -> _Opened:
     rows = split_axes(lies, len(shape))
     spec = from_split_axes([(), *rows[1:]], lies.unreduced if op.row not in ("pmax", "pmin") else ())
     local = reshard.run(
-        torch_internals.local(pieces), shape, mesh, reshard.plan(shape, axes_items(mesh), lies, spec), op.why
+        torch_internals.local(pieces), shape, mesh, reshard_plan.plan(shape, axes_items(mesh), lies, spec), op.why
     )
     rest = shape[1:]
 
@@ -251,7 +251,7 @@ def _gathered(x: DTensor, why: str) -> Any:
         torch_internals.local(x),
         shape,
         mesh,
-        reshard.plan(shape, axes_items(mesh), layout(torch_internals.spec(x)), P()),
+        reshard_plan.plan(shape, axes_items(mesh), layout(torch_internals.spec(x)), P()),
         why,
     )
 

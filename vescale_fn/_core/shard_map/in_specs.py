@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import torch_internals
-from ..arrays import reshard
+from ..arrays import reshard_plan
 from ..arrays.array import Array, entries_over, is_array, mesh_of, spec_of
 from ..base import tree
 from ..base.containers import SPLIT_NUMBERS, split_numbers
@@ -125,8 +125,8 @@ def refuse_moves(mapped: Map, site: Site, args: Any, leaves: Sequence[Any], plan
             )
             continue
         source = bare(spec_of(x))
-        steps = reshard.plan(tuple(x.shape), axes_items(mesh_of(x)), source, bare(entry.boundary.spec))
-        if any(step.kind not in reshard.LOCAL_KINDS for step in steps):
+        steps = reshard_plan.plan(tuple(x.shape), axes_items(mesh_of(x)), source, bare(entry.boundary.spec))
+        if any(step.kind not in reshard_plan.LOCAL_KINDS for step in steps):
             wanted = f"{entry.spec!r}, but it lies as {source!r}: vfn.with_sharding(x, {entry.boundary.spec!r})"
             failures.append(f"{_argument(mapped, args, i)} = {wanted}")
     if failures:

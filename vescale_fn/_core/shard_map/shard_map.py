@@ -54,22 +54,14 @@ class _Mapped(Map):
         self.watched = False  # whether a body with types was seen in the body of this one without
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
-        leaves, treedef = opened(args, self.where, "args", numpy=True)
-        leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
+        leaves, treedef = _opened(args, self.where, "args")
         here = state.now()
         around = here.run
         outer = None if around is None else around.body
         if around is not None and around.mode is None:
             raise context.Unwatched
-        mesh = context.seen(self.mesh) if self.mesh is not None else _found_mesh(leaves, outer, self.name)
-        free = self.free_of_entries(leaves, mesh) if torch_internals.transforming() else ()
-        site = self.sites.get((id(mesh), outer, free))
-        if site is None:
-            site = _remember(self.sites, (id(mesh), outer, free), found_site(self, mesh, outer, free))
-        if context.watch() is not None:
-            replica_check.same_call(self, site.mesh, args, leaves)
-        elif torch_internals.is_recorded():
-            replica_check.same_plain(self.where, site.mesh, (("", x) for x in leaves))
+        site = self.site(leaves, outer)
+        self.compare_arguments(site, args, leaves)
         key = (treedef, site, *[_key(x) for x in leaves])
         plan = self.ins.get(key)
         first = plan is None
@@ -84,46 +76,17 @@ class _Mapped(Map):
                     leaves[i] = brought_in(leaves[i], site, way, fast)
         context.note(self.notes[0], given, leaves)
         intercepted = self.check or site.communicator.holds_blocks or not fast or here.grad_depth > 0 or self.watched
-        body = site.body
-        with body_.running(body, site.adopt, intercepted) as run:
-            try:
-                result = called(self.f, tree.unflatten(treedef, leaves), {}, self.where)
-            except (RuntimeError, IndexError) as error:
-                _note_blocks(error, self, args, leaves)
-                raise
-            locals_, out_def = opened(result, self.where, "out", numpy=True)
-            locals_ = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in locals_]
-            locals_ = [run.taken_in(x) if isinstance(x, torch.Tensor) else x for x in locals_]
-            if self.check:  # still inside: only there is known what the body wrote
-                have = [
-                    tensor_types.typeof(x, body.axes) if isinstance(x, torch.Tensor) else types.INVARIANT
-                    for x in locals_
-                ]
-            else:
-                have = [types.INVARIANT] * len(locals_)
-        if context.watch() is not None:
-            if self.check:
-                alike = [[axis for axis in body.axes if type_.letter(axis) == "I"] for type_ in have]
-                replica_check.results_alike(self, body, result, locals_, alike)
-            replica_check.same_shapes(self, site.mesh, result, locals_)
-        elif (
-            run.sized_by_values() or (first and not self.check and outer is None)
-        ) and not torch_internals.is_recorded():
-            # a body without types is not watched, and is asked once for each form of its arguments
-            refuse_other_shapes(self.where, site.mesh, result, locals_)
-        key = (
-            out_def,
-            site,
-            *[(*_key(x), t) if isinstance(x, torch.Tensor) else type(x) for x, t in zip(locals_, have)],
-        )
+        result, locals_, out_def, have, by_values = self.run(site, args, treedef, leaves, intercepted)
+        by_values = by_values or (first and not self.check and outer is None)
+        self.compare_results(site, result, locals_, have, by_values)
+        key = (out_def, site, *[(_key(x), t) for x, t in zip(locals_, have)])
         outs = self.outs.get(key)
         if outs is None:
             outs = _remember(self.outs, key, plan_outs(self, site, result, locals_, have))
         if context.watch() is not None and not self.check:
-            replica_check.results_alike(self, body, result, locals_, [way and way.shared_by for way in outs])
-        if intercepted:
-            fast = _nothing_differentiates(locals_)
-        elif not _nothing_differentiates(locals_):
+            replica_check.results_alike(self, site.body, result, locals_, [way and way.shared_by for way in outs])
+        fast = _nothing_differentiates(locals_)
+        if not (fast or intercepted):
             raise _closure_with_gradient(self, locals_)
         made = tuple(locals_)
         with _unwatched(outer):
@@ -135,6 +98,55 @@ class _Mapped(Map):
         context.note(self.notes[1], made, locals_, line=self.line)
         return tree.unflatten(out_def, locals_)
 
+    def run(self, site: Site, args: Any, treedef: Any, leaves: list[Any], intercepted: bool) -> tuple[Any, ...]:
+        """Run the body: its result, that result's leaves and tree, their types, and whether shapes hang on values."""
+        with body_.running(site.body, site.adopt, intercepted) as run:
+            try:
+                result = called(self.f, tree.unflatten(treedef, leaves), {}, self.where)
+            except (RuntimeError, IndexError) as error:
+                _note_blocks(error, self, args, leaves)
+                raise
+            locals_, out_def = _opened(result, self.where, "out")
+            locals_ = [run.taken_in(x) if isinstance(x, torch.Tensor) else x for x in locals_]
+            have = self.types(locals_, site.body)  # still inside: only there is known what the body wrote
+        return result, locals_, out_def, have, run.sized_by_values()
+
+    def site(self, leaves: Sequence[Any], outer: context.Body | None) -> Site:
+        """Where a call with these arguments runs: mesh, body around it, axes that nothing in it uses."""
+        mesh = context.seen(self.mesh) if self.mesh is not None else _found_mesh(leaves, outer, self.name)
+        free = self.free_of_entries(leaves, mesh) if torch_internals.transforming() else ()
+        key = (id(mesh), outer, free)
+        found = self.sites.get(key)
+        return _remember(self.sites, key, found_site(self, mesh, outer, free)) if found is None else found
+
+    def types(self, leaves: Sequence[Any], body: context.Body) -> list[types.Type]:
+        """The types of the body's results, inside of it."""
+        if not self.check:
+            return [types.INVARIANT] * len(leaves)
+        axes = body.axes
+        return [tensor_types.typeof(x, axes) if isinstance(x, torch.Tensor) else types.INVARIANT for x in leaves]
+
+    def compare_arguments(self, site: Site, args: tuple[Any, ...], leaves: Sequence[Any]) -> None:
+        """In debug mode, and while a plan is recorded: what all ranks give alike."""
+        if context.watch() is not None:
+            replica_check.same_call(self, site.mesh, args, leaves)
+        elif torch_internals.is_recorded():
+            replica_check.same_plain(self.where, site.mesh, (("", x) for x in leaves))
+
+    def compare_results(
+        self, site: Site, result: Any, leaves: Sequence[Any], have: Sequence[types.Type], by_values: bool
+    ) -> None:
+        """In debug mode what all ranks return alike. Else, where shapes may hang on values (`by_values`: a body without
+        types is not watched, and asked once for each form of its arguments), these shapes."""
+        body = site.body
+        if context.watch() is not None:
+            if self.check:
+                alike = [[axis for axis in body.axes if type_.letter(axis) == "I"] for type_ in have]
+                replica_check.results_alike(self, body, result, leaves, alike)
+            replica_check.same_shapes(self, site.mesh, result, leaves)
+        elif by_values and not torch_internals.is_recorded():
+            refuse_other_shapes(self.where, site.mesh, result, leaves)
+
     def free_of_entries(self, leaves: Sequence[Any], mesh: Any) -> tuple[str, ...]:
         """The axes over which entries of a `vmap` are split, and that nothing in this map uses: there values may stay whole."""
         used, outer = self.named | self.used, context.body()
@@ -143,6 +155,33 @@ class _Mapped(Map):
         if batched and context.entries_over():
             over = over.union(entries_asked(self.where, used, mesh if outer is None else outer.auto or outer.mesh))
         return tuple(axis for axis in axes_of(mesh) if axis in over and axis not in used)
+
+
+def _called(mapped: _Mapped, args: tuple[Any, ...]) -> Any:
+    """Call it; again where what it met shows that it must run otherwise."""
+    saved = interrupts.before()
+    try:
+        return mapped(args)
+    except context.NotFree as found:
+        interrupts.undo(saved)
+        if found.axes <= mapped.used:  # free by a map around this one
+            raise
+        mapped.used |= found.axes
+    except context.Unwatched:
+        interrupts.undo(saved)
+        if mapped.watched or mapped.check:
+            raise
+        mapped.watched = True
+    except BaseException:
+        interrupts.undo(saved)
+        raise
+    return _called(mapped, args)
+
+
+def _opened(value: Any, where: str, name: str) -> tuple[list[Any], Any]:
+    """The leaves of arguments or results, numpy arrays as tensors, and their tree."""
+    leaves, treedef = opened(value, where, name, numpy=True)
+    return [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves], treedef
 
 
 def _note_blocks(error: Exception, mapped: _Mapped, args: Any, leaves: Sequence[Any]) -> None:
@@ -343,23 +382,6 @@ def shard_map(
             now = inferred.get(key) or _remember(
                 inferred, key, _Mapped(f, mesh, specs, out_specs, axis_names, check_vma)
             )
-        saved = interrupts.before()
-        try:
-            return now(args)
-        except context.NotFree as found:
-            interrupts.undo(saved)
-            if found.axes <= now.used:  # free by a map around this one
-                raise
-            now.used |= found.axes
-            return run(*args)
-        except context.Unwatched:
-            interrupts.undo(saved)
-            if now.watched or now.check:
-                raise
-            now.watched = True
-            return run(*args)
-        except BaseException:
-            interrupts.undo(saved)
-            raise
+        return _called(now, args)
 
     return run
