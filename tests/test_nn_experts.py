@@ -172,8 +172,8 @@ def test_what_travels():
         assert {call.axes for call in log if call.op == "all_reduce"} == {("dp",)}  # of the parameters
 
 
-def test_hidden_dims_that_are_split_are_added_up_after_rows_are_back():
-    """Rows stay partial sums on their way back, and those of the gradient on theirs: fewer are read than there is room for."""
+def test_hidden_dims_that_are_split_are_added_up_after_rows_are_combined():
+    """Rows stay partial sums on their way back and as they are weighed, and those of the gradient on theirs."""
     p, gate, x, weights = made()
     with vfn.simulate(4):
         there = vfn.shard((p, gate, x), vfn.make_mesh((2, 2), ("ep", "tp")), (HIDDEN_SPLIT, P(), P("ep")))
@@ -181,11 +181,15 @@ def test_hidden_dims_that_are_split_are_added_up_after_rows_are_back():
         there_and_back = [("all_to_all", "ep", rows)] * 2
         with vfn.comm_log() as log:
             out, back = vfn.vjp(lambda x: layer(there[0], there[1], x, None), there[2])
-        assert [(r.op, r.axis, r.bytes) for r in log] == [*there_and_back, ("all_reduce", "tp", K * tokens)]
-        assert vfn.spec_of(out) == P("ep")
+        assert [(r.op, r.axis, r.bytes) for r in log] == there_and_back
+        assert vfn.spec_of(out) == P("ep", unreduced={"tp"})  # as any product along a split dim
+        with vfn.comm_log() as log:
+            vfn.unshard(out)
+        assert [(r.op, r.axis, r.bytes) for r in log][:1] == [("all_reduce", "tp", tokens)]
+        weighed = ("all_reduce", "tp", K * tokens // WIDTH)
         with vfn.comm_log() as log:
             back(torch.ones_like(out))
-        assert [(r.op, r.axis, r.bytes) for r in log] == [*there_and_back, ("all_reduce", "tp", tokens)]
+        assert [(r.op, r.axis, r.bytes) for r in log] == [weighed, *there_and_back, ("all_reduce", "tp", tokens)]
         close(gradients(layer, *there, weights, 2), gradients(token_by_token, p, gate, x, weights, 2))
 
 

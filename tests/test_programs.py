@@ -216,6 +216,20 @@ def test_linear_work_on_partial_values_moves_nothing(grid) -> None:
     torch.testing.assert_close(vfn.unshard(y), vfn.unshard(x).mean(0).view(4, 2).sum(0) * 2)
 
 
+def test_rows_of_a_partial_sum_are_weighed_and_added_up_before_ranks_add_theirs(grid) -> None:
+    """Where the result is half as large or less; not where a rank would need others' weights, or the result is no smaller."""
+    rows, weights = torch.randn(4, 3, 6).double(), torch.randn(4, 1, 3).double()
+    x, w = vfn.shard((rows, weights), grid, (P(unreduced={"tp"}), P()))
+    with vfn.comm_log() as log:
+        y = torch.bmm(w, x)
+    assert len(log) == 0
+    torch.testing.assert_close(vfn.unshard(y), weights @ rows)
+    for other in (vfn.with_sharding(w, P("tp")), w.expand(4, 5, 3)):
+        y = torch.bmm(other, x)
+        assert not vfn.spec_of(y).unreduced
+        torch.testing.assert_close(vfn.unshard(y)[:, :1], weights @ rows)
+
+
 def test_attention_with_split_heads_moves_nothing_but_its_sum(grid) -> None:
     params = {"qkv": torch.randn(8, 48).double(), "out": torch.randn(16, 8).double()}
     x = vfn.shard(torch.randn(2, 6, 8).double(), grid, P("dp"))

@@ -54,7 +54,7 @@ def experts(
         axis: in a `shard_map` body, where x and params are one rank's: the axis or axes that the experts are split over.
 
     Returns:
-        [..., T, D'], lying as x does.
+        [..., T, D'], lying as x does; where the experts' hidden dims are split, a sum that ranks have yet to add up.
 
     Raises:
         CollectiveError: routes, parameters and tokens that do not fit each other; before anything moves.
@@ -139,12 +139,12 @@ def _layouts(first: torch.Tensor, rows: torch.Tensor) -> Any:
 def _given_back(out: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """What the experts made of each token, weighed and added up."""
     tokens, k = weights.shape[-2:]
-    out = out.flatten(-3, -2)
+    out, places = out.flatten(-3, -2), places.unflatten(-1, (k, tokens)).transpose(-1, -2)
     last = out.shape[-2]
-    index = places.clamp(max=max(last - 1, 0)).unsqueeze(-1)
-    each = out.gather(-2, index.expand(*index.shape[:-1], out.shape[-1]))
-    weights = torch.where(places < last, weights.transpose(-1, -2).flatten(-2), 0.0)
-    return (each * weights.unsqueeze(-1)).unflatten(-2, (k, tokens)).sum(-3)
+    index = places.clamp(max=max(last - 1, 0)).flatten(-2).unsqueeze(-1)
+    each = out.gather(-2, index.expand(*index.shape[:-1], out.shape[-1])).unflatten(-2, (tokens, k))
+    # a product of matrices, which leaves partial sums partial: what is added up between ranks is a row for each token
+    return (torch.where(places < last, weights, 0.0).unsqueeze(-2) @ each).squeeze(-2)
 
 
 def _check(params: Any, x: Any, routes: Any, capacity: Any, parts: int) -> list[torch.Tensor]:

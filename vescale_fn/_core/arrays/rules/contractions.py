@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +26,17 @@ def contraction(equation: str, joins: bool = False) -> Callable[[Call], Rule]:
         return Rule((*first, *rows), (tuple(out),), frozenset(sums), joins=(0,) if joins else ())
 
     return rule
+
+
+def batched_product(call: Call) -> Rule:
+    """bmm. Its result is left a partial sum as its larger operand is one, if it is half as large or less: rows that are weighed
+    and added up, say, and the gradient of the weights."""
+    rule = contraction("bmk,bkn->bmn")(call)
+    sizes = [math.prod(t.shape) for t in call.tensors]
+    if max(sizes) < 2 * math.prod(call.outs[0] or ()):
+        return rule
+    larger = sizes.index(max(sizes))
+    return replace(rule, linear=(larger,), unmoved=(1 - larger,))
 
 
 def trilinear(call: Call) -> Rule:

@@ -16,7 +16,7 @@ import torch
 from ... import torch_internals
 from . import factories, indexing, losses, matrices, normalisation, parts, recurrent, reductions, scans, spatial, views
 from .attention import attention
-from .contractions import contraction, grouped, grouped_shape, trilinear
+from .contractions import batched_product, contraction, grouped, grouped_shape, trilinear
 from .elementwise import alike, elementwise, elementwise_lists, lazy
 from .matrices import batched
 from .reductions import extreme, reduction
@@ -38,7 +38,7 @@ _CLASSES: dict[Callable[[Call], Rule | None], str] = {
     factories.new: "new_zeros new_ones new_full new_empty new_empty_strided",
     # contractions.py
     contraction("mk,kn->mn"): "mm",
-    contraction("bmk,bkn->bmn"): "bmm",
+    batched_product: "bmm",
     contraction("mk,k->m"): "mv",
     contraction("k,k->"): "dot vdot",
     contraction("mk,kn->mn", joins=True): "addmm",
