@@ -52,6 +52,7 @@ class Plan:
         self.versions = [(x, torch_internals.version(x)) for x in recorded.read]
         self.constants = [(x, x.shape, x.dtype) for x in recorded.constants]
         self._take = [(i, take) for i, leaf in enumerate(leaves) if (take := _taking(leaf)) is not None]
+        self._make = list(map(leaves_.making, recorded.results))
         self._how = how
         inputs = iter(recorded.graph.nodes)
         for i, take in self._take:
@@ -126,11 +127,7 @@ class Plan:
         except Exception as error:
             self._tell_where(error)
             raise
-        results = [
-            made(outs) if made.__class__ is leaves_.Result else leaves[made[1]] if made[0] == "input" else made[1]
-            for made in self.recorded.results
-        ]
-        return tree.unflatten(self.recorded.out_def, results)
+        return tree.unflatten(self.recorded.out_def, [make(outs, leaves) for make in self._make])
 
     def lowered(self, name: str) -> Lowered:
         """What `lower` shows."""

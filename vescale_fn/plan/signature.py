@@ -59,9 +59,8 @@ class JitCall:
                 self._named = named
                 fixed = (*fixed, *((name, _typed(x)) for name, x in named.items()))
                 kwargs = {name: x for name, x in kwargs.items() if name not in named}
-        self.leaves, self.treedef = opened(
-            (args, kwargs), "jit", self.names, numpy=True, modules=True, passing=self._owner
-        )
+        given = (args, kwargs) if kwargs else (args,)
+        self.leaves, self.treedef = opened(given, "jit", self.names, numpy=True, modules=True, passing=self._owner)
         self.key = self.treedef, tuple(map(leaves_.signature, self.leaves)), fixed, ambient.around()
 
     def _owner(self) -> Sequence[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,32 +37,30 @@ _KERNEL_SETTINGS = {
     "torch.backends.cudnn": _getters("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_allow_tf32"),
     "torch.backends.mkldnn": _getters("mkldnn_enabled", "mkldnn_deterministic", "onednn_allow_tf32"),
 }
-_OF_KERNELS = [get for getters in _KERNEL_SETTINGS.values() for get in getters]
-_OF_CHOICES = _getters(
-    "flash_sdp_enabled",
-    "mem_efficient_sdp_enabled",
-    "math_sdp_enabled",
-    "cudnn_sdp_enabled",
-    "overrideable_sdp_enabled",
-    "math_sdp_allow_fp16_bf16_reduction",
+
+
+def _together(getters: Sequence[Callable[[], Any]]) -> Callable[[], tuple[Any, ...]]:
+    """One function that calls all of these: written out, it takes a third of the time of a loop over them."""
+    names = {f"get_{i}": get for i, get in enumerate(getters)}
+    return eval(f"lambda: ({', '.join(f'{name}()' for name in names)},)", names)
+
+
+# The settings that kernels look up each time they run.
+kernel_settings = _together([get for getters in _KERNEL_SETTINGS.values() for get in getters])
+# The settings that decide of which kernels torch makes up an operator: which attention is allowed, in which order.
+choices = _together(
+    [
+        *_getters("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled"),
+        *_getters("overrideable_sdp_enabled", "math_sdp_allow_fp16_bf16_reduction"),
+        *[lambda get=get: tuple(get()) for get in _getters("sdp_priority_order")],
+    ]
 )
-_SDP_ORDER = _getters("sdp_priority_order")
-
-
-def kernel_settings() -> tuple[Any, ...]:
-    """The settings that kernels look up each time they run."""
-    return tuple([get() for get in _OF_KERNELS])
 
 
 def changed_setting(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
     """What sets the first of the `kernel_settings` that differs."""
     names = [name for name, getters in _KERNEL_SETTINGS.items() for _ in getters]
     return next(name for name, one, other in zip(names, before, now) if one != other)
-
-
-def choices() -> tuple[Any, ...]:
-    """The settings that decide of which kernels torch makes up an operator: which attention is allowed, in which order."""
-    return tuple([get() for get in _OF_CHOICES]) + tuple([tuple(get()) for get in _SDP_ORDER])
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import torch
 from ..._core import torch_internals
 from ..._core.base import context
 from ..._core.base.op_arguments import bind, tensors_in
+from ..._core.base.state import process
 from ..ir.graph import Step
 
 NAMES = (
@@ -36,8 +37,8 @@ def around() -> tuple[Any, ...]:
     """What is ambient and decides what a function does, in the order of `NAMES`."""
     return (
         context.current_mesh(),
-        context.simulated(),
-        context.sums_in(),
+        process.simulated,
+        process.sums_in,
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),

@@ -41,7 +41,8 @@ def signature(leaf: Any) -> Any:
     """What a plan depends on of a leaf; equal for leaves that one plan serves."""
     kind = leaf.__class__
     if kind is Array:
-        return torch_internals.spec(leaf), notes_of(leaf).reduced
+        notes = leaf.vfn_notes
+        return torch_internals.spec(leaf), None if notes is None else notes.reduced or None
     if kind is torch.Tensor:
         if leaf.layout is not torch.strided:
             return leaf.shape, leaf.layout, leaf.dtype, leaf.device
@@ -117,8 +118,13 @@ def taking(leaf: Any) -> Callable[[Any], list[torch.Tensor]] | None:
     meta: Any = torch_internals.spec(leaf).tensor_meta
     local, stride = torch_internals.local(leaf), meta.stride
     if type(local) is not Blocks:
-        strides = in_order(local, stride)
-        return lambda x: [as_recorded(torch_internals.local(x), strides)]
+        strides, local_of = in_order(local, stride), torch_internals.local
+
+        def block(x: Any) -> list[torch.Tensor]:
+            found = local_of(x)
+            return [found if found.stride() == strides else as_recorded(found, strides)]
+
+        return block
     holders = dict.fromkeys(first_holders(torch_internals.spec(leaf)))
     wanted = [(rank, in_order(local.blocks[rank], stride)) for rank in holders]
     return lambda x: [as_recorded(torch_internals.local(x).blocks[rank], strides) for rank, strides in wanted]
@@ -183,3 +189,27 @@ class Result:
             blocks = [outs[place] for place in self.places]
             local = Blocks(blocks) if self.spec is None else of_ranks(blocks, self.spec)
         return local if self.spec is None else made(local, self.spec, self.lies)
+
+
+def making(made_of: Any) -> Callable[[Sequence[torch.Tensor], Sequence[Any]], Any]:
+    """The quickest function that makes a leaf of the result of the plan's results and the arguments' leaves.
+
+    Args:
+        made_of: a `Result`, ``("input", i)`` for an argument's leaf, or ``("value", x)``.
+    """
+    if not isinstance(made_of, Result):
+        kind, what = made_of
+        return (lambda outs, leaves: leaves[what]) if kind == "input" else lambda outs, leaves: what
+    place, spec = made_of.places[0], made_of.spec
+    if not made_of.simulated and spec is None:
+        return lambda outs, leaves: outs[place]
+    if made_of.simulated or made_of.lies.unreduced or made_of.lies.reduced:
+        return lambda outs, leaves: made_of(outs)
+    bare_dtensor, forbid_data_ptr = torch_internals.bare_dtensor, torch_internals.forbid_data_ptr
+
+    def array(outs: Sequence[torch.Tensor], leaves: Sequence[Any]) -> Any:
+        out = bare_dtensor(Array, outs[place], spec, requires_grad=False)
+        forbid_data_ptr(out)
+        return out
+
+    return array

@@ -51,7 +51,8 @@ class Recorded:
 
 
 def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any) -> Recorded:
-    """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``; inputs are named as its leaves."""
+    """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``, or without these of ``(args,)``;
+    inputs are named as its leaves."""
     recorded = _trace(f, leaves, names, treedef, out_specs, 0)
     if any(map(leaves_.is_number, leaves)):
         other = _trace(f, leaves, names, treedef, out_specs, 7)
@@ -74,7 +75,7 @@ def _trace(
     given = [
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
     ]
-    args, kwargs = tree.unflatten(treedef, given)
+    args, kwargs = (*tree.unflatten(treedef, given), {})[:2]
     try:
         with recorder:
             out = checked(f(*args, **kwargs), "jit", "out", numpy=True, modules=True)
