@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ def part_sizes(size: int, names: tuple[str, ...], mesh: Any) -> tuple[int, ...]:
     return tuple(map(len, parts(size, names, mesh)))
 
 
+@functools.lru_cache(maxsize=256)
 def parts(size: int, names: tuple[str, ...], mesh: Any) -> list[Any]:
     """The indices of each part."""
     axes = axes_of(mesh)

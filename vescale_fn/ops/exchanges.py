@@ -6,6 +6,7 @@ Source: `jax.lax`'s parallel operators.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -211,8 +212,8 @@ def ppermute(x: Any, axis_name: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     for word, places in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
         failures += [
             f"{word} {i} is in {[pair for pair in pairs if pair[word == 'destination'] == i]}"
-            for i in sorted(set(places))
-            if places.count(i) > 1
+            for i, count in sorted(Counter(places).items())
+            if count > 1
         ]
     if failures:
         raise CollectiveError(

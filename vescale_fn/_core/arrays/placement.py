@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -469,20 +470,22 @@ def _check_data(leaves: Sequence[Any], names: Sequence[str]) -> None:
 
 def _joined_shape(metas: Sequence[Any], mesh: Any, spec: P, name: str, failures: list[str]) -> Any:
     axes = axes_of(mesh)
-    listed = ", ".join(f"rank {r}: {m and type_text(m[0], m[1], WHOLE)}" for r, m in enumerate(metas))
+
+    def listed() -> str:
+        return ", ".join(f"rank {r}: {m and type_text(m[0], m[1], WHOLE)}" for r, m in enumerate(metas))
+
     if any(m is None or m[1] != metas[0][1] or len(m[0]) != len(metas[0][0]) for m in metas):
-        failures.append(f"{name} differs in dtype or number of dims: {listed}")
+        failures.append(f"{name} differs in dtype or number of dims: {listed()}")
         return None
     validate(spec, axes, len(metas[0][0]), "from_local", name)
-    coords = [coordinates(mesh, rank) for rank in range(len(metas))]
-    shape = []
-    for dim, names in enumerate(split_axes(spec, len(metas[0][0]))):
-        places = {tuple(c[a] for a in names): m[0][dim] for c, m in zip(coords, metas, strict=True)}
-        shape.append(sum(places.values()))
-    for coord, meta in zip(coords, metas, strict=True):
+    alike = all(m == metas[0] for m in metas)
+    coords = [coordinates(mesh, rank) for rank in range(1 if alike else len(metas))]
+    rows = split_axes(spec, len(metas[0][0]))
+    shape = [_joined_size([m[0][dim] for m in metas], names, coords, axes) for dim, names in enumerate(rows)]
+    for coord, meta in zip(coords, metas):
         if tuple(map(len, local_indices(shape, axes, spec, coord))) != meta[0]:
             failures.append(
-                f"{name} with {spec!r} would be {list(shape)}, split as torch.chunk does, but the blocks are {listed}"
+                f"{name} with {spec!r} would be {list(shape)}, split as torch.chunk does, but the blocks are {listed()}"
             )
             return None
     own = [a for row in split_axes(spec, len(shape)) for a in row] + sorted(spec.unreduced)
@@ -495,6 +498,15 @@ def _joined_shape(metas: Sequence[Any], mesh: Any, spec: P, name: str, failures:
             )
             return None
     return shape
+
+
+def _joined_size(
+    sizes: Sequence[int], names: Sequence[str], coords: Sequence[Mapping[str, int]], axes: Mapping[str, int]
+) -> int:
+    """The size of a dim split by `names`, of the ranks' sizes; with a single coordinate, of which all are alike."""
+    if len(coords) == 1:
+        return sizes[0] * math.prod(axes[a] for a in names)
+    return sum({tuple(coord[a] for a in names): size for coord, size in zip(coords, sizes, strict=True)}.values())
 
 
 def from_blocks(

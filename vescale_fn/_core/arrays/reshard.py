@@ -1,7 +1,7 @@
 """Carry out the steps from one layout to another (`reshard_plan`) on local values.
 
 Where sizes divide, a step is one collective or one slice. Where they do not, the blocks are padded to one size before the
-collective and cut back after it: both are a `_take` by positions along a dim, computed from the index maps of the two layouts.
+collective and cut back after it: see `uneven_blocks`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 from .. import torch_internals
 from ..base import context, op_lines
 from ..distributed import collectives
-from ..distributed.communicator import coordinates, groups
+from ..distributed.communicator import coordinates
 from ..distributed.mesh import communicator_of
 from ..sharding.index_map import axes_of, dim_indices
+from . import uneven_blocks
 from .reshard_plan import MoveStep, Rows
 
 
@@ -72,32 +73,6 @@ def divides(shape: tuple[int, ...], mesh: Any, step: MoveStep, dim: int) -> bool
     return shape[dim] % math.prod(axes[a] for a in names) == 0
 
 
-def _take(x: torch.Tensor, dim: int, positions: Sequence[int]) -> torch.Tensor:
-    """The entries of `x` at `positions` along `dim`, with zeros where a position is -1."""
-    if not len(positions):
-        return x.narrow(dim, 0, 0)
-    first, n = positions[0], len(positions)
-    if first >= 0 and list(positions) == list(range(first, first + n)):
-        return x.narrow(dim, first, n)
-    padded = torch.cat([x, x.new_zeros([*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim)  # -1 becomes its last entry
-    at = torch.tensor([x.shape[dim] if position < 0 else position for position in positions], device=x.device)
-    return padded[(*[slice(None)] * dim, at)]  # index_select knows no unsigned types
-
-
-def _positions(wanted: Sequence[int], held: Sequence[int], length: int | None = None) -> list[int]:
-    """Where each wanted index is among the held ones (-1: nowhere), padded to `length` with -1."""
-    if isinstance(held, range):
-        found = [i - held.start if i in held else -1 for i in wanted]
-    else:
-        where = {index: position for position, index in enumerate(held)}
-        found = [where.get(i, -1) for i in wanted]
-    return found + [-1] * ((length or 0) - len(found))
-
-
-def _members(mesh: Any, step: MoveStep, rank: int) -> tuple[int, ...]:
-    return next(group for group in groups(mesh, step.axes) if rank in group)
-
-
 def _local(x: Any, mesh: Any, fn: Callable[[int, torch.Tensor], torch.Tensor], key: Callable[[int], Any]) -> Any:
     return communicator_of(mesh).each(fn, x, key=key)
 
@@ -117,7 +92,7 @@ def _slice(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) 
             if torch_internals.dispatch_modes() and (recorder := torch_internals.recorder()) is not None:
                 recorder.know(part, own=OwnPart(mesh, step.axes, divides(shape, mesh, step, dim)))
         else:
-            part = _take(block, dim, _positions(wanted, held))
+            part = _among(block, shape, mesh, step, dim, rank)
         return part.contiguous()
 
     return _local(x, mesh, one, _place(mesh, step.after[dim]))
@@ -127,10 +102,16 @@ def _embed(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) 
     dim = step.loses
 
     def one(rank: int, block: torch.Tensor) -> torch.Tensor:
-        held, wanted = (_indices(shape, mesh, rows, rank, dim) for rows in (step.before, step.after))
-        return _take(block, dim, _positions(wanted, held)).contiguous()
+        return _among(block, shape, mesh, step, dim, rank).contiguous()
 
     return _local(x, mesh, one, _place(mesh, step.before[dim]))
+
+
+def _among(block: torch.Tensor, shape: tuple[int, ...], mesh: Any, step: MoveStep, dim: int, rank: int) -> torch.Tensor:
+    """What a rank is to hold after the step, out of what it holds before; zeros for the rest."""
+    rows, place = (step.after[dim], step.before[dim]), tuple(coordinates(mesh, rank).items())
+    places = uneven_blocks.among(shape[dim], *rows, tuple(axes_of(mesh).items()), place, block.device)
+    return uneven_blocks.taken(block, dim, places)
 
 
 def _keep_first(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) -> Any:
@@ -153,78 +134,69 @@ def _all_gather(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: 
     elements = largest(shape, mesh, step.before)
     if divides(shape, mesh, step, dim):
         return collectives.all_gather(x, mesh, step.axes, dim, why, elements)
-    widest = functools.partial(_widest, shape, mesh, step, dim, step.before)
-    padded = _local(x, mesh, lambda rank, block: _pad(block, dim, widest(rank)), lambda rank: rank)
-    gathered = collectives.all_gather(padded, mesh, step.axes, dim, why, elements, padded=True)
+    pieces = functools.partial(_pieces, shape, mesh, step, dim, step.after, step.before)
+    evened = _local(x, mesh, lambda r, block: uneven_blocks.padded(block, dim, pieces(r, block).width), lambda r: r)
+    gathered = collectives.all_gather(evened, mesh, step.axes, dim, why, elements, padded=True)
+    whole = [name for name in axes_of(mesh) if name not in step.axes]
     return _local(
         gathered,
         mesh,
-        lambda rank, block: _cut(block, shape, mesh, step, dim, rank, widest(rank)),
-        lambda rank: _members(mesh, step, rank),
+        lambda r, block: uneven_blocks.taken(block, dim, pieces(r, block).joined).contiguous(),
+        _place(mesh, whole),
     )
 
 
-def _widest(shape: tuple[int, ...], mesh: Any, step: MoveStep, dim: int, rows: Rows, rank: int) -> int:
-    return max(len(_indices(shape, mesh, rows, member, dim)) for member in _members(mesh, step, rank))
+def _pieces(
+    shape: tuple[int, ...], mesh: Any, step: MoveStep, dim: int, whole: Rows, split: Rows, rank: int, block: Any
+) -> uneven_blocks.Pieces:
+    """How what a rank holds of a dim under `whole` is split along the axes of a step, as under `split`."""
+    place, n = tuple(coordinates(mesh, rank).items()), collectives.group_size(mesh, step.axes)
+    axes = tuple(axes_of(mesh).items())
+    return uneven_blocks.pieces(shape[dim], whole[dim], split[dim], step.axes, axes, place, n, block.device)
 
 
-def _pad(block: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    return _take(block, dim, [*range(block.shape[dim]), *[-1] * (size - block.shape[dim])])
-
-
-def _cut(
-    block: torch.Tensor, shape: tuple[int, ...], mesh: Any, step: MoveStep, dim: int, rank: int, width: int
-) -> Any:
-    """Out of the members' padded pieces, joined along `dim`, what the rank holds after the step, in order."""
-    where = {}
-    for i, member in enumerate(_members(mesh, step, rank)):
-        for j, index in enumerate(_indices(shape, mesh, step.before, member, dim)):
-            where[index] = i * width + j
-    return _take(block, dim, [where[index] for index in _indices(shape, mesh, step.after, rank, dim)]).contiguous()
-
-
-def _spread(
-    block: torch.Tensor, shape: tuple[int, ...], mesh: Any, step: MoveStep, dim: int, rank: int, width: int
-) -> Any:
-    """The members' pieces along `dim` after the step, each padded to `width`, joined in the members' order."""
-    held = _indices(shape, mesh, step.before, rank, dim)
-    pieces = [_positions(_indices(shape, mesh, step.after, m, dim), held, width) for m in _members(mesh, step, rank)]
-    return _take(block, dim, [position for piece in pieces for position in piece])
+def _spread(block: torch.Tensor, dim: int, pieces: uneven_blocks.Pieces, n: int) -> torch.Tensor:
+    """The `n` pieces of what a rank holds along `dim`, each padded to the widest, joined in the members' order."""
+    return (
+        uneven_blocks.padded(block, dim, n * pieces.width)
+        if pieces.apart is None
+        else uneven_blocks.taken(block, dim, pieces.apart)
+    )
 
 
 def _reduce_scatter(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) -> Any:
-    dim = step.gains
-    elements = largest(shape, mesh, step.after) * collectives.group_size(mesh, step.axes)
+    dim, n = step.gains, collectives.group_size(mesh, step.axes)
+    elements = largest(shape, mesh, step.after) * n
     if divides(shape, mesh, step, dim):
         return collectives.reduce_scatter(x, mesh, step.axes, dim, why, elements)
-    widest = functools.partial(_widest, shape, mesh, step, dim, step.after)
-    spread = _local(x, mesh, lambda r, block: _spread(block, shape, mesh, step, dim, r, widest(r)), lambda rank: rank)
+    pieces = functools.partial(_pieces, shape, mesh, step, dim, step.before, step.after)
+    spread = _local(x, mesh, lambda r, block: _spread(block, dim, pieces(r, block), n), lambda r: r)
     mine = collectives.reduce_scatter(spread, mesh, step.axes, dim, why, elements, padded=True)
     return _local(
         mine,
         mesh,
         lambda r, block: block.narrow(dim, 0, len(_indices(shape, mesh, step.after, r, dim))).contiguous(),
-        lambda rank: rank,
+        lambda r: r,
     )
 
 
 def _all_to_all(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) -> Any:
-    loses, gains = step.loses, step.gains
+    loses, gains, n = step.loses, step.gains, collectives.group_size(mesh, step.axes)
     if divides(shape, mesh, step, loses) and divides(shape, mesh, step, gains):
         return collectives.all_to_all(x, mesh, step.axes, gains, loses, why, largest(shape, mesh, step.before))
-    tall = functools.partial(_widest, shape, mesh, step, loses, step.before)
-    wide = functools.partial(_widest, shape, mesh, step, gains, step.after)
+    tall = functools.partial(_pieces, shape, mesh, step, loses, step.after, step.before)
+    wide = functools.partial(_pieces, shape, mesh, step, gains, step.before, step.after)
 
     def before(rank: int, block: torch.Tensor) -> torch.Tensor:
-        return _pad(_spread(block, shape, mesh, step, gains, rank, wide(rank)), loses, tall(rank))
+        return uneven_blocks.padded(_spread(block, gains, wide(rank, block), n), loses, tall(rank, block).width)
 
     def after(rank: int, block: torch.Tensor) -> torch.Tensor:
         mine = block.narrow(gains, 0, len(_indices(shape, mesh, step.after, rank, gains)))
-        return _cut(mine, shape, mesh, step, loses, rank, tall(rank))
+        return uneven_blocks.taken(mine, loses, tall(rank, block).joined).contiguous()
 
-    spread = _local(x, mesh, before, lambda rank: rank)
+    spread = _local(x, mesh, before, lambda r: r)
     moved = collectives.all_to_all(spread, mesh, step.axes, gains, loses, why, padded=True)
-    return _local(moved, mesh, after, lambda rank: rank)
+    return _local(moved, mesh, after, lambda r: r)
 
 
 _RUN: dict[str, Callable[[Any, tuple[int, ...], Any, MoveStep, str], Any]] = {

@@ -66,8 +66,8 @@ def _all_gather_bucket(xs: Sequence[Any], mesh: Any, axes: tuple[str, ...], dims
 
     def cut(i: int) -> Callable[..., torch.Tensor]:
         def one(rank: int, whole: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-            pieces = whole.view(n, -1).narrow(1, starts[rank][i], block.numel()).reshape(n, *block.shape)
-            return pieces.flatten(0, 1) if dims[i] == 0 else torch.cat(pieces.unbind(), dims[i])
+            pieces = whole.view(n, -1).narrow(1, starts[rank][i], block.numel()).unflatten(1, block.shape)
+            return pieces.movedim(0, dims[i]).contiguous().flatten(dims[i], dims[i] + 1)
 
         return one
 
@@ -81,9 +81,8 @@ def _reduce_scatter_bucket(
     communicator, n = communicator_of(mesh), collectives.group_size(mesh, axes)
 
     def rows(rank: int, *blocks: torch.Tensor) -> torch.Tensor:
-        return torch.cat(
-            [torch.stack(b.chunk(n, d)).reshape(n, -1) for b, d in zip(blocks, dims, strict=True)], 1
-        ).view(-1)
+        split = (b.unflatten(d, (n, -1)).movedim(d, 0) for b, d in zip(blocks, dims, strict=True))
+        return torch.cat([pieces.reshape(n, -1) for pieces in split], 1).view(-1)
 
     mine = collectives.reduce_scatter(communicator.each(rows, *xs, key=lambda rank: None), mesh, axes, 0, why)
     starts = _starts(xs, communicator)

@@ -42,6 +42,8 @@ def _then(work: Any, finish: Callable[..., torch.Tensor], *args: Any, kept: Any 
     return finish(*args) if work is None else InFlight((work,), finish, args, kept)
 
 
+Positions = range | list[int]  # a range where the group's order is that of the axes
+
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 
@@ -66,7 +68,7 @@ def _joint_group(mesh: Any, axes: frozenset[str], default: Any) -> Any:
     return mine
 
 
-def group_along(mesh: Any, axes: tuple[str, ...]) -> tuple[Any, list[int]]:
+def group_along(mesh: Any, axes: tuple[str, ...]) -> tuple[Any, Positions]:
     """The process group along `axes`, and for each position in the order of `axes` its index in that group."""
     single = list(axes_of(mesh)).index(axes[0])  # a mesh of torch's own may have no names
     group = mesh.get_group(single) if len(axes) == 1 else _joint_group(mesh, frozenset(axes), dist.group.WORLD)
@@ -74,8 +76,9 @@ def group_along(mesh: Any, axes: tuple[str, ...]) -> tuple[Any, list[int]]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _positions(mesh: Any, axes: tuple[str, ...], group: Any) -> list[int]:
-    return [dist.get_group_rank(group, member) for member in _members(mesh, axes)]
+def _positions(mesh: Any, axes: tuple[str, ...], group: Any) -> Positions:
+    found = [dist.get_group_rank(group, member) for member in _members(mesh, axes)]
+    return range(len(found)) if found == list(range(len(found))) else found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -165,7 +168,7 @@ def _ordered_back(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # --- the collectives: what `collectives` says of each; `later`, a handle whose `wait` gives the result ----------------
 
 
-def all_reduce(x: torch.Tensor, group: Any, positions: list[int], op: str, later: bool, fresh: bool = False) -> Any:
+def all_reduce(x: torch.Tensor, group: Any, positions: Positions, op: str, later: bool, fresh: bool = False) -> Any:
     """The sum, maximum or minimum of the group's values; where `x` is `fresh`, perhaps in its memory."""
     if op != "sum" and x.dtype.is_floating_point:
         bits = _ordered(x, op)
@@ -180,55 +183,46 @@ def all_reduce(x: torch.Tensor, group: Any, positions: list[int], op: str, later
     return _then(work, out.to, x.dtype)
 
 
-def all_gather(x: torch.Tensor, group: Any, positions: list[int], dim: int, later: bool) -> Any:
+def all_gather(x: torch.Tensor, group: Any, positions: Positions, dim: int, later: bool) -> Any:
     """The values of the group's ranks, joined along `dim`."""
     bits = _as_bits(x)
-    out = torch.empty((len(positions), bits.numel()), dtype=bits.dtype, device=x.device)
+    out = torch.empty((len(positions), *bits.shape), dtype=bits.dtype, device=x.device)
     work = torch_internals.all_gather_single(out.view(-1), bits.reshape(-1), group=group, async_op=later)
-    return _then(work, _joined, out, positions, bits.shape, x, dim, kept=bits)
+    return _then(work, _joined, out, positions, x, dim, kept=bits)
 
 
-def _joined(out: torch.Tensor, positions: list[int], shape: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
+def _joined(out: torch.Tensor, positions: Positions, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The blocks that have arrived, a row for each rank of the group, joined along `dim` as blocks of the dtype of `x`."""
+    blocks = out.view(x.dtype) if out.dtype is not x.dtype else out
+    if not isinstance(positions, range):
+        blocks = blocks[positions]
+    return blocks.movedim(0, dim).contiguous().flatten(dim, dim + 1)
+
+
+def _rows(x: torch.Tensor, positions: Positions, dim: int) -> torch.Tensor:
+    """The pieces of `x` along `dim`, a row for each rank of the group."""
     n = len(positions)
-    if positions != list(range(n)):
-        out = out[positions]
-    blocks = out.view(n, *shape).view(x.dtype) if out.dtype is not x.dtype else out.view(n, *shape)
-    if dim == 0:
-        return blocks.reshape(n * x.shape[0], *x.shape[1:])
-    return torch.cat(blocks.unbind(), dim)
+    rows = x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+    return (rows if isinstance(positions, range) else rows[sorted(range(n), key=positions.__getitem__)]).contiguous()
 
 
-def reduce_scatter(x: torch.Tensor, group: Any, positions: list[int], dim: int, later: bool) -> Any:
+def reduce_scatter(x: torch.Tensor, group: Any, positions: Positions, dim: int, later: bool) -> Any:
     """This rank's piece along `dim` of the sum of the group's values."""
-    n = len(positions)
-    wide = x.to(dtypes.SUMMED.get(x.dtype, x.dtype))
-    pieces: list[Any] = [None] * n
-    for position, piece in zip(positions, wide.chunk(n, dim), strict=True):
-        pieces[position] = piece
-    in_order = dim == 0 and positions == list(range(n))
-    stacked = wide.contiguous() if in_order else torch.stack(pieces).flatten(0, 1) if x.ndim > 1 else torch.cat(pieces)
-    out = torch.empty(pieces[0].shape, dtype=wide.dtype, device=x.device)
-    work = torch_internals.reduce_scatter_single(out.view(-1), stacked.reshape(-1), group=group, async_op=later)
-    return _then(work, out.to, x.dtype, kept=stacked)
+    rows = _rows(x.to(dtypes.SUMMED.get(x.dtype, x.dtype)), positions, dim)
+    out = torch.empty(rows.shape[1:], dtype=rows.dtype, device=x.device)
+    work = torch_internals.reduce_scatter_single(out.view(-1), rows.view(-1), group=group, async_op=later)
+    return _then(work, out.to, x.dtype, kept=rows)
 
 
-def all_to_all(x: torch.Tensor, group: Any, positions: list[int], split_dim: int, concat_dim: int, later: bool) -> Any:
+def all_to_all(x: torch.Tensor, group: Any, positions: Positions, split_dim: int, concat_dim: int, later: bool) -> Any:
     """The pieces along `split_dim` that the group's ranks send here, joined along `concat_dim`."""
-    pieces: list[Any] = [None] * len(positions)
-    for position, piece in zip(positions, x.chunk(len(positions), split_dim), strict=True):
-        pieces[position] = piece
-    bits = _as_bits(torch.stack(pieces))
+    bits = _as_bits(_rows(x, positions, split_dim))
     out = torch.empty_like(bits)
     work = dist.all_to_all_single(out, bits, group=group, async_op=later)
-    return _then(work, _arrived, out, positions, x.dtype, concat_dim, kept=bits)
+    return _then(work, _joined, out, positions, x, concat_dim, kept=bits)
 
 
-def _arrived(out: torch.Tensor, positions: list[int], dtype: torch.dtype, dim: int) -> torch.Tensor:
-    pieces = out.view(dtype).unbind() if out.dtype is not dtype else out.unbind()
-    return torch.cat([pieces[position] for position in positions], dim)
-
-
-def permute(x: torch.Tensor, group: Any, positions: list[int], pairs: Sequence[tuple[int, int]], later: bool) -> Any:
+def permute(x: torch.Tensor, group: Any, positions: Positions, pairs: Sequence[tuple[int, int]], later: bool) -> Any:
     """The value of this rank's source among the (source, destination) pairs; without one, zeros."""
     me = positions.index(dist.get_rank(group))
     bits = _as_bits(x)
@@ -245,7 +239,7 @@ def permute(x: torch.Tensor, group: Any, positions: list[int], pairs: Sequence[t
     return begun if later else begun.wait()
 
 
-def broadcast(x: torch.Tensor, group: Any, positions: list[int], source: int, later: bool) -> Any:
+def broadcast(x: torch.Tensor, group: Any, positions: Positions, source: int, later: bool) -> Any:
     """The value of the group's rank `source`."""
     bits = _as_bits(x).clone()
     work = dist.broadcast(bits, group=group, group_src=positions[source], async_op=later)

@@ -50,6 +50,14 @@ def all_hold_some(size: int, names: tuple[str, ...], axes: Axes) -> bool:
         return all(all_hold_some(part, row, axes) for part, row in names.parts)
     if size % math.prod(axes[name] for name in names) == 0:
         return size > 0
+    if names == tuple(axis for axis in axes if axis in names):  # chunks of chunks, of two sizes each
+        sizes = {size}
+        for axis in names:
+            chunks = {(part, -(-part // axes[axis])) for part in sizes}
+            if any(-(-part // chunk) < axes[axis] for part, chunk in chunks):
+                return False
+            sizes = {size for part, chunk in chunks for size in (chunk, part - (axes[axis] - 1) * chunk)}
+        return True
     places = itertools.product(*(range(axes[name]) for name in names))
     return all(len(dim_indices(size, names, axes, dict(zip(names, place)))) for place in places)
 
