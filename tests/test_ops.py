@@ -250,7 +250,13 @@ PROGRAMS = [
     ),
     (
         "index_put",
-        lambda x, k, v: (x.index_put((k,), v), x.index_put((k,), v, accumulate=True)),
+        lambda x, k, v: (
+            x.index_put((k,), v),
+            x.index_put((k,), v, accumulate=True),
+            x.index_put((k % 3, k % 3), v[0, 0]),
+            x.index_put((k - 5, k % 3), v[:, 0], accumulate=True),
+            x.put(k, v[:, 0], accumulate=True),
+        ),
         f(5, 3),
         i(5, 5),
         f(5, 3),
@@ -266,6 +272,9 @@ PROGRAMS = [
             x[k[:, 0]],
             x[:, k[0] % 3],
             x[-1 - k[0]],
+            x[k[:, 0], k[:, 1] % 4 - 2],
+            x[k[:2, :1], k[:1, :2] % 4],
+            x.take(k[0]),
             x.gather(1, k[:, :2] % 3),
         ),
         f(13, 4),
@@ -1072,6 +1081,8 @@ def moves_of(program, mesh_shape, *laid):
         # Rows by number, of split rows: what was read is added up, what is written stays; many that are added, as a sum.
         (lambda x, k: x.gather(1, k), [(f(4, 12), P(None, "a")), (i(12, 4, 1), P())], [("all_reduce", 32)]),
         (lambda x, k: x[k[0]], [(f(12, 4), P("a")), (i(12, 1, 3), P())], [("all_reduce", 96)]),
+        (lambda x, k: x[k[0], k[1]], [(f(12, 6), P("a")), (i(6, 2, 3), P())], [("all_reduce", 24)]),
+        (lambda x, k: x.take(k), [(f(12, 6), P("a")), (i(6, 3), P())], [("all_reduce", 24)]),
         (lambda x, k, v: x.index_add(0, k, v), [(f(8, 4), P("a")), (i(8, 3), P()), (f(3, 4), P())], []),
         (
             lambda x, k, v: x.scatter_add(0, k, v),
@@ -1106,6 +1117,8 @@ def moves_of(program, mesh_shape, *laid):
         "fft",
         "gather",
         "index",
+        "index two dims",
+        "take",
         "index_add",
         "scatter_add",
         "group_norm",

@@ -107,6 +107,8 @@ COMPOSED: dict[str, Composition] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward.default": Composition(
         "query", _heads, attention.with_own_keys_backward, unless=attention.shares_keys_evenly
     ),
+    "take.default": Composition("self", _all, steps.take),
+    "put.default": Composition("self", _all, steps.put),
     "nll_loss_forward.default": Composition("self", _classes, steps.nll),
     "nll_loss2d_forward.default": Composition("self", _classes, steps.nll),
     "nll_loss_backward.default": Composition("self", _classes, steps.nll_backward),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import local_rows
-from .rule import Call, Row, Rule, T, broadcast, but, dim_of, none, same
+from .rule import Call, Row, Rule, T, broadcast, dim_of, none, same
 
 aten = torch.ops.aten
 
@@ -135,9 +135,9 @@ def _along(call: Call, read: bool, sums: bool) -> tuple[str | None, str | None]:
     return ("rows" if x.ndim else None), ("i" if part else None)
 
 
-def _reading(call: Call, rule: Rule, op: Any) -> Rule:
+def _reading(call: Call, rule: Rule, op: Any, rows: tuple[Any, ...] = ("rows",)) -> Rule:
     rule = _read_of_sum(call, rule)
-    return replace(rule, sums=frozenset({"rows"}), op=op, only="blocks", blocks=("rows",), yields=frozenset({"rows"}))
+    return replace(rule, sums=frozenset(rows), op=op, only="blocks", blocks=rows, yields=frozenset(rows))
 
 
 def _read_of_sum(call: Call, rule: Rule) -> Rule:
@@ -152,20 +152,22 @@ def _writing(rule: Rule, op: Any) -> Rule:
 
 
 def index(call: Call) -> Rule | None:
-    """x[i, j]: whole where it is indexed; the indices may be split, and every dim that is not indexed."""
+    """x[i, j]: the indices may be split, or the dims that are indexed, and every other dim."""
     places = _places(call)
     if places is None:
         return None
-    row, labels, rows = places
-    where = [d for d, label in enumerate(row) if label is None]
-    rule = Rule((row, *rows), ((*row[: where[0]], *labels, *row[where[-1] + 1 :]),))
-    if len(where) > 1 or _along(call, True, True)[0] is None:
-        return _read_of_sum(call, rule)
-    return _reading(call, replace(rule, ins=(_with(row, where[0]), *rows)), local_rows.index(call["self"], where[0]))
+    row, where, labels, rows = places
+    out = (*row[: where[0]], *labels, *row[where[-1] + 1 :])
+    if _along(call, True, True)[0] is None:
+        return _read_of_sum(call, Rule((_whole_along(row, where), *rows), (out,)))
+    return _reading(
+        call, Rule((row, *rows), (out,)), local_rows.index(call["self"], where), tuple(row[d] for d in where)
+    )
 
 
-def _places(call: Call) -> tuple[Row, Row, list[Row]] | None:
-    """The rows of the indexed tensor, of what is read of it or written into it there, and of the indices."""
+def _places(call: Call) -> tuple[Row, list[int], Row, list[Row]] | None:
+    """The row of the indexed tensor, which dims of it are indexed, the labels of what is read or written there, and the rows
+    of the indices."""
     x, indices = call["self"], call["indices"]
     where = [d for d, i in enumerate(indices) if i is not None]
     tensors = [indices[d] for d in where]
@@ -173,18 +175,20 @@ def _places(call: Call) -> tuple[Row, Row, list[Row]] | None:
         return None
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     labels = tuple(("i", d) for d in range(len(shape)))
-    return but(x.ndim, where), labels, [broadcast(t.shape, shape, labels) for t in tensors]
+    row = tuple(("rows", d) if d in where else d for d in range(x.ndim))
+    return row, where, labels, [broadcast(t.shape, shape, labels) for t in tensors]
 
 
-def _with(row: Row, dim: int) -> Row:
-    return (*row[:dim], "rows", *row[dim + 1 :])
+def _whole_along(row: Row, where: Sequence[int]) -> Row:
+    return tuple(None if d in where else label for d, label in enumerate(row))
 
 
 _MASKS = (torch.bool, torch.uint8)
 
 
 def index_put(call: Call) -> Rule | None:
-    """x[i, j] = values: as reading; where values are added up, those for a split index are a partial sum."""
+    """x[i, j] = values: each rank writes its own rows; where values are added up, those for a split index are a partial sum, if
+    that is less than they are."""
     x, indices, values = call["self"], call["indices"], call["values"]
     if len(indices) == 1 and indices[0] is not None and indices[0].dtype in _MASKS:
         if indices[0].shape != x.shape or math.prod(values.shape) != 1:
@@ -193,18 +197,15 @@ def index_put(call: Call) -> Rule | None:
     places = _places(call)
     if places is None:
         return None
-    row, labels, rows = places
-    where = [d for d, label in enumerate(row) if label is None]
+    row, where, labels, rows = places
     shape = torch.broadcast_shapes(*(indices[d].shape for d in where))
     shape = (*x.shape[: where[0]], *shape, *x.shape[where[-1] + 1 :])
     value_row = broadcast(values.shape, shape, (*row[: where[0]], *labels, *row[where[-1] + 1 :]))
-    if not call["accumulate"] or any(label is None for label in value_row):  # each rank writes all of its own
-        split = {label for label in row if label is not None}
+    adds = call["accumulate"] and None not in value_row and _along(call, False, True)[1] is not None
+    if not adds:  # each rank writes all of its own
+        split = {label for label in value_row if label is not None and label not in labels}
         keep = lambda r: tuple(label if label in split else None for label in r)
         rows, value_row = list(map(keep, rows)), keep(value_row)
     rule = Rule((row, *rows, value_row), (row,), sums=frozenset(labels), joins=(0,))
-    if len(where) > 1:
-        return rule
-    row = _with(row, where[0])
-    op = local_rows.index_put(x, where[0])
-    return replace(rule, ins=(row, *rule.ins[1:]), outs=(row,), op=op, only="blocks", blocks=("rows",))
+    own = tuple(row[d] for d in where)
+    return replace(rule, op=local_rows.index_put(x, where), only="blocks", blocks=own)

@@ -6,7 +6,7 @@ into one more row, which is cut off again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,13 +37,17 @@ def index_select(x: T, dim: int) -> Callable[..., Any]:
     return own
 
 
-def index(x: T, dim: int) -> Callable[..., Any]:
-    """Of x[i], where one dim is indexed."""
+def index(x: T, where: Sequence[int]) -> Callable[..., Any]:
+    """Of x[i, j], for the dims that are indexed."""
 
-    def own(block: torch.Tensor, indices: Any, mine: range) -> torch.Tensor:
-        at, here = _places(indices[dim], x.shape[dim], mine, 0, wraps=True)
-        out = aten.index.Tensor(_some(block, dim), [*[None] * dim, at])
-        return out.masked_fill(~here.view([*here.shape, *[1] * (x.ndim - dim - 1)]), 0)
+    def own(block: torch.Tensor, indices: Any, mine: Any) -> torch.Tensor:
+        places, here = list(indices), torch.ones((), dtype=torch.bool, device=block.device)
+        for dim, rows in zip(where, mine if len(where) > 1 else (mine,), strict=True):
+            places[dim], there = _places(indices[dim], x.shape[dim], rows, 0, wraps=True)
+            here = here & there
+            block = _some(block, dim)
+        out = aten.index.Tensor(block, places)
+        return out.masked_fill(~here.view([*here.shape, *[1] * (x.ndim - where[-1] - 1)]), 0)
 
     return own
 
@@ -76,14 +80,16 @@ def index_write(name: str, x: T, dim: int) -> Callable[..., Any]:
     return own
 
 
-def index_put(x: T, dim: int) -> Callable[..., Any]:
-    """Of x[i] = values, where one dim is indexed."""
+def index_put(x: T, where: Sequence[int]) -> Callable[..., Any]:
+    """Of x[i, j] = values, for the dims that are indexed."""
 
     def own(block: torch.Tensor, indices: Any, values: torch.Tensor, accumulate: bool, *rest: Any) -> torch.Tensor:
-        mine = rest[-1]
-        at, _here = _places(indices[dim], x.shape[dim], mine, len(mine), wraps=True)
-        padded = _one_more(block, dim)
-        return aten.index_put.default(padded, [*[None] * dim, at], values, accumulate).narrow(dim, 0, len(mine))
+        places, whole = list(indices), block.shape
+        for dim, rows in zip(where, rest[-1] if len(where) > 1 else rest[-1:], strict=True):
+            places[dim], _here = _places(indices[dim], x.shape[dim], rows, len(rows), wraps=True)
+            block = _one_more(block, dim) if len(rows) < x.shape[dim] else block
+        out = aten.index_put.default(block, places, values, accumulate)
+        return out[tuple(map(slice, whole))]
 
     return own
 
