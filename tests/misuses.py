@@ -2001,3 +2001,208 @@ def in_specs_and_an_argument_by_name(mesh):
       Instead: all arguments that are not static by position
     """
     vfn.jit(lambda x, y: x, in_specs=P("dp"))(X, y=X)
+
+
+# --- loops and branches -----------------------------------------------------------------------------------------------
+
+
+@misuse
+def a_carry_that_changes_its_types(mesh):
+    """TransformError
+    scan: the carry must keep its structure, shapes, dtypes, layouts and types, and f returns another one
+      * init['a'] is f32[3] and comes back as f64[3]
+      * init['b'] is f32[2,3] and comes back as f32[1,3]
+      * init['c'] is f32[4,3] and comes back as f32[4@dp,3]
+      Instead: init['a'].to(torch.float64), or .to(torch.float32) for what comes back; vfn.shard(init['c'], mesh, P('dp'))
+    """
+    init = {"a": X[0], "b": X[:2], "c": X, "n": 0}
+    new = {"a": X[0].double(), "b": X[:1], "c": vfn.shard(X, mesh, P("dp")), "n": 1.5}
+    vfn.scan(lambda c, _: (new, None), init, length=2)
+
+
+@misuse
+def a_carry_that_changes_its_structure(mesh):
+    """TransformError
+    scan: the carry must keep its structure, shapes, dtypes, layouts and types, and f returns another one
+      * the carry that f returns lacks 'count': init has 'count', 'total'
+      Instead: the same types from f as in init
+    """
+    vfn.scan(lambda c, x: ({"total": c["total"] + x}, x), {"total": X[0], "count": 0}, X)
+
+
+@misuse
+def a_carry_that_begins_to_vary(mesh):
+    """TransformError
+    scan: the carry must keep its structure, shapes, dtypes, layouts and types, and f returns another one
+      * init is f32[3] and comes back as f32[3]{V:dp}
+      Instead: vfn.pvary(init, 'dp')
+    """
+    mapped(mesh, lambda x: vfn.scan(lambda c, row: (c + row, None), torch.zeros(3), x)[0], out_specs=P("dp"))(X)
+
+
+@misuse
+def a_scan_that_returns_the_carry_alone(mesh):
+    """TransformError
+    scan: f must return a pair, the new carry and what is collected
+      * it returned the tensor f32[3]
+      Instead: return carry, y; or carry, None where nothing is collected
+    """
+    vfn.scan(lambda c, x: c + x, X[0], X)
+
+
+@misuse
+def a_scan_over_what_has_no_slices(mesh):
+    """TransformError
+    scan: xs has leaves without a leading dim to go over
+      * xs['lr'] is f32[]
+      Instead: close over what is the same in all iterations, or make it a part of the carry
+    """
+    vfn.scan(lambda c, x: (c, None), 0, {"a": X, "lr": torch.tensor(0.1)})
+
+
+@misuse
+def a_scan_over_different_lengths(mesh):
+    """TransformError
+    scan: the leaves of xs have leading dims of different sizes
+      * xs['a'] is f32[4,3]
+      * xs['b'] is f32[3,4]
+      Instead: leaves with one leading size: x.unsqueeze(0).expand(n, ...) for what is the same in all iterations
+    """
+    vfn.scan(lambda c, x: (c, None), 0, {"a": X, "b": X.T})
+
+
+@misuse
+def a_scan_of_unknown_length(mesh):
+    """TransformError
+    scan: there are no xs to go over, and no length
+      Instead: length=n, the number of iterations
+    """
+    vfn.scan(lambda c, x: (c, None), 0)
+
+
+@misuse
+def a_scan_of_another_length(mesh):
+    """TransformError
+    scan: length=3 is not the number of slices
+      * xs is f32[4,3]
+      Instead: leave length out, where xs has leaves
+    """
+    vfn.scan(lambda c, x: (c, None), 0, X, length=3)
+
+
+@misuse
+def a_scan_whose_length_is_a_tensor(mesh):
+    """TransformError
+    scan: length must be an int, but it is the tensor i64[]
+      Instead: a Python int: the number of iterations is a part of the plan
+    """
+    vfn.scan(lambda c, x: (c, None), 0, length=torch.tensor(3))
+
+
+@misuse
+def a_scan_with_a_string_in_its_carry(mesh):
+    """TransformError
+    scan: the leaves of init must be tensors or numbers
+      * init['name'] is the str 'adam'
+      Instead: close over what is no number, or leave it out of the tree
+    """
+    vfn.scan(lambda c, x: (c, None), {"name": "adam", "w": X}, X)
+
+
+@misuse
+def a_scan_over_a_split_dim_under_strict(mesh):
+    """ReshardError
+    scan: strict: each slice would have to be brought to all ranks, for the leading dim is split
+      * xs is f32[4@dp,3]
+      Instead: vfn.with_sharding(xs, P(None, ...)) before the loop, which splits another dim or none
+    """
+    with vfn.strict():
+        vfn.scan(lambda c, x: (c, x), 0, vfn.shard(X, mesh, P("dp")))
+
+
+@misuse
+def a_gradient_of_a_while_loop(mesh):
+    """TransformError
+    while_loop: it has no gradient, for a backward pass would have to keep the values of an unknown number of iterations
+      Instead: vfn.scan, or fori_loop between ints, which run for a known number of times; or vfn.jvp
+    """
+    vfn.grad(lambda x: vfn.while_loop(lambda c: c < 9, lambda c: c * x, x))(torch.tensor(2.0))
+
+
+@misuse
+def a_collective_under_a_condition_of_each_rank(mesh):
+    """VaryingTypeError
+    psum: axis_name='dp', but the condition of the cond around varies over 'dp', so ranks go different ways
+      Instead: the collective before or after the cond; or one condition for all ranks, of vfn.pmax(..., 'dp')
+    """
+
+    def body(x):
+        return vfn.cond(vfn.axis_index("dp") == 0, lambda x: vfn.psum(x, "dp"), torch.sin, x)  # here
+
+    mapped(mesh, body)(X)
+
+
+@misuse
+def a_condition_with_dims(mesh):
+    """TransformError
+    cond: pred must be a 0-d tensor or a bool, but it is the tensor bool[4,3]
+      Instead: x.all() or x.any() of a condition with dims; torch.where(x, a, b) for one choice per element
+    """
+    vfn.cond(X > 0, torch.sin, torch.cos, X)
+
+
+@misuse
+def branches_of_different_types(mesh):
+    """TransformError
+    cond: true_fun and false_fun must give the same structure, shapes and dtypes
+      * out is f32[4,3] of true_fun and f32[3,4] of false_fun
+      Instead: a.to(b.dtype), torch.zeros_like(b) where nothing is computed
+    """
+    vfn.vmap(lambda p: vfn.cond(p, lambda: X, lambda: X.T))(torch.tensor([True, False]))
+
+
+@misuse
+def an_index_that_is_a_float(mesh):
+    """TransformError
+    switch: index must be a 0-d integer tensor or an int, but it is the tensor f32[]
+    """
+    vfn.switch(torch.tensor(1.0), [torch.sin, torch.cos], X)
+
+
+@misuse
+def a_switch_without_branches(mesh):
+    """TransformError
+    switch: branches must be a list of functions, at least one, but it is the list []
+      Instead: switch(index, [f, g, ...], *operands)
+    """
+    vfn.switch(0, [], X)
+
+
+@misuse
+def an_associative_scan_of_different_sizes(mesh):
+    """TransformError
+    associative_scan: the leaves of elems have different sizes along axis=0
+      * elems[0] is f32[4,3]
+      * elems[1] is f32[3,4]
+      Instead: leaves with one element for each place
+    """
+    vfn.associative_scan(lambda a, b: a, (X, X.T))
+
+
+@misuse
+def an_associative_function_that_drops_a_dim(mesh):
+    """TransformError
+    associative_scan: fn must give what it is given, a tree of the same structure, shapes and dtypes
+      * elems is f32[2,3] and comes back as f32[2]
+      Instead: the same types from fn
+    """
+    vfn.associative_scan(lambda a, b: (a + b).sum(1), X)
+
+
+@misuse
+def unrolling_between_tensors(mesh):
+    """TransformError
+    fori_loop: unroll is for loops between ints, whose length is known
+      Instead: leave unroll out, or give both bounds as ints
+    """
+    vfn.fori_loop(0, torch.tensor(3), lambda i, x: x, X, unroll=2)

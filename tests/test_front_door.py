@@ -14,7 +14,7 @@ import torch
 import vescale_fn as vfn
 from vescale_fn._core.base.other_names import OTHER_NAMES
 
-PUBLIC = "checkpoint debugging errors nn ops optim optim.schedules plan precision random tree".split()
+PUBLIC = "checkpoint debugging errors lax nn ops optim optim.schedules plan precision random tree".split()
 
 
 @pytest.mark.parametrize("name", ["", *PUBLIC])

@@ -3,7 +3,7 @@
 # First, for it answers a mistyped option: what follows imports torch.
 from vescale_fn.recipes import command_line as _command_line  # noqa: F401 # pyright: ignore[reportUnusedImport]
 
-from . import checkpoint, debugging, errors, nn, ops, optim, plan, precision, random, tree
+from . import checkpoint, debugging, errors, lax, nn, ops, optim, plan, precision, random, tree
 from ._core.arrays.array import Array, spec_of
 from ._core.arrays.placement import from_local, shard, unshard, with_sharding
 from ._core.arrays.strict import strict
@@ -11,6 +11,10 @@ from ._core.base import front_door
 from ._core.base.containers import register_dataclass
 from ._core.base.context import current_mesh, set_mesh, use_mesh
 from ._core.base.tracebacks import full_tracebacks
+from ._core.control_flow.associative_scan import associative_scan
+from ._core.control_flow.cond import cond, switch
+from ._core.control_flow.scan import map, scan
+from ._core.control_flow.while_loop import fori_loop, while_loop
 from ._core.distributed.comm_log import comm_log
 from ._core.distributed.mesh import make_mesh
 from ._core.distributed.ranks import launch, simulate
@@ -61,11 +65,13 @@ __all__ = [
     "P",
     "all_gather",
     "all_to_all",
+    "associative_scan",
     "axis_index",
     "axis_size",
     "check_parity",
     "checkpoint",
     "comm_log",
+    "cond",
     "current_mesh",
     "debug",
     "debug_print",
@@ -76,6 +82,7 @@ __all__ = [
     "errors",
     "eval_shape",
     "export_weights",
+    "fori_loop",
     "from_local",
     "fsdp_specs",
     "full_tracebacks",
@@ -84,9 +91,11 @@ __all__ = [
     "jit",
     "jvp",
     "launch",
+    "lax",
     "linearize",
     "load",
     "make_mesh",
+    "map",
     "module_function",
     "needless",
     "nn",
@@ -108,6 +117,7 @@ __all__ = [
     "register_dataclass",
     "remat",
     "save",
+    "scan",
     "set_mesh",
     "shard",
     "shard_map",
@@ -117,6 +127,7 @@ __all__ = [
     "spec_from_rules",
     "spec_of",
     "strict",
+    "switch",
     "tree",
     "typeof",
     "unshard",
@@ -124,6 +135,7 @@ __all__ = [
     "value_and_grad",
     "vjp",
     "vmap",
+    "while_loop",
     "with_sharding",
 ]
 

@@ -141,6 +141,11 @@ def entries_named(name: str) -> Entries | None:
     return next((entries for entries in reversed(here.slot.now.entries) if entries.name == name), None)
 
 
+def apart() -> tuple[tuple[str, str], ...]:
+    """The axes along which a condition around differs, so that ranks go different ways, each with whose condition it is."""
+    return here.slot.now.apart
+
+
 def examined() -> bool:
     """Whether what runs here is a part of something else: of a `vfn.grad`, a body, debug mode, a parity check; or is
     to run as written."""

@@ -22,8 +22,6 @@ _WAIT = "x itself: a value that is printed or read in Python has been waited for
 _DEVICES = 'vfn.make_mesh((2, -1), ("dp", "tp")): a mesh uses all ranks that there are'
 _TREE = "vfn.tree.{}"
 _TORCH = "torch.{}: torch's own, on plain tensors and on arrays alike"
-_LOOP = "a Python loop: vfn.jit records it once, unrolled"
-_WHERE = "torch.where(p, a, b), or a Python `if` on what all ranks know"
 _REVERSE = "torch.func.{}: it takes arrays too"
 _NOT_YET = "there is no rule of one's own for a derivative yet: torch.autograd.Function with setup_context"
 _MODULE = "vfn.module_function(module): any torch.nn.Module as a pure function f(params, ...), and its parameters"
@@ -115,15 +113,7 @@ OTHER_NAMES = {
     "custom_jvp": _NOT_YET,
     "custom_gradient": _NOT_YET,
     "stop_gradient": "x.detach()",
-    "scan": _LOOP,
-    "fori_loop": _LOOP,
-    "while_loop": "a Python loop: a condition that reads a tensor runs as written, not as a plan",
-    "map": "vfn.vmap(f), or a Python loop",
-    "cond": _WHERE,
     "select": "torch.where(p, a, b)",
-    "switch": _WHERE,
-    "associative_scan": "torch.cumsum and its kind, or a Python loop",
-    "lax": "vfn.psum, vfn.all_gather and their family are at the top; of loops and conditions: Python's",
     "numpy": "torch, whose every op works on arrays",
     "jnp": "torch, whose every op works on arrays",
     "dot": _TORCH.format("matmul"),

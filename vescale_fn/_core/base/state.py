@@ -29,6 +29,7 @@ class Thread:
     recorder: Callable[[str, Any, Any, tuple[str, ...], str], None] | None = None
     logs: tuple[tuple[Any], ...] = ()
     unlogged: bool = False
+    apart: tuple[tuple[str, str], ...] = ()  # axes along which a condition around differs, and whose condition it is
     keyed: Any = None  # the mode in which a module draws from a key
     line: str = ""  # of the user's, of the recorded collective that runs
 

@@ -76,7 +76,20 @@ def taking_part(where: str, axis_name: Any, called: str = "axis_name") -> tuple[
                 fix="the collective in the body of that one, before or after this one; or check_vma=True for both",
             )
         )
+    if context.apart() and where not in _ALONE:
+        _refuse_apart(where, names, f"{called}={short(axis_name)}")
     return body, names, collectives.group_size(body.mesh, names)
+
+
+def _refuse_apart(where: str, names: tuple[str, ...], given: str) -> None:
+    """Raise where the condition of a `cond` or a `while_loop` around differs along one of these axes."""
+    for axis, condition in context.apart():
+        if axis in names:
+            what = (
+                f"{given}, but the condition of the {condition} around varies over {axis!r}, so ranks go different ways"
+            )
+            fix = f"the collective before or after the {condition}; or one condition for all ranks, of vfn.pmax(..., {axis!r})"
+            raise VaryingTypeError(report(where, what, fix=fix))
 
 
 def _refuse_entries(
@@ -110,6 +123,7 @@ def _refuse_entries(
 
 
 _POSITIONS = ("axis_index", "axis_size")  # which need no types
+_ALONE = (*_POSITIONS, "pvary", "pcast")  # which each rank does for itself
 
 # What takes the place of a collective in the global view.
 _ON_ARRAYS = {

@@ -1,0 +1,126 @@
+"""`cond` and `switch`: one of several functions, by a value.
+
+Source: `jax.lax`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import torch_internals
+from ..base import tracebacks, tree
+from ..base.errors import TransformError
+from ..base.messages import described, report
+from ..base.user_calls import called, checked_function
+from . import leaves as leaves_
+from . import select
+from .leaves import Opened
+
+__tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
+
+_NONE = object()
+
+
+@torch_internals.not_compiled
+def cond(
+    pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any, operand: Any = _NONE
+) -> Any:
+    """``true_fun(*operands)`` where `pred` holds, else ``false_fun(*operands)``.
+
+    Args:
+        pred: a bool, or a 0-d tensor. Where it is one value on all ranks, one function runs. Under `vmap`, where each entry has
+            its own, and in a body where it varies over an axis, both run and `torch.where` takes one of the results; then the
+            functions must not communicate over that axis.
+        true_fun, false_fun: functions of the operands whose results have one structure, with equal shapes and dtypes.
+        operands: their arguments. Tensors that they close over will do as well.
+        operand: the one argument, by name.
+
+    Raises:
+        TransformError: `pred` has dims, the results differ in their types.
+        VaryingTypeError: a function communicates over an axis along which `pred` varies.
+
+    Source: `jax.lax.cond`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> vfn.cond(torch.tensor(True), torch.sin, torch.cos, torch.tensor(0.0))
+    tensor(0.)
+    """
+    if operand is not _NONE:
+        if operands:
+            what = "operands were given by place, and one as operand="
+            raise TransformError(report("cond", what, fix="cond(pred, true_fun, false_fun, *operands)"))
+        operands = (operand,)
+    for name, f in (("true_fun", true_fun), ("false_fun", false_fun)):
+        if not callable(f):
+            what = f"{name} must be a function, but it is {described(f)}"
+            raise TransformError(report("cond", what, fix="cond(pred, true_fun, false_fun, *operands)"))
+    pred = select.scalar(pred, "cond", "pred")
+    if not isinstance(pred, torch.Tensor):
+        return called(true_fun if pred else false_fun, operands, {}, "cond")
+    index = (pred == 0).to(torch.int32)
+    return _one_of(index, (true_fun, false_fun), operands, "cond", ("true_fun", "false_fun"))
+
+
+@torch_internals.not_compiled
+def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    """``branches[index](*operands)``, where an index that is too small or too large counts as the first or the last.
+
+    Args:
+        index: an int, or a 0-d integer tensor. What `cond` says of its condition holds for it.
+        branches: functions of the operands whose results have one structure, with equal shapes and dtypes.
+        operands: their arguments.
+
+    Raises:
+        TransformError: there is no branch, `index` is no integer, the results differ in their types.
+        VaryingTypeError: a function communicates over an axis along which `index` varies.
+
+    Source: `jax.lax.switch`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> vfn.switch(torch.tensor(7), [torch.sin, torch.cos], torch.tensor(0.0))
+    tensor(1.)
+    """
+    if not isinstance(branches, (tuple, list)) or not branches:
+        what = f"branches must be a list of functions, at least one, but it is {described(branches)}"
+        raise TransformError(report("switch", what, fix="switch(index, [f, g, ...], *operands)"))
+    for f in branches:
+        checked_function(f, "switch")
+    index = select.scalar(index, "switch", "index", whole=True)
+    last = len(branches) - 1
+    if not isinstance(index, torch.Tensor):
+        return called(branches[min(max(index, 0), last)], operands, {}, "switch")
+    names = tuple(f"branches[{i}]" for i in range(len(branches)))
+    return _one_of(index.clamp(0, last), branches, operands, "switch", names)
+
+
+def _one_of(
+    index: torch.Tensor, branches: Sequence[Any], operands: tuple[Any, ...], where: str, names: Sequence[str]
+) -> Any:
+    if not select.differs(index):
+        return called(branches[int(index)], operands, {}, where)
+    device = leaves_.device_of((index, operands))
+    with select.apart(index, where):
+        outs = [Opened(called(f, operands, {}, where), where, "out", device) for f in branches]
+    found = outs[0].leaves
+    for i, out in enumerate(outs[1:], 1):
+        _refuse_other(where, outs[0], out, (names[0], names[i]))
+        found = select.chosen(index == i, out.leaves, found)
+    return tree.unflatten(outs[0].treedef, found)
+
+
+def _refuse_other(where: str, one: Opened, other: Opened, names: tuple[str, str]) -> None:
+    """Raise unless two branches give the same types."""
+    what = f"{names[0]} and {names[1]} must give the same structure, shapes and dtypes"
+    if one.treedef != other.treedef:
+        found = list(tree.partings(one.value, other.value, f"that of {names[0]}", f"that of {names[1]}"))
+        raise TransformError(report(where, what, found, "the same structure from both"))
+    wrong = [
+        f"{path} is {leaves_.text(a)} of {names[0]} and {leaves_.text(b)} of {names[1]}"
+        for path, a, b in zip(one.paths(), one.leaves, other.leaves, strict=True)
+        if (a.shape, a.dtype) != (b.shape, b.dtype)
+    ]
+    if wrong:
+        raise TransformError(report(where, what, wrong, "a.to(b.dtype), torch.zeros_like(b) where nothing is computed"))
