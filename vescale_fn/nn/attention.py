@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -131,85 +131,105 @@ def attention(
     rate = dropout_rate(dropout, key)
     key = checked(key, "nn.attention") if rate else None
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    terms = Terms(scale, window_of(window, causal), zigzag, rate)
     masked = mask is not None or window is not None or key is not None
+    way = _Way(method, causal, masked, Terms(scale, window_of(window, causal), zigzag, rate))
     arrays = [x for x in (q, k, v) if is_array(x)]
     body = context.body()
     if body is not None and not arrays:
-        return _in_body(q, k, v, mask, key, terms, masked, causal, axis, method, spec, body)
+        return _in_body(q, k, v, mask, key, way, axis, spec, body)
     if spec is not None:
         raise CollectiveError(
             report("nn.attention", f"spec={short(spec)} outside of a shard_map body", fix="no spec: arrays have theirs")
         )
-    mesh = mesh_of(arrays[0]) if arrays else None
-    sizes = axes_of(mesh) if arrays else {}
     rows = split_axes(spec_of(q if is_array(q) else arrays[0]), 4) if arrays else ((),) * 4
-    names = rows[2] if axis is None or not arrays else axis_names(axis, sizes, "nn.attention", "axis")
+    if arrays and axis is not None:
+        rows = (*rows[:2], axis_names(axis, axes_of(mesh_of(arrays[0])), "nn.attention", "axis"), ())
     mask = mask_of_4_dims(mask, (*q.shape[:3], k.shape[2]))
-    if not names:
-        return whole_masked(q, k, v, mask, key, terms) if masked else _whole(q, k, v, scale, causal, zigzag)
-    over = (*(tuple(a for a in row if a not in names) for row in rows[:2]), names)
-    wanted, given = from_split_axes(over), q.shape[:3]
+    if not rows[2]:
+        return whole_masked(q, k, v, mask, key, way.terms) if masked else _whole(q, k, v, scale, causal, zigzag)
+    over = (*(tuple(a for a in row if a not in rows[2]) for row in rows[:2]), rows[2])
+    return _over_ranks(q, k, v, mask, key, way, mesh_of(arrays[0]), over)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How queries meet the keys of other ranks. `masked`: whether there is a mask, a window or dropout."""
+
+    method: str
+    causal: bool
+    masked: bool
+    terms: Terms
+
+    @property
+    def halves(self) -> int:
+        """Into how many parts a rank's tokens must divide. A mask goes by position, so that any order will do."""
+        return 2 if halved(self.method, self.causal, self.terms.zigzag) and not self.masked else 1
+
+
+def _over_ranks(q: Any, k: Any, v: Any, mask: Any, key: Any, way: _Way, mesh: Any, over: tuple[Axes, ...]) -> Any:
+    """On arrays whose batch, heads and sequence are split over these axes."""
+    sizes, wanted, given = axes_of(mesh), from_split_axes(over), q.shape[:3]
+    terms, method = way.terms, way.method
     divides = lambda x, dim, times=1: x.shape[dim] % (math.prod(sizes[a] for a in over[dim]) * times) == 0
     fits = divides(q, 0), divides(q, 1), divides(q, 2) and divides(k, 2)
+    in_parts = fits[2] and divides(q, 2, way.halves)
+    even = in_parts and fits[0] and fits[1]
     # in another order than the mesh's a part need not be contiguous
     over = tuple(row if fit else tuple(a for a in sizes if a in row) for row, fit in zip(over, fits, strict=True))
     batch, heads, names = over
-    times = repeats(q, k, (part[0] for part in parts(q.shape[1], heads, mesh) if len(part)))
-    if times > 1:
-        k, v = with_sharding((k, v), from_split_axes([batch, (), names]), mesh=mesh)
-        k, v = (x.repeat_interleave(times, 1) for x in (k, v))
-    if method == "all_gather" and not (zigzag or masked) and fits == (True, True, False):
+    k, v = _unshared(q, k, v, mesh, over)
+    if method == "all_gather" and not (terms.zigzag or way.masked) and fits == (True, True, False):
         apart, whole = from_split_axes([batch, heads, names]), from_split_axes([batch, heads], reduced=names)
         q, k, v = with_sharding((q, k, v), (apart, whole, whole), mesh=mesh)
-        return _whole(q, k, v, scale, causal, zigzag)
+        return _whole(q, k, v, terms.scale, way.causal, terms.zigzag)
     here, there = (part_sizes(x.shape[2], names, mesh) for x in (q, k))
-    if not masked:  # which goes by position, so that any order will do
-        check_parts(method, causal, zigzag, names, here, in_body=False)
-    rows = from_split_axes(over)
-    halves = 2 if halved(method, causal, zigzag) and not masked else 1
-    in_parts = fits[2] and divides(q, 2, halves)
-    even = in_parts and fits[0] and fits[1]
-    multiples = (1, 1, halves)
-
-    def filled_up(x: Any, spec: P) -> Any:
-        for dim, multiple in enumerate(multiples):
-            x = padded(x, mesh, spec, dim, "nn.attention", multiple)
-        return x
-
+    if not way.masked:
+        check_parts(method, way.causal, terms.zigzag, names, here, in_body=False)
+    rows, multiples = from_split_axes(over), (1, 1, way.halves)
     if not even:
-        q, k, v = (filled_up(x, rows) for x in with_sharding((q, k, v), (rows, rows, rows), mesh=mesh))
-    if masked:
-        mask_spec = None
-        if mask is not None:
-            mask_spec = from_split_axes([axes if mask.shape[dim] > 1 else () for dim, axes in enumerate(over)])
-            mask = with_sharding(mask, mask_spec, mesh=mesh)
-            mask = mask if even else filled_up(mask, mask_spec)
+        q, k, v = (
+            _filled_up(x, rows, mesh, multiples) for x in with_sharding((q, k, v), (rows, rows, rows), mesh=mesh)
+        )
+    if way.masked:
+        mask, mask_spec = _placed_mask(mask, over, mesh, () if even else multiples)
         terms = replace(terms, here=here, there=there, sizes=tuple(given[:2]), batch=batch, heads=heads)
         more = tuple(x for x in (mask, key) if x is not None)
         out = _mapped_masked(mesh, rows, mask_spec, key is not None, names, method, terms)(q, k, v, *more)
     else:
-        out = _mapped(mesh, rows, names, method, scale, causal, zigzag, None if in_parts else there)(q, k, v)
+        counts = None if in_parts else there
+        out = _mapped(mesh, rows, names, method, terms.scale, way.causal, terms.zigzag, counts)(q, k, v)
     for dim, multiple in enumerate(multiples):
         out = cut(out, mesh, rows, dim, given[dim], "nn.attention", multiple)
     return out if rows == wanted else with_sharding(out, wanted, mesh=mesh)
 
 
-def _in_body(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any,
-    key: Any,
-    terms: Terms,
-    masked: bool,
-    causal: bool,
-    axis: Any,
-    method: str,
-    spec: Any,
-    body: Any,
-) -> Any:
-    """On one rank's part of the sequence. `masked`: whether there is a mask, a window or dropout."""
+def _unshared(q: Any, k: Any, v: Any, mesh: Any, over: tuple[Axes, ...]) -> tuple[Any, Any]:
+    """Keys and values whose heads are repeated where queries of several ranks would share one."""
+    batch, heads, names = over
+    times = repeats(q, k, (part[0] for part in parts(q.shape[1], heads, mesh) if len(part)))
+    if times > 1:
+        k, v = with_sharding((k, v), from_split_axes([batch, (), names]), mesh=mesh)
+        k, v = (x.repeat_interleave(times, 1) for x in (k, v))
+    return k, v
+
+
+def _placed_mask(mask: Any, over: tuple[Axes, ...], mesh: Any, multiples: Sequence[int]) -> tuple[Any, P | None]:
+    """A mask split as the scores are, where it has more than one row, and how."""
+    if mask is None:
+        return None, None
+    spec = from_split_axes([row if size > 1 else () for size, row in zip(mask.shape, over)])
+    return _filled_up(with_sharding(mask, spec, mesh=mesh), spec, mesh, multiples), spec
+
+
+def _filled_up(x: Any, spec: P, mesh: Any, multiples: Sequence[int]) -> Any:
+    """With zeros at the end of dims that ranks do not divide."""
+    for dim, multiple in enumerate(multiples):
+        x = padded(x, mesh, spec, dim, "nn.attention", multiple)
+    return x
+
+
+def _in_body(q: Any, k: Any, v: Any, mask: Any, key: Any, way: _Way, axis: Any, spec: Any, body: Any) -> Any:
+    """On one rank's part of the sequence."""
     rows = split_axes(spec, 4) if spec is not None else ((),) * 4
     if axis is None and not rows[2]:
         raise CollectiveError(
@@ -220,12 +240,13 @@ def _in_body(
                 "rank has the whole sequence",
             )
         )
+    terms, method = way.terms, way.method
     names = taking_part("nn.attention", rows[2] if axis is None else axis, "axis")[1]
     n = axis_size(names)
     here, there = (q.shape[2],) * n, (k.shape[2],) * n
-    if not masked:
-        check_parts(method, causal, terms.zigzag, names, here, in_body=True)
-        return _METHODS[method](q, k, v, names, terms.scale, causal, terms.zigzag, None)
+    if not way.masked:
+        check_parts(method, way.causal, terms.zigzag, names, here, in_body=True)
+        return _METHODS[method](q, k, v, names, terms.scale, way.causal, terms.zigzag, None)
     mask = mask_of_4_dims(mask, (*q.shape[:3], sum(there)), ", of this rank's queries and all keys")
     if key is not None:
         shared_keys.warn("nn.attention", key, {"q": q}, from_split_axes([*rows[:2], names]))

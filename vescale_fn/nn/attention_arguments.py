@@ -25,37 +25,12 @@ def check(q: Any, k: Any, v: Any, causal: Any, method: Any, zigzag: Any, mask: A
         for name, x in given.items()
         if not isinstance(x, torch.Tensor) or x.ndim != 4 or not x.is_floating_point()
     ]
-    if not failures:
-
-        def same(word: str, dim: int, a: str, b: str) -> list[str]:
-            one, other = given[a], given[b]
-            if one.shape[dim] == other.shape[dim]:
-                return []
-            return [f"{a} and {b} have {word} {one.shape[dim]} and {other.shape[dim]}: {text(one)}, {text(other)}"]
-
-        failures += same("batch", 0, "q", "k") + same("batch", 0, "k", "v") + same("width", 3, "q", "k")
-        failures += same("heads", 1, "k", "v") + same("length", 2, "k", "v")
-        if not k.shape[1] or q.shape[1] % k.shape[1]:
-            failures.append(
-                f"the heads of k must divide those of q, but {count_text(q.shape[1], 'head')} of q are to "
-                f"share {count_text(k.shape[1], 'head')} of k"
-            )
-        if causal and q.shape[2] != k.shape[2]:
-            failures.append(
-                f"causal: query i looks at keys up to i, but there are {q.shape[2]} queries and {k.shape[2]} keys"
-            )
-        if window is not None and not causal and q.shape[2] != k.shape[2]:
-            failures.append(
-                f"window: query i sees keys near i, but there are {q.shape[2]} queries and {k.shape[2]} keys"
-            )
-        if len({x.dtype for x in given.values()}) > 1:
-            failures.append(f"q, k and v must be of one dtype, but they are {', '.join(map(text, given.values()))}")
+    failures = failures or _unlike(given, causal, window)
     if method not in METHODS:
         failures.append(f"method={short(method)} is not one of {METHODS}{meant(method, METHODS)}")
-    if isinstance(zigzag, bool) or not isinstance(zigzag, int) or zigzag < 0:
+    if not _is_side(zigzag):
         failures.append(f"zigzag must be a number of ranks, or 0 for the usual order, but it is {described(zigzag)}")
-    sides = window if isinstance(window, (tuple, list)) and len(window) == 2 else ("wrong",)
-    if window is not None and not _is_side(window) and not all(side is None or _is_side(side, -1) for side in sides):
+    if window is not None and not _is_window(window):
         failures.append(
             f"window must be the number of keys to the left and to the right, (left, right), where None is no "
             f"limit, or one number for both, but it is {described(window)}"
@@ -71,6 +46,33 @@ def check(q: Any, k: Any, v: Any, causal: Any, method: Any, zigzag: Any, mask: A
         raise CollectiveError(report("nn.attention", "the arguments do not fit", failures))
 
 
+_ALIKE = (("batch", 0, "q", "k"), ("batch", 0, "k", "v"), ("width", 3, "q", "k"), ("heads", 1, "k", "v"))
+_ALIKE += (("length", 2, "k", "v"),)
+
+
+def _unlike(given: dict[str, torch.Tensor], causal: Any, window: Any) -> list[str]:
+    """In what tensors of 4 dims do not fit each other."""
+    failures = [
+        f"{a} and {b} have {word} {one.shape[dim]} and {other.shape[dim]}: {text(one)}, {text(other)}"
+        for word, dim, a, b in _ALIKE
+        for one, other in [(given[a], given[b])]
+        if one.shape[dim] != other.shape[dim]
+    ]
+    heads, shared = given["q"].shape[1], given["k"].shape[1]
+    if not shared or heads % shared:
+        failures.append(
+            f"the heads of k must divide those of q, but {count_text(heads, 'head')} of q are to "
+            f"share {count_text(shared, 'head')} of k"
+        )
+    near = "causal: query i looks at keys up to i" if causal else "window: query i sees keys near i"
+    queries, keys = given["q"].shape[2], given["k"].shape[2]
+    if (causal or window is not None) and queries != keys:
+        failures.append(f"{near}, but there are {queries} queries and {keys} keys")
+    if len({x.dtype for x in given.values()}) > 1:
+        failures.append(f"q, k and v must be of one dtype, but they are {', '.join(map(text, given.values()))}")
+    return failures
+
+
 def dropout_rate(dropout: Any, key: Any) -> float:
     """The probability of dropout, with which there must be one key unless it is 0."""
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
@@ -80,6 +82,11 @@ def dropout_rate(dropout: Any, key: Any) -> float:
         fix = "key=vfn.random.key(seed), and another one at each step: vfn.random.fold_in(key, step)"
         raise RandomError(report("nn.attention", f"dropout={rate:g} needs a key, but key is None", fix=fix))
     return rate
+
+
+def _is_window(window: Any) -> bool:
+    pair = isinstance(window, (tuple, list)) and len(window) == 2
+    return _is_side(window) or (pair and all(side is None or _is_side(side, -1) for side in window))
 
 
 def _is_side(value: Any, least: int = 0) -> bool:
