@@ -25,31 +25,44 @@ from .._core.shard_map.collective_operands import operands, refuse_what_cannot_b
 def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
     """A reduction over the ranks. Over an axis along which a value is the same it is arithmetic: nothing is sent."""
     if parts := vmap_collectives.runs(where, axis_name):
-        return (
-            mixed_axes.one_by_one(lambda x, over: _reduce(where, x, over, row), x, parts)
-            if len(parts) > 1
-            else (vmap_collectives.sent(where, x, parts[0], row))
-        )
+        each = lambda x, over: _reduce(where, x, over, row)
+        several = len(parts) > 1
+        return mixed_axes.one_by_one(each, x, parts) if several else vmap_collectives.sent(where, x, parts[0], row)
     body, names, n = taking_part(where, axis_name)
     leaves, treedef = operands(where, x, body)
     with torch_internals.no_torch_function():
         refuse_what_cannot_be_reduced(where, x, leaves, body, names)
         if (have := _alike(leaves, body, names)) is not None:
-            outs = sent(CollectiveMap(row, body.mesh, names, where, body.check), leaves, have, "I")
-            if where == "pmean":
-                outs = [_computed(out.div, n, tensor_types.typeof(out, body.axes)) for out in outs]
-            context.note(where, x, outs, names)
-            return tree.unflatten(treedef, outs)
-        outs: list[Any] = [None] * len(leaves)
-        types_of: dict[int, types.Type] = {}
-        todo: dict[tuple[str, ...], list[int]] = {}
-        multiplied: dict[tuple[str, ...], list[tuple[int, str]]] = {}
-        for i, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
-                outs[i] = leaf * n if where == "psum" else leaf / 1 if where == "pmean" else leaf
-                continue
+            outs: list[Any] = list(leaves)
+            todo = {names: [*range(len(leaves))]}
+        else:
+            outs, have, todo = _prepared(where, x, leaves, row, body, names, n)
+        for rest, members in todo.items():
+            op = CollectiveMap(row, body.mesh, rest, where, body.check)
+            done = sent(op, [outs[i] for i in members], [have[i] for i in members], "I")
+            size = n if rest == names else collectives.group_size(body.mesh, rest)
+            for i, out in zip(members, done, strict=True):
+                mean = where == "pmean"
+                outs[i] = _computed(out.div, size, tensor_types.typeof(out, body.axes)) if mean else out
+    context.note(where, x, outs, names)
+    return tree.unflatten(treedef, outs)
+
+
+def _prepared(
+    where: str, x: Any, leaves: Sequence[Any], row: str, body: context.Body, names: tuple[str, ...], n: int
+) -> tuple[list[Any], list[Any], dict[tuple[str, ...], list[int]]]:
+    """What is reduced of each leaf, its type, and which leaves are still to be reduced over which axes."""
+    outs: list[Any] = []
+    types_of: list[Any] = []
+    todo: dict[tuple[str, ...], list[int]] = {}
+    multiplied: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+    for i, leaf in enumerate(leaves):
+        have, rest = None, ()
+        if not isinstance(leaf, torch.Tensor):
+            leaf = leaf * n if where == "psum" else leaf / 1 if where == "pmean" else leaf
+        else:
             leaf = local(leaf, body, where)
-            have = types_of[i] = tensor_types.type_in(leaf, body)
+            have = tensor_types.type_in(leaf, body)
             rest = types.differing(have, names) if body.check else names
             if row == "psum" and leaf.dtype is torch.bool:
                 leaf = _computed(leaf.to, torch.int32, have)
@@ -57,24 +70,15 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
                 same = tuple(axis for axis in names if axis not in rest)
                 multiplied.setdefault(same, []).append((i, tensor_types.text(leaf, have)))
                 leaf = _computed(leaf.mul, collectives.group_size(body.mesh, same), have)
-            if where == "pmean" and not rest:  # its own mean, but not an integer
-                leaf = _computed(leaf.div, 1, have) if not (leaf.is_floating_point() or leaf.is_complex()) else leaf
-            outs[i] = leaf
-            if rest:
-                todo.setdefault(rest, []).append(i)
-        for same, found in multiplied.items():
-            _warn_of_factor(x, same, collectives.group_size(body.mesh, same), found)
-        for rest, members in todo.items():
-            op = CollectiveMap(row, body.mesh, rest, where, body.check)
-            done = sent(op, [outs[i] for i in members], [types_of[i] for i in members], "I")
-            for i, out in zip(members, done, strict=True):
-                if where == "pmean":
-                    out = _computed(
-                        out.div, collectives.group_size(body.mesh, rest), tensor_types.typeof(out, body.axes)
-                    )
-                outs[i] = out
-    context.note(where, x, outs, names)
-    return tree.unflatten(treedef, outs)
+            elif where == "pmean" and not (rest or leaf.is_floating_point() or leaf.is_complex()):
+                leaf = _computed(leaf.div, 1, have)  # its own mean, but not an integer
+        outs.append(leaf)
+        types_of.append(have)
+        if rest:
+            todo.setdefault(rest, []).append(i)
+    for same, found in multiplied.items():
+        _warn_of_factor(x, same, collectives.group_size(body.mesh, same), found)
+    return outs, types_of, todo
 
 
 def _alike(leaves: list[Any], body: context.Body, names: tuple[str, ...]) -> list[types.Type] | None:

@@ -200,7 +200,7 @@ def _in_another_shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def run_ranks(
-    fn: Callable[..., Any],
+    op: Callable[..., Any],
     n: int,
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -209,16 +209,16 @@ def run_ranks(
     vary: tuple[int, Sequence[Any]] | None = None,
     in_body: bool = False,
 ) -> Any:
-    """Run `fn` once a rank and put the results together.
+    """Run `op` once a rank and put the results together.
 
     Args:
         target: what is written in place, a tensor or a list: a tensor that several ranks share is written once.
         share: ranks whose arguments are the same tensors share one result; for values that nothing changes in place.
         vary: (position, one value a rank) of an argument that differs by rank without being a tensor.
     """
-    if isinstance(target, (list, tuple)) and torch_internals.operator_name(fn).startswith(LIST_OPS):
-        return _write_lists(fn, n, args, kwargs, target)
-    fn = torch_internals.direct(fn)
+    if isinstance(target, (list, tuple)) and torch_internals.operator_name(op).startswith(LIST_OPS):
+        return _write_lists(op, n, args, kwargs, target)
+    op = torch_internals.direct(op)
     columns = [_column(a, n) for a in (*args, *kwargs.values())]
     if vary is not None:
         columns[vary[0]] = vary[1]
@@ -234,12 +234,12 @@ def run_ranks(
     outs = []
     for key, local in zip(same, zip(*columns)):
         if key not in seen:
-            seen[key] = fn(*local[:count], **dict(zip(names, local[count:]))) if names else fn(*local)
+            seen[key] = op(*local[:count], **dict(zip(names, local[count:]))) if names else op(*local)
         outs.append(seen[key])
     return _stitch((*args, *kwargs.values()), outs, in_body)
 
 
-def _write_lists(fn: Any, n: int, args: Sequence[Any], kwargs: dict[str, Any], target: Sequence[Any]) -> None:
+def _write_lists(op: Any, n: int, args: Sequence[Any], kwargs: dict[str, Any], target: Sequence[Any]) -> None:
     """Run a ``torch._foreach_`` op that writes the tensors of a list, each of them once."""
     done: set[Any] = set()
     for rank in range(n):
@@ -251,7 +251,7 @@ def _write_lists(fn: Any, n: int, args: Sequence[Any], kwargs: dict[str, Any], t
             for a in (_pick(a, rank) for a in (*args, *kwargs.values()))
         ]
         if todo:
-            fn(*local[: len(args)], **dict(zip(kwargs, local[len(args) :])))
+            op(*local[: len(args)], **dict(zip(kwargs, local[len(args) :])))
 
 
 @functools.lru_cache(maxsize=4096)

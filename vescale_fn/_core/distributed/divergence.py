@@ -6,6 +6,7 @@ for each other in a ring, or are late. What is wrong is raised on every rank of 
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 import time
@@ -186,10 +187,7 @@ def different(seen: Mapping[int, RankCall]) -> str:
     calls = list(rows)
     one = calls[0]
     listed = [f"{_ranks(ranks)}: {call}" for call, ranks in rows.items()]
-
-    def alike(*names: str) -> bool:
-        return all(getattr(call, name) == getattr(one, name) for call in calls for name in names)
-
+    alike = lambda *names: len({operator.attrgetter(*names)(call) for call in calls}) == 1
     if not alike("what", "over") or not (alike("line") or alike("values", "details")):
         return report("debug", "the ranks make different calls", listed, SAME)
     if not alike("line"):
@@ -199,39 +197,42 @@ def different(seen: Mapping[int, RankCall]) -> str:
         of = "" if one.what.startswith("the results of") else "the arguments of "
         return report("debug", f"the ranks differ in {of}{one.what}", listed, SAME)
     values = list(zip(*(call.values for call in calls), strict=True))
-    found, kinds = [], set()
-    for row in values:
-        if len({v.type for v in row}) > 1:
-            on = [f"{v.type} on {_ranks(rows[call])}" for v, call in zip(row, calls, strict=True)]
-            found.append(f"{row[0].path or 'its value'}: {', '.join(on)}")
-            heads = [v.type.partition("[") for v in row]
-            kinds.add(
-                "arguments"
-                if any(not bracket for _, bracket, _ in heads)
-                else "dtypes"
-                if len({head for head, _, _ in heads}) > 1
-                else "shapes"
-            )
-    if found:
-        return report(
-            "debug",
-            f"the ranks differ in the {' and '.join(sorted(kinds))} of {one.what}",
-            [*found[:LISTED], str(one)],
-            SAME_TYPES,
-        )
-    for row in values:
-        i, other = next(((i, v) for i, v in enumerate(row) if v.digest != row[0].digest), (0, row[0]))
-        if i:
-            found.append(
-                f"{row[0].path or 'its value'}: {other.type} is {row[0].shown} on rank {rows[one][0]}, but "
-                f"{other.shown} on rank {rows[calls[i]][0]}"
-            )
+    on = [_ranks(rows[call]) for call in calls]
+    if any(len({v.type for v in row}) > 1 for row in values):
+        kinds, found = _unlike_types(values, on)
+        what = f"the ranks differ in the {' and '.join(kinds)} of {one.what}"
+        return report("debug", what, [*found[:LISTED], str(one)], SAME_TYPES)
+    found = _unlike_values(values, [rows[call][0] for call in calls])
     return report(
         "debug",
         f"the ranks differ in a plain tensor, which counts as the same everywhere, in {one.what}",
         [*found[:LISTED], str(one)],
         "make it from the same data and the same seed on every rank; vfn.from_local for what each process has for itself",
     )
+
+
+def _unlike_types(values: Iterable[Sequence[Value]], on: Sequence[str]) -> tuple[list[str], list[str]]:
+    """In what the types of values differ, in a word or two, and how each of them does."""
+    kinds, found = set(), []
+    for row in values:
+        if len({v.type for v in row}) > 1:
+            listed = ", ".join(f"{v.type} on {ranks}" for v, ranks in zip(row, on, strict=True))
+            found.append(f"{row[0].path or 'its value'}: {listed}")
+            heads, brackets, _ = zip(*(v.type.partition("[") for v in row))
+            kinds.add("arguments" if not all(brackets) else "dtypes" if len(set(heads)) > 1 else "shapes")
+    return sorted(kinds), found
+
+
+def _unlike_values(values: Iterable[Sequence[Value]], ranks: Sequence[int]) -> list[str]:
+    """How the first of each row differs from the next that does."""
+    found = []
+    for first, *others in values:
+        for v, rank in zip(others, ranks[1:]):
+            if v.digest != first.digest:
+                of = f"{first.path or 'its value'}: {v.type}"
+                found.append(f"{of} is {first.shown} on rank {ranks[0]}, but {v.shown} on rank {rank}")
+                break
+    return found
 
 
 def not_alike(found: Sequence[str], call: object) -> str:

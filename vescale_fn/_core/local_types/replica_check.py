@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,37 +121,47 @@ def body_alike(
     ledger, recorder = _ledger()
     if ledger is None:
         return
+    processes = communicator_of(body.mesh).processes
     with torch_internals.no_torch_function():
         given, made = op_arguments.tensors_in(args, kwargs), op_arguments.tensors_in(out)
         type_ = tensor_types.read(made[0]) if made else None
         alike = tuple(axis for axis in body.axes if type_ is not None and type_.letter(axis) in "IR")
-        line, everyone = quoted(user_line()), communicator_of(body.mesh).processes()
-        for i, a in enumerate((*args, *kwargs.values()) if given else ()):
-            ints = not _has_a_float(a)
-            for j, one in enumerate(a if isinstance(a, tuple) else (a,)):
-                if (alike or not ints) and (shown := _number_text(one, recorder)):
-                    what = f"number {j} of argument {i}" if isinstance(a, tuple) else f"argument {i}"
-                    ledger.note(
-                        f"{what} of {name}",
-                        shown,
-                        communicator_of(body.mesh).processes(alike) if ints else everyone,
-                        line,
-                    )
+        line, everyone = quoted(user_line()), processes()
+        for what, one, ints in _numbers((*args, *kwargs.values())) if given else ():
+            if (alike or not ints) and (shown := _number_text(one, recorder)):
+                ledger.note(f"{what} of {name}", shown, processes(alike) if ints else everyone, line)
+        outside = [(i, x) for i, x in enumerate(given) if tensor_types.read(x) is None]
         if recorder is not None:
-            for x in given:
-                if tensor_types.read(x) is None and torch_internals.is_bare(torch_internals.peel(x)):
-                    recorder.counts_as_alike(torch_internals.peel(x))
+            for x in (torch_internals.peel(x) for _, x in outside):
+                if torch_internals.is_bare(x):
+                    recorder.counts_as_alike(x)
             return
-        for i, x in enumerate(given):
-            if tensor_types.read(x) is None and (found := bits(x)):
-                what = f"tensor {i} of {name}, {text(torch_internals.peel(x))} from outside of the body,"
-                ledger.note(what, found, everyone, line)
-        for i, x in enumerate(made if opaque and alike else ()):  # it may have drawn, or talked to other ranks
-            if _comparable(x) and (found := bits(x)):
-                what = f"result {i} of {name}, {text(torch_internals.peel(x))}{{the same along {', '.join(alike)}}},"
-                ledger.note(what, found, communicator_of(body.mesh).processes(alike), line)
-        if not given and made and type_ is types.INVARIANT and (found := bits(made[0])):
+        for what, x, which, axes in _tensors(outside, made, alike if opaque else ()):
+            if found := bits(x):
+                shown = text(torch_internals.peel(x))
+                ledger.note(f"{what} of {name}, {shown}{which},", found, processes(axes) if axes else everyone, line)
+        if not given and type_ is types.INVARIANT and (found := bits(made[0])):
             ledger.note(f"the tensor {text(torch_internals.peel(made[0]))} that {name} makes", found, everyone, line)
+
+
+def _tensors(outside: Any, made: Any, alike: tuple[str, ...]) -> Iterator[tuple[str, Any, str, tuple[str, ...]]]:
+    """Arguments from outside of a body, and results that may have been drawn, or come from other ranks: what each is, and
+    the axes along which it is the same, if not along all."""
+    for i, x in outside:
+        yield f"tensor {i}", x, " from outside of the body", ()
+    for i, x in enumerate(made if alike else ()):
+        if _comparable(x):
+            yield f"result {i}", x, f"{{the same along {', '.join(alike)}}}", alike
+
+
+def _numbers(args: Iterable[Any]) -> Iterator[tuple[str, Any, bool]]:
+    """What may be numbers among arguments: what it is, and whether there is no float beside it."""
+    for i, a in enumerate(args):
+        ints = not _has_a_float(a)
+        if isinstance(a, tuple):
+            yield from ((f"number {j} of argument {i}", one, ints) for j, one in enumerate(a))
+        else:
+            yield f"argument {i}", a, ints
 
 
 def _has_a_float(a: Any) -> bool:
