@@ -299,7 +299,8 @@ def _wrapped(local: Any, dspec: Any, spec: P) -> Array:
 
 def made(local: Any, dspec: Any, lies: P) -> Array:
     """The array around what this rank holds, of a layout in torch's terms that is `lies` in ours."""
-    out = torch_internals.new_dtensor(Array, local, dspec)
+    out = torch_internals.bare_dtensor(Array, local, dspec, requires_grad=False)
+    torch_internals.forbid_data_ptr(out)
     if lies.unreduced:
         noted(out).sums = []
     if lies.reduced:
@@ -611,6 +612,7 @@ class Boundary:
         self.mesh, self.spec, self.auto, self.lead = mesh, spec, auto, lead
         self._fits = None  # the DTensorSpec of an array whose block can be read off
         self._made: tuple[Any, ...] = (None, None, None)  # a block's shape and dtype, and the DTensorSpec of its array
+        self._holds_blocks = communicator_of(mesh).holds_blocks
 
     @functools.cached_property
     def dual(self) -> Boundary:
@@ -634,7 +636,7 @@ class Boundary:
                 self._fits = dspec
         local = _read(torch_internals.local(x))
         if self.auto is None:
-            return blocks.renamed(local, in_body=True)
+            return blocks.renamed(local, in_body=True) if type(local) is Blocks else local.detach()
         others = only_along(spec, axes_of(self.mesh).keys() - axes_of(self.auto).keys())
         shape = [size // n for size, n in zip(x.shape, self._counts(others, x.ndim))]
         inner = only_along(P(*spec, unreduced=spec.unreduced), axes_of(self.auto))
@@ -645,7 +647,8 @@ class Boundary:
         shape, dtype, dspec = self._made
         known = shape == x.shape and dtype is x.dtype and not self.lead
         if known and self.auto is None:
-            return _wrapped(packed(_local(x, self.mesh)), dspec, self.spec)
+            alone = x.__class__ is torch.Tensor and not self._holds_blocks
+            return _wrapped(x.contiguous() if alone else packed(_local(x, self.mesh)), dspec, self.spec)
         spec = led(self.lead, layout(torch_internals.spec(x)) if isinstance(x, Array) else WHOLE, self.spec, x.ndim)
         if self.auto is not None:
             inner = only_along(P(*spec, unreduced=spec.unreduced), axes_of(self.auto))

@@ -61,8 +61,7 @@ def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:
         spec = spec_from_rules(value, spec)
     if isinstance(value, torch.Tensor) and isinstance(spec, P):
         return [value], None, [spec]
-    leaves, treedef = opened(value, where, functools.partial(_names, value), numpy=True)
-    leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
+    leaves, treedef = opened(value, where, functools.partial(_names, value), numpy=torch.as_tensor)
     if treedef.num_nodes == 1 and not isinstance(spec, P):
         is_spec(spec, where)
     specs = tree.broadcast(spec, value, where, "spec", _generic(value))

@@ -70,7 +70,7 @@ def opened(
     name: str | Callable[[], Sequence[str]],
     *,
     is_leaf: Any = None,
-    numpy: bool = False,
+    numpy: bool | Callable[[Any], Any] = False,
     modules: bool = False,
     passing: Callable[[], Sequence[Any]] = tuple,
 ) -> tuple[list[Any], Any]:
@@ -80,7 +80,8 @@ def opened(
         where: the public function, for the message.
         name: of the tree, by which paths begin; or a function that gives the paths of all leaves.
         is_leaf: as for `optree.tree_flatten`.
-        numpy, modules: whether numpy arrays, and whether modules, are leaves that the function knows what to do with.
+        numpy, modules: whether numpy arrays, and whether modules, are leaves that the function knows what to do with; `numpy`
+            may be what it makes of each.
         passing: gives the leaves that may hold tensors: the function uses them as it does what it closes over.
     """
     leaves, treedef = optree.tree_flatten(value, is_leaf)
@@ -92,7 +93,7 @@ def opened(
     wrong = {
         i: held
         for i, x in enumerate(leaves)
-        if (held := _held(x, numpy, modules)) is not None and not any(x is other for other in passed)
+        if (held := _held(x, bool(numpy), modules)) is not None and not any(x is other for other in passed)
     }
     if wrong:
         paths = tree.paths(value, name, is_leaf) if isinstance(name, str) else name()
@@ -100,6 +101,8 @@ def opened(
         ways = dict.fromkeys(_way(leaves[i]) for i in wrong)
         what = "a leaf is a container that trees do not go into, or another library's array"
         raise TreeError(report(where, what, failures, "; ".join(ways)))
+    if callable(numpy):
+        leaves = [numpy(x) if isinstance(x, np.ndarray) else x for x in leaves]
     return leaves, treedef
 
 

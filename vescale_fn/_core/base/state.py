@@ -83,7 +83,8 @@ def enter(run: Any) -> tuple[Thread, Thread]:
     """Set the body that is running; returns the records of before and of now, for `leave`."""
     slot, made = here.slot, Thread()
     before = slot.now
-    made.__dict__.update(before.__dict__)
+    if before.__dict__:
+        made.__dict__.update(before.__dict__)
     made.run = run
     slot.now = made
     return before, made

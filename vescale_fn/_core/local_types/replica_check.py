@@ -14,6 +14,7 @@ from .. import torch_internals
 from ..base import context, op_arguments, tree
 from ..base.messages import mesh_text
 from ..base.source_lines import quoted, user_line
+from ..base.state import process
 from ..distributed.divergence import RankCall, Value
 from ..distributed.mesh import communicator_of
 from ..sharding.index_map import axes_of
@@ -97,7 +98,9 @@ def numbers_alike(name: str, func: Any, mesh: Any, args: Sequence[Any], kwargs: 
 
 def looked_for() -> bool:
     """Whether what is the same on all ranks is compared, now or once a plan is recorded."""
-    return context.watch() is not None or torch_internals.is_recorded()
+    return (process.watch is not None and context.watch() is not None) or (
+        torch_internals.dispatch_modes() > 0 and torch_internals.is_recorded()
+    )
 
 
 def key_alike(where: str, x: torch.Tensor, mesh: Any) -> None:

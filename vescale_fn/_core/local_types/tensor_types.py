@@ -13,6 +13,7 @@ from ..base import context
 from ..base.errors import VaryingTypeError
 from ..base.messages import report
 from ..base.op_arguments import tensors_in
+from ..base.state import here
 from ..distributed.blocks import Blocks
 from ..distributed.mesh import same
 from ..sharding.layout import layout, type_text
@@ -51,7 +52,7 @@ class Writes:
 
 def _writes() -> Writes | None:
     """Those of the body that runs; None where nothing watches it."""
-    run = context.run()
+    run = here.slot.now.run
     return None if run is None or run.mode is None else run.writes
 
 
@@ -151,7 +152,7 @@ def typeof(x: torch.Tensor, axes: tuple[str, ...]) -> Type:
     Raises:
         VaryingTypeError: a value that autograd follows, and that was made in the body by something that no mode sees.
     """
-    found = read(x)
+    found = getattr(x, "vfn_type", None) or read(x)
     if found is not None:
         return _as_written(x, found)
     below = torch_internals.peel(x)

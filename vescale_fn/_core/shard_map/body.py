@@ -53,13 +53,14 @@ class running:
         writes: tensor_types.Writes | None = None,
     ) -> None:
         self.body, self.adopt, self.intercepted = body, adopt, intercepted
-        self.writes = writes or tensor_types.Writes()
+        self.writes = writes
         self.met: dict[int, tuple[Tensor, Any]] = {}  # arrays from outside, with their versions
 
     def __enter__(self) -> running:
         self.mode = None
         if self.intercepted:
             _intercept()
+            self.writes = self.writes or tensor_types.Writes()
             self.mode = (Checked if self.body.check else Unchecked)(self.body, self.adopt, self.writes)
         else:
             state.unwatched.add(self)
@@ -68,15 +69,18 @@ class running:
             self.mode.__enter__()
         return self
 
-    def taken_in(self, x: Tensor) -> Tensor:
-        """A result as a local value, which it is not yet where the body gives back what it closes over."""
+    def taken_in(self, leaves: list[Any]) -> list[Any]:
+        """Results as local values, which they are not yet where the body gives back what it closes over."""
         with torch_internals.no_torch_function():
             if self.mode is None:
-                return self.adopt(x) if tensor_types.outside(x, self.body.auto) else x
-            if tensor_types.read(x) is not None:
-                return x
-            tensor_types.refuse_unseen(x)
-            return self.mode.taken_in(x)
+                auto = self.body.auto
+                return [self.adopt(x) if isinstance(x, Tensor) and tensor_types.outside(x, auto) else x for x in leaves]
+            known = tensor_types.read
+            return [x if not isinstance(x, Tensor) or known(x) is not None else self._closed_over(x) for x in leaves]
+
+    def _closed_over(self, x: Tensor) -> Tensor:
+        tensor_types.refuse_unseen(x)
+        return self.mode.taken_in(x)
 
     def meet(self, x: Tensor) -> None:
         """Note an array from outside of which a body without types, on real ranks, gets the block itself: a view of it tells

@@ -9,12 +9,10 @@ Source: `jax.shard_map`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
-import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -54,49 +52,46 @@ class _Mapped(Map):
         self.watched = False  # whether a body with types was seen in the body of this one without
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
-        leaves, treedef = _opened(args, self.where, "args")
-        here = state.now()
-        around = here.run
-        outer = None if around is None else around.body
-        if around is not None and around.mode is None:
-            raise context.Unwatched
-        site = self.site(leaves, outer)
-        self.compare_arguments(site, args, leaves)
-        key = (treedef, site, *[_key(x) for x in leaves])
-        plan = self.ins.get(key)
-        first = plan is None
-        if plan is None:
-            plan = _remember(self.ins, key, plan_ins(self, site, args, leaves))
+        leaves, treedef = opened(args, self.where, "args", numpy=torch.as_tensor)
+        here, outer = state.now(), None
+        if here.run is not None:
+            outer = here.run.body
+            if here.run.mode is None:
+                raise context.Unwatched
+        site, compared = self.site(leaves, outer), replica_check.looked_for()
+        if compared:
+            self.compare_arguments(site, args, leaves)
+        key = (treedef, site, *map(_key, leaves))
+        ways = self.ins.get(key)
+        first = ways is None
+        if ways is None:
+            ways = _remember(self.ins, key, plan_ins(self, site, args, leaves))
         if here.strict:
-            refuse_moves(self, site, args, leaves, plan)
-        fast, given = _nothing_differentiates(leaves), tuple(leaves)
-        with _unwatched(outer):
-            for i, way in enumerate(plan):
-                if way is not None:
-                    leaves[i] = brought_in(leaves[i], site, way, fast)
-        context.note(self.notes[0], given, leaves)
+            refuse_moves(self, site, args, leaves, ways)
+        fast = _nothing_differentiates(leaves)
+        given = brought_in(leaves, ways, site, fast)
+        if here.recorder is not None:
+            context.note(self.notes[0], tuple(leaves), given)
         intercepted = self.check or site.communicator.holds_blocks or not fast or here.grad_depth > 0 or self.watched
-        result, locals_, out_def, have, by_values = self.run(site, args, treedef, leaves, intercepted)
+        result, locals_, out_def, have, by_values = self.run(site, args, treedef, given, intercepted)
         by_values = by_values or (first and not self.check and outer is None)
-        self.compare_results(site, result, locals_, have, by_values)
-        key = (out_def, site, *[(_key(x), t) for x, t in zip(locals_, have)])
-        outs = self.outs.get(key)
-        if outs is None:
-            outs = _remember(self.outs, key, plan_outs(self, site, result, locals_, have))
-        if context.watch() is not None and not self.check:
-            replica_check.results_alike(self, site.body, result, locals_, [way and way.shared_by for way in outs])
+        if compared or by_values:
+            self.compare_results(site, result, locals_, have, by_values)
+        key = (out_def, site, *map(_key, locals_), *have)
+        ways = self.outs.get(key)
+        if ways is None:
+            ways = _remember(self.outs, key, plan_outs(self, site, result, locals_, have))
+        if compared and context.watch() is not None and not self.check:
+            replica_check.results_alike(self, site.body, result, locals_, [way and way.shared_by for way in ways])
         fast = _nothing_differentiates(locals_)
         if not (fast or intercepted):
             raise _closure_with_gradient(self, locals_)
-        made = tuple(locals_)
-        with _unwatched(outer):
-            for i, way in enumerate(outs):
-                if way is not None:
-                    locals_[i] = taken_out(locals_[i], have[i], site, way, fast)
-                    if here.unit is not None and outer is None:
-                        locals_[i] = whole(locals_[i])
-        context.note(self.notes[1], made, locals_, line=self.line)
-        return tree.unflatten(out_def, locals_)
+        made = taken_out(locals_, have, ways, site, fast)
+        if here.unit is not None and outer is None:
+            made = [x if way is None else whole(x) for x, way in zip(made, ways)]
+        if here.recorder is not None:
+            context.note(self.notes[1], tuple(locals_), made, line=self.line)
+        return tree.unflatten(out_def, made)
 
     def run(self, site: Site, args: Any, treedef: Any, leaves: list[Any], intercepted: bool) -> tuple[Any, ...]:
         """Run the body: its result, that result's leaves and tree, their types, and whether shapes hang on values."""
@@ -106,10 +101,10 @@ class _Mapped(Map):
             except (RuntimeError, IndexError) as error:
                 _note_blocks(error, self, args, leaves)
                 raise
-            locals_, out_def = _opened(result, self.where, "out")
-            locals_ = [run.taken_in(x) if isinstance(x, torch.Tensor) else x for x in locals_]
+            locals_, out_def = opened(result, self.where, "out", numpy=torch.as_tensor)
+            locals_ = run.taken_in(locals_)
             have = self.types(locals_, site.body)  # still inside: only there is known what the body wrote
-        return result, locals_, out_def, have, run.sized_by_values()
+        return result, locals_, out_def, have, self.check and run.sized_by_values()
 
     def site(self, leaves: Sequence[Any], outer: context.Body | None) -> Site:
         """Where a call with these arguments runs: mesh, body around it, axes that nothing in it uses."""
@@ -178,12 +173,6 @@ def _called(mapped: _Mapped, args: tuple[Any, ...]) -> Any:
     return _called(mapped, args)
 
 
-def _opened(value: Any, where: str, name: str) -> tuple[list[Any], Any]:
-    """The leaves of arguments or results, numpy arrays as tensors, and their tree."""
-    leaves, treedef = opened(value, where, name, numpy=True)
-    return [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves], treedef
-
-
 def _note_blocks(error: Exception, mapped: _Mapped, args: Any, leaves: Sequence[Any]) -> None:
     """Tell a reader of torch's own message, about shapes mostly, what the arguments are inside (from Python 3.11 on)."""
     if isinstance(error, VfnError) or not hasattr(error, "add_note"):
@@ -237,14 +226,6 @@ def _key(x: Any) -> Any:
 def _as_they_lie(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """in_specs for arguments that are to stay as they lie."""
     return tree.map_(lambda x: spec_of(x) if isinstance(x, torch.Tensor) else P(), args)
-
-
-def _unwatched(outer: context.Body | None) -> contextlib.AbstractContextManager[Any]:
-    """The mode of a body around this one watches what that body does, not what we do."""
-    return _NOTHING if outer is None else torch_internals.no_torch_function()
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 def _found_mesh(leaves: Sequence[Any], outer: context.Body | None, name: str) -> Any:

@@ -38,9 +38,13 @@ class Checked(Unchecked):
 
     def __init__(self, body: context.Body, adopt: Callable[[Tensor], Tensor], writes: tensor_types.Writes) -> None:
         super().__init__(body, adopt, writes)
-        self.everywhere = types.of(varying=body.axes)
         self.sized_by_values = False  # whether the shape of a value that varies was decided by values
         self.compared = not self.ranks and replica_check.looked_for()
+
+    @property
+    def everywhere(self) -> Type:
+        """The type of what varies over every axis."""
+        return types.of(varying=self.body.axes)
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if context.mode() is not self:
