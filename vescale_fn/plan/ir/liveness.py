@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import fx
 
@@ -54,13 +54,28 @@ class Facts:
 
         Arguments do not count.
         """
-        ends, live, found = self.ends(line), 0, []
+        return self._counted(line, self.ends(line))[0]
+
+    def left(self, line: Line, later: Collection[memory_aliases.Memory]) -> tuple[int, Counter[int]]:
+        """How many bytes are alive behind the first calls of an order, and how many donated arguments of a size are free.
+
+        Args:
+            line: the calls that have run.
+            later: what other calls need.
+        """
+        ends = {memory: node for memory, node in self.ends(line).items() if memory not in later}
+        return self._counted(line, ends)[1:]
+
+    def _counted(
+        self, line: Line, ends: dict[memory_aliases.Memory, fx.Node]
+    ) -> tuple[list[int], int, Counter[int]]:
+        live, found = 0, []
         donated: Counter[int] = Counter()  # dead donated arguments, which results may take: how many of a size
         for node in line:
             if node.op != "call_function":
                 found.append(live)
                 continue
-            dying = [memory for memory in self.read[node] if ends[memory] is node]
+            dying = [memory for memory in self.read[node] if ends.get(memory) is node]
             donated.update(self.bytes[m] for m in dying if m.maker.op == "placeholder" and DONATED in m.maker.meta)
             dying = [memory for memory in dying if memory.maker.op == "call_function"]
             made = self.size(self.made[node])
@@ -71,8 +86,8 @@ class Facts:
             live += made
             found.append(live - made if over else live)
             live -= self.size(dying)
-            live -= self.size(memory for memory in self.made[node] if ends[memory] is node)
-        return found
+            live -= self.size(memory for memory in self.made[node] if ends.get(memory) is node)
+        return found, live, donated
 
 
 def _takes_turns(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from torch import fx
 from ..ir import graph as plan
 from ..ir import inplace, memory_aliases
 from ..ir.liveness import DONATED, Facts, Line
+from . import exact_order
 
 _STEP = 1e-6  # between calls that come to one place; far less than 1 / how many there are
 
@@ -32,7 +33,7 @@ def order(graph: fx.Graph) -> fx.Graph:
     tried: list[Line] = [given]
     for moves in ((_next_to_use, _as_soon_as_it_frees), (_updates, _next_to_use, _as_soon_as_it_frees), (_updates,)):
         tried.append(functools.reduce(lambda line, move: move(facts, line), moves, given))
-    best = min(tried, key=lambda line: max(facts.live(line)))
+    best = exact_order.refined(facts, min(tried, key=lambda line: max(facts.live(line))))
     new = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for node in best:
