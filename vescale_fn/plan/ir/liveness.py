@@ -66,9 +66,7 @@ class Facts:
         ends = {memory: node for memory, node in self.ends(line).items() if memory not in later}
         return self._counted(line, ends)[1:]
 
-    def _counted(
-        self, line: Line, ends: dict[memory_aliases.Memory, fx.Node]
-    ) -> tuple[list[int], int, Counter[int]]:
+    def _counted(self, line: Line, ends: dict[memory_aliases.Memory, fx.Node]) -> tuple[list[int], int, Counter[int]]:
         live, found = 0, []
         donated: Counter[int] = Counter()  # dead donated arguments, which results may take: how many of a size
         for node in line:

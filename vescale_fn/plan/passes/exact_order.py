@@ -1,6 +1,6 @@
-"""The order of a stretch of calls that needs the least memory at once, by a search that looks at every order that matters.
+"""The order of a stretch of calls that needs the least memory at once, by a search of every order that matters.
 
-Which bytes are alive after some calls depends on which calls have run, hardly on their order: the search goes from set to set of
+Which bytes are alive after some calls depends on which have run, hardly on their order: the search goes from set to set of
 calls, always from the one whose peak so far is lowest, so that the first one that is complete is the best.
 """
 
@@ -50,10 +50,11 @@ def refined(facts: Facts, line: Line, length: int = 14) -> Line:
 
 
 def _least(facts: Facts, node: fx.Node) -> int:
-    """What is alive while a call runs in any order: what it reads, and its result where that needs memory of its own."""
-    read = facts.size(m for m in facts.read[node] if m.maker.op == "call_function")
-    takes = inplace.is_pointwise(node) or not facts.results.isdisjoint(facts.made[node])
-    return read if takes else read + facts.size(facts.made[node])
+    """What is alive while a call runs in any order: what it reads and makes, but for results, which may take donated memory."""
+    read = facts.size(m for m in facts.read[node] if m.maker.op == "call_function" and m not in facts.results)
+    return (
+        read if inplace.is_pointwise(node) else read + facts.size(m for m in facts.made[node] if m not in facts.results)
+    )
 
 
 class _State(NamedTuple):
