@@ -248,6 +248,7 @@ def keep_apart():
 
 
 CASES = {
+    "BARE": lambda: {torch.Tensor, type(fake())} <= door.BARE,
     "DTensorSpec": lambda: type(door.spec(array())) is door.DTensorSpec,
     "FakeTensor": lambda: type(fake()) is door.FakeTensor,
     "FrozenNumber": lambda: issubclass(door.FrozenNumber, Exception),

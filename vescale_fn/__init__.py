@@ -6,6 +6,7 @@ from vescale_fn.recipes import command_line as _command_line  # noqa: F401 # pyr
 from . import checkpoint, debugging, errors, lax, nn, ops, optim, plan, precision, random, tree
 from ._core.arrays.array import Array, spec_of
 from ._core.arrays.placement import from_local, shard, unshard, with_sharding
+from ._core.arrays.shapes import ShapeDtype
 from ._core.arrays.strict import strict
 from ._core.base import front_door
 from ._core.base.containers import register_dataclass
@@ -15,6 +16,7 @@ from ._core.control_flow.associative_scan import associative_scan
 from ._core.control_flow.cond import cond, switch
 from ._core.control_flow.scan import map, scan
 from ._core.control_flow.while_loop import fori_loop, while_loop
+from ._core.distributed.abstract_mesh import abstract_mesh
 from ._core.distributed.comm_log import comm_log
 from ._core.distributed.mesh import make_mesh
 from ._core.distributed.ranks import launch, simulate
@@ -63,6 +65,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Array",
     "P",
+    "ShapeDtype",
+    "abstract_mesh",
     "all_gather",
     "all_to_all",
     "associative_scan",

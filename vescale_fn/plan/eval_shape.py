@@ -10,12 +10,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._core import torch_internals
-from .._core.arrays.placement import with_sharding
+from .._core.arrays.placement import shard, with_sharding
+from .._core.arrays.shapes import without_values
 from .._core.base import context, source_lines, tracebacks, tree
 from .._core.base.containers import checked, opened
 from .._core.base.errors import SpecError, TransformError
 from .._core.base.messages import described, mesh_text, report
 from .._core.base.user_calls import called, checked_function, owner
+from .._core.distributed.abstract_mesh import AbstractMesh
 from .._core.local_types import tensor_types
 from .._core.shard_map import body, interrupts
 from .._core.sharding.index_map import axes_of
@@ -37,12 +39,11 @@ def eval_shape(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Args:
         f: a function of trees to a tree; it is run once, on tensors without values. No mesh is needed.
-        args, kwargs: its arguments: tensors (of which only shape and dtype count, so that results of `eval_shape` and
-            tensors on the meta device will do), arrays, keys, and what else it takes.
+        args, kwargs: its arguments: tensors (of which only shape and dtype count, so that a `ShapeDtype` and tensors on the
+            meta device will do), arrays, keys, and what else it takes.
 
     Returns:
-        The tree that `f` returns, with a tensor on the meta device for each tensor, and for each array one of the whole
-        array's shape.
+        The tree that `f` returns, with a `ShapeDtype` for each tensor, and for each array one of its shape and layout.
 
     Raises:
         TransformError: `f` reads a value (``if x > 0``, ``.item()``).
@@ -75,7 +76,7 @@ def _shapes(f: Callable[..., Any], args: Any, kwargs: Any, where: str) -> Any:
         with body.capture()(), recorder, context.unlogged():
             out = checked(called(f, args, kwargs, where), where, "out")
         with torch_internals.no_torch_function():
-            return tree.map_(_abstract, out)
+            return tree.map_(without_values, out)
 
 
 def _without_value(x: Any, recorder: Recorder) -> Any:
@@ -92,17 +93,13 @@ def _reason(why: Unrecordable) -> str:
     return why.reason if why.line == "?" else f"{why.reason}, at {source_lines.quoted(why.line)}"
 
 
-def _abstract(x: Any) -> Any:
-    if not isinstance(x, torch.Tensor):
-        return x
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
-
-
 R = TypeVar("R")
 
 
 @torch_internals.not_compiled
-def init(f: Callable[..., R], *args: Any, spec: Any = None, mesh: DeviceMesh | None = None) -> R:
+def init(
+    f: Callable[..., R], *args: Any, spec: Any = None, mesh: DeviceMesh | None = None, abstract: bool = False
+) -> R:
     """What `f` returns, laid out on a mesh, of which each rank makes its own shards alone.
 
     `f` is recorded as by `jit`: draws from a key, and what is computed of them element by element, are made in pieces, bit
@@ -115,6 +112,8 @@ def init(f: Callable[..., R], *args: Any, spec: Any = None, mesh: DeviceMesh | N
         spec: how the results are to lie: a `P`, a prefix tree of them, a list of rules for `spec_from_rules`, or a function
             from the tree of shapes (as `eval_shape` gives it) to one of these. By default whole on every rank.
         mesh: by default the current mesh. Without one, the program is running on one device, and this is ``f(*args)``.
+        abstract: whether nothing is made: the results are shapes with these layouts (`ShapeDtype`), as they always are on
+            a mesh of `abstract_mesh`.
 
     Raises:
         SpecError: a spec that does not fit; before anything is made, all at once.
@@ -148,8 +147,10 @@ def init(f: Callable[..., R], *args: Any, spec: Any = None, mesh: DeviceMesh | N
             )
         )
         out = checked(f(*args), "init", "out")
-        shapes = tree.map_(_abstract, out)
+        shapes = tree.map_(without_values, out)
     specs = _fitting(spec, shapes, {} if mesh is None else axes_of(mesh), mesh is not None)
+    if abstract or isinstance(mesh, AbstractMesh):
+        return shapes if mesh is None else shard(shapes, mesh, specs)
     if mesh is None:
         return f(*args) if out is None else out
     with context.use_mesh(mesh):

@@ -9,7 +9,9 @@ import torch
 from torch import fx
 
 from .._core import torch_internals
-from .._core.base import source_lines, tree
+from .._core.base import no_values, source_lines, tree
+from .._core.distributed.abstract_mesh import AbstractMesh
+from .._core.distributed.mesh import root
 from .execution import donation
 from .execution.backends import Backend
 from .execution.codegen import generate
@@ -18,6 +20,7 @@ from .ir.liveness import DONATED
 from .lowered import Lowered
 from .tracing import leaves as leaves_
 from .tracing.guards import Captured
+from .tracing.rank_consensus import meshes
 from .tracing.trace import Recorded
 
 
@@ -53,6 +56,7 @@ class Plan:
         self.constants = [(x, x.shape, x.dtype) for x in recorded.constants]
         self._take = [(i, take) for i, leaf in enumerate(leaves) if (take := _taking(leaf)) is not None]
         self._make = list(map(leaves_.making, recorded.results))
+        self._abstract = any(isinstance(root(mesh), AbstractMesh) for mesh in meshes(leaves, recorded.graph, recorded))
         self._how = how
         inputs = iter(recorded.graph.nodes)
         for i, take in self._take:
@@ -122,6 +126,8 @@ class Plan:
 
     def _finished(self, leaves: Sequence[Any], given: list[Any]) -> Any:
         given += self.recorded.constants
+        if self._abstract:
+            given = [no_values.like(x) if isinstance(x, torch.Tensor) else x for x in given]
         try:
             outs = self.run(given)
         except Exception as error:

@@ -168,11 +168,8 @@ def _on_mesh(data: torch.Tensor, draw: Draw, spec: P, mesh: Any) -> torch.Tensor
     """An array; the batch dims of `data` come first and are not split."""
     data, device, mine = placement.unshard(data), torch.device(mesh.device_type), rectangles(draw.shape, spec, mesh)
     batch = data.shape[:-1]
-    made = {each: draw_op.draw(data, draw, each, device) for each in dict.fromkeys(mine.values())}
-    row = [made[each] for each in mine.values()]
-    return array.wrap(
-        communicator_of(mesh).joined(row), mesh, P(*(None,) * len(batch), *spec), torch.Size((*batch, *draw.shape))
-    )
+    made = communicator_of(mesh).each(lambda rank: draw_op.draw(data, draw, mine[rank], device), key=mine.__getitem__)
+    return array.wrap(made, mesh, P(*(None,) * len(batch), *spec), torch.Size((*batch, *draw.shape)))
 
 
 class _Placed(torch.autograd.Function):

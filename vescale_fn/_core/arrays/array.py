@@ -17,13 +17,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
-from ..base import context, linear_map, op_arguments, op_lines
+from ..base import context, linear_map, no_values, op_arguments, op_lines
 from ..base.array_notes import ArrayNotes, noted, notes_of
 from ..base.errors import InPlaceError, MeshError, SpecError, TransformError
 from ..base.messages import described, mesh_text, op_text, report, short
+from ..base.no_values import NoValues
 from ..base.saved_names import also_saved_as, saved_as
 from ..base.state import unwatched
 from ..distributed import blocks, value_flow
+from ..distributed.abstract_mesh import AbstractMesh
 from ..distributed.blocks import Blocks, WithoutMemory
 from ..distributed.communicator import coordinates
 from ..distributed.mesh import Mesh, SimulatedMesh, check_reaches, communicator_of, rebuild_mesh, same
@@ -94,15 +96,34 @@ class Array(WithoutMemory, DTensor):
         """The mesh and the spec, which may stand where a spec is asked for."""
         return Sharding(torch_internals.mesh(self), spec_of(self))
 
+    @property
+    def mesh(self) -> Any:
+        """The mesh that the value lies on."""
+        return torch_internals.mesh(self)
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """Whether the value has a shape and a layout, and no elements: that of a ShapeDtype, or on an abstract mesh."""
+        local = torch_internals.held_local(self)
+        if local is None:  # of a view that is read later
+            return isinstance(torch_internals.mesh(self), AbstractMesh)
+        return isinstance(local.blocks[0] if type(local) is Blocks else local, NoValues)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         spec = spec_of(self)
         head = f"Array {self.type_text} on {mesh_text(axes_of(torch_internals.mesh(self)))}"
+        if self.is_meta:
+            return f"{head}, without values"
         if communicator_of(torch_internals.mesh(self)).all_here or _is_here(torch_internals.mesh(self), spec):
             return f"{head}\n{_plain(self, 'print')}"  # not through autograd: a transform may be printing
         return f"{head}\n{_own_block(self, spec)}"
 
     def __format__(self, form: str) -> str:
-        return format(self.item(), form) if self.ndim == 0 else object.__format__(self, form)
+        return (
+            format(self.item(), form)
+            if self.ndim == 0 and (form or not self.is_meta)
+            else object.__format__(self, form)
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (
@@ -285,7 +306,7 @@ torch.serialization.add_safe_globals(
 
 def wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, ...] | None = None) -> Array:
     """The array of `shape` of which `local` is what this rank holds under `spec`."""
-    bare = P(*spec, unreduced=spec.unreduced) if spec.reduced else spec
+    bare, local = P(*spec, unreduced=spec.unreduced) if spec.reduced else spec, communicator_of(mesh).held(local)
     return _wrapped(local, spec_for(mesh, bare, shape, stride or contiguous_stride(shape), local.dtype), spec)
 
 
@@ -720,8 +741,10 @@ def _read(local: Any) -> Any:
 
 
 def on_device(x: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """A plain tensor where the ranks of a mesh compute."""
-    return x if x.device.type == mesh.device_type or type(x) is Blocks else x.to(mesh.device_type)
+    """A plain tensor where the ranks of a mesh compute; one on the meta device becomes one without values there."""
+    if x.device.type == mesh.device_type or type(x) is Blocks:
+        return x
+    return no_values.like(x, torch.device(mesh.device_type)) if x.is_meta else x.to(mesh.device_type)
 
 
 def bring_in(x: Any, boundary: Boundary, why: str) -> Any:

@@ -19,6 +19,7 @@ from ..base import context, tree
 from ..base.containers import SPLIT_NUMBERS, checked, opened, split_numbers
 from ..base.errors import MeshError, SpecError, VaryingTypeError, VfnError
 from ..base.messages import described, mesh_text, report, short
+from ..distributed.abstract_mesh import AbstractMesh
 from ..distributed.communicator import coordinates
 from ..distributed.mesh import communicator_of, same
 from ..local_types import replica_check
@@ -118,11 +119,12 @@ def _check(value: Any, leaves: Sequence[Any], specs: Sequence[P], meshes: Sequen
                 found.append(
                     (f"its memory format is {x.layout}, and only strided tensors can be laid out", "x.to_dense()")
                 )
-            if mesh is not None and x.is_meta:
+            ours = type(x) not in (torch.Tensor, torch.nn.Parameter) or isinstance(mesh, AbstractMesh)
+            if mesh is not None and x.is_meta and not ours:
                 found.append(
                     (
                         "it is on the meta device, so it has no values to lay out",
-                        "a tensor with values: made on a device, drawn with spec=, or loaded",
+                        "a tensor with values: made on a device, drawn with spec=, or loaded; for shapes alone vfn.ShapeDtype",
                     )
                 )
             if found:

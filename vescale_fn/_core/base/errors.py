@@ -89,6 +89,10 @@ class RecordError(VfnError, RuntimeError):
     """Under `jit`, a value of one recording is used in another."""
 
 
+class NoValueError(VfnError, ValueError):
+    """A value was asked for where only shapes are known: of a `ShapeDtype`, or of an array on an abstract mesh."""
+
+
 class ReshardError(VfnError, RuntimeError):
     """Under `strict`: a move of data that the program did not ask for."""
 

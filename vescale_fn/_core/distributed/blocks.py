@@ -144,7 +144,7 @@ class Blocks(WithoutMemory):
             return run(func, args, kwargs or {})
 
 
-_HERE = frozenset((torch.Tensor, torch.nn.Parameter, torch_internals.FakeTensor, Blocks))
+_HERE = frozenset((*torch_internals.BARE, torch.nn.Parameter, Blocks))
 
 
 def _type(x: torch.Tensor) -> str:

@@ -100,10 +100,10 @@ def part(mesh: Any, names: tuple[str, ...]) -> Any:
     if context.on_one_device():
         return _unit(mesh.device_type, names)
     if isinstance(mesh, SimulatedMesh):
-        sizes = [axes_of(mesh)[name] for name in names]
-        made = torch_internals.unattached_mesh(
-            mesh.device_type, torch.arange(math.prod(sizes)).view(sizes), names, SimulatedPart
-        )
+        sizes, here = [axes_of(mesh)[name] for name in names], dict(zip(axes_of(mesh), mesh.get_coordinate()))
+        ranks_ = torch.arange(math.prod(sizes)).view(sizes)
+        seen_from = int(ranks_[tuple(here[name] for name in names)])
+        made = torch_internals.unattached_mesh(mesh.device_type, ranks_, names, SimulatedPart, seen_from)
         made.whole = root(mesh)
         return made
     return mesh[names]
@@ -207,7 +207,7 @@ def make_mesh(
     """
     shape = either("make_mesh", "shape", shape, "axis_shapes", axis_shapes, MeshError)
     names = either("make_mesh", "names", names, "axis_names", axis_names, MeshError)
-    sizes, names = _checked(shape, names)
+    sizes, names = checked_axes(shape, names, "make_mesh")
     if device is not None:
         ranks.check_device(device, "make_mesh")
     if timeout is not None:
@@ -248,14 +248,15 @@ def _limited(mesh: Mesh, timeout: float) -> bool:
     return all(torch_internals.set_group_timeout(group, ranks.time_of(timeout)) for group in mesh.get_all_groups())
 
 
-def _checked(shape: Any, names: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def checked_axes(shape: Any, names: Any, where: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The sizes and the names of a mesh's axes as tuples, or an error that says all that is wrong with them."""
     failures = [
         f"{word} must be a tuple, but it is {described(value)}"
         for word, value in (("shape", shape), ("names", names))
         if not isinstance(value, (tuple, list, int if word == "shape" else str))
     ]
     if failures:
-        raise _no_mesh(failures)
+        raise _no_mesh(failures, where)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     names = (names,) if isinstance(names, str) else tuple(names)
     if len(shape) != len(names):
@@ -270,13 +271,13 @@ def _checked(shape: Any, names: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     if shape.count(-1) > 1:
         failures.append(f"shape {shape} leaves more than one axis open with -1")
     if failures or not shape:
-        raise _no_mesh(failures or ["it has no axes"])
+        raise _no_mesh(failures or ["it has no axes"], where)
     return shape, names
 
 
-def _no_mesh(failures: Sequence[str]) -> MeshError:
-    fix = 'for instance make_mesh((2, 4), ("dp", "tp"))'
-    return MeshError(report("make_mesh", "the shape and the names do not make a mesh", failures, fix))
+def _no_mesh(failures: Sequence[str], where: str) -> MeshError:
+    fix = f'for instance {where}((2, 4), ("dp", "tp"))'
+    return MeshError(report(where, "the shape and the names do not make a mesh", failures, fix))
 
 
 def _fill(sizes: tuple[int, ...], names: tuple[str, ...], world: int) -> tuple[int, ...]:

@@ -131,22 +131,22 @@ def shard_shape(shape: Sequence[int], mesh: Any, spec: P) -> tuple[int, ...]:
     >>> vfn.shard_shape((5, 6), {"dp": 4}, vfn.P("dp"))
     (2, 6)
     """
-    given: Any = shape
-    if not isinstance(given, Sequence) or not all(isinstance(size, int) for size in cast("Sequence[Any]", given)):
-        raise SpecError(
-            report(
-                "shard_shape",
-                f"shape must be a tuple of ints, but it is {described(given)}",
-                fix='for instance vfn.shard_shape((8, 6), mesh, P("dp")), or of a tensor x.shape',
-            )
-        )
-    if any(size < 0 for size in shape):
-        raise SpecError(report("shard_shape", f"a size must not be negative, but shape is {described(given)}"))
+    checked_shape(shape, "shard_shape", 'vfn.shard_shape((8, 6), mesh, P("dp"))')
     if not isinstance(mesh, Mapping):
         context.checked_mesh(mesh, "shard_shape")
     axes: dict[str, int] = dict(mesh) if isinstance(mesh, Mapping) else axes_of(mesh)  # type: ignore[arg-type]
     validate(is_spec(spec, "shard_shape"), axes, len(shape), "shard_shape")
     return local_shape(shape, axes, spec, dict.fromkeys(axes, 0))
+
+
+def checked_shape(shape: Any, where: str, example: str) -> Sequence[int]:
+    """`shape`, if it is one, or an error that shows an example of the call."""
+    if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in cast("Sequence[Any]", shape)):
+        what = f"shape must be a tuple of ints, but it is {described(shape)}"
+        raise SpecError(report(where, what, fix=f"for instance {example}, or of a tensor x.shape"))
+    if any(size < 0 for size in cast("Sequence[int]", shape)):
+        raise SpecError(report(where, f"a size must not be negative, but shape is {described(shape)}"))
+    return cast("Sequence[int]", shape)
 
 
 def is_even(shape: Sequence[int], axes: Axes, spec: P) -> bool:

@@ -76,6 +76,7 @@ from .interception import (
     unseen,
 )
 from .modes import (
+    BARE,
     FrozenNumber,
     TorchDispatchMode,
     ambient,
@@ -167,6 +168,7 @@ __all__ = [
     "LOCAL",
     "NO_VALUE_ERRORS",
     "DTensorSpec",
+    "BARE",
     "FakeTensor",
     "FrozenNumber",
     "OpOverload",

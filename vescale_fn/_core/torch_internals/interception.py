@@ -21,7 +21,7 @@ from torch._functorch import pyfunctorch as _pyfunctorch
 from torch.utils import checkpoint as _checkpoint
 
 from .functorch import _functorch_active
-from .modes import compiled_runs_unseen, is_compiling, is_traced, unrecorded
+from .modes import compiled_runs_unseen, is_compiling, is_traced, never_recorded
 
 _functions: Any = torch.autograd.function
 _Level: Any = getattr(_functions, "_SingleLevelFunction", None) or torch.autograd.Function.__mro__[1]
@@ -101,6 +101,7 @@ def _instead(intercept: Any, name: str, handler: Any) -> Iterator[None]:
 
 
 @functools.cache
+@never_recorded
 def _functions_are_seen() -> bool:
     """Whether this torch can be intercepted so: tried once, on an `apply` that was kept under a name."""
 
@@ -118,7 +119,6 @@ def _functions_are_seen() -> bool:
     apply = FunctionProbe.apply
     with (
         _instead(intercept_function_apply, "apply", handler),
-        unrecorded(),
         _pyfunctorch.temporarily_clear_interpreter_stack(),  # the first body may be under a transform
     ):
         answer = apply(torch.zeros(()))
@@ -139,6 +139,7 @@ def _in_a_thread_of_its_own(fn: Any, *args: Any, **kwargs: Any) -> None:
 
 
 @functools.cache
+@never_recorded
 def _gradients_are_seen() -> bool:
     """Whether `torch.func` asks `intercept_reverse_mode`'s handler where it begins: tried once, with each of its functions."""
     seen: list[Any] = []
@@ -155,6 +156,7 @@ def _gradients_are_seen() -> bool:
 
 
 @functools.cache
+@never_recorded
 def _checkpoints_are_seen() -> bool:
     """Whether `torch.utils.checkpoint` asks `intercept_checkpoint`'s handler: tried once."""
     seen: list[Any] = []

@@ -185,9 +185,13 @@ def watched_by_other_modes() -> bool:
     return any(type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack())
 
 
+# What is a tensor and nothing else; one without values counts as what it stands for.
+BARE: set[type] = {torch.Tensor, FakeTensor}
+
+
 def is_bare(x: torch.Tensor) -> bool:
-    """Whether `x` is a tensor and nothing else; one without a value, of a recording, counts as what it stands for."""
-    return type(x) is torch.Tensor or type(x) is FakeTensor
+    """Whether `x` is a tensor and nothing else (`BARE`)."""
+    return type(x) in BARE
 
 
 def is_plain(x: torch.Tensor) -> bool:

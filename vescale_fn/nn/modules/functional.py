@@ -13,6 +13,7 @@ from torch import nn
 from ..._core import torch_internals
 from ..._core.arrays.array import is_array, mesh_of
 from ..._core.arrays.placement import with_sharding
+from ..._core.arrays.shapes import without_values
 from ..._core.base import tracebacks, tree
 from ..._core.base.containers import adopted
 from ..._core.base.earlier_names import earlier_name
@@ -48,7 +49,8 @@ def module_function(module: nn.Module, *, state: bool | str = False) -> tuple[An
     ``f.trainable`` says which do.
 
     Args:
-        module: any module; it is not changed, neither now nor by a call. Under ``torch.device("meta")`` it takes no memory.
+        module: any module; it is not changed, neither now nor by a call. Made under ``torch.device("meta")`` it takes
+            no memory, and the leaves are each a `ShapeDtype`.
         state: True for a function that takes and returns the module's buffers; a regular expression (`re.search`) for those
             whose names match. The others are constants.
 
@@ -85,11 +87,15 @@ def module_function(module: nn.Module, *, state: bool | str = False) -> tuple[An
     template = Template(module)
     f = Functional(template, state)
     named = dict(module.named_parameters(remove_duplicate=False))
-    params = f.params.tree(named[name].detach() for name in f.params.names)
+    params = f.params.tree(_leaf(named[name]) for name in f.params.names)
     if f.state is None:
         return f, params
     held = dict(module.named_buffers(remove_duplicate=False))
-    return f, params, f.state.tree(held[name].detach() for name in f.state.names)
+    return f, params, f.state.tree(_leaf(held[name]) for name in f.state.names)
+
+
+def _leaf(x: torch.Tensor) -> torch.Tensor:
+    return without_values(x) if x.is_meta else x.detach()
 
 
 def checked_module(module: Any, where: str = _WHERE) -> nn.Module:

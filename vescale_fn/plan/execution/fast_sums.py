@@ -30,7 +30,7 @@ def shortest(node: fx.Node, last: dict[Any, fx.Node], lie: Any) -> Callable[[tor
     sum_ = node.target
     if type(sum_) is not Collective or (sum_.kind, sum_.params) != ("all_reduce", ("sum",)):
         return None
-    if communicator_of(sum_.mesh).holds_blocks:
+    if not isinstance(communicator_of(sum_.mesh), process_group.ProcessGroup):
         return None
     x = node.args[0]
     v = value(x) if isinstance(x, fx.Node) else None

@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from ..._core import torch_internals
 from ..._core.arrays.array import Array, made
+from ..._core.arrays.shapes import ShapeDtype
+from ..._core.base import no_values
 from ..._core.base.array_notes import notes_of
 from ..._core.base.messages import short
 from ..._core.distributed.blocks import Blocks, of_each
@@ -109,12 +111,12 @@ def taking(leaf: Any) -> Callable[[Any], list[torch.Tensor]] | None:
     """The quickest function that takes the plain tensors out of leaves with this one's signature; None: there are none."""
     if not isinstance(leaf, torch.Tensor):
         return None
+    if type(leaf) is Blocks:
+        return lambda x: list({id(block): block for block in x.blocks}.values())
+    if type(leaf) is ShapeDtype:
+        return lambda x: [no_values.like(x, torch_internals.default_device())]
     if not isinstance(leaf, DTensor):
-        return (
-            (lambda x: list({id(block): block for block in x.blocks}.values()))
-            if type(leaf) is Blocks
-            else lambda x: [x]
-        )
+        return lambda x: [x]
     meta: Any = torch_internals.spec(leaf).tensor_meta
     local, stride = torch_internals.local(leaf), meta.stride
     if type(local) is not Blocks:
@@ -142,7 +144,7 @@ def with_tensors(leaf: Any, replaced: Callable[[torch.Tensor], torch.Tensor]) ->
         new = [replaced(x) for x in plain_of(leaf)]
         local = of_ranks(new, torch_internals.spec(leaf)) if type(torch_internals.local(leaf)) is Blocks else new[0]
         return made(local, unwritten(torch_internals.spec(leaf)), lies_of(leaf))
-    return of_each(replaced, leaf)
+    return of_each(replaced, *plain_of(leaf)) if type(leaf) is ShapeDtype else of_each(replaced, leaf)
 
 
 def of_ranks(blocks: Sequence[torch.Tensor], spec: Any) -> Blocks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -61,6 +61,13 @@ def stage(graph: fx.Graph) -> Stage:
     return Stage(rows, _digest([row.what for row in rows]), groups)
 
 
+def meshes(leaves: Iterable[Any], graph: fx.Graph | None, recorded: Recorded | None) -> Iterator[Any]:
+    """The meshes of arguments, of what was recorded, and of results; as for `shared_mesh`."""
+    yield from (mesh for x in leaves if isinstance(x, torch.Tensor) and (mesh := mesh_of(x)) is not None)
+    yield from (node.target.mesh for node in collectives(graph)) if graph is not None else ()  # type: ignore[union-attr]
+    yield from (x.spec.mesh for x in recorded.results if isinstance(x, Result) and x.spec) if recorded else ()
+
+
 def shared_mesh(leaves: Iterable[Any], graph: fx.Graph | None, recorded: Recorded | None) -> Any:
     """The mesh whose ranks make a plan together; None where there are no other processes.
 
@@ -69,10 +76,7 @@ def shared_mesh(leaves: Iterable[Any], graph: fx.Graph | None, recorded: Recorde
         graph: what was recorded, perhaps in part.
         recorded: all of it; None where that failed.
     """
-    found = [mesh for x in leaves if isinstance(x, torch.Tensor) and (mesh := mesh_of(x)) is not None]
-    found += [node.target.mesh for node in collectives(graph)] if graph is not None else []  # type: ignore[union-attr]
-    found += [x.spec.mesh for x in recorded.results if isinstance(x, Result) and x.spec is not None] if recorded else []
-    mesh = next(iter(found), None)
+    mesh = next(meshes(leaves, graph, recorded), None)
     return None if mesh is None or communicator_of(mesh).all_here or talks_to_nobody() else mesh
 
 

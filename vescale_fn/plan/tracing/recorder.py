@@ -476,7 +476,7 @@ _SIZED = frozenset(
         ),
     )
 )
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch_internals.FakeTensor))
+_PLAIN = frozenset((*torch_internals.BARE, torch.nn.Parameter))
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _NOTHING = {
     torch.ops.aten.detach_.default,
