@@ -150,7 +150,7 @@ def init(
         shapes = tree.map_(without_values, out)
     specs = _fitting(spec, shapes, {} if mesh is None else axes_of(mesh), mesh is not None)
     if abstract or isinstance(mesh, AbstractMesh):
-        return shapes if mesh is None else shard(shapes, mesh, specs)
+        return shapes if mesh is None else shard(shapes, mesh, specs)  # type: ignore[return-value]
     if mesh is None:
         return f(*args) if out is None else out
     with context.use_mesh(mesh):

@@ -100,7 +100,8 @@ def part(mesh: Any, names: tuple[str, ...]) -> Any:
     if context.on_one_device():
         return _unit(mesh.device_type, names)
     if isinstance(mesh, SimulatedMesh):
-        sizes, here = [axes_of(mesh)[name] for name in names], dict(zip(axes_of(mesh), mesh.get_coordinate()))
+        sizes = [axes_of(mesh)[name] for name in names]
+        here = dict(zip(axes_of(mesh), mesh.get_coordinate() or (), strict=True))
         ranks_ = torch.arange(math.prod(sizes)).view(sizes)
         seen_from = int(ranks_[tuple(here[name] for name in names)])
         made = torch_internals.unattached_mesh(mesh.device_type, ranks_, names, SimulatedPart, seen_from)
