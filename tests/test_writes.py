@@ -5,6 +5,7 @@ One device is the oracle: there a view shares memory with what it is a view of, 
 write through one name shows under all others.
 """
 
+import itertools
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from test_spec import all_specs
 
 import vescale_fn as vfn
 from vescale_fn import P
+from vescale_fn._core.arrays.refusals import ONE
 from vescale_fn.errors import InPlaceError
 
 AXES = {"a": 2, "b": 3}
@@ -513,6 +515,8 @@ LAID = {
     "every second": lambda x: x.clone()[:, ::2],
     "a part": lambda x: x.clone()[:, 1:4],
     "expanded": lambda x: x.clone()[:1].expand(6, 5),
+    "one of many": lambda x: x.repeat(1, 20)[:, 3::20],
+    "unfolded": lambda x: x.clone().unfold(1, 3, 2).flatten(0, 1),
 }
 VIEW_OR_COPY = {
     "contiguous": lambda y: y.contiguous(),
@@ -521,41 +525,73 @@ VIEW_OR_COPY = {
     "reshape of the transposed": lambda y: y.t().reshape(-1),
     "flatten": lambda y: y.flatten(),
     "to": lambda y: y.to(y.dtype),
+    "a row": lambda y: y[:1].contiguous(),
+    "some columns": lambda y: y[:, :2].reshape(-1),
 }
 
 
-def _written_beside(x, laid, moved, use):
-    y = moved(laid(x))
-    z = use(y)
-    strides = y.stride(), z.stride()
-    z.add_(100)
-    return vfn.unshard((y, z)), strides
+def _written_beside(laid, moved, use, strides):
+    def f(x):
+        y = moved(laid(x))
+        z = use(y)
+        strides.append((y.stride(), z.stride()))
+        z.add_(100)
+        return y, z
+
+    return f
+
+
+def _outcome(f, x):
+    """The values after the write; or why it is refused."""
+    try:
+        return vfn.unshard(f(x))
+    except InPlaceError as error:
+        assert ONE in str(error)
+        return ONE
+    except RuntimeError as error:
+        assert "single memory location" in str(error)
+        return ONE
+
+
+def wrong_strides(mesh, names):
+    """What differs from one device when a value has been moved, and something made of it is written."""
+    x, specs, wrong = torch.arange(30.0).view(6, 5), (P(), P("a"), P(None, "a")), []
+    given = [vfn.shard(x, mesh, s) for s in specs]
+    moves = [(x, lambda y, s=s: vfn.shard(y, mesh, s)) for s in specs] + [(a, vfn.unshard) for a in given]
+    moves += [(a, lambda y, s=s: vfn.with_sharding(y, s)) for a in given for s in specs]
+    for laid, (name, use) in itertools.product(names, VIEW_OR_COPY.items()):
+        want = _outcome(_written_beside(LAID[laid], lambda y: y, use, there := []), x)
+        for i, (a, move) in enumerate(moves):
+            f = _written_beside(LAID[laid], move, use, here := [])
+            found = _outcome(f if i % 2 else vfn.jit(f), a)
+            if here[0] != there[0] and not (move is vfn.unshard and laid == "one of many"):
+                wrong.append((laid, name, i, here, there))
+            if laid in ("expanded", "unfolded") and found == ONE:
+                continue  # torch refuses it where strides are 0 alone, and not the write to one of the places
+            if found != want if isinstance(want, str) else not all(map(torch.equal, found, want)):
+                wrong.append((laid, name, i, found, want))
+    return wrong
 
 
 @pytest.mark.parametrize("laid", LAID)
 def test_moved_values_have_the_strides_that_they_had(laid: str) -> None:
     """They had those of a contiguous value: `contiguous` and `reshape` gave what was moved itself for a copy, so that a
     write into the copy changed it."""
-    x, specs = torch.arange(30.0).view(6, 5), (P(), P("a"), P(None, "a"))
-    moves = [(x, None, s) for s in specs]
     with vfn.simulate(3):
-        mesh = vfn.make_mesh((3,), ("a",))
-        for s in specs:
-            moves += [(vfn.shard(x, mesh, s), vfn.with_sharding, goal) for goal in specs]
-        if laid in ("in order", "transposed"):
-            moves += [(vfn.shard(x, mesh, s), vfn.unshard, None) for s in specs]
-        for name, use in VIEW_OR_COPY.items():
-            if laid == "expanded" and name == "to":
-                continue  # one device refuses the write: the elements are one in memory
-            want = _written_beside(x, LAID[laid], lambda y: y, use)
-            for a, move, goal in moves:
-                how = {None: lambda y: vfn.shard(y, mesh, goal), vfn.unshard: vfn.unshard}.get(
-                    move, lambda y: vfn.with_sharding(y, goal)
-                )
-                try:
-                    found = _written_beside(a, LAID[laid], how, use)
-                except InPlaceError as error:
-                    assert (laid, name) == ("transposed", "reshape of the transposed"), error
-                    continue
-                assert found[1] == want[1], (name, move, goal)
-                assert all(map(torch.equal, found[0], want[0])), (name, move, goal)
+        assert wrong_strides(vfn.make_mesh((3,), ("a",)), [laid]) == []
+
+
+def _strides_on_real_ranks():
+    return wrong_strides(vfn.make_mesh((3,), ("a",)), ["transposed", "every second", "expanded"])
+
+
+def test_such_strides_on_real_ranks(gloo) -> None:
+    assert gloo(3, _strides_on_real_ranks) == [[]] * 3
+
+
+def test_the_whole_of_a_few_columns_takes_the_memory_of_a_few() -> None:
+    with vfn.simulate(2):
+        x = vfn.shard(torch.zeros(8, 1000), vfn.make_mesh((2,), ("a",)), P("a"))
+        y = vfn.unshard(x[:, 3:5])
+        assert not y.is_contiguous()
+        assert y.untyped_storage().nbytes() < 3 * y.nbytes

@@ -21,8 +21,9 @@ from ..base.messages import op_text, report
 from ..base.op_arguments import tensors_in
 from ..distributed.blocks import LIST_OPS
 from ..sharding.layout import layout, text
-from .refusals import LOST, MISSED, READS
+from .refusals import LOST, MISSED, ONE, READS
 from .rules.traits import READS_A_NUMBER
+from .strides import overlaps
 from .view_windows import Place, overlap
 
 
@@ -185,8 +186,15 @@ def _place(x: Any) -> Place:
 
 
 def check_writable(func: Any, target: Any) -> None:
-    """Raise if a write to `target` (an array, or a list of them) would be lost."""
+    """Raise if a write to `target` (an array, or a list of them) would be lost, or seen in some of the places where one device
+    shows it."""
     for x in target if isinstance(target, (list, tuple)) else (target,):
+        if isinstance(x, DTensor) and any(overlaps(y.shape, y.stride()) for y in (x, root_of(x))):
+            raise InPlaceError(
+                report(
+                    op_text(func), ONE, [f"it is {text(x)}, a part of what was expanded or unfolded"], "x.clone() first"
+                )
+            )
         if isinstance(x, DTensor) and (notes_of(x).moved is True or _beside(x)):
             raise InPlaceError(
                 report(

@@ -39,6 +39,7 @@ from ..sharding.spec import P, from_split_axes, rebuild_spec, split_axes
 from . import deferred_views, interpreter, reshard, reshard_buckets, reshard_plan
 from .array_values import brought, the_one
 from .lazy_layout import note_stated
+from .strides import in_order, packed, strided_as
 
 
 @torch_internals.dispatch_to_own
@@ -502,12 +503,12 @@ class _Move:
             return x.detach()
         bare = P(*target, unreduced=target.unreduced)
         if isinstance(x, Array):
-            local = brought(x, bare, self.why, apart=True)
-            return wrap(_apart(local, torch_internals.local(x)), self.mesh, target, x.shape, tuple(x.stride()))
+            local = _apart(brought(x, bare, self.why, apart=True), torch_internals.local(x))
+            return wrap(in_order(local, x), self.mesh, target, x.shape, tuple(x.stride()))
         steps = reshard_plan.plan(tuple(x.shape), axes_items(self.mesh), WHOLE, bare)
         before = _local(x, self.mesh)
         local = reshard.run(before, tuple(x.shape), self.mesh, steps, self.why)
-        local = in_order(_apart(local, before) if steps else packed(local), x)
+        local = in_order(_apart(local, before), x) if steps else local
         return wrap(local, self.mesh, target, x.shape, tuple(x.stride()))
 
     def transpose(self) -> _Move:
@@ -583,28 +584,6 @@ def _local(x: Any, mesh: Any) -> Any:
     return communicator_of(mesh).held(torch_internals.local(x) if isinstance(x, Array) else x)
 
 
-def packed(local: Any) -> Any:
-    """A local value that is contiguous: arrays are, unless an op made them otherwise."""
-    if type(local) is not Blocks:
-        return local.contiguous()
-    if all(block.is_contiguous() for block in local.blocks):
-        return local
-    return blocks.of_each(torch.Tensor.contiguous, local)
-
-
-def in_order(local: Any, x: torch.Tensor) -> Any:
-    """`local` with its dims in memory in the order of those of `x`, so that what is a view of `x` is one of each block."""
-    order = sorted(range(x.ndim), key=lambda d: -x.stride(d))
-    if order == [*range(x.ndim)] or x.is_contiguous():
-        return local
-    back = sorted(range(x.ndim), key=order.__getitem__)
-
-    def one(block: torch.Tensor) -> torch.Tensor:
-        return block.permute(order).contiguous().permute(back)
-
-    return blocks.of_each(one, local)
-
-
 def _apart(local: Any, source: Any) -> Any:
     """`local` in memory of its own: a write into a piece of a whole that all ranks hold would change it on one alone."""
 
@@ -619,7 +598,7 @@ def _apart(local: Any, source: Any) -> Any:
 def _plain(x: Any, why: str) -> torch.Tensor:
     if not isinstance(x, Array):
         return x
-    return in_order(the_one(_read(brought(x, WHOLE, why, apart=True)), torch_internals.mesh(x)), x)
+    return strided_as(the_one(_read(brought(x, WHOLE, why, apart=True)), torch_internals.mesh(x)), x)
 
 
 class Boundary:
@@ -825,6 +804,7 @@ def moved_together(xs: Sequence[Array], targets: Sequence[P], why: str) -> list[
             )
             moved = [_apart(local, torch_internals.local(xs[i])) for i, local in zip(members, moved, strict=True)]
         for i, own in zip(members, moved, strict=True):
+            own = in_order(own, xs[i])
             out[i] = tensor_types.kept(wrap(own, mesh, targets[i], xs[i].shape, tuple(xs[i].stride())), xs[i])
     return out
 

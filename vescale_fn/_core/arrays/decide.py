@@ -41,6 +41,7 @@ from .rules.rule import Call, Parts, Rule, T, without_blocks
 from .rules.table import SHAPES, find
 from .rules.traits import NEEDS_CONTIGUOUS, RETURNS_VIEW_OF_ITSELF, SETS_STRIDES, UNSHARED_VIEW
 from .stateful_draws import is_seeded
+from .strides import overlaps
 
 
 def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -182,7 +183,8 @@ def _least(call: _OpCall, how: dict[str, Any], writes: bool, offsets: tuple[int,
     if one_call and how["new"]:
         return LocalNew(func, mesh, how["op"], how["outs"][0])
     if writes:
-        return (LocalWrite if one_call and not sizes else WriteOnBlocks)(func, mesh, **how)
+        local = one_call and not sizes and not overlaps(call.args[0].shape, call.args[0].stride())
+        return (LocalWrite if local else WriteOnBlocks)(func, mesh, **how)
     if call.is_view:
         return (LocalView if one_call else ViewOnBlocks)(func, mesh, offsets=offsets, **how)
     return Local(func, mesh, how["op"], how["outs"][0]) if one_call and not sizes else OnBlocks(func, mesh, **how)

@@ -48,12 +48,12 @@ from .array import (
     moved_as_one,
     moved_together,
     on_device,
-    packed,
     place,
     spec_of,
     whole,
     wrap,
 )
+from .strides import packed
 
 
 def _specs(value: Any, spec: Any, where: str) -> tuple[list[Any], Any, list[P]]:

@@ -16,7 +16,8 @@ MEMORY = "a view of an array does not show the memory around it"
 LOST = "a write into a view, or a resharded value, whose elements had to be moved would be lost"
 MISSED = "this value was copied out of an array that was changed in place afterwards"
 OVERLAP = "two of the values to write are views of one memory"
+ONE = "more than one of the elements to write are one in memory"
 READS = "it reads some of the elements that it writes, through another view of them"
 OTHER_SHAPE = "the array to write into has another shape than what is to be written"
 
-REASONS = (DRAW, STORAGE, MOVE, MEMORY, LOST, MISSED, OVERLAP, READS, OTHER_SHAPE)
+REASONS = (DRAW, STORAGE, MOVE, MEMORY, LOST, MISSED, OVERLAP, ONE, READS, OTHER_SHAPE)
