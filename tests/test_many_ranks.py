@@ -1,4 +1,5 @@
-"""Nothing that one rank does in Python grows with the number of ranks: counted on fake ranks, which exchange nothing."""
+"""What one rank does in Python does not grow with the number of ranks (fake ones, which exchange nothing), and what a plan takes
+grows as it does: calls are counted."""
 
 import contextlib
 import sys
@@ -59,6 +60,7 @@ def of_a_body(f: Callable[[Any], Any], in_specs: P, out_specs: P) -> Callable[[A
     return made
 
 
+OPTIMISER = vfn.optim.adamw(1e-3)
 FEW = 8  # a rank whose block is cut short, or that pads, takes another way
 ROWS, COLUMNS, BOTH = P(("a", "b")), P(None, ("a", "b")), ("a", "b")
 WORK = {
@@ -97,3 +99,18 @@ def test_sums_of_parts() -> None:
             part = vfn.with_sharding(x, P("a")).mT @ vfn.shard(torch.zeros(ranks, 5), mesh, P("a"))
             counts.append(calls(lambda part=part * 1: vfn.with_sharding(part * 1, P("a"))))
     assert counts[1] <= counts[0] + FEW
+
+
+def test_passes_take_as_many_calls_for_each_leaf_of_a_large_tree() -> None:
+    """Donation once compared each result with every other, and took 7 s at 1,000 leaves."""
+
+    def step(params: dict[str, Any], grads: dict[str, Any], state: Any) -> Any:
+        updates, state = OPTIMISER.update(grads, state, params)
+        return vfn.optim.apply_updates(params, updates), state
+
+    counts = []
+    for leaves in (20, 160):
+        params = {f"{i}": torch.zeros(4, 2) for i in range(leaves)}
+        f = vfn.jit(step, donate_argnums=(0, 2))
+        counts.append(calls(lambda f=f, p=params: (f.clear_cache(), f.lower(p, p, OPTIMISER.init(p)).memory())))
+    assert counts[1] < 8 * 1.1 * counts[0]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 from .._core import torch_internals
@@ -199,6 +200,16 @@ def disable_jit() -> contextlib.AbstractContextManager[None]:
     return context.as_written()
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python looks for garbage less often the more there is, but a recording makes so much, all in use, that looking took a
+    quarter of its time: within the block it does not."""
+    again = context.Restored(lambda was: gc.enable() if was else None, gc.isenabled())
+    with again, again:
+        gc.disable()
+        yield
+
+
 class Jitted(Generic[Q, R]):
     """A function that records itself once and then replays its plan; made by `jit`."""
 
@@ -247,7 +258,7 @@ class Jitted(Generic[Q, R]):
         if plan is not _NEW:  # a replay sets nothing ambient that an interrupt could leave behind
             self._hits += plan is not None
             return self._run(plan, call)
-        with interrupts.undone():
+        with interrupts.undone(), _uncollected():
             plan, reason = self._recorded(call)
         out = self._run(plan, call)
         self._remember(call, plan)
@@ -265,7 +276,7 @@ class Jitted(Generic[Q, R]):
         call = self._call(args, kwargs)
         plan, reason = self._known(call), ""
         if plan is _NEW or plan is None:
-            with interrupts.undone():
+            with interrupts.undone(), _uncollected():
                 plan, reason = self._recorded(call)
             if plan is None:
                 raise TransformError(report("jit", f"{self._name} cannot be recorded", [reason], _INSTEAD))

@@ -15,7 +15,8 @@ import operator
 import os
 import re
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, TracebackType
 from typing import Any
@@ -87,6 +88,7 @@ class _Writer:
         self.globals: dict[str, Any] = {}
         self.names: dict[Any, str] = {}  # of nodes, and of the globals by identity
         self.taken = {"values", *keyword.kwlist}
+        self.numbers: Counter[str] = Counter()  # how often a name was taken
         self.together: dict[fx.Node, fx.Node] = {}  # parts that are taken out in the line of what gives them: to it
 
     def write(self, graph: fx.Graph, name: str) -> tuple[str, dict[int, fx.Node]]:
@@ -125,7 +127,7 @@ class _Writer:
                 self.together.update((x, node) for x in node.users)
         return self.together
 
-    def line(self, node: fx.Node, dead: tuple[fx.Node, ...]) -> str:
+    def line(self, node: fx.Node, dead: Sequence[fx.Node]) -> str:
         target = f"{self.names[node]} = " if node.users else ""
         parts = sorted((x for x in node.users if x in self.together), key=lambda x: x.args[1])  # type: ignore
         if parts:
@@ -203,9 +205,10 @@ class _Writer:
     def fresh(self, name: str) -> str:
         # ASCII alone: Python takes some letters for the same (NFKC), and would mix up two names that differ here
         name = re.sub(r"\W", "_", name, flags=re.ASCII).lstrip("0123456789") or "value"
-        found = next(
-            n for n in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1))) if n not in self.taken
-        )
+        found = name
+        while found in self.taken:
+            self.numbers[name] += 1
+            found = f"{name}_{self.numbers[name]}"
         self.taken.add(found)
         return found
 
@@ -232,17 +235,17 @@ _TAKES_NUMBERS = {
 } | {_aten._foreach_mul.Scalar, _aten._foreach_mul_.Scalar}
 
 
-def _last_uses(graph: fx.Graph, together: dict[fx.Node, fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
+def _last_uses(graph: fx.Graph, together: dict[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the values that nothing needs after it."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node not in together:
             for x in node.all_input_nodes:
                 last[x] = node
-    dies: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    dies: dict[fx.Node, list[fx.Node]] = {}
     for x, node in last.items():
         if node.op != "output":
-            dies[node] = (*dies.get(node, ()), x)
+            dies.setdefault(node, []).append(x)
     return dies
 
 

@@ -17,8 +17,9 @@ Needs = dict[fx.Node, list[fx.Node]]
 def needs(graph: fx.Graph) -> Needs:
     """What must come before each node: its arguments; and, of calls that touch memory which is written, or that do something
     besides giving a result, the ones before it."""
-    hot, lie = changed(graph), memories(graph)
-    roots = frozenset().union(*(lie[node] for node in hot)) if hot else frozenset()
+    hot = changed(graph)
+    lie = memories(graph) if hot else {}
+    roots = frozenset().union(*(lie[node] for node in hot))
     found: Needs = {}
     last: dict[Any, fx.Node] = {}
     for node in graph.nodes:

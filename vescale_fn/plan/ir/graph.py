@@ -130,8 +130,10 @@ def _aliased(node: fx.Node, only_written: bool) -> list[fx.Node]:
 
 @functools.lru_cache(maxsize=4096)
 def _alias_places(op: Any) -> tuple[tuple[int, str, bool], ...]:
-    arguments = enumerate(torch_internals.schema(op).arguments)
-    return tuple((i, a.name, a.alias_info.is_write) for i, a in arguments if a.alias_info is not None)
+    arguments = torch_internals.schema(op).arguments
+    if torch_internals.operator_name(op).split("::")[-1] in _SILENT_VIEWS:
+        return ((0, arguments[0].name, False),)
+    return tuple((i, a.name, a.alias_info.is_write) for i, a in enumerate(arguments) if a.alias_info is not None)
 
 
 # Operators that give views, but do not say so in their schemas.
@@ -147,11 +149,7 @@ def viewed(node: fx.Node) -> list[fx.Node]:
     if isinstance(node.target, Collective) and isinstance(node.args[0], (list, tuple)):
         # On a simulated mesh a block that is only sent is handed on as it is.
         return list(node.args[0]) if node.target.kind in ("broadcast", "permute") else []  # type: ignore[arg-type]
-    if not is_aten(node):
-        return []
-    if name_of(node) in _SILENT_VIEWS:
-        return [node.args[0]]  # type: ignore[list-item]
-    return _aliased(node, False)
+    return _aliased(node, False) if is_aten(node) else []
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -173,9 +171,12 @@ def changed(graph: fx.Graph) -> frozenset[fx.Node]:
 
     A pass leaves them, and what shares their memory, where they are.
     """
+    targets = [x for node in calls(graph) for x in written(node)]
+    if not targets:
+        return frozenset()
     lie = memories(graph)
-    hot = {root for node in calls(graph) for x in written(node) for root in lie[x]}
-    return frozenset(node for node, roots in lie.items() if roots & hot)
+    hot = frozenset().union(*(lie[x] for x in targets))
+    return frozenset(node for node, roots in lie.items() if not roots.isdisjoint(hot))
 
 
 def nbytes(value: Any) -> int:

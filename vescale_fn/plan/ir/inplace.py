@@ -19,13 +19,15 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def alike(x: Any, y: Any) -> bool:
     """Whether two tensors have one shape, dtype, layout in memory and device, without holes or overlaps."""
-    return (
-        isinstance(x, torch.Tensor)
-        and isinstance(y, torch.Tensor)
-        and (x.shape, x.dtype, x.stride(), x.device) == (y.shape, y.dtype, y.stride(), y.device)
-        and not (x.is_conj() or x.is_neg())  # what is written there would be seen conjugated, or negated
-        and is_dense(x)
-    )
+    return (found := kind(x)) is not None and found == kind(y)
+
+
+def kind(x: Any) -> Any:
+    """A tensor's shape, dtype, layout in memory and device; None for one with holes or overlaps."""
+    # of a conjugate or a negative, what is written there would be seen conjugated, or negated
+    if not isinstance(x, torch.Tensor) or x.is_conj() or x.is_neg() or not is_dense(x):
+        return None
+    return x.shape, x.dtype, x.stride(), x.device
 
 
 def is_dense(x: torch.Tensor) -> bool:

@@ -61,12 +61,11 @@ def memories(graph: fx.Graph) -> dict[fx.Node, frozenset[Memory]]:
         if not sources:
             found[node] = _made(node)
             continue
-        around = frozenset().union(*(found[x] for x in sources))
         if node.target is operator.getitem:
-            around = (
-                frozenset(m for m in around if m.maker is not node.args[0] or m.part in (-1, node.args[1])) or around
-            )
-        found[node] = around
+            own = frozenset((Memory(*node.args),)) & found[sources[0]]  # type: ignore[arg-type]
+            found[node] = own or found[sources[0]]
+        else:
+            found[node] = frozenset().union(*(found[x] for x in sources))
     return found
 
 

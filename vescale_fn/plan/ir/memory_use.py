@@ -92,26 +92,30 @@ def memory(graph: fx.Graph) -> MemoryUse:
     ends: dict[fx.Node, list[memory_aliases.Memory]] = {}
     for piece, node in last.items():
         ends.setdefault(node, []).append(piece)
-    alive: dict[memory_aliases.Memory, int] = {}
+    sizes = {piece: piece.bytes for piece in last}
     timeline: list[Moment] = []
     live = top = 0
-    at_peak: dict[memory_aliases.Memory, int] = {}
+    begins: dict[memory_aliases.Memory, int] = {}  # how many calls there are before
+    stops: dict[memory_aliases.Memory, int] = {}
+    at = -1  # the call at which the most is alive
     for node in graph.nodes:
         if node.op == "output":
             break
         for piece in lie[node]:
             if piece.maker is node:
-                alive[piece] = piece.bytes
-                live += alive[piece]
+                begins[piece] = len(timeline)
+                live += sizes[piece]
         if node.op == "call_function":
-            timeline.append(Moment(call_text(node), node.meta.get("line", ""), live))
             if live > top:
-                top, at_peak = live, dict(alive)
+                top, at = live, len(timeline)
+            timeline.append(Moment(call_text(node), node.meta.get("line", ""), live))
         for piece in ends.get(node, ()):
             if piece.maker.op != "placeholder":
-                live -= alive.pop(piece)
-    arguments = sum(size for piece, size in alive.items() if piece.maker.op == "placeholder")
-    return MemoryUse(timeline, arguments, _by_line(at_peak))
+                stops[piece] = len(timeline)
+                live -= sizes[piece]
+    arguments = sum(sizes[piece] for piece in begins if piece.maker.op == "placeholder")
+    held = {piece: sizes[piece] for piece, begin in begins.items() if begin <= at < stops.get(piece, at + 1)}
+    return MemoryUse(timeline, arguments, _by_line(held))
 
 
 def _by_line(alive: dict[memory_aliases.Memory, int]) -> list[LineMemory]:

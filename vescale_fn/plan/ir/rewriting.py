@@ -18,6 +18,7 @@ class Rewriting:
 
     Attributes:
         graph: the copy.
+        outputs: the nodes that are results of the plan.
         fixed: nodes whose memory is written after they were made: nothing about them may change.
         leaving: how many results of the plan lie in each memory, known by the node that made it.
     """
@@ -25,6 +26,7 @@ class Rewriting:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = copied(graph)
         self.fixed = changed(self.graph)
+        self.outputs = set(output(self.graph).all_input_nodes)
         self.leaving = self._find_leaving()
         self._known: dict[Any, Any] = {}
 
@@ -62,6 +64,9 @@ class Rewriting:
         if node is new or node in self.fixed or new in self.fixed or not self._unnoticed(node, new):
             return False
         before, now = self.roots(node), self.roots(new)
+        if node in self.outputs:
+            self.outputs.remove(node)
+            self.outputs.add(new)
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
         if before != now and any(self.leaving[root] for root in before):
@@ -69,8 +74,7 @@ class Rewriting:
         return True
 
     def _unnoticed(self, node: fx.Node, new: fx.Node) -> bool:
-        outputs = self.outputs
-        if node in outputs and (new in outputs or new.op == "placeholder"):
+        if node in self.outputs and (new in self.outputs or new.op == "placeholder"):
             return False
         before, now = self.roots(node), self.roots(new)
         if before == now or not any(self.leaving[root] for root in before):
@@ -80,11 +84,6 @@ class Rewriting:
         if not isinstance(value(node), torch.Tensor):
             return False
         return value(node).stride() == value(new).stride() and all(_size(root) <= _size(new) for root in now)
-
-    @property
-    def outputs(self) -> Sequence[fx.Node]:
-        """The nodes that are results of the plan."""
-        return output(self.graph).all_input_nodes
 
     def _find_leaving(self) -> Counter[fx.Node]:
         return Counter(root for node in self.outputs for root in self.roots(node))

@@ -27,7 +27,7 @@ from torch import fx
 from ..._core.distributed.collectives import group_size
 from ..ir import dependencies
 from ..ir.collective_nodes import carried_out, collective_of, given, is_listed, is_written, made_at, noted, put, size
-from ..ir.graph import Step, changed, collectives, copied, value
+from ..ir.graph import Step, changed, collectives, copied, given_up, value
 
 LIMIT = 4 << 20
 ALONE = 256 << 10
@@ -41,11 +41,13 @@ def buckets(graph: fx.Graph, limit: int = LIMIT, alone: int = ALONE) -> fx.Graph
         alone: the bytes from which on a collective stays by itself.
     """
     graph = _bucketed(graph, ("all_reduce", "reduce_scatter"), limit, alone, early=False)
-    graph = _bucketed(graph, ("all_to_all",), limit, alone, early=False)
-    return _bucketed(graph, ("all_gather",), limit, alone, early=True)
+    graph = _bucketed(given_up(graph), ("all_to_all",), limit, alone, early=False)
+    return _bucketed(given_up(graph), ("all_gather",), limit, alone, early=True)
 
 
 def _bucketed(graph: fx.Graph, kinds: Sequence[str], limit: int, alone: int, early: bool) -> fx.Graph:
+    if sum(collective_of(node).kind in kinds for node in collectives(graph)) < 2:
+        return copied(graph)
     needed = dependencies.needs(graph)
     chosen = _chosen(graph, needed, kinds, limit, alone, early)
     if not chosen:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import torch
@@ -71,23 +71,25 @@ def _pairs(graph: fx.Graph, places: _Places) -> list[tuple[fx.Node, fx.Node]]:
         and node not in places.changed
         and not places.lie[node] & kept
     }
-    waiting = [x for x in dict.fromkeys(given) if isinstance(x, fx.Node) and _has_its_own(x, given, places)]
+    lying = Counter(memory for x in set(given) if isinstance(x, fx.Node) for memory in places.lie[x])
+    waiting = [x for x in dict.fromkeys(given) if isinstance(x, fx.Node) and _has_its_own(x, lying, places)]
     pairs = []
-    for choose in (_origin, _any):
-        for result in list(waiting):
+    for choose in (_origin, _First(free)):
+        rest = []
+        for result in waiting:
             target = choose(result, free)
-            if target is not None:
+            if target is None:
+                rest.append(result)
+            else:
                 pairs.append((target, result))
                 del free[target]
-                waiting.remove(result)
+        waiting = rest
     return pairs
 
 
-def _has_its_own(result: fx.Node, given: list[Any], places: _Places) -> bool:
-    """Whether a result lies in memory that the plan made, where no other result lies."""
-    others = [places.lie[x] for x in given if isinstance(x, fx.Node) and x is not result]
-    lie = places.lie[result]
-    return len(lie) == 1 and next(iter(lie)).maker.op == "call_function" and not any(lie & other for other in others)
+def _has_its_own(result: fx.Node, lying: Counter[memory_aliases.Memory], places: _Places) -> bool:
+    """Whether a result lies in memory that the plan made, where no other result lies. `lying`: how many results lie in each."""
+    return len(lie := places.lie[result]) == 1 and all(x.maker.op == "call_function" and lying[x] == 1 for x in lie)
 
 
 def _origin(result: fx.Node, free: dict[fx.Node, None]) -> fx.Node | None:
@@ -109,8 +111,20 @@ def _same_shape(x: fx.Node, y: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == plan.value(y).shape
 
 
-def _any(result: fx.Node, free: dict[fx.Node, None]) -> fx.Node | None:
-    return next((node for node in free if inplace.alike(plan.value(node), plan.value(result))), None)
+class _First:
+    """The first donated argument that is of a result's shape, dtype and layout."""
+
+    def __init__(self, free: dict[fx.Node, None]) -> None:
+        self._alike: dict[Any, deque[fx.Node]] = {}
+        for node in free:
+            self._alike.setdefault(inplace.kind(plan.value(node)), deque()).append(node)
+
+    def __call__(self, result: fx.Node, free: dict[fx.Node, None]) -> fx.Node | None:
+        kind = inplace.kind(plan.value(result))
+        waiting = self._alike.get(kind, deque()) if kind is not None else deque()
+        while waiting and waiting[0] not in free:
+            waiting.popleft()
+        return waiting[0] if waiting else None
 
 
 def _write(graph: fx.Graph, places: _Places, target: fx.Node, result: fx.Node) -> None:
@@ -164,12 +178,13 @@ def hand_over(graph: fx.Graph) -> None:
     """Give back what lies in donated memory as new tensors, that know nothing of those that were given away."""
     lie, end = memory_aliases.memories(graph), plan.output(graph)
     donated = {memory_aliases.Memory(node) for node in graph.nodes if node.op == "placeholder" and DONATED in node.meta}
+    handed: dict[Any, fx.Node] = {}
     for result in dict.fromkeys(results(graph)):
         if isinstance(result, fx.Node) and lie[result] & donated and result.target is not HAND_OVER:
             with graph.inserting_before(end):
-                handed = graph.call_function(HAND_OVER, (result,))
-            handed.meta = dict(result.meta)
-            end.replace_input_with(result, handed)
+                handed[result] = graph.call_function(HAND_OVER, (result,))
+            handed[result].meta = dict(result.meta)
+    end.args = (tuple(handed.get(x, x) for x in results(graph)),)
 
 
 HAND_OVER = plan.Step("handed_over", lambda x: x.data, views=(0,))

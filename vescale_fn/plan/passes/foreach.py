@@ -56,16 +56,22 @@ def foreach(graph: fx.Graph) -> fx.Graph:
         one = call_of(node)
         groups.setdefault((level, node if one is None else one.kind), []).append(node)
     end, moved, gone = output(graph), _Touched(), set[fx.Node]()  # gone: what gives its result at the end only
+    instead: dict[fx.Node, fx.Node] = {}
     for _, nodes in sorted(groups.items(), key=lambda group: group[0][0]):
         if len(nodes) == 1 and moved.can_follow(memory, nodes[0]) and gone.isdisjoint(nodes[0].all_input_nodes):
             continue  # it stays where it is
         for node in nodes:
             moved.add(memory, node)
         if len(nodes) > 1:
-            gone |= _together(graph, end, nodes)
+            made = _together(graph, end, nodes)
+            gone.update(made.values())
+            instead |= made
         else:
             end.prepend(nodes[0])
             gone.add(nodes[0])
+    end.args = fx.map_arg(end.args, lambda x: instead.get(x, x))  # of all results at once: there may be thousands
+    for node in instead:
+        graph.erase_node(node)
     return graph
 
 
@@ -192,11 +198,11 @@ def call_of(node: fx.Node) -> _Call | None:
     return _Call(kind, target, tuple(own), shared, tuple(kwargs.items()), in_place, narrowed)
 
 
-def _together(graph: fx.Graph, end: fx.Node, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """One call, in front of the end, for several; and what stands for their results."""
+def _together(graph: fx.Graph, end: fx.Node, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """One call, in front of the end, for several; for each of them what stands for its result, in all calls."""
     made: list[Any] = [call_of(node) for node in nodes]
     lists = [list(column) for column in zip(*(one.lists for one in made))]
-    first, given = made[0], set[fx.Node]()
+    first, given = made[0], dict[fx.Node, fx.Node]()
     with graph.inserting_before(end):
         call = graph.call_function(first.target, (*lists, *_narrowed(graph, first)), dict(first.kwargs))
         call.meta.update(nodes[-1].meta, val=None if first.in_place else [value(node) for node in nodes])
@@ -205,9 +211,8 @@ def _together(graph: fx.Graph, end: fx.Node, nodes: Sequence[fx.Node]) -> set[fx
             if not first.in_place:
                 new = graph.call_function(operator.getitem, (call, i))
                 new.meta.update(node.meta)
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
-            given.add(new)
+            node.replace_all_uses_with(new, lambda user: user is not end)
+            given[node] = new
     return given
 
 

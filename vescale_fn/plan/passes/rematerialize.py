@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import fx
 
 from ..ir import graph as plan
@@ -70,8 +71,10 @@ def recompute(graph: fx.Graph, smallest: int = SMALLEST) -> fx.Graph:
         for memory in dict.fromkeys((*facts.made[node], *facts.read[node])):
             uses.setdefault(memory, []).append(i)
     found = [value for memory in uses if facts.bytes[memory] >= smallest for value in _idle(memory, uses, facts, kept)]
-    for value in _chosen(found, facts.live(nodes)):
-        _compute_again(graph, nodes, value, [nodes[i] for i in uses[value.memory] if i >= value.stop], facts.lie)
+    place = {node: i for i, node in enumerate(nodes)}
+    for value in _chosen(found, np.array(facts.live(nodes))):
+        users = [nodes[i] for i in uses[value.memory] if i >= value.stop]
+        _compute_again(graph, nodes[value.stop], value, users, facts.lie, place)
     return graph
 
 
@@ -102,49 +105,48 @@ def _idle(
     return [value] if stop - start > 1 else []
 
 
-def _chosen(values: list[_Value], live: list[int]) -> list[_Value]:
+def _chosen(values: list[_Value], live: np.ndarray) -> list[_Value]:
     """Of the values, those that bring the peak down, and none that another one is made of: first what is large and made in few
     calls."""
-    live, waiting = list(live), sorted(values, key=lambda value: -value.bytes / len(value.made))
-    chosen: list[_Value] = []
+    waiting = sorted(values, key=lambda value: -value.bytes / len(value.made))
+    chosen: dict[memory_aliases.Memory, _Value] = {}
     made_of: set[memory_aliases.Memory] = set()
     while True:
-        peak = max(range(len(live)), key=live.__getitem__)
-        dropped = {value.memory for value in chosen}
+        peak = int(live.argmax())
         fits = (
             value
             for value in waiting
-            if value.start < peak < value.stop and value.memory not in made_of and not dropped & value.sources
+            if value.start < peak < value.stop
+            and value.memory not in made_of
+            and value.memory not in chosen
+            and chosen.keys().isdisjoint(value.sources)
         )
         value = next(fits, None)
         if value is None:
             break
-        waiting.remove(value)
-        chosen.append(value)
+        chosen[value.memory] = value
         made_of |= value.sources
-        _add(live, value, -value.bytes)
+        live[value.start + 1 : value.stop] -= value.bytes
     reached = live[peak]
-    for value in list(chosen):  # what turned out not to matter stays
-        if max(live[value.start + 1 : value.stop]) + value.bytes <= reached:
-            _add(live, value, value.bytes)
-            chosen.remove(value)
-    return chosen
+    for value in list(chosen.values()):  # what turned out not to matter stays
+        idle = live[value.start + 1 : value.stop]
+        if idle.max() + value.bytes <= reached:
+            idle += value.bytes
+            del chosen[value.memory]
+    return list(chosen.values())
 
 
-def _add(live: list[int], value: _Value, bytes: int) -> None:
-    live[value.start + 1 : value.stop] = [one + bytes for one in live[value.start + 1 : value.stop]]
-
-
-def _compute_again(graph: fx.Graph, nodes: list[fx.Node], value: _Value, users: list[fx.Node], lie: Any) -> None:
-    """Make a value once more before its first use behind the idle time, for all uses from there on."""
-    before = set(nodes[: value.stop])
+def _compute_again(
+    graph: fx.Graph, at: fx.Node, value: _Value, users: list[fx.Node], lie: Any, place: dict[fx.Node, int]
+) -> None:
+    """Make a value once more at its first use behind the idle time, for all uses from there on."""
     copies: dict[fx.Node, fx.Node] = {}
 
     def again(x: fx.Node) -> fx.Node:
         if value.made.isdisjoint(lie[x]):
             return x
         if x not in copies:
-            with graph.inserting_before(nodes[value.stop]):
+            with graph.inserting_before(at):
                 for y in x.all_input_nodes:
                     again(y)
                 copies[x] = graph.node_copy(x, again)
@@ -153,5 +155,5 @@ def _compute_again(graph: fx.Graph, nodes: list[fx.Node], value: _Value, users: 
 
     for user in users:
         for x in user.all_input_nodes:
-            if x in before and value.memory in lie[x]:
+            if place.get(x, value.stop) < value.stop and value.memory in lie[x]:
                 user.replace_input_with(x, again(x))

@@ -89,7 +89,8 @@ def _trace(
     finally:
         recorder.forget_inputs()
     places: list[fx.Node] = []
-    results = [_result(recorder, leaf, given, places) for leaf in out_leaves]
+    inputs = {id(x): i for i, x in reversed(list(enumerate(given)))}
+    results = [_result(recorder, leaf, inputs, places) for leaf in out_leaves]
     end = recorder.graph.output(tuple(places))
     end.meta["val"], end.meta["line"] = None, ""
     return Recorded(
@@ -118,10 +119,10 @@ def laid_out(out: Any, out_specs: Any) -> Any:
     return out if out_specs is None else with_sharding(out, out_specs)
 
 
-def _result(recorder: Recorder, leaf: Any, given: Sequence[Any], places: list[fx.Node]) -> Any:
-    for i, x in enumerate(given):
-        if x is leaf:
-            return "input", i
+def _result(recorder: Recorder, leaf: Any, inputs: dict[int, int], places: list[fx.Node]) -> Any:
+    """How a leaf of the results is given. `inputs`: where the arguments' leaves are among them, by identity."""
+    if id(leaf) in inputs:
+        return "input", inputs[id(leaf)]
     if isinstance(leaf, Number):
         places.append(leaf.node)
         return Result(leaf, [len(places) - 1])
