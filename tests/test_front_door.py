@@ -68,9 +68,9 @@ vfn.PartitionSpec: there is no such name
     "vfn.optim.AdamW": """\
 vfn.optim.AdamW: there is no such name
   Instead: vfn.optim.adamw(1e-3): a pair of pure functions, init(params) and update(grads, state, params)""",
-    "vfn.custom_vjp": """\
-vfn.custom_vjp: there is no such name
-  Instead: there is no rule of one's own for a derivative yet: torch.autograd.Function with setup_context""",
+    "vfn.custom_gradient": """\
+vfn.custom_gradient: there is no such name
+  Instead: @vfn.custom_vjp, and f.defvjp(fwd, bwd)""",
     "vfn.vmapp": "vfn.vmapp: there is no such name; did you mean 'vmap'?",
     "vfn.random.unifrom": "vfn.random.unifrom: there is no such name; did you mean 'uniform'?",
     "vfn.normal": "vfn.normal: there is no such name\n  Instead: vfn.random.normal",

@@ -112,6 +112,44 @@ def with_dropout(w, x):
     return net({"up": random.dropout(KEY, w["up"], 0.4), "down": w["down"]}, x)
 
 
+def by_rule(tanh):
+    """`net` and `body` with another tanh."""
+
+    def net(w, x):
+        return (tanh(x @ w["up"]) @ w["down"]).square().flatten(0, -2).sum(0)
+
+    def body(w, x):
+        w = my_part(w)
+        return vfn.psum(vfn.psum(tanh(x @ w["up"]) @ w["down"], "tp").square().flatten(0, -2).sum(0), "dp")
+
+    ways = ("global", UNEVEN, on_arrays(net)), ("around", EVEN, around(body)), ("in a body", EVEN, inside(body))
+    return [(way, net, sizes, run) for way, sizes, run in ways]
+
+
+@vfn.custom_vjp
+def tanh_by_vjp(x):
+    return torch.tanh(x)
+
+
+def kept_tanh(x):
+    y = torch.tanh(x)
+    return y, y
+
+
+tanh_by_vjp.defvjp(kept_tanh, lambda y, g: ((1 - y * y) * g,))
+
+
+@vfn.custom_jvp
+def tanh_by_jvp(x):
+    return torch.tanh(x)
+
+
+@tanh_by_jvp.defjvp
+def rule_of_tanh(primals, tangents):
+    y = tanh_by_jvp(*primals)
+    return y, (1 - y * y) * tangents[0]
+
+
 def placed(w, x):
     return net({"up": vfn.with_sharding(w["up"], P(None, "tp")), "down": w["down"]}, vfn.with_sharding(x, P("dp")))
 
@@ -179,15 +217,32 @@ CONTEXTS = {  # for each way: its name, the function on one device, sizes, and w
         ("around", with_dropout, EVEN, around(body_with_dropout)),
         ("in a body", with_dropout, EVEN, inside(body_with_dropout)),
     ],
+    "`custom_jvp`": by_rule(tanh_by_jvp),
+    "`custom_vjp`": by_rule(tanh_by_vjp),
 }
+TRACED = (
+    "torch.func.linearize: inside a shard_map body it would lose the types of local values, and so gradients\n"
+    "  Instead: vfn.linearize(f, *primals), which gives the same pair; or torch.func.linearize outside of the shard_map"
+)
+FORWARD = (
+    "custom_vjp of tanh_by_vjp: it has a rule for cotangents alone, and cannot be differentiated in forward mode (jvp, jacfwd, "
+    "hessian)\n  Instead: vfn.custom_jvp, whose rule is for tangents and gives gradients as well; or reverse mode: "
+    "vfn.linearize, torch.func.jacrev"
+)
 ERRORS = {
-    (
-        "torch.func.linearize",
-        "in a body",
-    ): "torch.func.linearize: inside a shard_map body it would lose the types of local values, and so gradients\n"
-    "  Instead: vfn.linearize(f, *primals), which gives the same pair; or torch.func.linearize outside of the "
-    "shard_map"
+    (row, column, way): FORWARD
+    for row in ("vfn.jvp", "torch.func.jvp", "torch.func.linearize", "torch.func.jacfwd")
+    for column, ways in CONTEXTS.items()
+    if column == "`custom_vjp`"
+    for way, *_ in ways
 }
+ERRORS |= {
+    ("torch.func.linearize", column, way): TRACED
+    for column, ways in CONTEXTS.items()
+    for way, *_ in ways
+    if way == "in a body"
+}
+NOTES = [TRACED, FORWARD]
 CELLS = [(row, column) for row in TRANSFORMS for column in CONTEXTS]
 
 
@@ -196,10 +251,10 @@ def check_cell(row, column, mesh):
     for way, f, (rows, width), run in CONTEXTS[column]:
         w, x = {"up": draw(3, width), "down": draw(width, 2)}, draw(rows, 2, 3)
         with vfn.use_mesh(mesh):
-            if (row, way) in ERRORS:
+            if (row, column, way) in ERRORS:
                 with pytest.raises(VfnError) as caught:
                     run(TRANSFORMS[row], mesh, w, x)
-                assert str(caught.value) == ERRORS[row, way]
+                assert str(caught.value) == ERRORS[row, column, way]
                 continue
             found = vfn.unshard(run(TRANSFORMS[row], mesh, w, x))
         torch.testing.assert_close(
@@ -235,10 +290,13 @@ def table():
     lines = ["| | " + " | ".join(CONTEXTS) + " |", "|---" * (len(CONTEXTS) + 1) + "|"]
     for row in TRANSFORMS:
         cells = []
-        for ways in CONTEXTS.values():
-            raising = {way for way, *_ in ways if (row, way) in ERRORS}
+        for column, ways in CONTEXTS.items():
+            raising = {way: ERRORS[row, column, way] for way, *_ in ways if (row, column, way) in ERRORS}
+            notes = "".join(sorted({f"[{NOTES.index(text) + 1}]" for text in raising.values()}))
             whole = len(raising) == len(ways)
-            cells.append("✓" if not raising else "error [1]" if whole else f"✓; {', '.join(raising)} error [1]")
+            cells.append(
+                "✓" if not raising else f"error {notes}" if whole else f"✓; {', '.join(raising)} error {notes}"
+            )
         lines.append(f"| `{row}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -247,5 +305,5 @@ def test_the_page_has_this_table():
     text = PAGE.read_text()
     start = text.index("<!-- matrix -->\n") + len("<!-- matrix -->\n")
     assert text[start : text.index("\n\n", start)] == table()
-    for error in ERRORS.values():
-        assert f"[1] `{error.splitlines()[0]}`" in " ".join(text.split())
+    for i, error in enumerate(NOTES):
+        assert f"[{i + 1}] `{error.splitlines()[0]}`" in " ".join(text.split())

@@ -247,6 +247,27 @@ def keep_apart():
     )
 
 
+def followed():
+    """By which level values are followed: of a gradient in another, each under another limit; by a tangent; by nothing."""
+    seen = []
+
+    def inner(x, y):
+        seen.extend(door.follower(args, below) for args in ([x], [x, y], [y]) for below in (None, 2, 1))
+        return x * y
+
+    torch.func.grad(lambda y: torch.func.grad(inner)(y, torch.ones(()) * y))(torch.ones(()))
+    torch.func.jvp(lambda x: seen.append(door.follower([x])) or x, (torch.ones(()),), (torch.ones(()),))
+    torch.func.jvp(lambda x: seen.append(door.follower([x], forward=False)) or x, (torch.ones(()),), (torch.ones(()),))
+    seen += [door.follower([torch.ones(2, requires_grad=True)]), door.follower([torch.ones(2)])]
+    return seen == [2, 1, None, 2, 1, None, 1, 1, None, 1, None, 0, None]
+
+
+def dual():
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.ones(2)
+        return door.is_dual(torch.autograd.forward_ad.make_dual(x, x)), door.is_dual(x)
+
+
 CASES = {
     "BARE": lambda: {torch.Tensor, type(fake())} <= door.BARE,
     "DTensorSpec": lambda: type(door.spec(array())) is door.DTensorSpec,
@@ -313,6 +334,8 @@ CASES = {
     "flex_attention_in_ops": flex_attention_like_torch,
     "forbid_data_ptr": lambda: pointer_refused(array()),
     "forget_local": lambda: without_block(),
+    "follower": lambda: followed(),
+    "following_tangents": lambda: inside(door.following_tangents(), lambda: True),
     "forward_ad_active": lambda: (
         inside(torch.autograd.forward_ad.dual_level(), door.forward_ad_active) and not door.forward_ad_active()
     ),
@@ -350,6 +373,7 @@ CASES = {
     "is_bare": lambda: door.is_bare(torch.zeros(2)) and door.is_bare(fake()) and not door.is_bare(array()),
     "is_batched": lambda: seen_from_vmap(door.is_batched) and not door.is_batched(torch.zeros(2)),
     "is_compiling": lambda: door.is_compiling() is False,
+    "is_dual": lambda: dual() == (True, False),
     "is_lazy": lambda: door.is_lazy(torch.zeros(2, dtype=torch.cfloat).conj()) and not door.is_lazy(torch.zeros(2)),
     "is_mapped": lambda: seen_from_vmap(door.is_mapped),
     "is_operator": lambda: door.is_operator(MM) and door.is_operator(aten.mm) and not door.is_operator(torch.mm),

@@ -25,9 +25,12 @@ from ._core.sharding.index_map import shard_shape
 from ._core.sharding.spec import P
 from ._core.sharding.spec_trees import fsdp_specs, spec_from_rules
 from ._core.sharding.spec_trees import spec_by_size as spec_by_size
+from ._core.transforms.custom_jvp import custom_jvp
+from ._core.transforms.custom_vjp import custom_vjp
 from ._core.transforms.grad import grad, value_and_grad
 from ._core.transforms.jvp import jvp, linearize
 from ._core.transforms.remat import remat
+from ._core.transforms.stop_gradient import stop_gradient
 from ._core.transforms.vjp import vjp
 from ._core.transforms.vmap import vmap
 from .checkpoint import export as export
@@ -77,6 +80,8 @@ __all__ = [
     "comm_log",
     "cond",
     "current_mesh",
+    "custom_jvp",
+    "custom_vjp",
     "debug",
     "debug_print",
     "debugging",
@@ -130,6 +135,7 @@ __all__ = [
     "simulate",
     "spec_from_rules",
     "spec_of",
+    "stop_gradient",
     "strict",
     "switch",
     "tree",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -338,7 +338,8 @@ def captured() -> Callable[[], contextlib.AbstractContextManager[None]]:
     @contextlib.contextmanager
     def again() -> Iterator[None]:
         # not the uses of keys, and no recorder: what is computed again draws again, on purpose
-        with setting(run=now.run, strict=now.strict, unit=now.unit, key_uses=None, recorder=None), _using(mesh):
+        ours = dict(run=now.run, strict=now.strict, unit=now.unit, grad_depth=now.grad_depth)
+        with setting(**ours, key_uses=None, recorder=None), _using(mesh):
             yield
 
     return again
@@ -364,14 +365,20 @@ class differentiating:
     """Run the function that a `vfn.grad` differentiates, and its backward pass."""
 
     def __enter__(self) -> None:
+        self.primals = here.slot.now.primals
         state.put(grad_depth=here.slot.now.grad_depth + 1)
         self.sums_in = state.process.sums_in
 
     def __exit__(self, *error: Any) -> None:
         now = here.slot.now
         depth = now.grad_depth - 1
-        state.put(grad_depth=depth, followed=now.followed and depth > 0)
+        state.put(grad_depth=depth, followed=now.followed and depth > 0, primals=self.primals)
         state.process.sums_in = self.sums_in
+
+
+def differentiated_by(primals: Sequence[Any]) -> None:
+    """What the innermost of them differentiates by."""
+    state.put(primals=primals)
 
 
 def count_followed() -> None:

@@ -23,7 +23,6 @@ _DEVICES = 'vfn.make_mesh((2, -1), ("dp", "tp")): a mesh uses all ranks that the
 _TREE = "vfn.tree.{}"
 _TORCH = "torch.{}: torch's own, on plain tensors and on arrays alike"
 _REVERSE = "torch.func.{}: it takes arrays too"
-_NOT_YET = "there is no rule of one's own for a derivative yet: torch.autograd.Function with setup_context"
 _MODULE = "vfn.module_function(module): any torch.nn.Module as a pure function f(params, ...), and its parameters"
 _STATE = "vfn.checkpoint.state_dict(tree) and vfn.checkpoint.from_state_dict"
 _KEY = "vfn.random.key(0)"
@@ -110,10 +109,7 @@ OTHER_NAMES = {
     "grad_and_value": "vfn.value_and_grad(f): the value comes first",
     "checkpoint_policies": "vfn.remat(f) of the parts of a function that are to be computed again",
     "checkpoint_name": "vfn.remat(f) of the parts of a function that are to be computed again",
-    "custom_vjp": _NOT_YET,
-    "custom_jvp": _NOT_YET,
-    "custom_gradient": _NOT_YET,
-    "stop_gradient": "x.detach()",
+    "custom_gradient": "@vfn.custom_vjp, and f.defvjp(fwd, bwd)",
     "select": "torch.where(p, a, b)",
     "numpy": "torch, whose every op works on arrays",
     "jnp": "torch, whose every op works on arrays",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,6 +23,8 @@ class Thread:
     as_written: bool = False
     grad_depth: int = 0
     followed: bool = False
+    primals: Sequence[Any] = ()  # what the innermost `vfn.grad` on the plain engine differentiates by
+    rule_below: int | None = None  # while a custom derivative's rule runs: the level that uses it
     entries: tuple[Any, ...] = ()  # of the vmaps around, outermost first
     key_uses: dict[Any, Any] | None = None
     unit: Callable[[Any], Any] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from contextlib import AbstractContextManager
 
 import torch
 import torch._C._functorch as _functorch
@@ -34,6 +35,11 @@ def load_forward_rules() -> None:
 def forward_ad_active() -> bool:
     """Whether dual numbers (`torch.autograd.forward_ad`) are in use."""
     return _forward_ad._current_level >= 0
+
+
+def following_tangents() -> AbstractContextManager[None]:
+    """In a Function's `jvp`, in which torch follows no tangent: those of outer transforms are followed all the same."""
+    return _forward_ad._set_fwd_grad_enabled(True)
 
 
 backward_code = _autograd_graph._engine_run_backward.__code__  # of the function in whose call a backward pass runs

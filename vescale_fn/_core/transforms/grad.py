@@ -101,6 +101,7 @@ def _value_and_grad(
                 given = list(args)
                 given[place] = tree.together(shape, iter(primals))
                 with context.differentiating():
+                    context.differentiated_by(primals)
                     value, aux = _call(f, given, kwargs, has_aux, where)
                     grads = _gradients(value, primals, False)
                 value, aux, grads = _finished(value, aux, grads, leaves, has_aux, wants_value)
@@ -249,6 +250,7 @@ def _by_autograd(
     attached = within_another(originals)
     with Followed():
         primals = [fresh(x, attached) for x in originals]
+        context.differentiated_by(primals)
         value, aux = _call(f, split.with_primals(primals), kwargs, has_aux, split.where)
         grads = _gradients(value, primals, attached)
     if attached:

@@ -9,7 +9,7 @@ import torch
 
 from .. import torch_internals
 from ..arrays.array import mesh_of
-from ..base import tracebacks, tree
+from ..base import context, tracebacks, tree
 from ..base.containers import opened
 from ..base.errors import TransformError
 from ..base.messages import described, mesh_text, report
@@ -129,7 +129,9 @@ def _autograd_vjp(
     attached = within_another(originals)
     with interrupts.undone(), Followed():
         primals = [fresh(x, attached) for x in originals]
+        context.differentiated_by(primals)
         outs = flat(*primals)
+        depth = context.grad_depth()
     moving = [i for i, x in enumerate(outs) if x.requires_grad]
 
     def back(cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -137,7 +139,8 @@ def _autograd_vjp(
         found: Any = (None,) * len(primals)
         if moving:
             further = attached or follow or (torch.is_grad_enabled() and any(ct.requires_grad for ct in pairs[1]))
-            found = backward(pairs[0], primals, pairs[1], retain_graph=True, create_graph=further)
+            with context.setting(grad_depth=depth):
+                found = backward(pairs[0], primals, pairs[1], retain_graph=True, create_graph=further)
         return zeros_for_none(found, primals)
 
     return (outs if attached else tuple(x.detach() for x in outs)), back
