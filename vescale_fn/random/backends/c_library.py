@@ -77,6 +77,9 @@ def load(folder: Path = Path(__file__).parent) -> Any:
     library.vfn_draw.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Draw)]
     library.vfn_small.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
     library.vfn_draw.restype = library.vfn_small.restype = None
+    library.vfn_pack.argtypes = [ctypes.c_int32, _Ints, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, _Ints]
+    library.vfn_best_fit.argtypes = [ctypes.c_int32, _Ints, _Ints, _Ints]
+    library.vfn_best_fit.restype = ctypes.c_int64
     return library
 
 

@@ -1,0 +1,100 @@
+"""A static arena for a plan: one block of memory, and where in it each value lies that the plan makes and lets go."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from . import graph as plan
+from . import memory_aliases, packing
+from .memory_use import bytes_text, call_text, place
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A value's place in the arena.
+
+    Attributes:
+        call: what makes it.
+        line: the user's, of that call.
+        offset, bytes: where it lies, and how much it takes, rounded up to the alignment.
+        first, last: the calls between which it is alive, both inclusive, counted from 0.
+    """
+
+    call: str
+    line: str
+    offset: int
+    bytes: int
+    first: int
+    last: int
+
+
+class Arena:
+    """The static arena of a plan on one process: what ``vfn.jit(f).lower(...).arena()`` returns.
+
+    Arguments and constants are not in it: they have memory already.
+
+    Args:
+        slots: of what the plan makes, in the order of the calls.
+        least: the most bytes that are alive at once, rounded up as the slots are: no arena is smaller.
+
+    Attributes:
+        bytes: its size.
+    """
+
+    def __init__(self, slots: Iterable[Slot], least: int) -> None:
+        self.slots, self.least = tuple(slots), least
+        self.bytes = max((slot.offset + slot.bytes for slot in self.slots), default=0)
+
+    def __repr__(self) -> str:
+        apart = sum(slot.bytes for slot in self.slots)
+        ratio = self.bytes / self.least if self.least else 1.0
+        lines = [
+            f"arena of {bytes_text(self.bytes)} for {len(self.slots)} values of {bytes_text(apart)}; "
+            f"{bytes_text(self.least)} are alive at once ({ratio:.4f})"
+        ]
+        largest = sorted(self.slots, key=lambda slot: -slot.bytes)[:8]
+        lines += [
+            f"  {bytes_text(slot.bytes):>10} at {slot.offset:>12,}, calls {slot.first} to {slot.last}: "
+            f"{slot.call}, {place(slot.line)}"
+            for slot in largest
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"{_drawn(self)}<pre>{html.escape(repr(self).splitlines()[0])}</pre>"
+
+
+def arena(graph: fx.Graph, alignment: int) -> Arena:
+    """Offsets for all that a plan makes, each a multiple of `alignment` bytes."""
+    index = {node: i for i, node in enumerate(plan.calls(graph))}
+    end = len(index)
+    lives = [
+        (piece, index[piece.maker], index.get(last, end))
+        for piece, last in memory_aliases.last_uses(graph).items()
+        if piece.maker in index and piece.bytes
+    ]
+    lives.sort(key=lambda life: life[1])
+    sizes = [-(-piece.bytes // alignment) * alignment for piece, _, _ in lives]
+    found = packing.pack([first for _, first, _ in lives], [last for _, _, last in lives], sizes)
+    slots = [
+        Slot(call_text(piece.maker), piece.maker.meta.get("line", ""), int(offset), size, first, last)
+        for (piece, first, last), size, offset in zip(lives, sizes, found.offsets)
+    ]
+    return Arena(slots, found.least)
+
+
+def _drawn(arena: Arena, width: float = 640.0, height: float = 240.0) -> str:
+    """The arena over time: each value a rectangle; hovering names its call."""
+    calls = max((slot.last for slot in arena.slots), default=0) + 1
+    boxes = [
+        f"<rect x='{width * slot.first / calls:.1f}' y='{height * (1 - (slot.offset + slot.bytes) / arena.bytes):.1f}' "
+        f"width='{width * (slot.last - slot.first + 1) / calls:.1f}' height='{height * slot.bytes / arena.bytes:.1f}' "
+        f"fill='#4e79a7' stroke='white' stroke-width='0.5'>"
+        f"<title>{html.escape(f'{slot.call}: {bytes_text(slot.bytes)}, {place(slot.line)}')}</title></rect>"
+        for slot in arena.slots
+    ]
+    return f"<svg width='{width:.0f}' height='{height:.0f}' role='img'>{''.join(boxes)}</svg>"

@@ -1,0 +1,160 @@
+"""Offsets for buffers of known lifetimes in one block of memory that is as small as can be found.
+
+First the buffers are placed one after the other, in a few orders. What that leaves above the lower bound (the most that is
+alive at once) the exact search in `packing.c` tries to take away: over several orders of preference, each for a short while
+and then for longer, as it either finds a packing soon or not for very long. Nothing depends on the time it takes or on chance.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...random.backends.c_library import library
+
+_BUFFER = np.dtype([("first", np.int32), ("last", np.int32), ("size", np.int64)], align=True)
+_PACKED, _IMPOSSIBLE = 1, 0
+_MOST = 2000  # buffers, for the search: it takes memory for each pair
+_WORK = 1_000_000_000  # what all searches for one capacity may look at, roughly a second
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where buffers lie.
+
+    Attributes:
+        offsets: int64 [buffers], in bytes.
+        height: in bytes, of the block.
+        least: a lower bound of it: the most that is alive at one moment.
+    """
+
+    offsets: np.ndarray
+    height: int
+    least: int
+
+
+def pack(
+    first: Iterable[int], last: Iterable[int], size: Iterable[int], capacity: int | None = None, work: int = _WORK
+) -> Packing:
+    """Offsets for buffers, so that no two that are alive at one moment overlap.
+
+    Args:
+        first, last: [buffers], when each is alive, both inclusive.
+        size: [buffers], in bytes.
+        capacity: in bytes, the height that is enough. None: as little as can be found.
+        work: how much the search may look at for each of the capacities that it tries; about as many nanoseconds.
+    """
+    given = np.array([*zip(first, last, size, strict=True)], np.int64).reshape(-1, 3)
+    buffers, moments = _at_moments(given)
+    alive = _alive(buffers, moments)
+    least = int(alive.max(initial=0))
+    orders = _Orders(buffers, given[:, 1] - given[:, 0] + 1, alive)
+    tried = [(*_best_fit(buffers[order]), order) for order in orders.all()]
+    packed, height, order = min(tried, key=lambda one: one[1])
+    best = np.zeros_like(packed)
+    best[order] = packed
+    if library is None or len(given) > _MOST:
+        return Packing(best, height, least)
+    wanted = sorted({least, least + least // 500, least + least // 100}) if capacity is None else [capacity]
+    for height_wanted in wanted:
+        if height_wanted >= height:
+            break
+        offsets = _searched(buffers, moments, height_wanted, orders, work)
+        if offsets is not None:
+            return Packing(offsets, int((offsets + buffers["size"]).max()), least)
+    return Packing(best, height, least)
+
+
+def _at_moments(given: np.ndarray) -> tuple[np.ndarray, int]:
+    """The buffers, with lifetimes counted in the maximal sets of them that are alive together, and how many there are."""
+    events = sorted(itertools.chain(((a, 0) for a, _, _ in given.tolist()), ((b, 1) for _, b, _ in given.tolist())))
+    peaks = np.array([time for (_, before), (time, ends) in itertools.pairwise(events) if ends > before], np.int64)
+    buffers = np.zeros(len(given), _BUFFER)
+    buffers["first"] = np.searchsorted(peaks, given[:, 0], "left")
+    buffers["last"] = np.searchsorted(peaks, given[:, 1], "right") - 1
+    buffers["size"] = given[:, 2]
+    return buffers, len(peaks)
+
+
+def _alive(buffers: np.ndarray, moments: int) -> np.ndarray:
+    """How many bytes are alive at each moment."""
+    change = np.zeros(moments + 1, np.int64)
+    np.add.at(change, buffers["first"], buffers["size"])
+    np.subtract.at(change, buffers["last"] + 1, buffers["size"])
+    return np.cumsum(change)[:moments]
+
+
+class _Orders:
+    """Orders in which buffers are preferred: by how crowded their moments are, how long they live, how large they are."""
+
+    def __init__(self, buffers: np.ndarray, lifetime: np.ndarray, alive: np.ndarray) -> None:
+        size, moments = buffers["size"], buffers["last"] - buffers["first"] + 1
+        crowded = np.array(
+            [alive[a : b + 1].max(initial=0) for a, b in zip(buffers["first"], buffers["last"])], np.int64
+        )
+        area = lifetime * size
+        self.count = len(buffers)
+        self.features = [
+            (moments * size, lifetime, area),
+            (crowded, lifetime, area),
+            (crowded, area, lifetime),
+            (lifetime, area, crowded),
+            (crowded, moments * size, lifetime),
+            (area, lifetime, crowded),
+            (lifetime, size, area),
+            (size, lifetime, area),
+        ]
+
+    def all(self) -> Iterator[np.ndarray]:
+        """Each order once."""
+        return (np.lexsort([-x for x in reversed(feature)]) for feature in self.features)
+
+    def ever_longer(self) -> Iterator[tuple[np.ndarray, int]]:
+        """Each order with how many steps to search, again and again for twice as many; in between, briefly, with some noise."""
+        noise = np.random.default_rng(0)
+        for steps in (1000 << turn for turn in itertools.count()):
+            yield from ((order, steps) for order in self.all())
+            for feature in self.features:
+                noisy = [-x * np.exp(0.1 * noise.standard_normal(self.count)) for x in reversed(feature)]
+                yield np.lexsort(noisy), steps // 8
+
+
+def _best_fit(buffers: np.ndarray) -> tuple[np.ndarray, int]:
+    """Offsets of buffers that are placed in this order, each in the tightest gap; and how high they lie."""
+    buffers = np.ascontiguousarray(buffers)
+    offsets, scratch = np.zeros(len(buffers), np.int64), np.zeros(len(buffers) + 1, np.int64)
+    if library is not None:
+        height = library.vfn_best_fit(len(buffers), buffers.ctypes.data, offsets.ctypes.data, scratch.ctypes.data)
+        return offsets, int(height)
+    for i, (first, last, size) in enumerate(buffers.tolist()):
+        together = (buffers["first"][:i] <= last) & (buffers["last"][:i] >= first)
+        below = offsets[:i][together]
+        order = np.argsort(below, kind="stable")
+        starts = below[order]
+        tops = np.maximum.accumulate([0, *(starts + buffers["size"][:i][together][order])])
+        gaps = starts - tops[:-1]
+        fitting = np.where(gaps >= size, gaps, np.iinfo(np.int64).max)
+        offsets[i] = tops[int(fitting.argmin())] if (gaps >= size).any() else tops[-1]
+    return offsets, int((offsets + buffers["size"]).max(initial=0))
+
+
+def _searched(buffers: np.ndarray, moments: int, capacity: int, orders: _Orders, work: int) -> np.ndarray | None:
+    """Offsets below a capacity; None where there are none, or none was found."""
+    a_visit = len(buffers) + int((buffers["last"] - buffers["first"] + 1).sum())
+    left = max(work // a_visit, 1)
+    for order, visits in orders.ever_longer():
+        offsets = np.zeros(len(buffers), np.int64)
+        given = np.ascontiguousarray(buffers[order])
+        visits = min(visits, left)
+        answer = library.vfn_pack(len(buffers), given.ctypes.data, moments, capacity, visits, offsets.ctypes.data)
+        if answer == _PACKED:
+            found = np.zeros(len(buffers), np.int64)
+            found[order] = offsets
+            return found
+        left -= visits
+        if answer == _IMPOSSIBLE or left <= 0:
+            return None
+    raise AssertionError("the orders go on for ever")
