@@ -7,7 +7,6 @@ the thread, the mesh of `use_mesh` to the asyncio task, and the simulation, debu
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,7 +132,8 @@ def entries_over(level: int | None = None) -> tuple[str, ...]:
 
 def entry_names() -> tuple[str, ...]:
     """The axis names of the `vmap`s around, outermost first."""
-    return tuple(entries.name for entries in here.slot.now.entries if entries.name is not None)
+    around = here.slot.now.entries
+    return tuple(entries.name for entries in around if entries.name is not None) if around else ()
 
 
 def entries_named(name: str) -> Entries | None:
@@ -188,8 +188,10 @@ def key_uses() -> dict[Any, Any] | None:
 def logs() -> tuple[Any, ...]:
     """The communication logs that record what this thread does: its own; those of all threads, for a thread of autograd's,
     which does not say for whom it computes."""
-    of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
-    threads = state.everywhere() if of_autograd else [here.slot.now]
+    slot = here.slot
+    if not (slot.of_autograd or slot.now.logs):
+        return ()
+    threads = state.everywhere() if slot.of_autograd else [slot.now]
     return () if any(one.unlogged for one in threads) else tuple(log for one in threads for (log,) in one.logs)
 
 

@@ -49,6 +49,9 @@ class Process:
 class _Slot:
     now = Thread()
 
+    def __init__(self) -> None:
+        self.of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
+
 
 class _Here(threading.local):
     def __init__(self) -> None:

@@ -50,6 +50,24 @@ def taking_part(where: str, axis_name: Any, called: str = "axis_name") -> tuple[
                 + _ON_ARRAYS.get(where, ""),
             )
         )
+    manual = axis_name.__class__ is str and axis_name in body.sizes
+    names = (axis_name,) if manual else _checked_names(where, axis_name, called, body)
+    if body.unchecked and (unchecked := [x for x in names if x in body.unchecked and where not in _POSITIONS]):
+        raise CollectiveError(
+            report(
+                where,
+                f"{called}={short(axis_name)}, but {unchecked[0]!r} is of a shard_map around this one without types, so it is "
+                "not known how values differ along it",
+                fix="the collective in the body of that one, before or after this one; or check_vma=True for both",
+            )
+        )
+    if context.apart() and where not in _ALONE:
+        _refuse_apart(where, names, f"{called}={short(axis_name)}")
+    return body, names, collectives.group_size(body.mesh, names)
+
+
+def _checked_names(where: str, axis_name: Any, called: str, body: context.Body) -> tuple[str, ...]:
+    """The axes as a tuple, all of them manual in the body."""
     whole = set(_names(axis_name)) & (set(axes_of(body.mesh)) - set(body.axes))
     if not whole.isdisjoint(body.free):
         raise context.NotFree(frozenset(whole.intersection(body.free)))
@@ -66,19 +84,7 @@ def taking_part(where: str, axis_name: Any, called: str = "axis_name") -> tuple[
                 f"axis_names={{{', '.join(map(repr, (*body.axes, *sorted(whole))))}}}",
             )
         )
-    names = axis_names(axis_name, body.sizes, where, called)
-    if unchecked := [name for name in names if name in body.unchecked and where not in _POSITIONS]:
-        raise CollectiveError(
-            report(
-                where,
-                f"{called}={short(axis_name)}, but {unchecked[0]!r} is of a shard_map around this one without types, so it is "
-                "not known how values differ along it",
-                fix="the collective in the body of that one, before or after this one; or check_vma=True for both",
-            )
-        )
-    if context.apart() and where not in _ALONE:
-        _refuse_apart(where, names, f"{called}={short(axis_name)}")
-    return body, names, collectives.group_size(body.mesh, names)
+    return axis_names(axis_name, body.sizes, where, called)
 
 
 def _refuse_apart(where: str, names: tuple[str, ...], given: str) -> None:

@@ -55,6 +55,8 @@ def ask_before_groups(
     def asking_first(found: Any) -> Any:
         @functools.wraps(found)
         def group_of(*args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], dist.ProcessGroup):
+                return found(*args, **kwargs)
             if not dist.is_initialized():
                 ask()
             elif args and isinstance(args[0], str):
