@@ -14,6 +14,7 @@ NAMES = (
     "simulated_step",
     "random_draws",
     "peak_memory",
+    "arena",
     "collectives",
     "gloo_step",
     "attention_over_a_sequence",

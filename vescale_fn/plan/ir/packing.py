@@ -56,7 +56,7 @@ def pack(
     packed, height, order = min(tried, key=lambda one: one[1])
     best = np.zeros_like(packed)
     best[order] = packed
-    if library is None or len(given) > _MOST:
+    if library is None or len(given) > _MOST or work <= 0:
         return Packing(best, height, least)
     wanted = sorted({least, least + least // 500, least + least // 100}) if capacity is None else [capacity]
     for height_wanted in wanted:
