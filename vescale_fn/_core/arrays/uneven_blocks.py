@@ -51,9 +51,12 @@ def taken(x: torch.Tensor, dim: int, places: Places) -> torch.Tensor:
 
 
 def padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """`x` with zeros behind it along `dim`, up to `size`."""
+    """`x` with zeros behind it along `dim`, up to `size`. Where none are missing it is a view: in a plan, all ranks are to see
+    that what travels is not `x` itself."""
     missing = size - x.shape[dim]
-    return torch.cat([x, x.new_zeros([*x.shape[:dim], missing, *x.shape[dim + 1 :]])], dim) if missing else x
+    if not missing:
+        return x.narrow(dim, 0, size)
+    return torch.cat([x, x.new_zeros([*x.shape[:dim], missing, *x.shape[dim + 1 :]])], dim)
 
 
 @functools.lru_cache(maxsize=4096)
