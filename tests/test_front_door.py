@@ -12,7 +12,10 @@ import pytest
 import torch
 
 import vescale_fn as vfn
+from vescale_fn._core.base.front_door import no_attribute
+from vescale_fn._core.base.other_attributes import OTHER_ATTRIBUTES
 from vescale_fn._core.base.other_names import OTHER_NAMES
+from vescale_fn._core.base.other_words import OTHER_WORDS
 
 PUBLIC = "checkpoint debugging errors lax nn ops optim optim.schedules plan precision random tree".split()
 
@@ -42,6 +45,12 @@ def faults(name: str) -> list[str]:
         getattr(found(module), last)
     if str(error.value) != f"vfn.{name}: there is no such name\n  Instead: {instead}":
         wrong.append(f"{name} is told: {error.value}")
+    return wrong + not_there(name, instead)
+
+
+def not_there(name: str, instead: str) -> list[str]:
+    """The names that a text tells of and that are not there."""
+    wrong = []
     for mentioned in re.findall(r"\b(?:vfn|torch|optree)(?:\.\w+)+", instead):
         try:
             found(mentioned)
@@ -85,6 +94,62 @@ def test_what_a_missing_name_is_told(name: str) -> None:
     with pytest.raises(AttributeError) as error:
         getattr(found(module), last)
     assert str(error.value) == TOLD[name]
+
+
+def test_a_keyword_of_another_library_is_told_what_to_write() -> None:
+    for name, words in OTHER_WORDS.items():
+        f = found(f"vfn.{name}")
+        for word, instead in words.items():
+            assert not_there(f"{name}({word}=)", instead) == []
+            with pytest.raises(TypeError) as error:
+                f(**{word: 1})
+            missing = "" if str(error.value).endswith(f"\n  Instead: {instead}") else str(error.value)
+            assert missing == "", (name, word)
+
+
+CALLS = {
+    "vfn.grad(abs, argnum=0)": """\
+vfn.grad: got an unexpected keyword argument 'argnum'; did you mean 'argnums'?
+  Instead: vfn.grad(f, argnums=0, has_aux=False)""",
+    "vfn.shard(1, vfn.P())": """\
+vfn.shard: missing 1 required positional argument: 'spec'
+  Instead: vfn.shard(tree, mesh, spec)""",
+    "vfn.checkpoint.Manager()": """\
+vfn.checkpoint.Manager: missing 1 required positional argument: 'folder'
+  Instead: vfn.checkpoint.Manager(folder, keep=3, *, keep_every=None, background=False)""",
+    "vfn.random.normal(key, std=2)": """\
+vfn.random.normal: got an unexpected keyword argument 'std'
+  Instead: vfn.random.normal(key, shape) * std + mean""",
+    "vfn.checkpoint(abs)": """\
+vfn.checkpoint.__call__: there is no such name
+  Instead: vfn.remat(f), which computes again what it does not keep; vfn.save(path, tree)""",
+    "vfn.debug.print('{}', 1)": "vfn.debug.print: there is no such name\n  Instead: vfn.debug_print",
+    "key.split()": "vfn.Key.split: there is no such name\n  Instead: vfn.random.split(key, 2)",
+    "key.splitt()": "'Key' object has no attribute 'splitt'",
+    "vfn.jit(len(3))": "object of type 'int' has no len()",
+    "vfn.vmap(f=lambda x: len(x))(torch.ones(2))": "len() of a 0-d tensor",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_a_call_is_told(call: str) -> None:
+    with pytest.raises((TypeError, AttributeError)) as error:
+        eval(call, {"vfn": vfn, "torch": torch, "key": vfn.random.key(0)})
+    assert str(error.value) == CALLS[call]
+
+
+def test_an_attribute_of_another_library_is_told_what_to_write() -> None:
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("dp",))
+        x = vfn.shard(torch.ones(4), mesh, vfn.P())
+    things = {"Array": x, "Mesh": mesh, "random.Key": vfn.random.key(0), "optim.Optimizer": vfn.optim.adam(1e-3)}
+    for name, words in OTHER_ATTRIBUTES.items():
+        for word, instead in words.items():
+            assert not_there(f"{name}.{word}", instead) == []
+            with pytest.raises(AttributeError) as error:
+                getattr(things[name], word) if name in things else getattr(found(f"vfn.{name}"), word)()
+            assert str(error.value) == str(no_attribute(name, None, word))
+            assert str(error.value).endswith(f"there is no such name\n  Instead: {instead}")
 
 
 def test_an_import_of_a_name_of_another_library_is_told_so_too() -> None:

@@ -46,8 +46,6 @@ LONG = {
     "debugging/parity/compare.py:_in_words",
     "debugging/parity/first_difference.py:_compare",
     "debugging/show.py:_picture",
-    "nn/cross_entropy.py:_check",
-    "nn/cross_entropy.py:_each",
     "nn/modules/keyed_draws.py:_integers",
     "optim/adafactor.py:adafactor",
     "optim/adafactor.py:update",

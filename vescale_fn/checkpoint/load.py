@@ -11,6 +11,7 @@ from typing import Any
 from .._core import torch_internals
 from .._core.base import context, tree
 from .._core.base.errors import CheckpointError, SpecError
+from .._core.base.front_door import public
 from .._core.base.messages import report
 from . import all_ranks, atomic_folder, paths, single_files, targets
 from .async_save import finish_last
@@ -20,6 +21,7 @@ from .stored_leaves import uncollected
 from .targets import Target
 
 
+@public("load")
 def load(
     path: str | os.PathLike[str], like: Any = None, *, mesh: Any = None, spec: Any = None, partial: bool = False
 ) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .._core.base.errors import CheckpointError
+from .._core.base.front_door import public
 from .._core.base.messages import report, short
 from . import all_ranks, atomic_folder, locks, paths
 from .async_save import Saving, finish_last
@@ -39,6 +40,7 @@ class Manager:
     {'w': tensor([4., 4.]), 'step': 4}
     """
 
+    @public("checkpoint.Manager")
     def __init__(
         self,
         folder: str | os.PathLike[str],

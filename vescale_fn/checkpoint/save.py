@@ -17,6 +17,7 @@ import torch
 from .._core.arrays.array import mesh_of, moved_together, place, spec_of
 from .._core.base import context
 from .._core.base.errors import CheckpointError
+from .._core.base.front_door import public
 from .._core.base.messages import report
 from .._core.sharding.spec import P
 from . import all_ranks, atomic_folder, chunks, manifest, paths, shard_files
@@ -26,6 +27,7 @@ from .names import named, outline
 from .stored_leaves import Chunk, Stored, uncollected
 
 
+@public("save")
 def save(path: str | os.PathLike[str], tree_: Any, *, background: bool = False) -> Saving | None:
     """Save a tree: a folder that `load` brings back on any mesh, on any number of processes, or plain.
 

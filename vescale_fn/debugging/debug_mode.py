@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 
 from .._core.base import context
+from .._core.base.front_door import no_attributes, public
 from .._core.base.messages import report
 from .._core.base.source_lines import quoted, user_line, warn
 from .._core.distributed import divergence
 from .._core.shard_map import interrupts
 
 
+@public("debug")
 def debug(*, timeout: float | None = None) -> contextlib.AbstractContextManager[None]:
     """Inside this ``with`` block, mistakes that cost time to find are looked for; it must be entered on every rank.
 
@@ -80,3 +82,6 @@ class _Debug(contextlib.ExitStack):  # which goes on leaving, where an interrupt
                     fix="with vfn.debug(): around what is to be looked at",
                 )
             )
+
+
+no_attributes("debug", debug)

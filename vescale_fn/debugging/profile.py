@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity
 
 from .._core.base import context
 from .._core.base.errors import VfnError
+from .._core.base.front_door import no_attributes, public
 from .._core.base.messages import described, report
 from .._core.distributed import ranks
 from .._core.distributed.communicator import coordinates
@@ -25,6 +26,7 @@ _SHOWN = {"X", "B", "E", "i", "s", "f"}  # spans, marks and arrows; torch's own 
 
 
 @contextlib.contextmanager
+@public("profile")
 def profile(path: str | os.PathLike[str]) -> Iterator[None]:
     """Write a Chrome trace of what runs inside a ``with`` block, one row a rank; it must be entered on every rank.
 
@@ -118,3 +120,6 @@ def _write(path: Path, events: list[dict[str, Any]]) -> None:
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+
+
+no_attributes("profile", profile)

@@ -3,9 +3,9 @@
 from .._core.base import front_door
 from . import flex as flex  # from now on torch's flex_attention takes arrays
 from .attention import attention
-from .cross_entropy import linear_cross_entropy
 from .embedding import embedding
 from .experts import experts
+from .linear_cross_entropy import linear_cross_entropy
 from .routing import Routes, load_balance_loss, route, router_z_loss
 from .zigzag import zigzag_order
 

@@ -15,6 +15,7 @@ from .._core.arrays.array import is_array, mesh_of, spec_of
 from .._core.arrays.placement import with_sharding
 from .._core.base import context
 from .._core.base.errors import CollectiveError
+from .._core.base.front_door import public
 from .._core.base.messages import mesh_text, report, short
 from .._core.distributed.mesh import axis_names
 from .._core.shard_map.collective_calls import taking_part
@@ -37,6 +38,7 @@ Axes = tuple[str, ...]
 Counts = tuple[int, ...] | None  # how many of each rank's keys are no padding, if there is any
 
 
+@public("nn.attention")
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._core.base.front_door import public
 from .masks import flags
 from .optimizer import Optimizer, Rate, check_numbers, check_state, rate_at, steps_done, zero_count
 from .per_leaf import by_leaf, zeros_like
@@ -20,6 +21,7 @@ class AdamState(NamedTuple):
     square: Any
 
 
+@public("optim.adam")
 def adam(
     lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0, mask: Any = True
 ) -> Optimizer:
@@ -42,6 +44,7 @@ def adam(
     return _adam("adam", lr, b1, b2, eps, weight_decay, mask, decoupled=False)
 
 
+@public("optim.adamw")
 def adamw(
     lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-2, mask: Any = True
 ) -> Optimizer:

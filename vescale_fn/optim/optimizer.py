@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .._core import torch_internals
 from .._core.base.errors import VfnError
+from .._core.base.front_door import no_attribute
 from .._core.base.messages import described, report, short
 
 Schedule = Callable[[Any], Any]
@@ -28,6 +29,11 @@ class Optimizer(NamedTuple):
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
+
+    if not TYPE_CHECKING:  # or type checkers would believe that every name is there
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute("optim.Optimizer", self, name)
 
     def __repr__(self) -> str:
         return _call_that_made(self) or f"Optimizer(init={self.init!r}, update={self.update!r})"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._core.base.errors import VfnError
+from .._core.base.front_door import public
 from .._core.base.messages import report
 from .optimizer import Optimizer, Rate, check_numbers, check_state, rate_at, zero_count
 from .per_leaf import by_leaf, zeros_like
@@ -20,6 +21,7 @@ class SgdState(NamedTuple):
     momentum: Any
 
 
+@public("optim.sgd")
 def sgd(lr: Rate, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
     """Stochastic gradient descent, with momentum as torch has it.
 

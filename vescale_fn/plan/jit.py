@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 from .._core import torch_internals
 from .._core.base import context, source_lines, tracebacks
 from .._core.base.errors import TransformError, VfnError
+from .._core.base.front_door import public
 from .._core.base.messages import report, short
 from .._core.base.user_calls import checked_function, either
 from .._core.shard_map import interrupts
@@ -94,6 +95,7 @@ def jit(
     passes: Sequence[Pass] | None = None,
 ) -> Callable[[Callable[Q, R]], Jitted[Q, R]]: ...
 @torch_internals.not_compiled
+@public("jit")
 def jit(
     f: Any = ...,
     *,

@@ -13,6 +13,7 @@ from .._core.arrays.array import narrowed
 from .._core.base import context, dtypes, tree
 from .._core.base.containers import opened
 from .._core.base.errors import VfnError
+from .._core.base.front_door import public
 from .._core.base.messages import described, dtype_text, meant, report
 from .._core.base.user_calls import checked_function
 from ..optim.masks import by_path
@@ -112,6 +113,7 @@ class Policy:
         return run
 
 
+@public("precision.policy")
 def policy(
     text: str = "",
     *,

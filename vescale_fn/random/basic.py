@@ -9,6 +9,7 @@ import torch
 
 from .._core.base import dtypes
 from .._core.base.errors import RandomError
+from .._core.base.front_door import public
 from .._core.base.messages import report
 from .._core.sharding.spec import P
 from . import shared_keys
@@ -49,6 +50,7 @@ def bits(
     return drawn("random.bits", key, Draw("bits", shape_of(shape, "random.bits"), dtype), spec, mesh)
 
 
+@public("random.uniform")
 def uniform(
     key: Key,
     shape: Shape = (),
@@ -96,6 +98,7 @@ def uniform(
     return elementwise_draws.between(unit, low, high)
 
 
+@public("random.normal")
 def normal(
     key: Key, shape: Shape = (), dtype: torch.dtype = torch.float32, *, spec: P | None = None, mesh: Any = None
 ) -> torch.Tensor:
@@ -132,6 +135,7 @@ def normal(
     return torch.complex(real, imaginary) / math.sqrt(2)
 
 
+@public("random.bernoulli")
 def bernoulli(
     key: Key, p: Any = 0.5, shape: Shape | None = None, mode: str = "low", *, spec: P | None = None, mesh: Any = None
 ) -> torch.Tensor:
@@ -179,6 +183,7 @@ def bernoulli(
     return fine * 2.0 ** -dtypes.FLOATS[dtype][0] < p - coarse
 
 
+@public("random.randint")
 def randint(
     key: Key,
     shape: Shape,

@@ -16,6 +16,7 @@ from .._core import torch_internals
 from .._core.arrays import array
 from .._core.base import context, traced_steps
 from .._core.base.errors import RandomError
+from .._core.base.front_door import public
 from .._core.base.messages import described, report
 from .._core.distributed.mesh import communicator_of
 from .._core.local_types import replica_check
@@ -37,6 +38,7 @@ _library.define(
 )
 
 
+@public("random.dropout")
 def dropout(key: Key, x: torch.Tensor, rate: float, *, spec: P | None = None) -> torch.Tensor:
     """Set each element of x to zero with probability `rate`, and multiply the others by ``1 / (1 - rate)``.
 

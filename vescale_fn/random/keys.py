@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import optree
@@ -20,6 +20,7 @@ import torch
 from .._core import torch_internals
 from .._core.base import tree
 from .._core.base.errors import RandomError
+from .._core.base.front_door import no_attribute
 from .._core.base.messages import described, report, short
 from . import key_reuse
 
@@ -70,6 +71,11 @@ class Key:
         """The same keys in another shape."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
         return Key(self.data.reshape((*sizes, 2)), self.impl)
+
+    if not TYPE_CHECKING:  # or type checkers would believe that every name is there
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute("random.Key", self, name)
 
     def __len__(self) -> int:
         self._need_dims("len()")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from .._core.base.errors import RandomError
+from .._core.base.front_door import public
 from .._core.base.messages import described, report
 from . import key_reuse
 from .backends import draw_op
@@ -58,6 +59,7 @@ def _integer(value: Any, where: str, name: str, low: int, high: int) -> int | to
     return value
 
 
+@public("random.key")
 def key(seed: Any, impl: str = "threefry2x32") -> Key:
     """Make a key from a seed.
 
@@ -151,6 +153,7 @@ def key_impl(keys: Key) -> str:
     return checked(keys, "random.key_impl", scalar=False, use=None).impl
 
 
+@public("random.split")
 def split(key: Key, num: int | Sequence[int] = 2) -> Key:
     """Split one key into `num` new ones, whose streams have nothing to do with each other's or with the old one's.
 
@@ -184,6 +187,7 @@ def pieces(key: Key, n: int = 2) -> Key:
     return Key(draw_op.split(key.data, n), key.impl)
 
 
+@public("random.fold_in")
 def fold_in(key: Key, data: Any) -> Key:
     """Make a new key out of a key and a number: of a step, a layer, a rank.
 

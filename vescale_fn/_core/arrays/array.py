@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,6 +20,7 @@ from .. import torch_internals
 from ..base import context, linear_map, no_values, op_arguments, op_lines
 from ..base.array_notes import ArrayNotes, noted, notes_of
 from ..base.errors import InPlaceError, MeshError, SpecError, TransformError
+from ..base.front_door import no_attribute
 from ..base.messages import described, mesh_text, op_text, report, short
 from ..base.no_values import NoValues
 from ..base.saved_names import also_saved_as, saved_as
@@ -76,11 +77,13 @@ class Array(WithoutMemory, DTensor):
     vfn_notes: ArrayNotes | None = None
     redispatch = classmethod(interpreter.dispatch)  # for what carries an op out as others
 
-    def __getattr__(self, name: str) -> Any:
-        if name != torch_internals.LOCAL:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        deferred_views.read(self)
-        return torch_internals.local(self)
+    if not TYPE_CHECKING:  # or type checkers would believe that every name is there
+
+        def __getattr__(self, name: str) -> Any:
+            if name != torch_internals.LOCAL:
+                raise no_attribute("Array", self, name)
+            deferred_views.read(self)
+            return torch_internals.local(self)
 
     @property
     def type_text(self) -> str:

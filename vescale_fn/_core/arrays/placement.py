@@ -18,6 +18,7 @@ from .. import torch_internals
 from ..base import context, tree
 from ..base.containers import SPLIT_NUMBERS, checked, opened, split_numbers
 from ..base.errors import MeshError, SpecError, VaryingTypeError, VfnError
+from ..base.front_door import public
 from ..base.messages import described, mesh_text, report, short
 from ..distributed.abstract_mesh import AbstractMesh
 from ..distributed.communicator import coordinates
@@ -198,6 +199,7 @@ def shard(tree_: torch.Tensor, mesh: DeviceMesh, spec: Any) -> Array: ...
 @overload
 def shard(tree_: T, mesh: DeviceMesh, spec: Any) -> T: ...
 @torch_internals.not_compiled
+@public("shard")
 def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     """Lay the tensors of a tree out on a mesh.
 
@@ -242,6 +244,7 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
 
 
 @torch_internals.not_compiled
+@public("with_sharding")
 def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     """State how the tensors of a tree lie, moving them if they lie otherwise.
 
@@ -339,6 +342,7 @@ def unshard(tree_: torch.Tensor) -> torch.Tensor: ...
 @overload
 def unshard(tree_: T) -> T: ...
 @torch_internals.not_compiled
+@public("unshard")
 def unshard(tree_: Any) -> Any:
     """The tree with plain, whole tensors: every rank gets the whole value.
 

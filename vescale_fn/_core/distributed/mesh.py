@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from .. import torch_internals
 from ..base import context
 from ..base.errors import MeshError
+from ..base.front_door import public
 from ..base.messages import described, meant, mesh_text, report, short
 from ..base.saved_names import also_saved_as, saved_as
 from ..base.user_calls import either
@@ -169,6 +170,7 @@ def make_mesh(
     timeout: float | None = None,
 ) -> Mesh: ...
 @torch_internals.never_recorded
+@public("make_mesh")
 def make_mesh(
     shape: Any = None,
     names: Any = None,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import ItemsView, KeysView, ValuesView
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import torch_internals
 from ..base.errors import MeshError
+from ..base.front_door import no_attribute
 from ..base.messages import meant, mesh_text, report, short
 from ..base.saved_names import saved_as
 
@@ -86,6 +87,11 @@ class Mesh(DeviceMesh):
         axis_names: the axes' names, major first.
         size: how many ranks there are: an int, which can also be called, as torch's programs do.
     """
+
+    if not TYPE_CHECKING:  # or type checkers would believe that every name is there
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute("Mesh", self, name)
 
     @property
     def shape(self) -> AxisSizes:  # type: ignore[override]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..base import context, state
 from ..base.errors import MeshError
+from ..base.front_door import public
 from ..base.messages import described, report, short
 from .fork_server import run_fresh
 from .launcher import NotStarted, run
@@ -27,6 +28,7 @@ MOST_PLAYED, MOST_STARTED = 2**20, 2**12  # ranks: beyond that a number is a mis
 # Simulated
 
 
+@public("simulate")
 def simulate(n: int) -> Simulation:
     """Let this process play `n` ranks, from the call on; as a context manager, until the block ends.
 
@@ -174,6 +176,7 @@ def check_device(device: Any, where: str) -> None:
 R = TypeVar("R")
 
 
+@public("launch")
 def launch(
     fn: Callable[..., R],
     nprocs: int,

@@ -21,6 +21,7 @@ from ..arrays.array import Array, entries_asked, entries_over, is_array, mesh_of
 from ..base import context, state, tracebacks, tree
 from ..base.containers import opened
 from ..base.errors import MeshError, SpecError, VaryingTypeError, VfnError
+from ..base.front_door import public
 from ..base.messages import report
 from ..base.user_calls import called, checked_function
 from ..local_types import replica_check, tensor_types, types
@@ -278,6 +279,7 @@ def shard_map(
     check_vma: bool = True,
 ) -> Callable[[Callable[Q, R]], Callable[Q, R]]: ...
 @torch_internals.not_compiled
+@public("shard_map")
 def shard_map(
     f: Any = None,
     mesh: Any = None,

@@ -20,6 +20,7 @@ from ..base import context, dtypes, tracebacks, tree
 from ..base.array_notes import noted, notes_of
 from ..base.containers import checked
 from ..base.errors import TransformError
+from ..base.front_door import public
 from ..base.messages import report, short
 from ..base.torch_errors import explained
 from ..base.user_calls import called, checked_function
@@ -43,6 +44,7 @@ def value_and_grad(
     f: Callable[Q, Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[Q, Any]: ...
 @torch_internals.not_compiled
+@public("value_and_grad")
 def value_and_grad(
     f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -133,6 +135,7 @@ def grad(
 @overload
 def grad(f: Callable[Q, Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[Q, Any]: ...
 @torch_internals.not_compiled
+@public("grad")
 def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """The function that returns the gradient of `f`, or ``(gradient, aux)``; see `value_and_grad`.
 

@@ -15,6 +15,7 @@ from .. import torch_internals
 from ..base import tree
 from ..base.containers import opened
 from ..base.errors import TransformError
+from ..base.front_door import public
 from ..base.messages import report
 from ..base.user_calls import called, checked_function, owner
 from ..shard_map import body
@@ -24,6 +25,7 @@ R = TypeVar("R")
 
 
 @torch_internals.not_compiled
+@public("remat")
 def remat(f: Callable[Q, R]) -> Callable[Q, R]:
     """`f`, whose intermediate values are computed again in the backward pass instead of being kept.
 

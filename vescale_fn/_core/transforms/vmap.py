@@ -19,6 +19,7 @@ from .. import torch_internals
 from ..base import context, tracebacks, tree
 from ..base.containers import opened
 from ..base.errors import TransformError
+from ..base.front_door import public
 from ..base.messages import described, report, short
 from ..base.user_calls import called, checked_function, parameter
 from ..shard_map import interrupts
@@ -31,6 +32,7 @@ R = TypeVar("R")
 
 
 @torch_internals.not_compiled
+@public("vmap")
 def vmap(
     f: Callable[Q, R],
     in_axes: Any = 0,
