@@ -19,8 +19,8 @@ one layer is ever there:
 transformers' caches of keys and values are trees after `caches`: they go into a jitted function and come out of it.
 
 Matrices in one are split each (`fused`) where they are of one size. Phi-3's queries, keys and values with fewer heads of keys
-are not, and no spec says how they would be split: the parts of `P.merged` are factors of a dim's size, as dims seen as one are, and
-matrices of 4, 2 and 2 heads one after the other are a sum; of 4 parts as large as the keys, queries would have heads on each rank
+are not, and no spec says how they would be split: the parts of `P.merged` are factors of a dim's size, as dims seen as one are,
+and matrices of 4, 2 and 2 heads one after the other are a sum; of 4 parts as large as the keys, a rank's queries would be heads
 that read other ranks' keys. So every rank has that matrix whole, and the rest of a layer is split.
 
 The tables are for transformers 5 and later. For another architecture, print the paths (``f.params.names``) and write one.
