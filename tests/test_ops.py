@@ -7,6 +7,7 @@ Adding a program is adding a line. The longer run, over torch's own database of 
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import warnings
@@ -1348,3 +1349,23 @@ def test_zeros_are_filled_into_parts_of_a_sum_and_other_numbers_into_the_sum():
             written = summed()
             written.masked_fill_(mask, value)
             torch.testing.assert_close(vfn.unshard(written), x.sum(0).masked_fill(mask, value), rtol=1e-15, atol=1e-15)
+
+
+def test_results_look_as_on_one_device() -> None:
+    """Shapes, strides and dtypes of classes of ops that are asked of meta tensors, in several memory orders."""
+    x, k = f(6, 4, 1, 5), torch.tensor([2, 0, 1])
+    orders = [lambda x: x.permute(3, 0, 2, 1), lambda x: x[:, 1:].expand(6, 3, 3, 5).to(torch.bfloat16)]
+    calls = [
+        lambda x: [x * 2, x + x[:1], x > 0, x.int() / 2, torch.where(x > 0, x, 0), x.clone(), *torch._foreach_exp([x])],
+        lambda x: [x.flatten(1, 2) @ x.flatten(1, 2).mT, torch.einsum("abcd,abcd->ad", x, x), x[0, 0] @ x[0, 0].mT],
+        lambda x: [x.sum(1), x.mean(), x.amax((0, 3), True), *x.max(1), x.var(0), x.norm(dim=2), x.argmin(0)],
+        lambda x: [x.reshape(-1), x.unflatten(1, (1, -1)), x.squeeze(), x.transpose(1, 2), x[:1].expand(7, -1, -1, -1)],
+        lambda x: [x[1], *x.split(1, 0), torch.cat([x, x]), torch.stack([x, x], 1), x.unfold(0, 2, 1), x.diagonal()],
+        lambda x: [x.sort(0)[0], x.cumsum(1), x.topk(1, 0)[0], x.flip(0)],
+        lambda x: [x[k], x[:, k % 2, k % 1], x.index_select(0, k), x.gather(0, x.long() % 3), x.index_add(0, k, x[:3])],
+    ]
+    look = lambda x: (x.shape, x.stride(), x.dtype)
+    with vfn.simulate(2):
+        array = vfn.shard(x, vfn.make_mesh((2,), ("a",)), P("a"))
+        for n, (order, call) in enumerate(itertools.product(orders, calls)):
+            assert list(map(look, call(order(array)))) == list(map(look, call(order(x)))), n

@@ -38,7 +38,7 @@ from .on_blocks import Local, LocalNew, LocalView, LocalWrite, OnBlocks, ViewOnB
 from .rules.compositions import COMPOSED, READING, composed
 from .rules.parts import strided
 from .rules.rule import Call, Parts, Rule, T, without_blocks
-from .rules.table import SHAPES, find
+from .rules.table import SHAPES, find, on_meta
 from .rules.traits import NEEDS_CONTIGUOUS, RETURNS_VIEW_OF_ITSELF, SETS_STRIDES, UNSHARED_VIEW
 from .stateful_draws import is_seeded
 from .strides import overlaps
@@ -268,14 +268,20 @@ def _rule(call: _OpCall, lies: tuple[str, ...]) -> tuple[Rule | None, list[int]]
 def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, ...] | None, Any]:
     """What the results look like on one device, and whether they are a tuple or a list (None: one result). The first is None
     where that cannot be told without the values."""
-    with torch_internals.shapes_only():
-        try:
-            fakes = iter([torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors])
-            fake_args, fake_kwargs = with_tensors((args, kwargs), fakes)
-            shaped: Any = SHAPES.get(func) or func
-            out = shaped(*fake_args, **fake_kwargs)
-        except Exception:
-            return None, None
+    shaped: Any = SHAPES.get(func) or func
+    for device in ("meta", None) if on_meta(func) else (None,):
+        with torch_internals.shapes_only() if device is None else torch_internals.unrecorded():
+            try:
+                fakes = [
+                    torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device or x.device) for x in tensors
+                ]
+                fake_args, fake_kwargs = with_tensors((args, kwargs), iter(fakes))
+                out = shaped(*fake_args, **fake_kwargs)
+                break
+            except Exception:  # told by no kernel for tensors without values
+                continue
+    else:
+        return None, None
     if out is None and torch_internals.operator_name(func).endswith("_"):  # a list changed in place
         out = fake_args[0]
     many = next((kind for kind in (list, tuple) if isinstance(out, kind)), None)

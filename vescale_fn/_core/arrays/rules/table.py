@@ -173,6 +173,18 @@ RULES: dict[str, Callable[[Call], Rule | None]] = {
 SHAPES = {torch.ops.aten._grouped_mm.default: grouped_shape}
 
 
+# Classes whose results look alike on every device: a meta tensor says how, in a quarter of the time of a fake one.
+_ALIKE_EVERYWHERE = {"elementwise", "contractions", "reductions", "views", "parts", "scans", "indexing"}
+
+
+@functools.lru_cache(maxsize=4096)
+def on_meta(func: Any) -> bool:
+    """Whether tensors of the meta device tell what an op's results look like: it is of such a class, and names no device."""
+    rule = find(func)
+    names = {argument.name for argument in torch_internals.schema(func).arguments}
+    return rule is not None and rule.__module__.rpartition(".")[2] in _ALIKE_EVERYWHERE and "device" not in names
+
+
 @functools.lru_cache(maxsize=4096)
 def find(func: Any) -> Callable[[Call], Rule | None] | None:
     """The rule of an overload, or None; an in-place op has the rule of its out-of-place twin."""
