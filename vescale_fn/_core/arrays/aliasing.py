@@ -60,7 +60,7 @@ def remember_sums(source: Any, outs: Sequence[Any], alias: bool) -> None:
 
 def note_views(source: Any, outs: Sequence[Any], moved: bool) -> None:
     """Note what the results alias: a write through one that had to be moved would be lost, and it would miss writes."""
-    root = root_of(source)
+    root, beside = root_of(source), _beside(source)
     moved = moved or notes_of(source).moved is not None
     for out in outs:
         if not isinstance(out, DTensor) or out is source:
@@ -69,7 +69,7 @@ def note_views(source: Any, outs: Sequence[Any], moved: bool) -> None:
         if moved and isinstance(root, DTensor):
             noted(out).moved = True
             _note_stale_after_write(root, out)
-        for known in _beside(out):
+        for known in beside:
             _note_stale_after_write(known, out)
 
 
@@ -96,7 +96,8 @@ def note_elsewhere(source: Any, out: Any) -> None:
 
 def _beside(x: Any) -> list[Any]:
     """The arrays that somebody still knows, of whose memory `x`, or what it is a view of, would be a part on one device."""
-    return [known for known in (ref() for ref in notes_of(root_of(x)).beside) if known is not None]
+    refs = notes_of(root_of(x)).beside
+    return [known for ref in refs if (known := ref()) is not None] if refs else []
 
 
 def memories(x: Any) -> set[int]:

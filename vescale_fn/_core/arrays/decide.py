@@ -178,8 +178,8 @@ def _least(call: _OpCall, how: dict[str, Any], writes: bool, offsets: tuple[int,
     func, mesh, sizes = call.func, call.mesh, how["sizes"]
     more = call.takes_lists or any(how[name] for name in ("moves", "many", "finish", "fold", "partial"))
     one_call = how["op"] is func and not (more or communicator_of(mesh).holds_blocks)
-    if one_call:
-        how["op"] = torch_internals.direct(func)
+    if not call.takes_lists:  # the blocks of lists are written by an op's name
+        how["op"] = torch_internals.direct(how["op"])
     if one_call and how["new"]:
         return LocalNew(func, mesh, how["op"], how["outs"][0])
     if writes:

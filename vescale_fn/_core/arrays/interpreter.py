@@ -62,7 +62,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | 
     modes = _modes()
     if modes and torch_internals.is_traced():
         return traced_steps.as_one_step(func, args, kwargs, lambda: dispatch(cls, func, args, kwargs))
-    key = [func, _default_dtype()]
+    key = [id(func), _default_dtype()]  # a decision holds its op, which has no other's id as long as it is remembered
     for a in args:
         key.append(_spec(a) if a.__class__ is cls else _key(a))
     if kwargs:

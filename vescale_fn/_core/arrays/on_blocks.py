@@ -88,7 +88,7 @@ class OnBlocks(Decision):
 
     def note(self, args: Sequence[Any], kwargs: dict[str, Any], wrapped: list[Any], copied: bool) -> None:
         """Note of the results what later ops on them need to know."""
-        if self.func in UNSHARED_VIEW and copied:
+        if copied and self.func in UNSHARED_VIEW:
             note_copy(args[0], wrapped[0])
         if self.covered is not None and self.func in READS_TABLE:
             remember_table(args[1], args[0], split_axes(self.targets[0], 2)[0])  # after what was gathered before
@@ -109,7 +109,8 @@ class OnBlocks(Decision):
                 local[i] = brought(x, self.targets[i], why)
             else:
                 local[i] = reshard.run(x, tuple(x.shape), self.mesh, steps, "")
-        local_args, local_kwargs = with_tensors((list(args), kwargs), iter(local))
+        values = iter(local)
+        local_args, local_kwargs = with_tensors(list(args), values), with_tensors(kwargs, values) if kwargs else {}
         if self.binds:
             bound = bind(self.func, local_args, local_kwargs)
             only = {a.name for a in torch_internals.schema(self.func).arguments if a.kwarg_only}

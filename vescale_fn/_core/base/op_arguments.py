@@ -27,11 +27,16 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
             _collect(x.values(), found)
 
 
+_CONTAINERS = list, tuple, dict
+
+
 def mapped(fn: Callable[[Any], Any], value: Any) -> Any:
     """The same lists, tuples and dictionaries, with `fn` of each thing in them."""
     if isinstance(value, (list, tuple)) and type(value) is not torch.Size:
-        items = (mapped(fn, x) for x in value)
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        items = [mapped(fn, x) if isinstance(x, _CONTAINERS) else fn(x) for x in value]
+        return (
+            type(value)(*items) if hasattr(value, "_fields") else items if type(value) is list else type(value)(items)
+        )
     if isinstance(value, dict):
         return {key: mapped(fn, x) for key, x in value.items()}
     return fn(value)

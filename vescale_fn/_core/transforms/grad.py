@@ -227,20 +227,21 @@ def _commonest(args: Sequence[Any], argnums: Any) -> tuple[int, list[torch.Tenso
     """The place of the argument to differentiate, its leaves and its shape, in the case that must cost little: plain
     tensors of floats, that nothing else follows, in lists, tuples and dictionaries. Else None: `Split` takes any case.
     """
+    if type(argnums) is not int or not 0 <= argnums < len(args):
+        return None
+    leaves: list[torch.Tensor] = []
+    shape = tree.apart(args[argnums], PLAIN, leaves)
+    plain = leaves and PLAIN.issuperset(map(type, leaves)) and _FLOATS.issuperset(map(_dtype, leaves))
     if (
-        type(argnums) is not int
-        or not 0 <= argnums < len(args)
+        not plain
         or context.grad_depth()
         or torch_internals.watched()
         or torch_internals.forward_ad_active()
         or not torch.is_grad_enabled()
         or torch.is_inference_mode_enabled()
+        or True in map(_followed, leaves)
+        or True in map(_frozen, leaves)
     ):
-        return None
-    leaves: list[torch.Tensor] = []
-    shape = tree.apart(args[argnums], PLAIN, leaves)
-    plain = leaves and PLAIN.issuperset(map(type, leaves)) and _FLOATS.issuperset(map(_dtype, leaves))
-    if not plain or True in map(_followed, leaves) or True in map(_frozen, leaves):
         return None
     return argnums, leaves, shape
 

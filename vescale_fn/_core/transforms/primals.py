@@ -195,7 +195,7 @@ def _goal(primal: torch.Tensor) -> P | None:
     if not is_array(primal):
         return None
     spec = spec_of(primal)
-    return P(*spec, unreduced=spec.reduced, reduced=spec.unreduced)
+    return P(*spec, unreduced=spec.reduced, reduced=spec.unreduced) if spec.unreduced or spec.reduced else spec
 
 
 def settled(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
