@@ -294,7 +294,7 @@ def a_tensor_without_values(mesh):
     """SpecError
     shard: 1 spec does not fit on the mesh (dp=2, tp=2)
       * the value is f32[4,3], its spec P('dp'): it is on the meta device, so it has no values to lay out
-      Instead: a tensor with values: made on a device, drawn with spec=, or loaded
+      Instead: a tensor with values: made on a device, drawn with spec=, or loaded; for shapes alone vfn.ShapeDtype
     """
     vfn.shard(X.to("meta"), mesh, P("dp"))
 

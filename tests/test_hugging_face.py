@@ -201,7 +201,7 @@ FUSED = {
             hf.MixtralConfig(**GROUPED, num_local_experts=4, experts_implementation="grouped_mm")
         ),
         IDS,
-        2816,
+        6912,
     ),
     "deepseek_v3": (
         lambda: hf.DeepseekV3ForCausalLM(
@@ -216,14 +216,15 @@ FUSED = {
             )
         ),
         IDS,
-        2816,
+        6912,
     ),
 }
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_matrices_in_one_are_split_each(name):
-    """Forward and gradients; no parameter travels, no expert, and no token but to the rank that sorts them by expert."""
+    """Forward and gradients; no parameter travels, no expert, and no token (nor its gradient) but to the rank that sorts them by
+    expert."""
     make, data, gathered = FUSED[name]
     torch.manual_seed(0)
     dtype = torch.float32 if name in ("mixtral", "deepseek_v3") else torch.float64  # of which grouped_mm has no kernel

@@ -72,15 +72,19 @@ class running:
     def taken_in(self, leaves: list[Any]) -> list[Any]:
         """Results as local values, which they are not yet where the body gives back what it closes over."""
         with torch_internals.no_torch_function():
-            if self.mode is None:
+            mode = self.mode
+            if mode is None:
                 auto = self.body.auto
                 return [self.adopt(x) if isinstance(x, Tensor) and tensor_types.outside(x, auto) else x for x in leaves]
             known = tensor_types.read
-            return [x if not isinstance(x, Tensor) or known(x) is not None else self._closed_over(x) for x in leaves]
+            return [
+                x if not isinstance(x, Tensor) or known(x) is not None else self._closed_over(mode, x) for x in leaves
+            ]
 
-    def _closed_over(self, x: Tensor) -> Tensor:
+    @staticmethod
+    def _closed_over(mode: Checked | Unchecked, x: Tensor) -> Tensor:
         tensor_types.refuse_unseen(x)
-        return self.mode.taken_in(x)
+        return mode.taken_in(x)
 
     def meet(self, x: Tensor) -> None:
         """Note an array from outside of which a body without types, on real ranks, gets the block itself: a view of it tells
