@@ -2,6 +2,10 @@
 parameters made in a body, each another name for the memory of its data.
 """
 
+import copy
+import pickle
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -75,6 +79,50 @@ def test_nor_its_storage(a):
         fine = torch.zeros(0).set_(torch.zeros(8).untyped_storage(), 0, (8,), (1,))
     assert fine.shape == (8,)
     assert torch.zeros(0).set_(X.untyped_storage(), 0, (8,), (1,)).tolist() == X.tolist()
+
+
+# What took the memory that is not there by another way: some of these ended the process.
+BY_STORAGE = {
+    "Tensor": torch.Tensor,
+    "FloatTensor": torch.FloatTensor,
+    "new": torch.zeros(8).new,
+    "tensor": torch.tensor,
+    "tolist": lambda s: s.tolist(),
+    "an entry": lambda s: s[0],
+    "copy_": lambda s: s.copy_(torch.zeros(8).untyped_storage()),
+    "clone": lambda s: s.clone(),
+    "cpu": lambda s: s.cpu(),
+    "data_ptr": lambda s: s.data_ptr(),
+    "resize_": lambda s: s.resize_(0),
+    "share_memory_": lambda s: s.share_memory_(),
+    "pickle": pickle.dumps,
+    "copy": copy.copy,
+    "numpy": np.asarray,
+}
+
+
+def wrongly_taken(x):
+    """The ways by which the memory of `x`, which has none, was not refused."""
+    wrong = []
+    for name, take in BY_STORAGE.items():
+        try:
+            wrong.append((name, take(x.untyped_storage())))
+        except InPlaceError as error:
+            if "untyped_storage" not in str(error):
+                wrong.append((name, error))
+    return wrong
+
+
+def test_a_storage_is_none_to_torch(a):
+    assert wrongly_taken(a) == []
+    for check in (True, False):
+        assert in_body(lambda x: x * (wrongly_taken(x) == []), a, check_vma=check).equal(X)
+    with pytest.raises(InPlaceError, match="^storage: this value has no memory of its own"):
+        a.storage()
+    held = a.untyped_storage()
+    assert (held.nbytes(), held.is_cuda, held == a[:4].detach().untyped_storage()) == (32, False, False)
+    assert repr(held) == "<the memory of the array f32[8@i], which has none of its own>"
+    assert held == a.untyped_storage()
 
 
 def test_what_is_like_it_is_right_or_raises(a):

@@ -439,8 +439,7 @@ CASES = {
     "spec": lambda: door.spec(array()).placements == (Shard(0),),
     "standard_gamma_grad": lambda: door.standard_gamma_grad(torch.ones(1), torch.ones(1)).item() > 0,
     "stands_for_memory": lambda: (
-        door.stands_for_memory(array().untyped_storage())
-        and not door.stands_for_memory(torch.zeros(2).untyped_storage())
+        door.stands_for_memory(door.storage(array())) and not door.stands_for_memory(torch.zeros(2).untyped_storage())
     ),
     "storage": lambda: (x := torch.zeros(2)) is not None and door.storage(x) is door.storage(x[:1]),
     "stored_at": lambda: [*door.stored_at.__dataclass_fields__][:3] == ["relative_path", "offset", "length"],

@@ -27,9 +27,10 @@ from ..base.saved_names import also_saved_as, saved_as
 from ..base.state import unwatched
 from ..distributed import blocks, value_flow
 from ..distributed.abstract_mesh import AbstractMesh
-from ..distributed.blocks import Blocks, WithoutMemory
+from ..distributed.blocks import Blocks
 from ..distributed.communicator import coordinates
 from ..distributed.mesh import Mesh, SimulatedMesh, check_reaches, communicator_of, rebuild_mesh, same
+from ..distributed.without_memory import WithoutMemory
 from ..local_types import tensor_types
 from ..sharding.index_map import axes_of, local_indices
 from ..sharding.layout import WHOLE, as_written, axes_items, contiguous_stride, layout, spec_for, type_text

@@ -19,55 +19,9 @@ import torch
 from .. import torch_internals
 from ..base import traced_steps
 from ..base.errors import InPlaceError, VaryingTypeError
-from ..base.messages import described, dtype_text, op_text, report
+from ..base.messages import dtype_text, op_text, report
 from ..base.saved_names import saved_as
-
-
-class WithoutMemory(torch.Tensor):
-    """A tensor whose elements are those of others: what would reach for its memory, from Python or from C, is refused."""
-
-    elsewhere: tuple[str, str]  # where they are, and what to write instead
-    instead_of_data: str  # what to write for `x.data = value`
-
-    def _refusal(self, what: str) -> InPlaceError:
-        where, instead = self.elsewhere
-        return InPlaceError(report(what, f"this value has no memory of its own: {where}", fix=instead))
-
-    def data_ptr(self) -> int:
-        raise self._refusal("data_ptr")
-
-    def share_memory_(self) -> Any:
-        raise self._refusal("share_memory_")
-
-    def apply_(self, function: Any) -> Any:  # type: ignore[override]
-        raise self._refusal("apply_")
-
-    def is_shared(self) -> bool:
-        return False
-
-    @property
-    def __cuda_array_interface__(self) -> Any:
-        raise AttributeError(str(self._refusal("__cuda_array_interface__")))  # so that `hasattr` says no
-
-
-def _before_exchange(how: str, x: torch.Tensor, value: Any) -> None:
-    """Refuse to make a tensor another name for memory that is not there: reading it would end the process."""
-    if how == "data" and isinstance(value, WithoutMemory) and type(value) is not type(x):
-        raise InPlaceError(
-            report(
-                "x.data = value",
-                f"the value has no memory of its own, which x could have: {value.elsewhere[0]}",
-                [f"x is {described(x)}, the value {described(value)}"],
-                value.instead_of_data,
-            )
-        )
-    if how == "set_" and not isinstance(value, torch.Tensor) and torch_internals.stands_for_memory(value):
-        raise InPlaceError(
-            report("set_", "this storage only stands for one: that of an array has no elements", fix="x.copy_(array)")
-        )
-
-
-torch_internals.ask_before_exchange(_before_exchange)
+from .without_memory import WithoutMemory
 
 
 @saved_as("vescale_fn.blocks")

@@ -9,6 +9,8 @@ import torch
 from .functorch import peel
 from .modes import no_torch_function
 
+_storage: Any = torch._C.TensorBase.untyped_storage  # also of a tensor whose class answers that it has none
+
 flattened = torch._C._nn.flatten_dense_tensors  # of one dtype, one after the other in one dim
 unflattened = torch._C._nn.unflatten_dense_tensors  # parts of such a tensor, with the shapes of these
 
@@ -25,12 +27,12 @@ def no_view(x: torch.Tensor) -> torch.Tensor:
 
 def memory_number(x: torch.Tensor) -> int:
     """The storage of `x`, as a number."""
-    return x.untyped_storage()._cdata
+    return _storage(x)._cdata
 
 
 def memory(x: torch.Tensor) -> tuple[Any, ...]:
     """Where the elements of `x` are; equal for two tensors that are names of the same elements."""
-    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
+    return _storage(x)._cdata, x.storage_offset(), x.shape, x.stride()
 
 
 def users(storage: torch.UntypedStorage) -> int:
@@ -42,7 +44,7 @@ def storage(x: torch.Tensor) -> Any:
     """The memory of `x`, one object as long as the memory lives, which takes attributes; None for one without (sparse)."""
     try:
         with no_torch_function():
-            return x.untyped_storage()
+            return _storage(x)
     except (NotImplementedError, RuntimeError):
         return None
 
@@ -91,9 +93,7 @@ def set_storage_offset(x: torch.Tensor, offset: int) -> None:
     torch._C._set_meta_in_tls_dispatch_include(True)  # nothing is allocated
     try:
         with torch._C._DisableTorchDispatch():
-            torch.ops.aten.set_.source_Storage_storage_offset(
-                x, torch._C.TensorBase.untyped_storage(x), offset, x.shape, x.stride()
-            )
+            torch.ops.aten.set_.source_Storage_storage_offset(x, _storage(x), offset, x.shape, x.stride())
     finally:
         torch._C._set_meta_in_tls_dispatch_include(before)
 
