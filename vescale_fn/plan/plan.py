@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from .._core.distributed.abstract_mesh import AbstractMesh
 from .._core.distributed.mesh import root
 from .execution import donation
 from .execution.backends import Backend
-from .execution.codegen import generate
+from .execution.codegen import Code, generate
 from .ir.graph import Pass, calls, copied, given_up, memories, output, written
 from .ir.liveness import DONATED
 from .lowered import Lowered
@@ -75,8 +76,16 @@ class Plan:
             seen(graph)
         graph.__dict__.pop("_given_up", None)
         self.graph = graph
-        self.code = generate(graph)
-        self.run = self._how.running(self.code.run)
+
+    @functools.cached_property  # a plan that is only looked at needs none
+    def code(self) -> Code:
+        """The graph as Python."""
+        return generate(self.graph)
+
+    @functools.cached_property
+    def run(self) -> Callable[[list[Any]], Any]:
+        """What runs it."""
+        return self._how.running(self.code.run)
 
     def changed(self) -> str | None:
         """What the function closes over and has changed since; None where nothing has."""

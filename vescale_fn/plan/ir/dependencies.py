@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from .graph import Step, changed, memories
+from .graph import Step, changed, memories, reordered
 
 Needs = dict[fx.Node, list[fx.Node]]
 
@@ -67,10 +67,7 @@ def arranged(
     needed = {node: list(before) for node, before in needed.items()}
     for one, other in itertools.pairwise(order):
         needed[other].append(one)
-    new, values = fx.Graph(), {}
-    for node in in_order(needed, place):
-        values[node] = new.node_copy(node, values.__getitem__)
-    return new, values
+    return reordered(graph, in_order(needed, place))
 
 
 def in_order(needed: Needs, place: dict[fx.Node, float]) -> list[fx.Node]:

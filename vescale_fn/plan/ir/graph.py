@@ -18,8 +18,9 @@ A pass is a pure function from graph to graph: it works on a `copied` one.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,17 +63,32 @@ class Step:
 
 def copied(graph: fx.Graph) -> fx.Graph:
     """The same graph once more, to be changed; the graph itself, where nobody else has it (`given_up`)."""
-    if graph.__dict__.pop("_given_up", False):
-        return graph
+    return graph if graph.__dict__.pop("_given_up", False) else _once_more(graph.nodes)[0]
+
+
+def reordered(graph: fx.Graph, order: Sequence[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """The graph with all its nodes in this order, and for each node that of the new graph; where nobody else has the graph
+    (`given_up`), these are its own."""
+    if not graph.__dict__.pop("_given_up", False):
+        return _once_more(order)
+    if (first := next(iter(graph.nodes))) is not order[0]:
+        first.prepend(order[0])
+    for one, other in itertools.pairwise(order):
+        if one.next is not other:
+            one.append(other)
+    return graph, {node: node for node in order}
+
+
+def _once_more(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     new = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     # as `fx.Graph.node_copy`, but for a walk through the arguments that takes most of its time
-    for node in graph.nodes:
+    for node in nodes:
         copy = new.create_node(node.op, node.target, (), {}, node.name, node.type)
         copy.args, copy.kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[assignment]
         copy.meta = dict(node.meta)
         values[node] = copy
-    return new
+    return new, values
 
 
 def given_up(graph: fx.Graph) -> fx.Graph:

@@ -34,11 +34,7 @@ def order(graph: fx.Graph) -> fx.Graph:
     for moves in ((_next_to_use, _as_soon_as_it_frees), (_updates, _next_to_use, _as_soon_as_it_frees), (_updates,)):
         tried.append(functools.reduce(lambda line, move: move(facts, line), moves, given))
     best = exact_order.refined(facts, min(tried, key=lambda line: max(facts.live(line))))
-    new = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for node in best:
-        values[node] = new.node_copy(node, values.__getitem__)
-    return new
+    return plan.reordered(graph, best)[0]
 
 
 def _next_to_use(facts: Facts, line: Line) -> Line:

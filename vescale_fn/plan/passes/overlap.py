@@ -21,7 +21,7 @@ from ..._core.distributed import collectives as collectives_
 from ..._core.distributed.collectives import Collective, Start, group_size
 from ..ir import dependencies
 from ..ir.collective_nodes import collective_of, given, is_light, is_written, made_at, size
-from ..ir.graph import Step, changed, collectives, copied
+from ..ir.graph import Step, changed, collectives, copied, given_up
 
 AHEAD = 64 << 20
 
@@ -54,7 +54,7 @@ def overlap(graph: fx.Graph, ahead: int = AHEAD, on_cpu: bool = False) -> fx.Gra
         for x in needed[node]:
             place[x] = min(place[x], place[node])
     order = dependencies.in_turn(collectives(graph), needed, place)
-    graph, values = dependencies.arranged(graph, needed, place, order)
+    graph, values = dependencies.arranged(given_up(graph), needed, place, order)
     for start, wait in split:
         _join_again(graph, values[start], values[wait])
     return graph
