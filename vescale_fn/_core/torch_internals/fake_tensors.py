@@ -80,10 +80,11 @@ class _Mode(FakeTensorMode):
 def _is_view(func: Any) -> bool:
     """Whether an operator's results are views of its first argument, and it takes but numbers besides."""
     schema = func._schema
-    first, *others = schema.arguments or [None]
+    if not schema.arguments:
+        return False
+    first, *others = schema.arguments
     return (
-        first is not None
-        and first.alias_info is not None
+        first.alias_info is not None
         and not first.alias_info.is_write
         and all(str(a.type).removeprefix("Optional[").rstrip("]") in _NUMBERS and a.name != "dtype" for a in others)
         and len(schema.returns) == 1
