@@ -1369,3 +1369,23 @@ def test_results_look_as_on_one_device() -> None:
         array = vfn.shard(x, vfn.make_mesh((2,), ("a",)), P("a"))
         for n, (order, call) in enumerate(itertools.product(orders, calls)):
             assert list(map(look, call(order(array)))) == list(map(look, call(order(x)))), n
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_the_place_of_an_extreme_along_a_split_dim_is_the_first_one(dtype: torch.dtype) -> None:
+    """Also among NaNs and infinities, and equal values on several ranks. Extremes and places are compared, no rows gathered."""
+    x = torch.randint(-4, 4, (5, 13, 3), generator=torch.Generator().manual_seed(0)).to(dtype)
+    if dtype.is_floating_point:
+        x[1, 3:9:4, 0], x[4, 12, 2], x[2, :, 1], x[3, :, 1] = math.nan, math.nan, -math.inf, math.inf
+    calls = [lambda x: (x.argmax(1), x.argmin(-2, True)), lambda x: x.max(1), lambda x: x.min(1, True)]
+    with vfn.simulate(6):
+        m = vfn.make_mesh((2, 3), ("a", "b"))
+        for spec in (P("a", "b"), P(None, ("b", "a"))):
+            array = vfn.shard(x, m, spec)
+            for call in calls:
+                with vfn.comm_log() as log:
+                    found = call(array)
+                assert {record.op for record in log} == {"all_reduce"}
+                for one, want in zip(found, call(x), strict=True):
+                    torch.testing.assert_close(vfn.unshard(one), want, rtol=0, atol=0, equal_nan=True)
+                    assert one.stride() == want.stride()

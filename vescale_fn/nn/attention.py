@@ -85,9 +85,9 @@ def attention(
             be said.
         method: "ring": keys and values go round, and neither scores nor the other ranks' keys are kept: a rank's memory
             is that of its part of the sequence. "all_gather": keys and values are gathered, which is one collective
-            there and one back, and are kept whole; ranks add their parts of these gradients up in the dtype of k, so that
-            in bfloat16 they err by 1.2 times as much as on one device, where the ring's are added up in float32. "all_to_all": each rank gets the
-            whole sequence of some of the heads, with zeros for heads where the ranks do not divide them; what travels
+            there and one back, and are kept whole; ranks add up their parts of these gradients in the dtype of k, so that
+            in bfloat16 they err by 1.2 times as much as on one device (the ring adds up in float32). "all_to_all": each rank
+            gets the whole sequence of some of the heads, with zeros for heads where the ranks do not divide them; what travels
             does not grow with the number of ranks.
         zigzag: n, if the tokens lie in the order ``zigzag_order(T, n)``. With `causal` and n ranks, all ranks have the
             same work, and the ring has half of it; without, and with a mask, a window or dropout, ranks compute also what

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ...sharding.index_map import all_hold_some
-from . import attention, steps
+from . import attention, element_positions, steps
 from .rule import dims
 
 Rows = dict[str, Sequence[tuple[str, ...]]]  # of each tensor argument: which axes split which dim
@@ -47,6 +47,12 @@ def composed(name: str, args: dict[str, Any], rows: Rows, axes: dict[str, int]) 
 
 def _dim(args: dict[str, Any], ndim: int) -> Sequence[int]:
     return dims(args["dim"], ndim)
+
+
+def _long(args: dict[str, Any], ndim: int) -> Sequence[int]:
+    """The dim along which a place is looked for, where it holds more than the extremes and places that ranks compare."""
+    dim = args["dim"]
+    return dims(dim, ndim) if dim is not None and ndim and args["self"].shape[dim] >= 8 else ()
 
 
 def _normalized(args: dict[str, Any], ndim: int) -> Sequence[int]:
@@ -87,6 +93,10 @@ COMPOSED: dict[str, Composition] = {
     "_softmax_backward_data.default": Composition("output", _dim, steps.softmax_backward),
     "_log_softmax_backward_data.default": Composition("output", _dim, steps.log_softmax_backward),
     "logsumexp.default": Composition("self", _dim, steps.logsumexp, some=True),
+    "argmax.default": Composition("self", _long, functools.partial(element_positions.place, False), some=True),
+    "argmin.default": Composition("self", _long, functools.partial(element_positions.place, True), some=True),
+    "max.dim": Composition("self", _long, functools.partial(element_positions.extreme, False), some=True),
+    "min.dim": Composition("self", _long, functools.partial(element_positions.extreme, True), some=True),
     "var.correction": Composition("self", _dim, steps.variance),
     "std.correction": Composition("self", _dim, functools.partial(steps.variance, root=True)),
     "var_mean.correction": Composition("self", _dim, functools.partial(steps.variance, mean=True)),
@@ -107,8 +117,8 @@ COMPOSED: dict[str, Composition] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward.default": Composition(
         "query", _heads, attention.with_own_keys_backward, unless=attention.shares_keys_evenly
     ),
-    "take.default": Composition("self", _all, steps.take),
-    "put.default": Composition("self", _all, steps.put),
+    "take.default": Composition("self", _all, element_positions.take),
+    "put.default": Composition("self", _all, element_positions.put),
     "nll_loss_forward.default": Composition("self", _classes, steps.nll),
     "nll_loss2d_forward.default": Composition("self", _classes, steps.nll),
     "nll_loss_backward.default": Composition("self", _classes, steps.nll_backward),

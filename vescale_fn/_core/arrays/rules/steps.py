@@ -46,20 +46,6 @@ def added_up(x: torch.Tensor) -> torch.Tensor:
     return aten.add.Scalar(x, 0.0)
 
 
-# --- by index ---------------------------------------------------------------------------------------------------------
-
-
-def take(_: Any, x: Any, index: Any) -> Any:
-    """Of all elements in one row."""
-    return aten.index.Tensor(aten.reshape.default(x, [-1]), [index])
-
-
-def put(_: Any, x: Any, index: Any, source: Any, accumulate: bool) -> Any:
-    """Into all elements in one row."""
-    row = aten.index_put.default(aten.reshape.default(x, [-1]), [index], source, accumulate)
-    return aten.view.default(row, x.shape)
-
-
 # --- along dims -------------------------------------------------------------------------------------------------------
 
 
