@@ -55,8 +55,10 @@ class LeafKind:
         said: the whole text, for such a leaf.
         store: the tensor, or array, that is stored of it; or raises `Unfit`.
         restore: the leaf, of that tensor, the text, and the leaf that it is to be like.
+        like: for such a leaf that another is to be like, a tensor of its shape, dtype and placement; or raises `Unfit`.
         text: its type, by the tensor's shape and dtype.
         on_mesh: whether it may lie on a mesh.
+        opaque: whether the tensor is no leaf of another kind: its bits mean something else.
     """
 
     word: str
@@ -64,8 +66,10 @@ class LeafKind:
     said: Callable[[Any], str]
     store: Callable[[Any], torch.Tensor]
     restore: Callable[[torch.Tensor, str, Any], Any]
+    like: Callable[[Any], torch.Tensor]
     text: Callable[[Sequence[int], torch.dtype], str]
     on_mesh: bool
+    opaque: bool = False
 
 
 def _key_of(data: torch.Tensor, said: str, like: Any) -> Key:
@@ -82,10 +86,20 @@ def _tensor_like(x: torch.Tensor, said: str, like: Any) -> torch.Tensor:
 
 
 def _of_numpy(x: Any) -> torch.Tensor:
+    if isinstance(x, np.ma.MaskedArray):
+        raise Unfit("", "x.filled(), and x.mask beside it")
     try:
         return torch.from_numpy(np.array(x, x.dtype.newbyteorder("=")))  # a copy: numpy's may be read-only
     except (TypeError, ValueError):
         raise Unfit(f" of dtype {x.dtype}, which torch has not", "numbers that torch has") from None
+
+
+def _like_numpy(x: Any) -> torch.Tensor:
+    try:
+        dtype = torch.from_numpy(np.empty(0, x.dtype.newbyteorder("="))).dtype
+    except (TypeError, ValueError):
+        raise Unfit(", of a dtype that torch has not") from None
+    return torch.empty(x.shape, dtype=dtype, device="meta")
 
 
 def _of_tensor(x: torch.Tensor) -> torch.Tensor:
@@ -104,21 +118,31 @@ KEYS = LeafKind(
     lambda x: f"key {x.impl}",
     lambda x: _stored(x.data)[1],
     _key_of,
+    lambda x: x.data,
     lambda shape, dtype: f"key[{','.join(map(str, shape[:-1]))}]" if len(shape) > 1 else "key",
     True,
+    opaque=True,
 )
 TENSORS = LeafKind(
-    "tensor", lambda x: isinstance(x, torch.Tensor), lambda x: "tensor", _of_tensor, _tensor_like, _type_text, True
+    "tensor",
+    lambda x: isinstance(x, torch.Tensor),
+    lambda x: "tensor",
+    _of_tensor,
+    _tensor_like,
+    lambda x: x,
+    _type_text,
+    True,
 )
 KINDS = (
     KEYS,
     TENSORS,
     LeafKind(
         "numpy",
-        lambda x: isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray),
+        lambda x: isinstance(x, np.ndarray),
         lambda x: "numpy",
         _of_numpy,
         lambda x, said, like: x.numpy(),
+        _like_numpy,
         _type_text,
         False,
     ),
@@ -128,6 +152,7 @@ KINDS = (
         lambda x: "number of numpy",
         _of_numpy,
         lambda x, said, like: x.numpy()[()],
+        _like_numpy,
         _type_text,
         False,
     ),
@@ -161,8 +186,6 @@ def _stored(x: Any) -> tuple[str, Any]:
             return kind.said(x), kind.store(x)
     if type(x) in VALUES:
         return type(x).__name__, x
-    if isinstance(x, np.ma.MaskedArray):
-        raise Unfit("", "x.filled(), and x.mask beside it")
     if isinstance(x, torch.nn.Module):
         raise Unfit("", "dict(module.named_parameters()), or module.state_dict()")
     if isinstance(x, torch.Generator):

@@ -170,18 +170,7 @@ class _Safetensors:
         failures = [outside for name in files if name != (path and path.name) and (outside := leads_out(folder, name))]
         failures += [f"{name} is missing" for name in files if not failures and not (folder / name).is_file()]
         for name in files if not failures else ():
-            with self._open(name) as file:
-                for leaf in list(file.keys()):
-                    if index is not None and index.get(leaf) != name:
-                        continue
-                    if leaf in self._files:
-                        failures.append(f"{leaf} is in {self._files[leaf]} and in {name}")
-                    at = file.get_slice(leaf)
-                    dtype, self._files[leaf] = _dtype(at.get_dtype()), name
-                    if dtype is None:
-                        failures.append(f"{leaf} has the dtype {at.get_dtype()}, which torch has not")
-                    entries[leaf] = Entry(None, tuple(at.get_shape()), dtype)
-                self._values |= _values(file.metadata() or {}, failures)
+            entries |= self._read(name, index, failures)
         failures += [f"{leaf} is a tensor and a value" for leaf in self._values if leaf in self._files]
         failures += [
             f"{leaf} is not in {name}, where the index says it is"
@@ -191,6 +180,23 @@ class _Safetensors:
         if failures:
             raise CheckpointError(report(where, f"{self.path} is damaged", failures, "another checkpoint"))
         self.entries = entries | {leaf: Entry(type(value).__name__, None, None) for leaf, value in self._values.items()}
+
+    def _read(self, name: str, index: Mapping[str, str] | None, failures: list[str]) -> dict[str, Entry]:
+        """The tensors that a file holds, or of them those that the index has there; its values are noted."""
+        entries = dict[str, Entry]()
+        with self._open(name) as file:
+            for leaf in list(file.keys()):
+                if index is not None and index.get(leaf) != name:
+                    continue
+                if leaf in self._files:
+                    failures.append(f"{leaf} is in {self._files[leaf]} and in {name}")
+                at = file.get_slice(leaf)
+                dtype, self._files[leaf] = _dtype(at.get_dtype()), name
+                if dtype is None:
+                    failures.append(f"{leaf} has the dtype {at.get_dtype()}, which torch has not")
+                entries[leaf] = Entry(None, tuple(at.get_shape()), dtype)
+            self._values |= _values(file.metadata() or {}, failures)
+        return entries
 
     def values(self, names: Sequence[str]) -> dict[str, Any]:
         return {name: self._values[name] for name in names}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from .._core.arrays.array import is_array, mesh_of, moved, spec_of
@@ -17,7 +16,7 @@ from .._core.sharding.spec import KEYS as KEYS_WHOLE
 from .._core.sharding.spec import P, as_spec, keys_taken_apart, problems
 from . import chunks
 from .chunks import Piece
-from .leaf_kinds import KEYS, VALUES, Unfit, kind_of
+from .leaf_kinds import KEYS, KINDS, VALUES, Unfit, kind_of
 from .names import Named
 from .sources import Entry
 
@@ -39,26 +38,22 @@ class Target(NamedTuple):
 def of_like(one: Named) -> Target | str:
     """What a leaf of `like` asks for; or what is wrong with it."""
     x = one.value
-    if KEYS.fits(x):
-        inner = of_like(one._replace(value=x.data))
-        return inner if isinstance(inner, str) else inner._replace(kind=KEYS.said(x), like=x)
-    if isinstance(x, (np.ndarray, np.generic)):
-        kind = "numpy" if isinstance(x, np.ndarray) else "number of numpy"
-        try:
-            dtype = torch.from_numpy(np.empty(0, x.dtype.newbyteorder("="))).dtype
-        except (TypeError, ValueError):
-            return f"{one.path} is {described(x)}, of a dtype that torch has not"
-        return Target(one.name, one.path, kind, tuple(x.shape), dtype, "cpu", None, None, x)
     if type(x) in VALUES:
         return Target(one.name, one.path, type(x).__name__, None, None, None, None, None, x)
-    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    kind = next((kind for kind in KINDS if kind.fits(x)), None)
+    try:
+        like = x if kind is None else kind.like(x)
+    except Unfit as error:
+        return f"{one.path} is {described(x)}{error}"
+    shape, dtype = getattr(like, "shape", None), getattr(like, "dtype", None)
     if shape is None or not isinstance(dtype, torch.dtype) or isinstance(x, type):
         return f"{one.path} is {described(x)}, and leaves are tensors, arrays, keys, or have a shape and a dtype"
-    device = getattr(x, "device", None)
-    target = Target(one.name, one.path, "tensor", tuple(shape), dtype, device, None, None, x)
-    if isinstance(x, torch.Tensor) and is_array(x):
-        mesh = mesh_of(x)
-        return target._replace(device=mesh.device_type, mesh=mesh, spec=spec_of(x))
+    said = "tensor" if kind is None else kind.said(x)
+    device = getattr(like, "device", None)
+    target = Target(one.name, one.path, said, tuple(shape), dtype, device, None, None, x)
+    if isinstance(like, torch.Tensor) and is_array(like):
+        mesh = mesh_of(like)
+        return target._replace(device=mesh.device_type, mesh=mesh, spec=spec_of(like))
     if device is None or torch.device(device).type == "meta":
         return target._replace(device="cpu")
     return target
@@ -139,30 +134,28 @@ _PARTIAL = "partial=True passes over what like has not"
 
 
 def _unlike(target: Target, entry: Entry) -> tuple[str, str] | None:
+    """In what an entry is not what is asked for, and what to ask for instead."""
     wanted = "None" if target.kind == "NoneType" else str(target.kind)
     there = "None" if entry.kind == "NoneType" else entry_text(entry)
-    if (target.shape is None) != (entry.shape is None):
-        mine = (
-            wanted
-            if target.shape is None or target.dtype is None
-            else kind_of(target.kind).text(target.shape, target.dtype)
-        )
-        return f"is {mine} in like, but {there} in the checkpoint", _LIKE_IT
-    if target.shape is None or target.dtype is None or entry.shape is None or entry.dtype is None:
-        same = entry.kind is None or target.kind is None or target.kind == entry.kind
-        return None if same else (f"is {wanted} in like, but {there} in the checkpoint", _LIKE_IT)
-    keys = [kind_of(said) is KEYS for said in (target.kind, entry.kind)]
-    mine = kind_of(target.kind).text(target.shape, target.dtype)
-    if (target.shape, target.dtype) == (entry.shape, entry.dtype) and (keys[0] == keys[1] or entry.kind is None):
-        if not keys[0] or entry.kind in (None, target.kind):
+    value = target.shape is None or target.dtype is None
+    mine = (
+        wanted
+        if target.shape is None or target.dtype is None
+        else kind_of(target.kind).text(target.shape, target.dtype)
+    )
+    unlike = f"is {mine} in like, but {there} in the checkpoint", _LIKE_IT
+    if value or entry.shape is None or entry.dtype is None:
+        both = (target.shape is None) == (entry.shape is None)
+        return None if both and (target.kind == entry.kind or None in (target.kind, entry.kind)) else unlike
+    opaque = kind_of(target.kind).opaque
+    of_a_kind = opaque == kind_of(entry.kind).opaque
+    if (target.shape, target.dtype) == (entry.shape, entry.dtype) and (of_a_kind or entry.kind is None):
+        if not opaque or entry.kind in (None, target.kind):
             return None
         return f"is of {wanted} in like, but of {entry.kind} in the checkpoint", _LIKE_IT
-    if target.shape == entry.shape and keys == [False, False]:
-        return (
-            f"is {mine} in like, but {there} in the checkpoint",
-            f"a like of {dtype_text(entry.dtype)}, then .to(...): no dtype is changed silently",
-        )
-    return f"is {mine} in like, but {there} in the checkpoint", _LIKE_IT
+    if target.shape == entry.shape and of_a_kind and not opaque:
+        return unlike[0], f"a like of {dtype_text(entry.dtype)}, then .to(...): no dtype is changed silently"
+    return unlike
 
 
 _LIKE_IT = "a like of what was saved"

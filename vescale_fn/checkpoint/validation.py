@@ -106,8 +106,13 @@ def _uncovered(shape: tuple[int, ...], chunks: Sequence[Chunk], itemsize: int) -
     if total == 0 and chunks:
         ends = tuple(max(chunk.offsets[dim] + chunk.sizes[dim] for chunk in chunks) for dim in range(len(shape)))
         return None if ends == shape else f"its pieces end at {ends}, and its shape is {shape}"
+    return _overlap(sorted(boxes)) if len(boxes) > 1 else None
+
+
+def _overlap(boxes: Sequence[Chunk]) -> str | None:
+    """Which of these boxes, in order of their offsets, overlap."""
     active = list[Chunk]()
-    for chunk in sorted(boxes) if len(boxes) > 1 else ():
+    for chunk in boxes:
         active = [other for other in active if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
         for other in active:
             if all(a < b + n and b < a + m for a, m, b, n in zip(*chunk[:2], *other[:2], strict=True)):

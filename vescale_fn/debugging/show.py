@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -139,10 +140,8 @@ def _picture(x: Any, body: Any) -> str:
     axes, spec = axes_of(mesh), array.spec_of(x)
     if any(isinstance(entry, Merged) for entry in spec):  # blocks of many pieces
         return ""
-    dims = [d for d, row in enumerate(split_axes(spec, x.ndim)) if row][:2] or [x.ndim - 1]
-    if len(dims) == 1 and x.ndim > 1:  # beside the one split dim, the neighbour that shows which way it runs
-        dims = [dims[0] - 1, dims[0]] if dims[0] == x.ndim - 1 else [dims[0], dims[0] + 1]
-    rows_dim, cols_dim = (dims[0], dims[1]) if len(dims) == 2 else (dims[0], None)
+    dims = _shown_dims(split_axes(spec, x.ndim))
+    n_rows, n_cols = [*(x.shape[d] for d in dims), 1][:2]
     width, height, blocks = 180.0, 72.0, {}
     for rank in range(mesh.size()):
         spans = local_indices(tuple(x.shape), axes, spec, coordinates(mesh, rank))
@@ -152,13 +151,20 @@ def _picture(x: Any, body: Any) -> str:
     for number, (key, ranks) in enumerate(blocks.items()):
         if None in key:
             continue
-        (r0, rn) = key[0]
-        (c0, cn) = key[1] if cols_dim is not None else (0, 1)
-        n_rows, n_cols = x.shape[rows_dim], x.shape[cols_dim] if cols_dim is not None else 1
+        (r0, rn), (c0, cn) = [*key, (0, 1)][:2]
         left, top, w, h = c0 / n_cols * width, r0 / n_rows * height, cn / n_cols * width, rn / n_rows * height
         label = ",".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}..{ranks[-1]}"
         drawn.append(_box(left, top, w, h, number, label))
     return _drawing(width, height, drawn)
+
+
+def _shown_dims(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The first two split dims; beside a single one the neighbour that shows which way it runs."""
+    last = len(rows) - 1
+    dims = [d for d, row in enumerate(rows) if row][:2] or [last]
+    if len(dims) == 2 or last == 0:
+        return dims
+    return [last - 1, last] if dims[0] == last else [dims[0], dims[0] + 1]
 
 
 def _ranks(x: Blocks, mesh: Any) -> str:

@@ -173,10 +173,9 @@ def _over_ranks(q: Any, k: Any, v: Any, mask: Any, key: Any, way: _Way, mesh: An
     """On arrays whose batch, heads and sequence are split over these axes."""
     sizes, wanted, given = axes_of(mesh), from_split_axes(over), q.shape[:3]
     terms, method = way.terms, way.method
-    divides = lambda x, dim, times=1: x.shape[dim] % (math.prod(sizes[a] for a in over[dim]) * times) == 0
-    fits = divides(q, 0), divides(q, 1), divides(q, 2) and divides(k, 2)
-    in_parts = fits[2] and divides(q, 2, way.halves)
-    even = in_parts and fits[0] and fits[1]
+    fits = _fits(q, k, over, sizes)
+    in_parts = fits[2] and _fits(q, k, over, sizes, way.halves)[2]
+    even = in_parts and all(fits)
     # in another order than the mesh's a part need not be contiguous
     over = tuple(row if fit else tuple(a for a in sizes if a in row) for row, fit in zip(over, fits, strict=True))
     batch, heads, names = over
@@ -204,6 +203,13 @@ def _over_ranks(q: Any, k: Any, v: Any, mask: Any, key: Any, way: _Way, mesh: An
     for dim, multiple in enumerate(multiples):
         out = cut(out, mesh, rows, dim, given[dim], "nn.attention", multiple)
     return out if rows == wanted else with_sharding(out, wanted, mesh=mesh)
+
+
+def _fits(q: Any, k: Any, over: tuple[Axes, ...], sizes: dict[str, int], times: int = 1) -> tuple[bool, bool, bool]:
+    """Whether the ranks divide batch, heads and sequence, that of q in so many parts each."""
+    ways = [math.prod(sizes[a] for a in row) for row in over]
+    batch, heads, length = (q.shape[dim] % (n * (times if dim == 2 else 1)) == 0 for dim, n in enumerate(ways))
+    return batch, heads, length and k.shape[2] % ways[2] == 0
 
 
 def _unshared(q: Any, k: Any, v: Any, mesh: Any, over: tuple[Axes, ...]) -> tuple[Any, Any]:

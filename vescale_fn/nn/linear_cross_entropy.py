@@ -115,14 +115,7 @@ def _each(x: Any, weight: Any, target: Any, shares: Any, axis: Any, options: Any
         names = axis_names(axis, sizes, "nn.linear_cross_entropy", "axis")
     if weight.shape[0] % math.prod(sizes[a] for a in names):  # in another order a part need not be contiguous
         names = tuple(a for a in sizes if a in names)
-    rows = [tuple(a for a in row if a not in names) for row in rows]
-    # What is gathered here has a gradient that is added up and split again in one step: it is left to be added up.
-    of_weight = {a for row in (*split_axes(spec_of(weight), 2), spec_of(weight).reduced) for a in row}
-    specs = (
-        from_split_axes([*rows, ()], reduced=of_tokens.intersection(names)),
-        from_split_axes([names], reduced=of_weight.intersection(of_tokens).difference(names)),
-        from_split_axes(rows),
-    )
+    specs = _specs(rows, of_tokens, spec_of(weight), names)
     x, weight, target = with_sharding((x, weight, target), specs, mesh=mesh)
     count, tokens = weight.shape[0], target.shape
     weight = padded(weight, mesh, specs[1], 0, "nn.linear_cross_entropy")
@@ -134,6 +127,18 @@ def _each(x: Any, weight: Any, target: Any, shares: Any, axis: Any, options: Any
     for dim, size in enumerate(tokens):
         found = tuple(cut(one, mesh, specs[2], dim, size, "nn.linear_cross_entropy") for one in found)
     return found
+
+
+def _specs(rows: Any, of_tokens: set[str], of_weight: P, names: Axes) -> tuple[P, P, P]:
+    """How x, weight and target must lie, where the classes are split along `names`. What is gathered for that has a gradient
+    that is added up and split again in one step: it is left to be added up."""
+    rows = [tuple(a for a in row if a not in names) for row in rows]
+    held = {a for row in (*split_axes(of_weight, 2), of_weight.reduced) for a in row}
+    return (
+        from_split_axes([*rows, ()], reduced=of_tokens.intersection(names)),
+        from_split_axes([names], reduced=held.intersection(of_tokens).difference(names)),
+        from_split_axes(rows),
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -200,24 +205,13 @@ def _local(
 
 def _check(x: Any, weight: Any, target: Any, shares: Any, smoothing: Any, reduction: Any, chunk: Any) -> None:
     failures = []
-    floats = lambda a: isinstance(a, torch.Tensor) and a.is_floating_point()
-    if not floats(x) or not x.ndim:
+    if not _is_float(x) or not x.ndim:
         failures.append(f"x must be a float tensor [..., D], but it is {described(x)}")
-    if not floats(weight) or weight.ndim != 2 or not weight.shape[0]:
+    if not _is_float(weight) or weight.ndim != 2 or not weight.shape[0]:
         failures.append(f"weight must be a float tensor [V, D], but it is {described(weight)}")
     if not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
         failures.append(f"target must be classes, an int64 tensor, but it is {described(target)}")
-    if not failures:
-        if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
-            transposed = "; weight.mT?" if x.shape[-1] == weight.shape[0] else ""
-            failures.append(f"x is {described(x)} and weight {described(weight)}: one width, one dtype{transposed}")
-        if tuple(target.shape) != tuple(x.shape[:-1]):
-            failures.append(f"x has {list(x.shape[:-1])} tokens, but target is {described(target)}")
-        if shares is not None and (not floats(shares) or tuple(shares.shape) != (weight.shape[0],)):
-            failures.append(
-                f"class_weights must be a float tensor [{weight.shape[0]}], one for each class, but it is "
-                f"{described(shares)}"
-            )
+    failures = failures or _unlike(x, weight, target, shares)
     if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)) or not 0 <= smoothing <= 1:
         failures.append(f"label_smoothing must be a number from 0 to 1, but it is {described(smoothing)}")
     if reduction not in _REDUCTIONS:
@@ -226,3 +220,23 @@ def _check(x: Any, weight: Any, target: Any, shares: Any, smoothing: Any, reduct
         failures.append(f"chunk must be a positive int, or None, but it is {described(chunk)}")
     if failures:
         raise CollectiveError(report("nn.linear_cross_entropy", "the arguments do not fit", failures))
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def _unlike(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, shares: Any) -> list[str]:
+    """In what the tensors do not fit each other."""
+    failures = []
+    if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
+        transposed = "; weight.mT?" if x.shape[-1] == weight.shape[0] else ""
+        failures.append(f"x is {described(x)} and weight {described(weight)}: one width, one dtype{transposed}")
+    if tuple(target.shape) != tuple(x.shape[:-1]):
+        failures.append(f"x has {list(x.shape[:-1])} tokens, but target is {described(target)}")
+    if shares is not None and (not _is_float(shares) or tuple(shares.shape) != (weight.shape[0],)):
+        failures.append(
+            f"class_weights must be a float tensor [{weight.shape[0]}], one for each class, but it is "
+            f"{described(shares)}"
+        )
+    return failures

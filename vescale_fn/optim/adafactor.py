@@ -76,16 +76,7 @@ def adafactor(
         if not todo:
             return grads, AdafactorState(state.count + 1, state.squares)
         check_shapes("adafactor", params, todo, [leaves[i] for i in todo], [[found[i] for i in todo]])
-        if wrong := [i for i in todo if [x.shape for x in tree.leaves(kept[i])] != _shapes(leaves[i])]:
-            paths = tree.paths(params, "params")
-            raise other_shapes(
-                "adafactor",
-                [
-                    f"{paths[i]} is {described(leaves[i])}, state has "
-                    + " and ".join(described(x) for x in tree.leaves(kept[i]))
-                    for i in wrong
-                ],
-            )
+        _check_kept(params, leaves, kept, todo)
         count = state.count + 1
         done = steps_done(count)
         rate = rate_at(lr, state.count)
@@ -116,6 +107,15 @@ def adafactor(
         return tree.unflatten(structure, found), AdafactorState(count, tree.unflatten(structure, kept))
 
     return Optimizer(init, update)
+
+
+def _check_kept(params: Any, leaves: Sequence[Any], kept: Sequence[Any], todo: Sequence[int]) -> None:
+    """Whether what is kept of each leaf has its shapes."""
+    held = {i: tree.leaves(kept[i]) for i in todo}
+    if wrong := [i for i, found in held.items() if [x.shape for x in found] != _shapes(leaves[i])]:
+        paths = tree.paths(params, "params")
+        of = lambda i: " and ".join(map(described, held[i]))
+        raise other_shapes("adafactor", [f"{paths[i]} is {described(leaves[i])}, state has {of(i)}" for i in wrong])
 
 
 def _no_squares(leaf: Any) -> Any:

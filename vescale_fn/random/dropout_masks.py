@@ -78,15 +78,7 @@ def dropout(key: Key, x: torch.Tensor, rate: float, *, spec: P | None = None) ->
         return x
     shared_keys.warn("random.dropout", key, {"x": x}, spec)
     if not torch.compiler.is_compiling() and context.body() is None and array.is_array(x):
-        lying = array.spec_of(x)
-        if replica_check.looked_for():
-            replica_check.key_alike("random.dropout", key.data, array.mesh_of(x))
-        if lying.unreduced and not x.is_complex():
-            x, lying = array.moved(x, array.mesh_of(x), P(*lying, reduced=lying.reduced), "random.dropout"), P(*lying)
-        if x.is_complex() or lying.reduced:  # no rule of ours: by ops that have theirs
-            draw = Draw("bernoulli", tuple(x.shape), torch.float32, (keep,))
-            return _by_mask(drawn("random.dropout", key, draw, P(*lying), array.mesh_of(x)), x, keep)
-        return torch_internals.apply(_Dropout, key.data, None, x, tuple(shape), keep)
+        return _of_array(key, x, keep)
     transformed = torch_internals.transforming() or (
         not torch.compiler.is_compiling() and torch_internals.forward_ad_active()
     )
@@ -98,6 +90,18 @@ def dropout(key: Key, x: torch.Tensor, rate: float, *, spec: P | None = None) ->
     if transformed:
         return torch_internals.apply(_Dropout, key.data, where, x, tuple(shape), keep)
     return torch.ops.vescale_fn.keyed_dropout.default(key.data, where, x, shape, keep)
+
+
+def _of_array(key: Key, x: Any, keep: float) -> torch.Tensor:
+    lying, mesh = array.spec_of(x), array.mesh_of(x)
+    if replica_check.looked_for():
+        replica_check.key_alike("random.dropout", key.data, mesh)
+    if lying.unreduced and not x.is_complex():
+        x, lying = array.moved(x, mesh, P(*lying, reduced=lying.reduced), "random.dropout"), P(*lying)
+    if x.is_complex() or lying.reduced:  # no rule of ours: by ops that have theirs
+        draw = Draw("bernoulli", tuple(x.shape), torch.float32, (keep,))
+        return _by_mask(drawn("random.dropout", key, draw, P(*lying), mesh), x, keep)
+    return torch_internals.apply(_Dropout, key.data, None, x, tuple(x.shape), keep)
 
 
 def _by_mask(mask: torch.Tensor, x: torch.Tensor, keep: float) -> torch.Tensor:

@@ -163,12 +163,8 @@ def run(opt: argparse.Namespace) -> dict[str, Any]:
     place = lambda batch: vfn.shard(batch.to(opt.device), mesh, opt.layout.spec("batch"))  # mesh
     at, tests, stop = begin(make(init_key)), [place(batch) for batch in tests], False
     saved = vfn.checkpoint.Manager(opt.checkpoints, keep=opt.keep, background=True) if opt.checkpoints else None
-    if saved and opt.evaluate:
-        at = at._replace(state=None, **saved.restore({"done": 0, "params": at.params}, partial=True))
-        say(f"loaded    after step {at.done}, from {saved.folder}")
-    elif saved and opt.resume and saved.latest() is not None:
-        at = saved.restore(at)
-        say(f"resumed   after step {at.done}, from {saved.folder}")
+    if saved:
+        at = restored(opt, saved, at, say)
     journal, agrees, score = report.Journal(opt, at.done, work, first), True, vfn.jit(loss)
     steps = () if opt.evaluate else traced(training(opt, at, loss, text, place, train_keys, specs), opt.profile)
     with Stopping() as stopping, journal:
@@ -204,6 +200,17 @@ def run(opt: argparse.Namespace) -> dict[str, Any]:
         "done": at.done,
         "interrupted": stopping.told == signal.SIGINT,
     }
+
+
+def restored(opt: argparse.Namespace, saved: vfn.checkpoint.Manager, at: Run, say: Callable[..., None]) -> Run:
+    """Where the run goes on: with what was saved, if it is to be evaluated, or resumed."""
+    if opt.evaluate:
+        at = at._replace(state=None, **saved.restore({"done": 0, "params": at.params}, partial=True))
+        say(f"loaded    after step {at.done}, from {saved.folder}")
+    elif opt.resume and saved.latest() is not None:
+        at = saved.restore(at)
+        say(f"resumed   after step {at.done}, from {saved.folder}")
+    return at
 
 
 def write_sample(opt: argparse.Namespace, params: Any, precision: Any, key: vfn.random.Key, writes: bool) -> bytes:

@@ -135,16 +135,14 @@ def entries(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Seq
     ]
     writers: dict[int, set[int]] = {}
     for k in range(n):
-        for x in tensors_in([entry(a, k) for a in targets if isinstance(a, (list, tuple))]):
-            for memory in memories(x):
-                writers.setdefault(memory, set()).add(k)
-    alone = all(
-        writers.get(memory, {k}) == {k}
-        for k, call in enumerate(calls)
-        for x in tensors_in(*call)
-        for memory in memories(x)
-    )
+        for memory in _all_memories([entry(a, k) for a in targets if isinstance(a, (list, tuple))]):
+            writers.setdefault(memory, set()).add(k)
+    alone = all(writers.get(memory, {k}) == {k} for k, call in enumerate(calls) for memory in _all_memories(*call))
     return [] if alone else calls
+
+
+def _all_memories(*values: Any) -> set[int]:
+    return {memory for x in tensors_in(*values) for memory in memories(x)}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -63,10 +64,7 @@ def _solve(rule: Rule, args: Args, outs: Sequence[Any], axes: dict[str, int], pi
     def rows(labels: Row) -> list[Names]:
         return [chosen.get(label, ()) if label is not None else () for label in labels]
 
-    def missing(labels: Row, result: int = 0) -> set[str]:
-        sums = {label for label in rule.sums if not rule.apart or label[0] == result}
-        return {axis for label in sums if label not in labels for axis in chosen.get(label, ())}
-
+    missing = functools.partial(_missing, rule, chosen)
     targets = []
     for i, (spec, _) in enumerate(args):
         unreduced = (kept if i in rule.linear else set()) | (missing(rule.outs[0]) if i in rule.joins else set())
@@ -78,6 +76,12 @@ def _solve(rule: Rule, args: Args, outs: Sequence[Any], axes: dict[str, int], pi
     gone = [missing(row, result) for result, row in enumerate(rule.outs)]
     out_specs = [from_split_axes(rows(row), kept | m if add else kept) for row, m in zip(rule.outs, gone, strict=True)]
     return Solution(targets, out_specs, [() if add else tuple(a for a in axes if a in m) for m in gone])
+
+
+def _missing(rule: Rule, chosen: dict[Label, Names], labels: Row, result: int = 0) -> set[str]:
+    """The axes of labels that are summed over and that a row has not."""
+    sums = {label for label in rule.sums if not rule.apart or label[0] == result}
+    return {axis for label in sums if label not in labels for axis in chosen.get(label, ())}
 
 
 def _dims(row: Row, spec: P, shape: tuple[int, ...]) -> Iterable[tuple[Label, Names, int]]:

@@ -99,14 +99,16 @@ def _cuts(rule: Rule, args: Lying, outs: Sequence[Any]) -> Cuts:
                 if inner is not None and (mine or alone):
                     cut = tuple(b // a for a, b in itertools.pairwise([1, *mine, n]) if b % a == 0)
                     found.setdefault(inner, []).append(cut)
-                    ones |= {inner} if alone else set()
+                    ones.update([inner] * alone)
                 start *= n
     for labels, shape in zip(rule.outs, outs, strict=True):
         for n, inner in itertools.chain(*map(_labelled, labels, shape or ())):
             sizes.setdefault(inner, set()).add(n)
-    nested = {label: common(*rows) for label, rows in found.items()}
-    cuts = {label: cut for label, cut in nested.items() if cut is not None and sizes[label] == {math.prod(cut)}}
-    return {label: (1, *cut) if label in ones else cut for label, cut in cuts.items()}
+    return {
+        label: (1, *cut) if label in ones else cut
+        for label, rows in found.items()
+        if (cut := common(*rows)) is not None and sizes[label] == {math.prod(cut)}
+    }
 
 
 def _labelled(label: Any, size: int) -> Sequence[tuple[int, Any]]:

@@ -90,13 +90,7 @@ def shown_by(view: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -
         not strides[d] for d in dims
     ):
         return None  # elements overlap
-
-    def apart(distance: int) -> dict[int, int]:
-        found = {}
-        for d in dims:
-            found[d], distance = divmod(distance, strides[d])
-        return {d: n for d, n in found.items() if n} if not distance else {-1: distance}
-
+    apart = functools.partial(_by_dims, dims=dims, strides=strides)
     start, walks = apart(int(view.storage_offset())), []
     last = dict(start)
     for size, stride in zip(view.shape, view.stride(), strict=True):
@@ -109,6 +103,14 @@ def shown_by(view: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -
     if -1 in last or any(n >= shape[d] for d, n in last.items()):
         return None  # a dim of the view goes on from one row of the array to the next
     return ViewWindow(tuple(shape), tuple(start.get(d, 0) for d in range(len(shape))), tuple(walks))
+
+
+def _by_dims(distance: int, dims: Sequence[int], strides: Sequence[int]) -> dict[int, int]:
+    """A distance in memory as steps along these dims, the largest stride first; -1: what is left over, alone."""
+    found = {}
+    for d in dims:
+        found[d], distance = divmod(distance, strides[d])
+    return {d: n for d, n in found.items() if n} if not distance else {-1: distance}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -283,12 +283,7 @@ def _fields(
         static = [f.name for f in declared or () if f.init and f.metadata.get("static", False)]
         meta = static if data is None else [name for name in taken if name not in data]
     data = [name for name in taken if name not in meta] if data is None else data
-    named = [*data, *meta]
-    failures = [f"{name!r} is named twice" for name in dict.fromkeys(named) if named.count(name) > 1]
-    if declared is not None:
-        failures += [f"{name!r} is not a field that the constructor takes" for name in named if name not in taken]
-        failures += [f"the field {name!r} is in neither list" for name in taken if name not in named]
-    if failures:
+    if failures := _wrong_fields([*data, *meta], None if declared is None else taken):
         raise TreeError(
             report(
                 where,
@@ -298,6 +293,15 @@ def _fields(
             )
         )
     return tuple(data), tuple(meta)
+
+
+def _wrong_fields(named: Sequence[str], taken: Sequence[str] | None) -> list[str]:
+    """What is wrong with these names for the fields that a constructor takes, where those are known."""
+    failures = [f"{name!r} is named twice" for name in dict.fromkeys(named) if named.count(name) > 1]
+    if taken is not None:
+        failures += [f"{name!r} is not a field that the constructor takes" for name in named if name not in taken]
+        failures += [f"the field {name!r} is in neither list" for name in taken if name not in named]
+    return failures
 
 
 # --- leaves that are containers ---------------------------------------------------------------------------------------

@@ -21,6 +21,13 @@ def checked_function(f: Any, where: str) -> None:
         raise TransformError(report(where, f"f must be a function, but it is {described(f)}", fix=fix))
 
 
+def refuse_keywords(kwargs: Mapping[str, Any], error: type[VfnError], where: str, matched: str) -> None:
+    """Raise for keyword arguments of a function that takes what `matched` speaks of by position."""
+    if kwargs:
+        what = f"it takes positional arguments, but {sorted(kwargs)} came by keyword"
+        raise error(report(where, what, fix=f"{matched} is matched by position"))
+
+
 def either(where: str, name: str, value: Any, alias: str, other: Any, error: type[VfnError] = TransformError) -> Any:
     """What was given for a parameter by its name or by another library's name for it; None for neither, an error for both."""
     if value is not None and other is not None:

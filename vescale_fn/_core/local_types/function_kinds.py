@@ -103,25 +103,21 @@ def kind_of(func: Any) -> tuple[str, str]:
             return "operator" if _schema(func) is not None else "unknown", name
     if func is torch.autograd.grad:
         return "gradient", name
-    if name == "detach":
-        return "alias", name
-    if name == "_make_dual":
-        return "dual", name
-    if name in NOT_TYPED:
-        return "untouched", name
-    if name in _WRITES_ASIDE:
-        return "aside", name
-    if name in _SIZED_BY_VALUES:
-        return "sized", name
-    if name in _READS_A_NUMBER:
-        return "number", name
     inplace_operator = name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__iter__")
-    if name == "__setitem__" or inplace_operator or (name.endswith("_") and not name.endswith("__")):
-        return "write", name
-    if name in ("__getitem__", "getitem"):
-        return "index", name
-    return "draw" if name in DRAWS else "function", name
+    written = name == "__setitem__" or inplace_operator or (name.endswith("_") and not name.endswith("__"))
+    other = "write" if written else "draw" if name in DRAWS else "function"
+    return next((kind for kind, names in _NAMED.items() if name in names), other), name
 
+
+_NAMED = {
+    "alias": ("detach",),
+    "dual": ("_make_dual",),
+    "untouched": NOT_TYPED,
+    "aside": _WRITES_ASIDE,
+    "sized": _SIZED_BY_VALUES,
+    "number": _READS_A_NUMBER,
+    "index": ("__getitem__", "getitem"),
+}
 
 _COMMUNICATES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor")
 

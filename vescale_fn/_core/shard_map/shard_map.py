@@ -23,7 +23,7 @@ from ..base.containers import opened
 from ..base.errors import MeshError, SpecError, VaryingTypeError, VfnError
 from ..base.front_door import public
 from ..base.messages import report
-from ..base.user_calls import called, checked_function
+from ..base.user_calls import called, checked_function, refuse_keywords
 from ..local_types import replica_check, tensor_types, types
 from ..sharding.index_map import axes_of
 from ..sharding.spec import P
@@ -349,14 +349,7 @@ def shard_map(
     @torch_internals.not_compiled
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if kwargs:
-            raise VaryingTypeError(
-                report(
-                    f"shard_map({mapped.name})",
-                    f"it takes positional arguments, but {sorted(kwargs)} came by keyword",
-                    fix="in_specs is matched by position",
-                )
-            )
+        refuse_keywords(kwargs, VaryingTypeError, f"shard_map({mapped.name})", "in_specs")
         now = mapped
         if in_specs is None:
             specs = _as_they_lie(args)

@@ -21,7 +21,7 @@ from ..base.containers import opened
 from ..base.errors import TransformError
 from ..base.front_door import public
 from ..base.messages import described, report, short
-from ..base.user_calls import called, checked_function, parameter
+from ..base.user_calls import called, checked_function, parameter, refuse_keywords
 from ..shard_map import interrupts
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
@@ -76,14 +76,7 @@ def vmap(
     @torch_internals.not_compiled
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if kwargs:
-            raise TransformError(
-                report(
-                    "vmap",
-                    f"it takes positional arguments, but {sorted(kwargs)} came by keyword",
-                    fix="in_axes is matched by position",
-                )
-            )
+        refuse_keywords(kwargs, TransformError, "vmap", "in_axes")
         axes = in_axes if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
         shared = tree.leaves([x for x, axis in zip(args, axes) if axis is None])
         leaves, treedef = opened(args, "vmap", "args", is_leaf=tree.none, passing=lambda: shared)
@@ -91,20 +84,7 @@ def vmap(
         nodes = tree.leaves(args, is_leaf=tree.none_or_opaque)
         _check_in_axes(f, args, nodes, dims, size_asked)
         dims = _dims_of_data(nodes, dims)
-        mapped = [
-            i
-            for i, (x, d) in enumerate(zip(leaves, dims, strict=True))
-            if isinstance(x, torch.Tensor) and d is not None
-        ]
-        if not mapped and size_asked is None:
-            raise TransformError(
-                report(
-                    "vmap",
-                    "no tensor argument is mapped over",
-                    [f"in_axes={in_axes!r}"],
-                    "in_axes=0 for one that has an entry for each call; or axis_size, the number of calls",
-                )
-            )
+        mapped = _mapped(leaves, dims, in_axes, size_asked)
         size: Any = leaves[mapped[0]].shape[dims[mapped[0]]] if mapped else size_asked
         rest: dict[str, Any] = {}
 
@@ -142,6 +122,23 @@ def vmap(
         return tree.unflatten(rest["def"], placed)
 
     return run
+
+
+def _mapped(leaves: Sequence[Any], dims: Sequence[Any], in_axes: Any, size: int | None) -> list[int]:
+    """Which leaves are mapped over."""
+    found = [
+        i for i, (x, d) in enumerate(zip(leaves, dims, strict=True)) if isinstance(x, torch.Tensor) and d is not None
+    ]
+    if not found and size is None:
+        raise TransformError(
+            report(
+                "vmap",
+                "no tensor argument is mapped over",
+                [f"in_axes={in_axes!r}"],
+                "in_axes=0 for one that has an entry for each call; or axis_size, the number of calls",
+            )
+        )
+    return found
 
 
 def _index(size: int, leaves: Sequence[Any]) -> torch.Tensor:

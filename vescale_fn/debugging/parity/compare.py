@@ -236,19 +236,25 @@ def _in_words(
     if found is not None and found.how != "equal":
         over = " and ".join(map(repr, found.axes))
         return f"is on each rank of {over} only {'a part of the sum' if found.how == 'sum' else 'the mean of a part'}"
-    squares = sum(row.fits[0].square for row in rows)
-    norm = math.sqrt(sum(row.square for row in rows) / squares) if squares else 1.0
-    splitting = {name: axes[name] for names in split_axes(spec, len(spec)) for name in names}
-    close = relation.named(norm, splitting or axes, 1e-5) if abs(norm - 1) > 0.01 else None
-    size = f"; its norm is {close}" if close else ""
+    size = _norm_in_words(spec, rows, axes)
     own = [row.fits[0].ratio for row in rows]
-    if not any(r is None or math.isnan(r) for r in own) and max(abs(r - 1) for r in own if r is not None) > 0.01:
+    known = [r for r in own if r is not None and not math.isnan(r)]
+    if len(known) == len(own) and max(abs(r - 1) for r in known) > 0.01:
         listed = ", ".join(dict.fromkeys(f"{r:.4g}" for r in own[:8]))
         return f"is the one-device value times another factor on each rank: {listed}{', ...' * (len(own) > 8)}{size}"
     copies = max(1, sum(math.prod(row.shape) for row in rows) // max(1, whole.numel()))
     if relation.same_numbers(whole, rows, copies, tolerance):
         return "holds the same numbers in another order"
     return f"differs by {difference:.3g} (relative {relative:.2g}){size}"
+
+
+def _norm_in_words(spec: P, rows: Sequence[Statistics], axes: dict[str, int]) -> str:
+    """By which factor the norm differs, where it is one of the mesh's."""
+    squares = sum(row.fits[0].square for row in rows)
+    norm = math.sqrt(sum(row.square for row in rows) / squares) if squares else 1.0
+    splitting = {name: axes[name] for names in split_axes(spec, len(spec)) for name in names}
+    close = relation.named(norm, splitting or axes, 1e-5) if abs(norm - 1) > 0.01 else None
+    return f"; its norm is {close}" if close else ""
 
 
 def _others(path: str, one: Any, many: Any) -> Compared:

@@ -240,11 +240,7 @@ def _integers(call: DrawCall) -> Keyed | None:
     if call.name == "randperm":
         n, dtype = call.get(0, "n"), call.kwargs.get("dtype") or torch.int64
         return lambda key: permutations.permutation(key, n).to(device=device, dtype=dtype)
-    bounds = [a for a in call.args[like is not None :] if isinstance(a, int)]
-    low, high = call.kwargs.get("low", call.kwargs.get("from")), call.kwargs.get("high", call.kwargs.get("to"))
-    if low is None:
-        low = bounds.pop(0) if len(bounds) + (high is not None) == 2 else 0
-    high = high if high is not None else bounds.pop(0) if bounds else None
+    low, high = _bounds(call, [a for a in call.args[like is not None :] if isinstance(a, int)])
     dtype = call.kwargs.get("dtype") or (torch.int64 if like is None else like.dtype)
     if high is None:  # random_(): all that the dtype holds exactly
         high = dtypes.exact_below(dtype)
@@ -258,6 +254,14 @@ def _integers(call: DrawCall) -> Keyed | None:
         return _written(like, value) if call.name == "random_" else value
 
     return run
+
+
+def _bounds(call: DrawCall, given: list[int]) -> tuple[int, int | None]:
+    """The bounds by keyword or, `given`, by place; None where there is no upper one."""
+    low, high = call.kwargs.get("low", call.kwargs.get("from")), call.kwargs.get("high", call.kwargs.get("to"))
+    if low is None:
+        low = given.pop(0) if len(given) + (high is not None) == 2 else 0
+    return low, high if high is not None or not given else given[0]
 
 
 def _bernoulli(call: DrawCall) -> Keyed | None:

@@ -160,42 +160,58 @@ def call_of(node: fx.Node) -> _Call | None:
     elif out is not None and OWN not in node.meta:
         return None
     name = name.removesuffix("_")
-    tensors = [x for x in args if isinstance(x, fx.Node)]
-    if not all(isinstance(value(x), torch.Tensor) for x in tensors):
+    own = _own(args, v)
+    form = None if own is None else _form(name, args, own, set(kwargs))
+    if own is None or form is None:
         return None
-    own = [x for x in tensors if value(x).shape == v.shape and value(x).device == v.device]
+    shared: tuple[Any, ...] = tuple(args[len(own) :])
+    numbers = all(isinstance(x, (int, float)) for x in (*shared, *kwargs.values()))
     narrowed = None
-    if any(value(x).dtype != v.dtype for x in own):
-        return None
-    if name in _UNARY and len(args) == len(own) == 1 and not kwargs:
-        overload, shared = "default", ()
-    elif name in _BINARY and len(args) == 2 and own == args and set(kwargs) <= {"alpha"}:
-        overload, shared = "List", ()
-    elif name in _BINARY and len(args) == 2 and own == args[:1] and not kwargs and v.ndim:
-        overload, shared = "Scalar", (args[1],)
-        if isinstance(args[1], fx.Node):
-            number = value(args[1])
-            if number.ndim or name not in ("mul", "add", "div") or not number.dtype.is_floating_point:
-                return None
-            overload = "Tensor"
-            if number.dtype != v.dtype:
-                if v.dtype.itemsize < 4 or number.device != v.device:
-                    return None
-                narrowed = v.dtype  # as torch does with each of the leaves
-        elif not isinstance(args[1], (int, float)) or (in_place and v.dtype.itemsize < 4):
-            # torch rounds the number itself to a half where many halves are changed in place, but not of one
+    if form == "shared":
+        form = "Scalar" if numbers else "Tensor"
+        # torch rounds the number itself to a half where many halves are changed in place, but not of one
+        if (in_place and v.dtype.itemsize < 4) if numbers else not _fits(name, shared[0], v):
             return None
-    elif name in _TERNARY and len(args) == 3 and own == args[: _TERNARY[name]] and set(kwargs) <= {"value"}:
-        overload, shared = "Scalar", tuple(args[_TERNARY[name] :])
-        if not all(isinstance(x, (int, float)) for x in (*shared, *kwargs.values())):
-            return None
-    else:
+        if not numbers and value(shared[0]).dtype != v.dtype:
+            narrowed = v.dtype  # as torch does with each of the leaves
+    elif form == "Scalar" and not numbers:
         return None
-    target = getattr(getattr(_aten, f"_foreach_{name}{'_' if in_place else ''}", None), overload, None)
+    target = getattr(getattr(_aten, f"_foreach_{name}{'_' if in_place else ''}", None), form, None)
     if target is None:
         return None
     kind = (target, *map(repr, shared), repr(sorted(kwargs.items())), v.dtype, v.device)
     return _Call(kind, target, tuple(own), shared, tuple(kwargs.items()), in_place, narrowed)
+
+
+def _own(args: Sequence[Any], v: torch.Tensor) -> list[fx.Node] | None:
+    """The arguments of which each leaf has its own: those of its shape. None where they are of other dtypes, or no tensors."""
+    tensors = [x for x in args if isinstance(x, fx.Node)]
+    if not all(isinstance(value(x), torch.Tensor) for x in tensors):
+        return None
+    own = [x for x in tensors if (value(x).shape, value(x).device) == (v.shape, v.device)]
+    return own if all(value(x).dtype == v.dtype for x in own) else None
+
+
+def _form(name: str, args: Sequence[Any], own: Sequence[fx.Node], keywords: set[str]) -> str | None:
+    """The overload for lists, by which arguments each leaf has of its own; "shared" where all have one second argument."""
+    count = len(args)
+    if name in _UNARY and count == len(own) == 1 and not keywords:
+        return "default"
+    if name in _BINARY and count == 2 and own == args and keywords <= {"alpha"}:
+        return "List"
+    if name in _BINARY and count == 2 and own == args[:1] and not keywords and value(own[0]).ndim:
+        return "shared"
+    if name in _TERNARY and count == 3 and own == args[: _TERNARY[name]] and keywords <= {"value"}:
+        return "Scalar"
+    return None
+
+
+def _fits(name: str, number: Any, v: torch.Tensor) -> bool:
+    """Whether a list's kernel takes a second argument that all leaves share: a tensor of one element."""
+    n = value(number) if isinstance(number, fx.Node) else None
+    if n is None or n.ndim or name not in ("mul", "add", "div") or not n.dtype.is_floating_point:
+        return False
+    return n.dtype == v.dtype or (v.dtype.itemsize >= 4 and n.device == v.device)
 
 
 def _together(graph: fx.Graph, end: fx.Node, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:

@@ -141,20 +141,7 @@ def agree(
     for rank, (why, *_) in enumerate(by_rank):
         if why:
             return Verdict(reason or f"on rank {rank} {why}")
-    for rank, (_, _, theirs, *_) in enumerate(by_rank):
-        for i, (one, other) in enumerate(zip_longest(by_rank[0][2], theirs, fillvalue=("none", ""))):
-            if one[0] != other[0]:
-                raise DivergenceError(
-                    report(
-                        "jit",
-                        f"ranks recorded different collectives for {name}; the first that differs is number {i + 1}",
-                        [
-                            f"rank 0: {', at '.join(filter(None, one))}",
-                            f"rank {rank}: {', at '.join(filter(None, other))}",
-                        ],
-                        "the same program on every rank; `if rank == 0` only around what moves nothing",
-                    )
-                )
+    _same_collectives(name, [row[2] for row in by_rank])
     ranks = communicator_of(mesh).processes()
     if differing := differences({ranks[rank]: row[3] for rank, row in enumerate(by_rank)}):
         raise DivergenceError(
@@ -178,6 +165,22 @@ def agree(
     wants = [frozenset(wanted) for *_, wanted, _ in by_rank]
     either = frozenset().union(*wants) if len(set(wants)) > 1 else None
     return Verdict("", None if parted is None else parted - 1, either)
+
+
+def _same_collectives(name: str, by_rank: Sequence[Sequence[tuple[str, str]]]) -> None:
+    """Raise where ranks recorded different collectives: (what, line)."""
+    for rank, theirs in enumerate(by_rank):
+        for i, (one, other) in enumerate(zip_longest(by_rank[0], theirs, fillvalue=("none", ""))):
+            if one[0] != other[0]:
+                said = ((0, one), (rank, other))
+                raise DivergenceError(
+                    report(
+                        "jit",
+                        f"ranks recorded different collectives for {name}; the first that differs is number {i + 1}",
+                        [f"rank {at}: {', at '.join(filter(None, call))}" for at, call in said],
+                        "the same program on every rank; `if rank == 0` only around what moves nothing",
+                    )
+                )
 
 
 def tell_left_out(name: str, mesh: Any, left_out: Pass, stage: Stage) -> None:
