@@ -5,6 +5,7 @@ import gc
 import io
 import math
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -776,6 +777,40 @@ def test_torch_cannot_store_what_is_no_contiguous_part():
         )
         with pytest.raises(MeshError, match=r"a simulated mesh has one process for all ranks\n.*\n  Instead: vfn.save"):
             vfn.with_sharding(x, P()).__create_write_items__("x", x)
+
+
+OF_NUMBERS = {
+    "tensor": lambda x: torch.tensor([[x[0], x[4]], [x[1], 2]]),
+    "as_tensor": lambda x: torch.as_tensor((x[0], x[4])),
+    "asarray": lambda x: torch.asarray([x[0], x.sum()]),
+    "new_tensor": lambda x: torch.zeros(1).new_tensor([x[0], x[1]]),
+    "Tensor": lambda x: torch.Tensor([x[0], x[1]]),
+    "under jit": lambda x: vfn.jit(lambda x: torch.tensor([x[0], x[1]]))(x),
+    "under grad": lambda x: vfn.grad(lambda y: (y * torch.tensor([y[0], y[1]])[1]).sum().real)(x * 1.0),
+}
+
+
+def _not_as_numbers():
+    """The tensors that are not made of the numbers in arrays as of those in plain tensors."""
+    mesh, wrong = vfn.make_mesh((2,), ("dp",)), []
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
+        plain = torch.arange(5).to(dtype)
+        for name, make in OF_NUMBERS.items():
+            if dtype.is_complex and name == "Tensor":
+                continue
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a plan cannot read numbers
+                want, found = make(plain), vfn.unshard(make(vfn.shard(plain, mesh, P("dp"))))
+            if not torch.equal(want, found) or want.dtype != found.dtype:
+                wrong.append((name, dtype, want, found))
+    return wrong
+
+
+def test_tensors_of_the_numbers_in_arrays(gloo) -> None:
+    """Torch read address 0 for them, and said that the data is not allocated yet."""
+    with vfn.simulate(2):
+        assert _not_as_numbers() == []
+    assert gloo(2, _not_as_numbers) == [[], []]
 
 
 WITHOUT_MEMORY = {

@@ -327,6 +327,7 @@ CASES = {
     ),
     "disabled_torch_function": lambda: callable(door.disabled_torch_function),
     "dispatch_modes": lambda: door.dispatch_modes() == 0,
+    "dispatch_seen": lambda: torch.tensor([array().sum(), 2.0]).tolist() == [28.0, 2.0],
     "dispatch_to_own": lambda: type(array() * 2) is Array,
     "engine_code": lambda: door.engine_code.co_name == "_engine_run_backward",
     "fake_mode": lambda: pointer_refused(fake()),

@@ -12,8 +12,21 @@ from ..base.errors import InPlaceError
 from ..base.messages import described, report
 
 
+def _reading(name: str) -> Callable[[Any], Any]:
+    method = getattr(torch.Tensor, name)
+
+    def read(self: Any) -> Any:  # `torch.tensor([x[0], x[1]])` asks for it where torch would read the memory itself
+        with torch_internals.dispatch_seen():
+            return method(self)
+
+    return read
+
+
 class WithoutMemory(torch.Tensor):
     """A tensor whose elements are those of others."""
+
+    __bool__, __int__, __float__ = _reading("__bool__"), _reading("__int__"), _reading("__float__")
+    __index__, __complex__ = _reading("__index__"), _reading("__complex__")
 
     elsewhere: tuple[str, str]  # where they are, and what to write instead
     instead_of_data: str  # what to write for `x.data = value`

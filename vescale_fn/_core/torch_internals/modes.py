@@ -24,6 +24,16 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 no_torch_function = torch._C.DisableTorchFunction
 
 
+def dispatch_seen() -> Any:
+    """Within the block, ops come to the ``__torch_dispatch__`` of subclasses and modes, also where torch has begun to read the
+    numbers of a list, as `torch.tensor` does."""
+    hidden = torch._C._dispatch_tls_local_exclude_set()
+    if not hidden.has(torch._C.DispatchKey.Python):
+        return contextlib.nullcontext()
+    seen = hidden.remove(torch._C.DispatchKey.Python).remove(torch._C.DispatchKey.PythonTLSSnapshot)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), seen)
+
+
 _by_stance = "_callback_from_stance"
 
 
