@@ -17,7 +17,6 @@ A pass is a pure function from graph to graph: it works on a `copied` one.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -131,29 +130,17 @@ def written(node: fx.Node) -> list[fx.Node]:
     """The arguments that a call writes in place."""
     if isinstance(node.target, Step):
         return [node.args[i] for i in node.target.writes]  # type: ignore[misc]
-    return _aliased(node, True) if is_aten(node) else []
+    return _aliased(node, 1) if is_aten(node) else []
 
 
-def _aliased(node: fx.Node, only_written: bool) -> list[fx.Node]:
-    """The arguments that an operator's result may share memory with, or those that it writes."""
-    found: list[Any] = []
-    for i, name, is_write in _alias_places(node.target):
-        if is_write or not only_written:
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
-            found += given if isinstance(given, (list, tuple)) else [given]
-    return [x for x in found if isinstance(x, fx.Node)]
-
-
-@functools.lru_cache(maxsize=4096)
-def _alias_places(op: Any) -> tuple[tuple[int, str, bool], ...]:
-    arguments = torch_internals.schema(op).arguments
-    if torch_internals.operator_name(op).split("::")[-1] in _SILENT_VIEWS:
-        return ((0, arguments[0].name, False),)
-    return tuple((i, a.name, a.alias_info.is_write) for i, a in enumerate(arguments) if a.alias_info is not None)
-
-
-# Operators that give views, but do not say so in their schemas.
-_SILENT_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
+def _aliased(node: fx.Node, which: int) -> list[fx.Node]:
+    """The arguments that an operator's result may share memory with (0), or those that it writes (1)."""
+    places = _alias_places(node.target)[which]
+    if not places:
+        return []
+    given = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
+    flat = [x for one in given for x in (one if isinstance(one, (list, tuple)) else (one,))]
+    return [x for x in flat if isinstance(x, fx.Node)]
 
 
 def viewed(node: fx.Node) -> list[fx.Node]:
@@ -165,7 +152,26 @@ def viewed(node: fx.Node) -> list[fx.Node]:
     if isinstance(node.target, Collective) and isinstance(node.args[0], (list, tuple)):
         # On a simulated mesh a block that is only sent is handed on as it is.
         return list(node.args[0]) if node.target.kind in ("broadcast", "permute") else []  # type: ignore[arg-type]
-    return _aliased(node, False) if is_aten(node) else []
+    return _aliased(node, 0) if is_aten(node) else []
+
+
+# Operators that give views, but do not say so in their schemas.
+_SILENT_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
+_found_places: dict[int, Any] = {}
+
+
+def _alias_places(op: Any) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    """Where an operator takes what its result may share memory with, and what it writes; known by the operator's identity, as
+    torch computes its hash in Python."""
+    found = _found_places.get(id(op))
+    if found is None:
+        arguments = [(i, a.name, a.alias_info) for i, a in enumerate(torch_internals.schema(op).arguments)]
+        views = [(i, name) for i, name, alias in arguments if alias is not None]
+        if torch_internals.operator_name(op).split("::")[-1] in _SILENT_VIEWS:
+            views = [(0, arguments[0][1])]
+        writes = [(i, name) for i, name, alias in arguments if alias is not None and alias.is_write]
+        found = _found_places[id(op)] = views, writes, op
+    return found[:2]
 
 
 def has_effect(node: fx.Node) -> bool:

@@ -194,13 +194,15 @@ def _as_one(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
             blocks = tuple(given(m)[rank] for m in members)
             if blocks not in packed:
                 step = Step("pack", functools.partial(pack, n=n, dims=dims))
-                packed[blocks] = noted(graph.call_function(step, (list(blocks),)), step(list(map(value, blocks))), at)
+                val = value(blocks[0]).new_empty(sum(value(x).numel() for x in blocks))
+                packed[blocks] = noted(graph.call_function(step, (list(blocks),)), val, at)
             flats.append(packed[blocks])
         parts: list[list[fx.Node]] = []
         for rank, whole in enumerate(carried_out(graph, collective, flats, at)):
             shapes = [tuple(value(given(m)[rank]).shape) for m in members]
             step = Step("unpack", functools.partial(unpack, n=n, dims=dims, shapes=shapes), views=(0,) * is_view)
-            node = noted(graph.call_function(step, (whole,)), step(value(whole)), at)
+            vals = [collective_of(m).like(value(given(m)[rank])) for m in members]
+            node = noted(graph.call_function(step, (whole,)), vals, at)
             parts.append(
                 [noted(graph.call_function(operator.getitem, (node, i)), val, at) for i, val in enumerate(value(node))]
             )
