@@ -16,6 +16,7 @@ from .._core.distributed.comm_log import CommLog
 from .._core.sharding.layout import WHOLE, type_text
 from .ir import graph as plan
 from .ir.arena import Arena, arena
+from .ir.loop import LAST, Loop, all_collectives, loop_of, loops
 from .ir.memory_use import MemoryUse, bytes_text, call_text, memory, place
 
 
@@ -68,7 +69,7 @@ class Lowered:
             The text. Collectives are marked with a star.
         """
         comms, use = self.comms(), self.memory()
-        count = sum(1 for node in plan.calls(self.graph) if node.target is not operator.getitem)
+        count = _count(self.graph)
         told = f"{len(comms)} collective{'s' * (len(comms) != 1)} of {bytes_text(comms.bytes())}" if len(comms) else ""
         head = [
             f"{self.name}: {count} call{'s' * (count != 1)}, {told or 'no collective'}, peak {bytes_text(use.peak)}"
@@ -92,8 +93,9 @@ class Lowered:
     def comms(self) -> CommLog:
         """The collectives in order, as `comm_log` lists them: op, axes, bytes on one rank, why, and the user's line."""
         log = CommLog()
-        for node in plan.collectives(self.graph):
-            log.append(_record(node))
+        for node, times in all_collectives(self.graph):
+            for _ in range(times):
+                log.append(_record(node))
         return log
 
     def memory(self) -> MemoryUse:
@@ -119,6 +121,12 @@ class Lowered:
 
     def __repr__(self) -> str:
         return self.text()
+
+
+def _count(graph: fx.Graph) -> int:
+    """How many calls there are to look at: the body of a loop counts once."""
+    inside = sum(_count(loop_of(node).body) for node in loops(graph))
+    return inside + sum(1 for node in plan.calls(graph) if node.target is not operator.getitem)
 
 
 def _record(node: fx.Node) -> Record:
@@ -154,7 +162,24 @@ def _calls(graph: fx.Graph) -> list[str]:
         for node, text in zip(run, texts):
             mark = "*" if isinstance(node.target, Collective) else " "
             lines.append(f"  {mark} {text.ljust(width)}   {_type(plan.value(node))}{_why(node)}")
+            if isinstance(node.target, Loop):
+                lines += [f"      {line}".rstrip() for line in _body(node.target)]
     return lines
+
+
+def _body(loop: Loop) -> list[str]:
+    """The body of a loop: what it is given, its calls, what it gives."""
+    places = [x.name for x in loop.body.nodes if x.op == "placeholder"]
+    carry, cuts, same = places[: loop.carry], places[loop.carry : loop.given], places[loop.given :]
+    outs: Any = plan.output(loop.body).args[0]
+    given = "; ".join(word + ", ".join(xs) for word, xs in (("", carry), ("of each ", cuts), ("the same ", same)) if xs)
+    order = ", from the last" if loop.reverse else ""
+    kept = [f"{x} {'of the last' if kind is LAST else 'of each'}" for x, kind in zip(outs[loop.carry :], loop.keeps)]
+    return [
+        f"{loop.length} times{order}: {given}",
+        *(f"  {line}".rstrip() for line in _calls(loop.body)),
+        f"  -> {', '.join([*map(str, outs[: loop.carry]), *kept])}",
+    ]
 
 
 def _collective(node: fx.Node) -> str:
@@ -212,6 +237,10 @@ def _summary(graph: fx.Graph) -> list[str]:
         if isinstance(node.target, Collective):
             tell()
             lines.append(f"* {_collective(node)}")
+        elif isinstance(node.target, Loop):
+            tell()
+            lines.append(f"{place(node.meta.get('line', '?'))}: {node.target.length} times")
+            lines += [f"    {line}" for line in _summary(node.target.body)]
         elif node.target is not operator.getitem:
             counts.setdefault(node.meta.get("line", "?"), Counter())[call_text(node)] += 1
     tell()

@@ -16,8 +16,9 @@ from .._core.distributed.mesh import root
 from .execution import donation
 from .execution.backends import Backend
 from .execution.codegen import Code, generate
-from .ir.graph import Pass, calls, copied, given_up, memories, output, written
+from .ir.graph import Pass, calls, copied, memories, output, written
 from .ir.liveness import DONATED
+from .ir.loop import everywhere
 from .lowered import Lowered
 from .tracing import leaves as leaves_
 from .tracing.guards import Captured
@@ -72,7 +73,7 @@ class Plan:
         seen(self.recorded.graph)
         graph = copied(self.recorded.graph)
         for improve in passes:
-            graph = improve(given_up(graph))
+            graph = everywhere(improve, graph)
             seen(graph)
         graph.__dict__.pop("_given_up", None)
         self.graph = graph

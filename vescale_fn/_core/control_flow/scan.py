@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from .. import torch_internals
-from ..arrays.array import is_array, spec_of
+from ..arrays.array import is_array, mesh_of, moved, spec_of
 from ..base import context, tracebacks, tree
 from ..base.errors import ReshardError, TransformError
 from ..base.messages import described, report, short
 from ..base.user_calls import called, checked_function
-from ..sharding.spec import split_axes
+from ..sharding.spec import P, split_axes
 from ..transforms.vmap import vmap
 from . import leaves as leaves_
 from .leaves import Opened
@@ -75,6 +75,12 @@ def scanned(
     slices = Slices(xs, where)
     count = slices.length(length)
     body = Repeated(f, init, slices, where, name)
+    if (
+        count
+        and (recorder := _recorder()) is not None
+        and (found := recorder.scan(body, slices, count, reverse)) is not None
+    ):
+        return body.carry(found[0]), body.collected(found[1])
     places = range(count - 1, -1, -1) if reverse else range(count)
     carry, y = body.begun(slices[places[0]] if count else slices.nothing())
     if count == 0:
@@ -84,6 +90,14 @@ def scanned(
         carry, y = body(carry, slices[i])
         rows.append(y)
     return body.carry(carry), body.collected(leaves_.stacked(rows[::-1] if reverse else rows))
+
+
+def _recorder() -> Any:
+    """The recording of a plan, which notes a loop as one call; None where there is none, and under a transform that does not
+    know of such calls."""
+    if not torch_internals.dispatch_modes() or torch_internals.transforming() or torch_internals.forward_ad_active():
+        return None
+    return torch_internals.recorder()
 
 
 class Repeated:
@@ -103,24 +117,25 @@ class Repeated:
 
     def begun(self, x: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The first iteration, before which the first carry takes the types that it is to have."""
-        now, y = self._step(self.init, x)
-        if self._carry.adapt(now):
-            now, y = self._step(self.init, x)
-        return self._checked(now), y.leaves
+        now, y = self.step(self.init, x)
+        if self.adapt(now):
+            now, y = self.step(self.init, x)
+        return self.checked(now), y.leaves
 
     def __call__(
         self, carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """One iteration."""
-        now, y = self._step(carry, x)
-        return self._checked(now), y.leaves
+        now, y = self.step(carry, x)
+        return self.checked(now), y.leaves
 
     @property
     def init(self) -> list[torch.Tensor]:
         """The leaves of the first carry."""
         return self._carry.leaves
 
-    def _step(self, carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]) -> tuple[Opened, Opened]:
+    def step(self, carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]) -> tuple[Opened, Opened]:
+        """One iteration, unchecked."""
         out = called(self._f, (self.carry(carry), self._slices.one(x)), {}, self._where)
         if not (isinstance(out, tuple) and len(out) == 2):
             what = "f must return a pair, the new carry and what is collected"
@@ -130,9 +145,14 @@ class Repeated:
         now.make_sums(self._carry)
         return now, y
 
-    def _checked(self, now: Opened) -> list[torch.Tensor]:
+    def checked(self, now: Opened) -> list[torch.Tensor]:
+        """The leaves of a new carry, whose types must be those of the first one."""
         self._carry.refuse_change(now, _KEEPS, "f returns", f"the same types from f as in {self._carry.name}")
         return now.leaves
+
+    def adapt(self, now: Opened) -> bool:
+        """Give the first carry the types that it is to have, and say whether it had others."""
+        return self._carry.adapt(now)
 
     def carry(self, leaves: Sequence[torch.Tensor]) -> Any:
         """The carry of these leaves."""
@@ -170,7 +190,7 @@ class Slices:
                         "vfn.with_sharding(xs, P(None, ...)) before the loop, which splits another dim or none",
                     )
                 )
-        self._rows = [None if is_split(x) else x.unbind(0) for x in self.leaves]
+        self._rows: list[Any] | None = None
 
     def length(self, asked: Any) -> int:
         """How many iterations there are."""
@@ -201,7 +221,23 @@ class Slices:
         return count
 
     def __getitem__(self, i: int) -> list[torch.Tensor]:
+        if self._rows is None:
+            self._rows = [None if is_split(x) else x.unbind(0) for x in self.leaves]
         return [x[i] if rows is None else rows[i] for x, rows in zip(self.leaves, self._rows, strict=True)]
+
+    def whole(self) -> list[torch.Tensor]:
+        """The leaves with leading dims that are not split."""
+        return [
+            moved(
+                x,
+                mesh_of(x),
+                P(None, *spec_of(x)[1:], unreduced=spec_of(x).unreduced),
+                f"{self._where}: slices of a split dim",
+            )
+            if is_split(x)
+            else x
+            for x in self.leaves
+        ]
 
     def nothing(self) -> list[torch.Tensor]:
         """Leaves like those of a slice, of zeros: what a body that never runs is asked with for the types of its results."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch._C._functorch as _functorch
@@ -80,3 +82,24 @@ def running_node() -> int | None:
 def made_after(x: torch.Tensor, count: int) -> bool:
     """Whether autograd made `x` when it had already made `count` nodes."""
     return x.grad_fn is not None and x.grad_fn._sequence_nr() >= count
+
+
+def edges_from_before(outs: Iterable[torch.Tensor], count: int) -> list[tuple[Any, torch.Tensor | None]]:
+    """Where the graph of `outs`, of which autograd has made nodes since it had made `count`, leads out of these nodes.
+
+    Returns:
+        Pairs of an edge, ``(node, number of its output)``, and the leaf that it belongs to, None for no leaf.
+    """
+    outs = list(outs)
+    todo: list[tuple[Any, int]] = [(x.grad_fn, x.output_nr) for x in outs if x.grad_fn is not None]
+    seen: set[Any] = set()
+    found: dict[Any, torch.Tensor | None] = {id(x): x for x in outs if x.grad_fn is None}
+    while todo:
+        node, number = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None or node._sequence_nr() < count:
+            found[node, number] = leaf
+        elif node not in seen:
+            seen.add(node)
+            todo += [edge for edge in node.next_functions if edge[0] is not None]
+    return list(found.items())

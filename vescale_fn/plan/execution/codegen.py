@@ -28,8 +28,10 @@ from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 from ..ir import memory_aliases
 from ..ir.graph import Step, calls, output, value
+from ..ir.loop import Loop
 from . import fast_sums
 from .fast_calls import way
+from .looping import looping
 from .stride_checks import as_recorded, uncertain
 
 _count = itertools.count(1)
@@ -44,22 +46,25 @@ class Code:
         source: what runs, as text.
         file: the name under which tracebacks show it.
         nodes: by line, what runs there.
+        bodies: the code of the bodies of its loops.
     """
 
     run: Callable[[list[Any]], tuple[Any, ...]]
     source: str
     file: str
     nodes: dict[int, fx.Node]
+    bodies: tuple[Code, ...] = ()
 
     def node_of(self, error: BaseException | TracebackType | None) -> fx.Node | None:
         """The node that was running when an error was raised, None where it was raised elsewhere."""
         at = error.__traceback__ if isinstance(error, BaseException) else error
-        found = None
         while at is not None:
             if at.tb_frame.f_code.co_filename == self.file:
                 found = self.nodes.get(at.tb_lineno)
+                inside = (node for code in self.bodies if (node := code.node_of(at.tb_next)) is not None)
+                return next(inside, found)
             at = at.tb_next
-        return found
+        return None
 
 
 def generate(graph: fx.Graph, name: str = "plan") -> Code:
@@ -78,7 +83,10 @@ def generate(graph: fx.Graph, name: str = "plan") -> Code:
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     weakref.finalize(body, linecache.cache.pop, file, None)
 
-    return Code(functools.partial(torch_internals.called_on_plain_tensors, body), text, file, nodes)
+    source = "\n".join([text, *(code.source for code in writer.bodies)])
+    return Code(
+        functools.partial(torch_internals.called_on_plain_tensors, body), source, file, nodes, tuple(writer.bodies)
+    )
 
 
 class _Writer:
@@ -89,6 +97,7 @@ class _Writer:
         self.names: dict[Any, str] = {}  # of nodes, and of the globals by identity
         self.taken = {"values", *keyword.kwlist}
         self.numbers: Counter[str] = Counter()  # how often a name was taken
+        self.bodies: list[Code] = []  # of loops
         self.together: dict[fx.Node, fx.Node] = {}  # parts that are taken out in the line of what gives them: to it
 
     def write(self, graph: fx.Graph, name: str) -> tuple[str, dict[int, fx.Node]]:
@@ -162,6 +171,10 @@ class _Writer:
 
     def function(self, node: fx.Node) -> Any:
         """What is called where there is no shorter way in Python."""
+        if isinstance(node.target, Loop):
+            code = generate(node.target.body, "body")
+            self.bodies.append(code)
+            return looping(node.target, code.run.args[0], [_is_used_up(x) for x in node.args])  # type: ignore[attr-defined]
         if isinstance(node.target, Step):
             return node.target.run
         return fast_sums.shortest(node, self.last, self.lie) or node.target
@@ -211,6 +224,11 @@ class _Writer:
             found = f"{name}_{self.numbers[name]}"
         self.taken.add(found)
         return found
+
+
+def _is_used_up(x: Any) -> bool:
+    """Whether a call is the only one that needs what a loop has kept."""
+    return x.target is operator.getitem and isinstance(x.args[0].target, Loop) and len(x.users) == 1
 
 
 def _comment(line: str) -> str:

@@ -16,6 +16,7 @@ from torch import fx
 from ..._core.base.source_lines import quoted, readable
 from . import graph as plan
 from . import memory_aliases
+from .loop import Loop
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def memory(graph: fx.Graph) -> MemoryUse:
     begins: dict[memory_aliases.Memory, int] = {}  # how many calls there are before
     stops: dict[memory_aliases.Memory, int] = {}
     at = -1  # the call at which the most is alive
+    deepest: MemoryUse | None = None  # in the body of the loop that runs there
     for node in graph.nodes:
         if node.op == "output":
             break
@@ -106,25 +108,32 @@ def memory(graph: fx.Graph) -> MemoryUse:
                 begins[piece] = len(timeline)
                 live += sizes[piece]
         if node.op == "call_function":
-            if live > top:
-                top, at = live, len(timeline)
-            timeline.append(Moment(call_text(node), node.meta.get("line", ""), live))
+            # of what the body gives, that of one iteration is counted twice
+            inside = memory(node.target.body) if isinstance(node.target, Loop) else None
+            now = live + (0 if inside is None else inside.peak - inside.arguments)
+            if now > top:
+                top, at, deepest = now, len(timeline), inside
+            timeline.append(Moment(call_text(node), node.meta.get("line", ""), now))
         for piece in ends.get(node, ()):
             if piece.maker.op != "placeholder":
                 stops[piece] = len(timeline)
                 live -= sizes[piece]
     arguments = sum(sizes[piece] for piece in begins if piece.maker.op == "placeholder")
     held = {piece: sizes[piece] for piece, begin in begins.items() if begin <= at < stops.get(piece, at + 1)}
-    return MemoryUse(timeline, arguments, _by_line(held))
+    return MemoryUse(timeline, arguments, _by_line(held, deepest))
 
 
-def _by_line(alive: dict[memory_aliases.Memory, int]) -> list[LineMemory]:
+def _by_line(alive: dict[memory_aliases.Memory, int], inside: MemoryUse | None) -> list[LineMemory]:
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for piece, size in alive.items():
         line = ARGUMENTS if piece.maker.op == "placeholder" else piece.maker.meta.get("line", "")
         sizes[line] += size
         counts[line] += 1
+    for one in inside.held if inside is not None else ():
+        if one.line != ARGUMENTS:
+            sizes[one.line] += one.bytes
+            counts[one.line] += one.count
     return [LineMemory(line, size, counts[line]) for line, size in sizes.most_common() if size]
 
 

@@ -12,11 +12,14 @@ from collections.abc import Collection
 from torch import fx
 
 from ..ir.graph import KEPT, Step, collectives, copied, memories, written
+from ..ir.loop import loops, prune
 
 
 def dead(graph: fx.Graph) -> fx.Graph:
     """The graph without the calls that nothing needs."""
     graph = copied(graph)
+    for node in reversed(loops(graph)):
+        prune(node)
     stays = _needed(graph)
     for node in reversed(list(graph.nodes)):
         if node not in stays:

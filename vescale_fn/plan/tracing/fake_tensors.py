@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..._core import torch_internals
+from ..._core.sharding.layout import contiguous_stride
 
 
 class Valueless:
@@ -20,6 +22,10 @@ class Valueless:
     def like(self, x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         """A tensor without values that lies as `x`, there or on another device."""
         return self._made((x.shape, x.stride(), x.dtype, device or x.device))
+
+    def contiguous(self, shape: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+        """A tensor of this shape without values and without gaps, of the dtype and on the device of `x`."""
+        return self._made((torch.Size(shape), contiguous_stride(shape), x.dtype, x.device))
 
     def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
         """What an op gives."""
@@ -38,7 +44,7 @@ class Valueless:
         return self._made(found) if type(found[0]) is torch.Size else type(found[0])(map(self._made, found[1]))
 
     def _made(self, lies: Any) -> torch.Tensor:
-        with torch_internals.unrecorded():
+        with torch_internals.no_torch_function(), torch_internals.unrecorded():  # a body's modes are not to see it
             return torch_internals.without_values(self._mode, *lies)
 
     def __enter__(self) -> None:

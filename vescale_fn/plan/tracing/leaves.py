@@ -30,7 +30,7 @@ from ..._core.distributed.blocks import Blocks, of_each
 from ..._core.distributed.communicator import coordinates
 from ..._core.distributed.mesh import communicator_of, root
 from ..._core.sharding.index_map import axes_of
-from ..._core.sharding.layout import WHOLE, layout, text, type_text, unwritten
+from ..._core.sharding.layout import WHOLE, contiguous_stride, layout, spec_for, text, type_text, unwritten
 from ..._core.sharding.merged_dim import parts_of
 from ..._core.sharding.spec import P, split_axes
 from ..execution.stride_checks import as_recorded
@@ -152,6 +152,12 @@ def of_ranks(blocks: Sequence[torch.Tensor], spec: Any) -> Blocks:
     holders = first_holders(spec)
     place = {rank: i for i, rank in enumerate(dict.fromkeys(holders))}
     return Blocks(blocks[place[rank]] for rank in holders)
+
+
+def array_of(blocks: Sequence[torch.Tensor], mesh: Any, lies: P, shape: torch.Size, simulated: bool) -> Array:
+    """The array of this shape and layout whose plain tensors (`plain_of`) these are."""
+    spec = spec_for(mesh, P(*lies, unreduced=lies.unreduced), shape, contiguous_stride(shape), blocks[0].dtype)
+    return made(of_ranks(blocks, spec) if simulated else blocks[0], spec, lies)
 
 
 def lies_of(x: DTensor) -> P:

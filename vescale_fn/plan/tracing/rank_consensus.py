@@ -21,7 +21,8 @@ from ..._core.distributed.ranks import talks_to_nobody
 from ..._core.distributed.replicated_uses import Row as Noted
 from ..._core.distributed.replicated_uses import differing as differences
 from ..._core.sharding.layout import WHOLE, type_text
-from ..ir.graph import Pass, collectives, value
+from ..ir.graph import Pass, value
+from ..ir.loop import all_collectives
 from .leaves import Result
 from .trace import Recorded
 
@@ -53,7 +54,7 @@ class Stage:
 
 def stage(graph: fx.Graph) -> Stage:
     """The collectives of a graph as ranks compare them."""
-    rows = [_row(node) for node in collectives(graph)]
+    rows = [_row(node, times) for node, times in all_collectives(graph)]
     by_group: dict[tuple[int, ...], list[Any]] = {}
     for i, row in enumerate(rows):
         by_group.setdefault(row.members, []).append((i, row.size))
@@ -64,7 +65,7 @@ def stage(graph: fx.Graph) -> Stage:
 def meshes(leaves: Iterable[Any], graph: fx.Graph | None, recorded: Recorded | None) -> Iterator[Any]:
     """The meshes of arguments, of what was recorded, and of results; as for `shared_mesh`."""
     yield from (mesh for x in leaves if isinstance(x, torch.Tensor) and (mesh := mesh_of(x)) is not None)
-    yield from (node.target.mesh for node in collectives(graph)) if graph is not None else ()  # type: ignore[union-attr]
+    yield from (node.target.mesh for node, _ in all_collectives(graph)) if graph is not None else ()  # type: ignore[union-attr]
     yield from (x.spec.mesh for x in recorded.results if isinstance(x, Result) and x.spec) if recorded else ()
 
 
@@ -123,7 +124,7 @@ def agree(
     """
     if mesh is None:
         return Verdict(reason)
-    calls = [] if graph is None else [_said(node) for node in collectives(graph)]
+    calls = [] if graph is None else [_said(node, times) for node, times in all_collectives(graph)]
     said = reason, "" if error is None else str(error) or type(error).__name__, calls
     by_rank = [
         row[0]
@@ -227,14 +228,15 @@ def _difference(mesh: Any, stage: Stage) -> list[str]:
     return []
 
 
-def _row(node: fx.Node) -> ComparedCollective:
+def _row(node: fx.Node, times: int) -> ComparedCollective:
     collective: Any = node.target
     one = _given(node)
     line = node.meta.get("line", "")
     size = None if collective.kind == "permute" else one.numel()  # who neither sends nor receives may hold less
-    what = f"{collective.kind} over {','.join(collective.axes)} of {dtype_text(one.dtype)}"
+    often = f", {times} times" if times > 1 else ""
+    what = f"{collective.kind} over {','.join(collective.axes)} of {dtype_text(one.dtype)}{often}"
     value_ = type_text(one.shape, one.dtype, WHOLE)
-    shown = f"{collective.kind} over {','.join(collective.axes)} of {value_}, {collective.why}"
+    shown = f"{collective.kind} over {','.join(collective.axes)} of {value_}, {collective.why}{often}"
     return ComparedCollective(
         what,
         tuple(communicator_of(collective.mesh).processes(collective.axes)),
@@ -243,10 +245,10 @@ def _row(node: fx.Node) -> ComparedCollective:
     )
 
 
-def _said(node: fx.Node) -> tuple[str, str]:
+def _said(node: fx.Node, times: int) -> tuple[str, str]:
     """What the ranks must have alike of a collective that was recorded; and its line."""
     line = node.meta.get("line", "")
-    return _row(node).what, quoted(line) if line else ""
+    return _row(node, times).what, quoted(line) if line else ""
 
 
 def _given(node: fx.Node) -> torch.Tensor:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ..._core import torch_internals
 from ..._core.arrays.stateful_draws import refuse_seeded
-from ..._core.base import op_arguments, source_lines
+from ..._core.base import context, op_arguments, source_lines
 from ..._core.base.errors import InPlaceError, RecordError
 from ..._core.base.messages import op_text, report
 from ..._core.distributed import blocks
@@ -31,12 +31,15 @@ from ..._core.distributed.collectives import Collective
 from ..._core.distributed.replicated_uses import Ledger
 from ..._core.sharding.layout import WHOLE, type_text
 from ..ir.graph import Step
-from . import ambient
+from ..ir.inplace import is_dense
+from . import ambient, loops
 from .fake_tensors import Valueless
+from .frame import Frame, Unrollable
 from .traced_float import Number, disguise
 from .value_guards import READS, Guard, can_guard
 
 _LIFT, _CLONE = torch.ops.aten.lift_fresh.default, torch.ops.aten.clone.default
+_ADD, _ZEROS = torch.ops.aten.add.Tensor, torch.ops.aten.zeros.default
 _EQUAL, _DETACH = torch.ops.aten.equal.default, torch.ops.aten.detach.default
 _READS = {torch.ops.aten._local_scalar_dense.default, _EQUAL, torch.ops.aten.is_nonzero.default}
 _BACKWARD = torch_internals.backward_code
@@ -77,8 +80,8 @@ class Recorder(torch_internals.TorchDispatchMode):
     """The mode under which a function is recorded.
 
     Attributes:
-        graph: what has been recorded.
-        constants: the tensors that the function used without being given them; each has a placeholder after the inputs.
+        frame: what is being recorded, the function or the body of a loop: its graph, and the tensors that it used without being
+            given them, each of which has a placeholder after the inputs.
         read: those of them whose value it read in Python.
         ledger: the numbers in it that are to be the same on all ranks.
         guards: the truth values of whole numbers among the inputs that it read.
@@ -86,30 +89,44 @@ class Recorder(torch_internals.TorchDispatchMode):
     Args:
         salt: floats of recordings with different salts stand for theirs by different values.
         given: the plain tensors and floats that the inputs stand for, in order; None where they have no values.
+        rolls: whether the body of a loop is recorded once, and not for each iteration.
     """
 
     records_plan = True
 
-    def __init__(self, salt: int = 0, given: Sequence[Any] | None = None) -> None:
+    def __init__(self, salt: int = 0, given: Sequence[Any] | None = None, rolls: bool = False) -> None:
         super().__init__()
+        self.rolls = rolls
         self._inputs, self.guards, self._answers = given, [], {}
         self._salt = salt
         self._numbers: dict[float, fx.Node] = {}  # what stands for floats -> their nodes
-        self.graph = fx.Graph()
+        self.frame = Frame(None)
         self.ledger = Ledger()
-        self.constants: list[torch.Tensor] = []
-        self._known: dict[int, torch.Tensor] = {}  # id of a constant -> its stand-in
-        self._last_placeholder: fx.Node | None = None
+        self.loops: dict[int, Any] = {}  # the calls of loops, by the memory of their first results
         self._fake = Valueless()
         self._lines: dict[int, str] = {}  # of what autograd recorded, by its number
         # of what is being computed again; held, so that no later one is taken for it
         self._again: FrameType | None = None
         self._times = 0
-        self._given: set[int] = set()
         self._literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
         self.read: list[torch.Tensor] = []
         self._kept: list[Any] = []  # stand-ins live as long as the recorder: they are known by identity
         self._around = contextlib.ExitStack()
+
+    @property
+    def graph(self) -> fx.Graph:
+        """What has been recorded: of the function, or of the body of a loop that is being recorded."""
+        return self.frame.graph
+
+    @property
+    def constants(self) -> list[Any]:
+        """What is used there without being given."""
+        return self.frame.constants
+
+    def scan(self, repeated: Any, slices: Any, count: int, reverse: bool) -> Any:
+        """A loop as one call, whose body is recorded once: its last carry and what it collects, as leaves. None where its body
+        has to be recorded for each iteration."""
+        return loops.recorded(self, repeated, slices, count, reverse) if self.rolls else None
 
     def __enter__(self) -> Any:
         self._dtype, self._settings = torch.get_default_dtype(), torch_internals.kernel_settings()
@@ -151,10 +168,10 @@ class Recorder(torch_internals.TorchDispatchMode):
         raise Unrecordable(f"the value of a float among the arguments is asked for by {what}", self._line()[0] or "?")
 
     def _new_placeholder(self, name: str, val: Any) -> fx.Node:
-        last = self._last_placeholder
+        last = self.frame.last
         with self.graph.inserting_before() if last is None else self.graph.inserting_after(last):
             node = self.graph.placeholder(name)
-        self._last_placeholder = node
+        self.frame.last = node
         node.meta["val"], node.meta["line"] = val, ""
         return node
 
@@ -163,14 +180,93 @@ class Recorder(torch_internals.TorchDispatchMode):
             raise Unrecordable("a sparse tensor is used", self._line()[0] or "?")
         fake = self._fake.like(x)
         self._note(fake, self._new_placeholder(name, fake))
-        self._given.add(torch_internals.memory_number(fake))
+        self.frame.given.add(torch_internals.memory_number(fake))
         return fake
 
     def _constant(self, x: torch.Tensor) -> torch.Tensor:
-        found = self._known.get(id(x))
+        found = self.frame.known.get(id(x))
         if found is None:
-            found = self._known[id(x)] = self._placeholder(x, "constant")
-            self.constants.append(x)
+            if self.is_ours(x) and not self.frame.is_around(x._plan_node.graph):  # type: ignore
+                raise Unrollable
+            found = self.frame.known[id(x)] = self._placeholder(x, "constant")
+            self.frame.hold(x, found._plan_node)  # type: ignore[attr-defined]
+        return found
+
+    def outer(self, x: Any) -> Any:
+        """The node that gives what the body of a loop uses without being given it: a tensor, or the node of a float."""
+        if isinstance(x, fx.Node):
+            return x if x.graph is self.graph else self.frame.float_of(x, self._new_placeholder)
+        return self.node(x)
+
+    # --- loops ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def within(self, frame: Frame) -> Iterator[None]:
+        """What is recorded goes into this frame."""
+        before, mode = self.frame, context.mode()
+        remembered = dict(mode.remembered) if mode is not None else {}
+        self.frame = frame
+        try:
+            yield
+        finally:
+            self.frame = before
+            frame.forget()
+            if mode is not None:
+                for key in mode.remembered.keys() - remembered.keys():
+                    del mode.remembered[key]
+
+    def fake(self, x: torch.Tensor) -> torch.Tensor:
+        """What stands for a plain tensor here."""
+        return self._stand_in(x)
+
+    def fake_like(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor without values that lies as this one."""
+        return self._fake.like(x)
+
+    def fake_stack(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """A new tensor without values, of `count` like this one along a new leading dim."""
+        return self._fake.contiguous((count, *x.shape), x)
+
+    def stand_in(self, x: torch.Tensor, name: str, sliced: bool) -> torch.Tensor:
+        """A new input of the body of a loop, without gaps, or (`sliced`) a slice of what it goes over."""
+        with torch_internals.unrecorded(), self._fake:
+            fake = x.select(0, 0) if sliced else x
+        if sliced or not is_dense(fake):
+            fake = self._fake.like(fake) if sliced else self._fake.contiguous(fake.shape, fake)
+        return self._placeholder(fake, name)
+
+    def total(self, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """A new input of the body of a loop, and its sum with what a node gives."""
+        total = self.stand_in(self._fake.contiguous(node.meta["val"].shape, node.meta["val"]), "total", False)
+        added = self.graph.call_function(_ADD, (total._plan_node, node))  # type: ignore[attr-defined]
+        added.meta = {"val": self._fake(_ADD, (total, node.meta["val"]), {}), "line": node.meta.get("line", "")}
+        return total._plan_node, added  # type: ignore[attr-defined]
+
+    def zeros(self, x: torch.Tensor) -> fx.Node:
+        """The node of zeros like what `x` stands for, in order."""
+        out = self._fake.contiguous(x.shape, x)
+        node = self.graph.call_function(_ZEROS, (list(x.shape),), {"dtype": x.dtype, "device": x.device})
+        return self._made(node, out, self._line()[0], None)._plan_node
+
+    def called(self, loop: Step, args: tuple[Any, ...], vals: list[Any]) -> tuple[fx.Node, list[Any]]:
+        """Record the call of a loop, and give it and what stands for its results."""
+        line, again = self._line()
+        node = self.graph.call_function(loop, args)
+        self._made(node, vals, line, again)
+        return node, vals
+
+    def more_results(self, node: fx.Node, vals: list[Any]) -> list[Any]:
+        """Let a loop, which has come to keep more, give these as well. Stand-ins of them, nodes for numbers."""
+        places = len(node.meta["val"])
+        node.meta["val"] = [*node.meta["val"], *vals]
+        found = []
+        with node.graph.inserting_after(node):
+            for i, val in enumerate(vals, places):
+                part = node.graph.call_function(operator.getitem, (node, i))
+                part.meta = {**node.meta, "val": val}
+                if isinstance(val, torch.Tensor):
+                    self._note(val, part)
+                found.append(val if isinstance(val, torch.Tensor) else part)
         return found
 
     def forget_inputs(self) -> None:
@@ -182,9 +278,13 @@ class Recorder(torch_internals.TorchDispatchMode):
         for x in self._kept:
             x.__class__ = Leaked
 
-    def is_stand_in(self, x: torch.Tensor) -> bool:
-        """Whether `x` is a value of this recording."""
+    def is_ours(self, x: torch.Tensor) -> bool:
+        """Whether `x` is a value of this recording, here or in another frame."""
         return getattr(x, "_plan_recorder", None) is self
+
+    def is_stand_in(self, x: torch.Tensor) -> bool:
+        """Whether `x` is a value of what is recorded here."""
+        return self.is_ours(x) and x._plan_node.graph is self.graph  # type: ignore[attr-defined]
 
     def node(self, x: torch.Tensor) -> fx.Node:
         """The node that gives a plain tensor."""
@@ -213,6 +313,8 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.frame.outer is not None:
+            self.frame.see(op_arguments.tensors_in(args, kwargs))
         if not _PLAIN.issuperset(types):
             self._line()  # which the autograd node that was just made will have
             return NotImplemented
@@ -225,6 +327,8 @@ class Recorder(torch_internals.TorchDispatchMode):
             return self._read(func, tensors, args, kwargs)
         if func in _NOTHING:
             return func(*args, **kwargs)
+        if func is _NO_ZEROS:
+            func = _ZEROS
         refuse_seeded(func, args, kwargs)
         line, again = self._line()
         self._check_settings(line)
@@ -245,7 +349,7 @@ class Recorder(torch_internals.TorchDispatchMode):
             )
         if func is _AS_STRIDED and [*args, kwargs.get("storage_offset")][3] is not None:
             # the next argument may begin elsewhere in its memory
-            if torch_internals.memory_number(fakes[0]) in self._given:
+            if torch_internals.memory_number(fakes[0]) in self.frame.given:
                 raise Unrecordable("torch's as_strided counts from where the memory of an argument begins", line or "?")
         outs = [(x, x.shape) for x in fake_kwargs.values() if isinstance(x, torch.Tensor)]
         try:
@@ -266,6 +370,8 @@ class Recorder(torch_internals.TorchDispatchMode):
     def _in_another_shape(self, func: Any, args: Any, kwargs: Any, line: str, again: Any) -> torch.Tensor:
         """`squeeze_` and its like: the tensor is from here on the view of it that has the other shape."""
         x, twin = args[0], torch_internals.out_of_place(func)
+        if self.is_ours(x) and not self.is_stand_in(x):
+            raise _writes_outside(op_text(func), False, line)
         if twin is None or torch_internals.schema(twin).arguments[0].alias_info is None:  # `set_`, `resize_`
             raise Unrecordable(f"torch's {_name(func)} changes a tensor's memory", line)
         nodes = self._nodes(args)
@@ -373,20 +479,28 @@ class Recorder(torch_internals.TorchDispatchMode):
     def _node_of(self, x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             return self.node(x)
-        return self._numbers.get(float.__add__(x, 0.0), x) if self._numbers and isinstance(x, float) else x
+        if self._numbers and isinstance(x, float) and (node := self._numbers.get(float.__add__(x, 0.0))) is not None:
+            return self.outer(node)
+        return x
 
     def _read(self, func: Any, tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
-        values = {id(x): self._literals.get(id(x)) if self.is_stand_in(x) else x for x in tensors}
+        ours = list(map(self.is_ours, tensors))
+        values = {id(x): self._literals.get(id(x)) if own else x for x, own in zip(tensors, ours, strict=True)}
         if any(
             value is None or (value is not x and torch_internals.version(x))
             for x, value in zip(tensors, values.values())
         ):
-            if func is not _EQUAL and self._inputs is not None and can_guard(node := self.node(tensors[0])):
+            if (
+                func is not _EQUAL
+                and self._inputs is not None
+                and self.frame.outer is None
+                and can_guard(node := self.node(tensors[0]))
+            ):
                 return self._answer(node, self._inputs)
             what = "torch.distributions checks values, but for those with validate_args=False"
             raise Unrecordable(what if _checks_values() else "a value is read in Python", self._line()[0] or "?")
-        for x in tensors:
-            if not self.is_stand_in(x):  # a constant, whose value counts as it is now
+        for x, own in zip(tensors, ours, strict=True):
+            if not own:  # a constant, whose value counts as it is now
                 self._constant(x)
                 self.read.append(x)
         return func(*(values.get(id(a), a) for a in args), **kwargs)
@@ -396,7 +510,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         if node not in self._answers:
             if len(self.guards) == READS:
                 raise Unrecordable(f"more than {READS} truth values are read in Python", self._line()[0] or "?")
-            guard = Guard(node, {x._plan_node: c for c in self.constants for x in (self._known[id(c)],)})  # type: ignore
+            guard = Guard(node, {x._plan_node: c for c in self.constants for x in (self.frame.known[id(c)],)})  # type: ignore
             with torch_internals.unrecorded():
                 guard.value = self._answers[node] = guard(inputs)
             self.guards.append(guard)
@@ -413,7 +527,7 @@ class Recorder(torch_internals.TorchDispatchMode):
             for x in target if isinstance(target, (list, tuple)) else (target,):
                 if not isinstance(x, torch.Tensor):
                     continue
-                if not self.is_stand_in(x) or torch_internals.memory_number(x) in self._given:
+                if not self.is_stand_in(x) or torch_internals.memory_number(x) in self.frame.given:
                     raise _writes_outside(op_text(func), self.is_stand_in(x), line)
 
     def _line(self) -> tuple[str, Any]:
@@ -478,6 +592,7 @@ _SIZED = frozenset(
 )
 _PLAIN = frozenset((*torch_internals.BARE, torch.nn.Parameter))
 _AS_STRIDED = torch.ops.aten.as_strided.default
+_NO_ZEROS = torch.ops.aten._efficientzerotensor.default  # that of forward mode, which must not be written
 _NOTHING = {
     torch.ops.aten.detach_.default,
     torch.ops.prim.device.default,

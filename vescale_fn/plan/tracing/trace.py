@@ -19,6 +19,7 @@ from ..._core.base.containers import checked
 from ..._core.distributed.blocks import Blocks, parts
 from ..._core.distributed.replicated_uses import Ledger
 from . import leaves as leaves_
+from .frame import Unrollable
 from .leaves import Result
 from .recorder import Recorder, Unrecordable
 from .traced_float import Number, difference, same_values
@@ -53,9 +54,18 @@ class Recorded:
 def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any) -> Recorded:
     """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``, or without these of ``(args,)``;
     inputs are named as its leaves."""
-    recorded = _trace(f, leaves, names, treedef, out_specs, 0)
+    try:
+        return _recorded(f, leaves, names, treedef, out_specs, True)
+    except Unrollable:
+        return _recorded(f, leaves, names, treedef, out_specs, False)
+
+
+def _recorded(
+    f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any, rolls: bool
+) -> Recorded:
+    recorded = _trace(f, leaves, names, treedef, out_specs, 0, rolls)
     if any(map(leaves_.is_number, leaves)):
-        other = _trace(f, leaves, names, treedef, out_specs, 7)
+        other = _trace(f, leaves, names, treedef, out_specs, 7, rolls)
         other.end()
         node = difference(recorded.graph, other.graph)
         if node is not None:
@@ -69,9 +79,15 @@ def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], tr
 
 
 def _trace(
-    f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any, salt: int
+    f: Callable[..., Any],
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    treedef: Any,
+    out_specs: Any,
+    salt: int,
+    rolls: bool,
 ) -> Recorded:
-    recorder = Recorder(salt, plain(leaves))
+    recorder = Recorder(salt, plain(leaves), rolls)
     given = [
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
     ]
@@ -134,7 +150,7 @@ def _result(recorder: Recorder, leaf: Any, inputs: dict[int, int], places: list[
     plain = parts(local)
     if type(local) is Blocks and isinstance(leaf, DTensor):  # ranks that hold the same get it from one of them
         plain = [plain[rank] for rank in dict.fromkeys(leaves_.first_holders(torch_internals.spec(leaf)))]
-    if not any(map(recorder.is_stand_in, plain)):
+    if not any(map(recorder.is_ours, plain)):
         return "value", leaf
     first = len(places)
     places += [recorder.node(x) for x in plain]

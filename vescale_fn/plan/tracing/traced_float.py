@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..ir.loop import Loop
+
 
 class Number(float):
     """A float that is an input of the plan that is being recorded, or was computed from one.
@@ -94,7 +96,10 @@ def disguise(value: float, salt: int) -> float:
 def difference(first: fx.Graph, second: fx.Graph) -> fx.Node | None:
     """The first call at which two recordings differ, in more than which nodes they name; None where they are alike."""
     for one, other in zip(first.nodes, second.nodes):
-        if one.target != other.target and one.op != "placeholder":
+        if isinstance(one.target, Loop) and isinstance(other.target, Loop):
+            if one.target.length != other.target.length or difference(one.target.body, other.target.body) is not None:
+                return one
+        elif one.target != other.target and one.op != "placeholder":
             return one
         if _shown(one.args) != _shown(other.args) or _shown(one.kwargs) != _shown(other.kwargs):
             return one

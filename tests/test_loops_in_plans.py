@@ -1,0 +1,262 @@
+"""Loops under `jit`: one call in the plan, whose body is recorded once, forward and backward; the numbers of the unrolled loop."""
+
+import pytest
+import torch
+from test_control_flow import LAYOUTS, TRANSFORMS, XS, F, W, body, by_hand, loss, scanned, total
+from torch.testing import assert_close
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.plan.ir.loop import all_collectives, loops
+
+UNROLLED = ("second order", "linearize", "jvp", "vmap", "vmap of grad", "grad of vmap")
+
+
+def plan_of(jitted):
+    (plan,) = jitted._plans.values()
+    return plan
+
+
+def rolled(jitted):
+    return len(loops(plan_of(jitted).graph))
+
+
+def same_as_eager(f, *given, loops=None, exact=True):
+    """A jitted function gives what it gives eagerly, when it is recorded and when it is replayed; how many loops its plan has."""
+    jitted, wanted = vfn.jit(f), f(*given)
+    for _ in range(3):
+        found = jitted(*given)
+        assert_close(vfn.unshard(found), vfn.unshard(wanted), rtol=0 if exact else 1e-12, atol=0 if exact else 1e-12)
+    assert jitted.cache_info()[:3] == (2, 1, 0)
+    if loops is not None:
+        assert rolled(jitted) == loops
+    return jitted
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", [name for name in TRANSFORMS if not name.startswith("jit")])
+def test_under_transforms(name: str, reverse: bool) -> None:
+    jitted = vfn.jit(TRANSFORMS[name](loss(scanned, reverse)))
+    given = W, XS[0] * 2, XS
+    wanted = TRANSFORMS[name](loss(by_hand, reverse))(*given)
+    for _ in range(2):
+        assert_close(jitted(*given), wanted, rtol=1e-12, atol=1e-12)
+    assert (rolled(jitted) > 0) == (name not in UNROLLED)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arrays(layout: str, n: int) -> None:
+    wanted = vfn.value_and_grad(loss(by_hand, False), (0, 1, 2))(W, XS[0], XS)
+    with vfn.simulate(n):
+        mesh = vfn.make_mesh((n,), ("i",))
+        given = [vfn.shard(x, mesh, spec) for x, spec in zip((W, XS[0], XS), LAYOUTS[layout], strict=True)]
+
+        def settled(w, c, xs, reverse=False):
+            keeps = lambda c, x: (vfn.with_sharding(body(w)(c, x)[0], given[1].spec), c * x)
+            return vfn.scan(keeps, c, xs)
+
+        jitted = vfn.jit(vfn.value_and_grad(loss(settled, False), (0, 1, 2)))
+        for _ in range(2):
+            found = jitted(*given)
+            assert [g.spec for g in found[1]] == [x.spec for x in given]
+            assert_close(vfn.unshard(found), wanted, rtol=1e-12, atol=1e-12)
+        assert rolled(jitted) == 2
+
+
+def inside(w, c, xs):
+    def step(c, x):
+        whole = vfn.all_gather(c, "i", axis=0, tiled=True)
+        part = vfn.dynamic_slice(w, [0, 2 * vfn.axis_index("i")], [4, 2])
+        return torch.tanh(whole @ part + x), c * x
+
+    return vfn.scan(step, c, xs)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_bodies_and_the_collectives_in_them(check: bool) -> None:
+    wanted = vfn.grad(lambda w: total(by_hand(w, XS[0], XS)))(W)
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("i",))
+        specs = P("i"), P(None, "i")
+        mapped = vfn.shard_map(inside, mesh=mesh, in_specs=(P(), *specs), out_specs=specs, check_vma=check)
+        given = [vfn.shard(x, mesh, spec) for x, spec in zip((W, XS[0], XS), (P(), *specs), strict=True)]
+        jitted = vfn.jit(vfn.grad(lambda w: total(mapped(w, *given[1:]))))
+        assert_close(vfn.unshard(jitted(given[0])), wanted)
+        with vfn.comm_log() as log:
+            assert_close(vfn.unshard(jitted(given[0])), wanted)
+        assert rolled(jitted) == 2
+        said = jitted.lower(given[0]).comms()
+        assert len(log) == len(said) == sum(times for _, times in all_collectives(plan_of(jitted).graph))
+        assert len(log) >= 2 * len(XS)
+        assert log.bytes() == said.bytes()
+
+
+def sizes(length):
+    xs = torch.linspace(0, 1, length * 4, dtype=F).view(length, 4)
+    jitted = vfn.jit(vfn.grad(loss(scanned, False)))
+    jitted(W, XS[0], xs)
+    graph = plan_of(jitted).recorded.graph
+    return len(graph.nodes), [len(node.target.body.nodes) for node in loops(graph)], jitted.lower(W, XS[0], xs)
+
+
+def test_what_is_recorded_does_not_grow_and_memory_does() -> None:
+    few, many = sizes(3), sizes(300)
+    assert few[:2] == many[:2]
+    assert many[2].memory().peak > 50 * (few[2].memory().peak - few[2].memory().arguments)
+    assert "300 times" in many[2].text()
+    assert "300 times, from the last" in many[2].text(None)
+
+
+def test_a_body_may_use_what_is_around_it() -> None:
+    table = torch.linspace(1, 2, 4, dtype=F)
+
+    def f(params, lr, x):
+        def loss(params):
+            scale = params["scale"] ** 2
+            layer = lambda h, w: (torch.tanh(h @ w) * scale * table + params["bias"] * lr, None)
+            return vfn.scan(layer, x, params["w"])[0].sum()
+
+        return {name: p - lr * g for (name, p), g in zip(params.items(), vfn.grad(loss)(params).values(), strict=True)}
+
+    params = {"bias": XS[1], "scale": XS[2], "w": torch.linspace(-1, 1, 3 * 16, dtype=F).view(3, 4, 4)}
+    jitted = same_as_eager(f, params, 0.25, XS, loops=2)
+    assert_close(jitted(params, 0.5, XS), f(params, 0.5, XS), rtol=0, atol=0)
+    assert jitted.cache_info().records == 1
+
+
+def test_loops_in_loops() -> None:
+    def f(w, x):
+        inner = lambda c, w: (torch.sin(c @ w), c.sum() * c)
+        outer = lambda c, x: (lambda out: (out[0] * c.cos(), out[1] * x))(vfn.scan(inner, c + x, w))
+        last, ys = vfn.scan(outer, x[0], x)
+        return (last * last).sum() + (ys**2).sum()
+
+    w = torch.linspace(-1, 1, 3 * 16, dtype=F).view(3, 4, 4)
+    same_as_eager(f, w, XS, loops=1)
+    same_as_eager(vfn.grad(f, (0, 1)), w, XS, loops=2, exact=False)
+    same_as_eager(vfn.grad(vfn.remat(f), (0, 1)), w, XS, exact=False)
+
+
+def test_remat_in_a_body_keeps_its_arguments_alone() -> None:
+    def f(layer):
+        return vfn.jit(vfn.grad(lambda w, x: (vfn.scan(lambda h, w: (layer(h, w), None), x, w)[0] ** 2).sum()))
+
+    layer = lambda h, w: torch.tanh(torch.sin(torch.exp(h) @ w) + h).cos()
+    w, x = torch.linspace(-1, 1, 6 * 16, dtype=F).view(6, 4, 4), torch.linspace(-1, 1, 400, dtype=F).view(100, 4)
+    kept, again = f(layer), f(vfn.remat(layer))
+    assert_close(kept(w, x), again(w, x), rtol=0, atol=0)
+    assert again.lower(w, x).memory().peak < 0.6 * kept.lower(w, x).memory().peak
+
+
+def test_a_training_loop_in_a_loop() -> None:
+    def train(params, batches):
+        def step(state, batch):
+            params, key = state
+            key, now = vfn.random.split(key)
+            noise = vfn.random.normal(now, batch.shape, dtype=F)
+            value, g = vfn.value_and_grad(lambda p: ((torch.tanh(batch @ p["w"]) + p["b"] + noise) ** 2).mean())(params)
+            return ({name: params[name] - 0.1 * g[name] for name in params}, key), value
+
+        return vfn.scan(step, (params, vfn.random.key(1)), batches)
+
+    batches = torch.linspace(-1, 1, 5 * 12, dtype=F).view(5, 3, 4)
+    (params, _), values = train({"w": W, "b": XS[0]}, batches)
+    jitted = vfn.jit(train)
+    for _ in range(2):
+        (found, _), losses = jitted({"w": W, "b": XS[0]}, batches)
+        assert_close((found, losses), (params, values), rtol=0, atol=0)
+    assert rolled(jitted) == 1
+
+
+def test_carries_of_all_kinds() -> None:
+    def f(x):
+        def step(c, i):
+            swapped = {
+                "a": c["b"] * 2,
+                "b": c["a"] + i,
+                "same": c["same"],
+                "n": c["n"] + 1,
+                "half": c["half"] * 0.5,
+                "t": c["t"].clone(),
+            }
+            return swapped, (c["a"], c["same"], c["n"])
+
+        init = {"a": x, "b": x.flip(0), "same": x.exp(), "n": 0, "half": x.bfloat16(), "t": x.view(2, 2).t()}
+        return vfn.scan(step, init, torch.arange(4))
+
+    same_as_eager(f, XS[0], loops=1)
+    grads = vfn.grad(
+        lambda x: sum((leaf.double() ** 2).sum() for leaf in (f(x)[0]["a"], f(x)[1][1], f(x)[0]["half"], f(x)[1][0]))
+    )
+    same_as_eager(grads, XS[0], exact=False)
+
+
+def test_a_carry_that_is_a_slice_or_an_argument_is_its_own_memory() -> None:
+    def f(c, xs):
+        last, _ = vfn.scan(lambda c, x: (x, None), c, xs)
+        both, _ = vfn.scan(lambda c, x: ((c[0] + x, c[0] + x), None), (c, c), xs)
+        kept, _ = vfn.scan(lambda c, x: (c, None), c, xs)
+        return last, both, kept
+
+    jitted = same_as_eager(f, XS[0], XS)
+    xs, c = XS.clone(), XS[0].clone()
+    last, (one, other), kept = jitted(c, xs)
+    for x in (last, one, other, kept):
+        x.zero_()
+    assert_close((xs, c), (XS, XS[0]), rtol=0, atol=0)
+
+
+def test_donated_arguments() -> None:
+    def f(w, c, xs):
+        g = vfn.grad(loss(scanned, False), (0, 1, 2))(w, c, xs)
+        return w - g[0], c - g[1], xs - g[2]
+
+    wanted = f(W, XS[0], XS)
+    jitted = vfn.jit(f, donate_argnums=(0, 1, 2))
+    for _ in range(2):
+        assert_close(jitted(W.clone(), XS[0].clone(), XS.clone()), wanted, rtol=0, atol=0)
+    assert len(jitted.lower(W.clone(), XS[0].clone(), XS.clone()).donated) == 3
+
+
+def test_what_is_kept_from_a_body_is_recorded_for_each_iteration() -> None:
+    def f(xs):
+        seen = []
+
+        def step(c, x):
+            seen.append(c * x)
+            return c + x, None
+
+        last, _ = vfn.scan(step, torch.zeros(4, dtype=F), xs)
+        return last, seen[-1]
+
+    wanted = f(XS)
+    jitted = vfn.jit(f)
+    for _ in range(2):
+        assert_close(jitted(XS), wanted, rtol=0, atol=0)
+    assert rolled(jitted) == 0
+
+
+def test_a_value_that_is_read_in_a_body_runs_as_written() -> None:
+    jitted = vfn.jit(
+        lambda xs: vfn.scan(lambda c, x: (c + x if x.sum() > 2 else c - x, None), torch.zeros(4, dtype=F), xs)[0]
+    )
+    with pytest.warns(UserWarning, match="a value is read in Python"):
+        found = jitted(XS)
+    wanted = sum(x if x.sum() > 2 else -x for x in XS)
+    assert_close(found, wanted)
+
+
+def test_prints_of_each_iteration(capsys: pytest.CaptureFixture[str]) -> None:
+    def f(xs):
+        def step(c, x):
+            vfn.debug_print("c is {}", c)
+            return c + x, None
+
+        return vfn.scan(step, torch.tensor(0), xs)[0]
+
+    jitted = vfn.jit(f)
+    for _ in range(2):
+        assert jitted(torch.arange(3)) == 3
+        assert capsys.readouterr().out.split("\n")[:3] == ["c is 0", "c is 0", "c is 1"]
+    assert rolled(jitted) == 1

@@ -1,0 +1,190 @@
+"""A loop in a graph: one call, whose body is a graph of its own, recorded once and run for each iteration.
+
+The call is given the first carry, what it goes over, and what is the same in all iterations; so are the body's placeholders,
+with one entry of what it goes over. The body gives the new carry and then what is kept of each iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._core.distributed.collectives import Collective
+from .graph import KEPT, Step, calls, collectives, copied, given_up, has_effect, memories, output
+
+STACKED, EACH, LAST = "stacked", "each", "last"
+
+
+def _not_alone(*args: Any) -> Any:
+    raise AssertionError("a loop runs as its plan's code says")
+
+
+@dataclass(frozen=True, eq=False)
+class Loop(Step):
+    """A loop.
+
+    Args:
+        body: the graph of one iteration.
+        length: the number of iterations.
+        reverse: whether it goes over its slices from the last one.
+        carry: how many values are carried.
+        slices: for each thing that it goes over whether it is a tensor, which is cut along its leading dim (`STACKED`), or a
+            list with a value for each iteration (`EACH`).
+        keeps: for each result of the body after the carry what becomes of it: all along a new dim (`STACKED`), a list of all
+            (`EACH`), the last (`LAST`).
+    """
+
+    name: str = "loop"
+    run: Callable[..., Any] = _not_alone
+    body: fx.Graph = None  # type: ignore[assignment]
+    length: int = 0
+    reverse: bool = False
+    carry: int = 0
+    slices: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "effect", does_more(self.body))
+
+    @property
+    def given(self) -> int:
+        """How many arguments are not the same in all iterations."""
+        return self.carry + len(self.slices)
+
+
+def loops(graph: fx.Graph) -> list[fx.Node]:
+    """The loops of a graph, without those in their bodies."""
+    return [node for node in calls(graph) if isinstance(node.target, Loop)]
+
+
+def loop_of(node: fx.Node) -> Loop:
+    """The loop that a node is."""
+    assert isinstance(node.target, Loop)
+    return node.target
+
+
+def does_more(body: fx.Graph) -> bool:
+    """Whether a body does something besides giving results: it communicates, prints."""
+    inside = any(isinstance(node.target, Step) and node.target.effect for node in calls(body))
+    return inside or bool(collectives(body))
+
+
+def everywhere(improve: Callable[[fx.Graph], fx.Graph], graph: fx.Graph) -> fx.Graph:
+    """What a pass makes of a graph that it may have, and of the bodies of the loops in it."""
+    graph = improve(given_up(graph))
+    for node in loops(graph):
+        loop = loop_of(node)
+        node.target = replace(loop, body=everywhere(improve, copied(loop.body)))
+    return graph
+
+
+def all_collectives(graph: fx.Graph, times: int = 1) -> Iterator[tuple[fx.Node, int]]:
+    """The collectives of a graph and of the bodies of its loops, in order, each with how often it runs."""
+    for node in calls(graph):
+        if isinstance(node.target, Loop):
+            yield from all_collectives(node.target.body, times * node.target.length)
+        elif isinstance(node.target, Collective):
+            yield node, times
+
+
+class Sharing:
+    """What would share memory across the edge of a loop's body, and is copied where it crosses.
+
+    Attributes:
+        enters: of the carried values, the places of those that are kept as they come: the first is the caller's.
+        leaves: those of which the last may be the memory of something else that goes in or comes out.
+        kept: of what is kept, the places of what may be the memory of something that the loop is given.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        lie = memories(loop.body)
+        places = [x for x in loop.body.nodes if x.op == "placeholder"]
+        outs: list[Any] = list(output(loop.body).args[0])  # type: ignore[arg-type]
+        kept = [(i, lie[x]) for i, (x, kind) in enumerate(zip(outs[loop.carry :], loop.keeps)) if kind is not STACKED]
+        all_kept: frozenset[Any] = frozenset().union(*(roots for _, roots in kept))
+        self.enters = [i for i, x in enumerate(places[: loop.carry]) if x in all_kept]
+        self.kept = {i for i, roots in kept if not roots.isdisjoint(places[loop.carry :])}
+        self.leaves = set()
+        for i, out in enumerate(outs[: loop.carry]):
+            others = frozenset().union(*(lie[x] for j, x in enumerate(outs) if j != i))
+            if any(root.op == "placeholder" or root in others for root in lie[out]):
+                self.leaves.add(i)
+
+
+def extracted(nodes: Iterable[fx.Node], given: Sequence[fx.Node], gives: Sequence[fx.Node]) -> fx.Graph:
+    """The graph of some calls.
+
+    Args:
+        nodes: the calls, in order.
+        given: what becomes its placeholders, in order.
+        gives: its results.
+    """
+    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    for x in given:
+        values[x] = graph.placeholder(x.name)
+        values[x].meta = dict(x.meta)
+    for node in nodes:
+        if node not in values:
+            values[node] = graph.node_copy(node, values.__getitem__)
+    end = graph.output(tuple(values[x] for x in gives))
+    end.meta["val"], end.meta["line"] = None, ""
+    return graph
+
+
+def prune(node: fx.Node) -> None:
+    """Leave out of a loop what nobody needs of its results, and what only that needs. A carried value that no iteration changes
+    is from then on the same in all iterations."""
+    loop, parts = loop_of(node), {part.args[1]: part for part in node.users if part.users}
+    places = [x for x in loop.body.nodes if x.op == "placeholder"]
+    outs: list[Any] = list(output(loop.body).args[0])  # type: ignore[arg-type]
+    fixed = {i for i in range(loop.carry) if outs[i] is places[i]}
+    acts = [x for x in calls(loop.body) if has_effect(x) or KEPT in x.meta]
+    wanted = {i for i in range(len(outs)) if i in parts and i not in fixed}
+    while True:
+        live = _reached([*acts, *(outs[i] for i in wanted)])
+        more = {i for i in range(loop.carry) if i not in fixed and places[i] in live} - wanted
+        if not more:
+            break
+        wanted |= more
+    gives = sorted(wanted)
+    used = [i for i, x in enumerate(places) if x in live or i in wanted]
+    if len(gives) == len(outs) and len(used) == len(places):
+        return
+    order = [i for i in used if i not in fixed] + [i for i in used if i in fixed]
+    nodes = [x for x in calls(loop.body) if x in live]
+    node.target = replace(
+        loop,
+        body=extracted(nodes, [places[i] for i in order], [outs[i] for i in gives]),
+        carry=sum(i < loop.carry for i in gives),
+        slices=tuple(loop.slices[i - loop.carry] for i in order if loop.carry <= i < loop.given),
+        keeps=tuple(loop.keeps[i - loop.carry] for i in gives if i >= loop.carry),
+    )
+    given = node.args
+    node.args = tuple(given[i] for i in order)
+    node.meta["val"] = [node.meta["val"][i] for i in gives]
+    for part in list(node.users):
+        place: Any = part.args[1]
+        if place in wanted:
+            part.args = (node, gives.index(place))
+            continue
+        if part.users:  # what comes out is what went in
+            with node.graph.inserting_after(node):
+                copy = node.graph.call_function(torch.ops.aten.clone.default, (given[place],))
+                copy.meta = dict(part.meta)
+            part.replace_all_uses_with(copy)
+        node.graph.erase_node(part)
+
+
+def _reached(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that some nodes need, and these."""
+    todo, found = list(nodes), set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found

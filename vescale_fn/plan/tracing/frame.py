@@ -1,0 +1,79 @@
+"""What is being recorded: the function, or in it the body of a loop, with what that uses from outside of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._core.arrays.array import Array
+from ..._core.base.array_notes import ArrayNotes
+
+
+class Unrollable(BaseException):
+    """A value of the body of a loop was kept from it and is used outside: the body has to be recorded for each iteration."""
+
+
+class Frame:
+    """A graph that is being recorded.
+
+    Args:
+        outer: the frame around; None for the function itself.
+
+    Attributes:
+        constants: what was used without being given: tensors, and in the body of a loop nodes that give floats. Each has a
+            placeholder, in `places`.
+        known: by the id of a constant what stands for it.
+        last: the last placeholder.
+        given: the memory of the inputs, which must not be written.
+        followed: tensors from outside that autograd follows, by their id.
+    """
+
+    def __init__(self, outer: Frame | None) -> None:
+        self.outer, self.graph = outer, fx.Graph()
+        self.constants: list[Any] = []
+        self.places: list[fx.Node] = []
+        self.known: dict[int, Any] = {}
+        self.last: fx.Node | None = None
+        self.given: set[int] = set()
+        self.followed: dict[int, torch.Tensor] = {}
+        self._notes: dict[int, tuple[Array, ArrayNotes, list[Any]]] = {}
+
+    def is_around(self, graph: fx.Graph) -> bool:
+        """Whether a graph is that of a frame around."""
+        return self.outer is not None and (self.outer.graph is graph or self.outer.is_around(graph))
+
+    def hold(self, x: Any, place: fx.Node) -> None:
+        """Note a constant and its placeholder."""
+        self.constants.append(x)
+        self.places.append(place)
+
+    def float_of(self, node: fx.Node, placeholder: Callable[[str, Any], fx.Node]) -> fx.Node:
+        """The placeholder of a float that a node of a frame around gives."""
+        if id(node) not in self.known:
+            self.known[id(node)] = placeholder(node.name, node.meta["val"])
+            self.hold(node, self.known[id(node)])
+        return self.known[id(node)]
+
+    def see(self, xs: Iterable[torch.Tensor]) -> None:
+        """Note what an op is given: what autograd follows, and what is known of arrays now, for `forget`."""
+        for x in xs:
+            if x.requires_grad:
+                self.followed[id(x)] = x
+            if type(x) is Array and id(x) not in self._notes:
+                notes = getattr(x, "vfn_notes", None)
+                if notes is not None:
+                    self._notes[id(x)] = x, copy.copy(notes), list(notes.sums or ())
+
+    def forget(self) -> None:
+        """Forget what arrays have noted of themselves in this frame: sums that are values of its graph."""
+        for x, notes, sums in self._notes.values():
+            now = getattr(x, "vfn_notes", None)
+            if now is not None:
+                now.total, now.narrowed = notes.total, notes.narrowed
+                if now.sums is not None:
+                    now.sums[:] = sums
+        self._notes.clear()
