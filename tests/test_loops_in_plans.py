@@ -260,3 +260,48 @@ def test_prints_of_each_iteration(capsys: pytest.CaptureFixture[str]) -> None:
         assert jitted(torch.arange(3)) == 3
         assert capsys.readouterr().out.split("\n")[:3] == ["c is 0", "c is 0", "c is 1"]
     assert rolled(jitted) == 1
+
+
+def on_gloo_ranks() -> list[str]:
+    """What goes wrong on a real rank."""
+    mesh = vfn.make_mesh((2,), ("i",))
+    wanted = vfn.value_and_grad(loss(by_hand, False), (0, 1, 2))(W, XS[0], XS)
+    wrong = []
+    for layout, specs in LAYOUTS.items():
+        given = [vfn.shard(x, mesh, spec) for x, spec in zip((W, XS[0], XS), specs, strict=True)]
+
+        def settled(w, c, xs, reverse=False, goal=specs[1]):
+            keeps = lambda c, x: (vfn.with_sharding(body(w)(c, x)[0], goal), c * x)
+            return vfn.scan(keeps, c, xs)
+
+        jitted = vfn.jit(vfn.value_and_grad(loss(settled, False), (0, 1, 2)))
+        for _ in range(2):
+            assert_close(vfn.unshard(jitted(*given)), wanted, rtol=1e-12, atol=1e-12)
+        if rolled(jitted) != 2:
+            wrong.append(f"{layout} is unrolled")
+    specs = P("i"), P(None, "i")
+    given = [vfn.shard(x, mesh, spec) for x, spec in zip((W, XS[0], XS), (P(), *specs), strict=True)]
+    for check in (True, False):
+        mapped = vfn.shard_map(inside, mesh=mesh, in_specs=(P(), *specs), out_specs=specs, check_vma=check)
+        jitted = vfn.jit(vfn.grad(lambda w, mapped=mapped: total(mapped(w, *given[1:]))))
+        with vfn.comm_log() as log:
+            found = [vfn.unshard(jitted(given[0])) for _ in range(2)]
+        assert_close(found, [vfn.grad(lambda w: total(by_hand(w, XS[0], XS)))(W)] * 2)
+        if rolled(jitted) != 2 or len(log) < 4 * len(XS):
+            wrong.append(f"the body with check_vma={check} is unrolled")
+
+    each = lambda n: vfn.while_loop(lambda c: c[0] < n[0], lambda c: (c[0] + 1, c[1] * 2), (0, 1))[1][None]
+    ends = vfn.shard_map(each, mesh=mesh, in_specs=P("i"), out_specs=P("i"))(
+        vfn.shard(torch.tensor([3, 5]), mesh, P("i"))
+    )
+    assert vfn.unshard(ends).tolist() == [8, 32]
+    flags = vfn.shard(torch.tensor([True, False]), mesh, P("i"))
+    chosen = vfn.shard_map(
+        lambda p, x: vfn.cond(p[0], torch.sin, torch.cos, x), mesh=mesh, in_specs=P("i"), out_specs=P("i")
+    )(flags, vfn.shard(torch.ones(2), mesh, P("i")))
+    assert_close(vfn.unshard(chosen), torch.stack([torch.ones(()).sin(), torch.ones(()).cos()]))
+    return wrong
+
+
+def test_on_gloo_ranks(gloo) -> None:
+    assert gloo(2, on_gloo_ranks) == [[], []]

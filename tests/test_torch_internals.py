@@ -268,6 +268,15 @@ def dual():
         return door.is_dual(torch.autograd.forward_ad.make_dual(x, x)), door.is_dual(x)
 
 
+def edges_into_a_loop() -> list[bool]:
+    """Whether a leaf and a value that were there before are found, and nothing else."""
+    leaf = torch.ones(2, requires_grad=True)
+    before = leaf * 2
+    count = door.autograd_count()
+    found = dict(door.edges_from_before([(before * leaf).sum(), leaf], count))
+    return [found[before.grad_fn, 0] is None, all(x is leaf for key, x in found.items() if x is not None)]
+
+
 CASES = {
     "BARE": lambda: {torch.Tensor, type(fake())} <= door.BARE,
     "DTensorSpec": lambda: type(door.spec(array())) is door.DTensorSpec,
@@ -329,6 +338,7 @@ CASES = {
     "dispatch_modes": lambda: door.dispatch_modes() == 0,
     "dispatch_seen": lambda: torch.tensor([array().sum(), 2.0]).tolist() == [28.0, 2.0],
     "dispatch_to_own": lambda: type(array() * 2) is Array,
+    "edges_from_before": lambda: edges_into_a_loop() == [True, True],
     "engine_code": lambda: door.engine_code.co_name == "_engine_run_backward",
     "fake_mode": lambda: pointer_refused(fake()),
     "flattened": lambda: door.flattened([torch.zeros(2, 2), torch.ones(1)]).tolist() == [0, 0, 0, 0, 1],

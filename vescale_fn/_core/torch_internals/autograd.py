@@ -96,7 +96,7 @@ def edges_from_before(outs: Iterable[torch.Tensor], count: int) -> list[tuple[An
     found: dict[Any, torch.Tensor | None] = {id(x): x for x in outs if x.grad_fn is None}
     while todo:
         node, number = todo.pop()
-        leaf = getattr(node, "variable", None)
+        leaf = node.variable if node.name().endswith("AccumulateGrad") else None
         if leaf is not None or node._sequence_nr() < count:
             found[node, number] = leaf
         elif node not in seen:

@@ -31,7 +31,7 @@ from ..ir.graph import Step, calls, output, value
 from ..ir.loop import Loop
 from . import fast_sums
 from .fast_calls import way
-from .looping import looping
+from .looping import Looping
 from .stride_checks import as_recorded, uncertain
 
 _count = itertools.count(1)
@@ -174,7 +174,7 @@ class _Writer:
         if isinstance(node.target, Loop):
             code = generate(node.target.body, "body")
             self.bodies.append(code)
-            return looping(node.target, code.run.args[0], [_is_used_up(x) for x in node.args])  # type: ignore[attr-defined]
+            return Looping(node.target, code.run.args[0], [_is_used_up(x) for x in node.args])  # type: ignore[attr-defined]
         if isinstance(node.target, Step):
             return node.target.run
         return fast_sums.shortest(node, self.last, self.lie) or node.target

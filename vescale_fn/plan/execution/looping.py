@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from ..ir.loop import EACH, LAST, STACKED, Loop, Sharing
+from ..ir.loop import EACH, STACKED, Loop, Sharing
 
 
-def looping(
-    loop: Loop, body: Callable[[list[Any]], Sequence[Any]], consumed: Sequence[bool]
-) -> Callable[..., list[Any]]:
+class Looping:
     """The function of a loop.
 
     Args:
@@ -20,40 +18,45 @@ def looping(
         body: the function of one iteration, which empties the list that it is given.
         consumed: for each argument whether nothing else needs it: what was kept of an iteration is let go when it was used.
     """
-    order = range(loop.length - 1, -1, -1) if loop.reverse else range(loop.length)
-    shared, carried, given = Sharing(loop), loop.carry, loop.given
-    cut = [i for i, kind in enumerate(loop.slices) if kind is STACKED]
-    stacked = [i for i, kind in enumerate(loop.keeps) if kind is STACKED]
-    each = [i for i, kind in enumerate(loop.keeps) if kind is EACH]
-    last = [i for i, kind in enumerate(loop.keeps) if kind is LAST]
 
-    def run(*args: Any) -> list[Any]:
+    def __init__(self, loop: Loop, body: Callable[[list[Any]], Sequence[Any]], consumed: Sequence[bool]) -> None:
+        self.loop, self.body, self.consumed, self.shared = loop, body, consumed[loop.carry :], Sharing(loop)
+        self.order = range(loop.length - 1, -1, -1) if loop.reverse else range(loop.length)
+        self.cut = [i for i, kind in enumerate(loop.slices) if kind is STACKED]
+
+    def __call__(self, *args: Any) -> list[Any]:
+        loop, carried, body = self.loop, self.loop.carry, self.body
         values: list[Any] = list(args[:carried])
-        rows, same = list(args[carried:given]), args[given:]
+        rows, same = list(args[carried : loop.given]), args[loop.given :]
         del args
-        for i in shared.enters:
+        for i in self.shared.enters:
             values[i] = values[i].clone()
-        for i in cut:
+        for i in self.cut:
             rows[i] = rows[i].unbind(0)
-        eaten = [row for row, eats in zip(rows, consumed[carried:]) if eats and type(row) is list]
+        eaten = [row for row, eats in zip(rows, self.consumed) if eats and type(row) is list]
         kept: list[Any] = [[None] * loop.length if kind is EACH else None for kind in loop.keeps]
-        for i in order:
+        for i in self.order:
             values += [row[i] for row in rows]
             for row in eaten:
                 row[i] = None
             values += same
             outs = body(values)
             values = list(outs[:carried])
-            for j in each:
-                kept[j][i] = outs[carried + j].clone() if j in shared.kept else outs[carried + j]
-            for j in stacked:
-                y = outs[carried + j]
-                if kept[j] is None:
-                    kept[j] = torch.empty((loop.length, *y.shape), dtype=y.dtype, device=y.device)
-                kept[j][i].copy_(y)
-            for j in last:
-                kept[j] = outs[carried + j].clone() if j in shared.kept else outs[carried + j]
+            if kept:
+                self.keep(kept, i, outs[carried:])
             del outs
-        return [x.clone() if i in shared.leaves else x for i, x in enumerate(values)] + kept
+        return [x.clone() if i in self.shared.leaves else x for i, x in enumerate(values)] + kept
 
-    return run
+    def keep(self, kept: list[Any], i: int, outs: Sequence[Any]) -> None:
+        """Keep what an iteration has given."""
+        for j, (y, kind) in enumerate(zip(outs, self.loop.keeps)):
+            if kind is STACKED:
+                if kept[j] is None:
+                    kept[j] = torch.empty((self.loop.length, *y.shape), dtype=y.dtype, device=y.device)
+                kept[j][i].copy_(y)
+                continue
+            y = y.clone() if j in self.shared.kept else y
+            if kind is EACH:
+                kept[j][i] = y
+            else:
+                kept[j] = y

@@ -138,20 +138,12 @@ def extracted(nodes: Iterable[fx.Node], given: Sequence[fx.Node], gives: Sequenc
 def prune(node: fx.Node) -> None:
     """Leave out of a loop what nobody needs of its results, and what only that needs. A carried value that no iteration changes
     is from then on the same in all iterations."""
-    loop, parts = loop_of(node), {part.args[1]: part for part in node.users if part.users}
+    loop = loop_of(node)
     places = [x for x in loop.body.nodes if x.op == "placeholder"]
     outs: list[Any] = list(output(loop.body).args[0])  # type: ignore[arg-type]
     fixed = {i for i in range(loop.carry) if outs[i] is places[i]}
-    acts = [x for x in calls(loop.body) if has_effect(x) or KEPT in x.meta]
-    wanted = {i for i in range(len(outs)) if i in parts and i not in fixed}
-    while True:
-        live = _reached([*acts, *(outs[i] for i in wanted)])
-        more = {i for i in range(loop.carry) if i not in fixed and places[i] in live} - wanted
-        if not more:
-            break
-        wanted |= more
-    gives = sorted(wanted)
-    used = [i for i, x in enumerate(places) if x in live or i in wanted]
+    gives, live = _needed(loop, places, outs, {part.args[1] for part in node.users if part.users} - fixed, fixed)
+    used = [i for i, x in enumerate(places) if x in live or i in gives]
     if len(gives) == len(outs) and len(used) == len(places):
         return
     order = [i for i in used if i not in fixed] + [i for i in used if i in fixed]
@@ -166,12 +158,30 @@ def prune(node: fx.Node) -> None:
     given = node.args
     node.args = tuple(given[i] for i in order)
     node.meta["val"] = [node.meta["val"][i] for i in gives]
+    _renumber(node, gives, given)
+
+
+def _needed(
+    loop: Loop, places: Sequence[fx.Node], outs: Sequence[fx.Node], wanted: set[Any], fixed: set[int]
+) -> tuple[list[int], set[fx.Node]]:
+    """The places of the body's results that are needed, and the nodes that they need."""
+    acts = [x for x in calls(loop.body) if has_effect(x) or KEPT in x.meta]
+    while True:
+        live = _reached([*acts, *(outs[i] for i in wanted)])
+        more = {i for i in range(loop.carry) if i not in fixed and places[i] in live} - wanted
+        if not more:
+            return sorted(wanted), live
+        wanted = wanted | more
+
+
+def _renumber(node: fx.Node, gives: list[int], given: Sequence[Any]) -> None:
+    """Let what takes results out of a loop take them from their new places; of the rest, what comes out is what went in."""
     for part in list(node.users):
         place: Any = part.args[1]
-        if place in wanted:
+        if place in gives:
             part.args = (node, gives.index(place))
             continue
-        if part.users:  # what comes out is what went in
+        if part.users:
             with node.graph.inserting_after(node):
                 copy = node.graph.call_function(torch.ops.aten.clone.default, (given[place],))
                 copy.meta = dict(part.meta)

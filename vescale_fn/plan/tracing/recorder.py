@@ -319,7 +319,7 @@ class Recorder(torch_internals.TorchDispatchMode):
             self._line()  # which the autograd node that was just made will have
             return NotImplemented
         with torch_internals.no_torch_function():  # a body's modes are not to see what is done here
-            return self._recorded(func, args, kwargs)
+            return self._recorded(_ZEROS if func is _NO_ZEROS else func, args, kwargs)
 
     def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = op_arguments.tensors_in(args, kwargs)
@@ -327,8 +327,6 @@ class Recorder(torch_internals.TorchDispatchMode):
             return self._read(func, tensors, args, kwargs)
         if func in _NOTHING:
             return func(*args, **kwargs)
-        if func is _NO_ZEROS:
-            func = _ZEROS
         refuse_seeded(func, args, kwargs)
         line, again = self._line()
         self._check_settings(line)

@@ -1,0 +1,125 @@
+"""The derivative of a loop: autograd runs through its one iteration, and what is recorded of that becomes a second loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..._core import torch_internals
+from ..._core.arrays.array import is_array, mesh_of, moved, spec_of
+from ..._core.sharding.spec import P
+from ..._core.transforms.primals import settled
+from ..ir.graph import value
+from ..ir.loop import EACH, STACKED, Loop
+from . import leaves as leaves_
+from .loop_calls import Leaves, LoopCall, Nodes, flat, in_place_of, rebuilt, stacked
+
+
+class Derivative:
+    """The derivative of one call.
+
+    Args:
+        call: the call.
+        cotangents: of its results, None where nothing comes back.
+    """
+
+    def __init__(self, call: LoopCall, cotangents: Sequence[Any]) -> None:
+        self.call, one = call, call.one
+        init = [call.init[i] for i in call.moving]
+        carried = [cotangents[i] for i in call.moving]
+        self.first = settled(
+            [torch.zeros_like(x) if ct is None else ct for x, ct in zip(init, carried, strict=True)], init
+        )
+        self.rows = [
+            (like, _along(ct, like))
+            for like, ct in zip(one.collected, cotangents[len(one.carried) :], strict=True)
+            if ct is not None and like.requires_grad
+        ]
+
+    def cotangents(self) -> list[Any]:
+        """Record it, and give the cotangents of the call's inputs."""
+        call, frame, recorder = self.call, self.call.one.frame, self.call.recorder
+        before, places = set(frame.graph.nodes), len(frame.places)
+        self.record()
+        new, given = (
+            call.partition.since(before, frame.graph),
+            [*flat(self.ct_nodes), *(total for total, _ in self.totals)],
+        )
+        gives = [*self.carry_nodes, *(added for _, added in self.totals), *flat(self.own_nodes[len(self.first) :])]
+        split = call.partition.of_backward(new, given, flat(self.row_nodes), gives, frame.places[places:])
+        call.keep(split.residuals)
+        zeros = [recorder.zeros(value(total)) for total, _ in self.totals]
+        with torch_internals.no_torch_function():
+            start = [
+                in_place_of(recorder.graph, recorder.node(x), wanted)
+                for ct, wants in zip(self.first, self.ct_nodes, strict=True)
+                for x, wanted in zip(leaves_.plain_of(ct), wants, strict=True)
+            ]
+            along = [recorder.node(x) for _, ct in self.rows for x in leaves_.plain_of(ct)]
+        cut_of = dict(
+            zip(flat(call.one.cut_nodes), [x for leaf in call.xs for x in leaves_.plain_of(leaf)], strict=True)
+        )
+        constant_of = dict(zip(frame.places, frame.constants, strict=True))
+        along += [recorder.outer(cut_of[x]) for x in split.cuts]
+        each = [recorder.outer(call.kept[x]) for x in split.each]
+        loop = Loop(
+            body=split.body,
+            length=call.count,
+            reverse=not call.reverse,
+            carry=len(given),
+            slices=(STACKED,) * len(along) + (EACH,) * len(each),
+            keeps=(STACKED,) * (len(gives) - len(given)),
+        )
+        constants = [*(constant_of[x] for x in split.constants), *(call.kept[x] for x in split.last)]
+        found = iter(call.emitted(loop, [*start, *zeros, *along, *each], constants)[1])
+        result: list[Any] = [rebuilt(ct, found) for ct in self.first]
+        sums = {i: rebuilt(g, found) for i, g in self.sums}
+        result += [stacked(g, found, call.count) for g in self.own[len(self.first) :]]
+        return [*result, *map(sums.get, range(len(call.captured)))]
+
+    def record(self) -> None:
+        """Record the derivative of one iteration, in its frame."""
+        call, one, recorder = self.call, self.call.one, self.call.recorder
+        cuts = [ct.select(0, 0) for _, ct in self.rows]
+        parts = [list(map(recorder.fake, leaves_.plain_of(ct))) for _, ct in self.rows]
+        self.ct_nodes: list[Nodes] = []
+        self.row_nodes: list[Nodes] = []
+        with recorder.within(one.frame):
+            cts = [one.stand_in(ct, "ct", self.ct_nodes, False) for ct in self.first]
+            rows = [
+                one.stand_in(cut, "ct_y", self.row_nodes, False, part) for cut, part in zip(cuts, parts, strict=True)
+            ]
+            pairs = list(zip([one.carried[i] for i in call.moving], cts, strict=True))
+            pairs += zip([like for like, _ in self.rows], rows, strict=True)
+            by = [*(one.given[i] for i in call.moving), *(one.cut[i] for i in call.moving_xs)]
+            grads = _gradients([pair for pair in pairs if pair[0].requires_grad], [*by, *call.captured])
+            self.own = settled([torch.zeros_like(x) if g is None else g for x, g in zip(by, grads)], by)
+            self.sums = [(i, g) for i, g in enumerate(grads[len(by) :]) if g is not None]
+            self.own_nodes = list(map(one.nodes, self.own))
+            self.carry_nodes = [
+                in_place_of(one.frame.graph, node, wanted)
+                for row, wants in zip(self.own_nodes, self.ct_nodes)
+                for node, wanted in zip(row, wants, strict=True)
+            ]
+            totals = [recorder.total(node) for _, g in self.sums for node in one.nodes(g)]
+            self.totals = [(total, in_place_of(one.frame.graph, added, total)) for total, added in totals]
+
+
+def _gradients(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], by: Leaves) -> list[Any]:
+    if not pairs:
+        return [None] * len(by)
+    outs, cts = zip(*pairs)
+    return list(torch.autograd.grad(outs, by, cts, allow_unused=True, retain_graph=True))
+
+
+def _along(ct: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The cotangent of what a loop collects, laid out as that is: `like` is of one iteration."""
+    goal = None
+    if is_array(like):
+        spec = spec_of(like)
+        goal = P(None, *spec, unreduced=spec.reduced, reduced=spec.unreduced)
+    if goal is None and not is_array(ct) or (is_array(ct) and spec_of(ct) == goal):
+        return ct
+    return moved(ct, mesh_of(like) if goal is not None else mesh_of(ct), goal, "grad")
