@@ -245,6 +245,18 @@ def test_what_each_rank_keeps_a_part_of_and_nothing_uses_whole(program, instead)
     assert all(part in text for part, text in zip(instead, found)), found
 
 
+def test_of_rows_that_are_picked_by_a_split_index_it_says_how_nothing_is_gathered() -> None:
+    with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("dp",))):
+        x, i = vfn.shard((torch.randn(5, 6, 4), torch.arange(5)), vfn.current_mesh(), P("dp"))
+        with vfn.comm_log() as log:
+            picked = x[torch.arange(5), i]
+        assert [move.instead.split(",")[0] for move in vfn.needless(log)] == ["x.gather(1"]
+        with vfn.comm_log() as log:
+            again = x.gather(1, i[:, None, None].expand(-1, 1, 4)).squeeze(1)
+        assert len(log) == 0
+        assert torch.equal(vfn.unshard(again), vfn.unshard(picked))
+
+
 def test_a_log_keeps_nothing_alive() -> None:
     with vfn.simulate(2), vfn.comm_log() as log:
         x = vfn.shard(torch.ones(8, 4), vfn.make_mesh((2,), ("dp",)), P("dp"))

@@ -223,6 +223,8 @@ def _advice(by: str, spec: P, backward: bool) -> str:
             f"a size that the axis divides, or the split dim first among those that are merged; of several matrices in "
             f"one, P.merged((n, None), (size, axis)); or the value as {spec!r}"
         )
+    if by == "index" and not backward:
+        return f"x.gather(1, i[:, None]) for x[arange(n), i], which keeps a split first dim; or the value as {spec!r}"
     if by == "copy" and not backward:
         return (
             f"a target that is split as what is written into it: x.new_zeros(...), of an array x; torch.zeros(...) is whole "
