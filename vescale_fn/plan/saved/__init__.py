@@ -1,0 +1,1 @@
+"""Plans as files: data alone, and what they were made for."""

@@ -1,0 +1,36 @@
+"""The steps of plans that are data: a function of ours by its name, and what it is given besides."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..ir.graph import Step
+from ..passes import buckets, donate, overlap, slice_draws
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{function.__name__: function for function in buckets.FUNCTIONS},
+    "as_it_is": slice_draws.as_it_is,
+    "wait": overlap.waited,
+}
+_NAMES = {function: name for name, function in _FUNCTIONS.items()}
+
+
+def described(step: Step) -> tuple[str, dict[str, Any]] | None:
+    """The function of a step, and what else makes it; None where it is no function of ours."""
+    if step is donate.HAND_OVER:
+        return step.name, {}
+    run = step.run
+    given, run = (dict(run.keywords), run.func) if isinstance(run, functools.partial) and not run.args else ({}, run)
+    name = _NAMES.get(run)
+    return None if name is None else (name, {"name": step.name, "views": step.views, "given": list(given.items())})
+
+
+def made(name: str, data: Mapping[str, Any]) -> Step:
+    """The step."""
+    if name == donate.HAND_OVER.name:
+        return donate.HAND_OVER
+    given = dict(data["given"])
+    run = functools.partial(_FUNCTIONS[name], **given) if given else _FUNCTIONS[name]
+    return Step(data["name"], run, views=data["views"])
