@@ -62,6 +62,7 @@ from .ops import (
 )
 from .plan import debug_print, disable_jit, jit
 from .plan.eval_shape import eval_shape, init
+from .plan.saved.files import load_plan, save_plan
 
 __version__ = "0.1.0"
 
@@ -103,6 +104,7 @@ __all__ = [
     "lax",
     "linearize",
     "load",
+    "load_plan",
     "make_mesh",
     "map",
     "module_function",
@@ -126,6 +128,7 @@ __all__ = [
     "register_dataclass",
     "remat",
     "save",
+    "save_plan",
     "scan",
     "set_mesh",
     "shard",

@@ -23,6 +23,8 @@ from .passes.dce import keep, needed_collectives
 from .picked import Names, Picked, Places, check_apart, picked
 from .pipeline import PASSES
 from .plan import Plan
+from .saved import loading
+from .saved.files import SavedPlan
 from .signature import JitCall, difference
 from .tracing import leaves as leaves_
 from .tracing import value_guards
@@ -78,6 +80,7 @@ def jit(
     backend: str = "torch",
     cuda_graph: bool = False,
     passes: Sequence[Pass] | None = None,
+    plans: Sequence[SavedPlan] = (),
 ) -> Jitted[Q, R]: ...
 @overload
 def jit(
@@ -93,6 +96,7 @@ def jit(
     backend: str = "torch",
     cuda_graph: bool = False,
     passes: Sequence[Pass] | None = None,
+    plans: Sequence[SavedPlan] = (),
 ) -> Callable[[Callable[Q, R]], Jitted[Q, R]]: ...
 @torch_internals.not_compiled
 @public("jit")
@@ -110,6 +114,7 @@ def jit(
     backend: str = "torch",
     cuda_graph: bool = False,
     passes: Sequence[Pass] | None = None,
+    plans: Sequence[SavedPlan] = (),
 ) -> Any:
     """`f`, recorded once into a plan of plain local ops and collectives, which later calls replay.
 
@@ -140,6 +145,7 @@ def jit(
         cuda_graph: whether calls are one CUDA graph each, collectives included. Arguments must be tensors on the GPU.
         passes: the functions from graph to graph that improve a plan, in their order; None for `vfn.plan.PASSES`. With
             ``functools.partial(buckets, limit=1 << 20)`` for ``buckets`` small collectives travel in smaller groups.
+        plans: from files (`load_plan`): calls that one of them serves are not recorded. Where none does, a warning says why.
 
     Returns:
         A function of the same arguments, with ``lower(*args)``, which shows the plan, and ``cache_info()``. Tensors that `f`
@@ -176,6 +182,7 @@ def jit(
             backend=backend,
             cuda_graph=cuda_graph,
             passes=passes,
+            plans=plans,
         )
     checked_function(f, "jit")
     donated = picked(f, donate_argnums, donate_argnames, "donate")
@@ -184,7 +191,14 @@ def jit(
     ins = either("jit", "in_specs", in_specs, "in_shardings", in_shardings)
     outs = either("jit", "out_specs", out_specs, "out_shardings", out_shardings)
     return Jitted(
-        f, donated, static, ins, outs, Backend(backend, cuda_graph), tuple(PASSES if passes is None else passes)
+        f,
+        donated,
+        static,
+        ins,
+        outs,
+        Backend(backend, cuda_graph),
+        tuple(PASSES if passes is None else passes),
+        loading.checked(plans),
     )
 
 
@@ -224,11 +238,12 @@ class Jitted(Generic[Q, R]):
         out_specs: Any,
         how: Backend,
         passes: tuple[Pass, ...],
+        saved: tuple[SavedPlan, ...],
     ) -> None:
         functools.update_wrapper(self, f)
         self._f, self._in_specs, self._out_specs = f, in_specs, out_specs
         self._donated, self._static = donated, static
-        self._how, self._passes = how, (*passes, *how.passes)
+        self._how, self._passes, self._saved = how, (*passes, *how.passes), saved
         self._name = getattr(f, "__name__", type(f).__name__)
         # None: the function runs as written
         self._plans: OrderedDict[Any, Plan | value_guards.Fork | None] = OrderedDict()
@@ -283,7 +298,9 @@ class Jitted(Generic[Q, R]):
             if plan is None:
                 raise TransformError(report("jit", f"{self._name} cannot be recorded", [reason], _INSTEAD))
             self._remember(call, plan)
-        return plan.lowered(self._name)
+        lowered = plan.lowered(self._name)
+        lowered.origin = plan, loading.key_of(call, self._how, self._passes), call.treedef
+        return lowered
 
     def cache_info(self) -> CacheInfo:
         """How many plans there are, how often they were used, and why the last one was made."""
@@ -319,12 +336,16 @@ class Jitted(Generic[Q, R]):
 
     def _recorded(self, call: JitCall) -> tuple[Plan | None, str]:
         """A plan; or None, and why there is none."""
+        if self._saved:
+            captured = self._captured(call)
+            plan = loading.loaded(self._saved, self._f, call, captured, self._how, self._passes, self._name)
+            if plan is not None:
+                return plan, ""
         names, recorded, plan, graph, reason, failure = call.names(), None, None, None, "", None
         try:
             recorded = trace(call.function, call.leaves, names, call.treedef, self._out_specs)
             graph, call.guards = recorded.graph, recorded.guards
-            captured = Captured(self._f, filter(leaves_.is_object, (*call.leaves, *call.static())))
-            plan = Plan(recorded, call.leaves, captured, names, call.donated(), self._how)
+            plan = Plan(recorded, call.leaves, self._captured(call), names, call.donated(), self._how, self._f)
         except Unrecordable as why:
             reason = why.reason if why.line == "?" else f"{why.reason}, at {source_lines.quoted(why.line)}"
             graph, call.guards = why.graph, why.guards
@@ -357,12 +378,15 @@ class Jitted(Generic[Q, R]):
             else:
                 tell_left_out(self._name, mesh, passes.pop(parted), stages[parted + 1])
 
+    def _captured(self, call: JitCall) -> Captured:
+        return Captured(self._f, filter(leaves_.is_object, (*call.leaves, *call.static())))
+
     def _remember(self, call: JitCall, plan: Plan | None) -> None:
         before, reason = self._last
         if before is not None and before is not call.key:
             reason = difference(before, call.key, call.names())
         self._last = (call.key, reason)
-        self._records += plan is not None
+        self._records += plan is not None and not plan.loaded
         if plan is not None and self._records == OFTEN:
             source_lines.warn(
                 report(

@@ -32,6 +32,9 @@ class Lowered:
         donated: the places among `inputs` whose memory the results are written into.
         recorded: the plan as it was recorded, before passes improved it.
 
+    Attributes:
+        origin: for `save_plan`: the plan itself, the key of its calls, and the tree of their arguments.
+
     >>> import torch, vescale_fn as vfn
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> graph = make_fx(lambda w, x: (torch.tanh(x @ w),), tracing_mode="fake")(torch.ones(4, 2), torch.ones(3, 4)).graph
@@ -57,6 +60,7 @@ class Lowered:
     ) -> None:
         self.graph, self.name, self.inputs, self.outputs = graph, name, tuple(inputs), tuple(outputs)
         self.donated, self.recorded = frozenset(donated), recorded
+        self.origin: Any = None
 
     def text(self, lines: int | None = 80) -> str:
         """The plan in words: what goes in and out, and the calls below the user's lines that they come from.

@@ -36,6 +36,10 @@ class Plan:
         names: of the leaves: ``params['w']``.
         donated: the places of the leaves whose memory it may use.
         how: what runs it.
+        function: the function itself.
+
+    Attributes:
+        loaded: whether it comes from a file.
 
     It can be called once `improve` has been.
     """
@@ -48,7 +52,9 @@ class Plan:
         names: Sequence[str],
         donated: Sequence[int],
         how: Backend,
+        function: Callable[..., Any],
     ) -> None:
+        self.function, self.loaded = function, False
         self.recorded, self.captured, self.names = recorded, captured, names
         self.types = [leaves_.described(x) for x in leaves]
         self._said = [f"{name} ({kind})" for name, kind in zip(names, self.types, strict=True)]

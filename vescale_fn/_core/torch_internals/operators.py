@@ -40,6 +40,19 @@ operator_name = operator.attrgetter("_schema.name")  # "aten::add_", whatever th
 standard_gamma_grad = torch._standard_gamma_grad  # (concentration, sample)
 
 
+def overload_name(op: Any) -> str:
+    """ "aten::add_.Tensor": of an operator in one overload."""
+    return f"{op._schema.name}.{op._overloadname}"
+
+
+def overload_named(name: str) -> Any:
+    """The operator in one overload that has this name (`overload_name`); None where there is none."""
+    space, _, rest = name.partition("::")
+    packet = getattr(getattr(torch.ops, space), rest.rpartition(".")[0], None)
+    found = getattr(packet, rest.rpartition(".")[2], None)
+    return found if isinstance(found, OpOverload) else None
+
+
 def direct(op: Any) -> Any:
     """What an operator in one overload calls, spared its own frame of Python's; anything else as it is."""
     return getattr(op, "_cpp_dispatch_handle", op._op) if type(op) is OpOverload else op

@@ -252,6 +252,7 @@ def _pieces_from_each(flat: torch.Tensor, n: int, dims: Dims, shapes: Sequence[t
     return _from_each_rank(flat, n, dims, _pieces(n, dims, shapes))
 
 
+FUNCTIONS = (_flat, _for_each_rank, _as_they_were, _my_pieces, _from_each_rank, _pieces_from_each)
 _HOW: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {  # packed, unpacked; whether in the same memory
     "all_reduce": (_flat, _as_they_were, True),
     "reduce_scatter": (_for_each_rank, _my_pieces, True),

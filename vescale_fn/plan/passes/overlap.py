@@ -85,13 +85,14 @@ def _split(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The start and the wait that stand in the place of a collective. What it takes must stay until the wait is over."""
     with graph.inserting_before(node):
         start = graph.call_function(Start(**vars(collective_of(node))), node.args)
-        wait = graph.call_function(Step("wait", _wait, views=(0,)), (start, *given(node)))
+        wait = graph.call_function(Step("wait", waited, views=(0,)), (start, *given(node)))
     start.meta, wait.meta = dict(node.meta), dict(node.meta)
     node.replace_all_uses_with(wait)
     return start, wait
 
 
-def _wait(begun: Any, *taken: Any) -> Any:
+def waited(begun: Any, *taken: Any) -> Any:
+    """What a collective that was begun gives. What it takes (`taken`) stays until then."""
     return collectives_.wait(begun)
 
 

@@ -36,12 +36,13 @@ def _drawn(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall | None:
     indices[dim] = indices[dim][part.start : part.start + part.length]
     sizes[dim] = part.length
     rows = counters.Rectangle(tuple(shape), tuple(indices)).encoded()  # type: ignore[arg-type]
-    smaller = graph.call_function(Step("rectangle", functools.partial(_as_it_is, rows)))
+    smaller = graph.call_function(Step("rectangle", functools.partial(as_it_is, rows=rows)))
     smaller.meta = {**node.meta, "val": value(node).new_empty(rows.shape, dtype=rows.dtype, device="cpu")}
     return NewCall(node.target, (key, smaller, shape, sizes, *rest), {}, _smaller(node, part))
 
 
-def _as_it_is(rows: torch.Tensor) -> torch.Tensor:
+def as_it_is(rows: torch.Tensor) -> torch.Tensor:
+    """A part of a draw, which is a part of the plan."""
     return rows
 
 

@@ -24,6 +24,9 @@ from . import steps
 
 Mesh = Any
 _TORCH = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+# taking parts out of results, and what is computed of floats among the arguments
+_NUMBERS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs")
+_PYTHON = {getattr(operator, name): name for name in ("getitem", *_NUMBERS)}
 
 
 def unsaveable(what: str, fix: str) -> TransformError:
@@ -63,8 +66,8 @@ class Writer:
         return row
 
     def _target(self, target: Any) -> Any:
-        if target is operator.getitem:
-            return "getitem"
+        if target in _PYTHON:
+            return _PYTHON[target]
         if isinstance(target, torch_internals.OpOverload):
             return {"op": torch_internals.overload_name(target)}
         if isinstance(target, plan.Step):
@@ -73,7 +76,8 @@ class Writer:
                 raise unsaveable(f"the plan's step {target.name}", "leave it out of what is saved")
             name, given = found
             return {"step": name, "given": {key: self.value(x) for key, x in given.items()}}
-        assert isinstance(target, Collective)
+        if not isinstance(target, Collective):
+            raise unsaveable(f"the plan's call of {short(target)}", "leave it out of what is saved")
         fields = {**vars(target), "mesh": self.mesh(target.mesh)}
         return {"collective": {key: self.value(x) for key, x in fields.items()}, "starts": isinstance(target, Start)}
 
@@ -104,7 +108,7 @@ class Writer:
             "reduced": sorted(spec.reduced),
         }
 
-    def value(self, x: Any, places: Mapping[fx.Node, int] = {}) -> Any:  # noqa: B006
+    def value(self, x: Any, places: Mapping[fx.Node, int] = {}) -> Any:
         """An argument."""
         if x is None or type(x) in (bool, int, str):
             return x
@@ -147,6 +151,8 @@ class Reader:
         for row in rows:
             args = self.value(row["args"], nodes)
             kwargs = {name: self.value(x, nodes) for name, x in row.get("kwargs", {}).items()}
+            if not all(map(str.isidentifier, kwargs)):  # they become words of the plan's code
+                raise ValueError(f"{short([*kwargs])} are no names of arguments")
             target = self._target(row["target"]) if row["op"] == "call_function" else row["name"]
             node = graph.create_node(row["op"], target, args, kwargs, row["name"])
             node.meta = {**row["meta"], "line": row["line"], "val": self._empties(row.get("val"))}
@@ -154,14 +160,20 @@ class Reader:
         return graph
 
     def _target(self, data: Any) -> Any:
-        if data == "getitem":
-            return operator.getitem
+        if isinstance(data, str):
+            return next(function for function, name in _PYTHON.items() if name == data)
         if "op" in data:
-            return torch_internals.overload_named(data["op"])
+            return self._operator(data["op"])
         if "step" in data:
             return steps.made(data["step"], {key: self.value(x) for key, x in data["given"].items()})
         fields = {key: self.value(x) for key, x in data["collective"].items()}
         return (Start if data["starts"] else Collective)(**{**fields, "mesh": self.meshes[fields["mesh"]]})
+
+    def _operator(self, name: str) -> Any:
+        found = torch_internals.overload_named(name)
+        if found is None:
+            raise TransformError(report("load_plan", f"torch has no operator {name} here"))
+        return found
 
     def _empties(self, data: Any) -> Any:
         if isinstance(data, dict) and "tensor" in data:

@@ -53,6 +53,11 @@ class Captured:
                 return name
         return None
 
+    def found(self) -> Iterator[tuple[str, Any]]:
+        """What was found, with its name; of containers their leaves as well."""
+        yield from ((name, value) for name, _, value in self._names)
+        yield from ((f"{name}[{i}]", leaf) for name, _, leaves in self._trees for i, leaf in enumerate(leaves))
+
     def _add_function(self, f: Any, depth: int) -> None:
         while isinstance(f, functools.partial):
             self._add("an argument of a partial", lambda f=f: (f.args, f.keywords), depth, watch=False)

@@ -170,18 +170,21 @@ class Result:
     """How a result of the function is put together from results of the plan.
 
     Args:
-        leaf: the result as the recording had it.
         places: where its plain tensors are among the plan's results.
+        spec, lies: of an array; None of a plain tensor.
+        simulated: whether it is the blocks of simulated ranks.
     """
 
-    def __init__(self, leaf: Any, places: Sequence[int]) -> None:
-        self.places = tuple(places)
-        if isinstance(leaf, DTensor):
-            self.spec, self.lies = torch_internals.spec(leaf), lies_of(leaf)
-            leaf = torch_internals.local(leaf)
-        else:
-            self.spec = None
-        self.simulated = type(leaf) is Blocks
+    def __init__(self, places: Sequence[int], spec: Any = None, lies: P = WHOLE, simulated: bool = False) -> None:
+        self.places, self.spec, self.lies, self.simulated = tuple(places), spec, lies, simulated
+
+    @classmethod
+    def like(cls, leaf: Any, places: Sequence[int]) -> Result:
+        """Of a result as the recording had it."""
+        if not isinstance(leaf, DTensor):
+            return cls(places, simulated=type(leaf) is Blocks)
+        simulated = type(torch_internals.local(leaf)) is Blocks
+        return cls(places, torch_internals.spec(leaf), lies_of(leaf), simulated)
 
     def text(self, nodes: Sequence[Any]) -> str:
         """Its type, where `nodes` are the plan's results."""

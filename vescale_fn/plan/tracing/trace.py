@@ -141,7 +141,7 @@ def _result(recorder: Recorder, leaf: Any, inputs: dict[int, int], places: list[
         return "input", inputs[id(leaf)]
     if isinstance(leaf, Number):
         places.append(leaf.node)
-        return Result(leaf, [len(places) - 1])
+        return Result.like(leaf, [len(places) - 1])
     if not isinstance(leaf, torch.Tensor):
         return "value", leaf
     if leaf.requires_grad:
@@ -154,4 +154,4 @@ def _result(recorder: Recorder, leaf: Any, inputs: dict[int, int], places: list[
         return "value", leaf
     first = len(places)
     places += [recorder.node(x) for x in plain]
-    return Result(leaf, range(first, len(places)))
+    return Result.like(leaf, range(first, len(places)))

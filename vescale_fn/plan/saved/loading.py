@@ -1,0 +1,85 @@
+"""A plan from a file in the place of a recording, where all ranks have one that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..._core.base.errors import TransformError
+from ..._core.base.messages import report, short
+from ..._core.base.source_lines import warn
+from ..._core.distributed.mesh import communicator_of
+from ..execution.backends import Backend
+from ..ir import graph as plan
+from ..ir.graph import Pass
+from ..plan import Plan
+from ..signature import JitCall
+from ..tracing import leaves as leaves_
+from ..tracing.guards import Captured
+from ..tracing.rank_consensus import shared_mesh
+from . import made_for
+from .files import SavedPlan
+
+
+def key_of(call: JitCall, how: Backend, passes: Sequence[Pass]) -> str:
+    """What a plan for a call is made for, but for the function, as text."""
+    names = [getattr(one, "__name__", None) or repr(one) for one in passes]
+    return f"{made_for.argument(call.key)} {how.name} {how.cuda_graph} {' '.join(names)}"
+
+
+def checked(plans: Any) -> tuple[SavedPlan, ...]:
+    """The plans that `jit` is given."""
+    for each in plans:
+        if not isinstance(each, SavedPlan):
+            raise TransformError(report("jit", f"plans holds {short(each)}", fix="plans=[vfn.load_plan(path)]"))
+    return tuple(plans)
+
+
+def loaded(
+    saved: Sequence[SavedPlan],
+    f: Any,
+    call: JitCall,
+    captured: Captured,
+    how: Backend,
+    passes: Sequence[Pass],
+    name: str,
+) -> Plan | None:
+    """The plan for a call; None, with a warning that says why, where some rank has none that fits. All ranks come here."""
+    key = key_of(call, how, passes)
+    found, why = None, ""
+    for each in saved:
+        why = each.misfit(f, captured, key) or ""
+        if not why:
+            try:
+                found = _plan(each, key, call, captured, how, f)
+            except Exception as error:  # of what a file may hold that somebody has changed
+                why = f"{each.path} is damaged ({f'{type(error).__name__}: {error}'.splitlines()[0]})"
+            break
+    mesh = shared_mesh(call.leaves, None, None)
+    if mesh is not None:
+        everyone = [row[0] for row in communicator_of(mesh).everyone([[why]], "jit")]
+        rank = next((rank for rank, theirs in enumerate(everyone) if theirs), None)
+        why = why or ("" if rank is None else f"on rank {rank} {everyone[rank]}")
+    if why:
+        warn(report("jit", f"no saved plan serves {name}, which is recorded anew: {why}"))
+        return None
+    return found
+
+
+def _plan(saved: SavedPlan, key: str, call: JitCall, captured: Captured, how: Backend, f: Any) -> Plan:
+    recorded = saved.recorded(key, call.leaves, call.treedef)
+    inputs = [x for leaf in call.leaves for x in leaves_.plain_of(leaf)] if call.leaves else []
+    wanted = [plan.value(node) for node in recorded.graph.nodes if node.op == "placeholder"]
+    tensors = [x for x in wanted if isinstance(x, torch.Tensor)]
+    if [_lies(x) for x in inputs] != [_lies(x) for x in tensors]:
+        raise ValueError("its inputs are of other shapes or devices than the blocks here")
+    made = Plan(recorded, call.leaves, captured, call.names(), call.donated(), how, f)
+    made.improve((), lambda graph: None)
+    made.loaded = True
+    return made
+
+
+def _lies(x: torch.Tensor) -> Any:
+    return x.shape, x.stride(), x.dtype, x.device.type
