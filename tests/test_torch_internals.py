@@ -425,6 +425,11 @@ CASES = {
     "on_lists": lambda: door.on_lists("sin") is not None and door.on_lists("nothing") is None,
     "operator_name": lambda: door.operator_name(aten.add_.Tensor) == "aten::add_",
     "out_of_place": lambda: door.out_of_place(aten.add_.Tensor) is aten.add.Tensor,
+    "overload_name": lambda: door.overload_name(aten.add_.Tensor) == "aten::add_.Tensor",
+    "overload_named": lambda: (
+        door.overload_named("aten::add_.Tensor") is aten.add_.Tensor
+        and door.overload_named("aten::add_.no_such") is door.overload_named("no_such::add") is None
+    ),
     "overloads": lambda: aten.add.Scalar in door.overloads(aten.add.Tensor),
     "own_shape": lambda: own_shape() == (2, 4),
     "peel": lambda: seen_from_vmap(lambda x: tuple(door.peel(x).shape)) == (3, 2),

@@ -62,7 +62,7 @@ from .ops import (
 )
 from .plan import debug_print, disable_jit, jit
 from .plan.eval_shape import eval_shape, init
-from .plan.saved.files import load_plan, save_plan
+from .plan.saved_plans import load_plan, save_plan
 
 __version__ = "0.1.0"
 

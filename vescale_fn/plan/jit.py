@@ -18,13 +18,13 @@ from .._core.base.user_calls import checked_function, either
 from .._core.shard_map import interrupts
 from .execution.backends import Backend
 from .ir.graph import Pass
+from .loading import checked, key_of, loaded
 from .lowered import Lowered
 from .passes.dce import keep, needed_collectives
 from .picked import Names, Picked, Places, check_apart, picked
 from .pipeline import PASSES
 from .plan import Plan
-from .saved import loading
-from .saved.files import SavedPlan
+from .saved_plans import SavedPlan
 from .signature import JitCall, difference
 from .tracing import leaves as leaves_
 from .tracing import value_guards
@@ -198,7 +198,7 @@ def jit(
         outs,
         Backend(backend, cuda_graph),
         tuple(PASSES if passes is None else passes),
-        loading.checked(plans),
+        checked(plans),
     )
 
 
@@ -276,7 +276,7 @@ class Jitted(Generic[Q, R]):
             self._hits += plan is not None
             return self._run(plan, call)
         with interrupts.undone(), _uncollected():
-            plan, reason = self._recorded(call)
+            plan, reason = self._made(call)
         out = self._run(plan, call)
         self._remember(call, plan)
         if plan is None:  # now that the function itself has shown no error
@@ -294,12 +294,12 @@ class Jitted(Generic[Q, R]):
         plan, reason = self._known(call), ""
         if plan is _NEW or plan is None:
             with interrupts.undone(), _uncollected():
-                plan, reason = self._recorded(call)
+                plan, reason = self._made(call)
             if plan is None:
                 raise TransformError(report("jit", f"{self._name} cannot be recorded", [reason], _INSTEAD))
             self._remember(call, plan)
         lowered = plan.lowered(self._name)
-        lowered.origin = plan, loading.key_of(call, self._how, self._passes), call.treedef
+        lowered.origin = plan, key_of(call, self._how, self._passes), call.treedef
         return lowered
 
     def cache_info(self) -> CacheInfo:
@@ -334,13 +334,17 @@ class Jitted(Generic[Q, R]):
             self._plans.move_to_end(call.key)
         return plan
 
-    def _recorded(self, call: JitCall) -> tuple[Plan | None, str]:
-        """A plan; or None, and why there is none."""
+    def _made(self, call: JitCall) -> tuple[Plan | None, str]:
+        """A plan, from a file if there is one; or None, and why there is none."""
         if self._saved:
             captured = self._captured(call)
-            plan = loading.loaded(self._saved, self._f, call, captured, self._how, self._passes, self._name)
+            plan = loaded(self._saved, self._f, call, captured, self._how, self._passes, self._name)
             if plan is not None:
                 return plan, ""
+        return self._recorded(call)
+
+    def _recorded(self, call: JitCall) -> tuple[Plan | None, str]:
+        """A plan; or None, and why there is none."""
         names, recorded, plan, graph, reason, failure = call.names(), None, None, None, "", None
         try:
             recorded = trace(call.function, call.leaves, names, call.treedef, self._out_specs)

@@ -34,7 +34,7 @@ def unsaveable(what: str, fix: str) -> TransformError:
     return TransformError(report("save_plan", f"{what} cannot be saved", fix=fix))
 
 
-class Writer:
+class GraphWriter:
     """Turns graphs, layouts and trees into data; collects the meshes that they name.
 
     Attributes:
@@ -134,8 +134,8 @@ class Writer:
         raise unsaveable(f"an argument of the plan, {short(x)},", "a plan of tensors and plain numbers")
 
 
-class Reader:
-    """Turns the data of a `Writer` back.
+class GraphReader:
+    """Turns the data of a `GraphWriter` back.
 
     Args:
         meshes: for each place, the mesh of this process.

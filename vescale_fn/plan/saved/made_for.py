@@ -92,34 +92,47 @@ class _Token:
         self._seen: dict[int, Any] = {}  # kept, so that no id is used twice
 
     def of(self, value: Any) -> str:
-        if isinstance(value, (ModuleType, type)):
-            return value.__name__ if isinstance(value, ModuleType) else f"{value.__module__}.{value.__qualname__}"
         if isinstance(value, CodeType):
             return _code(value)
+        if isinstance(value, (ModuleType, type)) or _is_known_by_name(value):
+            return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}.{value.__name__}"
         if id(value) in self._seen:
             return "again"
-        if isinstance(value, FunctionType):
-            if not source_lines.is_users(value.__code__.co_filename) and "<locals>" not in value.__qualname__:
-                return f"{value.__module__}.{value.__qualname__}"  # of a library, which has a version
-            cells = [_content_of(cell) for cell in value.__closure__ or ()]
-            return self._all(value, "function", (value.__code__, cells, value.__defaults__, value.__kwdefaults__))
-        if isinstance(value, functools.partial):
-            return self._all(value, "partial", (value.func, value.args, value.keywords))
-        if isinstance(value, MethodType):
-            return self._all(value, "method", (value.__func__, value.__self__))
-        if isinstance(value, Mapping):
-            return self._all(value, type(value).__qualname__, (x for item in value.items() for x in item))
-        if isinstance(value, (list, tuple, set, frozenset)) and type(value) is not P:
-            parts = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-            return self._all(value, type(value).__qualname__, parts)
-        known = isinstance(value, (torch.Tensor, DeviceMesh, P)) or hasattr(value, "tensor_meta")
-        if hasattr(value, "__dict__") and not known:
-            return self._all(value, type(value).__qualname__, (x for item in vars(value).items() for x in item))
-        return argument(value)
-
-    def _all(self, value: Any, kind: str, parts: Iterable[Any]) -> str:
+        parts = _parts(value)
+        if parts is None:
+            return argument(value)
         self._seen[id(value)] = value
-        return f"{kind}({', '.join(map(self.of, parts))})"
+        return f"{type(value).__qualname__}({', '.join(map(self.of, parts))})"
+
+
+def _is_known_by_name(value: Any) -> bool:
+    """Whether something is a function of a library, which has a version, and closes over nothing."""
+    library = isinstance(value, FunctionType) and not source_lines.is_users(value.__code__.co_filename)
+    return library and "<locals>" not in value.__qualname__
+
+
+def _parts(value: Any) -> Iterable[Any] | None:
+    """What something consists of; None of what is a number, a tensor, a layout."""
+    match value:
+        case FunctionType():
+            cells = [_content_of(cell) for cell in value.__closure__ or ()]
+            return value.__code__, cells, value.__defaults__, value.__kwdefaults__
+        case functools.partial():
+            return value.func, value.args, value.keywords
+        case MethodType():
+            return value.__func__, value.__self__
+        case Mapping():
+            return [x for item in value.items() for x in item]
+        case set() | frozenset():
+            return sorted(value, key=repr)
+        case torch.Tensor() | DeviceMesh() | P():
+            return None
+        case list() | tuple():
+            return value
+        case _ if hasattr(value, "__dict__") and not hasattr(value, "tensor_meta"):
+            return [x for item in vars(value).items() for x in item]
+        case _:
+            return None
 
 
 def _content_of(cell: Any) -> Any:

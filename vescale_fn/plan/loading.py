@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from ..._core.base.errors import TransformError
-from ..._core.base.messages import report, short
-from ..._core.base.source_lines import warn
-from ..._core.distributed.mesh import communicator_of
-from ..execution.backends import Backend
-from ..ir import graph as plan
-from ..ir.graph import Pass
-from ..plan import Plan
-from ..signature import JitCall
-from ..tracing import leaves as leaves_
-from ..tracing.guards import Captured
-from ..tracing.rank_consensus import shared_mesh
-from . import made_for
-from .files import SavedPlan
+from .._core.base.errors import TransformError
+from .._core.base.messages import report, short
+from .._core.base.source_lines import warn
+from .._core.distributed.mesh import communicator_of
+from .execution.backends import Backend
+from .ir import graph as plan
+from .ir.graph import Pass
+from .plan import Plan
+from .saved import made_for
+from .saved_plans import SavedPlan
+from .signature import JitCall
+from .tracing import leaves as leaves_
+from .tracing.guards import Captured
+from .tracing.rank_consensus import shared_mesh
 
 
 def key_of(call: JitCall, how: Backend, passes: Sequence[Pass]) -> str:

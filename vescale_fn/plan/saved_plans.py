@@ -13,21 +13,22 @@ from typing import Any
 
 import torch
 
-from ..._core import torch_internals
-from ..._core.base import context
-from ..._core.base.errors import TransformError
-from ..._core.base.messages import report, short
-from ..._core.distributed.mesh import communicator_of
-from ..._core.sharding.layout import spec_for
-from ..ir import graph as plan
-from ..lowered import Lowered
-from ..plan import Plan
-from ..tracing.leaves import Result
-from ..tracing.rank_consensus import meshes as meshes_of
-from ..tracing.rank_consensus import shared_mesh
-from ..tracing.trace import Recorded
-from . import made_for, trees
-from .graph_data import Reader, Writer, unsaveable
+from .._core import torch_internals
+from .._core.base import context
+from .._core.base.errors import TransformError
+from .._core.base.messages import report, short
+from .._core.distributed.mesh import communicator_of
+from .._core.sharding.index_map import axes_of
+from .._core.sharding.layout import spec_for
+from .ir import graph as plan
+from .lowered import Lowered
+from .plan import Plan
+from .saved import made_for, trees
+from .saved.graph_data import GraphReader, GraphWriter, unsaveable
+from .tracing.leaves import Result
+from .tracing.rank_consensus import meshes as meshes_of
+from .tracing.rank_consensus import shared_mesh
+from .tracing.trace import Recorded
 
 _FORMAT = 1
 
@@ -115,7 +116,7 @@ class SavedPlan:
             made_for.mesh(mesh): mesh
             for mesh in _parts_of_all(filter(None, (*meshes_of(leaves, None, None), context.current_mesh())))
         }
-        reader = Reader([here[text] for text in entry["meshes"]], _empty())
+        reader = GraphReader([here[text] for text in entry["meshes"]], _empty())
         graph = reader.graph(entry["graph"])
         results = [_result(row, reader) for row in entry["results"]]
         out = trees.read(entry["out"], treedef)
@@ -150,7 +151,7 @@ def _data(mine: Plan, key: str, treedef: Any, name: str) -> dict[str, Any]:
         raise unsaveable(what, "tensors as arguments")
     if mine.recorded.guards:
         raise unsaveable("a plan that a truth value among its arguments has chosen", "torch.where")
-    writer = Writer()
+    writer = GraphWriter()
     results = [_described(made, writer) for made in mine.recorded.results]
     graph = writer.graph(mine.graph)
     files = made_for.files(mine.function, (node.meta.get("line", "") for node in plan.calls(mine.graph)))
@@ -166,7 +167,7 @@ def _data(mine: Plan, key: str, treedef: Any, name: str) -> dict[str, Any]:
     }
 
 
-def _described(made: Any, writer: Writer) -> dict[str, Any]:
+def _described(made: Any, writer: GraphWriter) -> dict[str, Any]:
     if not isinstance(made, Result):
         kind, what = made
         return {kind: writer.value(what)}
@@ -183,7 +184,7 @@ def _described(made: Any, writer: Writer) -> dict[str, Any]:
     }
 
 
-def _result(row: Mapping[str, Any], reader: Reader) -> Any:
+def _result(row: Mapping[str, Any], reader: GraphReader) -> Any:
     if "input" in row:
         return "input", row["input"]
     if "value" in row:
@@ -223,9 +224,9 @@ def _empty() -> Any:
 def _parts_of_all(found: Any) -> list[Any]:
     """Meshes, and their parts along some of their axes."""
     whole = list(dict.fromkeys(found))
-    names = [mesh.mesh_dim_names for mesh in whole]
+    names: list[tuple[str, ...]] = [tuple(axes_of(mesh)) for mesh in whole]
     return whole + [
-        mesh[some if len(some) > 1 else some[0]]
+        mesh[some]
         for mesh, axes in zip(whole, names, strict=True)
         for n in range(1, len(axes))
         for some in itertools.combinations(axes, n)
