@@ -27,7 +27,6 @@ OTHER_ATTRIBUTES = {
         "aval": "vfn.typeof(x)",
         "weak_type": "nothing: dtypes follow torch's promotion",
         "astype": "x.to(torch.bfloat16)",
-        "mesh": "x.sharding.mesh, or x.device_mesh",
     },
     "Mesh": {
         "devices": _RANKS,
