@@ -355,9 +355,13 @@ class Again:
 
     def __enter__(self) -> None:
         stack = contextlib.ExitStack()
-        for make in self.makers:
-            stack.enter_context(make())
-        self.stacks.append(stack)
+        try:
+            for make in self.makers:
+                stack.enter_context(make())
+            self.stacks.append(stack)
+        except BaseException:  # left by nobody, they would put back what was when Python drops them, who knows when
+            stack.close()
+            raise
 
     def __exit__(self, *error: Any) -> Any:
         return self.stacks.pop().__exit__(*error)

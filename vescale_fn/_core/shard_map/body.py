@@ -100,6 +100,7 @@ class running:
         if self.mode is not None:
             self.mode.__exit__(*exception)
         state.leave(*self._records)
+        del self._records  # which hold this: no cycle is left
         state.unwatched.discard(self)
         if self.met and exception[0] is None:
             _refuse_written(self.met)

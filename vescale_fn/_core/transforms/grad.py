@@ -165,7 +165,8 @@ def _call(
             )
         )
     value, aux = out if has_aux else (out, None)
-    checked(aux, where, "aux", numpy=True)
+    if has_aux:
+        checked(aux, where, "aux", numpy=True)
     return scalar(value, where), aux
 
 
