@@ -38,7 +38,8 @@ def summed(x: torch.Tensor) -> torch.Tensor:
 
 
 reveal_type(mesh)  # Mesh
-reveal_type(mesh.shape["dp"])  # Any
+reveal_type(mesh.shape["dp"])  # int
+reveal_type(mesh.shape[:1])  # tuple[int, ...]
 reveal_type(mesh.axis_names)  # tuple[str, ...]
 reveal_type(vfn.shard(x, mesh, P("dp")).sharding)  # Sharding
 reveal_type(vfn.typeof(x))  # ValueType
@@ -76,3 +77,7 @@ vfn.remat(loss)(params, x, x)  # wrong
 vfn.shard_map(loss, mesh, P())  # wrong
 summed(x, x)  # wrong
 vfn.launch(loss, "2")  # wrong
+vfn.shard(x, mesh, P("dp")).shards  # noqa: B018  # wrong
+mesh.device_ids  # noqa: B018  # wrong
+vfn.random.key(0).split()  # wrong
+vfn.optim.adamw(1e-3).step()  # wrong

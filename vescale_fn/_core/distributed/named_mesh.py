@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import ItemsView, KeysView, ValuesView
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +33,10 @@ class AxisSizes(tuple[int, ...]):
         self._axes = axes
         return self
 
+    @overload
+    def __getitem__(self, key: str | SupportsIndex) -> int: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[int, ...]: ...
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
             return super().__getitem__(key)
