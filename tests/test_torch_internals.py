@@ -450,7 +450,7 @@ CASES = {
     "set_local": other_block,
     "set_spec": other_block,
     "set_storage_offset": lambda: storage_offset() == 3,
-    "settled": lambda: door.settled(torch.tensor([1j]).conj()).tolist() == [-1j],
+    "materialized": lambda: door.materialized(torch.tensor([1j]).conj()).tolist() == [-1j],
     "shapes_only": lambda: type(inside(door.shapes_only(), lambda: torch.zeros(2))) is door.FakeTensor,
     "spec": lambda: door.spec(array()).placements == (Shard(0),),
     "standard_gamma_grad": lambda: door.standard_gamma_grad(torch.ones(1), torch.ones(1)).item() > 0,

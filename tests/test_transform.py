@@ -595,9 +595,9 @@ TREES = [
 @pytest.mark.parametrize("value", TREES, ids=str)
 def test_a_tree_taken_apart_is_put_together_again(value) -> None:
     found = []
-    shape = tree.apart(value, frozenset((torch.Tensor,)), found)
+    shape = tree.flatten_plain(value, frozenset((torch.Tensor,)), found)
     assert sorted(map(id, found)) == sorted(map(id, optree.tree_leaves(value)))
-    again = tree.together(shape, iter(found))
+    again = tree.unflatten_plain(shape, iter(found))
     assert repr(again) == repr(value)
     assert list(map(id, optree.tree_leaves(again))) == list(map(id, optree.tree_leaves(value)))
 

@@ -134,5 +134,5 @@ def _cast(where: str, x: Any, axis_name: Any, to: str) -> Any:
             tensor_types.mark(value, types.with_letter(have, names, _WORDS[to]))
             tensor_types.borrow(value)
             leaves[i] = value
-    context.note(where, x, leaves, names)
+    context.record(where, x, leaves, names)
     return tree.unflatten(treedef, leaves)

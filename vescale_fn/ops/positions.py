@@ -49,7 +49,7 @@ def axis_index(axis_name: Axis) -> torch.Tensor:
     body, names, _ = taking_part("axis_index", axis_name)
     position = index(body.mesh, names)
     tensor_types.mark(position, types.of(varying=names))
-    context.note("axis_index", (), position, names)
+    context.record("axis_index", (), position, names)
     return position
 
 

@@ -44,7 +44,7 @@ def _reduce(where: str, x: Any, axis_name: Any, row: str) -> Any:
             for i, out in zip(members, done, strict=True):
                 mean = where == "pmean"
                 outs[i] = _computed(out.div, size, tensor_types.typeof(out, body.axes)) if mean else out
-    context.note(where, x, outs, names)
+    context.record(where, x, outs, names)
     return tree.unflatten(treedef, outs)
 
 

@@ -317,7 +317,7 @@ def wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, .
 
 def _wrapped(local: Any, dspec: Any, spec: P) -> Array:
     if type(local) is not Blocks and torch_internals.is_lazy(local):
-        local = torch_internals.settled(local)
+        local = torch_internals.materialized(local)
     if local.requires_grad:  # inside a Function's forward: the array is the variable, not what it holds
         local = local.detach()
     return made(local, dspec, spec)
@@ -507,12 +507,12 @@ class _Move:
             return x.detach()
         bare = P(*target, unreduced=target.unreduced)
         if isinstance(x, Array):
-            local = _apart(brought(x, bare, self.why, apart=True), torch_internals.local(x))
+            local = _unshared(brought(x, bare, self.why, owned=True), torch_internals.local(x))
             return wrap(in_order(local, x), self.mesh, target, x.shape, tuple(x.stride()))
         steps = reshard_plan.plan(tuple(x.shape), axes_items(self.mesh), WHOLE, bare)
         before = _local(x, self.mesh)
         local = reshard.run(before, tuple(x.shape), self.mesh, steps, self.why)
-        local = in_order(_apart(local, before), x) if steps else local
+        local = in_order(_unshared(local, before), x) if steps else local
         return wrap(local, self.mesh, target, x.shape, tuple(x.stride()))
 
     def transpose(self) -> _Move:
@@ -588,7 +588,7 @@ def _local(x: Any, mesh: Any) -> Any:
     return communicator_of(mesh).held(torch_internals.local(x) if isinstance(x, Array) else x)
 
 
-def _apart(local: Any, source: Any) -> Any:
+def _unshared(local: Any, source: Any) -> Any:
     """`local` in memory of its own: a write into a piece of a whole that all ranks hold would change it on one alone."""
 
     def own(rank: int, block: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -602,7 +602,7 @@ def _apart(local: Any, source: Any) -> Any:
 def _plain(x: Any, why: str) -> torch.Tensor:
     if not isinstance(x, Array):
         return x
-    return strided_as(the_one(_read(brought(x, WHOLE, why, apart=True)), torch_internals.mesh(x)), x)
+    return strided_as(the_one(_read(brought(x, WHOLE, why, owned=True)), torch_internals.mesh(x)), x)
 
 
 class Boundary:
@@ -806,7 +806,7 @@ def moved_together(xs: Sequence[Array], targets: Sequence[P], why: str) -> list[
             moved = reshard_buckets.run_together(
                 [torch_internals.local(xs[i]) for i in members], shapes, mesh, plans, why
             )
-            moved = [_apart(local, torch_internals.local(xs[i])) for i, local in zip(members, moved, strict=True)]
+            moved = [_unshared(local, torch_internals.local(xs[i])) for i, local in zip(members, moved, strict=True)]
         for i, own in zip(members, moved, strict=True):
             own = in_order(own, xs[i])
             out[i] = tensor_types.kept(wrap(own, mesh, targets[i], xs[i].shape, tuple(xs[i].stride())), xs[i])

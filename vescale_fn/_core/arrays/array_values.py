@@ -34,13 +34,13 @@ def reason(func: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: P, targe
     return f"{name} needs {type_text(shape, dtype, target)}: {value}"
 
 
-def brought(x: Any, target: P, why: str, apart: bool = False) -> Any:
+def brought(x: Any, target: P, why: str, owned: bool = False) -> Any:
     """The local value of an array, brought to `target`. What a partial value adds up to is remembered until it is written.
 
-    With `apart` the result is nobody else's: it is given away, and may be written.
+    With `owned` the result is nobody else's: it is given away, and may be written.
     """
     local, own = _brought(x, target, why)
-    out = local if own or not apart else copied(local)
+    out = local if own or not owned else copied(local)
     if op_lines.listeners:
         value_flow.give(local, out)
     return out

@@ -102,7 +102,7 @@ class Gathered(Decision):
         if not isinstance(o, torch.Tensor) or o.layout is not torch.strided:
             return o  # a sparse result is a plain tensor, the same on every rank
         if torch_internals.is_lazy(o):
-            o = torch_internals.settled(o)
+            o = torch_internals.materialized(o)
         if id(o) in targets:
             return targets[id(o)]
         return torch_internals.new_dtensor(cls, communicator_of(self.mesh).held(o), self.spec_of_result(0, o))

@@ -80,7 +80,7 @@ def _solve(rule: Rule, args: Args, outs: Sequence[Any], axes: dict[str, int], pi
 
 def _missing(rule: Rule, chosen: dict[Label, Names], labels: Row, result: int = 0) -> set[str]:
     """The axes of labels that are summed over and that a row has not."""
-    sums = {label for label in rule.sums if not rule.apart or label[0] == result}
+    sums = {label for label in rule.sums if not rule.per_result or label[0] == result}
     return {axis for label in sums if label not in labels for axis in chosen.get(label, ())}
 
 
@@ -134,7 +134,7 @@ def _chosen(
     used: dict[Any, set[str]] = {}  # an axis splits one label of a call
     for label in sorted(votes, key=lambda label: (label in rule.yields, -max(votes[label].values()))):
         names = max(votes[label], key=votes[label].__getitem__)
-        taken = used.setdefault(label[0] if rule.apart else None, set(kept))
+        taken = used.setdefault(label[0] if rule.per_result else None, set(kept))
         n = 0
         while n < len(names) and names[n] not in taken and may_split(label, names[: n + 1]):
             n += 1

@@ -234,12 +234,12 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
     _check(tree_, leaves, specs, [mesh] * len(leaves), "shard")
     if context.on_one_device() and context.body() is None:
         out = unshard(_rebuilt(treedef, leaves))
-        context.note("shard", leaves, out)
+        context.record("shard", leaves, out)
         return out
     if replica_check.looked_for():
         replica_check.same_plain("shard", mesh, zip(_names(tree_), leaves, strict=True))
     out = [place(x, mesh, s, "shard") if isinstance(x, torch.Tensor) else x for x, s in zip(leaves, specs, strict=True)]
-    context.note("shard", leaves, out)
+    context.record("shard", leaves, out)
     return _rebuilt(treedef, out)
 
 
@@ -282,7 +282,7 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     _check(tree_, leaves, specs, meshes, "with_sharding")
     if context.on_one_device() and context.body() is None:
         whole = unshard(tree_)
-        context.note("with_sharding", leaves, whole)
+        context.record("with_sharding", leaves, whole)
         return whole
     if context.entries_over():
         for x, m, s in zip(leaves, meshes, specs, strict=True):
@@ -302,7 +302,7 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     for x, y in zip(leaves, out, strict=True):
         if y is not x and is_array(x):  # on one device the two are one: a write to either is to be seen in both
             note_elsewhere(torch_internals.peel(x), torch_internals.peel(y))
-    context.note("with_sharding", leaves, out)
+    context.record("with_sharding", leaves, out)
     return _rebuilt(treedef, out)
 
 

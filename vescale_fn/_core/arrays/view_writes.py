@@ -144,7 +144,7 @@ def write_where_shown(
     moved = {m for x in tensors_in(targets) if moved_view(x) is not None for m in memories(x)}
     originals = list({id(x): x for x in tensors_in(targets) if moved & memories(x)}.values())
     for x in originals:
-        local = brought(x, layout(torch_internals.spec(x)), "", apart=True)
+        local = brought(x, layout(torch_internals.spec(x)), "", owned=True)
         local = local if moved_view(x) is not None else copied(local)
         copies[id(x)] = torch_internals.new_dtensor(cls, local, torch_internals.spec(x))
     result = cls.redispatch(func, *mapped(lambda x: copies.get(id(x), x), (args, kwargs)))

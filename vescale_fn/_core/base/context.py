@@ -172,7 +172,7 @@ def seen(mesh: Any) -> Any:
     return mesh if mesh is None or unit is None else unit(mesh)
 
 
-def note(name: str, given: Any, made: Any, axes: tuple[str, ...] = (), line: str = "") -> None:
+def record(name: str, given: Any, made: Any, axes: tuple[str, ...] = (), line: str = "") -> None:
     """Tell the recorder, where there is one, of a step of ours that it cannot see: what went in, what came out of it,
     the axes along which ranks communicated, and the line, where that is another than the user's present one."""
     recorder = here.slot.now.recorder
@@ -333,7 +333,7 @@ def unlogged() -> contextlib.AbstractContextManager[None]:
     return setting(unlogged=True)
 
 
-def captured() -> Callable[[], contextlib.AbstractContextManager[None]]:
+def snapshot() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What brings this thread's state of now back, any number of times: for what a backward pass computes again."""
     now, mesh = here.slot.now, _mesh()
 

@@ -37,7 +37,7 @@ class Blocks(WithoutMemory):
         blocks = tuple(blocks)
         first = blocks[0]
         if torch_internals.is_lazy(first):
-            blocks = tuple(map(torch_internals.settled, blocks))
+            blocks = tuple(map(torch_internals.materialized, blocks))
             first = blocks[0]
         # an array knows its blocks' shapes, a body not
         ragged = in_body and any(b.shape != first.shape for b in blocks)

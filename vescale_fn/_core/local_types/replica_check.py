@@ -33,14 +33,14 @@ def digest(x: torch.Tensor) -> str:
     ):
         return ""
     with torch_internals.no_torch_function(), torch_internals.no_transforms(), torch.no_grad():
-        flat = torch_internals.settled(x.detach()).cpu().contiguous().reshape(-1)
+        flat = torch_internals.materialized(x.detach()).cpu().contiguous().reshape(-1)
         return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=8).hexdigest() if flat.numel() else ""
 
 
 def _shown(x: torch.Tensor) -> str:
     """A plain tensor's first values, and its sum, for those that differ further on."""
     with torch_internals.no_torch_function(), torch_internals.no_transforms(), torch.no_grad():
-        flat = torch_internals.settled(torch_internals.peel(x).detach()).cpu().reshape(-1)
+        flat = torch_internals.materialized(torch_internals.peel(x).detach()).cpu().reshape(-1)
         first = ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in flat[:3].tolist())
         wide = flat if flat.is_complex() else flat.to(torch.float64 if flat.is_floating_point() else torch.int64)
         return f"[{first}{', ...' if flat.numel() > 3 else ''}]" + (

@@ -284,4 +284,4 @@ def computed_again(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call
                         tensor_types.borrow(x)
         return fn(*args, **kwargs)
 
-    return again, context.Again(context.captured(), capture(), *(also() for also in captures))
+    return again, context.Again(context.snapshot(), capture(), *(also() for also in captures))

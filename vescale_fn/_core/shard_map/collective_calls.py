@@ -206,7 +206,7 @@ def send(
     if "U" not in takes:
         refuse_unreduced(where, x, leaves, have, names)
     outs = sent(op, leaves, have, gives)
-    context.note(where, x, outs, names)
+    context.record(where, x, outs, names)
     return tree.unflatten(treedef, outs)
 
 

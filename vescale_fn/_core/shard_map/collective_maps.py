@@ -86,7 +86,7 @@ class CollectiveMap:
             if communicator.holds_blocks:
                 xs = tuple(x if isinstance(x, DTensor) else communicator.held(x) for x in xs)
             else:  # what is sent lies in memory as it is; `Blocks` sees to that for simulated ranks
-                xs = tuple(map(torch_internals.settled, xs))
+                xs = tuple(map(torch_internals.materialized, xs))
             if (watch := context.watch()) is not None:
                 watch.about_to_send(
                     [(f"leaf {i}" if len(xs) > 1 else "", text(x)) for i, x in enumerate(xs)], self.told()

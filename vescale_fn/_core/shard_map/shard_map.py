@@ -72,7 +72,7 @@ class _Mapped(Map):
         fast = _nothing_differentiates(leaves)
         given = brought_in(leaves, ways, site, fast)
         if here.recorder is not None:
-            context.note(self.notes[0], tuple(leaves), given)
+            context.record(self.notes[0], tuple(leaves), given)
         intercepted = self.check or site.communicator.holds_blocks or not fast or here.grad_depth > 0 or self.watched
         result, locals_, out_def, have, by_values = self.run(site, args, treedef, given, intercepted)
         by_values = by_values or (first and not self.check and outer is None)
@@ -91,7 +91,7 @@ class _Mapped(Map):
         if here.unit is not None and outer is None:
             made = [x if way is None else whole(x) for x, way in zip(made, ways)]
         if here.recorder is not None:
-            context.note(self.notes[1], tuple(locals_), made, line=self.line)
+            context.record(self.notes[1], tuple(locals_), made, line=self.line)
         return tree.unflatten(out_def, made)
 
     def run(self, site: Site, args: Any, treedef: Any, leaves: list[Any], intercepted: bool) -> tuple[Any, ...]:

@@ -283,5 +283,5 @@ def sent(
             if have is not None:
                 tensor_types.mark(out, have)
         outs.append(out)
-    context.note(where, x, outs)
+    context.record(where, x, outs)
     return tree.unflatten(treedef, outs)

@@ -67,7 +67,7 @@ def count_write(x: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(x)
 
 
-def settled(x: torch.Tensor) -> torch.Tensor:
+def materialized(x: torch.Tensor) -> torch.Tensor:
     """`x` with its lazy conjugate, minus sign and zeros carried out: dispatch below autograd does not always heed them."""
     if x._is_zerotensor():  # a tangent that forward mode made up: it has no memory, so that a kernel would crash
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
@@ -77,7 +77,7 @@ def settled(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_lazy(x: torch.Tensor) -> bool:
-    """Whether `x` has a conjugate, a minus sign or zeros that are yet to be carried out: see `settled`."""
+    """Whether `x` has a conjugate, a minus sign or zeros that are yet to be carried out: see `materialized`."""
     return x.is_conj() or x.is_neg() or x._is_zerotensor()
 
 

@@ -20,7 +20,7 @@ from ..base.errors import TransformError
 from ..base.messages import report
 from ..distributed.blocks import Blocks
 from ..local_types import tensor_types, types
-from .primals import settled
+from .primals import as_primals
 
 Tensor = torch.Tensor
 
@@ -101,7 +101,7 @@ class Joined(torch.autograd.Function):
                 others = rule.again(args)
             grads = rule.pull(args, others, cts)
             if context.body() is None:
-                grads = [g if g is None else settled([g], [x])[0] for g, x in zip(grads, args, strict=True)]
+                grads = [g if g is None else as_primals([g], [x])[0] for g, x in zip(grads, args, strict=True)]
         return None, *grads, *through, *[None] * rest
 
     @staticmethod

@@ -26,7 +26,7 @@ from ..base.torch_errors import explained
 from ..base.user_calls import called, checked_function
 from ..shard_map import interrupts
 from ..sharding.layout import WHOLE
-from .primals import PLAIN, Split, argnums_of, described_result, is_place, scalar, settle_together, settled
+from .primals import PLAIN, Split, argnums_of, as_primals, described_result, is_place, scalar, settle_together
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
@@ -101,13 +101,13 @@ def _value_and_grad(
                 place, leaves, shape = known
                 primals = [x.detach().requires_grad_() for x in leaves]
                 given = list(args)
-                given[place] = tree.together(shape, iter(primals))
+                given[place] = tree.unflatten_plain(shape, iter(primals))
                 with context.differentiating():
                     context.differentiated_by(primals)
                     value, aux = _call(f, given, kwargs, has_aux, where)
                     grads = _gradients(value, primals, False)
                 value, aux, grads = _finished(value, aux, grads, leaves, has_aux, wants_value)
-                gradient = tree.together(shape, iter(grads))
+                gradient = tree.unflatten_plain(shape, iter(grads))
             else:
                 split = Split(where, f, args, argnums_of(argnums, args, where))
                 engine = (
@@ -231,7 +231,7 @@ def _commonest(args: Sequence[Any], argnums: Any) -> tuple[int, list[torch.Tenso
     if type(argnums) is not int or not 0 <= argnums < len(args):
         return None
     leaves: list[torch.Tensor] = []
-    shape = tree.apart(args[argnums], PLAIN, leaves)
+    shape = tree.flatten_plain(args[argnums], PLAIN, leaves)
     plain = leaves and PLAIN.issuperset(map(type, leaves)) and _FLOATS.issuperset(map(_dtype, leaves))
     if (
         not plain
@@ -259,8 +259,8 @@ def _by_autograd(
         value, aux = _call(f, split.with_primals(primals), kwargs, has_aux, split.where)
         grads = _gradients(value, primals, attached)
     if attached:
-        value = settled([value], [_whole_like(value)])[0] if wants_value else None
-        return value, aux, settled(grads, originals)
+        value = as_primals([value], [_whole_like(value)])[0] if wants_value else None
+        return value, aux, as_primals(grads, originals)
     return _finished(value, aux, grads, originals, has_aux, wants_value)
 
 
@@ -332,7 +332,7 @@ def backward(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def _whole_like(value: torch.Tensor) -> torch.Tensor:
-    """A stand-in for a value's layout, replicated: what it is settled to."""
+    """A stand-in for a value's layout, replicated: what it is brought to."""
     if not is_array(value):
         return value
     return wrap(torch_internals.local(torch_internals.peel(value)), mesh_of(value), WHOLE, torch.Size(()))  # type: ignore[attr-defined]
@@ -356,5 +356,5 @@ def _by_functorch(
     )
     found = iter(tensors)
     aux = tree.unflatten(rest["def"], [next(found) if isinstance(x, torch.Tensor) else x for x in rest["leaves"]])
-    value = settled([value], [_whole_like(value)])[0] if wants_value else None
-    return value, aux, settled(grads, primals)
+    value = as_primals([value], [_whole_like(value)])[0] if wants_value else None
+    return value, aux, as_primals(grads, primals)

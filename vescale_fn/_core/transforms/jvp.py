@@ -14,7 +14,7 @@ from ..base.errors import TransformError
 from ..base.messages import count_text, described, report
 from ..base.user_calls import checked_function
 from ..shard_map import body, interrupts
-from .primals import Split, settled
+from .primals import Split, as_primals
 from .vjp import Flat, partner_problem, pullback_of
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
@@ -142,7 +142,7 @@ def linearize(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., 
             what = f"it was made with {count_text(len(primals), 'primal')}, and called with {given}"
             raise TransformError(report("linearize: f_jvp", what, fix="one tangent for each argument of the function"))
         slopes = [torch.zeros_like(x) for x in outs]
-        found = settled(forth(_directions(split, tangents)), [slopes[i] for i in smooth])
+        found = as_primals(forth(_directions(split, tangents)), [slopes[i] for i in smooth])
         for i, slope in zip(smooth, found, strict=True):
             slopes[i] = slope
         return flat.rebuilt(slopes)

@@ -198,7 +198,7 @@ def _goal(primal: torch.Tensor) -> P | None:
     return P(*spec, unreduced=spec.reduced, reduced=spec.unreduced) if spec.unreduced or spec.reduced else spec
 
 
-def settled(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def as_primals(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Bring each gradient to the layout of its primal, differentiably, one by one."""
     out = []
     for g, x in zip(grads, primals, strict=True):
@@ -219,7 +219,7 @@ def settle_together(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tenso
         if isinstance(g, Array) and goal is not None and layout(torch_internals.spec(g)) != goal:
             moving[i] = goal
         elif isinstance(g, Array) != (goal is not None):
-            out[i] = settled([g], [x])[0]
+            out[i] = as_primals([g], [x])[0]
     arrays: list[Any] = [grads[i] for i in moving]
     found = moved_together(arrays, list(moving.values()), "grad: the layout of the primals")
     for i, g in zip(moving, found, strict=True):

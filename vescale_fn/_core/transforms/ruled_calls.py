@@ -137,7 +137,7 @@ def way(tensors: Sequence[Tensor], level: int) -> RuledRun:
 
 def ambient() -> Callable[[], Any]:
     """What a rule for cotangents runs in: the body, the mesh and the module of its call."""
-    again = context.Again(context.captured(), body.capture(), *(also() for also in body.captures))
+    again = context.Again(context.snapshot(), body.capture(), *(also() for also in body.captures))
     depth = max(context.grad_depth() - 1, 0)
 
     @contextlib.contextmanager

@@ -18,7 +18,7 @@ from ..distributed.mesh import same
 from ..shard_map import body, interrupts
 from ..sharding.index_map import axes_of
 from .grad import Followed, backward, fresh, recording, within_another, zeros_for_none
-from .primals import Split, described_result, settled
+from .primals import Split, as_primals, described_result
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
@@ -87,7 +87,7 @@ def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[[Any], tupl
                 )
             )
         cotangents = _cotangents(cotangent, out)
-        return tuple(split.gradients(settled(back(cotangents), split.primals)))
+        return tuple(split.gradients(as_primals(back(cotangents), split.primals)))
 
     return out, pullback
 

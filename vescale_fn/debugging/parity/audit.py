@@ -24,7 +24,7 @@ from ..._core.base.source_lines import is_users, quoted
 from ..._core.distributed.divergence import Watch
 from ..._core.distributed.mesh import communicator_of, unit
 from ..._core.transforms.grad import zeros_for_none
-from ..._core.transforms.primals import settled
+from ..._core.transforms.primals import as_primals
 from ..._core.transforms.vjp import vjp
 from .recording import ValueRecorder
 from .rounding import Rounded
@@ -123,8 +123,8 @@ class Audit:
             if recorder is None:
                 out = checked(self.f(*args), "check_parity", "out", numpy=True)
             else:
-                with context.recording(recorder.note):
-                    recorder.note("the arguments", (), args)
+                with context.recording(recorder.record):
+                    recorder.record("the arguments", (), args)
                     recorder.arguments = [recorder.find(x) for x, moves in zip(tree.leaves(args), self.moving) if moves]
                     with recorder:
                         out = checked(self.f(*args), "check_parity", "out", numpy=True)
@@ -164,7 +164,7 @@ class Audit:
             return [torch.zeros_like(x) for x in self.closed]
         ends, weights = zip(*pairs, strict=True)
         found = torch.autograd.grad(ends, self.closed, weights, retain_graph=True, allow_unused=True)
-        return [g.detach() for g in settled(zeros_for_none(found, self.closed), self.closed)]
+        return [g.detach() for g in as_primals(zeros_for_none(found, self.closed), self.closed)]
 
     def _of_what_stays(self, outcome: Outcome, reached: dict[str, Any]) -> Outcome:
         """The first run's outcome, without gradients by leaves that it made itself (those of an inner `vfn.grad`): they go

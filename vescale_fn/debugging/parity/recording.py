@@ -1,7 +1,7 @@
 """Recording a run: each value that the user's lines make, from what it was made, and the cotangents that came back to it.
 
 A function mode sees the torch functions that the user's code calls, before autograd and inside `shard_map` bodies; what
-the library does on its own is left out, but for the steps that it tells of (`context.note`): collectives, arguments and
+the library does on its own is left out, but for the steps that it tells of (`context.record`): collectives, arguments and
 results of maps. So a run on one device and a run on a mesh make the same records, in which no rank's decomposition of
 an op shows. Values are kept as copies: recording is for finding a mistake, on small inputs.
 """
@@ -109,7 +109,7 @@ class ValueRecorder(TorchFunctionMode):
                     self.add(_NAMES.get(name, name), x, sources)
         return out
 
-    def note(self, name: str, given: Any, made: Any, axes: tuple[str, ...] = (), line: str = "") -> None:
+    def record(self, name: str, given: Any, made: Any, axes: tuple[str, ...] = (), line: str = "") -> None:
         """A step of ours; `line`, if not where the user is."""
         with torch_internals.no_torch_function():
             before, after = tree.leaves(given), tree.leaves(made)

@@ -64,7 +64,7 @@ def elementwise_lists(call: Call) -> Rule | None:
     return Rule(
         tuple(rows[t.index] for t in call.tensors),
         tuple(tuple((k, d) for d in same(o)) for k, o in enumerate(outs)),
-        apart=True,
+        per_result=True,
     )
 
 

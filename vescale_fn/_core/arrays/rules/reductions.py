@@ -76,7 +76,7 @@ def norm(call: Call) -> Rule | None:
             ((),) * len(rows),
             frozenset(label for row in rows for label in row),
             fold="total",
-            apart=True,
+            per_result=True,
             op=squares,
             finish=lambda *parts: [part.sqrt() for part in parts],
         )

@@ -58,7 +58,7 @@ class Rule:
     ins: tuple[Row, ...]
     outs: tuple[Row, ...]
     sums: frozenset[Label] = frozenset()  # split and missing from a result: that result is a partial sum
-    apart: bool = False  # one call for each result: a label begins with the number of its result
+    per_result: bool = False  # one call for each result: a label begins with the number of its result
     even: frozenset[Label] = frozenset()  # may be split only where every size under it divides
     filled: frozenset[Label] = frozenset()  # may be split only where each rank has something: of nothing the op fails
     linear: tuple[int, ...] = ()  # the arguments in which, together, the op is linear: all partial in, partial out
