@@ -10,7 +10,7 @@ import torch
 from ..._core import torch_internals
 from ..._core.arrays.array import is_array, mesh_of, moved, spec_of
 from ..._core.sharding.spec import P
-from ..._core.transforms.primals import settled
+from ..._core.transforms.primals import as_primals
 from ..ir.graph import value
 from ..ir.loop import EACH, STACKED, Loop
 from . import leaves as leaves_
@@ -29,7 +29,7 @@ class Derivative:
         self.call, one = call, call.one
         init = [call.init[i] for i in call.moving]
         carried = [cotangents[i] for i in call.moving]
-        self.first = settled(
+        self.first = as_primals(
             [torch.zeros_like(x) if ct is None else ct for x, ct in zip(init, carried, strict=True)], init
         )
         self.rows = [
@@ -95,7 +95,7 @@ class Derivative:
             pairs += zip([like for like, _ in self.rows], rows, strict=True)
             by = [*(one.given[i] for i in call.moving), *(one.cut[i] for i in call.moving_xs)]
             grads = _gradients([pair for pair in pairs if pair[0].requires_grad], [*by, *call.captured])
-            self.own = settled([torch.zeros_like(x) if g is None else g for x, g in zip(by, grads)], by)
+            self.own = as_primals([torch.zeros_like(x) if g is None else g for x, g in zip(by, grads)], by)
             self.sums = [(i, g) for i, g in enumerate(grads[len(by) :]) if g is not None]
             self.own_nodes = list(map(one.nodes, self.own))
             self.carry_nodes = [
