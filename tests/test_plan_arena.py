@@ -93,6 +93,14 @@ def test_the_arena_of_a_step_is_what_is_alive_at_once():
     assert all(slot.offset % 512 == 0 == slot.bytes % 512 for slot in lowered.arena(alignment=512).slots)
 
 
+def test_the_arena_of_a_loop_has_room_for_one_iteration():
+    w, x = torch.randn(7, 16, 16), torch.randn(5, 16)
+    lowered = vfn.jit(lambda w, x: vfn.scan(lambda h, w: (torch.tanh(h @ w), h.sum()), x, w)).lower(w, x)
+    arena, use = lowered.arena(alignment=4), lowered.memory()
+    assert arena.least == arena.bytes
+    assert 0 < use.peak - use.arguments <= arena.bytes <= 2 * (use.peak - use.arguments)
+
+
 def test_the_arena_of_a_sharded_step_and_of_nothing():
     with vfn.simulate(4):
         mesh = vfn.make_mesh((4,), ("dp",))

@@ -55,6 +55,19 @@ def test_a_saved_plan_is_replayed_and_nothing_is_recorded(tmp_path):
     assert repr(vfn.load_plan(tmp_path / "step")) == f"<SavedPlan of step for 1 rank, by {made_for.software()}>"
 
 
+def test_a_loop_is_saved_with_its_body(tmp_path):
+    def loss(w, x):
+        return vfn.scan(lambda h, w: (torch.tanh(h @ w), h.sum()), x, w)[0].square().mean()
+
+    w, x = torch.randn(7, 6, 6), torch.randn(5, 6)
+    f = vfn.jit(vfn.value_and_grad(loss))
+    vfn.save_plan(f.lower(w, x), tmp_path / "loop")
+    again = vfn.jit(vfn.value_and_grad(loss), plans=[vfn.load_plan(tmp_path / "loop")])
+    torch.testing.assert_close(again(w, x), f(w, x), rtol=0, atol=0)
+    assert again.cache_info().records == 0
+    assert again.lower(w, x).text(lines=None) == f.lower(w, x).text(lines=None)
+
+
 OTHERS = {
     "a rate that the optimiser closes over": lambda args: (stepping(2e-3), args),
     "a number that it closes over": lambda args: (stepping(1e-3, 3.0), args),

@@ -178,7 +178,7 @@ def _body(loop: Loop) -> list[str]:
     outs: Any = plan.output(loop.body).args[0]
     given = "; ".join(word + ", ".join(xs) for word, xs in (("", carry), ("of each ", cuts), ("the same ", same)) if xs)
     order = ", from the last" if loop.reverse else ""
-    kept = [f"{x} {'of the last' if kind is LAST else 'of each'}" for x, kind in zip(outs[loop.carry :], loop.keeps)]
+    kept = [f"{x} {'of the last' if kind == LAST else 'of each'}" for x, kind in zip(outs[loop.carry :], loop.keeps)]
     return [
         f"{loop.length} times{order}: {given}",
         *(f"  {line}".rstrip() for line in _calls(loop.body)),

@@ -22,7 +22,7 @@ class Looping:
     def __init__(self, loop: Loop, body: Callable[[list[Any]], Sequence[Any]], consumed: Sequence[bool]) -> None:
         self.loop, self.body, self.consumed, self.shared = loop, body, consumed[loop.carry :], Sharing(loop)
         self.order = range(loop.length - 1, -1, -1) if loop.reverse else range(loop.length)
-        self.cut = [i for i, kind in enumerate(loop.slices) if kind is STACKED]
+        self.cut = [i for i, kind in enumerate(loop.slices) if kind == STACKED]
 
     def __call__(self, *args: Any) -> list[Any]:
         loop, carried, body = self.loop, self.loop.carry, self.body
@@ -34,7 +34,7 @@ class Looping:
         for i in self.cut:
             rows[i] = rows[i].unbind(0)
         eaten = [row for row, eats in zip(rows, self.consumed) if eats and type(row) is list]
-        kept: list[Any] = [[None] * loop.length if kind is EACH else None for kind in loop.keeps]
+        kept: list[Any] = [[None] * loop.length if kind == EACH else None for kind in loop.keeps]
         for i in self.order:
             values += [row[i] for row in rows]
             for row in eaten:
@@ -50,13 +50,13 @@ class Looping:
     def keep(self, kept: list[Any], i: int, outs: Sequence[Any]) -> None:
         """Keep what an iteration has given."""
         for j, (y, kind) in enumerate(zip(outs, self.loop.keeps)):
-            if kind is STACKED:
+            if kind == STACKED:
                 if kept[j] is None:
                     kept[j] = torch.empty((self.loop.length, *y.shape), dtype=y.dtype, device=y.device)
                 kept[j][i].copy_(y)
                 continue
             y = y.clone() if j in self.shared.kept else y
-            if kind is EACH:
+            if kind == EACH:
                 kept[j][i] = y
             else:
                 kept[j] = y

@@ -10,6 +10,7 @@ from torch import fx
 
 from . import graph as plan
 from . import memory_aliases, packing
+from .loop import loop_of, loops
 from .memory_use import bytes_text, call_text, place
 
 
@@ -77,12 +78,16 @@ def arena(graph: fx.Graph, alignment: int) -> Arena:
         for piece, last in memory_aliases.last_uses(graph).items()
         if piece.maker in index and piece.bytes
     ]
-    lives.sort(key=lambda life: life[1])
-    sizes = [-(-piece.bytes // alignment) * alignment for piece, _, _ in lives]
-    found = packing.pack([first for _, first, _ in lives], [last for _, _, last in lives], sizes)
+    lives = [(piece.maker, piece.bytes, first, last) for piece, first, last in lives]
+    # what the iterations of a loop need has the same place in each of them
+    lives += [(node, arena(loop_of(node).body, alignment).bytes, index[node], index[node]) for node in loops(graph)]
+    lives.sort(key=lambda life: life[2])
+    sizes = [-(-size // alignment) * alignment for _, size, _, _ in lives]
+    found = packing.pack([first for *_, first, _ in lives], [last for *_, last in lives], sizes)
     slots = [
-        Slot(call_text(piece.maker), piece.maker.meta.get("line", ""), int(offset), size, first, last)
-        for (piece, first, last), size, offset in zip(lives, sizes, found.offsets)
+        Slot(call_text(maker), maker.meta.get("line", ""), int(offset), size, first, last)
+        for (maker, _, first, last), size, offset in zip(lives, sizes, found.offsets)
+        if size
     ]
     return Arena(slots, found.least)
 

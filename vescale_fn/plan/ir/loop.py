@@ -104,7 +104,7 @@ class Sharing:
         lie = memories(loop.body)
         places = [x for x in loop.body.nodes if x.op == "placeholder"]
         outs: list[Any] = list(output(loop.body).args[0])  # type: ignore[arg-type]
-        kept = [(i, lie[x]) for i, (x, kind) in enumerate(zip(outs[loop.carry :], loop.keeps)) if kind is not STACKED]
+        kept = [(i, lie[x]) for i, (x, kind) in enumerate(zip(outs[loop.carry :], loop.keeps)) if kind != STACKED]
         all_kept: frozenset[Any] = frozenset().union(*(roots for _, roots in kept))
         self.enters = [i for i, x in enumerate(places[: loop.carry]) if x in all_kept]
         self.kept = {i for i, roots in kept if not roots.isdisjoint(places[loop.carry :])}

@@ -19,6 +19,7 @@ from ..._core.base.messages import report, short
 from ..._core.distributed.collectives import Collective
 from ..._core.sharding.spec import P, rebuild_spec
 from ..ir import graph as plan
+from ..ir.loop import Loop
 from ..passes.overlap import Start
 from . import steps
 
@@ -26,6 +27,7 @@ Mesh = Any
 _TORCH = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 # taking parts out of results, and what is computed of floats among the arguments
 _NUMBERS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs")
+_OF_LOOPS = ("length", "reverse", "carry", "slices", "keeps")
 _PYTHON = {getattr(operator, name): name for name in ("getitem", *_NUMBERS)}
 
 
@@ -70,6 +72,9 @@ class GraphWriter:
             return _PYTHON[target]
         if isinstance(target, torch_internals.OpOverload):
             return {"op": torch_internals.overload_name(target)}
+        if isinstance(target, Loop):
+            fields = {key: self.value(getattr(target, key)) for key in _OF_LOOPS}
+            return {"loop": fields, "body": self.graph(target.body)}
         if isinstance(target, plan.Step):
             found = steps.described(target)
             if found is None:
@@ -164,6 +169,9 @@ class GraphReader:
             return next(function for function, name in _PYTHON.items() if name == data)
         if "op" in data:
             return self._operator(data["op"])
+        if "loop" in data:
+            fields = {key: self.value(data["loop"][key]) for key in _OF_LOOPS}
+            return Loop(body=self.graph(data["body"]), **fields)
         if "step" in data:
             return steps.made(data["step"], {key: self.value(x) for key, x in data["given"].items()})
         fields = {key: self.value(x) for key, x in data["collective"].items()}

@@ -191,7 +191,7 @@ class LoopCall:
 
     def result(self, val: Any, kind: str) -> Any:
         """What a result of the loop is like, of which each iteration gives `val`."""
-        if kind is LAST or not isinstance(val, torch.Tensor):
+        if kind == LAST or not isinstance(val, torch.Tensor):
             return self.recorder.fake_like(val) if isinstance(val, torch.Tensor) else val
         return self.recorder.fake_stack(val, self.count)
 
