@@ -1254,3 +1254,48 @@ def test_views_of_a_captured_tensor_leave_nothing_on_it(first):
         assert not vars(w)
         for check in (True, False):
             torch.testing.assert_close(slopes(lambda w, check=check: program(w, check)), want)
+
+
+# --- writes into what a body closes over ------------------------------------------------------------------------------
+
+INTO_CLOSED_OVER = {
+    "a view": lambda b, x: b[:3].add_(x),
+    "a view of a view": lambda b, x: b.view(2, 2).t()[0].add_(x[:2]),
+    "detached": lambda b, x: b.detach()[:3].add_(x),
+    "data": lambda b, x: b.data[:3].copy_(x),
+    "out": lambda b, x: torch.add(x, 1, out=b[:3]),
+    "a slice": lambda b, x: b.__setitem__(slice(0, 3), x),
+    "whole": lambda b, x: b.copy_(torch.cat([x, x[:1]])),
+    "itself": lambda b, x: b.contiguous()[:3].add_(x),
+    "lists": lambda b, x: torch._foreach_add_([b[:3]], [x]),
+}
+
+
+def _written_into_closed_over():
+    """What of these is not refused, and what a number, or the body's own memory, does not take."""
+    mesh, wrong = vfn.make_mesh((2,), ("a",)), []
+    a = vfn.shard(torch.arange(6.0), mesh, P("a"))
+
+    def run(write, b):
+        vfn.shard_map(lambda x: (write(b, x), x * 1)[1], mesh=mesh, in_specs=P("a"), out_specs=P("a"))(a)
+        return vfn.unshard(b).tolist()
+
+    for make in (lambda: torch.zeros(4), lambda: vfn.shard(torch.zeros(4), mesh, P())):
+        for name, write in INTO_CLOSED_OVER.items():
+            try:
+                wrong.append((name, run(write, make())))
+            except (VaryingTypeError, InPlaceError):
+                pass
+        b = make()
+        if run(lambda b, x: b[1:].add_(2), b) != [0, 2, 2, 2] or run(lambda b, x: b.fill_(3), b) != [3, 3, 3, 3]:
+            wrong.append("a number")
+        if run(lambda b, x: torch.zeros(4)[:3].add_(x), b) != [3, 3, 3, 3]:
+            wrong.append("its own")
+    return wrong
+
+
+def test_what_differs_by_rank_is_not_written_into_what_a_body_closes_over(gloo) -> None:
+    """Through a view of it each real rank wrote its own values, and the same array was another one on each."""
+    with vfn.simulate(2):
+        assert _written_into_closed_over() == []
+    assert gloo(2, _written_into_closed_over) == [[], []]

@@ -96,6 +96,31 @@ def is_borrowed(x: torch.Tensor) -> bool:
     return hasattr(x, "vfn_borrowed") or hasattr(torch_internals.base(x), "vfn_borrowed")
 
 
+def lend(x: torch.Tensor) -> torch.Tensor:
+    """Note that a local value is another name for memory from outside the body, which stays the same on all ranks."""
+    torch_internals.peel(x).vfn_lent = True  # type: ignore[attr-defined]
+    return x
+
+
+def is_lent(x: torch.Tensor) -> bool:
+    """Whether a value, or what it is a view of, is from outside the body."""
+    if read(x) is None:
+        return True
+    x = torch_internals.peel(x)
+    base = torch_internals.base(x)
+    return any(hasattr(y, "vfn_lent") for y in (x, base)) or (
+        base is not None and not hasattr(base, "vfn_type") and not hasattr(base, "vfn_view_type")
+    )
+
+
+def note_owner(out: torch.Tensor, source: torch.Tensor) -> None:
+    """Note whose memory another name for `source` is, which torch does not count as a view."""
+    if is_borrowed(source):
+        borrow(out)
+    if is_lent(source):
+        lend(out)
+
+
 def own(x: torch.Tensor) -> Type | None:
     """The type that this very tensor was given."""
     return getattr(torch_internals.peel(x), "vfn_type", None)

@@ -234,16 +234,18 @@ class Checked(Unchecked):
     def writing(self, func: Any, name: str, args: Any, kwargs: Any, targets: list[Tensor], draws: bool = False) -> Any:
         """A function that writes `targets`, which are among its operands."""
         given = op_arguments.tensors_in(args, kwargs)
-        known = [self.typeof(x) for x in given]
+        mine = set(map(id, targets))
+        # an array from outside that may be written has one value on all ranks
+        known = [types.INVARIANT if id(x) in mine and self.outside(x) else self.typeof(x) for x in given]
         drawn = (self.everywhere,) if draws else ()
         plain_name = name.strip("_").removeprefix("i") if name.startswith("__i") else name.rstrip("_")
         gone = set(map(id, filter(_is_alone, targets))) if "out" in kwargs or name in _OVERWRITES else ()
         used = [(x, have) for x, have in zip(given, known) if id(x) not in gone]
         operands, types_ = [x for x, _ in used], [have for _, have in used]
         want, result = self.combined(plain_name, args, kwargs, [*operands, *targets[: len(drawn)]], (*types_, *drawn))
-        for target in targets:
-            self.check_write(name, target, self.typeof(target), result)
-        mine = set(map(id, targets))
+        for target, have in zip(given, known):
+            if id(target) in mine:
+                self.check_write(name, target, have, result)
         operands = [
             x if id(x) in mine else self.promoted(self.taken_in(x), have, want) for x, have in zip(given, known)
         ]
@@ -251,9 +253,11 @@ class Checked(Unchecked):
         out = func(*args, **kwargs)
         for target in targets:
             base = torch_internals.base(torch_internals.peel(target))
+            if self.outside(target):
+                continue
             if self.typeof(target) is not result or (base is not None and self.typeof(base) is not result):
                 tensor_types.retype(target, result)
-        return tensor_types.mark_all(out, result)
+        return tensor_types.mark_made(out, result, given)
 
     def aside(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A function that may write arguments without saying so in its name, such as running statistics."""
@@ -292,13 +296,12 @@ class Checked(Unchecked):
             )
         if have is result:
             return
-        outside = tensor_types.read(target) is None
-        if outside or torch_internals.needs_gradient(target):
+        if tensor_types.is_lent(target) or torch_internals.needs_gradient(target):
             raise self.widened(name, target, have, result)
 
     def widened(self, name: str, target: Tensor, have: Type, result: Type) -> VaryingTypeError:
         """The error of a value, from outside the body or with a gradient, that would differ by rank from here on."""
-        outside = tensor_types.read(target) is None
+        outside = tensor_types.is_lent(target)
         return VaryingTypeError(
             report(
                 name,
@@ -356,8 +359,8 @@ class Checked(Unchecked):
         if isinstance(out, Tensor) and not self.outside(out):
             have = self.typeof(args[0])
             tensor_types.mark_made(out, types.dual(have) if name == "grad" else have, args)
-            if name == "data" and tensor_types.is_borrowed(args[0]):
-                tensor_types.borrow(out)
+            if name == "data":
+                tensor_types.note_owner(out, args[0])
         return out
 
     def dual(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -368,8 +371,7 @@ class Checked(Unchecked):
     def alias(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """`detach`: another name for the same memory, which torch does not count as a view."""
         out = self.function(func, name, args, kwargs)
-        if tensor_types.is_borrowed(args[0] if args else kwargs["input"]):
-            tensor_types.borrow(out)
+        tensor_types.note_owner(out, args[0] if args else kwargs["input"])
         return out
 
     def setter(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:

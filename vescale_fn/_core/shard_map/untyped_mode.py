@@ -154,7 +154,7 @@ class Unchecked(TorchFunctionMode):
         below = torch_internals.peel(x)
         if isinstance(below, DTensor):
             known = tensor_types.read(x) or self.own  # typed where it is of a body around this one
-            return self.remember(x, "array", lambda: self.adopt(x), known) if self.outside(x) else x
+            return self.remember(x, "array", lambda: tensor_types.lend(self.adopt(x)), known) if self.outside(x) else x
         # that will be an array
         if self.body.auto is not None and tensor_types.read(x) is None and torch_internals.needs_gradient(x):
             return self.remember(x, "array", lambda: self.adopt(x))
