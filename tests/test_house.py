@@ -52,6 +52,7 @@ OPERATORS = {
     },
     "_core/torch_internals/fake_tensors.py": {"add"},
     "_core/torch_internals/tensor_memory.py": {"set_"},
+    "_core/transforms/kept_values.py": {"detach"},  # which autograd calls by itself
 }
 # Names that several files give to a public class because it is one thing in each: the sizes of a recipe's model.
 SHARED = {"Config"}

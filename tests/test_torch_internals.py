@@ -277,6 +277,14 @@ def edges_into_a_loop() -> list[bool]:
     return [found[before.grad_fn, 0] is None, all(x is leaf for key, x in found.items() if x is not None)]
 
 
+def hooks_around():
+    def pack(x):
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        return door.saved_tensor_hooks()[0] is pack
+
+
 CASES = {
     "BARE": lambda: {torch.Tensor, type(fake())} <= door.BARE,
     "DTensorSpec": lambda: type(door.spec(array())) is door.DTensorSpec,
@@ -443,6 +451,7 @@ CASES = {
     "root_mesh": lambda: (m := door.mesh(array())) is door.root_mesh(m),
     "run_compiled_as_written": lambda: as_written() == [None, len],
     "running_node": lambda: door.running_node() is None and backward_numbers()[1] >= 0,
+    "saved_tensor_hooks": hooks_around,
     "schema": lambda: [a.name for a in door.schema(MM).arguments] == ["self", "mat2"],
     "set_ambient": lambda: put_back() == (0, True),
     "set_default_group_timeout": lambda: callable(door.set_default_group_timeout),

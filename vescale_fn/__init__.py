@@ -29,7 +29,10 @@ from ._core.transforms.custom_jvp import custom_jvp
 from ._core.transforms.custom_vjp import custom_vjp
 from ._core.transforms.grad import grad, value_and_grad
 from ._core.transforms.jvp import jvp, linearize
+from ._core.transforms.named import checkpoint_name, name
 from ._core.transforms.remat import remat
+from ._core.transforms.remat_policies import remat_policies
+from ._core.transforms.residuals import print_saved_residuals, saved_residuals
 from ._core.transforms.stop_gradient import stop_gradient
 from ._core.transforms.vjp import vjp
 from ._core.transforms.vmap import vmap
@@ -78,6 +81,7 @@ __all__ = [
     "axis_size",
     "check_parity",
     "checkpoint",
+    "checkpoint_name",
     "comm_log",
     "cond",
     "current_mesh",
@@ -108,6 +112,7 @@ __all__ = [
     "make_mesh",
     "map",
     "module_function",
+    "name",
     "needless",
     "nn",
     "ops",
@@ -120,6 +125,7 @@ __all__ = [
     "pmin",
     "ppermute",
     "precision",
+    "print_saved_residuals",
     "profile",
     "psum",
     "psum_scatter",
@@ -127,8 +133,10 @@ __all__ = [
     "random",
     "register_dataclass",
     "remat",
+    "remat_policies",
     "save",
     "save_plan",
+    "saved_residuals",
     "scan",
     "set_mesh",
     "shard",

@@ -6,6 +6,7 @@ from ._core.control_flow.associative_scan import associative_scan
 from ._core.control_flow.cond import cond, switch
 from ._core.control_flow.scan import map, scan
 from ._core.control_flow.while_loop import fori_loop, while_loop
+from ._core.transforms.stop_gradient import stop_gradient
 from .ops import (
     all_gather,
     all_to_all,
@@ -43,6 +44,7 @@ __all__ = [
     "psum_scatter",
     "pvary",
     "scan",
+    "stop_gradient",
     "switch",
     "while_loop",
     "with_sharding_constraint",

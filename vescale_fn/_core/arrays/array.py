@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -477,6 +477,8 @@ Lead = tuple[tuple[str, ...], ...]  # of each leading dim, of a vmap: the axes t
 class _Move:
     """An array, or a plain whole tensor, brought to `target` (None: to a plain whole tensor)."""
 
+    row: ClassVar[str] = "with_sharding"
+
     mesh: Any
     source: P | None
     target: P | None
@@ -533,6 +535,8 @@ def _with_sums(target: P, unreduced: frozenset[str]) -> P:
 @dataclass(frozen=True)
 class _Moves:
     """Several moves on one mesh; what is the same collective travels as one, there and, when all cotangents are known, back."""
+
+    row: ClassVar[str] = "with_sharding"
 
     parts: tuple[_Move, ...]
 

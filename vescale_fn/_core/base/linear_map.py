@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import torch_internals
-from . import context, op_lines, traced_steps
+from . import context, op_lines, state, traced_steps
 
 
 class LinearMap(Protocol):
@@ -88,6 +88,9 @@ def apply(op: LinearMap, *xs: Any) -> tuple[Any, ...]:
 
 def _run(op: LinearMap, xs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The map itself; a tracer sees it as one step, since it would not see what a collective does."""
+    keeper = state.here.slot.now.keeper
+    if keeper is not None:
+        return keeper.linear(op, xs, lambda: _unwatched(op, xs))
     if torch_internals.dispatch_modes() and torch_internals.is_traced():
         return traced_steps.as_one_step(lambda *xs: apply(op, *xs), xs, {}, lambda: _unwatched(op, xs))
     return _unwatched(op, xs)

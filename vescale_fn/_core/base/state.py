@@ -24,6 +24,9 @@ class Thread:
     grad_depth: int = 0
     followed: bool = False
     primals: Sequence[Any] = ()  # what the innermost `vfn.grad` on the plain engine differentiates by
+    keeper: Any = None  # of a `vfn.remat` with a policy, while its function runs: a `kept_values.Keeper`
+    may_merge: bool = False  # whether a plan may merge what is computed again with what it repeats
+    kept: list[Any] | None = None  # where `saved_residuals` collects what is kept for a backward pass
     rule_below: int | None = None  # while a custom derivative's rule runs: the level that uses it
     entries: tuple[Any, ...] = ()  # of the vmaps around, outermost first
     key_uses: dict[Any, Any] | None = None

@@ -14,6 +14,7 @@ from .autograd import (
     made_after,
     needs_gradient,
     running_node,
+    saved_tensor_hooks,
 )
 from .distributed import (
     all_gather_single,
@@ -288,6 +289,7 @@ __all__ = [
     "root_mesh",
     "run_compiled_as_written",
     "running_node",
+    "saved_tensor_hooks",
     "schema",
     "set_ambient",
     "set_default_group_timeout",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -103,3 +103,8 @@ def edges_from_before(outs: Iterable[torch.Tensor], count: int) -> list[tuple[An
             seen.add(node)
             todo += [edge for edge in node.next_functions if edge[0] is not None]
     return list(found.items())
+
+
+def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """The functions that pack and unpack what autograd keeps, where there are such."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)

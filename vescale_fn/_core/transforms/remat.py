@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.utils.checkpoint
 
 from .. import torch_internals
-from ..base import tree
+from ..base import context, state, tree
 from ..base.containers import opened
 from ..base.errors import TransformError
 from ..base.front_door import public
 from ..base.messages import report
 from ..base.user_calls import called, checked_function, owner
 from ..shard_map import body
+from .kept_values import Keeper
+from .remat_policies import Policy
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -26,15 +28,28 @@ R = TypeVar("R")
 
 @torch_internals.not_compiled
 @public("remat")
-def remat(f: Callable[Q, R]) -> Callable[Q, R]:
+def remat(
+    f: Callable[Q, R],
+    *,
+    policy: Policy | None = None,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] = (),
+) -> Callable[Q, R]:
     """`f`, whose intermediate values are computed again in the backward pass instead of being kept.
 
-    A gather made in `f` is made again too: with parameters sharded and gathered inside, this is FSDP's memory. Keyed
-    draws are the same the second time. Under a `torch.func` transform, which keeps every value by construction, and in
-    forward mode, which keeps none, it is `f`.
+    A gather made in `f` is made again too: with parameters sharded and gathered inside, this is FSDP's memory. Draws, keyed
+    and torch's own, are the same the second time. Under a `torch.func` transform, which keeps every value by construction, and
+    in forward mode, which keeps none, it is `f`.
+
+    Args:
+        f: a function of trees.
+        policy: which values are kept all the same: one of `vfn.remat_policies`, or a function ``(op, shapes, name)``. What
+            follows from a kept value is computed from it, and what only it follows from not at all. No bit depends on it.
+        prevent_cse: under `jit`, whether what is computed again stays apart from what it repeats; else they may be merged.
+        static_argnums: arguments, by place, that are handed on as they are: no trees with tensors in them.
 
     Raises:
-        TransformError: `f` itself takes a gradient by `torch.func`.
+        TransformError: `f` itself takes a gradient by `torch.func`; with a policy, `f` does something else the second time.
 
     Source: `jax.checkpoint`, `torch.utils.checkpoint`.
 
@@ -44,14 +59,16 @@ def remat(f: Callable[Q, R]) -> Callable[Q, R]:
     """
 
     checked_function(f, "remat")
+    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
 
     @torch_internals.not_compiled
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch_internals.transforming() or torch_internals.forward_ad_active() or not torch.is_grad_enabled():
             return f(*args, **kwargs)
+        places = {n % len(args) for n in static} if static else set()
         leaves, treedef = opened(
-            (args, kwargs),
+            ([None if n in places else x for n, x in enumerate(args)], kwargs),
             "remat",
             "(args, kwargs)",
             numpy=True,
@@ -61,34 +78,46 @@ def remat(f: Callable[Q, R]) -> Callable[Q, R]:
 
         def flat(*flat_args: Any) -> Any:
             a, k = tree.unflatten(treedef, flat_args)
+            a = [args[n] if n in places else x for n, x in enumerate(a)]
             outs, flat_def = opened(called(f, a, k, "remat"), "remat", "out", numpy=True)
             return (flat_def, *outs)
 
-        again, setting = body.computed_again(flat, leaves, {})
-
-        def contexts() -> tuple[Any, Any]:
-            return contextlib.nullcontext(), setting
-
-        contexts.enters_body = True
-        try:
-            out_def, *outs = torch.utils.checkpoint.checkpoint(
-                again, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-            )
-        except Exception as error:
-            for frame, _ in traceback.walk_tb(error.__traceback__):
-                if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-                    frame.clear()  # with which, on torch 2.11, a checkpoint that raised is left: else its hooks stay on
-            if not (isinstance(error, RuntimeError) and torch_internals.is_about_hooks(error)):
-                raise
-            raise TransformError(
-                report(
-                    "remat",
-                    "the function takes a gradient by torch.func (so does vfn.grad under vmap or jvp), which keeps values "
-                    "where the backward pass of a remat cannot find them",
-                    fix="vfn.grad in it, outside of vmap and jvp; or the remat inside of the transform: "
-                    "torch.func.grad(vfn.remat(f)), vfn.vmap(vfn.remat(f))",
-                )
-            ) from None
+        out_def, *outs = _checkpointed(flat, leaves, None if policy is None else Keeper(policy), prevent_cse)
         return tree.unflatten(out_def, outs)
 
     return run
+
+
+def _checkpointed(flat: Callable[..., Any], leaves: Sequence[Any], keeper: Keeper | None, apart: bool) -> Any:
+    """``flat(*leaves)``, whose values autograd keeps as little as `keeper` says."""
+    again, setting = body.computed_again(flat, leaves, {})
+    before = contextlib.nullcontext() if keeper is None else context.Again(keeper.first)
+    more = [] if apart else [lambda: context.setting(may_merge=True)]
+    within = context.Again(lambda: setting, *more, *([] if keeper is None else [keeper.again]))
+
+    def contexts() -> tuple[Any, Any]:
+        return before, within
+
+    contexts.enters_body = True
+    try:
+        out = torch.utils.checkpoint.checkpoint(
+            again, *leaves, use_reentrant=False, preserve_rng_state=True, context_fn=contexts
+        )
+    except Exception as error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                frame.clear()  # with which, on torch 2.11, a checkpoint that raised is left: else its hooks stay on
+        if not (isinstance(error, RuntimeError) and torch_internals.is_about_hooks(error)):
+            raise
+        raise TransformError(
+            report(
+                "remat",
+                "the function takes a gradient by torch.func (so does vfn.grad under vmap or jvp), which keeps values "
+                "where the backward pass of a remat cannot find them",
+                fix="vfn.grad in it, outside of vmap and jvp; or the remat inside of the transform: "
+                "torch.func.grad(vfn.remat(f)), vfn.vmap(vfn.remat(f))",
+            )
+        ) from None
+    if keeper is not None and (collected := state.now().kept) is not None:
+        collected += keeper.residuals()
+    return out

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ..._core import torch_internals
 from ..._core.arrays.stateful_draws import refuse_seeded
-from ..._core.base import context, op_arguments, source_lines
+from ..._core.base import context, op_arguments, source_lines, state
 from ..._core.base.errors import InPlaceError, RecordError
 from ..._core.base.messages import op_text, report
 from ..._core.distributed import blocks
@@ -547,7 +547,7 @@ class Recorder(torch_internals.TorchDispatchMode):
             frame = frame.f_back
         if top is not self._again:
             self._again, self._times = top, self._times + (top is not None)
-        again = self._times if top is not None else None
+        again = self._times if top is not None and not state.now().may_merge else None
         if user is not None:
             line = f"{user.f_code.co_filename}:{user.f_lineno}"
             self._lines[torch_internals.autograd_count() - 1] = line

@@ -1,0 +1,271 @@
+"""Which values of a function `remat` keeps, by a policy, and what it computes again.
+
+While the function runs, each op of torch's and each collective is one step. A step whose values the policy keeps is not run
+again: the backward pass gets the kept ones. Of the others only those are, from which something that autograd asked for
+follows; in the place of the rest stands memory without values. What draws from torch's generator is always run, and so draws
+the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import torch_internals
+from ..base import op_arguments, source_lines, state
+from ..base.errors import TransformError
+from ..base.messages import report
+from ..distributed.blocks import parts, written
+from .placeholders import Placeholder, memory, placeholder, restored
+
+Tensor = torch.Tensor
+_COMMUNICATES = frozenset(
+    "psum pmax pmin all_gather psum_scatter all_gather_invariant all_to_all ppermute pbroadcast sum_at_source".split()
+)
+_NO_STEPS = ("aten::detach", "prim::device")  # which autograd calls as well, as it likes
+_STEPS = _COMMUNICATES | {"with_sharding"}  # the linear maps that count as steps
+
+
+@dataclass
+class RematStep:
+    """What was done, once.
+
+    Attributes:
+        op: the operator, or a linear map's kind.
+        name: as policies are told.
+        sources: the steps that its operands come from.
+        out: its result, with `Placeholder` in place of tensors.
+        runs: whether it is run again in any case: it draws, writes, or only looks at memory in another way.
+        aliases: whether the result lies in the memory of an operand.
+        kept: its tensors, where they are kept.
+        place: the memory of its only tensor, while that may be given a name.
+        label: the name by which it is kept.
+        line: the user's.
+    """
+
+    op: Any
+    name: str
+    sources: frozenset[int]
+    out: Any
+    runs: bool
+    aliases: bool
+    kept: list[tuple[Tensor, torch.device | None]] | None = None
+    place: Any = None
+    label: str | None = None
+    line: str = ""
+
+    def without_running(self) -> Any:
+        """Its result, of the kept tensors; or of tensors that may hold anything."""
+        values = iter(self.kept or ())
+
+        def of(like: Any) -> Any:
+            if not isinstance(like, Placeholder):
+                return like
+            if self.kept is None:
+                return like.empty()
+            x, device = next(values)
+            return x.detach() if device is None else x.to(device)
+
+        return op_arguments.mapped(of, self.out)
+
+    def kinds(self) -> list[str]:
+        """The types of its tensors, as messages write them."""
+        found = self.out if isinstance(self.out, (list, tuple)) else [self.out]
+        return [like.text() for like in found if isinstance(like, Placeholder)]
+
+
+class Keeper:
+    """One call of a function under a policy, and what is to be computed again of it."""
+
+    def __init__(self, policy: Callable[[str, Sequence[Any], str | None], Any]) -> None:
+        self.policy, self.steps = policy, list[RematStep]()
+        self.writers: dict[Any, frozenset[int]] = {}  # of some memory: the steps that what it holds comes from
+        self.asked: set[int] = set()  # the steps whose values autograd has asked for
+        self.needed: frozenset[int] | None = None
+        self.at: int | None = None  # the next step, while it is computed again
+        self.busy = False  # in a step
+        self.begun = True  # and not yet ended
+
+    # --- what runs ---
+
+    def linear(self, op: Any, xs: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        """A linear map of ours."""
+        if self.busy:
+            return run()
+        kind = getattr(op, "row", "")
+        if kind in _STEPS:
+            return self.step(kind, kind.removesuffix("_invariant"), [list(xs), {}], False, run)
+        out = self._uncounted(run)
+        if self.at is None:  # what is made of values, and not counted, needs what they need
+            sources = self._sources(xs)
+            for x in op_arguments.tensors_in(out):
+                self.writers.setdefault(memory(x), sources)
+        return out
+
+    def step(self, op: Any, name: str, operands: Any, runs: bool, run: Callable[[], Any]) -> Any:
+        """One step, for the first time or again."""
+        return self._first(op, name, operands, runs, run) if self.at is None else self._again(op, run)
+
+    def named(self, x: Tensor, label: str) -> None:
+        """A value is given a name: its step is kept if the policy says so of the name."""
+        place = memory(x)
+        sources = self.writers.get(place, frozenset())
+        if self.at is None and len(sources) == 1:
+            step = self.steps[min(sources)]
+            if step.place == place and step.kept is None and (how := self.policy(step.name, [tuple(x.shape)], label)):
+                self._keep(step, how, [self._uncounted(lambda: restored(x, step.out))], label)
+
+    def _uncounted(self, run: Callable[[], Any]) -> Any:
+        self.busy = True
+        try:
+            return run()
+        finally:
+            self.busy = False
+
+    def _sources(self, operands: Any) -> frozenset[int]:
+        known = (self.writers.get(memory(x)) for x in op_arguments.tensors_in(operands))
+        return frozenset().union(*(found for found in known if found is not None))
+
+    def _first(self, op: Any, name: str, operands: Any, runs: bool, run: Callable[[], Any]) -> Any:
+        given = op_arguments.tensors_in(operands)
+        sources, places = self._sources(given), {memory(x) for x in given}
+        targets = _written(op, operands) if runs else []
+        out = self._uncounted(run)
+        tensors = op_arguments.tensors_in(out)
+        number, aliases = len(self.steps), any(memory(x) in places for x in tensors)
+        line = source_lines.user_line() if state.now().kept is not None else ""
+        step = RematStep(op, name, sources, op_arguments.mapped(placeholder, out), runs or aliases, aliases, line=line)
+        self.steps.append(step)
+        for place in targets:  # what is written later is not kept as it was
+            for other in self.writers.get(place, ()):
+                self.steps[other].kept, self.steps[other].place = None, None
+            self.writers[place] = self.writers.get(place, frozenset()) | {number}
+        for x in tensors:
+            if memory(x) not in places:
+                self.writers[memory(x)] = frozenset((number,))
+        if tensors and not step.runs:
+            if how := self.policy(name, [tuple(x.shape) for x in given], None):
+                self._keep(step, how, tensors, None)
+            elif isinstance(step.out, Placeholder):
+                step.place = memory(out)
+        return out
+
+    def _keep(self, step: RematStep, how: Any, tensors: Sequence[Tensor], label: str | None) -> None:
+        step.label = label
+        step.kept = [self._uncounted(lambda x=x: _kept(x, how == "offload")) for x in tensors]
+        _tell_recorder(tensors)
+
+    def _again(self, op: Any, run: Callable[[], Any]) -> Any:
+        at = self.at
+        assert at is not None
+        self.at = at + 1
+        if at >= len(self.steps) or self.steps[at].op != op:
+            what = "the function does something else when its values are computed again, and so the policy's are not its own"
+            raise TransformError(report("remat", what, fix="a function of its arguments alone"))
+        step = self.steps[at]
+        runs = step.kept is None and (step.runs or at in self._needed() or torch_internals.recorder() is not None)
+        out = self._uncounted(run if runs else step.without_running)
+        if self.begun and not step.aliases:  # for a gradient that the function takes itself
+            for x in op_arguments.tensors_in(out):
+                self.writers[memory(x)] = frozenset((at,))
+        return out
+
+    def _needed(self) -> frozenset[int]:
+        """The steps that are run again."""
+        if self.needed is None:
+            found, todo = set[int](), list(self.asked)
+            while todo:
+                at = todo.pop()
+                if at not in found:
+                    found.add(at)
+                    if self.steps[at].kept is None:
+                        todo += self.steps[at].sources
+            self.needed = frozenset(found)
+        return self.needed
+
+    def residuals(self) -> list[RematStep]:
+        """The steps whose values are kept, and are needed."""
+        return [step for i, step in enumerate(self.steps) if step.kept is not None and i in self._needed()]
+
+    # --- what it runs in ---
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        """For the function's first run."""
+        pack, unpack = torch_internals.saved_tensor_hooks()
+
+        def packed(x: Tensor) -> Any:
+            self.asked |= self.writers.get(memory(x), frozenset())
+            return pack(x)
+
+        with torch.autograd.graph.saved_tensors_hooks(packed, unpack), self._watching():
+            yield
+        self.writers, self.begun = {}, False
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """For each run of the function in a backward pass."""
+        before = self.at, self.busy
+        self.at, self.busy, self.needed = 0, False, None
+        try:
+            with self._watching():
+                yield
+        finally:
+            self.at, self.busy = before
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        before = state.now().keeper
+        state.put(keeper=self)
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            state.put(keeper=before)
+
+
+class _Watch(torch_internals.TorchDispatchMode):
+    """Shows each operator to a keeper."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        super().__init__()
+        self.keeper = keeper
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        keeper = self.keeper
+        name = torch_internals.operator_name(func)
+        if keeper.busy or name in _NO_STEPS:
+            return func(*args, **kwargs)
+        runs = _writes(func) or torch.Tag.nondeterministic_seeded in func.tags
+        return keeper.step(func, name.split("::")[-1], [args, kwargs], runs, lambda: func(*args, **kwargs))
+
+
+def _writes(func: Any) -> bool:
+    return torch_internals.schema(func).is_mutable
+
+
+def _written(op: Any, operands: Any) -> list[Any]:
+    """The memory that an operator writes."""
+    args, kwargs = operands
+    targets = [args[at] if at < len(args) else kwargs.get(name) for at, name in written(op)]
+    return [memory(x) for x in op_arguments.tensors_in(targets)]
+
+
+def _kept(x: Tensor, offload: bool) -> tuple[Tensor, torch.device | None]:
+    return (x.to("cpu"), x.device) if offload and x.device.type != "cpu" else (x.detach(), None)
+
+
+def _tell_recorder(xs: Sequence[Tensor]) -> None:
+    """Where a plan is recorded, its passes leave these values alone."""
+    recorder = torch_internals.recorder()
+    if recorder is None:
+        return
+    for x in xs:
+        for part in parts(torch_internals.local(x) if isinstance(x, DTensor) else x):
+            recorder.know(part, held=True)
