@@ -22,8 +22,7 @@ _ADAM = {
 
 OTHER_WORDS: dict[str, dict[str, str]] = {
     "remat": {
-        "prevent_cse": "nothing: what is computed again stays so",
-        "static_argnums": "functools.partial(f, ...): what is no tensor is given as it is",
+        "context_fn": "policy=vfn.remat_policies.dots_saveable, for instance",
         "use_reentrant": "nothing: there is one way only",
     },
     "grad": {
