@@ -10,6 +10,7 @@ NAMES = (
     "grad_call",
     "eager_ops",
     "replayed_step",
+    "many_ranks",
     "optimiser_step",
     "simulated_step",
     "random_draws",
