@@ -467,7 +467,7 @@ CASES = {
         door.stands_for_memory(door.storage(array())) and not door.stands_for_memory(torch.zeros(2).untyped_storage())
     ),
     "storage": lambda: (x := torch.zeros(2)) is not None and door.storage(x) is door.storage(x[:1]),
-    "stored_at": lambda: [*door.stored_at.__dataclass_fields__][:3] == ["relative_path", "offset", "length"],
+    "stored_at": lambda: [*door.stored_at().__dataclass_fields__][:3] == ["relative_path", "offset", "length"],
     "strided_shard": lambda: door.strided_shard(1, 2).split_factor == 2,
     "strided_shard_type": lambda: type(door.strided_shard(0, 2)) is door.strided_shard_type,
     "torch_function_on": lambda: (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import io
 import pickle
 from collections.abc import Mapping, Sequence
@@ -10,62 +12,65 @@ from enum import Enum
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 
 from .._core import torch_internals
 from .stored_leaves import Chunk, Stored
 
 
+@functools.cache
+def _classes() -> Any:
+    """torch's classes of metadata: imported when something is saved or loaded."""
+    return importlib.import_module("torch.distributed.checkpoint.metadata")
+
+
 def packed(leaves: Sequence[Stored], keys: Mapping[str, tuple[str, ...]], saved_as: str) -> bytes:
     """The pickle for these leaves. What many of them share is in it once."""
-    kinds: dict[Any, TensorProperties] = {}
-    boxes: dict[Any, ChunkStorageMetadata] = {}
+    theirs, stored_at = _classes(), torch_internals.stored_at()
+    kinds: dict[Any, Any] = {}
+    boxes: dict[Any, Any] = {}
     shapes: dict[Any, torch.Size] = {}
     described: dict[str, Any] = {}
-    places: dict[MetadataIndex, Any] = {}
+    places: dict[Any, Any] = {}
     for one in leaves:
         if one.dtype is None or one.shape is None:
-            described[one.name] = BytesStorageMetadata()
-            places[MetadataIndex(one.name)] = torch_internals.stored_at(*one.chunks[0][2:5])
+            described[one.name] = theirs.BytesStorageMetadata()
+            places[theirs.MetadataIndex(one.name)] = stored_at(*one.chunks[0][2:5])
             continue
-        chunks = list[ChunkStorageMetadata]()
+        chunks = list[Any]()
         for i, chunk in enumerate(one.chunks):
             box = boxes.get(chunk[:2])
             if box is None:
-                box = boxes[chunk[:2]] = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                box = boxes[chunk[:2]] = theirs.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
             chunks.append(box)
-            places[MetadataIndex(one.name, box.offsets, i)] = torch_internals.stored_at(
-                chunk.file, chunk.offset, chunk.length
-            )
+            places[theirs.MetadataIndex(one.name, box.offsets, i)] = stored_at(chunk.file, chunk.offset, chunk.length)
         properties = kinds.get(one.dtype)
         if properties is None:
-            properties = kinds[one.dtype] = TensorProperties(dtype=one.dtype)
+            properties = kinds[one.dtype] = theirs.TensorProperties(dtype=one.dtype)
         shape = shapes.setdefault(one.shape, torch.Size(one.shape))
-        described[one.name] = TensorStorageMetadata(properties, shape, chunks)
-    made = Metadata(described, planner_data=dict(keys), storage_data=places, storage_meta=StorageMeta(save_id=saved_as))
+        described[one.name] = theirs.TensorStorageMetadata(properties, shape, chunks)
+    made = theirs.Metadata(
+        described, planner_data=dict(keys), storage_data=places, storage_meta=theirs.StorageMeta(save_id=saved_as)
+    )
     return pickle.dumps(made)
 
 
 def unpacked(data: bytes) -> tuple[dict[str, Stored], str | None]:
     """The leaves, and as what the checkpoint was saved; any exception for what is no metadata."""
+    theirs = _classes()
     found = _Plain(io.BytesIO(data)).load()
-    if not isinstance(found, Metadata):
+    if not isinstance(found, theirs.Metadata):
         raise ValueError(f"it holds a {type(found).__name__}")
     places = found.storage_data
-    count = sum(len(x.chunks) for x in found.state_dict_metadata.values() if isinstance(x, TensorStorageMetadata))
+    count = sum(
+        len(x.chunks) for x in found.state_dict_metadata.values() if isinstance(x, theirs.TensorStorageMetadata)
+    )
     if count > 10 * len(places):  # one list of chunks for many leaves: it would take long to look through
         raise ValueError(f"it has {count} pieces, and says of {len(places)} where they are")
     leaves = dict[str, Stored]()
     for name, what in found.state_dict_metadata.items():
-        if isinstance(what, BytesStorageMetadata):
+        if isinstance(what, theirs.BytesStorageMetadata):
             leaves[name] = Stored(name, None, None, None, (_chunk(places, name, None, (), ()),))
-        elif isinstance(what, TensorStorageMetadata):
+        elif isinstance(what, theirs.TensorStorageMetadata):
             chunks = tuple(
                 _chunk(places, name, box.offsets, tuple(box.offsets), tuple(box.sizes)) for box in what.chunks
             )
@@ -76,8 +81,8 @@ def unpacked(data: bytes) -> tuple[dict[str, Stored], str | None]:
 
 
 def _chunk(places: Any, name: str, key: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
-    at = places.get(MetadataIndex(name, key))
-    if not isinstance(at, torch_internals.stored_at):
+    at = places.get(_classes().MetadataIndex(name, key))
+    if not isinstance(at, torch_internals.stored_at()):
         raise ValueError(f"it does not say where {name} is")
     if changed := getattr(at, "transform_descriptors", None):
         raise ValueError(f"{name} is stored as changed by {', '.join(map(str, changed))}, which vescale_fn cannot undo")

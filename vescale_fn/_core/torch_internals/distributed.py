@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as _c10d
-from torch.distributed.checkpoint import filesystem as _filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as _dtensor_api
@@ -93,7 +93,13 @@ def default_store() -> Any:
     return _c10d._get_default_store()
 
 
-stored_at = _filesystem._StorageInfo  # where in which file torch.distributed.checkpoint finds something
+@functools.cache
+def stored_at() -> Any:
+    """The class that says where in which file torch.distributed.checkpoint finds something. That takes 0.1 s to import, which
+    a program that saves and loads nothing does not spend."""
+    return importlib.import_module("torch.distributed.checkpoint.filesystem")._StorageInfo
+
+
 rebuild_tensor = torch._utils._rebuild_tensor_v2  # which torch.save names for a tensor
 
 
