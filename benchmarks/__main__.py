@@ -11,6 +11,7 @@ NAMES = (
     "eager_ops",
     "replayed_step",
     "many_ranks",
+    "loops",
     "optimiser_step",
     "simulated_step",
     "random_draws",

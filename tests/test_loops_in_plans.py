@@ -305,3 +305,71 @@ def on_gloo_ranks() -> list[str]:
 
 def test_on_gloo_ranks(gloo) -> None:
     assert gloo(2, on_gloo_ranks) == [[], []]
+
+
+@vfn.custom_vjp
+def square(x):
+    return x * x
+
+
+square.defvjp(lambda x: (x * x, x), lambda x, ct: (3 * ct * x,))  # no derivative: it can be told apart
+LAYERS = torch.linspace(-1, 1.2, 3 * 16, dtype=F).view(3, 4, 4)
+
+
+def last(step, init=XS, xs=LAYERS, **more):
+    return vfn.scan(step, init, xs, **more)[0]
+
+
+DIFFERENTIATED = {
+    "a custom derivative": (lambda w: last(lambda h, w: (square(h @ w), None), xs=w).sum(), LAYERS),
+    "one of what is around": (
+        lambda w: last(lambda h, _: (torch.tanh(square(w) * h), None), XS[0], None, length=4).sum(),
+        XS[1],
+    ),
+    "stop_gradient": (
+        lambda w: last(lambda h, _: (torch.tanh(w * vfn.stop_gradient(h) + w), None), XS[0], None, length=4).sum(),
+        XS[1],
+    ),
+    "writes": (lambda w: last(lambda h, w: ((h @ w).add_(1).mul_(2).tanh_(), None), xs=w).sum(), LAYERS),
+    "several results": (
+        lambda w: last(lambda h, w: (torch.nn.functional.layer_norm(h @ w, (4,)), None), xs=w).pow(3).sum(),
+        LAYERS,
+    ),
+    "what it goes over, around it": (
+        lambda w: last(lambda h, x: (torch.tanh(h @ x + w.sum((0, 1))), None), xs=w).sum(),
+        LAYERS,
+    ),
+    "the first carry, around it": (lambda x: last(lambda h, w: (torch.tanh(h @ w + x), None), x).sum(), XS),
+    "an int in the carry": (
+        lambda w: last(lambda c, w: ((torch.tanh(c[0] @ w) * c[1], c[1] + 1), None), (XS, 1), w)[0].sum(),
+        LAYERS,
+    ),
+    "fori_loop": (lambda w: vfn.fori_loop(0, 4, lambda i, h: torch.tanh(h @ w) * i, XS).sum(), W),
+    "map": (lambda w: vfn.lax.map(lambda w: torch.linalg.inv(w + 3 * torch.eye(4, dtype=F)).sum(), w).sum(), LAYERS),
+    "bfloat16": (
+        lambda w: last(lambda h, w: (torch.tanh(h @ w.bfloat16()), None), XS.bfloat16(), w).double().sum(),
+        LAYERS,
+    ),
+    "what has no gradient": (
+        lambda w: vfn.scan(lambda h, w: (torch.tanh(h @ w), (h * 2, h.argmax())), XS, w)[1][0].sum(),
+        LAYERS,
+    ),
+    "an expanded carry": (lambda b: last(lambda h, w: (torch.tanh(h @ w), None), b.expand(5, 4)).sum(), XS[0]),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_gradients_through(name: str) -> None:
+    f, x = DIFFERENTIATED[name]
+    same_as_eager(vfn.grad(f), x, loops=2, exact=False)
+
+
+def test_layers_whose_weights_are_gathered_in_the_body() -> None:
+    for n in (2, 3):  # three do not divide the weights
+        with vfn.simulate(n):
+            mesh = vfn.make_mesh((n,), ("i",))
+            x, w = vfn.shard(XS, mesh, P("i")), vfn.shard(LAYERS, mesh, P(None, None, "i"))
+            f = lambda w, x=x: last(lambda h, w: (torch.tanh(h @ vfn.with_sharding(w, P())), None), x, w).sum()
+            jitted = same_as_eager(vfn.grad(f), w, loops=2, exact=False)
+            kinds = [record.op for record in jitted.lower(w).comms()]
+            assert kinds.count("all_gather") >= 3

@@ -14,7 +14,7 @@ import functools
 import math
 import numbers
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -145,6 +145,22 @@ def with_tensors(leaf: Any, replaced: Callable[[torch.Tensor], torch.Tensor]) ->
         local = of_ranks(new, torch_internals.spec(leaf)) if type(torch_internals.local(leaf)) is Blocks else new[0]
         return made(local, unwritten(torch_internals.spec(leaf)), lies_of(leaf))
     return of_each(replaced, *plain_of(leaf)) if type(leaf) is ShapeDtype else of_each(replaced, leaf)
+
+
+def count_of(leaf: torch.Tensor) -> int:
+    """How many plain tensors there are in a leaf."""
+    local = torch_internals.local(leaf) if isinstance(leaf, DTensor) else leaf
+    if type(local) is not Blocks:
+        return 1
+    return len(set(first_holders(torch_internals.spec(leaf)) if isinstance(leaf, DTensor) else map(id, local.blocks)))
+
+
+def of_plain(leaf: torch.Tensor, blocks: Iterator[torch.Tensor]) -> Any:
+    """The like of a leaf of which the next of these are the plain tensors."""
+    if not isinstance(leaf, DTensor):
+        return of_each(lambda _: next(blocks), leaf)
+    new, spec = [next(blocks) for _ in range(count_of(leaf))], unwritten(torch_internals.spec(leaf))
+    return made(of_ranks(new, spec) if type(torch_internals.local(leaf)) is Blocks else new[0], spec, lies_of(leaf))
 
 
 def of_ranks(blocks: Sequence[torch.Tensor], spec: Any) -> Blocks:

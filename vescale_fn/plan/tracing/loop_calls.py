@@ -230,7 +230,7 @@ def flat(rows: Any) -> Nodes:
 def rebuilt(leaf: torch.Tensor, found: Any) -> torch.Tensor:
     """A leaf like this one, of the next plain tensors."""
     with torch_internals.no_torch_function():
-        return leaves_.with_tensors(leaf, lambda _: next(found))
+        return leaves_.of_plain(leaf, found)
 
 
 def stacked(leaf: torch.Tensor, found: Any, count: int) -> torch.Tensor:
@@ -245,6 +245,6 @@ def stacked(leaf: torch.Tensor, found: Any, count: int) -> torch.Tensor:
             return next(found)
         spec = spec_of(leaf)
         lies = P(None, *spec, unreduced=spec.unreduced, reduced=spec.reduced)
-        local: Any = [next(found) for _ in leaves_.plain_of(leaf)]
+        local: Any = [next(found) for _ in range(leaves_.count_of(leaf))]
         shape = torch.Size((count, *leaf.shape))
         return leaves_.array_of(local, mesh_of(leaf), lies, shape, type(torch_internals.local(leaf)) is Blocks)
