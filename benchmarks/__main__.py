@@ -17,6 +17,7 @@ NAMES = (
     "random_draws",
     "peak_memory",
     "arena",
+    "saved_plan",
     "collectives",
     "gloo_step",
     "attention_over_a_sequence",
