@@ -7,7 +7,6 @@ says whether the op's result is kept: True, False, or ``"offload"``, in the memo
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,17 +87,31 @@ def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> Policy:
     return lambda op, shapes, name: policy_1(op, shapes, name) or policy_2(op, shapes, name)
 
 
-remat_policies = types.SimpleNamespace(
-    everything_saveable=everything_saveable,
-    nothing_saveable=nothing_saveable,
-    dots_saveable=dots_saveable,
-    checkpoint_dots=checkpoint_dots,
-    dots_with_no_batch_dims_saveable=dots_with_no_batch_dims_saveable,
-    checkpoint_dots_with_no_batch_dims=checkpoint_dots_with_no_batch_dims,
-    offload_dot_with_no_batch_dims=offload_dot_with_no_batch_dims,
-    save_only_these_names=save_only_these_names,
-    save_any_names_but_these=save_any_names_but_these,
-    save_anything_except_these_names=save_anything_except_these_names,
-    save_and_offload_only_these_names=save_and_offload_only_these_names,
-    save_from_both_policies=save_from_both_policies,
-)
+class remat_policies:
+    """The policies of `vfn.remat`, by JAX's names; a policy is a function ``(op, shapes, name)``.
+
+    `everything_saveable`, `nothing_saveable` (as without one), `dots_saveable` (`checkpoint_dots`),
+    `dots_with_no_batch_dims_saveable`, `offload_dot_with_no_batch_dims(src, dst)`; and by the names that `vfn.name` gives,
+    `save_only_these_names`, `save_any_names_but_these`, `save_anything_except_these_names`,
+    `save_and_offload_only_these_names`; `save_from_both_policies(a, b)`.
+
+    Source: `jax.checkpoint_policies`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> f = vfn.remat(lambda w, x: torch.tanh(x @ w).sum(), policy=vfn.remat_policies.dots_saveable)
+    >>> vfn.saved_residuals(f, torch.ones(4, 2), torch.ones(3, 4))[-1][0]
+    'f32[3,2]'
+    """
+
+    everything_saveable = staticmethod(everything_saveable)
+    nothing_saveable = staticmethod(nothing_saveable)
+    dots_saveable = staticmethod(dots_saveable)
+    checkpoint_dots = staticmethod(checkpoint_dots)
+    dots_with_no_batch_dims_saveable = staticmethod(dots_with_no_batch_dims_saveable)
+    checkpoint_dots_with_no_batch_dims = staticmethod(checkpoint_dots_with_no_batch_dims)
+    offload_dot_with_no_batch_dims = staticmethod(offload_dot_with_no_batch_dims)
+    save_only_these_names = staticmethod(save_only_these_names)
+    save_any_names_but_these = staticmethod(save_any_names_but_these)
+    save_anything_except_these_names = staticmethod(save_anything_except_these_names)
+    save_and_offload_only_these_names = staticmethod(save_and_offload_only_these_names)
+    save_from_both_policies = staticmethod(save_from_both_policies)

@@ -57,6 +57,10 @@ def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> N
     """Print `saved_residuals`, a line for each value.
 
     Source: `jax.ad_checkpoint.print_saved_residuals`.
+
+    >>> import torch, vescale_fn as vfn
+    >>> vfn.print_saved_residuals(vfn.remat(lambda x: x.sin().exp()), torch.ones(3))
+    f32[3] from the argument x
     """
     for kind, where in saved_residuals(f, *args, **kwargs):
         print(f"{kind} {where}")
