@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn.errors import ReshardError
+from vescale_fn.errors import ReshardError, TransformError
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:Dynamo")
 F64 = torch.float64
@@ -223,3 +223,12 @@ def test_on_real_ranks(gloo):
         close(found, [want, want])
         close(out, halves(*args))
         close(grads, vfn.grad(loss(halves), (0, 1, 2, 3))(*args))
+
+
+def test_a_torch_without_what_it_needs_is_named(monkeypatch):
+    monkeypatch.delattr("torch.nn.attention.flex_attention.flex_attention_hop")
+    q = torch.zeros(1, 2, 4, 8)
+    with vfn.simulate(2):
+        q = vfn.shard(q, vfn.make_mesh((2,), ("tp",)), P(None, "tp"))
+        with pytest.raises(TransformError, match="flex_attention: torch .* has no flex_attention_hop, by which"):
+            flex_attention(q, q, q)

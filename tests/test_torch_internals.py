@@ -412,6 +412,7 @@ CASES = {
         (x := torch.zeros(2)) is not None and door.memory(x) == door.memory(x.detach()) != door.memory(x[:1])
     ),
     "memory_number": lambda: (x := torch.zeros(2)) is not None and door.memory_number(x) == door.memory_number(x[1:]),
+    "missing_of_flex_attention": lambda: door.missing_of_flex_attention() == [],
     "mesh": lambda: (x := array()).device_mesh is door.mesh(x),
     "needs_gradient": lambda: (
         door.needs_gradient(torch.zeros(2, requires_grad=True)) and not door.needs_gradient(torch.zeros(2))

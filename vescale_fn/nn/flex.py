@@ -11,7 +11,7 @@ import torch
 from .._core import torch_internals
 from .._core.arrays.array import is_array, mesh_of, moved_as_one, spec_of
 from .._core.base import context
-from .._core.base.errors import ReshardError
+from .._core.base.errors import ReshardError, TransformError
 from .._core.base.messages import described, report
 from .._core.distributed.blocks import Blocks
 from .._core.sharding.spec import from_split_axes, split_axes
@@ -40,6 +40,14 @@ def _flex_attention(
     no_kernel = any(x.device.type == "cpu" and x.requires_grad for x in tensors)  # torch has a gradient on GPUs alone
     if not (ours or watched or no_kernel):
         return by_kernel(query, key, value, score_mod, block_mask, *args, **kwargs)
+    if missing := torch_internals.missing_of_flex_attention():
+        raise TransformError(
+            report(
+                "flex_attention",
+                f"torch {torch.__version__} has no {missing[0]}, by which it is kept from its kernel",
+                fix="a release of torch that is tested, 2.11 to 2.15; or vfn.nn.attention",
+            )
+        )
     if all(map(is_array, (key, value))):
         key, value = _with_whole_sequence(key, value)
     return torch_internals.flex_attention_in_ops(query, key, value, score_mod, block_mask, *args, **kwargs)

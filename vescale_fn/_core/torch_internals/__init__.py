@@ -56,7 +56,7 @@ from .fake_tensors import (
     shapes_only,
     without_values,
 )
-from .flex_attention import flex_attention_in_ops, intercept_flex_attention
+from .flex_attention import flex_attention_in_ops, intercept_flex_attention, missing_of_flex_attention
 from .functorch import (
     batch_dims,
     follower,
@@ -263,6 +263,7 @@ __all__ = [
     "mark_as_parameter",
     "memory",
     "memory_number",
+    "missing_of_flex_attention",
     "mesh",
     "needs_gradient",
     "never_recorded",

@@ -65,20 +65,19 @@ def ask_before_groups(
 
         return group_of
 
+    resolving = ("_resolve_group",) * hasattr(_functional_collectives, "_resolve_group")  # not in 2.11
     for module, names in (
-        (_functional_collectives, ("_resolve_group", "_resolve_group_name", "_expand_group")),
+        (_functional_collectives, (*resolving, "_resolve_group_name", "_expand_group")),
         (_c10d, ("_rank_not_in_group",)),  # which has a group of any kind, a name too, before it is used
     ):
         for name in names:
-            if hasattr(module, name):
-                setattr(module, name, asking_first(getattr(module, name)))
+            setattr(module, name, asking_first(getattr(module, name)))
     handlers["env"] = meet
     for name, module in tuple(sys.modules.items()):
         if name.startswith("torch.") and vars(module).get("_get_default_group") is default:
             module._get_default_group = default_group  # type: ignore[attr-defined]
     DTensor.from_local = staticmethod(asking(DTensor.from_local))  # type: ignore[method-assign]
-    if hasattr(_dtensor_api, "_dtensor_init_helper"):
-        _dtensor_api._dtensor_init_helper = asking(_dtensor_api._dtensor_init_helper)
+    _dtensor_api._dtensor_init_helper = asking(_dtensor_api._dtensor_init_helper)
 
 
 def set_default_group_timeout(timeout: Any) -> None:

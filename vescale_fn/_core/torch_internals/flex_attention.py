@@ -61,13 +61,19 @@ def _with(**names: Any) -> Any:
 
 
 _by_kernel = _with()
-flex_attention_in_ops = _with(
-    flex_attention_hop=_in_ops,
-    _validate_device=lambda *_: None,  # which refuses gradients on CPU
-    _apply_kernel_options=lambda *_, **__: {"BACKEND": "AUTO"},
-    setup_compilation_env=contextlib.nullcontext,
-    _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,
-)
+_EXCHANGED: dict[str, Any] = {
+    "flex_attention_hop": _in_ops,
+    "_validate_device": lambda *_: None,  # which refuses gradients on CPU
+    "_apply_kernel_options": lambda *_, **__: {"BACKEND": "AUTO"},
+    "setup_compilation_env": contextlib.nullcontext,
+    "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
+}
+flex_attention_in_ops = _with(**_EXCHANGED)
+
+
+def missing_of_flex_attention() -> list[str]:
+    """The names by which `flex_attention_in_ops` keeps torch's function from its kernel, and which this torch has not got."""
+    return [name for name in _EXCHANGED if not hasattr(_flex, name)]
 
 
 def intercept_flex_attention(handler: Callable[..., Any]) -> None:

@@ -19,8 +19,8 @@ def autocasting() -> tuple[Any, ...]:
 
 
 def _getters(*names: str) -> list[Callable[[], Any]]:
-    """Those of torch's functions that tell a setting which this release has."""
-    return [getattr(torch._C, f"_get_{name}") for name in names if hasattr(torch._C, f"_get_{name}")]
+    """Torch's functions that tell these settings: one that is missing would let a plan be used under another setting."""
+    return [getattr(torch._C, f"_get_{name}") for name in names]
 
 
 # What kernels look up each time they run; and what decides, besides, of which kernels torch makes up an operator.
