@@ -24,6 +24,7 @@ NAMES = (
     "zero",
     "lines",
     "checkpoint",
+    "any_size",
 )
 
 for name in NAMES:

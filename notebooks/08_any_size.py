@@ -1,0 +1,183 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Any size, before the first byte
+#
+# What will a training step need on 1,024 GPUs? This process has none, and no other rank to talk to. It plans the step of a
+# Llama of 70 billion parameters all the same: every collective with its bytes, and the memory of one rank over time. A small
+# one of the same program then runs.
+
+# %%
+import dataclasses
+import functools
+import math
+
+import matplotlib.pyplot as plt
+import torch
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.recipes import llama, models
+from vescale_fn.recipes.parallel import parallel
+
+torch.set_num_threads(1)
+KEY = vfn.random.key(0)
+
+# %% [markdown]
+# ## Shapes are leaves
+#
+# A `vfn.ShapeDtype` is a tensor without its values. `vfn.eval_shape` returns such leaves, and what needs no values takes them.
+# The model here has the widths of the one with 70 billion parameters, and four of its 80 layers, so that this is quick; what a
+# plan of all of them takes is in `benchmarks/README.md`.
+
+# %%
+LAYERS = 4
+BIG = llama.Config(vocab=32000, dim=8192, heads=64, groups=8, layers=LAYERS, hidden=28672, dropout=0.0)
+shapes = vfn.eval_shape(functools.partial(llama.init, config=BIG, dtype=torch.bfloat16), KEY)
+count = lambda tree: sum(x.numel() for x in vfn.tree.leaves(tree))
+print(shapes["embed"], shapes["blocks"][0]["attention"]["k"])
+print(f"{(count(shapes) + (80 - LAYERS) * count(shapes['blocks'][0])) / 1e9:.1f} billion parameters in 80 layers")
+
+# %% [markdown]
+# ## A mesh without ranks
+#
+# `vfn.abstract_mesh` is a mesh of any size, here 128 x 8. With a spec on it, a shape stands for an array of that layout. Ops,
+# gradients and `shard_map` bodies work on it, and cost no memory; what needs a value says so.
+
+# %%
+mesh = vfn.abstract_mesh((128, 8), ("dp", "tp"))
+x = vfn.ShapeDtype((4096, 8192), torch.bfloat16, P("dp"), mesh)
+w = vfn.ShapeDtype((8192, 28672), torch.bfloat16, P(None, "tp"), mesh)
+print(x @ w)
+print(vfn.grad(lambda w: (x @ w).float().square().mean())(w))
+print(vfn.shard_map(lambda v: vfn.psum(v, "dp"), mesh=mesh, in_specs=P("dp"), out_specs=P())(x))
+try:
+    x.sum().item()
+except vfn.errors.NoValueError as error:
+    print(error)
+
+# %% [markdown]
+# ## The plan of a step
+#
+# The recipes' Llama, its parameters sharded over "dp" and its matrices over "tp", with AdamW. `lower` records the step as one
+# of the 1,024 ranks would, the first one (`abstract_mesh(..., rank=...)` is for another), and passes improve it as they would
+# there: the plan is the same, call by call.
+
+
+# %%
+def planned(text, mesh, config, windows, length, dtype):
+    layout, opt = parallel(text, mesh), vfn.optim.adamw(1e-4)
+    config = dataclasses.replace(config, layout=layout)
+    shapes = vfn.eval_shape(functools.partial(llama.init, config=config, dtype=dtype), KEY)
+    specs = layout.specs(shapes, llama.NAMES, mesh)
+
+    def step(params, state, batch):
+        loss, grads = vfn.value_and_grad(llama.loss)(params, batch, config)
+        return *specs.update(opt, grads, state, params), loss
+
+    params = vfn.shard(shapes, mesh, specs.params)
+    batch = vfn.ShapeDtype((windows, length + 1), torch.int64, layout.spec("batch"), mesh)
+    with vfn.use_mesh(mesh):
+        run = vfn.jit(step, donate_argnums=(0, 1))
+        return run.lower(params, specs.init(opt, params), batch), run, specs, opt
+
+
+plan, _, specs, opt = planned("fsdp+tp+sp", mesh, BIG, 128, 4096, torch.bfloat16)
+comms = plan.comms()
+for axis, what in ("dp", "parameters and their gradients"), ("tp", "activations"):
+    ops = sorted({record.op for record in comms if record.axis == axis})
+    said = ", ".join(f"{comms.count(op, axis)} {op} of {comms.bytes(op, axis) / 1e9:.2f} GB" for op in ops)
+    print(f"over {axis}, {what}: {said}")
+print(f"peak {plan.memory().peak / 1e9:.2f} GB on a rank")
+
+# %% [markdown]
+# ## Its memory, by layer and over time
+#
+# Left: what a rank holds of each layer between steps: the block of its parameters, and of AdamW's two means. Right: what is
+# alive while the plan runs, call by call. Forward, each layer's parameters are gathered (marks) and its activations stay;
+# backward, they go again, a layer at a time; at the end the update runs in donated memory.
+
+
+# %%
+def held(tree, specs):
+    leaves = zip(vfn.tree.leaves(tree), vfn.tree.leaves(specs), strict=True)
+    return sum(math.prod(vfn.shard_shape(tuple(x.shape), mesh, spec)) * x.element_size() for x, spec in leaves) / 1e6
+
+
+rest = lambda tree: {name: part for name, part in tree.items() if name != "blocks"}
+rows = {"tables": (rest(shapes), rest(specs.params), rest(specs.state))}
+rows |= {
+    f"layer {i}": (shapes["blocks"][i], specs.params["blocks"][i], specs.state["blocks"][i]) for i in range(LAYERS)
+}
+params, state = [held(x, p) for x, p, _ in rows.values()], [2 * held(x, s) for x, _, s in rows.values()]
+timeline = plan.memory().timeline
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3), layout="constrained", width_ratios=(1, 2))
+left.barh(list(rows), params, label="parameters")
+left.barh(list(rows), state, left=params, label="state of AdamW")
+left.invert_yaxis()
+left.set(xlabel="MB on a rank")
+left.legend(frameon=False, fontsize=9)
+right.plot([moment.bytes / 1e9 for moment in timeline], linewidth=1)
+gathers = [i for i, moment in enumerate(timeline) if moment.call == "all_gather"]
+right.plot(gathers, [timeline[i].bytes / 1e9 for i in gathers], "|", color="gray", markersize=12, label="a gather")
+right.set(xlabel="call of the plan", ylabel="GB alive on a rank", ylim=(0, None))
+right.legend(frameon=False, fontsize=9)
+plt.show()
+
+# %% [markdown]
+# ## Other layouts, before any is tried
+#
+# One more word in a text is another plan. What does each need, and send?
+
+# %%
+for text in ("fsdp+tp", "fsdp+tp+sp", "fsdp+tp+sp+remat"):
+    other = planned(text, mesh, BIG, 128, 4096, torch.bfloat16)[0]
+    sent = [other.comms().bytes(axis=axis) / 1e9 for axis in ("dp", "tp")]
+    print(
+        f"{text:17} peak {other.memory().peak / 1e9:5.2f} GB, sends {sent[0]:.2f} GB over dp and {sent[1]:.2f} over tp"
+    )
+
+# %% [markdown]
+# ## A small one runs
+#
+# The same functions, on eight ranks that this process plays, with values. What they send was known before: collective by
+# collective, byte by byte. And the losses are those of one device.
+
+# %%
+SMALL = llama.Config(vocab=64, dim=32, heads=4, groups=4, layers=2, hidden=64, dropout=0.0)
+before = planned("fsdp+tp+sp", vfn.abstract_mesh((2, 4), ("dp", "tp")), SMALL, 4, 16, torch.float64)[0]
+whole = llama.init(KEY, SMALL, torch.float64)
+batches = [models.random_batch(vfn.random.fold_in(KEY, i), SMALL, 4, 16) for i in range(3)]
+with vfn.simulate(8):
+    ranks = vfn.make_mesh((2, 4), ("dp", "tp"))
+    _, run, specs, opt = planned("fsdp+tp+sp", ranks, SMALL, 4, 16, torch.float64)
+    params = vfn.shard(whole, ranks, specs.params)
+    losses, logs = [], []
+    with vfn.use_mesh(ranks):
+        state = specs.init(opt, params)
+        for batch in batches:
+            with vfn.comm_log() as log:
+                params, state, loss = run(params, state, vfn.shard(batch, ranks, P("dp")))
+            losses.append(loss.item())
+            logs.append([(record.op, record.axis, record.bytes) for record in log])
+assert logs == 3 * [[(record.op, record.axis, record.bytes) for record in before.comms()]]
+print(f"{len(logs[0])} collectives in each step, as planned")
+
+params, state = whole, opt.init(whole)
+for batch, loss in zip(batches, losses, strict=True):
+    expected, grads = vfn.value_and_grad(llama.loss)(params, batch, SMALL)
+    assert abs(expected.item() - loss) < 1e-12
+    updates, state = opt.update(grads, state, params)
+    params = vfn.optim.apply_updates(params, updates)
