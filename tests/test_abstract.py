@@ -11,10 +11,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import vescale_fn as vfn
+from benchmarks import any_size
 from vescale_fn import P
 from vescale_fn.errors import MeshError, NoValueError, SpecError
 
 KEY = vfn.random.key(0)
+SWEPT = [
+    ("even", "llama", "fsdp+tp", 512),
+    ("odd", "gpt", "hsdp", 64),
+    ("odd", "mixtral", "fsdp+ep", 4096),
+]
 S, f32, i64 = vfn.ShapeDtype, torch.float32, torch.int64
 MESHES = {
     "abstract": lambda sizes, names: vfn.abstract_mesh(sizes, names),
@@ -340,3 +346,13 @@ def test_what_is_no_mesh_and_no_shape(name):
     with pytest.raises(kind) as error:
         call()
     assert words in str(error.value)
+
+
+# --- the recipes on any number of ranks: a sample of `python -m benchmarks.any_size sweep` ----------------------------
+
+
+@pytest.mark.parametrize(("kind", "name", "text", "n"), SWEPT)
+def test_recipes_on_any_number_of_ranks(kind, name, text, n):
+    config = {"even": any_size.EVEN, "odd": any_size.ODD}[kind][name]
+    (row,) = any_size.swept((n,), {kind: {name: config}}, f"{name} {text}")
+    assert row[:4] == [kind, name, text, n]
