@@ -25,8 +25,8 @@ def _reading(name: str) -> Callable[[Any], Any]:
 class WithoutMemory(torch.Tensor):
     """A tensor whose elements are those of others."""
 
-    __bool__, __int__, __float__ = _reading("__bool__"), _reading("__int__"), _reading("__float__")
-    __index__, __complex__ = _reading("__index__"), _reading("__complex__")
+    __bool__, __int__, __float__ = _reading("__bool__"), _reading("__int__"), _reading("__float__")  # type: ignore[assignment]
+    __index__, __complex__ = _reading("__index__"), _reading("__complex__")  # type: ignore[assignment]
 
     elsewhere: tuple[str, str]  # where they are, and what to write instead
     instead_of_data: str  # what to write for `x.data = value`

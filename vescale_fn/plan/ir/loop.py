@@ -142,7 +142,8 @@ def prune(node: fx.Node) -> None:
     places = [x for x in loop.body.nodes if x.op == "placeholder"]
     outs: list[Any] = list(output(loop.body).args[0])  # type: ignore[arg-type]
     fixed = {i for i in range(loop.carry) if outs[i] is places[i]}
-    gives, live = _needed(loop, places, outs, {part.args[1] for part in node.users if part.users} - fixed, fixed)
+    read: set[Any] = {part.args[1] for part in node.users if part.users}  # type: ignore[misc]
+    gives, live = _needed(loop, places, outs, read - fixed, fixed)
     used = [i for i, x in enumerate(places) if x in live or i in gives]
     if len(gives) == len(outs) and len(used) == len(places):
         return
