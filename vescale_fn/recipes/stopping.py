@@ -24,8 +24,9 @@ class Stopping:
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():
             for number in signal.SIGTERM, signal.SIGINT:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._note)
+                if (before := signal.getsignal(number)) is not signal.SIG_IGN:
+                    self._before[number] = before  # first: the signal may come with the handler
+                    signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: Any) -> None:

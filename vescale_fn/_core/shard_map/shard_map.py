@@ -310,7 +310,9 @@ def shard_map(
             they are arrays on that part of the mesh, which ops and `with_sharding` treat as they do outside, and on
             which another `shard_map` may be called, over more axes. Specs name the mapped axes only.
         check_vma: track how values vary over the axes, and check. Without, nothing intercepts the body: a promise is
-            believed, and inside, `psum` is its own transpose; gradients taken outside are the same.
+            believed, and inside, `psum` is its own transpose; gradients taken outside are the same. That the ranks' results
+            have one shape is compared at the first call for each form of the arguments: a rank whose result keeps its
+            shape learns of another's only by asking at every call, which `vfn.debug` does.
 
     Returns:
         A function of whole values, plain tensors or arrays, that gives arrays.
