@@ -6,6 +6,7 @@ takes is subtracted. `jax` is an extra (``pip install -e ".[oracle]"``); without
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -57,16 +58,16 @@ def params(layers: int) -> Params:
 
 
 def first_call(make: Callable[[], Callable[[], Any]]) -> float:
-    """The seconds of this process on the CPU that a first call takes more than a second one, the least of three."""
+    """The seconds of this process on the CPU that a first call takes more than the quickest of the next, the median of five."""
     found = []
-    for _ in range(3):
+    for _ in range(5):
         call, took = make(), []
-        for _ in range(2):
+        for _ in range(4):
             start = time.process_time()
             call()
             took.append(time.process_time() - start)
-        found.append(took[0] - took[1])
-    return min(found)
+        found.append(took[0] - min(took[1:]))
+    return statistics.median(found)
 
 
 def jitted(model: Any, layers: int) -> Callable[[], Any]:
