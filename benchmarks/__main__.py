@@ -8,6 +8,7 @@ NAMES = (
     "ops_in_bodies",
     "psum_of_a_tree",
     "grad_call",
+    "custom_rules",
     "eager_ops",
     "replayed_step",
     "many_ranks",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from ..base import context, state, tree
 from ..base.containers import opened
 from ..base.errors import TransformError, VaryingTypeError
 from ..base.messages import count_text, described, report
-from ..base.user_calls import called
+from ..base.user_calls import called, positional
 from ..local_types import tensor_types, types
 from ..shard_map import body
 from .custom_rules import CustomRule, Joined, Unfollowed, applied, closed_over, mark
@@ -25,6 +26,8 @@ Tensor = torch.Tensor
 
 def by_position(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], where: str) -> tuple[Any, ...]:
     """All arguments of a call by position, defaults filled in: as rules take them."""
+    if not kwargs and len(args) == _most(f):
+        return tuple(args)
     try:
         bound = inspect.signature(f).bind(*args, **kwargs)
     except (TypeError, ValueError) as error:
@@ -38,6 +41,12 @@ def by_position(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         failures = [f"{name!r} has no position" for name in bound.kwargs]
     what = "arguments by keyword must have a position, since the rule takes them by position"
     raise TransformError(report(where, what, failures, f"give {', '.join(kwargs) or 'them'} by position"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _most(f: Callable[..., Any]) -> int | None:
+    """How many arguments `f` takes by position at most; None where there is no such number."""
+    return positional(f)
 
 
 def places(f: Callable[..., Any], nums: Any, names: Any, where: str) -> tuple[int, ...]:
@@ -137,6 +146,10 @@ def way(tensors: Sequence[Tensor], level: int) -> RuledRun:
 
 def ambient() -> Callable[[], Any]:
     """What a rule for cotangents runs in: the body, the mesh and the module of its call."""
+    now = state.now()
+    around_it = now.run, now.unit, now.keyed, now.key_uses, now.recorder, context.current_mesh()
+    if around_it.count(None) == len(around_it) and not now.strict and now.grad_depth < 2:
+        return contextlib.nullcontext
     again = context.Again(context.snapshot(), body.capture(), *(also() for also in body.captures))
     depth = max(context.grad_depth() - 1, 0)
 
