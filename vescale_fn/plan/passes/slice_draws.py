@@ -51,7 +51,7 @@ def _rectangle(where: Any, shape: Any) -> list[counters.Indices] | None:
     if where is None:
         return list(counters.decoded(shape, None).indices)
     if isinstance(where, fx.Node) and isinstance(where.target, Step) and where.target.name == "rectangle":
-        return list(counters.decoded(shape, where.target.run.args[0]).indices)  # type: ignore[attr-defined]
+        return list(counters.decoded(shape, where.target.run.keywords["rows"]).indices)  # type: ignore[attr-defined]
     return None
 
 
