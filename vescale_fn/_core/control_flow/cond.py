@@ -60,6 +60,8 @@ def cond(
     pred = select.scalar(pred, "cond", "pred")
     if not isinstance(pred, torch.Tensor):
         return called(true_fun if pred else false_fun, operands, {}, "cond")
+    if not select.differs(pred):  # a truth value of whole numbers, of which a recording makes a plan for each
+        return called(true_fun if pred else false_fun, operands, {}, "cond")
     index = (pred == 0).to(torch.int32)
     return _one_of(index, (true_fun, false_fun), operands, "cond", ("true_fun", "false_fun"))
 
