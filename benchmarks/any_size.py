@@ -27,7 +27,7 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 
 import vescale_fn as vfn  # noqa: E402
-from benchmarks.side_by_side import publish  # noqa: E402
+from benchmarks.side_by_side import publish, table  # noqa: E402
 from vescale_fn.recipes import dit, gpt, llama, mixtral, models, resnet  # noqa: E402
 from vescale_fn.recipes.parallel import parallel  # noqa: E402
 
@@ -227,22 +227,11 @@ def _has_formula(kind: str, name: str, text: str) -> bool:
     return text in FORMULAS and name in ("llama", "gpt") and not uneven and (name, "remat" in text) != ("gpt", True)
 
 
-def sweep() -> None:
-    """All of it, summed up in a table; each plan is in the file of results."""
-    rows = swept(RANKS, {"even": EVEN, "odd": ODD})
-    found: dict[tuple[str, int], list[list[Any]]] = {}
-    for row in rows:
-        found.setdefault((f"{row[1]}, {row[0]} sizes", row[3]), []).append(row)
-    shown = [[name, n, len(some), max(row[4] for row in some)] for (name, n), some in found.items()]
-    columns = ("model", "ranks", "layouts", "longest plan, s")
-    publish("any_size_sweep", columns, shown, processor=processor(), plans=[list(PLANS), *rows])
-
-
 PLANS = ("sizes", "model", "layout", "ranks", "s", "MB held on a rank", "MB at most", "MB sent")
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["sweep"]:
-        sweep()
+        print(table(PLANS, swept(RANKS, {"even": EVEN, "odd": ODD})))
     elif sys.argv[1:]:
         print(json.dumps(one(sys.argv[1])))
     else:
