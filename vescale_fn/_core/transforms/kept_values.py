@@ -74,9 +74,9 @@ class RematStep:
         return op_arguments.mapped(of, self.out)
 
     def kinds(self) -> list[str]:
-        """The types of its tensors, as messages write them."""
+        """The types of its tensors that have elements, as messages write them; on torch 2.11 a checkpoint makes one without."""
         found = self.out if isinstance(self.out, (list, tuple)) else [self.out]
-        return [like.text() for like in found if isinstance(like, Placeholder)]
+        return [like.text() for like in found if isinstance(like, Placeholder) and 0 not in (like.shape or ())]
 
 
 class Keeper:
