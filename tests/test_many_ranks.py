@@ -2,6 +2,7 @@
 grows as it does: calls are counted."""
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,11 +36,13 @@ def calls(f: Callable[[], Any]) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.disable()  # what other tests have left may call something when it goes
     sys.setprofile(seen)
     try:
         f()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 

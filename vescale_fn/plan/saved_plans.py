@@ -131,6 +131,12 @@ def load_plan(path: str | os.PathLike[str]) -> SavedPlan:
 
     Raises:
         TransformError: no file, or none of `save_plan`'s.
+
+    >>> import torch, vescale_fn as vfn, tempfile, os
+    >>> path = os.path.join(tempfile.mkdtemp(), "sine.plan")
+    >>> vfn.save_plan(vfn.jit(torch.sin).lower(torch.zeros(2)), path)
+    >>> vfn.jit(torch.sin, plans=[vfn.load_plan(path)])(torch.zeros(2))
+    tensor([0., 0.])
     """
     where = os.fspath(path)
     try:

@@ -77,7 +77,7 @@ class _NoStorage:
     __bool__: Any = lambda self: True
 
     def __init__(self, of: WithoutMemory, refusal: Callable[[str], InPlaceError]) -> None:
-        self.of, self.refusal, self.stands = described(of), refusal, torch_internals.storage(of)
+        self.of, self.refusal, self.stands = of, refusal, torch_internals.storage(of)
 
     def __getattr__(self, name: str) -> Any:
         asks = callable(getattr(torch.UntypedStorage, name)) and name not in self._ANSWERED  # not: is_cuda, ...
@@ -90,7 +90,7 @@ class _NoStorage:
         return hash(self.stands)
 
     def __repr__(self) -> str:
-        return f"<the memory of {self.of}, which has none of its own>"
+        return f"<the memory of {described(self.of)}, which has none of its own>"
 
 
 def _before_exchange(how: str, x: torch.Tensor, value: Any) -> None:

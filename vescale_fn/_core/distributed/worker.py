@@ -260,7 +260,8 @@ def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     # The source of notebook cells, for tracebacks. Without a time of change, or Python looks for the file.
     cells = {
         name: (entry[0], None, *entry[2:])
-        for name, entry in list(linecache.cache.items())  # to which another thread may add
+        # a copy made at once: another thread may add to it, or a plan that Python throws away leave it
+        for name, entry in linecache.cache.copy().items()
         if len(entry) == 4 and not os.path.exists(name)
     }
     ambient = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_rng_state(), cells
