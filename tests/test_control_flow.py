@@ -12,6 +12,17 @@ W = torch.linspace(-0.9, 1.1, 16, dtype=F).view(4, 4)
 XS = torch.linspace(0.1, 1.3, 20, dtype=F).view(5, 4)
 
 
+def test_axes_of_size_1_may_be_named_in_any_order():
+    """A carry whose spec names them in another order than ops give is no other layout."""
+    w, x = torch.randn(3, 4, 4), torch.randn(5, 4)
+    want = vfn.scan(lambda h, w: (torch.tanh(h @ w), h.sum()), x, w)
+    with vfn.simulate(6):
+        held = vfn.shard(x, vfn.make_mesh((6, 1), ("a", "b")), P(("b", "a")))
+        for run in (lambda f: f, vfn.jit):
+            got = run(lambda x, w: vfn.scan(lambda h, w: (torch.tanh(h @ w), h.sum()), x, w))(held, w)
+            torch.testing.assert_close(vfn.unshard(got), want)
+
+
 def body(w):
     return lambda c, x: (torch.tanh(c @ w + x), c * x)
 
