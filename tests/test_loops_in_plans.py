@@ -335,6 +335,18 @@ DIFFERENTIATED = {
         lambda w: last(lambda h, w: (torch.nn.functional.layer_norm(h @ w, (4,)), None), xs=w).pow(3).sum(),
         LAYERS,
     ),
+    "a value and what it is of": (
+        lambda v: last(
+            lambda h, _, w=v**2, u=last(lambda h, _: (torch.tanh(h * v), None), v, None, length=2): (
+                torch.tanh(h * w * u + v),
+                None,
+            ),
+            XS[0],
+            None,
+            length=4,
+        ).sum(),
+        XS[1],
+    ),
     "what it goes over, around it": (
         lambda w: last(lambda h, x: (torch.tanh(h @ x + w.sum((0, 1))), None), xs=w).sum(),
         LAYERS,
@@ -361,7 +373,7 @@ DIFFERENTIATED = {
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_gradients_through(name: str) -> None:
     f, x = DIFFERENTIATED[name]
-    same_as_eager(vfn.grad(f), x, loops=2, exact=False)
+    same_as_eager(vfn.grad(f), x, loops=4 if name == "a value and what it is of" else 2, exact=False)
 
 
 def test_layers_whose_weights_are_gathered_in_the_body() -> None:

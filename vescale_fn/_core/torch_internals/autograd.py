@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -103,6 +104,18 @@ def edges_from_before(outs: Iterable[torch.Tensor], count: int) -> list[tuple[An
             seen.add(node)
             todo += [edge for edge in node.next_functions if edge[0] is not None]
     return list(found.items())
+
+
+@contextlib.contextmanager
+def ending_at(xs: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A block whose backward passes go as far as these tensors: what they were computed of gets no gradient by way of them."""
+    nodes = {x.grad_fn for x in xs if x.grad_fn is not None}
+    handles = [node.register_prehook(lambda grads: (None,) * len(grads)) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:

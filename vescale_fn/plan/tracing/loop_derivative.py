@@ -94,7 +94,8 @@ class Derivative:
             pairs = list(zip([one.carried[i] for i in call.moving], cts, strict=True))
             pairs += zip([like for like, _ in self.rows], rows, strict=True)
             by = [*(one.given[i] for i in call.moving), *(one.cut[i] for i in call.moving_xs)]
-            grads = _gradients([pair for pair in pairs if pair[0].requires_grad], [*by, *call.captured])
+            with torch_internals.ending_at(call.captured):  # some may be computed of others
+                grads = _gradients([pair for pair in pairs if pair[0].requires_grad], [*by, *call.captured])
             self.own = as_primals([torch.zeros_like(x) if g is None else g for x, g in zip(by, grads)], by)
             self.sums = [(i, g) for i, g in enumerate(grads[len(by) :]) if g is not None]
             self.own_nodes = list(map(one.nodes, self.own))

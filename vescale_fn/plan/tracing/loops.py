@@ -65,10 +65,13 @@ class _Looped(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.recorder = inputs[0].recorder
         ctx.save_for_backward(inputs[0].mark)  # under `remat` that is the mark of the call that is recorded again
+        ctx.count = len(inputs)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
+        if all(ct is None for ct in cotangents):  # also where a loop that uses its results ends a backward pass
+            return (None,) * ctx.count
         if torch.is_grad_enabled():
             raise Unrollable  # the gradient of a gradient
         with torch_internals.no_torch_function():
