@@ -1,6 +1,7 @@
 """Everything before the first byte: shapes with layouts as leaves, meshes without ranks, and plans that are those of real ranks."""
 
 import functools
+import re
 import subprocess
 import sys
 
@@ -208,6 +209,8 @@ def test_words(mesh, tmp_path):
         *"[3, 3] at most 36".split(),
     ]
     assert "svg" in vfn.show({"x": x})._repr_html_()
+    large = vfn.ShapeDtype((16, 6), torch.float32, P(None, "tp"), vfn.abstract_mesh((4096, 2), ("dp", "tp")))
+    assert re.findall(">([^<>]*)</text>", vfn.show(large)._repr_html_()) == ["0..8190", "1..8191"]
     with pytest.raises(vfn.errors.CheckpointError, match="on the meta device, without values"):
         vfn.save(tmp_path / "x", {"x": x})
     with pytest.raises(NoValueError) as error:

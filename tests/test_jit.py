@@ -5,6 +5,7 @@ import functools
 import inspect
 import io
 import math
+import pickle
 import sys
 import warnings
 
@@ -17,6 +18,7 @@ from programs import PROGRAMS, Program
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.base import tree
+from vescale_fn._core.distributed.mesh import communicator_of
 from vescale_fn.errors import InPlaceError, RandomError, RecordError, TransformError
 from vescale_fn.plan.passes.buckets import buckets
 from vescale_fn.plan.passes.cse_collectives import once
@@ -1095,6 +1097,26 @@ def test_ranks_that_record_other_collectives_raise_on_all(gloo):
     assert here[0] == "RecordError"
     assert here[1][0] == "jit: recording f raised on rank 1, and not here"
     assert there[0] == "InPlaceError"
+
+
+def _told_of(*counts):
+    """How many bytes a rank tells the others of recordings with so many collectives."""
+    mesh, told = vfn.make_mesh((2,), ("a",)), []
+    communicator = communicator_of(mesh)
+    everyone = communicator.everyone
+    communicator.everyone = lambda mine, why: told.append(len(pickle.dumps(mine))) or everyone(mine, why)
+    try:
+        for count in counts:
+            xs = [vfn.shard(torch.arange(2.0) + i, mesh, P("a")) for i in range(count)]
+            vfn.jit(lambda xs: [vfn.with_sharding(x.sin(), P()) for x in xs], passes=())(xs)
+    finally:
+        del communicator.everyone
+    return told
+
+
+def test_what_ranks_tell_of_a_recording_does_not_grow_with_its_collectives(gloo):
+    few, many = gloo(2, _told_of, 2, 30)[0]
+    assert few == many
 
 
 def _written_and_forgotten():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import html
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +16,8 @@ from .._core.arrays import array
 from .._core.base import context, tree
 from .._core.base.messages import mesh_text
 from .._core.distributed.blocks import Blocks
-from .._core.distributed.communicator import coordinates
 from .._core.local_types import tensor_types
-from .._core.sharding.index_map import axes_of, local_indices, shard_shape
+from .._core.sharding.index_map import axes_of, dim_indices, is_even, shard_shape
 from .._core.sharding.layout import type_text
 from .._core.sharding.merged_dim import Merged
 from .._core.sharding.spec import P, split_axes
@@ -25,7 +26,7 @@ from .._core.sharding.spec import P, split_axes
 class Shown:
     """What `show` returns: text in a terminal, a table in a notebook."""
 
-    def __init__(self, rows: list[tuple[str, str, str, str]], title: str, pictures: list[str]) -> None:
+    def __init__(self, rows: list[tuple[str, str, str, str]], title: str, pictures: list[Callable[[], str]]) -> None:
         self.rows, self.title, self._pictures = rows, title, pictures
 
     def __repr__(self) -> str:
@@ -42,7 +43,7 @@ class Shown:
         body = "".join(
             "<tr>"
             + "".join(f"<td style='text-align:left'><code>{html.escape(cell)}</code></td>" for cell in row)
-            + f"<td>{picture}</td></tr>"
+            + f"<td>{picture()}</td></tr>"
             for row, picture in zip(self.rows, self._pictures)
         )
         return f"<p>{html.escape(self.title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -109,7 +110,7 @@ def _mesh_line(mesh: Any) -> str:
 def _block(x: torch.Tensor, mesh: Any, spec: Any) -> tuple[str, str]:
     """The shape of what a rank holds of `x`, and its bytes."""
     shape = list(x.shape) if mesh is None else list(shard_shape(tuple(x.shape), mesh, P(*spec)))
-    even = "" if mesh is None or _even(x, mesh, spec) else " at most"
+    even = "" if mesh is None or is_even(tuple(x.shape), axes_of(mesh), spec) else " at most"
     return f"{shape}{even}", f"{math.prod(shape) * x.element_size():,}"
 
 
@@ -119,43 +120,54 @@ def _plural(n: int, word: str) -> str:
     return "" if n == 1 else "s"
 
 
-def _even(x: Any, mesh: Any, spec: P) -> bool:
-    shapes = {
-        tuple(map(len, local_indices(tuple(x.shape), axes_of(mesh), spec, coordinates(mesh, rank))))
-        for rank in range(mesh.size())
-    }
-    return len(shapes) == 1
-
-
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#edc948")
 
 
-def _picture(x: Any, body: Any) -> str:
+def _picture(x: Any, body: Any) -> Callable[[], str]:
     """A small drawing: two dims of the value (or its one), each block in a colour, with the ranks that hold it."""
     if body is not None and type(x) is Blocks:
-        return _ranks(x, body.mesh)
+        drawn = _ranks(x, body.mesh)  # of its values now
+        return lambda: drawn
     mesh = array.mesh_of(x) if isinstance(x, torch.Tensor) else None
     if mesh is None or not 1 <= x.ndim or x.numel() == 0:
-        return ""
-    axes, spec = axes_of(mesh), array.spec_of(x)
+        return lambda: ""
+    return functools.partial(_parts, tuple(x.shape), axes_of(mesh), array.spec_of(x))
+
+
+def _parts(shape: tuple[int, ...], axes: dict[str, int], spec: P) -> str:
     if any(isinstance(entry, Merged) for entry in spec):  # blocks of many pieces
         return ""
-    dims = _shown_dims(split_axes(spec, x.ndim))
-    n_rows, n_cols = [*(x.shape[d] for d in dims), 1][:2]
-    width, height, blocks = 180.0, 72.0, {}
-    for rank in range(mesh.size()):
-        spans = local_indices(tuple(x.shape), axes, spec, coordinates(mesh, rank))
-        key = tuple((i[0], len(i)) if len(i) else None for i in (spans[d] for d in dims))
-        blocks.setdefault(key, []).append(rank)
-    drawn = []
-    for number, (key, ranks) in enumerate(blocks.items()):
-        if None in key:
+    rows = split_axes(spec, len(shape))
+    dims = _shown_dims(rows)
+    n_rows, n_cols = [*(shape[d] for d in dims), 1][:2]
+    width, height, drawn, seen = 180.0, 72.0, [], set[Any]()
+    along = [name for name in axes if any(name in rows[d] for d in dims)]
+    steps = {name: math.prod(list(axes.values())[i + 1 :]) for i, name in enumerate(axes)}
+    others = [name for name in axes if name not in along]
+    span = functools.cache(lambda d, *place: dim_indices(shape[d], rows[d], axes, dict(zip(rows[d], place))))
+    for place in itertools.product(*(range(axes[name]) for name in along)):  # in the order of the first ranks there
+        at = dict(zip(along, place))
+        spans = (span(d, *(at[name] for name in rows[d])) for d in dims)
+        key = tuple((i[0], len(i)) if len(i) else None for i in spans)
+        if key in seen:
             continue
-        (r0, rn), (c0, cn) = [*key, (0, 1)][:2]
-        left, top, w, h = c0 / n_cols * width, r0 / n_rows * height, cn / n_cols * width, rn / n_rows * height
-        label = ",".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}..{ranks[-1]}"
-        drawn.append(_box(left, top, w, h, number, label))
+        seen.add(key)
+        if None not in key:
+            (r0, rn), (c0, cn) = [*key, (0, 1)][:2]
+            left, top, w, h = c0 / n_cols * width, r0 / n_rows * height, cn / n_cols * width, rn / n_rows * height
+            label = _holders(sum(at[name] * steps[name] for name in along), [(axes[x], steps[x]) for x in others])
+            drawn.append(_box(left, top, w, h, len(seen) - 1, label))
     return _drawing(width, height, drawn)
+
+
+def _holders(first: int, others: Sequence[tuple[int, int]]) -> str:
+    """The ranks that hold a block: `first`, and those along the axes, (size, step between ranks), that do not split it."""
+    if math.prod(size for size, _ in others) > 4:
+        return f"{first}..{first + sum((size - 1) * step for size, step in others)}"
+    return ",".join(
+        str(first + sum(places))
+        for places in itertools.product(*(range(0, size * step, step) for size, step in others))
+    )
 
 
 def _shown_dims(rows: Sequence[Sequence[str]]) -> list[int]:

@@ -125,13 +125,9 @@ def agree(
     if mesh is None:
         return Verdict(reason)
     calls = [] if graph is None else [_said(node, times) for node, times in all_collectives(graph)]
-    said = reason, "" if error is None else str(error) or type(error).__name__, calls
-    by_rank = [
-        row[0]
-        for row in communicator_of(mesh).everyone(
-            [[(*said, used, needed, [(s.order, s.groups) for s in stages])]], "jit"
-        )
-    ]
+    raised = "" if error is None else str(error) or type(error).__name__
+    digests = [_digest([what for what, _ in calls]), _digest(used), _digest(needed)]
+    by_rank = _told(mesh, (reason, raised, digests, [(s.order, s.groups) for s in stages]))
     if error is not None:
         return Verdict(reason)
     for rank, (_, raised, *_) in enumerate(by_rank):
@@ -142,9 +138,12 @@ def agree(
     for rank, (why, *_) in enumerate(by_rank):
         if why:
             return Verdict(reason or f"on rank {rank} {why}")
-    _same_collectives(name, [row[2] for row in by_rank])
+    # what a digest stands for is told where one differs, which all ranks see
+    differs = [len(set(column)) > 1 for column in zip(*(row[2] for row in by_rank))]
+    if differs[0]:
+        _same_collectives(name, _told(mesh, calls))
     ranks = communicator_of(mesh).processes()
-    if differing := differences({ranks[rank]: row[3] for rank, row in enumerate(by_rank)}):
+    if differs[1] and (differing := differences(dict(zip(ranks, _told(mesh, used), strict=True)))):
         raise DivergenceError(
             report(
                 "jit",
@@ -163,9 +162,13 @@ def agree(
                 "blocks of the same shapes on every rank of a group",
             )
         )
-    wants = [frozenset(wanted) for *_, wanted, _ in by_rank]
-    either = frozenset().union(*wants) if len(set(wants)) > 1 else None
+    either = frozenset().union(*_told(mesh, list(needed))) if differs[2] else None
     return Verdict("", None if parted is None else parted - 1, either)
+
+
+def _told(mesh: Any, what: Any) -> list[Any]:
+    """What each rank has to say; asked by all ranks."""
+    return [row[0] for row in communicator_of(mesh).everyone([[what]], "jit")]
 
 
 def _same_collectives(name: str, by_rank: Sequence[Sequence[tuple[str, str]]]) -> None:
@@ -216,7 +219,7 @@ def _parted(by_rank: Sequence[Sequence[tuple[str, dict[str, str]]]]) -> int | No
 
 def _difference(mesh: Any, stage: Stage) -> list[str]:
     """The first collectives that differ, of two ranks; asked by all ranks."""
-    by_rank: list[list[ComparedCollective]] = [row[0] for row in communicator_of(mesh).everyone([[stage.rows]], "jit")]
+    by_rank: list[list[ComparedCollective]] = _told(mesh, stage.rows)
     none = ComparedCollective("none", (), None, "none")
     for i, rows in enumerate(zip_longest(*by_rank, fillvalue=none)):
         first: dict[Any, tuple[int, ComparedCollective]] = {}
