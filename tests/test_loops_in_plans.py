@@ -7,7 +7,8 @@ from torch.testing import assert_close
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn.plan.ir.loop import all_collectives, loops
+from vescale_fn.plan.ir.loop import loops
+from vescale_fn.plan.ir.nested import all_collectives
 
 UNROLLED = ("second order", "linearize", "jvp", "vmap", "vmap of grad", "grad of vmap")
 
@@ -87,7 +88,7 @@ def test_bodies_and_the_collectives_in_them(check: bool) -> None:
             assert_close(vfn.unshard(jitted(given[0])), wanted)
         assert rolled(jitted) == 2
         said = jitted.lower(given[0]).comms()
-        assert len(log) == len(said) == sum(times for _, times in all_collectives(plan_of(jitted).graph))
+        assert len(log) == len(said) == sum(times for _, times, _ in all_collectives(plan_of(jitted).graph))
         assert len(log) >= 2 * len(XS)
         assert log.bytes() == said.bytes()
 

@@ -16,8 +16,8 @@ from .._core.distributed.comm_log import CommLog
 from .._core.sharding.layout import WHOLE, type_text
 from .ir import graph as plan
 from .ir.arena import Arena, arena
-from .ir.loop import LAST, Loop, all_collectives, loop_of, loops
 from .ir.memory_use import MemoryUse, bytes_text, call_text, memory, place
+from .ir.nested import Nested, all_collectives, bodies_of, nested
 
 
 class Lowered:
@@ -97,9 +97,9 @@ class Lowered:
     def comms(self) -> CommLog:
         """The collectives in order, as `comm_log` lists them: op, axes, bytes on one rank, why, and the user's line."""
         log = CommLog()
-        for node, times in all_collectives(self.graph):
+        for node, times, within in all_collectives(self.graph):
             for _ in range(times):
-                log.append(_record(node))
+                log.append(_record(node, within))
         return log
 
     def memory(self) -> MemoryUse:
@@ -129,17 +129,18 @@ class Lowered:
 
 def _count(graph: fx.Graph) -> int:
     """How many calls there are to look at: the body of a loop counts once."""
-    inside = sum(_count(loop_of(node).body) for node in loops(graph))
+    inside = sum(_count(body) for node in nested(graph) for body in bodies_of(node))
     return inside + sum(1 for node in plan.calls(graph) if node.target is not operator.getitem)
 
 
-def _record(node: fx.Node) -> Record:
+def _record(node: fx.Node, within: str = "") -> Record:
     collective: Any = node.target
     operand = node.args[0]
     one = operand[0] if isinstance(operand, (list, tuple)) else operand
     factor = group_size(collective.mesh, collective.axes) if collective.kind == "all_gather" else 1
     size = plan.nbytes(plan.value(one)) * factor  # type: ignore[arg-type]
-    return Record(collective.kind, collective.axes, size, collective.why, node.meta.get("line", ""))
+    why = ", ".join(filter(None, (collective.why, within)))
+    return Record(collective.kind, collective.axes, size, why, node.meta.get("line", ""))
 
 
 def _runs(graph: fx.Graph) -> Iterator[tuple[str, list[fx.Node]]]:
@@ -166,23 +167,18 @@ def _calls(graph: fx.Graph) -> list[str]:
         for node, text in zip(run, texts):
             mark = "*" if isinstance(node.target, Collective) else " "
             lines.append(f"  {mark} {text.ljust(width)}   {_type(plan.value(node))}{_why(node)}")
-            if isinstance(node.target, Loop):
-                lines += [f"      {line}".rstrip() for line in _body(node.target)]
+            for i in range(len(bodies_of(node))):
+                lines += [f"      {line}".rstrip() for line in _body(node, i)]
     return lines
 
 
-def _body(loop: Loop) -> list[str]:
-    """The body of a loop: what it is given, its calls, what it gives."""
-    places = [x.name for x in loop.body.nodes if x.op == "placeholder"]
-    carry, cuts, same = places[: loop.carry], places[loop.carry : loop.given], places[loop.given :]
-    outs: Any = plan.output(loop.body).args[0]
-    given = "; ".join(word + ", ".join(xs) for word, xs in (("", carry), ("of each ", cuts), ("the same ", same)) if xs)
-    order = ", from the last" if loop.reverse else ""
-    kept = [f"{x} {'of the last' if kind == LAST else 'of each'}" for x, kind in zip(outs[loop.carry :], loop.keeps)]
+def _body(node: fx.Node, i: int) -> list[str]:
+    """A body: what it is given, its calls, what it gives."""
+    when, given, gives = node.target.told(i)  # type: ignore[union-attr]
     return [
-        f"{loop.length} times{order}: {given}",
-        *(f"  {line}".rstrip() for line in _calls(loop.body)),
-        f"  -> {', '.join([*map(str, outs[: loop.carry]), *kept])}",
+        f"{when}: {given}".rstrip(": "),
+        *(f"  {line}".rstrip() for line in _calls(bodies_of(node)[i])),
+        f"  -> {gives}",
     ]
 
 
@@ -241,10 +237,11 @@ def _summary(graph: fx.Graph) -> list[str]:
         if isinstance(node.target, Collective):
             tell()
             lines.append(f"* {_collective(node)}")
-        elif isinstance(node.target, Loop):
+        elif isinstance(node.target, Nested):
             tell()
-            lines.append(f"{place(node.meta.get('line', '?'))}: {node.target.length} times")
-            lines += [f"    {line}" for line in _summary(node.target.body)]
+            for i, body in enumerate(node.target.bodies):
+                lines.append(f"{place(node.meta.get('line', '?'))}: {node.target.told(i)[0]}")
+                lines += [f"    {line}" for line in _summary(body)]
         elif node.target is not operator.getitem:
             counts.setdefault(node.meta.get("line", "?"), Counter())[call_text(node)] += 1
     tell()

@@ -18,7 +18,7 @@ from .execution.backends import Backend
 from .execution.codegen import Code, generate
 from .ir.graph import Pass, calls, copied, memories, output, written
 from .ir.liveness import DONATED
-from .ir.loop import everywhere
+from .ir.nested import everywhere
 from .lowered import Lowered
 from .tracing import leaves as leaves_
 from .tracing.guards import Captured

@@ -29,6 +29,7 @@ from ..._core.distributed.collectives import Collective
 from ..ir import memory_aliases
 from ..ir.graph import Step, calls, output, value
 from ..ir.loop import Loop
+from ..ir.nested import Nested
 from . import fast_sums
 from .fast_calls import way
 from .looping import Looping
@@ -46,7 +47,7 @@ class Code:
         source: what runs, as text.
         file: the name under which tracebacks show it.
         nodes: by line, what runs there.
-        bodies: the code of the bodies of its loops.
+        bodies: the code of the bodies in it.
     """
 
     run: Callable[[list[Any]], tuple[Any, ...]]
@@ -97,7 +98,7 @@ class _Writer:
         self.names: dict[Any, str] = {}  # of nodes, and of the globals by identity
         self.taken = {"values", *keyword.kwlist}
         self.numbers: Counter[str] = Counter()  # how often a name was taken
-        self.bodies: list[Code] = []  # of loops
+        self.bodies: list[Code] = []
         self.together: dict[fx.Node, fx.Node] = {}  # parts that are taken out in the line of what gives them: to it
 
     def write(self, graph: fx.Graph, name: str) -> tuple[str, dict[int, fx.Node]]:
@@ -171,10 +172,10 @@ class _Writer:
 
     def function(self, node: fx.Node) -> Any:
         """What is called where there is no shorter way in Python."""
-        if isinstance(node.target, Loop):
-            code = generate(node.target.body, "body")
-            self.bodies.append(code)
-            return Looping(node.target, code.run.args[0], [_is_used_up(x) for x in node.args])  # type: ignore[attr-defined]
+        if isinstance(node.target, Nested):
+            codes = [generate(body, "body") for body in node.target.bodies]
+            self.bodies += codes
+            return _RUN[type(node.target)](node, *(code.run.args[0] for code in codes))  # type: ignore[attr-defined]
         if isinstance(node.target, Step):
             return node.target.run
         return fast_sums.shortest(node, self.last, self.lie) or node.target
@@ -226,11 +227,6 @@ class _Writer:
         return found
 
 
-def _is_used_up(x: Any) -> bool:
-    """Whether a call is the only one that needs what a loop has kept."""
-    return x.target is operator.getitem and isinstance(x.args[0].target, Loop) and len(x.users) == 1
-
-
 def _comment(line: str) -> str:
     """A source line as a comment. A file may have any name, a line break in it too, which would end the comment."""
     return "".join(c if c.isprintable() else "?" for c in os.path.basename(line))
@@ -251,6 +247,10 @@ _aten = torch.ops.aten
 _TAKES_NUMBERS = {
     getattr(_aten, name + in_place).Tensor for name in ("add", "sub", "mul", "div") for in_place in ("", "_")
 } | {_aten._foreach_mul.Scalar, _aten._foreach_mul_.Scalar}
+
+
+# what runs a call with bodies, of the call and the functions of its bodies
+_RUN: dict[type, Callable[..., Any]] = {Loop: Looping}
 
 
 def _last_uses(graph: fx.Graph, together: dict[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:

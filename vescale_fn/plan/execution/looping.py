@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
-from ..ir.loop import EACH, STACKED, Loop, Sharing
+from ..ir.loop import EACH, STACKED, Loop, Sharing, loop_of
 
 
 class Looping:
     """The function of a loop.
 
     Args:
-        loop: what it is.
+        node: its call.
         body: the function of one iteration, which empties the list that it is given.
-        consumed: for each argument whether nothing else needs it: what was kept of an iteration is let go when it was used.
     """
 
-    def __init__(self, loop: Loop, body: Callable[[list[Any]], Sequence[Any]], consumed: Sequence[bool]) -> None:
-        self.loop, self.body, self.consumed, self.shared = loop, body, consumed[loop.carry :], Sharing(loop)
+    def __init__(self, node: fx.Node, body: Callable[[list[Any]], Sequence[Any]]) -> None:
+        loop = loop_of(node)
+        self.loop, self.body, self.shared = loop, body, Sharing(loop)
+        self.consumed = list(map(_is_used_up, node.args[loop.carry :]))
         self.order = range(loop.length - 1, -1, -1) if loop.reverse else range(loop.length)
         self.cut = [i for i, kind in enumerate(loop.slices) if kind == STACKED]
 
@@ -60,3 +63,8 @@ class Looping:
                 kept[j][i] = y
             else:
                 kept[j] = y
+
+
+def _is_used_up(x: Any) -> bool:
+    """Whether a call is the only one that needs what a loop has kept, which is let go when it was used."""
+    return x.target is operator.getitem and isinstance(x.args[0].target, Loop) and len(x.users) == 1

@@ -10,8 +10,8 @@ from torch import fx
 
 from . import graph as plan
 from . import memory_aliases, packing
-from .loop import loop_of, loops
 from .memory_use import bytes_text, call_text, place
+from .nested import bodies_of, nested
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,9 @@ def arena(graph: fx.Graph, alignment: int) -> Arena:
         if piece.maker in index and piece.bytes
     ]
     lives = [(piece.maker, piece.bytes, first, last) for piece, first, last in lives]
-    # what the iterations of a loop need has the same place in each of them
-    lives += [(node, arena(loop_of(node).body, alignment).bytes, index[node], index[node]) for node in loops(graph)]
+    # what one body needs, or one iteration, has the same place in the others
+    inside = {node: max(arena(body, alignment).bytes for body in bodies_of(node)) for node in nested(graph)}
+    lives += [(node, size, index[node], index[node]) for node, size in inside.items()]
     lives.sort(key=lambda life: life[2])
     sizes = [-(-size // alignment) * alignment for _, size, _, _ in lives]
     found = packing.pack([first for *_, first, _ in lives], [last for *_, last in lives], sizes)

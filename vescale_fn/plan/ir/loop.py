@@ -6,29 +6,24 @@ with one entry of what it goes over. The body gives the new carry and then what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..._core.distributed.collectives import Collective
-from .graph import KEPT, Step, calls, collectives, copied, given_up, has_effect, memories, output
+from .graph import KEPT, calls, has_effect, memories
+from .nested import Nested, ends, extracted, reached
 
 STACKED, EACH, LAST = "stacked", "each", "last"
 
 
-def _not_alone(*args: Any) -> Any:
-    raise AssertionError("a loop runs as its plan's code says")
-
-
 @dataclass(frozen=True, eq=False)
-class Loop(Step):
-    """A loop.
+class Loop(Nested):
+    """A loop, whose body is one iteration.
 
     Args:
-        body: the graph of one iteration.
         length: the number of iterations.
         reverse: whether it goes over its slices from the last one.
         carry: how many values are carried.
@@ -39,16 +34,31 @@ class Loop(Step):
     """
 
     name: str = "loop"
-    run: Callable[..., Any] = _not_alone
-    body: fx.Graph = None  # type: ignore[assignment]
     length: int = 0
     reverse: bool = False
     carry: int = 0
     slices: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "effect", does_more(self.body))
+    @property
+    def body(self) -> fx.Graph:
+        """The graph of one iteration."""
+        return self.bodies[0]
+
+    def often(self, i: int) -> tuple[int, str]:
+        return self.length, ""
+
+    def told(self, i: int) -> tuple[str, str, str]:
+        places, outs = ends(self.body)
+        rows = places[: self.carry], places[self.carry : self.given], places[self.given :]
+        given = "; ".join(
+            word + ", ".join(x.name for x in xs) for word, xs in zip(("", "of each ", "the same "), rows) if xs
+        )
+        kept = [
+            f"{x} {'of the last' if kind == LAST else 'of each'}" for x, kind in zip(outs[self.carry :], self.keeps)
+        ]
+        when = f"{self.length} times{', from the last' if self.reverse else ''}"
+        return when, given, ", ".join([*map(str, outs[: self.carry]), *kept])
 
     @property
     def given(self) -> int:
@@ -67,30 +77,6 @@ def loop_of(node: fx.Node) -> Loop:
     return node.target
 
 
-def does_more(body: fx.Graph) -> bool:
-    """Whether a body does something besides giving results: it communicates, prints."""
-    inside = any(isinstance(node.target, Step) and node.target.effect for node in calls(body))
-    return inside or bool(collectives(body))
-
-
-def everywhere(improve: Callable[[fx.Graph], fx.Graph], graph: fx.Graph) -> fx.Graph:
-    """What a pass makes of a graph that it may have, and of the bodies of the loops in it."""
-    graph = improve(given_up(graph))
-    for node in loops(graph):
-        loop = loop_of(node)
-        node.target = replace(loop, body=everywhere(improve, copied(loop.body)))
-    return graph
-
-
-def all_collectives(graph: fx.Graph, times: int = 1) -> Iterator[tuple[fx.Node, int]]:
-    """The collectives of a graph and of the bodies of its loops, in order, each with how often it runs."""
-    for node in calls(graph):
-        if isinstance(node.target, Loop):
-            yield from all_collectives(node.target.body, times * node.target.length)
-        elif isinstance(node.target, Collective):
-            yield node, times
-
-
 class Sharing:
     """What would share memory across the edge of a loop's body, and is copied where it crosses.
 
@@ -102,8 +88,7 @@ class Sharing:
 
     def __init__(self, loop: Loop) -> None:
         lie = memories(loop.body)
-        places = [x for x in loop.body.nodes if x.op == "placeholder"]
-        outs: list[Any] = list(output(loop.body).args[0])  # type: ignore[arg-type]
+        places, outs = ends(loop.body)
         kept = [(i, lie[x]) for i, (x, kind) in enumerate(zip(outs[loop.carry :], loop.keeps)) if kind != STACKED]
         all_kept: frozenset[Any] = frozenset().union(*(roots for _, roots in kept))
         self.enters = [i for i, x in enumerate(places[: loop.carry]) if x in all_kept]
@@ -115,32 +100,11 @@ class Sharing:
                 self.leaves.add(i)
 
 
-def extracted(nodes: Iterable[fx.Node], given: Sequence[fx.Node], gives: Sequence[fx.Node]) -> fx.Graph:
-    """The graph of some calls.
-
-    Args:
-        nodes: the calls, in order.
-        given: what becomes its placeholders, in order.
-        gives: its results.
-    """
-    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
-    for x in given:
-        values[x] = graph.placeholder(x.name)
-        values[x].meta = dict(x.meta)
-    for node in nodes:
-        if node not in values:
-            values[node] = graph.node_copy(node, values.__getitem__)
-    end = graph.output(tuple(values[x] for x in gives))
-    end.meta["val"], end.meta["line"] = None, ""
-    return graph
-
-
 def prune(node: fx.Node) -> None:
     """Leave out of a loop what nobody needs of its results, and what only that needs. A carried value that no iteration changes
     is from then on the same in all iterations."""
     loop = loop_of(node)
-    places = [x for x in loop.body.nodes if x.op == "placeholder"]
-    outs: list[Any] = list(output(loop.body).args[0])  # type: ignore[arg-type]
+    places, outs = ends(loop.body)
     fixed = {i for i in range(loop.carry) if outs[i] is places[i]}
     read: set[Any] = {part.args[1] for part in node.users if part.users}  # type: ignore[misc]
     gives, live = _needed(loop, places, outs, read - fixed, fixed)
@@ -151,7 +115,7 @@ def prune(node: fx.Node) -> None:
     nodes = [x for x in calls(loop.body) if x in live]
     node.target = replace(
         loop,
-        body=extracted(nodes, [places[i] for i in order], [outs[i] for i in gives]),
+        bodies=(extracted(nodes, [places[i] for i in order], [outs[i] for i in gives]),),
         carry=sum(i < loop.carry for i in gives),
         slices=tuple(loop.slices[i - loop.carry] for i in order if loop.carry <= i < loop.given),
         keeps=tuple(loop.keeps[i - loop.carry] for i in gives if i >= loop.carry),
@@ -168,7 +132,7 @@ def _needed(
     """The places of the body's results that are needed, and the nodes that they need."""
     acts = [x for x in calls(loop.body) if has_effect(x) or KEPT in x.meta]
     while True:
-        live = _reached([*acts, *(outs[i] for i in wanted)])
+        live = reached([*acts, *(outs[i] for i in wanted)])
         more = {i for i in range(loop.carry) if i not in fixed and places[i] in live} - wanted
         if not more:
             return sorted(wanted), live
@@ -188,14 +152,3 @@ def _renumber(node: fx.Node, gives: list[int], given: Sequence[Any]) -> None:
                 copy.meta = dict(part.meta)
             part.replace_all_uses_with(copy)
         node.graph.erase_node(part)
-
-
-def _reached(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that some nodes need, and these."""
-    todo, found = list(nodes), set[fx.Node]()
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found

@@ -16,7 +16,7 @@ from torch import fx
 from ..._core.base.source_lines import quoted, readable
 from . import graph as plan
 from . import memory_aliases
-from .loop import Loop
+from .nested import bodies_of
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def memory(graph: fx.Graph) -> MemoryUse:
     begins: dict[memory_aliases.Memory, int] = {}  # how many calls there are before
     stops: dict[memory_aliases.Memory, int] = {}
     at = -1  # the call at which the most is alive
-    deepest: MemoryUse | None = None  # in the body of the loop that runs there
+    deepest: MemoryUse | None = None  # in the body that runs there
     for node in graph.nodes:
         if node.op == "output":
             break
@@ -109,7 +109,7 @@ def memory(graph: fx.Graph) -> MemoryUse:
                 live += sizes[piece]
         if node.op == "call_function":
             # of what the body gives, that of one iteration is counted twice
-            inside = memory(node.target.body) if isinstance(node.target, Loop) else None
+            inside = max(map(memory, bodies_of(node)), key=lambda use: use.peak - use.arguments, default=None)
             now = live + (0 if inside is None else inside.peak - inside.arguments)
             if now > top:
                 top, at, deepest = now, len(timeline), inside

@@ -5,6 +5,7 @@ A value is a JSON number, string, bool or null where it is one; otherwise an obj
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from ..._core.distributed.collectives import Collective
 from ..._core.sharding.spec import P, rebuild_spec
 from ..ir import graph as plan
 from ..ir.loop import Loop
+from ..ir.nested import Nested
 from ..passes.overlap import Start
 from . import steps
 
@@ -27,8 +29,13 @@ Mesh = Any
 _TORCH = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 # taking parts out of results, and what is computed of floats among the arguments
 _NUMBERS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs")
-_OF_LOOPS = ("length", "reverse", "carry", "slices", "keeps")
+_NESTED: dict[str, type[Nested]] = {"loop": Loop}
 _PYTHON = {getattr(operator, name): name for name in ("getitem", *_NUMBERS)}
+
+
+def _own(kind: type[Nested]) -> list[dataclasses.Field[Any]]:
+    """What a kind of calls with bodies says of itself besides these."""
+    return [x for x in dataclasses.fields(kind) if x.name not in {y.name for y in dataclasses.fields(Nested)}]
 
 
 def unsaveable(what: str, fix: str) -> TransformError:
@@ -72,9 +79,10 @@ class GraphWriter:
             return _PYTHON[target]
         if isinstance(target, torch_internals.OpOverload):
             return {"op": torch_internals.overload_name(target)}
-        if isinstance(target, Loop):
-            fields = {key: self.value(getattr(target, key)) for key in _OF_LOOPS}
-            return {"loop": fields, "body": self.graph(target.body)}
+        if isinstance(target, Nested):
+            kind = next(name for name, kind in _NESTED.items() if type(target) is kind)
+            fields = {x.name: self.value(getattr(target, x.name)) for x in _own(type(target))}
+            return {"nested": kind, "fields": fields, "bodies": list(map(self.graph, target.bodies))}
         if isinstance(target, plan.Step):
             found = steps.described(target)
             if found is None:
@@ -169,9 +177,10 @@ class GraphReader:
             return next(function for function, name in _PYTHON.items() if name == data)
         if "op" in data:
             return self._operator(data["op"])
-        if "loop" in data:
-            fields = {key: self.value(data["loop"][key]) for key in _OF_LOOPS}
-            return Loop(body=self.graph(data["body"]), **fields)
+        if "nested" in data:
+            kind = _NESTED[data["nested"]]
+            fields = {x.name: self.value(data["fields"][x.name]) for x in _own(kind)}
+            return kind(bodies=tuple(map(self.graph, data["bodies"])), **fields)
         if "step" in data:
             return steps.made(data["step"], {key: self.value(x) for key, x in data["given"].items()})
         fields = {key: self.value(x) for key, x in data["collective"].items()}

@@ -18,7 +18,8 @@ from ..._core.local_types import tensor_types
 from ..._core.sharding.spec import P
 from ..execution.stride_checks import as_recorded
 from ..ir.graph import Step, value
-from ..ir.loop import LAST, STACKED, Loop, extracted
+from ..ir.loop import LAST, STACKED, Loop
+from ..ir.nested import extracted
 from . import leaves as leaves_
 from .frame import Frame
 from .partition import Partition
@@ -163,7 +164,7 @@ class LoopCall:
         gives = [*flat(one.carried_nodes), *flat(one.collected_nodes)]
         self.partition = Partition(one.forward, given, gives, len(first), len(rows))
         loop = Loop(
-            body=extracted(one.forward, given, gives),
+            bodies=(extracted(one.forward, given, gives),),
             length=self.count,
             reverse=self.reverse,
             carry=len(first),
@@ -206,7 +207,7 @@ class LoopCall:
         self.partition.gives = gives
         body = extracted(self.partition.forward, self.partition.given, gives)
         node.target = Loop(
-            body=body,
+            bodies=(body,),
             length=loop.length,
             reverse=loop.reverse,
             carry=loop.carry,

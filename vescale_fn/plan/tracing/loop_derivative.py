@@ -65,7 +65,7 @@ class Derivative:
         along += [recorder.outer(cut_of[x]) for x in split.cuts]
         each = [recorder.outer(call.kept[x]) for x in split.each]
         loop = Loop(
-            body=split.body,
+            bodies=(split.body,),
             length=call.count,
             reverse=not call.reverse,
             carry=len(given),

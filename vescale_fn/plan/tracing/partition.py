@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from ..ir.graph import is_aten, value, viewed
-from ..ir.loop import EACH, LAST, extracted
+from ..ir.loop import EACH, LAST
+from ..ir.nested import extracted
 
 
 @dataclass

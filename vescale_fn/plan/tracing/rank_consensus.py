@@ -22,7 +22,7 @@ from ..._core.distributed.replicated_uses import Row as Noted
 from ..._core.distributed.replicated_uses import differing as differences
 from ..._core.sharding.layout import WHOLE, type_text
 from ..ir.graph import Pass, value
-from ..ir.loop import all_collectives
+from ..ir.nested import all_collectives
 from .leaves import Result
 from .trace import Recorded
 
@@ -54,7 +54,7 @@ class Stage:
 
 def stage(graph: fx.Graph) -> Stage:
     """The collectives of a graph as ranks compare them."""
-    rows = [_row(node, times) for node, times in all_collectives(graph)]
+    rows = [_row(*found) for found in all_collectives(graph)]
     by_group: dict[tuple[int, ...], list[Any]] = {}
     for i, row in enumerate(rows):
         by_group.setdefault(row.members, []).append((i, row.size))
@@ -65,7 +65,7 @@ def stage(graph: fx.Graph) -> Stage:
 def meshes(leaves: Iterable[Any], graph: fx.Graph | None, recorded: Recorded | None) -> Iterator[Any]:
     """The meshes of arguments, of what was recorded, and of results; as for `shared_mesh`."""
     yield from (mesh for x in leaves if isinstance(x, torch.Tensor) and (mesh := mesh_of(x)) is not None)
-    yield from (node.target.mesh for node, _ in all_collectives(graph)) if graph is not None else ()  # type: ignore[union-attr]
+    yield from (node.target.mesh for node, *_ in all_collectives(graph)) if graph is not None else ()  # type: ignore[union-attr]
     yield from (x.spec.mesh for x in recorded.results if isinstance(x, Result) and x.spec) if recorded else ()
 
 
@@ -124,7 +124,7 @@ def agree(
     """
     if mesh is None:
         return Verdict(reason)
-    calls = [] if graph is None else [_said(node, times) for node, times in all_collectives(graph)]
+    calls = [] if graph is None else [_said(*found) for found in all_collectives(graph)]
     raised = "" if error is None else str(error) or type(error).__name__
     digests = [_digest([what for what, _ in calls]), _digest(used), _digest(needed)]
     by_rank = _told(mesh, (reason, raised, digests, [(s.order, s.groups) for s in stages]))
@@ -231,12 +231,12 @@ def _difference(mesh: Any, stage: Stage) -> list[str]:
     return []
 
 
-def _row(node: fx.Node, times: int) -> ComparedCollective:
+def _row(node: fx.Node, times: int, within: str) -> ComparedCollective:
     collective: Any = node.target
     one = _given(node)
     line = node.meta.get("line", "")
     size = None if collective.kind == "permute" else one.numel()  # who neither sends nor receives may hold less
-    often = f", {times} times" if times > 1 else ""
+    often = (f", {times} times" if times > 1 else "") + (f", {within}" if within else "")
     what = f"{collective.kind} over {','.join(collective.axes)} of {dtype_text(one.dtype)}{often}"
     value_ = type_text(one.shape, one.dtype, WHOLE)
     shown = f"{collective.kind} over {','.join(collective.axes)} of {value_}, {collective.why}{often}"
@@ -248,10 +248,10 @@ def _row(node: fx.Node, times: int) -> ComparedCollective:
     )
 
 
-def _said(node: fx.Node, times: int) -> tuple[str, str]:
+def _said(node: fx.Node, times: int, within: str) -> tuple[str, str]:
     """What the ranks must have alike of a collective that was recorded; and its line."""
     line = node.meta.get("line", "")
-    return _row(node, times).what, quoted(line) if line else ""
+    return _row(node, times, within).what, quoted(line) if line else ""
 
 
 def _given(node: fx.Node) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.loop import Loop
+from ..ir.nested import Nested
 
 
 class Number(float):
@@ -96,8 +96,10 @@ def disguise(value: float, salt: int) -> float:
 def difference(first: fx.Graph, second: fx.Graph) -> fx.Node | None:
     """The first call at which two recordings differ, in more than which nodes they name; None where they are alike."""
     for one, other in zip(first.nodes, second.nodes):
-        if isinstance(one.target, Loop) and isinstance(other.target, Loop):
-            if one.target.length != other.target.length or difference(one.target.body, other.target.body) is not None:
+        if isinstance(one.target, Nested) and type(one.target) is type(other.target):
+            bodies = list(zip(one.target.bodies, other.target.bodies))  # type: ignore[attr-defined]
+            often = [(one.target.often(i), other.target.often(i)) for i in range(len(bodies))]  # type: ignore[attr-defined]
+            if any(a != b for a, b in often) or any(difference(a, b) is not None for a, b in bodies):
                 return one
         elif one.target != other.target and one.op != "placeholder":
             return one
