@@ -166,6 +166,61 @@ def test_a_damaged_plan_is_recorded_anew_and_runs_nothing(tmp_path):
             assert torch.equal(vfn.jit(torch.sin, plans=[vfn.load_plan(path)])(x), torch.sin(x))
 
 
+def calling(path, target):
+    """A plan of sin whose first call is another."""
+    data = json.loads(path.read_text())
+    (entry,) = data["plans"].values()
+    next(row for row in entry["graph"] if row["op"] == "call_function")["target"] = {"op": target}
+    path.write_text(json.dumps(data))
+
+
+NOT_OF_TENSORS = {
+    "aten::from_file.default": "which is no function of tensors and numbers alone",
+    "aten::save.default": "which is no function of tensors and numbers alone",
+    "aten::warn.default": "which is no function of tensors and numbers alone",
+    "aten::manual_seed.default": "which is no function of tensors and numbers alone",
+    "c10d::barrier.default": "which is not torch's; where you trust it: load_plan(path, namespaces=['c10d'])",
+    "vfn_tests::doubled.default": "which is not torch's; where you trust it: load_plan(path, namespaces=['vfn_tests'])",
+}
+
+
+@pytest.mark.parametrize("target", NOT_OF_TENSORS)
+def test_a_plan_calls_functions_of_tensors_alone(tmp_path, target):
+    path, x = tmp_path / "sin", torch.ones(3)
+    vfn.save_plan(vfn.jit(torch.sin).lower(x), path)
+    calling(path, target)
+    with pytest.warns(UserWarning) as said:
+        assert torch.equal(vfn.jit(torch.sin, plans=[vfn.load_plan(path)])(x), torch.sin(x))
+    said = str(said[0].message).splitlines()[0]
+    start = "jit: no saved plan serves sin, which is recorded anew: "
+    assert said in (
+        f"{start}it calls {target}, {NOT_OF_TENSORS[target]}",
+        f"{start}torch has no operator {target} here",
+    )
+
+
+@torch.library.custom_op("vfn_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor, how: str) -> torch.Tensor:
+    return x * 2
+
+
+doubled.register_fake(lambda x, how: torch.empty_like(x))
+
+
+def test_operators_of_ones_own_are_named(tmp_path):
+    def f(x):
+        return doubled(x, "fast") + 1
+
+    x = torch.ones(3)
+    vfn.save_plan(vfn.jit(f).lower(x), tmp_path / "plan")
+    again = vfn.jit(f, plans=[vfn.load_plan(tmp_path / "plan", namespaces=["vfn_tests"])])
+    assert torch.equal(again(x), f(x))
+    assert again.cache_info().records == 0
+    with pytest.raises(TransformError, match="Instead: namespaces=..vfn_tests..") as raised:
+        vfn.load_plan(tmp_path / "plan", namespaces="vfn_tests")
+    assert str(raised.value).startswith("load_plan: namespaces is 'vfn_tests', not a list of names")
+
+
 def test_no_word_of_a_file_becomes_code(tmp_path):
     path, x, planted = tmp_path / "sin", torch.ones(3), "__import__('pathlib').Path('planted').touch()"
     vfn.save_plan(vfn.jit(torch.sin).lower(x), path)

@@ -54,6 +54,8 @@ def loaded(
         if not why:
             try:
                 found = _plan(each, key, call, captured, how, f)
+            except TransformError as error:
+                why = str(error)
             except Exception as error:  # of what a file may hold that somebody has changed
                 why = f"{each.path} is damaged ({f'{type(error).__name__}: {error}'.splitlines()[0]})"
             break

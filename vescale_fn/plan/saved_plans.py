@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,8 @@ class SavedPlan:
         software: what recorded it: torch's version, and a digest of this package's sources.
     """
 
-    def __init__(self, path: str, data: Mapping[str, Any]) -> None:
-        self.path, self._data = path, data
+    def __init__(self, path: str, data: Mapping[str, Any], namespaces: Collection[str] = ()) -> None:
+        self.path, self._data, self._namespaces = path, data, namespaces
         self.name: str = data["name"]
         self.software: str = data["software"]
 
@@ -116,21 +116,26 @@ class SavedPlan:
             made_for.mesh(mesh): mesh
             for mesh in _parts_of_all(filter(None, (*meshes_of(leaves, None, None), context.current_mesh())))
         }
-        reader = GraphReader([here[text] for text in entry["meshes"]], _empty())
+        reader = GraphReader([here[text] for text in entry["meshes"]], _empty(), self._namespaces)
         graph = reader.graph(entry["graph"])
         results = [_result(row, reader) for row in entry["results"]]
         out = trees.read(entry["out"], treedef)
         return Recorded(graph, [], [], results, out, None, [], _nothing)  # type: ignore[arg-type]
 
 
-def load_plan(path: str | os.PathLike[str]) -> SavedPlan:
+def load_plan(path: str | os.PathLike[str], *, namespaces: Collection[str] = ()) -> SavedPlan:
     """A plan that `save_plan` has written, for ``vfn.jit(f, plans=[...])``.
 
     It serves calls with arguments of the same types and layouts, of the same function, with the same torch and vescale_fn, on a
-    mesh of the same axes; for others the function is recorded anew, and a warning says why. Reading it runs nothing.
+    mesh of the same axes; for others the function is recorded anew, and a warning says why. Reading it runs nothing, and what
+    it calls are operators of torch's on tensors: none that opens a file.
+
+    Args:
+        path: of the file.
+        namespaces: of operators of your own (`torch.library`) that the plan may call besides: ``["mylib"]``.
 
     Raises:
-        TransformError: no file, or none of `save_plan`'s.
+        TransformError: no file, or none of `save_plan`'s; namespaces that are no list of names.
 
     >>> import torch, vescale_fn as vfn, tempfile, os
     >>> path = os.path.join(tempfile.mkdtemp(), "sine.plan")
@@ -139,6 +144,9 @@ def load_plan(path: str | os.PathLike[str]) -> SavedPlan:
     tensor([0., 0.])
     """
     where = os.fspath(path)
+    if isinstance(namespaces, str):
+        what = f"namespaces is {short(namespaces)}, not a list of names"
+        raise TransformError(report("load_plan", what, fix=f"namespaces=[{namespaces!r}]"))
     try:
         data = json.loads(Path(where).read_text())
         known = isinstance(data, dict) and data.get("format") == _FORMAT
@@ -146,7 +154,7 @@ def load_plan(path: str | os.PathLike[str]) -> SavedPlan:
         raise TransformError(report("load_plan", f"{where} cannot be read: {error}")) from None
     if not known:
         raise TransformError(report("load_plan", f"{where} is no plan that this version of vescale_fn can read"))
-    return SavedPlan(where, data)
+    return SavedPlan(where, data, tuple(namespaces))
 
 
 def _data(mine: Plan, key: str, treedef: Any, name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ..ir import graph as plan
 from ..ir.loop import Loop
 from ..ir.nested import Nested
 from ..passes.overlap import Start
-from . import steps
+from . import operators, steps
 
 Mesh = Any
 _TORCH = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -153,10 +153,13 @@ class GraphReader:
     Args:
         meshes: for each place, the mesh of this process.
         empty: a tensor without values, of a shape, strides, a dtype and a device.
+        namespaces: of operators that the user trusts besides torch's.
     """
 
-    def __init__(self, meshes: Sequence[Mesh], empty: Callable[..., torch.Tensor]) -> None:
-        self.meshes, self._empty = meshes, empty
+    def __init__(
+        self, meshes: Sequence[Mesh], empty: Callable[..., torch.Tensor], namespaces: Collection[str] = ()
+    ) -> None:
+        self.meshes, self._empty, self._namespaces = meshes, empty, namespaces
 
     def graph(self, rows: Sequence[Mapping[str, Any]]) -> fx.Graph:
         """A graph of its nodes' data."""
@@ -187,10 +190,10 @@ class GraphReader:
         return (Start if data["starts"] else Collective)(**{**fields, "mesh": self.meshes[fields["mesh"]]})
 
     def _operator(self, name: str) -> Any:
-        found = torch_internals.overload_named(name)
-        if found is None:
-            raise TransformError(report("load_plan", f"torch has no operator {name} here"))
-        return found
+        why = operators.refusal(name, self._namespaces)
+        if why is not None:
+            raise TransformError(why)
+        return torch_internals.overload_named(name)
 
     def _empties(self, data: Any) -> Any:
         if isinstance(data, dict) and "tensor" in data:
