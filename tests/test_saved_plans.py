@@ -189,7 +189,7 @@ def test_a_plan_calls_functions_of_tensors_alone(tmp_path, target):
     path, x = tmp_path / "sin", torch.ones(3)
     vfn.save_plan(vfn.jit(torch.sin).lower(x), path)
     calling(path, target)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning, match="is recorded anew") as said:
         assert torch.equal(vfn.jit(torch.sin, plans=[vfn.load_plan(path)])(x), torch.sin(x))
     said = str(said[0].message).splitlines()[0]
     start = "jit: no saved plan serves sin, which is recorded anew: "

@@ -21,6 +21,7 @@ from ._core.distributed.comm_log import comm_log
 from ._core.distributed.mesh import make_mesh
 from ._core.distributed.ranks import launch, simulate
 from ._core.shard_map.shard_map import shard_map
+from ._core.shard_map.typed_op import typed_op
 from ._core.sharding.index_map import shard_shape
 from ._core.sharding.spec import P
 from ._core.sharding.spec_trees import fsdp_specs, spec_from_rules
@@ -150,6 +151,7 @@ __all__ = [
     "strict",
     "switch",
     "tree",
+    "typed_op",
     "typeof",
     "unshard",
     "use_mesh",

@@ -17,8 +17,8 @@ from .._core.shard_map.collective_operands import operands
 
 # (from, to) -> the row; each is the identity on the values.
 _CASTS = {("I", "V"): "copy", ("R", "V"): "relabel", ("I", "R"): "copy", ("V", "U"): "relabel"}
-_WORDS = {"varying": "V", "reduced": "R", "unreduced": "U"}
-_NAMES = {"V": "varying", "R": "reduced", "U": "unreduced", "I": "invarying"}
+_WORDS = {word: types.WORDS[word] for word in ("varying", "reduced", "unreduced")}
+_NAMES = {letter: word for word, letter in types.WORDS.items()}
 
 
 def pcast(x: Any, axis_name: Axis, *, to: str) -> Any:

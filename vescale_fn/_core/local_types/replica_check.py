@@ -12,9 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..base import context, op_arguments, tree
-from ..base.messages import mesh_text
+from ..base.errors import DivergenceError
+from ..base.messages import mesh_text, report
 from ..base.source_lines import quoted, user_line
 from ..base.state import process
+from ..distributed.blocks import Blocks
+from ..distributed.communicator import groups
 from ..distributed.divergence import RankCall, Value
 from ..distributed.mesh import communicator_of
 from ..sharding.index_map import axes_of
@@ -145,6 +148,38 @@ def body_alike(
                 ledger.note(f"{what} of {name}, {shown}{which},", found, processes(axes) if axes else everyone, line)
         if not given and type_ is types.INVARIANT and (found := bits(made[0])):
             ledger.note(f"the tensor {text(torch_internals.peel(made[0]))} that {name} makes", found, everyone, line)
+
+
+def stated_alike(body: context.Body, name: str, made: Sequence[torch.Tensor]) -> None:
+    """In debug mode: results of an op are the same along the axes over which its author states that they are.
+
+    Raises:
+        DivergenceError: simulated ranks hold different values; of real ones the next call that they compare tells.
+    """
+    watch = context.watch()
+    if watch is None:
+        return
+    communicator, line = communicator_of(body.mesh), quoted(user_line())
+    for i, x in enumerate(made):
+        type_, below = tensor_types.read(x), torch_internals.peel(x)
+        axes = tuple(axis for axis in body.axes if type_ is not None and type_.letter(axis) in "IR")
+        what = f"result {i} of {name}, {text(below)}{{the same along {', '.join(axes)}}}"
+        if not axes or not _comparable(x):
+            continue
+        if isinstance(below, Blocks):
+            _alike_here(name, what, [(group, below.blocks) for group in groups(body.mesh, axes)])
+        elif found := bits(x):
+            watch.ledger.note(f"{what},", found, communicator.processes(axes), line)
+
+
+def _alike_here(name: str, what: str, all_groups: Iterable[tuple[Sequence[int], Sequence[torch.Tensor]]]) -> None:
+    """Raise where ranks of one of these groups hold different blocks."""
+    for group, blocks in all_groups:
+        for rank in group:
+            if digest(blocks[rank]) != digest(blocks[group[0]]):
+                shown = [f"rank {at} has {_shown(blocks[at])}" for at in (group[0], rank)]
+                fix = "another type in vfn.typed_op(out=...): 'varying', or 'unreduced' for parts of a sum"
+                raise DivergenceError(report(name, f"ranks have different values of {what}", shown, fix))
 
 
 def _tensors(outside: Any, made: Any, alike: tuple[str, ...]) -> Iterator[tuple[str, Any, str, tuple[str, ...]]]:

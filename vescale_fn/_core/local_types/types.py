@@ -58,6 +58,12 @@ def of(varying: Iterable[str] = (), unreduced: Iterable[str] = (), reduced: Iter
 
 
 INVARIANT = of()
+WORDS = {
+    "varying": "V",
+    "invarying": "I",
+    "unreduced": "U",
+    "reduced": "R",
+}  # as users name what a value is over an axis
 
 
 @functools.lru_cache(maxsize=4096)

@@ -126,14 +126,14 @@ def _refuse_written(met: dict[int, tuple[Tensor, Any]]) -> None:
 
 def _intercept() -> None:
     """Have torch ask us where it does what no mode of ours sees, from the first body on; outside of one it is as it was."""
-    if not torch_internals.run_compiled_as_written(_watched) or not (_intercepted or torch_internals.all_is_seen()):
+    if not torch_internals.run_compiled_as_written(watched) or not (_intercepted or torch_internals.all_is_seen()):
         unseen = " and ".join(torch_internals.unseen())
         problem = f"a body cannot see how, in torch {torch.__version__}, {unseen}: gradients would be wrong"
         raise TransformError(report("shard_map", problem, fix="a release of torch that is tested, 2.11 to 2.15"))
     if not _intercepted:
-        torch_internals.intercept_function_apply(_function_apply, _watched)
-        torch_internals.intercept_reverse_mode(_differentiated_by, _watched)
-        torch_internals.intercept_parameters(_made_parameter, _watched)
+        torch_internals.intercept_function_apply(_function_apply, watched)
+        torch_internals.intercept_reverse_mode(_differentiated_by, watched)
+        torch_internals.intercept_parameters(_made_parameter, watched)
         watch_checkpoints()
         _intercepted.append(True)
 
@@ -180,7 +180,7 @@ def _differentiated_by(x: Tensor) -> Tensor:
         return x
 
 
-def _watched() -> bool:
+def watched() -> bool:
     """Whether the mode of a body sees what this thread calls."""
     return context.mode() is not None and torch_internals.function_mode_on()
 

@@ -45,6 +45,11 @@ def overload_name(op: Any) -> str:
     return f"{op._schema.name}.{op._overloadname}"
 
 
+def custom_op_name(op: Any) -> str | None:
+    """The name of what `torch.library.custom_op` has made, ``"mylib::rope"``; None of anything else."""
+    return getattr(op, "_qualname", None)
+
+
 def overload_named(name: str) -> Any:
     """The operator in one overload that has this name (`overload_name`); None where there is none."""
     space, _, rest = name.partition("::")
