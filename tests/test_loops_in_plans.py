@@ -10,7 +10,7 @@ from vescale_fn import P
 from vescale_fn.plan.ir.loop import loops
 from vescale_fn.plan.ir.nested import all_collectives
 
-UNROLLED = ("second order", "linearize", "jvp", "vmap", "vmap of grad", "grad of vmap")
+UNROLLED = ("second order", "linearize", "vmap of grad")
 
 
 def plan_of(jitted):
@@ -63,6 +63,97 @@ def test_arrays(layout: str, n: int) -> None:
             assert [g.spec for g in found[1]] == [x.spec for x in given]
             assert_close(vfn.unshard(found), wanted, rtol=1e-12, atol=1e-12)
         assert rolled(jitted) == 2
+
+
+MAPPED = {
+    "split entries": (P(), P("i"), P()),
+    "split slices": (P(None, "i"), P(None, "i"), P(None, "i")),
+    "a leading dim": (P("i"), P("i"), P("i")),
+    "plain entries": (P(), None, P()),
+}
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("layout", MAPPED)
+def test_mapped_arrays(layout: str, n: int) -> None:
+    """As in JAX, `vmap` of a loop is a loop of the mapped body."""
+    entries = torch.stack([XS[0], XS[0].cos(), 2 * XS[0], XS[0].sin()])
+    mapped = lambda w, c, xs: vfn.vmap(scanned, (None, 0, None))(w, c, xs)
+    wanted = mapped(W, entries, XS), vfn.grad(lambda w: total(mapped(w, entries, XS)))(W)
+    with vfn.simulate(n):
+        mesh = vfn.make_mesh((n,), ("i",))
+        specs = zip((W, entries, XS), MAPPED[layout], strict=True)
+        given = [x if spec is None else vfn.shard(x, mesh, spec) for x, spec in specs]
+        both = lambda w, *rest: (mapped(w, *rest), vfn.grad(lambda w: total(mapped(w, *rest)))(w))
+        assert_close(vfn.unshard(both(*given)), wanted, rtol=1e-12, atol=1e-12)
+        jitted = same_as_eager(both, *given, exact=False)
+        assert rolled(jitted) >= 2
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tangents_of_arrays(layout: str, n: int) -> None:
+    """As in JAX, `jvp` of a loop is a loop that carries tangents, where there are any."""
+    given, specs = (W, XS[0], XS), LAYOUTS[layout]
+
+    def slopes(w, c, xs, goal=None):
+        def keeps(c, x):
+            new = body(w)(c[0], x)[0]
+            return (new if goal is None else vfn.with_sharding(new, goal), c[1] + 1, x), c[0] * x
+
+        f = lambda w, xs: vfn.scan(keeps, (c, 0, vfn.stop_gradient(c)), xs)
+        return vfn.jvp(f, (w, xs), (w.cos(), xs.cos()))
+
+    with vfn.simulate(n):
+        mesh = vfn.make_mesh((n,), ("i",))
+        arrays = [vfn.shard(x, mesh, spec) for x, spec in zip(given, specs, strict=True)]
+        assert_close(vfn.unshard(slopes(*arrays, specs[1])), slopes(*given), rtol=1e-12, atol=1e-12)
+        same_as_eager(lambda *a: slopes(*a, specs[1]), *arrays, loops=1, exact=False)
+        back = vfn.grad(lambda w: sum(t.double().sum() for t in vfn.tree.leaves(slopes(w, *arrays[1:], specs[1]))))
+        same_as_eager(back, arrays[0], loops=2, exact=False)
+
+
+def test_entries_with_a_name_and_in_bodies() -> None:
+    entries = torch.stack([XS[0], XS[0].cos(), 2 * XS[0], XS[0].sin()])
+    among = lambda w, c, xs: vfn.scan(lambda c, x: (torch.tanh(c @ w + x * vfn.psum(c, "b")), c * x), c, xs)
+    wanted = vfn.vmap(among, (None, 0, None), axis_name="b")(W, entries, XS)
+    plain = vfn.vmap(scanned, (None, 0, None))(W, entries, XS)
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("i",))
+        given = W, vfn.shard(entries, mesh, P("i")), XS
+        named = same_as_eager(vfn.vmap(among, (None, 0, None), axis_name="b"), *given, loops=1, exact=False)
+        assert_close(vfn.unshard(named(*given)), wanted, rtol=1e-12, atol=1e-12)
+        kept = lambda w, c, xs: vfn.scan(lambda c, x: (vfn.with_sharding(body(w)(c, x)[0], P()), c * x), c, xs)
+        spread = same_as_eager(vfn.vmap(kept, (None, 0, None), spmd_axis_name="i"), *given, loops=1)
+        assert spread(*given)[0].spec == P("i")
+        specs = P("i"), P(None, "i")
+        for check in (True, False):
+            mapped = vfn.shard_map(inside, mesh=mesh, in_specs=(P(), *specs), out_specs=specs, check_vma=check)
+            around = same_as_eager(vfn.vmap(mapped, (None, 0, None)), W, entries, XS, loops=1)
+            assert_close(vfn.unshard(around(W, entries, XS)), plain)
+            within = vfn.shard_map(
+                vfn.vmap(inside, (None, 0, None)),
+                mesh=mesh,
+                in_specs=(P(), P(None, "i"), P(None, "i")),
+                out_specs=(P(None, "i"), P(None, None, "i")),
+                check_vma=check,
+            )
+            same_as_eager(vfn.grad(lambda w, f=within: total(f(w, entries, XS))), W, loops=2, exact=False)
+
+
+def test_forms_of_carries_settle() -> None:
+    """What is carried comes to differ between entries, or to have tangents, in turns."""
+
+    def f(x):
+        step = lambda c, _: ((c[1] * 2, c[2] + 1, c[3].cos(), c[3] * x, c[4]), (c[0], c[4], 1))
+        return vfn.scan(step, (XS[0], XS[1], XS[2], XS[3], XS[4]), None, length=6)
+
+    same_as_eager(vfn.vmap(f), XS, loops=1, exact=False)
+    same_as_eager(vfn.vmap(vfn.vmap(f)), XS.view(5, 4, 1), loops=1, exact=False)
+    same_as_eager(lambda x: vfn.jvp(f, (x,), (x.sin(),)), XS[1], loops=1, exact=False)
+    same_as_eager(lambda x: vfn.vmap(lambda t: vfn.jvp(f, (x,), (t,))[1])(XS.cos()), XS[1], loops=1, exact=False)
+    twice = lambda x: vfn.jvp(lambda x: vfn.jvp(f, (x,), (x.sin(),)), (x,), (XS[2],))
+    same_as_eager(twice, XS[1], loops=1, exact=False)
 
 
 def inside(w, c, xs):

@@ -277,6 +277,40 @@ def edges_into_a_loop() -> list[bool]:
     return [found[before.grad_fn, 0] is None, all(x is leaf for key, x in found.items() if x is not None)]
 
 
+def gradients_of_two_that_depend_on_each_other() -> list[float]:
+    x = torch.ones((), requires_grad=True)
+    y = x * 3
+    with door.ending_at([x, y]):
+        return [g.item() for g in torch.autograd.grad(x * 5 + y * 7, [x, y])]
+
+
+def below_vmap() -> bool:
+    """Whether a `vmap` can be taken off and put on again, and what it wraps be had and wrapped again."""
+
+    def entry(x):
+        layer = door.innermost_layer()
+        with layer.off():
+            (whole,) = layer.parts(x, True, 0)
+            below = door.transforming(), whole.shape
+            with layer.on():
+                again = layer.whole(iter([whole]), True, 0)
+                kept = layer.form(again), again.shape
+        return x * (below == (False, (3, 2)) and kept == (True, (2,)))
+
+    return bool(torch.func.vmap(entry)(torch.ones(3, 2)).all())
+
+
+def below_jvp() -> list[float]:
+    def f(x):
+        layer = door.innermost_layer()
+        with layer.off():
+            primal, tangent = layer.parts(x, True, 0)
+            with layer.on():
+                return layer.whole(iter([primal * 2, tangent * 5]), layer.form(x), 0)
+
+    return [x.item() for x in torch.func.jvp(f, (torch.ones(()),), (torch.ones(()),))]
+
+
 def hooks_around():
     def pack(x):
         return x
@@ -353,6 +387,7 @@ CASES = {
     "flex_attention_in_ops": flex_attention_like_torch,
     "forbid_data_ptr": lambda: pointer_refused(array()),
     "forget_local": lambda: without_block(),
+    "ending_at": lambda: gradients_of_two_that_depend_on_each_other() == [5, 7],
     "follower": lambda: followed(),
     "following_tangents": lambda: inside(door.following_tangents(), lambda: True),
     "forward_ad_active": lambda: (
@@ -392,6 +427,7 @@ CASES = {
     "is_bare": lambda: door.is_bare(torch.zeros(2)) and door.is_bare(fake()) and not door.is_bare(array()),
     "is_batched": lambda: seen_from_vmap(door.is_batched) and not door.is_batched(torch.zeros(2)),
     "is_compiling": lambda: door.is_compiling() is False,
+    "innermost_layer": lambda: door.innermost_layer() is None and below_vmap() and below_jvp() == [2, 5],
     "is_dual": lambda: dual() == (True, False),
     "is_lazy": lambda: door.is_lazy(torch.zeros(2, dtype=torch.cfloat).conj()) and not door.is_lazy(torch.zeros(2)),
     "is_mapped": lambda: seen_from_vmap(door.is_mapped),
@@ -441,6 +477,7 @@ CASES = {
     ),
     "overloads": lambda: aten.add.Scalar in door.overloads(aten.add.Tensor),
     "own_shape": lambda: own_shape() == (2, 4),
+    "raw_duals": lambda: not door.raw_duals() and inside(torch.autograd.forward_ad.dual_level(), door.raw_duals),
     "peel": lambda: seen_from_vmap(lambda x: tuple(door.peel(x).shape)) == (3, 2),
     "preload": lambda: door.preload() is None,
     "propagate": lambda: door.propagate(aten.sin.default, (door.spec(array()),), {}) == ([(Shard(0),)], [(Shard(0),)]),

@@ -425,8 +425,18 @@ def spec_of(x: torch.Tensor) -> P:
     inner = torch_internals.peel(x)
     if not isinstance(inner, DTensor):
         return WHOLE
-    spec, gone = as_written(torch_internals.spec(inner)), torch_internals.batch_dims(x)
-    reduced = notes_of(inner).reduced
+    return _unbatched(as_written(torch_internals.spec(inner)), x, inner)
+
+
+def lies_as(x: torch.Tensor) -> P:
+    """`spec_of` an array, the same for all ways to write one layout: the order of axes of size 1 is no other one."""
+    inner = torch_internals.peel(x)
+    return _unbatched(layout(torch_internals.spec(inner)), x, inner)
+
+
+def _unbatched(spec: P, x: torch.Tensor, inner: torch.Tensor) -> P:
+    """The spec of `x`, of which `inner` is what all transforms wrap."""
+    gone, reduced = torch_internals.batch_dims(x), notes_of(inner).reduced
     if not gone and not reduced:
         return spec
     rows = list(split_axes(spec, inner.ndim))

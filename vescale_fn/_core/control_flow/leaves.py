@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import torch_internals
-from ..arrays.array import is_array, mesh_of, moved, spec_of
+from ..arrays.array import is_array, lies_as, mesh_of, moved
 from ..base import context, tree
 from ..base.containers import opened
 from ..base.errors import TransformError
@@ -18,7 +17,7 @@ from ..local_types import tensor_types, types
 from ..local_types.types import INVARIANT
 from ..shard_map import body
 from ..shard_map.collective_maps import promote
-from ..sharding.layout import WHOLE, layout, type_text
+from ..sharding.layout import WHOLE, type_text
 from ..sharding.spec import P
 
 _NUMBERS = (bool, int, float, complex, np.generic, np.ndarray)
@@ -114,10 +113,7 @@ def facts(x: torch.Tensor) -> tuple[Any, ...]:
     running = context.body()
     typed = running is not None and running.check
     type_ = tensor_types.typeof(x, running.axes) if typed else INVARIANT  # type: ignore[union-attr]
-    if not is_array(x):
-        return x.shape, x.dtype, None, type_
-    lies = layout(torch_internals.spec(x))  # not as it was written: the order of axes of size 1 is no other layout
-    return x.shape, x.dtype, P(*lies, unreduced=lies.unreduced, reduced=spec_of(x).reduced), type_
+    return x.shape, x.dtype, lies_as(x) if is_array(x) else None, type_
 
 
 def text(x: torch.Tensor) -> str:

@@ -75,12 +75,9 @@ def scanned(
     slices = Slices(xs, where)
     count = slices.length(length)
     body = Repeated(f, init, slices, where, name)
-    if (
-        count
-        and (recorder := _recorder()) is not None
-        and (found := recorder.scan(body, slices, count, reverse)) is not None
-    ):
-        return body.carry(found[0]), body.collected(found[1])
+    if count and torch_internals.dispatch_modes() and (recorder := torch_internals.recorder()) is not None:
+        if (found := recorder.scan(body, slices.whole(), count, reverse)) is not None:
+            return body.carry(found[0]), body.collected(found[1])
     places = range(count - 1, -1, -1) if reverse else range(count)
     carry, y = body.begun(slices[places[0]] if count else slices.nothing())
     if count == 0:
@@ -90,14 +87,6 @@ def scanned(
         carry, y = body(carry, slices[i])
         rows.append(y)
     return body.carry(carry), body.collected(leaves_.stacked(rows[::-1] if reverse else rows))
-
-
-def _recorder() -> Any:
-    """The recording of a plan, which notes a loop as one call; None where there is none, and under a transform that does not
-    know of such calls."""
-    if not torch_internals.dispatch_modes() or torch_internals.transforming() or torch_internals.forward_ad_active():
-        return None
-    return torch_internals.recorder()
 
 
 class Repeated:

@@ -61,12 +61,14 @@ from .flex_attention import flex_attention_in_ops, intercept_flex_attention, mis
 from .functorch import (
     batch_dims,
     follower,
+    innermost_layer,
     is_batched,
     is_dual,
     is_mapped,
     level,
     no_transforms,
     peel,
+    raw_duals,
     transforming,
 )
 from .interception import (
@@ -227,6 +229,7 @@ __all__ = [
     "flattened",
     "flex_attention_in_ops",
     "follower",
+    "innermost_layer",
     "following_tangents",
     "forbid_data_ptr",
     "forget_local",
@@ -285,6 +288,7 @@ __all__ = [
     "overloads",
     "own_shape",
     "peel",
+    "raw_duals",
     "preload",
     "propagate",
     "rebuild_tensor",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch._C._functorch as _functorch
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter as _retrieve
 from torch.autograd import forward_ad as _forward_ad
 
 
@@ -81,3 +84,87 @@ def is_dual(x: torch.Tensor) -> bool:
         return False
     with no_transforms():
         return _forward_ad.unpack_dual(x).tangent is not None
+
+
+def raw_duals() -> bool:
+    """Whether dual numbers are in use outside of `jvp`."""
+    stack = _functorch.get_interpreter_stack() or ()
+    return _forward_ad._current_level >= 0 and not any("Jvp" in str(one.key()) for one in stack)
+
+
+class _Layer:
+    """A transform of `torch.func`, the innermost that is active, which can be taken off and put on again."""
+
+    def __init__(self, interpreter: Any) -> None:
+        self.level: int = interpreter.level()
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """A block in which it is not active."""
+        self._layer = _functorch.pop_dynamic_layer_stack()
+        try:
+            yield
+        finally:
+            _functorch.push_dynamic_layer_stack(self._layer)
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """A block, in one of `off`, in which it is active."""
+        _functorch.push_dynamic_layer_stack(self._layer)
+        try:
+            yield
+        finally:
+            _functorch.pop_dynamic_layer_stack()
+
+
+class VmapLayer(_Layer):
+    """A `vmap`. What it wraps has one more dim; a form says whether that is so."""
+
+    def __init__(self, interpreter: Any) -> None:
+        super().__init__(interpreter)
+        self.size: int = interpreter.batch_size()
+
+    def form(self, x: torch.Tensor) -> bool:
+        """Whether `x` differs between the entries."""
+        return _functorch.is_batchedtensor(x) and _functorch.maybe_get_level(x) == self.level
+
+    def parts(self, x: torch.Tensor, form: bool, dim: int) -> list[torch.Tensor]:
+        """What it wraps, with the entries along `dim`."""
+        if self.form(x):
+            return [_functorch.get_unwrapped(x).movedim(_functorch.maybe_get_bdim(x), dim)]
+        return [x.unsqueeze(dim).expand(*x.shape[:dim], self.size, *x.shape[dim:])] if form else [x]
+
+    def whole(self, parts: Iterator[torch.Tensor], form: bool, dim: int) -> torch.Tensor:
+        """The value of the next parts."""
+        return _functorch._add_batch_dim(next(parts), dim, self.level) if form else next(parts)
+
+
+class JvpLayer(_Layer):
+    """A `jvp`. What it wraps has perhaps a tangent; a form says whether that is so."""
+
+    def form(self, x: torch.Tensor) -> bool:
+        """Whether `x` has a tangent."""
+        return _forward_ad.unpack_dual(x).tangent is not None
+
+    def parts(self, x: torch.Tensor, form: bool, dim: int) -> list[torch.Tensor]:
+        """The primal, and the tangent."""
+        with self.on():
+            primal, tangent = _forward_ad.unpack_dual(x)
+            primal = _functorch._unwrap_for_grad(primal, self.level)
+            if tangent is not None:
+                tangent = _functorch._unwrap_for_grad(tangent, self.level)
+        return [primal, torch.zeros_like(primal) if tangent is None else tangent] if form else [primal]
+
+    def whole(self, parts: Iterator[torch.Tensor], form: bool, dim: int) -> torch.Tensor:
+        """The value of the next parts."""
+        primal = next(parts)
+        return _forward_ad.make_dual(primal, next(parts)) if form else primal
+
+
+def innermost_layer() -> Any:
+    """The innermost transform that is active, where a function can be run below it; False for another one, None for none."""
+    interpreter = _retrieve() if transforming() else None
+    if interpreter is None:
+        return None
+    kinds: dict[str, Any] = {"Vmap": VmapLayer, "Jvp": JvpLayer}
+    return kinds[interpreter.key().name](interpreter) if interpreter.key().name in kinds else False

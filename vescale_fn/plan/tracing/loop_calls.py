@@ -99,14 +99,16 @@ class Iteration:
     def captured(self) -> Leaves | None:
         """The tensors from outside that autograd follows into the results; None where one of them was not seen."""
         own = {id(x) for x in (*self.given, *self.cut)}
-        known = {(x.grad_fn, x.output_nr): x for x in self.frame.followed.values()}
         found: dict[int, torch.Tensor] = {}
-        for edge, leaf in torch_internals.edges_from_before([x for x in self.results if x.requires_grad], self.start):
-            x = known.get(edge) if leaf is None else leaf
-            if x is None:
-                return None
-            if id(x) not in own:
-                found[id(x)] = x
+        with torch_internals.no_torch_function():
+            known = {(x.grad_fn, x.output_nr): x for x in (*self.frame.followed.values(), *self.results)}
+            moving = [x for x in self.results if x.requires_grad]
+            for edge, leaf in torch_internals.edges_from_before(moving, self.start):
+                x = known.get(edge) if leaf is None else leaf
+                if x is None:
+                    return None
+                if id(x) not in own:
+                    found[id(x)] = x
         return list(found.values())
 
 

@@ -12,23 +12,41 @@ from typing import Any
 import torch
 
 from ..._core import torch_internals
-from ..._core.control_flow.scan import Repeated, Slices
 from ..._core.local_types import tensor_types
 from .frame import Unrollable
 from .loop_calls import Iteration, Leaves, LoopCall
 from .loop_derivative import Derivative
+from .loop_levels import BelowTransform, Unsettled
 
 
-def recorded(
-    recorder: Any, repeated: Repeated, slices: Slices, count: int, reverse: bool
-) -> tuple[Leaves, Leaves] | None:
+def recorded(recorder: Any, repeated: Any, xs: Leaves, count: int, reverse: bool) -> tuple[Leaves, Leaves] | None:
     """Record a loop as one call.
+
+    Args:
+        recorder: at work.
+        repeated: the body, a `scan.Repeated`.
+        xs: what it goes over.
+        count, reverse: of the loop.
 
     Returns:
         The last carry and what is collected, as leaves; None where the body uses something that autograd follows and that
-        nothing has seen: then each iteration has to be recorded.
+        nothing has seen, or runs under a transform that is not known here: then each iteration has to be recorded.
     """
-    xs = slices.whole()
+    layer = torch_internals.innermost_layer()
+    if layer is None:
+        return _recorded(recorder, repeated, xs, count, reverse)
+    if layer is False:
+        return None
+    below = BelowTransform(repeated, xs, layer)
+    with layer.off():
+        try:
+            found = recorded(recorder, below, below.xs, count, reverse)
+        except Unsettled:
+            return None
+    return None if found is None else below.results(*found)
+
+
+def _recorded(recorder: Any, repeated: Any, xs: Leaves, count: int, reverse: bool) -> tuple[Leaves, Leaves] | None:
     follows = torch.is_grad_enabled()
     moving = follows and any(x.requires_grad for x in (*repeated.init, *xs))
     while True:

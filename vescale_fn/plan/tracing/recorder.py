@@ -123,10 +123,14 @@ class Recorder(torch_internals.TorchDispatchMode):
         """What is used there without being given."""
         return self.frame.constants
 
-    def scan(self, repeated: Any, slices: Any, count: int, reverse: bool) -> Any:
+    def scan(self, repeated: Any, xs: list[torch.Tensor], count: int, reverse: bool) -> Any:
         """A loop as one call, whose body is recorded once: its last carry and what it collects, as leaves. None where its body
         has to be recorded for each iteration."""
-        return loops.recorded(self, repeated, slices, count, reverse) if self.rolls else None
+        return (
+            loops.recorded(self, repeated, xs, count, reverse)
+            if self.rolls and not torch_internals.raw_duals()
+            else None
+        )
 
     def __enter__(self) -> Any:
         self._dtype, self._settings = torch.get_default_dtype(), torch_internals.kernel_settings()

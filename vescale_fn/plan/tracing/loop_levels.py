@@ -1,0 +1,116 @@
+"""A loop under a transform of `torch.func`, as a loop below it, over what the transform wraps.
+
+As in JAX: `vmap` of a loop is a loop of the mapped body, `jvp` of a loop is a loop of the body that carries tangents as well.
+Which carried values differ between entries, or have tangents, is found by running the body until no more do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..._core.arrays.array import is_array, mesh_of, moved, spec_of
+from ..._core.control_flow import leaves as leaves_
+
+Leaves = list[torch.Tensor]
+
+
+class Unsettled(Exception):
+    """What is carried below a transform changes its layout or type each time."""
+
+
+@dataclass
+class IterationBelow:
+    """What one iteration gives, below the transform.
+
+    Attributes:
+        leaves: of it.
+        above: the same above.
+        forms: for each leaf above how it is made of those below.
+    """
+
+    leaves: Leaves
+    above: Any
+    forms: list[Any]
+
+
+class BelowTransform:
+    """The body of a loop, as a function of what a transform wraps; to be used as `scan.Repeated` is.
+
+    Args:
+        above: the body.
+        xs: what it goes over.
+        layer: the transform, which is on.
+    """
+
+    def __init__(self, above: Any, xs: Leaves, layer: Any) -> None:
+        self.above, self.layer, self.changes = above, layer, 0
+        self.forms = [self.layer.form(x) for x in above.init]
+        self.x_forms = [self.layer.form(x) for x in xs]
+        with layer.off():
+            self.xs = self._below(xs, self.x_forms, 1)
+            self.init = self._below(above.init, self.forms, 0)
+
+    def step(self, carry: Leaves, x: Leaves) -> tuple[IterationBelow, IterationBelow]:
+        """One iteration, unchecked."""
+        with self.layer.on():
+            now, y = self.above.step(self._above(carry, self.forms, 0), self._above(x, self.x_forms, 0))
+            forms = [list(map(self.layer.form, one.leaves)) for one in (now, y)]
+        goals = forms[0]
+        if len(goals) == len(self.forms):
+            goals = [a or b for a, b in zip(goals, self.forms)]
+        self.y_forms = forms[1]
+        return IterationBelow(self._below(now.leaves, goals, 0), now, goals), IterationBelow(
+            self._below(y.leaves, forms[1], 0), y, forms[1]
+        )
+
+    def adapt(self, now: IterationBelow) -> bool:
+        """Give the first carry the types that it is to have, and say whether it had others."""
+        with self.layer.on():
+            changed = self.above.adapt(now.above)
+            forms = list(map(self.layer.form, self.above.init))
+        if len(now.forms) != len(forms):
+            return False
+        forms = [a or b for a, b in zip(now.forms, forms)]
+        if changed or forms != self.forms:
+            self.forms, self.init = forms, self._below(self.above.init, forms, 0)
+            return True
+        pairs = list(zip(self.init, now.leaves, strict=True))
+        if any(x.shape != like.shape or x.dtype != like.dtype for x, like in pairs):
+            return False  # `checked` will say so
+        different = [leaves_.facts(x) != leaves_.facts(like) for x, like in pairs]
+        if any(different):
+            if self.changes > 2:
+                raise Unsettled
+            self.changes += 1
+            self.init = [_like(*pair) if differs else pair[0] for pair, differs in zip(pairs, different)]
+        return any(different)
+
+    def checked(self, now: IterationBelow) -> Leaves:
+        """The leaves of a new carry."""
+        with self.layer.on():
+            self.above.checked(now.above)
+        return now.leaves
+
+    def results(self, carried: Leaves, collected: Leaves) -> tuple[Leaves, Leaves]:
+        """The last carry and what is collected, above the transform, which is on."""
+        return self._above(carried, self.forms, 0), self._above(collected, self.y_forms, 1)
+
+    def _below(self, xs: Sequence[torch.Tensor], forms: Sequence[Any], dim: int) -> Leaves:
+        return [part for x, form in zip(xs, forms, strict=True) for part in self.layer.parts(x, form, dim)]
+
+    def _above(self, parts: Sequence[torch.Tensor], forms: Sequence[Any], dim: int) -> Leaves:
+        found = iter(parts)
+        return [self.layer.whole(found, form, dim) for form in forms]
+
+
+def _like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`x`, of the layout and type of `like`: a transform's own dim, and tangents, may have any."""
+    if is_array(like):
+        return moved(x, mesh_of(like), spec_of(like), "a carry keeps its layout")
+    if is_array(x):
+        raise Unsettled
+    return leaves_.varied(x, leaves_.facts(like)[3].varying)
