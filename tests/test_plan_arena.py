@@ -1,7 +1,9 @@
 """Offsets in one block of memory: valid, as small as the best there is, and of real plans as small as what is alive at once."""
 
+import csv
 import itertools
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from vescale_fn.plan.ir import packing
 from vescale_fn.plan.ir.packing import pack
 
 pytestmark = pytest.mark.fast
+INSTANCES = Path(__file__).parents[1] / "benchmarks" / "data" / "minimalloc"
 
 
 def instance(rng: random.Random, count: int, moments: int) -> list[tuple[int, int, int]]:
@@ -69,6 +72,14 @@ def test_a_capacity_that_is_enough_is_where_the_search_ends():
     least = pack(*zip(*buffers)).least
     found = pack(*zip(*buffers), capacity=2 * least)
     assert valid(buffers, found.offsets, 2 * least)
+
+
+@pytest.mark.parametrize("name", ["B", "E", "H", "J"])  # the others take a second each: `benchmarks/arena.py`
+def test_instances_without_any_slack_are_packed(name):
+    with (INSTANCES / f"{name}.csv").open() as file:
+        buffers = [(int(row["lower"]), int(row["upper"]) - 1, int(row["size"])) for row in csv.DictReader(file)]
+    found = pack(*zip(*buffers), capacity=1_048_576)
+    assert valid(buffers, found.offsets, 1_048_576)
 
 
 def step(params, x):

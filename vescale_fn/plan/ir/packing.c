@@ -1,12 +1,14 @@
 /* Where buffers lie in one block of memory: what is alive at one moment must not overlap, and all must lie below a capacity.
  *
- * `vfn_pack` is an exact search (the problem is NP-hard). The idea is that of Moffitt, "MiniMalloc" (ASPLOS 2023): buffers are
+ * `vfn_offsets` is an exact search (the problem is NP-hard). The idea is that of Moffitt, "MiniMalloc" (ASPLOS 2023): buffers are
  * placed from the bottom up, each directly on top of what lies there already, so that offsets never fall along a branch; any packing
  * can be pushed down into one of this kind. A branch ends where
  *   - at some moment, what waits does not fit above the lowest place that any of it can still have;
  *   - a buffer would lie so high that another one that waits fits below it (that one can be pushed down);
  *   - what was placed last is in nobody's way, and the rest is impossible all the same.
- * Where nothing that waits is alive on both sides of a moment, what waits before and after it are problems of their own.
+ * Where nothing that waits is alive on both sides of a moment, what waits before and after it are problems of their own, each with
+ * its own order of preference: how crowded the moments of a buffer are is counted again of what waits. That is what makes the
+ * search find packings without any slack.
  *
  * Moments are the maximal sets of buffers that are alive together. There is no state outside of a call.
  */
@@ -20,6 +22,8 @@ typedef struct {
 
 typedef struct {
     const Buffer *buffers;
+    int32_t n, crowded;         /* how many buffers; which row of keys is how crowded a buffer's moments are */
+    int64_t *keys;              /* [KEYS, n], of each buffer, the most important first: the larger are preferred */
     int64_t capacity, visits;   /* visits: how many more the search may make */
     int64_t *offset;            /* of what waits: the least that it can have; of what is placed: -1 - its offset */
     int32_t *row, *neighbours;  /* who is alive together with i: neighbours[row[i]] up to neighbours[row[i + 1]] */
@@ -29,7 +33,7 @@ typedef struct {
     int64_t *before, moves;     /* and what they were */
 } Search;
 
-enum { IMPOSSIBLE, PACKED, GAVE_UP };
+enum { IMPOSSIBLE, PACKED, GAVE_UP, KEYS = 3 };
 
 static int together(const Buffer *a, const Buffer *b) { return a->first <= b->last && b->first <= a->last; }
 
@@ -79,8 +83,30 @@ static int may_fit(Search *s, const int32_t *ids, int32_t n, int64_t least, int3
     return 1;
 }
 
-/* Places the `n` buffers `ids`, which are in the order of preference. `least` and `after`: the offset of what was placed last, and who
- * that was: of buffers that can be placed at one offset in any order, one order is enough. */
+static int preferred(const Search *s, int32_t a, int32_t b) {
+    for (const int64_t *key = s->keys; key < s->keys + KEYS * s->n; key += s->n)
+        if (key[a] != key[b]) return key[a] > key[b];
+    return a < b;
+}
+
+/* Puts buffers that wait into the order of preference. */
+static void sort(Search *s, int32_t *ids, int32_t n) {
+    int64_t *crowded = s->keys + s->crowded * s->n;
+    for (int32_t k = 0; k < n; k++) {
+        const Buffer *b = s->buffers + ids[k];
+        crowded[ids[k]] = 0;
+        for (int32_t t = b->first; t <= b->last; t++)
+            if (s->waiting[t] > crowded[ids[k]]) crowded[ids[k]] = s->waiting[t];
+    }
+    for (int32_t k = 1; k < n; k++) {
+        int32_t id = ids[k], at = k;
+        for (; at > 0 && preferred(s, id, ids[at - 1]); at--) ids[at] = ids[at - 1];
+        ids[at] = id;
+    }
+}
+
+/* Places the `n` buffers `ids`, which are in the order of preference. `least`: the offset of what was placed last; `after`: how many
+ * of them were preferred to it: of buffers that can be placed at one offset in any order, one order is enough. */
 static int solve(Search *s, const int32_t *ids, int32_t n, int64_t least, int32_t after) {
     if (n == 0) return PACKED;
     if (s->visits-- <= 0) return GAVE_UP;
@@ -98,14 +124,14 @@ static int solve(Search *s, const int32_t *ids, int32_t n, int64_t least, int32_
     int32_t candidates = 0;
     for (int32_t k = 0; k < n; k++) { /* the lowest first, then the preferred */
         int64_t offset = s->offset[ids[k]];
-        if (offset < least || offset >= lid || (offset == least && ids[k] < after)) continue;
+        if (offset < least || offset >= lid || (offset == least && k < after)) continue;
         int32_t at = candidates++;
-        for (; at > 0 && s->offset[order[at - 1]] > offset; at--) order[at] = order[at - 1];
-        order[at] = ids[k];
+        for (; at > 0 && s->offset[ids[order[at - 1]]] > offset; at--) order[at] = order[at - 1];
+        order[at] = k;
     }
     int answer = IMPOSSIBLE;
     for (int32_t c = 0; c < candidates && answer == IMPOSSIBLE; c++) {
-        int32_t id = order[c], crossing = 0, parts = 0;
+        int32_t id = ids[order[c]], crossing = 0, parts = 0;
         int64_t offset = s->offset[id], moves = s->moves;
         int in_the_way = place(s, id);
         for (int32_t t = 0; t <= last - first; t++) part[t] = 0;
@@ -122,10 +148,13 @@ static int solve(Search *s, const int32_t *ids, int32_t n, int64_t least, int32_
         s->pool = inner;
         answer = PACKED;
         for (int32_t p = 0; p < parts && answer == PACKED; p++) {
-            int32_t count = 0;
-            for (int32_t k = 0; k < n; k++)
+            int32_t count = 0, before = 0;
+            for (int32_t k = 0; k < n; k++) {
+                if (k == order[c]) before = count;
                 if (ids[k] != id && part[s->buffers[ids[k]].first - first] == p) rest[count++] = ids[k];
-            answer = solve(s, rest, count, offset, id);
+            }
+            if (parts > 1) sort(s, rest, count), before = 0;
+            answer = solve(s, rest, count, offset, before);
         }
         if (answer != PACKED) undo(s, moves);
         if (answer == IMPOSSIBLE && !in_the_way) break;
@@ -136,15 +165,18 @@ static int solve(Search *s, const int32_t *ids, int32_t n, int64_t least, int32_
 
 /* Looks for offsets, in at most `visits` steps.
  *
- * buffers: in the order of preference among equals. moments: how many there are.
+ * keys: [KEYS, n], an order of preference, the most important first: buffers with the larger ones are placed first.
+ * crowded: which of its rows is how many bytes wait at most while a buffer is alive: that row is written here.
+ * moments: how many there are.
  * offset: out: of each buffer, if the answer is PACKED.
  * Returns PACKED, IMPOSSIBLE or GAVE_UP. */
-int vfn_pack(int32_t n, const Buffer *buffers, int32_t moments, int64_t capacity, int64_t visits, int64_t *offset) {
+int vfn_offsets(int32_t n, const Buffer *buffers, int64_t *keys, int32_t crowded, int32_t moments, int64_t capacity, int64_t visits,
+                int64_t *offset) {
     int64_t pairs = 0, depth = 0;
     for (int32_t i = 0; i < n; i++)
         for (int32_t j = 0; j < n; j++) pairs += i != j && together(buffers + i, buffers + j);
     depth = (int64_t)n * (n + 1) + (int64_t)n * moments + 1; /* lists of n, n - 1, ... twice, and as many parts */
-    Search s = {.buffers = buffers, .capacity = capacity, .visits = visits, .offset = offset};
+    Search s = {.buffers = buffers, .n = n, .crowded = crowded, .keys = keys, .capacity = capacity, .visits = visits, .offset = offset};
     s.row = malloc((n + 1) * sizeof *s.row);
     s.neighbours = malloc((pairs + 1) * sizeof *s.neighbours);
     s.moved = malloc((pairs + n + 1) * sizeof *s.moved);
@@ -165,7 +197,8 @@ int vfn_pack(int32_t n, const Buffer *buffers, int32_t moments, int64_t capacity
             offset[i] = 0;
         }
         s.row[n] = at;
-        answer = solve(&s, ids, n, 0, -1);
+        sort(&s, ids, n);
+        answer = solve(&s, ids, n, 0, 0);
         for (int32_t i = 0; i < n; i++) offset[i] = offset[i] < 0 ? -1 - offset[i] : offset[i];
     }
     free(s.row), free(s.neighbours), free(s.moved), free(s.before), free(s.lowest), free(s.waiting), free(pool), free(ids);

@@ -2,13 +2,13 @@
 
 First the buffers are placed one after the other, in a few orders. What that leaves above the lower bound (the most that is
 alive at once) the exact search in `packing.c` tries to take away: over several orders of preference, each for a short while
-and then for longer, as it either finds a packing soon or not for very long. Nothing depends on the time it takes or on chance.
+and then for longer, as it either finds a packing soon or not for very long. Nothing depends on the time it takes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,7 +52,7 @@ def pack(
     alive = _alive(buffers, moments)
     least = int(alive.max(initial=0))
     orders = _Orders(buffers, given[:, 1] - given[:, 0] + 1, alive)
-    tried = [(*_best_fit(buffers[order]), order) for order in orders.all()]
+    tried = [(*_best_fit(buffers[order]), order) for order in orders.all]
     packed, height, order = min(tried, key=lambda one: one[1])
     best = np.zeros_like(packed)
     best[order] = packed
@@ -88,38 +88,33 @@ def _alive(buffers: np.ndarray, moments: int) -> np.ndarray:
 
 
 class _Orders:
-    """Orders in which buffers are preferred: by how crowded their moments are, how long they live, how large they are."""
+    """Orders in which buffers are preferred: by how crowded their moments are, how long they live, how large they are.
+
+    Attributes:
+        keys: of each order three rows [buffers], the most important first; the larger are preferred.
+        crowded: of each order, which row says how crowded a buffer's moments are.
+        all: the buffers in each of these orders, and in some that are only good for placing them one after the other.
+    """
 
     def __init__(self, buffers: np.ndarray, lifetime: np.ndarray, alive: np.ndarray) -> None:
-        size, moments = buffers["size"], buffers["last"] - buffers["first"] + 1
+        size, moments = buffers["size"], (buffers["last"] - buffers["first"] + 1).astype(np.int64)
         crowded = np.array(
             [alive[a : b + 1].max(initial=0) for a, b in zip(buffers["first"], buffers["last"])], np.int64
         )
-        area = lifetime * size
-        self.count = len(buffers)
-        self.features = [
-            (moments * size, lifetime, area),
-            (crowded, lifetime, area),
-            (crowded, area, lifetime),
+        area, room = lifetime * size, moments * size
+        orders = [
             (lifetime, area, crowded),
-            (crowded, moments * size, lifetime),
-            (area, lifetime, crowded),
-            (lifetime, size, area),
-            (size, lifetime, area),
+            (crowded, area, lifetime),
+            (crowded, lifetime, area),
+            (crowded, lifetime, moments),
+            (room, area, crowded),
+            (crowded, room, lifetime),
+            (crowded, moments, room),
         ]
-
-    def all(self) -> Iterator[np.ndarray]:
-        """Each order once."""
-        return (np.lexsort([-x for x in reversed(feature)]) for feature in self.features)
-
-    def ever_longer(self) -> Iterator[tuple[np.ndarray, int]]:
-        """Each order with how many steps to search, again and again for twice as many; in between, briefly, with some noise."""
-        noise = np.random.default_rng(0)
-        for steps in (1000 << turn for turn in itertools.count()):
-            yield from ((order, steps) for order in self.all())
-            for feature in self.features:
-                noisy = [-x * np.exp(0.1 * noise.standard_normal(self.count)) for x in reversed(feature)]
-                yield np.lexsort(noisy), steps // 8
+        self.crowded = [next(i for i, key in enumerate(keys) if key is crowded) for keys in orders]
+        self.keys = [np.array(keys, np.int64) for keys in orders]
+        more = [(area, lifetime), (lifetime, size), (size, lifetime), (room, lifetime)]
+        self.all = [np.lexsort([-key for key in reversed(keys)]) for keys in [*orders, *more]]
 
 
 def _best_fit(buffers: np.ndarray) -> tuple[np.ndarray, int]:
@@ -143,18 +138,18 @@ def _best_fit(buffers: np.ndarray) -> tuple[np.ndarray, int]:
 
 def _searched(buffers: np.ndarray, moments: int, capacity: int, orders: _Orders, work: int) -> np.ndarray | None:
     """Offsets below a capacity; None where there are none, or none was found."""
-    a_visit = len(buffers) + int((buffers["last"] - buffers["first"] + 1).sum())
-    left = max(work // a_visit, 1)
-    for order, visits in orders.ever_longer():
-        offsets = np.zeros(len(buffers), np.int64)
-        given = np.ascontiguousarray(buffers[order])
-        visits = min(visits, left)
-        answer = library.vfn_pack(len(buffers), given.ctypes.data, moments, capacity, visits, offsets.ctypes.data)
-        if answer == _PACKED:
-            found = np.zeros(len(buffers), np.int64)
-            found[order] = offsets
-            return found
-        left -= visits
-        if answer == _IMPOSSIBLE or left <= 0:
-            return None
+    count = len(buffers)
+    left = max(work // (count + int((buffers["last"] - buffers["first"] + 1).sum())), 1)  # what one visit looks at
+    offsets = np.zeros(count, np.int64)
+    for turn in itertools.count():
+        for keys, crowded in zip(orders.keys, orders.crowded):
+            visits = min(1000 << turn, left)
+            answer = library.vfn_offsets(
+                count, buffers.ctypes.data, keys.ctypes.data, crowded, moments, capacity, visits, offsets.ctypes.data
+            )
+            if answer == _PACKED:
+                return offsets
+            left -= visits
+            if answer == _IMPOSSIBLE or left <= 0:
+                return None
     raise AssertionError("the orders go on for ever")

@@ -68,18 +68,26 @@ class _Draw(ctypes.Structure):
     ]
 
 
+_int, _long, _draw = ctypes.c_int32, ctypes.c_int64, ctypes.POINTER(_Draw)
+# name: what it gives, what it takes
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "vfn_available": (ctypes.c_int,),
+    "vfn_draw": (None, ctypes.c_int, ctypes.c_int, _draw),
+    "vfn_small": (None, ctypes.c_char_p, ctypes.c_void_p),
+    "vfn_offsets": (ctypes.c_int, _int, _Ints, _Ints, _int, _int, _long, _long, _Ints),
+    "vfn_best_fit": (_long, _int, _Ints, _Ints, _Ints),
+}
+
+
 def load(folder: Path = Path(__file__).parent) -> Any:
-    """The library, with the types of its functions; None where it was not built or cannot be loaded."""
+    """The library, with the types of its functions; None where it cannot be loaded, or was built from other sources."""
     try:
         library = ctypes.CDLL(str(folder / "_native.so"))
-    except OSError:  # not there, or built for another machine
+        for name, (result, *arguments) in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError):
         return None
-    library.vfn_draw.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Draw)]
-    library.vfn_small.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
-    library.vfn_draw.restype = library.vfn_small.restype = None
-    library.vfn_pack.argtypes = [ctypes.c_int32, _Ints, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, _Ints]
-    library.vfn_best_fit.argtypes = [ctypes.c_int32, _Ints, _Ints, _Ints]
-    library.vfn_best_fit.restype = ctypes.c_int64
     return library
 
 
