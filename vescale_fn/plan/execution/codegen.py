@@ -30,6 +30,7 @@ from ..ir import memory_aliases
 from ..ir.graph import Step, calls, output, value
 from ..ir.loop import Loop
 from ..ir.nested import Nested
+from ..ir.shared_bodies import Shared, apart
 from . import fast_sums
 from .fast_calls import way
 from .looping import Looping
@@ -68,14 +69,15 @@ class Code:
         return None
 
 
-def generate(graph: fx.Graph, name: str = "plan") -> Code:
+def generate(graph: fx.Graph, name: str = "plan", done: dict[fx.Graph, Code] | None = None) -> Code:
     """The Python function that computes what a graph says.
 
     Args:
         graph: as `graph` describes it; its nodes' ``val`` tells what the arguments are.
         name: of the function.
+        done: the code of bodies that there is.
     """
-    writer = _Writer()
+    writer = _Writer({} if done is None else done)
     text, nodes = writer.write(graph, name)
     file = f"<{name} {next(_count)}>"
     code: CodeType = compile(text, file, "exec")
@@ -84,21 +86,21 @@ def generate(graph: fx.Graph, name: str = "plan") -> Code:
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     weakref.finalize(body, linecache.cache.pop, file, None)
 
-    source = "\n".join([text, *(code.source for code in writer.bodies)])
-    return Code(
-        functools.partial(torch_internals.called_on_plain_tensors, body), source, file, nodes, tuple(writer.bodies)
-    )
+    bodies = tuple(writer.bodies.values())
+    source = "\n".join([text, *(code.source for code in bodies)])
+    return Code(functools.partial(torch_internals.called_on_plain_tensors, body), source, file, nodes, bodies)
 
 
 class _Writer:
     """Writes one function; collects its globals."""
 
-    def __init__(self) -> None:
+    def __init__(self, done: dict[fx.Graph, Code]) -> None:
+        self.done = done
         self.globals: dict[str, Any] = {}
         self.names: dict[Any, str] = {}  # of nodes, and of the globals by identity
-        self.taken = {"values", *keyword.kwlist}
+        self.taken = {"values", "given", *keyword.kwlist}
         self.numbers: Counter[str] = Counter()  # how often a name was taken
-        self.bodies: list[Code] = []
+        self.bodies: dict[fx.Graph, Code] = {}
         self.together: dict[fx.Node, fx.Node] = {}  # parts that are taken out in the line of what gives them: to it
 
     def write(self, graph: fx.Graph, name: str) -> tuple[str, dict[int, fx.Node]]:
@@ -145,7 +147,11 @@ class _Writer:
         ending = f"; del {', '.join(map(self.names.__getitem__, dead))}" if dead else ""
         line = node.meta.get("line", "")
         part = f"[{parts[0].args[1]}]" if len(parts) == 1 else ""
-        return target + self.checked(node) + part + ending + (f"  # {_comment(line)}" if line else "")
+        comment = f"  # {_comment(line)}" if line else ""
+        if isinstance(node.target, Shared):  # which lets go of each thing that it is given after its last use there
+            name = self.globally(self.body(node.target.bodies[0], True), "body")
+            return f"given = {self.text([*node.args])}{ending}; {target}{name}(given){part}{comment}"
+        return target + self.checked(node) + part + ending + comment
 
     def checked(self, node: fx.Node) -> str:
         """The call of a node, whose result is seen to lie as was recorded, where that is not sure."""
@@ -173,12 +179,17 @@ class _Writer:
     def function(self, node: fx.Node) -> Any:
         """What is called where there is no shorter way in Python."""
         if isinstance(node.target, Nested):
-            codes = [generate(body, "body") for body in node.target.bodies]
-            self.bodies += codes
-            return _RUN[type(node.target)](node, *(code.run.args[0] for code in codes))  # type: ignore[attr-defined]
+            return _RUN[type(node.target)](node, *map(self.body, node.target.bodies))
         if isinstance(node.target, Step):
             return node.target.run
         return fast_sums.shortest(node, self.last, self.lie) or node.target
+
+    def body(self, body: fx.Graph, shared: bool = False) -> Any:
+        """The function of a body, one for all calls that share it."""
+        if body not in self.done:
+            self.done[body] = generate(apart(body) if shared else body, "body", self.done)
+        self.bodies[body] = self.done[body]
+        return self.done[body].run.args[0]  # type: ignore[attr-defined]
 
     def constants(self, node: fx.Node) -> list[Any]:
         """The arguments of a node, a number beside a tensor as a tensor: that spares torch to make one each time."""

@@ -80,8 +80,9 @@ def arena(graph: fx.Graph, alignment: int) -> Arena:
     ]
     lives = [(piece.maker, piece.bytes, first, last) for piece, first, last in lives]
     # what one body needs, or one iteration, has the same place in the others
-    inside = {node: max(arena(body, alignment).bytes for body in bodies_of(node)) for node in nested(graph)}
-    lives += [(node, size, index[node], index[node]) for node, size in inside.items()]
+    bodies = {body for node in nested(graph) for body in bodies_of(node)}
+    inside = {body: arena(body, alignment).bytes for body in bodies}
+    lives += [(node, max(map(inside.__getitem__, bodies_of(node))), index[node], index[node]) for node in nested(graph)]
     lives.sort(key=lambda life: life[2])
     sizes = [-(-size // alignment) * alignment for _, size, _, _ in lives]
     found = packing.pack([first for *_, first, _ in lives], [last for *_, last in lives], sizes)

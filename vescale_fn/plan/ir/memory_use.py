@@ -100,6 +100,7 @@ def memory(graph: fx.Graph) -> MemoryUse:
     stops: dict[memory_aliases.Memory, int] = {}
     at = -1  # the call at which the most is alive
     deepest: MemoryUse | None = None  # in the body that runs there
+    within = {body: memory(body) for body in {body for node in plan.calls(graph) for body in bodies_of(node)}}
     for node in graph.nodes:
         if node.op == "output":
             break
@@ -109,7 +110,9 @@ def memory(graph: fx.Graph) -> MemoryUse:
                 live += sizes[piece]
         if node.op == "call_function":
             # of what the body gives, that of one iteration is counted twice
-            inside = max(map(memory, bodies_of(node)), key=lambda use: use.peak - use.arguments, default=None)
+            inside = max(
+                map(within.__getitem__, bodies_of(node)), key=lambda use: use.peak - use.arguments, default=None
+            )
             now = live + (0 if inside is None else inside.peak - inside.arguments)
             if now > top:
                 top, at, deepest = now, len(timeline), inside

@@ -31,6 +31,11 @@ class Nested(Step):
     run: Callable[..., Any] = _not_alone
     bodies: tuple[fx.Graph, ...] = ()
 
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "effect", any(map(_does_more, self.bodies)))
 
@@ -65,12 +70,16 @@ def _does_more(body: fx.Graph) -> bool:
     return inside or bool(collectives(body))
 
 
-def everywhere(improve: Callable[[fx.Graph], fx.Graph], graph: fx.Graph) -> fx.Graph:
-    """What a pass makes of a graph that it may have, and of the bodies in it."""
-    graph = improve(given_up(graph))
+def everywhere(
+    improve: Callable[[fx.Graph], fx.Graph], graph: fx.Graph, done: dict[Any, Any] | None = None
+) -> fx.Graph:
+    """What a pass makes of a graph that it may have, and of the bodies in it; once of those that calls share (`done`)."""
+    graph, done = improve(given_up(graph)), {} if done is None else done
     for node in nested(graph):
-        bodies = tuple(everywhere(improve, copied(body)) for body in bodies_of(node))
-        node.target = replace(node.target, bodies=bodies)  # type: ignore[type-var]
+        if node.target not in done:
+            bodies = tuple(everywhere(improve, copied(body), done) for body in bodies_of(node))
+            done[node.target] = replace(node.target, bodies=bodies)  # type: ignore[type-var]
+        node.target = done[node.target]
     return graph
 
 

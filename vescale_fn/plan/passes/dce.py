@@ -11,8 +11,10 @@ from collections.abc import Collection
 
 from torch import fx
 
+from ..ir import shared_bodies
 from ..ir.graph import KEPT, Step, collectives, copied, memories, written
 from ..ir.loop import loops, prune
+from ..ir.nested import nested
 
 
 def dead(graph: fx.Graph) -> fx.Graph:
@@ -20,6 +22,7 @@ def dead(graph: fx.Graph) -> fx.Graph:
     graph = copied(graph)
     for node in reversed(loops(graph)):
         prune(node)
+    shared_bodies.prune(reversed(nested(graph)))
     stays = _needed(graph)
     for node in reversed(list(graph.nodes)):
         if node not in stays:

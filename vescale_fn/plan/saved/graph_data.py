@@ -22,6 +22,7 @@ from ..._core.sharding.spec import P, rebuild_spec
 from ..ir import graph as plan
 from ..ir.loop import Loop
 from ..ir.nested import Nested
+from ..ir.shared_bodies import Shared
 from ..passes.overlap import Start
 from . import operators, steps
 
@@ -29,7 +30,7 @@ Mesh = Any
 _TORCH = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 # taking parts out of results, and what is computed of floats among the arguments
 _NUMBERS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs")
-_NESTED: dict[str, type[Nested]] = {"loop": Loop}
+_NESTED: dict[str, type[Nested]] = {"loop": Loop, "shared": Shared}
 _PYTHON = {getattr(operator, name): name for name in ("getitem", *_NUMBERS)}
 
 
@@ -52,6 +53,7 @@ class GraphWriter:
 
     def __init__(self) -> None:
         self.meshes: list[Mesh] = []
+        self._written: dict[Nested, int] = {}  # the calls with bodies, by their places
 
     def graph(self, graph: fx.Graph) -> list[dict[str, Any]]:
         """A graph's nodes in order; a node names others by their places."""
@@ -80,9 +82,13 @@ class GraphWriter:
         if isinstance(target, torch_internals.OpOverload):
             return {"op": torch_internals.overload_name(target)}
         if isinstance(target, Nested):
+            if target in self._written:
+                return {"same": self._written[target]}
             kind = next(name for name, kind in _NESTED.items() if type(target) is kind)
             fields = {x.name: self.value(getattr(target, x.name)) for x in _own(type(target))}
-            return {"nested": kind, "fields": fields, "bodies": list(map(self.graph, target.bodies))}
+            data = {"nested": kind, "fields": fields, "bodies": list(map(self.graph, target.bodies))}
+            self._written[target] = len(self._written)
+            return data
         if isinstance(target, plan.Step):
             found = steps.described(target)
             if found is None:
@@ -160,6 +166,7 @@ class GraphReader:
         self, meshes: Sequence[Mesh], empty: Callable[..., torch.Tensor], namespaces: Collection[str] = ()
     ) -> None:
         self.meshes, self._empty, self._namespaces = meshes, empty, namespaces
+        self._read: list[Nested] = []  # the calls with bodies
 
     def graph(self, rows: Sequence[Mapping[str, Any]]) -> fx.Graph:
         """A graph of its nodes' data."""
@@ -183,7 +190,11 @@ class GraphReader:
         if "nested" in data:
             kind = _NESTED[data["nested"]]
             fields = {x.name: self.value(data["fields"][x.name]) for x in _own(kind)}
-            return kind(bodies=tuple(map(self.graph, data["bodies"])), **fields)
+            found = kind(bodies=tuple(map(self.graph, data["bodies"])), **fields)
+            self._read.append(found)
+            return found
+        if "same" in data:
+            return self._read[data["same"]]
         if "step" in data:
             return steps.made(data["step"], {key: self.value(x) for key, x in data["given"].items()})
         fields = {key: self.value(x) for key, x in data["collective"].items()}

@@ -1,0 +1,102 @@
+"""A call whose body other calls share: recorded once, improved once, and one function of the plan's code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .graph import KEPT, calls, copied, has_effect, memories, output
+from .nested import Nested, ends, extracted, nested, reached
+
+
+@dataclass(frozen=True, eq=False)
+class Shared(Nested):
+    """A call of a body. The body writes into nothing that it is given, and a write into a result is seen in no other."""
+
+    name: str = "shared"
+
+
+def inlined(graph: fx.Graph) -> fx.Graph:
+    """The graph in which the nodes of its body stand in the place of each call."""
+    return _inlined(copied(graph), {})
+
+
+def _inlined(graph: fx.Graph, done: dict[Nested, fx.Graph]) -> fx.Graph:
+    for node in nested(graph):
+        if isinstance(node.target, Shared):
+            if node.target not in done:
+                done[node.target] = _inlined(copied(node.target.bodies[0]), done)
+            _inline(node, done[node.target])
+    return graph
+
+
+def _inline(node: fx.Node, body: fx.Graph) -> None:
+    graph, (places, outs) = node.graph, ends(body)
+    values: dict[fx.Node, Any] = dict(zip(places, node.args, strict=True))
+    with graph.inserting_before(node):
+        for x in calls(body):
+            values[x] = copy = graph.node_copy(x, values.__getitem__)
+            if "again" in node.meta:  # it is computed again as a whole
+                copy.meta["again"] = node.meta["again"], x.meta.get("again")
+    for part in list(node.users):
+        part.replace_all_uses_with(values[outs[part.args[1]]])  # type: ignore[index]
+        graph.erase_node(part)
+    graph.erase_node(node)
+
+
+def apart(body: fx.Graph) -> fx.Graph:
+    """The body, in which what it gives is memory of its own: neither that of what it is given nor of another result."""
+    body = copied(body)
+    lie, end, (places, gives) = memories(body), output(body), ends(body)
+    seen, outs = set(places), []
+    for out in gives:
+        if isinstance(out.meta["val"], torch.Tensor) and not seen.isdisjoint(lie[out]):
+            with body.inserting_before(end):
+                copy = body.call_function(torch.ops.aten.clone.default, (out,))
+            copy.meta = dict(out.meta)
+            out = copy
+        else:
+            seen |= lie[out]
+        outs.append(out)
+    end.args = (tuple(outs),)
+    return body
+
+
+def prune(nodes: Iterable[fx.Node]) -> None:
+    """Leave out of calls what nobody needs of their results, and what only that needs. Those that need the same of a body still
+    share it."""
+    done: dict[Any, tuple[Nested, list[int], list[int]]] = {}
+    for node in nodes:
+        target: Any = node.target
+        if not isinstance(target, Shared):
+            continue
+        read: list[Any] = sorted({part.args[1] for part in node.users if part.users})  # type: ignore[misc]
+        if (target, *read) not in done:
+            done[target, *read] = _pruned(target, read)
+        node.target, gives, used = done[target, *read]
+        if node.target is target:
+            continue
+        node.args = tuple(node.args[i] for i in used)
+        node.meta["val"] = [node.meta["val"][i] for i in gives]
+        for part in list(node.users):
+            if part.args[1] in gives:
+                part.args = node, gives.index(part.args[1])  # type: ignore[arg-type]
+            else:
+                node.graph.erase_node(part)
+
+
+def _pruned(call: Nested, gives: list[int]) -> tuple[Nested, list[int], list[int]]:
+    """The call that gives less, and the places of its results and arguments in the one that gives all."""
+    body = call.bodies[0]
+    places, outs = ends(body)
+    acts = [x for x in calls(body) if has_effect(x) or KEPT in x.meta]
+    live = reached([*acts, *(outs[i] for i in gives)])
+    used = [i for i, x in enumerate(places) if x in live]
+    if len(gives) == len(outs) and len(used) == len(places):
+        return call, gives, used
+    nodes = [x for x in calls(body) if x in live]
+    return Shared(bodies=(extracted(nodes, [places[i] for i in used], [outs[i] for i in gives]),)), gives, used
