@@ -21,7 +21,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -108,12 +108,13 @@ def collectives(graph: fx.Graph) -> list[fx.Node]:
 
 def is_aten(node: fx.Node) -> bool:
     """Whether a node calls an operator of torch's (or one that somebody registered)."""
-    return isinstance(node.target, torch_internals.OpOverload)
+    return id(node.target) in _operators or isinstance(node.target, torch_internals.OpOverload)
 
 
 def name_of(node: fx.Node) -> str:
     """What a node calls, without namespace and overload: ``add``; "" for what is no operator."""
-    return torch_internals.operator_name(node.target).split("::")[-1] if is_aten(node) else ""  # type: ignore[union-attr]
+    op = operator_of(node)
+    return "" if op is None else op.name
 
 
 def output(graph: fx.Graph) -> fx.Node:
@@ -128,23 +129,17 @@ def value(node: fx.Node) -> Any:
 
 def written(node: fx.Node) -> list[fx.Node]:
     """The arguments that a call writes in place."""
-    if isinstance(node.target, Step):
-        return [node.args[i] for i in node.target.writes]  # type: ignore[misc]
-    return _aliased(node, 1) if is_aten(node) else []
-
-
-def _aliased(node: fx.Node, which: int) -> list[fx.Node]:
-    """The arguments that an operator's result may share memory with (0), or those that it writes (1)."""
-    places = _alias_places(node.target)[which]
-    if not places:
-        return []
-    given = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
-    flat = [x for one in given for x in (one if isinstance(one, (list, tuple)) else (one,))]
-    return [x for x in flat if isinstance(x, fx.Node)]
+    op = operator_of(node)
+    if op is not None:
+        return _at(node, op.writes) if op.writes else []
+    return [node.args[i] for i in node.target.writes] if isinstance(node.target, Step) else []  # type: ignore[misc]
 
 
 def viewed(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory the result of a call may be."""
+    op = operator_of(node)
+    if op is not None:
+        return _at(node, op.views) if op.views else []
     if isinstance(node.target, Step):
         return [node.args[i] for i in node.target.views]  # type: ignore[misc]
     if node.target is operator.getitem:
@@ -152,26 +147,54 @@ def viewed(node: fx.Node) -> list[fx.Node]:
     if isinstance(node.target, Collective) and isinstance(node.args[0], (list, tuple)):
         # On a simulated mesh a block that is only sent is handed on as it is.
         return list(node.args[0]) if node.target.kind in ("broadcast", "permute") else []  # type: ignore[arg-type]
-    return _aliased(node, 0) if is_aten(node) else []
+    return []
+
+
+def _at(node: fx.Node, places: Sequence[tuple[int, str]]) -> list[fx.Node]:
+    """The arguments in these places, those in lists too."""
+    args, kwargs = node.args, node.kwargs
+    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in places]
+    flat = [x for one in given for x in (one if isinstance(one, (list, tuple)) else (one,))]
+    return [x for x in flat if isinstance(x, fx.Node)]
+
+
+class Operator(NamedTuple):
+    """What passes ask of an operator again and again.
+
+    Attributes:
+        op: itself.
+        name: without namespace and overload.
+        views: the places and names of the arguments that its result may share memory with.
+        writes: of those that it writes.
+        pointwise: whether each element of its result is new, and depends on the same element of its arguments alone.
+    """
+
+    op: Any
+    name: str
+    views: list[tuple[int, str]]
+    writes: list[tuple[int, str]]
+    pointwise: bool
 
 
 # Operators that give views, but do not say so in their schemas.
 _SILENT_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
-_found_places: dict[int, Any] = {}
+_operators: dict[int, Operator] = {}  # by their identity, as torch computes their hash in Python
 
 
-def _alias_places(op: Any) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """Where an operator takes what its result may share memory with, and what it writes; known by the operator's identity, as
-    torch computes its hash in Python."""
-    found = _found_places.get(id(op))
-    if found is None:
-        arguments = [(i, a.name, a.alias_info) for i, a in enumerate(torch_internals.schema(op).arguments)]
-        views = [(i, name) for i, name, alias in arguments if alias is not None]
-        if torch_internals.operator_name(op).split("::")[-1] in _SILENT_VIEWS:
+def operator_of(node: fx.Node) -> Operator | None:
+    """The operator that a node calls; None where it calls none."""
+    target = node.target
+    found = _operators.get(id(target))
+    if found is None and isinstance(target, torch_internals.OpOverload):
+        name = torch_internals.operator_name(target).split("::")[-1]
+        arguments = [(i, a.name, a.alias_info) for i, a in enumerate(torch_internals.schema(target).arguments)]
+        views = [(i, argument) for i, argument, alias in arguments if alias is not None]
+        if name in _SILENT_VIEWS:
             views = [(0, arguments[0][1])]
-        writes = [(i, name) for i, name, alias in arguments if alias is not None and alias.is_write]
-        found = _found_places[id(op)] = views, writes, op
-    return found[:2]
+        writes = [(i, argument) for i, argument, alias in arguments if alias is not None and alias.is_write]
+        pointwise = not views and torch.Tag.pointwise in target.tags  # type: ignore[attr-defined]
+        found = _operators[id(target)] = Operator(target, name, views, writes, pointwise)
+    return found
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -184,7 +207,10 @@ def memories(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
     found: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         sources = [found[x] for x in viewed(node)] if node.op == "call_function" else []
-        found[node] = frozenset().union(*sources) if sources else frozenset((node,))
+        if not sources:
+            found[node] = frozenset((node,))
+        else:
+            found[node] = sources[0] if len(sources) == 1 else frozenset().union(*sources)
     return found
 
 

@@ -14,7 +14,8 @@ from . import graph as plan
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether each element of a call's result depends on the same element of its arguments alone (after broadcasting)."""
-    return plan.is_aten(node) and not plan.viewed(node) and torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
+    op = plan.operator_of(node)
+    return op is not None and op.pointwise
 
 
 def alike(x: Any, y: Any) -> bool:

@@ -65,7 +65,7 @@ def memories(graph: fx.Graph) -> dict[fx.Node, frozenset[Memory]]:
             own = frozenset((Memory(*node.args),)) & found[sources[0]]  # type: ignore[arg-type]
             found[node] = own or found[sources[0]]
         else:
-            found[node] = frozenset().union(*(found[x] for x in sources))
+            found[node] = found[sources[0]] if len(sources) == 1 else frozenset().union(*(found[x] for x in sources))
     return found
 
 
