@@ -219,11 +219,28 @@ def disable_jit() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
     """Python looks for garbage less often the more there is, but a recording makes so much, all in use, that looking took a
-    quarter of its time: within the block it does not."""
+    quarter of its time: within the block it does not, and what the block has made it takes for old."""
     again = context.Restored(lambda was: gc.enable() if was else None, gc.isenabled())
     with again, again:
         gc.disable()
         yield
+        _grown_old()
+
+
+_RECORDINGS = 4  # between two collections of all that is old
+_last_full = [-1, 0]  # how many there had been, and how many recordings since
+
+
+def _grown_old() -> None:
+    """Take all objects for old, as if two collections had found them in use. What is garbage among them waits for a collection
+    of the old ones, which Python starts by the number of those that grow old in its way: so some recordings do."""
+    full = gc.get_stats()[-1]["collections"]
+    if full != _last_full[0]:
+        _last_full[:] = full, 0
+    _last_full[1] += 1
+    if _last_full[1] <= _RECORDINGS and not gc.get_freeze_count():
+        gc.freeze()
+        gc.unfreeze()
 
 
 class Jitted(Generic[Q, R]):

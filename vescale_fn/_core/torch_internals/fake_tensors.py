@@ -13,7 +13,7 @@ from torch._subclasses import fake_tensor as _fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _python_dispatch
 
-from .modes import unrecorded
+from .modes import AsWritten, unrecorded
 
 
 def preload() -> None:
@@ -62,8 +62,13 @@ def shapes_only() -> Iterator[None]:
 # --- recording plans --------------------------------------------------------------------------------------------------
 
 
-class _Mode(FakeTensorMode):
+class _Mode(AsWritten, FakeTensorMode):
     """Torch's mode, which takes 150 us a view, where the view itself takes 5: here it is asked for at once."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # by device, those of a new tensor there, which torch takes 7 us to set
+        self._attributes: dict[torch.device, tuple[torch.device, dict[str, Any]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         x = args[0] if args and not kwargs and _is_view(func) else None
@@ -72,8 +77,23 @@ class _Mode(FakeTensorMode):
         with _fake_tensor.in_kernel_invocation_manager(self):
             out = func(*args)
         if isinstance(out, torch.Tensor):
-            return out if out is x else FakeTensor(self, out, x.fake_device)
-        return type(out)(FakeTensor(self, one, x.fake_device) for one in out)
+            return out if out is x else self.new(out, x.fake_device)
+        return type(out)(self.new(one, x.fake_device) for one in out)
+
+    def new(self, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A tensor of this mode that lies as one of the meta device."""
+        found = self._attributes.get(device)
+        if found is None:
+            first = FakeTensor(self, meta, device)
+            self._attributes[device] = first.fake_device, {**vars(first)}
+            return first
+        device, attributes = found
+        made = torch.Tensor._make_subclass(
+            FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(attributes)
+        return made
 
 
 @functools.lru_cache(maxsize=4096)
@@ -105,7 +125,7 @@ def fake_mode(**options: Any) -> Any:
 
 def without_values(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of such a mode, made by the short way."""
-    return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+    return mode.new(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
 
 NO_VALUE_ERRORS: tuple[type[Exception], ...] = tuple(  # what says that an op cannot be run without values

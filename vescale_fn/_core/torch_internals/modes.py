@@ -17,8 +17,25 @@ from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
 from .functorch import _functorch_active, _functorch_depth
+from .operators import not_compiled
 
-TorchDispatchMode = _python_dispatch.TorchDispatchMode
+
+class AsWritten:
+    """Of a dispatch mode: its ``__torch_dispatch__`` is called as it is. Torch would put a call of the compiler around it, which
+    costs as much as what a mode does for an op, and first of all imports the compiler."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__torch_dispatch__" in vars(cls):
+            not_compiled(vars(cls)["__torch_dispatch__"])
+
+
+class TorchDispatchMode(AsWritten, _python_dispatch.TorchDispatchMode):
+    """Torch's, as it is written."""
 
 
 no_torch_function = torch._C.DisableTorchFunction
