@@ -21,8 +21,8 @@ from .operators import not_compiled
 
 
 class AsWritten:
-    """Of a dispatch mode: its ``__torch_dispatch__`` is called as it is. Torch would put a call of the compiler around it, which
-    costs as much as what a mode does for an op, and first of all imports the compiler."""
+    """Of a dispatch mode: its ``__torch_dispatch__`` is called as it is. Torch would put a call of the compiler around it,
+    which costs as much as what a mode does for an op."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
