@@ -38,7 +38,7 @@ CONFIGS = {
     "resnet": resnet.Config(classes=5, widths=(8, 16), blocks=1, groups=4, dropout=0.2),
 }
 ROWS = (
-    "dp zero1 zero2 fsdp fsdp+remat hsdp tp tp+sp vp cp cp-zigzag cp-gather cp-ulysses ep "
+    "dp zero1 zero2 fsdp fsdp+remat fsdp+reshard hsdp tp tp+sp vp cp cp-zigzag cp-gather cp-ulysses ep "
     "dp+tp zero1+tp zero2+tp+sp fsdp+tp fsdp+tp+sp+vp+remat hsdp+tp dp+cp fsdp+cp+tp dp+ep fsdp+ep+tp dp+cp+ep"
 ).split()
 

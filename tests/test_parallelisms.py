@@ -30,7 +30,7 @@ SAMPLE = [
     ("llama", "zero2+tp", {"dp": 2, "tp": 4}),  # more ranks than heads of keys
     ("llama", "hsdp+tp", {"replica": 2, "dp": 2, "tp": 2}),
     ("mixtral", "fsdp+cp+ep", {"dp": 2, "cp": 2, "ep": 2}),
-    ("dit", "fsdp+remat", {"dp": 2}),
+    ("dit", "fsdp+reshard", {"dp": 2}),
     ("dit", "cp-ulysses+tp+sp", {"cp": 2, "tp": 2}),
     ("gpt", "cp-zigzag+tp+sp+vp+remat", {"cp": 2, "tp": 2}),
     ("resnet", "fsdp+tp", {"dp": 2, "tp": 2}),
@@ -82,13 +82,14 @@ def test_a_difference_is_seen():
 def test_the_whole_list_has_every_model_parallelism_and_mesh():
     found = list(parity.rows(list(parity.CONFIGS), list(parity.ROWS)))
     assert {name for name, _ in found} == set(models.MODELS) == set(parity.CONFIGS)
-    assert {word for _, text in found for word in text.split("+")} == {*TABLE, "remat"} - {"zero3"}
+    assert {word for _, text in found for word in text.split("+")} == {*TABLE, "remat", "reshard"} - {"zero3"}
     assert {text for name, text in found if name == "resnet"} == {
         "dp",
         "zero1",
         "zero2",
         "fsdp",
         "fsdp+remat",
+        "fsdp+reshard",
         "hsdp",
         "tp",
         "dp+tp",
@@ -119,13 +120,15 @@ ALL, NORMS, VOCABULARY = bytes_of(WHOLE), bytes_of(WHOLE, "norm"), bytes_of(WHOL
 BLOCKS = bytes_of(WHOLE, "blocks")
 LAYERS = CONFIG.layers
 
+# a plan puts small gathers together; what is gathered is so block by block once more, when gradients are computed
+GATHERED_TWICE = {
+    ("reduce_scatter", "dp"): (1, ALL),
+    ("all_gather", "dp"): (1 + LAYERS, ALL + BLOCKS),
+    ("all_reduce", "dp"): (1, 4),
+}
 REPLAYED = {  # (op, axis): how many, and the bytes of all of them, of a step replayed from a plan; the loss is 4 bytes
-    # a plan puts small gathers together; remat gathers each block once more, when its gradients are computed
-    "fsdp+remat": {
-        ("reduce_scatter", "dp"): (1, ALL),
-        ("all_gather", "dp"): (1 + LAYERS, ALL + BLOCKS),
-        ("all_reduce", "dp"): (1, 4),
-    },
+    "fsdp+remat": GATHERED_TWICE,
+    "fsdp+reshard": GATHERED_TWICE,
     # each sum becomes a reduce-scatter and an all-gather; what is whole saw a part of the tokens: one sum of its gradients
     "tp+sp": {
         ("reduce_scatter", "tp"): (4 * LAYERS, 4 * LAYERS * ACTIVATIONS),
@@ -323,15 +326,20 @@ def test_one_device_states_nothing():
             "fdsp",
             None,
             "'fdsp': 'fdsp' is none of them; write names from dp, zero1, zero2, fsdp, hsdp, tp, sp, vp, cp, cp-zigzag, cp-gather, "
-            "cp-ulysses, ep, zero3, remat, joined by +: fsdp+tp+remat",
+            "cp-ulysses, ep, zero3, remat, reshard, joined by +: fsdp+tp+remat",
         ),
         (
             "dp+dp",
             None,
             "'dp+dp': a name stands there twice; write names from dp, zero1, zero2, fsdp, hsdp, tp, sp, vp, cp, "
-            "cp-zigzag, cp-gather, cp-ulysses, ep, zero3, remat, joined by +: fsdp+tp+remat",
+            "cp-zigzag, cp-gather, cp-ulysses, ep, zero3, remat, reshard, joined by +: fsdp+tp+remat",
         ),
         ("cp+cp-gather", None, "'cp+cp-gather': cp and cp-gather share one sequence in two ways; leave one of them"),
+        (
+            "dp+reshard",
+            None,
+            "'dp+reshard': reshard gathers parameters again, but none is kept in parts: add fsdp or hsdp",
+        ),
         ("fsdp+tp", {"dp": 2}, "'fsdp+tp' needs the axes dp, tp, but the mesh is dp=2: add tp=2, say"),
         (
             "fsdp",
@@ -339,7 +347,7 @@ def test_one_device_states_nothing():
             "the mesh is dp=2, tp=2, but 'fsdp' leaves tp idle: set it to 1, or name what uses it",
         ),
     ],
-    ids=["unknown", "twice", "two ways", "missing", "idle"],
+    ids=["unknown", "twice", "two ways", "kept whole", "missing", "idle"],
 )
 def test_messages(text, mesh, message):
     with pytest.raises(ParallelError) as error:

@@ -1,5 +1,6 @@
 """`vfn.remat` with policies: which values are kept, that no bit depends on it, and how often each op runs."""
 
+import weakref
 from collections import Counter
 
 import pytest
@@ -20,6 +21,15 @@ def draw(*shape):
 
 W = {"a": draw(8, 8), "b": draw(8, 12).cos(), "c": draw(12, 4)}
 X = draw(8, 8) * 2
+
+
+@pytest.fixture
+def poisoned():
+    """What is not computed again, and is in memory without values, is nan: who reads it tells."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
 
 POLICIES = {
     "none": None,
@@ -145,6 +155,7 @@ def seeded(f, *args):
     return f(*args)
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("f", PROGRAMS)
 def test_no_bit_depends_on_the_policy(f):
     wanted = seeded(vfn.value_and_grad(f), W, X)
@@ -210,9 +221,63 @@ def check_mesh(found, logs):
     assert (logs["keeps", "gathered"], logs["nothing", "gathered"]) == (4, 8)
 
 
+@pytest.mark.usefixtures("poisoned")
 def test_on_a_mesh():
     with vfn.simulate(4):
         check_mesh(*on_a_mesh())
+
+
+def with_keyed_draws(w, x):
+    first, second = vfn.random.split(vfn.random.key(0))
+    h = vfn.random.dropout(first, vfn.name(torch.tanh(x @ w["a"]), "h"), 0.3)
+    return (vfn.name(vfn.random.dropout(second, h.sin(), 0.5), "g") @ w["b"]).exp().sum()
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("f", [with_keyed_draws, with_views_and_several_results])
+def test_no_bit_depends_on_the_policy_on_ranks_that_make_their_blocks_one_by_one(f):
+    with vfn.simulate(3):
+        w, x = vfn.shard((W, X), vfn.make_mesh((3,), ("i",)), P("i"))
+        wanted = vfn.unshard(vfn.grad(f)(w, x))
+        for key, g in vfn.grad(f)(W, X).items():
+            torch.testing.assert_close(wanted[key], g, rtol=1e-11, atol=1e-12)
+        for name, policy in POLICIES.items():
+            assert same(vfn.unshard(vfn.grad(vfn.remat(f, policy=policy))(w, x)), wanted), name
+
+
+def test_a_name_that_is_not_to_be_saved_is_computed_again():
+    """Of what is gathered as one tree, too: FSDP's reshard_after_forward."""
+    policy = policies.save_anything_except_these_names("gathered", "h")
+
+    def layer(w, x):
+        w = vfn.name(vfn.with_sharding(w, P()), "gathered")
+        return (vfn.name(torch.tanh(x @ w["a"]), "h") @ w["b"]).sum()
+
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("dp",))
+        w, x = vfn.shard({name: W[name] for name in "ab"}, mesh, P("dp")), vfn.shard(X, mesh, P("dp"))
+        kept = [what.partition(" from")[0] for _, what in vfn.saved_residuals(vfn.remat(layer, policy=policy), w, x)]
+        assert [what for what in kept if what.startswith("output")] == ["output of mm"]
+        with vfn.comm_log() as log:
+            found = vfn.grad(vfn.remat(layer, policy=policy))(w, x)
+        assert [(call.op, call.bytes) for call in log if call.op == "all_gather"] == [("all_gather", 8 * 8 * 20)] * 2
+        for name, grad in vfn.grad(layer)(w, x).items():
+            assert torch.equal(vfn.unshard(found[name]), vfn.unshard(grad))
+
+
+def test_what_no_gradient_asks_for_is_not_kept():
+    made = []
+
+    def f(x):
+        y = x * 2  # of which a sum asks nothing
+        made.append(weakref.ref(y.untyped_storage()))
+        return (y + x).sum()
+
+    x = draw(4).requires_grad_()
+    y = vfn.remat(f, policy=policies.everything_saveable)(x)
+    assert made[0]() is None
+    y.backward()
+    assert x.grad.tolist() == [3] * 4
 
 
 def test_on_real_ranks(gloo):

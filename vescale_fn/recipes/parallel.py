@@ -44,7 +44,8 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "ep": {"batch": ("ep",), "experts": ("ep",)},
 }
 TABLE["zero3"] = TABLE["fsdp"]
-REMAT = "remat"  # no row: each block is computed, and gathered, again in the backward pass
+# No rows: in the backward pass each block is computed and gathered again, or its parameters alone are gathered again.
+REMAT, RESHARD = "remat", "reshard"
 Rules = Sequence[tuple[str, P]]
 
 
@@ -74,12 +75,14 @@ class Specs(NamedTuple):
 class Layout:
     """Which mesh axes split which named dims; what `parallel` returns. The empty one states nothing: one device.
 
-    `remat`: whether blocks are computed again in the backward pass. `method`: how attention meets other ranks' keys.
+    `remat`: whether blocks are computed again in the backward pass. `reshard`: whether their parameters are gathered again
+    there, instead of kept. `method`: how attention meets other ranks' keys.
     `zigzag`: n, if positions are in the order ``vfn.nn.zigzag_order(length, n)``; -1, if the mesh has yet to say what n is.
     """
 
     dims: tuple[tuple[str, tuple[str, ...]], ...] = ()
     remat: bool = False
+    reshard: bool = False
     method: str = "ring"
     zigzag: int = 0
 
@@ -116,8 +119,9 @@ class Layout:
 
     def block(self, f: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
         """A block of a model, whose parameters, its first argument, are gathered where it is run, and given up after it."""
-        run = lambda params, *args: f(self.gather(params, rules), *args)
-        return vfn.remat(run) if self.remat else run
+        run = lambda params, *args: f(vfn.name(self.gather(params, rules), "gathered"), *args)
+        policy = None if self.remat else vfn.remat_policies.save_anything_except_these_names("gathered")
+        return vfn.remat(run, policy=policy) if self.remat or self.reshard else run
 
     def attention(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """`f`, `vfn.nn.attention` or what hands its options on to it, in the way in which ranks share a sequence."""
@@ -161,7 +165,7 @@ def parallel(text: str, mesh: Any = None) -> Layout:
     """The layout that a text like ``"fsdp+tp+remat"`` names: rows of `TABLE`, in the order of their axes' nesting.
 
     Args:
-        text: names of rows joined by ``+``, and ``remat``.
+        text: names of rows joined by ``+``, and ``remat`` or ``reshard``.
         mesh: if given, it must have the axes of these rows, and no others but of size 1.
 
     Raises:
@@ -171,11 +175,11 @@ def parallel(text: str, mesh: Any = None) -> Layout:
     P('dp', None, 'tp')
     """
     names = text.split("+")
-    unknown = [name for name in names if name not in TABLE and name != REMAT]
+    unknown = [name for name in names if name not in (*TABLE, REMAT, RESHARD)]
     methods = [name for name in names if name in METHODS]
     if unknown or len(set(names)) < len(names):
         wrong = f"{', '.join(map(repr, unknown))} is none of them" if unknown else "a name stands there twice"
-        known = ", ".join([*TABLE, REMAT])
+        known = ", ".join([*TABLE, REMAT, RESHARD])
         raise ParallelError(f"{text!r}: {wrong}; write names from {known}, joined by +: fsdp+tp+remat")
     if len(methods) > 1:
         raise ParallelError(f"{text!r}: {' and '.join(methods)} share one sequence in two ways; leave one of them")
@@ -185,10 +189,13 @@ def parallel(text: str, mesh: Any = None) -> Layout:
             dims[dim] = (*dims.get(dim, ()), *(axis for axis in axes if axis not in dims.get(dim, ())))
     idle = {*DATA}.difference(dims.get("batch", ()), dims.get("length", ()))
     dims = {dim: tuple(axis for axis in axes if axis not in idle) for dim, axes in dims.items()}
+    if RESHARD in names and not dims.get("params"):
+        raise ParallelError(f"{text!r}: reshard gathers parameters again, but none is kept in parts: add fsdp or hsdp")
     if mesh is not None:
         _check(text, {axis for axes in dims.values() for axis in axes}, _sizes(mesh))
     zigzag = 0 if "cp-zigzag" not in names else -1 if mesh is None else _sizes(mesh)["cp"]
-    return Layout(tuple(dims.items()), REMAT in names, *(METHODS[name] for name in methods), zigzag=zigzag)
+    method = METHODS[methods[0]] if methods else "ring"
+    return Layout(tuple(dims.items()), REMAT in names, RESHARD in names, method, zigzag)
 
 
 def _sizes(mesh: Any) -> dict[str, int]:

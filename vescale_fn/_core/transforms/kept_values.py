@@ -21,7 +21,7 @@ from ..base import op_arguments, source_lines, state
 from ..base.errors import TransformError
 from ..base.messages import report
 from ..distributed.blocks import parts, written
-from .placeholders import Placeholder, memory, placeholder, restored
+from .placeholders import Placeholder, memories, placeholder, restored
 
 Tensor = torch.Tensor
 _COMMUNICATES = frozenset(
@@ -37,7 +37,7 @@ class RematStep:
 
     Attributes:
         op: the operator, or a linear map's kind.
-        name: as policies are told.
+        name, shapes: as policies are told, the shapes of its operands.
         sources: the steps that its operands come from.
         out: its result, with `Placeholder` in place of tensors.
         runs: whether it is run again in any case: it draws, writes, or only looks at memory in another way.
@@ -50,6 +50,7 @@ class RematStep:
 
     op: Any
     name: str
+    shapes: Sequence[Any]
     sources: frozenset[int]
     out: Any
     runs: bool
@@ -103,8 +104,8 @@ class Keeper:
         out = self._uncounted(run)
         if self.at is None:  # what is made of values, and not counted, needs what they need
             sources = self._sources(xs)
-            for x in op_arguments.tensors_in(out):
-                self.writers.setdefault(memory(x), sources)
+            for place in memories(out):
+                self.writers.setdefault(place, sources)
         return out
 
     def step(self, op: Any, name: str, operands: Any, runs: bool, run: Callable[[], Any]) -> Any:
@@ -112,52 +113,60 @@ class Keeper:
         return self._first(op, name, operands, runs, run) if self.at is None else self._again(op, run)
 
     def named(self, x: Tensor, label: str) -> None:
-        """A value is given a name: its step is kept if the policy says so of the name."""
-        place = memory(x)
-        sources = self.writers.get(place, frozenset())
-        if self.at is None and len(sources) == 1:
-            step = self.steps[min(sources)]
-            if step.place == place and step.kept is None and (how := self.policy(step.name, [tuple(x.shape)], label)):
-                self._keep(step, how, [self._uncounted(lambda: restored(x, step.out))], label)
+        """A value is given a name: its step is kept, or not, as the policy says of the name."""
+        if self.at is None:
+            self._uncounted(lambda: self._named(x, label))
+
+    def _named(self, x: Tensor, label: str) -> None:
+        place, sources = memories(x), self._sources(x)
+        if len(sources) != 1:
+            return
+        step = self.steps[min(sources)]
+        if step.kept is None and step.place == place and (how := self.policy(step.name, step.shapes, label)):
+            self._keep(step, how, [restored(x, step.out)], label)
+        elif step.kept is not None and step.label is None and not self.policy(step.name, step.shapes, label):
+            step.kept = None
 
     def _uncounted(self, run: Callable[[], Any]) -> Any:
-        self.busy = True
+        """What `run` gives, where none of what it does is a step: it may move an array, or compute a view that was put off."""
+        before, self.busy = self.busy, True
         try:
             return run()
         finally:
-            self.busy = False
+            self.busy = before
 
     def _sources(self, operands: Any) -> frozenset[int]:
-        known = (self.writers.get(memory(x)) for x in op_arguments.tensors_in(operands))
-        return frozenset().union(*(found for found in known if found is not None))
+        return frozenset().union(*(self.writers.get(place, ()) for place in memories(operands)))
 
     def _first(self, op: Any, name: str, operands: Any, runs: bool, run: Callable[[], Any]) -> Any:
         given = op_arguments.tensors_in(operands)
-        sources, places = self._sources(given), {memory(x) for x in given}
-        targets = _written(op, operands) if runs else []
+        sources, places = self._sources(given), memories(given)
+        targets = _written(op, operands) if runs else ()
         out = self._uncounted(run)
         tensors = op_arguments.tensors_in(out)
-        number, aliases = len(self.steps), any(memory(x) in places for x in tensors)
+        number, aliases = len(self.steps), not places.isdisjoint(memories(tensors))
         line = source_lines.user_line() if state.now().kept is not None else ""
-        step = RematStep(op, name, sources, op_arguments.mapped(placeholder, out), runs or aliases, aliases, line=line)
+        shapes = [tuple(x.shape) for x in given]
+        step = RematStep(
+            op, name, shapes, sources, op_arguments.mapped(placeholder, out), runs or aliases, aliases, line=line
+        )
         self.steps.append(step)
         for place in targets:  # what is written later is not kept as it was
             for other in self.writers.get(place, ()):
                 self.steps[other].kept, self.steps[other].place = None, None
             self.writers[place] = self.writers.get(place, frozenset()) | {number}
-        for x in tensors:
-            if memory(x) not in places:
-                self.writers[memory(x)] = frozenset((number,))
+        for place in memories(tensors) - places:
+            self.writers[place] = frozenset((number,))
         if tensors and not step.runs:
-            if how := self.policy(name, [tuple(x.shape) for x in given], None):
+            if how := self.policy(name, shapes, None):
                 self._keep(step, how, tensors, None)
             elif isinstance(step.out, Placeholder):
-                step.place = memory(out)
+                step.place = memories(out)
         return out
 
     def _keep(self, step: RematStep, how: Any, tensors: Sequence[Tensor], label: str | None) -> None:
         step.label = label
-        step.kept = [self._uncounted(lambda x=x: _kept(x, how == "offload")) for x in tensors]
+        step.kept = self._uncounted(lambda: [_kept(x, how == "offload") for x in tensors])
         _tell_recorder(tensors)
 
     def _again(self, op: Any, run: Callable[[], Any]) -> Any:
@@ -171,8 +180,8 @@ class Keeper:
         runs = step.kept is None and (step.runs or at in self._needed() or torch_internals.recorder() is not None)
         out = self._uncounted(run if runs else step.without_running)
         if self.begun and not step.aliases:  # for a gradient that the function takes itself
-            for x in op_arguments.tensors_in(out):
-                self.writers[memory(x)] = frozenset((at,))
+            for place in memories(out):
+                self.writers[place] = frozenset((at,))
         return out
 
     def _needed(self) -> frozenset[int]:
@@ -200,11 +209,14 @@ class Keeper:
         pack, unpack = torch_internals.saved_tensor_hooks()
 
         def packed(x: Tensor) -> Any:
-            self.asked |= self.writers.get(memory(x), frozenset())
+            self.asked |= self._uncounted(lambda: self._sources(x))
             return pack(x)
 
         with torch.autograd.graph.saved_tensors_hooks(packed, unpack), self._watching():
             yield
+        if torch_internals.recorder() is None:  # which leaves out of the plan what nobody asks for
+            for i, step in enumerate(self.steps):
+                step.kept = step.kept if i in self._needed() else None
         self.writers, self.begun = {}, False
 
     @contextlib.contextmanager
@@ -250,11 +262,11 @@ def _writes(func: Any) -> bool:
     return torch_internals.schema(func).is_mutable
 
 
-def _written(op: Any, operands: Any) -> list[Any]:
+def _written(op: Any, operands: Any) -> frozenset[Any]:
     """The memory that an operator writes."""
     args, kwargs = operands
     targets = [args[at] if at < len(args) else kwargs.get(name) for at, name in written(op)]
-    return [memory(x) for x in op_arguments.tensors_in(targets)]
+    return memories(targets)
 
 
 def _kept(x: Tensor, offload: bool) -> tuple[Tensor, torch.device | None]:

@@ -11,15 +11,18 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..arrays.array import made
+from ..base import op_arguments
 from ..distributed.blocks import Blocks, parts
 from ..sharding.layout import WHOLE, layout, type_text
 
 Tensor = torch.Tensor
 
 
-def memory(x: Tensor) -> Any:
-    """The memory that a value lies in; of an array, and of what several ranks hold, that of the first block."""
-    return torch_internals.memory_number(parts(torch_internals.local(x) if isinstance(x, DTensor) else x)[0])
+def memories(*values: Any) -> frozenset[int]:
+    """The memory that the tensors in values lie in; of an array, and of what several ranks hold, that of each block: each may
+    have been made on its own."""
+    found = (torch_internals.local(x) if isinstance(x, DTensor) else x for x in op_arguments.tensors_in(*values))
+    return frozenset(torch_internals.memory_number(part) for x in found for part in parts(x))
 
 
 @dataclass(frozen=True)

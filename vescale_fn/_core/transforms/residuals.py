@@ -11,7 +11,7 @@ from ..base import context, tree
 from ..base.user_calls import called, checked_function, parameter
 from ..local_types import tensor_types
 from .kept_values import Keeper, RematStep
-from .placeholders import memory
+from .placeholders import memories
 
 Tensor = torch.Tensor
 
@@ -34,13 +34,13 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tu
     names = [_said(f, args, path) for path in tree.paths((args, kwargs), "")]
     smooth = [isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves]
     leaves = [x.detach().requires_grad_() if move else x for x, move in zip(leaves, smooth, strict=True)]
-    given = {memory(x): (x, name) for x, name in zip(leaves, names, strict=True) if isinstance(x, Tensor)}
+    given = {memories(x): (x, name) for x, name in zip(leaves, names, strict=True) if isinstance(x, Tensor)}
     found: dict[Any, tuple[str, str]] = {}
     kept: list[RematStep] = []
     keeper = Keeper(lambda op, shapes, name: False)
 
     def pack(x: Tensor) -> Tensor:
-        if (place := memory(x)) in given:
+        if (place := memories(x)) in given:
             argument, name = given[place]
             found[place] = tensor_types.text(argument), f"from the argument {name}"
         return x
