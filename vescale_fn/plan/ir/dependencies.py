@@ -23,27 +23,28 @@ def needs(graph: fx.Graph) -> Needs:
     found: Needs = {}
     last: dict[Any, fx.Node] = {}
     for node in graph.nodes:
-        before = list(node.all_input_nodes)
-        if node.op == "call_function":
+        found[node] = before = list(node.all_input_nodes)
+        effect = isinstance(node.target, Step) and node.target.effect
+        if node.op == "call_function" and (roots or effect):
             touched: set[Any] = {root for x in (node, *before) for root in lie[x] & roots} if roots else set()
-            if isinstance(node.target, Step) and node.target.effect:
+            if effect:
                 touched.add("effect")
             before += [last[what] for what in touched if what in last]
             last.update(dict.fromkeys(touched, node))
-        found[node] = list(dict.fromkeys(before))
+            found[node] = list(dict.fromkeys(before))
     return found
 
 
 def marked_before(needed: Needs, marks: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """For each node, which of `marks` must come before it: bit i for the i-th."""
     bits = {node: 1 << i for i, node in enumerate(marks)}
-    found: dict[fx.Node, int] = {}
+    found: dict[fx.Node, int] = {}  # with its own bit
     for node in in_order(needed, dict.fromkeys(needed, 0)):
-        mask = 0
+        mask = bits.get(node, 0)
         for x in needed[node]:
-            mask |= found[x] | bits.get(x, 0)
+            mask |= found[x]
         found[node] = mask
-    return found
+    return {node: mask & ~bits[node] if node in bits else mask for node, mask in found.items()}
 
 
 def in_turn(nodes: Sequence[fx.Node], needed: Needs, place: dict[fx.Node, float]) -> list[fx.Node]:
@@ -72,24 +73,24 @@ def arranged(
 
 def in_order(needed: Needs, place: dict[fx.Node, float]) -> list[fx.Node]:
     """Always the node that comes first of those that can."""
-    users: dict[fx.Node, list[fx.Node]] = {}
-    missing = {node: len(set(before)) for node, before in needed.items()}
-    for node, before in needed.items():
-        for x in set(before):
-            users.setdefault(x, []).append(node)
-    stage = {"placeholder": 0, "call_function": 1, "output": 2}
-    rank = {
-        node: (stage[node.op], place[node] if node.op == "call_function" else 0, i) for i, node in enumerate(needed)
-    }
-    ready = [(rank[node], node) for node in needed if not missing[node]]
-    heapq.heapify(ready)
+    inputs = [node for node in needed if node.op == "placeholder"]
+    outputs = [node for node in needed if node.op == "output"]
+    computed = sorted((node for node in needed if node.op == "call_function"), key=place.__getitem__)
+    line = [*inputs, *computed, *outputs]
+    rank = {node: i for i, node in enumerate(line)}
+    missing = [len(needed[node]) for node in line]
+    users: list[list[int]] = [[] for _ in line]
+    for i, node in enumerate(line):
+        for x in needed[node]:
+            users[rank[x]].append(i)
+    ready = [i for i, count in enumerate(missing) if not count]
     order = []
     while ready:
-        node = heapq.heappop(ready)[1]
-        order.append(node)
-        for user in users.get(node, ()):
+        first = heapq.heappop(ready)
+        order.append(line[first])
+        for user in users[first]:
             missing[user] -= 1
             if not missing[user]:
-                heapq.heappush(ready, (rank[user], user))
+                heapq.heappush(ready, user)
     assert len(order) == len(needed), "there is no order in which the calls can run"
     return order

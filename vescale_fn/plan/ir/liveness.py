@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from torch import fx
 
@@ -36,6 +37,16 @@ class Facts:
             node: list(dict.fromkeys(m for x in node.all_input_nodes for m in self.lie[x])) for node in graph.nodes
         }
         self.results = frozenset(m for x in plan.output(graph).all_input_nodes for m in self.lie[x])
+        self._number = {memory: i for i, memory in enumerate(self.bytes)}
+        self._sizes = list(self.bytes.values())
+        self._kinds = [m.maker.op if m.maker.op == "call_function" else DONATED in m.maker.meta for m in self.bytes]
+        self._calls = {node: self._call(node) for node in graph.nodes}
+
+    def _call(self, node: fx.Node) -> _Call:
+        made, read = ([self._number[m] for m in memories[node]] for memories in (self.made, self.read))
+        result = not self.results.isdisjoint(self.made[node])
+        size = sum(map(self._sizes.__getitem__, made))
+        return _Call(node.op == "call_function", made, read, size, inplace.is_pointwise(node), result)
 
     def ends(self, line: Line) -> dict[memory_aliases.Memory, fx.Node]:
         """For each memory, the last call that needs it."""
@@ -54,7 +65,7 @@ class Facts:
 
         Arguments do not count.
         """
-        return self._counted(line, self.ends(line))[0]
+        return self._counted(line, ())[0]
 
     def left(self, line: Line, later: Collection[memory_aliases.Memory]) -> tuple[int, Counter[int]]:
         """How many bytes are alive behind the first calls of an order, and how many donated arguments of a size are free.
@@ -63,29 +74,58 @@ class Facts:
             line: the calls that have run.
             later: what other calls need.
         """
-        ends = {memory: node for memory, node in self.ends(line).items() if memory not in later}
-        return self._counted(line, ends)[1:]
+        return self._counted(line, later)[1:]
 
-    def _counted(self, line: Line, ends: dict[memory_aliases.Memory, fx.Node]) -> tuple[list[int], int, Counter[int]]:
+    def _counted(self, line: Line, later: Collection[memory_aliases.Memory]) -> tuple[list[int], int, Counter[int]]:
+        sizes, kinds, calls = self._sizes, self._kinds, [self._calls[node] for node in line]
+        ends = [-1] * len(sizes)
+        for i, call in enumerate(calls):
+            for memory in call.made:
+                ends[memory] = i
+            for memory in call.read:
+                ends[memory] = i
+        for memory in later:
+            ends[self._number[memory]] = -1
         live, found = 0, []
         donated: Counter[int] = Counter()  # dead donated arguments, which results may take: how many of a size
-        for node in line:
-            if node.op != "call_function":
+        for i, call in enumerate(calls):
+            if not call.computes:
                 found.append(live)
                 continue
-            dying = [memory for memory in self.read[node] if ends.get(memory) is node]
-            donated.update(self.bytes[m] for m in dying if m.maker.op == "placeholder" and DONATED in m.maker.meta)
-            dying = [memory for memory in dying if memory.maker.op == "call_function"]
-            made = self.size(self.made[node])
-            over = inplace.is_pointwise(node) and any(self.bytes[memory] == made for memory in dying)
-            if donated[made] and made and not self.results.isdisjoint(self.made[node]):
+            made, freed, over = call.size, 0, False
+            for memory in call.read:
+                if ends[memory] == i:
+                    if kinds[memory] == "call_function":
+                        freed += sizes[memory]
+                        over |= sizes[memory] == made
+                    elif kinds[memory]:
+                        donated[sizes[memory]] += 1
+            if made and call.result and donated[made]:
                 donated[made] -= 1
                 live -= made  # it is no new memory
             live += made
-            found.append(live - made if over else live)
-            live -= self.size(dying)
-            live -= self.size(memory for memory in self.made[node] if ends.get(memory) is node)
+            found.append(live - made if over and call.pointwise else live)
+            live -= freed
+            for memory in call.made:
+                if ends[memory] == i:
+                    live -= sizes[memory]
         return found, live, donated
+
+
+class _Call(NamedTuple):
+    """What one node makes and reads: memories, by their numbers.
+
+    Attributes:
+        size: the bytes of what it makes.
+        result: whether some of that is a result of the plan.
+    """
+
+    computes: bool
+    made: list[int]
+    read: list[int]
+    size: int
+    pointwise: bool
+    result: bool
 
 
 def _takes_turns(node: fx.Node) -> bool:

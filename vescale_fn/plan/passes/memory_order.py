@@ -11,7 +11,6 @@ local calls differently, but they meet in the same collectives in the same order
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 
@@ -30,9 +29,9 @@ def order(graph: fx.Graph) -> fx.Graph:
     """The graph in the order that needs least, of those that are tried."""
     facts = Facts(graph)
     given: Line = list(graph.nodes)
-    tried: list[Line] = [given]
-    for moves in ((_next_to_use, _as_soon_as_it_frees), (_updates, _next_to_use, _as_soon_as_it_frees), (_updates,)):
-        tried.append(functools.reduce(lambda line, move: move(facts, line), moves, given))
+    joint = _updates(facts, given)
+    moved = [_as_soon_as_it_frees(facts, _next_to_use(facts, line)) for line in (given, joint)]
+    tried: list[Line] = [given, *moved, joint]
     best = exact_order.refined(facts, min(tried, key=lambda line: max(facts.live(line))))
     return plan.reordered(graph, best)[0]
 
