@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -58,8 +58,8 @@ def level() -> int:
     return _functorch.maybe_current_level() or 0
 
 
-def follower(xs: Iterable[torch.Tensor], below: int | None = None, forward: bool = True) -> int | None:
-    """The level of the innermost transform that differentiates by one of these tensors, of those under `below`: 0 for
+def follower(xs: Iterable[torch.Tensor], hidden: Collection[int] = (), forward: bool = True) -> int | None:
+    """The level of the innermost transform that differentiates by one of these tensors, but for those `hidden`: 0 for
     autograd itself; None where nothing does.
 
     Without `forward` those in forward mode are left out; with it, all that a `jvp` has wrapped counts as followed by it."""
@@ -69,11 +69,11 @@ def follower(xs: Iterable[torch.Tensor], below: int | None = None, forward: bool
         while _functorch.is_functorch_wrapped_tensor(x):
             if _functorch.is_gradtrackingtensor(x):
                 at = _functorch.maybe_get_level(x)
-                reached = at > found and (below is None or at < below)
+                reached = at > found and at not in hidden
                 if reached and ((reverse and x.requires_grad) or (forward and at in jvps)):
                     found = at
             x = _functorch.get_unwrapped(x)
-        if found < 0 and below != 0 and ((reverse and x.requires_grad) or (forward and is_dual(x))):
+        if found < 0 and 0 not in hidden and ((reverse and x.requires_grad) or (forward and is_dual(x))):
             found = 0
     return None if found < 0 else found
 

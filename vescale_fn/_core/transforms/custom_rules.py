@@ -7,6 +7,7 @@ nothing but residuals; should that gradient be differentiated after all, it is r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -113,7 +114,7 @@ class Joined(torch.autograd.Function):
                 raise closed_over(rule.where)
             args = ctx.saved_tensors[: rule.given]
             given = [torch.zeros_like(x) if t is None else t for x, t in zip(args, tangents, strict=False)]
-            with rule.around(), torch_internals.following_tangents(), context.setting(rule_below=ctx.level):
+            with rule.around(), torch_internals.following_tangents(), hiding(ctx.level):
                 return tuple(rule.push(applied(Unfollowed, ctx.level, *args), given))
         return tuple(_zeros(like) if t is None else t for t, like in zip(outs, ctx.like, strict=True))
 
@@ -176,6 +177,11 @@ def applied(function: Any, *args: Any) -> tuple[Tensor, ...]:
     """Apply one of these, whose results' types are no matter of a body's mode. Tensors keep theirs."""
     with torch_internals.no_torch_function():
         return torch_internals.apply(function, *args)
+
+
+def hiding(level: int) -> contextlib.AbstractContextManager[None]:
+    """A block for which no transform from this level on uses a rule, but those that begin in it."""
+    return context.setting(ruled=(*state.now().ruled, *range(level, torch_internals.level() + 1)))
 
 
 def _memory(x: Tensor) -> Any:

@@ -19,7 +19,7 @@ from ..base.messages import count_text, described, report
 from ..base.user_calls import called, positional
 from ..local_types import tensor_types, types
 from ..shard_map import body
-from .custom_rules import CustomRule, Joined, Unfollowed, applied, closed_over, mark
+from .custom_rules import CustomRule, Joined, Unfollowed, applied, closed_over, hiding, mark
 
 Tensor = torch.Tensor
 
@@ -85,7 +85,7 @@ class Arguments:
 
     def level(self) -> int | None:
         """The level of the transform that is to use the rule; None: the function runs as it is."""
-        return torch_internals.follower(self.tensors, state.now().rule_below)
+        return torch_internals.follower(self.tensors, state.now().ruled)
 
     def nondiff(self) -> list[Any]:
         """The other arguments."""
@@ -125,7 +125,7 @@ class RuledRun:
         if self.alone:
             return contextlib.nullcontext()
         if self.level or self.depth < 2:
-            return context.setting(rule_below=self.level)
+            return hiding(self.level)
         return context.setting(grad_depth=self.depth - 1)
 
 
@@ -177,7 +177,7 @@ def joined(rule: CustomRule, args: Sequence[Tensor], outs: Sequence[Tensor], res
 def refuse_closed_over(where: str, how: RuledRun, outs: Sequence[Tensor]) -> None:
     """Raise where a result follows a tensor that the transform differentiates by, and that is no argument."""
     if how.level or (how.depth < 2 and not how.alone):
-        lost = torch_internals.follower(outs, how.level + 1, forward=False) == how.level
+        lost = torch_internals.follower(outs, range(how.level + 1, torch_internals.level() + 1), forward=False) == how.level
     elif how.alone and how.depth == 0:
         lost = any(x.requires_grad for x in outs)
     else:
