@@ -23,6 +23,19 @@ def test_axes_of_size_1_may_be_named_in_any_order():
             torch.testing.assert_close(vfn.unshard(got), want)
 
 
+def test_arrays_under_transforms() -> None:
+    """The layout of a carry is that of its unbatched dims."""
+    inside = {
+        "vmap": lambda c, xs: vfn.vmap(lambda c: scanned(W, c, xs), out_axes=(0, 1))(torch.stack([c, 2 * c])),
+        "jvp": lambda c, xs: vfn.jvp(lambda c: scanned(W, c, xs), (c,), (c.cos(),)),
+    }
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("i",))
+        given = vfn.shard(XS[0], mesh, P()), vfn.shard(XS, mesh, P("i"))
+        for run in inside.values():
+            assert_close(vfn.unshard(run(*given)), run(XS[0], XS), rtol=1e-12, atol=1e-12)
+
+
 def body(w):
     return lambda c, x: (torch.tanh(c @ w + x), c * x)
 

@@ -177,7 +177,10 @@ def joined(rule: CustomRule, args: Sequence[Tensor], outs: Sequence[Tensor], res
 def refuse_closed_over(where: str, how: RuledRun, outs: Sequence[Tensor]) -> None:
     """Raise where a result follows a tensor that the transform differentiates by, and that is no argument."""
     if how.level or (how.depth < 2 and not how.alone):
-        lost = torch_internals.follower(outs, range(how.level + 1, torch_internals.level() + 1), forward=False) == how.level
+        lost = (
+            torch_internals.follower(outs, range(how.level + 1, torch_internals.level() + 1), forward=False)
+            == how.level
+        )
     elif how.alone and how.depth == 0:
         lost = any(x.requires_grad for x in outs)
     else:
