@@ -234,6 +234,25 @@ def closed_over_from_an_outer_gradient(lib, xp, array):
     return [lib.grad(lambda w, derive=derive: outer(w, derive))(array(2.0)) for derive in inner]
 
 
+def within_a_rule(transform):
+    """A function with a rule that takes a derivative of another one with a rule."""
+
+    def run(lib, xp, array):
+        f = sine(lib, xp, True)
+
+        def around(inner):
+            outer = lib.custom_jvp(lambda x: x * inner(x))
+            outer.defjvps(lambda t, out, x: 3 * t * inner(x) + 0 * out)
+            return transform(lib, outer, array(0.7))
+
+        return [around(lib.grad(f)), around(lambda x: lib.jvp(f, (x,), (x,))[1])]
+
+    return run
+
+
+CASES |= {f"within a rule: {name}": within_a_rule(f) for name, f in ON_SINES.items()}
+
+
 WRONG = {
     "no tuple": lambda _, g: g,
     "too many": lambda _, g: (g, g),

@@ -93,7 +93,7 @@ class Joined(torch.autograd.Function):
         if rule.alone and rule.linear and not further:
             return None, *[None] * n, *through, *cotangents
         saved = list(ctx.saved_tensors)
-        with rule.around():
+        with rule.around(), hiding():
             cts = [_zeros(like) if ct is None else ct for ct, like in zip(cotangents, ctx.like, strict=True)]
             mark(saved, [*rule.types[:n], *rule.types[n + rule.made :]][: len(saved)])
             mark(cts, [t and types.dual(t) for t in rule.types[n : n + rule.made]])
@@ -179,9 +179,11 @@ def applied(function: Any, *args: Any) -> tuple[Tensor, ...]:
         return torch_internals.apply(function, *args)
 
 
-def hiding(level: int) -> contextlib.AbstractContextManager[None]:
-    """A block for which no transform from this level on uses a rule, but those that begin in it."""
-    return context.setting(ruled=(*state.now().ruled, *range(level, torch_internals.level() + 1)))
+def hiding(*levels: int) -> contextlib.AbstractContextManager[None]:
+    """A block in which no rule is for the transforms at these levels; of others that were hidden, levels that have ended begin
+    anew."""
+    here = torch_internals.level()
+    return context.setting(ruled=(*(level for level in state.now().ruled if level <= here), *levels))
 
 
 def _memory(x: Tensor) -> Any:

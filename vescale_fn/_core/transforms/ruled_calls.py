@@ -125,7 +125,7 @@ class RuledRun:
         if self.alone:
             return contextlib.nullcontext()
         if self.level or self.depth < 2:
-            return hiding(self.level)
+            return hiding(*range(self.level, torch_internals.level() + 1))
         return context.setting(grad_depth=self.depth - 1)
 
 
