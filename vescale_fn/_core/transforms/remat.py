@@ -64,7 +64,7 @@ def remat(
     @torch_internals.not_compiled
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch_internals.transforming() or torch_internals.forward_ad_active() or not torch.is_grad_enabled():
+        if not _keeps():
             return f(*args, **kwargs)
         places = {n % len(args) for n in static} if static else set()
         leaves, treedef = opened(
@@ -86,6 +86,24 @@ def remat(
         return tree.unflatten(out_def, outs)
 
     return run
+
+
+def remat_call(f: Callable[..., Any], args: Any, kwargs: Any, policy: Policy | None) -> Any:
+    """``remat(f, policy=policy)(*args, **kwargs)``, where anything may be an argument or a result."""
+    if not _keeps():
+        return f(*args, **kwargs)
+    leaves, treedef = tree.flatten((args, kwargs))
+
+    def flat(*leaves: Any) -> Any:
+        a, k = tree.unflatten(treedef, leaves)
+        return f(*a, **k)
+
+    return _checkpointed(flat, leaves, None if policy is None else Keeper(policy), True)
+
+
+def _keeps() -> bool:
+    """Whether values are kept for a backward pass that finds them where they are to be left out."""
+    return torch.is_grad_enabled() and not (torch_internals.transforming() or torch_internals.forward_ad_active())
 
 
 def _checkpointed(flat: Callable[..., Any], leaves: Sequence[Any], keeper: Keeper | None, apart: bool) -> Any:

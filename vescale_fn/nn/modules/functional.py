@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from ..._core.base.messages import described, report, short
 from ..._core.base.saved_names import saved_as
 from ..._core.shard_map import interrupts
 from ..._core.sharding.spec import P
+from ..._core.transforms.remat_policies import Policy
 from ...random.keys import Key
 from .keyed_mode import Keyed, memory_of
 from .parameter_names import Names
+from .remat_by_path import Policies, policies_of, put
 from .template import Template
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
@@ -126,6 +129,8 @@ class Functional:
         trainable: the parameters' tree, with a bool for each leaf: whether it required gradients in the module.
     """
 
+    _again: Policies = MappingProxyType({})
+
     def __init__(self, template: Template, state: bool | str) -> None:
         self._template, self.__name__ = template, type(template.root).__name__
         self.params = Names(template.root, "parameters", "params")
@@ -172,6 +177,7 @@ class Functional:
             held = self.state.leaves(held, self.__name__)
             given |= {id(stand_in): x.clone() for stand_in, x in zip(self.state.tensors, held)}
         module = self._template.filled(given, train, self._read if self._at_use else None)
+        put(self._again, module.modules(), self._module_names)
         names = dict(zip(map(id, module.modules()), self._module_names))
         watched = [
             *((f"the buffer {self._constants[i][0]!r}", x) for i, x in constants.items()),
@@ -221,6 +227,44 @@ class Functional:
             raise SpecError(report(f"{self.__name__}.gathering", "every spec must be a vfn.P", wrong))
         out = copy.copy(self)
         out._at_use = {id(stand_in): spec for stand_in, spec in zip(self.params.tensors, found, strict=True)}
+        return out
+
+    def remat(self, policies: Mapping[str, Policy | None]) -> Functional:
+        """This function, parts of whose module compute their values again in the backward pass instead of keeping them.
+
+        Each part is run again as one, so that the memory of one part at a time is needed. With `gathering` its parameters are
+        gathered again too: FSDP's ``reshard_after_forward``. No bit depends on it, draws are the same.
+
+        Args:
+            policies: by the paths of modules, ``"layers.*"``, what is kept all the same: a policy as for `vfn.remat`, None for
+                nothing. ``*`` stands for any one part of a path, ``**`` for any number; the first pattern that fits a module
+                counts. Of modules in one another the outermost is run again, and the innermost around an op says whether
+                its values are kept.
+
+        Raises:
+            SpecError: a path of no module; what is no policy.
+            TransformError: a part that changes its state, which would change twice.
+
+        Source: `torch.distributed.algorithms._checkpoint.checkpoint_wrapper`, as a function of paths.
+
+        >>> import torch, vescale_fn as vfn
+        >>> blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)]
+        >>> f, params = vfn.module_function(torch.nn.Sequential(*blocks))
+        >>> again = f.remat({"*": vfn.remat_policies.dots_saveable, "1.1": vfn.remat_policies.everything_saveable})
+        >>> x = torch.ones(3, 4)
+        >>> gradients = [vfn.grad(lambda params: g(params, x).sum())(params) for g in (f, again)]
+        >>> all(torch.equal(a, b) for a, b in zip(*map(vfn.tree.leaves, gradients)))
+        True
+        """
+        where = f"{self.__name__}.remat"
+        found = policies_of(policies, self._module_names, where)
+        if self.state is not None and (
+            changed := [n for n in self.state.names if any(n.startswith(f"{name}." * bool(name)) for name in found)]
+        ):
+            fix = "paths without it; or a state= that leaves it out, if no call changes it"
+            raise TransformError(report(where, "what is computed again would change its state twice", changed, fix))
+        out = copy.copy(self)
+        out._again = found
         return out
 
     def _read(self, stand_in: Any, x: Any) -> Any:
