@@ -51,10 +51,10 @@ def put(policies: Policies, modules: Iterable[nn.Module], names: Iterable[str]) 
     policy = None if all(one is nothing_saveable for one in policies.values()) else innermost
     for module, name in zip(modules, names):
         if name in policies:
-            vars(module)["forward"] = _again(module.forward, policies[name], entered, policy)
+            vars(module)["forward"] = _run_again(module.forward, policies[name], entered, policy)
 
 
-def _again(forward: Callable[..., Any], own: Policy, entered: list[Policy], policy: Policy | None) -> Any:
+def _run_again(forward: Callable[..., Any], own: Policy, entered: list[Policy], policy: Policy | None) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         entered.append(own)
         try:
