@@ -22,7 +22,7 @@ from .passes.reuse_memory import reuse
 from .passes.slice_draws import draws
 from .passes.views import views
 
-PASSES: tuple[Pass, ...] = (
+OF_ONE_RANK: tuple[Pass, ...] = (  # which look at no other rank's blocks
     dead,
     once,
     writes,
@@ -40,7 +40,5 @@ PASSES: tuple[Pass, ...] = (
     overlap,
     order,
     recompute,
-    donate,
-    reuse,
-    foreach,
 )
+PASSES = (*OF_ONE_RANK, donate, reuse, foreach)

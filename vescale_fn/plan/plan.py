@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,10 @@ from .execution.codegen import Code, generate
 from .ir.graph import Pass, calls, copied, memories, output, written
 from .ir.liveness import DONATED
 from .ir.nested import everywhere
+from .ir.per_rank import RanksDiffer
+from .ir.ranks_as_one import RanksAsOne
 from .lowered import Lowered
+from .pipeline import OF_ONE_RANK
 from .tracing import leaves as leaves_
 from .tracing.guards import Captured
 from .tracing.rank_consensus import meshes
@@ -77,12 +81,27 @@ class Plan:
         """Make the plan of the recording by passes, in their order; each graph is shown to `seen`, that of the recording
         first."""
         seen(self.recorded.graph)
-        graph = copied(self.recorded.graph)
-        for improve in passes:
+        graph, rest = self._of_one_rank(passes)
+        for improve in rest:
             graph = everywhere(improve, graph)
             seen(graph)
         graph.__dict__.pop("_given_up", None)
         self.graph = graph
+
+    def _of_one_rank(self, passes: Sequence[Pass]) -> tuple[fx.Graph, Sequence[Pass]]:
+        """What the first passes have made of the recording, of one rank's part where simulated ranks do the same; and the other
+        passes."""
+        first = list(itertools.takewhile(OF_ONE_RANK.__contains__, passes))
+        if not first:
+            return copied(self.recorded.graph), passes
+        try:
+            ranks = RanksAsOne(self.recorded.graph)
+            graph = ranks.graph
+            for improve in first:
+                graph = everywhere(improve, graph)
+            return ranks.written_out(graph), passes[len(first) :]
+        except RanksDiffer:
+            return copied(self.recorded.graph), passes
 
     @functools.cached_property  # a plan that is only looked at needs none
     def code(self) -> Code:

@@ -184,9 +184,13 @@ def run_ranks(
     else:
         same = range(n)
     count, names = len(args), tuple(kwargs)
+    calls = zip(same, zip(*columns))
+    if torch_internals.dispatch_modes() and (recorder := torch_internals.recorder()) is not None:
+        outs = recorder.row(lambda *local: op(*local[:count], **dict(zip(names, local[count:]))), calls)
+        return _stitch((*args, *kwargs.values()), outs, in_body)
     seen: dict[Any, Any] = {}
     outs = []
-    for key, local in zip(same, zip(*columns)):
+    for key, local in calls:
         if key not in seen:
             seen[key] = op(*local[:count], **dict(zip(names, local[count:]))) if names else op(*local)
         outs.append(seen[key])
@@ -322,18 +326,15 @@ def _stitch(args: Sequence[Any], outs: list[Any], in_body: bool) -> Any:
 
 def each(fn: Callable[..., Any], ranks: Sequence[int], *values: Any, key: Callable[[int], Any] | None = None) -> Blocks:
     """``fn(rank, *locals)`` for each block: see `Communicator.each`."""
+    rows = [(rank, *(_pick(v, at) for v in values)) for at, rank in enumerate(ranks)]
+    same = ranks if key is None else [(key(rank), *map(_identity, local)) for rank, *local in rows]
+    if torch_internals.dispatch_modes() and (recorder := torch_internals.recorder()) is not None:
+        return Blocks(recorder.row(fn, zip(same, rows)))
     seen: dict[Any, torch.Tensor] = {}
-    outs = []
-    for at, rank in enumerate(ranks):
-        local = [_pick(v, at) for v in values]
-        if key is None:
-            outs.append(fn(rank, *local))
-        else:
-            same = (key(rank), *map(_identity, local))
-            if same not in seen:
-                seen[same] = fn(rank, *local)
-            outs.append(seen[same])
-    return Blocks(outs)
+    for one, local in zip(same, rows):
+        if one not in seen:
+            seen[one] = fn(*local)
+    return Blocks(map(seen.__getitem__, same))
 
 
 def parts(local: Any) -> Sequence[torch.Tensor]:
@@ -345,9 +346,7 @@ def of_each(fn: Callable[[torch.Tensor], torch.Tensor], local: Any) -> Any:
     """``fn(block)`` for each block of a local value, once for one that several ranks share."""
     if type(local) is not Blocks:
         return fn(local)
-    made = {id(block): block for block in local.blocks}
-    made = {key: fn(block) for key, block in made.items()}
-    return Blocks(made[id(block)] for block in local.blocks)
+    return each(lambda _, block: fn(block), range(len(local.blocks)), local, key=lambda rank: None)
 
 
 def renamed(local: Any, in_body: bool = False) -> Any:

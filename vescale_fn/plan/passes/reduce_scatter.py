@@ -26,6 +26,7 @@ from ..ir.collective_nodes import (
     given,
     got,
     is_light,
+    is_listed,
     is_written,
     noted,
     over,
@@ -88,17 +89,17 @@ def _smaller(collective: Collective, axes: tuple[str, ...], dim: int) -> Sequenc
 def _use(graph: fx.Graph, node: fx.Node, axes: tuple[str, ...], parts: Sequence[fx.Node]) -> None:
     """Let the ranks' parts stand in the place of the slices that they were."""
     mesh = collective_of(node).mesh
-    ranks = list(communicator_of(mesh).ranks)
+    ranks = list(communicator_of(mesh).ranks) if is_listed(node) else []
     for place, whole in got(node).items():
         for user in list(whole.users):
             part = part_of(user)
             assert part is not None
-            mine = next(
+            mine = (
                 i
                 for i, rank in enumerate(ranks)
                 if gets_same(node, place, i) and _place(mesh, axes, rank) * part.length == part.start
             )
-            new = parts[mine]
+            new = parts[next(mine) if ranks else 0]
             if source(new) is not None:
                 _drop_copies(graph, user)
             elif _leaves(user):  # a result of the plan shares no memory with what it is given

@@ -14,6 +14,7 @@ from torch import fx
 
 from ...random.generators import counters
 from ..ir.graph import Step, is_aten, value
+from ..ir.per_rank import PerRank, RanksDiffer
 from ..ir.slice_motion import Cut, NewCall, Range, Rule, moved_up
 
 _aten = torch.ops.aten
@@ -29,6 +30,8 @@ def _drawn(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall | None:
     batch = value(key).ndim - 1  # type: ignore[arg-type]
     if part.dim < batch:
         return NewCall(node.target, (Cut(key, part), *node.args[1:]), {}, _smaller(node, part))  # type: ignore[arg-type]
+    if isinstance(part.start, PerRank):  # which elements are drawn is data of the plan
+        raise RanksDiffer
     indices = _rectangle(where, shape)
     if indices is None:
         return None

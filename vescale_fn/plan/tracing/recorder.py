@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -32,6 +32,7 @@ from ..._core.distributed.replicated_uses import Ledger
 from ..._core.sharding.layout import WHOLE, type_text
 from ..ir.graph import Step
 from ..ir.inplace import is_dense
+from ..ir.ranks_as_one import ROW
 from . import ambient, loops
 from .fake_tensors import Valueless
 from .frame import Frame, Unrollable
@@ -106,6 +107,8 @@ class Recorder(torch_internals.TorchDispatchMode):
         self._fake = Valueless()
         self._lines: dict[int, str] = {}  # of what autograd recorded, by its number
         # of what is being computed again; held, so that no later one is taken for it
+        self._row: tuple[list[int], int] | None = None  # of the call of a row that is being recorded: see `row`
+        self._in_row = 0
         self._again: FrameType | None = None
         self._times = 0
         self._literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
@@ -150,6 +153,14 @@ class Recorder(torch_internals.TorchDispatchMode):
     def input(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """The stand-in of an input, a plain tensor."""
         return self._placeholder(x, name)
+
+    def row_of_inputs(self, given: Sequence[torch.Tensor]) -> None:
+        """Note that stand-ins of inputs are the simulated ranks' blocks of one array."""
+        nodes = list(map(self.node, given))
+        numbers = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
+        holders = [numbers[node] for node in nodes]
+        for node, number in numbers.items():
+            node.meta[ROW] = holders, number, 0
 
     def abstract(self, x: torch.Tensor) -> torch.Tensor:
         """The stand-in of a tensor of which shape and dtype are known, and on which device it will be is not."""
@@ -428,9 +439,29 @@ class Recorder(torch_internals.TorchDispatchMode):
             if given or not self.is_stand_in(part):
                 raise _writes_outside(what, given, line)
 
+    def row(self, call: Callable[..., Any], given: Iterable[tuple[Any, Sequence[Any]]]) -> list[Any]:
+        """What one call on the blocks of simulated ranks gives each of them. `given`: (key, arguments) of each rank; with equal
+        keys there is one call. Their nodes know each other."""
+        before, holders, seen = (self._row, self._in_row), list[int](), dict[Any, tuple[int, Any]]()
+        outs = []
+        try:
+            for key, local in given:
+                if key not in seen:
+                    self._row, self._in_row = (holders, len(seen)), 0
+                    seen[key] = len(seen), call(*local)
+                number, out = seen[key]
+                holders.append(number)
+                outs.append(out)
+        finally:
+            self._row, self._in_row = before
+        return outs
+
     def _made(self, node: fx.Node, out: Any, line: str, again: Any) -> Any:
         """The result of a call, each tensor of it known by its node."""
         node.meta["val"], node.meta["line"] = out, line
+        if self._row is not None:
+            node.meta[ROW] = *self._row, self._in_row
+            self._in_row += 1
         if again is not None:
             node.meta["again"] = again
         if isinstance(out, torch.Tensor):
@@ -441,6 +472,8 @@ class Recorder(torch_internals.TorchDispatchMode):
                 if isinstance(one, torch.Tensor) and not self.is_stand_in(one):
                     part = self.graph.call_function(operator.getitem, (node, i))
                     part.meta.update(node.meta, val=one)
+                    if self._row is not None:
+                        part.meta[ROW] = *node.meta[ROW], i
                     self._note(one, part)
         return out
 

@@ -126,7 +126,10 @@ _NO_WORD = re.compile(r"\W+")
 
 def _stand_in(recorder: Recorder, leaf: Any, name: str) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return leaves_.with_tensors(leaf, lambda x: recorder.input(x, name))
+        given = leaves_.with_tensors(leaf, lambda x: recorder.input(x, name))
+        if isinstance(leaf, DTensor) and type(blocks := torch_internals.local(given)) is Blocks:
+            recorder.row_of_inputs(blocks.blocks)
+        return given
     return recorder.number(float(leaf), name) if leaves_.is_number(leaf) else leaf
 
 

@@ -1,0 +1,133 @@
+"""Simulated ranks that do the same go through the passes as one, and what they give is what each gave alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn._core.base import tree
+from vescale_fn.plan.ir.per_rank import PerRank, RanksDiffer, of_rank
+from vescale_fn.plan.ir.ranks_as_one import RanksAsOne
+from vescale_fn.plan.pipeline import PASSES
+
+
+def gradients(w, x):
+    return vfn.value_and_grad(lambda w, x: (F.layer_norm(torch.relu(x @ w["a"]) @ w["b"], (6,)) * x).square().mean())(
+        w, x
+    )
+
+
+def in_a_body(w, x):
+    def body(w, x):
+        i = vfn.axis_index("dp")
+        mask = torch.arange(x.shape[0]) + i * x.shape[0]
+        y = x * mask[:, None] + torch.zeros(x.shape[0], 6)
+        return vfn.psum(y @ w["a"], "dp"), vfn.all_gather(y, "dp"), vfn.ppermute(x, "dp", [(0, 1), (1, 0)])
+
+    return vfn.shard_map(body, in_specs=(P(), P("dp")), out_specs=(P(), P("dp"), P("dp")))(w, x)
+
+
+def moved(w, x):
+    whole = vfn.with_sharding(x * 2, P())
+    return vfn.with_sharding(whole.sin(), P(None, "tp")), vfn.with_sharding(x, P("tp", "dp")), torch.zeros_like(x) + 1
+
+
+def drawn(w, x):
+    return vfn.random.normal(vfn.random.key(1), tuple(x.shape)) + vfn.random.dropout(vfn.random.key(2), x, 0.5)
+
+
+def updated(w, x):
+    opt = vfn.optim.adamw(1e-2)
+    updates, state = opt.update(gradients(w, x)[1], opt.init(w), w)
+    return vfn.optim.apply_updates(w, updates), state
+
+
+SPECS = {
+    "replicated": P(),
+    "columns": P(None, "tp"),
+    "rows": P("tp"),
+    "both": P("dp", "tp"),
+    "one dim": P(("dp", "tp")),
+}
+
+
+def given(mesh, spec):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    whole = {"a": draw(6, 12), "b": draw(12, 6)}, draw(12, 6)
+    return whole, (vfn.shard(whole[0], mesh, {"a": spec, "b": P("tp")}), vfn.shard(whole[1], mesh, P("dp")))
+
+
+def seen_nodes(passes=PASSES):
+    """The first pass, noting how many nodes it is shown, and the others."""
+    seen = []
+    return seen, (lambda graph: seen.append(len(graph.nodes)) or graph, *passes)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("f", [gradients, in_a_body, moved, drawn, updated], ids=lambda f: f.__name__)
+def test_the_values_of_one_device(f, spec):
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((2, 3), ("dp", "tp"))
+        with vfn.use_mesh(mesh):
+            whole, args = given(mesh, SPECS[spec])
+            jitted, alone = vfn.jit(f), vfn.jit(f, passes=())
+            for _ in range(2):
+                found, wanted = jitted(*args), alone(*args)
+                for x, y in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
+                    torch.testing.assert_close(vfn.unshard(x), vfn.unshard(y), rtol=1e-10, atol=1e-12)
+                    assert vfn.spec_of(x) == vfn.spec_of(y)
+            RanksAsOne(alone.lower(*args).recorded.graph)
+    if f is not in_a_body:
+        for x, y in zip(tree.leaves(found), tree.leaves(f(*whole)), strict=True):
+            torch.testing.assert_close(vfn.unshard(x), y, rtol=1e-10, atol=1e-12)
+
+
+def recorded(f, shape=(4,), specs=P("dp")):
+    """The recording of a function of one array on simulated ranks."""
+    with vfn.simulate(shape[0]):
+        x = vfn.shard(torch.arange(24.0).view(8, 3)[: shape[-1] * 2], vfn.make_mesh(shape[0], "dp"), specs)
+        return vfn.jit(f, passes=()).lower(x).recorded.graph
+
+
+def test_passes_see_as_many_calls_however_many_ranks_there_are():
+    count = {len(RanksAsOne(recorded(lambda x: (x.sin() * 2).sum(0), (n,))).graph.nodes) for n in (2, 4)}
+    assert len(count) == 1
+
+
+def test_what_all_ranks_hold_is_computed_once():
+    text = str(
+        RanksAsOne(graph := recorded(lambda x: vfn.with_sharding(x, P()).exp().sin())).written_out(graph_of(graph))
+    )
+    assert text.count("sin.default") == 1
+
+
+def graph_of(graph):
+    return RanksAsOne(graph).graph
+
+
+@pytest.mark.parametrize(
+    "f, shape",
+    [
+        (lambda x: x.sum(0) + 1, (4, 3)),  # 6 rows on 4 ranks
+        (lambda x: vfn.debug_print("{x}", x=x) or x, (4, 4)),
+    ],
+    ids=["uneven", "printed"],
+)
+def test_ranks_that_do_not_do_the_same(f, shape):
+    with pytest.raises(RanksDiffer):
+        RanksAsOne(recorded(f, shape))
+
+
+def test_a_number_of_each_rank():
+    x = PerRank((0, 4, 8))
+    assert (x + 1, 2 * x, 9 - x) == (PerRank((1, 5, 9)), PerRank((0, 8, 16)), PerRank((9, 5, 1)))
+    assert (x // 4, x % 3) == (PerRank((0, 1, 2)), PerRank((0, 1, 2)))
+    assert x >= 0 and 0 <= x and not x > 8 and max(x, 0) is x and min(x, 9) is x
+    assert x != 0 and x == PerRank((0, 4, 8)) and len({x, PerRank((0, 4, 8)), PerRank((0, 4, 9))}) == 2
+    assert repr(x) == "PerRank(0, 4, 8)" and bool(x)
+    assert of_rank([x, (x + 1, 3)], 2) == [8, (9, 3)]
+    for compare in (lambda: x < 4, lambda: x > 0, lambda: 4 <= x):
+        with pytest.raises(RanksDiffer):
+            compare()

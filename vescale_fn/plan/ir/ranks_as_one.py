@@ -1,0 +1,314 @@
+"""Simulated ranks that do the same, as one rank: passes look at its program alone, which is then written out for all of them.
+
+What a recording holds of an op on simulated ranks' blocks is a call for each block (a row), and of a collective one call that
+takes the blocks of all ranks. As one, a row is a single call, and a collective takes and gives one value, as it does where
+each rank is a process of its own. Numbers that differ by rank are `PerRank`.
+
+Written out again, ranks that are given the same compute it once: which these are follows from what they are given. Between two
+collectives one rank's calls come after the other's.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._core.distributed.collectives import TABLE, Collective
+from ..._core.distributed.mesh import communicator_of
+from .collective_nodes import collective_of, is_listed
+from .graph import Step, calls, changed, name_of, output, value, written
+from .nested import Nested
+from .per_rank import PerRank, RanksDiffer, of_rank
+
+ROW = "row"  # in the meta of a node: (for each rank the number of its call, which of these it is, its place in that)
+Holders = tuple[int, ...]  # for each rank, which of several values it has, in the order of the ranks
+_KINDS = (bool, int, float, complex)
+
+
+class RanksAsOne:
+    """The program of one of the ranks of a recording.
+
+    Args:
+        recorded: the recording.
+
+    Attributes:
+        graph: the program.
+
+    Raises:
+        RanksDiffer: they do not do the same.
+    """
+
+    def __init__(self, recorded: fx.Graph) -> None:
+        self.recorded, self.graph = recorded, fx.Graph()
+        rows = _rows(recorded)
+        self.count = next((len(of_all) for of_all in rows.values()), 0)
+        if not self.count or any(len(of_all) != self.count for of_all in rows.values()):
+            raise RanksDiffer
+        self.one: dict[fx.Node, fx.Node] = {}  # of the recording -> of `graph`
+        self.all: dict[fx.Node, list[fx.Node]] = {}  # of `graph` -> of the recording, for each rank
+        self.places: list[list[fx.Node]] = []  # for each input of `graph`, that of each rank
+        self.closed: dict[tuple[fx.Node, ...], fx.Node] = {}  # of tensors that it closes over, one for each rank
+        self.written = any(written(node) for node in calls(recorded))
+        for node in recorded.nodes:
+            if node not in self.one:
+                self._take(node, rows.get(_row_of(node)))
+
+    def _take(self, node: fx.Node, row: list[fx.Node] | None) -> None:
+        if node.op == "output":
+            return self._end(node)
+        if isinstance(node.target, (Nested, Step)) and (isinstance(node.target, Nested) or node.target.effect):
+            raise RanksDiffer
+        if isinstance(node.target, Collective):
+            return self._collective(node)
+        of_all = [node] * self.count if row is None else row
+        first = of_all[0]
+        if first is not node or not all(_alike(value(x), value(first)) for x in dict.fromkeys(of_all)):
+            raise RanksDiffer
+        if node.op == "placeholder":
+            return self._note(self._input(of_all), of_all)
+        for x in dict.fromkeys(of_all):
+            if (x.target, len(x.args), x.kwargs.keys()) != (node.target, len(node.args), node.kwargs.keys()):
+                raise RanksDiffer
+        if row is None and not self.written and not self._is_single(_copied(node)):
+            return  # what a rank got, as its own: see `_value`
+        args = tuple(self._argument([x.args[i] for x in of_all]) for i in range(len(node.args)))
+        kwargs = {key: self._argument([x.kwargs[key] for x in of_all]) for key in node.kwargs}
+        self._note(self.graph.create_node(node.op, node.target, args, kwargs, node.name), of_all)
+
+    def _note(self, new: fx.Node, of_all: list[fx.Node]) -> None:
+        new.meta = {key: x for key, x in of_all[0].meta.items() if key != ROW}
+        self.all[new] = of_all
+        self.one.update(dict.fromkeys(of_all, new))
+
+    def _input(self, of_all: list[fx.Node]) -> fx.Node:
+        last = next((x for x in reversed(self.graph.nodes) if x.op == "placeholder"), None)
+        with self.graph.inserting_before() if last is None else self.graph.inserting_after(last):
+            new = self.graph.create_node("placeholder", of_all[0].target, (), {}, of_all[0].name)
+        self.places.append(of_all)
+        return new
+
+    def _collective(self, node: fx.Node) -> None:
+        given, vals = node.args[0], value(node)
+        if not is_listed(node) or len(given) != self.count or not all(_alike(x, vals[0]) for x in vals):  # type: ignore
+            raise RanksDiffer
+        if collective_of(node).mesh.device_type != "cpu":  # where it is begun, and waited for
+            raise RanksDiffer
+        parts = {part.args[1]: part for part in node.users}
+        new = self.graph.create_node(node.op, node.target, (self._argument(list(given)),), {}, node.name)  # type: ignore
+        first = {id(x): i for i, x in reversed(list(enumerate(vals)))}
+        self._note(new, [parts[first[id(x)]] for x in vals])
+        new.meta = {**{key: x for key, x in node.meta.items() if key != ROW}, "val": vals[0]}
+        self.one[node] = new
+
+    def _is_single(self, x: fx.Node) -> bool:
+        one = self.one.get(x)
+        return one is None or all(other is x for other in self.all[one])
+
+    def _argument(self, of_all: list[Any]) -> Any:
+        """What the call of one rank is given, of what each is given."""
+        first = of_all[0]
+        if isinstance(first, fx.Node):
+            return self._value(of_all)
+        if isinstance(first, (list, tuple)):
+            if any(type(x) is not type(first) or len(x) != len(first) for x in of_all):
+                raise RanksDiffer
+            return type(first)([self._argument([x[i] for x in of_all]) for i in range(len(first))])
+        if all(x is first for x in of_all) or all(type(x) is type(first) and repr(x) == repr(first) for x in of_all):
+            return first
+        if all(type(x) is int for x in of_all):
+            return PerRank(of_all)
+        raise RanksDiffer
+
+    def _value(self, of_all: list[Any]) -> fx.Node:
+        one = self.one.get(of_all[0])
+        if one is not None and _same(self.all[one], of_all):
+            return one
+        if not self.written:  # what a factory makes, or what all get, is each rank's own: a copy of the first one's
+            sources = [_copied(x) for x in of_all]
+            one = self.one.get(sources[0])
+            if one is not None and _same(self.all[one], sources):
+                return one
+        if tuple(of_all) in self.closed:
+            return self.closed[tuple(of_all)]
+        if not all(isinstance(x, fx.Node) and x.op == "placeholder" and ROW not in x.meta for x in of_all):
+            raise RanksDiffer
+        if not all(_alike(value(x), value(of_all[0])) for x in of_all):
+            raise RanksDiffer
+        new = self.closed[tuple(of_all)] = self._input(of_all)
+        new.meta, self.all[new] = dict(of_all[0].meta), of_all
+        return new
+
+    def _end(self, node: fx.Node) -> None:
+        ones: dict[fx.Node, int] = {}
+        self.results: list[tuple[int, int]] = []  # for each result, which of `graph`'s it is and of which rank
+        for x in node.args[0]:  # type: ignore[union-attr]
+            x = x if x in self.one else _copied(x)
+            one = self.one.get(x)  # type: ignore[arg-type]
+            at = next((rank for rank, other in enumerate(self.all.get(one, ())) if other is x), None)  # type: ignore
+            if one is None or at is None:
+                raise RanksDiffer
+            self.results.append((ones.setdefault(one, len(ones)), at))
+        new = self.graph.output(tuple(ones))
+        new.meta = dict(node.meta)
+
+    def written_out(self, graph: fx.Graph) -> fx.Graph:
+        """The program of all ranks, of what passes have made of `graph`."""
+        if changed(graph):
+            raise RanksDiffer
+        return _WrittenOut(self, graph).graph
+
+
+def _row_of(node: fx.Node) -> Any:
+    row = node.meta.get(ROW)
+    return None if row is None else (id(row[0]), *row[2:])
+
+
+def _rows(graph: fx.Graph) -> dict[Any, list[fx.Node]]:
+    """For each row, the call of each rank."""
+    members: dict[Any, dict[int, fx.Node]] = {}
+    holders: dict[Any, Sequence[int]] = {}
+    for node in graph.nodes:
+        if (key := _row_of(node)) is not None:
+            of_all, number, *_ = node.meta[ROW]
+            members.setdefault(key, {})[number] = node
+            holders[key] = of_all
+    try:
+        return {key: [members[key][number] for number in of_all] for key, of_all in holders.items()}
+    except KeyError:
+        raise RanksDiffer from None
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return all(map(operator.is_, one, other))
+
+
+def _copied(x: Any) -> Any:
+    """What a value outside of rows is a copy of, or another name of."""
+    while (
+        isinstance(x, fx.Node)
+        and ROW not in x.meta
+        and name_of(x) in ("clone", "detach")
+        and len(x.all_input_nodes) == 1
+    ):
+        if not _alike(value(x), value(x.all_input_nodes[0])):
+            break
+        x = x.all_input_nodes[0]
+    return x
+
+
+def _alike(x: Any, y: Any) -> bool:
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+        return (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
+    if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)):
+        return len(x) == len(y) and all(map(_alike, x, y))
+    return type(x) is type(y) and (x is y or type(x) in _KINDS)
+
+
+def _numbered(keys: Iterable[Any]) -> Holders:
+    seen: dict[Any, int] = {}
+    return tuple([seen.setdefault(key, len(seen)) for key in keys])
+
+
+class _WrittenOut:
+    """A program of one rank, written out for all.
+
+    Attributes:
+        graph: what all do.
+    """
+
+    def __init__(self, ranks: RanksAsOne, graph: fx.Graph) -> None:
+        self.ranks, self.graph, self.count = ranks, fx.Graph(), ranks.count
+        self.holders: dict[fx.Node, Holders] = {}
+        self.made: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._inputs([node for node in graph.nodes if node.op == "placeholder"])
+        run: list[fx.Node] = []
+        for node in calls(graph):
+            self.holders[node] = self._who(node)
+            if not isinstance(node.target, Collective):
+                run.append(node)
+                continue
+            self._run(run)
+            run = []
+            self._collective(node)
+        self._run(run)
+        self._results(output(graph))
+
+    def _inputs(self, places: Sequence[fx.Node]) -> None:
+        old = [node for node in self.ranks.recorded.nodes if node.op == "placeholder"]
+        new = {node: self.graph.node_copy(node) for node in old}
+        for place, of_all in zip(places, self.ranks.places, strict=True):
+            self.holders[place] = _numbered(of_all)
+            self.made.update(((place, i), new[x]) for i, x in zip(self.holders[place], of_all))
+
+    def _who(self, node: fx.Node) -> Holders:
+        """Which ranks are given the same."""
+        if isinstance(node.target, Collective):
+            given, communicator = self.holders[node.args[0]], communicator_of(node.target.mesh)  # type: ignore[index]
+            groups = [communicator.group_of(rank, node.target.axes) for rank in range(self.count)]
+            what = {group: tuple(map(given.__getitem__, group)) for group in set(groups)}
+            if TABLE[node.target.kind].shared:
+                return _numbered(map(what.__getitem__, groups))
+            return _numbered((what[group], group.index(rank)) for rank, group in enumerate(groups))
+        columns: list[Any] = list(dict.fromkeys(map(self.holders.__getitem__, node.all_input_nodes)))
+        columns += (number.values for number in _numbers((node.args, node.kwargs)))
+        if len(columns) < 2:
+            return _numbered(columns[0]) if columns else (0,) * self.count
+        return _numbered(zip(*columns, strict=True))
+
+    def of(self, node: fx.Node, rank: int) -> fx.Node:
+        """What a rank has of a value."""
+        return self.made[node, self.holders[node][rank]]
+
+    def _run(self, run: Sequence[fx.Node]) -> None:
+        for rank in range(self.count):
+            of = lambda x, rank=rank: self.of(x, rank)
+            for node in run:
+                key = node, self.holders[node][rank]
+                if key in self.made:
+                    continue
+                args, kwargs = fx.map_arg((node.args, node.kwargs), of)  # type: ignore[misc]
+                if any(True for _ in _numbers((args, kwargs))):
+                    args, kwargs = of_rank(args, rank), {k: of_rank(x, rank) for k, x in kwargs.items()}
+                self.made[key] = new = self.graph.create_node(node.op, node.target, (), {}, node.name)
+                new.args, new.kwargs = args, kwargs  # type: ignore[assignment]
+                new.meta = dict(node.meta)
+
+    def _collective(self, node: fx.Node) -> None:
+        given, holders = node.args[0], self.holders[node]
+        blocks = [self.of(given, rank) for rank in range(self.count)]  # type: ignore[arg-type]
+        first = {i: rank for rank, i in reversed(list(enumerate(holders)))}
+        vals = {
+            i: value(node) if i == 0 else collective_of(node).like(value(blocks[rank])) for i, rank in first.items()
+        }
+        new = self.graph.call_function(node.target, (blocks,))  # type: ignore[arg-type]
+        new.meta = {**node.meta, "val": [vals[i] for i in holders]}
+        for i in range(len(first)):
+            self.made[node, i] = part = self.graph.call_function(operator.getitem, (new, first[i]))
+            part.meta = {**node.meta, "val": vals[i]}
+
+    def _results(self, end: fx.Node) -> None:
+        given: Any = end.args[0]
+        was, taken, found = list(output(self.ranks.recorded).args[0]), dict[fx.Node, Any](), list[fx.Node]()  # type: ignore
+        for (place, rank), before in zip(self.ranks.results, was, strict=True):
+            x = self.of(given[place], rank)
+            if taken.setdefault(x, before) is not before:  # each has memory of its own
+                copy = self.graph.call_function(torch.ops.aten.clone.default, (x,))
+                copy.meta = dict(x.meta)
+                x = copy
+            found.append(x)
+        new = self.graph.output(tuple(found))
+        new.meta = dict(end.meta)
+
+
+def _numbers(x: Any) -> Iterator[PerRank]:
+    if isinstance(x, PerRank):
+        yield x
+    elif isinstance(x, (list, tuple)):
+        for one in x:
+            yield from _numbers(one)
+    elif isinstance(x, dict):
+        yield from _numbers(list(x.values()))
