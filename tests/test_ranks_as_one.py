@@ -108,7 +108,7 @@ def graph_of(graph):
 
 
 @pytest.mark.parametrize(
-    "f, shape",
+    ("f", "shape"),
     [
         (lambda x: x.sum(0) + 1, (4, 3)),  # 6 rows on 4 ranks
         (lambda x: vfn.debug_print("{x}", x=x) or x, (4, 4)),
@@ -124,9 +124,16 @@ def test_a_number_of_each_rank():
     x = PerRank((0, 4, 8))
     assert (x + 1, 2 * x, 9 - x) == (PerRank((1, 5, 9)), PerRank((0, 8, 16)), PerRank((9, 5, 1)))
     assert (x // 4, x % 3) == (PerRank((0, 1, 2)), PerRank((0, 1, 2)))
-    assert x >= 0 and 0 <= x and not x > 8 and max(x, 0) is x and min(x, 9) is x
-    assert x != 0 and x == PerRank((0, 4, 8)) and len({x, PerRank((0, 4, 8)), PerRank((0, 4, 9))}) == 2
-    assert repr(x) == "PerRank(0, 4, 8)" and bool(x)
+    assert x >= 0
+    assert 0 <= x
+    assert not x > 8
+    assert max(x, 0) is x
+    assert min(x, 9) is x
+    assert x != 0
+    assert x == PerRank((0, 4, 8))
+    assert len({x, PerRank((0, 4, 8)), PerRank((0, 4, 9))}) == 2
+    assert repr(x) == "PerRank(0, 4, 8)"
+    assert bool(x)
     assert of_rank([x, (x + 1, 3)], 2) == [8, (9, 3)]
     for compare in (lambda: x < 4, lambda: x > 0, lambda: 4 <= x):
         with pytest.raises(RanksDiffer):
