@@ -127,9 +127,10 @@ class Functional:
         params: the names of the parameters' tree.
         state: the names of the state's tree; None for a function without state.
         trainable: the parameters' tree, with a bool for each leaf: whether it required gradients in the module.
+        policies: by the names of modules, what is kept of those whose values are computed again (`remat`).
     """
 
-    _by_path: Policies = MappingProxyType({})
+    policies: Policies = MappingProxyType({})
 
     def __init__(self, template: Template, state: bool | str) -> None:
         self._template, self.__name__ = template, type(template.root).__name__
@@ -177,7 +178,7 @@ class Functional:
             held = self.state.leaves(held, self.__name__)
             given |= {id(stand_in): x.clone() for stand_in, x in zip(self.state.tensors, held)}
         module = self._template.filled(given, train, self._read if self._at_use else None)
-        put(self._by_path, module.modules(), self._module_names)
+        put(self.policies, module.modules(), self._module_names)
         names = dict(zip(map(id, module.modules()), self._module_names))
         watched = [
             *((f"the buffer {self._constants[i][0]!r}", x) for i, x in constants.items()),
@@ -264,7 +265,7 @@ class Functional:
             fix = "paths without it; or a state= that leaves it out, if no call changes it"
             raise TransformError(report(where, "what is computed again would change its state twice", changed, fix))
         out = copy.copy(self)
-        out._by_path = found
+        out.policies = found
         return out
 
     def _read(self, stand_in: Any, x: Any) -> Any:
