@@ -1,8 +1,9 @@
-"""Offsets in a static arena: MiniMalloc's public instances beside greedy placement, and the arenas of training steps."""
+"""Offsets in a static arena: MiniMalloc's public instances beside greedy placement, the arenas of steps, and steps in them."""
 
 from __future__ import annotations
 
 import csv
+import functools
 import math
 import time
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 
 import vescale_fn as vfn
 from benchmarks.peak_memory import SIZES
-from benchmarks.side_by_side import publish
-from vescale_fn.plan.ir import packing
+from benchmarks.side_by_side import medians, publish
+from vescale_fn.plan.execution import in_arena
+from vescale_fn.plan.ir import memory_aliases, packing
 from vescale_fn.recipes import gpt, llama, mixtral, models, transformer
 from vescale_fn.recipes.parallel import parallel
 
@@ -50,6 +52,34 @@ def peak_memory_steps() -> Any:
             return loss, vfn.optim.apply_updates(params, updates), state
 
         yield f"transformer, mostly {name}", vfn.jit(step, donate_argnums=(0, 1)).lower(params, opt.init(params), batch)
+
+
+def placed_steps() -> list[list[Any]]:
+    """The three steps of `peak_memory`: what of the bytes that they make lies in the arena, and their time."""
+    opt, rows = vfn.optim.adamw(1e-3, weight_decay=1e-2), []
+    for name, (config, size, length) in SIZES.items():
+        params = transformer.init(vfn.random.key(0), config)
+        state = opt.init(params)
+        batch = vfn.random.randint(vfn.random.key(1), (size, length + 1), 0, 256).long()
+
+        def step(params: Any, state: Any, batch: torch.Tensor, config: Any = config) -> Any:
+            loss, grads = vfn.value_and_grad(transformer.loss)(params, batch, config)
+            updates, state = opt.update(grads, state, params)
+            return loss, vfn.optim.apply_updates(params, updates), state
+
+        usual, placed = vfn.jit(step), vfn.jit(step, arena=True)
+        graph = usual.lower(params, state, batch).graph
+        inside = sum(life.bytes for lives in in_arena.placeable(graph).values() for life in lives)
+        made = sum(memory.bytes for memory in memory_aliases.last_uses(graph) if memory.maker.op == "call_function")
+        times = medians(
+            {
+                "without": functools.partial(usual, params, state, batch),
+                "with": functools.partial(placed, params, state, batch),
+            },
+            rounds=15,
+        )
+        rows.append([f"transformer, mostly {name}", inside / made, times["with"] / times["without"]])
+    return rows
 
 
 def recipe_step(model: Any, config: Any, text: str, **sizes: int) -> Any:
@@ -97,6 +127,7 @@ def main() -> None:
         rows.append([name, len(arena.slots), arena.bytes / 2**20, apart, arena.bytes / arena.least, seconds])
     columns = ["plan", "values", "arena, MiB", "apart / arena", "arena / alive at once", "s"]
     publish("arena", columns, rows)
+    publish("in_arena", ["step", "bytes in the arena / made", "time in it / without"], placed_steps())
 
 
 if __name__ == "__main__":

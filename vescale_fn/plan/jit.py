@@ -79,6 +79,7 @@ def jit(
     out_shardings: Any = None,
     backend: str = "torch",
     cuda_graph: bool = False,
+    arena: bool = False,
     passes: Sequence[Pass] | None = None,
     plans: Sequence[SavedPlan] = (),
 ) -> Jitted[Q, R]: ...
@@ -95,6 +96,7 @@ def jit(
     out_shardings: Any = None,
     backend: str = "torch",
     cuda_graph: bool = False,
+    arena: bool = False,
     passes: Sequence[Pass] | None = None,
     plans: Sequence[SavedPlan] = (),
 ) -> Callable[[Callable[Q, R]], Jitted[Q, R]]: ...
@@ -113,6 +115,7 @@ def jit(
     out_shardings: Any = None,
     backend: str = "torch",
     cuda_graph: bool = False,
+    arena: bool = False,
     passes: Sequence[Pass] | None = None,
     plans: Sequence[SavedPlan] = (),
 ) -> Any:
@@ -143,6 +146,10 @@ def jit(
         backend: what computes: torch's own kernels, or with ``"inductor"`` what torch's compiler makes of the local calls
             between collectives; then values are the same up to rounding.
         cuda_graph: whether calls are one CUDA graph each, collectives included. Arguments must be tensors on the GPU.
+        arena: whether what calls make lies in one block of memory, each value where it lay in the call before: nothing is
+            asked of torch's allocator, nothing is fragmented. The plan keeps the block (one for each of its calls that run at
+            the same time). Results lie elsewhere, and so do values of operators that cannot write where they are told:
+            attention, normalization, draws, what collectives bring.
         passes: the functions from graph to graph that improve a plan, in their order; None for `vfn.plan.PASSES`. With
             ``functools.partial(buckets, limit=1 << 20)`` for ``buckets`` small collectives travel in smaller groups.
         plans: from files (`load_plan`): calls that one of them serves are not recorded. Where none does, a warning says why.
@@ -181,6 +188,7 @@ def jit(
             out_shardings=out_shardings,
             backend=backend,
             cuda_graph=cuda_graph,
+            arena=arena,
             passes=passes,
             plans=plans,
         )
@@ -196,7 +204,7 @@ def jit(
         static,
         ins,
         outs,
-        Backend(backend, cuda_graph),
+        Backend(backend, cuda_graph, arena),
         tuple(PASSES if passes is None else passes),
         checked(plans),
     )

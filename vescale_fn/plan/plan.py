@@ -105,8 +105,8 @@ class Plan:
 
     @functools.cached_property  # a plan that is only looked at needs none
     def code(self) -> Code:
-        """The graph as Python."""
-        return generate(self.graph)
+        """What runs, as Python."""
+        return generate(self.graph if self._abstract else self._how.placed(self.graph))
 
     @functools.cached_property
     def run(self) -> Callable[[list[Any]], Any]:
@@ -151,8 +151,9 @@ class Plan:
 
     def _may_have_written(self, error: BaseException) -> bool:
         """Whether donated memory may hold something else already where a replay has failed."""
-        failed, lie = self.code.node_of(error), memories(self.graph)
-        for node in calls(self.graph):
+        failed, graph = self.code.node_of(error), self.code.graph
+        lie = memories(graph)
+        for node in calls(graph):
             if any(DONATED in root.meta for x in written(node) for root in lie[x]):
                 return True
             if node is failed:

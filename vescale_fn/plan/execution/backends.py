@@ -16,6 +16,7 @@ from ..._core.base.messages import meant, report, short
 from ..._core.sharding.layout import text
 from ..ir import graph as plan
 from ..ir import memory_aliases
+from .in_arena import in_arena
 
 Run = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -31,10 +32,12 @@ class Backend:
     Args:
         name: what computes, one of `BACKENDS`.
         cuda_graph: whether it is replayed as a CUDA graph.
+        arena: whether values lie in a static arena.
     """
 
     name: str = "torch"
     cuda_graph: bool = False
+    arena: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in BACKENDS:
@@ -44,6 +47,10 @@ class Backend:
                     f"backend={short(self.name)} is not one{meant(self.name, BACKENDS)}",
                     fix=" or ".join(map(repr, BACKENDS)),
                 )
+            )
+        if self.arena and self.cuda_graph:
+            raise TransformError(
+                report("jit", "a CUDA graph has a block of memory of its own", fix="cuda_graph=True without arena=True")
             )
         if self.cuda_graph and not torch.cuda.is_available():
             raise TransformError(
@@ -58,6 +65,10 @@ class Backend:
     def passes(self) -> tuple[plan.Pass, ...]:
         """What a plan goes through besides."""
         return (inductor,) if self.name == "inductor" else ()
+
+    def placed(self, graph: fx.Graph) -> fx.Graph:
+        """The graph as it runs: where its values lie in an arena, with their places."""
+        return in_arena(graph) if self.arena else graph
 
     def running(self, run: Run) -> Run:
         """What is called to run a plan whose own function is `run`."""

@@ -47,6 +47,7 @@ class Code:
         run: takes the list of the placeholders' values, which it empties, and gives the tuple of the outputs.
         source: what runs, as text.
         file: the name under which tracebacks show it.
+        graph: what it computes.
         nodes: by line, what runs there.
         bodies: the code of the bodies in it.
     """
@@ -54,6 +55,7 @@ class Code:
     run: Callable[[list[Any]], tuple[Any, ...]]
     source: str
     file: str
+    graph: fx.Graph
     nodes: dict[int, fx.Node]
     bodies: tuple[Code, ...] = ()
 
@@ -88,7 +90,7 @@ def generate(graph: fx.Graph, name: str = "plan", done: dict[fx.Graph, Code] | N
 
     bodies = tuple(writer.bodies.values())
     source = "\n".join([text, *(code.source for code in bodies)])
-    return Code(functools.partial(torch_internals.called_on_plain_tensors, body), source, file, nodes, bodies)
+    return Code(functools.partial(torch_internals.called_on_plain_tensors, body), source, file, graph, nodes, bodies)
 
 
 class _Writer:

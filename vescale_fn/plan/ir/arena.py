@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
@@ -12,6 +13,21 @@ from . import graph as plan
 from . import memory_aliases, packing
 from .memory_use import bytes_text, call_text, place
 from .nested import bodies_of, nested
+
+
+class Life(NamedTuple):
+    """A value that wants a place.
+
+    Attributes:
+        maker: the call that makes it.
+        bytes: how many it has.
+        first, last: the calls between which it is alive, both inclusive.
+    """
+
+    maker: fx.Node
+    bytes: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -74,24 +90,36 @@ def arena(graph: fx.Graph, alignment: int) -> Arena:
     index = {node: i for i, node in enumerate(plan.calls(graph))}
     end = len(index)
     lives = [
-        (piece, index[piece.maker], index.get(last, end))
+        Life(piece.maker, piece.bytes, index[piece.maker], index.get(last, end))
         for piece, last in memory_aliases.last_uses(graph).items()
         if piece.maker in index and piece.bytes
     ]
-    lives = [(piece.maker, piece.bytes, first, last) for piece, first, last in lives]
     # what one body needs, or one iteration, has the same place in the others
     bodies = {body for node in nested(graph) for body in bodies_of(node)}
     inside = {body: arena(body, alignment).bytes for body in bodies}
-    lives += [(node, max(map(inside.__getitem__, bodies_of(node))), index[node], index[node]) for node in nested(graph)]
-    lives.sort(key=lambda life: life[2])
-    sizes = [-(-size // alignment) * alignment for _, size, _, _ in lives]
-    found = packing.pack([first for *_, first, _ in lives], [last for *_, last in lives], sizes)
+    for node in nested(graph):
+        most = max(map(inside.__getitem__, bodies_of(node)))
+        lives.append(Life(node, most, index[node], index[node]))
+    lives = sorted((life for life in lives if life.bytes), key=lambda life: life.first)
+    found = offsets(lives, alignment)
     slots = [
-        Slot(call_text(maker), maker.meta.get("line", ""), int(offset), size, first, last)
-        for (maker, _, first, last), size, offset in zip(lives, sizes, found.offsets)
-        if size
+        Slot(
+            call_text(life.maker),
+            life.maker.meta.get("line", ""),
+            int(offset),
+            -(-life.bytes // alignment) * alignment,
+            life.first,
+            life.last,
+        )
+        for life, offset in zip(lives, found.offsets, strict=True)
     ]
     return Arena(slots, found.least)
+
+
+def offsets(lives: Sequence[Life], alignment: int) -> packing.Packing:
+    """Offsets for some values, each a multiple of `alignment` bytes."""
+    sizes = [-(-life.bytes // alignment) * alignment for life in lives]
+    return packing.pack([life.first for life in lives], [life.last for life in lives], sizes)
 
 
 def _drawn(arena: Arena, width: float = 640.0, height: float = 240.0) -> str:
