@@ -78,8 +78,9 @@ class _Steps:
         self.embedded: set[str] = set()
 
     def __iter__(self) -> Iterator[MoveStep]:
+        dims = range(len(self.rows))
         while (
-            found := next(filter(None, map(self._grow, range(len(self.rows)))), None)
+            found := next(filter(None, itertools.chain(map(self._slice, dims), map(self._grow, dims))), None)
             or self._reduce()
             or self._shrink()
         ):
@@ -109,22 +110,29 @@ class _Steps:
             return len(goal) if row == goal else 0
         return _count(zip(row, goal), lambda pair: pair[0] == pair[1])
 
-    def _grow(self, dim: int) -> MoveStep | None:
-        """Add the next axes that a dim is to have, if nothing is in the way."""
+    def _todo(self, dim: int) -> Names:
+        """The axes that a dim is to have besides, if those that it has stay."""
         row, goal = self.rows[dim], self.goal[dim]
-        if row == goal or len(row) > self._kept(dim):
-            return None
-        todo = goal[len(row) :]
+        return () if row == goal or len(row) > self._kept(dim) else goal[len(row) :]
+
+    def _slice(self, dim: int) -> MoveStep | None:
+        """Add those of the next axes that a dim is to have which are neither in use nor to be added up."""
+        todo = self._todo(dim)
         taken = {axis for row in self.rows for axis in row} | self.unreduced
         free = todo[: _count(todo, lambda axis: axis not in taken)]
-        if not self._exact(dim, goal) and free != todo:
+        if not free or (free != todo and not self._exact(dim, self.goal[dim])):
             return None
-        if free:
-            return self._step("slice", free, gains=(dim, row + free))
+        return self._step("slice", free, gains=(dim, self.rows[dim] + free))
+
+    def _grow(self, dim: int) -> MoveStep | None:
+        """Add the next axes that a dim is to have, where it takes a collective."""
+        todo = self._todo(dim)
+        if not todo or not self._exact(dim, self.goal[dim]):
+            return None
         scatter = todo[: _count(todo, self.unreduced.__contains__)]
         if scatter:
             self.unreduced.difference_update(scatter)
-            return self._step("reduce_scatter", scatter, gains=(dim, row + scatter))
+            return self._step("reduce_scatter", scatter, gains=(dim, self.rows[dim] + scatter))
         return self._exchange(dim, todo)
 
     def _exchange(self, dim: int, todo: Names) -> MoveStep | None:
