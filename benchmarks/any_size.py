@@ -143,7 +143,7 @@ EVEN = {
 def layouts(n: int) -> dict[str, dict[str, int]]:
     """Parallelisms by their names, with the sizes of their axes on `n` ranks; some of these are 1."""
     return {
-        **{text: {"dp": n} for text in ("dp", "zero1", "zero2", "fsdp", "fsdp+remat")},
+        **{text: {"dp": n} for text in ("dp", "zero1", "zero2", "fsdp", "fsdp+remat", "fsdp+reshard")},
         "hsdp": {"replica": 2, "dp": n // 2},
         "fsdp+tp": {"dp": n // 4, "tp": 4},
         "fsdp+tp+vp": {"dp": n, "tp": 1},
