@@ -311,6 +311,18 @@ def below_jvp() -> list[float]:
     return [x.item() for x in torch.func.jvp(f, (torch.ones(()),), (torch.ones(()),))]
 
 
+def begun_under_grad() -> bool:
+    def f(x):
+        y = door.begin_following(x.detach())
+        (g,) = torch.autograd.grad(y * 3, y)
+        layer = door.innermost_layer()
+        with layer.off():
+            below = door.transforming()
+        return x * (g == 3) * (not below and layer.followed(x) is x and layer.followed(x.detach()) is None)
+
+    return torch.func.grad(f)(torch.ones(())).item() == 1
+
+
 def hooks_around():
     def pack(x):
         return x
@@ -354,6 +366,7 @@ CASES = {
         type(door.bare_dtensor(Array, torch.zeros(2), door.spec(array()), requires_grad=False)) is Array
     ),
     "base": lambda: (x := torch.zeros(2)) is door.base(x[:1]) and door.base(x) is None,
+    "begin_following": begun_under_grad,
     "batch_dims": lambda: seen_from_vmap(door.batch_dims) == [0],
     "break_graph": lambda: door.break_graph(ValueError()) is None,
     "called_on_plain_tensors": lambda: (

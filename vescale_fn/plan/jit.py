@@ -381,7 +381,7 @@ class Jitted(Generic[Q, R]):
         except VfnError as error:
             failure = error
         except Exception as error:  # perhaps of the function itself: it is to show it
-            reason = f"recording it raised {type(error).__name__}: {str(error).splitlines()[0]}"
+            reason = f"recording it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         mesh, passes = shared_mesh(call.leaves, graph, recorded), list(self._passes)
         used: list[Any] = []
         while True:

@@ -100,6 +100,8 @@ class Repeated:
         name: its parameter for the first carry.
     """
 
+    runs_anywhere = True  # not only while a transform is active
+
     def __init__(self, f: Callable[[Any, Any], Any], init: Any, slices: Slices, where: str, name: str) -> None:
         self._f, self._where, self._slices = f, where, slices
         self._carry = Opened(init, where, name, leaves_.device_of((init, slices.xs)))

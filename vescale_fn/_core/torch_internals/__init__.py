@@ -60,6 +60,7 @@ from .fake_tensors import (
 from .flex_attention import flex_attention_in_ops, intercept_flex_attention, missing_of_flex_attention
 from .functorch import (
     batch_dims,
+    begin_following,
     follower,
     innermost_layer,
     is_batched,
@@ -202,6 +203,7 @@ __all__ = [
     "bare_dtensor",
     "base",
     "batch_dims",
+    "begin_following",
     "break_graph",
     "called_on_plain_tensors",
     "casts_not_kept",

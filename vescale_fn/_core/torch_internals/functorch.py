@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch._C._functorch as _functorch
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter as _retrieve
 from torch.autograd import forward_ad as _forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 
 def peel(x: torch.Tensor) -> torch.Tensor:
@@ -120,6 +121,8 @@ class _Layer:
 class VmapLayer(_Layer):
     """A `vmap`. What it wraps has one more dim; a form says whether that is so."""
 
+    lasts = True  # values are wrapped as well when it is over
+
     def __init__(self, interpreter: Any) -> None:
         super().__init__(interpreter)
         self.size: int = interpreter.batch_size()
@@ -142,6 +145,8 @@ class VmapLayer(_Layer):
 class JvpLayer(_Layer):
     """A `jvp`. What it wraps has perhaps a tangent; a form says whether that is so."""
 
+    lasts = False
+
     def form(self, x: torch.Tensor) -> bool:
         """Whether `x` has a tangent."""
         return _forward_ad.unpack_dual(x).tangent is not None
@@ -161,10 +166,94 @@ class JvpLayer(_Layer):
         return _forward_ad.make_dual(primal, next(parts)) if form else primal
 
 
+class GradLayer(_Layer):
+    """A `grad` or `vjp` of `torch.func`; there is one form."""
+
+    lasts = False
+
+    def __init__(self, interpreter: Any) -> None:
+        super().__init__(interpreter)
+        self._follows_below: bool = interpreter.prev_grad_mode()
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        with super().off(), torch.set_grad_enabled(self._follows_below):
+            yield
+
+    def form(self, x: torch.Tensor) -> bool:
+        """The form."""
+        return True
+
+    def parts(self, x: torch.Tensor, form: bool, dim: int) -> list[torch.Tensor]:
+        """What it wraps."""
+        return [_functorch._unwrap_for_grad(x, self.level)]
+
+    def whole(self, parts: Iterator[torch.Tensor], form: bool, dim: int) -> torch.Tensor:
+        """The value of the next part."""
+        return _functorch._wrap_for_grad(next(parts), self.level)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it is the innermost transform, or (again) on, after `apply`."""
+        return _functorch.maybe_current_level() == self.level and not _functorch.is_dead_tensor_wrapper(self._mark)
+
+    def followed(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What of `x`, under transforms that are further in, this one follows; None where that is nothing."""
+        while _functorch.is_functorch_wrapped_tensor(x) and _functorch.maybe_get_level(x) > self.level:
+            x = _functorch.get_unwrapped(x)
+        ours = _functorch.is_gradtrackingtensor(x) and _functorch.maybe_get_level(x) == self.level
+        return x if ours and x.requires_grad else None
+
+    def apply(self, results: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], back: Any, *xs: torch.Tensor) -> Any:
+        """These results, whose cotangents ``back(kept, cotangents)`` turns into those of `xs`, as this transform sees it."""
+        self._mark = results[0]
+        with _enable_single_level():
+            return _OneLevel.apply(results, kept, back, *xs)
+
+
+class _OneLevel(_SingleLevelFunction):
+    """A Function for the innermost transform alone."""
+
+    @staticmethod
+    def forward(results: Any, kept: Any, back: Any, *xs: torch.Tensor) -> Any:
+        return tuple(results)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, kept, ctx.back, *_ = inputs
+        places = {id(x): i for i, x in enumerate(inputs[0])}
+        ctx.save_for_backward(*(output[places[id(x)]] if id(x) in places else x for x in kept))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return None, None, None, *ctx.back(ctx.saved_tensors, cotangents)
+
+
+@contextlib.contextmanager
+def _enable_single_level() -> Iterator[None]:
+    before = _functorch.get_single_level_autograd_function_allowed()
+    _functorch.set_single_level_autograd_function_allowed(True)
+    try:
+        yield
+    finally:
+        _functorch.set_single_level_autograd_function_allowed(before)
+
+
+def begin_following(x: torch.Tensor) -> torch.Tensor:
+    """`x`, which is new, as a variable that autograd follows, or the innermost transform."""
+    before = _functorch.get_inplace_requires_grad_allowed()
+    _functorch.set_inplace_requires_grad_allowed(True)
+    try:
+        return x.requires_grad_()
+    finally:
+        _functorch.set_inplace_requires_grad_allowed(before)
+
+
 def innermost_layer() -> Any:
     """The innermost transform that is active, where a function can be run below it; False for another one, None for none."""
     interpreter = _retrieve() if transforming() else None
     if interpreter is None:
         return None
-    kinds: dict[str, Any] = {"Vmap": VmapLayer, "Jvp": JvpLayer}
+    kinds: dict[str, Any] = {"Vmap": VmapLayer, "Jvp": JvpLayer, "Grad": GradLayer}
     return kinds[interpreter.key().name](interpreter) if interpreter.key().name in kinds else False

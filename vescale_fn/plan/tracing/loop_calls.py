@@ -11,7 +11,6 @@ from torch import fx
 
 from ..._core import torch_internals
 from ..._core.arrays.array import is_array, mesh_of, spec_of
-from ..._core.base import context
 from ..._core.control_flow.scan import Repeated
 from ..._core.distributed.blocks import Blocks
 from ..._core.local_types import tensor_types
@@ -21,10 +20,10 @@ from ..ir.graph import Step, value
 from ..ir.loop import LAST, STACKED, Loop
 from ..ir.nested import extracted
 from . import leaves as leaves_
-from .frame import Frame
+from .frame import Frame, Unrollable
+from .loop_again import Differentiated, Leaves, captured, is_smooth
 from .partition import Partition
 
-Leaves = list[torch.Tensor]
 Nodes = list[fx.Node]
 
 
@@ -39,16 +38,17 @@ class Iteration:
 
     def __init__(self, recorder: Any, repeated: Repeated, xs: Leaves, moving: bool) -> None:
         self.recorder, self.frame, self.repeated = recorder, Frame(recorder.frame), repeated
+        self.init = list(map(with_all_elements, repeated.init))
         self.start = torch_internals.autograd_count()
-        templates = [x.select(0, 0) for x in xs]
+        templates = list(map(like_a_slice, xs))
         parts = [list(map(recorder.fake, leaves_.plain_of(x))) for x in xs]
         self.given_nodes: list[Nodes] = []
         self.cut_nodes: list[Nodes] = []
         with recorder.within(self.frame):
-            self.given = [self.stand_in(x, "carry", self.given_nodes, moving) for x in repeated.init]
+            self.given = [self.stand_in(x, "carry", self.given_nodes, moving) for x in self.init]
             self.cut = [
-                self.stand_in(template, "x", self.cut_nodes, moving and x.requires_grad, cut)
-                for template, x, cut in zip(templates, xs, parts, strict=True)
+                self.stand_in(template, "x", self.cut_nodes, moving and x.requires_grad, part)
+                for template, x, part in zip(templates, xs, parts, strict=True)
             ]
             now, y = repeated.step(self.given, self.cut)
         self.begins_again = repeated.adapt(now)
@@ -69,7 +69,8 @@ class Iteration:
     def stand_in(
         self, leaf: torch.Tensor, name: str, nodes: list[Nodes], moving: bool, stacked: Leaves | None = None
     ) -> torch.Tensor:
-        """What stands for a leaf in the body; its nodes are added to `nodes`. Of what is gone over, `stacked` is all of it."""
+        """What stands for a leaf in the body; its nodes are added to `nodes`. Of what is gone over, `leaf` is `like_a_slice`,
+        and `stacked` all of it."""
         found: Nodes = []
         rows = None if stacked is None else iter(stacked)
 
@@ -90,31 +91,15 @@ class Iteration:
         """The nodes of a leaf's plain tensors, which lie as those of `wanted`."""
         with torch_internals.no_torch_function():
             found = [self.recorder.node(x) for x in leaves_.plain_of(leaf)]
-        return (
-            found
-            if wanted is None
-            else [in_place_of(self.frame.graph, a, b) for a, b in zip(found, wanted, strict=True)]
-        )
+        if wanted is None:
+            return found
+        if len(found) != len(wanted):  # simulated ranks that hold one block have come to hold two
+            raise Unrollable
+        return [in_place_of(self.frame.graph, a, b) for a, b in zip(found, wanted, strict=True)]
 
     def captured(self) -> Leaves | None:
         """The tensors from outside that autograd follows into the results; None where one of them was not seen."""
-        own = {id(x) for x in (*self.given, *self.cut)}
-        found: dict[int, torch.Tensor] = {}
-        with torch_internals.no_torch_function():
-            known = {(x.grad_fn, x.output_nr): x for x in (*self.frame.followed.values(), *self.results)}
-            moving = [x for x in self.results if x.requires_grad]
-            for edge, leaf in torch_internals.edges_from_before(moving, self.start):
-                x = known.get(edge) if leaf is None else leaf
-                if x is None:
-                    return None
-                if id(x) not in own:
-                    found[id(x)] = x
-        return list(found.values())
-
-
-def is_smooth(x: torch.Tensor) -> bool:
-    """Whether a leaf can have a gradient."""
-    return x.is_floating_point() or x.is_complex()
+        return captured(self.results, self.start, self.frame.followed.values(), [*self.given, *self.cut])
 
 
 @functools.lru_cache(maxsize=256)
@@ -131,7 +116,7 @@ def in_place_of(graph: fx.Graph, node: fx.Node, wanted: fx.Node) -> fx.Node:
     return new
 
 
-class LoopCall:
+class LoopCall(Differentiated):
     """The call of a loop.
 
     Args:
@@ -143,12 +128,9 @@ class LoopCall:
     """
 
     def __init__(self, recorder: Any, one: Iteration, xs: Leaves, captured: Leaves, count: int, reverse: bool) -> None:
-        self.recorder, self.one, self.xs, self.captured = recorder, one, xs, captured
-        self.count, self.reverse, self.init = count, reverse, list(one.repeated.init)
-        self.in_body = context.body() is not None
-        self.moving = [i for i, x in enumerate(one.given) if x.requires_grad]
-        self.moving_xs = [i for i, x in enumerate(one.cut) if x.requires_grad]
-        self.inputs = [*(self.init[i] for i in self.moving), *(xs[i] for i in self.moving_xs), *captured]
+        results = [*one.carried, *one.collected]
+        super().__init__(one.repeated, one.init, xs, one.given, one.cut, results, captured, count, reverse)
+        self.recorder, self.one = recorder, one
 
     def forward(self) -> Leaves:
         """Record the call of the loop, and give its results."""
@@ -226,14 +208,31 @@ class LoopCall:
         return {}
 
 
+def like_a_slice(x: torch.Tensor) -> torch.Tensor:
+    """What has the layout and the blocks of a slice of `x`; the blocks may have another size."""
+    return x.select(0, 0) if is_array(x) else x
+
+
 def flat(rows: Any) -> Nodes:
     return [x for row in rows for x in row]
 
 
 def rebuilt(leaf: torch.Tensor, found: Any) -> torch.Tensor:
-    """A leaf like this one, of the next plain tensors."""
+    """A leaf like this one, of the next plain tensors, which have all elements."""
     with torch_internals.no_torch_function():
-        return leaves_.of_plain(leaf, found)
+        return (
+            leaves_.of_plain(leaf, found) if not is_expanded(leaf) else _array(leaf, leaf.shape, spec_of(leaf), found)
+        )
+
+
+def is_expanded(leaf: torch.Tensor) -> bool:
+    """Whether the strides of an array say that a dim of it repeats one entry."""
+    return is_array(leaf) and any(n > 1 and step == 0 for n, step in zip(leaf.shape, leaf.stride(), strict=True))
+
+
+def with_all_elements(leaf: torch.Tensor) -> torch.Tensor:
+    """`leaf`, which does not repeat an entry along a dim: what comes in its place from a loop does not."""
+    return leaf.contiguous() if is_expanded(leaf) else leaf
 
 
 def stacked(leaf: torch.Tensor, found: Any, count: int) -> torch.Tensor:
@@ -248,6 +247,10 @@ def stacked(leaf: torch.Tensor, found: Any, count: int) -> torch.Tensor:
             return next(found)
         spec = spec_of(leaf)
         lies = P(None, *spec, unreduced=spec.unreduced, reduced=spec.reduced)
-        local: Any = [next(found) for _ in range(leaves_.count_of(leaf))]
-        shape = torch.Size((count, *leaf.shape))
-        return leaves_.array_of(local, mesh_of(leaf), lies, shape, type(torch_internals.local(leaf)) is Blocks)
+        return _array(leaf, torch.Size((count, *leaf.shape)), lies, found)
+
+
+def _array(leaf: torch.Tensor, shape: torch.Size, lies: P, found: Any) -> torch.Tensor:
+    """An array where `leaf` is, of the next plain tensors."""
+    local = [next(found) for _ in range(leaves_.count_of(leaf))]
+    return leaves_.array_of(local, mesh_of(leaf), lies, shape, type(torch_internals.local(leaf)) is Blocks)

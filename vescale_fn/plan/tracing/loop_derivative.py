@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from ..._core import torch_internals
-from ..._core.arrays.array import is_array, mesh_of, moved, spec_of
-from ..._core.sharding.spec import P
 from ..._core.transforms.primals import as_primals
 from ..ir.graph import value
 from ..ir.loop import EACH, STACKED, Loop
 from . import leaves as leaves_
-from .loop_calls import Leaves, LoopCall, Nodes, flat, in_place_of, rebuilt, stacked
+from .loop_again import gradients
+from .loop_calls import LoopCall, Nodes, flat, in_place_of, like_a_slice, rebuilt, stacked, with_all_elements
 
 
 class Derivative:
@@ -26,17 +25,9 @@ class Derivative:
     """
 
     def __init__(self, call: LoopCall, cotangents: Sequence[Any]) -> None:
-        self.call, one = call, call.one
-        init = [call.init[i] for i in call.moving]
-        carried = [cotangents[i] for i in call.moving]
-        self.first = as_primals(
-            [torch.zeros_like(x) if ct is None else ct for x, ct in zip(init, carried, strict=True)], init
-        )
-        self.rows = [
-            (like, _along(ct, like))
-            for like, ct in zip(one.collected, cotangents[len(one.carried) :], strict=True)
-            if ct is not None and like.requires_grad
-        ]
+        self.call = call
+        self.first, self.rows = call.arriving(cotangents)
+        self.first = list(map(with_all_elements, self.first))
 
     def cotangents(self) -> list[Any]:
         """Record it, and give the cotangents of the call's inputs."""
@@ -82,7 +73,7 @@ class Derivative:
     def record(self) -> None:
         """Record the derivative of one iteration, in its frame."""
         call, one, recorder = self.call, self.call.one, self.call.recorder
-        cuts = [ct.select(0, 0) for _, ct in self.rows]
+        cuts = [like_a_slice(ct) for _, ct in self.rows]
         parts = [list(map(recorder.fake, leaves_.plain_of(ct))) for _, ct in self.rows]
         self.ct_nodes: list[Nodes] = []
         self.row_nodes: list[Nodes] = []
@@ -92,10 +83,9 @@ class Derivative:
                 one.stand_in(cut, "ct_y", self.row_nodes, False, part) for cut, part in zip(cuts, parts, strict=True)
             ]
             pairs = list(zip([one.carried[i] for i in call.moving], cts, strict=True))
-            pairs += zip([like for like, _ in self.rows], rows, strict=True)
+            pairs += zip([call.likes[i] for i, _ in self.rows], rows, strict=True)
             by = [*(one.given[i] for i in call.moving), *(one.cut[i] for i in call.moving_xs)]
-            with torch_internals.ending_at(call.captured):  # some may be computed of others
-                grads = _gradients([pair for pair in pairs if pair[0].requires_grad], [*by, *call.captured])
+            grads = gradients([pair for pair in pairs if pair[0].requires_grad], by, call.captured, False)
             self.own = as_primals([torch.zeros_like(x) if g is None else g for x, g in zip(by, grads)], by)
             self.sums = [(i, g) for i, g in enumerate(grads[len(by) :]) if g is not None]
             self.own_nodes = list(map(one.nodes, self.own))
@@ -106,21 +96,3 @@ class Derivative:
             ]
             totals = [recorder.total(node) for _, g in self.sums for node in one.nodes(g)]
             self.totals = [(total, in_place_of(one.frame.graph, added, total)) for total, added in totals]
-
-
-def _gradients(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], by: Leaves) -> list[Any]:
-    if not pairs:
-        return [None] * len(by)
-    outs, cts = zip(*pairs)
-    return list(torch.autograd.grad(outs, by, cts, allow_unused=True, retain_graph=True))
-
-
-def _along(ct: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The cotangent of what a loop collects, laid out as that is: `like` is of one iteration."""
-    goal = None
-    if is_array(like):
-        spec = spec_of(like)
-        goal = P(None, *spec, unreduced=spec.reduced, reduced=spec.unreduced)
-    if goal is None and not is_array(ct) or (is_array(ct) and spec_of(ct) == goal):
-        return ct
-    return moved(ct, mesh_of(like) if goal is not None else mesh_of(ct), goal, "grad")

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.overrides
 
+from ..._core import torch_internals
 from ..._core.arrays.array import is_array, mesh_of, moved, spec_of
+from ..._core.base import context, op_arguments
 from ..._core.control_flow import leaves as leaves_
-
-Leaves = list[torch.Tensor]
+from .frame import Unrollable
+from .loop_again import Differentiated, Leaves, captured, is_smooth
 
 
 class Unsettled(Exception):
@@ -47,12 +50,17 @@ class BelowTransform:
     """
 
     def __init__(self, above: Any, xs: Leaves, layer: Any) -> None:
-        self.above, self.layer, self.changes = above, layer, 0
+        self.above, self.xs_above, self.layer, self.changes = above, xs, layer, 0
         self.forms = [self.layer.form(x) for x in above.init]
         self.x_forms = [self.layer.form(x) for x in xs]
         with layer.off():
             self.xs = self._below(xs, self.x_forms, 1)
             self.init = self._below(above.init, self.forms, 0)
+
+    @property
+    def runs_anywhere(self) -> bool:
+        """Whether it can be run when the transform is over: what has a tangent has none then."""
+        return self.layer.lasts and self.above.runs_anywhere
 
     def step(self, carry: Leaves, x: Leaves) -> tuple[IterationBelow, IterationBelow]:
         """One iteration, unchecked."""
@@ -95,7 +103,7 @@ class BelowTransform:
             self.above.checked(now.above)
         return now.leaves
 
-    def results(self, carried: Leaves, collected: Leaves) -> tuple[Leaves, Leaves]:
+    def results_of(self, carried: Leaves, collected: Leaves, count: int, reverse: bool) -> tuple[Leaves, Leaves]:
         """The last carry and what is collected, above the transform, which is on."""
         return self._above(carried, self.forms, 0), self._above(collected, self.y_forms, 1)
 
@@ -105,6 +113,93 @@ class BelowTransform:
     def _above(self, parts: Sequence[torch.Tensor], forms: Sequence[Any], dim: int) -> Leaves:
         found = iter(parts)
         return [self.layer.whole(found, form, dim) for form in forms]
+
+
+class BelowGradient(BelowTransform):
+    """The body of a loop, as a function of what a `grad` of `torch.func` wraps.
+
+    Below it the loop gives its results, and the carry of each iteration. What the transform sees is one Function with these
+    results, whose derivative is a loop above it.
+    """
+
+    def __init__(self, above: Any, xs: Leaves, layer: Any) -> None:
+        self.follows = torch.is_grad_enabled()
+        self.moving = self.follows and any(layer.followed(x) is not None for x in (*above.init, *xs))
+        self.moving_xs = [self.moving and layer.followed(x) is not None for x in xs]
+        super().__init__(above, xs, layer)
+
+    def step(self, carry: Leaves, x: Leaves) -> tuple[IterationBelow, IterationBelow]:
+        with self.layer.on(), torch.set_grad_enabled(self.follows), _Watching(self.layer) as seen:
+            start = torch_internals.autograd_count()
+            self.given = self._above(carry, self.forms, 0)
+            self.cut = self._above(x, self.x_forms, 0)
+            for leaf, moves in (*zip(self.given, map(is_smooth, self.given)), *zip(self.cut, self.moving_xs)):
+                if self.moving and moves:
+                    torch_internals.begin_following(leaf)
+            now, y = self.above.step(self.given, self.cut)
+            self.results = [*now.leaves, *y.leaves]
+            self.begins = self.follows and not self.moving and any(x.requires_grad for x in self.results)
+            self.captured = self._captured(start, seen.found) if self.moving else []
+            more = self.given if self.moving else []
+        self.y_forms = [True for _ in y.leaves]
+        forms = [True for _ in now.leaves]
+        rows = [*y.leaves, *more]
+        return (
+            IterationBelow(self._below(now.leaves, forms, 0), now, forms),
+            IterationBelow(self._below(rows, [True] * len(rows), 0), y, self.y_forms),
+        )
+
+    def adapt(self, now: IterationBelow) -> bool:
+        begins, self.moving = self.begins, self.moving or self.begins
+        return super().adapt(now) or begins
+
+    def checked(self, now: IterationBelow) -> Leaves:
+        if self.captured is None or (self.moving and context.body() is not None):
+            raise Unsettled
+        return super().checked(now)
+
+    def results_of(self, carried: Leaves, collected: Leaves, count: int, reverse: bool) -> tuple[Leaves, Leaves]:
+        outs = self._above([*carried, *collected], [True] * (len(carried) + len(collected)), 0)
+        if self.moving and self.captured is not None:
+            likes = [*self.results, *self.given]
+            call = Differentiated(
+                self.above,
+                list(self.above.init),
+                self.xs_above,
+                self.given,
+                self.cut,
+                likes,
+                self.captured,
+                count,
+                reverse,
+            )
+            carries = outs[len(self.results) :]
+
+            def back(kept: Any, cotangents: Any) -> Any:
+                if not self.layer.is_on:
+                    raise Unrollable
+                return call.differentiable(cotangents, kept[: len(call.moved_xs)], kept[len(call.moved_xs) :])
+
+            outs = list(self.layer.apply(outs, [*call.moved_xs, *carries], back, *call.inputs))
+        return outs[: len(carried)], outs[len(carried) : len(self.results)]
+
+    def _captured(self, start: int, seen: Sequence[torch.Tensor]) -> Leaves | None:
+        """The tensors from outside that the transform follows into the results; None where one of them was not seen."""
+        return captured(self.results, start, seen, [*self.given, *self.cut])
+
+
+class _Watching(torch.overrides.TorchFunctionMode):
+    """Notes what a transform follows of what torch's functions are given."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer, self.found = layer, []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = (self.layer.followed(x) for x in op_arguments.tensors_in(args, kwargs))
+        self.found += [x for x in found if x is not None]
+        return func(*args, **kwargs)
 
 
 def _like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

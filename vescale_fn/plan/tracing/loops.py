@@ -14,9 +14,10 @@ import torch
 from ..._core import torch_internals
 from ..._core.local_types import tensor_types
 from .frame import Unrollable
-from .loop_calls import Iteration, Leaves, LoopCall
+from .loop_again import Leaves
+from .loop_calls import Iteration, LoopCall
 from .loop_derivative import Derivative
-from .loop_levels import BelowTransform, Unsettled
+from .loop_levels import BelowGradient, BelowTransform, Unsettled
 
 
 def recorded(recorder: Any, repeated: Any, xs: Leaves, count: int, reverse: bool) -> tuple[Leaves, Leaves] | None:
@@ -37,13 +38,13 @@ def recorded(recorder: Any, repeated: Any, xs: Leaves, count: int, reverse: bool
         return _recorded(recorder, repeated, xs, count, reverse)
     if layer is False:
         return None
-    below = BelowTransform(repeated, xs, layer)
+    below = (BelowGradient if hasattr(layer, "followed") else BelowTransform)(repeated, xs, layer)
     with layer.off():
         try:
             found = recorded(recorder, below, below.xs, count, reverse)
         except Unsettled:
             return None
-    return None if found is None else below.results(*found)
+    return None if found is None else below.results_of(*found, count, reverse)
 
 
 def _recorded(recorder: Any, repeated: Any, xs: Leaves, count: int, reverse: bool) -> tuple[Leaves, Leaves] | None:
@@ -81,17 +82,23 @@ class _Looped(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.recorder = inputs[0].recorder
-        ctx.save_for_backward(inputs[0].mark)  # under `remat` that is the mark of the call that is recorded again
-        ctx.count = len(inputs)
+        call = ctx.call = inputs[0]
+        # under `remat` these are of the call that is recorded again
+        ctx.save_for_backward(call.mark, *call.moved_xs, *output[len(call.one.results) :])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         if all(ct is None for ct in cotangents):  # also where a loop that uses its results ends a backward pass
-            return (None,) * ctx.count
-        if torch.is_grad_enabled():
-            raise Unrollable  # the gradient of a gradient
+            return None, *(None for _ in ctx.call.inputs)
+        if torch_internals.transforming():
+            raise Unrollable
+        mark, *saved = ctx.saved_tensors
+        call = ctx.call.recorder.loops[torch_internals.memory_number(mark)]
+        if torch.is_grad_enabled():  # for the gradient of a gradient
+            if call is not ctx.call or call.in_body or not call.repeated.runs_anywhere:
+                raise Unrollable
+            count = len(call.moved_xs)
+            return None, *call.differentiable(cotangents, saved[:count], saved[count:])
         with torch_internals.no_torch_function():
-            call = ctx.recorder.loops[torch_internals.memory_number(*ctx.saved_tensors)]
             return None, *Derivative(call, cotangents).cotangents()

@@ -1,0 +1,170 @@
+"""The derivative of a loop as a loop that can be differentiated in turn: for gradients of gradients, and under transforms.
+
+Its body computes one iteration anew, from the carry that was kept, and takes the gradient of that. So nothing is kept of an
+iteration but its carry, and any order follows from the same rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..._core import torch_internals
+from ..._core.arrays.array import is_array, mesh_of, moved, spec_of
+from ..._core.base import context
+from ..._core.control_flow.scan import scanned
+from ..._core.sharding.spec import P
+from ..._core.transforms.primals import as_primals
+
+Leaves = list[torch.Tensor]
+
+
+class Differentiated:
+    """A loop, of which autograd follows some values.
+
+    Args:
+        repeated: its body, a `scan.Repeated`.
+        init: the first carry.
+        xs: what it goes over.
+        given, cut: the carry and the slice of one iteration, which it was run with.
+        results: what it gave: the new carry, what is collected, and where autograd follows, `given`.
+        captured: what it uses from outside that autograd follows.
+        count, reverse: of the loop.
+
+    Attributes:
+        moving, moving_xs: the places of what is followed, of the carry and of what it goes over.
+        inputs: of that the first carry, what it goes over, and `captured`.
+    """
+
+    def __init__(
+        self,
+        repeated: Any,
+        init: Leaves,
+        xs: Leaves,
+        given: Leaves,
+        cut: Leaves,
+        results: Leaves,
+        captured: Leaves,
+        count: int,
+        reverse: bool,
+    ) -> None:
+        self.repeated, self.xs, self.init, self.likes = repeated, xs, init, results
+        self.captured, self.count, self.reverse = captured, count, reverse
+        self.in_body, self.around = context.body() is not None, context.snapshot()
+        self.moving = [i for i, x in enumerate(given) if x.requires_grad]
+        self.moving_xs = [i for i, x in enumerate(cut) if x.requires_grad]
+        self.moved_xs = [xs[i] for i in self.moving_xs]
+        self.inputs = [*(self.init[i] for i in self.moving), *self.moved_xs, *captured]
+
+    def arriving(self, cotangents: Sequence[Any]) -> tuple[Leaves, list[tuple[int, torch.Tensor]]]:
+        """The cotangents of the last carry, where that is followed; and of what is collected the places among `likes` and the
+        cotangents, where any came."""
+        init, carried = [self.init[i] for i in self.moving], [cotangents[i] for i in self.moving]
+        first = as_primals([torch.zeros_like(x) if ct is None else ct for x, ct in zip(init, carried)], init)
+        rows = list(enumerate(zip(self.likes, cotangents, strict=True)))[len(self.init) :]
+        return first, [(i, _along(ct, x)) for i, (x, ct) in rows if ct is not None and x.requires_grad]
+
+    def differentiable(self, cotangents: Sequence[Any], moved_xs: Sequence[torch.Tensor], carries: Leaves) -> list[Any]:
+        """The cotangents of the inputs, which autograd follows.
+
+        Args:
+            cotangents: of the results of the loop, None where nothing comes back.
+            moved_xs: as the attribute, as autograd knows it.
+            carries: what was carried into each iteration.
+        """
+        first, rows = self.arriving(cotangents)
+        places, xs = [place for place, _ in rows], list(self.xs)
+        for i, x in zip(self.moving_xs, moved_xs, strict=True):
+            xs[i] = x
+
+        def step(state: Any, row: Any) -> Any:
+            (cts, sums), (row_cts, x, c) = state, row
+            by, own, more = self._of_one(list(c), list(x), [*zip(self.moving, cts), *zip(places, row_cts)])
+            own = as_primals([torch.zeros_like(x) if g is None else g for x, g in zip(by, own)], by)
+            totals = zip(sums, more, self.captured, strict=True)
+            sums = [total if g is None else total + as_primals([g], [x])[0] for total, g, x in totals]
+            return (own[: len(cts)], sums), own[len(cts) :]
+
+        start = first, as_primals(list(map(torch.zeros_like, self.captured)), self.captured)
+        given = [ct for _, ct in rows], xs, carries
+        (own, sums), along = scanned(step, start, given, self.count, not self.reverse, 1, "scan")
+        return [*own, *along, *sums]
+
+    def _of_one(self, c: Leaves, x: Leaves, cts: Sequence[tuple[int, torch.Tensor]]) -> tuple[Leaves, Any, Any]:
+        """The gradients of one iteration, of whose results these have cotangents: what it is differentiated by of the carry
+        and the slice, with the gradients, and those by `captured`."""
+        with torch.enable_grad(), self.around():
+            for leaves, moving in ((c, self.moving), (x, self.moving_xs)):
+                for i in moving:
+                    leaves[i] = _variable(leaves[i])
+            by = [*(c[i] for i in self.moving), *(x[i] for i in self.moving_xs)]
+            now, y = self.repeated.step(c, x)
+            outs = [*self.repeated.checked(now), *y.leaves, *c]
+            pairs = [(outs[i], ct) for i, ct in cts if outs[i].requires_grad]
+            grads = gradients(pairs, by, self.captured, True)
+        return by, grads[: len(by)], grads[len(by) :]
+
+
+def captured(results: Leaves, start: int, seen: Iterable[torch.Tensor], own: Leaves) -> Leaves | None:
+    """The tensors from outside that autograd follows into the results of one iteration.
+
+    Args:
+        results: of it.
+        start: autograd's count of nodes when it began.
+        seen: what it used that autograd follows.
+        own: what it was given.
+
+    Returns:
+        Them, without `own`; None where one of them was not seen.
+    """
+    found: dict[int, torch.Tensor] = {}
+    with torch_internals.no_torch_function():
+        known = {(x.grad_fn, x.output_nr): x for x in (*seen, *results)}
+        for edge, leaf in torch_internals.edges_from_before([x for x in results if x.requires_grad], start):
+            x = known.get(edge) if leaf is None else leaf
+            if x is None:
+                return None
+            if all(x is not given for given in own):
+                found[id(x)] = x
+    return list(found.values())
+
+
+def is_smooth(x: torch.Tensor) -> bool:
+    """Whether a leaf can have a gradient."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def gradients(pairs: Sequence[tuple[Any, Any]], by: Leaves, captured: Leaves, further: bool) -> list[Any]:
+    """The gradients of one iteration, for these pairs of a result and its cotangent; None where nothing comes back.
+
+    Args:
+        pairs: of results.
+        by, captured: by what; of `captured` some may be computed of others.
+        further: whether autograd follows the gradients.
+    """
+    if not pairs:
+        return [None] * (len(by) + len(captured))
+    outs, cts = zip(*pairs)
+    with torch_internals.ending_at(captured):
+        found = torch.autograd.grad(
+            outs, [*by, *captured], cts, allow_unused=True, retain_graph=True, create_graph=further
+        )
+    return list(found)
+
+
+def _variable(x: torch.Tensor) -> torch.Tensor:
+    """`x` under another name, to differentiate by."""
+    return x.view_as(x) if x.requires_grad else torch_internals.begin_following(x.detach())
+
+
+def _along(ct: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The cotangent of what a loop collects, laid out as that is: `like` is of one iteration."""
+    goal = None
+    if is_array(like):
+        spec = spec_of(like)
+        goal = P(None, *spec, unreduced=spec.reduced, reduced=spec.unreduced)
+    if goal is None and not is_array(ct) or (is_array(ct) and spec_of(ct) == goal):
+        return ct
+    return moved(ct, mesh_of(like) if goal is not None else mesh_of(ct), goal, "grad")
