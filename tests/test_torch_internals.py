@@ -248,11 +248,11 @@ def keep_apart():
 
 
 def followed():
-    """By which level values are followed: of a gradient in another, each under another limit; by a tangent; by nothing."""
+    """By which level values are followed: of a gradient in another, with more and more of them hidden; by a tangent; by nothing."""
     seen = []
 
     def inner(x, y):
-        seen.extend(door.follower(args, below) for args in ([x], [x, y], [y]) for below in (None, 2, 1))
+        seen.extend(door.follower(args, hidden) for args in ([x], [x, y], [y]) for hidden in ((), (2,), (1, 2)))
         return x * y
 
     torch.func.grad(lambda y: torch.func.grad(inner)(y, torch.ones(()) * y))(torch.ones(()))
@@ -331,6 +331,11 @@ def hooks_around():
         return door.saved_tensor_hooks()[0] is pack
 
 
+@torch.library.custom_op("vfn_door::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
 CASES = {
     "BARE": lambda: {torch.Tensor, type(fake())} <= door.BARE,
     "DTensorSpec": lambda: type(door.spec(array())) is door.DTensorSpec,
@@ -383,6 +388,7 @@ CASES = {
     "conversions_by_new_parameters": converted,
     "count_write": lambda: (x := torch.zeros(2)) is not None and (door.count_write(x), door.version(x))[1] == 1,
     "current_autograd_number": lambda: door.current_autograd_number() == -1 and backward_numbers()[2] >= 0,
+    "custom_op_name": lambda: door.custom_op_name(doubled) == "vfn_door::doubled" and door.custom_op_name(MM) is None,
     "default_device": lambda: inside(torch.device("meta"), door.default_device).type == "meta",
     "default_dtype": lambda: inside(door.default_dtype(torch.float64), torch.get_default_dtype) is torch.float64,
     "default_store": lambda: refused(ValueError, door.default_store),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch._library.custom_ops import CustomOpDef as _CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _python_dispatch
@@ -47,7 +48,7 @@ def overload_name(op: Any) -> str:
 
 def custom_op_name(op: Any) -> str | None:
     """The name of what `torch.library.custom_op` has made, ``"mylib::rope"``; None of anything else."""
-    return getattr(op, "_qualname", None)
+    return op._qualname if isinstance(op, _CustomOpDef) else None
 
 
 def overload_named(name: str) -> Any:

@@ -95,7 +95,10 @@ class RanksAsOne:
         given, vals = node.args[0], value(node)
         if not is_listed(node) or len(given) != self.count or not all(_alike(x, vals[0]) for x in vals):  # type: ignore
             raise RanksDiffer
-        if collective_of(node).mesh.device_type != "cpu":  # where it is begun, and waited for
+        mesh = collective_of(node).mesh
+        if mesh.device_type != "cpu":  # where it is begun, and waited for
+            raise RanksDiffer
+        if len(communicator_of(mesh).ranks) != self.count or mesh.size() != self.count:  # others are elsewhere
             raise RanksDiffer
         parts = {part.args[1]: part for part in node.users}
         new = self.graph.create_node(node.op, node.target, (self._argument(list(given)),), {}, node.name)  # type: ignore
