@@ -291,6 +291,13 @@ def derived(rule):
     return vfn.grad(half)
 
 
+def around_a_value(x):
+    n = x.long()
+    f = vfn.custom_jvp(lambda x: x * n)
+    f.defjvp(lambda primals, tangents: (f(*primals), n * tangents[0]))
+    return f(x)
+
+
 def keyword_only(x, *, y):
     return x * y
 
@@ -333,6 +340,11 @@ SAID = {
         "custom_vjp of double: the function closes over a tensor that is differentiated, for which its rule gives no "
         "derivative\n  Instead: the tensor as one more argument, with its derivative in the rule; or vfn.stop_gradient(x) "
         "of it",
+    ),
+    "a value of an inner transform": (
+        lambda: vfn.jvp(vfn.grad(around_a_value), (ONE,), (ONE,)),
+        "custom_jvp of <lambda>: an outer transform runs the function, or its rule, which closes over a value of a transform "
+        "inside of it\n  Instead: the value as one more argument",
     ),
     "keyword only": (
         lambda: vfn.grad(with_rule(keyword_only))(ONE, y=ONE),

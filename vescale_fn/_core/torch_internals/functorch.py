@@ -79,6 +79,12 @@ def follower(xs: Iterable[torch.Tensor], hidden: Collection[int] = (), forward: 
     return None if found < 0 else found
 
 
+def is_about_levels(error: RuntimeError) -> bool:
+    """Whether functorch says that a tensor belongs to a transform that does not run at this point."""
+    said = str(error)
+    return "INTERNAL ASSERT FAILED" in said and ("level <= current_level" in said or "batched == nullptr" in said)
+
+
 def is_dual(x: torch.Tensor) -> bool:
     """Whether `x`, which no transform wraps, has a tangent of `torch.autograd.forward_ad`."""
     if _forward_ad._current_level < 0:

@@ -164,7 +164,7 @@ class _Call:
             _as(tangents, self.tensors)
         else:
             tangents = [torch.zeros_like(x) for x in how.inner]
-        with how.running():
+        with how.running(self.where):
             outs, out_def, slopes = self.ruled(how.inner, tangents)
         made, rest = [outs[i] for i in self.smooth], slopes if how.alone else []
         rules.refuse_closed_over(self.where, how, made)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class Joined(torch.autograd.Function):
         if rule.alone and rule.linear and not further:
             return None, *[None] * n, *through, *cotangents
         saved = list(ctx.saved_tensors)
-        with rule.around(), hiding():
+        with rule.around(), hiding(rule.where):
             cts = [_zeros(like) if ct is None else ct for ct, like in zip(cotangents, ctx.like, strict=True)]
             mark(saved, [*rule.types[:n], *rule.types[n + rule.made :]][: len(saved)])
             mark(cts, [t and types.dual(t) for t in rule.types[n : n + rule.made]])
@@ -114,8 +114,11 @@ class Joined(torch.autograd.Function):
                 raise closed_over(rule.where)
             args = ctx.saved_tensors[: rule.given]
             given = [torch.zeros_like(x) if t is None else t for x, t in zip(args, tangents, strict=False)]
-            with rule.around(), torch_internals.following_tangents(), hiding(ctx.level):
-                return tuple(rule.push(applied(Unfollowed, ctx.level, *args), given))
+            with rule.around(), torch_internals.following_tangents(), hiding(rule.where, ctx.level):
+                args = applied(Unfollowed, ctx.level, *args)
+                for xs in args, given:
+                    mark(xs, rule.types[: rule.given])
+                return tuple(rule.push(args, given))
         return tuple(_zeros(like) if t is None else t for t, like in zip(outs, ctx.like, strict=True))
 
     @staticmethod
@@ -179,11 +182,21 @@ def applied(function: Any, *args: Any) -> tuple[Tensor, ...]:
         return torch_internals.apply(function, *args)
 
 
-def hiding(*levels: int) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def hiding(where: str, *levels: int) -> Iterator[None]:
     """A block in which no rule is for the transforms at these levels; of others that were hidden, levels that have ended begin
     anew."""
     here = torch_internals.level()
-    return context.setting(ruled=(*(level for level in state.now().ruled if level <= here), *levels))
+    try:
+        with context.setting(ruled=(*(level for level in state.now().ruled if level <= here), *levels)):
+            yield
+    except RuntimeError as error:
+        if not torch_internals.is_about_levels(error):
+            raise
+        what = (
+            "an outer transform runs the function, or its rule, which closes over a value of a transform inside of it"
+        )
+        raise TransformError(report(where, what, fix="the value as one more argument")) from None
 
 
 def _memory(x: Tensor) -> Any:

@@ -119,7 +119,7 @@ class _Call:
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Any, list[Any], Any]:
         """The leaves of result and residuals, and their trees."""
-        with self.way.running():
+        with self.way.running(self.where):
             out = called(self.f.fwd, self.given.whole(tensors), {}, self.where)  # type: ignore[arg-type]
         out, res = rules.pair(out, self.where, "fwd", "(out, residuals)")
         return *opened(out, self.where, "out", numpy=True, modules=True), *tree.flatten(res)

@@ -120,12 +120,12 @@ class RuledRun:
     alone: bool
     inner: list[Tensor]
 
-    def running(self) -> Any:
+    def running(self, where: str) -> Any:
         """What the function, and its rule, run in: the transforms around this one, as far as they can tell."""
         if self.alone:
             return contextlib.nullcontext()
         if self.level or self.depth < 2:
-            return hiding(*range(self.level, torch_internals.level() + 1))
+            return hiding(where, *range(self.level, torch_internals.level() + 1))
         return context.setting(grad_depth=self.depth - 1)
 
 
