@@ -179,6 +179,16 @@ def test_fori_loop_counts() -> None:
     ).item() == pytest.approx(8 * 1.1**7)
 
 
+def test_forms_that_jax_takes() -> None:
+    assert_close(vfn.switch(1, [torch.sin, torch.cos], operand=XS), XS.cos())
+    for unroll in (0, 1, 7, True, False):
+        assert vfn.scan(lambda c, x: [c + x, c], 0, torch.arange(4), unroll=unroll)[1].tolist() == [0, 0, 1, 3]
+    dtypes = []
+    for n in (torch.tensor(2, dtype=torch.int8), 2):
+        vfn.fori_loop(0, n, lambda i, c: dtypes.append(i.dtype) or c, 0)
+    assert set(dtypes) == {torch.int8, torch.int32}
+
+
 def collatz(n):
     return vfn.while_loop(
         lambda c: c[0] != 1, lambda c: (torch.where(c[0] % 2 == 0, c[0] // 2, 3 * c[0] + 1), c[1] + 1), (n, 0)

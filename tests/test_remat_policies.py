@@ -353,3 +353,17 @@ def test_a_name_means_nothing_elsewhere():
     assert vfn.name(X, "h") is X
     tree = {"a": X, "n": 3}
     assert vfn.checkpoint_name(tree, "h") is tree
+
+
+def test_static_arguments_by_name() -> None:
+    def f(x, n, *, how="sin"):
+        assert isinstance(n, int)
+        return getattr(torch, how)(x) ** n
+
+    x = torch.tensor(0.5, dtype=torch.float64)
+    g = vfn.remat(f, static_argnames=("n", "how"))
+    for given in ({"n": 3, "how": "cos"}, {"n": 2}):
+        assert vfn.grad(g)(x, **given) == vfn.grad(f)(x, **given)
+    assert vfn.grad(g)(x, 3) == vfn.grad(f)(x, 3)
+    with pytest.raises(TransformError, match="there is no parameter 'z'"):
+        vfn.remat(f, static_argnames="z")

@@ -22,6 +22,7 @@ _ADAM = {
 
 OTHER_WORDS: dict[str, dict[str, str]] = {
     "remat": {
+        "concrete": "static_argnums=..., of arguments that are Python values",
         "context_fn": "policy=vfn.remat_policies.dots_saveable, for instance",
         "use_reentrant": "nothing: there is one way only",
     },

@@ -48,11 +48,7 @@ def cond(
     >>> vfn.cond(torch.tensor(True), torch.sin, torch.cos, torch.tensor(0.0))
     tensor(0.)
     """
-    if operand is not _NONE:
-        if operands:
-            what = "operands were given by place, and one as operand="
-            raise TransformError(report("cond", what, fix="cond(pred, true_fun, false_fun, *operands)"))
-        operands = (operand,)
+    operands = _operands(operands, operand, "cond", "pred, true_fun, false_fun")
     for name, f in (("true_fun", true_fun), ("false_fun", false_fun)):
         if not callable(f):
             what = f"{name} must be a function, but it is {described(f)}"
@@ -67,13 +63,14 @@ def cond(
 
 
 @torch_internals.not_compiled
-def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any, operand: Any = _NONE) -> Any:
     """``branches[index](*operands)``, where an index that is too small or too large counts as the first or the last.
 
     Args:
         index: an int, or a 0-d integer tensor. What `cond` says of its condition holds for it.
         branches: functions of the operands whose results have one structure, with equal shapes and dtypes.
         operands: their arguments.
+        operand: the one argument, by name.
 
     Raises:
         TransformError: there is no branch, `index` is no integer, the results differ in their types.
@@ -85,6 +82,7 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     >>> vfn.switch(torch.tensor(7), [torch.sin, torch.cos], torch.tensor(0.0))
     tensor(1.)
     """
+    operands = _operands(operands, operand, "switch", "index, [f, g, ...]")
     if not isinstance(branches, (tuple, list)) or not branches:
         what = f"branches must be a list of functions, at least one, but it is {described(branches)}"
         raise TransformError(report("switch", what, fix="switch(index, [f, g, ...], *operands)"))
@@ -96,6 +94,15 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
         return called(branches[min(max(index, 0), last)], operands, {}, "switch")
     names = tuple(f"branches[{i}]" for i in range(len(branches)))
     return _one_of(index.clamp(0, last), branches, operands, "switch", names)
+
+
+def _operands(operands: tuple[Any, ...], operand: Any, where: str, before: str) -> tuple[Any, ...]:
+    if operand is _NONE:
+        return operands
+    if operands:
+        what = "operands were given by place, and one as operand="
+        raise TransformError(report(where, what, fix=f"{where}({before}, *operands)"))
+    return (operand,)
 
 
 def _one_of(

@@ -48,7 +48,7 @@ def scan(
             brought to all ranks when it is its turn. None: no slices, `length` says how often.
         length: the number of iterations; to be given where `xs` has no tensors.
         reverse: whether to begin at the last slice. What is collected stays in the order of `xs`.
-        unroll: how many iterations are recorded as one, an int; a hint, of which results do not depend. True: all of them.
+        unroll: how many iterations are recorded as one, an int; a hint, of which results do not depend. True or 0: all of them.
 
     Returns:
         ``(carry, ys)``: the last carry, and the tree of what `f` collected with a new leading dim.
@@ -128,7 +128,7 @@ class Repeated:
     def step(self, carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]) -> tuple[Opened, Opened]:
         """One iteration, unchecked."""
         out = called(self._f, (self.carry(carry), self._slices.one(x)), {}, self._where)
-        if not (isinstance(out, tuple) and len(out) == 2):
+        if not (isinstance(out, (tuple, list)) and len(out) == 2):
             what = "f must return a pair, the new carry and what is collected"
             raise TransformError(report(self._where, what, [f"it returned {described(out)}"], _PAIR))
         now, y = (Opened(part, self._where, name, self._carry.device) for part, name in zip(out, ("carry", "y")))
@@ -245,8 +245,8 @@ def is_split(x: torch.Tensor) -> bool:
 
 
 def _check_unroll(unroll: Any, where: str) -> None:
-    if not isinstance(unroll, int) or (unroll < 1 and unroll is not False):
-        what = f"unroll must be an int of at least 1, or a bool, but it is {short(unroll)}"
+    if not isinstance(unroll, int) or unroll < 0:
+        what = f"unroll must be an int that is not negative, or a bool, but it is {short(unroll)}"
         raise TransformError(report(where, what, fix="leave unroll out: results do not depend on it"))
 
 

@@ -127,7 +127,8 @@ def fori_loop(
     Args:
         lower, upper: ints, between which the loop is a `scan`, with all of its derivatives; or 0-d integer tensors, with
             which it is a `while_loop`.
-        body_fun: a function of the number of the iteration, a 0-d int32 tensor, and the carry, that returns the new carry.
+        body_fun: a function of the number of the iteration, a 0-d tensor of the bounds' dtype, int32 of ints, and the carry,
+            that returns the new carry.
         init_val: the first carry, as for `scan`.
         unroll: as for `scan`; only between ints.
 
@@ -146,7 +147,7 @@ def fori_loop(
         if unroll not in (None, False, 1):
             what = "unroll is for loops between ints, whose length is known"
             raise TransformError(report("fori_loop", what, fix="leave unroll out, or give both bounds as ints"))
-        lower = torch.as_tensor(lower)
+        lower = lower if isinstance(lower, torch.Tensor) else torch.full_like(upper, lower)
         start = lower, init_val
 
         def step(val: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -34,6 +35,7 @@ def remat(
     policy: Policy | None = None,
     prevent_cse: bool = True,
     static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
 ) -> Callable[Q, R]:
     """`f`, whose intermediate values are computed again in the backward pass instead of being kept.
 
@@ -46,7 +48,8 @@ def remat(
         policy: which values are kept all the same: one of `vfn.remat_policies`, or a function ``(op, shapes, name)``. What
             follows from a kept value is computed from it, and what only it follows from not at all. No bit depends on it.
         prevent_cse: under `jit`, whether what is computed again stays apart from what it repeats; else they may be merged.
-        static_argnums: arguments, by place, that are handed on as they are: no trees with tensors in them.
+        static_argnums, static_argnames: arguments, by place and by name, that are handed on as they are: no trees with tensors
+            in them.
 
     Raises:
         TransformError: `f` itself takes a gradient by `torch.func`; with a policy, `f` does something else the second time.
@@ -60,13 +63,21 @@ def remat(
 
     checked_function(f, "remat")
     static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    if names:
+        known = list(inspect.signature(f).parameters)
+        if unknown := [name for name in names if name not in known]:
+            failures = [f"there is no parameter {name!r}" for name in unknown]
+            raise TransformError(report("remat", "static_argnames are names of parameters of the function", failures))
+        static += tuple(map(known.index, names))
 
     @torch_internals.not_compiled
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not _keeps():
             return f(*args, **kwargs)
-        places = {n % len(args) for n in static} if static else set()
+        places = {n % len(args) for n in static if n < len(args)}
+        named = {name: kwargs.pop(name) for name in names if name in kwargs}
         leaves, treedef = opened(
             ([None if n in places else x for n, x in enumerate(args)], kwargs),
             "remat",
@@ -79,7 +90,7 @@ def remat(
         def flat(*flat_args: Any) -> Any:
             a, k = tree.unflatten(treedef, flat_args)
             a = [args[n] if n in places else x for n, x in enumerate(a)]
-            outs, flat_def = opened(called(f, a, k, "remat"), "remat", "out", numpy=True)
+            outs, flat_def = opened(called(f, a, k | named, "remat"), "remat", "out", numpy=True)
             return (flat_def, *outs)
 
         out_def, *outs = _checkpointed(flat, leaves, None if policy is None else Keeper(policy), prevent_cse)
