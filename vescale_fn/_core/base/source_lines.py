@@ -5,6 +5,7 @@ A frame is *inner* when it runs code of this package, of torch or of optree, or 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import linecache
 import os
@@ -51,6 +52,7 @@ def inner(files: Iterable[str]) -> list[bool]:
     return found
 
 
+@functools.lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
     """Whether a file of code is the user's."""
     return not (is_inner(file) or is_library(file))

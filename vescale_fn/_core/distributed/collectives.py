@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,6 +173,9 @@ class Record:
         return ",".join(self.axes)
 
 
+New = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Collective:
     """A collective as a value, to be carried out later, any number of times: a node of a plan.
@@ -208,18 +211,19 @@ class Collective:
             out = _run(self.kind, x, self.mesh, self.axes, self.params, self.why, later=later)
             return out.blocks if listed else out
 
-    def like(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor of the result's shape and dtype, in which nothing is: communicates nothing."""
-        return x.new_empty(TABLE[self.kind].result_shape(x.shape, group_size(self.mesh, self.axes), self.params))
+    def like(self, x: torch.Tensor, new: New = lambda shape, x: x.new_empty(shape)) -> torch.Tensor:
+        """A tensor of the result's shape and dtype, in which nothing is, made by `new` of its shape and `x`: communicates
+        nothing."""
+        return new(TABLE[self.kind].result_shape(x.shape, group_size(self.mesh, self.axes), self.params), x)
 
-    def like_all(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def like_all(self, blocks: Sequence[torch.Tensor], new: New) -> list[torch.Tensor]:
         """`like`, of the blocks of all ranks that this process plays; ranks that get one value share one tensor."""
         if not TABLE[self.kind].shared:
-            return [self.like(x) for x in blocks]
+            return [self.like(x, new) for x in blocks]
         communicator, made = communicator_of(self.mesh), dict[Any, torch.Tensor]()
         for at, x in enumerate(blocks):
             group = communicator.group_of(at, self.axes)
-            made[group] = self.like(x) if group not in made else made[group]
+            made[group] = self.like(x, new) if group not in made else made[group]
         return [made[communicator.group_of(at, self.axes)] for at in range(len(blocks))]
 
 

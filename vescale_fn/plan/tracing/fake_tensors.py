@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,18 +20,19 @@ class Valueless:
 
     def like(self, x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         """A tensor without values that lies as `x`, there or on another device."""
-        return self._made((x.shape, x.stride(), x.dtype, device or x.device))
+        return self._made((x.shape, x.stride(), x.dtype, device or _device(x)))
 
     def contiguous(self, shape: Sequence[int], x: torch.Tensor) -> torch.Tensor:
         """A tensor of this shape without values and without gaps, of the dtype and on the device of `x`."""
-        return self._made((torch.Size(shape), contiguous_stride(shape), x.dtype, x.device))
+        return self._made((torch.Size(shape), contiguous_stride(shape), x.dtype, _device(x)))
 
     def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
         """What an op gives."""
         if not _is_new(op):
             with self._mode:
                 return op(*args, **kwargs)
-        key = op, torch.get_default_dtype(), _key(args), _key(kwargs)
+        # of an operator its identity, which is no other's as long as `_new` holds it: torch computes its hash in Python
+        key = id(op), torch.get_default_dtype(), _key(args), _key(kwargs)
         found = self._known.get(key)
         if found is None:
             with self._mode:
@@ -54,20 +54,31 @@ class Valueless:
         return self._mode.__exit__(*error)
 
 
-@functools.lru_cache(maxsize=4096)
+_new: dict[int, tuple[bool, Any]] = {}
+
+
 def _is_new(op: Any) -> bool:
     """Whether what an op gives is its own, and is decided by how its arguments lie."""
-    schema = torch_internals.schema(op)
-    return (
-        not any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
-        and torch.Tag.dynamic_output_shape not in op.tags
-        and torch.Tag.data_dependent_output not in op.tags
-    )
+    found = _new.get(id(op))
+    if found is None:
+        schema = torch_internals.schema(op)
+        is_new = (
+            not any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+            and torch.Tag.dynamic_output_shape not in op.tags
+            and torch.Tag.data_dependent_output not in op.tags
+        )
+        found = _new[id(op)] = is_new, op
+    return found[0]
+
+
+def _device(x: torch.Tensor) -> torch.device:
+    """The device of a tensor, of one without values without asking its mode."""
+    return x.fake_device if type(x) is torch_internals.FakeTensor else x.device  # type: ignore[attr-defined]
 
 
 def _key(a: Any) -> Any:
     if isinstance(a, torch.Tensor):
-        return a.shape, a.stride(), a.dtype, a.device, a.is_conj(), a.is_neg()
+        return a.shape, a.stride(), a.dtype, _device(a), a.is_conj(), a.is_neg()
     if isinstance(a, (list, tuple)):
         return tuple(map(_key, a))
     if isinstance(a, dict):
@@ -78,7 +89,7 @@ def _key(a: Any) -> Any:
 def _lies(out: Any) -> Any:
     """How results lie: one tensor's, or the kind of sequence with those of its tensors; None for anything else."""
     if isinstance(out, torch.Tensor):
-        return out.shape, out.stride(), out.dtype, out.device
+        return out.shape, out.stride(), out.dtype, _device(out)
     if type(out) in (list, tuple) and all(isinstance(x, torch.Tensor) for x in out):
-        return type(out)(), [(x.shape, x.stride(), x.dtype, x.device) for x in out]
+        return type(out)(), [(x.shape, x.stride(), x.dtype, _device(x)) for x in out]
     return None

@@ -14,14 +14,14 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
 from ..._core import torch_internals
-from ..._core.arrays.stateful_draws import refuse_seeded
+from ..._core.arrays.stateful_draws import is_seeded, refuse_seeded
 from ..._core.base import context, op_arguments, source_lines, state
 from ..._core.base.errors import InPlaceError, RecordError
 from ..._core.base.messages import op_text, report
@@ -328,6 +328,8 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE and type(args[0]) is torch_internals.FakeTensor:  # asked of each block of a new array
+            return args[0].fake_device
         if self.frame.outer is not None:
             self.frame.see(op_arguments.tensors_in(args, kwargs))
         if not _PLAIN.issuperset(types):
@@ -337,26 +339,29 @@ class Recorder(torch_internals.TorchDispatchMode):
             return self._recorded(_ZEROS if func is _NO_ZEROS else func, args, kwargs)
 
     def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = op_arguments.tensors_in(args, kwargs)
-        if func in _READS:
-            return self._read(func, tensors, args, kwargs)
-        if func in _NOTHING:
+        about = _about(func)
+        if about.reads:
+            return self._read(func, op_arguments.tensors_in(args, kwargs), args, kwargs)
+        if about.nothing:
             return func(*args, **kwargs)
-        refuse_seeded(func, args, kwargs)
+        if about.seeded:
+            refuse_seeded(func, args, kwargs)
         line, again = self._line()
         self._check_settings(line)
-        self._check_writes(func, args, kwargs, line)
+        if about.writes:
+            self._check_writes(func, args, kwargs, line)
         if func is _LIFT:  # a tensor that was written down: the plan keeps it, and each run gets a copy
-            out = self._made(
-                self.graph.call_function(_CLONE, (self.node(tensors[0]),)), self._fake.like(tensors[0]), line, again
-            )
-            self._literals[id(out)] = tensors[0]
+            node = self.graph.call_function(_CLONE, (self.node(args[0]),))
+            out = self._made(node, self._fake.like(args[0]), line, again)
+            self._literals[id(out)] = args[0]
             return out
-        if torch.Tag.inplace_view in func.tags:
+        if about.reshapes:
             return self._in_another_shape(func, args, kwargs, line, again)
-        fakes, nodes = self._stand_ins(args), self._nodes(args)
-        fake_kwargs, node_kwargs = self._stand_ins(kwargs), self._nodes(kwargs)
-        if _name(func) in _SIZED and any(isinstance(a, fx.Node) and isinstance(a.meta["val"], float) for a in nodes):
+        fakes = self._stand_ins(args)
+        nodes = self._nodes(fakes)
+        fake_kwargs = self._stand_ins(kwargs) if kwargs else {}
+        node_kwargs = self._nodes(fake_kwargs) if kwargs else {}
+        if about.sized and any(isinstance(a, fx.Node) and isinstance(a.meta["val"], float) for a in nodes):
             raise Unrecordable(
                 f"the value of a float among the arguments decides the shape of torch's {_name(func)}", line
             )
@@ -377,7 +382,8 @@ class Recorder(torch_internals.TorchDispatchMode):
         if torch.get_default_dtype() is not self._dtype:
             func, more = ambient.resolved(func, args, kwargs, out)
             node_kwargs |= more
-        node = self.graph.call_function(func, tuple(nodes), node_kwargs)
+            about = _about(func)
+        node = self.graph.create_node("call_function", func, tuple(nodes), node_kwargs, about.node)
         return self._made(node, out, line, again)
 
     def _in_another_shape(self, func: Any, args: Any, kwargs: Any, line: str, again: Any) -> torch.Tensor:
@@ -487,13 +493,11 @@ class Recorder(torch_internals.TorchDispatchMode):
         collective = dataclasses.replace(collective, line=line)
         if type(x) is Blocks:
             blocks_ = [self._stand_in(block) for block in x.blocks]
-            with torch_internals.unrecorded(), self._fake:
-                out = Blocks(collective.like_all(blocks_))
+            out = Blocks(collective.like_all(blocks_, self._fake.contiguous))
             node = self.graph.call_function(collective, ([self.node(block) for block in blocks_],))
             self._made(node, out.blocks, line, again)
             return out
-        with torch_internals.unrecorded(), self._fake:
-            out = collective.like(self._stand_in(x))
+        out = collective.like(self._stand_in(x), self._fake.contiguous)
         return self._made(self.graph.call_function(collective, (self.node(x),)), out, line, again)
 
     def effect(self, step: Step, *args: Any) -> None:
@@ -628,12 +632,57 @@ _SIZED = frozenset(
 _PLAIN = frozenset((*torch_internals.BARE, torch.nn.Parameter))
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _NO_ZEROS = torch.ops.aten._efficientzerotensor.default  # that of forward mode, which must not be written
+_DEVICE = torch.ops.prim.device.default
 _NOTHING = {
     torch.ops.aten.detach_.default,
-    torch.ops.prim.device.default,
+    _DEVICE,
     torch.ops.aten._has_same_storage_numel.default,
 }
 
 
 def _name(func: Any) -> str:
     return torch_internals.operator_name(func).split("::")[-1].strip("_")
+
+
+class _About(NamedTuple):
+    """What is asked of an operator each time it is recorded.
+
+    Attributes:
+        op: itself.
+        reads: it gives a value to Python.
+        nothing: it computes nothing.
+        seeded: it may draw from a generator of torch's.
+        writes: it writes some argument.
+        reshapes: it gives its argument another shape.
+        sized: a number among its arguments decides the shape of its result.
+        node: what a graph calls its nodes, which fx finds out in 2 us; None where that may depend on the graph.
+    """
+
+    op: Any
+    reads: bool
+    nothing: bool
+    seeded: bool
+    writes: bool
+    reshapes: bool
+    sized: bool
+    node: str | None
+
+
+_operators: dict[int, _About] = {}  # by their identity, as torch computes their hash in Python
+
+
+def _about(op: Any) -> _About:
+    found = _operators.get(id(op))
+    if found is None:
+        node = fx.Graph().call_function(op).name
+        found = _operators[id(op)] = _About(
+            op,
+            op in _READS,
+            op in _NOTHING,
+            is_seeded(op),
+            bool(blocks.written(op)),
+            torch.Tag.inplace_view in op.tags,
+            _name(op) in _SIZED,
+            None if node[-1].isdigit() else node,
+        )
+    return found
