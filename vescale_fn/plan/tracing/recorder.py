@@ -350,25 +350,14 @@ class Recorder(torch_internals.TorchDispatchMode):
         self._check_settings(line)
         if about.writes:
             self._check_writes(func, args, kwargs, line)
-        if func is _LIFT:  # a tensor that was written down: the plan keeps it, and each run gets a copy
-            node = self.graph.call_function(_CLONE, (self.node(args[0]),))
-            out = self._made(node, self._fake.like(args[0]), line, again)
-            self._literals[id(out)] = args[0]
-            return out
+        if func is _LIFT:
+            return self._literal(args[0], line, again)
         if about.reshapes:
             return self._in_another_shape(func, args, kwargs, line, again)
-        fakes = self._stand_ins(args)
-        nodes = self._nodes(fakes)
-        fake_kwargs = self._stand_ins(kwargs) if kwargs else {}
-        node_kwargs = self._nodes(fake_kwargs) if kwargs else {}
-        if about.sized and any(isinstance(a, fx.Node) and isinstance(a.meta["val"], float) for a in nodes):
-            raise Unrecordable(
-                f"the value of a float among the arguments decides the shape of torch's {_name(func)}", line
-            )
-        if func is _AS_STRIDED and [*args, kwargs.get("storage_offset")][3] is not None:
-            # the next argument may begin elsewhere in its memory
-            if torch_internals.memory_number(fakes[0]) in self.frame.given:
-                raise Unrecordable("torch's as_strided counts from where the memory of an argument begins", line or "?")
+        fakes, fake_kwargs = self._stand_ins((args, kwargs))
+        nodes, node_kwargs = self._nodes((fakes, fake_kwargs))
+        if about.sized or func is _AS_STRIDED:
+            self._check_numbers(func, fakes, nodes, kwargs, line)
         outs = [(x, x.shape) for x in fake_kwargs.values() if isinstance(x, torch.Tensor)]
         try:
             out = self._fake(func, fakes, fake_kwargs)
@@ -382,9 +371,16 @@ class Recorder(torch_internals.TorchDispatchMode):
         if torch.get_default_dtype() is not self._dtype:
             func, more = ambient.resolved(func, args, kwargs, out)
             node_kwargs |= more
-            about = _about(func)
-        node = self.graph.create_node("call_function", func, tuple(nodes), node_kwargs, about.node)
+        name = about.node if func is about.op else None
+        node = self.graph.create_node("call_function", func, tuple(nodes), node_kwargs, name)
         return self._made(node, out, line, again)
+
+    def _literal(self, x: torch.Tensor, line: str, again: Any) -> torch.Tensor:
+        """A tensor that was written down: the plan keeps it, and each run gets a copy."""
+        node = self.graph.call_function(_CLONE, (self.node(x),))
+        out = self._made(node, self._fake.like(x), line, again)
+        self._literals[id(out)] = x
+        return out
 
     def _in_another_shape(self, func: Any, args: Any, kwargs: Any, line: str, again: Any) -> torch.Tensor:
         """`squeeze_` and its like: the tensor is from here on the view of it that has the other shape."""
@@ -559,6 +555,18 @@ class Recorder(torch_internals.TorchDispatchMode):
         if (now := torch_internals.kernel_settings()) != self._settings:
             what = torch_internals.changed_setting(self._settings, now)
             raise Unrecordable(f"{what} is set inside the function, and not around its call", line)
+
+    def _check_numbers(self, func: Any, fakes: Any, nodes: Any, kwargs: Any, line: str) -> None:
+        """Raise where a number among the arguments says what a later call may have otherwise."""
+        if func is not _AS_STRIDED:
+            if any(isinstance(a, fx.Node) and isinstance(a.meta["val"], float) for a in nodes):
+                raise Unrecordable(
+                    f"the value of a float among the arguments decides the shape of torch's {_name(func)}", line
+                )
+        elif [*fakes, kwargs.get("storage_offset")][3] is not None:
+            # the next argument may begin elsewhere in its memory
+            if torch_internals.memory_number(fakes[0]) in self.frame.given:
+                raise Unrecordable("torch's as_strided counts from where the memory of an argument begins", line or "?")
 
     def _check_writes(self, func: Any, args: Any, kwargs: Any, line: str) -> None:
         for position, name in blocks.written(func):
