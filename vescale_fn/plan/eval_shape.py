@@ -26,6 +26,7 @@ from .._core.sharding.named_sharding import without_mesh
 from .._core.sharding.spec import P, problems, too_long
 from .._core.sharding.spec_trees import are_rules, spec_from_rules
 from .jit import jit
+from .tracing.frame import Unrollable
 from .tracing.leaves import with_tensors
 from .tracing.recorder import Recorder, Unrecordable
 
@@ -64,7 +65,14 @@ def eval_shape(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _shapes(f: Callable[..., Any], args: Any, kwargs: Any, where: str) -> Any:
-    recorder = Recorder()
+    try:
+        return _found(f, args, kwargs, where, True)
+    except Unrollable:
+        return _found(f, args, kwargs, where, False)
+
+
+def _found(f: Callable[..., Any], args: Any, kwargs: Any, where: str, rolls: bool) -> Any:
+    recorder = Recorder(rolls=rolls)
     leaves, treedef = opened(
         (args, kwargs), where, "(args, kwargs)", numpy=True, modules=True, passing=functools.partial(owner, f, args)
     )

@@ -6,6 +6,7 @@ Source: `jax.lax`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -54,12 +55,9 @@ def cond(
             what = f"{name} must be a function, but it is {described(f)}"
             raise TransformError(report("cond", what, fix="cond(pred, true_fun, false_fun, *operands)"))
     pred = select.scalar(pred, "cond", "pred")
-    if not isinstance(pred, torch.Tensor):
+    if not isinstance(pred, torch.Tensor) or (leaves_.recorder() is None and not select.differs(pred)):
         return called(true_fun if pred else false_fun, operands, {}, "cond")
-    if not select.differs(pred):  # a truth value of whole numbers, of which a recording makes a plan for each
-        return called(true_fun if pred else false_fun, operands, {}, "cond")
-    index = (pred == 0).to(torch.int32)
-    return _one_of(index, (true_fun, false_fun), operands, "cond", ("true_fun", "false_fun"))
+    return _one_of(pred == 0, (true_fun, false_fun), operands, "cond", ("true_fun", "false_fun"))
 
 
 @torch_internals.not_compiled
@@ -108,28 +106,88 @@ def _operands(operands: tuple[Any, ...], operand: Any, where: str, before: str) 
 def _one_of(
     index: torch.Tensor, branches: Sequence[Any], operands: tuple[Any, ...], where: str, names: Sequence[str]
 ) -> Any:
+    chosen = Choice(branches, operands, where, names)
     if not select.differs(index):
-        return called(branches[int(index)], operands, {}, where)
-    device = leaves_.device_of((index, operands))
+        recorder = leaves_.recorder()
+        found = None if recorder is None else recorder.choice(index, chosen)
+        return called(branches[int(index)], operands, {}, where) if found is None else tree.unflatten(*found)
     with select.apart(index, where):
-        outs = [Opened(called(f, operands, {}, where), where, "out", device) for f in branches]
+        outs = [chosen(i) for i in range(len(branches))]
+    chosen.agree(outs, lambda x: (x.shape, x.dtype))
     found = outs[0].leaves
     for i, out in enumerate(outs[1:], 1):
-        _refuse_other(where, outs[0], out, (names[0], names[i]))
         found = select.chosen(index == i, out.leaves, found)
     return tree.unflatten(outs[0].treedef, found)
 
 
-def _refuse_other(where: str, one: Opened, other: Opened, names: tuple[str, str]) -> None:
-    """Raise unless two branches give the same types."""
-    what = f"{names[0]} and {names[1]} must give the same structure, shapes and dtypes"
-    if one.treedef != other.treedef:
-        found = list(tree.partings(one.value, other.value, f"that of {names[0]}", f"that of {names[1]}"))
-        raise TransformError(report(where, what, found, "the same structure from both"))
-    wrong = [
-        f"{path} is {leaves_.text(a)} of {names[0]} and {leaves_.text(b)} of {names[1]}"
-        for path, a, b in zip(one.paths(), one.leaves, other.leaves, strict=True)
-        if (a.shape, a.dtype) != (b.shape, b.dtype)
-    ]
-    if wrong:
-        raise TransformError(report(where, what, wrong, "a.to(b.dtype), torch.zeros_like(b) where nothing is computed"))
+class Choice:
+    """What is chosen between.
+
+    Args:
+        functions: the branches.
+        operands: their arguments.
+        where: the public function.
+        names: the branches, as its user knows them.
+    """
+
+    def __init__(self, functions: Sequence[Any], operands: tuple[Any, ...], where: str, names: Sequence[str]) -> None:
+        self.functions, self.operands, self.where, self.names = functions, operands, where, names
+        self._device = leaves_.device_of(operands)
+
+    def __call__(self, i: int) -> Opened:
+        """What a branch gives."""
+        return Opened(called(self.functions[i], self.operands, {}, self.where), self.where, "out", self._device)
+
+    def agree(
+        self,
+        outs: Sequence[Opened],
+        facts: Callable[[torch.Tensor], Any] = leaves_.facts,
+        within: Callable[[int], AbstractContextManager[Any]] = lambda i: nullcontext(),
+    ) -> None:
+        """Give what branches give one type, or raise where it cannot be had: a number takes the dtype that another one gives, a
+        plain tensor becomes an array.
+
+        Args:
+            outs: of each branch.
+            facts: what must be the same of a leaf.
+            within: a block in which the values of one branch can be computed with.
+        """
+        why = "branches give one layout"
+        for i, j in [*((0, j) for j in range(1, len(outs))), *((i, 0) for i in range(1, len(outs)))]:
+            with within(i):
+                outs[i].make_sums(outs[j], why)
+                outs[i].adapt(outs[j], why)
+        for i, out in enumerate(outs[1:], 1):
+            self._refuse_other(outs[0], out, (self.names[0], self.names[i]), facts)
+
+    def _refuse_other(self, one: Opened, other: Opened, names: tuple[str, str], facts: Any) -> None:
+        where = self.where
+        what = f"{names[0]} and {names[1]} must give the same structure, shapes and dtypes"
+        if facts is leaves_.facts:
+            what = f"{names[0]} and {names[1]} must give the same structure, shapes, dtypes, layouts and types"
+        if one.treedef != other.treedef:
+            found = list(tree.partings(one.value, other.value, f"that of {names[0]}", f"that of {names[1]}"))
+            raise TransformError(report(where, what, found, "the same structure from both"))
+        wrong = [
+            (f"{path} is {leaves_.text(a)} of {names[0]} and {leaves_.text(b)} of {names[1]}", _way(a, b, path, names))
+            for path, a, b in zip(one.paths(), one.leaves, other.leaves, strict=True)
+            if facts(a) != facts(b)
+        ]
+        if wrong:
+            ways = dict.fromkeys(way for _, way in wrong if way)
+            fix = "a.to(b.dtype), torch.zeros_like(b) where nothing is computed"
+            raise TransformError(report(where, what, [said for said, _ in wrong], "; ".join(ways) or fix))
+
+
+def _way(a: torch.Tensor, b: torch.Tensor, path: str, names: tuple[str, str]) -> str:
+    """What makes layouts or types of two branches one."""
+    (*shapes, lies, type_), (*other_shapes, other_lies, other_type) = leaves_.facts(a), leaves_.facts(b)
+    if shapes != other_shapes:
+        return ""
+    if lies != other_lies:
+        name, goal = (names[1], lies) if lies is not None else (names[0], other_lies)
+        return f"vfn.with_sharding({path}, {goal}) in {name}"
+    for name, one, other in ((names[0], type_, other_type), (names[1], other_type, type_)):
+        if more := sorted(other.varying - one.varying):
+            return f"vfn.pvary({path}, {more[0] if len(more) == 1 else tuple(more)!r}) in {name}"
+    return ""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import torch_internals
 from ..arrays.array import is_array, lies_as, mesh_of, moved
 from ..base import context, tree
 from ..base.containers import opened
@@ -20,7 +21,13 @@ from ..shard_map.collective_maps import promote
 from ..sharding.layout import WHOLE, type_text
 from ..sharding.spec import P
 
+_LAYOUT = "a carry keeps its layout"
 _NUMBERS = (bool, int, float, complex, np.generic, np.ndarray)
+
+
+def recorder() -> Any:
+    """The recording of a plan, which notes a loop or a choice as one call; None where there is none."""
+    return torch_internals.recorder() if torch_internals.dispatch_modes() else None
 
 
 class Opened:
@@ -58,20 +65,20 @@ class Opened:
         """The tree of the leaves as they are now."""
         return tree.unflatten(self.treedef, self.leaves)
 
-    def adapt(self, now: Opened) -> bool:
+    def adapt(self, now: Opened, why: str = _LAYOUT) -> bool:
         """Give leaves without a type of their own that of what came out in their place, and say whether some changed."""
         if self.treedef != now.treedef:
             return False
         pairs = zip(self.leaves, now.leaves, self._weak, strict=True)
-        found = [x if new is None else new for x, new in ((pair[0], _adapted(*pair)) for pair in pairs)]
+        found = [x if new is None else new for x, new in ((pair[0], _adapted(*pair, why)) for pair in pairs)]
         changed = any(x is not old for x, old in zip(found, self.leaves, strict=True))
         self.leaves = found
         return changed
 
-    def make_sums(self, before: Opened) -> None:
+    def make_sums(self, before: Opened, why: str = _LAYOUT) -> None:
         """Make the sums that are still to be made in what came out in the place of `before`, into the layout there."""
         if self.treedef == before.treedef:
-            self.leaves = list(map(_summed, before.leaves, self.leaves))
+            self.leaves = [_summed(x, now, why) for x, now in zip(before.leaves, self.leaves, strict=True)]
 
     def refuse_change(self, now: Opened, what: str, gives: str, fix: str) -> None:
         """Raise unless what came out has the structure and the types of what went in.
@@ -99,8 +106,9 @@ def _tensor(x: Any, device: torch.device | None) -> torch.Tensor:
         return x
     if isinstance(x, (np.ndarray, np.generic)):
         return torch.tensor(x, device=device)
-    dtype = {bool: torch.bool, int: torch.int64, complex: torch.tensor(1j).dtype}.get(type(x))
-    return torch.full((), x, dtype=torch.get_default_dtype() if dtype is None else dtype, device=device)
+    default = torch.get_default_dtype()
+    dtype = {bool: torch.bool, int: torch.int64, complex: default.to_complex()}.get(type(x), default)
+    return torch.full((), x, dtype=dtype, device=device)
 
 
 def device_of(trees: Iterable[Any]) -> torch.device | None:
@@ -133,15 +141,15 @@ def varied(x: torch.Tensor, axes: Iterable[str]) -> torch.Tensor:
     return x
 
 
-def _summed(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+def _summed(before: torch.Tensor, now: torch.Tensor, why: str) -> torch.Tensor:
     """`now`, with the sums that are still to be made, and are not in `before`, made."""
     have, goal = (facts(x)[2] for x in (now, before))
     if have is None or goal is None or have.unreduced <= goal.unreduced:
         return now
-    return moved(now, mesh_of(now), goal, "a carry keeps its layout")
+    return moved(now, mesh_of(now), goal, why)
 
 
-def _adapted(before: torch.Tensor, now: torch.Tensor, weak: bool) -> torch.Tensor | None:
+def _adapted(before: torch.Tensor, now: torch.Tensor, weak: bool, why: str) -> torch.Tensor | None:
     """`before` with the type of `now`, where it had none of its own: a number takes a wider dtype and varies by rank, a plain
     tensor counts as an array that is replicated. None where it cannot be had so."""
     (shape, dtype, lies, type_), (new_shape, new_dtype, new_lies, new_type) = facts(before), facts(now)
@@ -153,7 +161,7 @@ def _adapted(before: torch.Tensor, now: torch.Tensor, weak: bool) -> torch.Tenso
             return None
         found = found.to(new_dtype)
     if lies is None and new_lies == P():
-        found = moved(found, mesh_of(now), P(), "a carry keeps its layout")
+        found = moved(found, mesh_of(now), P(), why)
     return found if facts(found) == facts(now) else None
 
 

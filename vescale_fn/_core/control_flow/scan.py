@@ -75,7 +75,7 @@ def scanned(
     slices = Slices(xs, where)
     count = slices.length(length)
     body = Repeated(f, init, slices, where, name)
-    if count and torch_internals.dispatch_modes() and (recorder := torch_internals.recorder()) is not None:
+    if count and (recorder := leaves_.recorder()) is not None:
         if (found := recorder.scan(body, slices.whole(), count, reverse)) is not None:
             return body.carry(found[0]), body.collected(found[1])
     places = range(count - 1, -1, -1) if reverse else range(count)

@@ -40,11 +40,14 @@ def varying(x: Any) -> tuple[str, ...]:
 
 
 def differs(x: Any) -> bool:
-    """Whether a condition is one for each entry of a `vmap`, or for each rank."""
+    """Whether a condition is one for each entry of a `vmap`, or for each rank: in a body as its type says, where it has one."""
     if not isinstance(x, torch.Tensor):
         return False
+    running = context.body()
+    if torch_internals.is_batched(x) or (running is not None and running.check):
+        return torch_internals.is_batched(x) or bool(varying(x))
     inner = torch_internals.peel(x)
-    return torch_internals.is_batched(x) or bool(varying(x)) or (type(inner) is Blocks and not _is_one(inner))
+    return type(inner) is Blocks and not _is_one(inner)
 
 
 def _is_one(x: Blocks) -> bool:

@@ -5,14 +5,14 @@ Source: `jax.lax`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import torch_internals
-from ..base import linear_map, tracebacks
+from ..base import linear_map, tracebacks, tree
 from ..base.errors import TransformError
 from ..base.messages import described, report
 from ..base.user_calls import called, checked_function
@@ -58,32 +58,77 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
 
 
 def _looped(cond_fun: Any, body_fun: Any, init_val: Any, where: str) -> Any:
-    carry = Opened(init_val, where, "init_val", leaves_.device_of([init_val]))
-
-    def asked() -> Any:
-        return select.scalar(called(cond_fun, (carry.tree(),), {}, where), where, "the result of cond_fun")
-
-    def stepped(holds: Any) -> Opened:
-        with select.apart(holds, where):
-            now = Opened(called(body_fun, (carry.tree(),), {}, where), where, "val", carry.device)
-        now.make_sums(carry)
-        return now
-
-    holds, count = asked(), 0
-    if axes := select.varying(holds):  # each rank keeps its own carry, after its own number of iterations
-        carry.leaves = [leaves_.varied(x, axes) for x in carry.leaves]
+    loop = Conditioned(cond_fun, body_fun, init_val, where)
+    carry, recorder = loop.carry, leaves_.recorder()
+    if recorder is not None and (found := recorder.while_loop(loop)) is not None:
+        return tree.unflatten(carry.treedef, found)
+    holds, count = loop.holds(carry.leaves), 0
+    loop.vary(holds)
     while select.anywhere(holds):
-        now = stepped(holds)
+        now = loop.step(carry.leaves, holds)
         if count == 0 and carry.adapt(now):
-            now = stepped(holds)
-        if select.differs(holds) and now.treedef == carry.treedef:
-            now.leaves = select.chosen(holds != 0, now.leaves, carry.leaves)
-        carry.refuse_change(now, _KEEPS, "body_fun returns", "the same types from body_fun as in init_val")
-        carry.leaves, count = now.leaves, count + 1
-        holds = asked()
+            now = loop.step(carry.leaves, holds)
+        carry.leaves, count = loop.checked(now), count + 1
+        holds = loop.holds(carry.leaves)
     if count:
         carry.leaves = list(map(_only_forward, carry.leaves))
     return carry.tree()
+
+
+class Conditioned:
+    """What is repeated as long as a condition holds, as functions of the leaves of the carry.
+
+    Args:
+        cond_fun, body_fun: the user's functions.
+        init: the first carry.
+        where: the public function.
+
+    Attributes:
+        carry: the first carry.
+    """
+
+    def __init__(self, cond_fun: Any, body_fun: Any, init: Any, where: str) -> None:
+        self._cond_fun, self._body_fun, self._where = cond_fun, body_fun, where
+        self.carry = Opened(init, where, "init_val", leaves_.device_of([init]))
+
+    def holds(self, leaves: Sequence[torch.Tensor]) -> Any:
+        """The condition of a carry."""
+        found = called(self._cond_fun, (tree.unflatten(self.carry.treedef, leaves),), {}, self._where)
+        return select.scalar(found, self._where, "the result of cond_fun")
+
+    def vary(self, holds: Any) -> bool:
+        """Let each rank keep its own carry, after its own number of iterations, where the condition differs; and say whether
+        the carry was another one before."""
+        before = self.carry.leaves
+        if axes := select.varying(holds):
+            self.carry.leaves = [leaves_.varied(x, axes) for x in before]
+        return any(x is not old for x, old in zip(self.carry.leaves, before, strict=True))
+
+    def step(self, leaves: Sequence[torch.Tensor], holds: Any) -> Opened:
+        """One iteration; where the condition differs, only for those for whom it holds."""
+        value = tree.unflatten(self.carry.treedef, leaves)
+        with select.apart(holds, self._where):
+            now = Opened(called(self._body_fun, (value,), {}, self._where), self._where, "val", self.carry.device)
+        now.make_sums(self.carry)
+        if select.differs(holds) and now.treedef == self.carry.treedef:
+            now.leaves = select.chosen(holds != 0, now.leaves, leaves)
+        return now
+
+    def checked(self, now: Opened) -> list[torch.Tensor]:
+        """The leaves of a new carry, whose types must be those of the first one."""
+        self.carry.refuse_change(now, _KEEPS, "body_fun returns", "the same types from body_fun as in init_val")
+        return now.leaves
+
+
+def refused() -> TransformError:
+    """Why there is no gradient."""
+    return TransformError(
+        report(
+            "while_loop",
+            "it has no gradient, for a backward pass would have to keep the values of an unknown number of iterations",
+            fix="vfn.scan, or fori_loop between ints, which run for a known number of times; or vfn.jvp",
+        )
+    )
 
 
 def _only_forward(x: torch.Tensor) -> torch.Tensor:
@@ -101,13 +146,7 @@ class _Forward:
         return xs
 
     def transpose(self) -> linear_map.LinearMap:
-        raise TransformError(
-            report(
-                "while_loop",
-                "it has no gradient, for a backward pass would have to keep the values of an unknown number of iterations",
-                fix="vfn.scan, or fori_loop between ints, which run for a known number of times; or vfn.jvp",
-            )
-        )
+        raise refused()
 
     def batched(self, over: tuple[str, ...]) -> linear_map.LinearMap:
         return self

@@ -27,11 +27,13 @@ from torch import fx
 from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 from ..ir import memory_aliases
+from ..ir.branches import Branches, While
 from ..ir.graph import Step, calls, output, value
 from ..ir.loop import Loop
 from ..ir.nested import Nested
 from ..ir.shared_bodies import Shared, apart
 from . import fast_sums
+from .branching import Branching, Repeating
 from .fast_calls import way
 from .looping import Looping
 from .stride_checks import as_recorded, uncertain
@@ -263,7 +265,7 @@ _TAKES_NUMBERS = {
 
 
 # what runs a call with bodies, of the call and the functions of its bodies
-_RUN: dict[type, Callable[..., Any]] = {Loop: Looping}
+_RUN: dict[type, Callable[..., Any]] = {Loop: Looping, Branches: Branching, While: Repeating}
 
 
 def _last_uses(graph: fx.Graph, together: dict[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:

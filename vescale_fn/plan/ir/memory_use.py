@@ -16,6 +16,7 @@ from torch import fx
 from ..._core.base.source_lines import quoted, readable
 from . import graph as plan
 from . import memory_aliases
+from .branches import Branches
 from .nested import bodies_of
 
 
@@ -114,6 +115,8 @@ def memory(graph: fx.Graph) -> MemoryUse:
                 map(within.__getitem__, bodies_of(node)), key=lambda use: use.peak - use.arguments, default=None
             )
             now = live + (0 if inside is None else inside.peak - inside.arguments)
+            if isinstance(node.target, Branches):  # whose results are those of the branch
+                now = max(live, now - sum(sizes[piece] for piece in lie[node]))
             if now > top:
                 top, at, deepest = now, len(timeline), inside
             timeline.append(Moment(call_text(node), node.meta.get("line", ""), now))

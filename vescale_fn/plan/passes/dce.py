@@ -7,21 +7,25 @@ collective that some other rank needs (`keep`) stays.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from torch import fx
 
-from ..ir import shared_bodies
+from ..ir import branches, loop, shared_bodies
+from ..ir.branches import Branches
 from ..ir.graph import KEPT, Step, collectives, copied, memories, written
-from ..ir.loop import loops, prune
+from ..ir.loop import Loop
 from ..ir.nested import nested
+
+_PRUNE: dict[type, Callable[[fx.Node], None]] = {Loop: loop.prune, Branches: branches.prune}
 
 
 def dead(graph: fx.Graph) -> fx.Graph:
     """The graph without the calls that nothing needs."""
     graph = copied(graph)
-    for node in reversed(loops(graph)):
-        prune(node)
+    for node in reversed(nested(graph)):
+        if type(node.target) in _PRUNE:
+            _PRUNE[type(node.target)](node)  # type: ignore[index]
     shared_bodies.prune(reversed(nested(graph)))
     stays = _needed(graph)
     for node in reversed(list(graph.nodes)):

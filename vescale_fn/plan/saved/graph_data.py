@@ -20,6 +20,7 @@ from ..._core.base.messages import report, short
 from ..._core.distributed.collectives import Collective
 from ..._core.sharding.spec import P, rebuild_spec
 from ..ir import graph as plan
+from ..ir.branches import Branches, While
 from ..ir.loop import Loop
 from ..ir.nested import Nested
 from ..ir.shared_bodies import Shared
@@ -30,7 +31,7 @@ Mesh = Any
 _TORCH = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 # taking parts out of results, and what is computed of floats among the arguments
 _NUMBERS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs")
-_NESTED: dict[str, type[Nested]] = {"loop": Loop, "shared": Shared}
+_NESTED: dict[str, type[Nested]] = {"loop": Loop, "branches": Branches, "while": While, "shared": Shared}
 _PYTHON = {getattr(operator, name): name for name in ("getitem", *_NUMBERS)}
 
 

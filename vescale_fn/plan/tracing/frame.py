@@ -17,6 +17,17 @@ class Unrollable(BaseException):
     """A value of the body of a loop was kept from it and is used outside: the body has to be recorded for each iteration."""
 
 
+class Unrecordable(BaseException):
+    """The function does something that depends on values, or that runs on values alone. No `Exception`, lest a user's
+    ``except`` takes it for an error."""
+
+    def __init__(self, reason: str, line: str) -> None:
+        super().__init__(reason)
+        self.reason, self.line = reason, line
+        self.graph: fx.Graph | None = None  # what had been recorded before
+        self.guards: list[Any] = []  # that led there
+
+
 class Frame:
     """A graph that is being recorded.
 

@@ -69,23 +69,8 @@ class Iteration:
     def stand_in(
         self, leaf: torch.Tensor, name: str, nodes: list[Nodes], moving: bool, stacked: Leaves | None = None
     ) -> torch.Tensor:
-        """What stands for a leaf in the body; its nodes are added to `nodes`. Of what is gone over, `leaf` is `like_a_slice`,
-        and `stacked` all of it."""
-        found: Nodes = []
-        rows = None if stacked is None else iter(stacked)
-
-        def one(x: torch.Tensor) -> torch.Tensor:
-            fake = self.recorder.stand_in(x if rows is None else next(rows), name, rows is not None)
-            found.append(fake._plan_node)
-            return fake
-
-        with torch_internals.no_torch_function():
-            out = leaves_.with_tensors(leaf, one)
-            if moving and is_smooth(leaf):
-                out.requires_grad_()
-            tensor_types.kept(out, leaf)
-        nodes.append(found)
-        return out
+        """What stands for a leaf in the body."""
+        return stand_in(self.recorder, leaf, name, nodes, moving, stacked)
 
     def nodes(self, leaf: torch.Tensor, wanted: Nodes | None = None) -> Nodes:
         """The nodes of a leaf's plain tensors, which lie as those of `wanted`."""
@@ -102,6 +87,33 @@ class Iteration:
         return captured(self.results, self.start, self.frame.followed.values(), [*self.given, *self.cut])
 
 
+def stand_in(
+    recorder: Any,
+    leaf: torch.Tensor,
+    name: str,
+    nodes: list[Nodes],
+    moving: bool = False,
+    stacked: Leaves | None = None,
+) -> torch.Tensor:
+    """What stands for a leaf in a body; its nodes are added to `nodes`. Of what a loop goes over, `leaf` is `like_a_slice`, and
+    `stacked` all of it; `moving` is what autograd is to follow."""
+    found: Nodes = []
+    rows = None if stacked is None else iter(stacked)
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        fake = recorder.stand_in(x if rows is None else next(rows), name, rows is not None)
+        found.append(fake._plan_node)
+        return fake
+
+    with torch_internals.no_torch_function():
+        out = leaves_.with_tensors(leaf, one)
+        if moving and is_smooth(leaf):
+            out.requires_grad_()
+        tensor_types.kept(out, leaf)
+    nodes.append(found)
+    return out
+
+
 @functools.lru_cache(maxsize=256)
 def _in_order(strides: tuple[int, ...]) -> Step:
     return Step("in_order", functools.partial(as_recorded, strides=strides), views=(0,))
@@ -109,10 +121,15 @@ def _in_order(strides: tuple[int, ...]) -> Step:
 
 def in_place_of(graph: fx.Graph, node: fx.Node, wanted: fx.Node) -> fx.Node:
     """What a node gives, lying in memory as what it takes the place of."""
-    if value(node).stride() == value(wanted).stride():
+    return lying_as(graph, node, value(wanted))
+
+
+def lying_as(graph: fx.Graph, node: fx.Node, like: torch.Tensor) -> fx.Node:
+    """What a node gives, lying in memory as `like`."""
+    if value(node).stride() == like.stride():
         return node
-    new = graph.call_function(_in_order(value(wanted).stride()), (node,))
-    new.meta = {"val": value(wanted), "line": node.meta.get("line", "")}
+    new = graph.call_function(_in_order(like.stride()), (node,))
+    new.meta = {"val": like, "line": node.meta.get("line", "")}
     return new
 
 

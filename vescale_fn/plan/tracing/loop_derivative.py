@@ -11,6 +11,7 @@ from ..._core import torch_internals
 from ..._core.transforms.primals import as_primals
 from ..ir.graph import value
 from ..ir.loop import EACH, STACKED, Loop
+from ..ir.nested import extracted
 from . import leaves as leaves_
 from .loop_again import gradients
 from .loop_calls import LoopCall, Nodes, flat, in_place_of, like_a_slice, rebuilt, stacked, with_all_elements
@@ -32,14 +33,14 @@ class Derivative:
     def cotangents(self) -> list[Any]:
         """Record it, and give the cotangents of the call's inputs."""
         call, frame, recorder = self.call, self.call.one.frame, self.call.recorder
-        before, places = set(frame.graph.nodes), len(frame.places)
+        before, known = set(frame.graph.nodes), len(frame.places)
         self.record()
         new, given = (
             call.partition.since(before, frame.graph),
             [*flat(self.ct_nodes), *(total for total, _ in self.totals)],
         )
         gives = [*self.carry_nodes, *(added for _, added in self.totals), *flat(self.own_nodes[len(self.first) :])]
-        split = call.partition.of_backward(new, given, flat(self.row_nodes), gives, frame.places[places:])
+        split = call.partition.of_backward(new, given, flat(self.row_nodes), gives, frame.places[known:])
         call.keep(split.residuals)
         zeros = [recorder.zeros(value(total)) for total, _ in self.totals]
         with torch_internals.no_torch_function():
@@ -55,8 +56,9 @@ class Derivative:
         constant_of = dict(zip(frame.places, frame.constants, strict=True))
         along += [recorder.outer(cut_of[x]) for x in split.cuts]
         each = [recorder.outer(call.kept[x]) for x in split.each]
+        places = [*given, *flat(self.row_nodes), *split.cuts, *split.each, *split.constants, *split.last]
         loop = Loop(
-            bodies=(split.body,),
+            bodies=(extracted(split.nodes, places, gives),),
             length=call.count,
             reverse=not call.reverse,
             carry=len(given),

@@ -15,7 +15,6 @@ from torch import fx
 
 from ..ir.graph import is_aten, value, viewed
 from ..ir.loop import EACH, LAST
-from ..ir.nested import extracted
 
 
 @dataclass
@@ -23,14 +22,14 @@ class Backward:
     """The backward graph.
 
     Attributes:
-        body: its graph. Its placeholders are the carry, what it goes over (the rows of cotangents, `cuts`, `each`), and
+        nodes: its calls. Its placeholders are to be the carry, what it goes over (the rows of cotangents, `cuts`, `each`), and
             `constants` and `last`.
         cuts: slices of what the loop goes over.
         each, last: values of the forward graph that are kept of each iteration, or of the last, being the same in all.
         constants: placeholders of the forward graph for what is from outside.
     """
 
-    body: fx.Graph
+    nodes: list[fx.Node]
     cuts: list[fx.Node]
     each: list[fx.Node]
     last: list[fx.Node]
@@ -76,7 +75,7 @@ class Partition:
         nodes: Sequence[fx.Node],
         given: Sequence[fx.Node],
         rows: Sequence[fx.Node],
-        gives: Sequence[fx.Node],
+        gives: Sequence[fx.Node | None],
         more: Sequence[fx.Node],
     ) -> Backward:
         """The backward graph.
@@ -117,11 +116,9 @@ class Partition:
         for node in nodes:
             for x in node.all_input_nodes:
                 need(x)
-        for x in gives:
+        for x in filter(None, gives):
             need(x)
-        places = [*given, *rows, *cuts, *each, *constants, *last]
-        body = extracted([*again, *nodes], places, gives)
-        return Backward(body, list(cuts), list(each), list(last), list(constants))
+        return Backward([*again, *nodes], list(cuts), list(each), list(last), list(constants))
 
 
 def _is_view(x: fx.Node) -> bool:

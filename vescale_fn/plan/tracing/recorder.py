@@ -33,9 +33,9 @@ from ..._core.sharding.layout import WHOLE, type_text
 from ..ir.graph import Step
 from ..ir.inplace import is_dense
 from ..ir.ranks_as_one import ROW
-from . import ambient, loops
+from . import ambient, branches, loops, while_loops
 from .fake_tensors import Valueless
-from .frame import Frame, Unrollable
+from .frame import Frame, Unrecordable, Unrollable
 from .traced_float import Number, disguise
 from .value_guards import READS, Guard, can_guard
 
@@ -45,17 +45,6 @@ _EQUAL, _DETACH = torch.ops.aten.equal.default, torch.ops.aten.detach.default
 _READS = {torch.ops.aten._local_scalar_dense.default, _EQUAL, torch.ops.aten.is_nonzero.default}
 _BACKWARD = torch_internals.backward_code
 _CHECKPOINT = torch.utils.checkpoint.__file__
-
-
-class Unrecordable(BaseException):
-    """The function does something that depends on values, or that runs on values alone. No `Exception`, lest a user's
-    ``except`` takes it for an error."""
-
-    def __init__(self, reason: str, line: str) -> None:
-        super().__init__(reason)
-        self.reason, self.line = reason, line
-        self.graph: fx.Graph | None = None  # what had been recorded before
-        self.guards: list[Guard] = []
 
 
 class Leaked(torch_internals.FakeTensor):
@@ -113,6 +102,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         self._times = 0
         self._literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
         self.read: list[torch.Tensor] = []
+        self._sought: list[torch.Tensor] | None = None  # while it is found out what is read
         self._kept: list[Any] = []  # stand-ins live as long as the recorder: they are known by identity
         self._around = contextlib.ExitStack()
 
@@ -129,11 +119,27 @@ class Recorder(torch_internals.TorchDispatchMode):
     def scan(self, repeated: Any, xs: list[torch.Tensor], count: int, reverse: bool) -> Any:
         """A loop as one call, whose body is recorded once: its last carry and what it collects, as leaves. None where its body
         has to be recorded for each iteration."""
-        return (
-            loops.recorded(self, repeated, xs, count, reverse)
-            if self.rolls and not torch_internals.raw_duals()
-            else None
-        )
+        return loops.recorded(self, repeated, xs, count, reverse) if self._nests() else None
+
+    def choice(self, index: torch.Tensor, chosen: Any) -> Any:
+        """A choice as one call, each branch of which is recorded: its results. None where one is to be taken now."""
+        return branches.recorded(self, index, chosen) if self._nests() and not torch_internals.transforming() else None
+
+    def while_loop(self, loop: Any) -> Any:
+        """A loop of unknown length as one call: the leaves of its last carry. None where its condition is to be read now."""
+        return while_loops.recorded(self, loop) if self._nests() and not torch_internals.transforming() else None
+
+    def _nests(self) -> bool:
+        return self.rolls and not torch_internals.raw_duals()
+
+    def sought(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The plain tensors whose one value Python would be given where it reads `x`."""
+        before, self._sought = self._sought, []
+        try:
+            x.item()
+            return list({id(one): one for one in self._sought}.values())
+        finally:
+            self._sought = before
 
     def __enter__(self) -> Any:
         self._dtype, self._settings = torch.get_default_dtype(), torch_internals.kernel_settings()
@@ -237,6 +243,10 @@ class Recorder(torch_internals.TorchDispatchMode):
     def fake_like(self, x: torch.Tensor) -> torch.Tensor:
         """A new tensor without values that lies as this one."""
         return self._fake.like(x)
+
+    def fake_dense(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor without values like this one, without gaps."""
+        return self._fake.contiguous(x.shape, x)
 
     def fake_stack(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """A new tensor without values, of `count` like this one along a new leading dim."""
@@ -519,6 +529,9 @@ class Recorder(torch_internals.TorchDispatchMode):
         return x
 
     def _read(self, func: Any, tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        if self._sought is not None:
+            self._sought += tensors
+            return 0
         ours = list(map(self.is_ours, tensors))
         values = {id(x): self._literals.get(id(x)) if own else x for x, own in zip(tensors, ours, strict=True)}
         if any(

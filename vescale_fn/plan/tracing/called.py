@@ -1,0 +1,44 @@
+"""A call with bodies as autograd sees it: one function, whose derivative is recorded when a gradient comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..._core import torch_internals
+from .frame import Unrollable
+
+
+def followed(call: Any, derivative: Callable[[Any, Sequence[Any]], list[Any]]) -> list[torch.Tensor]:
+    """Record a call, and give its results, which autograd follows from its inputs.
+
+    Args:
+        call: has `inputs`, and `forward`, which records it and notes its `mark`.
+        derivative: gives the cotangents of a call's inputs for those of its results.
+    """
+    return list(torch_internals.apply(_Called, call, derivative, *call.inputs))
+
+
+class _Called(torch.autograd.Function):
+    @staticmethod
+    def forward(call: Any, derivative: Any, *inputs: torch.Tensor) -> Any:
+        return tuple(call.forward())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.recorder, ctx.derivative = inputs[0].recorder, inputs[1]
+        ctx.save_for_backward(inputs[0].mark)  # under `remat` that is the mark of the call that is recorded again
+        ctx.count = len(inputs)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        if all(ct is None for ct in cotangents):  # also where a loop that uses its results ends a backward pass
+            return (None,) * ctx.count
+        if torch.is_grad_enabled() or torch_internals.transforming():
+            raise Unrollable  # the gradient of a gradient
+        with torch_internals.no_torch_function():
+            call = ctx.recorder.loops[torch_internals.memory_number(*ctx.saved_tensors)]
+            return None, None, *ctx.derivative(call, cotangents)
