@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import inspect
 import io
 import math
@@ -1422,3 +1423,21 @@ def test_plain_arguments_are_laid_out_as_they_come_in(gloo):
         seen = _arriving()
     assert seen == ([(P("tp"), P("dp"), True)] * 10, P("dp"), P("dp"), P())
     assert gloo(4, _arriving) == [seen] * 4
+
+
+def test_recordings_grow_old_at_once_but_for_some(monkeypatch):
+    """Or Python, which counts what grows old in its way, would not look for garbage among what recordings have left."""
+    frozen = []
+    monkeypatch.setattr(gc, "get_stats", lambda: [{"collections": -7}])
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+    for n in range(6):
+        vfn.jit(lambda x: x + 1)(torch.ones(n + 1))
+    assert frozen == [False] * 4
+    assert gc.isenabled()
+
+
+def test_what_the_user_has_frozen_stays_so(monkeypatch):
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 3)
+    monkeypatch.setattr(gc, "unfreeze", lambda: pytest.fail("it was unfrozen"))
+    assert vfn.jit(lambda x: x + 1)(torch.ones(2)).tolist() == [2, 2]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -64,6 +65,8 @@ _NUMBERS = (int, float, complex)
 
 def _number_text(x: Any, recorder: Any) -> str:
     """How a number, or a list of numbers, reads; "" for anything else, and for what stands for an input of a plan."""
+    if isinstance(x, torch.Tensor):
+        return ""
     parts = x if isinstance(x, (list, tuple)) else (x.start, x.stop, x.step) if isinstance(x, slice) else (x,)
     if not parts or (recorder is not None and any(map(recorder.stands_for_a_float, parts))):
         return ""
@@ -91,12 +94,20 @@ def numbers_alike(name: str, func: Any, mesh: Any, args: Sequence[Any], kwargs: 
     ledger, recorder = _ledger()
     if ledger is None or communicator_of(mesh).all_here:
         return
-    names = [a.name for a in torch_internals.schema(func).arguments]
-    found = [(key, text) for key, a in (*zip(names, args), *kwargs.items()) if (text := _number_text(a, recorder))]
+    found = [
+        (key, text)
+        for key, a in (*zip(_argument_names(func), args), *kwargs.items())
+        if (text := _number_text(a, recorder))
+    ]
     if found:
         line, ranks = quoted(user_line()), communicator_of(mesh).processes()
         for key, shown in found:
             ledger.note(f"{key!r} of {name}", shown, ranks, line)
+
+
+@functools.lru_cache(maxsize=4096)
+def _argument_names(func: Any) -> list[str]:
+    return [a.name for a in torch_internals.schema(func).arguments]
 
 
 def looked_for() -> bool:

@@ -242,6 +242,7 @@ class _Writer:
         return found
 
 
+@functools.lru_cache(maxsize=4096)
 def _comment(line: str) -> str:
     """A source line as a comment. A file may have any name, a line break in it too, which would end the comment."""
     return "".join(c if c.isprintable() else "?" for c in os.path.basename(line))

@@ -6,6 +6,7 @@ Only what an operator says of shapes is used, never how a value lies in memory: 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -106,8 +107,13 @@ def can_view(x: torch.Tensor, shape: Sequence[int]) -> bool:
 
 def seen(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
     """How a value that lies as `x` lies when it is seen in another shape; None where that takes a copy."""
+    return _seen(tuple(x.shape), x.stride(), tuple(shape))
+
+
+@functools.lru_cache(maxsize=4096)  # the layers of a model ask for the same again and again
+def _seen(before: tuple[int, ...], stride: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
     try:
-        return torch.empty_strided(x.shape, x.stride(), device="meta").view(shape)
+        return torch.empty_strided(before, stride, device="meta").view(shape)
     except RuntimeError:
         return None
 
