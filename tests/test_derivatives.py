@@ -281,6 +281,15 @@ def doubled(bwd=lambda _, g: (2 * g,), fwd=lambda x: (2 * x, None)):
     return double
 
 
+def paired(fwd):
+    @vfn.custom_vjp
+    def pair(x):
+        return {"a": x, "b": torch.stack([x, x])}
+
+    pair.defvjp(fwd, lambda _, g: (g["a"],))
+    return pair
+
+
 @vfn.custom_jvp
 def half(x):
     return x / 2
@@ -312,6 +321,21 @@ SAID = {
         lambda: vfn.grad(doubled(fwd=lambda x: x))(ONE),
         "custom_vjp of double: fwd must return a pair, (out, residuals)\n  * it returned the tensor f32[]\n"
         "  Instead: return (out, residuals)",
+    ),
+    "fwd gives another tree": (
+        lambda: vfn.grad(lambda x: doubled(fwd=lambda x: ((2 * x, x), None))(x)[0])(ONE),
+        "custom_vjp of double: fwd must return a pair, of what the function itself returns, and of residuals for bwd\n"
+        "  * out is a tuple, but double(...) is a leaf (Tensor)\n  Instead: return f(*args), residuals",
+    ),
+    "fwd gives less": (
+        lambda: vfn.grad(lambda x: paired(lambda x: ({"a": x}, None))(x)["a"])(ONE),
+        "custom_vjp of pair: fwd must return a pair, of what the function itself returns, and of residuals for bwd\n"
+        "  * out lacks 'b': pair(...) has 'a', 'b'\n  Instead: return f(*args), residuals",
+    ),
+    "fwd gives other shapes": (
+        lambda: vfn.vmap(vfn.grad(lambda x: paired(lambda x: ({"a": x, "b": x.double()}, None))(x)["a"]))(ONE[None]),
+        "custom_vjp of pair: fwd must return a pair, of what the function itself returns, and of residuals for bwd\n"
+        "  * out['b'] is f64[], but pair(...)['b'] is f32[2]\n  Instead: return f(*args), residuals",
     ),
     "no tuple": (
         lambda: vfn.grad(doubled(lambda _, g: g))(ONE),

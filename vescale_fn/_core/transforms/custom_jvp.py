@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -26,7 +26,7 @@ R = TypeVar("R")
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
 
-class custom_jvp(Generic[Q, R]):
+class custom_jvp(rules.Ruled[Q, R]):
     """`f`, whose derivative is by a rule of yours, in forward and in reverse mode: a decorator; `defjvp` gives the rule.
 
     Args:
@@ -57,20 +57,7 @@ class custom_jvp(Generic[Q, R]):
     tensor(1.)
     """
 
-    def __init__(
-        self,
-        f: Callable[Q, R],
-        nondiff_argnums: int | Sequence[int] = (),
-        nondiff_argnames: str | Sequence[str] = (),
-    ) -> None:
-        checked_function(f, "custom_jvp")
-        functools.update_wrapper(self, f)
-        self.fun, self.rule = f, None
-        self.where = f"custom_jvp of {getattr(f, '__name__', type(f).__name__)}"
-        self.nondiff = rules.places(f, nondiff_argnums, nondiff_argnames, "custom_jvp")
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+    rule: Callable[..., Any] | None = None
 
     def defjvp(self, jvp: Callable[..., Any], symbolic_zeros: bool = False) -> Callable[..., Any]:
         """Set the rule, and return it: a decorator."""
@@ -98,14 +85,7 @@ class custom_jvp(Generic[Q, R]):
 
     @torch_internals.not_compiled
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
-        if self.rule is None:
-            fix = "f.defjvp(rule) before the first call"
-            raise TransformError(report(self.where, "it has no rule yet", fix=fix))
-        every = list(rules.by_position(self.fun, args, kwargs, self.where))
-        for n in self.nondiff:
-            if n < len(every):
-                every[n] = stop_gradient(every[n])
-        given = rules.Arguments(self.where, every, self.nondiff)
+        given = self.arguments(self.rule, "defjvp(rule)", args, kwargs, stop_gradient)
         level = given.level()
         if level is None:
             return rules.without_rule(self.fun, given.whole(given.tensors), self.where)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -17,6 +16,7 @@ from ..base.user_calls import called, checked_function
 from ..shard_map import body
 from . import ruled_calls as rules
 from .custom_rules import CustomRule
+from .fwd_results import FwdCheck
 
 Tensor = torch.Tensor
 Q = ParamSpec("Q")
@@ -24,7 +24,7 @@ R = TypeVar("R")
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
 
-class custom_vjp(Generic[Q, R]):
+class custom_vjp(rules.Ruled[Q, R]):
     """`f`, whose gradient is by a rule of yours: a decorator; `defvjp` gives the rule.
 
     Args:
@@ -43,7 +43,8 @@ class custom_vjp(Generic[Q, R]):
 
     Raises:
         TransformError: no rule; forward-mode differentiation; `f` closes over a tensor that is differentiated; what the
-            rule gives does not fit.
+            rule gives does not fit: of `fwd` another tree, shape or dtype than of `f`, which is run once without values for
+            each kind of plain arguments.
         VaryingTypeError: in a body, a cotangent differs by rank where its argument does not.
 
     Source: `jax.custom_vjp`.
@@ -57,20 +58,8 @@ class custom_vjp(Generic[Q, R]):
     tensor([1., 1.])
     """
 
-    def __init__(
-        self,
-        f: Callable[Q, R],
-        nondiff_argnums: int | Sequence[int] = (),
-        nondiff_argnames: str | Sequence[str] = (),
-    ) -> None:
-        checked_function(f, "custom_vjp")
-        functools.update_wrapper(self, f)
-        self.fun, self.fwd, self.bwd = f, None, None
-        self.where = f"custom_vjp of {getattr(f, '__name__', type(f).__name__)}"
-        self.nondiff = rules.places(f, nondiff_argnums, nondiff_argnames, "custom_vjp")
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+    fwd: Callable[..., Any] | None = None
+    bwd: Callable[..., Any] | None = None
 
     def defvjp(
         self,
@@ -85,14 +74,11 @@ class custom_vjp(Generic[Q, R]):
         if symbolic_zeros:
             what = "symbolic_zeros=True is not supported: fwd gets values, and bwd tensors"
             raise TransformError(report("custom_vjp.defvjp", what, fix="a rule for cotangents that may be zeros"))
-        self.fwd, self.bwd = fwd, bwd
+        self.fwd, self.bwd, self.check = fwd, bwd, FwdCheck(self.fun, self.where)
 
     @torch_internals.not_compiled
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
-        if self.fwd is None:
-            fix = "f.defvjp(fwd, bwd) before the first call"
-            raise TransformError(report(self.where, "it has no rule yet", fix=fix))
-        given = rules.Arguments(self.where, rules.by_position(self.fun, args, kwargs, self.where), self.nondiff)
+        given = self.arguments(self.fwd, "defvjp(fwd, bwd)", args, kwargs, lambda x: x)
         self._refuse_followed(given)
         level = given.level()
         if level is None:
@@ -122,6 +108,7 @@ class _Call:
         with self.way.running(self.where):
             out = called(self.f.fwd, self.given.whole(tensors), {}, self.where)  # type: ignore[arg-type]
         out, res = rules.pair(out, self.where, "fwd", "(out, residuals)")
+        self.f.check(self.given, out)
         return *opened(out, self.where, "out", numpy=True, modules=True), *tree.flatten(res)
 
     def run(self) -> Any:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -16,12 +16,14 @@ from ..base import context, state, tree
 from ..base.containers import opened
 from ..base.errors import TransformError, VaryingTypeError
 from ..base.messages import count_text, described, report
-from ..base.user_calls import called, positional
+from ..base.user_calls import called, checked_function, positional
 from ..local_types import tensor_types, types
 from ..shard_map import body
 from .custom_rules import CustomRule, Joined, Unfollowed, applied, closed_over, hiding, mark
 
 Tensor = torch.Tensor
+Q = ParamSpec("Q")
+R = TypeVar("R")
 
 
 def by_position(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], where: str) -> tuple[Any, ...]:
@@ -62,6 +64,33 @@ def places(f: Callable[..., Any], nums: Any, names: Any, where: str) -> tuple[in
         what = "nondiff_argnums are places of arguments, nondiff_argnames their names"
         raise TransformError(report(where, what, failures, "nondiff_argnums=(0,), or nondiff_argnames=('f',)"))
     return tuple(sorted({n % len(known) if n < 0 else n for n in numbers} | {known.index(name) for name in given}))
+
+
+class Ruled(Generic[Q, R]):
+    """A function with a rule of its own for its derivative: how `custom_jvp` and `custom_vjp` begin."""
+
+    def __init__(
+        self,
+        f: Callable[Q, R],
+        nondiff_argnums: int | Sequence[int] = (),
+        nondiff_argnames: str | Sequence[str] = (),
+    ) -> None:
+        kind = type(self).__name__
+        checked_function(f, kind)
+        functools.update_wrapper(self, f)  # type: ignore[arg-type]
+        self.fun = f
+        self.where = f"{kind} of {getattr(f, '__name__', type(f).__name__)}"
+        self.nondiff = places(f, nondiff_argnums, nondiff_argnames, kind)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)  # type: ignore[arg-type]
+
+    def arguments(self, rule: Any, missing: str, args: Any, kwargs: Any, stop: Callable[[Any], Any]) -> Arguments:
+        """Those of a call. `missing`: what sets the rule; `stop`: what is done to those without derivative."""
+        if rule is None:
+            raise TransformError(report(self.where, "it has no rule yet", fix=f"f.{missing} before the first call"))
+        every = by_position(self.fun, args, kwargs, self.where)
+        return Arguments(self.where, [stop(x) if n in self.nondiff else x for n, x in enumerate(every)], self.nondiff)
 
 
 class Arguments:
