@@ -17,7 +17,6 @@ from typing import Any
 
 from ..sharding.index_map import local_shape
 from ..sharding.merged_dim import Merged, common, parts_of, taken_apart
-from ..sharding.placements import normal
 from ..sharding.spec import P, from_split_axes, split_axes
 
 Names = tuple[str, ...]
@@ -42,9 +41,15 @@ class MoveStep:
 def plan(shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], source: P, target: P) -> tuple[MoveStep, ...]:
     """The steps that bring an array of `shape` from `source` to `target` on a mesh with these (name, size) axes."""
     if not any(isinstance(row, Merged) for row in (*source, *target)):
-        return tuple(_Steps(shape, dict(axes), *(normal(spec, dict(axes), shape) for spec in (source, target))))
+        ones = {axis for axis, size in axes if size == 1}  # along which nothing can travel
+        return tuple(_Steps(shape, dict(axes), *(_without(ones, spec, len(shape)) for spec in (source, target))))
     steps = _taken_apart(shape, axes, source, target)
     return (*plan(shape, axes, source, P()), *plan(shape, axes, P(), target)) if steps is None else steps
+
+
+def _without(axes: set[str], spec: P, ndim: int) -> P:
+    rows = [tuple(axis for axis in row if axis not in axes) for row in split_axes(spec, ndim)]
+    return from_split_axes(rows, spec.unreduced - axes)
 
 
 def _taken_apart(shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], source: P, target: P) -> Any:
