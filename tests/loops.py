@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 GOLDENS = Path(__file__).parent / "goldens" / "loops.json"
-SEEDS = range(24)
+SEEDS = [seed for seed in range(18) if seed not in (5, 12, 17)]  # of which something is refused here, by name
 SIZE = 4
 
 
@@ -305,6 +305,98 @@ WAYS = {
 }
 
 
+# --- small calls, some of which are refused ---------------------------------------------------------------------------
+
+
+def small(lib, xp, array):
+    """Calls by name, each without arguments."""
+    lax, x, m, add = lib.lax, array([1.0, 2.0, 4.0, 8.0]), array([[1.0, 2.0], [3.0, 5.0], [7.0, 9.0]]), xp.add
+    running = lambda c, x: (c + x, c * x)
+    below = lambda most: lambda c: c < most
+    return {
+        "scan": lambda: lax.scan(running, array(0.0), x),
+        "scan: a number as the carry": lambda: lax.scan(running, 0, x),
+        "scan: reverse": lambda: lax.scan(running, 0.0, x, reverse=True),
+        "scan: all unrolled": lambda: lax.scan(running, 0.0, x, unroll=0),
+        "scan: a pair as a list": lambda: lax.scan(lambda c, x: [c + x, None], 0.0, x)[0],
+        "scan: by length": lambda: lax.scan(lambda c, _: (c * 2, c), array(1.0), length=5),
+        "scan: of length 0": lambda: lax.scan(running, array(0.5), x[:0]),
+        "scan: trees": lambda: lax.scan(
+            lambda c, x: ({"a": c["a"] + x[0], "b": c["b"]}, (x[1], None)),
+            {"a": array(0.0), "b": (array(1.0), None)},
+            (x, [x])[:1] * 2,
+        ),
+        "scan: the length is another one": lambda: lax.scan(running, 0.0, x, length=3),
+        "scan: no length": lambda: lax.scan(running, 0.0, None),
+        "scan: leading dims differ": lambda: lax.scan(lambda c, x: (c, None), 0.0, (x, x[:2])),
+        "scan: no leading dim": lambda: lax.scan(running, 0.0, array(1.0)),
+        "scan: another shape": lambda: lax.scan(lambda c, x: (c[:1], None), x, x),
+        "scan: another dtype": lambda: lax.scan(lambda c, x: (c * x, None), xp.arange(2)[1], x),
+        "scan: another structure": lambda: lax.scan(lambda c, x: ((c[0],), None), (0.0, 1.0), x),
+        "scan: no pair": lambda: lax.scan(lambda c, x: c + x, 0.0, x),
+        "scan: unroll below 0": lambda: lax.scan(running, 0.0, x, unroll=-1),
+        "fori_loop": lambda: lax.fori_loop(2, 5, lambda i, c: c * 2 + i, array(1)),
+        "fori_loop: none": lambda: lax.fori_loop(3, 1, lambda i, c: c * 2, array(1)),
+        "fori_loop: to a tensor": lambda: lax.fori_loop(0, array(4), lambda i, c: c + i, array(1)),
+        "fori_loop: another dtype": lambda: lax.fori_loop(0, 3, lambda i, c: c * 0.5, xp.arange(2)[1]),
+        "fori_loop: gradient": lambda: lib.grad(lambda x: lax.fori_loop(0, 3, lambda i, c: c * x + i, x))(array(2.0)),
+        "while_loop": lambda: lax.while_loop(below(100), lambda c: c * 3, array(2)),
+        "while_loop: a number takes a dtype": lambda: lax.while_loop(below(10), lambda c: c * 1.5, 1),
+        "while_loop: no iteration": lambda: lax.while_loop(below(0), lambda c: c * 3, array(2)),
+        "while_loop: a tangent": lambda: lib.jvp(
+            lambda x: lax.while_loop(below(9), lambda c: c * x, x), (x[1],), (x[0],)
+        ),
+        "while_loop: no gradient": lambda: lib.grad(lambda x: lax.while_loop(below(9), lambda c: c * 2, x))(x[0]),
+        "while_loop: a stopped carry": lambda: lib.grad(
+            lambda x: x * lax.while_loop(below(9), lambda c: c * 2, lax.stop_gradient(x))
+        )(x[0]),
+        "while_loop: a condition with dims": lambda: lax.while_loop(lambda c: c < 3, lambda c: c + 1, x),
+        "while_loop: another shape": lambda: lax.while_loop(lambda c: c.sum() < 30, lambda c: c.sum(), x),
+        "while_loop: each entry": lambda: lib.vmap(lambda x: lax.while_loop(below(9), lambda c: c * 2, x))(x),
+        "while_loop: each entry, counted": lambda: lib.vmap(
+            lambda x: lax.while_loop(lambda c: c[0] < x, lambda c: (c[0] + 1, c[1] * x), (0, 1.0))
+        )(x),
+        "cond": lambda: [lax.cond(p, lambda x: x + 1, lambda x: x - 1, x) for p in (True, x[0] > 1, 0, 0.5)],
+        "cond: no operand": lambda: lax.cond(x[0] < 2, lambda: x, lambda: -x),
+        "cond: operand": lambda: lax.cond(False, xp.sin, xp.cos, operand=x),
+        "cond: a condition with dims": lambda: lax.cond(x > 0, xp.sin, xp.cos, x),
+        "cond: None": lambda: lax.cond(None, xp.sin, xp.cos, x),
+        "cond: each entry": lambda: lib.vmap(lambda x: lax.cond(x > 3, xp.sin, xp.cos, x))(x),
+        "cond: each entry, other types": lambda: lib.vmap(lambda p: lax.cond(p > 3, lambda: x, lambda: x[:2]))(x),
+        "cond: gradients": lambda: [lib.grad(lambda x: lax.cond(x > 1, xp.sin, xp.cos, x))(x) for x in x[:2]],
+        "cond: gradients of entries": lambda: lib.vmap(lib.grad(lambda x: lax.cond(x > 1, xp.sin, lambda x: x * x, x)))(
+            x
+        ),
+        "switch": lambda: [lax.switch(i, [xp.sin, xp.cos, xp.exp], x) for i in (-2, 0, 1, 2, 9, array(1))],
+        "switch: operand": lambda: lax.switch(1, [xp.sin, xp.cos], operand=x),
+        "switch: no branch": lambda: lax.switch(0, [], x),
+        "switch: a bool": lambda: lax.switch(True, [xp.sin, xp.cos], x),
+        "switch: a float": lambda: lax.switch(x[0], [xp.sin, xp.cos], x),
+        "switch: each entry": lambda: lib.vmap(lambda i, x: lax.switch(i, [xp.sin, xp.cos, xp.exp], x))(
+            xp.arange(4) - 1, x
+        ),
+        "map": lambda: [lax.map(lambda r: {"a": r.sum(), "b": r * 2}, m, batch_size=n) for n in (None, 1, 2, 3, 5)],
+        "map: trees": lambda: lax.map(lambda d: d["a"] * d["b"], {"a": x, "b": x}),
+        "map: no leading dim": lambda: lax.map(xp.sin, array(1.0)),
+        "map: gradients": lambda: [
+            lib.grad(lambda m, n=n: lax.map(xp.sin, m, batch_size=n).sum())(m) for n in (None, 2)
+        ],
+        "associative_scan": lambda: [
+            lax.associative_scan(f, m, reverse=reverse, axis=axis)
+            for f in (add, xp.multiply, xp.maximum)
+            for reverse, axis in ((False, 0), (False, 1), (False, -1), (True, 0), (True, 1))
+        ],
+        "associative_scan: of length 0": lambda: lax.associative_scan(add, x[:0]),
+        "associative_scan: derivatives": lambda: [
+            lib.grad(lambda x: (lax.associative_scan(xp.multiply, x) * x).sum())(x),
+            lib.jvp(lambda x: lax.associative_scan(xp.multiply, x, reverse=True), (x,), (x + 1,)),
+        ],
+        "associative_scan: no such axis": lambda: lax.associative_scan(add, x, axis=1),
+        "associative_scan: sizes differ": lambda: lax.associative_scan(lambda a, b: a, (x, x[:2])),
+        "associative_scan: another structure": lambda: lax.associative_scan(lambda a, b: a[0], (x, x)),
+    }
+
+
 # --- results as text --------------------------------------------------------------------------------------------------
 
 
@@ -341,10 +433,11 @@ if __name__ == "__main__":
     import jax
 
     jax.config.update("jax_enable_x64", True)
-    errors = (TypeError, ValueError, jax.errors.UnexpectedTracerError)
+    errors = (TypeError, ValueError, IndexError, jax.errors.UnexpectedTracerError)
     seeds = range(*map(int, sys.argv[1:])) if len(sys.argv) > 1 else SEEDS
+    calls = {name: found(call, errors) for name, call in small(jax, jax.numpy, jax.numpy.array).items()}
     made = {seed: of_program(seed, jax, jax.numpy, jax.numpy.array, errors, jax.jit) for seed in seeds}
     if len(sys.argv) > 1:
         print(json.dumps(made))
     else:
-        GOLDENS.write_text(json.dumps({"jax": jax.__version__, "sampled": made}) + "\n")
+        GOLDENS.write_text(json.dumps({"jax": jax.__version__, "small": calls, "sampled": made}) + "\n")

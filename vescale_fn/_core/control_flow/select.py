@@ -23,7 +23,7 @@ def scalar(x: Any, where: str, name: str, whole: bool = False) -> Any:
     if isinstance(x, torch.Tensor):
         if x.ndim == 0 and not (whole and (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)):
             return x
-    elif isinstance(x, (bool, int)) or (not whole and isinstance(x, float)):
+    elif isinstance(x, int) and not (whole and isinstance(x, bool)) or (not whole and isinstance(x, float)):
         return x
     kind = "a 0-d integer tensor or an int" if whole else "a 0-d tensor or a bool"
     fix = "x.all() or x.any() of a condition with dims; torch.where(x, a, b) for one choice per element"
