@@ -6,6 +6,7 @@ from torch.testing import assert_close
 
 import vescale_fn as vfn
 from vescale_fn import P, lax
+from vescale_fn.errors import TransformError
 
 F = torch.float64
 W = torch.linspace(-0.9, 1.1, 16, dtype=F).view(4, 4)
@@ -207,6 +208,16 @@ def test_while_loop_by_entry_and_by_rank() -> None:
             mapped = vfn.shard_map(each, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=check)
             assert_close(vfn.unshard(mapped(vfn.shard(numbers, mesh, P("i")))), wanted)
         assert collatz(vfn.shard(numbers[2], mesh, P())) == 16
+
+
+def test_each_entry_of_an_array_stops_by_itself() -> None:
+    numbers, wanted = torch.tensor([1, 6, 7, 27]), torch.tensor([0, 8, 16, 111])
+    with vfn.simulate(2):
+        for spec in P(), P("i"):
+            found = vfn.vmap(collatz)(vfn.shard(numbers, vfn.make_mesh((2,), ("i",)), spec))
+            assert_close(vfn.unshard(found), wanted)
+    with pytest.raises(TransformError, match=r"init_val is f64\[4\] and comes back as f64\[\]"):
+        vfn.vmap(lambda x: vfn.while_loop(lambda c: c.sum() < 9, lambda c: c.sum(), x))(XS)
 
 
 def test_while_loop_has_forward_derivatives() -> None:

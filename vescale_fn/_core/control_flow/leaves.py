@@ -75,6 +75,12 @@ class Opened:
         self.leaves = found
         return changed
 
+    def like(self, other: Opened) -> bool:
+        """Whether the two have one structure, and leaves of the same shapes and dtypes."""
+        return self.treedef == other.treedef and all(
+            (x.shape, x.dtype) == (y.shape, y.dtype) for x, y in zip(self.leaves, other.leaves, strict=True)
+        )
+
     def make_sums(self, before: Opened, why: str = _LAYOUT) -> None:
         """Make the sums that are still to be made in what came out in the place of `before`, into the layout there."""
         if self.treedef == before.treedef:

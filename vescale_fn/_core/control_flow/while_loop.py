@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from .. import torch_internals
+from ..arrays.array import is_array, mesh_of, moved
 from ..base import linear_map, tracebacks, tree
 from ..base.errors import TransformError
 from ..base.messages import described, report
 from ..base.user_calls import called, checked_function
 from ..local_types import tensor_types
+from ..sharding.spec import P
 from . import leaves as leaves_
 from . import select
 from .leaves import Opened
@@ -102,6 +104,10 @@ class Conditioned:
         before = self.carry.leaves
         if axes := select.varying(holds):
             self.carry.leaves = [leaves_.varied(x, axes) for x in before]
+        elif select.differs(holds) and is_array(holds):
+            self.carry.leaves = [
+                x if is_array(x) else moved(x, mesh_of(holds), P(), "each entry keeps its carry") for x in before
+            ]
         return any(x is not old for x, old in zip(self.carry.leaves, before, strict=True))
 
     def step(self, leaves: Sequence[torch.Tensor], holds: Any) -> Opened:
@@ -110,7 +116,7 @@ class Conditioned:
         with select.apart(holds, self._where):
             now = Opened(called(self._body_fun, (value,), {}, self._where), self._where, "val", self.carry.device)
         now.make_sums(self.carry)
-        if select.differs(holds) and now.treedef == self.carry.treedef:
+        if select.differs(holds) and now.like(self.carry):
             now.leaves = select.chosen(holds != 0, now.leaves, leaves)
         return now
 
