@@ -1,5 +1,8 @@
 """What recording and replaying a loop costs: `vfn.scan` beside the Python loop that it stands for, and `jax.lax.scan`.
 
+Then the first call under transforms, and what an iteration costs beside its body: of 64 times ``tanh(c * x)`` of 8 elements, as
+a loop, with the body four times in an iteration (``unroll=4``), and as straight code.
+
 A step of SGD on a residual network under `jit`. The first call records, makes the plan and runs it once; what that one run
 takes is subtracted. `jax` is an extra (``pip install -e ".[oracle]"``); without it its column says n/a.
 """
@@ -57,10 +60,10 @@ def params(layers: int) -> Params:
     return {"up": torch.randn(layers, WIDTH, 4 * WIDTH) * 0.02, "down": torch.randn(layers, 4 * WIDTH, WIDTH) * 0.02}
 
 
-def first_call(make: Callable[[], Callable[[], Any]]) -> float:
-    """The seconds of this process on the CPU that a first call takes more than the quickest of the next, the median of five."""
+def first_call(make: Callable[[], Callable[[], Any]], times: int = 5) -> float:
+    """The seconds of this process on the CPU that a first call takes more than the quickest of the next, the median of some."""
     found = []
-    for _ in range(5):
+    for _ in range(times):
         call, took = make(), []
         for _ in range(4):
             start = time.process_time()
@@ -93,6 +96,60 @@ def of_jax(layers: int) -> Any:
     return lambda: jax.block_until_ready(f(p, x))
 
 
+def squares(model: Any, layers: int) -> tuple[Any, Params, torch.Tensor]:
+    """A loss of the network, its parameters, its input."""
+    return lambda p, x: (model(p, x) ** 2).mean(), params(layers), torch.randn(ROWS, WIDTH)
+
+
+TRANSFORMS: dict[str, Any] = {
+    "vmap": lambda f, p, x: (vfn.vmap(f, (None, 0)), p, x[:, None]),
+    "vmap of grad": lambda f, p, x: (vfn.vmap(vfn.grad(f), (None, 0)), p, x[:4, None]),
+    "jvp": lambda f, p, x: (lambda p, x: vfn.jvp(lambda p: f(p, x), (p,), (p,)), p, x),
+    "grad of grad": lambda f, p, x: (
+        vfn.grad(lambda p, x: sum((g**2).sum() for g in vfn.grad(f)(p, x).values())),
+        p,
+        x,
+    ),
+}
+
+
+def transformed(name: str, model: Any, layers: int) -> Callable[[], Any]:
+    f, p, x = TRANSFORMS[name](*squares(model, layers))
+    f = vfn.jit(f)
+    return lambda: f(p, x)
+
+
+def iterations() -> dict[str, Callable[[], Any]]:
+    c, xs = torch.randn(8), torch.randn(64, 8)
+
+    def straight(c: torch.Tensor, xs: torch.Tensor) -> torch.Tensor:
+        for x in xs.unbind():
+            c = torch.tanh(c * x)
+        return c
+
+    loop = vfn.jit(lambda c, xs: vfn.scan(lambda c, x: (torch.tanh(c * x), None), c, xs)[0])
+    by_4 = vfn.jit(lambda c, xs: vfn.scan(lambda c, x: (straight(c, x), None), c, xs.unflatten(0, (-1, 4)))[0])
+    code = vfn.jit(straight)
+    return {"loop": lambda: loop(c, xs), "by 4": lambda: by_4(c, xs), "code": lambda: code(c, xs)}
+
+
+def under_transforms() -> None:
+    rows = []
+    for name in TRANSFORMS:
+        transformed(name, scanned, 2)()  # what is loaded once
+        firsts = {
+            (model, n): first_call(lambda name=name, model=model, n=n: transformed(name, model, n), 1)
+            for model in (scanned, unrolled)
+            for n in LAYERS
+        }
+        rows.append([name, *(firsts[model, n] for model in (scanned, unrolled) for n in LAYERS)])
+    columns = [f"{how}: {n} layers, s" for how in ("scan", "loop") for n in LAYERS]
+    publish("loops_under_transforms", ["first call", *columns], rows)
+    took = medians(iterations(), rounds=31)
+    rows = [[took["loop"] / 64, took["by 4"] / 64, took["code"] / 64, took["loop"] / took["code"]]]
+    publish("loop_iteration", ["loop, us an iteration", "body 4 times, us", "straight code, us", "loop / code"], rows)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     first_call(lambda: jitted(scanned, 2))  # what is loaded once
@@ -102,6 +159,7 @@ def main() -> None:
         theirs: Any = "n/a" if jax is None else first_call(lambda n=layers: of_jax(n))
         took = medians({"scan": jitted(scanned, layers), "loop": jitted(unrolled, layers)}, rounds=11)
         rows.append([layers, *firsts, theirs, took["scan"] / layers, took["scan"] / took["loop"]])
+    under_transforms()
     publish(
         "loops",
         ["layers", "scan: first call, s", "loop: first call, s", "jax: first call, s", "replay, us a layer", "/ loop"],

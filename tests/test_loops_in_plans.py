@@ -153,6 +153,39 @@ def test_a_pullback_that_is_mapped() -> None:
     assert_close(vfn.jit(torch.func.jacrev(f))(XS[0]), torch.func.jacfwd(f)(XS[0]))
 
 
+def test_shapes_of_a_loop_are_those_of_one_iteration() -> None:
+    runs = []
+
+    def f(w, c, xs):
+        def step(c, x):
+            runs.append(None)
+            return body(w)(c, x)[0], (c * x, c.sum() > 0)
+
+        return vfn.scan(step, c, xs)
+
+    def initial(key):
+        def step(key, _):
+            runs.append(None)
+            key, now = vfn.random.split(key)
+            return key, vfn.random.normal(now, (4, 6))
+
+        return vfn.scan(step, key, None, length=40)[1]
+
+    entries = lambda *a: vfn.vmap(f, (None, 0, None))(a[0], torch.stack([a[1], a[1]]), a[2])
+    slopes = lambda *a: vfn.grad(lambda w: f(w, *a[1:])[0].sum())(a[0])
+    for g in (f, entries, slopes):
+        runs.clear()
+        found = vfn.tree.leaves(vfn.eval_shape(g, W, XS[0], XS))
+        assert len(runs) <= 2
+        assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in vfn.tree.leaves(g(W, XS[0], XS))]
+    with vfn.simulate(2):
+        mesh, key = vfn.make_mesh((2,), ("i",)), vfn.random.key(0)
+        runs.clear()
+        assert vfn.init(initial, key, spec=P(None, "i"), mesh=mesh, abstract=True).shape == (40, 4, 6)
+        assert len(runs) == 1
+        assert_close(vfn.unshard(vfn.init(initial, key, spec=P(None, "i"), mesh=mesh)), initial(key), rtol=0, atol=0)
+
+
 def test_entries_with_a_name_and_in_bodies() -> None:
     entries = torch.stack([XS[0], XS[0].cos(), 2 * XS[0], XS[0].sin()])
     among = lambda w, c, xs: vfn.scan(lambda c, x: (torch.tanh(c @ w + x * vfn.psum(c, "b")), c * x), c, xs)
