@@ -15,6 +15,7 @@ NAMES = (
     "loops",
     "optimiser_step",
     "simulated_step",
+    "simulated_first_call",
     "random_draws",
     "peak_memory",
     "arena",
