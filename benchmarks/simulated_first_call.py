@@ -1,4 +1,4 @@
-"""The first call of a jitted step on 1, 2, 4 and 8 simulated ranks, where passes look at one rank's calls and where at all of them.
+"""The first call of a jitted step on 1, 2, 4 and 8 simulated ranks: passes look at one rank's calls, or at those of all.
 
 The step is that of `simulated_step` on the tiny model, data-parallel; each call records it anew. What is decided about ops and
 layouts once in a process is decided before. Least time of some calls that take turns.
