@@ -56,7 +56,7 @@ def layers(count):
 def improved(graph):
     graph = copied(graph)
     for one in PASSES:
-        graph = everywhere(one, graph)
+        graph = graph if one is inlined else everywhere(one, graph)
     graph.__dict__.pop("_given_up", None)
     return graph
 

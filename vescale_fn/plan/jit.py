@@ -32,6 +32,7 @@ from .tracing.guards import Captured
 from .tracing.rank_consensus import Stage, agree, shared_mesh, stage, tell_left_out
 from .tracing.rank_inputs import brought
 from .tracing.recorder import Unrecordable
+from .tracing.shared_calls import recorded_once
 from .tracing.trace import laid_out, trace
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
@@ -286,6 +287,9 @@ class Jitted(Generic[Q, R]):
     @torch_internals.not_compiled
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
         if _belongs_to_another():
+            found = self._shared(args, kwargs)
+            if found is not None:
+                return found[0]
             call = None if self._in_specs is None else self._call(args, kwargs)
             out = self._f(*args, **kwargs) if call is None else call.run()
             return laid_out(out, self._out_specs)
@@ -337,6 +341,18 @@ class Jitted(Generic[Q, R]):
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JitCall:
         return JitCall(self._f, args, kwargs, self._static, self._donated, self._in_specs)
+
+    def _shared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+        """The result of a call in another recording, where that notes it as one node; else None."""
+        recorder = torch_internals.recorder()
+        if recorder is None or not recorder.shares:
+            return None
+        try:
+            call = self._call(args, kwargs)
+        except VfnError:  # which the function itself does not have to mind
+            return None
+        function = lambda *args, **kwargs: laid_out(call.function(*args, **kwargs), self._out_specs)
+        return recorded_once(recorder, call, function, self, lambda: self._captured(call))
 
     def _run(self, plan: Plan | None, call: JitCall) -> Any:
         if plan is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .ir.graph import Pass
+from .ir.shared_bodies import inlined
 from .passes.buckets import buckets
 from .passes.canonicalize import composites
 from .passes.cse import common
@@ -31,6 +32,11 @@ OF_ONE_RANK: tuple[Pass, ...] = (  # which look at no other rank's blocks
     residual,
     views,
     composites,
+    common,
+    dead,
+    inlined,
+    once,
+    residual,
     flat,
     views,
     common,

@@ -21,7 +21,8 @@ from .ir.graph import Pass, calls, copied, memories, output, written
 from .ir.liveness import DONATED
 from .ir.nested import everywhere
 from .ir.per_rank import RanksDiffer
-from .ir.ranks_as_one import RanksAsOne
+from .ir.ranks_as_one import ROW, RanksAsOne
+from .ir.shared_bodies import inlined
 from .lowered import Lowered
 from .pipeline import OF_ONE_RANK
 from .tracing import leaves as leaves_
@@ -92,10 +93,10 @@ class Plan:
         """What the first passes have made of the recording, of one rank's part where simulated ranks do the same; and the other
         passes."""
         first = list(itertools.takewhile(OF_ONE_RANK.__contains__, passes))
-        if not first:
+        if not first or not any(ROW in node.meta for node in self.recorded.graph.nodes):
             return copied(self.recorded.graph), passes
         try:
-            ranks = RanksAsOne(self.recorded.graph)
+            ranks = RanksAsOne(inlined(self.recorded.graph))
             graph = ranks.graph
             for improve in first:
                 graph = everywhere(improve, graph)

@@ -118,10 +118,11 @@ class Layout:
         return vfn.with_sharding(params, self._named(params, of_these))
 
     def block(self, f: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
-        """A block of a model, whose parameters, its first argument, are gathered where it is run, and given up after it."""
+        """A block of a model, whose parameters, its first argument, are gathered where it is run, and given up after it. A plan
+        records equal ones once."""
         run = lambda params, *args: f(vfn.name(self.gather(params, rules), "gathered"), *args)
         policy = None if self.remat else vfn.remat_policies.save_anything_except_these_names("gathered")
-        return vfn.remat(run, policy=policy) if self.remat or self.reshard else run
+        return vfn.plan.shared(vfn.remat(run, policy=policy) if self.remat or self.reshard else run)
 
     def attention(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """`f`, `vfn.nn.attention` or what hands its options on to it, in the way in which ranks share a sequence."""

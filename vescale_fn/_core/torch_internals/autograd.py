@@ -118,6 +118,25 @@ def ending_at(xs: Iterable[torch.Tensor]) -> Iterator[None]:
             handle.remove()
 
 
+@contextlib.contextmanager
+def keeping_tensors() -> Iterator[None]:
+    """A block in which autograd keeps tensors themselves, and not what hooks from outside make of them (`checkpoint`)."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (x, x._version), _unchanged):
+        yield
+
+
+def _unchanged(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
+    x, version = kept
+    if x._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation"
+        )
+    return x
+
+
 def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
     """The functions that pack and unpack what autograd keeps, where there are such."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

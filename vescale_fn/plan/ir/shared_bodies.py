@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..._core.distributed.collectives import Collective
 from .graph import KEPT, calls, copied, has_effect, memories, output
 from .nested import Nested, ends, extracted, nested, reached
+from .ranks_as_one import ROW
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,15 +39,28 @@ def _inlined(graph: fx.Graph, done: dict[Nested, fx.Graph]) -> fx.Graph:
 def _inline(node: fx.Node, body: fx.Graph) -> None:
     graph, (places, outs) = node.graph, ends(body)
     values: dict[fx.Node, Any] = dict(zip(places, node.args, strict=True))
+    rows: dict[int, Any] = {}  # of ranks, which are others in each call
     with graph.inserting_before(node):
         for x in calls(body):
             values[x] = copy = graph.node_copy(x, values.__getitem__)
+            if ROW in x.meta:
+                holders, *rest = x.meta[ROW]
+                copy.meta[ROW] = rows.setdefault(id(holders), list(holders)), *rest
             if "again" in node.meta:  # it is computed again as a whole
                 copy.meta["again"] = node.meta["again"], x.meta.get("again")
     for part in list(node.users):
         part.replace_all_uses_with(values[outs[part.args[1]]])  # type: ignore[index]
         graph.erase_node(part)
     graph.erase_node(node)
+
+
+def inlined_collectives(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The collectives of a graph in the order in which `inlined` has them; those of a body again for each call."""
+    for node in calls(graph):
+        if isinstance(node.target, Shared):
+            yield from inlined_collectives(node.target.bodies[0])
+        elif isinstance(node.target, Collective):
+            yield node
 
 
 def apart(body: fx.Graph) -> fx.Graph:

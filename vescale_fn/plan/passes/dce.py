@@ -36,13 +36,14 @@ def dead(graph: fx.Graph) -> fx.Graph:
 
 def needed_collectives(graph: fx.Graph) -> list[int]:
     """The places, among the collectives of a graph, of those that `dead` leaves."""
+    graph = shared_bodies.inlined(graph)
     stays = _needed(graph)
     return [i for i, node in enumerate(collectives(graph)) if node in stays]
 
 
 def keep(graph: fx.Graph, places: Collection[int]) -> None:
     """Mark collectives, by their places, that stay whether this rank needs them or not."""
-    for i, node in enumerate(collectives(graph)):
+    for i, node in enumerate(shared_bodies.inlined_collectives(graph)):
         if i in places:
             node.meta[KEPT] = True
 

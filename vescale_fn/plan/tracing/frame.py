@@ -14,7 +14,13 @@ from ..._core.base.array_notes import ArrayNotes
 
 
 class Unrollable(BaseException):
-    """A value of the body of a loop was kept from it and is used outside: the body has to be recorded for each iteration."""
+    """A value of a body was kept from it and is used outside: it has to be recorded for each iteration, and each call.
+
+    Attributes:
+        shared: whether calls have shared a body.
+    """
+
+    shared = False
 
 
 class Unrecordable(BaseException):
@@ -41,6 +47,7 @@ class Frame:
         last: the last placeholder.
         given: the memory of the inputs, which must not be written.
         followed: tensors from outside that autograd follows, by their id.
+        shared: by what calls must have alike, the bodies that they share (`shared_calls`).
     """
 
     def __init__(self, outer: Frame | None) -> None:
@@ -51,6 +58,7 @@ class Frame:
         self.last: fx.Node | None = None
         self.given: set[int] = set()
         self.followed: dict[int, torch.Tensor] = {}
+        self.shared: dict[Any, list[Any]] = {}
         self._notes: dict[int, tuple[Array, ArrayNotes, list[Any]]] = {}
 
     def is_around(self, graph: fx.Graph) -> bool:

@@ -34,6 +34,7 @@ from ..._core.sharding.layout import WHOLE, contiguous_stride, layout, spec_for,
 from ..._core.sharding.merged_dim import parts_of
 from ..._core.sharding.spec import P, split_axes
 from ..execution.stride_checks import as_recorded
+from .traced_float import Number
 
 _MOST = sys.float_info.max
 _STATIC = frozenset((int, bool, str, bytes, type(None), complex, torch.dtype, torch.device, torch.Size))
@@ -49,6 +50,8 @@ def signature(leaf: Any) -> Any:
         if leaf.layout is not torch.strided:
             return leaf.shape, leaf.layout, leaf.dtype, leaf.device
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    if kind is Number:
+        return leaf.node
     if isinstance(leaf, float):
         return float if 0.0 <= leaf <= _MOST else _unusual(leaf)
     if isinstance(leaf, DTensor):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..ir.graph import is_aten, value, viewed
+from ..ir.graph import is_aten, name_of, value, viewed
 from ..ir.loop import EACH, LAST
 
 
@@ -49,12 +49,19 @@ class Partition:
         given: its placeholders: the carry, slices, constants.
         gives: its results.
         carry, cuts: how many of the placeholders are of the carry, and of slices.
+        joins: whether both graphs will be parts of one: then a copy is written down twice as well, and made once.
     """
 
     def __init__(
-        self, forward: Sequence[fx.Node], given: list[fx.Node], gives: list[fx.Node], carry: int, cuts: int
+        self,
+        forward: Sequence[fx.Node],
+        given: list[fx.Node],
+        gives: list[fx.Node],
+        carry: int = 0,
+        cuts: int = 0,
+        joins: bool = False,
     ) -> None:
-        self.forward, self.given, self.gives = forward, given, gives
+        self.forward, self.given, self.gives, self.joins = forward, given, gives, joins
         self.cuts = given[carry : carry + cuts]
         self.constants = given[carry + cuts :]
 
@@ -106,7 +113,7 @@ class Partition:
                 constants[x] = None
             elif x in self.cuts:
                 cuts[x] = None
-            elif _is_view(x):
+            elif _is_view(x) or (self.joins and name_of(x) == "clone"):
                 for source in x.all_input_nodes:
                     need(source)
                 again[x] = None

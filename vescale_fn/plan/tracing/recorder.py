@@ -75,18 +75,24 @@ class Recorder(torch_internals.TorchDispatchMode):
         read: those of them whose value it read in Python.
         ledger: the numbers in it that are to be the same on all ranks.
         guards: the truth values of whole numbers among the inputs that it read.
+        writes: what memory was written in place, in order.
+        has_shared: whether a call was recorded as one node.
 
     Args:
         salt: floats of recordings with different salts stand for theirs by different values.
         given: the plain tensors and floats that the inputs stand for, in order; None where they have no values.
         rolls: whether the body of a loop is recorded once, and not for each iteration.
+        shares: whether equal calls of a jitted function are recorded once.
     """
 
     records_plan = True
 
-    def __init__(self, salt: int = 0, given: Sequence[Any] | None = None, rolls: bool = False) -> None:
+    def __init__(
+        self, salt: int = 0, given: Sequence[Any] | None = None, rolls: bool = False, shares: bool = False
+    ) -> None:
         super().__init__()
-        self.rolls = rolls
+        self.rolls, self.shares, self.has_shared = rolls, shares, False
+        self.writes: list[int] = []
         self._inputs, self.guards, self._answers = given, [], {}
         self._salt = salt
         self._numbers: dict[float, fx.Node] = {}  # what stands for floats -> their nodes
@@ -239,6 +245,12 @@ class Recorder(torch_internals.TorchDispatchMode):
     def fake(self, x: torch.Tensor) -> torch.Tensor:
         """What stands for a plain tensor here."""
         return self._stand_in(x)
+
+    def twin(self, x: torch.Tensor) -> torch.Tensor:
+        """Another stand-in of the same value, in no memory of it."""
+        fake = self._fake.like(x)
+        self._note(fake, self.node(x))
+        return fake
 
     def fake_like(self, x: torch.Tensor) -> torch.Tensor:
         """A new tensor without values that lies as this one."""
@@ -589,6 +601,7 @@ class Recorder(torch_internals.TorchDispatchMode):
                     continue
                 if not self.is_stand_in(x) or torch_internals.memory_number(x) in self.frame.given:
                     raise _writes_outside(op_text(func), self.is_stand_in(x), line)
+                self.writes.append(torch_internals.memory_number(x))
 
     def _line(self) -> tuple[str, Any]:
         """The user's line that led here; and, where it is being computed again for a backward pass, which time this is."""

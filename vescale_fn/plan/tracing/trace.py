@@ -54,18 +54,26 @@ class Recorded:
 def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any) -> Recorded:
     """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``, or without these of ``(args,)``;
     inputs are named as its leaves."""
-    try:
-        return _recorded(f, leaves, names, treedef, out_specs, True)
-    except Unrollable:
-        return _recorded(f, leaves, names, treedef, out_specs, False)
+    rolls = shares = True
+    while True:
+        try:
+            return _recorded(f, leaves, names, treedef, out_specs, rolls, shares)
+        except Unrollable as why:
+            rolls, shares = why.shared and shares, False
 
 
 def _recorded(
-    f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any, rolls: bool
+    f: Callable[..., Any],
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    treedef: Any,
+    out_specs: Any,
+    rolls: bool,
+    shares: bool,
 ) -> Recorded:
-    recorded = _trace(f, leaves, names, treedef, out_specs, 0, rolls)
+    recorded = _trace(f, leaves, names, treedef, out_specs, 0, rolls, shares)
     if any(map(leaves_.is_number, leaves)):
-        other = _trace(f, leaves, names, treedef, out_specs, 7, rolls)
+        other = _trace(f, leaves, names, treedef, out_specs, 7, rolls, shares)
         other.end()
         node = difference(recorded.graph, other.graph)
         if node is not None:
@@ -86,8 +94,9 @@ def _trace(
     out_specs: Any,
     salt: int,
     rolls: bool,
+    shares: bool,
 ) -> Recorded:
-    recorder = Recorder(salt, plain(leaves), rolls)
+    recorder = Recorder(salt, plain(leaves), rolls, shares)
     given = [
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
     ]
@@ -101,6 +110,9 @@ def _trace(
                     torch_internals.local(leaf)  # a view whose elements move brings them when it is first read: here
     except Unrecordable as why:
         why.graph, why.guards = recorder.graph, recorder.guards
+        raise
+    except Unrollable as why:
+        why.shared = recorder.has_shared
         raise
     finally:
         recorder.forget_inputs()
