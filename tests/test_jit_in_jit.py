@@ -265,6 +265,23 @@ def test_a_write_after_the_call() -> None:
             vfn.jit(vfn.grad(lambda x, one=one: before(x, one)))(X)
 
 
+def test_a_write_into_what_a_call_closes_over() -> None:
+    def made(jit, between):
+        def f(x):
+            w = x.sin()
+            one = jit(lambda x: x * w)
+            y = one(x)
+            between(w)
+            return (y + one(x)).sum()
+
+        return vfn.jit(vfn.grad(f))
+
+    for jit in (lambda f: f, vfn.jit):
+        with pytest.raises(vfn.errors.InPlaceError, match="an in-place op changed a value"):
+            made(jit, lambda w: w.mul_(2))(X)
+    assert_close(made(vfn.jit, lambda w: w * 2)(X), made(lambda f: f, lambda w: w * 2)(X), rtol=0, atol=0)
+
+
 def test_a_value_that_is_kept_from_a_call() -> None:
     def made(one):
         def f(x):

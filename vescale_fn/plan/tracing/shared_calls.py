@@ -174,14 +174,12 @@ class SharedCall:
         """Raise where something that the derivative needs has been written in place since the call."""
         body, recorder = self.body, self.body.recorder
         needed = {*derivative.constants, *derivative.each, *derivative.last}
-        mine = zip(body.partition.given, zip(self.plain, self.args))
-        pairs = [pair for place, pair in mine if place in needed]
-        given = [x for x, _ in pairs]
-        made = [x for node, x in zip(body.partition.gives, self.outs) if node in needed and isinstance(x, torch.Tensor)]
-        renamed = any(n.graph is recorder.graph and recorder.node(x) is not n for x, n in pairs)
-        if renamed or not set(recorder.writes[self.since :]).isdisjoint(
-            map(torch_internals.memory_number, given + made)
-        ):
+        given = [*zip(self.plain, self.args), *zip(body.frame.constants, map(recorder.outer, body.frame.constants))]
+        pairs = [(x, node) for place, (x, node) in zip(body.partition.given, given) if place in needed]
+        used = [x for x, _ in pairs] + [x for node, x in zip(body.partition.gives, self.outs) if node in needed]
+        memories = {torch_internals.memory_number(x) for x in used if isinstance(x, torch.Tensor)}
+        renamed = any(node.graph is recorder.graph and recorder.outer(x) is not node for x, node in pairs)
+        if renamed or not memories.isdisjoint(recorder.writes[self.since :]):
             raise Unrollable
 
 
