@@ -444,6 +444,15 @@ def on_gloo_ranks() -> list[str]:
             assert_close(vfn.unshard(jitted(*given)), wanted, rtol=1e-12, atol=1e-12)
         if rolled(jitted) != 2:
             wrong.append(f"{layout} is unrolled")
+        for name in ("gradient of a gradient", "gradients of entries") if layout == "split" else ():
+            again = vfn.jit(AGAIN[name](loss(settled, False)))
+            found, goal = (
+                (vfn.unshard(again(*given)) for _ in range(2)),
+                AGAIN[name](loss(by_hand, False))(W, XS[0], XS),
+            )
+            assert_close(list(found), [goal] * 2, rtol=1e-11, atol=1e-11)
+            if rolled(again) < 2:
+                wrong.append(f"{name} is unrolled")
     specs = P("i"), P(None, "i")
     given = [vfn.shard(x, mesh, spec) for x, spec in zip((W, XS[0], XS), (P(), *specs), strict=True)]
     for check in (True, False):
