@@ -18,6 +18,8 @@ NAMES = (
     "simulated_first_call",
     "random_draws",
     "peak_memory",
+    "memory_budget",
+    "small_budgets",
     "arena",
     "saved_plan",
     "collectives",

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vescale_fn as vfn
 from benchmarks.side_by_side import publish
 from vescale_fn._core.base import tree
+from vescale_fn.errors import TransformError
+from vescale_fn.plan.ir import costs
 from vescale_fn.recipes import transformer
 
 
@@ -59,6 +61,7 @@ def accounting(*alive: Any) -> Iterator[Accountant]:
         yield accountant
 
 
+ROAM = 0.643  # of eager's peak: what ROAM (arXiv 2310.19295) reaches
 SIZES = {  # what is most of it, batch and length
     "activations": (transformer.Config(dim=128, heads=4, layers=6, hidden=512, dropout=0.0), 16, 128),
     "both": (transformer.Config(dim=256, heads=8, layers=6, hidden=1024, dropout=0.0), 4, 128),
@@ -82,8 +85,12 @@ def eager(config: transformer.Config, params: Any, batch: torch.Tensor) -> tuple
     return step, [leaves, [list(state.values()) for state in opt.state.values()], batch]
 
 
-def planned(config: transformer.Config, params: Any, batch: torch.Tensor) -> tuple[Any, Any, Any]:
-    """The same step as a plan whose parameters and moments are donated; what is alive before it; what it predicts."""
+def planned(
+    config: transformer.Config, params: Any, batch: torch.Tensor, memory: int | None = None
+) -> tuple[Any, Any, Any, float]:
+    """The same step as a plan whose parameters and moments are donated; what is alive before it; what it predicts: memory, and
+    seconds.
+    """
     opt = vfn.optim.adamw(1e-3, weight_decay=1e-2)
 
     def step(params: Any, state: Any, batch: torch.Tensor) -> Any:
@@ -91,14 +98,26 @@ def planned(config: transformer.Config, params: Any, batch: torch.Tensor) -> tup
         updates, state = opt.update(grads, state, params)
         return loss, vfn.optim.apply_updates(params, updates), state
 
-    jitted = vfn.jit(step, donate_argnums=(0, 1))
+    jitted = vfn.jit(step, donate_argnums=(0, 1), memory=memory)
     _, *values = jitted(tree.map_(torch.clone, params), opt.init(params), batch)
     plan: Any = next(iter(jitted._plans.values()))  # itself: a jitted function runs as written where a mode looks on
 
     def run() -> None:
         values[:] = plan.taking(tree.leaves((*values, batch)), "step", "")[1:]
 
-    return run, [values, batch], jitted.lower(*values, batch).memory()
+    lowered = jitted.lower(*values, batch)
+    return run, [values, batch], lowered.memory(), costs.total(lowered.graph)
+
+
+def within(config: transformer.Config, params: Any, batch: torch.Tensor, limit: int) -> tuple[int, float] | None:
+    """The counted peak and the predicted seconds of the plan within a limit; None where there is none."""
+    try:
+        step, alive, _, seconds = planned(config, params, batch, limit)
+    except TransformError:
+        return None
+    with accounting(alive) as account:
+        step()
+    return account.peak, seconds
 
 
 def main() -> None:
@@ -112,16 +131,27 @@ def main() -> None:
         with accounting(alive) as account:
             step()
         peaks.append(account.peak)
-        step, alive, use = planned(config, params, batch)
+        step, alive, use, once = planned(config, params, batch)
         with accounting(alive) as account:
             step()
         peaks.append(account.peak)
         held = sum(x.nbytes for x in tree.leaves(alive) if isinstance(x, torch.Tensor))
         mib = [one / 2**20 for one in (held, *peaks)]
-        rows.append([name, *mib, peaks[1] / peaks[0], use.peak / peaks[1]])
+        limited = within(config, params, batch, int(ROAM * peaks[0]))
+        more = ["-", "-"] if limited is None else [limited[0] / peaks[0], limited[1] / once]
+        rows.append([name, *mib, peaks[1] / peaks[0], use.peak / peaks[1], *more])
     publish(
         "peak_memory",
-        ["most of it is", "arguments, MiB", "eager, MiB", "plan, MiB", "plan / eager", "predicted / counted"],
+        [
+            "most of it is",
+            "arguments, MiB",
+            "eager, MiB",
+            "plan, MiB",
+            "plan / eager",
+            "predicted / counted",
+            "with a limit / eager",
+            "its time / the plan's, predicted",
+        ],
         rows,
     )
 

@@ -1960,6 +1960,35 @@ def an_argument_static_and_donated(mesh):
 
 
 @misuse
+def no_amount_of_memory(mesh):
+    """TransformError
+    jit: memory='8 gigabytes' is no amount of memory
+      Instead: bytes, as an int or as memory="8 GiB"; or a share of what the plan needs without it, memory="60 %"
+    """
+    vfn.jit(lambda x: x, memory="8 gigabytes")
+
+
+@misuse
+def a_limit_on_memory_that_inductor_would_not_hold(mesh):
+    """TransformError
+    jit: memory='60 %' cannot be held with backend='inductor', whose code takes memory of its own
+      Instead: backend="torch", or leave memory out
+    """
+    vfn.jit(lambda x: x, memory="60 %", backend="inductor")
+
+
+@misuse
+def less_memory_than_any_plan_needs(mesh):
+    """TransformError
+    jit: no plan was found that needs at most 64 B at once (memory='64 B')
+      * the least is 96 B, of which arguments and constants alone are 50 %: 48 B
+      * 48 B at its peak from misuses.py: `vfn.jit(lambda x: torch.exp(x), memory="64 B")(X)`
+      Instead: memory="96 B"; or donate_argnums, a smaller batch, a mesh that splits what is large
+    """
+    vfn.jit(lambda x: torch.exp(x), memory="64 B")(X)
+
+
+@misuse
 def a_layout_by_both_words(mesh):
     """TransformError
     jit: out_specs and out_shardings are one parameter, and both are given

@@ -18,8 +18,10 @@ from .._core.base.user_calls import checked_function, either
 from .._core.shard_map import interrupts
 from .execution.backends import Backend
 from .ir.graph import Pass
+from .ir.memory_limit import limit
 from .loading import checked, key_of, loaded
 from .lowered import Lowered
+from .passes.budget import Budget, within
 from .passes.dce import keep, needed_collectives
 from .picked import Names, Picked, Places, check_apart, picked
 from .pipeline import PASSES
@@ -81,6 +83,7 @@ def jit(
     backend: str = "torch",
     cuda_graph: bool = False,
     arena: bool = False,
+    memory: int | str | None = None,
     passes: Sequence[Pass] | None = None,
     plans: Sequence[SavedPlan] = (),
 ) -> Jitted[Q, R]: ...
@@ -98,6 +101,7 @@ def jit(
     backend: str = "torch",
     cuda_graph: bool = False,
     arena: bool = False,
+    memory: int | str | None = None,
     passes: Sequence[Pass] | None = None,
     plans: Sequence[SavedPlan] = (),
 ) -> Callable[[Callable[Q, R]], Jitted[Q, R]]: ...
@@ -117,6 +121,7 @@ def jit(
     backend: str = "torch",
     cuda_graph: bool = False,
     arena: bool = False,
+    memory: int | str | None = None,
     passes: Sequence[Pass] | None = None,
     plans: Sequence[SavedPlan] = (),
 ) -> Any:
@@ -151,6 +156,10 @@ def jit(
             asked of torch's allocator, nothing is fragmented. The plan keeps the block (one for each of its calls that run at
             the same time). Results lie elsewhere, and so do values of operators that cannot write where they are told:
             attention, normalization, draws, what collectives bring.
+        memory: the most bytes that a process may need at once, arguments included, as ``lower(...).memory().peak`` predicts:
+            an int, ``"8 GiB"``, or a share of what this plan needs without it, ``"60 %"``. Values that wait for the backward
+            pass are computed again where that is predicted to take the least time, collectives and keyed draws too; no bit
+            depends on it.
         passes: the functions from graph to graph that improve a plan, in their order; None for `vfn.plan.PASSES`. With
             ``functools.partial(buckets, limit=1 << 20)`` for ``buckets`` small collectives travel in smaller groups.
         plans: from files (`load_plan`): calls that one of them serves are not recorded. Where none does, a warning says why.
@@ -164,7 +173,7 @@ def jit(
         InPlaceError: `f` changes an argument, or what it closes over, in place.
         RandomError: `f` draws from torch's global generator.
         SpecError: an argument that does not fit `in_specs`, or lies otherwise.
-        TransformError: places or names that `f` does not take, an argument static and donated.
+        TransformError: places or names that `f` does not take, an argument static and donated; no plan within `memory`.
 
     Source: `jax.jit`; "static eager" of veScale (arXiv 2509.07003).
 
@@ -190,6 +199,7 @@ def jit(
             backend=backend,
             cuda_graph=cuda_graph,
             arena=arena,
+            memory=memory,
             passes=passes,
             plans=plans,
         )
@@ -199,16 +209,10 @@ def jit(
     check_apart(f, static, donated)
     ins = either("jit", "in_specs", in_specs, "in_shardings", in_shardings)
     outs = either("jit", "out_specs", out_specs, "out_shardings", out_shardings)
-    return Jitted(
-        f,
-        donated,
-        static,
-        ins,
-        outs,
-        Backend(backend, cuda_graph, arena),
-        tuple(PASSES if passes is None else passes),
-        checked(plans),
-    )
+    how, chosen = Backend(backend, cuda_graph, arena), tuple(PASSES if passes is None else passes)
+    if memory is not None:
+        chosen = within(chosen, limit(memory, how.name))
+    return Jitted(f, donated, static, ins, outs, how, chosen, checked(plans))
 
 
 def disable_jit() -> contextlib.AbstractContextManager[None]:
@@ -421,7 +425,15 @@ class Jitted(Generic[Q, R]):
             if either is not None:  # what one rank needs stays on all
                 keep(plan.recorded.graph, either)
             else:
-                tell_left_out(self._name, mesh, passes.pop(parted), stages[parted + 1])
+                self._leave_out(passes, parted, mesh, stages[parted + 1])
+
+    def _leave_out(self, passes: list[Pass], place: int, mesh: Any, stage: Stage) -> None:
+        """Do without a pass after which ranks would not meet; or, of a limit on memory, without repeated collectives."""
+        budget = passes[place]
+        if isinstance(budget, Budget) and budget.collectives:
+            passes[place] = budget.without_collectives()
+        else:
+            tell_left_out(self._name, mesh, passes.pop(place), stage)
 
     def _captured(self, call: JitCall) -> Captured:
         return Captured(self._f, filter(leaves_.is_object, (*call.leaves, *call.static())))

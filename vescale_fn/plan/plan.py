@@ -24,6 +24,7 @@ from .ir.per_rank import RanksDiffer
 from .ir.ranks_as_one import ROW, RanksAsOne
 from .ir.shared_bodies import inlined
 from .lowered import Lowered
+from .passes.budget import Budget
 from .pipeline import OF_ONE_RANK
 from .tracing import leaves as leaves_
 from .tracing.guards import Captured
@@ -83,8 +84,8 @@ class Plan:
         first."""
         seen(self.recorded.graph)
         graph, rest = self._of_one_rank(passes)
-        for improve in rest:
-            graph = everywhere(improve, graph)
+        for i, improve in enumerate(rest):
+            graph = improve(graph, rest[i + 1 :]) if isinstance(improve, Budget) else everywhere(improve, graph)
             seen(graph)
         graph.__dict__.pop("_given_up", None)
         self.graph = graph

@@ -30,6 +30,7 @@ from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 
 KEPT = "kept"
+REPEATS = "repeats"  # in the meta of a collective that a pass repeats: which one, of those that there were
 
 Pass = Callable[[fx.Graph], fx.Graph]
 

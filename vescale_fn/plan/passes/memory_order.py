@@ -36,6 +36,13 @@ def order(graph: fx.Graph) -> fx.Graph:
     return plan.reordered(graph, best)[0]
 
 
+def updated(graph: fx.Graph) -> fx.Graph:
+    """The graph in the order of all moves, also where the most that is alive at once is not less for it."""
+    facts = Facts(graph)
+    line = _as_soon_as_it_frees(facts, _next_to_use(facts, _updates(facts, list(graph.nodes))))
+    return plan.reordered(graph, line)[0]
+
+
 def _next_to_use(facts: Facts, line: Line) -> Line:
     """Each call that makes at least what it would keep alive right before its first use."""
     place = {node: float(i) for i, node in enumerate(line)}

@@ -21,7 +21,7 @@ from ..._core.distributed.ranks import talks_to_nobody
 from ..._core.distributed.replicated_uses import Row as Noted
 from ..._core.distributed.replicated_uses import differing as differences
 from ..._core.sharding.layout import WHOLE, type_text
-from ..ir.graph import Pass, value
+from ..ir.graph import REPEATS, Pass, value
 from ..ir.nested import all_collectives
 from .leaves import Result
 from .trace import Recorded
@@ -237,6 +237,8 @@ def _row(node: fx.Node, times: int, within: str) -> ComparedCollective:
     line = node.meta.get("line", "")
     size = None if collective.kind == "permute" else one.numel()  # who neither sends nor receives may hold less
     often = (f", {times} times" if times > 1 else "") + (f", {within}" if within else "")
+    if REPEATS in node.meta:  # ranks that repeat others of the same size would take them for each other
+        often += f", number {node.meta[REPEATS] + 1} again"
     what = f"{collective.kind} over {','.join(collective.axes)} of {dtype_text(one.dtype)}{often}"
     value_ = type_text(one.shape, one.dtype, WHOLE)
     shown = f"{collective.kind} over {','.join(collective.axes)} of {value_}, {collective.why}{often}"

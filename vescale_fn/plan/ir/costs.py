@@ -1,0 +1,126 @@
+"""How long the calls of a plan take, by prediction: the longest of what arithmetic, memory and the call itself take.
+
+Collectives take a time for each, and one for each byte.
+
+What it is for is to weigh one plan against another, for which ratios count, not seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._core import torch_internals
+from ..._core.distributed.collectives import Collective, group_size
+from . import graph as plan
+from .collective_nodes import given
+from .nested import Nested
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second.
+
+    Attributes:
+        flops: floating-point operations of products of matrices, convolutions and attention.
+        bytes: read and written by everything else, and the least that products take.
+        draws: bytes of keyed random numbers.
+        link: bytes that a rank sends, or receives, in a collective.
+        host: bytes between the device and the memory of the host.
+        call: seconds, the least that a call takes.
+        collective: seconds, the least that a collective takes.
+    """
+
+    flops: float
+    bytes: float
+    draws: float
+    link: float
+    host: float
+    call: float
+    collective: float
+
+
+RATES = {
+    # one core of a server's processor, and processes on one machine
+    "cpu": Rates(flops=5e10, bytes=1e10, draws=1.5e9, link=1e9, host=1e10, call=2e-6, collective=1e-4),
+    # an H100 in bfloat16; NVLink; PCIe
+    "cuda": Rates(flops=4e14, bytes=2.5e12, draws=5e11, link=2e11, host=2.5e10, call=5e-6, collective=2e-5),
+}
+
+
+def rates(graph: fx.Graph) -> Rates:
+    """The rates of the device on which a plan computes."""
+    kinds = {x.device.type for node in graph.nodes for x in _tensors(node.meta.get("val"))}
+    return next((RATES[kind] for kind in sorted(kinds - {"cpu"}) if kind in RATES), RATES["cpu"])
+
+
+def total(graph: fx.Graph) -> float:
+    """The seconds that all calls of a plan take."""
+    of = rates(graph)
+    return sum(seconds(node, of) for node in plan.calls(graph))
+
+
+def seconds(node: fx.Node, of: Rates) -> float:
+    """The seconds that a call takes."""
+    if isinstance(node.target, Nested):
+        return max((node.target.often(i)[0] * total(body) for i, body in enumerate(node.target.bodies)), default=0.0)
+    if isinstance(node.target, Collective):
+        return of.collective + _sent(node, node.target) / of.link
+    if plan.viewed(node) and not plan.written(node):
+        return 0.0
+    made = sum(map(plan.nbytes, _tensors(plan.value(node))))
+    moved = made + sum(plan.nbytes(x) for one in node.all_input_nodes for x in _tensors(plan.value(one)))
+    drawn = made / of.draws if plan.is_aten(node) and _is_a_draw(node) else 0.0
+    return max(of.call, moved / of.bytes, flops(node) / of.flops, drawn)
+
+
+def _sent(node: fx.Node, collective: Collective) -> float:
+    """The bytes that a rank sends, by a ring."""
+    size = max(map(plan.nbytes, map(plan.value, given(node))), default=0)
+    ranks = group_size(collective.mesh, collective.axes)
+    if collective.kind == "all_gather":
+        return size * (ranks - 1)
+    share = (ranks - 1) / ranks
+    return size * (2 * share if "reduce" in collective.kind and "scatter" not in collective.kind else share)
+
+
+def flops(node: fx.Node) -> float:
+    """The floating-point operations of a product of matrices, a convolution or attention; of other calls 0."""
+    name = plan.name_of(node)
+    shapes = [
+        tuple(x.shape) for one in node.args for x in _tensors(one.meta.get("val") if isinstance(one, fx.Node) else 0)
+    ]
+    outs = [tuple(x.shape) for x in _tensors(plan.value(node))]
+    if name in _PRODUCTS and len(shapes) >= 2:
+        one, other = shapes[1:3] if "add" in name else shapes[:2]
+        batch = outs[0][0] if name in ("bmm", "baddbmm") else 1
+        # [n, k] and [k, m] to [n, m], in whatever order the dims stand: the product of all sizes is that of n, k, m squared
+        return 2 * math.sqrt(math.prod(one) * math.prod(other) * math.prod(outs[0]) / max(batch, 1))
+    if name == "convolution":
+        return 2 * math.prod(outs[0]) * math.prod(shapes[1][1:])
+    if name == "convolution_backward":  # of what comes in, the gradient, the input and the weight
+        wanted = sum(map(bool, node.args[-1])) if isinstance(node.args[-1], (list, tuple)) else 2
+        return 2 * min(wanted, 2) * math.prod(shapes[0]) * math.prod(shapes[2][1:])
+    if "scaled_dot_product" in name or name.startswith("_flash_attention"):
+        backward = "backward" in name
+        *batch, queries, width = shapes[1 if backward else 0]
+        keys = shapes[2 if backward else 1][-2]
+        return (10 if backward else 4) * math.prod(batch) * queries * keys * width
+    return 0.0
+
+
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "_scaled_mm", "mv", "dot", "vdot"}
+
+
+def _is_a_draw(node: fx.Node) -> bool:
+    return torch_internals.operator_name(node.target).startswith("vescale_fn::")  # type: ignore[arg-type]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, (list, tuple)):
+        return [x for one in value for x in _tensors(one)]
+    return [value] if isinstance(value, torch.Tensor) else []

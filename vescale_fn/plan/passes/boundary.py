@@ -1,0 +1,245 @@
+"""What is computed in a plan before some call and needed after it: each value is kept, or computed again from what is kept.
+
+A choice is the set of values that are kept. What is computed again is so once, right before its first use behind the call;
+the same call on the same values gives the same bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import fx
+
+from ..._core.distributed.collectives import Collective
+from ..ir import costs, inplace
+from ..ir import graph as plan
+from ..ir.graph import KEPT
+from ..ir.liveness import DONATED, Facts
+from ..ir.nested import Nested
+
+Events = list[tuple[int, bool]]  # the places of calls in the order in which they run, and whether it is the second time
+
+
+class Counts:
+    """A graph as numbers, to count the bytes that are alive in many orders: memories and calls are known by their places.
+
+    Args:
+        graph: in whose order calls run.
+
+    Attributes:
+        bytes: of each memory.
+        given: the memories of arguments.
+        made, read: for each call the memories that it makes and needs.
+        lie: for each call the memories in which its result may lie.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.facts = facts = Facts(graph)
+        self.nodes, self.memories = list(graph.nodes), list(facts.bytes)
+        number = {memory: i for i, memory in enumerate(self.memories)}
+        self.bytes = [facts.bytes[memory] for memory in self.memories]
+        self.given = {i for i, m in enumerate(self.memories) if m.maker.op != "call_function"}
+        self.made, self.read, self.lie = (
+            [[number[m] for m in of[node]] for node in self.nodes] for of in (facts.made, facts.read, facts.lie)
+        )
+        self._donated = {i for i in self.given if DONATED in self.memories[i].maker.meta}
+        self._calls = [node.op == "call_function" for node in self.nodes]
+        self._pointwise = [call and inplace.is_pointwise(node) for node, call in zip(self.nodes, self._calls)]
+        self._result = [not facts.results.isdisjoint(facts.made[node]) for node in self.nodes]
+
+    def live(self, events: Events, at: int, dropped: frozenset[int]) -> list[int]:
+        """How many bytes are alive at each event, as `Facts.live` counts them.
+
+        Args:
+            events: what runs.
+            at: the call after which what is made again takes the place of what it repeats.
+            dropped: the memories that are not kept.
+        """
+        rows, ends = self._rows(events, at, dropped)
+        count, live, found, free = len(self.bytes), 0, list[int](), Counter[int]()
+        for n, ((i, _), (made, read)) in enumerate(zip(events, rows, strict=True)):
+            if not self._calls[i]:
+                found.append(live)
+                continue
+            dying = [m for m in read if ends[m] == n]
+            free.update(self.bytes[m] for m in dying if m in self._donated)
+            gone = [self.bytes[m % count] for m in dying if m not in self.given]
+            size = sum(self.bytes[m % count] for m in made)
+            if size and self._result[i] and free[size]:
+                free[size] -= 1
+                live -= size  # it is no new memory
+            live += size
+            found.append(live - size if self._pointwise[i] and size in gone else live)
+            live -= sum(gone) + sum(self.bytes[m % count] for m in made if ends[m] == n)
+        return found
+
+    def _rows(
+        self, events: Events, at: int, dropped: frozenset[int]
+    ) -> tuple[list[tuple[list[int], list[int]]], dict[int, int]]:
+        """For each event what is made and read, copies by numbers of their own; and for each memory the last event."""
+        count, rows, ends, copied = len(self.bytes), [], dict[int, int](), set[int]()
+        for n, (i, again) in enumerate(events):
+            made, read = self.made[i], self.read[i]
+            if again:
+                copied.update(made)
+                made = [m + count for m in made]
+            if again or i > at:
+                read = [m + count if m in dropped and m in copied else m for m in read]
+            rows.append((made, read))
+            for m in made:
+                ends[m] = n
+            for m in read:
+                ends[m] = n
+        return rows, ends
+
+
+class KeptAcross(Counts):
+    """The choices that there are at a call.
+
+    Args:
+        graph: in whose order calls run.
+        at: the place of the call.
+        collectives: whether collectives may be repeated.
+
+    Attributes:
+        free: the memories that can be kept or not, and are of use behind the call.
+        needed: those of them that are needed there, whatever is kept.
+        maker: the calls that make them.
+        last: for each memory the last call that needs it up to the place of the call.
+        until: for each that is free the call before which it would be made again, if nothing were kept.
+        seconds: what each call takes.
+    """
+
+    def __init__(self, graph: fx.Graph, at: int, collectives: bool = True) -> None:
+        super().__init__(graph)
+        self.graph, nodes = graph, self.nodes
+        while at + 1 < len(nodes) and nodes[at + 1].target is operator.getitem:
+            at += 1
+        self.at, place, of = at, {node: i for i, node in enumerate(nodes)}, costs.rates(graph)
+        self.seconds = [costs.seconds(node, of) if node.op == "call_function" else 0.0 for node in nodes]
+        self._takes = self._taken(place, self._repeatable(place, collectives))
+        self._once, self._before = self._counted()
+        self._late = [i for i in range(at + 1, len(nodes)) if self._takes[i]]
+        self._first = {x: i for i, again in self._repeats(frozenset()) for x in again}
+        self.needed = {m for i in self._late for _, needed in self._takes[i] for m in needed}
+        self.free = frozenset(self.needed.union(*(needed for x in self._first for _, needed in self._takes[x])))
+        self.maker = {m: place[self.memories[m].maker] for m in self.free}
+        self.last = {m: i for i in range(at + 1) for m in (*self.made[i], *self.read[i])}
+        self.until = {m: self._first[self.maker[m]] for m in self.free}
+
+    def _counted(self) -> tuple[Events, list[int]]:
+        """The calls that count, without views: a value is used at least as late as what is a view of it. And for each call how
+        many come before it."""
+        counts = [bool(self.made[i]) or not node.users or i == self.at for i, node in enumerate(self.nodes)]
+        return [(i, False) for i, one in enumerate(counts) if one], [0, *itertools.accumulate(map(int, counts))]
+
+    def _taken(self, place: dict[fx.Node, int], can: set[int]) -> list[list[tuple[int, list[int]]]]:
+        """For each call the early ones whose results it takes, and the memories of these that it needs and that can be made
+        again."""
+        found = []
+        for i, node in enumerate(self.nodes):
+            early = [place[x] for x in node.all_input_nodes if place[x] <= self.at]
+            own = node.target is operator.getitem
+            needs = [(x, [m for m in self.lie[i if own else x] if m in can]) for x in early]
+            found.append([(x, needed) for x, needed in needs if needed])
+        return found
+
+    def _repeatable(self, place: dict[fx.Node, int], collectives: bool) -> set[int]:
+        changed = plan.changed(self.graph)
+        shared = {m for i, node in enumerate(self.nodes) for m in self.lie[i] if _is_mixed(node, self.facts)}
+        return {
+            i
+            for i, (maker, part) in enumerate(self.memories)
+            if maker.op == "call_function"
+            and place[maker] <= self.at
+            and part >= 0
+            and i not in shared
+            and self.memories[i] not in self.facts.results
+            and maker not in changed
+            and not plan.has_effect(maker)
+            and KEPT not in maker.meta
+            and not isinstance(maker.target, Nested)
+            and (collectives or not isinstance(maker.target, Collective))
+        }
+
+    def _repeats(self, kept: frozenset[int]) -> Iterator[tuple[int, list[int]]]:
+        """What is repeated, and before which call."""
+        done: set[int] = set()
+        for i in self._late:
+            todo = [x for x, needed in self._takes[i] if x not in done and not kept.issuperset(needed)]
+            if not todo:
+                continue
+            found = set(todo)
+            while todo:
+                for x, needed in self._takes[todo.pop()]:
+                    if x not in done and x not in found and not kept.issuperset(needed):
+                        found.add(x)
+                        todo.append(x)
+            done |= found
+            yield i, sorted(found)
+
+    def repeatable(self) -> Iterator[tuple[int, list[int], set[int]]]:
+        """The calls that may be repeated, each with the free memories that it makes, and those that it takes."""
+        takes: dict[int, set[int]] = {}
+        for x in self._first:
+            makers = {self.maker[m] for m in self.lie[x] if m in self.free}
+            for maker in makers:
+                takes.setdefault(maker, set()).update(m for _, needed in self._takes[x] for m in needed)
+        for maker, taken in takes.items():
+            own = [m for m in self.made[maker] if m in self.free]
+            yield maker, own, taken.difference(own)
+
+    def time(self, kept: frozenset[int]) -> float:
+        """The seconds that a choice takes besides."""
+        return sum(self.seconds[x] for _, again in self._repeats(kept) for x in again)
+
+    def alive(self, kept: frozenset[int]) -> tuple[list[int], Events]:
+        """How many bytes are alive at each call, counted as by `Facts.live`, and the calls."""
+        events: Events = []
+        start = 0
+        for i, again in self._repeats(kept):
+            events += self._once[start : self._before[i]]
+            events += [(x, True) for x in again if self.made[x]]
+            start = self._before[i]
+        events += self._once[start:]
+        return self.live(events, self.at, self.free - kept), events
+
+    def rewritten(self, kept: frozenset[int]) -> fx.Graph:
+        """The graph of a choice."""
+        graph = plan.copied(self.graph)
+        nodes = list(graph.nodes)
+        copies: dict[fx.Node, fx.Node] = {}
+        turns = {node: turn for turn, node in enumerate(plan.collectives(graph))}
+        for i, again in self._repeats(kept):
+            with graph.inserting_before(nodes[i]):
+                for x in again:
+                    takes = {nodes[y] for y, needed in self._takes[x] if not kept.issuperset(needed)}
+                    copy = graph.node_copy(nodes[x], lambda y, takes=takes: copies[y] if y in takes else y)
+                    copy.meta["again"] = True
+                    if nodes[x] in turns:
+                        copy.meta[plan.REPEATS] = turns[nodes[x]]
+                    copies[nodes[x]] = copy
+        for i in self._late:
+            for x, needed in self._takes[i]:
+                if not kept.issuperset(needed):
+                    nodes[i].replace_input_with(nodes[x], copies[nodes[x]])
+        return graph
+
+
+def _is_mixed(node: fx.Node, facts: Facts) -> bool:
+    """Whether it is not known in which one of several memories a result lies."""
+    made = facts.made[node]
+    return len(facts.lie[node]) > 1 and node.op != "output" and len(made) < len(facts.lie[node])
+
+
+def gathered(graph: fx.Graph) -> fx.Graph:
+    """The graph, in which what takes a part out of several results follows right behind what gives them: the rest may be
+    free from there on."""
+    graph = plan.copied(graph)
+    for node in list(plan.calls(graph)):
+        if node.target is operator.getitem:
+            node.args[0].append(node)  # type: ignore[union-attr]
+    return graph
