@@ -22,7 +22,7 @@ _SWAPS = 4  # values that may each make room for another one
 _WORK = 1_000_000  # calls that are counted while a choice is improved, so that a large plan takes no longer
 
 
-class Choice(NamedTuple):
+class Weighed(NamedTuple):
     """A choice: how long what is repeated takes, the most bytes that are alive, where that is, and what is kept."""
 
     seconds: float
@@ -38,7 +38,7 @@ def exact(boundary: KeptAcross) -> list[frozenset[int]]:
     return sorted(kept, key=lambda one: (boundary.time(one), -len(one)))
 
 
-def searched(boundary: KeptAcross, limit: int) -> tuple[Choice | None, Choice]:
+def searched(boundary: KeptAcross, limit: int) -> tuple[Weighed | None, Weighed]:
     """The fastest choice that was found of at most `limit` bytes, None if none was; and the one of the fewest bytes.
 
     Args:
@@ -62,10 +62,10 @@ def searched(boundary: KeptAcross, limit: int) -> tuple[Choice | None, Choice]:
     return (None if best is None else _improved(boundary, best, limit)), least
 
 
-def _counted(boundary: KeptAcross, kept: frozenset[int]) -> Choice:
+def _counted(boundary: KeptAcross, kept: frozenset[int]) -> Weighed:
     live, events = boundary.alive(kept)
     peak = max(live)
-    return Choice(boundary.time(kept), peak, events[live.index(peak)][0], kept)
+    return Weighed(boundary.time(kept), peak, events[live.index(peak)][0], kept)
 
 
 def _prices(boundary: KeptAcross, tops: set[int]) -> dict[int, float]:
@@ -77,7 +77,7 @@ def _prices(boundary: KeptAcross, tops: set[int]) -> dict[int, float]:
     return prices
 
 
-def _priced(boundary: KeptAcross, prices: dict[int, float], limit: int) -> Iterator[Choice]:
+def _priced(boundary: KeptAcross, prices: dict[int, float], limit: int) -> Iterator[Weighed]:
     """The best choices for some prices: each several times the one before, until one does, and then between."""
     low, high, price = 0.0, None, _FIRST
     for _ in range(_STEPS):
@@ -112,7 +112,7 @@ def _cheapest(boundary: KeptAcross, prices: dict[int, float], price: float) -> f
     return frozenset(m for m in boundary.free if m not in there and ("call", boundary.maker[m]) in there)
 
 
-def _lowered(boundary: KeptAcross, choice: Choice, limit: int) -> Choice:
+def _lowered(boundary: KeptAcross, choice: Weighed, limit: int) -> Weighed:
     """A choice of fewer bytes, value by value: always the change that lowers the peak most."""
     for _ in range(max(1, _WORK // (len(boundary.nodes) * max(len(boundary.free), 1) * 4))):
         if choice.peak <= limit:
@@ -125,7 +125,7 @@ def _lowered(boundary: KeptAcross, choice: Choice, limit: int) -> Choice:
     return choice
 
 
-def _improved(boundary: KeptAcross, choice: Choice, limit: int) -> Choice:
+def _improved(boundary: KeptAcross, choice: Weighed, limit: int) -> Weighed:
     """A faster choice of no more than `limit` bytes, where one value more that is kept, or that for another one, does it."""
     left = max(64, _WORK // len(boundary.nodes))
     cost = {m: boundary.seconds[maker] for m, maker in boundary.maker.items()}
