@@ -21,6 +21,9 @@ SWEPT = [
     ("even", "llama", "fsdp+tp", 512),
     ("odd", "gpt", "hsdp", 64),
     ("odd", "mixtral", "fsdp+ep", 4096),
+    ("even", "mixtral", "fsdp+ep", 8),  # dp has one rank
+    ("even", "llama", "fsdp+cp-ulysses+tp", 8),
+    ("odd", "llama", "fsdp+tp", 8),  # heads that tp does not divide
 ]
 S, f32, i64 = vfn.ShapeDtype, torch.float32, torch.int64
 MESHES = {
