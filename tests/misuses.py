@@ -2191,6 +2191,17 @@ def branches_of_different_types(mesh):
 
 
 @misuse
+def branches_of_different_layouts_under_jit(mesh):
+    """TransformError
+    cond: true_fun and false_fun must give the same structure, shapes, dtypes, layouts and types
+      * out is f32[4@dp,3] of true_fun and f32[4,3] of false_fun
+      Instead: vfn.with_sharding(out, P('dp')) in false_fun
+    """
+    split = vfn.shard(X, mesh, P("dp"))
+    vfn.jit(lambda p: vfn.cond(p, lambda: split, lambda: vfn.with_sharding(split, P())))(torch.tensor(True))
+
+
+@misuse
 def an_index_that_is_a_float(mesh):
     """TransformError
     switch: index must be a 0-d integer tensor or an int, but it is the tensor f32[]

@@ -262,6 +262,55 @@ def test_saved(tmp_path) -> None:
     assert again.cache_info()[:3] == (1, 0, 0)
 
 
+def chosen(p, w, x):
+    return vfn.cond(p > 0, lambda x: (x @ w, x.sum()), lambda x: (x.cos(), w.sum()), x)
+
+
+def grown(w, x):
+    return vfn.while_loop(lambda c: c[0].sum() < 100, lambda c: (c[0] * 2 + w.sum(), c[1] + 1), (x, 0))
+
+
+LEVELS = {
+    "jvp": lambda p, w, x: vfn.jvp(lambda x: chosen(p, w, x), (x,), (x * 2,)),
+    "jvp of what is around": lambda p, w, x: vfn.jvp(lambda w: chosen(p, w, x), (w,), (w * 2,)),
+    "vmap": lambda p, w, x: vfn.vmap(lambda x: chosen(p, w, x))(x),
+    "vmap of what is around": lambda p, w, x: vfn.vmap(lambda w: chosen(p, w, x))(torch.stack([w, 2 * w])),
+    "vmap of jvp": lambda p, w, x: vfn.vmap(lambda x: vfn.jvp(lambda x: chosen(p, w, x), (x,), (x * 2,)))(x),
+    "grad of vmap": lambda p, w, x: vfn.grad(lambda w: vfn.vmap(lambda x: chosen(p, w, x))(x)[0].pow(2).sum())(w),
+    "while, jvp": lambda p, w, x: vfn.jvp(lambda x: grown(w, x)[0], (x,), (x * 2,)),
+    "while, jvp of what is around": lambda p, w, x: vfn.jvp(lambda w: grown(w, x)[0], (w,), (w * 2,)),
+    "while, vmap": lambda p, w, x: vfn.vmap(lambda x: grown(w, x))(x),
+    "while, vmap of jvp": lambda p, w, x: vfn.vmap(lambda x: vfn.jvp(lambda x: grown(w, x)[0], (x,), (x,)))(x),
+    "while, vmap of vmap": lambda p, w, x: vfn.vmap(vfn.vmap(lambda x: grown(w, x)))(x[:4].view(2, 2, 4)),
+    "in a loop, vmap": lambda p, w, x: vfn.vmap(lambda x: a_branch_in_a_loop(p, w, x))(torch.stack([x, -x])),
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_under_vmap_and_jvp(name: str) -> None:
+    same_as_eager(LEVELS[name], (YES, W, XS), (NO, W, XS), tolerance=1e-12)
+
+
+def test_under_vmap_and_jvp_on_a_mesh() -> None:
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("i",))
+        x, w = vfn.shard(XS[:4], mesh, P("i")), vfn.shard(W, mesh, P())
+        f = lambda p, w, x: vfn.cond(p > 0, lambda x: x @ w, lambda x: x.cos(), x)
+        same_as_eager(lambda p, w, x: vfn.jvp(lambda x: f(p, w, x), (x,), (x * 2,)), (YES, w, x), (NO, w, x))
+        same_as_eager(lambda p, w, x: vfn.vmap(lambda w: f(p, w, x))(torch.stack([w, 2 * w])), (YES, w, x), (NO, w, x))
+        same_as_eager(lambda w, x: vfn.vmap(lambda x: grown(w, x)[0], 1, 1)(x), (w, x))
+        doubled = lambda x: vfn.while_loop(lambda c: vfn.psum(c.sum(), "i") < 100, lambda c: c * 2, x)
+        mapped = vfn.shard_map(vfn.vmap(doubled), mesh=mesh, in_specs=P(None, "i"), out_specs=P(None, "i"))
+        same_as_eager(mapped, (vfn.shard(XS[:4], mesh, P(None, "i")),))
+
+
+def test_a_gradient_of_a_gradient_runs_as_written() -> None:
+    slope = lambda p, x: vfn.grad(lambda x: vfn.cond(p > 0, torch.sin, lambda x: x**3, x).sum())(x)
+    f = lambda p, x: vfn.grad(lambda x: (slope(p, x) ** 2).sum())(x)
+    with pytest.warns(UserWarning, match="a value is read in Python"):
+        assert_close(vfn.jit(f)(NO, XS), f(NO, XS))
+
+
 def on_gloo_ranks() -> None:
     mesh = vfn.make_mesh((2,), ("i",))
     x, w = vfn.shard(XS[:4], mesh, P("i")), vfn.shard(W, mesh, P())

@@ -93,6 +93,19 @@ class Conditioned:
         self._cond_fun, self._body_fun, self._where = cond_fun, body_fun, where
         self.carry = Opened(init, where, "init_val", leaves_.device_of([init]))
 
+    @property
+    def init(self) -> list[torch.Tensor]:
+        """The leaves of the first carry."""
+        return self.carry.leaves
+
+    @init.setter
+    def init(self, leaves: list[torch.Tensor]) -> None:
+        self.carry.leaves = leaves
+
+    def adapt(self, now: Opened) -> bool:
+        """Give the first carry the types that it is to have, and say whether it had others."""
+        return self.carry.adapt(now)
+
     def holds(self, leaves: Sequence[torch.Tensor]) -> Any:
         """The condition of a carry."""
         found = called(self._cond_fun, (tree.unflatten(self.carry.treedef, leaves),), {}, self._where)

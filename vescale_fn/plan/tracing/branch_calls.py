@@ -42,9 +42,8 @@ class Branch:
         self.frame = Frame(recorder.frame)
         self.start = torch_internals.autograd_count()
         with recorder.within(self.frame):
-            self.frame.see(x for x in tree.leaves(chosen.operands) if isinstance(x, torch.Tensor))
+            self.frame.see(torch_internals.peel(x) for x in tree.leaves(chosen.operands) if isinstance(x, torch.Tensor))
             self.out = chosen(i)
-            self.frame.see(self.out.leaves)
         self.forward: Nodes = []
 
     def nodes(

@@ -10,23 +10,44 @@ from ..._core import torch_internals
 from ..._core.control_flow.cond import Choice
 from ..._core.local_types import tensor_types
 from .branch_calls import Branch, BranchCall, derivative
+from .branch_levels import ChoiceBelow
 from .called import followed
 from .frame import Unrecordable
+from .loop_levels import Unsettled
 
 
-def recorded(recorder: Any, index: torch.Tensor, chosen: Choice) -> tuple[Any, list[torch.Tensor]] | None:
+def recorded(recorder: Any, index: torch.Tensor, choice: Choice) -> tuple[Any, list[torch.Tensor]] | None:
     """Record a choice as one call.
 
     Returns:
         The tree of its results and their leaves; None where a branch reads a value, or uses something that autograd follows and
-        that nothing has seen: then one of them has to be taken while recording.
+        that nothing has seen, or runs under a transform that is not known here: then one is to be taken while recording.
     """
+    return _under_transforms(recorder, recorder.sought(index), choice)
+
+
+def _under_transforms(recorder: Any, read: list[torch.Tensor], choice: Any) -> tuple[Any, list[torch.Tensor]] | None:
+    layer = torch_internals.innermost_layer()
+    if layer is None:
+        return _recorded(recorder, read, choice)
+    if layer is False or hasattr(layer, "followed"):
+        return None
+    below = ChoiceBelow(choice, layer)
+    with layer.off():
+        try:
+            found = _under_transforms(recorder, read, below)
+        except Unsettled:
+            return None
+    return None if found is None else (found[0], below.results(found[1]))
+
+
+def _recorded(recorder: Any, read: list[torch.Tensor], choice: Any) -> tuple[Any, list[torch.Tensor]] | None:
     try:
-        branches = [Branch(recorder, chosen, i) for i in range(len(chosen.functions))]
+        branches = [Branch(recorder, choice, i) for i in range(len(choice.functions))]
     except Unrecordable:
         return None
-    chosen.agree([branch.out for branch in branches], within=lambda i: recorder.within(branches[i].frame))
-    call = BranchCall(recorder, chosen, recorder.sought(index), branches)
+    choice.agree([branch.out for branch in branches], within=lambda i: recorder.within(branches[i].frame))
+    call = BranchCall(recorder, choice, read, branches)
     if torch.is_grad_enabled() and any(x.requires_grad for branch in branches for x in branch.out.leaves):
         inputs = call.followed()
         if inputs is None:

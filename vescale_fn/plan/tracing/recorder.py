@@ -129,11 +129,11 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def choice(self, index: torch.Tensor, chosen: Any) -> Any:
         """A choice as one call, each branch of which is recorded: its results. None where one is to be taken now."""
-        return branches.recorded(self, index, chosen) if self._nests() and not torch_internals.transforming() else None
+        return branches.recorded(self, index, chosen) if self._nests() else None
 
     def while_loop(self, loop: Any) -> Any:
         """A loop of unknown length as one call: the leaves of its last carry. None where its condition is to be read now."""
-        return while_loops.recorded(self, loop) if self._nests() and not torch_internals.transforming() else None
+        return while_loops.recorded(self, loop) if self._nests() else None
 
     def _nests(self) -> bool:
         return self.rolls and not torch_internals.raw_duals()

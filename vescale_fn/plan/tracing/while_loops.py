@@ -9,26 +9,43 @@ import torch
 
 from ..._core import torch_internals
 from ..._core.control_flow import select
-from ..._core.control_flow.while_loop import Conditioned, refused
+from ..._core.control_flow.while_loop import refused
 from ..._core.local_types import tensor_types
 from ..ir.branches import While
 from ..ir.graph import value
 from ..ir.nested import extracted
 from . import leaves as leaves_
 from .bodies import OneOfEach, columns, given, recorded_call, uses
+from .branch_levels import WhileBelow
 from .called import followed
 from .frame import Frame, Unrecordable
 from .loop_again import Leaves, captured
 from .loop_calls import Nodes, flat, in_place_of, rebuilt, stand_in, with_all_elements
+from .loop_levels import Unsettled
 
 
-def recorded(recorder: Any, loop: Conditioned) -> Leaves | None:
-    """Record a loop as one call.
+def recorded(recorder: Any, loop: Any) -> Leaves | None:
+    """Record a loop, a `while_loop.Conditioned`, as one call.
 
     Returns:
         The leaves of its last carry; None where a value is read in it, or it uses something that autograd follows and that
-        nothing has seen.
+        nothing has seen, or runs under a transform that is not known here.
     """
+    layer = torch_internals.innermost_layer()
+    if layer is None:
+        return _recorded(recorder, loop)
+    if layer is False or hasattr(layer, "followed"):
+        return None
+    below = WhileBelow(loop, layer)
+    with layer.off():
+        try:
+            found = recorded(recorder, below)
+        except Unsettled:
+            return None
+    return None if found is None else below.results(found)
+
+
+def _recorded(recorder: Any, loop: Any) -> Leaves | None:
     try:
         one = WhileCall(recorder, loop)
     except (Unrecordable, _Unseen):
@@ -78,26 +95,26 @@ class WhileCall:
         inputs: where that comes from.
     """
 
-    def __init__(self, recorder: Any, loop: Conditioned) -> None:
-        self.recorder, self.carry, self.moving, follows = recorder, loop.carry, set[int](), torch.is_grad_enabled()
+    def __init__(self, recorder: Any, loop: Any) -> None:
+        self.recorder, self.loop, self.moving, follows = recorder, loop, set[int](), torch.is_grad_enabled()
         anchors: dict[int, torch.Tensor] = {}
-        loop.carry.leaves = list(map(with_all_elements, loop.carry.leaves))
+        loop.init = list(map(with_all_elements, loop.init))
         while True:  # the types of the first carry follow from what the body gives, and so does what autograd follows
-            anchors.update((i, x) for i, x in enumerate(loop.carry.leaves) if follows and x.requires_grad)
+            anchors.update((i, x) for i, x in enumerate(loop.init) if follows and x.requires_grad)
             self.moving |= anchors.keys()
-            self.test = _Body(recorder, loop.carry.leaves, self.moving)
+            self.test = _Body(recorder, loop.init, self.moving)
             with recorder.within(self.test.frame):
                 holds = loop.holds(self.test.carry)
                 if not isinstance(holds, torch.Tensor):
                     raise _Unseen
             if loop.vary(holds):
                 continue
-            self.body = _Body(recorder, loop.carry.leaves, self.moving)
+            self.body = _Body(recorder, loop.init, self.moving)
             with recorder.within(self.body.frame):
                 self.differs = select.differs(holds)
                 now = loop.step(self.body.carry, loop.holds(self.body.carry) if self.differs else holds)
                 self.body.frame.see(now.leaves)
-            if loop.carry.adapt(now):
+            if loop.adapt(now):
                 continue
             self.results = loop.checked(now)
             more = {i for i, x in enumerate(self.results) if follows and x.requires_grad}
@@ -117,16 +134,16 @@ class WhileCall:
 
     def _apart(self) -> bool:
         """Give each simulated rank a carry of its own where what comes back differs by rank, and say whether some had not."""
-        self.ones = list(map(OneOfEach, zip(self.carry.leaves, self.results, strict=True)))
+        self.ones = list(map(OneOfEach, zip(self.loop.init, self.results, strict=True)))
         with torch_internals.no_torch_function():
-            leaves = [one.apart(x) for one, x in zip(self.ones, self.carry.leaves, strict=True)]
-        changed = any(x is not old for x, old in zip(leaves, self.carry.leaves, strict=True))
-        self.carry.leaves = leaves
+            leaves = [one.apart(x) for one, x in zip(self.ones, self.loop.init, strict=True)]
+        changed = any(x is not old for x, old in zip(leaves, self.loop.init, strict=True))
+        self.loop.init = leaves
         return changed
 
     def forward(self) -> Leaves:
         """Record the call, and give its results."""
-        recorder, carry, bodies = self.recorder, self.carry.leaves, (self.test, self.body)
+        recorder, carry, bodies = self.recorder, self.loop.init, (self.test, self.body)
         places = flat(self.body.places)
         with recorder.within(self.body.frame), torch_internals.no_torch_function():
             plain = [recorder.node(x) for one, leaf in zip(self.ones, self.results) for x in one.plain(leaf)]
