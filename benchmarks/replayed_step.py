@@ -63,7 +63,9 @@ def init(layers: int) -> Params:
     }
 
 
-def loss(params: Params, batch: Any, mask: Any, split: Reduce, joined: Reduce, written_out: bool = True) -> Any:
+def loss(
+    params: Params, batch: Any, mask: Any, split: Reduce, joined: Reduce, written_out: bool = True, shares: bool = False
+) -> Any:
     """Mean cross entropy of each next token.
 
     Args:
@@ -73,10 +75,11 @@ def loss(params: Params, batch: Any, mask: Any, split: Reduce, joined: Reduce, w
         split: applied to what every rank holds alike, before each rank takes part of the work.
         joined: applied to the ranks' parts of a sum.
         written_out: attention in single steps; else torch's own function for it.
+        shares: whether equal layers are recorded once.
     """
     x = F.embedding(batch[:, :-1], params["embed"])
     for p in params["blocks"]:
-        x = layer(p, x, mask, split, joined, written_out)
+        x = (shared if shares else layer)(p, x, mask, split, joined, written_out)
     return head(x, params["norm"], params["head"], batch)
 
 
@@ -91,6 +94,9 @@ def layer(p: Params, x: Any, mask: Any, split: Reduce, joined: Reduce, written_o
     x = x + joined(seen.permute(1, 2, 0, 3).flatten(2) @ p["out"])
     h = split(F.rms_norm(x, (DIM,), p["norm2"], 1e-5))
     return x + joined((F.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"])
+
+
+shared = vfn.plan.shared(layer)
 
 
 def head(x: Any, norm: Any, weight: Any, batch: Any) -> Any:
@@ -166,10 +172,10 @@ def on_dtensors(params: Params, batch: torch.Tensor, mask: torch.Tensor, mesh: A
 # --- on arrays --------------------------------------------------------------------------------------------------------
 
 
-def on_arrays(params: Params, batch: Any, mask: Any, written_out: bool = True) -> Any:
+def on_arrays(params: Params, batch: Any, mask: Any, written_out: bool = True, shares: bool = False) -> Any:
     """A step as a pure function: the program as it would be written for one device."""
     value, grads = vfn.value_and_grad(loss)(
-        params, batch, mask, lambda x: x, lambda x: vfn.with_sharding(x, P()), written_out
+        params, batch, mask, lambda x: x, lambda x: vfn.with_sharding(x, P()), written_out, shares
     )
     updates, _ = OPTIMISER.update(grads, OPTIMISER.init(params), params)
     return value, vfn.optim.apply_updates(params, updates)
@@ -194,6 +200,7 @@ def candidates(layers: int, written_out: bool) -> dict[str, Callable[[], Any]]:
         "by hand, foreach": by_hand(blocks(), tokens, mask, written_out, True),
         "eager": lambda: on_arrays(arrays, batch, seen, written_out),
         "replayed": lambda step=vfn.jit(on_arrays): step(arrays, batch, seen, written_out),
+        "shared": lambda step=vfn.jit(on_arrays): step(arrays, batch, seen, written_out, True),
     }
     if written_out:  # DTensor has no rule for torch's own attention on CPUs
         dtensors = tree.map_(lambda x, block: DTensor.from_local(block, mesh, x.placements), arrays, blocks())
@@ -201,9 +208,9 @@ def candidates(layers: int, written_out: bool) -> dict[str, Callable[[], Any]]:
     return made
 
 
-def first_calls(layers: int) -> float:
+def first_calls(layers: int, which: str = "replayed") -> float:
     """Seconds of the first call, which records the step, improves the plan and makes code of it."""
-    replayed = candidates(layers, True)["replayed"]
+    replayed = candidates(layers, True)[which]
     start = time.process_time()
     replayed()
     return time.process_time() - start
@@ -227,6 +234,7 @@ def first_update(leaves: int) -> float:
 def tell_first_calls() -> None:
     first_calls(1)  # what is loaded once
     took = {f"{layers} layers": (layers, first_calls(layers)) for layers in (4, 8, 16, 64)}
+    took |= {f"{layers} layers, equal ones shared": (layers, first_calls(layers, "shared")) for layers in (8, 64)}
     took |= {f"an update of {leaves} leaves": (leaves, first_update(leaves)) for leaves in (250, 1000)}
     rows = [[name, seconds, seconds / count * 1000] for name, (count, seconds) in took.items()]
     publish("first_call", ["first call of", "seconds", "ms for each"], rows)
