@@ -103,6 +103,8 @@ class RanksAsOne:
         parts = {part.args[1]: part for part in node.users}
         new = self.graph.create_node(node.op, node.target, (self._argument(list(given)),), {}, node.name)  # type: ignore
         first = {id(x): i for i, x in reversed(list(enumerate(vals)))}
+        if not parts.keys() >= set(first.values()):
+            raise RanksDiffer
         self._note(new, [parts[first[id(x)]] for x in vals])
         new.meta = {**{key: x for key, x in node.meta.items() if key != ROW}, "val": vals[0]}
         self.one[node] = new
