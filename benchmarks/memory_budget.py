@@ -141,7 +141,7 @@ def main() -> None:
             merged, again = partitioned(traced, given, budget)
             fits = [reuse(order(as_plan(merged, some))) for some in ((), again)]
             most, theirs = min(((counted(one, given), one) for one in fits), key=lambda pair: pair[0])
-            ours = reuse(Budget(MemoryLimit(int(0.995 * min(most, memory(theirs).peak))))(order(whole), (reuse,)))
+            ours = reuse(Budget(MemoryLimit(memory(theirs).peak))(order(whole), (reuse,)))
             peak = counted(ours, given)
             extra = [costs.total(one) - once for one in (theirs, ours)]
             mib = [one / 2**20 for one in (most, peak)]
