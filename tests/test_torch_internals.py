@@ -336,6 +336,26 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
 
 
+def kept_itself():
+    """Whether what autograd keeps inside is the tensor, where a hook from outside would make another of it."""
+    w, seen = torch.ones(2, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x), lambda x: x):
+        with door.keeping_tensors():
+            y = (w * w).sum()
+    y.backward()
+    return not seen and w.grad.tolist() == [2, 2]
+
+
+def of_a_level_that_ended():
+    kept = []
+    torch.func.grad(lambda x: kept.append(x) or x * 1)(torch.ones(()))
+    try:
+        torch.func.vmap(lambda x: x * kept[0])(torch.ones(2))
+    except RuntimeError as error:
+        return door.is_about_levels(error) and not door.is_about_levels(RuntimeError("another"))
+    return False
+
+
 CASES = {
     "BARE": lambda: {torch.Tensor, type(fake())} <= door.BARE,
     "DTensorSpec": lambda: type(door.spec(array())) is door.DTensorSpec,
@@ -447,6 +467,7 @@ CASES = {
     "is_batched": lambda: seen_from_vmap(door.is_batched) and not door.is_batched(torch.zeros(2)),
     "is_compiling": lambda: door.is_compiling() is False,
     "innermost_layer": lambda: door.innermost_layer() is None and below_vmap() and below_jvp() == [2, 5],
+    "is_about_levels": lambda: of_a_level_that_ended(),
     "is_dual": lambda: dual() == (True, False),
     "is_lazy": lambda: door.is_lazy(torch.zeros(2, dtype=torch.cfloat).conj()) and not door.is_lazy(torch.zeros(2)),
     "is_mapped": lambda: seen_from_vmap(door.is_mapped),
@@ -455,6 +476,7 @@ CASES = {
     "is_recorded": lambda: not door.is_recorded(),
     "is_traced": lambda: not door.is_traced(),
     "kernel_settings": lambda: len(door.kernel_settings()) >= 10,
+    "keeping_tensors": lambda: kept_itself(),
     "level": lambda: seen_from_vmap(lambda x: door.level()) == 1,
     "load_forward_rules": lambda: door.load_forward_rules() is None,
     "local": lambda: [block.tolist() for block in door.local(array()).blocks] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]],
