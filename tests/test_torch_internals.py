@@ -348,9 +348,13 @@ def kept_itself():
 
 def of_a_level_that_ended():
     kept = []
-    torch.func.grad(lambda x: kept.append(x) or x * 1)(torch.ones(()))
+
+    def inner(a):
+        return torch.func.vmap(lambda x: kept.append(x) or x * 1)(a.expand(2)).sum()
+
+    torch.func.grad(inner)(torch.ones(()))
     try:
-        torch.func.vmap(lambda x: x * kept[0])(torch.ones(2))
+        torch.func.grad(lambda x: (x * kept[0]).sum())(torch.ones(()))
     except RuntimeError as error:
         return door.is_about_levels(error) and not door.is_about_levels(RuntimeError("another"))
     return False
