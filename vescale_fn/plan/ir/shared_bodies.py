@@ -48,6 +48,8 @@ def _inline(node: fx.Node, body: fx.Graph) -> None:
                 copy.meta[ROW] = rows.setdefault(id(holders), list(holders)), *rest
             if "again" in node.meta:  # it is computed again as a whole
                 copy.meta["again"] = node.meta["again"], x.meta.get("again")
+            elif "again" in x.meta:  # in this call
+                copy.meta["again"] = node.name, x.meta["again"]
     for part in list(node.users):
         part.replace_all_uses_with(values[outs[part.args[1]]])  # type: ignore[index]
         graph.erase_node(part)
