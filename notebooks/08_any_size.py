@@ -38,16 +38,14 @@ KEY = vfn.random.key(0)
 # ## Shapes are leaves
 #
 # A `vfn.ShapeDtype` is a tensor without its values. `vfn.eval_shape` returns such leaves, and what needs no values takes them.
-# The model here has the widths of the one with 70 billion parameters, and four of its 80 layers, so that this is quick; what a
-# plan of all of them takes is in `benchmarks/README.md`.
+# The model has the sizes of the one with 70 billion parameters.
 
 # %%
-LAYERS = 4
-BIG = llama.Config(vocab=32000, dim=8192, heads=64, groups=8, layers=LAYERS, hidden=28672, dropout=0.0)
+BIG = llama.Config(vocab=32000, dim=8192, heads=64, groups=8, layers=80, hidden=28672, dropout=0.0)
 shapes = vfn.eval_shape(functools.partial(llama.init, config=BIG, dtype=torch.bfloat16), KEY)
 count = lambda tree: sum(x.numel() for x in vfn.tree.leaves(tree))
 print(shapes["embed"], shapes["blocks"][0]["attention"]["k"])
-print(f"{(count(shapes) + (80 - LAYERS) * count(shapes['blocks'][0])) / 1e9:.1f} billion parameters in 80 layers")
+print(f"{count(shapes) / 1e9:.1f} billion parameters in {BIG.layers} layers")
 
 # %% [markdown]
 # ## A mesh without ranks
@@ -105,8 +103,9 @@ print(f"peak {plan.memory().peak / 1e9:.2f} GB on a rank")
 # ## Its memory, by layer and over time
 #
 # Left: what a rank holds of each layer between steps: the block of its parameters, and of AdamW's two means. Right: what is
-# alive while the plan runs, call by call. Forward, each layer's parameters are gathered (marks) and its activations stay;
-# backward, they go again, a layer at a time; at the end the update runs in donated memory.
+# alive while the plan runs, call by call. Forward, each layer's parameters are gathered and its activations stay; backward,
+# they go again, a layer at a time; at the end the update runs in donated memory. With "remat" a layer keeps what it was given,
+# and computes the rest again.
 
 
 # %%
@@ -115,23 +114,25 @@ def held(tree, specs):
     return sum(math.prod(vfn.shard_shape(tuple(x.shape), mesh, spec)) * x.element_size() for x, spec in leaves) / 1e6
 
 
-rest = lambda tree: {name: part for name, part in tree.items() if name != "blocks"}
-rows = {"tables": (rest(shapes), rest(specs.params), rest(specs.state))}
-rows |= {
-    f"layer {i}": (shapes["blocks"][i], specs.params["blocks"][i], specs.state["blocks"][i]) for i in range(LAYERS)
-}
-params, state = [held(x, p) for x, p, _ in rows.values()], [2 * held(x, s) for x, _, s in rows.values()]
-timeline = plan.memory().timeline
+def by_layer(tree, specs):
+    tables = (
+        [part for name, part in tree.items() if name != "blocks"],
+        [specs[name] for name in tree if name != "blocks"],
+    )
+    return [held(*tables), *map(held, tree["blocks"], specs["blocks"])]
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3), layout="constrained", width_ratios=(1, 2))
-left.barh(list(rows), params, label="parameters")
-left.barh(list(rows), state, left=params, label="state of AdamW")
-left.invert_yaxis()
-left.set(xlabel="MB on a rank")
+
+params = by_layer(shapes, specs.params)
+state = [2 * x for x in by_layer(shapes, specs.state)]
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3), layout="constrained")
+left.bar(range(len(params)), params, label="parameters")
+left.bar(range(len(params)), state, bottom=params, label="state of AdamW")
+left.set(xlabel="layer (0: the tables)", ylabel="MB on a rank")
 left.legend(frameon=False, fontsize=9)
-right.plot([moment.bytes / 1e9 for moment in timeline], linewidth=1)
-gathers = [i for i, moment in enumerate(timeline) if moment.call == "all_gather"]
-right.plot(gathers, [timeline[i].bytes / 1e9 for i in gathers], "|", color="gray", markersize=12, label="a gather")
+again = planned("fsdp+tp+sp+remat", mesh, BIG, 128, 4096, torch.bfloat16)[0]
+for label, each in ("all activations stay", plan), ("remat", again):
+    right.plot([moment.bytes / 1e9 for moment in each.memory().timeline], linewidth=1, label=label)
 right.set(xlabel="call of the plan", ylabel="GB alive on a rank", ylim=(0, None))
 right.legend(frameon=False, fontsize=9)
 plt.show()
@@ -139,11 +140,11 @@ plt.show()
 # %% [markdown]
 # ## Other layouts, before any is tried
 #
-# One more word in a text is another plan. What does each need, and send?
+# One more word in a text is another plan. What does each need, and send? Here of 8 layers.
 
 # %%
 for text in ("fsdp+tp", "fsdp+tp+sp", "fsdp+tp+sp+remat"):
-    other = planned(text, mesh, BIG, 128, 4096, torch.bfloat16)[0]
+    other = planned(text, mesh, dataclasses.replace(BIG, layers=8), 128, 4096, torch.bfloat16)[0]
     sent = [other.comms().bytes(axis=axis) / 1e9 for axis in ("dp", "tp")]
     print(
         f"{text:17} peak {other.memory().peak / 1e9:5.2f} GB, sends {sent[0]:.2f} GB over dp and {sent[1]:.2f} over tp"

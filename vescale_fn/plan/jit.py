@@ -129,8 +129,8 @@ def jit(
 
     A replay has none of the cost of arrays, autograd and modes, and its plan is improved as a whole: equal values are
     computed once, small collectives travel together, memory is freed early. Whole training steps profit most: loss,
-    gradient, update in one function. Under another transform, in a `shard_map` body, in another `jit` and in debug mode
-    `f` runs as written, as a part of what is around it.
+    gradient, update in one function. Under another transform, in a `shard_map` body and in debug mode `f` runs as written,
+    as a part of what is around it; in another `jit` too, where equal calls are recorded once.
 
     Args:
         f: a pure function of trees. It is run once on tensors without values for each new combination of trees, shapes,
