@@ -20,29 +20,6 @@ def mesh():
         yield vfn.make_mesh((2, 2), ("dp", "tp"))
 
 
-class ProductSummed(torch.autograd.Function):
-    """Megatron's row-parallel product in one kernel, which adds up the parts of the ranks along "tp", where they are ranks of
-    the mesh (2, 2), or all the processes there are."""
-
-    @staticmethod
-    def forward(x, w):
-        part = x @ w
-        if isinstance(part, Blocks):
-            a, b, c, d = part.blocks
-            return Blocks((a + b, a + b, c + d, c + d))
-        dist.all_reduce(part)
-        return part
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g @ w.T, x.T @ g
-
-
 class Product(torch.autograd.Function):
     """A rank's part of the sum."""
 
@@ -60,6 +37,20 @@ class Product(torch.autograd.Function):
     def backward(ctx, g):
         x, w = ctx.saved_tensors
         return g @ w.T, x.T @ g
+
+
+class ProductSummed(Product):
+    """Megatron's row-parallel product in one kernel, which adds up the parts of the ranks along "tp", where they are ranks of
+    the mesh (2, 2), or all the processes there are."""
+
+    @staticmethod
+    def forward(x, w):
+        part = x @ w
+        if isinstance(part, Blocks):
+            a, b, c, d = part.blocks
+            return Blocks((a + b, a + b, c + d, c + d))
+        dist.all_reduce(part)
+        return part
 
 
 summed = vfn.typed_op(out={"tp": "invarying"})(ProductSummed.apply)

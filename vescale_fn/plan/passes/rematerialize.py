@@ -35,7 +35,6 @@ _CHEAP = {
 }
 
 
-HELD = "held"  # in the meta of a node whose value a policy of `remat` keeps
 _STEPS = 8  # calls, at most, to compute a value again
 
 
@@ -94,13 +93,7 @@ def _idle(
     todo = [memory]
     while todo:
         one = todo.pop()
-        if (
-            one.part < 0
-            or not _is_cheap(one.maker)
-            or one.maker in kept
-            or HELD in one.maker.meta
-            or len(made) == _STEPS
-        ):
+        if one.part < 0 or not _is_cheap(one.maker) or one.maker in kept or len(made) == _STEPS:
             return []
         made.add(one)
         for source in facts.read[one.maker]:
