@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from .. import torch_internals
-from ..arrays.array import is_array, mesh_of, moved, spec_of
+from ..arrays.array import is_array, spec_of
 from ..base import context, tracebacks, tree
 from ..base.errors import ReshardError, TransformError
 from ..base.messages import described, report, short
 from ..base.user_calls import called, checked_function
-from ..sharding.spec import P, split_axes
+from ..sharding.spec import split_axes
 from ..transforms.vmap import vmap
 from . import leaves as leaves_
 from .leaves import Opened
@@ -78,7 +78,7 @@ def scanned(
     count = slices.length(length)
     body = Repeated(f, init, slices, where, name)
     if count and (recorder := leaves_.recorder()) is not None:
-        if (found := recorder.scan(body, slices.whole(), count, reverse)) is not None:
+        if (found := recorder.scan(body, slices.leaves, count, reverse)) is not None:
             return body.carry(found[0]), body.collected(found[1])
     places = range(count - 1, -1, -1) if reverse else range(count)
     carry, y = body.begun(slices[places[0]] if count else slices.nothing())
@@ -217,20 +217,6 @@ class Slices:
         if self._rows is None:
             self._rows = [None if is_split(x) else x.unbind(0) for x in self.leaves]
         return [x[i] if rows is None else rows[i] for x, rows in zip(self.leaves, self._rows, strict=True)]
-
-    def whole(self) -> list[torch.Tensor]:
-        """The leaves with leading dims that are not split."""
-        return [
-            moved(
-                x,
-                mesh_of(x),
-                P(None, *spec_of(x)[1:], unreduced=spec_of(x).unreduced),
-                f"{self._where}: slices of a split dim",
-            )
-            if is_split(x)
-            else x
-            for x in self.leaves
-        ]
 
     def nothing(self) -> list[torch.Tensor]:
         """Leaves like those of a slice, of zeros: what a body that never runs is asked with for the types of its results."""

@@ -188,7 +188,9 @@ class Collective:
         padded: whether blocks are padded before it, and cut after it, on some ranks: what stands next to it on one rank need
             not do so on another.
 
-    Called with a local value; or, on a simulated mesh, with the list of the ranks' blocks, which gives a list.
+    Called with a local value; or, on a simulated mesh, with the list of the ranks' blocks, which gives a list. A broadcast in a
+    loop has another source in each iteration: its `source` is a tuple with one for each, and it is called with the iteration's
+    number (`turn`), too.
     """
 
     kind: str
@@ -204,11 +206,12 @@ class Collective:
     def __name__(self) -> str:  # by which a graph calls its nodes
         return self.kind
 
-    def __call__(self, x: Any, later: bool = False) -> Any:
+    def __call__(self, x: Any, turn: torch.Tensor | None = None, later: bool = False) -> Any:
+        params = self.params if turn is None else (self.params[0][int(turn)],)
         with context.setting(line=self.line) if self.line and context.logs() else contextlib.nullcontext():
             listed = isinstance(x, (list, tuple))
             x = Blocks(x) if listed else x
-            out = _run(self.kind, x, self.mesh, self.axes, self.params, self.why, later=later)
+            out = _run(self.kind, x, self.mesh, self.axes, params, self.why, later=later)
             return out.blocks if listed else out
 
     def like(self, x: torch.Tensor, new: New = lambda shape, x: x.new_empty(shape)) -> torch.Tensor:
@@ -235,8 +238,8 @@ class Start(Collective):
     def __name__(self) -> str:
         return f"start_{self.kind}"
 
-    def __call__(self, x: Any, later: bool = True) -> Any:
-        return super().__call__(x, later)
+    def __call__(self, x: Any, turn: torch.Tensor | None = None, later: bool = True) -> Any:
+        return super().__call__(x, turn, later)
 
 
 def wait(begun: Any) -> Any:

@@ -241,6 +241,6 @@ def permute(x: torch.Tensor, group: Any, positions: Positions, pairs: Sequence[t
 
 def broadcast(x: torch.Tensor, group: Any, positions: Positions, source: int, later: bool) -> Any:
     """The value of the group's rank `source`."""
-    bits = _as_bits(x).clone()
+    bits = _as_bits(x.clone(memory_format=torch.contiguous_format))
     work = dist.broadcast(bits, group=group, group_src=positions[source], async_op=later)
     return _then(work, _from_bits, bits, x)

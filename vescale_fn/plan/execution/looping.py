@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..ir.loop import EACH, STACKED, Loop, Sharing, loop_of
+from ..ir.loop import EACH, LAST, STACKED, Loop, Sharing, loop_of
 
 
 class Looping:
@@ -26,6 +27,10 @@ class Looping:
         self.consumed = list(map(_is_used_up, node.args[loop.carry :]))
         self.order = range(loop.length - 1, -1, -1) if loop.reverse else range(loop.length)
         self.cut = [i for i, kind in enumerate(loop.slices) if kind == STACKED]
+        # of what is kept along a new dim, by the iteration, its place there
+        self.places = [
+            None if kind in (EACH, LAST) else {i: place for place, i in enumerate(range(loop.length) if kind == STACKED else kind)} for kind in loop.keeps
+        ]
 
     def __call__(self, *args: Any) -> list[Any]:
         loop, carried, body = self.loop, self.loop.carry, self.body
@@ -52,17 +57,28 @@ class Looping:
 
     def keep(self, kept: list[Any], i: int, outs: Sequence[Any]) -> None:
         """Keep what an iteration has given."""
-        for j, (y, kind) in enumerate(zip(outs, self.loop.keeps)):
-            if kind == STACKED:
+        for j, (y, kind, places) in enumerate(zip(outs, self.loop.keeps, self.places)):
+            if places is not None:
                 if kept[j] is None:
-                    kept[j] = torch.empty((self.loop.length, *y.shape), dtype=y.dtype, device=y.device)
-                kept[j][i].copy_(y)
+                    kept[j] = torch.empty((len(places), *y.shape), dtype=y.dtype, device=y.device)
+                if i in places:
+                    kept[j][places[i]].copy_(y)
                 continue
             y = y.clone() if j in self.shared.kept else y
             if kind == EACH:
                 kept[j][i] = y
             else:
                 kept[j] = y
+
+
+def own_row(block: torch.Tensor, turn: torch.Tensor, held: tuple[int, ...]) -> torch.Tensor:
+    """Of a block with the entries `held` of a leading dim, the one whose turn it is; where another rank has that, a tensor of its
+    shape in which nothing is."""
+    i = int(turn)
+    place = bisect_left(held, i)
+    if held[place : place + 1] == (i,):
+        return block[place].contiguous()
+    return block.new_empty(()).expand(block.shape[1:])
 
 
 def _is_used_up(x: Any) -> bool:

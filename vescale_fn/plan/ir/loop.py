@@ -30,7 +30,7 @@ class Loop(Nested):
         slices: for each thing that it goes over whether it is a tensor, which is cut along its leading dim (`STACKED`), or a
             list with a value for each iteration (`EACH`).
         keeps: for each result of the body after the carry what becomes of it: all along a new dim (`STACKED`), a list of all
-            (`EACH`), the last (`LAST`).
+            (`EACH`), the last (`LAST`); or, a tuple of their numbers, those of some iterations along a new dim.
     """
 
     name: str = "loop"
@@ -38,7 +38,7 @@ class Loop(Nested):
     reverse: bool = False
     carry: int = 0
     slices: tuple[str, ...] = ()
-    keeps: tuple[str, ...] = ()
+    keeps: tuple[str | tuple[int, ...], ...] = ()
 
     @property
     def body(self) -> fx.Graph:
@@ -54,9 +54,8 @@ class Loop(Nested):
         given = "; ".join(
             word + ", ".join(x.name for x in xs) for word, xs in zip(("", "of each ", "the same "), rows) if xs
         )
-        kept = [
-            f"{x} {'of the last' if kind == LAST else 'of each'}" for x, kind in zip(outs[self.carry :], self.keeps)
-        ]
+        words = {LAST: "of the last", STACKED: "of each", EACH: "of each"}
+        kept = [f"{x} {words.get(kind, 'of its own')}" for x, kind in zip(outs[self.carry :], self.keeps)]  # type: ignore
         when = f"{self.length} times{', from the last' if self.reverse else ''}"
         return when, given, ", ".join([*map(str, outs[: self.carry]), *kept])
 
@@ -89,7 +88,7 @@ class Sharing:
     def __init__(self, loop: Loop) -> None:
         lie = memories(loop.body)
         places, outs = ends(loop.body)
-        kept = [(i, lie[x]) for i, (x, kind) in enumerate(zip(outs[loop.carry :], loop.keeps)) if kind != STACKED]
+        kept = [(i, lie[x]) for i, (x, kind) in enumerate(zip(outs[loop.carry :], loop.keeps)) if kind in (EACH, LAST)]
         all_kept: frozenset[Any] = frozenset().union(*(roots for _, roots in kept))
         self.enters = [i for i, x in enumerate(places[: loop.carry]) if x in all_kept]
         self.kept = {i for i, roots in kept if not roots.isdisjoint(places[loop.carry :])}

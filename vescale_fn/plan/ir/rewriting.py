@@ -97,7 +97,7 @@ class Rewriting:
 def computed(target: Any, args: Any, kwargs: Any) -> Any:
     """What a call would give, as tensors without values."""
     args, kwargs = fx.map_arg((args, kwargs), value)
-    return target.like(*args) if isinstance(target, Collective) else target(*args, **kwargs)
+    return target.like(args[0]) if isinstance(target, Collective) else target(*args, **kwargs)
 
 
 class _Lies(tuple):

@@ -6,13 +6,14 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..execution import stride_checks
+from ..execution import looping, stride_checks
 from ..ir.graph import Step
 from ..passes import buckets, donate, overlap, slice_draws
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{function.__name__: function for function in buckets.FUNCTIONS},
     "as_recorded": stride_checks.as_recorded,
+    "own_row": looping.own_row,
     "as_it_is": slice_draws.as_it_is,
     "wait": overlap.waited,
 }

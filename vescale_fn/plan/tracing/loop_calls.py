@@ -11,7 +11,7 @@ from torch import fx
 
 from ..._core import torch_internals
 from ..._core.arrays.array import is_array, mesh_of, spec_of
-from ..._core.control_flow.scan import Repeated
+from ..._core.control_flow.scan import Repeated, is_split
 from ..._core.distributed.blocks import Blocks
 from ..._core.local_types import tensor_types
 from ..._core.sharding.spec import P
@@ -22,6 +22,7 @@ from ..ir.nested import extracted
 from . import leaves as leaves_
 from .frame import Frame, Unrollable
 from .loop_again import Differentiated, Leaves, captured, is_smooth
+from .loop_slices import SplitLeaf, like_a_slice
 from .partition import Partition
 
 Nodes = list[fx.Node]
@@ -30,26 +31,46 @@ Nodes = list[fx.Node]
 class Iteration:
     """The body of a loop, run once.
 
+    Args:
+        recorder: at work.
+        repeated: the body.
+        xs: what the loop goes over.
+        moving: whether autograd follows.
+        count: the number of iterations.
+
     Attributes:
-        given, cut: stand-ins of the carry and of a slice, and their nodes.
+        given, cut: stand-ins of the carry and of a slice.
+        rows: what is cut along its leading dim: the leaves of `xs` where that is whole, the iterations' numbers where one is
+            split. Its nodes are `row_nodes`.
+        split: by the place in `xs`, the leaves whose leading dim is split; `brings` are the calls that bring their slices.
         carried, collected: what it gave; where autograd follows, with the carry that it was given after what it collects.
         begins_again: whether the first carry has taken other types, so that it is to be run anew.
     """
 
-    def __init__(self, recorder: Any, repeated: Repeated, xs: Leaves, moving: bool) -> None:
+    def __init__(self, recorder: Any, repeated: Repeated, xs: Leaves, moving: bool, count: int) -> None:
         self.recorder, self.frame, self.repeated = recorder, Frame(recorder.frame), repeated
         self.init = list(map(with_all_elements, repeated.init))
         self.start = torch_internals.autograd_count()
-        templates = list(map(like_a_slice, xs))
-        parts = [list(map(recorder.fake, leaves_.plain_of(x))) for x in xs]
+        self.split = {i: SplitLeaf(x) for i, x in enumerate(xs) if is_split(x)}
+        self.rows = [x for i, x in enumerate(xs) if i not in self.split]
+        follows = [moving and x.requires_grad for x in self.rows]
+        if self.split:
+            self.rows, follows = [torch.arange(count, device="cpu"), *self.rows], [False, *follows]
+        templates = list(map(like_a_slice, self.rows))
+        parts = [list(map(recorder.fake, leaves_.plain_of(x))) for x in self.rows]
         self.given_nodes: list[Nodes] = []
-        self.cut_nodes: list[Nodes] = []
+        self.row_nodes: list[Nodes] = []
         with recorder.within(self.frame):
             self.given = [self.stand_in(x, "carry", self.given_nodes, moving) for x in self.init]
-            self.cut = [
-                self.stand_in(template, "x", self.cut_nodes, moving and x.requires_grad, part)
-                for template, x, part in zip(templates, xs, parts, strict=True)
-            ]
+            found = iter(
+                [
+                    self.stand_in(template, "x", self.row_nodes, follow, part)
+                    for template, follow, part in zip(templates, follows, parts, strict=True)
+                ]
+            )
+            turn = next(found) if self.split else None
+            self.cut = [self.brought(self.split[i], turn, moving) if i in self.split else next(found) for i in range(len(xs))]
+            self.brings = [node for node in self.frame.graph.nodes if node.op == "call_function"]
             now, y = repeated.step(self.given, self.cut)
         self.begins_again = repeated.adapt(now)
         if self.begins_again:
@@ -65,6 +86,12 @@ class Iteration:
             ]
             self.collected_nodes = [self.nodes(x) for x in self.collected]
         self.forward = [node for node in self.frame.graph.nodes if node.op == "call_function"]
+
+    def brought(self, leaf: SplitLeaf, turn: Any, moving: bool) -> torch.Tensor:
+        """The slice of a leaf whose leading dim is split."""
+        with torch_internals.no_torch_function(), torch.no_grad():
+            out = leaf.slice(self.recorder, turn)
+        return out.requires_grad_(moving and leaf.x.requires_grad)
 
     def stand_in(
         self, leaf: torch.Tensor, name: str, nodes: list[Nodes], moving: bool, stacked: Leaves | None = None
@@ -159,11 +186,11 @@ class LoopCall(Differentiated):
                 for row, wants in zip(plain, one.given_nodes, strict=True)
                 for node, wanted in zip(row, wants, strict=True)
             ]
-            rows = [recorder.node(x) for leaf in self.xs for x in leaves_.plain_of(leaf)]
+            rows = [recorder.node(x) for leaf in one.rows for x in leaves_.plain_of(leaf)]
         places = list(frame.places)
-        given = [*flat(one.given_nodes), *flat(one.cut_nodes), *places]
+        given = [*flat(one.given_nodes), *flat(one.row_nodes), *places]
         gives = [*flat(one.carried_nodes), *flat(one.collected_nodes)]
-        self.partition = Partition(one.forward, given, gives, len(first), len(rows))
+        self.partition = Partition(one.forward, given, gives, len(first), len(rows), again=one.brings)
         loop = Loop(
             bodies=(extracted(one.forward, given, gives),),
             length=self.count,
@@ -191,11 +218,11 @@ class LoopCall(Differentiated):
                 x.meta["alike"] = True
         return recorder.called(loop, (*given, *outer), vals)
 
-    def result(self, val: Any, kind: str) -> Any:
+    def result(self, val: Any, kind: str | tuple[int, ...]) -> Any:
         """What a result of the loop is like, of which each iteration gives `val`."""
         if kind == LAST or not isinstance(val, torch.Tensor):
             return self.recorder.fake_like(val) if isinstance(val, torch.Tensor) else val
-        return self.recorder.fake_stack(val, self.count)
+        return self.recorder.fake_stack(val, len(kind) if isinstance(kind, tuple) else self.count)
 
     def keep(self, residuals: Sequence[tuple[fx.Node, str]]) -> None:
         """Have the loop keep more of each iteration, for its derivative."""
@@ -223,11 +250,6 @@ class LoopCall(Differentiated):
     def kept(self) -> dict[fx.Node, Any]:
         """Stand-ins of what the loop keeps, by the node in its body."""
         return {}
-
-
-def like_a_slice(x: torch.Tensor) -> torch.Tensor:
-    """What has the layout and the blocks of a slice of `x`; the blocks may have another size."""
-    return x.select(0, 0) if is_array(x) else x
 
 
 def flat(rows: Any) -> Nodes:

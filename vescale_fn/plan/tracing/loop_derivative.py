@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from ..._core import torch_internals
 from ..._core.transforms.primals import as_primals
@@ -14,7 +15,8 @@ from ..ir.loop import EACH, STACKED, Loop
 from ..ir.nested import extracted
 from . import leaves as leaves_
 from .loop_again import gradients
-from .loop_calls import LoopCall, Nodes, flat, in_place_of, like_a_slice, rebuilt, stacked, with_all_elements
+from .loop_calls import LoopCall, Nodes, flat, in_place_of, rebuilt, stacked, with_all_elements
+from .loop_slices import like_a_slice
 
 
 class Derivative:
@@ -39,7 +41,9 @@ class Derivative:
             call.partition.since(before, frame.graph),
             [*flat(self.ct_nodes), *(total for total, _ in self.totals)],
         )
-        gives = [*self.carry_nodes, *(added for _, added in self.totals), *flat(self.own_nodes[len(self.first) :])]
+        own = [self.kept(i, *row) for i, *row in zip(call.moving_xs, *(x[len(self.first) :] for x in (self.own, self.own_nodes)))]
+        kept = [pair for pairs in own for pair in pairs]
+        gives = [*self.carry_nodes, *(added for _, added in self.totals), *(node for node, _ in kept)]
         split = call.partition.of_backward(new, given, flat(self.row_nodes), gives, frame.places[known:])
         call.keep(split.residuals)
         zeros = [recorder.zeros(value(total)) for total, _ in self.totals]
@@ -51,7 +55,7 @@ class Derivative:
             ]
             along = [recorder.node(x) for _, ct in self.rows for x in leaves_.plain_of(ct)]
         cut_of = dict(
-            zip(flat(call.one.cut_nodes), [x for leaf in call.xs for x in leaves_.plain_of(leaf)], strict=True)
+            zip(flat(call.one.row_nodes), [x for leaf in call.one.rows for x in leaves_.plain_of(leaf)], strict=True)
         )
         constant_of = dict(zip(frame.places, frame.constants, strict=True))
         along += [recorder.outer(cut_of[x]) for x in split.cuts]
@@ -63,14 +67,21 @@ class Derivative:
             reverse=not call.reverse,
             carry=len(given),
             slices=(STACKED,) * len(along) + (EACH,) * len(each),
-            keeps=(STACKED,) * (len(gives) - len(given)),
+            keeps=tuple(kind for _, kind in kept),
         )
         constants = [*(constant_of[x] for x in split.constants), *(call.kept[x] for x in split.last)]
         found = iter(call.emitted(loop, [*start, *zeros, *along, *each], constants)[1])
         result: list[Any] = [rebuilt(ct, found) for ct in self.first]
         sums = {i: rebuilt(g, found) for i, g in self.sums}
-        result += [stacked(g, found, call.count) for g in self.own[len(self.first) :]]
+        for i, g in zip(call.moving_xs, self.own[len(self.first) :]):
+            split = call.one.split.get(i)
+            result.append(stacked(g, found, call.count) if split is None else split.cotangent(g, found))
         return [*result, *map(sums.get, range(len(call.captured)))]
+
+    def kept(self, i: int, g: torch.Tensor, nodes: Nodes) -> list[tuple[fx.Node, Any]]:
+        """The nodes that give the cotangent of a slice of the `i`-th leaf that the loop goes over, and what is kept of each."""
+        split = self.call.one.split.get(i)
+        return [(node, STACKED) for node in nodes] if split is None else list(zip(*split.kept(g, nodes)))
 
     def record(self) -> None:
         """Record the derivative of one iteration, in its frame."""

@@ -51,7 +51,7 @@ def _recorded(recorder: Any, repeated: Any, xs: Leaves, count: int, reverse: boo
     follows = torch.is_grad_enabled()
     moving = follows and any(x.requires_grad for x in (*repeated.init, *xs))
     while True:
-        one = Iteration(recorder, repeated, xs, moving)
+        one = Iteration(recorder, repeated, xs, moving, count)
         if one.begins_again:
             continue
         if not moving and follows and any(x.requires_grad for x in one.results):

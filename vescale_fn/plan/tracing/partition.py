@@ -1,13 +1,13 @@
 """What is recorded of one iteration and of its derivative, split into a graph that runs forward and one that runs backward.
 
 The backward graph needs values of the forward one. What is cheap to have again is: views, what was an input, what the loop goes
-over. The rest is kept of each iteration, once where it is the same in all.
+over, also where that is brought here. The rest is kept of each iteration, once where it is the same in all.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,7 @@ class Partition:
         gives: its results.
         carry, cuts: how many of the placeholders are of the carry, and of slices.
         joins: whether both graphs will be parts of one: then a copy is written down twice as well, and made once.
+        again: calls that are made again rather than kept.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class Partition:
         carry: int = 0,
         cuts: int = 0,
         joins: bool = False,
+        again: Collection[fx.Node] = (),
     ) -> None:
-        self.forward, self.given, self.gives, self.joins = forward, given, gives, joins
+        self.forward, self.given, self.gives, self.joins, self.again = forward, given, gives, joins, again
         self.cuts = given[carry : carry + cuts]
         self.constants = given[carry + cuts :]
 
@@ -113,7 +115,7 @@ class Partition:
                 constants[x] = None
             elif x in self.cuts:
                 cuts[x] = None
-            elif _is_view(x) or (self.joins and name_of(x) == "clone"):
+            elif x in self.again or _is_view(x) or (self.joins and name_of(x) == "clone"):
                 for source in x.all_input_nodes:
                     need(source)
                 again[x] = None

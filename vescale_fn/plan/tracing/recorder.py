@@ -285,6 +285,12 @@ class Recorder(torch_internals.TorchDispatchMode):
         node = self.graph.call_function(_ZEROS, (list(x.shape),), {"dtype": x.dtype, "device": x.device})
         return self._made(node, out, self._line()[0], None)._plan_node
 
+    def step(self, step: Step, args: tuple[Any, ...], shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Record a call of ours, and give what stands for its result, of this shape and otherwise like a tensor."""
+        line, again = self._line()
+        node = self.graph.call_function(step, tuple(self._nodes(args)))
+        return self._made(node, self._fake.contiguous(shape, like), line, again)
+
     def called(self, loop: Step, args: tuple[Any, ...], vals: list[Any]) -> tuple[fx.Node, list[Any]]:
         """Record the call of a loop, and give it and what stands for its results."""
         line, again = self._line()
@@ -501,22 +507,22 @@ class Recorder(torch_internals.TorchDispatchMode):
                     self._note(one, part)
         return out
 
-    def collective(self, collective: Collective, x: Any) -> Any:
+    def collective(self, collective: Collective, x: Any, *turn: torch.Tensor) -> Any:
         """A collective on a local value, noted instead of being carried out."""
         with torch_internals.no_torch_function():
-            return self._collective(collective, x)
+            return self._collective(collective, x, map(self.node, turn))
 
-    def _collective(self, collective: Collective, x: Any) -> Any:
+    def _collective(self, collective: Collective, x: Any, turn: Iterable[fx.Node]) -> Any:
         line, again = self._line()
         collective = dataclasses.replace(collective, line=line)
         if type(x) is Blocks:
             blocks_ = [self._stand_in(block) for block in x.blocks]
             out = Blocks(collective.like_all(blocks_, self._fake.contiguous))
-            node = self.graph.call_function(collective, ([self.node(block) for block in blocks_],))
+            node = self.graph.call_function(collective, ([self.node(block) for block in blocks_], *turn))
             self._made(node, out.blocks, line, again)
             return out
         out = collective.like(self._stand_in(x), self._fake.contiguous)
-        return self._made(self.graph.call_function(collective, (self.node(x),)), out, line, again)
+        return self._made(self.graph.call_function(collective, (self.node(x), *turn)), out, line, again)
 
     def effect(self, step: Step, *args: Any) -> None:
         """A call that does something besides giving a result; plain tensors among its arguments are values of the plan."""

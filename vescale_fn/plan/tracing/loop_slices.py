@@ -1,0 +1,108 @@
+"""What a loop goes over, in its body: one slice, which is brought to all ranks where the leading dim is split.
+
+Which rank has it the iteration decides, and that rank broadcasts it. The calls that bring it are the body's own, and made again
+where its derivative needs the slice, so that no rank has more than one of the others' at a time. What comes back for a slice
+stays on the ranks that have it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._core import torch_internals
+from ..._core.arrays.array import is_array, made, mesh_of, spec_of
+from ..._core.distributed.blocks import Blocks
+from ..._core.distributed.collectives import Collective, group_size
+from ..._core.distributed.communicator import coordinates
+from ..._core.distributed.mesh import communicator_of
+from ..._core.sharding.index_map import axes_of, dim_indices
+from ..._core.sharding.layout import contiguous_stride, layout, spec_for
+from ..._core.sharding.merged_dim import parts_of
+from ..._core.sharding.spec import P, split_axes
+from ..execution.looping import own_row
+from ..ir.graph import Step
+from . import leaves as leaves_
+
+
+def like_a_slice(x: torch.Tensor) -> torch.Tensor:
+    """What has the layout and the blocks of a slice of `x`, whose leading dim is whole; the blocks may have another size."""
+    return x.select(0, 0) if is_array(x) else x
+
+
+class SplitLeaf:
+    """A leaf of what a loop goes over, an array whose leading dim is split.
+
+    Args:
+        x: the leaf.
+    """
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.mesh, self.lies, self.plain = x, mesh_of(x), spec_of(x), leaves_.plain_of(x)
+        self.simulated = type(torch_internals.local(x)) is Blocks
+        names = split_axes(self.lies, x.ndim)[0]
+        axes = tuple(axis for _, part in parts_of(names, x.shape[0]) for axis in part)
+        owners: dict[int, int] = {}  # of each slice, by the place in the group along `axes`
+        sizes = axes_of(self.mesh)
+        for owner, place in enumerate(itertools.product(*(range(sizes[axis]) for axis in axes))):
+            owners.update(dict.fromkeys(dim_indices(x.shape[0], names, sizes, dict(zip(axes, place))), owner))
+        source = tuple(owners[i] for i in range(x.shape[0]))
+        self.broadcast = Collective("broadcast", self.mesh, axes, (source,), "a slice of a split dim")
+
+    def slice(self, recorder: Any, turn: torch.Tensor) -> torch.Tensor:
+        """Record, in a body, how the slice whose turn it is comes to all ranks, and give it."""
+        rows = []
+        for block, (_, held) in zip(self.plain, _holders(torch_internals.spec(self.x), self.simulated), strict=True):
+            own = Step("own_row", functools.partial(own_row, held=held), views=(0,))
+            rows.append(recorder.step(own, (block, turn), block.shape[1:], block))
+        local = leaves_.of_ranks(rows, torch_internals.spec(self.x)) if self.simulated else rows[0]
+        if group_size(self.mesh, self.broadcast.axes) > 1:
+            local = recorder.collective(self.broadcast, local, turn)
+        lies = P(*self.lies[1:], unreduced=self.lies.unreduced, reduced=self.lies.reduced)
+        return made(local, self._spec(lies, self.x.shape[1:], self.x.dtype), lies)
+
+    def kept(self, ct: torch.Tensor, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[tuple[int, ...]]]:
+        """What is kept of the cotangent of a slice.
+
+        Args:
+            ct: the cotangent.
+            nodes: of its plain tensors.
+
+        Returns:
+            For each plain tensor of the cotangent of the leaf the node that gives it an entry, and the iterations in which it does.
+        """
+        holders = leaves_.first_holders(torch_internals.spec(ct)) if self.simulated else (0,)
+        places = {at: i for i, at in enumerate(dict.fromkeys(holders))}
+        rows = _holders(self._spec_of_cotangent(ct), self.simulated)
+        return [nodes[places[holders[at]]] for at, _ in rows], [held for _, held in rows]
+
+    def cotangent(self, ct: torch.Tensor, found: Iterator[torch.Tensor]) -> torch.Tensor:
+        """The cotangent of the leaf, of those of its slices, one of which is `ct`, and of its plain tensors."""
+        spec = self._spec_of_cotangent(ct)
+        blocks = [next(found) for _ in _holders(spec, self.simulated)]
+        with torch_internals.no_torch_function():
+            return made(leaves_.of_ranks(blocks, spec) if self.simulated else blocks[0], spec, self._lies_of_cotangent(ct))
+
+    def _lies_of_cotangent(self, ct: torch.Tensor) -> P:
+        lies = spec_of(ct)
+        return P(self.lies[0], *lies, unreduced=lies.unreduced, reduced=lies.reduced)
+
+    def _spec_of_cotangent(self, ct: torch.Tensor) -> Any:
+        return self._spec(self._lies_of_cotangent(ct), self.x.shape, ct.dtype)
+
+    def _spec(self, lies: P, shape: torch.Size, dtype: torch.dtype) -> Any:
+        return spec_for(self.mesh, P(*lies, unreduced=lies.unreduced), shape, contiguous_stride(shape), dtype)
+
+
+def _holders(spec: Any, simulated: bool) -> list[tuple[int, tuple[int, ...]]]:
+    """For each plain tensor of an array the first rank that has it, by its place among those played here, and which entries of
+    the leading dim it has."""
+    ranks, shape, axes = communicator_of(spec.mesh).ranks, spec.tensor_meta.shape, axes_of(spec.mesh)
+    names = split_axes(layout(spec), len(shape))[0]
+    first = dict.fromkeys(leaves_.first_holders(spec)) if simulated else (0,)
+    return [(at, tuple(dim_indices(shape[0], names, axes, coordinates(spec.mesh, ranks[at])))) for at in first]
