@@ -45,8 +45,8 @@ def scan(
             `shard_map` body its types. A number takes the dtype that `f` gives it, a plain tensor becomes a replicated array
             where `f` makes it one, and a sum over ranks that is still to be made is made as the carry's layout says.
         xs: a tree of tensors whose leading dims have one size, in any layout; keys too. Of a split leading dim each slice is
-            brought to all ranks when it is its turn, under `jit` all of them before the loop. None: no slices, `length` says
-            how often.
+            brought to all ranks when it is its turn; under `jit` its owner broadcasts it, once more where the derivative needs
+            it, so that no rank has all of them, and their gradient stays split. None: no slices, `length` says how often.
         length: the number of iterations; to be given where `xs` has no tensors.
         reverse: whether to begin at the last slice. What is collected stays in the order of `xs`.
         unroll: as JAX takes it, an int or a bool; without effect. An iteration of a recorded loop costs less than one op beside

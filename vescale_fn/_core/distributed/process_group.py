@@ -148,7 +148,7 @@ def _as_bits(x: torch.Tensor) -> torch.Tensor:
 
 def _from_bits(bits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Bits that stand for a tensor like `x`."""
-    return bits.view(x.dtype).view(x.shape) if bits.dtype is not x.dtype else bits
+    return bits if bits.dtype is x.dtype and x.ndim else bits.view(x.dtype).view(x.shape)
 
 
 def _ordered(x: torch.Tensor, op: str) -> torch.Tensor:

@@ -27,10 +27,7 @@ class Looping:
         self.consumed = list(map(_is_used_up, node.args[loop.carry :]))
         self.order = range(loop.length - 1, -1, -1) if loop.reverse else range(loop.length)
         self.cut = [i for i, kind in enumerate(loop.slices) if kind == STACKED]
-        # of what is kept along a new dim, by the iteration, its place there
-        self.places = [
-            None if kind in (EACH, LAST) else {i: place for place, i in enumerate(range(loop.length) if kind == STACKED else kind)} for kind in loop.keeps
-        ]
+        self.places = [self.numbered(kind) for kind in loop.keeps]
 
     def __call__(self, *args: Any) -> list[Any]:
         loop, carried, body = self.loop, self.loop.carry, self.body
@@ -55,6 +52,12 @@ class Looping:
             del outs
         return [x.clone() if i in self.shared.leaves else x for i, x in enumerate(values)] + kept
 
+    def numbered(self, kind: str | tuple[int, ...]) -> dict[int, int] | None:
+        """The iterations that are kept along a new dim, with their places there; None where all are listed, or one is kept."""
+        if kind in (EACH, LAST):
+            return None
+        return {i: place for place, i in enumerate(range(self.loop.length) if kind == STACKED else kind)}  # type: ignore
+
     def keep(self, kept: list[Any], i: int, outs: Sequence[Any]) -> None:
         """Keep what an iteration has given."""
         for j, (y, kind, places) in enumerate(zip(outs, self.loop.keeps, self.places)):
@@ -72,8 +75,8 @@ class Looping:
 
 
 def own_row(block: torch.Tensor, turn: torch.Tensor, held: tuple[int, ...]) -> torch.Tensor:
-    """Of a block with the entries `held` of a leading dim, the one whose turn it is; where another rank has that, a tensor of its
-    shape in which nothing is."""
+    """Of a block with the entries `held` of a leading dim, the one whose turn it is; where another rank has that, a tensor of
+    its shape in which nothing is."""
     i = int(turn)
     place = bisect_left(held, i)
     if held[place : place + 1] == (i,):

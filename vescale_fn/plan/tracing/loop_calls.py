@@ -16,7 +16,7 @@ from ..._core.distributed.blocks import Blocks
 from ..._core.local_types import tensor_types
 from ..._core.sharding.spec import P
 from ..execution.stride_checks import as_recorded
-from ..ir.graph import Step, value
+from ..ir.graph import Step, calls, value
 from ..ir.loop import LAST, STACKED, Loop
 from ..ir.nested import extracted
 from . import leaves as leaves_
@@ -52,25 +52,15 @@ class Iteration:
         self.init = list(map(with_all_elements, repeated.init))
         self.start = torch_internals.autograd_count()
         self.split = {i: SplitLeaf(x) for i, x in enumerate(xs) if is_split(x)}
-        self.rows = [x for i, x in enumerate(xs) if i not in self.split]
-        follows = [moving and x.requires_grad for x in self.rows]
-        if self.split:
-            self.rows, follows = [torch.arange(count, device="cpu"), *self.rows], [False, *follows]
-        templates = list(map(like_a_slice, self.rows))
-        parts = [list(map(recorder.fake, leaves_.plain_of(x))) for x in self.rows]
+        turns = [torch.arange(count, device="cpu")] if self.split else []
+        self.rows = [*turns, *(x for i, x in enumerate(xs) if i not in self.split)]
+        likes = [(like_a_slice(x), list(map(recorder.fake, leaves_.plain_of(x)))) for x in self.rows]
         self.given_nodes: list[Nodes] = []
         self.row_nodes: list[Nodes] = []
         with recorder.within(self.frame):
             self.given = [self.stand_in(x, "carry", self.given_nodes, moving) for x in self.init]
-            found = iter(
-                [
-                    self.stand_in(template, "x", self.row_nodes, follow, part)
-                    for template, follow, part in zip(templates, follows, parts, strict=True)
-                ]
-            )
-            turn = next(found) if self.split else None
-            self.cut = [self.brought(self.split[i], turn, moving) if i in self.split else next(found) for i in range(len(xs))]
-            self.brings = [node for node in self.frame.graph.nodes if node.op == "call_function"]
+            self.cut = self.slices(likes, len(xs), moving)
+            self.brings = set(calls(self.frame.graph))
             now, y = repeated.step(self.given, self.cut)
         self.begins_again = repeated.adapt(now)
         if self.begins_again:
@@ -85,13 +75,20 @@ class Iteration:
                 self.nodes(x, wanted) for x, wanted in zip(self.carried, self.given_nodes, strict=True)
             ]
             self.collected_nodes = [self.nodes(x) for x in self.collected]
-        self.forward = [node for node in self.frame.graph.nodes if node.op == "call_function"]
+        self.forward = list(calls(self.frame.graph))
 
-    def brought(self, leaf: SplitLeaf, turn: Any, moving: bool) -> torch.Tensor:
-        """The slice of a leaf whose leading dim is split."""
-        with torch_internals.no_torch_function(), torch.no_grad():
-            out = leaf.slice(self.recorder, turn)
-        return out.requires_grad_(moving and leaf.x.requires_grad)
+    def slices(self, likes: Sequence[tuple[torch.Tensor, Leaves]], count: int, moving: bool) -> Leaves:
+        """A slice of each of the `count` leaves that the loop goes over: a stand-in, or what brings it is recorded."""
+        found = iter(
+            [
+                self.stand_in(like, "x", self.row_nodes, moving and x.requires_grad, parts)
+                for x, (like, parts) in zip(self.rows, likes, strict=True)
+            ]
+        )
+        turn = next(found) if self.split else None
+        return [
+            self.split[i].slice(self.recorder, turn, moving) if i in self.split else next(found) for i in range(count)
+        ]
 
     def stand_in(
         self, leaf: torch.Tensor, name: str, nodes: list[Nodes], moving: bool, stacked: Leaves | None = None

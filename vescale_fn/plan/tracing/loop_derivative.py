@@ -16,7 +16,7 @@ from ..ir.nested import extracted
 from . import leaves as leaves_
 from .loop_again import gradients
 from .loop_calls import LoopCall, Nodes, flat, in_place_of, rebuilt, stacked, with_all_elements
-from .loop_slices import like_a_slice
+from .loop_slices import SplitLeaf, like_a_slice
 
 
 class Derivative:
@@ -41,8 +41,7 @@ class Derivative:
             call.partition.since(before, frame.graph),
             [*flat(self.ct_nodes), *(total for total, _ in self.totals)],
         )
-        own = [self.kept(i, *row) for i, *row in zip(call.moving_xs, *(x[len(self.first) :] for x in (self.own, self.own_nodes)))]
-        kept = [pair for pairs in own for pair in pairs]
+        kept = self.kept()
         gives = [*self.carry_nodes, *(added for _, added in self.totals), *(node for node, _ in kept)]
         split = call.partition.of_backward(new, given, flat(self.row_nodes), gives, frame.places[known:])
         call.keep(split.residuals)
@@ -73,15 +72,24 @@ class Derivative:
         found = iter(call.emitted(loop, [*start, *zeros, *along, *each], constants)[1])
         result: list[Any] = [rebuilt(ct, found) for ct in self.first]
         sums = {i: rebuilt(g, found) for i, g in self.sums}
-        for i, g in zip(call.moving_xs, self.own[len(self.first) :]):
-            split = call.one.split.get(i)
-            result.append(stacked(g, found, call.count) if split is None else split.cotangent(g, found))
+        result += [
+            stacked(g, found, call.count) if leaf is None else leaf.cotangent(g, found)
+            for leaf, g, _ in self.of_slices()
+        ]
         return [*result, *map(sums.get, range(len(call.captured)))]
 
-    def kept(self, i: int, g: torch.Tensor, nodes: Nodes) -> list[tuple[fx.Node, Any]]:
-        """The nodes that give the cotangent of a slice of the `i`-th leaf that the loop goes over, and what is kept of each."""
-        split = self.call.one.split.get(i)
-        return [(node, STACKED) for node in nodes] if split is None else list(zip(*split.kept(g, nodes)))
+    def of_slices(self) -> list[tuple[SplitLeaf | None, torch.Tensor, Nodes]]:
+        """The cotangents of slices and their nodes, each with the leaf if the leading dim of that is split."""
+        count, leaves = len(self.first), map(self.call.one.split.get, self.call.moving_xs)
+        return list(zip(leaves, self.own[count:], self.own_nodes[count:], strict=True))
+
+    def kept(self) -> list[tuple[fx.Node, Any]]:
+        """Their nodes, each with what is kept of it."""
+        return [
+            pair
+            for leaf, g, nodes in self.of_slices()
+            for pair in ([(node, STACKED) for node in nodes] if leaf is None else leaf.kept(g, nodes))
+        ]
 
     def record(self) -> None:
         """Record the derivative of one iteration, in its frame."""

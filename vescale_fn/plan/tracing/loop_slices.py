@@ -54,8 +54,13 @@ class SplitLeaf:
         source = tuple(owners[i] for i in range(x.shape[0]))
         self.broadcast = Collective("broadcast", self.mesh, axes, (source,), "a slice of a split dim")
 
-    def slice(self, recorder: Any, turn: torch.Tensor) -> torch.Tensor:
-        """Record, in a body, how the slice whose turn it is comes to all ranks, and give it."""
+    def slice(self, recorder: Any, turn: Any, moving: bool) -> torch.Tensor:
+        """Record, in a body, how the slice whose turn it is comes to all ranks, and give it, for autograd to follow if it does
+        so (`moving`) with the leaf."""
+        with torch_internals.no_torch_function():
+            return self._slice(recorder, turn).requires_grad_(moving and self.x.requires_grad)
+
+    def _slice(self, recorder: Any, turn: torch.Tensor) -> torch.Tensor:
         rows = []
         for block, (_, held) in zip(self.plain, _holders(torch_internals.spec(self.x), self.simulated), strict=True):
             own = Step("own_row", functools.partial(own_row, held=held), views=(0,))
@@ -66,27 +71,25 @@ class SplitLeaf:
         lies = P(*self.lies[1:], unreduced=self.lies.unreduced, reduced=self.lies.reduced)
         return made(local, self._spec(lies, self.x.shape[1:], self.x.dtype), lies)
 
-    def kept(self, ct: torch.Tensor, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[tuple[int, ...]]]:
-        """What is kept of the cotangent of a slice.
+    def kept(self, ct: torch.Tensor, nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, tuple[int, ...]]]:
+        """For each plain tensor of the leaf's cotangent the node that gives entries of it, and the iterations that do.
 
         Args:
-            ct: the cotangent.
+            ct: the cotangent of a slice.
             nodes: of its plain tensors.
-
-        Returns:
-            For each plain tensor of the cotangent of the leaf the node that gives it an entry, and the iterations in which it does.
         """
         holders = leaves_.first_holders(torch_internals.spec(ct)) if self.simulated else (0,)
         places = {at: i for i, at in enumerate(dict.fromkeys(holders))}
         rows = _holders(self._spec_of_cotangent(ct), self.simulated)
-        return [nodes[places[holders[at]]] for at, _ in rows], [held for _, held in rows]
+        return [(nodes[places[holders[at]]], held) for at, held in rows]
 
     def cotangent(self, ct: torch.Tensor, found: Iterator[torch.Tensor]) -> torch.Tensor:
         """The cotangent of the leaf, of those of its slices, one of which is `ct`, and of its plain tensors."""
         spec = self._spec_of_cotangent(ct)
         blocks = [next(found) for _ in _holders(spec, self.simulated)]
         with torch_internals.no_torch_function():
-            return made(leaves_.of_ranks(blocks, spec) if self.simulated else blocks[0], spec, self._lies_of_cotangent(ct))
+            local = leaves_.of_ranks(blocks, spec) if self.simulated else blocks[0]
+            return made(local, spec, self._lies_of_cotangent(ct))
 
     def _lies_of_cotangent(self, ct: torch.Tensor) -> P:
         lies = spec_of(ct)

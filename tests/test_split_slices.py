@@ -1,0 +1,216 @@
+"""Loops under `jit` over what is split in its leading dim: each slice is broadcast when it is its turn, its gradient stays split."""
+
+import functools
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.plan.ir.loop import loops
+
+F = torch.float64
+X = torch.linspace(-1, 1, 12, dtype=F).view(4, 3)
+
+
+def weights(n):
+    return torch.linspace(-1, 1.5, n * 15, dtype=F).cos().view(n, 3, 5), torch.linspace(0, 2, n * 5, dtype=F).view(n, 5)
+
+
+def run(w, b, x, goal=None, reverse=False):
+    def step(c, row):
+        w, b = row
+        y = torch.tanh(c @ w + b)
+        out = y @ w.T
+        return (out if goal is None else vfn.with_sharding(out, goal)), (y.sum(), 2 * w)
+
+    return vfn.scan(step, x, (w, b), reverse=reverse)
+
+
+def loss(*given, **how):
+    c, (s, t) = run(*given, **how)
+    return (c**2).sum() + s.sum() + (t * t.cos()).sum()
+
+
+def of_layers(mesh, spec, n, lies=P()):
+    w, b = weights(n)
+    return vfn.shard(w, mesh, spec), vfn.shard(b, mesh, P(spec[0])), vfn.shard(X, mesh, lies)
+
+
+def counted(log):
+    return Counter((c.op, c.axis) for c in log)
+
+
+LAYOUTS = {
+    "one axis": ((4,), P("a")),
+    "an outer and an inner axis": ((2, 3), P(("a", "b"))),
+    "an inner and an outer axis": ((2, 3), P(("b", "a"))),
+    "another dim too": ((2, 3), P("b", None, "a")),
+    "axes of size 1": ((1, 2), P(("b", "a"))),
+    "an axis of size 1": ((1, 2), P("a", "b")),
+    "three axes": ((2, 2, 2), P(("c", "a"), "b")),
+}
+
+
+@pytest.mark.parametrize("n", [1, 5, 7])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, n: int) -> None:
+    """Even, uneven and empty shards; a step of the loop broadcasts each leaf once, forward and backward, and gathers nothing."""
+    sizes, spec = LAYOUTS[layout]
+    how = {"reverse": n == 5}
+    wanted = vfn.value_and_grad(functools.partial(loss, **how), (0, 1, 2))(*weights(n), X)
+    with vfn.simulate(math.prod(sizes)):
+        mesh = vfn.make_mesh(sizes, tuple("abc"[: len(sizes)]))
+        given = of_layers(mesh, spec, n)
+        jitted = vfn.jit(vfn.value_and_grad(functools.partial(loss, goal=P(), **how), (0, 1, 2)))
+        for _ in range(2):
+            found = jitted(*given)
+            assert_close(vfn.unshard(found), wanted, rtol=1e-12, atol=1e-12)
+        assert [g.spec for g in found[1]] == [x.spec for x in given]
+        lowered = jitted.lower(*given)
+        assert len(loops(lowered.graph)) == 2
+        names = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
+        moved = mesh.shape[names[0]] > 1 or len(names) > 1
+        with vfn.comm_log() as log:
+            jitted(*given)
+        for told in (log, lowered.comms()):
+            assert counted(told)["broadcast", ",".join(names)] == (3 * n if moved else 0)  # backward, b is not needed
+            assert not any(c.op == "all_gather" and set(names) & set(c.axes) for c in told)
+
+
+BITS = {
+    **{
+        str(t): torch.tensor([-0.0, math.nan, -math.inf, 1e-40, 0.0]).to(t)
+        for t in (torch.float32, torch.bfloat16, torch.float64)
+    },
+    **{
+        str(t): torch.tensor([-7, 3, 0, 100, -128]).to(t)
+        for t in (torch.int8, torch.uint8, torch.int16, torch.int64, torch.uint32)
+    },
+    "complex": torch.tensor([complex(-0.0, math.nan), 1j, 2, -0.0, complex(math.nan, -0.0)]),
+    "bool": torch.tensor([True, False, False, True, True]),
+    "payloads": torch.tensor([0x7FC12345, -4194303, 1, -2147483648, 5], dtype=torch.int32).view(torch.float32),
+    "rows": torch.arange(10.0, dtype=torch.bfloat16).view(2, 5).t(),
+}
+
+
+def bits(x):
+    x = x.contiguous()
+    return (torch.view_as_real(x) if x.is_complex() else x).contiguous().view(torch.uint8)
+
+
+def wrong_bits(mesh, spec):
+    """Which values do not come back as they were: as results, as keys, beside None and a plain tensor."""
+    wrong = []
+    for name, x in BITS.items():
+        found = vfn.jit(lambda x: vfn.scan(lambda c, x: (c + 1, x), 0, x, reverse=True)[1])(vfn.shard(x, mesh, spec))
+        if not torch.equal(bits(vfn.unshard(found)), bits(x)):
+            wrong.append(name)
+    keys, draw = (
+        vfn.random.split(vfn.random.key(0), 5),
+        lambda keys: vfn.lax.map(lambda k: vfn.random.normal(k, (3,)), keys),
+    )
+    if not torch.equal(vfn.unshard(vfn.jit(draw)(vfn.shard(keys, mesh, spec))), draw(keys)):
+        wrong.append("keys")
+    tree = {"a": vfn.shard(torch.arange(5), mesh, spec), "b": None, "c": torch.arange(5)}
+    total = vfn.jit(lambda t: vfn.scan(lambda c, x: (c + x["a"] * x["c"], None), 0, t)[0])(tree)
+    if vfn.unshard(total) != 30:
+        wrong.append("a tree")
+    doubled = vfn.jit(lambda x: vfn.lax.map(lambda x: 2 * x, x, batch_size=2))(tree["a"])
+    if vfn.unshard(doubled).tolist() != [0, 2, 4, 6, 8]:
+        wrong.append("map in batches")
+    return wrong
+
+
+def test_bits() -> None:
+    with vfn.simulate(4):
+        assert wrong_bits(vfn.make_mesh((4,), ("a",)), P("a")) == []
+        assert wrong_bits(vfn.make_mesh((2, 2), ("a", "b")), P(("b", "a"))) == []
+
+
+def on_gloo_ranks() -> list[str]:
+    wrong = []
+    mesh = vfn.make_mesh((3,), ("a",))
+    for n in (2, 5, 7):  # empty shards, uneven ones
+        wanted = vfn.value_and_grad(loss, (0, 1, 2))(*weights(n), X)
+        for lies in (P(), P("a")):  # cotangents of slices are whole, or sums over the ranks
+            given = of_layers(mesh, P("a"), n, lies)
+            f = vfn.value_and_grad(functools.partial(loss, goal=lies), (0, 1, 2))
+            jitted = vfn.jit(f)
+            for _ in range(2):
+                assert_close(vfn.unshard(jitted(*given)), wanted, rtol=1e-12, atol=1e-12)
+            with vfn.comm_log() as log:
+                jitted(*given)
+            if counted(log)["broadcast", "a"] != 3 * n or counted(log)["all_gather", "a"]:
+                wrong.append(f"{n} slices: {counted(log)}")
+            if counted(log) != counted(jitted.lower(*given).comms()):
+                wrong.append(f"{n} slices, lowered: {counted(jitted.lower(*given).comms())}")
+    return wrong + wrong_bits(mesh, P("a"))
+
+
+def test_on_gloo_ranks(gloo) -> None:
+    assert gloo(3, on_gloo_ranks) == [[], [], []]
+
+
+TRANSFORMS = {
+    "gradient of a gradient": lambda f: vfn.grad(lambda *a: sum((g**2).sum() for g in vfn.grad(f, (0, 1))(*a)), (0, 1)),
+    "gradients of entries": lambda f: (
+        lambda w, b, x: vfn.vmap(vfn.grad(f, (0, 1)), (None, 1, 0))(
+            w, torch.stack([b, 2 * b], 1), torch.stack([x, 2 * x])
+        )
+    ),
+    "jvp of a gradient": lambda f: lambda *a: vfn.jvp(vfn.grad(f, (0, 1, 2)), a, tuple(map(torch.cos, a))),
+    "remat": lambda f: vfn.grad(vfn.remat(f), (0, 1, 2)),
+    "in a loop": lambda f: vfn.grad(
+        lambda w, b, x: vfn.scan(lambda c, row: (c + f(w * row.sum(), b, x), None), torch.zeros((), dtype=F), b)[0],
+        (0, 1),
+    ),
+    "a slice as carry": lambda f: vfn.grad(
+        lambda w, b, x: (vfn.scan(lambda c, row: (row, c * row), x[0, 0] * b[0], b)[1] ** 2).sum(), (1, 2)
+    ),
+    "written in place": lambda f: lambda w, b, x: vfn.scan(lambda c, row: (c + row.mul_(2).sum(), row), b.sum(), b * 1),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name: str) -> None:
+    wanted = TRANSFORMS[name](loss)(*weights(5), X)
+    with vfn.simulate(4):
+        given = of_layers(vfn.make_mesh((2, 2), ("a", "b")), P(("b", "a")), 5)
+        jitted = vfn.jit(TRANSFORMS[name](functools.partial(loss, goal=P())))
+        for _ in range(2):
+            assert_close(vfn.unshard(jitted(*given)), wanted, rtol=1e-11, atol=1e-11)
+        assert len(loops(jitted.lower(*given).graph)) >= 1
+
+
+def test_memory_is_that_of_a_slice() -> None:
+    """A step of 64 layers on 8 ranks needs its own layers, their gradient, and a few layers besides."""
+
+    def step(w, x):
+        return w - vfn.grad(lambda w: (vfn.scan(lambda h, w: (h + torch.tanh(h @ w), None), x, w)[0] ** 2).mean())(w)
+
+    mesh = vfn.abstract_mesh((8,), ("a",))
+    w = vfn.shard(vfn.ShapeDtype((64, 128, 128), torch.float32), mesh, P("a"))
+    x = vfn.shard(vfn.ShapeDtype((8, 128), torch.float32), mesh, P("a"))
+    lowered, layer = vfn.jit(step).lower(w, x), 128 * 128 * 4
+    assert lowered.memory().peak < (8 + 8 + 5) * layer
+    assert counted(lowered.comms()) == {("broadcast", "a"): 2 * 64, ("all_reduce", "a"): 64}
+    assert max(c.bytes for c in lowered.comms()) == layer
+
+
+def on_ranks_with_files(folder) -> bool:
+    given = of_layers(vfn.make_mesh((2,), ("a",)), P("a"), 5)
+    f = vfn.grad(functools.partial(loss, goal=P()), (0, 1))
+    lowered = vfn.jit(f).lower(*given)
+    vfn.save_plan(lowered, folder)
+    torch.distributed.barrier()
+    again = vfn.jit(f, plans=[vfn.load_plan(folder)])
+    same = [torch.equal(*map(vfn.unshard, pair)) for pair in zip(again(*given), vfn.jit(f)(*given), strict=True)]
+    return all(same) and again.cache_info().records == 0 and again.lower(*given).text() == lowered.text()
+
+
+def test_saved_plans(gloo, tmp_path) -> None:
+    assert gloo(2, on_ranks_with_files, tmp_path / "plan") == [True, True]
