@@ -189,7 +189,7 @@ def make_mesh(
         shape: the size of each axis; one of them may be -1, "the rest".
         names: the axes' names, all different.
         axis_shapes, axis_names: these two by JAX's names.
-        device: "cpu" or "cuda"; by default that of the process group's backend.
+        device: "cpu" or "cuda"; by default that of the process group's backend, without a group torch's default device.
         timeout: of one collective on the mesh, in seconds, `math.inf` for none: a rank that waits longer fails. By default
             that of the process group, which `launch` was told; under torchrun torch's own (half an hour on CPUs, ten
             minutes on GPUs). Meshes of one kind share their groups, and an axis of all ranks shares the process group:
@@ -221,7 +221,7 @@ def make_mesh(
     if context.on_one_device():
         return _unit(device or ranks.device_type(), names)
     if simulated is not None:
-        return rebuild_mesh(device or "cpu", sizes, names)
+        return rebuild_mesh(device or torch.get_default_device().type, sizes, names)
     device = device or ranks.device_type()
     if not ranks.has_process_group():
         return torch_internals.unattached_mesh(device, torch.zeros(sizes, dtype=torch.int64), names, Mesh)
