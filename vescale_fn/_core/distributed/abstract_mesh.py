@@ -88,7 +88,7 @@ class AbstractMesh(SimulatedMesh):
 @torch_internals.never_recorded
 def rebuild_abstract_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...], rank: int) -> AbstractMesh:
     made = torch_internals.unattached_mesh(
-        device, torch.arange(math.prod(shape)).view(shape), names, AbstractMesh, rank
+        device, torch.arange(math.prod(shape), device="cpu").view(shape), names, AbstractMesh, rank
     )
     made.rank = rank
     return made

@@ -192,7 +192,7 @@ def groups(mesh: Any, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 @torch_internals.never_recorded
 def _groups(axes_items: tuple[tuple[str, int], ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     order = [name for name, _ in axes_items]
-    ranks = torch.arange(math.prod(size for _, size in axes_items)).view([size for _, size in axes_items])
+    ranks = torch.arange(math.prod(size for _, size in axes_items), device="cpu").view([size for _, size in axes_items])
     rest = [name for name in order if name not in names]
     permuted = ranks.permute([order.index(name) for name in (*rest, *names)])
     size = math.prod(dict(axes_items)[name] for name in names)

@@ -103,7 +103,7 @@ def part(mesh: Any, names: tuple[str, ...]) -> Any:
     if isinstance(mesh, SimulatedMesh):
         sizes = [axes_of(mesh)[name] for name in names]
         here = dict(zip(axes_of(mesh), mesh.get_coordinate() or (), strict=True))
-        ranks_ = torch.arange(math.prod(sizes)).view(sizes)
+        ranks_ = torch.arange(math.prod(sizes), device="cpu").view(sizes)
         seen_from = int(ranks_[tuple(here[name] for name in names)])
         made = torch_internals.unattached_mesh(mesh.device_type, ranks_, names, SimulatedPart, seen_from)
         made.whole = root(mesh)
@@ -126,7 +126,9 @@ def is_part(mesh: Any) -> bool:
 @torch_internals.never_recorded
 def rebuild_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...], *cut: Any) -> SimulatedMesh:
     """The simulated mesh of these axes, or the part (`SimulatedMesh.cut`) of another that has them, one object for all."""
-    made = torch_internals.unattached_mesh(device, torch.arange(math.prod(shape)).view(shape), names, SimulatedMesh)
+    made = torch_internals.unattached_mesh(
+        device, torch.arange(math.prod(shape), device="cpu").view(shape), names, SimulatedMesh
+    )
     made.cut = cut
     return made
 
@@ -224,7 +226,7 @@ def make_mesh(
         return rebuild_mesh(device or torch.get_default_device().type, sizes, names)
     device = device or ranks.device_type()
     if not ranks.has_process_group():
-        return torch_internals.unattached_mesh(device, torch.zeros(sizes, dtype=torch.int64), names, Mesh)
+        return torch_internals.unattached_mesh(device, torch.zeros(sizes, dtype=torch.int64, device="cpu"), names, Mesh)
     made = _of_group(ranks.world(), device, sizes, names)
     if timeout is not None and not _limited(made, timeout):
         raise MeshError(
@@ -339,7 +341,9 @@ def unit(mesh: Any) -> Any:
 @torch_internals.never_recorded
 def _unit(device: str, names: tuple[str, ...]) -> Mesh:
     with torch_internals.no_torch_function():  # where the program is in a body, a factory would mean something else
-        return torch_internals.unattached_mesh(device, torch.zeros((1,) * len(names), dtype=torch.int64), names, Mesh)
+        return torch_internals.unattached_mesh(
+            device, torch.zeros((1,) * len(names), dtype=torch.int64, device="cpu"), names, Mesh
+        )
 
 
 def communicator_of(mesh: Any) -> Communicator:

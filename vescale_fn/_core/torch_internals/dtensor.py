@@ -76,10 +76,10 @@ def dispatch_to_own(cls: C) -> C:
             DispatchProbe.asked = True
             return args[0]
 
-    mesh = unattached_mesh("cpu", torch.arange(1), ("x",))
+    mesh = unattached_mesh("cpu", torch.arange(1, device="cpu"), ("x",))
     meta = TensorMeta(torch.Size(()), (), torch.float32)
     spec = DTensorSpec(mesh, (_placement_types.Replicate(),), tensor_meta=meta)
-    torch.neg(new_dtensor(DispatchProbe, torch.zeros(()), spec))
+    torch.neg(new_dtensor(DispatchProbe, torch.zeros((), device="cpu"), spec))
     if not DispatchProbe.asked:
         holder = _simple_registry.GenericTorchDispatchRuleHolder
         find = holder.find

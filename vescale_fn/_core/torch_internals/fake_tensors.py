@@ -19,7 +19,7 @@ from .modes import AsWritten, unrecorded
 def preload() -> None:
     """Import what torch imports at the first op on shapes alone: a second, spent once before a fork, not by each rank."""
     with shapes_only():
-        torch.ops.aten.add.Tensor(torch.empty(1), 1)
+        torch.ops.aten.add.Tensor(torch.empty(1, device="cpu"), 1)
 
 
 def _no_values(x: Any, *args: Any, **kwargs: Any) -> Any:

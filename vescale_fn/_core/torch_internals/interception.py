@@ -121,7 +121,7 @@ def _functions_are_seen() -> bool:
         _instead(intercept_function_apply, "apply", handler),
         _pyfunctorch.temporarily_clear_interpreter_stack(),  # the first body may be under a transform
     ):
-        answer = apply(torch.zeros(()))
+        answer = apply(torch.zeros((), device="cpu"))
         alone = not _functorch_active()
     return seen == [FunctionProbe] and answer.item() == 1 and alone
 
@@ -148,7 +148,7 @@ def _gradients_are_seen() -> bool:
         seen.append(x)
         return x
 
-    x = torch.zeros(())
+    x = torch.zeros((), device="cpu")
     with _instead(intercept_reverse_mode, "gradient", handler):
         for differentiate in (torch.func.grad, torch.func.jacrev, lambda f: lambda x: torch.func.vjp(f, x)):
             _in_a_thread_of_its_own(differentiate(torch.clone), x)
@@ -167,7 +167,11 @@ def _checkpoints_are_seen() -> bool:
 
     with _instead(intercept_checkpoint, "checkpoint", handler):
         _in_a_thread_of_its_own(
-            _checkpoint.checkpoint, torch.clone, torch.zeros(()), use_reentrant=False, preserve_rng_state=False
+            _checkpoint.checkpoint,
+            torch.clone,
+            torch.zeros((), device="cpu"),
+            use_reentrant=False,
+            preserve_rng_state=False,
         )
     return seen == [torch.clone]
 

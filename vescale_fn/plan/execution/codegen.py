@@ -256,7 +256,7 @@ class _Number:
     dtype: torch.dtype
 
     def tensor(self) -> torch.Tensor:
-        return torch.tensor(self.number, dtype=self.dtype)
+        return torch.tensor(self.number, dtype=self.dtype, device="cpu")
 
 
 _aten = torch.ops.aten

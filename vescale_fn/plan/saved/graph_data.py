@@ -242,7 +242,7 @@ class GraphReader:
             case "device":
                 return torch.device(x)
             case "integers":
-                return torch.tensor(x[1], dtype=torch.int64).view(x[0])
+                return torch.tensor(x[1], dtype=torch.int64, device="cpu").view(x[0])
             case _:
                 return _of_torch(kind, x)
 

@@ -78,8 +78,8 @@ def backend(name: str | None = None) -> str:
 
 def differing(variant: int, n: int = 300) -> list[str]:
     """The kinds for which this variant of the C library does not give the bits of the torch definition."""
-    key = torch.tensor([[[0x13198A2E, 0x03707344], [-0x5BF6FCDE, 0x299F31D0]]], dtype=torch.int32)
-    low = torch.arange(n, dtype=torch.int32)
+    key = torch.tensor([[[0x13198A2E, 0x03707344], [-0x5BF6FCDE, 0x299F31D0]]], dtype=torch.int32, device="cpu")
+    low = torch.arange(n, dtype=torch.int32, device="cpu")
     first, second = (hash_words(k0 & 0xFFFFFFFF, k1 & 0xFFFFFFFF, 7, low) for k0, k1 in key[0].tolist())
     params = {"uniform": (-1.25, 3.7), "bernoulli": (0.3,), "randint": (-5, 1000, 296)}
     wrong = []
