@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vescale_fn as vfn
-from vescale_fn.plan.execution import backends
+from vescale_fn.plan.execution import backends, cuda_graphs
 
 
 def step(w, m, x):
@@ -49,6 +49,31 @@ def test_what_is_not_there_is_said_at_once():
             "jit: cuda_graph=True needs a CUDA device, and there is none here\n"
             "  Instead: leave cuda_graph out: the plan runs on the CPU as well"
         )
+
+
+def test_what_a_cuda_graph_would_leave_out_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    host = torch.ones(2)
+
+    def f(x):
+        vfn.debug_print("{}", x)
+        return vfn.scan(lambda x, _: (vfn.cond(x.sum() > 0, torch.neg, torch.exp, x), None), x, None, 2)[0]
+
+    with pytest.raises(vfn.errors.TransformError) as caught:
+        vfn.jit(f, cuda_graph=True)(host)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "jit: with cuda_graph=True the CPU has no part in a call, but it would have in this one"
+    assert lines[1].startswith("  * debug_print, at test_plan_backends.py:")
+    assert lines[1].endswith(": it would happen in the first call alone")
+    assert lines[2].startswith("  * cond, at test_plan_backends.py:")
+    assert lines[2].endswith(": what runs depends on a value")
+    assert lines[3:] == [
+        "  Instead: leave cuda_graph out; torch.where for a choice; device='cuda' where tensors are made"
+    ]
+    graph = vfn.jit(lambda x: (x + 1).to("meta")).lower(host).graph
+    assert [line.rpartition(": ")[2] for line in cuda_graphs._on_the_cpu(graph)] == [
+        "copies between the CPU and the GPU"
+    ]
 
 
 @pytest.mark.gpu

@@ -52,11 +52,11 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any)
 
 def rotation(length: int, dim: int, base: float, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [T, dim] of rotary positions (arXiv 2104.09864), in the dtype and on the device of `like`."""
-    speeds = torch.exp(torch.arange(0, dim, 2, dtype=torch.float64) * (-math.log(base) / dim))
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), speeds)
+    there: Any = {"dtype": torch.float64, "device": like.device}
+    speeds = torch.exp(torch.arange(0, dim, 2, **there) * (-math.log(base) / dim))
+    angles = torch.outer(torch.arange(length, **there), speeds)
     cos, sin = angles.cos(), angles.sin()
-    tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-    return tables[0].to(like.device, like.dtype), tables[1].to(like.device, like.dtype)
+    return torch.cat([cos, cos], dim=-1).to(like.dtype), torch.cat([-sin, sin], dim=-1).to(like.dtype)
 
 
 def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

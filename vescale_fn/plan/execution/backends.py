@@ -1,11 +1,9 @@
-"""Other ways to run a plan: local calls compiled by inductor, the whole of it as one CUDA graph."""
+"""Other ways to run a plan: local calls compiled by inductor, the whole of it as one CUDA graph, values in an arena."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -13,12 +11,11 @@ from torch import fx
 from ..._core import torch_internals
 from ..._core.base.errors import TransformError
 from ..._core.base.messages import meant, report, short
-from ..._core.sharding.layout import text
 from ..ir import graph as plan
 from ..ir import memory_aliases
+from . import cuda_graphs
+from .cuda_graphs import Run
 from .in_arena import in_arena
-
-Run = Callable[[list[Any]], tuple[Any, ...]]
 
 BACKENDS = ("torch", "inductor")
 
@@ -68,11 +65,13 @@ class Backend:
 
     def placed(self, graph: fx.Graph) -> fx.Graph:
         """The graph as it runs: where its values lie in an arena, with their places."""
+        if self.cuda_graph:
+            cuda_graphs.check(graph)
         return in_arena(graph) if self.arena else graph
 
     def running(self, run: Run) -> Run:
         """What is called to run a plan whose own function is `run`."""
-        return captured(run) if self.cuda_graph else run
+        return cuda_graphs.CudaGraph(run) if self.cuda_graph else run
 
 
 def inductor(graph: fx.Graph) -> fx.Graph:
@@ -140,58 +139,3 @@ def _compile(graph: fx.Graph, run: list[fx.Node]) -> None:
 def _example(x: torch.Tensor) -> torch.Tensor:
     """A tensor like one without values, for a compiler to look at."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
-
-
-def captured(run: Run) -> Run:
-    """A function of tensors on CUDA as a CUDA graph: recorded in its first call, replayed by later ones.
-
-    The inputs are copied to where the graph reads them, the results are copied out: the graph's own memory is written again
-    by the next replay. Collectives are captured with the rest, where their backend can (NCCL).
-
-    Args:
-        run: takes the list of its inputs, which it may empty, and gives a tuple.
-
-    Raises:
-        TransformError: an input is no tensor on a GPU: a number would stay what it was in the first call.
-    """
-    graph = torch.cuda.CUDAGraph()
-    inputs: list[torch.Tensor] = []
-    outputs: list[Any] = []
-
-    def record(values: Sequence[Any]) -> None:
-        wrong = [x for x in values if not (isinstance(x, torch.Tensor) and x.is_cuda)]
-        if wrong:
-            raise TransformError(
-                report(
-                    "jit",
-                    "with cuda_graph=True all arguments must be tensors on a CUDA device",
-                    [text(x) + f" on {x.device}" if isinstance(x, torch.Tensor) else f"the number {x}" for x in wrong],
-                    "torch.tensor(x, device='cuda') for a number: one graph serves all its values",
-                )
-            )
-        inputs[:] = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in values]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):  # libraries set themselves up, communicators are made: what a capture may not do
-                _fill(inputs, values)
-                run(list(inputs))
-        torch.cuda.current_stream().wait_stream(side)
-        _fill(inputs, values)
-        with torch.cuda.graph(graph):
-            outputs[:] = run(list(inputs))
-
-    def replay(values: list[Any]) -> tuple[Any, ...]:
-        if not inputs:
-            record(values)
-        _fill(inputs, values)
-        values.clear()
-        graph.replay()
-        return tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in outputs)
-
-    return replay
-
-
-def _fill(inputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for x, value in zip(inputs, values, strict=True):
-        x.copy_(value)

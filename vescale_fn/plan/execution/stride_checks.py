@@ -65,8 +65,14 @@ def as_recorded(out: Any, strides: Sequence[Any]) -> Any:
 def _restrided(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     if all(a == b for a, b, size in zip(x.stride(), strides, x.shape, strict=True) if size != 1):
         return x
-    shape = x.shape
-    for dim, (size, stride) in enumerate(zip(x.shape, strides)):
-        if size > 1 and stride == 0:  # expanded: all entries are the same
+    out = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+    each_once(out).copy_(each_once(x, strides))
+    return out
+
+
+def each_once(x: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:
+    """A tensor without the repetitions of what is expanded, in it or in one with these strides."""
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride() if strides is None else strides)):
+        if size > 1 and stride == 0:
             x = x.narrow(dim, 0, 1)
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x).expand(shape)
+    return x
