@@ -77,6 +77,7 @@ def test_what_a_cuda_graph_would_leave_out_is_refused(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32 tensor cores")  # of the compiler
 @pytest.mark.parametrize("backend", backends.BACKENDS)
 def test_a_cuda_graph_gives_the_same_values(backend):
     w, m, x = arguments("cuda")

@@ -386,6 +386,7 @@ def test_on_a_gpu_distributions_have_the_bits_of_the_cpu(distribution):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_key_on_a_gpu_does_not_synchronise():
     key = vfn.random.key(3)
     there = vfn.random.wrap_key_data(vfn.random.key_data(key).cuda())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _python_dispatch
 
 from .modes import AsWritten, unrecorded
+
+# Each fake mode asks whether there is a GPU. Of CUDA's driver, unless NVML may answer; and a process that has asked the driver
+# cannot fork ranks that use it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def preload() -> None:
