@@ -118,7 +118,8 @@ def by_vescale_fn(size: str, **options: Any) -> Callable[[], Any]:
         return value, vfn.optim.apply_updates(params, updates), state
 
     params, batch = inputs(size)
-    run, now = vfn.jit(step, donate_argnums=(0, 1), **options) if options else step, [params, opt.init(params)]
+    run: Any = vfn.jit(step, donate_argnums=(0, 1), **options) if options else step
+    now = [params, opt.init(params)]
 
     def call() -> torch.Tensor:
         value, *now[:] = run(*now, batch)

@@ -171,3 +171,15 @@ def test_what_is_no_part(use, message) -> None:
     with vfn.simulate(4), pytest.raises(MeshError) as error:
         use(vfn.make_mesh((2, 2), ("pp", "dp")))
     assert str(error.value).startswith(message)
+
+
+def test_what_a_mesh_is_made_of_lies_on_the_cpu_whatever_torchs_default_device_is():
+    def total(x):
+        return (vfn.with_sharding(x * 2.0, P("not_cpu")) + 1.0).sum()
+
+    with torch.device("meta"), vfn.simulate(6):
+        mesh = vfn.make_mesh((3, 2), ("not_cpu", "other"), device="cpu")
+        x = vfn.shard(torch.arange(6.0, device="cpu").view(3, 2), mesh["not_cpu", "other"], P("not_cpu", "other"))
+        with vfn.use_mesh(mesh):
+            assert (total(x).item(), vfn.jit(total)(x).item()) == (36.0, 36.0)
+        assert vfn.make_mesh((6,), ("not_cpu",)).device_type == "meta"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -75,6 +75,15 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(x)
 
 
+class Recorded(NamedTuple):
+    """A graph, where it reads and writes, and what happens when a call of it is over."""
+
+    graph: Any
+    inputs: list[torch.Tensor]
+    outputs: tuple[Any, ...]
+    done: Any
+
+
 class CudaGraph:
     """A function of tensors on CUDA as a CUDA graph.
 
@@ -88,23 +97,25 @@ class CudaGraph:
 
     def __init__(self, run: Run) -> None:
         self._run, self._lock = run, threading.Lock()
-        self._graph: Any = None
+        self._recorded: Recorded | None = None
 
     def __call__(self, values: list[Any]) -> tuple[Any, ...]:
         with self._lock:
-            if self._graph is None:
-                self._record(values)
-            torch.cuda.current_stream().wait_event(self._done)
-            _copy(self._inputs, values)
+            if self._recorded is None:
+                self._recorded = self._record(values)
+            graph, inputs, outputs, done = self._recorded
+            torch.cuda.current_stream().wait_event(done)
+            _copy(inputs, values)
             values.clear()
-            self._graph.replay()
-            outs = [torch.empty_like(x) if isinstance(x, torch.Tensor) else x for x in self._outputs]
-            _copy(outs, self._outputs)
-            self._done.record()
+            graph.replay()
+            outs = [torch.empty_like(x) if isinstance(x, torch.Tensor) else x for x in outputs]
+            _copy(outs, outputs)
+            done.record()
         return tuple(outs)
 
-    def _record(self, values: Sequence[Any]) -> None:
-        """
+    def _record(self, values: Sequence[Any]) -> Recorded:
+        """The graph of a call.
+
         Raises:
             TransformError: an input is no tensor on a GPU: a number would stay what it was in the first call.
         """
@@ -131,7 +142,7 @@ class CudaGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outputs = self._run(list(inputs))
-        self._inputs, self._outputs, self._done, self._graph = inputs, outputs, torch.cuda.Event(), graph
+        return Recorded(graph, inputs, outputs, torch.cuda.Event())
 
 
 def _copy(targets: Sequence[Any], sources: Sequence[Any]) -> None:
