@@ -1,5 +1,6 @@
 """Calls of a plan that share a body: improved once, one function of the plan's code, the values of the inlined nodes."""
 
+import functools
 import json
 import operator
 
@@ -13,6 +14,7 @@ from vescale_fn.plan.ir.graph import copied
 from vescale_fn.plan.ir.nested import everywhere, nested
 from vescale_fn.plan.ir.shared_bodies import Shared, inlined
 from vescale_fn.plan.lowered import Lowered
+from vescale_fn.plan.passes.kept_calls import kept
 from vescale_fn.plan.pipeline import PASSES
 from vescale_fn.plan.saved.graph_data import GraphReader, GraphWriter
 from vescale_fn.plan.saved_plans import _empty
@@ -44,19 +46,19 @@ def layers(count):
     x, w = _given(body, "x", "w")
     y = _called(body, aten.mm.default, x, w)
     shared = Shared(bodies=(_ended(body, _called(body, aten.tanh.default, y), x, _called(body, aten.sin.default, y)),))
-    graph, kept = fx.Graph(), []
+    graph, given = fx.Graph(), []
     x, *ws = _given(graph, "x", *(f"w{i}" for i in range(count)))
     for w in ws:
         call = _called(graph, shared, x, w, val=[SQUARE] * 3)
         x, before = (_called(graph, operator.getitem, call, i) for i in range(2))
-        kept.append(before)
-    return _ended(graph, x, *kept)
+        given.append(before)
+    return _ended(graph, x, *given)
 
 
 def improved(graph):
     graph = copied(graph)
     for one in PASSES:
-        graph = graph if one is inlined else everywhere(one, graph)
+        graph = everywhere(functools.partial(kept, many=2) if one is kept else one, graph)
     graph.__dict__.pop("_given_up", None)
     return graph
 
@@ -69,12 +71,12 @@ def read_again(graph):
 @pytest.mark.parametrize("made", [lambda graph: graph, improved, inlined, read_again])
 def test_values(made) -> None:
     values = list(torch.linspace(-1, 1, 5 * 9).view(5, 3, 3).unbind())
-    x, kept = values[0], []
+    x, before = values[0], []
     for w in values[1:]:
-        kept.append(x)
+        before.append(x)
         x = torch.tanh(x @ w)
     code = generate(made(layers(4)))
-    assert_close(code.run(values), (x, *kept), rtol=0, atol=0)
+    assert_close(code.run(values), (x, *before), rtol=0, atol=0)
 
 
 def test_what_is_shared_stays_shared_and_is_written_once() -> None:
@@ -88,8 +90,8 @@ def test_what_is_shared_stays_shared_and_is_written_once() -> None:
 
 def test_a_result_is_memory_of_its_own() -> None:
     x, w = torch.ones(3, 3), torch.ones(3, 3)
-    _, kept = generate(layers(1)).run([x, w])
-    kept.zero_()
+    _, before = generate(layers(1)).run([x, w])
+    before.zero_()
     assert_close(x, torch.ones(3, 3))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .ir.graph import Pass
-from .ir.shared_bodies import inlined
 from .passes.buckets import buckets
 from .passes.canonicalize import composites
 from .passes.cse import common
@@ -12,6 +11,7 @@ from .passes.dce import dead
 from .passes.donate import donate
 from .passes.foreach import foreach
 from .passes.functionalize_writes import writes
+from .passes.kept_calls import kept
 from .passes.memory_order import order
 from .passes.merge_axes import axes
 from .passes.overlap import overlap
@@ -34,7 +34,7 @@ OF_ONE_RANK: tuple[Pass, ...] = (  # which look at no other rank's blocks
     composites,
     common,
     dead,
-    inlined,
+    kept,
     once,
     residual,
     flat,

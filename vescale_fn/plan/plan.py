@@ -25,6 +25,7 @@ from .ir.ranks_as_one import ROW, RanksAsOne
 from .ir.shared_bodies import inlined
 from .lowered import Lowered
 from .passes.budget import Budget
+from .passes.kept_calls import kept
 from .pipeline import OF_ONE_RANK
 from .tracing import leaves as leaves_
 from .tracing.guards import Captured
@@ -84,7 +85,10 @@ class Plan:
         first."""
         seen(self.recorded.graph)
         graph, rest = self._of_one_rank(passes)
+        whole = self._how.arena or self._how.name != "torch" or any(isinstance(one, Budget) for one in passes)
         for i, improve in enumerate(rest):
+            if improve is kept and whole:  # which look into every call
+                improve = inlined
             graph = improve(graph, rest[i + 1 :]) if isinstance(improve, Budget) else everywhere(improve, graph)
             seen(graph)
         graph.__dict__.pop("_given_up", None)

@@ -115,7 +115,7 @@ def made_at(node: fx.Node, place: Mapping[fx.Node, float]) -> float:
     waiting, last = given(node), -1.0
     while waiting:
         x = waiting.pop()
-        if _only_moves(x):
+        if only_moves(x):
             waiting += x.all_input_nodes
         elif x.op == "call_function":
             last = max(last, place[x])
@@ -133,14 +133,14 @@ def is_written(node: fx.Node, hot: frozenset[fx.Node], taken: bool = True) -> bo
     """
     up, down = list(given(node)) if taken else [], list(got(node).values())
     for x in up:
-        if _only_moves(x):
+        if only_moves(x):
             up += [source for source in x.all_input_nodes if source not in up]
     for x in down:
-        down += [user for user in x.users if _only_moves(user) and user not in down]
+        down += [user for user in x.users if only_moves(user) and user not in down]
     return not hot.isdisjoint((*up, *down))
 
 
-def _only_moves(x: fx.Node) -> bool:
+def only_moves(x: fx.Node) -> bool:
     return is_light(x) or name_of(x) in _MOVES
 
 

@@ -45,6 +45,7 @@ class Step:
         effect: whether it does something besides giving its result: then it stays, and stays where it is.
         writes: the places of the arguments that it writes in place.
         views: the places of the arguments that its result may share memory with.
+        apart: whether each of its results lies in memory of its own.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Step:
     effect: bool = False
     writes: tuple[int, ...] = ()
     views: tuple[int, ...] = ()
+    apart: bool = False
 
     @property
     def __name__(self) -> str:
@@ -207,12 +209,17 @@ def memories(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
     """For each node, the nodes that made the memory in which its result may lie (for most: itself)."""
     found: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
-        sources = [found[x] for x in viewed(node)] if node.op == "call_function" else []
+        sources = [found[x] for x in viewed(node)] if node.op == "call_function" and not _is_apart(node) else []
         if not sources:
             found[node] = frozenset((node,))
         else:
             found[node] = sources[0] if len(sources) == 1 else frozenset().union(*sources)
     return found
+
+
+def _is_apart(node: fx.Node) -> bool:
+    """Whether a value is one of several results, none of which lies in the memory of another."""
+    return node.target is operator.getitem and getattr(node.args[0].target, "apart", False)  # type: ignore[union-attr]
 
 
 def changed(graph: fx.Graph) -> frozenset[fx.Node]:

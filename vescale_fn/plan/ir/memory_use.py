@@ -18,6 +18,7 @@ from . import graph as plan
 from . import memory_aliases
 from .branches import Branches
 from .nested import bodies_of
+from .shared_bodies import Shared
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,13 @@ _SHOWN = 8  # lines of what is alive at the peak
 ARGUMENTS = "arguments"
 
 
-def memory(graph: fx.Graph) -> MemoryUse:
+def memory(graph: fx.Graph, mortal: frozenset[fx.Node] = frozenset()) -> MemoryUse:
     """The memory that a plan needs: each thing lives from the call that makes it to the last that needs any view of it.
 
     Arguments and constants are alive all the time: a donated argument's memory is what a result is written into.
+
+    Args:
+        mortal: arguments that nobody else needs, which are alive up to their last use.
     """
     lie = memory_aliases.memories(graph)
     last = memory_aliases.last_uses(graph, lie)
@@ -101,7 +105,7 @@ def memory(graph: fx.Graph) -> MemoryUse:
     stops: dict[memory_aliases.Memory, int] = {}
     at = -1  # the call at which the most is alive
     deepest: MemoryUse | None = None  # in the body that runs there
-    within = {body: memory(body) for body in {body for node in plan.calls(graph) for body in bodies_of(node)}}
+    within: dict[Any, MemoryUse] = {}  # by bodies, and which of their arguments die there
     for node in graph.nodes:
         if node.op == "output":
             break
@@ -112,21 +116,42 @@ def memory(graph: fx.Graph) -> MemoryUse:
         if node.op == "call_function":
             # of what the body gives, that of one iteration is counted twice
             inside = max(
-                map(within.__getitem__, bodies_of(node)), key=lambda use: use.peak - use.arguments, default=None
+                (_within(within, body, _dying(node, ends, lie)) for body in bodies_of(node)),
+                key=lambda use: use.peak - use.arguments,
+                default=None,
             )
             now = live + (0 if inside is None else inside.peak - inside.arguments)
-            if isinstance(node.target, Branches):  # whose results are those of the branch
-                now = max(live, now - sum(sizes[piece] for piece in lie[node]))
+            if isinstance(node.target, (Branches, Shared)):  # whose results are those of the body
+                now = max(
+                    live if isinstance(node.target, Branches) else 0, now - sum(sizes[piece] for piece in lie[node])
+                )
             if now > top:
                 top, at, deepest = now, len(timeline), inside
             timeline.append(Moment(call_text(node), node.meta.get("line", ""), now))
         for piece in ends.get(node, ()):
-            if piece.maker.op != "placeholder":
+            if piece.maker.op != "placeholder" or piece.maker in mortal:
                 stops[piece] = len(timeline)
                 live -= sizes[piece]
     arguments = sum(sizes[piece] for piece in begins if piece.maker.op == "placeholder")
     held = {piece: sizes[piece] for piece, begin in begins.items() if begin <= at < stops.get(piece, at + 1)}
     return MemoryUse(timeline, arguments, _by_line(held, deepest))
+
+
+def _dying(node: fx.Node, ends: dict[fx.Node, list[memory_aliases.Memory]], lie: Any) -> tuple[int, ...]:
+    """The places of the arguments of a call of a shared body that are needed there for the last time."""
+    if not isinstance(node.target, Shared):
+        return ()
+    uses = Counter(piece for x in node.args for piece in lie[x])
+    gone = {piece for piece in ends.get(node, ()) if piece.maker.op != "placeholder" and uses[piece] == 1}
+    return tuple(i for i, x in enumerate(node.args) if lie[x] and gone.issuperset(lie[x]))
+
+
+def _within(known: dict[Any, MemoryUse], body: fx.Graph, dying: tuple[int, ...]) -> MemoryUse:
+    """The memory that a body needs, of whose arguments some die."""
+    if (body, dying) not in known:
+        places = [x for x in body.nodes if x.op == "placeholder"]
+        known[body, dying] = memory(body, frozenset(places[i] for i in dying))
+    return known[body, dying]
 
 
 def _by_line(alive: dict[memory_aliases.Memory, int], inside: MemoryUse | None) -> list[LineMemory]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from ..._core.distributed.collectives import Collective
-from .graph import KEPT, calls, copied, has_effect, memories, output
+from . import memory_aliases
+from .graph import KEPT, calls, copied, has_effect, output
 from .nested import Nested, ends, extracted, nested, reached
 from .ranks_as_one import ROW
 
@@ -20,16 +21,17 @@ class Shared(Nested):
     """A call of a body. The body writes into nothing that it is given, and a write into a result is seen in no other."""
 
     name: str = "shared"
+    apart: bool = True
 
 
-def inlined(graph: fx.Graph) -> fx.Graph:
-    """The graph in which the nodes of its body stand in the place of each call."""
-    return _inlined(copied(graph), {})
+def inlined(graph: fx.Graph, but: Collection[Any] = ()) -> fx.Graph:
+    """The graph in which the nodes of its body stand in the place of each call, `but` for calls of these."""
+    return _inlined(copied(graph), {}, but)
 
 
-def _inlined(graph: fx.Graph, done: dict[Nested, fx.Graph]) -> fx.Graph:
+def _inlined(graph: fx.Graph, done: dict[Nested, fx.Graph], but: Collection[Any] = ()) -> fx.Graph:
     for node in nested(graph):
-        if isinstance(node.target, Shared):
+        if isinstance(node.target, Shared) and node.target not in but:
             if node.target not in done:
                 done[node.target] = _inlined(copied(node.target.bodies[0]), done)
             _inline(node, done[node.target])
@@ -42,18 +44,28 @@ def _inline(node: fx.Node, body: fx.Graph) -> None:
     rows: dict[int, Any] = {}  # of ranks, which are others in each call
     with graph.inserting_before(node):
         for x in calls(body):
-            values[x] = copy = graph.node_copy(x, values.__getitem__)
+            values[x] = copy = placed(node, x, values)
             if ROW in x.meta:
                 holders, *rest = x.meta[ROW]
                 copy.meta[ROW] = rows.setdefault(id(holders), list(holders)), *rest
-            if "again" in node.meta:  # it is computed again as a whole
-                copy.meta["again"] = node.meta["again"], x.meta.get("again")
-            elif "again" in x.meta:  # in this call
-                copy.meta["again"] = node.name, x.meta["again"]
     for part in list(node.users):
         part.replace_all_uses_with(values[outs[part.args[1]]])  # type: ignore[index]
         graph.erase_node(part)
     graph.erase_node(node)
+
+
+def placed(call: fx.Node, x: fx.Node, values: Mapping[fx.Node, Any]) -> fx.Node:
+    """A node of a call's body, in the graph of the call at its insertion point.
+
+    Args:
+        values: what stands there for the nodes that it takes.
+    """
+    copy = call.graph.node_copy(x, values.__getitem__)
+    if "again" in call.meta:  # it is computed again as a whole
+        copy.meta["again"] = call.meta["again"], x.meta.get("again")
+    elif "again" in x.meta:  # in this call
+        copy.meta["again"] = call.name, x.meta["again"]
+    return copy
 
 
 def inlined_collectives(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -68,8 +80,8 @@ def inlined_collectives(graph: fx.Graph) -> Iterator[fx.Node]:
 def apart(body: fx.Graph) -> fx.Graph:
     """The body, in which what it gives is memory of its own: neither that of what it is given nor of another result."""
     body = copied(body)
-    lie, end, (places, gives) = memories(body), output(body), ends(body)
-    seen, outs = set(places), []
+    lie, end, (places, gives) = memory_aliases.memories(body), output(body), ends(body)
+    seen, outs = {memory for x in places for memory in lie[x]}, []
     for out in gives:
         if isinstance(out.meta["val"], torch.Tensor) and not seen.isdisjoint(lie[out]):
             with body.inserting_before(end):

@@ -13,29 +13,9 @@ import numpy as np
 from torch import fx
 
 from ..ir import graph as plan
-from ..ir import inplace, memory_aliases
+from ..ir import memory_aliases
 from ..ir.liveness import Facts
-
-SMALLEST = 256 << 10  # bytes; for less it is not worth a call
-_CHEAP = {
-    "native_layer_norm",
-    "_fused_rms_norm",
-    "rms_norm",
-    "_to_copy",
-    "cat",
-    "arange",
-    "full",
-    "zeros",
-    "ones",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "roll",
-    "layer_norm",
-}
-
-
-_STEPS = 8  # calls, at most, to compute a value again
+from .recompute_in_calls import SMALLEST, STEPS, is_cheap, recompute_in_calls
 
 
 @dataclass(frozen=True)
@@ -64,7 +44,7 @@ def recompute(graph: fx.Graph, smallest: int = SMALLEST) -> fx.Graph:
     Args:
         smallest: values of fewer bytes are kept.
     """
-    graph = plan.copied(graph)
+    graph = recompute_in_calls(plan.copied(graph), smallest)
     nodes, facts, kept = list(graph.nodes), Facts(graph), plan.changed(graph)
     uses: dict[memory_aliases.Memory, list[int]] = {}
     for i, node in enumerate(nodes):
@@ -78,10 +58,6 @@ def recompute(graph: fx.Graph, smallest: int = SMALLEST) -> fx.Graph:
     return graph
 
 
-def _is_cheap(node: fx.Node) -> bool:
-    return inplace.is_pointwise(node) or plan.name_of(node) in _CHEAP
-
-
 def _idle(
     memory: memory_aliases.Memory, uses: dict[memory_aliases.Memory, list[int]], facts: Facts, kept: Any
 ) -> list[_Value]:
@@ -93,7 +69,7 @@ def _idle(
     todo = [memory]
     while todo:
         one = todo.pop()
-        if one.part < 0 or not _is_cheap(one.maker) or one.maker in kept or len(made) == _STEPS:
+        if one.part < 0 or not is_cheap(one.maker) or one.maker in kept or len(made) == STEPS:
             return []
         made.add(one)
         for source in facts.read[one.maker]:

@@ -1,0 +1,137 @@
+"""Equal calls of which there are many stay calls, so that each pass behind has their body once; few are inlined.
+
+What the passes behind find between calls stands outside of them: collectives of what a call is given (the gathers of a
+layer's parameters, which are put together and started ahead), collectives of what it gives (the sums of gradients), and what
+is the same in all calls (a mask). Simulated ranks' calls, which stand in rows, are inlined all.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ..._core.distributed.collectives import Collective
+from ..ir.collective_nodes import is_light, is_listed, only_moves
+from ..ir.graph import calls, changed, collectives, copied, given_up, has_effect, is_aten, value
+from ..ir.nested import ends, extracted, nested, reached
+from ..ir.ranks_as_one import ROW
+from ..ir.shared_bodies import Shared, inlined, placed
+
+MANY = 16
+
+
+def kept(graph: fx.Graph, many: int = MANY) -> fx.Graph:
+    """The graph without calls that share a body with fewer than `many`, and with less in the others."""
+    graph = copied(graph)
+    count = Counter(node.target for node in nested(graph) if isinstance(node.target, Shared))
+    bodies: dict[Any, fx.Graph] = {target: inlined(target.bodies[0]) for target, n in count.items() if n >= many}  # type: ignore
+    bodies = {target: body for target, body in bodies.items() if _may_stay(body)}
+    graph = inlined(given_up(graph), bodies)
+    hot = changed(graph)
+    for target, body in bodies.items():
+        same = [node for node in nested(graph) if node.target is target]
+        _less(same, body, hot)
+    return graph
+
+
+def _may_stay(body: fx.Graph) -> bool:
+    """Whether nothing is lost: no loop, whose results are lists, no rows of simulated ranks, and no sum of what is given in
+    parts, of which `residual` must see all."""
+    if nested(body) or any(ROW in x.meta for x in body.nodes) or any(map(is_listed, collectives(body))):
+        return False
+    return all(x.target.kind == "all_gather" for x in _early(body) if isinstance(x.target, Collective))
+
+
+class _Parts(NamedTuple):
+    """What of a body stands outside of its calls: before, of this once for all calls, and after."""
+
+    before: list[fx.Node]
+    once: set[fx.Node]
+    after: list[fx.Node]
+
+
+def _less(same: list[fx.Node], body: fx.Graph, hot: frozenset[fx.Node]) -> None:
+    """Let equal calls be of what remains of their body."""
+    places, outs = ends(body)
+    at = [i for i, x in enumerate(same[0].args) if x not in hot and all(call.args[i] is x for call in same)]
+    parts = _parts(body, {places[i] for i in at})
+    outside = {*parts.before, *parts.after}
+    inside = [x for x in calls(body) if x not in outside]
+    own = set(inside)
+    gives = list(dict.fromkeys(x for x in (*outs, *_inputs(parts.after)) if x in own))
+    taken = {x for node in inside for x in node.all_input_nodes}
+    takes = [x for x in (*places, *parts.before) if x in taken]
+    target = Shared(bodies=(extracted(inside, takes, gives),))
+    once: dict[fx.Node, fx.Node] = {}
+    for call in same:
+        values: dict[fx.Node, Any] = {**dict(zip(places, call.args, strict=True)), **once}
+        with call.graph.inserting_before(call):
+            for x in parts.before:
+                if x not in values:
+                    values[x] = placed(call, x, values)
+        once = {x: values[x] for x in parts.once}
+        call.target, call.args = target, tuple(values[x] for x in takes)
+        call.meta["val"] = [value(x) for x in gives]
+        old = list(call.users)
+        with call.graph.inserting_before(call.next):
+            for i, x in enumerate(gives):
+                values[x] = part = call.graph.call_function(operator.getitem, (call, i))
+                part.meta = {**call.meta, "val": value(x)}
+            for x in parts.after:
+                values[x] = placed(call, x, values)
+        for part in old:
+            part.replace_all_uses_with(values[outs[part.args[1]]])  # type: ignore[index]
+            call.graph.erase_node(part)
+
+
+def _parts(body: fx.Graph, same: set[fx.Node]) -> _Parts:
+    """What stands outside of calls, which are all given the `same` in some places."""
+    hot = changed(body)
+    fixed = set(same)
+    for x in calls(body):
+        if fixed.issuperset(x.all_input_nodes) and x not in hot and _is_pure(x):
+            fixed.add(x)
+    early = _early(body)
+    seeds = [x for x in early if isinstance(x.target, Collective)]
+    seeds += [x for x in fixed - same if not is_light(x)]
+    before = reached(seeds)
+    return _Parts([x for x in calls(body) if x in before], before & fixed, _late(body, hot, before))
+
+
+def _is_pure(x: fx.Node) -> bool:
+    """Whether a call gives the same for the same arguments, and does nothing else."""
+    if isinstance(x.target, Collective):
+        return True
+    return is_aten(x) and not has_effect(x) and torch.Tag.nondeterministic_seeded not in x.target.tags  # type: ignore
+
+
+def _early(body: fx.Graph) -> list[fx.Node]:
+    """What only moves what a body is given, and collectives of that."""
+    hot, found = changed(body), {x: None for x in body.nodes if x.op == "placeholder"}
+    for x in calls(body):
+        if x.all_input_nodes and all(y in found for y in x.all_input_nodes) and x not in hot:
+            if isinstance(x.target, Collective) or only_moves(x):
+                found[x] = None
+    return list(found)
+
+
+def _late(body: fx.Graph, hot: frozenset[fx.Node], before: set[fx.Node]) -> list[fx.Node]:
+    """The collectives of which a body only gives the result, and what comes after them."""
+    found: set[fx.Node] = set()
+    for x in reversed(list(calls(body))):
+        free = x not in hot and x not in before and x.users and all(y.op == "output" or y in found for y in x.users)
+        if free and (isinstance(x.target, Collective) or is_light(x) or (len(x.all_input_nodes) == 1 and _is_pure(x))):
+            found.add(x)
+    after: set[fx.Node] = set()
+    for x in calls(body):
+        if x in found and (isinstance(x.target, Collective) or not after.isdisjoint(x.all_input_nodes)):
+            after.add(x)
+    return [x for x in calls(body) if x in after]
+
+
+def _inputs(nodes: list[fx.Node]) -> list[fx.Node]:
+    return [x for node in nodes for x in node.all_input_nodes]
