@@ -16,6 +16,7 @@ _BRANCH = ast.If | ast.IfExp | ast.For | ast.While | ast.ExceptHandler | ast.com
 STATE = {"_core/torch_internals/interception.py"}  # below `base`: a flag between two callbacks of torch's
 NOTED = {
     "_core/base/array_notes.py",
+    "_core/base/tables.py",
     "_core/local_types/tensor_types.py",
 }
 NOTED_IN_A_HURRY = {"_core/shard_map/untyped_mode.py"}  # at each op of a body

@@ -100,7 +100,7 @@ def test_it_says_why_in_one_line(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="no saved plan serves sin") as said:
         vfn.jit(torch.sin, plans=[saved])(torch.ones(4))
     assert str(said[0].message).splitlines()[0] == (
-        "jit: no saved plan serves sin, which is recorded anew: it was made for arguments of other types, layouts or ranks, or "
+        "jit: no saved plan serves sin, which is recorded anew: it was made for arguments of other types or layouts, or "
         "under other settings"
     )
     here = made_for.software()
@@ -159,7 +159,7 @@ def test_a_damaged_plan_is_recorded_anew_and_runs_nothing(tmp_path):
         {"step": "eval", "given": {}},
         "system",
     ):
-        (entry,) = data["plans"].values()
+        (entry,) = data["plans"]
         next(row for row in entry["graph"] if row["op"] == "call_function")["target"] = target
         path.write_text(json.dumps(data))
         with pytest.warns(UserWarning, match="is recorded anew"):
@@ -169,7 +169,7 @@ def test_a_damaged_plan_is_recorded_anew_and_runs_nothing(tmp_path):
 def calling(path, target):
     """A plan of sin whose first call is another."""
     data = json.loads(path.read_text())
-    (entry,) = data["plans"].values()
+    (entry,) = data["plans"]
     next(row for row in entry["graph"] if row["op"] == "call_function")["target"] = {"op": target}
     path.write_text(json.dumps(data))
 
@@ -228,7 +228,7 @@ def test_no_word_of_a_file_becomes_code(tmp_path):
     texts = {"name": f"sin\n{planted}", "line": f"a\n{planted}:3", "kwargs": {f"x={planted}, y": 1}, "op": planted}
     for key, text in texts.items():
         data = json.loads(json.dumps(whole))
-        (entry,) = data["plans"].values()
+        (entry,) = data["plans"]
         entry["graph"][1][key] = text
         path.write_text(json.dumps(data))
         with warnings.catch_warnings():

@@ -19,8 +19,8 @@ from .._core.shard_map import interrupts
 from .execution.backends import Backend
 from .ir.graph import Pass
 from .ir.memory_limit import limit
-from .loading import checked, key_of, loaded
-from .lowered import Lowered
+from .loading import checked, key_of, loaded, meshes_of
+from .lowered import Lowered, Origin
 from .passes.budget import Budget, within
 from .passes.dce import keep, needed_collectives
 from .picked import Names, Picked, Places, check_apart, picked
@@ -35,7 +35,7 @@ from .tracing.rank_consensus import Stage, agree, shared_mesh, stage, tell_left_
 from .tracing.rank_inputs import brought
 from .tracing.recorder import Unrecordable
 from .tracing.shared_calls import recorded_once
-from .tracing.trace import laid_out, trace
+from .tracing.trace import Recorded, laid_out, trace
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
@@ -332,7 +332,8 @@ class Jitted(Generic[Q, R]):
                 raise TransformError(report("jit", f"{self._name} cannot be recorded", [reason], _INSTEAD))
             self._remember(call, plan)
         lowered = plan.lowered(self._name)
-        lowered.origin = plan, key_of(call, self._how, self._passes), call.treedef
+        key, captured = key_of(call, self._how, self._passes), self._captured(call)
+        lowered.origin = Origin(plan, key, meshes_of(call, captured), call, self._traced, self._passes)
         return lowered
 
     def cache_info(self) -> CacheInfo:
@@ -392,9 +393,8 @@ class Jitted(Generic[Q, R]):
         """A plan; or None, and why there is none."""
         names, recorded, plan, graph, reason, failure = call.names(), None, None, None, "", None
         try:
-            recorded = trace(call.function, call.leaves, names, call.treedef, self._out_specs)
+            recorded, plan = self._traced(call)
             graph, call.guards = recorded.graph, recorded.guards
-            plan = Plan(recorded, call.leaves, self._captured(call), names, call.donated(), self._how, self._f)
         except Unrecordable as why:
             reason = why.reason if why.line == "?" else f"{why.reason}, at {source_lines.quoted(why.line)}"
             graph, call.guards = why.graph, why.guards
@@ -426,6 +426,12 @@ class Jitted(Generic[Q, R]):
                 keep(plan.recorded.graph, either)
             else:
                 self._leave_out(passes, parted, mesh, stages[parted + 1])
+
+    def _traced(self, call: JitCall) -> tuple[Recorded, Plan]:
+        """A recording, and a plan that no pass has improved yet."""
+        names = call.names()
+        recorded = trace(call.function, call.leaves, names, call.treedef, self._out_specs)
+        return recorded, Plan(recorded, call.leaves, self._captured(call), names, call.donated(), self._how, self._f)
 
     def _leave_out(self, passes: list[Pass], place: int, mesh: Any, stage: Stage) -> None:
         """Do without a pass after which ranks would not meet; or, of a limit on memory, without repeated collectives."""

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from .._core.base import context
 from .._core.base.errors import TransformError
 from .._core.base.messages import report, short
 from .._core.base.source_lines import warn
@@ -20,6 +22,7 @@ from .saved_plans import SavedPlan
 from .signature import JitCall
 from .tracing import leaves as leaves_
 from .tracing.guards import Captured
+from .tracing.rank_consensus import meshes as meshes_of_leaves
 from .tracing.rank_consensus import shared_mesh
 
 
@@ -27,6 +30,13 @@ def key_of(call: JitCall, how: Backend, passes: Sequence[Pass]) -> str:
     """What a plan for a call is made for, but for the function, as text."""
     names = [getattr(one, "__name__", None) or repr(one) for one in passes]
     return f"{made_for.argument(call.key)} {how.name} {how.cuda_graph} {' '.join(names)}"
+
+
+def meshes_of(call: JitCall, captured: Captured) -> list[Any]:
+    """The meshes that a call knows: of its arguments, the current one, those that the function closes over."""
+    captured_ = (value for _, value in captured.found() if isinstance(value, DeviceMesh))
+    found = (*meshes_of_leaves(call.leaves, None, None), context.current_mesh(), *captured_)
+    return list(dict.fromkeys(mesh for mesh in found if mesh is not None))
 
 
 def checked(plans: Any) -> tuple[SavedPlan, ...]:
@@ -47,13 +57,13 @@ def loaded(
     name: str,
 ) -> Plan | None:
     """The plan for a call; None, with a warning that says why, where some rank has none that fits. All ranks come here."""
-    key = key_of(call, how, passes)
+    key, meshes = key_of(call, how, passes), meshes_of(call, captured)
     found, why = None, ""
     for each in saved:
-        why = each.misfit(f, captured, key) or ""
+        why = each.misfit(f, captured, key, meshes) or ""
         if not why:
             try:
-                found = _plan(each, key, call, captured, how, f)
+                found = _plan(each, key, meshes, call, captured, how, f)
             except TransformError as error:
                 why = str(error)
             except Exception as error:  # of what a file may hold that somebody has changed
@@ -70,9 +80,11 @@ def loaded(
     return found
 
 
-def _plan(saved: SavedPlan, key: str, call: JitCall, captured: Captured, how: Backend, f: Any) -> Plan:
-    recorded = saved.recorded(key, call.leaves, call.treedef)
-    inputs = [x for leaf in call.leaves for x in leaves_.plain_of(leaf)] if call.leaves else []
+def _plan(
+    saved: SavedPlan, key: str, meshes: Sequence[Any], call: JitCall, captured: Captured, how: Backend, f: Any
+) -> Plan:
+    recorded = saved.recorded(key, meshes, call.treedef)
+    inputs = [*(x for leaf in call.leaves for x in leaves_.plain_of(leaf)), *recorded.constants]
     wanted = [plan.value(node) for node in recorded.graph.nodes if node.op == "placeholder"]
     tensors = [x for x in wanted if isinstance(x, torch.Tensor)]
     if [_lies(x) for x in inputs] != [_lies(x) for x in tensors]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -18,6 +18,26 @@ from .ir import graph as plan
 from .ir.arena import Arena, arena
 from .ir.memory_use import MemoryUse, bytes_text, call_text, memory, place
 from .ir.nested import Nested, all_collectives, bodies_of, nested
+
+
+class Origin(NamedTuple):
+    """Where what `lower` shows comes from, for `save_plan`.
+
+    Attributes:
+        plan: itself.
+        key: of the calls that it serves.
+        meshes: those that the call knows.
+        call: for which it was made.
+        traced: records it again: a recording and a plan, of a call.
+        passes: that improve it.
+    """
+
+    plan: Any
+    key: str
+    meshes: Sequence[Any]
+    call: Any
+    traced: Callable[[Any], tuple[Any, Any]]
+    passes: Sequence[plan.Pass]
 
 
 class Lowered:
@@ -33,7 +53,7 @@ class Lowered:
         recorded: the plan as it was recorded, before passes improved it.
 
     Attributes:
-        origin: for `save_plan`: the plan itself, the key of its calls, and the tree of their arguments.
+        origin: what `save_plan` saves.
 
     >>> import torch, vescale_fn as vfn
     >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -60,7 +80,7 @@ class Lowered:
     ) -> None:
         self.graph, self.name, self.inputs, self.outputs = graph, name, tuple(inputs), tuple(outputs)
         self.donated, self.recorded = frozenset(donated), recorded
-        self.origin: Any = None
+        self.origin: Origin | None = None
 
     def text(self, lines: int | None = 80) -> str:
         """The plan in words: what goes in and out, and the calls below the user's lines that they come from.

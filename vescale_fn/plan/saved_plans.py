@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -14,23 +13,24 @@ from typing import Any
 import torch
 
 from .._core import torch_internals
-from .._core.base import context
 from .._core.base.errors import TransformError
 from .._core.base.messages import report, short
-from .._core.distributed.mesh import communicator_of
+from .._core.base.tables import numbers
+from .._core.distributed.mesh import communicator_of, root
 from .._core.sharding.index_map import axes_of
 from .._core.sharding.layout import spec_for
+from .every_rank_plans import OfRanks, abstract_mesh_of, every_rank
 from .ir import graph as plan
-from .lowered import Lowered
+from .lowered import Lowered, Origin
 from .plan import Plan
-from .saved import made_for, trees
+from .saved import made_for, tables, trees
 from .saved.graph_data import GraphReader, GraphWriter, unsaveable
+from .tracing.every_rank import EveryRank
 from .tracing.leaves import Result
-from .tracing.rank_consensus import meshes as meshes_of
 from .tracing.rank_consensus import shared_mesh
 from .tracing.trace import Recorded
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def save_plan(lowered: Lowered, path: str | os.PathLike[str]) -> None:
@@ -39,13 +39,18 @@ def save_plan(lowered: Lowered, path: str | os.PathLike[str]) -> None:
     The file holds data alone: names of operators, shapes, layouts, numbers; nothing in it runs when it is read. On a real mesh
     every rank calls this, and the file holds the plan of each; the first rank writes it.
 
+    A plan on an `abstract_mesh`, made in one process before any rank is started, is saved for every rank of such a mesh: ranks
+    that do the same share a plan, with the numbers that each has of its own (where its part begins, what it draws); ranks whose
+    blocks have other sizes have another one. For this the function is recorded again, twice for each plan.
+
     Args:
         lowered: the plan. It may close over numbers and functions, but over no tensor.
         path: of the file, which appears complete or not at all. What was there is replaced.
 
     Raises:
         TransformError: the plan holds something that is no data: a tensor that the function closes over, a print, a plan of
-            simulated ranks, the inductor's code.
+            simulated ranks, the inductor's code. The plan of an abstract mesh: a rank does something that its place alone does
+            not explain, Python asks which rank it is, or the ranks would need more than 64 plans.
 
     >>> import torch, vescale_fn as vfn, tempfile, os
     >>> def step(w, x):
@@ -59,19 +64,25 @@ def save_plan(lowered: Lowered, path: str | os.PathLike[str]) -> None:
     if not isinstance(lowered, Lowered) or lowered.origin is None:
         what = f"{short(lowered)} is no plan: it comes from vfn.jit(f).lower(...)"
         raise TransformError(report("save_plan", what, fix="save_plan(vfn.jit(f).lower(*args), path)"))
-    mine, key, treedef = lowered.origin
-    mesh = shared_mesh([], mine.graph, mine.recorded)
-    found: Any
+    origin = lowered.origin
+    found: list[Any]
+    mesh = shared_mesh([], origin.plan.graph, origin.plan.recorded)
     try:
-        found = _data(mine, key, treedef, lowered.name)
+        abstract = abstract_mesh_of(origin)
+        if abstract is None:
+            known = [None if numbers(x) is None else [x.detach().cpu()] for x in origin.plan.recorded.constants]
+            found = [_data(origin, origin.plan, lowered.name, [made_for.place(origin.meshes)], known)]
+        else:
+            found = [_of_ranks(origin, made, lowered.name) for made in every_rank(origin, abstract, lowered.name)]
     except TransformError as error:
-        found = error
-    everyone = [found] if mesh is None else [row[0] for row in communicator_of(mesh).everyone([[found]], "save_plan")]
-    for each in everyone:
+        found = [error]
+    if mesh is not None:
+        found = [row[0] for row in communicator_of(mesh).everyone([[found[0]]], "save_plan")]
+    for each in found:
         if isinstance(each, TransformError):
             raise each
     if mesh is None or communicator_of(mesh).ranks[0] == 0:
-        _write(everyone, Path(path))
+        _write(found, Path(path))
 
 
 class SavedPlan:
@@ -88,47 +99,56 @@ class SavedPlan:
         self.software: str = data["software"]
 
     def __repr__(self) -> str:
-        count = len(self._data["ranks"])
+        count = sum(len(entry["places"]) for entry in self._data["plans"])
         return f"<SavedPlan of {self.name} for {count} rank{'s' * (count != 1)}, by {self.software}>"
 
-    def misfit(self, function: Any, captured: Any, key: str) -> str | None:
+    def misfit(self, function: Any, captured: Any, key: str, meshes: Sequence[Any]) -> str | None:
         """Why it does not serve a call on this rank; None where it does."""
         if self.software != made_for.software():
             return f"it was made by {self.software}, and here is {made_for.software()}"
-        entry = self._entry(key)
+        on, here = self._data["on"], made_for.whole(meshes)
+        if on != here:
+            return f"it was made on {on or 'one device'}, and here is {here or 'no mesh'}"
+        entries = [entry for entry in self._data["plans"] if entry["key"] == key]
+        if not entries:
+            return "it was made for arguments of other types or layouts, or under other settings"
+        place = made_for.place(meshes)
+        entry = next((entry for entry in entries if place in entry["places"]), None)
         if entry is None:
-            return "it was made for arguments of other types, layouts or ranks, or under other settings"
+            return f"it has no plan for this rank, {place}"
         if entry["function"] != made_for.function(function, captured, entry["files"]):
             return "the function, or what it closes over, has changed since"
         return None
 
-    def _entry(self, key: str) -> Mapping[str, Any] | None:
-        for digest in self._data["ranks"]:
-            entry = self._data["plans"][digest]
-            if entry["key"] == key:
-                return entry
-        return None
-
-    def recorded(self, key: str, leaves: Sequence[Any], treedef: Any) -> Recorded:
+    def recorded(self, key: str, meshes: Sequence[Any], treedef: Any) -> Recorded:
         """The plan for a call that it serves, as a recording that no pass has to improve. Raises anything if it is damaged."""
-        entry: Any = self._entry(key)
-        here = {
-            made_for.mesh(mesh): mesh
-            for mesh in _parts_of_all(filter(None, (*meshes_of(leaves, None, None), context.current_mesh())))
-        }
-        reader = GraphReader([here[text] for text in entry["meshes"]], _empty(), self._namespaces)
+        place = made_for.place(meshes)
+        entry = next(entry for entry in self._data["plans"] if entry["key"] == key and place in entry["places"])
+        at = entry["places"].index(place)
+        here: dict[str, Any] = {}
+        for mesh in _parts_of_all(meshes):
+            if here.setdefault(made_for.mesh(mesh), mesh) != mesh and made_for.mesh(mesh) in entry["meshes"]:
+                raise ValueError(f"there are two meshes {made_for.mesh(mesh)}")
+        reader = GraphReader(
+            [here[text] for text in entry["meshes"]],
+            [of_each[at] for of_each in entry["numbers"]],
+            [tables.read(row, at) for row in entry["tables"]],
+            _empty(),
+            self._namespaces,
+        )
         graph = reader.graph(entry["graph"])
         results = [_result(row, reader) for row in entry["results"]]
         out = trees.read(entry["out"], treedef)
-        return Recorded(graph, [], [], results, out, None, [], _nothing)  # type: ignore[arg-type]
+        constants = [tables.read(row, at) for row in entry["constants"]]
+        return Recorded(graph, constants, [], results, out, None, [], _nothing)  # type: ignore[arg-type]
 
 
 def load_plan(path: str | os.PathLike[str], *, namespaces: Collection[str] = ()) -> SavedPlan:
     """A plan that `save_plan` has written, for ``vfn.jit(f, plans=[...])``.
 
     It serves calls with arguments of the same types and layouts, of the same function, with the same torch and vescale_fn, on a
-    mesh of the same axes; for others the function is recorded anew, and a warning says why. Reading it runs nothing, and what
-    it calls are operators of torch's on tensors: none that opens a file.
+    mesh of the same axes, on each rank whose plan it holds; for others the function is recorded anew, and a warning says why.
+    Reading it runs nothing, and what it calls are operators of torch's on tensors: none that opens a file.
 
     Args:
         path: of the file.
@@ -157,24 +177,59 @@ def load_plan(path: str | os.PathLike[str], *, namespaces: Collection[str] = ())
     return SavedPlan(where, data, tuple(namespaces))
 
 
-def _data(mine: Plan, key: str, treedef: Any, name: str) -> dict[str, Any]:
-    """A rank's plan as data."""
-    if mine.recorded.constants:
-        first = mine.recorded.constants[0]
-        what = f"a plan whose function closes over {len(mine.recorded.constants)} tensors, one of {tuple(first.shape)},"
+def _of_ranks(origin: Origin, made: OfRanks, name: str) -> dict[str, Any]:
+    """A plan of many ranks as data."""
+    places = []
+    for rank in made.every.together:
+        with EveryRank(made.every.mesh, [rank]).recording():
+            places.append(made_for.place(origin.meshes))
+    if made.every.mesh not in map(root, origin.meshes):
+        what = f"{name} makes arrays on a mesh that is neither its arguments', nor the current one, nor closed over by name"
+        raise unsaveable(what, "with vfn.use_mesh(mesh): around lower and the calls")
+    return _data(origin, made.plan, name, places, made.every.tables(made.plan.recorded.constants), anywhere=True)
+
+
+def _data(
+    origin: Origin,
+    mine: Plan,
+    name: str,
+    places: Sequence[str],
+    numbers: Sequence[Sequence[torch.Tensor] | None],
+    anywhere: bool = False,
+) -> dict[str, Any]:
+    """A plan as data.
+
+    Args:
+        places: of the ranks that it is for.
+        numbers: of each tensor that it closes over those of each of these ranks; None where it is no table.
+        anywhere: whether each rank has devices of its own.
+    """
+    constants, others = list[Any](), list[torch.Tensor]()
+    for x, of_each in zip(mine.recorded.constants, numbers, strict=True):
+        if of_each is None:
+            others.append(x)
+        else:
+            constants.append(tables.written(x.device, of_each))
+    if others:
+        what = f"a plan whose function closes over {len(others)} tensors, one of {tuple(others[0].shape)},"
         raise unsaveable(what, "tensors as arguments")
     if mine.recorded.guards:
         raise unsaveable("a plan that a truth value among its arguments has chosen", "torch.where")
-    writer = GraphWriter()
+    writer = GraphWriter(anywhere)
     results = [_described(made, writer) for made in mine.recorded.results]
     graph = writer.graph(mine.graph)
     files = made_for.files(mine.function, (node.meta.get("line", "") for node in plan.calls(mine.graph)))
     return {
         "name": name,
-        "key": key,
+        "key": origin.key,
+        "on": made_for.whole(origin.meshes),
+        "places": list(places),
         "graph": graph,
+        "numbers": list(map(list, writer.numbers)),
+        "tables": [tables.written(x[0].device, x) for x in writer.tables],
+        "constants": constants,
         "results": results,
-        "out": trees.written(mine.recorded.out_def, treedef),
+        "out": trees.written(mine.recorded.out_def, origin.call.treedef),
         "meshes": [made_for.mesh(mesh) for mesh in writer.meshes],
         "files": files,
         "function": made_for.function(mine.function, mine.captured, files),
@@ -211,18 +266,20 @@ def _result(row: Mapping[str, Any], reader: GraphReader) -> Any:
     return Result(row["array"], spec_for(reader.meshes[row["mesh"]], lies, *meta), lies)
 
 
-def _write(everyone: Sequence[Mapping[str, Any]], path: Path) -> None:
-    plans, ranks = {}, []
-    for each in everyone:
-        digest = hashlib.sha256(json.dumps(each, sort_keys=True).encode()).hexdigest()
-        plans[digest] = each
-        ranks.append(digest)
+def _write(everyone: Sequence[dict[str, Any]], path: Path) -> None:
+    plans: dict[str, dict[str, Any]] = {}
+    for each in everyone:  # ranks whose plans are the same share one
+        same = json.dumps({**each, "places": []}, sort_keys=True)
+        if same in plans and len(each["places"]) == 1:
+            plans[same]["places"] += each["places"]
+        else:
+            plans[same] = each
     whole = {
         "format": _FORMAT,
         "name": everyone[0]["name"],
         "software": made_for.software(),
-        "ranks": ranks,
-        "plans": plans,
+        "on": everyone[0]["on"],
+        "plans": list(plans.values()),
     }
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         json.dump(whole, file)

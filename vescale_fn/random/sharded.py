@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,11 +95,11 @@ def laid_out(where: str, key: Key, draw: Draw, spec: P | None, mesh: Any) -> tup
 def rectangles(shape: tuple[int, ...], spec: P, mesh: Any) -> Mapping[int, counters.Rectangle]:
     """What each rank that this process plays makes of a draw of this shape; ranks that make the same share one object."""
     planned = _rectangles if math.prod(shape) <= PLANNED else _rectangles.__wrapped__
-    return planned(shape, spec, mesh, communicator_of(mesh).ranks)
+    return planned(shape, spec, mesh, communicator_of(mesh).asked_about)
 
 
 @functools.lru_cache(maxsize=256)
-def _rectangles(shape: tuple[int, ...], spec: P, mesh: Any, ranks: range) -> Mapping[int, counters.Rectangle]:
+def _rectangles(shape: tuple[int, ...], spec: P, mesh: Any, ranks: Sequence[int]) -> Mapping[int, counters.Rectangle]:
     axes, made, found = axes_of(mesh), {}, {}
     names = [name for row in split_axes(spec, len(shape)) for name in row]
     for rank in ranks:

@@ -329,12 +329,17 @@ def _covered(rule: Rule, specs: Sequence[Any], tensors: Sequence[Any], mesh: Any
         everyone = itertools.product(*(range(axes[a]) for a in names))  # all ranks decide alike
         if not all(type(dim_indices(size, names, axes, dict(zip(names, place)))) is range for place in everyone):
             return _SCATTERED
-        mine = [dim_indices(size, names, axes, coordinates(mesh, rank)) for rank in communicator_of(mesh).ranks]
-        found.append([one or range(size, size) for one in mine])
+        found.append((size, names))
         split = split or bool(names)
     if not split:
         return None
-    return tuple(found[0]) if len(found) == 1 else tuple(zip(*found))
+
+    def covers(rank: int) -> Any:
+        place = coordinates(mesh, rank)
+        mine = [dim_indices(size, names, axes, place) or range(size, size) for size, names in found]
+        return mine[0] if len(mine) == 1 else tuple(mine)
+
+    return communicator_of(mesh).by_rank(covers)
 
 
 def _local_sizes(rule: Rule, func: Any, outs: Any, out_specs: Sequence[P], mesh: Any) -> Any:
@@ -344,8 +349,7 @@ def _local_sizes(rule: Rule, func: Any, outs: Any, out_specs: Sequence[P], mesh:
     position = next(
         i for i, argument in enumerate(torch_internals.schema(func).arguments) if argument.name == rule.sizes
     )
-    axes = axes_of(mesh)
-    return position, tuple(
-        local_shape(tuple(outs[0].shape), axes, out_specs[0], coordinates(mesh, rank))
-        for rank in communicator_of(mesh).ranks
+    shape, axes = tuple(outs[0].shape), axes_of(mesh)
+    return position, communicator_of(mesh).by_rank(
+        lambda rank: local_shape(shape, axes, out_specs[0], coordinates(mesh, rank))
     )

@@ -254,9 +254,7 @@ def run_on_blocks(op: Any, args: list[Any], kwargs: dict[str, Any], mesh: Any, t
     """
     communicator = communicator_of(mesh)
     if not communicator.holds_blocks:
-        if vary is not None:
-            args[vary[0]] = vary[1][0]
-        return op(*args, **kwargs)
+        return op(*args, **kwargs) if vary is None else communicator.varied(op, args, kwargs, vary)
     if vary is None and blocks.ranks_in((*args, *kwargs.values())) is None:
         out = op(*args, **kwargs)
         many = isinstance(out, (list, tuple))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from .. import torch_internals
+from ..base.tables import table
 from ..sharding.index_map import dim_indices
 
 Row = tuple[str, ...]
@@ -113,4 +114,4 @@ def _places(at: Sequence[int], end: int, device: torch.device) -> Places:
     first = at[0] if at else 0
     if first >= 0 and list(at) == list(range(first, first + len(at))):
         return Places(range(first, first + len(at)))
-    return Places(torch.tensor([end if i < 0 else i for i in at], device=device), min(at) < 0)
+    return Places(table(torch.tensor([end if i < 0 else i for i in at], dtype=torch.int64), device), min(at) < 0)

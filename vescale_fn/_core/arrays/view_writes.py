@@ -90,12 +90,9 @@ def write_pieces(func: Any, args: Sequence[Any], kwargs: dict[str, Any], link: M
         else:
             local.append(reshard.run(x, tuple(x.shape), mesh, one, ""))
     held = torch_internals.local(base)
-    done: set[Any] = set()
-    communicator = communicator_of(mesh)
-    for rank, block, *given in zip(communicator.ranks, *map(communicator.parts, (held, *local)), strict=True):
-        if (place := torch_internals.memory(block)) in done:
-            continue
-        done.add(place)
+    communicator, done = communicator_of(mesh), set[Any]()
+
+    def write(rank: int, block: torch.Tensor, *given: torch.Tensor) -> None:
         writes = [
             (
                 piece.of(block),
@@ -107,6 +104,14 @@ def write_pieces(func: Any, args: Sequence[Any], kwargs: dict[str, Any], link: M
         for target, values in writes or [(block.as_strided((0,), (1,)), list(map(_nothing, given)))]:
             rest, named = with_tensors((args[1:], kwargs), iter(values))
             func(target, *rest, **named)
+
+    if not communicator.holds_blocks:
+        communicator.each(write, held, *local)
+        return True
+    for rank, block, *given in zip(communicator.ranks, *map(communicator.parts, (held, *local)), strict=True):
+        if (place := torch_internals.memory(block)) not in done:
+            done.add(place)
+            write(rank, block, *given)
     return True
 
 

@@ -46,6 +46,9 @@ class Process:
     watch: Any = None
     sums_in: Any = None
     draws: Any = None  # by what: a `random.backends.choice.Chosen`
+    every_rank: Any = (
+        None  # what records a plan for many ranks of an abstract mesh: a `plan.tracing.every_rank.EveryRank`
+    )
     full_tracebacks = os.environ.get("VESCALE_FN_TRACEBACK", "") == "full"
 
 

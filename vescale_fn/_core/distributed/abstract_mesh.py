@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import torch_internals
-from ..base import no_values
+from ..base import no_values, state
 from ..base.errors import MeshError
 from ..base.messages import mesh_text, report, short
 from ..base.saved_names import saved_as
@@ -25,14 +25,40 @@ class Abstract(Communicator):
 
     holds_blocks, all_here = False, True
 
-    def __init__(self, mesh: Any) -> None:
-        super().__init__(mesh)
-        self.ranks = range(root(mesh).rank, root(mesh).rank + 1)
+    @property
+    def ranks(self) -> range:  # type: ignore[override]
+        rank = root(self.mesh).rank if self.every is None else self.every.played("a rank's place")
+        return range(rank, rank + 1)
+
+    @property
+    def every(self) -> Any:
+        """What records a plan for many ranks of this mesh at once, where that is done: see `plan.tracing.every_rank`."""
+        every = state.process.every_rank
+        return every if every is not None and every.mesh == root(self.mesh) else None
+
+    @property
+    def asked_about(self) -> Sequence[int]:
+        return self.ranks if self.every is None else self.every.ranks
+
+    def by_rank(self, fn: Callable[[int], Any]) -> Sequence[Any]:
+        return _ByRank(self, fn)
+
+    def varied(self, op: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], vary: tuple[int, Any]) -> Any:
+        if self.every is None:
+            return super().varied(op, args, kwargs, vary)
+        at, values = vary
+
+        def one(rank: int) -> Any:
+            return op(*args[:at], values.of(rank), *args[at + 1 :], **kwargs)
+
+        return self.each(one, key=values.of)
 
     def each(self, fn: Callable[..., Any], *values: Any, key: Callable[[int], Any] | None = None) -> Any:
-        if torch_internals.is_recorded():
+        if not torch_internals.is_recorded():
+            return no_values.alone(fn, self.ranks[0], *values)
+        if self.every is None:
             return fn(self.ranks[0], *values)
-        return no_values.alone(fn, self.ranks[0], *values)
+        return self.every.called(torch_internals.recorder(), fn, values, key)
 
     def held(self, x: Any) -> Any:
         plain = isinstance(x, torch.Tensor) and torch_internals.is_bare(x) and not torch_internals.is_recorded()
@@ -54,6 +80,20 @@ class Abstract(Communicator):
         return [[leaf[0] for leaf in mine]] * math.prod(rank_axes(self.mesh).values())
 
 
+class _ByRank(Sequence[Any]):
+    """What a function gives for the rank that is played, whichever that is."""
+
+    def __init__(self, communicator: Abstract, fn: Callable[[int], Any]) -> None:
+        self._communicator, self.of = communicator, functools.cache(fn)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, at: Any) -> Any:
+        every = self._communicator.every
+        return self.of(self._communicator.ranks[at]) if every is None else every.alike(self.of)
+
+
 class AbstractMesh(SimulatedMesh):
     """A mesh without ranks; made by `abstract_mesh`.
 
@@ -62,11 +102,20 @@ class AbstractMesh(SimulatedMesh):
     """
 
     communicator = Abstract
-    rank: int
+    seen_from: int
+
+    @property
+    def rank(self) -> int:
+        return self.seen_from if state.process.every_rank is None else state.process.every_rank.played("mesh.rank")
+
+    def get_coordinate(self) -> Any:
+        if state.process.every_rank is not None:
+            state.process.every_rank.played("mesh.get_coordinate()")
+        return super().get_coordinate()
 
     @functools.cached_property
     def _key(self) -> tuple[Any, ...]:
-        return self.device_type, tuple(self.mesh.shape), self.mesh_dim_names, self.rank
+        return self.device_type, tuple(self.mesh.shape), self.mesh_dim_names, self.seen_from
 
     def __repr__(self) -> str:
         return mesh_text(axes_of(self)).replace("mesh ", "AbstractMesh")
@@ -90,7 +139,7 @@ def rebuild_abstract_mesh(device: str, shape: tuple[int, ...], names: tuple[str,
     made = torch_internals.unattached_mesh(
         device, torch.arange(math.prod(shape), device="cpu").view(shape), names, AbstractMesh, rank
     )
-    made.rank = rank
+    made.seen_from = rank
     return made
 
 

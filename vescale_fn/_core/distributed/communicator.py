@@ -87,6 +87,15 @@ class Communicator(ABC):
             found = self._group_of[axes] = {rank: group for group in groups(self.mesh, axes) for rank in group}
         return found[self.ranks[at]]
 
+    @property
+    def asked_about(self) -> Sequence[int]:
+        """The ranks that `each` may call a function for."""
+        return self.ranks
+
+    def by_rank(self, fn: Callable[[int], Any]) -> Sequence[Any]:
+        """What a function gives for each rank that this process plays, in their order."""
+        return tuple(map(fn, self.ranks))
+
     def check_takes_part(self) -> None:
         """Raise in a process that plays none of the ranks."""
         if self.ranks:
@@ -105,6 +114,11 @@ class Communicator(ABC):
             key: what of a rank `fn` depends on; ranks with equal keys and the same tensors share one result.
         """
         return blocks.each(fn, self.ranks, *values, key=key) if self.holds_blocks else fn(self.ranks[0], *values)
+
+    def varied(self, op: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], vary: tuple[int, Any]) -> Any:
+        """An op on the one rank that this process plays, of which one argument differs by rank: (position, `by_rank`)."""
+        args[vary[0]] = vary[1][0]
+        return op(*args, **kwargs)
 
     def held(self, x: Any) -> Any:
         """What every rank holds, as a local value; what is no tensor as it is."""

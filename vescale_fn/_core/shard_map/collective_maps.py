@@ -23,6 +23,7 @@ from ..arrays.array import made
 from ..base import context, linear_map
 from ..base.errors import CollectiveError
 from ..base.messages import report
+from ..base.tables import table
 from ..distributed import collectives
 from ..distributed.blocks import Blocks, parts
 from ..distributed.communicator import coordinates
@@ -205,25 +206,29 @@ def _pasted_at(dim: str) -> Callable[[CollectiveMap, Any], Any]:
 
 def index(mesh: Any, axes: tuple[str, ...]) -> Any:
     """This rank's position along `axes`, major first, as a 0-d int32 tensor (a new one on each call)."""
+    communicator = communicator_of(mesh)
     with torch_internals.no_torch_function():  # what is not typed yet would count as the same on all ranks
+        if torch_internals.is_recorded() and not communicator.holds_blocks:
+            return communicator.each(functools.partial(_position, mesh, axes)).clone()
         return _index(mesh, axes).clone()
 
 
 @functools.lru_cache(maxsize=256)
 @torch_internals.never_recorded
 def _index(mesh: Any, axes: tuple[str, ...]) -> Any:
-    sizes = axes_of(mesh)
-
-    def position(rank: int) -> torch.Tensor:
-        at, coord = 0, coordinates(mesh, rank)
-        for axis in axes:
-            at = at * sizes[axis] + coord[axis]
-        return torch_internals.peel(
-            torch.tensor(at, dtype=torch.int32, device=mesh.device_type)
-        )  # kept: no transform's own
-
     with torch_internals.no_torch_function():
-        return communicator_of(mesh).each(position)
+        return communicator_of(mesh).each(functools.partial(_position, mesh, axes))
+
+
+@functools.lru_cache(maxsize=4096)
+@torch_internals.never_recorded
+def _position(mesh: Any, axes: tuple[str, ...], rank: int) -> torch.Tensor:
+    at, sizes, coord = 0, axes_of(mesh), coordinates(mesh, rank)
+    for axis in axes:
+        at = at * sizes[axis] + coord[axis]
+    return table(
+        torch_internals.peel(torch.tensor(at, dtype=torch.int32)), mesh.device_type
+    )  # kept: no transform's own
 
 
 def _mine(op: CollectiveMap, pieces: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A number in a plan of which each rank has its own, as where its part of a value begins."""
+"""Numbers in a plan of which each rank has its own, as where its part of a value begins."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class PerRank(int):
     agree raises `RanksDiffer`. As an int it is that of the first rank, for what looks at shapes alone."""
 
     values: tuple[int, ...]
+    tables = False  # whether a plan can have tables of which each rank has its own, as well
 
     def __new__(cls, values: Sequence[int]) -> PerRank:
         self = int.__new__(cls, values[0])
@@ -37,6 +38,16 @@ class PerRank(int):
         return self != 0
 
 
+class OfEveryRank(PerRank):
+    """Such a number in a plan that is made for many ranks at once, for a file."""
+
+    tables = True
+
+
+class Tables(tuple[Any, ...]):
+    """The table of each rank."""
+
+
 def _computed(op: Callable[[Any, Any], Any], swapped: bool = False) -> Any:
     def method(self: PerRank, other: Any) -> Any:
         if not isinstance(other, int):
@@ -44,7 +55,7 @@ def _computed(op: Callable[[Any, Any], Any], swapped: bool = False) -> Any:
         others = other.values if isinstance(other, PerRank) else (other,) * len(self.values)
         found = [op(b, a) if swapped else op(a, b) for a, b in zip(self.values, others, strict=True)]
         if type(found[0]) is int:
-            return PerRank(found)
+            return type(self)(found)
         if len(set(found)) > 1:
             raise RanksDiffer
         return found[0]

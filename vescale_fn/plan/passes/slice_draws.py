@@ -14,7 +14,7 @@ from torch import fx
 
 from ...random.generators import counters
 from ..ir.graph import Step, is_aten, value
-from ..ir.per_rank import PerRank, RanksDiffer
+from ..ir.per_rank import PerRank, RanksDiffer, Tables
 from ..ir.slice_motion import Cut, NewCall, Range, Rule, moved_up
 
 _aten = torch.ops.aten
@@ -30,31 +30,38 @@ def _drawn(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall | None:
     batch = value(key).ndim - 1  # type: ignore[arg-type]
     if part.dim < batch:
         return NewCall(node.target, (Cut(key, part), *node.args[1:]), {}, _smaller(node, part))  # type: ignore[arg-type]
-    if isinstance(part.start, PerRank):  # which elements are drawn is data of the plan
+    starts = part.start.values if isinstance(part.start, PerRank) else (part.start,)
+    if isinstance(part.start, PerRank) and not part.start.tables:  # which elements are drawn is data of the plan
         raise RanksDiffer
-    indices = _rectangle(where, shape)
-    if indices is None:
+    known = _rectangles(where, shape)
+    if known is None:
         return None
-    dim, sizes = part.dim - batch, list(local)  # type: ignore[arg-type]
-    indices[dim] = indices[dim][part.start : part.start + part.length]
+    dim, sizes, tables = part.dim - batch, list(local), list[torch.Tensor]()  # type: ignore[arg-type]
     sizes[dim] = part.length
-    rows = counters.Rectangle(tuple(shape), tuple(indices)).encoded()  # type: ignore[arg-type]
+    count = max(len(known), len(starts))
+    for indices, start in zip(*(x if len(x) == count else x * count for x in (known, starts)), strict=True):
+        mine = [*indices[:dim], indices[dim][start : start + part.length], *indices[dim + 1 :]]
+        tables.append(counters.Rectangle(tuple(shape), tuple(mine)).encoded())  # type: ignore[arg-type]
+    if any(rows.shape != tables[0].shape for rows in tables):
+        raise RanksDiffer
+    rows = tables[0] if count == 1 else Tables(tables)
     smaller = graph.call_function(Step("rectangle", functools.partial(as_it_is, rows=rows)))
-    smaller.meta = {**node.meta, "val": value(node).new_empty(rows.shape, dtype=rows.dtype, device="cpu")}
+    smaller.meta = {**node.meta, "val": value(node).new_empty(tables[0].shape, dtype=tables[0].dtype, device="cpu")}
     return NewCall(node.target, (key, smaller, shape, sizes, *rest), {}, _smaller(node, part))
 
 
-def as_it_is(rows: torch.Tensor) -> torch.Tensor:
+def as_it_is(rows: Any) -> Any:
     """A part of a draw, which is a part of the plan."""
     return rows
 
 
-def _rectangle(where: Any, shape: Any) -> list[counters.Indices] | None:
-    """The indices that a draw makes; None where the plan does not know them."""
+def _rectangles(where: Any, shape: Any) -> list[list[counters.Indices]] | None:
+    """The indices that a draw makes, on each rank where these differ; None where the plan does not know them."""
     if where is None:
-        return list(counters.decoded(shape, None).indices)
+        return [list(counters.decoded(shape, None).indices)]
     if isinstance(where, fx.Node) and isinstance(where.target, Step) and where.target.name == "rectangle":
-        return list(counters.decoded(shape, where.target.run.keywords["rows"]).indices)  # type: ignore[attr-defined]
+        rows = where.target.run.keywords["rows"]  # type: ignore[attr-defined]
+        return [list(counters.decoded(shape, one).indices) for one in (rows if isinstance(rows, Tables) else [rows])]
     return None
 
 

@@ -23,6 +23,7 @@ from ..ir import graph as plan
 from ..ir.branches import Branches, While
 from ..ir.loop import Loop
 from ..ir.nested import Nested
+from ..ir.per_rank import PerRank, Tables
 from ..ir.shared_bodies import Shared
 from ..passes.overlap import Start
 from . import operators, steps
@@ -48,12 +49,20 @@ def unsaveable(what: str, fix: str) -> TransformError:
 class GraphWriter:
     """Turns graphs, layouts and trees into data; collects the meshes that they name.
 
+    Args:
+        anywhere: whether devices are told by their types alone, as for ranks of which each has its own.
+
     Attributes:
         meshes: by the place under which the data names each.
+        numbers: those of which each rank has its own, for each of the ranks that the data is for, with their places.
+        tables: these as well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, anywhere: bool = False) -> None:
+        self._anywhere = anywhere
         self.meshes: list[Mesh] = []
+        self.numbers: dict[tuple[int, ...], int] = {}
+        self.tables: list[Tables] = []
         self._written: dict[Nested, int] = {}  # the calls with bodies, by their places
 
     def graph(self, graph: fx.Graph) -> list[dict[str, Any]]:
@@ -104,11 +113,20 @@ class GraphWriter:
     def _described(self, value: Any) -> Any:
         """A value without values: a tensor's shape, strides, dtype and device; or of several."""
         if isinstance(value, torch.Tensor):
-            dtype, device = (str(x).removeprefix("torch.") for x in (value.dtype, value.device))
-            return {"tensor": [list(value.shape), list(value.stride()), dtype, device]}
+            dtype = str(value.dtype).removeprefix("torch.")
+            return {"tensor": [list(value.shape), list(value.stride()), dtype, self._device(value.device)]}
         if isinstance(value, (list, tuple)):
             return {type(value).__name__: [self._described(x) for x in value]}
         return self.value(value)
+
+    def _of_ranks(self, x: PerRank | Tables) -> dict[str, int]:
+        if isinstance(x, PerRank):
+            return {"ranks": self.numbers.setdefault(x.values, len(self.numbers))}
+        self.tables.append(x)
+        return {"tables": len(self.tables) - 1}
+
+    def _device(self, device: torch.device) -> str:
+        return device.type if self._anywhere else str(device)
 
     def mesh(self, mesh: Mesh) -> int:
         """The place of a mesh among `meshes`."""
@@ -134,18 +152,18 @@ class GraphWriter:
             return x
         if isinstance(x, fx.Node):
             return {"node": places[x]}
+        if isinstance(x, (PerRank, Tables)):
+            return self._of_ranks(x)
         if type(x) is float:
             return x if math.isfinite(x) else {"float": repr(x)}
         if type(x) is complex:
             return {"complex": [x.real, x.imag]}
         if isinstance(x, slice):
             return {"slice": [self.value(part, places) for part in (x.start, x.stop, x.step)]}
-        if isinstance(x, tuple):
-            return {"tuple": [self.value(one, places) for one in x]}
-        if isinstance(x, list):
-            return {"list": [self.value(one, places) for one in x]}
+        if isinstance(x, (tuple, list)):
+            return {"tuple" if isinstance(x, tuple) else "list": [self.value(one, places) for one in x]}
         if isinstance(x, torch.device):
-            return {"device": str(x)}
+            return {"device": self._device(x)}
         for name, kind in _TORCH.items():
             if isinstance(x, kind):
                 return {name: str(x).removeprefix("torch.")}
@@ -159,14 +177,21 @@ class GraphReader:
 
     Args:
         meshes: for each place, the mesh of this process.
+        numbers, tables: for each place, the number and the table of this rank.
         empty: a tensor without values, of a shape, strides, a dtype and a device.
         namespaces: of operators that the user trusts besides torch's.
     """
 
     def __init__(
-        self, meshes: Sequence[Mesh], empty: Callable[..., torch.Tensor], namespaces: Collection[str] = ()
+        self,
+        meshes: Sequence[Mesh],
+        numbers: Sequence[int],
+        tables: Sequence[torch.Tensor],
+        empty: Callable[..., torch.Tensor],
+        namespaces: Collection[str] = (),
     ) -> None:
-        self.meshes, self._empty, self._namespaces = meshes, empty, namespaces
+        self.meshes, self._numbers, self._tables = meshes, numbers, tables
+        self._empty, self._namespaces = empty, namespaces
         self._read: list[Nested] = []  # the calls with bodies
 
     def graph(self, rows: Sequence[Mapping[str, Any]]) -> fx.Graph:
@@ -229,6 +254,10 @@ class GraphReader:
         match kind:
             case "node":
                 return nodes[x]
+            case "ranks":
+                return self._numbers[x]
+            case "tables":
+                return self._tables[x]
             case "float":
                 return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[x]
             case "complex":

@@ -15,10 +15,14 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._core.base import source_lines
+from ..._core.base.messages import mesh_text
+from ..._core.distributed.communicator import coordinates
+from ..._core.distributed.mesh import communicator_of, root
 from ..._core.sharding.index_map import axes_of
 from ..._core.sharding.layout import as_written, type_text
 from ..._core.sharding.spec import P
@@ -161,11 +165,28 @@ def argument(x: Any) -> str:
         return f"{tuple(x.shape)} {x.dtype} {x.device}"
     if isinstance(x, type):
         return f"{x.__module__}.{x.__qualname__}"
+    if isinstance(x, np.ndarray) and x.dtype != object:  # whose text would leave digits out
+        return f"{x.shape} {x.dtype} {hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()}"
     if x is None or isinstance(x, (bool, int, float, complex, str, bytes, P, torch.dtype, torch.device, torch.layout)):
         return f"{type(x).__name__} {x!r}"
     return _ADDRESS.sub("", repr(x)) if type(x).__repr__ is not object.__repr__ else argument(type(x))
 
 
 def mesh(x: Any) -> str:
-    """A mesh: its axes, and the place of this process in it."""
-    return f"{dict(axes_of(x))} at {tuple(x.get_coordinate() or ())}"
+    """A mesh: its axes; the same text on all of its ranks."""
+    return f"{dict(axes_of(x))}{'' if communicator_of(x).ranks else ' elsewhere'}"
+
+
+def whole(meshes: Iterable[Any]) -> str:
+    """The meshes that those of a call are, or are parts of."""
+    return " and ".join(sorted({f"the {mesh_text(axes_of(x))}" for x in map(root, meshes)}))
+
+
+def place(meshes: Iterable[Any]) -> str:
+    """The place of a rank in the meshes of a call."""
+    return "; ".join(sorted({f"at {_coordinates(x)} of the {mesh_text(axes_of(x))}" for x in map(root, meshes)}))
+
+
+def _coordinates(x: Any) -> str:
+    ranks = communicator_of(x).ranks
+    return ", ".join(f"{name}={i}" for name, i in coordinates(x, ranks[0]).items()) if ranks else "no place"

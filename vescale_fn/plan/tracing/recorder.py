@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ..._core import torch_internals
 from ..._core.arrays.stateful_draws import is_seeded, refuse_seeded
-from ..._core.base import context, op_arguments, source_lines, state
+from ..._core.base import context, op_arguments, source_lines, state, tables
 from ..._core.base.errors import InPlaceError, RecordError
 from ..._core.base.messages import op_text, report
 from ..._core.distributed import blocks
@@ -45,6 +45,7 @@ _EQUAL, _DETACH = torch.ops.aten.equal.default, torch.ops.aten.detach.default
 _READS = {torch.ops.aten._local_scalar_dense.default, _EQUAL, torch.ops.aten.is_nonzero.default}
 _BACKWARD = torch_internals.backward_code
 _CHECKPOINT = torch.utils.checkpoint.__file__
+_LARGEST_LITERAL = 1 << 16  # numbers of one that a saved plan holds
 
 
 class Leaked(torch_internals.FakeTensor):
@@ -106,10 +107,10 @@ class Recorder(torch_internals.TorchDispatchMode):
         self._in_row = 0
         self._again: FrameType | None = None
         self._times = 0
-        self._literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
+        self.literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
         self.read: list[torch.Tensor] = []
         self._sought: list[torch.Tensor] | None = None  # while it is found out what is read
-        self._kept: list[Any] = []  # stand-ins live as long as the recorder: they are known by identity
+        self.kept: list[Any] = []  # stand-ins live as long as the recorder: they are known by identity
         self._around = contextlib.ExitStack()
 
     @property
@@ -318,7 +319,7 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def end(self) -> None:
         """Mark what the function may have kept, where nothing is computed of it any more."""
-        for x in self._kept:
+        for x in self.kept:
             x.__class__ = Leaked
 
     def is_ours(self, x: torch.Tensor) -> bool:
@@ -350,7 +351,7 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def _note(self, fake: torch.Tensor, node: fx.Node) -> None:
         fake._plan_recorder, fake._plan_node = self, node  # type: ignore[attr-defined]
-        self._kept.append(fake)
+        self.kept.append(fake)
 
     # --- what the function does -------------------------------------------------------------------------------------
 
@@ -407,7 +408,9 @@ class Recorder(torch_internals.TorchDispatchMode):
         """A tensor that was written down: the plan keeps it, and each run gets a copy."""
         node = self.graph.call_function(_CLONE, (self.node(x),))
         out = self._made(node, self._fake.like(x), line, again)
-        self._literals[id(out)] = x
+        self.literals[id(out)] = x
+        if x.device.type == "cpu" and x.numel() <= _LARGEST_LITERAL:
+            tables.table(x)
         return out
 
     def _in_another_shape(self, func: Any, args: Any, kwargs: Any, line: str, again: Any) -> torch.Tensor:
@@ -451,7 +454,7 @@ class Recorder(torch_internals.TorchDispatchMode):
             node = self.graph.call_function(_DETACH, (self.node(value),))
             self._freed(x)
             assign(x, value)
-            self._literals.pop(id(x), None)
+            self.literals.pop(id(x), None)
             self._rebound(x, node, line, again)
 
     def swapped(self, x: torch.Tensor) -> None:
@@ -551,7 +554,7 @@ class Recorder(torch_internals.TorchDispatchMode):
             self._sought += tensors
             return 0
         ours = list(map(self.is_ours, tensors))
-        values = {id(x): self._literals.get(id(x)) if own else x for x, own in zip(tensors, ours, strict=True)}
+        values = {id(x): self.literals.get(id(x)) if own else x for x, own in zip(tensors, ours, strict=True)}
         if any(
             value is None or (value is not x and torch_internals.version(x))
             for x, value in zip(tensors, values.values())

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from ..ir.nested import Nested
+from ..ir.per_rank import of_rank
 
 
 class Number(float):
@@ -93,31 +94,45 @@ def disguise(value: float, salt: int) -> float:
     return value * (1 - noise) if value else noise * 1e-3
 
 
-def difference(first: fx.Graph, second: fx.Graph) -> fx.Node | None:
-    """The first call at which two recordings differ, in more than which nodes they name; None where they are alike."""
+def difference(first: fx.Graph, second: fx.Graph, at: int | None = None) -> fx.Node | None:
+    """The first call at which two recordings differ, in more than what they name nodes; None where they are alike.
+
+    Args:
+        at: where numbers of the first are each rank's own, the place of that whose count.
+    """
+    shown, other_shown = _Shown(first, at), _Shown(second, at)
     for one, other in zip(first.nodes, second.nodes):
         if isinstance(one.target, Nested) and type(one.target) is type(other.target):
             bodies = list(zip(one.target.bodies, other.target.bodies))  # type: ignore[attr-defined]
             often = [(one.target.often(i), other.target.often(i)) for i in range(len(bodies))]  # type: ignore[attr-defined]
-            if any(a != b for a, b in often) or any(difference(a, b) is not None for a, b in bodies):
+            if any(a != b for a, b in often) or any(difference(a, b, at) is not None for a, b in bodies):
                 return one
         elif one.target != other.target and one.op != "placeholder":
             return one
-        if _shown(one.args) != _shown(other.args) or _shown(one.kwargs) != _shown(other.kwargs):
+        if shown.of((one.args, one.kwargs)) != other_shown.of((other.args, other.kwargs)):
             return one
         if _shape(one.meta.get("val")) != _shape(other.meta.get("val")):
             return one
     return None if len(first.nodes) == len(second.nodes) else next(iter(reversed(first.nodes)))
 
 
-def _shown(a: Any) -> Any:
-    if isinstance(a, fx.Node):
-        return a.name
-    if isinstance(a, (list, tuple)):
-        return tuple(map(_shown, a))
-    if isinstance(a, dict):
-        return {k: _shown(v) for k, v in a.items()}
-    return a if isinstance(a, (int, float, str, bool, type(None))) else type(a)
+class _Shown:
+    """What is compared of the arguments in a graph."""
+
+    def __init__(self, graph: fx.Graph, at: int | None) -> None:
+        self._places, self._at = {node: i for i, node in enumerate(graph.nodes)}, at
+
+    def of(self, a: Any) -> Any:
+        if isinstance(a, fx.Node):
+            return "node", self._places[a]
+        if isinstance(a, (list, tuple)):
+            return tuple(map(self.of, a))
+        if isinstance(a, dict):
+            return {k: self.of(v) for k, v in a.items()}
+        a = a if self._at is None else of_rank(a, self._at)
+        if isinstance(a, float):  # nan is not equal to itself
+            return float, repr(a)
+        return a if isinstance(a, (int, str, bool, type(None))) else type(a)
 
 
 def _shape(val: Any) -> Any:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..._core.base.tables import table
 from .threefry import signed
 
 Indices = range | Sequence[int]  # of one dim; a contiguous range wherever it can be
@@ -45,7 +46,7 @@ class Rectangle:
         """int64 [rows, 3], as an operator takes it: rows (dim, first, length), each a run of neighbours in one dim."""
         rows = [(dim, first, length) for dim, index in enumerate(self.indices) for first, length in _runs(index)]
         # by numpy, because torch's factories mean something else inside a body
-        return torch.from_numpy(np.array(rows, dtype=np.int64).reshape(-1, 3))
+        return table(torch.from_numpy(np.array(rows, dtype=np.int64).reshape(-1, 3)))
 
     def where(self) -> torch.Tensor | None:
         """The same, or None for everything."""

@@ -1,0 +1,230 @@
+"""A plan saved in a bare process, on an abstract mesh, serves every rank of the job: the same bits, and nothing is recorded."""
+
+import json
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.errors import TransformError
+
+KEY = vfn.random.key(3)
+OPT = vfn.optim.adamw(1e-2)
+MESHES = {(2, 2): ("dp", "tp"), (4,): ("dp",), (3,): ("tp",)}
+FEW = ("tp", "fsdp", "uneven", "empty", "vocabulary", "uneven draws", "drawn whole", "written", "body")  # on one axis
+
+
+def normal(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(p, h):
+    return torch.tanh(h @ p["a"]) @ p["b"] + p["c"]
+
+
+def loss(p, x):
+    return ((layer(p, x)).softmax(-1) ** 2).mean()
+
+
+def train(p, s, x):
+    value, g = vfn.value_and_grad(loss)(p, x)
+    updates, s = OPT.update(g, s, p)
+    return vfn.optim.apply_updates(p, updates), s, value
+
+
+def zero3(p, s, x):
+    gathered = lambda p, x: loss(vfn.with_sharding(p, P()), x)
+    value, g = vfn.value_and_grad(gathered)(p, x)
+    updates, s = OPT.update(g, s, p)
+    return vfn.optim.apply_updates(p, updates), s, value
+
+
+def tied(w, t):
+    return F.cross_entropy((vfn.nn.embedding(t, w) @ w.T).flatten(0, 1), t.flatten())
+
+
+def dropped(key, x):
+    mine = vfn.random.normal(key, x.shape, spec=vfn.spec_of(x))
+    return vfn.random.dropout(key, torch.tanh(x), 0.5) * mine
+
+
+def scanned(w, x):
+    def step(h, w):
+        h = vfn.with_sharding(torch.tanh(h @ w), vfn.spec_of(h))
+        return h, h.sum()
+
+    h, sums = vfn.scan(step, x, w)
+    return h.square().mean() + sums.sum()
+
+
+def chosen(w, x):
+    return vfn.cond(x.sum() > 0, lambda w: (x @ w).square().mean(), lambda w: (x @ w).abs().mean(), w)
+
+
+def shared(ws, x):
+    block = vfn.jit(lambda w, h: torch.tanh(h @ w))
+    for w in ws:
+        x = block(w, x)
+    return x.square().mean()
+
+
+def written(x):
+    y = x * 2
+    y[1:4] += 1.0
+    return y.cumsum(0)
+
+
+def body(x, axis):
+    i = vfn.axis_index(axis)
+    return vfn.psum(x * (i + 1), axis) + vfn.dynamic_slice(x, (i, 0), (1, x.shape[1])) * 0.5
+
+
+def programs(mesh):
+    """By name: a function, its arguments on the mesh, what is donated."""
+    names = mesh.axis_names
+    d, t = names[0], names[-1]
+    every = names if len(names) > 1 else names[0]
+    shard = lambda x, *spec: vfn.shard(x, mesh, P(*spec))
+    weights = {"a": normal(1, 12, 24), "b": normal(2, 24, 12), "c": normal(3, 12)}
+    columns = {"a": P(None, t), "b": P(t), "c": P()}
+    split = {name: shard(w, *spec) for (name, w), spec in zip(weights.items(), columns.values())}
+    flat = {name: shard(w, every) for name, w in weights.items()}
+    odd = {"a": shard(normal(1, 12, 5), None, t), "b": shard(normal(2, 5, 7), t), "c": shard(normal(3, 7), t)}
+    x, few = shard(normal(4, 24, 12), d), shard(normal(5, 5, 12), d)
+    stack, layers = shard(normal(6, 3, 12, 12), None, None, t), [shard(normal(7 + i, 12, 12), t) for i in range(3)]
+    ids = torch.arange(24).reshape(12, 2) % 11
+    mapped = vfn.shard_map(lambda x: body(x, t), mesh=mesh, in_specs=P(t), out_specs=P(t))
+    found = {
+        "tp": (train, (split, OPT.init(split), shard(normal(4, 6, 12))), (0, 1)),
+        "dp and tp": (train, (split, OPT.init(split), x), ()),
+        "fsdp": (zero3, (flat, OPT.init(flat), x), (0,)),
+        "uneven": (train, (odd, OPT.init(odd), few), (0,)),
+        "empty": (
+            lambda x: vfn.with_sharding(x.sort(0).values @ x.T, P(None, d)),
+            (shard(normal(8, 2, 5), every),),
+            (),
+        ),
+        "vocabulary": (vfn.grad(tied), (shard(normal(9, 11, 6), t), shard(ids, d)), ()),
+        "draws": (dropped, (KEY, x), ()),
+        "uneven draws": (dropped, (KEY, few), ()),
+        "drawn whole": (lambda key: vfn.with_sharding(vfn.random.normal(key, (7, 6)), P(t), mesh=mesh), (KEY,), ()),
+        "scan": (vfn.grad(scanned), (stack, x), ()),
+        "cond": (vfn.grad(chosen), (shard(normal(1, 12, 24), None, t), x), ()),
+        "remat": (vfn.grad(lambda p, x: vfn.remat(loss)(p, x)), (split, x), ()),
+        "shared layers": (vfn.grad(shared), (layers, x), ()),
+        "written": (written, (few,), ()),
+        "body": (mapped, (shard(normal(2, 12, 6), t),), ()),
+    }
+    return {name: one for name, one in found.items() if name in FEW or mesh.mesh.ndim > 1}
+
+
+def saved(folder, sizes, names):
+    """A file for each program, saved without any rank; how many plans each has."""
+    mesh, count = vfn.abstract_mesh(sizes, names), {}
+    with vfn.use_mesh(mesh):
+        for name, (f, args, donated) in programs(mesh).items():
+            path = folder / name.replace(" ", "_")
+            vfn.save_plan(vfn.jit(f, donate_argnums=donated).lower(*args), path)
+            count[name] = len(json.loads(path.read_text())["plans"])
+    return count
+
+
+def copies(tree):
+    return vfn.tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
+
+
+def _loaded(folder, sizes, names):
+    """By program: whether the bits are those without the file, how many plans were recorded, what was warned of."""
+    mesh, found = vfn.make_mesh(sizes, names), {}
+    local = lambda tree: [x.to_local() if hasattr(x, "to_local") else x for x in vfn.tree.leaves(tree)]
+    with vfn.use_mesh(mesh), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for name, (f, args, donated) in programs(mesh).items():
+            want = vfn.jit(f, donate_argnums=donated)(*copies(args))
+            again = vfn.jit(f, donate_argnums=donated, plans=[vfn.load_plan(f"{folder}/{name.replace(' ', '_')}")])
+            for _ in range(2):
+                got = again(*copies(args))
+            same = all(torch.equal(a, b) for a, b in zip(local(got), local(want), strict=True))
+            found[name] = same, again.cache_info().records
+    return found, [str(one.message) for one in said]
+
+
+def _elsewhere(path, kinds):
+    """What is said where a plan for (dp=2, tp=2) is loaded on other meshes, and whether the values are right all the same."""
+    found = []
+    for sizes, names in kinds:
+        mesh = vfn.make_mesh(sizes, names)
+        f, args, _ = programs(mesh)["body"]
+        with vfn.use_mesh(mesh), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            again = vfn.jit(f, plans=[vfn.load_plan(path)])
+            same = torch.equal(vfn.unshard(again(*args)), vfn.unshard(f(*args)))
+        found.append((same, again.cache_info().records, [str(one.message).splitlines()[0] for one in said]))
+    return found
+
+
+OTHERS = {
+    ((2, 2), ("tp", "dp")): "it was made on the mesh (dp=2, tp=2), and here is the mesh (tp=2, dp=2)",
+    ((2, 2), ("dp", "ep")): "it was made on the mesh (dp=2, tp=2), and here is the mesh (dp=2, ep=2)",
+    ((4, 1), ("dp", "tp")): "it was made on the mesh (dp=2, tp=2), and here is the mesh (dp=4, tp=1)",
+    ((4,), ("tp",)): "it was made on the mesh (dp=2, tp=2), and here is the mesh (tp=4)",
+}
+
+
+def test_other_meshes_are_named_and_the_function_is_recorded_anew(gloo, tmp_path):
+    mesh = vfn.abstract_mesh((2, 2), ("dp", "tp"))
+    f, args, _ = programs(mesh)["body"]
+    with vfn.use_mesh(mesh):
+        vfn.save_plan(vfn.jit(f).lower(*args), tmp_path / "plan")
+    assert repr(vfn.load_plan(tmp_path / "plan")).startswith("<SavedPlan of <lambda> for 4 ranks, by torch ")
+    for found in gloo(4, _elsewhere, str(tmp_path / "plan"), list(OTHERS)):
+        for (same, records, said), why in zip(found, OTHERS.values(), strict=True):
+            assert (same, records) == (True, 1)
+            assert said == [f"jit: no saved plan serves <lambda>, which is recorded anew: {why}"]
+
+
+def refused(f, *args):
+    mesh = vfn.abstract_mesh((2, 2), ("dp", "tp"))
+    with vfn.use_mesh(mesh), pytest.raises(TransformError) as raised:
+        vfn.save_plan(vfn.jit(f).lower(vfn.shard(torch.ones(4, 6), mesh, P("dp"))), "plan")
+    return str(raised.value)
+
+
+def test_a_rank_that_python_asks_for_is_refused_by_name():
+    mesh = vfn.abstract_mesh((2, 2), ("dp", "tp"))
+    said = refused(lambda x: x * mesh.get_coordinate()[0])
+    assert (
+        said.splitlines()[0] == "save_plan: mesh.get_coordinate() is asked for in Python, and a plan is for every rank"
+    )
+    assert "vfn.axis_index(name), a tensor" in said
+    assert "mesh.rank is asked for in Python" in refused(lambda x: x * mesh.rank)
+
+
+def test_what_does_not_follow_from_a_ranks_place_is_refused():
+    calls = []
+
+    def f(x):
+        calls.append(1)
+        return x * len(calls)
+
+    assert "does something in f that does not follow from its place alone" in refused(f)
+
+
+def test_closed_over_tensors_are_refused_still():
+    weights = torch.ones(6)
+    assert "a plan whose function closes over 1 tensors, one of (6,)," in refused(lambda x: x * weights)
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_every_rank_loads_what_a_bare_process_has_saved(gloo, tmp_path, sizes):
+    names, ranks = MESHES[sizes], math.prod(sizes)
+    count = saved(tmp_path, sizes, names)
+    assert count["fsdp"] == count["body"] == 1
+    assert count["uneven"] > 1
+    for found, said in gloo(ranks, _loaded, str(tmp_path), sizes, names):
+        assert found == dict.fromkeys(found, (True, 0))
+        assert said == []
