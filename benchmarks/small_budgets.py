@@ -1,4 +1,5 @@
-"""Whether a limit on memory is held at the least time: small plans beside all ways to keep values or make them again."""
+"""Whether a limit on memory is held at the least time: small plans beside all ways to keep values or make them again; and, as
+if they ran on a device, to let them wait on the host."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,12 +16,14 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.side_by_side import publish
+from vescale_fn._core.base import no_values
 from vescale_fn.errors import TransformError
 from vescale_fn.plan.execution.codegen import generate
-from vescale_fn.plan.ir import costs
+from vescale_fn.plan.ir import costs, host_copies
 from vescale_fn.plan.ir import graph as plan
 from vescale_fn.plan.ir.memory_limit import MemoryLimit
 from vescale_fn.plan.ir.memory_use import memory
+from vescale_fn.plan.ir.nested import everywhere
 from vescale_fn.plan.passes.boundary import gathered
 from vescale_fn.plan.passes.budget import Budget
 from vescale_fn.plan.passes.dce import dead
@@ -27,6 +31,10 @@ from vescale_fn.plan.passes.memory_order import order, updated
 from vescale_fn.plan.passes.reuse_memory import reuse
 
 MOST = 7  # values, of which all choices are tried
+MOST_SENT = 4  # where some may go to the host
+LAGS = (0, 1, 3)  # calls by which copies are waited for later, or begun earlier
+# a device on which it takes about as long to copy a small matrix as to make it
+SMALL = costs.Rates(flops=5e9, bytes=1e10, draws=1.5e9, link=1e9, host=2e9, call=1e-7, collective=1e-6)
 
 
 def small(seed: int) -> tuple[fx.Graph, list[Any]]:
@@ -51,14 +59,36 @@ def small(seed: int) -> tuple[fx.Graph, list[Any]]:
     return order(dead(graph)), given
 
 
-def keeping(graph: fx.Graph, at: int, kept: set[fx.Node]) -> fx.Graph:
-    """The graph in which, of what is made up to a call, only `kept` is used after it, and the rest made again where it is."""
+def on_device(graph: fx.Graph) -> fx.Graph:
+    """The same plan, of which it is said that its values are on a GPU."""
+
+    def there(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(there, value))
+        return no_values.like(value, torch.device("cuda", 0)) if isinstance(value, torch.Tensor) else value
+
+    def moved(graph: fx.Graph) -> fx.Graph:
+        graph = plan.copied(graph)
+        for node in graph.nodes:
+            node.meta["val"] = there(node.meta.get("val"))
+        return graph
+
+    return everywhere(moved, plan.copied(graph))
+
+
+def keeping(
+    graph: fx.Graph, at: int, kept: set[fx.Node], sent: Collection[fx.Node] = (), lags: tuple[int, int] = (0, 0)
+) -> fx.Graph:
+    """The graph in which, of what is made up to a call, only `kept` is used after it, and the rest made again where it is; and
+    `sent` waits on the host meanwhile, copied some calls longer than need be."""
     new, early, late = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
 
     def value(x: fx.Node) -> fx.Node:
         if x not in late and (x.op == "placeholder" or x in kept):
             return early[x]
-        if x not in late:
+        if x not in late and x in sent:
+            late[x] = host_copies.inserted(new._root, host_copies.fetched, (), x)
+        elif x not in late:
             late[x] = new.node_copy(x, value)
         return late[x]
 
@@ -67,11 +97,40 @@ def keeping(graph: fx.Graph, at: int, kept: set[fx.Node]) -> fx.Graph:
             early[node] = new.node_copy(node, early.__getitem__)
         else:
             late[node] = new.node_copy(node, value)
+    sent = [x for x in sent if x in late]
+    for node in reversed(new.nodes):
+        if node.op == "call_function" and not node.users and node not in map(early.get, sent):
+            new.erase_node(node)
+    for x in sent:
+        send(early[x], late[x], *lags)
     return dead(new)
 
 
-def ways(graph: fx.Graph) -> list[tuple[int, float]] | None:
-    """The peak and the time of each way to keep values across the call that needs most; None where there are too many."""
+def send(x: fx.Node, back: fx.Node, behind: int, ahead: int) -> None:
+    """Let a value wait on the host until it is needed back."""
+    line = list(x.graph.nodes)
+    reads = [i for i, node in enumerate(line) if x in roots(node)]
+    leaves = min(max(reads) + 1 + behind, line.index(back))
+    comes = max(line.index(back) - ahead, leaves)
+    begun = host_copies.inserted(x.next, host_copies.offload, (x,), x)
+    there = host_copies.inserted(line[leaves], host_copies.offloaded, (begun, x), x)
+    back.args = (host_copies.inserted(line[comes], host_copies.fetch, (there,), x),)
+
+
+def roots(node: fx.Node) -> set[fx.Node]:
+    """What a call reads, through views."""
+    return {y for x in node.all_input_nodes for y in ({x} | (roots(x) if x.args and plan.viewed(x) else set()))} | {
+        node
+    }
+
+
+def ways(graph: fx.Graph, sending: bool = False) -> list[tuple[int, float]] | None:
+    """The peak and the time of each way to keep values across the call that needs most; None where there are too many.
+
+    Args:
+        graph: the plan.
+        sending: whether values may wait on the host.
+    """
     found = []
     for line in (gathered(graph), gathered(updated(plan.copied(graph)))):
         use, nodes = memory(line), list(line.nodes)
@@ -81,18 +140,21 @@ def ways(graph: fx.Graph) -> list[tuple[int, float]] | None:
         for node in reversed(nodes[: at + 1]):
             needed.update(node.all_input_nodes if node in needed else ())
         made = [x for x in nodes[: at + 1] if x in needed and x.op == "call_function" and not plan.viewed(x)]
-        if len(made) > MOST:
+        if len(made) > (MOST_SENT if sending else MOST):
             return None
-        for kept in itertools.chain.from_iterable(itertools.combinations(made, n) for n in range(len(made) + 1)):
-            new = keeping(line, at, set(kept))
-            found.append((memory(reuse(new)).peak, costs.total(new)))
+        for kept in itertools.product((True, False, None) if sending else (True, False), repeat=len(made)):
+            stays, sent = ({x for x, one in zip(made, kept) if one is how} for how in (True, None))
+            for lags in itertools.product(LAGS, LAGS) if sent else ((0, 0),):
+                new = keeping(line, at, stays, sent, lags)
+                found.append((memory(reuse(new)).peak, costs.total(new)))
     return found
 
 
-def compared(seed: int) -> str:
+def compared(seed: int, sending: bool = False) -> str:
     """How a plan within a random limit that can be held compares to the best of all ways; "" where there is none to compare."""
     graph, given = small(seed)
-    found = ways(graph)
+    graph = on_device(graph) if sending else graph
+    found = ways(graph, sending)
     usual = memory(reuse(graph)).peak
     limits = sorted({peak for peak, _ in found or () if peak < usual})
     if not limits:
@@ -111,16 +173,22 @@ def compared(seed: int) -> str:
     )
 
 
+def tallied(count: int, sending: bool) -> list[int]:
+    """How often each of `KINDS` was found."""
+    found = (one for seed in itertools.count() if (one := compared(seed, sending)))
+    tally = Counter(itertools.islice(found, count))
+    return [tally[kind] for kind in KINDS]
+
+
+KINDS = ("equal", "faster", "slower", "not found", "wrong")
+
+
 def main(count: int = 200) -> None:
     torch.set_num_threads(1)
-    tally: Counter[str] = Counter()
-    for seed in itertools.count():
-        if found := compared(seed):
-            tally[found] += 1
-        if tally.total() == count:
-            break
-    kinds = ("equal", "faster", "slower", "not found", "wrong")
-    publish("small_budgets", ["plans", *kinds], [[count, *(tally[kind] for kind in kinds)]])
+    rows = [["kept or made again", count, *tallied(count, False)]]
+    costs.RATES["cuda"] = SMALL
+    rows.append(["or on the host", count, *tallied(count, True)])
+    publish("small_budgets", ["values are", "plans", *KINDS], rows)
 
 
 if __name__ == "__main__":

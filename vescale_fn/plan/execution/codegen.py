@@ -25,8 +25,9 @@ import torch
 from torch import fx
 
 from ..._core import torch_internals
+from ..._core.base.host_memory import HostMemory
 from ..._core.distributed.collectives import Collective
-from ..ir import memory_aliases
+from ..ir import host_copies, memory_aliases
 from ..ir.branches import Branches, While
 from ..ir.graph import Step, calls, output, value
 from ..ir.loop import Loop
@@ -184,6 +185,8 @@ class _Writer:
         """What is called where there is no shorter way in Python."""
         if isinstance(node.target, Nested):
             return _RUN[type(node.target)](node, *map(self.body, node.target.bodies))
+        if host_copies.runs(node) is host_copies.offload:
+            return HostMemory().offload
         if isinstance(node.target, Step):
             return node.target.run
         return fast_sums.shortest(node, self.last, self.lie) or node.target

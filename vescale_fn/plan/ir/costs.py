@@ -17,6 +17,7 @@ from torch import fx
 from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective, group_size
 from . import graph as plan
+from . import host_copies
 from .collective_nodes import given
 from .nested import Nested
 
@@ -48,7 +49,7 @@ RATES = {
     # one core of a server's processor, and processes on one machine
     "cpu": Rates(flops=5e10, bytes=1e10, draws=1.5e9, link=1e9, host=1e10, call=2e-6, collective=1e-4),
     # an H100 in bfloat16; NVLink; PCIe
-    "cuda": Rates(flops=4e14, bytes=2.5e12, draws=5e11, link=2e11, host=2.5e10, call=5e-6, collective=2e-5),
+    "cuda": Rates(flops=4e14, bytes=2.5e12, draws=5e11, link=2e11, host=5e10, call=5e-6, collective=2e-5),
 }
 
 
@@ -58,10 +59,49 @@ def rates(graph: fx.Graph) -> Rates:
     return next((RATES[kind] for kind in sorted(kinds - {"cpu"}) if kind in RATES), RATES["cpu"])
 
 
+class Clock:
+    """Time, as it passes while calls run, and beside them copies to the host and from it, one at a time each way.
+
+    Args:
+        call: seconds, that it takes to begin a copy.
+    """
+
+    def __init__(self, call: float) -> None:
+        self.now, self._call = 0.0, call
+        self._free, self._done = {True: 0.0, False: 0.0}, dict[Any, float]()
+
+    def begin(self, value: Any, seconds: float, out: bool) -> None:
+        """A copy of a value begins, out to the host or back from it."""
+        self.now += self._call
+        self._free[out] = self._done[value, out] = max(self._free[out], self.now) + seconds
+
+    def wait(self, value: Any, out: bool) -> None:
+        """What computes waits for it."""
+        self.now = max(self.now, self._done[value, out])
+
+
+def copy(size: int, of: Rates) -> float:
+    """The seconds that it takes to copy some bytes to the host, or back."""
+    return size / of.host
+
+
 def total(graph: fx.Graph) -> float:
     """The seconds that all calls of a plan take."""
     of = rates(graph)
-    return sum(seconds(node, of) for node in plan.calls(graph))
+    clock = Clock(of.call)
+    for node in plan.calls(graph):
+        match host_copies.runs(node):
+            case None:
+                clock.now += seconds(node, of)
+            case host_copies.offload:
+                clock.begin(node, copy(plan.nbytes(plan.value(node.args[0])), of), True)
+            case host_copies.offloaded:
+                clock.wait(node.args[0], True)
+            case host_copies.fetch:
+                clock.begin(node, copy(plan.nbytes(plan.value(node)), of), False)
+            case _:
+                clock.wait(node.args[0], False)
+    return clock.now
 
 
 def seconds(node: fx.Node, of: Rates) -> float:

@@ -1,7 +1,8 @@
-"""What is computed in a plan before some call and needed after it: each value is kept, or computed again from what is kept.
+"""What is computed in a plan before some call and needed after it: each value is kept, computed again from what is kept, or
+waits in the memory of the host.
 
-A choice is the set of values that are kept. What is computed again is so once, right before its first use behind the call;
-the same call on the same values gives the same bits.
+What is computed again is so once, right before its first use behind the call; the same call on the same values gives the same
+bits. What waits on the host is back there at its first use.
 """
 
 from __future__ import annotations
@@ -10,17 +11,45 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from ..._core.distributed.collectives import Collective
-from ..ir import costs, inplace
+from ..ir import costs, host_copies, inplace
 from ..ir import graph as plan
 from ..ir.graph import KEPT
 from ..ir.liveness import DONATED, Facts
 from ..ir.nested import Nested
+from .host_trips import Trip, arrange, total
 
-Events = list[tuple[int, bool]]  # the places of calls in the order in which they run, and whether it is the second time
+# the places of calls in the order in which they run, and whether it is the second time; of what comes back from the host, ~m
+# for the memory m
+Events = list[tuple[int, bool]]
+
+
+class Choice(NamedTuple):
+    """The memories that are kept, and those that wait on the host. The others are computed again."""
+
+    kept: frozenset[int]
+    sent: frozenset[int] = frozenset()
+
+
+class Count(NamedTuple):
+    """What a choice makes of a plan.
+
+    Attributes:
+        seconds: that all calls take.
+        live: how many bytes are alive at each event, where all that goes to the host is there as long as can be.
+        events: the calls.
+        trips: what goes to the host, and when.
+    """
+
+    seconds: float
+    live: list[int]
+    events: Events
+    trips: list[Trip]
 
 
 class Counts:
@@ -50,8 +79,8 @@ class Counts:
         self._pointwise = [call and inplace.is_pointwise(node) for node, call in zip(self.nodes, self._calls)]
         self._result = [not facts.results.isdisjoint(facts.made[node]) for node in self.nodes]
 
-    def live(self, events: Events, at: int, dropped: frozenset[int]) -> list[int]:
-        """How many bytes are alive at each event, as `Facts.live` counts them.
+    def live(self, events: Events, at: int, dropped: frozenset[int]) -> tuple[list[int], dict[int, int]]:
+        """How many bytes are alive at each event, as `Facts.live` counts them; and the last event that needs each memory.
 
         Args:
             events: what runs.
@@ -61,6 +90,10 @@ class Counts:
         rows, ends = self._rows(events, at, dropped)
         count, live, found, free = len(self.bytes), 0, list[int](), Counter[int]()
         for n, ((i, _), (made, read)) in enumerate(zip(events, rows, strict=True)):
+            if i < 0:
+                live += self.bytes[~i]
+                found.append(live)
+                continue
             if not self._calls[i]:
                 found.append(live)
                 continue
@@ -74,7 +107,7 @@ class Counts:
             live += size
             found.append(live - size if self._pointwise[i] and size in gone else live)
             live -= sum(gone) + sum(self.bytes[m % count] for m in made if ends[m] == n)
-        return found
+        return found, ends
 
     def _rows(
         self, events: Events, at: int, dropped: frozenset[int]
@@ -82,7 +115,7 @@ class Counts:
         """For each event what is made and read, copies by numbers of their own; and for each memory the last event."""
         count, rows, ends, copied = len(self.bytes), [], dict[int, int](), set[int]()
         for n, (i, again) in enumerate(events):
-            made, read = self.made[i], self.read[i]
+            made, read = (self.made[i], self.read[i]) if i >= 0 else ([~i], [])
             if again:
                 copied.update(made)
                 made = [m + count for m in made]
@@ -106,6 +139,8 @@ class KeptAcross(Counts):
 
     Attributes:
         free: the memories that can be kept or not, and are of use behind the call.
+        repeats: the memories that can be computed again. Others that are not kept are on the host.
+        copies: for those that can wait on the host, the seconds that a copy takes.
         needed: those of them that are needed there, whatever is kept.
         maker: the calls that make them.
         last: for each memory the last call that needs it up to the place of the call.
@@ -120,15 +155,25 @@ class KeptAcross(Counts):
             at += 1
         self.at, place, of = at, {node: i for i, node in enumerate(nodes)}, costs.rates(graph)
         self.seconds = [costs.seconds(node, of) if node.op == "call_function" else 0.0 for node in nodes]
-        self._takes = self._taken(place, self._repeatable(place, collectives))
+        self._call = of.call
+        made = self._made(place)
+        self.repeats = {m for m in made if self._repeatable(self.memories[m].maker, collectives)}
+        self._whole = {place[x]: m for m in made if (x := self._sendable(m, of)) is not None}
+        self.copies = {m: costs.copy(self.bytes[m], of) for m in self._whole.values()}
+        self._takes = self._taken(place, self.repeats | self.copies.keys())
+        for x, m in self._whole.items():
+            if m not in self.repeats:
+                self._takes[x] = []
         self._once, self._before = self._counted()
         self._late = [i for i in range(at + 1, len(nodes)) if self._takes[i]]
-        self._first = {x: i for i, again in self._repeats(frozenset()) for x in again}
+        self._first = {x: i for i, again in self._repeats(Choice(frozenset())) for x in again}
         self.needed = {m for i in self._late for _, needed in self._takes[i] for m in needed}
         self.free = frozenset(self.needed.union(*(needed for x in self._first for _, needed in self._takes[x])))
+        self.copies = {m: seconds for m, seconds in self.copies.items() if m in self.free}
         self.maker = {m: place[self.memories[m].maker] for m in self.free}
         self.last = {m: i for i in range(at + 1) for m in (*self.made[i], *self.read[i])}
-        self.until = {m: self._first[self.maker[m]] for m in self.free}
+        whole = {m: x for x, m in self._whole.items()}
+        self.until = {m: self._first[whole[m] if m not in self.repeats else self.maker[m]] for m in self.free}
 
     def _counted(self) -> tuple[Events, list[int]]:
         """The calls that count, without views: a value is used at least as late as what is a view of it. And for each call how
@@ -147,10 +192,11 @@ class KeptAcross(Counts):
             found.append([(x, needed) for x, needed in needs if needed])
         return found
 
-    def _repeatable(self, place: dict[fx.Node, int], collectives: bool) -> set[int]:
+    def _made(self, place: dict[fx.Node, int]) -> list[int]:
+        """The memories that are made up to the call, and of which it is known what lies there, and that nothing writes."""
         changed = plan.changed(self.graph)
         shared = {m for i, node in enumerate(self.nodes) for m in self.lie[i] if _is_mixed(node, self.facts)}
-        return {
+        return [
             i
             for i, (maker, part) in enumerate(self.memories)
             if maker.op == "call_function"
@@ -159,27 +205,51 @@ class KeptAcross(Counts):
             and i not in shared
             and self.memories[i] not in self.facts.results
             and maker not in changed
-            and not plan.has_effect(maker)
+            and host_copies.runs(maker) is None
+        ]
+
+    def _repeatable(self, maker: fx.Node, collectives: bool) -> bool:
+        return (
+            not plan.has_effect(maker)
             and KEPT not in maker.meta
             and not isinstance(maker.target, Nested)
             and (collectives or not isinstance(maker.target, Collective))
-        }
+        )
 
-    def _repeats(self, kept: frozenset[int]) -> Iterator[tuple[int, list[int]]]:
-        """What is repeated, and before which call."""
+    def _sendable(self, m: int, of: costs.Rates) -> fx.Node | None:
+        """What is all that lies in a memory, where that can wait on the host, and is worth it."""
+        maker, part = self.memories[m]
+        x = plan.value(maker)
+        if isinstance(x, (list, tuple)):
+            if isinstance(maker.target, Nested) or any(user.target is not operator.getitem for user in maker.users):
+                return None
+            x, maker = x[part], next((user for user in maker.users if user.args[1] == part), maker)
+        there = isinstance(x, torch.Tensor) and x.device.type != "cpu" and inplace.is_dense(x)
+        return maker if there and costs.copy(self.bytes[m], of) >= of.call and maker.users else None
+
+    def _repeats(self, choice: Choice) -> Iterator[tuple[int, list[int]]]:
+        """What is repeated, or comes back from the host, and before which call."""
         done: set[int] = set()
         for i in self._late:
-            todo = [x for x, needed in self._takes[i] if x not in done and not kept.issuperset(needed)]
+            todo = [x for x, needed in self._takes[i] if x not in done and not choice.kept.issuperset(needed)]
             if not todo:
                 continue
             found = set(todo)
             while todo:
-                for x, needed in self._takes[todo.pop()]:
-                    if x not in done and x not in found and not kept.issuperset(needed):
-                        found.add(x)
-                        todo.append(x)
+                x = todo.pop()
+                if self._comes(x, choice) is not None:
+                    continue
+                for y, needed in self._takes[x]:
+                    if y not in done and y not in found and not choice.kept.issuperset(needed):
+                        found.add(y)
+                        todo.append(y)
             done |= found
             yield i, sorted(found)
+
+    def _comes(self, x: int, choice: Choice) -> int | None:
+        """The memory that is back from the host where a call would be repeated; None where that is repeated."""
+        m = self._whole.get(x)
+        return m if m in choice.sent or (m is not None and m not in self.repeats) else None
 
     def repeatable(self) -> Iterator[tuple[int, list[int], set[int]]]:
         """The calls that may be repeated, each with the free memories that it makes, and those that it takes."""
@@ -192,41 +262,79 @@ class KeptAcross(Counts):
             own = [m for m in self.made[maker] if m in self.free]
             yield maker, own, taken.difference(own)
 
-    def time(self, kept: frozenset[int]) -> float:
-        """The seconds that a choice takes besides."""
-        return sum(self.seconds[x] for _, again in self._repeats(kept) for x in again)
+    def time(self, choice: Choice) -> float:
+        """The seconds that what is repeated takes."""
+        again = (x for _, again in self._repeats(choice) for x in again if self._comes(x, choice) is None)
+        return sum(map(self.seconds.__getitem__, again))
 
-    def alive(self, kept: frozenset[int]) -> tuple[list[int], Events]:
-        """How many bytes are alive at each call, counted as by `Facts.live`, and the calls."""
+    def count(self, choice: Choice, limit: int) -> Count:
+        """What a choice makes of the plan.
+
+        Args:
+            choice: what is kept, and what goes to the host.
+            limit: of the bytes besides the arguments, for what is on its way.
+        """
         events: Events = []
         start = 0
-        for i, again in self._repeats(kept):
+        for i, again in self._repeats(choice):
             events += self._once[start : self._before[i]]
-            events += [(x, True) for x in again if self.made[x]]
+            for x in again:
+                m = self._comes(x, choice)
+                if m is not None or self.made[x]:
+                    events.append((x if m is None else ~m, True))
             start = self._before[i]
         events += self._once[start:]
-        return self.live(events, self.at, self.free - kept), events
+        live, ends = self.live(events, self.at, self.free - choice.kept)
+        seconds = [self.seconds[i] if i >= 0 else 0.0 for i, _ in events]
+        trips: list[Trip] = []
+        if self.copies:
+            index = {event: n for n, event in enumerate(events)}
+            for i, _ in events:
+                if i < 0:
+                    made = index[self.maker[~i], False]
+                    trips.append(Trip(~i, self.bytes[~i], self.copies[~i], made, ends[~i], index[i, True]))
+            arrange(trips, [*live], seconds, limit)
+        return Count(total(trips, seconds, self._call), live, events, trips)
 
-    def rewritten(self, kept: frozenset[int]) -> fx.Graph:
+    def rewritten(self, choice: Choice, limit: int) -> fx.Graph:
         """The graph of a choice."""
         graph = plan.copied(self.graph)
         nodes = list(graph.nodes)
         copies: dict[fx.Node, fx.Node] = {}
         turns = {node: turn for turn, node in enumerate(plan.collectives(graph))}
-        for i, again in self._repeats(kept):
-            with graph.inserting_before(nodes[i]):
-                for x in again:
-                    takes = {nodes[y] for y, needed in self._takes[x] if not kept.issuperset(needed)}
+        for i, again in self._repeats(choice):
+            for x in again:
+                if self._comes(x, choice) is not None:
+                    copies[nodes[x]] = host_copies.inserted(nodes[i], host_copies.fetched, (), nodes[x])
+                    continue
+                takes = {nodes[y] for y, needed in self._takes[x] if not choice.kept.issuperset(needed)}
+                with graph.inserting_before(nodes[i]):
                     copy = graph.node_copy(nodes[x], lambda y, takes=takes: copies[y] if y in takes else y)
-                    copy.meta["again"] = True
-                    if nodes[x] in turns:
-                        copy.meta[plan.REPEATS] = turns[nodes[x]]
-                    copies[nodes[x]] = copy
+                copy.meta["again"] = True
+                if nodes[x] in turns:
+                    copy.meta[plan.REPEATS] = turns[nodes[x]]
+                copies[nodes[x]] = copy
         for i in self._late:
             for x, needed in self._takes[i]:
-                if not kept.issuperset(needed):
+                if not choice.kept.issuperset(needed):
                     nodes[i].replace_input_with(nodes[x], copies[nodes[x]])
+        if self.copies:
+            self._send(nodes, copies, self.count(choice, limit))
         return graph
+
+    def _send(self, nodes: list[fx.Node], copies: dict[fx.Node, fx.Node], count: Count) -> None:
+        """Put what moves values to the host and back where it is to run."""
+        whole = {m: nodes[x] for x, m in self._whole.items()}
+        calls = [nodes[i] if not again else copies[whole[~i] if i < 0 else nodes[i]] for i, again in count.events]
+        there: dict[int, fx.Node] = {}
+        for trip in sorted(count.trips, key=lambda trip: trip.made):
+            x = whole[trip.memory]
+            sent = host_copies.inserted(x.next, host_copies.offload, (x,), x)
+            there[trip.memory] = host_copies.inserted(calls[trip.leaves], host_copies.offloaded, (sent, x), x)
+        for trip in sorted(count.trips, key=lambda trip: trip.use):
+            x = whole[trip.memory]
+            coming = host_copies.inserted(calls[trip.comes], host_copies.fetch, (there[trip.memory],), x)
+            copies[x].args = (coming,)
 
 
 def _is_mixed(node: fx.Node, facts: Facts) -> bool:

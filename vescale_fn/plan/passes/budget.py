@@ -15,7 +15,7 @@ from ..ir.memory_limit import MemoryLimit
 from ..ir.memory_use import MemoryUse, bytes_text, memory, place
 from ..ir.nested import everywhere
 from .boundary import KeptAcross, gathered
-from .keep_or_repeat import FEW, exact, searched
+from .keep_or_repeat import are_few, exact, searched
 from .memory_order import updated
 from .rematerialize import recompute
 
@@ -111,7 +111,7 @@ class _Fitting:
 
     def _chosen(self, boundary: KeptAcross, limit: int) -> tuple[fx.Graph | None, fx.Graph, MemoryUse]:
         """A plan within the limit, if one was found; the smallest; and what that needs."""
-        small = len(boundary.free) <= FEW and len(boundary.nodes) <= _SMALL
+        small = len(boundary.nodes) <= _SMALL and are_few(boundary)
         tries = self._each(boundary, limit) if small else self._searches(boundary, limit)
         least, use, best = boundary.graph, self._use(boundary.graph), None
         for graph, here, seconds in tries:
@@ -123,20 +123,24 @@ class _Fitting:
 
     def _each(self, boundary: KeptAcross, limit: int) -> Iterator[tuple[fx.Graph, MemoryUse, float]]:
         """Plans, the fastest first, up to one within the limit."""
-        for kept in exact(boundary):
-            graph = boundary.rewritten(kept)
+        for one in exact(boundary, self._besides(boundary, limit)):
+            graph = boundary.rewritten(one.choice, self._besides(boundary, limit))
             use = self._use(graph)
-            yield graph, use, boundary.time(kept)
+            yield graph, use, one.seconds
             if use.peak <= limit:
                 return
 
+    def _besides(self, boundary: KeptAcross, limit: int) -> int:
+        """What is left of a limit besides the arguments."""
+        return limit - sum(boundary.bytes[m] for m in boundary.given)
+
     def _searches(self, boundary: KeptAcross, limit: int) -> Iterator[tuple[fx.Graph, MemoryUse, float]]:
         """Plans whose choice was counted to need some bytes, which is brought to what the plan then needs beside the limit."""
-        low, high, aim = 0, None, limit - sum(boundary.bytes[m] for m in boundary.given)
+        low, high, aim = 0, None, self._besides(boundary, limit)
         for _ in range(_TRIES):
             found, least = searched(boundary, aim)
             choice = least if found is None else found
-            graph = boundary.rewritten(choice.kept)
+            graph = boundary.rewritten(choice.choice, aim)
             use = self._use(graph)
             yield graph, use, choice.seconds
             left = limit - use.peak

@@ -1,41 +1,62 @@
-"""Which values are kept across a call so that a number of bytes is never exceeded, at the least time for what is made again.
+"""Which values are kept across a call so that a number of bytes is never exceeded, at the least time for what is made again,
+or waited for from the host.
 
 Where there are few choices, all are tried, the fastest first. Else by Lagrange's relaxation: with a price in seconds on each
-byte that is alive at some calls, the best choice is a cheapest cut, in which a value that is needed is bought, for its bytes by
-keeping it or for its seconds by making it again, with what that takes in turn. The least price that does is sought, for prices
-at different calls; what remains is improved value by value on the true count of bytes.
+byte that is alive at some calls, and one on each second of a copy to the host, the best choice is a cheapest cut, in which a
+value that is needed is bought, for its bytes by keeping it, for its copies by sending it to the host, or for its seconds by
+making it again, with what that takes in turn. The least price of bytes that does is sought, for prices at different calls; what
+remains is improved value by value on the true count of bytes and seconds.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..ir.min_cut import MinCut
-from .boundary import KeptAcross
+from .boundary import Choice, KeptAcross
 
-FEW = 9  # values, of which all choices are tried
+FEW = 512  # choices, which are all tried
 _STEPS = 14  # prices that are tried, each a few times the one before
 _HALVINGS = 5
 _SWAPS = 4  # values that may each make room for another one
 _WORK = 1_000_000  # calls that are counted while a choice is improved, so that a large plan takes no longer
+_COPIES = (0.05, 0.3, 1.0)  # seconds that a second of a copy costs: what runs beside costs less
 
 
 class Weighed(NamedTuple):
-    """A choice: how long what is repeated takes, the most bytes that are alive, where that is, and what is kept."""
+    """A choice: how long everything takes, the most bytes that are alive, where that is, and what is kept."""
 
     seconds: float
     peak: int
     at: int
-    kept: frozenset[int]
+    choice: Choice
 
 
-def exact(boundary: KeptAcross) -> list[frozenset[int]]:
-    """All that could be kept, the fastest first."""
-    free = sorted(boundary.free)
-    kept = [frozenset(some) for n in range(len(free) + 1) for some in itertools.combinations(free, n)]
-    return sorted(kept, key=lambda one: (boundary.time(one), -len(one)))
+def are_few(boundary: KeptAcross) -> bool:
+    """Whether there are so few choices that all can be tried."""
+    ways = 1
+    for m in boundary.free:
+        ways *= 1 + (m in boundary.repeats) + (m in boundary.copies)
+        if ways > FEW:
+            return False
+    return True
+
+
+def exact(boundary: KeptAcross, limit: int) -> list[Weighed]:
+    """All that could be chosen, the fastest first.
+
+    Args:
+        boundary: what there is to choose.
+        limit: of the bytes besides the arguments, for what is on its way to the host or from it.
+    """
+    free, found = sorted(boundary.free), list[Weighed]()
+    for kept in (frozenset(some) for n in range(len(free) + 1) for some in itertools.combinations(free, n)):
+        can = [m for m in free if m not in kept and m in boundary.copies and m in boundary.repeats]
+        for sent in (frozenset(some) for n in range(len(can) + 1) for some in itertools.combinations(can, n)):
+            found.append(_counted(boundary, Choice(kept, sent), limit))
+    return sorted(found, key=lambda one: (one.seconds, -len(one.choice.kept)))
 
 
 def searched(boundary: KeptAcross, limit: int) -> tuple[Weighed | None, Weighed]:
@@ -45,14 +66,15 @@ def searched(boundary: KeptAcross, limit: int) -> tuple[Weighed | None, Weighed]
         boundary: what there is to choose.
         limit: of the bytes besides the arguments.
     """
-    everything = _counted(boundary, boundary.free)
+    everything = _counted(boundary, Choice(boundary.free), limit)
     least, best = everything, everything if everything.peak <= limit else None
     tops = {everything.at}
     for _ in range(3):
-        for choice in _priced(boundary, _prices(boundary, tops), limit):
-            least = min(least, choice, key=lambda one: (one.peak, one.seconds))
-            if choice.peak <= limit:
-                best = choice if best is None else min(best, choice)
+        for copies in (None, *(_COPIES if boundary.copies else ())):
+            for one in _priced(boundary, _Prices(boundary, tops, copies), limit):
+                least = min(least, one, key=lambda one: (one.peak, one.seconds))
+                if one.peak <= limit:
+                    best = one if best is None else min(best, one, key=_best)
         if {least.at} <= tops:
             break
         tops = tops | {least.at}
@@ -62,85 +84,127 @@ def searched(boundary: KeptAcross, limit: int) -> tuple[Weighed | None, Weighed]
     return (None if best is None else _improved(boundary, best, limit)), least
 
 
-def _counted(boundary: KeptAcross, kept: frozenset[int]) -> Weighed:
-    live, events = boundary.alive(kept)
-    peak = max(live)
-    return Weighed(boundary.time(kept), peak, events[live.index(peak)][0], kept)
+def _best(one: Weighed) -> tuple[Any, ...]:
+    return one.seconds, one.peak, one.at, sorted(one.choice.kept), sorted(one.choice.sent)
 
 
-def _prices(boundary: KeptAcross, tops: set[int]) -> dict[int, float]:
-    """What a second's price on each byte that is alive at some calls makes for each value that is kept."""
-    prices = {}
-    for m in boundary.free:
-        until = boundary.until[m]
-        prices[m] = boundary.bytes[m] * sum(boundary.last[m] < at < until for at in tops) / len(tops)
-    return prices
+def _counted(boundary: KeptAcross, choice: Choice, limit: int) -> Weighed:
+    count = boundary.count(choice, limit)
+    peak = max(count.live)
+    return Weighed(count.seconds, peak, count.events[count.live.index(peak)][0], choice)
 
 
-def _priced(boundary: KeptAcross, prices: dict[int, float], limit: int) -> Iterator[Weighed]:
+class _Prices:
+    """What values cost that are kept or sent to the host.
+
+    Args:
+        boundary: what there is to choose.
+        tops: the calls at which bytes have a price.
+        copies: seconds for each second of a copy; None where nothing that can be computed again is sent.
+    """
+
+    def __init__(self, boundary: KeptAcross, tops: set[int], copies: float | None) -> None:
+        self.kept, self.sent = dict[int, float](), dict[int, float]()
+        for m in boundary.free:
+            until = boundary.until[m]
+            self.kept[m] = boundary.bytes[m] * sum(boundary.last[m] < at < until for at in tops) / len(tops)
+            if m in boundary.copies and (copies is not None or m not in boundary.repeats):
+                self.sent[m] = boundary.copies[m] * (copies or 1.0)
+
+
+def _priced(boundary: KeptAcross, prices: _Prices, limit: int) -> Iterator[Weighed]:
     """The best choices for some prices: each several times the one before, until one does, and then between."""
     low, high, price = 0.0, None, _FIRST
     for _ in range(_STEPS):
-        choice = _counted(boundary, _cheapest(boundary, prices, price))
-        yield choice
-        if choice.peak <= limit:
+        one = _counted(boundary, _cheapest(boundary, prices, price), limit)
+        yield one
+        if one.peak <= limit:
             high = price
             break
         low, price = price, price * _FACTOR
     for _ in range(_HALVINGS if high is not None else 0):
         price = (low * high) ** 0.5 if low else high / _FACTOR  # type: ignore[operator]
-        choice = _counted(boundary, _cheapest(boundary, prices, price))
-        yield choice
-        low, high = (low, price) if choice.peak <= limit else (price, high)
+        one = _counted(boundary, _cheapest(boundary, prices, price), limit)
+        yield one
+        low, high = (low, price) if one.peak <= limit else (price, high)
 
 
 _FIRST, _FACTOR = 1e-14, 4.0  # seconds for a byte
 
 
-def _cheapest(boundary: KeptAcross, prices: dict[int, float], price: float) -> frozenset[int]:
-    """The values to keep where bytes have a price: a cheapest cut between what there is and what is needed."""
-    cut = MinCut()
+def _cheapest(boundary: KeptAcross, prices: _Prices, price: float) -> Choice:
+    """What to keep, and what to send, where bytes have a price: a cheapest cut between what there is and what is needed."""
+    cut, sent, inf = MinCut(), set[int](), float("inf")
     for call, made, takes in boundary.repeatable():
-        cut.edge(MinCut.SOURCE, ("call", call), boundary.seconds[call])
+        again = all(m in boundary.repeats for m in made)
+        cut.edge(MinCut.SOURCE, ("call", call), boundary.seconds[call] if again else inf)
         for m in made:
-            cut.edge(("call", call), m, prices[m] * price)
+            keep, send = prices.kept[m] * price, prices.sent.get(m, inf)
+            sent.update((m,) if send < keep else ())
+            cut.edge(("call", call), m, min(keep, send))
         for m in takes:
-            cut.edge(m, ("call", call), float("inf"))
+            cut.edge(m, ("call", call), inf)
     for m in boundary.needed:
-        cut.edge(m, MinCut.SINK, float("inf"))
+        cut.edge(m, MinCut.SINK, inf)
     there = cut.reached()
-    return frozenset(m for m in boundary.free if m not in there and ("call", boundary.maker[m]) in there)
+    bought = frozenset(m for m in boundary.free if m not in there and ("call", boundary.maker[m]) in there)
+    return Choice(bought - sent, bought & sent)
 
 
-def _lowered(boundary: KeptAcross, choice: Weighed, limit: int) -> Weighed:
+def _lowered(boundary: KeptAcross, one: Weighed, limit: int) -> Weighed:
     """A choice of fewer bytes, value by value: always the change that lowers the peak most."""
     for _ in range(max(1, _WORK // (len(boundary.nodes) * max(len(boundary.free), 1) * 4))):
-        if choice.peak <= limit:
+        if one.peak <= limit:
             break
-        tried = [_counted(boundary, choice.kept ^ {m}) for m in sorted(boundary.free)]
-        found = min(tried, key=lambda one: (one.peak, one.seconds), default=choice)
-        if found.peak >= choice.peak:
+        others = (other for m in sorted(boundary.free) for other in _others(boundary, one.choice, m))
+        found = min(
+            (_counted(boundary, other, limit) for other in others), key=lambda one: (one.peak, one.seconds), default=one
+        )
+        if found.peak >= one.peak:
             break
-        choice = found
-    return choice
+        one = found
+    return one
 
 
-def _improved(boundary: KeptAcross, choice: Weighed, limit: int) -> Weighed:
-    """A faster choice of no more than `limit` bytes, where one value more that is kept, or that for another one, does it."""
+def _others(boundary: KeptAcross, choice: Choice, m: int) -> Iterator[Choice]:
+    """What else could be done with one value."""
+    kept, sent = choice.kept - {m}, choice.sent - {m}
+    if m not in choice.kept:
+        yield Choice(kept | {m}, sent)
+    if m in boundary.copies and m not in choice.sent:
+        yield Choice(kept, sent | {m})
+    if m in boundary.repeats and (m in choice.kept or m in choice.sent):
+        yield Choice(kept, sent)
+
+
+def _improved(boundary: KeptAcross, one: Weighed, limit: int) -> Weighed:
+    """A faster choice of no more than `limit` bytes, where one value more that is kept, or that for another one, does it; or
+    one more that waits on the host."""
     left = max(64, _WORK // len(boundary.nodes))
     cost = {m: boundary.seconds[maker] for m, maker in boundary.maker.items()}
     changed = True
     while changed and left > 0:
         changed = False
-        for m in sorted(boundary.free - choice.kept, key=lambda m: (-cost[m], m)):
-            more = _counted(boundary, choice.kept | {m})
+        for m in sorted(boundary.free - one.choice.kept, key=lambda m: (-cost[m], m)):
+            kept, sent = one.choice.kept, one.choice.sent - {m}
+            more = _counted(boundary, Choice(kept | {m}, sent), limit)
             left -= 1
-            others = sorted(choice.kept, key=lambda m: (cost[m], -boundary.bytes[m], m)) if more.peak > limit else ()
-            tried = (_counted(boundary, more.kept - {x}) for x in others if boundary.bytes[x] >= more.peak - limit)
-            for found in (more, *itertools.islice(tried, _SWAPS)):
-                if found.peak <= limit and found.seconds < choice.seconds:
-                    choice, changed = found, True
+            others = sorted(kept, key=lambda m: (cost[m], -boundary.bytes[m], m)) if more.peak > limit else ()
+            swaps = (
+                _counted(boundary, Choice(kept - {x} | {m}, sent), limit)
+                for x in others
+                if boundary.bytes[x] >= more.peak - limit and x in boundary.repeats
+            )
+            away = (
+                _counted(boundary, other, limit)
+                for x in (m, *itertools.islice(others, _SWAPS))
+                for other in _others(boundary, Choice(kept | {m} if x != m else kept, sent), x)
+                if x in boundary.copies and x in other.sent
+            )
+            for found in (more, *itertools.islice(swaps, _SWAPS), *away):
+                if found.peak <= limit and found.seconds < one.seconds:
+                    one, changed = found, True
                     break
             if left <= 0:
                 break
-    return choice
+    return one

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..execution import looping, stride_checks
+from ..ir import host_copies
 from ..ir.graph import Step
 from ..passes import buckets, donate, overlap, slice_draws
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{function.__name__: function for function in buckets.FUNCTIONS},
+    **{function.__name__: function for function in (*buckets.FUNCTIONS, *host_copies.FUNCTIONS)},
     "as_recorded": stride_checks.as_recorded,
     "own_row": looping.own_row,
     "as_it_is": slice_draws.as_it_is,
