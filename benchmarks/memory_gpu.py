@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +26,7 @@ from benchmarks.side_by_side import publish
 from vescale_fn.errors import TransformError
 from vescale_fn.plan.ir import costs, host_copies
 
-BUDGETS = (80, 65, 50, 40, 30)  # percent of what a plan without a limit needs
+BUDGETS = (80, 65, 50, 40, 35)  # percent of what a plan without a limit needs
 Params = list[dict[str, torch.Tensor]]
 
 
@@ -75,9 +77,9 @@ def measured(step: Callable[[], Any], times: int) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def without_host() -> Iterator[None]:
-    """Plans that are made here send nothing to the host: that would take for ever."""
+    """Plans that are made here send nothing to the host: as if a copy took less time than to begin it."""
     before = costs.RATES["cuda"]
-    costs.RATES["cuda"] = dataclasses.replace(before, host=1e-9)
+    costs.RATES["cuda"] = dataclasses.replace(before, host=math.inf)
     try:
         yield
     finally:
@@ -86,8 +88,7 @@ def without_host() -> Iterator[None]:
 
 def plans(params: Params, x: torch.Tensor, heads: int, times: int) -> Iterator[list[Any]]:
     """Rows of ours."""
-    grad = vfn.grad(lambda params, x: loss(params, x, heads))
-    want = None
+    grad: Any = vfn.grad(lambda params, x: loss(params, x, heads))  # type: ignore[arg-type]
     for share in (None, *BUDGETS):
         for around, name in ((contextlib.nullcontext, "plan, host"), (without_host, "plan")):
             if share is None and around is without_host:
@@ -103,11 +104,7 @@ def plans(params: Params, x: torch.Tensor, heads: int, times: int) -> Iterator[l
                     continue
                 predicted, seconds = lowered.memory().peak / 2**30, 1e3 * costs.total(lowered.graph)
                 sent = sum(host_copies.runs(node) is host_copies.offload for node in lowered.graph.nodes)
-            peak, ms = measured(lambda: step(params, x), times)
-            got = step(params, x)
-            want = got if want is None else want
-            same = all(map(torch.equal, vfn.tree.leaves(got), vfn.tree.leaves(want)))
-            del got
+            peak, ms = measured(functools.partial(step, params, x), times)
             yield [
                 name,
                 share or "",
@@ -116,7 +113,7 @@ def plans(params: Params, x: torch.Tensor, heads: int, times: int) -> Iterator[l
                 predicted / peak,
                 seconds,
                 sent,
-                f"same {same}, planned in {took:.1f} s",
+                f"planned in {took:.1f} s",
             ]
 
 
@@ -162,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="plans,peers,compiled")
     parser.add_argument("--budgets", type=float, nargs="*", default=[1.0, 0.8, 0.5, 0.3, 0.1])
-    parser.add_argument("--sizes", type=int, nargs=4, default=[6, 4096, 4096, 4], metavar="N")
+    parser.add_argument("--sizes", type=int, nargs=4, default=[4, 4096, 4096, 8], metavar="N")
     parser.add_argument("--times", type=int, default=5)
     given = parser.parse_args()
     params, x = arguments(*given.sizes)

@@ -183,11 +183,11 @@ def tallied(count: int, sending: bool) -> list[int]:
 KINDS = ("equal", "faster", "slower", "not found", "wrong")
 
 
-def main(count: int = 200) -> None:
+def main(count: int = 200, sending: int = 60) -> None:
     torch.set_num_threads(1)
     rows = [["kept or made again", count, *tallied(count, False)]]
     costs.RATES["cuda"] = SMALL
-    rows.append(["or on the host", count, *tallied(count, True)])
+    rows.append(["or on the host", sending, *tallied(sending, True)])
     publish("small_budgets", ["values are", "plans", *KINDS], rows)
 
 

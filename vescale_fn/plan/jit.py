@@ -158,8 +158,8 @@ def jit(
             attention, normalization, draws, what collectives bring.
         memory: the most bytes that a process may need at once, arguments included, as ``lower(...).memory().peak`` predicts:
             an int, ``"8 GiB"``, or a share of what this plan needs without it, ``"60 %"``. Values that wait for the backward
-            pass are computed again where that is predicted to take the least time, collectives and keyed draws too; no bit
-            depends on it.
+            pass are computed again where that is predicted to take the least time, collectives and keyed draws too; or, on a
+            GPU, wait in the memory of the host, copied there and back while other things are computed. No bit depends on it.
         passes: the functions from graph to graph that improve a plan, in their order; None for `vfn.plan.PASSES`. With
             ``functools.partial(buckets, limit=1 << 20)`` for ``buckets`` small collectives travel in smaller groups.
         plans: from files (`load_plan`): calls that one of them serves are not recorded. Where none does, a warning says why.

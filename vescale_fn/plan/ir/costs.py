@@ -49,7 +49,7 @@ RATES = {
     # one core of a server's processor, and processes on one machine
     "cpu": Rates(flops=5e10, bytes=1e10, draws=1.5e9, link=1e9, host=1e10, call=2e-6, collective=1e-4),
     # an H100 in bfloat16; NVLink; PCIe
-    "cuda": Rates(flops=4e14, bytes=2.5e12, draws=5e11, link=2e11, host=5e10, call=5e-6, collective=2e-5),
+    "cuda": Rates(flops=7e14, bytes=2.5e12, draws=5e11, link=2e11, host=4.5e10, call=5e-6, collective=2e-5),
 }
 
 
@@ -85,6 +85,11 @@ def copy(size: int, of: Rates) -> float:
     return size / of.host
 
 
+def sends(graph: fx.Graph) -> bool:
+    """Whether values of a plan may wait on the host: what they take on a CPU is the host's memory already."""
+    return rates(graph) is not RATES["cpu"]
+
+
 def total(graph: fx.Graph) -> float:
     """The seconds that all calls of a plan take."""
     of = rates(graph)
@@ -94,7 +99,7 @@ def total(graph: fx.Graph) -> float:
             case None:
                 clock.now += seconds(node, of)
             case host_copies.offload:
-                clock.begin(node, copy(plan.nbytes(plan.value(node.args[0])), of), True)
+                clock.begin(node, copy(plan.nbytes(plan.value(node.all_input_nodes[0])), of), True)
             case host_copies.offloaded:
                 clock.wait(node.args[0], True)
             case host_copies.fetch:

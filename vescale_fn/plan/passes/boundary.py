@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,16 +19,13 @@ from ..._core.distributed.collectives import Collective
 from ..ir import costs, host_copies, inplace
 from ..ir import graph as plan
 from ..ir.graph import KEPT
-from ..ir.liveness import DONATED, Facts
+from ..ir.liveness import Facts
 from ..ir.nested import Nested
+from .event_counts import Counts, Events
 from .host_trips import Trip, arrange, total
 
-# the places of calls in the order in which they run, and whether it is the second time; of what comes back from the host, ~m
-# for the memory m
-Events = list[tuple[int, bool]]
 
-
-class Choice(NamedTuple):
+class Keeping(NamedTuple):
     """The memories that are kept, and those that wait on the host. The others are computed again."""
 
     kept: frozenset[int]
@@ -52,83 +48,6 @@ class Count(NamedTuple):
     trips: list[Trip]
 
 
-class Counts:
-    """A graph as numbers, to count the bytes that are alive in many orders: memories and calls are known by their places.
-
-    Args:
-        graph: in whose order calls run.
-
-    Attributes:
-        bytes: of each memory.
-        given: the memories of arguments.
-        made, read: for each call the memories that it makes and needs.
-        lie: for each call the memories in which its result may lie.
-    """
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.facts = facts = Facts(graph)
-        self.nodes, self.memories = list(graph.nodes), list(facts.bytes)
-        number = {memory: i for i, memory in enumerate(self.memories)}
-        self.bytes = [facts.bytes[memory] for memory in self.memories]
-        self.given = {i for i, m in enumerate(self.memories) if m.maker.op != "call_function"}
-        self.made, self.read, self.lie = (
-            [[number[m] for m in of[node]] for node in self.nodes] for of in (facts.made, facts.read, facts.lie)
-        )
-        self._donated = {i for i in self.given if DONATED in self.memories[i].maker.meta}
-        self._calls = [node.op == "call_function" for node in self.nodes]
-        self._pointwise = [call and inplace.is_pointwise(node) for node, call in zip(self.nodes, self._calls)]
-        self._result = [not facts.results.isdisjoint(facts.made[node]) for node in self.nodes]
-
-    def live(self, events: Events, at: int, dropped: frozenset[int]) -> tuple[list[int], dict[int, int]]:
-        """How many bytes are alive at each event, as `Facts.live` counts them; and the last event that needs each memory.
-
-        Args:
-            events: what runs.
-            at: the call after which what is made again takes the place of what it repeats.
-            dropped: the memories that are not kept.
-        """
-        rows, ends = self._rows(events, at, dropped)
-        count, live, found, free = len(self.bytes), 0, list[int](), Counter[int]()
-        for n, ((i, _), (made, read)) in enumerate(zip(events, rows, strict=True)):
-            if i < 0:
-                live += self.bytes[~i]
-                found.append(live)
-                continue
-            if not self._calls[i]:
-                found.append(live)
-                continue
-            dying = [m for m in read if ends[m] == n]
-            free.update(self.bytes[m] for m in dying if m in self._donated)
-            gone = [self.bytes[m % count] for m in dying if m not in self.given]
-            size = sum(self.bytes[m % count] for m in made)
-            if size and self._result[i] and free[size]:
-                free[size] -= 1
-                live -= size  # it is no new memory
-            live += size
-            found.append(live - size if self._pointwise[i] and size in gone else live)
-            live -= sum(gone) + sum(self.bytes[m % count] for m in made if ends[m] == n)
-        return found, ends
-
-    def _rows(
-        self, events: Events, at: int, dropped: frozenset[int]
-    ) -> tuple[list[tuple[list[int], list[int]]], dict[int, int]]:
-        """For each event what is made and read, copies by numbers of their own; and for each memory the last event."""
-        count, rows, ends, copied = len(self.bytes), [], dict[int, int](), set[int]()
-        for n, (i, again) in enumerate(events):
-            made, read = (self.made[i], self.read[i]) if i >= 0 else ([~i], [])
-            if again:
-                copied.update(made)
-                made = [m + count for m in made]
-            if again or i > at:
-                read = [m + count if m in dropped and m in copied else m for m in read]
-            rows.append((made, read))
-            for m in made:
-                ends[m] = n
-            for m in read:
-                ends[m] = n
-        return rows, ends
-
-
 class KeptAcross(Counts):
     """The choices that there are at a call.
 
@@ -136,6 +55,7 @@ class KeptAcross(Counts):
         graph: in whose order calls run.
         at: the place of the call.
         collectives: whether collectives may be repeated.
+        sending: whether values may wait on the host.
 
     Attributes:
         free: the memories that can be kept or not, and are of use behind the call.
@@ -148,7 +68,7 @@ class KeptAcross(Counts):
         seconds: what each call takes.
     """
 
-    def __init__(self, graph: fx.Graph, at: int, collectives: bool = True) -> None:
+    def __init__(self, graph: fx.Graph, at: int, collectives: bool = True, sending: bool = True) -> None:
         super().__init__(graph)
         self.graph, nodes = graph, self.nodes
         while at + 1 < len(nodes) and nodes[at + 1].target is operator.getitem:
@@ -158,22 +78,18 @@ class KeptAcross(Counts):
         self._call = of.call
         made = self._made(place)
         self.repeats = {m for m in made if self._repeatable(self.memories[m].maker, collectives)}
-        self._whole = {place[x]: m for m in made if (x := self._sendable(m, of)) is not None}
-        self.copies = {m: costs.copy(self.bytes[m], of) for m in self._whole.values()}
-        self._takes = self._taken(place, self.repeats | self.copies.keys())
-        for x, m in self._whole.items():
-            if m not in self.repeats:
-                self._takes[x] = []
+        self._whole = self._sendable(made, place, of) if sending else {}
+        self._takes = self._taken(place, self.repeats.union(self._whole.values()))
         self._once, self._before = self._counted()
         self._late = [i for i in range(at + 1, len(nodes)) if self._takes[i]]
-        self._first = {x: i for i, again in self._repeats(Choice(frozenset())) for x in again}
+        self._first = {x: i for i, again in self._repeats(Keeping(frozenset())) for x in again}
         self.needed = {m for i in self._late for _, needed in self._takes[i] for m in needed}
         self.free = frozenset(self.needed.union(*(needed for x in self._first for _, needed in self._takes[x])))
-        self.copies = {m: seconds for m, seconds in self.copies.items() if m in self.free}
+        self.copies = {m: costs.copy(self.bytes[m], of) for m in self.free.intersection(self._whole.values())}
         self.maker = {m: place[self.memories[m].maker] for m in self.free}
         self.last = {m: i for i in range(at + 1) for m in (*self.made[i], *self.read[i])}
-        whole = {m: x for x, m in self._whole.items()}
-        self.until = {m: self._first[whole[m] if m not in self.repeats else self.maker[m]] for m in self.free}
+        self.until = {m: self._first[self.maker[m]] for m in self.free & self.repeats}
+        self.until |= {m: self._first[x] for x, m in self._whole.items() if m in self.free - self.repeats}
 
     def _counted(self) -> tuple[Events, list[int]]:
         """The calls that count, without views: a value is used at least as late as what is a view of it. And for each call how
@@ -186,7 +102,8 @@ class KeptAcross(Counts):
         again."""
         found = []
         for i, node in enumerate(self.nodes):
-            early = [place[x] for x in node.all_input_nodes if place[x] <= self.at]
+            comes = self._whole.get(i, -1) in can - self.repeats  # from the host, of nothing
+            early = [place[x] for x in node.all_input_nodes if place[x] <= self.at and not comes]
             own = node.target is operator.getitem
             needs = [(x, [m for m in self.lie[i if own else x] if m in can]) for x in early]
             found.append([(x, needed) for x, needed in needs if needed])
@@ -216,18 +133,22 @@ class KeptAcross(Counts):
             and (collectives or not isinstance(maker.target, Collective))
         )
 
-    def _sendable(self, m: int, of: costs.Rates) -> fx.Node | None:
-        """What is all that lies in a memory, where that can wait on the host, and is worth it."""
-        maker, part = self.memories[m]
-        x = plan.value(maker)
-        if isinstance(x, (list, tuple)):
-            if isinstance(maker.target, Nested) or any(user.target is not operator.getitem for user in maker.users):
-                return None
-            x, maker = x[part], next((user for user in maker.users if user.args[1] == part), maker)
-        there = isinstance(x, torch.Tensor) and x.device.type != "cpu" and inplace.is_dense(x)
-        return maker if there and costs.copy(self.bytes[m], of) >= of.call and maker.users else None
+    def _sendable(self, made: list[int], place: dict[fx.Node, int], of: costs.Rates) -> dict[int, int]:
+        """The calls that give all that lies in a memory, with the memory, where that can wait on the host, and is worth it."""
+        found = {}
+        for m in made:
+            maker, part = self.memories[m]
+            x, node = plan.value(maker), maker
+            if isinstance(x, (list, tuple)):
+                if isinstance(maker.target, Nested) or any(user.target is not operator.getitem for user in maker.users):
+                    continue
+                x, node = x[part], next((user for user in maker.users if user.args[1] == part), maker)
+            there = isinstance(x, torch.Tensor) and x.device.type != "cpu" and inplace.is_dense(x)
+            if there and maker.users and costs.copy(self.bytes[m], of) >= of.call:
+                found[place[node]] = m
+        return found
 
-    def _repeats(self, choice: Choice) -> Iterator[tuple[int, list[int]]]:
+    def _repeats(self, choice: Keeping) -> Iterator[tuple[int, list[int]]]:
         """What is repeated, or comes back from the host, and before which call."""
         done: set[int] = set()
         for i in self._late:
@@ -246,7 +167,7 @@ class KeptAcross(Counts):
             done |= found
             yield i, sorted(found)
 
-    def _comes(self, x: int, choice: Choice) -> int | None:
+    def _comes(self, x: int, choice: Keeping) -> int | None:
         """The memory that is back from the host where a call would be repeated; None where that is repeated."""
         m = self._whole.get(x)
         return m if m in choice.sent or (m is not None and m not in self.repeats) else None
@@ -262,12 +183,12 @@ class KeptAcross(Counts):
             own = [m for m in self.made[maker] if m in self.free]
             yield maker, own, taken.difference(own)
 
-    def time(self, choice: Choice) -> float:
+    def time(self, choice: Keeping) -> float:
         """The seconds that what is repeated takes."""
         again = (x for _, again in self._repeats(choice) for x in again if self._comes(x, choice) is None)
         return sum(map(self.seconds.__getitem__, again))
 
-    def count(self, choice: Choice, limit: int) -> Count:
+    def count(self, choice: Keeping, limit: int) -> Count:
         """What a choice makes of the plan.
 
         Args:
@@ -296,7 +217,7 @@ class KeptAcross(Counts):
             arrange(trips, [*live], seconds, limit)
         return Count(total(trips, seconds, self._call), live, events, trips)
 
-    def rewritten(self, choice: Choice, limit: int) -> fx.Graph:
+    def rewritten(self, choice: Keeping, limit: int) -> fx.Graph:
         """The graph of a choice."""
         graph = plan.copied(self.graph)
         nodes = list(graph.nodes)

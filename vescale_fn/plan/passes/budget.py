@@ -1,4 +1,4 @@
-"""A plan that needs no more than a number of bytes at once, at the least predicted time for what it computes again."""
+"""A plan that needs no more than a number of bytes at once, at the least predicted time for what it computes again or moves."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ class _Fitting:
         if self._use(graph).peak <= limit:
             return graph
         best = usual if free <= limit else None
-        tried = [self._within(one, limit) for one in (updated(plan.copied(graph)), graph)]
+        first = (True, False) if costs.sends(graph) else (True,)
+        lines = updated(plan.copied(graph)), graph
+        tried = [self._within(one, limit, sending) for one in lines for sending in first]
         fits = [one for one in (best, *(found for found, _ in tried)) if one is not None]
         if not fits:
             uses = [self._use(usual), *(least for _, least in tried)]
@@ -97,11 +99,17 @@ class _Fitting:
         """What a graph needs when the passes behind have been there."""
         return memory(self._finished(graph))
 
-    def _within(self, graph: fx.Graph, limit: int) -> tuple[fx.Graph | None, MemoryUse]:
-        """The fastest plan that was found within the limit, None if none was; and what the smallest one needs."""
+    def _within(self, graph: fx.Graph, limit: int, sending: bool) -> tuple[fx.Graph | None, MemoryUse]:
+        """The fastest plan that was found within the limit, None if none was; and what the smallest one needs.
+
+        Args:
+            graph: the plan.
+            limit: of the bytes.
+            sending: whether values may wait on the host across the first call already.
+        """
         least = self._use(graph)
-        for _ in range(_ROUNDS):
-            boundary = KeptAcross(graph, _top(graph), self.collectives)
+        for turn in range(_ROUNDS):
+            boundary = KeptAcross(graph, _top(graph), self.collectives, sending or turn > 0)
             found, smallest, use = self._chosen(boundary, limit)
             least = min(least, use, key=lambda use: use.peak)
             if found is not None or smallest is graph:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..ir.min_cut import MinCut
-from .boundary import Choice, KeptAcross
+from .boundary import Keeping, KeptAcross
 
 FEW = 512  # choices, which are all tried
 _STEPS = 14  # prices that are tried, each a few times the one before
@@ -31,7 +31,7 @@ class Weighed(NamedTuple):
     seconds: float
     peak: int
     at: int
-    choice: Choice
+    choice: Keeping
 
 
 def are_few(boundary: KeptAcross) -> bool:
@@ -55,7 +55,7 @@ def exact(boundary: KeptAcross, limit: int) -> list[Weighed]:
     for kept in (frozenset(some) for n in range(len(free) + 1) for some in itertools.combinations(free, n)):
         can = [m for m in free if m not in kept and m in boundary.copies and m in boundary.repeats]
         for sent in (frozenset(some) for n in range(len(can) + 1) for some in itertools.combinations(can, n)):
-            found.append(_counted(boundary, Choice(kept, sent), limit))
+            found.append(_counted(boundary, Keeping(kept, sent), limit))
     return sorted(found, key=lambda one: (one.seconds, -len(one.choice.kept)))
 
 
@@ -66,7 +66,7 @@ def searched(boundary: KeptAcross, limit: int) -> tuple[Weighed | None, Weighed]
         boundary: what there is to choose.
         limit: of the bytes besides the arguments.
     """
-    everything = _counted(boundary, Choice(boundary.free), limit)
+    everything = _counted(boundary, Keeping(boundary.free), limit)
     least, best = everything, everything if everything.peak <= limit else None
     tops = {everything.at}
     for _ in range(3):
@@ -88,7 +88,7 @@ def _best(one: Weighed) -> tuple[Any, ...]:
     return one.seconds, one.peak, one.at, sorted(one.choice.kept), sorted(one.choice.sent)
 
 
-def _counted(boundary: KeptAcross, choice: Choice, limit: int) -> Weighed:
+def _counted(boundary: KeptAcross, choice: Keeping, limit: int) -> Weighed:
     count = boundary.count(choice, limit)
     peak = max(count.live)
     return Weighed(count.seconds, peak, count.events[count.live.index(peak)][0], choice)
@@ -132,7 +132,7 @@ def _priced(boundary: KeptAcross, prices: _Prices, limit: int) -> Iterator[Weigh
 _FIRST, _FACTOR = 1e-14, 4.0  # seconds for a byte
 
 
-def _cheapest(boundary: KeptAcross, prices: _Prices, price: float) -> Choice:
+def _cheapest(boundary: KeptAcross, prices: _Prices, price: float) -> Keeping:
     """What to keep, and what to send, where bytes have a price: a cheapest cut between what there is and what is needed."""
     cut, sent, inf = MinCut(), set[int](), float("inf")
     for call, made, takes in boundary.repeatable():
@@ -148,7 +148,7 @@ def _cheapest(boundary: KeptAcross, prices: _Prices, price: float) -> Choice:
         cut.edge(m, MinCut.SINK, inf)
     there = cut.reached()
     bought = frozenset(m for m in boundary.free if m not in there and ("call", boundary.maker[m]) in there)
-    return Choice(bought - sent, bought & sent)
+    return Keeping(bought - sent, bought & sent)
 
 
 def _lowered(boundary: KeptAcross, one: Weighed, limit: int) -> Weighed:
@@ -166,15 +166,15 @@ def _lowered(boundary: KeptAcross, one: Weighed, limit: int) -> Weighed:
     return one
 
 
-def _others(boundary: KeptAcross, choice: Choice, m: int) -> Iterator[Choice]:
+def _others(boundary: KeptAcross, choice: Keeping, m: int) -> Iterator[Keeping]:
     """What else could be done with one value."""
     kept, sent = choice.kept - {m}, choice.sent - {m}
     if m not in choice.kept:
-        yield Choice(kept | {m}, sent)
+        yield Keeping(kept | {m}, sent)
     if m in boundary.copies and m not in choice.sent:
-        yield Choice(kept, sent | {m})
+        yield Keeping(kept, sent | {m})
     if m in boundary.repeats and (m in choice.kept or m in choice.sent):
-        yield Choice(kept, sent)
+        yield Keeping(kept, sent)
 
 
 def _improved(boundary: KeptAcross, one: Weighed, limit: int) -> Weighed:
@@ -187,21 +187,22 @@ def _improved(boundary: KeptAcross, one: Weighed, limit: int) -> Weighed:
         changed = False
         for m in sorted(boundary.free - one.choice.kept, key=lambda m: (-cost[m], m)):
             kept, sent = one.choice.kept, one.choice.sent - {m}
-            more = _counted(boundary, Choice(kept | {m}, sent), limit)
+            more = _counted(boundary, Keeping(kept | {m}, sent), limit)
             left -= 1
             others = sorted(kept, key=lambda m: (cost[m], -boundary.bytes[m], m)) if more.peak > limit else ()
             swaps = (
-                _counted(boundary, Choice(kept - {x} | {m}, sent), limit)
+                _counted(boundary, Keeping(kept - {x} | {m}, sent), limit)
                 for x in others
                 if boundary.bytes[x] >= more.peak - limit and x in boundary.repeats
             )
             away = (
                 _counted(boundary, other, limit)
                 for x in (m, *itertools.islice(others, _SWAPS))
-                for other in _others(boundary, Choice(kept | {m} if x != m else kept, sent), x)
+                for other in _others(boundary, Keeping(kept | {m} if x != m else kept, sent), x)
                 if x in boundary.copies and x in other.sent
             )
-            for found in (more, *itertools.islice(swaps, _SWAPS), *away):
+            again = [_counted(boundary, Keeping(kept, sent), limit)] if m in one.choice.sent & boundary.repeats else ()
+            for found in (more, *again, *itertools.islice(swaps, _SWAPS), *away):
                 if found.peak <= limit and found.seconds < one.seconds:
                     one, changed = found, True
                     break
