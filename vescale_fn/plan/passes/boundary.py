@@ -80,12 +80,17 @@ class KeptAcross(Counts):
         self.repeats = {m for m in made if self._repeatable(self.memories[m].maker, collectives)}
         self._whole = self._sendable(made, place, of) if sending else {}
         self._takes = self._taken(place, self.repeats.union(self._whole.values()))
+        self._find_uses(place)
+        self.copies = {m: costs.copy(self.bytes[m], of) for m in self.free.intersection(self._whole.values())}
+
+    def _find_uses(self, place: dict[fx.Node, int]) -> None:
+        """Find out what is of use behind the call, and when."""
+        at = self.at
         self._once, self._before = self._counted()
-        self._late = [i for i in range(at + 1, len(nodes)) if self._takes[i]]
+        self._late = [i for i in range(at + 1, len(self.nodes)) if self._takes[i]]
         self._first = {x: i for i, again in self._repeats(Keeping(frozenset())) for x in again}
         self.needed = {m for i in self._late for _, needed in self._takes[i] for m in needed}
         self.free = frozenset(self.needed.union(*(needed for x in self._first for _, needed in self._takes[x])))
-        self.copies = {m: costs.copy(self.bytes[m], of) for m in self.free.intersection(self._whole.values())}
         self.maker = {m: place[self.memories[m].maker] for m in self.free}
         self.last = {m: i for i in range(at + 1) for m in (*self.made[i], *self.read[i])}
         self.until = {m: self._first[self.maker[m]] for m in self.free & self.repeats}
