@@ -3,6 +3,8 @@
 Then the first call under transforms, and what an iteration costs beside its body: of 64 times ``tanh(c * x)`` of 8 elements, as
 a loop, with the body four times in an iteration (``unroll=4``), and as straight code.
 
+Then 64 layers stacked and split over 8 ranks: gathered at once before the loop, or a slice at a time.
+
 A step of SGD on a residual network under `jit`. The first call records, makes the plan and runs it once; what that one run
 takes is subtracted. `jax` is an extra (``pip install -e ".[oracle]"``); without it its column says n/a.
 """
@@ -18,6 +20,7 @@ import torch
 
 import vescale_fn as vfn
 from benchmarks.side_by_side import medians, publish
+from vescale_fn import P
 
 try:
     import jax
@@ -27,6 +30,7 @@ except ImportError:
 
 LAYERS = (8, 64)
 WIDTH, ROWS = 128, 64
+RANKS = 8
 
 Params = dict[str, torch.Tensor]
 
@@ -150,6 +154,51 @@ def under_transforms() -> None:
     publish("loop_iteration", ["loop, us an iteration", "body 4 times, us", "straight code, us", "loop / code"], rows)
 
 
+def gathered(p: Params) -> Params:
+    return vfn.with_sharding(p, P())
+
+
+def layer_by_layer(p: Params, x: torch.Tensor) -> torch.Tensor:
+    return vfn.scan(vfn.remat(lambda h, p: (layer(h, gathered(p)), None)), x, p)[0]
+
+
+STACKED: dict[str, tuple[Any, P]] = {
+    "leading dim split, gathered at once": (lambda p, x: scanned(gathered(p), x), P("dp")),
+    "leading dim split, a slice at a time": (scanned, P("dp")),
+    "another dim split, gathered in the body under `remat`": (layer_by_layer, P(None, None, "dp")),
+}
+
+
+def on_ranks(rounds: int = 7) -> dict[str, float]:
+    """The least milliseconds of a step, of some that take turns."""
+    torch.set_num_threads(1)
+    mesh, calls = vfn.make_mesh((RANKS,), ("dp",)), {}
+    x = vfn.shard(torch.randn(RANKS * ROWS, WIDTH), mesh, P("dp"))
+    for name, (model, spec) in STACKED.items():
+        calls[name] = vfn.jit(step(model)), vfn.shard(params(LAYERS[-1]), mesh, spec)
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, (f, p) in calls.items():
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            f(p, x)
+            torch.distributed.barrier()
+            took[name].append(1e3 * (time.perf_counter() - start))
+    return {name: min(times) for name, times in took.items()}
+
+
+def split_layers() -> None:
+    took, *_ = vfn.launch(on_ranks, RANKS, device="cpu")
+    mesh, rows = vfn.abstract_mesh((RANKS,), ("dp",)), []
+    x = vfn.shard(vfn.ShapeDtype((RANKS * ROWS, WIDTH), torch.float32), mesh, P("dp"))
+    for name, (model, spec) in STACKED.items():
+        like = {k: vfn.ShapeDtype(w.shape, w.dtype) for k, w in params(LAYERS[-1]).items()}
+        lowered = vfn.jit(step(model)).lower(vfn.shard(like, mesh, spec), x)
+        comms = lowered.comms()
+        rows.append([name, lowered.memory().peak / 2**20, len(comms), sum(c.bytes for c in comms) / 2**20, took[name]])
+    publish("split_layers", ["64 layers on 8 ranks", "peak, MiB", "collectives", "their MiB", "ms"], rows)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     first_call(lambda: jitted(scanned, 2))  # what is loaded once
@@ -160,6 +209,7 @@ def main() -> None:
         took = medians({"scan": jitted(scanned, layers), "loop": jitted(unrolled, layers)}, rounds=11)
         rows.append([layers, *firsts, theirs, took["scan"] / layers, took["scan"] / took["loop"]])
     under_transforms()
+    split_layers()
     publish(
         "loops",
         ["layers", "scan: first call, s", "loop: first call, s", "jax: first call, s", "replay, us a layer", "/ loop"],

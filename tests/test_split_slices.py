@@ -58,7 +58,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("n", [1, 5, 7])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, n: int) -> None:
-    """Even, uneven and empty shards; a step of the loop broadcasts each leaf once, forward and backward, and gathers nothing."""
+    """Even, uneven and empty shards; a step broadcasts once, forward and backward, and gathers nothing."""
     sizes, spec = LAYOUTS[layout]
     how = {"reverse": n == 5}
     wanted = vfn.value_and_grad(functools.partial(loss, **how), (0, 1, 2))(*weights(n), X)
@@ -77,7 +77,7 @@ def test_layouts(layout: str, n: int) -> None:
         with vfn.comm_log() as log:
             jitted(*given)
         for told in (log, lowered.comms()):
-            assert counted(told)["broadcast", ",".join(names)] == (3 * n if moved else 0)  # backward, b is not needed
+            assert counted(told)["broadcast", ",".join(names)] == (2 * n if moved else 0)
             assert not any(c.op == "all_gather" and set(names) & set(c.axes) for c in told)
 
 
@@ -134,7 +134,7 @@ def test_bits() -> None:
 def on_gloo_ranks() -> list[str]:
     wrong = []
     mesh = vfn.make_mesh((3,), ("a",))
-    for n in (2, 5, 7):  # empty shards, uneven ones
+    for n in (2, 5):  # empty shards, uneven ones
         wanted = vfn.value_and_grad(loss, (0, 1, 2))(*weights(n), X)
         for lies in (P(), P("a")):  # cotangents of slices are whole, or sums over the ranks
             given = of_layers(mesh, P("a"), n, lies)
@@ -144,7 +144,7 @@ def on_gloo_ranks() -> list[str]:
                 assert_close(vfn.unshard(jitted(*given)), wanted, rtol=1e-12, atol=1e-12)
             with vfn.comm_log() as log:
                 jitted(*given)
-            if counted(log)["broadcast", "a"] != 3 * n or counted(log)["all_gather", "a"]:
+            if counted(log)["broadcast", "a"] != 2 * n or counted(log)["all_gather", "a"]:
                 wrong.append(f"{n} slices: {counted(log)}")
             if counted(log) != counted(jitted.lower(*given).comms()):
                 wrong.append(f"{n} slices, lowered: {counted(jitted.lower(*given).comms())}")

@@ -147,9 +147,10 @@ def only_moves(x: fx.Node) -> bool:
 def carried_out(graph: fx.Graph, collective: Collective, parts: Sequence[fx.Node], like: fx.Node) -> list[fx.Node]:
     """A new collective of `parts`, at the graph's insertion point: each rank's result. The rest is noted as on `like`."""
     if not is_listed(like):
-        return [noted(graph.call_function(collective, (parts[0],)), collective.like(value(parts[0])), like)]
+        node = graph.call_function(collective, (parts[0], *like.args[1:]))
+        return [noted(node, collective.like(value(parts[0])), like)]
     vals = [collective.like(value(x)) for x in parts]
-    node = noted(graph.call_function(collective, (list(parts),)), vals, like)
+    node = noted(graph.call_function(collective, (list(parts), *like.args[1:])), vals, like)
     return [noted(graph.call_function(operator.getitem, (node, i)), val, like) for i, val in enumerate(vals)]
 
 

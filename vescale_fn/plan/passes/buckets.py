@@ -2,10 +2,10 @@
 
 Starting a collective costs as much as carrying some hundred kilobytes, and packing costs a copy: so what is larger than
 `alone` bytes stays alone, and a bucket is full at `limit` bytes. Reductions wait for the last member of their bucket: what
-they give is needed late (a gradient, in the update). Gathers all come with the first one: what they take is there early (a
-parameter, from the start), or they are left where they are; one that takes the same again (a parameter, for the backward
-pass) begins the next bucket, so that the first can be forgotten in between. All-to-alls are put together where no other
-collective comes between them (queries, keys and values): what they take and what they give is needed there.
+they give is needed late (a gradient, in the update). Gathers, and broadcasts, all come with the first one: what they take is
+there early (a parameter, from the start), or they are left where they are; a gather that takes the same again (a parameter, for
+the backward pass) begins the next bucket, so that the first can be forgotten in between. All-to-alls are put together where no
+other collective comes between them (queries, keys and values): what they take and what they give is needed there.
 
 Every rank makes the same buckets and keeps the same order, because both are decided by what is the same on every rank: the
 order in which the collectives were recorded, which of them waits for which, and their sizes, where what counts is the rank
@@ -42,7 +42,7 @@ def buckets(graph: fx.Graph, limit: int = LIMIT, alone: int = ALONE) -> fx.Graph
     """
     graph = _bucketed(graph, ("all_reduce", "reduce_scatter"), limit, alone, early=False)
     graph = _bucketed(given_up(graph), ("all_to_all",), limit, alone, early=False)
-    return _bucketed(given_up(graph), ("all_gather",), limit, alone, early=True)
+    return _bucketed(given_up(graph), ("all_gather", "broadcast"), limit, alone, early=True)
 
 
 def _bucketed(graph: fx.Graph, kinds: Sequence[str], limit: int, alone: int, early: bool) -> fx.Graph:
@@ -119,7 +119,7 @@ def _chosen(
         together = collective.kind == "all_to_all"
         if together and collective.padded:  # which one rank's neighbours outside of its group may pad otherwise
             continue
-        sources = _sources(node) if early and not before[node] else set()
+        sources = _sources(node) if collective.kind == "all_gather" and not before[node] else set()
         bucket = opened.get(key := _key(node))
         if bucket is not None:
             waits = _with_buckets(before[node], made) & bucket.bits
@@ -153,9 +153,9 @@ def _inputs(node: fx.Node) -> set[fx.Node]:
 def _key(node: fx.Node) -> Any:
     """What the members of a bucket have in common."""
     collective, x = collective_of(node), value(given(node)[0])
-    params = collective.params if collective.kind == "all_reduce" else ()
-    again = node.meta.get("again")
-    return collective.kind, collective.mesh, collective.axes, params, x.dtype, x.device, again, is_listed(node)
+    params = collective.params if collective.kind in _WHOLE else ()
+    again, turn = node.meta.get("again"), node.args[1:]
+    return collective.kind, collective.mesh, collective.axes, params, turn, x.dtype, x.device, again, is_listed(node)
 
 
 def _with_buckets(before: int, made: Sequence[_Bucket]) -> int:
@@ -180,12 +180,12 @@ def _as_one(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     elements = sum(size(m) // value(given(m)[0]).element_size() for m in members)
     collective = dataclasses.replace(
         first,
-        params=first.params if first.kind == "all_reduce" else (0,) * len(first.params),
+        params=first.params if first.kind in _WHOLE else (0,) * len(first.params),
         elements=elements,
         why=f"{len(members)} together: {first.why}",
     )
     n = group_size(first.mesh, first.axes)
-    dims = [(0,) if first.kind == "all_reduce" else collective_of(m).params for m in members]
+    dims = [(0,) if first.kind in _WHOLE else collective_of(m).params for m in members]
     pack, unpack, is_view = _HOW[first.kind]
     with graph.inserting_before(at):
         packed: dict[tuple[fx.Node, ...], fx.Node] = {}
@@ -210,6 +210,7 @@ def _as_one(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         put(graph, member, [parts[rank][i] for rank in ranks])
 
 
+_WHOLE = ("all_reduce", "broadcast")  # by which values keep their shapes
 Dims = Sequence[tuple[int, ...]]  # of each block: along which it is taken apart, and put together
 
 
@@ -255,6 +256,7 @@ def _pieces_from_each(flat: torch.Tensor, n: int, dims: Dims, shapes: Sequence[t
 FUNCTIONS = (_flat, _for_each_rank, _as_they_were, _my_pieces, _from_each_rank, _pieces_from_each)
 _HOW: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {  # packed, unpacked; whether in the same memory
     "all_reduce": (_flat, _as_they_were, True),
+    "broadcast": (_flat, _as_they_were, True),
     "reduce_scatter": (_for_each_rank, _my_pieces, True),
     "all_gather": (_flat, _from_each_rank, False),
     "all_to_all": (_for_each_rank, _pieces_from_each, False),
