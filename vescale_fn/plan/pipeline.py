@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .ir.graph import Pass
 from .passes.buckets import buckets
+from .passes.call_shapes import shapes
 from .passes.canonicalize import composites
 from .passes.cse import common
 from .passes.cse_collectives import once
@@ -41,6 +42,7 @@ OF_ONE_RANK: tuple[Pass, ...] = (  # which look at no other rank's blocks
     views,
     common,
     dead,
+    shapes,
     axes,
     buckets,
     overlap,

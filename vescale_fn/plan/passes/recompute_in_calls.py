@@ -67,15 +67,15 @@ def recompute_in_calls(graph: fx.Graph, smallest: int = SMALLEST) -> fx.Graph:
     Args:
         smallest: values of fewer bytes are kept.
     """
-    pairs = list(_pairs(graph)) if any(isinstance(node.target, Shared) for node in nested(graph)) else []
+    pairs = [(pair, of) for pair in _pairs(graph) if (of := _chosen(pair, smallest))]
     if not pairs:
         return graph
     nodes = list(graph.nodes)
     live = Facts(graph).live(nodes)
     top, place = live.index(max(live)), {node: i for i, node in enumerate(nodes)}
-    for pair in pairs:
+    for pair, chosen in pairs:
         if any(place[one] < top < place[other] for one, other in pair.calls):
-            _compute_again(pair, _chosen(pair, smallest))
+            _compute_again(pair, chosen)
     prune(reversed(nested(graph)))
     for node in reversed(list(graph.nodes)):
         if node.target is operator.getitem and not node.users:
@@ -166,8 +166,6 @@ def _made(x: fx.Node, there: set[fx.Node], fixed: frozenset[fx.Node]) -> list[fx
 
 def _compute_again(pair: _Pair, chosen: dict[int, list[fx.Node]]) -> None:
     """Let the second body make values, each right before its first use."""
-    if not chosen:
-        return
     body = plan.copied(pair.second.bodies[0])
     places = ends(body)[0]
     at = {x: places[i] for i, x in pair.kept.items() if i not in chosen}
