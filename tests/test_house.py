@@ -36,7 +36,7 @@ LONG = {
     "_core/transforms/vmap.py:vmap",
     "debugging/parity/first_difference.py:_compare",
     "plan/passes/buckets.py:_chosen",
-    "plan/passes/foreach.py:call_of",
+    "plan/passes/list_calls.py:call_of",
     "plan/passes/functionalize_writes.py:_write_rows",
     "plan/passes/functionalize_writes.py:writes",
     "plan/passes/pointwise_before_views.py:_put_off",

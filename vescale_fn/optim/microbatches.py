@@ -21,7 +21,7 @@ from ..random.keys import Key
 from ..random.streams import split
 from .accumulate import reduced
 from .optimizer import check_steps, is_trained
-from .per_leaf import each, in_dtypes_of
+from .per_leaf import each, in_dtype_of
 
 
 def microbatches(f: Callable[..., Any], count: int) -> Callable[..., Any]:
@@ -77,7 +77,7 @@ def microbatches(f: Callable[..., Any], count: int) -> Callable[..., Any]:
         if not outs:
             return tree.unflatten(shape, outs)
         (means,) = each(lambda total: (total / count,), totals)
-        return reduced(tree.unflatten(shape, in_dtypes_of(outs, means)))
+        return reduced(tree.unflatten(shape, map(in_dtype_of, outs, means)))
 
     return run
 

@@ -7,6 +7,7 @@ What records, differentiates, types or compares a program sees the same formula 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from .._core.base.messages import described, report
 from .._core.distributed.blocks import Blocks
 from .._core.sharding.layout import layout, spec_for
 from .optimizer import is_trained
-from .tensor_list import Many
+from .tensor_list import Many, One
 
 Rule = Callable[..., tuple[Any, ...]]
 
@@ -46,18 +47,19 @@ def by_leaf(where: str, rule: Rule, grads: Any, params: Any, *others: Any) -> li
     if todo:
         given = [x if len(todo) == len(x) else [x[i] for i in todo] for x in (columns[0], leaves, *columns[1:])]
         check_shapes(where, params, todo, given[1], [given[0], *given[2:]])
-        given[0] = in_dtypes_of(given[1], given[0])
-        for column, like, out in zip(columns, given[1:], each(rule, *given)):
-            for i, x in zip(todo, in_dtypes_of(like, out)):
+
+        def in_their_dtypes(grad: Any, param: Any, *others: Any) -> list[Any]:
+            return list(map(in_dtype_of, (param, *others), rule(in_dtype_of(param, grad), param, *others)))
+
+        for column, out in zip(columns, each(in_their_dtypes, *given)):
+            for i, x in zip(todo, out):
                 column[i] = x
     return [tree.unflatten(structure, column) for column in columns]
 
 
-def in_dtypes_of(like: Sequence[Any], xs: list[Any]) -> list[Any]:
-    """Each tensor in the dtype of the one at its place; what is no tensor as it is."""
-    if not isinstance(like[0], torch.Tensor) or all(map(operator.is_, map(_dtype, like), map(_dtype, xs))):
-        return xs
-    return [x if x.dtype == one.dtype else x.to(one.dtype) for x, one in zip(xs, like)]
+def in_dtype_of(like: Any, x: Any) -> Any:
+    """A tensor of a formula in the dtype of another; what is no tensor as it is."""
+    return x if not isinstance(like, (torch.Tensor, Many)) or x.dtype == like.dtype else x.to(like.dtype)
 
 
 _dtype, _shape, _followed = (operator.attrgetter(x) for x in ("dtype", "shape", "requires_grad"))
@@ -153,16 +155,20 @@ def each(rule: Rule, *columns: Sequence[Any]) -> list[list[Any]]:
 
     A column has tensors or values that are none. The tensors of a row are of one shape and lie alike.
     """
-    groups = None if looked_on() else _groups(columns)
-    if groups is None:
+    run: _Run | None = _run
+    if looked_on():
+        recorder = None if context.examined() else torch_internals.recorder()
+        run = functools.partial(_recorded, recorder) if recorder is not None and recorder.maps() else None
+    groups = None if run is None else _groups(columns)
+    if groups is None or run is None:
         return [list(out) for out in zip(*(rule(*row) for row in zip(*columns)))]
     if len(groups) == 1 and columns[0][0].ndim:
-        return _on_lists(rule, columns)
+        return _on_lists(run, rule, columns)
     outs: list[Any] = [None] * len(columns[0])
     for members in groups:
         own = [[column[i] for i in members] for column in columns]
         # numbers in double precision would promote tensors of no dims, and lists and single ones not alike
-        found = zip(*_on_lists(rule, own)) if own[0][0].ndim else (rule(*row) for row in zip(*own))
+        found = zip(*_on_lists(run, rule, own)) if own[0][0].ndim else (rule(*row) for row in zip(*own))
         for i, row in zip(members, found):
             outs[i] = row
     return [list(out) for out in zip(*outs)]
@@ -192,7 +198,7 @@ def _groups(columns: Sequence[Sequence[Any]]) -> list[Any] | None:
     return list(groups.values())
 
 
-_KINDS = frozenset((torch.Tensor, torch.nn.Parameter, Array))
+_KINDS = frozenset((*torch_internals.BARE, torch.nn.Parameter, Array))
 
 
 def _lie_alike(first: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -211,23 +217,39 @@ def _lie_alike(first: Sequence[Any], others: Sequence[Any]) -> bool:
     )
 
 
-def _on_lists(rule: Rule, columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
+_Run = Callable[[Rule, Sequence[Sequence[Any]]], Sequence[Any]]
+
+
+def _run(rule: Rule, columns: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    """What a rule gives for lists of plain tensors: a `Many`, or a value that is the same for all rows."""
+    return rule(*(Many(x) if isinstance(x[0], torch.Tensor) else x[0] for x in columns))
+
+
+def _recorded(recorder: Any, rule: Rule, columns: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    """The same, recorded."""
+    many: list[bool] = []
+
+    def of_row(*row: Any) -> list[Any]:
+        outs = rule(*(One([x]) if isinstance(x, torch.Tensor) else x for x in row))
+        many[:] = [isinstance(x, Many) for x in outs]
+        return [x.tensors[0] if isinstance(x, Many) else x for x in outs]
+
+    found = zip(*recorder.mapped(of_row, columns))
+    return [Many(column) if is_many else column[0] for column, is_many in zip(found, many)]
+
+
+def _on_lists(run: _Run, rule: Rule, columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """The rule once, on the local tensors of all rows."""
     first = columns[0]
     if type(first[0]) is not Array:
-        return [out.tensors if isinstance(out, Many) else [out] * len(first) for out in rule(*map(_listed, columns))]
+        return [out.tensors if isinstance(out, Many) else [out] * len(first) for out in run(rule, columns)]
     local = [list(map(torch_internals.local, x)) if isinstance(x[0], torch.Tensor) else x for x in columns]
     if any(type(x[0]) is Blocks for x in local):
         return _on_blocks(rule, first, local)
-    outs = rule(*map(_listed, local))
     return [
         [_array(leaf, x) for leaf, x in zip(first, out.tensors)] if isinstance(out, Many) else [out] * len(first)
-        for out in outs
+        for out in run(rule, local)
     ]
-
-
-def _listed(column: Sequence[Any]) -> Any:
-    return Many(column) if isinstance(column[0], torch.Tensor) else column[0]
 
 
 def _on_blocks(rule: Rule, first: Sequence[Any], columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -245,7 +267,7 @@ def _on_blocks(rule: Rule, first: Sequence[Any], columns: Sequence[Sequence[Any]
                 rows.append(row)
             places[-1].append(seen[known])
     found: list[list[Any]] = []
-    for out in rule(*(_listed(column) for column in zip(*rows))):
+    for out in _run(rule, list(zip(*rows))):
         if isinstance(out, Many):
             found.append([_array(leaf, Blocks([out.tensors[i] for i in at])) for leaf, at in zip(first, places)])
         else:

@@ -26,6 +26,7 @@ class Many:
     """
 
     __slots__ = ("tensors",)
+    by_kernels = True
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
@@ -34,7 +35,7 @@ class Many:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Many:
         args, kwargs = [_shared(a) for a in args], {name: _shared(a) for name, a in (kwargs or {}).items()}
         name = func.__name__.strip("_")
-        kernel = _kernel(name, args, kwargs)
+        kernel = _kernel(name, args, kwargs) if cls.by_kernels else None
         if kernel is not None:
             return cls(_run(kernel, name, args, kwargs))
         n = len(next(a for a in args if isinstance(a, Many)).tensors)
@@ -68,6 +69,13 @@ class Many:
     __radd__, __rmul__ = __add__, __mul__
 
 
+class One(Many):
+    """One tensor that stands for all of a list: what is done to it is recorded."""
+
+    __slots__ = ()
+    by_kernels = False
+
+
 def over(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """``function(x, *args)``, for which the memory of `x` may be used: a value that the formula has made, and needs no more.
 
@@ -76,7 +84,7 @@ def over(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     >>> over(torch.mul, x, Many([torch.tensor([2.0, 3.0])])).tensors, x.tensors
     ([tensor([ 2., 12.])], [tensor([ 2., 12.])])
     """
-    if isinstance(x, Many):
+    if isinstance(x, Many) and x.by_kernels:
         own, kwargs = [_shared(a) for a in args], {name: _shared(a) for name, a in kwargs.items()}
         kernel = _kernel(function.__name__, [x, *own], kwargs, "_")
         alike = all(a.dtype == x.dtype for a in own if isinstance(a, Many))

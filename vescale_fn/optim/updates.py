@@ -8,7 +8,7 @@ from .._core.base import tree
 from .._core.base.errors import VfnError
 from .._core.base.messages import described, report
 from .optimizer import is_trained
-from .per_leaf import beside, each, in_dtypes_of
+from .per_leaf import beside, each, in_dtype_of
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -35,7 +35,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
         )
     if moved:
         params, updates = ([x[i] for i in moved] for x in (leaves, updates))
-        (sums,) = each(lambda param, update: (param + update,), params, updates)
-        for i, param in zip(moved, in_dtypes_of(params, sums)):
+        (sums,) = each(lambda param, update: (in_dtype_of(param, param + update),), params, updates)
+        for i, param in zip(moved, sums):
             leaves[i] = param
     return tree.unflatten(structure, leaves)

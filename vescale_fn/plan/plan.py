@@ -17,8 +17,8 @@ from .._core.distributed.mesh import root
 from .execution import donation
 from .execution.backends import Backend
 from .execution.codegen import Code, generate
-from .ir.graph import Pass, calls, copied, memories, output, written
-from .ir.liveness import DONATED
+from .ir.graph import DONATED, Pass, calls, copied, memories, output, written
+from .ir.mapped import unmapped
 from .ir.nested import everywhere
 from .ir.per_rank import RanksDiffer
 from .ir.ranks_as_one import ROW, RanksAsOne
@@ -62,6 +62,8 @@ class Plan:
         function: Callable[..., Any],
     ) -> None:
         self.function, self.loaded = function, False
+        if how.op_by_op:
+            recorded.graph = unmapped(recorded.graph)
         self.recorded, self.captured, self.names = recorded, captured, names
         self.types = [leaves_.described(x) for x in leaves]
         self._said = [f"{name} ({kind})" for name, kind in zip(names, self.types, strict=True)]

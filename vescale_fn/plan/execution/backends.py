@@ -63,6 +63,11 @@ class Backend:
         """What a plan goes through besides."""
         return (inductor,) if self.name == "inductor" else ()
 
+    @property
+    def op_by_op(self) -> bool:
+        """Whether it has to see each operator of a plan: what computes it, or where its result lies."""
+        return self.arena or self.name == "inductor"
+
     def placed(self, graph: fx.Graph) -> fx.Graph:
         """The graph as it runs: where its values lie in an arena, with their places."""
         if self.cuda_graph:

@@ -31,12 +31,14 @@ from ..ir import host_copies, memory_aliases
 from ..ir.branches import Branches, While
 from ..ir.graph import Step, calls, output, value
 from ..ir.loop import Loop
+from ..ir.mapped import Mapped
 from ..ir.nested import Nested
 from ..ir.shared_bodies import Shared, apart
 from . import fast_sums
 from .branching import Branching, Repeating
 from .fast_calls import way
 from .looping import Looping
+from .mapping import mapping
 from .stride_checks import as_recorded, uncertain
 
 _count = itertools.count(1)
@@ -153,8 +155,10 @@ class _Writer:
         line = node.meta.get("line", "")
         part = f"[{parts[0].args[1]}]" if len(parts) == 1 else ""
         comment = f"  # {_comment(line)}" if line else ""
-        if isinstance(node.target, Shared):  # which lets go of each thing that it is given after its last use there
-            name = self.globally(self.body(node.target.bodies[0], True), "body")
+        if isinstance(node.target, (Shared, Mapped)):  # which lets go of what it is given after its last use there
+            body = self.body(node.target.bodies[0], isinstance(node.target, Shared))
+            run = mapping(node.target, body) if isinstance(node.target, Mapped) else body
+            name = self.globally(run, "body")
             return f"given = {self.text([*node.args])}{ending}; {target}{name}(given){part}{comment}"
         return target + self.checked(node) + part + ending + comment
 

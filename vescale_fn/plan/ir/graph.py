@@ -21,7 +21,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -30,6 +30,7 @@ from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 
 KEPT = "kept"
+DONATED = "donated"  # a placeholder with this in its meta may be written into
 REPEATS = "repeats"  # in the meta of a collective that a pass repeats: which one, of those that there were
 
 Pass = Callable[[fx.Graph], fx.Graph]
@@ -61,6 +62,10 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
+
+    def lender(self, node: fx.Node, part: int) -> fx.Node | None:
+        """The argument of a call in whose memory one of its results lies; None where that has memory of its own."""
+        return None
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
@@ -135,7 +140,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     op = operator_of(node)
     if op is not None:
         return _at(node, op.writes) if op.writes else []
-    return [node.args[i] for i in node.target.writes] if isinstance(node.target, Step) else []  # type: ignore[misc]
+    return _flat([node.args[i] for i in node.target.writes]) if isinstance(node.target, Step) else []
 
 
 def viewed(node: fx.Node) -> list[fx.Node]:
@@ -146,7 +151,9 @@ def viewed(node: fx.Node) -> list[fx.Node]:
     if isinstance(node.target, Step):
         return [node.args[i] for i in node.target.views]  # type: ignore[misc]
     if node.target is operator.getitem:
-        return [node.args[0]]  # type: ignore[list-item]
+        whole, part = cast("tuple[fx.Node, int]", node.args)
+        lender = whole.target.lender(whole, part) if isinstance(whole.target, Step) else None
+        return [lender or whole]
     if isinstance(node.target, Collective) and isinstance(node.args[0], (list, tuple)):
         # On a simulated mesh a block that is only sent is handed on as it is.
         return list(node.args[0]) if node.target.kind in ("broadcast", "permute") else []  # type: ignore[arg-type]
@@ -156,7 +163,10 @@ def viewed(node: fx.Node) -> list[fx.Node]:
 def _at(node: fx.Node, places: Sequence[tuple[int, str]]) -> list[fx.Node]:
     """The arguments in these places, those in lists too."""
     args, kwargs = node.args, node.kwargs
-    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in places]
+    return _flat([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
+
+
+def _flat(given: Sequence[Any]) -> list[fx.Node]:
     flat = [x for one in given for x in (one if isinstance(one, (list, tuple)) else (one,))]
     return [x for x in flat if isinstance(x, fx.Node)]
 

@@ -12,8 +12,8 @@ from torch import fx
 from ..._core.distributed.collectives import Collective
 from . import dependencies, inplace, memory_aliases
 from . import graph as plan
-
-DONATED = "donated"  # a placeholder with this in its meta may be written into
+from .graph import DONATED
+from .mapped import mapped
 
 Line = Sequence[fx.Node]
 
@@ -24,6 +24,8 @@ class Facts:
     def __init__(self, graph: fx.Graph) -> None:
         self.lie = memory_aliases.memories(graph)
         self.bytes = {memory: memory.bytes for memory in frozenset().union(*self.lie.values())}
+        for node, target in mapped(graph):
+            self.bytes.update(dict.fromkeys(target.will_lie_in_donated(node), 0))
         fixed = plan.changed(graph)
         turns = [node for node in plan.calls(graph) if _takes_turns(node)]
         self.movable = {
@@ -34,7 +36,8 @@ class Facts:
             self.needed[other].append(one)
         self.made = {node: [m for m in self.lie[node] if m.maker is node] for node in graph.nodes}
         self.read = {
-            node: list(dict.fromkeys(m for x in node.all_input_nodes for m in self.lie[x])) for node in graph.nodes
+            node: list(dict.fromkeys(m for x in memory_aliases.touched(node) for m in self.lie[x]))
+            for node in graph.nodes
         }
         self.results = frozenset(m for x in plan.output(graph).all_input_nodes for m in self.lie[x])
         self._number = {memory: i for i, memory in enumerate(self.bytes)}

@@ -75,7 +75,9 @@ def _made(node: fx.Node) -> frozenset[Memory]:
         return frozenset([Memory(node)] if isinstance(value, torch.Tensor) else [])
     if isinstance(node.target, Collective):
         return frozenset([Memory(node, -1)])
-    return frozenset(Memory(node, i) for i, x in enumerate(value) if isinstance(x, torch.Tensor))
+    target = node.target
+    lent = {i for i in range(len(value)) if target.lender(node, i)} if isinstance(target, plan.Step) else ()
+    return frozenset(Memory(node, i) for i, x in enumerate(value) if isinstance(x, torch.Tensor) and i not in lent)
 
 
 def last_uses(graph: fx.Graph, lie: dict[fx.Node, frozenset[Memory]] | None = None) -> dict[Memory, fx.Node]:
@@ -83,10 +85,15 @@ def last_uses(graph: fx.Graph, lie: dict[fx.Node, frozenset[Memory]] | None = No
     lie = memories(graph) if lie is None else lie
     last: dict[Memory, fx.Node] = {}
     for node in graph.nodes:
-        for x in (node, *node.all_input_nodes):
+        for x in (node, *touched(node)):
             for memory in lie[x]:
                 last[memory] = node
     return last
+
+
+def touched(node: fx.Node) -> list[fx.Node]:
+    """What lies in the memory that a call needs: its arguments, or of what takes one of several results, that result."""
+    return [node] if node.target is operator.getitem else node.all_input_nodes
 
 
 def dies(x: fx.Node, node: fx.Node, last: dict[Memory, fx.Node], lie: dict[fx.Node, frozenset[Memory]]) -> bool:

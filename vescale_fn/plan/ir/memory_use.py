@@ -17,6 +17,7 @@ from ..._core.base.source_lines import quoted, readable
 from . import graph as plan
 from . import memory_aliases
 from .branches import Branches
+from .mapped import Mapped
 from .nested import bodies_of
 from .shared_bodies import Shared
 
@@ -120,10 +121,11 @@ def memory(graph: fx.Graph, mortal: frozenset[fx.Node] = frozenset()) -> MemoryU
                 key=lambda use: use.peak - use.arguments,
                 default=None,
             )
-            now = live + (0 if inside is None else inside.peak - inside.arguments)
-            if isinstance(node.target, (Branches, Shared)):  # whose results are those of the body
+            more = 0 if inside is None else inside.peak - inside.arguments
+            now = live + (int(more * node.target.at_once(node)) if isinstance(node.target, Mapped) else more)
+            if isinstance(node.target, (Branches, Shared, Mapped)):  # whose results are those of the body
                 now = max(
-                    live if isinstance(node.target, Branches) else 0, now - sum(sizes[piece] for piece in lie[node])
+                    0 if isinstance(node.target, Shared) else live, now - sum(sizes[piece] for piece in lie[node])
                 )
             if now > top:
                 top, at, deepest = now, len(timeline), inside

@@ -11,13 +11,18 @@ from collections.abc import Callable, Collection
 
 from torch import fx
 
-from ..ir import branches, loop, shared_bodies
+from ..ir import branches, loop, mapped, shared_bodies
 from ..ir.branches import Branches
 from ..ir.graph import KEPT, Step, collectives, copied, memories, written
 from ..ir.loop import Loop
+from ..ir.mapped import Mapped
 from ..ir.nested import nested
 
-_PRUNE: dict[type, Callable[[fx.Node], None]] = {Loop: loop.prune, Branches: branches.prune}
+_PRUNE: dict[type, Callable[[fx.Node], None]] = {
+    Loop: loop.prune,
+    Branches: branches.prune,
+    Mapped: mapped.prune,
+}
 
 
 def dead(graph: fx.Graph) -> fx.Graph:

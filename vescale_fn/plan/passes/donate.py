@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,19 +15,25 @@ from torch import fx
 from ..._core.distributed.collectives import Start
 from ..ir import graph as plan
 from ..ir import inplace, memory_aliases
-from ..ir.liveness import DONATED
+from ..ir.graph import DONATED
+from ..ir.mapped import Mapped, mapped, own, split
 
 
-def donate(graph: fx.Graph) -> fx.Graph:
+def donate(graph: fx.Graph, gives: Collection[int] | None = None) -> fx.Graph:
     """Write results where donated arguments lie, so that there is no second copy of parameters and of moments.
 
     Each donated argument (a placeholder with ``meta["donated"]``) takes the result that is computed from it element by
     element, else the first that is of its shape, dtype and layout. The call that makes that result writes in place, where
     it works element by element and nothing needs the argument any more; else the result is copied there as soon as may be.
+
+    Args:
+        gives: the places of the results that may be written there; None for all.
     """
     graph = plan.copied(graph)
+    if any(True for _ in mapped(graph)):
+        _map_over(graph)
     places = _Places(graph)
-    for target, result in _pairs(graph, places):
+    for target, result in _pairs(graph, places, gives):
         _write(graph, places, target, result)
     hand_over(graph)
     return graph
@@ -39,12 +49,16 @@ class _Places:
         self.users: dict[memory_aliases.Memory, list[fx.Node]] = {}
         for node in graph.nodes:
             users = [node, *(node.users if isinstance(node.target, Start) else ())]  # until it has arrived, it is read
-            for memory in frozenset().union(*(self.lie[x] for x in node.all_input_nodes)):
+            for memory in frozenset().union(*(self.lie[x] for x in memory_aliases.touched(node))):
                 self.users.setdefault(memory, []).extend(users)
 
     def uses(self, node: fx.Node) -> list[fx.Node]:
         """The calls that need something in a node's memory."""
         return [user for memory in self.lie[node] for user in self.users.get(memory, ())]
+
+    def taken(self, given: Sequence[fx.Node]) -> bool:
+        """Whether some result takes the memory of one of these already."""
+        return any(memory in self.writers for x in given for memory in self.lie[x])
 
     def may_move(self, node: fx.Node, behind: fx.Node) -> bool:
         """Whether all that a call reads is still there behind a later call."""
@@ -54,25 +68,76 @@ class _Places:
         return not any(memory in self.writers and self.writers[memory] <= behind for memory in read)
 
 
+def _map_over(graph: fx.Graph) -> None:
+    """Have formulas that are mapped over many leaves write over those of their columns that are donated."""
+    lent = _lent(graph, _Places(graph))
+    places, made = _Places(graph), dict[Any, Mapped]()
+    for node, columns in lent.items():
+        target: Any = node.target
+        leave = {part.args[1] for part in node.users if all(x.op == "output" for x in part.users)}
+        gives = sorted({place // target.rows for place in leave})  # type: ignore[operator]
+        taken = _in_time(node, target.taken(columns, gives, _pairs_of), places)
+        if taken:
+            key = target.bodies, *taken, None, *gives
+            if key not in made:
+                made[key] = target.over(taken, functools.partial(donate, gives=gives))
+            node.target = replace(made[key], rows=target.rows)
+            places.writers.update((memory_aliases.Memory(x), node) for x in plan.written(node))
+
+
+def _lent(graph: fx.Graph, places: _Places) -> dict[fx.Node, tuple[int, ...]]:
+    """The calls that are mapped over leaves, and of each the columns that are donated: rows of which others are get a call of
+    their own."""
+    kept = frozenset().union(*(places.lie[x] for x in results(graph) if isinstance(x, fx.Node)))
+    found: dict[fx.Node, tuple[int, ...]] = {}
+    for node, target in mapped(graph):
+        alone, rows = own(node, places.lie), dict[tuple[int, ...], list[int]]()
+        for i, row in enumerate(zip(*target.lists(node))):
+            free = (j for j, x in enumerate(row) if _is_free(x, places, kept) and alone(x))
+            rows.setdefault(tuple(free), []).append(i)
+        found.update(zip(split(node, list(rows.values())), rows))
+    return found
+
+
+def _is_free(x: fx.Node, places: _Places, kept: frozenset[memory_aliases.Memory]) -> bool:
+    """Whether a value is a donated argument that no result shows."""
+    given = x.op == "placeholder" and DONATED in x.meta
+    return given and x not in places.changed and places.lie[x].isdisjoint(kept)
+
+
+def _in_time(node: fx.Node, columns: Sequence[int], places: _Places) -> list[int]:
+    """Those of some columns that nothing needs behind a call, which is put behind the last such use if it may."""
+    lists: Any = node.args
+    columns = [j for j in columns if not places.taken(lists[j])]
+    late = {j: [y for x in lists[j] for y in places.uses(x) if node < y] for j in columns}
+    last = max((y for users in late.values() for y in users), default=node)
+    after = (user for part in node.users for user in part.users)
+    if last is not node and places.may_move(node, last) and all(last < user for user in after):
+        last.append(node)
+        for part in reversed(list(node.users)):
+            node.append(part)
+        return columns
+    return [j for j in columns if not late[j]]
+
+
+def _pairs_of(body: fx.Graph, gives: Collection[int]) -> list[fx.Node]:
+    """The donated arguments that take some of the results."""
+    return [target for target, _ in _pairs(body, _Places(body), gives)]
+
+
 def results(graph: fx.Graph) -> list[Any]:
     """What the plan gives back."""
     return list(plan.output(graph).args[0])  # type: ignore[arg-type]
 
 
-def _pairs(graph: fx.Graph, places: _Places) -> list[tuple[fx.Node, fx.Node]]:
+def _pairs(graph: fx.Graph, places: _Places, gives: Collection[int] | None = None) -> list[tuple[fx.Node, fx.Node]]:
     """Donated arguments, each with the result that takes its memory."""
     given = results(graph)
+    chosen = [x for i, x in enumerate(given) if gives is None or i in gives]
     kept = frozenset().union(*(places.lie[x] for x in given if isinstance(x, fx.Node)))
-    free = {
-        node: None
-        for node in graph.nodes
-        if node.op == "placeholder"
-        and DONATED in node.meta
-        and node not in places.changed
-        and not places.lie[node] & kept
-    }
+    free = {x: None for x in graph.nodes if _is_free(x, places, kept)}
     lying = Counter(memory for x in set(given) if isinstance(x, fx.Node) for memory in places.lie[x])
-    waiting = [x for x in dict.fromkeys(given) if isinstance(x, fx.Node) and _has_its_own(x, lying, places)]
+    waiting = [x for x in dict.fromkeys(chosen) if isinstance(x, fx.Node) and _has_its_own(x, lying, places)]
     pairs = []
     for choose in (_origin, _First(free)):
         rest = []
@@ -180,11 +245,17 @@ def hand_over(graph: fx.Graph) -> None:
     donated = {memory_aliases.Memory(node) for node in graph.nodes if node.op == "placeholder" and DONATED in node.meta}
     handed: dict[Any, fx.Node] = {}
     for result in dict.fromkeys(results(graph)):
-        if isinstance(result, fx.Node) and lie[result] & donated and result.target is not HAND_OVER:
+        if isinstance(result, fx.Node) and lie[result] & donated and not _is_handed_over(result):
             with graph.inserting_before(end):
                 handed[result] = graph.call_function(HAND_OVER, (result,))
             handed[result].meta = dict(result.meta)
     end.args = (tuple(handed.get(x, x) for x in results(graph)),)
+
+
+def _is_handed_over(result: fx.Node) -> bool:
+    """Whether it is such a tensor already: one that a formula has given back for each leaf is."""
+    part = result.target is operator.getitem and isinstance(result.args[0].target, Mapped)  # type: ignore[union-attr]
+    return part or result.target is HAND_OVER
 
 
 HAND_OVER = plan.Step("handed_over", lambda x: x.data, views=(0,))

@@ -7,7 +7,8 @@ from collections import Counter
 from torch import fx
 
 from ..ir import inplace
-from ..ir.liveness import DONATED, Facts
+from ..ir.graph import DONATED
+from ..ir.liveness import Facts
 
 # the places of calls in the order in which they run, and whether it is the second time; of what comes back from the host, ~m
 # for the memory m

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from torch import fx
 
 from ..ir import inplace
-from ..ir.liveness import DONATED, Facts, Line
+from ..ir.graph import DONATED
+from ..ir.liveness import Facts, Line
 from ..ir.memory_aliases import Memory
 
 _STATES = 4096  # of a stretch: as many as twelve calls that do not wait for each other have

@@ -19,7 +19,8 @@ from torch import fx
 
 from ..ir import graph as plan
 from ..ir import inplace, memory_aliases
-from ..ir.liveness import DONATED, Facts, Line
+from ..ir.graph import DONATED
+from ..ir.liveness import Facts, Line
 from . import exact_order
 
 _STEP = 1e-6  # between calls that come to one place; far less than 1 / how many there are

@@ -16,6 +16,7 @@ from torch import fx
 from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 from ..ir.graph import is_aten, name_of, value, viewed
+from ..ir.mapped import Mapped
 from ..ir.rewriting import Rewriting
 from .views import seen
 
@@ -43,6 +44,8 @@ def _is_packed(node: fx.Node, packed: set[fx.Node]) -> bool:
     if not isinstance(v, torch.Tensor) or not v.is_contiguous():
         return False
     maker: Any = node.args[0] if node.target is operator.getitem else node
+    if isinstance(maker.target, Mapped):
+        return False
     alike = [x for x in maker.all_input_nodes if getattr(value(x), "shape", None) == v.shape]
     return packed.issuperset(viewed(maker) or alike)
 

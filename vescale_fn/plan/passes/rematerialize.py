@@ -119,7 +119,7 @@ def _compute_again(
     copies: dict[fx.Node, fx.Node] = {}
 
     def again(x: fx.Node) -> fx.Node:
-        if value.made.isdisjoint(lie[x]):
+        if x not in lie or value.made.isdisjoint(lie[x]):  # what has come in for another value is there
             return x
         if x not in copies:
             with graph.inserting_before(at):

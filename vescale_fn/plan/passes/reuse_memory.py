@@ -8,7 +8,8 @@ from torch import fx
 
 from ..ir import graph as plan
 from ..ir import inplace, memory_aliases
-from ..ir.liveness import DONATED
+from ..ir.graph import DONATED
+from ..ir.mapped import mapped, own
 from .donate import hand_over
 
 # These read a row before they write it, on the CPU: they may write over their first argument, though not by torch's promise.
@@ -23,6 +24,11 @@ def reuse(graph: fx.Graph) -> fx.Graph:
     """
     graph = plan.copied(graph)
     lie, last, kept = memory_aliases.memories(graph), memory_aliases.last_uses(graph), plan.changed(graph)
+    for node, target in mapped(graph):
+        alone = own(node, lie)
+        free = lambda x, node=node, alone=alone: x not in kept and _is_free(x, node, lie, last) and alone(x)
+        columns = [i for i, column in enumerate(target.lists(node)) if all(map(free, column))]
+        node.target = target.over(columns, reuse) if columns else target
     for node in list(plan.calls(graph)):
         if node in kept or not _writes_anew(node):
             continue
@@ -52,7 +58,12 @@ def _targets(node: fx.Node) -> list[fx.Node]:
 
 def _dies(x: fx.Node, node: fx.Node, lie: Any, last: Any, kept: Any) -> bool:
     """Whether nothing but this call needs anything in the memory of `x`, all of which `x` is, and the plan may write there."""
-    if x in kept or not memory_aliases.dies(x, node, last, lie):
+    if x in kept or not _is_free(x, node, lie, last):
         return False
-    free = all(memory.maker.op != "placeholder" or DONATED in memory.maker.meta for memory in lie[x])
-    return free and not any(lie[y] & lie[x] for y in node.all_input_nodes if y is not x)
+    return not any(lie[y] & lie[x] for y in node.all_input_nodes if y is not x)
+
+
+def _is_free(x: fx.Node, node: fx.Node, lie: Any, last: Any) -> bool:
+    """Whether nothing needs what lies in the memory of `x` after a call, and the plan may write there."""
+    dies = memory_aliases.dies(x, node, last, lie)
+    return dies and all(m.maker.op != "placeholder" or DONATED in m.maker.meta for m in lie[x])

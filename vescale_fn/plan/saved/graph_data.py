@@ -22,6 +22,7 @@ from ..._core.sharding.spec import P, rebuild_spec
 from ..ir import graph as plan
 from ..ir.branches import Branches, While
 from ..ir.loop import Loop
+from ..ir.mapped import Mapped
 from ..ir.nested import Nested
 from ..ir.per_rank import PerRank, Tables
 from ..ir.shared_bodies import Shared
@@ -30,9 +31,16 @@ from . import operators, steps
 
 Mesh = Any
 _TORCH = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+_NAMED = {**_TORCH, "op": torch_internals.OpOverload}
 # taking parts out of results, and what is computed of floats among the arguments
 _NUMBERS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs")
-_NESTED: dict[str, type[Nested]] = {"loop": Loop, "branches": Branches, "while": While, "shared": Shared}
+_NESTED: dict[str, type[Nested]] = {
+    "loop": Loop,
+    "branches": Branches,
+    "while": While,
+    "shared": Shared,
+    "mapped": Mapped,
+}
 _PYTHON = {getattr(operator, name): name for name in ("getitem", *_NUMBERS)}
 
 
@@ -164,9 +172,10 @@ class GraphWriter:
             return {"tuple" if isinstance(x, tuple) else "list": [self.value(one, places) for one in x]}
         if isinstance(x, torch.device):
             return {"device": self._device(x)}
-        for name, kind in _TORCH.items():
+        for name, kind in _NAMED.items():
             if isinstance(x, kind):
-                return {name: str(x).removeprefix("torch.")}
+                is_op = isinstance(x, torch_internals.OpOverload)
+                return {name: torch_internals.overload_name(x) if is_op else str(x).removeprefix("torch.")}
         if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype is torch.int64:
             return {"integers": [list(x.shape), x.flatten().tolist()]}
         raise unsaveable(f"an argument of the plan, {short(x)},", "a plan of tensors and plain numbers")
@@ -270,6 +279,8 @@ class GraphReader:
                 return [self.value(one, nodes) for one in x]
             case "device":
                 return torch.device(x)
+            case "op":
+                return self._operator(x)
             case "integers":
                 return torch.tensor(x[1], dtype=torch.int64, device="cpu").view(x[0])
             case _:

@@ -9,7 +9,7 @@ from typing import Any
 from ..execution import looping, stride_checks
 from ..ir import host_copies
 from ..ir.graph import Step
-from ..passes import buckets, donate, overlap, slice_draws
+from ..passes import buckets, donate, on_lists, overlap, slice_draws
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{function.__name__: function for function in (*buckets.FUNCTIONS, *host_copies.FUNCTIONS)},
@@ -17,24 +17,27 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "own_row": looping.own_row,
     "as_it_is": slice_draws.as_it_is,
     "wait": overlap.waited,
+    "through": on_lists.through,
 }
+_ALONE = {"handed_over": donate.HAND_OVER, "handed_over_all": on_lists.HAND_OVER_ALL}
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
 
 
 def described(step: Step) -> tuple[str, dict[str, Any]] | None:
     """The function of a step, and what else makes it; None where it is no function of ours."""
-    if step is donate.HAND_OVER:
-        return step.name, {}
+    alone = next((name for name, one in _ALONE.items() if one is step), None)
+    if alone is not None:
+        return alone, {}
     run = step.run
     given, run = (dict(run.keywords), run.func) if isinstance(run, functools.partial) and not run.args else ({}, run)
-    name = _NAMES.get(run)
-    return None if name is None else (name, {"name": step.name, "views": step.views, "given": list(given.items())})
+    name, own = _NAMES.get(run), {"name": step.name, "views": step.views, "writes": step.writes}
+    return None if name is None else (name, {**own, "given": list(given.items())})
 
 
 def made(name: str, data: Mapping[str, Any]) -> Step:
     """The step."""
-    if name == donate.HAND_OVER.name:
-        return donate.HAND_OVER
+    if name in _ALONE:
+        return _ALONE[name]
     given = dict(data["given"])
     run = functools.partial(_FUNCTIONS[name], **given) if given else _FUNCTIONS[name]
-    return Step(data["name"], run, views=data["views"])
+    return Step(data["name"], run, views=data["views"], writes=data.get("writes", ()))

@@ -16,6 +16,7 @@ import torch
 from ..._core import torch_internals
 from ..._core.base import context
 from ..._core.base.op_arguments import bind, tensors_in
+from ..._core.base.state import now as current
 from ..._core.base.state import process
 from ..ir.graph import Step
 
@@ -94,4 +95,25 @@ def _under(op: Any, dtype: torch.dtype) -> Step:
         run,
         writes=tuple(i for i, alias in places if alias.is_write),
         views=tuple(i for i, _ in places),
+    )
+
+
+def only_recorded() -> bool:
+    """Whether nothing else than the recorder looks at what is done here."""
+    now = current()
+    return not (
+        torch_internals.dispatch_modes() > 1
+        or torch_internals.transforming()
+        or torch_internals.forward_ad_active()
+        or now.as_written
+        or now.key_uses is not None
+        or now.recorder is not None
+        or now.unit is not None
+        or now.keeper is not None
+        or now.kept is not None
+        or now.ruled
+        or now.keyed is not None
+        or now.entries
+        or now.apart
+        or process.watch is not None
     )

@@ -33,7 +33,7 @@ from ..._core.sharding.layout import WHOLE, type_text
 from ..ir.graph import Step
 from ..ir.inplace import is_dense
 from ..ir.ranks_as_one import ROW
-from . import ambient, branches, loops, while_loops
+from . import ambient, branches, loops, mapped_rules, while_loops
 from .fake_tensors import Valueless
 from .frame import Frame, Unrecordable, Unrollable
 from .traced_float import Number, disguise
@@ -104,7 +104,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         self._lines: dict[int, str] = {}  # of what autograd recorded, by its number
         # of what is being computed again; held, so that no later one is taken for it
         self._row: tuple[list[int], int] | None = None  # of the call of a row that is being recorded: see `row`
-        self._in_row = 0
+        self._in_row, self._has_rows = 0, False
         self._again: FrameType | None = None
         self._times = 0
         self.literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
@@ -135,6 +135,15 @@ class Recorder(torch_internals.TorchDispatchMode):
     def while_loop(self, loop: Any) -> Any:
         """A loop of unknown length as one call: the leaves of its last carry. None where its condition is to be read now."""
         return while_loops.recorded(self, loop) if self._nests() else None
+
+    def mapped(self, rule: Callable[..., Any], columns: Sequence[Sequence[Any]]) -> list[Any]:
+        """What a formula gives for each row of plain tensors and other values: as one call for rows that are alike."""
+        return mapped_rules.recorded(self, rule, columns)
+
+    def maps(self) -> bool:
+        """Whether `mapped` can be asked here: nothing else looks at what is done, and it is no simulated rank's part."""
+        ours = self.shares and self.frame.outer is None and not self._has_rows
+        return ours and ambient.only_recorded() and not torch_internals.watched_by_other_modes()
 
     def _nests(self) -> bool:
         return self.rolls and not torch_internals.raw_duals()
@@ -169,6 +178,7 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def row_of_inputs(self, given: Sequence[torch.Tensor]) -> None:
         """Note that stand-ins of inputs are the simulated ranks' blocks of one array."""
+        self._has_rows = True
         nodes = list(map(self.node, given))
         numbers = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
         holders = [numbers[node] for node in nodes]
@@ -257,9 +267,9 @@ class Recorder(torch_internals.TorchDispatchMode):
         """A new tensor without values that lies as this one."""
         return self._fake.like(x)
 
-    def fake_dense(self, x: torch.Tensor) -> torch.Tensor:
-        """A new tensor without values like this one, without gaps."""
-        return self._fake.contiguous(x.shape, x)
+    def fake_dense(self, x: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+        """A new tensor without values like this one, or of another shape, without gaps."""
+        return self._fake.contiguous(x.shape if shape is None else shape, x)
 
     def fake_stack(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """A new tensor without values, of `count` like this one along a new leading dim."""
@@ -475,6 +485,7 @@ class Recorder(torch_internals.TorchDispatchMode):
     def row(self, call: Callable[..., Any], given: Iterable[tuple[Any, Sequence[Any]]]) -> list[Any]:
         """What one call on the blocks of simulated ranks gives each of them. `given`: (key, arguments) of each rank; with equal
         keys there is one call. Their nodes know each other."""
+        self._has_rows = True
         before, holders, seen = (self._row, self._in_row), list[int](), dict[Any, tuple[int, Any]]()
         outs = []
         try:

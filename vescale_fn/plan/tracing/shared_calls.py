@@ -19,6 +19,7 @@ from ..._core.local_types import tensor_types
 from ..ir.graph import value
 from ..ir.shared_bodies import Shared
 from . import leaves as leaves_
+from .ambient import only_recorded
 from .frame import Unrollable
 from .guards import Captured
 from .loop_calls import Nodes, rebuilt
@@ -38,7 +39,7 @@ def recorded_once(
         around: the jitted function.
         guards: looks at what the function closes over.
     """
-    if not recorder.shares or not _suits():
+    if not recorder.shares or not only_recorded():
         return None
     try:
         now = state.now()
@@ -61,27 +62,6 @@ def recorded_once(
 
 
 _NEW: Any = object()
-
-
-def _suits() -> bool:
-    """Whether nothing else than the recorder looks at what is done here."""
-    now = state.now()
-    return not (
-        torch_internals.dispatch_modes() > 1
-        or torch_internals.transforming()
-        or torch_internals.forward_ad_active()
-        or now.as_written
-        or now.key_uses is not None
-        or now.recorder is not None
-        or now.unit is not None
-        or now.keeper is not None
-        or now.kept is not None
-        or now.ruled
-        or now.keyed is not None
-        or now.entries
-        or now.apart
-        or state.process.watch is not None
-    )
 
 
 class SharedCall:

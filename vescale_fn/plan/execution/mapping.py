@@ -1,0 +1,30 @@
+"""A formula that is mapped over many leaves, as a Python function: what it runs is the generated code of its body."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..ir.mapped import Mapped, is_on_lists
+
+Run = Callable[[list[Any]], Sequence[Any]]
+
+
+def mapping(call: Mapped, body: Run) -> Run:
+    """The function of a call, of the list of its columns and of what all rows share, which it empties.
+
+    Args:
+        body: the function of all rows, or of one.
+    """
+
+    def on_lists(given: list[Any]) -> list[Any]:
+        return list(itertools.chain.from_iterable(body(given)))
+
+    def row_by_row(given: list[Any]) -> list[Any]:
+        shared = given[call.columns :]
+        rows = list(zip(*given[: call.columns]))
+        given.clear()
+        return list(itertools.chain.from_iterable(zip(*(body([*row, *shared]) for row in rows))))
+
+    return on_lists if is_on_lists(call.bodies[0]) else row_by_row
