@@ -48,8 +48,8 @@ def by_leaf(where: str, rule: Rule, grads: Any, params: Any, *others: Any) -> li
         given = [x if len(todo) == len(x) else [x[i] for i in todo] for x in (columns[0], leaves, *columns[1:])]
         check_shapes(where, params, todo, given[1], [given[0], *given[2:]])
 
-        def in_their_dtypes(grad: Any, param: Any, *others: Any) -> list[Any]:
-            return list(map(in_dtype_of, (param, *others), rule(in_dtype_of(param, grad), param, *others)))
+        def in_their_dtypes(grad: Any, param: Any, *others: Any) -> tuple[Any, ...]:
+            return tuple(map(in_dtype_of, (param, *others), rule(in_dtype_of(param, grad), param, *others)))
 
         for column, out in zip(columns, each(in_their_dtypes, *given)):
             for i, x in zip(todo, out):

@@ -74,8 +74,8 @@ def _map_over(graph: fx.Graph) -> None:
     places, made = _Places(graph), dict[Any, Mapped]()
     for node, columns in lent.items():
         target: Any = node.target
-        leave = {part.args[1] for part in node.users if all(x.op == "output" for x in part.users)}
-        gives = sorted({place // target.rows for place in leave})  # type: ignore[operator]
+        leave: Any = [part.args[1] for part in node.users if all(x.op == "output" for x in part.users)]
+        gives = sorted({place // target.rows for place in leave})
         taken = _in_time(node, target.taken(columns, gives, _pairs_of), places)
         if taken:
             key = target.bodies, *taken, None, *gives

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -39,7 +40,7 @@ def on_lists(body: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _for_all(graph: fx.Graph, node: fx.Node, lists: Collection[fx.Node], values: dict[fx.Node, fx.Node]) -> fx.Node:
+def _for_all(graph: fx.Graph, node: fx.Node, lists: set[fx.Node], values: dict[fx.Node, fx.Node]) -> fx.Node:
     """Record what a call gives for all leaves."""
     one = call_of(node)
     if one is not None and all(x in one.lists for x in node.args if x in lists) and lists.issuperset(one.lists):
@@ -53,8 +54,9 @@ def _for_all(graph: fx.Graph, node: fx.Node, lists: Collection[fx.Node], values:
     kwargs = [[name, x] for name, x in node.kwargs.items() if name not in names]
     at = [i for i, x in enumerate(given) if x in lists]
     places = lambda xs: tuple(i for i, x in enumerate(given) if x in xs)
-    run = functools.partial(through, op=node.target, at=at, names=names, kwargs=kwargs)
-    step = Step(f"each_{node.target.__name__}", run, writes=places(written(node)), views=places(viewed(node)))
+    op: Any = node.target
+    run = functools.partial(through, op=op, at=at, names=names, kwargs=kwargs)
+    step = Step(f"each_{op.__name__}", run, writes=places(written(node)), views=places(viewed(node)))
     if node.target is HAND_OVER:
         step = HAND_OVER_ALL
     call = graph.call_function(step, fx.map_arg(tuple(given), values.__getitem__))
@@ -62,23 +64,17 @@ def _for_all(graph: fx.Graph, node: fx.Node, lists: Collection[fx.Node], values:
     return call
 
 
-def through(
-    *given: Any, op: Callable[..., Any], at: Sequence[int], names: Sequence[str], kwargs: Sequence[Sequence[Any]]
-) -> list[Any]:
+def through(*given: Any, op: Any, at: Sequence[int], names: Sequence[str], kwargs: Any) -> list[Any]:
     """What an operator gives for each row of lists.
 
     Args:
         given: its arguments, those with `names` last.
         at: the places of the lists among them.
-        kwargs: the rest.
+        kwargs: the rest, by pairs.
     """
-    args, count = list(given), len(given) - len(names)
-    found = []
-    for row in zip(*(given[i] for i in at)):
-        for i, x in zip(at, row):
-            args[i] = x
-        found.append(op(*args[:count], **dict(zip(names, args[count:])), **dict(kwargs)))
-    return found
+    columns = [x if i in at else itertools.repeat(x) for i, x in enumerate(given)]
+    count = len(given) - len(names)
+    return [op(*row[:count], **dict(zip(names, row[count:])), **dict(kwargs)) for row in zip(*columns)]
 
 
 HAND_OVER_ALL = Step("handed_over", lambda xs: [x.data for x in xs], views=(0,))

@@ -80,7 +80,7 @@ class _OneRow:
         shared = (value(x) for x in self.frame.places)
         several = any(x.shape != self.shape for row in rows for x in row[:1])
         return (
-            bool(self.gives)
+            not self.live.isdisjoint(self.columns)
             and all(is_aten(x) and not has_effect(x) and isinstance(value(x), torch.Tensor) for x in self.nodes)
             and not any(isinstance(x, torch.Tensor) and x.ndim for x in shared)
             and not any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.outs)
@@ -106,7 +106,7 @@ class _OneRow:
                 x.meta["alike"] = True
         vals = [self.like(value(x), row) for x in self.gives for row in rows]
         _, made = recorder.called(Mapped(bodies=(body,), rows=len(rows)), (*args, *numbers), vals)
-        results = {x: made[i * len(rows) : (i + 1) * len(rows)] for i, x in enumerate(self.gives)}
+        results: dict[Any, list[Any]] = {x: made[i * len(rows) : (i + 1) * len(rows)] for i, x in enumerate(self.gives)}
         results |= {x: [row[j] for row in rows] for x, j in self.columns.items()}
         same = lambda x: [x] * len(rows)
         return list(zip(*(results.get(self.node(x)) or same(x) for x in self.outs), strict=True))
