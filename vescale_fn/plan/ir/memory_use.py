@@ -125,7 +125,7 @@ def memory(graph: fx.Graph, mortal: frozenset[fx.Node] = frozenset()) -> MemoryU
             now = live + (int(more * node.target.at_once(node)) if isinstance(node.target, Mapped) else more)
             if isinstance(node.target, (Branches, Shared, Mapped)):  # whose results are those of the body
                 now = max(
-                    0 if isinstance(node.target, Shared) else live, now - sum(sizes[piece] for piece in lie[node])
+                    live if isinstance(node.target, Branches) else 0, now - sum(sizes[piece] for piece in lie[node])
                 )
             if now > top:
                 top, at, deepest = now, len(timeline), inside
@@ -141,11 +141,12 @@ def memory(graph: fx.Graph, mortal: frozenset[fx.Node] = frozenset()) -> MemoryU
 
 def _dying(node: fx.Node, ends: dict[fx.Node, list[memory_aliases.Memory]], lie: Any) -> tuple[int, ...]:
     """The places of the arguments of a call of a shared body that are needed there for the last time."""
-    if not isinstance(node.target, Shared):
+    if not isinstance(node.target, (Shared, Mapped)):
         return ()
-    uses = Counter(piece for x in node.args for piece in lie[x])
+    given: Any = [x if isinstance(x, (list, tuple)) else [x] for x in node.args]
+    uses = Counter(piece for xs in given for x in xs for piece in lie[x])
     gone = {piece for piece in ends.get(node, ()) if piece.maker.op != "placeholder" and uses[piece] == 1}
-    return tuple(i for i, x in enumerate(node.args) if lie[x] and gone.issuperset(lie[x]))
+    return tuple(i for i, xs in enumerate(given) if all(lie[x] and gone.issuperset(lie[x]) for x in xs))
 
 
 def _within(known: dict[Any, MemoryUse], body: fx.Graph, dying: tuple[int, ...]) -> MemoryUse:
