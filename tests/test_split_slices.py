@@ -1,4 +1,4 @@
-"""Loops under `jit` over what is split in its leading dim: each slice is broadcast when it is its turn, its gradient stays split."""
+"""Loops over what is split in its leading dim: each slice is broadcast when it is its turn, and its gradient stays split."""
 
 import functools
 import math
@@ -72,11 +72,15 @@ def test_layouts(layout: str, n: int) -> None:
         assert [g.spec for g in found[1]] == [x.spec for x in given]
         lowered = jitted.lower(*given)
         assert len(loops(lowered.graph)) == 2
+        eager = vfn.value_and_grad(functools.partial(loss, goal=P(), **how), (0, 1, 2))
+        with vfn.comm_log() as once:
+            found = eager(*given)
+        assert_close(vfn.unshard(found), wanted, rtol=1e-12, atol=1e-12)
         names = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
         moved = mesh.shape[names[0]] > 1 or len(names) > 1
         with vfn.comm_log() as log:
             jitted(*given)
-        for told in (log, lowered.comms()):
+        for told in (once, log, lowered.comms()):
             assert counted(told)["broadcast", ",".join(names)] == (2 * n if moved else 0)
             assert not any(c.op == "all_gather" and set(names) & set(c.axes) for c in told)
 
@@ -105,10 +109,11 @@ def bits(x):
 def wrong_bits(mesh, spec):
     """Which values do not come back as they were: as results, as keys, beside None and a plain tensor."""
     wrong = []
+    loop = lambda x: vfn.scan(lambda c, x: (c + 1, x), 0, x, reverse=True)[1]
     for name, x in BITS.items():
-        found = vfn.jit(lambda x: vfn.scan(lambda c, x: (c + 1, x), 0, x, reverse=True)[1])(vfn.shard(x, mesh, spec))
-        if not torch.equal(bits(vfn.unshard(found)), bits(x)):
-            wrong.append(name)
+        for f in (loop, vfn.jit(loop)):
+            if not torch.equal(bits(vfn.unshard(f(vfn.shard(x, mesh, spec)))), bits(x)):
+                wrong.append(name)
     keys, draw = (
         vfn.random.split(vfn.random.key(0), 5),
         lambda keys: vfn.lax.map(lambda k: vfn.random.normal(k, (3,)), keys),
@@ -180,9 +185,10 @@ def test_transforms(name: str) -> None:
     wanted = TRANSFORMS[name](loss)(*weights(5), X)
     with vfn.simulate(4):
         given = of_layers(vfn.make_mesh((2, 2), ("a", "b")), P(("b", "a")), 5)
-        jitted = vfn.jit(TRANSFORMS[name](functools.partial(loss, goal=P())))
-        for _ in range(2):
-            assert_close(vfn.unshard(jitted(*given)), wanted, rtol=1e-11, atol=1e-11)
+        eager = TRANSFORMS[name](functools.partial(loss, goal=P()))
+        jitted = vfn.jit(eager)
+        for f in (eager, jitted, jitted):
+            assert_close(vfn.unshard(f(*given)), wanted, rtol=1e-11, atol=1e-11)
         assert len(loops(jitted.lower(*given).graph)) >= 1
 
 

@@ -13,6 +13,7 @@ import torch
 
 from .. import torch_internals
 from ..arrays.array import is_array, spec_of
+from ..arrays.entries import entry
 from ..base import context, tracebacks, tree
 from ..base.errors import ReshardError, TransformError
 from ..base.messages import described, report, short
@@ -45,8 +46,8 @@ def scan(
             `shard_map` body its types. A number takes the dtype that `f` gives it, a plain tensor becomes a replicated array
             where `f` makes it one, and a sum over ranks that is still to be made is made as the carry's layout says.
         xs: a tree of tensors whose leading dims have one size, in any layout; keys too. Of a split leading dim each slice is
-            brought to all ranks when it is its turn; under `jit` its owner broadcasts it, once more where the derivative needs
-            it, so that no rank has all of them, and their gradient stays split. None: no slices, `length` says how often.
+            broadcast by its owner when it is its turn, under `jit` once more where the derivative needs it, so that no rank has
+            all of them, and their gradient stays split. None: no slices, `length` says how often.
         length: the number of iterations; to be given where `xs` has no tensors.
         reverse: whether to begin at the last slice. What is collected stays in the order of `xs`.
         unroll: as JAX takes it, an int or a bool; without effect. An iteration of a recorded loop costs less than one op beside
@@ -216,7 +217,10 @@ class Slices:
     def __getitem__(self, i: int) -> list[torch.Tensor]:
         if self._rows is None:
             self._rows = [None if is_split(x) else x.unbind(0) for x in self.leaves]
-        return [x[i] if rows is None else rows[i] for x, rows in zip(self.leaves, self._rows, strict=True)]
+        return [
+            entry(x, i, f"{self._where}: a slice of a split dim") if rows is None else rows[i]
+            for x, rows in zip(self.leaves, self._rows, strict=True)
+        ]
 
     def nothing(self) -> list[torch.Tensor]:
         """Leaves like those of a slice, of zeros: what a body that never runs is asked with for the types of its results."""

@@ -8,7 +8,6 @@ stays on the ranks that have it.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,13 +16,13 @@ from torch import fx
 
 from ..._core import torch_internals
 from ..._core.arrays.array import is_array, made, mesh_of, spec_of
+from ..._core.arrays.entries import owners
 from ..._core.distributed.blocks import Blocks
 from ..._core.distributed.collectives import Collective, group_size
 from ..._core.distributed.communicator import coordinates
 from ..._core.distributed.mesh import communicator_of
 from ..._core.sharding.index_map import axes_of, dim_indices
 from ..._core.sharding.layout import contiguous_stride, layout, spec_for
-from ..._core.sharding.merged_dim import parts_of
 from ..._core.sharding.spec import P, split_axes
 from ..execution.looping import own_row
 from ..ir.graph import Step
@@ -45,13 +44,7 @@ class SplitLeaf:
     def __init__(self, x: torch.Tensor) -> None:
         self.x, self.mesh, self.lies, self.plain = x, mesh_of(x), spec_of(x), leaves_.plain_of(x)
         self.simulated = type(torch_internals.local(x)) is Blocks
-        names = split_axes(self.lies, x.ndim)[0]
-        axes = tuple(axis for _, part in parts_of(names, x.shape[0]) for axis in part)
-        owners: dict[int, int] = {}  # of each slice, by the place in the group along `axes`
-        sizes = axes_of(self.mesh)
-        for owner, place in enumerate(itertools.product(*(range(sizes[axis]) for axis in axes))):
-            owners.update(dict.fromkeys(dim_indices(x.shape[0], names, sizes, dict(zip(axes, place))), owner))
-        source = tuple(owners[i] for i in range(x.shape[0]))
+        axes, source = owners(x.shape[0], split_axes(self.lies, x.ndim)[0], axes_of(self.mesh))
         self.broadcast = Collective("broadcast", self.mesh, axes, (source,), "a slice of a split dim")
 
     def slice(self, recorder: Any, turn: Any, moving: bool) -> torch.Tensor:
