@@ -54,10 +54,18 @@ LARGE: dict[str, tuple[ModuleType, Any, dict[str, int]]] = {
 
 
 def planned(
-    model: ModuleType, config: Any, text: str, sizes: dict[str, int], batch: int, length: int, dtype: Any
+    model: ModuleType,
+    config: Any,
+    text: str,
+    sizes: dict[str, int],
+    batch: int,
+    length: int,
+    dtype: Any,
+    rank: int = 0,
+    plans: Any = (),
 ) -> Any:
     """The plan of a step under the layout `text` on abstract ranks; the trees of its arguments, and of their specs."""
-    mesh = vfn.abstract_mesh(tuple(sizes.values()), tuple(sizes))
+    mesh = vfn.abstract_mesh(tuple(sizes.values()), tuple(sizes), rank=rank)
     layout, optimizer = parallel(text, mesh), vfn.optim.adamw(1e-4)
     config = models.laid_out(config, layout)
     shapes = vfn.eval_shape(functools.partial(model.init, config=config, dtype=dtype), KEY)
@@ -74,7 +82,7 @@ def planned(
             return *specs.update(optimizer, grads, state, params), loss
 
         data = vfn.shard(data, mesh, layout.spec("batch"))
-        return vfn.jit(step, donate_argnums=(0, 1)).lower(params, state, data), params, state, specs
+        return vfn.jit(step, donate_argnums=(0, 1), plans=plans).lower(params, state, data), params, state, specs
 
 
 def one(name: str) -> list[Any]:

@@ -68,7 +68,7 @@ def every_rank(origin: Origin, mesh: AbstractMesh, name: str) -> list[OfRanks]:
         shapes = {rank: _shapes(origin.call.leaves, rank) for rank in todo}
         every = EveryRank(mesh, [rank for rank in todo if shapes[rank] == shapes[todo[0]]])
         recorded, plan = _recorded(origin, every)
-        every.narrowed(recorded.graph)
+        every.narrow(recorded.graph)
         _check(origin, every, recorded, name)
         found.append((OfRanks(plan, every), recorded))
         todo = [rank for rank in todo if rank not in every.together]

@@ -133,7 +133,7 @@ class EveryRank:
         of_each = self._of.get(id(x), [x] * len(self.ranks))
         return [numbers(one) for rank, one in zip(self.ranks, of_each) if rank not in self.parted]  # type: ignore
 
-    def narrowed(self, graph: fx.Graph) -> None:
+    def narrow(self, graph: fx.Graph) -> None:
         """Leave in a recording the numbers of `together` alone."""
         stay = [i for i, rank in enumerate(self.ranks) if rank not in self.parted]
         if len(stay) == len(self.ranks):
@@ -145,10 +145,14 @@ class EveryRank:
             values = [x.values[i] for i in stay]
             return OfEveryRank(values) if len(set(values)) > 1 else values[0]
 
-        for node in graph.nodes:
-            node.args, node.kwargs = _mapped(of, node.args), _mapped(of, node.kwargs)
-            for body in bodies_of(node):
-                self.narrowed(body)
+        todo, done = [graph], set[fx.Graph]()
+        while todo:
+            one = todo.pop()
+            if one not in done:  # bodies that several calls share
+                done.add(one)
+                for node in one.nodes:
+                    node.args, node.kwargs = _mapped(of, node.args), _mapped(of, node.kwargs)
+                    todo += bodies_of(node)
 
 
 class _Start:
