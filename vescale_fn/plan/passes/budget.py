@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import fx
 
@@ -16,6 +17,7 @@ from ..ir.memory_use import MemoryUse, bytes_text, memory, place
 from ..ir.nested import everywhere
 from .boundary import KeptAcross, gathered
 from .keep_or_repeat import are_few, exact, searched
+from .loop_residuals import fewer
 from .memory_order import updated
 from .rematerialize import recompute
 
@@ -61,6 +63,14 @@ class Budget:
         return _Fitting(self, rest).found(gathered(graph))
 
 
+class _Tried(NamedTuple):
+    """The fastest plan that was found, None if none was; what the smallest one needs; and across how many calls it took."""
+
+    found: fx.Graph | None
+    least: MemoryUse
+    turns: int
+
+
 class _Fitting:
     """The work of the pass on one plan."""
 
@@ -79,12 +89,16 @@ class _Fitting:
         if self._use(graph).peak <= limit:
             return graph
         best = usual if free <= limit else None
-        first = (True, False) if costs.sends(graph) else (True,)
-        lines = updated(plan.copied(graph)), graph
-        tried = [self._within(one, limit, sending) for one in lines for sending in first]
-        fits = [one for one in (best, *(found for found, _ in tried)) if one is not None]
+        lines, alone = [updated(plan.copied(graph)), graph], None
+        for one in fewer(graph):
+            if self._use(one).peak <= limit:
+                alone = one
+                break
+            lines[2:] = [one]
+        tried = [found for one in lines for found in self._tried(one, limit)]
+        fits = [one for one in (best, alone, *(found for found, _, _ in tried)) if one is not None]
         if not fits:
-            uses = [self._use(usual), *(least for _, least in tried)]
+            uses = [self._use(usual), *(least for _, least, _ in tried)]
             raise TransformError(self._too_little(limit, min(uses, key=lambda use: use.peak)))
         return min(fits, key=lambda one: costs.total(self._finished(one)))
 
@@ -99,8 +113,14 @@ class _Fitting:
         """What a graph needs when the passes behind have been there."""
         return memory(self._finished(graph))
 
-    def _within(self, graph: fx.Graph, limit: int, sending: bool) -> tuple[fx.Graph | None, MemoryUse]:
-        """The fastest plan that was found within the limit, None if none was; and what the smallest one needs.
+    def _tried(self, graph: fx.Graph, limit: int) -> Iterator[_Tried]:
+        """What was found. Where it took several calls, values may do better not to wait on the host across the first one."""
+        yield (found := self._within(graph, limit, True))
+        if found.turns > 1 and costs.sends(graph):
+            yield self._within(graph, limit, False)
+
+    def _within(self, graph: fx.Graph, limit: int, sending: bool) -> _Tried:
+        """The fastest plan that was found within the limit.
 
         Args:
             graph: the plan.
@@ -113,9 +133,9 @@ class _Fitting:
             found, smallest, use = self._chosen(boundary, limit)
             least = min(least, use, key=lambda use: use.peak)
             if found is not None or smallest is graph:
-                return found, least
+                return _Tried(found, least, turn + 1)
             graph = smallest
-        return None, least
+        return _Tried(None, least, _ROUNDS)
 
     def _chosen(self, boundary: KeptAcross, limit: int) -> tuple[fx.Graph | None, fx.Graph, MemoryUse]:
         """A plan within the limit, if one was found; the smallest; and what that needs."""

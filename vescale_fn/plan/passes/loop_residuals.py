@@ -1,0 +1,234 @@
+"""What a loop keeps of its iterations for the loop of its derivative: each value is kept, or computed again there.
+
+With a price in seconds on each byte, the best choice is a cheapest cut through the body, in which a value that the derivative
+needs is bought, for its bytes in each iteration by keeping it, or for its seconds by computing it again from others, and from
+what costs nothing: what the loop goes over, and what is the same in all iterations. The call is the same, on the same values:
+no bit changes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._core.base import no_values
+from ..._core.distributed.collectives import Collective
+from ..ir import costs
+from ..ir import graph as plan
+from ..ir.loop import EACH, LAST, STACKED, loop_of, loops
+from ..ir.min_cut import MinCut
+from ..ir.nested import Nested, ends, extracted, reached
+
+_FIRST, _FACTOR, _STEPS = 1e-14, 3.0, 20  # prices: seconds for a byte; each several times the one before
+_INFINITE = float("inf")
+
+
+def fewer(graph: fx.Graph) -> Iterator[fx.Graph]:
+    """The plan with fewer and fewer bytes that loops keep for the loops of their derivatives, at the least time for each."""
+    before = [{*Residuals(*pair).places} for pair in _pairs(graph)]
+    for step in range(_STEPS if before else 0):
+        kept = [Residuals(*pair).cheapest(_FIRST * _FACTOR**step) for pair in _pairs(graph)]
+        if kept != before:
+            new = plan.copied(graph)
+            for pair, some in zip(list(_pairs(new)), kept, strict=True):
+                Residuals(*pair).keep(some)
+            yield new
+        before = kept
+
+
+def _pairs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Loops, each with the one other that takes something of each of its iterations; no loop is in two pairs."""
+    found, done = loops(graph), set[fx.Node]()
+    for node in found:
+        takers = {user for part in node.users if _is_each(part) for user in part.users}
+        other = takers.pop() if len(takers) == 1 else node
+        alike = other in found and loop_of(other).length == loop_of(node).length
+        if alike and node is not other and done.isdisjoint((node, other)):
+            done |= {node, other}
+            yield node, other
+
+
+def _is_each(part: fx.Node) -> bool:
+    loop: Any = part.args[0]
+    at: Any = part.args[1]
+    return at >= loop_of(loop).carry and loop_of(loop).keeps[at - loop_of(loop).carry] == EACH
+
+
+class Residuals:
+    """The choices that there are between a loop and that of its derivative.
+
+    Args:
+        forward: the loop.
+        backward: that of its derivative.
+
+    Attributes:
+        places: what is kept for the derivative alone, as nodes of the body, each with the node outside that is a list of it.
+    """
+
+    def __init__(self, forward: fx.Node, backward: fx.Node) -> None:
+        self.forward, self.backward = forward, backward
+        self.loop, self.other = loop_of(forward), loop_of(backward)
+        self.body = self.loop.body
+        self.inputs, self.outs = ends(self.body)
+        self.places: dict[fx.Node, fx.Node] = {}
+        self.there: dict[fx.Node, fx.Node] = {}  # of the body: what the derivative has anyway
+        rows = backward.args[self.other.carry : self.other.given]
+        for part in forward.users:
+            out = self.outs[part.args[1]]  # type: ignore[index]
+            own = list(part.users) == [backward] and list(backward.args).count(part) == 1
+            kind = self.loop.keeps[i - self.loop.carry] if (i := part.args[1]) >= self.loop.carry else None  # type: ignore
+            if own and part in rows and kind == EACH and isinstance(plan.value(out), torch.Tensor):
+                self.places[out] = part
+            elif (kind == EACH and part in rows) or (kind == LAST and part in backward.args[self.other.given :]):
+                self.there[out] = part
+        self._changed = plan.changed(self.body)
+        carried = set(self.inputs[: self.loop.carry])
+        lists = {x for x, kind in zip(self.inputs[self.loop.carry :], self.loop.slices) if kind != STACKED}
+        self._free = {x for x in self.inputs if x not in carried | lists} | {*self.there}
+
+    def _again(self, node: fx.Node) -> bool:
+        """Whether a call can be computed in the other loop: it and what it reads are the same there."""
+        return not (
+            node.op != "call_function"
+            or plan.has_effect(node)
+            or isinstance(node.target, (Nested, Collective))
+            or not self._changed.isdisjoint((node, *node.all_input_nodes))
+        )
+
+    def _can_stay(self, node: fx.Node) -> bool:
+        maker: Any = node.args[0] if node.target is operator.getitem else node
+        plain = isinstance(plan.value(node), torch.Tensor) and not plan.viewed(maker) and node not in self._changed
+        return node in self.places or plain
+
+    def cheapest(self, price: float) -> set[fx.Node]:
+        """What to keep of each iteration, where a byte has a price in seconds."""
+        cut, of = MinCut(), costs.rates(self.body)
+        live = reached(self.places)
+        for node in self.body.nodes:
+            if node not in live or node in self._free:
+                continue
+            again = self.loop.length * costs.seconds(node, of) if self._again(node) else _INFINITE
+            cut.edge(MinCut.SOURCE, ("call", node), again)
+            size = plan.nbytes(plan.value(node)) * self.loop.length
+            cut.edge(("call", node), node, size * price if self._can_stay(node) else _INFINITE)
+            for x in node.all_input_nodes if again < _INFINITE else ():
+                if x not in self._free:
+                    cut.edge(x, ("call", node), _INFINITE)
+        for node in self.places.keys() - self._free:
+            cut.edge(node, MinCut.SINK, _INFINITE)
+        there = cut.reached()
+        return {node for node in live - self._free if node not in there and ("call", node) in there}
+
+    def keep(self, kept: set[fx.Node]) -> None:
+        """Keep these alone, and compute in the other loop what it needs besides."""
+        lists = self._kept(kept)
+        self._computed(lists)
+
+    def _kept(self, kept: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Have the loop keep these. For each the list of it."""
+        node, loop = self.forward, self.loop
+        gone = {self.outs.index(x) for x in self.places}
+        stay = [i for i in range(len(self.outs)) if i not in gone]
+        new = [x for x in self.body.nodes if x in kept]
+        vals = list(plan.value(node))
+        outs = [*(self.outs[i] for i in stay), *new]
+        live = reached([*(x for x in plan.calls(self.body) if plan.has_effect(x) or plan.KEPT in x.meta), *outs])
+        live |= {x for x in plan.calls(self.body) if isinstance(x.target, Collective)}
+        body = extracted([x for x in plan.calls(self.body) if x in live], self.inputs, outs)
+        node.target = replace(
+            loop,
+            bodies=(body,),
+            keeps=(*(loop.keeps[i - loop.carry] for i in stay if i >= loop.carry), *(EACH for _ in new)),
+        )
+        node.meta["val"] = [*(vals[i] for i in stay), *(_stack(plan.value(x), loop.length) for x in new)]
+        for part in list(node.users):
+            if part.args[1] not in gone:
+                part.args = node, stay.index(part.args[1])  # type: ignore[arg-type]
+        lists = {}
+        for i, x in enumerate(new, len(stay)):
+            with node.graph.inserting_after(node):
+                lists[x] = node.graph.call_function(operator.getitem, (node, i))
+            lists[x].meta = {**node.meta, "val": node.meta["val"][i]}
+        return lists
+
+    def _computed(self, lists: dict[fx.Node, fx.Node]) -> None:
+        """Have the other loop take these lists, and compute the rest right before it is needed."""
+        loop, gone = self.other, {*self.places.values()}
+        body = plan.copied(loop.body)
+        taking = _Taking(self.backward, body)
+        values = {x: taking.place(outer, EACH, x) for x, outer in lists.items()}
+        values |= {x: taking.place(outer, _kind(outer), x) for x, outer in self.there.items()}
+        missing = {taking.place(part, EACH, x): x for x, part in self.places.items()}
+
+        def again(x: fx.Node, before: fx.Node) -> fx.Node:
+            if x not in values and x.op == "placeholder":
+                i = self.inputs.index(x)
+                kind = STACKED if i < self.loop.given else LAST
+                values[x] = taking.place(self.forward.args[i], kind, x)
+            elif x not in values:
+                for y in x.all_input_nodes:
+                    again(y, before)
+                with body.inserting_before(before):
+                    values[x] = body.node_copy(x, values.__getitem__)
+                values[x].meta["again"] = True
+            return values[x]
+
+        for user in list(body.nodes):
+            for x in user.all_input_nodes:
+                if x in missing:
+                    user.replace_input_with(x, again(missing[x], user))
+        taking.put(gone)
+        for part in gone:
+            part.graph.erase_node(part)
+
+
+class _Taking:
+    """What a loop is given, to be changed.
+
+    Args:
+        node: the loop.
+        body: its body.
+    """
+
+    def __init__(self, node: fx.Node, body: fx.Graph) -> None:
+        self.node, self.loop, self.body = node, loop_of(node), body
+        places = ends(body)[0]
+        kinds = [None] * self.loop.carry + [*self.loop.slices] + [LAST] * (len(places) - self.loop.given)
+        self._taken = [*zip(node.args, kinds, places, strict=True)]
+
+    def place(self, outer: Any, kind: str, like: fx.Node) -> fx.Node:
+        """The placeholder for something of outside, which is one for each iteration or the same (`LAST`) in all."""
+        for x, how, place in self._taken:
+            if x is outer and how == kind:
+                return place
+        with self.body.inserting_before(next(iter(self.body.nodes))):
+            place = self.body.placeholder(like.name)
+        place.meta = dict(like.meta)
+        self._taken.append((outer, kind, place))
+        return place
+
+    def put(self, gone: set[fx.Node]) -> None:
+        """Change the loop, which no longer takes what is gone."""
+        taken = [one for one in self._taken if one[0] not in gone]
+        taken.sort(key=lambda one: (one[1] is not None, one[1] == LAST))
+        given, kinds, places = zip(*taken, strict=True)
+        body = extracted(plan.calls(self.body), places, ends(self.body)[1])
+        slices = tuple(kind for kind in kinds if kind not in (None, LAST))
+        self.node.target = replace(self.loop, bodies=(body,), slices=slices)
+        self.node.args = given
+
+
+def _kind(part: fx.Node) -> str:
+    return EACH if _is_each(part) else LAST
+
+
+def _stack(value: torch.Tensor, count: int) -> torch.Tensor:
+    """What stands for a list of so many values."""
+    with_count = (count, *value.shape)
+    strides = torch.empty(with_count, device="meta").stride()
+    return no_values.empty(with_count, strides, value.dtype, value.device)
