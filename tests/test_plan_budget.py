@@ -116,7 +116,7 @@ def test_a_plan_is_saved_with_its_limit(tmp_path):
         assert again.cache_info().records == records == len(told)
 
 
-def test_values_of_a_loop_are_left_and_what_is_around_it_is_not():
+def test_values_of_a_loop_and_of_what_is_around_it():
     w = torch.randn(4, 64, 64)
 
     def f(w, x):

@@ -78,7 +78,7 @@ class _Fitting:
         self.limit, self.usual, self.collectives, self.rest = budget.limit, budget.usual, budget.collectives, rest
 
     def found(self, graph: fx.Graph) -> fx.Graph:
-        for improve in self.usual:  # of the bodies: what they keep is not chosen here
+        for improve in self.usual:  # of the bodies: what is alive in them is not chosen here
             everywhere(lambda one, improve=improve: one if one is graph else improve(one), graph)
             graph.__dict__.pop("_given_up", None)
         usual = graph

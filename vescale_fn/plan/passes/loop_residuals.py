@@ -30,7 +30,7 @@ _INFINITE = float("inf")
 
 def fewer(graph: fx.Graph) -> Iterator[fx.Graph]:
     """The plan with fewer and fewer bytes that loops keep for the loops of their derivatives, at the least time for each."""
-    before = [{*Residuals(*pair).places} for pair in _pairs(graph)]
+    before = [{*Residuals(*pair).places.values()} for pair in _pairs(graph)]
     for step in range(_STEPS if before else 0):
         kept = [Residuals(*pair).cheapest(_FIRST * _FACTOR**step) for pair in _pairs(graph)]
         if kept != before:
@@ -67,7 +67,7 @@ class Residuals:
         backward: that of its derivative.
 
     Attributes:
-        places: what is kept for the derivative alone, as nodes of the body, each with the node outside that is a list of it.
+        places: lists of what is kept for the derivative alone, each with the node of the body that is kept.
     """
 
     def __init__(self, forward: fx.Node, backward: fx.Node) -> None:
@@ -83,7 +83,7 @@ class Residuals:
             own = list(part.users) == [backward] and list(backward.args).count(part) == 1
             kind = self.loop.keeps[i - self.loop.carry] if (i := part.args[1]) >= self.loop.carry else None  # type: ignore
             if own and part in rows and kind == EACH and isinstance(plan.value(out), torch.Tensor):
-                self.places[out] = part
+                self.places[part] = out
             elif (kind == EACH and part in rows) or (kind == LAST and part in backward.args[self.other.given :]):
                 self.there[out] = part
         self._changed = plan.changed(self.body)
@@ -103,12 +103,12 @@ class Residuals:
     def _can_stay(self, node: fx.Node) -> bool:
         maker: Any = node.args[0] if node.target is operator.getitem else node
         plain = isinstance(plan.value(node), torch.Tensor) and not plan.viewed(maker) and node not in self._changed
-        return node in self.places or plain
+        return plain or node in self.places.values()
 
     def cheapest(self, price: float) -> set[fx.Node]:
         """What to keep of each iteration, where a byte has a price in seconds."""
         cut, of = MinCut(), costs.rates(self.body)
-        live = reached(self.places)
+        live = reached(self.places.values())
         for node in self.body.nodes:
             if node not in live or node in self._free:
                 continue
@@ -119,7 +119,7 @@ class Residuals:
             for x in node.all_input_nodes if again < _INFINITE else ():
                 if x not in self._free:
                     cut.edge(x, ("call", node), _INFINITE)
-        for node in self.places.keys() - self._free:
+        for node in {*self.places.values()} - self._free:
             cut.edge(node, MinCut.SINK, _INFINITE)
         there = cut.reached()
         return {node for node in live - self._free if node not in there and ("call", node) in there}
@@ -132,7 +132,7 @@ class Residuals:
     def _kept(self, kept: set[fx.Node]) -> dict[fx.Node, fx.Node]:
         """Have the loop keep these. For each the list of it."""
         node, loop = self.forward, self.loop
-        gone = {self.outs.index(x) for x in self.places}
+        gone = {part.args[1] for part in self.places}  # type: ignore[reportUnhashable]
         stay = [i for i in range(len(self.outs)) if i not in gone]
         new = [x for x in self.body.nodes if x in kept]
         vals = list(plan.value(node))
@@ -158,12 +158,12 @@ class Residuals:
 
     def _computed(self, lists: dict[fx.Node, fx.Node]) -> None:
         """Have the other loop take these lists, and compute the rest right before it is needed."""
-        loop, gone = self.other, {*self.places.values()}
+        loop, gone = self.other, {*self.places}
         body = plan.copied(loop.body)
         taking = _Taking(self.backward, body)
         values = {x: taking.place(outer, EACH, x) for x, outer in lists.items()}
         values |= {x: taking.place(outer, _kind(outer), x) for x, outer in self.there.items()}
-        missing = {taking.place(part, EACH, x): x for x, part in self.places.items()}
+        missing = {taking.place(part, EACH, x): x for part, x in self.places.items()}
 
         def again(x: fx.Node, before: fx.Node) -> fx.Node:
             if x not in values and x.op == "placeholder":

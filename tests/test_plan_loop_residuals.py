@@ -1,0 +1,135 @@
+"""What loops keep for the loops of their derivatives under `jit(memory=...)`: a choice like others, and no bit depends on it."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.plan.ir import costs
+from vescale_fn.plan.ir import graph as plan
+from vescale_fn.plan.ir.loop import loops
+from vescale_fn.plan.passes.loop_residuals import Residuals, _pairs, fewer
+
+W, X = torch.randn(5, 24, 24) / 5, torch.randn(64, 24)
+
+
+def body(h, w):
+    a = torch.tanh(h @ w)
+    b = torch.sin(F.gelu(a) * 2.0)
+    return h + b, b.sum()
+
+
+def drawing(h, row):
+    w, k = row
+    return vfn.random.dropout(k, torch.tanh(h @ w), 0.3) + h, None
+
+
+def several(h, w):
+    q, k, v = (h @ w).view(4, 16, 3, 8).unbind(2)
+    a = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+    return h + torch.cat([a, a.cos(), a.sin()], -1).reshape(64, 24), None
+
+
+def of(step, xs, reverse=False):
+    def loss(w):
+        h, ys = vfn.scan(step, X, xs(w), reverse=reverse)
+        return (h * h).sum() + (0.0 if ys is None else ys.sum())
+
+    return vfn.grad(loss)
+
+
+FUNCTIONS = {
+    "collected": of(body, lambda w: w),
+    "reverse": of(body, lambda w: w, True),
+    "draws": of(drawing, lambda w: (w, vfn.random.split(vfn.random.key(0), 5))),
+    "attention": of(several, lambda w: w),
+    "the same outside": lambda w: of(lambda h, x: (torch.tanh(h @ x @ w[0].sin()), None), lambda w: w)(w),
+    "of one's own": of(lambda h, w: (h.sin().cos().sin().cos() @ w, None), lambda w: w),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_no_bit_depends_on_what_a_loop_keeps(name):
+    f = FUNCTIONS[name]
+    usual = vfn.jit(f)
+    want, most = usual(W), usual.lower(W).memory().peak
+    sizes = [most]
+    for share in ("90 %", "75 %"):
+        fitting = vfn.jit(f, memory=share)
+        sizes.append(fitting.lower(W).memory().peak)
+        assert sizes[-1] <= int(share[:2]) / 100 * most
+        assert torch.equal(fitting(W), want)
+        (graph, *_) = [node.target.body for node in loops(fitting.lower(W).graph)][1:]
+        assert any("again" in node.meta for node in plan.calls(graph))
+    torch.testing.assert_close(want, f(W))
+
+
+def recorded(f):
+    early = [one for one in vfn.plan.PASSES if one.__name__ not in ("recompute", "donate", "reuse", "foreach")]
+    return vfn.jit(f, passes=early).lower(W).graph
+
+
+@pytest.mark.parametrize("name", ["collected", "of one's own"])
+@pytest.mark.parametrize("price", [1e-13, 2e-11, 1e-10, 1e-8])
+def test_no_other_way_to_keep_is_cheaper(name, price):
+    residuals = Residuals(*next(iter(_pairs(recorded(FUNCTIONS[name])))))
+    nodes = list(residuals.body.nodes)
+    able = [x for x in nodes if x not in residuals._free and x.op != "output" and not plan.viewed(x)]
+
+    def cost(kept):
+        again, todo = set(), [x for x in residuals.places.values() if x not in kept]
+        while todo:
+            x = todo.pop()
+            if x.op == "placeholder":
+                return float("inf")
+            again.add(x)
+            todo += [y for y in x.all_input_nodes if y not in residuals._free and y not in kept and y not in again]
+        seconds = sum(costs.seconds(x, costs.RATES["cpu"]) for x in again)
+        return 5 * (seconds + price * sum(plan.nbytes(plan.value(x)) for x in kept))
+
+    ways = (set(some) for n in range(len(able) + 1) for some in itertools.combinations(able, n))
+    assert cost(residuals.cheapest(price)) == pytest.approx(min(map(cost, ways)))
+
+
+def test_less_and_less_is_kept():
+    graph = recorded(FUNCTIONS["collected"])
+    kept = [sum(plan.nbytes(x) for x in plan.value(loops(one)[0])) for one in (graph, *fewer(graph))]
+    assert kept == sorted(kept, reverse=True)
+    assert len(kept) >= 2
+
+
+def _sharded(share):
+    mesh = vfn.make_mesh((2,), ("dp",))
+
+    def f(w, x):
+        def step(h, w):
+            return torch.tanh(torch.sin(h @ vfn.with_sharding(w, P())) * 2.0), None
+
+        return vfn.grad(lambda w: vfn.scan(step, x, w)[0].square().sum())(w)
+
+    given = vfn.shard(W, mesh, P(None, "dp")), vfn.shard(X, mesh, P("dp"))
+    step, usual = vfn.jit(f, memory=share), vfn.jit(f)
+    want = f(W, X)
+    found, plain = step(*given), usual(*given)
+    assert torch.equal(found.full_tensor(), plain.full_tensor())
+    torch.testing.assert_close(found.full_tensor(), want, rtol=1e-4, atol=1e-4)
+    ours, other = step.lower(*given), usual.lower(*given)
+    return len(ours.comms()), len(other.comms()), ours.memory().peak / other.memory().peak
+
+
+def test_gathers_in_a_loop_are_not_repeated():
+    with vfn.simulate(2):
+        ours, other, ratio = _sharded("85 %")
+    assert ours == other
+    assert ratio <= 0.85
+
+
+def test_a_plan_with_such_a_loop_is_saved(tmp_path):
+    f = vfn.grad(lambda w, x: vfn.scan(body, x, w)[0].square().sum())
+    vfn.save_plan(vfn.jit(f, memory="80 %").lower(W, X), tmp_path / "f")
+    again = vfn.jit(f, memory="80 %", plans=[vfn.load_plan(tmp_path / "f")])
+    assert torch.equal(again(W, X), vfn.jit(f)(W, X))
+    assert again.cache_info().records == 0
