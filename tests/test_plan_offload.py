@@ -129,7 +129,7 @@ def test_the_text_of_a_plan_has_its_copies_between_the_calls(small_device):
 def test_a_saved_plan_has_its_copies_and_its_code_memory_for_them(small_device):
     ws, x = arguments()
     graph = within(plain(ws, x), "60 %")
-    again = GraphReader([], no_values.empty).graph(GraphWriter().graph(graph))
+    again = GraphReader([], [], [], no_values.empty).graph(GraphWriter().graph(graph))
     assert kinds(again) == kinds(graph)
     assert memory(again).peak == memory(graph).peak
     run = codegen.generate(again).run
