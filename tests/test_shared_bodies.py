@@ -65,7 +65,9 @@ def improved(graph):
 
 def read_again(graph):
     data = json.loads(json.dumps(GraphWriter().graph(graph)))
-    return GraphReader([], lambda shape, stride, dtype, device: _empty()(shape, stride, dtype, device)).graph(data)
+    return GraphReader([], [], [], lambda shape, stride, dtype, device: _empty()(shape, stride, dtype, device)).graph(
+        data
+    )
 
 
 @pytest.mark.parametrize("made", [lambda graph: graph, improved, inlined, read_again])

@@ -38,8 +38,8 @@ def shapes(graph: fx.Graph) -> fx.Graph:
                 with graph.inserting_before(call):
                     call.update_arg(j, _viewed(x, chosen[False, target, j]))
         for part in list(call.users):
-            if (end := (True, target, part.args[1])) in chosen:
-                _give(part, chosen[end])
+            if (made := chosen.get((True, target, part.args[1]))) is not None:  # type: ignore[arg-type]
+                _give(part, made)
     for call in same:
         call.target = bodies[call.target]
     return graph
@@ -70,7 +70,7 @@ def _chosen(same: list[fx.Node], hot: frozenset[fx.Node]) -> dict[End, Any]:
                 seen.add(one)
                 group.append(one)
                 todo += together[one]
-        made = [None if one in fixed else _made(one) for one in group if one[0]]
+        made: list[Any] = [None if one in fixed else _made(one) for one in group if one[0]]
         if made and None not in made and len({tuple(x.shape) for x in made}) == 1:
             found.update(dict.fromkeys(group, made[0]))
     return found
@@ -105,7 +105,7 @@ def _reshaped(target: Any, chosen: dict[End, Any]) -> Shared:
     return Shared(bodies=(body,))
 
 
-def _viewed(x: fx.Node, like: Any) -> fx.Node:
+def _viewed(x: Any, like: Any) -> fx.Node:
     """A value in another shape, at the insertion point."""
     view = x.graph.call_function(_VIEW, (x, list(like.shape)))
     view.meta = {"val": like, "line": x.meta.get("line", "")}
