@@ -71,9 +71,8 @@ def logits(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random
     x = F.embedding(tokens, params["embed"])
     angles = rotation(tokens.shape[1], config.dim // config.heads, 10000.0, x)
     keys = keys_of(key, 2 * config.layers)
-    for block in params["blocks"]:
-        x = x + dropout(next(keys), attention(block["attention"], x, angles, config.heads), config.dropout)
-        x = x + dropout(next(keys), mlp(block["mlp"], x), config.dropout)
+    for p in params["blocks"]:
+        x = block(p, x, angles, config, next(keys), next(keys))
     return norm(x, params["norm"]) @ params["head"]
 
 
@@ -81,6 +80,13 @@ def loss(params: Params, batch: torch.Tensor, config: Config, key: vfn.random.Ke
     """Mean cross entropy in nats of each window's next bytes; `batch` is [B, T + 1]."""
     scores = logits(params, batch[:, :-1], config, key)
     return F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
+
+
+@vfn.plan.shared
+def block(p: Params, x: torch.Tensor, angles: Any, config: Config, *keys: vfn.random.Key | None) -> torch.Tensor:
+    """Attention and a layer of hidden units, each added to what it works on."""
+    x = x + dropout(keys[0], attention(p["attention"], x, angles, config.heads), config.dropout)
+    return x + dropout(keys[1], mlp(p["mlp"], x), config.dropout)
 
 
 def attention(p: Params, x: torch.Tensor, angles: Any, heads: int) -> torch.Tensor:

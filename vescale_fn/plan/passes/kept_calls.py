@@ -59,6 +59,11 @@ def _less(same: list[fx.Node], body: fx.Graph, hot: frozenset[fx.Node]) -> None:
     places, outs = ends(body)
     at = [i for i, x in enumerate(same[0].args) if x not in hot and all(call.args[i] is x for call in same)]
     parts = _parts(body, {places[i] for i in at})
+    if not parts.before and not parts.after:
+        target = Shared(bodies=(body,))
+        for call in same:
+            call.target = target
+        return
     outside = {*parts.before, *parts.after}
     inside = [x for x in calls(body) if x not in outside]
     own = set(inside)
