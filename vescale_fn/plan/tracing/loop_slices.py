@@ -98,7 +98,9 @@ class SplitLeaf:
 def _holders(spec: Any, simulated: bool) -> list[tuple[int, tuple[int, ...]]]:
     """For each plain tensor of an array the first rank that has it, by its place among those played here, and which entries of
     the leading dim it has."""
-    ranks, shape, axes = communicator_of(spec.mesh).ranks, spec.tensor_meta.shape, axes_of(spec.mesh)
-    names = split_axes(layout(spec), len(shape))[0]
-    first = dict.fromkeys(leaves_.first_holders(spec)) if simulated else (0,)
-    return [(at, tuple(dim_indices(shape[0], names, axes, coordinates(spec.mesh, ranks[at])))) for at in first]
+    mesh, shape = spec.mesh, spec.tensor_meta.shape
+    names, axes = split_axes(layout(spec), len(shape))[0], axes_of(mesh)
+    held = communicator_of(mesh).by_rank(
+        lambda rank: tuple(dim_indices(shape[0], names, axes, coordinates(mesh, rank)))
+    )
+    return [(at, held[at]) for at in (dict.fromkeys(leaves_.first_holders(spec)) if simulated else (0,))]
