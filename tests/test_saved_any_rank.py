@@ -15,7 +15,18 @@ from vescale_fn.errors import TransformError
 KEY = vfn.random.key(3)
 OPT = vfn.optim.adamw(1e-2)
 MESHES = {(2, 2): ("dp", "tp"), (4,): ("dp",), (3,): ("tp",)}
-FEW = ("tp", "fsdp", "uneven", "empty", "vocabulary", "uneven draws", "drawn whole", "written", "body")  # on one axis
+FEW = (
+    "tp",
+    "fsdp",
+    "uneven",
+    "empty",
+    "vocabulary",
+    "uneven draws",
+    "drawn whole",
+    "totalled",
+    "written",
+    "body",
+)  # on one axis
 
 
 def normal(seed, *shape):
@@ -78,6 +89,12 @@ def shared(layers, x):
     return x.square().mean()
 
 
+def totalled(x):
+    """A sum over ranks, seen in another shape, of which each needs its part."""
+    whole = vfn.with_sharding(x.sum(0), P()).reshape(1, 1, -1)
+    return vfn.with_sharding(whole, P(None, None, vfn.spec_of(x)[0])) * 2
+
+
 def written(x):
     y = x * 2
     y[1:4] += 1.0
@@ -122,6 +139,7 @@ def programs(mesh):
         "cond": (vfn.grad(chosen), (shard(normal(1, 12, 24), None, t), x), ()),
         "remat": (vfn.grad(lambda p, x: vfn.remat(loss)(p, x)), (split, x), ()),
         "shared layers": (vfn.grad(shared), ([split] * 3, x), ()),
+        "totalled": (totalled, (x,), ()),
         "written": (written, (few,), ()),
         "body": (mapped, (shard(normal(2, 12, 6), t),), ()),
     }
@@ -144,7 +162,7 @@ def copies(tree):
 
 
 def _loaded(folder, sizes, names):
-    """By program: whether the bits are those without the file, how many plans were recorded, what was warned of."""
+    """By program: whether the bits, and what is sent, are those without the file, how many plans were recorded, what was warned of."""
     mesh, found = vfn.make_mesh(sizes, names), {}
     local = lambda tree: [x.to_local() if hasattr(x, "to_local") else x for x in vfn.tree.leaves(tree)]
     with vfn.use_mesh(mesh), warnings.catch_warnings(record=True) as said:
@@ -155,7 +173,9 @@ def _loaded(folder, sizes, names):
             for _ in range(2):
                 got = again(*copies(args))
             same = all(torch.equal(a, b) for a, b in zip(local(got), local(want), strict=True))
-            found[name] = same, again.cache_info().records
+            alone, ours = (vfn.jit(f, donate_argnums=donated).lower(*args).comms(), again.lower(*args).comms())
+            sent = [[(one.op, one.axes, one.bytes) for one in log] for log in (alone, ours)]
+            found[name] = same and sent[0] == sent[1], again.cache_info().records
     return found, [str(one.message) for one in said]
 
 

@@ -54,11 +54,11 @@ def _computed(op: Callable[[Any, Any], Any], swapped: bool = False) -> Any:
             return NotImplemented
         others = other.values if isinstance(other, PerRank) else (other,) * len(self.values)
         found = [op(b, a) if swapped else op(a, b) for a, b in zip(self.values, others, strict=True)]
-        if type(found[0]) is int:
-            return type(self)(found)
-        if len(set(found)) > 1:
+        if len(set(found)) == 1:
+            return found[0]
+        if type(found[0]) is not int:
             raise RanksDiffer
-        return found[0]
+        return type(self)(found)
 
     return method
 
