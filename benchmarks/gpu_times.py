@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,10 +21,11 @@ from vescale_fn import P, tree
 from vescale_fn.recipes import llama
 from vescale_fn.recipes.parallel import parallel
 
-# width, heads, layers, hidden width, vocabulary; windows and their length
+# windows in a batch, and their length
 SIZES = {
-    "small": (llama.Config(vocab=1024, dim=256, heads=4, groups=4, layers=4, hidden=768, dropout=0.0), 4, 128),
-    "large": (llama.Config(vocab=32768, dim=2048, heads=16, groups=16, layers=4, hidden=5632, dropout=0.0), 8, 1024),
+    "small": (llama.Config(vocab=1024, dim=256, heads=4, groups=4, layers=2, hidden=768, dropout=0.0), 4, 128),
+    "medium": (llama.Config(vocab=8192, dim=1024, heads=16, groups=16, layers=6, hidden=2816, dropout=0.0), 8, 512),
+    "large": (llama.Config(vocab=32768, dim=2048, heads=16, groups=16, layers=2, hidden=5632, dropout=0.0), 8, 1024),
 }
 RATE = 1e-4
 KEY = vfn.random.key(0)
@@ -128,17 +131,21 @@ def by_vescale_fn(size: str, **options: Any) -> Callable[[], Any]:
     return call
 
 
+WAYS: dict[str, Callable[[str], Callable[[], Any]]] = {
+    "torch": lambda size: by_torch(size, None),
+    "torch.compile": lambda size: by_torch(size, "default"),
+    "torch.compile, reduce-overhead": lambda size: by_torch(size, "reduce-overhead"),
+    "vescale_fn, eager": lambda size: by_vescale_fn(size),
+    "jit": lambda size: by_vescale_fn(size, backend="torch"),
+    "jit, arena": lambda size: by_vescale_fn(size, arena=True),
+    "jit, inductor": lambda size: by_vescale_fn(size, backend="inductor"),
+    "jit, cuda_graph": lambda size: by_vescale_fn(size, cuda_graph=True),
+    "jit, inductor, cuda_graph": lambda size: by_vescale_fn(size, backend="inductor", cuda_graph=True),
+}
+
+
 def step(size: str) -> None:
-    made = {
-        "torch": by_torch(size, None),
-        "torch.compile": by_torch(size, "default"),
-        "torch.compile, reduce-overhead": by_torch(size, "reduce-overhead"),
-        "vescale_fn, eager": by_vescale_fn(size),
-        "jit": by_vescale_fn(size, backend="torch"),
-        "jit, inductor": by_vescale_fn(size, backend="inductor"),
-        "jit, cuda_graph": by_vescale_fn(size, cuda_graph=True),
-        "jit, inductor, cuda_graph": by_vescale_fn(size, backend="inductor", cuda_graph=True),
-    }
+    made = {name: make(size) for name, make in WAYS.items()}
     first = {name: float(call()) for name, call in made.items()}
     assert max(first.values()) - min(first.values()) < 0.05, first
     took = times(made)
@@ -147,6 +154,48 @@ def step(size: str) -> None:
         ["step", "ms", "of torch", "of torch.compile"],
         [[name, ms, ms / took["torch"], ms / took["torch.compile"]] for name, ms in took.items()],
     )
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_of(way: str) -> list[float]:
+    """Of a step, in MiB: the most that tensors took, what torch's allocator took of the GPU for them, the peak that its plan
+    predicts; then in how many segments that lies, and how many of them came in the last four calls."""
+    call = WAYS[way]("medium")
+    for _ in range(6):
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["segment.all.allocated"]
+    for _ in range(4):
+        call()
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()
+    config, opt = SIZES["medium"][0], vfn.optim.adamw(RATE)
+    params, batch = inputs("medium")
+
+    def step(params: Any, state: Any, batch: torch.Tensor) -> Any:
+        value, grads = vfn.value_and_grad(llama.loss)(params, batch, config)
+        updates, state = opt.update(grads, state, params)
+        return value, vfn.optim.apply_updates(params, updates), state
+
+    predicted = vfn.jit(step, donate_argnums=(0, 1)).lower(params, opt.init(params), batch).memory().peak
+    sizes = after["allocated_bytes.all.peak"], after["reserved_bytes.all.peak"], predicted
+    return [*(size / 2**20 for size in sizes), after["segment.all.current"], after["segment.all.allocated"] - before]
+
+
+def memory() -> None:
+    """Each way in a process of its own."""
+    ways = "torch", "jit", "jit, arena", "jit, cuda_graph"
+    command = [sys.executable, "-m", "benchmarks.gpu_times", "memory_of"]
+    running = {way: subprocess.Popen([*command, way], stdout=subprocess.PIPE, text=True) for way in ways}
+    rows = []
+    for way, process in running.items():
+        allocated, reserved, predicted, pieces, anew = json.loads(process.communicate()[0].splitlines()[-1])
+        rows.append([way, predicted, allocated, reserved, reserved / predicted, pieces, anew])
+    columns = ["step", "predicted peak, MiB", "tensors, MiB", "reserved, MiB", "reserved / predicted"]
+    show("gpu_memory", [*columns, "segments", "cudaMalloc in 4 calls"], rows)
 
 
 # --- simulated ranks --------------------------------------------------------------------------------------------------
@@ -210,12 +259,16 @@ def show(name: str, columns: list[str], rows: list[list[Any]]) -> None:
 def main() -> None:
     torch.set_default_device("cuda")
     runs = {
-        "step": lambda: [step(size) for size in SIZES],
+        "step": lambda: [step(size) for size in ("small", "large")],
         **{f"step_{size}": lambda size=size: step(size) for size in SIZES},
+        "memory": memory,
         "simulated": simulated,
         "draws": draws,
     }
-    for name in sys.argv[1:] or ("step", "simulated", "draws"):
+    if sys.argv[1:2] == ["memory_of"]:
+        print(json.dumps(memory_of(sys.argv[2])))
+        return
+    for name in sys.argv[1:] or ("step", "memory", "simulated", "draws"):
         runs[name]()
 
 

@@ -68,7 +68,8 @@ def test_what_a_cuda_graph_would_leave_out_is_refused(monkeypatch):
     assert lines[2].startswith("  * cond, at test_plan_backends.py:")
     assert lines[2].endswith(": what runs depends on a value")
     assert lines[3:] == [
-        "  Instead: leave cuda_graph out; torch.where for a choice; device='cuda' where tensors are made"
+        "  Instead: leave cuda_graph out; torch.where for a choice; device='cuda' where tensors are made; "
+        "vfn.random.wrap_key_data(vfn.random.key_data(key).cuda()) for a key"
     ]
     graph = vfn.jit(lambda x: (x + 1).to("meta")).lower(host).graph
     assert [line.rpartition(": ")[2] for line in cuda_graphs._on_the_cpu(graph)] == [

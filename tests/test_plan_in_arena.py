@@ -8,7 +8,7 @@ from programs import PROGRAMS
 
 import vescale_fn as vfn
 from vescale_fn import P, errors, tree
-from vescale_fn.plan.execution import in_arena
+from vescale_fn.plan.execution import in_arena, in_pool
 
 pytestmark = pytest.mark.fast
 
@@ -164,6 +164,64 @@ def test_an_arena_and_a_cuda_graph_are_one_too_many():
     assert str(caught.value) == (
         "jit: a CUDA graph has a block of memory of its own\n  Instead: cuda_graph=True without arena=True"
     )
+
+
+# On CUDA: a pool of torch's allocator, here one that notes what is asked of it
+
+
+class Noting:
+    """Stands for `in_pool._Pool`: of the first one torch's allocator had to ask for a second segment."""
+
+    def __init__(self, bytes, made):
+        self.bytes, self.log, self.first = bytes, [], not made
+        made.append(self)
+
+    def enter(self):
+        assert self.log[-1:] != ["in"]
+        self.log.append("in")
+
+    def leave(self):
+        if self.log[-1] == "in":
+            self.log.append("out")
+
+    def segments(self):
+        return [self.bytes, 512] if self.first else [self.bytes]
+
+
+@pytest.fixture
+def pools(monkeypatch):
+    made = []
+    monkeypatch.setattr(in_pool, "_Pool", lambda bytes: Noting(bytes, made))
+    monkeypatch.setattr(in_pool, "is_for", lambda graph: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "one")
+    return made
+
+
+def gradient(ws, x):
+    return layers(ws, x)[1], vfn.grad(lambda ws: layers(ws, x)[1])(ws), layers(ws, x)[1]
+
+
+def test_a_plan_in_a_pool_makes_results_outside_and_comes_to_have_one_segment(pools):
+    f = vfn.jit(gradient, arena=True)
+    for seed in range(4):  # the first one without a pool
+        assert equal(f(*inputs(seed)), gradient(*inputs(seed)))
+    first, second = pools
+    assert (first.bytes, second.bytes) == (f.lower(*inputs()).arena(512).bytes, first.bytes + 512)
+    assert second.log == first.log * 2
+    assert set(first.log[::2]) == {"in"}
+    assert set(first.log[1::2]) == {"out"}
+
+
+def test_a_call_that_fails_leaves_its_pool_and_no_other_call_has_it(pools):
+    f = vfn.jit(lambda ws, x, i: layers(ws, torch.tanh(x)[i].clone()), arena=True)
+    (ws, x), good, bad = inputs(), torch.arange(5), torch.arange(5) + 3
+    want = f(ws, x, good)
+    f(ws, x, good)
+    f(ws, x, good)
+    with pytest.raises(IndexError):
+        f(ws, x, bad)
+    assert equal(f(ws, x, good), want)
+    assert [pool.log[-1] for pool in pools] == ["out"] * 3
 
 
 def on_ranks():

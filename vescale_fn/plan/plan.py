@@ -119,7 +119,7 @@ class Plan:
     @functools.cached_property
     def run(self) -> Callable[[list[Any]], Any]:
         """What runs it."""
-        return self._how.running(self.code.run)
+        return self.code.run if self._abstract else self._how.running(self.code.run, self.graph)
 
     def changed(self) -> str | None:
         """What the function closes over and has changed since; None where nothing has."""

@@ -130,7 +130,9 @@ class Unchecked(TorchFunctionMode):
         one = torch_internals.peel(out)
         if not torch_internals.is_bare(one):
             return out
-        with torch_internals.no_torch_function():
+        with torch_internals.no_torch_function():  # in which torch's default device is the CPU
+            if draws and getattr(func, "__name__", "") in function_kinds.DRAWS:
+                kwargs = {**kwargs, "device": one.device}
             again = [func(*args, **kwargs) if draws else one.clone() for _ in range(1, self.ranks)]
             made = Blocks(torch_internals.peel(x.detach()) for x in (one, *again))
             if torch_internals.transforming():

@@ -13,7 +13,7 @@ from ..._core.base.errors import TransformError
 from ..._core.base.messages import meant, report, short
 from ..ir import graph as plan
 from ..ir import memory_aliases
-from . import cuda_graphs
+from . import cuda_graphs, in_pool
 from .cuda_graphs import Run
 from .in_arena import in_arena
 
@@ -72,11 +72,18 @@ class Backend:
         """The graph as it runs: where its values lie in an arena, with their places."""
         if self.cuda_graph:
             cuda_graphs.check(graph)
-        return in_arena(graph) if self.arena else graph
+        if self.arena:
+            graph = in_arena(graph)
+            return in_pool.apart(graph) if in_pool.is_for(graph) else graph
+        return graph
 
-    def running(self, run: Run) -> Run:
-        """What is called to run a plan whose own function is `run`."""
-        return cuda_graphs.CudaGraph(run) if self.cuda_graph else run
+    def running(self, run: Run, graph: fx.Graph) -> Run:
+        """What is called to run a plan, of which `run` runs the graph that is `placed`."""
+        if self.cuda_graph:
+            return cuda_graphs.CudaGraph(run)
+        if self.arena and in_pool.is_for(graph):
+            return in_pool.InPool(run, in_pool.size(graph))
+        return run
 
 
 def inductor(graph: fx.Graph) -> fx.Graph:

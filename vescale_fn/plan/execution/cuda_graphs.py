@@ -21,6 +21,7 @@ from .stride_checks import each_once
 
 Run = Callable[[list[Any]], tuple[Any, ...]]
 
+_OF_A_KEY = "vfn.random.wrap_key_data(vfn.random.key_data(key).cuda()) for a key"
 _COPIES = ("_to_copy", "copy_", "copy", "_foreach_copy_")
 
 
@@ -37,7 +38,7 @@ def check(graph: fx.Graph) -> None:
                 "jit",
                 "with cuda_graph=True the CPU has no part in a call, but it would have in this one",
                 wrong,
-                "leave cuda_graph out; torch.where for a choice; device='cuda' where tensors are made",
+                f"leave cuda_graph out; torch.where for a choice; device='cuda' where tensors are made; {_OF_A_KEY}",
             )
         )
 
@@ -51,7 +52,7 @@ def _on_the_cpu(graph: fx.Graph) -> Iterator[str]:
         elif isinstance(node.target, plan.Step) and node.target.effect and not isinstance(node.target, Nested):
             fact = "it would happen in the first call alone"
         elif plan.is_aten(node) and _crosses(node):
-            fact = "copies between the CPU and the GPU"
+            fact = "it has tensors on the CPU and on the GPU"
         if fact is not None:
             line = node.meta.get("line", "")
             yield f"{call_text(node)}{f', at {place(line)}' if line else ''}: {fact}"
@@ -126,8 +127,7 @@ class CudaGraph:
                     "jit",
                     "with cuda_graph=True all arguments must be tensors on a CUDA device",
                     [text(x) + f" on {x.device}" if isinstance(x, torch.Tensor) else f"the number {x}" for x in wrong],
-                    "x.cuda() for a tensor, torch.tensor(x, device='cuda') for a number, "
-                    "vfn.random.wrap_key_data(vfn.random.key_data(key).cuda()) for a key: one graph serves all values",
+                    f"x.cuda() for a tensor; torch.tensor(x, device='cuda') for a number; {_OF_A_KEY}",
                 )
             )
         inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in values]

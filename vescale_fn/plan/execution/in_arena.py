@@ -1,7 +1,8 @@
 """A plan whose values lie in a static arena: operators write into one block of memory, which is kept from call to call.
 
 That takes an operator with a variant that writes where it is told, and a value that nobody has after the call. What has none
-(attention, normalization, draws, what a collective brings, what the iterations of a loop make) takes its memory as ever.
+(attention, normalization, draws, what a collective brings, what the iterations of a loop make) takes its memory as ever. On
+CUDA it is the allocator that gives all of them their places (`in_pool`).
 """
 
 from __future__ import annotations
