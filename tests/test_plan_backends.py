@@ -73,7 +73,7 @@ def test_what_a_cuda_graph_would_leave_out_is_refused(monkeypatch):
     ]
     graph = vfn.jit(lambda x: (x + 1).to("meta")).lower(host).graph
     assert [line.rpartition(": ")[2] for line in cuda_graphs._on_the_cpu(graph)] == [
-        "copies between the CPU and the GPU"
+        "it has tensors on the CPU and on the GPU"
     ]
 
 

@@ -19,7 +19,7 @@ from ..ir import inplace, memory_aliases
 from ..ir.arena import Life, offsets
 from .stride_checks import uncertain
 
-_ALIGNMENT = 512  # bytes; that of CUDA's allocator
+_ALIGNMENT = 512  # bytes
 _LEAST = 1 << 12  # bytes that are worth a place
 _OURS = ("aten", "vescale_fn")  # the namespaces of operators that keep nothing of what they are given
 
@@ -34,13 +34,12 @@ class _Blocks:
 
     def __init__(self, views: list[tuple[int, torch.Tensor]], bytes: int, device: torch.device) -> None:
         self.views, self.bytes, self.device = views, bytes, device
-        self.free: dict[Any, list[list[torch.Tensor]]] = defaultdict(list)  # by stream: calls on one follow each other
+        self.free: list[list[torch.Tensor]] = []
 
     def take(self) -> list[torch.Tensor]:
         """The values' places in a block that nobody uses. It has to be given back; if a call fails, it is let go."""
-        free = self.free[self._stream()]
         try:
-            return free.pop()
+            return self.free.pop()
         except IndexError:
             block = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
             return [
@@ -50,16 +49,15 @@ class _Blocks:
 
     def give_back(self, places: list[torch.Tensor]) -> None:
         """Say that nobody uses them any more."""
-        self.free[self._stream()].append(places)
-
-    def _stream(self) -> Any:
-        return None if self.device.type == "cpu" else torch.accelerator.current_stream(self.device)
+        self.free.append(places)
 
 
 def in_arena(graph: fx.Graph) -> fx.Graph:
     """The graph whose values lie in a static arena, as far as they can."""
     graph = plan.copied(graph)
     for device, lives in placeable(graph).items():
+        if device.type == "cuda":
+            continue
         found = offsets(lives, _ALIGNMENT)
         likes = [plan.value(life.maker) for life in lives]
         blocks = _Blocks([*zip(map(int, found.offsets), likes, strict=True)], found.height, device)
