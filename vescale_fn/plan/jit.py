@@ -152,10 +152,10 @@ def jit(
         backend: what computes: torch's own kernels, or with ``"inductor"`` what torch's compiler makes of the local calls
             between collectives; then values are the same up to rounding.
         cuda_graph: whether calls are one CUDA graph each, collectives included. Arguments must be tensors on the GPU.
-        arena: whether what calls make lies in one block of memory, each value where it lay in the call before: nothing is
-            asked of torch's allocator, nothing is fragmented. The plan keeps the block (one for each of its calls that run at
-            the same time). Results lie elsewhere, and so do values of operators that cannot write where they are told:
-            attention, normalization, draws, what collectives bring.
+        arena: whether what calls make lies in one block of memory, which the plan keeps (one for each of its calls that run at
+            the same time); results lie elsewhere. On a CPU each value lies where it lay in the call before, and values of
+            operators that cannot write where they are told (attention, normalization, draws, what collectives bring) are left
+            out. On CUDA it is one segment of torch's allocator, from the second call on, in which that finds the places.
         memory: the most bytes that a process may need at once, arguments included, as ``lower(...).memory().peak`` predicts:
             an int, ``"8 GiB"``, or a share of what this plan needs without it, ``"60 %"``. Values that wait for the backward
             pass are computed again where that is predicted to take the least time, collectives and keyed draws too; or, on a

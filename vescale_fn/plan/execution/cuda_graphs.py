@@ -76,7 +76,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(x)
 
 
-class Recorded(NamedTuple):
+class Capture(NamedTuple):
     """A graph, where it reads and writes, and what happens when a call of it is over."""
 
     graph: Any
@@ -98,13 +98,13 @@ class CudaGraph:
 
     def __init__(self, run: Run) -> None:
         self._run, self._lock = run, threading.Lock()
-        self._recorded: Recorded | None = None
+        self._capture: Capture | None = None
 
     def __call__(self, values: list[Any]) -> tuple[Any, ...]:
         with self._lock:
-            if self._recorded is None:
-                self._recorded = self._record(values)
-            graph, inputs, outputs, done = self._recorded
+            if self._capture is None:
+                self._capture = self._record(values)
+            graph, inputs, outputs, done = self._capture
             torch.cuda.current_stream().wait_event(done)
             _copy(inputs, values)
             values.clear()
@@ -114,7 +114,7 @@ class CudaGraph:
             done.record()
         return tuple(outs)
 
-    def _record(self, values: Sequence[Any]) -> Recorded:
+    def _record(self, values: Sequence[Any]) -> Capture:
         """The graph of a call.
 
         Raises:
@@ -142,7 +142,7 @@ class CudaGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outputs = self._run(list(inputs))
-        return Recorded(graph, inputs, outputs, torch.cuda.Event())
+        return Capture(graph, inputs, outputs, torch.cuda.Event())
 
 
 def _copy(targets: Sequence[Any], sources: Sequence[Any]) -> None:
