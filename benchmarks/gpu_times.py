@@ -61,8 +61,9 @@ def times(candidates: Mapping[str, Callable[[], Any]], rounds: int = 21, seconds
 def inputs(size: str) -> tuple[Any, torch.Tensor]:
     """Parameters in bfloat16, and a batch."""
     config, rows, length = SIZES[size]
-    params = llama.init(KEY, config, torch.bfloat16)
-    batch = vfn.random.randint(vfn.random.key(1), (rows, length + 1), 0, config.vocab, dtype=torch.int64)
+    with torch.device("cuda"):  # as a default device it would cost each call of torch in Python some time
+        params = llama.init(KEY, config, torch.bfloat16)
+        batch = vfn.random.randint(vfn.random.key(1), (rows, length + 1), 0, config.vocab, dtype=torch.int64)
     return params, batch
 
 
@@ -111,21 +112,23 @@ def plain_loss(params: Any, batch: torch.Tensor, config: llama.Config) -> torch.
     return F.cross_entropy(scores.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
+def update(params: Any, state: Any, batch: torch.Tensor, config: llama.Config) -> Any:
+    """The step as a pure function."""
+    opt = vfn.optim.adamw(RATE)
+    value, grads = vfn.value_and_grad(llama.loss)(params, batch, config)
+    updates, state = opt.update(grads, state, params)
+    return value, vfn.optim.apply_updates(params, updates), state
+
+
 def by_vescale_fn(size: str, **options: Any) -> Callable[[], Any]:
-    """The step as a pure function; replayed where there are options."""
-    config, opt = SIZES[size][0], vfn.optim.adamw(RATE)
-
-    def step(params: Any, state: Any, batch: torch.Tensor) -> Any:
-        value, grads = vfn.value_and_grad(llama.loss)(params, batch, config)
-        updates, state = opt.update(grads, state, params)
-        return value, vfn.optim.apply_updates(params, updates), state
-
+    """That step; replayed where there are options."""
     params, batch = inputs(size)
-    run: Any = vfn.jit(step, donate_argnums=(0, 1), **options) if options else step
-    now = [params, opt.init(params)]
+    run: Any = vfn.jit(update, donate_argnums=(0, 1), static_argnums=3, **options) if options else update
+    with torch.device("cuda"):
+        now = [params, vfn.optim.adamw(RATE).init(params)]
 
     def call() -> torch.Tensor:
-        value, *now[:] = run(*now, batch)
+        value, *now[:] = run(*now, batch, SIZES[size][0])
         return value
 
     return call
@@ -160,8 +163,8 @@ def step(size: str) -> None:
 
 
 def memory_of(way: str) -> list[float]:
-    """Of a step, in MiB: the most that tensors took, what torch's allocator took of the GPU for them, the peak that its plan
-    predicts; then in how many segments that lies, and how many of them came in the last four calls."""
+    """Of a step, in MiB and without parameters, state and batch: the peak that its plan predicts, the most that tensors took,
+    what torch's allocator took of the GPU; then in how many segments all lies, and how many came in the last four calls."""
     call = WAYS[way]("medium")
     for _ in range(6):
         call()
@@ -172,17 +175,13 @@ def memory_of(way: str) -> list[float]:
         call()
     torch.cuda.synchronize()
     after = torch.cuda.memory_stats()
-    config, opt = SIZES["medium"][0], vfn.optim.adamw(RATE)
     params, batch = inputs("medium")
-
-    def step(params: Any, state: Any, batch: torch.Tensor) -> Any:
-        value, grads = vfn.value_and_grad(llama.loss)(params, batch, config)
-        updates, state = opt.update(grads, state, params)
-        return value, vfn.optim.apply_updates(params, updates), state
-
-    predicted = vfn.jit(step, donate_argnums=(0, 1)).lower(params, opt.init(params), batch).memory().peak
-    sizes = after["allocated_bytes.all.peak"], after["reserved_bytes.all.peak"], predicted
-    return [*(size / 2**20 for size in sizes), after["segment.all.current"], after["segment.all.allocated"] - before]
+    args = params, vfn.optim.adamw(RATE).init(params), batch
+    predicted = vfn.jit(update, donate_argnums=(0, 1), static_argnums=3).lower(*args, SIZES["medium"][0]).memory().peak
+    given = sum(x.nbytes for x in tree.leaves(args))
+    sizes = predicted, after["allocated_bytes.all.peak"], after["reserved_bytes.all.peak"]
+    taken = [(size - given) / 2**20 for size in sizes]
+    return [*taken, after["segment.all.current"], after["segment.all.allocated"] - before]
 
 
 def memory() -> None:
@@ -192,8 +191,8 @@ def memory() -> None:
     running = {way: subprocess.Popen([*command, way], stdout=subprocess.PIPE, text=True) for way in ways}
     rows = []
     for way, process in running.items():
-        allocated, reserved, predicted, pieces, anew = json.loads(process.communicate()[0].splitlines()[-1])
-        rows.append([way, predicted, allocated, reserved, reserved / predicted, pieces, anew])
+        predicted, tensors, reserved, pieces, anew = json.loads(process.communicate()[0].splitlines()[-1])
+        rows.append([way, predicted, tensors, reserved, reserved / predicted, pieces, anew])
     columns = ["step", "predicted peak, MiB", "tensors, MiB", "reserved, MiB", "reserved / predicted"]
     show("gpu_memory", [*columns, "segments", "cudaMalloc in 4 calls"], rows)
 
@@ -212,7 +211,7 @@ def simulated() -> None:
     }
     with vfn.simulate(4):
         for text, sizes in (("dp", {"dp": 4}), ("dp+tp", {"dp": 2, "tp": 2}), ("fsdp", {"dp": 4})):
-            mesh = vfn.make_mesh(tuple(sizes.values()), tuple(sizes))
+            mesh = vfn.make_mesh(tuple(sizes.values()), tuple(sizes), device="cuda")
             layout = parallel(text, mesh)
             laid_out = llama.Config(**{**vars(config), "layout": layout})
             there = vfn.shard(params, mesh, layout.specs(params, llama.NAMES, mesh).params)
@@ -240,7 +239,7 @@ def draws() -> None:
     """Draws of 2^26 numbers, and of 2^10."""
     rows = []
     for n in 1 << 26, 1 << 10:
-        x = torch.ones(n, dtype=torch.bfloat16)
+        x = torch.ones(n, dtype=torch.bfloat16, device="cuda")
         pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
             "uniform": (lambda n=n: torch.rand(n), lambda n=n: vfn.random.uniform(KEY, (n,))),
             "normal": (lambda n=n: torch.randn(n), lambda n=n: vfn.random.normal(KEY, (n,))),
@@ -257,13 +256,12 @@ def show(name: str, columns: list[str], rows: list[list[Any]]) -> None:
 
 
 def main() -> None:
-    torch.set_default_device("cuda")
     runs = {
         "step": lambda: [step(size) for size in ("small", "large")],
         **{f"step_{size}": lambda size=size: step(size) for size in SIZES},
         "memory": memory,
         "simulated": simulated,
-        "draws": draws,
+        "draws": torch.device("cuda")(draws),
     }
     if sys.argv[1:2] == ["memory_of"]:
         print(json.dumps(memory_of(sys.argv[2])))
