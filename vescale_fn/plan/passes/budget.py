@@ -16,7 +16,7 @@ from ..ir.memory_limit import MemoryLimit
 from ..ir.memory_use import MemoryUse, bytes_text, memory, place
 from ..ir.nested import everywhere
 from .boundary import KeptAcross, gathered
-from .keep_or_repeat import are_few, exact, searched
+from .keep_or_repeat import COPIES, are_few, exact, searched
 from .loop_residuals import fewer
 from .memory_order import updated
 from .rematerialize import recompute
@@ -88,15 +88,13 @@ class _Fitting:
         limit = self.limit.of(free)
         if self._use(graph).peak <= limit:
             return graph
-        best = usual if free <= limit else None
-        lines, alone = [updated(plan.copied(graph)), graph], None
-        for one in fewer(graph):
-            if self._use(one).peak <= limit:
-                alone = one
-                break
-            lines[2:] = [one]
+        lines, fits = [updated(plan.copied(graph)), graph], [usual] if free <= limit else []
+        for copies in (None, *COPIES) if costs.sends(graph) else (None,):
+            some = [*self._fewer(graph, copies, limit)]
+            fits += [one for one, fit in some if fit]
+            lines += [one for one, fit in some[-1:] if not fit]
         tried = [found for one in lines for found in self._tried(one, limit)]
-        fits = [one for one in (best, alone, *(found for found, _, _ in tried)) if one is not None]
+        fits += [one.found for one in tried if one.found is not None]
         if not fits:
             uses = [self._use(usual), *(least for _, least, _ in tried)]
             raise TransformError(self._too_little(limit, min(uses, key=lambda use: use.peak)))
@@ -112,6 +110,13 @@ class _Fitting:
     def _use(self, graph: fx.Graph) -> MemoryUse:
         """What a graph needs when the passes behind have been there."""
         return memory(self._finished(graph))
+
+    def _fewer(self, graph: fx.Graph, copies: float | None, limit: int) -> Iterator[tuple[fx.Graph, bool]]:
+        """The plan with less and less that loops keep, up to one within the limit; and whether each is."""
+        for one in fewer(graph, copies):
+            yield one, (fit := self._use(one).peak <= limit)
+            if fit:
+                return
 
     def _tried(self, graph: fx.Graph, limit: int) -> Iterator[_Tried]:
         """What was found. Where it took several calls, values may do better not to wait on the host across the first one."""

@@ -22,7 +22,7 @@ _STEPS = 14  # prices that are tried, each a few times the one before
 _HALVINGS = 5
 _SWAPS = 4  # values that may each make room for another one
 _WORK = 1_000_000  # calls that are counted while a choice is improved, so that a large plan takes no longer
-_COPIES = (0.05, 0.3, 1.0)  # seconds that a second of a copy costs: what runs beside costs less
+COPIES = (0.05, 0.3, 1.0)  # seconds that a second of a copy costs: what runs beside costs less
 
 
 class Weighed(NamedTuple):
@@ -70,7 +70,7 @@ def searched(boundary: KeptAcross, limit: int) -> tuple[Weighed | None, Weighed]
     least, best = everything, everything if everything.peak <= limit else None
     tops = {everything.at}
     for _ in range(3):
-        for copies in (None, *(_COPIES if boundary.copies else ())):
+        for copies in (None, *(COPIES if boundary.copies else ())):
             for one in _priced(boundary, _Prices(boundary, tops, copies), limit):
                 least = min(least, one, key=lambda one: (one.peak, one.seconds))
                 if one.peak <= limit:

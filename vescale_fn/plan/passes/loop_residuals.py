@@ -1,15 +1,18 @@
-"""What a loop keeps of its iterations for the loop of its derivative: each value is kept, or computed again there.
+"""What a loop keeps of its iterations for the loop of its derivative: each value is kept, computed again there, or waits in the
+memory of the host.
 
 With a price in seconds on each byte, the best choice is a cheapest cut through the body, in which a value that the derivative
-needs is bought, for its bytes in each iteration by keeping it, or for its seconds by computing it again from others, and from
-what costs nothing: what the loop goes over, and what is the same in all iterations. The call is the same, on the same values:
-no bit changes.
+needs is bought, for its bytes in each iteration by keeping it, for its copies by sending it to the host, or for its seconds by
+computing it again from others, and from what costs nothing: what the loop goes over, and what is the same in all iterations.
+The call is the same, on the same values: no bit changes.
+
+What goes to the host is copied until the end of its iteration, and comes back from the beginning of the other one.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +21,7 @@ from torch import fx
 
 from ..._core.base import no_values
 from ..._core.distributed.collectives import Collective
-from ..ir import costs
+from ..ir import costs, host_copies, inplace
 from ..ir import graph as plan
 from ..ir.loop import EACH, LAST, STACKED, loop_of, loops
 from ..ir.min_cut import MinCut
@@ -28,17 +31,22 @@ _FIRST, _FACTOR, _STEPS = 1e-14, 3.0, 20  # prices: seconds for a byte; each sev
 _INFINITE = float("inf")
 
 
-def fewer(graph: fx.Graph) -> Iterator[fx.Graph]:
-    """The plan with fewer and fewer bytes that loops keep for the loops of their derivatives, at the least time for each."""
-    before = [{*Residuals(*pair).places.values()} for pair in _pairs(graph)]
+def fewer(graph: fx.Graph, copies: float | None = None) -> Iterator[fx.Graph]:
+    """The plan with fewer and fewer bytes that loops keep for the loops of their derivatives, at the least time for each.
+
+    Args:
+        graph: the plan.
+        copies: seconds that a second of a copy to the host costs; None where nothing goes there.
+    """
+    before = [({*Residuals(*pair).places.values()}, set[fx.Node]()) for pair in _pairs(graph)]
     for step in range(_STEPS if before else 0):
-        kept = [Residuals(*pair).cheapest(_FIRST * _FACTOR**step) for pair in _pairs(graph)]
-        if kept != before:
+        chosen = [Residuals(*pair).cheapest(_FIRST * _FACTOR**step, copies) for pair in _pairs(graph)]
+        if chosen != before:
             new = plan.copied(graph)
-            for pair, some in zip(list(_pairs(new)), kept, strict=True):
-                Residuals(*pair).keep(some)
+            for pair, (kept, sent) in zip(list(_pairs(new)), chosen, strict=True):
+                Residuals(*pair).keep(kept, sent)
             yield new
-        before = kept
+        before = chosen
 
 
 def _pairs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -105,31 +113,41 @@ class Residuals:
         plain = isinstance(plan.value(node), torch.Tensor) and not plan.viewed(maker) and node not in self._changed
         return plain or node in self.places.values()
 
-    def cheapest(self, price: float) -> set[fx.Node]:
-        """What to keep of each iteration, where a byte has a price in seconds."""
-        cut, of = MinCut(), costs.rates(self.body)
-        live = reached(self.places.values())
-        for node in self.body.nodes:
-            if node not in live or node in self._free:
-                continue
-            again = self.loop.length * costs.seconds(node, of) if self._again(node) else _INFINITE
+    def _copy(self, node: fx.Node, of: costs.Rates) -> float:
+        """The seconds that it takes to copy a value to the host and back; infinitely many where that is not done."""
+        x = plan.value(node)
+        if x.device.type == "cpu" or not inplace.is_dense(x) or costs.copy(plan.nbytes(x), of) < of.call:
+            return _INFINITE
+        return 2 * costs.copy(plan.nbytes(x), of)
+
+    def cheapest(self, price: float, copies: float | None = None) -> tuple[set[fx.Node], set[fx.Node]]:
+        """What to keep of each iteration, where a byte has a price in seconds; and what of that is to wait on the host."""
+        cut, of, length = MinCut(), costs.rates(self.body), self.loop.length
+        live, sent = reached(self.places.values()) - self._free, set[fx.Node]()
+        for node in (x for x in self.body.nodes if x in live):
+            again = length * costs.seconds(node, of) if self._again(node) else _INFINITE
             cut.edge(MinCut.SOURCE, ("call", node), again)
-            size = plan.nbytes(plan.value(node)) * self.loop.length
-            cut.edge(("call", node), node, size * price if self._can_stay(node) else _INFINITE)
+            keep = send = _INFINITE
+            if self._can_stay(node):
+                keep = plan.nbytes(plan.value(node)) * length * price
+                send = _INFINITE if copies is None else self._copy(node, of) * length * copies
+            sent.update((node,) if send < keep else ())
+            cut.edge(("call", node), node, min(keep, send))
             for x in node.all_input_nodes if again < _INFINITE else ():
                 if x not in self._free:
                     cut.edge(x, ("call", node), _INFINITE)
         for node in {*self.places.values()} - self._free:
             cut.edge(node, MinCut.SINK, _INFINITE)
         there = cut.reached()
-        return {node for node in live - self._free if node not in there and ("call", node) in there}
+        kept = {node for node in live if node not in there and ("call", node) in there}
+        return kept, kept & sent
 
-    def keep(self, kept: set[fx.Node]) -> None:
-        """Keep these alone, and compute in the other loop what it needs besides."""
-        lists = self._kept(kept)
-        self._computed(lists)
+    def keep(self, kept: set[fx.Node], sent: Collection[fx.Node] = ()) -> None:
+        """Keep these alone, some of them on the host, and compute in the other loop what it needs besides."""
+        lists = self._kept(kept, sent)
+        self._computed(lists, sent)
 
-    def _kept(self, kept: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    def _kept(self, kept: set[fx.Node], sent: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
         """Have the loop keep these. For each the list of it."""
         node, loop = self.forward, self.loop
         gone = {part.args[1] for part in self.places}  # type: ignore[reportUnhashable]
@@ -140,12 +158,16 @@ class Residuals:
         live = reached([*(x for x in plan.calls(self.body) if plan.has_effect(x) or plan.KEPT in x.meta), *outs])
         live |= {x for x in plan.calls(self.body) if isinstance(x.target, Collective)}
         body = extracted([x for x in plan.calls(self.body) if x in live], self.inputs, outs)
+        _send(body, [i for i, x in enumerate(new, len(stay)) if x in sent])
         node.target = replace(
             loop,
             bodies=(body,),
             keeps=(*(loop.keeps[i - loop.carry] for i in stay if i >= loop.carry), *(EACH for _ in new)),
         )
-        node.meta["val"] = [*(vals[i] for i in stay), *(_stack(plan.value(x), loop.length) for x in new)]
+        node.meta["val"] = [
+            *(vals[i] for i in stay),
+            *(None if x in sent else _stack(plan.value(x), loop.length) for x in new),
+        ]
         for part in list(node.users):
             if part.args[1] not in gone:
                 part.args = node, stay.index(part.args[1])  # type: ignore[arg-type]
@@ -156,17 +178,22 @@ class Residuals:
             lists[x].meta = {**node.meta, "val": node.meta["val"][i]}
         return lists
 
-    def _computed(self, lists: dict[fx.Node, fx.Node]) -> None:
+    def _computed(self, lists: dict[fx.Node, fx.Node], sent: Collection[fx.Node]) -> None:
         """Have the other loop take these lists, and compute the rest right before it is needed."""
         loop, gone = self.other, {*self.places}
         body = plan.copied(loop.body)
         taking = _Taking(self.backward, body)
-        values = {x: taking.place(outer, EACH, x) for x, outer in lists.items()}
+        values = {x: taking.place(outer, EACH, x) for x, outer in lists.items() if x not in sent}
         values |= {x: taking.place(outer, _kind(outer), x) for x, outer in self.there.items()}
         missing = {taking.place(part, EACH, x): x for part, x in self.places.items()}
 
         def again(x: fx.Node, before: fx.Node) -> fx.Node:
-            if x not in values and x.op == "placeholder":
+            if x not in values and x in sent:
+                waits = taking.place(lists[x], EACH, x)
+                waits.meta["val"] = None
+                coming = host_copies.inserted(next(plan.calls(body)), host_copies.fetch, (waits,), x)
+                values[x] = host_copies.inserted(before, host_copies.fetched, (coming,), x)
+            elif x not in values and x.op == "placeholder":
                 i = self.inputs.index(x)
                 kind = STACKED if i < self.loop.given else LAST
                 values[x] = taking.place(self.forward.args[i], kind, x)
@@ -221,6 +248,17 @@ class _Taking:
         slices = tuple(kind for kind in kinds if kind not in (None, LAST))
         self.node.target = replace(self.loop, bodies=(body,), slices=slices)
         self.node.args = given
+
+
+def _send(body: fx.Graph, places: Sequence[int]) -> None:
+    """Let some of a body's results wait on the host."""
+    end, outs = plan.output(body), ends(body)[1]
+    for i in places:
+        x = outs[i]
+        behind = next(plan.calls(body), end) if x.op == "placeholder" else x.next
+        begun = host_copies.inserted(behind, host_copies.offload, (x,), x)
+        outs[i] = host_copies.inserted(end, host_copies.offloaded, (begun, x), x)
+    end.args = (tuple(outs),)
 
 
 def _kind(part: fx.Node) -> str:
