@@ -26,7 +26,7 @@ from benchmarks.side_by_side import publish
 from vescale_fn.errors import TransformError
 from vescale_fn.plan.ir import costs, host_copies
 
-BUDGETS = (80, 65, 50, 40, 35)  # percent of what a plan without a limit needs
+BUDGETS = (80, 70, 60, 50, 45)  # percent of what a plan without a limit needs
 Params = list[dict[str, torch.Tensor]]
 
 

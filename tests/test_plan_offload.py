@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 
 import vescale_fn as vfn
 from benchmarks import small_budgets
@@ -181,6 +182,17 @@ def test_where_there_is_room_copies_cost_nothing():
     host_trips.arrange(trips, live, seconds, 10**6)
     assert host_trips.total(trips, seconds, 0.0) == 60.0
     assert max(live) < 50
+
+
+def test_what_flash_attention_takes_for_itself_counts():
+    graph, op = fx.Graph(), torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    given = [graph.placeholder(name) for name in ("out", "query", "key", "value")]
+    for node in given:
+        node.meta["val"] = no_values.empty((2, 4, 8, 16), (512, 128, 16, 1), torch.bfloat16, torch.device("cuda", 0))
+    call = graph.call_function(op, tuple(given))
+    call.meta["val"] = [node.meta["val"] for node in given[:3]]
+    graph.output((call,)).meta["val"] = None
+    assert memory(graph).peak == 7 * 2 * 1024 + 4 * (1024 + 64)
 
 
 # On a GPU

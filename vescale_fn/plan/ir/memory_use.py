@@ -121,7 +121,7 @@ def memory(graph: fx.Graph, mortal: frozenset[fx.Node] = frozenset()) -> MemoryU
                 key=lambda use: use.peak - use.arguments,
                 default=None,
             )
-            more = 0 if inside is None else inside.peak - inside.arguments
+            more = _scratch(node) if inside is None else inside.peak - inside.arguments
             now = live + (int(more * node.target.at_once(node)) if isinstance(node.target, Mapped) else more)
             if isinstance(node.target, (Branches, Shared, Mapped)):  # whose results are those of the body
                 now = max(
@@ -155,6 +155,16 @@ def _within(known: dict[Any, MemoryUse], body: fx.Graph, dying: tuple[int, ...])
         places = [x for x in body.nodes if x.op == "placeholder"]
         known[body, dying] = memory(body, frozenset(places[i] for i in dying))
     return known[body, dying]
+
+
+def _scratch(node: fx.Node) -> int:
+    """The bytes that a kernel takes for itself while it runs, where they are many: flash attention adds up the gradient of the
+    queries in float32 on a GPU, with a number for each row."""
+    if not plan.name_of(node).endswith("flash_attention_backward"):
+        return 0
+    query = plan.value(node.args[1])  # type: ignore[arg-type]
+    rows = math.prod(query.shape[:-1])
+    return 4 * (query.numel() + rows) if query.device.type != "cpu" else 0
 
 
 def _by_line(alive: dict[memory_aliases.Memory, int], inside: MemoryUse | None) -> list[LineMemory]:
