@@ -216,7 +216,15 @@ def first_calls(layers: int, which: str = "replayed") -> float:
     return time.process_time() - start
 
 
-def first_update(leaves: int) -> float:
+SHAPES = [(16, 4), (16, 16), (4, 16), (16,), (8, 8), (32, 4), (2, 16)]  # of a layer's leaves, say
+KINDS: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "": lambda i: (16, 4),
+    " of 7 shapes": lambda i: SHAPES[i % 7],
+    " all different": lambda i: (1 + i % 64, 1 + i // 64),
+}
+
+
+def first_update(leaves: int, kind: str = "") -> float:
     """The same of AdamW on so many small leaves, whose memory takes the new ones."""
     optimiser = vfn.optim.adamw(RATE)
 
@@ -224,7 +232,7 @@ def first_update(leaves: int) -> float:
         updates, state = optimiser.update(grads, state, params)
         return vfn.optim.apply_updates(params, updates), state
 
-    params, grads = ({str(i): torch.ones(16, 4) for i in range(leaves)} for _ in range(2))
+    params, grads = ({str(i): torch.ones(KINDS[kind](i)) for i in range(leaves)} for _ in range(2))
     args = params, optimiser.init(params), grads
     start = time.process_time()
     vfn.jit(step, donate_argnums=(0, 1))(*args)
@@ -235,7 +243,8 @@ def tell_first_calls() -> None:
     first_calls(1)  # what is loaded once
     took = {f"{layers} layers": (layers, first_calls(layers)) for layers in (4, 8, 16, 64)}
     took |= {f"{layers} layers, equal ones shared": (layers, first_calls(layers, "shared")) for layers in (8, 64)}
-    took |= {f"an update of {leaves} leaves": (leaves, first_update(leaves)) for leaves in (250, 1000)}
+    took |= {f"an update of {n} leaves": (n, first_update(n)) for n in (100, 250, 1000, 4000)}
+    took |= {f"an update of 1000 leaves{kind}": (1000, first_update(1000, kind)) for kind in KINDS if kind}
     rows = [[name, seconds, seconds / count * 1000] for name, (count, seconds) in took.items()]
     publish("first_call", ["first call of", "seconds", "ms for each"], rows)
 

@@ -163,7 +163,7 @@ def prune(node: fx.Node) -> None:
 
 
 def unmapped(graph: fx.Graph) -> fx.Graph:
-    """The graph in which the calls of the body stand in the place of each call, for one row after the other."""
+    """A recording in which the calls of the body stand in the place of each call, for one row after the other."""
     graph = copied(graph)
     for node, target in mapped(graph):
         places, outs = ends(target.bodies[0])

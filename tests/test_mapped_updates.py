@@ -1,0 +1,143 @@
+"""An optimiser's update of many leaves is one call of a plan: the same bits, in place, whatever else uses the leaves."""
+
+import pytest
+import torch
+
+import vescale_fn as vfn
+from vescale_fn import optim
+from vescale_fn._core.base import tree
+from vescale_fn.plan.ir.graph import calls
+from vescale_fn.plan.ir.mapped import mapped
+
+ADAMW = optim.adamw(1e-2)
+
+
+def leaves():
+    draw = torch.Generator().manual_seed(0)
+    return {f"w{i}": torch.randn(4, i % 5, generator=draw) for i in range(12)}
+
+
+def mixed():
+    """Leaves that are not alike."""
+    draw = torch.Generator().manual_seed(0)
+    halves = {f"h{i}": torch.randn(i, 3, generator=draw).bfloat16() for i in range(4)}
+    large = {f"l{i}": torch.randn(260, 256, generator=draw) for i in range(2)}
+    turned = {f"t{i}": torch.randn(2 + i, 3, generator=draw).t() for i in range(3)}
+    return {**leaves(), **halves, **large, **turned, "one": torch.tensor(2.0), "depth": 3, "none": None}
+
+
+def grads_of(params):
+    grads = tree.map_(lambda x: x.cos() if isinstance(x, torch.Tensor) else x, params)
+    return {k: x.clone(memory_format=torch.contiguous_format) if k == "t1" else x for k, x in grads.items()}
+
+
+def updated(params, state, grads, opt=ADAMW):
+    updates, state = opt.update(grads, state, params)
+    return optim.apply_updates(params, updates), state
+
+
+def as_eagerly(step, *args, **options):
+    """The jitted step, which gives twice the bits of the step itself, and writes over what it may."""
+    copied = lambda: tree.map_(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, args)
+    f = vfn.jit(step, donate_argnums=(0, 1), **options)
+    expected = tree.leaves(step(*copied()))
+    for given in (copied(), copied()):
+        for x, y in zip(tree.leaves(f(*given)), expected, strict=True):
+            assert x is y or x == y if not isinstance(x, torch.Tensor) else torch.equal(x, y) and x.dtype == y.dtype
+    return f
+
+
+@pytest.mark.parametrize("options", [{}, {"arena": True}, {"passes": []}], ids=str)
+@pytest.mark.parametrize(
+    "opt",
+    [
+        ADAMW,
+        optim.chain(optim.clip_by_value(0.5), optim.lion(1e-3), optim.params_ema(0.9)),
+        optim.sgd(0.1, momentum=0.9),
+    ],
+    ids=repr,
+)
+def test_leaves_that_are_not_alike(opt, options):
+    params = mixed()
+    as_eagerly(lambda p, s, g: updated(p, s, g, opt), params, opt.init(params), grads_of(params), **options)
+
+
+def used_later(p, s, g):
+    return *updated(p, s, g), sum((x * x).sum() for x in p.values())
+
+
+def given_back(p, s, g):
+    return *updated(p, s, g), p["w3"], p["w4"].t(), s.mean["w6"] + 1
+
+
+def with_updates(p, s, g):
+    updates, s = ADAMW.update(g, s, p)
+    return optim.apply_updates(p, updates), s, updates
+
+
+def twice(p, s, g):
+    return updated(*updated(p, s, g), g)
+
+
+def by_themselves(p, s, g):
+    return updated(p, s, p)
+
+
+def one_gradient(p, s, g):
+    return updated(p, s, {k: g["w1"] if x.shape == g["w1"].shape else g[k] for k, x in p.items()})
+
+
+@pytest.mark.parametrize("step", [used_later, given_back, with_updates, twice, by_themselves, one_gradient])
+def test_leaves_that_something_else_uses(step):
+    params = leaves()
+    as_eagerly(step, params, ADAMW.init(params), grads_of(params))
+
+
+def test_results_lie_where_donated_leaves_lay():
+    params = leaves()
+    args = params, ADAMW.init(params)
+    lay = [x.data_ptr() for x in tree.leaves(args)]
+    out = vfn.jit(updated, donate_argnums=(0, 1))(*args, grads_of(params))
+    assert [x.data_ptr() for x in tree.leaves(out)] == lay
+
+
+def test_one_call_for_all_that_are_alike():
+    count = lambda n: {str(i): torch.ones(2, 1 + i) for i in range(n)}
+    bodies, nodes = [], []
+    for n in (3, 30):
+        params = count(n)
+        graph = vfn.jit(updated).lower(params, ADAMW.init(params), params).graph
+        found = list(mapped(graph))
+        assert [target.rows for _, target in found] == [n, n]  # the update, and the new parameters
+        bodies.append([len(target.bodies[0].nodes) for _, target in found])
+        nodes.append(sum(1 for _ in calls(graph)))
+    assert bodies[0] == bodies[1]
+    assert nodes[1] - nodes[0] == 27 * 4  # which take a leaf's results out: its update, two means, the new parameter
+
+
+def test_predicted_peak_is_that_of_single_calls():
+    params = {str(i): torch.ones(64, 64) for i in range(20)}
+    args = params, ADAMW.init(params), params
+    together = vfn.jit(updated, donate_argnums=(0, 1)).lower(*args).memory()
+    single = vfn.jit(updated, donate_argnums=(0, 1), arena=True).lower(*args).memory()
+    assert together.arguments == single.arguments
+    assert together.peak <= single.peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_saved_plan(dtype, tmp_path):
+    params = {k: x.to(dtype) for k, x in leaves().items()}
+    args = params, ADAMW.init(params), grads_of(params)
+    vfn.save_plan(vfn.jit(updated, donate_argnums=(0, 1)).lower(*args), tmp_path / "update")
+    f = as_eagerly(updated, *args, plans=[vfn.load_plan(tmp_path / "update")])
+    assert f.cache_info().records == 0
+
+
+def test_a_meta_gradient_goes_through_each_leaf():
+    params = leaves()
+
+    def after(rate):
+        return sum(x.sum() for x in updated(params, None, grads_of(params), optim.scale(rate))[0].values())
+
+    rate = torch.tensor(0.5)
+    torch.testing.assert_close(vfn.jit(vfn.grad(after))(rate), vfn.grad(after)(rate))
