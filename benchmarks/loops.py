@@ -158,14 +158,14 @@ def gathered(p: Params) -> Params:
     return vfn.with_sharding(p, P())
 
 
-def layer_by_layer(p: Params, x: torch.Tensor) -> torch.Tensor:
-    return vfn.scan(vfn.remat(lambda h, p: (layer(h, gathered(p)), None)), x, p)[0]
+def computed_again(p: Params, x: torch.Tensor, brought: Callable[[Params], Params] = lambda p: p) -> torch.Tensor:
+    return vfn.scan(vfn.remat(lambda h, p: (layer(h, brought(p)), None)), x, p)[0]
 
 
 STACKED: dict[str, tuple[Any, P]] = {
-    "leading dim split, gathered at once": (lambda p, x: scanned(gathered(p), x), P("dp")),
-    "leading dim split, a slice at a time": (scanned, P("dp")),
-    "another dim split, gathered in the body under `remat`": (layer_by_layer, P(None, None, "dp")),
+    "leading dim split, gathered at once": (lambda p, x: computed_again(gathered(p), x), P("dp")),
+    "leading dim split, a slice at a time": (computed_again, P("dp")),
+    "another dim split, gathered in the body": (lambda p, x: computed_again(p, x, gathered), P(None, None, "dp")),
 }
 
 

@@ -223,6 +223,9 @@ def test_each_entry_of_an_array_stops_by_itself() -> None:
 def test_while_loop_has_forward_derivatives() -> None:
     f = lambda x: vfn.while_loop(lambda c: c < 5, lambda c: c * 2, x)
     assert vfn.jvp(f, (torch.tensor(1.5),), (torch.tensor(1.0),)) == (6, 4)
+    for x in torch.tensor([1.5, 9.0]):  # after no iteration, too
+        with pytest.raises(TransformError, match="while_loop: it has no gradient"):
+            vfn.grad(f)(x)
 
 
 def branches(p, x):

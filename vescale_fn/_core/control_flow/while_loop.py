@@ -72,8 +72,7 @@ def _looped(cond_fun: Any, body_fun: Any, init_val: Any, where: str) -> Any:
             now = loop.step(carry.leaves, holds)
         carry.leaves, count = loop.checked(now), count + 1
         holds = loop.holds(carry.leaves)
-    if count:
-        carry.leaves = list(map(_only_forward, carry.leaves))
+    carry.leaves = list(map(_only_forward, carry.leaves))
     return carry.tree()
 
 
