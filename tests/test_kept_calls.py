@@ -142,3 +142,18 @@ def test_collectives_and_memory(name: str, remat: bool) -> None:
             assert bool(nested(lowered.graph)) == (many == 2)
     assert found[2][0] == found[None][0]
     assert found[2][1] <= 1.05 * found[None][1]
+
+
+def _on_ranks():
+    mesh, ps, rows = vfn.make_mesh((3,), ("dp",)), params(4), X.repeat(2, 1)[:5]
+    split, x = vfn.shard(ps, mesh, P("dp")), vfn.shard(rows, mesh, P("dp"))
+    wanted = step(layer)(ps, rows)
+    with vfn.use_mesh(mesh):
+        for one in (on_mesh(P()), vfn.remat(on_mesh(P()))):
+            jitted = vfn.jit(step(vfn.plan.shared(one)), passes=passes(smallest=1, on_cpu=True))
+            assert_close(vfn.unshard(jitted(split, x)), wanted, rtol=1e-12, atol=1e-12)
+            assert nested(graph_of(jitted))
+
+
+def test_on_ranks_with_blocks_of_other_sizes(gloo) -> None:
+    gloo(3, _on_ranks)
