@@ -67,6 +67,9 @@ def recompute_in_calls(graph: fx.Graph, smallest: int = SMALLEST) -> fx.Graph:
     Args:
         smallest: values of fewer bytes are kept.
     """
+    given = [x for node in nested(graph) if isinstance(node.target, Shared) for x in plan.value(node)]
+    if all(plan.nbytes(x) < smallest for x in given):
+        return graph
     pairs = [(pair, of) for pair in _pairs(graph) if (of := _chosen(pair, smallest))]
     if not pairs:
         return graph
