@@ -14,7 +14,7 @@ from pathlib import Path
 
 # What is read of a value from outside the methods of its class: the name, and the class whose files put it there.
 OWN = {
-    **dict.fromkeys(("_plan_node", "_plan_recorder"), "Recorder"),
+    **dict.fromkeys(("_plan_node", "_plan_recorder", "_plan_row"), "Recorder"),
     **dict.fromkeys(("_begun", "_thread"), "Saving"),
     "_at_use": "Functional",
     "_donated": "Donated",

@@ -1,5 +1,7 @@
 """Simulated ranks that do the same go through the passes as one, and what they give is what each gave alone."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,9 +9,10 @@ import torch.nn.functional as F
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.base import tree
+from vescale_fn.plan.ir.graph import copied
 from vescale_fn.plan.ir.per_rank import PerRank, RanksDiffer, of_rank
-from vescale_fn.plan.ir.ranks_as_one import RanksAsOne
-from vescale_fn.plan.pipeline import PASSES
+from vescale_fn.plan.ir.ranks_as_one import folded
+from vescale_fn.plan.tracing import recorder
 
 
 def gradients(w, x):
@@ -59,10 +62,20 @@ def given(mesh, spec):
     return whole, (vfn.shard(whole[0], mesh, {"a": spec, "b": P("tp")}), vfn.shard(whole[1], mesh, P("dp")))
 
 
-def seen_nodes(passes=PASSES):
-    """The first pass, noting how many nodes it is shown, and the others."""
-    seen = []
-    return seen, (lambda graph: seen.append(len(graph.nodes)) or graph, *passes)
+def each_by_itself():
+    """Simulated ranks are recorded each by itself."""
+    return mock.patch.object(recorder, "RankRows", return_value=None)
+
+
+def text(graph):
+    """The calls of a graph without their names, and how their results lie."""
+    numbers = {node: i for i, node in enumerate(graph.nodes)}
+    lies = lambda x: (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else None
+    told = lambda node: torch.fx.map_arg((node.args, node.kwargs), lambda x: f"%{numbers[x]}")
+    return [
+        (node.op, getattr(node.target, "__name__", ""), repr(told(node)), lies(node.meta["val"]))
+        for node in graph.nodes
+    ]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -72,39 +85,36 @@ def test_the_values_of_one_device(f, spec):
         mesh = vfn.make_mesh((2, 3), ("dp", "tp"))
         with vfn.use_mesh(mesh):
             whole, args = given(mesh, SPECS[spec])
-            jitted, alone = vfn.jit(f), vfn.jit(f, passes=())
+            jitted, alone = vfn.jit(f), vfn.jit(f)
             for _ in range(2):
-                found, wanted = jitted(*args), alone(*args)
+                found = jitted(*args)
+                with each_by_itself():
+                    wanted = alone(*args)
                 for x, y in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
-                    torch.testing.assert_close(vfn.unshard(x), vfn.unshard(y), rtol=1e-10, atol=1e-12)
+                    assert torch.equal(vfn.unshard(x), vfn.unshard(y))
                     assert vfn.spec_of(x) == vfn.spec_of(y)
-            RanksAsOne(alone.lower(*args).recorded.graph)
+            if f is not drawn:  # which passes do not take for one
+                assert text(jitted.lower(*args).graph) == text(alone.lower(*args).graph)
     if f is not in_a_body:
         for x, y in zip(tree.leaves(found), tree.leaves(f(*whole)), strict=True):
             torch.testing.assert_close(vfn.unshard(x), y, rtol=1e-10, atol=1e-12)
 
 
 def recorded(f, shape=(4,), specs=P("dp")):
-    """The recording of a function of one array on simulated ranks."""
-    with vfn.simulate(shape[0]):
+    """The recording of a function of one array on simulated ranks, each by itself."""
+    with vfn.simulate(shape[0]), each_by_itself():
         x = vfn.shard(torch.arange(24.0).view(8, 3)[: shape[-1] * 2], vfn.make_mesh(shape[0], "dp"), specs)
         return vfn.jit(f, passes=()).lower(x).recorded.graph
 
 
 def test_passes_see_as_many_calls_however_many_ranks_there_are():
-    count = {len(RanksAsOne(recorded(lambda x: (x.sin() * 2).sum(0), (n,))).graph.nodes) for n in (2, 4)}
+    count = {len(folded(recorded(lambda x: (x.sin() * 2).sum(0), (n,))).graph.nodes) for n in (2, 4)}
     assert len(count) == 1
 
 
 def test_what_all_ranks_hold_is_computed_once():
-    text = str(
-        RanksAsOne(graph := recorded(lambda x: vfn.with_sharding(x, P()).exp().sin())).written_out(graph_of(graph))
-    )
-    assert text.count("sin.default") == 1
-
-
-def graph_of(graph):
-    return RanksAsOne(graph).graph
+    ranks = folded(recorded(lambda x: vfn.with_sharding(x, P()).exp().sin()))
+    assert str(ranks.written_out(copied(ranks.graph))).count("sin.default") == 1
 
 
 @pytest.mark.parametrize(
@@ -117,7 +127,7 @@ def graph_of(graph):
 )
 def test_ranks_that_do_not_do_the_same(f, shape):
     with pytest.raises(RanksDiffer):
-        RanksAsOne(recorded(f, shape))
+        folded(recorded(f, shape))
 
 
 def test_a_number_of_each_rank():

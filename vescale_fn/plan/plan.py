@@ -21,7 +21,7 @@ from .ir.graph import DONATED, Pass, calls, copied, memories, output, written
 from .ir.mapped import unmapped
 from .ir.nested import everywhere
 from .ir.per_rank import RanksDiffer
-from .ir.ranks_as_one import ROW, RanksAsOne
+from .ir.ranks_as_one import ROW, RanksAsOne, folded
 from .ir.shared_bodies import inlined
 from .lowered import Lowered
 from .passes.budget import Budget
@@ -75,7 +75,7 @@ class Plan:
         self._make = list(map(leaves_.making, recorded.results))
         self._abstract = any(isinstance(root(mesh), AbstractMesh) for mesh in meshes(leaves, recorded.graph, recorded))
         self._how = how
-        inputs = iter(recorded.graph.nodes)
+        inputs = iter(recorded.inputs)
         for i, take in self._take:
             for _ in take(leaves[i]):
                 node = next(inputs)
@@ -100,16 +100,22 @@ class Plan:
         """What the first passes have made of the recording, of one rank's part where simulated ranks do the same; and the other
         passes."""
         first = list(itertools.takewhile(OF_ONE_RANK.__contains__, passes))
-        if not first or not any(ROW in node.meta for node in self.recorded.graph.nodes):
-            return copied(self.recorded.graph), passes
         try:
-            ranks = RanksAsOne(inlined(self.recorded.graph))
-            graph = ranks.graph
+            ranks = self._ranks(bool(first))
+            graph = copied(ranks.graph)
             for improve in first:
-                graph = everywhere(improve, graph)
-            return ranks.written_out(graph), passes[len(first) :]
+                graph = everywhere(inlined if improve is kept else improve, graph)
+            return ranks.written_out(graph if kept in first else inlined(graph)), passes[len(first) :]
         except RanksDiffer:
-            return copied(self.recorded.graph), passes
+            return copied(self.recorded.of_all_ranks), passes
+
+    def _ranks(self, folds: bool) -> RanksAsOne:
+        """What was recorded, of one rank; `folds`: also where it was recorded of each."""
+        if self.recorded.ranks is not None:
+            return self.recorded.ranks
+        if not folds or not any(ROW in node.meta for node in self.recorded.graph.nodes):
+            raise RanksDiffer
+        return folded(inlined(self.recorded.graph))
 
     @functools.cached_property  # a plan that is only looked at needs none
     def code(self) -> Code:
@@ -192,7 +198,7 @@ class Plan:
             inputs,
             outputs,
             [places.index(i) for i in self.donated],
-            Lowered(self.recorded.graph, name),
+            Lowered(self.recorded.of_all_ranks, name),
         )
 
     def _tell_where(self, error: Exception) -> None:

@@ -21,6 +21,7 @@ from ..base import traced_steps
 from ..base.errors import InPlaceError, VaryingTypeError
 from ..base.messages import dtype_text, op_text, report
 from ..base.saved_names import saved_as
+from .rows import RankRow
 from .without_memory import WithoutMemory
 
 
@@ -30,17 +31,20 @@ class Blocks(WithoutMemory):
 
     elsewhere = "it is one block for each simulated rank", "x.blocks[rank], or vfn.unshard of what the body returns"
     instead_of_data = "x = value; or make x in the body, where it is each rank's own"
-    blocks: tuple[torch.Tensor, ...]
+    blocks: Sequence[torch.Tensor]
 
     @staticmethod
     def __new__(cls, blocks: Iterable[torch.Tensor], in_body: bool = False) -> Blocks:
-        blocks = tuple(blocks)
-        first = blocks[0]
-        if torch_internals.is_lazy(first):
-            blocks = tuple(map(torch_internals.materialized, blocks))
+        if type(blocks) is RankRow:
+            first, ragged = blocks.one, False
+        else:
+            blocks = tuple(blocks)
             first = blocks[0]
-        # an array knows its blocks' shapes, a body not
-        ragged = in_body and any(b.shape != first.shape for b in blocks)
+            if torch_internals.is_lazy(first):
+                blocks = tuple(map(torch_internals.materialized, blocks))
+                first = blocks[0]
+            # an array knows its blocks' shapes, a body not
+            ragged = in_body and any(b.shape != first.shape for b in blocks)
         self = torch_internals.make_wrapper_subclass(
             cls,
             first.shape,
@@ -173,6 +177,17 @@ def run_ranks(
     if isinstance(target, (list, tuple)) and torch_internals.operator_name(op).startswith(LIST_OPS):
         return _write_lists(op, n, args, kwargs, target)
     op = torch_internals.direct(op)
+    count, names = len(args), tuple(kwargs)
+    recorder = _recorder()
+    if recorder is not None and recorder.takes_rows(target):
+        values, at = [*args, *kwargs.values()], None if vary is None else vary[0]
+
+        def as_one(rank: int, *local: Any) -> Any:
+            given = [vary[1][rank] if i == at else x for i, x in enumerate(local)] if vary is not None else local
+            return op(*given[:count], **dict(zip(names, given[count:])))
+
+        out = recorder.for_all_ranks(as_one, n, values, None if vary is None else vary[1], share)
+        return _wrapped(values, out, in_body)
     columns = [_column(a, n) for a in (*args, *kwargs.values())]
     if vary is not None:
         columns[vary[0]] = vary[1]
@@ -183,9 +198,8 @@ def run_ranks(
         same = zip(*differ, vary[1] if vary is not None else itertools.repeat(None))
     else:
         same = range(n)
-    count, names = len(args), tuple(kwargs)
     calls = zip(same, zip(*columns))
-    if torch_internals.dispatch_modes() and (recorder := torch_internals.recorder()) is not None:
+    if recorder is not None:
         outs = recorder.row(lambda *local: op(*local[:count], **dict(zip(names, local[count:]))), calls)
         return _stitch((*args, *kwargs.values()), outs, in_body)
     seen: dict[Any, Any] = {}
@@ -324,11 +338,31 @@ def _stitch(args: Sequence[Any], outs: list[Any], in_body: bool) -> Any:
     return first
 
 
+def _wrapped(args: Sequence[Any], out: Any, in_body: bool) -> Any:
+    """What a call that was recorded for all ranks gives."""
+    if isinstance(out, (list, tuple)):
+        return type(out)(_wrapped(args, one, in_body) for one in out)
+    if type(out) is not RankRow:
+        return out
+    for a in args:  # an in-place op gives back the tensor that it was given
+        if type(a) is Blocks and type(a.blocks) is RankRow and a.blocks.one is out.one:
+            return a
+    return Blocks(out, in_body)
+
+
 def each(fn: Callable[..., Any], ranks: Sequence[int], *values: Any, key: Callable[[int], Any] | None = None) -> Blocks:
     """``fn(rank, *locals)`` for each block: see `Communicator.each`."""
+    recorder = _recorder()
+    if recorder is not None and recorder.takes_rows():
+        keys = ranks if key is None else list(map(key, ranks))
+        return _wrapped(
+            (),
+            recorder.for_all_ranks(lambda at, *local: fn(ranks[at], *local), len(ranks), values, keys, key is not None),
+            False,
+        )
     rows = [(rank, *(_pick(v, at) for v in values)) for at, rank in enumerate(ranks)]
     same = ranks if key is None else [(key(rank), *map(_identity, local)) for rank, *local in rows]
-    if torch_internals.dispatch_modes() and (recorder := torch_internals.recorder()) is not None:
+    if recorder is not None:
         return Blocks(recorder.row(fn, zip(same, rows)))
     seen: dict[Any, torch.Tensor] = {}
     for one, local in zip(same, rows):
@@ -352,6 +386,17 @@ def of_each(fn: Callable[[torch.Tensor], torch.Tensor], local: Any) -> Any:
 def renamed(local: Any, in_body: bool = False) -> Any:
     """A local value under a name of its own."""
     return Blocks(local.blocks, in_body) if type(local) is Blocks else local.detach()
+
+
+def own_of_each(block: torch.Tensor, n: int) -> Blocks:
+    """A tensor, of which each of `n` ranks has one of its own."""
+    if (recorder := _recorder()) is not None and recorder.takes_rows():
+        return _wrapped((), recorder.for_all_ranks(lambda rank: block, n, (), None, False), False)
+    return Blocks(torch_internals.peel(x.detach()) for x in (block, *(block.clone() for _ in range(1, n))))
+
+
+def _recorder() -> Any:
+    return torch_internals.recorder() if torch_internals.dispatch_modes() else None
 
 
 def shared(block: torch.Tensor, n: int) -> Blocks:

@@ -24,7 +24,7 @@ from ..base import context, linear_map
 from ..base.errors import CollectiveError
 from ..base.messages import report
 from ..base.tables import table
-from ..distributed import collectives
+from ..distributed import collectives, rows
 from ..distributed.blocks import Blocks, parts
 from ..distributed.communicator import coordinates
 from ..distributed.mesh import communicator_of, is_part
@@ -115,6 +115,8 @@ def _own(moved: Any, given: Any) -> Any:
     """What arrived, in memory that is nobody else's, as it is on real ranks: the body may write it."""
     if type(moved) is not Blocks:
         return moved.clone() if moved is given else moved  # one rank: nothing was moved
+    if type(moved.blocks) is rows.RankRow:  # of what ranks do as one nothing is written
+        return moved
     taken = set(map(torch_internals.memory, given.blocks))
     blocks = []
     for block in moved.blocks:

@@ -19,7 +19,7 @@ from .. import torch_internals
 from ..base import context, linear_map, op_arguments
 from ..base.errors import TransformError
 from ..base.messages import report
-from ..distributed.blocks import Blocks
+from ..distributed.blocks import Blocks, own_of_each
 from ..distributed.mesh import communicator_of
 from ..local_types import function_kinds, tensor_types
 from ..local_types.tensor_types import mark
@@ -131,10 +131,13 @@ class Unchecked(TorchFunctionMode):
         if not torch_internals.is_bare(one):
             return out
         with torch_internals.no_torch_function():  # in which torch's default device is the CPU
-            if draws and getattr(func, "__name__", "") in function_kinds.DRAWS:
-                kwargs = {**kwargs, "device": one.device}
-            again = [func(*args, **kwargs) if draws else one.clone() for _ in range(1, self.ranks)]
-            made = Blocks(torch_internals.peel(x.detach()) for x in (one, *again))
+            if draws:
+                if getattr(func, "__name__", "") in function_kinds.DRAWS:
+                    kwargs = {**kwargs, "device": one.device}
+                again = [func(*args, **kwargs) for _ in range(1, self.ranks)]
+                made = Blocks(torch_internals.peel(x.detach()) for x in (one, *again))
+            else:
+                made = own_of_each(one, self.ranks)
             if torch_internals.transforming():
                 return made.clone()  # a value of the innermost transform, which may be written inside it
             return made.requires_grad_() if out.requires_grad else made

@@ -53,6 +53,7 @@ from .dtensor import (
 from .exchanges import ask_before_exchange
 from .fake_tensors import (
     NO_VALUE_ERRORS,
+    another,
     fake_mode,
     preload,
     shapes_only,
@@ -335,5 +336,6 @@ __all__ = [
     "warn_of_untested",
     "watched",
     "watched_by_other_modes",
+    "another",
     "without_values",
 ]

@@ -133,6 +133,11 @@ def without_values(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, devic
     return mode.new(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
 
+def another(x: Any) -> Any:
+    """Another tensor without values that lies as this one."""
+    return without_values(x.fake_mode, x.shape, x.stride(), x.dtype, x.fake_device)
+
+
 NO_VALUE_ERRORS: tuple[type[Exception], ...] = tuple(  # what says that an op cannot be run without values
     error
     for name in (

@@ -11,39 +11,66 @@ collectives one rank's calls come after the other's.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..._core import torch_internals
 from ..._core.distributed.collectives import TABLE, Collective
 from ..._core.distributed.mesh import communicator_of
+from ..._core.distributed.rows import Holders, numbered
 from .collective_nodes import collective_of, is_listed
 from .graph import Step, calls, changed, name_of, output, value, written
 from .nested import Nested
 from .per_rank import PerRank, RanksDiffer, of_rank
 
 ROW = "row"  # in the meta of a node: (for each rank the number of its call, which of these it is, its place in that)
-Holders = tuple[int, ...]  # for each rank, which of several values it has, in the order of the ranks
 _KINDS = (bool, int, float, complex)
 
 
+@dataclass(frozen=True)
 class RanksAsOne:
-    """The program of one of the ranks of a recording.
+    """The program of one rank, for all.
 
     Args:
-        recorded: the recording.
-
-    Attributes:
         graph: the program.
+        count: how many ranks there are.
+        inputs: for each input of the program of all ranks, one of `graph` that lies as it.
+        places: for each input of `graph`, for each rank the place of its own among `inputs`.
+        results: for each result of the program of all ranks, which of `graph`'s it is, of which rank, and what is equal for
+            results that may be one tensor.
+    """
+
+    graph: fx.Graph
+    count: int
+    inputs: Sequence[fx.Node]
+    places: Sequence[Sequence[int]]
+    results: Sequence[tuple[int, int, Any]]
+
+    def written_out(self, graph: fx.Graph) -> fx.Graph:
+        """The program of all ranks, of what passes have made of `graph`."""
+        if changed(graph):
+            raise RanksDiffer
+        return _WrittenOut(self, graph).graph
+
+
+def folded(recorded: fx.Graph) -> RanksAsOne:
+    """The program of one of the ranks of a recording.
 
     Raises:
         RanksDiffer: they do not do the same.
     """
+    return _Folded(recorded).ranks
+
+
+class _Folded:
+    """A recording in which each rank's calls are nodes of their own, as one rank's program: `ranks`."""
 
     def __init__(self, recorded: fx.Graph) -> None:
-        self.recorded, self.graph = recorded, fx.Graph()
+        self.graph = fx.Graph()
         rows = _rows(recorded)
         self.count = next((len(of_all) for of_all in rows.values()), 0)
         if not self.count or any(len(of_all) != self.count for of_all in rows.values()):
@@ -56,6 +83,9 @@ class RanksAsOne:
         for node in recorded.nodes:
             if node not in self.one:
                 self._take(node, rows.get(_row_of(node)))
+        inputs = {node: i for i, node in enumerate(x for x in recorded.nodes if x.op == "placeholder")}
+        places = [[inputs[node] for node in of_all] for of_all in self.places]
+        self.ranks = RanksAsOne(self.graph, self.count, list(inputs), places, self.results)
 
     def _take(self, node: fx.Node, row: list[fx.Node] | None) -> None:
         if node.op == "output":
@@ -66,7 +96,7 @@ class RanksAsOne:
             return self._collective(node)
         of_all = [node] * self.count if row is None else row
         first = of_all[0]
-        if first is not node or not all(_alike(value(x), value(first)) for x in dict.fromkeys(of_all)):
+        if first is not node or not all(alike(value(x), value(first)) for x in dict.fromkeys(of_all)):
             raise RanksDiffer
         if node.op == "placeholder":
             return self._note(self._input(of_all), of_all)
@@ -93,7 +123,7 @@ class RanksAsOne:
 
     def _collective(self, node: fx.Node) -> None:
         given, vals = node.args[0], value(node)
-        if not is_listed(node) or len(given) != self.count or not all(_alike(x, vals[0]) for x in vals):  # type: ignore
+        if not is_listed(node) or len(given) != self.count or not all(alike(x, vals[0]) for x in vals):  # type: ignore
             raise RanksDiffer
         mesh = collective_of(node).mesh
         if mesh.device_type != "cpu":  # where it is begun, and waited for
@@ -141,7 +171,7 @@ class RanksAsOne:
             return self.closed[tuple(of_all)]
         if not all(isinstance(x, fx.Node) and x.op == "placeholder" and ROW not in x.meta for x in of_all):
             raise RanksDiffer
-        if not all(_alike(value(x), value(of_all[0])) for x in of_all):
+        if not all(alike(value(x), value(of_all[0])) for x in of_all):
             raise RanksDiffer
         new = self.closed[tuple(of_all)] = self._input(of_all)
         new.meta, self.all[new] = dict(of_all[0].meta), of_all
@@ -149,22 +179,16 @@ class RanksAsOne:
 
     def _end(self, node: fx.Node) -> None:
         ones: dict[fx.Node, int] = {}
-        self.results: list[tuple[int, int]] = []  # for each result, which of `graph`'s it is and of which rank
-        for x in node.args[0]:  # type: ignore[union-attr]
-            x = x if x in self.one else _copied(x)
+        self.results: list[tuple[int, int, Any]] = []
+        for before in node.args[0]:  # type: ignore[union-attr]
+            x = before if before in self.one else _copied(before)
             one = self.one.get(x)  # type: ignore[arg-type]
             at = next((rank for rank, other in enumerate(self.all.get(one, ())) if other is x), None)  # type: ignore
             if one is None or at is None:
                 raise RanksDiffer
-            self.results.append((ones.setdefault(one, len(ones)), at))
+            self.results.append((ones.setdefault(one, len(ones)), at, before))
         new = self.graph.output(tuple(ones))
         new.meta = dict(node.meta)
-
-    def written_out(self, graph: fx.Graph) -> fx.Graph:
-        """The program of all ranks, of what passes have made of `graph`."""
-        if changed(graph):
-            raise RanksDiffer
-        return _WrittenOut(self, graph).graph
 
 
 def _row_of(node: fx.Node) -> Any:
@@ -199,23 +223,28 @@ def _copied(x: Any) -> Any:
         and name_of(x) in ("clone", "detach")
         and len(x.all_input_nodes) == 1
     ):
-        if not _alike(value(x), value(x.all_input_nodes[0])):
+        if not alike(value(x), value(x.all_input_nodes[0])):
             break
         x = x.all_input_nodes[0]
     return x
 
 
-def _alike(x: Any, y: Any) -> bool:
+def alike(x: Any, y: Any) -> bool:
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
         return (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
     if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)):
-        return len(x) == len(y) and all(map(_alike, x, y))
+        return len(x) == len(y) and all(map(alike, x, y))
     return type(x) is type(y) and (x is y or type(x) in _KINDS)
 
 
-def _numbered(keys: Iterable[Any]) -> Holders:
-    seen: dict[Any, int] = {}
-    return tuple([seen.setdefault(key, len(seen)) for key in keys])
+def arrived(collective: Collective, given: Holders) -> Holders:
+    """Which ranks get the same of a collective, where these have the same before."""
+    communicator = communicator_of(collective.mesh)
+    groups = [communicator.group_of(rank, collective.axes) for rank in range(len(given))]
+    what = {group: tuple(map(given.__getitem__, group)) for group in set(groups)}
+    if TABLE[collective.kind].shared:
+        return numbered(map(what.__getitem__, groups))
+    return numbered((what[group], group.index(rank)) for rank, group in enumerate(groups))
 
 
 class _WrittenOut:
@@ -243,26 +272,20 @@ class _WrittenOut:
         self._results(output(graph))
 
     def _inputs(self, places: Sequence[fx.Node]) -> None:
-        old = [node for node in self.ranks.recorded.nodes if node.op == "placeholder"]
-        new = {node: self.graph.node_copy(node) for node in old}
+        new = list(map(self.graph.node_copy, self.ranks.inputs))
         for place, of_all in zip(places, self.ranks.places, strict=True):
-            self.holders[place] = _numbered(of_all)
+            self.holders[place] = numbered(of_all)
             self.made.update(((place, i), new[x]) for i, x in zip(self.holders[place], of_all))
 
     def _who(self, node: fx.Node) -> Holders:
         """Which ranks are given the same."""
         if isinstance(node.target, Collective):
-            given, communicator = self.holders[node.args[0]], communicator_of(node.target.mesh)  # type: ignore[index]
-            groups = [communicator.group_of(rank, node.target.axes) for rank in range(self.count)]
-            what = {group: tuple(map(given.__getitem__, group)) for group in set(groups)}
-            if TABLE[node.target.kind].shared:
-                return _numbered(map(what.__getitem__, groups))
-            return _numbered((what[group], group.index(rank)) for rank, group in enumerate(groups))
+            return arrived(node.target, self.holders[node.args[0]])  # type: ignore[index]
         columns: list[Any] = list(dict.fromkeys(map(self.holders.__getitem__, node.all_input_nodes)))
         columns += (number.values for number in _numbers((node.args, node.kwargs)))
         if len(columns) < 2:
-            return _numbered(columns[0]) if columns else (0,) * self.count
-        return _numbered(zip(*columns, strict=True))
+            return numbered(columns[0]) if columns else (0,) * self.count
+        return numbered(zip(*columns, strict=True))
 
     def of(self, node: fx.Node, rank: int) -> fx.Node:
         """What a rank has of a value."""
@@ -286,9 +309,7 @@ class _WrittenOut:
         given, holders = node.args[0], self.holders[node]
         blocks = [self.of(given, rank) for rank in range(self.count)]  # type: ignore[arg-type]
         first = {i: rank for rank, i in reversed(list(enumerate(holders)))}
-        vals = {
-            i: value(node) if i == 0 else collective_of(node).like(value(blocks[rank])) for i, rank in first.items()
-        }
+        vals = [torch_internals.another(value(node)) if i else value(node) for i in range(len(first))]
         new = self.graph.call_function(node.target, (blocks,))  # type: ignore[arg-type]
         new.meta = {**node.meta, "val": [vals[i] for i in holders]}
         for i in range(len(first)):
@@ -297,10 +318,10 @@ class _WrittenOut:
 
     def _results(self, end: fx.Node) -> None:
         given: Any = end.args[0]
-        was, taken, found = list(output(self.ranks.recorded).args[0]), dict[fx.Node, Any](), list[fx.Node]()  # type: ignore
-        for (place, rank), before in zip(self.ranks.results, was, strict=True):
+        taken, found = dict[fx.Node, Any](), list[fx.Node]()
+        for place, rank, same in self.ranks.results:
             x = self.of(given[place], rank)
-            if taken.setdefault(x, before) is not before:  # each has memory of its own
+            if taken.setdefault(x, same) != same:  # each has memory of its own
                 copy = self.graph.call_function(torch.ops.aten.clone.default, (x,))
                 copy.meta = dict(x.meta)
                 x = copy

@@ -23,6 +23,17 @@ class Unrollable(BaseException):
     shared = False
 
 
+class RanksApart(BaseException):
+    """Simulated ranks that were recorded as one do not do the same: each has to be recorded by itself."""
+
+
+class OfOneRank:
+    """Stands for the node of a value that one of these ranks has: there is none."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RanksApart
+
+
 class Unrecordable(BaseException):
     """The function does something that depends on values, or that runs on values alone. No `Exception`, lest a user's
     ``except`` takes it for an error."""

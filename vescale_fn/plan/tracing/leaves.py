@@ -29,6 +29,7 @@ from ..._core.base.messages import short
 from ..._core.distributed.blocks import Blocks, of_each
 from ..._core.distributed.communicator import coordinates
 from ..._core.distributed.mesh import communicator_of, root
+from ..._core.distributed.rows import row_of
 from ..._core.sharding.index_map import axes_of
 from ..._core.sharding.layout import WHOLE, contiguous_stride, layout, spec_for, text, type_text, unwritten
 from ..._core.sharding.merged_dim import parts_of
@@ -115,6 +116,8 @@ def taking(leaf: Any) -> Callable[[Any], list[torch.Tensor]] | None:
     if not isinstance(leaf, torch.Tensor):
         return None
     if type(leaf) is Blocks:
+        if row_of(leaf) is not None:
+            return lambda x: [x.blocks.one]
         return lambda x: list({id(block): block for block in x.blocks}.values())
     if type(leaf) is ShapeDtype:
         return lambda x: [no_values.like(x, torch_internals.default_device())]
@@ -130,6 +133,8 @@ def taking(leaf: Any) -> Callable[[Any], list[torch.Tensor]] | None:
             return [found if found.stride() == strides else as_recorded(found, strides)]
 
         return block
+    if (row := row_of(local)) is not None:
+        return lambda x: [as_recorded(torch_internals.local(x).blocks.one, in_order(row.one, stride))]
     holders = dict.fromkeys(first_holders(torch_internals.spec(leaf)))
     wanted = [(rank, in_order(local.blocks[rank], stride)) for rank in holders]
     return lambda x: [as_recorded(torch_internals.local(x).blocks[rank], strides) for rank, strides in wanted]
@@ -144,16 +149,19 @@ def plain_of(leaf: Any) -> list[torch.Tensor]:
 def with_tensors(leaf: Any, replaced: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The leaf with each plain tensor in it replaced."""
     if isinstance(leaf, DTensor):
-        new = [replaced(x) for x in plain_of(leaf)]
-        local = of_ranks(new, torch_internals.spec(leaf)) if type(torch_internals.local(leaf)) is Blocks else new[0]
-        return made(local, unwritten(torch_internals.spec(leaf)), lies_of(leaf))
+        return of_plain(leaf, map(replaced, plain_of(leaf)))
     return of_each(replaced, *plain_of(leaf)) if type(leaf) is ShapeDtype else of_each(replaced, leaf)
+
+
+def array_of_local(leaf: torch.Tensor, local: Any) -> Array:
+    """The array like this one around what ranks hold."""
+    return made(local, unwritten(torch_internals.spec(leaf)), lies_of(leaf))  # type: ignore[arg-type]
 
 
 def count_of(leaf: torch.Tensor) -> int:
     """How many plain tensors there are in a leaf."""
     local = torch_internals.local(leaf) if isinstance(leaf, DTensor) else leaf
-    if type(local) is not Blocks:
+    if type(local) is not Blocks or row_of(local) is not None:
         return 1
     return len(set(first_holders(torch_internals.spec(leaf)) if isinstance(leaf, DTensor) else map(id, local.blocks)))
 
@@ -163,7 +171,11 @@ def of_plain(leaf: torch.Tensor, blocks: Iterator[torch.Tensor]) -> Any:
     if not isinstance(leaf, DTensor):
         return of_each(lambda _: next(blocks), leaf)
     new, spec = [next(blocks) for _ in range(count_of(leaf))], unwritten(torch_internals.spec(leaf))
-    return made(of_ranks(new, spec) if type(torch_internals.local(leaf)) is Blocks else new[0], spec, lies_of(leaf))
+    local: Any = torch_internals.local(leaf)
+    if type(local) is not Blocks:
+        return made(new[0], spec, lies_of(leaf))
+    row = row_of(local)
+    return made(of_ranks(new, spec) if row is None else Blocks(row.like(new[0])), spec, lies_of(leaf))
 
 
 def of_ranks(blocks: Sequence[torch.Tensor], spec: Any) -> Blocks:
@@ -175,8 +187,17 @@ def of_ranks(blocks: Sequence[torch.Tensor], spec: Any) -> Blocks:
 
 def array_of(blocks: Sequence[torch.Tensor], mesh: Any, lies: P, shape: torch.Size, simulated: bool) -> Array:
     """The array of this shape and layout whose plain tensors (`plain_of`) these are."""
-    spec = spec_for(mesh, P(*lies, unreduced=lies.unreduced), shape, contiguous_stride(shape), blocks[0].dtype)
+    spec = _spec(mesh, lies, shape, blocks[0].dtype)
     return made(of_ranks(blocks, spec) if simulated else blocks[0], spec, lies)
+
+
+def array_around(local: Blocks, mesh: Any, lies: P, shape: torch.Size) -> Array:
+    """The array of this shape and layout around what ranks hold."""
+    return made(local, _spec(mesh, lies, shape, local.dtype), lies)
+
+
+def _spec(mesh: Any, lies: P, shape: torch.Size, dtype: torch.dtype) -> Any:
+    return spec_for(mesh, P(*lies, unreduced=lies.unreduced), shape, contiguous_stride(shape), dtype)
 
 
 def lies_of(x: DTensor) -> P:

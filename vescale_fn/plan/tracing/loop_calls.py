@@ -13,6 +13,7 @@ from ..._core import torch_internals
 from ..._core.arrays.array import is_array, mesh_of, spec_of
 from ..._core.control_flow.scan import Repeated, is_split
 from ..._core.distributed.blocks import Blocks
+from ..._core.distributed.rows import row_of
 from ..._core.local_types import tensor_types
 from ..._core.sharding.spec import P
 from ..execution.stride_checks import as_recorded
@@ -288,5 +289,8 @@ def stacked(leaf: torch.Tensor, found: Any, count: int) -> torch.Tensor:
 
 def _array(leaf: torch.Tensor, shape: torch.Size, lies: P, found: Any) -> torch.Tensor:
     """An array where `leaf` is, of the next plain tensors."""
+    held = torch_internals.local(leaf)
     local = [next(found) for _ in range(leaves_.count_of(leaf))]
-    return leaves_.array_of(local, mesh_of(leaf), lies, shape, type(torch_internals.local(leaf)) is Blocks)
+    if (row := row_of(held)) is not None:
+        return leaves_.array_around(Blocks(row.like(local[0])), mesh_of(leaf), lies, shape)
+    return leaves_.array_of(local, mesh_of(leaf), lies, shape, type(held) is Blocks)

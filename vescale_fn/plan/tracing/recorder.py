@@ -21,6 +21,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from ..._core import torch_internals
+from ..._core.arrays.array import Array
 from ..._core.arrays.stateful_draws import is_seeded, refuse_seeded
 from ..._core.base import context, op_arguments, source_lines, state, tables
 from ..._core.base.errors import InPlaceError, RecordError
@@ -29,13 +30,15 @@ from ..._core.distributed import blocks
 from ..._core.distributed.blocks import Blocks
 from ..._core.distributed.collectives import Collective
 from ..._core.distributed.replicated_uses import Ledger
+from ..._core.distributed.rows import row_of
 from ..._core.sharding.layout import WHOLE, type_text
 from ..ir.graph import Step
 from ..ir.inplace import is_dense
 from ..ir.ranks_as_one import ROW
 from . import ambient, branches, loops, mapped_rules, while_loops
 from .fake_tensors import Valueless
-from .frame import Frame, Unrecordable, Unrollable
+from .frame import Frame, OfOneRank, RanksApart, Unrecordable, Unrollable
+from .rank_rows import RankRows
 from .traced_float import Number, disguise
 from .value_guards import READS, Guard, can_guard
 
@@ -84,12 +87,18 @@ class Recorder(torch_internals.TorchDispatchMode):
         given: the plain tensors and floats that the inputs stand for, in order; None where they have no values.
         rolls: whether the body of a loop is recorded once, and not for each iteration.
         shares: whether equal calls of a jitted function are recorded once.
+        as_one: whether what simulated ranks do is recorded once for all of them.
     """
 
     records_plan = True
 
     def __init__(
-        self, salt: int = 0, given: Sequence[Any] | None = None, rolls: bool = False, shares: bool = False
+        self,
+        salt: int = 0,
+        given: Sequence[Any] | None = None,
+        rolls: bool = False,
+        shares: bool = False,
+        as_one: bool = False,
     ) -> None:
         super().__init__()
         self.rolls, self.shares, self.has_shared = rolls, shares, False
@@ -101,6 +110,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         self.ledger = Ledger()
         self.loops: dict[int, Any] = {}  # the calls of loops, by the memory of their first results
         self._fake = Valueless()
+        self.rows = RankRows(self) if as_one else None
         self._lines: dict[int, str] = {}  # of what autograd recorded, by its number
         # of what is being computed again; held, so that no later one is taken for it
         self._row: tuple[list[int], int] | None = None  # of the call of a row that is being recorded: see `row`
@@ -142,10 +152,33 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def maps(self) -> bool:
         """Whether `mapped` can be asked here: nothing else looks at what is done, and it is no simulated rank's part."""
-        ours = self.shares and self.frame.outer is None and not self._has_rows
+        ours = (
+            self.shares
+            and self.frame.outer is None
+            and not self._has_rows
+            and (self.rows is None or not self.rows.used)
+        )
         return ours and ambient.only_recorded() and not torch_internals.watched_by_other_modes()
 
+    def takes_rows(self, target: Any = None) -> bool:
+        """Whether a call on the blocks of simulated ranks, which writes `target`, is noted once for all of them."""
+        if target is not None:
+            self._leave_rows()
+        return self.rows is not None
+
+    def for_all_ranks(self, *call: Any) -> Any:
+        """What a call gives that is noted once: see `RankRows.call`."""
+        return self.rows.call(*call)  # type: ignore[union-attr]
+
+    def _leave_rows(self) -> None:
+        """What comes is recorded of each rank by itself."""
+        if self.rows is not None and self.rows.used:
+            raise RanksApart
+        self.rows = None
+
     def _nests(self) -> bool:
+        """Whether a call with bodies can be recorded."""
+        self._leave_rows()
         return self.rolls and not torch_internals.raw_duals()
 
     def sought(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -165,6 +198,7 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self.frame.forget()
         changed = torch.get_default_dtype() is not self._dtype
         self._around.close()
         if changed and error[0] is None:
@@ -275,6 +309,14 @@ class Recorder(torch_internals.TorchDispatchMode):
         """A new tensor without values, of `count` like this one along a new leading dim."""
         return self._fake.contiguous((count, *x.shape), x)
 
+    def of_one_rank(self, x: torch.Tensor) -> torch.Tensor:
+        """What one rank has where `x` stands for what ranks have: how it lies may be asked, nothing is computed of it."""
+        if type(x) is Leaked:
+            return x
+        fake = self._fake.like(x)
+        self._note(fake, OfOneRank())  # type: ignore[arg-type]
+        return fake
+
     def stand_in(self, x: torch.Tensor, name: str, sliced: bool) -> torch.Tensor:
         """A new input of the body of a loop, without gaps, or (`sliced`) a slice of what it goes over."""
         with torch_internals.unrecorded(), self._fake:
@@ -336,6 +378,14 @@ class Recorder(torch_internals.TorchDispatchMode):
         """Whether `x` is a value of this recording, here or in another frame."""
         return getattr(x, "_plan_recorder", None) is self
 
+    def _is_noted_outside(self, x: torch.Tensor) -> bool:
+        """Whether `x` is an array from outside of the recording that remembers something."""
+        if type(x) is not Array or x.vfn_notes is None:
+            return False
+        local: Any = torch_internals.held_local(x)
+        row = row_of(local)
+        return local is not None and not self.is_ours(blocks.parts(local)[0] if row is None else row.one)
+
     def is_stand_in(self, x: torch.Tensor) -> bool:
         """Whether `x` is a value of what is recorded here."""
         return self.is_ours(x) and x._plan_node.graph is self.graph  # type: ignore[attr-defined]
@@ -371,6 +421,8 @@ class Recorder(torch_internals.TorchDispatchMode):
             return args[0].fake_device
         if self.frame.outer is not None:
             self.frame.see(op_arguments.tensors_in(args, kwargs))
+        elif Array in types:
+            self.frame.see(filter(self._is_noted_outside, op_arguments.tensors_in(args, kwargs)))
         if not _PLAIN.issuperset(types):
             self._line()  # which the autograd node that was just made will have
             return NotImplemented
@@ -388,6 +440,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         line, again = self._line()
         self._check_settings(line)
         if about.writes:
+            self._leave_rows()
             self._check_writes(func, args, kwargs, line)
         if func is _LIFT:
             return self._literal(args[0], line, again)
@@ -395,6 +448,8 @@ class Recorder(torch_internals.TorchDispatchMode):
             return self._in_another_shape(func, args, kwargs, line, again)
         fakes, fake_kwargs = self._stand_ins((args, kwargs))
         nodes, node_kwargs = self._nodes((fakes, fake_kwargs))
+        if func is _AS_STRIDED:  # a part of a value may begin elsewhere in its memory for each rank
+            self._leave_rows()
         if about.sized or func is _AS_STRIDED:
             self._check_numbers(func, fakes, nodes, kwargs, line)
         outs = [(x, x.shape) for x in fake_kwargs.values() if isinstance(x, torch.Tensor)]
@@ -425,6 +480,7 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def _in_another_shape(self, func: Any, args: Any, kwargs: Any, line: str, again: Any) -> torch.Tensor:
         """`squeeze_` and its like: the tensor is from here on the view of it that has the other shape."""
+        self._leave_rows()
         x, twin = args[0], torch_internals.out_of_place(func)
         if self.is_ours(x) and not self.is_stand_in(x):
             raise _writes_outside(op_text(func), False, line)
@@ -454,6 +510,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         with torch_internals.no_torch_function():
             if not isinstance(value, torch.Tensor) or type(value) not in _PLAIN:
                 return assign(x, value)
+            self._leave_rows()
             line, again = self._line()
             if not self.is_stand_in(x) and torch_internals.memory(x) == torch_internals.memory(value):
                 return None  # as `nn.Module.to` does that changes nothing
@@ -529,17 +586,26 @@ class Recorder(torch_internals.TorchDispatchMode):
     def _collective(self, collective: Collective, x: Any, turn: Iterable[fx.Node]) -> Any:
         line, again = self._line()
         collective = dataclasses.replace(collective, line=line)
+        if type(x) is Blocks and self.rows is not None:
+            return self.rows.collective(collective, x, line, again)
         if type(x) is Blocks:
             blocks_ = [self._stand_in(block) for block in x.blocks]
             out = Blocks(collective.like_all(blocks_, self._fake.contiguous))
             node = self.graph.call_function(collective, ([self.node(block) for block in blocks_], *turn))
             self._made(node, out.blocks, line, again)
             return out
+        return self.made_by(collective, x, line, again, turn)
+
+    def made_by(
+        self, collective: Collective, x: torch.Tensor, line: str, again: Any, turn: Iterable[fx.Node] = ()
+    ) -> torch.Tensor:
+        """What a collective gives for one block."""
         out = collective.like(self._stand_in(x), self._fake.contiguous)
         return self._made(self.graph.call_function(collective, (self.node(x), *turn)), out, line, again)
 
     def effect(self, step: Step, *args: Any) -> None:
         """A call that does something besides giving a result; plain tensors among its arguments are values of the plan."""
+        self._leave_rows()
         line, _ = self._line()
         node = self.graph.call_function(step, tuple(self._nodes(args)))
         node.meta["val"], node.meta["line"] = None, line
@@ -564,6 +630,8 @@ class Recorder(torch_internals.TorchDispatchMode):
         if self._sought is not None:
             self._sought += tensors
             return 0
+        if any(any(row.holders) for x in tensors if (row := getattr(x, "_plan_row", None)) is not None):
+            self._leave_rows()
         ours = list(map(self.is_ours, tensors))
         values = {id(x): self.literals.get(id(x)) if own else x for x, own in zip(tensors, ours, strict=True)}
         if any(
@@ -576,6 +644,7 @@ class Recorder(torch_internals.TorchDispatchMode):
                 and self.frame.outer is None
                 and can_guard(node := self.node(tensors[0]))
             ):
+                self._leave_rows()
                 return self._answer(node, self._inputs)
             what = "torch.distributions checks values, but for those with validate_args=False"
             raise Unrecordable(what if _checks_values() else "a value is read in Python", self._line()[0] or "?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ from ..._core.base import tree
 from ..._core.base.containers import checked
 from ..._core.distributed.blocks import Blocks, parts
 from ..._core.distributed.replicated_uses import Ledger
+from ..._core.distributed.rows import row_of
+from ..ir.ranks_as_one import RanksAsOne
+from ..ir.shared_bodies import inlined
 from . import leaves as leaves_
-from .frame import Unrollable
+from .frame import RanksApart, Unrollable
 from .leaves import Result
 from .recorder import Recorder, Unrecordable
 from .traced_float import Number, difference, same_values
@@ -39,6 +43,7 @@ class Recorded:
         ledger: the numbers in it that are to be the same on all ranks.
         guards: the truth values of the inputs that it is made for.
         end: to be called when the graph has been worked on.
+        ranks: what the graph is of simulated ranks that were recorded as one: the program of each. None elsewhere.
     """
 
     graph: fx.Graph
@@ -49,17 +54,32 @@ class Recorded:
     ledger: Ledger
     guards: list[Guard]
     end: Callable[[], None]
+    ranks: RanksAsOne | None = None
+
+    @property
+    def inputs(self) -> Sequence[fx.Node]:
+        """For each input a placeholder that lies as it."""
+        if self.ranks is not None:
+            return self.ranks.inputs
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @functools.cached_property
+    def of_all_ranks(self) -> fx.Graph:
+        """The graph, of all ranks that this process plays."""
+        return self.graph if self.ranks is None else self.ranks.written_out(inlined(self.graph))
 
 
 def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any) -> Recorded:
     """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``, or without these of ``(args,)``;
     inputs are named as its leaves."""
-    rolls = shares = True
+    rolls = shares = as_one = True
     while True:
         try:
-            return _recorded(f, leaves, names, treedef, out_specs, rolls, shares)
+            return _recorded(f, leaves, names, treedef, out_specs, rolls, shares, as_one)
         except Unrollable as why:
             rolls, shares = why.shared and shares, False
+        except RanksApart:
+            as_one = False
 
 
 def _recorded(
@@ -70,10 +90,11 @@ def _recorded(
     out_specs: Any,
     rolls: bool,
     shares: bool,
+    as_one: bool,
 ) -> Recorded:
-    recorded = _trace(f, leaves, names, treedef, out_specs, 0, rolls, shares)
+    recorded = _trace(f, leaves, names, treedef, out_specs, 0, rolls, shares, as_one)
     if any(map(leaves_.is_number, leaves)):
-        other = _trace(f, leaves, names, treedef, out_specs, 7, rolls, shares)
+        other = _trace(f, leaves, names, treedef, out_specs, 7, rolls, shares, as_one)
         other.end()
         node = difference(recorded.graph, other.graph)
         if node is not None:
@@ -95,8 +116,9 @@ def _trace(
     salt: int,
     rolls: bool,
     shares: bool,
+    as_one: bool,
 ) -> Recorded:
-    recorder = Recorder(salt, plain(leaves), rolls, shares)
+    recorder = Recorder(salt, plain(leaves), rolls, shares, as_one)
     given = [
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
     ]
@@ -116,11 +138,13 @@ def _trace(
         raise
     finally:
         recorder.forget_inputs()
-    places: list[fx.Node] = []
+    places: list[tuple[fx.Node, int, Any]] = []
     inputs = {id(x): i for i, x in reversed(list(enumerate(given)))}
     results = [_result(recorder, leaf, inputs, places) for leaf in out_leaves]
-    end = recorder.graph.output(tuple(places))
-    end.meta["val"], end.meta["line"] = None, ""
+    ranks = None if recorder.rows is None else recorder.rows.finished(places)
+    if ranks is None:
+        end = recorder.graph.output(tuple(node for node, *_ in places))
+        end.meta["val"], end.meta["line"] = None, ""
     return Recorded(
         recorder.graph,
         recorder.constants,
@@ -130,6 +154,7 @@ def _trace(
         recorder.ledger,
         recorder.guards,
         recorder.end,
+        ranks,
     )
 
 
@@ -138,11 +163,22 @@ _NO_WORD = re.compile(r"\W+")
 
 def _stand_in(recorder: Recorder, leaf: Any, name: str) -> Any:
     if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, DTensor) and recorder.rows is not None and type(torch_internals.local(leaf)) is Blocks:
+            spec = torch_internals.spec(leaf)
+            row = recorder.rows.input(leaves_.plain_of(leaf), leaves_.first_holders(spec), name)
+            return leaves_.array_of_local(leaf, Blocks(row))
         given = leaves_.with_tensors(leaf, lambda x: recorder.input(x, name))
         if isinstance(leaf, DTensor) and type(blocks := torch_internals.local(given)) is Blocks:
             recorder.row_of_inputs(blocks.blocks)
+        if recorder.rows is not None:
+            recorder.rows.plain(given)
         return given
-    return recorder.number(float(leaf), name) if leaves_.is_number(leaf) else leaf
+    if not leaves_.is_number(leaf):
+        return leaf
+    number = recorder.number(float(leaf), name)
+    if recorder.rows is not None:
+        recorder.rows.plain(number.node)
+    return number
 
 
 def laid_out(out: Any, out_specs: Any) -> Any:
@@ -150,23 +186,25 @@ def laid_out(out: Any, out_specs: Any) -> Any:
     return out if out_specs is None else with_sharding(out, out_specs)
 
 
-def _result(recorder: Recorder, leaf: Any, inputs: dict[int, int], places: list[fx.Node]) -> Any:
+def _result(recorder: Recorder, leaf: Any, inputs: dict[int, int], places: list[tuple[fx.Node, int, Any]]) -> Any:
     """How a leaf of the results is given. `inputs`: where the arguments' leaves are among them, by identity."""
     if id(leaf) in inputs:
         return "input", inputs[id(leaf)]
     if isinstance(leaf, Number):
-        places.append(leaf.node)
+        places.append((leaf.node, 0, None))
         return Result.like(leaf, [len(places) - 1])
     if not isinstance(leaf, torch.Tensor):
         return "value", leaf
     if leaf.requires_grad:
         raise Unrecordable("a result requires gradients, through tensors that the function closes over", "?")
     local = torch_internals.local(leaf) if isinstance(leaf, DTensor) else leaf
-    plain = parts(local)
+    ranks = list(range(len(parts(local))))
     if type(local) is Blocks and isinstance(leaf, DTensor):  # ranks that hold the same get it from one of them
-        plain = [plain[rank] for rank in dict.fromkeys(leaves_.first_holders(torch_internals.spec(leaf)))]
+        ranks = list(dict.fromkeys(leaves_.first_holders(torch_internals.spec(leaf))))
+    row = row_of(local)
+    plain = [parts(local)[rank] if row is None else row.one for rank in ranks]
     if not any(map(recorder.is_ours, plain)):
         return "value", leaf
     first = len(places)
-    places += [recorder.node(x) for x in plain]
+    places += [(recorder.node(x), rank, None if row is None else row.holders[rank]) for rank, x in zip(ranks, plain)]
     return Result.like(leaf, range(first, len(places)))

@@ -1,0 +1,240 @@
+"""Simulated ranks recorded as one: what all of them do to blocks that lie alike is noted once, of one stand-in for all ranks.
+
+What ranks do on their own (a rank's block taken by itself, blocks of several sizes, values that are read or written, loops)
+leaves this: `RanksApart` is raised, and the function is recorded again, each rank by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from ..._core import torch_internals
+from ..._core.base import op_arguments
+from ..._core.distributed.blocks import Blocks
+from ..._core.distributed.collectives import Collective
+from ..._core.distributed.mesh import communicator_of
+from ..._core.distributed.rows import Holders, RankRow, numbered, together
+from ..ir.graph import Step, value
+from ..ir.per_rank import PerRank
+from ..ir.ranks_as_one import RanksAsOne, alike, arrived
+from .frame import OfOneRank, RanksApart
+
+
+class RankRows:
+    """What a recorder notes of simulated ranks as one.
+
+    Args:
+        recorder: it.
+
+    Attributes:
+        used: whether there is anything of that kind.
+    """
+
+    def __init__(self, recorder: Any) -> None:
+        self.recorder, self.used = recorder, False
+        self.count = 1
+        self.given = 0  # how many plain tensors and floats the inputs are
+        self.places: dict[fx.Node, Any] = {}  # of placeholders, which of all inputs it is for each rank, or for all
+        self._constants: dict[tuple[int, ...], fx.Node] = {}
+
+    def input(self, blocks: Sequence[torch.Tensor], holders: Sequence[int], name: str) -> RankRow:
+        """The stand-in of an array's blocks, of which `holders` says for each rank which is its own."""
+        if not all(alike(x, blocks[0]) for x in blocks) or blocks[0].device.type != "cpu":
+            raise RanksApart
+        one = self.recorder.input(blocks[0], name)
+        place = {rank: self.given + i for i, rank in enumerate(dict.fromkeys(holders))}
+        self.places[one._plan_node] = [place[rank] for rank in holders]
+        self.given += len(blocks)
+        return self.row(one, numbered(holders))
+
+    def plain(self, x: Any) -> None:
+        """Note an input, a tensor or the node of a float, that is the same for all ranks."""
+        if type(x) is not fx.Node and not self.recorder.is_ours(x):  # a real rank's block, or a local value
+            x = torch_internals.local(x) if isinstance(x, DTensor) else x
+            if type(x) is Blocks:
+                raise RanksApart
+        self.places[x if type(x) is fx.Node else x._plan_node] = self.given
+        self.given += 1
+
+    def row(self, one: torch.Tensor, holders: Holders) -> RankRow:
+        """The row of blocks for which a tensor stands."""
+        self.used, self.count = True, len(holders)
+        one = self.recorder.fake(one)
+        found = getattr(one, "_plan_row", None)
+        if found is None:
+            found = one._plan_row = RankRow(one, holders, self)  # type: ignore[attr-defined]
+        return found
+
+    def alone(self, one: torch.Tensor) -> torch.Tensor:
+        """The block of one rank: how it lies may be asked, nothing can be computed of it."""
+        return self.recorder.of_one_rank(one)
+
+    def call(
+        self,
+        call: Callable[..., Any],
+        n: int,
+        given: Sequence[Any],
+        keys: Sequence[Hashable] | None,
+        share: bool,
+    ) -> Any:
+        """``call(rank, *locals)`` on each of `n` ranks, noted once; with rows in the place of tensors.
+
+        Args:
+            given: local values, `Blocks` among them.
+            keys: of each rank, what the call depends on besides.
+            share: ranks that are given the same share a result.
+        """
+        columns: set[Holders] = set()
+        local = [self._one(x, columns) for x in given]
+        numbers = (0,) * n if keys is None else numbered(keys)
+        out = self._merged(call, local, numbers) if any(numbers) else call(0, *local)
+        holders = together(frozenset((numbers, *columns))) if share else tuple(range(n))
+        return op_arguments.mapped(lambda x: self.row(x, holders) if isinstance(x, torch.Tensor) else x, out)
+
+    def _one(self, x: Any, columns: set[Holders]) -> Any:
+        if isinstance(x, (list, tuple)):
+            return op_arguments.mapped(lambda one: self._one(one, columns), x)
+        if type(x) is not Blocks:
+            return x
+        if type(x.blocks) is not RankRow:
+            if all(block is x.blocks[0] for block in x.blocks):
+                return x.blocks[0]
+            row = self.row(
+                self.constant(list(map(self.recorder.node, x.blocks))).meta["val"], numbered(map(id, x.blocks))
+            )
+        else:
+            row = x.blocks
+        columns.add(row.holders)
+        return row.one
+
+    def constant(self, nodes: Sequence[fx.Node]) -> fx.Node:
+        """What stands for tensors that the function closes over, one for each rank."""
+        frame = self.recorder.frame
+        if frame.outer is not None or not all(node in frame.places for node in nodes):
+            raise RanksApart
+        places = tuple(map(frame.places.index, nodes))
+        if places not in self._constants:
+            if not all(alike(value(node), value(nodes[0])) for node in nodes):
+                raise RanksApart
+            one = self.recorder.input(frame.constants[places[0]], "constant")
+            self._constants[places] = one._plan_node
+        return self._constants[places]
+
+    def _merged(self, call: Callable[..., Any], local: Sequence[Any], numbers: Holders) -> Any:
+        """The calls of ranks that differ in some numbers alone, as one."""
+        graph, merging, outs = self.recorder.graph, _Merging(self, numbers), list[Any]()
+        for rank in [numbers.index(i) for i in range(max(numbers) + 1)]:
+            last = next(iter(reversed(graph.nodes)), None)
+            outs.append(call(rank, *local))
+            new = itertools.takewhile(lambda node, last=last: node is not last, reversed(graph.nodes))
+            merging.add([node for node in new if node.op != "placeholder"][::-1])
+        merging.check()
+        out = merging.one(outs)
+        merging.carry_out()
+        return out
+
+    def collective(self, collective: Collective, x: Blocks, line: str, again: Any) -> Blocks:
+        """A collective of all ranks."""
+        n, communicator = len(x.blocks), communicator_of(collective.mesh)
+        if len(communicator.ranks) != n or collective.mesh.size() != n:  # others are elsewhere
+            raise RanksApart
+        columns: set[Holders] = set()
+        given = self._one(x, columns)
+        out = self.recorder.made_by(collective, given, line, again)
+        return Blocks(self.row(out, arrived(collective, together(frozenset(columns)) if columns else (0,) * n)))
+
+    def finished(self, outputs: Sequence[tuple[fx.Node, int, Any]]) -> RanksAsOne | None:
+        """The program of one rank; None where ranks have no blocks.
+
+        Args:
+            outputs: of each result the node, the rank whose it is, and which it is of the values that ranks have there.
+        """
+        if not self.used:
+            return None
+        graph, frame = self.recorder.graph, self.recorder.frame
+        places = self.places | {node: self.given + i for i, node in enumerate(frame.places)}
+        places |= {node: [self.given + i for i in at] for at, node in self._constants.items()}
+        of_all, inputs = list[Sequence[int]](), dict[int, fx.Node]()
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                place = places[node]
+                of_all.append([place] * self.count if isinstance(place, int) else place)
+                for i in of_all[-1]:
+                    inputs.setdefault(i, node)
+        ones: dict[fx.Node, int] = {}
+        results = [(ones.setdefault(node, len(ones)), rank, (node, number)) for node, rank, number in outputs]
+        end = graph.output(tuple(ones))
+        end.meta["val"], end.meta["line"] = None, ""
+        return RanksAsOne(graph, self.count, [inputs[i] for i in range(len(inputs))], of_all, results)
+
+
+class _Merging:
+    """Calls that some ranks make, and others with other numbers, as calls that all make.
+
+    Args:
+        rows: notes them.
+        numbers: for each rank, which of the calls are its own.
+    """
+
+    def __init__(self, rows: RankRows, numbers: Holders) -> None:
+        self.rows, self.numbers = rows, numbers
+        self.calls: list[list[fx.Node]] = []
+        self.places: list[dict[fx.Node, int]] = []
+
+    def add(self, nodes: list[fx.Node]) -> None:
+        self.calls.append(nodes)
+        self.places.append({node: i for i, node in enumerate(nodes)})
+
+    def check(self) -> None:
+        """Raise where they differ in more."""
+        if len(set(map(len, self.calls))) > 1:
+            raise RanksApart
+        for first, *others in zip(*self.calls):
+            if isinstance(first.target, (Collective, Step)):
+                raise RanksApart
+            same = first.target, len(first.args), first.kwargs.keys()
+            if any((x.target, len(x.args), x.kwargs.keys()) != same for x in others):
+                raise RanksApart
+            if not all(alike(value(x), value(first)) for x in others):
+                raise RanksApart
+
+    def one(self, xs: Sequence[Any]) -> Any:
+        """What stands for what there is in one place of each."""
+        first = xs[0]
+        if isinstance(first, torch.Tensor):
+            return value(self._node([self.rows.recorder.node(x) for x in xs]))
+        if isinstance(first, fx.Node):
+            return self._node(xs)
+        if isinstance(first, (list, tuple)):
+            if any(type(x) is not type(first) or len(x) != len(first) for x in xs):
+                raise RanksApart
+            return type(first)([self.one([x[i] for x in xs]) for i in range(len(first))])
+        if all(type(x) is type(first) and repr(x) == repr(first) for x in xs):
+            return first
+        if all(type(x) is int for x in xs):
+            return PerRank([xs[i] for i in self.numbers])
+        raise RanksApart
+
+    def _node(self, xs: Sequence[fx.Node]) -> fx.Node:
+        at = self.places[0].get(xs[0])
+        if all(x is xs[0] for x in xs) or (at is not None and all(row.get(x) == at for row, x in zip(self.places, xs))):
+            return xs[0]
+        return self.rows.constant([xs[i] for i in self.numbers])
+
+    def carry_out(self) -> None:
+        """Leave the first rank's calls, as those of all."""
+        for nodes in zip(*self.calls):
+            first = nodes[0]
+            args = tuple(self.one([x.args[i] for x in nodes]) for i in range(len(first.args)))
+            kwargs = {key: self.one([x.kwargs[key] for x in nodes]) for key in first.kwargs}
+            first.args, first.kwargs = args, kwargs
+        for node in (node for row in self.calls[1:] for node in reversed(row)):
+            for x in op_arguments.tensors_in(value(node)):
+                x._plan_node = OfOneRank()  # type: ignore[attr-defined]
+            node.graph.erase_node(node)
