@@ -17,6 +17,7 @@ from .passes.memory_order import order
 from .passes.merge_axes import axes
 from .passes.overlap import overlap
 from .passes.pointwise_before_views import flat
+from .passes.prefetch import prefetch
 from .passes.reduce_scatter import scatter
 from .passes.rematerialize import recompute
 from .passes.residual_sums import residual
@@ -46,6 +47,7 @@ OF_ONE_RANK: tuple[Pass, ...] = (  # which look at no other rank's blocks
     axes,
     buckets,
     overlap,
+    prefetch,
     order,
     recompute,
 )

@@ -33,11 +33,12 @@ from ..ir.graph import Step, calls, output, value
 from ..ir.loop import Loop
 from ..ir.mapped import Mapped
 from ..ir.nested import Nested
+from ..ir.rotated_loop import Rotated
 from ..ir.shared_bodies import Shared, apart
 from . import fast_sums
 from .branching import Branching, Repeating
 from .fast_calls import way
-from .looping import Looping
+from .looping import Looping, RotatedLooping
 from .mapping import mapping
 from .stride_checks import as_recorded, uncertain
 
@@ -273,7 +274,7 @@ _TAKES_NUMBERS = {
 
 
 # what runs a call with bodies, of the call and the functions of its bodies
-_RUN: dict[type, Callable[..., Any]] = {Loop: Looping, Branches: Branching, While: Repeating}
+_RUN: dict[type, Callable[..., Any]] = {Loop: Looping, Rotated: RotatedLooping, Branches: Branching, While: Repeating}
 
 
 def _last_uses(graph: fx.Graph, together: dict[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -13,6 +13,7 @@ from . import graph as plan
 from . import memory_aliases, packing
 from .memory_use import bytes_text, call_text, place
 from .nested import bodies_of, nested
+from .rotated_loop import OWN
 
 
 class Life(NamedTuple):
@@ -89,6 +90,7 @@ def arena(graph: fx.Graph, alignment: int) -> Arena:
     """Offsets for all that a plan makes, each a multiple of `alignment` bytes."""
     index = {node: i for i, node in enumerate(plan.calls(graph))}
     end = len(index)
+    index.update((node, 0) for node in graph.nodes if OWN in node.meta)
     lives = [
         Life(piece.maker, piece.bytes, index[piece.maker], index.get(last, end))
         for piece, last in memory_aliases.last_uses(graph).items()
@@ -98,7 +100,7 @@ def arena(graph: fx.Graph, alignment: int) -> Arena:
     bodies = {body for node in nested(graph) for body in bodies_of(node)}
     inside = {body: arena(body, alignment).bytes for body in bodies}
     for node in nested(graph):
-        most = max(map(inside.__getitem__, bodies_of(node)))
+        most = node.target.needs([*map(inside.__getitem__, bodies_of(node))])  # type: ignore[union-attr]
         lives.append(Life(node, most, index[node], index[node]))
     lives = sorted((life for life in lives if life.bytes), key=lambda life: life.first)
     found = offsets(lives, alignment)

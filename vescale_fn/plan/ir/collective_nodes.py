@@ -141,6 +141,7 @@ def is_written(node: fx.Node, hot: frozenset[fx.Node], taken: bool = True) -> bo
 
 
 def only_moves(x: fx.Node) -> bool:
+    """Whether a call moves elements and computes none."""
     return is_light(x) or name_of(x) in _MOVES
 
 

@@ -45,19 +45,37 @@ class Loop(Nested):
         """The graph of one iteration."""
         return self.bodies[0]
 
+    @property
+    def begun(self) -> int:
+        """How many of the last things that the body is given were made in another part of it."""
+        return 0
+
+    def joined(self) -> Loop:
+        """The loop whose body is whole: itself, where it is not in parts."""
+        return self
+
     def often(self, i: int) -> tuple[int, str]:
         return self.length, ""
 
     def told(self, i: int) -> tuple[str, str, str]:
         places, outs = ends(self.body)
-        rows = places[: self.carry], places[self.carry : self.given], places[self.given :]
-        given = "; ".join(
-            word + ", ".join(x.name for x in xs) for word, xs in zip(("", "of each ", "the same "), rows) if xs
-        )
+        end, count = len(places) - self.begun, self.carry + len(self.keeps)
+        rows = {
+            "": places[: self.carry],
+            "of each ": places[self.carry : self.given],
+            "the same ": places[self.given : end],
+            "begun ": places[end:],
+        }
+        given = "; ".join(word + ", ".join(x.name for x in xs) for word, xs in rows.items() if xs)
         words = {LAST: "of the last", STACKED: "of each", EACH: "of each"}
-        kept = [f"{x} {words.get(kind, 'of its own')}" for x, kind in zip(outs[self.carry :], self.keeps)]  # type: ignore
+        kept = [
+            f"{x} {words.get(kind, 'of its own')}"  # type: ignore[arg-type]
+            for x, kind in zip(outs[self.carry : count], self.keeps)
+            if x is not None
+        ]
+        kept += [f"{x} for later" for x in outs[count:]]
         when = f"{self.length} times{', from the last' if self.reverse else ''}"
-        return when, given, ", ".join([*map(str, outs[: self.carry]), *kept])
+        return when, given, ", ".join([*(str(x) for x in outs[: self.carry] if x is not None), *kept])
 
     @property
     def given(self) -> int:
@@ -86,6 +104,7 @@ class Sharing:
     """
 
     def __init__(self, loop: Loop) -> None:
+        loop = loop.joined()
         lie = memories(loop.body)
         places, outs = ends(loop.body)
         kept = [(i, lie[x]) for i, (x, kind) in enumerate(zip(outs[loop.carry :], loop.keeps)) if kind in (EACH, LAST)]

@@ -59,7 +59,7 @@ def memories(graph: fx.Graph) -> dict[fx.Node, frozenset[Memory]]:
             continue
         sources = plan.viewed(node) if node.op == "call_function" else []
         if not sources:
-            found[node] = _made(node)
+            found[node] = made(node)
             continue
         if node.target is operator.getitem:
             own = frozenset((Memory(*node.args),)) & found[sources[0]]  # type: ignore[arg-type]
@@ -69,11 +69,12 @@ def memories(graph: fx.Graph) -> dict[fx.Node, frozenset[Memory]]:
     return found
 
 
-def _made(node: fx.Node) -> frozenset[Memory]:
+def made(node: fx.Node) -> frozenset[Memory]:
+    """The memories that a node makes, if its result is no view."""
     value = plan.value(node)
     if not isinstance(value, (list, tuple)):
         return frozenset([Memory(node)] if isinstance(value, torch.Tensor) else [])
-    if isinstance(node.target, Collective):
+    if isinstance(node.target, Collective) or node.op == "placeholder":  # of a collective that another part has begun
         return frozenset([Memory(node, -1)])
     target = node.target
     lent = {i for i in range(len(value)) if target.lender(node, i)} if isinstance(target, plan.Step) else ()

@@ -19,6 +19,7 @@ from . import memory_aliases
 from .branches import Branches
 from .mapped import Mapped
 from .nested import bodies_of
+from .rotated_loop import OWN
 from .shared_bodies import Shared
 
 
@@ -115,13 +116,10 @@ def memory(graph: fx.Graph, mortal: frozenset[fx.Node] = frozenset()) -> MemoryU
                 begins[piece] = len(timeline)
                 live += sizes[piece]
         if node.op == "call_function":
+            uses = [_within(within, body, _dying(node, ends, lie)) for body in bodies_of(node)]
+            inside = max(uses, key=_made, default=None)
             # of what the body gives, that of one iteration is counted twice
-            inside = max(
-                (_within(within, body, _dying(node, ends, lie)) for body in bodies_of(node)),
-                key=lambda use: use.peak - use.arguments,
-                default=None,
-            )
-            more = _scratch(node) if inside is None else inside.peak - inside.arguments
+            more = node.target.needs([*map(_made, uses)]) if uses else _scratch(node)  # type: ignore[union-attr]
             now = live + (int(more * node.target.at_once(node)) if isinstance(node.target, Mapped) else more)
             if isinstance(node.target, (Branches, Shared, Mapped)):  # whose results are those of the body
                 now = max(
@@ -131,10 +129,10 @@ def memory(graph: fx.Graph, mortal: frozenset[fx.Node] = frozenset()) -> MemoryU
                 top, at, deepest = now, len(timeline), inside
             timeline.append(Moment(call_text(node), node.meta.get("line", ""), now))
         for piece in ends.get(node, ()):
-            if piece.maker.op != "placeholder" or piece.maker in mortal:
+            if not _is_given(piece.maker) or piece.maker in mortal:
                 stops[piece] = len(timeline)
                 live -= sizes[piece]
-    arguments = sum(sizes[piece] for piece in begins if piece.maker.op == "placeholder")
+    arguments = sum(sizes[piece] for piece in begins if _is_given(piece.maker))
     held = {piece: sizes[piece] for piece, begin in begins.items() if begin <= at < stops.get(piece, at + 1)}
     return MemoryUse(timeline, arguments, _by_line(held, deepest))
 
@@ -167,11 +165,20 @@ def _scratch(node: fx.Node) -> int:
     return 4 * (query.numel() + rows) if query.device.type != "cpu" else 0
 
 
+def _made(use: MemoryUse) -> int:
+    return use.peak - use.arguments
+
+
+def _is_given(maker: fx.Node) -> bool:
+    """Whether what lies in a memory is there before and after."""
+    return maker.op == "placeholder" and OWN not in maker.meta
+
+
 def _by_line(alive: dict[memory_aliases.Memory, int], inside: MemoryUse | None) -> list[LineMemory]:
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for piece, size in alive.items():
-        line = ARGUMENTS if piece.maker.op == "placeholder" else piece.maker.meta.get("line", "")
+        line = ARGUMENTS if _is_given(piece.maker) else piece.maker.meta.get("line", "")
         sizes[line] += size
         counts[line] += 1
     for one in inside.held if inside is not None else ():

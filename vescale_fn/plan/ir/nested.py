@@ -43,6 +43,10 @@ class Nested(Step):
         """How often a body runs, and what there is to say of that."""
         return 1, ""
 
+    def needs(self, bodies: Sequence[int]) -> int:
+        """The bytes that a call needs whose bodies need so many: here one runs at a time."""
+        return max(bodies, default=0)
+
     def told(self, i: int) -> tuple[str, str, str]:
         """When a body runs, what it is given and what it gives, in words."""
         given, gives = ends(self.bodies[i])

@@ -19,6 +19,7 @@ from .boundary import KeptAcross, gathered
 from .keep_or_repeat import COPIES, are_few, exact, searched
 from .loop_residuals import fewer
 from .memory_order import updated
+from .prefetch import without_prefetch
 from .rematerialize import recompute
 
 _ROUNDS = 3  # calls across which values are chosen, one after the other
@@ -81,13 +82,18 @@ class _Fitting:
         for improve in self.usual:  # of the bodies: what is alive in them is not chosen here
             everywhere(lambda one, improve=improve: one if one is graph else improve(one), graph)
             graph.__dict__.pop("_given_up", None)
+        apart = without_prefetch(graph)
+        if not self.collectives:
+            graph = apart
         usual = graph
         for improve in self.usual:
             usual = improve(usual)
         free = self._use(usual).peak
         limit = self.limit.of(free)
-        if self._use(graph).peak <= limit:
-            return graph
+        for one in dict.fromkeys((graph, apart)):
+            if self._use(one).peak <= limit:
+                return one
+        graph = apart
         lines, fits = [updated(plan.copied(graph)), graph], [usual] if free <= limit else []
         for copies in (None, *COPIES) if costs.sends(graph) else (None,):
             some = [*self._fewer(graph, copies, limit)]

@@ -44,19 +44,18 @@ def overlap(graph: fx.Graph, ahead: int = AHEAD, on_cpu: bool = False) -> fx.Gra
         return graph
     starts = _starts(graph, nodes, ahead)
     place: dict[fx.Node, float] = {node: i for i, node in enumerate(graph.nodes)}
-    split = [_split(graph, node) for node in nodes]
-    for node, (start, wait) in zip(nodes, split, strict=True):
+    pairs = [split(graph, node) for node in nodes]
+    for node, (start, wait) in zip(nodes, pairs, strict=True):
         place[start], place[wait] = starts[node], place[node]
-        graph.erase_node(node)
     needed = dependencies.needs(graph)
-    _let_down(graph, place, {wait for _, wait in split})
+    _let_down(graph, place, {wait for _, wait in pairs})
     for node in reversed(needed):  # what is started early needs what it takes early
         for x in needed[node]:
             place[x] = min(place[x], place[node])
     order = dependencies.in_turn(collectives(graph), needed, place)
     graph, values = dependencies.arranged(given_up(graph), needed, place, order)
-    for start, wait in split:
-        _join_again(graph, values[start], values[wait])
+    for start, wait in pairs:
+        join_again(graph, values[start], values[wait])
     return graph
 
 
@@ -81,19 +80,25 @@ def _gathered(node: fx.Node) -> int:
     return size(node) * group_size(collective_of(node).mesh, collective_of(node).axes)
 
 
-def _split(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+def split(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The start and the wait that stand in the place of a collective. What it takes must stay until the wait is over."""
     with graph.inserting_before(node):
         start = graph.call_function(Start(**vars(collective_of(node))), node.args)
         wait = graph.call_function(Step("wait", waited, views=(0,)), (start, *given(node)))
     start.meta, wait.meta = dict(node.meta), dict(node.meta)
     node.replace_all_uses_with(wait)
+    graph.erase_node(node)
     return start, wait
 
 
 def waited(begun: Any, *taken: Any) -> Any:
     """What a collective that was begun gives. What it takes (`taken`) stays until then."""
     return collectives_.wait(begun)
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a call waits for what has been begun."""
+    return isinstance(node.target, Step) and node.target.run is waited
 
 
 def _let_down(graph: fx.Graph, place: dict[fx.Node, float], waits: set[fx.Node]) -> None:
@@ -107,7 +112,7 @@ def _let_down(graph: fx.Graph, place: dict[fx.Node, float], waits: set[fx.Node])
             place[node] = min(place[user] for user in node.users)
 
 
-def _join_again(graph: fx.Graph, start: fx.Node, wait: fx.Node) -> None:
+def join_again(graph: fx.Graph, start: fx.Node, wait: fx.Node) -> None:
     """Where nothing is computed between a start and its wait, one call is cheaper."""
     node = start.next
     while node is not wait and (is_light(node) or node.target is operator.getitem):

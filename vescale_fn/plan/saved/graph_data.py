@@ -25,6 +25,7 @@ from ..ir.loop import Loop
 from ..ir.mapped import Mapped
 from ..ir.nested import Nested
 from ..ir.per_rank import PerRank, Tables
+from ..ir.rotated_loop import Rotated
 from ..ir.shared_bodies import Shared
 from ..passes.overlap import Start
 from . import operators, steps
@@ -36,6 +37,7 @@ _NAMED = {**_TORCH, "op": torch_internals.OpOverload}
 _NUMBERS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs")
 _NESTED: dict[str, type[Nested]] = {
     "loop": Loop,
+    "rotated": Rotated,
     "branches": Branches,
     "while": While,
     "shared": Shared,
