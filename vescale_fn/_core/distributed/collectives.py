@@ -176,6 +176,10 @@ class Record:
 New = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 
 
+def _new_empty(shape: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(shape)
+
+
 @dataclass(frozen=True)
 class Collective:
     """A collective as a value, to be carried out later, any number of times: a node of a plan.
@@ -214,12 +218,12 @@ class Collective:
             out = _run(self.kind, x, self.mesh, self.axes, params, self.why, later=later)
             return out.blocks if listed else out
 
-    def like(self, x: torch.Tensor, new: New = lambda shape, x: x.new_empty(shape)) -> torch.Tensor:
+    def like(self, x: torch.Tensor, new: New = _new_empty) -> torch.Tensor:
         """A tensor of the result's shape and dtype, in which nothing is, made by `new` of its shape and `x`: communicates
         nothing."""
         return new(TABLE[self.kind].result_shape(x.shape, group_size(self.mesh, self.axes), self.params), x)
 
-    def like_all(self, blocks: Sequence[torch.Tensor], new: New) -> list[torch.Tensor]:
+    def like_all(self, blocks: Sequence[torch.Tensor], new: New = _new_empty) -> list[torch.Tensor]:
         """`like`, of the blocks of all ranks that this process plays; ranks that get one value share one tensor."""
         if not TABLE[self.kind].shared:
             return [self.like(x, new) for x in blocks]

@@ -150,7 +150,7 @@ def carried_out(graph: fx.Graph, collective: Collective, parts: Sequence[fx.Node
     if not is_listed(like):
         node = graph.call_function(collective, (parts[0], *like.args[1:]))
         return [noted(node, collective.like(value(parts[0])), like)]
-    vals = [collective.like(value(x)) for x in parts]
+    vals = collective.like_all([*map(value, parts)])
     node = noted(graph.call_function(collective, (list(parts), *like.args[1:])), vals, like)
     return [noted(graph.call_function(operator.getitem, (node, i)), val, like) for i, val in enumerate(vals)]
 

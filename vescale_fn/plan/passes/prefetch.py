@@ -117,12 +117,13 @@ class _Body:
 
     def _may_wait(self, some: set[fx.Node], behind: set[fx.Node]) -> bool:
         """Whether some calls may run after the next iteration, where all of `behind` do."""
-        needed = {x for node in some.difference(self.waits.values()) for x in node.all_input_nodes}
+        calls = some.difference(self.waits.values())
+        needed = {x for node in calls for x in node.all_input_nodes}.difference(self._alike(calls))
         mine, carry = self._totals(some), self.places[: self.loop.carry]
         return (
             some.isdisjoint(self.fixed)
             and not some.isdisjoint(self.outs)
-            and needed <= behind.union(self.same, self._totals(behind))
+            and needed <= behind.union(self._totals(behind))
             and all(behind.issuperset(x.users) for x in carry if x in mine or x in needed)
         )
 
@@ -138,17 +139,18 @@ class _Body:
     def in_parts(self, early: Sequence[fx.Node], late: Sequence[fx.Node]) -> Loop:
         """The loop with some collectives begun an iteration ahead, and some waited for an iteration late."""
         self._join_others({*early, *late})
-        nodes, (_, self.outs) = list(plan.calls(self.graph)), ends(self.graph)
-        before, behind = reached(early), _behind(map(self.waits.__getitem__, late))
-        first, last = ([x for x in nodes if x in part] for part in (before, behind))
-        second = [x for x in nodes if x not in before and x not in behind]
+        _, self.outs = ends(self.graph)
+        before, waits = reached(early), [self.waits[start] for start in late]
+        behind = _behind(waits)
+        alike = self._alike(behind.difference(waits)).difference(x for wait in waits for x in wait.all_input_nodes)
+        second = self._without(before, behind, alike)
         if not (early or late) or not any(map(_computes, second)):
             return self.loop
+        first, last = ([x for x in plan.calls(self.graph) if x in part] for part in (before, behind | alike))
         begun = [x for x in first if not before.issuperset(x.users)]
         places = [i for i, out in enumerate(self.outs) if out in behind]
-        totals = self._totals(behind)
-        needed = dict.fromkeys(x for node in last for x in node.all_input_nodes)
-        left = [x for x in needed if x not in behind.union(totals, self.same)]
+        here = behind.union(alike, totals := self._totals(behind), self.same)
+        left = list(dict.fromkeys(x for node in last for x in node.all_input_nodes if x not in here))
         gives = [None if out in behind else out for out in self.outs]
         parts = [self._part(second, self.places, begun, [], [*gives, *left])]
         if early:
@@ -156,6 +158,21 @@ class _Body:
         if late:
             parts.append(self._part(last, totals, left, self.same, [self.outs[i] for i in places]))
         return Rotated(**{**vars(self.loop), "bodies": tuple(parts)}, begins=bool(early), late=tuple(places))
+
+    def _alike(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """What some calls need that is the same in all iterations and comes from no other rank; and what that needs."""
+        fixed = self.fixed.union(plan.collectives(self.graph), self.places[: self.loop.given])
+        needed = {x for node in nodes for x in node.all_input_nodes}
+        return reached(x for x in needed if reached([x]).isdisjoint(fixed))
+
+    def _without(self, before: set[fx.Node], behind: set[fx.Node], alike: set[fx.Node]) -> list[fx.Node]:
+        """The calls of the iteration itself, without those that run before it or behind it, nor what only the latter need."""
+        found: dict[fx.Node, None] = {}
+        for x in reversed(self.graph.nodes):
+            needed = x not in alike or any(user in found or user.op == "output" for user in x.users)
+            if x.op == "call_function" and needed and x not in before and x not in behind:
+                found[x] = None
+        return [*reversed(found)]
 
     def _part(
         self,
