@@ -53,6 +53,10 @@ def scan(
         unroll: as JAX takes it, an int or a bool; without effect. An iteration of a recorded loop costs less than one op beside
             its body (`benchmarks/loops.py`), so that there is next to nothing to gain.
 
+    Under `jit` on GPUs the gathers that a slice alone decides (of a layer's parameters) travel during the iteration before, and
+    sums that only `ys` or a carried total need (of its gradients) during the one behind: 64 MiB each way at most, or one
+    collective. The plan's text shows them "an iteration ahead" and "an iteration late"; a limit on memory does without.
+
     Returns:
         ``(carry, ys)``: the last carry, and the tree of what `f` collected with a new leading dim.
 
