@@ -24,6 +24,7 @@ NAMES = (
     "saved_plan",
     "collectives",
     "gloo_step",
+    "prefetch",
     "attention_over_a_sequence",
     "zero",
     "lines",
