@@ -79,10 +79,11 @@ def _sleep_until(at: float) -> None:
 
 def _slowed() -> None:
     link = _Link()
-    torch_internals.all_gather_single = link.slow(torch_internals.all_gather_single)
-    torch_internals.reduce_scatter_single = link.slow(torch_internals.reduce_scatter_single)
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        setattr(dist, name, link.slow(getattr(dist, name)))
+    of_plans = ("all_gather_single", "reduce_scatter_single")
+    of_torch = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    for module, names in ((torch_internals, of_plans), (dist, of_torch)):
+        for name in names:
+            setattr(module, name, link.slow(getattr(module, name)))
 
 
 # --- the steps --------------------------------------------------------------------------------------------------------
@@ -132,8 +133,8 @@ def measured() -> dict[str, tuple[float, float]]:
     torch.manual_seed(0)
     w, x = 0.1 * torch.randn(LAYERS, WIDTH, WIDTH), torch.randn(4 * RANKS, WIDTH)
     given = vfn.shard((w, x), mesh, (P(None, "dp"), P("dp")))
-    ours = {one: functools.partial(one, on_cpu=True) for one in (overlap, prefetch)}
-    passes = {
+    ours: dict[Any, Any] = {one: functools.partial(one, on_cpu=True) for one in (overlap, prefetch)}
+    passes: dict[str, Any] = {
         "each waits": vfn.plan.PASSES,
         "overlap in an iteration": [ours[one] if one is overlap else one for one in vfn.plan.PASSES],
         "and across its edges": [ours.get(one, one) for one in vfn.plan.PASSES],
