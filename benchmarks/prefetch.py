@@ -1,7 +1,7 @@
 """A `scan` over FSDP layers on four real processes over gloo, whose link and whose computing take the time that is stated.
 
-Four processes on few cores have neither a link nor a device of their own. So both are slept: each collective occupies its rank's
-link for `LINK` seconds, one after the other, besides what gloo takes, and a layer computes for `FORWARD` or `BACKWARD` seconds.
+Four processes on few cores have neither a link nor a device of their own. So both are slept: each collective occupies its link
+for `LINK` seconds, one after the other on a rank, besides what gloo takes, and a layer computes for `FORWARD` or `BACKWARD`.
 What a schedule makes of that is what is measured, beside the same layers under `fully_shard`, and the least that is possible:
 what is computed, or what travels, whichever takes longer, with the first gather and the last sum.
 """

@@ -208,6 +208,17 @@ def test_layouts_and_lengths():
             assert found == [AHEAD, BOTH] if length > 1 and sizes != (1,) else not any(found)
 
 
+def test_layers_that_lie_on_different_ranks():
+    """A slice of a split leading dim comes from its owner an iteration ahead."""
+    for n, length in ((2, 4), (3, 4)):
+        with vfn.simulate(n):
+            p, x = arguments(vfn.make_mesh((n,), ("dp",)), length, P("dp"))
+            p = {**p, "b": vfn.with_sharding(p["b"], P("dp"))}
+            jitted = as_without(squares(computed_again), p, x)
+            assert all(ahead for ahead, _ in parts(plan_of(jitted).graph))
+            assert {record.op for record in jitted.lower(p, x).comms()} >= {"broadcast"}
+
+
 def test_as_many_bytes_as_may_travel():
     """Without buckets there are two gathers and two sums to a layer; the first is always under way."""
     with vfn.simulate(2):
@@ -267,8 +278,8 @@ def events():
     seen, known = [], {}
     start, wait = collectives.Start.__call__, collectives.wait
 
-    def starting(self, x, later=True):
-        begun = start(self, x, later)
+    def starting(self, *given):
+        begun = start(self, *given)
         known[id(begun)] = name = (
             f"{self.kind} {sum(self.kind in one for one in seen if one.startswith('start'))}",
             begun,
