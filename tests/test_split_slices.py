@@ -207,6 +207,20 @@ def test_memory_is_that_of_a_slice() -> None:
     assert max(c.bytes for c in lowered.comms()) == layer
 
 
+def test_a_memory_limit_changes_no_bit() -> None:
+    def step(h, w):
+        return vfn.with_sharding(h + torch.tanh(torch.sin(torch.tanh(h)) * h.exp()) @ w, P("a")), None
+
+    f = vfn.grad(lambda w, x: (vfn.scan(step, x, w)[0] ** 2).mean())
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((4,), ("a",))
+        w, x = vfn.shard(torch.randn(6, 16, 16), mesh, P("a")), vfn.shard(torch.randn(64, 16), mesh, P("a"))
+        usual, small = vfn.jit(f), vfn.jit(f, memory="60 %")
+        assert_close(vfn.unshard(small(w, x)), vfn.unshard(usual(w, x)), rtol=0, atol=0)
+        assert small.lower(w, x).memory().peak < 0.6 * usual.lower(w, x).memory().peak
+        assert counted(small.lower(w, x).comms()) == {("broadcast", "a"): 12, ("all_reduce", "a"): 6}
+
+
 def saved_step(mesh):
     return vfn.grad(functools.partial(loss, goal=P()), (0, 1)), of_layers(mesh, P("a"), 5)
 
