@@ -71,26 +71,33 @@ def _less(same: list[fx.Node], body: fx.Graph, hot: frozenset[fx.Node]) -> None:
     taken = {x for node in inside for x in node.all_input_nodes}
     takes = [x for x in (*places, *parts.before) if x in taken]
     target = Shared(bodies=(extracted(inside, takes, gives),))
-    once: dict[fx.Node, fx.Node] = {}
+    once: dict[fx.Node, Any] = {}
     for call in same:
         values: dict[fx.Node, Any] = {**dict(zip(places, call.args, strict=True)), **once}
-        with call.graph.inserting_before(call):
-            for x in parts.before:
-                if x not in values:
-                    values[x] = placed(call, x, values)
-        once = {x: values[x] for x in parts.once}
-        call.target, call.args = target, tuple(values[x] for x in takes)
-        call.meta["val"] = [value(x) for x in gives]
         old = list(call.users)
-        with call.graph.inserting_before(call.next):
-            for i, x in enumerate(gives):
-                values[x] = part = call.graph.call_function(operator.getitem, (call, i))
-                part.meta = {**call.meta, "val": value(x)}
-            for x in parts.after:
-                values[x] = placed(call, x, values)
+        _apart(call, target, takes, gives, parts, values)
+        once = {x: values[x] for x in parts.once}
         for part in old:
             part.replace_all_uses_with(values[outs[part.args[1]]])  # type: ignore[index]
             call.graph.erase_node(part)
+
+
+def _apart(
+    call: fx.Node, target: Shared, takes: list[fx.Node], gives: list[fx.Node], parts: _Parts, values: Any
+) -> None:
+    """Let a call be another one, with the rest of its body before it and after it, which `values` are then known of."""
+    with call.graph.inserting_before(call):
+        for x in parts.before:
+            if x not in values:
+                values[x] = placed(call, x, values)
+    call.target, call.args = target, tuple(values[x] for x in takes)
+    call.meta["val"] = [value(x) for x in gives]
+    with call.graph.inserting_before(call.next):
+        for i, x in enumerate(gives):
+            values[x] = part = call.graph.call_function(operator.getitem, (call, i))
+            part.meta = {**call.meta, "val": value(x)}
+        for x in parts.after:
+            values[x] = placed(call, x, values)
 
 
 def _parts(body: fx.Graph, same: set[fx.Node]) -> _Parts:
