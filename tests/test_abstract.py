@@ -357,6 +357,23 @@ def test_what_is_no_mesh_and_no_shape(name):
 # --- the recipes on any number of ranks: a sample of `python -m benchmarks.any_size sweep` ----------------------------
 
 
+def test_a_bucket_of_gathers_is_no_whole_model():
+    """On 4,096 ranks each gives little of a layer, and gets all of it: layers are gathered one after the other."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = torch.tanh(x @ vfn.with_sharding(w, P()))
+        return x.square().mean()
+
+    mesh = vfn.abstract_mesh(4096, "dp")
+    ws = [S((4096, 4096), f32, P("dp"), mesh)] * 6  # 64 MiB each
+    plan = vfn.jit(vfn.grad(loss)).lower(ws, S((4096, 4096), f32, P("dp"), mesh))
+    assert max(one.bytes for one in plan.comms() if one.op == "all_gather") == 128 << 20
+    few = [S((64, 64), f32, P("dp"), mesh)] * 6  # and small ones still travel together
+    sent = vfn.jit(vfn.grad(loss)).lower(few, S((4096, 64), f32, P("dp"), mesh)).comms()
+    assert sum(one.op == "all_gather" for one in sent) == 1
+
+
 @pytest.mark.parametrize(("kind", "name", "text", "n"), SWEPT)
 def test_recipes_on_any_number_of_ranks(kind, name, text, n):
     config = {"even": any_size.EVEN, "odd": any_size.ODD}[kind][name]

@@ -1,11 +1,12 @@
 """Small collectives of one kind, over the same axes and of one dtype, put together into one.
 
 Starting a collective costs as much as carrying some hundred kilobytes, and packing costs a copy: so what is larger than
-`alone` bytes stays alone, and a bucket is full at `limit` bytes. Reductions wait for the last member of their bucket: what
-they give is needed late (a gradient, in the update). Gathers, and broadcasts, all come with the first one: what they take is
-there early (a parameter, from the start), or they are left where they are; a gather that takes the same again (a parameter, for
-the backward pass) begins the next bucket, so that the first can be forgotten in between. All-to-alls are put together where no
-other collective comes between them (queries, keys and values): what they take and what they give is needed there.
+`alone` bytes stays alone, and a bucket is full at `limit` bytes; one of gathers also where what a rank gets of it is `GATHERED`
+bytes, or on many ranks it would be the whole model. Reductions wait for the last member of their bucket: what they give is
+needed late (a gradient, in the update). Gathers, and broadcasts, all come with the first one: what they take is there early (a
+parameter, from the start), or they are left where they are; a gather that takes the same again (a parameter, for the backward
+pass) begins the next bucket, so that the first can be forgotten in between. All-to-alls are put together where no other
+collective comes between them (queries, keys and values): what they take and what they give is needed there.
 
 Every rank makes the same buckets and keeps the same order, because both are decided by what is the same on every rank: the
 order in which the collectives were recorded, which of them waits for which, and their sizes, where what counts is the rank
@@ -24,12 +25,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._core.distributed.collectives import group_size
+from ..._core.distributed.collectives import Collective, group_size
 from ..ir import dependencies
 from ..ir.collective_nodes import carried_out, collective_of, given, is_listed, is_written, made_at, noted, put, size
 from ..ir.graph import Step, changed, collectives, copied, given_up, value
 
 LIMIT = 4 << 20
+GATHERED = 128 << 20
 ALONE = 256 << 10
 
 
@@ -125,13 +127,19 @@ def _chosen(
             waits = _with_buckets(before[node], made) & bucket.bits
             late = early and (before[node] & ~before[bucket.members[0]] or bucket.sources & sources)
             late = late or (together and number[node] != number[bucket.members[-1]] + 1)
-            if waits or late or bucket.bytes + nbytes > limit:
+            if waits or late or bucket.bytes + nbytes > _room(collective, limit):
                 bucket = None
         if bucket is None:
             bucket = opened[key] = _Bucket()
             made.append(bucket)
         bucket.add(node, 1 << number[node], before[node], nbytes, sources)
     return [sorted(bucket.members, key=recorded.__getitem__) for bucket in made if len(bucket.members) > 1]
+
+
+def _room(collective: Collective, limit: int) -> int:
+    """The bytes that a rank may give to a bucket."""
+    gathers = collective.kind == "all_gather"
+    return min(limit, GATHERED // group_size(collective.mesh, collective.axes)) if gathers else limit
 
 
 def _sources(node: fx.Node) -> set[fx.Node]:
