@@ -49,6 +49,11 @@ def of(step, xs, reverse=False):
     return vfn.grad(loss)
 
 
+def nested(h, w):
+    h = vfn.scan(lambda h, _: (torch.tanh((h.sin() * 2.0).cos() @ w), None), h, None, length=3)[0]
+    return torch.sin(h * 2.0).cos(), None
+
+
 FUNCTIONS = {
     "collected": of(body, lambda w: w),
     "reverse": of(body, lambda w: w, True),
@@ -107,6 +112,21 @@ def test_less_and_less_is_kept():
     kept = [sum(plan.nbytes(x) for x in plan.value(loops(one)[0])) for one in (graph, *fewer(graph))]
     assert kept == sorted(kept, reverse=True)
     assert len(kept) >= 2
+
+
+@pytest.mark.parametrize("step", [body, several, nested])
+@pytest.mark.parametrize("copies", [None, 0.3])
+def test_each_choice_gives_the_same_bits(step, copies, monkeypatch):
+    monkeypatch.setitem(costs.RATES, "cuda", SMALL)
+    graph = recorded(of(step, lambda w: w))
+    given = [W, *(X for node in graph.nodes if node.op == "placeholder")][
+        : sum(x.op == "placeholder" for x in graph.nodes)
+    ]
+    want = generate(graph).run([*given])
+    chosen = [*fewer(graph if copies is None else on_device(graph), copies)]
+    assert chosen
+    for one in chosen:
+        assert all(map(torch.equal, generate(one).run([*given]), want))
 
 
 def _sharded(share):

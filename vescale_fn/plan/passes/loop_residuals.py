@@ -115,7 +115,9 @@ class Residuals:
 
     def _copy(self, node: fx.Node, of: costs.Rates) -> float:
         """The seconds that it takes to copy a value to the host and back; infinitely many where that is not done."""
-        x = plan.value(node)
+        x, maker = plan.value(node), node.args[0] if node.target is operator.getitem else node
+        if isinstance(maker.target, Nested):  # type: ignore[union-attr]  # perhaps a list
+            return _INFINITE
         if x.device.type == "cpu" or not inplace.is_dense(x) or costs.copy(plan.nbytes(x), of) < of.call:
             return _INFINITE
         return 2 * costs.copy(plan.nbytes(x), of)
