@@ -238,16 +238,17 @@ def simulated() -> None:
 def draws() -> None:
     """Draws of 2^26 numbers, and of 2^10."""
     rows = []
-    for n in 1 << 26, 1 << 10:
-        x = torch.ones(n, dtype=torch.bfloat16, device="cuda")
-        pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-            "uniform": (lambda n=n: torch.rand(n), lambda n=n: vfn.random.uniform(KEY, (n,))),
-            "normal": (lambda n=n: torch.randn(n), lambda n=n: vfn.random.normal(KEY, (n,))),
-            "dropout, bfloat16": (lambda x=x: F.dropout(x, 0.1), lambda x=x: vfn.random.dropout(KEY, x, 0.1)),
-        }
-        for name, (theirs, ours) in pairs.items():
-            took = times({"torch": theirs, "ours": ours}, rounds=11)
-            rows.append([name, n, took["torch"] * 1000, took["ours"] * 1000, took["ours"] / took["torch"]])
+    with torch.device("cuda"):
+        for n in 1 << 26, 1 << 10:
+            x = torch.ones(n, dtype=torch.bfloat16, device="cuda")
+            pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+                "uniform": (lambda n=n: torch.rand(n), lambda n=n: vfn.random.uniform(KEY, (n,))),
+                "normal": (lambda n=n: torch.randn(n), lambda n=n: vfn.random.normal(KEY, (n,))),
+                "dropout, bfloat16": (lambda x=x: F.dropout(x, 0.1), lambda x=x: vfn.random.dropout(KEY, x, 0.1)),
+            }
+            for name, (theirs, ours) in pairs.items():
+                took = times({"torch": theirs, "ours": ours}, rounds=11)
+                rows.append([name, n, took["torch"] * 1000, took["ours"] * 1000, took["ours"] / took["torch"]])
     show("gpu_draws", ["draw", "numbers", "torch, us", "ours, us", "ratio"], rows)
 
 
@@ -261,7 +262,7 @@ def main() -> None:
         **{f"step_{size}": lambda size=size: step(size) for size in SIZES},
         "memory": memory,
         "simulated": simulated,
-        "draws": torch.device("cuda")(draws),
+        "draws": draws,
     }
     if sys.argv[1:2] == ["memory_of"]:
         print(json.dumps(memory_of(sys.argv[2])))
