@@ -148,3 +148,40 @@ def test_a_number_of_each_rank():
     for compare in (lambda: x < 4, lambda: x > 0, lambda: 4 <= x):
         with pytest.raises(RanksDiffer):
             compare()
+
+
+def test_what_ranks_do_apart_is_recorded_of_each():
+    """A bias on a sum in parts is kept by one rank alone. What an array outside has come to know is of no recording."""
+    x, b = torch.arange(24.0).view(8, 3), torch.arange(3.0)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh(4, "dp")
+        parts, bias = vfn.shard(x, mesh, P("dp")), vfn.shard(b, mesh, P())
+        total, calls = (parts * 2).sum(0), []
+
+        def f(x):
+            calls.append(x)
+            return total * total, x.sum(0) + bias, x + parts
+
+        jitted = vfn.jit(f)
+        for _ in range(2):
+            found = jitted(parts)
+            for one, wanted in zip(found, ((x * 2).sum(0) ** 2, x.sum(0) + b, x + x), strict=True):
+                assert torch.equal(vfn.unshard(one), wanted)
+        assert len(calls) == 2
+        assert torch.equal(vfn.unshard(total + total), (x * 4).sum(0))
+
+
+@pytest.mark.parametrize("spec", [P(), P("dp")], ids=str)
+def test_results_and_donated_arguments(spec):
+    """Results that are one value have one memory each; memory that ranks share is written once."""
+    x = torch.arange(24.0).view(8, 3)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh(4, "dp")
+        parts = vfn.shard(x, mesh, P("dp"))
+        found = vfn.jit(lambda x: (x, x.t(), x + 1, x + 1, vfn.with_sharding(x, P())))(parts)
+        for one, wanted in zip(found, (x, x.t(), x + 1, x + 1, x), strict=True):
+            assert torch.equal(vfn.unshard(one), wanted)
+        step = vfn.jit(lambda p, x: (p + x, p * 2), donate_argnums=0)
+        for _ in range(2):
+            found = step(vfn.shard(x.clone(), mesh, spec), parts)
+            assert all(torch.equal(vfn.unshard(one), x * 2) for one in found)
