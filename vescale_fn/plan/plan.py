@@ -17,7 +17,7 @@ from .._core.distributed.mesh import root
 from .execution import donation
 from .execution.backends import Backend
 from .execution.codegen import Code, generate
-from .ir.graph import DONATED, Pass, calls, copied, memories, output, written
+from .ir.graph import DONATED, Pass, calls, copied, given_up, memories, output, written
 from .ir.mapped import unmapped
 from .ir.nested import everywhere
 from .ir.per_rank import RanksDiffer
@@ -63,7 +63,7 @@ class Plan:
     ) -> None:
         self.function, self.loaded = function, False
         if how.op_by_op:
-            recorded.graph = unmapped(recorded.graph)
+            recorded.graph = unmapped(given_up(recorded.graph))
         self.recorded, self.captured, self.names = recorded, captured, names
         self.types = [leaves_.described(x) for x in leaves]
         self._said = [f"{name} ({kind})" for name, kind in zip(names, self.types, strict=True)]
@@ -75,11 +75,11 @@ class Plan:
         self._make = list(map(leaves_.making, recorded.results))
         self._abstract = any(isinstance(root(mesh), AbstractMesh) for mesh in meshes(leaves, recorded.graph, recorded))
         self._how = how
-        inputs = iter(recorded.inputs)
+        inputs, given_away = iter(recorded.inputs), set(self.donated)
         for i, take in self._take:
             for _ in take(leaves[i]):
                 node = next(inputs)
-                if i in self.donated:
+                if i in given_away:
                     node.meta[DONATED] = True
 
     def improve(self, passes: Sequence[Pass], seen: Callable[[fx.Graph], None]) -> None:
