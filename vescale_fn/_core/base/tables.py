@@ -17,7 +17,8 @@ def table(x: torch.Tensor, device: Any = "cpu") -> torch.Tensor:
     if device.type == "cpu":
         x.vfn_table = _ITSELF  # type: ignore[attr-defined]
         return x
-    here = getattr(torch, device.type).is_available()
+    backend = getattr(torch, device.type, None)
+    here = backend is None or backend.is_available()  # "meta" has no module, and is anywhere
     made = x.to(device) if here else no_values.empty(x.shape, x.stride(), x.dtype, device)
     made.vfn_table = x  # type: ignore[attr-defined]
     return made
