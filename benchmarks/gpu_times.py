@@ -176,7 +176,7 @@ def memory_of(way: str) -> list[float]:
     torch.cuda.synchronize()
     after = torch.cuda.memory_stats()
     params, batch = inputs("medium")
-    args = params, vfn.optim.adamw(RATE).init(params), batch
+    args: Any = params, vfn.optim.adamw(RATE).init(params), batch
     predicted = vfn.jit(update, donate_argnums=(0, 1), static_argnums=3).lower(*args, SIZES["medium"][0]).memory().peak
     given = sum(x.nbytes for x in tree.leaves(args))
     sizes = predicted, after["allocated_bytes.all.peak"], after["reserved_bytes.all.peak"]
