@@ -354,6 +354,18 @@ def test_what_is_no_mesh_and_no_shape(name):
     assert words in str(error.value)
 
 
+def test_a_gpu_that_is_not_there(monkeypatch):
+    """torch's autograd ends the process on a build for the CPU, and raises on one for CUDA."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(MeshError) as error:
+        vfn.abstract_mesh(4, "dp", device="cuda")
+    assert str(error.value) == (
+        'abstract_mesh: device="cuda", but there are no GPUs here\n'
+        "  * torch's autograd runs on no device that is not there\n"
+        '  Instead: device="cpu", which has the same layouts, collectives and bytes'
+    )
+
+
 # --- the recipes on any number of ranks: a sample of `python -m benchmarks.any_size sweep` ----------------------------
 
 

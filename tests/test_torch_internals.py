@@ -377,6 +377,7 @@ CASES = {
     "all_is_seen": lambda: door.all_is_seen(),
     "ambient": lambda: len(door.ambient()) == 5,
     # a class of its own: of one that we have applied, nobody is asked again
+    "another": lambda: (x := fake()) is not (y := door.another(x)) and y.shape == x.shape and y.stride() == x.stride(),
     "apply": lambda: door.apply(type("Ours", (Doubled,), {}), torch.ones(2)).tolist() == [2, 2],
     "as_one_step": lambda: traced_step() == [(True, True), torch.sin],
     "as_written": lambda: door.as_written(types.SimpleNamespace(_orig_mod=1)) == 1 and door.as_written(MM) is MM,

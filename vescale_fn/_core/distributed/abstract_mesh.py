@@ -155,7 +155,8 @@ def abstract_mesh(
     Args:
         shape: the size of each axis.
         names: the axes' names, all different.
-        device: where the ranks would compute: "cpu" or "cuda", which need not be there.
+        device: where the ranks would compute: "cpu"; or "cuda", of which this process needs one, for torch's autograd runs on
+            no device that is not there. Layouts, collectives and their bytes are the same on both.
         rank: the rank whose blocks, and whose plans, are seen, counted row-major. Of an uneven layout rank 0 has the largest
             blocks.
 
@@ -184,6 +185,10 @@ def abstract_mesh(
         raise MeshError(report("abstract_mesh", what, fix="the size of each axis"))
     if device not in ("cpu", "cuda"):
         raise MeshError(report("abstract_mesh", f'device={short(device)} is neither "cpu" nor "cuda"'))
+    if device == "cuda" and torch.cuda.device_count() == 0:
+        why = ["torch's autograd runs on no device that is not there"]
+        fix = 'device="cpu", which has the same layouts, collectives and bytes'
+        raise MeshError(report("abstract_mesh", 'device="cuda", but there are no GPUs here', why, fix))
     count = math.prod(sizes)
     if type(rank) is not int or not 0 <= rank < count:
         what = f"rank={short(rank)} is none of the ranks, which are 0 to {count - 1}"
