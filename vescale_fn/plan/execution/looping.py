@@ -33,11 +33,14 @@ class Looping:
         self.places = [self.numbered(kind) for kind in loop.keeps]
 
     def __call__(self, *args: Any) -> list[Any]:
-        run, body = _Run(self, args), self.body
+        run, body = self._begun(args), self.body
         del args
         for i in self.order:
             run.take(i, body(run.given(i)))
         return run.results()
+
+    def _begun(self, args: Sequence[Any]) -> _Run:
+        return _Run(self, args)
 
     def numbered(self, kind: str | tuple[int, ...]) -> dict[int, int] | None:
         """The iterations that are kept along a new dim, with their places there; None where all are listed, or one is kept."""
@@ -60,12 +63,8 @@ class RotatedLooping(Looping):
         self.begin = parts[0] if loop.begins else None
         self.end = parts[-1] if loop.late else None
 
-    def __call__(self, *args: Any) -> list[Any]:
-        run, body = _RotatedRun(self, args), self.body
-        del args
-        for i in self.order:
-            run.take(i, body(run.given(i)))
-        return run.results()
+    def _begun(self, args: Sequence[Any]) -> _Run:
+        return _RotatedRun(self, args)
 
 
 class _Run:
