@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import os
 import sys
 from typing import Any
 
 import torch
 
 import vescale_fn as vfn
+from vescale_fn._core.distributed import environment  # mesh: start
 
 from . import data, gpt, llama, metrics, mixtral, report
 from .command_line import GIVEN, POLICY, PRECISIONS, make_parser, read
@@ -44,7 +44,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     except (data.DataError, ImportError) as error:
         parser.error(str(error))
     wanted, there = 1, torch.cuda.device_count()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", math.prod(options.mesh.values())))  # mesh: start
+    ranks = environment.ranks_here() or math.prod(options.mesh.values())  # mesh: start
     wanted = 1 if options.simulate else ranks  # mesh: start
     if options.device == "cuda" and there < wanted:
         parser.error(

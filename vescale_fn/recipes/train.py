@@ -17,7 +17,6 @@ import dataclasses  # mesh
 import functools
 import itertools
 import math
-import os
 import signal
 import sys
 import time
@@ -29,6 +28,7 @@ import torch
 import torch.distributed as dist  # mesh
 
 import vescale_fn as vfn
+from vescale_fn._core.distributed import environment  # mesh: start
 
 from . import data, metrics, optimizers, options, report, sampling
 from .command_line import CHECKED, TRACED
@@ -225,12 +225,12 @@ def write_sample(opt: argparse.Namespace, params: Any, precision: Any, key: vfn.
 
 
 def on_ranks(opt: argparse.Namespace) -> dict[str, Any]:  # mesh: start
-    """Run on every rank: simulated ones, those that torchrun has started, or processes started here."""  # mesh: start
+    """Run on every rank: simulated ones, those that somebody else has started, or processes started here."""  # mesh: start
     ranks = math.prod(opt.mesh.values())  # mesh: start
     if opt.simulate:  # mesh: start
         with vfn.simulate(ranks):  # mesh: start
             return run(opt)  # mesh: start
-    if ranks == 1 or "TORCHELASTIC_RUN_ID" in os.environ:  # mesh: start
+    if ranks == 1 or environment.world():  # mesh: start
         return run(opt)  # mesh: start
     return vfn.launch(run, ranks, opt, device=opt.device)[0]  # mesh: start
 

@@ -184,8 +184,9 @@ def make_mesh(
 ) -> Mesh:
     """Lay all ranks that there are out on a mesh with named axes.
 
-    Works under `simulate`, in a process started by `launch` or by ``torchrun`` (the process group is initialised from
-    the environment), on a process group that is already initialised, and in a bare process for a mesh of size 1.
+    Works under `simulate`, in a process started by `launch`, or by ``torchrun``, ``srun`` or ``mpirun`` (the process
+    group is initialised from the environment), on a process group that is already initialised, and in a bare process for
+    a mesh of size 1.
 
     Args:
         shape: the size of each axis; one of them may be -1, "the rest".
@@ -193,8 +194,8 @@ def make_mesh(
         axis_shapes, axis_names: these two by JAX's names.
         device: "cpu" or "cuda"; by default that of the process group's backend, without a group torch's default device.
         timeout: of one collective on the mesh, in seconds, `math.inf` for none: a rank that waits longer fails. By default
-            that of the process group, which `launch` was told; under torchrun torch's own (half an hour on CPUs, ten
-            minutes on GPUs). Meshes of one kind share their groups, and an axis of all ranks shares the process group:
+            that of the process group, which `launch` was told; elsewhere torch's own (half an hour on CPUs, ten minutes
+            on GPUs). Meshes of one kind share their groups, and an axis of all ranks shares the process group:
             the timeout that was given last holds.
 
     Returns:

@@ -19,6 +19,7 @@ from ..base import context, state
 from ..base.errors import MeshError
 from ..base.front_door import public
 from ..base.messages import described, report, short
+from . import environment
 from .fork_server import run_fresh
 from .launcher import NotStarted, run
 from .worker import Settings, time_of
@@ -99,21 +100,26 @@ class Simulation:
 def ensure_process_group(device: str | None = None, timeout: float | None = None) -> tuple[int, int]:
     """This process's rank and the number of ranks.
 
-    A process group that is there is taken as it is, of any backend; under torchrun one is initialised from the
-    environment, with this timeout for a collective; otherwise this is rank 0 of 1, without a process group.
+    A process group that is there is taken as it is, of any backend; under torchrun, srun or mpirun one is initialised
+    from the environment, with this timeout for a collective; otherwise this is rank 0 of 1, without a process group.
     """
     if has_process_group():
         return dist.get_rank(), dist.get_world_size()
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+    started = environment.world()
+    if started is None:
         return 0, 1
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     most = None if timeout is None else time_of(timeout)
-    if _device(device, on_this_machine, "make_mesh") == "cuda":
-        torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank), timeout=most)
-    else:
-        dist.init_process_group("gloo", timeout=most)
+    by_agents = "env://" if started.agents else f"tcp://{started.address}:{started.port}"
+    how: dict[str, Any] = dict(init_method=by_agents, rank=started.rank, world_size=started.size, timeout=most)
+    try:
+        if _device(device, started.local_size, "make_mesh") == "cuda":
+            torch.cuda.set_device(started.local_rank)
+            dist.init_process_group("nccl", device_id=torch.device("cuda", started.local_rank), **how)
+        else:
+            dist.init_process_group("gloo", **how)
+    except dist.DistError as error:
+        met = f"rank {started.rank} of {started.size} has not met the others at {started.address}:{started.port}"
+        raise MeshError(report("make_mesh", met, [str(error).splitlines()[0]], environment.COMING)) from error
     return dist.get_rank(), dist.get_world_size()
 
 
