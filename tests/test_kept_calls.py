@@ -12,6 +12,7 @@ from vescale_fn.plan import PASSES
 from vescale_fn.plan.ir.graph import calls, collectives, name_of
 from vescale_fn.plan.ir.nested import nested
 from vescale_fn.plan.ir.shared_bodies import Shared, inlined
+from vescale_fn.plan.passes.dce import dead, needed_collectives
 from vescale_fn.plan.passes.kept_calls import MANY, kept
 from vescale_fn.plan.passes.overlap import overlap
 from vescale_fn.plan.passes.rematerialize import recompute
@@ -142,6 +143,30 @@ def test_collectives_and_memory(name: str, remat: bool) -> None:
             assert bool(nested(lowered.graph)) == (many == 2)
     assert found[2][0] == found[None][0]
     assert found[2][1] <= 1.05 * found[None][1]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_collectives_that_are_needed_are_found_without_inlining(name: str) -> None:
+    specs, at = LAYOUTS[name]
+    mesh = vfn.abstract_mesh((3, 2) if name == "uneven" else (2, 2), ("dp", "tp"))
+    ps = vfn.shard(params(4), mesh, [specs] * 4 if isinstance(specs, dict) else specs)
+    x = vfn.shard(X.repeat(3, 1), mesh, P("dp"))
+    one = vfn.plan.shared(vfn.remat(on_mesh(at)))
+
+    def some(ps, x):  # not all gradients, and not what the last call gives
+        value, g = step(one)(ps, x)
+        one(ps[0], x)
+        return value * 2, g[1], g[3]["up"] * 2
+
+    with vfn.use_mesh(mesh):
+        graph = vfn.jit(some).lower(ps, x).origin.plan.recorded.graph
+    whole = inlined(graph)
+    found = needed_collectives(graph)
+    assert found == needed_collectives(whole)
+    stays = [node.target for node in collectives(dead(whole))]
+    assert stays == [node.target for i, node in enumerate(collectives(whole)) if i in found]
+    assert len(found) < len(collectives(whole))
+    assert any(isinstance(node.target, Shared) for node in nested(graph))
 
 
 def _on_ranks():

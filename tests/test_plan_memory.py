@@ -467,6 +467,25 @@ def test_a_value_that_takes_a_few_calls_is_computed_again_from_what_is_there():
     assert same(run(made, args), turned(*args))
 
 
+def waiting(x):
+    """`a` waits while most is there, and then `b`, which is made of `a`, while there is nearly as much."""
+    a = x.tanh()
+    c = a.sum() + (x.new_ones(272, 32) @ x.mT).sum()
+    b = (a * 2).cos()
+    d = b.sum() + c * (x.new_ones(256, 32) @ x.mT).sum()
+    return (b * d).sum(), (x * d).sum()
+
+
+def test_what_is_computed_again_may_take_what_is_computed_again():
+    """As adafactor's rows and columns of a leaf of 512 x 512: the copy of `b` takes the copy of `a`."""
+    x = torch.randn(64, 32)
+    graph = recorded(waiting, x)
+    made = recompute(graph, smallest=64 * 32 * 4)
+    assert {"tanh", "cos"} <= {plan.name_of(node) for node in plan.calls(made) if "again" in node.meta}
+    assert memory(made).peak < memory(graph).peak
+    assert same(run(made, [x]), waiting(x))
+
+
 @pytest.mark.parametrize("passes", [[order], [recompute], [reuse], [order, recompute, donate, reuse]])
 @pytest.mark.parametrize("f", [train, views, parts], ids=lambda f: f.__name__)
 def test_passes_change_no_value_and_are_predicted(f, passes):

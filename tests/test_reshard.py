@@ -298,7 +298,11 @@ def test_backward_on_real_ranks(gloo, sizes, names) -> None:
 
 
 def test_axes_of_size_1_stay_in_the_order_that_was_written() -> None:
-    """As in JAX, where a layout is stated; among orders nothing moves, they are one layout for ops and plans."""
+    """As in JAX, where a layout is stated; among orders nothing moves. A plan gives what the function gives without it."""
+
+    def repeated(x: torch.Tensor):
+        return vfn.scan(lambda y, _: (y * 2, y * 3), x, None, length=2)
+
     orders = [P(("u", "a")), P(("a", "u")), P(("v", "u")), P(("b", "u", "a")), P(("u", "v"), ("b", "a"))]
     with vfn.simulate(4):
         mesh, x = vfn.make_mesh((2, 1, 2, 1), tuple("aubv")), torch.arange(32.0).view(8, 4)
@@ -309,6 +313,12 @@ def test_axes_of_size_1_stay_in_the_order_that_was_written() -> None:
             assert vfn.spec_of(vfn.with_sharding(vfn.shard(x, mesh, P()), spec)) == spec
             assert vfn.spec_of(vfn.jit(lambda y: vfn.with_sharding(y * 2, spec))(y)) == spec
             assert vfn.spec_of(vfn.grad(lambda y: (y * y).sum())(y)) == spec
+            assert vfn.spec_of(vfn.jit(vfn.grad(lambda y: (y * y).sum()))(y)) == spec
+            assert vfn.spec_of(vfn.eval_shape(lambda y: vfn.with_sharding(y * 2, vfn.spec_of(y)), y)) == spec
+            for loop in (repeated, vfn.jit(repeated)):
+                carry, each = loop(y)
+                assert vfn.spec_of(carry) == spec
+                assert vfn.spec_of(each) == P(None, *vfn.spec_of(y * 3))
             body = vfn.shard_map(lambda block: block + 1, mesh=mesh, in_specs=spec, out_specs=spec)
             assert vfn.spec_of(body(y)) == spec
             assert torch.equal(vfn.unshard(recorded(y)), x * 2)
@@ -318,4 +328,4 @@ def test_axes_of_size_1_stay_in_the_order_that_was_written() -> None:
             assert vfn.spec_of(vfn.with_sharding(other, orders[0])) == orders[0]
             assert vfn.spec_of(one + other) == vfn.spec_of(other + one) == orders[1]
         assert len(log) == 0
-    assert len(traced) == 4  # the first two orders are one layout
+    assert len(traced) == 5

@@ -55,6 +55,20 @@ def test_a_saved_plan_is_replayed_and_nothing_is_recorded(tmp_path):
     assert repr(vfn.load_plan(tmp_path / "step")) == f"<SavedPlan of step for 1 rank, by {made_for.software()}>"
 
 
+def test_what_is_computed_again_is_marked_in_a_loaded_plan_too(tmp_path):
+    def gradient(ws, x):
+        layer = vfn.remat(lambda w, x: torch.tanh(x @ w))
+        return vfn.grad(lambda ws: functools.reduce(lambda x, w: layer(w, x), ws, x).square().sum())(ws)
+
+    ws, x = [torch.randn(6, 6) for _ in range(3)], torch.randn(5, 6)
+    vfn.save_plan(vfn.jit(gradient).lower(ws, x), tmp_path / "plan")
+    again = vfn.jit(gradient, plans=[vfn.load_plan(tmp_path / "plan")])
+    text = again.lower(ws, x).text(lines=None)
+    assert text == vfn.jit(gradient).lower(ws, x).text(lines=None)
+    assert "  again" in text
+    assert again.cache_info().records == 0
+
+
 def test_a_loop_is_saved_with_its_body(tmp_path):
     def loss(w, x):
         return vfn.scan(lambda h, w: (torch.tanh(h @ w), h.sum()), x, w)[0].square().mean()

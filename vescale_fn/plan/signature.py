@@ -13,7 +13,7 @@ from .._core.base.containers import opened
 from .._core.base.errors import TransformError
 from .._core.base.messages import described, report, short
 from .._core.base.user_calls import called, owner, parameter
-from .._core.sharding.layout import WHOLE, layout, type_text
+from .._core.sharding.layout import WHOLE, as_written, type_text
 from .arriving import arrived
 from .picked import Picked
 from .tracing import ambient
@@ -167,7 +167,7 @@ def _shown(signature: Any) -> str:
     if isinstance(signature, tuple) and len(signature) > 1:
         spec = signature[0]
         if hasattr(spec, "tensor_meta"):
-            return type_text(spec.tensor_meta.shape, spec.tensor_meta.dtype, layout(spec))
+            return type_text(spec.tensor_meta.shape, spec.tensor_meta.dtype, as_written(spec))
         if isinstance(spec, torch.Size):
             return type_text(spec, signature[2], WHOLE)
         return short(signature[1])

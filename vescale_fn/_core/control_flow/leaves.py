@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from .. import torch_internals
-from ..arrays.array import is_array, lies_as, mesh_of, moved
+from ..arrays.array import is_array, lies_as, mesh_of, moved, spec_of
 from ..base import context, tree
 from ..base.containers import opened
 from ..base.errors import TransformError
@@ -82,7 +82,8 @@ class Opened:
         )
 
     def make_sums(self, before: Opened, why: str = _LAYOUT) -> None:
-        """Make the sums that are still to be made in what came out in the place of `before`, into the layout there."""
+        """Make the sums that are still to be made in what came out in the place of `before`, into the layout there, written as
+        there."""
         if self.treedef == before.treedef:
             self.leaves = [_summed(x, now, why) for x, now in zip(before.leaves, self.leaves, strict=True)]
 
@@ -148,9 +149,11 @@ def varied(x: torch.Tensor, axes: Iterable[str]) -> torch.Tensor:
 
 
 def _summed(before: torch.Tensor, now: torch.Tensor, why: str) -> torch.Tensor:
-    """`now`, with the sums that are still to be made, and are not in `before`, made."""
-    have, goal = (facts(x)[2] for x in (now, before))
-    if have is None or goal is None or have.unreduced <= goal.unreduced:
+    """`now`, with the sums that are still to be made, and are not in `before`, made; one layout is written as `before` is."""
+    if not is_array(now) or not is_array(before):
+        return now
+    have, goal = spec_of(now), spec_of(before)
+    if have.unreduced <= goal.unreduced and (have == goal or lies_as(now) != lies_as(before)):
         return now
     return moved(now, mesh_of(now), goal, why)
 

@@ -39,14 +39,6 @@ def as_written(spec: Any) -> P:
     return spec.__dict__.get("written") or layout(spec)
 
 
-def unwritten(spec: Any) -> Any:
-    """The equal DTensorSpec that is made from its own `layout`, for what serves equal ones alike."""
-    if "written" not in spec.__dict__:
-        return spec
-    meta = spec.tensor_meta
-    return spec_for(spec.mesh, layout(spec), meta.shape, meta.stride, meta.dtype)
-
-
 @functools.lru_cache(maxsize=65536)
 def layout(spec: Any) -> P:
     """The `P` of a DTensorSpec."""

@@ -7,16 +7,20 @@ collective that some other rank needs (`keep`) stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
+from ..._core.distributed.collectives import Collective
 from ..ir import branches, loop, mapped, shared_bodies
 from ..ir.branches import Branches
-from ..ir.graph import KEPT, Step, collectives, copied, memories, written
+from ..ir.graph import KEPT, Step, calls, copied, memories, output, written
 from ..ir.loop import Loop
 from ..ir.mapped import Mapped
-from ..ir.nested import nested
+from ..ir.nested import ends, nested
+from ..ir.shared_bodies import Shared
 
 _PRUNE: dict[type, Callable[[fx.Node], None]] = {
     Loop: loop.prune,
@@ -32,18 +36,16 @@ def dead(graph: fx.Graph) -> fx.Graph:
         if type(node.target) in _PRUNE:
             _PRUNE[type(node.target)](node)  # type: ignore[index]
     shared_bodies.prune(reversed(nested(graph)))
-    stays = _needed(graph)
+    stays = _needed(graph, output(graph).all_input_nodes).nodes
     for node in reversed(list(graph.nodes)):
-        if node not in stays:
+        if node not in stays and node.op == "call_function":
             graph.erase_node(node)
     return graph
 
 
 def needed_collectives(graph: fx.Graph) -> list[int]:
-    """The places, among the collectives of a graph, of those that `dead` leaves."""
-    graph = shared_bodies.inlined(graph)
-    stays = _needed(graph)
-    return [i for i, node in enumerate(collectives(graph)) if node in stays]
+    """The places, among the collectives of a graph, of those that `dead` leaves; those of a body count again for each call."""
+    return [i for i, stays in enumerate(_needed(graph, output(graph).all_input_nodes, {}).collectives()) if stays]
 
 
 def keep(graph: fx.Graph, places: Collection[int]) -> None:
@@ -53,14 +55,49 @@ def keep(graph: fx.Graph, places: Collection[int]) -> None:
             node.meta[KEPT] = True
 
 
-def _needed(graph: fx.Graph) -> set[fx.Node]:
-    lie, read, found = memories(graph), set[fx.Node](), set[fx.Node]()  # read: memory, known by the node that made it
+@dataclass(frozen=True)
+class _Needed:
+    """What is needed of a graph: these nodes, and of the bodies that calls of it share."""
+
+    graph: fx.Graph
+    nodes: set[fx.Node]
+    bodies: dict[fx.Node, _Needed]
+
+    def collectives(self) -> list[bool]:
+        """Of each collective, as `inlined` has them, whether it is."""
+        found: list[bool] = []
+        for node in calls(self.graph):
+            if node in self.bodies:
+                found += self.bodies[node].collectives()
+            elif isinstance(node.target, Collective):
+                found.append(node in self.nodes)
+        return found
+
+
+def _needed(graph: fx.Graph, outs: Iterable[fx.Node], of_bodies: dict[Any, _Needed] | None = None) -> _Needed:
+    """What is needed of a graph for these of its results.
+
+    Args:
+        of_bodies: what has been found of bodies, by the call and which results it is to give; None if calls need all of these.
+    """
+    found, uses, bodies = set[fx.Node](), set(outs), dict[fx.Node, _Needed]()
+    lie = memories(graph)
+    read = set[fx.Node]().union(*(lie[x] for x in uses))  # memory, known by the node that made it
     for node in reversed(list(graph.nodes)):
-        used = not found.isdisjoint(node.users) or KEPT in node.meta
-        if node.op != "call_function" or used or _shows(node, lie, read):
-            found.add(node)
-            read.update(*(lie[x] for x in node.all_input_nodes))
-    return found
+        takes: Iterable[Any] = node.all_input_nodes
+        if of_bodies is not None and isinstance(node.target, Shared):
+            parts = tuple(sorted({part.args[1] for part in node.users if part in uses}))  # type: ignore[type-var]
+            places, gives = ends(node.target.bodies[0])
+            if (node.target, parts) not in of_bodies:
+                of_bodies[node.target, parts] = _needed(node.target.bodies[0], [gives[i] for i in parts], of_bodies)
+            bodies[node] = of_bodies[node.target, parts]
+            takes = [x for x, place in zip(node.args, places, strict=True) if place in bodies[node].nodes]
+        elif node not in uses and KEPT not in node.meta and (node.op != "call_function" or not _shows(node, lie, read)):
+            continue
+        found.add(node)
+        uses.update(takes)
+        read.update(*(lie[x] for x in takes))
+    return _Needed(graph, found, bodies)
 
 
 def _shows(node: fx.Node, lie: dict[fx.Node, frozenset[fx.Node]], read: set[fx.Node]) -> bool:

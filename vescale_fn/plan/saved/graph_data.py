@@ -86,7 +86,7 @@ class GraphWriter:
             "name": node.name,
             "args": self.value(tuple(node.args), places),
             "line": node.meta.get("line", ""),
-            "meta": {key: True for key, x in node.meta.items() if x is True},
+            "meta": {key: True for key, x in node.meta.items() if x is True or key == "again"},
         }
         if node.kwargs:
             row["kwargs"] = {name: self.value(x, places) for name, x in node.kwargs.items()}

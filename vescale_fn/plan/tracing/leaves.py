@@ -31,7 +31,7 @@ from ..._core.distributed.communicator import coordinates
 from ..._core.distributed.mesh import communicator_of, root
 from ..._core.distributed.rows import row_of
 from ..._core.sharding.index_map import axes_of
-from ..._core.sharding.layout import WHOLE, contiguous_stride, layout, spec_for, text, type_text, unwritten
+from ..._core.sharding.layout import WHOLE, contiguous_stride, layout, spec_for, text, type_text
 from ..._core.sharding.merged_dim import parts_of
 from ..._core.sharding.spec import P, split_axes
 from ..execution.stride_checks import as_recorded
@@ -45,8 +45,8 @@ def signature(leaf: Any) -> Any:
     """What a plan depends on of a leaf; equal for leaves that one plan serves."""
     kind = leaf.__class__
     if kind is Array:
-        notes = leaf.vfn_notes
-        return torch_internals.spec(leaf), None if notes is None else notes.reduced or None
+        notes, spec = leaf.vfn_notes, torch_internals.spec(leaf)
+        return spec, None if notes is None else notes.reduced or None, spec.__dict__.get("written")
     if kind is torch.Tensor:
         if leaf.layout is not torch.strided:
             return leaf.shape, leaf.layout, leaf.dtype, leaf.device
@@ -155,7 +155,7 @@ def with_tensors(leaf: Any, replaced: Callable[[torch.Tensor], torch.Tensor]) ->
 
 def array_of_local(leaf: torch.Tensor, local: Any) -> Array:
     """The array like this one around what ranks hold."""
-    return made(local, unwritten(torch_internals.spec(leaf)), lies_of(leaf))  # type: ignore[arg-type]
+    return made(local, torch_internals.spec(leaf), lies_of(leaf))  # type: ignore[arg-type]
 
 
 def count_of(leaf: torch.Tensor) -> int:
@@ -170,7 +170,7 @@ def of_plain(leaf: torch.Tensor, blocks: Iterator[torch.Tensor]) -> Any:
     """The like of a leaf of which the next of these are the plain tensors."""
     if not isinstance(leaf, DTensor):
         return of_each(lambda _: next(blocks), leaf)
-    new, spec = [next(blocks) for _ in range(count_of(leaf))], unwritten(torch_internals.spec(leaf))
+    new, spec = [next(blocks) for _ in range(count_of(leaf))], torch_internals.spec(leaf)
     local: Any = torch_internals.local(leaf)
     if type(local) is not Blocks:
         return made(new[0], spec, lies_of(leaf))
