@@ -17,6 +17,8 @@ from typing import Any
 from vescale_fn._core import torch_internals
 from vescale_fn._core.base import state
 from vescale_fn._core.distributed import launcher, worker
+from vescale_fn._core.distributed.failure_text import first_and_others
+from vescale_fn._core.distributed.streams import Streams
 from vescale_fn._core.distributed.worker import Job, Message
 from vescale_fn.errors import RankError
 
@@ -61,10 +63,10 @@ class _Crew:
     def run(self, body: bytes) -> Message:
         self.used += 1
         launcher.tell(self.ranks, body)
-        with launcher.Streams() as streams:
+        with Streams() as streams:
             done, failed = launcher.hear(self.ranks, "done", streams, LIMIT)
         if failed:
-            text = launcher.first_and_others(failed, list(done), len(self.ranks))
+            text = first_and_others(failed, list(done), len(self.ranks))
             return Message("failed", failed[0].rank, text=text)
         return Message("done", 0, value=[done[rank] for rank in range(len(self.ranks))])
 

@@ -17,7 +17,9 @@ from ..base.errors import RankError
 from ..base.messages import report
 from ..base.source_lines import is_library
 from . import worker
-from .launcher import NotStarted, Rank, Streams, how_it_ended, read, run, told_to_end
+from .failure_text import how_it_ended
+from .launcher import NotStarted, Rank, read, run, told_to_end
+from .streams import Streams
 from .worker import Message, Settings
 
 # A file beside the user's script may have the name of one of Python's own modules. So the interpreter starts with no

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import Pipe, connection, get_context
 from pathlib import Path
@@ -22,14 +22,13 @@ from .. import torch_internals
 from ..base.errors import RankError
 from ..base.source_lines import is_users, quoted
 from . import worker
+from .failure_text import BROKEN, first_and_others, how_it_ended, waited
+from .streams import Streams
 from .worker import Job, Message, Settings
 
 # Seconds: for all ranks to have met, for finished ranks to leave, to hear of more failures after the first one; and
 # where all complain of others' ends, to hear of the rank that was first, which a busy machine may take to bury.
 START, LEAVE, GRACE, BURIAL, ANSWER = {"cpu": 30.0, "cuda": 120.0}, 5.0, 0.2, 3.0, 1.0
-BROKEN = re.compile("[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited")
-LATE = re.compile("[Tt]ime(d |)out")
-OF_TRANSPORT = re.compile("raised (RuntimeError|Dist[A-Za-z]*Error)")  # a user's own TimeoutError is none
 
 
 class NotStarted(Exception):
@@ -64,29 +63,40 @@ def run(call: Callable[[], Any], settings: Settings) -> list[bytes]:
         try:
             for rank in range(nprocs):
                 ranks.append(fork(worker.run_rank, rank, job, call))
-            _, failed = hear(ranks, "ready", streams, START[settings.device])
-            if failed:
-                raise NotStarted(failed[0].text or f"rank {failed[0].rank} {failed[0].title} before it could start")
-            tell(ranks, "go")
-            try:
-                done, failed = hear(ranks, "done", streams, settings.limit)
-            except KeyboardInterrupt:  # as where this process is told to end; a second one ends them at once
-                for rank in ranks:
-                    rank.process.terminate()
-                hear(ranks, "done", streams, float("inf"))
-                raise
-            if failed:
-                heard = {*done, *(message.rank for message in failed if message.kind == "failed")}
-                ask = failed[0].kind == "late" or any(map(waited, failed))
-                at = whereabouts(ranks, [i for i in range(nprocs) if i not in heard], folder) if ask else {}
-                raise RankError(first_and_others(failed, list(done), nprocs, at))
-            tell(ranks, "leave")
-            late = time.monotonic() + LEAVE
-            while any(rank.process.is_alive() for rank in ranks) and time.monotonic() < late:
-                streams.wait([rank.process.sentinel for rank in ranks if rank.process.is_alive()], 0.05)
-            return [done[rank] for rank in range(nprocs)]
+            return results(ranks, settings, streams, START[settings.device], functools.partial(whereabouts, folder))
         finally:
             end(ranks)
+
+
+def results(
+    ranks: list[Rank],
+    settings: Settings,
+    streams: Streams,
+    start: float,
+    where: Callable[[list[Rank], list[int]], dict[int, str]],
+) -> list[bytes]:
+    """Let ranks that have been started, within `start` seconds, run; their pickled results. `where` asks what some do now."""
+    _, failed = hear(ranks, "ready", streams, start)
+    if failed:
+        raise NotStarted(failed[0].text or f"rank {failed[0].rank} {failed[0].title} before it could start")
+    tell(ranks, "go")
+    try:
+        done, failed = hear(ranks, "done", streams, settings.limit)
+    except KeyboardInterrupt:  # as where this process is told to end; a second one ends them at once
+        for rank in ranks:
+            rank.process.terminate()
+        hear(ranks, "done", streams, float("inf"))
+        raise
+    if failed:
+        heard = {*done, *(message.rank for message in failed if message.kind == "failed")}
+        ask = failed[0].kind == "late" or any(map(waited, failed))
+        at = where(ranks, [i for i in range(len(ranks)) if i not in heard]) if ask else {}
+        raise RankError(first_and_others(failed, list(done), len(ranks), at))
+    tell(ranks, "leave")
+    late = time.monotonic() + LEAVE
+    while any(rank.process.is_alive() for rank in ranks) and time.monotonic() < late:
+        streams.wait([rank.process.sentinel for rank in ranks if rank.process.is_alive()], 0.05)
+    return [done[rank] for rank in range(len(ranks))]
 
 
 @contextlib.contextmanager
@@ -186,15 +196,7 @@ def read(pipe: connection.Connection) -> Message | None:
         return None
 
 
-def how_it_ended(code: int | None) -> str:
-    """A process's exit code in words."""
-    if code is None or code >= 0:
-        return f"exited with code {code} and returned nothing"
-    name = signal.Signals(-code).name
-    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-
-
-def whereabouts(ranks: list[Rank], silent: list[int], folder: str) -> dict[int, str]:
+def whereabouts(folder: str, ranks: list[Rank], silent: list[int]) -> dict[int, str]:
     """What each of the `silent` ranks is doing now: the user's line at which it is, or that it has been stopped."""
     found = {}
     for i in silent:
@@ -223,52 +225,6 @@ def state(pid: int) -> str:
         return ""
 
 
-def first_and_others(
-    failed: list[Message], returned: list[int], nprocs: int, at: Mapping[int, str] | None = None
-) -> str:
-    """The message of a failed launch: the first failure in full, a line for each other one, and where the rest were."""
-    first, *others = failed
-    if first.kind == "late":
-        some = ", ".join(str(message.rank) for message in failed)
-        text = f"launch: rank{'s' * (len(failed) > 1)} {some} of {nprocs} {first.title}; the ranks were ended"
-        return "\n".join([text, *(f"  * rank {rank} {doing}" for rank, doing in sorted((at or {}).items()))])
-    text = f"launch: rank {first.rank} of {nprocs} {first.title}; the other ranks were ended"
-    gone = f"rank{'s' * (len(returned) > 1)} {', '.join(map(str, sorted(returned)))} had returned"
-    if returned and waited(first) and not at:  # its words are those of the transport, which knows no ranks
-        text = (
-            f"launch: rank {first.rank} of {nprocs} waited in a collective that others had left out: {gone} by then. "
-            f"It {first.title}; the other ranks were ended"
-        )
-        returned = []
-        text += "\n  Instead: call the same collectives on every rank, in the same order, before fn returns"
-    text += "\n\n" + first.text if first.text else ""
-    for other in others:
-        said = re.sub(rf"^[\w.]*{re.escape(other.title.rpartition(' ')[2])}: ", "", said_first(other.text))[:200]
-        at_line = f" at {other.line}" if waited(other) and other.line else ""
-        text += f"\nAfter it, rank {other.rank} {other.title}{at_line}" + (f": {said}" if said else "")
-    if returned:  # perhaps the cause: it left out a collective that the others wait in
-        text += f"\nBy then {gone}."
-    for rank, doing in sorted((at or {}).items()):
-        text += f"\nMeanwhile rank {rank} {doing}."
-    if waited(first) or "SIGABRT" in first.title:  # with which gloo and NCCL end what does not fit together
-        text += "\nUnder `with vfn.debug():` ranks whose calls differ say so, and which."
-    return text
-
-
-def waited(message: Message) -> bool:
-    """Whether a rank failed in a collective because another one was gone or did not come."""
-    of_others = BROKEN.search(message.text) or LATE.search(said_first(message.text))
-    return bool(OF_TRANSPORT.fullmatch(message.title) and of_others)
-
-
-def said_first(text: str) -> str:
-    """The first line of a traceback's message: what stands below the frames, which are indented."""
-    lines = text.strip().split("\n")
-    frames = [i for i, line in enumerate(lines) if line.startswith("  File ")]
-    below = (line for line in lines[frames[-1] + 1 if frames else 0 :] if line and not line.startswith("  "))
-    return next(below, lines[-1])
-
-
 def end(ranks: list[Rank]) -> None:
     """End what is left of the ranks, and wait until it is gone."""
     for rank in ranks:
@@ -280,40 +236,3 @@ def end(ranks: list[Rank]) -> None:
             rank.process.join()
         rank.pipe.close()
         rank.process.close()
-
-
-class Streams:
-    """Carries what the ranks print to `sys.stdout` and `sys.stderr` where those are not the process's own.
-
-    A notebook and a test's capture put objects there that no other process can write to. Elsewhere the ranks write
-    to the same terminal or file as the caller, and nothing is carried. `stdin`: whether a rank is to read what this
-    process would.
-    """
-
-    def __init__(self, stdin: bool = False) -> None:
-        self.ends: dict[int, int] = {0: os.dup(0)} if stdin else {}
-        self._from: dict[int, tuple[Any, Any]] = {}
-        for number, name in (1, "stdout"), (2, "stderr"):
-            stream = getattr(sys, name)
-            if stream is not None and stream is not getattr(sys, f"__{name}__"):
-                source, self.ends[number] = os.pipe()
-                os.set_blocking(source, False)
-                self._from[source] = stream, codecs.getincrementaldecoder("utf-8")("replace")
-
-    def __enter__(self) -> Streams:
-        return self
-
-    def wait(self, others: list[Any], seconds: float) -> None:
-        """Wait for one of `others`, or for something to carry; carry all that there is."""
-        connection.wait([*others, *self._from], seconds)
-        for source, (stream, decoder) in self._from.items():
-            try:
-                while chunk := os.read(source, 1 << 16):
-                    stream.write(decoder.decode(chunk))
-            except BlockingIOError:
-                stream.flush()
-
-    def __exit__(self, *_: object) -> None:
-        self.wait([], 0)
-        for end in (*self._from, *self.ends.values()):
-            os.close(end)
