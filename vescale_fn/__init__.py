@@ -37,8 +37,8 @@ from ._core.transforms.residuals import print_saved_residuals, saved_residuals
 from ._core.transforms.stop_gradient import stop_gradient
 from ._core.transforms.vjp import vjp
 from ._core.transforms.vmap import vmap
+from .checkpoint import digest, export_weights, load, save
 from .checkpoint import export as export
-from .checkpoint import export_weights, load, save
 from .debugging.debug_mode import debug
 from .debugging.needless_moves import needless
 from .debugging.parity import check as check
@@ -92,6 +92,7 @@ __all__ = [
     "debug_print",
     "debugging",
     "deferred",
+    "digest",
     "disable_jit",
     "dynamic_slice",
     "errors",

@@ -4,13 +4,13 @@ against the order of the mesh, or where split dims were merged."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .._core import torch_internals
-from .._core.arrays.array import Array, is_array, spec_of
+from .._core.arrays.array import Array, is_array, mesh_of, moved_together, place, spec_of
 from .._core.arrays.placement import from_blocks
 from .._core.distributed.communicator import coordinates
 from .._core.distributed.mesh import communicator_of
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     tensor: torch.Tensor  # a view
 
 
-def _cut(block: torch.Tensor, where: Sequence[Sequence[int]]) -> Iterator[Piece]:
+def cut(block: torch.Tensor, where: Sequence[Sequence[int]]) -> Iterator[Piece]:
     """The pieces of a block that has these indices of the whole, a dim."""
     for runs in itertools.product(*(tuple(index_runs(indices)) for indices in where)):
         view = block
@@ -60,9 +60,16 @@ def held(x: torch.Tensor) -> list[Piece]:
     axes, found = axes_of(mesh), dict[Any, Piece]()
     communicator = communicator_of(mesh)
     for rank, block in zip(communicator.ranks, communicator.parts(local), strict=True):
-        for piece in _cut(block, local_indices(tuple(x.shape), axes, spec, coordinates(mesh, rank))):
+        for piece in cut(block, local_indices(tuple(x.shape), axes, spec, coordinates(mesh, rank))):
             found.setdefault(piece.offsets, piece)
     return list(found.values())
+
+
+def added_up(arrays: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:
+    """The same as arrays of which nothing is left to add: one collective for all of one layout."""
+    found = {name: place(x, mesh_of(x), spec_of(x), where) for name, x in arrays.items()}
+    todo = {name: x for name, x in found.items() if spec_of(x).unreduced}
+    return found | dict(zip(todo, moved_together(list(todo.values()), [P(*spec_of(x)) for x in todo.values()], where)))
 
 
 def empty(
@@ -76,7 +83,7 @@ def empty(
 
     def block(coord: dict[str, int]) -> torch.Tensor:
         made = torch.empty(local_shape(shape, axes, spec, coord), dtype=dtype, device=device)
-        pieces.extend(_cut(made, local_indices(shape, axes, spec, coord)))
+        pieces.extend(cut(made, local_indices(shape, axes, spec, coord)))
         return made
 
     return from_blocks(block, shape, dtype, mesh, spec), pieces

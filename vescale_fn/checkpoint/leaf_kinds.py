@@ -202,11 +202,11 @@ def _described(x: Any) -> str:
 def _unfit(x: torch.Tensor) -> tuple[str, str] | None:
     """Why a tensor cannot be stored, and what to do instead; else None."""
     if torch_internals.is_recorded():
-        return " without a value: vfn.jit is recording", "save what the function returns, outside of it"
+        return " without a value: vfn.jit is recording", "call this outside of it, with what the function returns"
     if torch_internals.peel(x) is not x:
-        return ", which a transform follows", "save outside of vfn.grad, vfn.vmap and their like"
+        return ", which a transform follows", "call this outside of vfn.grad, vfn.vmap and their like"
     if type(x) is Blocks:
-        return ", a block of a shard_map body", "save outside of the body"
+        return ", a block of a shard_map body", "call this outside of the body"
     if x.is_meta:
         return " on the meta device, without values", "a tensor with values"
     if x.layout is not torch.strided:

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._core.arrays.array import mesh_of, moved_together, place, spec_of
+from .._core.arrays.array import mesh_of, place, spec_of
 from .._core.base import context
 from .._core.base.errors import CheckpointError
 from .._core.base.front_door import public
 from .._core.base.messages import report
-from .._core.sharding.spec import P
 from . import all_ranks, atomic_folder, chunks, manifest, paths, shard_files
 from .async_save import Saving, finish_last, start
 from .leaf_kinds import Leaf, fingerprint, leaves_of
@@ -237,11 +236,10 @@ def _items(mine: Sequence[_Part], leaves: dict[str, Leaf], held: _Held) -> list[
 
 
 def _added_up(leaves: dict[str, Leaf]) -> _Held:
-    """The pieces of the tensors that are unreduced, added up: one collective for all of one layout."""
+    """The pieces of the tensors that are unreduced, added up."""
     arrays = {name: leaf.stored for name, leaf in leaves.items() if leaf.is_tensor and not chunks.is_plain(leaf.stored)}
-    arrays = {name: place(x, mesh_of(x), spec_of(x), "save") for name, x in arrays.items() if spec_of(x).unreduced}
-    whole = moved_together(list(arrays.values()), [P(*spec_of(x)) for x in arrays.values()], "save")
-    return {name: _pieces(x) for name, x in zip(arrays, whole, strict=True)}
+    unreduced = {name: x for name, x in arrays.items() if spec_of(x).unreduced}
+    return {name: _pieces(x) for name, x in chunks.added_up(unreduced, "save").items()}
 
 
 def _copied(mine: Sequence[_Part], leaves: dict[str, Leaf], held: _Held) -> Callable[[], Sequence[shard_files.Item]]:
