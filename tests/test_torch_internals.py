@@ -496,6 +496,7 @@ CASES = {
     "memory_number": lambda: (x := torch.zeros(2)) is not None and door.memory_number(x) == door.memory_number(x[1:]),
     "missing_of_flex_attention": lambda: door.missing_of_flex_attention() == [],
     "mesh": lambda: (x := array()).device_mesh is door.mesh(x),
+    "named_kernel_settings": lambda: door.named_kernel_settings()["torch.set_float32_matmul_precision"] == "highest",
     "needs_gradient": lambda: (
         door.needs_gradient(torch.zeros(2, requires_grad=True)) and not door.needs_gradient(torch.zeros(2))
     ),

@@ -11,6 +11,7 @@ from ._core.arrays.strict import strict
 from ._core.base import front_door
 from ._core.base.containers import register_dataclass
 from ._core.base.context import current_mesh, set_mesh, use_mesh
+from ._core.base.fingerprint import fingerprint
 from ._core.base.tracebacks import full_tracebacks
 from ._core.control_flow.associative_scan import associative_scan
 from ._core.control_flow.cond import cond, switch
@@ -98,6 +99,7 @@ __all__ = [
     "errors",
     "eval_shape",
     "export_weights",
+    "fingerprint",
     "fori_loop",
     "from_local",
     "fsdp_specs",

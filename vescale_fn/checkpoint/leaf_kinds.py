@@ -218,7 +218,7 @@ def _unfit(x: torch.Tensor) -> tuple[str, str] | None:
     return None
 
 
-def fingerprint(leaf: Leaf) -> str:
+def same_on_all_ranks(leaf: Leaf) -> str:
     """What must be the same of a leaf on every rank, as text."""
     if not leaf.is_tensor:
         return f"{leaf.kind} {leaf.stored!r}"

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from .._core import torch_internals
-from .._core.base import context, tree
+from .._core.base import context, source_lines, tree
 from .._core.base.errors import CheckpointError, SpecError
+from .._core.base.fingerprint import differences, fingerprint
 from .._core.base.front_door import public
 from .._core.base.messages import report
 from . import all_ranks, atomic_folder, paths, single_files, targets
@@ -23,7 +24,13 @@ from .targets import Target
 
 @public("load")
 def load(
-    path: str | os.PathLike[str], like: Any = None, *, mesh: Any = None, spec: Any = None, partial: bool = False
+    path: str | os.PathLike[str],
+    like: Any = None,
+    *,
+    mesh: Any = None,
+    spec: Any = None,
+    partial: bool = False,
+    exact: bool | None = None,
 ) -> Any:
     """Load what `save`, `export_weights` or `torch.distributed.checkpoint` has written, laid out as is wanted here.
 
@@ -41,10 +48,13 @@ def load(
         mesh: where to lay the leaves out; by default the current mesh.
         spec: how they lie, a `P` or a prefix tree of `like`; by default as in `like`.
         partial: pass over what `like` has not.
+        exact: raise where the `fingerprint` of what saved it is another than here, or is not known: a run that goes on
+            would not have the bits that it would have had. False: do not compare. By default there is a warning where
+            a run under `deterministic` has saved it, and nothing else.
 
     Raises:
         CheckpointError: there is no checkpoint, a damaged one, or one of another tree, other shapes or dtypes; with the
-            leaves it is about, on all ranks alike.
+            leaves it is about, on all ranks alike. With ``exact=True`` another fingerprint.
         SpecError: specs that do not fit.
 
     Source: `torch.distributed.checkpoint.load`; Orbax.
@@ -63,9 +73,11 @@ def load(
     crew = all_ranks.all_ranks("load")
     for _ in range(ATTEMPTS):
         with uncollected():
-            done = _attempt(crew, path, like, mesh, spec, partial)
+            done = _attempt(crew, path, like, mesh, spec, partial, exact)
         if done is not None:
-            put_together, values, made = done
+            put_together, values, made, warning = done
+            if warning and crew.rank == 0:
+                source_lines.warn(warning)
             return put_together(values | {one.target.name: targets.finished(one) for one in made})
     raise CheckpointError(
         report(
@@ -78,12 +90,15 @@ def load(
 
 
 ATTEMPTS = 10  # to load what other processes replace meanwhile
-_Loaded = tuple[Callable[[dict[str, Any]], Any], dict[str, Any], list[targets.Made]]
+_Loaded = tuple[Callable[[dict[str, Any]], Any], dict[str, Any], list[targets.Made], str]
 
 
-def _attempt(crew: all_ranks.Crew, path: Any, like: Any, mesh: Any, spec: Any, partial: bool) -> _Loaded | None:
-    """What puts the leaves together, the values and the tensors; None where another checkpoint took the place meanwhile."""
-    prepared = list[tuple[Source, list[Target], Callable[[dict[str, Any]], Any]]]()
+def _attempt(
+    crew: all_ranks.Crew, path: Any, like: Any, mesh: Any, spec: Any, partial: bool, exact: bool | None
+) -> _Loaded | None:
+    """What puts the leaves together, the values, the tensors, and a warning; None where another checkpoint took the place
+    meanwhile."""
+    prepared = list[tuple[Source, list[Target], Callable[[dict[str, Any]], Any], str]]()
     read = list[tuple[dict[str, Any], list[targets.Made]]]()
 
     def prepare() -> str:
@@ -93,13 +108,14 @@ def _attempt(crew: all_ranks.Crew, path: Any, like: Any, mesh: Any, spec: Any, p
         if mesh is not None and spec is None:
             raise SpecError(report("load", "a mesh is given, but no spec", fix="spec=vfn.P(...), or a tree of them"))
         source = opened(paths.as_path(path, "load"))
+        warning = _compared(source, exact)
         wanted, put_together = _wanted(source, like, mesh, spec)
         targets.check(wanted, source.entries, str(source.path), partial or like is None, "load")
-        prepared.append((source, wanted, put_together))
+        prepared.append((source, wanted, put_together, warning))
         return source.stamp
 
     def fill() -> bool:
-        source, wanted, _ = prepared[0]
+        source, wanted, *_ = prepared[0]
         try:
             read.append(_read(source, wanted))
         except CheckpointError:
@@ -112,7 +128,28 @@ def _attempt(crew: all_ranks.Crew, path: Any, like: Any, mesh: Any, spec: Any, p
         return None
     if not all_ranks.step(crew, "load", fill, lambda filled: [all(filled)] * crew.size):
         return None
-    return prepared[0][2], *read[0]
+    return prepared[0][2], *read[0], prepared[0][3]
+
+
+def _compared(source: Source, exact: bool | None) -> str:
+    """What is to be said of a checkpoint whose fingerprint is another than that of this process; raises if it is to be `exact`.
+
+    Saved on fewer threads, or on another processor, a checkpoint is as good: only a run under `deterministic` promises
+    bits, and there what differs means that they will.
+    """
+    saved = source.fingerprint
+    if exact is False or not (exact or (saved or {}).get("virtual")):
+        return ""
+    found = ["it does not say by what"] if saved is None else differences(saved, fingerprint())
+    text = report(
+        "load",
+        f"the bits of what goes on from {source.path} may be others than those of the run that saved it",
+        found,
+        "the same versions, kind of processor and settings; or exact=False" if found else "",
+    )
+    if found and exact:
+        raise CheckpointError(text)
+    return text if found else ""
 
 
 def _read(source: Source, wanted: Sequence[Target]) -> tuple[dict[str, Any], list[targets.Made]]:

@@ -96,12 +96,19 @@ class Manager:
         return (self.steps() or [None])[-1]
 
     def restore(
-        self, like: Any = None, step: int | None = None, *, mesh: Any = None, spec: Any = None, partial: bool = False
+        self,
+        like: Any = None,
+        step: int | None = None,
+        *,
+        mesh: Any = None,
+        spec: Any = None,
+        partial: bool = False,
+        exact: bool | None = None,
     ) -> Any:
         """Load a checkpoint.
 
         Args:
-            like, mesh, spec, partial: as for `vescale_fn.load`.
+            like, mesh, spec, partial, exact: as for `vescale_fn.load`.
             step: by default the last one.
 
         Raises:
@@ -118,7 +125,7 @@ class Manager:
             )
             raise CheckpointError(report("Manager.restore", what, [f"there {_listed(there)}"] if there else []))
         try:
-            return load(self._path(wanted), like, mesh=mesh, spec=spec, partial=partial)
+            return load(self._path(wanted), like, mesh=mesh, spec=spec, partial=partial, exact=exact)
         except CheckpointError as error:
             others = [each for each in there if each != wanted]
             if others:

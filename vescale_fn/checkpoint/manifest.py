@@ -38,14 +38,25 @@ class Contents:
     shape: Any = None  # the outline of the tree; None where another program has written it
     files: Mapping[str, int] | None = None  # how many bytes each has; None where that is not said
     stamp: str = ""  # differs from that of any other checkpoint, whose values would be others
+    fingerprint: Mapping[str, Any] | None = None  # of the process that saved it; None where that is not said
 
 
 def write(
-    folder: Path, leaves: Sequence[Stored], shape: Any, files: Mapping[str, int], keys: Mapping[str, tuple[str, ...]]
+    folder: Path,
+    leaves: Sequence[Stored],
+    shape: Any,
+    files: Mapping[str, int],
+    keys: Mapping[str, tuple[str, ...]],
+    fingerprint: Mapping[str, Any],
 ) -> None:
     """Write both, to the disk. `keys` are the names of the leaves in parts."""
     packed = torch_metadata.packed(leaves, keys, MANIFEST)
-    there = {"torch": torch.__version__, "files": dict(files), "metadata": [len(packed), zlib.crc32(packed)]}
+    there = {
+        "torch": torch.__version__,
+        "files": dict(files),
+        "metadata": [len(packed), zlib.crc32(packed)],
+        "fingerprint": dict(fingerprint),
+    }
     tree = {
         "shape": shape,
         "leaves": [
@@ -79,7 +90,7 @@ def files_of(folder: Path) -> frozenset[str] | None:
             files = older.files
         else:
             first, second, *_ = [*data.split(b"\n", 2), b"", b""]
-            files, _ = _files(folder, "", first, second, packed)
+            files, *_ = _files(folder, "", first, second, packed)
         return frozenset(name for name in (*files, METADATA, MANIFEST) if is_name_of_ours(name))
     except (OSError, CheckpointError):
         return None
@@ -119,7 +130,7 @@ def _ours(folder: Path, where: str, packed: bytes) -> Contents:
     if (older := _of_format_1(folder, where, data, packed)) is not None:
         return Contents(older.leaves, older.shape, older.files, f"{older.crc:08x}")
     first, second, third, *_ = [*data.split(b"\n", 2), b"", b"", b""]
-    files, crc = _files(folder, where, first, second, packed)
+    files, crc, fingerprint = _files(folder, where, first, second, packed)
     if zlib.crc32(third) != crc:
         raise CheckpointError(report(where, f"{folder / MANIFEST} is damaged", [_UNFIT]))
     try:
@@ -140,7 +151,7 @@ def _ours(folder: Path, where: str, packed: bytes) -> Contents:
         sound, leaves, inner = False, {}, {"shape": None}
     if not sound:
         raise CheckpointError(report(where, f"{folder / MANIFEST} is damaged", ["its parts do not fit together"]))
-    return Contents(leaves, inner["shape"], files, f"{crc:08x}")
+    return Contents(leaves, inner["shape"], files, f"{crc:08x}", fingerprint)
 
 
 def _of_format_1(folder: Path, where: str, data: bytes, packed: bytes) -> format_1.Manifest | None:
@@ -163,19 +174,22 @@ _MALFORMED = ValueError, KeyError, TypeError, AttributeError, RecursionError  # 
 _UNFIT = "its checksum does not fit"
 
 
-def _files(folder: Path, where: str, first: bytes, second: bytes, packed: bytes) -> tuple[dict[str, int], int]:
-    """How long the files are as the manifest has it, and the checksum of its third line; compared with torch's metadata."""
+def _files(
+    folder: Path, where: str, first: bytes, second: bytes, packed: bytes
+) -> tuple[dict[str, int], int, dict[str, Any] | None]:
+    """How long the files are as the manifest has it, the checksum of its third line, and the fingerprint; compared with
+    torch's metadata."""
     version, there = None, None
     try:
         outer = json.loads(first)
         version, (mine, crc) = outer["format"], outer["crc32"]
         if version == FORMAT and zlib.crc32(second) == mine:
             there = json.loads(second)
-            files, (size, expected) = dict(there["files"]), there["metadata"]
+            files, (size, expected), saved_by = dict(there["files"]), there["metadata"], there.get("fingerprint")
             if len(packed) != size or zlib.crc32(packed) != expected:
                 what = f"it has {len(packed)} bytes of {size}" if len(packed) != size else _UNFIT
                 raise CheckpointError(report(where, f"{folder / METADATA} is damaged", [what]))
-            return files, int(crc)
+            return files, int(crc), None if saved_by is None else dict(saved_by)
     except _MALFORMED:
         pass
     if isinstance(version, int) and version > FORMAT:

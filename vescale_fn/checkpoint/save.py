@@ -17,11 +17,12 @@ import torch
 from .._core.arrays.array import mesh_of, place, spec_of
 from .._core.base import context
 from .._core.base.errors import CheckpointError
+from .._core.base.fingerprint import fingerprint
 from .._core.base.front_door import public
 from .._core.base.messages import report
 from . import all_ranks, atomic_folder, chunks, manifest, paths, shard_files
 from .async_save import Saving, finish_last, start
-from .leaf_kinds import Leaf, fingerprint, leaves_of
+from .leaf_kinds import Leaf, leaves_of, same_on_all_ranks
 from .names import named, outline
 from .stored_leaves import Chunk, Stored, uncollected
 
@@ -114,6 +115,7 @@ class _Job:
     shape: Any  # the outline of the tree
     leaves: tuple[Stored, ...]  # still without pieces
     keys: dict[str, tuple[str, ...]]  # their names in parts
+    saved_by: dict[str, Any]  # the fingerprint of this process
 
     def write(self, crew: all_ranks.Crew, items: Callable[[], Sequence[shard_files.Item]]) -> None:
         """Write what `items` gives, and finish the checkpoint when all ranks have."""
@@ -127,7 +129,7 @@ class _Job:
             files = {name: size for each in written for name, size in each.files.items()}
             leaves = [one._replace(chunks=tuple(sorted(chunks[one.name]))) for one in self.leaves]
             with paths.failing("save", self.path), uncollected():
-                manifest.write(self.folder, leaves, self.shape, files, self.keys)
+                manifest.write(self.folder, leaves, self.shape, files, self.keys, self.saved_by)
             self.writing.finish()
             return [None] * crew.size
 
@@ -168,7 +170,7 @@ def _planned(path: Path, tree_: Any) -> tuple[_Job, Sequence[_Part], dict[str, L
         every, _ = named(tree_, "save", "tree")
         shape.append(outline(tree_, iter([one.name for one in every])))
         found.update((leaf.name, leaf) for leaf in leaves_of(every, "save"))
-        said = [(leaf.name, leaf.path, fingerprint(leaf)) for leaf in found.values()] if crew.size > 1 else []
+        said = [(leaf.name, leaf.path, same_on_all_ranks(leaf)) for leaf in found.values()] if crew.size > 1 else []
         parts = list[_Part]()
         for leaf in found.values():
             if not leaf.is_tensor:
@@ -199,7 +201,8 @@ def _planned(path: Path, tree_: Any) -> tuple[_Job, Sequence[_Part], dict[str, L
         for leaf in found.values()
     )
     keys = {leaf.name: leaf.keys for leaf in found.values()}
-    return _Job(path, mine.folder, begun[0] if begun else None, shape[0], leaves, keys), mine.parts, found, held
+    job = _Job(path, mine.folder, begun[0] if begun else None, shape[0], leaves, keys, fingerprint())
+    return job, mine.parts, found, held
 
 
 def _pieces(x: Any) -> dict[tuple[int, ...], chunks.Piece]:

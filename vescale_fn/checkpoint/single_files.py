@@ -87,6 +87,7 @@ class _TorchFile:
     """A file of `torch.save` that holds a tree of tensors; read as far as it is needed."""
 
     shape, stamp = None, ""
+    fingerprint: Mapping[str, Any] | None = None
 
     def __init__(self, path: Path, where: str) -> None:
         self.path, self.mark = path, Mark(path)
@@ -160,6 +161,7 @@ class _Safetensors:
     """Files of safetensors, of which slices are read."""
 
     shape, stamp = None, ""
+    fingerprint: Mapping[str, Any] | None = None
 
     def __init__(
         self, folder: Path, where: str, files: Sequence[str], index: Mapping[str, str] | None, path: Path | None = None

@@ -34,6 +34,7 @@ class Source(Protocol):
     stamp: str  # the same on all ranks that have opened the same
     entries: dict[str, Entry]
     shape: Any  # the outline of the tree; None: a flat dictionary
+    fingerprint: Mapping[str, Any] | None  # of the process that saved it; None: not said
 
     def values(self, names: Sequence[str]) -> dict[str, Any]:
         """These Python values."""
@@ -52,6 +53,7 @@ class Folder:
         self.mark = Mark(folder / METADATA)
         contents = manifest.read(folder, where)
         self.stamp, self.shape, self._leaves = contents.stamp, contents.shape, contents.leaves
+        self.fingerprint = contents.fingerprint
         self.entries = {name: Entry(one.kind, one.shape, one.dtype) for name, one in self._leaves.items()}
 
     def values(self, names: Sequence[str]) -> dict[str, Any]:

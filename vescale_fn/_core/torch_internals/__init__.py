@@ -160,6 +160,7 @@ from .settings import (
     default_device,
     default_dtype,
     kernel_settings,
+    named_kernel_settings,
 )
 from .tensor_memory import (
     base,
@@ -268,6 +269,7 @@ __all__ = [
     "is_recorded",
     "is_traced",
     "kernel_settings",
+    "named_kernel_settings",
     "level",
     "load_forward_rules",
     "local",

@@ -63,6 +63,11 @@ def changed_setting(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
     return next(name for name, one, other in zip(names, before, now) if one != other)
 
 
+def named_kernel_settings() -> dict[str, str]:
+    """The same, by what sets them."""
+    return {name: ", ".join(str(get()) for get in getters) for name, getters in _KERNEL_SETTINGS.items()}
+
+
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Inside, `dtype` is torch's default for floats."""
