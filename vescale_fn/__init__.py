@@ -19,6 +19,7 @@ from ._core.control_flow.scan import map, scan
 from ._core.control_flow.while_loop import fori_loop, while_loop
 from ._core.distributed.abstract_mesh import abstract_mesh
 from ._core.distributed.comm_log import comm_log
+from ._core.distributed.deterministic import deterministic
 from ._core.distributed.mesh import make_mesh
 from ._core.distributed.ranks import launch, simulate
 from ._core.shard_map.shard_map import shard_map
@@ -93,6 +94,7 @@ __all__ = [
     "debug_print",
     "debugging",
     "deferred",
+    "deterministic",
     "digest",
     "disable_jit",
     "dynamic_slice",

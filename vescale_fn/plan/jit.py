@@ -382,6 +382,9 @@ class Jitted(Generic[Q, R]):
 
     def _made(self, call: JitCall) -> tuple[Plan | None, str]:
         """A plan, from a file if there is one; or None, and why there is none."""
+        if context.virtual() is not None and self._how.name != "torch":
+            what = f"under vfn.deterministic, what {self._how.name} makes of several ranks' calls would round as it fuses them"
+            raise TransformError(report("jit", what, fix='no backend, which is backend="torch"'))
         if self._saved:
             captured = self._captured(call)
             plan = loaded(self._saved, self._f, call, captured, self._how, self._passes, self._name)

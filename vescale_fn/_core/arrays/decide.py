@@ -20,6 +20,7 @@ from .. import torch_internals
 from ..base.errors import MeshError, VaryingTypeError
 from ..base.messages import described, op_text, report
 from ..base.op_arguments import bind, tensors_in, with_tensors
+from ..base.stateful_draws import is_seeded
 from ..distributed import blocks
 from ..distributed.blocks import Blocks
 from ..distributed.communicator import coordinates
@@ -40,7 +41,6 @@ from .rules.parts import strided
 from .rules.rule import Call, Parts, Rule, T, without_blocks
 from .rules.table import SHAPES, find, on_meta
 from .rules.traits import NEEDS_CONTIGUOUS, RETURNS_VIEW_OF_ITSELF, SETS_STRIDES, UNSHARED_VIEW
-from .stateful_draws import is_seeded
 from .strides import overlaps
 
 

@@ -13,12 +13,12 @@ from ..base.array_notes import noted, notes_of
 from ..base.errors import InPlaceError
 from ..base.messages import report
 from ..base.op_arguments import bind
+from ..base.stateful_draws import refuse_seeded
 from ..sharding.layout import layout, spec_for, text
 from ..sharding.spec import P
 from .refusals import MEMORY, MOVE, STORAGE
 from .reshard_plan import MoveStep
 from .rules.traits import RETURNS_VIEW_OF_ITSELF
-from .stateful_draws import refuse_seeded
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,8 +4,7 @@ The sweep over torch's own database of ops (`tests/sweep.py`) is held to it. Bes
 and moves under `vfn.strict()`. What is not strided (sparse, quantised, nested) is no array: it passes as a plain tensor.
 """
 
-# Draws from torch's generators: every rank has its own, so no mesh would give the numbers of one device.
-DRAW = "a stateful draw on an array: every rank would draw from a generator of its own"
+from ..base.stateful_draws import DRAW
 
 # Changes of what an array is, where blocks on many ranks stand for one memory.
 STORAGE = "an array's shape and storage cannot be changed in place"

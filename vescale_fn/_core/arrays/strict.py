@@ -15,11 +15,11 @@ from ..base.errors import ReshardError
 from ..base.messages import axes_text, op_text, report
 from ..base.op_arguments import tensors_in
 from ..base.source_lines import quoted, spelled
+from ..base.stateful_draws import refuse_seeded
 from ..sharding.index_map import axes_of
 from ..sharding.layout import text, type_text
 from ..sharding.spec import P
 from .reshard_plan import MoveStep, traffic
-from .stateful_draws import refuse_seeded
 
 _MOVES = ("all_gather", "all_to_all")
 

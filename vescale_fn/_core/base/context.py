@@ -83,6 +83,11 @@ def set_simulated(n: int | None) -> None:
     state.process.simulated = n
 
 
+def virtual() -> int | None:
+    """The number of ranks that there are whatever the number of processes, under `deterministic`; else None."""
+    return state.process.virtual
+
+
 def current_mesh() -> Any:
     """The mesh set by `use_mesh` or `set_mesh`, or None.
 

@@ -43,6 +43,7 @@ class Process:
     """What is ambient in all threads: those of autograd compute for another thread, and must see it."""
 
     simulated: int | None = None
+    virtual: int | None = None
     watch: Any = None
     sums_in: Any = None
     draws: Any = None  # by what: a `random.backends.choice.Chosen`
@@ -112,12 +113,12 @@ def leave(before: Thread, entered: Thread) -> None:
 
 def saved() -> tuple[Any, ...]:
     """All that is ambient here, for `put_back`."""
-    return here.slot.now, used_mesh.get(), process.simulated, process.watch, process.sums_in
+    return here.slot.now, used_mesh.get(), process.simulated, process.virtual, process.watch, process.sums_in
 
 
 def put_back(before: tuple[Any, ...]) -> None:
     """Put back what `saved` has found."""
-    here.slot.now, mesh, process.simulated, process.watch, process.sums_in = before
+    here.slot.now, mesh, process.simulated, process.virtual, process.watch, process.sums_in = before
     if used_mesh.get() is not mesh:
         used_mesh.set(mesh)
 
@@ -125,4 +126,4 @@ def put_back(before: tuple[Any, ...]) -> None:
 def clear() -> None:
     """Forget everything, as in a fresh process."""
     _slots[:] = [weakref.ref(here.slot, _slots.remove)]
-    put_back((Thread(), None, None, None, None))
+    put_back((Thread(), None, None, None, None, None))

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from .. import torch_internals
-from ..base import traced_steps
+from ..base import context, traced_steps
 from ..base.errors import InPlaceError, VaryingTypeError
 from ..base.messages import dtype_text, op_text, report
 from ..base.saved_names import saved_as
+from ..base.stateful_draws import refuse_seeded
 from .rows import RankRow
 from .without_memory import WithoutMemory
 
@@ -129,6 +130,8 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     n = ranks_in((*args, *kwargs.values()))
     if n is None:
         return func(*args, **kwargs)
+    if context.virtual() is not None:
+        refuse_seeded(func, args, kwargs, own=True)
     if func in _SHAPE_QUERIES:
         shapes = sorted({tuple(b.shape) for b in args[0].blocks})
         raise VaryingTypeError(

@@ -41,6 +41,12 @@ def _exchanged(blocks: _Group, split_dim: int, concat_dim: int) -> list[torch.Te
     return [torch.cat(arrived, concat_dim) for arrived in pieces]
 
 
+def _one_given(pieces: Sequence[torch.Tensor | None], block: torch.Tensor, *_: Any) -> torch.Tensor:
+    """What one rank has given; zeros where none has."""
+    given = [piece for piece in pieces if piece is not None]
+    return given[0] if given else torch.zeros_like(block)
+
+
 def _permuted(blocks: _Group, pairs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     source_of = {destination: source for source, destination in pairs}
     return [blocks[source_of[i]] if i in source_of else torch.zeros_like(block) for i, block in enumerate(blocks)]
@@ -60,9 +66,23 @@ def _split_and_joined(shape: list[int], n: int, split_dim: int, concat_dim: int)
 
 
 TABLE = {
-    "all_reduce": Kind(("op",), _folded, process_group.all_reduce, lambda op: "" if op == "sum" else op, shared=True),
+    "all_reduce": Kind(
+        ("op",),
+        _folded,
+        process_group.all_reduce,
+        lambda op: "" if op == "sum" else op,
+        shared=True,
+        sums=_FOLD.__getitem__,
+    ),
     "all_gather": Kind(
-        ("dim",), torch.cat, process_group.all_gather, lambda dim: f"dim {dim}", shared=True, reshaped=_joined
+        ("dim",),
+        torch.cat,
+        process_group.all_gather,
+        lambda dim: f"dim {dim}",
+        shared=True,
+        reshaped=_joined,
+        pieces=lambda block, at, n, dim: [block] * n,
+        put=lambda pieces, block, dim: torch.cat(pieces, dim),
     ),
     "reduce_scatter": Kind(
         ("dim",),
@@ -70,6 +90,8 @@ TABLE = {
         process_group.reduce_scatter,
         lambda dim: f"dim {dim}",
         reshaped=_split,
+        pieces=lambda block, at, n, dim: block.chunk(n, dim),
+        sums=lambda dim: torch.add,
     ),
     "all_to_all": Kind(
         ("split_dim", "concat_dim"),
@@ -77,14 +99,25 @@ TABLE = {
         process_group.all_to_all,
         lambda split_dim, concat_dim: f"dim {split_dim} to dim {concat_dim}",
         reshaped=_split_and_joined,
+        pieces=lambda block, at, n, split_dim, concat_dim: block.chunk(n, split_dim),
+        put=lambda pieces, block, split_dim, concat_dim: torch.cat(pieces, concat_dim),
     ),
-    "permute": Kind(("pairs",), _permuted, process_group.permute, lambda pairs: f"perm {list(pairs)}"),
+    "permute": Kind(
+        ("pairs",),
+        _permuted,
+        process_group.permute,
+        lambda pairs: f"perm {list(pairs)}",
+        pieces=lambda block, at, n, pairs: [block if (at, i) in pairs else None for i in range(n)],
+        put=_one_given,
+    ),
     "broadcast": Kind(
         ("source",),
         lambda blocks, source: blocks[source],
         process_group.broadcast,
         lambda source: f"from {source}",
         shared=True,
+        pieces=lambda block, at, n, source: [block if at == source else None] * n,
+        put=_one_given,
     ),
 }
 OPS = tuple(TABLE)

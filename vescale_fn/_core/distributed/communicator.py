@@ -36,6 +36,10 @@ class Kind:
         words: ``words(*params)``, as a comparison of ranks shows them.
         shared: all ranks of a group get one value, so that `formula` gives it once.
         reshaped: ``reshaped(shape, n, *params)`` turns the shape that each of n ranks gives into that which it gets.
+        pieces: ``pieces(block, at, n, *params)``: what the group's rank `at` gives to each of its n ranks, None for nothing;
+            what it gives to several is one tensor.
+        put: ``put(pieces, block, *params)``: what a rank gets, of what each of the n gave it and of its own block.
+        sums: ``sums(*params)``: by which function of two tensors the pieces for a rank become the one that it gets.
     """
 
     params: tuple[str, ...]
@@ -44,6 +48,9 @@ class Kind:
     words: Callable[..., str]
     shared: bool = False
     reshaped: Callable[..., None] | None = None
+    pieces: Callable[..., Sequence[torch.Tensor | None]] | None = None
+    put: Callable[..., torch.Tensor] | None = None
+    sums: Callable[..., Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] | None = None
 
     def result_shape(self, shape: Sequence[int], n: int, params: Sequence[Any]) -> list[int]:
         """The shape of what a rank gets, of that of what each of `n` gives."""
@@ -199,12 +206,13 @@ def coordinates(mesh: Any, rank: int) -> Mapping[str, int]:
 
 def groups(mesh: Any, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """The groups of row-major ranks that differ only along `names`, each in the order of `names`, major first."""
-    return _groups(tuple(rank_axes(mesh).items()), tuple(names))
+    return groups_of(tuple(rank_axes(mesh).items()), tuple(names))
 
 
 @functools.lru_cache(maxsize=1024)
 @torch_internals.never_recorded
-def _groups(axes_items: tuple[tuple[str, int], ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+def groups_of(axes_items: tuple[tuple[str, int], ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """`groups`, of a mesh that has these axes."""
     order = [name for name, _ in axes_items]
     ranks = torch.arange(math.prod(size for _, size in axes_items), device="cpu").view([size for _, size in axes_items])
     rest = [name for name in order if name not in names]

@@ -20,8 +20,10 @@ from ..base.user_calls import either
 from ..sharding.index_map import axes_of
 from . import process_group_hints, ranks
 from .communicator import Communicator, Simulated
+from .deterministic import check_divides
 from .named_mesh import Mesh, named
 from .process_group import ProcessGroup
+from .several_ranks import SeveralRanks
 
 axes = axes_of
 
@@ -66,6 +68,31 @@ class SimulatedMesh(Mesh):
 
     def get_local_rank(self, mesh_dim: Any = None) -> Any:
         process_group_hints.refuse(self)
+
+
+class PlayedMesh(SimulatedMesh):
+    """A mesh of `deterministic`: some of its ranks are played by this process, the others by others; or all by this one.
+
+    Attributes:
+        process: the number of this process, and how many there are.
+    """
+
+    communicator = SeveralRanks
+    process: tuple[int, int]
+
+    def __repr__(self) -> str:
+        return mesh_name(self).replace("mesh ", "Mesh")
+
+    @functools.cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return *super()._key, self.process
+
+    def __reduce__(self) -> Any:
+        return played_mesh, (self.device_type, tuple(self.mesh.shape), self.mesh_dim_names, self.process)
+
+    def _part(self, names: tuple[str, ...], places: dict[str, int]) -> SimulatedMesh:
+        what = f"a part of the {mesh_name(self)} under vfn.deterministic: whose ranks play it is not decided yet"
+        raise MeshError(report("mesh", what, fix="the whole mesh, with specs that name some of its axes"))
 
 
 class SimulatedPart(SimulatedMesh):
@@ -130,6 +157,17 @@ def rebuild_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...], *c
         device, torch.arange(math.prod(shape), device="cpu").view(shape), names, SimulatedMesh
     )
     made.cut = cut
+    return made
+
+
+@functools.lru_cache(maxsize=64)
+@torch_internals.never_recorded
+def played_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...], process: tuple[int, int]) -> PlayedMesh:
+    """The mesh of these axes whose ranks are played by so many processes, one object for all."""
+    every = torch.arange(math.prod(shape), device="cpu").view(shape)
+    first = process[0] * (math.prod(shape) // process[1])
+    made = torch_internals.unattached_mesh(device, every, names, PlayedMesh, first)
+    made.process = process
     return made
 
 
@@ -218,11 +256,19 @@ def make_mesh(
         ranks.check_device(device, "make_mesh")
     if timeout is not None:
         timeout = ranks.seconds("make_mesh", "timeout", timeout)
-    simulated = context.simulated()
-    world = simulated if simulated is not None else ranks.ensure_process_group(device, timeout)[1]
-    sizes = _fill(sizes, names, world)
+    simulated, virtual = context.simulated(), context.virtual()
+    process = (0, 1) if simulated is not None else ranks.ensure_process_group(device, timeout)
+    check_divides("make_mesh", process[1])
+    sizes = _fill(sizes, names, virtual or simulated or process[1])
     if context.on_one_device():
         return _unit(device or ranks.device_type(), names)
+    if virtual is not None:
+        if timeout is not None and process[1] > 1:
+            torch_internals.set_group_timeout(ranks.world(), ranks.time_of(timeout))
+        alone = simulated is not None or process[1] == 1
+        return played_mesh(
+            device or (torch.get_default_device().type if alone else ranks.device_type()), sizes, names, process
+        )
     if simulated is not None:
         return rebuild_mesh(device or torch.get_default_device().type, sizes, names)
     device = device or ranks.device_type()

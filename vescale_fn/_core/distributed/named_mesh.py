@@ -14,6 +14,7 @@ from ..base.errors import MeshError
 from ..base.front_door import no_attribute
 from ..base.messages import meant, mesh_text, report, short
 from ..base.saved_names import saved_as
+from .process_group import ProcessGroup
 
 
 class AxisSizes(tuple[int, ...]):
@@ -90,6 +91,8 @@ class Mesh(DeviceMesh):
         shape: the axes' sizes: a tuple that can also be indexed by name, and that `dict` makes a dict of.
         axis_names: the axes' names, major first.
         size: how many ranks there are: an int, which can also be called, as torch's programs do.
+        played_ranks: the ranks that this process plays: all of a simulated mesh, its own of a real one, some under
+            `deterministic`.
     """
 
     if not TYPE_CHECKING:  # or type checkers would believe that every name is there
@@ -108,6 +111,10 @@ class Mesh(DeviceMesh):
     @property
     def size(self) -> RankCount:  # type: ignore[override]
         return _count(self)
+
+    @property
+    def played_ranks(self) -> range:
+        return getattr(self, "communicator", ProcessGroup)(self).ranks
 
     def __getitem__(self, names: Any) -> Any:
         """The mesh of some axes, in the mesh's order: for each rank that of the ranks at its place on the other axes."""

@@ -20,6 +20,7 @@ from ..base.errors import MeshError
 from ..base.front_door import public
 from ..base.messages import described, report, short
 from . import environment
+from .deterministic import called_under, check_divides
 from .fork_server import run_fresh
 from .launcher import NotStarted, run
 from .worker import Settings, time_of
@@ -55,6 +56,10 @@ def simulate(n: int) -> Simulation:
         raise MeshError(
             report("simulate", f"n={n:,} ranks are more than the {MOST_PLAYED:,} that one process may play")
         )
+    virtual = context.virtual()
+    if virtual not in (None, n):
+        what = f"n={n}, but there are {virtual} ranks under deterministic(virtual={virtual})"
+        raise MeshError(report("simulate", what, fix=f"simulate({virtual}), or none: a process alone plays them all"))
     return Simulation(n)
 
 
@@ -256,6 +261,7 @@ def launch(
                 fix='for instance kwargs={"steps": 10}',
             )
         )
+    check_divides("launch", nprocs)
     settings = Settings(
         nprocs,
         _device(device, nprocs, "launch"),
@@ -265,6 +271,8 @@ def launch(
         _reader(stdin_rank, nprocs),
     )
     call = functools.partial(fn, *args, **(kwargs or {}))
+    if (virtual := context.virtual()) is not None:
+        call = functools.partial(called_under, virtual, call)
     reason = _why_not_fork()
     if reason is None:
         try:

@@ -19,6 +19,7 @@ from .. import torch_internals
 from ..base import context, linear_map, op_arguments
 from ..base.errors import TransformError
 from ..base.messages import report
+from ..base.stateful_draws import refuse_factory
 from ..distributed.blocks import Blocks, own_of_each
 from ..distributed.mesh import communicator_of
 from ..local_types import function_kinds, tensor_types
@@ -124,6 +125,8 @@ class Unchecked(TorchFunctionMode):
 
     def made(self, func: Any, args: Any, kwargs: Any, draws: bool) -> Any:
         """What a function without tensor operands makes."""
+        if draws and context.virtual() is not None:
+            refuse_factory(func, args, kwargs)
         out = func(*args, **kwargs)
         if not self.ranks or not isinstance(out, Tensor) or torch_internals.is_batched(out):
             return out

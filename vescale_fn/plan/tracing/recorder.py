@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from ..._core import torch_internals
 from ..._core.arrays.array import Array
-from ..._core.arrays.stateful_draws import is_seeded, refuse_seeded
 from ..._core.base import context, op_arguments, source_lines, state, tables
 from ..._core.base.errors import InPlaceError, RecordError
 from ..._core.base.messages import op_text, report
+from ..._core.base.stateful_draws import is_seeded, refuse_seeded
 from ..._core.distributed import blocks
 from ..._core.distributed.blocks import Blocks
 from ..._core.distributed.collectives import Collective

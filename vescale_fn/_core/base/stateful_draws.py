@@ -9,12 +9,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
-from ..base.errors import RandomError
-from ..base.messages import report
-from ..base.op_arguments import bind, tensors_in
-from .refusals import DRAW
+from .errors import RandomError
+from .messages import report
+from .op_arguments import bind, tensors_in
 
+# Draws from torch's generators: every rank has its own, so no mesh would give the numbers of one device.
+DRAW = "a stateful draw on an array: every rank would draw from a generator of its own"
 _PLAIN = "a draw from torch's global generator, whose numbers depend on all that was drawn before"
+_RANK = "a draw from a generator, which would depend on which ranks a process plays"
 _OWN = "a draw from a generator, whose numbers depend on all that was drawn before"
 _DROPOUT = "vfn.random.dropout(key, x, rate)"
 _KEYED = {
@@ -68,6 +70,15 @@ def refuse_seeded(func: Any, args: Sequence[Any], kwargs: dict[str, Any], own: b
     raise RandomError(
         report(f"torch's {name}", what, fix=f"a keyed draw, the same on every mesh: {_keyed(name, bound, array)}")
     )
+
+
+def refuse_factory(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise a RandomError where a torch function of no tensors, called in a body, draws."""
+    name = getattr(func, "__name__", "?")
+    if name in _KEYED:
+        size = args if args and isinstance(args[0], int) else args[0] if args else kwargs.get("size")
+        bound = {"size": (size,) if isinstance(size, int) else size}
+        raise RandomError(report(f"torch's {name}", _RANK, fix=f"a keyed draw: {_keyed(name, bound, False)}"))
 
 
 def _draws(name: str, bound: dict[str, Any]) -> bool:

@@ -1,0 +1,338 @@
+"""`vfn.deterministic`: the bits of a program are the same on 1, 2, 4 and 8 processes, and with all layouts of data."""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from test_communicator import programs
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn._core.distributed import trees
+from vescale_fn.errors import MeshError, RandomError, TransformError
+
+
+def bits(x):
+    """The bits of a whole value, which pickle as they are."""
+    x = vfn.unshard(x)
+    return str(x.dtype), tuple(x.shape), x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def played(virtual, run, *args):
+    """What a function gives where processes play so many ranks."""
+    with vfn.deterministic(virtual):
+        return run(*args)
+
+
+def same_on(gloo, counts, virtual, run, *args):
+    """Hold a function, which gives bits by name, to the same on each of these numbers of processes; returns them."""
+    expected = played(virtual, run, *args)
+    for count in counts:
+        for found in gloo(count, played, virtual, run, *args):
+            assert found.keys() == expected.keys()
+            assert [name for name, one in expected.items() if found[name] != one] == []
+    return expected
+
+
+# The tree
+
+
+def test_a_tree_splits_at_the_largest_power_of_two_below() -> None:
+    total = functools.partial(trees.total, op=lambda a, b: f"({a}{b})")
+    leaves = {(i, i + 1): str(i) for i in range(8)}
+    assert total((0, 8), leaves) == "(((01)(23))((45)(67)))"
+    assert total((0, 7), leaves) == "(((01)(23))((45)6))"
+    assert total((0, 6), leaves) == "(((01)(23))(45))"
+    assert total((0, 3), leaves) == "((01)2)"
+
+
+@pytest.mark.parametrize("n", range(1, 14))
+def test_parts_of_a_tree_come_to_the_whole(n) -> None:
+    leaves = {(i, i + 1): f"{i}." for i in range(n)}
+    op = lambda a, b: f"({a}{b})"
+    for cut in range(n + 1):
+        low, high = trees.subtrees(n, frozenset(range(cut))), trees.subtrees(n, frozenset(range(cut, n)))
+        assert sorted(i for run in (*low, *high) for i in range(*run)) == list(range(n))
+        known = {run: trees.total(run, leaves, op) for run in (*low, *high)}
+        assert trees.total((0, n), known, op) == trees.total((0, n), leaves, op)
+
+
+# Programs
+
+
+def _programs():
+    mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+    return {name: bits(out) for name, out in programs(mesh)}
+
+
+def test_programs_have_the_same_bits_on_any_number_of_processes(gloo) -> None:
+    same_on(gloo, (2, 4), 4, _programs)
+
+
+def values(n, shape, dtype):
+    x = torch.randn(n, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
+    return x.to(dtype)
+
+
+def _collectives(sizes, shape, dtype):
+    names = ("a", "b", "c")[: len(sizes)]
+    mesh = vfn.make_mesh(sizes, names)
+    x = vfn.shard(values(math.prod(sizes), shape, dtype), mesh, P(names))
+    found = {}
+
+    def run(what, body):
+        found[what] = bits(
+            vfn.shard_map(lambda v: body(v[0])[None], mesh=mesh, in_specs=P(names), out_specs=P(names))(x)
+        )
+
+    for over in (axes for k in range(1, len(names) + 1) for axes in itertools.permutations(names, k)):
+        n = math.prod(dict(zip(names, sizes))[name] for name in over)
+        run(f"psum {over}", lambda v, over=over: vfn.psum(v, over))
+        run(f"pmax {over}", lambda v, over=over: vfn.pmax(v, over))
+        run(f"all_gather {over}", lambda v, over=over: vfn.all_gather(v, over).sin().sum(0))
+        if shape and shape[0] % n == 0:
+            run(f"psum_scatter {over}", lambda v, over=over: vfn.psum_scatter(v, over, tiled=True))
+            run(f"all_to_all {over}", lambda v, over=over: vfn.all_to_all(v, over, 0, 0, tiled=True))
+        run(
+            f"ppermute {over}",
+            lambda v, over=over, n=n: vfn.ppermute(v, over, [(i, (i + 1) % n) for i in range(n - 1)]),
+        )
+        run(f"pbroadcast {over}", lambda v, over=over, n=n: vfn.pbroadcast(v, over, n - 1))
+    return found
+
+
+SMALL, LARGE = (12, 5), (24, 4001)  # in one message to everyone, and in shares
+
+
+@pytest.mark.parametrize(
+    ("counts", "sizes", "shape", "dtype"),
+    [
+        ((2, 4), (2, 2), SMALL, torch.float32),
+        ((2, 4), (4,), LARGE, torch.float32),
+        ((2, 4), (2, 1, 2), SMALL, torch.bfloat16),
+        ((3, 2), (6,), SMALL, torch.float32),
+        ((3, 2), (2, 3), SMALL, torch.float64),
+        ((3, 2), (3, 2), LARGE, torch.float32),
+        ((4, 2), (2, 6), SMALL, torch.bfloat16),
+        ((2, 4), (2, 2), SMALL, torch.int32),
+        ((2, 4), (4,), (), torch.float32),
+        ((4,), (4, 2), (0, 3), torch.float32),
+    ],
+)
+def test_collectives_have_the_same_bits(gloo, counts, sizes, shape, dtype) -> None:
+    same_on(gloo, counts, math.prod(sizes), _collectives, sizes, shape, dtype)
+
+
+def test_eight_processes_play_eight_ranks(gloo) -> None:
+    same_on(gloo, (8,), 8, _collectives, (2, 2, 2), SMALL, torch.float32)
+
+
+def test_a_sum_is_that_of_the_tree() -> None:
+    x = values(6, (40,), torch.float32)
+    with vfn.deterministic(6):
+        mesh = vfn.make_mesh((3, 2), ("a", "b"))
+        for over in (("a", "b"), ("b", "a")):  # the tree follows the mesh
+            body = lambda v, over=over: vfn.psum(v, over)
+            found = vfn.shard_map(body, mesh=mesh, in_specs=P(("a", "b")), out_specs=P())(
+                vfn.shard(x, mesh, P(("a", "b")))
+            )
+            expected = ((x[0] + x[1]) + (x[2] + x[3])) + (x[4] + x[5])
+            assert torch.equal(vfn.unshard(found)[0], expected)
+
+
+def test_a_maximum_keeps_nan_and_the_sign_of_zero(gloo) -> None:
+    same_on(gloo, (2, 4), 4, _signs)
+
+
+def _signs():
+    mesh = vfn.make_mesh(4, "a")
+    rows = torch.tensor(
+        [[0.0, -0.0, 1.0, math.nan], [-0.0, 0.0, math.nan, 2.0], [0.0, -0.0, -math.inf, 1.0], [-0.0] * 4]
+    )
+    mapped = lambda op: vfn.shard_map(lambda v: op(v, "a"), mesh=mesh, in_specs=P("a"), out_specs=P())
+    return {op.__name__: bits(mapped(op)(vfn.shard(rows, mesh, P("a")))) for op in (vfn.pmax, vfn.pmin)}
+
+
+# Training
+
+
+def _loss(params, x):
+    for w in params["hidden"]:
+        x = torch.tanh(x @ w)
+    return (x @ params["out"]).square().mean()
+
+
+LAYOUTS = {  # of the batch, and of the parameters
+    "dp": (P(("dp", "fsdp")), P()),
+    "fsdp": (P(("dp", "fsdp")), P(("dp", "fsdp"))),
+    "hsdp": (P(("dp", "fsdp")), P("fsdp")),
+    "uneven": (P(("dp", "fsdp")), P(None, ("dp", "fsdp"))),
+}
+
+
+def _trained(layout, jit, dtype=torch.float32):
+    mesh = vfn.make_mesh((2, 4), ("dp", "fsdp"))
+    batch, spec = LAYOUTS[layout]
+    key = vfn.random.key(0)
+    normal = lambda i, shape: (vfn.random.normal(vfn.random.fold_in(key, i), shape) / math.sqrt(shape[0])).to(dtype)
+    params = {"hidden": [normal(0, (16, 24)), normal(1, (24, 24))], "out": normal(2, (24, 3))}
+    params = vfn.shard(params, mesh, spec)
+    opt = vfn.optim.adamw(1e-2)
+    state = opt.init(params)
+
+    def step(params, state, x):
+        grads = vfn.grad(_loss)(params, x)
+        updates, state = opt.update(grads, state, params)
+        return vfn.optim.apply_updates(params, updates), state
+
+    step = vfn.jit(step) if jit else step
+    for i in range(3):
+        x = vfn.random.normal(vfn.random.fold_in(key, 100 + i), (32, 16)).to(dtype)
+        params, state = step(params, state, vfn.shard(x, mesh, batch))
+    leaves = vfn.tree.leaves((params, state))
+    return {str(i): bits(x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_have_the_same_bits(gloo, layout, jit) -> None:
+    same_on(gloo, (2, 4), 8, _trained, layout, jit)
+
+
+def test_steps_in_bfloat16_have_the_same_bits(gloo) -> None:
+    same_on(gloo, (2, 8), 8, _trained, "hsdp", True, torch.bfloat16)
+
+
+def test_all_layouts_of_data_have_the_same_bits() -> None:
+    found = [played(8, _trained, layout, jit) for layout in ("dp", "fsdp", "hsdp") for jit in (False, True)]
+    assert all(one == found[0] for one in found)
+
+
+def _second_order():
+    mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+    w = vfn.shard(values(6, (5,), torch.float32), mesh, P(None, "tp"))
+    x = vfn.shard(values(7, (6,), torch.float32), mesh, P("dp"))
+    loss = lambda w, x: torch.tanh(x @ w).square().sum()
+    size = lambda w, x: vfn.grad(loss)(w, x).square().sum()
+    return {"gradient": bits(vfn.grad(size)(w, x)), "plan": bits(vfn.jit(vfn.grad(size))(w, x))}
+
+
+def test_second_derivatives_have_the_same_bits(gloo) -> None:
+    same_on(gloo, (2, 4), 4, _second_order)
+
+
+# What differs without it
+
+
+def _usual_sum(count):
+    """Eight terms, of which each process has as many, added up as usual: its own, then over the ranks."""
+    x = values(8, (999,), torch.float32)
+    mesh = vfn.make_mesh(count, "dp")
+    added = vfn.shard_map(
+        lambda v: vfn.psum(functools.reduce(torch.add, v), "dp"), mesh=mesh, in_specs=P("dp"), out_specs=P()
+    )
+    return bits(added(vfn.shard(x, mesh, P("dp"))))
+
+
+def test_without_it_the_bits_depend_on_the_number_of_processes(gloo) -> None:
+    assert len({gloo(count, _usual_sum, count)[0] for count in (1, 2, 4, 8)}) >= 3
+
+
+# The mode
+
+
+def test_it_ends_with_its_block() -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    with vfn.deterministic(4) as outer:
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.get_float32_matmul_precision() == "highest"
+        with vfn.deterministic(2):
+            assert vfn.make_mesh(2, "dp").played_ranks == range(2)
+        assert vfn.make_mesh(4, "dp").played_ranks == range(4)
+        assert repr(outer) == "deterministic(virtual=4)"
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_float32_matmul_precision() == "high"
+    torch.set_float32_matmul_precision(before[1])
+    with outer, vfn.simulate(4):
+        assert repr(vfn.make_mesh(4, "dp")) == "Mesh(dp=4)"
+    with vfn.simulate(2):
+        assert vfn.make_mesh(2, "dp").played_ranks == range(2)
+
+
+def _where():
+    mesh = vfn.make_mesh((2, 4), ("dp", "tp"))
+    return mesh.played_ranks, tuple(mesh.shape), tuple(mesh.get_coordinate())
+
+
+def test_processes_play_consecutive_ranks() -> None:
+    with vfn.deterministic(virtual=8):
+        assert vfn.launch(_where, 4, device="cpu") == [
+            (range(2 * i, 2 * i + 2), (2, 4), ((0, 0), (0, 2), (1, 0), (1, 2))[i]) for i in range(4)
+        ]
+
+
+MISUSES = {
+    "virtual=0": (
+        lambda: vfn.deterministic(0),
+        "deterministic: virtual=0 is not a number of ranks; it must be an integer",
+    ),
+    "kernels": (
+        lambda: vfn.deterministic(8, kernels="batch_invariant"),
+        "deterministic: kernels must be 'torch', but it is",
+    ),
+    "launch": (
+        lambda: vfn.launch(_where, 3),
+        "launch: 3 processes cannot play 8 ranks, as many each, of deterministic(virtual=8)\n  Instead: 1, 2, 4 or 8 processes",
+    ),
+    "simulate": (lambda: vfn.simulate(4), "simulate: n=4, but there are 8 ranks under deterministic(virtual=8)"),
+    "make_mesh": (lambda: vfn.make_mesh(4, "dp"), "make_mesh: dp=4 has 4 ranks, but there are 8 ranks"),
+    "a part": (
+        lambda: vfn.make_mesh((2, 4), ("dp", "tp"))["tp"],
+        "mesh: a part of the mesh (dp=2, tp=4) under vfn.determin",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_what_does_not_go_is_refused_by_name(name) -> None:
+    call, text = MISUSES[name]
+    with vfn.deterministic(8), pytest.raises(MeshError) as caught:
+        call()
+    assert str(caught.value).startswith(text)
+
+
+def _three():
+    with pytest.raises(MeshError, match="make_mesh: 3 processes cannot play 8 ranks"):
+        vfn.make_mesh(8, "dp")
+    return True
+
+
+def test_processes_that_do_not_divide_the_ranks_are_refused(gloo) -> None:
+    assert gloo(3, played, 8, _three) == [True] * 3
+
+
+def test_a_compiler_is_refused() -> None:
+    with vfn.deterministic(2), pytest.raises(TransformError, match="under vfn.deterministic, what inductor makes"):
+        vfn.jit(torch.sin, backend="inductor")(torch.ones(2))
+
+
+DRAWS = {
+    "rand": lambda v: v + torch.rand(4),
+    "of a generator": lambda v: v + torch.rand(4, generator=torch.Generator().manual_seed(1)),
+    "rand_like": lambda v: v + torch.rand_like(v),
+    "dropout": lambda v: torch.nn.functional.dropout(v, 0.5),
+    "normal_": lambda v: v.clone().normal_(),
+}
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_from_a_generator_in_a_body_is_refused(name, check) -> None:
+    with vfn.deterministic(2):
+        mesh = vfn.make_mesh(2, "dp")
+        f = vfn.shard_map(DRAWS[name], mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), check_vma=check)
+        with pytest.raises(RandomError, match="a keyed draw"):
+            f(vfn.shard(torch.ones(4, 4), mesh, P("dp")))
