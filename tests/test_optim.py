@@ -343,6 +343,21 @@ def test_global_norm():
 MIXED = {"a": P("dp", "tp"), "b": P(None, "tp"), "c": P("tp", "dp"), "d": P("dp"), "e": P(), "f": P(("tp", "dp"))}
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_recorded_norm_has_the_bits_of_an_eager_one(ranks):
+    draw = torch.Generator().manual_seed(0)
+    replayed = vfn.jit(optim.global_norm)
+    for dtype in (torch.float32, torch.bfloat16) * 4:
+        grads = {i: torch.randn(s, generator=draw).to(dtype) for i, s in enumerate([(64, 65), (63,), (129, 64)])}
+        if ranks == 1:
+            assert replayed(grads).equal(optim.global_norm(grads))
+            continue
+        with vfn.simulate(ranks):
+            mesh = vfn.make_mesh((ranks,), ("dp",))
+            held = vfn.shard(grads, mesh, {0: P("dp"), 1: P(), 2: P(None, "dp")})
+            assert vfn.unshard(replayed(held)).equal(vfn.unshard(optim.global_norm(held)))
+
+
 def test_the_norm_of_all_layouts_costs_one_collective():
     shapes = {"a": (4, 6), "b": (3, 6), "c": (6, 4), "d": (5,), "e": (2, 3), "f": (13,)}
     draw = torch.Generator().manual_seed(0)

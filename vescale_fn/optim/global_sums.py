@@ -65,5 +65,12 @@ def _axes(leaf: Any) -> frozenset[str]:
 
 def _is_seen(leaves: Sequence[Any]) -> bool:
     """Whether something must see what is done to the leaves, or they are more than blocks and plain tensors."""
-    plain = all(type(x) is torch.Tensor or (type(x) is Array and not spec_of(x).unreduced) for x in leaves)
-    return looked_on() or not plain or (torch.is_grad_enabled() and any(x.requires_grad for x in leaves))
+    plain = all(torch_internals.is_bare(x) or (type(x) is Array and not spec_of(x).unreduced) for x in leaves)
+    seen = not plain or (torch.is_grad_enabled() and any(x.requires_grad for x in leaves))
+    return seen or (looked_on() and not _only_recorded())
+
+
+def _only_recorded() -> bool:
+    """Whether a plan is recorded, and nothing else looks on: it is to hold the calls that run without it."""
+    alone = not (context.examined() or torch_internals.transforming() or torch_internals.forward_ad_active())
+    return alone and torch_internals.recorder() is not None and not torch_internals.watched_by_other_modes()
