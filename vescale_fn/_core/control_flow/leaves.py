@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,12 @@ def recorder() -> Any:
     return torch_internals.recorder() if torch_internals.dispatch_modes() else None
 
 
+def for_types() -> contextlib.AbstractContextManager[None]:
+    """A block in which what a loop of no iterations repeats is run for the types of its results: loops of unknown length do not
+    begin in it, and no derivative has a rule."""
+    return context.setting(for_types=True)
+
+
 class Opened:
     """A tree that goes into a loop or a branch, or comes out of it, all of whose leaves are tensors.
 
@@ -46,7 +53,7 @@ class Opened:
     def __init__(self, value: Any, where: str, name: str, device: torch.device | None = None) -> None:
         found, self.treedef = opened(value, where, name, numpy=True)
         self.value, self.where, self.name, self.device = value, where, name, device
-        self._weak = [isinstance(x, (bool, int, float, complex)) for x in found]
+        self.weak = [isinstance(x, (bool, int, float, complex)) for x in found]
         wrong = [
             f"{path} is {described(x)}"
             for path, x in zip(tree.paths(value, name), found, strict=True)
@@ -69,7 +76,7 @@ class Opened:
         """Give leaves without a type of their own that of what came out in their place, and say whether some changed."""
         if self.treedef != now.treedef:
             return False
-        pairs = zip(self.leaves, now.leaves, self._weak, strict=True)
+        pairs = zip(self.leaves, now.leaves, self.weak, strict=True)
         found = [x if new is None else new for x, new in ((pair[0], _adapted(*pair, why)) for pair in pairs)]
         changed = any(x is not old for x, old in zip(found, self.leaves, strict=True))
         self.leaves = found

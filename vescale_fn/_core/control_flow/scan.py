@@ -85,10 +85,12 @@ def scanned(
     if count and (recorder := leaves_.recorder()) is not None:
         if (found := recorder.scan(body, slices.leaves, count, reverse)) is not None:
             return body.carry(found[0]), body.collected(found[1])
-    places = range(count - 1, -1, -1) if reverse else range(count)
-    carry, y = body.begun(slices[places[0]] if count else slices.nothing())
     if count == 0:
-        return body.carry(body.init), body.collected([leaf.unsqueeze(0)[:0] for leaf in y])
+        with leaves_.for_types():
+            _, y = body.begun(slices.nothing())
+        return body.carry(body.init), body.collected([leaf.detach().unsqueeze(0)[:0] for leaf in y])
+    places = range(count - 1, -1, -1) if reverse else range(count)
+    carry, y = body.begun(slices[places[0]])
     rows = [y]
     for i in places[1:]:
         carry, y = body(carry, slices[i])

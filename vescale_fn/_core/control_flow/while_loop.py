@@ -13,7 +13,7 @@ import torch
 
 from .. import torch_internals
 from ..arrays.array import is_array, mesh_of, moved
-from ..base import linear_map, tracebacks, tree
+from ..base import linear_map, state, tracebacks, tree
 from ..base.errors import TransformError
 from ..base.messages import described, report
 from ..base.user_calls import called, checked_function
@@ -66,12 +66,15 @@ def _looped(cond_fun: Any, body_fun: Any, init_val: Any, where: str) -> Any:
         return tree.unflatten(carry.treedef, found)
     holds, count = loop.holds(carry.leaves), 0
     loop.vary(holds)
-    while select.anywhere(holds):
+    while not state.now().for_types and select.anywhere(holds):
         now = loop.step(carry.leaves, holds)
         if count == 0 and carry.adapt(now):
             now = loop.step(carry.leaves, holds)
         carry.leaves, count = loop.checked(now), count + 1
         holds = loop.holds(carry.leaves)
+    if count == 0 and any(carry.weak):
+        with leaves_.for_types():
+            carry.adapt(loop.step(carry.leaves, holds))
     carry.leaves = list(map(_only_forward, carry.leaves))
     return carry.tree()
 

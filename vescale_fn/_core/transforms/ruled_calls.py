@@ -114,7 +114,8 @@ class Arguments:
 
     def level(self) -> int | None:
         """The level of the transform that is to use the rule; None: the function runs as it is."""
-        return torch_internals.follower(self.tensors, state.now().ruled)
+        now = state.now()
+        return None if now.for_types else torch_internals.follower(self.tensors, now.ruled)
 
     def nondiff(self) -> list[Any]:
         """The other arguments."""
@@ -221,6 +222,8 @@ def refuse_closed_over(where: str, how: RuledRun, outs: Sequence[Tensor]) -> Non
 def without_rule(f: Callable[..., Any], args: Sequence[Any], where: str) -> Any:
     """``f(*args)``, where no transform differentiates by an argument."""
     out = called(f, args, {}, where)
+    if state.now().for_types:
+        return out
     tensors = [x for x in tree.leaves(out) if isinstance(x, Tensor)]
     level = torch_internals.follower(tensors, forward=False)
     if level or (level == 0 and context.grad_depth() and _reaches(tensors, state.now().primals, [])):
