@@ -49,6 +49,37 @@ def test_as_jax(name):
             torch.testing.assert_close(number(flat(found)), number(flat(GOLDENS[name])), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("transform", [vfn.grad, torch.func.grad])
+@pytest.mark.parametrize("wrap", [lambda f: f, vfn.jit])
+def test_values_of_an_inner_transform_that_an_outer_one_meets(wrap, transform):
+    """A rule that an outer `jvp` uses closes over a value that an inner gradient has wrapped, and does not follow."""
+
+    def cubed(x, by_itself):
+        n = (x > 0) * 2
+        f = vfn.custom_jvp(lambda x: n * x**3)
+        f.defjvp(lambda primals, tangents: (f(*primals), 2 * f(*primals) * tangents[0]))
+        return f(x) if by_itself else x * f(x)
+
+    x = number(0.7)
+    for by_itself, wanted in ((True, [4 * x**3, 8 * x**3]), (False, [2 * x**3 * (1 + 2 * x), 8 * x**3 * (1 + x)])):
+        slope = transform(lambda x, by_itself=by_itself: cubed(x, by_itself))
+        found = wrap(lambda x, slope=slope: vfn.jvp(slope, (x,), (torch.ones_like(x),)))(x)
+        torch.testing.assert_close(list(found), wanted)
+
+
+def test_a_rule_for_tangents_mapped_and_differentiated_twice():
+    def product(v, s):
+        f = vfn.custom_jvp(lambda v, s: v * s)
+        f.defjvp(lambda primals, tangents: (f(*primals), 2 * tangents[0] + f(*primals) * tangents[1]))
+        return f(v, s)
+
+    v, s = number(0.7), number([0.3, 0.5])
+    of_one = lambda v, s: sum(product(v, x) ** 2 for x in s.unbind())
+    mapped = lambda v, s: (vfn.vmap(lambda x: product(v, x))(s) ** 2).sum()
+    found, wanted = (vfn.grad(lambda v, f=f: vfn.grad(f)(v, s) ** 2)(v) for f in (mapped, of_one))
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("itself", [True, False])
 def test_raw_autograd(itself):
     """On autograd alone the rule counts at every order, as an `autograd.Function`'s does."""
@@ -366,7 +397,9 @@ SAID = {
         "of it",
     ),
     "a value of an inner transform": (
-        lambda: vfn.jvp(vfn.grad(around_a_value), (ONE,), (ONE,)),
+        lambda: vfn.jvp(
+            vfn.vmap(vfn.grad(lambda x: vfn.vmap(around_a_value)(x[None]).sum())), (ONE[None],), (ONE[None],)
+        ),
         "custom_jvp of <lambda>: an outer transform runs the function, or its rule, which closes over a value of a transform "
         "inside of it\n  Instead: the value as one more argument",
     ),

@@ -61,14 +61,17 @@ from .fake_tensors import (
 )
 from .flex_attention import flex_attention_in_ops, intercept_flex_attention, missing_of_flex_attention
 from .functorch import (
+    active_layers,
     batch_dims,
     begin_following,
+    below,
     follower,
     innermost_layer,
     is_about_levels,
     is_batched,
     is_dual,
     is_mapped,
+    layers_above,
     level,
     no_transforms,
     peel,
@@ -236,6 +239,9 @@ __all__ = [
     "flex_attention_in_ops",
     "follower",
     "innermost_layer",
+    "layers_above",
+    "active_layers",
+    "below",
     "following_tangents",
     "forbid_data_ptr",
     "forget_local",

@@ -99,6 +99,36 @@ def raw_duals() -> bool:
     return _forward_ad._current_level >= 0 and not any("Jvp" in str(one.key()) for one in stack)
 
 
+def active_layers() -> list[Any]:
+    """The transforms that are active, outermost first, for `layers_above`."""
+    found = [_functorch.pop_dynamic_layer_stack() for _ in range(_functorch_depth())][::-1]
+    for layer in found:
+        _functorch.push_dynamic_layer_stack(layer)
+    return found
+
+
+@contextlib.contextmanager
+def layers_above(layers: Sequence[Any]) -> Iterator[None]:
+    """A block in which those of these layers are active again that have been taken off to run what is below them."""
+    missing = layers[_functorch_depth() :]
+    for layer in missing:
+        _functorch.push_dynamic_layer_stack(layer)
+    try:
+        yield
+    finally:
+        for _ in missing:
+            _functorch.pop_dynamic_layer_stack()
+
+
+def below(x: torch.Tensor, level: int) -> torch.Tensor | None:
+    """What is left of `x` below the transforms that are further in than this level; None where they map or follow it."""
+    while _functorch.is_functorch_wrapped_tensor(x) and _functorch.maybe_get_level(x) > level:
+        if x.requires_grad or not _functorch.is_gradtrackingtensor(x):
+            return None
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
 class _Layer:
     """A transform of `torch.func`, the innermost that is active, which can be taken off and put on again."""
 

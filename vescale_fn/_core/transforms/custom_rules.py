@@ -42,6 +42,7 @@ class CustomRule:
         linear: whether what follows the results are their tangents, linear in those of the arguments.
         types: of arguments, results and residuals, in a body.
         around: what `pull` runs in.
+        layers: the transforms around the call, some further in than `level`.
     """
 
     where: str
@@ -56,6 +57,7 @@ class CustomRule:
     linear: bool
     types: Sequence[types.Type | None]
     around: Callable[[], Any]
+    layers: Sequence[Any] = ()
 
     def used_at(self, level: int) -> bool:
         """Whether the derivative that is being taken at this level is by the rule."""
@@ -118,7 +120,11 @@ class Joined(torch.autograd.Function):
                 args = applied(Unfollowed, ctx.level, *args)
                 for xs in args, given:
                     mark(xs, rule.types[: rule.given])
-                return tuple(rule.push(args, given))
+                with torch_internals.layers_above(rule.layers):  # it may close over what they wrap
+                    found = [torch_internals.below(x, ctx.level) for x in rule.push(args, given)]
+            if None in found:
+                raise closed_over(rule.where)
+            return tuple(found)
         return tuple(_zeros(like) if t is None else t for t, like in zip(outs, ctx.like, strict=True))
 
     @staticmethod
@@ -270,7 +276,7 @@ def _batched(rule: CustomRule, info: Any, dims: Sequence[int | None]) -> CustomR
             present[:] = [i for i, g in enumerate(grads) if g is not None]
             return [grads[i] for i in present]
 
-        found = entries.map(one, (args, of_args), (rest, of_rest), (cts, [0] * m))
+        found = entries.map(one, (args, of_args), (rest, of_rest[: len(rest)]), (cts, [0] * m))
         grads: list[Any] = [None] * n
         for i, g in zip(present, found, strict=True):
             grads[i] = g.sum(0) if of_args[i] is None else g
@@ -283,7 +289,8 @@ def _batched(rule: CustomRule, info: Any, dims: Sequence[int | None]) -> CustomR
         assert rule.again is not None
         return entries.map(rule.again, (args, of_args), out_dims=tuple(of_rest))
 
-    return dataclasses.replace(rule, pull=pull, push=push, again=rule.again and again)
+    layers = rule.layers[: torch_internals.level()]
+    return dataclasses.replace(rule, pull=pull, push=push, again=rule.again and again, layers=layers)
 
 
 def closed_over(where: str) -> TransformError:

@@ -199,6 +199,8 @@ def types_of(xs: Sequence[Tensor]) -> list[types.Type | None]:
 
 def joined(rule: CustomRule, args: Sequence[Tensor], outs: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
     """The results of the function, with the rule for their derivative."""
+    if torch_internals.level() > 1:
+        rule = dataclasses.replace(rule, layers=torch_internals.active_layers())
     made = applied(Joined, rule, *args, *outs, *rest)
     mark(made, rule.types[rule.given : rule.given + rule.made])
     return list(made)
