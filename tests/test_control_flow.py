@@ -292,3 +292,33 @@ def test_associative_scan(n: int) -> None:
 def test_lax_has_the_same_functions() -> None:
     assert all(getattr(lax, name) is getattr(vfn, name) for name in lax.__all__ if hasattr(vfn, name))
     assert lax.with_sharding_constraint is vfn.with_sharding
+
+
+HALF = torch.tensor(0.5, dtype=F)
+NO_ITERATION = {
+    "while_loop": lambda n: lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * HALF), (0, 3)),
+    "fori_loop": lambda n: lax.fori_loop(0, n, lambda i, c: c * HALF, 1),
+    "entries": lambda n: vfn.vmap(lambda n: NO_ITERATION["while_loop"](n))(n[None]),
+    "another one in it": lambda n: lax.while_loop(
+        lambda c: c[0] < n, lambda c: (lax.while_loop(lambda x: x != 7, lambda x: x * 1, c[0]), c[1] * HALF), (0, 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_ITERATION)
+def test_numbers_have_the_dtype_of_the_body_after_no_iteration(name):
+    """As in jax, which traces it; a loop in the body, whose condition might hold for ever there, does not begin."""
+    for found in (NO_ITERATION[name](torch.tensor(0)), vfn.jit(NO_ITERATION[name])(torch.tensor(0))):
+        leaves = vfn.tree.leaves(found)
+        assert leaves[-1].dtype == F
+        assert [x.dtype for x in leaves[:-1]] == [torch.int64] * (len(leaves) - 1)
+
+
+@pytest.mark.parametrize("transform", [vfn.grad, lambda f: lambda x: vfn.jvp(f, (x,), (x,))[1]])
+def test_a_scan_of_no_iterations_asks_for_no_derivative(transform):
+    """Not even of a function that has a rule for cotangents alone, or none."""
+    ruled = vfn.custom_vjp(lambda x: x * 2)
+    ruled.defvjp(lambda x: (x * 2, None), lambda _, g: (g * 2,))
+    body = lambda c, _: (ruled(c), lax.while_loop(lambda c: c < 3, lambda c: c * 2, c))
+    f = lambda x: (lambda c, ys: c + ys.sum())(*vfn.scan(body, x, length=0))
+    assert transform(f)(torch.tensor(2.0)) == transform(lambda x: x * 1)(torch.tensor(2.0))

@@ -311,6 +311,38 @@ def below_jvp() -> list[float]:
     return [x.item() for x in torch.func.jvp(f, (torch.ones(()),), (torch.ones(()),))]
 
 
+def values_of_another_layer() -> list[list[float]]:
+    """What a Function's rule for tangents, which runs under an outer `jvp`, makes of a value that an inner gradient has wrapped."""
+    layers = []
+
+    class Threefold(torch.autograd.Function):
+        @staticmethod
+        def forward(x, n):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.n, ctx.level = inputs[1], door.level()
+
+        @staticmethod
+        def backward(ctx, ct):
+            return ct, None
+
+        @staticmethod
+        def jvp(ctx, t, _):
+            with door.layers_above(layers):
+                return door.below(t * n[0], ctx.level)
+
+    def f(x):
+        n[:] = [(x > 0) * 3]
+        layers[:] = door.active_layers()
+        return Threefold.apply(x, 0)
+
+    n = []
+    value, tangent = torch.func.jvp(lambda x: torch.func.vjp(f, x)[0], (torch.ones(()),), (torch.ones(()),))
+    return [[value.item()], [tangent.item()]]
+
+
 def begun_under_grad() -> bool:
     def f(x):
         y = door.begin_following(x.detach())
@@ -471,6 +503,9 @@ CASES = {
     "is_bare": lambda: door.is_bare(torch.zeros(2)) and door.is_bare(fake()) and not door.is_bare(array()),
     "is_batched": lambda: seen_from_vmap(door.is_batched) and not door.is_batched(torch.zeros(2)),
     "is_compiling": lambda: door.is_compiling() is False,
+    "active_layers": lambda: values_of_another_layer() == [[1], [3]],
+    "below": lambda: values_of_another_layer() == [[1], [3]],
+    "layers_above": lambda: values_of_another_layer() == [[1], [3]],
     "innermost_layer": lambda: door.innermost_layer() is None and below_vmap() and below_jvp() == [2, 5],
     "is_about_levels": lambda: of_a_level_that_ended(),
     "is_dual": lambda: dual() == (True, False),

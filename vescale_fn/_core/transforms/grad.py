@@ -184,8 +184,8 @@ def recording(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def within_another(primals: Sequence[torch.Tensor]) -> bool:
-    """Whether an outer gradient may go through one that is taken by these."""
-    return context.grad_depth() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in primals))
+    """Whether an outer gradient may go through one that is taken by these: not in a backward pass that nothing follows."""
+    return torch.is_grad_enabled() and (context.grad_depth() > 0 or any(x.requires_grad for x in primals))
 
 
 def fresh(x: torch.Tensor, attached: bool) -> torch.Tensor:

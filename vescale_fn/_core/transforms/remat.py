@@ -20,8 +20,10 @@ from ..base.front_door import public
 from ..base.messages import report
 from ..base.user_calls import called, checked_function, owner
 from ..shard_map import body
+from .custom_vjp import custom_vjp
 from .kept_values import Keeper
 from .remat_policies import Policy
+from .vjp import vjp
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -138,15 +140,25 @@ def _checkpointed(flat: Callable[..., Any], leaves: Sequence[Any], keeper: Keepe
                 frame.clear()  # with which, on torch 2.11, a checkpoint that raised is left: else its hooks stay on
         if not (isinstance(error, RuntimeError) and torch_internals.is_about_hooks(error)):
             raise
-        raise TransformError(
-            report(
-                "remat",
-                "the function takes a gradient by torch.func (so does vfn.grad under vmap or jvp), which keeps values "
-                "where the backward pass of a remat cannot find them",
-                fix="vfn.grad in it, outside of vmap and jvp; or the remat inside of the transform: "
-                "torch.func.grad(vfn.remat(f)), vfn.vmap(vfn.remat(f))",
-            )
-        ) from None
+        return _by_a_rule(flat, leaves)
     if keeper is not None and (collected := state.now().kept) is not None:
         collected += keeper.residuals()
     return out
+
+
+def _by_a_rule(flat: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    """``flat(*leaves)``, which takes a gradient by `torch.func` (as `vfn.grad` under `vmap` does): that keeps values where the
+    backward pass of a checkpoint cannot find them. So the whole of it has a rule, whose cotangents are those of another run."""
+    devices, states = torch.utils.checkpoint.get_device_states(*leaves)
+    drawn = torch.get_rng_state()
+
+    def again(leaves: Any, ct: Any) -> Any:
+        with torch.random.fork_rng(devices):
+            torch.set_rng_state(drawn)
+            torch.utils.checkpoint.set_device_states(devices, states)
+            return vjp(flat, *leaves)[1](ct)
+
+    ruled = custom_vjp(flat)
+    ruled.defvjp(lambda *leaves: (flat(*leaves), leaves), again)
+    ruled.where = "remat"
+    return ruled(*leaves)
