@@ -6,7 +6,7 @@ import torch
 import vescale_fn as vfn
 from vescale_fn import optim
 from vescale_fn._core.base import tree
-from vescale_fn.plan.ir.graph import calls
+from vescale_fn.plan.ir.graph import calls, name_of
 from vescale_fn.plan.ir.mapped import mapped
 
 ADAMW = optim.adamw(1e-2)
@@ -141,3 +141,57 @@ def test_a_meta_gradient_goes_through_each_leaf():
 
     rate = torch.tensor(0.5)
     torch.testing.assert_close(vfn.jit(vfn.grad(after))(rate), vfn.grad(after)(rate))
+
+
+SPLIT = {"columns": vfn.P(None, "dp"), **{f"rows{i}": vfn.P("dp") for i in range(3)}, "uneven": vfn.P("dp")}
+SIZES = {"columns": (3, 4), **{f"rows{i}": (4, 1 + i) for i in range(3)}, "uneven": (5, 2)}
+
+
+def of_parts(params, state, grads):
+    """ZeRO-1: each rank updates its parts, which are gathered."""
+    mine = vfn.with_sharding(params, SPLIT)
+    updates, state = ADAMW.update(vfn.with_sharding(grads, SPLIT), state, mine)
+    return vfn.with_sharding(optim.apply_updates(mine, updates), vfn.P()), state
+
+
+def lying(params):
+    blocks = (x.to_local() for x in tree.leaves(params))
+    return [block.data_ptr() for x in blocks for block in getattr(x, "blocks", [x])]
+
+
+def updated_in_parts(mesh, **options):
+    """Whether a plan gives the bits of its function, each parameter where the old one lay; and the plan."""
+    draw = torch.Generator().manual_seed(0)
+    given = [{name: torch.randn(shape, generator=draw) for name, shape in SIZES.items()} for _ in range(2)]
+    params, grads = (vfn.shard(x, mesh, vfn.P()) for x in given)
+    state = ADAMW.init(vfn.with_sharding(params, SPLIT))
+    f, same = vfn.jit(of_parts, donate_argnums=(0, 1), **options), []
+    expected = tree.leaves(vfn.unshard(of_parts(params, state, grads)))
+    for _ in range(2):
+        args = tree.map_(torch.clone, (params, state))
+        lay = lying(args[0])
+        out = f(*args, grads)
+        same.append(all(map(torch.equal, tree.leaves(vfn.unshard(out)), expected)) and lying(out[0]) == lay)
+    return same, f.lower(params, state, grads)
+
+
+def test_what_is_gathered_together_is_written_over_donated_leaves():
+    """And is not there twice: what arrives goes where it stays."""
+    with vfn.simulate(2):
+        same, plan = updated_in_parts(vfn.make_mesh((2,), ("dp",)))
+    assert same[1]
+    unpacks = [node for node in calls(plan.graph) if node.target.__name__ == "unpack" and node.target.into]
+    for node in unpacks:
+        assert [x is not None and x.op == "placeholder" for x in node.args[1]] == [True] * 4 + [False]
+    assert (
+        sum(name_of(node) == "copy_" for node in calls(plan.graph)) == len(unpacks) == 1
+    )  # what is padded is cut first
+
+
+def _in_parts():
+    mesh = vfn.make_mesh((2,), ("dp",))
+    return [one for options in ({}, {"arena": True}) for one in updated_in_parts(mesh, **options)[0]]
+
+
+def test_they_are_on_real_ranks(gloo):
+    assert gloo(2, _in_parts) == [[True] * 4] * 2

@@ -47,6 +47,7 @@ class Step:
         writes: the places of the arguments that it writes in place.
         views: the places of the arguments that its result may share memory with.
         apart: whether each of its results lies in memory of its own.
+        into: the place of a list with an argument for each result, in whose memory that lies, or None.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Step:
     writes: tuple[int, ...] = ()
     views: tuple[int, ...] = ()
     apart: bool = False
+    into: int | None = None
 
     @property
     def __name__(self) -> str:
@@ -65,7 +67,7 @@ class Step:
 
     def lender(self, node: fx.Node, part: int) -> fx.Node | None:
         """The argument of a call in whose memory one of its results lies; None where that has memory of its own."""
-        return None
+        return None if self.into is None else node.args[self.into][part]  # type: ignore[index, return-value]
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

@@ -47,9 +47,9 @@ class Facts:
 
     def _call(self, node: fx.Node) -> _Call:
         made, read = ([self._number[m] for m in memories[node]] for memories in (self.made, self.read))
-        result = not self.results.isdisjoint(self.made[node])
+        results = [self._number[m] for m in self.made[node] if m in self.results]
         size = sum(map(self._sizes.__getitem__, made))
-        return _Call(node.op == "call_function", made, read, size, inplace.is_pointwise(node), result)
+        return _Call(node.op == "call_function", made, read, size, inplace.is_pointwise(node), results)
 
     def ends(self, line: Line) -> dict[memory_aliases.Memory, fx.Node]:
         """For each memory, the last call that needs it."""
@@ -103,9 +103,10 @@ class Facts:
                         over |= sizes[memory] == made
                     elif kinds[memory]:
                         donated[sizes[memory]] += 1
-            if made and call.result and donated[made]:
-                donated[made] -= 1
-                live -= made  # it is no new memory
+            for memory in call.results:
+                if donated[sizes[memory]]:
+                    donated[sizes[memory]] -= 1
+                    live -= sizes[memory]  # it is no new memory
             live += made
             found.append(live - made if over and call.pointwise else live)
             live -= freed
@@ -120,7 +121,7 @@ class _Call(NamedTuple):
 
     Attributes:
         size: the bytes of what it makes.
-        result: whether some of that is a result of the plan.
+        results: those that are results of the plan.
     """
 
     computes: bool
@@ -128,7 +129,7 @@ class _Call(NamedTuple):
     read: list[int]
     size: int
     pointwise: bool
-    result: bool
+    results: list[int]
 
 
 def _takes_turns(node: fx.Node) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -136,6 +137,16 @@ def _chosen(
     return [sorted(bucket.members, key=recorded.__getitem__) for bucket in made if len(bucket.members) > 1]
 
 
+def written_into(node: fx.Node, part: int, place: fx.Node) -> Any:
+    """How a call gives one of its results in the memory of `place`: what it calls, with what; None where it cannot."""
+    target: Any = node.target
+    if not isinstance(target, Step) or getattr(target.run, "func", None) is not _from_each_rank:
+        return None
+    places: list[Any] = list(node.args[1]) if target.into else [None] * len(value(node))  # type: ignore[arg-type]
+    places[part] = place
+    return dataclasses.replace(target, writes=(1,), into=1), (node.args[0], places)
+
+
 def _room(collective: Collective, limit: int) -> int:
     """The bytes that a rank may give to a bucket."""
     gathers = collective.kind == "all_gather"
@@ -249,16 +260,29 @@ def _pieces(n: int, dims: Dims, shapes: Sequence[tuple[int, ...]]) -> list[tuple
     return [(*shape[:dim], shape[dim] // n, *shape[dim + 1 :]) for (dim, *_), shape in zip(dims, shapes, strict=True)]
 
 
-def _from_each_rank(flat: torch.Tensor, n: int, dims: Dims, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+def _from_each_rank(
+    flat: torch.Tensor,
+    into: Sequence[torch.Tensor | None] = (),
+    *,
+    n: int,
+    dims: Dims,
+    shapes: Sequence[tuple[int, ...]],
+) -> list[torch.Tensor]:
     columns = flat.view(n, -1).split([math.prod(shape) for shape in shapes], 1)
-    return [  # one copy a block, however many ranks there are
-        column.view(n, *shape).movedim(0, dim).clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
-        for column, shape, (*_, dim) in zip(columns, shapes, dims, strict=True)
-    ]
+    each = itertools.zip_longest(columns, shapes, dims, into)
+    return [_joined(column.view(n, *shape), dim, place) for column, shape, (*_, dim), place in each]
+
+
+def _joined(parts: torch.Tensor, dim: int, place: torch.Tensor | None) -> torch.Tensor:
+    """Parts [n, ...] side by side along a dim, in one copy however many there are; in memory of their own, or in `place`."""
+    if place is None:
+        return parts.movedim(0, dim).clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
+    place.unflatten(dim, (len(parts), parts.shape[1 + dim])).copy_(parts.movedim(0, dim))
+    return place
 
 
 def _pieces_from_each(flat: torch.Tensor, n: int, dims: Dims, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    return _from_each_rank(flat, n, dims, _pieces(n, dims, shapes))
+    return _from_each_rank(flat, n=n, dims=dims, shapes=_pieces(n, dims, shapes))
 
 
 FUNCTIONS = (_flat, _for_each_rank, _as_they_were, _my_pieces, _from_each_rank, _pieces_from_each)

@@ -17,6 +17,7 @@ from ..ir import graph as plan
 from ..ir import inplace, memory_aliases
 from ..ir.graph import DONATED
 from ..ir.mapped import Mapped, mapped, own, split
+from . import buckets
 
 
 def donate(graph: fx.Graph, gives: Collection[int] | None = None) -> fx.Graph:
@@ -208,6 +209,14 @@ def _write(graph: fx.Graph, places: _Places, target: fx.Node, result: fx.Node) -
         result.target, result.args, result.kwargs = call
         places.writers[memory_aliases.Memory(target)] = used if place is used else result
         return
+    whole = result.args[0] if result.target is operator.getitem else None
+    if isinstance(whole, fx.Node) and used < whole and not changed:
+        found = buckets.written_into(whole, result.args[1], target)  # type: ignore[arg-type]
+        if found is not None:
+            whole.target, whole.args = found
+            places.lie[result] = places.lie[target]
+            places.writers[memory_aliases.Memory(target)] = whole
+            return
     with graph.inserting_after(max(used, result) if not changed else _last(graph)):
         copy = graph.call_function(torch.ops.aten.copy_.default, (target, result))
     copy.meta = dict(result.meta)

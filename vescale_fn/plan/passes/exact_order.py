@@ -108,7 +108,7 @@ class _Call:
         self.read = [(m, size) for m, size in mortal if m.maker.op == "call_function"]
         self.donated = [(m, size) for m, size in mortal if m.maker.op == "placeholder" and DONATED in m.maker.meta]
         self.pointwise = inplace.is_pointwise(node)
-        self.result = not facts.results.isdisjoint(facts.made[node])
+        self.results = [facts.bytes[m] for m in facts.made[node] if m in facts.results]
 
     def after(self, state: _State, done: int, users: dict[Memory, int]) -> tuple[int, _State]:
         """The bytes that are alive while it runs, and the state behind it."""
@@ -117,9 +117,10 @@ class _Call:
         if freed or donated:
             tally = Counter(dict(donated))
             tally.update(freed)
-            if self.result and self.made and tally[self.made]:
-                tally[self.made] -= 1
-                live -= self.made
+            for size in self.results:
+                if tally[size]:
+                    tally[size] -= 1
+                    live -= size
             donated = _key(tally)
         dying = [size for m, size in self.read if not users[m] & ~done]
         live += self.made

@@ -30,7 +30,7 @@ def described(step: Step) -> tuple[str, dict[str, Any]] | None:
         return alone, {}
     run = step.run
     given, run = (dict(run.keywords), run.func) if isinstance(run, functools.partial) and not run.args else ({}, run)
-    name, own = _NAMES.get(run), {"name": step.name, "views": step.views, "writes": step.writes}
+    name, own = _NAMES.get(run), {name: getattr(step, name) for name in ("name", "views", "writes", "into")}
     return None if name is None else (name, {**own, "given": list(given.items())})
 
 
@@ -40,4 +40,4 @@ def made(name: str, data: Mapping[str, Any]) -> Step:
         return _ALONE[name]
     given = dict(data["given"])
     run = functools.partial(_FUNCTIONS[name], **given) if given else _FUNCTIONS[name]
-    return Step(data["name"], run, views=data["views"], writes=data.get("writes", ()))
+    return Step(data["name"], run, views=data["views"], writes=data["writes"], into=data["into"])
