@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -185,6 +186,22 @@ def test_a_run_that_is_resumed_on_another_mesh_goes_on_as_if_nothing_had_been(tm
         with pytest.raises(SystemExit):
             ran(*checkpoints, *other.split())
         assert capsys.readouterr().err.endswith(f"error: {said}\n")
+
+
+def test_a_digest_at_the_end_and_an_exact_resume(tmp_path, capsys, monkeypatch):
+    argv = [*"--mesh dp=2 --parallel zero1 --steps 2 --digest --checkpoints".split(), str(tmp_path)]
+    found = ran(*argv)["digest"]
+    assert f"\ndigest    {found}\n" in capsys.readouterr().out
+    again = [*argv[:1], "tp=2", *argv[2:3], "tp", *argv[4:], "--resume", "--exact"]
+    assert ran(*again)["digest"] == found  # nothing is left to do, and what lies otherwise is the same
+    here = vfn.fingerprint()
+    monkeypatch.setattr(sys.modules["vescale_fn.checkpoint.load"], "fingerprint", lambda: here | {"numpy": "0"})
+    assert ran(*again[:-1])["done"] == 2
+    with pytest.raises(CheckpointError, match=f"numpy: {here['numpy']}, and here 0"):
+        ran(*again)
+    with pytest.raises(SystemExit):
+        options.parse([*argv, "--exact"])
+    assert "--exact is about a run that goes on: it needs --resume" in capsys.readouterr().err
 
 
 def at_batch(monkeypatch, number, do):

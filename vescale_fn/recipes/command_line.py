@@ -86,6 +86,8 @@ def read(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--{name} needs --checkpoints FOLDER, where they are")
         if getattr(options, name) and options.check:
             parser.error(f"--check compares the first steps of a run: not with --{name}")
+    if options.exact and not options.resume:
+        parser.error("--exact is about a run that goes on: it needs --resume")
     options.lr = RATES[options.optimizer] if options.lr is None else options.lr
     return options
 
@@ -126,6 +128,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where to compute (on GPUs, if there are enough)")
     parser.add_argument("--checkpoints", metavar="FOLDER", help="save there now and then, at the end, and on SIGTERM")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
+    parser.add_argument("--exact", action="store_true", help="resume only where the run may go on with the same bits")
+    parser.add_argument(
+        "--digest", action="store_true", help="print a hash of parameters and optimiser state at the end"
+    )
     parser.add_argument("--evaluate", action="store_true", help="only judge the last checkpoint: no training")
     parser.add_argument("--metrics", metavar="FILE", help="write each step's numbers, a line of JSON each")
     parser.add_argument("--tensorboard", metavar="FOLDER", help="write them for TensorBoard")

@@ -110,7 +110,7 @@ def _compare(options: argparse.Namespace, parser: argparse.ArgumentParser) -> No
             "or another folder"
         )
     try:
-        there = saved.restore({"setup": options.setup}, partial=True)["setup"]
+        there = saved.restore({"setup": options.setup}, partial=True, exact=False)["setup"]
     except vfn.errors.CheckpointError as error:
         parser.error(f"--{asked}: {error}")
     passed_over = "optimizer" if options.evaluate else None

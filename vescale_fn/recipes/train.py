@@ -185,6 +185,9 @@ def run(opt: argparse.Namespace) -> dict[str, Any]:
             journal.held_out(at.done, evaluate(score, at.params, tests))
     if saved:
         saved.wait()
+    digest = vfn.digest({"params": at.params, "state": at.state}) if opt.digest else None
+    if digest:
+        say(f"digest    {digest}")
     if stop:
         say(f"stopped   after step {at.done}" + (f", saved in {saved.folder}: --resume" if saved else ""))
     else:
@@ -198,6 +201,7 @@ def run(opt: argparse.Namespace) -> dict[str, Any]:
         "held_out": journal.evaluated,
         "agrees": agrees,
         "done": at.done,
+        "digest": digest,
         "interrupted": stopping.told == signal.SIGINT,
     }
 
@@ -205,10 +209,10 @@ def run(opt: argparse.Namespace) -> dict[str, Any]:
 def restored(opt: argparse.Namespace, saved: vfn.checkpoint.Manager, at: Run, say: Callable[..., None]) -> Run:
     """Where the run goes on: with what was saved, if it is to be evaluated, or resumed."""
     if opt.evaluate:
-        at = at._replace(state=None, **saved.restore({"done": 0, "params": at.params}, partial=True))
+        at = at._replace(state=None, **saved.restore({"done": 0, "params": at.params}, partial=True, exact=False))
         say(f"loaded    after step {at.done}, from {saved.folder}")
     elif opt.resume and saved.latest() is not None:
-        at = saved.restore(at)
+        at = saved.restore(at, exact=True if opt.exact else None)
         say(f"resumed   after step {at.done}, from {saved.folder}")
     return at
 
