@@ -333,6 +333,7 @@ def test_a_difference_is_an_exit_status(capsys, monkeypatch):
         ),
         ("--resume", "--resume needs --checkpoints FOLDER, where they are"),
         ("--evaluate", "--evaluate needs --checkpoints FOLDER, where they are"),
+        ("--deterministic 8", "--deterministic 8: the mesh has 4 ranks, and must have as many"),
         ("--evaluate --checkpoints nowhere", "--evaluate: there is no checkpoint in nowhere"),
         ("--resume --checkpoints x --check", "--check compares the first steps of a run: not with --resume"),
         ("--accumulate 3", "--accumulate 3 must divide --batch 16"),

@@ -204,6 +204,20 @@ def test_a_digest_at_the_end_and_an_exact_resume(tmp_path, capsys, monkeypatch):
     assert "--exact is about a run that goes on: it needs --resume" in capsys.readouterr().err
 
 
+def played(opt):
+    with vfn.deterministic(virtual=2):
+        return train.run(opt)["digest"]
+
+
+def test_a_deterministic_run_has_one_digest(gloo, capsys):
+    argv = "--mesh dp=2 --parallel dp --deterministic 2 --steps 2 --dropout 0.1".split()
+    found = ran(*argv)["digest"]
+    out = capsys.readouterr().out
+    assert "dp on mesh (dp=2): one process, deterministic, simulated, on cpu\n" in out
+    assert f"\ndigest    {found}\n" in out
+    assert gloo(2, played, options.parse([*TINY[:-1], *argv])) == [found, found]
+
+
 def at_batch(monkeypatch, number, do):
     """Let `do` happen in the middle of things, when batch `number` is drawn."""
     draw, left = data.random_batch, [number]

@@ -81,6 +81,16 @@ def read(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--dropout {options.dropout} must be at least 0 and below 1")
     if options.batch % options.accumulate:
         parser.error(f"--accumulate {options.accumulate} must divide --batch {options.batch}")
+    _check_going_on(options, parser)
+    virtual, ranks = options.deterministic, math.prod(options.mesh.values())  # mesh: start
+    if virtual not in (None, ranks):  # mesh: start
+        parser.error(f"--deterministic {virtual}: the mesh has {ranks} ranks, and must have as many")  # mesh: start
+    options.lr = RATES[options.optimizer] if options.lr is None else options.lr
+    return options
+
+
+def _check_going_on(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Check what is asked of a run that has checkpoints."""
     for name in ("resume", "evaluate"):
         if getattr(options, name) and not options.checkpoints:
             parser.error(f"--{name} needs --checkpoints FOLDER, where they are")
@@ -88,8 +98,6 @@ def read(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--check compares the first steps of a run: not with --{name}")
     if options.exact and not options.resume:
         parser.error("--exact is about a run that goes on: it needs --resume")
-    options.lr = RATES[options.optimizer] if options.lr is None else options.lr
-    return options
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -107,6 +115,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--parallel", default="dp+tp", metavar="NAMES", help="parallelisms (dp+tp)")  # mesh: start
     parser.add_argument("--mesh", type=mesh_of, default="dp=2,tp=2", help="axes and sizes (dp=2,tp=2)")  # mesh: start
     parser.add_argument("--simulate", action="store_true", help="play all ranks in this process")  # mesh: start
+    same = "the same bits, whatever number of processes plays the N ranks; with their digest"  # mesh: start
+    parser.add_argument("--deterministic", type=int, metavar="N", help=same)  # mesh: start
     parser.add_argument("--optimizer", choices=RATES, default="adamw", help="which optimiser (adamw)")
     rates = ", ".join(f"{name} {rate:g}" for name, rate in RATES.items())
     parser.add_argument("--lr", type=float, metavar="N", help=f"peak learning rate ({rates})")

@@ -129,7 +129,7 @@ def run(opt: argparse.Namespace) -> dict[str, Any]:
     began, first, ranks, specs = time.perf_counter(), True, 1, None
     mesh = vfn.make_mesh(tuple(opt.mesh.values()), tuple(opt.mesh), device=opt.device)  # mesh
     first = not dist.is_initialized() or dist.get_rank() == 0  # mesh
-    ranks = 1 if opt.simulate else mesh.size()  # mesh
+    ranks = mesh.size() // len(mesh.played_ranks)  # mesh
     say = lambda *lines: print(*lines, sep="\n", flush=True) if first else None
     model, config, precision = options.MODELS[opt.model], opt.config, opt.precision
     loss = precision.apply(lambda params, batch, key=None: model.loss(params, batch, config, key))
@@ -185,9 +185,10 @@ def run(opt: argparse.Namespace) -> dict[str, Any]:
             journal.held_out(at.done, evaluate(score, at.params, tests))
     if saved:
         saved.wait()
-    digest = vfn.digest({"params": at.params, "state": at.state}) if opt.digest else None
-    if digest:
-        say(f"digest    {digest}")
+    asked = opt.digest
+    asked = asked or opt.deterministic  # mesh: start
+    digest = vfn.digest({"params": at.params, "state": at.state}) if asked else None
+    say(*[f"digest    {digest}"] * bool(asked))
     if stop:
         say(f"stopped   after step {at.done}" + (f", saved in {saved.folder}: --resume" if saved else ""))
     else:
@@ -231,12 +232,12 @@ def write_sample(opt: argparse.Namespace, params: Any, precision: Any, key: vfn.
 def on_ranks(opt: argparse.Namespace) -> dict[str, Any]:  # mesh: start
     """Run on every rank: simulated ones, those that somebody else has started, or processes started here."""  # mesh: start
     ranks = math.prod(opt.mesh.values())  # mesh: start
-    if opt.simulate:  # mesh: start
-        with vfn.simulate(ranks):  # mesh: start
+    same = vfn.deterministic(virtual=ranks) if opt.deterministic else contextlib.nullcontext()  # mesh: start
+    simulated = vfn.simulate(ranks) if opt.simulate else contextlib.nullcontext()  # mesh: start
+    with same, simulated:  # mesh: start
+        if opt.simulate or ranks == 1 or environment.world():  # mesh: start
             return run(opt)  # mesh: start
-    if ranks == 1 or environment.world():  # mesh: start
-        return run(opt)  # mesh: start
-    return vfn.launch(run, ranks, opt, device=opt.device)[0]  # mesh: start
+        return vfn.launch(run, ranks, opt, device=opt.device)[0]  # mesh: start
 
 
 def headline(
@@ -269,9 +270,10 @@ def several(count: int, thing: str) -> str:
 def mesh_text(opt: argparse.Namespace) -> str:  # mesh: start
     """The mesh, how it is used, and what plays its ranks."""  # mesh: start
     axes = ", ".join(f"{name}={size}" for name, size in opt.mesh.items())  # mesh: start
-    ranks = math.prod(opt.mesh.values())  # mesh: start
-    processes = "one process" if opt.simulate or ranks == 1 else f"{ranks} processes"  # mesh: start
-    return f"{opt.parallel} on mesh ({axes}): {processes}{', simulated' * opt.simulate}, on {opt.device}"  # mesh: start
+    count = dist.get_world_size() if dist.is_initialized() and not opt.simulate else 1  # mesh: start
+    processes = f"{count} processes" if count > 1 else "one process"  # mesh: start
+    how = ", deterministic" * bool(opt.deterministic) + ", simulated" * opt.simulate  # mesh: start
+    return f"{opt.parallel} on mesh ({axes}): {processes}{how}, on {opt.device}"  # mesh: start
 
 
 def main(argv: list[str] | None = None) -> int:

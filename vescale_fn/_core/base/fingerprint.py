@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from .. import torch_internals
+from . import context
 from .front_door import public
 
 # By which MKL, oneDNN, ATen, OpenBLAS and CUDA's libraries choose other kernels
@@ -28,10 +29,10 @@ _INSTRUCTIONS = re.compile(r"avx|fma|amx|sse4|f16c|asimd|sve|i8mm|bf16")
 def fingerprint() -> dict[str, Any]:
     """What decides, besides a program, its keys and its meshes, which bits it computes, by name.
 
-    The versions of Python, torch, vescale_fn, numpy, BLAS and oneDNN; the kind of processor, and which of its instructions
-    kernels are chosen by; the GPUs, where CUDA is in use; the number of threads; torch's settings that kernels look up, and the
-    variables of the environment that are set. The number of processes is not in it. `save` stores it, and `load`
-    compares it.
+    The versions of Python, torch, vescale_fn, numpy, BLAS and oneDNN; the kind of processor, and those of its instructions that
+    kernels are chosen by; the GPUs, where CUDA is in use; the number of ranks of `deterministic`, and of threads; torch's
+    settings that kernels look up, and the variables of the environment by which libraries choose theirs. The number of
+    processes is not in it. `save` stores it, and `load` compares it.
 
     Returns:
         Names and values that are text, numbers or None, for JSON: equal where the same bits may be expected.
@@ -44,6 +45,7 @@ def fingerprint() -> dict[str, Any]:
     return {
         **_installed(),
         "gpus": _gpus(),
+        "virtual": context.virtual(),
         "threads": torch.get_num_threads(),
         **torch_internals.named_kernel_settings(),
         **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
