@@ -297,6 +297,20 @@ def test_backward_on_real_ranks(gloo, sizes, names) -> None:
     assert set(gloo(math.prod(sizes), _back_and_forth, sizes, names, cases(sizes, names, 20, 7)[:200])) == {"right"}
 
 
+def test_sums_are_cut_before_they_are_scattered() -> None:
+    """Of what is the same along an axis that splits the result inside of another, a rank adds up its own part alone."""
+    with vfn.simulate(6):
+        mesh, x = vfn.make_mesh((2, 3), ("a", "b")), torch.arange(72.0).view(12, 6)
+        for target in (P(("a", "b")), P(None, ("a", "b")), P(("b", "a"))):
+            parts = vfn.shard(x, mesh, P(unreduced={"a"}))
+            with vfn.comm_log() as log:
+                y = vfn.with_sharding(parts, target)
+            assert torch.equal(vfn.unshard(y), x)
+            assert [(one.op, one.axes, one.bytes) for one in log] == [("reduce_scatter", ("a",), x.nbytes // 3)]
+        uneven = vfn.with_sharding(vfn.shard(x[:7], mesh, P(unreduced={"a"})), P(("a", "b")))
+        assert torch.equal(vfn.unshard(uneven), x[:7])
+
+
 def test_axes_of_size_1_stay_in_the_order_that_was_written() -> None:
     """As in JAX, where a layout is stated; among orders nothing moves. A plan gives what the function gives without it."""
 

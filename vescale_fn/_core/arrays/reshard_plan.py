@@ -42,8 +42,18 @@ def plan(shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], source: P, t
     """The steps that bring an array of `shape` from `source` to `target` on a mesh with these (name, size) axes."""
     if not any(isinstance(row, Merged) for row in (*source, *target)):
         ones = {axis for axis, size in axes if size == 1}  # along which nothing can travel
-        return tuple(_Steps(shape, dict(axes), *(_without(ones, spec, len(shape)) for spec in (source, target))))
-    steps = _taken_apart(shape, axes, source, target)
+        source, target = (_without(ones, spec, len(shape)) for spec in (source, target))
+        cut = _sliced_first(shape, dict(axes), source, target)
+        found = _taken_apart(shape, axes, source, target, cut) if any(len(sizes) > 1 for sizes in cut) else None
+        return tuple(_Steps(shape, dict(axes), source, target)) if found is None else found
+    rows = zip(shape, split_axes(source, len(shape)), split_axes(target, len(shape)))
+    steps = _taken_apart(
+        shape,
+        axes,
+        source,
+        target,
+        [common(*([n for n, _ in parts_of(row, size)] for row in both)) for size, *both in rows],
+    )
     return (*plan(shape, axes, source, P()), *plan(shape, axes, P(), target)) if steps is None else steps
 
 
@@ -52,11 +62,29 @@ def _without(axes: set[str], spec: P, ndim: int) -> P:
     return from_split_axes(rows, spec.unreduced - axes)
 
 
-def _taken_apart(shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], source: P, target: P) -> Any:
-    """The steps between layouts with merged dims: those of the array whose dims have been taken apart. None if there is
-    no way to take them apart for both layouts."""
+def _sliced_first(shape: tuple[int, ...], axes: dict[str, int], source: P, target: P) -> list[tuple[int, ...]]:
+    """The sizes into which each dim is taken apart so that what is split over axes behind those of a reduce-scatter is sliced
+    before it: of sums over "dp" that are to lie as ``P(("dp", "cp"))``, a rank adds up its part along "cp" alone."""
+    sums, found = source.unreduced - target.unreduced, list[tuple[int, ...]]()
+    rows, goals = split_axes(source, len(shape)), split_axes(target, len(shape))
+    used = sums.union(*rows)
+    for size, row, goal in zip(shape, rows, goals, strict=True):
+        added = len(row) + _count(goal[len(row) :], sums.__contains__)
+        fits = row == goal[: len(row)] and len(row) < added < len(goal) and used.isdisjoint(goal[added:])
+        if size and fits and size % math.prod(axes[axis] for axis in goal) == 0:
+            outer = math.prod(axes[axis] for axis in goal[:added])
+            found.append((outer, size // outer))
+        else:
+            found.append((size,))
+    return found
+
+
+def _taken_apart(
+    shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], source: P, target: P, cut: Sequence[Any]
+) -> Any:
+    """The steps between layouts, some with merged dims: those of the array whose dims have been taken apart into these sizes.
+    None if there is no way to take them apart for both layouts."""
     before, after = split_axes(source, len(shape)), split_axes(target, len(shape))
-    cut = [common(*([n for n, _ in parts_of(row, size)] for row in rows)) for size, *rows in zip(shape, before, after)]
     if None in cut:
         return None
     # a part of size 1, split itself
