@@ -78,6 +78,7 @@ from .functorch import (
     raw_duals,
     transforming,
 )
+from .graphs import calls_of
 from .interception import (
     all_is_seen,
     apply,
@@ -213,6 +214,7 @@ __all__ = [
     "begin_following",
     "break_graph",
     "called_on_plain_tensors",
+    "calls_of",
     "casts_not_kept",
     "changed_setting",
     "checkpoint_function",

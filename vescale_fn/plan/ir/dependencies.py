@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import fx
 
-from .graph import Step, changed, memories, reordered
+from ..._core import torch_internals
+from .graph import Step, calls, changed, memories, reordered
 
 Needs = dict[fx.Node, list[fx.Node]]
 
@@ -17,22 +18,26 @@ Needs = dict[fx.Node, list[fx.Node]]
 def needs(graph: fx.Graph) -> Needs:
     """What must come before each node: its arguments; and, of calls that touch memory which is written, or that do something
     besides giving a result, the ones before it."""
-    hot = changed(graph)
+    found: Needs = {node: node.all_input_nodes for node in graph.nodes}
+    hot, effects = changed(graph), set(torch_internals.calls_of(graph, _acts))
+    if not hot and not effects:
+        return found
     lie = memories(graph) if hot else {}
     roots = frozenset().union(*(lie[node] for node in hot))
-    found: Needs = {}
     last: dict[Any, fx.Node] = {}
-    for node in graph.nodes:
-        found[node] = before = list(node.all_input_nodes)
-        effect = isinstance(node.target, Step) and node.target.effect
-        if node.op == "call_function" and (roots or effect):
-            touched: set[Any] = {root for x in (node, *before) for root in lie[x] & roots} if roots else set()
-            if effect:
-                touched.add("effect")
-            before += [last[what] for what in touched if what in last]
+    for node in calls(graph) if hot else sorted(effects):
+        before = found[node]
+        touched: set[Any] = {root for x in (node, *before) for root in lie[x] & roots} if roots else set()
+        if node in effects:
+            touched.add("effect")
+        if touched:
+            found[node] = list(dict.fromkeys([*before, *(last[what] for what in touched if what in last)]))
             last.update(dict.fromkeys(touched, node))
-            found[node] = list(dict.fromkeys(before))
     return found
+
+
+def _acts(target: Any) -> bool:
+    return isinstance(target, Step) and target.effect
 
 
 def marked_before(needed: Needs, marks: Sequence[fx.Node]) -> dict[fx.Node, int]:
@@ -78,6 +83,8 @@ def in_order(needed: Needs, place: dict[fx.Node, float]) -> list[fx.Node]:
     computed = sorted((node for node in needed if node.op == "call_function"), key=place.__getitem__)
     line = [*inputs, *computed, *outputs]
     rank = {node: i for i, node in enumerate(line)}
+    if all(rank[x] < i for i, node in enumerate(line) for x in needed[node]):
+        return line
     missing = [len(needed[node]) for node in line]
     users: list[list[int]] = [[] for _ in line]
     for i, node in enumerate(line):

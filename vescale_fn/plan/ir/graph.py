@@ -94,8 +94,12 @@ def _once_more(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Nod
     # as `fx.Graph.node_copy`, but for a walk through the arguments that takes most of its time
     for node in nodes:
         copy = new.create_node(node.op, node.target, (), {}, node.name, node.type)
-        copy.args, copy.kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[assignment]
-        copy.meta = dict(node.meta)
+        args, kwargs = node.args, node.kwargs
+        if args:
+            copy.args = fx.map_arg(args, values.__getitem__)  # type: ignore[assignment]
+        if kwargs:
+            copy.kwargs = fx.map_arg(kwargs, values.__getitem__)  # type: ignore[assignment]
+        copy.meta.update(node.meta)
         values[node] = copy
     return new, values
 
@@ -113,7 +117,7 @@ def calls(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def collectives(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that communicate, in order."""
-    return [node for node in calls(graph) if isinstance(node.target, Collective)]
+    return torch_internals.calls_of(graph, lambda target: isinstance(target, Collective))
 
 
 def is_aten(node: fx.Node) -> bool:
@@ -137,8 +141,20 @@ def value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
+def writers(graph: fx.Graph) -> list[fx.Node]:
+    """The calls that write some argument in place, in order."""
+    return torch_internals.calls_of(graph, _writes)
+
+
+def _writes(target: Any) -> Any:
+    op = operator_of_target(target)
+    return op.writes if op is not None else isinstance(target, Step) and target.writes
+
+
 def written(node: fx.Node) -> list[fx.Node]:
     """The arguments that a call writes in place."""
+    if node.target is operator.getitem:
+        return []
     op = operator_of(node)
     if op is not None:
         return _at(node, op.writes) if op.writes else []
@@ -147,15 +163,15 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 def viewed(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory the result of a call may be."""
+    if node.target is operator.getitem:
+        whole, part = cast("tuple[fx.Node, int]", node.args)
+        lender = whole.target.lender(whole, part) if isinstance(whole.target, Step) else None
+        return [lender or whole]
     op = operator_of(node)
     if op is not None:
         return _at(node, op.views) if op.views else []
     if isinstance(node.target, Step):
         return [node.args[i] for i in node.target.views]  # type: ignore[misc]
-    if node.target is operator.getitem:
-        whole, part = cast("tuple[fx.Node, int]", node.args)
-        lender = whole.target.lender(whole, part) if isinstance(whole.target, Step) else None
-        return [lender or whole]
     if isinstance(node.target, Collective) and isinstance(node.args[0], (list, tuple)):
         # On a simulated mesh a block that is only sent is handed on as it is.
         return list(node.args[0]) if node.target.kind in ("broadcast", "permute") else []  # type: ignore[arg-type]
@@ -199,6 +215,11 @@ _operators: dict[int, Operator] = {}  # by their identity, as torch computes the
 def operator_of(node: fx.Node) -> Operator | None:
     """The operator that a node calls; None where it calls none."""
     target = node.target
+    return _operators.get(id(target)) or operator_of_target(target)
+
+
+def operator_of_target(target: Any) -> Operator | None:
+    """An operator; None for what is none."""
     found = _operators.get(id(target))
     if found is None and isinstance(target, torch_internals.OpOverload):
         name = torch_internals.operator_name(target).split("::")[-1]
@@ -221,11 +242,13 @@ def memories(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
     """For each node, the nodes that made the memory in which its result may lie (for most: itself)."""
     found: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
-        sources = [found[x] for x in viewed(node)] if node.op == "call_function" and not _is_apart(node) else []
+        sources = viewed(node) if node.op == "call_function" and not _is_apart(node) else ()
         if not sources:
             found[node] = frozenset((node,))
         else:
-            found[node] = sources[0] if len(sources) == 1 else frozenset().union(*sources)
+            found[node] = (
+                found[sources[0]] if len(sources) == 1 else frozenset().union(*map(found.__getitem__, sources))
+            )
     return found
 
 
@@ -239,7 +262,7 @@ def changed(graph: fx.Graph) -> frozenset[fx.Node]:
 
     A pass leaves them, and what shares their memory, where they are.
     """
-    targets = [x for node in calls(graph) for x in written(node)]
+    targets = [x for node in writers(graph) for x in written(node)]
     if not targets:
         return frozenset()
     lie = memories(graph)

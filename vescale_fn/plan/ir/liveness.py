@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import fx
 
+from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 from . import dependencies, inplace, memory_aliases
 from . import graph as plan
 from .graph import DONATED
 from .mapped import mapped
+from .nested import Nested
 
 Line = Sequence[fx.Node]
 
@@ -22,42 +25,38 @@ class Facts:
     """What does not depend on the order: where values lie, and what must come before what."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.lie = memory_aliases.memories(graph)
-        self.bytes = {memory: memory.bytes for memory in frozenset().union(*self.lie.values())}
+        self.lie = lie = memory_aliases.memories(graph)
+        self.made = {node: [m for m in lie[node] if m.maker is node] for node in graph.nodes}
+        self.bytes = {memory: memory.bytes for made in self.made.values() for memory in made}
         for node, target in mapped(graph):
             self.bytes.update(dict.fromkeys(target.will_lie_in_donated(node), 0))
-        fixed = plan.changed(graph)
-        turns = [node for node in plan.calls(graph) if _takes_turns(node)]
-        self.movable = {
-            node for node in plan.calls(graph) if not (node in fixed or _takes_turns(node) or plan.has_effect(node))
-        }
+        turns = torch_internals.calls_of(graph, _takes_turns)
+        fixed = plan.changed(graph).union(turns, plan.writers(graph))
+        self.movable = {x for x in plan.calls(graph) if x not in fixed and not _is_part(x)}
         self.needed = dependencies.needs(graph)
         for one, other in itertools.pairwise(turns):
             self.needed[other].append(one)
-        self.made = {node: [m for m in self.lie[node] if m.maker is node] for node in graph.nodes}
-        self.read = {
-            node: list(dict.fromkeys(m for x in memory_aliases.touched(node) for m in self.lie[x]))
-            for node in graph.nodes
-        }
-        self.results = frozenset(m for x in plan.output(graph).all_input_nodes for m in self.lie[x])
+        self.read = {node: _read(node, lie) for node in graph.nodes}
+        self.results = frozenset(m for x in plan.output(graph).all_input_nodes for m in lie[x])
         self._number = {memory: i for i, memory in enumerate(self.bytes)}
         self._sizes = list(self.bytes.values())
         self._kinds = [m.maker.op if m.maker.op == "call_function" else DONATED in m.maker.meta for m in self.bytes]
         self._calls = {node: self._call(node) for node in graph.nodes}
 
     def _call(self, node: fx.Node) -> _Call:
-        made, read = ([self._number[m] for m in memories[node]] for memories in (self.made, self.read))
-        results = [self._number[m] for m in self.made[node] if m in self.results]
-        size = sum(map(self._sizes.__getitem__, made))
-        return _Call(node.op == "call_function", made, read, size, inplace.is_pointwise(node), results)
+        number, made = self._number, self.made[node]
+        read, results = [number[m] for m in self.read[node]], [number[m] for m in made if m in self.results]
+        pointwise = inplace.is_pointwise(node)
+        return _Call(node.op == "call_function", [number[m] for m in made], read, self.size(made), pointwise, results)
 
-    def ends(self, line: Line) -> dict[memory_aliases.Memory, fx.Node]:
-        """For each memory, the last call that needs it."""
-        return {memory: node for node in line for memory in (*self.made[node], *self.read[node])}
+    def ends(self, line: Line) -> dict[memory_aliases.Memory, float]:
+        """For each memory, the place of the last call that needs it."""
+        return dict(zip(self.bytes, map(float, self.last_reads(line))))
 
-    def arranged(self, place: dict[fx.Node, float]) -> Line:
-        """The calls, each as early as its place and what it needs allow."""
-        return dependencies.in_order(self.needed, place)
+    def arranged(self, place: dict[fx.Node, float], line: Line) -> Line:
+        """A line's calls, each as early as its place and what it needs allow; the line itself where it is in that order."""
+        found = dependencies.in_order(self.needed, place)
+        return line if found == line else found
 
     def size(self, memories: Iterable[memory_aliases.Memory]) -> int:
         """The bytes of some memories."""
@@ -68,27 +67,34 @@ class Facts:
 
         Arguments do not count.
         """
-        return self._counted(line, ())[0]
+        return self._counted(line, self.last_reads(line))[0]
 
-    def left(self, line: Line, later: Collection[memory_aliases.Memory]) -> tuple[int, Counter[int]]:
+    def left(self, line: Line, last: Sequence[int]) -> tuple[int, Counter[int]]:
         """How many bytes are alive behind the first calls of an order, and how many donated arguments of a size are free.
 
         Args:
             line: the calls that have run.
-            later: what other calls need.
+            last: of the whole order (`last_reads`).
         """
-        return self._counted(line, later)[1:]
+        return self._counted(line, last)[1:]
 
-    def _counted(self, line: Line, later: Collection[memory_aliases.Memory]) -> tuple[list[int], int, Counter[int]]:
-        sizes, kinds, calls = self._sizes, self._kinds, [self._calls[node] for node in line]
-        ends = [-1] * len(sizes)
-        for i, call in enumerate(calls):
+    def last_reads(self, line: Line) -> list[int]:
+        """For each memory, by its number, the place in an order of the last call that needs it."""
+        last = [-1] * len(self._sizes)
+        for i, node in enumerate(line):
+            call = self._calls[node]
             for memory in call.made:
-                ends[memory] = i
+                last[memory] = i
             for memory in call.read:
-                ends[memory] = i
-        for memory in later:
-            ends[self._number[memory]] = -1
+                last[memory] = i
+        return last
+
+    def is_needed(self, memory: memory_aliases.Memory, last: Sequence[int], place: int) -> bool:
+        """Whether something needs a memory at a place of an order or behind it."""
+        return last[self._number[memory]] >= place
+
+    def _counted(self, line: Line, ends: Sequence[int]) -> tuple[list[int], int, Counter[int]]:
+        sizes, kinds, calls = self._sizes, self._kinds, [self._calls[node] for node in line]
         live, found = 0, []
         donated: Counter[int] = Counter()  # dead donated arguments, which results may take: how many of a size
         for i, call in enumerate(calls):
@@ -132,6 +138,16 @@ class _Call(NamedTuple):
     results: list[int]
 
 
-def _takes_turns(node: fx.Node) -> bool:
+def _takes_turns(target: Any) -> bool:
     """Whether other ranks, or the world outside, take part in a call."""
-    return isinstance(node.target, Collective) or (isinstance(node.target, plan.Step) and node.target.effect)
+    return isinstance(target, Collective) or (isinstance(target, plan.Step) and target.effect)
+
+
+def _is_part(x: fx.Node) -> bool:
+    """Whether it takes one result out of the many of a call with bodies, which lies where it lies wherever that stands."""
+    return x.target is operator.getitem and isinstance(x.args[0].target, Nested)  # type: ignore[union-attr]
+
+
+def _read(node: fx.Node, lie: Mapping[fx.Node, frozenset[memory_aliases.Memory]]) -> list[memory_aliases.Memory]:
+    touched = memory_aliases.touched(node)
+    return list(lie[touched[0]]) if len(touched) == 1 else list(dict.fromkeys(m for x in touched for m in lie[x]))

@@ -39,13 +39,17 @@ class Memory(NamedTuple):
         """How many bytes it has."""
         value = self.value
         if isinstance(value, (list, tuple)):  # on a simulated mesh: what all ranks of a group get is there once
-            return sum(_extent(x) for x in {id(x): x for x in value}.values())
-        return _extent(value)
+            return sum(extent(x) for x in {id(x): x for x in value}.values())
+        return extent(value)
 
 
-def _extent(x: Any) -> int:
+def extent(x: Any) -> int:
     """The bytes between the first element of a tensor and its last."""
-    if not isinstance(x, torch.Tensor) or x.numel() == 0:
+    if not isinstance(x, torch.Tensor):
+        return 0
+    if x.is_contiguous():
+        return x.nbytes
+    if x.numel() == 0:
         return 0
     return (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))) * x.element_size()
 
@@ -57,13 +61,12 @@ def memories(graph: fx.Graph) -> dict[fx.Node, frozenset[Memory]]:
         if node.op == "output":
             found[node] = frozenset().union(*(found[x] for x in node.all_input_nodes))
             continue
+        if node.target is operator.getitem and (own := Memory(*node.args)) in found[own.maker]:  # type: ignore[arg-type]
+            found[node] = frozenset((own,))
+            continue
         sources = plan.viewed(node) if node.op == "call_function" else []
         if not sources:
             found[node] = made(node)
-            continue
-        if node.target is operator.getitem:
-            own = frozenset((Memory(*node.args),)) & found[sources[0]]  # type: ignore[arg-type]
-            found[node] = own or found[sources[0]]
         else:
             found[node] = found[sources[0]] if len(sources) == 1 else frozenset().union(*(found[x] for x in sources))
     return found
@@ -76,8 +79,9 @@ def made(node: fx.Node) -> frozenset[Memory]:
         return frozenset([Memory(node)] if isinstance(value, torch.Tensor) else [])
     if isinstance(node.target, Collective) or node.op == "placeholder":  # of a collective that another part has begun
         return frozenset([Memory(node, -1)])
-    target = node.target
-    lent = {i for i in range(len(value)) if target.lender(node, i)} if isinstance(target, plan.Step) else ()
+    target, lent = node.target, set[int]()
+    if isinstance(target, plan.Step) and type(target).lender is not plan.Step.lender:
+        lent.update(i for i in range(len(value)) if target.lender(node, i))
     return frozenset(Memory(node, i) for i, x in enumerate(value) if isinstance(x, torch.Tensor) and i not in lent)
 
 
@@ -86,7 +90,9 @@ def last_uses(graph: fx.Graph, lie: dict[fx.Node, frozenset[Memory]] | None = No
     lie = memories(graph) if lie is None else lie
     last: dict[Memory, fx.Node] = {}
     for node in graph.nodes:
-        for x in (node, *touched(node)):
+        for memory in lie[node] if node.op != "output" else ():
+            last[memory] = node
+        for x in touched(node):
             for memory in lie[x]:
                 last[memory] = node
     return last

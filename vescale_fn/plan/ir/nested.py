@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 from .graph import Step, calls, collectives, copied, given_up, output
 
@@ -55,7 +56,7 @@ class Nested(Step):
 
 def nested(graph: fx.Graph) -> list[fx.Node]:
     """The calls with bodies in a graph, without those in their bodies."""
-    return [node for node in calls(graph) if isinstance(node.target, Nested)]
+    return torch_internals.calls_of(graph, lambda target: isinstance(target, Nested))
 
 
 def bodies_of(node: fx.Node) -> tuple[fx.Graph, ...]:

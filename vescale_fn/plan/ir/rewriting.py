@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,14 +21,12 @@ class Rewriting:
         graph: the copy.
         outputs: the nodes that are results of the plan.
         fixed: nodes whose memory is written after they were made: nothing about them may change.
-        leaving: how many results of the plan lie in each memory, known by the node that made it.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = copied(graph)
         self.fixed = changed(self.graph)
         self.outputs = set(output(self.graph).all_input_nodes)
-        self.leaving = self._find_leaving()
         self._known: dict[Any, Any] = {}
 
     def calls(self) -> Iterable[fx.Node]:
@@ -70,7 +69,7 @@ class Rewriting:
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
         if before != now and any(self.leaving[root] for root in before):
-            self.leaving = self._find_leaving()
+            del self.leaving
         return True
 
     def _unnoticed(self, node: fx.Node, new: fx.Node) -> bool:
@@ -85,7 +84,9 @@ class Rewriting:
             return False
         return value(node).stride() == value(new).stride() and all(_size(root) <= _size(new) for root in now)
 
-    def _find_leaving(self) -> Counter[fx.Node]:
+    @functools.cached_property
+    def leaving(self) -> Counter[fx.Node]:
+        """How many results of the plan lie in each memory, known by the node that made it."""
         return Counter(root for node in self.outputs for root in self.roots(node))
 
     def roots(self, node: fx.Node) -> frozenset[fx.Node]:

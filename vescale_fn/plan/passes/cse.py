@@ -7,6 +7,7 @@ their keys, and merge.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ def common(graph: fx.Graph) -> fx.Graph:
     work = Rewriting(graph)
     seen: dict[Any, fx.Node] = {}
     for node in work.calls():
-        if not _is_function(node) or not work.fixed.isdisjoint(node.all_input_nodes):
+        part = node.target is operator.getitem
+        if not (part or _is_function(node)) or (work.fixed and not work.fixed.isdisjoint(node.all_input_nodes)):
             continue
-        what = node.target, key(node.args), key(node.kwargs), node.meta.get("again"), node.meta.get("own")
+        said: Any = node.args if part else (node.target, key(node.args), key(node.kwargs))
+        what = said, node.meta.get("again"), node.meta.get("own")
         try:
             first = seen.setdefault(what, node)
         except TypeError:  # an argument that cannot be compared
@@ -43,7 +46,6 @@ def _is_function(node: fx.Node) -> bool:
         return False
     if not is_aten(node):
         return True
-    operator: Any = node.target
-    return torch.Tag.nondeterministic_seeded not in operator.tags and not torch_internals.operator_name(
-        operator
-    ).startswith(_EMPTY)
+    op: Any = node.target
+    drawn = torch.Tag.nondeterministic_seeded in op.tags
+    return not drawn and not torch_internals.operator_name(op).startswith(_EMPTY)

@@ -9,13 +9,14 @@ rank's sizes.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..._core.distributed.collectives import Collective
-from ..ir.graph import KEPT, has_effect, is_aten, name_of
+from ..ir.graph import KEPT, collectives, copied, has_effect, is_aten, name_of
 from ..ir.rewriting import Rewriting
 
 _DIMS = ("t", "transpose", "permute")  # their numbers are dims
@@ -25,6 +26,8 @@ _WORDS = (type(None), bool, str, torch.dtype, torch.device, torch.layout, torch.
 
 def once(graph: fx.Graph) -> fx.Graph:
     """The graph with one collective for equal ones."""
+    if max(Counter(node.target for node in collectives(graph)).values(), default=0) < 2:
+        return copied(graph)
     work = Rewriting(graph)
     first: dict[Any, fx.Node] = {}  # by what is said of a value, the node that gave it first
     same: dict[fx.Node, fx.Node] = {}  # to each node, that one
@@ -39,17 +42,19 @@ def once(graph: fx.Graph) -> fx.Graph:
 
 def _said(work: Rewriting, node: fx.Node, same: dict[fx.Node, fx.Node]) -> Any:
     """What is equal for values that are the same on every rank; the node itself where nothing is known."""
-    communicates = isinstance(node.target, Collective)
-    if not (is_aten(node) or communicates or node.target is operator.getitem) or has_effect(node):
+    if work.fixed and not work.fixed.isdisjoint((node, *node.all_input_nodes)):
         return node
-    if not work.fixed.isdisjoint((node, *node.all_input_nodes)):
+    if node.target is operator.getitem:
+        whole, part = node.args
+        return operator.getitem, same[whole], part, node.meta.get("again")  # type: ignore[index]
+    if not (is_aten(node) or isinstance(node.target, Collective)) or has_effect(node):
         return node
     if is_aten(node) and torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
         return node
     name = name_of(node)
     if name in _SAME:
         return node.args[0]
-    numbers = name in _DIMS or node.target is operator.getitem
+    numbers = name in _DIMS
     try:
         args, kwargs = _words(node.args, numbers, same), _words(tuple(node.kwargs.items()), numbers, same)
     except _Unknown:

@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import fx
 
+from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 from ..ir import branches, loop, mapped, shared_bodies
 from ..ir.branches import Branches
-from ..ir.graph import KEPT, Step, calls, copied, memories, output, written
+from ..ir.graph import KEPT, Step, calls, copied, memories, output, writers, written
 from ..ir.loop import Loop
 from ..ir.mapped import Mapped
 from ..ir.nested import ends, nested
@@ -36,11 +37,17 @@ def dead(graph: fx.Graph) -> fx.Graph:
         if type(node.target) in _PRUNE:
             _PRUNE[type(node.target)](node)  # type: ignore[index]
     shared_bodies.prune(reversed(nested(graph)))
-    stays = _needed(graph, output(graph).all_input_nodes).nodes
+    stays = _needed(graph, output(graph).all_input_nodes).nodes if writers(graph) else _acting(graph)
     for node in reversed(list(graph.nodes)):
-        if node not in stays and node.op == "call_function":
+        if node not in stays and not node.users and node.op == "call_function":
             graph.erase_node(node)
     return graph
+
+
+def _acting(graph: fx.Graph) -> set[fx.Node]:
+    """What stays though nothing uses it, where nothing is written."""
+    acts = torch_internals.calls_of(graph, lambda target: isinstance(target, Step) and target.effect)
+    return {*acts, *(node for node in graph.nodes if KEPT in node.meta)}
 
 
 def needed_collectives(graph: fx.Graph) -> list[int]:

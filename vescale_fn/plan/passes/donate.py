@@ -31,6 +31,8 @@ def donate(graph: fx.Graph, gives: Collection[int] | None = None) -> fx.Graph:
         gives: the places of the results that may be written there; None for all.
     """
     graph = plan.copied(graph)
+    if not _donated(graph):
+        return graph
     if any(True for _ in mapped(graph)):
         _map_over(graph)
     places = _Places(graph)
@@ -40,17 +42,25 @@ def donate(graph: fx.Graph, gives: Collection[int] | None = None) -> fx.Graph:
     return graph
 
 
+def _donated(graph: fx.Graph) -> set[memory_aliases.Memory]:
+    return {memory_aliases.Memory(x) for x in graph.nodes if x.op == "placeholder" and DONATED in x.meta}
+
+
 class _Places:
-    """Where everything lies, before any result has moved, and who uses it."""
+    """Where everything lies, before any result has moved, and who uses what is donated."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.lie = memory_aliases.memories(graph)
         self.changed = plan.changed(graph)
         self.writers: dict[memory_aliases.Memory, fx.Node] = {}  # of donated memory
+        donated = _donated(graph)
         self.users: dict[memory_aliases.Memory, list[fx.Node]] = {}
         for node in graph.nodes:
-            users = [node, *(node.users if isinstance(node.target, Start) else ())]  # until it has arrived, it is read
-            for memory in frozenset().union(*(self.lie[x] for x in memory_aliases.touched(node))):
+            for memory in (m for x in memory_aliases.touched(node) for m in self.lie[x] if m in donated):
+                users = [
+                    node,
+                    *(node.users if isinstance(node.target, Start) else ()),
+                ]  # until it has arrived, it is read
                 self.users.setdefault(memory, []).extend(users)
 
     def uses(self, node: fx.Node) -> list[fx.Node]:
@@ -71,8 +81,10 @@ class _Places:
 
 def _map_over(graph: fx.Graph) -> None:
     """Have formulas that are mapped over many leaves write over those of their columns that are donated."""
-    lent = _lent(graph, _Places(graph))
-    places, made = _Places(graph), dict[Any, Mapped]()
+    places, count = _Places(graph), len(graph.nodes)
+    lent, made = _lent(graph, places), dict[Any, Mapped]()
+    if len(graph.nodes) > count:  # some were split
+        places = _Places(graph)
     for node, columns in lent.items():
         target: Any = node.target
         leave: Any = [part.args[1] for part in node.users if all(x.op == "output" for x in part.users)]
@@ -250,8 +262,9 @@ def _fitting(places: _Places, target: fx.Node, result: fx.Node) -> Any:
 
 def hand_over(graph: fx.Graph) -> None:
     """Give back what lies in donated memory as new tensors, that know nothing of those that were given away."""
+    if not (donated := _donated(graph)):
+        return
     lie, end = memory_aliases.memories(graph), plan.output(graph)
-    donated = {memory_aliases.Memory(node) for node in graph.nodes if node.op == "placeholder" and DONATED in node.meta}
     handed: dict[Any, fx.Node] = {}
     for result in dict.fromkeys(results(graph)):
         if isinstance(result, fx.Node) and lie[result] & donated and not _is_handed_over(result):

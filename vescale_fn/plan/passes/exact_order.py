@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -34,14 +35,14 @@ def refined(facts: Facts, line: Line, length: int = 14) -> Line:
     first = next((i for i, node in enumerate(line) if node.op == "call_function"), len(line))
     for _ in range(_TRIES):
         live = facts.live(line)
-        peak = max(live, default=0)
+        peak, last = max(live, default=0), facts.last_reads(line)
         at = live.index(peak) if live else 0
         if peak <= _least(facts, line[at]):
             break
         for before in (length // 2, 1, length - 1):
             low = max(first, min(at - before, len(line) - 1 - length))
             high = min(low + length, len(line) - 1)
-            found = _best(facts, line, low, high, peak)
+            found = _best(facts, line, last, low, high, peak)
             if found is not None:
                 line[low:high] = found
                 break
@@ -64,19 +65,19 @@ class _State(NamedTuple):
     donated: frozenset[tuple[int, int]]  # dead donated arguments that results may take: how many of a size
 
 
-def _best(facts: Facts, line: Line, low: int, high: int, below: int) -> Line | None:
+def _best(facts: Facts, line: Line, last: Sequence[int], low: int, high: int, below: int) -> Line | None:
     """Calls `low` to `high` of a line in the order whose peak is least; None where none stays below `below` bytes, or where
-    that would take too long to find out."""
+    that would take too long to find out. `last`: by memories, the calls that need them last."""
     stretch = line[low:high]
     bit = {node: 1 << i for i, node in enumerate(stretch)}
     before = [sum(bit.get(x, 0) for x in set(facts.needed[node])) for node in stretch]
-    later = {m for node in line[high:] for m in (*facts.made[node], *facts.read[node])}
     users: dict[Memory, int] = {}
     for node in stretch:
         for memory in dict.fromkeys((*facts.made[node], *facts.read[node])):
             users[memory] = users.get(memory, 0) | bit[node]
+    later = {memory for memory in users if facts.is_needed(memory, last, high)}
     calls = [_Call(facts, node, later) for node in stretch]
-    alive, donated = facts.left(line[:low], later | set(users))
+    alive, donated = facts.left(line[:low], last)
     start = _State(0, alive, _key(donated))
     count = itertools.count()
     waiting: list[tuple[int, int, int, _State, tuple[int, ...]]] = [(0, 0, next(count), start, ())]

@@ -26,6 +26,8 @@ def foreach(graph: fx.Graph) -> fx.Graph:
         return on_lists(graph)
     graph = copied(graph)
     mark_own(graph)
+    if len(_last(graph)) < 2:
+        return graph
     memory = _Memory(graph)
     groups: dict[Any, list[fx.Node]] = {}
     for node, level in _levels(memory, _waiting(graph, memory)).items():
@@ -82,11 +84,25 @@ def _waiting(graph: fx.Graph, memory: _Memory) -> list[fx.Node]:
     later = _Touched()
     for node in reversed(list(calls(graph))):
         free = all(user in found or user.op == "output" for user in node.users)
-        if free and later.can_follow(memory, node) and (node.target is HAND_OVER or call_of(node) is not None):
+        if free and later.can_follow(memory, node) and _may_wait(node):
             found[node] = None
         else:
             later.add(memory, node)
     return list(reversed(found))
+
+
+def _last(graph: fx.Graph) -> set[fx.Node]:
+    """The calls that could wait until all others are done, were it not for what is written in place."""
+    found = set[fx.Node]()
+    for node in reversed(list(calls(graph))):
+        if node.target is not operator.getitem and all(user in found or user.op == "output" for user in node.users):
+            if _may_wait(node):
+                found.add(node)
+    return found
+
+
+def _may_wait(node: fx.Node) -> bool:
+    return node.target is HAND_OVER or call_of(node) is not None
 
 
 def _levels(memory: _Memory, nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:

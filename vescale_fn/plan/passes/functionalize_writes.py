@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ..._core import torch_internals
-from ..ir.graph import calls, changed, copied, is_aten, memories, name_of, value, written
+from ..ir.graph import changed, copied, is_aten, memories, name_of, operator_of_target, value, writers, written
 from ..ir.rewriting import computed
 
 _aten = torch.ops.aten
@@ -22,18 +22,20 @@ _LAST = object()
 def writes(graph: fx.Graph) -> fx.Graph:
     """The graph with new values for writes, where nobody can tell."""
     graph = copied(graph)
+    if not writers(graph):
+        return graph
     _name_once(graph)
     _write_rows(graph)
-    lie = memories(graph)
+    lie, found = memories(graph), [node for node in writers(graph) if _is_write(node)]
     place = {node: i for i, node in enumerate(graph.nodes)}
+    asked = frozenset().union(*(lie[x] for node in found for x in node.all_input_nodes))
     sharing: dict[fx.Node, list[fx.Node]] = {}
+    of_writes = set(found)
     for node in graph.nodes:
-        if not _is_write(node):
+        if not asked.isdisjoint(lie[node]) and node not in of_writes:
             for root in lie[node]:
                 sharing.setdefault(root, []).append(node)
-    for node in list(calls(graph)):
-        if not _is_write(node):
-            continue
+    for node in found:
         target, x, now = torch_internals.out_of_place(node.target), node.args[0], place[node]
         if target is None or not isinstance(x, fx.Node) or x.op == "placeholder" or lie[x] != {x}:
             continue
@@ -67,16 +69,21 @@ def writes(graph: fx.Graph) -> fx.Graph:
 def _name_once(graph: fx.Graph) -> None:
     """A value that is written has one name: what ``nn.Parameter(x)`` and ``x.detach()`` add is the value itself."""
     hot = changed(graph)
-    for node in list(calls(graph)):
-        if name_of(node) in ("detach", "alias") and is_aten(node) and node in hot:
+    for node in torch_internals.calls_of(graph, _is_name):
+        if node in hot:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
             graph.erase_node(node)
+
+
+def _is_name(target: Any) -> bool:
+    op = operator_of_target(target)
+    return op is not None and op.name in ("detach", "alias")
 
 
 def _write_rows(graph: fx.Graph) -> None:
     """``x[i].fill_(c)``, where only parts of x are used afterwards: a write of all of x, so that those can be made alone."""
     place = {node: i for i, node in enumerate(graph.nodes)}
-    for node in list(calls(graph)):
+    for node in writers(graph):
         row = node.args[0] if node.args else None
         if name_of(node) not in ("fill_", "zero_") or not is_aten(node) or node.users or not isinstance(row, fx.Node):
             continue

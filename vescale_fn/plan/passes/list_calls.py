@@ -41,6 +41,8 @@ class ListCall:
 
 def mark_own(graph: fx.Graph) -> None:
     """Mark the calls that write over what nothing else will look at: their results may as well be new."""
+    if not any(isinstance(node.kwargs.get("out"), fx.Node) for node in calls(graph) if node.kwargs):
+        return
     lie = memories(graph)
     place = {node: i for i, node in enumerate(graph.nodes)}
     last: dict[fx.Node, int] = {}  # the last place where a value is used by this name

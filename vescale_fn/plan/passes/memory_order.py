@@ -32,7 +32,7 @@ def order(graph: fx.Graph) -> fx.Graph:
     given: Line = list(graph.nodes)
     joint = _updates(facts, given)
     moved = [_as_soon_as_it_frees(facts, _next_to_use(facts, line)) for line in (given, joint)]
-    tried: list[Line] = [given, *moved, joint]
+    tried = list({id(line): line for line in (given, *moved, joint)}.values())
     best = exact_order.refined(facts, min(tried, key=lambda line: max(facts.live(line))))
     return plan.reordered(graph, best)[0]
 
@@ -47,55 +47,59 @@ def updated(graph: fx.Graph) -> fx.Graph:
 def _next_to_use(facts: Facts, line: Line) -> Line:
     """Each call that makes at least what it would keep alive right before its first use."""
     place = {node: float(i) for i, node in enumerate(line)}
-    ends = {memory: place[node] for memory, node in facts.ends(line).items()}
-    for node in reversed(line):
-        if node not in facts.movable or not node.users or any(user.op == "output" for user in node.users):
+    ends, movable = facts.ends(line), [node for node in line if node in facts.movable]
+    for node in reversed(movable):
+        if not node.users or any(user.op == "output" for user in node.users):
             continue
         first = min(place[user] for user in node.users)
         longer = [m for m in facts.read[node] if m.maker.op == "call_function" and ends[m] < first]
         if not longer or facts.size(facts.made[node]) > facts.size(longer):
             place[node] = first - _STEP
             ends.update(dict.fromkeys(longer, place[node]))
-    return facts.arranged(place)
+    return facts.arranged(place, line)
 
 
 def _as_soon_as_it_frees(facts: Facts, line: Line) -> Line:
     """Each call that uses up more than it makes as soon as what it reads is there."""
     place = {node: float(i) for i, node in enumerate(line)}
-    ends = {memory: place[node] for memory, node in facts.ends(line).items()}
+    ends, movable = facts.ends(line), [node for node in line if node in facts.movable]
     turn = itertools.count(1)
-    for node in line:
-        if node not in facts.movable:
-            continue
+    for node in movable:
         freed = [m for m in facts.read[node] if m.maker.op == "call_function" and ends[m] == place[node]]
         if facts.size(facts.made[node]) < facts.size(freed):
             ready = max((place[x] for x in facts.needed[node]), default=0.0)
             place[node] = min(place[node], ready + _STEP * next(turn))
             ends.update(dict.fromkeys(freed, place[node]))
-    return facts.arranged(place)
+    return facts.arranged(place, line)
 
 
 def _updates(facts: Facts, line: Line) -> Line:
     """What only results wait for, in groups of calls on values of one shape: each group at once, early where it frees."""
     place = {node: float(i) for i, node in enumerate(line)}
-    last: set[fx.Node] = set()
-    for node in reversed(line):
-        cheap = node in facts.movable and (inplace.is_pointwise(node) or plan.viewed(node))
-        if cheap and all(user in last or user.op == "output" for user in node.users):
-            last.add(node)
-    turn = itertools.count(1)
-    for node in line:  # single numbers, which all updates may need, when what they are made of is there
-        if node in facts.movable and _size(node) <= 1:
+    movable, turn = [node for node in line if node in facts.movable], itertools.count(1)
+    for node in movable:  # single numbers, which all updates may need, when what they are made of is there
+        if _size(node) <= 1:
             ready = max((place[x] for x in facts.needed[node]), default=0.0) + _STEP * next(turn)
             place[node] = min(place[node], ready)
-    ends = facts.ends(line)
-    for group in _groups([node for node in line if node in last]):
+    last = _last(movable)
+    ends = {memory: line[int(at)] for memory, at in facts.ends(line).items()} if last else {}
+    for group in _groups(last):
         inside = set(group)
         before = [x for node in group for x in facts.needed[node] if x not in inside]
         after = max((place[x] for x in before), default=0.0) if _frees(facts, group, ends) else float(len(line))
         for node in group:
             place[node] = after + _STEP * next(turn)
-    return facts.arranged(place)
+    return facts.arranged(place, line)
+
+
+def _last(line: Line) -> Line:
+    """What only results wait for."""
+    found: set[fx.Node] = set()
+    for node in reversed(line):
+        cheap = inplace.is_pointwise(node) or plan.viewed(node)
+        if cheap and all(user in found or user.op == "output" for user in node.users):
+            found.add(node)
+    return [node for node in line if node in found]
 
 
 def _size(node: fx.Node) -> int:

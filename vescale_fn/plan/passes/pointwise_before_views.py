@@ -29,25 +29,32 @@ def flat(graph: fx.Graph) -> fx.Graph:
     """The graph with views after elementwise calls in the place of views before them."""
     work = Rewriting(graph)
     packed: set[fx.Node] = set()
+    unlike: dict[fx.Node, set[Any]] = {}  # of what gives several results, the shapes of arguments that are not packed
     for node in list(work.graph.nodes):
-        if node.op == "call_function" and node not in work.fixed and isinstance(value(node), torch.Tensor):
+        part = node.target is operator.getitem
+        if node.op == "call_function" and not part and node not in work.fixed and isinstance(value(node), torch.Tensor):
             node = _put_off(work, node, packed)
-        if _is_packed(node, packed):
+        if _is_packed(node, packed, unlike):
             packed.add(node)
     return work.graph
 
 
-def _is_packed(node: fx.Node, packed: set[fx.Node]) -> bool:
+def _is_packed(node: fx.Node, packed: set[fx.Node], unlike: dict[fx.Node, set[Any]]) -> bool:
     """Whether a value is contiguous for certain: of arguments of its shape that lie in several ways, some of torch's kernels
     make results that lie otherwise than is said of them."""
     v = node.meta.get("val")
     if not isinstance(v, torch.Tensor) or not v.is_contiguous():
         return False
+    if node.op == "placeholder":
+        return True
     maker: Any = node.args[0] if node.target is operator.getitem else node
     if isinstance(maker.target, Mapped):
         return False
-    alike = [x for x in maker.all_input_nodes if getattr(value(x), "shape", None) == v.shape]
-    return packed.issuperset(viewed(maker) or alike)
+    if views_of := viewed(maker):
+        return packed.issuperset(views_of)
+    if maker not in unlike:
+        unlike[maker] = {getattr(value(x), "shape", None) for x in maker.all_input_nodes if x not in packed}
+    return v.shape not in unlike[maker]
 
 
 def _put_off(work: Rewriting, node: fx.Node, packed: set[fx.Node]) -> fx.Node:

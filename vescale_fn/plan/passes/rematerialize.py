@@ -45,6 +45,8 @@ def recompute(graph: fx.Graph, smallest: int = SMALLEST) -> fx.Graph:
         smallest: values of fewer bytes are kept.
     """
     graph = recompute_in_calls(plan.copied(graph), smallest)
+    if not any(is_cheap(node) and _largest(plan.value(node)) >= smallest for node in plan.calls(graph)):
+        return graph
     nodes, facts, kept = list(graph.nodes), Facts(graph), plan.changed(graph)
     uses: dict[memory_aliases.Memory, list[int]] = {}
     for i, node in enumerate(nodes):
@@ -56,6 +58,10 @@ def recompute(graph: fx.Graph, smallest: int = SMALLEST) -> fx.Graph:
         users = [nodes[i] for i in uses[value.memory] if i >= value.stop]
         _compute_again(graph, nodes[value.stop], value, users, facts.lie, place)
     return graph
+
+
+def _largest(value: Any) -> int:
+    return max(map(memory_aliases.extent, value if isinstance(value, (list, tuple)) else [value]), default=0)
 
 
 def _idle(

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from ..._core import torch_internals
 from ..ir import graph as plan
 from ..ir import inplace, memory_aliases
 from ..ir.graph import DONATED
@@ -29,7 +30,7 @@ def reuse(graph: fx.Graph) -> fx.Graph:
         free = lambda x, node=node, alone=alone: x not in kept and _is_free(x, node, lie, last) and alone(x)
         columns = [i for i, column in enumerate(target.lists(node)) if all(map(free, column))]
         node.target = target.over(columns, reuse) if columns else target
-    for node in list(plan.calls(graph)):
+    for node in torch_internals.calls_of(graph, _may_write_anew):
         if node in kept or not _writes_anew(node):
             continue
         for x in _targets(node):
@@ -40,12 +41,17 @@ def reuse(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
+def _may_write_anew(target: Any) -> bool:
+    op = plan.operator_of_target(target)
+    return op is not None and (op.pointwise or op.name in _BY_ROWS)
+
+
 def _writes_anew(node: fx.Node) -> bool:
     if plan.name_of(node) in _BY_ROWS:
         return plan.value(node).device.type == "cpu" and all(
             plan.value(x).is_contiguous() for x in node.all_input_nodes
         )
-    return inplace.is_pointwise(node)
+    return True
 
 
 def _targets(node: fx.Node) -> list[fx.Node]:
@@ -65,5 +71,5 @@ def _dies(x: fx.Node, node: fx.Node, lie: Any, last: Any, kept: Any) -> bool:
 
 def _is_free(x: fx.Node, node: fx.Node, lie: Any, last: Any) -> bool:
     """Whether nothing needs what lies in the memory of `x` after a call, and the plan may write there."""
-    dies = memory_aliases.dies(x, node, last, lie)
-    return dies and all(m.maker.op != "placeholder" or DONATED in m.maker.meta for m in lie[x])
+    ours = all(m.maker.op != "placeholder" or DONATED in m.maker.meta for m in lie[x])
+    return ours and memory_aliases.dies(x, node, last, lie)
