@@ -97,7 +97,7 @@ def _nurse(parent: int, pipe: Any) -> None:
 
 def _be_rank(rank: int, job: Job, pipe: Any) -> None:
     worker.settle(rank, job)
-    worker.join_group(rank, job.nprocs, job.device, job.timeout, os.path.join(job.folder, "rendezvous"))
+    worker.join_group(rank, job)
     while (body := _receive(pipe)) is not None:
         state.clear()
         try:

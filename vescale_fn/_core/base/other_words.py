@@ -81,6 +81,7 @@ OTHER_WORDS: dict[str, dict[str, str]] = {
     "launch": {
         **dict.fromkeys(("nproc", "world_size", "num_processes", "nproc_per_node"), _RANKS),
         "args": "vfn.launch(f, n, *args)",
+        **dict.fromkeys(("engine", "cluster", "executor"), 'on="slurm", "ray" or "torchrun", and options={...} of it'),
         "backend": 'device="cuda" for NCCL, "cpu" for gloo',
     },
     "save": {

@@ -13,8 +13,10 @@ LATE = re.compile("[Tt]ime(d |)out")
 OF_TRANSPORT = re.compile("raised (RuntimeError|Dist[A-Za-z]*Error)")  # a user's own TimeoutError is none
 
 
-def how_it_ended(code: int | None) -> str:
-    """A process's exit code in words."""
+def how_it_ended(code: int | str | None) -> str:
+    """A process's exit code in words; words already, where no code is known."""
+    if isinstance(code, str):
+        return code
     if code is None or code >= 0:
         return f"exited with code {code} and returned nothing"
     name = signal.Signals(-code).name

@@ -43,14 +43,7 @@ serve(pipe)
 
 def run_fresh(call: Callable[[], Any], settings: Settings, reason: str) -> list[bytes]:
     """As `_rank_group.run`, in ranks that a fresh interpreter forks; `reason` says why this process does not."""
-    try:
-        body = worker.dumps_call(call, ())
-    except Exception as error:
-        fix = "call launch before this process uses CUDA or a process group"
-        if worker.cloudpickle is None:
-            fix = f"pip install vescale_fn[launch], which carries closures and a notebook's functions; or {fix}"
-        what = "fn or its arguments cannot be sent to the ranks"
-        raise RankError(report("launch", what, [str(error), reason], fix)) from error
+    body = pickled(call, reason, "call launch before this process uses CUDA or a process group")
     ours, theirs = Pipe()
     interpreter: list[Rank] = []
     with told_to_end(interpreter), Streams() as streams:
@@ -68,7 +61,7 @@ def run_fresh(call: Callable[[], Any], settings: Settings, reason: str) -> list[
         theirs.close()
         try:
             with contextlib.suppress(OSError):  # it has ended: so says the pipe
-                ours.send((_library(), sys.path, os.environ.get("PYTHONPATH")))
+                ours.send((library(), sys.path, os.environ.get("PYTHONPATH")))
                 ours.send((body, settings, os.getpid()))
             while not ours.poll():
                 streams.wait([ours], 0.2)
@@ -93,7 +86,19 @@ def run_fresh(call: Callable[[], Any], settings: Settings, reason: str) -> list[
                 process.wait()
 
 
-def _library() -> list[str]:
+def pickled(call: Callable[[], Any], reason: str, fix: str = "") -> bytes:
+    """``call`` for another process; `reason` says why it goes to one, and `fix` what else could be done."""
+    try:
+        return worker.dumps_call(call, ())
+    except Exception as error:
+        if worker.cloudpickle is None:
+            install = "pip install vescale_fn[launch], which carries closures and a notebook's functions"
+            fix = f"{install}; or {fix}" if fix else install
+        what = "fn or its arguments cannot be sent to the ranks"
+        raise RankError(report("launch", what, [str(error), reason], fix)) from error
+
+
+def library() -> list[str]:
     """What this process has imported of Python's own library."""
     return [
         name

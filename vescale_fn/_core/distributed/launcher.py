@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe, connection, get_context
 from pathlib import Path
@@ -196,7 +196,7 @@ def read(pipe: connection.Connection) -> Message | None:
         return None
 
 
-def whereabouts(folder: str, ranks: list[Rank], silent: list[int]) -> dict[int, str]:
+def whereabouts(folder: str, ranks: Mapping[int, Rank] | Sequence[Rank], silent: list[int]) -> dict[int, str]:
     """What each of the `silent` ranks is doing now: the user's line at which it is, or that it has been stopped."""
     found = {}
     for i in silent:

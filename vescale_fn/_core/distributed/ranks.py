@@ -18,11 +18,13 @@ import torch.distributed as dist
 from ..base import context, state
 from ..base.errors import MeshError
 from ..base.front_door import public
-from ..base.messages import described, report, short
+from ..base.messages import described, meant, report, short
 from . import environment
 from .deterministic import called_under, check_divides
+from .engines import ENGINES, Engine
 from .fork_server import run_fresh
 from .launcher import NotStarted, run
+from .remote import run_on
 from .worker import Settings, time_of
 
 MOST_PLAYED, MOST_STARTED = 2**20, 2**12  # ranks: beyond that a number is a mistake, which would take all memory
@@ -198,6 +200,9 @@ def launch(
     limit: float = math.inf,
     logs: str | os.PathLike[str] | None = None,
     stdin_rank: int | None = None,
+    on: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    queue: float = 300.0,
 ) -> list[R]:
     """Run ``fn(*args, **kwargs)`` on `nprocs` ranks, one process each, and return their results in rank order.
 
@@ -207,32 +212,74 @@ def launch(
     cloudpickle (``pip install vescale_fn[launch]``), or has to be importable. Each rank computes on one thread. A SIGTERM
     that this process gets, or ^C, is passed on to the ranks as a SIGTERM: one that handles it may save its work and return.
 
+    `on` an engine the ranks are started by it, on its machines, and all the rest is the same: the results, the first failing
+    rank's traceback, prints, SIGTERM and ^C, and that none is left. `fn` travels by cloudpickle. The ranks must reach this
+    process (at an address that ``options["address"]`` may name) and each other by TCP, and have this library.
+
     Args:
         fn: the function of a rank; it may return anything that pickles: tensors come back on the CPU, sharded arrays do
             not come back (return ``vfn.unshard(x)``).
         nprocs: how many ranks.
         args: given to every rank.
         kwargs: given to every rank by name: ``launch(train, 4, kwargs={"device": "cpu"})``.
-        device: "cpu" or "cuda" (rank i on GPU i); by default "cuda" if there are `nprocs` GPUs.
+        device: "cpu" or "cuda" (rank i on GPU i); by default "cuda" if there are `nprocs` GPUs: here, in Ray's cluster, or
+            asked of Slurm in `options`.
         timeout: of one collective, in seconds: a rank that waits longer fails. ``math.inf``: it waits.
         limit: of the whole run of `fn`, in seconds: ranks that have not returned by then are ended.
         logs: a folder, made if need be: what rank i prints is added to ``rank-i.log`` in it, instead of printed here.
         stdin_rank: the rank that reads what this process would, so that ``breakpoint()`` on it is a prompt in this
             terminal (give ``timeout=math.inf`` beside it, since the others wait). On the other ranks, and by default,
             there is nothing to read; a debugger over a socket, named in ``PYTHONBREAKPOINT``, works on every rank.
+        on: None, processes of this machine; "torchrun", those of TorchElastic's agent on it; "slurm", a job by submitit
+            (``pip install vescale_fn[slurm]``); "ray", actors (``pip install vescale_fn[ray]``).
+        options: of the engine. "slurm": what submitit's ``update_parameters`` takes (``{"nodes": 2, "gpus_per_node": 8,
+            "timeout_min": 60, "slurm_partition": "gpu"}``), ``folder``, which the machines share (by default this one), and
+            ``cluster="local"``, which tries it without Slurm. "ray": what ``actor.options`` takes (``num_cpus``, by default
+            1, ``num_gpus``, ``resources``, ``runtime_env``), ``strategy`` of the placement group, and ``init``, arguments
+            of ``ray.init`` where this process has not called it.
+        queue: seconds that an engine may take to give all ranks their place, ``math.inf`` for as long as it takes.
 
     Raises:
         RankError: a rank raised, was killed or exited; the message begins with the rank that failed first and its own
-            traceback. Or the limit was reached; it says where each rank was. The other ranks are ended.
-        MeshError: not a number of ranks, not enough GPUs, or options that are not as above.
+            traceback. Or the limit was reached; it says where each rank was. The other ranks are ended. Or an engine has
+            not started the ranks.
+        MeshError: not a number of ranks, not enough GPUs, a Ray cluster that is too small, an engine's package that is not
+            there, or options that are not as above.
 
-    Source: `torch.multiprocessing.spawn`, Accelerate's ``notebook_launcher``.
+    Source: `torch.multiprocessing.spawn`, Accelerate's ``notebook_launcher``; `submitit`, `ray.remote`.
 
     >>> import torch.distributed as dist, vescale_fn as vfn
     >>> scale = 10
     >>> vfn.launch(lambda x: scale * dist.get_rank() + x, 2, 5, device="cpu")
     [5, 15]
     """
+    _check_call(fn, nprocs, kwargs)
+    engine = _engine(on, options, nprocs, device, limit, stdin_rank)
+    settings = Settings(
+        nprocs,
+        _device(device, nprocs, "launch") if engine is None or on == "torchrun" else device or "cpu",
+        seconds("launch", "timeout", timeout),
+        seconds("launch", "limit", limit),
+        _folder(logs),
+        _reader(stdin_rank, nprocs),
+        seconds("launch", "queue", queue),
+    )
+    call = functools.partial(fn, *args, **(kwargs or {}))
+    if (virtual := context.virtual()) is not None:
+        call = functools.partial(called_under, virtual, call)
+    if engine is not None:
+        return [pickle.loads(result) for result in run_on(engine, call, settings)]
+    reason = _why_not_fork()
+    if reason is None:
+        try:
+            return [pickle.loads(result) for result in run(call, settings)]
+        except NotStarted as error:  # no rank has called fn yet
+            reason = str(error)
+    return [pickle.loads(result) for result in run_fresh(call, settings, reason)]
+
+
+def _check_call(fn: Any, nprocs: Any, kwargs: Any) -> None:
+    """Raise unless `fn`, the number of ranks and `kwargs` can be those of a launch."""
     if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
         raise MeshError(
             report(
@@ -262,24 +309,31 @@ def launch(
             )
         )
     check_divides("launch", nprocs)
-    settings = Settings(
-        nprocs,
-        _device(device, nprocs, "launch"),
-        seconds("launch", "timeout", timeout),
-        seconds("launch", "limit", limit),
-        _folder(logs),
-        _reader(stdin_rank, nprocs),
-    )
-    call = functools.partial(fn, *args, **(kwargs or {}))
-    if (virtual := context.virtual()) is not None:
-        call = functools.partial(called_under, virtual, call)
-    reason = _why_not_fork()
-    if reason is None:
-        try:
-            return [pickle.loads(result) for result in run(call, settings)]
-        except NotStarted as error:  # no rank has called fn yet
-            reason = str(error)
-    return [pickle.loads(result) for result in run_fresh(call, settings, reason)]
+
+
+def _engine(
+    on: Any, options: Any, nprocs: int, device: str | None, limit: Any, stdin_rank: int | None
+) -> Engine | None:
+    """The engine called `on`, or None: processes of this machine."""
+    if not isinstance(options, (Mapping, type(None))) or not all(isinstance(name, str) for name in options or ()):
+        raise MeshError(report("launch", f"options must be a dict of the engine's, but it is {described(options)}"))
+    if on is None:
+        if options:
+            what = f"options with {', '.join(map(repr, options))} are an engine's, but there is no on=..."
+            raise MeshError(report("launch", what, fix='on="slurm" or on="ray"'))
+        return None
+    if not isinstance(on, str) or on not in ENGINES:
+        what = f"on={short(on)} is no engine{meant(on, ENGINES)}"
+        fix = f"one of {', '.join(map(repr, ENGINES))}; without on=..., processes of this machine"
+        raise MeshError(report("launch", what, fix=fix))
+    if stdin_rank is not None:
+        what = f'stdin_rank={stdin_rank}, but on="{on}" no rank reads what this process would'
+        raise MeshError(
+            report("launch", what, fix="no on=... to look into a rank; PYTHONBREAKPOINT=remote_pdb.set_trace")
+        )
+    if device not in ("cpu", "cuda", None):
+        raise MeshError(report("launch", f'device={device!r} is neither "cpu" nor "cuda"'))
+    return ENGINES[on](nprocs, device, seconds("launch", "limit", limit), options or {})
 
 
 def _why_not_fork() -> str | None:

@@ -6,7 +6,7 @@ import codecs
 import os
 import sys
 from multiprocessing import connection
-from typing import Any
+from typing import Any, Self
 
 
 class Streams:
@@ -27,7 +27,7 @@ class Streams:
                 os.set_blocking(source, False)
                 self._from[source] = stream, codecs.getincrementaldecoder("utf-8")("replace")
 
-    def __enter__(self) -> Streams:
+    def __enter__(self) -> Self:
         return self
 
     def wait(self, others: list[Any], seconds: float) -> None:

@@ -63,6 +63,7 @@ class Settings:
     limit: float
     logs: str | None
     stdin_rank: int | None
+    queue: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Job:
     caller: int  # the process that must outlive this one
     logs: str | None = None  # the folder of a file for each rank, where stdout and stderr go instead
     stdin_rank: int | None = None
+    local: tuple[int, int] | None = None  # this rank's number on its machine, and how many are there; None: all are
+    store: tuple[str, int, int | None] | None = None  # where ranks of several machines meet, and rank 0 listens
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def run_rank(rank: int, job: Job, call: Callable[[], Any], pipe: Connection) -> 
     try:
         settle(rank, job)
         _compute_a_little()
-        join_group(rank, job.nprocs, job.device, job.timeout, os.path.join(job.folder, "rendezvous"))
+        join_group(rank, job)
     except Exception as error:
         return _stay(pipe, failure(rank, error))
     pipe.send(Message("ready", rank))
@@ -175,7 +178,8 @@ def settle(rank: int, job: Job) -> None:
     told = open(os.path.join(job.folder, f"where {rank}"), "w")  # faulthandler keeps it open
     faulthandler.register(ASK, file=told, all_threads=True)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.nprocs))
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.nprocs))
+    local_rank, local_size = job.local or (rank, job.nprocs)
+    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
     for name in "MASTER_ADDR", "MASTER_PORT":  # of another job, which this rank is not part of
         os.environ.pop(name, None)
     # OpenMP's threads do not come along in a fork, and the first parallel loop would wait for them for ever.
@@ -220,23 +224,38 @@ def time_of(seconds: float) -> timedelta:
     return timedelta(seconds=min(seconds, LONGEST))
 
 
-def join_group(rank: int, nprocs: int, device: str, timeout: float, rendezvous: str) -> None:
-    """Initialise the process group of ranks that are all on this machine and meet in the file `rendezvous`."""
-    # A file, not a TCPStore: that needs a free port, and a server's thread in a process that forks may hold the
-    # resolver's lock at that moment, so that every later connection of the child hangs.
-    store = dist.FileStore(rendezvous, nprocs)
-    most = time_of(timeout)
+def join_group(rank: int, job: Job) -> None:
+    """Initialise the process group of the ranks of `job`."""
+    most = time_of(job.timeout)
     torch_internals.set_default_group_timeout(most)
     bound = None
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-        bound = torch.device("cuda", rank)
+    if job.device == "cuda":
+        # An engine may let each rank see its own GPU alone.
+        bound = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
+        torch.cuda.set_device(bound)
     else:  # by default gloo looks up this machine's name, which on a laptop may lead nowhere
         loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
         if loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=nprocs, timeout=most, device_id=bound
+        "nccl" if job.device == "cuda" else "gloo",
+        store=_met(job),
+        rank=rank,
+        world_size=job.nprocs,
+        timeout=most,
+        device_id=bound,
+    )
+
+
+def _met(job: Job) -> Any:
+    """Where the ranks of `job` meet."""
+    if job.store is None:
+        # A file, not a TCPStore: that needs a free port, and a server's thread in a process that forks may hold the
+        # resolver's lock at that moment, so that every later connection of the child hangs.
+        return dist.FileStore(os.path.join(job.folder, "rendezvous"), job.nprocs)
+    host, port, listening = job.store
+    return dist.TCPStore(
+        host, port, job.nprocs, listening is not None, wait_for_workers=False, master_listen_fd=listening
     )
 
 
