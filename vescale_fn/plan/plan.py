@@ -13,7 +13,7 @@ from torch import fx
 from .._core import torch_internals
 from .._core.base import no_values, source_lines, tree
 from .._core.distributed.abstract_mesh import AbstractMesh
-from .._core.distributed.mesh import root
+from .._core.distributed.mesh import communicator_of, root
 from .execution import donation
 from .execution.backends import Backend
 from .execution.codegen import Code, generate
@@ -73,7 +73,9 @@ class Plan:
         self.constants = [(x, x.shape, x.dtype) for x in recorded.constants]
         self._take = [(i, take) for i, leaf in enumerate(leaves) if (take := _taking(leaf)) is not None]
         self._make = list(map(leaves_.making, recorded.results))
-        self._abstract = any(isinstance(root(mesh), AbstractMesh) for mesh in meshes(leaves, recorded.graph, recorded))
+        known = [communicator_of(mesh) for mesh in meshes(leaves, recorded.graph, recorded)]
+        self._abstract = any(isinstance(root(one.mesh), AbstractMesh) for one in known)
+        self._in_part = any(one.holds_blocks and not one.all_here for one in known)
         self._how = how
         inputs, given_away = iter(recorded.inputs), set(self.donated)
         for i, take in self._take:
@@ -111,6 +113,8 @@ class Plan:
 
     def _ranks(self, folds: bool) -> RanksAsOne:
         """What was recorded, of one rank; `folds`: also where it was recorded of each."""
+        if self._in_part:  # processes must take the same passes, whatever their own ranks do alike
+            raise RanksDiffer
         if self.recorded.ranks is not None:
             return self.recorded.ranks
         if not folds or not any(ROW in node.meta for node in self.recorded.graph.nodes):

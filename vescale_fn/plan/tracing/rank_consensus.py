@@ -32,14 +32,13 @@ class ComparedCollective(NamedTuple):
 
     Attributes:
         what: alike on all ranks.
-        members: the ranks of the group in which this rank takes part.
-        size: alike on those ranks: what each of them gives. Groups may hold blocks of different sizes.
+        groups: the groups in which this rank takes part, each with what all of its ranks must have alike: the size of what each
+            of them gives. Groups may hold blocks of different sizes.
         shown: the value, why it travels, and the user's line.
     """
 
     what: str
-    members: tuple[int, ...]
-    size: Any
+    groups: tuple[tuple[tuple[int, ...], Any], ...]
     shown: str
 
 
@@ -57,7 +56,8 @@ def stage(graph: fx.Graph) -> Stage:
     rows = [_row(*found) for found in all_collectives(graph)]
     by_group: dict[tuple[int, ...], list[Any]] = {}
     for i, row in enumerate(rows):
-        by_group.setdefault(row.members, []).append((i, row.size))
+        for members, size in row.groups:
+            by_group.setdefault(members, []).append((i, size))
     groups = {_digest(members): _digest(sizes) for members, sizes in by_group.items()}
     return Stage(rows, _digest([row.what for row in rows]), groups)
 
@@ -220,22 +220,27 @@ def _parted(by_rank: Sequence[Sequence[tuple[str, dict[str, str]]]]) -> int | No
 def _difference(mesh: Any, stage: Stage) -> list[str]:
     """The first collectives that differ, of two ranks; asked by all ranks."""
     by_rank: list[list[ComparedCollective]] = _told(mesh, stage.rows)
-    none = ComparedCollective("none", (), None, "none")
+    none = ComparedCollective("none", (), "none")
     for i, rows in enumerate(zip_longest(*by_rank, fillvalue=none)):
-        first: dict[Any, tuple[int, ComparedCollective]] = {}
+        first: dict[Any, tuple[int, ComparedCollective, Any]] = {}
         for rank, row in enumerate(rows):
-            for key, theirs in (("all", row.what), (row.members, row.size)):
-                (other, before), now = first.setdefault(key, (rank, row)), (rank, row)
-                if theirs != (before.what if key == "all" else before.size):
-                    return [f"number {i + 1} on rank {r}: {one.shown}" for r, one in ((other, before), now)]
+            for key, theirs in (("all", row.what), *row.groups):
+                other, before, its = first.setdefault(key, (rank, row, theirs))
+                if theirs != its:
+                    return [f"number {i + 1} on rank {r}: {one.shown}" for r, one in ((other, before), (rank, row))]
     return []
 
 
 def _row(node: fx.Node, times: int, within: str) -> ComparedCollective:
     collective: Any = node.target
-    one = _given(node)
-    line = node.meta.get("line", "")
-    size = None if collective.kind == "permute" else one.numel()  # who neither sends nor receives may hold less
+    communicator, blocks = communicator_of(collective.mesh), _given(node)
+    one, line = blocks[0], node.meta.get("line", "")
+    if communicator.holds_blocks:
+        of = [communicator.group_of(at, collective.axes) for at in range(len(blocks))]
+    else:
+        of = [tuple(communicator.processes(collective.axes))]
+    # who neither sends nor receives may hold less
+    sizes = {group: None if collective.kind == "permute" else x.numel() for group, x in zip(of, blocks)}
     often = (f", {times} times" if times > 1 else "") + (f", {within}" if within else "")
     if REPEATS in node.meta:  # ranks that repeat others of the same size would take them for each other
         often += f", number {node.meta[REPEATS] + 1} again"
@@ -244,8 +249,7 @@ def _row(node: fx.Node, times: int, within: str) -> ComparedCollective:
     shown = f"{collective.kind} over {','.join(collective.axes)} of {value_}, {collective.why}{often}"
     return ComparedCollective(
         what,
-        tuple(communicator_of(collective.mesh).processes(collective.axes)),
-        (collective.params, size),
+        tuple((group, (collective.params, size)) for group, size in sizes.items()),
         f"{shown}, at {quoted(line)}" if line else shown,
     )
 
@@ -256,9 +260,10 @@ def _said(node: fx.Node, times: int, within: str) -> tuple[str, str]:
     return _row(node, times, within).what, quoted(line) if line else ""
 
 
-def _given(node: fx.Node) -> torch.Tensor:
-    given = node.args[0]
-    return value(given[0] if isinstance(given, (list, tuple)) else given)  # type: ignore[arg-type]
+def _given(node: fx.Node) -> list[torch.Tensor]:
+    """The blocks of the ranks that this process plays, or of one that stands for all."""
+    given: Any = node.args[0]
+    return list(map(value, given if isinstance(given, (list, tuple)) else [given]))
 
 
 def _digest(x: Any) -> str:
