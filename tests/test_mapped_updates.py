@@ -183,6 +183,8 @@ def test_what_is_gathered_together_is_written_over_donated_leaves():
     unpacks = [node for node in calls(plan.graph) if node.target.__name__ == "unpack" and node.target.into]
     for node in unpacks:
         assert [x is not None and x.op == "placeholder" for x in node.args[1]] == [True] * 4 + [False]
+        # new tensors, which know nothing of those that were given away
+        assert {y.target.__name__ for x in node.users if x.args[1] < 4 for y in x.users} == {"handed_over"}
     assert (
         sum(name_of(node) == "copy_" for node in calls(plan.graph)) == len(unpacks) == 1
     )  # what is padded is cut first

@@ -65,6 +65,11 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
 
+    @property
+    def lends(self) -> bool:
+        """Whether one of its results may lie in memory that it was given."""
+        return self.into is not None or type(self).lender is not Step.lender
+
     def lender(self, node: fx.Node, part: int) -> fx.Node | None:
         """The argument of a call in whose memory one of its results lies; None where that has memory of its own."""
         return None if self.into is None else node.args[self.into][part]  # type: ignore[index, return-value]

@@ -80,7 +80,7 @@ def made(node: fx.Node) -> frozenset[Memory]:
     if isinstance(node.target, Collective) or node.op == "placeholder":  # of a collective that another part has begun
         return frozenset([Memory(node, -1)])
     target, lent = node.target, set[int]()
-    if isinstance(target, plan.Step) and type(target).lender is not plan.Step.lender:
+    if isinstance(target, plan.Step) and target.lends:
         lent.update(i for i in range(len(value)) if target.lender(node, i))
     return frozenset(Memory(node, i) for i, x in enumerate(value) if isinstance(x, torch.Tensor) and i not in lent)
 
