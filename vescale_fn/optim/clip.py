@@ -9,6 +9,7 @@ import torch
 
 from .._core import torch_internals
 from .._core.base.containers import opened
+from . import exact_sums
 from .global_sums import added_up, parts_of_numbers
 from .optimizer import Optimizer, check_numbers, is_trained
 from .per_leaf import by_leaf
@@ -55,7 +56,8 @@ def global_norm(grads: Any) -> Any:
     """The norm of all floating-point leaves as one long vector: a 0-d tensor, of float32 at least.
 
     On a mesh each rank adds up the squares of its own blocks, the first of those ranks that hold the same block alone: the
-    sum of the ranks' numbers is one all-reduce over all axes that split any leaf.
+    sum of the ranks' numbers is one all-reduce over all axes that split any leaf. Under `deterministic` its bits do not
+    depend on how the leaves lie, for which the ranks also compare their largest numbers.
 
     >>> import torch, vescale_fn as vfn
     >>> vfn.optim.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
@@ -67,6 +69,8 @@ def global_norm(grads: Any) -> Any:
     dtype = torch.float32
     for leaf in leaves:
         dtype = torch.promote_types(dtype, leaf.dtype)
+    if exact_sums.wanted(leaves):
+        return exact_sums.norm(leaves, dtype)
     square = lambda x: torch.sum(x * x)
     one = lambda x: square(x if x.dtype == dtype else x.to(dtype))
     many = lambda *xs: torch.stack(list(torch_internals.norms(xs, dtype))).square()

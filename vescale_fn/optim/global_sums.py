@@ -33,11 +33,11 @@ def parts_of_numbers(
     """
     groups: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        groups.setdefault((mesh_of(leaf), _axes(leaf)), []).append(i)
+        groups.setdefault((mesh_of(leaf), split_by(leaf)), []).append(i)
     found: dict[Any, list[tuple[list[int], Any]]] = {}
     for (mesh, axes), members in groups.items():
         own = [leaves[i] for i in members]
-        if _is_seen(own):
+        if is_seen(own):
             vector = torch.stack([one(x) for x in own])
         elif mesh is None:
             vector = many(*own)
@@ -59,11 +59,12 @@ def added_up(sums: Sequence[Any], mesh: Any, join: Callable[[list[Any]], Any]) -
     return with_sharding(join([with_sharding(x, P(unreduced=axes)) for x in sums]), P())
 
 
-def _axes(leaf: Any) -> frozenset[str]:
+def split_by(leaf: Any) -> frozenset[str]:
+    """The axes that split a leaf."""
     return frozenset(axis for names in split_axes(spec_of(leaf), leaf.ndim) for axis in names)
 
 
-def _is_seen(leaves: Sequence[Any]) -> bool:
+def is_seen(leaves: Sequence[Any]) -> bool:
     """Whether something must see what is done to the leaves, or they are more than blocks and plain tensors."""
     plain = all(torch_internals.is_bare(x) or (type(x) is Array and not spec_of(x).unreduced) for x in leaves)
     seen = not plain or (torch.is_grad_enabled() and any(x.requires_grad for x in leaves))

@@ -1,0 +1,68 @@
+"""Sums of squares whose bits do not depend on which rank has which part: the squares as multiples of one number, in integers.
+
+Under `deterministic` a sum over ranks follows one tree, but a rank's own part of it is added up by a kernel, in an order that
+the layout decides: a gradient that is whole has another sum than the same one in eight parts. Integers have no such order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._core import torch_internals
+from .._core.arrays.array import mesh_of, wrap
+from .._core.base import context
+from .._core.distributed import collectives
+from .._core.distributed.mesh import communicator_of
+from .._core.sharding.index_map import axes_of
+from .._core.sharding.spec import P
+from .global_sums import added_up, is_seen, split_by
+
+
+def wanted(leaves: Sequence[Any]) -> bool:
+    """Whether sums over these leaves are to be exact: under `deterministic`, where nothing differentiates them."""
+    followed = any(x.requires_grad or torch_internals.peel(x) is not x for x in leaves)
+    return context.virtual() is not None and not followed and not torch_internals.forward_ad_active()
+
+
+def norm(leaves: Sequence[Any], dtype: torch.dtype) -> Any:
+    """The norm of these leaves as one long vector, a 0-d tensor.
+
+    A leaf's squares are divided by that of its largest number, and rounded to multiples of 2**(k - 62), where it has up to 2**k
+    numbers: their sum is an integer of 64 bits.
+    """
+    meshes: dict[Any, list[Any]] = {}
+    for x in leaves:
+        if x.numel():
+            meshes.setdefault(mesh_of(x), []).append(x)
+    total: Any = torch.zeros((), dtype=torch.float64, device=leaves[0].device)
+    for mesh, own in meshes.items():
+        largest = _largest(own, mesh)
+        by = torch.where(largest > 0, largest, 1.0).unbind()
+        sizes = [2.0 ** (62 - (x.numel() - 1).bit_length()) for x in own]
+        sums = [
+            torch.square(x.to(torch.float64) / divisor).mul(size).round().to(torch.int64).sum()
+            for x, divisor, size in zip(own, by, sizes)
+        ]
+        whole = added_up(sums, mesh, torch.stack).to(torch.float64)
+        found = whole / torch.tensor(sizes, dtype=torch.float64, device=whole.device) * torch.square(largest)
+        total = total + torch.where(torch.isfinite(largest), found, largest).sum()
+    return torch.sqrt(total).to(dtype)
+
+
+def _largest(xs: Sequence[Any], mesh: Any) -> Any:
+    """The size of each leaf's largest number, which a NaN is: a vector."""
+    if mesh is None or is_seen(xs):
+        return torch.stack([x.abs().amax().to(torch.float64) for x in xs])
+
+    def of_blocks(_: int, *blocks: torch.Tensor) -> torch.Tensor:
+        zero = torch.zeros((), dtype=torch.float64, device=blocks[0].device)
+        return torch.stack([x.abs().amax().to(torch.float64) if x.numel() else zero for x in blocks])
+
+    local = communicator_of(mesh).each(of_blocks, *map(torch_internals.local, xs), key=lambda rank: None)
+    used = frozenset[str]().union(*map(split_by, xs))
+    over = tuple(axis for axis in axes_of(mesh) if axis in used)
+    found = collectives.all_reduce(local, mesh, over, "global_norm", "max")
+    return wrap(found, mesh, P(), torch.Size((len(xs),)))
