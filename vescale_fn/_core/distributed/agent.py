@@ -25,6 +25,8 @@ from . import worker
 from .launcher import Rank, end, fork, whereabouts
 from .worker import Job, Settings
 
+# A machine that has gone without a word is noticed after half a minute: seconds, seconds, a count, milliseconds.
+KEEP_ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000))
 # What the engine runs; it needs nothing of ours until the caller has said where that is. The key is no argument, which
 # every user of the machine could read. After Python's own library the caller's folders come first, if they exist here.
 BOOT = """
@@ -33,7 +35,7 @@ from multiprocessing.connection import Client
 host, port, index = sys.argv[1:]
 pipe = Client((host, int(port)), authkey=bytes.fromhex(os.environ.pop("VESCALE_FN_KEY")))
 with socket.socket(fileno=os.dup(pipe.fileno())) as end:
-    for name, value in ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000):
+    for name, value in KEEP_ALIVE:
         if hasattr(socket, name):
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -50,7 +52,7 @@ with contextlib.suppress(OSError):
     os.chdir(folder)
 from vescale_fn._core.distributed.agent import serve
 serve(pipe, meeting, address)
-"""
+""".replace("KEEP_ALIVE", repr(KEEP_ALIVE))
 
 
 @dataclass(frozen=True)

@@ -226,13 +226,21 @@ def state(pid: int) -> str:
 
 
 def end(ranks: list[Rank]) -> None:
-    """End what is left of the ranks, and wait until it is gone."""
+    """End what is left of the ranks, and wait until it is gone; for one that cannot be reached, not long."""
     for rank in ranks:
         rank.process.terminate()
+    _joined(ranks, 2.0)
+    left = [rank for rank in ranks if rank.process.is_alive()]
+    for rank in left:
+        rank.process.kill()
+    _joined(left, LEAVE)
     for rank in ranks:
-        rank.process.join(2)
-        if rank.process.is_alive():
-            rank.process.kill()
-            rank.process.join()
         rank.pipe.close()
-        rank.process.close()
+        with contextlib.suppress(ValueError):  # it still runs: what it waits for cannot be interrupted
+            rank.process.close()
+
+
+def _joined(ranks: list[Rank], seconds: float) -> None:
+    late = time.monotonic() + seconds
+    for rank in ranks:
+        rank.process.join(max(0.0, late - time.monotonic()))

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..base.errors import RankError
 from ..base.messages import report
-from .agent import BOOT, Order
+from .agent import BOOT, KEEP_ALIVE, Order
 from .engines import Engine, Trouble
 from .fork_server import library, pickled
 from .launcher import NotStarted, Rank, end, results, told_to_end
@@ -83,11 +83,13 @@ def whereabouts(streams: Carried, ranks: list[Rank], silent: list[int]) -> dict[
     """What each of the `silent` ranks is doing now."""
     agents: list[Any] = [ranks[i].process for i in silent]
     for agent in agents:
+        agent.at = None
         agent.send_word("where", None)
     late = time.monotonic() + ANSWER
     while any(agent.at is None and agent.is_alive() for agent in agents) and time.monotonic() < late:
         streams.wait([], 0.1)
-    return {i: agent.at[0] for i, agent in zip(silent, agents, strict=True) if agent.at}
+    unheard = {i: f"did not answer, on {agent.machine}" for i, agent in zip(silent, agents, strict=True)}
+    return unheard | {i: agent.at[0] for i, agent in zip(silent, agents, strict=True) if agent.at}
 
 
 class Waiting:
@@ -160,9 +162,9 @@ class Door:
 
 
 def _keep_alive(taken: socket.socket) -> None:
-    """Let a machine that has gone without a word be noticed after half a minute."""
+    """Let a machine that has gone without a word be noticed."""
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000):
+    for name, value in KEEP_ALIVE:
         if hasattr(socket, name):
             taken.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -244,12 +246,12 @@ class Agent:
     def kill(self) -> None:
         self.send_word("signal", signal.SIGKILL)
 
-    def join(self, seconds: float = 5.0) -> None:
+    def join(self, seconds: float) -> None:
         late = time.monotonic() + seconds
+        self.pump(lambda *_: None)
         while self.exitcode is None and time.monotonic() < late:
+            connection.wait([self.pipe], 0.05)
             self.pump(lambda *_: None)
-            with contextlib.suppress(OSError):
-                connection.wait([self.pipe], 0.05)
 
     def close(self) -> None:
         self.exitcode = self.exitcode if self.exitcode is not None else "was left"

@@ -43,6 +43,7 @@ except ImportError:  # the extra `launch`
     cloudpickle = None
 
 ASK = signal.SIGUSR1  # makes a rank write down where it is, also while it waits in a collective
+MEETING = 120.0  # seconds for ranks of several machines to meet
 LINGER = 2.0  # seconds that a finished rank keeps its connections open
 PDB = ("", "pdb.set_trace")  # values of PYTHONBREAKPOINT that stand for Python's own debugger
 LONGEST = 10 * 365 * 86400.0  # seconds, which torch can still count in nanoseconds
@@ -242,9 +243,10 @@ def join_group(rank: int, job: Job) -> None:
         store=_met(job),
         rank=rank,
         world_size=job.nprocs,
-        timeout=most,
+        timeout=most if job.store is None else time_of(max(job.timeout, MEETING)),  # machines do not start at once
         device_id=bound,
     )
+    torch_internals.set_group_timeout(dist.group.WORLD, most)
 
 
 def _met(job: Job) -> Any:
