@@ -49,7 +49,7 @@ OTHERS = (
     SLURM,
     Starter("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-COMING = "as many processes as it says, all started within the timeout, from machines that reach that address"
+COMING = "all ranks started within the timeout, on machines that reach this address"
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 

@@ -126,7 +126,7 @@ def ensure_process_group(device: str | None = None, timeout: float | None = None
             dist.init_process_group("gloo", **how)
     except dist.DistError as error:
         met = f"rank {started.rank} of {started.size} has not met the others at {started.address}:{started.port}"
-        raise MeshError(report("make_mesh", met, [str(error).splitlines()[0]], environment.COMING)) from error
+        raise MeshError(report("make_mesh", met, [str(error).splitlines()[0]], environment.COMING)) from None
     return dist.get_rank(), dist.get_world_size()
 
 
