@@ -29,6 +29,7 @@ NAMES = (
     "zero",
     "lines",
     "checkpoint",
+    "digest",
     "any_size",
 )
 
