@@ -311,6 +311,16 @@ def test_sums_are_cut_before_they_are_scattered() -> None:
         assert torch.equal(vfn.unshard(uneven), x[:7])
 
 
+def test_the_gradient_of_a_slice_of_all_gathers_nothing() -> None:
+    x = torch.arange(10.0).view(5, 2)
+    with vfn.simulate(2):
+        y = vfn.shard(x, vfn.make_mesh((2,), ("a",)), P("a"))
+        with vfn.comm_log() as log:
+            g = vfn.grad(lambda y: (y[:5] * y).sum())(y)
+        assert torch.equal(vfn.unshard(g), 2 * x)
+        assert log.count("all_gather") == 0
+
+
 def test_axes_of_size_1_stay_in_the_order_that_was_written() -> None:
     """As in JAX, where a layout is stated; among orders nothing moves. A plan gives what the function gives without it."""
 

@@ -31,8 +31,6 @@ from .tracing.rank_consensus import meshes as meshes_of
 from .tracing.trace import Recorded
 from .tracing.traced_float import difference, same_values
 
-_MOST = 64  # plans of one file
-
 
 class OfRanks(NamedTuple):
     """A plan, and for which ranks it is; `every` knows the numbers of each."""
@@ -53,18 +51,21 @@ def abstract_mesh_of(origin: Origin) -> AbstractMesh | None:
     return abstract[0] if abstract else None
 
 
-def every_rank(origin: Origin, mesh: AbstractMesh, name: str) -> list[OfRanks]:
-    """The plans of all ranks of a mesh.
+def every_rank(origin: Origin, mesh: AbstractMesh, name: str, most: int) -> list[OfRanks]:
+    """The plans of all ranks of a mesh, so many at most.
 
     Raises:
-        TransformError: the ranks do too many different things, or something that only recording each of them would show.
+        TransformError: the ranks need more plans, or do something that only recording each of them would show.
     """
     found: list[tuple[OfRanks, Recorded]] = []
     todo = list(range(mesh.mesh.numel()))
     while todo:
-        if len(found) == _MOST:
-            what = f"the ranks of the {mesh_text(axes_of(mesh))} would need more than {_MOST} plans"
-            raise TransformError(report("save_plan", f"{what} of {name}", [_place(mesh, rank) for rank in todo[:4]]))
+        if len(found) == most:
+            what = (
+                f"the ranks of the {mesh_text(axes_of(mesh))} need more than {most} plan{'s' * (most != 1)} of {name}"
+            )
+            fix = f"most={2 * most}: each plan is recorded twice, and stands in the file"
+            raise TransformError(report("save_plan", what, [_place(mesh, rank) for rank in todo[:4]], fix))
         shapes = {rank: _shapes(origin.call.leaves, rank) for rank in todo}
         every = EveryRank(mesh, [rank for rank in todo if shapes[rank] == shapes[todo[0]]])
         recorded, plan = _recorded(origin, every)

@@ -33,7 +33,7 @@ from .tracing.trace import Recorded
 _FORMAT = 2
 
 
-def save_plan(lowered: Lowered, path: str | os.PathLike[str]) -> None:
+def save_plan(lowered: Lowered, path: str | os.PathLike[str], *, most: int = 64) -> None:
     """Save the plan that ``vfn.jit(f).lower(...)`` gives, so that a later job need not record it again.
 
     The file holds data alone: names of operators, shapes, layouts, numbers; nothing in it runs when it is read. On a real mesh
@@ -46,11 +46,12 @@ def save_plan(lowered: Lowered, path: str | os.PathLike[str]) -> None:
     Args:
         lowered: the plan. It may close over numbers and functions, but over no tensor.
         path: of the file, which appears complete or not at all. What was there is replaced.
+        most: how many plans the ranks of an abstract mesh may need.
 
     Raises:
         TransformError: the plan holds something that is no data: a tensor that the function closes over, a print, a plan of
             simulated ranks, the inductor's code. The plan of an abstract mesh: a rank does something that its place alone does
-            not explain, Python asks which rank it is, or the ranks would need more than 64 plans.
+            not explain, Python asks which rank it is, or the ranks need more plans than `most`.
 
     >>> import torch, vescale_fn as vfn, tempfile, os
     >>> def step(w, x):
@@ -73,7 +74,7 @@ def save_plan(lowered: Lowered, path: str | os.PathLike[str]) -> None:
             known = [None if numbers(x) is None else [x.detach().cpu()] for x in origin.plan.recorded.constants]
             found = [_data(origin, origin.plan, lowered.name, [made_for.place(origin.meshes)], known)]
         else:
-            found = [_of_ranks(origin, made, lowered.name) for made in every_rank(origin, abstract, lowered.name)]
+            found = [_of_ranks(origin, made, lowered.name) for made in every_rank(origin, abstract, lowered.name, most)]
     except TransformError as error:
         found = [error]
     if mesh is not None:
@@ -109,6 +110,9 @@ class SavedPlan:
         on, here = self._data["on"], made_for.whole(meshes)
         if on != here:
             return f"it was made on {on or 'one device'}, and here is {here or 'no mesh'}"
+        played = max((len(communicator_of(root(mesh)).ranks) for mesh in meshes), default=1)
+        if played > 1:
+            return f"each of its plans is one rank's, and here one process plays {played} of them"
         entries = [entry for entry in self._data["plans"] if entry["key"] == key]
         if not entries:
             return "it was made for arguments of other types or layouts, or under other settings"

@@ -126,6 +126,12 @@ def _slice_backward(call: Call, dim: int) -> Rule:
     if grad.ndim != len(whole):
         return Rule((none(grad.shape),), (but(len(whole), (dim,)),), linear=(0,), sizes="input_sizes")
     size, length = whole[dim], grad.shape[dim]
+    if size == length and call["step"] == 1:  # of all of it
+
+        def copied(block: torch.Tensor, *_: Any) -> torch.Tensor:
+            return block.clone(memory_format=torch.contiguous_format)
+
+        return Rule((same(grad.shape),), (same(grad.shape),), linear=(0,), op=copied)
     start = _start(call["start"], size)
     inner = math.gcd(start, length, size) if call["step"] == 1 else 1
     row = but(len(whole), (dim,))
