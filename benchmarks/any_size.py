@@ -27,7 +27,8 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 
 import vescale_fn as vfn  # noqa: E402
-from benchmarks.side_by_side import publish, table  # noqa: E402
+from benchmarks.side_by_side import keep, publish, table  # noqa: E402
+from benchmarks.traffic_formulas import formulas  # noqa: E402
 from vescale_fn.recipes import dit, gpt, llama, mixtral, models, resnet  # noqa: E402
 from vescale_fn.recipes.parallel import parallel  # noqa: E402
 
@@ -170,63 +171,6 @@ def block_bytes(shapes: Any, mesh: Any, specs: Any, among: Any = None) -> int:
     return sum(math.prod(vfn.shard_shape(tuple(x.shape), mesh, spec)) * x.element_size() for x, spec in sizes)
 
 
-def formulas(
-    text: str, sizes: dict[str, int], model: ModuleType, config: Any, params: Any, specs: Any, length: int
-) -> dict[tuple[str, str], int]:
-    """Bytes that a step sends, by op and axes, after "What travels" in README.md of the recipes."""
-    mesh, words = vfn.tree.leaves(params)[0].mesh, text.split("+")
-    kept_whole = parallel(text.replace("+reshard", "").replace("fsdp", "dp").replace("hsdp", "dp"), None).specs(
-        params, model.NAMES, mesh
-    )
-    whole = specs.params if "zero" in text else kept_whole.params
-    used = [axis for axis, n in sizes.items() if n > 1]
-    data = [axis for axis in used if axis != "tp"]
-    found: dict[tuple[str, str], int] = {}
-
-    def add(op: str, axes: Any, size: int) -> None:
-        if axes and size:
-            found[op, ",".join(axes)] = found.get((op, ",".join(axes)), 0) + size
-
-    again = {id(x) for x in vfn.tree.leaves(params["blocks"])} if "remat" in words or "reshard" in words else ()
-    for x, mine, all_ in zip(*map(vfn.tree.leaves, (params, specs.state, whole)), strict=True):
-        parts = [axis for axis in used if axis in _axes(mine) and axis not in _axes(all_)]
-        summed = [axis for axis in data if axis not in _axes(all_)]
-        part = math.prod(vfn.shard_shape(tuple(x.shape), mesh, mine)) * x.element_size()
-        gathered = part * math.prod(sizes[axis] for axis in parts)
-        if parts:
-            add("all_gather", parts, gathered * (1 + (id(x) in again)))
-            add("reduce_scatter", parts, gathered)
-        add("all_reduce", [axis for axis in summed if axis not in parts], part)
-    add("all_reduce", data, 4)  # the loss
-    if not hasattr(config, "vocab"):
-        return found
-    batch = math.prod(sizes[axis] for axis in data if axis != "cp")  # each rank has one sequence
-    ranks, layers, width = sizes.get("cp", 1), config.layers, config.dim * 4
-    rows = math.prod(sizes.values()) // batch * -(-length // ranks)
-    chosen = getattr(config, "chosen", 0)
-    if sizes.get("tp", 1) > 1:
-        add("all_reduce", ["tp"], 4 * layers * rows * width + layers * rows * chosen * 4)
-    heads = rows * width // sizes.get("tp", 1)
-    keys = heads * getattr(config, "groups", config.heads) // config.heads
-    if "cp" in words:
-        add("permute", ["cp"], (6 * ranks - 4) * layers * keys)
-    if "cp-gather" in words:
-        add("all_gather", ["cp"], 2 * layers * ranks * keys)
-        add("reduce_scatter", ["cp"], 2 * layers * ranks * keys)
-    if "cp-ulysses" in words:
-        add("all_to_all", ["cp"], 8 * layers * heads)
-    if hasattr(config, "experts"):
-        add("all_reduce", data, 8 * layers * config.experts * (1 + ("remat" in words)))
-        places = math.ceil(config.capacity * chosen * length / config.experts)
-        if sizes.get("ep", 1) > 1:
-            add("all_to_all", ["ep"], 4 * layers * rows // length * config.experts * places * width)
-    return found
-
-
-def _axes(spec: Any) -> set[str]:
-    return {axis for row in spec for axis in ((row,) if isinstance(row, str) else row or ())}
-
-
 def sent(comms: Any, sizes: dict[str, int]) -> dict[tuple[str, str], int]:
     """The bytes of a plan's collectives, by op and axes; without axes of size 1."""
     found: dict[tuple[str, str], int] = {}
@@ -254,32 +198,21 @@ def swept(ranks: tuple[int, ...], kinds: dict[str, dict[str, Any]], only: str = 
                 held = block_bytes(params, mesh, specs.params) + 2 * block_bytes(params, mesh, specs.state)
                 arguments = sum(x.to_local().nbytes for x in vfn.tree.leaves((params, state)) if x.ndim)
                 assert held == arguments <= peak, (kind, name, text, n, held, arguments, peak)
-                if _has_formula(kind, name, text):
-                    compared = (sent(comms, sizes), formulas(text, sizes, model, config, params, specs, length))
-                    # what heads that tp does not divide send over it has no formula
-                    found, wanted = ({k: v for k, v in x.items() if kind == "even" or k[1] != "tp"} for x in compared)
-                    assert found == wanted, (kind, name, text, n, found, wanted)
-                known = _has_formula(kind, name, text)
-                rows.append([kind, name, text, n, taken, held / 1e6, peak / 1e6, comms.bytes() / 1e6, known])
+                found = sent(comms, sizes)
+                wanted = formulas(text, sizes, model, config, params, specs, length)
+                assert found == wanted, (kind, name, text, n, found, wanted)
+                figures = taken, held / 1e6, peak / 1e6, comms.bytes() / 1e6
+                rows.append([kind, name, text, n, *(float(f"{x:.4g}") for x in figures)])
     return rows
 
 
-DATA = ("dp", "zero1", "zero2", "fsdp", "fsdp+remat", "fsdp+reshard", "hsdp", "fsdp+tp", "fsdp+tp+vp")
-CONTEXT = ("fsdp+cp", "fsdp+cp-ulysses+tp", "dp+cp-gather")
-
-
-def _has_formula(kind: str, name: str, text: str) -> bool:
-    """Where more is known than that it runs: not of what a few biases and tables are not gathered or summed with."""
-    if text in DATA:  # what is needed again is not all of a block, but for Llama's and Mixtral's
-        return not ("remat" in text and name == "gpt") and not ("reshard" in text and name in ("gpt", "dit", "resnet"))
-    return kind == "even" and (name, text) in {*(("llama", each) for each in CONTEXT), ("mixtral", "fsdp+ep")}
-
-
-PLANS = ("sizes", "model", "layout", "ranks", "s", "MB held on a rank", "MB at most", "MB sent", "by formulas")
+PLANS = ("sizes", "model", "layout", "ranks", "s", "MB held on a rank", "MB at most", "MB sent")
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["sweep"]:
-        print(table(PLANS, swept(RANKS, {"even": EVEN, "odd": ODD})))
+        rows = swept(RANKS, {"even": EVEN, "odd": ODD})
+        print(table(PLANS, rows))
+        keep("any_size_sweep", PLANS, rows)
     elif sys.argv[1:]:
         print(json.dumps(one(sys.argv[1])))
     else:

@@ -57,15 +57,20 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(text, line)) + " |" for line in lines)
 
 
+def keep(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], **more: Any) -> None:
+    """Keep a table as `results/NAME.json`."""
+    RESULTS.mkdir(exist_ok=True)
+    setting = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
+    record = {"setting": setting, "columns": list(columns), "rows": [list(row) for row in rows], **more}
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
 def publish(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], say: bool = True, **more: Any) -> None:
     """Print the table, keep it as `results/NAME.json`, and put it between the markers NAME of README.md."""
     shown = table(columns, rows)
     if say:
         print(f"{name}\n{shown}\n")
-    RESULTS.mkdir(exist_ok=True)
-    setting = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
-    record = {"setting": setting, "columns": list(columns), "rows": [list(row) for row in rows], **more}
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    keep(name, columns, rows, **more)
     before, begin, rest = README.read_text().partition(f"<!-- {name} -->\n")
     _, end, after = rest.partition(f"<!-- end of {name} -->\n")
     if not (begin and end):

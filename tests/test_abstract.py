@@ -24,6 +24,11 @@ SWEPT = [
     ("even", "mixtral", "fsdp+ep", 8),  # dp has one rank
     ("even", "llama", "fsdp+cp-ulysses+tp", 8),
     ("odd", "llama", "fsdp+tp", 8),  # heads that tp does not divide
+    ("odd", "mixtral", "fsdp+cp-ulysses+tp", 8),  # and heads of keys alone
+    ("even", "mixtral", "fsdp+cp", 64),  # experts that see all of a sequence
+    ("odd", "gpt", "zero1+tp+sp+vp", 64),
+    ("even", "gpt", "fsdp+reshard", 8),
+    ("odd", "dit", "dp+cp-gather", 8),
 ]
 S, f32, i64 = vfn.ShapeDtype, torch.float32, torch.int64
 MESHES = {
