@@ -26,7 +26,7 @@ from .teams import Row, SharedGroup, Team, exchanged, team_of
 
 SMALL = 2**17  # bytes, up to which a value that is summed goes to every process
 
-Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Op = Callable[..., torch.Tensor]
 Parts = dict[trees.Run, torch.Tensor]  # of one group, what this process has added up
 
 
@@ -145,10 +145,17 @@ class _Sums:
 
     def __init__(self, team: Team, me: int, block: Mapping[int, torch.Tensor], op: Op) -> None:
         self.team, self.me, self.op = team, me, op
+        self.own: dict[int, torch.Tensor] = {}  # what may be written over: it was made here, or has arrived
         self.parts: list[Parts] = []
         for group in team.shared:
             known = {(group.member[i], group.member[i] + 1): block[group.ranks[i]] for i in group.of[me]}
-            self.parts.append({run: trees.total(run, known, op) for run in group.runs[me]})
+            self.parts.append({run: trees.total(run, known, self._sum) for run in group.runs[me]})
+
+    def _sum(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        into = self.own.get(id(a), self.own.get(id(b)))
+        out = self.op(a, b) if into is None else self.op(a, b, out=into)
+        self.own[id(out)] = out
+        return out
 
     def of_all(self) -> dict[int, torch.Tensor]:
         """The whole sum, for each rank played here."""
@@ -198,12 +205,14 @@ class _Sums:
         like = {
             q: [y for (g, _), row in zip(pairs, one) if q in g.of for _ in g.runs[q] for y in row] for q in team.others
         }
-        came = {q: iter(row) for q, row in exchanged(team, me, sent, like).items()}
+        arrived = exchanged(team, me, sent, like)
+        self.own.update((id(x), x) for row in arrived.values() for x in row if _has_storage_alone(x))
+        came = {q: iter(row) for q, row in arrived.items()}
         sums = []
         for (group, parts), row in zip(pairs, one, strict=True):
             known = {run: cut(x, group, me) for run, x in parts.items()}
             for q in team.others:
                 if q in group.of:
                     known.update((run, [next(came[q]) for _ in row]) for run in group.runs[q])
-            sums.append(trees.total((0, len(group.ranks)), known, lambda a, b: list(map(self.op, a, b))))
+            sums.append(trees.total((0, len(group.ranks)), known, lambda a, b: list(map(self._sum, a, b))))
         return sums

@@ -121,7 +121,9 @@ def exchanged(team: Team, me: int, sent: Mapping[int, Row], like: Mapping[int, R
             begun.append(_message(dist.isend, packed, group, team.processes.index(q)))
     for work in dist.batch_isend_irecv(begun) if begun else ():
         work.wait()
-    return {q: _parts(arrived[q], like[q]) if q in arrived else list(like[q]) for q in team.others}
+    return {
+        q: _parts(arrived[q], like[q]) if q in arrived else list(map(torch.empty_like, like[q])) for q in team.others
+    }
 
 
 def _message(what: Callable[..., Any], x: torch.Tensor, group: Any, to: int) -> dist.P2POp:
