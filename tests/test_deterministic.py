@@ -91,6 +91,7 @@ def _collectives(sizes, shape, dtype):
     for over in (axes for k in range(1, len(names) + 1) for axes in itertools.permutations(names, k)):
         n = math.prod(dict(zip(names, sizes))[name] for name in over)
         run(f"psum {over}", lambda v, over=over: vfn.psum(v, over))
+        run(f"psum of a view {over}", lambda v, over=over: vfn.psum(v.t() if v.ndim == 2 else v, over))
         run(f"pmax {over}", lambda v, over=over: vfn.pmax(v, over))
         run(f"all_gather {over}", lambda v, over=over: vfn.all_gather(v, over).sin().sum(0))
         if shape and shape[0] % n == 0:

@@ -22,7 +22,7 @@ from .blocks import Blocks
 from .communicator import Communicator, Kind, rank_axes
 from .divergence import RankCall
 from .ranks import talks_to_nobody
-from .teams import Row, SharedGroup, Team, exchanged, team_of
+from .teams import Row, SharedGroup, Team, exchanged, receive, team_of
 
 SMALL = 2**17  # bytes, up to which a value that is summed goes to every process
 
@@ -161,7 +161,7 @@ class _Sums:
         """The whole sum, for each rank played here."""
         values = [next(iter(parts.values())) for parts in self.parts]
         most = max(x.numel() * x.element_size() for x in values)
-        if len(self.team.processes) < 3 or not self.team.uniform or most <= SMALL:
+        if not self.team.uniform or most <= SMALL * (8 if len(self.team.processes) == 2 else 1):
             sums = [row[0] for row in self._added_up(lambda x, group, q: [x])]
         else:
             sums = [x.view(value.shape) for x, value in zip(self._in_shares(), values, strict=True)]
@@ -190,9 +190,12 @@ class _Sums:
             return x.reshape(-1)[x.numel() * i // n : x.numel() * (i + 1) // n]
 
         mine = [row[0] for row in self._added_up(lambda x, group, q: [share(x, q)])]
-        like = {q: [share(next(iter(parts.values())), q) for parts in self.parts] for q in team.others}
-        came = exchanged(team, self.me, dict.fromkeys(team.others, mine), like) | {self.me: mine}
-        return [torch.cat(shares) for shares in zip(*(came[q] for q in team.processes), strict=True)]
+        sums = [x.new_empty(x.numel()) for parts in self.parts for x in list(parts.values())[:1]]
+        for x, one in zip(sums, mine, strict=True):
+            share(x, self.me).copy_(one)
+        into = {q: [share(x, q) for x in sums] for q in team.others}
+        receive(team, self.me, dict.fromkeys(team.others, mine), into)
+        return sums
 
     def _added_up(self, cut: Callable[[torch.Tensor, SharedGroup, int], Row]) -> list[Row]:
         """For each group the sums of what ``cut(value, group, process)`` gives this process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -106,28 +106,30 @@ Row = list[torch.Tensor]
 
 def exchanged(team: Team, me: int, sent: Mapping[int, Row], like: Mapping[int, Row]) -> dict[int, Row]:
     """What each of the others has sent to this process, which lies as `like`, for what this one has sent to them."""
+    packed, arrived = dict[int, Row](), dict[int, Row]()
+    for q in team.others:
+        flat = [x.reshape(-1) for x in sent[q]]
+        packed[q] = [torch.cat(flat)] if len(flat) > 1 else flat
+        size = sum(x.numel() for x in like[q])
+        arrived[q] = [torch.empty(size, dtype=like[q][0].dtype, device=like[q][0].device)] if like[q] else []
+    receive(team, me, packed, arrived)
+    return {q: _parts(arrived[q][0], like[q]) if like[q] else [] for q in team.others}
+
+
+def receive(team: Team, me: int, sent: Mapping[int, Row], into: Mapping[int, Row]) -> None:
+    """Send flat tensors to the others, and write what they send, each by itself, into such tensors."""
     if not team.others:
-        return {}
+        return
     group = _process_group(team.teams, me, dist.group.WORLD)
-    arrived, begun = dict[int, torch.Tensor](), []
-    for q in team.others:
-        if size := sum(x.numel() for x in like[q]):
-            arrived[q] = torch.empty(size, dtype=like[q][0].dtype, device=like[q][0].device)
-            begun.append(_message(dist.irecv, arrived[q], group, team.processes.index(q)))
-    for q in team.others:
-        if any(x.numel() for x in sent[q]):
-            flat = [x.reshape(-1) for x in sent[q]]
-            packed = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
-            begun.append(_message(dist.isend, packed, group, team.processes.index(q)))
+    begun = [
+        dist.P2POp(what, x.contiguous().view(torch.uint8), group=group, group_peer=team.processes.index(q))
+        for what, rows in ((dist.irecv, into), (dist.isend, sent))
+        for q in team.others
+        for x in rows[q]
+        if x.numel()
+    ]
     for work in dist.batch_isend_irecv(begun) if begun else ():
         work.wait()
-    return {
-        q: _parts(arrived[q], like[q]) if q in arrived else list(map(torch.empty_like, like[q])) for q in team.others
-    }
-
-
-def _message(what: Callable[..., Any], x: torch.Tensor, group: Any, to: int) -> dist.P2POp:
-    return dist.P2POp(what, x.view(torch.uint8), group=group, group_peer=to)
 
 
 def _parts(flat: torch.Tensor, like: Row) -> Row:
