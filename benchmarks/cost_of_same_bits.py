@@ -32,10 +32,12 @@ def main() -> None:
     for count in PROCESSES:
         with vfn.deterministic(count):
             rows += vfn.launch(sums, count, device="cpu")[0]
-    publish("same_bits_sums", ["processes", "value", "gloo, ms", "the tree, ms", "ratio", "bytes of a ring's"], rows)
+    publish(
+        "cost_of_same_bits_sums", ["processes", "value", "gloo, ms", "the tree, ms", "ratio", "bytes of a ring's"], rows
+    )
     rows = [["2 ranks", "2 processes", *row] for row in vfn.launch(steps_of_ranks, 2, device="cpu")[0]]
     rows += [[f"{RANKS} ranks", "1 process", *row] for row in steps_alone()]
-    publish("same_bits_steps", ["a mesh of", "on", "step", "usual, ms", "deterministic, ms", "ratio"], rows)
+    publish("cost_of_same_bits_steps", ["a mesh of", "on", "step", "usual, ms", "deterministic, ms", "ratio"], rows)
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------
