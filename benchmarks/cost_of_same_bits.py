@@ -99,7 +99,8 @@ def made(spec: P, count: int, jit: bool) -> Callable[[], Any]:
     state = opt.init(params)
 
     def step(params: Any, state: Any) -> Any:
-        grads = vfn.grad(lambda params: llama.loss(params, batch, CONFIG))(params)
+        loss: Any = lambda params: llama.loss(params, batch, CONFIG)
+        grads = vfn.grad(loss)(params)
         updates, state = opt.update(grads, state, params)
         return vfn.optim.apply_updates(params, updates), state
 
