@@ -10,6 +10,7 @@ from .passes.cse import common
 from .passes.cse_collectives import once
 from .passes.dce import dead
 from .passes.donate import donate
+from .passes.equal_parts import equal_parts
 from .passes.foreach import foreach
 from .passes.functionalize_writes import writes
 from .passes.kept_calls import kept
@@ -26,6 +27,7 @@ from .passes.slice_draws import draws
 from .passes.views import views
 
 OF_ONE_RANK: tuple[Pass, ...] = (  # which look at no other rank's blocks
+    equal_parts,
     dead,
     once,
     writes,

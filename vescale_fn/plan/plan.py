@@ -25,6 +25,7 @@ from .ir.ranks_as_one import ROW, RanksAsOne, folded
 from .ir.shared_bodies import inlined
 from .lowered import Lowered
 from .passes.budget import Budget
+from .passes.equal_parts import equal_parts
 from .passes.kept_calls import kept
 from .pipeline import OF_ONE_RANK
 from .tracing import leaves as leaves_
@@ -91,8 +92,8 @@ class Plan:
         graph, rest = self._of_one_rank(passes)
         whole = self._how.arena or self._how.name != "torch" or any(isinstance(one, Budget) for one in passes)
         for i, improve in enumerate(rest):
-            if improve is kept and whole:  # which look into every call
-                improve = inlined
+            if whole:  # which look into every call
+                improve = _without_calls(improve)
             graph = improve(graph, rest[i + 1 :]) if isinstance(improve, Budget) else everywhere(improve, graph)
             seen(graph)
         graph.__dict__.pop("_given_up", None)
@@ -106,7 +107,7 @@ class Plan:
             ranks = self._ranks(bool(first))
             graph = copied(ranks.graph)
             for improve in first:
-                graph = everywhere(inlined if improve is kept else improve, graph)
+                graph = everywhere(_without_calls(improve), graph)
             return ranks.written_out(graph if kept in first else inlined(graph)), passes[len(first) :]
         except RanksDiffer:
             return copied(self.recorded.of_all_ranks), passes
@@ -210,6 +211,11 @@ class Plan:
         node = self.code.node_of(error)
         if node is not None and node.meta.get("line"):
             error.add_note(f"in a replay of what was recorded at {source_lines.quoted(node.meta['line'])}")
+
+
+def _without_calls(improve: Pass) -> Pass:
+    """The pass, or what stands in its place where no calls of parts are to stay."""
+    return inlined if improve is kept else copied if improve is equal_parts else improve
 
 
 def _taking(leaf: Any) -> Callable[[Any], list[Any]] | None:

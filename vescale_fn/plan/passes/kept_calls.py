@@ -16,7 +16,7 @@ from torch import fx
 
 from ..._core.distributed.collectives import Collective
 from ..ir.collective_nodes import is_light, is_listed, only_moves
-from ..ir.graph import calls, changed, collectives, copied, given_up, has_effect, is_aten, value
+from ..ir.graph import calls, changed, collectives, copied, given_up, has_effect, is_aten, nbytes, value
 from ..ir.nested import ends, extracted, nested, reached
 from ..ir.ranks_as_one import ROW
 from ..ir.shared_bodies import Shared, inlined, placed
@@ -132,17 +132,25 @@ def _early(body: fx.Graph) -> list[fx.Node]:
 
 
 def _late(body: fx.Graph, hot: frozenset[fx.Node], before: set[fx.Node]) -> list[fx.Node]:
-    """The collectives of which a body only gives the result, and what comes after them."""
+    """The calls of which a body only gives the result and which are better after it, and what comes after them."""
     found: set[fx.Node] = set()
     for x in reversed(list(calls(body))):
         free = x not in hot and x not in before and x.users and all(y.op == "output" or y in found for y in x.users)
-        if free and (isinstance(x.target, Collective) or is_light(x) or (len(x.all_input_nodes) == 1 and _is_pure(x))):
+        if free and (_starts(x) or is_light(x) or (len(x.all_input_nodes) == 1 and _is_pure(x))):
             found.add(x)
     after: set[fx.Node] = set()
     for x in calls(body):
-        if x in found and (isinstance(x.target, Collective) or not after.isdisjoint(x.all_input_nodes)):
+        if x in found and (_starts(x) or not after.isdisjoint(x.all_input_nodes)):
             after.add(x)
     return [x for x in calls(body) if x in after]
+
+
+def _starts(x: fx.Node) -> bool:
+    """Whether something is to stand after a call: a collective; what makes more than it is given, such as the gradient of a
+    weight, which is best made when it is needed."""
+    if isinstance(x.target, Collective):
+        return True
+    return _is_pure(x) and nbytes(value(x)) > sum(nbytes(value(y)) for y in x.all_input_nodes)
 
 
 def _inputs(nodes: list[fx.Node]) -> list[fx.Node]:
