@@ -178,7 +178,7 @@ def _meet(found: Sequence[OfRanks], stages: Sequence[tuple[Stage, list[Any]]], m
     of_rank = {rank: i for i, made in enumerate(found) for rank in made.every.together}
     asked: set[Any] = set()
     for row, target in zip(zip(*(one.rows for one, _ in stages)), stages[0][1], strict=True):
-        sizes = tuple(one.size for one in row)
+        sizes = tuple(size for one in row for _, size in one.groups)  # each plays one rank, in one group
         if len(set(map(repr, sizes))) > 1 and (target.axes, repr(sizes)) not in asked:
             asked.add((target.axes, repr(sizes)))
             for members in groups(mesh, target.axes):
