@@ -304,9 +304,51 @@ def test_under_vmap_and_jvp_on_a_mesh() -> None:
         same_as_eager(mapped, (vfn.shard(XS[:4], mesh, P(None, "i")),))
 
 
-def test_a_gradient_of_a_gradient_runs_as_written() -> None:
-    slope = lambda p, x: vfn.grad(lambda x: vfn.cond(p > 0, torch.sin, lambda x: x**3, x).sum())(x)
-    f = lambda p, x: vfn.grad(lambda x: (slope(p, x) ** 2).sum())(x)
+def squares(f):
+    return lambda x: sum((g**2).sum() for g in f(x))
+
+
+def in_a_scan(x, choice):
+    return vfn.scan(lambda c, _: (choice(c), c.sum()), x, None, length=3)[0]
+
+
+FURTHER = {
+    "grad of grad": lambda f: vfn.grad(squares(vfn.grad(f))),
+    "third order": lambda f: vfn.grad(squares(vfn.grad(squares(vfn.grad(f))))),
+    "jvp of grad": lambda f: lambda x: vfn.jvp(vfn.grad(f), (x,), (x.cos(),))[1],
+    "vmap of grad": lambda f: lambda x: vfn.vmap(vfn.grad(f))(torch.stack([x, 2 * x])),
+    "grad of vmap": lambda f: vfn.grad(lambda x: vfn.vmap(vfn.grad(f))(torch.stack([x, 2 * x])).sum()),
+    "torch.func.grad": torch.func.grad,
+}
+
+
+@pytest.mark.parametrize("around", [lambda x, choice: choice(x), in_a_scan])
+@pytest.mark.parametrize("name", FURTHER)
+def test_a_derivative_of_a_derivative_is_a_choice(name: str, around) -> None:
+    """Its branches run those of the choice anew, and differentiate them."""
+
+    def f(p, x):
+        true = lambda x: torch.tanh(x * W[0]) * x.sum()
+        return (around(x, lambda x: vfn.cond(p > 0, true, lambda x: x.sin() ** 3 + x[0], x)) ** 2).sum()
+
+    g = lambda p, x: FURTHER[name](lambda x: f(p, x))(x)
+    same_as_eager(g, (YES, XS[:2]), (NO, XS[:2]), tolerance=1e-10)
+    if name == "grad of grad":
+        with vfn.simulate(3):
+            x = vfn.shard(XS[:2], vfn.make_mesh((3,), ("i",)), P(None, "i"))
+            jitted = same_as_eager(g, (YES, x), (NO, x), tolerance=1e-10)
+            assert_close(vfn.unshard(jitted(YES, x)), g(YES, XS[:2]), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: torch.func.grad(squares(torch.func.grad(f))),
+        lambda f: torch.func.grad(lambda x: vfn.jvp(f, (x,), (x,))[1]),
+    ],
+)
+def test_several_gradients_of_torch_run_as_written(transform) -> None:
+    f = lambda p, x: transform(lambda x: (vfn.cond(p > 0, torch.sin, lambda x: x**3, x) ** 2).sum())(x)
     with pytest.warns(UserWarning, match="a value is read in Python"):
         assert_close(vfn.jit(f)(NO, XS), f(NO, XS))
 

@@ -23,6 +23,7 @@ from .leaves import Opened
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
 _NONE = object()
+_AGREED = "branches give one layout"
 
 
 @torch_internals.not_compiled
@@ -130,6 +131,8 @@ class Choice:
         names: the branches, as its user knows them.
     """
 
+    runs_anywhere = True  # not only while a transform is active
+
     def __init__(self, functions: Sequence[Any], operands: tuple[Any, ...], where: str, names: Sequence[str]) -> None:
         self.functions, self.operands, self.where, self.names = functions, operands, where, names
         self._device = leaves_.device_of(operands)
@@ -137,6 +140,14 @@ class Choice:
     def __call__(self, i: int) -> Opened:
         """What a branch gives."""
         return Opened(called(self.functions[i], self.operands, {}, self.where), self.where, "out", self._device)
+
+    def again(self, i: int, outs: Sequence[Opened]) -> list[torch.Tensor]:
+        """The leaves of what a branch gives once more, of the types on which `outs` have agreed."""
+        out = self(i)
+        for other in outs:
+            out.make_sums(other, _AGREED)
+            out.adapt(other, _AGREED)
+        return out.leaves
 
     def agree(
         self,
@@ -152,11 +163,10 @@ class Choice:
             facts: what must be the same of a leaf.
             within: a block in which the values of one branch can be computed with.
         """
-        why = "branches give one layout"
         for i, j in [*((0, j) for j in range(1, len(outs))), *((i, 0) for i in range(1, len(outs)))]:
             with within(i):
-                outs[i].make_sums(outs[j], why)
-                outs[i].adapt(outs[j], why)
+                outs[i].make_sums(outs[j], _AGREED)
+                outs[i].adapt(outs[j], _AGREED)
         for i, out in enumerate(outs[1:], 1):
             self._refuse_other(outs[0], out, (self.names[0], self.names[i]), facts)
 

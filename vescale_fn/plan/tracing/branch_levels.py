@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 
+from ..._core import torch_internals
 from ..._core.control_flow import leaves as leaves_
-from .loop_again import Leaves
-from .loop_levels import BelowTransform, IterationBelow, Unsettled
+from .branch_again import ChoiceAgain
+from .frame import Unrollable
+from .loop_again import Leaves, captured
+from .loop_levels import BelowTransform, IterationBelow, Unsettled, Watching
 
 
 class OutBelow:
@@ -23,6 +26,10 @@ class OutBelow:
 
     def __init__(self, above: Any) -> None:
         self.above, self.leaves, self.treedef = above, [], above.treedef
+        self.start, self.seen = (
+            0,
+            [],
+        )  # of a gradient: autograd's count of nodes before, and what it follows of what was used
 
 
 class ChoiceBelow:
@@ -36,6 +43,20 @@ class ChoiceBelow:
     def __init__(self, above: Any, layer: Any) -> None:
         self.above, self.layer = above, layer
         self.functions, self.operands, self.names = above.functions, above.operands, above.names
+
+    @property
+    def runs_anywhere(self) -> bool:
+        """Whether a branch can be run when the transform is over."""
+        return self.layer.lasts and self.above.runs_anywhere
+
+    def again(self, i: int, outs: Sequence[OutBelow]) -> Leaves:
+        """The leaves of what a branch gives once more."""
+        with self.layer.on():
+            leaves = self.above.again(i, [out.above for out in outs])
+        return self._below(leaves)
+
+    def _below(self, leaves: Leaves) -> Leaves:
+        return [part for x, form in zip(leaves, self.forms, strict=True) for part in self.layer.parts(x, form, 0)]
 
     def __call__(self, i: int) -> OutBelow:
         """What a branch gives."""
@@ -58,8 +79,7 @@ class ChoiceBelow:
         self.forms = [any(column) for column in zip(*rows, strict=True)]
         for i, out in enumerate(outs):
             with within(i):
-                pairs = zip(out.above.leaves, self.forms, strict=True)
-                out.leaves = [part for x, form in pairs for part in self.layer.parts(x, form, 0)]
+                out.leaves = self._below(out.above.leaves)
         for column in zip(*(out.leaves for out in outs), strict=True):
             if len({str(leaves_.facts(x)) for x in column}) > 1:
                 raise Unsettled
@@ -68,6 +88,49 @@ class ChoiceBelow:
         """What the call gives, above the transform, which is on."""
         parts = iter(found)
         return [self.layer.whole(parts, form, 0) for form in self.forms]
+
+
+class ChoiceBelowGradient(ChoiceBelow):
+    """What is chosen between, below a `grad` of `torch.func`: that sees one Function, whose derivative is a choice above it.
+
+    Attributes:
+        inputs: what the branches use that the transform follows.
+    """
+
+    def __init__(self, above: Any, layer: Any) -> None:
+        super().__init__(above, layer)
+        self.follows, self.inputs = torch.is_grad_enabled(), dict[int, torch.Tensor]()
+
+    def __call__(self, i: int) -> OutBelow:
+        with self.layer.on(), torch.set_grad_enabled(self.follows), Watching(self.layer) as seen:
+            start = torch_internals.autograd_count()
+            out = OutBelow(self.above(i))
+        out.start, out.seen = start, seen.found
+        return out
+
+    def agree(self, outs: Sequence[OutBelow], within: Callable[[int], AbstractContextManager[Any]]) -> None:
+        super().agree(outs, within)
+        for i, out in enumerate(outs if self.follows else ()):
+            with within(i), self.layer.on():
+                found = captured(out.above.leaves, out.start, out.seen, [])
+            if found is None:
+                raise Unsettled
+            self.inputs.update((id(x), x) for x in found)
+        self._again = ChoiceAgain(self.above, [out.above for out in outs], list(self.inputs.values()))
+        if self.inputs and not self._again.can_run:
+            raise Unsettled
+
+    def followed(self, found: Leaves, record: Callable[[Any], Leaves | None]) -> Leaves:
+        """What the call gives, above the transform, which is on and follows it; `record` records a choice there."""
+
+        def back(kept: Any, cotangents: Any) -> Any:
+            grads = record(self._again.derivative(cotangents)) if self.layer.is_on else None
+            if grads is None:
+                raise Unrollable
+            return grads
+
+        outs = self.results(found)
+        return list(self.layer.apply(outs, [], back, *self.inputs.values())) if self.inputs else outs
 
 
 class WhileBelow(BelowTransform):

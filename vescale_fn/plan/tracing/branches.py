@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ import torch
 from ..._core import torch_internals
 from ..._core.control_flow.cond import Choice
 from ..._core.local_types import tensor_types
+from .branch_again import ChoiceAgain
 from .branch_calls import Branch, BranchCall, derivative
-from .branch_levels import ChoiceBelow
+from .branch_levels import ChoiceBelow, ChoiceBelowGradient
 from .called import followed
-from .frame import Unrecordable
+from .frame import Unrecordable, Unrollable
 from .loop_levels import Unsettled
 
 
@@ -30,15 +32,22 @@ def _under_transforms(recorder: Any, read: list[torch.Tensor], choice: Any) -> t
     layer = torch_internals.innermost_layer()
     if layer is None:
         return _recorded(recorder, read, choice)
-    if layer is False or hasattr(layer, "followed"):
+    if layer is False:
         return None
-    below = ChoiceBelow(choice, layer)
+    below = (ChoiceBelowGradient if hasattr(layer, "followed") else ChoiceBelow)(choice, layer)
     with layer.off():
         try:
             found = _under_transforms(recorder, read, below)
         except Unsettled:
             return None
-    return None if found is None else (found[0], below.results(found[1]))
+    if found is None or not isinstance(below, ChoiceBelowGradient):
+        return None if found is None else (found[0], below.results(found[1]))
+
+    def above(further: Any) -> list[torch.Tensor] | None:
+        recorded = _under_transforms(recorder, read, further)
+        return None if recorded is None else recorded[1]
+
+    return found[0], below.followed(found[1], above)
 
 
 def _recorded(recorder: Any, read: list[torch.Tensor], choice: Any) -> tuple[Any, list[torch.Tensor]] | None:
@@ -53,8 +62,19 @@ def _recorded(recorder: Any, read: list[torch.Tensor], choice: Any) -> tuple[Any
         if inputs is None:
             return None
         call.inputs = inputs
-    outs = followed(call, derivative) if call.inputs else call.forward()
+        call.again = ChoiceAgain(choice, [branch.out for branch in branches], inputs)
+    outs = followed(call, derivative, _differentiable) if call.inputs else call.forward()
     with torch_internals.no_torch_function():
         for out, like in zip(outs, branches[0].out.leaves, strict=True):
             tensor_types.kept(out, like)
     return branches[0].out.treedef, outs
+
+
+def _differentiable(call: BranchCall, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Record the derivative of a choice as a choice, and give the cotangents of its inputs, which autograd follows."""
+    if call.again is None or not call.again.can_run:
+        raise Unrollable
+    found = _recorded(call.recorder, call.index, call.again.derivative(cotangents))
+    if found is None:
+        raise Unrollable
+    return found[1]

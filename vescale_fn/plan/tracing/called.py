@@ -10,25 +10,28 @@ import torch
 from ..._core import torch_internals
 from .frame import Unrollable
 
+Back = Callable[[Any, Sequence[Any]], list[Any]]
 
-def followed(call: Any, derivative: Callable[[Any, Sequence[Any]], list[Any]]) -> list[torch.Tensor]:
+
+def followed(call: Any, derivative: Back, again: Back | None = None) -> list[torch.Tensor]:
     """Record a call, and give its results, which autograd follows from its inputs.
 
     Args:
         call: has `inputs`, and `forward`, which records it and notes its `mark`.
         derivative: gives the cotangents of a call's inputs for those of its results.
+        again: the same, in a way that autograd follows; None where there is none.
     """
-    return list(torch_internals.apply(_Called, call, derivative, *call.inputs))
+    return list(torch_internals.apply(_Called, call, derivative, again, *call.inputs))
 
 
 class _Called(torch.autograd.Function):
     @staticmethod
-    def forward(call: Any, derivative: Any, *inputs: torch.Tensor) -> Any:
+    def forward(call: Any, derivative: Any, again: Any, *inputs: torch.Tensor) -> Any:
         return tuple(call.forward())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.recorder, ctx.derivative = inputs[0].recorder, inputs[1]
+        ctx.call, ctx.derivative, ctx.again, *_ = inputs
         ctx.save_for_backward(inputs[0].mark)  # under `remat` that is the mark of the call that is recorded again
         ctx.count = len(inputs)
         ctx.set_materialize_grads(False)
@@ -37,8 +40,13 @@ class _Called(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         if all(ct is None for ct in cotangents):  # also where a loop that uses its results ends a backward pass
             return (None,) * ctx.count
-        if torch.is_grad_enabled() or torch_internals.transforming():
-            raise Unrollable  # the gradient of a gradient
+        further = torch.is_grad_enabled()  # for the gradient of a gradient
+        if torch_internals.transforming() or (further and ctx.again is None):
+            raise Unrollable
+        call = ctx.call.recorder.loops[torch_internals.memory_number(*ctx.saved_tensors)]
+        if further:
+            if call is not ctx.call:
+                raise Unrollable
+            return None, None, None, *ctx.again(call, cotangents)
         with torch_internals.no_torch_function():
-            call = ctx.recorder.loops[torch_internals.memory_number(*ctx.saved_tensors)]
-            return None, None, *ctx.derivative(call, cotangents)
+            return None, None, None, *ctx.derivative(call, cotangents)

@@ -129,7 +129,7 @@ class BelowGradient(BelowTransform):
         super().__init__(above, xs, layer)
 
     def step(self, carry: Leaves, x: Leaves) -> tuple[IterationBelow, IterationBelow]:
-        with self.layer.on(), torch.set_grad_enabled(self.follows), _Watching(self.layer) as seen:
+        with self.layer.on(), torch.set_grad_enabled(self.follows), Watching(self.layer) as seen:
             start = torch_internals.autograd_count()
             self.given = self._above(carry, self.forms, 0)
             self.cut = self._above(x, self.x_forms, 0)
@@ -188,7 +188,7 @@ class BelowGradient(BelowTransform):
         return captured(self.results, start, seen, [*self.given, *self.cut])
 
 
-class _Watching(torch.overrides.TorchFunctionMode):
+class Watching(torch.overrides.TorchFunctionMode):
     """Notes what a transform follows of what torch's functions are given."""
 
     def __init__(self, layer: Any) -> None:
