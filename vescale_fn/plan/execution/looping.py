@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.loop import EACH, LAST, STACKED, Loop, Sharing, loop_of
+from ..ir.loop import EACH, LAST, STACKED, Sharing, is_used_up, loop_of
 from ..ir.rotated_loop import Rotated
 
 Body = Callable[[list[Any]], Sequence[Any]]
@@ -27,7 +26,7 @@ class Looping:
     def __init__(self, node: fx.Node, body: Body) -> None:
         loop = loop_of(node)
         self.loop, self.body, self.shared = loop, body, Sharing(loop)
-        self.consumed = list(map(_is_used_up, node.args[loop.carry :]))
+        self.consumed = list(map(is_used_up, node.args[loop.carry :]))
         self.order = range(loop.length - 1, -1, -1) if loop.reverse else range(loop.length)
         self.cut = [i for i, kind in enumerate(loop.slices) if kind == STACKED]
         self.places = [self.numbered(kind) for kind in loop.keeps]
@@ -192,8 +191,3 @@ def own_row(block: torch.Tensor, turn: torch.Tensor, held: tuple[int, ...]) -> t
     if held[place : place + 1] == (i,):
         return block[place].contiguous()
     return block.new_empty(()).expand(block.shape[1:])
-
-
-def _is_used_up(x: Any) -> bool:
-    """Whether a call is the only one that needs what a loop has kept, which is let go when it was used."""
-    return x.target is operator.getitem and isinstance(x.args[0].target, Loop) and len(x.users) == 1

@@ -6,6 +6,7 @@ with one entry of what it goes over. The body gives the new carry and then what 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,6 +93,18 @@ def loop_of(node: fx.Node) -> Loop:
     """The loop that a node is."""
     assert isinstance(node.target, Loop)
     return node.target
+
+
+def is_used_up(x: Any) -> bool:
+    """Whether a call is the only one that needs what a loop has kept, which is let go when it was used."""
+    return x.target is operator.getitem and isinstance(x.args[0].target, Loop) and len(x.users) == 1
+
+
+def eaten(node: fx.Node) -> list[int]:
+    """The places of the arguments of a loop that are lists of which each iteration lets its own entry go."""
+    loop = loop_of(node)
+    kinds = enumerate(loop.slices, loop.carry)
+    return [i for i, kind in kinds if kind == EACH and is_used_up(node.args[i])]
 
 
 class Sharing:

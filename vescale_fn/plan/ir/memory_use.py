@@ -17,6 +17,7 @@ from ..._core.base.source_lines import quoted, readable
 from . import graph as plan
 from . import memory_aliases
 from .branches import Branches
+from .loop import EACH, Loop, eaten, loop_of
 from .mapped import Mapped
 from .nested import bodies_of
 from .rotated_loop import OWN
@@ -116,15 +117,16 @@ def memory(graph: fx.Graph, mortal: frozenset[fx.Node] = frozenset()) -> MemoryU
                 begins[piece] = len(timeline)
                 live += sizes[piece]
         if node.op == "call_function":
+            results = sum(sizes[piece] for piece in lie[node])
             uses = [_within(within, body, _dying(node, ends, lie)) for body in bodies_of(node)]
             inside = max(uses, key=_made, default=None)
             # of what the body gives, that of one iteration is counted twice
             more = node.target.needs([*map(_made, uses)]) if uses else _scratch(node)  # type: ignore[union-attr]
             now = live + (int(more * node.target.at_once(node)) if isinstance(node.target, Mapped) else more)
+            if type(node.target) is Loop:
+                now = _of_loop(node, live, results, within)
             if isinstance(node.target, (Branches, Shared, Mapped)):  # whose results are those of the body
-                now = max(
-                    live if isinstance(node.target, Branches) else 0, now - sum(sizes[piece] for piece in lie[node])
-                )
+                now = max(live if isinstance(node.target, Branches) else 0, now - results)
             if now > top:
                 top, at, deepest = now, len(timeline), inside
             timeline.append(Moment(call_text(node), node.meta.get("line", ""), now))
@@ -135,6 +137,24 @@ def memory(graph: fx.Graph, mortal: frozenset[fx.Node] = frozenset()) -> MemoryU
     arguments = sum(sizes[piece] for piece in begins if _is_given(piece.maker))
     held = {piece: sizes[piece] for piece, begin in begins.items() if begin <= at < stops.get(piece, at + 1)}
     return MemoryUse(timeline, arguments, _by_line(held, deepest))
+
+
+def _of_loop(node: fx.Node, live: int, results: int, within: dict[Any, MemoryUse]) -> int:
+    """The most bytes that are alive while a loop runs, of `live` with all that it is given and gives, its `results`.
+
+    The first iteration runs before there are results. Each later one has let the entries of lists go that those before it have
+    used, and adds its own to the lists that it gives; its carry is its own, and may end in the middle of the body.
+    """
+    loop = loop_of(node)
+    lists, carried = eaten(node), range(loop.carry)
+    first, later = (_made(_within(within, loop.body, (*places, *lists))) for places in ((), carried))
+    vals = plan.value(node)
+    given = sum(plan.nbytes(plan.value(node.args[i])) for i in lists) // loop.length  # type: ignore[arg-type]
+    kept = sum(plan.nbytes(vals[i]) for i, kind in enumerate(loop.keeps, loop.carry) if kind == EACH) // loop.length
+    found = [live - loop.length * given, live - results + first]
+    for i in {1, loop.length - 1} - {0} if loop.length > 1 else ():
+        found.append(live - i * given - (loop.length - i) * kept + later)
+    return max(found)
 
 
 def _dying(node: fx.Node, ends: dict[fx.Node, list[memory_aliases.Memory]], lie: Any) -> tuple[int, ...]:
