@@ -13,6 +13,7 @@ NAMES = (
     "replayed_step",
     "many_ranks",
     "loops",
+    "branches",
     "optimiser_step",
     "simulated_step",
     "simulated_first_call",
