@@ -1,4 +1,4 @@
-"""What a choice costs in a recorded step: `vfn.cond` beside the branch that runs, as straight code, and `jax.lax.cond` beside it.
+"""What a choice costs in a recorded step: `vfn.cond` beside the branch alone, as straight code, and beside `jax.lax.cond`.
 
 A step of SGD on two layers under `jit`, of which a value in the batch chooses the second one; the value is read, and the branch
 that it picks runs, forward and backward. `jax` is an extra (``pip install -e ".[oracle]"``); without it its columns say n/a.
@@ -23,7 +23,9 @@ except ImportError:
 WIDTHS, ROWS = (8, 64, 512), 64
 
 
-def stepped(grad: Callable[..., Any], tanh: Callable[[Any], Any], cond: Callable[..., Any] | None) -> Callable[..., Any]:
+def stepped(
+    grad: Callable[..., Any], tanh: Callable[[Any], Any], cond: Callable[..., Any] | None
+) -> Callable[..., Any]:
     """A step, with a choice of its second layer or with the first of the two."""
 
     def loss(p: Any, x: Any) -> Any:

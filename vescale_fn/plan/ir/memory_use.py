@@ -120,13 +120,7 @@ def memory(graph: fx.Graph, mortal: frozenset[fx.Node] = frozenset()) -> MemoryU
             results = sum(sizes[piece] for piece in lie[node])
             uses = [_within(within, body, _dying(node, ends, lie)) for body in bodies_of(node)]
             inside = max(uses, key=_made, default=None)
-            # of what the body gives, that of one iteration is counted twice
-            more = node.target.needs([*map(_made, uses)]) if uses else _scratch(node)  # type: ignore[union-attr]
-            now = live + (int(more * node.target.at_once(node)) if isinstance(node.target, Mapped) else more)
-            if type(node.target) is Loop:
-                now = _of_loop(node, live, results, within)
-            if isinstance(node.target, (Branches, Shared, Mapped)):  # whose results are those of the body
-                now = max(live if isinstance(node.target, Branches) else 0, now - results)
+            now = _at_once(node, live, results, uses, within)
             if now > top:
                 top, at, deepest = now, len(timeline), inside
             timeline.append(Moment(call_text(node), node.meta.get("line", ""), now))
@@ -137,6 +131,18 @@ def memory(graph: fx.Graph, mortal: frozenset[fx.Node] = frozenset()) -> MemoryU
     arguments = sum(sizes[piece] for piece in begins if _is_given(piece.maker))
     held = {piece: sizes[piece] for piece, begin in begins.items() if begin <= at < stops.get(piece, at + 1)}
     return MemoryUse(timeline, arguments, _by_line(held, deepest))
+
+
+def _at_once(node: fx.Node, live: int, results: int, uses: list[MemoryUse], within: dict[Any, MemoryUse]) -> int:
+    """The most bytes that are alive while a call runs whose bodies need `uses`; the rest as for `_of_loop`."""
+    target: Any = node.target
+    if type(target) is Loop:
+        return _of_loop(node, live, results, within)
+    more = target.needs([*map(_made, uses)]) if uses else _scratch(node)
+    now = live + (int(more * target.at_once(node)) if isinstance(target, Mapped) else more)
+    if isinstance(target, (Branches, Shared, Mapped)):  # whose results are those of the body
+        return max(live if isinstance(target, Branches) else 0, now - results)
+    return now
 
 
 def _of_loop(node: fx.Node, live: int, results: int, within: dict[Any, MemoryUse]) -> int:
