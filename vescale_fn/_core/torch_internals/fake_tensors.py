@@ -76,9 +76,19 @@ class _Mode(AsWritten, FakeTensorMode):
         self._attributes: dict[torch.device, tuple[torch.device, dict[str, Any]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        x = args[0] if args and not kwargs and _is_view(func) else None
-        if not isinstance(x, FakeTensor) or x.fake_mode is not self or x.layout is not torch.strided or x.is_complex():
+        if not self.views(func, args, kwargs):
             return super().__torch_dispatch__(func, types, args, kwargs)
+        return self.viewed(func, args)
+
+    def views(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an op gives views, as `viewed` makes them: of a tensor of this mode."""
+        x = args[0] if args and not kwargs and _is_view(func) else None
+        ours = isinstance(x, FakeTensor) and x.fake_mode is self
+        return ours and x.layout is torch.strided and not x.is_complex()  # type: ignore[union-attr]
+
+    def viewed(self, func: Any, args: Any) -> Any:
+        """What such an op gives, whether the mode is entered or not."""
+        x = args[0]
         with _fake_tensor.in_kernel_invocation_manager(self):
             out = func(*args)
         if isinstance(out, torch.Tensor):

@@ -37,7 +37,7 @@ from ..ir.rotated_loop import Rotated
 from ..ir.shared_bodies import Shared, apart
 from . import fast_sums
 from .branching import Branching, Repeating
-from .fast_calls import way
+from .fast_calls import of_each_row, way
 from .looping import Looping, RotatedLooping
 from .mapping import mapping
 from .stride_checks import as_recorded, uncertain
@@ -193,7 +193,7 @@ class _Writer:
         if host_copies.runs(node) is host_copies.offload:
             return HostMemory().offload
         if isinstance(node.target, Step):
-            return node.target.run
+            return of_each_row(node) or node.target.run
         return fast_sums.shortest(node, self.last, self.lie) or node.target
 
     def body(self, body: fx.Graph, shared: bool = False) -> Any:

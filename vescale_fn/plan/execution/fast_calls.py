@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from ..._core import torch_internals
-from ..ir.graph import is_aten, name_of, value
+from ..ir.graph import Step, is_aten, name_of, value
+from ..ir.row_by_row import through
 
 _INFIX = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "neg": operator.neg}
 _SIGN = {"add": "+", "sub": "-", "mul": "*", "div": "/", "neg": "-"}
@@ -42,6 +43,31 @@ def way(node: fx.Node) -> Way | None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), _stand_in)
         _found[key] = _shortest(node, args, kwargs)  # type: ignore[arg-type]
     return _found[key]
+
+
+def of_each_row(node: fx.Node) -> Callable[..., list[Any]] | None:
+    """What runs a call that goes `through` lists: a loop that calls its operator the short way; None for any other call."""
+    run: Any = node.target.run if isinstance(node.target, Step) else None
+    if getattr(run, "func", None) is not through:
+        return None
+    op, at, names, kwargs = (run.keywords[name] for name in ("op", "at", "names", "kwargs"))
+    graph, inputs = fx.Graph(), [f"x{i}" for i in range(len(node.args))]
+    row: list[Any] = list(node.args)
+    for i, x in enumerate(row):
+        if isinstance(x, fx.Node):
+            row[i] = graph.placeholder(inputs[i])
+            row[i].meta["val"] = value(x)[0] if i in at else value(x)
+    count = len(row) - len(names)
+    short = way(graph.call_function(op, tuple(row[:count]), dict(zip(names, row[count:])) | dict(kwargs)))
+    call = torch_internals.direct(op) if short is None else short.call
+    if short is not None and short.kind == "method":
+        call = getattr(torch.Tensor, short.name)
+    own = [f"y{i}" if i in at else x for i, x in enumerate(inputs)]
+    given = [*own[:count], *(f"{name}={x}" for name, x in zip(names, own[count:])), *(f"{k}={k}" for k, _ in kwargs)]
+    lists, rows = ([xs[i] for i in at] for xs in (inputs, own))
+    columns = f"zip({', '.join(lists)})" if len(at) > 1 else lists[0]
+    source = f"lambda {', '.join(inputs)}: [call({', '.join(given)}) for {', '.join(rows)} in {columns}]"
+    return eval(source, {"call": call, **dict(kwargs)})
 
 
 _found: dict[Any, Way | None] = {}  # as many as there are operators and kinds of arguments in plans

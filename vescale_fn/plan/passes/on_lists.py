@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
 from ..ir.graph import Step, output, value, viewed, written
 from ..ir.mapped import COLUMN, is_on_lists
+from ..ir.row_by_row import through
 from .donate import HAND_OVER
 from .list_calls import call_of, mark_own, narrowed
 
@@ -62,19 +61,6 @@ def _for_all(graph: fx.Graph, node: fx.Node, lists: set[fx.Node], values: dict[f
     call = graph.call_function(step, fx.map_arg(tuple(given), values.__getitem__))
     call.meta = {**node.meta, "val": [value(node)]}
     return call
-
-
-def through(*given: Any, op: Any, at: Sequence[int], names: Sequence[str], kwargs: Any) -> list[Any]:
-    """What an operator gives for each row of lists.
-
-    Args:
-        given: its arguments, those with `names` last.
-        at: the places of the lists among them.
-        kwargs: the rest, by pairs.
-    """
-    columns = [x if i in at else itertools.repeat(x) for i, x in enumerate(given)]
-    count = len(given) - len(names)
-    return [op(*row[:count], **dict(zip(names, row[count:])), **dict(kwargs)) for row in zip(*columns)]
 
 
 HAND_OVER_ALL = Step("handed_over", lambda xs: [x.data for x in xs], views=(0,))

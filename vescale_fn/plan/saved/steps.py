@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..execution import looping, stride_checks
-from ..ir import host_copies
+from ..ir import host_copies, row_by_row
 from ..ir.graph import Step
 from ..passes import buckets, donate, on_lists, overlap, slice_draws
 
@@ -17,7 +17,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "own_row": looping.own_row,
     "as_it_is": slice_draws.as_it_is,
     "wait": overlap.waited,
-    "through": on_lists.through,
+    "through": row_by_row.through,
 }
 _ALONE = {"handed_over": donate.HAND_OVER, "handed_over_all": on_lists.HAND_OVER_ALL}
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}

@@ -29,6 +29,8 @@ class Valueless:
     def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
         """What an op gives."""
         if not _is_new(op):
+            if self._mode.views(op, args, kwargs):
+                return self._mode.viewed(op, args)
             with self._mode:
                 return op(*args, **kwargs)
         # of an operator its identity, which is no other's as long as `_new` holds it: torch computes its hash in Python
