@@ -52,6 +52,7 @@ with contextlib.suppress(OSError):
     os.chdir(folder)
 from vescale_fn._core.distributed.agent import serve
 serve(pipe, meeting, address)
+os._exit(0)  # the rank is gone, and nothing else here needs an orderly end
 """.replace("KEEP_ALIVE", repr(KEEP_ALIVE))
 
 

@@ -7,12 +7,14 @@ import importlib
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from ..base.errors import MeshError
@@ -144,7 +146,8 @@ class Slurm(Engine):
             cluster = self.options.get("cluster")
             executor = self.library.AutoExecutor(self.folder, cluster=cluster)
             executor.update_parameters(name="vescale_fn", tasks_per_node=self.nprocs // nodes, **given)
-            self.job = executor.submit(exec, become)
+            with _deaf_to_interrupts() if self._local else contextlib.nullcontext():
+                self.job = executor.submit(exec, become)
         except Exception as error:
             raise Trouble(str(error)) from error
         self._asked = time.monotonic()
@@ -269,6 +272,18 @@ def needed(engine: str, package: str) -> Any:
     except ImportError as error:
         what = f'on="{engine}" needs {package}, which cannot be imported'
         raise MeshError(report("launch", what, [str(error)], f"pip install vescale_fn[{engine}]")) from None
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """What is started meanwhile ignores ^C, which a terminal sends to all: the ranks are told by their caller."""
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+    try:
+        yield
+    finally:
+        if main:
+            signal.signal(signal.SIGINT, before)
 
 
 def _last(text: str, lines: int = 5) -> tuple[str, ...]:
