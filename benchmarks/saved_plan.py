@@ -68,7 +68,7 @@ def main() -> None:
         path = Path(folder) / "step.plan"
         row(1, path)  # what the first plan of a process pays once
         rows = [row(layers, path) for layers in (2, 8, 32)]
-        every = [for_every_rank("Llama-7B", path)]
+        every = [for_every_rank(name, path) for name in ("Llama-7B", "Mixtral 8x7B")]
     columns = ["layers", "nodes", "records, s", "reads the file, s", "ratio", "file, MiB"]
     publish("saved_plan", columns, rows)
     columns = ["model", "ranks", "records, s", "saves for every rank, s", "reads on one, s", "plans", "file, MiB"]
