@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 GOLDENS = Path(__file__).parent / "goldens" / "loops.json"
-SEEDS = [seed for seed in range(18) if seed not in (5, 12, 17)]  # of which something is refused here, by name
+SEEDS = [seed for seed in range(18) if seed != 17]  # of which something is refused here, by name
 SIZE = 4
 
 
