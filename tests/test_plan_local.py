@@ -83,7 +83,7 @@ def test_names_and_numbers_that_print_themselves_as_something_else() -> None:
         def __repr__(self):
             return "1 / 0"
 
-    writer = codegen._Writer({})
+    writer = codegen.Writer({})
     assert eval(writer.text(Odd(3)), writer.globals) == 3
     first, second = writer.globally([], "\N{LATIN SMALL LIGATURE FI}"), writer.globally((), "fi")  # one name to Python
     assert eval(first, writer.globals) == []

@@ -53,4 +53,5 @@ OF_ONE_RANK: tuple[Pass, ...] = (  # which look at no other rank's blocks
     order,
     recompute,
 )
-PASSES = (*OF_ONE_RANK, donate, reuse, foreach)
+OF_RANKS: tuple[Pass, ...] = (donate, reuse, foreach)  # which look at what ranks hold alike
+PASSES = (*OF_ONE_RANK, *OF_RANKS)

@@ -17,17 +17,19 @@ from .._core.distributed.mesh import communicator_of, root
 from .execution import donation
 from .execution.backends import Backend
 from .execution.codegen import Code, generate
-from .ir.graph import DONATED, Pass, calls, copied, given_up, memories, output, written
+from .execution.rank_loops import RankLoops
+from .ir.graph import DONATED, Pass, calls, changed, copied, given_up, memories, output, written
 from .ir.mapped import unmapped
-from .ir.nested import everywhere
+from .ir.nested import everywhere, nested
 from .ir.per_rank import RanksDiffer
+from .ir.rank_runs import note_holders, runs
 from .ir.ranks_as_one import ROW, RanksAsOne, folded
 from .ir.shared_bodies import inlined
 from .lowered import Lowered
 from .passes.budget import Budget
 from .passes.equal_parts import equal_parts
 from .passes.kept_calls import kept
-from .pipeline import OF_ONE_RANK
+from .pipeline import OF_ONE_RANK, OF_RANKS
 from .tracing import leaves as leaves_
 from .tracing.guards import Captured
 from .tracing.rank_consensus import meshes
@@ -89,30 +91,43 @@ class Plan:
         """Make the plan of the recording by passes, in their order; each graph is shown to `seen`, that of the recording
         first."""
         seen(self.recorded.graph)
-        graph, rest = self._of_one_rank(passes)
+        self.__dict__.pop("graph", None)
+        self._ranks, graph, rest = self._of_one_rank(passes)
         whole = self._how.arena or self._how.name != "torch" or any(isinstance(one, Budget) for one in passes)
+        if self._ranks is not None and (whole or not all(map(OF_RANKS.__contains__, rest)) or any(nested(graph))):
+            self._ranks, graph = None, self._ranks.written_out(graph)
         for i, improve in enumerate(rest):
             if whole:  # which look into every call
                 improve = _without_calls(improve)
+            if self._ranks is not None:
+                note_holders(graph, self._ranks.places)
             graph = improve(graph, rest[i + 1 :]) if isinstance(improve, Budget) else everywhere(improve, graph)
             seen(graph)
         graph.__dict__.pop("_given_up", None)
-        self.graph = graph
+        self._improved = graph if self._ranks is None else note_holders(graph, self._ranks.places)
 
-    def _of_one_rank(self, passes: Sequence[Pass]) -> tuple[fx.Graph, Sequence[Pass]]:
+    def _of_one_rank(self, passes: Sequence[Pass]) -> tuple[RanksAsOne | None, fx.Graph, Sequence[Pass]]:
         """What the first passes have made of the recording, of one rank's part where simulated ranks do the same; and the other
         passes."""
         first = list(itertools.takewhile(OF_ONE_RANK.__contains__, passes))
         try:
-            ranks = self._ranks(bool(first))
+            ranks = self._as_one(bool(first))
             graph = copied(ranks.graph)
             for improve in first:
                 graph = everywhere(_without_calls(improve), graph)
-            return ranks.written_out(graph if kept in first else inlined(graph)), passes[len(first) :]
+            graph = graph if kept in first else inlined(graph)
+            if changed(graph):
+                raise RanksDiffer
+            return ranks, graph, passes[len(first) :]
         except RanksDiffer:
-            return copied(self.recorded.of_all_ranks), passes
+            return None, copied(self.recorded.of_all_ranks), passes
 
-    def _ranks(self, folds: bool) -> RanksAsOne:
+    @functools.cached_property
+    def graph(self) -> fx.Graph:
+        """What runs; of ranks that do the same, the calls of each."""
+        return self._improved if self._ranks is None else self._ranks.written_out(self._improved)
+
+    def _as_one(self, folds: bool) -> RanksAsOne:
         """What was recorded, of one rank; `folds`: also where it was recorded of each."""
         if self._in_part:  # processes must take the same passes, whatever their own ranks do alike
             raise RanksDiffer
@@ -125,12 +140,15 @@ class Plan:
     @functools.cached_property  # a plan that is only looked at needs none
     def code(self) -> Code:
         """What runs, as Python."""
+        if self._ranks is not None:
+            return generate(self._improved, writer=RankLoops(self._ranks))
         return generate(self.graph if self._abstract else self._how.placed(self.graph))
 
     @functools.cached_property
     def run(self) -> Callable[[list[Any]], Any]:
         """What runs it."""
-        return self.code.run if self._abstract else self._how.running(self.code.run, self.graph)
+        of_one = self._abstract or self._ranks is not None
+        return self.code.run if of_one else self._how.running(self.code.run, self.graph)
 
     def changed(self) -> str | None:
         """What the function closes over and has changed since; None where nothing has."""
@@ -172,10 +190,13 @@ class Plan:
         """Whether donated memory may hold something else already where a replay has failed."""
         failed, graph = self.code.node_of(error), self.code.graph
         lie = memories(graph)
-        for node in calls(graph):
-            if any(DONATED in root.meta for x in written(node) for root in lie[x]):
-                return True
-            if node is failed:
+        for run in [list(calls(graph))] if self._ranks is None else runs(graph):
+            for node in run:
+                if any(DONATED in root.meta for x in written(node) for root in lie[x]):
+                    return True
+                if node is failed and self._ranks is None:
+                    return False
+            if failed in run:  # what comes after it there another rank may have done
                 return False
         return False
 

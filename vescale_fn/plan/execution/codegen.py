@@ -77,15 +77,18 @@ class Code:
         return None
 
 
-def generate(graph: fx.Graph, name: str = "plan", done: dict[fx.Graph, Code] | None = None) -> Code:
+def generate(
+    graph: fx.Graph, name: str = "plan", done: dict[fx.Graph, Code] | None = None, writer: Writer | None = None
+) -> Code:
     """The Python function that computes what a graph says.
 
     Args:
         graph: as `graph` describes it; its nodes' ``val`` tells what the arguments are.
         name: of the function.
         done: the code of bodies that there is.
+        writer: writes its text.
     """
-    writer = _Writer({} if done is None else done)
+    writer = Writer({} if done is None else done) if writer is None else writer
     text, nodes = writer.write(graph, name)
     file = f"<{name} {next(_count)}>"
     code: CodeType = compile(text, file, "exec")
@@ -99,7 +102,7 @@ def generate(graph: fx.Graph, name: str = "plan", done: dict[fx.Graph, Code] | N
     return Code(functools.partial(torch_internals.called_on_plain_tensors, body), source, file, graph, nodes, bodies)
 
 
-class _Writer:
+class Writer:
     """Writes one function; collects its globals."""
 
     def __init__(self, done: dict[fx.Graph, Code]) -> None:
@@ -116,7 +119,7 @@ class _Writer:
         for node in graph.nodes:
             self.names[node] = self.fresh(node.name)
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
-        dies = _last_uses(graph, self.parts(graph))
+        dies = last_uses(graph, self.parts(graph))
         self.lie = memory_aliases.memories(graph)
         self.last = memory_aliases.last_uses(graph, self.lie)
         lines, nodes = [f"def {name}(values):"], {}
@@ -129,7 +132,8 @@ class _Writer:
         for node in calls(graph):
             if node in self.together:
                 continue
-            lines.append("    " + self.line(node, dies.get(node, ())))
+            dead = [self.names[x] for x in dies.get(node, ())]
+            lines.append("    " + self.line(node, [f"del {', '.join(dead)}"] if dead else []))
             nodes[len(lines)] = node
         result = output(graph)
         lines.append(f"    return {self.text(tuple(result.args[0]))}")  # type: ignore[arg-type]
@@ -147,12 +151,13 @@ class _Writer:
                 self.together.update((x, node) for x in node.users)
         return self.together
 
-    def line(self, node: fx.Node, dead: Sequence[fx.Node]) -> str:
+    def line(self, node: fx.Node, endings: Sequence[str]) -> str:
+        """A node as one line, with what is done behind it."""
         target = f"{self.names[node]} = " if node.users else ""
         parts = sorted((x for x in node.users if x in self.together), key=lambda x: x.args[1])  # type: ignore
         if parts:
             target = ", ".join(map(self.names.__getitem__, parts)) + " = "
-        ending = f"; del {', '.join(map(self.names.__getitem__, dead))}" if dead else ""
+        ending = "".join(f"; {one}" for one in endings)
         line = node.meta.get("line", "")
         part = f"[{parts[0].args[1]}]" if len(parts) == 1 else ""
         comment = f"  # {_comment(line)}" if line else ""
@@ -177,7 +182,7 @@ class _Writer:
         named = [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
         short = way(node)
         if short is None:
-            return f"{self.globally(self.function(node), _name(node.target))}({', '.join(args + named)})"
+            return f"{self.globally(self.function(node), name_of_global(node.target))}({', '.join(args + named)})"
         if short.kind == "infix":
             return f" {short.name} ".join(args) if len(args) > 1 else f"{short.name}{args[0]}"
         if short.kind == "sizes":
@@ -219,7 +224,7 @@ class _Writer:
         if isinstance(x, fx.Node):
             return self.names[x]
         if isinstance(x, _Number):
-            return self.globally(x.tensor(), _name(x), key=repr(x))
+            return self.globally(x.tensor(), name_of_global(x), key=repr(x))
         # a subclass prints itself
         if x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x)):
             return repr(x)
@@ -229,7 +234,7 @@ class _Writer:
             return f"({', '.join(map(self.text, x))}{',' if len(x) == 1 else ''})"
         if isinstance(x, dict):
             return f"{{{', '.join(f'{self.text(k)}: {self.text(v)}' for k, v in x.items())}}}"
-        return self.globally(x, _name(x))
+        return self.globally(x, name_of_global(x))
 
     def globally(self, x: Any, name: str, key: Any = None) -> str:
         """The name of a value as a global."""
@@ -277,7 +282,7 @@ _TAKES_NUMBERS = {
 _RUN: dict[type, Callable[..., Any]] = {Loop: Looping, Rotated: RotatedLooping, Branches: Branching, While: Repeating}
 
 
-def _last_uses(graph: fx.Graph, together: dict[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+def last_uses(graph: fx.Graph, together: dict[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the values that nothing needs after it."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -291,7 +296,7 @@ def _last_uses(graph: fx.Graph, together: dict[fx.Node, fx.Node]) -> dict[fx.Nod
     return dies
 
 
-def _name(x: Any) -> str:
+def name_of_global(x: Any) -> str:
     """What a value is called as a global."""
     if isinstance(x, _Number):
         return f"n_{x.number!r}"

@@ -31,6 +31,7 @@ from ..._core.distributed.collectives import Collective
 
 KEPT = "kept"
 DONATED = "donated"  # a placeholder with this in its meta may be written into
+HOLDERS = "holders"  # in the meta of a node of one rank's program for all: which ranks hold the same of its value
 REPEATS = "repeats"  # in the meta of a collective that a pass repeats: which one, of those that there were
 
 Pass = Callable[[fx.Graph], fx.Graph]
@@ -177,9 +178,9 @@ def viewed(node: fx.Node) -> list[fx.Node]:
         return _at(node, op.views) if op.views else []
     if isinstance(node.target, Step):
         return [node.args[i] for i in node.target.views]  # type: ignore[misc]
-    if isinstance(node.target, Collective) and isinstance(node.args[0], (list, tuple)):
+    if isinstance(node.target, Collective) and (HOLDERS in node.meta or isinstance(node.args[0], (list, tuple))):
         # On a simulated mesh a block that is only sent is handed on as it is.
-        return list(node.args[0]) if node.target.kind in ("broadcast", "permute") else []  # type: ignore[arg-type]
+        return _flat(node.args[:1]) if node.target.kind in ("broadcast", "permute") else []
     return []
 
 
@@ -273,6 +274,11 @@ def changed(graph: fx.Graph) -> frozenset[fx.Node]:
     lie = memories(graph)
     hot = frozenset().union(*(lie[x] for x in targets))
     return frozenset(node for node, roots in lie.items() if not roots.isdisjoint(hot))
+
+
+def held_alike(x: fx.Node, y: fx.Node) -> bool:
+    """Whether ranks that hold the same of one value do of the other; a program of one rank alone has none that do."""
+    return x.meta.get(HOLDERS) == y.meta.get(HOLDERS)
 
 
 def nbytes(value: Any) -> int:

@@ -3,29 +3,25 @@
 What a recording holds of an op on simulated ranks' blocks is a call for each block (a row), and of a collective one call that
 takes the blocks of all ranks. As one, a row is a single call, and a collective takes and gives one value, as it does where
 each rank is a process of its own. Numbers that differ by rank are `PerRank`.
-
-Written out again, ranks that are given the same compute it once: which these are follows from what they are given. Between two
-collectives one rank's calls come after the other's.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..._core import torch_internals
-from ..._core.distributed.collectives import TABLE, Collective
+from ..._core.distributed.collectives import Collective
 from ..._core.distributed.mesh import communicator_of
-from ..._core.distributed.rows import Holders, numbered
 from .collective_nodes import collective_of, is_listed
-from .graph import Step, calls, changed, name_of, output, value, written
+from .graph import Step, calls, name_of, value, written
 from .nested import Nested
-from .per_rank import PerRank, RanksDiffer, of_rank
+from .per_rank import PerRank, RanksDiffer
+from .written_out import WrittenOut
 
 ROW = "row"  # in the meta of a node: (for each rank the number of its call, which of these it is, its place in that)
 _KINDS = (bool, int, float, complex)
@@ -52,9 +48,7 @@ class RanksAsOne:
 
     def written_out(self, graph: fx.Graph) -> fx.Graph:
         """The program of all ranks, of what passes have made of `graph`."""
-        if changed(graph):
-            raise RanksDiffer
-        return _WrittenOut(self, graph).graph
+        return WrittenOut(self, graph).graph
 
 
 def folded(recorded: fx.Graph) -> RanksAsOne:
@@ -235,106 +229,3 @@ def alike(x: Any, y: Any) -> bool:
     if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)):
         return len(x) == len(y) and all(map(alike, x, y))
     return type(x) is type(y) and (x is y or type(x) in _KINDS)
-
-
-def arrived(collective: Collective, given: Holders) -> Holders:
-    """Which ranks get the same of a collective, where these have the same before."""
-    communicator = communicator_of(collective.mesh)
-    groups = [communicator.group_of(rank, collective.axes) for rank in range(len(given))]
-    what = {group: tuple(map(given.__getitem__, group)) for group in set(groups)}
-    if TABLE[collective.kind].shared:
-        return numbered(map(what.__getitem__, groups))
-    return numbered((what[group], group.index(rank)) for rank, group in enumerate(groups))
-
-
-class _WrittenOut:
-    """A program of one rank, written out for all.
-
-    Attributes:
-        graph: what all do.
-    """
-
-    def __init__(self, ranks: RanksAsOne, graph: fx.Graph) -> None:
-        self.ranks, self.graph, self.count = ranks, fx.Graph(), ranks.count
-        self.holders: dict[fx.Node, Holders] = {}
-        self.made: dict[tuple[fx.Node, int], fx.Node] = {}
-        self._inputs([node for node in graph.nodes if node.op == "placeholder"])
-        run: list[fx.Node] = []
-        for node in calls(graph):
-            self.holders[node] = self._who(node)
-            if not isinstance(node.target, Collective):
-                run.append(node)
-                continue
-            self._run(run)
-            run = []
-            self._collective(node)
-        self._run(run)
-        self._results(output(graph))
-
-    def _inputs(self, places: Sequence[fx.Node]) -> None:
-        new = list(map(self.graph.node_copy, self.ranks.inputs))
-        for place, of_all in zip(places, self.ranks.places, strict=True):
-            self.holders[place] = numbered(of_all)
-            self.made.update(((place, i), new[x]) for i, x in zip(self.holders[place], of_all))
-
-    def _who(self, node: fx.Node) -> Holders:
-        """Which ranks are given the same."""
-        if isinstance(node.target, Collective):
-            return arrived(node.target, self.holders[node.args[0]])  # type: ignore[index]
-        columns: list[Any] = list(dict.fromkeys(map(self.holders.__getitem__, node.all_input_nodes)))
-        columns += (number.values for number in _numbers((node.args, node.kwargs)))
-        if len(columns) < 2:
-            return numbered(columns[0]) if columns else (0,) * self.count
-        return numbered(zip(*columns, strict=True))
-
-    def of(self, node: fx.Node, rank: int) -> fx.Node:
-        """What a rank has of a value."""
-        return self.made[node, self.holders[node][rank]]
-
-    def _run(self, run: Sequence[fx.Node]) -> None:
-        for rank in range(self.count):
-            of = lambda x, rank=rank: self.of(x, rank)
-            for node in run:
-                key = node, self.holders[node][rank]
-                if key in self.made:
-                    continue
-                args, kwargs = fx.map_arg((node.args, node.kwargs), of)  # type: ignore[misc]
-                if any(True for _ in _numbers((args, kwargs))):
-                    args, kwargs = of_rank(args, rank), {k: of_rank(x, rank) for k, x in kwargs.items()}
-                self.made[key] = new = self.graph.create_node(node.op, node.target, (), {}, node.name)
-                new.args, new.kwargs = args, kwargs  # type: ignore[assignment]
-                new.meta = dict(node.meta)
-
-    def _collective(self, node: fx.Node) -> None:
-        given, holders = node.args[0], self.holders[node]
-        blocks = [self.of(given, rank) for rank in range(self.count)]  # type: ignore[arg-type]
-        first = {i: rank for rank, i in reversed(list(enumerate(holders)))}
-        vals = [torch_internals.another(value(node)) if i else value(node) for i in range(len(first))]
-        new = self.graph.call_function(node.target, (blocks,))  # type: ignore[arg-type]
-        new.meta = {**node.meta, "val": [vals[i] for i in holders]}
-        for i in range(len(first)):
-            self.made[node, i] = part = self.graph.call_function(operator.getitem, (new, first[i]))
-            part.meta = {**node.meta, "val": vals[i]}
-
-    def _results(self, end: fx.Node) -> None:
-        given: Any = end.args[0]
-        taken, found = dict[fx.Node, Any](), list[fx.Node]()
-        for place, rank, same in self.ranks.results:
-            x = self.of(given[place], rank)
-            if taken.setdefault(x, same) != same:  # each has memory of its own
-                copy = self.graph.call_function(torch.ops.aten.clone.default, (x,))
-                copy.meta = dict(x.meta)
-                x = copy
-            found.append(x)
-        new = self.graph.output(tuple(found))
-        new.meta = dict(end.meta)
-
-
-def _numbers(x: Any) -> Iterator[PerRank]:
-    if isinstance(x, PerRank):
-        yield x
-    elif isinstance(x, (list, tuple)):
-        for one in x:
-            yield from _numbers(one)
-    elif isinstance(x, dict):
-        yield from _numbers(list(x.values()))

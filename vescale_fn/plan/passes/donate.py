@@ -15,7 +15,7 @@ from torch import fx
 from ..._core.distributed.collectives import Start
 from ..ir import graph as plan
 from ..ir import inplace, memory_aliases
-from ..ir.graph import DONATED
+from ..ir.graph import DONATED, HOLDERS, held_alike
 from ..ir.mapped import Mapped, mapped, own, split
 from . import buckets
 
@@ -156,7 +156,7 @@ def _pairs(graph: fx.Graph, places: _Places, gives: Collection[int] | None = Non
         rest = []
         for result in waiting:
             target = choose(result, free)
-            if target is None:
+            if target is None or not held_alike(target, result):
                 rest.append(result)
             else:
                 pairs.append((target, result))
@@ -195,14 +195,17 @@ class _First:
     def __init__(self, free: dict[fx.Node, None]) -> None:
         self._alike: dict[Any, deque[fx.Node]] = {}
         for node in free:
-            self._alike.setdefault(inplace.kind(plan.value(node)), deque()).append(node)
+            self._alike.setdefault(self._kind(node), deque()).append(node)
 
     def __call__(self, result: fx.Node, free: dict[fx.Node, None]) -> fx.Node | None:
-        kind = inplace.kind(plan.value(result))
-        waiting = self._alike.get(kind, deque()) if kind is not None else deque()
+        waiting = self._alike.get(self._kind(result), deque())
         while waiting and waiting[0] not in free:
             waiting.popleft()
         return waiting[0] if waiting else None
+
+    def _kind(self, node: fx.Node) -> Any:
+        found = inplace.kind(plan.value(node))
+        return node if found is None else (found, node.meta.get(HOLDERS))
 
 
 def _write(graph: fx.Graph, places: _Places, target: fx.Node, result: fx.Node) -> None:
@@ -242,6 +245,7 @@ def _earlier(places: _Places, target: fx.Node, used: fx.Node, result: fx.Node) -
     same again, and does not need what was there before."""
     needed = any(places.lie[x] & places.lie[target] for x in result.all_input_nodes)
     alone = list(used.users) == [result] and used not in places.changed and not needed
+    alone = alone and held_alike(used, target)
     fits = alone and inplace.alike(plan.value(used), plan.value(target))
     return _fitting(places, target, used) if fits and inplace.written_into(result, used) is not None else None
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from ..ir.graph import calls, copied, memories, output, value, written
+from ..ir.graph import HOLDERS, calls, copied, memories, output, value, written
 from ..ir.mapped import COLUMN
 from .donate import HAND_OVER
 from .list_calls import call_of, mark_own, narrowed
@@ -32,7 +32,8 @@ def foreach(graph: fx.Graph) -> fx.Graph:
     groups: dict[Any, list[fx.Node]] = {}
     for node, level in _levels(memory, _waiting(graph, memory)).items():
         one = call_of(node)
-        groups.setdefault((level, node if one is None else one.kind), []).append(node)
+        kind = node if one is None else one.kind
+        groups.setdefault((level, kind, node.meta.get(HOLDERS)), []).append(node)
     end, moved, gone = output(graph), _Touched(), set[fx.Node]()  # gone: what gives its result at the end only
     instead: dict[fx.Node, fx.Node] = {}
     for _, nodes in sorted(groups.items(), key=lambda group: group[0][0]):

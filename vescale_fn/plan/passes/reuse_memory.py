@@ -11,6 +11,7 @@ from ..ir import graph as plan
 from ..ir import inplace, memory_aliases
 from ..ir.graph import DONATED
 from ..ir.mapped import mapped, own
+from ..ir.rank_runs import Ownership
 from .donate import hand_over
 
 # These read a row before they write it, on the CPU: they may write over their first argument, though not by torch's promise.
@@ -30,10 +31,11 @@ def reuse(graph: fx.Graph) -> fx.Graph:
         free = lambda x, node=node, alone=alone: x not in kept and _is_free(x, node, lie, last) and alone(x)
         columns = [i for i, column in enumerate(target.lists(node)) if all(map(free, column))]
         node.target = target.over(columns, reuse) if columns else target
+    ownership = Ownership(graph, lie)
     for node in torch_internals.calls_of(graph, _may_write_anew):
         if node in kept or not _writes_anew(node):
             continue
-        for x in _targets(node):
+        for x in filter(lambda x, node=node: ownership.may_write(x, node), _targets(node)):
             if _dies(x, node, lie, last, kept) and (call := inplace.written_into(node, x)) is not None:
                 node.target, node.args, node.kwargs = call
                 break

@@ -22,7 +22,8 @@ from ..._core.distributed.mesh import communicator_of
 from ..._core.distributed.rows import Holders, RankRow, numbered, together
 from ..ir.graph import Step, value
 from ..ir.per_rank import PerRank
-from ..ir.ranks_as_one import RanksAsOne, alike, arrived
+from ..ir.rank_runs import arrived
+from ..ir.ranks_as_one import RanksAsOne, alike
 from .frame import OfOneRank, RanksApart
 
 

@@ -1,0 +1,156 @@
+"""What simulated ranks do as one program says it of each: which of them hold the same, and in what order they compute.
+
+Between two collectives one rank's calls come after the other's; what ranks hold alike the first of them computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from ..._core.distributed.collectives import TABLE, Collective
+from ..._core.distributed.mesh import communicator_of
+from ..._core.distributed.rows import Holders, numbered, together
+from .graph import HOLDERS, calls, viewed, written
+from .memory_aliases import Memory, memories, touched
+from .per_rank import PerRank, RanksDiffer
+
+
+def note_holders(graph: fx.Graph, places: Sequence[Sequence[int]]) -> fx.Graph:
+    """Note in each node of one rank's program which ranks hold the same of its value (`HOLDERS`).
+
+    Memory that ranks write is each one's own, as far as what they write there differs.
+
+    Args:
+        places: for each input, for each rank which one it has.
+
+    Raises:
+        RanksDiffer: ranks write different things into an input that they share.
+    """
+    count, own = len(places[0]) if places else 1, dict[fx.Node, Holders]()
+    while True:
+        inputs = iter(places)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                node.meta[HOLDERS] = numbered(next(inputs))
+                continue
+            node.meta[HOLDERS] = found = _given(node, count)
+            if node in own:
+                node.meta[HOLDERS] = together(frozenset((found, own[node])))
+        writes = [(node, x) for node in calls(graph) for x in written(node)]
+        lie = memories(graph) if writes else {}
+        parted = {
+            (memory.maker, node)
+            for node, x in writes
+            for memory in lie[x]
+            if memory.maker.meta[HOLDERS] != node.meta[HOLDERS]
+        }
+        if not parted:
+            return graph
+        for maker, node in parted:
+            if maker.op == "placeholder" or isinstance(maker.target, Collective):
+                raise RanksDiffer
+            own[maker] = together(frozenset((own.get(maker, maker.meta[HOLDERS]), node.meta[HOLDERS])))
+
+
+def _given(node: fx.Node, count: int) -> Holders:
+    """Which ranks are given the same."""
+    if isinstance(node.target, Collective):
+        return arrived(node.target, node.args[0].meta[HOLDERS])  # type: ignore[union-attr]
+    columns = {x.meta[HOLDERS] for x in node.all_input_nodes}
+    columns.update(numbered(number.values) for number in _numbers((node.args, node.kwargs)))
+    return together(frozenset(columns)) if columns else (0,) * count
+
+
+def _numbers(x: Any) -> Iterator[PerRank]:
+    if isinstance(x, PerRank):
+        yield x
+    elif isinstance(x, (list, tuple)):
+        for one in x:
+            yield from _numbers(one)
+    elif isinstance(x, dict):
+        yield from _numbers(list(x.values()))
+
+
+def arrived(collective: Collective, given: Holders) -> Holders:
+    """Which ranks get the same of a collective, where these have the same before."""
+    communicator = communicator_of(collective.mesh)
+    groups = [communicator.group_of(rank, collective.axes) for rank in range(len(given))]
+    what = {group: tuple(map(given.__getitem__, group)) for group in set(groups)}
+    if TABLE[collective.kind].shared:
+        return numbered(map(what.__getitem__, groups))
+    return numbered((what[group], group.index(rank)) for rank, group in enumerate(groups))
+
+
+def runs(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The calls of one rank's program in order: each collective alone, and between them what one rank can do before the next
+    rank does it. Another run begins where memory is written that other ranks still look at in this one, or is looked at that
+    they still write."""
+    found: list[list[fx.Node]] = [[]]
+    writes = any(written(node) for node in calls(graph))
+    lie, sent = (memories(graph), _sent(graph)) if writes else ({}, {})
+    looked: dict[Memory, set[Any]] = {}  # in a run, of a memory: which ranks look at the same, and what handed it on
+    wrote: dict[Memory, Any] = {}
+    for node in calls(graph):
+        if isinstance(node.target, Collective):
+            found += [node], []
+            looked, wrote = {}, {}
+            continue
+        holders = node.meta[HOLDERS]
+        touches = [(memory, sent[x]) for x in (node, *touched(node)) for memory in lie[x]] if writes else []
+        changes = [(memory, sent[x]) for x in written(node) for memory in lie[x]]
+        parted = any(looked.get(memory, set()) - {(holders, by)} for memory, by in changes)
+        if parted or any(wrote.get(memory, by) != by for memory, by in touches):
+            found.append([])
+            looked, wrote = {}, {}
+        found[-1].append(node)
+        for memory, by in touches:
+            looked.setdefault(memory, set()).add((holders, by))
+        wrote.update(changes)
+    return [run for run in found if run]
+
+
+def _sent(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """For each value the collectives that have handed it on as it is: it lies where it lay on another rank."""
+    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for node in graph.nodes:
+        sources = viewed(node) if node.op == "call_function" else []
+        by = tuple(dict.fromkeys(one for x in sources for one in found[x]))
+        found[node] = (*by, node) if sources and isinstance(node.target, Collective) else by
+    return found
+
+
+class Ownership:
+    """Which memory a call of each rank may write over: what no other rank needs then.
+
+    Args:
+        lie: where the values of a graph lie.
+    """
+
+    def __init__(self, graph: fx.Graph, lie: dict[fx.Node, frozenset[Memory]]) -> None:
+        self.lie = lie
+        self.run: dict[fx.Node, int] = {}
+        self.looked: dict[Memory, set[Any]] = {}  # in which runs, which ranks look at the same, and what handed it on
+        if not any(HOLDERS in node.meta for node in graph.nodes):
+            return
+        run, self.sent = 0, _sent(graph)
+        for node in calls(graph):
+            run += isinstance(node.target, Collective)
+            self.run[node] = run
+            for x in () if isinstance(node.target, Collective) else (node, *touched(node)):
+                for memory in lie[x]:
+                    self.looked.setdefault(memory, set()).add((run, node.meta[HOLDERS], self.sent[x]))
+
+    def may_write(self, x: fx.Node, node: fx.Node) -> bool:
+        """Whether `node` may write over `x`, as far as other ranks are concerned."""
+        if not self.run:
+            return True
+        holders, run = node.meta[HOLDERS], self.run[node]
+        return all(by.meta[HOLDERS] == holders for by in self.sent[x]) and all(
+            memory.maker.meta[HOLDERS] == holders
+            and not isinstance(memory.maker.target, Collective)
+            and all((run, holders, self.sent[x]) == at for at in self.looked.get(memory, ()) if at[0] == run)
+            for memory in self.lie[x]
+        )

@@ -1,0 +1,89 @@
+"""One rank's program written out for all that are here: a call for each rank, but one for those that are given the same."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._core import torch_internals
+from ..._core.distributed.collectives import Collective
+from .graph import HOLDERS, output, value
+from .per_rank import of_rank
+from .rank_runs import note_holders, runs
+
+
+class WrittenOut:
+    """A program of one rank, written out for all.
+
+    Args:
+        ranks: a `RanksAsOne`.
+        graph: what passes have made of its graph.
+
+    Attributes:
+        graph: what all do.
+    """
+
+    def __init__(self, ranks: Any, graph: fx.Graph) -> None:
+        self.ranks, self.graph = ranks, fx.Graph()
+        self.made: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._inputs([node for node in note_holders(graph, ranks.places).nodes if node.op == "placeholder"])
+        for run in runs(graph):
+            if isinstance(run[0].target, Collective):
+                self._collective(run[0])
+            else:
+                self._run(run)
+        self._results(output(graph))
+
+    def _inputs(self, places: Sequence[fx.Node]) -> None:
+        new = list(map(self.graph.node_copy, self.ranks.inputs))
+        for place, of_all in zip(places, self.ranks.places, strict=True):
+            self.made.update(((place, i), new[x]) for i, x in zip(place.meta[HOLDERS], of_all))
+
+    def of(self, node: fx.Node, rank: int) -> fx.Node:
+        """What a rank has of a value."""
+        return self.made[node, node.meta[HOLDERS][rank]]
+
+    def _run(self, run: Sequence[fx.Node]) -> None:
+        for rank in range(self.ranks.count):
+            of = lambda x, rank=rank: self.of(x, rank)
+            for node in run:
+                key = node, node.meta[HOLDERS][rank]
+                if key in self.made:
+                    continue
+                args, kwargs = fx.map_arg((node.args, node.kwargs), of)  # type: ignore[misc]
+                args, kwargs = of_rank(args, rank), {k: of_rank(x, rank) for k, x in kwargs.items()}
+                self.made[key] = new = self.graph.create_node(node.op, node.target, (), {}, node.name)
+                new.args, new.kwargs = args, kwargs  # type: ignore[assignment]
+                new.meta = _noted(node)
+
+    def _collective(self, node: fx.Node) -> None:
+        given, holders = node.args[0], node.meta[HOLDERS]
+        blocks = [self.of(given, rank) for rank in range(self.ranks.count)]  # type: ignore[arg-type]
+        first = {i: rank for rank, i in reversed(list(enumerate(holders)))}
+        vals = [torch_internals.another(value(node)) if i else value(node) for i in range(len(first))]
+        new = self.graph.call_function(node.target, (blocks,))  # type: ignore[arg-type]
+        new.meta = {**_noted(node), "val": [vals[i] for i in holders]}
+        for i in range(len(first)):
+            self.made[node, i] = part = self.graph.call_function(operator.getitem, (new, first[i]))
+            part.meta = {**_noted(node), "val": vals[i]}
+
+    def _results(self, end: fx.Node) -> None:
+        given: Any = end.args[0]
+        taken, found = dict[fx.Node, Any](), list[fx.Node]()
+        for place, rank, same in self.ranks.results:
+            x = self.of(given[place], rank)
+            if taken.setdefault(x, same) != same:  # each has memory of its own
+                copy = self.graph.call_function(torch.ops.aten.clone.default, (x,))
+                copy.meta = dict(x.meta)
+                x = copy
+            found.append(x)
+        new = self.graph.output(tuple(found))
+        new.meta = _noted(end)
+
+
+def _noted(node: fx.Node) -> dict[str, Any]:
+    return {key: x for key, x in node.meta.items() if key != HOLDERS}
