@@ -185,3 +185,44 @@ def test_results_and_donated_arguments(spec):
         for _ in range(2):
             found = step(vfn.shard(x.clone(), mesh, spec), parts)
             assert all(torch.equal(vfn.unshard(one), x * 2) for one in found)
+
+
+def plan_of(jitted):
+    (plan,) = jitted._plans.values()
+    return plan
+
+
+def test_code_is_as_long_however_many_ranks_there_are():
+    lines = set()
+    for n in (2, 6):
+        with vfn.simulate(n):
+            mesh = vfn.make_mesh((n, 1), ("dp", "tp"))
+            with vfn.use_mesh(mesh):
+                jitted = vfn.jit(updated)
+                jitted(*given(mesh, P())[1])
+                lines.add(plan_of(jitted).code.source.count("\n"))
+    assert len(lines) == 1
+
+
+def written_over(w, x):
+    def body(w, x):
+        y = vfn.ppermute(x * 2, "dp", [(0, 1), (1, 0)])
+        return y + 1, x - y, (w["a"].sum() * x).sum(0, keepdim=True)
+
+    y, z, s = vfn.shard_map(body, in_specs=(P(), P("dp")), out_specs=(P("dp"), P("dp"), P("dp")))(w, x)
+    return {name: one * 0.5 for name, one in w.items()}, y * 3, z, s
+
+
+@pytest.mark.parametrize("spec", [P(), P("tp"), P(("dp", "tp"))], ids=str)
+def test_what_is_written_over_no_other_rank_needs(spec):
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((2, 3), ("dp", "tp"))
+        with vfn.use_mesh(mesh):
+            w, x = given(mesh, P())[1]
+            w = vfn.with_sharding(w, {"a": spec, "b": P("tp")})
+            wanted = written_over(w, x)
+            jitted = vfn.jit(written_over, donate_argnums=(0, 1))
+            for _ in range(2):
+                found = jitted({name: one.clone() for name, one in w.items()}, x.clone())
+                for one, other in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
+                    assert torch.equal(vfn.unshard(one), vfn.unshard(other))

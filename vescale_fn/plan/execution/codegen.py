@@ -166,7 +166,11 @@ class Writer:
             run = mapping(node.target, body) if isinstance(node.target, Mapped) else body
             name = self.globally(run, "body")
             return f"given = {self.text([*node.args])}{ending}; {target}{name}(given){part}{comment}"
-        return target + self.checked(node) + part + ending + comment
+        return self.kept(node, target, self.checked(node) + part) + ending + comment
+
+    def kept(self, node: fx.Node, target: str, call: str) -> str:
+        """A call whose result is given its name."""
+        return target + call
 
     def checked(self, node: fx.Node) -> str:
         """The call of a node, whose result is seen to lie as was recorded, where that is not sure."""

@@ -13,9 +13,9 @@ from torch import fx
 
 from ..._core.distributed.collectives import Collective
 from ..._core.distributed.rows import Holders, together
-from ..ir.graph import HOLDERS, output
+from ..ir.graph import AT_ONCE, HOLDERS, calls, output
 from ..ir.per_rank import PerRank
-from ..ir.rank_runs import runs
+from ..ir.rank_runs import firsts, runs
 from ..ir.ranks_as_one import RanksAsOne
 from .codegen import Writer, name_of_global
 
@@ -47,6 +47,7 @@ class RankLoops(Writer):
             if any(_holders(node)):
                 self.lists[node] = self.fresh(f"{node.name}s")
         self.parts(graph)
+        self.together.update((x, node) for node in calls(graph) if AT_ONCE in node.meta for x in node.users)
         stretches = runs(graph)
         self.until: dict[fx.Node, int] = {}  # of each value, the last run that needs it
         for i, run in enumerate((*stretches, [output(graph)])):
@@ -56,6 +57,8 @@ class RankLoops(Writer):
         for i, run in enumerate(stretches):
             if isinstance(run[0].target, Collective):
                 self._collective(run[0], i)
+            elif AT_ONCE in run[0].meta:
+                self._on_lists(run[0], i)
             else:
                 self._run(run, i)
         self._results(output(graph))
@@ -63,11 +66,18 @@ class RankLoops(Writer):
 
     def text(self, x: Any) -> str:
         if isinstance(x, fx.Node):
-            return self.names[x] if self.loop is None else self.loop.text(x)
+            if self.loop is None:
+                return f"*{self.lists[x]}" if x in self.lists else self.names[x]
+            return self.loop.text(x)
         if isinstance(x, PerRank):
             assert self.loop is not None
             return self.loop.number(x)
         return super().text(x)
+
+    def kept(self, node: fx.Node, target: str, call: str) -> str:
+        if self.loop is not None and node in self.loop.listed_alone:
+            return f"{self.lists[node]}.append({call})"
+        return target + call
 
     def _add(self, line: str, node: fx.Node | None = None) -> None:
         self.lines.append("    " + line)
@@ -104,11 +114,27 @@ class RankLoops(Writer):
         elif _holders(node) == tuple(range(n)):
             line = f"{self.lists[node]} = [*{call}]"
         else:
-            firsts = (_holders(node).index(k) for k in range(1 + max(_holders(node))))
-            line = f"given = {call}; {self.lists[node]} = [{', '.join(f'given[{k}]' for k in firsts)}]; del given"
-        if self.until[given] == i:
-            line += f"; del {self.lists.get(given, self.names[given])}"
-        self._add(line, node)
+            parts = ", ".join(f"given[{rank}]" for rank in firsts(_holders(node)))
+            line = f"given = {call}; {self.lists[node]} = [{parts}]; del given"
+        self._add(line + self._dead(node, i), node)
+
+    def _on_lists(self, node: fx.Node, i: int) -> None:
+        """A call on lists, for all ranks."""
+        line, n = self.call(node), len(firsts(_holders(node)))
+        if node.users:
+            parts = [
+                f"{self.lists[x]} = [*given[{x.args[1] * n}:{x.args[1] * n + n}]]"  # type: ignore[operator]
+                if x in self.lists
+                else f"{self.names[x]} = given[{x.args[1]}]"
+                for x in node.users
+            ]
+            line = f"given = {line}; {'; '.join(parts)}; del given"
+        self._add(line + self._dead(node, i), node)
+
+    def _dead(self, node: fx.Node, i: int) -> str:
+        """How what nothing needs behind a run is let go."""
+        dead = [self.lists.get(x, self.names[x]) for x in node.all_input_nodes if self.until[x] == i]
+        return f"; del {', '.join(dead)}" if dead else ""
 
     def _run(self, run: Sequence[fx.Node], i: int) -> None:
         self.loop = _Loop(self, run, i)
@@ -143,8 +169,8 @@ class _Loop:
         parts = (x for node in self.run for x in node.users if x in writer.together)
         self.made = dict.fromkeys([*self.run, *parts])
         # in each turn what these ranks hold is gone through
-        self.all = together(frozenset(map(_holders, run)))
-        self.turns = [self.all.index(k) for k in range(1 + max(self.all))]
+        self.all = together(frozenset(map(_holders, self.run or run)))
+        self.turns = firsts(self.all)
         self.columns: dict[Any, tuple[str, tuple[Any, ...]]] = {}
         self.at: Holders = self.all  # which ranks the call that is being written is one for
         self.lines: list[tuple[str, fx.Node | None]] = []
@@ -153,6 +179,13 @@ class _Loop:
             for x in node.all_input_nodes:
                 self.users.setdefault(x, []).append(node)
         self.kept = {x for x in self.made if x in writer.lists and (self._stays(x) or self._is_read_by_others(x))}
+
+        # which only lists hold: no call of the same ranks needs them here
+        self.listed_alone = {
+            x
+            for x in self.kept
+            if x not in writer.together and not any(_holders(user) == _holders(x) for user in self.users.get(x, ()))
+        }
 
     def written(self) -> list[tuple[str, fx.Node | None]]:
         """Its lines, each with what runs there."""
@@ -233,18 +266,17 @@ class _Loop:
         at = lambda node: found.setdefault(node, ([], []))
         for x in self.made:
             maker = self.writer.together.get(x, x)
-            if x in self.kept:
+            if x in self.kept - self.listed_alone:
                 at(maker)[0].append(f"{self.writer.lists[x]}.append({self.writer.names[x]})")
         for x in dict.fromkeys([*self.users, *(x for x in self.made if x in self.kept)]):
             users = self.users.get(x, [])
             maker = [self.writer.together.get(x, x)] if x in self.made else []
             own = [user for user in users if _holders(user) == _holders(x)]
-            if x in self.writer.lists and x in self.made:
+            if x in self.writer.lists and x in self.made and x not in self.listed_alone:
                 last = max([*own, *maker], key=place.__getitem__)
                 at(last)[0].append(f"del {self.writer.names[x]}")
-                if x not in self.kept:
-                    continue
-            if self._stays(x) or not users:
+            local = x in self.made and x in self.writer.lists and x not in self.kept
+            if local or self._stays(x) or not users:
                 continue
             last = max(users, key=place.__getitem__)
             if len(own) == len(users):

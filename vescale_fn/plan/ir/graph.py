@@ -31,6 +31,7 @@ from ..._core.distributed.collectives import Collective
 
 KEPT = "kept"
 DONATED = "donated"  # a placeholder with this in its meta may be written into
+AT_ONCE = "at once"  # in the meta of a call on lists, of that program: it is one for all ranks
 HOLDERS = "holders"  # in the meta of a node of one rank's program for all: which ranks hold the same of its value
 REPEATS = "repeats"  # in the meta of a collective that a pass repeats: which one, of those that there were
 

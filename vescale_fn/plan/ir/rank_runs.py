@@ -13,7 +13,7 @@ from torch import fx
 from ..._core.distributed.collectives import TABLE, Collective
 from ..._core.distributed.mesh import communicator_of
 from ..._core.distributed.rows import Holders, numbered, together
-from .graph import HOLDERS, calls, viewed, written
+from .graph import AT_ONCE, HOLDERS, calls, viewed, written
 from .memory_aliases import Memory, memories, touched
 from .per_rank import PerRank, RanksDiffer
 
@@ -84,17 +84,22 @@ def arrived(collective: Collective, given: Holders) -> Holders:
     return numbered((what[group], group.index(rank)) for rank, group in enumerate(groups))
 
 
+def firsts(holders: Holders) -> list[int]:
+    """Of those that hold the same, the first rank of each."""
+    return [holders.index(k) for k in range(1 + max(holders))]
+
+
 def runs(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The calls of one rank's program in order: each collective alone, and between them what one rank can do before the next
-    rank does it. Another run begins where memory is written that other ranks still look at in this one, or is looked at that
-    they still write."""
+    """The calls of one rank's program in order: each collective alone, or call for all ranks at once, and between them what one
+    rank can do before the next rank does it. Another run begins where memory is written that other ranks still look at in this
+    one, or is looked at that they still write."""
     found: list[list[fx.Node]] = [[]]
     writes = any(written(node) for node in calls(graph))
     lie, sent = (memories(graph), _sent(graph)) if writes else ({}, {})
     looked: dict[Memory, set[Any]] = {}  # in a run, of a memory: which ranks look at the same, and what handed it on
     wrote: dict[Memory, Any] = {}
     for node in calls(graph):
-        if isinstance(node.target, Collective):
+        if isinstance(node.target, Collective) or AT_ONCE in node.meta:
             found += [node], []
             looked, wrote = {}, {}
             continue

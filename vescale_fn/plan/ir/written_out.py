@@ -11,9 +11,9 @@ from torch import fx
 
 from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
-from .graph import HOLDERS, output, value
+from .graph import AT_ONCE, HOLDERS, output, value
 from .per_rank import of_rank
-from .rank_runs import note_holders, runs
+from .rank_runs import firsts, note_holders, runs
 
 
 class WrittenOut:
@@ -34,6 +34,8 @@ class WrittenOut:
         for run in runs(graph):
             if isinstance(run[0].target, Collective):
                 self._collective(run[0])
+            elif AT_ONCE in run[0].meta:
+                self._on_lists(run[0])
             else:
                 self._run(run)
         self._results(output(graph))
@@ -63,13 +65,37 @@ class WrittenOut:
     def _collective(self, node: fx.Node) -> None:
         given, holders = node.args[0], node.meta[HOLDERS]
         blocks = [self.of(given, rank) for rank in range(self.ranks.count)]  # type: ignore[arg-type]
-        first = {i: rank for rank, i in reversed(list(enumerate(holders)))}
+        first = firsts(holders)
         vals = [torch_internals.another(value(node)) if i else value(node) for i in range(len(first))]
         new = self.graph.call_function(node.target, (blocks,))  # type: ignore[arg-type]
         new.meta = {**_noted(node), "val": [vals[i] for i in holders]}
         for i in range(len(first)):
             self.made[node, i] = part = self.graph.call_function(operator.getitem, (new, first[i]))
             part.meta = {**_noted(node), "val": vals[i]}
+
+    def _on_lists(self, node: fx.Node) -> None:
+        """A call on lists, which hold what each rank has."""
+        ranks = firsts(node.meta[HOLDERS])
+        args = [
+            [
+                self.of(x, rank)
+                for x in one
+                for rank in ranks  # type: ignore[arg-type]
+            ]
+            if isinstance(one, (list, tuple))
+            else one
+            for one in node.args
+        ]
+        new = self.graph.create_node(node.op, node.target, (), {}, node.name)
+        new.args, new.kwargs = fx.map_arg((tuple(args), node.kwargs), lambda x: self.made.get((x, 0), x))  # type: ignore
+        new.meta = _noted(node)
+        if value(node) is not None:
+            new.meta["val"] = [x for x in value(node) for _ in ranks]
+        for part in node.users:
+            for k in range(len(ranks)):
+                place = part.args[1] * len(ranks) + k  # type: ignore[operator]
+                self.made[part, k] = one = self.graph.call_function(operator.getitem, (new, place))
+                one.meta = _noted(part)
 
     def _results(self, end: fx.Node) -> None:
         given: Any = end.args[0]

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from ..ir.graph import HOLDERS, calls, copied, memories, output, value, written
+from ..ir.graph import AT_ONCE, HOLDERS, calls, copied, held_alike, memories, output, value, written
 from ..ir.mapped import COLUMN
 from .donate import HAND_OVER
 from .list_calls import call_of, mark_own, narrowed
@@ -126,9 +126,11 @@ def _together(graph: fx.Graph, end: fx.Node, nodes: Sequence[fx.Node]) -> dict[f
     made: list[Any] = [call_of(node) for node in nodes]
     lists = [list(column) for column in zip(*(one.lists for one in made))]
     first, given = made[0], dict[fx.Node, fx.Node]()
+    at_once = HOLDERS in nodes[0].meta and not any(any(x.meta[HOLDERS]) for x in first.shared if isinstance(x, fx.Node))
     with graph.inserting_before(end):
         call = graph.call_function(first.target, (*lists, *narrowed(graph, first)), dict(first.kwargs))
         call.meta.update(nodes[-1].meta, val=None if first.in_place else [value(node) for node in nodes])
+        call.meta |= {AT_ONCE: True} if at_once and all(held_alike(x, call) for row in lists for x in row) else {}
         for i, (node, one) in enumerate(zip(nodes, made)):
             new = one.lists[0]
             if not first.in_place:
