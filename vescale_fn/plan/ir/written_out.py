@@ -76,15 +76,10 @@ class WrittenOut:
     def _on_lists(self, node: fx.Node) -> None:
         """A call on lists, which hold what each rank has."""
         ranks = firsts(node.meta[HOLDERS])
+        given: Any = node.args
         args = [
-            [
-                self.of(x, rank)
-                for x in one
-                for rank in ranks  # type: ignore[arg-type]
-            ]
-            if isinstance(one, (list, tuple))
-            else one
-            for one in node.args
+            [self.of(x, rank) for x in one for rank in ranks] if isinstance(one, (list, tuple)) else one
+            for one in given
         ]
         new = self.graph.create_node(node.op, node.target, (), {}, node.name)
         new.args, new.kwargs = fx.map_arg((tuple(args), node.kwargs), lambda x: self.made.get((x, 0), x))  # type: ignore
