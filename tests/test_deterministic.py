@@ -12,7 +12,9 @@ from test_communicator import programs
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.distributed import trees
+from vescale_fn._core.distributed.collectives import Collective
 from vescale_fn.errors import MeshError, RandomError, TransformError
+from vescale_fn.plan.passes import merge_axes
 
 
 def bits(x):
@@ -348,3 +350,14 @@ def test_a_draw_from_a_generator_in_a_body_is_refused(name, check) -> None:
         f = vfn.shard_map(DRAWS[name], mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), check_vma=check)
         with pytest.raises(RandomError, match="a keyed draw"):
             f(vfn.shard(torch.ones(4, 4), mesh, P("dp")))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "first", "second", "merged"),
+    [((2, 4), "b", "a", True), ((2, 4), "a", "b", False), ((2, 3), "b", "a", False)],
+)
+def test_sums_are_merged_only_where_their_trees_are_one(sizes, first, second, merged) -> None:
+    with vfn.deterministic(math.prod(sizes)):
+        mesh = vfn.make_mesh(sizes, ("a", "b"))
+        inner, outer = (Collective("all_reduce", mesh, (axis,), ("sum",)) for axis in (first, second))
+        assert (merge_axes._merged(inner, outer) is not None) is merged

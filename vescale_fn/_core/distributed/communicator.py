@@ -68,8 +68,10 @@ class Communicator(ABC):
         ranks: the row-major places in it that this process plays; of a part of a simulated mesh, in the whole.
         holds_blocks: local values are `Blocks`, one tensor for each of `ranks` in their order; else one plain tensor.
         all_here: this process plays all ranks, and no other takes part.
+        by_tree: sums follow one tree over the ranks in the mesh's order, whoever plays them.
     """
 
+    by_tree = False
     holds_blocks: bool
     all_here: bool
     ranks: range

@@ -33,7 +33,7 @@ Parts = dict[trees.Run, torch.Tensor]  # of one group, what this process has add
 class SeveralRanks(Communicator):
     """One process of several that play as many ranks of a mesh each, or one that plays them all."""
 
-    holds_blocks = True
+    holds_blocks = by_tree = True
 
     def __init__(self, mesh: Any) -> None:
         super().__init__(mesh)

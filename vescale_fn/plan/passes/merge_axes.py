@@ -5,7 +5,7 @@ gather, in which the axes of the second are major; a reduce-scatter of a reduce-
 are. Fewer collectives, and fewer bytes: what the first one gave would have travelled again.
 
 Whether two are merged depends on nothing but what they are and that nothing else uses the first: the same on every rank.
-Where blocks are padded and cut, on some ranks, they are not.
+Where blocks are padded and cut, on some ranks, they are not; nor sums that follow a tree, where the one over both is another.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import dataclasses
 
 from torch import fx
 
-from ..._core.distributed.collectives import Collective
-from ..._core.distributed.mesh import same
+from ..._core.distributed.collectives import Collective, group_size
+from ..._core.distributed.mesh import communicator_of, same
 from ..._core.sharding.index_map import axes_of
 from ..ir.collective_nodes import carried_out, collective_of, given, over, put, sole_source
 from ..ir.graph import collectives, copied
@@ -42,6 +42,8 @@ def _merged(first: Collective, second: Collective) -> Collective | None:
     alike = first.kind == second.kind and first.params == second.params and same(first.mesh, second.mesh)
     if not alike or set(first.axes) & set(second.axes) or first.padded or second.padded:
         return None
+    if first.kind != "all_gather" and communicator_of(first.mesh).by_tree and not _is_one_tree(first, second):
+        return None
     if first.kind == "all_reduce":
         both = tuple(name for name in axes_of(second.mesh) if name in first.axes + second.axes)
         return over(second, both)
@@ -50,3 +52,9 @@ def _merged(first: Collective, second: Collective) -> Collective | None:
     if first.kind == "reduce_scatter":
         return over(second, first.axes + second.axes)
     return None
+
+
+def _is_one_tree(first: Collective, second: Collective) -> bool:
+    """Whether the trees of the second sum over those of the first are one: the first is over minor axes, and its are full."""
+    order, n = list(axes_of(first.mesh)), group_size(first.mesh, first.axes)
+    return n & (n - 1) == 0 and max(map(order.index, second.axes)) < min(map(order.index, first.axes))
