@@ -197,6 +197,11 @@ def traced_step():
     return [*seen, next(node.target for node in graph.nodes if node.op == "call_function")]
 
 
+def called():
+    graph = torch.fx.symbolic_trace(lambda x: torch.mul(torch.add(x, 1) + 2, 3)).graph
+    return [node.target.__name__ for node in door.calls_of(graph, lambda target: target in (torch.mul, torch.add))]
+
+
 def tree():
     class Node:
         def __init__(self, x):
@@ -434,6 +439,7 @@ CASES = {
     "called_on_plain_tensors": lambda: (
         not door.called_on_plain_tensors(lambda: torch.zeros(2, requires_grad=True) * 2).requires_grad
     ),
+    "calls_of": lambda: called() == ["add", "mul"],
     "casts_not_kept": lambda: inside(door.casts_not_kept(), torch.is_autocast_cache_enabled) is False,
     "changed_setting": lambda: (
         "deterministic" in door.changed_setting((now := door.kernel_settings()), (not now[0], *now[1:]))

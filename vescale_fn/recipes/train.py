@@ -188,7 +188,8 @@ def run(opt: argparse.Namespace) -> dict[str, Any]:
     asked = opt.digest
     asked = asked or opt.deterministic  # mesh: start
     digest = vfn.digest({"params": at.params, "state": at.state}) if asked else None
-    say(*[f"digest    {digest}"] * bool(asked))
+    if asked:
+        say(f"digest    {digest}")
     if stop:
         say(f"stopped   after step {at.done}" + (f", saved in {saved.folder}: --resume" if saved else ""))
     else:

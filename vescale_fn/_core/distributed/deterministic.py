@@ -20,7 +20,8 @@ def _matmul(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
 
 
 def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    return lambda: getattr(torch.backends.cudnn, name), lambda x: setattr(torch.backends.cudnn, name, x)
+    # Not by the attribute, which may no longer be set after `torch.backends.disable_global_flags`.
+    return lambda: getattr(torch.backends.cudnn, name), lambda x: torch.backends.cudnn.set_flags(**{f"_{name}": x})
 
 
 # What torch's kernels look up: how to ask, how to set, and what to.
