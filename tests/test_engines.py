@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -56,6 +57,7 @@ class Forks(Engine):
     """Agents forked from here, where all is imported: an engine as quick as a test needs it."""
 
     name, missing, dying = "forks", 0, 0
+    awaited: ClassVar[list[int]] = []  # where to write once ranks are waited for
 
     def start(self, command, env):
         self.processes = []
@@ -67,6 +69,8 @@ class Forks(Engine):
             self.processes.append(process)
 
     def check(self, lost=""):
+        if self.awaited:
+            os.write(self.awaited.pop(), b"working\n" * 2)
         if lost:
             raise Trouble(lost)
 
@@ -334,8 +338,7 @@ def caller_of_savers(sink, saves, waits):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     engines.ENGINES["forks"] = Forks
     Forks.missing = int(waits)
-    if waits:
-        os.write(sink, b"working\nworking\n")
+    Forks.awaited = [sink] * waits
     os.write(sink, f"{vfn.launch(work, 2, on='forks', device='cpu')}\n".encode())
 
 
@@ -357,8 +360,6 @@ def test_a_caller_that_is_told_to_end_tells_its_ranks(saves, waits, how, said, c
     os.close(sink)
     with open(source) as lines:
         assert [lines.readline() for _ in range(2)] == ["working\n"] * 2
-        if waits:
-            time.sleep(0.5)
         start = time.monotonic()
         os.kill(caller.pid, how)
         assert lines.read() == said  # until no process has the pipe any more

@@ -20,8 +20,10 @@ def _matmul(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
 
 
 def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    # Not by the attribute, which may no longer be set after `torch.backends.disable_global_flags`.
-    return lambda: getattr(torch.backends.cudnn, name), lambda x: torch.backends.cudnn.set_flags(**{f"_{name}": x})
+    def put(x: Any) -> None:  # not by the attribute, which may not be set after `torch.backends.disable_global_flags`
+        torch.backends.cudnn.set_flags(**{f"_{name}": x})
+
+    return lambda: getattr(torch.backends.cudnn, name), put
 
 
 # What torch's kernels look up: how to ask, how to set, and what to.
