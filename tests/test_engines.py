@@ -16,29 +16,13 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from processes import descendants
 
 import vescale_fn as vfn
 from vescale_fn._core.distributed import engines, remote, worker
 from vescale_fn._core.distributed.agent import BOOT
 from vescale_fn._core.distributed.engines import Engine, Trouble
 from vescale_fn.errors import MeshError, RankError
-
-
-def descendants() -> set[int]:
-    """The processes below this one that have not ended."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if state != "Z":
-                parents[int(entry.name)] = int(parent)
-    found = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {os.getpid()}
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
+from processes import descendants
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
@@ -31,23 +32,6 @@ from vescale_fn._core.distributed.ranks import launch, simulate
 from vescale_fn.errors import MeshError, RankError, SpecError
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def descendants() -> set[int]:
-    """The processes below this one that have not ended."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if state != "Z":
-                parents[int(entry.name)] = int(parent)
-    found = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {os.getpid()}
 
 
 @pytest.fixture(autouse=True)
