@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 import vescale_fn as vfn
 from vescale_fn import P
+from vescale_fn.plan.ir import graph as plans
 from vescale_fn.plan.ir.nested import all_collectives, nested
 
 YES, NO = torch.tensor(1.0), torch.tensor(-1.0)
@@ -140,6 +141,35 @@ def test_while_loops() -> None:
             each = lambda n: collatz(n[0])[None]
             mapped = vfn.shard_map(each, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=check)
             same_as_eager(mapped, (vfn.shard(numbers, mesh, P("i")),), (vfn.shard(numbers.flip(0), mesh, P("i")),))
+
+
+def test_what_nobody_needs_of_a_while_loop_is_left_out() -> None:
+    def f(n, w, x):
+        def step(c):
+            unused = torch.exp(c["unused"] @ w)
+            return {
+                "i": c["i"] + 1,
+                "x": c["y"] * 2,
+                "y": c["x"],
+                "w": c["w"],
+                "unused": unused + c["only for it"],
+                "only for it": -x,
+            }
+
+        asks = lambda c: (c["i"] < n) & (c["w"].sum() < 1e9)
+        last = vfn.while_loop(asks, step, {"i": 0, "x": x, "y": -x, "w": w, "unused": x, "only for it": x})
+        return last["x"], last["w"]
+
+    jitted = same_as_eager(f, *((torch.tensor(n), W, XS) for n in (0, 1, 4)))
+    (plan,) = jitted._plans.values()
+    (node,) = nested(plan.graph)
+    assert node.target.carry == 3
+    assert not {"exp", "mm", "neg"} & {plans.name_of(x) for body in node.target.bodies for x in plans.calls(body)}
+    tangents = lambda n, x: vfn.jvp(lambda x: f(n, W, x)[0], (x,), (x.cos(),))
+    same_as_eager(tangents, *((torch.tensor(n), XS) for n in (0, 1, 4)), tolerance=1e-12)
+    nobody = vfn.jit(lambda x: (vfn.while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x), x.sin())[1])
+    nobody(XS)
+    assert calls_of(nobody) == []
 
 
 def test_a_fori_loop_between_tensors() -> None:

@@ -7,7 +7,7 @@ with one entry of what it goes over. The body gives the new carry and then what 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,43 +135,65 @@ def prune(node: fx.Node) -> None:
     """Leave out of a loop what nobody needs of its results, and what only that needs. A carried value that no iteration changes
     is from then on the same in all iterations."""
     loop = loop_of(node)
-    places, outs = ends(loop.body)
-    fixed = {i for i in range(loop.carry) if outs[i] is places[i]}
-    read: set[Any] = {part.args[1] for part in node.users if part.users}  # type: ignore[misc]
-    gives, live = _needed(loop, places, outs, read - fixed, fixed)
-    used = [i for i, x in enumerate(places) if x in live or i in gives]
-    if len(gives) == len(outs) and len(used) == len(places):
+    if (needed := _needed(node, loop.carry, loop.body)) is None:
         return
-    order = [i for i in used if i not in fixed] + [i for i in used if i in fixed]
-    nodes = [x for x in calls(loop.body) if x in live]
-    node.target = replace(
+    body, gives, order = needed
+    loop = replace(
         loop,
-        bodies=(extracted(nodes, [places[i] for i in order], [outs[i] for i in gives]),),
+        bodies=(body,),
         carry=sum(i < loop.carry for i in gives),
         slices=tuple(loop.slices[i - loop.carry] for i in order if loop.carry <= i < loop.given),
         keeps=tuple(loop.keeps[i - loop.carry] for i in gives if i >= loop.carry),
     )
-    given = node.args
-    node.args = tuple(given[i] for i in order)
-    node.meta["val"] = [node.meta["val"][i] for i in gives]
-    _renumber(node, gives, given)
+    _become(node, loop, gives, order)
+
+
+def prune_while(node: fx.Node) -> None:
+    """The same of a loop of unknown length, of which also what its condition asks for is needed."""
+    loop: Any = node.target
+    test, body = loop.bodies
+    places, holds = ends(test)
+    live = reached([*_acting(test), *holds])
+    if (needed := _needed(node, loop.carry, body, {i for i, x in enumerate(places) if x in live})) is None:
+        return
+    body, gives, order = needed
+    test = extracted([x for x in calls(test) if x in live], [places[i] for i in order], holds)
+    _become(node, replace(loop, bodies=(test, body), carry=len(gives)), gives, order)
 
 
 def _needed(
-    loop: Loop, places: Sequence[fx.Node], outs: Sequence[fx.Node], wanted: set[Any], fixed: set[int]
-) -> tuple[list[int], set[fx.Node]]:
-    """The places of the body's results that are needed, and the nodes that they need."""
-    acts = [x for x in calls(loop.body) if has_effect(x) or KEPT in x.meta]
+    node: fx.Node, carry: int, body: fx.Graph, asked: Collection[int] = ()
+) -> tuple[fx.Graph, list[int], list[int]] | None:
+    """What is needed of a loop: the body of an iteration that does no more, the places of its results, and those of what it is
+    given, in order. None where all is. `asked`: the places of what is needed besides."""
+    places, outs = ends(body)
+    fixed = {i for i in range(carry) if outs[i] is places[i]}
+    wanted: set[Any] = {part.args[1] for part in node.users if part.users}  # type: ignore[misc]
+    wanted = (wanted | {i for i in asked if i < carry}) - fixed
     while True:
-        live = reached([*acts, *(outs[i] for i in wanted)])
-        more = {i for i in range(loop.carry) if i not in fixed and places[i] in live} - wanted
+        live = reached([*_acting(body), *(outs[i] for i in wanted)])
+        more = {i for i in range(carry) if places[i] in live} - wanted - fixed
         if not more:
-            return sorted(wanted), live
-        wanted = wanted | more
+            break
+        wanted |= more
+    gives, used = sorted(wanted), [i for i, x in enumerate(places) if x in live or i in wanted or i in asked]
+    if len(gives) == len(outs) and len(used) == len(places):
+        return None
+    order = sorted(used, key=fixed.__contains__)
+    nodes = [x for x in calls(body) if x in live]
+    return extracted(nodes, [places[i] for i in order], [outs[i] for i in gives]), gives, order
 
 
-def _renumber(node: fx.Node, gives: list[int], given: Sequence[Any]) -> None:
-    """Let what takes results out of a loop take them from their new places; of the rest, what comes out is what went in."""
+def _acting(body: fx.Graph) -> list[fx.Node]:
+    return [x for x in calls(body) if has_effect(x) or KEPT in x.meta]
+
+
+def _become(node: fx.Node, loop: Nested, gives: list[int], order: list[int]) -> None:
+    """Let a loop become one that gives and is given less. What takes results out of it takes them from their new places; of the
+    rest, what comes out is what went in."""
+    given = node.args
+    node.target, node.args = loop, tuple(given[i] for i in order)
+    node.meta["val"] = [node.meta["val"][i] for i in gives]
     for part in list(node.users):
         place: Any = part.args[1]
         if place in gives:

@@ -16,7 +16,7 @@ from torch import fx
 from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 from ..ir import branches, loop, mapped, shared_bodies
-from ..ir.branches import Branches
+from ..ir.branches import Branches, While
 from ..ir.graph import KEPT, Step, calls, copied, memories, output, writers, written
 from ..ir.loop import Loop
 from ..ir.mapped import Mapped
@@ -25,6 +25,7 @@ from ..ir.shared_bodies import Shared
 
 _PRUNE: dict[type, Callable[[fx.Node], None]] = {
     Loop: loop.prune,
+    While: loop.prune_while,
     Branches: branches.prune,
     Mapped: mapped.prune,
 }
