@@ -1,9 +1,10 @@
 """Sampled programs under `vfn.deterministic`: the same bits on 1, 2 and 4 processes.
 
-The programs are those of `sampled_plans`, on arrays that are split somehow, evenly or not: as they are, differentiated, and under
-`vfn.jit`. The ordinary tests take a few. The long run is
+The programs are those of `sampled_plans`, on arrays that are split somehow, evenly or not, and of `sampled_bodies`: as they are,
+differentiated once and (bodies) twice, and under `vfn.jit`. The ordinary tests take a few. The long runs are
 
     python tests/sampled_bits.py --cases 1000 --seed 1
+    python tests/sampled_bits.py --cases 1000 --seed 1 --bodies
 """
 
 import argparse
@@ -12,6 +13,7 @@ import hashlib
 import random
 import warnings
 
+import sampled_bodies
 import torch
 from sampled_plans import STAYING, UNEVEN, Program, _derivative, _laid, contiguous, spec
 
@@ -20,6 +22,14 @@ from vescale_fn._core.base import tree
 
 MESHES = [((4,), "a"), ((2, 2), "ab"), ((1, 4), "ab"), ((2, 1, 2), "abc")]
 COUNTS = (1, 2, 4)
+BODY = "body "  # what the name of a program that is a `shard_map` body begins with
+TURNS = (
+    "vfn.grad",
+    "vfn.grad of vfn.grad",
+    "vfn.jvp",
+    "vfn.grad",
+    "vfn.vmap",
+)  # in which a body is run, beside forward
 
 
 def told(out):
@@ -56,11 +66,28 @@ def of_a_function(name):
     return found
 
 
+def of_a_body(name):
+    """What a sampled body gives, by the way in which it is run."""
+    case = sampled_bodies.sampled(name.removeprefix(BODY), [sizes for sizes, _ in MESHES])
+    wanted, mesh = sampled_bodies.Wanted(case), vfn.make_mesh(case.shape, case.names)
+    given, found = sampled_bodies.given_inputs(case, mesh), {}
+    turn = int(name.rpartition(":")[2])
+    for check in sampled_bodies.checks(case)[-(turn % 2) :][:1]:
+        f = case.compiled(mesh, check)
+        for way in ("forward", TURNS[turn % len(TURNS)]):
+            through, _ = sampled_bodies.WAYS[way]
+            found[f"{name} {way}: eager"] = said(lambda through=through: through(f, wanted, given))
+            run = lambda *xs, through=through: tuple(through(f, wanted, xs))
+            found[f"{name} {way}: plan"] = said(lambda run=run: vfn.jit(run)(*given))
+    return found
+
+
 def found_in(names):
     """What sampled programs give, by name and way; to be called on each process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {way: lines for name in names for way, lines in of_a_function(name).items()}
+        run = lambda name: of_a_body(name) if name.startswith(BODY) else of_a_function(name)
+        return {way: lines for name in names for way, lines in run(name).items()}
 
 
 def differences(by_count):
@@ -73,8 +100,10 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", default="1")
+    parser.add_argument("--bodies", action="store_true")
     options = parser.parse_args()
-    names, wrong, ways = [f"{options.seed}:{i}" for i in range(options.cases)], 0, 0
+    kind = BODY if options.bodies else ""
+    names, wrong, ways = [f"{kind}{options.seed}:{i}" for i in range(options.cases)], 0, 0
     with vfn.deterministic(4):
         for start in range(0, len(names), 100):
             batch = names[start : start + 100]

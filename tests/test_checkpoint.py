@@ -287,6 +287,7 @@ def test_views_are_stored_without_what_is_around_them(tmp_path):
         "turned": big[:3, :4].T,
         "expanded": torch.ones(1).expand(1000, 1),
         "conjugated": torch.tensor([1 + 2j]).conj(),
+        "alone": big[0, 5:6:4].as_strided((1,), (4,)),  # contiguous, and its stride is not 1
     }
     vfn.save(tmp_path / "c", tree)
     got = vfn.load(tmp_path / "c")

@@ -214,6 +214,25 @@ def test_all_layouts_of_data_have_the_same_bits() -> None:
     assert all(one == found[0] for one in found)
 
 
+def _one_element():
+    """Sums of blocks of one element whose stride is not 1."""
+    mesh = vfn.make_mesh(4, "dp")
+    strided = lambda v: v[:1].as_strided((1,), (2,))
+    run = lambda body, out: bits(
+        vfn.shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=out)(
+            vfn.shard(values(8, (), torch.float32), mesh, P("dp"))
+        )
+    )
+    return {
+        "sum": run(lambda v: vfn.psum(strided(v), "dp"), P()),
+        "gathered": run(lambda v: vfn.all_gather(strided(v), "dp", tiled=True), P("dp")),
+    }
+
+
+def test_blocks_of_one_element_have_the_same_bits(gloo) -> None:
+    same_on(gloo, (2, 4), 4, _one_element)
+
+
 def _second_order():
     mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
     w = vfn.shard(values(6, (5,), torch.float32), mesh, P(None, "tp"))

@@ -62,6 +62,12 @@ def test_its_values_stay_what_they_are():
     assert vfn.digest({"w": torch.arange(6.0), "step": 3}).startswith("42e8da07978834f0")
 
 
+def test_it_does_not_depend_on_strides():
+    x = torch.arange(48.0).view(6, 8)
+    for view in (x.T, x[::2, 1::3], x[:1, :1].squeeze(0), x[::4, 0][:1]):
+        assert vfn.digest(view) == vfn.digest(torch.tensor(view.tolist()))
+
+
 def test_each_bit_counts():
     x = bits((1000,), torch.float32)
     found = {vfn.digest(x)}

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 
 import torch
 
+from .._core.base import dtypes
 from .._core.sharding.layout import contiguous_stride
 from .chunks import Piece
 
@@ -50,7 +51,7 @@ def _add(totals: torch.Tensor, piece: Piece, shape: tuple[int, ...]) -> None:
     outer = max((dim for dim in parted if dim < inner), default=0)  # from here on rows are evenly apart
     first = sum(offset * stride for offset, stride in zip(piece.offsets, strides)) * size
     step = shape[inner] * strides[inner] * size if shape else size
-    data = piece.tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    data = dtypes.as_bytes(piece.tensor.detach().resolve_conj().resolve_neg())
     rows = data.view(math.prod(piece.sizes[:outer]), math.prod(piece.sizes[outer:inner]), -1)
     starts = itertools.product(*(range(0, n * stride, stride) for n, stride in zip(piece.sizes[:outer], strides)))
     for part, start in zip(rows, starts, strict=True):

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._core import torch_internals
+from .._core.base import dtypes
 
 ALIGNED = 64  # bytes: at a multiple of it begins each piece, and in it its numbers
 _STORAGES: dict[torch.dtype, Any] = {
@@ -148,7 +149,7 @@ def _pickled(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
 
 def numbers(x: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU."""
-    return x.reshape(-1).view(torch.uint8).numpy().data
+    return dtypes.as_bytes(x).numpy().data
 
 
 def check_zip(file: Any, length: int) -> int:

@@ -59,6 +59,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else dtype
 
 
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's elements in row-major order, flat, as uint8.
+
+    A contiguous tensor of one element may have any stride, which `contiguous` and `reshape` keep.
+    """
+    return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
 def exact_below(dtype: torch.dtype) -> int:
     """The number below which a dtype holds every natural number, as `random_` draws them."""
     row = FLOATS.get(dtype)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .. import torch_internals
-from ..base import context
+from ..base import context, dtypes
 from . import trees
 from .communicator import groups_of
 from .divergence import RankCall
@@ -122,7 +122,7 @@ def receive(team: Team, me: int, sent: Mapping[int, Row], into: Mapping[int, Row
         return
     group = _process_group(team.teams, me, dist.group.WORLD)
     begun = [
-        dist.P2POp(what, x.contiguous().view(torch.uint8), group=group, group_peer=team.processes.index(q))
+        dist.P2POp(what, dtypes.as_bytes(x), group=group, group_peer=team.processes.index(q))
         for what, rows in ((dist.irecv, into), (dist.isend, sent))
         for q in team.others
         for x in rows[q]

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
-from ..base import context, op_arguments, tree
+from ..base import context, dtypes, op_arguments, tree
 from ..base.errors import DivergenceError
 from ..base.messages import mesh_text, report
 from ..base.source_lines import quoted, user_line
@@ -37,8 +37,8 @@ def digest(x: torch.Tensor) -> str:
     ):
         return ""
     with torch_internals.no_torch_function(), torch_internals.no_transforms(), torch.no_grad():
-        flat = torch_internals.materialized(x.detach()).cpu().contiguous().reshape(-1)
-        return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=8).hexdigest() if flat.numel() else ""
+        x = torch_internals.materialized(x.detach()).cpu()
+        return hashlib.blake2b(dtypes.as_bytes(x).numpy().data, digest_size=8).hexdigest() if x.numel() else ""
 
 
 def _shown(x: torch.Tensor) -> str:

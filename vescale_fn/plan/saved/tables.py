@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from ..._core.base import dtypes
 from ..._core.base.tables import table
 
 
 def written(device: torch.device, of_each: Sequence[torch.Tensor]) -> dict[str, Any]:
     """A table of which each rank has its own, all of one shape and dtype."""
-    texts = [base64.b64encode(bytes(x.contiguous().reshape(-1).view(torch.uint8).tolist())).decode() for x in of_each]
+    texts = [base64.b64encode(bytes(dtypes.as_bytes(x).tolist())).decode() for x in of_each]
     different = list(dict.fromkeys(texts))
     places = {text: i for i, text in enumerate(different)}
     return {
