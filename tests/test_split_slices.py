@@ -153,6 +153,12 @@ def on_gloo_ranks() -> list[str]:
                 wrong.append(f"{n} slices: {counted(log)}")
             if counted(log) != counted(jitted.lower(*given).comms()):
                 wrong.append(f"{n} slices, lowered: {counted(jitted.lower(*given).comms())}")
+        for name in ("gradient of a gradient", "jvp of a gradient"):
+            given, f = of_layers(mesh, P("a"), n), TRANSFORMS[name]
+            jitted = vfn.jit(f(functools.partial(loss, goal=P())))
+            assert_close(vfn.unshard(jitted(*given)), f(loss)(*weights(n), X), rtol=1e-11, atol=1e-11)
+            if counted(jitted.lower(*given).comms())["all_gather", "a"]:
+                wrong.append(f"{name}: {counted(jitted.lower(*given).comms())}")
     return wrong + wrong_bits(mesh, P("a"))
 
 
@@ -168,6 +174,11 @@ TRANSFORMS = {
         )
     ),
     "jvp of a gradient": lambda f: lambda *a: vfn.jvp(vfn.grad(f, (0, 1, 2)), a, tuple(map(torch.cos, a))),
+    "jvp of a jvp of a gradient": lambda f: (
+        lambda w, b, x: vfn.jvp(
+            lambda w: vfn.jvp(lambda w: vfn.grad(f)(w, b, x), (w,), (w.cos(),))[1], (w,), (w.sin(),)
+        )[1]
+    ),
     "remat": lambda f: vfn.grad(vfn.remat(f), (0, 1, 2)),
     "in a loop": lambda f: vfn.grad(
         lambda w, b, x: vfn.scan(lambda c, row: (c + f(w * row.sum(), b, x), None), torch.zeros((), dtype=F), b)[0],
@@ -205,6 +216,25 @@ def test_memory_is_that_of_a_slice() -> None:
     assert lowered.memory().peak < (8 + 8 + 5) * layer
     assert counted(lowered.comms()) == {("broadcast", "a"): 2 * 64, ("all_reduce", "a"): 64}
     assert max(c.bytes for c in lowered.comms()) == layer
+
+
+SQUARES = lambda w, x: (vfn.scan(lambda h, w: (h + torch.tanh(h @ w), None), x, w)[0] ** 2).mean()
+SECOND = {
+    "gradient of a gradient": (vfn.grad(lambda w, x: (vfn.grad(SQUARES)(w, x) ** 2).sum()), 4 * 64),
+    "jvp of a gradient": (lambda w, x: vfn.jvp(lambda w: vfn.grad(SQUARES)(w, x), (w,), (w.cos(),))[1], 2 * 64),
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_order_keeps_to_slices(name: str) -> None:
+    """Of 64 layers on 8 ranks: its own layers, what it has for each of them, and a few layers besides."""
+    f, broadcasts = SECOND[name]
+    mesh, layer = vfn.abstract_mesh((8,), ("a",)), 128 * 128 * 4
+    w = vfn.shard(vfn.ShapeDtype((64, 128, 128), torch.float32), mesh, P("a"))
+    lowered = vfn.jit(f).lower(w, vfn.shard(vfn.ShapeDtype((8, 128), torch.float32), mesh, P("a")))
+    assert lowered.memory().peak < (3 * 8 + 8) * layer
+    assert counted(lowered.comms())["broadcast", "a"] == broadcasts
+    assert not counted(lowered.comms())["all_gather", "a"]
 
 
 def test_a_memory_limit_changes_no_bit() -> None:

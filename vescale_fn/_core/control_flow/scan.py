@@ -6,7 +6,8 @@ Source: `jax.lax`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -75,13 +76,21 @@ def scan(
 
 
 def scanned(
-    f: Any, init: Any, xs: Any, length: Any, reverse: bool, unroll: Any, where: str, name: str = "init"
+    f: Any,
+    init: Any,
+    xs: Any,
+    length: Any,
+    reverse: bool,
+    unroll: Any,
+    where: str,
+    name: str = "init",
+    leading: Mapping[int, Any] = MappingProxyType({}),
 ) -> tuple[Any, Any]:
-    """`scan`, as another public function calls it; `name` is its parameter for the first carry."""
+    """`scan`, as another function calls it; `name` is its parameter for the first carry, `leading` as `Repeated` has it."""
     _check_unroll(unroll, where)
     slices = Slices(xs, where)
     count = slices.length(length)
-    body = Repeated(f, init, slices, where, name)
+    body = Repeated(f, init, slices, where, name, leading)
     if count and (recorder := leaves_.recorder()) is not None:
         if (found := recorder.scan(body, slices.leaves, count, reverse)) is not None:
             return body.carry(found[0]), body.collected(found[1])
@@ -107,12 +116,21 @@ class Repeated:
         slices: what is looped over.
         where: the public function.
         name: its parameter for the first carry.
+        leading: by the places of leaves that `f` collects, how the dim along which a plan collects them is to be split.
     """
 
     runs_anywhere = True  # not only while a transform is active
 
-    def __init__(self, f: Callable[[Any, Any], Any], init: Any, slices: Slices, where: str, name: str) -> None:
-        self._f, self._where, self._slices = f, where, slices
+    def __init__(
+        self,
+        f: Callable[[Any, Any], Any],
+        init: Any,
+        slices: Slices,
+        where: str,
+        name: str,
+        leading: Mapping[int, Any] = MappingProxyType({}),
+    ) -> None:
+        self._f, self._where, self._slices, self.leading = f, where, slices, leading
         self._carry = Opened(init, where, name, leaves_.device_of((init, slices.xs)))
 
     def begun(self, x: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

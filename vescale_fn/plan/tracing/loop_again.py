@@ -14,8 +14,8 @@ import torch
 from ..._core import torch_internals
 from ..._core.arrays.array import is_array, mesh_of, moved, spec_of
 from ..._core.base import context
-from ..._core.control_flow.scan import scanned
-from ..._core.sharding.spec import P
+from ..._core.control_flow.scan import is_split, scanned
+from ..._core.sharding.spec import P, axes_named
 from ..._core.transforms.primals import as_primals
 
 Leaves = list[torch.Tensor]
@@ -64,7 +64,8 @@ class Differentiated:
         init, carried = [self.init[i] for i in self.moving], [cotangents[i] for i in self.moving]
         first = as_primals([torch.zeros_like(x) if ct is None else ct for x, ct in zip(init, carried)], init)
         rows = list(enumerate(zip(self.likes, cotangents, strict=True)))[len(self.init) :]
-        return first, [(i, _along(ct, x)) for i, (x, ct) in rows if ct is not None and x.requires_grad]
+        lead = [*[None] * len(self.init), *map(self.repeated.leading.get, range(len(rows)))]
+        return first, [(i, _along(ct, x, lead[i])) for i, (x, ct) in rows if ct is not None and x.requires_grad]
 
     def differentiable(self, cotangents: Sequence[Any], moved_xs: Sequence[torch.Tensor], carries: Leaves) -> list[Any]:
         """The cotangents of the inputs, which autograd follows.
@@ -89,7 +90,8 @@ class Differentiated:
 
         start = first, as_primals(list(map(torch.zeros_like, self.captured)), self.captured)
         given = [ct for _, ct in rows], xs, carries
-        (own, sums), along = scanned(step, start, given, self.count, not self.reverse, 1, "scan")
+        leading = {i: spec_of(x)[0] for i, x in enumerate(moved_xs) if is_split(x)}
+        (own, sums), along = scanned(step, start, given, self.count, not self.reverse, 1, "scan", leading=leading)
         return [*own, *along, *sums]
 
     def _of_one(self, c: Leaves, x: Leaves, cts: Sequence[tuple[int, torch.Tensor]]) -> tuple[Leaves, Any, Any]:
@@ -159,12 +161,18 @@ def _variable(x: torch.Tensor) -> torch.Tensor:
     return x.view_as(x) if x.requires_grad else torch_internals.begin_following(x.detach())
 
 
-def _along(ct: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The cotangent of what a loop collects, laid out as that is: `like` is of one iteration."""
+def lies_stacked(spec: P, lead: Any) -> P:
+    """The layout of what has this one in an iteration, stacked: `lead` splits the leading dim, unless its axes are in use."""
+    lead = None if axes_named(P(lead)) & axes_named(spec) else lead
+    return P(lead, *spec, unreduced=spec.unreduced, reduced=spec.reduced)
+
+
+def _along(ct: torch.Tensor, like: torch.Tensor, lead: Any) -> torch.Tensor:
+    """The cotangent of what a loop collects, laid out as that is: `like` is of one iteration, `lead` for `lies_stacked`."""
     goal = None
     if is_array(like):
-        spec = spec_of(like)
-        goal = P(None, *spec, unreduced=spec.reduced, reduced=spec.unreduced)
+        spec = lies_stacked(spec_of(like), lead)
+        goal = P(*spec, unreduced=spec.reduced, reduced=spec.unreduced)
     if goal is None and not is_array(ct) or (is_array(ct) and spec_of(ct) == goal):
         return ct
     return moved(ct, mesh_of(like) if goal is not None else mesh_of(ct), goal, "grad")

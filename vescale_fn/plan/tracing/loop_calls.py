@@ -10,12 +10,9 @@ import torch
 from torch import fx
 
 from ..._core import torch_internals
-from ..._core.arrays.array import is_array, mesh_of, spec_of
+from ..._core.arrays.array import is_array, spec_of
 from ..._core.control_flow.scan import Repeated, is_split
-from ..._core.distributed.blocks import Blocks
-from ..._core.distributed.rows import row_of
 from ..._core.local_types import tensor_types
-from ..._core.sharding.spec import P
 from ..execution.stride_checks import as_recorded
 from ..ir.graph import Step, calls, value
 from ..ir.loop import LAST, STACKED, Loop
@@ -23,7 +20,7 @@ from ..ir.nested import extracted
 from . import leaves as leaves_
 from .frame import Frame, Unrollable
 from .loop_again import Differentiated, Leaves, captured, is_smooth
-from .loop_slices import SplitLeaf, like_a_slice
+from .loop_slices import Collected, SplitLeaf, array_like, like_a_slice
 from .partition import Partition
 
 Nodes = list[fx.Node]
@@ -43,6 +40,7 @@ class Iteration:
         given, cut: stand-ins of the carry and of a slice.
         rows: what is cut along its leading dim: the leaves of `xs` where that is whole, the iterations' numbers where one is
             split. Its nodes are `row_nodes`.
+        turn: a stand-in of the iteration's number, where a leaf is split.
         split: by the place in `xs`, the leaves whose leading dim is split; `brings` are the calls that bring their slices.
         carried, collected: what it gave; where autograd follows, with the carry that it was given after what it collects.
         begins_again: whether the first carry has taken other types, so that it is to be run anew.
@@ -86,9 +84,10 @@ class Iteration:
                 for x, (like, parts) in zip(self.rows, likes, strict=True)
             ]
         )
-        turn = next(found) if self.split else None
+        self.turn = next(found) if self.split else None
         return [
-            self.split[i].slice(self.recorder, turn, moving) if i in self.split else next(found) for i in range(count)
+            self.split[i].slice(self.recorder, self.turn, moving) if i in self.split else next(found)
+            for i in range(count)
         ]
 
     def stand_in(
@@ -187,7 +186,13 @@ class LoopCall(Differentiated):
             rows = [recorder.node(x) for leaf in one.rows for x in leaves_.plain_of(leaf)]
         places = list(frame.places)
         given = [*flat(one.given_nodes), *flat(one.row_nodes), *places]
-        gives = [*flat(one.carried_nodes), *flat(one.collected_nodes)]
+        leading = self.repeated.leading
+        collected = [
+            Collected(leaf, nodes, self.count, leading.get(i))
+            for i, (leaf, nodes) in enumerate(zip(one.collected, one.collected_nodes, strict=True))
+        ]
+        kept = [pair for rows in collected for pair in rows.kept]
+        gives = [*flat(one.carried_nodes), *(node for node, _ in kept)]
         self.partition = Partition(one.forward, given, gives, len(first), len(rows), again=one.brings)
         loop = Loop(
             bodies=(extracted(one.forward, given, gives),),
@@ -195,14 +200,14 @@ class LoopCall(Differentiated):
             reverse=self.reverse,
             carry=len(first),
             slices=(STACKED,) * len(rows),
-            keeps=(STACKED,) * (len(gives) - len(first)),
+            keeps=tuple(kind for _, kind in kept),
         )
         self.node, outs = self.emitted(loop, [*first, *rows], frame.constants[: len(places)])
         self.mark = outs[0]
         recorder.loops[torch_internals.memory_number(self.mark)] = self
         found = iter(outs)
         carried = [rebuilt(leaf, found) for leaf in self.init]
-        return [*carried, *(stacked(leaf, found, self.count) for leaf in one.collected)]
+        return [*carried, *(rows.whole(found) for rows in collected)]
 
     def emitted(self, loop: Loop, given: Nodes, constants: Sequence[Any]) -> tuple[fx.Node, Leaves]:
         """Record a call, and give it and stand-ins of its results."""
@@ -258,7 +263,9 @@ def rebuilt(leaf: torch.Tensor, found: Any) -> torch.Tensor:
     """A leaf like this one, of the next plain tensors, which have all elements."""
     with torch_internals.no_torch_function():
         return (
-            leaves_.of_plain(leaf, found) if not is_expanded(leaf) else _array(leaf, leaf.shape, spec_of(leaf), found)
+            leaves_.of_plain(leaf, found)
+            if not is_expanded(leaf)
+            else array_like(leaf, leaf.shape, spec_of(leaf), found)
         )
 
 
@@ -270,27 +277,3 @@ def is_expanded(leaf: torch.Tensor) -> bool:
 def with_all_elements(leaf: torch.Tensor) -> torch.Tensor:
     """`leaf`, which does not repeat an entry along a dim: what comes in its place from a loop does not."""
     return leaf.contiguous() if is_expanded(leaf) else leaf
-
-
-def stacked(leaf: torch.Tensor, found: Any, count: int) -> torch.Tensor:
-    """What is collected in all iterations, where each gives one like `leaf`, of the next plain tensors."""
-    with torch_internals.no_torch_function():
-        if not is_array(leaf):
-            made: dict[int, torch.Tensor] = {}
-            if isinstance(leaf, Blocks):
-                return Blocks(
-                    [made[id(x)] if id(x) in made else made.setdefault(id(x), next(found)) for x in leaf.blocks]
-                )
-            return next(found)
-        spec = spec_of(leaf)
-        lies = P(None, *spec, unreduced=spec.unreduced, reduced=spec.reduced)
-        return _array(leaf, torch.Size((count, *leaf.shape)), lies, found)
-
-
-def _array(leaf: torch.Tensor, shape: torch.Size, lies: P, found: Any) -> torch.Tensor:
-    """An array where `leaf` is, of the next plain tensors."""
-    held = torch_internals.local(leaf)
-    local = [next(found) for _ in range(leaves_.count_of(leaf))]
-    if (row := row_of(held)) is not None:
-        return leaves_.array_around(Blocks(row.like(local[0])), mesh_of(leaf), lies, shape)
-    return leaves_.array_of(local, mesh_of(leaf), lies, shape, type(held) is Blocks)

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from ..._core import torch_internals
+from ..._core.control_flow.scan import is_split
 from ..._core.transforms.primals import as_primals
 from ..ir.graph import value
 from ..ir.loop import EACH, STACKED, Loop
 from ..ir.nested import extracted
 from . import leaves as leaves_
 from .loop_again import gradients
-from .loop_calls import LoopCall, Nodes, flat, in_place_of, rebuilt, stacked, with_all_elements
-from .loop_slices import SplitLeaf, like_a_slice
+from .loop_calls import LoopCall, Nodes, flat, in_place_of, rebuilt, with_all_elements
+from .loop_slices import Collected, SplitLeaf, like_a_slice
 
 
 class Derivative:
@@ -31,6 +31,7 @@ class Derivative:
         self.call = call
         self.first, self.rows = call.arriving(cotangents)
         self.first = list(map(with_all_elements, self.first))
+        self.cut = [ct for _, ct in self.rows if not is_split(ct)]
 
     def cotangents(self) -> list[Any]:
         """Record it, and give the cotangents of the call's inputs."""
@@ -41,18 +42,13 @@ class Derivative:
             call.partition.since(before, frame.graph),
             [*flat(self.ct_nodes), *(total for total, _ in self.totals)],
         )
-        kept = self.kept()
+        collected = self.of_slices()
+        kept = [pair for rows in collected for pair in rows.kept]
         gives = [*self.carry_nodes, *(added for _, added in self.totals), *(node for node, _ in kept)]
         split = call.partition.of_backward(new, given, flat(self.row_nodes), gives, frame.places[known:])
         call.keep(split.residuals)
         zeros = [recorder.zeros(value(total)) for total, _ in self.totals]
-        with torch_internals.no_torch_function():
-            start = [
-                in_place_of(recorder.graph, recorder.node(x), wanted)
-                for ct, wants in zip(self.first, self.ct_nodes, strict=True)
-                for x, wanted in zip(leaves_.plain_of(ct), wants, strict=True)
-            ]
-            along = [recorder.node(x) for _, ct in self.rows for x in leaves_.plain_of(ct)]
+        start, along = self.given()
         cut_of = dict(
             zip(flat(call.one.row_nodes), [x for leaf in call.one.rows for x in leaves_.plain_of(leaf)], strict=True)
         )
@@ -72,36 +68,38 @@ class Derivative:
         found = iter(call.emitted(loop, [*start, *zeros, *along, *each], constants)[1])
         result: list[Any] = [rebuilt(ct, found) for ct in self.first]
         sums = {i: rebuilt(g, found) for i, g in self.sums}
-        result += [
-            stacked(g, found, call.count) if leaf is None else leaf.cotangent(g, found)
-            for leaf, g, _ in self.of_slices()
-        ]
+        result += [rows.whole(found) for rows in collected]
         return [*result, *map(sums.get, range(len(call.captured)))]
 
-    def of_slices(self) -> list[tuple[SplitLeaf | None, torch.Tensor, Nodes]]:
-        """The cotangents of slices and their nodes, each with the leaf if the leading dim of that is split."""
-        count, leaves = len(self.first), map(self.call.one.split.get, self.call.moving_xs)
-        return list(zip(leaves, self.own[count:], self.own_nodes[count:], strict=True))
+    def given(self) -> tuple[Nodes, Nodes]:
+        """The nodes of the cotangents: of the last carry's, and of what is cut."""
+        recorder = self.call.recorder
+        with torch_internals.no_torch_function():
+            start = [
+                in_place_of(recorder.graph, recorder.node(x), wanted)
+                for ct, wants in zip(self.first, self.ct_nodes, strict=True)
+                for x, wanted in zip(leaves_.plain_of(ct), wants, strict=True)
+            ]
+            return start, [recorder.node(x) for ct in self.cut for x in leaves_.plain_of(ct)]
 
-    def kept(self) -> list[tuple[fx.Node, Any]]:
-        """Their nodes, each with what is kept of it."""
-        return [
-            pair
-            for leaf, g, nodes in self.of_slices()
-            for pair in ([(node, STACKED) for node in nodes] if leaf is None else leaf.kept(g, nodes))
-        ]
+    def of_slices(self) -> list[Collected]:
+        """The cotangents of slices."""
+        call, first = self.call, len(self.first)
+        lead = [call.one.split[i].lies[0] if i in call.one.split else None for i in call.moving_xs]
+        own = zip(self.own[first:], self.own_nodes[first:], lead, strict=True)
+        return [Collected(g, nodes, call.count, names) for g, nodes, names in own]
 
     def record(self) -> None:
         """Record the derivative of one iteration, in its frame."""
         call, one, recorder = self.call, self.call.one, self.call.recorder
-        cuts = [like_a_slice(ct) for _, ct in self.rows]
-        parts = [list(map(recorder.fake, leaves_.plain_of(ct))) for _, ct in self.rows]
+        likes = [(like_a_slice(ct), list(map(recorder.fake, leaves_.plain_of(ct)))) for ct in self.cut]
         self.ct_nodes: list[Nodes] = []
         self.row_nodes: list[Nodes] = []
         with recorder.within(one.frame):
             cts = [one.stand_in(ct, "ct", self.ct_nodes, False) for ct in self.first]
+            cut = iter([one.stand_in(like, "ct_y", self.row_nodes, False, parts) for like, parts in likes])
             rows = [
-                one.stand_in(cut, "ct_y", self.row_nodes, False, part) for cut, part in zip(cuts, parts, strict=True)
+                SplitLeaf(ct).slice(recorder, one.turn, False) if is_split(ct) else next(cut) for _, ct in self.rows
             ]
             pairs = list(zip([one.carried[i] for i in call.moving], cts, strict=True))
             pairs += zip([call.likes[i] for i, _ in self.rows], rows, strict=True)

@@ -71,8 +71,11 @@ class BelowTransform:
         if len(goals) == len(self.forms):
             goals = [a or b for a, b in zip(goals, self.forms)]
         self.y_forms = forms[1]
+        rows = [self.layer.parts(x, form, 0) for x, form in zip(y.leaves, forms[1], strict=True)]
+        lead = [self.above.leading.get(i) for i, parts in enumerate(rows) for _ in parts]
+        self.leading = {i: one for i, one in enumerate(lead) if one is not None}
         return IterationBelow(self._below(now.leaves, goals, 0), now, goals), IterationBelow(
-            self._below(y.leaves, forms[1], 0), y, forms[1]
+            [part for parts in rows for part in parts], y, forms[1]
         )
 
     def adapt(self, now: IterationBelow) -> bool:
@@ -141,7 +144,7 @@ class BelowGradient(BelowTransform):
             self.begins = self.follows and not self.moving and any(x.requires_grad for x in self.results)
             self.captured = self._captured(start, seen.found) if self.moving else []
             more = self.given if self.moving else []
-        self.y_forms = [True for _ in y.leaves]
+        self.y_forms, self.leading = [True for _ in y.leaves], self.above.leading
         forms = [True for _ in now.leaves]
         rows = [*y.leaves, *more]
         return (

@@ -21,17 +21,44 @@ from ..._core.distributed.blocks import Blocks
 from ..._core.distributed.collectives import Collective, group_size
 from ..._core.distributed.communicator import coordinates
 from ..._core.distributed.mesh import communicator_of
+from ..._core.distributed.rows import row_of
 from ..._core.sharding.index_map import axes_of, dim_indices
 from ..._core.sharding.layout import contiguous_stride, layout, spec_for
 from ..._core.sharding.spec import P, split_axes
 from ..execution.looping import own_row
 from ..ir.graph import Step
+from ..ir.loop import STACKED
 from . import leaves as leaves_
+from .loop_again import lies_stacked
 
 
 def like_a_slice(x: torch.Tensor) -> torch.Tensor:
     """What has the layout and the blocks of a slice of `x`, whose leading dim is whole; the blocks may have another size."""
     return x.select(0, 0) if is_array(x) else x
+
+
+def stacked(leaf: torch.Tensor, found: Any, count: int) -> torch.Tensor:
+    """What is collected in all iterations, where each gives one like `leaf`, of the next plain tensors."""
+    with torch_internals.no_torch_function():
+        if not is_array(leaf):
+            made: dict[int, torch.Tensor] = {}
+            if isinstance(leaf, Blocks):
+                return Blocks(
+                    [made[id(x)] if id(x) in made else made.setdefault(id(x), next(found)) for x in leaf.blocks]
+                )
+            return next(found)
+        spec = spec_of(leaf)
+        lies = P(None, *spec, unreduced=spec.unreduced, reduced=spec.reduced)
+        return array_like(leaf, torch.Size((count, *leaf.shape)), lies, found)
+
+
+def array_like(leaf: torch.Tensor, shape: torch.Size, lies: P, found: Any) -> torch.Tensor:
+    """An array where `leaf` is, of the next plain tensors."""
+    held = torch_internals.local(leaf)
+    local = [next(found) for _ in range(leaves_.count_of(leaf))]
+    if (row := row_of(held)) is not None:
+        return leaves_.array_around(Blocks(row.like(local[0])), mesh_of(leaf), lies, shape)
+    return leaves_.array_of(local, mesh_of(leaf), lies, shape, type(held) is Blocks)
 
 
 class SplitLeaf:
@@ -62,37 +89,44 @@ class SplitLeaf:
         if group_size(self.mesh, self.broadcast.axes) > 1:
             local = recorder.collective(self.broadcast, local, turn)
         lies = P(*self.lies[1:], unreduced=self.lies.unreduced, reduced=self.lies.reduced)
-        return made(local, self._spec(lies, self.x.shape[1:], self.x.dtype), lies)
+        return made(local, _spec(self.mesh, lies, self.x.shape[1:], self.x.dtype), lies)
 
-    def kept(self, ct: torch.Tensor, nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, tuple[int, ...]]]:
-        """For each plain tensor of the leaf's cotangent the node that gives entries of it, and the iterations that do.
 
-        Args:
-            ct: the cotangent of a slice.
-            nodes: of its plain tensors.
-        """
-        holders = leaves_.first_holders(torch_internals.spec(ct)) if self.simulated else (0,)
+class Collected:
+    """What a loop collects of its iterations along a leading dim.
+
+    Args:
+        leaf: what one iteration gives.
+        nodes: of its plain tensors.
+        count: the number of iterations.
+        lead: how the leading dim is to be split (`lies_stacked`); then each rank keeps its own iterations alone.
+
+    Attributes:
+        kept: for each plain tensor of it the node that gives entries, and which of them the loop keeps.
+    """
+
+    def __init__(self, leaf: torch.Tensor, nodes: Sequence[fx.Node], count: int, lead: Any = None) -> None:
+        self.leaf, self.count, self.spec = leaf, count, None
+        self.kept: list[tuple[fx.Node, str | tuple[int, ...]]] = [(node, STACKED) for node in nodes]
+        if not is_array(leaf) or (lies := lies_stacked(spec_of(leaf), lead))[0] is None:
+            return
+        self.lies, self.simulated = lies, type(torch_internals.local(leaf)) is Blocks
+        self.spec = _spec(mesh_of(leaf), lies, torch.Size((count, *leaf.shape)), leaf.dtype)
+        holders = leaves_.first_holders(torch_internals.spec(leaf)) if self.simulated else (0,)
         places = {at: i for i, at in enumerate(dict.fromkeys(holders))}
-        rows = _holders(self._spec_of_cotangent(ct), self.simulated)
-        return [(nodes[places[holders[at]]], held) for at, held in rows]
+        self.kept = [(nodes[places[holders[at]]], held) for at, held in _holders(self.spec, self.simulated)]
 
-    def cotangent(self, ct: torch.Tensor, found: Iterator[torch.Tensor]) -> torch.Tensor:
-        """The cotangent of the leaf, of those of its slices, one of which is `ct`, and of its plain tensors."""
-        spec = self._spec_of_cotangent(ct)
-        blocks = [next(found) for _ in _holders(spec, self.simulated)]
+    def whole(self, found: Iterator[torch.Tensor]) -> torch.Tensor:
+        """It, of the next plain tensors."""
+        if self.spec is None:
+            return stacked(self.leaf, found, self.count)
+        blocks = [next(found) for _ in self.kept]
         with torch_internals.no_torch_function():
-            local = leaves_.of_ranks(blocks, spec) if self.simulated else blocks[0]
-            return made(local, spec, self._lies_of_cotangent(ct))
+            return made(leaves_.of_ranks(blocks, self.spec) if self.simulated else blocks[0], self.spec, self.lies)
 
-    def _lies_of_cotangent(self, ct: torch.Tensor) -> P:
-        lies = spec_of(ct)
-        return P(self.lies[0], *lies, unreduced=lies.unreduced, reduced=lies.reduced)
 
-    def _spec_of_cotangent(self, ct: torch.Tensor) -> Any:
-        return self._spec(self._lies_of_cotangent(ct), self.x.shape, ct.dtype)
-
-    def _spec(self, lies: P, shape: torch.Size, dtype: torch.dtype) -> Any:
-        return spec_for(self.mesh, P(*lies, unreduced=lies.unreduced), shape, contiguous_stride(shape), dtype)
+def _spec(mesh: Any, lies: P, shape: torch.Size, dtype: torch.dtype) -> Any:
+    return spec_for(mesh, P(*lies, unreduced=lies.unreduced), shape, contiguous_stride(shape), dtype)
 
 
 def _holders(spec: Any, simulated: bool) -> list[tuple[int, tuple[int, ...]]]:
