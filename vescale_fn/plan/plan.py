@@ -74,17 +74,19 @@ class Plan:
         self.donated = [i for i in donated if isinstance(leaves[i], torch.Tensor) and i not in returned]
         self.versions = [(x, torch_internals.version(x)) for x in recorded.read]
         self.constants = [(x, x.shape, x.dtype) for x in recorded.constants]
-        self._take = [(i, take) for i, leaf in enumerate(leaves) if (take := _taking(leaf)) is not None]
+        keeps = set(self.donated)
+        self._take = [(i, take, i in keeps) for i, leaf in enumerate(leaves) if (take := _taking(leaf)) is not None]
+        self._gifts = [self._said[i] for i in self.donated]
         self._make = list(map(leaves_.making, recorded.results))
         known = [communicator_of(mesh) for mesh in meshes(leaves, recorded.graph, recorded)]
         self._abstract = any(isinstance(root(one.mesh), AbstractMesh) for one in known)
         self._in_part = any(one.holds_blocks and not one.all_here for one in known)
         self._how = how
-        inputs, given_away = iter(recorded.inputs), set(self.donated)
-        for i, take in self._take:
+        inputs = iter(recorded.inputs)
+        for i, take, keep in self._take:
             for _ in take(leaves[i]):
                 node = next(inputs)
-                if i in given_away:
+                if keep:
                     node.meta[DONATED] = True
 
     def improve(self, passes: Sequence[Pass], seen: Callable[[fx.Graph], None]) -> None:
@@ -162,21 +164,20 @@ class Plan:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         given: list[Any] = []
-        for i, take in self._take:
+        for i, take, _ in self._take:
             given += take(leaves[i])
         return self._finished(leaves, given)
 
     def taking(self, leaves: list[Any], where: str, line: str) -> Any:
         """The same for a call whose donated leaves it may keep."""
         donation.check(where, leaves, self.donated, self._said, self.recorded.constants)
-        donated = set(self.donated)
         given: list[Any] = []
-        for i, take in self._take:
-            shared = i in donated and not donation.is_alone(leaves[i])
+        for i, take, keep in self._take:
+            shared = keep and not donation.is_alone(leaves[i])
             blocks = take(leaves[i])
-            shared = shared or (i in donated and len(set(map(id, blocks))) < len(blocks))
+            shared = shared or (keep and len(blocks) > len(set(map(id, blocks))))
             given += map(donation.copied, blocks) if shared else blocks
-        gift = donation.Gift(where, line, [self._said[i] for i in self.donated])
+        gift = donation.Gift(where, line, self._gifts)
         try:
             out = self._finished(leaves, given)
         except BaseException as error:
@@ -216,7 +217,7 @@ class Plan:
         nodes = output(self.graph).args[0]
         outs = [made for made in self.recorded.results if isinstance(made, leaves_.Result)]
         outputs = [("", made.text(nodes)) for made in outs]  # type: ignore[arg-type]
-        places = [i for i, _ in self._take]
+        places = [i for i, *_ in self._take]
         inputs = [(self.names[i], self.types[i]) for i in places]
         return Lowered(
             self.graph,

@@ -50,7 +50,7 @@ from .dtensor import (
     strided_shard_type,
     unattached_mesh,
 )
-from .exchanges import ask_before_exchange
+from .exchanges import ask_before_exchange, set_data
 from .fake_tensors import (
     NO_VALUE_ERRORS,
     another,
@@ -167,9 +167,11 @@ from .settings import (
     named_kernel_settings,
 )
 from .tensor_memory import (
+    alike,
     base,
     count_write,
     flattened,
+    has_own_memory,
     is_lazy,
     materialized,
     memory,
@@ -180,7 +182,6 @@ from .tensor_memory import (
     stands_for_memory,
     storage,
     unflattened,
-    users,
     version,
 )
 
@@ -201,6 +202,7 @@ __all__ = [
     "apply",
     "as_one_step",
     "as_written",
+    "alike",
     "ask_before_exchange",
     "ask_before_groups",
     "asked_for",
@@ -253,6 +255,7 @@ __all__ = [
     "group_timeout",
     "has_groups",
     "has_kernel",
+    "has_own_memory",
     "held_by",
     "held_local",
     "hold",
@@ -320,6 +323,7 @@ __all__ = [
     "set_ambient",
     "set_default_group_timeout",
     "set_group_timeout",
+    "set_data",
     "set_local",
     "set_spec",
     "set_storage_offset",
@@ -341,7 +345,6 @@ __all__ = [
     "unflattened",
     "unrecorded",
     "unseen",
-    "users",
     "version",
     "warn_of_untested",
     "watched",

@@ -11,6 +11,7 @@ import torch
 from .modes import function_mode_on, recorder
 
 _data: Any = torch._C.TensorBase.data
+set_data: Callable[[torch.Tensor, torch.Tensor], None] = _data.__set__  # `x.data = value`, of which nobody is told
 _set: Any = torch._C.TensorBase.set_
 _use_count: Any = torch._C.TensorBase._use_count
 _asked: list[Callable[[str, torch.Tensor, Any], None]] = []
@@ -31,7 +32,7 @@ def _set_data(x: torch.Tensor, value: Any) -> None:
     for ask in _asked:
         ask("data", x, value)
     at_work = None if function_mode_on() else recorder()  # a mode comes first, and then here again
-    return _data.__set__(x, value) if at_work is None else at_work.assigned(x, value, _data.__set__)
+    return set_data(x, value) if at_work is None else at_work.assigned(x, value, set_data)
 
 
 @functools.wraps(torch.Tensor.set_)

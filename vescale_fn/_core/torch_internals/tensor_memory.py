@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import TensorGuards as _TensorGuards
 
 from .functorch import peel
 from .modes import no_torch_function
@@ -35,9 +37,22 @@ def memory(x: torch.Tensor) -> tuple[Any, ...]:
     return _storage(x)._cdata, x.storage_offset(), x.shape, x.stride()
 
 
-def users(storage: torch.UntypedStorage) -> int:
-    """How many tensors have this memory."""
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # one is `storage` itself
+_use_count = torch._C._storage_Use_Count
+
+
+def has_own_memory(x: torch.Tensor) -> bool:
+    """Whether a plain tensor is the only one that has its memory, which torch has made."""
+    storage = _storage(x)
+    alone = _use_count(storage._cdata) == 2  # the tensor, and `storage`
+    return alone and (storage.resizable() or storage.nbytes() == 0)
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Whether tensors that it is called with are of these ones' classes, shapes, strides, dtypes and devices, and require
+    gradients where they do; told in C++. (Of sparse tensors, which have no strides, there is none.)"""
+    shapes: Any = [list(x.shape) for x in tensors]
+    strides: Any = [list(x.stride()) for x in tensors]
+    return _TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
 
 def storage(x: torch.Tensor) -> Any:

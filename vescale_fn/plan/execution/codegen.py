@@ -216,10 +216,11 @@ class Writer:
         """The arguments of a node, a number beside a tensor as a tensor: that spares torch to make one each time."""
         args: list[Any] = list(node.args)
         if len(args) == 2 and node.target in _TAKES_NUMBERS and type(args[1]) in (float, int):
-            first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-            x = value(first) if isinstance(first, fx.Node) else None
+            x = value(args[0]) if isinstance(args[0], fx.Node) else list(map(value, args[0]))
+            lists = isinstance(x, list)
+            x = x[0] if lists else x
             if isinstance(x, torch.Tensor) and x.ndim and x.dtype in (torch.float32, torch.float64):
-                if first is args[0] or x.device.type == "cpu":  # beside a list it must be where the list is
+                if not lists or x.device.type == "cpu":  # beside a list it must be where the list is
                     args[1] = _Number(args[1], x.dtype)
         return args
 

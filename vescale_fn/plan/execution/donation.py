@@ -82,10 +82,10 @@ def check(
     Raises:
         DonationError: naming all such leaves.
     """
-    leaves, given, held = list(leaves), set(donated), set(map(id, constants))
-    ids = [id(x) for x in leaves if isinstance(x, torch.Tensor)]
-    if len(set(ids)) == len(ids) and held.isdisjoint(ids):
+    leaves, held = list(leaves), set(map(id, constants))
+    if len(ids := set(map(id, leaves))) == len(leaves) and held.isdisjoint(ids):
         return
+    given = set(donated)
     places: dict[int, list[int]] = {}
     for place, x in enumerate(leaves):
         if isinstance(x, torch.Tensor):
@@ -117,19 +117,15 @@ def is_alone(leaf: torch.Tensor) -> bool:
     apart, since it counts who holds its parts.
     """
     if not isinstance(leaf, DTensor):
-        return _is_only(leaf)
+        return torch_internals.has_own_memory(leaf)
     if sys.getrefcount(torch_internals.local(leaf)) > 2:  # the array, and this call
         return False
     if type(torch_internals.local(leaf)) is not Blocks:
-        return _is_only(torch_internals.local(leaf))
+        return torch_internals.has_own_memory(torch_internals.local(leaf))
     blocks = torch_internals.local(leaf).blocks
     times = Counter(map(id, blocks))
-    return all(sys.getrefcount(block) <= times[id(block)] + 2 and _is_only(block) for block in blocks)
-
-
-def _is_only(x: torch.Tensor) -> bool:
-    storage = x.untyped_storage()
-    return torch_internals.users(storage) == 1 and (storage.resizable() or storage.nbytes() == 0)
+    own = torch_internals.has_own_memory
+    return all(sys.getrefcount(block) <= times[id(block)] + 2 and own(block) for block in blocks)
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:
@@ -156,7 +152,7 @@ def give_away(leaves: Iterable[torch.Tensor], gift: Gift) -> None:
             torch_internals.set_spec(x, _Gone(x))
             x.__class__ = DonatedArray
         else:
-            x.data = nothing
+            torch_internals.set_data(x, nothing)
             x.__class__ = Donated
 
 
