@@ -383,6 +383,32 @@ def test_what_makes_another_plan():
     assert f.cache_info().records == len(kinds) + 2  # outside of the simulation is elsewhere
 
 
+OTHER_CALLS = {
+    "turned": lambda x: x.t().contiguous().t(),
+    "longer": lambda x: torch.cat([x, x]),
+    "another dtype": lambda x: x.float(),
+    "a parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+    "negated": lambda x: torch._neg_view(x),
+    "a float": lambda x: 2.5,
+    "an array": lambda x: vfn.shard(x, vfn.make_mesh((2,), ("dp",)), P("dp")),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_CALLS)
+def test_a_call_unlike_the_last_ones(other):
+    function = lambda given, n: given["x"] * n - given["depth"]
+    f, x = vfn.jit(lambda given, n: (function(given, n), given["x"])), torch.arange(6.0).view(2, 3).double()
+    with vfn.simulate(2):
+        for _ in range(4):
+            f({"x": x, "depth": 3}, 0.5)
+        y = OTHER_CALLS[other](x)
+        for given in ({"x": y, "depth": 3}, {"x": x, "depth": 4}, {"x": x, "depth": 3}):
+            (found, same), wanted = f(given, 1.5), function(given, 1.5)
+            assert found == wanted if isinstance(wanted, float) else torch.equal(*vfn.unshard((found, wanted)))
+            assert type(same) is type(given["x"])
+    assert f.cache_info().records == 3 - (other == "negated")  # with the depth of 4, and with `y`
+
+
 def test_static_argnums():
     f = vfn.jit(lambda x, how: how(x), static_argnums=1)
     assert torch.equal(f(X, torch.sin), X.sin())

@@ -27,7 +27,7 @@ from .picked import Names, Picked, Places, check_apart, picked
 from .pipeline import PASSES
 from .plan import Plan
 from .saved_plans import SavedPlan
-from .signature import JitCall, difference
+from .signature import JitCall, PlanKey, difference
 from .tracing import leaves as leaves_
 from .tracing import value_guards
 from .tracing.guards import Captured
@@ -279,6 +279,7 @@ class Jitted(Generic[Q, R]):
         self._plans: OrderedDict[Any, Plan | value_guards.Fork | None] = OrderedDict()
         self._hits = self._records = self._as_written = 0
         self._last: tuple[Any, str] = (None, "")
+        self._before: PlanKey | None = None  # the key of the last replay
         self._said: set[str] = set()
 
     def __repr__(self) -> str:
@@ -297,7 +298,7 @@ class Jitted(Generic[Q, R]):
             call = None if self._in_specs is None else self._call(args, kwargs)
             out = self._f(*args, **kwargs) if call is None else call.run()
             return laid_out(out, self._out_specs)
-        call = JitCall(self._f, args, kwargs, self._static, self._donated, self._in_specs)
+        call = JitCall(self._f, args, kwargs, self._static, self._donated, self._in_specs, self._before)
         if call.follows_gradients():
             self._say(
                 "an argument requires gradients, which a replay would not follow",
@@ -378,6 +379,9 @@ class Jitted(Generic[Q, R]):
             return _NEW
         if plan is not _NEW and len(self._plans) > 1:
             self._plans.move_to_end(call.key)
+        if plan is not _NEW and call.key is not self._before:
+            call.key.expect(call.leaves, self._before)
+            self._before = call.key
         return plan
 
     def _made(self, call: JitCall) -> tuple[Plan | None, str]:

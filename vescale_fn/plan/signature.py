@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._core import torch_internals
 from .._core.base import tree
 from .._core.base.containers import opened
 from .._core.base.errors import TransformError
@@ -21,6 +22,41 @@ from .tracing import leaves as leaves_
 from .tracing.value_guards import Guard
 
 
+class PlanKey(tuple[Any, ...]):
+    """The key of a plan: the tree, the signatures of its leaves, the static arguments and what is ambient.
+
+    There may be thousands of leaves, so a key knows its hash, and, once it was the key of two calls, what tells it of another.
+    """
+
+    _hash: int | None = None
+    _serves: Callable[[Sequence[Any]], bool] | None = None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+    def expect(self, leaves: Sequence[Any], before: PlanKey | None) -> None:
+        """Be ready for more calls like that of these leaves, if the one before had this key too."""
+        if before != self:
+            return
+        places = [i for i, x in enumerate(leaves) if type(x) is torch.Tensor and x.layout is torch.strided]
+        apart = set(range(len(leaves))).difference(places)
+        others = [(i, leaves_.signature(leaves[i])) for i in sorted(apart)]
+        alike = torch_internals.alike([leaves[i] for i in places])
+
+        def serves(leaves: Sequence[Any]) -> bool:
+            tensors = [leaves[i] for i in places] if others else leaves
+            return alike(*tensors) and all(leaves_.signature(leaves[i]) == one for i, one in others)
+
+        self._serves = serves
+
+    def is_of(self, treedef: Any, leaves: Sequence[Any], fixed: Any, around: Any) -> bool:
+        """Whether it is the key of a call; False may mean that it is not known to be."""
+        known = self._serves is not None and self[0] == treedef and self[2] == fixed and self[3] == around
+        return known and self._serves(leaves)  # type: ignore[misc]
+
+
 class JitCall:
     """A call.
 
@@ -29,6 +65,7 @@ class JitCall:
         args, kwargs: what it is called with.
         static, donated: the arguments that the plan is made for, and that it may use up.
         in_specs: how the arguments are to lie, or None.
+        before: the key of the call before.
 
     Attributes:
         leaves, treedef: of the arguments, without the static ones.
@@ -36,6 +73,7 @@ class JitCall:
         guards: of the plan that was recorded for this call.
     """
 
+    key: PlanKey
     guards: Sequence[Guard] = ()
     _static: tuple[int, ...] = ()
     _named: Mapping[str, Any] = MappingProxyType({})  # the static arguments by name
@@ -48,6 +86,7 @@ class JitCall:
         static: Picked | None,
         donated: Picked | None,
         in_specs: Any = None,
+        before: PlanKey | None = None,
     ) -> None:
         self.f, self.args, self.kwargs = f, args, kwargs
         self._donated, self._in_specs, fixed = donated, in_specs, ()
@@ -61,7 +100,11 @@ class JitCall:
                 kwargs = {name: x for name, x in kwargs.items() if name not in named}
         given = (args, kwargs) if kwargs else (args,)
         self.leaves, self.treedef = opened(given, "jit", self.names, numpy=True, modules=True, passing=self._owner)
-        self.key = self.treedef, tuple(map(leaves_.signature, self.leaves)), fixed, ambient.around()
+        around = ambient.around()
+        again = before is not None and before.is_of(self.treedef, self.leaves, fixed, around)
+        self.key = (
+            before if again else PlanKey((self.treedef, tuple(map(leaves_.signature, self.leaves)), fixed, around))
+        )
 
     def _owner(self) -> Sequence[Any]:
         return owner(self.f, self.args)
