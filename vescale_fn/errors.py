@@ -4,6 +4,7 @@ from ._core.base import front_door
 from ._core.base.errors import (
     CheckpointError,
     CollectiveError,
+    DataError,
     DivergenceError,
     DonationError,
     InPlaceError,
@@ -25,6 +26,7 @@ from ._core.base.errors import TypingError as TypingError
 __all__ = [
     "CheckpointError",
     "CollectiveError",
+    "DataError",
     "DivergenceError",
     "DonationError",
     "InPlaceError",

@@ -9,14 +9,11 @@ import numpy as np
 import torch
 
 import vescale_fn as vfn
+from vescale_fn.errors import DataError
 
 # Not the library itself: what was installed beside it, and its tests.
 SKIP = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 HELD_OUT = 10  # one file in so many is held out, or that part of the bytes where there are few files
-
-
-class DataError(Exception):
-    """There is no text to train on."""
 
 
 def find_files(path: str | None = None) -> list[Path]:

@@ -89,6 +89,10 @@ class RecordError(VfnError, RuntimeError):
     """Under `jit`, a value of one recording is used in another."""
 
 
+class DataError(VfnError, ValueError):
+    """A data set cannot be read in batches, or a batch is not as the others."""
+
+
 class NoValueError(VfnError, ValueError):
     """A value was asked for where only shapes are known: of a `ShapeDtype`, or of an array on an abstract mesh."""
 

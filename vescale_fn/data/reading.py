@@ -1,0 +1,120 @@
+"""Which samples each step has, and how a rank's rows of them are read: what workers are sent."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from .feistel import MASK, of_epoch, seed, shuffled
+
+LAST = ("rollover", "discard", "keep")  # what becomes of the end of an epoch
+Sample = tuple[int, int]  # an epoch, and an index into the data set
+
+
+class SampleOrder(NamedTuple):
+    """The order in which the samples come.
+
+    Attributes:
+        n: how many there are.
+        size: of a batch.
+        key: the bits of a key.
+        shuffle: whether each epoch has an order of its own.
+        last: what becomes of the end of an epoch.
+    """
+
+    n: int
+    size: int
+    key: tuple[int, int]
+    shuffle: bool
+    last: str
+
+    def rows(self, step: int) -> int:
+        """How many samples the batch of a step has."""
+        per_epoch = -(-self.n // self.size)
+        ends = self.last == "keep" and step % per_epoch == per_epoch - 1
+        return self.n - (per_epoch - 1) * self.size if ends else self.size
+
+    def samples(self, step: int, rows: Sequence[int]) -> list[Sample]:
+        """Those in some rows of the batch of a step."""
+        if self.last == "rollover":
+            found = [divmod(step * self.size + row, self.n) for row in rows]
+        else:
+            per_epoch = self.n // self.size if self.last == "discard" else -(-self.n // self.size)
+            epoch, at = divmod(step, per_epoch)
+            found = [(epoch, at * self.size + row) for row in rows]
+        return [sample for epoch, row in groupby(found, lambda one: one[0]) for sample in self._in_order(epoch, row)]
+
+    def _in_order(self, epoch: int, places: Iterator[Sample]) -> Iterator[Sample]:
+        at = torch.tensor([place for _, place in places])
+        at = shuffled(of_epoch(self.key, epoch), at, self.n) if self.shuffle else at
+        return ((epoch, index) for index in at.tolist())
+
+
+class RowReader(Dataset[Any]):
+    """Of each step, the rows that the ranks played here need.
+
+    Args:
+        dataset: what is read.
+        order: in which order.
+        collate: makes one tree of a list of samples.
+        row_sets: by the number of rows of a batch, the different sets of them that ranks here need.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        order: SampleOrder,
+        collate: Callable[[list[Any]], Any],
+        row_sets: Mapping[int, Sequence[Sequence[int]]],
+    ) -> None:
+        self.dataset, self.order, self.collate, self.row_sets = dataset, order, collate, row_sets
+
+    def __getitem__(self, step: int) -> list[Any]:
+        return self.read(step, self.row_sets[self.order.rows(step)])
+
+    def read(self, step: int, row_sets: Sequence[Sequence[int]]) -> list[Any]:
+        """What `collate` makes of each of these sets of rows."""
+        with _generators_kept():
+            return [self._collated(self.order.samples(step, rows)) for rows in row_sets]
+
+    def _collated(self, samples: Sequence[Sample]) -> Any:
+        seeds = [seed(of_epoch(self.order.key, epoch), index) for epoch, index in samples]
+        if getattr(self.dataset, "__getitems__", None):
+            _seed(seeds[0])
+            found = self.dataset.__getitems__([index for _, index in samples])
+        else:
+            found = []
+            for (_, index), number in zip(samples, seeds):
+                _seed(number)
+                found.append(self.dataset[index])
+        _seed(seeds[0] ^ 1)
+        return self.collate(found)
+
+
+def _seed(number: int) -> None:
+    """Seed the generators that data sets draw from: torch's of the CPU, numpy's and Python's."""
+    torch.default_generator.manual_seed(number)
+    np.random.seed(number & MASK)
+    random.seed(number)
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Have the generators go on behind the block as if nothing had been drawn; those of a worker are nobody else's."""
+    if get_worker_info() is not None:
+        yield
+        return
+    kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        np.random.set_state(kept[1])
+        random.setstate(kept[2])
