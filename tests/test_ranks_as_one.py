@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.base import tree
+from vescale_fn.plan import plan
 from vescale_fn.plan.ir.graph import copied
 from vescale_fn.plan.ir.per_rank import PerRank, RanksDiffer, of_rank
 from vescale_fn.plan.ir.ranks_as_one import folded
@@ -150,25 +151,93 @@ def test_a_number_of_each_rank():
             compare()
 
 
-def test_what_ranks_do_apart_is_recorded_of_each():
+def recorded_once(f, *args, donated=()):
+    """What a function gives that is recorded once, which must be what it gives where each rank is recorded by itself."""
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        return f(*args)
+
+    copies = lambda: tuple(vfn.tree.map(torch.clone, x) if i in donated else x for i, x in enumerate(args))
+    jitted, alone = vfn.jit(counted, donate_argnums=donated), vfn.jit(f, donate_argnums=donated)
+    for _ in range(2):
+        found = jitted(*copies())
+        with each_by_itself(), mock.patch.object(plan, "folded", side_effect=RanksDiffer):
+            wanted = alone(*copies())
+        for x, y in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
+            assert torch.equal(vfn.unshard(x), vfn.unshard(y))
+            assert (x.dtype, x.stride(), vfn.spec_of(x)) == (y.dtype, y.stride(), vfn.spec_of(y))
+    assert len(calls) == 1
+    assert plan_of(jitted)._ranks is not None
+    travels = lambda jitted: sorted((c.op, c.axes, c.bytes) for c in jitted.lower(*args).comms())
+    assert travels(jitted) == travels(alone)
+    return found
+
+
+def test_what_the_first_ranks_do_and_others_do_not():
     """A bias on a sum in parts is kept by one rank alone. What an array outside has come to know is of no recording."""
-    x, b = torch.arange(24.0).view(8, 3), torch.arange(3.0)
+    x, b = torch.arange(24.0).view(8, 3), torch.tensor([-0.0, torch.inf, 2.0])
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+        parts, bias = vfn.shard(x, mesh, P("dp")), vfn.shard(b, mesh, P())
+        total = (parts * 2).sum(0)
+        kept = lambda x: vfn.with_sharding(x, P(unreduced={"dp", "tp"}))
+        f = lambda x, b: (total * total, x.sum(0) + bias, x + parts, kept(b), b, kept(b * 2) * 3, kept(b).view(3, 1))
+        found = recorded_once(f, parts, bias)
+        for one, wanted in zip(found, ((x * 2).sum(0) ** 2, x.sum(0) + b, x + x, b, b, b * 6, b[:, None]), strict=True):
+            assert torch.equal(vfn.unshard(one), wanted)
+        assert torch.equal(vfn.unshard(total + total), (x * 4).sum(0))
+        recorded_once(lambda x, b: (kept(b) + 1, b * 2), parts, bias, donated=(1,))
+
+
+def test_numbers_of_each_rank_in_calls_that_share_a_body():
+    @vfn.jit
+    def layer(w, x, key):
+        part = lambda x: x + vfn.axis_index("dp")
+        return vfn.random.dropout(key, torch.tanh(x @ w), 0.5) + vfn.shard_map(
+            part, in_specs=P("dp"), out_specs=P("dp")
+        )(x)
+
+    def f(ws, x):
+        keys = vfn.random.split(vfn.random.key(3), 3)
+        return vfn.value_and_grad(lambda ws: sum(layer(w, x, key).square().mean() for w, key in zip(ws, keys)))(ws)
+
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((2, 3), ("dp", "tp"))
+        with vfn.use_mesh(mesh):
+            ws = [vfn.shard(torch.randn(6, 6), mesh, P(None, "tp")) for _ in range(3)]
+            recorded_once(f, ws, vfn.shard(torch.randn(12, 6), mesh, P("dp")))
+
+
+def test_blocks_of_several_sizes_are_recorded_of_each():
+    """Whether they are given or come up on the way; what was noted before of all ranks leaves no trace."""
+
+    def f(x, y):
+        spread = vfn.with_sharding(vfn.random.normal(vfn.random.key(1), (7, 6)) + x.sum(0), P("dp"))
+        return vfn.random.dropout(vfn.random.key(2), spread, 0.5), x + 1, y * 2, vfn.with_sharding(y, P(None, "dp"))
+
     with vfn.simulate(4):
         mesh = vfn.make_mesh(4, "dp")
-        parts, bias = vfn.shard(x, mesh, P("dp")), vfn.shard(b, mesh, P())
-        total, calls = (parts * 2).sum(0), []
+        with vfn.use_mesh(mesh):
+            x, y = torch.randn(8, 6), torch.randn(5, 6)
+            even, uneven, whole = vfn.shard(x, mesh, P("dp")), vfn.shard(y, mesh, P("dp")), vfn.shard(y, mesh, P())
+            for given_ in uneven, whole:
+                for one, wanted in zip(vfn.jit(f)(even, given_), f(even, given_), strict=True):
+                    assert torch.equal(vfn.unshard(one), vfn.unshard(wanted))
 
-        def f(x):
-            calls.append(x)
-            return total * total, x.sum(0) + bias, x + parts
 
-        jitted = vfn.jit(f)
-        for _ in range(2):
-            found = jitted(parts)
-            for one, wanted in zip(found, ((x * 2).sum(0) ** 2, x.sum(0) + b, x + x), strict=True):
-                assert torch.equal(vfn.unshard(one), wanted)
-        assert len(calls) == 2
-        assert torch.equal(vfn.unshard(total + total), (x * 4).sum(0))
+@pytest.mark.parametrize("spec", [P("dp"), P(("tp", "dp")), P("tp", "dp")], ids=str)
+def test_draws_of_which_each_rank_makes_its_part(spec):
+    def f(x):
+        noise = lambda i: vfn.random.normal(vfn.random.key(i), (12, 6))
+        return vfn.with_sharding(noise(1), spec) * x + 1, vfn.with_sharding(noise(2).sin(), P("dp")) - x
+
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((2, 3), ("dp", "tp"))
+        with vfn.use_mesh(mesh):
+            drawn_, _ = recorded_once(f, vfn.shard(torch.ones(12, 6), mesh, P("dp")))
+            assert torch.equal(vfn.unshard(drawn_), vfn.random.normal(vfn.random.key(1), (12, 6)) + 1)
 
 
 @pytest.mark.parametrize("spec", [P(), P("dp")], ids=str)

@@ -114,7 +114,7 @@ class Plan:
         first = list(itertools.takewhile(OF_ONE_RANK.__contains__, passes))
         try:
             ranks = self._as_one(bool(first))
-            graph = copied(ranks.graph)
+            graph = inlined(ranks.graph)
             for improve in first:
                 graph = everywhere(_without_calls(improve), graph)
             graph = graph if kept in first else inlined(graph)

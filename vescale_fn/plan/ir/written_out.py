@@ -13,6 +13,7 @@ from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 from .graph import AT_ONCE, HOLDERS, output, value
 from .per_rank import of_rank
+from .rank_choices import OneOf, TableOf
 from .rank_runs import firsts, note_holders, runs
 
 
@@ -56,9 +57,15 @@ class WrittenOut:
                 key = node, node.meta[HOLDERS][rank]
                 if key in self.made:
                     continue
+                if isinstance(node.target, OneOf):
+                    which, *values = node.args
+                    self.made[key] = of(values[of_rank(which, rank)])  # type: ignore[arg-type]
+                    continue
                 args, kwargs = fx.map_arg((node.args, node.kwargs), of)  # type: ignore[misc]
                 args, kwargs = of_rank(args, rank), {k: of_rank(x, rank) for k, x in kwargs.items()}
                 self.made[key] = new = self.graph.create_node(node.op, node.target, (), {}, node.name)
+                if isinstance(node.target, TableOf):
+                    new.target, args = node.target.of(*args), ()  # type: ignore[arg-type]
                 new.args, new.kwargs = args, kwargs  # type: ignore[assignment]
                 new.meta = _noted(node)
 

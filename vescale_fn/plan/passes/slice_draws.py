@@ -6,15 +6,17 @@ stay what they were, because an element of a draw is a function of the key and o
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..._core.distributed.rows import numbered
 from ...random.generators import counters
 from ..ir.graph import Step, is_aten, value
 from ..ir.per_rank import PerRank, RanksDiffer, Tables
+from ..ir.rank_choices import rows_of, table_of, table_step
+from ..ir.rank_runs import firsts
 from ..ir.slice_motion import Cut, NewCall, Range, Rule, moved_up
 
 _aten = torch.ops.aten
@@ -31,8 +33,6 @@ def _drawn(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall | None:
     if part.dim < batch:
         return NewCall(node.target, (Cut(key, part), *node.args[1:]), {}, _smaller(node, part))  # type: ignore[arg-type]
     starts = part.start.values if isinstance(part.start, PerRank) else (part.start,)
-    if isinstance(part.start, PerRank) and not part.start.tables:  # which elements are drawn is data of the plan
-        raise RanksDiffer
     known = _rectangles(where, shape)
     if known is None:
         return None
@@ -44,15 +44,14 @@ def _drawn(graph: fx.Graph, node: fx.Node, part: Range) -> NewCall | None:
         tables.append(counters.Rectangle(tuple(shape), tuple(mine)).encoded())  # type: ignore[arg-type]
     if any(rows.shape != tables[0].shape for rows in tables):
         raise RanksDiffer
-    rows = tables[0] if count == 1 else Tables(tables)
-    smaller = graph.call_function(Step("rectangle", functools.partial(as_it_is, rows=rows)))
+    if isinstance(where, fx.Node) and where.args or isinstance(part.start, PerRank) and not part.start.tables:
+        which = numbered(x.numpy().tobytes() for x in tables)  # ranks of this process
+        each = tuple(tables[i] for i in firsts(which))
+        smaller = graph.call_function(table_of("rectangle", each), (PerRank(which),))
+    else:
+        smaller = graph.call_function(table_step("rectangle", tables[0] if count == 1 else Tables(tables)))
     smaller.meta = {**node.meta, "val": value(node).new_empty(tables[0].shape, dtype=tables[0].dtype, device="cpu")}
     return NewCall(node.target, (key, smaller, shape, sizes, *rest), {}, _smaller(node, part))
-
-
-def as_it_is(rows: Any) -> Any:
-    """A part of a draw, which is a part of the plan."""
-    return rows
 
 
 def _rectangles(where: Any, shape: Any) -> list[list[counters.Indices]] | None:
@@ -60,7 +59,9 @@ def _rectangles(where: Any, shape: Any) -> list[list[counters.Indices]] | None:
     if where is None:
         return [list(counters.decoded(shape, None).indices)]
     if isinstance(where, fx.Node) and isinstance(where.target, Step) and where.target.name == "rectangle":
-        rows = where.target.run.keywords["rows"]  # type: ignore[attr-defined]
+        rows: Any = rows_of(where.target)
+        for which in where.args:
+            rows = Tables([rows[i] for i in which.values])  # type: ignore[union-attr]
         return [list(counters.decoded(shape, one).indices) for one in (rows if isinstance(rows, Tables) else [rows])]
     return None
 

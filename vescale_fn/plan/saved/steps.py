@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..execution import looping, stride_checks
-from ..ir import host_copies, row_by_row
+from ..ir import host_copies, rank_choices, row_by_row
 from ..ir.graph import Step
-from ..passes import buckets, donate, on_lists, overlap, slice_draws
+from ..passes import buckets, donate, on_lists, overlap
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{function.__name__: function for function in (*buckets.FUNCTIONS, *host_copies.FUNCTIONS)},
     "as_recorded": stride_checks.as_recorded,
     "own_row": looping.own_row,
-    "as_it_is": slice_draws.as_it_is,
+    "as_it_is": rank_choices.as_it_is,
     "wait": overlap.waited,
     "through": row_by_row.through,
 }

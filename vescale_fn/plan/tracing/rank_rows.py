@@ -20,11 +20,12 @@ from ..._core.distributed.blocks import Blocks
 from ..._core.distributed.collectives import Collective
 from ..._core.distributed.mesh import communicator_of
 from ..._core.distributed.rows import Holders, RankRow, numbered, together
-from ..ir.graph import Step, value
-from ..ir.per_rank import PerRank
+from ..ir.graph import value
+from ..ir.rank_choices import OneOf
 from ..ir.rank_runs import arrived
 from ..ir.ranks_as_one import RanksAsOne, alike
-from .frame import OfOneRank, RanksApart
+from .frame import RanksApart
+from .rank_merging import RankCalls, merged
 
 
 class RankRows:
@@ -116,29 +117,30 @@ class RankRows:
 
     def constant(self, nodes: Sequence[fx.Node]) -> fx.Node:
         """What stands for tensors that the function closes over, one for each rank."""
-        frame = self.recorder.frame
-        if frame.outer is not None or not all(node in frame.places for node in nodes):
+        recorder, frame = self.recorder, self.recorder.frame
+        if not all(node in frame.places for node in nodes):
             raise RanksApart
         places = tuple(map(frame.places.index, nodes))
+        xs = [frame.constants[i] for i in places]
+        if frame.outer is not None:
+            with recorder.outside():
+                one = value(self.constant(list(map(recorder.outer, xs))))
+            return recorder.node(one)
         if places not in self._constants:
             if not all(alike(value(node), value(nodes[0])) for node in nodes):
                 raise RanksApart
-            one = self.recorder.input(frame.constants[places[0]], "constant")
-            self._constants[places] = one._plan_node
+            self._constants[places] = recorder.input(xs[0], "constant")._plan_node
         return self._constants[places]
 
     def _merged(self, call: Callable[..., Any], local: Sequence[Any], numbers: Holders) -> Any:
-        """The calls of ranks that differ in some numbers alone, as one."""
-        graph, merging, outs = self.recorder.graph, _Merging(self, numbers), list[Any]()
+        """The calls of ranks that do not make the same, as calls that all make."""
+        graph, calls = self.recorder.graph, list[RankCalls]()
         for rank in [numbers.index(i) for i in range(max(numbers) + 1)]:
             last = next(iter(reversed(graph.nodes)), None)
-            outs.append(call(rank, *local))
+            out = call(rank, *local)
             new = itertools.takewhile(lambda node, last=last: node is not last, reversed(graph.nodes))
-            merging.add([node for node in new if node.op != "placeholder"][::-1])
-        merging.check()
-        out = merging.one(outs)
-        merging.carry_out()
-        return out
+            calls.append(RankCalls([node for node in new if node.op != "placeholder"][::-1], out))
+        return merged(self, calls, numbers)
 
     def collective(self, collective: Collective, x: Blocks, line: str, again: Any) -> Blocks:
         """A collective of all ranks."""
@@ -169,73 +171,16 @@ class RankRows:
                 for i in of_all[-1]:
                     inputs.setdefault(i, node)
         ones: dict[fx.Node, int] = {}
+        outputs = [(self._own(node), rank, number) for node, rank, number in outputs]
         results = [(ones.setdefault(node, len(ones)), rank, (node, number)) for node, rank, number in outputs]
         end = graph.output(tuple(ones))
         end.meta["val"], end.meta["line"] = None, ""
         return RanksAsOne(graph, self.count, [inputs[i] for i in range(len(inputs))], of_all, results)
 
-
-class _Merging:
-    """Calls that some ranks make, and others with other numbers, as calls that all make.
-
-    Args:
-        rows: notes them.
-        numbers: for each rank, which of the calls are its own.
-    """
-
-    def __init__(self, rows: RankRows, numbers: Holders) -> None:
-        self.rows, self.numbers = rows, numbers
-        self.calls: list[list[fx.Node]] = []
-        self.places: list[dict[fx.Node, int]] = []
-
-    def add(self, nodes: list[fx.Node]) -> None:
-        self.calls.append(nodes)
-        self.places.append({node: i for i, node in enumerate(nodes)})
-
-    def check(self) -> None:
-        """Raise where they differ in more."""
-        if len(set(map(len, self.calls))) > 1:
-            raise RanksApart
-        for first, *others in zip(*self.calls):
-            if isinstance(first.target, (Collective, Step)):
-                raise RanksApart
-            same = first.target, len(first.args), first.kwargs.keys()
-            if any((x.target, len(x.args), x.kwargs.keys()) != same for x in others):
-                raise RanksApart
-            if not all(alike(value(x), value(first)) for x in others):
-                raise RanksApart
-
-    def one(self, xs: Sequence[Any]) -> Any:
-        """What stands for what there is in one place of each."""
-        first = xs[0]
-        if isinstance(first, torch.Tensor):
-            return value(self._node([self.rows.recorder.node(x) for x in xs]))
-        if isinstance(first, fx.Node):
-            return self._node(xs)
-        if isinstance(first, (list, tuple)):
-            if any(type(x) is not type(first) or len(x) != len(first) for x in xs):
-                raise RanksApart
-            return type(first)([self.one([x[i] for x in xs]) for i in range(len(first))])
-        if all(type(x) is type(first) and repr(x) == repr(first) for x in xs):
-            return first
-        if all(type(x) is int for x in xs):
-            return PerRank([xs[i] for i in self.numbers])
-        raise RanksApart
-
-    def _node(self, xs: Sequence[fx.Node]) -> fx.Node:
-        at = self.places[0].get(xs[0])
-        if all(x is xs[0] for x in xs) or (at is not None and all(row.get(x) == at for row, x in zip(self.places, xs))):
-            return xs[0]
-        return self.rows.constant([xs[i] for i in self.numbers])
-
-    def carry_out(self) -> None:
-        """Leave the first rank's calls, as those of all."""
-        for nodes in zip(*self.calls):
-            first = nodes[0]
-            args = tuple(self.one([x.args[i] for x in nodes]) for i in range(len(first.args)))
-            kwargs = {key: self.one([x.kwargs[key] for x in nodes]) for key in first.kwargs}
-            first.args, first.kwargs = args, kwargs
-        for node in (node for row in self.calls[1:] for node in reversed(row)):
-            for x in op_arguments.tensors_in(value(node)):
-                x._plan_node = OfOneRank()  # type: ignore[attr-defined]
-            node.graph.erase_node(node)
+    def _own(self, node: fx.Node) -> fx.Node:
+        """A result, which is no other value of one of the ranks."""
+        if not isinstance(node.target, OneOf):
+            return node
+        copy = self.recorder.graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta = dict(node.meta)
+        return copy

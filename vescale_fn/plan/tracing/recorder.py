@@ -287,6 +287,17 @@ class Recorder(torch_internals.TorchDispatchMode):
                 for key in mode.remembered.keys() - remembered.keys():
                     del mode.remembered[key]
 
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """What is asked for is of the frame around."""
+        inner = self.frame
+        assert inner.outer is not None
+        self.frame = inner.outer
+        try:
+            yield
+        finally:
+            self.frame = inner
+
     def fake(self, x: torch.Tensor) -> torch.Tensor:
         """What stands for a plain tensor here."""
         return self._stand_in(x)
