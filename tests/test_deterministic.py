@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from sampled_bits import found_in
+from sampled_bits import BODY, found_in
 from test_communicator import programs
 
 import vescale_fn as vfn
@@ -251,7 +251,7 @@ UNLIKE = ("1:27", "1:37", "1:71")  # processes play ranks with blocks of other s
 
 @pytest.mark.filterwarnings("ignore")
 def test_sampled_programs_have_the_same_bits(gloo) -> None:
-    names = [*UNLIKE, *(f"10:{i}" for i in range(9))]
+    names = [*UNLIKE, *(f"10:{i}" for i in range(9)), *(f"{BODY}1:{i}" for i in (3, 17, 42))]
     expected = same_on(gloo, (2, 4), 4, found_in, names)
     assert sum(len(lines) > 1 for lines in expected.values()) > 12
 

@@ -399,3 +399,19 @@ def test_a_slice_is_typed_by_its_place_whatever_its_size(size, mesh):
     body = lambda x: vfn.pcast(vfn.dynamic_slice(x, (vfn.axis_index("i"),), (size,)), "i", to="unreduced")
     found = mapped(lambda x: vfn.psum(body(x), "i"), mesh, draw(3), ins=P(), outs=P())
     torch.testing.assert_close(found, sum(draw(3)[min(i, 3 - size) :][:size] for i in range(2)))
+
+
+def tangents_sharded_in_a_plan():
+    """Of a tangent that is sharded there a rank has a view, which begins at another place of the whole on each."""
+    mesh = vfn.make_mesh((2,), ("i",))
+    f = vfn.jit(lambda x: vfn.jvp(torch.sin, [x], [vfn.shard(draw(6) + 1, mesh, P("i"))])[1])
+    x = vfn.shard(draw(6), mesh, P("i"))
+    with vfn.comm_log() as log:
+        slope = f(x)
+    return vfn.unshard(slope), len(log)
+
+
+def test_a_tangent_that_is_a_view_is_not_gathered(gloo):
+    for slope, moved in gloo(2, tangents_sharded_in_a_plan):
+        assert moved == 0
+        torch.testing.assert_close(slope, draw(6).cos() * (draw(6) + 1))

@@ -14,6 +14,15 @@ def like(call: Call) -> Rule:
     return Rule((same(call.tensors[0].shape),), (same(call.outs[0]),), shape_only=(0,))
 
 
+def like_primal(call: Call) -> Rule | None:
+    """Zeros that a tangent is copied to, where its memory is not laid out as its primal's: they are sharded like the primal."""
+    tangent, primal = call.tensors
+    if call.outs[0] != primal.shape:
+        return None
+    op = lambda tangent, primal, **_: torch.zeros_like(primal, dtype=tangent.dtype)
+    return Rule((none(tangent.shape), same(primal.shape)), (same(primal.shape),), shape_only=(0, 1), op=op)
+
+
 def fill(call: Call) -> Rule:
     """The argument's layout, whatever is in it; the value is one number."""
     return Rule((same(call.tensors[0].shape), *((),) * (len(call.tensors) - 1)), (same(call.tensors[0].shape),))

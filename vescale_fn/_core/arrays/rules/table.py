@@ -34,6 +34,7 @@ _CLASSES: dict[Callable[[Call], Rule | None], str] = {
     lazy: "_conj _neg_view",
     # factories.py
     factories.like: "zeros_like ones_like full_like empty_like",
+    factories.like_primal: "_new_zeros_with_same_feature_meta",
     factories.fill: "fill zero",
     factories.new: "new_zeros new_ones new_full new_empty new_empty_strided",
     # contractions.py
