@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 import vescale_fn as vfn
 from vescale_fn import P
+from vescale_fn._core.distributed.collectives import Collective
 from vescale_fn.plan.ir.loop import loops
 
 F = torch.float64
@@ -85,6 +86,25 @@ def test_layouts(layout: str, n: int) -> None:
             assert not any(c.op == "all_gather" and set(names) & set(c.axes) for c in told)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_come_to_the_owner(layout: str) -> None:
+    """The cotangent of a slice is summed at the rank that has it, over the axes that split its dim."""
+    sizes, spec = LAYOUTS[layout]
+    wanted = vfn.value_and_grad(loss, (0, 1, 2))(*weights(5), X)
+    names = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
+    with vfn.simulate(math.prod(sizes)):
+        mesh = vfn.make_mesh(sizes, tuple("abc"[: len(sizes)]))
+        for lies in (P(names[-1]), P(None, names), P(tuple("abc"[: len(sizes)]))):
+            given = of_layers(mesh, spec, 5, lies)
+            jitted = vfn.jit(vfn.value_and_grad(functools.partial(loss, goal=lies), (0, 1, 2)))
+            for _ in range(2):
+                assert_close(vfn.unshard(jitted(*given)), wanted, rtol=1e-12, atol=1e-12)
+            told = jitted.lower(*given).comms()
+            over = {axis for c in told if c.op == "reduce" for axis in c.axes}
+            assert over <= set(names)
+            assert over or lies != P(names[-1]) or mesh.shape[names[-1]] == 1
+
+
 BITS = {
     **{
         str(t): torch.tensor([-0.0, math.nan, -math.inf, 1e-40, 0.0]).to(t)
@@ -136,6 +156,21 @@ def test_bits() -> None:
         assert wrong_bits(vfn.make_mesh((2, 2), ("a", "b")), P(("b", "a"))) == []
 
 
+def sums_by_tree() -> list[bytes]:
+    """The bits of gradients whose parts ranks add up, of bfloat16 and float32."""
+    with vfn.deterministic(4):
+        mesh, found = vfn.make_mesh((2, 2), ("a", "b")), []
+        for dtype in (torch.bfloat16, torch.float32):
+            given = [x.to(dtype) for x in of_layers(mesh, P(("b", "a")), 5, P("a"))]
+            grads = vfn.jit(vfn.grad(functools.partial(loss, goal=P("a")), (0, 1)))(*given)
+            found += [bits(vfn.unshard(g)).numpy().tobytes() for g in grads]
+        return found
+
+
+def test_sums_by_tree(gloo) -> None:
+    assert gloo(2, sums_by_tree) == [sums_by_tree()] * 2
+
+
 def on_gloo_ranks() -> list[str]:
     wrong = []
     mesh = vfn.make_mesh((3,), ("a",))
@@ -149,7 +184,9 @@ def on_gloo_ranks() -> list[str]:
                 assert_close(vfn.unshard(jitted(*given)), wanted, rtol=1e-12, atol=1e-12)
             with vfn.comm_log() as log:
                 jitted(*given)
-            if counted(log)["broadcast", "a"] != 2 * n or counted(log)["all_gather", "a"]:
+            sums = n if lies else 0  # at the owners, for weights and biases at once
+            moved = counted(log)["broadcast", "a"], counted(log)["reduce", "a"], counted(log)["all_gather", "a"]
+            if moved != (2 * n, sums, 0):
                 wrong.append(f"{n} slices: {counted(log)}")
             if counted(log) != counted(jitted.lower(*given).comms()):
                 wrong.append(f"{n} slices, lowered: {counted(jitted.lower(*given).comms())}")
@@ -159,6 +196,12 @@ def on_gloo_ranks() -> list[str]:
             assert_close(vfn.unshard(jitted(*given)), f(loss)(*weights(n), X), rtol=1e-11, atol=1e-11)
             if counted(jitted.lower(*given).comms())["all_gather", "a"]:
                 wrong.append(f"{name}: {counted(jitted.lower(*given).comms())}")
+    rank = torch.distributed.get_rank()
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int8):
+        rows = [(torch.arange(6).view(2, 3).t() + i).to(dtype) for i in range(3)]
+        found = Collective("reduce", mesh, ("a",), ((0, 2, 1),))(rows[rank], torch.tensor(1))
+        if found.dtype != dtype or (rank == 2 and not torch.equal(found, sum(rows))):
+            wrong.append(f"a sum of {dtype}")
     return wrong + wrong_bits(mesh, P("a"))
 
 
@@ -214,7 +257,7 @@ def test_memory_is_that_of_a_slice() -> None:
     x = vfn.shard(vfn.ShapeDtype((8, 128), torch.float32), mesh, P("a"))
     lowered, layer = vfn.jit(step).lower(w, x), 128 * 128 * 4
     assert lowered.memory().peak < (8 + 8 + 5) * layer
-    assert counted(lowered.comms()) == {("broadcast", "a"): 2 * 64, ("all_reduce", "a"): 64}
+    assert counted(lowered.comms()) == {("broadcast", "a"): 2 * 64, ("reduce", "a"): 64}
     assert max(c.bytes for c in lowered.comms()) == layer
 
 
@@ -248,7 +291,7 @@ def test_a_memory_limit_changes_no_bit() -> None:
         usual, small = vfn.jit(f), vfn.jit(f, memory="60 %")
         assert_close(vfn.unshard(small(w, x)), vfn.unshard(usual(w, x)), rtol=0, atol=0)
         assert small.lower(w, x).memory().peak < 0.6 * usual.lower(w, x).memory().peak
-        assert counted(small.lower(w, x).comms()) == {("broadcast", "a"): 12, ("all_reduce", "a"): 6}
+        assert counted(small.lower(w, x).comms()) == {("broadcast", "a"): 12, ("reduce", "a"): 6}
 
 
 def saved_step(mesh):

@@ -47,6 +47,15 @@ def _one_given(pieces: Sequence[torch.Tensor | None], block: torch.Tensor, *_: A
     return given[0] if given else torch.zeros_like(block)
 
 
+def _sum_at(pieces: Sequence[torch.Tensor], block: torch.Tensor, *_: Any) -> torch.Tensor:
+    """What one rank gets of a sum, of the one piece of it that it has: a piece of nothing is zeros."""
+    return pieces[0] if pieces[0].shape == block.shape else torch.zeros_like(block)
+
+
+def _reduced(blocks: _Group, target: int) -> list[torch.Tensor]:
+    return [_folded(blocks, "sum") if i == target else torch.zeros_like(block) for i, block in enumerate(blocks)]
+
+
 def _permuted(blocks: _Group, pairs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     source_of = {destination: source for source, destination in pairs}
     return [blocks[source_of[i]] if i in source_of else torch.zeros_like(block) for i, block in enumerate(blocks)]
@@ -92,6 +101,15 @@ TABLE = {
         reshaped=_split,
         pieces=lambda block, at, n, dim: block.chunk(n, dim),
         sums=lambda dim: torch.add,
+    ),
+    "reduce": Kind(
+        ("target",),
+        _reduced,
+        process_group.reduce,
+        lambda target: f"to {target}",
+        pieces=lambda block, at, n, target: [block if i == target else block.reshape(-1)[:0] for i in range(n)],
+        put=_sum_at,
+        sums=lambda target: torch.add,
     ),
     "all_to_all": Kind(
         ("split_dim", "concat_dim"),
@@ -226,8 +244,8 @@ class Collective:
             not do so on another.
 
     Called with a local value; or, on a simulated mesh, with the list of the ranks' blocks, which gives a list. A broadcast in a
-    loop has another source in each iteration: its `source` is a tuple with one for each, and it is called with the iteration's
-    number (`turn`), too.
+    loop has another source in each iteration, a reduce another target: this parameter is a tuple with one for each, and it is
+    called with the iteration's number (`turn`), too.
     """
 
     kind: str
@@ -306,7 +324,7 @@ def _run(
     if n == 1:
         return x
     wide = context.sums_in()
-    if wide is not None and x.dtype.is_floating_point and (kind == "reduce_scatter" or params == ("sum",)):
+    if wide is not None and x.dtype.is_floating_point and (kind in ("reduce", "reduce_scatter") or params == ("sum",)):
         if x.dtype != wide and torch.promote_types(x.dtype, wide) == wide:
             out = _run(kind, _in_dtype(x, communicator, wide), mesh, axes, params, why, elements, padded, **how)
             return _in_dtype(out, communicator, x.dtype)

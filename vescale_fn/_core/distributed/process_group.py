@@ -214,6 +214,13 @@ def reduce_scatter(x: torch.Tensor, group: Any, positions: Positions, dim: int, 
     return _then(work, out.to, x.dtype, kept=rows)
 
 
+def reduce(x: torch.Tensor, group: Any, positions: Positions, target: int, later: bool) -> Any:
+    """The sum of the group's values at its rank `target`; what the others get is nothing to use."""
+    out = x.to(dtypes.SUMMED.get(x.dtype, x.dtype), copy=True).contiguous()
+    work = dist.reduce(out, group=group, group_dst=positions[target], async_op=later)
+    return _then(work, out.to, x.dtype)
+
+
 def all_to_all(x: torch.Tensor, group: Any, positions: Positions, split_dim: int, concat_dim: int, later: bool) -> Any:
     """The pieces along `split_dim` that the group's ranks send here, joined along `concat_dim`."""
     bits = _as_bits(_rows(x, positions, split_dim))

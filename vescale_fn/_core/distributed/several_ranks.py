@@ -144,7 +144,7 @@ class _Sums:
     """
 
     def __init__(self, team: Team, me: int, block: Mapping[int, torch.Tensor], op: Op) -> None:
-        self.team, self.me, self.op = team, me, op
+        self.team, self.me, self.block, self.op = team, me, block, op
         self.own: dict[int, torch.Tensor] = {}  # what may be written over: it was made here, or has arrived
         self.parts: list[Parts] = []
         for group in team.shared:
@@ -175,11 +175,12 @@ class _Sums:
             return [pieces[i] for i in group.of[q]]  # type: ignore[misc]
 
         rows = self._added_up(cut)
-        return {
+        found = {
             group.ranks[i]: x
             for group, row in zip(self.team.shared, rows)
             for i, x in zip(group.of[self.me], row, strict=True)
         }
+        return found if kind.put is None else {i: kind.put([x], self.block[i], *params) for i, x in found.items()}
 
     def _in_shares(self) -> Row:
         """The sums, flat: each process adds up its share, and gives it to the others."""

@@ -145,13 +145,19 @@ def only_moves(x: fx.Node) -> bool:
     return is_light(x) or name_of(x) in _MOVES
 
 
-def carried_out(graph: fx.Graph, collective: Collective, parts: Sequence[fx.Node], like: fx.Node) -> list[fx.Node]:
-    """A new collective of `parts`, at the graph's insertion point: each rank's result. The rest is noted as on `like`."""
+def carried_out(
+    graph: fx.Graph, collective: Collective, parts: Sequence[fx.Node], like: fx.Node, *turn: fx.Node
+) -> list[fx.Node]:
+    """A new collective of `parts`, at the graph's insertion point: each rank's result. The rest is noted as on `like`.
+
+    Args:
+        turn: the number of the iteration, where the collective takes that, and `like` does not.
+    """
     if not is_listed(like):
-        node = graph.call_function(collective, (parts[0], *like.args[1:]))
+        node = graph.call_function(collective, (parts[0], *like.args[1:], *turn))
         return [noted(node, collective.like(value(parts[0])), like)]
     vals = collective.like_all([*map(value, parts)])
-    node = noted(graph.call_function(collective, (list(parts), *like.args[1:])), vals, like)
+    node = noted(graph.call_function(collective, (list(parts), *like.args[1:], *turn)), vals, like)
     return [noted(graph.call_function(operator.getitem, (node, i)), val, like) for i, val in enumerate(vals)]
 
 

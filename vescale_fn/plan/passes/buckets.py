@@ -43,7 +43,7 @@ def buckets(graph: fx.Graph, limit: int = LIMIT, alone: int = ALONE) -> fx.Graph
         limit: the bytes that a rank gives to one bucket, at most.
         alone: the bytes from which on a collective stays by itself.
     """
-    graph = _bucketed(graph, ("all_reduce", "reduce_scatter"), limit, alone, early=False)
+    graph = _bucketed(graph, ("all_reduce", "reduce_scatter", "reduce"), limit, alone, early=False)
     graph = _bucketed(given_up(graph), ("all_to_all",), limit, alone, early=False)
     return _bucketed(given_up(graph), ("all_gather", "broadcast"), limit, alone, early=True)
 
@@ -229,7 +229,7 @@ def _as_one(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         put(graph, member, [parts[rank][i] for rank in ranks])
 
 
-_WHOLE = ("all_reduce", "broadcast")  # by which values keep their shapes
+_WHOLE = ("all_reduce", "broadcast", "reduce")  # by which values keep their shapes
 Dims = Sequence[tuple[int, ...]]  # of each block: along which it is taken apart, and put together
 
 
@@ -289,6 +289,7 @@ FUNCTIONS = (_flat, _for_each_rank, _as_they_were, _my_pieces, _from_each_rank, 
 _HOW: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {  # packed, unpacked; whether in the same memory
     "all_reduce": (_flat, _as_they_were, True),
     "broadcast": (_flat, _as_they_were, True),
+    "reduce": (_flat, _as_they_were, True),
     "reduce_scatter": (_for_each_rank, _my_pieces, True),
     "all_gather": (_flat, _from_each_rank, False),
     "all_to_all": (_for_each_rank, _pieces_from_each, False),

@@ -21,6 +21,7 @@ from . import leaves as leaves_
 from .frame import Frame, Unrollable
 from .loop_again import Differentiated, Leaves, captured, is_smooth
 from .loop_slices import Collected, SplitLeaf, array_like, like_a_slice
+from .loop_sums import reduce_to_owners
 from .partition import Partition
 
 Nodes = list[fx.Node]
@@ -187,15 +188,15 @@ class LoopCall(Differentiated):
         places = list(frame.places)
         given = [*flat(one.given_nodes), *flat(one.row_nodes), *places]
         leading = self.repeated.leading
-        collected = [
+        self.rows = [
             Collected(leaf, nodes, self.count, leading.get(i))
             for i, (leaf, nodes) in enumerate(zip(one.collected, one.collected_nodes, strict=True))
         ]
-        kept = [pair for rows in collected for pair in rows.kept]
+        kept = [pair for one_of in self.rows for pair in one_of.kept]
         gives = [*flat(one.carried_nodes), *(node for node, _ in kept)]
         self.partition = Partition(one.forward, given, gives, len(first), len(rows), again=one.brings)
         loop = Loop(
-            bodies=(extracted(one.forward, given, gives),),
+            bodies=(self.body(),),
             length=self.count,
             reverse=self.reverse,
             carry=len(first),
@@ -207,7 +208,15 @@ class LoopCall(Differentiated):
         recorder.loops[torch_internals.memory_number(self.mark)] = self
         found = iter(outs)
         carried = [rebuilt(leaf, found) for leaf in self.init]
-        return [*carried, *(rows.whole(found) for rows in collected)]
+        return [*carried, *(one_of.whole(found) for one_of in self.rows)]
+
+    def body(self) -> fx.Graph:
+        """The body, of what runs forward."""
+        one, part = self.one, self.partition
+        body = extracted(part.forward, part.given, part.gives)
+        if one.split:
+            reduce_to_owners(body, self.rows, len(flat(one.carried_nodes)), part.given.index(one.row_nodes[0][0]))
+        return body
 
     def emitted(self, loop: Loop, given: Nodes, constants: Sequence[Any]) -> tuple[fx.Node, Leaves]:
         """Record a call, and give it and stand-ins of its results."""
@@ -236,9 +245,8 @@ class LoopCall(Differentiated):
             return
         gives = [*self.partition.gives, *(x for x, _ in new)]
         self.partition.gives = gives
-        body = extracted(self.partition.forward, self.partition.given, gives)
         node.target = Loop(
-            bodies=(body,),
+            bodies=(self.body(),),
             length=loop.length,
             reverse=loop.reverse,
             carry=loop.carry,

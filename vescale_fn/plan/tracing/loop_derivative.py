@@ -17,6 +17,7 @@ from . import leaves as leaves_
 from .loop_again import gradients
 from .loop_calls import LoopCall, Nodes, flat, in_place_of, rebuilt, with_all_elements
 from .loop_slices import Collected, SplitLeaf, like_a_slice
+from .loop_sums import reduce_to_owners
 
 
 class Derivative:
@@ -45,7 +46,8 @@ class Derivative:
         collected = self.of_slices()
         kept = [pair for rows in collected for pair in rows.kept]
         gives = [*self.carry_nodes, *(added for _, added in self.totals), *(node for node, _ in kept)]
-        split = call.partition.of_backward(new, given, flat(self.row_nodes), gives, frame.places[known:])
+        turn = flat(call.one.row_nodes)[:1] if call.one.split else []
+        split = call.partition.of_backward(new, given, flat(self.row_nodes), [*gives, *turn], frame.places[known:])
         call.keep(split.residuals)
         zeros = [recorder.zeros(value(total)) for total, _ in self.totals]
         start, along = self.given()
@@ -56,8 +58,11 @@ class Derivative:
         along += [recorder.outer(cut_of[x]) for x in split.cuts]
         each = [recorder.outer(call.kept[x]) for x in split.each]
         places = [*given, *flat(self.row_nodes), *split.cuts, *split.each, *split.constants, *split.last]
+        body = extracted(split.nodes, places, gives)
+        if turn:
+            reduce_to_owners(body, collected, len(given), places.index(turn[0]))
         loop = Loop(
-            bodies=(extracted(split.nodes, places, gives),),
+            bodies=(body,),
             length=call.count,
             reverse=not call.reverse,
             carry=len(given),

@@ -103,10 +103,12 @@ class Collected:
 
     Attributes:
         kept: for each plain tensor of it the node that gives entries, and which of them the loop keeps.
+        spec, lies, ranks: where the leading dim is split, how it lies, and for each plain tensor the rank, by its place.
     """
 
     def __init__(self, leaf: torch.Tensor, nodes: Sequence[fx.Node], count: int, lead: Any = None) -> None:
-        self.leaf, self.count, self.spec = leaf, count, None
+        self.leaf, self.count = leaf, count
+        self.spec: Any = None
         self.kept: list[tuple[fx.Node, str | tuple[int, ...]]] = [(node, STACKED) for node in nodes]
         if not is_array(leaf) or (lies := lies_stacked(spec_of(leaf), lead))[0] is None:
             return
@@ -114,7 +116,9 @@ class Collected:
         self.spec = _spec(mesh_of(leaf), lies, torch.Size((count, *leaf.shape)), leaf.dtype)
         holders = leaves_.first_holders(torch_internals.spec(leaf)) if self.simulated else (0,)
         places = {at: i for i, at in enumerate(dict.fromkeys(holders))}
-        self.kept = [(nodes[places[holders[at]]], held) for at, held in _holders(self.spec, self.simulated)]
+        held = _holders(self.spec, self.simulated)
+        self.ranks = [at for at, _ in held]
+        self.kept = [(nodes[places[holders[at]]], places_) for at, places_ in held]
 
     def whole(self, found: Iterator[torch.Tensor]) -> torch.Tensor:
         """It, of the next plain tensors."""
