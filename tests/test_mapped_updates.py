@@ -115,6 +115,26 @@ def test_one_call_for_all_that_are_alike():
     assert nodes[1] - nodes[0] == 27 * 4  # which take a leaf's results out: its update, two means, the new parameter
 
 
+def masked(p, s, g):
+    """Some leaves decay, some are looked at, and all gradients are."""
+    opt = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, mask=lambda p: {k: "1" in k for k in p}))
+    return *updated(p, s, g, opt), p["w3"].sum()
+
+
+def test_what_runs_has_one_node_for_many_leaves():
+    found = []
+    for step, opt in ((updated, ADAMW), (masked, optim.chain(optim.clip_by_global_norm(0.5), ADAMW))):
+        for n in (8, 24):
+            draw = torch.Generator().manual_seed(0)
+            params = {f"w{i}": torch.randn(4, 1 + i % 5, generator=draw) for i in range(n)}
+            f = as_eagerly(step, params, opt.init(params), grads_of(params))
+            (plan,) = f._plans.values()
+            found.append(len(plan.code.graph.nodes))
+            assert len(plan.graph.nodes) > 8 * n  # which shows them all
+    assert found[0] == found[1]
+    assert found[3] - found[2] < 16 * 5  # gradients have nodes of their own
+
+
 def test_predicted_peak_is_that_of_single_calls():
     params = {str(i): torch.ones(64, 64) for i in range(20)}
     args = params, ADAMW.init(params), params

@@ -19,6 +19,7 @@ from .execution.backends import Backend
 from .execution.codegen import Code, generate
 from .execution.rank_loops import RankLoops
 from .ir.graph import DONATED, Pass, calls, changed, copied, given_up, memories, output, written
+from .ir.leaf_lists import leaf_lists
 from .ir.mapped import unmapped
 from .ir.nested import everywhere, nested
 from .ir.per_rank import RanksDiffer
@@ -94,8 +95,11 @@ class Plan:
         first."""
         seen(self.recorded.graph)
         self.__dict__.pop("graph", None)
+        budget = any(isinstance(one, Budget) for one in passes)
+        listed = self._how == Backend() and not (budget or self._abstract or self.recorded.ranks is not None)
+        self._lists = leaf_lists(self.recorded.graph) if listed else None
         self._ranks, graph, rest = self._of_one_rank(passes)
-        whole = self._how.arena or self._how.name != "torch" or any(isinstance(one, Budget) for one in passes)
+        whole = self._how.arena or self._how.name != "torch" or budget
         if self._ranks is not None and (whole or not all(map(OF_RANKS.__contains__, rest)) or any(nested(graph))):
             self._ranks, graph = None, self._ranks.written_out(graph)
         for i, improve in enumerate(rest):
@@ -111,6 +115,8 @@ class Plan:
     def _of_one_rank(self, passes: Sequence[Pass]) -> tuple[RanksAsOne | None, fx.Graph, Sequence[Pass]]:
         """What the first passes have made of the recording, of one rank's part where simulated ranks do the same; and the other
         passes."""
+        if self._lists is not None:
+            return None, self._lists.graph, passes
         first = list(itertools.takewhile(OF_ONE_RANK.__contains__, passes))
         try:
             ranks = self._as_one(bool(first))
@@ -127,6 +133,8 @@ class Plan:
     @functools.cached_property
     def graph(self) -> fx.Graph:
         """What runs; of ranks that do the same, the calls of each."""
+        if self._lists is not None:
+            return self._lists.written_out(self._improved)
         return self._improved if self._ranks is None else self._ranks.written_out(self._improved)
 
     def _as_one(self, folds: bool) -> RanksAsOne:
@@ -144,12 +152,14 @@ class Plan:
         """What runs, as Python."""
         if self._ranks is not None:
             return generate(self._improved, writer=RankLoops(self._ranks))
+        if self._lists is not None:
+            return generate(self._improved)
         return generate(self.graph if self._abstract else self._how.placed(self.graph))
 
     @functools.cached_property
     def run(self) -> Callable[[list[Any]], Any]:
         """What runs it."""
-        of_one = self._abstract or self._ranks is not None
+        of_one = self._abstract or self._ranks is not None or self._lists is not None
         return self.code.run if of_one else self._how.running(self.code.run, self.graph)
 
     def changed(self) -> str | None:
@@ -206,10 +216,12 @@ class Plan:
         if self._abstract:
             given = [no_values.like(x) if isinstance(x, torch.Tensor) else x for x in given]
         try:
-            outs = self.run(given)
+            outs = self.run(given if self._lists is None else self._lists.given(given))
         except Exception as error:
             self._tell_where(error)
             raise
+        if self._lists is not None:
+            outs = self._lists.gives(outs)
         return tree.unflatten(self.recorded.out_def, [make(outs, leaves) for make in self._make])
 
     def lowered(self, name: str) -> Lowered:

@@ -30,6 +30,7 @@ from ..._core.distributed.collectives import Collective
 from ..ir import host_copies, memory_aliases
 from ..ir.branches import Branches, While
 from ..ir.graph import Step, calls, output, value
+from ..ir.leaf_lists import LEAVES, LISTED
 from ..ir.loop import Loop
 from ..ir.mapped import Mapped
 from ..ir.nested import Nested
@@ -184,7 +185,7 @@ class Writer:
             return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
         args = [self.text(x) for x in self.constants(node)]
         named = [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
-        short = way(node)
+        short = None if LEAVES in node.meta else way(node)
         if short is None:
             return f"{self.globally(self.function(node), name_of_global(node.target))}({', '.join(args + named)})"
         if short.kind == "infix":
@@ -197,6 +198,9 @@ class Writer:
 
     def function(self, node: fx.Node) -> Any:
         """What is called where there is no shorter way in Python."""
+        if LEAVES in node.meta and not (isinstance(node.target, Step) and node.target.name == LISTED.name):
+            op: Any = node.target
+            return lambda *lists: list(map(op, *lists))
         if isinstance(node.target, Nested):
             return _RUN[type(node.target)](node, *map(self.body, node.target.bodies))
         if host_copies.runs(node) is host_copies.offload:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..ir.mapped import Mapped, is_on_lists
@@ -18,13 +18,22 @@ def mapping(call: Mapped, body: Run) -> Run:
         body: the function of all rows, or of one.
     """
 
+    def of_lists(given: list[Any]) -> Sequence[Any]:
+        given[: call.columns] = [column for (column,) in given[: call.columns]]
+        return body(given) if is_on_lists(call.bodies[0]) else list(zip(*by_rows(given)))
+
     def on_lists(given: list[Any]) -> list[Any]:
         return list(itertools.chain.from_iterable(body(given)))
 
     def row_by_row(given: list[Any]) -> list[Any]:
+        return list(itertools.chain.from_iterable(zip(*by_rows(given))))
+
+    def by_rows(given: list[Any]) -> Iterator[Sequence[Any]]:
         shared = given[call.columns :]
         rows = list(zip(*given[: call.columns]))
         given.clear()
-        return list(itertools.chain.from_iterable(zip(*(body([*row, *shared]) for row in rows))))
+        return (body([*row, *shared]) for row in rows)
 
+    if call.on_leaves:
+        return of_lists
     return on_lists if is_on_lists(call.bodies[0]) else row_by_row

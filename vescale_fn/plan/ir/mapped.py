@@ -30,6 +30,7 @@ class Mapped(Nested):
 
     Args:
         rows: how many.
+        on_leaves: whether each of its values is a list of leaves (`leaf_lists`), for which there is one row.
 
     Attributes:
         columns: how many of its arguments are lists, the first ones.
@@ -38,6 +39,7 @@ class Mapped(Nested):
 
     name: str = "mapped"
     rows: int = 0
+    on_leaves: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -94,7 +94,7 @@ def _map_over(graph: fx.Graph) -> None:
             key = target.bodies, *taken, None, *gives
             if key not in made:
                 made[key] = target.over(taken, functools.partial(donate, gives=gives))
-            node.target = replace(made[key], rows=target.rows)
+            node.target = replace(made[key], rows=target.rows, on_leaves=target.on_leaves)
             places.writers.update((memory_aliases.Memory(x), node) for x in plan.written(node))
 
 
