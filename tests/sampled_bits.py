@@ -68,7 +68,10 @@ def of_a_function(name):
 
 def of_a_body(name):
     """What a sampled body gives, by the way in which it is run."""
-    case = sampled_bodies.sampled(name.removeprefix(BODY), [sizes for sizes, _ in MESHES])
+    try:
+        case = sampled_bodies.sampled(name.removeprefix(BODY), [sizes for sizes, _ in MESHES])
+    except RuntimeError:  # the loop over ranks, by which programs are sampled, cannot run one
+        return {f"{name} cannot be sampled": ["RuntimeError"]}
     wanted, mesh = sampled_bodies.Wanted(case), vfn.make_mesh(case.shape, case.names)
     given, found = sampled_bodies.given_inputs(case, mesh), {}
     turn = int(name.rpartition(":")[2])
@@ -99,11 +102,12 @@ def differences(by_count):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", default="1")
     parser.add_argument("--bodies", action="store_true")
     options = parser.parse_args()
     kind = BODY if options.bodies else ""
-    names, wrong, ways = [f"{kind}{options.seed}:{i}" for i in range(options.cases)], 0, 0
+    names, wrong, ways = [f"{kind}{options.seed}:{options.first + i}" for i in range(options.cases)], 0, 0
     with vfn.deterministic(4):
         for start in range(0, len(names), 100):
             batch = names[start : start + 100]
