@@ -176,14 +176,14 @@ LAYOUTS = {  # of the batch, and of the parameters
 }
 
 
-def _trained(layout, jit, dtype=torch.float32):
+def _trained(layout, jit, dtype=torch.float32, opt=None):
     mesh = vfn.make_mesh((2, 4), ("dp", "fsdp"))
     batch, spec = LAYOUTS[layout]
     key = vfn.random.key(0)
     normal = lambda i, shape: (vfn.random.normal(vfn.random.fold_in(key, i), shape) / math.sqrt(shape[0])).to(dtype)
     params = {"hidden": [normal(0, (16, 24)), normal(1, (24, 24))], "out": normal(2, (24, 3))}
     params = vfn.shard(params, mesh, spec)
-    opt = vfn.optim.adamw(1e-2)
+    opt = opt or vfn.optim.adamw(1e-2)
     state = opt.init(params)
 
     def step(params, state, x):
@@ -211,6 +211,12 @@ def test_steps_in_bfloat16_have_the_same_bits(gloo) -> None:
 
 def test_all_layouts_of_data_have_the_same_bits() -> None:
     found = [played(8, _trained, layout, jit) for layout in ("dp", "fsdp", "hsdp") for jit in (False, True)]
+    assert all(one == found[0] for one in found)
+
+
+def test_adafactor_has_the_same_bits_in_all_layouts_of_data() -> None:
+    run = lambda layout, jit: played(8, _trained, layout, jit, torch.float32, vfn.optim.adafactor(1e-2))
+    found = [run(layout, jit) for layout, jit in (*zip(LAYOUTS, itertools.repeat(False)), ("fsdp", True))]
     assert all(one == found[0] for one in found)
 
 

@@ -16,9 +16,9 @@ CELLS = [
 ]
 
 
-def on_ranks(cell):
+def on_ranks(cell, steps=2):
     with vfn.deterministic(virtual=same_bits.RANKS):
-        return train(cell, 2)
+        return train(cell, steps)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(cell))
@@ -29,6 +29,11 @@ def test_two_processes_have_the_bits_of_one(cell, gloo):
 def test_all_layouts_of_data_have_the_same_bits():
     found = {on_ranks(Cell("gpt", layout, "f32", "adamw", "eager")) for layout in OVER_ONE_AXIS}
     assert len(found) == 1
+
+
+def test_in_bfloat16_too_eager_and_in_plans_whose_layers_are_recorded_once():
+    cells = [Cell("gpt", layout, "bf16", "adafactor", how) for layout, how in (("dp", "eager"), ("hsdp", "jit"))]
+    assert len({on_ranks(cell, 1) for cell in cells}) == 1
 
 
 def test_without_the_mode_they_differ():

@@ -12,6 +12,7 @@ from .._core.arrays.placement import shard, with_sharding
 from .._core.base import dtypes, tree
 from .._core.base.messages import described
 from .._core.sharding.spec import P, from_split_axes, split_axes
+from . import exact_sums
 from .masks import flags
 from .optimizer import Optimizer, Rate, check_numbers, check_state, is_trained, rate_at, steps_done, zero_count
 from .per_leaf import beside, check_shapes, mapped, other_shapes
@@ -44,7 +45,8 @@ def adafactor(
 
     The state of a matrix of n rows and m columns is n + m numbers. On a mesh a step takes two rounds of collectives: one
     for the sums of squares, of which a rank holds parts, and one for the size of each update; all leaves together, one
-    collective for all that is summed over the same axes.
+    collective for all that is summed over the same axes. Under `deterministic` the sums are exact, for which the largest of
+    their numbers come before them.
 
     Args:
         lr: the largest relative step, or a schedule.
@@ -85,14 +87,15 @@ def adafactor(
         relative = torch.minimum(torch.as_tensor(rate, dtype=torch.float64), done**-0.5)
 
         wide = [found[i].to(dtypes.wide(leaves[i].dtype)) for i in todo]
-        sums = [_sums(grad, leaves[i].to(grad.dtype), kept[i]) for grad, i in zip(wide, todo)]
+        exact = exact_sums.wanted([*wide, *(leaves[i] for i in todo)])
+        sums = [_sums(grad, leaves[i].to(grad.dtype), kept[i], exact) for grad, i in zip(wide, todo)]
         sums = _together(sums, wide)
         steps = []
         for i, grad, (_, *rest) in zip(todo, wide, sums):
             least = torch.finfo(leaves[i].dtype).eps if eps[0] is None else eps[0]
             kept[i], square = _squares(grad, kept[i], rest, parts[grad.dtype], least)
             steps.append(grad * torch.rsqrt(torch.clamp(square, min=least * least)))
-        sizes = _together([(torch.sum(step * step),) for step in steps], steps)
+        sizes = _together([(_sum(step * step, exact),) for step in steps], steps)
 
         def factor(of_params: Any, of_steps: Any) -> Any:
             large = torch.clamp(torch.sqrt(of_params), min=eps[1]) * -relative
@@ -162,13 +165,20 @@ def _of_all(function: Any, leaves: Sequence[Any], *sums: Sequence[Any]) -> list[
     return found
 
 
-def _sums(grad: Any, param: Any, kept: Any) -> tuple[Any, ...]:
-    """What is summed over the whole of a leaf, or over its rows and columns."""
-    size = torch.sum(param * param)
+def _sum(x: Any, exact: bool) -> Any:
+    return exact_sums.parts(x, ()) if exact else torch.sum(x)
+
+
+def _sums(grad: Any, param: Any, kept: Any, exact: bool) -> tuple[Any, ...]:
+    """What is summed over the whole of a leaf, or over its rows and columns; exactly, so that no layout has other bits."""
+    size = _sum(param * param, exact)
     if grad.ndim < 2:
         return (size,)
     square = grad * grad
     n, m = grad.shape[-2:]
+    if exact:
+        wanted = (square, (-1,), m), (square, (-2,), n), (square, (-2, -1), m), (kept.rows, (-2,), 1)
+        return size, *(exact_sums.parts(x, dims, over) for x, dims, over in wanted)
     rows = torch.sum(square, -1, keepdim=True) / m
     columns = torch.sum(square, -2, keepdim=True) / n
     return size, rows, columns, torch.sum(rows, -2, keepdim=True), torch.sum(kept.rows, -2, keepdim=True)
@@ -176,6 +186,9 @@ def _sums(grad: Any, param: Any, kept: Any) -> tuple[Any, ...]:
 
 def _together(sums: Sequence[tuple[Any, ...]], like: Sequence[Any]) -> list[tuple[Any, ...]]:
     """The ranks' parts of sums added up: all that are summed over the same axes in one collective."""
+    if any(type(x) is exact_sums.ExactParts for row in sums for x in row):
+        found = _together([tuple(x.sums for x in row) for row in sums], like)
+        return [tuple(map(exact_sums.whole, row, parts)) for row, parts in zip(found, sums, strict=True)]
     if not any(map(is_array, like)):
         return list(sums)
     specs = [

@@ -6,8 +6,9 @@ the layout decides: a gradient that is whole has another sum than the same one i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +51,34 @@ def norm(leaves: Sequence[Any], dtype: torch.dtype) -> Any:
         found = whole / torch.tensor(sizes, dtype=torch.float64, device=whole.device) * torch.square(largest)
         total = total + torch.where(torch.isfinite(largest), found, largest).sum()
     return torch.sqrt(total).to(dtype)
+
+
+class ExactParts(NamedTuple):
+    """The ranks' parts of sums of numbers that are not negative, as multiples of what follows from the largest of them."""
+
+    sums: Any  # int64: on a mesh partial sums, to be added up
+    largest: Any  # of the numbers of each sum
+    size: float  # how many multiples the largest is
+    over: int  # by what the sums are divided
+    dtype: torch.dtype  # of the sums
+
+
+def parts(x: Any, dims: tuple[int, ...], over: int = 1) -> ExactParts:
+    """Of the sums of `x` over some dims, which stay with one element; over all of them where there are none, 0-d."""
+    dtype, x = x.dtype, x.to(torch.float64)
+    largest = torch.amax(x, dims, keepdim=bool(dims)) if x.numel() else torch.zeros((), dtype=x.dtype, device=x.device)
+    count = math.prod(x.shape[dim] for dim in dims) if dims else x.numel()
+    size = 2.0 ** (62 - max(0, count - 1).bit_length())
+    multiples = (x / torch.where(largest > 0, largest, 1.0) * size).round().to(torch.int64)
+    return ExactParts(
+        torch.sum(multiples, dims, keepdim=True) if dims else torch.sum(multiples), largest, size, over, dtype
+    )
+
+
+def whole(added_up: Any, part: ExactParts) -> Any:
+    """The sums, of the ranks' parts added up."""
+    sums = added_up.to(torch.float64) / part.size * part.largest
+    return (torch.where(torch.isfinite(part.largest), sums, part.largest) / part.over).to(part.dtype)
 
 
 def _largest(xs: Sequence[Any], mesh: Any) -> Any:

@@ -755,7 +755,7 @@ def bring_in(x: Any, boundary: Boundary, why: str) -> Any:
 
 def moved(x: Any, mesh: Any, target: P | None, why: str, keeps_sums: bool = False) -> Any:
     """An array, or a plain whole tensor, brought to `target`, or (None) to a plain whole tensor; differentiable."""
-    source, cast = _before_narrowing(x)
+    source, cast = before_narrowing(x)
     move = _Move(mesh, spec_of(x) if is_array(x) else None, target, why, cast=cast, keeps_sums=keeps_sums)
     return tensor_types.kept(linear_map.apply(move, source)[0], x)
 
@@ -772,7 +772,7 @@ def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def _before_narrowing(x: Any) -> tuple[Any, Any]:
+def before_narrowing(x: Any) -> tuple[Any, Any]:
     """What `narrowed` was given, and the cast to `x`; `x` itself, and none, where it is no such thing."""
     version, source = notes_of(x).narrowed
     if source is None or version != torch_internals.version(x) or not torch.is_grad_enabled():
@@ -792,7 +792,7 @@ def moved_as_one(xs: Sequence[Any], mesh: Any, targets: Sequence[P], why: str) -
         while n < len(todo) and (n == 0 or size + todo[n][0].nbytes <= _BUCKET):
             size, n = size + todo[n][0].nbytes, n + 1
         here, todo = todo[:n], todo[n:]
-        sources, casts = zip(*(_before_narrowing(x) for x, _ in here))
+        sources, casts = zip(*(before_narrowing(x) for x, _ in here))
         op = _Moves(tuple(_Move(mesh, spec_of(x), target, why, cast=cast) for (x, target), cast in zip(here, casts)))
         found = linear_map.apply(op, *sources)
         out += [tensor_types.kept(y, x) for y, (x, _) in zip(found, here, strict=True)]

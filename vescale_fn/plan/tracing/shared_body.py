@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..._core import torch_internals
-from ..._core.arrays.array import Array
+from ..._core.arrays.array import Array, narrowed
 from ..._core.base import context, state, tree
 from ..._core.base.containers import checked
 from ..._core.distributed.blocks import Blocks
@@ -66,14 +66,23 @@ class SharedBody:
         residuals: what the calls give besides, for the derivatives.
     """
 
-    def __init__(self, recorder: Any, call: Any, function: Callable[..., Any], captures: Captured) -> None:
+    def __init__(
+        self,
+        recorder: Any,
+        call: Any,
+        function: Callable[..., Any],
+        captures: Captured,
+        sources: Sequence[Any],
+        casts: Sequence[Any],
+    ) -> None:
         self.recorder, self.captures, self.frame = recorder, captures, Frame(recorder.frame)
         start, self.given_nodes = torch_internals.autograd_count(), list[Nodes]()
         with torch_internals.keeping_tensors(), recorder.within(self.frame):
-            one_of = {id(x): x for x in call.leaves}
+            one_of = {id(x): x for x in sources}
             stand_ins = {place: self.stand_in(x) for place, x in one_of.items()}
-            self.given = [stand_ins[id(x)] for x in call.leaves]
-            args, kwargs = (*tree.unflatten(call.treedef, self.given), {})[:2]
+            self.given = [stand_ins[id(x)] for x in sources]
+            given = [narrowed(x, cast[1]) if cast else x for x, cast in zip(self.given, casts, strict=True)]
+            args, kwargs = (*tree.unflatten(call.treedef, given), {})[:2]
             out = checked(function(*args, **kwargs), "jit", "out", numpy=True, modules=True)
             leaves, self.out_def = tree.flatten(out)
             self.outs = self._outs(leaves)

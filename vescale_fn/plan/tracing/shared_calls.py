@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ..._core import torch_internals
+from ..._core.arrays.array import before_narrowing
 from ..._core.base import state, tree
 from ..._core.local_types import tensor_types
 from ..ir.graph import value
@@ -43,7 +44,9 @@ def recorded_once(
         return None
     try:
         now = state.now()
-        key = around, call.key, signatures(call.leaves), now.run, now.strict, now.may_merge, now.grad_depth > 0
+        # a value and the cast to the argument, whose gradient is then added up over ranks as where the call stands
+        sources, casts = zip(*map(before_narrowing, call.leaves)) if call.leaves else ((), ())
+        key = around, call.key, signatures(sources), casts, now.run, now.strict, now.may_merge, now.grad_depth > 0
         known = recorder.frame.shared.setdefault(key, [])
     except (TypeError, Unshareable):  # an argument that cannot be compared, or has no node
         return None
@@ -51,14 +54,14 @@ def recorded_once(
     if body is _NEW:
         captures = guards()
         try:
-            body = SharedBody(recorder, call, function, captures)
+            body = SharedBody(recorder, call, function, captures, sources, casts)
         except (Exception, Unrecordable):  # which comes again where the call stands, if it is the function's
             body = None
         known.append(body)
     if body is None:
         return None
     recorder.has_shared = True
-    return (SharedCall(body, call.leaves).result(),)
+    return (SharedCall(body, sources).result(),)
 
 
 _NEW: Any = object()
