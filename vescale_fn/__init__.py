@@ -39,7 +39,7 @@ from ._core.transforms.residuals import print_saved_residuals, saved_residuals
 from ._core.transforms.stop_gradient import stop_gradient
 from ._core.transforms.vjp import vjp
 from ._core.transforms.vmap import vmap
-from .checkpoint import digest, export_weights, load, save
+from .checkpoint import digest, elastic, export_weights, load, save
 from .checkpoint import export as export
 from .debugging.debug_mode import debug
 from .debugging.needless_moves import needless
@@ -99,6 +99,7 @@ __all__ = [
     "digest",
     "disable_jit",
     "dynamic_slice",
+    "elastic",
     "errors",
     "eval_shape",
     "export_weights",

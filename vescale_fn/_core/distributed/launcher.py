@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from ..base.errors import RankError
 from ..base.source_lines import is_users, quoted
 from . import worker
 from .failure_text import BROKEN, first_and_others, how_it_ended, waited
+from .restarts import Lost, Requests, Resized, lost, started_again
 from .streams import Streams
 from .worker import Job, Message, Settings
 
@@ -43,8 +45,15 @@ class Rank:
     pipe: connection.Connection
 
 
+MOST = 2**12  # ranks on one machine: beyond that a number is a mistake, which would take all memory
+
+
 def run(call: Callable[[], Any], settings: Settings) -> list[bytes]:
     """Fork the ranks, watch them, and return their pickled results; none of them is left when it returns."""
+    return started_again(functools.partial(_run, call), settings)
+
+
+def _run(call: Callable[[], Any], settings: Settings) -> list[bytes]:
     torch_internals.preload()
     ranks: list[Rank] = []
     nprocs = settings.nprocs
@@ -64,6 +73,10 @@ def run(call: Callable[[], Any], settings: Settings) -> list[bytes]:
             for rank in range(nprocs):
                 ranks.append(fork(worker.run_rank, rank, job, call))
             return results(ranks, settings, streams, START[settings.device], functools.partial(whereabouts, folder))
+        except (Lost, Resized):
+            for rank in ranks:
+                rank.process.kill()
+            raise
         finally:
             end(ranks)
 
@@ -76,18 +89,23 @@ def results(
     where: Callable[[list[Rank], list[int]], dict[int, str]],
 ) -> list[bytes]:
     """Let ranks that have been started, within `start` seconds, run; their pickled results. `where` asks what some do now."""
-    _, failed = hear(ranks, "ready", streams, start)
+    requests, again = Requests(settings.resize), settings.restarts > 0
+    _, failed = hear(ranks, "ready", streams, start, requests)
     if failed:
+        if again and lost(failed):
+            raise Lost(first_and_others(failed, [], len(ranks)))
         raise NotStarted(failed[0].text or f"rank {failed[0].rank} {failed[0].title} before it could start")
     tell(ranks, "go")
     try:
-        done, failed = hear(ranks, "done", streams, settings.limit)
+        done, failed = hear(ranks, "done", streams, settings.limit, requests, settings.timeout if again else math.inf)
     except KeyboardInterrupt:  # as where this process is told to end; a second one ends them at once
         for rank in ranks:
             rank.process.terminate()
-        hear(ranks, "done", streams, float("inf"))
+        hear(ranks, "done", streams, math.inf)
         raise
     if failed:
+        if again and lost(failed):
+            raise Lost(first_and_others(failed, list(done), len(ranks)))
         heard = {*done, *(message.rank for message in failed if message.kind == "failed")}
         ask = failed[0].kind == "late" or any(map(waited, failed))
         at = where(ranks, [i for i in range(len(ranks)) if i not in heard]) if ask else {}
@@ -156,9 +174,21 @@ def tell(ranks: list[Rank], word: Any) -> None:
             rank.pipe.send(word)
 
 
-def hear(ranks: list[Rank], kind: str, streams: Streams, seconds: float) -> tuple[dict[int, Any], list[Message]]:
-    """Wait for every rank's message of this kind, or for the first failure and those that come with it."""
+def hear(
+    ranks: list[Rank],
+    kind: str,
+    streams: Streams,
+    seconds: float,
+    requests: Requests | None = None,
+    stopped: float = math.inf,
+) -> tuple[dict[int, Any], list[Message]]:
+    """Wait for every rank's message of this kind, or for the first failure and those that come with it.
+
+    A rank that was stopped by a signal has failed after so many seconds.
+    """
     heard: dict[int, Any] = {}
+    since: dict[int, float] = {}
+    ends = requests.ends if requests else []
     failed: list[Message] = []
     start = time.monotonic()
     while len(heard) + len(failed) < len(ranks):
@@ -170,7 +200,16 @@ def hear(ranks: list[Rank], kind: str, streams: Streams, seconds: float) -> tupl
         elif time.monotonic() > start + seconds:
             failed = [Message("late", i, title=f"did not answer within {seconds:g} seconds") for i in silent]
             break
-        streams.wait([end for i in silent for end in (ranks[i].pipe, ranks[i].process.sentinel)], 0.2)
+        streams.wait([*ends, *(end for i in silent for end in (ranks[i].pipe, ranks[i].process.sentinel))], 0.2)
+        if requests and not failed:
+            requests.check(MOST)
+            ends = requests.ends
+        for i in silent if stopped < math.inf else ():
+            now = time.monotonic()
+            since[i] = min(since.get(i, now), now) if _is_stopped(ranks[i]) else math.inf
+            if now > since[i] + stopped:
+                failed.append(Message("failed", i, title=f"was stopped for {stopped:g} seconds", when=now))
+        silent = [i for i in silent if i not in {message.rank for message in failed}]
         for i in silent:
             ended = ranks[i].process.exitcode is not None  # asked before the pipe: it may hold a last word
             told = ranks[i].pipe.poll()
@@ -215,6 +254,11 @@ def whereabouts(folder: str, ranks: Mapping[int, Rank] | Sequence[Rank], silent:
             if users:
                 found[i] = f"was at {quoted(users[0])}"
     return found
+
+
+def _is_stopped(rank: Rank) -> bool:
+    """Whether a signal has stopped a rank of this machine."""
+    return state(getattr(rank.process, "pid", 0)) == "T"
 
 
 def state(pid: int) -> str:

@@ -23,11 +23,12 @@ from . import environment
 from .deterministic import called_under, check_divides
 from .engines import ENGINES, Engine
 from .fork_server import run_fresh
-from .launcher import NotStarted, run
+from .launcher import MOST, NotStarted, run
 from .remote import run_on
+from .restarts import started_again
 from .worker import Settings, time_of
 
-MOST_PLAYED, MOST_STARTED = 2**20, 2**12  # ranks: beyond that a number is a mistake, which would take all memory
+MOST_PLAYED = 2**20  # ranks: beyond that a number is a mistake, which would take all memory
 
 # Simulated
 
@@ -203,6 +204,8 @@ def launch(
     on: str | None = None,
     options: Mapping[str, Any] | None = None,
     queue: float = 300.0,
+    restarts: int = 0,
+    resize: Any = None,
 ) -> list[R]:
     """Run ``fn(*args, **kwargs)`` on `nprocs` ranks, one process each, and return their results in rank order.
 
@@ -238,6 +241,11 @@ def launch(
             1, ``num_gpus``, ``resources``, ``runtime_env``), ``strategy`` of the placement group, and ``init``, arguments
             of ``ray.init`` where this process has not called it.
         queue: seconds that an engine may take to give all ranks their place, ``math.inf`` for as long as it takes.
+        restarts: how often all ranks are ended, and `fn` is called anew, where ranks were killed, have ended without a word,
+            were stopped for longer than the timeout, or fail because others are gone. `elastic` goes on from where they were.
+            A rank that raises by itself ends the launch.
+        resize: a `multiprocessing.connection.Connection` through which other numbers of ranks may be asked for, by an
+            integer each; all start again, as many.
 
     Raises:
         RankError: a rank raised, was killed or exited; the message begins with the rank that failed first and its own
@@ -254,7 +262,7 @@ def launch(
     [5, 15]
     """
     _check_call(fn, nprocs, kwargs)
-    engine = _engine(on, options, nprocs, device, limit, stdin_rank)
+    engine = _engine(on, options, nprocs, device, limit, stdin_rank, resize)
     settings = Settings(
         nprocs,
         _device(device, nprocs, "launch") if engine is None or on == "torchrun" else device or "cpu",
@@ -263,13 +271,20 @@ def launch(
         _folder(logs),
         _reader(stdin_rank, nprocs),
         seconds("launch", "queue", queue),
+        _restarts(restarts),
+        resize,
     )
     call = functools.partial(fn, *args, **(kwargs or {}))
     if (virtual := context.virtual()) is not None:
         call = functools.partial(called_under, virtual, call)
     if engine is not None:
-        return [pickle.loads(result) for result in run_on(engine, call, settings)]
+        anew = lambda settings: run_on(
+            ENGINES[engine.name](nprocs, device, settings.limit, options or {}), call, settings
+        )
+        return [pickle.loads(result) for result in started_again(anew, settings)]
     reason = _why_not_fork()
+    if resize is not None and reason is not None:
+        raise MeshError(report("launch", "resize=... cannot be carried to where the ranks are forked", [reason]))
     if reason is None:
         try:
             return [pickle.loads(result) for result in run(call, settings)]
@@ -288,10 +303,8 @@ def _check_call(fn: Any, nprocs: Any, kwargs: Any) -> None:
                 fix="launch(fn, nprocs, *args), for instance launch(train, 4, config)",
             )
         )
-    if nprocs > MOST_STARTED:
-        raise MeshError(
-            report("launch", f"nprocs={nprocs:,} are more processes than the {MOST_STARTED:,} of one machine")
-        )
+    if nprocs > MOST:
+        raise MeshError(report("launch", f"nprocs={nprocs:,} are more processes than the {MOST:,} of one machine"))
     if not callable(fn):
         raise MeshError(
             report(
@@ -312,7 +325,7 @@ def _check_call(fn: Any, nprocs: Any, kwargs: Any) -> None:
 
 
 def _engine(
-    on: Any, options: Any, nprocs: int, device: str | None, limit: Any, stdin_rank: int | None
+    on: Any, options: Any, nprocs: int, device: str | None, limit: Any, stdin_rank: int | None, resize: Any
 ) -> Engine | None:
     """The engine called `on`, or None: processes of this machine."""
     if not isinstance(options, (Mapping, type(None))) or not all(isinstance(name, str) for name in options or ()):
@@ -326,6 +339,8 @@ def _engine(
         what = f"on={short(on)} is no engine{meant(on, ENGINES)}"
         fix = f"one of {', '.join(map(repr, ENGINES))}; without on=..., processes of this machine"
         raise MeshError(report("launch", what, fix=fix))
+    if resize is not None:
+        raise MeshError(report("launch", f'resize=..., but on="{on}" the number of ranks is the engine\'s'))
     if stdin_rank is not None:
         what = f'stdin_rank={stdin_rank}, but on="{on}" no rank reads what this process would'
         raise MeshError(
@@ -334,6 +349,13 @@ def _engine(
     if device not in ("cpu", "cuda", None):
         raise MeshError(report("launch", f'device={device!r} is neither "cpu" nor "cuda"'))
     return ENGINES[on](nprocs, device, seconds("launch", "limit", limit), options or {})
+
+
+def _restarts(count: Any) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        what = f"restarts={short(count)} is not a number of restarts; it must be an integer >= 0"
+        raise MeshError(report("launch", what, fix="restarts=10"))
+    return count
 
 
 def _why_not_fork() -> str | None:

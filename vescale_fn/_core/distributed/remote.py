@@ -58,7 +58,7 @@ def run_on(engine: Engine, call: Callable[[], Any], settings: Settings) -> list[
             raise RankError(f"launch: the ranks could not start\n\n{error}") from None
         except RankError as error:
             if LOST in str(error):  # of which the engine may know more
-                raise RankError("\n".join([str(error), *engine.state()])) from None
+                raise type(error)("\n".join([str(error), *engine.state()])) from None
             raise
         finally:
             end(ranks)

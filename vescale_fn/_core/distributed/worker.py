@@ -65,6 +65,8 @@ class Settings:
     logs: str | None
     stdin_rank: int | None
     queue: float = 300.0
+    restarts: int = 0
+    resize: Any = None
 
 
 @dataclass(frozen=True)
