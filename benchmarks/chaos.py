@@ -32,6 +32,7 @@ import torch.distributed as dist
 import vescale_fn as vfn
 from benchmarks.side_by_side import publish
 from vescale_fn import P
+from vescale_fn._core.distributed.spares import most_usable
 
 RANKS, STEPS, SAVE_EVERY, TIMEOUT = 8, 200, 25, 10.0
 KEY = vfn.random.key(0)
@@ -110,7 +111,12 @@ def train(steps: int, jit: bool, folder: Path | None = None, machines: int = 0, 
 
 def place(folder: Path, machines: int, rank: int, size: int) -> Path:
     """The memory of a process's machine: there is one for all, there are two, or as many as processes."""
-    return folder / f"machine-{(0, rank * 2 // size, rank)[machines]}"
+    return folder / f"machine-{(0, rank * 2 // most_usable(RANKS, size), rank)[machines]}"
+
+
+def places(folder: Path, machines: int, size: int) -> set[Path]:
+    """The memory in which so many processes keep copies, of which some may be spares."""
+    return {place(folder, machines, rank, size) for rank in range(most_usable(RANKS, size))}
 
 
 # --- the chaos --------------------------------------------------------------------------------------------------------
@@ -155,8 +161,8 @@ class Disturber:
     def check(self, at: int, size: int) -> None:
         """What is lost of what was done is a step at most where a neighbour's copy is left; else what was not yet saved."""
         lost = self.done - at
-        there = {place(self.folder, self.machines, rank, size) for rank in range(size)}
-        memory_is_left = len(self.gone | (self.places - there)) <= (len(self.places) > 1)
+        there = places(self.folder, self.machines, size)
+        memory_is_left = len(self.places & self.gone | self.places - there) <= (len(self.places) > 1)
         self.places = there
         self.said.append(f"goes on after step {at} of {self.done}, {size} processes")
         assert at >= self.saved, f"step {self.saved} was saved, but the run goes on after step {at}"
@@ -235,7 +241,7 @@ def run(seed: int, steps: int = STEPS, events: int | None = None, kinds: Sequenc
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
         folder = Path(name)
         disturber = Disturber(seed, steps, chosen, folder, machines, reports)
-        disturber.places = {place(folder, machines, rank, count) for rank in range(count)}
+        disturber.places = places(folder, machines, count)
         answer, answering = multiprocessing.Pipe(False)
 
         def disturb() -> None:
@@ -250,7 +256,7 @@ def run(seed: int, steps: int = STEPS, events: int | None = None, kinds: Sequenc
         process.start()
         try:
             arguments = steps, jit, folder, machines, reporting
-            with contextlib.redirect_stderr(open(os.devnull, "w")):
+            with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
                 found = vfn.launch(
                     train, count, *arguments, device="cpu", restarts=10**6, resize=asked, timeout=TIMEOUT, limit=900.0
                 )

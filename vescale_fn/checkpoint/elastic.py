@@ -102,7 +102,7 @@ def elastic(
             _check_alike([each for _, each, _ in said])
             done, now = _recovered(Survey(folder, group), now, manager, exact, steps)
             places, life = [place for place, *_ in said], said[0][2]
-            copies = None if None in places else Copies(folder, group, places, life, buddies)
+            copies = None if folder is None or None in places else Copies(folder, group, places, life, buddies)
             with _current_mesh(now):
                 if copies is not None:
                     copies.keep(done, now)
@@ -143,7 +143,7 @@ def _group() -> Iterator[Any]:
     if not ranks.has_process_group() or dist.get_world_size() == 1:
         yield None
         return
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=torch_internals.group_timeout()))
+    group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=torch_internals.group_timeout()))
     yield group
     dist.destroy_process_group(group)
 
@@ -173,24 +173,25 @@ def _check_alike(prints: list[dict[str, Any]]) -> None:
 
 
 def _check(step: Any, state: Any, batches: Any, steps: Any, manager: Any, save_every: Any, on_step: Any) -> None:
+    counts = [("steps", steps, 0), *([] if save_every is None else [("save_every", save_every, 1)])]
     failures = [
         f"{name} must be a function, but it is {described(x)}"
-        for name, x in (("step", step), ("state", state), ("on_step", on_step))
-        if not callable(x) and not (name == "on_step" and x is None)
+        for name, x in (("step", step), ("state", state), ("on_step", on_step or len))
+        if not callable(x)
     ]
-    if not callable(batches) and not (hasattr(batches, "__getitem__") and hasattr(batches, "__len__")):
+    failures += [
+        f"{name} must be a whole number of at least {least}, but it is {short(x)}"
+        for name, x, least in counts
+        if isinstance(x, bool) or not isinstance(x, int) or x < least
+    ]
+    if not (callable(batches) or (isinstance(batches, Sequence) and (failures or len(batches) >= steps))):
+        count = f" of {len(batches)}" if isinstance(batches, Sequence) else ""
         failures.append(
-            f"batches must be a function of the step's number or a sequence, but it is {described(batches)}"
+            f"batches must be a function, or a sequence of one for each step, but it is {described(batches)}{count}"
         )
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        failures.append(f"steps must be a whole number, but it is {short(steps)}")
-    elif hasattr(batches, "__len__") and not callable(batches) and len(batches) < steps:
-        failures.append(f"there are {len(batches)} batches for {steps} steps")
     if not isinstance(manager, (Manager, type(None))):
         failures.append(f"manager must be a vfn.checkpoint.Manager, but it is {described(manager)}")
-    if save_every is not None and (isinstance(save_every, bool) or not isinstance(save_every, int) or save_every < 1):
-        failures.append(f"save_every must be a positive integer or None, but it is {short(save_every)}")
-    elif save_every is not None and manager is None:
-        failures.append(f"save_every={save_every}, but there is no manager to save with")
+    if save_every is not None and manager is None:
+        failures.append(f"save_every={short(save_every)}, but there is no manager to save with")
     if failures:
         raise CheckpointError(report("elastic", "the arguments do not make a run", failures))

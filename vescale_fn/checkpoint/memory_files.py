@@ -74,7 +74,7 @@ class File:
 
 
 def _digest(image: torch.Tensor) -> bytes:
-    return hashlib.sha256(image.numpy()).digest()
+    return hashlib.sha256(image.numpy().data).digest()
 
 
 def _made(path: Path, nbytes: int) -> torch.Tensor:

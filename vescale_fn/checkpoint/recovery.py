@@ -69,16 +69,18 @@ class Survey:
         filling = Filling(like, "elastic")
         where = {rank: {part.key: part for part in table.parts} for rank, table in tables.items()}
         lacks = dict[int, list[Key]]()
-        ready = dict[Key, torch.Tensor | None]()
+        ready, asked = dict[Key, torch.Tensor](), set[Key]()
         for key, tensor in filling.pieces():
-            if key not in ready:
+            if key not in ready and key not in asked:
                 has = [rank for rank, parts in where.items() if key in parts]
-                if not has or any(part_unlike(where[rank][key], tensor) for rank in has):
+                if not has or any(_unlike(where[rank][key], tensor) for rank in has):
                     what = "the state that was kept is another than state() gives"
                     raise CheckpointError(report("elastic", what, [f"{key[0]} at {key[1]}"]))
                 near = [rank for rank in has if rank in opened]
-                ready[key] = where[near[0]][key].of(opened[near[0]][1]) if near else None
-                if not near:
+                if near:
+                    ready[key] = where[near[0]][key].of(opened[near[0]][1])
+                else:
+                    asked.add(key)
                     lacks.setdefault(has[self._rank % len(has)], []).append(key)
         ready |= self._brought(found, lacks, opened, where)
         for key, tensor in filling.pieces():
@@ -113,7 +115,7 @@ class Survey:
         }
 
 
-def part_unlike(part: Any, tensor: torch.Tensor) -> bool:
+def _unlike(part: Any, tensor: torch.Tensor) -> bool:
     """Whether a part is not of the dtype and shape of what it is to fill."""
     return part.dtype != tensor.dtype or part.sizes != tuple(tensor.shape)
 

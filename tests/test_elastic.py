@@ -1,0 +1,360 @@
+"""`vfn.elastic`: the bits of an undisturbed run, whoever is killed, stopped or lost, and however many processes there are."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import vescale_fn as vfn
+from benchmarks import chaos
+from vescale_fn import P
+from vescale_fn._core.distributed import restarts
+from vescale_fn.checkpoint import memory_files, shares
+from vescale_fn.checkpoint.buddies import Copies
+from vescale_fn.checkpoint.recovery import Survey
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def begin():
+    mesh = vfn.make_mesh((4,), ("dp",), device="cpu")
+    w = vfn.random.normal(vfn.random.key(0), (6, 5), spec=P("dp"), mesh=mesh)
+    return {"w": w, "sum": vfn.shard(torch.zeros(()), mesh, P()), "n": 0}
+
+
+def step(state, batch):
+    noise = vfn.random.normal(vfn.random.fold_in(vfn.random.key(1), state["n"]), (6, 5), spec=P("dp"))
+    w = state["w"] * 0.9 + noise * batch
+    return {"w": w, "sum": state["sum"] + vfn.with_sharding(w.sum(), P()), "n": state["n"] + 1}, state["n"]
+
+
+def follow(folder, disturb=None, steps=8, **how):
+    """The digest of a run, and the steps that this process has taken since it was started."""
+    taken = []
+
+    def on_step(i, aux):
+        assert aux == i - 1
+        taken.append(i)
+        if disturb is not None:
+            disturb(folder, i)
+
+    state = vfn.elastic(step, begin, lambda i: i / 8, steps=steps, virtual=4, on_step=on_step, **how)
+    return None if state is None else (vfn.digest(state), state["n"], taken)
+
+
+def once(folder, name):
+    """Whether this is the first process to ask."""
+    try:
+        os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    digest, n, taken = follow(None)
+    assert (n, taken) == (8, [*range(1, 9)])
+    return digest
+
+
+def test_it_is_the_loop_that_a_user_would_write(undisturbed):
+    with vfn.deterministic(virtual=4):
+        state = begin()
+        with vfn.use_mesh(state["w"].device_mesh):
+            for i in range(8):
+                state, _ = step(state, i / 8)
+    assert vfn.digest(state) == undisturbed
+
+
+def test_a_process_too_many_is_a_spare(undisturbed):
+    found = vfn.launch(follow, 3, None, device="cpu")
+    assert found == [(undisturbed, 8, [*range(1, 9)])] * 2 + [None]
+
+
+def test_killed_processes_lose_a_step_at_most(undisturbed, tmp_path, capfd):
+    def kill(folder, i):
+        if i == 5 and dist.get_rank() in (0, 3) and once(folder, f"killed {dist.get_rank()}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    found = vfn.launch(follow, 4, tmp_path, kill, device="cpu", restarts=2)
+    assert [each[:2] for each in found] == [(undisturbed, 8)] * 4
+    assert all(each[2] in ([5, 6, 7, 8], [6, 7, 8]) for each in found)
+    assert "all start again" in capfd.readouterr().err
+
+
+def test_a_machine_is_lost_and_its_neighbour_has_its_part(undisturbed, tmp_path):
+    def lose(folder, i):
+        if i == 5 and dist.get_rank() == 1 and once(folder, "lost"):
+            (folder / "machine-1").rename(folder / "gone")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_machines():
+        return follow(tmp_path, lose, memory=tmp_path / f"machine-{dist.get_rank()}")
+
+    found = vfn.launch(on_machines, 4, device="cpu", restarts=1)
+    assert [each[:2] for each in found] == [(undisturbed, 8)] * 4
+    assert all(each[2] in ([5, 6, 7, 8], [6, 7, 8]) for each in found)
+    assert not list(tmp_path.glob("machine-*/*/*"))  # nothing is left in memory
+
+
+def test_where_all_memory_is_lost_the_checkpoint_is_left(undisturbed, tmp_path):
+    def lose(folder, i):
+        if i == 5 and dist.get_rank() == 1 and once(folder, "lost"):
+            (folder / "machine").rename(folder / "gone")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def saving():
+        manager = vfn.checkpoint.Manager(tmp_path / "saved")
+        return follow(tmp_path, lose, memory=tmp_path / "machine", manager=manager, save_every=3)
+
+    found = vfn.launch(saving, 2, device="cpu", restarts=1)
+    assert found == [(undisturbed, 8, [4, 5, 6, 7, 8])] * 2
+    assert vfn.checkpoint.Manager(tmp_path / "saved").steps() == [3, 6, 8]
+
+
+def test_another_number_of_processes_goes_on(undisturbed, tmp_path):
+    asked, asking = multiprocessing.Pipe(False)
+
+    def ask(folder, i):
+        world = dist.get_world_size()
+        if (world, i) in ((2, 3), (4, 6)) and dist.get_rank() == 0 and once(folder, str(world)):
+            asking.send({2: 4, 4: 1}[world])
+            threading.Event().wait()  # for the end
+
+    found = vfn.launch(follow, 2, tmp_path, ask, device="cpu", resize=asked)
+    assert [each[:2] for each in found] == [(undisturbed, 8)]
+    assert found[0][2] in ([6, 7, 8], [7, 8])
+
+
+def test_a_stopped_process_is_started_again(undisturbed, tmp_path):
+    def stop(folder, i):
+        if i == 4 and once(folder, "stopped"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    found = vfn.launch(follow, 1, tmp_path, stop, device="cpu", restarts=1, timeout=0.5)
+    assert [each[:2] for each in found] == [(undisturbed, 8)]
+
+
+@pytest.mark.parametrize("seed", [1, 5])
+def test_chaos(seed, small_chaos):
+    kinds = ("kill", "machine", "machines", "all", "again", "damage", "resize")
+    assert {*chaos.run(seed, steps=30, events=3, kinds=kinds).digests} == {small_chaos}
+
+
+@pytest.fixture(scope="module")
+def small_chaos():
+    return chaos.train(30, False)
+
+
+PROGRAM = """
+    import os, pathlib, signal, sys
+    sys.path[:0] = [{tests!r}]
+    import torch.distributed as dist
+    import test_elastic
+
+    def kill(folder, i):
+        if i == 5 and dist.get_rank() == 1 and test_elastic.once(folder, "killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    found = test_elastic.follow(pathlib.Path({folder!r}), kill)
+    rank = os.environ["RANK"]
+    pathlib.Path({folder!r}, "found-" + rank).write_text(repr(found))
+"""
+
+
+def test_under_torchrun(undisturbed, tmp_path):
+    (tmp_path / "program.py").write_text(
+        textwrap.dedent(PROGRAM.format(tests=os.path.dirname(__file__), folder=str(tmp_path)))
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    done = subprocess.run(
+        [*torchrun, "--max-restarts", "1", "--monitor-interval", "0.1", str(tmp_path / "program.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [eval((tmp_path / f"found-{rank}").read_text()) for rank in range(3)]
+    assert found[2] is None
+    assert [each[:2] for each in found[:2]] == [(undisturbed, 8)] * 2
+    assert all(each[2] in ([5, 6, 7, 8], [6, 7, 8]) for each in found[:2])
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def tree_of_all_kinds():
+    with vfn.deterministic(virtual=4):
+        mesh = vfn.make_mesh((2, 2), ("a", "b"), device="cpu")
+        x = torch.arange(30.0).view(6, 5)
+        x[0, 0] = torch.frombuffer(bytearray(b"\x01\x00\xc0\x7f"), dtype=torch.float32)[0]  # a NaN of its own
+        return {
+            "uneven": vfn.shard(x, mesh, P(("b", "a"))),
+            "rows": vfn.shard(x.to(torch.bfloat16), mesh, P("a", "b")),
+            "whole": vfn.shard(x.long(), mesh, P()),
+            "none": vfn.shard(torch.zeros(0, 3), mesh, P("a")),
+            "plain": torch.nn.Parameter(x.clone()),
+            "number": torch.tensor(3, dtype=torch.uint8),
+            "key": vfn.random.key(7),
+            "numpy": np.arange(3),
+            "values": [1, 2.5, "text", None, True, float("nan")],
+        }
+
+
+def test_an_image_brings_every_kind_of_leaf_back():
+    tree = tree_of_all_kinds()
+    share = shares.Share(tree, "elastic")
+    image = torch.empty(share.nbytes, dtype=torch.uint8)
+    share.write(image)
+    table, data = shares.opened(image)
+    parts = {part.key: part for part in table.parts}
+    filling = shares.Filling(tree, "elastic")
+    for key, tensor in filling.pieces():
+        tensor.copy_(parts[key].of(data))
+    back = filling.finished(table.values)
+    assert vfn.digest(back) == vfn.digest(tree)
+    assert [type(x) for x in back.values()] == [type(x) for x in tree.values()]
+    assert back["plain"].requires_grad
+    assert back["plain"] is not tree["plain"]
+
+
+def kept(folder, steps):
+    copies = Copies(folder, None, ["here"], "ab12", buddies=True)
+    for i in steps:
+        copies.keep(i, {"w": torch.full((3,), float(i)), "i": i})
+    copies.wait()
+    return copies
+
+
+def test_the_newest_copy_that_is_whole_is_taken(tmp_path):
+    copies = kept(tmp_path, range(6))
+    survey = Survey(tmp_path, None)
+    like = {"w": torch.zeros(3), "i": 0}
+    assert survey.newest.step == 5
+    assert survey.state(survey.newest, like)["w"].tolist() == [5.0] * 3
+    newest = max(memory_files.copies_in(tmp_path), key=lambda copy: copy.step)
+    size = os.path.getsize(newest.path)
+    for at in (9, 60, 64, size // 2, size - 1 - 50):  # a bit of the lid, or of the image
+        with open(newest.path, "r+b") as file:
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 4]))
+        survey = Survey(tmp_path, None)
+        assert survey.newest.step in ((4,) if at != 9 else (4, 5 ^ 4)), at
+        with open(newest.path, "r+b") as file:
+            file.seek(at)
+            file.write(byte)
+    assert Survey(tmp_path, None).newest.step == 5
+    copies.remove()
+    assert Survey(tmp_path, None).newest is None
+
+
+def test_a_copy_that_is_being_written_does_not_count(tmp_path):
+    copies = kept(tmp_path, range(6))
+    image = copies._own[0].uncovered(copies._own[0]._bytes.numel() - 64)
+    assert [copy.step for copy in memory_files.copies_in(tmp_path)] == [5]
+    image.zero_()
+    assert Survey(tmp_path, None).newest.step == 5
+
+
+def test_a_state_of_another_form_is_refused(tmp_path):
+    copies = kept(tmp_path, range(2))
+    with pytest.raises(
+        vfn.errors.CheckpointError, match="step must return a state like that which it was given\n  \\* w is"
+    ):
+        copies.keep(2, {"w": torch.zeros(4), "i": 2})
+    survey = Survey(tmp_path, None)
+    with pytest.raises(vfn.errors.CheckpointError, match="is another than state\\(\\) gives"):
+        survey.state(survey.newest, {"w": torch.zeros(4), "i": 0})
+    with pytest.raises(vfn.errors.CheckpointError, match="has other leaves: i, j"):
+        survey.state(survey.newest, {"w": torch.zeros(3), "j": 0})
+
+
+def test_sums_that_are_still_to_be_made_are_refused():
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("dp",))
+        x = vfn.shard(torch.ones(4), mesh, P(unreduced={"dp"}))
+        with pytest.raises(vfn.errors.CheckpointError, match="sums over ranks are still to be made"):
+            shares.Share({"x": x}, "elastic")
+
+
+def test_what_a_dead_session_has_left_is_removed(tmp_path, monkeypatch):
+    dead = subprocess.Popen(["true"])
+    name = f"vescale_fn-{os.getuid()}-{restarts.process_name(dead.pid)}"
+    dead.wait()
+    (tmp_path / f"{name}-00").mkdir()
+    monkeypatch.setenv(restarts.SESSION, f"{restarts.process_name(os.getpid())}-11")
+    mine = memory_files.folder_of(tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == [mine.name]
+    assert memory_files.folder_of(tmp_path) == mine
+    monkeypatch.delenv(restarts.SESSION)
+    assert memory_files.folder_of(tmp_path) is None  # nobody would start this process again
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+def test_arguments_that_make_no_run():
+    with pytest.raises(vfn.errors.CheckpointError) as error:
+        vfn.elastic(1, {}, [1, 2], steps=3.0, virtual=4, save_every=0)
+    assert str(error.value) == textwrap.dedent("""\
+        elastic: the arguments do not make a run
+          * step must be a function, but it is an int: 1
+          * state must be a function, but it is an empty dict
+          * steps must be a whole number of at least 0, but it is 3.0
+          * save_every must be a whole number of at least 1, but it is 0
+          * save_every=0, but there is no manager to save with""")
+    with pytest.raises(vfn.errors.CheckpointError, match="a sequence of one for each step, but it is a list of 2"):
+        vfn.elastic(step, begin, [1, 2], steps=3, virtual=4)
+    with pytest.raises(vfn.errors.CheckpointError, match="step must return \\(state, aux\\), but it returned"):
+        vfn.elastic(lambda state, batch: state, begin, [1, 2], steps=2, virtual=4)
+
+
+def test_a_run_that_is_to_end_earlier_than_it_is(tmp_path):
+    manager = vfn.checkpoint.Manager(tmp_path)
+    follow(None, manager=manager)
+    with pytest.raises(vfn.errors.CheckpointError, match="to end after 7 steps, but there is a state after 8"):
+        follow(None, steps=7, manager=manager)
+    assert follow(None, steps=9, manager=manager)[1:] == (9, [9])
+
+
+def test_a_rank_that_raises_is_not_started_again(tmp_path):
+    def wrong(folder, i):
+        assert once(folder, f"{dist.get_rank()} {i}"), "again"
+        if i == 2 and dist.get_rank() == 1:
+            raise KeyError("of the program")
+
+    with pytest.raises(vfn.errors.RankError, match="rank 1 of 2 raised KeyError"):
+        vfn.launch(follow, 2, tmp_path, wrong, device="cpu", restarts=3)
+
+
+def test_restarts_have_an_end(tmp_path, capfd):
+    def kill(folder, i):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(vfn.errors.RankError, match="rank 0 of 1 was killed by SIGKILL"):
+        vfn.launch(follow, 1, tmp_path, kill, device="cpu", restarts=1)
+    assert capfd.readouterr().err.count("all start again (0 restarts are left)") == 1
+
+
+def test_what_launch_says_of_its_options():
+    with pytest.raises(
+        vfn.errors.MeshError, match="restarts=-1 is not a number of restarts; it must be an integer >= 0"
+    ):
+        vfn.launch(begin, 1, restarts=-1)
+    asked, asking = multiprocessing.Pipe(False)
+    asking.send("many")
+    with pytest.raises(vfn.errors.MeshError, match="what came through resize must be a number of ranks"):
+        vfn.launch(threading.Event().wait, 1, device="cpu", resize=asked)
+    with pytest.raises(vfn.errors.MeshError, match='on="torchrun" the number of ranks is the engine'):
+        vfn.launch(begin, 1, on="torchrun", resize=asked)
