@@ -103,7 +103,7 @@ def test_a_machine_is_lost_and_its_neighbour_has_its_part(undisturbed, tmp_path)
     found = vfn.launch(on_machines, 4, device="cpu", restarts=1)
     assert [each[:2] for each in found] == [(undisturbed, 8)] * 4
     assert all(each[2] in ([5, 6, 7, 8], [6, 7, 8]) for each in found)
-    assert not list(tmp_path.glob("machine-*/*/*"))  # nothing is left in memory
+    assert not list(tmp_path.glob("machine-*/*"))  # nothing is left in memory
 
 
 def test_where_all_memory_is_lost_the_checkpoint_is_left(undisturbed, tmp_path):
@@ -175,7 +175,7 @@ def test_under_torchrun(undisturbed, tmp_path):
     (tmp_path / "program.py").write_text(
         textwrap.dedent(PROGRAM.format(tests=os.path.dirname(__file__), folder=str(tmp_path)))
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, "--max-restarts", "1", "--monitor-interval", "0.1", str(tmp_path / "program.py")],
         capture_output=True,
@@ -183,10 +183,9 @@ def test_under_torchrun(undisturbed, tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    found = [eval((tmp_path / f"found-{rank}").read_text()) for rank in range(3)]
-    assert found[2] is None
-    assert [each[:2] for each in found[:2]] == [(undisturbed, 8)] * 2
-    assert all(each[2] in ([5, 6, 7, 8], [6, 7, 8]) for each in found[:2])
+    found = [eval((tmp_path / f"found-{rank}").read_text()) for rank in range(2)]
+    assert [each[:2] for each in found] == [(undisturbed, 8)] * 2
+    assert all(each[2] in ([5, 6, 7, 8], [6, 7, 8]) for each in found)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -205,6 +204,7 @@ def tree_of_all_kinds():
             "plain": torch.nn.Parameter(x.clone()),
             "number": torch.tensor(3, dtype=torch.uint8),
             "key": vfn.random.key(7),
+            "complex": torch.tensor([1 + 2j], dtype=torch.complex128),
             "numpy": np.arange(3),
             "values": [1, 2.5, "text", None, True, float("nan")],
         }
@@ -243,20 +243,20 @@ def test_the_newest_copy_that_is_whole_is_taken(tmp_path):
     assert survey.state(survey.newest, like)["w"].tolist() == [5.0] * 3
     newest = max(memory_files.copies_in(tmp_path), key=lambda copy: copy.step)
     size = os.path.getsize(newest.path)
-    for at in (9, 60, 64, size // 2, size - 1 - 50):  # a bit of the lid, or of the image
+    for at in (0, 8, 9, 16, 24, 64, size // 2, size - 1):  # a bit of the lid, or of the image
         with open(newest.path, "r+b") as file:
             file.seek(at)
             byte = file.read(1)
             file.seek(at)
             file.write(bytes([byte[0] ^ 4]))
         survey = Survey(tmp_path, None)
-        assert survey.newest.step in ((4,) if at != 9 else (4, 5 ^ 4)), at
+        assert survey.newest.step == 4, at
         with open(newest.path, "r+b") as file:
             file.seek(at)
             file.write(byte)
     assert Survey(tmp_path, None).newest.step == 5
     copies.remove()
-    assert Survey(tmp_path, None).newest is None
+    assert not tmp_path.exists()
 
 
 def test_a_copy_that_is_being_written_does_not_count(tmp_path):
@@ -309,7 +309,7 @@ def test_arguments_that_make_no_run():
         vfn.elastic(1, {}, [1, 2], steps=3.0, virtual=4, save_every=0)
     assert str(error.value) == textwrap.dedent("""\
         elastic: the arguments do not make a run
-          * step must be a function, but it is an int: 1
+          * step must be a function, but it is the int 1
           * state must be a function, but it is an empty dict
           * steps must be a whole number of at least 0, but it is 3.0
           * save_every must be a whole number of at least 1, but it is 0

@@ -88,7 +88,7 @@ class Copies:
 
     def _complete(self, step: int, image: torch.Tensor, arriving: torch.Tensor | None) -> None:
         own = self._own[step % 2]
-        digest = own.digest()
+        digest = own.digest(step)
         own.cover(step, digest)
         if arriving is None:
             return

@@ -1,6 +1,6 @@
 """Images in files that lie in memory: they outlive the process that wrote them, and it may have ended at any moment.
 
-A file begins with a lid, which is written last and taken off first: the step, the length and the sha256 of the image.
+A file begins with a lid, which is written last and taken off first: the step, the length, and a sha256 of both and the image.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .._core.base.messages import report
 from .._core.distributed.restarts import FOLDER, IN_MEMORY, SESSION, is_alive, process_name
 from .shares import Table, opened
 
-_LID = struct.Struct("<8sQQ32s")
+_LID = struct.Struct("<8sQQ32s8x")
 _MAGIC = b"vfn copy"
 _NAME = re.compile(r"([0-9a-f]+)\.(\d+)-of-(\d+)\.([01])")
 
@@ -41,7 +41,7 @@ class Copy(NamedTuple):
 
     def verified(self) -> bool:
         """Whether the image is what its lid says."""
-        return _digest(mapped(Path(self.path))[_LID.size :]) == self.digest
+        return _digest(self.step, mapped(Path(self.path))[_LID.size :]) == self.digest
 
     def opened(self) -> tuple[Table, torch.Tensor]:
         """What is in it."""
@@ -68,13 +68,15 @@ class File:
         lid = _LID.pack(_MAGIC, step, self._bytes.numel() - _LID.size, digest)
         self._bytes[: _LID.size] = torch.frombuffer(bytearray(lid), dtype=torch.uint8)
 
-    def digest(self) -> bytes:
-        """Of the image."""
-        return _digest(self._bytes[_LID.size :])
+    def digest(self, step: int) -> bytes:
+        """Of the image after this step."""
+        return _digest(step, self._bytes[_LID.size :])
 
 
-def _digest(image: torch.Tensor) -> bytes:
-    return hashlib.sha256(image.numpy().data).digest()
+def _digest(step: int, image: torch.Tensor) -> bytes:
+    made = hashlib.sha256(struct.pack("<QQ", step, image.numel()))
+    made.update(image.numpy().data)
+    return made.digest()
 
 
 def _made(path: Path, nbytes: int) -> torch.Tensor:
@@ -142,8 +144,10 @@ def copies_in(folder: Path) -> list[Copy]:
 
 
 def remove(folder: Path, keep: str = "") -> None:
-    """Remove the copies of all lives but this one."""
-    for path in folder.iterdir():
-        named = _NAME.fullmatch(path.name)
-        if named is not None and named[1] != keep:
-            path.unlink(missing_ok=True)
+    """Remove the copies of all lives but this one, and the folder when it is empty."""
+    with contextlib.suppress(OSError):  # another process beside this one has
+        for path in folder.iterdir():
+            named = _NAME.fullmatch(path.name)
+            if named is not None and named[1] != keep:
+                path.unlink(missing_ok=True)
+        folder.rmdir()

@@ -13,7 +13,7 @@ from .._core.base.errors import CheckpointError
 from .._core.base.messages import report
 from . import memory_files
 from .memory_files import Copy
-from .shares import Filling, Part, Table
+from .shares import Filling, ImagePart, Table
 
 Key = tuple[str, tuple[int, ...]]  # of a part: the leaf's name, and where in it
 
@@ -92,7 +92,7 @@ class Survey:
         found: Found,
         lacks: dict[int, list[Key]],
         opened: dict[int, tuple[Table, torch.Tensor]],
-        where: dict[int, dict[Key, Part]],
+        where: dict[int, dict[Key, ImagePart]],
     ) -> dict[Key, torch.Tensor]:
         """What this process lacks, from those who have it; they get what they lack."""
         asked: list[dict[int, list[Key]]] = everyone(self._group, lacks)

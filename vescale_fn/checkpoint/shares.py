@@ -19,7 +19,7 @@ from .names import named, rebuilt
 ALIGN = 64  # bytes
 
 
-class Part(NamedTuple):
+class ImagePart(NamedTuple):
     """A contiguous part of a leaf, and where it stands in an image."""
 
     name: str
@@ -48,7 +48,7 @@ class Part(NamedTuple):
 class Table(NamedTuple):
     """What is in an image: parts of tensors, and the leaves that are none, whole."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ImagePart, ...]
     values: dict[str, Any]
 
     @property
@@ -65,7 +65,7 @@ class Share:
     """
 
     def __init__(self, tree: Any, where: str) -> None:
-        values, parts, self._tensors, at = dict[str, Any](), list[Part](), list[torch.Tensor](), 0
+        values, parts, self._tensors, at = dict[str, Any](), list[ImagePart](), list[torch.Tensor](), 0
         unreduced = list[str]()
         for leaf in leaves_of(named(tree, where, "state")[0], where):
             if not leaf.is_tensor:
@@ -75,7 +75,7 @@ class Share:
                 unreduced.append(f"{leaf.path} is {spec_of(leaf.stored)!r}")
                 continue
             for piece in chunks.held(leaf.stored):
-                part = Part(leaf.name, piece.offsets, tuple(piece.sizes), leaf.stored.dtype, at)
+                part = ImagePart(leaf.name, piece.offsets, tuple(piece.sizes), leaf.stored.dtype, at)
                 at += -(-part.nbytes // ALIGN) * ALIGN
                 parts.append(part)
                 self._tensors.append(piece.tensor)

@@ -117,9 +117,12 @@ def ensure_process_group(device: str | None = None, timeout: float | None = None
     if started is None:
         return 0, 1
     most = None if timeout is None else time_of(timeout)
-    by_agents = "env://" if started.agents else f"tcp://{started.address}:{started.port}"
-    how: dict[str, Any] = dict(init_method=by_agents, rank=started.rank, world_size=started.size, timeout=most)
+    how: dict[str, Any] = dict(rank=started.rank, world_size=started.size, timeout=most)
     try:
+        if started.agents:
+            how |= dict(store=_agents_store(most))
+        else:
+            how |= dict(init_method=f"tcp://{started.address}:{started.port}")
         if _device(device, started.local_size, "make_mesh") == "cuda":
             torch.cuda.set_device(started.local_rank)
             dist.init_process_group("nccl", device_id=torch.device("cuda", started.local_rank), **how)
@@ -129,6 +132,13 @@ def ensure_process_group(device: str | None = None, timeout: float | None = None
         met = f"rank {started.rank} of {started.size} has not met the others at {started.address}:{started.port}"
         raise MeshError(report("make_mesh", met, [str(error).splitlines()[0]], environment.COMING)) from None
     return dist.get_rank(), dist.get_world_size()
+
+
+def _agents_store(timeout: Any) -> Any:
+    """The store of torchrun's agent. It still has what processes wrote that it has started again since (seen in torch 2.13)."""
+    how = {} if timeout is None else {"timeout": timeout}
+    store, _, _ = next(iter(dist.rendezvous("env://", **how)))
+    return dist.PrefixStore(f"started {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} times", store)
 
 
 def has_process_group() -> bool:
