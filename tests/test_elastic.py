@@ -310,11 +310,11 @@ def test_arguments_that_make_no_run():
     assert str(error.value) == textwrap.dedent("""\
         elastic: the arguments do not make a run
           * step must be a function, but it is the int 1
-          * state must be a function, but it is an empty dict
+          * state must be a function, but it is the dict {}
           * steps must be a whole number of at least 0, but it is 3.0
           * save_every must be a whole number of at least 1, but it is 0
           * save_every=0, but there is no manager to save with""")
-    with pytest.raises(vfn.errors.CheckpointError, match="a sequence of one for each step, but it is a list of 2"):
+    with pytest.raises(vfn.errors.CheckpointError, match="a sequence of one for each step, but it is \\[1, 2\\]"):
         vfn.elastic(step, begin, [1, 2], steps=3, virtual=4)
     with pytest.raises(vfn.errors.CheckpointError, match="step must return \\(state, aux\\), but it returned"):
         vfn.elastic(lambda state, batch: state, begin, [1, 2], steps=2, virtual=4)

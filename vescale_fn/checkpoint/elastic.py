@@ -184,11 +184,8 @@ def _check(step: Any, state: Any, batches: Any, steps: Any, manager: Any, save_e
         for name, x, least in counts
         if isinstance(x, bool) or not isinstance(x, int) or x < least
     ]
-    if not (callable(batches) or (isinstance(batches, Sequence) and (failures or len(batches) >= steps))):
-        count = f" of {len(batches)}" if isinstance(batches, Sequence) else ""
-        failures.append(
-            f"batches must be a function, or a sequence of one for each step, but it is {described(batches)}{count}"
-        )
+    if not (callable(batches) or (hasattr(batches, "__getitem__") and (failures or len(batches) >= steps))):
+        failures.append(f"batches must be a function, or a sequence of one for each step, but it is {short(batches)}")
     if not isinstance(manager, (Manager, type(None))):
         failures.append(f"manager must be a vfn.checkpoint.Manager, but it is {described(manager)}")
     if save_every is not None and manager is None:
