@@ -147,9 +147,12 @@ def test_what_is_no_data_is_refused(tmp_path, what):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_of_simulated_ranks_is_refused(tmp_path):
-    with vfn.simulate(2), pytest.raises(TransformError, match="a plan of simulated ranks cannot be saved"):
-        x = vfn.shard(torch.ones(4), vfn.make_mesh((2,), ("a",)), P("a"))
+def test_a_plan_of_simulated_ranks_that_do_not_do_the_same_is_refused(tmp_path):
+    with (
+        vfn.simulate(2),
+        pytest.raises(TransformError, match="simulated ranks that do not all do the same cannot be saved"),
+    ):
+        x = vfn.shard(torch.ones(3), vfn.make_mesh((2,), ("a",)), P("a"))
         vfn.save_plan(vfn.jit(torch.sin).lower(x), tmp_path / "plan")
 
 

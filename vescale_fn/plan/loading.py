@@ -20,6 +20,7 @@ from .plan import Plan
 from .saved import made_for
 from .saved_plans import SavedPlan
 from .signature import JitCall
+from .tracing import ambient
 from .tracing import leaves as leaves_
 from .tracing.guards import Captured
 from .tracing.rank_consensus import meshes as meshes_of_leaves
@@ -29,7 +30,9 @@ from .tracing.rank_consensus import shared_mesh
 def key_of(call: JitCall, how: Backend, passes: Sequence[Pass]) -> str:
     """What a plan for a call is made for, but for the function, as text."""
     names = [getattr(one, "__name__", None) or repr(one) for one in passes]
-    return f"{made_for.argument(call.key)} {how.name} {how.cuda_graph} {' '.join(names)}"
+    *before, around = call.key
+    own = [x for name, x in zip(ambient.NAMES, around, strict=True) if name != ambient.SIMULATED]  # its meshes say so
+    return f"{made_for.argument((*before, own))} {how.name} {how.cuda_graph} {' '.join(names)}"
 
 
 def meshes_of(call: JitCall, captured: Captured) -> list[Any]:
@@ -83,15 +86,14 @@ def loaded(
 def _plan(
     saved: SavedPlan, key: str, meshes: Sequence[Any], call: JitCall, captured: Captured, how: Backend, f: Any
 ) -> Plan:
-    recorded = saved.recorded(key, meshes, call.treedef)
+    recorded = saved.recorded(key, meshes, call.treedef, call.leaves)
     inputs = [*(x for leaf in call.leaves for x in leaves_.plain_of(leaf)), *recorded.constants]
-    wanted = [plan.value(node) for node in recorded.graph.nodes if node.op == "placeholder"]
+    wanted = [plan.value(node) for node in recorded.inputs]
     tensors = [x for x in wanted if isinstance(x, torch.Tensor)]
     if [_lies(x) for x in inputs] != [_lies(x) for x in tensors]:
         raise ValueError("its inputs are of other shapes or devices than the blocks here")
-    made = Plan(recorded, call.leaves, captured, call.names(), call.donated(), how, f)
+    made = Plan(recorded, call.leaves, captured, call.names(), call.donated(), how, f, loaded=True)
     made.improve((), lambda graph: None)
-    made.loaded = True
     return made
 
 

@@ -48,8 +48,6 @@ class Plan:
         donated: the places of the leaves whose memory it may use.
         how: what runs it.
         function: the function itself.
-
-    Attributes:
         loaded: whether it comes from a file.
 
     It can be called once `improve` has been.
@@ -64,8 +62,9 @@ class Plan:
         donated: Sequence[int],
         how: Backend,
         function: Callable[..., Any],
+        loaded: bool = False,
     ) -> None:
-        self.function, self.loaded = function, False
+        self.function, self.loaded = function, loaded
         if how.op_by_op:
             recorded.graph = unmapped(given_up(recorded.graph))
         self.recorded, self.captured, self.names = recorded, captured, names
@@ -82,7 +81,7 @@ class Plan:
         known = [communicator_of(mesh) for mesh in meshes(leaves, recorded.graph, recorded)]
         self._abstract = any(isinstance(root(one.mesh), AbstractMesh) for one in known)
         self._in_part = any(one.holds_blocks and not one.all_here for one in known)
-        self._how = how
+        self.how = how
         inputs = iter(recorded.inputs)
         for i, take, keep in self._take:
             for _ in take(leaves[i]):
@@ -96,10 +95,10 @@ class Plan:
         seen(self.recorded.graph)
         self.__dict__.pop("graph", None)
         budget = any(isinstance(one, Budget) for one in passes)
-        listed = self._how == Backend() and not (budget or self._abstract or self.recorded.ranks is not None)
+        listed = self.how == Backend() and not (budget or self._abstract or self.recorded.ranks is not None)
         self._lists = leaf_lists(self.recorded.graph) if listed else None
         self._ranks, graph, rest = self._of_one_rank(passes)
-        whole = self._how.arena or self._how.name != "torch" or budget
+        whole = self.how.arena or self.how.name != "torch" or budget
         if self._ranks is not None and (whole or not all(map(OF_RANKS.__contains__, rest)) or any(nested(graph))):
             self._ranks, graph = None, self._ranks.written_out(graph)
         for i, improve in enumerate(rest):
@@ -119,12 +118,12 @@ class Plan:
             return None, self._lists.graph, passes
         first = list(itertools.takewhile(OF_ONE_RANK.__contains__, passes))
         try:
-            ranks = self._as_one(bool(first))
+            ranks = self.as_one(bool(first))
             graph = inlined(ranks.graph)
             for improve in first:
                 graph = everywhere(_without_calls(improve), graph)
             graph = graph if kept in first else inlined(graph)
-            if changed(graph):
+            if changed(graph) and not self.loaded:  # a plan from a file writes, and ranks write what is their own
                 raise RanksDiffer
             return ranks, graph, passes[len(first) :]
         except RanksDiffer:
@@ -137,7 +136,7 @@ class Plan:
             return self._lists.written_out(self._improved)
         return self._improved if self._ranks is None else self._ranks.written_out(self._improved)
 
-    def _as_one(self, folds: bool) -> RanksAsOne:
+    def as_one(self, folds: bool) -> RanksAsOne:
         """What was recorded, of one rank; `folds`: also where it was recorded of each."""
         if self._in_part:  # processes must take the same passes, whatever their own ranks do alike
             raise RanksDiffer
@@ -154,13 +153,13 @@ class Plan:
             return generate(self._improved, writer=RankLoops(self._ranks))
         if self._lists is not None:
             return generate(self._improved)
-        return generate(self.graph if self._abstract else self._how.placed(self.graph))
+        return generate(self.graph if self._abstract else self.how.placed(self.graph))
 
     @functools.cached_property
     def run(self) -> Callable[[list[Any]], Any]:
         """What runs it."""
         of_one = self._abstract or self._ranks is not None or self._lists is not None
-        return self.code.run if of_one else self._how.running(self.code.run, self.graph)
+        return self.code.run if of_one else self.how.running(self.code.run, self.graph)
 
     def changed(self) -> str | None:
         """What the function closes over and has changed since; None where nothing has."""

@@ -18,15 +18,15 @@ from .._core.base.messages import report, short
 from .._core.base.tables import numbers
 from .._core.distributed.mesh import communicator_of, root
 from .._core.sharding.index_map import axes_of
-from .._core.sharding.layout import spec_for
 from .every_rank_plans import OfRanks, abstract_mesh_of, every_rank
 from .ir import graph as plan
+from .ir.per_rank import per_rank
 from .lowered import Lowered, Origin
 from .plan import Plan
-from .saved import made_for, tables, trees
+from .saved import made_for, results, tables, trees
 from .saved.graph_data import GraphReader, GraphWriter, unsaveable
+from .simulated_plans import OfRank, for_all, is_simulated, of_one, simulated_mesh_of
 from .tracing.every_rank import EveryRank
-from .tracing.leaves import Result
 from .tracing.rank_consensus import shared_mesh
 from .tracing.trace import Recorded
 
@@ -69,10 +69,13 @@ def save_plan(lowered: Lowered, path: str | os.PathLike[str], *, most: int = 64)
     found: list[Any]
     mesh = shared_mesh([], origin.plan.graph, origin.plan.recorded)
     try:
-        abstract = abstract_mesh_of(origin)
-        if abstract is None:
-            known = [None if numbers(x) is None else [x.detach().cpu()] for x in origin.plan.recorded.constants]
-            found = [_data(origin, origin.plan, lowered.name, [made_for.place(origin.meshes)], known)]
+        abstract, simulated = abstract_mesh_of(origin), simulated_mesh_of(origin)
+        if simulated is not None:
+            one, places = of_one(origin), made_for.places(origin.meshes)
+            found = [_data(origin, one.plan, lowered.name, places, list(map(_known, one.constants)), anywhere=True)]
+        elif abstract is None:
+            known = [_known([x]) for x in origin.plan.recorded.constants]
+            found = [_data(origin, origin.plan, lowered.name, made_for.places(origin.meshes), known)]
         else:
             found = [_of_ranks(origin, made, lowered.name) for made in every_rank(origin, abstract, lowered.name, most)]
     except TransformError as error:
@@ -110,41 +113,51 @@ class SavedPlan:
         on, here = self._data["on"], made_for.whole(meshes)
         if on != here:
             return f"it was made on {on or 'one device'}, and here is {here or 'no mesh'}"
-        played = max((len(communicator_of(root(mesh)).ranks) for mesh in meshes), default=1)
-        if played > 1:
-            return f"each of its plans is one rank's, and here one process plays {played} of them"
+        played = made_for.places(meshes)
+        if len(played) > 1 and not all(map(is_simulated, map(root, meshes))):
+            return f"each of its plans is one rank's, and here one process plays {len(played)} of them"
         entries = [entry for entry in self._data["plans"] if entry["key"] == key]
         if not entries:
             return "it was made for arguments of other types or layouts, or under other settings"
-        place = made_for.place(meshes)
-        entry = next((entry for entry in entries if place in entry["places"]), None)
-        if entry is None:
-            return f"it has no plan for this rank, {place}"
-        if entry["function"] != made_for.function(function, captured, entry["files"]):
+        missing = [place for place in played if not any(place in entry["places"] for entry in entries)]
+        if missing:
+            return f"it has no plan for this rank, {missing[0]}"
+        if any(entry["function"] != made_for.function(function, captured, entry["files"]) for entry in entries):
             return "the function, or what it closes over, has changed since"
         return None
 
-    def recorded(self, key: str, meshes: Sequence[Any], treedef: Any) -> Recorded:
+    def recorded(self, key: str, meshes: Sequence[Any], treedef: Any, leaves: Sequence[Any]) -> Recorded:
         """The plan for a call that it serves, as a recording that no pass has to improve. Raises anything if it is damaged."""
-        place = made_for.place(meshes)
-        entry = next(entry for entry in self._data["plans"] if entry["key"] == key and place in entry["places"])
-        at = entry["places"].index(place)
+        played, own = made_for.places(meshes), [entry for entry in self._data["plans"] if entry["key"] == key]
+        entries = [next(entry for entry in own if place in entry["places"]) for place in played]
+        if len(played) == 1:
+            return self._read(entries[0], played, meshes, treedef).recorded
+        if all(entry is entries[0] for entry in entries):
+            found = [self._read(entries[0], played, meshes, treedef)]
+        else:
+            found = [self._read(entry, [place], meshes, treedef) for entry, place in zip(entries, played)]
+        return for_all(found, leaves, len(played))
+
+    def _read(self, entry: Mapping[str, Any], played: Sequence[str], meshes: Sequence[Any], treedef: Any) -> OfRank:
+        """The plan of some ranks."""
+        at = list(map(entry["places"].index, played))
         here: dict[str, Any] = {}
         for mesh in _parts_of_all(meshes):
             if here.setdefault(made_for.mesh(mesh), mesh) != mesh and made_for.mesh(mesh) in entry["meshes"]:
                 raise ValueError(f"there are two meshes {made_for.mesh(mesh)}")
         reader = GraphReader(
             [here[text] for text in entry["meshes"]],
-            [of_each[at] for of_each in entry["numbers"]],
+            [per_rank([of_each[i] for i in at]) for of_each in entry["numbers"]],
             [tables.read(row, at) for row in entry["tables"]],
             _empty(),
             self._namespaces,
         )
         graph = reader.graph(entry["graph"])
-        results = [_result(row, reader) for row in entry["results"]]
+        given = [results.read(row, reader) for row in entry["results"]]
         out = trees.read(entry["out"], treedef)
         constants = [tables.read(row, at) for row in entry["constants"]]
-        return Recorded(graph, constants, [], results, out, None, [], _nothing)  # type: ignore[arg-type]
+        closed = [x[0] for x in constants]
+        return OfRank(Recorded(graph, closed, [], given, out, None, [], _nothing), constants)  # type: ignore[arg-type]
 
 
 def load_plan(path: str | os.PathLike[str], *, namespaces: Collection[str] = ()) -> SavedPlan:
@@ -186,7 +199,7 @@ def _of_ranks(origin: Origin, made: OfRanks, name: str) -> dict[str, Any]:
     places = []
     for rank in made.every.together:
         with EveryRank(made.every.mesh, [rank]).recording():
-            places.append(made_for.place(origin.meshes))
+            places += made_for.places(origin.meshes)
     if made.every.mesh not in map(root, origin.meshes):
         what = f"{name} makes arrays on a mesh that is neither its arguments', nor the current one, nor closed over by name"
         raise unsaveable(what, "with vfn.use_mesh(mesh): around lower and the calls")
@@ -220,7 +233,7 @@ def _data(
     if mine.recorded.guards:
         raise unsaveable("a plan that a truth value among its arguments has chosen", "torch.where")
     writer = GraphWriter(anywhere)
-    results = [_described(made, writer) for made in mine.recorded.results]
+    given = [results.written(made, writer) for made in mine.recorded.results]
     graph = writer.graph(mine.graph)
     files = made_for.files(mine.function, (node.meta.get("line", "") for node in plan.calls(mine.graph)))
     return {
@@ -232,7 +245,7 @@ def _data(
         "numbers": list(map(list, writer.numbers)),
         "tables": [tables.written(x[0].device, x) for x in writer.tables],
         "constants": constants,
-        "results": results,
+        "results": given,
         "out": trees.written(mine.recorded.out_def, origin.call.treedef),
         "meshes": [made_for.mesh(mesh) for mesh in writer.meshes],
         "files": files,
@@ -240,34 +253,9 @@ def _data(
     }
 
 
-def _described(made: Any, writer: GraphWriter) -> dict[str, Any]:
-    if not isinstance(made, Result):
-        kind, what = made
-        return {kind: writer.value(what)}
-    if made.simulated:
-        raise unsaveable("a plan of simulated ranks", "real ranks, or vfn.abstract_mesh")
-    if made.spec is None:
-        return {"tensor": list(made.places)}
-    meta = made.spec.tensor_meta
-    return {
-        "array": list(made.places),
-        "mesh": writer.mesh(made.spec.mesh),
-        "spec": writer.spec(made.lies),
-        "shape": [list(meta.shape), list(meta.stride), str(meta.dtype).removeprefix("torch.")],
-    }
-
-
-def _result(row: Mapping[str, Any], reader: GraphReader) -> Any:
-    if "input" in row:
-        return "input", row["input"]
-    if "value" in row:
-        return "value", reader.value(row["value"])
-    if "tensor" in row:
-        return Result(row["tensor"])
-    shape, stride, dtype = row["shape"]
-    lies = reader.spec(row["spec"])
-    meta = torch.Size(shape), tuple(stride), reader.value({"dtype": dtype})
-    return Result(row["array"], spec_for(reader.meshes[row["mesh"]], lies, *meta), lies)
+def _known(of_each: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """A tensor of each rank as data; None where it is no table."""
+    return None if any(numbers(x) is None for x in of_each) else [x.detach().cpu() for x in of_each]
 
 
 def _write(everyone: Sequence[dict[str, Any]], path: Path) -> None:

@@ -32,6 +32,7 @@ from ..._core.distributed.collectives import Collective
 KEPT = "kept"
 DONATED = "donated"  # a placeholder with this in its meta may be written into
 AT_ONCE = "at once"  # in the meta of a call on lists, of that program: it is one for all ranks
+HANDED_ON = ("broadcast", "permute")  # the collectives that hand a block on as it is, where the ranks are simulated
 HOLDERS = "holders"  # in the meta of a node of one rank's program for all: which ranks hold the same of its value
 REPEATS = "repeats"  # in the meta of a collective that a pass repeats: which one, of those that there were
 
@@ -181,7 +182,7 @@ def viewed(node: fx.Node) -> list[fx.Node]:
         return [node.args[i] for i in node.target.views]  # type: ignore[misc]
     if isinstance(node.target, Collective) and (HOLDERS in node.meta or isinstance(node.args[0], (list, tuple))):
         # On a simulated mesh a block that is only sent is handed on as it is.
-        return _flat(node.args[:1]) if node.target.kind in ("broadcast", "permute") else []
+        return _flat(node.args[:1]) if node.target.kind in HANDED_ON else []
     return []
 
 

@@ -71,6 +71,11 @@ for _name in ("lt", "le", "gt", "ge"):
 PerRank.__ne__ = lambda self, other: not self == other  # type: ignore[method-assign]
 
 
+def per_rank(values: Sequence[int]) -> int:
+    """The number that all ranks have, or of each its own."""
+    return PerRank(values) if len(set(values)) > 1 else values[0]
+
+
 def of_rank(x: Any, rank: int) -> Any:
     """A static argument as one rank has it."""
     if isinstance(x, PerRank):

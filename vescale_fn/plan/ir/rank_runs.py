@@ -27,7 +27,7 @@ def note_holders(graph: fx.Graph, places: Sequence[Sequence[int]]) -> fx.Graph:
         places: for each input, for each rank which one it has.
 
     Raises:
-        RanksDiffer: ranks write different things into an input that they share.
+        RanksDiffer: ranks write different things into inputs, or into what collectives give, that they share; with these.
     """
     count, own = len(places[0]) if places else 1, dict[fx.Node, Holders]()
     while True:
@@ -49,9 +49,10 @@ def note_holders(graph: fx.Graph, places: Sequence[Sequence[int]]) -> fx.Graph:
         }
         if not parted:
             return graph
+        shared = {maker for maker, _ in parted if maker.op == "placeholder" or isinstance(maker.target, Collective)}
+        if shared:
+            raise RanksDiffer(*shared)
         for maker, node in parted:
-            if maker.op == "placeholder" or isinstance(maker.target, Collective):
-                raise RanksDiffer
             own[maker] = together(frozenset((own.get(maker, maker.meta[HOLDERS]), node.meta[HOLDERS])))
 
 
@@ -60,18 +61,19 @@ def _given(node: fx.Node, count: int) -> Holders:
     if isinstance(node.target, Collective):
         return arrived(node.target, node.args[0].meta[HOLDERS])  # type: ignore[union-attr]
     columns = {x.meta[HOLDERS] for x in node.all_input_nodes}
-    columns.update(numbered(number.values) for number in _numbers((node.args, node.kwargs)))
+    columns.update(numbered(number.values) for number in numbers_in((node.args, node.kwargs)))
     return together(frozenset(columns)) if columns else (0,) * count
 
 
-def _numbers(x: Any) -> Iterator[PerRank]:
+def numbers_in(x: Any) -> Iterator[PerRank]:
+    """The numbers in arguments of which each rank has its own."""
     if isinstance(x, PerRank):
         yield x
     elif isinstance(x, (list, tuple)):
         for one in x:
-            yield from _numbers(one)
+            yield from numbers_in(one)
     elif isinstance(x, dict):
-        yield from _numbers(list(x.values()))
+        yield from numbers_in(list(x.values()))
 
 
 def arrived(collective: Collective, given: Holders) -> Holders:

@@ -188,7 +188,7 @@ class GraphReader:
 
     Args:
         meshes: for each place, the mesh of this process.
-        numbers, tables: for each place, the number and the table of this rank.
+        numbers, tables: for each place, the number and the tables of the ranks that this process plays.
         empty: a tensor without values, of a shape, strides, a dtype and a device.
         namespaces: of operators that the user trusts besides torch's.
     """
@@ -197,7 +197,7 @@ class GraphReader:
         self,
         meshes: Sequence[Mesh],
         numbers: Sequence[int],
-        tables: Sequence[torch.Tensor],
+        tables: Sequence[Tables],
         empty: Callable[..., torch.Tensor],
         namespaces: Collection[str] = (),
     ) -> None:
@@ -268,7 +268,8 @@ class GraphReader:
             case "ranks":
                 return self._numbers[x]
             case "tables":
-                return self._tables[x]
+                of_each = self._tables[x]
+                return of_each[0] if all(one is of_each[0] for one in of_each) else of_each
             case "float":
                 return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[x]
             case "complex":

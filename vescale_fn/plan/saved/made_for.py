@@ -182,11 +182,14 @@ def whole(meshes: Iterable[Any]) -> str:
     return " and ".join(sorted({f"the {mesh_text(axes_of(x))}" for x in map(root, meshes)}))
 
 
-def place(meshes: Iterable[Any]) -> str:
-    """The place of a rank in the meshes of a call."""
-    return "; ".join(sorted({f"at {_coordinates(x)} of the {mesh_text(axes_of(x))}" for x in map(root, meshes)}))
+def places(meshes: Iterable[Any]) -> list[str]:
+    """The places in the meshes of a call of the ranks that this process plays."""
+    whole = list(dict.fromkeys(map(root, meshes)))
+    ranks = [communicator_of(x).ranks or [None] for x in whole]
+    n = max(map(len, ranks), default=1)
+    return ["; ".join(sorted({_place(x, own[i % len(own)]) for x, own in zip(whole, ranks)})) for i in range(n)]
 
 
-def _coordinates(x: Any) -> str:
-    ranks = communicator_of(x).ranks
-    return ", ".join(f"{name}={i}" for name, i in coordinates(x, ranks[0]).items()) if ranks else "no place"
+def _place(x: Any, rank: int | None) -> str:
+    at = "no place" if rank is None else ", ".join(f"{name}={i}" for name, i in coordinates(x, rank).items())
+    return f"at {at} of the {mesh_text(axes_of(x))}"

@@ -10,6 +10,7 @@ import torch
 
 from ..._core.base import dtypes
 from ..._core.base.tables import table
+from ..ir.per_rank import Tables
 
 
 def written(device: torch.device, of_each: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -26,9 +27,12 @@ def written(device: torch.device, of_each: Sequence[torch.Tensor]) -> dict[str, 
     }
 
 
-def read(data: Mapping[str, Any], at: int) -> torch.Tensor:
-    """That of one of the ranks."""
-    text = data["numbers"][data["of"][at] if data["of"] else 0]
-    dtype = getattr(torch, data["dtype"])
-    made = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8).view(dtype).view(data["shape"])
-    return table(made, data["device"])
+def read(data: Mapping[str, Any], at: Sequence[int]) -> Tables:
+    """Those of some of the ranks; what is equal is one tensor."""
+    made = [_read(data, text) for text in data["numbers"]]
+    return Tables(made[data["of"][i] if data["of"] else 0] for i in at)
+
+
+def _read(data: Mapping[str, Any], text: str) -> torch.Tensor:
+    made = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8).view(getattr(torch, data["dtype"]))
+    return table(made.view(data["shape"]), data["device"])

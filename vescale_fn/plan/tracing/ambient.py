@@ -20,9 +20,10 @@ from ..._core.base.state import now as current
 from ..._core.base.state import process
 from ..ir.graph import Step
 
+SIMULATED = "the number of simulated ranks"
 NAMES = (
     "the mesh",
-    "the number of simulated ranks",
+    SIMULATED,
     "the dtype of sums",
     "whether gradients are enabled",
     "inference mode",
