@@ -16,6 +16,7 @@ import torch
 
 from .. import torch_internals
 from ..base import context, op_lines
+from ..base.tables import table
 from ..distributed import collectives
 from ..distributed.communicator import coordinates
 from ..distributed.mesh import communicator_of
@@ -115,8 +116,15 @@ def _among(block: torch.Tensor, shape: tuple[int, ...], mesh: Any, step: MoveSte
 
 
 def _keep_first(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) -> Any:
+    """Keep a value on the first rank alone, by the same call on all, so that they have one plan."""
     place = _place(mesh, step.axes)
-    return _local(x, mesh, lambda rank, block: torch.zeros_like(block) if any(place(rank)) else block, place)
+    return _local(x, mesh, lambda rank, block: block.masked_fill(_others(any(place(rank)), block.device), 0), place)
+
+
+@functools.lru_cache(maxsize=64)
+@torch_internals.never_recorded
+def _others(other: bool, device: torch.device) -> torch.Tensor:
+    return table(torch_internals.peel(torch.tensor(other)), device)
 
 
 def _all_reduce(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) -> Any:
