@@ -8,6 +8,7 @@ from vescale_fn import optim
 from vescale_fn._core.base import tree
 from vescale_fn.plan.ir.graph import calls, name_of
 from vescale_fn.plan.ir.mapped import mapped
+from vescale_fn.plan.passes import mapped_in_parts
 
 ADAMW = optim.adamw(1e-2)
 
@@ -142,6 +143,24 @@ def test_predicted_peak_is_that_of_single_calls():
     single = vfn.jit(updated, donate_argnums=(0, 1), arena=True).lower(*args).memory()
     assert together.arguments == single.arguments
     assert together.peak <= single.peak
+
+
+def trained(params, state, x):
+    loss = lambda params: torch.stack([(x @ w).tanh().square().mean() for w in params.values()]).sum()
+    return updated(params, state, vfn.grad(loss)(params))
+
+
+def test_it_is_a_few_calls_where_it_would_need_the_most(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    params = {str(i): torch.randn(120, 120, generator=draw) for i in range(16)}
+    args = params, ADAMW.init(params), torch.randn(200, 120, generator=draw)
+    lowered = as_eagerly(trained, *args).lower(*args)
+    found = [target.rows for _, target in mapped(lowered.graph)]
+    assert found == [8, 8, 16]  # the update, and the new parameters
+    monkeypatch.setattr(mapped_in_parts, "MOST", 1)
+    whole = vfn.jit(trained, donate_argnums=(0, 1)).lower(*args)
+    assert [target.rows for _, target in mapped(whole.graph)] == [16, 16]
+    assert lowered.memory().peak < whole.memory().peak
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

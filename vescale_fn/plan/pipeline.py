@@ -14,6 +14,7 @@ from .passes.equal_parts import equal_parts
 from .passes.foreach import foreach
 from .passes.functionalize_writes import writes
 from .passes.kept_calls import kept
+from .passes.mapped_in_parts import in_parts
 from .passes.memory_order import order
 from .passes.merge_axes import axes
 from .passes.overlap import overlap
@@ -53,5 +54,5 @@ OF_ONE_RANK: tuple[Pass, ...] = (  # which look at no other rank's blocks
     order,
     recompute,
 )
-OF_RANKS: tuple[Pass, ...] = (donate, reuse, foreach)  # which look at what ranks hold alike
+OF_RANKS: tuple[Pass, ...] = (donate, reuse, in_parts, foreach)  # which look at what ranks hold alike
 PASSES = (*OF_ONE_RANK, *OF_RANKS)
