@@ -370,6 +370,26 @@ def test_a_derivative_of_a_derivative_is_a_choice(name: str, around) -> None:
             assert_close(vfn.unshard(jitted(YES, x)), g(YES, XS[:2]), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", FURTHER)
+def test_a_derivative_of_a_derivative_in_bodies_and_remat(name: str) -> None:
+    def f(p, x, total, w=W[0]):
+        h = x * w  # which takes a local value of w before the choice
+        true = lambda x: torch.tanh(x * w) * total(x.sum())
+        return (vfn.cond(p > 0, true, lambda x: x.sin() ** 3 + x * w, h) ** 2).sum()
+
+    g = lambda p, x, f: FURTHER[name](vfn.remat(lambda x: f(p, x)) if "torch" not in name else lambda x: f(p, x))(x)
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("i",))
+        x = vfn.shard(XS[:2], mesh, P("i"))
+        inside = lambda p, x: vfn.psum(f(p, x, lambda x: vfn.psum(x, "i")), "i")
+        mapped = vfn.shard_map(inside, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+        jitted = vfn.jit(lambda p, x: g(p, x, mapped))
+        for p in (YES, NO):
+            wanted = g(p, XS[:2], lambda p, x: f(p, x, lambda x: x))
+            assert_close(vfn.unshard(jitted(p, x)), wanted, rtol=1e-10, atol=1e-10)
+        assert jitted.cache_info()[:3] == (1, 1, 0)
+
+
 @pytest.mark.parametrize(
     "transform",
     [

@@ -142,6 +142,69 @@ def test_derivatives_that_are_differentiated_again(name: str) -> None:
             assert rolled(jitted) >= 2
 
 
+SECOND = {
+    "gradient of a gradient": AGAIN["gradient of a gradient"],
+    "third order": lambda f: AGAIN["gradient of a gradient"](
+        lambda *a: sum((g**2).sum() for g in vfn.grad(f, (0, 1, 2))(*a))
+    ),
+    "jvp of a gradient": AGAIN["jvp of a gradient"],
+    "torch.func.grad": lambda f: torch.func.grad(f, (0, 1, 2)),
+    "of a remat": lambda f: AGAIN["gradient of a gradient"](vfn.remat(f)),
+    "of entries": lambda f: lambda w, c, xs: vfn.vmap(vfn.grad(f), (0, None, None))(torch.stack([w, 2 * w]), c, xs),
+}
+
+
+def promoted_before(w, c, xs, total):
+    """A loop among ranks whose constants were used before it, and whose body communicates."""
+    h = c @ w
+
+    def step(c, x):
+        return torch.tanh(c @ w + h + total(c) * x), c * x
+
+    last, ys = vfn.scan(step, h, xs)
+    return (last**2).sum() + (ys**2).sum()
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_derivatives_in_bodies_are_differentiated_again(name: str) -> None:
+    """Also of a constant of which the body has taken a local value before the loop."""
+    c, xs = XS[:2], XS[:, None]
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("i",))
+        runs = []
+
+        def inside(w, c, xs):
+            def total(c):
+                runs.append(None)
+                return vfn.psum(c.sum(), "i")
+
+            return vfn.psum(promoted_before(w, c, xs, total), "i")
+
+        wanted = SECOND[name](sum_over_ranks)(W, c, xs)
+        given = [vfn.shard(x, mesh, spec) for x, spec in ((W, P()), (c, P("i")), (xs, P()))]
+        for check in (True, False):
+            mapped = vfn.shard_map(inside, mesh=mesh, in_specs=(P(), P("i"), P()), out_specs=P(), check_vma=check)
+            closing = lambda w, c, xs, check=check: vfn.shard_map(
+                lambda c, xs: inside(w, c, xs), mesh=mesh, in_specs=(P("i"), P()), out_specs=P(), check_vma=check
+            )(c, xs)
+            for f in (mapped, closing):
+                runs.clear()
+                jitted = vfn.jit(SECOND[name](f))
+                assert_close(vfn.unshard(jitted(*given)), wanted, rtol=1e-10, atol=1e-10)
+                assert rolled(jitted) >= 2
+                assert len(runs) <= 5
+
+
+def sum_over_ranks(w, c, xs):
+    """`promoted_before` of both ranks, with one row of the carry each."""
+    h = now = c @ w
+    out = 0.0
+    for x in xs:
+        out = out + ((now * x) ** 2).sum()
+        now = torch.tanh(now @ w + h + now.sum() * x)
+    return out + (now**2).sum()
+
+
 def test_a_pullback_that_is_mapped() -> None:
     f = lambda x: vfn.scan(lambda c, y: (torch.tanh(c * y + x), c * x), x, XS)[0]
 

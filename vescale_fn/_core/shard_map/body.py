@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class running:
         body: mesh, axes, and whether types are checked.
         adopt: makes a local value of a whole array that the body closes over.
         intercepted: False where nothing needs watching: no types, a real mesh, no gradient.
-        writes: those of a body that is entered again.
+        writes, remembered: those of a body that is entered again.
     """
 
     __slots__ = (
@@ -42,6 +42,7 @@ class running:
         "intercepted",
         "met",
         "mode",
+        "remembered",
         "writes",
     )
 
@@ -51,9 +52,10 @@ class running:
         adopt: Callable[[Tensor], Tensor],
         intercepted: bool = True,
         writes: tensor_types.Writes | None = None,
+        remembered: Mapping[Any, Any] | None = None,
     ) -> None:
         self.body, self.adopt, self.intercepted = body, adopt, intercepted
-        self.writes = writes
+        self.writes, self.remembered = writes, remembered or {}
         self.met: dict[int, tuple[Tensor, Any]] = {}  # arrays from outside, with their versions
 
     def __enter__(self) -> running:
@@ -62,6 +64,7 @@ class running:
             _intercept()
             self.writes = self.writes or tensor_types.Writes()
             self.mode = (Checked if self.body.check else Unchecked)(self.body, self.adopt, self.writes)
+            self.mode.remembered.update(self.remembered)
         else:
             state.unwatched.add(self)
         self._records = state.enter(self)
@@ -257,15 +260,36 @@ def local(x: Any) -> Any:
         return run.mode.taken_in(x)
 
 
-def capture() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+def capture(remembering: bool = False) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """A function that enters the present body again, for what is computed anew during a backward pass.
 
-    Modes are off there, and the thread may be another one.
+    Modes are off there, and the thread may be another one. With `remembering` what has been taken in and promoted up to now is
+    the same there: for what is differentiated by it.
     """
     run = context.run()
     if run is None:
         return contextlib.nullcontext
-    return lambda: running(run.body, run.adopt, run.intercepted, run.writes)
+    remembered = dict(run.mode.remembered) if remembering and run.mode is not None else None
+    return lambda: running(run.body, run.adopt, run.intercepted, run.writes, remembered)
+
+
+def taken_in(xs: Iterable[Tensor]) -> bool:
+    """Make values of the body that runs of those that are from outside of it, and say whether some were not yet."""
+    mode = context.mode()
+    if mode is None:
+        return False
+    with torch_internals.no_torch_function():
+        before = len(mode.remembered)
+        for x in xs:
+            if tensor_types.read(x) is None:
+                mode.taken_in(x)
+        return len(mode.remembered) > before
+
+
+def remembered() -> list[Tensor]:
+    """What the body that runs has made of values to use in their place."""
+    mode = context.mode()
+    return [] if mode is None else [made for _, _, made in mode.remembered.values()]
 
 
 def computed_again(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], context.Again]:

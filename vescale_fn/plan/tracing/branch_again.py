@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from ..._core.base import context
+from ..._core import torch_internals
 from ..._core.control_flow.cond import Choice
-from ..._core.transforms.primals import as_primals
-from .loop_again import Leaves, gradients
+from .loop_again import Leaves, around, as_cotangents, gradients, refuse_others
 
 
 class ChoiceAgain:
@@ -27,8 +26,8 @@ class ChoiceAgain:
     """
 
     def __init__(self, chosen: Any, outs: Sequence[Any], inputs: Leaves) -> None:
-        self._chosen, self._outs, self._inputs, self._around = chosen, outs, inputs, context.snapshot()
-        self.can_run = chosen.runs_anywhere and context.body() is None
+        self._chosen, self._outs, self._inputs, self.around = chosen, outs, inputs, around()
+        self.can_run = chosen.runs_anywhere
 
     def derivative(self, cotangents: Sequence[torch.Tensor | None]) -> Choice:
         """What is chosen between for the cotangents of the inputs.
@@ -38,15 +37,15 @@ class ChoiceAgain:
         """
         likes = self._outs[0].leaves
         at = [i for i, ct in enumerate(cotangents) if ct is not None]
-        cts = as_primals([ct for ct in cotangents if ct is not None], [likes[i] for i in at])
+        cts = as_cotangents([cotangents[i] for i in at], [likes[i] for i in at])
         branches = [functools.partial(self._of_one, i, at) for i in range(len(self._outs))]
         return Choice(branches, tuple(cts), "cond", self._chosen.names)
 
     def _of_one(self, i: int, at: Sequence[int], *cts: torch.Tensor) -> Leaves:
-        with torch.enable_grad(), self._around():
+        with torch.enable_grad():
+            start = torch_internals.autograd_count()
             leaves = self._chosen.again(i, self._outs)
+            refuse_others(leaves, start, self._inputs, [])
             pairs = [(leaves[place], ct) for place, ct in zip(at, cts, strict=True)]
             found = gradients([pair for pair in pairs if pair[0].requires_grad], [], self._inputs, True)
-            return as_primals(
-                [torch.zeros_like(x) if g is None else g for x, g in zip(self._inputs, found)], self._inputs
-            )
+            return as_cotangents(found, self._inputs)

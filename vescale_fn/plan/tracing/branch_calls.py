@@ -72,7 +72,7 @@ class BranchCall:
         for branch in branches:
             branch.forward = [node for node in branch.frame.graph.nodes if node.op == "call_function"]
         self.inputs: Leaves = []  # those that autograd follows
-        self.again: Any = None  # a `branch_again.ChoiceAgain`, where autograd follows
+        self.again: Any = None  # a `branch_again.ChoiceAgain`
         self.slots: list[Column] = []  # what the derivatives need of the branches, given after the results
 
     def followed(self) -> Leaves | None:

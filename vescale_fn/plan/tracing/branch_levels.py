@@ -15,10 +15,13 @@ import torch
 
 from ..._core import torch_internals
 from ..._core.control_flow import leaves as leaves_
+from ..._core.shard_map import body
 from .branch_again import ChoiceAgain
 from .frame import Unrollable
 from .loop_again import Leaves, captured
 from .loop_levels import BelowTransform, IterationBelow, Unsettled, Watching
+
+Within = Callable[[int | None], AbstractContextManager[Any]]  # a branch, by its number, or what is around them
 
 
 class OutBelow:
@@ -63,15 +66,15 @@ class ChoiceBelow:
         with self.layer.on():
             return OutBelow(self.above(i))
 
-    def agree(self, outs: Sequence[OutBelow], within: Callable[[int], AbstractContextManager[Any]]) -> None:
-        """Give what branches give one type, above and below."""
+    def agree(self, outs: Sequence[OutBelow], within: Within) -> bool:
+        """Give what branches give one type, above and below; and say whether they are to be run again."""
 
         @contextlib.contextmanager
-        def on(i: int) -> Iterator[None]:
+        def on(i: int | None) -> Iterator[None]:
             with within(i), self.layer.on():
                 yield
 
-        self.above.agree([out.above for out in outs], within=on)
+        again = bool(self.above.agree([out.above for out in outs], within=on))
         rows = []
         for i, out in enumerate(outs):
             with on(i):
@@ -83,6 +86,7 @@ class ChoiceBelow:
         for column in zip(*(out.leaves for out in outs), strict=True):
             if len({str(leaves_.facts(x)) for x in column}) > 1:
                 raise Unsettled
+        return again
 
     def results(self, found: Leaves) -> Leaves:
         """What the call gives, above the transform, which is on."""
@@ -108,23 +112,30 @@ class ChoiceBelowGradient(ChoiceBelow):
         out.start, out.seen = start, seen.found
         return out
 
-    def agree(self, outs: Sequence[OutBelow], within: Callable[[int], AbstractContextManager[Any]]) -> None:
-        super().agree(outs, within)
+    def agree(self, outs: Sequence[OutBelow], within: Within) -> bool:
+        again = super().agree(outs, within)
+        self.inputs = {}
         for i, out in enumerate(outs if self.follows else ()):
             with within(i), self.layer.on():
                 found = captured(out.above.leaves, out.start, out.seen, [])
             if found is None:
                 raise Unsettled
             self.inputs.update((id(x), x) for x in found)
+        with within(None), self.layer.on():
+            again |= body.taken_in(self.inputs.values())
         self._again = ChoiceAgain(self.above, [out.above for out in outs], list(self.inputs.values()))
         if self.inputs and not self._again.can_run:
             raise Unsettled
+        return again
 
     def followed(self, found: Leaves, record: Callable[[Any], Leaves | None]) -> Leaves:
         """What the call gives, above the transform, which is on and follows it; `record` records a choice there."""
 
         def back(kept: Any, cotangents: Any) -> Any:
-            grads = record(self._again.derivative(cotangents)) if self.layer.is_on else None
+            if not self.layer.is_on:
+                raise Unrollable
+            with self._again.around:
+                grads = record(self._again.derivative(cotangents))
             if grads is None:
                 raise Unrollable
             return grads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from ..._core import torch_internals
 from ..._core.control_flow.cond import Choice
 from ..._core.local_types import tensor_types
+from ..._core.shard_map import body
 from .branch_again import ChoiceAgain
 from .branch_calls import Branch, BranchCall, derivative
 from .branch_levels import ChoiceBelow, ChoiceBelowGradient
@@ -51,30 +54,39 @@ def _under_transforms(recorder: Any, read: list[torch.Tensor], choice: Any) -> t
 
 
 def _recorded(recorder: Any, read: list[torch.Tensor], choice: Any) -> tuple[Any, list[torch.Tensor]] | None:
-    try:
-        branches = [Branch(recorder, choice, i) for i in range(len(choice.functions))]
-    except Unrecordable:
-        return None
-    choice.agree([branch.out for branch in branches], within=lambda i: recorder.within(branches[i].frame))
-    call = BranchCall(recorder, choice, read, branches)
-    if torch.is_grad_enabled() and any(x.requires_grad for branch in branches for x in branch.out.leaves):
-        inputs = call.followed()
+    while True:
+        try:
+            branches = [Branch(recorder, choice, i) for i in range(len(choice.functions))]
+        except Unrecordable:
+            return None
+        outs = [branch.out for branch in branches]
+        again = choice.agree(outs, within=functools.partial(_within, recorder, branches))
+        call = BranchCall(recorder, choice, read, branches)
+        follows = torch.is_grad_enabled() and any(x.requires_grad for out in outs for x in out.leaves)
+        inputs = call.followed() if follows else []
         if inputs is None:
             return None
-        call.inputs = inputs
-        call.again = ChoiceAgain(choice, [branch.out for branch in branches], inputs)
-    outs = followed(call, derivative, _differentiable) if call.inputs else call.forward()
+        if not again and not body.taken_in(inputs):
+            break
+    call.inputs, call.again = inputs, ChoiceAgain(choice, outs, inputs)
+    found = followed(call, derivative, _differentiable) if call.inputs else call.forward()
     with torch_internals.no_torch_function():
-        for out, like in zip(outs, branches[0].out.leaves, strict=True):
+        for out, like in zip(found, outs[0].leaves, strict=True):
             tensor_types.kept(out, like)
-    return branches[0].out.treedef, outs
+    return outs[0].treedef, found
+
+
+def _within(recorder: Any, branches: list[Branch], i: int | None) -> contextlib.AbstractContextManager[None]:
+    """What is computed with the values of a branch; None: around them."""
+    return contextlib.nullcontext() if i is None else recorder.within(branches[i].frame)
 
 
 def _differentiable(call: BranchCall, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Record the derivative of a choice as a choice, and give the cotangents of its inputs, which autograd follows."""
-    if call.again is None or not call.again.can_run:
+    if not call.again.can_run:
         raise Unrollable
-    found = _recorded(call.recorder, call.index, call.again.derivative(cotangents))
+    with call.again.around:
+        found = _recorded(call.recorder, call.index, call.again.derivative(cotangents))
     if found is None:
         raise Unrollable
     return found[1]

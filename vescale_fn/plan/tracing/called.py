@@ -21,7 +21,8 @@ def followed(call: Any, derivative: Back, again: Back | None = None) -> list[tor
         derivative: gives the cotangents of a call's inputs for those of its results.
         again: the same, in a way that autograd follows; None where there is none.
     """
-    return list(torch_internals.apply(_Called, call, derivative, again, *call.inputs))
+    with torch_internals.no_torch_function():  # nor is a body to see what a checkpoint does with what the call keeps
+        return list(torch_internals.apply(_Called, call, derivative, again, *call.inputs))
 
 
 class _Called(torch.autograd.Function):
@@ -45,8 +46,6 @@ class _Called(torch.autograd.Function):
             raise Unrollable
         call = ctx.call.recorder.loops[torch_internals.memory_number(*ctx.saved_tensors)]
         if further:
-            if call is not ctx.call:
-                raise Unrollable
             return None, None, None, *ctx.again(call, cotangents)
         with torch_internals.no_torch_function():
             return None, None, None, *ctx.derivative(call, cotangents)

@@ -15,8 +15,11 @@ from ..._core import torch_internals
 from ..._core.arrays.array import is_array, mesh_of, moved, spec_of
 from ..._core.base import context
 from ..._core.control_flow.scan import is_split, scanned
+from ..._core.local_types import tensor_types, types
+from ..._core.shard_map import body
 from ..._core.sharding.spec import P, axes_named
 from ..._core.transforms.primals import as_primals
+from .frame import Unrollable
 
 Leaves = list[torch.Tensor]
 
@@ -52,7 +55,7 @@ class Differentiated:
     ) -> None:
         self.repeated, self.xs, self.init, self.likes = repeated, xs, init, results
         self.captured, self.count, self.reverse = captured, count, reverse
-        self.in_body, self.around = context.body() is not None, context.snapshot()
+        self.around = around()
         self.moving = [i for i, x in enumerate(given) if x.requires_grad]
         self.moving_xs = [i for i, x in enumerate(cut) if x.requires_grad]
         self.moved_xs = [xs[i] for i in self.moving_xs]
@@ -62,10 +65,10 @@ class Differentiated:
         """The cotangents of the last carry, where that is followed; and of what is collected the places among `likes` and the
         cotangents, where any came."""
         init, carried = [self.init[i] for i in self.moving], [cotangents[i] for i in self.moving]
-        first = as_primals([torch.zeros_like(x) if ct is None else ct for x, ct in zip(init, carried)], init)
         rows = list(enumerate(zip(self.likes, cotangents, strict=True)))[len(self.init) :]
         lead = [*[None] * len(self.init), *map(self.repeated.leading.get, range(len(rows)))]
-        return first, [(i, _along(ct, x, lead[i])) for i, (x, ct) in rows if ct is not None and x.requires_grad]
+        along = [(i, _along(ct, x, lead[i])) for i, (x, ct) in rows if ct is not None and x.requires_grad]
+        return as_cotangents(carried, init), along
 
     def differentiable(self, cotangents: Sequence[Any], moved_xs: Sequence[torch.Tensor], carries: Leaves) -> list[Any]:
         """The cotangents of the inputs, which autograd follows.
@@ -75,38 +78,68 @@ class Differentiated:
             moved_xs: as the attribute, as autograd knows it.
             carries: what was carried into each iteration.
         """
+        with self.around:
+            return self._differentiable(cotangents, moved_xs, carries)
+
+    def _differentiable(
+        self, cotangents: Sequence[Any], moved_xs: Sequence[torch.Tensor], carries: Leaves
+    ) -> list[Any]:
         first, rows = self.arriving(cotangents)
         places, xs = [place for place, _ in rows], list(self.xs)
+        carries = [
+            tensor_types.kept(c, like)
+            for c, like in zip(carries, self.likes[len(self.likes) - len(carries) :], strict=True)
+        ]
         for i, x in zip(self.moving_xs, moved_xs, strict=True):
-            xs[i] = x
+            xs[i] = tensor_types.kept(x, xs[i])
 
         def step(state: Any, row: Any) -> Any:
             (cts, sums), (row_cts, x, c) = state, row
             by, own, more = self._of_one(list(c), list(x), [*zip(self.moving, cts), *zip(places, row_cts)])
-            own = as_primals([torch.zeros_like(x) if g is None else g for x, g in zip(by, own)], by)
+            own = as_cotangents(own, by)
             totals = zip(sums, more, self.captured, strict=True)
             sums = [total if g is None else total + as_primals([g], [x])[0] for total, g, x in totals]
             return (own[: len(cts)], sums), own[len(cts) :]
 
-        start = first, as_primals(list(map(torch.zeros_like, self.captured)), self.captured)
-        given = [ct for _, ct in rows], xs, carries
+        start = first, as_cotangents([None] * len(self.captured), self.captured)
+        along = [ct for _, ct in rows], xs, carries
         leading = {i: spec_of(x)[0] for i, x in enumerate(moved_xs) if is_split(x)}
-        (own, sums), along = scanned(step, start, given, self.count, not self.reverse, 1, "scan", leading=leading)
+        (own, sums), along = scanned(step, start, along, self.count, not self.reverse, 1, "scan", leading=leading)
         return [*own, *along, *sums]
 
     def _of_one(self, c: Leaves, x: Leaves, cts: Sequence[tuple[int, torch.Tensor]]) -> tuple[Leaves, Any, Any]:
         """The gradients of one iteration, of whose results these have cotangents: what it is differentiated by of the carry
         and the slice, with the gradients, and those by `captured`."""
-        with torch.enable_grad(), self.around():
+        with torch.enable_grad():
             for leaves, moving in ((c, self.moving), (x, self.moving_xs)):
                 for i in moving:
                     leaves[i] = _variable(leaves[i])
             by = [*(c[i] for i in self.moving), *(x[i] for i in self.moving_xs)]
+            start = torch_internals.autograd_count()
             now, y = self.repeated.step(c, x)
             outs = [*self.repeated.checked(now), *y.leaves, *c]
+            refuse_others(outs, start, self.captured, by)
             pairs = [(outs[i], ct) for i, ct in cts if outs[i].requires_grad]
             grads = gradients(pairs, by, self.captured, True)
         return by, grads[: len(by)], grads[len(by) :]
+
+
+def around() -> context.Again:
+    """What is around now, the body too, to be entered in a backward pass."""
+    return context.Again(context.snapshot(), body.capture(remembering=True), *(also() for also in body.captures))
+
+
+def as_cotangents(cts: Sequence[torch.Tensor | None], primals: Sequence[torch.Tensor]) -> Leaves:
+    """Cotangents of values, zeros for None, of their layouts and in a body of their types."""
+    found = as_primals([torch.zeros_like(x) if ct is None else ct for ct, x in zip(cts, primals, strict=True)], primals)
+    return [typed(ct, x) for ct, x in zip(found, primals, strict=True)]
+
+
+def typed(ct: torch.Tensor, primal: torch.Tensor) -> torch.Tensor:
+    """The cotangent of a value, in a body of the type that goes with that of the value."""
+    if (type_ := tensor_types.read(primal)) is not None:
+        tensor_types.mark(ct, types.dual(type_))
+    return ct
 
 
 def captured(results: Leaves, start: int, seen: Iterable[torch.Tensor], own: Leaves) -> Leaves | None:
@@ -131,6 +164,15 @@ def captured(results: Leaves, start: int, seen: Iterable[torch.Tensor], own: Lea
             if all(x is not given for given in own):
                 found[id(x)] = x
     return list(found.values())
+
+
+def refuse_others(results: Leaves, start: int, known: Leaves, own: Leaves) -> None:
+    """Raise where what was run once more has used something else from outside that autograd follows, whose gradient would be
+    lost; or in a body an array, as a local one. `known` is what it used the first time."""
+    found, here = captured(results, start, [*known, *own], own), context.body()
+    outside = here is not None and any(tensor_types.outside(x, here.auto) for x in known)
+    if found is None or outside or any(all(x is not one for one in known) for x in found):
+        raise Unrollable
 
 
 def is_smooth(x: torch.Tensor) -> bool:
@@ -174,5 +216,5 @@ def _along(ct: torch.Tensor, like: torch.Tensor, lead: Any) -> torch.Tensor:
         spec = lies_stacked(spec_of(like), lead)
         goal = P(*spec, unreduced=spec.reduced, reduced=spec.unreduced)
     if goal is None and not is_array(ct) or (is_array(ct) and spec_of(ct) == goal):
-        return ct
+        return typed(ct, like)
     return moved(ct, mesh_of(like) if goal is not None else mesh_of(ct), goal, "grad")

@@ -15,8 +15,9 @@ import torch.overrides
 
 from ..._core import torch_internals
 from ..._core.arrays.array import is_array, mesh_of, moved, spec_of
-from ..._core.base import context, op_arguments
+from ..._core.base import op_arguments
 from ..._core.control_flow import leaves as leaves_
+from ..._core.shard_map import body
 from .frame import Unrollable
 from .loop_again import Differentiated, Leaves, captured, is_smooth
 
@@ -154,10 +155,12 @@ class BelowGradient(BelowTransform):
 
     def adapt(self, now: IterationBelow) -> bool:
         begins, self.moving = self.begins, self.moving or self.begins
+        with self.layer.on():
+            begins |= body.taken_in(self.captured or ())
         return super().adapt(now) or begins
 
     def checked(self, now: IterationBelow) -> Leaves:
-        if self.captured is None or (self.moving and context.body() is not None):
+        if self.captured is None or (self.moving and not self.above.runs_anywhere):
             raise Unsettled
         return super().checked(now)
 
@@ -192,11 +195,11 @@ class BelowGradient(BelowTransform):
 
 
 class Watching(torch.overrides.TorchFunctionMode):
-    """Notes what a transform follows of what torch's functions are given."""
+    """Notes what a transform follows of what torch's functions are given, and of what a body may give them instead."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.layer, self.found = layer, []
+        self.layer, self.found = layer, [x for x in map(layer.followed, body.remembered()) if x is not None]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

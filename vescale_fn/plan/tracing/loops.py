@@ -13,6 +13,7 @@ import torch
 
 from ..._core import torch_internals
 from ..._core.local_types import tensor_types
+from ..._core.shard_map import body
 from .frame import Unrollable
 from .loop_again import Leaves
 from .loop_calls import Iteration, LoopCall
@@ -57,16 +58,14 @@ def _recorded(recorder: Any, repeated: Any, xs: Leaves, count: int, reverse: boo
         if not moving and follows and any(x.requires_grad for x in one.results):
             moving = True
             continue
-        break
-    captured: Leaves = []
-    if moving:
-        found = one.captured()
-        if found is None:
+        captured = one.captured() if moving else []
+        if captured is None:
             return None
-        captured = found
+        if not body.taken_in(captured):
+            break
     call = LoopCall(recorder, one, xs, captured, count, reverse)
-    outs: Any = torch_internals.apply(_Looped, call, *call.inputs) if moving else call.forward()
-    with torch_internals.no_torch_function():
+    with torch_internals.no_torch_function():  # nor is a body to see what a checkpoint does with what the call keeps
+        outs: Any = torch_internals.apply(_Looped, call, *call.inputs) if moving else call.forward()
         for out, like in zip(outs, (*one.carried, *one.collected), strict=True):
             tensor_types.kept(out, like)
     outs = list(outs)
@@ -96,7 +95,7 @@ class _Looped(torch.autograd.Function):
         mark, *saved = ctx.saved_tensors
         call = ctx.call.recorder.loops[torch_internals.memory_number(mark)]
         if torch.is_grad_enabled():  # for the gradient of a gradient
-            if call is not ctx.call or call.in_body or not call.repeated.runs_anywhere:
+            if not call.repeated.runs_anywhere:
                 raise Unrollable
             count = len(call.moved_xs)
             return None, *call.differentiable(cotangents, saved[:count], saved[count:])

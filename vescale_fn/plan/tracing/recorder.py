@@ -285,7 +285,7 @@ class Recorder(torch_internals.TorchDispatchMode):
             frame.forget()
             if mode is not None:
                 for key in mode.remembered.keys() - remembered.keys():
-                    del mode.remembered[key]
+                    mode.remembered.pop(key, None)  # which may let others go
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
