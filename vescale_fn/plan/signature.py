@@ -75,6 +75,7 @@ class JitCall:
 
     key: PlanKey
     guards: Sequence[Guard] = ()
+    _names: list[str] | None = None
     _static: tuple[int, ...] = ()
     _named: Mapping[str, Any] = MappingProxyType({})  # the static arguments by name
 
@@ -135,7 +136,9 @@ class JitCall:
 
     def names(self) -> list[str]:
         """The leaves as the function's own code would name them: ``params['w']``."""
-        found = []
+        if self._names is not None:
+            return self._names
+        found = self._names = []
         for n, arg in enumerate(self.args):
             if n not in self._static:
                 found += tree.paths(arg, parameter(self.f, self.args, n) or f"args[{n}]")

@@ -76,4 +76,11 @@ def type_text(shape: Sequence[int], dtype: torch.dtype, spec: P) -> str:
 
 def text(x: Any) -> str:
     """The type of a tensor or an array, on one short line."""
-    return type_text(x.shape, x.dtype, layout(torch_internals.spec(x)) if isinstance(x, DTensor) else WHOLE)
+    if not isinstance(x, DTensor):
+        return _plain_text(x.shape, x.dtype)
+    return type_text(x.shape, x.dtype, layout(torch_internals.spec(x)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain_text(shape: torch.Size, dtype: torch.dtype) -> str:
+    return type_text(shape, dtype, WHOLE)
