@@ -19,7 +19,7 @@ Sent = Counter[tuple[str, str]]
 # Parameters, by their paths, of a model:
 NOT_AGAIN = {  # that the backward pass of a block does not need a second time
     ("gpt", "remat"): r"mlp\.down\.b$",
-    ("gpt", "reshard"): r"\.b$",
+    ("gpt", "reshard"): r"\.(b|shift)$",
     ("dit", "reshard"): r"ada\.b$",
     ("resnet", "reshard"): r"\.shift$",
 }
@@ -108,9 +108,6 @@ def _parameters(step: Step, params: Any, specs: Any) -> Iterator[One]:
         to = [axis for axis in parts if axis not in same]
         yield "reduce_scatter", to, gathered // math.prod(step.sizes[axis] for axis in parts if axis in same)
         apart = ["tp"] if "sp" in step.words and step.tp > 1 and matches(PART_OF_LENGTH, step.name) else []
-        if apart and parts:
-            yield "all_reduce", apart, gathered
-            apart = []
         yield "all_reduce", [axis for axis in summed if axis not in parts and axis not in same] + apart, part
 
 

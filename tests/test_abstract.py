@@ -27,6 +27,7 @@ SWEPT = [
     ("odd", "mixtral", "fsdp+cp-ulysses+tp", 8),  # and heads of keys alone
     ("even", "mixtral", "fsdp+cp", 64),  # experts that see all of a sequence
     ("odd", "gpt", "zero1+tp+sp+vp", 64),
+    ("even", "llama", "zero1+tp+sp+vp", 64),  # gradients of norms, scattered before they are added up
     ("even", "gpt", "fsdp+reshard", 8),
     ("odd", "dit", "dp+cp-gather", 8),
 ]

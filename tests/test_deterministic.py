@@ -385,4 +385,5 @@ def test_sums_are_merged_only_where_their_trees_are_one(sizes, first, second, me
     with vfn.deterministic(math.prod(sizes)):
         mesh = vfn.make_mesh(sizes, ("a", "b"))
         inner, outer = (Collective("all_reduce", mesh, (axis,), ("sum",)) for axis in (first, second))
-        assert (merge_axes._merged(inner, outer) is not None) is merged
+        assert bool(merge_axes._instead(inner, outer)) is merged
+        assert not merge_axes._instead(inner, Collective("reduce_scatter", mesh, (second,), (0,)))

@@ -404,6 +404,14 @@ def weights_there_and_back(hand):
     return [h]
 
 
+def then_scattered(op, axis):
+    """What is added up over ``tp`` and scattered over an axis."""
+    given = block(4, 2)
+    return lambda hand: [
+        hand.exchange("reduce_scatter", hand.exchange("all_reduce", hand.input(given), ("tp",), op), (axis,), 0)
+    ]
+
+
 def small(graph):
     return buckets(graph, limit=200, alone=300)
 
@@ -421,6 +429,9 @@ PROGRAMS: dict[str, Any] = {
     "scatters, major first": (scattered(("dp",), ("tp",)), axes, [(S, "dp,tp", 128)]),
     "scatters, minor first": (scattered(("tp",), ("dp",)), axes, [(S, "tp,dp", 128)]),
     "scatters of two dims": (scattered(("tp",), ("dp",), (0, 1)), axes, None),
+    "a sum scattered over another axis": (then_scattered("sum", "dp"), axes, [(S, "dp", 64), (R, "tp", 32)]),
+    "a sum scattered over its own axis": (then_scattered("sum", "tp"), axes, None),
+    "a maximum, scattered": (then_scattered("max", "dp"), axes, None),
     "gradients": (gradients, small, [(R, "dp", 40), (R, "dp", 56), (R, "dp", 320)]),
     "a chain": (a_chain, buckets, [(R, "tp", 40), (R, "tp", 24)]),
     "crossed": (crossed, buckets, [(R, "dp", 24), (R, "tp", 40), (R, "dp", 16)]),

@@ -3,6 +3,7 @@
 - ``x.t()`` in a product is part of it: ``mm(x, t(w))`` is ``linear(x, w)``, ``addmm(b, x, t(w))`` is ``linear(x, w, b)``.
 - A number beside a tensor is one operand: ``mul.Scalar`` is ``mul.Tensor``, as torch itself carries it out.
 - ``x ** 1`` is ``x``.
+- The gradient of a norm needs no shift, which its kernel is only given for its size: it need not be gathered again.
 - What is the same along a dim is computed once along it: ``f(expand(x))`` is ``expand(f(x))``, and what is broadcast anyway is
   not expanded before.
 
@@ -38,6 +39,7 @@ def composites(graph: fx.Graph) -> fx.Graph:
         if is_aten(node) and work.fixed.isdisjoint((node, *node.all_input_nodes)):
             _number(node)
             _linear(work, node)
+            _shift(node)
             if _is_power_of_one(node):
                 work.replace(node, node.args[0])  # type: ignore[arg-type]
             elif _is_pointwise(node):
@@ -61,6 +63,13 @@ def _linear(work: Rewriting, node: fx.Node) -> None:
     one_dim = not bias or value(bias[0]).shape == value(w).shape[:1]  # type: ignore[arg-type]
     if one_dim and value(w).is_contiguous() and value(node).dtype in (torch.float32, torch.float64):
         work.replace(node, work.add(node, _aten.linear.default, (x, w, *bias), val=value(node)))
+
+
+def _shift(node: fx.Node) -> None:
+    if node.target is _aten.native_layer_norm_backward.default and not node.kwargs:
+        *rest, weight, shift, mask = node.args
+        if isinstance(weight, fx.Node) and isinstance(shift, fx.Node) and value(weight).dtype == value(shift).dtype:
+            node.args = *rest, weight, weight, mask
 
 
 def _is_power_of_one(node: fx.Node) -> bool:

@@ -1,8 +1,9 @@
-"""Two collectives one after the other, over different axes, as one over both.
+"""Two collectives one after the other, over different axes, as one over both, or in the order in which less travels.
 
 A sum over ``dp`` of a sum over ``tp`` is one sum over both; a gather along a dim of a gather along the same dim is one
 gather, in which the axes of the second are major; a reduce-scatter of a reduce-scatter is one, in which those of the first
-are. Fewer collectives, and fewer bytes: what the first one gave would have travelled again.
+are. Fewer collectives, and fewer bytes: what the first one gave would have travelled again. And a sum that is then scattered
+over other axes is scattered first, so that each rank adds up its part alone.
 
 Whether two are merged depends on nothing but what they are and that nothing else uses the first: the same on every rank.
 Where blocks are padded and cut, on some ranks, they are not; nor sums that follow a tree, where the one over both is another.
@@ -28,30 +29,33 @@ def axes(graph: fx.Graph) -> fx.Graph:
         first = sole_source(given(second))
         if first is None or ("again" in first.meta) != ("again" in second.meta):
             continue
-        merged = _merged(collective_of(first), collective_of(second))
-        if merged is not None:
-            merged = dataclasses.replace(merged, elements=collective_of(first).elements)
+        instead = _instead(collective_of(first), collective_of(second))
+        if instead:
+            results = given(first)
             with graph.inserting_before(second):
-                results = carried_out(graph, merged, given(first), second)
+                for collective in instead:
+                    results = carried_out(graph, collective, results, second)
             put(graph, second, results)
             put(graph, first, given(first))
     return graph
 
 
-def _merged(first: Collective, second: Collective) -> Collective | None:
-    alike = first.kind == second.kind and first.params == second.params and same(first.mesh, second.mesh)
-    if not alike or set(first.axes) & set(second.axes) or first.padded or second.padded:
-        return None
-    if first.kind != "all_gather" and communicator_of(first.mesh).by_tree and not _is_one_tree(first, second):
-        return None
-    if first.kind == "all_reduce":
-        both = tuple(name for name in axes_of(second.mesh) if name in first.axes + second.axes)
-        return over(second, both)
-    if first.kind == "all_gather":
-        return over(second, second.axes + first.axes)
-    if first.kind == "reduce_scatter":
-        return over(second, first.axes + second.axes)
-    return None
+def _instead(first: Collective, second: Collective) -> list[Collective]:
+    """What does the same as two collectives; nothing where these stay."""
+    if set(first.axes) & set(second.axes) or first.padded or second.padded or not same(first.mesh, second.mesh):
+        return []
+    trees = first.kind != "all_gather" and communicator_of(first.mesh).by_tree
+    if (first.kind, first.params, second.kind) == ("all_reduce", ("sum",), "reduce_scatter") and not trees:
+        mine = first.elements // group_size(second.mesh, second.axes)
+        return [dataclasses.replace(second, elements=first.elements), dataclasses.replace(first, elements=mine)]
+    if first.kind != second.kind or first.params != second.params or (trees and not _is_one_tree(first, second)):
+        return []
+    both = {
+        "all_reduce": tuple(name for name in axes_of(second.mesh) if name in first.axes + second.axes),
+        "all_gather": second.axes + first.axes,
+        "reduce_scatter": first.axes + second.axes,
+    }.get(first.kind)
+    return [] if both is None else [dataclasses.replace(over(second, both), elements=first.elements)]
 
 
 def _is_one_tree(first: Collective, second: Collective) -> bool:
