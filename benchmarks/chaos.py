@@ -160,7 +160,7 @@ class Disturber:
 
     def check(self, at: int, size: int) -> None:
         """What is lost of what was done is a step at most where a neighbour's copy is left; else what was not yet saved."""
-        lost = self.done - at
+        lost = max(0, self.done - at)  # a step may be complete before it is reported
         there = places(self.folder, self.machines, size)
         memory_is_left = len(self.places & self.gone | self.places - there) <= (len(self.places) > 1)
         self.places = there

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import vescale_fn as vfn
 from benchmarks import chaos
 from vescale_fn import P
-from vescale_fn._core.distributed import restarts
+from vescale_fn._core.distributed import restarts, worker
 from vescale_fn.checkpoint import memory_files, shares
 from vescale_fn.checkpoint.buddies import Copies
 from vescale_fn.checkpoint.recovery import Survey
@@ -293,12 +293,33 @@ def test_what_a_dead_session_has_left_is_removed(tmp_path, monkeypatch):
     name = f"vescale_fn-{os.getuid()}-{restarts.process_name(dead.pid)}"
     dead.wait()
     (tmp_path / f"{name}-00").mkdir()
-    monkeypatch.setenv(restarts.SESSION, f"{restarts.process_name(os.getpid())}-11")
+    monkeypatch.setenv(worker.SESSION, f"{restarts.process_name(os.getppid())}-11")
+    monkeypatch.setenv(worker.FOLDER, "")
     mine = memory_files.folder_of(tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == [mine.name]
-    assert memory_files.folder_of(tmp_path) == mine
-    monkeypatch.delenv(restarts.SESSION)
-    assert memory_files.folder_of(tmp_path) is None  # nobody would start this process again
+    assert memory_files.folder_of(tmp_path) != mine  # of another run of this process
+    monkeypatch.setenv(worker.SESSION, f"{restarts.process_name(os.getpid())}-11")
+    assert memory_files.folder_of(tmp_path) is None  # who would start this process again is not its parent
+    monkeypatch.delenv(worker.SESSION)
+    assert memory_files.folder_of(tmp_path) is None  # nobody would
+
+
+def two_runs(folder):
+    """The second run of a program is disturbed."""
+
+    def kill(folder, i):
+        if i == 3 and dist.get_rank() == 0 and once(folder, "killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    first = follow(folder, steps=4)
+    return first[0], follow(folder, kill)
+
+
+def test_a_program_of_two_runs_does_not_mix_them(undisturbed, tmp_path):
+    ((first, second),) = vfn.launch(two_runs, 1, tmp_path, device="cpu", restarts=1)
+    assert first == follow(None, steps=4)[0]
+    assert second[:2] == (undisturbed, 8)
+    assert second[2] in ([3, 4, 5, 6, 7, 8], [4, 5, 6, 7, 8])
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------

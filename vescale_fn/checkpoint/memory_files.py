@@ -21,7 +21,8 @@ import torch
 
 from .._core.base.errors import CheckpointError
 from .._core.base.messages import report
-from .._core.distributed.restarts import FOLDER, IN_MEMORY, SESSION, is_alive, process_name
+from .._core.distributed.restarts import IN_MEMORY, is_alive, process_name
+from .._core.distributed.worker import FOLDER, SESSION
 from .shares import Table, opened
 
 _LID = struct.Struct("<8sQQ32s8x")
@@ -99,12 +100,25 @@ def mapped(path: Path) -> torch.Tensor:
     return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
 
 
+class _Runs:
+    """How many runs this process has begun: a program may have one after the other, and copies are of one of them."""
+
+    begun = 0
+
+
+os.register_at_fork(after_in_child=lambda: setattr(_Runs, "begun", 0))
+
+
 def folder_of(memory: str | os.PathLike[str] | None) -> Path | None:
-    """This process's folder for copies, in `memory`; None where nobody would start it again."""
-    if SESSION in os.environ:
-        session, place = os.environ[SESSION], memory or os.environ[FOLDER]
+    """This process's folder in `memory` for the copies of a run that it begins; None where nobody would start it again."""
+    _Runs.begun += 1
+    session, place, parent = os.environ.get(SESSION), memory, process_name(os.getppid())
+    if session is not None:
+        place = memory or os.environ[FOLDER]
+        if not session.startswith(f"{parent}-"):  # another's, who has started who started this process
+            return None
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent starts the processes of its machine, again and again
-        session, place = f"{process_name(os.getppid())}-torchrun", memory
+        session = f"{parent}-torchrun"
     else:
         return None
     base = Path(place or (IN_MEMORY if os.path.isdir(IN_MEMORY) else tempfile.gettempdir()))
@@ -113,7 +127,7 @@ def folder_of(memory: str | os.PathLike[str] | None) -> Path | None:
     for old in base.glob(f"{name}-*"):
         if not is_alive("-".join(old.name.removeprefix(f"{name}-").split("-")[:2])):
             shutil.rmtree(old, ignore_errors=True)  # whoever would have gone on from it is gone
-    folder = base / f"{name}-{session}"
+    folder = base / f"{name}-{session}-{_Runs.begun}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):

@@ -68,6 +68,7 @@ def _run(call: Callable[[], Any], settings: Settings) -> list[bytes]:
             os.getpid(),
             settings.logs,
             settings.stdin_rank,
+            memory=settings.memory,
         )
         try:
             for rank in range(nprocs):

@@ -18,7 +18,7 @@ from typing import Any
 from ..base.errors import MeshError, RankError
 from ..base.messages import described, report
 from .failure_text import BROKEN, LATE, said_first
-from .worker import Message, Settings
+from .worker import RestartMemory, Message, Settings
 
 IN_MEMORY = "/dev/shm"
 FOLDER, SESSION = (
@@ -53,7 +53,8 @@ def started_again(run: Callable[[Settings], list[bytes]], settings: Settings) ->
     if not settings.restarts and settings.resize is None:
         return run(settings)
     left, late = settings.restarts, time.monotonic() + settings.limit
-    with _in_memory():
+    with _in_memory() as memory:
+        settings = dataclasses.replace(settings, memory=memory)
         while True:
             try:
                 return run(dataclasses.replace(settings, limit=max(0.1, late - time.monotonic())))
@@ -69,16 +70,12 @@ def started_again(run: Callable[[Settings], list[bytes]], settings: Settings) ->
 
 
 @contextlib.contextmanager
-def _in_memory() -> Iterator[None]:
-    """A folder in memory for the ranks that are forked meanwhile, and theirs; none is left."""
-    before = {name: os.environ.get(name) for name in (FOLDER, SESSION)}
+def _in_memory() -> Iterator[RestartMemory]:
+    """A folder in memory for ranks, of which nothing is left."""
     folder = tempfile.mkdtemp(prefix="vescale_fn-", dir=IN_MEMORY if os.path.isdir(IN_MEMORY) else None)
-    os.environ.update({FOLDER: folder, SESSION: f"{process_name(os.getpid())}-{secrets.token_hex(4)}"})
     try:
-        yield
+        yield RestartMemory(folder, f"{process_name(os.getpid())}-{secrets.token_hex(4)}")
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         shutil.rmtree(folder, ignore_errors=True)
 
 

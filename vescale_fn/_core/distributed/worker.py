@@ -47,11 +47,25 @@ MEETING = 120.0  # seconds for ranks of several machines to meet
 LINGER = 2.0  # seconds that a finished rank keeps its connections open
 PDB = ("", "pdb.set_trace")  # values of PYTHONBREAKPOINT that stand for Python's own debugger
 LONGEST = 10 * 365 * 86400.0  # seconds, which torch can still count in nanoseconds
+FOLDER, SESSION = "VESCALE_FN_MEMORY", "VESCALE_FN_SESSION"  # variables in which a rank finds its `RestartMemory`
 at_end: list[Callable[[], None]] = []  # what a rank still has to do when its function has returned
 
 
 forking = threading.Lock()  # held while this process forks a rank: one thread at a time
 os.register_at_fork(after_in_child=lambda: forking.release() if forking.locked() else None)  # the parent held it
+
+
+@dataclass(frozen=True)
+class RestartMemory:
+    """Where ranks that may be started again keep what they go on from.
+
+    Attributes:
+        folder: in memory; it outlives them.
+        session: the name of all their starts, which begins with that of the process that starts them.
+    """
+
+    folder: str
+    session: str
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,7 @@ class Settings:
     queue: float = 300.0
     restarts: int = 0
     resize: Any = None
+    memory: RestartMemory | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,7 @@ class Job:
     logs: str | None = None  # the folder of a file for each rank, where stdout and stderr go instead
     stdin_rank: int | None = None
     local: tuple[int, int] | None = None  # this rank's number on its machine, and how many are there; None: all are
+    memory: RestartMemory | None = None
     store: tuple[str, int, int | None] | None = None  # where ranks of several machines meet, and rank 0 listens
 
 
@@ -183,6 +199,8 @@ def settle(rank: int, job: Job) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.nprocs))
     local_rank, local_size = job.local or (rank, job.nprocs)
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
+    memory = job.memory or RestartMemory("", "")  # not another launch's, of which this process's caller is a rank
+    os.environ.update({FOLDER: memory.folder, SESSION: memory.session})
     for name in "MASTER_ADDR", "MASTER_PORT":  # of another job, which this rank is not part of
         os.environ.pop(name, None)
     # OpenMP's threads do not come along in a fork, and the first parallel loop would wait for them for ever.
