@@ -18,7 +18,7 @@ from typing import Any
 from ..base.errors import MeshError, RankError
 from ..base.messages import described, report
 from .failure_text import BROKEN, LATE, said_first
-from .worker import RestartMemory, Message, Settings
+from .worker import Message, RestartMemory, Settings
 
 IN_MEMORY = "/dev/shm"
 FOLDER, SESSION = (
