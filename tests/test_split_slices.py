@@ -294,6 +294,65 @@ def test_a_memory_limit_changes_no_bit() -> None:
         assert counted(small.lower(w, x).comms()) == {("broadcast", "a"): 12, ("reduce", "a"): 6}
 
 
+def of_products(h, w):
+    return h + torch.tanh(torch.sin(h @ w)), None
+
+
+def of_terms(h, w):
+    return torch.exp(h + w) * 0.1 + torch.sin(h), None
+
+
+def within(share, step, mesh, *shapes):
+    """Of a plan within a limit, and of the usual one: whether they give the same bits; what both need; what moves."""
+    f = vfn.grad(lambda w, x: (vfn.scan(step, x, w)[0] ** 2).mean(), (0, 1))
+    given = [
+        vfn.shard(torch.linspace(-1, 1, math.prod(shape)).sin().view(shape), mesh, spec)
+        for shape, spec in zip(shapes, (P("a"), P("a") if step is of_products else P()))
+    ]
+    ours, usual = vfn.jit(f, memory=share), vfn.jit(f)
+    same = [torch.equal(*map(vfn.unshard, pair)) for pair in zip(ours(*given), usual(*given), strict=True)]
+    plans = ours.lower(*given), usual.lower(*given)
+    return same, plans[0].memory().peak / plans[1].memory().peak, *(counted(plan.comms()) for plan in plans)
+
+
+LIMITS = {
+    "what is brought for the derivative serves what is computed again": (
+        of_products,
+        "45 %",
+        (16, 16, 16),
+        (512, 16),
+        1,
+    ),
+    "a slice is brought again": (of_terms, "80 %", (16, 64, 16), (64, 16), 2),
+    "ranks of several sizes": (of_products, "60 %", (7, 16, 16), (157, 16), 1),
+}
+
+
+def within_limits(names, mesh):
+    wrong = []
+    for name in names:
+        step, share, *shapes, times = LIMITS[name]
+        same, ratio, ours, usual = within(share, step, mesh, *shapes)
+        times *= usual["broadcast", "a"]
+        if not all(same) or ratio > int(share[:2]) / 100 or ours["broadcast", "a"] != times:
+            wrong.append((name, same, ratio, ours, usual))
+    return wrong
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_within_a_limit(name: str) -> None:
+    with vfn.simulate(2):
+        assert within_limits([name], vfn.make_mesh((2,), ("a",))) == []
+
+
+def within_limits_on_a_rank():
+    return within_limits(LIMITS, vfn.make_mesh((2,), ("a",)))
+
+
+def test_within_limits_on_gloo_ranks(gloo) -> None:
+    assert gloo(2, within_limits_on_a_rank) == [[], []]
+
+
 def saved_step(mesh):
     return vfn.grad(functools.partial(loss, goal=P()), (0, 1)), of_layers(mesh, P("a"), 5)
 

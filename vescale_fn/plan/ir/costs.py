@@ -130,7 +130,7 @@ def _sent(node: fx.Node, collective: Collective) -> float:
     if collective.kind == "all_gather":
         return size * (ranks - 1)
     share = (ranks - 1) / ranks
-    return size * (2 * share if "reduce" in collective.kind and "scatter" not in collective.kind else share)
+    return size * (2 * share if collective.kind == "all_reduce" else share)
 
 
 def flops(node: fx.Node) -> float:

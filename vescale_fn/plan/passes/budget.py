@@ -119,7 +119,7 @@ class _Fitting:
 
     def _fewer(self, graph: fx.Graph, copies: float | None, limit: int) -> Iterator[tuple[fx.Graph, bool]]:
         """The plan with less and less that loops keep, up to one within the limit; and whether each is."""
-        for one in fewer(graph, copies):
+        for one in fewer(graph, copies, self.collectives):
             yield one, (fit := self._use(one).peak <= limit)
             if fit:
                 return

@@ -3,8 +3,9 @@ memory of the host.
 
 With a price in seconds on each byte, the best choice is a cheapest cut through the body, in which a value that the derivative
 needs is bought, for its bytes in each iteration by keeping it, for its copies by sending it to the host, or for its seconds by
-computing it again from others, and from what costs nothing: what the loop goes over, and what is the same in all iterations.
-The call is the same, on the same values: no bit changes.
+computing it again from others, and from what costs nothing: what the loop goes over, what is the same in all iterations, and
+what the derivative computes, or brings from other ranks, in the same way. A slice that another rank has can be brought again,
+too. The call is the same, on the same values: no bit changes.
 
 What goes to the host is copied until the end of its iteration, and comes back from the beginning of the other one.
 """
@@ -23,6 +24,7 @@ from ..._core.base import no_values
 from ..._core.distributed.collectives import Collective
 from ..ir import costs, host_copies, inplace
 from ..ir import graph as plan
+from ..ir.alike_calls import made_before, numbered
 from ..ir.loop import EACH, LAST, STACKED, loop_of, loops
 from ..ir.min_cut import MinCut
 from ..ir.nested import Nested, ends, extracted, reached
@@ -31,20 +33,22 @@ _FIRST, _FACTOR, _STEPS = 1e-14, 3.0, 20  # prices: seconds for a byte; each sev
 _INFINITE = float("inf")
 
 
-def fewer(graph: fx.Graph, copies: float | None = None) -> Iterator[fx.Graph]:
+def fewer(graph: fx.Graph, copies: float | None = None, collectives: bool = False) -> Iterator[fx.Graph]:
     """The plan with fewer and fewer bytes that loops keep for the loops of their derivatives, at the least time for each.
 
     Args:
         graph: the plan.
         copies: seconds that a second of a copy to the host costs; None where nothing goes there.
+        collectives: whether slices may be brought again.
     """
     before = [({*Residuals(*pair).places.values()}, set[fx.Node]()) for pair in _pairs(graph)]
     for step in range(_STEPS if before else 0):
-        chosen = [Residuals(*pair).cheapest(_FIRST * _FACTOR**step, copies) for pair in _pairs(graph)]
+        price = _FIRST * _FACTOR**step
+        chosen = [Residuals(*pair, collectives).cheapest(price, copies) for pair in _pairs(graph)]
         if chosen != before:
             new = plan.copied(graph)
             for pair, (kept, sent) in zip(list(_pairs(new)), chosen, strict=True):
-                Residuals(*pair).keep(kept, sent)
+                Residuals(*pair, collectives).keep(kept, sent)
             yield new
         before = chosen
 
@@ -73,18 +77,21 @@ class Residuals:
     Args:
         forward: the loop.
         backward: that of its derivative.
+        collectives: whether slices may be brought again, or earlier.
 
     Attributes:
         places: lists of what is kept for the derivative alone, each with the node of the body that is kept.
+        there: of the body, what the derivative is given anyway, with the part of the loop that gives it.
+        alike: of the body, what the derivative makes of the same things, with its node there.
     """
 
-    def __init__(self, forward: fx.Node, backward: fx.Node) -> None:
-        self.forward, self.backward = forward, backward
+    def __init__(self, forward: fx.Node, backward: fx.Node, collectives: bool = False) -> None:
+        self.forward, self.backward, self.collectives = forward, backward, collectives
         self.loop, self.other = loop_of(forward), loop_of(backward)
         self.body = self.loop.body
         self.inputs, self.outs = ends(self.body)
         self.places: dict[fx.Node, fx.Node] = {}
-        self.there: dict[fx.Node, fx.Node] = {}  # of the body: what the derivative has anyway
+        self.there: dict[fx.Node, fx.Node] = {}
         rows = backward.args[self.other.carry : self.other.given]
         for part in forward.users:
             out = self.outs[part.args[1]]  # type: ignore[index]
@@ -97,14 +104,19 @@ class Residuals:
         self._changed = plan.changed(self.body)
         carried = set(self.inputs[: self.loop.carry])
         lists = {x for x, kind in zip(self.inputs[self.loop.carry :], self.loop.slices) if kind != STACKED}
-        self._free = {x for x in self.inputs if x not in carried | lists} | {*self.there}
+        numbers: dict[Any, int] = {}
+        theirs = {number: x for x, number in numbered(backward, numbers, collectives).items()}
+        mine = numbered(forward, numbers, collectives).items()
+        self.alike = {x: theirs[i] for x, i in mine if i in theirs}
+        self._free = {x for x in self.inputs if x not in carried | lists} | {*self.there, *self.alike}
 
     def _again(self, node: fx.Node) -> bool:
         """Whether a call can be computed in the other loop: it and what it reads are the same there."""
+        brings = self.collectives and isinstance(node.target, Collective) and len(node.args) > 1
         return not (
             node.op != "call_function"
             or plan.has_effect(node)
-            or isinstance(node.target, (Nested, Collective))
+            or (isinstance(node.target, (Nested, Collective)) and not brings)
             or not self._changed.isdisjoint((node, *node.all_input_nodes))
         )
 
@@ -183,13 +195,17 @@ class Residuals:
     def _computed(self, lists: dict[fx.Node, fx.Node], sent: Collection[fx.Node]) -> None:
         """Have the other loop take these lists, and compute the rest right before it is needed."""
         loop, gone = self.other, {*self.places}
-        body = plan.copied(loop.body)
+        nodes, body = list(loop.body.nodes), plan.copied(loop.body)
+        ours = dict(zip(nodes, body.nodes, strict=True))
+        place = {x: i for i, x in enumerate(ours.values())}
         taking = _Taking(self.backward, body)
         values = {x: taking.place(outer, EACH, x) for x, outer in lists.items() if x not in sent}
         values |= {x: taking.place(outer, _kind(outer), x) for x, outer in self.there.items()}
         missing = {taking.place(part, EACH, x): x for part, x in self.places.items()}
 
         def again(x: fx.Node, before: fx.Node) -> fx.Node:
+            if x not in values and x in self.alike:
+                return made_before(before, ours[self.alike[x]], place)
             if x not in values and x in sent:
                 waits = taking.place(lists[x], EACH, x)
                 waits.meta["val"] = None
@@ -203,7 +219,7 @@ class Residuals:
                 for y in x.all_input_nodes:
                     again(y, before)
                 with body.inserting_before(before):
-                    values[x] = body.node_copy(x, values.__getitem__)
+                    values[x] = body.node_copy(x, lambda y: again(y, before))
                 values[x].meta["again"] = True
             return values[x]
 
