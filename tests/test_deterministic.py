@@ -1,13 +1,19 @@
 """`vfn.deterministic`: the bits of a program are the same on 1, 2, 4 and 8 processes, and with all layouts of data."""
 
 import functools
+import inspect
 import itertools
 import math
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
 from sampled_bits import BODY, found_in
 from test_communicator import programs
+from test_mesh_parts import PARTS
+from test_mesh_parts import values as values_on
 
 import vescale_fn as vfn
 from vescale_fn import P
@@ -262,6 +268,60 @@ def test_sampled_programs_have_the_same_bits(gloo) -> None:
     assert sum(len(lines) > 1 for lines in expected.values()) > 12
 
 
+# Parts of a mesh
+
+
+def _on_parts():
+    mesh, found = vfn.make_mesh((2, 2, 2), ("pp", "dp", "tp")), {}
+    for name in ("dp, tp", "an axis of a stage", "the outer axes"):
+        part = PARTS[name](mesh)
+        if part.get_coordinate() is not None:
+            assert pickle.loads(pickle.dumps(part)) is part
+            for i, (value, expected) in enumerate(values_on(part)):
+                torch.testing.assert_close(vfn.unshard(value), expected, rtol=1e-5, atol=1e-6)
+                found[f"{name} {i}"] = bits(value)
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_parts_of_a_mesh_have_the_same_bits(gloo, count) -> None:
+    alone, found = played(8, _on_parts), gloo(count, played, 8, _on_parts)
+    assert all(one.items() <= alone.items() for one in found)
+    assert set().union(*found) == alone.keys()
+
+
+def _on_a_stage():
+    mesh = vfn.make_mesh((2, 2), ("pp", "dp"))
+    x = torch.arange(32.0).view(8, 4)
+    back = [
+        vfn.unshard(vfn.shard(vfn.shard(x, mesh["dp"], P("dp")), to, P("dp"))).equal(x) for to in (mesh, mesh["dp"])
+    ]
+    stage = mesh.at(pp=1)
+    if stage.get_coordinate() is None:
+        with pytest.raises(MeshError, match=r"this process, rank 0, is not in the mesh \(dp=2\)"):
+            vfn.shard(x, stage, P("dp"))
+    return back, repr(stage), stage.played_ranks
+
+
+def test_a_process_that_plays_none_of_a_part_is_told_so(gloo) -> None:
+    told = [True, True], "Mesh(dp=2) at pp=1 of (pp=2, dp=2)"
+    assert gloo(2, played, 4, _on_a_stage) == [(*told, range(0)), (*told, range(2))]
+
+
+def _half_rows():
+    with pytest.raises(MeshError) as error:
+        vfn.make_mesh((3, 4), ("a", "b"))["b"]
+    return str(error.value)
+
+
+def test_a_part_of_which_processes_play_unequal_shares_is_refused(gloo) -> None:
+    what = "mesh: 2 processes that play the mesh (a=3, b=4) do not play as many ranks each of (b)\n"
+    assert (
+        gloo(2, played, 12, _half_rows)
+        == [what + "  Instead: a number of processes whose ranks are whole rows of it"] * 2
+    )
+
+
 # What differs without it
 
 
@@ -313,6 +373,29 @@ def test_processes_play_consecutive_ranks() -> None:
         ]
 
 
+def _digest():
+    mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+    w = vfn.random.normal(vfn.random.key(0), (16, 12), spec=P(None, "tp"), mesh=mesh)
+    x = vfn.random.normal(vfn.random.key(1), (32, 16), spec=P("dp"), mesh=mesh)
+    return vfn.digest(vfn.grad(lambda w: torch.tanh(x @ w).square().mean())(w))
+
+
+def test_on_torchrun(tmp_path) -> None:
+    program = f"import torch\nimport vescale_fn as vfn\nfrom vescale_fn import P\n{inspect.getsource(_digest)}"
+    program += "vfn.deterministic(virtual=4)\nprint(f'digest {_digest()}\\n', end='', flush=True)\n"
+    (tmp_path / "program.py").write_text(program)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+        tmp_path / "program.py",
+    ]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+    assert out.splitlines() == [f"digest {played(4, _digest)}"] * 2
+
+
 MISUSES = {
     "virtual=0": (
         lambda: vfn.deterministic(0),
@@ -328,10 +411,6 @@ MISUSES = {
     ),
     "simulate": (lambda: vfn.simulate(4), "simulate: n=4, but there are 8 ranks under deterministic(virtual=8)"),
     "make_mesh": (lambda: vfn.make_mesh(4, "dp"), "make_mesh: dp=4 has 4 ranks, but there are 8 ranks"),
-    "a part": (
-        lambda: vfn.make_mesh((2, 4), ("dp", "tp"))["tp"],
-        "mesh: a part of the mesh (dp=2, tp=4) under vfn.determin",
-    ),
 }
 
 

@@ -412,6 +412,18 @@ def test_without_cloudpickle_a_function_of_main_says_what_to_install(monkeypatch
     assert text.endswith("  Instead: pip install vescale_fn[launch], which carries closures and a notebook's functions")
 
 
+def psum_by_two():
+    mesh = vfn.make_mesh(4, "dp")
+    over = vfn.shard_map(lambda v: vfn.psum(v, "dp"), mesh=mesh, in_specs=vfn.P("dp"), out_specs=vfn.P())
+    return vfn.digest(over(vfn.random.normal(vfn.random.key(0), (4, 99)))), mesh.played_ranks
+
+
+def test_ranks_that_an_engine_starts_play_several_under_deterministic(forks):
+    with vfn.deterministic(virtual=4):
+        bits, _ = psum_by_two()
+        assert vfn.launch(psum_by_two, 2, on=forks, device="cpu") == [(bits, range(2)), (bits, range(2, 4))]
+
+
 def test_what_a_scheduler_sends_before_time_is_up_reaches_the_rank_as_a_sigterm(forks):
     def body(number):
         told = []

@@ -24,6 +24,7 @@ from .deterministic import check_divides
 from .named_mesh import Mesh, named
 from .process_group import ProcessGroup
 from .several_ranks import SeveralRanks
+from .teams import playing
 
 axes = axes_of
 
@@ -74,25 +75,39 @@ class PlayedMesh(SimulatedMesh):
     """A mesh of `deterministic`: some of its ranks are played by this process, the others by others; or all by this one.
 
     Attributes:
-        process: the number of this process, and how many there are.
+        process: the number of this process, and how many there are; of a part, among those that play it, -1 for none of them.
+        world: of a part, the processes that play it, by their ranks of the world.
     """
 
     communicator = SeveralRanks
     process: tuple[int, int]
+    world: tuple[int, ...]
 
     def __repr__(self) -> str:
         return mesh_name(self).replace("mesh ", "Mesh")
 
     @functools.cached_property
     def _key(self) -> tuple[Any, ...]:
-        return *super()._key, self.process
+        return *super()._key, self.process, self.world
 
     def __reduce__(self) -> Any:
-        return played_mesh, (self.device_type, tuple(self.mesh.shape), self.mesh_dim_names, self.process)
+        shape, names = tuple(self.mesh.shape), self.mesh_dim_names
+        return played_mesh, (self.device_type, shape, names, self.process, self.world, *self.cut)
 
-    def _part(self, names: tuple[str, ...], places: dict[str, int]) -> SimulatedMesh:
-        what = f"a part of the {mesh_name(self)} under vfn.deterministic: whose ranks play it is not decided yet"
-        raise MeshError(report("mesh", what, fix="the whole mesh, with specs that name some of its axes"))
+    def _part(self, names: tuple[str, ...], places: dict[str, int]) -> PlayedMesh:
+        """Of the copies that ranks at other places have, a process plays the one that its first rank is in."""
+        axes, before = self.cut or (tuple(axes_of(self).items()), ())
+        me, count = self.process
+        found = playing(tuple(axes_of(self).items()), names, tuple(places.items()), count)
+        if found is None:
+            what = f"{count} processes that play the {mesh_name(self)} do not play as many ranks each of ({', '.join(names)})"
+            raise MeshError(report("mesh", what, fix="a number of processes whose ranks are whole rows of it"))
+        team = (me >= 0 and found[me]) or next(filter(None, found))
+        world = tuple(self.world[q] for q in team) if self.world else team
+        shape = tuple(axes_of(self)[name] for name in names)
+        process = (team.index(me) if me in team else -1, len(team))
+        cut = axes, tuple(sorted({**dict(before), **places}.items()))
+        return played_mesh(self.device_type, shape, names, process, world, *cut)
 
 
 class SimulatedPart(SimulatedMesh):
@@ -162,12 +177,19 @@ def rebuild_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...], *c
 
 @functools.lru_cache(maxsize=64)
 @torch_internals.never_recorded
-def played_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...], process: tuple[int, int]) -> PlayedMesh:
+def played_mesh(
+    device: str,
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    process: tuple[int, int],
+    world: tuple[int, ...] = (),
+    *cut: Any,
+) -> PlayedMesh:
     """The mesh of these axes whose ranks are played by so many processes, one object for all."""
     every = torch.arange(math.prod(shape), device="cpu").view(shape)
     first = process[0] * (math.prod(shape) // process[1])
     made = torch_internals.unattached_mesh(device, every, names, PlayedMesh, first)
-    made.process = process
+    made.process, made.world, made.cut = process, world, cut
     return made
 
 

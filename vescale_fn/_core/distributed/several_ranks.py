@@ -22,7 +22,7 @@ from .blocks import Blocks
 from .communicator import Communicator, Kind, rank_axes
 from .divergence import RankCall
 from .ranks import talks_to_nobody
-from .teams import Row, SharedGroup, Team, exchanged, receive, team_of
+from .teams import Row, SharedGroup, Team, exchanged, group_of_part, receive, team_of
 
 SMALL = 2**17  # bytes, up to which a value that is summed goes to every process
 
@@ -37,14 +37,16 @@ class SeveralRanks(Communicator):
 
     def __init__(self, mesh: Any) -> None:
         super().__init__(mesh)
-        self.me, self.count = getattr(mesh, "whole", mesh).process
+        whole = getattr(mesh, "whole", mesh)
+        (self.me, self.count), self.world = whole.process, whole.world
         total = math.prod(rank_axes(mesh).values())
         self.played = total // self.count
-        self.ranks = range(self.me * self.played, (self.me + 1) * self.played)
+        self.ranks = range(self.me * self.played, (self.me + 1) * self.played) if self.me >= 0 else range(0)
         self.all_here = self.count == 1
 
     def processes(self, axes: tuple[str, ...] | None = None) -> Sequence[int]:
         found = tuple(range(self.count)) if axes is None else self._team(axes).processes
+        found = tuple(self.world[q] for q in found) if self.world else found
         return found if len(found) > 1 else ()
 
     def everyone(self, mine: Sequence[Sequence[Any]], why: str) -> list[list[Any]]:
@@ -54,10 +56,11 @@ class SeveralRanks(Communicator):
         if talks_to_nobody():
             return rows * self.count
         if (watch := context.watch()) is not None:
-            watch.compare(range(self.count), RankCall(f"{why} (all_gather_object)", "over all ranks"))
+            watch.compare(self.processes(), RankCall(f"{why} (all_gather_object)", "over all ranks"))
         found: list[Any] = [None] * self.count
         with torch_internals.no_transforms(), torch_internals.unrecorded():  # the tensors that it makes are its own
-            dist.all_gather_object(found, rows)
+            group = group_of_part(self.world, dist.group.WORLD) if self.world else None
+            dist.all_gather_object(found, rows, group=group)
         return [row for rows in found for row in rows]
 
     def carry_out(
@@ -80,7 +83,7 @@ class SeveralRanks(Communicator):
         return Blocks(alone[id(got[rank])] for rank in self.ranks)
 
     def _team(self, axes: tuple[str, ...]) -> Team:
-        return team_of(tuple(rank_axes(self.mesh).items()), axes, self.me, self.played)
+        return team_of(tuple(rank_axes(self.mesh).items()), axes, self.me, self.played, self.world)
 
 
 def _has_storage_alone(x: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ class Team(NamedTuple):
         shared: the groups of this one.
         uniform: whether each of them has ranks in each of the groups.
         teams: all teams that there are.
+        world: of a part of a mesh, the processes of the world that play it, by these numbers.
     """
 
     processes: tuple[int, ...]
@@ -49,10 +51,13 @@ class Team(NamedTuple):
     shared: tuple[SharedGroup, ...]
     uniform: bool
     teams: tuple[tuple[int, ...], ...]
+    world: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=1024)
-def team_of(axes_items: tuple[tuple[str, int], ...], names: tuple[str, ...], me: int, played: int) -> Team:
+def team_of(
+    axes_items: tuple[tuple[str, int], ...], names: tuple[str, ...], me: int, played: int, world: tuple[int, ...] = ()
+) -> Team:
     found = groups_of(axes_items, names)
     teams: list[set[int]] = []
     for group in found:
@@ -69,6 +74,7 @@ def team_of(axes_items: tuple[tuple[str, int], ...], names: tuple[str, ...], me:
         shared,
         all(one.of.keys() == mine for one in shared),
         tuple(sorted(tuple(sorted(team)) for team in teams)),
+        world,
     )
 
 
@@ -82,6 +88,37 @@ def _shared(group: tuple[int, ...], played: int) -> SharedGroup:
         for process, places in of.items()
     }
     return SharedGroup(group, of, member, runs)
+
+
+@functools.lru_cache(maxsize=256)
+def playing(
+    axes_items: tuple[tuple[str, int], ...], names: tuple[str, ...], places: tuple[tuple[str, int], ...], count: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """For each of so many processes, which of them play the part of a mesh that its first rank there is in: of the ranks at
+    its place on the axes that are not named. () for a process that has no rank at these places; None where processes would
+    have to play parts of several.
+    """
+    total = math.prod(size for _, size in axes_items)
+    played, ranks = total // count, torch.arange(total, device="cpu").view([size for _, size in axes_items])
+    here = ranks[tuple(dict(places).get(name, slice(None)) for name, _ in axes_items)].flatten().tolist()
+    copy_of = {rank: group for group in groups_of(axes_items, names) if group[0] in here for rank in group}
+    firsts = [next((r for r in range(q * played, (q + 1) * played) if r in copy_of), None) for q in range(count)]
+    copies = [() if first is None else copy_of[first] for first in firsts]
+    found = [tuple(dict.fromkeys(rank // played for rank in copy)) for copy in copies]
+    for copy, team in zip(copies, found):
+        runs = [copy[i * len(copy) // len(team) : (i + 1) * len(copy) // len(team)] for i in range(len(team))]
+        if any(copies[q] != copy or any(r // played != q for r in run) for q, run in zip(team, runs)):
+            return None
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=256)
+def group_of_part(world: tuple[int, ...], default: Any) -> Any:
+    """The process group of some processes, made by these alone."""
+    if len(world) == dist.get_world_size(default):
+        return default
+    most = timedelta(seconds=torch_internals.group_timeout())
+    return dist.new_group(list(world), timeout=most, use_local_synchronization=True)
 
 
 @functools.lru_cache(maxsize=256)
@@ -120,7 +157,10 @@ def receive(team: Team, me: int, sent: Mapping[int, Row], into: Mapping[int, Row
     """Send flat tensors to the others, and write what they send, each by itself, into such tensors."""
     if not team.others:
         return
-    group = _process_group(team.teams, me, dist.group.WORLD)
+    if team.world:
+        group = group_of_part(tuple(team.world[q] for q in team.processes), dist.group.WORLD)
+    else:
+        group = _process_group(team.teams, me, dist.group.WORLD)
     begun = [
         dist.P2POp(what, dtypes.as_bytes(x), group=group, group_peer=team.processes.index(q))
         for what, rows in ((dist.irecv, into), (dist.isend, sent))
