@@ -78,7 +78,7 @@ from .functorch import (
     raw_duals,
     transforming,
 )
-from .graphs import calls_of
+from .graphs import Graph, calls_of
 from .interception import (
     all_is_seen,
     apply,
@@ -193,6 +193,7 @@ __all__ = [
     "BARE",
     "FakeTensor",
     "FrozenNumber",
+    "Graph",
     "OpOverload",
     "TensorMeta",
     "TorchDispatchMode",

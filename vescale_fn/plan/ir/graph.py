@@ -97,16 +97,18 @@ def reordered(graph: fx.Graph, order: Sequence[fx.Node]) -> tuple[fx.Graph, dict
 
 
 def _once_more(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    new = fx.Graph()
+    new = torch_internals.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    # as `fx.Graph.node_copy`, but for a walk through the arguments that takes most of its time
     for node in nodes:
-        copy = new.create_node(node.op, node.target, (), {}, node.name, node.type)
         args, kwargs = node.args, node.kwargs
-        if args:
-            copy.args = fx.map_arg(args, values.__getitem__)  # type: ignore[assignment]
-        if kwargs:
-            copy.kwargs = fx.map_arg(kwargs, values.__getitem__)  # type: ignore[assignment]
+        copy = new.create_node(
+            node.op,
+            node.target,
+            fx.map_arg(args, values.__getitem__) if args else (),
+            fx.map_arg(kwargs, values.__getitem__) if kwargs else None,
+            node.name,
+            node.type,
+        )
         copy.meta.update(node.meta)
         values[node] = copy
     return new, values

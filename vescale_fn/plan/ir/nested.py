@@ -108,7 +108,7 @@ def extracted(nodes: Iterable[fx.Node], given: Sequence[fx.Node], gives: Sequenc
         given: what becomes its placeholders, in order.
         gives: its results; None where another body gives one.
     """
-    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, values = torch_internals.Graph(), dict[fx.Node, fx.Node]()
     for x in given:
         values[x] = graph.placeholder(x.name)
         values[x].meta = dict(x.meta)

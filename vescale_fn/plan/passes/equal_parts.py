@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx
 
+from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 from ..ir.collective_nodes import only_moves
 from ..ir.graph import calls, memories, value, written
@@ -146,7 +147,7 @@ def _with_calls(graph: fx.Graph, row: CallRow, groups: Sequence[Group]) -> fx.Gr
     for part, i in map(home.__getitem__, needed):
         gives[part.form].add(i)
     targets = {group[0].form: _body(group[0], sorted(gives[group[0].form])) for group in groups}
-    new, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    new, values = torch_internals.Graph(), dict[fx.Node, fx.Node]()
 
     def there(node: fx.Node) -> fx.Node:
         if node not in values:  # perhaps a view that a part has made

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._core import torch_internals
 from ..._core.arrays.array import Array
 from ..._core.base.array_notes import ArrayNotes
 
@@ -62,7 +63,7 @@ class Frame:
     """
 
     def __init__(self, outer: Frame | None) -> None:
-        self.outer, self.graph = outer, fx.Graph()
+        self.outer, self.graph = outer, torch_internals.Graph()
         self.constants: list[Any] = []
         self.places: list[fx.Node] = []
         self.known: dict[int, Any] = {}
