@@ -188,8 +188,10 @@ def within_another(primals: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and (context.grad_depth() > 0 or any(x.requires_grad for x in primals))
 
 
-def fresh(x: torch.Tensor, attached: bool) -> torch.Tensor:
+def fresh(x: torch.Tensor, attached: bool, recorder: Any = None) -> torch.Tensor:
     """A variable to differentiate by: `x` itself under another name where an outer gradient goes through it."""
+    if recorder is not None and (found := recorder.same_input(x)) is not None:
+        return found.requires_grad_()
     if attached and x.requires_grad:
         out = x.view_as(x)
     else:
@@ -254,7 +256,8 @@ def _by_autograd(
     originals = split.primals
     attached = within_another(originals)
     with Followed():
-        primals = [fresh(x, attached) for x in originals]
+        recorder = None if attached else torch_internals.recorder()
+        primals = [fresh(x, attached, recorder) for x in originals]
         context.differentiated_by(primals)
         value, aux = _call(f, split.with_primals(primals), kwargs, has_aux, split.where)
         grads = _gradients(value, primals, attached)

@@ -46,7 +46,7 @@ class Valueless:
         return self._made(found) if type(found[0]) is torch.Size else type(found[0])(map(self._made, found[1]))
 
     def _made(self, lies: Any) -> torch.Tensor:
-        with torch_internals.no_torch_function(), torch_internals.unrecorded():  # a body's modes are not to see it
+        with torch_internals.no_torch_function(), torch_internals.undispatched():  # a body's modes are not to see it
             return torch_internals.without_values(self._mode, *lies)
 
     def __enter__(self) -> None:

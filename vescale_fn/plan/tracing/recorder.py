@@ -31,7 +31,7 @@ from ..._core.distributed.blocks import Blocks
 from ..._core.distributed.collectives import Collective
 from ..._core.distributed.replicated_uses import Ledger
 from ..._core.distributed.rows import row_of
-from ..._core.sharding.layout import WHOLE, type_text
+from ..._core.sharding.layout import WHOLE, layout, type_text
 from ..ir.graph import Step
 from ..ir.inplace import is_dense
 from ..ir.ranks_as_one import ROW
@@ -210,6 +210,18 @@ class Recorder(torch_internals.TorchDispatchMode):
         """The stand-in of an input, a plain tensor."""
         return self._placeholder(x, name)
 
+    def same_input(self, x: torch.Tensor) -> torch.Tensor | None:
+        """An array that is an input under another name, as `detach` gives it, without a node; None for anything else."""
+        local: Any = torch_internals.held_local(x) if type(x) is Array and x.vfn_notes is None else None
+        if type(local) is not torch_internals.FakeTensor or not self.is_stand_in(local):
+            return None
+        spec = torch_internals.spec(x)
+        if (
+            local._plan_node.op != "placeholder" or layout(spec).unreduced
+        ):  # a value, or a sum, of which other names know
+            return None
+        return torch_internals.new_dtensor(Array, local, spec)
+
     def row_of_inputs(self, given: Sequence[torch.Tensor]) -> None:
         """Note that stand-ins of inputs are the simulated ranks' blocks of one array."""
         self._has_rows = True
@@ -241,7 +253,10 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def _new_placeholder(self, name: str, val: Any) -> fx.Node:
         last = self.frame.last
-        with self.graph.inserting_before() if last is None else self.graph.inserting_after(last):
+        if last is None or last is not next(iter(reversed(self.graph.nodes))):
+            with self.graph.inserting_before() if last is None else self.graph.inserting_after(last):
+                node = self.graph.placeholder(name)
+        else:
             node = self.graph.placeholder(name)
         self.frame.last = node
         node.meta["val"], node.meta["line"] = val, ""
