@@ -276,6 +276,32 @@ def test_ranks_that_differ_are_told_so(gloo, what):
     assert gloo(4, different, what) == ["\n".join([*DIFFERENT[what], FIX])] * 4
 
 
+def one_cannot():
+    x = vfn.shard(torch.arange(8.0), vfn.make_mesh(2, "a"), P("a"))
+    try:
+        vfn.digest({"x": x, "y": object() if torch.distributed.get_rank() else 3})
+    except (CheckpointError, DivergenceError) as error:
+        return str(error).splitlines()[:2]
+
+
+def test_ranks_are_told_of_one_that_has_what_has_no_bits(gloo):
+    first, second = gloo(2, one_cannot)
+    assert first == [
+        TREE,
+        "  * all in all: rank 0 has leaves that have bits, rank 1 has digest: some leaves cannot be stored",
+    ]
+    assert second[0] == "digest: some leaves cannot be stored"
+
+
+def test_in_inference_mode(tmp_path):
+    with vfn.simulate(2):
+        x = {"x": vfn.shard(torch.arange(8.0), vfn.make_mesh(2, "a"), P("a"))}
+        expected = vfn.digest(x)
+        with torch.inference_mode():
+            vfn.save(tmp_path / "c", x)
+            assert vfn.digest(x) == vfn.digest(vfn.load(tmp_path / "c", x)) == expected
+
+
 # --- what it refuses --------------------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .._core import torch_internals
-from .._core.arrays.array import mesh_of, spec_of
-from .._core.base import context
+from .._core.arrays.array import is_array, mesh_of, spec_of
+from .._core.base import context, tree
 from .._core.base.errors import CheckpointError, DivergenceError
 from .._core.base.front_door import public
 from .._core.base.messages import report
@@ -67,7 +67,13 @@ def digest(tree_: Any) -> str:
     if context.body() is not None or torch_internals.is_recorded():
         inside = "vfn.jit is recording" if context.body() is None else "this is the body of a shard_map"
         raise CheckpointError(report("digest", inside, fix="the digest of what the function returns, outside of it"))
-    leaves = leaves_of(named(tree_, "digest", "tree")[0], "digest")
+    try:
+        leaves = leaves_of(named(tree_, "digest", "tree")[0], "digest")
+    except CheckpointError as error:
+        array = next(filter(is_array, tree.leaves(tree_)), None)
+        if array is not None:  # on its mesh the others wait
+            _same_trees(mesh_of(array), {_LEAVES: str(error).splitlines()[0]}, error)
+        raise
     hashes = dict[str, str]()
     lying: dict[Any, dict[str, Leaf]] = {}
     for leaf in leaves:
@@ -82,8 +88,7 @@ def digest(tree_: Any) -> str:
     for mesh, arrays in lying.items():
         communicator = communicator_of(mesh)
         communicator.check_takes_part()
-        said = {leaf.path: same_on_all_ranks(leaf) for leaf in leaves}
-        _compare(communicator, [said] * len(communicator.ranks), "the ranks must bring the same tree")
+        _same_trees(mesh, {_LEAVES: "leaves that have bits"} | {leaf.path: same_on_all_ranks(leaf) for leaf in leaves})
         by_rank = _on_mesh(mesh, arrays)
         paths = {leaf.name: leaf.path for leaf in leaves}
         rows = [{paths[name]: each[:16] for name, each in (hashes | mine).items()} for mine in by_rank]
@@ -159,6 +164,18 @@ def _shares(communicator: Communicator, x: Any, over: Sequence[str]) -> Any:
 
     place = lambda rank: tuple(coordinates(mesh, rank)[axis] for axis in over)
     return communicator.each(of_block, torch_internals.local(x), key=place)
+
+
+_LEAVES = "all in all"
+
+
+def _same_trees(mesh: Any, said: Mapping[str, str], error: Exception | None = None) -> None:
+    """Raise unless all ranks bring the same tree: `error`, where there is one here."""
+    communicator = communicator_of(mesh)
+    try:
+        _compare(communicator, [said] * len(communicator.ranks), "the ranks must bring the same tree")
+    except DivergenceError as different:
+        raise error or different from None
 
 
 def _compare(communicator: Communicator, rows: Sequence[Mapping[str, str]], what: str) -> None:

@@ -105,7 +105,8 @@ def _like_numpy(x: Any) -> torch.Tensor:
 def _of_tensor(x: torch.Tensor) -> torch.Tensor:
     if problem := _unfit(x):
         raise Unfit(*problem)
-    return x.detach()
+    with torch.inference_mode(False):  # in which an array made outside of it cannot be detached
+        return x.detach()
 
 
 def _type_text(shape: Sequence[int], dtype: torch.dtype) -> str:
