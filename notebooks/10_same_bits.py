@@ -19,8 +19,14 @@
 # one process or several play them, and every sum follows one tree over the ranks: the number of processes decides nothing.
 
 # %%
+import os
+import signal
+import tempfile
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 import torch
+import torch.distributed as dist
 
 import vescale_fn as vfn
 from vescale_fn import P
@@ -129,6 +135,49 @@ with vfn.deterministic(virtual=8):
 print(f"{len({digest for digest, _ in layouts.values()})} digest of {len(layouts)} layouts")
 
 # %% [markdown]
+# ## Through two crashes
+#
+# `vfn.elastic` takes the steps instead of a loop. After each one every process keeps its share of the state in memory, which
+# outlives it. A process that is killed makes `launch` start all again; they go on from the last step of which copies are left,
+# and end with the digest of the run that nobody has disturbed.
+
+
+# %%
+def begin():
+    params = vfn.init(initial, KEY, spec=TP, mesh=vfn.make_mesh((4, 2), ("dp", "tp")))
+    return {"params": params, "state": opt.init(params)}
+
+
+def batch(i):
+    batch_key, dropout_key = vfn.random.split(vfn.random.fold_in(KEY, i))
+    return vfn.random.normal(batch_key, (64, 64), spec=P("dp"), mesh=vfn.current_mesh()), dropout_key
+
+
+@vfn.jit
+def update(tree, batch):
+    value, grads = vfn.value_and_grad(loss)(tree["params"], *batch)
+    updates, state = opt.update(grads, tree["state"], tree["params"])
+    return {"params": vfn.optim.apply_updates(tree["params"], updates), "state": state}, value
+
+
+def crashing(folder):
+    taken = []
+
+    def on_step(done, value):
+        taken.append(done)
+        crashed = folder / f"after step {done}"
+        if done in (12, 25) and dist.get_rank() == 1 and not crashed.exists():
+            crashed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return vfn.digest(vfn.elastic(update, begin, batch, steps=STEPS, virtual=8, on_step=on_step)), taken
+
+
+with tempfile.TemporaryDirectory() as folder:
+    disturbed, taken = vfn.launch(crashing, 4, Path(folder), device="cpu", restarts=2)[0]
+print(f"the digest of the run without a crash: {disturbed == same[1][0]}")
+
+# %% [markdown]
 # ## What is promised, and to whom
 #
 # The bits are a function of the program, its keys and its meshes, for the same versions and kind of processor: what
@@ -139,4 +188,6 @@ print(", ".join(name for name in vfn.fingerprint() if name.islower() and "." not
 assert len({digest for digest, _ in usual.values()}) == 4
 assert len({digest for digest, _ in same.values()}) == 1
 assert len({digest for digest, _ in layouts.values()}) == 1
+assert disturbed == same[1][0]
+assert STEPS - 25 <= len(taken) <= STEPS - 24
 assert all(apart(same[processes], same[1]) == [0.0] * STEPS for processes in same)
