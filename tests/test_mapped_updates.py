@@ -163,6 +163,14 @@ def test_it_is_a_few_calls_where_it_would_need_the_most(monkeypatch):
     assert lowered.memory().peak < whole.memory().peak
 
 
+def test_lists_of_leaves_are_taken_in_runs_where_calls_would_be():
+    params = {str(i): torch.randn(120, 120, generator=torch.Generator().manual_seed(i)) for i in range(16)}
+    f = as_eagerly(updated, params, ADAMW.init(params), grads_of(params))
+    (plan,) = f._plans.values()
+    assert [target.runs for _, target in mapped(plan.code.graph)] == [((0, 8), (8, 16)), ()]
+    assert [target.rows for _, target in mapped(plan.graph)] == [8, 8, 16]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_saved_plan(dtype, tmp_path):
     params = {k: x.to(dtype) for k, x in leaves().items()}

@@ -19,8 +19,17 @@ def mapping(call: Mapped, body: Run) -> Run:
     """
 
     def of_lists(given: list[Any]) -> Sequence[Any]:
-        given[: call.columns] = [column for (column,) in given[: call.columns]]
-        return body(given) if is_on_lists(call.bodies[0]) else list(zip(*by_rows(given)))
+        columns, shared = [list(column) for (column,) in given[: call.columns]], given[call.columns :]
+        given.clear()
+        found = []
+        for first, end in call.runs or [(0, len(columns[0]))]:
+            run = [column[: end - first] for column in columns]
+            for column in columns:
+                del column[: end - first]
+            given += [*run, *shared]
+            del run
+            found.append(body(given) if is_on_lists(call.bodies[0]) else list(zip(*by_rows(given))))
+        return found[0] if len(found) == 1 else [[*itertools.chain(*lists)] for lists in zip(*found)]
 
     def on_lists(given: list[Any]) -> list[Any]:
         return list(itertools.chain.from_iterable(body(given)))

@@ -20,7 +20,7 @@ from torch import fx
 
 from .graph import DONATED, Step, calls, output, value
 from .inplace import is_dense
-from .mapped import Mapped, mapped
+from .mapped import Mapped, mapped, split
 from .nested import ends
 from .ranks_as_one import ROW
 
@@ -242,8 +242,11 @@ class _WrittenOut:
         new = list(map(self.graph.node_copy, inputs))
         for x, at in zip(given, lists.inputs, strict=True):
             self.values[x] = new[at] if isinstance(at, int) else [new[i] for i in at]
+        self.split: list[tuple[fx.Node, list[list[int]]]] = []
         for node in calls(graph):
             self._call(node)
+        for call, parts in self.split:
+            split(call, parts)
         end = output(graph)
         outs = lists.gives([self.values[x] for x in end.args[0]])  # type: ignore[union-attr]
         self.graph.output(tuple(outs)).meta = dict(end.meta)
@@ -254,13 +257,14 @@ class _WrittenOut:
             columns = [self.values[x] for (x,) in target.lists(node)]
             rows = len(columns[0])
             args = *columns, *(self.values[x] for x in node.args[target.columns :])  # type: ignore[index]
-            call = self.graph.call_function(replace(target, rows=rows, on_leaves=False), args)
+            call = self.graph.call_function(replace(target, rows=rows, on_leaves=False, runs=()), args)
             vals: list[Any] = [None] * (rows * len(ends(target.bodies[0])[1]))
             for part in node.users:
                 i: Any = part.args[1]
                 vals[i * rows : (i + 1) * rows] = part.meta[LEAVES]
             call.meta = {**node.meta, "val": vals}
             self.values[node] = call
+            self.split.append((call, [list(range(*run)) for run in target.runs]))
         elif leaves is None:
             self.values[node] = self.graph.node_copy(node, self.values.__getitem__)
         elif isinstance(target, Step) and target.name == LISTED.name:

@@ -31,6 +31,7 @@ class Mapped(Nested):
     Args:
         rows: how many.
         on_leaves: whether each of its values is a list of leaves (`leaf_lists`), for which there is one row.
+        runs: of these leaves the first and the end of each run that is taken at once; none: all are.
 
     Attributes:
         columns: how many of its arguments are lists, the first ones.
@@ -40,6 +41,7 @@ class Mapped(Nested):
     name: str = "mapped"
     rows: int = 0
     on_leaves: bool = False
+    runs: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from ..ir.graph import calls, copied, value
+from ..ir.leaf_lists import LEAVES
 from ..ir.mapped import Mapped, mapped, split
 from ..ir.memory_use import memory
 
@@ -25,14 +28,19 @@ def in_parts(graph: fx.Graph) -> fx.Graph:
     for node, target in mapped(graph):
         before = needs.get(node.prev, rest)
         own, room = needs[node] - before, rest - before
-        if target.rows > 1 and own > LEAST and 0 < room < own:
-            split(node, _parts(node, target, min(MOST, math.ceil(own / room))))
+        if (target.rows > 1 or target.on_leaves) and own > LEAST and 0 < room < own:
+            column = target.lists(node)[0]
+            vals = column[0].meta[LEAVES] if target.on_leaves else list(map(value, column))
+            parts = _parts([x.nbytes for x in vals], min(MOST, math.ceil(own / room)))
+            if target.on_leaves:
+                node.target = replace(target, runs=tuple((rows[0], rows[-1] + 1) for rows in parts))
+            else:
+                split(node, parts)
     return graph
 
 
-def _parts(node: fx.Node, target: Mapped, n: int) -> list[list[int]]:
+def _parts(sizes: Sequence[int], n: int) -> list[list[int]]:
     """The rows in `n` runs of about as many bytes."""
-    sizes = [value(x).nbytes for x in target.lists(node)[0]]
     found: dict[int, list[int]] = {}
     for row, before in enumerate(itertools.accumulate(sizes[:-1], initial=0)):
         found.setdefault(n * before // sum(sizes), []).append(row)
