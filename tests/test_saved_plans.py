@@ -156,6 +156,15 @@ def test_a_plan_of_simulated_ranks_that_do_not_do_the_same_is_refused(tmp_path):
         vfn.save_plan(vfn.jit(torch.sin).lower(x), tmp_path / "plan")
 
 
+def test_a_plan_of_ranks_that_one_process_plays_is_refused(tmp_path):
+    with (
+        vfn.deterministic(2),
+        pytest.raises(TransformError, match="of several ranks that one process plays cannot be saved"),
+    ):
+        x = vfn.shard(torch.ones(4), vfn.make_mesh((2,), ("a",)), P("a"))
+        vfn.save_plan(vfn.jit(torch.sin).lower(x), tmp_path / "plan")
+
+
 def test_what_is_no_plan_is_refused(tmp_path):
     (tmp_path / "a").write_text("{}")
     (tmp_path / "b").write_bytes(b"\x80\x04")

@@ -70,12 +70,14 @@ def save_plan(lowered: Lowered, path: str | os.PathLike[str], *, most: int = 64)
     mesh = shared_mesh([], origin.plan.graph, origin.plan.recorded)
     try:
         abstract, simulated = abstract_mesh_of(origin), simulated_mesh_of(origin)
+        places = made_for.places(origin.meshes)
         if simulated is not None:
-            one, places = of_one(origin), made_for.places(origin.meshes)
+            _check_known(origin, simulated, lowered.name)
+            one = of_one(origin)
             found = [_data(origin, one.plan, lowered.name, places, list(map(_known, one.constants)), anywhere=True)]
         elif abstract is None:
             known = [_known([x]) for x in origin.plan.recorded.constants]
-            found = [_data(origin, origin.plan, lowered.name, made_for.places(origin.meshes), known)]
+            found = [_data(origin, origin.plan, lowered.name, places, known)]
         else:
             found = [_of_ranks(origin, made, lowered.name) for made in every_rank(origin, abstract, lowered.name, most)]
     except TransformError as error:
@@ -130,13 +132,10 @@ class SavedPlan:
         """The plan for a call that it serves, as a recording that no pass has to improve. Raises anything if it is damaged."""
         played, own = made_for.places(meshes), [entry for entry in self._data["plans"] if entry["key"] == key]
         entries = [next(entry for entry in own if place in entry["places"]) for place in played]
-        if len(played) == 1:
-            return self._read(entries[0], played, meshes, treedef).recorded
-        if all(entry is entries[0] for entry in entries):
-            found = [self._read(entries[0], played, meshes, treedef)]
-        else:
-            found = [self._read(entry, [place], meshes, treedef) for entry, place in zip(entries, played)]
-        return for_all(found, leaves, len(played))
+        one = all(entry is entries[0] for entry in entries)
+        parts = [(entries[0], played)] if one else [(entry, [place]) for entry, place in zip(entries, played)]
+        found = [self._read(entry, places, meshes, treedef) for entry, places in parts]
+        return found[0].recorded if len(played) == 1 else for_all(found, leaves, len(played))
 
     def _read(self, entry: Mapping[str, Any], played: Sequence[str], meshes: Sequence[Any], treedef: Any) -> OfRank:
         """The plan of some ranks."""
@@ -157,7 +156,7 @@ class SavedPlan:
         out = trees.read(entry["out"], treedef)
         constants = [tables.read(row, at) for row in entry["constants"]]
         closed = [x[0] for x in constants]
-        return OfRank(Recorded(graph, closed, [], given, out, None, [], _nothing), constants)  # type: ignore[arg-type]
+        return OfRank(Recorded(graph, closed, [], given, out, None, [], lambda: None), constants)  # type: ignore[arg-type]
 
 
 def load_plan(path: str | os.PathLike[str], *, namespaces: Collection[str] = ()) -> SavedPlan:
@@ -200,10 +199,15 @@ def _of_ranks(origin: Origin, made: OfRanks, name: str) -> dict[str, Any]:
     for rank in made.every.together:
         with EveryRank(made.every.mesh, [rank]).recording():
             places += made_for.places(origin.meshes)
-    if made.every.mesh not in map(root, origin.meshes):
+    _check_known(origin, made.every.mesh, name)
+    return _data(origin, made.plan, name, places, made.every.tables(made.plan.recorded.constants), anywhere=True)
+
+
+def _check_known(origin: Origin, mesh: Any, name: str) -> None:
+    """Raise where a call that the plan serves would not know the mesh that it is for."""
+    if mesh not in map(root, origin.meshes):
         what = f"{name} makes arrays on a mesh that is neither its arguments', nor the current one, nor closed over by name"
         raise unsaveable(what, "with vfn.use_mesh(mesh): around lower and the calls")
-    return _data(origin, made.plan, name, places, made.every.tables(made.plan.recorded.constants), anywhere=True)
 
 
 def _data(
@@ -294,7 +298,3 @@ def _parts_of_all(found: Any) -> list[Any]:
         for n in range(1, len(axes))
         for some in itertools.combinations(axes, n)
     ]
-
-
-def _nothing() -> None:
-    pass

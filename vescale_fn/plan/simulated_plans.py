@@ -60,25 +60,25 @@ def of_one(origin: Origin) -> OfOne:
     Raises:
         TransformError: they do not do the same.
     """
+    recorded, all_ = origin.traced(origin.call)
     try:
-        return _of_one(origin)
+        return _of_one(origin, recorded, all_)
     except RanksDiffer:
         what = "a plan of simulated ranks that do not all do the same"
         raise unsaveable(what, "real ranks, or vfn.abstract_mesh") from None
+    finally:
+        recorded.end()
 
 
-def _of_one(origin: Origin) -> OfOne:
-    recorded, all_ = origin.traced(origin.call)
-    ranks: RanksAsOne = all_.as_one(True)
-    graph = copied(ranks.graph)
+def _of_one(origin: Origin, recorded: Recorded, all_: Plan) -> OfOne:
+    ranks = all_.as_one(True)
     before = len(ranks.inputs) - len(recorded.constants)
     closed = [[recorded.constants[i - before] for i in at] for at in ranks.places if at[0] >= before]
     constants, results = [row[0] for row in closed], _results(recorded, ranks)
-    one = replace(recorded, graph=graph, constants=constants, results=results, ranks=None)
+    one = replace(recorded, graph=copied(ranks.graph), constants=constants, results=results, ranks=None)
     leaves = [_of_one_rank(leaf) for leaf in origin.call.leaves]
     made = Plan(one, leaves, all_.captured, all_.names, origin.call.donated(), all_.how, all_.function)
     made.improve(origin.passes, lambda graph: None)
-    recorded.end()
     return OfOne(made, closed)
 
 

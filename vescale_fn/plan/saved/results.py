@@ -9,7 +9,7 @@ import torch
 
 from ..._core.sharding.layout import spec_for
 from ..tracing.leaves import Result
-from .graph_data import GraphReader, GraphWriter
+from .graph_data import GraphReader, GraphWriter, unsaveable
 
 
 def written(made: Any, writer: GraphWriter) -> dict[str, Any]:
@@ -17,6 +17,8 @@ def written(made: Any, writer: GraphWriter) -> dict[str, Any]:
     if not isinstance(made, Result):
         kind, what = made
         return {kind: writer.value(what)}
+    if made.simulated:
+        raise unsaveable("a plan of several ranks that one process plays", "real ranks, or vfn.abstract_mesh")
     if made.spec is None:
         return {"tensor": list(made.places)}
     meta = made.spec.tensor_meta
