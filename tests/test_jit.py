@@ -1106,8 +1106,9 @@ def _other_collectives(how):
             x.add_(1)
         return vfn.with_sharding(x * 2, P() if dist.get_rank() == 0 and how == "differ" else P(None, "a"))
 
+    passes = vfn.plan.PASSES[dist.get_rank() :] if how == "passes" else None
     try:
-        vfn.jit(f)(x)
+        vfn.jit(f, passes=passes)(x)
     except vfn.errors.VfnError as error:
         return type(error).__name__, str(error).splitlines()[:3]
 
@@ -1124,6 +1125,14 @@ def test_ranks_that_record_other_collectives_raise_on_all(gloo):
     assert here[0] == "RecordError"
     assert here[1][0] == "jit: recording f raised on rank 1, and not here"
     assert there[0] == "InPlaceError"
+    here, there = gloo(2, _other_collectives, "passes")
+    count = len(vfn.plan.PASSES)
+    assert here == there
+    assert here[1] == [
+        "jit: ranks improve f by different passes",
+        f"  * rank 0: {count} passes",
+        f"  * rank 1: {count - 1} passes",
+    ]
 
 
 def _told_of(*counts):

@@ -152,6 +152,12 @@ def agree(
                 SAME_VALUES,
             )
         )
+    counts = [len(stages_) for *_, stages_ in by_rank]
+    if len(set(counts)) > 1:
+        rank = next(rank for rank, count in enumerate(counts) if count != counts[0])
+        failures = [f"rank {at}: {counts[at] - 1} passes" for at in (0, rank)]
+        what = f"ranks improve {name} by different passes"
+        raise DivergenceError(report("jit", what, failures, "the same passes= on every rank"))
     parted = _parted([stages_ for *_, stages_ in by_rank])
     if parted == 0:
         raise DivergenceError(
