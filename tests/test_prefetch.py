@@ -400,6 +400,31 @@ def test_what_travels_is_in_the_memory_of_a_plan():
     assert peaks[0] < peaks[1]
 
 
+AT_EDGES = {
+    "ahead": stacked,
+    "late": squares(stacked),
+    "both": squares(computed_again),
+    "one weight": both_ways,
+    "totals": microbatches,
+    "a loop in a loop": in_a_loop,
+}
+
+
+@pytest.mark.parametrize("name", AT_EDGES)
+def test_the_predicted_peak_is_the_counted_one(name):
+    """What an iteration needs while the next one has begun, and the one before it has not ended."""
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("dp",))
+        p = vfn.shard({"w": torch.randn(6, 64, 64), "b": torch.randn(6, 64)}, mesh, P(None, "dp"))
+        args = p, vfn.shard(torch.randn(16, 64), mesh, P("dp"))
+        jitted = vfn.jit(AT_EDGES[name], passes=as_on_gpus())
+        jitted(*args)
+        with accounting([block for x in vfn.tree.leaves(args) for block in torch_internals.local(x).blocks]) as account:
+            plan_of(jitted)(vfn.tree.leaves(args))
+        assert any(parts(plan_of(jitted).graph))
+        assert 0.99 <= jitted.lower(*args).memory().peak / account.peak <= 1.01
+
+
 def test_a_limit_does_without():
     with vfn.simulate(2):
         args = wide_arguments()

@@ -55,6 +55,11 @@ class Loop(Nested):
         """The loop whose body is whole: itself, where it is not in parts."""
         return self
 
+    @property
+    def crossing(self) -> tuple[int, int]:
+        """The bytes of what an iteration has begun for the one behind it, and of what it has left for that to end."""
+        return 0, 0
+
     def often(self, i: int) -> tuple[int, str]:
         return self.length, ""
 

@@ -17,10 +17,10 @@ from ..._core.base.source_lines import quoted, readable
 from . import graph as plan
 from . import memory_aliases
 from .branches import Branches
-from .loop import EACH, Loop, eaten, loop_of
+from .loop import EACH, LAST, Loop, eaten, loop_of
 from .mapped import Mapped
 from .nested import bodies_of
-from .rotated_loop import OWN
+from .rotated_loop import OWN, Rotated
 from .shared_bodies import Shared
 
 
@@ -136,7 +136,7 @@ def memory(graph: fx.Graph, mortal: frozenset[fx.Node] = frozenset()) -> MemoryU
 def _at_once(node: fx.Node, live: int, results: int, uses: list[MemoryUse], within: dict[Any, MemoryUse]) -> int:
     """The most bytes that are alive while a call runs whose bodies need `uses`; the rest as for `_of_loop`."""
     target: Any = node.target
-    if type(target) is Loop:
+    if isinstance(target, Loop):
         return _of_loop(node, live, results, within)
     more = target.needs([*map(_made, uses)]) if uses else _scratch(node)
     now = live + (int(more * target.at_once(node)) if isinstance(target, Mapped) else more)
@@ -149,17 +149,26 @@ def _of_loop(node: fx.Node, live: int, results: int, within: dict[Any, MemoryUse
     """The most bytes that are alive while a loop runs, of `live` with all that it is given and gives, its `results`.
 
     The first iteration runs before there are results. Each later one has let the entries of lists go that those before it have
-    used, and adds its own to the lists that it gives; its carry is its own, and may end in the middle of the body.
+    used, and adds its own to the lists that it gives; its carry is its own, and may end in the middle of the body. Of a loop in
+    parts the next iteration begins before it, and the one before it ends behind it, so that late results come after two.
     """
-    loop = loop_of(node)
-    lists, carried = eaten(node), range(loop.carry)
+    loop, count = loop_of(node), loop_of(node).length
+    lists, carried, vals = eaten(node), range(loop.carry), plan.value(node)
     first, later = (_made(_within(within, loop.body, (*places, *lists))) for places in ((), carried))
-    vals = plan.value(node)
-    given = sum(plan.nbytes(plan.value(node.args[i])) for i in lists) // loop.length  # type: ignore[arg-type]
-    kept = sum(plan.nbytes(vals[i]) for i, kind in enumerate(loop.keeps, loop.carry) if kind == EACH) // loop.length
-    found = [live - loop.length * given, live - results + first]
-    for i in {1, loop.length - 1} - {0} if loop.length > 1 else ():
-        found.append(live - i * given - (loop.length - i) * kept + later)
+    begins, late = (loop.begins, loop.late) if isinstance(loop, Rotated) else (False, ())
+    begin, end = (_made(_within(within, loop.bodies[i], ())) for i in (0, -1))
+    given = sum(plan.nbytes(plan.value(node.args[i])) for i in lists) // count  # type: ignore[arg-type]
+    kept = sum(plan.nbytes(vals[i]) for i, kind in enumerate(loop.keeps, loop.carry) if kind == EACH) // count
+    last = sum(plan.nbytes(vals[i]) for i in late if i >= loop.carry and loop.keeps[i - loop.carry] not in (EACH, LAST))
+    found = [live - count * given + (end if late else 0)]
+    for i in {0, 1, 2, count - 1} & {*range(count)}:
+        ahead, behind = (size * there for size, there in zip(loop.crossing, (i + 1 < count, i > 0)))
+        here = live - i * given - (results if i == 0 else (count - i) * kept + last * (i == 1))
+        found.append(here + (later if i else first) + ahead + behind)
+        if begins and ahead:
+            found.append(here + begin + loop.crossing[0] + behind)
+        if late and i:
+            found.append(here - given + end + ahead + behind)
     return max(found)
 
 

@@ -61,9 +61,13 @@ class Rotated(Loop):
         when = "an iteration late" if i > self.begins else "an iteration ahead"
         return when, ", ".join(x.name for x in places if x.users), ", ".join(map(str, outs))
 
-    def needs(self, bodies: Sequence[int]) -> int:
+    @property
+    def crossing(self) -> tuple[int, int]:
         ahead, behind = (sum(map(_bytes, ends(self.bodies[i])[0])) for i in (self.begins, -1))
-        behind *= bool(self.late)
+        return ahead, behind * bool(self.late)
+
+    def needs(self, bodies: Sequence[int]) -> int:
+        ahead, behind = self.crossing
         both = self.length > 2  # there is an iteration with one before it and one behind it
         found = [bodies[self.begins] + (ahead + behind if both else max(ahead, behind))]
         if self.begins:
