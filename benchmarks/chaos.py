@@ -144,8 +144,9 @@ class Disturber:
                 self.alive[pid] = rank, size
                 self.resumed = False
                 continue
-            if not self.resumed:
+            if not self.resumed and self.said:
                 self.check(step - 1, size)
+                self.done = step - 1
             self.resumed, self.done = True, max(self.done, step)
             if step % SAVE_EVERY == 0 and self.machines != 2:
                 self.saved = max(self.saved, step)
