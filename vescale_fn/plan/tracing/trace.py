@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from . import leaves as leaves_
 from .frame import RanksApart, Unrollable
 from .leaves import Result
 from .recorder import Recorder, Unrecordable
+from .repeated import Counted, RecordAgain
 from .traced_float import Number, difference, same_values
 from .value_guards import Guard, plain
 
@@ -73,11 +75,14 @@ def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], tr
     """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``, or without these of ``(args,)``;
     inputs are named as its leaves."""
     rolls = shares = as_one = True
+    by: Any = Counted
     while True:
         try:
-            return _recorded(f, leaves, names, treedef, out_specs, rolls, shares, as_one)
+            return _recorded(f, leaves, names, treedef, out_specs, rolls, shares, as_one, by)
+        except RecordAgain as why:
+            by = why.by
         except Unrollable as why:
-            rolls, shares = why.shared and shares, False
+            rolls, shares, by = why.shared and shares, False, None
         except RanksApart:
             as_one = False
 
@@ -91,10 +96,11 @@ def _recorded(
     rolls: bool,
     shares: bool,
     as_one: bool,
+    by: Any,
 ) -> Recorded:
-    recorded = _trace(f, leaves, names, treedef, out_specs, 0, rolls, shares, as_one)
+    recorded = _trace(f, leaves, names, treedef, out_specs, 0, rolls, shares, as_one, by)
     if any(map(leaves_.is_number, leaves)):
-        other = _trace(f, leaves, names, treedef, out_specs, 7, rolls, shares, as_one)
+        other = _trace(f, leaves, names, treedef, out_specs, 7, rolls, shares, as_one, by)
         other.end()
         node = difference(recorded.graph, other.graph)
         if node is not None:
@@ -117,14 +123,16 @@ def _trace(
     rolls: bool,
     shares: bool,
     as_one: bool,
+    by: Any,
 ) -> Recorded:
     recorder = Recorder(salt, plain(leaves), rolls, shares, as_one)
+    watching = contextlib.nullcontext() if by is None else by(recorder)
     given = [
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
     ]
     args, kwargs = (*tree.unflatten(treedef, given), {})[:2]
     try:
-        with recorder:
+        with recorder, watching:
             out = checked(f(*args, **kwargs), "jit", "out", numpy=True, modules=True)
             out_leaves, out_def = tree.flatten(laid_out(out, out_specs))
             for leaf in out_leaves:
