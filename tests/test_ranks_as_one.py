@@ -1,5 +1,6 @@
 """Simulated ranks that do the same go through the passes as one, and what they give is what each gave alone."""
 
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -170,8 +171,8 @@ def recorded_once(f, *args, donated=()):
             assert (x.dtype, x.stride(), vfn.spec_of(x)) == (y.dtype, y.stride(), vfn.spec_of(y))
     assert len(calls) == 1
     assert plan_of(jitted)._ranks is not None
-    travels = lambda jitted: sorted((c.op, c.axes, c.bytes) for c in jitted.lower(*args).comms())
-    assert travels(jitted) == travels(alone)
+    travels = lambda jitted: Counter((c.op, c.axes, c.bytes) for c in jitted.lower(*args).comms())
+    assert travels(jitted) <= travels(alone)
     return found
 
 
@@ -295,3 +296,110 @@ def test_what_is_written_over_no_other_rank_needs(spec):
                 found = jitted({name: one.clone() for name, one in w.items()}, x.clone())
                 for one, other in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
                     assert torch.equal(vfn.unshard(one), vfn.unshard(other))
+
+
+def in_buffers(x, w):
+    total = torch.zeros(3, 6)
+    total += x.sum(0)
+    total[1] = vfn.axis_index("dp")
+    rows = x * 1
+    last = rows.t()[-1]
+    last.mul_(w.sum()).add_(rows[0, 1])
+    own = w.clone()
+    own.view(-1)[2:].sigmoid_()
+    return total, rows, last, own
+
+
+def on_both_sides_of_a_turn(x, w):
+    before = x * 2
+    there = vfn.ppermute(before, "dp", [(i, (i + 1) % 6) for i in range(6)])
+    before.add_(100)
+    again = vfn.ppermute(before, "dp", [(i, (i + 1) % 6) for i in range(6)])
+    again[0].mul_(2)
+    return there, before, again
+
+
+def of_what_arrived(x, w):
+    whole, total = vfn.all_gather(x, "dp"), vfn.psum(x * 1, "dp")
+    whole[0] = 5
+    total.t().add_(1)
+    return whole.sum(0), total, vfn.psum(x * 3, "dp")
+
+
+@pytest.mark.parametrize("body", [in_buffers, on_both_sides_of_a_turn, of_what_arrived], ids=lambda f: f.__name__)
+def test_writes_in_a_body(body):
+    outs = tuple(P("dp") for _ in range(4 if body is in_buffers else 3))
+    f = vfn.shard_map(body, in_specs=(P("dp"), P()), out_specs=outs)
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh(6, "dp")
+        with vfn.use_mesh(mesh):
+            args = vfn.shard(torch.randn(12, 6), mesh, P("dp")), vfn.shard(torch.randn(4, 6), mesh, P())
+            found = recorded_once(f, *args)
+            for one, wanted in zip(found, f(*args), strict=True):
+                assert torch.equal(vfn.unshard(one), vfn.unshard(wanted))
+
+
+def test_ranks_that_write_what_they_share():
+    """Of a sum, which is there once, and of a value that the first rank has from elsewhere than others."""
+
+    def body(x):
+        total = vfn.psum(x * 1, "dp")
+        total += x
+        total[0] = vfn.axis_index("dp")
+        return total
+
+    def kept(x, b):
+        part = vfn.with_sharding(b, P(unreduced={"dp"})).clone()
+        part += 1
+        part[0].mul_(2)
+        return x + part, b
+
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh(4, "dp")
+        with vfn.use_mesh(mesh):
+            x, b = vfn.shard(torch.randn(8, 6), mesh, P("dp")), vfn.shard(torch.randn(2, 6), mesh, P())
+            f = vfn.shard_map(body, in_specs=P("dp"), out_specs=P("dp"))
+            assert torch.equal(vfn.unshard(vfn.jit(f)(x)), vfn.unshard(f(x)))
+            for one, wanted in zip(vfn.jit(kept)(x[:2], b), kept(x[:2], b), strict=True):
+                assert torch.equal(vfn.unshard(one), vfn.unshard(wanted))
+
+
+def test_writes_of_arrays():
+    def f(x, w):
+        y, z = x.clone(), w.clone()
+        y.t().add_(1).mul_(2.0)
+        y += x
+        z.view(-1)[3:].mul_(2.0)
+        z.copy_(z.flip(0))
+        return vfn.value_and_grad(lambda x: (F.rms_norm(x, (6,), z[0], eps=1e-5) * y).square().sum())(x), y, z
+
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((2, 3), ("dp", "tp"))
+        x, w = torch.randn(12, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)
+        for spec in P("dp"), P("dp", "tp"), P(None, "tp"), P():
+            found = recorded_once(f, vfn.shard(x, mesh, spec), vfn.shard(w, mesh, P()))
+            for one, wanted in zip(tree.leaves(found), tree.leaves(f(x, w)), strict=True):
+                torch.testing.assert_close(vfn.unshard(one), wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_what_ranks_hold_alike_stays_so_behind_gathers_that_are_put_together():
+    """Weights split over one axis, of which the other has some whole and some split; a gradient begins with ones for all."""
+
+    def f(w, x):
+        def loss(w):
+            whole = vfn.with_sharding(w, {"a": P(None, "tp"), "b": P("tp"), "norm": P(), "scale": P()})
+            y = F.layer_norm(x * whole["scale"], (6,), whole["norm"])
+            return ((torch.relu(y.sin().exp() @ whole["a"]) @ whole["b"] + y.cos()) * whole["norm"]).square().mean()
+
+        return vfn.value_and_grad(loss)(w)
+
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((2, 3), ("dp", "tp"))
+        with vfn.use_mesh(mesh):
+            specs = {"a": P("dp", "tp"), "b": P("tp", "dp"), "norm": P("dp"), "scale": P("dp")}
+            w = {"a": torch.randn(6, 12), "b": torch.randn(12, 6), "norm": torch.randn(6), "scale": torch.randn(6)}
+            args = vfn.shard(w, mesh, specs), vfn.shard(torch.randn(12, 6), mesh, P("dp"))
+            recorded_once(f, *args)
+            graph = vfn.jit(f).lower(*args).graph
+            assert "unpack" in str(graph)
+            assert sum(node.name.startswith(("sin", "cos", "exp")) for node in graph.nodes) <= 2 * 4

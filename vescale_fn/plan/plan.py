@@ -27,6 +27,7 @@ from .ir.rank_runs import note_holders, runs
 from .ir.ranks_as_one import ROW, RanksAsOne, folded
 from .ir.shared_bodies import inlined
 from .lowered import Lowered
+from .passes.buckets import buckets
 from .passes.budget import Budget
 from .passes.equal_parts import equal_parts
 from .passes.kept_calls import kept
@@ -121,10 +122,12 @@ class Plan:
             ranks = self.as_one(bool(first))
             graph = inlined(ranks.graph)
             for improve in first:
+                if improve is buckets:  # behind which it is not to be seen
+                    note_holders(graph, ranks.places)
                 graph = everywhere(_without_calls(improve), graph)
             graph = graph if kept in first else inlined(graph)
-            if changed(graph) and not self.loaded:  # a plan from a file writes, and ranks write what is their own
-                raise RanksDiffer
+            if changed(graph):  # whether ranks can write there
+                note_holders(graph, ranks.places)
             return ranks, graph, passes[len(first) :]
         except RanksDiffer:
             return None, copied(self.recorded.of_all_ranks), passes

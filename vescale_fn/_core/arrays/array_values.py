@@ -14,11 +14,12 @@ from ..base.errors import InPlaceError
 from ..base.messages import op_text, report
 from ..distributed import blocks, value_flow
 from ..distributed.blocks import Blocks
-from ..distributed.mesh import communicator_of, is_part
+from ..distributed.mesh import is_part
 from ..sharding.layout import WHOLE, axes_items, layout, spec_for, text, type_text
 from ..sharding.spec import P, split_axes
 from . import reshard, reshard_plan
 from .refusals import OTHER_SHAPE
+from .rules.traits import COPY
 
 
 def reason(func: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: P, target: P, ruled: bool = True) -> str:
@@ -138,7 +139,7 @@ def put_back(func: Any, x: Any, whole: torch.Tensor) -> None:
     steps = reshard_plan.plan(tuple(x.shape), axes_items(mesh), WHOLE, layout(torch_internals.spec(x)))
     value = reshard.run(whole, tuple(x.shape), mesh, steps, "")
     local = torch_internals.local(x)
-    parts = communicator_of(mesh).parts
-    for target, part in zip(parts(local), parts(value), strict=True):
-        if target is not part:
-            target.copy_(part)
+    if type(local) is Blocks:
+        blocks.run_ranks(COPY, len(local.blocks), (local, value), {}, local)
+    elif local is not value:
+        local.copy_(value)

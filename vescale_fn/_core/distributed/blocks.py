@@ -182,7 +182,7 @@ def run_ranks(
     op = torch_internals.direct(op)
     count, names = len(args), tuple(kwargs)
     recorder = _recorder()
-    if recorder is not None and recorder.takes_rows(target):
+    if recorder is not None and recorder.takes_rows():
         values, at = [*args, *kwargs.values()], None if vary is None else vary[0]
 
         def as_one(rank: int, *local: Any) -> Any:
@@ -348,7 +348,7 @@ def _wrapped(args: Sequence[Any], out: Any, in_body: bool) -> Any:
     if type(out) is not RankRow:
         return out
     for a in args:  # an in-place op gives back the tensor that it was given
-        if type(a) is Blocks and type(a.blocks) is RankRow and a.blocks.one is out.one:
+        if type(a) is Blocks and (a.blocks.one if type(a.blocks) is RankRow else a.blocks[0]) is out.one:
             return a
     return Blocks(out, in_body)
 

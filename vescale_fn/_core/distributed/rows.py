@@ -17,7 +17,7 @@ class RankRow(Sequence[torch.Tensor]):
     Args:
         one: what stands for them: what is done with it is done with each.
         holders: which ranks hold the same.
-        maker: made it, and makes others (``row``), and what stands for one rank's block alone (``alone``).
+        maker: made it, and makes others (``row``, ``own``), and what stands for one rank's block alone (``alone``).
     """
 
     def __init__(self, one: torch.Tensor, holders: Holders, maker: Any) -> None:
@@ -34,6 +34,10 @@ class RankRow(Sequence[torch.Tensor]):
         if number not in self._made:
             self._made[number] = self._maker.alone(self.one) if any(self.holders) else self.one
         return self._made[number]
+
+    def own(self) -> RankRow:
+        """The same, of which each rank has one of its own."""
+        return self._maker.own(self.one)
 
     def like(self, one: torch.Tensor) -> RankRow:
         """The row for which another tensor stands, of which the same ranks hold the same."""

@@ -115,8 +115,8 @@ def _own(moved: Any, given: Any) -> Any:
     """What arrived, in memory that is nobody else's, as it is on real ranks: the body may write it."""
     if type(moved) is not Blocks:
         return moved.clone() if moved is given else moved  # one rank: nothing was moved
-    if type(moved.blocks) is rows.RankRow:  # of what ranks do as one nothing is written
-        return moved
+    if type(moved.blocks) is rows.RankRow:
+        return Blocks(moved.blocks.own())
     taken = set(map(torch_internals.memory, given.blocks))
     blocks = []
     for block in moved.blocks:

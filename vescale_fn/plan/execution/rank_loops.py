@@ -46,7 +46,8 @@ class RankLoops(Writer):
             self.names[node] = self.fresh(node.name)
             if any(_holders(node)):
                 self.lists[node] = self.fresh(f"{node.name}s")
-        self.parts(graph)
+        apart = {node for x, node in self.parts(graph).items() if _holders(x) != _holders(node)}
+        self.together = {x: node for x, node in self.together.items() if node not in apart}
         self.together.update((x, node) for node in calls(graph) if AT_ONCE in node.meta for x in node.users)
         stretches = runs(graph)
         self.until: dict[fx.Node, int] = {}  # of each value, the last run that needs it

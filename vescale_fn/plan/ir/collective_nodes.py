@@ -16,7 +16,7 @@ from torch import fx
 
 from ..._core.distributed.collectives import TABLE, Collective, group_size
 from ..._core.distributed.mesh import communicator_of
-from .graph import KEPT, Step, name_of, nbytes, value
+from .graph import ARRIVED, HOLDERS, KEPT, Step, name_of, nbytes, value
 
 
 def collective_of(node: fx.Node) -> Collective:
@@ -169,6 +169,8 @@ def noted(node: fx.Node, val: Any, like: fx.Node) -> fx.Node:
 
 def put(graph: fx.Graph, node: fx.Node, results: Sequence[fx.Node]) -> None:
     """Let each rank's result stand in the place of that of the collective `node`, which is erased."""
+    if HOLDERS in node.meta:
+        results[0].meta[ARRIVED] = node.meta[HOLDERS]
     for place, part in got(node).items():
         part.replace_all_uses_with(results[place])
         if part is not node:

@@ -34,6 +34,10 @@ DONATED = "donated"  # a placeholder with this in its meta may be written into
 AT_ONCE = "at once"  # in the meta of a call on lists, of that program: it is one for all ranks
 HANDED_ON = ("broadcast", "permute")  # the collectives that hand a block on as it is, where the ranks are simulated
 HOLDERS = "holders"  # in the meta of a node of one rank's program for all: which ranks hold the same of its value
+PLAYED = "played"  # in the meta of a collective of that program: a block may be handed on as it is
+ARRIVED = (
+    "arrived"  # in the meta of a part of what several collectives were made into: the holders of what that one gave
+)
 REPEATS = "repeats"  # in the meta of a collective that a pass repeats: which one, of those that there were
 
 Pass = Callable[[fx.Graph], fx.Graph]
@@ -182,7 +186,8 @@ def viewed(node: fx.Node) -> list[fx.Node]:
         return _at(node, op.views) if op.views else []
     if isinstance(node.target, Step):
         return [node.args[i] for i in node.target.views]  # type: ignore[misc]
-    if isinstance(node.target, Collective) and (HOLDERS in node.meta or isinstance(node.args[0], (list, tuple))):
+    played = HOLDERS in node.meta or PLAYED in node.meta
+    if isinstance(node.target, Collective) and (played or isinstance(node.args[0], (list, tuple))):
         # On a simulated mesh a block that is only sent is handed on as it is.
         return _flat(node.args[:1]) if node.target.kind in HANDED_ON else []
     return []

@@ -5,6 +5,7 @@ Between two collectives one rank's calls come after the other's; what ranks hold
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import fx
 from ..._core.distributed.collectives import TABLE, Collective
 from ..._core.distributed.mesh import communicator_of
 from ..._core.distributed.rows import Holders, numbered, together
-from .graph import AT_ONCE, HOLDERS, calls, viewed, written
+from .graph import ARRIVED, AT_ONCE, HOLDERS, calls, name_of, viewed, written
 from .memory_aliases import Memory, memories, touched
 from .per_rank import PerRank, RanksDiffer
 
@@ -60,9 +61,16 @@ def _given(node: fx.Node, count: int) -> Holders:
     """Which ranks are given the same."""
     if isinstance(node.target, Collective):
         return arrived(node.target, node.args[0].meta[HOLDERS])  # type: ignore[union-attr]
-    columns = {x.meta[HOLDERS] for x in node.all_input_nodes}
+    if ARRIVED in node.meta and node.target is operator.getitem and not node.args[0].target.lends:  # type: ignore
+        return node.meta[ARRIVED]
+    like = node.args[0] if name_of(node) in _LIKE else None  # of which the shape alone is looked at
+    columns = {x.meta[HOLDERS] for x in node.all_input_nodes if x is not like}
     columns.update(numbered(number.values) for number in numbers_in((node.args, node.kwargs)))
     return together(frozenset(columns)) if columns else (0,) * count
+
+
+_LIKE = {f"{name}_like" for name in ("empty", "full", "ones", "zeros")}
+_LIKE |= {f"new_{name}" for name in ("empty", "empty_strided", "full", "ones", "zeros")}
 
 
 def numbers_in(x: Any) -> Iterator[PerRank]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ..._core import torch_internals
 from ..._core.base import op_arguments
 from ..._core.distributed.collectives import Collective
 from ..._core.distributed.rows import Holders, numbered
@@ -64,6 +65,7 @@ def _chosen(rows: Any, which: PerRank, outs: Sequence[Any]) -> Any:
         if not all(alike(x, fakes[0]) for x in fakes):
             raise RanksApart
         _, found = recorder.called(one_of(len(outs)), (which, *map(recorder.node, fakes)), recorder.fake_like(fakes[0]))
+        rows.parted.update(map(torch_internals.memory_number, (found, *fakes)))
         return found
     if isinstance(first, (list, tuple)) and all(type(x) is type(first) and len(x) == len(first) for x in outs):
         return type(first)([_chosen(rows, which, column) for column in zip(*outs)])

@@ -20,7 +20,7 @@ from ..._core.distributed.blocks import Blocks
 from ..._core.distributed.collectives import Collective
 from ..._core.distributed.mesh import communicator_of
 from ..._core.distributed.rows import Holders, RankRow, numbered, together
-from ..ir.graph import value
+from ..ir.graph import PLAYED, value
 from ..ir.rank_choices import OneOf
 from ..ir.rank_runs import arrived
 from ..ir.ranks_as_one import RanksAsOne, alike
@@ -43,6 +43,7 @@ class RankRows:
         self.count = 1
         self.given = 0  # how many plain tensors and floats the inputs are
         self.places: dict[fx.Node, Any] = {}  # of placeholders, which of all inputs it is for each rank, or for all
+        self.parted = set[int]()  # the memory of values of which some ranks have one, and others another
         self._constants: dict[tuple[int, ...], fx.Node] = {}
 
     def input(self, blocks: Sequence[torch.Tensor], holders: Sequence[int], name: str) -> RankRow:
@@ -150,7 +151,17 @@ class RankRows:
         columns: set[Holders] = set()
         given = self._one(x, columns)
         out = self.recorder.made_by(collective, given, line, again)
+        out._plan_node.meta[PLAYED] = True
         return Blocks(self.row(out, arrived(collective, together(frozenset(columns)) if columns else (0,) * n)))
+
+    def own(self, x: torch.Tensor) -> RankRow:
+        """What stands for a value of which each rank has one of its own."""
+        return self.row(self.recorder.twin(x), tuple(range(self.count)))
+
+    def check_write(self, x: torch.Tensor) -> None:
+        """Raise where what is written is another value for each rank."""
+        if torch_internals.memory_number(x) in self.parted:
+            raise RanksApart
 
     def finished(self, outputs: Sequence[tuple[fx.Node, int, Any]]) -> RanksAsOne | None:
         """The program of one rank; None where ranks have no blocks.

@@ -162,10 +162,8 @@ class Recorder(torch_internals.TorchDispatchMode):
         )
         return ours and ambient.only_recorded() and not torch_internals.watched_by_other_modes()
 
-    def takes_rows(self, target: Any = None) -> bool:
-        """Whether a call on the blocks of simulated ranks, which writes `target`, is noted once for all of them."""
-        if target is not None:
-            self._leave_rows()
+    def takes_rows(self) -> bool:
+        """Whether a call on the blocks of simulated ranks is noted once for all of them."""
         return self.rows is not None
 
     def for_all_ranks(self, *call: Any) -> Any:
@@ -474,7 +472,6 @@ class Recorder(torch_internals.TorchDispatchMode):
         line, again = self._line()
         self._check_settings(line)
         if about.writes:
-            self._leave_rows()
             self._check_writes(func, args, kwargs, line)
         if func is _LIFT:
             return self._literal(args[0], line, again)
@@ -732,6 +729,8 @@ class Recorder(torch_internals.TorchDispatchMode):
                     continue
                 if not self.is_stand_in(x) or torch_internals.memory_number(x) in self.frame.given:
                     raise _writes_outside(op_text(func), self.is_stand_in(x), line)
+                if self.rows is not None:
+                    self.rows.check_write(x)
                 self.writes.append(torch_internals.memory_number(x))
 
     def _line(self) -> tuple[str, Any]:

@@ -21,6 +21,9 @@ from ..._core.base.containers import checked
 from ..._core.distributed.blocks import Blocks, parts
 from ..._core.distributed.replicated_uses import Ledger
 from ..._core.distributed.rows import row_of
+from ..ir.handed_on import part_memory
+from ..ir.per_rank import RanksDiffer
+from ..ir.rank_runs import note_holders
 from ..ir.ranks_as_one import RanksAsOne
 from ..ir.shared_bodies import inlined
 from . import leaves as leaves_
@@ -153,6 +156,9 @@ def _trace(
     if ranks is None:
         end = recorder.graph.output(tuple(node for node, *_ in places))
         end.meta["val"], end.meta["line"] = None, ""
+    if recorder.writes:
+        part_memory(recorder.graph)
+        _check_writes(ranks)
     return Recorded(
         recorder.graph,
         recorder.constants,
@@ -164,6 +170,15 @@ def _trace(
         recorder.end,
         ranks,
     )
+
+
+def _check_writes(ranks: RanksAsOne | None) -> None:
+    """Raise where ranks write different things into memory that they share."""
+    if ranks is not None:
+        try:
+            note_holders(inlined(ranks.graph), ranks.places)
+        except RanksDiffer:
+            raise RanksApart from None
 
 
 _NO_WORD = re.compile(r"\W+")
