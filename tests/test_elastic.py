@@ -304,6 +304,30 @@ def test_what_a_dead_session_has_left_is_removed(tmp_path, monkeypatch):
     assert memory_files.folder_of(tmp_path) is None  # nobody would
 
 
+CALLER = """
+    import os, pathlib, signal, sys, threading
+    sys.path[:0] = [{tests!r}]
+    import vescale_fn as vfn
+    import test_elastic
+    from vescale_fn._core.distributed import worker
+
+    def kill(folder, i):
+        if i == 3:
+            (folder / "memory").write_text(os.environ[worker.FOLDER])
+            os.kill(os.getppid(), signal.SIGKILL)
+            threading.Event().wait()
+
+    vfn.launch(test_elastic.follow, 1, pathlib.Path({folder!r}), kill, device="cpu", restarts=1)
+"""
+
+
+def test_where_the_caller_is_killed_nothing_is_left_in_memory(tmp_path):
+    program = textwrap.dedent(CALLER.format(tests=os.path.dirname(__file__), folder=str(tmp_path)))
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE)  # until its rank has gone, too
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
+    assert not os.path.exists((tmp_path / "memory").read_text())
+
+
 def two_runs(folder):
     """The second run of a program is disturbed."""
 

@@ -205,7 +205,7 @@ def settle(rank: int, job: Job) -> None:
         os.environ.pop(name, None)
     # OpenMP's threads do not come along in a fork, and the first parallel loop would wait for them for ever.
     torch.set_num_threads(1)
-    end_with(job.caller, job.folder)
+    end_with(job.caller, job.folder, *([] if job.memory is None else [job.memory.folder]))
 
 
 def _no_terminal(rank: int, *_: Any, **__: Any) -> None:
@@ -220,13 +220,13 @@ def _no_terminal(rank: int, *_: Any, **__: Any) -> None:
     )
 
 
-def end_with(caller: int, folder: str | None = None) -> None:
-    """End this process soon after the process `caller` that started it, however that one ended."""
+def end_with(caller: int, *folders: str) -> None:
+    """End this process soon after the process `caller` that started it, however that one ended, and remove these folders."""
 
     def watch() -> None:
         while os.getppid() == caller:
             time.sleep(0.2)
-        if folder is not None:
+        for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
