@@ -371,13 +371,13 @@ def test_a_derivative_of_a_derivative_is_a_choice(name: str, around) -> None:
 
 
 @pytest.mark.parametrize("name", FURTHER)
-def test_a_derivative_of_a_derivative_in_bodies_and_remat(name: str) -> None:
+def test_a_derivative_of_a_derivative_in_bodies(name: str) -> None:
     def f(p, x, total, w=W[0]):
         h = x * w  # which takes a local value of w before the choice
         true = lambda x: torch.tanh(x * w) * total(x.sum())
         return (vfn.cond(p > 0, true, lambda x: x.sin() ** 3 + x * w, h) ** 2).sum()
 
-    g = lambda p, x, f: FURTHER[name](vfn.remat(lambda x: f(p, x)) if "torch" not in name else lambda x: f(p, x))(x)
+    g = lambda p, x, f: FURTHER[name](lambda x: f(p, x))(x)
     with vfn.simulate(2):
         mesh = vfn.make_mesh((2,), ("i",))
         x = vfn.shard(XS[:2], mesh, P("i"))
@@ -388,6 +388,28 @@ def test_a_derivative_of_a_derivative_in_bodies_and_remat(name: str) -> None:
             wanted = g(p, XS[:2], lambda p, x: f(p, x, lambda x: x))
             assert_close(vfn.unshard(jitted(p, x)), wanted, rtol=1e-10, atol=1e-10)
         assert jitted.cache_info()[:3] == (1, 1, 0)
+
+
+@pytest.mark.parametrize("how", ["a remat in a branch", "a remat around"])
+def test_second_order_with_a_remat(how: str) -> None:
+    def f(p, x):
+        y = x @ W
+        if how == "a remat around":
+            return (
+                vfn.remat(lambda y, x: vfn.scan(lambda c, _: (c * x.cos() + W[0], None), y, None, 3)[0])(y, x) ** 2
+            ).sum()
+        return (vfn.cond(p > 0, vfn.remat(lambda y, x: y * x.cos()), lambda y, x: y.sin(), y, x) ** 2).sum()
+
+    g = FURTHER["grad of grad"]
+    same_as_eager(lambda p, x: g(lambda x: f(p, x))(x), (YES, XS), (NO, XS), tolerance=1e-10)
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("i",))
+        mapped = vfn.shard_map(lambda p, x: vfn.psum(f(p, x), "i"), mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+        jitted = same_as_eager(
+            lambda p, x: g(lambda x: mapped(p, x))(x), (YES, vfn.shard(XS[:4], mesh, P("i"))), tolerance=1e-10
+        )
+        found = jitted(YES, vfn.shard(XS[:4], mesh, P("i")))
+        assert_close(vfn.unshard(found), g(lambda x: f(YES, x))(XS[:4]), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,6 @@ SECOND = {
     ),
     "jvp of a gradient": AGAIN["jvp of a gradient"],
     "torch.func.grad": lambda f: torch.func.grad(f, (0, 1, 2)),
-    "of a remat": lambda f: AGAIN["gradient of a gradient"](vfn.remat(f)),
     "of entries": lambda f: lambda w, c, xs: vfn.vmap(vfn.grad(f), (0, None, None))(torch.stack([w, 2 * w]), c, xs),
 }
 

@@ -116,7 +116,9 @@ def remat_call(f: Callable[..., Any], args: Any, kwargs: Any, policy: Policy | N
 
 def _keeps() -> bool:
     """Whether values are kept for a backward pass that finds them where they are to be left out."""
-    return torch.is_grad_enabled() and not (torch_internals.transforming() or torch_internals.forward_ad_active())
+    if state.now().keeps_all or not torch.is_grad_enabled():
+        return False
+    return not (torch_internals.transforming() or torch_internals.forward_ad_active())
 
 
 def _checkpointed(flat: Callable[..., Any], leaves: Sequence[Any], keeper: Keeper | None, apart: bool) -> Any:

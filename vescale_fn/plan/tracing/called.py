@@ -46,6 +46,8 @@ class _Called(torch.autograd.Function):
             raise Unrollable
         call = ctx.call.recorder.loops[torch_internals.memory_number(*ctx.saved_tensors)]
         if further:
+            if call is not ctx.call:  # recorded again, under `remat`
+                raise Unrollable
             return None, None, None, *ctx.again(call, cotangents)
         with torch_internals.no_torch_function():
             return None, None, None, *ctx.derivative(call, cotangents)

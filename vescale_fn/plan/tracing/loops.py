@@ -95,7 +95,7 @@ class _Looped(torch.autograd.Function):
         mark, *saved = ctx.saved_tensors
         call = ctx.call.recorder.loops[torch_internals.memory_number(mark)]
         if torch.is_grad_enabled():  # for the gradient of a gradient
-            if not call.repeated.runs_anywhere:
+            if call is not ctx.call or not call.repeated.runs_anywhere:
                 raise Unrollable
             count = len(call.moved_xs)
             return None, *call.differentiable(cotangents, saved[:count], saved[count:])
