@@ -101,8 +101,6 @@ class Recorder(torch_internals.TorchDispatchMode):
         as_one: bool = False,
     ) -> None:
         super().__init__()
-        self.counted: Any = None  # sees which operators are recorded of the function itself
-        self.said = ""  # the user's line of what is recorded at another one
         self.rolls, self.shares, self.has_shared = rolls, shares, False
         self.writes: list[int] = []
         self._inputs, self.guards, self._answers = given, [], {}
@@ -218,7 +216,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         spec = torch_internals.spec(x)
         if (
             local._plan_node.op != "placeholder" or layout(spec).unreduced
-        ):  # a value or a sum, which its other names know
+        ):  # a value, or a sum, of which other names know
             return None
         return torch_internals.new_dtensor(Array, local, spec)
 
@@ -341,12 +339,6 @@ class Recorder(torch_internals.TorchDispatchMode):
             return x
         fake = self._fake.like(x)
         self._note(fake, OfOneRank())  # type: ignore[arg-type]
-        return fake
-
-    def waiting(self, x: torch.Tensor, node: Any) -> torch.Tensor:
-        """A tensor without values that lies as this one, of which there is no node yet."""
-        fake = self._fake.like(x)
-        self._note(fake, node)
         return fake
 
     def stand_in(self, x: torch.Tensor, name: str, sliced: bool) -> torch.Tensor:
@@ -496,17 +488,9 @@ class Recorder(torch_internals.TorchDispatchMode):
         if torch.get_default_dtype() is not self._dtype:
             func, more = ambient.resolved(func, args, kwargs, out)
             node_kwargs |= more
-        self._count(func, line)
         name = about.node if func is about.op else None
         node = self.graph.create_node("call_function", func, tuple(nodes), node_kwargs, name)
         return self._made(node, out, line, again)
-
-    def _count(self, func: Any, line: str) -> None:
-        """Tell what counts them of an operator of the function itself."""
-        if self.counted is None or self.frame.outer is not None or torch_internals.in_backward_pass():
-            return
-        if not (self._has_rows or (self.rows is not None and self.rows.used)):
-            self.counted.see(func, line)
 
     def _literal(self, x: torch.Tensor, line: str, again: Any) -> torch.Tensor:
         """A tensor that was written down: the plan keeps it, and each run gets a copy."""
@@ -737,7 +721,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         """The user's line that led here; and, where it is being computed again for a backward pass, which time this is."""
         frame: FrameType | None = sys._getframe(1)
         if not torch_internals.in_backward_pass():
-            line = self.said or source_lines.user_line(frame)
+            line = source_lines.user_line(frame)
             self._lines[torch_internals.autograd_count() - 1] = line
             return line, None
         line, top, user = "", None, None

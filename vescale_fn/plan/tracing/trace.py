@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -30,7 +29,6 @@ from . import leaves as leaves_
 from .frame import RanksApart, Unrollable
 from .leaves import Result
 from .recorder import Recorder, Unrecordable
-from .repeated import Counted, RecordAgain
 from .traced_float import Number, difference, same_values
 from .value_guards import Guard, plain
 
@@ -78,14 +76,11 @@ def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], tr
     """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``, or without these of ``(args,)``;
     inputs are named as its leaves."""
     rolls = shares = as_one = True
-    by: Any = Counted
     while True:
         try:
-            return _recorded(f, leaves, names, treedef, out_specs, rolls, shares, as_one, by)
-        except RecordAgain as why:
-            by = why.by
+            return _recorded(f, leaves, names, treedef, out_specs, rolls, shares, as_one)
         except Unrollable as why:
-            rolls, shares, by = why.shared and shares, False, None
+            rolls, shares = why.shared and shares, False
         except RanksApart:
             as_one = False
 
@@ -99,11 +94,10 @@ def _recorded(
     rolls: bool,
     shares: bool,
     as_one: bool,
-    by: Any,
 ) -> Recorded:
-    recorded = _trace(f, leaves, names, treedef, out_specs, 0, rolls, shares, as_one, by)
+    recorded = _trace(f, leaves, names, treedef, out_specs, 0, rolls, shares, as_one)
     if any(map(leaves_.is_number, leaves)):
-        other = _trace(f, leaves, names, treedef, out_specs, 7, rolls, shares, as_one, by)
+        other = _trace(f, leaves, names, treedef, out_specs, 7, rolls, shares, as_one)
         other.end()
         node = difference(recorded.graph, other.graph)
         if node is not None:
@@ -126,16 +120,14 @@ def _trace(
     rolls: bool,
     shares: bool,
     as_one: bool,
-    by: Any,
 ) -> Recorded:
     recorder = Recorder(salt, plain(leaves), rolls, shares, as_one)
-    watching = contextlib.nullcontext() if by is None else by(recorder)
     given = [
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
     ]
     args, kwargs = (*tree.unflatten(treedef, given), {})[:2]
     try:
-        with recorder, watching:
+        with recorder:
             out = checked(f(*args, **kwargs), "jit", "out", numpy=True, modules=True)
             out_leaves, out_def = tree.flatten(laid_out(out, out_specs))
             for leaf in out_leaves:
