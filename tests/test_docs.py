@@ -100,7 +100,8 @@ def test_blocks_run_and_print_what_is_there(tmp_path: Path) -> None:
         if "vfn.launch(" in block:  # whose ranks import what the process was started with
             ran = run_python(script.parent, str(script))
             assert ran.returncode == 0, ran.stderr
-            assert ran.stderr == ""  # nor any warning
+            said = [line for line in ran.stderr.splitlines() if "; all start again (" not in line]
+            assert said == []  # nor any warning
         else:
             forked.append(script)
     failing = [tmp_path / mark / "program.py" for mark in FAILING]

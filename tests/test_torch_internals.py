@@ -7,9 +7,11 @@ import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
+from torch import fx
 from torch.distributed.tensor import DTensor, Shard
 
 import vescale_fn as vfn
@@ -53,6 +55,12 @@ def refused(error, function, *args):
     with pytest.raises(error) as caught:
         function(*args)
     return str(caught.value)
+
+
+def named(graph):
+    """The names of nodes that ask for the same ones, with numbers and without."""
+    asked = ("x", "x", "x_1", torch.ops.aten.mm.default)
+    return [(graph.placeholder(one) if isinstance(one, str) else graph.call_function(one)).name for one in asked]
 
 
 def inside(context, what):
@@ -402,6 +410,7 @@ CASES = {
     "DTensorSpec": lambda: type(door.spec(array())) is door.DTensorSpec,
     "FakeTensor": lambda: type(fake()) is door.FakeTensor,
     "FrozenNumber": lambda: issubclass(door.FrozenNumber, Exception),
+    "Graph": lambda: (one := named(door.Graph())) == named(fx.Graph()) and len(set(one)) == 4,
     "HELD": keep_apart,
     "LOCAL": lambda: door.LOCAL in vars(DTensor),
     "NO_VALUE_ERRORS": lambda: refused(
@@ -410,6 +419,13 @@ CASES = {
     "OpOverload": lambda: isinstance(MM, door.OpOverload),
     "TensorMeta": lambda: type(door.spec(array()).tensor_meta) is door.TensorMeta,
     "TorchDispatchMode": lambda: inside(door.TorchDispatchMode(), door.dispatch_modes) == 1,
+    "alike": lambda: (
+        [
+            door.alike([torch.zeros(2, 3)])(x)
+            for x in (torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(2, 3).double())
+        ]
+        == [True, False, False]
+    ),
     "all_gather_single": lambda: callable(door.all_gather_single),
     "all_is_seen": lambda: door.all_is_seen(),
     "ambient": lambda: len(door.ambient()) == 5,
@@ -479,6 +495,12 @@ CASES = {
     "function_tables": lambda: any(hasattr(table, "matmul") for table in door.function_tables),
     "group_timeout": lambda: refused(ValueError, door.group_timeout),
     "has_kernel": lambda: door.has_kernel(MM, "CPU"),
+    "has_own_memory": lambda: (
+        (x := torch.zeros(2)) is not None
+        and door.has_own_memory(x)
+        and not door.has_own_memory(x[:1])
+        and not door.has_own_memory(torch.from_numpy(np.zeros(2)))
+    ),
     "held_by": keep_apart,
     "held_local": lambda: (
         (x := array()) is not None and (door.held_local(x), door.forget_local(x), door.held_local(x))[2] is None
@@ -582,6 +604,7 @@ CASES = {
     "set_ambient": lambda: put_back() == (0, True),
     "set_default_group_timeout": lambda: callable(door.set_default_group_timeout),
     "set_group_timeout": lambda: door.set_group_timeout(None, None) is False,
+    "set_data": lambda: (x := torch.zeros(2)) is not None and [door.set_data(x, torch.ones(3)), x.sum().item()][1] == 3,
     "set_local": other_block,
     "set_spec": other_block,
     "set_storage_offset": lambda: storage_offset() == 3,
@@ -604,12 +627,14 @@ CASES = {
     "tree_node": lambda: tree() == ([1], ["x"]) and door.tree_node(int) is None,
     "truncated_normals_by": lambda: truncated() == [7, 7],
     "unattached_mesh": lambda: door.unattached_mesh("cpu", torch.arange(2), ("i",)).mesh_dim_names == ("i",),
+    "undispatched": lambda: (
+        inside(door.shapes_only(), lambda: inside(door.undispatched(), lambda: type(torch.empty(1)))) is torch.Tensor
+    ),
     "unflattened": lambda: (
         [x.shape for x in door.unflattened(torch.zeros(5), [torch.zeros(2, 2), torch.ones(1)])] == [(2, 2), (1,)]
     ),
     "unrecorded": lambda: inside(door.TorchDispatchMode(), lambda: inside(door.unrecorded(), door.dispatch_modes)) == 0,
     "unseen": lambda: door.unseen() == [],
-    "users": lambda: (x := torch.zeros(2)) is not None and door.users(x.untyped_storage()) == 1,
     "version": lambda: door.version(torch.zeros(2).add_(1)) == 1,
     "warn_of_untested": warned,
     "watched": lambda: not door.watched() and inside(torch.device("meta"), door.watched),

@@ -21,7 +21,7 @@ from .execution.rank_loops import RankLoops
 from .ir.graph import DONATED, Pass, calls, changed, copied, given_up, memories, output, written
 from .ir.leaf_lists import leaf_lists
 from .ir.mapped import unmapped
-from .ir.nested import everywhere, nested
+from .ir.nested import everywhere, nested, taken_back
 from .ir.per_rank import RanksDiffer
 from .ir.rank_runs import note_holders, runs
 from .ir.ranks_as_one import ROW, RanksAsOne, folded
@@ -109,7 +109,7 @@ class Plan:
                 note_holders(graph, self._ranks.places)
             graph = improve(graph, rest[i + 1 :]) if isinstance(improve, Budget) else everywhere(improve, graph)
             seen(graph)
-        graph.__dict__.pop("_given_up", None)
+        taken_back(graph)
         self._improved = graph if self._ranks is None else note_holders(graph, self._ranks.places)
 
     def _of_one_rank(self, passes: Sequence[Pass]) -> tuple[RanksAsOne | None, fx.Graph, Sequence[Pass]]:

@@ -88,6 +88,14 @@ def everywhere(
     return graph
 
 
+def taken_back(graph: fx.Graph) -> fx.Graph:
+    """A graph that others have from now on, with the bodies in it: what passes were given up is not to be changed any more."""
+    graph.__dict__.pop("_given_up", None)
+    for body in dict.fromkeys(body for node in nested(graph) for body in bodies_of(node)):
+        taken_back(body)
+    return graph
+
+
 def all_collectives(graph: fx.Graph, times: int = 1, within: str = "") -> Iterator[tuple[fx.Node, int, str]]:
     """The collectives of a graph and of the bodies in it, in order, each with how often it runs, and what there is to say of
     that: ``in true_fun``."""

@@ -14,7 +14,7 @@ from ..ir import costs
 from ..ir import graph as plan
 from ..ir.memory_limit import MemoryLimit
 from ..ir.memory_use import MemoryUse, bytes_text, memory, place
-from ..ir.nested import everywhere
+from ..ir.nested import everywhere, taken_back
 from .boundary import KeptAcross, gathered
 from .keep_or_repeat import COPIES, are_few, exact, searched
 from .loop_residuals import fewer
@@ -81,7 +81,7 @@ class _Fitting:
     def found(self, graph: fx.Graph) -> fx.Graph:
         for improve in self.usual:  # of the bodies: what is alive in them is not chosen here
             everywhere(lambda one, improve=improve: one if one is graph else improve(one), graph)
-            graph.__dict__.pop("_given_up", None)
+        taken_back(graph)
         apart = without_prefetch(graph)
         if not self.collectives:
             graph = apart
