@@ -157,7 +157,7 @@ def small_chaos():
 
 PROGRAM = """
     import os, pathlib, signal, sys
-    sys.path[:0] = [{tests!r}]
+    sys.path[:0] = [{tests!r}, os.path.dirname({tests!r})]
     import torch.distributed as dist
     import test_elastic
 
