@@ -21,10 +21,6 @@ from .failure_text import BROKEN, LATE, said_first
 from .worker import Message, RestartMemory, Settings
 
 IN_MEMORY = "/dev/shm"
-FOLDER, SESSION = (
-    "VESCALE_FN_MEMORY",
-    "VESCALE_FN_SESSION",
-)  # variables in which ranks find it, and whose restarts they are
 
 
 class Lost(RankError):
