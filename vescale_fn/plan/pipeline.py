@@ -41,6 +41,7 @@ OF_ONE_RANK: tuple[Pass, ...] = (  # which look at no other rank's blocks
     dead,
     kept,
     once,
+    scatter,
     residual,
     flat,
     views,

@@ -40,7 +40,7 @@ def scatter(graph: fx.Graph) -> fx.Graph:
     """The graph in which no rank gets what it does not use."""
     graph = copied(graph)
     hot = changed(graph)
-    for node in collectives(graph):
+    for node in reversed(list(collectives(graph))):  # a gather of a gather is left out first
         own = _own_parts(node)
         if own is None or is_written(node, hot, taken=False):
             continue
