@@ -160,8 +160,9 @@ def _uneven_heads(step: Step) -> Iterator[One]:
     columns = [3 * config.dim] if step.name in ("gpt", "dit") else [config.dim, few, few]
     if tp > 1 and config.heads % tp:
         yield "all_gather", ["tp"], config.layers * (sum(map(whole, columns)) + whole(config.dim))
-    elif tp > 1 and groups % tp:  # keys and values come repeated, and so do their gradients
-        yield "all_gather", ["tp"], config.layers * 2 * (whole(few) + whole(config.dim))
+    elif tp > 1 and groups % tp:  # keys and values, and their gradients, which ranks that share a head add up
+        yield "all_gather", ["tp"], config.layers * 2 * whole(few)
+        yield "all_reduce", ["tp"], config.layers * 2 * step.values(positions, few)
 
 
 def _context_parallel(step: Step) -> Iterator[One]:

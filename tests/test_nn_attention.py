@@ -10,6 +10,7 @@ import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn.errors import CollectiveError
 from vescale_fn.nn import attention, blockwise, ring, zigzag_order
+from vescale_fn.nn.heads import own_heads
 
 F64 = torch.float64
 WAYS = [
@@ -156,16 +157,40 @@ def test_a_body_with_heads_that_its_ranks_do_not_divide():
         close([f(*leaves)], [reference(*leaves, True)])
 
 
-def test_ranks_that_split_the_heads_may_be_more_than_there_are_heads_of_keys():
-    leaves, weights = made(length=4), torch.randn(2, 4, 4, 5, dtype=F64)
-    f = lambda *x: attention(*x, causal=True)
-    whole = lambda *x: reference(*x, True)
-    with vfn.simulate(8):
-        mesh = vfn.make_mesh((4, 2), ("tp", "cp"))
-        parts = vfn.shard(leaves, mesh, (P(None, "tp", "cp"), P(None, None, "cp"), P(None, "tp", "cp")))  # 2 over 4
-        close([f(*parts)], [whole(*leaves)])
-        found = vfn.grad(loss(f, weights), (0, 1, 2))(*parts)
-    close(found, vfn.grad(loss(whole, weights), (0, 1, 2))(*leaves))
+SHARED_KEYS = [(6, 3, 5, (2, 2)), (8, 2, 4, (4, 1))]  # heads, those of keys, tokens, tp and cp
+
+
+@pytest.mark.parametrize(("heads", "shared", "length", "shape"), SHARED_KEYS)
+def test_ranks_that_share_a_head_of_keys_add_up_its_gradient(heads, shared, length, shape):
+    leaves, weights = made(1, heads, shared, length), torch.randn(1, heads, length, 5, dtype=F64)
+    f = loss(lambda *x: attention(*x, causal=True), weights)
+    want = vfn.value_and_grad(loss(lambda *x: reference(*x, True), weights), (0, 1, 2))(*leaves)
+    with vfn.simulate(math.prod(shape)):
+        mesh = vfn.make_mesh(shape, ("tp", "cp"))
+        cp = "cp" if shape[1] > 1 else None
+        parts = vfn.shard(leaves, mesh, (P(None, "tp", cp), P(None, None, cp), P(None, None, cp)))
+        with vfn.comm_log() as log:
+            out, found = vfn.value_and_grad(f, (0, 1, 2))(*parts)
+        close([out, *found], [want[0], *want[1]])
+        part = -(-length // shape[1])
+        sums = [one.bytes for one in log if "tp" in one.axes and one.bytes > 8]
+        assert sums == [2 * shared * part * 5 * 8]  # of keys and values together
+        if cp:  # keys that lie as the queries do
+            parts = vfn.shard(leaves, mesh, P(None, "tp", "cp"))
+            close([vfn.jit(vfn.grad(f, 1))(*parts)], want[1][1:2])
+
+
+def test_own_heads_under_transforms():
+    k = torch.randn(3, 1, 2, 2, 2, dtype=F64)
+    own = lambda x: (x.repeat_interleave(2, 1) ** 3).sum()
+    twice = lambda f: lambda x: vfn.grad(lambda x: vfn.grad(f)(x).square().sum())(x)
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh((4,), ("tp",))
+        ours = lambda x: (own_heads((x,), mesh, ((), ("tp",), ()), 2)[0] ** 3).sum()
+        parts, whole = vfn.shard(k, mesh, P()), vfn.shard(k[0], mesh, P())
+        close([vfn.vmap(vfn.grad(ours))(parts)], [torch.stack(list(map(vfn.grad(own), k)))])
+        close([twice(ours)(whole)], [twice(own)(k[0])])
+        close(vfn.jvp(ours, (whole,), (parts[1],)), vfn.jvp(own, (k[0],), (k[1],)))
 
 
 @pytest.mark.parametrize(("method", "zigzag"), [("ring", 2), ("all_gather", 0), ("all_to_all", 2)])
@@ -450,11 +475,13 @@ def test_under_torchs_own_name_ranks_that_share_a_head_of_keys_compute_their_own
 def on_uneven_ranks(leaves, weights):
     parts = vfn.shard(leaves, vfn.make_mesh((2, 2), ("tp", "cp")), P(None, "tp", "cp"))
     f = lambda method: loss(lambda *x: attention(*x, method=method, causal=True), weights)
-    return vfn.unshard([vfn.value_and_grad(f(method), (0, 1, 2))(*parts) for method in ("ring", "all_to_all")])
+    found = [vfn.value_and_grad(f(method), (0, 1, 2))(*parts) for method in ("ring", "all_to_all")]
+    return vfn.unshard([*found, vfn.jit(vfn.value_and_grad(f("ring"), (0, 1, 2)))(*parts)])
 
 
-def test_heads_and_parts_that_real_ranks_do_not_have(gloo):
-    leaves, weights = made(heads=1, shared=1, length=1), torch.randn(2, 1, 1, 5, dtype=F64)
+@pytest.mark.parametrize(("heads", "length"), [(1, 1), (2, 3)])
+def test_heads_and_parts_that_real_ranks_do_not_have(gloo, heads, length):
+    leaves, weights = made(heads=heads, shared=1, length=length), torch.randn(2, heads, length, 5, dtype=F64)
     value, grads = vfn.value_and_grad(loss(lambda *x: reference(*x, True), weights), (0, 1, 2))(*leaves)
     for found in gloo(4, on_uneven_ranks, leaves, weights):
         for out, its in found:

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn._core.distributed.mesh import communicator_of
 from vescale_fn.errors import TransformError
 
 KEY = vfn.random.key(3)

@@ -27,7 +27,7 @@ from ..random import Key, shared_keys
 from ..random.keys import checked
 from .attention_arguments import METHODS, check, check_parts, dropout_rate, halved, mask_of_4_dims
 from .attention_mask import positions, without_padding
-from .heads import divided, repeats
+from .heads import divided, own_heads, repeats
 from .masked_attention import Terms, exchange_masked, gather_masked, whole_masked
 from .masked_ring import ring_masked
 from .padding import cut, padded, part_sizes, parts
@@ -149,6 +149,8 @@ def attention(
         rows = (*rows[:2], axis_names(axis, axes_of(mesh_of(arrays[0])), "nn.attention", "axis"), ())
     mask = mask_of_4_dims(mask, (*q.shape[:3], k.shape[2]))
     if not rows[2]:
+        if rows[1] and q.shape[1] % math.prod(axes_of(mesh_of(arrays[0]))[a] for a in rows[1]) == 0:
+            k, v = _unshared(q, k, v, mesh_of(arrays[0]), rows[:3])
         return whole_masked(q, k, v, mask, key, way.terms) if masked else _whole(q, k, v, scale, causal, zigzag)
     over = (*(tuple(a for a in row if a not in rows[2]) for row in rows[:2]), rows[2])
     return _over_ranks(q, k, v, mask, key, way, mesh_of(arrays[0]), over)
@@ -218,7 +220,10 @@ def _unshared(q: Any, k: Any, v: Any, mesh: Any, over: tuple[Axes, ...]) -> tupl
     times = repeats(q, k, (part[0] for part in parts(q.shape[1], heads, mesh) if len(part)))
     if times > 1:
         k, v = with_sharding((k, v), from_split_axes([batch, (), names]), mesh=mesh)
-        k, v = (x.repeat_interleave(times, 1) for x in (k, v))
+        if q.shape[1] % math.prod(axes_of(mesh)[a] for a in heads) == 0:
+            k, v = own_heads((k, v), mesh, over, times)
+        else:
+            k, v = (x.repeat_interleave(times, 1) for x in (k, v))
     return k, v
 
 
