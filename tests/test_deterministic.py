@@ -7,6 +7,7 @@ import math
 import pickle
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -224,6 +225,32 @@ def test_adafactor_has_the_same_bits_in_all_layouts_of_data() -> None:
     run = lambda layout, jit: played(8, _trained, layout, jit, torch.float32, vfn.optim.adafactor(1e-2))
     found = [run(layout, jit) for layout, jit in (*zip(LAYOUTS, itertools.repeat(False)), ("fsdp", True))]
     assert all(one == found[0] for one in found)
+
+
+def _recorded(length):
+    """What a function gives that is recorded, its plan's collectives, and what that is of; how often it is run for that."""
+    mesh, runs = vfn.make_mesh((2, 2), ("dp", "tp")), 0
+
+    @vfn.jit
+    def f(x, w):
+        nonlocal runs
+        runs += 1
+        return torch.tanh(x).square().sum(), (x * w).sum(), vfn.with_sharding(x * 2, P())
+
+    x, w = (vfn.shard(values(length, (2,), torch.float32), mesh, P(axes)) for axes in (("dp", "tp"), ()))
+    with warnings.catch_warnings(action="error"):
+        found, again = f(x, w), f(x, w)
+    assert vfn.digest(found) == vfn.digest(again)
+    plan = f.lower(x, w)
+    calls = [(one.op, one.axes) for one in plan.comms()]
+    return {"values": list(map(bits, found)), "calls": calls, "as one": plan.origin.plan.is_of_one_rank, "runs": runs}
+
+
+def test_what_ranks_do_alike_is_recorded_once(gloo) -> None:
+    found = same_on(gloo, (2, 4), 4, _recorded, 8)
+    assert (found["as one"], found["runs"]) == (True, 1)
+    # of 7 the last rank has less: the process that plays it sees that, and tells the other one
+    assert not same_on(gloo, (2,), 4, _recorded, 7)["as one"]
 
 
 def _one_element():

@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
+from torch import fx
+
 from .._core import torch_internals
 from .._core.base import context, source_lines, tracebacks
 from .._core.base.errors import TransformError, VfnError
@@ -22,7 +24,7 @@ from .ir.memory_limit import limit
 from .loading import checked, key_of, loaded, meshes_of
 from .lowered import Lowered, Origin
 from .passes.budget import Budget, within
-from .passes.dce import keep, needed_collectives
+from .passes.dce import needed_collectives
 from .picked import Names, Picked, Places, check_apart, picked
 from .pipeline import PASSES
 from .plan import Plan
@@ -398,17 +400,7 @@ class Jitted(Generic[Q, R]):
 
     def _recorded(self, call: JitCall) -> tuple[Plan | None, str]:
         """A plan; or None, and why there is none."""
-        names, recorded, plan, graph, reason, failure = call.names(), None, None, None, "", None
-        try:
-            recorded, plan = self._traced(call)
-            graph, call.guards = recorded.graph, recorded.guards
-        except Unrecordable as why:
-            reason = why.reason if why.line == "?" else f"{why.reason}, at {source_lines.quoted(why.line)}"
-            graph, call.guards = why.graph, why.guards
-        except VfnError as error:
-            failure = error
-        except Exception as error:  # perhaps of the function itself: it is to show it
-            reason = f"recording it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        recorded, plan, graph, reason, failure = self._tried(call)
         mesh, passes = shared_mesh(call.leaves, graph, recorded), list(self._passes)
         used: list[Any] = []
         while True:
@@ -416,23 +408,39 @@ class Jitted(Generic[Q, R]):
             needed = [] if mesh is None or graph is None or plan is None else needed_collectives(graph)
             try:  # what raises here, on one rank perhaps, the others are told
                 if mesh is not None and recorded is not None and not used:
-                    used = brought(recorded, call.leaves, names, mesh)
+                    used = brought(recorded, call.leaves, call.names(), mesh)
                 if plan is not None:
                     plan.improve(passes, _nothing if mesh is None else lambda graph, to=stages: to.append(stage(graph)))
             except Exception as error:
                 failure = error
-            reason, parted, either = agree(self._name, mesh, graph, stages, needed, used, reason, failure)
+            as_one = getattr(plan, "is_of_one_rank", False)
+            verdict = agree(self._name, mesh, graph, stages, needed, used, as_one, reason, failure)
             if failure is not None:
                 raise failure
-            if plan is None or reason:
-                return None, reason
-            if parted is None:
+            if plan is None or verdict.reason:
+                return None, verdict.reason
+            if verdict.parted is None and not verdict.apart:
                 recorded.end()  # type: ignore[union-attr]
                 return plan, ""
-            if either is not None:  # what one rank needs stays on all
-                keep(plan.recorded.graph, either)
-            else:
-                self._leave_out(passes, parted, mesh, stages[parted + 1])
+            if not plan.follows(verdict):
+                self._leave_out(passes, verdict.parted, mesh, stages)
+
+    def _tried(self, call: JitCall) -> tuple[Recorded | None, Plan | None, fx.Graph | None, str, Exception | None]:
+        """What comes of recording: a recording, a plan that no pass has improved yet, what was recorded (perhaps in part), why
+        it cannot be, what it raised."""
+        try:
+            recorded, plan = self._traced(call)
+        except Unrecordable as why:
+            call.guards = why.guards
+            reason = why.reason if why.line == "?" else f"{why.reason}, at {source_lines.quoted(why.line)}"
+            return None, None, why.graph, reason, None
+        except VfnError as error:
+            return None, None, None, "", error
+        except Exception as error:  # perhaps of the function itself: it is to show it
+            reason = f"recording it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return None, None, None, reason, None
+        call.guards = recorded.guards
+        return recorded, plan, recorded.graph, "", None
 
     def _traced(self, call: JitCall) -> tuple[Recorded, Plan]:
         """A recording, and a plan that no pass has improved yet."""
@@ -440,13 +448,14 @@ class Jitted(Generic[Q, R]):
         recorded = trace(call.function, call.leaves, names, call.treedef, self._out_specs)
         return recorded, Plan(recorded, call.leaves, self._captured(call), names, call.donated(), self._how, self._f)
 
-    def _leave_out(self, passes: list[Pass], place: int, mesh: Any, stage: Stage) -> None:
+    def _leave_out(self, passes: list[Pass], place: int | None, mesh: Any, stages: Sequence[Stage]) -> None:
         """Do without a pass after which ranks would not meet; or, of a limit on memory, without repeated collectives."""
+        assert place is not None
         budget = passes[place]
         if isinstance(budget, Budget) and budget.collectives:
             passes[place] = budget.without_collectives()
         else:
-            tell_left_out(self._name, mesh, passes.pop(place), stage)
+            tell_left_out(self._name, mesh, passes.pop(place), stages[place + 1])
 
     def _captured(self, call: JitCall) -> Captured:
         return Captured(self._f, filter(leaves_.is_object, (*call.leaves, *call.static())))

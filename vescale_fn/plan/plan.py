@@ -27,6 +27,7 @@ from .ir.rank_runs import note_holders, runs
 from .ir.ranks_as_one import ROW, RanksAsOne, folded
 from .ir.shared_bodies import inlined
 from .lowered import Lowered
+from .passes import dce
 from .passes.buckets import buckets
 from .passes.budget import Budget
 from .passes.equal_parts import equal_parts
@@ -34,7 +35,7 @@ from .passes.kept_calls import kept
 from .pipeline import OF_ONE_RANK, OF_RANKS
 from .tracing import leaves as leaves_
 from .tracing.guards import Captured
-from .tracing.rank_consensus import meshes
+from .tracing.rank_consensus import Verdict, meshes
 from .tracing.trace import Recorded
 
 
@@ -52,7 +53,12 @@ class Plan:
         loaded: whether it comes from a file.
 
     It can be called once `improve` has been.
+
+    Attributes:
+        is_of_one_rank: whether passes were shown what one rank does, for all that this process plays.
     """
+
+    is_of_one_rank = False
 
     def __init__(
         self,
@@ -82,6 +88,7 @@ class Plan:
         known = [communicator_of(mesh) for mesh in meshes(leaves, recorded.graph, recorded)]
         self._abstract = any(isinstance(root(one.mesh), AbstractMesh) for one in known)
         self._in_part = any(one.holds_blocks and not one.all_here for one in known)
+        self._apart = False
         self.how = how
         inputs = iter(recorded.inputs)
         for i, take, keep in self._take:
@@ -99,6 +106,7 @@ class Plan:
         listed = self.how == Backend() and not (budget or self._abstract or self.recorded.ranks is not None)
         self._lists = leaf_lists(self.recorded.graph) if listed else None
         self._ranks, graph, rest = self._of_one_rank(passes)
+        self.is_of_one_rank = self._ranks is not None
         whole = self.how.arena or self.how.name != "torch" or budget
         if self._ranks is not None and (whole or not all(map(OF_RANKS.__contains__, rest)) or any(nested(graph))):
             self._ranks, graph = None, self._ranks.written_out(graph)
@@ -132,6 +140,15 @@ class Plan:
         except RanksDiffer:
             return None, copied(self.recorded.of_all_ranks), passes
 
+    def follows(self, verdict: Verdict) -> bool:
+        """Whether it is to be improved again, as other ranks need it."""
+        if verdict.apart:
+            self._apart = True
+        elif verdict.needed is not None:  # what one rank needs stays on all
+            dce.keep(self.recorded.graph, verdict.needed)
+            self.recorded.__dict__.pop("of_all_ranks", None)  # in which it stands once more
+        return verdict.apart or verdict.needed is not None
+
     @functools.cached_property
     def graph(self) -> fx.Graph:
         """What runs; of ranks that do the same, the calls of each."""
@@ -141,11 +158,9 @@ class Plan:
 
     def as_one(self, folds: bool) -> RanksAsOne:
         """What was recorded, of one rank; `folds`: also where it was recorded of each."""
-        if self._in_part:  # processes must take the same passes, whatever their own ranks do alike
-            raise RanksDiffer
-        if self.recorded.ranks is not None:
+        if self.recorded.ranks is not None and not self._apart:
             return self.recorded.ranks
-        if not folds or not any(ROW in node.meta for node in self.recorded.graph.nodes):
+        if self._in_part or not folds or not any(ROW in node.meta for node in self.recorded.graph.nodes):
             raise RanksDiffer
         return folded(inlined(self.recorded.graph))
 

@@ -85,13 +85,17 @@ def numbers_in(x: Any) -> Iterator[PerRank]:
 
 
 def arrived(collective: Collective, given: Holders) -> Holders:
-    """Which ranks get the same of a collective, where these have the same before."""
+    """Which of the ranks that are played here get the same of a collective, where these have the same before.
+
+    What ranks have that other processes play is not known: a group in which they are gets something of its own."""
     communicator = communicator_of(collective.mesh)
-    groups = [communicator.group_of(rank, collective.axes) for rank in range(len(given))]
-    what = {group: tuple(map(given.__getitem__, group)) for group in set(groups)}
+    groups = [communicator.group_of(at, collective.axes) for at in range(len(given))]
+    had = dict(zip(communicator.ranks, given, strict=True))
+    what = {group: tuple(map(had.get, group)) for group in set(groups)}
+    keys = {group: (group, row) if None in row else row for group, row in what.items()}
     if TABLE[collective.kind].shared:
-        return numbered(map(what.__getitem__, groups))
-    return numbered((what[group], group.index(rank)) for rank, group in enumerate(groups))
+        return numbered(map(keys.__getitem__, groups))
+    return numbered((keys[group], group.index(rank)) for rank, group in zip(communicator.ranks, groups))
 
 
 def firsts(holders: Holders) -> list[int]:

@@ -21,6 +21,7 @@ from ..._core.distributed.ranks import talks_to_nobody
 from ..._core.distributed.replicated_uses import Row as Noted
 from ..._core.distributed.replicated_uses import differing as differences
 from ..._core.sharding.layout import WHOLE, type_text
+from ..ir.collective_nodes import is_listed
 from ..ir.graph import REPEATS, Pass, value
 from ..ir.nested import all_collectives
 from .leaves import Result
@@ -88,11 +89,13 @@ class Verdict(NamedTuple):
         reason: why the function cannot be recorded, on this rank or on another one; "" where it is recorded on all.
         parted: the place of the pass after which the ranks' collectives do not meet; None where they always do.
         needed: the places of the recorded collectives that some rank needs, where ranks differ in that.
+        apart: some processes have a plan of one rank for all that they play, and others of each: all are to have these.
     """
 
     reason: str
     parted: int | None = None
     needed: frozenset[int] | None = None
+    apart: bool = False
 
 
 def agree(
@@ -102,6 +105,7 @@ def agree(
     stages: Sequence[Stage],
     needed: Sequence[int],
     used: Sequence[Noted],
+    as_one: bool,
     reason: str,
     error: Exception | None,
 ) -> Verdict:
@@ -114,6 +118,7 @@ def agree(
         stages: of the recording, and of what it was after each pass.
         needed: the places of the collectives whose results this rank needs.
         used: what all ranks are to have alike of what they bring, and of the numbers in the function.
+        as_one: whether the plan is of one rank, for all that this process plays.
         reason: why the function cannot be recorded on this rank; "" where it can be.
         error: what was raised on this rank.
 
@@ -127,7 +132,7 @@ def agree(
     calls = [] if graph is None else [_said(*found) for found in all_collectives(graph)]
     raised = "" if error is None else str(error) or type(error).__name__
     digests = [_digest([what for what, _ in calls]), _digest(used), _digest(needed)]
-    by_rank = _told(mesh, (reason, raised, digests, [(s.order, s.groups) for s in stages]))
+    by_rank = _told(mesh, (reason, raised, as_one, digests, [(s.order, s.groups) for s in stages]))
     if error is not None:
         return Verdict(reason)
     for rank, (_, raised, *_) in enumerate(by_rank):
@@ -139,7 +144,7 @@ def agree(
         if why:
             return Verdict(reason or f"on rank {rank} {why}")
     # what a digest stands for is told where one differs, which all ranks see
-    differs = [len(set(column)) > 1 for column in zip(*(row[2] for row in by_rank))]
+    differs = [len(set(column)) > 1 for column in zip(*(row[3] for row in by_rank))]
     if differs[0]:
         _same_collectives(name, _told(mesh, calls))
     ranks = communicator_of(mesh).processes()
@@ -152,6 +157,8 @@ def agree(
                 SAME_VALUES,
             )
         )
+    if len({one for _, _, one, *_ in by_rank}) > 1:  # which no pass is to decide by
+        return Verdict("", apart=True)
     counts = [len(stages_) for *_, stages_ in by_rank]
     if len(set(counts)) > 1:
         rank = next(rank for rank, count in enumerate(counts) if count != counts[0])
@@ -242,6 +249,7 @@ def _row(node: fx.Node, times: int, within: str) -> ComparedCollective:
     communicator, blocks = communicator_of(collective.mesh), _given(node)
     one, line = blocks[0], node.meta.get("line", "")
     if communicator.holds_blocks:
+        blocks = blocks if is_listed(node) else blocks * len(communicator.ranks)  # of ranks that do the same
         of = [communicator.group_of(at, collective.axes) for at in range(len(blocks))]
     else:
         of = [tuple(communicator.processes(collective.axes))]

@@ -7,6 +7,7 @@ leaves this: `RanksApart` is raised, and the function is recorded again, each ra
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..._core import torch_internals
 from ..._core.base import op_arguments
 from ..._core.distributed.blocks import Blocks
 from ..._core.distributed.collectives import Collective
+from ..._core.distributed.communicator import rank_axes
 from ..._core.distributed.mesh import communicator_of
 from ..._core.distributed.rows import Holders, RankRow, numbered, together
 from ..ir.graph import PLAYED, value
@@ -146,8 +148,8 @@ class RankRows:
     def collective(self, collective: Collective, x: Blocks, line: str, again: Any) -> Blocks:
         """A collective of all ranks."""
         n, communicator = len(x.blocks), communicator_of(collective.mesh)
-        if len(communicator.ranks) != n or collective.mesh.size() != n:  # others are elsewhere
-            raise RanksApart
+        if len(communicator.ranks) != n or collective.mesh.size() != math.prod(rank_axes(collective.mesh).values()):
+            raise RanksApart  # over a part of a mesh
         columns: set[Holders] = set()
         given = self._one(x, columns)
         out = self.recorder.made_by(collective, given, line, again)
