@@ -211,6 +211,28 @@ def test_numbers_of_each_rank_in_calls_that_share_a_body():
             recorded_once(f, ws, vfn.shard(torch.randn(12, 6), mesh, P("dp")))
 
 
+def test_values_that_a_policy_keeps():
+    """What each rank has drawn its own part of is kept of all; not what is written through a view after that."""
+
+    def f(w, x):
+        def layer(w, x):
+            y = vfn.random.dropout(vfn.random.key(4), torch.tanh(x @ vfn.name(vfn.with_sharding(w, P()), "w")), 0.5)
+            z = y * 2
+            z.t().add_(1)
+            return z.sin() * y
+
+        policy = vfn.remat_policies.save_anything_except_these_names("w")
+        return vfn.value_and_grad(lambda w: vfn.remat(layer, policy=policy)(w, x).square().mean())(w)
+
+    with vfn.simulate(6):
+        mesh = vfn.make_mesh((2, 3), ("dp", "tp"))
+        for spec in P("dp", "tp"), P(("dp", "tp")):
+            w, x = torch.randn(6, 6, dtype=torch.float64), torch.randn(12, 6, dtype=torch.float64)
+            found = recorded_once(f, vfn.shard(w, mesh, P("dp")), vfn.shard(x, mesh, spec))
+            for one, wanted in zip(tree.leaves(found), tree.leaves(f(w, x)), strict=True):
+                torch.testing.assert_close(vfn.unshard(one), wanted, rtol=1e-10, atol=1e-12)
+
+
 def test_blocks_of_several_sizes_are_recorded_of_each():
     """Whether they are given or come up on the way; what was noted before of all ranks leaves no trace."""
 

@@ -22,7 +22,7 @@ from ..base.errors import InPlaceError, VaryingTypeError
 from ..base.messages import dtype_text, op_text, report
 from ..base.saved_names import saved_as
 from ..base.stateful_draws import refuse_seeded
-from .rows import RankRow
+from .rows import RankRow, row_of
 from .without_memory import WithoutMemory
 
 
@@ -377,6 +377,12 @@ def each(fn: Callable[..., Any], ranks: Sequence[int], *values: Any, key: Callab
 def parts(local: Any) -> Sequence[torch.Tensor]:
     """The blocks of a local value; a plain tensor is the only one."""
     return local.blocks if type(local) is Blocks else (local,)
+
+
+def held(local: Any) -> Sequence[torch.Tensor]:
+    """The tensors that a local value is made of: its blocks, or the one that stands for those of ranks recorded as one."""
+    row = row_of(local)
+    return parts(local) if row is None else (row.one,)
 
 
 def of_each(fn: Callable[[torch.Tensor], torch.Tensor], local: Any) -> Any:

@@ -20,7 +20,7 @@ from .. import torch_internals
 from ..base import op_arguments, source_lines, state
 from ..base.errors import TransformError
 from ..base.messages import report
-from ..distributed.blocks import parts, written
+from ..distributed.blocks import held, written
 from .placeholders import Placeholder, memories, placeholder, restored
 
 Tensor = torch.Tensor
@@ -279,5 +279,5 @@ def _tell_recorder(xs: Sequence[Tensor]) -> None:
     if recorder is None:
         return
     for x in xs:
-        for part in parts(torch_internals.local(x) if isinstance(x, DTensor) else x):
+        for part in held(torch_internals.local(x) if isinstance(x, DTensor) else x):
             recorder.know(part, held=True)

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from .. import torch_internals
 from ..arrays.array import made
 from ..base import op_arguments
-from ..distributed.blocks import Blocks, parts
+from ..distributed.blocks import Blocks, held, parts
+from ..distributed.rows import row_of
 from ..sharding.layout import WHOLE, layout, type_text
 
 Tensor = torch.Tensor
@@ -22,7 +23,7 @@ def memories(*values: Any) -> frozenset[int]:
     """The memory that the tensors in values lie in; of an array, and of what several ranks hold, that of each block: each may
     have been made on its own."""
     found = (torch_internals.local(x) if isinstance(x, DTensor) else x for x in op_arguments.tensors_in(*values))
-    return frozenset(torch_internals.memory_number(part) for x in found for part in parts(x))
+    return frozenset(torch_internals.memory_number(part) for x in found for part in held(x))
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def restored(x: Tensor, like: Placeholder) -> Tensor:
     """The whole of a step's result, of which `x` is a view."""
     if like.spec is not None:
         return made(restored(torch_internals.local(x), like.parts[0]), like.spec, layout(like.spec))
+    if (row := row_of(x)) is not None:
+        return Blocks(row.like(restored(row.one, like.parts[0])))
     if like.parts:
         return Blocks(restored(one, of) for one, of in zip(parts(x), like.parts, strict=True))
     same = x.shape == like.shape and x.stride() == like.stride

@@ -35,6 +35,24 @@ class OfOneRank:
         raise RanksApart
 
 
+class MergedCall(OfOneRank):
+    """Stands for the node of what a call of one rank gave, which has become a part of what all give.
+
+    Args:
+        one: the node of that.
+        numbers: for each rank, which of the calls was its own.
+        number: which this is of.
+        graph: gives `one`'s graph while ranks' calls are recorded that will become one, and raises elsewhere.
+    """
+
+    def __init__(self, one: fx.Node, numbers: Any, number: int, graph: Callable[[fx.Node], fx.Graph]) -> None:
+        self.of, self._graph = (one, numbers, number), graph
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self._graph(self.of[0])
+
+
 class Unrecordable(BaseException):
     """The function does something that depends on values, or that runs on values alone. No `Exception`, lest a user's
     ``except`` takes it for an error."""

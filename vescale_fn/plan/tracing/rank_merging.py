@@ -20,7 +20,7 @@ from ..ir.graph import Step, value, written
 from ..ir.per_rank import PerRank
 from ..ir.rank_choices import one_of
 from ..ir.ranks_as_one import alike
-from .frame import OfOneRank, RanksApart
+from .frame import MergedCall, RanksApart
 
 
 class RankCalls(NamedTuple):
@@ -107,6 +107,9 @@ class _Merging:
         at = self.places[0].get(xs[0])
         if all(x is xs[0] for x in xs) or (at is not None and all(row.get(x) == at for row, x in zip(self.places, xs))):
             return xs[0]
+        parts = [(xs[0], self.numbers, i) for i in range(1, len(xs))]
+        if [getattr(x, "of", None) for x in xs[1:]] == parts:  # which calls before them gave, and are one already
+            return xs[0]
         return self.rows.constant([xs[i] for i in self.numbers])
 
     def carry_out(self) -> None:
@@ -116,10 +119,12 @@ class _Merging:
             args = tuple(self.one([x.args[i] for x in nodes]) for i in range(len(first.args)))
             kwargs = {key: self.one([x.kwargs[key] for x in nodes]) for key in first.kwargs}
             first.args, first.kwargs = args, kwargs
-        for node in (node for row in self.calls[1:] for node in reversed(row)):
-            for x in op_arguments.tensors_in(value(node)):
-                x._plan_node = OfOneRank()  # type: ignore[attr-defined]
-            node.graph.erase_node(node)
+        for number, row in enumerate(self.calls[1:], 1):
+            for one, node in zip(self.calls[0], row, strict=True):
+                for x in op_arguments.tensors_in(value(node)):
+                    x._plan_node = MergedCall(one, self.numbers, number, self.rows.merging)  # type: ignore[attr-defined]
+            for node in reversed(row):
+                node.graph.erase_node(node)
 
 
 def _flat(x: Any) -> Sequence[Any]:

@@ -47,6 +47,7 @@ class RankRows:
         self.places: dict[fx.Node, Any] = {}  # of placeholders, which of all inputs it is for each rank, or for all
         self.parted = set[int]()  # the memory of values of which some ranks have one, and others another
         self._constants: dict[tuple[int, ...], fx.Node] = {}
+        self._merges = False  # whether calls of ranks are recorded that will become one
 
     def input(self, blocks: Sequence[torch.Tensor], holders: Sequence[int], name: str) -> RankRow:
         """The stand-in of an array's blocks, of which `holders` says for each rank which is its own."""
@@ -138,12 +139,22 @@ class RankRows:
     def _merged(self, call: Callable[..., Any], local: Sequence[Any], numbers: Holders) -> Any:
         """The calls of ranks that do not make the same, as calls that all make."""
         graph, calls = self.recorder.graph, list[RankCalls]()
-        for rank in [numbers.index(i) for i in range(max(numbers) + 1)]:
-            last = next(iter(reversed(graph.nodes)), None)
-            out = call(rank, *local)
-            new = itertools.takewhile(lambda node, last=last: node is not last, reversed(graph.nodes))
-            calls.append(RankCalls([node for node in new if node.op != "placeholder"][::-1], out))
-        return merged(self, calls, numbers)
+        before, self._merges = self._merges, True
+        try:
+            for rank in [numbers.index(i) for i in range(max(numbers) + 1)]:
+                last = next(iter(reversed(graph.nodes)), None)
+                out = call(rank, *local)
+                new = itertools.takewhile(lambda node, last=last: node is not last, reversed(graph.nodes))
+                calls.append(RankCalls([node for node in new if node.op != "placeholder"][::-1], out))
+            return merged(self, calls, numbers)
+        finally:
+            self._merges = before
+
+    def merging(self, node: fx.Node) -> fx.Graph:
+        """The graph of a node, of whose value one rank's part may be used now."""
+        if not self._merges:
+            raise RanksApart
+        return node.graph
 
     def collective(self, collective: Collective, x: Blocks, line: str, again: Any) -> Blocks:
         """A collective of all ranks."""

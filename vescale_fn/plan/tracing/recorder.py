@@ -30,7 +30,6 @@ from ..._core.distributed import blocks
 from ..._core.distributed.blocks import Blocks
 from ..._core.distributed.collectives import Collective
 from ..._core.distributed.replicated_uses import Ledger
-from ..._core.distributed.rows import row_of
 from ..._core.sharding.layout import WHOLE, layout, type_text
 from ..ir.graph import Step
 from ..ir.inplace import is_dense
@@ -407,8 +406,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         if type(x) is not Array or x.vfn_notes is None:
             return False
         local: Any = torch_internals.held_local(x)
-        row = row_of(local)
-        return local is not None and not self.is_ours(blocks.parts(local)[0] if row is None else row.one)
+        return local is not None and not self.is_ours(blocks.held(local)[0])
 
     def is_stand_in(self, x: torch.Tensor) -> bool:
         """Whether `x` is a value of what is recorded here."""
