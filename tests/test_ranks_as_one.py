@@ -114,6 +114,13 @@ def test_passes_see_as_many_calls_however_many_ranks_there_are():
     assert len(count) == 1
 
 
+def test_behind_a_sum_the_shape_alone_of_what_each_rank_has_is_looked_at():
+    f = lambda x: vfn.with_sharding((x * 2).sum() * 1.0, P()) + (x * 2).new_ones(())
+    with vfn.simulate(2):
+        x = vfn.shard(torch.arange(4.0), vfn.make_mesh(2, "dp"), P("dp"))
+        assert vfn.unshard(vfn.jit(f)(x)) == 13
+
+
 def test_what_all_ranks_hold_is_computed_once():
     ranks = folded(recorded(lambda x: vfn.with_sharding(x, P()).exp().sin()))
     assert str(ranks.written_out(copied(ranks.graph))).count("sin.default") == 1

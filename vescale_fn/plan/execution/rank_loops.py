@@ -235,7 +235,8 @@ class _Loop:
         return f"{self.writer.lists[x]}[{self._index(_holders(x))}]"
 
     def _index(self, holders: Holders) -> str:
-        return self._column("index", holders, [holders[rank] for rank in self.turns])
+        places = [holders[rank] for rank in self.turns]
+        return self._column("index", holders, places) if len(places) > 1 else str(places[0])
 
     def _first(self, holders: Holders) -> str:
         of_turns = [holders[rank] for rank in self.turns]
@@ -280,13 +281,15 @@ class _Loop:
             if local or self._stays(x) or not users:
                 continue
             last = max(users, key=place.__getitem__)
-            if len(own) == len(users):
+            if len(own) == len(users) or len(self.turns) == 1:
                 at(last)[0].append(self._gone(x))
             else:
                 at(last)[1].append((_holders(x), self._gone(x)))
         return found
 
     def _gone(self, x: fx.Node) -> str:
+        if x in self.writer.lists and len(self.turns) == 1:  # of which one rank's part is looked at, for all
+            return f"{self.writer.lists[x]}.clear()"
         return f"{self._slot(x)} = None" if x in self.writer.lists else f"del {self.writer.names[x]}"
 
 
