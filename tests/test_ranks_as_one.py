@@ -11,6 +11,7 @@ import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.base import tree
 from vescale_fn.plan import plan
+from vescale_fn.plan.ir import rank_runs
 from vescale_fn.plan.ir.graph import copied
 from vescale_fn.plan.ir.per_rank import PerRank, RanksDiffer, of_rank
 from vescale_fn.plan.ir.ranks_as_one import folded
@@ -292,6 +293,7 @@ def plan_of(jitted):
 
 
 def test_code_is_as_long_however_many_ranks_there_are():
+    """And a rank makes few calls before the next one makes them."""
     lines = set()
     for n in (2, 6):
         with vfn.simulate(n):
@@ -300,6 +302,7 @@ def test_code_is_as_long_however_many_ranks_there_are():
                 jitted = vfn.jit(updated)
                 jitted(*given(mesh, P())[1])
                 lines.add(plan_of(jitted).code.source.count("\n"))
+                assert max(map(len, rank_runs.runs(plan_of(jitted)._improved))) == rank_runs.LONGEST
     assert len(lines) == 1
 
 

@@ -18,6 +18,8 @@ from .graph import ARRIVED, AT_ONCE, HOLDERS, calls, name_of, viewed, written
 from .memory_aliases import Memory, memories, touched
 from .per_rank import PerRank, RanksDiffer
 
+LONGEST = 16  # calls that one rank makes before the next does
+
 
 def note_holders(graph: fx.Graph, places: Sequence[Sequence[int]]) -> fx.Graph:
     """Note in each node of one rank's program which ranks hold the same of its value (`HOLDERS`).
@@ -105,8 +107,9 @@ def firsts(holders: Holders) -> list[int]:
 
 def runs(graph: fx.Graph) -> list[list[fx.Node]]:
     """The calls of one rank's program in order: each collective alone, or call for all ranks at once, and between them what one
-    rank can do before the next rank does it. Another run begins where memory is written that other ranks still look at in this
-    one, or is looked at that they still write."""
+    rank does before the next rank does it. Another run begins where memory is written that other ranks still look at in this
+    one, or is looked at that they still write; and after some calls, as a processor that soon comes back to the same ones has
+    their code at hand (a step on small blocks takes a tenth longer where each rank goes through all of it at once)."""
     found: list[list[fx.Node]] = [[]]
     writes = any(written(node) for node in calls(graph))
     lie, sent = (memories(graph), _sent(graph)) if writes else ({}, {})
@@ -121,7 +124,7 @@ def runs(graph: fx.Graph) -> list[list[fx.Node]]:
         touches = [(memory, sent[x]) for x in (node, *touched(node)) for memory in lie[x]] if writes else []
         changes = [(memory, sent[x]) for x in written(node) for memory in lie[x]]
         parted = any(looked.get(memory, set()) - {(holders, by)} for memory, by in changes)
-        if parted or any(wrote.get(memory, by) != by for memory, by in touches):
+        if len(found[-1]) >= LONGEST or parted or any(wrote.get(memory, by) != by for memory, by in touches):
             found.append([])
             looked, wrote = {}, {}
         found[-1].append(node)
