@@ -1,9 +1,12 @@
 """Branches and loops of unknown length under `jit`: one call in the plan, with each body recorded once; eager's numbers."""
 
+from functools import partial
+
 import pytest
 import torch
 from test_control_flow import XS, F, W
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import vescale_fn as vfn
 from vescale_fn import P
@@ -390,7 +393,7 @@ def test_a_derivative_of_a_derivative_in_bodies(name: str) -> None:
         assert jitted.cache_info()[:3] == (1, 1, 0)
 
 
-@pytest.mark.parametrize("how", ["a remat in a branch", "a remat around"])
+@pytest.mark.parametrize("how", ["a remat in a branch", "a checkpoint in a branch", "a remat around"])
 def test_second_order_with_a_remat(how: str) -> None:
     def f(p, x):
         y = x @ W
@@ -398,7 +401,10 @@ def test_second_order_with_a_remat(how: str) -> None:
             return (
                 vfn.remat(lambda y, x: vfn.scan(lambda c, _: (c * x.cos() + W[0], None), y, None, 3)[0])(y, x) ** 2
             ).sum()
-        return (vfn.cond(p > 0, vfn.remat(lambda y, x: y * x.cos()), lambda y, x: y.sin(), y, x) ** 2).sum()
+        inside = vfn.remat(lambda y, x: y * x.cos())
+        if how == "a checkpoint in a branch":
+            inside = partial(checkpoint, lambda y, x: (y * x).sin().sin(), use_reentrant=False)
+        return (vfn.cond(p > 0, inside, lambda y, x: y.sin(), y, x) ** 2).sum()
 
     g = FURTHER["grad of grad"]
     same_as_eager(lambda p, x: g(lambda x: f(p, x))(x), (YES, XS), (NO, XS), tolerance=1e-10)

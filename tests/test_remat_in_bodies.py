@@ -106,6 +106,35 @@ def test_gradients_on_real_ranks(gloo):
             torch.testing.assert_close(mine, wanted(name), rtol=1e-11, atol=1e-11, msg=lambda text: f"{name}: {text}")
 
 
+shared, by_w = vfn.plan.shared, lambda w: lambda c: c.sin() * w
+REPEATED = {
+    "scan": lambda w, x: vfn.remat(lambda x: vfn.scan(lambda c, _: (by_w(w)(c), None), x, None, 2)[0])(x * w),
+    "cond": lambda w, x: vfn.remat(lambda x, w: vfn.cond(torch.tensor(True), by_w(w), torch.sin, x))(x * w, w),
+    "shared": lambda w, x: again(lambda x: shared(by_w(w))(x), x),
+    "shared sums": lambda w, x: vfn.remat(shared(lambda x: x.sin() * vfn.psum(x.sum(), "i")))(x * w),
+}
+
+
+def recorded_again():
+    """Calls of a plan that a remat makes anew: what was promoted before them at first is promoted in them then."""
+    mesh = vfn.make_mesh((2,), ("i",))
+    w, x = vfn.shard(W[0], mesh, P()), vfn.shard(X[:2], mesh, P("i"))
+    for name, f in REPEATED.items():
+        local = lambda w, x, f=f: vfn.psum(f(w, x).sum(), "i")
+        f = vfn.grad(vfn.shard_map(local, mesh=mesh, in_specs=(P(), P("i")), out_specs=P()), (0, 1))
+        wanted, found = map(vfn.unshard, (f(w, x), vfn.jit(f)(w, x)))
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_recorded_again():
+    with vfn.simulate(2):
+        recorded_again()
+
+
+def test_recorded_again_on_real_ranks(gloo):
+    gloo(2, recorded_again)
+
+
 def test_the_reentrant_kind():
     with vfn.simulate(2):
         specs = dict(mesh=vfn.make_mesh((2,), ("j",)), in_specs=(P(), P("j")), out_specs=P())

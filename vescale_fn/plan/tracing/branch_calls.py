@@ -25,7 +25,7 @@ from ..ir.nested import extracted
 from . import leaves as leaves_
 from .bodies import Column, OneOfEach, Uses, columns, given, recorded_call, uses
 from .frame import Frame
-from .loop_again import Leaves, captured, gradients
+from .loop_again import Leaves, captured, distinct, gradients
 from .loop_calls import Nodes, flat, lying_as, stand_in
 from .partition import Backward, Partition
 
@@ -80,9 +80,7 @@ class BranchCall:
         found = [
             captured(branch.out.leaves, branch.start, branch.frame.followed.values(), []) for branch in self.branches
         ]
-        if any(xs is None for xs in found):
-            return None
-        return list({id(x): x for xs in found for x in xs or ()}.values())
+        return None if any(xs is None for xs in found) else distinct(xs or [] for xs in found)
 
     def settled(self, rows: Sequence[Sequence[fx.Node | None]]) -> list[Column]:
         """What the branches give, lying in memory in the same way; zeros for None."""

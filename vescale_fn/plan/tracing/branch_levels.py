@@ -18,7 +18,7 @@ from ..._core.control_flow import leaves as leaves_
 from ..._core.shard_map import body
 from .branch_again import ChoiceAgain
 from .frame import Unrollable
-from .loop_again import Leaves, captured
+from .loop_again import Leaves, captured, distinct
 from .loop_levels import BelowTransform, IterationBelow, Unsettled, Watching
 
 Within = Callable[[int | None], AbstractContextManager[Any]]  # a branch, by its number, or what is around them
@@ -103,7 +103,7 @@ class ChoiceBelowGradient(ChoiceBelow):
 
     def __init__(self, above: Any, layer: Any) -> None:
         super().__init__(above, layer)
-        self.follows, self.inputs = torch.is_grad_enabled(), dict[int, torch.Tensor]()
+        self.follows, self.inputs = torch.is_grad_enabled(), list[torch.Tensor]()
 
     def __call__(self, i: int) -> OutBelow:
         with self.layer.on(), torch.set_grad_enabled(self.follows), Watching(self.layer) as seen:
@@ -114,16 +114,17 @@ class ChoiceBelowGradient(ChoiceBelow):
 
     def agree(self, outs: Sequence[OutBelow], within: Within) -> bool:
         again = super().agree(outs, within)
-        self.inputs = {}
+        rows: list[Leaves] = []
         for i, out in enumerate(outs if self.follows else ()):
             with within(i), self.layer.on():
                 found = captured(out.above.leaves, out.start, out.seen, [])
             if found is None:
                 raise Unsettled
-            self.inputs.update((id(x), x) for x in found)
+            rows.append(found)
+        self.inputs = distinct(rows)
         with within(None), self.layer.on():
-            again |= body.taken_in(self.inputs.values())
-        self._again = ChoiceAgain(self.above, [out.above for out in outs], list(self.inputs.values()))
+            again |= body.taken_in(self.inputs)
+        self._again = ChoiceAgain(self.above, [out.above for out in outs], self.inputs)
         if self.inputs and not self._again.can_run:
             raise Unsettled
         return again
@@ -141,7 +142,7 @@ class ChoiceBelowGradient(ChoiceBelow):
             return grads
 
         outs = self.results(found)
-        return list(self.layer.apply(outs, [], back, *self.inputs.values())) if self.inputs else outs
+        return list(self.layer.apply(outs, [], back, *self.inputs)) if self.inputs else outs
 
 
 class WhileBelow(BelowTransform):

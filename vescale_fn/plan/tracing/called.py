@@ -9,6 +9,7 @@ import torch
 
 from ..._core import torch_internals
 from .frame import Unrollable
+from .loop_again import same_inputs
 
 Back = Callable[[Any, Sequence[Any]], list[Any]]
 
@@ -45,6 +46,7 @@ class _Called(torch.autograd.Function):
         if torch_internals.transforming() or (further and ctx.again is None):
             raise Unrollable
         call = ctx.call.recorder.loops[torch_internals.memory_number(*ctx.saved_tensors)]
+        same_inputs(ctx.call.inputs, call.inputs)
         if further:
             if call is not ctx.call:  # recorded again, under `remat`
                 raise Unrollable

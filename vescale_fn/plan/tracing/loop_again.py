@@ -166,12 +166,29 @@ def captured(results: Leaves, start: int, seen: Iterable[torch.Tensor], own: Lea
     return list(found.values())
 
 
+def distinct(rows: Iterable[Leaves]) -> Leaves:
+    """Each value that autograd follows once: a checkpoint makes a second tensor of a value that it computes again, and with
+    both as inputs a gradient would be counted twice."""
+    with torch_internals.no_torch_function():
+        return list(
+            {(x.grad_fn, x.output_nr) if x.grad_fn is not None else id(x): x for xs in rows for x in xs}.values()
+        )
+
+
 def refuse_others(results: Leaves, start: int, known: Leaves, own: Leaves) -> None:
     """Raise where what was run once more has used something else from outside that autograd follows, whose gradient would be
     lost; or in a body an array, as a local one. `known` is what it used the first time."""
     found, here = captured(results, start, [*known, *own], own), context.body()
     outside = here is not None and any(tensor_types.outside(x, here.auto) for x in known)
     if found is None or outside or any(all(x is not one for one in known) for x in found):
+        raise Unrollable
+
+
+def same_inputs(first: Leaves, again: Leaves) -> None:
+    """Raise where a call that `remat` has recorded again follows other values than it did at first, whose cotangents it would
+    give: in a `shard_map` body a value that had been promoted before the remat is promoted anew in the call."""
+    kinds = [[(x.shape, x.dtype, tensor_types.read(x)) for x in xs] for xs in (first, again)]
+    if kinds[0] != kinds[1]:
         raise Unrollable
 
 

@@ -15,7 +15,7 @@ from ..._core import torch_internals
 from ..._core.local_types import tensor_types
 from ..._core.shard_map import body
 from .frame import Unrollable
-from .loop_again import Leaves
+from .loop_again import Leaves, same_inputs
 from .loop_calls import Iteration, LoopCall
 from .loop_derivative import Derivative
 from .loop_levels import BelowGradient, BelowTransform, Unsettled
@@ -94,6 +94,7 @@ class _Looped(torch.autograd.Function):
             raise Unrollable
         mark, *saved = ctx.saved_tensors
         call = ctx.call.recorder.loops[torch_internals.memory_number(mark)]
+        same_inputs(ctx.call.inputs, call.inputs)
         if torch.is_grad_enabled():  # for the gradient of a gradient
             if call is not ctx.call or not call.repeated.runs_anywhere:
                 raise Unrollable

@@ -23,6 +23,7 @@ from . import leaves as leaves_
 from .ambient import only_recorded
 from .frame import Unrollable
 from .guards import Captured
+from .loop_again import same_inputs
 from .loop_calls import Nodes, rebuilt
 from .recorder import Unrecordable
 from .shared_body import SharedBody, SharedDerivative, Unshareable, signatures
@@ -175,7 +176,7 @@ class _Called(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.recorder = inputs[0].body.recorder
+        ctx.call = inputs[0]
         ctx.save_for_backward(inputs[0].mark)  # under `remat` that is the mark of the call that is recorded again
         ctx.count = len(inputs)
         ctx.set_materialize_grads(False)
@@ -186,6 +187,8 @@ class _Called(torch.autograd.Function):
             return (None,) * ctx.count
         if torch.is_grad_enabled():
             raise Unrollable  # the gradient of a gradient
+        (mark,) = ctx.saved_tensors  # where a body sees it: this may run it once more
+        call = ctx.call.body.recorder.loops[torch_internals.memory_number(mark)]
+        same_inputs(ctx.call.inputs, call.inputs)
         with torch_internals.no_torch_function():
-            call = ctx.recorder.loops[torch_internals.memory_number(*ctx.saved_tensors)]
             return None, *call.cotangents(cotangents)
