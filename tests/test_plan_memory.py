@@ -20,6 +20,7 @@ from vescale_fn.plan.ir import inplace, memory_aliases
 from vescale_fn.plan.ir.liveness import Facts
 from vescale_fn.plan.ir.memory_use import bytes_text, memory
 from vescale_fn.plan.lowered import Lowered
+from vescale_fn.plan.passes.boundary import KeptAcross
 from vescale_fn.plan.passes.donate import donate
 from vescale_fn.plan.passes.memory_order import order
 from vescale_fn.plan.passes.rematerialize import recompute
@@ -484,6 +485,54 @@ def test_what_is_computed_again_may_take_what_is_computed_again():
     assert {"tanh", "cos"} <= {plan.name_of(node) for node in plan.calls(made) if "again" in node.meta}
     assert memory(made).peak < memory(graph).peak
     assert same(run(made, [x]), waiting(x))
+
+
+def overwritten(x):
+    """`y` waits while most is there; what it was made of is another value by then."""
+    a = x * 2
+    y = a.sin()
+    a[1:4] += 1.0
+    z = (x.new_ones(272, 32) @ a.mT).sum()
+    t = (z * y).sum()
+    return (t + (a * t).sum(),)
+
+
+def test_what_was_written_since_is_not_what_a_value_was_made_of():
+    x = torch.randn(64, 32)
+    graph = recorded(overwritten, x)
+    made = recompute(graph, smallest=64 * 32 * 4)
+    assert same(run(made, [x]), overwritten(x))
+    (sin,) = (i for i, node in enumerate(graph.nodes) if plan.name_of(node) == "sin")
+    boundary = KeptAcross(graph, sin + 3)
+    again = {plan.name_of(boundary.memories[m].maker) for m in boundary.repeats}
+    assert "sin" not in again
+
+
+def weights_last(x, *ws):
+    """Norms, the gradients of whose inputs come before those of the weights behind them: what they are given is gone by then."""
+    h, backs = x, []
+    for w in ws:
+        n, mean, rstd = torch.native_layer_norm(h, [32], None, None, 1e-5)
+        backs.append((n, mean, rstd, h, w))
+        h = n @ w
+    g, grads = torch.cat([h, h]).cumsum(0)[:128], []
+    for n, mean, rstd, h, w in reversed(backs):
+        before = torch.ops.aten.native_layer_norm_backward(
+            g @ w.mT, h, [32], mean, rstd, None, None, [True, False, False]
+        )[0]
+        grads.append(n.mT @ g)
+        g = before
+    return grads
+
+
+def test_what_a_norm_is_given_waits_for_it():
+    args = [torch.randn(128, 32), *(torch.randn(32, 32) for _ in range(4))]
+    graph, size = recorded(weights_last, *args), 128 * 32 * 4
+    made = recompute(graph, smallest=size)
+    again = [plan.name_of(node) for node in plan.calls(made) if "again" in node.meta and not plan.viewed(node)]
+    assert again.count("native_layer_norm") > 1, "also of what is no argument"
+    assert memory(made).peak <= memory(graph).peak - size
+    assert same(run(made, args), weights_last(*args))
 
 
 @pytest.mark.parametrize("passes", [[order], [recompute], [reuse], [order, recompute, donate, reuse]])

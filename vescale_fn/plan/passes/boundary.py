@@ -133,6 +133,7 @@ class KeptAcross(Counts):
     def _repeatable(self, maker: fx.Node, collectives: bool) -> bool:
         return (
             not plan.has_effect(maker)
+            and plan.changed(self.graph).isdisjoint(maker.all_input_nodes)
             and KEPT not in maker.meta
             and not isinstance(maker.target, Nested)
             and (collectives or not isinstance(maker.target, Collective))

@@ -155,10 +155,12 @@ def _made(x: fx.Node, there: set[fx.Node], fixed: frozenset[fx.Node]) -> list[fx
     todo = [x]
     while todo:
         node = todo.pop()
+        if node in fixed:  # which may be written after it was read here
+            return []
         if node in there or node in found:
             continue
         own = node.target is operator.getitem or bool(plan.viewed(node))
-        if node.op != "call_function" or node in fixed or not (own or is_cheap(node)):
+        if node.op != "call_function" or not (own or is_cheap(node)):
             return []
         found.add(node)
         todo += node.all_input_nodes

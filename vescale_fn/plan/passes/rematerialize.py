@@ -28,6 +28,7 @@ class _Value:
         bytes: how many they are.
         made: what is computed again for it: itself, and what that takes that is not there any more.
         sources: what that is computed from, which is there.
+        held: those of the sources that wait for it, each with the last use that it has besides.
     """
 
     memory: memory_aliases.Memory
@@ -36,6 +37,16 @@ class _Value:
     bytes: int
     made: frozenset[memory_aliases.Memory]
     sources: frozenset[memory_aliases.Memory]
+    held: tuple[tuple[memory_aliases.Memory, int], ...] = ()
+
+    @property
+    def since(self) -> int:
+        """The last use before its time, or before that of what waits for it."""
+        return min((self.start, *(last for _, last in self.held)))
+
+    def waits(self, at: int) -> int:
+        """The bytes that wait for it at a place in its time, and would not be there."""
+        return sum(memory.bytes for memory, last in self.held if last < at)
 
 
 def recompute(graph: fx.Graph, smallest: int = SMALLEST) -> fx.Graph:
@@ -70,21 +81,46 @@ def _idle(
     """A value in the longest time for which nothing uses it, if it can be computed again at the end of that time."""
     at = uses[memory]
     start, stop = max(zip(at, at[1:]), key=lambda pair: pair[1] - pair[0], default=(0, 0))
+    if stop - start <= 1:
+        return []
     made: set[memory_aliases.Memory] = set()
     sources: set[memory_aliases.Memory] = set()
     todo = [memory]
     while todo:
         one = todo.pop()
-        if one.part < 0 or not is_cheap(one.maker) or one.maker in kept or len(made) == STEPS:
-            return []
+        if len(made) == STEPS or not _can_be_again(one, facts, kept):
+            return _with_held(memory, (start, stop), uses, facts, kept)
         made.add(one)
         for source in facts.read[one.maker]:
             if source.maker.op == "placeholder" or uses[source][-1] >= stop:
                 sources.add(source)
             elif source not in made:
                 todo.append(source)
-    value = _Value(memory, start, stop, facts.bytes[memory], frozenset(made), frozenset(sources))
-    return [value] if stop - start > 1 else []
+    return [_Value(memory, start, stop, facts.bytes[memory], frozenset(made), frozenset(sources))]
+
+
+def _with_held(
+    memory: memory_aliases.Memory,
+    idle: tuple[int, int],
+    uses: dict[memory_aliases.Memory, list[int]],
+    facts: Facts,
+    kept: Any,
+) -> list[_Value]:
+    """The value, if what it is made of is to wait for it: what a norm is given, where the gradient of a weight comes later than
+    that of the norm."""
+    node = memory.maker
+    if not _can_be_again(memory, facts, kept):
+        return []
+    sources = [x for x in facts.read[node] if x.maker.op != "placeholder"]
+    held = tuple((x, uses[x][-1]) for x in sources if uses[x][-1] < idle[1])
+    value = _Value(memory, *idle, facts.bytes[memory], frozenset((memory,)), frozenset(facts.read[node]), held)
+    return [value] if value.waits(idle[1]) < 2 * value.bytes else []
+
+
+def _can_be_again(memory: memory_aliases.Memory, facts: Facts, kept: Any) -> bool:
+    """Whether the call that makes a value is cheap and gives the same again: nothing writes it, or what it is made of."""
+    node = memory.maker
+    return memory.part >= 0 and is_cheap(node) and kept.isdisjoint((node, *(x.maker for x in facts.read[node])))
 
 
 def _chosen(values: list[_Value], live: np.ndarray) -> list[_Value]:
@@ -102,13 +138,14 @@ def _chosen(values: list[_Value], live: np.ndarray) -> list[_Value]:
             and value.memory not in made_of
             and value.memory not in chosen
             and chosen.keys().isdisjoint(value.sources)
+            and (not value.held or (2 * value.waits(peak) < value.bytes and _without(value, live).max() < live[peak]))
         )
         value = next(fits, None)
         if value is None:
             break
         chosen[value.memory] = value
         made_of |= value.sources
-        live[value.start + 1 : value.stop] -= value.bytes
+        live[value.since + 1 : value.stop + 1] = _without(value, live)
     reached = live[peak]
     for value in list(chosen.values()):  # what turned out not to matter stays
         idle = live[value.start + 1 : value.stop]
@@ -116,6 +153,15 @@ def _chosen(values: list[_Value], live: np.ndarray) -> list[_Value]:
             idle += value.bytes
             del chosen[value.memory]
     return list(chosen.values())
+
+
+def _without(value: _Value, live: np.ndarray) -> np.ndarray:
+    """What is alive without a value in its time, and in that of what waits for it, up to when it is computed again."""
+    found = live[value.since + 1 : value.stop + 1].copy()
+    found[value.start - value.since : -1] -= value.bytes
+    for source, last in value.held:
+        found[last - value.since :] += source.bytes
+    return found
 
 
 def _compute_again(
