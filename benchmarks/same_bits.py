@@ -4,15 +4,19 @@ No clock is read. A run is some steps of training with dropout on (but in zigzag
 mesh of 8 ranks under `vfn.deterministic`; its digest is that of the losses, the parameters and the optimiser's state. A cell
 is right where all numbers of processes have one digest. dp, zero1, zero2, fsdp and hsdp have one digest besides.
 ``python -m benchmarks.same_bits`` runs all of it, days on two cores; ``--models``, ``--layouts``, ``--precisions``,
-``--optimizers``, ``--how`` (eager, jit), ``--processes`` and ``--steps`` less of it. ``--without`` is the negative control:
-data parallel on as many processes as ranks, without the mode. tests/test_same_bits.py runs a few steps of a few.
+``--optimizers``, ``--how`` (eager, jit), ``--processes`` and ``--steps`` less of it, and ``--covering`` the fewest cells in
+which each two choices meet that can. What has run is in ``results/same_bits.json``, and is not run again on the same versions
+and processor. ``--without`` is the negative control: data parallel on as many processes as ranks, without the mode.
+tests/test_same_bits.py runs a few steps of a few.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
@@ -23,6 +27,8 @@ from benchmarks.parity import CONFIGS, KEY, has_dropout
 from vescale_fn.recipes import models, parallel
 
 RANKS, BATCH, LENGTH, STEPS = 8, 16, 16, 20
+AT_ONCE = 4  # cells that a start of processes runs
+RESULTS = Path(__file__).parent / "results" / "same_bits.json"
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp": {"dp": 8},
     "zero1": {"dp": 8},
@@ -89,6 +95,16 @@ def train(cell: Cell, steps: int, sizes: dict[str, int] | None = None) -> str:
         return vfn.digest({"params": params, "state": state, "losses": losses})
 
 
+def covering(every: Sequence[Cell]) -> list[Cell]:
+    """A few of the cells in which each two choices meet that do so in any: always the one next that has most new pairs."""
+    pairs = lambda cell: set(itertools.combinations(enumerate(cell), 2))
+    left, found = set().union(*map(pairs, every)), list[Cell]()
+    while left:
+        found.append(max(every, key=lambda cell: len(pairs(cell) & left)))
+        left -= pairs(found[-1])
+    return found
+
+
 def _train_all(cells: Sequence[Cell], steps: int, sizes: dict[str, int] | None = None) -> list[str]:
     return [_or_error(cell, steps, sizes) for cell in cells]
 
@@ -132,22 +148,55 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--how", type=listed, default=["eager", "jit"])
     parser.add_argument("--processes", type=listed, default=["1", "2", "4", "8"])
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--covering", action="store_true", help="as few cells as have each pair of choices")
     parser.add_argument("--without", action="store_true", help="without the mode: dp, zero1, zero2 and fsdp alone")
     return parser.parse_args(argv)
+
+
+class Results:
+    """What has been run so far: the digest, or the error, of each cell on each number of processes, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, here = path, json.loads(json.dumps(vfn.fingerprint()))
+        before = json.loads(path.read_text()) if path.exists() else {}
+        kept = before if before.get("fingerprint") == here else {"fingerprint": here, "runs": []}
+        self.fingerprint, self.runs = here, {tuple(key): said for *key, said in kept["runs"]}
+
+    def add(self, cells: Sequence[Cell], processes: int, steps: int) -> None:
+        """Run what is missing, and note it."""
+        new = [cell for cell in cells if (*cell, steps, processes) not in self.runs]
+        if new:
+            said = digests(new, processes, steps)
+            self.runs.update({(*cell, steps, processes): one for cell, one in zip(new, said, strict=True)})
+            runs = [[*key, said] for key, said in sorted(self.runs.items())]
+            rows = ",\n".join(f"  {json.dumps(row)}" for row in runs)
+            self.path.write_text(f'{{"fingerprint": {json.dumps(self.fingerprint)},\n"runs": [\n{rows}\n]}}\n')
+
+    def differing(self) -> tuple[int, dict[Any, list[str]]]:
+        """How many cells there are of which several runs are known, and those whose digests differ, or that raise."""
+        by_cell: dict[Any, list[str]] = {}
+        for (*cell, _), said in self.runs.items():
+            by_cell.setdefault(tuple(cell), []).append(said)
+        known = {cell: said for cell, said in by_cell.items() if len(said) > 1}
+        wrong = lambda said: len(set(said)) > 1 or " " in said[0]
+        return len(known), {cell: said for cell, said in known.items() if wrong(said)}
 
 
 def main() -> None:
     options = parsed()
     torch.set_num_threads(1)
-    every, run = list(cells(options)), without if options.without else digests
+    every, counts = list(cells(options)), list(map(int, options.processes))
     if options.without:
         every = [cell for cell in every if set(LAYOUTS[cell.layout]) == {"dp"}]
-    found = [run(every, int(n), options.steps) for n in options.processes]
-    for cell, said in zip(every, zip(*found)):
-        different = list(dict.fromkeys(said))
-        print(*cell, "same" if len(different) == 1 else f"{len(different)} DIFFERENT", *(one[:64] for one in different))
-    same = sum(len(set(said)) == 1 for said in zip(*found))
-    print(f"{same} of {len(every)} the same on {', '.join(options.processes)} processes after {options.steps} steps")
+        for cell, said in zip(every, zip(*(without(every, n, options.steps) for n in counts))):
+            print(*cell, f"{len(set(said))} digests on {len(counts)} numbers of processes")
+        return
+    every, results = covering(every) if options.covering else every, Results(RESULTS)
+    for i in range(0, len(every), AT_ONCE):
+        for n in counts:
+            results.add(every[i : i + AT_ONCE], n, options.steps)
+        count, wrong = results.differing()
+        print(f"{count - len(wrong)} of {count} the same", *wrong.items(), sep="\n  ", flush=True)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,6 @@ LONG = {
     "plan/passes/functionalize_writes.py:writes",
     "plan/passes/pointwise_before_views.py:_put_off",
     "plan/tracing/rank_consensus.py:agree",
-    "recipes/train.py:run",
 }
 # Operators of aten's that are named outside of the rules and of plans, all of them.
 OPERATORS = {

@@ -204,18 +204,26 @@ def test_a_digest_at_the_end_and_an_exact_resume(tmp_path, capsys, monkeypatch):
     assert "--exact is about a run that goes on: it needs --resume" in capsys.readouterr().err
 
 
-def played(opt):
-    with vfn.deterministic(virtual=2):
-        return train.run(opt)["digest"]
+def test_a_run_whose_processes_are_lost_has_the_digest_of_one_that_nobody_disturbs(monkeypatch, tmp_path, capfd):
+    argv = "--mesh dp=2 --parallel zero1 --deterministic 2 --steps 4 --evaluate-every 3 --dropout 0.1".split()
+    alone = ran(*argv)
+    out = capfd.readouterr().out
+    assert "zero1 on mesh (dp=2): one process, deterministic, simulated, on cpu\n" in out
+    assert f"\ndigest    {alone['digest']}\n" in out
 
+    def kill():
+        if dist.get_rank() == 1 and not (tmp_path / "killed").exists():
+            (tmp_path / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def test_a_deterministic_run_has_one_digest(gloo, capsys):
-    argv = "--mesh dp=2 --parallel dp --deterministic 2 --steps 2 --dropout 0.1".split()
-    found = ran(*argv)["digest"]
-    out = capsys.readouterr().out
-    assert "dp on mesh (dp=2): one process, deterministic, simulated, on cpu\n" in out
-    assert f"\ndigest    {found}\n" in out
-    assert gloo(2, played, options.parse([*TINY[:-1], *argv])) == [found, found]
+    at_batch(monkeypatch, 4, kill)
+    again = ran(*argv, *"--device cpu --elastic 1 --checkpoints".split(), str(tmp_path / "run"), text=TINY[:-1])
+    assert again["digest"] == alone["digest"]
+    assert again["losses"] == alone["losses"][-len(again["losses"]) :]
+    assert len(again["losses"]) < 3  # of 4 steps: a step is lost at most
+    assert "\nresumed   after step " in capfd.readouterr().out
+    on_one = ran(*argv, "--checkpoints", str(tmp_path / "run"), "--resume")  # a checkpoint like any other
+    assert (on_one["losses"], on_one["digest"]) == ([], alone["digest"])
 
 
 def at_batch(monkeypatch, number, do):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from vescale_fn._core.base.messages import meant
 
+from . import process_options  # mesh: start
+
 PROGRAM = "vescale_fn.recipes.train"
 EXAMPLES = """\
     python -m vescale_fn.recipes.train                                  4 processes, tensor parallel by data parallel
@@ -85,6 +87,7 @@ def read(argv: list[str]) -> argparse.Namespace:
     virtual, ranks = options.deterministic, math.prod(options.mesh.values())  # mesh: start
     if virtual not in (None, ranks):  # mesh: start
         parser.error(f"--deterministic {virtual}: the mesh has {ranks} ranks, and must have as many")  # mesh: start
+    process_options.check(options, parser)  # mesh: start
     options.lr = RATES[options.optimizer] if options.lr is None else options.lr
     return options
 
@@ -117,6 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--simulate", action="store_true", help="play all ranks in this process")  # mesh: start
     same = "the same bits, whatever number of processes plays the N ranks; with their digest"  # mesh: start
     parser.add_argument("--deterministic", type=int, metavar="N", help=same)  # mesh: start
+    process_options.add(parser)  # mesh: start
     parser.add_argument("--optimizer", choices=RATES, default="adamw", help="which optimiser (adamw)")
     rates = ", ".join(f"{name} {rate:g}" for name, rate in RATES.items())
     parser.add_argument("--lr", type=float, metavar="N", help=f"peak learning rate ({rates})")

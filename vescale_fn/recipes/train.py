@@ -30,7 +30,15 @@ import torch.distributed as dist  # mesh
 import vescale_fn as vfn
 from vescale_fn._core.distributed import environment  # mesh: start
 
-from . import data, metrics, optimizers, options, report, sampling
+from . import (
+    data,
+    going_on,  # mesh: start
+    metrics,
+    optimizers,
+    options,
+    report,
+    sampling,
+)
 from .command_line import CHECKED, TRACED
 from .stopping import Stopping
 
@@ -81,30 +89,38 @@ def scale_of(state: Any) -> Any:
     return state.scale if isinstance(state, vfn.precision.ScaledState) else None
 
 
-def training(
+def stepping(
     opt: argparse.Namespace,
-    at: Run,
     loss: Loss,
     text: torch.Tensor,
     place: Callable[[torch.Tensor], Any],
     keys: list[vfn.random.Key],
     specs: Any = None,
-) -> Iterator[tuple[Run, float]]:
-    """Train from `at` on, where its parameters lie and `place` puts batches; after each step, the run and the loss."""
+) -> Callable[[Run], tuple[Run, float]]:
+    """One step of training: from a run, where its parameters lie and `place` puts batches, to the next, and the loss."""
     add, step = make_step(loss, optimizers.of(opt), specs, opt.accumulate)
     add, step = vfn.jit(add, donate_argnums=3), vfn.jit(step, donate_argnums=(0, 1, 4))
     batch_key, dropout_key = keys
-    for i in range(at.done, opt.steps):
-        windows = data.random_batch(vfn.random.fold_in(batch_key, i), text, opt.batch, opt.context)
+
+    def taken(at: Run) -> tuple[Run, float]:
+        windows = data.random_batch(vfn.random.fold_in(batch_key, at.done), text, opt.batch, opt.context)
         *parts, last = (place(part) for part in windows.chunk(opt.accumulate))
-        *part_keys, key = vfn.random.split(vfn.random.fold_in(dropout_key, i), opt.accumulate)
-        with torch.profiler.record_function(f"step {i + 1}"):
+        *part_keys, key = vfn.random.split(vfn.random.fold_in(dropout_key, at.done), opt.accumulate)
+        with torch.profiler.record_function(f"step {at.done + 1}"):
             earlier = None
             for part, part_key in zip(parts, part_keys):
                 earlier = add(at.params, part, part_key, earlier, scale_of(at.state))
             params, state, value = step(at.params, at.state, last, key, earlier)
-        at = at._replace(done=i + 1, params=params, state=state)
-        yield at, value.item()
+        return at._replace(done=at.done + 1, params=params, state=state), value.item()
+
+    return taken
+
+
+def training(opt: argparse.Namespace, at: Run, step: Callable[[Run], tuple[Run, float]]) -> Iterator[tuple[Run, float]]:
+    """Train from `at` on; after each step, the run and the loss."""
+    while at.done < opt.steps:
+        at, value = step(at)
+        yield at, value
 
 
 def traced(steps: Iterator[tuple[Run, float]], path: str | None) -> Iterator[tuple[Run, float]]:
@@ -124,57 +140,114 @@ def evaluate(loss: Loss, params: Any, batches: Sequence[torch.Tensor]) -> float:
         return sum(loss(params, batch).item() for batch in batches) / len(batches)
 
 
+class TrainingJob:
+    """A run on this rank, of which the first rank tells.
+
+    Attributes:
+        begin: makes the run as it begins.
+        step: takes a step, as `stepping` says.
+    """
+
+    def __init__(self, opt: argparse.Namespace) -> None:
+        self.opt, self.began, self.first, ranks, specs = opt, time.perf_counter(), True, 1, None
+        mesh = vfn.make_mesh(tuple(opt.mesh.values()), tuple(opt.mesh), device=opt.device)  # mesh
+        self.first = not dist.is_initialized() or dist.get_rank() == 0  # mesh
+        ranks = mesh.size() // len(mesh.played_ranks)  # mesh
+        model, config, self.precision = options.MODELS[opt.model], opt.config, opt.precision
+        loss = self.precision.apply(lambda params, batch, key=None: model.loss(params, batch, config, key))
+        place: Callable[[Any], Any] = lambda batch: batch.to(opt.device)
+
+        def initial(key: vfn.random.Key) -> Any:
+            with torch.device(opt.device):
+                return model.init(key, config, self.precision.params)
+
+        init_key, *train_keys, self.sample_key = vfn.random.split(vfn.random.key(opt.seed), 4)
+        files = data.find_files(opt.data)
+        text, held_out = data.read_text(files, smallest=opt.context + 1)
+        tests = data.even_batches(held_out, max(1, HELD_OUT_WINDOWS // opt.batch), opt.batch, opt.context)
+        self.bigram = data.bigram_loss(text, tests)
+        shapes = vfn.eval_shape(initial, init_key)
+        self.work = metrics.flops(loss, shapes, tests[0]) / ranks
+        self.say(*headline(opt, files, text, held_out, shapes, self.bigram))
+
+        optimizer = optimizers.of(opt)
+        begin, self.expected = lambda params: Run(0, params, optimizer.init(params), opt.setup), []
+        if opt.check and self.first:
+            alone = training(opt, begin(initial(init_key)), stepping(opt, loss, text, place, train_keys))
+            self.expected = [value for _, value in itertools.islice(alone, CHECKED)]
+            del alone  # its parameters are whole
+
+        make = functools.partial(vfn.init, initial)
+        config = dataclasses.replace(config, layout=opt.layout)  # mesh
+        specs = opt.layout.specs(shapes, model.NAMES, mesh)  # mesh
+        make = functools.partial(make, spec=specs.params, mesh=mesh)  # mesh
+        begin = lambda params: Run(0, params, specs.init(optimizer, params), opt.setup)  # mesh
+        place = lambda batch: vfn.shard(batch.to(opt.device), mesh, opt.layout.spec("batch"))  # mesh
+        self.begin: Callable[[], Run] = lambda: begin(make(init_key))
+        self.tests, self.agrees = [place(batch) for batch in tests], True
+        self.step = stepping(opt, loss, text, place, train_keys, specs)
+        self.score = vfn.jit(loss)
+
+    def say(self, *lines: str) -> None:
+        if self.first:
+            print(*lines, sep="\n", flush=True)
+
+    def journal(self, done: int) -> report.Journal:
+        """What is written of the steps from here on."""
+        return report.Journal(self.opt, done, self.work, self.first)
+
+    def after(self, journal: report.Journal, at: Run, value: float) -> None:
+        """Tell of a step."""
+        journal.step(at.done, value)
+        if at.done == len(self.expected):
+            self.agrees, table = report.side_by_side(self.expected, journal.losses, ALLOWED[self.precision.compute])
+            self.say("\n" * journal.progress.redraws + table)
+        if at.done % self.opt.evaluate_every == 0 or at.done == self.opt.steps:
+            self.evaluated(journal, at)
+
+    def evaluated(self, journal: report.Journal, at: Run) -> None:
+        """Tell how good the parameters are."""
+        journal.held_out(at.done, evaluate(self.score, at.params, self.tests))
+
+    def ended(self, journal: report.Journal, at: Run, complete: bool = True) -> dict[str, Any]:
+        """Tell what has come of it all."""
+        opt, digest = self.opt, None
+        asked = opt.digest
+        asked = asked or opt.deterministic  # mesh: start
+        if asked:
+            digest = vfn.digest({"params": at.params, "state": at.state})
+            self.say(f"digest    {digest}")
+        if complete:
+            sample = write_sample(opt, at.params, self.precision, self.sample_key, self.first) if opt.sample else None
+            self.say(*report.ending(journal.evaluated, self.bigram, sample, time.perf_counter() - self.began))
+            if opt.save_plot and self.first:
+                report.save_plot(opt.save_plot, journal.losses, journal.evaluated, self.bigram)
+                self.say(f"plot      {opt.save_plot}")
+        return {
+            "losses": journal.losses,
+            "held_out": journal.evaluated,
+            "agrees": self.agrees,
+            "done": at.done,
+            "digest": digest,
+            "interrupted": False,
+        }
+
+
+def checkpoints(opt: argparse.Namespace) -> vfn.checkpoint.Manager | None:
+    """Those that are asked for."""
+    return vfn.checkpoint.Manager(opt.checkpoints, keep=opt.keep, background=True) if opt.checkpoints else None
+
+
 def run(opt: argparse.Namespace) -> dict[str, Any]:
-    """The whole job, the same on every rank; the first rank talks."""
-    began, first, ranks, specs = time.perf_counter(), True, 1, None
-    mesh = vfn.make_mesh(tuple(opt.mesh.values()), tuple(opt.mesh), device=opt.device)  # mesh
-    first = not dist.is_initialized() or dist.get_rank() == 0  # mesh
-    ranks = mesh.size() // len(mesh.played_ranks)  # mesh
-    say = lambda *lines: print(*lines, sep="\n", flush=True) if first else None
-    model, config, precision = options.MODELS[opt.model], opt.config, opt.precision
-    loss = precision.apply(lambda params, batch, key=None: model.loss(params, batch, config, key))
-    place: Callable[[Any], Any] = lambda batch: batch.to(opt.device)
-
-    def initial(key: vfn.random.Key) -> Any:
-        with torch.device(opt.device):
-            return model.init(key, config, precision.params)
-
-    init_key, *train_keys, sample_key = vfn.random.split(vfn.random.key(opt.seed), 4)
-    files = data.find_files(opt.data)
-    text, held_out = data.read_text(files, smallest=opt.context + 1)
-    tests = data.even_batches(held_out, max(1, HELD_OUT_WINDOWS // opt.batch), opt.batch, opt.context)
-    bigram = data.bigram_loss(text, tests)
-    shapes = vfn.eval_shape(initial, init_key)
-    work = metrics.flops(loss, shapes, tests[0]) / ranks
-    say(*headline(opt, files, text, held_out, shapes, bigram))
-
-    optimizer = optimizers.of(opt)
-    begin, expected = lambda params: Run(0, params, optimizer.init(params), opt.setup), []
-    if opt.check and first:
-        alone = training(opt, begin(initial(init_key)), loss, text, place, train_keys)
-        expected = [value for _, value in itertools.islice(alone, CHECKED)]
-        del alone  # its parameters are whole
-
-    make = functools.partial(vfn.init, initial)
-    config = dataclasses.replace(config, layout=opt.layout)  # mesh
-    specs = opt.layout.specs(shapes, model.NAMES, mesh)  # mesh
-    make = functools.partial(make, spec=specs.params, mesh=mesh)  # mesh
-    begin = lambda params: Run(0, params, specs.init(optimizer, params), opt.setup)  # mesh
-    place = lambda batch: vfn.shard(batch.to(opt.device), mesh, opt.layout.spec("batch"))  # mesh
-    at, tests, stop = begin(make(init_key)), [place(batch) for batch in tests], False
-    saved = vfn.checkpoint.Manager(opt.checkpoints, keep=opt.keep, background=True) if opt.checkpoints else None
+    """The whole job, the same on every rank."""
+    job, saved, stop = TrainingJob(opt), checkpoints(opt), False
+    at = job.begin()
     if saved:
-        at = restored(opt, saved, at, say)
-    journal, agrees, score = report.Journal(opt, at.done, work, first), True, vfn.jit(loss)
-    steps = () if opt.evaluate else traced(training(opt, at, loss, text, place, train_keys, specs), opt.profile)
-    with Stopping() as stopping, journal:
+        at = restored(opt, saved, at, job.say)
+    steps = () if opt.evaluate else traced(training(opt, at, job.step), opt.profile)
+    with Stopping() as stopping, job.journal(at.done) as journal:
         for at, value in steps:
-            journal.step(at.done, value)
-            if at.done == len(expected):
-                agrees, table = report.side_by_side(expected, journal.losses, ALLOWED[precision.compute])
-                say("\n" * journal.progress.redraws + table)
-            if at.done % opt.evaluate_every == 0 or at.done == opt.steps:
-                journal.held_out(at.done, evaluate(score, at.params, tests))
+            job.after(journal, at, value)
             stop = at.done < opt.steps and stopping.now(opt.device)
             if saved and (at.done % opt.save_every == 0 or at.done == opt.steps or stop):
                 saved.save(at.done, at)
@@ -182,30 +255,14 @@ def run(opt: argparse.Namespace) -> dict[str, Any]:
                 break
             journal.ready()
         if not journal.losses:  # nothing was left to do, or to be done
-            journal.held_out(at.done, evaluate(score, at.params, tests))
+            job.evaluated(journal, at)
     if saved:
         saved.wait()
-    asked = opt.digest
-    asked = asked or opt.deterministic  # mesh: start
-    digest = vfn.digest({"params": at.params, "state": at.state}) if asked else None
-    if asked:
-        say(f"digest    {digest}")
+    found = job.ended(journal, at, not stop)
     if stop:
-        say(f"stopped   after step {at.done}" + (f", saved in {saved.folder}: --resume" if saved else ""))
-    else:
-        sample = write_sample(opt, at.params, precision, sample_key, first) if opt.sample else None
-        say(*report.ending(journal.evaluated, bigram, sample, time.perf_counter() - began))
-        if opt.save_plot and first:
-            report.save_plot(opt.save_plot, journal.losses, journal.evaluated, bigram)
-            say(f"plot      {opt.save_plot}")
-    return {
-        "losses": journal.losses,
-        "held_out": journal.evaluated,
-        "agrees": agrees,
-        "done": at.done,
-        "digest": digest,
-        "interrupted": stopping.told == signal.SIGINT,
-    }
+        where = f", saved in {saved.folder}: --resume" if saved else ""
+        job.say(f"stopped   after step {at.done}{where}")
+    return found | {"interrupted": stopping.told == signal.SIGINT}
 
 
 def restored(opt: argparse.Namespace, saved: vfn.checkpoint.Manager, at: Run, say: Callable[..., None]) -> Run:
@@ -230,15 +287,17 @@ def write_sample(opt: argparse.Namespace, params: Any, precision: Any, key: vfn.
         return PROMPT + sampling.generate(scores, PROMPT, opt.sample, opt.context, key)
 
 
-def on_ranks(opt: argparse.Namespace) -> dict[str, Any]:  # mesh: start
-    """Run on every rank: simulated ones, those that somebody else has started, or processes started here."""  # mesh: start
+def on_ranks(opt: argparse.Namespace, **how: Any) -> dict[str, Any]:  # mesh: start
+    """Run on every rank: simulated ones, those that somebody else has started, or those started here, `how`."""  # mesh: start
     ranks = math.prod(opt.mesh.values())  # mesh: start
     same = vfn.deterministic(virtual=ranks) if opt.deterministic else contextlib.nullcontext()  # mesh: start
     simulated = vfn.simulate(ranks) if opt.simulate else contextlib.nullcontext()  # mesh: start
     with same, simulated:  # mesh: start
+        job = run if opt.elastic is None else functools.partial(going_on.run, TrainingJob, checkpoints)  # mesh: start
         if opt.simulate or ranks == 1 or environment.world():  # mesh: start
-            return run(opt)  # mesh: start
-        return vfn.launch(run, ranks, opt, device=opt.device)[0]  # mesh: start
+            return job(opt)  # mesh: start
+        how.update({} if opt.elastic is None else {"restarts": opt.elastic})  # mesh: start
+        return vfn.launch(job, opt.processes or ranks, opt, device=opt.device, **how)[0]  # mesh: start
 
 
 def headline(
