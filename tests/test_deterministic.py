@@ -229,13 +229,15 @@ def test_adafactor_has_the_same_bits_in_all_layouts_of_data() -> None:
 
 def _recorded(length):
     """What a function gives that is recorded, its plan's collectives, and what that is of; how often it is run for that."""
-    mesh, runs = vfn.make_mesh((2, 2), ("dp", "tp")), 0
+    mesh, runs, key = vfn.make_mesh((2, 2), ("dp", "tp")), 0, vfn.random.key(0)
+    plain = torch.ones(2)
 
     @vfn.jit
     def f(x, w):
         nonlocal runs
         runs += 1
-        return torch.tanh(x).square().sum(), (x * w).sum(), vfn.with_sharding(x * 2, P())
+        x = vfn.random.dropout(vfn.random.fold_in(key, 1), x, 0.5)  # by a table of each rank's own
+        return torch.tanh(x).square().sum(), (x * w * plain).sum(), vfn.with_sharding(x * 2, P())
 
     x, w = (vfn.shard(values(length, (2,), torch.float32), mesh, P(axes)) for axes in (("dp", "tp"), ()))
     with warnings.catch_warnings(action="error"):

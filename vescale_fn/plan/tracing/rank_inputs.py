@@ -40,8 +40,7 @@ def brought(recorded: Recorded, leaves: Sequence[Any], names: Sequence[str], mes
         count = 1 if leaves_.is_number(leaf) else len(leaves_.plain_of(leaf))
         places += [(name, leaf)] * count
     places += [(f"tensor {i} that it closes over, {text(x)},", x) for i, x in enumerate(recorded.constants)]
-    inputs = [node for node in recorded.graph.nodes if node.op == "placeholder"]
-    for node, (name, x) in zip(inputs, places):
+    for node, (name, x) in zip(recorded.inputs, places):
         if (
             node in needed
             and isinstance(x, torch.Tensor)
