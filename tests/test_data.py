@@ -147,11 +147,17 @@ class Columns:
         return [{name: column[i] for name, column in batch.items()} for i in range(len(indices))]
 
 
+class NoisyColumns(Columns):
+    def __getitems__(self, indices):
+        noise = np.random.rand(len(indices))
+        return [{**row, "x": row["x"] + x} for row, x in zip(super().__getitems__(indices), noise)]
+
+
 SPEC = {"x": P("dp", "cp"), "y": P("dp")}
 MESHES = [((4, 1), "dp cp"), ((2, 2), "dp cp"), ((2, 3), "dp cp"), ((1, 2), "dp cp"), ((3, 1), "dp cp")]
 
 
-@pytest.mark.parametrize("make", [Augmented, Columns])
+@pytest.mark.parametrize("make", [Augmented, Columns, NoisyColumns])
 @pytest.mark.parametrize(("sizes", "names"), MESHES)
 @pytest.mark.parametrize("last", ["rollover", "keep"])
 def test_a_mesh_has_the_batches_of_one_device(make, sizes, names, last) -> None:

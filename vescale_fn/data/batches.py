@@ -59,7 +59,7 @@ def batches(
 
     Args:
         dataset: map-style: `torch.utils.data.Dataset`, `datasets.Dataset`, a list, anything with ``dataset[i]`` and ``len``.
-            Where it has ``__getitems__``, a rank's rows are read by one call; what it draws follows from the first.
+            Where it has ``__getitems__``, a rank's rows are read by one call, or each by its own if that draws.
         size: how many samples a batch has, on all ranks together.
         key: one key: of the permutation, `index_shuffle` by ``vfn.random.fold_in(key, epoch)``, and of what is drawn.
         mesh: on which batches lie; all its ranks make the same calls. By default the current mesh; without one batches

@@ -75,6 +75,7 @@ class RowReader(Dataset[Any]):
         row_sets: Mapping[int, Sequence[Sequence[int]]],
     ) -> None:
         self.dataset, self.order, self.collate, self.row_sets = dataset, order, collate, row_sets
+        self._draws = False  # whether reading several rows by one call has drawn
 
     def __getitem__(self, step: int) -> list[Any]:
         return self.read(step, self.row_sets[self.order.rows(step)])
@@ -86,16 +87,23 @@ class RowReader(Dataset[Any]):
 
     def _collated(self, samples: Sequence[Sample]) -> Any:
         seeds = [seed(of_epoch(self.order.key, epoch), index) for epoch, index in samples]
-        if getattr(self.dataset, "__getitems__", None):
-            _seed(seeds[0])
-            found = self.dataset.__getitems__([index for _, index in samples])
-        else:
+        found = self._together([index for _, index in samples])
+        if found is None:
             found = []
             for (_, index), number in zip(samples, seeds):
                 _seed(number)
-                found.append(self.dataset[index])
+                found += self.dataset.__getitems__([index]) if self._draws else [self.dataset[index]]
         _seed(seeds[0] ^ 1)
         return self.collate(found)
+
+    def _together(self, indices: list[int]) -> list[Any] | None:
+        """The samples by one call; None where a data set has none for that, or draws there, which no other rows must change."""
+        if self._draws or not getattr(self.dataset, "__getitems__", None):
+            return None
+        before = _drawn()
+        found = self.dataset.__getitems__(indices)
+        self._draws = _drawn() != before
+        return None if self._draws else found
 
 
 def _seed(number: int) -> None:
@@ -103,6 +111,12 @@ def _seed(number: int) -> None:
     torch.default_generator.manual_seed(number)
     np.random.seed(number & MASK)
     random.seed(number)
+
+
+def _drawn() -> Any:
+    """How far the generators are."""
+    _, key, *rest = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), key.tobytes(), rest, random.getstate()  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager
