@@ -1,5 +1,7 @@
 """An optimiser's update of many leaves is one call of a plan: the same bits, in place, whatever else uses the leaves."""
 
+import functools
+
 import pytest
 import torch
 
@@ -164,11 +166,21 @@ def test_it_is_a_few_calls_where_it_would_need_the_most(monkeypatch):
 
 
 def test_lists_of_leaves_are_taken_in_runs_where_calls_would_be():
-    params = {str(i): torch.randn(120, 120, generator=torch.Generator().manual_seed(i)) for i in range(16)}
+    params = {str(i): torch.randn(60, 60, generator=torch.Generator().manual_seed(i)) for i in range(16)}
     f = as_eagerly(updated, params, ADAMW.init(params), grads_of(params))
     (plan,) = f._plans.values()
     assert [target.runs for _, target in mapped(plan.code.graph)] == [((0, 8), (8, 16)), ()]
     assert [target.rows for _, target in mapped(plan.graph)] == [8, 8, 16]
+
+
+def test_lists_of_leaves_are_taken_in_runs_that_stay_in_the_cache():
+    short = functools.partial(mapped_in_parts.in_parts, cached=100)
+    passes = [short if one is mapped_in_parts.in_parts else one for one in vfn.plan.PASSES]
+    for params in (leaves(), {f"e{i}": torch.zeros(0, 2) for i in range(3)}):
+        f = as_eagerly(updated, params, ADAMW.init(params), grads_of(params), passes=passes)
+        (plan,) = f._plans.values()
+        runs = {target.runs for _, target in mapped(plan.code.graph)}
+        assert runs == {()} if "e0" in params else len(max(runs)) > 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

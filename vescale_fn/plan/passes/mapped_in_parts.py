@@ -1,4 +1,5 @@
-"""A formula that is mapped over many leaves, in a few calls, where what all leaves need at once would be the most of a plan."""
+"""A formula that is mapped over many leaves, in a few calls: where what all leaves need at once would be the most of a plan, or
+would not stay in the processor's cache from one step of the formula to the next."""
 
 from __future__ import annotations
 
@@ -16,10 +17,15 @@ from ..ir.memory_use import memory
 
 MOST = 4  # calls for one: each costs as much as that for all leaves costs besides the leaves
 LEAST = 1 << 16  # bytes that are worth a call
+CACHED = 1 << 19  # bytes of each list that are taken at once on a CPU: a few such lists are in its cache
 
 
-def in_parts(graph: fx.Graph) -> fx.Graph:
-    """The graph in which such a call is several, so that it needs no more than the rest of the plan, if that needs anything."""
+def in_parts(graph: fx.Graph, cached: int = CACHED) -> fx.Graph:
+    """The graph in which such a call is several, so that it needs no more than the rest of the plan, if that needs anything.
+
+    Args:
+        cached: how many bytes of each list are taken at once.
+    """
     if not any(True for _ in mapped(graph)):
         return graph
     graph = copied(graph)
@@ -27,15 +33,18 @@ def in_parts(graph: fx.Graph) -> fx.Graph:
     rest = max((n for node, n in needs.items() if not isinstance(node.target, Mapped)), default=0)
     for node, target in mapped(graph):
         before = needs.get(node.prev, rest)
-        own, room = needs[node] - before, rest - before
-        if (target.rows > 1 or target.on_leaves) and own > LEAST and 0 < room < own:
-            column = target.lists(node)[0]
-            vals = column[0].meta[LEAVES] if target.on_leaves else list(map(value, column))
-            parts = _parts([x.nbytes for x in vals], min(MOST, math.ceil(own / room)))
-            if target.on_leaves:
-                node.target = replace(target, runs=tuple((rows[0], rows[-1] + 1) for rows in parts))
-            else:
-                split(node, parts)
+        own, room, many = needs[node] - before, rest - before, 1
+        if own > LEAST and 0 < room < own:
+            many = min(MOST, math.ceil(own / room))
+        if target.on_leaves:
+            leaves = target.lists(node)[0][0].meta[LEAVES]
+            if leaves[0].device.type == "cpu":
+                many = max(many, math.ceil(sum(x.nbytes for x in leaves) / cached))
+            if many > 1:
+                runs = _parts([x.nbytes for x in leaves], many)
+                node.target = replace(target, runs=tuple((run[0], run[-1] + 1) for run in runs))
+        elif many > 1:
+            split(node, _parts([value(x).nbytes for x in target.lists(node)[0]], many))
     return graph
 
 
