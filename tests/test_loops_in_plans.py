@@ -204,15 +204,48 @@ def sum_over_ranks(w, c, xs):
     return out + (now**2).sum()
 
 
+def mapped_pullbacks(mesh):
+    """Of a loop and a choice over arrays with uneven shards, and of both in a body that communicates."""
+    x, cts = XS[:5, :3], torch.stack([XS[:5, :3].cos(), XS[:5, :3].sin()])
+    w, spec = W[:3, :3], P("i")
+    step = lambda c, w, total: torch.tanh(c @ w) * total(c.sum()) + c
+    rounds = lambda f, x: vfn.cond(XS[1, 1] > 0, f, torch.cos, vfn.scan(lambda c, _: (f(c), c), x, None, length=3)[0])
+    f = lambda w, x, kept=vfn.with_sharding: rounds(lambda c: kept(step(c, w, lambda s: 1), spec), x)
+    entries = lambda f: lambda w, x, cts: vfn.vmap(vfn.vjp(f, w, x)[1])(cts)
+    wanted = entries(lambda w, x: f(w, x, lambda x, _: x))(w, x, cts)
+    given = [vfn.shard(leaf, mesh, one) for leaf, one in ((w, P()), (x, spec), (cts, P(None, "i")))]
+    jitted = vfn.jit(entries(f))
+    assert_close(vfn.unshard(jitted(*given)), wanted, rtol=1e-12, atol=1e-12)
+    assert rolled(jitted) == 2
+
+    total = lambda s: vfn.psum(s, "i")
+    local = lambda w, x: total((rounds(lambda c: step(c, w, total), x) ** 2).sum())
+    within = vfn.shard_map(entries(local), mesh=mesh, in_specs=(P(), spec, P()), out_specs=(P(), P(None, "i")))
+    given = given[0], vfn.shard(XS[:4, :3], mesh, spec), XS[0]
+    jitted = vfn.jit(within)
+    assert_close(vfn.unshard(jitted(*given)), vfn.unshard(within(*given)), rtol=1e-12, atol=1e-12)
+    assert rolled(jitted) == 2
+
+
 def test_a_pullback_that_is_mapped() -> None:
     f = lambda x: vfn.scan(lambda c, y: (torch.tanh(c * y + x), c * x), x, XS)[0]
-
-    def jacobian(x):
-        back = vfn.vjp(f, x)[1]
-        return vfn.vmap(lambda ct: back(ct)[0])(torch.eye(4, dtype=F))
-
-    assert_close(vfn.jit(jacobian)(XS[0]), torch.func.jacfwd(f)(XS[0]))
     assert_close(vfn.jit(torch.func.jacrev(f))(XS[0]), torch.func.jacfwd(f)(XS[0]))
+    shared = lambda x: vfn.plan.shared(lambda c: torch.tanh(c * x))(x)
+    rows = lambda x: vfn.vmap(vfn.vjp(shared, x)[1])(torch.eye(4, dtype=F))
+    assert_close(vfn.jit(rows)(XS[0]), rows(XS[0]))
+    with vfn.simulate(2):
+        mapped_pullbacks(vfn.make_mesh((2,), ("i",)))
+
+
+def test_a_pullback_in_forward_mode_runs_as_written() -> None:
+    """What a `jvp` has wrapped autograd's own backward pass does not follow into calls of a plan."""
+
+    def tangent(x, ct):
+        back = vfn.vjp(lambda x: vfn.cond(x[0] > 0, torch.sin, torch.cos, x), x)[1]
+        return vfn.jvp(lambda ct: back(ct)[0] * ct, (ct,), (ct.cos(),))
+
+    with pytest.warns(UserWarning, match="runs as written"):
+        assert_close(vfn.jit(tangent)(XS[0], XS[1]), tangent(XS[0], XS[1]))
 
 
 def test_shapes_of_a_loop_are_those_of_one_iteration() -> None:
@@ -525,6 +558,7 @@ def on_gloo_ranks() -> list[str]:
         assert_close(found, [vfn.grad(lambda w: total(by_hand(w, XS[0], XS)))(W)] * 2)
         if rolled(jitted) != 2 or len(log) < 4 * len(XS):
             wrong.append(f"the body with check_vma={check} is unrolled")
+    mapped_pullbacks(mesh)
 
     each = lambda n: vfn.while_loop(lambda c: c[0] < n[0], lambda c: (c[0] + 1, c[1] * 2), (0, 1))[1][None]
     ends = vfn.shard_map(each, mesh=mesh, in_specs=P("i"), out_specs=P("i"))(

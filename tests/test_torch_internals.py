@@ -578,6 +578,10 @@ CASES = {
     "norms": lambda: [x.item() for x in door.norms([torch.tensor([3.0, 4.0])], torch.float64)] == [5],
     "not_compiled": lambda: door.not_compiled(lambda: 3)() == 3,
     "on_lists": lambda: door.on_lists("sin") is not None and door.on_lists("nothing") is None,
+    "only_mapping": lambda: (
+        seen_from_vmap(lambda _: door.only_mapping())
+        and torch.func.grad(lambda x: x * door.only_mapping())(torch.tensor(1.0)) == 0
+    ),
     "operator_name": lambda: door.operator_name(aten.add_.Tensor) == "aten::add_",
     "out_of_place": lambda: door.out_of_place(aten.add_.Tensor) is aten.add.Tensor,
     "overload_name": lambda: door.overload_name(aten.add_.Tensor) == "aten::add_.Tensor",

@@ -48,6 +48,13 @@ def is_mapped(x: torch.Tensor) -> bool:
 
 
 transforming = torch._C._are_functorch_transforms_active  # whether `torch.func.grad`, `vmap`, ... is active
+
+
+def only_mapping() -> bool:
+    """Whether the transforms that are active are `vmap` alone."""
+    return all(one.key().name == "Vmap" for one in _functorch.get_interpreter_stack() or ())
+
+
 _functorch_depth = _functorch.get_dynamic_layer_stack_depth
 
 

@@ -83,10 +83,10 @@ def _within(recorder: Any, branches: list[Branch], i: int | None) -> contextlib.
 
 def _differentiable(call: BranchCall, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Record the derivative of a choice as a choice, and give the cotangents of its inputs, which autograd follows."""
-    if not call.again.can_run:
-        raise Unrollable
+    if not call.again.can_run or (torch_internals.transforming() and type(call.chosen) is not Choice):
+        raise Unrollable  # its branches run under transforms, which those that are active now would be taken for
     with call.again.around:
-        found = _recorded(call.recorder, call.index, call.again.derivative(cotangents))
+        found = _under_transforms(call.recorder, call.index, call.again.derivative(cotangents))
     if found is None:
         raise Unrollable
     return found[1]

@@ -42,8 +42,9 @@ class _Called(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         if all(ct is None for ct in cotangents):  # also where a loop that uses its results ends a backward pass
             return (None,) * ctx.count
-        further = torch.is_grad_enabled()  # for the gradient of a gradient
-        if torch_internals.transforming() or (further and ctx.again is None):
+        mapped = torch_internals.transforming()
+        further = mapped or torch.is_grad_enabled()  # for entries, and the gradient of a gradient
+        if (mapped and not torch_internals.only_mapping()) or (further and ctx.again is None):
             raise Unrollable
         call = ctx.call.recorder.loops[torch_internals.memory_number(*ctx.saved_tensors)]
         same_inputs(ctx.call.inputs, call.inputs)

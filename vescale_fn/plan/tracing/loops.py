@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..._core import torch_internals
+from ..._core.control_flow.scan import Repeated
 from ..._core.local_types import tensor_types
 from ..._core.shard_map import body
 from .frame import Unrollable
@@ -90,13 +91,19 @@ class _Looped(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         if all(ct is None for ct in cotangents):  # also where a loop that uses its results ends a backward pass
             return None, *(None for _ in ctx.call.inputs)
-        if torch_internals.transforming():
+        mapped = torch_internals.transforming()
+        if mapped and not torch_internals.only_mapping():
             raise Unrollable
         mark, *saved = ctx.saved_tensors
         call = ctx.call.recorder.loops[torch_internals.memory_number(mark)]
         same_inputs(ctx.call.inputs, call.inputs)
-        if torch.is_grad_enabled():  # for the gradient of a gradient
-            if call is not ctx.call or not call.repeated.runs_anywhere:
+        if mapped or torch.is_grad_enabled():  # for entries, and the gradient of a gradient
+            # under `remat`; or its own body runs under transforms, which those that are active now would be taken for
+            if (
+                call is not ctx.call
+                or not call.repeated.runs_anywhere
+                or (mapped and type(call.repeated) is not Repeated)
+            ):
                 raise Unrollable
             count = len(call.moved_xs)
             return None, *call.differentiable(cotangents, saved[:count], saved[count:])

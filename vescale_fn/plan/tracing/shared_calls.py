@@ -185,8 +185,8 @@ class _Called(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         if all(ct is None for ct in cotangents):
             return (None,) * ctx.count
-        if torch.is_grad_enabled():
-            raise Unrollable  # the gradient of a gradient
+        if torch.is_grad_enabled() or torch_internals.transforming():
+            raise Unrollable  # the gradient of a gradient, or a pullback under another transform
         (mark,) = ctx.saved_tensors  # where a body sees it: this may run it once more
         call = ctx.call.body.recorder.loops[torch_internals.memory_number(mark)]
         same_inputs(ctx.call.inputs, call.inputs)
