@@ -12,7 +12,7 @@ from vescale_fn import P
 from vescale_fn._core.base import tree
 from vescale_fn.plan import plan
 from vescale_fn.plan.ir import rank_runs
-from vescale_fn.plan.ir.graph import copied
+from vescale_fn.plan.ir.graph import copied, name_of
 from vescale_fn.plan.ir.per_rank import PerRank, RanksDiffer, of_rank
 from vescale_fn.plan.ir.ranks_as_one import folded
 from vescale_fn.plan.tracing import recorder
@@ -293,7 +293,6 @@ def plan_of(jitted):
 
 
 def test_code_is_as_long_however_many_ranks_there_are():
-    """And a rank makes few calls before the next one makes them."""
     lines = set()
     for n in (2, 6):
         with vfn.simulate(n):
@@ -302,8 +301,26 @@ def test_code_is_as_long_however_many_ranks_there_are():
                 jitted = vfn.jit(updated)
                 jitted(*given(mesh, P())[1])
                 lines.add(plan_of(jitted).code.source.count("\n"))
-                assert max(map(len, rank_runs.runs(plan_of(jitted)._improved))) == rank_runs.LONGEST
     assert len(lines) == 1
+
+
+def test_ranks_take_turns_every_few_calls():
+    """There where one value is alive, and not two; of large values each makes all calls at once."""
+
+    def f(x):
+        for _ in range(16):
+            x = torch.cat([x.sin(), x.exp()]).sum(0, keepdim=True).expand(4, -1).clone()
+        return x
+
+    with vfn.simulate(2):
+        jitted, x = vfn.jit(f), vfn.shard(torch.zeros(4, 6), vfn.make_mesh(2, "dp"), P(None, "dp"))
+        jitted(x)
+        found = rank_runs.runs(plan_of(jitted)._improved)
+        assert {name_of(run[-1]) for run in found[:-1]} == {"sum"}
+        assert len(found) > 1
+        assert all(rank_runs.SHORTEST <= len(run) <= rank_runs.LONGEST for run in found)
+        with mock.patch.object(rank_runs, "CACHE", 0):
+            assert len(rank_runs.runs(plan_of(jitted)._improved)) == 1
 
 
 def written_over(w, x):

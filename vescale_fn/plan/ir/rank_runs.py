@@ -5,8 +5,9 @@ Between two collectives one rank's calls come after the other's; what ranks hold
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -15,10 +16,11 @@ from ..._core.distributed.collectives import TABLE, Collective
 from ..._core.distributed.mesh import communicator_of
 from ..._core.distributed.rows import Holders, numbered, together
 from .graph import ARRIVED, AT_ONCE, HOLDERS, calls, name_of, viewed, written
-from .memory_aliases import Memory, memories, touched
+from .memory_aliases import Memory, last_uses, memories, touched
 from .per_rank import PerRank, RanksDiffer
 
-LONGEST = 16  # calls that one rank makes before the next does
+SHORTEST, LONGEST = 12, 40  # how many calls one rank makes at once, where it can make more before the next one does
+CACHE = 1 << 20  # bytes between such turns: where more are alive, code is not what a processor waits for
 
 
 def note_holders(graph: fx.Graph, places: Sequence[Sequence[int]]) -> fx.Graph:
@@ -110,9 +112,35 @@ def runs(graph: fx.Graph) -> list[list[fx.Node]]:
     rank does before the next rank does it. Another run begins where memory is written that other ranks still look at in this
     one, or is looked at that they still write; and after some calls, as a processor that soon comes back to the same ones has
     their code at hand (a step on small blocks takes a tenth longer where each rank goes through all of it at once)."""
+    lie = memories(graph)
+    last = last_uses(graph, lie)
+    return [part for run in _apart(graph, lie) for part in _in_turns(run, lie, last)]
+
+
+def _in_turns(
+    run: list[fx.Node], lie: Mapping[fx.Node, frozenset[Memory]], last: Mapping[Memory, fx.Node]
+) -> Iterator[list[fx.Node]]:
+    """A run in parts of few calls. Between them the least is alive that the run alone needs, as all ranks have it then."""
+    place, alive = {node: i for i, node in enumerate(run)}, [0] * (len(run) + 1)
+    for i, node in enumerate(run if len(run) > LONGEST else ()):
+        for memory in lie[node]:
+            if memory.maker is node and last[memory] in place:
+                alive[i + 1] += memory.bytes * (1 + max(node.meta[HOLDERS]))
+                alive[place[last[memory]] + 1] -= memory.bytes * (1 + max(node.meta[HOLDERS]))
+    alive, start, end = list(itertools.accumulate(alive)), 0, 0
+    while len(run) - end > LONGEST:
+        end = min(range(end + SHORTEST, end + LONGEST + 1), key=alive.__getitem__)
+        if alive[end] <= CACHE:
+            yield run[start:end]
+            start = end
+    yield run[start:]
+
+
+def _apart(graph: fx.Graph, lie: Mapping[fx.Node, frozenset[Memory]]) -> list[list[fx.Node]]:
+    """The runs, as long as they can be."""
     found: list[list[fx.Node]] = [[]]
     writes = any(written(node) for node in calls(graph))
-    lie, sent = (memories(graph), _sent(graph)) if writes else ({}, {})
+    sent = _sent(graph) if writes else {}
     looked: dict[Memory, set[Any]] = {}  # in a run, of a memory: which ranks look at the same, and what handed it on
     wrote: dict[Memory, Any] = {}
     for node in calls(graph):
@@ -124,7 +152,7 @@ def runs(graph: fx.Graph) -> list[list[fx.Node]]:
         touches = [(memory, sent[x]) for x in (node, *touched(node)) for memory in lie[x]] if writes else []
         changes = [(memory, sent[x]) for x in written(node) for memory in lie[x]]
         parted = any(looked.get(memory, set()) - {(holders, by)} for memory, by in changes)
-        if len(found[-1]) >= LONGEST or parted or any(wrote.get(memory, by) != by for memory, by in touches):
+        if parted or any(wrote.get(memory, by) != by for memory, by in touches):
             found.append([])
             looked, wrote = {}, {}
         found[-1].append(node)
