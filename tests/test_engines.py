@@ -405,6 +405,13 @@ def test_a_package_that_is_missing_is_named_with_its_extra(engine, package, monk
     assert last == f"  Instead: pip install vescale_fn[{engine}]"
 
 
+def test_a_function_may_use_each_module():
+    used = lambda: [vars(vfn)[name] for name in ("checkpoint", "data", "nn", "optim", "plan", "random")]
+    manager = lambda: vfn.checkpoint.Manager  # by value, with the modules that it names
+    assert worker.call_pickled(worker.dumps_call(manager, ())) is vfn.checkpoint.Manager
+    assert worker.call_pickled(worker.dumps_call(used, ())) == used()
+
+
 def test_without_cloudpickle_a_function_of_main_says_what_to_install(monkeypatch):
     monkeypatch.setattr(worker, "cloudpickle", None)
     text, _ = message_of(lambda: 1, 2, "torchrun")

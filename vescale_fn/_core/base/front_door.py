@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import re
 import sys
@@ -104,6 +105,10 @@ def no_attributes(name: str, x: Any) -> None:
 
     words = {word: refusing(word) for word in OTHER_ATTRIBUTES[name]}
     if inspect.ismodule(x):
-        x.__class__ = type("module", (type(x),), words)
+        by_name = lambda self: (
+            importlib.import_module,
+            (self.__name__,),
+        )  # as a function of __main__ is sent that uses it
+        x.__class__ = type("module", (type(x),), {**words, "__reduce__": by_name})
     else:
         vars(x).update(words)
