@@ -20,6 +20,7 @@ from vescale_fn.plan.ir import inplace, memory_aliases
 from vescale_fn.plan.ir.liveness import Facts
 from vescale_fn.plan.ir.memory_use import bytes_text, memory
 from vescale_fn.plan.lowered import Lowered
+from vescale_fn.plan.passes import recompute_in_calls
 from vescale_fn.plan.passes.boundary import KeptAcross
 from vescale_fn.plan.passes.donate import donate
 from vescale_fn.plan.passes.memory_order import order
@@ -506,6 +507,8 @@ def test_what_was_written_since_is_not_what_a_value_was_made_of():
     boundary = KeptAcross(graph, sin + 3)
     again = {plan.name_of(boundary.memories[m].maker) for m in boundary.repeats}
     assert "sin" not in again
+    sin, double = (next(x for x in graph.nodes if plan.name_of(x) == name) for name in ("sin", "mul"))
+    assert not recompute_in_calls._made(sin, {double}, plan.changed(graph)), "nor a call of what another gives it"
 
 
 def weights_last(x, *ws):
