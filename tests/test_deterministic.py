@@ -280,7 +280,13 @@ def _second_order():
     x = vfn.shard(values(7, (6,), torch.float32), mesh, P("dp"))
     loss = lambda w, x: torch.tanh(x @ w).square().sum()
     size = lambda w, x: vfn.grad(loss)(w, x).square().sum()
-    return {"gradient": bits(vfn.grad(size)(w, x)), "plan": bits(vfn.jit(vfn.grad(size))(w, x))}
+    on_part = vfn.shard(values(4, (5,), torch.float32), mesh["tp"], P("tp"))  # of which a process plays fewer ranks
+    both = vfn.jit(lambda w, v: (vfn.with_sharding((w * 2).sum(), P()), vfn.with_sharding((v * 3).sum(), P())))
+    return {
+        "gradient": bits(vfn.grad(size)(w, x)),
+        "plan": bits(vfn.jit(vfn.grad(size))(w, x)),
+        "plan of a mesh and a part of it": list(map(bits, both(w, on_part))),
+    }
 
 
 def test_second_derivatives_have_the_same_bits(gloo) -> None:

@@ -250,7 +250,8 @@ def _row(node: fx.Node, times: int, within: str) -> ComparedCollective:
     one, line = blocks[0], node.meta.get("line", "")
     if communicator.holds_blocks:
         blocks = blocks if is_listed(node) else blocks * len(communicator.ranks)  # of ranks that do the same
-        of = [communicator.group_of(at, collective.axes) for at in range(len(blocks))]
+        met = tuple(communicator.processes(collective.axes))  # others may play another copy of a part of a mesh
+        of = [(*met, -1, *communicator.group_of(at, collective.axes)) for at in range(len(blocks))] if met else []
     else:
         of = [tuple(communicator.processes(collective.axes))]
     # who neither sends nor receives may hold less

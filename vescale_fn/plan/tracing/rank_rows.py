@@ -70,6 +70,8 @@ class RankRows:
 
     def row(self, one: torch.Tensor, holders: Holders) -> RankRow:
         """The row of blocks for which a tensor stands."""
+        if self.used and len(holders) != self.count:  # blocks of a mesh beside those of a part of it
+            raise RanksApart
         self.used, self.count = True, len(holders)
         one = self.recorder.fake(one)
         found = getattr(one, "_plan_row", None)
