@@ -9,7 +9,7 @@ import torch
 
 from ..._core import torch_internals
 from .frame import Unrollable
-from .loop_again import same_inputs
+from .loop_again import check_recorded_again
 
 Back = Callable[[Any, Sequence[Any]], list[Any]]
 
@@ -47,10 +47,8 @@ class _Called(torch.autograd.Function):
         if (mapped and not torch_internals.only_mapping()) or (further and ctx.again is None):
             raise Unrollable
         call = ctx.call.recorder.loops[torch_internals.memory_number(*ctx.saved_tensors)]
-        same_inputs(ctx.call.inputs, call.inputs)
+        check_recorded_again(ctx.call, call, further)
         if further:
-            if call is not ctx.call:  # recorded again, under `remat`
-                raise Unrollable
             return None, None, None, *ctx.again(call, cotangents)
         with torch_internals.no_torch_function():
             return None, None, None, *ctx.derivative(call, cotangents)

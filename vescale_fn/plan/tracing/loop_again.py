@@ -184,11 +184,18 @@ def refuse_others(results: Leaves, start: int, known: Leaves, own: Leaves) -> No
         raise Unrollable
 
 
-def same_inputs(first: Leaves, again: Leaves) -> None:
+def check_recorded_again(first: Any, again: Any, further: bool) -> None:
     """Raise where a call that `remat` has recorded again follows other values than it did at first, whose cotangents it would
-    give: in a `shard_map` body a value that had been promoted before the remat is promoted anew in the call."""
-    kinds = [[(x.shape, x.dtype, tensor_types.read(x)) for x in xs] for xs in (first, again)]
-    if kinds[0] != kinds[1]:
+    give: in a `shard_map` body a value that had been promoted before the remat is promoted anew in the call.
+
+    Args:
+        first, again: the calls.
+        further: whether autograd follows the cotangents; then nothing is known of a body's values, nor of entries.
+    """
+    kinds = [[(x.shape, x.dtype, tensor_types.read(x)) for x in call.inputs] for call in (first, again)]
+    in_body = any(type_ is not None for *_, type_ in kinds[0])
+    unknown = again is not first and (torch_internals.transforming() or (further and in_body))
+    if kinds[0] != kinds[1] or unknown:
         raise Unrollable
 
 

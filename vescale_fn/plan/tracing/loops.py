@@ -16,7 +16,7 @@ from ..._core.control_flow.scan import Repeated
 from ..._core.local_types import tensor_types
 from ..._core.shard_map import body
 from .frame import Unrollable
-from .loop_again import Leaves, same_inputs
+from .loop_again import Leaves, check_recorded_again
 from .loop_calls import Iteration, LoopCall
 from .loop_derivative import Derivative
 from .loop_levels import BelowGradient, BelowTransform, Unsettled
@@ -96,14 +96,11 @@ class _Looped(torch.autograd.Function):
             raise Unrollable
         mark, *saved = ctx.saved_tensors
         call = ctx.call.recorder.loops[torch_internals.memory_number(mark)]
-        same_inputs(ctx.call.inputs, call.inputs)
-        if mapped or torch.is_grad_enabled():  # for entries, and the gradient of a gradient
-            # under `remat`; or its own body runs under transforms, which those that are active now would be taken for
-            if (
-                call is not ctx.call
-                or not call.repeated.runs_anywhere
-                or (mapped and type(call.repeated) is not Repeated)
-            ):
+        further = mapped or torch.is_grad_enabled()  # for entries, and the gradient of a gradient
+        check_recorded_again(ctx.call, call, further)
+        if further:
+            # a body under transforms would take those that are active now for its own
+            if not call.repeated.runs_anywhere or (mapped and type(call.repeated) is not Repeated):
                 raise Unrollable
             count = len(call.moved_xs)
             return None, *call.differentiable(cotangents, saved[:count], saved[count:])

@@ -23,7 +23,7 @@ from . import leaves as leaves_
 from .ambient import only_recorded
 from .frame import Unrollable
 from .guards import Captured
-from .loop_again import same_inputs
+from .loop_again import check_recorded_again
 from .loop_calls import Nodes, rebuilt
 from .recorder import Unrecordable
 from .shared_body import SharedBody, SharedDerivative, Unshareable, signatures
@@ -189,6 +189,6 @@ class _Called(torch.autograd.Function):
             raise Unrollable  # the gradient of a gradient, or a pullback under another transform
         (mark,) = ctx.saved_tensors  # where a body sees it: this may run it once more
         call = ctx.call.body.recorder.loops[torch_internals.memory_number(mark)]
-        same_inputs(ctx.call.inputs, call.inputs)
+        check_recorded_again(ctx.call, call, False)
         with torch_internals.no_torch_function():
             return None, *call.cotangents(cotangents)

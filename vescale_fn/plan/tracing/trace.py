@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import fx
 from torch.distributed.tensor import DTensor
 
@@ -139,6 +140,12 @@ def _trace(
     except Unrollable as why:
         why.shared = recorder.has_shared
         raise
+    except (
+        torch.utils.checkpoint.CheckpointError
+    ):  # a derivative that has recorded a call anew, where it counts what is kept
+        if not recorder.loops:
+            raise
+        raise Unrollable from None
     finally:
         recorder.forget_inputs()
     places: list[tuple[fx.Node, int, Any]] = []
