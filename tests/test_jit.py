@@ -1034,6 +1034,112 @@ def test_a_value_kept_from_a_recording_is_not_taken_for_one():
             kept[-1].sum()
 
 
+def _kept_with_a_float():
+    kept = []
+
+    def f(w, x, rate):
+        if not kept:
+            angles = torch.arange(4, dtype=torch.float64) / 10
+            mask = torch.zeros(4, dtype=torch.float64)
+            mask[1] = 2
+            kept.extend((angles.cos(), angles.sin(), mask.add_(1)))
+        cos, sin, mask = kept
+        return w - rate * vfn.grad(lambda w: ((w * cos + sin) * mask * x).sin().sum())(w)
+
+    return f
+
+
+def _kept_in_a_body():
+    kept = []
+
+    def f(w, x, rate):
+        def body(c, y):
+            if not kept:
+                kept.append(torch.arange(4, dtype=torch.float64).cos())
+            return torch.tanh(c * w + y * kept[0]), None
+
+        return vfn.scan(body, w, x.sum(0).expand(2, -1))[0] * rate
+
+    return f
+
+
+def _kept_where_a_loop_is_unrolled():
+    kept = []
+
+    def f(w, x, rate):
+        kept[1:] = []
+        if not kept:
+            kept.append(torch.arange(4, dtype=torch.float64).cos())
+
+        def body(c, y):
+            kept.append(c * w)
+            return c * w + y, None
+
+        last, _ = vfn.scan(body, w, x.sum(0).expand(2, -1))
+        return last * kept[0] + kept[-1]
+
+    return f
+
+
+KEEPING = [_kept_with_a_float, _kept_in_a_body, _kept_where_a_loop_is_unrolled]
+
+
+def _all_keeping(mesh=None):
+    w, x = torch.linspace(0.1, 1, 4, dtype=torch.float64), torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4)
+    if mesh is not None:
+        w, x = vfn.shard((w, x), mesh, (P(), P("a")))
+    for made in KEEPING:
+        g = vfn.jit(made())
+        for rate in (0.5, 0.25):
+            assert_same(g(w, x, rate), made()(w, x, rate))
+        assert g.cache_info()[:3] == (1, 1, 0), made.__name__
+
+
+def _keeping_on_real_ranks():
+    _all_keeping(vfn.make_mesh((3,), ("a",)))
+
+
+def test_a_function_keeps_a_table_though_it_is_recorded_again(gloo):
+    _all_keeping()
+    with vfn.simulate(3):
+        _all_keeping(vfn.make_mesh((3,), ("a",)))
+    gloo(3, _keeping_on_real_ranks)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x, rate: torch.ones(3, dtype=x.dtype) * rate,
+        lambda x, rate: torch.full((3,), math.sqrt(rate), dtype=x.dtype),
+        lambda x, rate: torch.tensor([rate, 1.0, 2.0], dtype=x.dtype),
+    ],
+)
+def test_what_a_function_kept_may_not_come_of_a_float(made):
+    kept = []
+
+    def f(x, rate):
+        if not kept:
+            kept.append(made(x, rate))
+        return x * rate + kept[0]
+
+    with pytest.raises(RecordError, match="an earlier recording, which was kept from it"):
+        vfn.jit(f)(X, 0.5)
+
+
+def test_what_a_function_kept_is_not_written_each_time_it_is_recorded():
+    kept = []
+
+    def f(x, rate):
+        if not kept:
+            kept.append(torch.zeros(3, dtype=torch.float64))
+        y = x * rate + kept[0]
+        kept[0].add_(1)
+        return y
+
+    with pytest.raises(InPlaceError, match="a recorded function is pure"):
+        vfn.jit(f)(X, 0.5)
+
+
 def test_passes_are_the_callers_choice():
     def f(x):
         return x.sin() + x.sin()

@@ -12,10 +12,14 @@ from ..._core.sharding.layout import contiguous_stride
 
 
 class Valueless:
-    """Runs ops on tensors that have shapes, strides, dtypes and devices, and no values."""
+    """Runs ops on tensors that have shapes, strides, dtypes and devices, and no values.
 
-    def __init__(self) -> None:
-        self._mode = torch_internals.fake_mode()
+    Args:
+        other: one whose tensors are to meet those of this one.
+    """
+
+    def __init__(self, other: Valueless | None = None) -> None:
+        self._mode = torch_internals.fake_mode() if other is None else other._mode
         self._known: dict[Any, Any] = {}
 
     def like(self, x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:

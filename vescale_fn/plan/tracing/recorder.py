@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from ..._core import torch_internals
 from ..._core.arrays.array import Array
 from ..._core.base import context, op_arguments, source_lines, state, tables
-from ..._core.base.errors import InPlaceError, RecordError
+from ..._core.base.errors import InPlaceError
 from ..._core.base.messages import op_text, report
 from ..._core.base.stateful_draws import is_seeded, refuse_seeded
 from ..._core.distributed import blocks
@@ -35,6 +35,7 @@ from ..ir.graph import Step
 from ..ir.inplace import is_dense
 from ..ir.ranks_as_one import ROW
 from . import ambient, branches, loops, mapped_rules, while_loops
+from .earlier import kept_from_it
 from .fake_tensors import Valueless
 from .frame import Frame, OfOneRank, RanksApart, Unrecordable, Unrollable
 from .rank_rows import RankRows
@@ -55,15 +56,7 @@ class Leaked(torch_internals.FakeTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        line = source_lines.user_line()
-        raise RecordError(
-            report(
-                "jit",
-                "this is a value of an earlier recording, which was kept from it; it has none of its own",
-                [f"at {source_lines.quoted(line)}"] if line else [],
-                "return what is needed from the function",
-            )
-        )
+        raise kept_from_it()
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         return f"<a value of an earlier recording: {type_text(self.shape, self.dtype, WHOLE)}>"
@@ -87,6 +80,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         rolls: whether the body of a loop is recorded once, and not for each iteration.
         shares: whether equal calls of a jitted function are recorded once.
         as_one: whether what simulated ranks do is recorded once for all of them.
+        earlier: the recordings of this call that were given up (`Earlier`).
     """
 
     records_plan = True
@@ -98,8 +92,10 @@ class Recorder(torch_internals.TorchDispatchMode):
         rolls: bool = False,
         shares: bool = False,
         as_one: bool = False,
+        earlier: Any = None,
     ) -> None:
         super().__init__()
+        self._earlier = earlier
         self.rolls, self.shares, self.has_shared = rolls, shares, False
         self.writes: list[int] = []
         self._inputs, self.guards, self._answers = given, [], {}
@@ -108,7 +104,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         self.frame = Frame(None)
         self.ledger = Ledger()
         self.loops: dict[int, Any] = {}  # the calls of loops, by the memory of their first results
-        self._fake = Valueless()
+        self._fake = Valueless(None if earlier is None else earlier.values)
         self.rows = RankRows(self) if as_one else None
         self._lines: dict[int, str] = {}  # of what autograd recorded, by its number
         # of what is being computed again; held, so that no later one is taken for it
@@ -270,11 +266,18 @@ class Recorder(torch_internals.TorchDispatchMode):
     def _constant(self, x: torch.Tensor) -> torch.Tensor:
         found = self.frame.known.get(id(x))
         if found is None:
+            if self.frame.outer is None and self._earlier is not None and self._earlier.gives(self, x):
+                return x
             if self.is_ours(x) and not self.frame.is_around(x._plan_node.graph):  # type: ignore
                 raise Unrollable
             found = self.frame.known[id(x)] = self._placeholder(x, "constant")
             self.frame.hold(x, found._plan_node)  # type: ignore[attr-defined]
         return found
+
+    def take(self, x: torch.Tensor, node: fx.Node) -> None:
+        """Take what an earlier recording made, which has been written as it is to be, for what a node gives."""
+        self._note(x, node)
+        self.frame.given.add(torch_internals.memory_number(x))
 
     def outer(self, x: Any) -> Any:
         """The node that gives what the body of a loop uses without being given it: a tensor, or the node of a float."""

@@ -27,6 +27,7 @@ from ..ir.rank_runs import note_holders
 from ..ir.ranks_as_one import RanksAsOne
 from ..ir.shared_bodies import inlined
 from . import leaves as leaves_
+from .earlier import Earlier
 from .frame import RanksApart, Unrollable
 from .leaves import Result
 from .recorder import Recorder, Unrecordable
@@ -77,9 +78,10 @@ def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], tr
     """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``, or without these of ``(args,)``;
     inputs are named as its leaves."""
     rolls = shares = as_one = True
+    earlier = Earlier()
     while True:
         try:
-            return _recorded(f, leaves, names, treedef, out_specs, rolls, shares, as_one)
+            return _recorded(f, leaves, names, treedef, out_specs, rolls, shares, as_one, earlier)
         except Unrollable as why:
             rolls, shares = why.shared and shares, False
         except RanksApart:
@@ -95,18 +97,24 @@ def _recorded(
     rolls: bool,
     shares: bool,
     as_one: bool,
+    earlier: Earlier,
 ) -> Recorded:
-    recorded = _trace(f, leaves, names, treedef, out_specs, 0, rolls, shares, as_one)
+    run = functools.partial(_trace, f, leaves, names, treedef, out_specs, rolls, shares, as_one, earlier)
+    recorded = run(0)
     if any(map(leaves_.is_number, leaves)):
-        other = _trace(f, leaves, names, treedef, out_specs, 7, rolls, shares, as_one)
-        other.end()
+        earlier.is_used = False
+        other = run(7)
+        if earlier.is_used:  # what the first one kept: it is compared with one that found that
+            recorded = run(0)
         node = difference(recorded.graph, other.graph)
         if node is not None:
+            earlier.end()
             raise Unrecordable(
                 "the value of a float among the arguments is computed with: by `math.sqrt`, or by torch in C++",
                 node.meta.get("line") or "?",
             )
         if not all(map(same_values, recorded.constants, other.constants)):
+            earlier.end()
             raise Unrecordable("a tensor is made in Python of the value of a float among the arguments", "?")
     return recorded
 
@@ -117,12 +125,13 @@ def _trace(
     names: Sequence[str],
     treedef: Any,
     out_specs: Any,
-    salt: int,
     rolls: bool,
     shares: bool,
     as_one: bool,
+    earlier: Earlier,
+    salt: int,
 ) -> Recorded:
-    recorder = Recorder(salt, plain(leaves), rolls, shares, as_one)
+    recorder = Recorder(salt, plain(leaves), rolls, shares, as_one, earlier)
     given = [
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
     ]
@@ -148,6 +157,7 @@ def _trace(
         raise Unrollable from None
     finally:
         recorder.forget_inputs()
+        earlier.add(recorder)
     places: list[tuple[fx.Node, int, Any]] = []
     inputs = {id(x): i for i, x in reversed(list(enumerate(given)))}
     results = [_result(recorder, leaf, inputs, places) for leaf in out_leaves]
@@ -166,7 +176,7 @@ def _trace(
         out_def,
         recorder.ledger,
         recorder.guards,
-        recorder.end,
+        earlier.end,
         ranks,
     )
 
