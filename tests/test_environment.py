@@ -42,6 +42,7 @@ OPEN_MPI = {
         (TORCHRUN | MET, World(5, 8, 1, 4, "host0", 29500)),
         ({"RANK": "0", "WORLD_SIZE": "1"} | MET, World(0, 1, 0, 1, "host0", 29500)),
         (TORCHRUN | MET | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, World(5, 8, 1, 4, "host0", 29500, True)),
+        (TORCHRUN | MET | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, World(5, 8, 1, 4, "host0", 29500, False)),
         (STEP | JOB, World(5, 8, 1, 4, "gpu08", environment._port("7 0"))),
         (STEP | JOB | MET, World(5, 8, 1, 4, "host0", 29500)),
         (STEP | JOB | {"SLURM_GPUS_PER_TASK": "1"}, World(5, 8, 0, 1, "gpu08", environment._port("7 0"))),

@@ -77,7 +77,7 @@ def world(env: Mapping[str, str] = os.environ) -> World | None:
         return None
     local_rank, local_size = _on_this_machine(env, starter, rank, size)
     address, port = _met(env, starter, size, local_size)
-    return World(rank, size, local_rank, local_size, address, port, "TORCHELASTIC_USE_AGENT_STORE" in env)
+    return World(rank, size, local_rank, local_size, address, port, env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
 def ranks_here(env: Mapping[str, str] = os.environ) -> int:
