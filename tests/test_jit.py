@@ -1034,6 +1034,38 @@ def test_a_value_kept_from_a_recording_is_not_taken_for_one():
             kept[-1].sum()
 
 
+def test_a_float_kept_from_a_recording_has_the_value_of_the_call():
+    kept = {}
+
+    def f(x, rate):
+        kept["last"], kept["computed"] = rate, rate * 2
+        if "first" not in kept:
+            kept["first"], kept["root"] = rate, math.sqrt(rate)  # C reads the value of what stands for it
+        return x * kept["root"] + rate
+
+    fast, x = vfn.jit(f), torch.ones(2, dtype=torch.float64)
+    assert torch.allclose(fast(x, 0.25), x * 0.75, rtol=1e-11)
+    assert torch.allclose(fast(x, 0.5), x, rtol=1e-11)  # as in eager: the first call's root
+    assert fast.cache_info().records == 1
+    assert (kept["last"] + 1, f"{kept['first']}", kept["computed"]) == (1.25, "0.25", 0.5)
+    assert (math.sqrt(kept["last"]), {kept["last"]: 1}) == (0.5, {0.25: 1})
+    assert torch.equal(x * kept["last"], x / 4)
+
+
+@pytest.mark.filterwarnings("ignore:jit. f runs as written")
+@pytest.mark.parametrize("rate", [0.0, -0.5, 1.0, math.inf, 5e-324])
+def test_a_float_kept_and_used_by_later_calls(rate):
+    def f(x, rate):
+        kept.setdefault("rate", rate)
+        return x * kept["rate"] - rate
+
+    kept = {}
+    fast, x = vfn.jit(f), torch.ones(2)
+    for now in rate, 0.125:
+        assert torch.equal(fast(x, now), x * rate - now) or (math.isinf(rate) and now == rate)
+    assert x[0] * kept["rate"] == rate
+
+
 def _kept_with_a_float():
     kept = []
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -101,6 +102,8 @@ class Recorder(torch_internals.TorchDispatchMode):
         self._inputs, self.guards, self._answers = given, [], {}
         self._salt = salt
         self._numbers: dict[float, fx.Node] = {}  # what stands for floats -> their nodes
+        self._given_out: list[weakref.ref[Number]] = []
+        self.is_over = False
         self.frame = Frame(None)
         self.ledger = Ledger()
         self.loops: dict[int, Any] = {}  # the calls of loops, by the memory of their first results
@@ -232,13 +235,15 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def number(self, value: float, name: str) -> Number:
         """The stand-in of an input, a Python float."""
-        return self.computed(value, self._new_placeholder(name, value))
+        return self.computed(value, value, self._new_placeholder(name, value))
 
-    def computed(self, value: float, node: fx.Node) -> Number:
-        """The stand-in of a float that a node gives."""
-        value = disguise(value, self._salt + len(self._numbers))
+    def computed(self, value: float, meant: float, node: fx.Node) -> Number:
+        """The stand-in of a float that a node gives; `meant`: its value in this call."""
+        value = disguise(value, self._salt, len(self._numbers))
         self._numbers[value] = node
-        return Number(value, node, self)
+        found = Number(value, meant, node, self)
+        self._given_out.append(weakref.ref(found))
+        return found
 
     def asked(self, what: str) -> Any:
         """The value of a float is needed, for what is said."""
@@ -393,7 +398,10 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def forget_inputs(self) -> None:
         """Hold the inputs no longer: what was recorded may be kept for long."""
-        self._inputs = None
+        self._inputs, self.is_over = None, True
+        for one in self._given_out:
+            if (number := one()) is not None:
+                number.settle()
 
     def end(self) -> None:
         """Mark what the function may have kept, where nothing is computed of it any more."""

@@ -5,11 +5,14 @@ it takes a number, with a value that occurs nowhere else. Where that value turns
 input instead. Arithmetic on a `Number` is recorded too; what asks for its value in Python (`if`, `print`) cannot be.
 
 Code in C, such as `math.sqrt`, reads the value without asking. So a function with floats is recorded twice, with different
-values: where the two graphs differ, something was computed from a value.
+values: where the two graphs differ, something was computed from a value. The first time the values are all but those of the
+call: what the function computes in C then, and keeps for later calls, is as good as right. A `Number` that it keeps is a float
+like any other once the recording is over, with the value of the call.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import operator
 from collections.abc import Callable
@@ -27,17 +30,24 @@ class Number(float):
 
     Args:
         value: the value that stands for it.
+        meant: the value of this call.
         node: what gives it.
         recorder: what is told where the value itself is asked for.
     """
 
+    meant: float
     node: fx.Node
     recorder: Any
 
-    def __new__(cls, value: float, node: fx.Node, recorder: Any) -> Number:
+    def __new__(cls, value: float, meant: float, node: fx.Node, recorder: Any) -> Number:
         self = super().__new__(cls, value)
-        self.node, self.recorder = node, recorder
+        self.meant, self.node, self.recorder = meant, node, recorder
         return self
+
+    def settle(self) -> None:
+        """Take the value that is meant, for whoever has kept this. Nothing else holds this very float."""
+        place = id(self) + float.__basicsize__ - ctypes.sizeof(ctypes.c_double)
+        ctypes.c_double.from_address(place).value = self.meant
 
     def __deepcopy__(self, memo: Any) -> Number:
         return self
@@ -48,11 +58,19 @@ def _arithmetic(op: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
         if not all(isinstance(other, (int, float)) for other in others):
             return NotImplemented
         operands = (*others, self) if swapped else (self, *others)
+        if self.recorder.is_over:
+            return op(*map(_bare, operands))
         graph = self.node.graph
         node = graph.call_function(op, tuple(x.node if isinstance(x, Number) else x for x in operands))
         value = op(*map(_bare, operands))
         node.meta["val"], node.meta["line"] = value, ""
-        return self.recorder.computed(value, node) if isinstance(value, float) else self.recorder.asked("arithmetic")
+        if not isinstance(value, float):
+            return self.recorder.asked("arithmetic")
+        try:
+            meant = op(*map(_meant, operands))
+        except ArithmeticError:  # a replay raises it, if the function does not catch it
+            meant = math.nan
+        return self.recorder.computed(value, meant, node)
 
     return method
 
@@ -61,9 +79,15 @@ def _bare(x: Any) -> Any:
     return float.__add__(x, 0.0) if isinstance(x, Number) else x
 
 
-def _asking(what: str) -> Callable[..., Any]:
-    def method(self: Number, *_: Any) -> Any:
-        return self.recorder.asked(what)
+def _meant(x: Any) -> Any:
+    return x.meant if isinstance(x, Number) else x
+
+
+def _asking(what: str, name: str) -> Callable[..., Any]:
+    of_float = getattr(float, name)
+
+    def method(self: Number, *others: Any) -> Any:
+        return of_float(*map(_bare, (self, *others))) if self.recorder.is_over else self.recorder.asked(what)
 
     return method
 
@@ -81,17 +105,22 @@ for _what, _names in {
     "its use as a key": ("hash",),
 }.items():
     for _name in _names:
-        setattr(Number, f"__{_name}__", _asking(_what))
+        setattr(Number, f"__{_name}__", _asking(_what, f"__{_name}__"))
 for _name in ("is_integer", "as_integer_ratio", "hex"):
-    setattr(Number, _name, _asking(f"float.{_name}"))
+    setattr(Number, _name, _asking(f"float.{_name}", _name))
 
 
-def disguise(value: float, salt: int) -> float:
-    """A value between zero and `value` that nothing else has: what stands for an input. Rounded to halves, two still differ."""
-    noise = 0.1 + 0.3 * ((0.6180339887498949 * (salt + 1)) % 1.0)
+def disguise(value: float, salt: int, number: int) -> float:
+    """A value between zero and `value` that nothing else has: what stands for an input, the `number`-th of a recording.
+
+    With the salt 0 it is as near as that can be. With different ones two still differ when they are rounded to halves.
+    """
+    noise = 0.1 + 0.3 * ((0.6180339887498949 * (salt + number + 1)) % 1.0)
     if not math.isfinite(value):
         return math.copysign(1e30, value) * noise
-    return value * (1 - noise) if value else noise * 1e-3
+    if not salt:
+        noise = (number + 1) * 2.0**-40
+    return value * (1 - noise) if abs(value) > 1e-300 else noise * 1e-3  # smaller ones have too few digits
 
 
 def difference(first: fx.Graph, second: fx.Graph, at: int | None = None) -> fx.Node | None:
