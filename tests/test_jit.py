@@ -1,6 +1,7 @@
 """`vfn.jit`: a replay gives what the function itself gives, on plain tensors, on simulated meshes and on real processes."""
 
 import contextlib
+import copy
 import functools
 import gc
 import inspect
@@ -1064,6 +1065,47 @@ def test_a_float_kept_and_used_by_later_calls(rate):
     for now in rate, 0.125:
         assert torch.equal(fast(x, now), x * rate - now) or (math.isinf(rate) and now == rate)
     assert x[0] * kept["rate"] == rate
+
+
+@pytest.mark.filterwarnings("ignore:jit. f runs as written")
+def test_a_float_kept_is_a_float_beside_those_of_a_recording():
+    def f(x, rate):
+        for name in "left", "right":
+            kept[name] = kept.get(name, 0.0) + rate if name == "left" else rate + kept.get(name, 0.0)
+        return x * kept["left"]
+
+    kept = {}
+    vfn.jit(f)(torch.ones(2), 0.25)
+    assert kept == {"left": 0.75, "right": 0.75}  # two recordings, and a call as written
+
+    kept.clear()
+    vfn.jit(lambda x, rate: x * kept.setdefault("rate", rate) if not kept else x * rate)(torch.ones(2), 0.25)
+    for made in (pickle.loads(pickle.dumps(kept["rate"])), copy.copy(kept["rate"]), copy.deepcopy(kept["rate"])):
+        assert (type(made), made) == (float, 0.25)
+
+
+def test_equal_floats_are_told_apart_in_whatever_order_they_are_used():
+    def f(x, *rates):
+        halves = [rate / 2 for rate in reversed(rates)]
+        return torch.stack([x * half for half in halves])
+
+    fast, x = vfn.jit(f), torch.ones(2, dtype=torch.float64)
+    for rates in (0.25, 0.25, 0.25), (1.0, 2.0, 3.0):
+        assert torch.equal(fast(x, *rates), f(x, *rates))
+    assert fast.cache_info()[:3] == (1, 1, 0)
+
+
+@pytest.mark.filterwarnings("ignore:jit. f runs as written")
+def test_what_is_kept_of_a_recording_that_failed_is_told():
+    def f(x):
+        if not kept:
+            kept.append(torch.arange(2.0))
+        return x * kept[0] if x.sum() > 0 else x
+
+    kept, x = [], torch.ones(2)
+    for _ in range(2):
+        with pytest.raises(RecordError, match="a value of an earlier recording"):
+            vfn.jit(f)(x)
 
 
 def _kept_with_a_float():

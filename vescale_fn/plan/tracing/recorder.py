@@ -239,7 +239,10 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def computed(self, value: float, meant: float, node: fx.Node) -> Number:
         """The stand-in of a float that a node gives; `meant`: its value in this call."""
-        value = disguise(value, self._salt, len(self._numbers))
+        number = len(self._numbers)
+        while (other := disguise(value, self._salt, number)) in self._numbers:  # sums of what others are less by
+            number += 1
+        value = other
         self._numbers[value] = node
         found = Number(value, meant, node, self)
         self._given_out.append(weakref.ref(found))

@@ -86,6 +86,9 @@ def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], tr
             rolls, shares = why.shared and shares, False
         except RanksApart:
             as_one = False
+        except BaseException:
+            earlier.end()
+            raise
 
 
 def _recorded(
@@ -108,13 +111,11 @@ def _recorded(
             recorded = run(0)
         node = difference(recorded.graph, other.graph)
         if node is not None:
-            earlier.end()
             raise Unrecordable(
                 "the value of a float among the arguments is computed with: by `math.sqrt`, or by torch in C++",
                 node.meta.get("line") or "?",
             )
         if not all(map(same_values, recorded.constants, other.constants)):
-            earlier.end()
             raise Unrecordable("a tensor is made in Python of the value of a float among the arguments", "?")
     return recorded
 

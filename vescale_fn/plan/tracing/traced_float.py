@@ -13,6 +13,7 @@ like any other once the recording is over, with the value of the call.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -49,34 +50,45 @@ class Number(float):
         place = id(self) + float.__basicsize__ - ctypes.sizeof(ctypes.c_double)
         ctypes.c_double.from_address(place).value = self.meant
 
-    def __deepcopy__(self, memo: Any) -> Number:
-        return self
+    def __deepcopy__(self, memo: Any) -> float:
+        return _now(self)
+
+    __copy__ = functools.partialmethod(__deepcopy__, None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return float, (float(self),)  # which a recording at work is asked
 
 
 def _arithmetic(op: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
     def method(self: Number, *others: Any) -> Any:
         if not all(isinstance(other, (int, float)) for other in others):
             return NotImplemented
-        operands = (*others, self) if swapped else (self, *others)
-        if self.recorder.is_over:
-            return op(*map(_bare, operands))
-        graph = self.node.graph
+        operands = [_now(x) for x in ((*others, self) if swapped else (self, *others))]
+        live = next((x for x in operands if isinstance(x, Number)), None)
+        if live is None:
+            return op(*operands)
+        graph, recorder = live.node.graph, live.recorder
         node = graph.call_function(op, tuple(x.node if isinstance(x, Number) else x for x in operands))
         value = op(*map(_bare, operands))
         node.meta["val"], node.meta["line"] = value, ""
         if not isinstance(value, float):
-            return self.recorder.asked("arithmetic")
+            return recorder.asked("arithmetic")
         try:
             meant = op(*map(_meant, operands))
         except ArithmeticError:  # a replay raises it, if the function does not catch it
             meant = math.nan
-        return self.recorder.computed(value, meant, node)
+        return recorder.computed(value, meant, node)
 
     return method
 
 
 def _bare(x: Any) -> Any:
     return float.__add__(x, 0.0) if isinstance(x, Number) else x
+
+
+def _now(x: Any) -> Any:
+    """A number, where it is of a recording that is over as the float that it is by now."""
+    return _bare(x) if isinstance(x, Number) and x.recorder.is_over else x
 
 
 def _meant(x: Any) -> Any:
