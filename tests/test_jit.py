@@ -1656,3 +1656,13 @@ def test_what_the_user_has_frozen_stays_so(monkeypatch):
     monkeypatch.setattr(gc, "get_freeze_count", lambda: 3)
     monkeypatch.setattr(gc, "unfreeze", lambda: pytest.fail("it was unfrozen"))
     assert vfn.jit(lambda x: x + 1)(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_a_plan_whose_first_replay_raises_is_kept():
+    """On one rank perhaps: it must not record again, which the others do not."""
+    f = vfn.jit(lambda x, i: x[i] * 2)
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            f(torch.zeros(2), torch.tensor([5]))
+    assert f.cache_info().records == 1
+    assert f(torch.ones(2), torch.tensor([1])) == 2 and f.cache_info().records == 1

@@ -313,10 +313,12 @@ class Jitted(Generic[Q, R]):
             return self._run(plan, call)
         with interrupts.undone(), _uncollected():
             plan, reason = self._made(call)
+        if plan is not None:  # whatever its first replay raises, on this rank alone perhaps: the others do not record again
+            self._remember(call, plan)
+            return self._run(plan, call)
         out = self._run(plan, call)
         self._remember(call, plan)
-        if plan is None:  # now that the function itself has shown no error
-            self._say(reason, _INSTEAD)
+        self._say(reason, _INSTEAD)  # now that the function itself has shown no error
         return out
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
