@@ -313,7 +313,8 @@ class Jitted(Generic[Q, R]):
             return self._run(plan, call)
         with interrupts.undone(), _uncollected():
             plan, reason = self._made(call)
-        if plan is not None:  # whatever its first replay raises, on this rank alone perhaps: the others do not record again
+        if plan is not None:
+            # whatever its first replay raises, on this rank alone perhaps: the others do not record again
             self._remember(call, plan)
             return self._run(plan, call)
         out = self._run(plan, call)
