@@ -1158,6 +1158,17 @@ def _kept_where_a_loop_is_unrolled():
 KEEPING = [_kept_with_a_float, _kept_in_a_body, _kept_where_a_loop_is_unrolled]
 
 
+def test_what_a_function_kept_may_not_come_of_an_argument():
+    def f(w, rate):
+        if not kept:
+            kept.append(w.max())  # of which the first call's gradient is, too, and no later one's
+        return (w / kept[0] * rate).sum()
+
+    kept = []
+    with pytest.raises(RecordError, match="a value of an earlier recording"):
+        vfn.jit(vfn.grad(f))(torch.arange(1.0, 5.0), 0.5)
+
+
 def _all_keeping(mesh=None):
     w, x = torch.linspace(0.1, 1, 4, dtype=torch.float64), torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4)
     if mesh is not None:

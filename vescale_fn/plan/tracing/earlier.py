@@ -86,7 +86,10 @@ class _Kept:
         here, there = _inputs(recorder), _inputs(other)
         is_whole = graph is other.graph
         pairs = zip(there, here) if is_whole and len(here) == len(there) else ()
-        self._nodes = {x: y for x, y in pairs if not isinstance(x.meta["val"], float)}
+        # nor of a number among the inputs: a gradient goes through it where it was made, and not where it is found
+        self._nodes = {
+            x: y for x, y in pairs if not isinstance(x.meta["val"], float) and not x.meta["val"].is_floating_point()
+        }
         # where floats are inputs, others stand for them: what may have been computed of these is not to be taken
         self._careful = any(isinstance(x.meta["val"], float) for x in there)
         self._written_down = {id(x) for x in other.literals.values()}
