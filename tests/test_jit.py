@@ -1169,6 +1169,19 @@ def test_what_a_function_kept_may_not_come_of_an_argument():
         vfn.jit(vfn.grad(f))(torch.arange(1.0, 5.0), 0.5)
 
 
+def test_what_a_function_kept_may_not_have_been_written_after_its_use():
+    def f(x, rate):
+        if not kept:
+            kept.append(torch.zeros(3, dtype=torch.float64))
+        y = x * rate + kept[0]  # zeros in the first call, and in no later one
+        kept[0][1:].add_(1)
+        return y
+
+    kept = []
+    with pytest.raises(RecordError, match="a value of an earlier recording"):
+        vfn.jit(f)(X, 0.5)
+
+
 def _all_keeping(mesh=None):
     w, x = torch.linspace(0.1, 1, 4, dtype=torch.float64), torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4)
     if mesh is not None:
@@ -1215,11 +1228,11 @@ def test_what_a_function_kept_is_not_written_each_time_it_is_recorded():
     kept = []
 
     def f(x, rate):
-        if not kept:
+        if kept:
+            kept[0].add_(1)
+        else:
             kept.append(torch.zeros(3, dtype=torch.float64))
-        y = x * rate + kept[0]
-        kept[0].add_(1)
-        return y
+        return x * rate + kept[0]
 
     with pytest.raises(InPlaceError, match="a recorded function is pure"):
         vfn.jit(f)(X, 0.5)

@@ -87,9 +87,7 @@ class _Kept:
         is_whole = graph is other.graph
         pairs = zip(there, here) if is_whole and len(here) == len(there) else ()
         # nor of a number among the inputs: a gradient goes through it where it was made, and not where it is found
-        self._nodes = {
-            x: y for x, y in pairs if not isinstance(x.meta["val"], float) and not x.meta["val"].is_floating_point()
-        }
+        self._nodes = {x: y for x, y in pairs if not _has_gradients(x.meta["val"])}
         # where floats are inputs, others stand for them: what may have been computed of these is not to be taken
         self._careful = any(isinstance(x.meta["val"], float) for x in there)
         self._written_down = {id(x) for x in other.literals.values()}
@@ -103,10 +101,14 @@ class _Kept:
                 needed.add(node)
                 todo += node.all_input_nodes
                 todo += (x for memory in self._lie[node] for x in self._writers[memory])
+        read = set[fx.Node]()  # the memory that other calls have had
         for node in self._graph.nodes if needed else ():
             if node not in needed:
+                read.update(*(self._lie[x] for x in node.all_input_nodes))
                 continue
             unknown = (node.op == "placeholder" and node not in self._constants) or ROW in node.meta
+            # written after it was used: the first run had it as it was before, and later ones do not
+            unknown = unknown or any(node in self._writers[memory] for memory in read)
             if unknown or (self._careful and self._may_hold_a_float(node)):
                 raise kept_from_it()
             if node in self._constants:
@@ -137,6 +139,11 @@ def _collect(given: Any, into: list[Any]) -> None:
 def _is_short(x: Any) -> bool:
     """Whether a program may have written a number down: one that is computed of another has up to 17 digits."""
     return not isinstance(x, (float, complex)) or not cmath.isfinite(x) or x == complex(f"{x:.6g}")
+
+
+def _has_gradients(x: Any) -> bool:
+    """Whether an input is a float, or a tensor of such."""
+    return not isinstance(x, torch.Tensor) or x.is_floating_point() or x.is_complex()
 
 
 def _inputs(recorder: Any) -> list[fx.Node]:
