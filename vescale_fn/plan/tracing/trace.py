@@ -26,9 +26,11 @@ from ..ir.rank_runs import note_holders
 from ..ir.ranks_as_one import RanksAsOne
 from ..ir.shared_bodies import inlined
 from . import leaves as leaves_
-from .frame import RanksApart, Unrollable
+from .earlier import Earlier
+from .frame import RanksApart, RecordAgain, Unrollable
 from .leaves import Result
 from .recorder import Recorder, Unrecordable
+from .repeated import Counted
 from .traced_float import Number, difference, same_values
 from .value_guards import Guard, plain
 
@@ -75,10 +77,13 @@ class Recorded:
 def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any) -> Recorded:
     """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``, or without these of ``(args,)``;
     inputs are named as its leaves."""
-    rolls = shares = as_one = True
+    rolls = shares = as_one = watches = True
+    earlier = Earlier()
     while True:
         try:
-            return _recorded(f, leaves, names, treedef, out_specs, rolls, shares, as_one)
+            return _recorded(f, leaves, names, treedef, out_specs, rolls, shares, as_one, watches, earlier)
+        except RecordAgain:
+            watches = False
         except Unrollable as why:
             rolls, shares = why.shared and shares, False
         except RanksApart:
@@ -94,10 +99,12 @@ def _recorded(
     rolls: bool,
     shares: bool,
     as_one: bool,
+    watches: bool,
+    earlier: Earlier,
 ) -> Recorded:
-    recorded = _trace(f, leaves, names, treedef, out_specs, 0, rolls, shares, as_one)
+    recorded = _trace(f, leaves, names, treedef, out_specs, 0, rolls, shares, as_one, watches, earlier)
     if any(map(leaves_.is_number, leaves)):
-        other = _trace(f, leaves, names, treedef, out_specs, 7, rolls, shares, as_one)
+        other = _trace(f, leaves, names, treedef, out_specs, 7, rolls, shares, as_one, watches, earlier)
         other.end()
         node = difference(recorded.graph, other.graph)
         if node is not None:
@@ -120,8 +127,12 @@ def _trace(
     rolls: bool,
     shares: bool,
     as_one: bool,
+    watches: bool,
+    earlier: Earlier,
 ) -> Recorded:
-    recorder = Recorder(salt, plain(leaves), rolls, shares, as_one)
+    recorder = Recorder(salt, plain(leaves), rolls, shares, as_one, earlier)
+    if watches and shares and not torch_internals.function_modes():
+        recorder.counted = Counted(recorder)
     given = [
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
     ]
@@ -138,6 +149,10 @@ def _trace(
         raise
     except Unrollable as why:
         why.shared = recorder.has_shared
+        earlier.add(recorder)
+        raise
+    except (RecordAgain, RanksApart):
+        earlier.add(recorder)
         raise
     finally:
         recorder.forget_inputs()
