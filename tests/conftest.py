@@ -22,8 +22,8 @@ shard_map spec strict third_party torch_internals transform writes
 
 @pytest.hookimpl(optionalhook=True)  # of xdist, without which the tests run too
 def pytest_xdist_auto_num_workers(config):
-    """``-n auto``: a worker for each core, at most eight, and one more, for those that wait for ranks."""
-    return min(len(os.sched_getaffinity(0)), 8) + 1
+    """``-n auto``: a worker for each core, at most eight."""
+    return min(len(os.sched_getaffinity(0)), 8)
 
 
 @pytest.hookimpl(tryfirst=True)

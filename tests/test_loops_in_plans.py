@@ -672,3 +672,34 @@ def test_gradients_that_are_expanded() -> None:
             jitted = vfn.jit(vfn.grad(f, (0, 1)))
             for _ in range(2):
                 assert_close(vfn.unshard(jitted(*given)), wanted, rtol=1e-12, atol=1e-12)
+
+
+@vfn.custom_vjp
+def _steep(x):
+    return x.sin()
+
+
+_steep.defvjp(lambda x: (x.sin(), x), lambda x, g: (g * x.cos() * 1.5,))
+
+
+@vfn.custom_jvp
+def _steep_tangent(x):
+    return x.sin()
+
+
+_steep_tangent.defjvp(lambda primals, tangents: (primals[0].sin(), tangents[0] * primals[0].cos() * 1.5))
+
+
+@pytest.mark.filterwarnings("ignore:jit. g runs as written", "ignore:jit. f runs as written")  # the choice
+@pytest.mark.parametrize("rule", [_steep, _steep_tangent])
+@pytest.mark.parametrize("kind", ["scan", "cond", "remat"])
+def test_third_derivatives_of_rules_that_are_no_derivatives(rule, kind):
+    def f(x):
+        if kind == "cond":
+            return vfn.cond(x > 0, lambda v: rule(rule(v)), torch.neg, x)
+        loop = lambda x: vfn.scan(lambda c, _: (rule(c), None), x, None, length=2)[0]
+        return (vfn.remat(loop) if kind == "remat" else loop)(x)
+
+    third = vfn.grad(vfn.grad(vfn.grad(f)))
+    x = torch.tensor(0.3, dtype=torch.float64)
+    torch.testing.assert_close(vfn.jit(third)(x), third(x))

@@ -115,7 +115,10 @@ class Arguments:
     def level(self) -> int | None:
         """The level of the transform that is to use the rule; None: the function runs as it is."""
         now = state.now()
-        return None if now.for_types else torch_internals.follower(self.tensors, now.ruled)
+        found = None if now.for_types else torch_internals.follower(self.tensors, now.ruled)
+        if found is not None and len(now.derivatives) > 1:
+            now.derivatives[-1]()
+        return found
 
     def nondiff(self) -> list[Any]:
         """The other arguments."""

@@ -13,7 +13,7 @@ import torch
 
 from ..._core import torch_internals
 from ..._core.arrays.array import is_array, mesh_of, moved, spec_of
-from ..._core.base import context
+from ..._core.base import context, state
 from ..._core.control_flow.scan import is_split, scanned
 from ..._core.local_types import tensor_types, types
 from ..._core.shard_map import body
@@ -110,7 +110,7 @@ class Differentiated:
     def _of_one(self, c: Leaves, x: Leaves, cts: Sequence[tuple[int, torch.Tensor]]) -> tuple[Leaves, Any, Any]:
         """The gradients of one iteration, of whose results these have cotangents: what it is differentiated by of the carry
         and the slice, with the gradients, and those by `captured`."""
-        with torch.enable_grad():
+        with torch.enable_grad(), further():
             for leaves, moving in ((c, self.moving), (x, self.moving_xs)):
                 for i in moving:
                     leaves[i] = _variable(leaves[i])
@@ -127,6 +127,19 @@ class Differentiated:
 def around() -> context.Again:
     """What is around now, the body too, to be entered in a backward pass."""
     return context.Again(context.snapshot(), body.capture(remembering=True), *(also() for also in body.captures))
+
+
+def further() -> Any:
+    """The block in which a body runs once more for its derivative.
+
+    In a derivative of such a derivative a custom rule ends the recording of bodies: in the third order a rule is no longer told
+    from the operations of its function, whose own derivative then counts.
+    """
+    return context.setting(derivatives=(*state.now().derivatives, _unroll))
+
+
+def _unroll() -> None:
+    raise Unrollable
 
 
 def as_cotangents(cts: Sequence[torch.Tensor | None], primals: Sequence[torch.Tensor]) -> Leaves:
