@@ -30,7 +30,7 @@ class Thread:
     kept: list[Any] | None = None  # where `saved_residuals` collects what is kept for a backward pass
     for_types: bool = False  # whether a function is run for the types of its results alone
     ruled: tuple[int, ...] = ()  # while a custom derivative's rule runs: levels that no rule in it is for
-    # derivatives of recorded bodies that this is part of, by what ends them: see `plan.tracing.loop_again.further`
+    # derivatives of recorded bodies that this is part of, by what ends them: see `plan.tracing.loop_again.for_a_derivative`
     derivatives: tuple[Callable[[], Any], ...] = ()
     entries: tuple[Any, ...] = ()  # of the vmaps around, outermost first
     key_uses: dict[Any, Any] | None = None

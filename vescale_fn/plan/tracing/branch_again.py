@@ -11,7 +11,7 @@ import torch
 from ..._core import torch_internals
 from ..._core.base import context
 from ..._core.control_flow.cond import Choice
-from .loop_again import Leaves, around, as_cotangents, further, gradients, refuse_others
+from .loop_again import Leaves, around, as_cotangents, for_a_derivative, gradients, refuse_others
 
 
 class ChoiceAgain:
@@ -43,7 +43,7 @@ class ChoiceAgain:
         return Choice(branches, tuple(cts), "cond", self._chosen.names)
 
     def _of_one(self, i: int, at: Sequence[int], *cts: torch.Tensor) -> Leaves:
-        with torch.enable_grad(), context.setting(keeps_all=True), further():
+        with torch.enable_grad(), context.setting(keeps_all=True), for_a_derivative():
             start = torch_internals.autograd_count()
             leaves = self._chosen.again(i, self._outs)
             refuse_others(leaves, start, self._inputs, [])

@@ -110,7 +110,7 @@ class Differentiated:
     def _of_one(self, c: Leaves, x: Leaves, cts: Sequence[tuple[int, torch.Tensor]]) -> tuple[Leaves, Any, Any]:
         """The gradients of one iteration, of whose results these have cotangents: what it is differentiated by of the carry
         and the slice, with the gradients, and those by `captured`."""
-        with torch.enable_grad(), further():
+        with torch.enable_grad(), for_a_derivative():
             for leaves, moving in ((c, self.moving), (x, self.moving_xs)):
                 for i in moving:
                     leaves[i] = _variable(leaves[i])
@@ -129,7 +129,7 @@ def around() -> context.Again:
     return context.Again(context.snapshot(), body.capture(remembering=True), *(also() for also in body.captures))
 
 
-def further() -> Any:
+def for_a_derivative() -> Any:
     """The block in which a body runs once more for its derivative.
 
     In a derivative of such a derivative a custom rule ends the recording of bodies: in the third order a rule is no longer told

@@ -102,7 +102,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         self._inputs, self.guards, self._answers = given, [], {}
         self._salt = salt
         self._numbers: dict[float, fx.Node] = {}  # what stands for floats -> their nodes
-        self._given_out: list[weakref.ref[Number]] = []
+        self._given_out: list[weakref.ref[Number]] = []  # these, for whoever keeps one
         self.is_over = False
         self.frame = Frame(None)
         self.ledger = Ledger()
