@@ -2246,3 +2246,83 @@ def unrolling_between_tensors(mesh):
       Instead: leave unroll out, or give both bounds as ints
     """
     vfn.fori_loop(0, torch.tensor(3), lambda i, x: x, X, unroll=2)
+
+
+# --- schedules of pipelines -------------------------------------------------------------------------------------------
+
+
+def scheduled(*rows):
+    """A schedule with a stage for each row, which are in letters: f, b, w and d (for BW), each followed by the microbatch."""
+    kinds = {"f": "F", "b": "B", "w": "W", "d": "BW"}
+    parts = [[vfn.schedules.Action(kinds[task[0]], s, int(task[1])) for task in r.split()] for s, r in enumerate(rows)]
+    return vfn.schedules.Schedule(range(len(rows)), parts)
+
+
+@misuse
+def a_schedule_that_is_not_complete(mesh):
+    """ScheduleError
+    Schedule.check: the schedule is not complete
+      * rank 0 runs 0BW1 and also 0W1
+      * rank 1 runs 1F0 2 times
+      * rank 1 never runs 1F1
+      * rank 1 never runs 1W1
+      * rank 1 runs 1BW0 before 1F0
+    """
+    scheduled("f0 f1 d0 d1 w1", "d0 f0 f0 b1").check()
+
+
+@misuse
+def a_schedule_with_stages_elsewhere(mesh):
+    """ScheduleError
+    Schedule.check: the schedule is not complete
+      * stage 1 is on rank 4, but there are rows for 2 ranks
+      * rank 1 runs 1F0, but stage 1 is on rank 4
+      * rank 1 runs 1BW0, but stage 1 is on rank 4
+    """
+    vfn.schedules.Schedule((0, 4), scheduled("f0 d0", "f0 d0").order).check()
+
+
+@misuse
+def a_schedule_that_deadlocks(mesh):
+    """ScheduleError
+    Schedule.check: deadlock: each of these waits for the next
+      * rank 0 runs 0BW0 when it has 1BW0 from rank 1
+      * rank 1 runs 1BW0 after 1F0, after 1BW1, after 1F1
+      * rank 1 runs 1F1 when it has 0F1 from rank 0
+      * rank 0 runs 0F1 after 0BW0
+    """
+    scheduled("f0 d0 f1 d1", "f1 d1 f0 d0").check()
+
+
+@misuse
+def a_schedule_that_deadlocks_by_rendezvous(mesh):
+    """ScheduleError
+    Schedule.check: deadlock where sends wait for their receives: each of these waits for the next
+      * rank 0 runs 0F1 when rank 1 has received 0F0
+      * rank 1 receives 0F0 after it has run 1BW1
+      * rank 1 runs 1BW1 after 1F1
+      * rank 1 runs 1F1 when it has 0F1 from rank 0
+      Instead: Schedule.check(blocking=False), if each rank goes on before what it sends is received
+    """
+    scheduled("f0 f1 d0 d1", "f1 d1 f0 d0").check()
+
+
+@misuse
+def a_schedule_of_no_ranks(mesh):
+    """ScheduleError
+    schedules.one_f_one_b: sizes are whole numbers from 1 on
+      * p is 0
+      * m is 2.5
+    """
+    vfn.schedules.one_f_one_b(0, 2.5)
+
+
+@misuse
+def costs_of_other_stages(mesh):
+    """ScheduleError
+    Costs: they do not fit a schedule of 2 stages
+      * F has 3 entries for 2 stages
+      * p2p is -1: no time is negative
+      * overlap is 2: it is a part, from 0 to 1
+    """
+    vfn.schedules.gpipe(2, 2).simulate(vfn.schedules.Costs(F=[1, 2, 3], p2p=-1, overlap=2))

@@ -22,6 +22,10 @@ PACKAGE = "vescale_fn"
 DOOR = f"{PACKAGE}._core.torch_internals"  # the one folder that may use private torch names
 LIGHT = (
     *(f"_core.base.{name}" for name in ("errors", "messages", "tree")),
+    *(
+        f"schedules.{name}"
+        for name in ("actions", "task_graph", "deadlocks", "costs", "timeline", "validation", "schedule", "named")
+    ),
     "recipes.command_line",
 )  # pure data: importable where torch is not wanted
 
@@ -138,7 +142,7 @@ def order_faults(root: Path) -> list[str]:
 
 # The root
 
-ENTRIES = "__init__.py _core checkpoint data debugging errors.py lax.py nn ops optim plan precision py.typed random recipes tree.py".split()
+ENTRIES = "__init__.py _core checkpoint data debugging errors.py lax.py nn ops optim plan precision py.typed random recipes schedules tree.py".split()
 
 
 def entries(root: Path) -> list[str]:

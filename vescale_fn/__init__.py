@@ -3,7 +3,7 @@
 # First, for it answers a mistyped option: what follows imports torch.
 from vescale_fn.recipes import command_line as _command_line  # noqa: F401 # pyright: ignore[reportUnusedImport]
 
-from . import checkpoint, data, debugging, errors, lax, nn, ops, optim, plan, precision, random, tree
+from . import checkpoint, data, debugging, errors, lax, nn, ops, optim, plan, precision, random, schedules, tree
 from ._core.arrays.array import Array, spec_of
 from ._core.arrays.placement import from_local, shard, unshard, with_sharding
 from ._core.arrays.shapes import ShapeDtype
@@ -146,6 +146,7 @@ __all__ = [
     "save_plan",
     "saved_residuals",
     "scan",
+    "schedules",
     "set_mesh",
     "shard",
     "shard_map",

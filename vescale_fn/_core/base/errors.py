@@ -97,6 +97,10 @@ class NoValueError(VfnError, ValueError):
     """A value was asked for where only shapes are known: of a `ShapeDtype`, or of an array on an abstract mesh."""
 
 
+class ScheduleError(VfnError, ValueError):
+    """A schedule of a pipeline is not complete, would deadlock, or cannot be made for these sizes."""
+
+
 class ReshardError(VfnError, RuntimeError):
     """Under `strict`: a move of data that the program did not ask for."""
 

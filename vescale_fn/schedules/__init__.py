@@ -1,0 +1,14 @@
+"""Schedules of pipelines as data: named ones, a check that they cannot deadlock, a simulator."""
+
+from .._core.base import front_door
+from .actions import Action, Overlap
+from .costs import Costs
+from .named import gpipe, one_f_one_b
+from .schedule import Schedule
+from .task_graph import Transfer
+from .timeline import TimedTask, Timeline
+
+__all__ = ["Action", "Costs", "Overlap", "Schedule", "TimedTask", "Timeline", "Transfer", "gpipe", "one_f_one_b"]
+
+__dir__ = front_door.listing(__name__)
+__getattr__ = front_door.hints(__name__)
