@@ -674,6 +674,81 @@ def an_argument_that_moves_under_strict(mesh):
 
 
 @misuse
+def two_places_in_one_op(mesh):
+    """SpecError
+    add: x is at tp=0, y at tp=1
+      * f32[4@dp,3]{at tp=0}
+      * f32[4,3]{at tp=1}
+      Instead: vfn.pipeline moves values between stages, vfn.with_sharding(x, P()) copies
+    """
+    x, y = vfn.shard(X, mesh, P("dp", at={"tp": 0})), vfn.shard(X, mesh, P(at={"tp": 1}))
+    x + y
+
+
+@misuse
+def a_place_on_an_axis_that_splits_the_other(mesh):
+    """SpecError
+    mul: an array at tp=1 meets one that is split or summed over 'tp'
+      * f32[4,3]{at tp=1}
+      * f32[4@tp,3]
+      Instead: vfn.with_sharding(x, P(..., at={'tp': 1})) of the one that is split
+    """
+    x, y = vfn.shard(X, mesh, P(at={"tp": 1})), vfn.shard(X, mesh, P("tp"))
+    x * y
+
+
+@misuse
+def a_value_at_a_place_written_into_one_of_all_ranks(mesh):
+    """InPlaceError
+    add_: f32[4,3], which other ranks hold too, would be written at tp=1 alone
+      * f32[4,3]{at tp=1} is an argument
+      Instead: x = vfn.with_sharding(x, P(..., at={'tp': 1})), and write that
+    """
+    x, y = vfn.shard(X, mesh, P()), vfn.shard(X, mesh, P(at={"tp": 1}))
+    x.add_(y)
+
+
+@misuse
+def a_place_in_a_body(mesh):
+    """SpecError
+    shard_map(<lambda>): the arguments do not fit in_specs on the mesh (dp=2, tp=2)
+      * args[0] of shape f32[4,3]{at tp=1}, where args[0] is bound to <lambda>'s parameter 'x', corresponds to in_specs = P(): it is at tp=1, and the body runs on all ranks
+      Instead: vfn.with_sharding(x, P()), which copies it to all of them
+    """
+    x = vfn.shard(X, mesh, P(at={"tp": 1}))
+    mapped(mesh, lambda x: x, P(), P())(x)
+
+
+@misuse
+def a_place_that_is_not_there(mesh):
+    """SpecError
+    shard: 1 spec does not fit on the mesh (dp=2, tp=2)
+      * X is f32[4,3], its spec P('tp', at={'tp': 2}): axis 'tp' is used twice: for dim 0 and for at
+      * X is f32[4,3], its spec P('tp', at={'tp': 2}): coordinate 2 (at) is none of axis 'tp', which has 2
+      Instead: each axis of the mesh at most once, and at most one entry a dim
+    """
+    vfn.shard(X, mesh, P("tp", at={"tp": 2}))
+
+
+@misuse
+def a_place_without_an_axis(mesh):
+    """SpecError
+    P: at must give axes and coordinates on them, but it is the str 'tp'
+      Instead: for instance P("tp", at={"pp": 2}), or at={"pp": (0, 3)} for a value that exists at both
+    """
+    P(at="tp")
+
+
+@misuse
+def a_draw_at_a_place(mesh):
+    """RandomError
+    random.gamma: spec=P(at={'tp': 1}): at is not known to draws
+      Instead: vfn.init(f, key, spec=...), or vfn.with_sharding of what is drawn
+    """
+    vfn.random.gamma(KEY, 2.0, (4,), spec=P(at={"tp": 1}), mesh=mesh)
+
+
+@misuse
 def with_sharding_in_a_body(mesh):
     """SpecError
     with_sharding: this is the body of a shard_map: its values are one rank's blocks, and its axes are manual

@@ -4,8 +4,8 @@
 from vescale_fn.recipes import command_line as _command_line  # noqa: F401 # pyright: ignore[reportUnusedImport]
 
 from . import checkpoint, data, debugging, errors, lax, nn, ops, optim, plan, precision, random, schedules, tree
-from ._core.arrays.array import Array, spec_of
-from ._core.arrays.placement import from_local, shard, unshard, with_sharding
+from ._core.arrays.array import Array
+from ._core.arrays.placement import from_local, shard, spec_of, unshard, with_sharding
 from ._core.arrays.shapes import ShapeDtype
 from ._core.arrays.strict import strict
 from ._core.base import front_door

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 
 from .._core import torch_internals
-from .._core.arrays import array
+from .._core.arrays import array, placement
 from .._core.base import context, tree
 from .._core.base.messages import mesh_text
 from .._core.distributed.blocks import Blocks
+from .._core.distributed.places import place_of, whole_mesh
 from .._core.local_types import tensor_types
 from .._core.sharding.index_map import axes_of, dim_indices, is_even, shard_shape
 from .._core.sharding.layout import type_text
 from .._core.sharding.merged_dim import Merged
-from .._core.sharding.spec import P, split_axes
+from .._core.sharding.spec import P, place_text, split_axes
 
 
 class Shown:
@@ -78,7 +79,7 @@ def show(value: Any) -> Shown:
         if not isinstance(x, torch.Tensor):
             rows.append((path, f"{type(x).__name__} {x!r}", "", ""))
             continue
-        mesh, spec = array.mesh_of(x), array.spec_of(x)
+        mesh, spec = whole_mesh(array.mesh_of(x)), placement.spec_of(x)
         if body is not None and not tensor_types.outside(x, body.auto):
             mine += 1
             rows.append((path, tensor_types.text(x, tensor_types.typeof(x, body.axes)), *_block(x, mesh, spec)))
@@ -111,7 +112,8 @@ def _block(x: torch.Tensor, mesh: Any, spec: Any) -> tuple[str, str]:
     """The shape of what a rank holds of `x`, and its bytes."""
     shape = list(x.shape) if mesh is None else list(shard_shape(tuple(x.shape), mesh, P(*spec)))
     even = "" if mesh is None or is_even(tuple(x.shape), axes_of(mesh), spec) else " at most"
-    return f"{shape}{even}", f"{math.prod(shape) * x.element_size():,}"
+    where = f" at {place_text(spec.at)}" if spec.at else ""
+    return f"{shape}{even}{where}", f"{math.prod(shape) * x.element_size():,}"
 
 
 def _plural(n: int, word: str) -> str:
@@ -129,6 +131,8 @@ def _picture(x: Any, body: Any) -> Callable[[], str]:
         drawn = _ranks(x, body.mesh)  # of its values now
         return lambda: drawn
     mesh = array.mesh_of(x) if isinstance(x, torch.Tensor) else None
+    if place_of(mesh) is not None:  # the picture's ranks are those of the whole mesh
+        return lambda: ""
     if mesh is None or not 1 <= x.ndim or x.numel() == 0:
         return lambda: ""
     return functools.partial(_parts, tuple(x.shape), axes_of(mesh), array.spec_of(x))

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._core.arrays.array import mesh_of, spec_of
+from .._core.arrays.array import mesh_of
+from .._core.arrays.placement import spec_of
 from .._core.base import context, tree
 from .._core.base.errors import TreeError
 from .._core.base.messages import described, report
+from .._core.distributed.places import whole_mesh
 from .._core.local_types import tensor_types, types
 from .._core.sharding.layout import WHOLE, type_text
 from .._core.sharding.named_sharding import Sharding
@@ -60,7 +62,7 @@ class ValueType:
         if isinstance(self.dtype, type):
             return self.dtype.__name__
         axes = types.of(self.varying or (), self.unreduced, self.reduced)
-        return f"{type_text(self.shape, self.dtype, P(*self.spec))}{axes!r}"
+        return f"{type_text(self.shape, self.dtype, P(*self.spec, at=self.spec.at))}{axes!r}"
 
 
 def typeof(x: Any) -> ValueType:
@@ -104,7 +106,7 @@ def typeof(x: Any) -> ValueType:
 
 def _of_tensor(x: torch.Tensor, shape: tuple[int, ...], dtype: Any) -> ValueType:
     """The type of a value of which `x` is the data."""
-    body, mesh, spec = context.body(), mesh_of(x), spec_of(x)
+    body, mesh, spec = context.body(), whole_mesh(mesh_of(x)), spec_of(x)
     local = types.INVARIANT
     if body is not None and not tensor_types.outside(x, body.auto):
         if not body.check:

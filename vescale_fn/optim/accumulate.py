@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._core.arrays.array import spec_of
-from .._core.arrays.placement import with_sharding
+from .._core.arrays.placement import spec_of, with_sharding
 from .._core.base import dtypes, tree
 from .._core.sharding.spec import P
 from .optimizer import Optimizer, check_parts, check_state, check_steps, is_readable, is_trained, zero_count
@@ -83,7 +82,7 @@ def reduced(grads: Any) -> Any:
     partial = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and spec_of(x).unreduced]
     if not partial:
         return grads
-    moved = with_sharding([leaves[i] for i in partial], [P(*spec_of(leaves[i])) for i in partial])
+    moved = with_sharding([leaves[i] for i in partial], [P(*(spec := spec_of(leaves[i])), at=spec.at) for i in partial])
     for i, x in zip(partial, moved):
         leaves[i] = x
     return tree.unflatten(structure, leaves)

@@ -9,8 +9,8 @@ from typing import Any
 import optree
 import torch
 
-from .._core.arrays.array import is_array, spec_of
-from .._core.arrays.placement import with_sharding
+from .._core.arrays.array import is_array
+from .._core.arrays.placement import spec_of, with_sharding
 from .._core.base import tree
 from .._core.base.containers import opened
 from .._core.base.errors import VfnError
@@ -110,7 +110,7 @@ def _reduced_later(params: Any, batch: Sequence[Any]) -> Any:
             spec = spec_of(x)
             free = axes - axes_named(spec)
             if free and not spec.unreduced:
-                later[i] = P(*spec, reduced=spec.reduced | free)
+                later[i] = P(*spec, reduced=spec.reduced | free, at=spec.at)
     if later:
         for i, x in zip(later, with_sharding([leaves[i] for i in later], list(later.values()))):
             leaves[i] = x

@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 
-from .._core.arrays.array import is_array, mesh_of, spec_of
-from .._core.arrays.placement import with_sharding
+from .._core.arrays.array import is_array, mesh_of
+from .._core.arrays.placement import spec_of, with_sharding
 from .._core.base import context, tree
 from .._core.base.containers import SPLIT_NUMBERS, split_numbers
 from .._core.base.errors import SpecError
 from .._core.base.messages import described, mesh_text, report
 from .._core.distributed.mesh import same
+from .._core.distributed.places import whole_mesh
 from .._core.sharding.index_map import axes_of
 from .._core.sharding.layout import type_text
 from .._core.sharding.named_sharding import Sharding, without_mesh
-from .._core.sharding.spec import P, as_spec, axes_named, from_split_axes, problems, split_axes, too_long
+from .._core.sharding.spec import P, as_spec, axes_named, from_split_axes, problems, split_axes, too_long, with_place
 
 
 class _AsItIs:
@@ -64,7 +65,7 @@ def arrived(
 
 
 def _mesh_of(x: Any) -> Any:
-    return mesh_of(x) if isinstance(x, torch.Tensor) else None
+    return whole_mesh(mesh_of(x)) if isinstance(x, torch.Tensor) else None
 
 
 def _not_so(wrong: dict[int, tuple[str, str]], names: Sequence[str], specs: Any, mesh: Any, where: str) -> SpecError:
@@ -90,11 +91,11 @@ def _wrong(x: torch.Tensor, spec: Any, mesh: Any) -> tuple[str, str] | None:
     """What is wrong with the spec of a tensor, and what to do."""
     if not isinstance(spec, P):
         return f"it is {described(spec)}, not a vfn.P", as_spec(spec)
-    found = too_long(spec, x.ndim) if mesh is None else problems(spec, axes_of(mesh), x.ndim)
+    found = too_long(spec, x.ndim) if mesh is None else problems(spec, axes_of(mesh), x.ndim, at=True)
     if found:
         return "; ".join(found), "each axis of the mesh at most once, and at most one entry a dim"
-    spec = from_split_axes(split_axes(spec, x.ndim), spec.unreduced, spec.reduced)
-    if not is_array(x) or (same(mesh_of(x), mesh) and spec_of(x) == spec):
+    spec = with_place(from_split_axes(split_axes(spec, x.ndim), spec.unreduced, spec.reduced), spec.at)
+    if not is_array(x) or (same(whole_mesh(mesh_of(x)), mesh) and spec_of(x) == spec):
         return None
-    own = f"{type_text(x.shape, x.dtype, spec_of(x))} on the {mesh_text(axes_of(mesh_of(x)))}"
+    own = f"{type_text(x.shape, x.dtype, spec_of(x))} on the {mesh_text(axes_of(whole_mesh(mesh_of(x))))}"
     return f"it lies otherwise, {own}", "vfn.with_sharding(x, spec), which moves it, before the call or in the function"

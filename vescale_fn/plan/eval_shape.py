@@ -178,7 +178,7 @@ def _fitting(spec: Any, shapes: Any, axes: Mapping[str, int], placed: bool) -> A
         if not isinstance(one, P):
             failures.append(f"the spec of {path} is {described(one)}, not a vfn.P")
         elif isinstance(x, torch.Tensor):
-            wrong = problems(one, axes, x.ndim) if placed else too_long(one, x.ndim)
+            wrong = problems(one, axes, x.ndim, at=True) if placed else too_long(one, x.ndim)
             what = f"{path} is {type_text(x.shape, x.dtype, WHOLE)}, its spec {one!r}"
             failures += [f"{what}: {problem}" for problem in wrong]
     if failures:

@@ -102,6 +102,7 @@ def shape_and_place(
     where: str, shape: Any, spec: P | None, mesh: Any, **params: Any
 ) -> tuple[tuple[int, ...], P | None, Any]:
     """The shape of a draw, its spec and its mesh: where they are not given, those of its parameters, broadcast."""
+    _refuse_place(where, spec)
     sizes = {name: tuple(p.shape) if isinstance(p, torch.Tensor) else () for name, p in params.items()}
     if shape is None:
         try:
@@ -123,6 +124,13 @@ def shape_and_place(
             if not rows[dim + shift] and p.shape[dim] == shape[dim + shift] and not used & set(axes):
                 rows[dim + shift] = axes
     return shape, from_split_axes(rows), mesh if mesh is not None else array.mesh_of(arrays[0])
+
+
+def _refuse_place(where: str, spec: Any) -> None:
+    """A draw is made by all ranks."""
+    if isinstance(spec, P) and spec.at:
+        what = f"spec={spec!r}: at is not known to draws"
+        raise RandomError(report(where, what, fix="vfn.init(f, key, spec=...), or vfn.with_sharding of what is drawn"))
 
 
 def fitting(where: str, drawn: torch.Tensor, **params: Any) -> list[torch.Tensor]:

@@ -30,6 +30,7 @@ from ..distributed.abstract_mesh import AbstractMesh
 from ..distributed.blocks import Blocks
 from ..distributed.communicator import coordinates
 from ..distributed.mesh import Mesh, SimulatedMesh, check_reaches, communicator_of, rebuild_mesh, same
+from ..distributed.places import at_of, cut_to, is_elsewhere, place_of, spread_from, whole_mesh
 from ..distributed.without_memory import WithoutMemory
 from ..local_types import tensor_types
 from ..sharding.index_map import axes_of, local_indices
@@ -37,10 +38,11 @@ from ..sharding.layout import WHOLE, as_written, axes_items, contiguous_stride, 
 from ..sharding.merged_dim import Merged, UnevenParts
 from ..sharding.named_sharding import Sharding
 from ..sharding.placements import from_placements
-from ..sharding.spec import P, from_split_axes, rebuild_spec, split_axes
+from ..sharding.spec import P, from_split_axes, rebuild_spec, split_axes, with_place
 from . import deferred_views, interpreter, reshard, reshard_buckets, reshard_plan
 from .array_values import brought, the_one
 from .lazy_layout import note_stated
+from .places import relocated
 from .strides import in_order, packed, strided_as
 
 
@@ -89,22 +91,22 @@ class Array(WithoutMemory, DTensor):
     @property
     def type_text(self) -> str:
         """The type on one short line: ``f32[8@dp,4]``."""
-        return type_text(self.shape, self.dtype, spec_of(self))
+        return type_text(self.shape, self.dtype, self.spec)
 
     @property
     def spec(self) -> P:
         """How the value lies on its mesh; `spec_of` says it of any tensor, under any transform."""
-        return spec_of(self)
+        return with_place(spec_of(self), at_of(torch_internals.mesh(self)))
 
     @property
     def sharding(self) -> Sharding:
         """The mesh and the spec, which may stand where a spec is asked for."""
-        return Sharding(torch_internals.mesh(self), spec_of(self))
+        return Sharding(self.mesh, self.spec)
 
     @property
     def mesh(self) -> Any:
         """The mesh that the value lies on."""
-        return torch_internals.mesh(self)
+        return whole_mesh(torch_internals.mesh(self))
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
@@ -116,9 +118,13 @@ class Array(WithoutMemory, DTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         spec = spec_of(self)
-        head = f"Array {self.type_text} on {mesh_text(axes_of(torch_internals.mesh(self)))}"
+        head = f"Array {self.type_text} on {mesh_text(axes_of(self.mesh))}"
         if self.is_meta:
             return f"{head}, without values"
+        if is_elsewhere(torch_internals.mesh(self)):
+            return f"{head}\nthis rank holds nothing of it"
+        if place_of(torch_internals.mesh(self)) is not None and not communicator_of(self.mesh).all_here:
+            return f"{head}\n{_own_block(self, spec)}"
         if communicator_of(torch_internals.mesh(self)).all_here or _is_here(torch_internals.mesh(self), spec):
             return f"{head}\n{_plain(self, 'print')}"  # not through autograd: a transform may be printing
         return f"{head}\n{_own_block(self, spec)}"
@@ -399,25 +405,13 @@ def is_array(x: Any) -> bool:
 
 
 def mesh_of(x: torch.Tensor) -> Any:
-    """The mesh of an array, also inside a transform; None for a plain tensor."""
+    """The mesh of an array, also inside a transform; None for a plain tensor. Of one at a place that of its ranks."""
     inner = torch_internals.peel(x)
     return torch_internals.mesh(inner) if isinstance(inner, DTensor) else None
 
 
 def spec_of(x: torch.Tensor) -> P:
-    """How a value lies.
-
-    Args:
-        x: an array or raw DTensor, also inside a transform (under `vmap` the spec is of the unbatched dims), or a plain
-            tensor, which is whole.
-
-    Source: ``jax.typeof(x).sharding.spec``.
-
-    >>> import torch, vescale_fn as vfn
-    >>> with vfn.simulate(2):
-    ...     vfn.spec_of(vfn.shard(torch.zeros(4, 2), vfn.make_mesh((2,), ("dp",)), vfn.P("dp")))
-    P('dp')
-    """
+    """How a value lies on `mesh_of` it, also inside a transform; the `spec_of` that users call says also at which place."""
     if not isinstance(x, torch.Tensor):
         raise SpecError(
             report("spec_of", f"x must be one tensor, but it is {described(x)}", fix="vfn.show(tree) for a whole tree")
@@ -536,6 +530,42 @@ class _Move:
         return replace(self, lead=(over, *self.lead))
 
 
+@dataclass(frozen=True)
+class _Relocate:
+    """An array of one place, or of a whole mesh, brought to another place of it, or to the whole."""
+
+    row: ClassVar[str] = "with_sharding"
+
+    meshes: tuple[Any, Any]  # from and to
+    specs: tuple[P, P]
+    why: str
+    lead: Lead = ()
+
+    def __call__(self, xs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = _taken_in(*xs)
+        if not isinstance(x, Array):  # a cotangent that every rank holds
+            x = wrap(_local(x, self.meshes[0]), self.meshes[0], WHOLE, x.shape, tuple(x.stride()))
+        spec = led(self.lead, layout(torch_internals.spec(x)), self.specs[1], x.ndim)
+        out = relocated(x, self.meshes[1], spec, self.why)
+        local = torch_internals.local(out)
+        if not is_elsewhere(self.meshes[1]) or torch_internals.is_recorded():
+            local = _unshared(local, self._beside(torch_internals.local(x)))
+        return (wrap(in_order(local, x), self.meshes[1], spec, x.shape, tuple(x.stride())),)
+
+    def _beside(self, local: Any) -> Any:
+        """Of what an array holds where it comes from, for each rank where it goes what that may share memory with."""
+        source, target = map(place_of, self.meshes)
+        local = local if source is None else spread_from(source, local)
+        return local if target is None else cut_to(target, local)
+
+    def transpose(self) -> _Relocate:
+        specs = _cotangent_spec(self.specs[1]), _cotangent_spec(self.specs[0])
+        return _Relocate(self.meshes[::-1], specs, f"{self.why} (backward)", self.lead)
+
+    def batched(self, over: tuple[str, ...]) -> _Relocate:
+        return replace(self, lead=(over, *self.lead))
+
+
 def _with_sums(target: P, unreduced: frozenset[str]) -> P:
     """The target of a move with the sums that it leaves to be made, over axes that it says nothing of."""
     left = unreduced.difference(target.reduced, *split_axes(target, len(target)))
@@ -616,6 +646,8 @@ def _unshared(local: Any, source: Any) -> Any:
 def _plain(x: Any, why: str) -> torch.Tensor:
     if not isinstance(x, Array):
         return x
+    if (place := place_of(torch_internals.mesh(x))) is not None:
+        x = relocated(x, place.whole, WHOLE, why)
     return strided_as(the_one(_read(brought(x, WHOLE, why, owned=True)), torch_internals.mesh(x)), x)
 
 
@@ -755,6 +787,16 @@ def bring_in(x: Any, boundary: Boundary, why: str) -> Any:
 
 def moved(x: Any, mesh: Any, target: P | None, why: str, keeps_sums: bool = False) -> Any:
     """An array, or a plain whole tensor, brought to `target`, or (None) to a plain whole tensor; differentiable."""
+    own = mesh_of(x)
+    if (
+        own is not None
+        and own is not mesh
+        and target is not None
+        and whole_mesh(own) == whole_mesh(mesh)
+        and own != mesh
+    ):
+        op = _Relocate((own, mesh), (spec_of(x), target), why)
+        return tensor_types.kept(linear_map.apply(op, x)[0], x)
     source, cast = before_narrowing(x)
     move = _Move(mesh, spec_of(x) if is_array(x) else None, target, why, cast=cast, keeps_sums=keeps_sums)
     return tensor_types.kept(linear_map.apply(move, source)[0], x)
@@ -841,6 +883,8 @@ def place(x: Any, mesh: Any, spec: P, where: str) -> Any:
     """One leaf brought to `spec` on `mesh`, from wherever it is."""
     own = mesh_of(x)
     x = _only_sums(x) if isinstance(x, DTensor) else x
+    if own is not None and not same(own, mesh) and same(whole_mesh(own), whole_mesh(mesh)):
+        return moved(x, mesh, spec, where)
     if own is not None and not same(own, mesh):
         check_reaches(own, mesh, where)
         x, own = moved(x, own, None, where), None

@@ -25,6 +25,7 @@ from ..distributed import blocks
 from ..distributed.blocks import Blocks
 from ..distributed.communicator import coordinates
 from ..distributed.mesh import communicator_of, is_part, mesh_name, same
+from ..distributed.places import is_elsewhere, place_of
 from ..sharding.index_map import axes_of, dim_indices, local_shape
 from ..sharding.layout import WHOLE, axes_items, layout, spec_for, text
 from ..sharding.spec import P, split_axes
@@ -36,6 +37,7 @@ from .gathered import Gathered
 from .layout_solver import Solution, solved
 from .lazy_layout import is_new
 from .on_blocks import Local, LocalNew, LocalView, LocalWrite, OnBlocks, ViewOnBlocks, WriteOnBlocks, in_order
+from .places import Copied, Meets, NotHere, meeting
 from .rules.compositions import COMPOSED, READING, composed
 from .rules.parts import strided
 from .rules.rule import Call, Parts, Rule, T, without_blocks
@@ -44,7 +46,8 @@ from .rules.traits import NEEDS_CONTIGUOUS, RETURNS_VIEW_OF_ITSELF, SETS_STRIDES
 from .strides import overlaps
 
 
-def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> tuple[Any, bool]:
+    """The mesh that an op runs on, and whether arguments must be brought to it: it is a place of theirs."""
     meshes: list[Any] = []
     for x in tensors:
         if isinstance(x, DTensor) and not any(same(torch_internals.mesh(x), mesh) for mesh in meshes):
@@ -59,6 +62,8 @@ def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
                     "the array as an argument of shard_map, with its own in_spec",
                 )
             )
+    if len(meshes) > 1 and (place := meeting(func, tensors, meshes)) is not None:
+        return place, True
     if len(meshes) > 1:
         texts = [f"{text(x)} on the {mesh_name(torch_internals.mesh(x))}" for x in tensors if isinstance(x, DTensor)]
         raise MeshError(
@@ -69,7 +74,7 @@ def _mesh_of(func: Any, tensors: Sequence[torch.Tensor]) -> Any:
                 f"vfn.shard(x, mesh, {layout(torch_internals.spec(tensors[0]))!r}) brings one to the other's mesh",  # type: ignore[attr-defined]
             )
         )
-    return meshes[0]
+    return meshes[0], False
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +109,9 @@ class _OpCall:
 def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[str, ...] = ()) -> Decision:
     """Decide on one call. `lies`: what is remembered of the layout of a tensor that the call does not name."""
     tensors = tensors_in(args, kwargs)
-    mesh = _mesh_of(func, tensors)
+    mesh, meets = _mesh_of(func, tensors)
+    if meets:
+        return Meets(func, mesh)
     if func in RETURNS_VIEW_OF_ITSELF:
         return ViewOfItself(func, mesh)
     if func in SETS_STRIDES:
@@ -115,8 +122,12 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[s
         return ShapeOnly(func, mesh, call.many(call.outs) if call.many else call.outs[0])
     if (steps := _steps(call)) is not None:
         decision: Decision = Composed(func, mesh, steps)
+    elif place_of(mesh) is not None and call.outs is None:
+        decision = Copied(func, mesh)
     else:
         decision = _on_tensors(call, lies)
+        if is_elsewhere(mesh):
+            decision = NotHere(func, mesh, decision, _results(decision, call), call.many)
     return MayDraw(func, mesh, decision) if is_seeded(func) else decision
 
 
@@ -143,6 +154,15 @@ def _on_tensors(call: _OpCall, lies: tuple[str, ...]) -> Decision:
     if any(targets[i] != specs[i] for i in pinned) or any(out != specs[i] for i, out in zip(pinned, out_specs)):
         return gathered  # what is written does not lie as the target does
     return _on_blocks(call, rule, solution, covered, bool(pinned), offsets)
+
+
+def _results(decision: Any, call: _OpCall) -> tuple[Any, ...]:
+    """The DTensorSpec of each result; None where it is no tensor."""
+    if isinstance(decision, Local):
+        return (decision.out,)
+    if isinstance(decision, Gathered):
+        return tuple(_dspec(call.mesh, WHOLE, out) for out in call.outs)
+    return decision.outs
 
 
 def _on_blocks(

@@ -23,6 +23,7 @@ from ..base.messages import described, mesh_text, report, short
 from ..distributed.abstract_mesh import AbstractMesh
 from ..distributed.communicator import coordinates
 from ..distributed.mesh import communicator_of, same
+from ..distributed.places import at_of, resolved, whole_mesh
 from ..local_types import replica_check
 from ..sharding.index_map import axes_of, local_indices
 from ..sharding.layout import WHOLE, layout, type_text
@@ -38,6 +39,7 @@ from ..sharding.spec import (
     split_axes,
     too_long,
     validate,
+    with_place,
 )
 from ..sharding.spec_trees import are_rules, spec_from_rules
 from .aliasing import note_elsewhere
@@ -50,10 +52,10 @@ from .array import (
     moved_together,
     on_device,
     place,
-    spec_of,
     whole,
     wrap,
 )
+from .array import spec_of as spec_among_ranks
 from .strides import packed
 
 
@@ -112,7 +114,11 @@ def _check(value: Any, leaves: Sequence[Any], specs: Sequence[P], meshes: Sequen
     wrong = {}
     for i, (x, spec, mesh) in enumerate(zip(leaves, specs, meshes, strict=True)):
         if isinstance(x, torch.Tensor):
-            found = problems(spec, axes_of(mesh), x.ndim) if mesh is not None else too_long(spec, x.ndim)
+            found = (
+                problems(spec, axes_of(whole_mesh(mesh)), x.ndim, at=True)
+                if mesh is not None
+                else too_long(spec, x.ndim)
+            )
             found = [(problem, _FITTING) for problem in found]
             if not found and x.dtype is torch.int32 and tree.leaves_in_opaque(value)[i]:
                 found = [(problem, KEYS) for problem in keys_taken_apart(spec, x.ndim)]
@@ -238,7 +244,10 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
         return out
     if replica_check.looked_for():
         replica_check.same_plain("shard", mesh, zip(_names(tree_), leaves, strict=True))
-    out = [place(x, mesh, s, "shard") if isinstance(x, torch.Tensor) else x for x, s in zip(leaves, specs, strict=True)]
+    out = [
+        place(x, *resolved(mesh, s), "shard") if isinstance(x, torch.Tensor) else x
+        for x, s in zip(leaves, specs, strict=True)
+    ]
     context.record("shard", leaves, out)
     return _rebuilt(treedef, out)
 
@@ -278,7 +287,10 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     spec, mesh = without_mesh(spec, mesh, "with_sharding")
     leaves, treedef, specs = _specs(tree_, spec, "with_sharding")
     here = _mesh_here(specs, mesh, "with_sharding") if context.body() is not None else mesh
-    meshes = [here or mesh_of(x) or context.current_mesh() if isinstance(x, torch.Tensor) else None for x in leaves]
+    meshes = [
+        here or whole_mesh(mesh_of(x)) or context.current_mesh() if isinstance(x, torch.Tensor) else None
+        for x in leaves
+    ]
     _check(tree_, leaves, specs, meshes, "with_sharding")
     if context.on_one_device() and context.body() is None:
         whole = unshard(tree_)
@@ -292,6 +304,7 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
         for one in dict.fromkeys(meshes):
             named = zip(_names(tree_), leaves, meshes, strict=True)
             replica_check.same_plain("with_sharding", one, ((name, x) for name, x, m in named if m is one))
+    meshes, specs = map(list, zip(*map(resolved, meshes, specs))) if leaves else ([], [])
     out = list(leaves)
     sums = [i for i, x in enumerate(leaves) if _is_finished_sum(x, meshes[i], specs[i])]
     found = dict(zip(sums, moved_together([leaves[i] for i in sums], [specs[i] for i in sums], "with_sharding")))
@@ -313,7 +326,7 @@ def _moved_as_one(
     moving: dict[Any, list[int]] = {}
     for i, (x, mesh, spec) in enumerate(zip(leaves, meshes, specs, strict=True)):
         if i not in done and mesh is not None and isinstance(torch_internals.peel(x), Array) and same(mesh_of(x), mesh):
-            if spec_of(x) != spec:
+            if spec_among_ranks(x) != spec:
                 moving.setdefault(mesh, []).append(i)
     out: dict[int, Any] = {}
     for mesh, members in moving.items():
@@ -436,6 +449,24 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
     return _rebuilt(treedef, out)
 
 
+def spec_of(x: torch.Tensor) -> P:
+    """How a value lies.
+
+    Args:
+        x: an array or raw DTensor, also inside a transform (under `vmap` the spec is of the unbatched dims), or a plain
+            tensor, which is whole.
+
+    Source: ``jax.typeof(x).sharding.spec``.
+
+    >>> import torch, vescale_fn as vfn
+    >>> with vfn.simulate(2):
+    ...     vfn.spec_of(vfn.shard(torch.zeros(4, 2), vfn.make_mesh((2,), ("dp",)), vfn.P("dp")))
+    P('dp')
+    """
+    found = spec_among_ranks(x)
+    return found if (mesh := mesh_of(x)) is None else with_place(found, at_of(mesh))
+
+
 def _own_blocks(leaves: Sequence[Any], names: Sequence[str], mesh: Any, ranks: Sequence[int]) -> list[list[Any]]:
     """For each leaf, the block of each rank that this process plays."""
     _check_data(leaves, names)
@@ -463,7 +494,7 @@ def _check_data(leaves: Sequence[Any], names: Sequence[str]) -> None:
     for x, name in zip(leaves, names, strict=True):
         if is_array(x):
             failures.append(
-                f"{name} is an array already, {type_text(x.shape, x.dtype, spec_of(x))}: vfn.shard moves it"
+                f"{name} is an array already, {type_text(x.shape, x.dtype, spec_among_ranks(x))}: vfn.shard moves it"
             )
         elif isinstance(x, torch.Tensor) and (x.requires_grad or torch_internals.peel(x) is not x):
             failures.append(f"{name} is differentiated or mapped over, which ends here: x.detach(), or vfn.shard_map")

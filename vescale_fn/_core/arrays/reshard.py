@@ -118,12 +118,13 @@ def _among(block: torch.Tensor, shape: tuple[int, ...], mesh: Any, step: MoveSte
 def _keep_first(x: Any, shape: tuple[int, ...], mesh: Any, step: MoveStep, why: str) -> Any:
     """Keep a value on the first rank alone, by the same call on all, so that they have one plan."""
     place = _place(mesh, step.axes)
-    return _local(x, mesh, lambda rank, block: block.masked_fill(_others(any(place(rank)), block.device), 0), place)
+    return _local(x, mesh, lambda rank, block: block.masked_fill(is_other(any(place(rank)), block.device), 0), place)
 
 
 @functools.lru_cache(maxsize=64)
 @torch_internals.never_recorded
-def _others(other: bool, device: torch.device) -> torch.Tensor:
+def is_other(other: bool, device: torch.device) -> torch.Tensor:
+    """Whether a rank is another one than that which keeps a value, as a table that a plan may hold."""
     return table(torch_internals.peel(torch.tensor(other)), device)
 
 

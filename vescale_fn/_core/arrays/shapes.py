@@ -13,6 +13,7 @@ from ..base.messages import described, report
 from ..distributed import blocks
 from ..distributed.communicator import coordinates
 from ..distributed.mesh import communicator_of
+from ..distributed.places import resolved
 from ..sharding.index_map import axes_of, checked_shape, local_shape
 from ..sharding.layout import WHOLE, contiguous_stride, type_text
 from ..sharding.named_sharding import without_mesh
@@ -49,7 +50,8 @@ class _OfAnyLayout(type(torch.Tensor)):
                 raise SpecError(report("ShapeDtype", f"the spec {spec!r} does not fit {what}", wrong))
             return without_values(torch.empty(shape, dtype=dtype, device="meta"))
         spec = P() if spec is None else spec
-        validate(spec, axes_of(mesh), len(shape), "ShapeDtype", what)
+        validate(spec, axes_of(mesh), len(shape), "ShapeDtype", what, at=True)
+        mesh, spec = resolved(mesh, spec)
         return on_mesh(shape, dtype, spec, mesh)
 
 
@@ -123,7 +125,8 @@ def on_mesh(shape: torch.Size, dtype: torch.dtype, spec: P, mesh: Any) -> Array:
     def made(rank: int) -> torch.Tensor:
         return no_values.empty(local(rank), contiguous_stride(local(rank)), dtype, device)
 
-    return wrap(communicator.each(made, key=local), mesh, spec, shape)
+    alone = communicator.is_elsewhere  # what it holds for each is a number
+    return wrap(made(communicator.ranks[0]) if alone else communicator.each(made, key=local), mesh, spec, shape)
 
 
 def without_values(x: Any) -> Any:

@@ -331,6 +331,8 @@ def _run(
     if torch_internals.dispatch_modes() and (recorder := torch_internals.recorder()) is not None:
         return recorder.collective(Collective(kind, mesh, axes, params, why, elements=elements, padded=padded), x)
     row, logs = TABLE[kind], context.logs()
+    if communicator.is_elsewhere:
+        return communicator.carry_out(row, x, axes, params, **how)
     if (watch := context.watch()) is not None and (met := communicator.processes(axes)):
         values, details = watch.sent() or ((Value("", text(x)),), row.words(*params))
         watch.compare(met, _call(kind, axes, values, why, details))

@@ -69,9 +69,10 @@ class Communicator(ABC):
         holds_blocks: local values are `Blocks`, one tensor for each of `ranks` in their order; else one plain tensor.
         all_here: this process plays all ranks, and no other takes part.
         by_tree: sums follow one tree over the ranks in the mesh's order, whoever plays them.
+        is_elsewhere: the mesh is of ranks that this process plays none of: it holds stand-ins, and sends nothing.
     """
 
-    by_tree = False
+    by_tree = is_elsewhere = False
     holds_blocks: bool
     all_here: bool
     ranks: range

@@ -18,6 +18,7 @@ from ..base.messages import described, meant, mesh_text, report, short
 from ..base.saved_names import also_saved_as, saved_as
 from ..base.user_calls import either
 from ..sharding.index_map import axes_of
+from ..sharding.spec import place_text
 from . import process_group_hints, ranks
 from .communicator import Communicator, Simulated
 from .deterministic import check_divides
@@ -195,6 +196,8 @@ def played_mesh(
 
 def mesh_name(mesh: Any) -> str:
     """A mesh, and what it is a part of, on one short line: ``mesh (dp=4) at pp=1 of (pp=2, dp=4)``."""
+    if (place := getattr(mesh, "place", None)) is not None:
+        return f"{mesh_name(place.whole)} at {place_text(place.at)}"
     whole, places = getattr(mesh, "cut", ()) or (axes_of(torch_internals.root_mesh(mesh)).items(), ())
     at = " at " + ", ".join(f"{name}={i}" for name, i in places) if places else ""
     of = " of " + mesh_text(dict(whole)).removeprefix("mesh ") if dict(whole) != axes_of(mesh) else ""

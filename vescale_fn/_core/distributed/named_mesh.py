@@ -95,6 +95,9 @@ class Mesh(DeviceMesh):
             `deterministic`.
     """
 
+    place: Any = None  # of the ranks that hold a value which exists at some coordinates only: see `places`
+    elsewhere = False
+
     if not TYPE_CHECKING:  # or type checkers would believe that every name is there
 
         def __getattr__(self, name: str) -> Any:

@@ -16,7 +16,7 @@ from ..base.op_arguments import tensors_in
 from ..base.state import here
 from ..distributed.blocks import Blocks
 from ..distributed.mesh import same
-from ..sharding.layout import layout, type_text
+from ..sharding.layout import type_text, whole_layout
 from ..sharding.spec import P
 from .types import INVARIANT, Type, of
 
@@ -232,5 +232,5 @@ def mark_made(value: Any, type_: Type, operands: Iterable[torch.Tensor]) -> Any:
 
 def text(x: torch.Tensor, type_: Type | None = None) -> str:
     """A value on one short line: ``f32[2,3]{V:i}``."""
-    lies = layout(torch_internals.spec(x)) if isinstance(x, DTensor) else P()
+    lies = whole_layout(x) if isinstance(x, DTensor) else P()
     return f"{type_text(x.shape, x.dtype, lies)}{type_ or ''}"

@@ -17,10 +17,11 @@ from ..base.errors import ReshardError, SpecError
 from ..base.messages import axes_text, described, mesh_text, report
 from ..base.user_calls import parameter
 from ..distributed.mesh import same
+from ..distributed.places import place_of
 from ..local_types import tensor_types
 from ..sharding.index_map import axes_of
 from ..sharding.layout import axes_items, layout
-from ..sharding.spec import KEYS, P, as_spec, axes_named, keys_taken_apart, split_axes
+from ..sharding.spec import KEYS, P, as_spec, axes_named, keys_taken_apart, place_text, split_axes
 from .crossing import Crossing
 from .scope import Map, Site, bare, misfits
 
@@ -66,6 +67,9 @@ def _wrong_argument(x: torch.Tensor, spec: Any, site: Site, of_keys: bool) -> li
     if not isinstance(spec, P):
         return [(f"it is {described(spec)}, not a vfn.P", as_spec(spec))]
     other = mesh_of(x) if is_array(x) else None
+    if other is not None and (place := place_of(other)) is not None:
+        there = f"it is at {place_text(place.at)}, and the body runs on all ranks"
+        return [(there, "vfn.with_sharding(x, P()), which copies it to all of them")]
     if other is not None and not same(other, site.mesh):
         there = f"it lies on another mesh, {mesh_text(axes_of(other))}"
         return [(there, f"vfn.shard(x, mesh, {spec!r}), which brings it over")]

@@ -24,6 +24,7 @@ from ..base.errors import MeshError, SpecError, VaryingTypeError, VfnError
 from ..base.front_door import public
 from ..base.messages import report
 from ..base.user_calls import called, checked_function, refuse_keywords
+from ..distributed.places import whole_mesh
 from ..local_types import replica_check, tensor_types, types
 from ..sharding.index_map import axes_of
 from ..sharding.spec import P
@@ -232,7 +233,7 @@ def _as_they_lie(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _found_mesh(leaves: Sequence[Any], outer: context.Body | None, name: str) -> Any:
     mesh = outer.mesh if outer is not None else context.current_mesh()
     if mesh is None:
-        mesh = next((mesh_of(x) for x in leaves if isinstance(x, torch.Tensor) and is_array(x)), None)
+        mesh = next((whole_mesh(mesh_of(x)) for x in leaves if isinstance(x, torch.Tensor) and is_array(x)), None)
     if mesh is None:
         raise MeshError(
             report(

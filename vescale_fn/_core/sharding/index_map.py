@@ -135,7 +135,7 @@ def shard_shape(shape: Sequence[int], mesh: Any, spec: P) -> tuple[int, ...]:
     if not isinstance(mesh, Mapping):
         context.checked_mesh(mesh, "shard_shape")
     axes: dict[str, int] = dict(mesh) if isinstance(mesh, Mapping) else axes_of(mesh)  # type: ignore[arg-type]
-    validate(is_spec(spec, "shard_shape"), axes, len(shape), "shard_shape")
+    validate(is_spec(spec, "shard_shape"), axes, len(shape), "shard_shape", at=True)
     return local_shape(shape, axes, spec, dict.fromkeys(axes, 0))
 
 

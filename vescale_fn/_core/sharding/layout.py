@@ -14,7 +14,7 @@ from ..base.messages import dtype_text
 from .index_map import axes_of
 from .merged_dim import parts_of
 from .placements import from_placements, normal, to_placements
-from .spec import P, from_split_axes, split_axes
+from .spec import P, from_split_axes, place_text, split_axes, with_place
 
 WHOLE = P()
 
@@ -67,10 +67,14 @@ def type_text(shape: Sequence[int], dtype: torch.dtype, spec: P) -> str:
         "*".join(f"{n}@{'+'.join(names)}" if names else str(n) for n, names in parts_of(row, size))
         for size, row in zip(shape, rows, strict=True)
     ]
-    return f"{dtype_text(dtype)}[{','.join(dims)}]" + "".join(
-        f"{{{letter}:{','.join(sorted(names))}}}"
-        for letter, names in (("U", spec.unreduced), ("R", spec.reduced))
-        if names
+    return (
+        f"{dtype_text(dtype)}[{','.join(dims)}]"
+        + "".join(
+            f"{{{letter}:{','.join(sorted(names))}}}"
+            for letter, names in (("U", spec.unreduced), ("R", spec.reduced))
+            if names
+        )
+        + (f"{{at {place_text(spec.at)}}}" if spec.at else "")
     )
 
 
@@ -78,7 +82,14 @@ def text(x: Any) -> str:
     """The type of a tensor or an array, on one short line."""
     if not isinstance(x, DTensor):
         return _plain_text(x.shape, x.dtype)
-    return type_text(x.shape, x.dtype, layout(torch_internals.spec(x)))
+    return type_text(x.shape, x.dtype, whole_layout(x))
+
+
+def whole_layout(x: Any) -> P:
+    """The `P` of an array, with the place at which it exists."""
+    place = getattr(torch_internals.mesh(x), "place", None)
+    spec = layout(torch_internals.spec(x))
+    return spec if place is None else with_place(spec, place.at)
 
 
 @functools.lru_cache(maxsize=4096)

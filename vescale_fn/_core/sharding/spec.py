@@ -11,6 +11,7 @@ spec taking its piece out of each of the segments that the axes after it will ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from .merged_dim import Merged
 
 Axes = Mapping[str, int]
 Entry = None | str | tuple[str, ...]
+At = tuple[tuple[str, tuple[int, ...]], ...]  # axes by name, of each the coordinates at which the value exists
 
 
 class P(tuple[Any, ...]):
@@ -31,6 +33,8 @@ class P(tuple[Any, ...]):
         entries: for each dim, the mesh axes that split it. Dims beyond the last entry are not split.
         unreduced: axes over which the ranks hold partial sums that are still to be added.
         reduced: axes over which the value is replicated and its gradient stays unreduced.
+        at: of axes that neither split nor sum it, the coordinate at which the value exists: ``at={"pp": 2}``; a tuple of
+            coordinates where several have a copy. Ranks at other coordinates hold nothing of it.
 
     Source: `jax.sharding.PartitionSpec`.
 
@@ -41,16 +45,26 @@ class P(tuple[Any, ...]):
     (True, False)
     >>> P("dp", unreduced={"tp"})
     P('dp', unreduced={'tp'})
+    >>> P("tp", at={"pp": 2})
+    P('tp', at={'pp': 2})
     """
 
     unreduced: frozenset[str]
     reduced: frozenset[str]
+    at: At
 
     @torch_internals.not_compiled  # which would make a tuple of other entries
-    def __new__(cls, *entries: Entry, unreduced: Iterable[str] = (), reduced: Iterable[str] = ()) -> P:
+    def __new__(
+        cls,
+        *entries: Entry,
+        unreduced: Iterable[str] = (),
+        reduced: Iterable[str] = (),
+        at: Mapping[str, int | Sequence[int]] | At = (),
+    ) -> P:
         self: P = super().__new__(cls, map(_entry, entries))
         self.unreduced = _names(unreduced, "unreduced")
         self.reduced = _names(reduced, "reduced")
+        self.at = _places(at) if at else ()
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -59,23 +73,27 @@ class P(tuple[Any, ...]):
             and super().__eq__(other)
             and self.unreduced == other.unreduced
             and self.reduced == other.reduced
+            and self.at == other.at
         )
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash((tuple(self), self.unreduced, self.reduced))
+        return hash((tuple(self), self.unreduced, self.reduced, self.at))
 
     def __repr__(self) -> str:
         parts = [repr(entry) for entry in self]
         for word, names in (("unreduced", self.unreduced), ("reduced", self.reduced)):
             if names:
                 parts.append(f"{word}={{{', '.join(map(repr, sorted(names)))}}}")
+        if self.at:
+            parts.append(f"at={place_entry(self.at)}")
         return f"P({', '.join(parts)})"
 
     def __reduce__(self) -> Any:
-        return rebuild_spec, (tuple(self), sorted(self.unreduced), sorted(self.reduced))
+        parts = tuple(self), sorted(self.unreduced), sorted(self.reduced)
+        return rebuild_spec, (*parts, self.at) if self.at else parts  # files of before know of three
 
     @staticmethod
     def merged(*parts: tuple[int, Entry]) -> Any:
@@ -92,9 +110,9 @@ class P(tuple[Any, ...]):
 
 
 @saved_as("vescale_fn.spec")
-def rebuild_spec(entries: tuple[Entry, ...], unreduced: Iterable[str], reduced: Iterable[str]) -> P:
+def rebuild_spec(entries: tuple[Entry, ...], unreduced: Iterable[str], reduced: Iterable[str], at: At = ()) -> P:
     """The spec with these parts: what pickles hold."""
-    return P(*entries, unreduced=unreduced, reduced=reduced)
+    return P(*entries, unreduced=unreduced, reduced=reduced, at=at)
 
 
 def _entry(entry: Any) -> Entry:
@@ -131,6 +149,50 @@ def _names(names: Any, word: str) -> frozenset[str]:
     return frozenset(found)
 
 
+def _places(at: Any) -> At:
+    """The coordinates of each axis, ascending; axes by name."""
+    pairs = list(cast("Any", at.items() if isinstance(at, Mapping) else at if isinstance(at, tuple) else [None]))
+    found: dict[Any, tuple[Any, ...]] = {}
+    for pair in pairs:
+        axis, row = (
+            cast("tuple[Any, Any]", pair) if isinstance(pair, tuple) and len(cast("Any", pair)) == 2 else (None, ())
+        )
+        found[axis] = tuple(cast("Any", row)) if isinstance(row, (tuple, list)) else (row,)
+    if not all(isinstance(axis, str) and row and all(map(_is_coordinate, row)) for axis, row in found.items()):
+        raise SpecError(
+            report(
+                "P",
+                f"at must give axes and coordinates on them, but it is {described(at)}",
+                fix='for instance P("tp", at={"pp": 2}), or at={"pp": (0, 3)} for a value that exists at both',
+            )
+        )
+    return tuple((axis, tuple(sorted(set(found[axis])))) for axis in sorted(found))
+
+
+def _is_coordinate(i: Any) -> bool:
+    return type(i) is int and i >= 0
+
+
+def without_place(spec: P) -> P:
+    """How the value lies among the ranks that hold it."""
+    return P(*spec, unreduced=spec.unreduced, reduced=spec.reduced) if spec.at else spec
+
+
+def with_place(spec: P, at: At) -> P:
+    """The same layout, at a place."""
+    return P(*spec, unreduced=spec.unreduced, reduced=spec.reduced, at=at) if at or spec.at else spec
+
+
+def place_entry(at: At) -> dict[str, Any]:
+    """A place as users write it: ``{"pp": 2}``."""
+    return {axis: row[0] if len(row) == 1 else row for axis, row in at}
+
+
+def place_text(at: At) -> str:
+    """A place in words: ``pp=2``, ``pp=0,3``."""
+    return ", ".join(f"{axis}={','.join(map(str, row))}" for axis, row in at)
+
+
 def is_spec(spec: Any, where: str, name: str = "spec") -> P:
     """`spec` if it is a `P`, else a SpecError that shows how to write it as one."""
     if not isinstance(spec, P):
@@ -159,7 +221,7 @@ def split_axes(spec: P, ndim: int) -> tuple[tuple[str, ...], ...]:
 
 def axes_named(spec: P) -> frozenset[str]:
     """All axes that a spec speaks of."""
-    return spec.unreduced.union(spec.reduced, *split_axes(spec, len(spec)))
+    return spec.unreduced.union(spec.reduced, (axis for axis, _ in spec.at), *split_axes(spec, len(spec)))
 
 
 def from_split_axes(rows: Sequence[Sequence[str]], unreduced: Iterable[str] = (), reduced: Iterable[str] = ()) -> P:
@@ -170,21 +232,35 @@ def from_split_axes(rows: Sequence[Sequence[str]], unreduced: Iterable[str] = ()
     return P(*(row if isinstance(row, Merged) else tuple(row) for row in rows), unreduced=unreduced, reduced=reduced)
 
 
-def problems(spec: P, axes: Axes, ndim: int | None) -> list[str]:
-    """Everything that is wrong with `spec` on a mesh with these axes, for a value of `ndim` dims (None: not known)."""
-    found: list[str] = []
+def problems(spec: P, axes: Axes, ndim: int | None, at: bool = False) -> list[str]:
+    """Everything that is wrong with `spec` on a mesh with these axes, for a value of `ndim` dims (None: not known).
+
+    `at`: whether it may say where on an axis the value exists.
+    """
+    found: list[str] = [] if at or not spec.at else [_NO_PLACE]
     used: dict[str, str] = {}
     places = [(name, f"dim {dim}") for dim, names in enumerate(split_axes(spec, len(spec))) for name in names]
     places += [(name, word) for word in ("unreduced", "reduced") for name in sorted(getattr(spec, word))]
+    places += [(name, "at") for name, _ in spec.at]
     for name, place in places:
         if name not in axes:
             found.append(f"axis {name!r} ({place}) is not an axis of the {mesh_text(axes)}{meant(name, axes)}")
         if name in used:
             found.append(f"axis {name!r} is used twice: for {used[name]} and for {place}")
         used.setdefault(name, place)
+    found += [
+        f"coordinate {i} (at) is none of axis {name!r}, which has {axes[name]}"
+        for name, row in spec.at
+        if name in axes and math.prod(axes.values()) > 1  # a program on one device has the axes, and no places on them
+        for i in row
+        if i >= axes[name]
+    ]
     return found + (too_long(spec, ndim) if ndim is not None else [])
 
 
+_NO_PLACE = (
+    "at is not known here: vfn.with_sharding(x, P(..., at=...)) of what comes out, or a mesh of those ranks, mesh.at"
+)
 KEYS = "P() for a key that all ranks share; vfn.random.split(key, n) with P('dp'), say, for a key on each rank"
 
 
@@ -207,9 +283,9 @@ def too_long(spec: P, ndim: int) -> list[str]:
     )
 
 
-def validate(spec: P, axes: Axes, ndim: int | None, where: str, name: str = "") -> None:
-    """Raise a SpecError unless `spec` fits; `name` is the value's path."""
-    found = problems(spec, axes, ndim)
+def validate(spec: P, axes: Axes, ndim: int | None, where: str, name: str = "", at: bool = False) -> None:
+    """Raise a SpecError unless `spec` fits; `name` is the value's path, `at` as of `problems`."""
+    found = problems(spec, axes, ndim, at)
     if found:
         of = f" of {name}" if name else ""
         raise SpecError(

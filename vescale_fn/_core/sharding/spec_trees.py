@@ -16,7 +16,7 @@ from ..base.errors import SpecError
 from ..base.messages import axes_text, count_text, described, meant, mesh_text, report
 from ..base.tree import dotted
 from .index_map import axes_of
-from .spec import P, axes_named, from_split_axes, split_axes
+from .spec import P, axes_named, from_split_axes, split_axes, with_place
 
 
 def fsdp_specs(params: Any, mesh: Any, axes: str | Sequence[str], specs: Any = P()) -> Any:
@@ -83,7 +83,7 @@ def _split(leaf: Any, spec: P, names: tuple[str, ...], sizes: Mapping[str, int])
         return spec
     best = max(fitting, key=lambda dim: (here[dim], -dim))
     rows[best] = (*rows[best], *names)
-    return from_split_axes(rows, spec.unreduced, spec.reduced)
+    return with_place(from_split_axes(rows, spec.unreduced, spec.reduced), spec.at)
 
 
 def spec_from_rules(tree: Any, rules: Sequence[tuple[str, P]]) -> Any:

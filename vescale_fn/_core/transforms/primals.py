@@ -15,6 +15,7 @@ from ..base.containers import opened
 from ..base.errors import TransformError
 from ..base.messages import described, dtype_text, report, short
 from ..base.user_calls import parameter
+from ..distributed.mesh import same
 from ..shard_map import body
 from ..sharding.layout import layout, type_text
 from ..sharding.spec import P
@@ -203,7 +204,7 @@ def as_primals(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tensor]) -
     out = []
     for g, x in zip(grads, primals, strict=True):
         goal, mesh = _goal(x), mesh_of(x) or mesh_of(g)
-        if mesh is not None and (goal is None or not is_array(g) or spec_of(g) != goal):
+        if mesh is not None and (goal is None or not is_array(g) or spec_of(g) != goal or not same(mesh_of(g), mesh)):
             g = moved(g, mesh, goal, "grad")
         out.append(g)
     return out
@@ -216,9 +217,10 @@ def settle_together(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tenso
         return out
     for i, (g, x) in enumerate(zip(grads, primals, strict=True)):
         goal = _goal(x)
-        if isinstance(g, Array) and goal is not None and layout(torch_internals.spec(g)) != goal:
+        apart = isinstance(g, Array) and goal is not None and not same(torch_internals.mesh(g), mesh_of(x))
+        if isinstance(g, Array) and goal is not None and not apart and layout(torch_internals.spec(g)) != goal:
             moving[i] = goal
-        elif isinstance(g, Array) != (goal is not None):
+        elif apart or isinstance(g, Array) != (goal is not None):
             out[i] = as_primals([g], [x])[0]
     arrays: list[Any] = [grads[i] for i in moving]
     found = moved_together(arrays, list(moving.values()), "grad: the layout of the primals")

@@ -17,6 +17,7 @@ from ..._core.base.messages import dtype_text, report
 from ..._core.base.source_lines import quoted, warn
 from ..._core.distributed.divergence import LISTED, SAME_VALUES
 from ..._core.distributed.mesh import communicator_of
+from ..._core.distributed.places import whole_mesh
 from ..._core.distributed.ranks import talks_to_nobody
 from ..._core.distributed.replicated_uses import Row as Noted
 from ..._core.distributed.replicated_uses import differing as differences
@@ -64,10 +65,12 @@ def stage(graph: fx.Graph) -> Stage:
 
 
 def meshes(leaves: Iterable[Any], graph: fx.Graph | None, recorded: Recorded | None) -> Iterator[Any]:
-    """The meshes of arguments, of what was recorded, and of results; as for `shared_mesh`."""
-    yield from (mesh for x in leaves if isinstance(x, torch.Tensor) and (mesh := mesh_of(x)) is not None)
-    yield from (node.target.mesh for node, *_ in all_collectives(graph)) if graph is not None else ()  # type: ignore[union-attr]
-    yield from (x.spec.mesh for x in recorded.results if isinstance(x, Result) and x.spec) if recorded else ()
+    """The meshes of arguments, of what was recorded, and of results; as for `shared_mesh`. Of a place the whole
+    mesh: all of its ranks record what happens there."""
+    given = [mesh for x in leaves if isinstance(x, torch.Tensor) and (mesh := mesh_of(x)) is not None]
+    sent = [node.target.mesh for node, *_ in all_collectives(graph)] if graph is not None else []  # type: ignore[union-attr]
+    made = [x.spec.mesh for x in recorded.results if isinstance(x, Result) and x.spec] if recorded else []
+    yield from map(whole_mesh, (*given, *sent, *made))
 
 
 def shared_mesh(leaves: Iterable[Any], graph: fx.Graph | None, recorded: Recorded | None) -> Any:
