@@ -676,7 +676,7 @@ READS = {
     "nonzero": lambda x: x.nonzero().sum(),
     "sqrt of a float": lambda x, lr: x * math.sqrt(lr),
     "a comparison of a float": lambda x, lr: x if lr > 0.5 else x * 2,
-    "a tensor of a float": lambda x, lr: x * torch.tensor(lr),
+    "a tensor of a float": lambda x, lr: x * torch.Tensor([lr]),
     "a shape by a float": lambda x, lr: x * torch.arange(0, lr, 0.1),
     "a formula of torch's with a float": lambda x, lr: vfn.grad(lambda x: torch.lerp(x, x * x, lr).sum())(x),
     "a sparse constant": lambda x: torch.sparse.mm(_SPARSE, x),
@@ -1082,6 +1082,47 @@ def test_a_float_kept_is_a_float_beside_those_of_a_recording():
     vfn.jit(lambda x, rate: x * kept.setdefault("rate", rate) if not kept else x * rate)(torch.ones(2), 0.25)
     for made in (pickle.loads(pickle.dumps(kept["rate"])), copy.copy(kept["rate"]), copy.deepcopy(kept["rate"])):
         assert (type(made), made) == (float, 0.25)
+
+
+def _written(dtype, index, rate):
+    x = torch.zeros(3, dtype=dtype)
+    x[index] = rate
+    return x
+
+
+_N = torch.arange(3)
+OF_A_FLOAT = {  # what C makes of a float among the arguments; those in capitals are refused
+    "tensor": lambda r: (torch.tensor(r), torch.tensor(r, dtype=torch.long), torch.tensor(r, dtype=torch.bool)),
+    "lists": lambda r: (torch.tensor([[r, 1], [2, r]], dtype=torch.int32), torch.as_tensor([r, True])),
+    "as": lambda r: (torch.as_tensor(r, dtype=torch.long), torch.asarray(r, dtype=torch.int16, copy=True)),
+    "new": lambda r: (_N.new_tensor(r), _N.double().new_tensor([r]), _N.new_full((2,), r), torch.full_like(_N, r)),
+    "written": lambda r: [
+        _written(d, i, r) for d in (torch.long, torch.bool, torch.half) for i in (0, slice(2), _N > 1)
+    ],
+    "operators": lambda r: (torch.full((2,), r, dtype=torch.long), torch.zeros(2, dtype=int).fill_(r), _N.clamp(max=r)),
+    "sign": lambda r: _N * math.copysign(1.0, r),
+    "a probability": lambda r: torch.feature_dropout(torch.ones(2, 2), r, False),
+    "NEW": lambda r: _N.new([r]),
+    "LONGTENSOR": lambda r: torch.LongTensor([r]),
+    "NUMPY": lambda r: torch.from_numpy(numpy.array([r], dtype=int)),
+    "FREXP": lambda r: _N * math.frexp(r)[1],
+    "MODF": lambda r: _N * math.modf(r)[1],
+    "ROOT": lambda r: _N * int(math.sqrt(r)),
+    "REAL": lambda r: _N * int(r.real),
+}
+
+
+@pytest.mark.filterwarnings("ignore:jit. <lambda> runs as written")
+@pytest.mark.parametrize("name", OF_A_FLOAT)
+def test_what_c_makes_of_a_float_follows_it(name):
+    f, rates = OF_A_FLOAT[name], (0.0, 1.0, 2.0, 0.5, 2.5, 1e4, -0.0, -1.0)
+    if name in ("a probability", "ROOT"):
+        rates = rates[:4] if name == "ROOT" else (0.0, 1.0, 0.3, 0.5)
+    for first in rates[:4]:
+        fast = vfn.jit(f)
+        for rate in (first, *rates):
+            assert_same(fast(rate), f(rate))
+        assert (fast.cache_info().as_written > 0) == name.isupper()
 
 
 def test_equal_floats_are_told_apart_in_whatever_order_they_are_used():

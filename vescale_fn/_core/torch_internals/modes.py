@@ -208,10 +208,12 @@ is_compiling = _is_compiling
 
 
 def watched_by_other_modes() -> bool:
-    """Whether a mode sees the functions of torch that are called here; not `torch.set_default_device`'s, which is a setting."""
+    """Whether a mode sees the functions of torch that are called here; not `torch.set_default_device`'s, which is a setting,
+    nor one of a recording's own (``of_recording``)."""
     if torch._C._len_torch_function_stack() == 0:
         return False
-    return any(type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack())
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(type(mode) is not DeviceContext and not getattr(mode, "of_recording", False) for mode in modes)
 
 
 # What is a tensor and nothing else; one without values counts as what it stands for.

@@ -54,7 +54,7 @@ def signature(leaf: Any) -> Any:
     if kind is Number:
         return leaf.node
     if isinstance(leaf, float):
-        return float if 0.0 <= leaf <= _MOST else _unusual(leaf)
+        return float if 0.0 < leaf <= _MOST else _unusual(leaf)
     if isinstance(leaf, DTensor):
         return kind, torch_internals.spec(leaf), leaf.requires_grad
     if isinstance(leaf, torch.Tensor):
@@ -66,6 +66,8 @@ def signature(leaf: Any) -> Any:
 
 def _unusual(leaf: float) -> Any:
     """Of a float that is not just another positive one: code in C sees its sign, and what is not finite, without asking."""
+    if leaf == 0 and math.copysign(1.0, leaf) > 0:
+        return float
     return float, "a negative one" if math.isfinite(leaf) else repr(leaf)
 
 

@@ -40,7 +40,7 @@ from .earlier import kept_from_it
 from .fake_tensors import Valueless
 from .frame import Frame, OfOneRank, RanksApart, Unrecordable, Unrollable
 from .rank_rows import RankRows
-from .traced_float import Number, disguise
+from .traced_float import Number, apart, near
 from .value_guards import READS, Guard, can_guard
 
 _LIFT, _CLONE = torch.ops.aten.lift_fresh.default, torch.ops.aten.clone.default
@@ -76,7 +76,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         has_shared: whether a call was recorded as one node.
 
     Args:
-        salt: floats of recordings with different salts stand for theirs by different values.
+        disguise: gives of the value of a float among the inputs, and its number, what stands for it.
         given: the plain tensors and floats that the inputs stand for, in order; None where they have no values.
         rolls: whether the body of a loop is recorded once, and not for each iteration.
         shares: whether equal calls of a jitted function are recorded once.
@@ -88,7 +88,7 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def __init__(
         self,
-        salt: int = 0,
+        disguise: Callable[[float, int], float] = near,
         given: Sequence[Any] | None = None,
         rolls: bool = False,
         shares: bool = False,
@@ -100,7 +100,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         self.rolls, self.shares, self.has_shared = rolls, shares, False
         self.writes: list[int] = []
         self._inputs, self.guards, self._answers = given, [], {}
-        self._salt = salt
+        self._disguise, self._disguise_computed = disguise, near if disguise is near else apart
         self._numbers: dict[float, fx.Node] = {}  # what stands for floats -> their nodes
         self._given_out: list[weakref.ref[Number]] = []  # these, for whoever keeps one
         self.is_over = False
@@ -235,12 +235,15 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def number(self, value: float, name: str) -> Number:
         """The stand-in of an input, a Python float."""
-        return self.computed(value, value, self._new_placeholder(name, value))
+        return self._number(value, value, self._new_placeholder(name, value), self._disguise)
 
     def computed(self, value: float, meant: float, node: fx.Node) -> Number:
         """The stand-in of a float that a node gives; `meant`: its value in this call."""
+        return self._number(value, meant, node, self._disguise_computed)
+
+    def _number(self, value: float, meant: float, node: fx.Node, disguise: Callable[[float, int], float]) -> Number:
         number = len(self._numbers)
-        while (other := disguise(value, self._salt, number)) in self._numbers:  # sums of what others are less by
+        while (other := disguise(value, number)) in self._numbers:  # sums of what others are less by
             number += 1
         value = other
         self._numbers[value] = node

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,8 @@ from .earlier import Earlier
 from .frame import RanksApart, Unrollable
 from .leaves import Result
 from .recorder import Recorder, Unrecordable
-from .traced_float import Number, difference, same_values
+from .tensors_of_floats import FillsByOperators
+from .traced_float import Number, beyond, difference, near, same_values, within
 from .value_guards import Guard, plain
 
 
@@ -103,12 +105,17 @@ def _recorded(
     earlier: Earlier,
 ) -> Recorded:
     run = functools.partial(_trace, f, leaves, names, treedef, out_specs, rolls, shares, as_one, earlier)
-    recorded = run(0)
+    recorded = run(near)
     if any(map(leaves_.is_number, leaves)):
         earlier.is_used = False
-        other = run(7)
+        try:
+            other = run(beyond)
+        except (Unrecordable, Unrollable, RanksApart):
+            raise
+        except Exception:  # a value that the function, or C, does not take: a probability above one
+            other = run(within)
         if earlier.is_used:  # what the first one kept: it is compared with one that found that
-            recorded = run(0)
+            recorded = run(near)
         node = difference(recorded.graph, other.graph)
         if node is not None:
             raise Unrecordable(
@@ -130,15 +137,15 @@ def _trace(
     shares: bool,
     as_one: bool,
     earlier: Earlier,
-    salt: int,
+    disguise: Callable[[float, int], float],
 ) -> Recorded:
-    recorder = Recorder(salt, plain(leaves), rolls, shares, as_one, earlier)
+    recorder = Recorder(disguise, plain(leaves), rolls, shares, as_one, earlier)
     given = [
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
     ]
     args, kwargs = (*tree.unflatten(treedef, given), {})[:2]
     try:
-        with recorder:
+        with FillsByOperators(recorder) if any(map(leaves_.is_number, leaves)) else nullcontext(), recorder:
             out = checked(f(*args, **kwargs), "jit", "out", numpy=True, modules=True)
             out_leaves, out_def = tree.flatten(laid_out(out, out_specs))
             for leaf in out_leaves:

@@ -6,8 +6,12 @@ input instead. Arithmetic on a `Number` is recorded too; what asks for its value
 
 Code in C, such as `math.sqrt`, reads the value without asking. So a function with floats is recorded twice, with different
 values: where the two graphs differ, something was computed from a value. The first time the values are all but those of the
-call: what the function computes in C then, and keeps for later calls, is as good as right. A `Number` that it keeps is a float
-like any other once the recording is over, with the value of the call.
+call: what the function computes in C then, and keeps for later calls, is as good as right. The second time they lie far from
+zero, where whole numbers that are made of them are others, too; unless the function raises there, as one that wants a
+probability does: then they lie between zero and the value. A `Number` that a function keeps is a float like any other once
+the recording is over, with the value of the call.
+
+What this does not show: a step that C takes where neither value is, as `math.isclose` does, or at zero.
 """
 
 from __future__ import annotations
@@ -49,6 +53,15 @@ class Number(float):
         """Take the value that is meant, for whoever has kept this. Nothing else holds this very float."""
         place = id(self) + float.__basicsize__ - ctypes.sizeof(ctypes.c_double)
         ctypes.c_double.from_address(place).value = self.meant
+
+    @property
+    def real(self) -> float:
+        """The number, which is its own real part."""
+        return _now(self)
+
+    def conjugate(self) -> float:
+        """The number, which is its own conjugate."""
+        return _now(self)
 
     def __deepcopy__(self, memo: Any) -> float:
         return _now(self)
@@ -122,17 +135,36 @@ for _name in ("is_integer", "as_integer_ratio", "hex"):
     setattr(Number, _name, _asking(f"float.{_name}", _name))
 
 
-def disguise(value: float, salt: int, number: int) -> float:
-    """A value between zero and `value` that nothing else has: what stands for an input, the `number`-th of a recording.
+def near(value: float, number: int) -> float:
+    """What stands for an input first, the `number`-th of a recording: all but its value, and no other float's."""
+    return _towards_zero(value, (number + 1) * 2.0**-40)
 
-    With the salt 0 it is as near as that can be. With different ones two still differ when they are rounded to halves.
-    """
-    noise = 0.1 + 0.3 * ((0.6180339887498949 * (salt + number + 1)) % 1.0)
+
+def beyond(value: float, number: int) -> float:
+    """What stands for an input the second time: with another whole part, binade and rounding."""
+    found = math.copysign((3 + _noise(number)) * abs(value) + 2 + _noise(number), value)
+    return found if math.isfinite(found) else within(value, number)
+
+
+def within(value: float, number: int) -> float:
+    """What stands for an input the second time where `beyond` is too much for the function."""
+    return _towards_zero(value, 0.5 + _noise(number))
+
+
+def apart(value: float, number: int) -> float:
+    """What stands the second time for a float that was computed."""
+    return _towards_zero(value, 0.1 + _noise(number))
+
+
+def _noise(number: int) -> float:
+    return 0.3 * ((0.6180339887498949 * (number + 8)) % 1.0)
+
+
+def _towards_zero(value: float, part: float) -> float:
     if not math.isfinite(value):
-        return math.copysign(1e30, value) * noise
-    if not salt:
-        noise = (number + 1) * 2.0**-40
-    return value * (1 - noise) if abs(value) > 1e-300 else noise * 1e-3  # smaller ones have too few digits
+        return math.copysign(1e30, value) * part
+    # smaller ones have too few digits
+    return value * (1 - part) if abs(value) > 1e-300 else math.copysign(part * 1e-3, value)
 
 
 def difference(first: fx.Graph, second: fx.Graph, at: int | None = None) -> fx.Node | None:
