@@ -5,9 +5,9 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1] / "vescale_fn"
-TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
-NODES = {path: list(ast.walk(tree)) for path, tree in TREES.items()}
 
 LONGEST, BRANCHES = 60, 20  # lines of code of a function, its docstring aside; its cyclomatic complexity
 _BRANCH = ast.If | ast.IfExp | ast.For | ast.While | ast.ExceptHandler | ast.comprehension | ast.Assert | ast.match_case
@@ -125,20 +125,27 @@ def operators(nodes):
     return found
 
 
-def test_operators_are_named_in_rules_and_plans_alone():
-    assert operators(NODES) == OPERATORS
+@pytest.fixture(scope="module")
+def nodes():
+    """Every node of each file."""
+    paths = sorted(ROOT.rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): list(ast.walk(ast.parse(path.read_text()))) for path in paths}
 
 
-def test_state_is_kept_in_one_place():
-    assert state(NODES) == STATE
+def test_operators_are_named_in_rules_and_plans_alone(nodes):
+    assert operators(nodes) == OPERATORS
 
 
-def test_functions_are_short_and_have_few_branches():
-    assert long(NODES) == LONG
+def test_state_is_kept_in_one_place(nodes):
+    assert state(nodes) == STATE
 
 
-def test_a_public_class_has_a_name_of_its_own():
-    assert shared(NODES) == SHARED
+def test_functions_are_short_and_have_few_branches(nodes):
+    assert long(nodes) == LONG
+
+
+def test_a_public_class_has_a_name_of_its_own(nodes):
+    assert shared(nodes) == SHARED
 
 
 def noted(nodes):
@@ -152,9 +159,9 @@ def noted(nodes):
     }
 
 
-def test_what_is_known_of_a_tensor_is_noted_in_one_place():
+def test_what_is_known_of_a_tensor_is_noted_in_one_place(nodes):
     """What begins with `_` is no way around it: `private_names.OWN` lists those that tensors may have."""
-    assert noted(NODES) == NOTED | NOTED_IN_A_HURRY
+    assert noted(nodes) == NOTED | NOTED_IN_A_HURRY
 
 
 def test_the_checks_find_a_planted_fault():

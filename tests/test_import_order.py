@@ -62,27 +62,33 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports(module: str, path: Path, known: dict[str, Path]) -> list[tuple[str, int, bool]]:
-    """(imported module of ours, line, inside a function?) for each import in the file."""
+@functools.cache
+def written(module: str, path: Path) -> list[tuple[str, str, int, bool]]:
+    """(name that is imported, module that it is imported from, line, inside a function?) for each import in the file."""
     found = []
 
     def visit(node: ast.AST, inside: bool) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
                 for alias in child.names:
-                    found.append((alias.name, child.lineno, inside))
+                    found.append((alias.name, alias.name, child.lineno, inside))
             elif isinstance(child, ast.ImportFrom):
                 base = child.module or ""
                 if child.level:
                     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
                     base = ".".join([*package[: len(package) - child.level + 1], *filter(None, [child.module])])
                 for alias in child.names:
-                    full = f"{base}.{alias.name}"
-                    found.append((full if full in known else base, child.lineno, inside))
-            visit(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+                    found.append((f"{base}.{alias.name}", base, child.lineno, inside))
+            elif not isinstance(child, ast.expr):  # no expression holds an import
+                visit(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
     visit(parsed(path), False)
-    return [entry for entry in found if entry[0].split(".")[0] == PACKAGE]
+    return [entry for entry in found if entry[1].split(".")[0] == PACKAGE]
+
+
+def imports(module: str, path: Path, known: dict[str, Path]) -> list[tuple[str, int, bool]]:
+    """(imported module of ours, line, inside a function?) for each import in the file."""
+    return [(full if full in known else base, line, inside) for full, base, line, inside in written(module, path)]
 
 
 def behind(module: str, known: dict[str, Path], seen: frozenset[str] = frozenset()) -> set[str]:
@@ -177,6 +183,14 @@ def private_faults(root: Path) -> list[str]:
 
 
 # The package
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget():
+    """The trees of all files are a million objects, which every later collection of garbage would visit."""
+    yield
+    parsed.cache_clear()
+    written.cache_clear()
 
 
 def test_every_file_imports_only_from_its_room_and_those_below() -> None:
