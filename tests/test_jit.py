@@ -1536,6 +1536,43 @@ def test_what_raises_on_one_rank_raises_on_all(gloo, how, text):
     assert found[0] == found[2] == ("RecordError", f"jit: recording f raised on rank 1, and not here\n  * {text}")
 
 
+def _alone_raises(cases):
+    """On each rank what each case raises, and whether the ranks work on: f(a plain tensor, or an array) raises on rank 1."""
+    mesh, rank, said = vfn.make_mesh((2,), ("a",)), dist.get_rank(), []
+    sums = lambda x: vfn.shard_map(lambda x: vfn.psum(x.sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P())(x)
+    for case in cases:
+        when, kind, given = case.split()
+
+        def f(x):
+            y = sums(x) if when == "late" else 0
+            if rank == 1:
+                raise {"own": ZeroDivisionError, "ours": vfn.errors.SpecError}[kind]("mine")
+            return sums(x) + y
+
+        x = X if given == "plain" else vfn.shard(X, mesh, P("a"))
+        try:
+            said.append(vfn.jit(f)(x))
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}".splitlines())
+        assert vfn.unshard(sums(X)) == X.sum()
+    return said
+
+
+def test_what_the_function_raises_on_one_rank_ends_the_call_on_all(gloo):
+    """Nobody waits in a collective that this rank does not come to."""
+    cases = [f"{w} {k} {x}" for w in ("early", "late") for k in ("own", "ours") for x in ("plain", "array")]
+    here, there = gloo(2, _alone_raises, cases)
+    for case, waiting, failing in zip(cases, here, there, strict=True):
+        name = "ZeroDivisionError" if "own" in case else "SpecError"
+        assert failing == [f"{name}: mine"], case
+        if "ours" in case or case == "early own plain":
+            text = "mine" if "ours" in case else f"{name}: mine"
+            assert waiting == ["RecordError: jit: recording f raised on rank 1, and not here", f"  * {text}"], case
+        else:  # it may have been recording that cannot be done: the function runs as written
+            assert waiting[0] == "DivergenceError: debug: rank 1 has left while others wait for it", case
+            assert "by ZeroDivisionError: mine, " in waiting[1], case
+
+
 # --- how arrays lie in memory -------------------------------------------------------------------------------------------
 
 

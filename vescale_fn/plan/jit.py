@@ -17,6 +17,7 @@ from .._core.base.errors import TransformError, VfnError
 from .._core.base.front_door import public
 from .._core.base.messages import report, short
 from .._core.base.user_calls import checked_function, either
+from .._core.distributed.divergence import RankCall, Watch
 from .._core.shard_map import interrupts
 from .execution.backends import Backend
 from .ir.graph import Pass
@@ -32,9 +33,11 @@ from .saved_plans import SavedPlan
 from .signature import JitCall, PlanKey, difference
 from .tracing import leaves as leaves_
 from .tracing import value_guards
+from .tracing.earlier import Earlier
 from .tracing.guards import Captured
 from .tracing.rank_consensus import Stage, agree, shared_mesh, stage, tell_left_out
 from .tracing.rank_inputs import brought
+from .tracing.rank_notes import RecordingNotes
 from .tracing.recorder import Unrecordable
 from .tracing.shared_calls import recorded_once
 from .tracing.trace import Recorded, laid_out, trace
@@ -258,6 +261,26 @@ def _grown_old() -> None:
         gc.unfreeze()
 
 
+class _Tried(NamedTuple):
+    """What comes of recording a function.
+
+    Attributes:
+        recorded: the recording.
+        plan: one that no pass has improved yet.
+        graph: what was recorded, perhaps in part.
+        reason: why it cannot be.
+        raised: what recording it raised, where that is why.
+        failure: what it raised that is for the caller.
+    """
+
+    recorded: Recorded | None = None
+    plan: Plan | None = None
+    graph: fx.Graph | None = None
+    reason: str = ""
+    raised: str = ""
+    failure: Exception | None = None
+
+
 class Jitted(Generic[Q, R]):
     """A function that records itself once and then replays its plan; made by `jit`."""
 
@@ -317,7 +340,7 @@ class Jitted(Generic[Q, R]):
             # whatever its first replay raises, on this rank alone perhaps: the others do not record again
             self._remember(call, plan)
             return self._run(plan, call)
-        out = self._run(plan, call)
+        out = self._watched(call) if call.watched else self._run(plan, call)
         self._remember(call, plan)
         self._say(reason, _INSTEAD)  # now that the function itself has shown no error
         return out
@@ -373,6 +396,15 @@ class Jitted(Generic[Q, R]):
             return plan.taking(call.leaves, f"jit({self._name})", source_lines.user_line())
         return plan(call.leaves)
 
+    def _watched(self, call: JitCall) -> Any:
+        """The function as written, as in debug mode: on ranks where recording it raised it may raise again, and the others are
+        not to wait for these."""
+        with Watch(None, call.watched):
+            out = self._run(None, call)
+            if (watch := context.watch()) is not None:
+                watch.compare(call.watched, RankCall(f"the end of {self._name}", "over all ranks"))
+        return out
+
     def _known(self, call: JitCall) -> Any:
         """The plan for a call, None where the function runs as written, `_NEW` where that is to be found out."""
         try:
@@ -403,7 +435,8 @@ class Jitted(Generic[Q, R]):
 
     def _recorded(self, call: JitCall) -> tuple[Plan | None, str]:
         """A plan; or None, and why there is none."""
-        recorded, plan, graph, reason, failure = self._tried(call)
+        notes = RecordingNotes(self._f)
+        recorded, plan, graph, reason, raised, failure = self._tried(call)
         mesh, passes = shared_mesh(call.leaves, graph, recorded), list(self._passes)
         used: list[Any] = []
         while True:
@@ -417,10 +450,11 @@ class Jitted(Generic[Q, R]):
             except Exception as error:
                 failure = error
             as_one = getattr(plan, "is_of_one_rank", False)
-            verdict = agree(self._name, mesh, graph, stages, needed, used, as_one, reason, failure)
+            verdict = agree(self._name, mesh, graph, stages, needed, used, as_one, reason, raised, failure, notes)
             if failure is not None:
                 raise failure
             if plan is None or verdict.reason:
+                call.watched = verdict.watched
                 return None, verdict.reason
             if verdict.parted is None and not verdict.apart:
                 recorded.end()  # type: ignore[union-attr]
@@ -428,27 +462,27 @@ class Jitted(Generic[Q, R]):
             if not plan.follows(verdict):
                 self._leave_out(passes, verdict.parted, mesh, stages)
 
-    def _tried(self, call: JitCall) -> tuple[Recorded | None, Plan | None, fx.Graph | None, str, Exception | None]:
-        """What comes of recording: a recording, a plan that no pass has improved yet, what was recorded (perhaps in part), why
-        it cannot be, what it raised."""
+    def _tried(self, call: JitCall) -> _Tried:
+        """What comes of recording."""
+        earlier = Earlier()
         try:
-            recorded, plan = self._traced(call)
+            recorded, plan = self._traced(call, earlier)
         except Unrecordable as why:
             call.guards = why.guards
             reason = why.reason if why.line == "?" else f"{why.reason}, at {source_lines.quoted(why.line)}"
-            return None, None, why.graph, reason, None
+            return _Tried(graph=why.graph, reason=reason)
         except VfnError as error:
-            return None, None, None, "", error
+            return _Tried(graph=earlier.graph, failure=error)
         except Exception as error:  # perhaps of the function itself: it is to show it
-            reason = f"recording it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            return None, None, None, reason, None
+            raised = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return _Tried(graph=earlier.graph, reason=f"recording it raised {raised}", raised=raised)
         call.guards = recorded.guards
-        return recorded, plan, recorded.graph, "", None
+        return _Tried(recorded, plan, recorded.graph)
 
-    def _traced(self, call: JitCall) -> tuple[Recorded, Plan]:
+    def _traced(self, call: JitCall, earlier: Earlier | None = None) -> tuple[Recorded, Plan]:
         """A recording, and a plan that no pass has improved yet."""
         names = call.names()
-        recorded = trace(call.function, call.leaves, names, call.treedef, self._out_specs)
+        recorded = trace(call.function, call.leaves, names, call.treedef, self._out_specs, earlier or Earlier())
         return recorded, Plan(recorded, call.leaves, self._captured(call), names, call.donated(), self._how, self._f)
 
     def _leave_out(self, passes: list[Pass], place: int | None, mesh: Any, stages: Sequence[Stage]) -> None:

@@ -71,10 +71,12 @@ class JitCall:
         leaves, treedef: of the arguments, without the static ones.
         key: equal for calls that one plan serves, or several with guards.
         guards: of the plan that was recorded for this call.
+        watched: the processes that are to run it as in debug mode, as they run it as written.
     """
 
     key: PlanKey
     guards: Sequence[Guard] = ()
+    watched: tuple[int, ...] = ()
     _names: list[str] | None = None
     _static: tuple[int, ...] = ()
     _named: Mapping[str, Any] = MappingProxyType({})  # the static arguments by name

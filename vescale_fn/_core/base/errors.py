@@ -86,7 +86,14 @@ class DonationError(VfnError, RuntimeError):
 
 
 class RecordError(VfnError, RuntimeError):
-    """Under `jit`, a value of one recording is used in another."""
+    """Under `jit`, a value of one recording is used in another, or recording raised on another rank.
+
+    `follows` says that another rank's own failure comes first.
+    """
+
+    def __init__(self, message: str, follows: bool = False) -> None:
+        super().__init__(message)
+        self.follows = follows
 
 
 class DataError(VfnError, ValueError):

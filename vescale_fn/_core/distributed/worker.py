@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..base import dtypes, state, tracebacks
-from ..base.errors import DivergenceError, RankError
+from ..base.errors import DivergenceError, RankError, RecordError
 from ..base.messages import report
 from ..base.source_lines import is_users, quoted
 
@@ -154,7 +154,7 @@ def failure(rank: int, error: BaseException) -> Message:
         below = below.tb_next
     text = tracebacks.text(error, below)
     how = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
-    follows = isinstance(error, DivergenceError) and error.follows
+    follows = isinstance(error, (DivergenceError, RecordError)) and error.follows
     users = [entry for entry in traceback.extract_tb(below) if is_users(entry.filename)]
     line = quoted(f"{users[-1].filename}:{users[-1].lineno}") if users else ""
     return Message("failed", rank, title=how, text=text, line=line, follows=follows, when=time.monotonic())

@@ -41,7 +41,10 @@ class Earlier:
     Attributes:
         values: what tensors without values are made by, so that those of all recordings can meet.
         is_used: whether one needed what another has made.
+        graph: of the last one, perhaps in part.
     """
+
+    graph: fx.Graph | None = None
 
     def __init__(self) -> None:
         self.values, self.is_used = Valueless(), False
@@ -51,6 +54,7 @@ class Earlier:
     def add(self, recorder: Any) -> None:
         """Note one that is over."""
         self._recorders.append(recorder)
+        self.graph = recorder.graph
 
     def end(self) -> None:
         """Mark what the function may have kept of any of them, where nothing is computed of it any more."""

@@ -26,6 +26,7 @@ from ..ir.collective_nodes import is_listed
 from ..ir.graph import REPEATS, Pass, value
 from ..ir.nested import all_collectives
 from .leaves import Result
+from .rank_notes import RecordingNotes
 from .trace import Recorded
 
 
@@ -93,12 +94,15 @@ class Verdict(NamedTuple):
         parted: the place of the pass after which the ranks' collectives do not meet; None where they always do.
         needed: the places of the recorded collectives that some rank needs, where ranks differ in that.
         apart: some processes have a plan of one rank for all that they play, and others of each: all are to have these.
+        watched: the processes that are to run the function as written with an eye on each other, as recording it raised on
+            some ranks alone.
     """
 
     reason: str
     parted: int | None = None
     needed: frozenset[int] | None = None
     apart: bool = False
+    watched: tuple[int, ...] = ()
 
 
 def agree(
@@ -110,7 +114,9 @@ def agree(
     used: Sequence[Noted],
     as_one: bool,
     reason: str,
+    raised_here: str,
     error: Exception | None,
+    notes: RecordingNotes,
 ) -> Verdict:
     """Tell the other ranks what came of recording a function here, and hear what came of it there.
 
@@ -123,29 +129,38 @@ def agree(
         used: what all ranks are to have alike of what they bring, and of the numbers in the function.
         as_one: whether the plan is of one rank, for all that this process plays.
         reason: why the function cannot be recorded on this rank; "" where it can be.
-        error: what was raised on this rank.
+        raised_here: what recording it raised, where that is why: perhaps an error of the function itself.
+        error: what was raised on this rank, and is for the caller.
+        notes: where ranks that have no mesh to meet on say what came of it.
 
     Raises:
         RecordError: recording raised on another rank, and not here.
         DivergenceError: the ranks recorded different collectives, or bring different values where one counts as the same on
             all of them.
     """
-    if mesh is None:
-        return Verdict(reason)
-    calls = [] if graph is None else [_said(*found) for found in all_collectives(graph)]
     raised = "" if error is None else str(error) or type(error).__name__
+    if mesh is None:
+        if reason or raised:
+            notes.leave(reason, raised or raised_here)
+        return Verdict(reason)
+    if (note := notes.found(communicator_of(mesh).processes())) is not None:
+        if note.raised and error is None:
+            raise _raised_elsewhere(name, note.process, note.raised)
+        return Verdict(reason or f"on rank {note.process} {note.reason}")
+    calls = [] if graph is None else [_said(*found) for found in all_collectives(graph)]
     digests = [_digest([what for what, _ in calls]), _digest(used), _digest(needed)]
-    by_rank = _told(mesh, (reason, raised, as_one, digests, [(s.order, s.groups) for s in stages]))
+    told = reason, raised, as_one, digests, [(s.order, s.groups) for s in stages], bool(raised_here)
+    by_rank = _told(mesh, told)
     if error is not None:
         return Verdict(reason)
     for rank, (_, raised, *_) in enumerate(by_rank):
         if raised:
-            raise RecordError(
-                report("jit", f"recording {name} raised on rank {rank}, and not here", [raised.splitlines()[0]])
-            )
+            raise _raised_elsewhere(name, rank, raised)
+    apart = len({raised for *_, raised in by_rank}) > 1  # the function itself perhaps, and then on some ranks alone
     for rank, (why, *_) in enumerate(by_rank):
         if why:
-            return Verdict(reason or f"on rank {rank} {why}")
+            watched = tuple(communicator_of(mesh).processes()) if apart else ()
+            return Verdict(reason or f"on rank {rank} {why}", watched=watched)
     # what a digest stands for is told where one differs, which all ranks see
     differs = [len(set(column)) > 1 for column in zip(*(row[3] for row in by_rank))]
     if differs[0]:
@@ -162,13 +177,13 @@ def agree(
         )
     if len({one for _, _, one, *_ in by_rank}) > 1:  # which no pass is to decide by
         return Verdict("", apart=True)
-    counts = [len(stages_) for *_, stages_ in by_rank]
+    counts = [len(stages_) for *_, stages_, _ in by_rank]
     if len(set(counts)) > 1:
         rank = next(rank for rank, count in enumerate(counts) if count != counts[0])
         failures = [f"rank {at}: {counts[at] - 1} passes" for at in (0, rank)]
         what = f"ranks improve {name} by different passes"
         raise DivergenceError(report("jit", what, failures, "the same passes= on every rank"))
-    parted = _parted([stages_ for *_, stages_ in by_rank])
+    parted = _parted([stages_ for *_, stages_, _ in by_rank])
     if parted == 0:
         raise DivergenceError(
             report(
@@ -180,6 +195,11 @@ def agree(
         )
     either = frozenset().union(*_told(mesh, list(needed))) if differs[2] else None
     return Verdict("", None if parted is None else parted - 1, either)
+
+
+def _raised_elsewhere(name: str, rank: int, raised: str) -> RecordError:
+    what = f"recording {name} raised on rank {rank}, and not here"
+    return RecordError(report("jit", what, [raised.splitlines()[0]]), follows=True)
 
 
 def _told(mesh: Any, what: Any) -> list[Any]:

@@ -76,11 +76,17 @@ class Recorded:
         return self.graph if self.ranks is None else self.ranks.written_out(inlined(self.graph))
 
 
-def trace(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, out_specs: Any) -> Recorded:
+def trace(
+    f: Callable[..., Any],
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    treedef: Any,
+    out_specs: Any,
+    earlier: Earlier,
+) -> Recorded:
     """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``, or without these of ``(args,)``;
-    inputs are named as its leaves."""
+    inputs are named as its leaves. `earlier` knows the recordings of this call."""
     rolls = shares = as_one = True
-    earlier = Earlier()
     while True:
         try:
             return _recorded(f, leaves, names, treedef, out_specs, rolls, shares, as_one, earlier)
