@@ -389,7 +389,7 @@ def test_restarts_have_an_end(tmp_path, capfd):
 
     with pytest.raises(vfn.errors.RankError, match="rank 0 of 1 was killed by SIGKILL"):
         vfn.launch(follow, 1, tmp_path, kill, device="cpu", restarts=1)
-    assert capfd.readouterr().err.count("all start again (0 restarts are left)") == 1
+    assert capfd.readouterr().err.count("all start again (no restarts are left)") == 1
 
 
 def test_what_launch_says_of_its_options():

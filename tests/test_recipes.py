@@ -338,6 +338,10 @@ def test_a_difference_is_an_exit_status(capsys, monkeypatch):
         ("--deterministic 4 --elastic 0", "--elastic must be at least 1"),
         ("--deterministic 4 --elastic 2 --check", "--elastic is for training on processes: not with --check"),
         ("--deterministic 4 --processes 3", "--processes 3 must divide --deterministic 4"),
+        (
+            "--deterministic 4 --processes 2 --simulate",
+            "--processes are real ones: not with --simulate, where one plays all ranks",
+        ),
         ("--evaluate --checkpoints nowhere", "--evaluate: there is no checkpoint in nowhere"),
         ("--resume --checkpoints x --check", "--check compares the first steps of a run: not with --resume"),
         ("--accumulate 3", "--accumulate 3 must divide --batch 16"),
@@ -370,6 +374,17 @@ def test_complains_before_it_starts(argv, message, capsys):
     assert usage == "usage: python -m vescale_fn.recipes.train [options]; --help lists them"
     assert message in said
     assert more == []
+
+
+def test_another_number_of_processes_than_were_started_is_no_option(monkeypatch, capsys):
+    place = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    argv = "--mesh dp=4 --parallel dp --deterministic 4 --processes".split()
+    assert parse([*argv, "4"]).processes == 4
+    with pytest.raises(SystemExit):
+        parse([*argv, "2"])
+    assert capsys.readouterr().err.splitlines()[1].endswith("--processes 2: there are 4, started already")
 
 
 def test_a_plot_without_matplotlib_complains_before_it_starts(capsys, monkeypatch):

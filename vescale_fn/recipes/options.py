@@ -35,6 +35,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if options.checkpoints:
         _compare(options, parser)
     _lay_out(options, parser)  # mesh: start
+    started = environment.world()  # mesh: start
+    if options.processes and started and started.size != options.processes:  # mesh: start
+        parser.error(f"--processes {options.processes}: there are {started.size}, started already")  # mesh: start
     try:
         data.read_text(data.find_files(options.data), smallest=options.context + 1)
         if options.save_plot:

@@ -9,7 +9,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Let a parser know them."""
     few = "so many processes play the ranks of --deterministic (one each)"
     parser.add_argument("--processes", type=int, metavar="N", help=few)
-    lost = "go on with the same bits where processes are lost: all start again, N times at most"
+    lost = "go on with the same bits where processes are lost: all start again, N times at most (under torchrun as it says)"
     parser.add_argument("--elastic", type=int, metavar="N", help=lost)
 
 
@@ -21,6 +21,8 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             parser.error(f"--{name} needs --deterministic N, the number of ranks that processes play")
         if asked is not None and asked < 1:
             parser.error(f"--{name} must be at least 1")
+    if options.processes is not None and options.simulate:
+        parser.error("--processes are real ones: not with --simulate, where one plays all ranks")
     if options.elastic is not None:
         for name in ("simulate", "check", "profile", "evaluate"):
             if getattr(options, name):

@@ -294,7 +294,8 @@ def on_ranks(opt: argparse.Namespace, **how: Any) -> dict[str, Any]:  # mesh: st
     simulated = vfn.simulate(ranks) if opt.simulate else contextlib.nullcontext()  # mesh: start
     with same, simulated:  # mesh: start
         job = run if opt.elastic is None else functools.partial(going_on.run, TrainingJob, checkpoints)  # mesh: start
-        if opt.simulate or ranks == 1 or environment.world():  # mesh: start
+        alone = opt.simulate or (ranks == 1 and opt.elastic is None)  # mesh: start
+        if alone or environment.world():  # mesh: start
             return job(opt)  # mesh: start
         how.update({} if opt.elastic is None else {"restarts": opt.elastic})  # mesh: start
         return vfn.launch(job, opt.processes or ranks, opt, device=opt.device, **how)[0]  # mesh: start

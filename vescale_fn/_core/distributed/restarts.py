@@ -62,7 +62,8 @@ def started_again(run: Callable[[Settings], list[bytes]], settings: Settings) ->
                     raise
                 left -= 1
                 why = str(error).split("\n")[0].removeprefix("launch: ").partition(";")[0]
-            print(f"launch: {why}; all start again ({left} restarts are left)", file=sys.stderr, flush=True)
+            more = "1 restart is left" if left == 1 else f"{left or 'no'} restarts are left"
+            print(f"launch: {why}; all start again ({more})", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
