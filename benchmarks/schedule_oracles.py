@@ -1,10 +1,11 @@
-"""What schedules of pipelines are held against: ranks that run one by rendezvous, message by message."""
+"""What schedules of pipelines are held against: ranks that run one, value by value."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
 
+from vescale_fn import schedules
 from vescale_fn.schedules import Action, Overlap, Schedule
 
 
@@ -13,94 +14,62 @@ def _actions(task):
 
 
 def _needs(action, stages):
-    """What an action needs, and whether it is of its own stage."""
+    """What an action needs: (kind, stage, microbatch), "B" for "BW", too."""
     kind, stage, i = action
     if kind == "F":
-        return [] if stage == 0 else [(("F", stage - 1, i), False)]
+        return [] if stage == 0 else [("F", stage - 1, i)]
     if kind == "W":
-        return [(("B", stage, i), True)]
-    return [(("F", stage, i), True)] + ([] if stage == stages - 1 else [(("B", stage + 1, i), False)])
-
-
-class Rank:
-    """One rank: how far it is, which values it has, and which messages it waits for before its next task."""
-
-    def __init__(self, row):
-        self.row, self.at, self.values, self.waiting = row, 0, set(), 0
-
-    def ran(self, value):
-        self.values.add(value)
+        return [("B", stage, i)]
+    return [("F", stage, i)] + ([] if stage == stages - 1 else [("B", stage + 1, i)])
 
 
 def runs(schedule: Schedule, blocking: bool) -> bool:
     """Whether ranks that follow the rows of a schedule come to their ends, and have then run each task of each stage once."""
-    placement, stages = schedule.placement, schedule.stages
-    rows = schedule.order
-    if any(not 0 <= rank < len(rows) for rank in placement):
+    placement, rows, stages = schedule.placement, schedule.order, schedule.stages
+    if any(rank not in range(len(rows)) for rank in placement):
         return False
-    for rank, row in enumerate(rows):
-        for task in row:
-            for action in _actions(task):
-                if not 0 <= action.stage < stages or placement[action.stage] != rank:
-                    return False
-    ranks = [Rank(row) for row in rows]
-    sent, wanted = defaultdict(deque), defaultdict(deque)  # posted, for each pair of ranks in one direction
-
-    def post(r):
-        """What a rank begins between two tasks: it sends what the last has made and receives what the next needs."""
-        rank = ranks[r]
-        for action in _actions(rank.row[rank.at - 1]) if rank.at > 0 else ():
-            value = ("B" if action.kind == "BW" else action.kind, action.stage, action.microbatch)
-            other = action.stage + {"F": 1, "B": -1, "W": 0}[value[0]]
-            if action.kind != "W" and 0 <= other < stages and placement[other] != r:
-                sent[r, placement[other]].append(value)
-                rank.waiting += blocking
-        for action in _actions(rank.row[rank.at]) if rank.at < len(rank.row) else ():
-            for value, own in _needs(action, stages):
-                source = placement[value[1]]
-                if not own and source != r:
-                    wanted[source, r].append(value)
-                    rank.waiting += 1
-
-    for r in range(len(ranks)):
-        post(r)
+    if any(placement[a.stage] != rank for rank, row in enumerate(rows) for task in row for a in _actions(task)):
+        return False
+    at, values = [0] * len(rows), [set() for _ in rows]
+    sent, room = defaultdict(deque), defaultdict(set)  # on the way between two stages; where it has arrived
+    held = [0] * len(rows)  # sends of a rank that have not arrived
     moved = True
     while moved:
         moved = False
-        for (source, target), values in sent.items():
-            asked = wanted[source, target]
-            while values and asked:
-                if values[0] in asked:  # what it asks for between two tasks, it asks for at once
-                    value = values.popleft()
-                elif not blocking and asked[0] in values:  # the receiver keeps what comes before
-                    value = asked[0]
-                    values.remove(value)
-                else:
-                    break  # in its place comes something else, or nothing
-                asked.remove(value)
-                ranks[target].ran(value)
-                ranks[target].waiting -= 1
-                ranks[source].waiting -= blocking
+        for way, queue in sent.items():
+            while queue and not (blocking and room[way]):
+                room[way].add(queue.popleft())
+                held[placement[way[0]]] -= 1
                 moved = True
-        for r, rank in enumerate(ranks):
-            if rank.waiting == 0 and rank.at < len(rank.row):
-                task = _actions(rank.row[rank.at])
-                if any(value not in rank.values for action in task for value, _ in _needs(action, stages)):
-                    return False
-                for action in task:
-                    rank.ran(("B" if action.kind == "BW" else action.kind, action.stage, action.microbatch))
-                rank.at += 1
-                post(r)
-                moved = True
-    if any(rank.at < len(rank.row) or rank.waiting for rank in ranks):
-        return False
+        for rank, row in enumerate(rows):
+            if at[rank] == len(row) or (blocking and held[rank]):
+                continue
+            task, used = _actions(row[at[rank]]), []
+            for value, stage in ((value, action.stage) for action in task for value in _needs(action, stages)):
+                if placement[value[1]] == rank and value not in values[rank]:
+                    return False  # on this rank, and never run
+                if placement[value[1]] != rank:
+                    used.append((value, (value[1], stage)))
+            if any(value not in room[way] for value, way in used):
+                continue
+            for value, way in used:
+                room[way].discard(value)
+            for action in task:
+                value = ("B" if action.kind == "BW" else action.kind, action.stage, action.microbatch)
+                values[rank].add(value)
+                other = action.stage + {"F": 1, "B": -1, "W": stages}[value[0]]
+                if 0 <= other < stages and placement[other] != rank:
+                    sent[action.stage, other].append(value)
+                    held[rank] += 1
+            at[rank], moved = at[rank] + 1, True
     counts = Counter(action for row in rows for task in row for action in _actions(task))
-    for stage in range(stages):
-        for i in range(schedule.microbatches):
-            f, b, w, both = (counts[Action(kind, stage, i)] for kind in ("F", "B", "W", "BW"))
-            if (f, b, w, both) not in ((1, 1, 1, 0), (1, 0, 0, 1)):
-                return False
-    return True
+    each = [
+        tuple(counts[Action(kind, stage, i)] for kind in ("F", "B", "W", "BW"))
+        for stage in range(stages)
+        for i in range(schedule.microbatches)
+    ]
+    finished = all(k == len(row) for k, row in zip(at, rows))
+    return finished and all(count in ((1, 1, 1, 0), (1, 0, 0, 1)) for count in each)
 
 
 def random_schedule(rng: random.Random) -> Schedule:
@@ -121,7 +90,7 @@ def random_schedule(rng: random.Random) -> Schedule:
     done, rows = set(), [[] for _ in range(p)]
     eager = rng.random()  # the more, the later microbatches wait
     while left:
-        ready = [a for a in left if all(value in done for value, _ in _needs(a, stages))]
+        ready = [a for a in left if all(value in done for value in _needs(a, stages))]
         ready.sort(key=lambda a: (a.microbatch, a.kind == "F"))
         chosen = ready[0] if rng.random() < eager else rng.choice(ready)
         left.remove(chosen)
@@ -147,3 +116,52 @@ def _change(rows, rng):
         row.insert(rng.randrange(len(row)), row[i])
     elif what == "at once" and i + 1 < len(row) and not any(isinstance(x, Overlap) for x in row[i : i + 2]):
         row[i : i + 2] = [Overlap(row[i], row[i + 1])]
+
+
+# What the literature says of each schedule of p ranks and m microbatches: the idle time of rank 0 and the chunks that each rank
+# holds; None where nothing is said. F, B and W are of a rank's whole share of the model; for dualpipev and zbv, of one stage.
+FORMULAS = {
+    "gpipe": lambda p, m, F, B, W: ((p - 1) * (F + B + W), [m] * p),
+    "one_f_one_b": lambda p, m, F, B, W: ((p - 1) * (F + B + W), [min(m, p - r) for r in range(p)]),
+    "zb_h1": lambda p, m, F, B, W: ((p - 1) * (F + B - W) if W <= F and m >= p else None, [min(m, p)] * p),
+    "zb_h2": lambda p, m, F, B, W: (
+        max(0, (p - 1) * (F + B - 2 * W)) if F >= min(B, W) and m >= 2 * p - 1 else None,
+        [min(m, 2 * p - 1)] * p,
+    ),
+    "zbv": lambda p, m, F, B, W: (
+        0 if F == B == W and m >= 2 * p - 1 else None,
+        [2 * p] * p if m >= 2 * p - 1 else None,
+    ),
+    "dualpipev": lambda p, m, F, B, W: (
+        (p - 1) * ((F + B + W) + (B + W) - 3 * W) if F == B >= W else None,
+        [2 * p + 1] * p,
+    ),
+    **{
+        f"interleaved {v}": lambda p, m, F, B, W, v=v: (
+            (p - 1) * (F + B + W) // v if m >= p else None,
+            [min(v * m, v * p + p - 1 - 2 * r) for r in range(p)] if m % p == 0 else None,
+        )
+        for v in (2, 3)
+    },
+}
+
+
+def formula_faults(name: str, p: int, m: int, costs: list[tuple[int, int, int]]) -> list[str]:
+    """Where the simulator differs from `FORMULAS`; the schedule is checked, too, with sends that block where it may."""
+    function, _, v = name.partition(" ")
+    if function == "dualpipev" and m < 2 * p:
+        return []
+    schedule = getattr(schedules, function)(p, m, *map(int, filter(None, [v])))
+    schedule.check(blocking=not v or m % p == 0 or m < p)
+    chunks = int(v or 1)
+    faults = []
+    for whole in costs:
+        timeline = schedule.simulate(schedules.Costs(*(c // chunks for c in whole)))
+        idle, held = FORMULAS[name](p, m, *whole)
+        if idle is not None and timeline.idle[0] != idle:
+            faults.append(f"{name} {p=} {m=} {whole}: idle {timeline.idle[0]}, not {idle}")
+        if idle is not None and max(timeline.idle) != timeline.idle[0]:
+            faults.append(f"{name} {p=} {m=} {whole}: another rank is idle for longer")
+        if held is not None and list(timeline.in_flight) != held:
+            faults.append(f"{name} {p=} {m=}: in flight {timeline.in_flight}, not {held}")
+    return faults

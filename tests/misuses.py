@@ -2373,10 +2373,9 @@ def a_schedule_that_deadlocks(mesh):
 def a_schedule_that_deadlocks_by_rendezvous(mesh):
     """ScheduleError
     Schedule.check: deadlock where sends wait for their receives: each of these waits for the next
-      * rank 0 runs 0F1 when rank 1 has received 0F0
-      * rank 1 receives 0F0 after it has run 1BW1
-      * rank 1 runs 1BW1 after 1F1
+      * rank 1 runs 1F0 after 1BW1, after 1F1
       * rank 1 runs 1F1 when it has 0F1 from rank 0
+      * rank 1 has room for 0F1 when it has run 1F0
       Instead: Schedule.check(blocking=False), if each rank goes on before what it sends is received
     """
     scheduled("f0 f1 d0 d1", "f1 d1 f0 d0").check()

@@ -24,7 +24,17 @@ LIGHT = (
     *(f"_core.base.{name}" for name in ("errors", "messages", "tree")),
     *(
         f"schedules.{name}"
-        for name in ("actions", "task_graph", "deadlocks", "costs", "timeline", "validation", "schedule", "named")
+        for name in (
+            "actions",
+            "task_graph",
+            "deadlocks",
+            "costs",
+            "timeline",
+            "validation",
+            "schedule",
+            "letters",
+            "named",
+        )
     ),
     "recipes.command_line",
 )  # pure data: importable where torch is not wanted

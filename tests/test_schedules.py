@@ -9,20 +9,21 @@ import vescale_fn as vfn
 from benchmarks import schedule_oracles
 from vescale_fn.schedules import Costs
 
-SIZES = [(1, 1), (2, 1), (2, 5), (3, 3), (4, 8), (4, 3), (5, 7), (8, 20)]
+SIZES = [(1, 1), (1, 2), (2, 1), (2, 5), (3, 2), (3, 6), (4, 8), (4, 9), (5, 7), (8, 20)]
+COSTS = [(6, 6, 6), (12, 30, 6), (12, 12, 6), (24, 6, 18), (6, 18, 12)]  # multiples of 2 and 3 chunks
 
 
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
-def test_schedules_with_one_stage_a_rank_meet_their_formulas(name: str) -> None:
-    """Whatever F, B and W are, with equal stages and free messages; for any number of microbatches."""
-    for (p, m), (f, b, w) in itertools.product(SIZES, [(1, 1, 1), (3, 5, 2), (4, 0, 1)]):
-        schedule = getattr(vfn.schedules, name)(p, m)
-        schedule.check()
-        timeline = schedule.simulate(Costs(f, b, w))
-        assert timeline.idle == tuple((p - 1 - r) * (f + b + w) for r in range(p))
-        assert timeline.makespan == (m + p - 1) * (f + b + w)
-        held = {"gpipe": lambda r: m, "one_f_one_b": lambda r: min(m, p - r)}[name]
-        assert timeline.in_flight == tuple(map(held, range(p)))
+@pytest.mark.parametrize("name", schedule_oracles.FORMULAS)
+def test_named_schedules_meet_the_formulas_of_the_literature(name: str) -> None:
+    """All sizes up to 16 ranks and 64 microbatches in `benchmarks.pipelines`."""
+    assert [fault for p, m in SIZES for fault in schedule_oracles.formula_faults(name, p, m, COSTS)] == []
+
+
+def test_what_an_overlap_hides_is_gained_at_both_ends() -> None:
+    """DualPipeV with F = B >= W: its formula, and for each of p - 2 overlaps what it hides."""
+    for p, (f, b, w) in itertools.product((1, 2, 3, 4), [(6, 6, 6), (6, 6, 3)]):
+        timeline = vfn.schedules.dualpipev(p, 2 * p + 1).simulate(Costs(f, b, w, overlap=1))
+        assert timeline.idle[0] == (p - 1) * ((b + w) + (b + w) - 3 * w) - max(0, p - 2) * f
 
 
 def test_the_check_agrees_with_ranks_that_run_by_rendezvous() -> None:

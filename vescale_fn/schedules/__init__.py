@@ -3,12 +3,27 @@
 from .._core.base import front_door
 from .actions import Action, Overlap
 from .costs import Costs
-from .named import gpipe, one_f_one_b
+from .named import dualpipev, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zbv
 from .schedule import Schedule
 from .task_graph import Transfer
 from .timeline import TimedTask, Timeline
 
-__all__ = ["Action", "Costs", "Overlap", "Schedule", "TimedTask", "Timeline", "Transfer", "gpipe", "one_f_one_b"]
+__all__ = [
+    "Action",
+    "Costs",
+    "Overlap",
+    "Schedule",
+    "TimedTask",
+    "Timeline",
+    "Transfer",
+    "dualpipev",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
+]
 
 __dir__ = front_door.listing(__name__)
 __getattr__ = front_door.hints(__name__)

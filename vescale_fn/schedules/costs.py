@@ -18,9 +18,9 @@ class Costs:
         F: the forward pass of one microbatch through a stage: a number for all stages, or one for each.
         B: the gradient of a stage's inputs, likewise.
         W: the gradient of its parameters, likewise. "BW" takes B + W.
-        p2p: the time that a value takes from one rank to another: a number, or one for each boundary of two stages. Those of
-            one pair of ranks in one direction go one after the other. Nothing is sent between stages of one rank.
-        blocking: whether a rank waits until what it has sent is received (rendezvous); else it goes on at once.
+        p2p: the time that a value takes from one rank to another: a number, or one for each boundary of two stages. Those
+            from one stage to the next go one after the other. Nothing is sent between stages of one rank.
+        blocking: whether a rank waits until what it has sent has arrived (as `Schedule.check` says); else it goes on at once.
         overlap: for an `Overlap`, which part of the shorter of both is hidden behind the longer: 1 is all of it, 0 nothing.
 
     >>> import vescale_fn as vfn

@@ -25,16 +25,16 @@ def _add(lines: list[str], graph: TaskGraph, i: int, j: int) -> None:
     later, earlier = graph.node(i), graph.node(j)
     if isinstance(later, Transfer):
         if isinstance(earlier, Transfer):
-            lines.append(f"rank {later.source} sends {later.made} behind {earlier.made} to rank {later.target}")
+            lines.append(f"rank {later.source} sends {later.made} after {earlier.made}")
         elif later.made not in actions_of(earlier[1]):
-            lines.append(f"rank {later.target} receives {later.made} after it has run {earlier[1]}")
+            lines.append(f"rank {later.target} has room for {later.made} when it has run {earlier[1]}")
         return  # a transfer waits for its maker: said of who waits for the transfer
     rank, task = later
     if isinstance(earlier, Transfer):
         if earlier.used in actions_of(task):
             lines.append(f"rank {rank} runs {task} when it has {earlier.made} from rank {earlier.source}")
         else:
-            lines.append(f"rank {rank} runs {task} when rank {earlier.target} has received {earlier.made}")
+            lines.append(f"rank {rank} runs {task} when {earlier.made} has arrived on rank {earlier.target}")
     elif i == j:
         lines.append(f"rank {rank} runs {task} at once, but one needs the other")
     elif i != j + 1:

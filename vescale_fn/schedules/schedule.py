@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from .._core.base.messages import count_text
 from . import validation
@@ -35,6 +37,10 @@ class Schedule:
     placement: tuple[int, ...]
     order: tuple[tuple[Task, ...], ...]
 
+    if TYPE_CHECKING:  # any sequences are taken
+
+        def __init__(self, placement: Sequence[int], order: Sequence[Sequence[Task]]) -> None: ...
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", tuple(self.placement))
         object.__setattr__(self, "order", tuple(map(tuple, self.order)))
@@ -56,7 +62,7 @@ class Schedule:
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """What goes from one rank to another; for each pair of ranks and direction in the order in which it is sent.
+        """What goes from one rank to another; between two stages in the order in which it is sent.
 
         >>> import vescale_fn as vfn
         >>> vfn.schedules.gpipe(2, 1).transfers[0]
@@ -72,9 +78,9 @@ class Schedule:
         other ranks send, which arrives in the order in which it is sent.
 
         Args:
-            blocking: also with sends that wait for their receives (rendezvous): between two tasks a rank sends what the
-                first has made and receives what the second needs, at once, and waits for all of it. Without, a send never
-                waits.
+            blocking: also where sends wait for their receives (rendezvous) and one receive is posted ahead from each
+                neighbouring stage: a rank begins no task before what its last one made has arrived, and a value arrives
+                when the task that used the one before it has ended. Without, a send never waits.
 
         Returns:
             (rank, task) for all tasks, in an order in which one process can run all of them.

@@ -21,13 +21,10 @@ class Transfer(NamedTuple):
 class TaskGraph:
     """Nodes are the tasks, row by row, then the transfers; `before[node]` are those that must end before it begins.
 
-    A value leaves when its task has ended, and those of one pair of ranks in one direction follow each other in the order
-    in which they are made. Where sends block, a rank that has run a task begins to send its results and to receive what its
-    next task needs, all at once, and waits for all of these; so a transfer is one node, behind what both ranks run before it
-    and ahead of what both run after it.
-
-    Source: communicating processes under rendezvous; the fused send and receive between two tasks is Megatron's
-    (arXiv 2104.04473) and that of ``torch.distributed.batch_isend_irecv``.
+    From one stage to the next on another rank, and back, there is a way of its own for each boundary, on which values follow
+    each other in the order in which they are made. Where sends block, the rank at its end has room for one value, from when
+    it has arrived until the task that uses it has ended; and a rank begins no task before what the last one made has arrived.
+    That is rendezvous with one receive posted ahead on each way, as if a send and its receive were one.
     """
 
     tasks: list[tuple[int, Task]]  # a rank and what it runs
@@ -90,25 +87,16 @@ def task_graph(placement: tuple[int, ...], order: tuple[tuple[Task, ...], ...], 
                     graph.before[i].append(makers[value][0])
                 else:
                     users[value] = i, action
-    last: dict[tuple[int, int], int] = {}  # transfer of a pair of ranks
+    last: dict[tuple[int, int], int] = {}  # what a transfer between two stages waits for: the one before it has gone
     for value, (maker, made) in makers.items():
-        if value in users:
-            user, used = users[value]
-            ranks = graph.tasks[maker][0], graph.tasks[user][0]
-            _connect(graph, Transfer(*ranks, made, used), maker, user, last.get(ranks), blocking)
-            last[ranks] = len(graph.before) - 1
+        if value not in users:
+            continue
+        user, used = users[value]
+        node, way = len(graph.before), (made.stage, used.stage)
+        graph.transfers.append(Transfer(graph.tasks[maker][0], graph.tasks[user][0], made, used))
+        graph.before.append([maker, last[way]] if way in last else [maker])
+        graph.before[user].append(node)
+        last[way] = user if blocking else node
+        if blocking and maker + 1 < len(graph.tasks) and graph.tasks[maker + 1][0] == graph.tasks[maker][0]:
+            graph.before[maker + 1].append(node)
     return graph
-
-
-def _connect(graph: TaskGraph, transfer: Transfer, maker: int, user: int, last: int | None, blocking: bool) -> None:
-    """Add a transfer between two tasks, behind the last one on its way."""
-    node, before = len(graph.before), [maker]
-    if last is not None:
-        before.append(last)
-    if blocking and user > 0 and graph.tasks[user - 1][0] == transfer.target:
-        before.append(user - 1)
-    if blocking and maker + 1 < len(graph.tasks) and graph.tasks[maker + 1][0] == transfer.source:
-        graph.before[maker + 1].append(node)
-    graph.transfers.append(transfer)
-    graph.before.append(before)
-    graph.before[user].append(node)
