@@ -2,6 +2,12 @@
 
 import gc
 import os
+import sys
+
+gc.disable()  # until all tests are collected: nothing of what is made till then is garbage
+# Nor is the package compiled by each of the hundred interpreters that tests start, a second each, whatever
+# PYTHONDONTWRITEBYTECODE says: who imports a file first, until all tests are collected, leaves it compiled.
+as_asked, sys.dont_write_bytecode = sys.dont_write_bytecode, False
 
 import pytest
 import torch
@@ -10,7 +16,6 @@ from pool import Pool
 from vescale_fn._core.base import context
 
 torch.set_num_threads(1)
-gc.disable()  # until all tests are collected: nothing of what is made till then is garbage
 
 _pool: list[Pool] = []
 
@@ -50,6 +55,7 @@ def pytest_collection_finish(session):
     gc.freeze()  # what is here now, torch and all tests, no collection shall visit;
     gc.set_threshold(50_000, 20, 20)  # and they are seldom: together that was a tenth of the time of a run
     gc.enable()
+    sys.dont_write_bytecode = as_asked
     needed = any("gloo" in getattr(item, "fixturenames", ()) for item in session.items)
     if needed and not _pool and not session.config.option.collectonly:
         _pool.append(Pool())
