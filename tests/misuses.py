@@ -4,6 +4,9 @@ A function here is one mistake, its docstring what the user reads. The error is 
 marked ``# here``. `test_messages.py` runs them.
 """
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch.distributed import _functional_collectives as functional
@@ -2379,6 +2382,37 @@ def a_schedule_that_deadlocks_by_rendezvous(mesh):
       Instead: Schedule.check(blocking=False), if each rank goes on before what it sends is received
     """
     scheduled("f0 f1 d0 d1", "f1 d1 f0 d0").check()
+
+
+@misuse
+def a_schedule_with_sends_in_its_file(mesh):
+    """ScheduleError
+    Schedule.from_csv: rank 0 has the entry '0SEND_F0', which is no task of a stage
+      Instead: the schedule that has tasks alone (compute_only), as 0F3, 0I3, 0W3, 0B3 or (0F3;1B0)OVERLAP_F_B
+    """
+    path = Path(tempfile.mkdtemp()) / "schedule.csv"
+    path.write_text("0F0,0SEND_F0,1RECV_B0,0B0")
+    vfn.schedules.Schedule.from_csv(path)
+
+
+@misuse
+def a_schedule_whose_file_lacks_a_stage(mesh):
+    """ScheduleError
+    Schedule.from_csv: stages are missing
+      * no rank runs stage 1
+    """
+    path = Path(tempfile.mkdtemp()) / "schedule.csv"
+    path.write_text("0F0,0B0\n2F0,2B0\n")
+    vfn.schedules.Schedule.from_csv(path)
+
+
+@misuse
+def a_schedule_of_too_few_microbatches(mesh):
+    """ScheduleError
+    schedules.dualpipev: 4 ranks need 8 microbatches, not 6
+      Instead: more microbatches, or schedules.zbv, which takes any number of them
+    """
+    vfn.schedules.dualpipev(4, 6)
 
 
 @misuse

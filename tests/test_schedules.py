@@ -2,12 +2,17 @@
 
 import itertools
 import random
+import re
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
 
 import vescale_fn as vfn
 from benchmarks import schedule_oracles
-from vescale_fn.schedules import Costs
+from vescale_fn.schedules import Costs, drawing
+from vescale_fn.schedules.actions import actions_of
 
 SIZES = [(1, 1), (1, 2), (2, 1), (2, 5), (3, 2), (3, 6), (4, 8), (4, 9), (5, 7), (8, 20)]
 COSTS = [(6, 6, 6), (12, 30, 6), (12, 12, 6), (24, 6, 18), (6, 18, 12)]  # multiples of 2 and 3 chunks
@@ -40,3 +45,52 @@ def test_the_check_agrees_with_ranks_that_run_by_rendezvous() -> None:
             assert said == schedule_oracles.runs(schedule, blocking), (seed, blocking)
             verdicts[blocking].add(said)
     assert verdicts == {False: {True, False}, True: {True, False}}
+
+
+# --- what others read -------------------------------------------------------------------------------------------------
+
+SCHEDULES = {
+    "gpipe": vfn.schedules.gpipe(3, 4),
+    "1f1b": vfn.schedules.one_f_one_b(4, 5),
+    "interleaved": vfn.schedules.interleaved(2, 4, 3),
+    "zb-h2": vfn.schedules.zb_h2(3, 6),
+    "zbv": vfn.schedules.zbv(3, 6),
+    "dualpipev": vfn.schedules.dualpipev(2, 5),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_torch_reads_what_is_written_and_writes_what_is_read(name: str, tmp_path: Path) -> None:
+    """By the loader of torch's runtime, which also finds every send and receive that the tasks need."""
+    schedule, path = SCHEDULES[name], tmp_path / "schedule.csv"
+    schedule.to_csv(path)
+    theirs = object.__new__(torch_schedules._PipelineScheduleRuntime)
+    theirs.__dict__.update(pp_group_size=schedule.ranks, _num_stages=schedule.stages, _stages=[], _defer_pp_recv=False)
+    theirs.__dict__.update(_n_microbatches=schedule.microbatches, pipeline_order={})
+    theirs._load_csv(str(path))
+    assert theirs.stage_index_to_group_rank == dict(enumerate(schedule.placement))
+    sends = [a for row in theirs.pipeline_order_with_comms.values() for a in row if "SEND" in str(a)]
+    assert len(sends) == len(schedule.transfers)
+    theirs._dump_csv(str(path), format="compute_only")
+    assert vfn.schedules.Schedule.from_csv(path) == schedule
+
+
+def test_idle_entries_of_torch_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.csv"
+    path.write_text("0F0,,,0B0\n,1F0,1B0,\n")
+    assert vfn.schedules.Schedule.from_csv(path) == vfn.schedules.gpipe(2, 1)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_drawing_shows_each_task_in_its_row(name: str) -> None:
+    timeline = SCHEDULES[name].simulate(Costs(2, 3, 1))
+    drawn = ElementTree.fromstring(re.sub("<pre>.*", "", timeline._repr_html_(), flags=re.DOTALL))
+    told = [title.text for title in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    actions = [(t, action) for row in timeline.rows for t in row for action in actions_of(t.task)]
+    assert told == [f"{t.task}: {t.start} to {t.end}" for t, _ in actions]
+    boxes = [box.attrib for box in drawn.iter("{http://www.w3.org/2000/svg}rect") if len(box)]
+    scale = 900 / timeline.makespan
+    for box, (t, action) in zip(boxes, actions, strict=True):
+        assert float(box["x"]) == pytest.approx(60 + t.start * scale, abs=0.01)
+        assert float(box["width"]) == pytest.approx((t.end - t.start) * scale, abs=0.01)
+        assert box["fill"] == drawing.COLOURS[action.kind]

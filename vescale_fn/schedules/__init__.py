@@ -6,7 +6,8 @@ from .costs import Costs
 from .named import dualpipev, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zbv
 from .schedule import Schedule
 from .task_graph import Transfer
-from .timeline import TimedTask, Timeline
+from .timed_task import TimedTask
+from .timeline import Timeline
 
 __all__ = [
     "Action",

@@ -34,7 +34,8 @@ def row(letters: str, stage: int, other: int = -1, m: int | None = None) -> tupl
             opened = None
         else:
             if letter == "w":
-                action = split.popleft()._replace(kind="W")
+                _, where, i = split.popleft()
+                action = Action("W", where, i)
             else:
                 counted = {"d": "b", "D": "B"}.get(letter, letter)  # a microbatch has either of B and BW
                 action = Action(_KINDS[letter.lower()], other if letter.isupper() else stage, counts[counted])

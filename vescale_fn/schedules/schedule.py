@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._core.base.messages import count_text
-from . import validation
+from . import drawing, files, validation
 from .actions import Task, actions_in
 from .costs import Costs
 from .deadlocks import raise_deadlock
+from .simulator import simulated
 from .task_graph import TaskGraph, Transfer, task_graph
-from .timeline import Timeline, simulated
+from .timeline import Timeline
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,6 +113,52 @@ class Schedule:
         costs = Costs() if costs is None else costs
         graph, order = self._checked(costs.blocking)
         return simulated(self.stages, self.ranks, graph, order, costs)
+
+    def text(self) -> str:
+        """A line for each rank, a column for each unit of time if F, B and W take one each.
+
+        >>> import vescale_fn as vfn
+        >>> print(vfn.schedules.zb_h1(2, 3).text())
+        rank 0: F0 F1 .  B0 W0 F2 B1 W1 B2 W2
+        rank 1: .  F0 B0 F1 B1 W0 F2 B2 W1 W2
+        """
+        return self.simulate().text()
+
+    def _repr_html_(self) -> str:
+        timeline = self.simulate()
+        return drawing.html_text(timeline.rows, repr(timeline))
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows to a file that ``torch.distributed.pipelining`` reads, as a schedule of tasks alone (compute_only).
+
+        There "I" is B, and "B" is BW.
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import vescale_fn as vfn
+        >>> path = Path(tempfile.mkdtemp()) / "schedule.csv"
+        >>> vfn.schedules.zb_h1(2, 2).to_csv(path)
+        >>> print(path.read_text())
+        0F0,0F1,0I0,0W0,0I1,0W1
+        1F0,1I0,1F1,1I1,1W0,1W1
+        <BLANKLINE>
+        >>> vfn.schedules.Schedule.from_csv(path) == vfn.schedules.zb_h1(2, 2)
+        True
+        """
+        Path(path).write_text(files.csv_text(self.order))
+
+    @classmethod
+    def from_csv(cls, path: str | os.PathLike[str]) -> Schedule:
+        """The schedule of a file as `to_csv` and torch write them. `check` says whether it is complete.
+
+        Raises:
+            vescale_fn.errors.ScheduleError: an entry is no task, as those of torch's schedules with communication are not.
+        """
+        return cls(*files.from_csv_text(Path(path).read_text()))
+
+    def trace(self, path: str | os.PathLike[str], costs: Costs | None = None, unit: float = 1.0) -> None:
+        """Write what `simulate(costs)` gives for https://ui.perfetto.dev or chrome://tracing; see `Timeline.trace`."""
+        self.simulate(costs).trace(path, unit)
 
     def __repr__(self) -> str:
         counted = (count_text(self.stages, "stage"), count_text(self.ranks, "rank"))

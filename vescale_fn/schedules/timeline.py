@@ -1,22 +1,14 @@
-"""When each task of a schedule runs, given what tasks cost: a simulation, and what follows from it."""
+"""When the ranks of a pipeline run what, and what follows from it: how long they are idle, what they hold."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from pathlib import Path
 
-from .actions import Task, actions_of
-from .costs import Costs
-from .task_graph import TaskGraph
-
-
-class TimedTask(NamedTuple):
-    """One entry of a row with the times at which it begins and ends."""
-
-    task: Task
-    start: float
-    end: float
+from . import drawing, files
+from .timed_task import TimedTask
 
 
 @dataclass(frozen=True)
@@ -65,35 +57,32 @@ class Timeline:
         ]
         return "\n".join(lines)
 
+    def text(self) -> str:
+        """A line for each rank, and a column for the time of the shortest task: ``-`` continues a task, ``.`` is idle.
 
-def simulated(stages: int, ranks: int, graph: TaskGraph, in_order: list[int], costs: Costs) -> Timeline:
-    """The timeline of a graph without a cycle: each node begins when all that it waits for has ended."""
-    each = costs.of(stages)
-    ends: list[float] = [0] * len(graph.before)
-    tasks = len(graph.tasks)
-    rows: list[list[TimedTask]] = [[] for _ in range(ranks)]
-    for i in in_order:
-        start = max((ends[j] for j in graph.before[i]), default=0)
-        if i < tasks:
-            rank, task = graph.tasks[i]
-            ends[i] = start + each.task(task)
-            rows[rank].append(TimedTask(task, start, ends[i]))
-        else:
-            transfer = graph.transfers[i - tasks]
-            ends[i] = start + each.transfer(transfer.made, transfer.used)
-    begin = min((row[0].start for row in rows if row), default=0)
-    makespan = max((row[-1].end for row in rows if row), default=0) - begin
-    busy = [sum(timed.end - timed.start for timed in row) for row in rows]
-    idle = tuple(row[-1].end - row[0].start - time if row else 0 for row, time in zip(rows, busy))
-    return Timeline(makespan, idle, tuple(map(in_flight, rows)), tuple(map(tuple, rows)))
+        >>> import vescale_fn as vfn
+        >>> print(vfn.schedules.one_f_one_b(2, 2).simulate(vfn.schedules.Costs(F=1, B=2, W=0)).text())
+        rank 0: F0  F1  .   .   BW0 -   .   BW1 -
+        rank 1: .   F0  BW0 -   F1  BW1 -
+        """
+        return drawing.text(self.rows)
 
+    def _repr_html_(self) -> str:
+        return drawing.html_text(self.rows, repr(self))
 
-def in_flight(row: list[TimedTask]) -> int:
-    """The most chunks whose activations a rank holds at once."""
-    held = most = 0
-    for timed in row:
-        kinds = [action.kind for action in actions_of(timed.task)]
-        held += kinds.count("F")
-        most = max(most, held)
-        held -= kinds.count("W") + kinds.count("BW")
-    return most
+    def trace(self, path: str | os.PathLike[str], unit: float = 1.0) -> None:
+        """Write a trace for https://ui.perfetto.dev or chrome://tracing, in which each rank is a process.
+
+        Args:
+            path: the file, in JSON.
+            unit: how many seconds a unit of time lasts.
+
+        >>> import json, tempfile
+        >>> from pathlib import Path
+        >>> import vescale_fn as vfn
+        >>> path = Path(tempfile.mkdtemp()) / "trace.json"
+        >>> vfn.schedules.gpipe(2, 1).simulate().trace(path)
+        >>> [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
+        ['process_name', '0F0', '0BW0', 'process_name', '1F0', '1BW0']
+        """
+        Path(path).write_text(files.trace_text(self.rows, unit))
