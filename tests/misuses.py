@@ -2269,14 +2269,27 @@ def branches_of_different_types(mesh):
 
 
 @misuse
-def branches_of_different_layouts_under_jit(mesh):
+def branches_of_different_dtypes_under_jit(mesh):
     """TransformError
     cond: true_fun and false_fun must give the same structure, shapes, dtypes, layouts and types
-      * out is f32[4@dp,3] of true_fun and f32[4,3] of false_fun
-      Instead: vfn.with_sharding(out, P('dp')) in false_fun
+      * out is f32[4@dp,3] of true_fun and f64[4@dp,3] of false_fun
+      Instead: a.to(b.dtype), torch.zeros_like(b) where nothing is computed
     """
     split = vfn.shard(X, mesh, P("dp"))
-    vfn.jit(lambda p: vfn.cond(p, lambda: split, lambda: vfn.with_sharding(split, P())))(torch.tensor(True))
+    vfn.jit(lambda p: vfn.cond(p, lambda: split, lambda: split.double()))(torch.tensor(True))
+
+
+@misuse
+def a_plan_of_branches_of_different_layouts(mesh):
+    """TransformError
+    jit: <lambda> cannot be recorded
+      * cond has to read which branch runs: out is f32[4@dp,3] of true_fun and f32[4,3] of false_fun; with vfn.with_sharding(out, P('dp')) in false_fun it is a call of the plan, at misuses.py: `f = lambda p: vfn.cond(p > 0, lambda: split, lambda: other)`
+      Instead: torch.where for `if`, tensors for numbers; or leave the jit out
+    """
+    split = vfn.shard(X, mesh, P("dp"))
+    other = vfn.shard(X, mesh, P())
+    f = lambda p: vfn.cond(p > 0, lambda: split, lambda: other)
+    vfn.jit(f).lower(torch.tensor(1.0))
 
 
 @misuse

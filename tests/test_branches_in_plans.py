@@ -1,5 +1,6 @@
 """Branches and loops of unknown length under `jit`: one call in the plan, with each body recorded once; eager's numbers."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -448,3 +449,24 @@ def on_gloo_ranks() -> None:
 
 def test_on_gloo_ranks(gloo) -> None:
     gloo(2, on_gloo_ranks)
+
+
+def test_branches_of_two_layouts_give_what_they_give_eager() -> None:
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("i",))
+        x = vfn.shard(torch.arange(4.0), mesh, P("i"))
+
+        def f(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+            return vfn.cond(c.sum() > 1, lambda: x.sin(), lambda: vfn.with_sharding(2 * x, P())) + 1
+
+        for values, said in (
+            ([0, 3], contextlib.nullcontext()),
+            ([0.0, 3.0], pytest.warns(UserWarning, match=r"@i\] of")),
+        ):
+            jitted = vfn.jit(f)
+            with said:
+                for value in map(torch.tensor, (*values, *values)):
+                    found, wanted = jitted(x, value), f(x, value)
+                    assert found.spec == wanted.spec
+                    assert torch.equal(vfn.unshard(found), vfn.unshard(wanted))
+            assert jitted.cache_info().records == 2 * isinstance(values[0], int)

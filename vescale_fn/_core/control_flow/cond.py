@@ -22,6 +22,17 @@ from .leaves import Opened
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
+
+class LayoutsDiffer(TransformError):
+    """Branches give the same but for its layout or type: one of them can run, and no call that stands for both.
+
+    Attributes:
+        said: what differs, and what makes it one, in a line.
+    """
+
+    said = ""
+
+
 _NONE = object()
 _AGREED = "branches give one layout"
 
@@ -41,7 +52,7 @@ def cond(
         operand: the one argument, by name.
 
     Raises:
-        TransformError: `pred` has dims, the results differ in their types.
+        TransformError: `pred` has dims, the results differ in their shapes or dtypes, where both are looked at.
         VaryingTypeError: a function communicates over an axis along which `pred` varies.
 
     Source: `jax.lax.cond`.
@@ -186,7 +197,13 @@ class Choice:
         if wrong:
             ways = dict.fromkeys(way for _, way in wrong if way)
             fix = "a.to(b.dtype), torch.zeros_like(b) where nothing is computed"
-            raise TransformError(report(where, what, [said for said, _ in wrong], "; ".join(ways) or fix))
+            error = report(where, what, [said for said, _ in wrong], "; ".join(ways) or fix)
+            if any(leaves_.facts(a)[:2] != leaves_.facts(b)[:2] for a, b in zip(one.leaves, other.leaves)):
+                raise TransformError(error)
+            differ = LayoutsDiffer(error)
+            differ.said = f"{where} has to read which branch runs: {wrong[0][0]}"
+            differ.said += f"; with {'; '.join(ways)} it is a call of the plan" if ways else ""
+            raise differ
 
 
 def _way(a: torch.Tensor, b: torch.Tensor, path: str, names: tuple[str, str]) -> str:

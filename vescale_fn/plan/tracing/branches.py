@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..._core import torch_internals
-from ..._core.control_flow.cond import Choice
+from ..._core.control_flow.cond import Choice, LayoutsDiffer
 from ..._core.local_types import tensor_types
 from ..._core.shard_map import body
 from .branch_again import ChoiceAgain
@@ -25,8 +25,9 @@ def recorded(recorder: Any, index: torch.Tensor, choice: Choice) -> tuple[Any, l
     """Record a choice as one call.
 
     Returns:
-        The tree of its results and their leaves; None where a branch reads a value, or uses something that autograd follows and
-        that nothing has seen, or runs under a transform that is not known here: then one is to be taken while recording.
+        The tree of its results and their leaves; None where one is to be taken while recording: a branch reads a value, gives
+        another layout than the others, uses something that autograd follows and that nothing has seen, or runs under a
+        transform that is not known here.
     """
     return _under_transforms(recorder, recorder.sought(index), choice)
 
@@ -60,7 +61,13 @@ def _recorded(recorder: Any, read: list[torch.Tensor], choice: Any) -> tuple[Any
         except Unrecordable:
             return None
         outs = [branch.out for branch in branches]
-        again = choice.agree(outs, within=functools.partial(_within, recorder, branches))
+        try:
+            again = choice.agree(outs, within=functools.partial(_within, recorder, branches))
+        except (
+            LayoutsDiffer
+        ) as why:  # a plan has one layout for what follows; the branch that runs decides it, as in eager
+            recorder.reads_for(why.said)
+            return None
         call = BranchCall(recorder, choice, read, branches)
         follows = torch.is_grad_enabled() and any(x.requires_grad for out in outs for x in out.leaves)
         inputs = call.followed() if follows else []

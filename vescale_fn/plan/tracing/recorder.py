@@ -117,6 +117,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         self._times = 0
         self.literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
         self.read: list[torch.Tensor] = []
+        self._reason = ""  # why a value is read
         self._sought: list[torch.Tensor] | None = None  # while it is found out what is read
         self.kept: list[Any] = []  # stand-ins live as long as the recorder: they are known by identity
         self._around = contextlib.ExitStack()
@@ -176,6 +177,10 @@ class Recorder(torch_internals.TorchDispatchMode):
         """Whether a call with bodies can be recorded."""
         self._leave_rows()
         return self.rolls and not torch_internals.raw_duals()
+
+    def reads_for(self, reason: str) -> None:
+        """Note why the value is read that is read next."""
+        self._reason = reason
 
     def sought(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The plain tensors whose one value Python would be given where it reads `x`."""
@@ -668,6 +673,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         if self._sought is not None:
             self._sought += tensors
             return 0
+        reason, self._reason = self._reason, ""
         if any(any(row.holders) for x in tensors if (row := getattr(x, "_plan_row", None)) is not None):
             self._leave_rows()
         ours = list(map(self.is_ours, tensors))
@@ -685,7 +691,8 @@ class Recorder(torch_internals.TorchDispatchMode):
                 self._leave_rows()
                 return self._answer(node, self._inputs)
             what = "torch.distributions checks values, but for those with validate_args=False"
-            raise Unrecordable(what if _checks_values() else "a value is read in Python", self._line()[0] or "?")
+            reason = reason or (what if _checks_values() else "a value is read in Python")
+            raise Unrecordable(reason, self._line()[0] or "?")
         for x, own in zip(tensors, ours, strict=True):
             if not own:  # a constant, whose value counts as it is now
                 self._constant(x)
