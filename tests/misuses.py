@@ -2447,3 +2447,187 @@ def costs_of_other_stages(mesh):
       * overlap is 2: it is a part, from 0 to 1
     """
     vfn.schedules.gpipe(2, 2).simulate(vfn.schedules.Costs(F=[1, 2, 3], p2p=-1, overlap=2))
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+
+
+def layers(params, x):
+    for w in params:
+        x = vfn.cut(torch.tanh(x @ w), "layer")
+    return x.square().mean()
+
+
+def two(f=layers, **more):
+    """A function in two stages along "dp"."""
+    return vfn.pipeline(f, "dp", **{"microbatches": 2, **more})
+
+
+def three(mesh, spec=P()):
+    return vfn.shard([torch.eye(3)] * 3, mesh, spec)
+
+
+@misuse
+def a_pipeline_without_cuts(mesh):
+    """TransformError
+    pipeline: 2 stages need 1 cut, one behind the other, and the function has 0
+      Instead: x = vfn.cut(layer(x)) behind each layer; or fewer stages
+    """
+    vfn.grad(two(lambda params, x: (x @ params[0]).sum()))(three(mesh), X)
+
+
+@misuse
+def a_pipeline_with_other_cuts(mesh):
+    """TransformError
+    pipeline: there is no cut 3, 'block'
+      * the function has 3 cuts, with the names layer
+    """
+    vfn.grad(two(cuts=["layer", 3, "block"]))(three(mesh), X)
+
+
+@misuse
+def a_pipeline_with_more_cuts_than_stages(mesh):
+    """TransformError
+    pipeline: the cuts [0, 1] make 3 stages, and the schedule has 2
+      Instead: 1 cut, one behind the other
+    """
+    vfn.grad(two(cuts=[0, 1]))(three(mesh), X)
+
+
+@misuse
+def a_pipeline_of_rows_that_do_not_divide(mesh):
+    """VfnError
+    pipeline: the batch has no 3 equal parts
+      * batch[0] is the tensor f32[4,3]: 4 rows are no multiple of 3
+      Instead: a count that divides the rows; what is no batch by keyword
+    """
+    vfn.grad(two(microbatches=3))(three(mesh), X)
+
+
+@misuse
+def a_pipeline_with_a_schedule_for_others(mesh):
+    """TransformError
+    pipeline: the schedule does not fit
+      * it is for 3 ranks, and the axis 'dp' has 2
+      * it has 4 microbatches, and the function 2
+    """
+    vfn.grad(two(schedule=vfn.schedules.gpipe(3, 4)))(three(mesh), X)
+
+
+@misuse
+def a_pipeline_by_an_unknown_schedule(mesh):
+    """TransformError
+    pipeline: there is no schedule '1F1B'
+      Instead: one of 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zbv', 'dualpipev'; a vfn.schedules.Schedule; or a function (ranks, microbatches) -> Schedule
+    """
+    vfn.pipeline(layers, "dp", microbatches=2, schedule="1F1B")
+
+
+@misuse
+def a_pipeline_along_an_axis_that_splits_a_parameter(mesh):
+    """SpecError
+    pipeline: arguments are whole along the axis 'dp' of the mesh (dp=2, tp=2)
+      * params[0][0] is f32[3@dp,3] on the mesh (dp=2, tp=2)
+      Instead: vfn.with_sharding(x, a spec without 'dp')
+    """
+    vfn.grad(two())(three(mesh, P("dp")), X)
+
+
+@misuse
+def a_cut_in_what_is_computed_again(mesh):
+    """TransformError
+    cut: a pipeline cannot cut what is computed again for the backward pass
+      Instead: vfn.cut(vfn.remat(f)(x)): the cut around the remat
+    """
+
+    def f(params, x):
+        return vfn.cut(x @ params[0]).sum()  # here
+
+    vfn.grad(two(vfn.remat(f)))(three(mesh), X)
+
+
+@misuse
+def a_cut_in_a_body(mesh):
+    """TransformError
+    cut: a pipeline cuts the whole program, not what each rank does in a shard_map body
+      Instead: vfn.cut around the shard_map, of its result
+    """
+
+    def body(params, x):
+        return vfn.cut(x @ params[0]).sum()  # here
+
+    vfn.grad(two(vfn.shard_map(body, mesh=mesh["tp"], in_specs=P(), out_specs=P())))(three(mesh), X)
+
+
+@misuse
+def a_pipeline_in_a_body(mesh):
+    """TransformError
+    pipeline: a pipelined function runs on all ranks, and cannot be called in a shard_map body
+      Instead: the shard_map in the function; or vfn.optim.microbatches(f, m), which any transform takes
+    """
+    mapped(mesh, lambda x: vfn.pipeline(layers, "dp", microbatches=2)([x], x), P(), P())(torch.eye(2))
+
+
+@misuse
+def a_pipeline_under_vmap(mesh):
+    """TransformError
+    pipeline: a pipelined function has a value and a gradient, and no other derivative; nor can it be mapped
+      Instead: vfn.optim.microbatches(f, m), which any transform takes
+    """
+    vfn.vmap(two(), in_axes=(None, 0))(three(mesh), torch.stack([X, X]))
+
+
+@misuse
+def a_gradient_of_a_pipelines_gradient(mesh):
+    """TransformError
+    pipeline: a pipelined function has a gradient, and that has none
+      Instead: vfn.optim.microbatches(f, m), which any transform takes
+    """
+    vfn.grad(lambda params: vfn.grad(two())(params, X)[0].sum())(three(mesh))
+
+
+@misuse
+def a_gradient_of_a_pipelines_batch(mesh):
+    """TransformError
+    pipeline: gradients are taken by its first argument alone, the parameters
+      Instead: vfn.optim.microbatches(f, m), which any transform takes
+    """
+    vfn.grad(two(), argnums=1)(three(mesh), X)
+
+
+@misuse
+def a_pipeline_that_prints(mesh):
+    """TransformError
+    pipeline: debug_print does something besides giving a value
+      * at misuses.py: `vfn.debug_print("{}", x)`
+      Instead: vfn.optim.microbatches(f, m); or the function without it
+    """
+
+    def f(params, x):
+        vfn.debug_print("{}", x)
+        return layers(params, x)
+
+    vfn.grad(two(f))(three(mesh), X)
+
+
+@misuse
+def a_pipeline_that_reads_a_value(mesh):
+    """TransformError
+    pipeline: f cannot be recorded
+      * a value is read in Python, at misuses.py: `return layers(params, x) if x.sum() > 0 else x.sum()`
+      Instead: torch.where for `if`, tensors for numbers
+    """
+
+    def f(params, x):
+        return layers(params, x) if x.sum() > 0 else x.sum()
+
+    vfn.grad(two(f))(three(mesh), X)
+
+
+@misuse
+def a_pipeline_with_chunks_of_one_stage(mesh):
+    """TransformError
+    pipeline: chunks=2 does not go with schedule='1f1b'
+      Instead: schedule="interleaved", chunks=2, for two stages a rank; other schedules say it themselves
+    """
+    vfn.pipeline(layers, "dp", microbatches=2, chunks=2)

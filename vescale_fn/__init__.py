@@ -30,6 +30,7 @@ from ._core.sharding.spec_trees import fsdp_specs, spec_from_rules
 from ._core.sharding.spec_trees import spec_by_size as spec_by_size
 from ._core.transforms.custom_jvp import custom_jvp
 from ._core.transforms.custom_vjp import custom_vjp
+from ._core.transforms.cut import cut
 from ._core.transforms.grad import grad, value_and_grad
 from ._core.transforms.jvp import jvp, linearize
 from ._core.transforms.named import checkpoint_name, name
@@ -66,6 +67,7 @@ from .ops import (
     psum_scatter,
     pvary,
 )
+from .pipelined import pipeline
 from .plan import debug_print, disable_jit, jit
 from .plan.eval_shape import eval_shape, init
 from .plan.saved_plans import load_plan, save_plan
@@ -90,6 +92,7 @@ __all__ = [
     "current_mesh",
     "custom_jvp",
     "custom_vjp",
+    "cut",
     "data",
     "debug",
     "debug_print",
@@ -127,6 +130,7 @@ __all__ = [
     "optim",
     "pbroadcast",
     "pcast",
+    "pipeline",
     "plan",
     "pmax",
     "pmean",

@@ -58,28 +58,43 @@ def microbatches(f: Callable[..., Any], count: int) -> Callable[..., Any]:
 
     @functools.wraps(f)
     def run(params: Any, *batch: Any, **kwargs: Any) -> Any:
-        leaves, structure = opened(batch, "microbatches", "batch", is_leaf=_is_key)
-        _check_rows(batch, leaves, count)
-        keys = {i: split(x, count) for i, x in enumerate(leaves) if _is_key(x)}
-        params = _reduced_later(params, leaves)
+        part_of = parts(batch, count, "microbatches")
+        params = reduced_later(params, batch, "microbatches")
         outs: list[Any] = []
         shape: Any = None
         totals: list[Any] = []
         for part in range(count):
-            own = [keys[i][part] if i in keys else _part(x, part, count) for i, x in enumerate(leaves)]
-            out = f(params, *optree.tree_unflatten(structure, own), **kwargs)
+            out = f(params, *part_of(part), **kwargs)
             outs, shape = opened(out, "microbatches", "result")
             if not totals:
-                _check_results(out, outs)
+                check_results(tree.paths(out, "result"), outs, "microbatches")
                 totals = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in outs]
             elif outs:
                 (totals,) = each(lambda total, x: (total + x,), totals, outs)
-        if not outs:
-            return tree.unflatten(shape, outs)
-        (means,) = each(lambda total: (total / count,), totals)
-        return reduced(tree.unflatten(shape, map(in_dtype_of, outs, means)))
+        return tree.unflatten(shape, means(totals, outs, count))
 
     return run
+
+
+def parts(batch: Any, count: int, where: str) -> Callable[[int], Any]:
+    """What makes each of so many parts of a batch, by its number: every `count`-th row, and a key of its own."""
+    leaves, structure = opened(batch, where, "batch", is_leaf=_is_key)
+    _check_rows(batch, leaves, count, where)
+    keys = {i: split(x, count) for i, x in enumerate(leaves) if _is_key(x)}
+
+    def part_of(part: int) -> Any:
+        own = [keys[i][part] if i in keys else _part(x, part, count) for i, x in enumerate(leaves)]
+        return optree.tree_unflatten(structure, own)
+
+    return part_of
+
+
+def means(totals: Sequence[Any], like: Sequence[Any], count: int) -> list[Any]:
+    """The means of so many values, of their sums, each in the dtype of another; what is a sum over ranks as well is reduced."""
+    if not totals:
+        return []
+    (found,) = each(lambda total: (total / count,), totals)
+    return tree.leaves(reduced(list(map(in_dtype_of, like, found))))
 
 
 def _is_key(x: Any) -> bool:
@@ -94,16 +109,16 @@ def _has_rows(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.ndim > 0
 
 
-def _reduced_later(params: Any, batch: Sequence[Any]) -> Any:
+def reduced_later(params: Any, batch: Any, where: str) -> Any:
     """The parameters, of which gradients stay partial sums over the axes that split the batch."""
     axes = {
         axis
-        for x in batch
+        for x in optree.tree_leaves(batch, is_leaf=_is_key)  # type: ignore[arg-type]
         if _has_rows(x) and is_array(x)
         for names in split_axes(spec_of(x), x.ndim)
         for axis in names
     }
-    leaves, structure = opened(params, "microbatches", "params")
+    leaves, structure = opened(params, where, "params")
     later: dict[int, P] = {}
     for i, x in enumerate(leaves):
         if is_trained(x) and is_array(x):
@@ -117,7 +132,7 @@ def _reduced_later(params: Any, batch: Sequence[Any]) -> Any:
     return tree.unflatten(structure, leaves)
 
 
-def _check_rows(batch: Any, leaves: Sequence[Any], count: int) -> None:
+def _check_rows(batch: Any, leaves: Sequence[Any], count: int, where: str) -> None:
     paths = [accessor.codify("batch") for accessor in optree.tree_accessors(batch, is_leaf=_is_key)]  # type: ignore[arg-type]
     wrong = [
         f"{path} is {described(x)}: {x.shape[0]} rows are no multiple of {count}"
@@ -127,7 +142,7 @@ def _check_rows(batch: Any, leaves: Sequence[Any], count: int) -> None:
     if wrong:
         raise VfnError(
             report(
-                "microbatches",
+                where,
                 f"the batch has no {count} equal parts",
                 wrong,
                 "a count that divides the rows; what is no batch by keyword",
@@ -135,16 +150,17 @@ def _check_rows(batch: Any, leaves: Sequence[Any], count: int) -> None:
         )
 
 
-def _check_results(out: Any, leaves: Sequence[Any]) -> None:
+def check_results(paths: Sequence[str], leaves: Sequence[Any], where: str) -> None:
+    """Raise for results of the parts that have no mean."""
     wrong = [
         f"{path} is {described(x)}"
-        for path, x in zip(tree.paths(out, "result"), leaves)
+        for path, x in zip(paths, leaves)
         if not (isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex))
     ]
     if wrong:
         raise VfnError(
             report(
-                "microbatches",
+                where,
                 "the results of the parts have no mean",
                 wrong,
                 "floating-point tensors: count.float(), say",

@@ -27,6 +27,7 @@ class Thread:
     keeper: Any = None  # of a `vfn.remat` with a policy, while its function runs: a `kept_values.Keeper`
     may_merge: bool = False  # whether a plan may merge what is computed again with what it repeats
     keeps_all: bool = False  # whether `vfn.remat` computes nothing again: what is around it does
+    computed_again: bool = False  # whether this is in what `vfn.remat` computes again; known where a pipeline records
     kept: list[Any] | None = None  # where `saved_residuals` collects what is kept for a backward pass
     for_types: bool = False  # whether a function is run for the types of its results alone
     ruled: tuple[int, ...] = ()  # while a custom derivative's rule runs: levels that no rule in it is for

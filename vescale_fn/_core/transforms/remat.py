@@ -123,6 +123,8 @@ def _keeps() -> bool:
 
 def _checkpointed(flat: Callable[..., Any], leaves: Sequence[Any], keeper: Keeper | None, apart: bool) -> Any:
     """``flat(*leaves)``, whose values autograd keeps as little as `keeper` says."""
+    if getattr(torch_internals.recorder(), "cuts", None) is not None:
+        flat = _known_to_repeat(flat)
     again, setting = body.computed_again(flat, leaves, {})
     before = contextlib.nullcontext() if keeper is None else context.Again(keeper.first)
     more = [] if apart else [lambda: context.setting(may_merge=True)]
@@ -146,6 +148,16 @@ def _checkpointed(flat: Callable[..., Any], leaves: Sequence[Any], keeper: Keepe
     if keeper is not None and (collected := state.now().kept) is not None:
         collected += keeper.residuals()
     return out
+
+
+def _known_to_repeat(flat: Any) -> Any:
+    """A function that knows that it is computed again, where no `vfn.cut` may stand."""
+
+    def run(*leaves: Any) -> Any:
+        with context.setting(computed_again=True):
+            return flat(*leaves)
+
+    return run
 
 
 def _by_a_rule(flat: Callable[..., Any], leaves: Sequence[Any]) -> Any:

@@ -32,6 +32,7 @@ from ..._core.distributed.blocks import Blocks
 from ..._core.distributed.collectives import Collective
 from ..._core.distributed.replicated_uses import Ledger
 from ..._core.sharding.layout import WHOLE, layout, type_text
+from ..ir.cuts import CROSSES, CUT, UNCUT
 from ..ir.graph import Step
 from ..ir.inplace import is_dense
 from ..ir.ranks_as_one import ROW
@@ -74,6 +75,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         guards: the truth values of whole numbers among the inputs that it read.
         writes: what memory was written in place, in order.
         has_shared: whether a call was recorded as one node.
+        cuts: the calls of `vfn.cut`, where a pipeline records; None elsewhere.
 
     Args:
         disguise: gives of the value of a float among the inputs, and its number, what stands for it.
@@ -82,6 +84,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         shares: whether equal calls of a jitted function are recorded once.
         as_one: whether what simulated ranks do is recorded once for all of them.
         earlier: the recordings of this call that were given up (`Earlier`).
+        cuts: whether calls of `vfn.cut` are noted.
     """
 
     records_plan = True
@@ -94,8 +97,10 @@ class Recorder(torch_internals.TorchDispatchMode):
         shares: bool = False,
         as_one: bool = False,
         earlier: Any = None,
+        cuts: bool = False,
     ) -> None:
         super().__init__()
+        self.cuts: list[Any] | None = [] if cuts else None
         self._earlier = earlier
         self.rolls, self.shares, self.has_shared = rolls, shares, False
         self.writes: list[int] = []
@@ -385,6 +390,13 @@ class Recorder(torch_internals.TorchDispatchMode):
         line, again = self._line()
         node = self.graph.call_function(step, tuple(self._nodes(args)))
         return self._made(node, self._fake.contiguous(shape, like), line, again)
+
+    def mark(self, x: torch.Tensor, number: int, back: bool) -> torch.Tensor:
+        """Note that a plain tensor crosses the `number`-th cut, `back` as a cotangent; and give what stands for it behind."""
+        line, again = self._line()
+        node = self.graph.call_function(UNCUT if back else CUT, (self.node(x),))
+        node.meta[CROSSES] = number
+        return self._made(node, self._fake.like(x), line, again)
 
     def called(self, loop: Step, args: tuple[Any, ...], vals: list[Any]) -> tuple[fx.Node, list[Any]]:
         """Record the call of a loop, and give it and what stands for its results."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -51,6 +51,7 @@ class Recorded:
         guards: the truth values of the inputs that it is made for.
         end: to be called when the graph has been worked on.
         ranks: what the graph is of simulated ranks that were recorded as one: the program of each. None elsewhere.
+        cuts: the calls of `vfn.cut`, where these were asked for.
     """
 
     graph: fx.Graph
@@ -62,6 +63,7 @@ class Recorded:
     guards: list[Guard]
     end: Callable[[], None]
     ranks: RanksAsOne | None = None
+    cuts: Sequence[Any] = ()
 
     @property
     def inputs(self) -> Sequence[fx.Node]:
@@ -76,6 +78,15 @@ class Recorded:
         return self.graph if self.ranks is None else self.ranks.written_out(inlined(self.graph))
 
 
+class How(NamedTuple):
+    """How a function is recorded; the attributes are arguments of `Recorder`."""
+
+    rolls: bool = True
+    shares: bool = True
+    as_one: bool = True
+    cuts: bool = False
+
+
 def trace(
     f: Callable[..., Any],
     leaves: Sequence[Any],
@@ -86,17 +97,31 @@ def trace(
 ) -> Recorded:
     """Record ``f(*args, **kwargs)``, where `leaves` and `treedef` are of ``(args, kwargs)``, or without these of ``(args,)``;
     inputs are named as its leaves. `earlier` knows the recordings of this call."""
-    rolls = shares = as_one = True
+    how = How()
     while True:
         try:
-            return _recorded(f, leaves, names, treedef, out_specs, rolls, shares, as_one, earlier)
+            return _recorded(f, leaves, names, treedef, out_specs, how, earlier)
         except Unrollable as why:
-            rolls, shares = why.shared and shares, False
+            how = how._replace(rolls=why.shared and how.shares, shares=False)
         except RanksApart:
-            as_one = False
+            how = how._replace(as_one=False)
         except BaseException:
             earlier.end()
             raise
+
+
+def trace_with_cuts(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any) -> Recorded:
+    """The same with the calls of `vfn.cut` as nodes. Every call is a node of its own: those of each rank and of each iteration
+    of a loop, as a stage may begin anywhere."""
+    earlier = Earlier()
+    try:
+        return _recorded(f, leaves, names, treedef, None, How(False, False, False, True), earlier)
+    except Unrollable:
+        earlier.end()
+        raise Unrecordable("a value of a loop, or of another recording, is used outside of it", "?") from None
+    except BaseException:
+        earlier.end()
+        raise
 
 
 def _recorded(
@@ -105,12 +130,10 @@ def _recorded(
     names: Sequence[str],
     treedef: Any,
     out_specs: Any,
-    rolls: bool,
-    shares: bool,
-    as_one: bool,
+    how: How,
     earlier: Earlier,
 ) -> Recorded:
-    run = functools.partial(_trace, f, leaves, names, treedef, out_specs, rolls, shares, as_one, earlier)
+    run = functools.partial(_trace, f, leaves, names, treedef, out_specs, how, earlier)
     recorded = run(near)
     if any(map(leaves_.is_number, leaves)):
         earlier.is_used = False
@@ -139,13 +162,11 @@ def _trace(
     names: Sequence[str],
     treedef: Any,
     out_specs: Any,
-    rolls: bool,
-    shares: bool,
-    as_one: bool,
+    how: How,
     earlier: Earlier,
     disguise: Callable[[float, int], float],
 ) -> Recorded:
-    recorder = Recorder(disguise, plain(leaves), rolls, shares, as_one, earlier)
+    recorder = Recorder(disguise, plain(leaves), how.rolls, how.shares, how.as_one, earlier, how.cuts)
     given = [
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
     ]
@@ -192,6 +213,7 @@ def _trace(
         recorder.guards,
         earlier.end,
         ranks,
+        tuple(recorder.cuts or ()),
     )
 
 

@@ -1,0 +1,269 @@
+"""`vfn.cut` and `vfn.pipeline`: for every schedule the bits of microbatches on one device."""
+
+import pytest
+import torch
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.schedules import Action, Schedule
+
+PARTS, ROWS, WIDTH = 3, 12, 4
+
+
+def rows(*texts: str) -> tuple[tuple[Action, ...], ...]:
+    """Rows of a schedule, written as ``0F0 0F1 0BW0``."""
+    return tuple(tuple(Action(x[1:-1], int(x[0]), int(x[-1])) for x in text.split()) for text in texts)
+
+
+# W comes late, and not in order; and stages 0 and 3 are one rank's, which has messages of several kinds on each edge.
+LATE = Schedule((0, 1), rows(*("sF0 sF1 sB0 sF2 sB1 sW1 sB2 sW0 sW2".replace("s", s) for s in "01")))
+IN_V = Schedule(
+    (0, 1, 1, 0),
+    rows(
+        "0F0 0F1 0F2 3F0 3B0 3W0 3F1 3BW1 3F2 3BW2 0BW0 0B1 0B2 0W2 0W1",
+        "1F0 2F0 1F1 2F1 1F2 2F2 2BW0 1BW0 2BW1 1BW1 2BW2 1BW2",
+    ),
+)
+SCHEDULES = {
+    "gpipe": (2, "gpipe"),
+    "1f1b": (4, "1f1b"),
+    "interleaved": (2, "interleaved"),
+    "zb-h1": (2, "zb-h1"),
+    "zb-h2": (4, "zb-h2"),
+    "zbv": (2, "zbv"),
+    "dualpipev": (2, "dualpipev"),
+    "late": (2, LATE),
+    "v": (2, IN_V),
+}
+
+
+def numbers(*shapes):
+    keys = vfn.random.split(vfn.random.key(len(shapes)), len(shapes))
+    return [0.5 * vfn.random.normal(key, shape) for key, shape in zip(keys, shapes)]
+
+
+def matrices(n):
+    return numbers(*[(WIDTH, WIDTH)] * n)
+
+
+X, Y = numbers((ROWS, WIDTH), (ROWS, WIDTH))
+
+
+def chain(params, x, y):
+    for w in params:
+        x = vfn.cut(torch.tanh(x @ w))
+    return (x - y).square().mean()
+
+
+def drawn(params, x, y, key):
+    """A block that is computed again, with a mask of its own key; and a value that all stages use."""
+    scale = torch.relu(y @ params[0])
+    block = vfn.remat(lambda w, x, k: torch.tanh(x @ w) * vfn.random.bernoulli(k, 0.8, x.shape) * scale)
+    for w, k in zip(params[1:], vfn.random.split(key, len(params) - 1)):
+        x = vfn.cut(block(w, x, k))
+    return (x - y).square().mean()
+
+
+def skips(params, x, y):
+    """Whose second half takes what the first half made; one leaf of the last cut is of integers, another one unused."""
+    kept, half = [], len(params) // 2
+    for w in params[:half]:
+        kept.append(x := vfn.cut(torch.tanh(x @ w)))
+    count = (x > 0).long()
+    for w in params[half:]:
+        x, count, _ = vfn.cut((torch.tanh(x @ w) + kept.pop() @ w, count + 1, y))
+    return (x * count - y).square().mean()
+
+
+def two_chains(params, x, y):
+    """An encoder, and a decoder that begins beside it."""
+    for w in params[:2]:
+        x = vfn.cut(torch.tanh(x @ w))
+    y = y @ params[2]
+    for w in params[2:]:
+        y = vfn.cut(torch.tanh(y @ w + x))
+    return y.square().mean()
+
+
+def regularised(params, x, y):
+    """With terms of each layer beside the loss, one of them of the parameters alone; in bfloat16, and written in place."""
+    x, terms = x.bfloat16(), 0.0
+    for w in params:
+        x = x @ w.bfloat16()
+        x = torch.tanh(x.add_(0.5))
+        terms = terms + x.float().square().mean() + 0.1 * (w * w).sum()
+        x = vfn.cut(x)
+    return (x.float() - y).square().mean() * terms, {"terms": terms}
+
+
+def views(params, x, y):
+    """What crosses lies oddly in memory."""
+    for w in params:
+        x = vfn.cut(torch.tanh(x @ w).T[None].expand(2, WIDTH, len(x)))[1].T
+    return (x - y).square().mean()
+
+
+def looped(params, x, y):
+    x, _ = vfn.scan(lambda x, w: (vfn.cut(torch.tanh(x @ w)), None), x, params)
+    return (x - y).square().mean()
+
+
+CASES = {
+    "chain": (chain, matrices(4), ["gpipe", "zbv"]),
+    "drawn": (drawn, matrices(5), ["1f1b", "dualpipev"]),
+    "skips": (skips, matrices(4), ["v", "interleaved"]),
+    "two chains": (two_chains, matrices(4), ["late", "zb-h2"]),
+    "regularised": (regularised, matrices(4), ["v", "zb-h1"]),
+    "views": (views, matrices(4), ["late"]),
+    "looped": (looped, torch.stack(matrices(4)), ["gpipe"]),
+}
+
+
+def same(a, b) -> list[bool]:
+    return [
+        torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(vfn.tree.leaves(a), vfn.tree.leaves(b), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_schedule_has_the_bits_of_microbatches(name: str) -> None:
+    f, params, schedules = CASES[name]
+    has_aux = f is regularised
+    batch = (X, Y, vfn.random.key(7)) if f is drawn else (X, Y)
+    for ranks, schedule in map(SCHEDULES.__getitem__, schedules):
+        count, chunks = 4 if schedule == "dualpipev" else PARTS, 2 if schedule == "interleaved" else None
+        wanted = vfn.optim.microbatches(vfn.value_and_grad(f, has_aux=has_aux), count)(params, *batch)
+        piped = vfn.pipeline(f, "pp", microbatches=count, schedule=schedule, chunks=chunks, has_aux=has_aux)
+        step = vfn.value_and_grad(piped, has_aux=has_aux)
+        assert all(same(step(params, *batch), wanted))
+        with vfn.simulate(ranks):
+            placed = vfn.shard(params, vfn.make_mesh((ranks,), ("pp",)), P())
+            value, grads = step(placed, *batch)
+            assert vfn.tree.map(vfn.spec_of, grads) == vfn.tree.map(vfn.spec_of, placed)
+            assert all(same(vfn.unshard((value, grads)), wanted))
+            assert all(same(vfn.unshard(piped(placed, *batch)), wanted[0]))
+
+
+def tied(params, x, y):
+    """An embedding that is the head, too."""
+    x = first = params["table"][x]
+    for w in params["layers"]:
+        x = vfn.cut(torch.tanh(x @ w))
+    return torch.nn.functional.cross_entropy((x + first) @ params["table"].mT, y)
+
+
+def test_a_tied_parameter_is_added_up_once_a_step() -> None:
+    """And no call stands in two tasks; of a boundary one activation crosses each way, what skips the stages goes there at once."""
+    table, *layers = numbers((9, WIDTH), *[(WIDTH, WIDTH)] * 4)
+    params = vfn.tree.map(torch.Tensor.double, {"table": table, "layers": layers})
+    batch = torch.arange(ROWS) % 9, torch.arange(ROWS) % 5
+    value, grads = vfn.optim.microbatches(vfn.value_and_grad(tied), PARTS)(params, *batch)
+    with vfn.simulate(4):
+        placed = vfn.shard(params, vfn.make_mesh((4,), ("pp",)), P())
+        piped = vfn.pipeline(tied, "pp", microbatches=PARTS, cuts=[0, 1, 2])
+        found = vfn.unshard(vfn.value_and_grad(piped)(placed, *batch))
+    assert all(same((found[0], found[1]["layers"]), (value, grads["layers"])))
+    torch.testing.assert_close(found[1]["table"], grads["table"], rtol=0, atol=1e-12)
+    stages = next(iter(piped._plans.values())).stages
+    made = [node for (kind, _), nodes in stages.tasks.items() if kind != "PRE" for node in nodes]
+    assert len(made) == len(set(made))
+    assert [stages.counts()[f"F{i}"] for i in range(3)] == [3, 3, 3]  # of rows, a product, tanh, and what marks the cut
+    crossing = {f"{made}{a}-{used}{b}": len(nodes) for (made, a, used, b), nodes in stages.messages.items()}
+    assert crossing == {"F0-F1": 1, "F1-F2": 1, "F2-F3": 1, "F0-F3": 1, "B3-B2": 1, "B2-B1": 1, "B1-B0": 1, "B3-B0": 1}
+    assert [[part.stage for part in parts] for parts in stages.parts] == [[0], [1], [2], [3], [0, 3]]
+
+
+def test_arrays_on_the_whole_mesh_come_as_arguments() -> None:
+    """Each rank along the axis would compute with its own part of them."""
+    with vfn.simulate(2):
+        params = vfn.shard(matrices(2), mesh := vfn.make_mesh((2,), ("pp",)), P())
+        other = vfn.shard(X, mesh, P("pp"))
+        for f in (
+            lambda params, x, y: chain(params, x, y) + other.sum(),
+            lambda params, x, y: chain(params, x, y) * other,
+        ):
+            with pytest.raises(vfn.errors.VfnError):
+                vfn.pipeline(f, "pp", microbatches=PARTS)(params, X, Y)
+
+
+def test_gradients_go_through_the_loss_alone() -> None:
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("pp",))
+        params = vfn.shard(matrices(4), mesh, P())
+        piped = vfn.pipeline(regularised, "pp", microbatches=PARTS, has_aux=True)
+        twice = vfn.value_and_grad(lambda params: 2 * piped(params, X, Y)[0] + params[0].sum())(params)
+        once = vfn.value_and_grad(piped, has_aux=True)(params, X, Y)
+        assert all(same(vfn.unshard(twice[1][1:]), [2 * g for g in vfn.unshard(once[1][1:])]))
+        with pytest.raises(vfn.errors.TransformError, match="gradients go through the loss of a pipelined function"):
+            vfn.grad(lambda params: piped(params, X, Y)[1]["terms"])(params)
+
+
+def test_under_jit_a_pipeline_runs_as_written() -> None:
+    with vfn.simulate(2):
+        params = vfn.shard(matrices(2), vfn.make_mesh((2,), ("pp",)), P())
+        step = vfn.value_and_grad(vfn.pipeline(chain, "pp", microbatches=PARTS))
+        with pytest.warns(
+            UserWarning, match="runs as written, not as a plan\n  \\* a pipelined function runs by a schedule"
+        ):
+            found = vfn.jit(step)(params, X, Y)
+        assert all(same(vfn.unshard(found), vfn.unshard(step(params, X, Y))))
+
+
+# --- with other axes, and on real ranks -------------------------------------------------------------------------------
+
+
+def layered(params, x, y):
+    for w, b in params:
+        x = vfn.cut(torch.tanh(x @ w + b))
+    return (x - y).square().mean()
+
+
+LAYERS = list(zip(matrices(4), numbers(*[(WIDTH,)] * 4)))
+LAYOUTS = {  # mesh, axes, specs of parameters and of the batch
+    "fsdp": ((2, 2), ("pp", "dp"), (P("dp"), P()), P("dp")),
+    "tp": ((2, 2), ("tp", "pp"), (P(None, "tp"), P("tp")), P()),
+    "dp, tp": ((2, 2, 2), ("dp", "pp", "tp"), (P("tp"), P()), P("dp")),
+    "four stages": ((4,), ("pp",), (P(), P()), P()),
+}
+
+
+def step(f, name: str, whole: bool):
+    """A step, and the value alone, on a mesh, or on the mesh without the axis of the pipeline."""
+    shape, axes, specs, of_batch = LAYOUTS[name]
+    if not whole:
+        shape, axes = zip(*((n, a) for n, a in zip(shape, axes) if a != "pp")) if len(axes) > 1 else ((1,), ("one",))
+    mesh = vfn.make_mesh(shape, axes)
+    params, batch = vfn.shard(LAYERS, mesh, [specs] * 4), vfn.shard((X[:4], Y[:4]), mesh, of_batch)
+    value, grads = f(vfn.value_and_grad)(params, *batch)
+    assert vfn.tree.map(vfn.spec_of, grads) == vfn.tree.map(vfn.spec_of, params)
+    return vfn.unshard((value, grads, f(lambda loss: loss)(params, *batch)))
+
+
+def piped_step(name: str, schedule="1f1b"):
+    return step(lambda g: g(vfn.pipeline(layered, "pp", microbatches=2, schedule=schedule)), name, True)
+
+
+def wanted_step(name: str):
+    shape, axes, *_ = LAYOUTS[name]
+    with vfn.simulate(max(1, torch.Size(shape).numel() // dict(zip(axes, shape))["pp"])):
+        return step(lambda g: vfn.optim.microbatches(g(layered), 2), name, False)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp", "dp, tp"])
+def test_stages_on_meshes_of_other_axes(name: str) -> None:
+    with vfn.simulate(torch.Size(LAYOUTS[name][0]).numel()):
+        found = piped_step(name)
+    assert all(same(found, wanted_step(name)))
+
+
+V = Schedule((0, 1, 1, 0), rows("0F0 0F1 3F0 3B0 3F1 3BW1 3W0 0B0 0BW1 0W0", "1F0 2F0 1F1 2F1 2BW0 1BW0 2B1 1BW1 2W1"))
+
+
+def on_a_rank():
+    return [piped_step("fsdp"), piped_step("tp", V), piped_step("four stages", "gpipe")]
+
+
+def test_stages_on_real_ranks(gloo) -> None:
+    wanted = [wanted_step(name) for name in ("fsdp", "tp", "four stages")]
+    for found in gloo(4, on_a_rank):
+        assert all(same(found, wanted))

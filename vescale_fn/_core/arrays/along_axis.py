@@ -1,0 +1,97 @@
+"""A mesh with an axis along which ranks do different things: arrays on it as arrays on the mesh of its other axes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import torch_internals
+from ..base.errors import SpecError, VfnError
+from ..base.messages import report
+from ..distributed.blocks import Blocks
+from ..distributed.communicator import groups
+from ..distributed.mesh import communicator_of, mesh_name
+from ..sharding.index_map import axes_of
+from ..sharding.layout import type_text
+from ..sharding.spec import P, axes_named
+from .array import spec_of, wrap
+
+
+class AlongAxis:
+    """A mesh with such an axis.
+
+    Attributes:
+        rest: the mesh of the other axes; None where there are none, and arrays become plain tensors.
+        size: of the axis.
+        lines: for each place on the other axes the ranks along this one, by their places in the mesh.
+        simulated: whether this process plays all ranks.
+        me: this process's place on the axis; 0 where it plays all.
+        ranks: the ranks of the world along the axis, where this process is one of them.
+    """
+
+    def __init__(self, mesh: Any, axis: str) -> None:
+        self.mesh, self.axis = mesh, axis
+        names = tuple(name for name in axes_of(mesh) if name != axis)
+        self.rest = mesh[names] if names else None
+        self.size = axes_of(mesh)[axis]
+        self.lines = groups(mesh, (axis,))
+        self._is_running = False
+        self.simulated = communicator_of(mesh).holds_blocks
+        communicator = communicator_of(mesh)
+        communicator.check_takes_part()
+        self.me = 0 if self.simulated else mesh.get_coordinate()[tuple(axes_of(mesh)).index(axis)]
+        self.ranks: Sequence[int] = () if self.simulated else communicator.processes((axis,))
+
+    def begin(self) -> None:
+        """A step begins; or raise where messages of one that has failed may be under way, which it would take for its own."""
+        if self._is_running:
+            what = "an earlier step failed on this rank, and messages of it may still be under way"
+            raise VfnError(report("pipeline", what, fix="the processes started again"))
+        self._is_running = not self.simulated
+
+    def end(self) -> None:
+        """The step has ended."""
+        self._is_running = False
+
+    def check(self, x: Any, name: str, where: str) -> None:
+        """Raise for an array that is not whole along the axis, or on another mesh."""
+        if not isinstance(x, DTensor):
+            return
+        spec = spec_of(x)
+        if (
+            torch_internals.mesh(x) != self.mesh
+            or self.axis in axes_named(spec) | spec.unreduced | spec.reduced
+            or spec.at
+        ):
+            told = f"{name} is {type_text(x.shape, x.dtype, spec)} on the {mesh_name(torch_internals.mesh(x))}"
+            what = f"arguments are whole along the axis {self.axis!r} of the {mesh_name(self.mesh)}"
+            raise SpecError(report(where, what, [told], f"vfn.with_sharding(x, a spec without {self.axis!r})"))
+
+    def without(self, x: Any) -> Any:
+        """A value as the ranks at each place of the axis have it; what is no array as it is."""
+        if not isinstance(x, DTensor):
+            return x
+        local: Any = torch_internals.local(x)
+        if self.simulated:
+            first = [local.blocks[line[0]] for line in self.lines]
+            local = Blocks(first) if self.rest is not None else first[0]
+        return local if self.rest is None else wrap(local, self.rest, spec_of(x), x.shape, _stride(x))
+
+    def whole(self, x: torch.Tensor, lies: P = P()) -> Any:
+        """What ranks have alike at all places of the axis, an array on the other axes or a plain tensor, as an array."""
+        local: Any = torch_internals.local(x) if isinstance(x, DTensor) else x
+        if self.simulated:
+            found: list[Any] = [None] * (len(self.lines) * self.size)
+            for i, line in enumerate(self.lines):
+                for rank in line:
+                    found[rank] = local.blocks[i] if type(local) is Blocks else local
+            local = Blocks(found)
+        return wrap(local, self.mesh, spec_of(x) if isinstance(x, DTensor) else lies, x.shape)
+
+
+def _stride(x: DTensor) -> tuple[int, ...]:
+    meta: Any = torch_internals.spec(x).tensor_meta
+    return meta.stride

@@ -1,0 +1,172 @@
+"""Messages between pairs of ranks along one axis of a mesh, in the order in which they are sent.
+
+Each direction of a pair has a process group of its own, made when the pipeline is planned, on all ranks in one order: none is
+made lazily by its first message. Every rank knows what will be sent in which order, and receives in that order, one ahead.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Hashable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .. import torch_internals
+from ..base import dtypes
+from .communicator import groups
+
+
+class Lies(NamedTuple):
+    """How a value that is sent lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Lies:
+        return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
+
+
+@functools.lru_cache(maxsize=256)
+def edge_group(mesh: Any, axis: str, source: int, target: int, default: Any) -> Any:
+    """The process group of a directed edge between two places of an axis, where this rank is at one; asked for by all ranks of
+    the mesh. `default` is the default process group: a new one makes new groups."""
+    flat = mesh.mesh.flatten().tolist()
+    most = timedelta(seconds=torch_internals.group_timeout(mesh.get_group(0)))
+    mine = None
+    for line in groups(mesh, [axis]):
+        pair = [flat[line[source]], flat[line[target]]]
+        made = dist.new_group(sorted(pair), timeout=most, use_local_synchronization=len(flat) < dist.get_world_size())
+        if dist.get_rank() in pair:
+            mine = made
+    return mine
+
+
+class Inbox:
+    """The messages that come from one rank, received in the order in which they are sent.
+
+    Args:
+        group: of the edge.
+        source: the rank of the world that sends.
+        expected: of each message its name, and how its values lie.
+    """
+
+    def __init__(self, group: Any, source: int, expected: Sequence[tuple[Hashable, Sequence[Lies]]]) -> None:
+        self.group, self.source, self.expected = group, source, deque(expected)
+        self.arriving: dict[Hashable, list[tuple[Any, torch.Tensor | None, Lies]]] = {}
+
+    def begin(self) -> None:
+        """Begin to receive the next message, if there is one."""
+        if self.expected:
+            name, lies = self.expected.popleft()
+            self.arriving[name] = [self._begun(one) for one in lies]
+
+    def _begun(self, lies: Lies) -> tuple[Any, torch.Tensor | None, Lies]:
+        size = _size(lies)
+        if not size:
+            return None, None, lies
+        bits = torch.empty(size, dtype=_carrier(lies.dtype), device=lies.device)
+        return dist.irecv(bits, src=self.source, group=self.group), bits, lies
+
+    def take(self, name: Hashable) -> list[torch.Tensor]:
+        """The values of a message, which is waited for."""
+        while name not in self.arriving:
+            self.begin()
+        if len(self.arriving) == 1:
+            self.begin()
+        found = []
+        for work, bits, lies in self.arriving.pop(name):
+            if work is not None:
+                work.wait()
+            found.append(unpacked(bits, lies))
+        return found
+
+
+class Outbox:
+    """The messages to one rank. What is being sent is held until it is away."""
+
+    def __init__(self, group: Any, target: int) -> None:
+        self.group, self.target = group, target
+        self.leaving: deque[tuple[Any, torch.Tensor]] = deque()
+
+    def send(self, values: Sequence[torch.Tensor], lies: Sequence[Lies]) -> None:
+        """Begin to send."""
+        while self.leaving and self.leaving[0][0].is_completed():
+            self.leaving.popleft()[0].wait()
+        for x, one in zip(values, lies, strict=True):
+            if _size(one):
+                bits = packed(x, one)
+                self.leaving.append((dist.isend(bits, dst=self.target, group=self.group), bits))
+
+    def finish(self) -> None:
+        """Wait until all is away."""
+        while self.leaving:
+            self.leaving.popleft()[0].wait()
+
+
+# --- values as messages -----------------------------------------------------------------------------------------------
+
+
+def packed(x: torch.Tensor, lies: Lies) -> torch.Tensor:
+    """The elements of a value, each once, in the order of memory, as what travels."""
+    if _is_dense(lies):
+        if tuple(x.stride()) != lies.stride:
+            x = torch.empty_strided(lies.shape, lies.stride, dtype=x.dtype, device=x.device).copy_(x)
+        flat = x.as_strided((x.numel(),), (1,))
+    else:
+        flat = _narrow(x, lies).contiguous().view(-1)
+    flat = flat.clone() if flat.is_conj() or flat.is_neg() else flat
+    return flat.view(_carrier(lies.dtype))
+
+
+def unpacked(bits: torch.Tensor | None, lies: Lies) -> torch.Tensor:
+    """The value again, lying as it lay."""
+    if bits is None:
+        return torch.empty_strided(lies.shape, lies.stride, dtype=lies.dtype, device=lies.device)
+    flat = bits.view(lies.dtype)
+    if _is_dense(lies):
+        return flat.as_strided(lies.shape, lies.stride)
+    shape = _narrowed(lies)
+    out = torch.empty_strided(shape, lies.stride, dtype=lies.dtype, device=lies.device).copy_(flat.view(shape))
+    return out.as_strided(lies.shape, lies.stride)
+
+
+def _is_dense(lies: Lies) -> bool:
+    """Whether the elements fill a piece of memory, each once."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(lies.stride, lies.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _narrowed(lies: Lies) -> tuple[int, ...]:
+    """The shape without what is expanded."""
+    return tuple(1 if s == 0 else n for s, n in zip(lies.stride, lies.shape, strict=True))
+
+
+def _narrow(x: torch.Tensor, lies: Lies) -> torch.Tensor:
+    for dim, size in enumerate(_narrowed(lies)):
+        x = x.narrow(dim, 0, size)
+    return x
+
+
+def _size(lies: Lies) -> int:
+    size = 1
+    for n in lies.shape if _is_dense(lies) else _narrowed(lies):
+        size *= n
+    return 0 if 0 in lies.shape else size * (lies.dtype.itemsize // _carrier(lies.dtype).itemsize)
+
+
+def _carrier(dtype: torch.dtype) -> torch.dtype:
+    """What backends send in the place of a dtype that they do not know."""
+    if dtype in dtypes.CARRIED:
+        return dtypes.CARRIED[dtype]
+    return torch.uint8 if dtype.itemsize == 1 else dtype

@@ -1,0 +1,317 @@
+"""`pipeline`: a function whose stages run on the ranks along an axis of the mesh, a part of the batch after the other."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import schedules
+from ._core import torch_internals
+from ._core.arrays.along_axis import AlongAxis
+from ._core.arrays.array import is_array, mesh_of
+from ._core.base import context, tree
+from ._core.base.containers import opened
+from ._core.base.errors import TransformError
+from ._core.base.front_door import public
+from ._core.base.messages import described, report, short
+from ._core.base.user_calls import checked_function
+from ._core.distributed.abstract_mesh import AbstractMesh
+from ._core.distributed.mesh import communicator_of
+from ._core.sharding.index_map import axes_of
+from ._core.transforms.grad import keep_mark, value_and_grad
+from .optim.microbatches import check_results, means, microbatches, parts, reduced_later
+from .optim.optimizer import check_steps
+from .plan.signature import JitCall
+from .plan.staged import Staged
+from .plan.tracing.recorder import Unrecordable
+
+NAMED = {
+    "gpipe": schedules.gpipe,
+    "1f1b": schedules.one_f_one_b,
+    "interleaved": schedules.interleaved,
+    "zb-h1": schedules.zb_h1,
+    "zb-h2": schedules.zb_h2,
+    "zbv": schedules.zbv,
+    "dualpipev": schedules.dualpipev,
+}
+_KEPT = 16  # plans of one function
+_INSTEAD = "vfn.optim.microbatches(f, m), which any transform takes"
+
+
+@public("pipeline")
+def pipeline(
+    f: Callable[..., Any],
+    axis_name: str,
+    *,
+    microbatches: int,
+    schedule: Any = "1f1b",
+    chunks: int | None = None,
+    cuts: Any = "balanced",
+    has_aux: bool = False,
+) -> Pipelined:
+    """`f`, whose stages run on the ranks along an axis of the mesh, each a part of the batch after the other.
+
+    The function is cut where it says `vfn.cut`; nothing of it is split by hand. Under `vfn.value_and_grad` the step is recorded
+    once for the shapes of one part, cut into forward and backward tasks of each stage by what depends on what, and these run in
+    the order of the schedule. A value that a later stage needs goes there from where it is made; a parameter that several
+    stages use (tied embeddings) has its gradients added up. On plain tensors, and on a mesh without the axis, it is
+    ``vfn.optim.microbatches(f, m)``: the same parts, the same keys.
+
+    The value and gradients have the bits of ``microbatches(value_and_grad(f), m)`` on the mesh without the axis; gradients of a
+    parameter that several stages use are the same up to rounding.
+
+    Args:
+        f: a function ``f(params, *batch, **kwargs)`` that gives a loss, a mean over its batch; with `has_aux` a pair of it and
+            of a tree of other means. Like a function under `vfn.jit` it is pure, and reads no values in Python.
+        axis_name: the axis of the mesh.
+        microbatches: how many parts the batch is divided into: `vfn.optim.microbatches` says how.
+        schedule: the name of a schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"zbv"``,
+            ``"dualpipev"``, see `vfn.schedules`; a `vfn.schedules.Schedule`; or a function of the number of ranks and of
+            microbatches that makes one.
+        chunks: how many stages a rank has, where the schedule is ``"interleaved"``.
+        cuts: which cuts are used: ``"balanced"``, so that the longest stage is predicted to be as short as it can be; or a list
+            of their numbers, in the program's order, or of their names. Others mean nothing.
+        has_aux: whether `f` gives a pair.
+
+    Returns:
+        A function of the same arguments. Parameters are whole along the axis, and so are the gradients.
+
+    Raises:
+        TransformError: too few cuts; a schedule that does not fit the mesh; or it is called under another transform than
+            `vfn.grad` or `vfn.value_and_grad`, or in a `shard_map` body.
+
+    Source: GPipe, arXiv 1811.06965; PipeDream-flush, arXiv 2006.09503; tasks from one recorded step: JaxPP, arXiv 2412.14374.
+
+    >>> import torch, vescale_fn as vfn
+    >>> def loss(params, x):
+    ...     for w in params:
+    ...         x = vfn.cut(torch.tanh(x @ w))
+    ...     return x.square().mean()
+    >>> params, x = [torch.eye(2), torch.eye(2)], torch.ones(4, 2)
+    >>> step = vfn.value_and_grad(vfn.pipeline(loss, "pp", microbatches=2))
+    >>> with vfn.simulate(2):
+    ...     mesh = vfn.make_mesh((2,), ("pp",))
+    ...     value, grads = step(vfn.shard(params, mesh, vfn.P()), x)
+    >>> alone, _ = step(params, x)
+    >>> bool(vfn.unshard(value) == alone)
+    True
+    """
+    checked_function(f, "pipeline")
+    check_steps("pipeline", microbatches=microbatches)
+    if not isinstance(axis_name, str):
+        raise TransformError(report("pipeline", f"axis_name must be the name of an axis, but it is {short(axis_name)}"))
+    schedule = _found(schedule, chunks)
+    if cuts != "balanced" and (isinstance(cuts, str) or not all(type(x) in (int, str) for x in cuts)):
+        what = f'cuts must be "balanced", or a list of numbers or names of cuts, but it is {short(cuts)}'
+        raise TransformError(report("pipeline", what))
+    return Pipelined(f, axis_name, microbatches, schedule, cuts, has_aux)
+
+
+def _found(schedule: Any, chunks: int | None) -> Any:
+    """A schedule, or the function that makes it, from what `pipeline` is given."""
+    if (chunks is not None) != (schedule == "interleaved"):
+        what = f"chunks={short(chunks)} does not go with schedule={short(schedule)}"
+        fix = 'schedule="interleaved", chunks=2, for two stages a rank; other schedules say it themselves'
+        raise TransformError(report("pipeline", what, fix=fix))
+    if chunks is not None:
+        return functools.partial(schedules.interleaved, v=chunks)
+    if callable(schedule) or isinstance(schedule, schedules.Schedule):
+        return schedule
+    if not isinstance(schedule, str) or schedule not in NAMED:
+        what = f"there is no schedule {short(schedule)}"
+        fix = f"one of {', '.join(map(repr, NAMED))}; a vfn.schedules.Schedule; or a function (ranks, microbatches) -> Schedule"
+        raise TransformError(report("pipeline", what, fix=fix))
+    return NAMED[schedule]
+
+
+class Pipelined:
+    """A pipelined function; made by `pipeline`."""
+
+    def __init__(self, f: Callable[..., Any], axis: str, count: int, schedule: Any, cuts: Any, has_aux: bool) -> None:
+        functools.update_wrapper(self, f)
+        self._f, self._axis, self._count, self._schedule, self._cuts = f, axis, count, schedule, cuts
+        self._has_aux = has_aux
+        self._plans: OrderedDict[Any, Staged] = OrderedDict()
+        self._schedules: dict[int, schedules.Schedule] = {}  # by the number of ranks
+
+    def __repr__(self) -> str:
+        f = getattr(self._f, "__qualname__", None) or short(self._f)
+        return f"<vfn.pipeline of {f} along {self._axis!r}, {self._count} microbatches>"
+
+    @torch_internals.not_compiled
+    def __call__(self, params: Any, *batch: Any, **kwargs: Any) -> Any:
+        self._check_around()
+        leaves, structure = opened(params, "pipeline", "params", modules=True)
+        others = [x for x in tree.leaves((batch, kwargs)) if isinstance(x, torch.Tensor)]
+        if not torch.is_grad_enabled():
+            return self._run(self._f, None, params, batch, kwargs)
+        if any(x.requires_grad for x in others):
+            what = "gradients are taken by its first argument alone, the parameters"
+            raise TransformError(report("pipeline", what, fix=_INSTEAD))
+        followed = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not followed:
+            return self._run(self._f, None, params, batch, kwargs)
+        if context.grad_depth() > 1:
+            raise _no_second_derivative()
+        rest = [x for i, x in enumerate(leaves) if i not in followed]
+        f = self._with_gradients(structure, followed)
+        shape: Any = None
+
+        def step(primals: Sequence[torch.Tensor]) -> tuple[list[Any], list[Any]]:
+            """The results, as leaves, and the gradients of the primals."""
+            nonlocal shape
+            given = [keep_mark(x.detach(), x) if is_array(x) else x.detach() for x in primals]
+            out, grads = self._run(f, (structure, *followed), (given, rest), batch, kwargs)
+            found, shape = tree.flatten(out)
+            return found, grads
+
+        outs = _Followed.apply(step, *(leaves[i] for i in followed))
+        return tree.unflatten(shape, outs)
+
+    def _with_gradients(self, structure: Any, followed: Sequence[int]) -> Callable[..., Any]:
+        """The function of a pair, the leaves that gradients are taken by and the others, with the gradients."""
+
+        @functools.wraps(self._f)
+        def f(params: Any, *batch: Any, **kwargs: Any) -> Any:
+            primals, rest = params
+
+            def of_primals(primals: Sequence[Any]) -> Any:
+                leaves = list(rest)
+                for i, x in zip(followed, primals, strict=True):  # in ascending order
+                    leaves.insert(i, x)
+                return self._f(tree.unflatten(structure, leaves), *batch, **kwargs)
+
+            return value_and_grad(of_primals, has_aux=self._has_aux)(primals)
+
+        return f
+
+    def _check_around(self) -> None:
+        """Raise where another transform is at work."""
+        if context.body() is not None:
+            what = "a pipelined function runs on all ranks, and cannot be called in a shard_map body"
+            raise TransformError(report("pipeline", what, fix="the shard_map in the function; or " + _INSTEAD))
+        if torch_internals.transforming() or torch_internals.forward_ad_active():
+            what = "a pipelined function has a value and a gradient, and no other derivative; nor can it be mapped"
+            raise TransformError(report("pipeline", what, fix=_INSTEAD))
+
+    def _run(self, f: Callable[..., Any], how: Any, params: Any, batch: Any, kwargs: Any) -> Any:
+        """What the function, or with its gradients `f`, gives; `how`: which gradients these are, None for none."""
+        mesh = self._mesh([params, batch, kwargs])
+        if mesh is None:
+            return microbatches(f, self._count)(params, *batch, **kwargs)
+        if torch_internals.recorder() is not None:
+            raise Unrecordable("a pipelined function runs by a schedule of its own", "?")
+        world = dist.group.WORLD if dist.is_initialized() else None
+        along = _along(mesh, self._axis, world)
+        arrays = [] if how is None else list(map(is_array, params[0]))  # whose gradients are arrays, too
+        schedule = self._schedule_of(along.size)
+        params, batch, kwargs = (
+            self._without(x, along, name) for x, name in ((params, "params"), (batch, "batch"), (kwargs, "kwargs"))
+        )
+        part_of = parts(batch, self._count, "pipeline")
+        params = reduced_later(params, batch, "pipeline")
+        with context.use_mesh(context.current_mesh() if along.rest is None else along.rest):
+            given = [(params, *part_of(i)) for i in range(self._count)]
+            call = JitCall(f, given[0], kwargs, None, None)
+            leaves = [tree.leaves((x, kwargs) if kwargs else (x,)) for x in given]
+            key = how, along.mesh, world, call.key
+            staged = self._plans.get(key)
+            if staged is None or staged.changed():
+                places = _varying(params, batch, leaves)
+                name = getattr(self._f, "__name__", type(self._f).__name__)
+                count = 0 if how is None else len(params[0])
+                staged = Staged(call, places, len(tree.leaves(params)), count, along, schedule, self._cuts, name)
+                like = tree.unflatten(staged.out_def, staged.like)
+                check_results(tree.paths(like, "result"), staged.like, "pipeline")
+                self._plans[key] = staged
+                if len(self._plans) > _KEPT:
+                    self._plans.popitem(last=False)
+            outs = staged(leaves, functools.partial(means, count=self._count))
+        lifted = [along.rest is None or is_array(x) for x in outs[: len(outs) - len(arrays)]] + arrays
+        outs = [along.whole(x) if lift else x for x, lift in zip(outs, lifted, strict=True)]
+        return tree.unflatten(staged.out_def, outs)
+
+    def _mesh(self, trees: Iterable[Any]) -> Any:
+        """The mesh with the axis among those of the arguments; None where there is none."""
+        arrays = [x for x in tree.leaves(list(trees)) if isinstance(x, torch.Tensor) and is_array(x)]
+        found = [mesh for x in arrays if self._axis in axes_of(mesh := mesh_of(x))]
+        if not found:
+            return None
+        mesh = found[0]
+        communicator = communicator_of(mesh)
+        if isinstance(mesh, AbstractMesh) or communicator.by_tree or communicator.holds_blocks != communicator.all_here:
+            kind = "an abstract mesh" if isinstance(mesh, AbstractMesh) else "a mesh under vfn.deterministic"
+            raise TransformError(report("pipeline", f"stages do not run on {kind}", fix=_INSTEAD))
+        return mesh
+
+    def _schedule_of(self, ranks: int) -> schedules.Schedule:
+        """The schedule for so many ranks."""
+        if ranks in self._schedules:
+            return self._schedules[ranks]
+        made = self._schedule
+        if not isinstance(made, schedules.Schedule):
+            made = made(ranks, self._count)
+        if not isinstance(made, schedules.Schedule):
+            raise TransformError(
+                report("pipeline", f"the schedule must be a vfn.schedules.Schedule, but it is {described(made)}")
+            )
+        wrong = []
+        if made.ranks != ranks:
+            wrong.append(f"it is for {made.ranks} ranks, and the axis {self._axis!r} has {ranks}")
+        if made.microbatches != self._count:
+            wrong.append(f"it has {made.microbatches} microbatches, and the function {self._count}")
+        if wrong:
+            raise TransformError(report("pipeline", "the schedule does not fit", wrong))
+        self._schedules[ranks] = made
+        return made
+
+    def _without(self, value: Any, along: AlongAxis, name: str) -> Any:
+        leaves, structure = tree.flatten(value)
+        for path, x in zip(tree.paths(value, name), leaves, strict=True):
+            along.check(x, path, "pipeline")
+        return tree.unflatten(structure, map(along.without, leaves))
+
+
+def _varying(params: Any, batch: Any, leaves: Sequence[Sequence[Any]]) -> list[int]:
+    """The places of the leaves that differ from part to part."""
+    first = len(tree.leaves(params))
+    one, other = leaves[0], leaves[-1]
+    return [
+        i
+        for i in range(first, first + len(tree.leaves(batch)))
+        if isinstance(one[i], torch.Tensor) and (len(leaves) == 1 or one[i] is not other[i])
+    ]
+
+
+@functools.lru_cache(maxsize=16)
+def _along(mesh: Any, axis: str, world: Any) -> AlongAxis:
+    return AlongAxis(mesh, axis)
+
+
+def _no_second_derivative() -> TransformError:
+    return TransformError(report("pipeline", "a pipelined function has a gradient, and that has none", fix=_INSTEAD))
+
+
+class _Followed(torch.autograd.Function):
+    """A step whose gradients are known with its value."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Callable[..., Any], *primals: torch.Tensor) -> Any:
+        outs, grads = step(primals)
+        ctx.save_for_backward(*grads)
+        ctx.set_materialize_grads(False)
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor | None, *others: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise _no_second_derivative()
+        if any(x is not None for x in others):
+            what = "gradients go through the loss of a pipelined function, not through what it gives besides"
+            raise TransformError(report("pipeline", what, fix="what is differentiated in the loss; or " + _INSTEAD))
+        return None, *(None if cotangent is None else grad * cotangent for grad in ctx.saved_tensors)

@@ -1,0 +1,307 @@
+"""A pipelined function's plan: a step recorded for one part of the batch, cut, and run by a schedule."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from .._core import torch_internals
+from .._core.arrays.along_axis import AlongAxis
+from .._core.arrays.array import is_array, wrap
+from .._core.base import source_lines
+from .._core.base.errors import DivergenceError, TransformError
+from .._core.base.messages import report
+from .._core.distributed import collectives
+from .._core.distributed.collectives import Collective
+from .._core.distributed.edges import edge_group
+from .._core.distributed.mesh import communicator_of
+from .._core.sharding.spec import P
+from .cut_choice import chosen
+from .ir.graph import collectives as ir_collectives
+from .ir.graph import output
+from .passes.functionalize_writes import writes
+from .signature import JitCall
+from .stage_runs import Between, Here, StageRun, edges, split
+from .stages import CutStep, F, Stages, filled
+from .tasks import Task, tasks_of
+from .tracing import leaves as leaves_
+from .tracing.guards import Captured
+from .tracing.leaves import Result
+from .tracing.rank_consensus import agree, stage
+from .tracing.rank_inputs import brought
+from .tracing.rank_notes import RecordingNotes
+from .tracing.recorder import Unrecordable
+from .tracing.trace import Recorded, trace_with_cuts
+
+Means = Callable[[Sequence[Any], Sequence[Any]], list[Any]]  # of sums, each in the dtype of another tensor
+
+
+class Staged:
+    """The plan of a pipelined function.
+
+    Args:
+        call: of the function with one part of the batch, on the mesh without the axis.
+        varying: the places of the leaves that differ from part to part.
+        parameters: how many leaves, the first ones, are parameters.
+        gradients: of how many of them, the first ones, the function gives the gradients, too, as its last results.
+        along: the mesh and its axis.
+        schedule: which rank runs what when.
+        cuts: which cuts are used.
+        name: of the function.
+
+    Attributes:
+        stages: the tasks.
+        tasks: those of the stages that this process plays, as functions.
+        out_def: the tree of the results.
+    """
+
+    def __init__(
+        self,
+        call: JitCall,
+        varying: Sequence[int],
+        parameters: int,
+        gradients: int,
+        along: AlongAxis,
+        schedule: Any,
+        cuts: Any,
+        name: str,
+    ) -> None:
+        self.along, self.schedule, self.name = along, schedule, name
+        self.varying = frozenset(varying)
+        self.captured = Captured(call.f, filter(leaves_.is_object, call.leaves))
+        recorded = self._agreed(call)
+        graph = filled(writes(recorded.graph))
+        self._taking = [(i, take) for i, leaf in enumerate(call.leaves) if (take := _taking(leaf)) is not None]
+        inputs = [x for x in graph.nodes if x.op == "placeholder"]
+        self.places: list[tuple[int, list[fx.Node]]] = []  # of a leaf, the inputs that are its plain tensors
+        at = 0
+        for i, take in self._taking:
+            size = len(take(call.leaves[i]))
+            self.places.append((i, inputs[at : at + size]))
+            at += size
+        self.constants = dict(zip(inputs[at:], recorded.constants, strict=True))
+        self._constant_types = [(x, node.meta["val"]) for node, x in self.constants.items()]
+        self.versions = [(x, torch_internals.version(x)) for x in recorded.read]
+        self.out_def, self.results = recorded.out_def, recorded.results
+        self._check_results(call.f)
+        self._check_meshes(graph)
+        step = self._step(graph, parameters, gradients)
+        self.stages = chosen(step, recorded.cuts, cuts, len(schedule.placement))
+        self._check_same(graph)
+        self.order = [
+            (rank, action)
+            for rank, task in schedule.check(blocking=False)  # a send waits for nothing
+            for one in _actions(task)
+            for action in one
+            if gradients or action[0] == F
+        ]
+        mine = {s for s, rank in enumerate(schedule.placement) if along.simulated or rank == along.me}
+        self.tasks: dict[int, dict[str, Task]] = {s: tasks_of(self.stages, s) for s in sorted(mine)}
+        self._groups: dict[tuple[int, int], Any] = {}
+        if not along.simulated:
+            for pair in edges(self.stages, schedule.placement):
+                self._groups[pair] = edge_group(along.mesh, along.axis, *pair, dist.group.WORLD)
+        recorded.end()
+
+    # --- making it --------------------------------------------------------------------------------------------------
+
+    def _agreed(self, call: JitCall) -> Recorded:
+        """The recording, which all ranks have compared."""
+        mesh = None if self.along.simulated else self.along.mesh
+        notes = RecordingNotes(call.f)
+        recorded, graph, reason, failure, used, stages = None, None, "", None, [], []
+        try:
+            recorded = trace_with_cuts(call.function, call.leaves, call.names(), call.treedef)
+            graph = recorded.graph
+            if recorded.guards:
+                reason = "it reads a truth value in Python"
+            if mesh is not None:
+                used = brought(recorded, call.leaves, call.names(), mesh)
+                stages = [stage(graph)]
+        except Unrecordable as why:
+            reason = why.reason if why.line == "?" else f"{why.reason}, at {source_lines.quoted(why.line)}"
+        except Exception as error:
+            failure = error
+        verdict = agree(self.name, mesh, graph, stages, [], used, False, reason, "", failure, notes)
+        if failure is not None:
+            raise failure
+        if verdict.reason:
+            what = f"{self.name} cannot be recorded"
+            raise TransformError(
+                report("pipeline", what, [verdict.reason], "torch.where for `if`, tensors for numbers")
+            )
+        assert recorded is not None
+        return recorded
+
+    def _check_results(self, f: Any) -> None:
+        wrong = [made for made in self.results if not isinstance(made, Result)]
+        if wrong:
+            what = f"{self.name} gives back what it was given, or a value that is none of its own"
+            raise TransformError(report("pipeline", what, fix="results that are computed of the batch"))
+
+    def _check_meshes(self, graph: fx.Graph) -> None:
+        """Raise for what is on the whole mesh, of which each rank along the axis would do a part by itself."""
+        along = self.along
+        over = [node for node in ir_collectives(graph) if along.axis in node.target.axes]  # type: ignore[union-attr]
+        other = [made for made in self.results if made.spec is not None and made.spec.mesh != along.rest]
+        if over or other:
+            line = over[0].meta.get("line", "") if over else ""
+            what = f"{self.name} uses arrays on the mesh with the axis {along.axis!r} that it is not given as arguments"
+            fix = "all arrays as arguments, those that are no batch by keyword"
+            raise TransformError(report("pipeline", what, [f"at {source_lines.quoted(line)}"] if line else [], fix))
+
+    def _step(self, graph: fx.Graph, parameters: int, gradients: int) -> CutStep:
+        nodes: Any = output(graph).args[0]
+        values: list[fx.Node] = []
+        grads: list[tuple[fx.Node, int]] = []
+        self.where: list[list[tuple[Any, ...]]] = []  # of each result the names of its sums
+        first = len(self.results) - gradients
+        for i, made in enumerate(self.results):
+            where = []
+            for place in made.places:
+                if i < first:
+                    where.append(("value", len(values)))
+                    values.append(nodes[place])
+                else:
+                    where.append(("gradient", len(grads), 0))
+                    grads.append((nodes[place], i - first))
+            self.where.append(where)
+        self.like = [nodes[made.places[0]].meta["val"] for made in self.results]
+        of_parameters = {x: i for i, xs in self.places for x in xs if i < parameters}
+        batch = frozenset(x for i, xs in self.places for x in xs if i in self.varying)
+        return CutStep(graph, values, grads, of_parameters, batch)
+
+    def _check_same(self, graph: fx.Graph) -> None:
+        """Raise where ranks along the axis have recorded different calls, or cut them differently."""
+        if self.along.simulated or self.along.size == 1:
+            return
+        digest = hashlib.blake2b("\n".join(_lines(graph, self.stages)).encode(), digest_size=8).hexdigest()
+        rows = communicator_of(self.along.mesh).everyone([[digest]], "pipeline")
+        if any(len({rows[rank][0] for rank in line}) > 1 for line in self.along.lines):
+            what = f"ranks along {self.along.axis!r} recorded different calls for {self.name}"
+            raise DivergenceError(
+                report("pipeline", what, fix="the same program on every rank: each runs a part of it")
+            )
+
+    def changed(self) -> bool:
+        """Whether what the function closes over has changed since."""
+        types = any(x.shape != like.shape or x.dtype is not like.dtype for x, like in self._constant_types)
+        versions = any(torch_internals.version(x) != version for x, version in self.versions)
+        return types or versions or bool(self.captured.changed())
+
+    # --- running it -------------------------------------------------------------------------------------------------
+
+    def __call__(self, parts: Sequence[Sequence[Any]], means: Means) -> list[Any]:
+        """The results, on the mesh without the axis.
+
+        Args:
+            parts: for each part of the batch all leaves of the arguments.
+            means: of the sums over the parts.
+        """
+        leaves = parts[0]
+        take = dict(self._taking)
+        fixed = dict(self.constants)
+        own: list[dict[fx.Node, Any]] = [{} for _ in parts]
+        for i, nodes in self.places:
+            if i not in self.varying:
+                fixed.update(zip(nodes, take[i](leaves[i]), strict=True))
+            else:
+                self._check_alike([values[i] for values in parts])
+                for part, values in zip(own, parts, strict=True):
+                    part.update(zip(nodes, take[i](values[i]), strict=True))
+        placement, along = self.schedule.placement, self.along
+        along.begin()
+        if along.simulated:
+            post: Any = Here()
+        else:
+            rows = [[action for rank, action in self.order if rank == place] for place in range(along.size)]
+            post = Between(self.stages, placement, rows, along.me, along.ranks, self._groups)
+        run = StageRun(self.stages, self.tasks, fixed, own, post)
+        for rank, action in self.order:
+            if along.simulated or rank == along.me:
+                run.action(*action)
+        found = self._gathered(run.finish().sums, means)
+        along.end()
+        return found
+
+    def _check_alike(self, leaves: Sequence[Any]) -> None:
+        """Raise where parts of the batch are not like the one that was recorded."""
+        if len(set(map(leaves_.signature, leaves))) > 1:
+            said = list(dict.fromkeys(map(leaves_.described, leaves)))
+            raise TransformError(report("pipeline", "parts of the batch differ in shape or layout", said))
+
+    def _gathered(self, sums: dict[Any, torch.Tensor], means: Means) -> list[Any]:
+        """The results, of the sums that this process has."""
+        owners = [self._owner(where[0]) for where in self.where]
+        mine = [i for i, owner in enumerate(owners) if self.along.simulated or owner == self.along.me]
+        totals = [_assembled(self.results[i], [sums[name] for name in self.where[i]]) for i in mine]
+        found = dict(zip(mine, means(totals, [self.like[i] for i in mine]), strict=True))
+        return [self._everywhere(i, found.get(i), owner) for i, owner in enumerate(owners)]
+
+    def _owner(self, name: tuple[Any, ...]) -> int:
+        """The place of the rank that has a result."""
+        at = self.stages.at[name[1]] if name[0] == "value" else self.stages.parts[name[1]][0].stage
+        return self.schedule.placement[at]
+
+    def _everywhere(self, i: int, found: Any, owner: int) -> Any:
+        """A result that one rank along the axis has, on all of them."""
+        if self.along.simulated or self.along.size == 1:
+            return found
+        made, like = self.results[i], self.like[i]
+        if found is None:
+            local = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        else:
+            local = torch_internals.local(found) if is_array(found) else found
+        why = "pipeline: a result of one stage, on all ranks"
+        local = collectives.broadcast(local.contiguous(), self.along.mesh, (self.along.axis,), owner, why)
+        if made.spec is None:
+            return local
+        lies = P(*made.lies) if made.lies.unreduced else made.lies
+        return wrap(local, made.spec.mesh, lies, made.spec.tensor_meta.shape)
+
+
+def _taking(leaf: Any) -> Callable[[Any], list[Any]] | None:
+    return (lambda x: [float(x)]) if leaves_.is_number(leaf) else leaves_.taking(leaf)
+
+
+def _assembled(made: Result, blocks: Sequence[torch.Tensor]) -> Any:
+    """A sum as the result that it is of."""
+    if made.spec is None:
+        return blocks[0]
+    blocks = [x.contiguous() for x in blocks]
+    local = leaves_.of_ranks(blocks, made.spec) if made.simulated else blocks[0]
+    return wrap(local, made.spec.mesh, made.lies, made.spec.tensor_meta.shape)
+
+
+def _actions(task: Any) -> Iterator[list[tuple[str, int, int]]]:
+    """The tasks (kind, stage, part) of an entry of a schedule's row."""
+    for kind, stage_, part in (task,) if isinstance(task[0], str) else task:
+        yield [(one, stage_, part) for one in split(kind)]
+
+
+def _lines(graph: fx.Graph, stages: Stages) -> Iterator[str]:
+    """What ranks compare of a recording and of how it is cut."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        target: Any = node.target
+        if isinstance(target, Collective):
+            what = f"{target.kind} {target.axes} {target.params}"
+        else:
+            what = getattr(target, "__name__", None) or str(target)
+        args = fx.map_arg((node.args, node.kwargs), lambda x: f"%{number[x]}") if node.op != "output" else ""
+        yield f"{node.op} {what} {args} {_shown(node.meta.get('val'))}"
+    for key, nodes in stages.tasks.items():
+        yield f"{key} {[number[x] for x in nodes]}"
+    for key, nodes in stages.messages.items():
+        yield f"{key} {[number[x] for x in nodes]}"
+
+
+def _shown(val: Any) -> str:
+    if isinstance(val, torch.Tensor):
+        return f"{tuple(val.shape)} {val.stride()} {val.dtype}"
+    return str(list(map(_shown, val))) if isinstance(val, (list, tuple)) else type(val).__name__
