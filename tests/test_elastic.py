@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -128,11 +129,47 @@ def test_another_number_of_processes_goes_on(undisturbed, tmp_path):
         world = dist.get_world_size()
         if (world, i) in ((2, 3), (4, 6)) and dist.get_rank() == 0 and once(folder, str(world)):
             asking.send({2: 4, 4: 1}[world])
-            threading.Event().wait()  # for the end
+            is_told()
 
     found = vfn.launch(follow, 2, tmp_path, ask, device="cpu", resize=asked)
     assert [each[:2] for each in found] == [(undisturbed, 8)]
-    assert found[0][2] in ([6, 7, 8], [7, 8])
+    assert found[0][2] == [7, 8]  # no step is taken again
+
+
+def is_told():
+    """Wait until this process has been told to end."""
+    while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        time.sleep(0.01)
+
+
+def test_a_process_that_is_told_to_end_hands_its_step_over(undisturbed, tmp_path, capfd):
+    """The others go on behind it, with one less: two play the ranks, one is a spare."""
+
+    def tell(folder, i):
+        if i == 5 and dist.get_rank() == 1 and once(folder, "told"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    found = vfn.launch(follow, 4, tmp_path, tell, device="cpu", restarts=1)
+    assert found == [(undisturbed, 8, [6, 7, 8])] * 2 + [None]
+    assert "launch: rank 1 of 4 had been told to end; all start again (1 restart is left)" in capfd.readouterr().err
+
+
+def test_a_run_that_is_told_to_end_saves_its_step(tmp_path):
+    def tell(folder, i):
+        if i == 5:
+            if dist.get_rank() == 1:
+                os.kill(os.getppid(), signal.SIGTERM)
+            is_told()
+
+    def run():
+        saving = lambda: follow(tmp_path, tell, manager=vfn.checkpoint.Manager(tmp_path / "saved"))
+        vfn.launch(saving, 2, device="cpu", restarts=1)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGTERM
+    assert vfn.checkpoint.Manager(tmp_path / "saved").steps() == [5]
 
 
 def test_a_stopped_process_is_started_again(undisturbed, tmp_path):

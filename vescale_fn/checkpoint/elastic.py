@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from .._core.distributed import ranks, spares
 from .._core.distributed.deterministic import deterministic
 from . import memory_files
 from .buddies import Copies
+from .leaving import Leaving
 from .manager import Manager
 from .recovery import Survey, everyone
 
@@ -103,7 +105,7 @@ def elastic(
             done, now = _recovered(Survey(folder, group), now, manager, exact, steps)
             places, life = [place for place, *_ in said], said[0][2]
             copies = None if folder is None or None in places else Copies(folder, group, places, life, buddies)
-            with _current_mesh(now):
+            with _current_mesh(now), Leaving(group) if copies or manager else contextlib.nullcontext() as leaving:
                 if copies is not None:
                     copies.keep(done, now)
                 for i in range(done + 1, steps + 1):
@@ -114,6 +116,10 @@ def elastic(
                         manager.save(i, now)
                     if on_step is not None:
                         on_step(i, aux)
+                    if leaving is not None and i < steps:
+                        leaving.after(
+                            i, copies.wait if copies else _nothing, functools.partial(_saved, manager, i, now)
+                        )
             if manager is not None:
                 manager.wait()
             if copies is not None:
@@ -121,6 +127,20 @@ def elastic(
             everyone(group, None)
             me.done()
     return now
+
+
+def _nothing() -> None:
+    """What there is to wait for where no copies are kept."""
+
+
+def _saved(manager: Manager | None, step: int, state: Any) -> str:
+    """Save a state that perhaps is not saved yet; where it is then."""
+    if manager is None:
+        return ", which is lost: there is no manager to save it with"
+    if manager.latest() != step:
+        manager.save(step, state)
+    manager.wait()
+    return f", saved in {manager.folder}"
 
 
 def _recovered(survey: Survey, like: Any, manager: Manager | None, exact: bool | None, steps: int) -> tuple[int, Any]:

@@ -31,6 +31,7 @@ from .worker import Job, Message, Settings
 # Seconds: for all ranks to have met, for finished ranks to leave, to hear of more failures after the first one; and
 # where all complain of others' ends, to hear of the rank that was first, which a busy machine may take to bury.
 START, LEAVE, GRACE, BURIAL, ANSWER = {"cpu": 30.0, "cuda": 120.0}, 5.0, 0.2, 3.0, 1.0
+HANDOVER = 30.0  # for ranks of which there are to be another number to end their step
 
 
 class NotStarted(Exception):
@@ -99,13 +100,24 @@ def results(
     tell(ranks, "go")
     try:
         done, failed = hear(ranks, "done", streams, settings.limit, requests, settings.timeout if again else math.inf)
+    except Resized:
+        found = handed_over(ranks, streams)
+        if found is None:
+            raise
+        done, failed = found, []
     except KeyboardInterrupt:  # as where this process is told to end; a second one ends them at once
         for rank in ranks:
             rank.process.terminate()
         hear(ranks, "done", streams, math.inf)
         raise
     if failed:
-        if again and lost(failed):
+        left = [message.rank for message in failed if message.kind == "left"]
+        if 0 < len(left) < len(ranks) and settings.memory is not None:
+            some = ", ".join(map(str, sorted(left)))
+            raise Resized(
+                len(ranks) - len(left), f"rank{'s' * (len(left) > 1)} {some} of {len(ranks)} had been told to end"
+            )
+        if again and lost(failed) and len(left) < len(ranks):
             raise Lost(first_and_others(failed, list(done), len(ranks)))
         heard = {*done, *(message.rank for message in failed if message.kind == "failed")}
         ask = failed[0].kind == "late" or any(map(waited, failed))
@@ -116,6 +128,21 @@ def results(
     while any(rank.process.is_alive() for rank in ranks) and time.monotonic() < late:
         streams.wait([rank.process.sentinel for rank in ranks if rank.process.is_alive()], 0.05)
     return [done[rank] for rank in range(len(ranks))]
+
+
+def handed_over(ranks: list[Rank], streams: Streams) -> dict[int, Any] | None:
+    """Let ranks of which there are to be another number end where they can go on from; what they give, if all are done."""
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.process.pid, worker.RESIZE)
+    said: dict[int, Message | None] = {}
+    late = time.monotonic() + HANDOVER
+    while len(said) < len(ranks) and time.monotonic() < late:
+        silent = [i for i in range(len(ranks)) if i not in said]
+        streams.wait([ranks[i].pipe for i in silent], 0.2)
+        said |= {i: read(ranks[i].pipe) for i in silent if ranks[i].pipe.poll()}
+    done = {i: message.value for i, message in said.items() if message is not None and message.kind == "done"}
+    return done if len(done) == len(ranks) else None
 
 
 @contextlib.contextmanager
@@ -143,7 +170,7 @@ def told_to_end(ranks: list[Rank]) -> Iterator[None]:
     signal.signal(signal.SIGTERM, tell_them)
     try:
         yield
-    except (NotStarted, RankError):
+    except (NotStarted, RankError, Resized):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if told:
             os.kill(os.getpid(), signal.SIGTERM)

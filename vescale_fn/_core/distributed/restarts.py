@@ -30,9 +30,9 @@ class Lost(RankError):
 class Resized(Exception):
     """There are to be so many ranks."""
 
-    def __init__(self, nprocs: int) -> None:
-        super().__init__(nprocs)
-        self.nprocs = nprocs
+    def __init__(self, nprocs: int, why: str = "") -> None:
+        super().__init__(nprocs, why)
+        self.nprocs, self.why = nprocs, why or f"there are to be {nprocs} ranks"
 
 
 def lost(failed: list[Message]) -> bool:
@@ -56,7 +56,7 @@ def started_again(run: Callable[[Settings], list[bytes]], settings: Settings) ->
                 return run(dataclasses.replace(settings, limit=max(0.1, late - time.monotonic())))
             except Resized as asked:
                 settings = dataclasses.replace(settings, nprocs=asked.nprocs)
-                why = f"there are to be {asked.nprocs} ranks"
+                why = asked.why
             except Lost as error:
                 if not left:
                     raise

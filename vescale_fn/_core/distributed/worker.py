@@ -43,6 +43,7 @@ except ImportError:  # the extra `launch`
     cloudpickle = None
 
 ASK = signal.SIGUSR1  # makes a rank write down where it is, also while it waits in a collective
+RESIZE = signal.SIGUSR2  # tells a rank to end, where it can go on from, as there are to be another number of them
 MEETING = 120.0  # seconds for ranks of several machines to meet
 LINGER = 2.0  # seconds that a finished rank keeps its connections open
 PDB = ("", "pdb.set_trace")  # values of PYTHONBREAKPOINT that stand for Python's own debugger
@@ -105,7 +106,7 @@ class Job:
 class Message:
     """What a rank tells its caller."""
 
-    kind: str  # ready, done, failed; late: said of a rank that has sent nothing
+    kind: str  # ready, done, failed; left: told to end, it has; late: said of a rank that has sent nothing
     rank: int
     value: Any = None  # done: the pickled result
     title: str = ""  # failed: "raised ValueError"
@@ -113,6 +114,13 @@ class Message:
     line: str = ""  # failed: the user's line
     follows: bool = False  # the error says that it is only about another rank's
     when: float = 0.0  # of the machine's monotonic clock, the same for all processes
+
+
+class Left(SystemExit):
+    """A process that was told to end has handed over what it had; the exit status is that of SIGTERM."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
 
 
 def run_rank(rank: int, job: Job, call: Callable[[], Any], pipe: Connection) -> None:
@@ -157,6 +165,8 @@ def failure(rank: int, error: BaseException) -> Message:
     follows = isinstance(error, (DivergenceError, RecordError)) and error.follows
     users = [entry for entry in traceback.extract_tb(below) if is_users(entry.filename)]
     line = quoted(f"{users[-1].filename}:{users[-1].lineno}") if users else ""
+    if isinstance(error, Left):
+        return Message("left", rank, title="was told to end", when=time.monotonic())
     return Message("failed", rank, title=how, text=text, line=line, follows=follows, when=time.monotonic())
 
 
