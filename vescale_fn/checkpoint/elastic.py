@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +50,8 @@ def elastic(
     of the state in memory that outlives it, and sends it to a neighbour on another machine, while the next step runs. A run
     that is started again goes on from the newest step of which such copies are left of all, verified by their sha256, or from
     the newest checkpoint of `manager`, or from the beginning. A step that was not copied yet is taken again, with the same
-    batch and the same bits: at most one that was complete.
+    batch and the same bits: at most one that was complete; none where processes are told to end, by SIGTERM, or are to be
+    others in number. Where all of them are told to end, as the program is, `manager` saves the step.
 
     `step` and `batches` run with the mesh of the state as the current one. Meshes have to be made in here, by `state` say: they
     depend on how many processes there are now.
@@ -105,7 +105,7 @@ def elastic(
             done, now = _recovered(Survey(folder, group), now, manager, exact, steps)
             places, life = [place for place, *_ in said], said[0][2]
             copies = None if folder is None or None in places else Copies(folder, group, places, life, buddies)
-            with _current_mesh(now), Leaving(group) if copies or manager else contextlib.nullcontext() as leaving:
+            with _current_mesh(now), Leaving(steps, group, copies, manager) as leaving:
                 if copies is not None:
                     copies.keep(done, now)
                 for i in range(done + 1, steps + 1):
@@ -116,10 +116,7 @@ def elastic(
                         manager.save(i, now)
                     if on_step is not None:
                         on_step(i, aux)
-                    if leaving is not None and i < steps:
-                        leaving.after(
-                            i, copies.wait if copies else _nothing, functools.partial(_saved, manager, i, now)
-                        )
+                    leaving.after(i, now)
             if manager is not None:
                 manager.wait()
             if copies is not None:
@@ -127,20 +124,6 @@ def elastic(
             everyone(group, None)
             me.done()
     return now
-
-
-def _nothing() -> None:
-    """What there is to wait for where no copies are kept."""
-
-
-def _saved(manager: Manager | None, step: int, state: Any) -> str:
-    """Save a state that perhaps is not saved yet; where it is then."""
-    if manager is None:
-        return ", which is lost: there is no manager to save it with"
-    if manager.latest() != step:
-        manager.save(step, state)
-    manager.wait()
-    return f", saved in {manager.folder}"
 
 
 def _recovered(survey: Survey, like: Any, manager: Manager | None, exact: bool | None, steps: int) -> tuple[int, Any]:

@@ -7,10 +7,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from .._core.distributed.worker import RESIZE, Left
+from .buddies import Copies
+from .manager import Manager
 from .recovery import everyone
 
 ALL_TOLD = 0.5  # seconds within which whoever ends a run tells all of its processes
@@ -21,15 +22,20 @@ class Leaving:
     another number; a second one ends the process as ever. A handler of the user's stays in force instead.
 
     Args:
-        group: as of `buddies.Copies`.
+        steps: how many there are to be in all; behind the last one it ends anyway.
+        group: as of `Copies`.
+        copies: what the others go on from.
+        manager: saves the state where no others are left.
     """
 
-    def __init__(self, group: Any) -> None:
-        self._group, self._told = group, 0  # the number of the signal
+    def __init__(self, steps: int, group: Any, copies: Copies | None, manager: Manager | None) -> None:
+        self._steps, self._group, self._copies, self._manager = steps, group, copies, manager
+        self._told = 0  # the number of the signal
         self._set: list[int] = []
 
     def __enter__(self) -> Leaving:
-        if threading.current_thread() is threading.main_thread():
+        keeps = self._copies is not None or self._manager is not None
+        if keeps and threading.current_thread() is threading.main_thread():
             for number in signal.SIGTERM, RESIZE:
                 if signal.getsignal(number) is signal.SIG_DFL:
                     self._set.append(number)
@@ -44,26 +50,32 @@ class Leaving:
         self.__exit__()
         self._told = number
 
-    def after(self, step: int, keep: Callable[[], None], save: Callable[[], str]) -> None:
-        """End this process, where it or another one has been told to; called by all, after each step.
-
-        Args:
-            step: how many are done.
-            keep: waits until the copies of this step are complete.
-            save: saves it where no process goes on; it says where.
-        """
+    def after(self, step: int, state: Any) -> None:
+        """End this process, where it or another one has been told to; called by all, with the state after each step."""
+        if step == self._steps or (self._copies is None and self._manager is None):
+            return
         told = everyone(self._group, self._told)
         if not any(told):
             return
-        keep()
+        if self._copies is not None:
+            self._copies.wait()
         time.sleep(0 if RESIZE in told else ALL_TOLD)
-        told = everyone(self._group, self._told)  # by when all have kept it
+        told = everyone(self._group, self._told)  # by when all have their copies
         if RESIZE in told:
             raise Left()
         if all(told):
-            where = save()
+            where = self._saved(step, state)
             if self._group is None or os.environ.get("RANK", "0") == "0":
                 print(f"elastic: told to end after step {step}{where}", file=sys.stderr, flush=True)
         if self._told:
             raise Left()
         everyone(self._group, None)  # which raises when they are gone; whoever starts processes again does so
+
+    def _saved(self, step: int, state: Any) -> str:
+        """Save a state that perhaps is not saved yet; where it is then."""
+        if self._manager is None:
+            return ", which memory alone has: there is no manager to save it with"
+        if self._manager.latest() != step:
+            self._manager.save(step, state)
+        self._manager.wait()
+        return f", saved in {self._manager.folder}"

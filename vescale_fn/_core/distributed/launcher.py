@@ -24,7 +24,7 @@ from ..base.errors import RankError
 from ..base.source_lines import is_users, quoted
 from . import worker
 from .failure_text import BROKEN, first_and_others, how_it_ended, waited
-from .restarts import Lost, Requests, Resized, lost, started_again
+from .restarts import Lost, Requests, Resized, check_left, lost, started_again
 from .streams import Streams
 from .worker import Job, Message, Settings
 
@@ -75,8 +75,8 @@ def _run(call: Callable[[], Any], settings: Settings) -> list[bytes]:
             for rank in range(nprocs):
                 ranks.append(fork(worker.run_rank, rank, job, call))
             return results(ranks, settings, streams, START[settings.device], functools.partial(whereabouts, folder))
-        except (Lost, Resized):
-            for rank in ranks:
+        except (RankError, Resized):
+            for rank in ranks if settings.memory is not None else ():  # which note that they are told to end
                 rank.process.kill()
             raise
         finally:
@@ -111,23 +111,23 @@ def results(
         hear(ranks, "done", streams, math.inf)
         raise
     if failed:
-        left = [message.rank for message in failed if message.kind == "left"]
-        if 0 < len(left) < len(ranks) and settings.memory is not None:
-            some = ", ".join(map(str, sorted(left)))
-            raise Resized(
-                len(ranks) - len(left), f"rank{'s' * (len(left) > 1)} {some} of {len(ranks)} had been told to end"
-            )
-        if again and lost(failed) and len(left) < len(ranks):
+        check_left(failed, len(ranks), settings)
+        if again and lost(failed):
             raise Lost(first_and_others(failed, list(done), len(ranks)))
-        heard = {*done, *(message.rank for message in failed if message.kind == "failed")}
-        ask = failed[0].kind == "late" or any(map(waited, failed))
-        at = where(ranks, [i for i in range(len(ranks)) if i not in heard]) if ask else {}
-        raise RankError(first_and_others(failed, list(done), len(ranks), at))
+        raise RankError(_told(failed, done, ranks, where))
     tell(ranks, "leave")
     late = time.monotonic() + LEAVE
     while any(rank.process.is_alive() for rank in ranks) and time.monotonic() < late:
         streams.wait([rank.process.sentinel for rank in ranks if rank.process.is_alive()], 0.05)
     return [done[rank] for rank in range(len(ranks))]
+
+
+def _told(failed: list[Message], done: dict[int, Any], ranks: list[Rank], where: Callable[..., dict[int, str]]) -> str:
+    """What is said of failures, and of where the other ranks are."""
+    heard = {*done, *(message.rank for message in failed if message.kind == "failed")}
+    ask = failed[0].kind == "late" or any(map(waited, failed))
+    at = where(ranks, [i for i in range(len(ranks)) if i not in heard]) if ask else {}
+    return first_and_others(failed, list(done), len(ranks), at)
 
 
 def handed_over(ranks: list[Rank], streams: Streams) -> dict[int, Any] | None:

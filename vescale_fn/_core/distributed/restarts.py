@@ -44,6 +44,16 @@ def lost(failed: list[Message]) -> bool:
     return len(of_others) < len(failed) or all(of_others)
 
 
+def check_left(failed: list[Message], count: int, settings: Settings) -> None:
+    """Raise where some ranks, or all, have ended as they were told to."""
+    left = sorted(message.rank for message in failed if message.kind == "left")
+    told = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))} of {count} had been told to end"
+    if len(left) == count:
+        raise RankError(f"launch: {told}")
+    if left and settings.memory is not None:
+        raise Resized(count - len(left), told)
+
+
 def started_again(run: Callable[[Settings], list[bytes]], settings: Settings) -> list[bytes]:
     """What `run` gives, which is called again where ranks were lost, ``settings.restarts`` times at most."""
     if not settings.restarts and settings.resize is None:
