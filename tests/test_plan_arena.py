@@ -130,3 +130,9 @@ def test_an_arena_says_its_size_and_what_is_largest_and_draws_itself():
     assert first == "arena of 6.00 KiB for 2 values of 6.00 KiB; 6.00 KiB are alive at once (1.0000)"
     assert largest.startswith("    4.00 KiB at            0, calls 0 to 2: linear, test_plan_arena.py:")
     assert arena._repr_html_().count("<rect") == 2
+
+
+def test_what_a_choice_gives_has_one_place():
+    lowered = vfn.jit(lambda x: vfn.cond(x.sum() > 0, torch.sin, torch.cos, x)).lower(torch.ones(64, 64))
+    use = lowered.memory()
+    assert use.peak - use.arguments <= lowered.arena().bytes <= 1.05 * (use.peak - use.arguments)

@@ -60,7 +60,7 @@ FUNCTIONS = {
     "reverse": of(body, lambda w: w, True),
     "draws": of(drawing, lambda w: (w, vfn.random.split(vfn.random.key(0), 5))),
     "attention": of(several, lambda w: w),
-    "the same outside": lambda w: of(lambda h, x: (torch.tanh(h @ x @ w[0].sin()), None), lambda w: w)(w),
+    "the same outside": lambda w: of(lambda h, x: (torch.tanh(h @ x @ w[0].sin()).sin(), None), lambda w: w)(w),
     "of one's own": of(lambda h, w: (h.sin().cos().sin().cos() @ w, None), lambda w: w),
 }
 
@@ -201,3 +201,16 @@ def test_what_a_loop_keeps_may_wait_on_the_host(monkeypatch):
     want, run = generate(usual).run([W, X]), generate(fitting).run
     for _ in range(2):
         assert all(map(torch.equal, run([W, X]), want))
+
+
+def test_a_value_that_is_carried_and_kept_is_counted_once():
+    def step(c, w):
+        c = torch.tanh(c @ w)
+        return c, c
+
+    jitted = vfn.jit(vfn.grad(lambda w: sum((y * y).sum() for y in vfn.scan(step, X, w))))
+    jitted(W)
+    (made,) = jitted._plans.values()
+    with accounting([W, X]) as account:
+        made([W])
+    assert jitted.lower(W).memory().peak == account.peak

@@ -407,6 +407,7 @@ AT_EDGES = {
     "one weight": both_ways,
     "totals": microbatches,
     "a loop in a loop": in_a_loop,
+    "sums": summed_up,
 }
 
 

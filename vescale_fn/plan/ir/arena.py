@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,9 +12,11 @@ from torch import fx
 
 from . import graph as plan
 from . import memory_aliases, packing
+from .branches import Branches
 from .memory_use import bytes_text, call_text, place
 from .nested import bodies_of, nested
 from .rotated_loop import OWN
+from .shared_bodies import Shared
 
 
 class Life(NamedTuple):
@@ -99,8 +102,13 @@ def arena(graph: fx.Graph, alignment: int) -> Arena:
     # what one body needs, or one iteration, has the same place in the others
     bodies = {body for node in nested(graph) for body in bodies_of(node)}
     inside = {body: arena(body, alignment).bytes for body in bodies}
+    given = Counter[fx.Node]()
+    for life in lives:
+        given[life.maker] += -(-life.bytes // alignment) * alignment
     for node in nested(graph):
         most = node.target.needs([*map(inside.__getitem__, bodies_of(node))])  # type: ignore[union-attr]
+        if isinstance(node.target, (Branches, Shared)):  # whose results are those of the body
+            most = max(most - given[node], 0)
         lives.append(Life(node, most, index[node], index[node]))
     lives = sorted((life for life in lives if life.bytes), key=lambda life: life.first)
     found = offsets(lives, alignment)

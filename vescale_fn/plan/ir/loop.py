@@ -60,6 +60,20 @@ class Loop(Nested):
         """The bytes of what an iteration has begun for the one behind it, and of what it has left for that to end."""
         return 0, 0
 
+    @property
+    def shifted(self) -> dict[int, int]:
+        """By the place of a list of a carried value, as each iteration gets it, the place of a list of the same as each gives
+        it: one has the entries of the other, an iteration later, and its first."""
+        places, outs = ends(self.body)
+        lists = {i: outs[i] for i, kind in enumerate(self.keeps, self.carry) if kind == EACH}
+        first = {x: i for i, x in reversed(lists.items()) if x is not None and x.op == "call_function"}
+        new = {place: first[x] for place, x in zip(places[: self.carry], outs) if x in first}
+        pairs = {i: new[x] for i, x in lists.items() if x in new}
+        if not pairs:
+            return {}
+        lie, given = memories(self.body), set(places[self.carry :])  # what may be the memory of a slice is copied
+        return {i: j for i, j in pairs.items() if lie[outs[j]].isdisjoint(given)}
+
     def often(self, i: int) -> tuple[int, str]:
         return self.length, ""
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from ..._core.distributed.collectives import Collective
 from . import graph as plan
+from .loop import Loop
 
 
 class Memory(NamedTuple):
@@ -38,9 +39,23 @@ class Memory(NamedTuple):
     def bytes(self) -> int:
         """How many bytes it has."""
         value = self.value
+        if self._others:
+            return extent(value) // self.maker.target.length  # type: ignore[union-attr]
         if isinstance(value, (list, tuple)):  # on a simulated mesh: what all ranks of a group get is there once
             return sum(extent(x) for x in {id(x): x for x in value}.values())
         return extent(value)
+
+    @property
+    def _others(self) -> tuple[Memory, ...]:
+        """The memory in which all lies that does not lie here: of a list of a loop, but for its first entry."""
+        loop = self.maker.target
+        place = loop.shifted.get(self.part) if isinstance(loop, Loop) else None
+        return () if place is None else (Memory(self.maker, place),)
+
+    @property
+    def with_others(self) -> frozenset[Memory]:
+        """It, and where the rest lies of which it has a part."""
+        return frozenset((self, *self._others))
 
 
 def extent(x: Any) -> int:
@@ -62,7 +77,7 @@ def memories(graph: fx.Graph) -> dict[fx.Node, frozenset[Memory]]:
             found[node] = frozenset().union(*(found[x] for x in node.all_input_nodes))
             continue
         if node.target is operator.getitem and (own := Memory(*node.args)) in found[own.maker]:  # type: ignore[arg-type]
-            found[node] = frozenset((own,))
+            found[node] = own.with_others
             continue
         sources = plan.viewed(node) if node.op == "call_function" else []
         if not sources:

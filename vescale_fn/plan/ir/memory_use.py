@@ -152,13 +152,14 @@ def _of_loop(node: fx.Node, live: int, results: int, within: dict[Any, MemoryUse
     used, and adds its own to the lists that it gives; its carry is its own, and may end in the middle of the body. Of a loop in
     parts the next iteration begins before it, and the one before it ends behind it, so that late results come after two.
     """
-    loop, count = loop_of(node), loop_of(node).length
-    lists, carried, vals = eaten(node), range(loop.carry), plan.value(node)
+    loop, count, vals = loop_of(node), loop_of(node).length, plan.value(node)
+    lists, carried = _let_go(node)
     first, later = (_made(_within(within, loop.body, (*places, *lists))) for places in ((), carried))
     begins, late = (loop.begins, loop.late) if isinstance(loop, Rotated) else (False, ())
     begin, end = (_made(_within(within, loop.bodies[i], ())) for i in (0, -1))
     given = sum(plan.nbytes(plan.value(node.args[i])) for i in lists) // count  # type: ignore[arg-type]
     kept = sum(plan.nbytes(vals[i]) for i, kind in enumerate(loop.keeps, loop.carry) if kind == EACH) // count
+    kept -= sum(plan.nbytes(vals[i]) for i in loop.shifted) // count
     last = sum(plan.nbytes(vals[i]) for i in late if i >= loop.carry and loop.keeps[i - loop.carry] not in (EACH, LAST))
     found = [live - count * given + (end if late else 0)]
     for i in {0, 1, 2, count - 1} & {*range(count)}:
@@ -170,6 +171,16 @@ def _of_loop(node: fx.Node, live: int, results: int, within: dict[Any, MemoryUse
         if late and i:
             found.append(here - given + end + ahead + behind)
     return max(found)
+
+
+def _let_go(node: fx.Node) -> tuple[list[int], list[int]]:
+    """Of what a loop is given, the places of lists whose entries die in an iteration, unless another list has them; and of what
+    it carries those of values that do, unless the ends of iterations use them."""
+    loop = loop_of(node)
+    lists: Any = [(i, node.args[i].args) for i in eaten(node)]  # type: ignore[union-attr]
+    totals = loop.totals if isinstance(loop, Rotated) else ()
+    mortal = [i for i, (maker, place) in lists if place not in loop_of(maker).shifted]
+    return mortal, [i for i in range(loop.carry) if i not in totals]
 
 
 def _dying(node: fx.Node, ends: dict[fx.Node, list[memory_aliases.Memory]], lie: Any) -> tuple[int, ...]:
@@ -191,8 +202,14 @@ def _within(known: dict[Any, MemoryUse], body: fx.Graph, dying: tuple[int, ...])
 
 
 def _scratch(node: fx.Node) -> int:
-    """The bytes that a kernel takes for itself while it runs, where they are many: flash attention adds up the gradient of the
-    queries in float32 on a GPU, with a number for each row."""
+    """The bytes that a call takes for itself while it runs, where they are many: what is to travel together is copied where it
+    does not lie in pieces, and flash attention adds up the gradient of the queries in float32 on a GPU, with a number for each
+    row."""
+    if isinstance(node.target, plan.Step) and node.target.name == "pack":
+        how: Any = node.target.run
+        blocks: Any = node.args[0]
+        pairs = zip(map(plan.value, blocks), how.keywords["dims"], strict=True)
+        return sum(plan.nbytes(x) for x, (dim, *_) in pairs if math.prod(x.shape[:dim]) > 1 or not x.is_contiguous())
     if not plan.name_of(node).endswith("flash_attention_backward"):
         return 0
     query = plan.value(node.args[1])  # type: ignore[arg-type]
