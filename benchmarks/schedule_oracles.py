@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import random
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
 
 from vescale_fn import schedules
-from vescale_fn.schedules import Action, Overlap, Schedule
+from vescale_fn.errors import ScheduleError
+from vescale_fn.schedules import Action, Overlap, Schedule, letters
 
 
 def _actions(task):
@@ -164,4 +169,116 @@ def formula_faults(name: str, p: int, m: int, costs: list[tuple[int, int, int]])
             faults.append(f"{name} {p=} {m=} {whole}: another rank is idle for longer")
         if held is not None and list(timeline.in_flight) != held:
             faults.append(f"{name} {p=} {m=}: in flight {timeline.in_flight}, not {held}")
+    return faults
+
+
+def least_makespan(
+    m: int, F: list[float], B: list[float], W: list[float], way: float, limit: int, known: float
+) -> float:
+    """The least makespan of a schedule with one stage a rank and at most `limit` microbatches in flight: branch and bound.
+
+    Tasks are added by the times at which they begin, each rank's next F, B or W, microbatches in ascending order. Of two
+    beginnings with the same tasks, one suffices if in it everything is free, or there, no later than in the other.
+    `known` is the makespan of a schedule that there is; what needs no less is not followed.
+    """
+    p, best = len(F), known
+    costs = [(F[r], B[r], W[r]) for r in range(p)]
+    tails = [sum(way + B[q] for q in range(r)) for r in range(p)]  # from the end of a B to that of the same of rank 0
+    seen: dict[tuple, list[tuple]] = {}
+
+    def follow(counts, free, gets, begun):
+        """`counts`: of F, B, W for each rank; `gets`: when the inputs of F and B are there that have not run."""
+        nonlocal best
+        bound = max(
+            max(
+                free[r] + sum((m - n) * c for n, c in zip(counts[r], costs[r])),
+                free[r]
+                + (m - counts[r][0]) * F[r]
+                + (m - counts[r][1]) * B[r]
+                + (tails[r] + W[0]) * (counts[r][1] < m),
+            )
+            for r in range(p)
+        )
+        if bound >= best:
+            return
+        if all(n[2] == m for n in counts):
+            best = bound
+            return
+        times = (begun, *free, *(t for pair in gets for queue in pair for t in queue))
+        others = seen.setdefault(counts, [])
+        if any(all(a <= b for a, b in zip(other, times)) for other in others):
+            return
+        others[:] = [other for other in others if not all(b <= a for a, b in zip(other, times))] + [times]
+        steps = []
+        for r in range(p):
+            f, b, w = counts[r]
+            if f < m and f - w < limit and gets[r][0]:
+                steps.append((max(free[r], gets[r][0][0]), r, 0))
+            if b < f and gets[r][1]:
+                steps.append((max(free[r], gets[r][1][0]), r, 1))
+            if w < b:
+                steps.append((free[r], r, 2))
+        for start, r, kind in sorted(step for step in steps if step[0] >= begun):
+            end, queues = start + costs[r][kind], [list(pair) for pair in gets]
+            if kind < 2:
+                queues[r][kind] = queues[r][kind][1:]
+                to = r if (kind, r) == (0, p - 1) else r + 1 - 2 * kind
+                if to >= 0:
+                    used_by = 1 if kind == 1 or to == r else 0
+                    queue = queues[to][used_by]  # what has been used has arrived, and left the way free
+                    there = end if to == r else max(end, queue[-1] if queue else 0) + way
+                    queues[to][used_by] = (*queue, there)
+            n = tuple(k + (i == kind) for i, k in enumerate(counts[r]))
+            follow(
+                (*counts[:r], n, *counts[r + 1 :]),
+                (*free[:r], end, *free[r + 1 :]),
+                tuple(map(tuple, queues)),
+                start,
+            )
+
+    follow(((0, 0, 0),) * p, (0,) * p, (((0,) * m, ()), *((((), ()),) * (p - 1))), 0)
+    return best
+
+
+def least_of_all(p: int, m: int, costs: schedules.Costs, limit: int) -> float:
+    """The least makespan of all schedules that there are with one stage a rank; for very few microbatches."""
+
+    def rows(text: str, f: int, b: int, w: int) -> Iterator[str]:
+        if w == m:
+            yield text
+        if f < m and f - w < limit:
+            yield from rows(text + "f", f + 1, b, w)
+        if b < f:
+            yield from rows(text + "b", f, b + 1, w)
+        if w < b:
+            yield from rows(text + "w", f, b, w + 1)
+
+    best = math.inf
+    for texts in itertools.product(rows("", 0, 0, 0), repeat=p):
+        schedule = Schedule(range(p), [letters.row(text, r) for r, text in enumerate(texts)])
+        with contextlib.suppress(ScheduleError):
+            best = min(best, schedule.simulate(costs).makespan)
+    return best
+
+
+def slower_than_named(seed: int, most: int = 8) -> list[str]:
+    """The named schedules that are faster than `auto` at random costs and sizes and hold no more; a limit that it exceeds."""
+    rng = random.Random(seed)
+    p, m, v = rng.randint(2, 4), rng.randint(1, most), rng.choice((1, 1, 2))
+    f, b, w = ([rng.randint(1, 10) for _ in range(p * v)] for _ in range(3))
+    costs = schedules.Costs(f, b, w, p2p=rng.choice((0, rng.randint(0, 4))), overlap=rng.choice((0, 0.5)))
+    limit = rng.choice((v * m, rng.randint(v, v * p + 1)))
+    found = schedules.auto(costs, p, m, limit)
+    found.check(blocking=False)
+    timeline = found.simulate(costs)
+    names = (
+        ("gpipe", "one_f_one_b", "zb_h1", "zb_h2")
+        if v == 1
+        else ("interleaved", "zbv", "dualpipev")[: 2 + (m >= 2 * p)]
+    )
+    faults = [f"seed {seed}: {timeline.in_flight} are more than {limit}"] * (max(timeline.in_flight) > limit)
+    for name in names:
+        other = getattr(schedules, name)(p, m, *[v] * (name == "interleaved")).simulate(costs)
+        if max(other.in_flight) <= limit and other.makespan < timeline.makespan:
+            faults.append(f"seed {seed}: {name} takes {other.makespan}, not {timeline.makespan}")
     return faults

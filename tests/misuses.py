@@ -2429,6 +2429,24 @@ def a_schedule_of_too_few_microbatches(mesh):
 
 
 @misuse
+def costs_of_stages_for_other_ranks(mesh):
+    """ScheduleError
+    schedules.auto: the costs are of 3 stages, but 2 ranks have an equal number each
+      Instead: costs of 2 or 4 stages
+    """
+    vfn.schedules.auto(vfn.schedules.Costs(F=[1, 2, 3], B=[1, 1, 1]), p=2, m=4)
+
+
+@misuse
+def a_schedule_without_memory(mesh):
+    """ScheduleError
+    schedules.auto: a microbatch needs 2 chunks on each of 2 ranks, but memory is [1, 4]
+      Instead: at least 2 for each rank
+    """
+    vfn.schedules.auto(vfn.schedules.Costs(F=[1, 1, 1, 1]), p=2, m=4, memory=[1, 4])
+
+
+@misuse
 def a_schedule_of_no_ranks(mesh):
     """ScheduleError
     schedules.one_f_one_b: sizes are whole numbers from 1 on

@@ -22,8 +22,8 @@ PACKAGE = "vescale_fn"
 DOOR = f"{PACKAGE}._core.torch_internals"  # the one folder that may use private torch names
 LIGHT = (
     *(f"_core.base.{name}" for name in ("errors", "messages", "tree")),
-    *(f"schedules.{name}" for name in "actions costs deadlocks drawing files letters named schedule".split()),
-    *(f"schedules.{name}" for name in "simulator task_graph timed_task timeline validation".split()),
+    *(f"schedules.{name}" for name in "actions auto costs deadlocks drawing files letters named".split()),
+    *(f"schedules.{name}" for name in "partial schedule simulator task_graph timed_task timeline validation".split()),
     "recipes.command_line",
 )  # pure data: importable where torch is not wanted
 

@@ -1,6 +1,7 @@
 """Schedules of pipelines: the formulas of the literature, the check against ranks that run by rendezvous."""
 
 import itertools
+import math
 import random
 import re
 from pathlib import Path
@@ -45,6 +46,30 @@ def test_the_check_agrees_with_ranks_that_run_by_rendezvous() -> None:
             assert said == schedule_oracles.runs(schedule, blocking), (seed, blocking)
             verdicts[blocking].add(said)
     assert verdicts == {False: {True, False}, True: {True, False}}
+
+
+def costs(rng: random.Random, stages: int) -> Costs:
+    f, b, w = ([rng.randint(1, 10) for _ in range(stages)] for _ in range(3))
+    return Costs(f, b, w, p2p=rng.choice((0, rng.randint(0, 5))))
+
+
+def test_auto_is_the_best_that_there_is_on_small_instances() -> None:
+    """By branch and bound, which is held against all schedules that there are; 300 instances in `benchmarks.pipelines`."""
+    for seed in range(12):
+        rng = random.Random(seed)
+        p, m = (2, 3) if seed < 2 else (3, 4)
+        limit, each = rng.randint(1, m), costs(rng, p)
+        timeline = vfn.schedules.auto(each, p, m, limit).simulate(each)
+        assert max(timeline.in_flight) <= limit
+        best = schedule_oracles.least_makespan(m, each.F, each.B, each.W, each.p2p, limit, math.inf)
+        assert timeline.makespan <= 1.02 * best
+        if seed < 2:
+            assert best == schedule_oracles.least_of_all(p, m, each, limit)
+
+
+def test_auto_is_never_slower_than_a_named_schedule_within_its_memory() -> None:
+    """1,000 vectors of costs in `benchmarks.pipelines`."""
+    assert [fault for seed in range(10) for fault in schedule_oracles.slower_than_named(seed, 3)] == []
 
 
 # --- what others read -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from .._core.base import front_door
 from .actions import Action, Overlap
+from .auto import auto
 from .costs import Costs
 from .named import dualpipev, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zbv
 from .schedule import Schedule
@@ -17,6 +18,7 @@ __all__ = [
     "TimedTask",
     "Timeline",
     "Transfer",
+    "auto",
     "dualpipev",
     "gpipe",
     "interleaved",

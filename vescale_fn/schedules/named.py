@@ -28,7 +28,7 @@ def gpipe(p: int, m: int) -> Schedule:
     >>> timeline.idle[0], timeline.in_flight
     (9, (8, 8, 8, 8))
     """
-    _check("gpipe", p=p, m=m)
+    check_sizes("gpipe", p=p, m=m)
     return Schedule(tuple(range(p)), [row("f" * m + "d" * m, r) for r in range(p)])
 
 
@@ -48,7 +48,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     >>> timeline.idle[0], timeline.in_flight
     (9, (4, 3, 2, 1))
     """
-    _check("one_f_one_b", p=p, m=m)
+    check_sizes("one_f_one_b", p=p, m=m)
     rows = []
     for r in range(p):
         ahead = min(m, p - 1 - r)
@@ -76,7 +76,7 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
     >>> timeline.idle[0], timeline.in_flight
     (9, (11, 9, 7, 5))
     """
-    _check("interleaved", p=p, m=m, v=v)
+    check_sizes("interleaved", p=p, m=m, v=v)
     if v == 1:
         return one_f_one_b(p, m)
     groups = max(1, m // p)
@@ -110,7 +110,7 @@ def zb_h1(p: int, m: int) -> Schedule:
     >>> timeline.idle[0], timeline.in_flight
     (3, (4, 4, 4, 4))
     """
-    _check("zb_h1", p=p, m=m)
+    check_sizes("zb_h1", p=p, m=m)
     return Schedule(tuple(range(p)), [row(_split(m, p - r, r), r) for r in range(p)])
 
 
@@ -131,7 +131,7 @@ def zb_h2(p: int, m: int) -> Schedule:
     >>> timeline.idle, timeline.in_flight
     ((0, 0, 0, 0), (7, 7, 7, 7))
     """
-    _check("zb_h2", p=p, m=m)
+    check_sizes("zb_h2", p=p, m=m)
     return Schedule(tuple(range(p)), [row(_split(m, 2 * (p - r) - 1, 2 * r), r) for r in range(p)])
 
 
@@ -159,7 +159,7 @@ def zbv(p: int, m: int) -> Schedule:
     >>> timeline.idle, timeline.in_flight
     ((0, 0, 0, 0), (8, 8, 8, 8))
     """
-    _check("zbv", p=p, m=m)
+    check_sizes("zbv", p=p, m=m)
     n = max(m, 2 * p - 1)  # of which the first m are there
     rows = []
     for r in range(p):
@@ -188,7 +188,7 @@ def dualpipev(p: int, m: int) -> Schedule:
     >>> timeline.idle[0], timeline.in_flight
     (6, (9, 9, 9, 9))
     """
-    _check("dualpipev", p=p, m=m)
+    check_sizes("dualpipev", p=p, m=m)
     if m < 2 * p:
         fix = "more microbatches, or schedules.zbv, which takes any number of them"
         raise ScheduleError(report("schedules.dualpipev", f"{p} ranks need {2 * p} microbatches, not {m}", fix=fix))
@@ -204,7 +204,7 @@ def dualpipev(p: int, m: int) -> Schedule:
     return Schedule([*range(p), *reversed(range(p))], rows)
 
 
-def _check(name: str, **sizes: int) -> None:
+def check_sizes(name: str, **sizes: int) -> None:
     """Raise unless all are whole numbers from 1 on."""
     wrong = [f"{key} is {short(value)}" for key, value in sizes.items() if type(value) is not int or value < 1]
     if wrong:
