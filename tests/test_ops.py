@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 import vescale_fn as vfn
 from vescale_fn import P
+from vescale_fn._core import torch_internals
 from vescale_fn._core.distributed import mesh as mesh_
 from vescale_fn._core.sharding.index_map import local_indices
 from vescale_fn._core.sharding.spec import from_split_axes
@@ -1389,3 +1390,23 @@ def test_the_place_of_an_extreme_along_a_split_dim_is_the_first_one(dtype: torch
                 for one, want in zip(found, call(x), strict=True):
                     torch.testing.assert_close(vfn.unshard(one), want, rtol=0, atol=0, equal_nan=True)
                     assert one.stride() == want.stride()
+
+
+def test_what_results_look_like_is_remembered_by_all_that_it_depends_on():
+    """Also where the layout is another: numbers that are equal and of other types, strides, dtypes, the default dtype."""
+    flags, ints = torch.tensor([True, False, True]), torch.arange(6).reshape(2, 3)
+    cases = [(flags, lambda x, n=n: x + n) for n in (1, True, 1.0)]
+    cases += [(x, lambda x, n=n: x * n) for n in (2, 2.0) for x in (ints, ints.int(), ints.T, ints.T.contiguous())]
+    cases += [(ints, lambda x, d=d: x.sum(d)) for d in (0, 1, None)]
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("i",))
+        for spec in (P(), P("i")):
+            for dtype in (torch.float32, torch.float64):
+                torch.set_default_dtype(dtype)
+                for x, f in cases:
+                    want, got = f(x), f(vfn.shard(x, mesh, spec))
+                    assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
+                    assert (
+                        torch_internals.spec(got).tensor_meta.dtype == want.dtype
+                    )  # of which the next decision is made
+                    assert torch.equal(vfn.unshard(got), want)

@@ -38,10 +38,11 @@ from .layout_solver import Solution, solved
 from .lazy_layout import is_new
 from .on_blocks import Local, LocalNew, LocalView, LocalWrite, OnBlocks, ViewOnBlocks, WriteOnBlocks, in_order
 from .places import Copied, Meets, NotHere, meeting
+from .result_metas import metas
 from .rules.compositions import COMPOSED, READING, composed
 from .rules.parts import strided
 from .rules.rule import Call, Parts, Rule, T, without_blocks
-from .rules.table import SHAPES, find, on_meta
+from .rules.table import find
 from .rules.traits import NEEDS_CONTIGUOUS, RETURNS_VIEW_OF_ITSELF, SETS_STRIDES, UNSHARED_VIEW
 from .strides import overlaps
 
@@ -117,7 +118,7 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[s
     if func in SETS_STRIDES:
         return StridesOfItself(func, mesh)
     refuse(func, args, kwargs)
-    call = _OpCall(func, args, kwargs, mesh, tensors, *_metas(func, args, kwargs, tensors))
+    call = _OpCall(func, args, kwargs, mesh, tensors, *metas(func, args, kwargs, tensors))
     if call.outs is not None and not any(isinstance(o, torch.Tensor) for o in call.outs):
         return ShapeOnly(func, mesh, call.many(call.outs) if call.many else call.outs[0])
     if (steps := _steps(call)) is not None:
@@ -283,32 +284,6 @@ def _rule(call: _OpCall, lies: tuple[str, ...]) -> tuple[Rule | None, list[int]]
     shapes = tuple(tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in call.outs)
     dtypes = tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in call.outs)
     return make_rule(Call(name.removesuffix("_") if places else name, by_name, ts, shapes, dtypes, lies)), pinned
-
-
-def _metas(func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[tuple[Any, ...] | None, Any]:
-    """What the results look like on one device, and whether they are a tuple or a list (None: one result). The first is None
-    where that cannot be told without the values."""
-    shaped: Any = SHAPES.get(func) or func
-    for device in ("meta", None) if on_meta(func) else (None,):
-        with torch_internals.shapes_only() if device is None else torch_internals.unrecorded():
-            try:
-                fakes = [
-                    torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device or x.device) for x in tensors
-                ]
-                fake_args, fake_kwargs = with_tensors((args, kwargs), iter(fakes))
-                out = shaped(*fake_args, **fake_kwargs)
-                break
-            except Exception:  # told by no kernel for tensors without values
-                continue
-    else:
-        return None, None
-    if out is None and torch_internals.operator_name(func).endswith("_"):  # a list changed in place
-        out = fake_args[0]
-    many = next((kind for kind in (list, tuple) if isinstance(out, kind)), None)
-    outs: Any = tuple(out) if many else (out,)  # type: ignore[arg-type]
-    if all(o is None for o in outs) or not all(o is None or isinstance(o, (int, torch.Tensor)) for o in outs):
-        return None, many
-    return outs, many
 
 
 def _written_by(op: Any) -> Any:
