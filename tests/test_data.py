@@ -1,5 +1,6 @@
 """vfn.data: batches that are a function of the key and the step, on any mesh, any number of processes, from any step on."""
 
+import functools
 import itertools
 import math
 import random
@@ -48,9 +49,10 @@ def test_of_very_many_numbers_nothing_as_long_is_made() -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_all_permutations_come_as_often(n) -> None:
-    draws = 150 * math.factorial(n)
+    each = 40
+    draws = each * math.factorial(n)
     counts = Counter(tuple(feistel.shuffled((i, 99), torch.arange(n), n).tolist()) for i in range(draws))
-    chi2 = sum((counts[p] - 150) ** 2 / 150 for p in itertools.permutations(range(n)))
+    chi2 = sum((counts[p] - each) ** 2 / each for p in itertools.permutations(range(n)))
     degrees = math.factorial(n) - 1
     assert chi2 < degrees + 5 * math.sqrt(2 * degrees)
 
@@ -157,7 +159,26 @@ SPEC = {"x": P("dp", "cp"), "y": P("dp")}
 MESHES = [((4, 1), "dp cp"), ((2, 2), "dp cp"), ((2, 3), "dp cp"), ((1, 2), "dp cp"), ((3, 1), "dp cp")]
 
 
-@pytest.mark.parametrize("make", [Augmented, Columns, NoisyColumns])
+OWN = np.random.default_rng(3)
+
+
+class OwnGenerators(Augmented):
+    """Noise from generators that the data set has: its own, its transform's, and one of this file."""
+
+    def __init__(self, n=23):
+        super().__init__(n)
+        self.generator, other, legacy = torch.Generator(), random.Random(1), np.random.RandomState(2)
+        self.noise = [lambda x: x + other.random(), functools.partial(lambda r, x: x + r.rand(), legacy)]
+
+    def __getitem__(self, i):
+        sample = super().__getitem__(i)
+        x = sample["x"] + torch.rand((), generator=self.generator) + torch.tensor(OWN.random(), dtype=torch.float32)
+        for f in self.noise:
+            x = f(x)
+        return {**sample, "x": x}
+
+
+@pytest.mark.parametrize("make", [Augmented, Columns, NoisyColumns, OwnGenerators])
 @pytest.mark.parametrize(("sizes", "names"), MESHES)
 @pytest.mark.parametrize("last", ["rollover", "keep"])
 def test_a_mesh_has_the_batches_of_one_device(make, sizes, names, last) -> None:
@@ -179,6 +200,12 @@ def test_they_go_on_from_any_step_with_workers_or_without() -> None:
         found = list(itertools.islice(one.starting_at(3), 4))
         assert all(a["x"].equal(b["x"]) and a["y"].equal(b["y"]) for a, b in zip(found, expected))
     assert torch.get_rng_state().equal(before)
+
+
+def test_what_a_collate_fn_draws_of_all_samples_is_the_same_on_a_mesh() -> None:
+    alone = vfn.data.batches([*range(8)], 4, KEY, collate_fn=mixed)(1)
+    batch = on_mesh(lambda: vfn.data.batches([*range(8)], 4, KEY, spec=P(), collate_fn=mixed)(1))
+    assert vfn.unshard(batch).equal(alone)
 
 
 def test_generators_go_on_as_if_nothing_had_been_drawn() -> None:
@@ -256,7 +283,21 @@ def ragged():
     return [batches(step) for step in range(2)]
 
 
+def mixed(rows):
+    """Samples, each with a share of another one."""
+    x = torch.stack([torch.as_tensor(row) for row in rows]).float()
+    return x + torch.rand(()) * x[torch.randperm(len(rows))]
+
+
 MISUSES = {
+    "a collate_fn that draws": (
+        lambda: on_mesh(lambda: vfn.data.batches([*range(8)], 4, KEY, spec=P("dp"), collate_fn=mixed)(0)),
+        "data.batches: collate_fn draws random numbers, but it has a rank's samples alone, whose number depends on the mesh",
+    ),
+    "a generator of the system": (
+        lambda: vfn.data.batches([random.SystemRandom()], 1, KEY)(0),
+        "data.batches: the data set draws from the SystemRandom ",
+    ),
     "a stream": (
         lambda: vfn.data.batches(Stream(), 4, KEY),
         "data.batches: the data set must be map-style, with dataset[i] and len(dataset), but it is the Stream",

@@ -54,8 +54,8 @@ def batches(
     ``batches(step)`` is the batch of a step, ``batches.starting_at(step)`` goes on from there without end, read ahead by
     workers. Neither depends on what was read before, on the mesh, or on how many processes there are.
 
-    What is drawn from the generators of torch, numpy and Python while a sample is read (augmentation) follows from the key, the
-    epoch and the sample's index.
+    What is drawn while a sample is read (augmentation) follows from the key, the epoch and the sample's index: from the
+    generators of torch, numpy and Python, or from such that `dataset` holds itself.
 
     Args:
         dataset: map-style: `torch.utils.data.Dataset`, `datasets.Dataset`, a list, anything with ``dataset[i]`` and ``len``.
@@ -72,12 +72,12 @@ def batches(
             the next epoch: every sample once an epoch. "discard": it is left out, other samples each epoch. "keep": a
             smaller batch.
         collate_fn: makes one tree of tensors, whose first dims are the samples, of a list of a rank's samples; torch's
-            ``default_collate`` by default.
+            ``default_collate`` by default. It may draw random numbers where every rank has all samples.
         num_workers, pin_memory, prefetch_factor: as in torch's DataLoader, for `starting_at`.
 
     Raises:
-        DataError: a data set that cannot be indexed; a size that leaves a rank without samples; a batch that has not the
-            shapes of earlier ones.
+        DataError: a data set that cannot be indexed; a `collate_fn` that draws, of a part of the samples; a size that leaves a
+            rank without samples; a batch that has not the shapes of earlier ones.
         SpecError: a spec that does not fit the mesh or the batch.
 
     Source: `torch.utils.data.DataLoader` and `DistributedSampler`; `last_batch` is MXNet's; the function of the step is Grain's
